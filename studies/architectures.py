@@ -37,7 +37,7 @@ import xarray as xr
 from matplotlib.figure import Figure
 
 from common.ending import ended, finish, learned
-from common.figures import STYLE
+from common.figures import STYLE, add_letters
 from common.models import SMALL_RESNETS
 from common.options import add_output, fill_in, parsed, study_parser
 from common.training import Study, begin
@@ -73,12 +73,13 @@ def main(arguments: list[str] | None = None) -> int:
         measure(study, name) for study, name in zip(studies, args.models, strict=True)
     ]
     scores = xr.concat(by_architecture, "architecture")
-    scores["images"] = len(first.loaders[1].dataset)
+    # All architectures are validated on the same images.
+    scores["images"] = len(first.validation)
 
     first.output.save(scores)
     draw(scores).savefig(first.output.figure, dpi=200)
     print(table(scores))
-    print(f"wrote {first.output.store} and {first.output.figure}")
+    first.output.print_files()
     return finish(check(scores, first.chance), args.data)
 
 
@@ -110,9 +111,10 @@ def measure(study: Study, name: str) -> xr.Dataset:
     }
 
     models = {CNN: cnn, CONTROL: control, UNSTRIDED: unstrided, TCNN: tcnn}
-    image, _ = study.loaders[1].dataset[0]
+    image, _ = study.validation[0]
     scores = evaluation.cost(
         models,
+        # Costs depend on the size of the images.
         tuple(image.shape),
         batch_size=study.args.batch_size,
         training=True,
@@ -171,9 +173,9 @@ def draw(scores: xr.Dataset) -> Figure:
         handlelength=1,
     )
     b.legend(frameon=False)
-    for panel, letter in ((a, "A"), (b, "B")):
+    for panel in (a, b):
         panel.axhline(0, color="0.8", lw=1, zorder=0)
-        panel.set_title(letter, loc="left", fontweight="bold")
+    add_letters([a, b])
     return figure
 
 

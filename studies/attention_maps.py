@@ -91,7 +91,7 @@ def main(arguments: list[str] | None = None) -> int:
     study.output.save(maps)
     draw(maps, images, args.query, args.epoch).savefig(study.output.figure, dpi=150)
     print(head_table(maps))
-    print(f"wrote {study.output.store} and {study.output.figure}")
+    study.output.print_files()
     return finish(check(maps), args.data)
 
 
@@ -103,6 +103,7 @@ def weights_file(study: Study, epoch: int) -> Path:
 def save_weights(model: nn.Module, file: Path) -> None:
     """Write the weights whole or not at all, unless they are there."""
     if not file.exists():
+        # A run may be killed while it writes.
         partial = file.with_suffix(".partial")
         torch.save(model.state_dict(), partial)
         os.replace(partial, file)
@@ -112,7 +113,7 @@ def open_or_pick_images(
     args: argparse.Namespace, study: Study
 ) -> tuple[Tensor, list[str]]:
     """Return the images that the heads look at and their names: the user's files, or images of the validation set."""
-    dataset = study.loaders[1].dataset
+    dataset = study.validation
     if args.image:
         names = [Path(file).name for file in args.image]
         return open_images(args.image, dataset, args.img_size), names
@@ -162,6 +163,7 @@ def draw(
 ) -> Figure:
     """Draw one grid of maps for each epoch and image."""
     blocks = [(epoch, image) for epoch in epochs for image in range(len(images))]
+    # Layers with many heads take several lines.
     lines = -(-maps.sizes["head"] // COLUMNS)
     rows, columns = maps.sizes["layer"] * lines, -(-maps.sizes["head"] // lines)
     figure = Figure(
@@ -207,6 +209,7 @@ def head_table(maps: xr.Dataset) -> str:
     """Return gates at the end, peaks of the maps and, with several images, how far maps differ, as a table."""
     last = maps.isel(epoch=-1)
     parts = {"gate": last.gate, "peak": peaks(maps)}
+    # One image has no other to differ from.
     if maps.sizes["image"] > 1:
         parts["differs"] = differences_between_images(maps)
     width = max(len(str(name)) for name in last.layer.values)
@@ -245,6 +248,7 @@ def check(maps: xr.Dataset) -> bool:
     # Layers with fewer heads have NaN.
     exists = np.isfinite(gate)
     order = gate[exists].argsort()
+    # Halves: so short a training leaves few gates low enough for a type.
     low, high = (peak[exists][half].mean() for half in np.array_split(order, 2))
     fainter = low < high
     verdict = "have fainter peaks" if fainter else "do NOT have fainter peaks"

@@ -65,7 +65,7 @@ def main(arguments: list[str] | None = None) -> int:
         maps["on_digit"], maps["even"] = on_object(maps.class_attention, probed.masks)
     run.output.save(maps)
     draw(maps.isel(image=slice(args.show))).savefig(run.output.figure, dpi=200)
-    print(f"wrote {run.output.store} and {run.output.figure}")
+    run.output.print_files()
     # Of a trained model there are no masks to check against.
     passed = args.model is not None or check(maps, run)
     return finish(passed, args.model or "digits")
@@ -95,7 +95,12 @@ def small_cait(size: int) -> nn.Module:
         "embed_dim": 48,
     }
     return Cait(
-        **shape, depth=2, num_heads=4, init_values=1.0, patch_layer=ConvolutionalPatches
+        # CaiT's own LayerScale begins near 0, too small for so short a training.
+        **shape,
+        depth=2,
+        num_heads=4,
+        init_values=1.0,
+        patch_layer=ConvolutionalPatches,
     )
 
 
@@ -106,6 +111,7 @@ def class_attention(model: nn.Module, images: Tensor) -> xr.Dataset:
     maps = tcnn_probe.attention_maps(
         model,
         images.to(device),
+        # The layers before have no class token.
         layers=lambda name, layer: isinstance(layer, ClassAttn),
         queries="class",
     )
@@ -129,6 +135,7 @@ def on_object(
         attention: Attention, (image, layer, head, y, x).
         masks: Places of the objects, shape (image, H, W), bool.
     """
+    # The share of each patch that the object covers.
     cells = F.adaptive_avg_pool2d(masks[:, None].double(), attention.shape[-2:])[:, 0]
     share = xr.DataArray(cells.numpy(), dims=("image", "y", "x"))
     dims = ["y", "x"]
@@ -145,6 +152,7 @@ def draw(maps: xr.Dataset) -> Figure:
     for row, axes in zip(range(rows), panels, strict=True):
         sample = maps.isel(image=row)
         picture = sample.input.mean("channel").values
+        # Normalised pixels are not in [0, 1].
         picture = (picture - picture.min()) / np.ptp(picture)
         axes[0].imshow(picture, cmap="gray")
         for ax, values in zip(
@@ -152,6 +160,7 @@ def draw(maps: xr.Dataset) -> Figure:
             sample.class_attention.stack(map=("layer", "head")).T,
             strict=True,
         ):
+            # From 0, so that an even map does not look as if it had a structure.
             ax.imshow(values.transpose("y", "x"), cmap="viridis", vmin=0)
         draw_in_the_light(
             axes[-2], picture, sample.class_attention.isel(layer=0).mean("head")
@@ -183,6 +192,7 @@ def draw(maps: xr.Dataset) -> Figure:
 def draw_in_the_light(ax: Axes, picture: np.ndarray, attention: xr.DataArray) -> None:
     """Draw the gray image times the attention, which is enlarged and scaled from 0 to 1 (thesis, Section 3.7.2.5)."""
     coarse = torch.from_numpy(attention.values.astype(float))[None, None]
+    # The map has a value for each patch, the image one for each pixel.
     light = F.interpolate(coarse, size=picture.shape, mode="bilinear")[0, 0].numpy()
     ax.imshow(picture * (light - light.min()) / np.ptp(light), cmap="cividis")
 
@@ -204,6 +214,7 @@ def check(maps: xr.Dataset, run: SingleModel) -> bool:
     """Return whether the model learned, and its first class-attention layer prefers the digit; print the second's."""
     has_learned = run.learned("the CaiT", float(maps.top1))
     layers = maps.on_digit.mean("head").transpose("layer", "image")
+    # Image by image, since objects differ in size.
     gains = layers - maps.even
     low, high = evaluation.mean_interval(gains[0]).values
     verdict = "more" if low > 0 else "NOT more"

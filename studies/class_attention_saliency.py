@@ -177,6 +177,7 @@ def train(
                 name=title,
             )
         return
+    # In eval mode, as a recorder takes forwards of validation.
     answers = logits(model.eval(), probed, args)
     loss = float(F.cross_entropy(answers, probed.labels))
     top1 = float((answers.argmax(1) == probed.labels).float().mean())
@@ -323,6 +324,7 @@ def check(tree: xr.DataTree, trained: tuple[int, float] | None) -> bool:
         is_judged = name == "PatchConvNet" or len(tree.children) == 1
         if "class_attention" not in last["attribution"] or not is_judged:
             continue
+        # Without masks there is no place to point at.
         measure = "pointing_game" if "pointing_game" in last else "insertion_auc"
         values = last[measure]
         gain = values.sel(attribution="class_attention") - values.sel(
@@ -395,6 +397,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     args = parsed(parser, arguments, "class_attention_saliency")
 
     digits = args.data == "digits"
+    # The digits have small models of their own.
     if digits == bool(args.model) or (digits and args.pretrained):
         parser.error(
             "--data and --model belong together, and --pretrained goes with them; without, it is the digits"
@@ -421,6 +424,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         }
         defaults |= {"images": 8, "show": 2, "steps": 2}
     if not digits:
+        # A trained model is looked at as it is.
         defaults = {"batch_size": 32, "epochs": 0, "images": 32, "every": 5}
     fill_in(args, defaults)
     fill_in(args, {"show": 5, "steps": 12})

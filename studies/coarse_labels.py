@@ -39,7 +39,7 @@ from torch import Tensor, nn
 
 import tcnn_probe
 from common.ending import ended, finish, learned
-from common.figures import STYLE
+from common.figures import STYLE, add_letters
 from common.options import (
     add_machine,
     add_output,
@@ -81,7 +81,7 @@ def main(arguments: list[str] | None = None) -> int:
     output.save(scores)
     draw(scores).savefig(output.figure, dpi=200)
     print(table(scores))
-    print(f"wrote {output.store} and {output.figure}")
+    output.print_files()
     return finish(check(scores), "digits")
 
 
@@ -94,12 +94,14 @@ def score_seed(args: argparse.Namespace, output: RunOutput, seed: int) -> xr.Dat
         best, weights = trained(args, output, arm, seed)
         top1.append(best)
         if arm == "plain":
+            # The classifier's features are those before its last layer.
             features.append(pooled(loaded(network(), weights), images))
         else:
             model = loaded(
                 Grafit(network(), 2, len(weights["labels"]), dim=DIM), weights
             )
             with torch.no_grad():
+                # Grafit's instance loss is on embeddings, so the trunk may know what they have dropped.
                 features += [model.trunk(images), model.embed(images)]
     knn = [tcnn_probe.representation.knn_correct(kind, digits) for kind in features]
     precision = [
@@ -126,15 +128,18 @@ def trained(
         data="parity",
         img_size=SIDE,
         model_options=SHAPE,
+        # A mirrored digit is no digit.
         hflip=0.0,
         crop="simple",
         opt="adamw",
         lr=args.lr,
+        # The same recipe for both, so that losses alone differ.
         weight_decay=1e-4,
         epochs=args.epochs,
         warmup_epochs=1,
         batch_size=64,
         watcher="none",
+        # Digits lie in memory, where loading processes only cost time.
         workers=0,
         device=args.device,
         seed=seed,
@@ -142,6 +147,7 @@ def trained(
         # The recipe's decay of the target network, 0.996, is for far more steps.
         **ARMS[arm] | ({"ema": args.ema} if arm == "grafit" else {}),
     )
+    # By even and odd alone: the ten digits are not looked at before the end.
     best = max(result.top1 for result in train(config, resume=folder.exists()))
     return best, torch.load(folder / "best.pt", weights_only=True)["state_dict"]
 
@@ -167,10 +173,8 @@ def pooled(model: Any, images: Tensor) -> Tensor:
 def pictures() -> tuple[Tensor, np.ndarray]:
     """Return the validation images as the networks take them, and which digit each shows."""
     source = open_sources("digits", "", ("train", "validation"))[1]
-    uncropped = {
-        "input_size": (3, SIDE, SIDE),
-        "crop_pct": 1.0,
-    }  # of the digits nothing is cut off
+    # timm's own crop would cut off the border.
+    uncropped = {"input_size": (3, SIDE, SIDE), "crop_pct": 1.0}
     transform = create_transform(**resolve_data_config(uncropped, model=network()))
     images, digits = zip(*(source.read(n) for n in range(len(source))), strict=True)
     return torch.stack([transform(image) for image in images]), np.array(digits)
@@ -180,9 +184,8 @@ def pictures() -> tuple[Tensor, np.ndarray]:
 def draw(scores: xr.Dataset) -> Figure:
     """Draw a panel for each measure: bars by features, and a point for each training."""
     figure = Figure(figsize=(8, 3.2), layout="constrained")
-    for panel, letter, (name, words) in zip(
-        figure.subplots(1, 2), "AB", MEASURES.items(), strict=True
-    ):
+    panels = figure.subplots(1, 2)
+    for panel, (name, words) in zip(panels, MEASURES.items(), strict=True):
         means = scores[name].mean("image")
         colors = [
             "0.7",
@@ -196,11 +199,12 @@ def draw(scores: xr.Dataset) -> Figure:
             panel.plot(values, range(means.sizes["features"]), "o", color="0.2", ms=3)
         panel.set_yticks(
             range(means.sizes["features"]),
-            means.features.values if letter == "A" else [],
+            means.features.values if panel is panels[0] else [],
         )
+        # The first kind on top, as in the table.
         panel.invert_yaxis()
         panel.set(xlabel=f"{words}; a dot a training", xlim=(0, 1))
-        panel.set_title(letter, loc="left", fontweight="bold")
+    add_letters(panels)
     return figure
 
 

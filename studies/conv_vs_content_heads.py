@@ -71,6 +71,7 @@ from common.head_removal import (
 from common.head_types import PAIR
 from common.models import small_vit
 from common.options import (
+    add_corruptions,
     add_output,
     fill_in,
     from_least,
@@ -375,21 +376,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         type=from_least(2),
         help="and for single heads (default: 16; 200 of --data)",
     )
-    add(
-        "--corruptions",
-        nargs="+",
-        choices=evaluation.CORRUPTIONS,
-        metavar="NAME",
-        help="(default: all 15)",
-    )
-    add(
-        "--severities",
-        type=int,
-        nargs="+",
-        choices=range(1, 6),
-        default=[1],
-        help="of corruptions (default: 1)",
-    )
+    add_corruptions(add, severities="1")
     add(
         "--epsilon",
         type=positive_number,
@@ -405,6 +392,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         "modes": ["zero", "static", "shuffled", "positional"],
         "seeds": 3,
         "draws": 3,
+        "severities": [1],
     }
     if args.data == "digits":
         # High and low gates in turn, so that heads attend to content within six epochs, and others convolve.

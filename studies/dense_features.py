@@ -45,7 +45,7 @@ from torch import Tensor, nn
 import tcnn_probe
 from common.data import probed_images
 from common.ending import ended, finish, learned
-from common.figures import STYLE
+from common.figures import STYLE, add_letters
 from common.models import small_patchconvnet
 from common.options import add_output, fill_in, from_least, parsed, study_parser
 from common.training import Study, begin
@@ -56,6 +56,7 @@ from tcnn_probe.plot import OKABE_ITO
 
 CNN, TCNN, UNSTRIDED, PATCH = "ResNet", "T-CNN", "ResNet at stride 1", "PatchConvNet"
 STAGES = 4
+# Its training from scratch takes a higher rate than fine-tuning.
 PATCH_LR = 2e-3
 SAME = 1e-3  # IoU: the same features, but for rounding
 COLORS = {
@@ -102,7 +103,7 @@ def main(arguments: list[str] | None = None) -> int:
     study.output.save(scores)
     draw(scores).savefig(study.output.figure, dpi=200)
     print(table(scores))
-    print(f"wrote {study.output.store} and {study.output.figure}")
+    study.output.print_files()
     return finish(check(scores, study.chance), args.data)
 
 
@@ -124,6 +125,7 @@ def probe_epochs(
     by_epoch = []
     for result in results:
         path = study.output.checkpoints / f"{file}-{result.epoch:04d}.npy"
+        # A resumed run has the numbers of its first epochs, and not their weights.
         if not path.exists():
             np.save(
                 path,
@@ -137,6 +139,7 @@ def probe_epochs(
                 {"epoch": result.epoch},
             )
         )
+    # A classifier that is told the share of strokes in each cell does as well as any can on this grid.
     grid_shares = [
         [of_grid(masks, maps) for maps in features(model, images)]
         for images, masks in scenes
@@ -151,6 +154,7 @@ def probe_epochs(
 def features(model: nn.Module, images: Tensor) -> list[np.ndarray]:
     """Return the outputs of the last four stages or blocks, (N, C, h, w) each."""
     device = next(model.parameters()).device
+    # timm's name for what all its backbones have in common.
     outputs = model.eval().forward_intermediates(
         images.to(device), indices=STAGES, intermediates_only=True
     )
@@ -174,6 +178,7 @@ def strokes(
         probe(x, masks, y, fit_masks, by_image=True)
         for x, y in zip(judged, fit, strict=True)
     ]
+    # Class 0 is the background.
     return np.stack(scores)[..., 1]
 
 
@@ -184,6 +189,7 @@ def draw(scores: xr.Dataset) -> Figure:
     a, b, c = figure.subplots(1, 3, sharey=True, width_ratios=[1.5, 1, 1.3])
     mean = scores.iou.mean("image")
     colors = mpl.colormaps["viridis"](np.linspace(0, 0.85, STAGES))
+    # The successors' epochs follow those of the CNN in the figure.
     trained = int(mean.sel(model=CNN).dropna("epoch", how="all").epoch[-1])
     for axes, name, part in ((a, CNN, "stage"), (b, PATCH, "block")):
         for color, stage in zip(colors, mean.stage.values, strict=True):
@@ -205,6 +211,7 @@ def draw(scores: xr.Dataset) -> Figure:
     a.set(title="ResNet, then fine-tuned", ylabel="IoU of the digit's strokes")
     ends, ceilings = at_end(scores.iou), scores.ceiling.mean("image")
     for number, name in enumerate(scores.model.values):
+        # Four bars of a fifth each, about the stage's tick.
         places, values = np.arange(STAGES) + (number - 1.5) * 0.2, ends.sel(model=name)
         reach = abs(
             evaluation.mean_interval(values).transpose("bound", "stage")
@@ -219,6 +226,7 @@ def draw(scores: xr.Dataset) -> Figure:
             yerr=reach,
             error_kw={"elinewidth": 0.8},
         )
+        # One entry in the legend for all lines.
         allowed = {} if number else {"label": "what the grid allows"}
         c.hlines(
             ceilings.sel(model=name),
@@ -230,8 +238,8 @@ def draw(scores: xr.Dataset) -> Figure:
         )
     c.set_xticks(range(STAGES), [f"stage {stage}" for stage in scores.stage.values])
     c.set(title="at the end", ylim=(0, 1.25 * float(ceilings.max())))
-    for panel, letter in zip((a, b, c), "ABC", strict=True):
-        panel.set_title(letter, loc="left", fontweight="bold")
+    add_letters([a, b, c])
+    for panel in (a, b, c):
         panel.legend(frameon=False, fontsize=7, ncols=2, loc="upper center")
     return figure
 
@@ -296,6 +304,7 @@ def check(scores: xr.Dataset, chance: float) -> bool:
         int(scores.images),
         chance,
     )
+    # All stages but the last: those before attention.
     apart = float(
         abs(ends.sel(model=CNN) - starts.sel(model=TCNN)).isel(stage=slice(-1)).max()
     )
@@ -303,6 +312,7 @@ def check(scores: xr.Dataset, chance: float) -> bool:
     print(
         f"check: the T-CNN's stages before attention begin {verdict}: IoU apart by {apart:.4f}"
     )
+    # Without attention, so that it is the grid alone that is judged.
     gain = (ends.sel(model=UNSTRIDED) - ends.sel(model=CNN)).isel(stage=-1)
     low, high = evaluation.mean_interval(gain).values
     verdict = "more" if low > 0 else "NOT clearly more"
@@ -330,6 +340,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     )
     add_output(parser)
     args = parsed(parser, arguments, "dense_features")
+    # Masks of strokes are known of the digits alone, and pretrained weights are not made for them.
     if args.data != "digits" or args.pretrained:
         words = "the masks are those of the digits, which a CNN has to learn; docs/representation.md has your own"
         parser.error(f"--data, --pretrained: {words}")

@@ -49,9 +49,10 @@ from matplotlib.figure import Figure
 from common.data import PixelBatches
 from common.decisions import agree_on_errors, by_condition, compare_given
 from common.ending import ended, finish, learned
-from common.figures import STYLE
+from common.figures import STYLE, add_letters
 from common.options import (
     FEW_CORRUPTIONS,
+    add_corruptions,
     add_output,
     fill_in,
     from_least,
@@ -94,7 +95,7 @@ def main(arguments: list[str] | None = None) -> int:
     draw(rates["group"], rates["corruption"]).savefig(study.output.figure, dpi=200)
     print(table(rates["group"], results))
     print(verdicts(rates))
-    print(f"wrote {study.output.store} and {study.output.figure}")
+    study.output.print_files()
     return finish(check(rates["group"], results, study.chance), args.data)
 
 
@@ -102,6 +103,7 @@ def decide(study: Study, nth: int) -> xr.Dataset:
     """Train the CNN of a seed, fine-tune it in three ways, and return their decisions on the validation images."""
     args = argparse.Namespace(**vars(study.args))
     args.seed += nth
+    # The first CNN is that of the study itself.
     if nth:
         # Data of another seed would be split anew: all are shown the same images.
         study = replace(study.with_cnn(args), loaders=study.loaders)
@@ -175,6 +177,7 @@ def draw(by_group: xr.DataArray, by_corruption: xr.DataArray) -> Figure:
     models = by_group.model.values.tolist()
     for nth, name in enumerate(models):
         values = by_group.sel(model=name)
+        # Bars of all models share 0.8 of the distance between ticks.
         at = np.arange(values.sizes["group"]) + (
             nth - (len(models) - 1) / 2
         ) * 0.8 / len(models)
@@ -203,8 +206,7 @@ def draw(by_group: xr.DataArray, by_corruption: xr.DataArray) -> Figure:
     )
     b.set(ylabel=f"T-CNN more often than {ORDER}", title="by corruption")
     b.axhline(0, color="k", lw=0.8)
-    for panel, letter in ((a, "A"), (b, "B")):
-        panel.set_title(letter, loc="left", fontweight="bold")
+    add_letters([a, b])
     return figure
 
 
@@ -218,6 +220,7 @@ def bar(
     width: float,
 ) -> None:
     """Draw bars with their intervals."""
+    # Rounding may put a bound on the wrong side of the mean.
     reach = np.clip(
         [mean - interval.sel(bound="low"), interval.sel(bound="high") - mean], 0, None
     )
@@ -314,29 +317,12 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         type=from_least(2),
         help="validation images, spread evenly (default: 150; all of --data)",
     )
-    add(
-        "--corruptions",
-        nargs="+",
-        choices=evaluation.CORRUPTIONS,
-        metavar="NAME",
-        help="(default: all 15)",
-    )
-    add(
-        "--severities",
-        type=int,
-        nargs="+",
-        choices=range(1, 6),
-        help="of the corruptions (default: 1 3 5)",
-    )
+    add_corruptions(add, severities="1 3 5")
     add_output(parser)
     args = parsed(parser, arguments, "disagreement")
     one_or_several(parser, args)
-    easier = {
-        "img_size": 40,
-        "clutter": 3,
-        "cnn_epochs": 12,
-        "epochs": 4,
-    }  # of larger scenes some CNNs learn little
+    # Of larger scenes some CNNs learn little.
+    easier = {"img_size": 40, "clutter": 3, "cnn_epochs": 12, "epochs": 4}
     settle(parser, args, digits=easier)
     if args.small:
         fill_in(
@@ -355,11 +341,13 @@ def one_or_several(parser: argparse.ArgumentParser, args: argparse.Namespace) ->
     weights = (
         args.pretrained if isinstance(args.pretrained, list) else [args.pretrained]
     )
+    # --pretrained without files: timm's weights for all.
     weights = weights or [True] * len(names)
     if len(weights) != len(names) and any(weights):
         parser.error(
             f"--pretrained: expected a file for each of {len(names)} models, or none, got {len(weights)} files"
         )
+    # All else expects one model as a name, as other studies have it.
     if len(names) == 1:
         args.model, args.pretrained = names[0], weights[0]
         return
@@ -367,6 +355,7 @@ def one_or_several(parser: argparse.ArgumentParser, args: argparse.Namespace) ->
         parser.error(
             "--model: several models are compared as they are: give --pretrained and --data too"
         )
+    # A model agrees with itself always.
     if len({*zip(names, weights, strict=True)}) < len(names):
         parser.error(
             "--model: expected models that differ in their name or their file, got one twice"

@@ -34,7 +34,7 @@ import xarray as xr
 from matplotlib.figure import Figure
 
 from common.ending import ended, finish, learned
-from common.figures import STYLE, whole_ticks
+from common.figures import STYLE, add_letters, whole_ticks
 from common.options import add_output, fill_in, from_least, parsed, study_parser
 from common.training import begin
 from common.training_options import add_training, settle
@@ -75,12 +75,12 @@ def main(arguments: list[str] | None = None) -> int:
     # Shorter runs have NaN at the epochs that they do not have.
     lengths = xr.Variable("length", args.lengths)
     scores = xr.concat(by_length, lengths, join="outer").to_dataset()
-    scores["images"] = len(study.loaders[1].dataset)
+    scores["images"] = len(study.validation)
 
     study.output.save(scores)
     draw(scores).savefig(study.output.figure, dpi=200)
     print(table(scores))
-    print(f"wrote {study.output.store} and {study.output.figure}")
+    study.output.print_files()
     return finish(check(scores, study.chance), args.data)
 
 
@@ -95,6 +95,7 @@ def draw(scores: xr.Dataset) -> Figure:
     figure = Figure(figsize=(9, 3.8), layout="constrained")
     a, b = figure.subplots(1, 2, sharey=True)
     for name, color in COLORS.items():
+        # Runs of all lengths start alike.
         start = float(scores.top1.sel(model=name, epoch=0)[0])
         ends = end(scores).sel(model=name)
         a.plot(
@@ -115,14 +116,15 @@ def draw(scores: xr.Dataset) -> Figure:
     )
     b.set(xlabel="epoch", title="accuracy by epoch, a line a run")
     a.legend(frameon=False)
-    for panel, letter in ((a, "A"), (b, "B")):
-        panel.set_title(letter, loc="left", fontweight="bold")
+    for panel in (a, b):
         whole_ticks(panel)
+    add_letters([a, b])
     return figure
 
 
 def table(scores: xr.Dataset) -> str:
     """Return Table 4 of the paper, with the control."""
+    # Of a share, largest at 1/2.
     error = (0.25 / int(scores.images)) ** 0.5
     lines = [
         f"\n{'epochs':>6}{'CNN':>8}{'T-CNN':>8}   (one seed, {int(scores.images)} validation images: a standard ",
@@ -169,6 +171,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     )
     add_output(parser)
     args = parsed(parser, arguments, "finetune_length")
+    # Two options for one thing could contradict each other.
     if args.epochs is not None:
         parser.error(
             "--epochs: here --lengths says how long, such as --lengths 10 20 50"

@@ -48,7 +48,7 @@ from common.controls import (
     count_controls,
 )
 from common.ending import ended, finish, learned
-from common.figures import STYLE, ordered_colors
+from common.figures import STYLE, add_letters, ordered_colors
 from common.head_types import BY_GATE
 from common.options import add_output, parsed, study_parser
 from common.training import begin
@@ -93,7 +93,7 @@ def main(arguments: list[str] | None = None) -> int:
     print(head_table(dataset))
     print(type_counts(types))
     print(accuracy_report(dataset))
-    print(f"wrote {output.store} and {output.figure}")
+    output.print_files()
     return finish(check(dataset, study.chance), args.data)
 
 
@@ -144,8 +144,7 @@ def draw(dataset: xr.Dataset, cnn_results: EpochResults) -> Figure:
 
     handles = [mpl.lines.Line2D([], [], color=color, lw=2.5) for color in colors]
     figure.legend(handles, layers, loc="outside lower center", ncols=4, frameon=False)
-    for letter in "ABCD":
-        axes[letter].set_title(letter, loc="left", fontweight="bold")
+    add_letters(axes[letter] for letter in "ABCD")  # E belongs to D
     return figure
 
 

@@ -46,7 +46,7 @@ from torch import Tensor
 
 import tcnn_probe
 from common.ending import ended, finish
-from common.figures import STYLE, whole_ticks
+from common.figures import STYLE, add_letters, whole_ticks
 from common.head_types import BY_GATE, COLORS, PAIR
 from common.options import add_output, parsed, study_parser
 from common.training import begin
@@ -94,7 +94,7 @@ def main(arguments: list[str] | None = None) -> int:
     study.output.save(heads)
     draw(heads).savefig(study.output.figure, dpi=200)
     print(table(heads))
-    print(f"wrote {study.output.store} and {study.output.figure}")
+    study.output.print_files()
     return finish(check(heads), args.data)
 
 
@@ -102,6 +102,7 @@ def distances_of_parts(call: ForwardCall) -> dict[str, Tensor]:
     """Return the mean distance of attention with the gate at 1 and at 0, (B, heads) each."""
     attention = call.module.gated_attention(call.inputs[0])
     distances = {}
+    # With a gate of 1 attention is its positional part alone, with 0 its content part.
     for part, gate in (
         ("positional", torch.ones_like(attention.gate)),
         ("content", torch.zeros_like(attention.gate)),
@@ -153,9 +154,9 @@ def draw(heads: xr.Dataset) -> Figure:
         axes[2, column].set_xlabel("epoch")
         whole_ticks(axes[2, column])
     labels = ("heads of each type", "entropy (nat)", "distance (pixel)")
-    for row, (letter, label) in enumerate(zip("ABC", labels, strict=True)):
-        axes[row, 0].set(ylabel=label, ylim=(0, None))
-        axes[row, 0].set_title(letter, loc="left", fontweight="bold")
+    for panel, label in zip(axes[:, 0], labels, strict=True):
+        panel.set(ylabel=label, ylim=(0, None))
+    add_letters(axes[:, 0])
     handles = [Line2D([], [], color=COLORS[name], lw=2.5) for name in BY_GATE]
     handles += [Line2D([], [], color="0.3", ls=ls) for ls in (*PARTS.values(), ":")]
     names = [
@@ -241,6 +242,7 @@ def check(heads: xr.Dataset) -> bool:
     print(
         f"check: at the end {ends[0]} are convolutional and {ends[1]} low-gate{'' if all(ends) else ': NOT both kinds'}"
     )
+    # Means over no heads cannot be compared.
     if not all(ends):
         return False
     passed = start == count

@@ -41,7 +41,7 @@ from matplotlib.figure import Figure
 
 import tcnn_probe
 from common.ending import ended, finish, learned
-from common.figures import ordered_colors, whole_ticks
+from common.figures import add_letters, ordered_colors, whole_ticks
 from common.options import add_output, fill_in, parsed, positive_number, study_parser
 from common.training import Study, begin
 from common.training_options import add_training, settle
@@ -82,7 +82,7 @@ def main(arguments: list[str] | None = None) -> int:
     study.output.save(scores)
     draw(scores).savefig(study.output.figure, dpi=200)
     print(table(scores))
-    print(f"wrote {study.output.store} and {study.output.figure}")
+    study.output.print_files()
     return finish(check(scores, study.chance), args.data)
 
 
@@ -124,8 +124,7 @@ def draw(scores: xr.Dataset) -> Figure:
         tabulate(axes[letter], values, end)
         axes[letter].set_title(title)
     draw_gates(axes["E"], scores)
-    for letter, panel in axes.items():
-        panel.set_title(letter, loc="left", fontweight="bold")
+    add_letters(axes[letter] for letter in "ABCDE")
     return figure
 
 

@@ -35,7 +35,7 @@ import xarray as xr
 from matplotlib.figure import Figure
 
 from common.ending import ended, finish, learned
-from common.figures import STYLE, ordered_colors, whole_ticks
+from common.figures import STYLE, add_letters, ordered_colors, whole_ticks
 from common.options import add_output, fill_in, parsed, positive_number, study_parser
 from common.training import begin, warmup
 from common.training_options import add_training, settle
@@ -68,12 +68,12 @@ def main(arguments: list[str] | None = None) -> int:
         curves = [epoch_curves(list(results)) for results in runs.values()]
         by_rate.append(xr.concat(curves, xr.Variable("model", list(runs))))
     scores = xr.concat(by_rate, xr.Variable("lr", args.rates))
-    scores["images"] = len(study.loaders[1].dataset)
+    scores["images"] = len(study.validation)
 
     study.output.save(scores)
     draw(scores, warmup(args.epochs)).savefig(study.output.figure, dpi=200)
     print(table(scores))
-    print(f"wrote {study.output.store} and {study.output.figure}")
+    study.output.print_files()
     return finish(check(scores, study.chance), args.data)
 
 
@@ -93,7 +93,7 @@ def draw(scores: xr.Dataset, warmup_epochs: int) -> Figure:
     panels = figure.subplots(1, 2, sharey=True)
     colors = ordered_colors(scores.sizes["lr"])
     titles = {TCNN: "T-CNN", CONTROL: "CNN goes on (control)"}
-    for panel, (model, title), letter in zip(panels, titles.items(), "AB", strict=True):
+    for panel, (model, title) in zip(panels, titles.items(), strict=True):
         panel.axvspan(0, warmup_epochs, color="0.93", zorder=0)
         for row, lr in enumerate(scores.lr.values):
             panel.plot(
@@ -106,8 +106,8 @@ def draw(scores: xr.Dataset, warmup_epochs: int) -> Figure:
                 label=f"{lr:g}",
             )
         panel.set(xlabel="epoch", title=title)
-        panel.set_title(letter, loc="left", fontweight="bold")
         whole_ticks(panel)
+    add_letters(panels)
     panels[0].set_ylabel("validation accuracy")
     panels[0].legend(title="peak learning rate", frameon=False)
     return figure

@@ -49,7 +49,7 @@ from matplotlib.figure import Figure
 import tcnn_probe
 from common.data import labels_of
 from common.ending import ended, finish, learned
-from common.figures import STYLE, ordered_colors, whole_ticks
+from common.figures import STYLE, add_letters, ordered_colors, whole_ticks
 from common.folder import spread
 from common.options import add_output, parsed, study_parser
 from common.training import begin
@@ -69,7 +69,7 @@ def main(arguments: list[str] | None = None) -> int:
     # Load the CNN and the digits, and train the CNN.
     study = begin("representations", args, stages=3)
     study.train_cnn()
-    dataset = study.loaders[1].dataset
+    dataset = study.validation
     features = tcnn_probe.features(images=spread(len(dataset), IMAGES))
     stores = {
         name: study.output.beside(f"_{name}.zarr") for name in ("tcnn", "control")
@@ -94,7 +94,7 @@ def main(arguments: list[str] | None = None) -> int:
     study.output.save(scores)
     draw(scores).savefig(study.output.figure, dpi=200)
     print(table(scores))
-    print(f"wrote {study.output.store} and {study.output.figure}")
+    study.output.print_files()
     return finish(check(scores, study.chance), args.data)
 
 
@@ -124,6 +124,7 @@ def compare(stores: list[Path], labels: np.ndarray) -> xr.Dataset:
         by_model, xr.Variable("model", list(MODELS)), combine_attrs="drop_conflicts"
     )
     attention = trees[0]["heads"].dataset.layer.values
+    # A stage is converted if any layer with attention lies in it.
     converted = [
         any(name.startswith(f"{stage}.") for name in attention)
         for stage in scores.layer.values
@@ -162,6 +163,7 @@ def draw(scores: xr.Dataset) -> Figure:
         axes[letter].imshow(end, vmin=0, vmax=1, cmap="viridis")
         for row, column in np.ndindex(end.shape):
             number = float(end[row, column])
+            # viridis is dark below.
             color = "w" if number < 0.6 else "k"
             axes[letter].text(
                 column,
@@ -186,6 +188,7 @@ def draw(scores: xr.Dataset) -> Figure:
             title=f"{model}, at the end", xlabel="CNN before fine-tuning", ylabel=model
         )
     for model, ls in MODELS.items():
+        # Entries of the legend for the two kinds of lines.
         axes["A"].plot([], [], color="0.4", ls=ls, label=model)
     figure.legend(
         *axes["A"].get_legend_handles_labels(),
@@ -194,8 +197,7 @@ def draw(scores: xr.Dataset) -> Figure:
         frameon=False,
         fontsize=8,
     )
-    for letter, panel in axes.items():
-        panel.set_title(letter, loc="left", fontweight="bold")
+    add_letters(axes[letter] for letter in "ABCDE")
     return figure
 
 
@@ -215,6 +217,7 @@ def curves(axes: Axes, values: xr.DataArray, label: str, interval: Any = None) -
                 ms=3,
                 label=name,
             )
+            # Bands of all stages would hide each other; the last is the one that is judged.
             if interval is not None and number == values.sizes["layer"] - 1:
                 bounds = interval.sel(model=model, layer=layer).transpose(
                     "bound", "epoch"
@@ -264,6 +267,7 @@ def check(scores: xr.Dataset, chance: float) -> bool:
         f"check: at the start the stages before those with attention {verdict}: CKA of at least {lowest:.4f}"
     )
     correct = tcnn.knn_correct.isel(layer=-1)
+    # Image by image, since both epochs saw the same.
     gain = correct.isel(epoch=-1, drop=True) - correct.isel(epoch=0, drop=True)
     low, high = evaluation.mean_interval(gain).values
     verdict = "know more" if low > 0 else "do NOT clearly know more"
@@ -272,6 +276,7 @@ def check(scores: xr.Dataset, chance: float) -> bool:
         f"{float(gain.mean()):+.2f} [{low:.2f}, {high:.2f}]"
     )
     control = scores.knn_correct.isel(layer=-1, epoch=-1)
+    # Printed only: the study stands for the gain, whoever leads.
     lead = control.sel(model="T-CNN") - control.sel(model="CNN")
     low, high = evaluation.mean_interval(lead).values
     print(

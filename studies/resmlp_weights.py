@@ -42,7 +42,7 @@ from torch import nn
 
 import tcnn_probe
 from common.ending import ended, finish
-from common.figures import STYLE, ordered_colors, whole_ticks
+from common.figures import STYLE, add_letters, ordered_colors, whole_ticks
 from common.options import study_parser
 from common.output import write_whole
 from common.single_model import SingleModel, begin_single, parse_single
@@ -65,7 +65,7 @@ def main(arguments: list[str] | None = None) -> int:
     run.output.save(weights)
     draw(weights).savefig(run.output.figure, dpi=200)
     print(table(weights))
-    print(f"wrote {run.output.store} and {run.output.figure}")
+    run.output.print_files()
     return finish(check(weights, run), args.model or "digits")
 
 
@@ -104,6 +104,7 @@ def read_epochs(run: SingleModel) -> xr.Dataset:
 
 def read_weights(model: nn.Module, epoch: int) -> xr.Dataset:
     """Return the matrices between patches, their measures, their types and the shares of small weights."""
+    # The probe reads weights, so no image is shown.
     with tcnn_probe.record(model, probes="cross-patch") as recorder:
         recorder.mark(epoch=epoch)
     shares = (
@@ -130,6 +131,7 @@ def limit(weights: xr.Dataset) -> float:
 def draw(weights: xr.Dataset) -> Figure:
     """Draw rows of the matrices of some blocks, and below them the measures by epoch; of a trained model by block."""
     layers = weights.layer.values
+    # Six blocks at most, spread evenly, have room beside each other.
     blocks = layers[np.unique(np.linspace(0, len(layers) - 1, 6).round().astype(int))]
     figure = Figure(figsize=(9, 5.5), layout="constrained")
     above, below = figure.subfigures(2, 1)
@@ -137,6 +139,7 @@ def draw(weights: xr.Dataset) -> Figure:
         above.subplots(1, len(blocks), squeeze=False)[0], blocks, strict=True
     ):
         picture = rows_of_matrix(weights.weight.isel(epoch=-1).sel(layer=block))
+        # Symmetric, so that white is a weight of 0.
         largest = np.nanmax(abs(picture))
         axes.imshow(picture, cmap="RdBu_r", vmin=-largest, vmax=largest)
         axes.set_title(block)
@@ -158,9 +161,9 @@ def draw(weights: xr.Dataset) -> Figure:
             weights[name].isel(epoch=-1), marker="o", ms=3, lw=1.5, label=words
         )
     panels[2].set(xlabel="block", ylabel="share of weights near 0", ylim=(0, None))
-    for letter, axes in zip("BCD", panels, strict=True):
-        axes.set_title(letter, loc="left", fontweight="bold")
-        whole_ticks(axes)
+    for panel in panels:
+        whole_ticks(panel)
+    add_letters(panels, "B")  # A is the row of matrices above
     panels[2].legend(frameon=False, fontsize=7)
     handles = [*panels[0].get_legend_handles_labels()[0], panels[1].lines[-1]]
     below.legend(
@@ -173,6 +176,7 @@ def draw(weights: xr.Dataset) -> Figure:
 def rows_of_matrix(weight: xr.DataArray) -> np.ndarray:
     """Return the weights for each patch in the middle, side by side as images; NaN between them."""
     first = [max(0, (size - SHOWN) // 2) for size in weight.shape[:2]]
+    # In the middle no patch misses a neighbour.
     middle = weight[tuple(slice(start, start + SHOWN) for start in first)].values
     return np.block(
         [
@@ -184,6 +188,7 @@ def rows_of_matrix(weight: xr.DataArray) -> np.ndarray:
 
 def curves(axes: Axes, values: xr.DataArray, label: str) -> None:
     """Draw a line for each block by epoch, or one by block."""
+    # A trained model has no course of training to show.
     if values.sizes["epoch"] == 1:
         axes.plot(values[0], color="k", marker="o", ms=3, lw=1.5)
         axes.set(xlabel="block", ylabel=label)

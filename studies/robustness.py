@@ -53,6 +53,7 @@ from common.data import PixelBatches
 from common.ending import InputError, ended, finish, learned
 from common.options import (
     FEW_CORRUPTIONS,
+    add_corruptions,
     add_output,
     fill_in,
     from_least,
@@ -117,7 +118,7 @@ def main(arguments: list[str] | None = None) -> int:
     draw(results, classes).savefig(study.output.figure, dpi=200)
     print(table(results))
     print(verdicts(results, classes))
-    print(f"wrote {study.output.store} and {study.output.figure}")
+    study.output.print_files()
     return finish(check(results, study.chance), args.data)
 
 
@@ -152,6 +153,7 @@ def draw(results: xr.Dataset, classes: int) -> Figure:
     axes = figure.subplot_mosaic(
         "AAAABB;CCCDDD", gridspec_kw={"height_ratios": [1, 1.1]}
     )
+    # Panel A has the accuracies on clean images.
     attacks = results.drop_vars("clean_correct")
     panels = [
         ("A", results, {}, "accuracy on clean and corrupted images"),
@@ -170,6 +172,7 @@ def draw(results: xr.Dataset, classes: int) -> Figure:
         legend = panel.get_legend()
         if not options.get("baseline"):
             panel.axhline(1 / classes, color="0.3", lw=1, ls=":", label="chance")
+        # One legend for all panels, whose colours are the same.
         if name == "A":
             (chance, *bars), (_, *names) = (
                 panel.get_legend_handles_labels()
@@ -184,6 +187,7 @@ def draw(results: xr.Dataset, classes: int) -> Figure:
         legend.remove()
         panel.set_title(f"{name}  {title}", loc="left", fontsize=10)
         panel.spines[["top", "right"]].set_visible(False)
+    # Accuracies of both panels can be compared.
     axes["B"].sharey(axes["A"])
     axes["B"].set(ylabel="", xlabel="")
     return figure
@@ -227,6 +231,7 @@ def table(results: xr.Dataset) -> str:
 def verdicts(results: xr.Dataset, classes: int) -> str:
     """Return what the intervals say of the T-CNN against the CNN, and against those that were trained for as long."""
     lines, by_condition = [], accuracies(results)
+    # The T-CNN is the last model.
     for baseline in results.model.values[:-1].tolist():
         lines.append(
             f"\nT-CNN against {baseline!r}, difference in accuracy with 95 % interval over images:"
@@ -269,6 +274,7 @@ def check(results: xr.Dataset, chance: float) -> bool:
     )
     by_severity = results.accuracy.mean(["model", "corruption", "seed"])
     first, last = float(by_severity[0]), float(by_severity[-1])
+    # With one severity there is no weaker corruption to compare with.
     if results.sizes["severity"] == 1:
         first = float(results.clean_accuracy.mean())
     grows = last < first
@@ -290,20 +296,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         type=from_least(2),
         help="validation images to perturb, spread evenly (default: 150; all of --data)",
     )
-    add(
-        "--corruptions",
-        nargs="+",
-        choices=evaluation.CORRUPTIONS,
-        metavar="NAME",
-        help="(default: all 15)",
-    )
-    add(
-        "--severities",
-        type=int,
-        nargs="+",
-        choices=range(1, 6),
-        help="of the corruptions (default: 1 2 3 4 5)",
-    )
+    add_corruptions(add, severities="1 2 3 4 5")
     add(
         "--epsilon",
         type=positive_number,
@@ -320,11 +313,13 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     )
     add_output(parser)
     args = parsed(parser, arguments, "robustness")
+    # A test set that is named twice is measured once.
     args.variant = [*dict.fromkeys(map(tuple, args.variant))]
     settle(parser, args)
     if args.small:
         fill_in(args, {"severities": [1, 5], "corruptions": FEW_CORRUPTIONS})
     fill_in(args, {"severities": [1, 2, 3, 4, 5]})
+    # Few scenes: fifteen corruptions at five severities take minutes.
     if args.data == "digits":
         fill_in(args, {"images": 24 if args.small else 150})
         if args.variant:

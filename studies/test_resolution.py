@@ -51,7 +51,7 @@ from common.controls import (
 )
 from common.data import at_resolution
 from common.ending import ended, finish, learned
-from common.figures import STYLE, ordered_colors
+from common.figures import STYLE, add_letters, ordered_colors
 from common.options import add_output, fill_in, from_least, parsed, study_parser
 from common.training import Study, begin
 from common.training_options import add_training, settle
@@ -99,7 +99,7 @@ def main(arguments: list[str] | None = None) -> int:
     study.output.save(scores)
     draw(scores, args.img_size).savefig(study.output.figure, dpi=200)
     print(table(scores))
-    print(f"wrote {study.output.store} and {study.output.figure}")
+    study.output.print_files()
     return finish(check(scores, args.img_size, study.chance), args.data)
 
 
@@ -121,6 +121,7 @@ def record_resolutions(study: Study, models: dict[str, nn.Module]) -> xr.Dataset
             recorder.mark(resolution=size)
         heads = recorder.dataset.load()
     scores = heads.assign(top1=(("resolution", "model"), top1), images=count)
+    # Relative to even attention, since a larger map has larger distances.
     scores["reach"] = heads.attention_distance / heads.uniform_distance
     scores["reach"].attrs = {
         "long_name": "mean distance of attention, in those of even attention"
@@ -178,14 +179,13 @@ def draw(scores: xr.Dataset, trained_at: int) -> Figure:
         ylim=(0, 1.1),
         title="how far heads look",
     )
-    for panel, letter in zip((a, b, c), "ABC", strict=True):
+    for panel in (a, b, c):
         panel.axvline(trained_at, color="0.8", lw=1, zorder=0)
         panel.set_xlabel("test resolution (pixel)")
-        panel.set_title(letter, loc="left", fontweight="bold")
-        beside = (
-            {"loc": "center left", "bbox_to_anchor": (1, 0.5)} if panel is c else {}
-        )
-        panel.legend(frameon=False, fontsize=8, **beside)
+        panel.legend(frameon=False, fontsize=8)
+    # Lines of the layers fill the last panel: its legend stands beside it.
+    c.legend(frameon=False, fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5))
+    add_letters([a, b, c])
     return figure
 
 
@@ -243,6 +243,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     args = parsed(parser, arguments, "test_resolution")
     settle(parser, args)
     fill_in(args, {"sizes": [args.img_size * share // 4 for share in (2, 3, 4, 6, 8)]})
+    # The check compares with the resolution of training.
     args.sizes = sorted({*args.sizes, args.img_size})
     if len(args.sizes) < 2:
         parser.error("--sizes: expected another resolution than --img-size")

@@ -37,7 +37,7 @@ from matplotlib.figure import Figure
 
 import tcnn_probe
 from common.ending import ended, finish, learned, refused
-from common.figures import STYLE, ordered_colors, whole_ticks
+from common.figures import STYLE, add_letters, ordered_colors, whole_ticks
 from common.options import (
     add_machine,
     add_output,
@@ -69,7 +69,7 @@ def main(arguments: list[str] | None = None) -> int:
     output.save(scores)
     draw(scores).savefig(output.figure, dpi=200)
     print(table(scores))
-    print(f"wrote {output.store} and {output.figure}")
+    output.print_files()
     return finish(check(scores), args.data)
 
 
@@ -82,6 +82,7 @@ def train_run(args: argparse.Namespace, output: RunOutput, t1: int) -> xr.Datase
         img_size=args.img_size,
         limit=args.limit,
         epochs=args.epochs,
+        # A tenth, as in the paper's 5 of 50 epochs.
         warmup_epochs=max(1, args.epochs // 10),
         batch_size=args.batch_size,
         opt="momentum",
@@ -135,13 +136,14 @@ def draw(scores: xr.Dataset) -> Figure:
             lw=1.6,
             label=f"{t1}" if scores.heads[row] else f"{t1}: the CNN",
         )
+        # The CNN becomes nothing else.
         if scores.heads[row]:
             b.plot([t1], [float(curve.sel(epoch=t1))], "o", color=colors[row], ms=5)
     b.set(xlabel="epoch", title="accuracy by epoch; dots: becomes a T-CNN")
     b.legend(title="t1", frameon=False)
-    for panel, letter in ((a, "A"), (b, "B")):
-        panel.set_title(letter, loc="left", fontweight="bold")
+    for panel in (a, b):
         whole_ticks(panel)
+    add_letters([a, b])
     return figure
 
 
@@ -247,6 +249,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
             "epochs": 3,
             "limit": 240,
             "batch_size": 16,
+            # One run that becomes a T-CNN, and the CNN.
             "times": [1, 3],
         }
     if args.data != "digits":

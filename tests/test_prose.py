@@ -53,6 +53,7 @@ CLEAN = [
     "tcnn_probe/schema.py",
     "tcnn_probe/storage",
     "benchmarks",
+    "studies",
     "tests/benchmarks",
     "tests/tcnn_model/cases.py",
     "tests/tcnn_model/dense.py",

@@ -86,11 +86,13 @@ class StaticMapGPSA(GPSA):
         static_layer.query = nn.Parameter(
             torch.zeros(static_layer.heads, y.queries * x.queries, keys)
         )
+        # Products with the identity are the map's own logits.
         static_layer.key = nn.Parameter(torch.eye(keys), requires_grad=False)
         return static_layer
 
     def forward(self, x: Tensor) -> Tensor:
         """(B, C_in, H, W) -> (B, C_out, H_out, W_out); attention is formed once for all images."""
+        # One image will do: neither part depends on it.
         attention = self.gated_attention(x[:1])
         content = attention.content()
         rows, cols = attention.factors_on_pixels(content.dtype)
@@ -122,7 +124,9 @@ def converted(
         features: Batch of features as the tail takes them, for its size.
         seed: Seed of queries and keys.
     """
+    # Queries and keys are drawn from torch's global generator.
     torch.manual_seed(seed)
+    # Named one by one: without names only the last stage of a known model would be converted.
     convolutions = [
         name for name, module in tail.named_modules() if isinstance(module, nn.Conv2d)
     ]
@@ -191,6 +195,7 @@ def train_tail(
     steps = options["steps"]
     factors = [rate_factor(step, steps) for step in range(steps)]
     groups = _groups(model, arm, options, sum(factors))
+    # Fused: one pass over all weights instead of several for each tensor.
     optimizer = torch.optim.AdamW(groups, fused=True)
     peaks = {group["name"]: group["lr"] for group in optimizer.param_groups}
     sums = dict.fromkeys(peaks, 0.0)

@@ -67,6 +67,7 @@ def load_images(
     """
     all_images, test = _scenes(limit) if data == "digits" else decoded(data, cache)
     train, held_out_images = split(all_images, held_out, seed)
+    # Spread evenly over the test images, which are sorted by class.
     rows = np.array(spread(len(test), corrupted))
     file = cache / f"corrupted_{len(rows)}.npz"
     if not file.exists():
@@ -166,6 +167,7 @@ class Features:
     ) -> NDArray[np.float16]:
         with torch.inference_mode():
             parts = [
+                # Half precision takes half the disk, and its rounding is far below a batch's noise.
                 self.trunk(normalized(pixels[start : start + batch_size]))
                 .half()
                 .contiguous()
@@ -184,6 +186,7 @@ def _cached(file: Path, parts, shape: tuple[int, ...]) -> NDArray[np.float16]:
         for number, part in enumerate(parts()):
             if array is None:
                 full_shape = (*shape, *part.shape[1:])
+                # Features of all views need not fit into memory.
                 array = np.lib.format.open_memmap(
                     temporary, "w+", np.float16, full_shape
                 )
@@ -192,6 +195,7 @@ def _cached(file: Path, parts, shape: tuple[int, ...]) -> NDArray[np.float16]:
         array.flush()
         # A file of this name is complete, even if the run was killed while it was written.
         temporary.replace(file)
+    # Training reads rows in random order, of which the system keeps the recent ones in memory.
     return np.load(file, mmap_mode="r")
 
 
@@ -208,6 +212,7 @@ def _scenes(limit: int | None) -> tuple[SmallImages, SmallImages]:
             (torch.cat(images) * STD + MEAN).clamp(0, 1).mul(255).round().byte().numpy()
         )
         parts.append(
+            # The network takes colours.
             SmallImages(np.repeat(grey[..., None], 3, -1), np.array(labels, np.int64))
         )
     return parts[0], parts[1]

@@ -42,11 +42,14 @@ def draw_content(models: dict[str, xr.Dataset]) -> Figure:
                 heads.head_type.values,
                 strict=True,
             ):
+                # Heads without a type are grey.
                 panel.plot(heads.epoch, values, color=COLORS.get(kind, "0.7"), lw=1.2)
             panel.set_title(layer, fontsize=9)
             whole_ticks(panel)
+        # A model with fewer layers has no panels for the rest.
         for panel in panels[ds.sizes["layer"] :]:
             panel.remove()
+        # Gates are shares; information has no upper bound.
         panels[0].set(ylabel=title, ylim=(0, 1 if variable == "gate" else None))
     for panel in axes[-1]:
         panel.set_xlabel("epoch")
@@ -110,6 +113,7 @@ def gain(content: xr.Dataset, shuffled: xr.Dataset | None) -> str:
 
 def _interval(values: xr.DataArray) -> str:
     """Return the mean and its interval over heads as text."""
+    # Layers with fewer heads have NaN.
     heads = values.stack(heads=("layer", "head")).dropna("heads")
     low, high = evaluation.mean_interval(heads, "heads").values
     return f"{float(heads.mean()):.3f} [{low:.3f}, {high:.3f}]"
@@ -118,8 +122,10 @@ def _interval(values: xr.DataArray) -> str:
 def _over_trainings(values: xr.DataArray) -> tuple[float, float]:
     """Return a t interval for the mean over trainings; NaN of one training, which has no spread."""
     means = values.mean(["layer", "head"])
+    # One training has no spread.
     if means.size < 2:
         return np.nan, np.nan
+    # Student's t: two or three trainings are too few to resample.
     half = (
         float(student.ppf(0.975, means.size - 1))
         * float(means.std(ddof=1))

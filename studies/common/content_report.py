@@ -1,5 +1,6 @@
 """Results of the comparison of content and mixing: a table, verdicts, and a figure."""
 
+import itertools
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -43,6 +44,7 @@ Table = tuple[str, str]
 def tree_of(folder: Path) -> xr.DataTree:
     """Return all finished runs: a node for each table (blocks, batch norm), and in it one for each run."""
     nodes: dict[str, xr.Dataset] = {}
+    # Names of runs begin with the number of blocks.
     for file in sorted(folder.glob("[0-9]_*.npz")):
         blocks, batch_norm, arm, start, seed = file.stem.split("_")
         with np.load(file) as arrays:
@@ -61,45 +63,33 @@ def report(tree: xr.DataTree) -> str:
     """Return tables of every endpoint and the verdicts."""
     parts = []
     for name, table in tree.children.items():
-        runs = [node.to_dataset() for node in table.children.values()]
+        runs = _runs(table)
         blocks, batch_norm = name.split("_")
         title = (
             f"Last {blocks} block(s) converted, statistics of batch norm {batch_norm}"
         )
-        parts.append(
-            "\n".join(
-                [
-                    title,
-                    "=" * len(title),
-                    *_accuracies(runs),
-                    *_endpoints(runs),
-                    *_heads(runs),
-                ]
-            )
-        )
+        lines = [title, "=" * len(title)]
+        lines += _accuracies(runs) + _endpoints(runs) + _heads(runs)
+        parts.append("\n".join(lines))
     return "\n\n".join(parts) if parts else "no run is finished yet"
 
 
 def check(tree: xr.DataTree) -> bool:
     """Check what holds by construction: static maps carry no content, and no gate of arm E moves."""
     passed = bool(tree.children)
-    for run in (
-        node.to_dataset()
-        for table in tree.children.values()
-        for node in table.children.values()
-    ):
-        arm, name = (
-            run.attrs["arm"],
-            f"{run.attrs['arm']}, start {run.attrs['start']:+g}, seed {run.attrs['seed']}",
-        )
+    for run in itertools.chain(*map(_runs, tree.children.values())):
+        arm = run.attrs["arm"]
+        name = f"{arm}, start {run.attrs['start']:+g}, seed {run.attrs['seed']}"
         if arm == "D":
             information = float(np.nanmax(run.content_part_information[-1]))
             changed = float((run.clean != run.clean_static).mean())
+            # More than rounding: bfloat16 may change the answer on a few of thousands of images.
             if information > 1e-3 or changed > 0.002:
                 print(
                     f"check: {name}: a static map has {information:.1e} nat, and static changes {changed:.4f}: NO"
                 )
                 passed = False
+        # The sigmoid of their lambda is 1 up to rounding in float32.
         if arm == "E" and float(abs(run.gate - 1).max()) > 1e-6:
             print(f"check: {name}: the gate moved: NO")
             passed = False
@@ -113,16 +103,15 @@ def draw(tree: xr.DataTree) -> Figure:
     """Draw content information and gates by step, accuracy by arm, and the endpoints with their intervals."""
     figure = Figure(figsize=(13, 3.6), layout="constrained")
     panels = figure.subplots(1, 4)
-    runs = [
-        node.to_dataset()
-        for node in next(iter(tree.children.values())).children.values()
-    ]
+    # The first table: the last block converted, which most runs are for.
+    runs = _runs(next(iter(tree.children.values())))
     for variable, panel, label in (
         ("gate", panels[0], "gate, mean of heads"),
         ("content_information", panels[1], "content information, mean of heads (nat)"),
     ):
         for run in runs:
             arm = run.attrs["arm"]
+            # A has no gates, and those of E stay at 1.
             if arm in "BCDF":
                 style = "-" if run.attrs["start"] > 0 else "--"
                 panel.plot(
@@ -139,6 +128,11 @@ def draw(tree: xr.DataTree) -> Figure:
         panel.set_title(letter, loc="left", fontsize=10)
         panel.spines[["top", "right"]].set_visible(False)
     return figure
+
+
+def _runs(table: xr.DataTree) -> list[xr.Dataset]:
+    """Return the runs of a table."""
+    return [node.to_dataset() for node in table.children.values()]
 
 
 def _dataset(arrays: Mapping[str, NDArray[Any]]) -> xr.Dataset:
@@ -163,6 +157,7 @@ def _dataset(arrays: Mapping[str, NDArray[Any]]) -> xr.Dataset:
         {name: (dims[name], arrays[name]) for name in dims if name in arrays}
     )
     labels = {"mark": arrays["marks"], "group": arrays["rate_groups"].astype(object)}
+    # In the order in which images were corrupted.
     labels["corruption"] = np.array(list(evaluation.CORRUPTIONS), object)
     if "layer" in arrays:
         labels["layer"] = arrays["layer"].astype(object)
@@ -178,6 +173,7 @@ def _stacked(
     for run in runs:
         if (
             run.attrs["arm"] == arm
+            # Arms without a choice of start have 0, and serve both.
             and (run.attrs["start"] in (start, 0.0))
             and variable in run
         ):
@@ -220,6 +216,7 @@ def _accuracies(runs: list[xr.Dataset]) -> list[str]:
         "sum of learning rates, and in units of the initial standard deviation (lambda's own unit for gates)"
     )
     for arm in sorted({run.attrs["arm"] for run in runs}):
+        # Rates are the same for all runs of an arm.
         run = next(run for run in runs if run.attrs["arm"] == arm)
         sums = zip(
             run.group.values, run.rate_sums.values, run.rate_stds.values, strict=True
@@ -247,8 +244,10 @@ def primary_effects(runs: list[xr.Dataset]) -> dict[tuple[str, float, str], Effe
                 "C - A": _stacked(runs, "A", 0.0, kind),
             }
             for name, comparison in comparisons.items():
+                # None while no seed is finished in both arms.
                 difference = _difference(c, comparison)
                 if difference is not None:
+                    # Of a corrupted image, the mean over corruptions is its value.
                     by_image = difference if kind == "clean" else difference.mean(1)
                     effects[name, start, kind] = crossed_effect(by_image)
     return effects
@@ -262,11 +261,13 @@ def _endpoints(runs: list[xr.Dataset]) -> list[str]:
     ]
     for name in ("C - D", "C - C static", "C - A"):
         of_endpoint = {key: effect for key, effect in effects.items() if key[0] == name}
+        # The protocol adjusts within each endpoint: two starts, clean and corrupted.
         adjusted = holm([effect.p_value for effect in of_endpoint.values()])
         answers = []
         for (key, effect), p_value in zip(of_endpoint.items(), adjusted, strict=True):
             answers.append(verdict(effect, MARGIN, p_value))
             row = f"  {name:13s}lambda = {key[1]:+g}, {key[2]:10s}{effect}  p (Holm) {p_value:.3f}  {answers[-1]}"
+            # Without a variance over seeds there is no saying how many would decide.
             if effect.seeds == 1:
                 row += "; one seed has no interval"
             elif answers[-1] == "undecided":
@@ -330,12 +331,14 @@ def _heads(runs: list[xr.Dataset]) -> list[str]:
             values = last[name].values.ravel()
             rank = (
                 stats.spearmanr(cost.ravel(), values).statistic
+                # Constants have no ranks to compare.
                 if np.ptp(cost) and np.ptp(values)
                 else np.nan
             )
             words.append(
                 f"{name} {values.min():.3f} to {values.max():.3f}, rank correlation {rank:+.2f}"
             )
+        # The protocol compares the cost with gate, content information and type.
         for kind in np.unique(last.head_type.values.astype(str)):
             of_kind = last.head_type.values == kind
             words.append(
@@ -350,8 +353,10 @@ def _heads(runs: list[xr.Dataset]) -> list[str]:
 def _draw_accuracies(panel: Any, runs: list[xr.Dataset]) -> None:
     places = {arm: place for place, arm in enumerate(ARMS)}
     for run in runs:
+        # A triangle points down to the lower start.
         marker = "o" if run.attrs["start"] >= 0 else "v"
         arm = run.attrs["arm"]
+        # Starts of an arm side by side.
         shift = 0.12 * np.sign(run.attrs["start"])
         panel.plot(
             places[arm] - shift,
@@ -379,6 +384,7 @@ def _draw_effects(panel: Any, runs: list[xr.Dataset]) -> None:
     effects = primary_effects(runs)
     labels = []
     for place, ((name, start, kind), effect) in enumerate(effects.items()):
+        # The interval of one seed is unbounded.
         bounds = np.clip([effect.low, effect.high], -1, 1)
         panel.plot(bounds, [place, place], color="0.3", lw=1.5)
         panel.plot(
@@ -391,5 +397,6 @@ def _draw_effects(panel: Any, runs: list[xr.Dataset]) -> None:
     panel.set(xlabel="difference in accuracy")
     limits = [abs(effect.mean) for effect in effects.values()]
     if limits:
+        # Around zero, wide enough to show the margin and the largest effect.
         reach = 3 * max(MARGIN, *limits)
         panel.set_xlim(-reach, reach)

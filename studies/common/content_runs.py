@@ -83,17 +83,21 @@ def train_and_measure(
         if arm.attends
         else copy.deepcopy(tail)
     )
+    # Before training, as the unit in which sums of rates are reported.
     stds = _initial_stds(model, tail)
     if arm.mixes:
+        # CutMix and mixup mix pixels, of which no features are kept.
         images = features.pixel_batches(steps, batch_size, run.seed)
         batches = mixed_batches(
             images, features.trunk, model.linear.out_features, run.seed
         )
     else:
         batches = features.batches(steps, batch_size, run.seed)
+    # Five marks show the course; each costs an evaluation.
     marks = {round(share * steps): share for share in (0, 0.25, 0.5, 0.75, 1)}
     results: dict[str, NDArray[Any]] = {}
     held_out: list[float] = []
+    # The CNN has no heads; its accuracy is recorded all the same.
     with tcnn_probe.record(model, probes=None if arm.attends else []) as recorder:
 
         def after(step: int) -> None:
@@ -108,6 +112,7 @@ def train_and_measure(
                 recorder.mark(epoch=step, held_out=held_out[-1])
 
         training = options | {"frozen_statistics": run.batch_norm == "frozen"}
+        # The recorder sees the evaluations that ``after`` does.
         sums = train_tail(model, batches, arm, training, after)
         dataset = recorder.dataset.load()
     results["marks"], results["held_out"] = np.array(list(marks)), np.array(held_out)
@@ -130,6 +135,7 @@ def train_and_measure(
         features,
         options,
     )
+    # Its content part is static already, which the check at the end of the study confirms.
     if arm.static_map:
         with tcnn_probe.ablate(model, mode="static", images=features.reference):
             results["clean_static"] = _right(
@@ -161,8 +167,10 @@ def _measured(
         results["corrupted_static"] = np.stack(
             [_right(model, part, corrupted_labels) for part in features.corrupted]
         )
+    # Gates of 1 leave the positional part alone.
     with tcnn_probe.ablate(model, mode="positional"):
         results["clean_positional"] = _right(model, features.test, labels)
+    # Single heads are an endpoint of the content arm alone, and cost a forward of the test images each.
     if run.arm == "C":
         rows = np.array(spread(len(labels), options["head_images"]))
         features_of_rows = features.test[rows]
@@ -181,6 +189,7 @@ def _measured(
 
 def _initial_stds(model: nn.Module, tail: nn.Module) -> dict[str, float]:
     """Return the standard deviation of each group's weights before training; 1 of gates, in the unit of lambda."""
+    # Weight decay is for matrices and filters, not for biases and norms.
     filters = [p.detach().flatten() for p in tail.parameters() if p.ndim > 1]
     vectors = [p.detach().flatten() for p in tail.parameters() if p.ndim == 1]
     return {

@@ -54,10 +54,12 @@ def control_models(cnn: nn.Module, args: argparse.Namespace) -> dict[str, nn.Mod
     The CNN tells what longer training brings, "unstrided" what the T-CNN's finer grid brings, and "matched" what its
     attention brings where start and grid are the same.
     """
+    # A copy, since models are trained in place.
     models = {"control": copy.deepcopy(cnn)}
     if args.unstrided:
         models["unstrided"] = unstride(cnn)
     if args.matched_start:
+        # The same queries and keys as the T-CNN beside it.
         torch.manual_seed(args.seed)
         models["matched"] = reparameterize(cnn, **STRICT_START)
     return models

@@ -80,6 +80,7 @@ def crossed_effect(values: NDArray[np.floating], level: float = 0.95) -> Effect:
 def holm(p_values: Sequence[float]) -> NDArray[np.floating]:
     """Return p-values adjusted for their number (Holm 1979), in the same order."""
     p = np.asarray(p_values, float)
+    # The smallest p-value is multiplied by their number, the next by one less, and none falls below the one before.
     order = np.argsort(p)
     steps = np.maximum.accumulate(p[order] * np.arange(len(p), 0, -1))
     adjusted = np.empty_like(p)
@@ -99,6 +100,7 @@ def verdict(effect: Effect, margin: float, p_value: float | None = None) -> str:
         "no" if the interval lies below the margin, so that a larger effect is excluded; "yes" if it is significantly
         above 0 and not excluded; else "undecided".
     """
+    # An interval below the margin decides, whichever way the test goes.
     if effect.high < margin:
         return "no"
     adjusted = effect.p_value if p_value is None else p_value
@@ -113,6 +115,7 @@ def seeds_to_decide(effect: Effect, margin: float, max_seeds: int = 1000) -> int
     Returns:
         Number of seeds; None if not even ``max_seeds`` of them decide, on so many images.
     """
+    # The variance over seeds is not known.
     if effect.seeds < 2:
         return None
     for seeds in range(effect.seeds, max_seeds + 1):
@@ -129,6 +132,7 @@ def _error(
     seed_variance: float, image_variance: float, seeds: int, images: int
 ) -> tuple[float, float]:
     """Return the standard error of the mean, and its degrees of freedom."""
+    # Satterthwaite: a sum of two variances, each with its own degrees of freedom.
     parts = np.array([seed_variance / seeds, image_variance / images])
     freedoms = np.array([seeds - 1, images - 1])
     total = parts.sum()

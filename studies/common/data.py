@@ -104,6 +104,7 @@ def image_loaders(
                 shuffle=training,
                 drop_last=training,
                 num_workers=workers,
+                # Pinned memory speeds up copies to a GPU, and warns without one.
                 pin_memory=torch.cuda.is_available(),
             )
         )
@@ -117,6 +118,7 @@ def at_resolution(
     if isinstance(loader.dataset, ClutteredDigits):
         for images, labels in loader:
             yield (
+                # Scenes are drawn at one size; photographs are read anew.
                 F.interpolate(
                     images, size=(size, size), mode="bilinear", antialias=True
                 ),
@@ -139,10 +141,12 @@ def own_model_and_data(args: Namespace, size: int | None) -> tuple[nn.Module, Lo
     folders = open_folder(args.data, args.limit)
     classes = folders[0].classes
     model = own_model(args, classes)
+    # A transformer takes no other size than its own.
     size = size or timm.data.resolve_model_data_config(model)["input_size"][-1]
     loaders = image_loaders(
         model, folders, size=size, batch_size=args.batch_size, workers=args.workers
     )
+    # Refused now, and not after the first epoch.
     check_input(model, folders[1][0][0], args.num_classes or len(classes))
     return model, loaders
 
@@ -184,6 +188,7 @@ def probed_images(dataset: Any, count: int) -> Probed:
     numbers = spread(len(dataset), count)
     masks = None
     if isinstance(dataset, ClutteredDigits):
+        # Their masks are known, since the scenes are made here.
         scenes = [dataset.scene(number) for number in numbers]
         images, masks = (
             torch.stack([scene[part] for scene in scenes]) for part in (0, 2)
@@ -240,6 +245,7 @@ def boxed_images(file: str, validation: ClassFolders, model: nn.Module) -> Probe
         for color in ("black", "white")
     )
     inside, batch = torch.stack(masks) > (black + white) / 2, torch.stack(images)
+    # A copy: the model of the study stays in its mode.
     labels = copy.deepcopy(model).eval()(batch).argmax(1)
     return replace(
         probed_images(validation, 1),
@@ -289,4 +295,5 @@ class PixelBatches:
             for of_channels in self.normalization
         )
         for images, labels in self._loader:
+            # Rounding may leave [0, 1] by a little, which corruptions do not take.
             yield (images * std + mean).clamp_(0, 1), labels

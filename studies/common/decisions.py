@@ -30,7 +30,7 @@ def compare_given(args: argparse.Namespace, later: tuple[str, ...]) -> bool:
     rates = by_condition(results, "group")
     draw_pairs(rates).savefig(output.figure, dpi=200)
     print(pair_table(rates))
-    print(f"wrote {output.store} and {output.figure}")
+    output.print_files()
     passed = True
     for first, second in combinations(results.model.values.tolist(), 2):
         differ = float(rates.sel(model=first, other=second, group="clean").mean())
@@ -51,17 +51,21 @@ def decide(
     models: dict[str, nn.Module] = {}
     loaders = []
     with refused(ValueError, RuntimeError, OSError):
+        # Each model with the command line that a single one would have.
         for name, weights in zip(args.model, args.pretrained, strict=True):
             model_args = argparse.Namespace(
                 **{**vars(args), "model": name, "pretrained": weights}
             )
+            # Weights tell apart two models of one name.
             label = name if args.model.count(name) == 1 else f"{name}, {weights}"
+            # New classifiers are drawn at random.
             torch.manual_seed(args.seed)
             models[label], (_, validation) = own_model_and_data(
                 model_args, args.img_size
             )
             loaders.append(validation)
         output = RunOutput.from_args(args, "disagreement", later=later)
+    # All see the same pixels, and normalise them each in its own way.
     images = PixelBatches(next(iter(models.values())), loaders[0], args.images)
     conditions = {"corruptions": args.corruptions, "severities": args.severities}
     models = {name: model.to(args.device) for name, model in models.items()}
@@ -87,9 +91,8 @@ def agree_on_errors(
     differ: float, first: xr.DataArray, second: xr.DataArray, names: str
 ) -> bool:
     """Return whether two models differ less than models of their accuracies whose errors are independent; print it."""
-    independent = float(
-        (first * (1 - second) + second * (1 - first)).mean()
-    )  # if no image is harder than another
+    # Exactly one of the two is right, if no image is harder than another.
+    independent = float((first * (1 - second) + second * (1 - first)).mean())
     verdict = "less" if differ < independent else "NOT less"
     print(
         f"check: {names} disagree {verdict} than independent errors: {differ:.3f}, {independent:.3f}"
@@ -115,6 +118,7 @@ def draw_pairs(disagreement: xr.DataArray) -> Figure:
         axes.imshow(matrix, vmin=0, vmax=float(rates.max()), cmap="Blues")
         for row, column in np.ndindex(matrix.shape):
             number = float(matrix[row, column])
+            # "Blues" is dark in its upper half.
             color = "w" if number > 0.6 * float(rates.max()) else "k"
             axes.text(
                 column, row, f"{number:.3f}", ha="center", va="center", color=color
@@ -130,6 +134,7 @@ def pair_table(disagreement: xr.DataArray) -> str:
     """Return each pair with 95 % intervals over images, by condition; against the ground truth: error rates."""
     rates, intervals = (
         disagreement.mean("image"),
+        # No share is below 0.
         evaluation.mean_interval(disagreement).clip(0),
     )
     pairs = list(combinations(disagreement.model.values.tolist(), 2))

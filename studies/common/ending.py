@@ -35,6 +35,7 @@ def ended(main: Any, arguments: list[str] | None = None) -> int:
             str(error).rpartition("InputError: ")[2].strip()
         )  # from a loading process it comes with a traceback
         print(f"{Path(main.__code__.co_filename).name}: {reason}", file=sys.stderr)
+        # argparse's own code for wrong options.
         return REFUSED
     except KeyboardInterrupt:
         print("\ninterrupted; the same command with --resume goes on", file=sys.stderr)
@@ -45,6 +46,7 @@ def finish(passed: bool, data: str) -> int:
     """Return the exit code after the checks: on the user's own data a check that fails is a finding, not an error."""
     if passed:
         return 0
+    # On the digits a check that fails is a fault in the code or a matter of chance to look into.
     if data == "digits":
         return NOT_SEEN
     print(

@@ -46,13 +46,16 @@ class ClassFolders(ImageFolder):
             for path in Path(directory).iterdir()
             if path.is_dir() and path.name[0] != "."
         )
+        # One class leaves nothing to tell apart; of validation images it is allowed.
         if len(names) < 2 and self._known is None:
             raise _layout(
                 self._data,
                 f"one class, {names[0]!r}" if names else "no folder of a class",
                 directory,
             )
+        # Validation images have the numbers of the training classes.
         known = names if self._known is None else self._known
+        # Labels of classes that no one trained would be wrong throughout.
         if unknown := [name for name in names if name not in known]:
             raise InputError(
                 f"--data: {directory} has classes that the training images do not have: {_some(unknown)}"
@@ -64,6 +67,7 @@ class ClassFolders(ImageFolder):
         self.samples = [
             self.samples[number] for number in spread(len(self.samples), count)
         ]
+        # torchvision keeps labels twice.
         self.targets = [label for _, label in self.samples]
 
 

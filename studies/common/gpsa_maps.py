@@ -81,6 +81,7 @@ def _of_layer(
     """Return what :func:`maps_of` does, for one layer and its input (B, C, H, W)."""
     rows, columns = layer.axes(x.shape[2], x.shape[3])
     row, column = (
+        # The query whose cell of the image has the pixel.
         at * axis.queries // end
         for at, axis, end in zip(query, (rows, columns), size, strict=True)
     )

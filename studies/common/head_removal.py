@@ -53,6 +53,7 @@ def random_heads(
         count = int((types == kind).sum())
         for draw in range(draws if count else 0):
             mask = np.zeros(types.size, bool)
+            # Without replacement: a set has as many heads as the type.
             mask[rng.choice(existing, count, replace=False)] = True
             sets[f"random for {kind}#{draw}"] = types.copy(
                 data=mask.reshape(types.shape)
@@ -75,6 +76,7 @@ def single_heads(types: xr.DataArray) -> dict[str, xr.DataArray | None]:
 
 def mean_by_condition(results: xr.Dataset) -> xr.Dataset:
     """Return means of the answers by condition; where nothing is drawn at random, all draws are the same."""
+    # Booleans have no mean over severities.
     corrupted = results.correct.astype(float).mean(["severity", "seed"])
     groups = list(dict.fromkeys(results.group.values.tolist()))
     parts = {CLEAN: results.clean_correct.astype(float)}
@@ -101,6 +103,7 @@ def mean_by_condition(results: xr.Dataset) -> xr.Dataset:
         draws.setdefault(name.partition("#")[0], []).append(name)
     draw_count = max(map(len, draws.values()))
     rows = [
+        # A set that is not drawn is the same in every draw, so that all have one length.
         right.sel(model=(names * draw_count)[:draw_count]).rename(model="draw")
         for names in draws.values()
     ]

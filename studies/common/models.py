@@ -111,6 +111,7 @@ def own_model(args: Namespace, classes: Sequence[str], **options: Any) -> nn.Mod
         else None
     )
     if rows is not None and class_count == len(classes):
+        # All 1,000 classes in order need no change.
         if rows != list(range(model_classes)):
             _keep_rows(model, rows)
             print(
@@ -135,6 +136,7 @@ def pretrained_model(args: Namespace, **options: Any) -> nn.Module:
     Raises:
         InputError, RuntimeError, OSError: timm has no such model, or the weights are not there or do not fit.
     """
+    # A file's name is true too.
     options["pretrained"] = bool(args.pretrained)
     if isinstance(args.pretrained, str):
         options |= _of_file(args.model, args.pretrained)
@@ -187,6 +189,7 @@ def _of_size(name: str, size: int | None, options: dict[str, Any]) -> nn.Module:
     if size is not None:
         try:
             model = timm.create_model(name, img_size=size, **options)
+        # timm tells no other way that a model has no such option.
         except TypeError:
             return timm.create_model(name, **options)
         config = model.pretrained_cfg

@@ -10,9 +10,11 @@ import torch
 from PIL import Image
 
 from common.output import saved_options
+from tcnn_probe import evaluation
 
 __all__ = [
     "FEW_CORRUPTIONS",
+    "add_corruptions",
     "add_data",
     "add_machine",
     "add_output",
@@ -32,7 +34,9 @@ FEW_CORRUPTIONS = ["shot_noise", "defocus_blur", "fog", "contrast"]
 
 def study_parser(document: str | None) -> argparse.ArgumentParser:
     """Return a parser that shows the study's own docstring."""
+    # The first line says what the study is, and the rest what one sees.
     description, _, rest = (document or "").partition("\n\n")
+    # argparse's own list of thirty options hides the message of an error.
     usage = "%(prog)s [options]; --help lists them"
     return argparse.ArgumentParser(
         usage=usage,
@@ -53,6 +57,7 @@ def add_data(
     """Add options for the model, or several, and the images; texts are the help that differs between studies."""
     add = parser.add_argument_group("model and data").add_argument
     add("--model", nargs="+" if many_models else None, help=model)
+    # A flag without a value means timm's own weights.
     number: dict[str, Any] = (
         {"nargs": "*"} if many_models else {"nargs": "?", "const": True}
     )
@@ -77,6 +82,24 @@ def add_data(
         "--clutter",
         type=from_least(0),
         help="fragments of other digits in each scene (default: 6)",
+    )
+
+
+def add_corruptions(add: Callable[..., Any], *, severities: str) -> None:
+    """Add options for ImageNet-C's corruptions; ``severities`` are the study's own default, for the help."""
+    add(
+        "--corruptions",
+        nargs="+",
+        choices=evaluation.CORRUPTIONS,
+        metavar="NAME",
+        help="(default: all 15)",
+    )
+    add(
+        "--severities",
+        type=int,
+        nargs="+",
+        choices=range(1, 6),
+        help=f"of the corruptions (default: {severities})",
     )
 
 
@@ -134,11 +157,13 @@ def parsed(
     args = parser.parse_args(arguments)
     if args.resume:
         saved = saved_options(args.out, study)
+        # So that one command line serves a job that may be killed at any time.
         if not saved:
             print(
                 f"there is no run of {study} in {args.out} yet: this is its beginning"
             )
         parser.set_defaults(
+            # An older run may have options that are gone.
             **{name: value for name, value in saved.items() if name in args}
         )
         args = parser.parse_args(arguments)
@@ -149,6 +174,7 @@ def check_data_options(
     parser: argparse.ArgumentParser, args: argparse.Namespace
 ) -> None:
     """Refuse options of the digits beside the user's own images."""
+    # Ignored options would look as if they had an effect.
     if args.data != "digits" and (args.small or args.clutter is not None):
         parser.error(
             "--small and --clutter are for the digits; with --data, --limit and --epochs make a run short"

@@ -83,6 +83,7 @@ class RunOutput:
         if overwrite:
             for path in existing:
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
+        # Hours of training are not deleted unasked.
         elif existing and not resume:
             names = ", ".join(path.name for path in existing)
             raise InputError(
@@ -151,6 +152,10 @@ class RunOutput:
                 "ignore", "Consolidated metadata"
             )  # zarr warns that its format 3 does not specify them yet
             plain.to_zarr(self.store, mode="w", consolidated=True)
+
+    def print_files(self) -> None:
+        """Print where the numbers and the figure are."""
+        print(f"wrote {self.store} and {self.figure}")
 
     def beside(self, ending: str) -> Path:
         """Return a further file or folder of the run: its study's name with an ending.

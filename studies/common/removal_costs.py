@@ -77,10 +77,12 @@ def beyond_these_trainings(values: xr.DataArray) -> tuple[float, float]:
     Two or three trainings are too few to resample; trainings and images each add their variance.
     """
     by_training = values.mean(DRAWN).dropna("training")
+    # Trainings without heads of the type have dropped out.
     count = by_training.sizes["training"]
     if count < 2:
         return np.nan, np.nan
     by_image = values.mean(["training", "draw"])
+    # Trainings and images are both samples, so the variances of their means add up.
     variance = (
         float(by_training.var(ddof=1)) / count
         + float(by_image.var(ddof=1)) / by_image.size

@@ -26,6 +26,7 @@ def draw(tree: xr.DataTree) -> Figure:
     right = tree["types"].right.load()
     modes = [str(mode) for mode in right.mode.values]
     figure = Figure(figsize=(11, 1.6 + 3 * len(modes)), layout="constrained")
+    # Heads are removed one by one in the first mode alone, so their panel spans all rows.
     axes = figure.subplot_mosaic([[mode, mode, "heads"] for mode in modes])
     for mode in modes:
         panel = axes[mode]
@@ -55,6 +56,7 @@ def _draw_bars(panel: Axes, cost: xr.DataArray, place: int, name: str) -> None:
     """Draw a set of heads as a bar for each condition."""
     means = cost.mean(["training", *DRAWN]).values
     bounds = evaluation.mean_interval(cost.mean("training"), DRAWN).values
+    # Four bars of a fifth each, about the condition's tick.
     x = np.arange(len(means)) + 0.2 * (place - 1.5)
     kind = name.removeprefix("random for ")
     label = f"{kind} heads" if name in PAIR else f"as many as {kind}, at random"
@@ -67,6 +69,7 @@ def _draw_bars(panel: Axes, cost: xr.DataArray, place: int, name: str) -> None:
 
 def _draw_heads(panel: Axes, heads: xr.Dataset) -> None:
     """Draw the cost of each head, mean over the conditions, by its gate."""
+    # Else contrast would count twice, by itself and in its group.
     cost = head_costs(heads).drop_sel(condition=WITHIN, errors="ignore")
     cost = cost.mean(["draw", "condition", "image"]).transpose(*heads.gate.dims)
     for kind, color in COLORS.items():

@@ -37,38 +37,34 @@ def table(tree: xr.DataTree) -> str:
             lines.append(
                 f"  {'':<10}{'accuracy':>9}  {'these heads':<25}{'as many at random':<25}{'difference':<25}"
             )
+            columns = [
+                costs(of_mode, kind),
+                costs(of_mode, f"random for {kind}"),
+                difference,
+            ]
+            accuracy = of_mode.sel(ablation=NOTHING)
             for condition in right.condition.values:
-                accuracy = float(
-                    of_mode.sel(ablation=NOTHING, condition=condition).mean()
+                cells = "".join(
+                    f"{interval_in_words(column.sel(condition=condition)):<25}"
+                    for column in columns
                 )
-                values = [
-                    costs(of_mode, kind),
-                    costs(of_mode, f"random for {kind}"),
-                    difference,
-                ]
-                words = [
-                    interval_in_words(cell.sel(condition=condition)) for cell in values
-                ]
-                lines.append(
-                    f"  {condition:<10}{accuracy:>9.3f}  "
-                    + "".join(f"{word:<25}" for word in words)
-                )
+                mean = float(accuracy.sel(condition=condition).mean())
+                lines.append(f"  {condition:<10}{mean:>9.3f}  {cells}")
+    # Single heads are too many for a row each.
     cost = head_costs(heads)
     lines.append(
         f"\n{MODES[str(right.mode.values[0])]} one head: accuracy lost, mean over the heads of a type"
     )
     lines.append(f"  {'':<10}" + "".join(f"{kind:<25}" for kind in PAIR))
+    by_kind = [
+        cost.where(heads.head_type == kind).mean(["layer", "head"]) for kind in PAIR
+    ]
     for condition in cost.condition.values:
-        means = [
-            cost.sel(condition=condition)
-            .where(heads.head_type == kind)
-            .mean(["layer", "head"])
-            for kind in PAIR
-        ]
-        lines.append(
-            f"  {condition:<10}"
-            + "".join(f"{interval_in_words(mean):<25}" for mean in means)
+        cells = "".join(
+            f"{interval_in_words(mean.sel(condition=condition)):<25}"
+            for mean in by_kind
         )
+        lines.append(f"  {condition:<10}{cells}")
     return "\n".join(lines)
 
 
@@ -86,8 +82,10 @@ def _sentence(right: xr.DataArray, words: str) -> str:
     """Return the sentence on one mode, which ``words`` describe."""
     difference = differences(right)["content"]
     has_content = difference.notnull().any(["draw", "condition", "image"])
+    # A sentence about heads that do not exist would be true and misleading.
     if not bool(has_content.any()):
         return f"\nNo training had content heads: nothing can be said of {words} them."
+    # A head that costs more on corrupted images may cost as much more on clean ones.
     excess = (difference - difference.sel(condition=CLEAN)).drop_sel(condition=CLEAN)
     beside_random = by_side(difference, "more on", "less on", "not distinguishable on")
     beside_clean = by_side(excess, "larger on", "smaller on", "not distinguishable on")
@@ -95,6 +93,7 @@ def _sentence(right: xr.DataArray, words: str) -> str:
         "; ".join(map(" ".join, sides)) for sides in (beside_random, beside_clean)
     )
     conditions = [str(name) for name in right.condition.values]
+    # Of other trainings the spread between these says something, and images alone nothing.
     significant = [
         name
         for name in conditions

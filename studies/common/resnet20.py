@@ -25,6 +25,7 @@ class BasicBlock(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Map (B, C_in, H, W) to (B, C, H / stride, W / stride)."""
         residual = self.bn2(self.conv2(F.relu(self.bn1(self.conv1(x)))))
+        # Half of the zeros on either side, as in the published weights' network.
         before = self.new_channels // 2
         shortcut = F.pad(
             x[:, :, :: self.stride, :: self.stride],
@@ -108,6 +109,7 @@ def load_weights(model: ResNet20, file: str | Path) -> ResNet20:
         raise InputError(f"--weights: there is no file {str(file)!r}")
     try:
         model.load_state_dict(timm.models.load_state_dict(str(file)))
+    # torch raises many kinds for damaged files.
     except Exception as error:
         raise InputError(
             f"--weights: expected weights of ResNet-20 in {str(file)!r}: {error}"

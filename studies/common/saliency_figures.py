@@ -66,6 +66,7 @@ def draw_faithfulness(tree: xr.DataTree) -> Figure:
                     method,
                     place - middle,
                 )
+            # Rows share their axis.
             if column == 0:
                 tolerance = json.loads(scores[measure].attrs.get("options", "{}")).get(
                     "tolerance", 0
@@ -96,6 +97,7 @@ def _line(panel: Axes, values: xr.DataArray, method: str, place: float) -> None:
     epochs = values.epoch.values
     mean = values.mean("image").values
     if method == "chance":
+        # A line of one point cannot be seen.
         if len(epochs) > 1:
             panel.plot(epochs, mean, color=COLORS[method], ls="--", lw=1)
         else:
@@ -125,6 +127,7 @@ def draw_maps(tree: xr.DataTree, probed: Probed, count: int) -> Figure:
     axes = figure.subplots(count, 1 + len(columns), squeeze=False)
     for row in range(count):
         _image(axes[row, 0], probed.images[row])
+        # Photographs with boxes have no labels but the model's.
         source = "truth" if probed.numbers else "model"
         axes[row, 0].set_ylabel(
             f"{source}: {_short(probed.classes[int(probed.labels[row])])}"
@@ -190,6 +193,7 @@ def draw_by_class(
 
 def _image(panel: Axes, image: Tensor) -> None:
     """Draw an image (C, H, W), from its least value (black) to its largest."""
+    # Normalised pixels are not in [0, 1].
     pixels = ((image - image.min()) / (image.max() - image.min())).permute(1, 2, 0)
     panel.imshow(pixels.squeeze(2).numpy(), cmap="gray", vmin=0, vmax=1)
     panel.set(xticks=[], yticks=[])
@@ -199,6 +203,7 @@ def _map(panel: Axes, values: xr.DataArray, probed: Probed, index: int) -> None:
     """Draw a map over the whole image, which it hides, with the object's outline."""
     batch = slice(index, index + 1)
     masks = None if probed.masks is None else probed.masks[batch]
+    # Opaque: under a veil of colours neither map nor image can be read.
     tcnn_probe.plot.saliency_overlay(
         values, probed.images[batch], panel, masks=masks, alpha=1
     )

@@ -33,8 +33,10 @@ def report(tree: xr.DataTree, tolerance: float) -> str:
                 low, high = evaluation.mean_interval(values).values
                 cells.append(f"{float(values.mean()):.2f} [{low:.2f}, {high:.2f}]")
             lines.append(f"{method:21}" + "".join(f"{cell:>20}" for cell in cells))
+    # All models explain the same images.
     count = next(iter(tree.children.values())).sizes["image"]
     lines.append(f"\nmeans over {count} images, 95 % intervals over them; one seed")
+    # Without masks or boxes nobody knows where the object is.
     if any("pointing_game" in node for node in tree.children.values()):
         lines.append(
             f"pointing: is the most salient pixel on the object, or within {tolerance:g} pixels of it"
@@ -58,6 +60,7 @@ def beside_gradcam(hits: xr.DataArray) -> str:
     )
     difference = attention_hits - gradcam_hits
     low, high = evaluation.mean_interval(difference).values
+    # Zero inside the interval: the images do not tell them apart.
     verdict = (
         "is ahead"
         if low > 0

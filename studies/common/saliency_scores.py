@@ -80,6 +80,7 @@ def score(
             model, images, saliency, labels, metrics="pointing_game", **data
         )
         scores["pointing_game_exact"] = without_tolerance.pointing_game
+    # Single precision is enough to draw maps, which are the largest part of the file.
     stacked = maps.to_dataarray("attribution").astype("float32")
     scores["saliency"] = stacked.reindex(attribution=scores.attribution)
     # A forward of the model itself would be recorded as one of validation.

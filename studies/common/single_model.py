@@ -97,10 +97,12 @@ def parse_single(
     add_machine(training, small=f"{small_epochs} epochs, seconds")
     add_output(parser)
     args = parsed(parser, arguments, study)
+    # Maps of random weights show nothing.
     if bool(args.model) != bool(args.pretrained):
         parser.error(
             "--model and --pretrained belong together: no model of timm's is trained here"
         )
+    # The digits have images of their own.
     if images and bool(args.model) != bool(args.image):
         parser.error(
             "--model and --image belong together: a trained model is shown images of yours"
@@ -184,10 +186,12 @@ def begin_single(
     Raises:
         InputError: The model, its images or the output folder cannot be used; the message says why.
     """
+    # Initial weights and scenes are drawn from torch's global generator.
     torch.manual_seed(args.seed)
     loaders = images = None
     with refused(ValueError, RuntimeError, OSError):
         if args.model:
+            # A trained model is looked at as it classifies.
             model = pretrained_model(args).eval()
             images = (
                 as_images(args.image, model) if getattr(args, "image", None) else None

@@ -71,6 +71,7 @@ def split(
     images: SmallImages, held_out: int, seed: int = 0
 ) -> tuple[SmallImages, SmallImages]:
     """Return the training images without some of them, and those, for choices that must not look at test images."""
+    # Files are sorted by class.
     order = np.random.default_rng(seed).permutation(len(images))
     return images.part(np.sort(order[held_out:])), images.part(
         np.sort(order[:held_out])
@@ -98,6 +99,7 @@ def views(
         [_moves(seed, int(v), len(images)) for v in range(int(view.max()) + 1)]
     )[view, rows]
     crops = np.zeros((len(rows), height, width, 3), np.uint8)
+    # Only the images of this batch: a padded copy of all would take half as much memory again.
     padded = np.pad(
         images.pixels[rows], ((0, 0), (_BORDER, _BORDER), (_BORDER, _BORDER), (0, 0))
     )
@@ -111,6 +113,7 @@ def normalized(pixels: NDArray[np.uint8]) -> Tensor:
     """Return pixels (B, H, W, 3) of uint8 as the network takes them, (B, 3, H, W) in float32, channels last."""
     images = torch.from_numpy(pixels).permute(0, 3, 1, 2).float().div(255)
     mean, std = (torch.tensor(values)[:, None, None] for values in (MEAN, STD))
+    # Convolutions on the CPU are faster in this layout.
     return ((images - mean) / std).contiguous(memory_format=torch.channels_last)
 
 
@@ -119,6 +122,7 @@ def atomic_save(file: Path, **arrays: NDArray[np.generic]) -> None:
     file.parent.mkdir(parents=True, exist_ok=True)
     temporary = file.with_name(f"{file.name}.tmp")
     with temporary.open("wb") as stream:
+        # Pixels hardly compress, and uncompressed files load faster.
         np.savez(stream, **arrays)
     temporary.replace(file)
 
@@ -141,6 +145,7 @@ def _read(images: ClassFolders) -> SmallImages:
     for path, _ in images.samples:
         with Image.open(path) as image:
             pixels.append(np.asarray(image.convert("RGB")))
+    # They are stacked in one array.
     if len({picture.shape for picture in pixels}) > 1:
         raise InputError("--data: expected images of one size, got several")
     return SmallImages(np.stack(pixels), np.array(images.targets, np.int64))

@@ -46,6 +46,7 @@ def order_of_images(
         Rows and views, shape (batch_size,) each.
     """
     rng = np.random.default_rng(seed)
+    # Rounded up: the last permutation may be used in part.
     epochs = -(-steps * batch_size // count)
     rows = np.concatenate([rng.permutation(count) for _ in range(epochs)])
     view = np.repeat(np.arange(epochs), count)
@@ -86,6 +87,7 @@ def fine_tune_cnn(
         optimizer.zero_grad()
         with torch.autocast("cpu", torch.bfloat16, enabled=amp):
             scores = model(pixels)
+        # In float32: the loss of bfloat16 scores has three digits.
         F.cross_entropy(
             scores.float(), labels, label_smoothing=LABEL_SMOOTHING
         ).backward()

@@ -62,6 +62,7 @@ def model_and_data(args: argparse.Namespace) -> tuple[nn.Module, Loaders]:
         return small_resnet(getattr(args, "small_resnet", "ResNet")), loaders
     digits = [str(digit) for digit in range(10)]
     cnn = own_model(args, digits, in_chans=1)
+    # Refused now, and not after the first epoch.
     check_input(cnn, loaders[1].dataset[0][0], len(digits))
     return cnn, loaders
 
@@ -92,9 +93,14 @@ class Study:
     _numbers: Iterator[int] = field(default_factory=lambda: count(1))
 
     @property
+    def validation(self) -> Any:
+        """Images of the validation set, of which each has a label."""
+        return self.loaders[1].dataset
+
+    @property
     def chance(self) -> float:
         """Accuracy of always naming the validation set's most frequent class."""
-        return chance(self.loaders[1].dataset)
+        return chance(self.validation)
 
     def with_cnn(self, args: argparse.Namespace) -> "Study":
         """Return the study with the CNN and the data of another command line, refused as by :func:`begin`."""
@@ -123,6 +129,7 @@ class Study:
             "seed": self.args.seed,
         }
         if self.args.data != "digits":
+            # The paper's optimizer of the CNN.
             recipe |= {"opt": "momentum", "weight_decay": 1e-4}
         yield from self._train(self.cnn, file, title, **recipe)
 
@@ -147,6 +154,7 @@ class Study:
         args = self.args
         qk_lr = args.qk_lr
         if qk_lr is None and args.data != "digits":
+            # Few steps of the paper's rate would leave queries and keys where they start.
             qk_lr = "papers"
         recipe = {
             "epochs": args.epochs,
@@ -163,6 +171,7 @@ class Study:
         self, model: nn.Module, file: str, title: str, *, epochs: int, **recipe: Any
     ) -> Iterator[EpochResult]:
         number = next(self._numbers)
+        # Such as a damaged checkpoint, or a share that is none.
         with refused(ValueError):
             yield from finetune(
                 model,

@@ -98,6 +98,7 @@ def settle(
     """
     on_digits = args.data == "digits"
     if args.pretrained or not on_digits:
+        # The small ResNet is for the digits, and has no weights.
         need_model(parser, args)
     check_data_options(parser, args)
     defaults = {
@@ -108,7 +109,9 @@ def settle(
         "clutter": 6,
     }
     defaults |= {"lr": 1e-3, "gating_lr": 0.1, "cnn_lr": 1e-2}
+    # Some studies need easier scenes or longer trainings to see what they stand for.
     defaults |= digits or {}
+    # Seconds instead of minutes: enough to see that all works, and on most runs the effect.
     if args.small:
         defaults |= {
             "img_size": 32,
@@ -118,6 +121,7 @@ def settle(
             "limit": 280,
             "clutter": 0,
         }
+        # Higher rates make up for fewer steps.
         defaults |= {"lr": 3e-3, "cnn_lr": 2e-2}
     if not on_digits:
         defaults = {"img_size": 224, "epochs": 50, "batch_size": 256}
@@ -126,8 +130,10 @@ def settle(
         defaults |= {
             "lr": 1e-4 * share,
             "gating_lr": 0.1 * share,
+            # 0.1 for batches of 256, as is usual for ResNets.
             "cnn_lr": 0.4 * share,
         }
     fill_in(args, defaults)
+    # --data has no default of its own: the CNN then trains for as long as the T-CNN.
     if args.cnn_epochs is None:
         args.cnn_epochs = args.epochs
