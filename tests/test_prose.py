@@ -75,6 +75,7 @@ CLEAN = [
     "tests/tcnn_probe/test_images.py",
     "tests/tcnn_probe/test_without_torch.py",
     "tests/tcnn_probe/storage",
+    "tests/studies",
     "tests/tcnn_model/training",
     "tests/test_prose.py",
 ]
