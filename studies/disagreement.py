@@ -336,18 +336,17 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
 
 def one_or_several(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
     """Parse names and weights: of one model a name and a file, of several models lists of them."""
-    # Without --pretrained it is False, with no file an empty list.
     names = args.model if isinstance(args.model, list) else [args.model]
     weights = (
         args.pretrained if isinstance(args.pretrained, list) else [args.pretrained]
     )
-    # --pretrained without files: timm's weights for all.
+    # --pretrained without files is an empty list: timm's weights for all. Without it, it is False.
     weights = weights or [True] * len(names)
     if len(weights) != len(names) and any(weights):
         parser.error(
             f"--pretrained: expected a file for each of {len(names)} models, or none, got {len(weights)} files"
         )
-    # All else expects one model as a name, as other studies have it.
+    # One model is a name and a file here too, as in every other study.
     if len(names) == 1:
         args.model, args.pretrained = names[0], weights[0]
         return
@@ -355,7 +354,7 @@ def one_or_several(parser: argparse.ArgumentParser, args: argparse.Namespace) ->
         parser.error(
             "--model: several models are compared as they are: give --pretrained and --data too"
         )
-    # A model agrees with itself always.
+    # A model always agrees with itself.
     if len({*zip(names, weights, strict=True)}) < len(names):
         parser.error(
             "--model: expected models that differ in their name or their file, got one twice"
