@@ -1,4 +1,4 @@
-"""What attention brings to several architectures, and what it costs (T-CNN paper, Table 5 and Fig. 2).
+"""Gain and cost of attention in several architectures (T-CNN paper, Table 5 and Fig. 2).
 
     python studies/architectures.py
 
@@ -37,9 +37,11 @@ import xarray as xr
 from matplotlib.figure import Figure
 
 from common.ending import ended, finish, learned
+from common.figures import STYLE, add_letters
 from common.models import SMALL_RESNETS
 from common.options import add_output, fill_in, parsed, study_parser
-from common.training import Training, add_training, begin, settle
+from common.training import Study, begin
+from common.training_options import add_training, settle
 from tcnn_model import reparameterize, unstride
 from tcnn_probe import evaluation
 from tcnn_probe.plot import OKABE_ITO
@@ -58,79 +60,83 @@ COLORS = {
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the study; 0 if it saw what it stands for, 3 if not."""
+    """Run the study; return 0 if it saw what it stands for, 3 if not."""
     args = parse(arguments)
-    each = [
-        argparse.Namespace(**(vars(args) | which(name, args))) for name in args.models
+
+    # Load all CNNs first, so that one that cannot be used is refused before hours of training.
+    first_args, *further_args = (args_of(name, args) for name in args.models)
+    first = begin("architectures", first_args, stages=4)
+    studies = [first, *(first.with_cnn(further) for further in further_args)]
+
+    # Train each, fine-tune it in three ways, and measure what these cost.
+    by_architecture = [
+        measure(study, name) for study, name in zip(studies, args.models, strict=True)
     ]
-    first = begin("architectures", each[0], stages=4)
-    studies = [first, *(first.other(one) for one in each[1:])]
-    parts = [
-        of_architecture(study, name)
-        for study, name in zip(studies, args.models, strict=True)
-    ]
-    found = xr.concat(parts, "architecture").assign(
-        images=len(first.loaders[1].dataset)
-    )
-    found = found.assign_coords(
-        {dim: found[dim].astype(object) for dim in ("architecture", "model")}
-    )
-    first.output.save(found)
-    draw(found).savefig(first.output.figure, dpi=200)
-    print(table(found))
-    print(f"wrote {first.output.store} and {first.output.figure}")
-    return finish(check(found, first.chance), args.data)
+    scores = xr.concat(by_architecture, "architecture")
+    # All architectures are validated on the same images.
+    scores["images"] = len(first.validation)
+
+    first.output.save(scores)
+    draw(scores).savefig(first.output.figure, dpi=200)
+    print(table(scores))
+    first.output.print_files()
+    return finish(check(scores, first.chance), args.data)
 
 
-def which(name: str, args: argparse.Namespace) -> dict[str, str]:
-    """The option that says which CNN a training begins with: a small one for the digits, or one of timm's."""
-    return {
-        "small_resnet"
-        if name in SMALL_RESNETS and args.data == "digits"
-        else "model": name
-    }
+def args_of(name: str, args: argparse.Namespace) -> argparse.Namespace:
+    """Return the command line for one architecture: a small one for the digits, or one of timm's."""
+    is_small = name in SMALL_RESNETS and args.data == "digits"
+    option = "small_resnet" if is_small else "model"
+    return argparse.Namespace(**{**vars(args), option: name})
 
 
-def of_architecture(study: Training, name: str) -> xr.Dataset:
-    """Accuracy and cost of the CNN and of what it is fine-tuned as, (architecture, model)."""
+def measure(study: Study, name: str) -> xr.Dataset:
+    """Return accuracy and cost of the CNN and of its three successors, (architecture, model)."""
     slug = name.lower().replace(" ", "-")
+    cnn = study.cnn
     study.train_cnn(f"cnn={slug}", f"training the {name}")
+
+    # What longer training brings, what the finer grid brings besides, and what attention brings.
     torch.manual_seed(study.args.seed)
-    models = {
-        CONTROL: copy.deepcopy(study.cnn),
-        UNSTRIDED: unstride(study.cnn),
-        TCNN: reparameterize(study.cnn),
+    control, unstrided, tcnn = copy.deepcopy(cnn), unstride(cnn), reparameterize(cnn)
+    runs = {
+        CONTROL: study.finetune(control, f"control={slug}", f"{name}: {CONTROL}"),
+        UNSTRIDED: study.finetune(
+            unstrided, f"unstrided={slug}", f"{name}: {UNSTRIDED}"
+        ),
+        TCNN: study.finetune(tcnn, f"tcnn={slug}", f"{name}: {TCNN}"),
     }
-    top1 = []
-    for (arm, model), kind in zip(
-        models.items(), ("control", "unstrided", "tcnn"), strict=True
-    ):
-        top1.append(
-            [
-                result.top1
-                for result in study.fine_tune(model, f"{kind}={slug}", f"{name}: {arm}")
-            ]
-        )
-    models = {CNN: study.cnn, **models}
-    image = study.loaders[1].dataset[0][0]
-    size, batch = tuple(image.shape), study.args.batch_size
-    found = evaluation.cost(
-        models, size, batch_size=batch, training=True, progress=False
+    top1 = {
+        model: [result.top1 for result in results] for model, results in runs.items()
+    }
+
+    models = {CNN: cnn, CONTROL: control, UNSTRIDED: unstrided, TCNN: tcnn}
+    image, _ = study.validation[0]
+    scores = evaluation.cost(
+        models,
+        # Costs depend on the size of the images.
+        tuple(image.shape),
+        batch_size=study.args.batch_size,
+        training=True,
+        progress=False,
     )
-    found["top1"] = ("model", [top1[0][0], *(accuracies[-1] for accuracies in top1)])
-    return found.expand_dims(architecture=[name])
+    # At epoch 0 the control is the CNN.
+    ends = [top1[CONTROL][0], *(curve[-1] for curve in top1.values())]
+    scores["top1"] = "model", ends
+    return scores.expand_dims(architecture=[name])
 
 
-@mpl.rc_context({"font.size": 9, "axes.spines.top": False, "axes.spines.right": False})
-def draw(found: xr.Dataset) -> Figure:
-    """Gains by architecture; accuracy against time."""
+@mpl.rc_context(STYLE)
+def draw(scores: xr.Dataset) -> Figure:
+    """Draw gains by architecture, and gains against time."""
     figure = Figure(figsize=(9.5, 4), layout="constrained")
     a, b = figure.subplots(1, 2)
-    gains, slower = relative(found)
-    variance = found.top1 * (1 - found.top1) / float(found.images)
+    gains, slowdown = relative(scores)
+    variance = scores.top1 * (1 - scores.top1) / float(scores.images)
+    # As if the two models saw different images: too wide, since they see the same.
     error = (variance + variance.sel(model=CNN)) ** 0.5
     for place, (arm, color) in enumerate(COLORS.items()):
-        x = [row + 0.26 * (place - 1) for row in range(found.sizes["architecture"])]
+        x = [row + 0.26 * (place - 1) for row in range(scores.sizes["architecture"])]
         a.bar(
             x,
             gains.sel(model=arm),
@@ -140,18 +146,18 @@ def draw(found: xr.Dataset) -> Figure:
             label=arm,
             error_kw={"lw": 0.8},
         )
-        for row, name in enumerate(found.architecture.values):
-            one = {"model": arm, "architecture": name}
+        for row, name in enumerate(scores.architecture.values):
+            at = {"model": arm, "architecture": name}
             b.scatter(
-                slower.sel(one),
-                gains.sel(one),
+                slowdown.sel(at),
+                gains.sel(at),
                 color=color,
                 s=36,
                 marker="osD^v"[row % 5],
             )
-    for row, name in enumerate(found.architecture.values):
+    for row, name in enumerate(scores.architecture.values):
         b.scatter([], [], color="0.4", marker="osD^v"[row % 5], label=name)
-    a.set_xticks(range(found.sizes["architecture"]), found.architecture.values)
+    a.set_xticks(range(scores.sizes["architecture"]), scores.architecture.values)
     a.set(ylabel="gain in validation accuracy over the CNN", title="gain")
     b.set(
         xlabel="time of a training step (of the CNN's)",
@@ -167,64 +173,64 @@ def draw(found: xr.Dataset) -> Figure:
         handlelength=1,
     )
     b.legend(frameon=False)
-    for panel, letter in ((a, "A"), (b, "B")):
+    for panel in (a, b):
         panel.axhline(0, color="0.8", lw=1, zorder=0)
-        panel.set_title(letter, loc="left", fontweight="bold")
+    add_letters([a, b])
     return figure
 
 
-def relative(found: xr.Dataset) -> tuple[xr.DataArray, xr.DataArray]:
-    """Gain in accuracy over the CNN that the fine-tuning began with, and time of a step relative to it."""
-    speed = found.training_images_per_second
-    return found.top1 - found.top1.sel(model=CNN), speed.sel(model=CNN) / speed
+def relative(scores: xr.Dataset) -> tuple[xr.DataArray, xr.DataArray]:
+    """Return gain in accuracy over the CNN that the fine-tuning began with, and time of a step relative to it."""
+    speed = scores.training_images_per_second
+    return scores.top1 - scores.top1.sel(model=CNN), speed.sel(model=CNN) / speed
 
 
-def table(found: xr.Dataset) -> str:
-    """Table 5 of the paper, with the controls and what they cost."""
-    gains, slower = relative(found)
-    error = (0.25 / int(found.images)) ** 0.5
+def table(scores: xr.Dataset) -> str:
+    """Return Table 5 of the paper, with the controls and their costs."""
+    gains, slowdown = relative(scores)
+    # Of a share, largest at 1/2.
+    error = (0.25 / int(scores.images)) ** 0.5
     lines = [
-        f"\naccuracy on {int(found.images)} validation images (one seed; a standard error is at most {error:.3f})"
+        f"\naccuracy on {int(scores.images)} validation images (one seed; a standard error is at most {error:.3f})"
     ]
     columns = {
-        "top-1": found.top1,
+        "top-1": scores.top1,
         "gain": gains,
-        "parameters (M)": found.parameters / 1e6,
+        "parameters (M)": scores.parameters / 1e6,
     }
     columns |= {
-        "multiply-adds (M)": found.multiply_adds / 1e6,
-        "step (of the CNN's)": slower,
+        "multiply-adds (M)": scores.multiply_adds / 1e6,
+        "step (of the CNN's)": slowdown,
     }
-    width = max(len(name) for name in found.architecture.values) + 2
+    width = max(len(name) for name in scores.architecture.values) + 2
     lines.append(" " * (width + 24) + "".join(f"{title:>21}" for title in columns))
-    for name in found.architecture.values:
-        for arm in found.model.values:
+    for name in scores.architecture.values:
+        for arm in scores.model.values:
             cells = "".join(
-                f"{float(of.sel(architecture=name, model=arm)):>21.3f}"
-                for of in columns.values()
+                f"{float(values.sel(architecture=name, model=arm)):>21.3f}"
+                for values in columns.values()
             )
             lines.append(f"{name:<{width}}{arm:<24}{cells}")
     return "\n".join(lines)
 
 
-def check(found: xr.Dataset, chance: float) -> bool:
-    """Whether all models learned, and the T-CNNs need more multiply-adds than their CNNs."""
-    least = found.top1.min("architecture")
-    seen = [
-        learned(str(arm), float(least.sel(model=arm)), int(found.images), chance)
-        for arm in found.model.values
+def check(scores: xr.Dataset, chance: float) -> bool:
+    """Return whether all models learned, and the T-CNNs need more multiply-adds than their CNNs."""
+    lowest = scores.top1.min("architecture")
+    have_learned = [
+        learned(str(arm), float(lowest.sel(model=arm)), int(scores.images), chance)
+        for arm in scores.model.values
     ]
-    more = found.multiply_adds.sel(model=TCNN) / found.multiply_adds.sel(model=CNN)
-    verdict, times = (
-        "more" if bool((more > 1).all()) else "NOT more",
-        ", ".join(f"{x:.2f}" for x in more.values),
-    )
+    ratio = scores.multiply_adds.sel(model=TCNN) / scores.multiply_adds.sel(model=CNN)
+    needs_more = bool((ratio > 1).all())
+    verdict = "more" if needs_more else "NOT more"
+    times = ", ".join(f"{value:.2f}" for value in ratio.values)
     print(f"check: T-CNNs need {verdict} multiply-adds than their CNNs: {times} times")
-    return all(seen) and bool((more > 1).all())
+    return all(have_learned) and needs_more
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
-    """The command line; the digits and the user's own images have different defaults."""
+    """Parse the command line; the digits and the user's own images have different defaults."""
     parser = study_parser(__doc__)
     add_training(parser, small="1 architecture, 4 epochs, 15 seconds")
     add = parser.add_argument_group("architectures").add_argument
@@ -240,6 +246,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
             "--model: here --models takes one or more names, such as --models resnet50d resnetrs50"
         )
     if args.models is not None:
+        # The checks that all studies share look at --model.
         args.model = args.models[0]
     settle(parser, args)
     args.model = None

@@ -1,4 +1,4 @@
-"""Where the heads of GPSA layers look, from one query pixel (T-CNN paper, Figs. 5 and 8).
+"""Attention maps of the heads of GPSA layers, from one query pixel (T-CNN paper, Figs. 5 and 8).
 
     python studies/attention_maps.py
 
@@ -36,6 +36,7 @@ On your own model and images, as the papers did on ImageNet with a GPU:
 import argparse
 import os
 import sys
+from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
@@ -49,75 +50,82 @@ from common.data import probed_images
 from common.ending import ended, finish
 from common.gpsa_maps import maps_of, open_images
 from common.options import add_output, from_least, image_file, parsed, study_parser
-from common.training import Training, add_training, begin, settle
-from tcnn_model import EpochResult, reparameterize
+from common.training import Study, begin
+from common.training_options import add_training, settle
+from tcnn_model import reparameterize
 
 COLUMNS = 13  # heads beside each other
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the study; 0 if it saw what it stands for, 3 if not."""
+    """Run the study; return 0 if it saw what it stands for, 3 if not."""
     args = parse(arguments)
-    study = begin(
-        "attention_maps", args, stages=2, later=("epoch", "query", "image", "images")
-    )
-    images, names = wanted_images(args, study)
-    if not weights(study, args.epochs).exists():
+
+    # Load the CNN, the digits, and the images that are looked at.
+    later = ("epoch", "query", "image", "images")
+    study = begin("attention_maps", args, stages=2, later=later)
+    images, names = open_or_pick_images(args, study)
+
+    # Train the CNN, convert it and fine-tune it, unless that is done: the weights of every epoch are kept.
+    if not weights_file(study, args.epochs).exists():
         study.train_cnn()
+        torch.manual_seed(args.seed)  # queries and keys are new
+        tcnn = reparameterize(study.cnn)
         store = study.output.beside("_recording.zarr")
-        study.tcnn(
-            store, after=lambda model, result: keep_weights(study, model, result)
-        )
-    model = reparameterize(study.cnn).to(args.device)
-    maps = []
-    for epoch in sorted(
-        {0, *args.epoch, args.epochs}
-    ):  # the first and the last for the check
-        model.load_state_dict(
-            torch.load(
-                weights(study, epoch), map_location=args.device, weights_only=True
-            )
-        )
-        maps.append(maps_of(model, images, args.query).expand_dims(epoch=[epoch]))
-    found = describe(xr.concat(maps, "epoch"), args.query, names)
-    study.output.save(found)
-    draw(found, images, args.query, args.epoch).savefig(study.output.figure, dpi=150)
-    print(head_table(found))
-    print(f"wrote {study.output.store} and {study.output.figure}")
-    return finish(check(found), args.data)
+        with tcnn_probe.record(tcnn, store) as recorder:
+            for result in study.finetune(tcnn, "tcnn", "the T-CNN"):
+                # A resumed run has marked its first epochs, and has their weights.
+                recorder.mark(if_marked="skip", **asdict(result))
+                save_weights(tcnn, weights_file(study, result.epoch))
+
+    # Look through the heads of the epochs that are asked for; the check needs the first and the last.
+    tcnn = reparameterize(study.cnn).to(args.device)
+    by_epoch = []
+    for epoch in sorted({0, *args.epoch, args.epochs}):
+        file = weights_file(study, epoch)
+        weights = torch.load(file, map_location=args.device, weights_only=True)
+        tcnn.load_state_dict(weights)
+        by_epoch.append(maps_of(tcnn, images, args.query).expand_dims(epoch=[epoch]))
+    maps = describe(xr.concat(by_epoch, "epoch"), args.query, names)
+
+    study.output.save(maps)
+    draw(maps, images, args.query, args.epoch).savefig(study.output.figure, dpi=150)
+    print(head_table(maps))
+    study.output.print_files()
+    return finish(check(maps), args.data)
 
 
-def weights(study: Training, epoch: int) -> Path:
-    """The file with the weights of an epoch."""
+def weights_file(study: Study, epoch: int) -> Path:
+    """Return the file of the weights of an epoch."""
     return study.output.checkpoints / f"tcnn-{epoch:04d}.pt"
 
 
-def keep_weights(study: Training, model: nn.Module, result: EpochResult) -> None:
-    """Write the weights of an epoch, whole or not at all, unless a resumed run has them."""
-    path = weights(study, result.epoch)
-    if not path.exists():
-        partial = path.with_suffix(".partial")
+def save_weights(model: nn.Module, file: Path) -> None:
+    """Write the weights whole or not at all, unless they are there."""
+    if not file.exists():
+        # A run may be killed while it writes.
+        partial = file.with_suffix(".partial")
         torch.save(model.state_dict(), partial)
-        os.replace(partial, path)
+        os.replace(partial, file)
 
 
-def wanted_images(
-    args: argparse.Namespace, study: Training
+def open_or_pick_images(
+    args: argparse.Namespace, study: Study
 ) -> tuple[Tensor, list[str]]:
-    """The images that the heads look at, and their names: the user's files, or images of the validation set."""
-    dataset = study.loaders[1].dataset
+    """Return the images that the heads look at and their names: the user's files, or images of the validation set."""
+    dataset = study.validation
     if args.image:
-        return open_images(args.image, dataset, args.img_size), [
-            Path(file).name for file in args.image
-        ]
+        names = [Path(file).name for file in args.image]
+        return open_images(args.image, dataset, args.img_size), names
     probed = probed_images(dataset, args.images)
-    return probed.images, [
+    names = [
         f"validation image {number}, class {probed.classes[int(label)]}"
         for number, label in zip(probed.numbers, probed.labels, strict=True)
     ]
+    return probed.images, names
 
 
-def describe(found: xr.Dataset, query: tuple[int, int], names: list[str]) -> xr.Dataset:
+def describe(maps: xr.Dataset, query: tuple[int, int], names: list[str]) -> xr.Dataset:
     """Add units, descriptions and the names of the images."""
     about = {
         "attention": ("1", "A_ij of the query over the real keys (T-CNN Eq. 7)"),
@@ -143,43 +151,47 @@ def describe(found: xr.Dataset, query: tuple[int, int], names: list[str]) -> xr.
         "query_x": ("pixel", "where the query lies in the layer's map"),
     }
     for name, (units, description) in about.items():
-        found[name].attrs = {"units": units, "description": description}
-    found = found.assign_coords(name=("image", np.array(names, dtype=object)))
-    return found.assign_attrs(
+        maps[name].attrs = {"units": units, "description": description}
+    maps = maps.assign_coords(name=("image", np.array(names, dtype=object)))
+    return maps.assign_attrs(
         query_y=query[0], query_x=query[1], query="of the images, in pixels"
     )
 
 
 def draw(
-    found: xr.Dataset, images: Tensor, query: tuple[int, int], epochs: list[int]
+    maps: xr.Dataset, images: Tensor, query: tuple[int, int], epochs: list[int]
 ) -> Figure:
-    """One grid of maps for each epoch and image."""
+    """Draw one grid of maps for each epoch and image."""
     blocks = [(epoch, image) for epoch in epochs for image in range(len(images))]
-    lines = -(-found.sizes["head"] // COLUMNS)
-    rows, columns = found.sizes["layer"] * lines, -(-found.sizes["head"] // lines)
+    # Layers with many heads take several lines.
+    lines = -(-maps.sizes["head"] // COLUMNS)
+    rows, columns = maps.sizes["layer"] * lines, -(-maps.sizes["head"] // lines)
     figure = Figure(
         figsize=(1.1 * columns + 3.2, (1.3 * max(rows, 2) + 0.8) * len(blocks)),
         layout="constrained",
     )
     parts = np.atleast_1d(figure.subfigures(len(blocks)))
     for part, (epoch, image) in zip(parts, blocks, strict=True):
-        one = found.sel(epoch=epoch).isel(image=image)
-        title = f"epoch {epoch}, {one.name.item()}"
-        maps = one.set_coords(["query_y", "query_x"]).attention
+        shown = maps.sel(epoch=epoch).isel(image=image)
+        title = f"epoch {epoch}, {shown.name.item()}"
+        values = shown.set_coords(["query_y", "query_x"]).attention
         options = {
             "query": query,
-            "gate": one.gate,
+            "gate": shown.gate,
             "col_wrap": COLUMNS,
             "title": title,
             "figure": part,
         }
-        tcnn_probe.plot.attention_grid(maps, image=images[image], **options)
+        tcnn_probe.plot.attention_grid(values, image=images[image], **options)
     return figure
 
 
-def differences_between_images(found: xr.Dataset) -> xr.DataArray:
-    """How much attention a head spends elsewhere in another image: total variation, mean over pairs; (layer, head)."""
-    last = found.attention.isel(epoch=-1)
+def differences_between_images(maps: xr.Dataset) -> xr.DataArray:
+    """Return how much attention a head spends elsewhere in another image, (layer, head).
+
+    It is the total variation between the two maps, mean over pairs of images.
+    """
+    last = maps.attention.isel(epoch=-1)
     pairs = [(i, j) for i in range(last.sizes["image"]) for j in range(i)]
     moved = [
         abs(last.isel(image=i) - last.isel(image=j)).sum(["y", "x"]) / 2
@@ -188,17 +200,18 @@ def differences_between_images(found: xr.Dataset) -> xr.DataArray:
     return sum(moved) / len(pairs)
 
 
-def peaks(found: xr.Dataset) -> xr.DataArray:
-    """The largest value of each head's map at the end, mean over images; (layer, head)."""
-    return found.attention.isel(epoch=-1).max(["y", "x"]).mean("image")
+def peaks(maps: xr.Dataset) -> xr.DataArray:
+    """Return the largest value of each head's map at the end, mean over images; (layer, head)."""
+    return maps.attention.isel(epoch=-1).max(["y", "x"]).mean("image")
 
 
-def head_table(found: xr.Dataset) -> str:
-    """The gate of every head at the end, the peak of its map and, with several images, how far maps differ."""
-    last = found.isel(epoch=-1)
-    parts = {"gate": last.gate, "peak": peaks(found)}
-    if found.sizes["image"] > 1:
-        parts["differs"] = differences_between_images(found)
+def head_table(maps: xr.Dataset) -> str:
+    """Return gates at the end, peaks of the maps and, with several images, how far maps differ, as a table."""
+    last = maps.isel(epoch=-1)
+    parts = {"gate": last.gate, "peak": peaks(maps)}
+    # One image has no other to differ from.
+    if maps.sizes["image"] > 1:
+        parts["differs"] = differences_between_images(maps)
     width = max(len(str(name)) for name in last.layer.values)
     lines = [
         f"\nafter epoch {int(last.epoch)}: gates, peaks of the maps, and how far maps differ between images (0 to 1)"
@@ -214,12 +227,13 @@ def head_table(found: xr.Dataset) -> str:
     return "\n".join(lines)
 
 
-def check(found: xr.Dataset) -> bool:
-    """Whether heads start at their taps, and those with lower gates end with fainter peaks."""
-    start = found.isel(epoch=0)
+def check(maps: xr.Dataset) -> bool:
+    """Return whether heads start at their taps, and those with lower gates end with fainter peaks."""
+    start = maps.isel(epoch=0)
     far = np.fmax(
         abs(start.peak_y - start.center_y), abs(start.peak_x - start.center_x)
     )
+    # Taps lie on whole pixels, so half a pixel tells a neighbour.
     count = int((far > 0.5).any("image").sum())
     heads = int(start.gate.notnull().sum())
     verdict = (
@@ -229,11 +243,13 @@ def check(found: xr.Dataset) -> bool:
     )
     print(f"check: at epoch 0 {verdict}")
     gate, peak = (
-        part.values.ravel() for part in (found.gate.isel(epoch=-1), peaks(found))
+        part.values.ravel() for part in (maps.gate.isel(epoch=-1), peaks(maps))
     )
-    there = np.isfinite(gate)
-    order = gate[there].argsort()
-    low, high = (peak[there][half].mean() for half in np.array_split(order, 2))
+    # Layers with fewer heads have NaN.
+    exists = np.isfinite(gate)
+    order = gate[exists].argsort()
+    # Halves: so short a training leaves few gates low enough for a type.
+    low, high = (peak[exists][half].mean() for half in np.array_split(order, 2))
     fainter = low < high
     verdict = "have fainter peaks" if fainter else "do NOT have fainter peaks"
     print(
@@ -244,7 +260,7 @@ def check(found: xr.Dataset) -> bool:
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
-    """The command line; the digits and the user's own images have different defaults."""
+    """Parse the command line; the digits and the user's own images have different defaults."""
     parser = study_parser(__doc__)
     add_training(parser, small="4 epochs, 10 seconds")
     add = parser.add_argument_group("maps; these may change with --resume").add_argument
@@ -291,7 +307,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
 
 
 def pixel(text: str) -> tuple[int, int]:
-    """Two integers, as Y,X."""
+    """Parse two integers, as Y,X."""
     y, x = text.split(",")
     return int(y), int(x)
 

@@ -1,4 +1,4 @@
-"""Where the class token of a CaiT looks, by layer and head, and the likely classes (Touvron's thesis, Figs. 3.9, 3.10).
+"""Class attention of a CaiT, by layer and head, and the likely classes (Touvron's thesis, Figs. 3.9, 3.10).
 
     python studies/cait_attention.py
 
@@ -45,7 +45,6 @@ from torch import Tensor, nn
 import tcnn_probe
 from common.ending import ended, finish
 from common.options import from_least, study_parser
-from common.output import plain_labels
 from common.single_model import SingleModel, begin_single, parse_single
 from tcnn_probe import evaluation
 
@@ -54,22 +53,22 @@ LIKELY = 0.1
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the study; 0 if it saw what it stands for, 3 if not."""
+    """Run the study; return 0 if it saw what it stands for, 3 if not."""
     args = parse(arguments)
     run = begin_single("cait_attention", args, small_cait, before=only_cait)
     if args.model:
-        found = look(run.model, run.images)
+        maps = class_attention(run.model, run.images)
     else:
         *_, last = run.train(run.model, "cait", "a CaiT")
         probed = run.probed(args.images)
-        found = look(run.model, probed.images).assign(top1=last.top1)
-        found["on_digit"], found["even"] = on_object(
-            found.class_attention, probed.masks
-        )
-    run.output.save(found)
-    draw(found.isel(image=slice(args.show))).savefig(run.output.figure, dpi=200)
-    print(f"wrote {run.output.store} and {run.output.figure}")
-    return finish(args.model is not None or check(found, run), args.model or "digits")
+        maps = class_attention(run.model, probed.images).assign(top1=last.top1)
+        maps["on_digit"], maps["even"] = on_object(maps.class_attention, probed.masks)
+    run.output.save(maps)
+    draw(maps.isel(image=slice(args.show))).savefig(run.output.figure, dpi=200)
+    run.output.print_files()
+    # Of a trained model there are no masks to check against.
+    passed = args.model is not None or check(maps, run)
+    return finish(passed, args.model or "digits")
 
 
 def only_cait(model: nn.Module) -> None:
@@ -82,12 +81,12 @@ class ConvolutionalPatches(ConvPatchEmbed):
     """Patches by 3 x 3 convolutions of stride 2, as tokens."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """(B, C, H, W) -> (B, N, D)."""
+        """Map (B, C, H, W) to (B, N, D)."""
         return super().forward(x)[0]
 
 
 def small_cait(size: int) -> nn.Module:
-    """Two blocks of self-attention and two of class attention, of width 48 and four heads, on 8 x 8 pixel patches."""
+    """Return two blocks of self-attention and two of class attention: width 48, four heads, 8 x 8 pixel patches."""
     shape = {
         "img_size": size,
         "patch_size": 8,
@@ -96,41 +95,47 @@ def small_cait(size: int) -> nn.Module:
         "embed_dim": 48,
     }
     return Cait(
-        **shape, depth=2, num_heads=4, init_values=1.0, patch_layer=ConvolutionalPatches
+        # CaiT's own LayerScale begins near 0, too small for so short a training.
+        **shape,
+        depth=2,
+        num_heads=4,
+        init_values=1.0,
+        patch_layer=ConvolutionalPatches,
     )
 
 
 @torch.no_grad()
-def look(model: nn.Module, images: Tensor) -> xr.Dataset:
-    """Class attention on the patches, (image, layer, head, y, x), and the probabilities of all classes."""
+def class_attention(model: nn.Module, images: Tensor) -> xr.Dataset:
+    """Return class attention on the patches, (image, layer, head, y, x), and the probabilities of all classes."""
     device = next(model.parameters()).device
     maps = tcnn_probe.attention_maps(
         model,
         images.to(device),
+        # The layers before have no class token.
         layers=lambda name, layer: isinstance(layer, ClassAttn),
         queries="class",
     )
-    (node,) = (one.dataset for one in maps.children.values())
+    (node,) = maps.children.values()  # all layers have one grid
     probability = torch.cat(
-        [model.eval()(some.to(device)).softmax(1).cpu() for some in images.split(32)]
+        [model.eval()(batch.to(device)).softmax(1).cpu() for batch in images.split(32)]
     )
-    found = node[["class_attention"]].assign(
+    return node.to_dataset()[["class_attention"]].assign(
         input=maps.input, probability=(("image", "class"), probability.numpy())
     )
-    return plain_labels(found, "layer")
 
 
 def on_object(
     attention: xr.DataArray, masks: Tensor
 ) -> tuple[xr.DataArray, xr.DataArray]:
-    """The share of the attention to patches that falls on the object, (image, layer, head), and that of even attention.
+    """Return the share of attention to patches that falls on the object, (image, layer, head), and the even share.
 
     Attention of a patch is spread evenly over its pixels.
 
     Args:
-        attention: (image, layer, head, y, x).
-        masks: where the object is, shape (image, H, W), bool.
+        attention: Attention, (image, layer, head, y, x).
+        masks: Places of the objects, shape (image, H, W), bool.
     """
+    # The share of each patch that the object covers.
     cells = F.adaptive_avg_pool2d(masks[:, None].double(), attention.shape[-2:])[:, 0]
     share = xr.DataArray(cells.numpy(), dims=("image", "y", "x"))
     dims = ["y", "x"]
@@ -138,26 +143,34 @@ def on_object(
 
 
 @mpl.rc_context({"font.size": 9})
-def draw(found: xr.Dataset) -> Figure:
-    """A row for each image."""
-    layers, heads, rows = (found.sizes[name] for name in ("layer", "head", "image"))
+def draw(maps: xr.Dataset) -> Figure:
+    """Draw a row for each image."""
+    layers, heads, rows = (maps.sizes[name] for name in ("layer", "head", "image"))
     columns = 3 + layers * heads
     figure = Figure(figsize=(1.05 * columns, 1.1 * rows + 0.5), layout="constrained")
     panels = figure.subplots(rows, columns, squeeze=False)
     for row, axes in zip(range(rows), panels, strict=True):
-        one = found.isel(image=row)
-        picture = one.input.mean("channel").values
+        sample = maps.isel(image=row)
+        picture = sample.input.mean("channel").values
+        # Normalised pixels are not in [0, 1].
         picture = (picture - picture.min()) / np.ptp(picture)
         axes[0].imshow(picture, cmap="gray")
         for ax, values in zip(
-            axes[1:-2], one.class_attention.stack(map=("layer", "head")).T, strict=True
+            axes[1:-2],
+            sample.class_attention.stack(map=("layer", "head")).T,
+            strict=True,
         ):
+            # From 0, so that an even map does not look as if it had a structure.
             ax.imshow(values.transpose("y", "x"), cmap="viridis", vmin=0)
         draw_in_the_light(
-            axes[-2], picture, one.class_attention.isel(layer=0).mean("head")
+            axes[-2], picture, sample.class_attention.isel(layer=0).mean("head")
         )
         axes[-1].text(
-            0, 0.5, "\n".join(likely(one.probability.values)), va="center", fontsize=8
+            0,
+            0.5,
+            "\n".join(likely(sample.probability.values)),
+            va="center",
+            fontsize=8,
         )
     for ax in panels.flat:
         ax.set_axis_off()
@@ -177,39 +190,37 @@ def draw(found: xr.Dataset) -> Figure:
 
 
 def draw_in_the_light(ax: Axes, picture: np.ndarray, attention: xr.DataArray) -> None:
-    """The gray image times the attention, which is enlarged and scaled from 0 to 1 (thesis, Section 3.7.2.5)."""
+    """Draw the gray image times the attention, which is enlarged and scaled from 0 to 1 (thesis, Section 3.7.2.5)."""
     coarse = torch.from_numpy(attention.values.astype(float))[None, None]
+    # The map has a value for each patch, the image one for each pixel.
     light = F.interpolate(coarse, size=picture.shape, mode="bilinear")[0, 0].numpy()
     ax.imshow(picture * (light - light.min()) / np.ptp(light), cmap="cividis")
 
 
 def likely(probabilities: np.ndarray) -> list[str]:
-    """Names and probabilities of the classes above 10 %, the likeliest first."""
-    which = [
-        int(one) for one in (-probabilities).argsort() if probabilities[one] > LIKELY
-    ]
-    if len(probabilities) == 1000:
-        names = [
-            ImageNetInfo().index_to_description(one).partition(",")[0] for one in which
-        ]
-    else:
-        names = [str(one) for one in which]
-    return [
-        f"{name}: {probabilities[one]:.0%}"
-        for name, one in zip(names, which, strict=True)
-    ]
+    """Return names and probabilities of the classes above 10 %, the likeliest first."""
+    lines = []
+    for label in (-probabilities).argsort().tolist():
+        if probabilities[label] > LIKELY:
+            name = str(label)
+            if len(probabilities) == 1000:
+                # ImageNet's descriptions are lists of synonyms.
+                name = ImageNetInfo().index_to_description(label).partition(",")[0]
+            lines.append(f"{name}: {probabilities[label]:.0%}")
+    return lines
 
 
-def check(found: xr.Dataset, run: SingleModel) -> bool:
-    """Whether the model learned, and its first class-attention layer prefers the digit; and what the second does."""
-    seen = run.learned("the CaiT", float(found.top1))
-    layers = found.on_digit.mean("head").transpose("layer", "image")
-    gains = layers - found.even
+def check(maps: xr.Dataset, run: SingleModel) -> bool:
+    """Return whether the model learned, and its first class-attention layer prefers the digit; print the second's."""
+    has_learned = run.learned("the CaiT", float(maps.top1))
+    layers = maps.on_digit.mean("head").transpose("layer", "image")
+    # Image by image, since objects differ in size.
+    gains = layers - maps.even
     low, high = evaluation.mean_interval(gains[0]).values
     verdict = "more" if low > 0 else "NOT more"
     print(
         f"check: the first class-attention layer looks at the strokes {verdict} than even attention: share "
-        f"{float(layers[0].mean()):.3f}, even {float(found.even.mean()):.3f}, by {low:+.3f} to {high:+.3f}"
+        f"{float(layers[0].mean()):.3f}, even {float(maps.even.mean()):.3f}, by {low:+.3f} to {high:+.3f}"
     )
     first, second = layers[0], layers[1]
     bounds = evaluation.mean_interval(first - second).values
@@ -217,11 +228,11 @@ def check(found: xr.Dataset, run: SingleModel) -> bool:
         f"the second: {float(second.mean()):.3f}; first less second {float((first - second).mean()):+.3f} "
         f"[{bounds[0]:+.3f}, {bounds[1]:+.3f}]"
     )
-    return bool(seen and low > 0)
+    return bool(has_learned and low > 0)
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = study_parser(__doc__)
     add = parser.add_argument_group("maps").add_argument
     add(

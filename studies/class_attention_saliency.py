@@ -1,4 +1,4 @@
-"""What a convnet looks at, by attention and by gradients (PatchConvNet paper, Figs. 1 and 2), and which is right.
+"""Saliency of a convnet by attention and by gradients, and which is right (PatchConvNet paper, Figs. 1 and 2).
 
     python studies/class_attention_saliency.py
 
@@ -37,9 +37,15 @@ fine-tuned; and of a convnet its trunk once more, frozen, with attention in plac
 
 import argparse
 import copy
+import math
 import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass
+from typing import Any
 
 import torch
+import torch.nn.functional as F
 import xarray as xr
 from timm.utils import freeze
 from torch import nn
@@ -47,6 +53,7 @@ from torch import nn
 import tcnn_probe
 from common.data import (
     Loaders,
+    Probed,
     boxed_images,
     chance,
     digits_loaders,
@@ -54,10 +61,8 @@ from common.data import (
     probed_images,
 )
 from common.ending import ended, finish, learned, refused
-from common.following import Follower, Run
 from common.models import small_patchconvnet, small_resnet
 from common.options import (
-    NOT_SAVED,
     add_data,
     add_machine,
     add_output,
@@ -68,19 +73,44 @@ from common.options import (
     positive_number,
     study_parser,
 )
-from common.output import RunOutput
+from common.output import RunOutput, write_whole
 from common.saliency_figures import draw_by_class, draw_faithfulness, draw_maps
 from common.saliency_report import report
-from tcnn_model import AttentionPool2d, add_attention_pool, specialize
+from common.saliency_scores import logits, score, usable_methods
+from common.training import warmup
+from tcnn_model import (
+    AttentionPool2d,
+    EpochResult,
+    add_attention_pool,
+    finetune,
+    specialize,
+)
 from tcnn_probe import evaluation
+
+Models = Mapping[str, nn.Module]
+
+
+@dataclass(frozen=True)
+class Run:
+    """Model and its training; ``make`` builds it from the models trained before."""
+
+    name: str
+    make: Callable[[Models], nn.Module]
+    epochs: int
+    lr: float = 0.0
+    probed: bool = True
+
+    @property
+    def slug(self) -> str:
+        """Name for files."""
+        return self.name.lower().replace(",", "").replace(" ", "_").replace("/", "_")
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the study; 0 if it saw what it stands for, 3 if not."""
+    """Run the study; return 0 if it saw what it stands for, 3 if not."""
     args = parse(arguments)
-    options = {
-        name: value for name, value in vars(args).items() if name not in NOT_SAVED
-    }
+
+    # Load models and data, and the images that are looked at.
     with refused(ValueError, RuntimeError, OSError):
         runs, loaders = plan(args)
         validation = loaders[1].dataset
@@ -88,175 +118,229 @@ def main(arguments: list[str] | None = None) -> int:
             probed = boxed_images(args.boxes, validation, runs[0].make({}))
         else:
             probed = probed_images(validation, args.images)
-        output = RunOutput(
-            args.out,
-            "class_attention_saliency",
-            options,
-            resume=args.resume,
-            overwrite=args.overwrite,
-        )
-    follower = Follower(loaders, probed, output, args)
+        output = RunOutput.from_args(args, "class_attention_saliency")
+
+    # Train each model, record its class attention, and score saliency by every method.
     models: dict[str, nn.Module] = {}
-    found: dict[str, xr.Dataset] = {}
+    scores: dict[str, xr.Dataset] = {}
     for number, run in enumerate(runs, 1):
         torch.manual_seed(args.seed)
-        models[run.name] = run.make(models).to(args.device)
-        scores = follower.follow(
-            run, models[run.name], f"{number}/{len(runs)} {run.name}"
-        )
-        if scores is not None:
-            found[run.name] = scores
-    tree = xr.DataTree.from_dict(found)
+        model = models[run.name] = run.make(models).to(args.device)
+        title = f"{number}/{len(runs)} {run.name}"
+        results = train(run, model, title, loaders, probed, output, args)
+        if run.probed:
+            scores[run.name] = record(run, model, results, probed, output, args)
+        else:
+            list(results)  # train to the end
+    tree = xr.DataTree.from_dict(scores)
     output.save(tree)
 
     shown = min(args.show, len(probed.images))
     draw_faithfulness(tree).savefig(output.figure, dpi=200)
     draw_maps(tree, probed, shown).savefig(output.beside("_maps.png"), dpi=200)
-    written = [output.store, output.figure, output.beside("_maps.png")]
+    files = [output.store, output.figure, output.beside("_maps.png")]
     for run in runs:
-        if (
-            run.name in found
-            and probed.numbers
-            and any(getattr(m, "per_class", False) for m in models[run.name].modules())
-        ):
-            written.append(output.beside("_classes.png"))
+        # Photographs of one's own are not validated on, so nothing is recorded of them.
+        if run.probed and probed.numbers and attends_by_class(models[run.name]):
+            files.append(output.beside("_classes.png"))
             recording = tcnn_probe.open(output.beside(f"_{run.slug}.zarr"))
-            draw_by_class(recording, tree[run.name].dataset, probed, shown).savefig(
-                written[-1], dpi=200
-            )
+            figure = draw_by_class(recording, scores[run.name], probed, shown)
+            figure.savefig(files[-1], dpi=200)
     print(report(tree, args.tolerance))
-    print("wrote " + ", ".join(map(str, written)))
+    print("wrote " + ", ".join(map(str, files)))
     trained = (len(validation), chance(validation)) if args.epochs else None
     return finish(check(tree, trained), args.data)
 
 
+def train(
+    run: Run,
+    model: nn.Module,
+    title: str,
+    loaders: Loaders,
+    probed: Probed,
+    output: RunOutput,
+    args: argparse.Namespace,
+) -> Iterator[EpochResult]:
+    """Train the model and yield after each epoch; without epochs, look at the probed images as it is."""
+    if run.epochs:
+        with refused(ValueError):
+            yield from finetune(
+                model,
+                *loaders,
+                epochs=run.epochs,
+                lr=run.lr,
+                warmup_epochs=warmup(run.epochs),
+                checkpoint=output.checkpoints / f"{run.slug}.pt",
+                device=args.device,
+                amp=args.amp,
+                seed=args.seed,
+                name=title,
+            )
+        return
+    # In eval mode, as a recorder takes forwards of validation.
+    answers = logits(model.eval(), probed, args)
+    loss = float(F.cross_entropy(answers, probed.labels))
+    top1 = float((answers.argmax(1) == probed.labels).float().mean())
+    yield EpochResult(0, math.nan, math.nan, loss, top1, math.nan)
+
+
+def record(
+    run: Run,
+    model: nn.Module,
+    results: Iterator[EpochResult],
+    probed: Probed,
+    output: RunOutput,
+    args: argparse.Namespace,
+) -> xr.Dataset:
+    """Record class attention while a model trains; return the scores of some epochs, (epoch, attribution, image)."""
+    methods = usable_methods(model, probed.images[:1])
+    # Maps are kept of images of the validation set, or of the probed images where nothing else is looked at.
+    numbers = probed.numbers if run.epochs else list(range(len(probed.images)))
+    recording: Any = nullcontext()
+    if "class_attention" in methods:
+        store = output.beside(f"_{run.slug}.zarr")
+        recording = tcnn_probe.record(model, store, images=numbers[: args.show])
+    by_epoch = []
+    with recording as recorder:
+        for result in results:
+            if recorder is not None:
+                # A resumed run has marked its first epochs before.
+                recorder.mark(if_marked="skip", **asdict(result))
+            # Saliency takes longer than an epoch, so not every one is scored.
+            if result.epoch % args.every == 0 or result.epoch == run.epochs:
+                part = output.checkpoints / f"{run.slug}-{result.epoch:04d}.zarr"
+                if not part.exists():
+                    scores = score(model, methods, probed, args)
+                    scores["top1"] = result.top1
+                    write_whole(scores.expand_dims(epoch=[result.epoch]), part)
+                by_epoch.append(xr.open_zarr(part, consolidated=False).load())
+    return xr.concat(by_epoch, "epoch", data_vars="all", combine_attrs="override")
+
+
+def attends_by_class(model: nn.Module) -> bool:
+    """Return whether the model has a class token for each class."""
+    return any(getattr(module, "per_class", False) for module in model.modules())
+
+
 def plan(args: argparse.Namespace) -> tuple[list[Run], Loaders]:
-    """What to train, in this order, and on which images."""
+    """Return the runs in the order of their training, and the images for them."""
     if args.data == "digits":
-        size = args.img_size
-        torch.set_num_threads(
-            1
-        )  # more bring it little, and cost it tenfold where the machine is shared
-        loaders = digits_loaders(
-            size=size,
-            batch_size=args.batch_size,
-            seed=args.seed,
-            limit=args.limit,
-            clutter=args.clutter,
-        )
-        scale = args.epochs / 14
-        first, on, last = (max(2, round(n * scale)) for n in (15, 7, 4))
-        return [
-            Run("ResNet", lambda _: small_resnet(), first, 1e-2, probed=False),
-            Run(
-                "ResNet, average pooling",
-                lambda models: copy.deepcopy(models["ResNet"]),
-                on,
-                3e-3,
-            ),
-            Run(
-                "ResNet, attention pooling",
-                lambda m: add_attention_pool(
-                    m["ResNet"], init_values=0.1, input_size=(1, size, size)
-                ),
-                on,
-                3e-3,
-            ),
-            Run("PatchConvNet", lambda _: small_patchconvnet(), args.epochs, 2e-3),
-            Run(
-                "PatchConvNet, by class",
-                lambda models: specialize(models["PatchConvNet"]),
-                last,
-                2e-3,
-            ),
-        ], loaders
+        return plan_digits(args)
     torch.manual_seed(args.seed)  # of new classifiers and pools
     model, loaders = own_model_and_data(args, args.img_size)
-    runs = [Run(args.model, lambda _: copy.deepcopy(model), args.epochs, args.lr)]
-    if args.epochs:
-        pool = next(
-            (
-                module
-                for module in model.modules()
-                if isinstance(module, AttentionPool2d)
-            ),
-            None,
-        )
-        if pool is None:
-            try:
-                add_attention_pool(model)
-            except ValueError:
-                return runs, loaders  # a transformer: its own class token will do
-            name = f"{args.model}, attention pooling"
-            runs.append(
-                Run(
-                    name,
-                    lambda m: with_attention_pool(m[args.model]),
-                    args.epochs,
-                    args.lr,
-                )
-            )
-        elif not pool.per_class:
-            runs.append(
-                Run(
-                    f"{args.model}, by class",
-                    lambda m: specialize(m[args.model]),
-                    args.epochs,
-                    args.lr,
-                )
-            )
+    name = args.model
+    recipe = {"epochs": args.epochs, "lr": args.lr}
+    runs = [Run(name, lambda _: copy.deepcopy(model), **recipe)]
+    if not args.epochs:
+        return runs, loaders
+    pools = [part for part in model.modules() if isinstance(part, AttentionPool2d)]
+    if not pools:
+        try:
+            add_attention_pool(model)
+        except ValueError:
+            return runs, loaders  # a transformer: its own class token will do
+
+        def pooled(models: Models) -> nn.Module:
+            return with_attention_pool(models[name])
+
+        runs.append(Run(f"{name}, attention pooling", pooled, **recipe))
+    elif not pools[0].per_class:
+
+        def by_class(models: Models) -> nn.Module:
+            return specialize(models[name])
+
+        runs.append(Run(f"{name}, by class", by_class, **recipe))
     return runs, loaders
 
 
-def with_attention_pool(trained: nn.Module) -> nn.Module:
-    """The network with an attention pool in place of its average; all but that and the classifier stays as it is."""
-    pooled = add_attention_pool(trained, init_values=0.1)
-    pool = next(
-        module for module in pooled.modules() if isinstance(module, AttentionPool2d)
+def plan_digits(args: argparse.Namespace) -> tuple[list[Run], Loaders]:
+    """Return the runs of small models on the digits, whose lengths are in proportion to ``--epochs``."""
+    # More threads bring so small a model little, and cost it tenfold where the machine is shared.
+    torch.set_num_threads(1)
+    size = args.img_size
+    loaders = digits_loaders(
+        size=size,
+        batch_size=args.batch_size,
+        seed=args.seed,
+        limit=args.limit,
+        clutter=args.clutter,
     )
-    learning = {pool, pooled.get_classifier()}
-    freeze(
-        pooled,
-        [
-            name
-            for name, part in pooled.named_children()
-            if learning.isdisjoint(part.modules())
-        ],
-    )
+    # The ResNet learns before it is pooled in two ways; the PatchConvNet, before its classes get tokens of their own.
+    scale = args.epochs / 14
+    before, pooling, by_class = (max(2, round(n * scale)) for n in (15, 7, 4))
+    pool = {"init_values": 0.1, "input_size": (1, size, size)}
+    runs = [
+        Run("ResNet", lambda _: small_resnet(), before, 1e-2, probed=False),
+        Run(
+            "ResNet, average pooling",
+            lambda models: copy.deepcopy(models["ResNet"]),
+            pooling,
+            3e-3,
+        ),
+        Run(
+            "ResNet, attention pooling",
+            lambda models: add_attention_pool(models["ResNet"], **pool),
+            pooling,
+            3e-3,
+        ),
+        Run("PatchConvNet", lambda _: small_patchconvnet(), args.epochs, 2e-3),
+        Run(
+            "PatchConvNet, by class",
+            lambda models: specialize(models["PatchConvNet"]),
+            by_class,
+            2e-3,
+        ),
+    ]
+    return runs, loaders
+
+
+def with_attention_pool(model: nn.Module) -> nn.Module:
+    """Return the network with an attention pool in place of its average; all but that and the classifier is frozen."""
+    pooled = add_attention_pool(model, init_values=0.1)
+    (pool,) = (part for part in pooled.modules() if isinstance(part, AttentionPool2d))
+    trained = {pool, pooled.get_classifier()}
+    frozen = [
+        name
+        for name, part in pooled.named_children()
+        if trained.isdisjoint(part.modules())
+    ]
+    freeze(pooled, frozen)
     return pooled
 
 
 def check(tree: xr.DataTree, trained: tuple[int, float] | None) -> bool:
-    """Whether the models learned, and class attention beats chance: where the digit is, or when pixels are removed.
+    """Return whether the models learned, and class attention beats chance: on the digit, or when pixels are removed.
 
     Args:
-        tree: the scores.
-        trained: if the models were trained: the number of validation images, and the accuracy of chance.
+        tree: Scores of each model.
+        trained: Number of validation images and accuracy of chance, if the models were trained; else None.
     """
-    seen = True
+    passed = True
     for name, node in tree.children.items():
         last = node.dataset.isel(epoch=-1)
         if trained and not learned(name, float(last.top1), *trained):
-            seen = False
-        if "class_attention" not in last["attribution"] or not (
-            name == "PatchConvNet" or len(tree.children) == 1
-        ):
+            passed = False
+        # The study stands for the PatchConvNet's own class attention; other pools are shown beside it.
+        is_judged = name == "PatchConvNet" or len(tree.children) == 1
+        if "class_attention" not in last["attribution"] or not is_judged:
             continue
+        # Without masks there is no place to point at.
         measure = "pointing_game" if "pointing_game" in last else "insertion_auc"
-        values = last[measure].sel(attribution="class_attention") - last[measure].sel(
+        values = last[measure]
+        gain = values.sel(attribution="class_attention") - values.sel(
             attribution="chance"
         )
-        low, high = evaluation.mean_interval(values).values
+        low, high = evaluation.mean_interval(gain).values
         verdict = "above" if low > 0 else "NOT above"
         print(
             f"check: {measure} of {name}'s class attention {verdict} chance, by {low:.2f} to {high:.2f}"
         )
-        seen = seen and low > 0
-    return seen
+        passed = passed and low > 0
+    return passed
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
-    """The command line; the digits and the user's own images have different defaults."""
+    """Parse the command line; the digits and the user's own images have different defaults."""
     parser = study_parser(__doc__)
     add_data(
         parser,
@@ -313,6 +397,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     args = parsed(parser, arguments, "class_attention_saliency")
 
     digits = args.data == "digits"
+    # The digits have small models of their own.
     if digits == bool(args.model) or (digits and args.pretrained):
         parser.error(
             "--data and --model belong together, and --pretrained goes with them; without, it is the digits"
@@ -339,6 +424,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         }
         defaults |= {"images": 8, "show": 2, "steps": 2}
     if not digits:
+        # A trained model is looked at as it is.
         defaults = {"batch_size": 32, "epochs": 0, "images": 32, "every": 5}
     fill_in(args, defaults)
     fill_in(args, {"show": 5, "steps": 12})

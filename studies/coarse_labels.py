@@ -1,4 +1,4 @@
-"""What coarse labels teach about finer classes, with and without Grafit's losses (arXiv:2011.12982; thesis, Ch. 2).
+"""Finer classes learned from coarse labels, with and without Grafit's losses (arXiv:2011.12982; thesis, Ch. 2).
 
     python studies/coarse_labels.py
 
@@ -39,8 +39,8 @@ from torch import Tensor, nn
 
 import tcnn_probe
 from common.ending import ended, finish, learned
+from common.figures import STYLE, add_letters
 from common.options import (
-    NOT_SAVED,
     add_machine,
     add_output,
     fill_in,
@@ -73,55 +73,47 @@ OVER = ("training", "image")
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the study; 0 if it saw what it stands for, 3 if not."""
+    """Run the study; return 0 if it saw what it stands for, 3 if not."""
     args = parse(arguments)
-    options = {
-        name: value for name, value in vars(args).items() if name not in NOT_SAVED
-    }
-    output = RunOutput(
-        args.out, "coarse_labels", options, resume=args.resume, overwrite=args.overwrite
-    )
+    output = RunOutput.from_args(args, "coarse_labels")
     seeds = range(args.seed, args.seed + args.seeds)
-    found = xr.concat([one_training(args, output, seed) for seed in seeds], "training")
-    found = found.assign_coords(
-        features=found.features.astype(object), arm=found.arm.astype(object)
-    )
-    output.save(found)
-    draw(found).savefig(output.figure, dpi=200)
-    print(table(found))
-    print(f"wrote {output.store} and {output.figure}")
-    return finish(check(found), "digits")
+    scores = xr.concat([score_seed(args, output, seed) for seed in seeds], "training")
+    output.save(scores)
+    draw(scores).savefig(output.figure, dpi=200)
+    print(table(scores))
+    output.print_files()
+    return finish(check(scores), "digits")
 
 
-def one_training(args: argparse.Namespace, output: RunOutput, seed: int) -> xr.Dataset:
-    """Train both ways; what neighbours and average precision make of each kind of features."""
+def score_seed(args: argparse.Namespace, output: RunOutput, seed: int) -> xr.Dataset:
+    """Train in both ways, and score each kind of features by neighbours and average precision."""
     images, digits = pictures()
     torch.manual_seed(seed)
-    features, top1 = [pooled(network(), images)], []
+    features, top1 = [pooled(network(), images)], []  # random weights first
     for arm in ARMS:
         best, weights = trained(args, output, arm, seed)
         top1.append(best)
         if arm == "plain":
+            # The classifier's features are those before its last layer.
             features.append(pooled(loaded(network(), weights), images))
         else:
             model = loaded(
                 Grafit(network(), 2, len(weights["labels"]), dim=DIM), weights
             )
             with torch.no_grad():
+                # Grafit's instance loss is on embeddings, so the trunk may know what they have dropped.
                 features += [model.trunk(images), model.embed(images)]
-    measured = {
-        "knn": tcnn_probe.representation.knn_correct,
-        "precision": tcnn_probe.representation.average_precision,
-    }
-    values = {
-        name: (
-            ("features", "image"),
-            np.stack([np.asarray(of(each, digits), float) for each in features]),
-        )
-        for name, of in measured.items()
-    }
+    knn = [tcnn_probe.representation.knn_correct(kind, digits) for kind in features]
+    precision = [
+        tcnn_probe.representation.average_precision(kind, digits) for kind in features
+    ]
+    dims = ("features", "image")
     return xr.Dataset(
-        values | {"top1": ("arm", top1)},
+        {
+            "knn": (dims, np.array(knn, float)),
+            "precision": (dims, np.array(precision, float)),
+            "top1": ("arm", top1),
+        },
         {"features": list(FEATURES), "arm": list(ARMS)},
     )
 
@@ -129,96 +121,97 @@ def one_training(args: argparse.Namespace, output: RunOutput, seed: int) -> xr.D
 def trained(
     args: argparse.Namespace, output: RunOutput, arm: str, seed: int
 ) -> tuple[float, dict[str, Tensor]]:
-    """Train, or go on with it: the accuracy of even and odd in the best epoch, and the weights of this epoch."""
+    """Train, or go on with it; return the best epoch's accuracy at even and odd, and its weights."""
     folder = output.beside("_runs") / f"{arm}_{seed}"
     config = Config(
         "resnet18",
         data="parity",
         img_size=SIDE,
         model_options=SHAPE,
+        # A mirrored digit is no digit.
         hflip=0.0,
         crop="simple",
         opt="adamw",
         lr=args.lr,
+        # The same recipe for both, so that losses alone differ.
         weight_decay=1e-4,
         epochs=args.epochs,
         warmup_epochs=1,
         batch_size=64,
         watcher="none",
+        # Digits lie in memory, where loading processes only cost time.
         workers=0,
         device=args.device,
         seed=seed,
         out=str(folder),
+        # The recipe's decay of the target network, 0.996, is for far more steps.
         **ARMS[arm] | ({"ema": args.ema} if arm == "grafit" else {}),
     )
+    # By even and odd alone: the ten digits are not looked at before the end.
     best = max(result.top1 for result in train(config, resume=folder.exists()))
     return best, torch.load(folder / "best.pt", weights_only=True)["state_dict"]
 
 
 def network() -> nn.Module:
-    """A narrow ResNet-18 for two classes."""
+    """Return a narrow ResNet-18 for two classes."""
     return timm.create_model("resnet18", num_classes=2, **SHAPE)
 
 
 def loaded(model: Any, weights: dict[str, Tensor]) -> Any:
-    """The model with these weights, in eval mode."""
+    """Return the model with these weights, in eval mode."""
     model.load_state_dict(weights)
     return model.eval()
 
 
 @torch.no_grad()
 def pooled(model: Any, images: Tensor) -> Tensor:
-    """Features before the classifier, shape (B, C)."""
+    """Return features before the classifier, shape (B, C)."""
     model.eval()
     return model.forward_head(model.forward_features(images), pre_logits=True)
 
 
 def pictures() -> tuple[Tensor, np.ndarray]:
-    """The validation images as the networks take them, and which digit each shows."""
+    """Return the validation images as the networks take them, and which digit each shows."""
     source = open_sources("digits", "", ("train", "validation"))[1]
-    whole = {
-        "input_size": (3, SIDE, SIDE),
-        "crop_pct": 1.0,
-    }  # of the digits nothing is cut off
-    transform = create_transform(**resolve_data_config(whole, model=network()))
+    # timm's own crop would cut off the border.
+    uncropped = {"input_size": (3, SIDE, SIDE), "crop_pct": 1.0}
+    transform = create_transform(**resolve_data_config(uncropped, model=network()))
     images, digits = zip(*(source.read(n) for n in range(len(source))), strict=True)
     return torch.stack([transform(image) for image in images]), np.array(digits)
 
 
-@mpl.rc_context({"font.size": 9, "axes.spines.top": False, "axes.spines.right": False})
-def draw(found: xr.Dataset) -> Figure:
-    """A panel for each measure: bars by features, and a point for each training."""
+@mpl.rc_context(STYLE)
+def draw(scores: xr.Dataset) -> Figure:
+    """Draw a panel for each measure: bars by features, and a point for each training."""
     figure = Figure(figsize=(8, 3.2), layout="constrained")
-    for panel, letter, (name, words) in zip(
-        figure.subplots(1, 2), "AB", MEASURES.items(), strict=True
-    ):
-        means = found[name].mean("image")
+    panels = figure.subplots(1, 2)
+    for panel, (name, words) in zip(panels, MEASURES.items(), strict=True):
+        means = scores[name].mean("image")
         colors = [
             "0.7",
             *(
-                tcnn_probe.plot.OKABE_ITO[each]
-                for each in ("blue", "orange", "vermillion")
+                tcnn_probe.plot.OKABE_ITO[name]
+                for name in ("blue", "orange", "vermillion")
             ),
         ]
         panel.barh(range(means.sizes["features"]), means.mean("training"), color=colors)
-        for of_training in means:
-            panel.plot(
-                of_training, range(means.sizes["features"]), "o", color="0.2", ms=3
-            )
+        for values in means:
+            panel.plot(values, range(means.sizes["features"]), "o", color="0.2", ms=3)
         panel.set_yticks(
             range(means.sizes["features"]),
-            means.features.values if letter == "A" else [],
+            means.features.values if panel is panels[0] else [],
         )
+        # The first kind on top, as in the table.
         panel.invert_yaxis()
         panel.set(xlabel=f"{words}; a dot a training", xlim=(0, 1))
-        panel.set_title(letter, loc="left", fontweight="bold")
+    add_letters(panels)
     return figure
 
 
-def table(found: xr.Dataset) -> str:
-    """Each training's numbers, and what intervals over trainings and images say of Grafit."""
+def table(scores: xr.Dataset) -> str:
+    """Return each training's numbers, and what intervals over trainings and images say of Grafit."""
     lines = [
-        f"\nwhich of ten digits, from networks that were told even or odd; {found.sizes['image']} images"
+        f"\nwhich of ten digits, from networks that were told even or odd; {scores.sizes['image']} images"
     ]
     for name, words in MEASURES.items():
         lines.append(f"{words}, a column a training:")
@@ -226,13 +219,13 @@ def table(found: xr.Dataset) -> str:
             f"  {kind:20}"
             + "".join(
                 f"{value:8.3f}"
-                for value in found[name].sel(features=kind).mean("image").values
+                for value in scores[name].sel(features=kind).mean("image").values
             )
-            for kind in found.features.values
+            for kind in scores.features.values
         ]
     for name, words in MEASURES.items():
         for kind in FEATURES[2:]:
-            gain = found[name].sel(features=kind) - found[name].sel(features="plain")
+            gain = scores[name].sel(features=kind) - scores[name].sel(features="plain")
             low, high = evaluation.mean_interval(gain, OVER).values
             verdict = (
                 "better" if low > 0 else "WORSE" if high < 0 else "not clearly other"
@@ -244,19 +237,21 @@ def table(found: xr.Dataset) -> str:
     return "\n".join(lines)
 
 
-def check(found: xr.Dataset) -> bool:
-    """Whether each training learned even from odd."""
-    worst = found.top1.min("training")
-    seen = [
-        learned(str(arm), float(worst.sel(arm=arm)), found.sizes["image"], 0.5)
-        for arm in found.arm.values
+def check(scores: xr.Dataset) -> bool:
+    """Return whether each training learned even from odd."""
+    worst = scores.top1.min("training")
+    have_learned = [
+        learned(str(arm), float(worst.sel(arm=arm)), scores.sizes["image"], 0.5)
+        for arm in scores.arm.values
     ]
-    print(f"check: {sum(seen)} of {len(seen)} kinds of training learned even from odd")
-    return all(seen)
+    print(
+        f"check: {sum(have_learned)} of {len(have_learned)} kinds of training learned even from odd"
+    )
+    return all(have_learned)
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = study_parser(__doc__)
     group = parser.add_argument_group("training")
     add = group.add_argument

@@ -1,4 +1,4 @@
-"""Whether attention that replaces convolutions gains from content, or only from mixing over the image.
+"""Content or mixing: whether attention that replaces convolutions gains from content, or only from mixing.
 
     python studies/content_or_mixing.py
 
@@ -82,7 +82,6 @@ from common.content_report import check, draw, report, tree_of
 from common.content_runs import Run, train_and_measure
 from common.ending import InputError, ended, finish, refused
 from common.options import (
-    NOT_SAVED,
     add_output,
     fill_in,
     from_least,
@@ -99,24 +98,14 @@ LATER = ("arms", "starts", "seeds", "blocks", "batch_norm")
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the study; 0 if it saw what it stands for, 3 if not."""
+    """Run the study; return 0 if it saw what it stands for, 3 if not."""
     args = parse(arguments)
-    torch.set_num_threads(
-        1
-    )  # a run then has the same numbers whatever else the machine does
-    saved = {
-        name: value
-        for name, value in vars(args).items()
-        if name not in (*NOT_SAVED, "report")
-    }
-    output = RunOutput(
-        args.out,
-        "content_or_mixing",
-        saved,
-        later=LATER,
-        resume=args.resume,
-        overwrite=args.overwrite,
+    # A run then has the same numbers whatever else the machine does.
+    torch.set_num_threads(1)
+    output = RunOutput.from_args(
+        args, "content_or_mixing", later=LATER, unsaved=("report",)
     )
+    # Runs are files: a killed command trains those that are missing, and any number can be tabulated.
     if not args.report:
         train(args, output.checkpoints)
     tree = tree_of(output.checkpoints)
@@ -141,26 +130,34 @@ def train(args: argparse.Namespace, folder: Path) -> None:
         images = load_images(args.data, folder / "images", **options)
     cnn = fine_tuned_cnn(args, images, folder / "cnn.pt")
     for blocks in args.blocks:
+        # Features take minutes and gigabytes, so they are made for runs that are still to come.
         runs = [run for run in planned(args, blocks) if not run.file(folder).exists()]
         if not runs:
             continue
+        # One view of every image for each epoch.
         views = -(-args.steps * args.batch_size // len(images.train))
         cache = folder / f"features_{blocks}"
         sizes = {"reference": args.reference, "probed": args.probed}
         features = Features(Trunk(cnn, blocks), images, cache, count=views, **sizes)
         for run in runs:
             train_and_measure(
-                run, Tail(cnn, blocks).eval(), features, vars(args), folder
+                # In eval mode each arm starts from the CNN's function as it is measured.
+                run,
+                Tail(cnn, blocks).eval(),
+                features,
+                vars(args),
+                folder,
             )
             print(f"done: {run}", flush=True)
 
 
 def planned(args: argparse.Namespace, blocks: int) -> list[Run]:
-    """The runs that were asked for, seed by seed, so that arms are compared as early as possible."""
+    """Return the runs that are asked for, seed by seed, so that arms are compared as early as possible."""
     runs = []
     for batch_norm, seed, arm in itertools.product(
         args.batch_norm, args.seeds, args.arms
     ):
+        # Where no gate is trained, its start is no choice.
         has_gates = ARMS[arm].attends and not ARMS[arm].gate_at_one
         runs += [
             Run(arm, start, seed, blocks, batch_norm)
@@ -172,6 +169,7 @@ def planned(args: argparse.Namespace, blocks: int) -> list[Run]:
 def fine_tuned_cnn(args: argparse.Namespace, images: Images, file: Path) -> ResNet20:
     """Fine-tune the whole CNN on the training images, once."""
     classes = int(images.train.labels.max()) + 1
+    # All runs continue one CNN, whatever their seeds.
     torch.manual_seed(0)
     model = ResNet20(args.width, classes)
     if not file.exists():
@@ -187,6 +185,7 @@ def fine_tuned_cnn(args: argparse.Namespace, images: Images, file: Path) -> ResN
             )
 
         options: dict[str, Any] = {
+            # As the protocol says.
             "batch_size": 2 * args.batch_size,
             "lr": 2e-3,
             "weight_decay": 0.05,
@@ -200,6 +199,7 @@ def fine_tuned_cnn(args: argparse.Namespace, images: Images, file: Path) -> ResN
             report=after_epoch,
             **options,
         )
+        # A file of this name is complete, even if the run is killed now.
         temporary = file.with_name(f"{file.name}.tmp")
         torch.save({"model": model.state_dict(), "held_out": curve}, temporary)
         temporary.replace(file)
@@ -208,7 +208,7 @@ def fine_tuned_cnn(args: argparse.Namespace, images: Images, file: Path) -> ResN
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
-    """Read the command line; the digits and photographs have different defaults."""
+    """Parse the command line; the digits and photographs have different defaults."""
     parser = study_parser(__doc__)
     add = parser.add_argument_group("model and data").add_argument
     add(
@@ -287,6 +287,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         "--blocks",
         nargs="+",
         type=int,
+        # The last stage has three blocks.
         choices=(1, 2, 3),
         default=[1],
         help="last blocks to convert (default: 1)",
@@ -303,6 +304,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         action="store_true",
         help="train nothing: tabulate the runs that are there",
     )
+    # Autocast and the layout of images are those of the CPU.
     add("--device", choices=["cpu"], default="cpu", help="(the CPU)")
     add(
         "--small",
@@ -313,6 +315,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     args = parsed(parser, arguments, "content_or_mixing")
     if args.data != "digits" and (args.small or args.limit is not None):
         parser.error("--small and --limit are for the digits")
+    # Refused now, before images are decoded.
     if args.weights is not None and not Path(args.weights).is_file():
         raise InputError(f"--weights: there is no file {args.weights!r}")
     defaults = {
@@ -325,6 +328,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     defaults |= {"lr": 1e-3, "seeds": [0, 1, 2], "starts": [1.0, -1.0], "width": 16}
     if args.data == "digits":
         defaults |= {
+            # There are 1,797 digits in all.
             "held_out": 200,
             "corrupted": 100,
             "steps": 200,
@@ -338,6 +342,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
             "steps": 8,
             "batch_size": 16,
             "width": 4,
+            # As few as let every step of the code run.
             "limit": 320,
         }
         defaults |= {"cnn_epochs": 12, "seeds": [0, 1], "starts": [1.0]}

@@ -1,4 +1,4 @@
-"""Whether heads that leave convolution bring the robustness, a question that the T-CNN paper leaves open (Secs. 4, 6).
+"""Convolutional and content heads: whether those that leave convolution bring robustness (T-CNN paper, Secs. 4, 6).
 
     python studies/conv_vs_content_heads.py
 
@@ -45,31 +45,33 @@ import argparse
 import copy
 import sys
 import zlib
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, replace
 from itertools import islice
 
-import matplotlib as mpl
 import numpy as np
 import torch
 import xarray as xr
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
-from torch import nn
+from torch import Tensor, nn
 
-from common.content_evolution import draw_content, gain, numbers
-from common.data import PixelBatches
+import tcnn_probe
+from common.content_evolution import SHOWN, draw_content, gain
+from common.data import PixelBatches, with_shuffled_labels
 from common.ending import ended, finish, learned
 from common.head_removal import (
     MODES,
     NOTHING,
-    Sets,
-    conditions,
+    HeadSets,
+    mean_by_condition,
     random_heads,
     single_heads,
     type_sets,
 )
-from common.head_types import COLORS, PAIR
+from common.head_types import PAIR
+from common.models import small_vit
 from common.options import (
+    add_corruptions,
     add_output,
     fill_in,
     from_least,
@@ -77,12 +79,17 @@ from common.options import (
     positive_number,
     study_parser,
 )
-from common.removal_costs import DRAWN, WITHIN, costs, head_costs, mean_and_interval
+from common.output import write_whole
+from common.removal_costs import WITHIN, costs, mean_and_interval
+from common.removal_figures import draw
 from common.removal_report import sentence, table
-from common.training import Training, add_training, begin, settle
+from common.training import Study, begin
+from common.training_options import add_training, settle
+from tcnn_model import reparameterize
 from tcnn_probe import evaluation
 
 SETS = [NOTHING, *PAIR, *(f"random for {kind}" for kind in PAIR)]
+# Options that are no part of training, and so may change when a run is resumed.
 MEASURED = (
     "modes",
     "draws",
@@ -91,229 +98,245 @@ MEASURED = (
     "corruptions",
     "severities",
     "epsilon",
-)  # no part of training
+)
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the study; 0 if it saw what it stands for, 3 if not."""
+    """Run the study; return 0 if it saw what it stands for, 3 if not."""
     args = parse(arguments)
-    shuffles = args.data == "digits" and not args.small
+    has_shuffled = args.data == "digits" and not args.small
     has_vit = args.data == "digits" and args.model is None
-    study = begin(
-        "conv_vs_content_heads",
-        args,
-        stages=1 + args.seeds * (1 + shuffles) + has_vit,
-        later=MEASURED,
-    )
+
+    # Load the CNN and the digits, and train the CNN.
+    stages = 1 + args.seeds * (1 + has_shuffled) + has_vit
+    study = begin("conv_vs_content_heads", args, stages=stages, later=MEASURED)
     study.train_cnn()
+
+    # With each seed: convert and fine-tune it, record and type its heads, ablate them by type and one by one.
     seeds = range(args.seed, args.seed + args.seeds)
-    groups, heads, contents = zip(
-        *(one_training(study, seed) for seed in seeds), strict=True
-    )
-    labels = xr.DataArray(list(seeds), dims="training", name="training")
-    of_types = xr.concat(groups, labels, join="outer").reindex(
-        ablation=SETS
-    )  # NaN of types that no training has
+    by_type, by_head, contents = [], [], []
+    for seed in seeds:
+        tcnn, recording = record_tcnn(study, seed)
+        content = typed(recording)
+        of_types, of_heads = ablate(study, tcnn.eval(), content.head_type, seed)
+        last = recording.isel(epoch=-1, drop=True)
+        by_type.append(of_types.assign(top1=last.top1, top1_images=last.images.max()))
+        by_head.append(of_heads.assign(last[["gate", "attention_distance"]]))
+        contents.append(content)
+    trainings = xr.DataArray(list(seeds), dims="training", name="training")
+    types = xr.concat(by_type, trainings, join="outer")
     parts = {
-        "types": of_types,
-        "heads": xr.concat(heads, labels, join="outer"),
-        "content": xr.concat(contents, labels),
+        "types": types.reindex(ablation=SETS),  # NaN of types that no training has
+        "heads": xr.concat(by_head, trainings, join="outer"),
+        "content": xr.concat(contents, trainings),
     }
-    output = study.output
-    if shuffles:
-        by_seed = [
-            numbers(tcnn(study.on_shuffled_labels(seed), seed, "_shuffled_labels")[1])
-            for seed in seeds
-        ]
-        parts["shuffled_labels"] = xr.concat(by_seed, labels)
+
+    # The controls of content information: labels that no image tells, and plain attention.
+    if has_shuffled:
+        recordings = [record_shuffled(study, seed) for seed in seeds]
+        shuffled = [typed(recording) for recording in recordings]
+        parts["shuffled_labels"] = xr.concat(shuffled, trainings)
     if has_vit:
-        parts["vit"] = numbers(study.vit(output.beside("_vit.zarr")))
+        parts["vit"] = typed(record_vit(study))
+
     tree = xr.DataTree.from_dict(parts)
+    report(study, tree)
+    return finish(check(tree, study.chance, small=args.small), args.data)
+
+
+def record_tcnn(
+    study: Study, seed: int, labels: str = ""
+) -> tuple[nn.Module, xr.Dataset]:
+    """Convert the CNN and fine-tune it, with every head recorded.
+
+    Args:
+        study: CNN, data and recipe.
+        seed: Seed of the new queries and keys, and of the training.
+        labels: Suffix of files that tells these labels from the true ones.
+    """
+    name, gates = f"{labels}_{seed}", study.args.gating
+    torch.manual_seed(seed)
+    tcnn = reparameterize(
+        study.cnn,
+        gating=gates if len(gates) > 1 else gates[0],
+        qk_scale=study.args.qk_scale,
+    )
+    title = f"the T-CNN,{labels.replace('_', ' ')} seed {seed}"
+    with tcnn_probe.record(tcnn, study.output.beside(f"{name}.zarr")) as recorder:
+        for result in study.finetune(tcnn, f"tcnn{name}", title, seed=seed):
+            # A resumed run has marked its first epochs before.
+            recorder.mark(if_marked="skip", **asdict(result))
+        return tcnn, recorder.dataset.load()
+
+
+def record_shuffled(study: Study, seed: int) -> xr.Dataset:
+    """Fine-tune the T-CNN on labels dealt out anew, from which no head can learn what is in an image."""
+    train, validation = study.loaders
+    loaders = with_shuffled_labels(train, seed), validation
+    return record_tcnn(replace(study, loaders=loaders), seed, "_shuffled_labels")[1]
+
+
+def record_vit(study: Study) -> xr.Dataset:
+    """Fine-tune plain attention on the stages of the small ResNet before its last one, with every head recorded."""
+    torch.manual_seed(study.args.seed)
+    vit = small_vit(study.cnn, study.args.img_size)
+    with tcnn_probe.record(vit, study.output.beside("_vit.zarr")) as recorder:
+        for result in study.finetune(vit, "vit", "a vision transformer"):
+            recorder.mark(if_marked="skip", **asdict(result))
+        return recorder.dataset.load()
+
+
+def typed(recording: xr.Dataset) -> xr.Dataset:
+    """Return gates and content information by epoch, (epoch, layer, head), with each head's type at the end."""
+    types = tcnn_probe.head_types(recording).isel(epoch=-1, drop=True)
+    # A ViT has no gates.
+    shown = recording[[name for name in SHOWN if name in recording]]
+    return shown.assign(head_type=types)
+
+
+def ablate(
+    study: Study, tcnn: nn.Module, types: xr.DataArray, seed: int
+) -> tuple[xr.Dataset, xr.Dataset]:
+    """Measure what the T-CNN gets right without the heads of each type, in each mode, and without each single head.
+
+    Args:
+        study: Data, command line and output folder.
+        tcnn: Model in eval mode, which stays as it is.
+        types: Type of each head, (layer, head).
+        seed: Seed of the random heads, of corruptions and of attacks.
+
+    Returns:
+        ``right`` (mode, ablation, draw, condition, image), the share of right answers over corruptions and
+        severities, and the same of single heads without ``mode``.
+    """
+    args = study.args
+    reference = reference_images(study)
+    # Answers are kept under a name that tells the options they depend on, so that others are measured anew.
+    options = repr([getattr(args, name) for name in MEASURED[1:]])
+    checksum = zlib.crc32(options.encode())
+
+    def measure(title: str, sets: HeadSets, images: int, mode: str) -> xr.Dataset:
+        part = study.output.checkpoints / f"{title}_{mode}_{seed}_{checksum:08x}.zarr"
+        if not part.exists():
+            model = copy.deepcopy(tcnn)  # each thread ablates heads of its own
+            ablated = {
+                name: without(model, heads, mode, reference)
+                for name, heads in sets.items()
+            }
+            batches = PixelBatches(study.cnn, study.loaders[1], images)
+            pgd = {
+                "epsilon": args.epsilon,
+                "step": args.epsilon / 2,
+                "steps": 2 if args.small else 5,
+            }
+            results = evaluation.robustness(
+                ablated,
+                batches,
+                corruptions=args.corruptions,
+                severities=args.severities,
+                attacks={"pgd": pgd},
+                seeds=(seed,),
+                normalization=batches.normalization,
+                device=args.device,
+            )
+            write_whole(mean_by_condition(results), part)
+        return xr.open_zarr(part, consolidated=False).load()
+
+    random = np.random.default_rng(seed)
+    sets = type_sets(types) | random_heads(types, args.draws, random)
+    singles: HeadSets = {NOTHING: None} | single_heads(types)
+    jobs = [("heads", singles, args.head_images, args.modes[0])]
+    jobs += [("types", sets, args.images, mode) for mode in args.modes]
+    with ThreadPoolExecutor(2) as pool:  # a core each
+        by_head, *by_mode = pool.map(measure, *zip(*jobs, strict=True))
+    modes = xr.Variable("mode", np.array(args.modes, object))
+    by_type = xr.concat(by_mode, modes)
+    return by_type.assign(head_type=types), by_head.assign(head_type=types)
+
+
+def reference_images(study: Study) -> list[Tensor]:
+    """Return batches of training images, over which attention is averaged: the same for all seeds."""
+    torch.manual_seed(study.args.seed)
+    images = 32 if study.args.small else 128
+    batches = -(-images // study.args.batch_size)
+    return [images for images, _ in islice(study.loaders[0], batches)]
+
+
+def without(
+    model: nn.Module,
+    heads: xr.DataArray | None,
+    mode: str,
+    reference: Sequence[Tensor] = (),
+) -> Callable[[Tensor], Tensor]:
+    """Return the model with some of its heads ablated, as a function of images.
+
+    Args:
+        model: Model, which is as it was after each call.
+        heads: Booleans (layer, head), True for heads to ablate; None for none.
+        mode: Mode of :func:`tcnn_probe.ablate`.
+        reference: Batches of images, as the model takes them, over which means are taken; in the mode "shuffled" the
+            attention of the first batch is given to other images.
+    """
+    if heads is None:
+        return model
+    images = {"mean": reference, "static": reference, "shuffled": reference[:1]}
+    ablation = tcnn_probe.ablate(model, heads, mode, images=images.get(mode))  # type: ignore[arg-type]
+    ablation.remove()  # until it is entered: other sets of heads share the model
+
+    def classify(images: Tensor) -> Tensor:
+        with ablation:
+            return model(images)
+
+    return classify
+
+
+def report(study: Study, tree: xr.DataTree) -> None:
+    """Write the numbers, the figures and the table, and print what they support."""
+    output = study.output
     output.save(tree)
     draw(tree).savefig(output.figure, dpi=200)
-    evolution = {"T-CNN": contents[0]} | ({"ViT": parts["vit"]} if has_vit else {})
+    content = tree["content"].dataset
+    evolution = {"T-CNN": content.isel(training=0)}
+    if "vit" in tree:
+        evolution["ViT"] = tree["vit"].dataset
     draw_content(evolution).savefig(output.beside("_evolution.png"), dpi=200)
-    lines = f"{table(tree)}\n\n{gain(parts['content'], parts.get('shuffled_labels'))}"
+    shuffled = tree["shuffled_labels"].dataset if "shuffled_labels" in tree else None
+    lines = f"{table(tree)}\n\n{gain(content, shuffled)}"
     output.beside(".txt").write_text(lines + "\n")
     print(lines)
     print(
         f"wrote {output.store}, {output.figure}, {output.beside('_evolution.png')} and {output.beside('.txt')}"
     )
     print(sentence(tree))
-    return finish(check(tree, study.chance, small=args.small), args.data)
-
-
-def tcnn(study: Training, seed: int, labels: str = "") -> tuple[nn.Module, xr.Dataset]:
-    """Fine-tune a T-CNN, every head recorded; ``labels`` tells it from another one."""
-    name, gates = f"{labels}_{seed}", study.args.gating
-    start = {
-        "gating": gates if gates[1:] else gates[0],
-        "qk_scale": study.args.qk_scale,
-    }
-    title = f"the T-CNN,{labels.replace('_', ' ')} seed {seed}"
-    return study.tcnn(
-        study.output.beside(f"{name}.zarr"),
-        file=f"tcnn{name}",
-        title=title,
-        seed=seed,
-        start=start,
-    )
-
-
-def one_training(
-    study: Training, seed: int
-) -> tuple[xr.Dataset, xr.Dataset, xr.Dataset]:
-    """Fine-tune a T-CNN, type its heads, and remove them, by type, and one by one; and what they were at each epoch."""
-    args = study.args
-    model, recording = tcnn(study, seed)
-    model.eval()
-    content = numbers(recording)
-    types = content.head_type
-    options = {
-        "corruptions": args.corruptions,
-        "severities": args.severities,
-        "epsilon": args.epsilon,
-    }
-    options |= {"device": args.device, "seed": seed, "steps": 2 if args.small else 5}
-    torch.manual_seed(args.seed)
-    count = 32 if args.small else 128
-    options["reference"] = [
-        images for images, _ in islice(study.loaders[0], -(-count // args.batch_size))
-    ]
-
-    def right(title: str, sets: Sets, images: int, mode: str) -> xr.Dataset:
-        how = zlib.crc32(repr([getattr(args, name) for name in MEASURED[1:]]).encode())
-        part = study.output.checkpoints / f"{title}_{mode}_{seed}_{how:08x}.zarr"
-        batches = PixelBatches(study.cnn, study.loaders[1], images)
-        return conditions(
-            model=copy.deepcopy(model),
-            sets=sets,
-            batches=batches,
-            mode=mode,
-            part=part,
-            **options,
-        )
-
-    sets = type_sets(types) | random_heads(
-        types, args.draws, np.random.default_rng(seed)
-    )
-    alone: Sets = {NOTHING: None} | single_heads(types)
-    jobs = [("heads", alone, args.head_images, args.modes[0])]
-    jobs += [("types", sets, args.images, mode) for mode in args.modes]
-    with ThreadPoolExecutor(2) as pool:  # a core each
-        one_by_one, *by_mode = pool.map(right, *zip(*jobs, strict=True))
-    by_type = xr.concat(
-        by_mode, xr.DataArray(np.array(args.modes, object), dims="mode", name="mode")
-    )
-    last = recording.isel(epoch=-1, drop=True)
-    by_type = by_type.assign(
-        head_type=types, top1=last.top1, top1_images=last.images.max()
-    )
-    return (
-        by_type,
-        one_by_one.assign(head_type=types, **last[["gate", "attention_distance"]]),
-        content,
-    )
-
-
-def draw(tree: xr.DataTree) -> Figure:
-    """What types cost, a row for each mode, by condition; and what each head costs, by its gate."""
-    right = tree["types"].right.load()
-    modes = [str(mode) for mode in right.mode.values]
-    figure = Figure(figsize=(11, 1.6 + 3 * len(modes)), layout="constrained")
-    axes = figure.subplot_mosaic([[mode, mode, "heads"] for mode in modes])
-    shown = [
-        ("convolutional", 1.0),
-        ("random for convolutional", 0.35),
-        ("content", 1.0),
-        ("random for content", 0.35),
-    ]
-    for mode in modes:
-        panel = axes[mode]
-        for place, (name, alpha) in enumerate(shown):
-            bars(panel, costs(right.sel(mode=mode), name), place, alpha, name)
-        panel.set_xticks(range(right.sizes["condition"]), right.condition.values)
-        panel.axhline(0, color="0.3", lw=0.8)
-        panel.set_ylabel("accuracy lost (share of images)")
-    figure.legend(
-        *axes[modes[0]].get_legend_handles_labels(),
-        loc="outside upper center",
-        ncols=4,
-        frameon=False,
-    )
-    single(axes["heads"], tree["heads"].dataset.load())
-    for letter, (name, panel) in zip("ABCDE", axes.items(), strict=False):
-        title = (
-            f"{modes[0]}, one head"
-            if name == "heads"
-            else f"{name}; lines: 95 % intervals"
-        )
-        panel.set_title(f"{letter}  {title}", loc="left", fontsize=10)
-        panel.spines[["top", "right"]].set_visible(False)
-    return figure
-
-
-def bars(panel: Axes, cost: xr.DataArray, place: int, alpha: float, name: str) -> None:
-    """One set of heads, a bar for each condition."""
-    means = cost.mean(["training", *DRAWN]).values
-    bounds = evaluation.mean_interval(cost.mean("training"), DRAWN).values
-    x = np.arange(len(means)) + 0.2 * (place - 1.5)
-    kind = name.removeprefix("random for ")
-    label = f"{kind} heads" if name in PAIR else f"as many as {kind}, at random"
-    panel.bar(
-        x, means, 0.19, color=mpl.colors.to_rgba(COLORS[kind], alpha), label=label
-    )
-    panel.errorbar(
-        x, means, np.abs(bounds.T - means), fmt="none", ecolor="0.2", elinewidth=0.9
-    )
-
-
-def single(panel: Axes, heads: xr.Dataset) -> None:
-    """What each head costs, mean over the conditions, by its gate."""
-    cost = (
-        head_costs(heads)
-        .drop_sel(condition=WITHIN, errors="ignore")
-        .mean(["draw", "condition", "image"])
-    )
-    for kind, color in COLORS.items():
-        of_kind = (heads.head_type == kind).values.ravel()
-        x, y = (
-            values.values.ravel()[of_kind]
-            for values in (heads.gate, cost.transpose(*heads.gate.dims))
-        )
-        panel.scatter(x, y, s=14, color=color, label=f"{kind} ({of_kind.sum()})")
-    panel.axhline(0, color="0.3", lw=0.8)
-    panel.set(
-        xlabel=r"gate $\sigma(\lambda)$", ylabel="accuracy lost, mean of conditions"
-    )
-    panel.legend(frameon=False, fontsize=8)
 
 
 def check(tree: xr.DataTree, chance: float, *, small: bool = False) -> bool:
-    """Whether the models learned, both types were found and removing the convolutional heads hurt.
+    """Return whether the models learned, both types were found and removing the convolutional heads hurt.
 
     The few images of the small form do not tell the last, so there it is printed only.
     """
-    of_types = tree["types"].dataset.load()
-    right, types = of_types.right.isel(mode=0), of_types.head_type
-    seen = learned(
-        "a T-CNN", float(of_types.top1.min()), int(of_types.top1_images.min()), chance
-    )
+    by_type = tree["types"].dataset.load()
+    right, types = by_type.right.isel(mode=0), by_type.head_type
+    worst, images = float(by_type.top1.min()), int(by_type.top1_images.min())
+    passed = learned("a T-CNN", worst, images, chance)
     for kind in PAIR:
         if not bool((types == kind).any()):
             print(f"check: NO {kind} heads were found in any training")
-            seen = False
-    of_condition = costs(right, "convolutional").drop_sel(
+            passed = False
+    by_condition = costs(right, "convolutional").drop_sel(
         condition=WITHIN, errors="ignore"
     )
-    mean, low, high = mean_and_interval(of_condition.mean("condition"))
-    what = f"{MODES[str(right.mode.values)]} the convolutional heads {'hurts' if low > 0 else 'does NOT hurt'}"
-    print(f"check: {what}: {mean:+.3f} [{low:+.3f}, {high:+.3f}] over all conditions")
-    return seen and (low > 0 or small)
+    mean, low, high = mean_and_interval(by_condition.mean("condition"))
+    verdict = "hurts" if low > 0 else "does NOT hurt"
+    removing = f"{MODES[str(right.mode.values)]} the convolutional heads"
+    print(
+        f"check: {removing} {verdict}: {mean:+.3f} [{low:+.3f}, {high:+.3f}] over all conditions"
+    )
+    return passed and (low > 0 or small)
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
-    """The command line; the digits and the user's own images have different defaults."""
+    """Parse the command line; the digits and the user's own images have different defaults."""
     parser = study_parser(__doc__)
     add_training(
         parser,
@@ -353,21 +376,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         type=from_least(2),
         help="and for single heads (default: 16; 200 of --data)",
     )
-    add(
-        "--corruptions",
-        nargs="+",
-        choices=evaluation.CORRUPTIONS,
-        metavar="NAME",
-        help="(default: all 15)",
-    )
-    add(
-        "--severities",
-        type=int,
-        nargs="+",
-        choices=range(1, 6),
-        default=[1],
-        help="of corruptions (default: 1)",
-    )
+    add_corruptions(add, severities="1")
     add(
         "--epsilon",
         type=positive_number,
@@ -376,42 +385,31 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     )
     add_output(parser)
     args = parsed(parser, arguments, "conv_vs_content_heads")
-    modes = (
-        ["zero", "static"]
-        if args.small
-        else ["zero", "static", "shuffled", "positional"]
-    )
-    defaults = {"seeds": 3, "draws": 3, "images": 64, "head_images": 16}
-    if args.small:
-        defaults = {
-            "seeds": 1,
-            "draws": 2,
-            "images": 16,
-            "head_images": 2,
-            "corruptions": ["shot_noise", "contrast"],
-        }
     if args.modes and args.modes[0] not in ("zero", "mean"):
         parser.error("the first of --modes removes heads: zero or mean")
     settle(parser, args)
-    if (
-        args.data == "digits"
-    ):  # so that heads attend to content within six epochs, and others convolve
+    defaults = {
+        "modes": ["zero", "static", "shuffled", "positional"],
+        "seeds": 3,
+        "draws": 3,
+        "severities": [1],
+    }
+    if args.data == "digits":
+        # High and low gates in turn, so that heads attend to content within six epochs, and others convolve.
         high, scale = (3.0, 20.0) if args.small else (1.0, 5.0)
-        defaults |= {
-            "gating": [*[high, -3.0] * 4, high],
-            "qk_scale": scale,
-            "qk_lr": 5e-3,
-        }
+        defaults |= {"images": 64, "head_images": 16}
+        defaults |= {"gating": [*[high, -3.0] * 4, high], "qk_scale": scale}
+        defaults["qk_lr"] = 5e-3  # five times that of the other weights
     else:
-        defaults = {
-            "seeds": 3,
-            "draws": 3,
-            "images": 1000,
-            "head_images": 200,
-            "gating": [1.0],
-            "qk_scale": 1.0,
+        defaults |= {"images": 1000, "head_images": 200}
+        defaults |= {"gating": [1.0], "qk_scale": 1.0}  # the paper's start
+    if args.small:
+        defaults |= {"seeds": 1, "draws": 2, "images": 16, "head_images": 2}
+        defaults |= {
+            "modes": ["zero", "static"],
+            "corruptions": ["shot_noise", "contrast"],
         }
-    fill_in(args, {"modes": modes} | defaults)
+    fill_in(args, defaults)
     return args
 
 

@@ -1,4 +1,4 @@
-"""What a linear classifier of single places finds of the digit, by layer and epoch (after PatchConvNet's Table 3).
+"""Strokes of the digit that a linear classifier of single places finds, by layer and epoch (PatchConvNet, Table 3).
 
     python studies/dense_features.py
 
@@ -45,16 +45,18 @@ from torch import Tensor, nn
 import tcnn_probe
 from common.data import probed_images
 from common.ending import ended, finish, learned
+from common.figures import STYLE, add_letters
 from common.models import small_patchconvnet
 from common.options import add_output, fill_in, from_least, parsed, study_parser
-from common.output import plain_labels
-from common.training import Training, add_training, begin, settle
+from common.training import Study, begin
+from common.training_options import add_training, settle
 from tcnn_model import EpochResult, reparameterize, unstride
 from tcnn_probe import evaluation
 from tcnn_probe.plot import OKABE_ITO
 
 CNN, TCNN, UNSTRIDED, PATCH = "ResNet", "T-CNN", "ResNet at stride 1", "PatchConvNet"
 STAGES = 4
+# Its training from scratch takes a higher rate than fine-tuning.
 PATCH_LR = 2e-3
 SAME = 1e-3  # IoU: the same features, but for rounding
 COLORS = {
@@ -67,64 +69,63 @@ Scenes = tuple[Tensor, np.ndarray]
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the study; 0 if it saw what it stands for, 3 if not."""
+    """Run the study; return 0 if it saw what it stands for, 3 if not."""
     args = parse(arguments)
+
+    # Load the CNN and the digits, and scenes to fit the probe to and to judge it on.
     study = begin("dense_features", args, stages=4)
-    found = plain_labels(trainings(study), "model").assign(
-        images=len(study.loaders[1].dataset)
-    )
-    study.output.save(found)
-    draw(found).savefig(study.output.figure, dpi=200)
-    print(table(found))
-    print(f"wrote {study.output.store} and {study.output.figure}")
-    return finish(check(found, study.chance), args.data)
-
-
-def trainings(study: Training) -> xr.Dataset:
-    """IoU of all models, (model, epoch, stage, image), what their grids allow, and accuracies."""
-    args = study.args
-    fixed = copy.copy(study.loaders[0].dataset)
-    fixed.fixed = True  # the same scene for a digit each time
+    cnn, (train, validation) = study.cnn, study.loaders
+    fit_digits = copy.copy(train.dataset)
+    fit_digits.fixed = True  # the same scene for a digit at each epoch
     scenes = [
-        scenes_of(dataset, args.images) for dataset in (fixed, study.loaders[1].dataset)
+        scenes_of(digits, args.images) for digits in (fit_digits, validation.dataset)
     ]
-    runs = [follow(study, study.cnn, study.cnn_epochs("cnn", CNN), "cnn", scenes)]
+
+    # Probe the CNN at each epoch of its training.
+    results = study.cnn_epochs("cnn", CNN)
+    by_model = {CNN: probe_epochs(study, cnn, results, "cnn", scenes)}
+
+    # Convert it, or set it to stride 1, fine-tune both and probe them; and a PatchConvNet, trained from scratch.
     torch.manual_seed(args.seed)
-    models = {
-        TCNN: reparameterize(study.cnn),
-        UNSTRIDED: unstride(study.cnn),
-        PATCH: small_patchconvnet(),
-    }
-    for (name, model), file in zip(
-        models.items(), ("tcnn", "unstrided", "patchconvnet"), strict=True
-    ):
-        recipe = {"epochs": args.patch_epochs, "lr": PATCH_LR} if name == PATCH else {}
-        runs.append(
-            follow(
-                study, model, study.fine_tune(model, file, name, **recipe), file, scenes
-            )
-        )
-    return xr.concat(runs, xr.Variable("model", [CNN, *models]), join="outer")
+    tcnn, unstrided = reparameterize(cnn), unstride(cnn)
+    patchconvnet = small_patchconvnet()
+    results = study.finetune(tcnn, "tcnn", TCNN)
+    by_model[TCNN] = probe_epochs(study, tcnn, results, "tcnn", scenes)
+    results = study.finetune(unstrided, "unstrided", UNSTRIDED)
+    by_model[UNSTRIDED] = probe_epochs(study, unstrided, results, "unstrided", scenes)
+    recipe = {"epochs": args.patch_epochs, "lr": PATCH_LR}
+    results = study.finetune(patchconvnet, "patchconvnet", PATCH, **recipe)
+    by_model[PATCH] = probe_epochs(study, patchconvnet, results, "patchconvnet", scenes)
+
+    names = xr.Variable("model", list(by_model))
+    scores = xr.concat(list(by_model.values()), names, join="outer")
+    scores["images"] = len(validation.dataset)
+    study.output.save(scores)
+    draw(scores).savefig(study.output.figure, dpi=200)
+    print(table(scores))
+    study.output.print_files()
+    return finish(check(scores, study.chance), args.data)
 
 
 def scenes_of(dataset: Any, count: int) -> Scenes:
-    """So many scenes, (N, 1, H, W), and the strokes of their digits, (N, H, W)."""
+    """Return so many scenes, (N, 1, H, W), and the strokes of their digits, (N, H, W)."""
     probed = probed_images(dataset, count)
     assert probed.masks is not None
     return probed.images, probed.masks.numpy()
 
 
-def follow(
-    study: Training,
+def probe_epochs(
+    study: Study,
     model: nn.Module,
     results: Iterator[EpochResult],
     file: str,
     scenes: list[Scenes],
 ) -> xr.Dataset:
     """Probe a model at each epoch of its training; a resumed run keeps what it has."""
-    several = []
+    by_epoch = []
     for result in results:
         path = study.output.checkpoints / f"{file}-{result.epoch:04d}.npy"
+        # A resumed run has the numbers of its first epochs, and not their weights.
         if not path.exists():
             np.save(
                 path,
@@ -132,26 +133,28 @@ def follow(
                     features(model, scenes[0][0]), features(model, scenes[1][0]), scenes
                 ),
             )
-        several.append(
+        by_epoch.append(
             xr.Dataset(
                 {"iou": (("stage", "image"), np.load(path)), "top1": result.top1},
                 {"epoch": result.epoch},
             )
         )
-    known = [
+    # A classifier that is told the share of strokes in each cell does as well as any can on this grid.
+    grid_shares = [
         [of_grid(masks, maps) for maps in features(model, images)]
         for images, masks in scenes
     ]
-    found = xr.concat(several, "epoch").assign(
-        ceiling=(("stage", "image"), strokes(*known, scenes))
+    scores = xr.concat(by_epoch, "epoch").assign(
+        ceiling=(("stage", "image"), strokes(*grid_shares, scenes))
     )
-    return found.assign_coords(stage=range(1, STAGES + 1))
+    return scores.assign_coords(stage=range(1, STAGES + 1))
 
 
 @torch.no_grad()
 def features(model: nn.Module, images: Tensor) -> list[np.ndarray]:
-    """Outputs of the last four stages or blocks, (N, C, h, w) each."""
+    """Return the outputs of the last four stages or blocks, (N, C, h, w) each."""
     device = next(model.parameters()).device
+    # timm's name for what all its backbones have in common.
     outputs = model.eval().forward_intermediates(
         images.to(device), indices=STAGES, intermediates_only=True
     )
@@ -159,7 +162,7 @@ def features(model: nn.Module, images: Tensor) -> list[np.ndarray]:
 
 
 def of_grid(masks: np.ndarray, maps: np.ndarray) -> np.ndarray:
-    """The share of strokes in each cell of a grid, (N, 1, h, w): all that a grid can tell."""
+    """Return the share of strokes in each cell of a grid, (N, 1, h, w): all that a grid can tell."""
     return F.adaptive_avg_pool2d(
         torch.tensor(masks, dtype=torch.float64)[:, None], maps.shape[-2:]
     ).numpy()
@@ -168,49 +171,54 @@ def of_grid(masks: np.ndarray, maps: np.ndarray) -> np.ndarray:
 def strokes(
     fit: list[np.ndarray], judged: list[np.ndarray], scenes: list[Scenes]
 ) -> np.ndarray:
-    """Intersection over union of the strokes, (stage, image)."""
+    """Return the intersection over union of the strokes, (stage, image)."""
     (_, fit_masks), (_, masks) = scenes
     probe = tcnn_probe.representation.dense_probe
-    found = [
+    scores = [
         probe(x, masks, y, fit_masks, by_image=True)
         for x, y in zip(judged, fit, strict=True)
     ]
-    return np.stack(found)[..., 1]
+    # Class 0 is the background.
+    return np.stack(scores)[..., 1]
 
 
-@mpl.rc_context({"font.size": 9, "axes.spines.top": False, "axes.spines.right": False})
-def draw(found: xr.Dataset) -> Figure:
-    """IoU by epoch, the ResNet's fine-tuning after its training, and by stage at the end."""
+@mpl.rc_context(STYLE)
+def draw(scores: xr.Dataset) -> Figure:
+    """Draw IoU by epoch, the ResNet's fine-tuning after its training, and by stage at the end."""
     figure = Figure(figsize=(11, 4), layout="constrained")
     a, b, c = figure.subplots(1, 3, sharey=True, width_ratios=[1.5, 1, 1.3])
-    mean = found.iou.mean("image")
+    mean = scores.iou.mean("image")
     colors = mpl.colormaps["viridis"](np.linspace(0, 0.85, STAGES))
+    # The successors' epochs follow those of the CNN in the figure.
     trained = int(mean.sel(model=CNN).dropna("epoch", how="all").epoch[-1])
     for axes, name, part in ((a, CNN, "stage"), (b, PATCH, "block")):
         for color, stage in zip(colors, mean.stage.values, strict=True):
-            one = mean.sel(model=name, stage=stage).dropna("epoch")
-            axes.plot(one.epoch, one, color=color, marker=".", label=f"{part} {stage}")
+            curve = mean.sel(model=name, stage=stage).dropna("epoch")
+            axes.plot(
+                curve.epoch, curve, color=color, marker=".", label=f"{part} {stage}"
+            )
         axes.set(xlabel="epoch", title=name)
     for name, ls in ((TCNN, "-"), (UNSTRIDED, ":")):
-        one = mean.sel(model=name).isel(stage=-1).dropna("epoch")
+        curve = mean.sel(model=name).isel(stage=-1).dropna("epoch")
         a.plot(
-            trained + one.epoch,
-            one,
+            trained + curve.epoch,
+            curve,
             color=COLORS[name],
             ls=ls,
             marker=".",
             label=f"stage {STAGES}, {name}",
         )
     a.set(title="ResNet, then fine-tuned", ylabel="IoU of the digit's strokes")
-    ends, ceilings = at_end(found.iou), found.ceiling.mean("image")
-    for nth, name in enumerate(found.model.values):
-        at, values = np.arange(STAGES) + (nth - 1.5) * 0.2, ends.sel(model=name)
+    ends, ceilings = at_end(scores.iou), scores.ceiling.mean("image")
+    for number, name in enumerate(scores.model.values):
+        # Four bars of a fifth each, about the stage's tick.
+        places, values = np.arange(STAGES) + (number - 1.5) * 0.2, ends.sel(model=name)
         reach = abs(
             evaluation.mean_interval(values).transpose("bound", "stage")
             - values.mean("image")
         )
         c.bar(
-            at,
+            places,
             values.mean("image"),
             0.2,
             color=COLORS[name],
@@ -218,59 +226,65 @@ def draw(found: xr.Dataset) -> Figure:
             yerr=reach,
             error_kw={"elinewidth": 0.8},
         )
-        allowed = {} if nth else {"label": "what the grid allows"}
+        # One entry in the legend for all lines.
+        allowed = {} if number else {"label": "what the grid allows"}
         c.hlines(
-            ceilings.sel(model=name), at - 0.1, at + 0.1, color="k", lw=1.2, **allowed
+            ceilings.sel(model=name),
+            places - 0.1,
+            places + 0.1,
+            color="k",
+            lw=1.2,
+            **allowed,
         )
-    c.set_xticks(range(STAGES), [f"stage {stage}" for stage in found.stage.values])
+    c.set_xticks(range(STAGES), [f"stage {stage}" for stage in scores.stage.values])
     c.set(title="at the end", ylim=(0, 1.25 * float(ceilings.max())))
-    for panel, letter in zip((a, b, c), "ABC", strict=True):
-        panel.set_title(letter, loc="left", fontweight="bold")
+    add_letters([a, b, c])
+    for panel in (a, b, c):
         panel.legend(frameon=False, fontsize=7, ncols=2, loc="upper center")
     return figure
 
 
 def at_end(values: xr.DataArray) -> xr.DataArray:
-    """What is left after each model's own last epoch."""
-    each = [
+    """Return values after each model's own last epoch."""
+    ends = [
         values.sel(model=name).dropna("epoch", how="all").isel(epoch=-1, drop=True)
         for name in values.model.values
     ]
-    return xr.concat(each, values.model)
+    return xr.concat(ends, values.model)
 
 
-def table(found: xr.Dataset) -> str:
-    """IoU by stage, mean over scenes, at the start, at the end, and what the grid allows; what intervals say."""
-    ends, starts = at_end(found.iou), found.iou.isel(epoch=0)
-    lines = [f"\nIoU of the digit's strokes; {found.sizes['image']} scenes"]
+def table(scores: xr.Dataset) -> str:
+    """Return IoU by stage at the start and at the end, beside that which the grid allows; and intervals of gains."""
+    ends, starts = at_end(scores.iou), scores.iou.isel(epoch=0)
+    lines = [f"\nIoU of the digit's strokes; {scores.sizes['image']} scenes"]
     lines.append(
         f"{'':20}"
-        + "".join(f"{f'stage {stage}':>24}" for stage in found.stage.values)
+        + "".join(f"{f'stage {stage}':>24}" for stage in scores.stage.values)
         + "   accuracy"
     )
-    for name in found.model.values:
-        one = [
+    for name in scores.model.values:
+        columns = [
             part.sel(model=name).mean("image").values
-            for part in (starts, ends, found.ceiling)
+            for part in (starts, ends, scores.ceiling)
         ]
         cells = "".join(
-            f"{f'{start:.2f} -> {end:.2f} of {most:.2f}':>24}"
-            for start, end, most in zip(*one, strict=True)
+            f"{f'{start:.2f} -> {end:.2f} of {ceiling:.2f}':>24}"
+            for start, end, ceiling in zip(*columns, strict=True)
         )
         lines.append(
-            f"{name:20}{cells}{float(at_end(found.top1).sel(model=name)):11.3f}"
+            f"{name:20}{cells}{float(at_end(scores.top1).sel(model=name)):11.3f}"
         )
     gains, last = ends - starts, ends.isel(stage=-1)
     differences = {
-        f"{CNN}, gain of stage {n}": gains.sel(model=CNN, stage=n)
-        for n in found.stage.values
+        f"{CNN}, gain of stage {stage}": gains.sel(model=CNN, stage=stage)
+        for stage in scores.stage.values
     }
     differences[f"{PATCH}, gain of the last block"] = gains.sel(model=PATCH).isel(
         stage=-1
     )
     differences |= {
-        f"last stage, {TCNN} less {n}": last.sel(model=TCNN) - last.sel(model=n)
-        for n in (CNN, UNSTRIDED)
+        f"last stage, {TCNN} less {stage}": last.sel(model=TCNN) - last.sel(model=stage)
+        for stage in (CNN, UNSTRIDED)
     }
     lines.append("\nwith 95 % interval over scenes; gains are those of training:")
     for words, values in differences.items():
@@ -281,15 +295,16 @@ def table(found: xr.Dataset) -> str:
     return "\n".join(lines)
 
 
-def check(found: xr.Dataset, chance: float) -> bool:
-    """Whether the T-CNN learned, its stages before attention begin as the CNN's, and a finer grid shows more."""
-    ends, starts = at_end(found.iou), found.iou.isel(epoch=0)
-    seen = learned(
+def check(scores: xr.Dataset, chance: float) -> bool:
+    """Return whether the T-CNN learned, its stages before attention begin as the CNN's, and a finer grid shows more."""
+    ends, starts = at_end(scores.iou), scores.iou.isel(epoch=0)
+    has_learned = learned(
         "the T-CNN",
-        float(at_end(found.top1).sel(model=TCNN)),
-        int(found.images),
+        float(at_end(scores.top1).sel(model=TCNN)),
+        int(scores.images),
         chance,
     )
+    # All stages but the last: those before attention.
     apart = float(
         abs(ends.sel(model=CNN) - starts.sel(model=TCNN)).isel(stage=slice(-1)).max()
     )
@@ -297,6 +312,7 @@ def check(found: xr.Dataset, chance: float) -> bool:
     print(
         f"check: the T-CNN's stages before attention begin {verdict}: IoU apart by {apart:.4f}"
     )
+    # Without attention, so that it is the grid alone that is judged.
     gain = (ends.sel(model=UNSTRIDED) - ends.sel(model=CNN)).isel(stage=-1)
     low, high = evaluation.mean_interval(gain).values
     verdict = "more" if low > 0 else "NOT clearly more"
@@ -304,11 +320,11 @@ def check(found: xr.Dataset, chance: float) -> bool:
     print(
         f"check: on twice the grid the ResNet's last stage finds {verdict} of the strokes: {words}"
     )
-    return bool(seen and apart < SAME and low > 0)
+    return bool(has_learned and apart < SAME and low > 0)
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = study_parser(__doc__)
     add_training(parser, small="4 epochs, 10 seconds")
     add = parser.add_argument_group("probe").add_argument
@@ -324,6 +340,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     )
     add_output(parser)
     args = parsed(parser, arguments, "dense_features")
+    # Masks of strokes are known of the digits alone, and pretrained weights are not made for them.
     if args.data != "digits" or args.pretrained:
         words = "the masks are those of the digits, which a CNN has to learn; docs/representation.md has your own"
         parser.error(f"--data, --pretrained: {words}")

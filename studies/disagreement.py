@@ -1,4 +1,4 @@
-"""Whether a T-CNN decides otherwise than its CNN, more than two CNNs do (thesis, Table 3.4, asked of T-CNNs).
+"""Disagreement of a T-CNN and its CNN, beside that of two CNNs (thesis, Table 3.4, asked of T-CNNs).
 
     python studies/disagreement.py
 
@@ -37,6 +37,7 @@ On your own images, with a GPU. Fine-tuned from the same weights, there is no ya
 import argparse
 import copy
 import sys
+from dataclasses import replace
 
 import matplotlib as mpl
 import numpy as np
@@ -48,15 +49,18 @@ from matplotlib.figure import Figure
 from common.data import PixelBatches
 from common.decisions import agree_on_errors, by_condition, compare_given
 from common.ending import ended, finish, learned
+from common.figures import STYLE, add_letters
 from common.options import (
     FEW_CORRUPTIONS,
+    add_corruptions,
     add_output,
     fill_in,
     from_least,
     parsed,
     study_parser,
 )
-from common.training import Training, add_training, begin, settle
+from common.training import Study, begin
+from common.training_options import add_training, settle
 from tcnn_model import reparameterize
 from tcnn_probe import evaluation
 from tcnn_probe.plot import OKABE_ITO
@@ -73,44 +77,52 @@ FAR = 1000  # seeds of other orders begin so far from those of trainings
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the study; 0 if it saw what it stands for, 3 if not."""
+    """Run the study; return 0 if it saw what it stands for, 3 if not."""
     args = parse(arguments)
     if isinstance(args.model, list):
         return finish(compare_given(args, LATER), args.data)
+
+    # Load the CNN and the digits; with each seed train it, fine-tune it in three ways, and let all decide.
     study = begin("disagreement", args, stages=4 * args.seeds, later=LATER)
-    results = xr.concat(
-        [one_training(study, nth) for nth in range(args.seeds)], "training"
-    )
+    by_training = [decide(study, nth) for nth in range(args.seeds)]
+    results = xr.concat(by_training, "training")
+    # Fine-tuned from the same weights, or with one seed, no two CNNs start apart.
     if args.seeds > 1 and not args.pretrained:
         results = with_other_start(results)
     study.output.save(results)
-    found = {by: differing(results, by) for by in ("group", "corruption")}
-    draw(found["group"], found["corruption"]).savefig(study.output.figure, dpi=200)
-    print(table(found["group"], results))
-    print(verdicts(found))
-    print(f"wrote {study.output.store} and {study.output.figure}")
-    return finish(check(found["group"], results, study.chance), args.data)
+
+    rates = {by: differing(results, by) for by in ("group", "corruption")}
+    draw(rates["group"], rates["corruption"]).savefig(study.output.figure, dpi=200)
+    print(table(rates["group"], results))
+    print(verdicts(rates))
+    study.output.print_files()
+    return finish(check(rates["group"], results, study.chance), args.data)
 
 
-def one_training(study: Training, nth: int) -> xr.Dataset:
-    """What the CNN of a seed, fine-tuned in three ways, decides of the validation images."""
-    args, loaders = argparse.Namespace(**vars(study.args)), study.loaders
+def decide(study: Study, nth: int) -> xr.Dataset:
+    """Train the CNN of a seed, fine-tune it in three ways, and return their decisions on the validation images."""
+    args = argparse.Namespace(**vars(study.args))
     args.seed += nth
+    # The first CNN is that of the study itself.
     if nth:
-        study = study.other(args)
-        study.loaders = loaders  # the same images for all
+        # Data of another seed would be split anew: all are shown the same images.
+        study = replace(study.with_cnn(args), loaders=study.loaders)
     study.train_cnn(f"cnn_{nth}", f"CNN {nth}")
+
     torch.manual_seed(args.seed)
-    models = {
-        CNN: copy.deepcopy(study.cnn),
-        TCNN: reparameterize(study.cnn),
-        ORDER: copy.deepcopy(study.cnn),
-    }
-    for (name, model), file in zip(
-        models.items(), ("control", "tcnn", "order"), strict=True
-    ):
-        seed = args.seed + FAR if name == ORDER else args.seed
-        list(study.fine_tune(model, f"{file}_{nth}", f"{name} {nth}", seed=seed))
+    control, tcnn = copy.deepcopy(study.cnn), reparameterize(study.cnn)
+    reordered = copy.deepcopy(study.cnn)
+    runs = [
+        study.finetune(control, f"control_{nth}", f"{CNN} {nth}", seed=args.seed),
+        study.finetune(tcnn, f"tcnn_{nth}", f"{TCNN} {nth}", seed=args.seed),
+        study.finetune(
+            reordered, f"order_{nth}", f"{ORDER} {nth}", seed=args.seed + FAR
+        ),
+    ]
+    for results in runs:
+        list(results)  # train to the end
+
+    models = {CNN: control, TCNN: tcnn, ORDER: reordered}
     images = PixelBatches(study.cnn, study.loaders[1], args.images)
     return evaluation.robustness(
         models,
@@ -124,23 +136,25 @@ def one_training(study: Training, nth: int) -> xr.Dataset:
 
 
 def with_other_start(results: xr.Dataset) -> xr.Dataset:
-    """The CNN of the next training beside that of each one: it began elsewhere."""
+    """Return the results with a model more: the CNN of the next training, which began elsewhere."""
     decided = [name for name in results.data_vars if "model" in results[name].dims]
-    other = results[decided].sel(model=[CNN]).roll(training=-1, roll_coords=False)
+    next_cnn = results[decided].sel(model=[CNN]).roll(training=-1, roll_coords=False)
     return xr.concat(
-        [results, other.assign_coords(model=np.array([START], dtype=object))],
+        [results, next_cnn.assign_coords(model=np.array([START], dtype=object))],
         "model",
         data_vars="minimal",
     )
 
 
 def differing(results: xr.Dataset, by: str) -> xr.DataArray:
-    """How often each model decides otherwise than the CNN of its training: (training, model, by, image).
+    """Return whether each model decides otherwise than the CNN of its training: (training, model, by, image).
 
     Labels of ``by`` begin with "clean".
     """
-    each = (results.isel(training=nth) for nth in range(results.sizes["training"]))
-    runs = [by_condition(run, by).sel(other=CNN, drop=True) for run in each]
+    runs = [
+        by_condition(results.isel(training=nth), by).sel(other=CNN, drop=True)
+        for nth in range(results.sizes["training"])
+    ]
     models = [name for name in COLORS if name in results.model]
     return (
         xr.concat(runs, "training")
@@ -149,20 +163,21 @@ def differing(results: xr.Dataset, by: str) -> xr.DataArray:
     )
 
 
-def surplus(found: xr.DataArray, than: str) -> tuple[xr.DataArray, xr.DataArray]:
-    """How much more often the T-CNN differs from the CNN than another does, and the 95 % interval."""
-    more = found.sel(model=TCNN, drop=True) - found.sel(model=than, drop=True)
-    return more.mean(OVER), evaluation.mean_interval(more, OVER)
+def surplus(rates: xr.DataArray, than: str) -> tuple[xr.DataArray, xr.DataArray]:
+    """Return how much more often the T-CNN differs from the CNN than another model does, and the 95 % interval."""
+    difference = rates.sel(model=TCNN, drop=True) - rates.sel(model=than, drop=True)
+    return difference.mean(OVER), evaluation.mean_interval(difference, OVER)
 
 
-@mpl.rc_context({"font.size": 9, "axes.spines.top": False, "axes.spines.right": False})
+@mpl.rc_context(STYLE)
 def draw(by_group: xr.DataArray, by_corruption: xr.DataArray) -> Figure:
-    """Disagreement by group, and the T-CNN's surplus by corruption."""
+    """Draw disagreement by group, and the T-CNN's surplus by corruption."""
     figure = Figure(figsize=(11, 4), layout="constrained")
     a, b = figure.subplots(1, 2)
     models = by_group.model.values.tolist()
     for nth, name in enumerate(models):
         values = by_group.sel(model=name)
+        # Bars of all models share 0.8 of the distance between ticks.
         at = np.arange(values.sizes["group"]) + (
             nth - (len(models) - 1) / 2
         ) * 0.8 / len(models)
@@ -191,8 +206,7 @@ def draw(by_group: xr.DataArray, by_corruption: xr.DataArray) -> Figure:
     )
     b.set(ylabel=f"T-CNN more often than {ORDER}", title="by corruption")
     b.axhline(0, color="k", lw=0.8)
-    for panel, letter in ((a, "A"), (b, "B")):
-        panel.set_title(letter, loc="left", fontweight="bold")
+    add_letters([a, b])
     return figure
 
 
@@ -205,7 +219,8 @@ def bar(
     label: str,
     width: float,
 ) -> None:
-    """Bars with their intervals."""
+    """Draw bars with their intervals."""
+    # Rounding may put a bound on the wrong side of the mean.
     reach = np.clip(
         [mean - interval.sel(bound="low"), interval.sel(bound="high") - mean], 0, None
     )
@@ -221,7 +236,7 @@ def bar(
 
 
 def table(by_group: xr.DataArray, results: xr.Dataset) -> str:
-    """Disagreement with the CNN by model and condition; and accuracies."""
+    """Return disagreement with the CNN by model and condition, and accuracies, as a table."""
     trainings = f"{results.sizes['training']} trainings"
     lines = [
         f"\nshare of {results.sizes['image']} images decided otherwise than by the CNN; {trainings}"
@@ -241,15 +256,15 @@ def table(by_group: xr.DataArray, results: xr.Dataset) -> str:
     return "\n".join(lines)
 
 
-def verdicts(found: dict[str, xr.DataArray]) -> str:
-    """Where the T-CNN departs further from the CNN than each yardstick, by the intervals."""
+def verdicts(rates: dict[str, xr.DataArray]) -> str:
+    """Return lines on where the T-CNN departs further from the CNN than each yardstick, by the intervals."""
     lines = []
-    for than in found["group"].model.values[1:]:
+    for than in rates["group"].model.values[1:]:
         lines.append(
             f"\nthe T-CNN differs from the CNN more often than {than!r}, with 95 % interval:"
         )
         for by in ("group", "corruption"):
-            mean, interval = surplus(found[by], than)
+            mean, interval = surplus(rates[by], than)
             for label in mean[by].values[
                 by == "corruption" :
             ]:  # clean images are in both
@@ -271,23 +286,25 @@ def verdicts(found: dict[str, xr.DataArray]) -> str:
 
 
 def check(by_group: xr.DataArray, results: xr.Dataset, chance: float) -> bool:
-    """Whether the models learned, and the CNN of another order shares errors with the CNN, on clean images."""
-    seen = learned(
+    """Return whether the models learned, and the CNN of another order shares errors with the CNN, on clean images."""
+    has_learned = learned(
         "a model", float(results.clean_accuracy.min()), results.sizes["image"], chance
     )
     differ = float(by_group.sel(model=ORDER, group="clean").mean())
-    one, other = (results.clean_accuracy.sel(model=name) for name in (CNN, ORDER))
-    return agree_on_errors(differ, one, other, "two orders of images") and seen
+    cnn, reordered = (results.clean_accuracy.sel(model=name) for name in (CNN, ORDER))
+    return (
+        agree_on_errors(differ, cnn, reordered, "two orders of images") and has_learned
+    )
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
-    """The command line; the digits and the user's own images have different defaults."""
+    """Parse the command line; the digits and the user's own images have different defaults."""
     parser = study_parser(__doc__)
-    several = ", or of several models, which are compared as they are (needs --pretrained and --data)"
+    models_help = ", or of several models, which are compared as they are (needs --pretrained and --data)"
     add_training(
         parser,
         small="1 seed, 4 epochs, 4 corruptions, 2 severities, 30 seconds",
-        several=several,
+        models_help=models_help,
     )
     add = parser.add_argument_group("comparison").add_argument
     add(
@@ -300,29 +317,12 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         type=from_least(2),
         help="validation images, spread evenly (default: 150; all of --data)",
     )
-    add(
-        "--corruptions",
-        nargs="+",
-        choices=evaluation.CORRUPTIONS,
-        metavar="NAME",
-        help="(default: all 15)",
-    )
-    add(
-        "--severities",
-        type=int,
-        nargs="+",
-        choices=range(1, 6),
-        help="of the corruptions (default: 1 3 5)",
-    )
+    add_corruptions(add, severities="1 3 5")
     add_output(parser)
     args = parsed(parser, arguments, "disagreement")
     one_or_several(parser, args)
-    easier = {
-        "img_size": 40,
-        "clutter": 3,
-        "cnn_epochs": 12,
-        "epochs": 4,
-    }  # of larger scenes some CNNs learn little
+    # Of larger scenes some CNNs learn little.
+    easier = {"img_size": 40, "clutter": 3, "cnn_epochs": 12, "epochs": 4}
     settle(parser, args, digits=easier)
     if args.small:
         fill_in(
@@ -335,26 +335,31 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
 
 
 def one_or_several(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
-    """One model has its name and its weights; several have lists of them."""
+    """Parse names and weights: of one model a name and a file, of several models lists of them."""
     names = args.model if isinstance(args.model, list) else [args.model]
-    given = args.pretrained if isinstance(args.pretrained, list) else [args.pretrained]
-    given = given or [True] * len(names)
-    if len(given) != len(names) and any(given):
+    weights = (
+        args.pretrained if isinstance(args.pretrained, list) else [args.pretrained]
+    )
+    # --pretrained without files is an empty list: timm's weights for all. Without it, it is False.
+    weights = weights or [True] * len(names)
+    if len(weights) != len(names) and any(weights):
         parser.error(
-            f"--pretrained: expected a file for each of {len(names)} models, or none, got {len(given)} files"
+            f"--pretrained: expected a file for each of {len(names)} models, or none, got {len(weights)} files"
         )
+    # One model is a name and a file here too, as in every other study.
     if len(names) == 1:
-        args.model, args.pretrained = names[0], given[0]
+        args.model, args.pretrained = names[0], weights[0]
         return
-    if args.data == "digits" or not all(given):
+    if args.data == "digits" or not all(weights):
         parser.error(
             "--model: several models are compared as they are: give --pretrained and --data too"
         )
-    if len({*zip(names, given, strict=True)}) < len(names):
+    # A model always agrees with itself.
+    if len({*zip(names, weights, strict=True)}) < len(names):
         parser.error(
             "--model: expected models that differ in their name or their file, got one twice"
         )
-    args.pretrained = given
+    args.pretrained = weights
 
 
 if __name__ == "__main__":

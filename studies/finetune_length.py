@@ -1,4 +1,4 @@
-"""How much longer fine-tuning brings, with attention and without (T-CNN paper, Table 4).
+"""Gain of longer fine-tuning, with attention and without (T-CNN paper, Table 4).
 
     python studies/finetune_length.py
 
@@ -25,16 +25,20 @@ On your own images, as the paper did on ImageNet with a GPU:
 """
 
 import argparse
+import copy
 import sys
-from collections.abc import Iterator
 
 import matplotlib as mpl
+import torch
 import xarray as xr
 from matplotlib.figure import Figure
 
 from common.ending import ended, finish, learned
+from common.figures import STYLE, add_letters, whole_ticks
 from common.options import add_output, fill_in, from_least, parsed, study_parser
-from common.training import Training, add_training, begin, settle
+from common.training import begin
+from common.training_options import add_training, settle
+from tcnn_model import reparameterize
 from tcnn_probe.plot import OKABE_ITO
 
 CONTROL, TCNN = "CNN", "T-CNN"
@@ -42,60 +46,69 @@ COLORS = {CONTROL: "0.25", TCNN: OKABE_ITO["vermillion"]}
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the study; 0 if it saw what it stands for, 3 if not."""
+    """Run the study; return 0 if it saw what it stands for, 3 if not."""
     args = parse(arguments)
+
+    # Load the CNN and the digits, and train the CNN.
     study = begin("finetune_length", args, stages=1 + 2 * len(args.lengths))
     study.train_cnn()
-    found = xr.concat(list(curves(study)), "length", join="outer").assign(
-        images=len(study.loaders[1].dataset)
-    )
-    study.output.save(found)
-    draw(found).savefig(study.output.figure, dpi=200)
-    print(table(found))
-    print(f"wrote {study.output.store} and {study.output.figure}")
-    return finish(check(found, study.chance), args.data)
 
-
-def curves(study: Training) -> Iterator[xr.Dataset]:
-    """Accuracy of both models by epoch, for each length."""
-    for length in study.args.lengths:
-        results = study.both(f"{length}", f"{length} epochs", epochs=length)
-        top1 = [[result.top1 for result in run] for run in results]
-        coords = {
-            "model": [CONTROL, TCNN],
-            "epoch": range(length + 1),
-            "length": [length],
+    # Fine-tune the CNN as it is (control) and converted, for each number of epochs, and watch their accuracies.
+    by_length = []
+    for length in args.lengths:
+        torch.manual_seed(args.seed)  # the same queries and keys for each length
+        control, tcnn = copy.deepcopy(study.cnn), reparameterize(study.cnn)
+        runs = {
+            CONTROL: study.finetune(
+                control,
+                f"control_{length}",
+                f"the CNN, {length} epochs",
+                epochs=length,
+            ),
+            TCNN: study.finetune(
+                tcnn, f"tcnn_{length}", f"the T-CNN, {length} epochs", epochs=length
+            ),
         }
-        of_length = xr.Dataset({"top1": (("length", "model", "epoch"), [top1])}, coords)
-        yield of_length.assign_coords(
-            model=of_length.model.astype(object)
-        )  # zarr warns of fixed-width text
+        top1 = [[result.top1 for result in results] for results in runs.values()]
+        coords = {"model": list(runs), "epoch": range(length + 1)}
+        by_length.append(xr.DataArray(top1, coords, ("model", "epoch"), name="top1"))
+    # Shorter runs have NaN at the epochs that they do not have.
+    lengths = xr.Variable("length", args.lengths)
+    scores = xr.concat(by_length, lengths, join="outer").to_dataset()
+    scores["images"] = len(study.validation)
+
+    study.output.save(scores)
+    draw(scores).savefig(study.output.figure, dpi=200)
+    print(table(scores))
+    study.output.print_files()
+    return finish(check(scores, study.chance), args.data)
 
 
-def end(found: xr.Dataset) -> xr.DataArray:
-    """Accuracy after each fine-tuning, (model, length)."""
-    return found.top1.sel(epoch=found.length)
+def end(scores: xr.Dataset) -> xr.DataArray:
+    """Return the accuracy after each fine-tuning, (model, length)."""
+    return scores.top1.sel(epoch=scores.length)
 
 
-@mpl.rc_context({"font.size": 9, "axes.spines.top": False, "axes.spines.right": False})
-def draw(found: xr.Dataset) -> Figure:
-    """Accuracies at the end, and on the way there."""
+@mpl.rc_context(STYLE)
+def draw(scores: xr.Dataset) -> Figure:
+    """Draw accuracies at the end, and on the way there."""
     figure = Figure(figsize=(9, 3.8), layout="constrained")
     a, b = figure.subplots(1, 2, sharey=True)
     for name, color in COLORS.items():
-        start = float(found.top1.sel(model=name, epoch=0)[0])
-        ends = end(found).sel(model=name)
+        # Runs of all lengths start alike.
+        start = float(scores.top1.sel(model=name, epoch=0)[0])
+        ends = end(scores).sel(model=name)
         a.plot(
-            [0, *found.length.values],
+            [0, *scores.length.values],
             [start, *ends.values],
             color=color,
             marker="o",
             label=name,
         )
-        for length in found.length.values:
-            one = found.top1.sel(model=name, length=length)
-            b.plot(found.epoch, one, color=color, lw=1.4)
-            b.plot([length], [float(one.sel(epoch=length))], "o", color=color, ms=4)
+        for length in scores.length.values:
+            curve = scores.top1.sel(model=name, length=length)
+            b.plot(scores.epoch, curve, color=color, lw=1.4)
+            b.plot([length], [float(curve.sel(epoch=length))], "o", color=color, ms=4)
     a.set(
         xlabel="epochs of fine-tuning",
         ylabel="validation accuracy",
@@ -103,36 +116,37 @@ def draw(found: xr.Dataset) -> Figure:
     )
     b.set(xlabel="epoch", title="accuracy by epoch, a line a run")
     a.legend(frameon=False)
-    for panel, letter in ((a, "A"), (b, "B")):
-        panel.set_title(letter, loc="left", fontweight="bold")
-        panel.xaxis.get_major_locator().set_params(integer=True)
+    for panel in (a, b):
+        whole_ticks(panel)
+    add_letters([a, b])
     return figure
 
 
-def table(found: xr.Dataset) -> str:
-    """Table 4 of the paper, with the control."""
-    error = (0.25 / int(found.images)) ** 0.5
+def table(scores: xr.Dataset) -> str:
+    """Return Table 4 of the paper, with the control."""
+    # Of a share, largest at 1/2.
+    error = (0.25 / int(scores.images)) ** 0.5
     lines = [
-        f"\n{'epochs':>6}{'CNN':>8}{'T-CNN':>8}   (one seed, {int(found.images)} validation images: a standard ",
+        f"\n{'epochs':>6}{'CNN':>8}{'T-CNN':>8}   (one seed, {int(scores.images)} validation images: a standard ",
     ]
     lines[0] += f"error is at most {error:.3f})"
     rows = [
-        (0, found.top1.isel(epoch=0, length=0)),
-        *((n, end(found).sel(length=n)) for n in found.length.values),
+        (0, scores.top1.isel(epoch=0, length=0)),
+        *((length, end(scores).sel(length=length)) for length in scores.length.values),
     ]
     lines += [
-        f"{n:>6}{float(row.sel(model=CONTROL)):>8.3f}{float(row.sel(model=TCNN)):>8.3f}"
-        for n, row in rows
+        f"{length:>6}{float(row.sel(model=CONTROL)):>8.3f}{float(row.sel(model=TCNN)):>8.3f}"
+        for length, row in rows
     ]
     return "\n".join(lines)
 
 
-def check(found: xr.Dataset, chance: float) -> bool:
-    """Whether the models learned, and the longest fine-tuning of the T-CNN ended more accurate than the shortest."""
-    last = end(found)
-    seen = [
+def check(scores: xr.Dataset, chance: float) -> bool:
+    """Return whether the models learned, and the T-CNN ended more accurate after the longest fine-tuning."""
+    last = end(scores)
+    have_learned = [
         learned(
-            f"the {name}", float(last.sel(model=name)[-1]), int(found.images), chance
+            f"the {name}", float(last.sel(model=name)[-1]), int(scores.images), chance
         )
         for name in COLORS
     ]
@@ -141,11 +155,11 @@ def check(found: xr.Dataset, chance: float) -> bool:
     print(
         f"check: the T-CNN {verdict} accurate after the longest fine-tuning: {shortest:.3f} and {longest:.3f}"
     )
-    return all(seen) and longest > shortest
+    return all(have_learned) and longest > shortest
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
-    """The command line; the digits and the user's own images have different defaults."""
+    """Parse the command line; the digits and the user's own images have different defaults."""
     parser = study_parser(__doc__)
     add_training(parser, small="1 and 4 epochs, 10 seconds")
     add = parser.add_argument_group("lengths").add_argument
@@ -157,6 +171,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     )
     add_output(parser)
     args = parsed(parser, arguments, "finetune_length")
+    # Two options for one thing could contradict each other.
     if args.epochs is not None:
         parser.error(
             "--epochs: here --lengths says how long, such as --lengths 10 20 50"

@@ -1,4 +1,4 @@
-"""How gates, attention spans and entropies change while a T-CNN is fine-tuned (T-CNN paper, Fig. 4).
+"""Evolution of gates, attention spans and entropies while a T-CNN is fine-tuned (T-CNN paper, Fig. 4).
 
     python studies/gating_evolution.py
 
@@ -30,193 +30,234 @@ On your own images, as the papers did on ImageNet with a GPU:
 
 import argparse
 import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 
 import matplotlib as mpl
+import torch
 import xarray as xr
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 import tcnn_probe
-from common.ending import ended, finish, learned
-from common.options import add_output, parsed, study_parser
-from common.training import (
+from common.controls import (
     CONTROLS,
+    TRAINING_TITLES,
     add_controls,
-    add_training,
-    begin,
+    control_models,
     count_controls,
-    settle,
 )
-from tcnn_model import EpochResult
+from common.ending import ended, finish, learned
+from common.figures import STYLE, add_letters, ordered_colors
+from common.head_types import BY_GATE
+from common.options import add_output, parsed, study_parser
+from common.training import begin
+from common.training_options import add_training, settle
+from tcnn_model import EpochResult, reparameterize
 from tcnn_probe.plot import OKABE_ITO
 
-Run = list[EpochResult]
+EpochResults = Sequence[EpochResult]
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the study; 0 if it saw what it stands for, 3 if not."""
+    """Run the study; return 0 if it saw what it stands for, 3 if not."""
     args = parse(arguments)
-    study = begin("gating_evolution", args, stages=2 + count_controls(args))
-    training = study.train_cnn()
-    controls = study.controls()
-    output = study.output
-    _, dataset = study.tcnn(
-        output.store,
-        scalars=lambda result: {
-            f"{name}_top1": run[result.epoch].top1
-            for name, (_, run) in controls.items()
-        },
-    )
 
-    draw(dataset, training).savefig(output.figure, dpi=200)
+    # Load the CNN and the digits, and train the CNN.
+    study = begin("gating_evolution", args, stages=2 + count_controls(args))
+    cnn, output = study.cnn, study.output
+    cnn_results = study.train_cnn()
+
+    # The controls first, so that their accuracies can stand in the recording of the T-CNN.
+    control_results: dict[str, EpochResults] = {}
+    for name, control in control_models(cnn, args).items():
+        results = study.finetune(control, name, TRAINING_TITLES[name])
+        control_results[name] = list(results)
+
+    # Convert the CNN's last stage to attention and fine-tune it, with every head recorded.
+    torch.manual_seed(args.seed)  # queries and keys are new
+    tcnn = reparameterize(cnn)
+    with tcnn_probe.record(tcnn, output.store) as recorder:
+        for result in study.finetune(tcnn, "tcnn", "the T-CNN"):
+            # A resumed run has marked its first epochs before.
+            recorder.mark(
+                if_marked="skip",
+                **accuracies(control_results, result.epoch),
+                **asdict(result),
+            )
+        dataset = recorder.dataset.load()
+
+    # Type the heads, and draw how they got there.
+    types = tcnn_probe.head_types(dataset.isel(epoch=-1), by="gate")
+    draw(dataset, cnn_results).savefig(output.figure, dpi=200)
     print(head_table(dataset))
+    print(type_counts(types))
     print(accuracy_report(dataset))
-    print(f"wrote {output.store} and {output.figure}")
+    output.print_files()
     return finish(check(dataset, study.chance), args.data)
 
 
-@mpl.rc_context({"font.size": 9, "axes.spines.top": False, "axes.spines.right": False})
-def draw(dataset: xr.Dataset, training: Run) -> Figure:
-    """Fig. 4 of the paper, with a panel for the entropies."""
+def accuracies(
+    control_results: Mapping[str, EpochResults], epoch: int
+) -> dict[str, float]:
+    """Return the accuracies of the controls after an epoch, under the names that the recording has for them."""
+    return {
+        f"{name}_top1": results[epoch].top1 for name, results in control_results.items()
+    }
+
+
+@mpl.rc_context(STYLE)
+def draw(dataset: xr.Dataset, cnn_results: EpochResults) -> Figure:
+    """Draw Fig. 4 of the paper, with a panel for the entropies."""
     figure = Figure(figsize=(10, 6.4), layout="constrained")
     axes = figure.subplot_mosaic("AB;AB;CD;CE")
-    count = len(dataset.layer)
-    colors = list(
-        mpl.colormaps["viridis"].resampled(count + 1)(range(count))
-    )  # without its lightest
+    draw_accuracies(axes["A"], dataset, cnn_results)
 
-    a = axes["A"]
-    if training:
-        before = [r.epoch - training[-1].epoch for r in training]
-        a.plot(before, [r.top1 for r in training], color="0.6", label="CNN, training")
-    a.plot(
-        dataset.epoch,
-        dataset.control_top1,
-        color="0.25",
-        ls="--",
-        label="CNN, fine-tuned (control)",
+    layers = dataset.layer.values.tolist()
+    colors = ordered_colors(len(layers))
+    panels = {
+        "B": "attention_span",
+        "C": "gate",
+        "D": "content_entropy",
+        "E": "positional_entropy",
+    }
+    for letter, variable in panels.items():
+        tcnn_probe.plot.evolution(
+            dataset[variable], axes[letter], colors=colors, legend=False
+        )
+        axes[letter].set_xlabel("epoch after reparameterization")
+    axes["B"].set(
+        ylabel=r"attention span $1/\alpha$ (pixel$^2$)",
+        title="size of the receptive field",
     )
-    for name, color in (
-        ("unstrided", OKABE_ITO["blue"]),
-        ("matched", OKABE_ITO["green"]),
-    ):
+    axes["C"].set(
+        ylabel=r"gate $\sigma(\lambda)$",
+        title="attention paid to position",
+        ylim=(0, 1),
+    )
+    # The entropies lie too far apart for one scale, so one panel is split in two: D has the title, E the epochs.
+    axes["D"].set(
+        ylabel="content (nat)", title="entropy of content (above) and position (below)"
+    )
+    axes["D"].set(xlabel="", xticklabels=[])
+    axes["E"].set(ylabel="position (nat)", title="")
+
+    handles = [mpl.lines.Line2D([], [], color=color, lw=2.5) for color in colors]
+    figure.legend(handles, layers, loc="outside lower center", ncols=4, frameon=False)
+    add_letters(axes[letter] for letter in "ABCD")  # E belongs to D
+    return figure
+
+
+def draw_accuracies(
+    panel: Axes, dataset: xr.Dataset, cnn_results: EpochResults
+) -> None:
+    """Draw the accuracies of the CNN, its controls and its T-CNN, at negative epochs before reparameterization."""
+    if cnn_results:  # none if it came with weights
+        last = cnn_results[-1].epoch
+        panel.plot(
+            [result.epoch - last for result in cnn_results],
+            [result.top1 for result in cnn_results],
+            color="0.6",
+            label="CNN, training",
+        )
+    styles = {
+        "control": ("0.25", "--"),
+        "unstrided": (OKABE_ITO["blue"], "-."),
+        "matched": (OKABE_ITO["green"], "-."),
+    }
+    for name, (color, style) in styles.items():
         if f"{name}_top1" in dataset:
-            label = f"{CONTROLS[name]} (control)"
-            a.plot(
+            panel.plot(
                 dataset.epoch,
                 dataset[f"{name}_top1"],
                 color=color,
-                ls="-.",
-                label=label,
+                ls=style,
+                label=f"{CONTROLS[name]} (control)",
             )
-    a.plot(
+    panel.plot(
         dataset.epoch,
         dataset.top1,
         color=OKABE_ITO["vermillion"],
         lw=2,
         label="T-CNN, fine-tuned",
     )
-    a.axvline(0, color="0.8", lw=1, zorder=0, label="reparameterized")
-    a.set(
+    panel.axvline(0, color="0.8", lw=1, zorder=0, label="reparameterized")
+    panel.set(
         ylabel="validation accuracy",
         title="accuracy",
         xlabel="epoch after reparameterization",
     )
-    a.legend(frameon=False)
-
-    one = {"colors": colors, "legend": False}
-    tcnn_probe.plot.evolution(dataset.attention_span, axes["B"], **one)
-    axes["B"].set(
-        ylabel=r"attention span $1/\alpha$ (pixel$^2$)",
-        title="size of the receptive field",
-    )
-    tcnn_probe.plot.evolution(dataset.gate, axes["C"], **one)
-    axes["C"].set(
-        ylabel=r"gate $\sigma(\lambda)$",
-        title="attention paid to position",
-        ylim=(0, 1),
-    )
-    tcnn_probe.plot.evolution(dataset.content_entropy, axes["D"], **one)
-    axes["D"].set(
-        ylabel="content (nat)", title="entropy of content (above) and position (below)"
-    )
-    tcnn_probe.plot.evolution(dataset.positional_entropy, axes["E"], **one)
-    axes["E"].set(ylabel="position (nat)", title="")
-    axes["D"].set(xlabel="", xticklabels=[])
-    for panel in "BCE":  # D and E are one panel
-        axes[panel].set_xlabel("epoch after reparameterization")
-    handles = [mpl.lines.Line2D([], [], color=color, lw=2.5) for color in colors]
-    figure.legend(
-        handles,
-        dataset.layer.values.tolist(),
-        loc="outside lower center",
-        ncols=4,
-        frameon=False,
-    )
-    for name in "ABCD":
-        axes[name].set_title(name, loc="left", fontweight="bold")
-    return figure
+    panel.legend(frameon=False)
 
 
 def head_table(dataset: xr.Dataset) -> str:
-    """The gate of every head at the end, by layer."""
+    """Return the gate of every head at the end, by layer, as a table."""
     last = dataset.isel(epoch=-1)
     width = max(len(str(name)) for name in last.layer.values)
-    heads = " ".join(f"{h:>4}" for h in last["head"].values)
+    heads = " ".join(f"{head:>4}" for head in last["head"].values)
     lines = [
-        f"\ngate of each head after epoch {int(last.epoch)} (1: by position alone, 0: by content alone)"
+        f"\ngate of each head after epoch {int(last.epoch)} (1: by position alone, 0: by content alone)",
+        f"{'layer':<{width}}  {heads}   mean  span  H(content)  H(position)",
     ]
-    lines.append(f"{'layer':<{width}}  {heads}   mean  span  H(content)  H(position)")
+    columns = ["gate", "attention_span", "content_entropy", "positional_entropy"]
     for layer in last.layer.values:
         row = last.sel(layer=layer)
-        gates = " ".join(f"{g:4.2f}" if g == g else "    " for g in row.gate.values)
-        means = [
-            float(row[v].mean())
-            for v in ("gate", "attention_span", "content_entropy", "positional_entropy")
-        ]
+        # NaN of heads that this layer does not have
+        gates = " ".join("    " if g != g else f"{g:4.2f}" for g in row.gate.values)
+        gate, span, content, position = (float(row[name].mean()) for name in columns)
         lines.append(
-            f"{layer:<{width}}  {gates}   {means[0]:4.2f} {means[1]:5.2f}  {means[2]:10.2f}  {means[3]:11.2f}"
+            f"{layer:<{width}}  {gates}   {gate:4.2f} {span:5.2f}  {content:10.2f}  {position:11.2f}"
         )
     return "\n".join(lines)
 
 
+def type_counts(types: xr.DataArray) -> str:
+    """Return a sentence on the number of heads of each type."""
+    counts = [
+        f"{int((types == kind).sum())} {words}" for kind, words in BY_GATE.items()
+    ]
+    return f"heads by their gate: {', '.join(counts)}"
+
+
 def accuracy_report(dataset: xr.Dataset) -> str:
-    """Which of the two ended ahead, and by how many standard errors of the validation set."""
+    """Return a sentence on which model ended ahead, and by how many standard errors of the validation set."""
     start, last = dataset.isel(epoch=0), dataset.isel(epoch=-1)
     tcnn, control = float(last.top1), float(last.control_top1)
-    ahead = (
-        "equal" if tcnn == control else "T-CNN ahead" if tcnn > control else "CNN ahead"
-    )
+    verdict = "T-CNN ahead" if tcnn > control else "CNN ahead"
+    if tcnn == control:
+        verdict = "equal"
     n = float(last.images.isel(layer=0))
     error = ((tcnn * (1 - tcnn) + control * (1 - control)) / n) ** 0.5
-    others = [name for name in ("unstrided", "matched") if f"{name}_top1" in last]
     further = "".join(
-        f", {CONTROLS[name]} {float(last[f'{name}_top1']):.3f}" for name in others
+        f", {CONTROLS[name]} {float(last[f'{name}_top1']):.3f}"
+        for name in ("unstrided", "matched")
+        if f"{name}_top1" in last
     )
     return (
         f"\nvalidation accuracy: CNN {float(start.control_top1):.3f}; reparameterized {float(start.top1):.3f}; "
         f"after fine-tuning T-CNN {tcnn:.3f}, CNN {control:.3f}{further} "
-        f"({ahead}: {tcnn - control:+.3f}, standard error about {error:.3f} on {n:.0f} images, one seed)"
+        f"({verdict}: {tcnn - control:+.3f}, standard error about {error:.3f} on {n:.0f} images, one seed)"
     )
 
 
 def check(dataset: xr.Dataset, chance: float) -> bool:
-    """Whether the mean gates of the layers moved apart and the T-CNN learned something."""
+    """Return whether the mean gates of the layers moved apart and the T-CNN learned something."""
     means = dataset.gate.mean("head")
     spread = means.max("layer") - means.min("layer")
     start, end = float(spread[0]), float(spread[-1])
-    seen = end > start + 0.1
-    verdict = "moved apart" if seen else "did NOT move apart"
+    # All gates start alike, so the spread starts at 0; less than 0.1 can hardly be seen in the figure.
+    moved = end > start + 0.1
+    verdict = "moved apart" if moved else "did NOT move apart"
     print(
         f"check: mean gates of the layers {verdict}: from {start:.2f} to {end:.2f} between the furthest two"
     )
     last = dataset.isel(epoch=-1)
-    return (
-        learned("the T-CNN", float(last.top1), int(last.images.max()), chance) and seen
-    )
+    images = int(last.images.max())
+    return learned("the T-CNN", float(last.top1), images, chance) and moved
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
-    """The command line; the digits and the user's own images have different defaults."""
+    """Parse the command line; the digits and the user's own images have different defaults."""
     parser = study_parser(__doc__)
     add_training(parser, small="4 epochs, 10 seconds")
     add_controls(parser)

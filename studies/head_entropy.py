@@ -1,4 +1,4 @@
-"""How evenly and how far convolutional and low-gate heads look, by epoch and layer (T-CNN paper, Figs. 4 and 5).
+"""Entropy and distance of the attention of convolutional and low-gate heads (T-CNN paper, Figs. 4 and 5).
 
     python studies/head_entropy.py
 
@@ -34,6 +34,7 @@ On your own images, as the papers did on ImageNet with a GPU:
 
 import argparse
 import sys
+from dataclasses import asdict
 
 import matplotlib as mpl
 import torch
@@ -45,49 +46,77 @@ from torch import Tensor
 
 import tcnn_probe
 from common.ending import ended, finish
+from common.figures import STYLE, add_letters, whole_ticks
 from common.head_types import BY_GATE, COLORS, PAIR
 from common.options import add_output, parsed, study_parser
-from common.training import add_training, begin, settle
-from tcnn_model import GPSA, gpsa
+from common.training import begin
+from common.training_options import add_training, settle
+from tcnn_model import GPSA, gpsa, reparameterize
 from tcnn_probe.probes import ForwardCall
 
 PARTS = {"positional": "-", "content": "--"}
-WHOLE = (
+SAVED = (
     "gate",
     "entropy",
     "attention_distance",
     "content_entropy",
     "positional_entropy",
 )
-EVEN = ("uniform_entropy", "uniform_distance")
+UNIFORM = ("uniform_entropy", "uniform_distance")
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the study; 0 if it saw what it stands for, 3 if not."""
+    """Run the study; return 0 if it saw what it stands for, 3 if not."""
     args = parse(arguments)
+
+    # Load the CNN and the digits, and train the CNN.
     study = begin("head_entropy", args, stages=2)
     study.train_cnn()
+
+    # Convert it and fine-tune it, with every head recorded, and how far the two parts of its attention reach.
+    torch.manual_seed(args.seed)  # queries and keys are new
+    tcnn = reparameterize(study.cnn)
     store = study.output.beside("_recording.zarr")
-    _, recorded = study.tcnn(store, probes=[*tcnn_probe.DEFAULT, DISTANCES])
-    found = numbers(recorded, tcnn_probe.open(store)[DISTANCES.kind].dataset.load())
-    study.output.save(found)
-    draw(found).savefig(study.output.figure, dpi=200)
-    print(table(found))
-    print(f"wrote {study.output.store} and {study.output.figure}")
-    return finish(check(found), args.data)
+    probes = [*tcnn_probe.DEFAULT, DISTANCES]
+    with tcnn_probe.record(tcnn, store, probes=probes) as recorder:
+        for result in study.finetune(tcnn, "tcnn", "the T-CNN"):
+            # A resumed run has marked its first epochs before.
+            recorder.mark(if_marked="skip", **asdict(result))
+        recording = recorder.dataset.load()
+        distances = recorder.tree[DISTANCES.kind].dataset.load()
+
+    # Type the heads at each epoch by their gates.
+    types = tcnn_probe.head_types(recording, by="gate")
+    heads = recording[[*SAVED, *UNIFORM, "top1"]].assign(head_type=types)
+    for name in DISTANCES.variables:
+        heads[name] = distances[name]
+
+    study.output.save(heads)
+    draw(heads).savefig(study.output.figure, dpi=200)
+    print(table(heads))
+    study.output.print_files()
+    return finish(check(heads), args.data)
 
 
 def distances_of_parts(call: ForwardCall) -> dict[str, Tensor]:
-    """Mean distance of attention with the gate at 1 and at 0, (B, heads) each."""
-    a = call.module.gated_attention(call.inputs[0])
+    """Return the mean distance of attention with the gate at 1 and at 0, (B, heads) each."""
+    attention = call.module.gated_attention(call.inputs[0])
     distances = {}
+    # With a gate of 1 attention is its positional part alone, with 0 its content part.
     for part, gate in (
-        ("positional", torch.ones_like(a.gate)),
-        ("content", torch.zeros_like(a.gate)),
+        ("positional", torch.ones_like(attention.gate)),
+        ("content", torch.zeros_like(attention.gate)),
     ):
-        values = a.key[:, :1, :, :1]  # any will do
+        values = attention.key[:, :1, :, :1]  # any will do
         statistics = gpsa(
-            a.query, a.key, values, a.position, gate, y=a.y, x=a.x, statistics=True
+            attention.query,
+            attention.key,
+            values,
+            attention.position,
+            gate,
+            y=attention.y,
+            x=attention.x,
+            statistics=True,
         )[1]
         distances[f"{part}_distance"] = statistics.attention_distance.mean(-1)
     return distances
@@ -110,33 +139,24 @@ DISTANCES = tcnn_probe.Probe(
 )
 
 
-def numbers(recorded: xr.Dataset, distances: xr.Dataset) -> xr.Dataset:
-    """What is drawn, (epoch, layer, head), with the type of each head."""
-    parts = distances[[f"{part}_distance" for part in PARTS]].assign_coords(
-        layer=recorded.layer, head=recorded["head"]
-    )
-    found = recorded[[*WHOLE, *EVEN, "top1"]].assign(parts.data_vars)
-    return found.assign(head_type=tcnn_probe.head_types(recorded, by="gate"))
-
-
-@mpl.rc_context({"font.size": 9, "axes.spines.top": False, "axes.spines.right": False})
-def draw(found: xr.Dataset) -> Figure:
-    """A column for each layer; rows: counts of the types, entropies, distances."""
-    columns = found.sizes["layer"]
+@mpl.rc_context(STYLE)
+def draw(heads: xr.Dataset) -> Figure:
+    """Draw a column for each layer, with rows for counts of the types, entropies and distances."""
+    columns = heads.sizes["layer"]
     figure = Figure(figsize=(max(6.4, 2.4 * columns + 0.6), 7), layout="constrained")
     axes = figure.subplots(3, columns, squeeze=False, sharex=True, sharey="row")
-    for column, layer in enumerate(found.layer.values):
-        one = found.sel(layer=layer)
-        counts(axes[0, column], one)
+    for column, layer in enumerate(heads.layer.values):
+        in_layer = heads.sel(layer=layer)
+        counts(axes[0, column], in_layer)
         axes[0, column].set_title(layer, fontsize=9)
-        parts(axes[1, column], one, "entropy", one.uniform_entropy)
-        parts(axes[2, column], one, "distance", one.uniform_distance)
+        parts(axes[1, column], in_layer, "entropy", in_layer.uniform_entropy)
+        parts(axes[2, column], in_layer, "distance", in_layer.uniform_distance)
         axes[2, column].set_xlabel("epoch")
-        axes[2, column].xaxis.get_major_locator().set_params(integer=True)
+        whole_ticks(axes[2, column])
     labels = ("heads of each type", "entropy (nat)", "distance (pixel)")
-    for row, (letter, label) in enumerate(zip("ABC", labels, strict=True)):
-        axes[row, 0].set(ylabel=label, ylim=(0, None))
-        axes[row, 0].set_title(letter, loc="left", fontweight="bold")
+    for panel, label in zip(axes[:, 0], labels, strict=True):
+        panel.set(ylabel=label, ylim=(0, None))
+    add_letters(axes[:, 0])
     handles = [Line2D([], [], color=COLORS[name], lw=2.5) for name in BY_GATE]
     handles += [Line2D([], [], color="0.3", ls=ls) for ls in (*PARTS.values(), ":")]
     names = [
@@ -148,12 +168,12 @@ def draw(found: xr.Dataset) -> Figure:
     return figure
 
 
-def counts(axes: Axes, one: xr.Dataset) -> None:
-    """How many heads are of each type, by epoch."""
+def counts(axes: Axes, heads: xr.Dataset) -> None:
+    """Draw the number of heads of each type, by epoch."""
     for name in BY_GATE:
         axes.plot(
-            one.epoch,
-            (one.head_type == name).sum("head"),
+            heads.epoch,
+            (heads.head_type == name).sum("head"),
             color=COLORS[name],
             marker="o",
             ms=3,
@@ -161,20 +181,22 @@ def counts(axes: Axes, one: xr.Dataset) -> None:
         )
 
 
-def parts(axes: Axes, one: xr.Dataset, measure: str, even: xr.DataArray) -> None:
-    """A line for each part and type, the mean over its heads; none where no head is of the type."""
+def parts(axes: Axes, heads: xr.Dataset, measure: str, uniform: xr.DataArray) -> None:
+    """Draw a line for each part and type, the mean over its heads; none where no head is of the type."""
     for part, ls in PARTS.items():
         for name in BY_GATE:
-            mean = one[f"{part}_{measure}"].where(one.head_type == name).mean("head")
-            axes.plot(
-                one.epoch, mean, color=COLORS[name], ls=ls, marker="o", ms=3, lw=1.5
+            mean = (
+                heads[f"{part}_{measure}"].where(heads.head_type == name).mean("head")
             )
-    axes.plot(one.epoch, even, color="0.3", ls=":", lw=1)
+            axes.plot(
+                heads.epoch, mean, color=COLORS[name], ls=ls, marker="o", ms=3, lw=1.5
+            )
+    axes.plot(heads.epoch, uniform, color="0.3", ls=":", lw=1)
 
 
-def table(found: xr.Dataset) -> str:
-    """Means by type at the end, over all layers."""
-    last = found.isel(epoch=-1)
+def table(heads: xr.Dataset) -> str:
+    """Return means by type at the end, over all layers."""
+    last = heads.isel(epoch=-1)
     columns = {
         "entropy": "H(whole)",
         "positional_entropy": "H(position)",
@@ -190,27 +212,29 @@ def table(found: xr.Dataset) -> str:
         f"{'type':14} heads" + "".join(f"{title:>13}" for title in columns.values())
     )
     for name, words in BY_GATE.items():
-        heads = last.head_type == name
+        is_type = last.head_type == name
         cells = "".join(
-            f"{float(last[variable].where(heads).mean()):13.2f}" for variable in columns
+            f"{float(last[variable].where(is_type).mean()):13.2f}"
+            for variable in columns
         )
         lines.append(
-            f"{words:14} {int(heads.sum()):5d}" + (cells if bool(heads.any()) else "")
+            f"{words:14} {int(is_type.sum()):5d}"
+            + (cells if bool(is_type.any()) else "")
         )
-    even = [float(last[name].mean()) for name in EVEN]
+    uniform = [float(last[name].mean()) for name in UNIFORM]
     lines.append(
-        f"if attention were even, to padding too: {even[0]:.2f} nat and {even[1]:.2f} pixels, mean over layers"
+        f"if attention were even, to padding too: {uniform[0]:.2f} nat and {uniform[1]:.2f} pixels, mean over layers"
     )
     return "\n".join(lines)
 
 
-def check(found: xr.Dataset) -> bool:
-    """Whether all heads start convolutional, and low-gate heads end looking further and more evenly than those."""
-    first, last = found.isel(epoch=0), found.isel(epoch=-1)
-    heads = int(first.gate.notnull().sum())
+def check(heads: xr.Dataset) -> bool:
+    """Return whether all heads start convolutional, and low-gate heads end looking further and more evenly."""
+    first, last = heads.isel(epoch=0), heads.isel(epoch=-1)
+    count = int(first.gate.notnull().sum())
     start = int((first.head_type == "convolutional").sum())
     print(
-        f"check: {start} of {heads} heads start convolutional{'' if start == heads else ', NOT all'}"
+        f"check: {start} of {count} heads start convolutional{'' if start == count else ', NOT all'}"
     )
     measures = {"entropy": "nat", "attention_distance": "pixels"}
     kinds = [last[list(measures)].where(last.head_type == name) for name in PAIR]
@@ -218,9 +242,10 @@ def check(found: xr.Dataset) -> bool:
     print(
         f"check: at the end {ends[0]} are convolutional and {ends[1]} low-gate{'' if all(ends) else ': NOT both kinds'}"
     )
+    # Means over no heads cannot be compared.
     if not all(ends):
         return False
-    seen = start == heads
+    passed = start == count
     for variable, unit in measures.items():
         low, high = (float(kind[variable].mean()) for kind in kinds)
         verdict = "larger" if high > low else "NOT larger"
@@ -228,12 +253,12 @@ def check(found: xr.Dataset) -> bool:
         print(
             f"check: {name} of low-gate heads {verdict}: {high:.2f} {unit}, convolutional {low:.2f}"
         )
-        seen = seen and high > low
-    return seen
+        passed = passed and high > low
+    return passed
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
-    """The command line; the digits and the user's own images have different defaults."""
+    """Parse the command line; the digits and the user's own images have different defaults."""
     parser = study_parser(__doc__)
     add_training(parser, small="4 epochs, gates at twice their rate, 10 seconds")
     add_output(parser)

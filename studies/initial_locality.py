@@ -1,4 +1,4 @@
-"""How strictly convolutional the start should be: locality strength and gate (T-CNN paper, Sec. 2).
+"""Strictness of the convolutional start: locality strength and gate (T-CNN paper, Sec. 2).
 
     python studies/initial_locality.py
 
@@ -30,17 +30,24 @@ On your own images, as the paper did on ImageNet with a GPU:
 import argparse
 import copy
 import sys
+from dataclasses import asdict
 
 import matplotlib as mpl
+import numpy as np
+import torch
 import xarray as xr
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+import tcnn_probe
 from common.ending import ended, finish, learned
+from common.figures import add_letters, ordered_colors, whole_ticks
 from common.options import add_output, fill_in, parsed, positive_number, study_parser
-from common.training import add_training, begin, settle
+from common.training import Study, begin
+from common.training_options import add_training, settle
+from tcnn_model import reparameterize
 
-KEPT = (
+SAVED = (
     "gate",
     "attention_span",
     "entropy",
@@ -52,163 +59,155 @@ KEPT = (
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the study; 0 if it saw what it stands for, 3 if not."""
+    """Run the study; return 0 if it saw what it stands for, 3 if not."""
     args = parse(arguments)
-    study = begin(
-        "initial_locality", args, stages=2 + len(args.strengths) * len(args.gatings)
-    )
+
+    # Load the CNN and the digits, and train the CNN.
+    stages = 2 + len(args.strengths) * len(args.gatings)
+    study = begin("initial_locality", args, stages=stages)
     study.train_cnn()
-    rows = []
+
+    # Convert it from each start, fine-tune, and record every head.
+    by_strength = []
     for strength in args.strengths:
-        row = []
-        for gating in args.gatings:
-            name = f"alpha={strength:g},lambda={gating:g}"
-            _, heads = study.tcnn(
-                study.output.beside(f"_{name}.zarr"),
-                file=name,
-                title=f"alpha = {strength:g}, lambda = {gating:g}",
-                start={"locality_strength": strength, "gating": gating},
-            )
-            row.append(heads[list(KEPT)])
-        rows.append(
-            xr.concat(
-                row, xr.Variable("gating", args.gatings), combine_attrs="drop_conflicts"
-            )
-        )
-    found = xr.concat(
-        rows,
-        xr.Variable("locality_strength", args.strengths),
-        combine_attrs="drop_conflicts",
-    )
-    control = study.fine_tune(
-        copy.deepcopy(study.cnn), "control", "the CNN goes on (control)"
-    )
-    found["control_top1"] = "epoch", [result.top1 for result in control]
-    study.output.save(found)
-    draw(found).savefig(study.output.figure, dpi=200)
-    print(table(found))
-    print(f"wrote {study.output.store} and {study.output.figure}")
-    return finish(check(found, study.chance), args.data)
+        recordings = [record_start(study, strength, gating) for gating in args.gatings]
+        by_strength.append(stack(recordings, "gating", args.gatings))
+    scores = stack(by_strength, "locality_strength", args.strengths)
+
+    # The control: the CNN goes on as it is, for as long.
+    control = copy.deepcopy(study.cnn)
+    results = study.finetune(control, "control", "the CNN goes on (control)")
+    scores["control_top1"] = "epoch", [result.top1 for result in results]
+
+    study.output.save(scores)
+    draw(scores).savefig(study.output.figure, dpi=200)
+    print(table(scores))
+    study.output.print_files()
+    return finish(check(scores, study.chance), args.data)
+
+
+def record_start(study: Study, strength: float, gating: float) -> xr.Dataset:
+    """Fine-tune a T-CNN that starts from these alpha and lambda, and return the recording of its heads."""
+    name = f"alpha={strength:g},lambda={gating:g}"
+    title = f"alpha = {strength:g}, lambda = {gating:g}"
+    torch.manual_seed(study.args.seed)  # the same queries and keys from each start
+    tcnn = reparameterize(study.cnn, locality_strength=strength, gating=gating)
+    with tcnn_probe.record(tcnn, study.output.beside(f"_{name}.zarr")) as recorder:
+        for result in study.finetune(tcnn, name, title):
+            # A resumed run has marked its first epochs before.
+            recorder.mark(if_marked="skip", **asdict(result))
+        return recorder.dataset[list(SAVED)].load()
+
+
+def stack(datasets: list[xr.Dataset], dim: str, labels: list[float]) -> xr.Dataset:
+    """Return the datasets along a new dimension; attributes in which they differ, such as times, are dropped."""
+    return xr.concat(datasets, xr.Variable(dim, labels), combine_attrs="drop_conflicts")
 
 
 @mpl.rc_context({"font.size": 9})
-def draw(found: xr.Dataset) -> Figure:
-    """A table for each outcome, coloured; and the gates by epoch."""
-    first, last = found.isel(epoch=0), found.isel(epoch=-1)
-    content = last.content_information.max(["layer", "head"])
-    shown = [
+def draw(scores: xr.Dataset) -> Figure:
+    """Draw a coloured table of each outcome, and the gates by epoch."""
+    first, last = scores.isel(epoch=0), scores.isel(epoch=-1)
+    heads = ["layer", "head"]
+    content = last.content_information.max(heads)
+    # Colours end at 0.1 nat at least, from where on a head counts as one of content.
+    content_end = max(0.1, float(content.max()))
+    tables = [
         (first.top1, "accuracy at the start", 1),
         (last.top1, "accuracy after fine-tuning", 1),
-        (last.gate.mean(["layer", "head"]), "mean gate after fine-tuning", 1),
-        (
-            content,
-            "largest content information (nat)",
-            max(0.1, float(content.max())),
-        ),  # 0.1: a content head
+        (last.gate.mean(heads), "mean gate after fine-tuning", 1),
+        (content, "largest content information (nat)", content_end),
     ]
     figure = Figure(figsize=(11.5, 5.6), layout="constrained")
     axes = figure.subplot_mosaic("ABE;CDE", width_ratios=[1, 1, 1.2])
-    for letter, (values, title, most) in zip("ABCD", shown, strict=True):
-        tabulate(axes[letter], values, most)
+    for letter, (values, title, end) in zip("ABCD", tables, strict=True):
+        tabulate(axes[letter], values, end)
         axes[letter].set_title(title)
-    middle = found.locality_strength.values[found.sizes["locality_strength"] // 2]
-    gates = found.gate.sel(locality_strength=middle)
-    colors = mpl.colormaps["viridis"].resampled(found.sizes["gating"] + 1)
-    for at, gating in enumerate(found.gating.values):
-        one = gates.sel(gating=gating)
-        axes["E"].plot(
-            one.epoch,
-            one.stack(each=("layer", "head")),
-            color=colors(at),
-            lw=0.4,
-            alpha=0.5,
-        )
-        axes["E"].plot(
-            one.epoch,
-            one.mean(["layer", "head"]),
-            color=colors(at),
+    draw_gates(axes["E"], scores)
+    add_letters(axes[letter] for letter in "ABCDE")
+    return figure
+
+
+def draw_gates(panel: Axes, scores: xr.Dataset) -> None:
+    """Draw the gates by epoch for the middle alpha, a colour for each lambda: heads thin, their mean thick."""
+    strengths = scores.locality_strength.values
+    middle = strengths[len(strengths) // 2]
+    colors = ordered_colors(scores.sizes["gating"])
+    for row, gating in enumerate(scores.gating.values):
+        gates = scores.gate.sel(locality_strength=middle, gating=gating)
+        by_head = gates.stack(heads=("layer", "head"))
+        panel.plot(gates.epoch, by_head, color=colors[row], lw=0.4, alpha=0.5)
+        panel.plot(
+            gates.epoch,
+            gates.mean(["layer", "head"]),
+            color=colors[row],
             lw=2.4,
             label=f"{gating:g}",
         )
-    axes["E"].set(
+    panel.set(
         xlabel="epoch",
         ylabel=r"gate $\sigma(\lambda)$",
         ylim=(0, 1),
         title=rf"gates from $\alpha$ = {middle:g}",
     )
-    axes["E"].xaxis.get_major_locator().set_params(integer=True)
-    axes["E"].legend(title=r"$\lambda$ at the start", frameon=False)
-    for letter, panel in axes.items():
-        panel.set_title(letter, loc="left", fontweight="bold")
-    return figure
+    whole_ticks(panel)
+    panel.legend(title=r"$\lambda$ at the start", frameon=False)
 
 
-def tabulate(axes: Axes, values: xr.DataArray, most: float) -> None:
-    """A cell for each start, with its number; colours from 0 to ``most``."""
+def tabulate(panel: Axes, values: xr.DataArray, end: float) -> None:
+    """Draw a cell for each start, with its number; colours go from 0 to ``end``."""
     values = values.transpose("locality_strength", "gating")
-    axes.imshow(values, cmap="cividis", vmin=0, vmax=most, aspect="auto")
-    for row, column in (
-        (r, c) for r in range(values.shape[0]) for c in range(values.shape[1])
-    ):
-        number = float(values[row, column])
-        axes.text(
+    panel.imshow(values, cmap="cividis", vmin=0, vmax=end, aspect="auto")
+    for (row, column), number in np.ndenumerate(values):
+        panel.text(
             column,
             row,
             f"{number:.2f}",
             ha="center",
             va="center",
-            color="w" if number < most / 2 else "k",
+            color="w" if number < end / 2 else "k",  # cividis is dark in its lower half
         )
-    axes.set_xticks(range(values.shape[1]), [f"{x:g}" for x in values.gating.values])
-    axes.set_yticks(
-        range(values.shape[0]), [f"{x:g}" for x in values.locality_strength.values]
-    )
-    axes.set(
+    gatings, strengths = values.gating.values, values.locality_strength.values
+    panel.set_xticks(range(len(gatings)), [f"{gating:g}" for gating in gatings])
+    panel.set_yticks(range(len(strengths)), [f"{alpha:g}" for alpha in strengths])
+    panel.set(
         xlabel=r"$\lambda$ at the start",
         ylabel=r"$\alpha$ at the start (1 / pixel$^2$)",
     )
 
 
-def table(found: xr.Dataset) -> str:
-    """What came of each start."""
+def table(scores: xr.Dataset) -> str:
+    """Return the outcome of each start as a table."""
     lines = [
         f"\n{'alpha':>6}{'lambda':>8}{'top-1 at start':>16}{'at the end':>12}{'mean gate':>11}{'content (nat)':>15}"
     ]
-    for strength in found.locality_strength.values:
-        for gating in found.gating.values:
-            one = found.sel(locality_strength=strength, gating=gating)
-            last = one.isel(epoch=-1)
-            numbers = [
-                float(one.top1[0]),
-                float(last.top1),
-                float(last.gate.mean()),
-                float(last.content_information.max()),
-            ]
-            cells = "".join(
-                f"{n:{w}.{d}f}"
-                for n, w, d in zip(numbers, (16, 12, 11, 15), (3, 3, 2, 2), strict=True)
+    for strength in scores.locality_strength.values:
+        for gating in scores.gating.values:
+            run = scores.sel(locality_strength=strength, gating=gating)
+            last = run.isel(epoch=-1)
+            lines.append(
+                f"{strength:>6g}{gating:>8g}"
+                f"{float(run.top1[0]):16.3f}{float(last.top1):12.3f}"
+                f"{float(last.gate.mean()):11.2f}{float(last.content_information.max()):15.2f}"
             )
-            lines.append(f"{strength:>6g}{gating:>8g}{cells}")
-    end = found.top1.isel(epoch=-1)
+    end = scores.top1.isel(epoch=-1)
     best = end.where(end == end.max(), drop=True)
     alpha, gate = float(best.locality_strength[0]), float(best.gating[0])
-    control = found.control_top1.values
-    lines.append(
-        f"the CNN, and when it goes on as it is: {control[0]:.3f}, {control[-1]:.3f}"
-    )
-    images = int(found.images.max())
-    error = (0.25 / images) ** 0.5
-    lines.append(f"most accurate: alpha = {alpha:g}, lambda = {gate:g}")
-    lines.append(
-        f"(one seed, {images} validation images; a standard error is at most {error:.3f})"
-    )
+    control = scores.control_top1.values
+    images = int(scores.images.max())
+    error = (0.25 / images) ** 0.5  # of a share, largest at 1/2
+    lines += [
+        f"the CNN, and when it goes on as it is: {control[0]:.3f}, {control[-1]:.3f}",
+        f"most accurate: alpha = {alpha:g}, lambda = {gate:g}",
+        f"(one seed, {images} validation images; a standard error is at most {error:.3f})",
+    ]
     return "\n".join(lines)
 
 
-def check(found: xr.Dataset, chance: float) -> bool:
-    """Whether the T-CNNs learned, and gates that start higher end higher."""
-    last = found.isel(epoch=-1)
-    best = learned(
+def check(scores: xr.Dataset, chance: float) -> bool:
+    """Return whether the T-CNNs learned, and gates that start higher end higher."""
+    last = scores.isel(epoch=-1)
+    has_learned = learned(
         "the most accurate T-CNN",
         float(last.top1.max()),
         int(last.images.max()),
@@ -220,11 +219,11 @@ def check(found: xr.Dataset, chance: float) -> bool:
     print(
         f"check: gates that start higher {verdict}: {', '.join(f'{end:.2f}' for end in ends)}"
     )
-    return best and ordered
+    return has_learned and ordered
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
-    """The command line; the digits and the user's own images have different defaults."""
+    """Parse the command line; the digits and the user's own images have different defaults."""
     parser = study_parser(__doc__)
     add_training(parser, small="2 starts, 2 epochs, 10 seconds")
     add = parser.add_argument_group("starts").add_argument
@@ -245,6 +244,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     if args.small:
         fill_in(args, {"epochs": 2, "strengths": [1], "gatings": [-1, 3]})
     settle(parser, args, digits={"epochs": 4})
+    # The paper's alpha = lambda = 1 in the middle, and a start on either side of it.
     fill_in(args, {"strengths": [0.2, 1, 5], "gatings": [-1, 1, 3]})
     args.strengths, args.gatings = sorted({*args.strengths}), sorted({*args.gatings})
     return args

@@ -1,4 +1,4 @@
-"""How much each residual branch adds to what passes it by, with and without LayerScale (Touvron's thesis, Fig. 3.6).
+"""Share that each residual branch adds to the main branch, with and without LayerScale (Touvron's thesis, Fig. 3.6).
 
     python studies/layer_scale.py
 
@@ -42,8 +42,8 @@ from torch import nn
 
 import tcnn_probe
 from common.ending import ended, finish
+from common.figures import STYLE, whole_ticks
 from common.options import positive_number, study_parser
-from common.output import plain_labels
 from common.single_model import SingleModel, begin_single, parse_single
 
 WITHOUT, WITH = "without LayerScale", "with LayerScale"
@@ -53,29 +53,30 @@ ROUNDING = 1e-4  # of norms in float32
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the study; 0 if it saw what it stands for, 3 if not."""
+    """Run the study; return 0 if it saw what it stands for, 3 if not."""
     args = parse(arguments)
     run = begin_single(
         "layer_scale", args, lambda size: small_vit(size, args), before=has_blocks
     )
-    found = looked_at(run) if args.model else trained(run)
-    run.output.save(found)
-    draw(found.residual_ratio).savefig(run.output.figure, dpi=200)
-    print(table(found.residual_ratio))
-    print(f"wrote {run.output.store} and {run.output.figure}")
-    return finish(check(found, run), args.model or "digits")
+    scores = record_trained(run) if args.model else record_training(run)
+    run.output.save(scores)
+    draw(scores.residual_ratio).savefig(run.output.figure, dpi=200)
+    print(table(scores.residual_ratio))
+    run.output.print_files()
+    return finish(check(scores, run), args.model or "digits")
 
 
 def small_vit(
     size: int, args: argparse.Namespace, *, scaled: bool = False
 ) -> nn.Module:
-    """Blocks of width 48 and four heads, on 4 x 4 patches; 3 of them in the small form, else 12."""
+    """Return blocks of width 48 and four heads, on 4 x 4 patches; 3 of them in the small form, else 12."""
     model = VisionTransformer(
         img_size=size,
         patch_size=size // 4,
         in_chans=1,
         num_classes=10,
         embed_dim=48,
+        # The thesis' initial value of 0.1 is for up to 18 blocks.
         depth=3 if args.small else 12,
         num_heads=4,
         mlp_ratio=2,
@@ -83,7 +84,8 @@ def small_vit(
     )
     for layer in model.modules():
         if isinstance(layer, nn.Linear):
-            layer.reset_parameters()  # timm's initial values, for widths of 192 and more, are too small for 48
+            # timm's initial values, for widths of 192 and more, are too small for 48.
+            layer.reset_parameters()
     return model
 
 
@@ -92,67 +94,67 @@ def has_blocks(model: nn.Module) -> None:
     tcnn_probe.record(model, probes="layer-scale").remove()
 
 
-def trained(run: SingleModel) -> xr.Dataset:
-    """The ratio of both models at each epoch of their trainings, and their accuracy."""
-    several = []
+def record_training(run: SingleModel) -> xr.Dataset:
+    """Train both models, and return their ratios at each epoch and their accuracy."""
+    by_model = []
     for name, slug in ((WITHOUT, "without"), (WITH, "with")):
-        torch.manual_seed(run.args.seed)
+        torch.manual_seed(run.args.seed)  # LayerScale draws nothing: both start alike
         model = small_vit(run.args.img_size, run.args, scaled=name == WITH)
         store = run.output.beside(f"_{slug}.zarr")
         with (
             warnings.catch_warnings(),
             tcnn_probe.record(model, store, probes="layer-scale") as recorder,
         ):
-            warnings.filterwarnings(
-                "ignore", ".*for the probe 'layer-scale' to read"
-            )  # one has no LayerScale
+            # One of the models has no LayerScale, whose weights the probe would read too.
+            warnings.filterwarnings("ignore", ".*for the probe 'layer-scale' to read")
+            # A resumed run has marked its first epochs before.
             for result in run.train(model, slug, name):
                 recorder.mark(if_marked="skip", **asdict(result))
         tree = tcnn_probe.open(store)
-        several.append(
+        by_model.append(
             xr.Dataset({"residual_ratio": ratio(tree), "top1": tree.dataset.top1})
         )
-    found = xr.concat(
-        several, xr.Variable("model", [WITHOUT, WITH]), combine_attrs="override"
+    return xr.concat(
+        by_model, xr.Variable("model", [WITHOUT, WITH]), combine_attrs="override"
     )
-    return plain_labels(found, "model", "layer", "branch")
 
 
-def looked_at(run: SingleModel) -> xr.Dataset:
-    """The ratio of a trained model, mean over the user's images."""
+def record_trained(run: SingleModel) -> xr.Dataset:
+    """Return the ratios of a trained model, mean over the user's images."""
     model = run.model.to(run.args.device)
     with tcnn_probe.record(model, probes="layer-scale") as recorder, torch.no_grad():
         model(run.images.to(run.args.device))
         recorder.mark(epoch=0)
-    found = ratio(recorder.tree).expand_dims(model=[run.args.model]).to_dataset()
-    return plain_labels(found, "model", "layer", "branch")
+    return ratio(recorder.tree).expand_dims(model=[run.args.model]).to_dataset()
 
 
 def ratio(tree: xr.DataTree) -> xr.DataArray:
-    """The ratios of the branches that are drawn, (epoch, layer, branch)."""
+    """Return the ratios of the branches that are drawn, (epoch, layer, branch)."""
     return tree["layer-scale"].dataset.residual_ratio.sel(branch=list(BRANCHES)).load()
 
 
-@mpl.rc_context({"font.size": 9, "axes.spines.top": False, "axes.spines.right": False})
+@mpl.rc_context(STYLE)
 def draw(ratios: xr.DataArray) -> Figure:
-    """A row for each branch, a column for each model, and a line for each epoch."""
+    """Draw a row for each branch, a column for each model, and a line for each epoch."""
     models = ratios.model.values
     figure = Figure(figsize=(1 + 4 * len(models), 5), layout="constrained")
     panels = figure.subplots(len(BRANCHES), len(models), squeeze=False, sharex=True)
     for column, model in zip(panels.T, models, strict=True):
+        # From a quarter on: the first epochs would be white on white.
         colors = mpl.colormaps[COLORS.get(model, "Blues")](
             np.linspace(0.25, 1, ratios.sizes["epoch"])
         )
         for axes, (branch, words) in zip(column, BRANCHES.items(), strict=True):
             for color, epoch in zip(colors, ratios.epoch.values, strict=True):
-                one = ratios.sel(model=model, branch=branch, epoch=epoch)
+                curve = ratios.sel(model=model, branch=branch, epoch=epoch)
                 axes.plot(
-                    one, color=color, marker="o", ms=3, lw=1.5, label=f"epoch {epoch}"
+                    curve, color=color, marker="o", ms=3, lw=1.5, label=f"epoch {epoch}"
                 )
             axes.set(title=f"{words}, {model}", ylim=(0, None))
-            axes.xaxis.get_major_locator().set_params(integer=True)
+            whole_ticks(axes)
         handles, labels = column[0].get_legend_handles_labels()
         column[0].legend(
+            # The first and the last epoch; the shades between explain themselves.
             handles[:: len(handles) - 1 or 1],
             labels[:: len(labels) - 1 or 1],
             frameon=False,
@@ -165,55 +167,59 @@ def draw(ratios: xr.DataArray) -> Figure:
 
 
 def table(ratios: xr.DataArray) -> str:
-    """The first and the last epoch: the mean over blocks, and how much the blocks vary."""
+    """Return the first and the last epoch as a table: the mean over blocks, and how much the blocks vary."""
     lines = [
         f"\n{'':22}{'branch':12}{'mean ratio':>16}{'largest':>10}{'deviation / mean':>20}"
     ]
     for model in ratios.model.values:
         for branch, words in BRANCHES.items():
-            one = ratios.sel(model=model, branch=branch)
-            start, end = (float(one.isel(epoch=at).mean("layer")) for at in (0, -1))
-            cells = f"{f'{start:.3f} -> {end:.3f}':>16}{float(one[-1].max()):10.3f}{float(variation(one)):20.2f}"
-            lines.append(f"{model:22}{words:12}{cells}")
+            of_branch = ratios.sel(model=model, branch=branch)
+            first, last = of_branch.isel(epoch=0), of_branch.isel(epoch=-1)
+            change = f"{float(first.mean()):.3f} -> {float(last.mean()):.3f}"
+            lines.append(
+                f"{model:22}{words:12}{change:>16}{float(last.max()):10.3f}{float(variation(of_branch)):20.2f}"
+            )
     return "\n".join(lines)
 
 
 def variation(ratios: xr.DataArray) -> xr.DataArray:
-    """Standard deviation over blocks divided by the mean, at the end."""
+    """Return the standard deviation over blocks divided by the mean, at the end."""
     last = ratios.isel(epoch=-1)
     return last.std("layer") / last.mean("layer")
 
 
-def check(found: xr.Dataset, run: SingleModel) -> bool:
-    """Whether both models learned, and LayerScale multiplied the first branch by its initial weight."""
+def check(scores: xr.Dataset, run: SingleModel) -> bool:
+    """Return whether both models learned, and LayerScale multiplied the first branch by its initial weight."""
     if run.args.model:
         return True
-    seen = all(
-        run.learned(str(one.model.item()), float(one))
-        for one in found.top1.isel(epoch=-1)
+    have_learned = all(
+        run.learned(str(accuracy.model.item()), float(accuracy))
+        for accuracy in scores.top1.isel(epoch=-1)
     )
-    first = found.residual_ratio.isel(epoch=0, layer=0).sel(branch="mixer")
+    # Only before the first block do both models have the same input.
+    first = scores.residual_ratio.isel(epoch=0, layer=0).sel(branch="mixer")
     share, expected = (
         float(first.sel(model=WITH) / first.sel(model=WITHOUT)),
         run.args.init_values,
     )
+    # Relative to the weight, which is small.
     scaled = abs(share - expected) < ROUNDING * expected
     print(
         f"check: at the start the first branch with LayerScale is {share:.6g} times that without: "
         f"{'the' if scaled else 'NOT the'} initial weight {expected:g}"
     )
     for branch, words in BRANCHES.items():
-        of_both = variation(found.residual_ratio.sel(branch=branch))
+        variations = variation(scores.residual_ratio.sel(branch=branch))
         numbers = ", ".join(
-            f"{name} {float(of_both.sel(model=name)):.2f}"
-            for name in found.model.values
+            f"{name} {float(variations.sel(model=name)):.2f}"
+            for name in scores.model.values
         )
         print(f"variation over the blocks of {words}, at the end: {numbers}")
-    return seen and scaled
+    return have_learned and scaled
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = study_parser(__doc__)
     help_ = "initial weights of LayerScale (default: 0.1)"
     parser.add_argument("--init-values", type=positive_number, default=0.1, help=help_)

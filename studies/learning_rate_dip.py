@@ -1,4 +1,4 @@
-"""Whether accuracy dips while the learning rate warms up, and what a lower rate changes (T-CNN paper, Fig. 6).
+"""Dip of accuracy while the learning rate warms up, and the effect of a lower rate (T-CNN paper, Fig. 6).
 
     python studies/learning_rate_dip.py
 
@@ -26,129 +26,139 @@ On your own images, as the paper did on ImageNet with a GPU:
 """
 
 import argparse
+import copy
 import sys
-from collections.abc import Iterator
 
 import matplotlib as mpl
+import torch
 import xarray as xr
 from matplotlib.figure import Figure
 
 from common.ending import ended, finish, learned
+from common.figures import STYLE, add_letters, ordered_colors, whole_ticks
 from common.options import add_output, fill_in, parsed, positive_number, study_parser
-from common.training import Training, add_training, begin, settle, warmup
+from common.training import begin, warmup
+from common.training_options import add_training, settle
+from tcnn_model import EpochResult, reparameterize
 
 CONTROL, TCNN = "CNN", "T-CNN"
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the study; 0 if it saw what it stands for, 3 if not."""
+    """Run the study; return 0 if it saw what it stands for, 3 if not."""
     args = parse(arguments)
+
+    # Load the CNN and the digits, and train the CNN.
     study = begin("learning_rate_dip", args, stages=1 + 2 * len(args.rates))
     study.train_cnn()
-    found = xr.concat(list(curves(study)), "lr").assign(
-        images=len(study.loaders[1].dataset)
-    )
-    study.output.save(found)
-    draw(found, warmup(args.epochs)).savefig(study.output.figure, dpi=200)
-    print(table(found))
-    print(f"wrote {study.output.store} and {study.output.figure}")
-    return finish(check(found, study.chance), args.data)
 
-
-def curves(study: Training) -> Iterator[xr.Dataset]:
-    """Accuracy and loss of both models by epoch, for each rate."""
-    for lr in study.args.rates:
-        results = study.both(f"{lr:g}", f"rate {lr:g}", lr=lr)
-        measured = {
-            variable: (
-                ("lr", "model", "epoch"),
-                [[[getattr(r, variable) for r in run] for run in results]],
-            )
-            for variable in ("top1", "val_loss", "train_loss")
+    # Fine-tune the CNN as it is (control) and converted, with each rate, and watch their accuracies.
+    by_rate = []
+    for lr in args.rates:
+        torch.manual_seed(args.seed)  # the same queries and keys for each rate
+        control, tcnn = copy.deepcopy(study.cnn), reparameterize(study.cnn)
+        runs = {
+            CONTROL: study.finetune(
+                control, f"control_{lr:g}", f"the CNN, rate {lr:g}", lr=lr
+            ),
+            TCNN: study.finetune(
+                tcnn, f"tcnn_{lr:g}", f"the T-CNN, rate {lr:g}", lr=lr
+            ),
         }
-        coords = {"model": [CONTROL, TCNN], "epoch": range(len(results[0])), "lr": [lr]}
-        of_rate = xr.Dataset(measured, coords)
-        yield of_rate.assign_coords(
-            model=of_rate.model.astype(object)
-        )  # zarr warns of fixed-width text
+        curves = [epoch_curves(list(results)) for results in runs.values()]
+        by_rate.append(xr.concat(curves, xr.Variable("model", list(runs))))
+    scores = xr.concat(by_rate, xr.Variable("lr", args.rates))
+    scores["images"] = len(study.validation)
+
+    study.output.save(scores)
+    draw(scores, warmup(args.epochs)).savefig(study.output.figure, dpi=200)
+    print(table(scores))
+    study.output.print_files()
+    return finish(check(scores, study.chance), args.data)
 
 
-@mpl.rc_context({"font.size": 9, "axes.spines.top": False, "axes.spines.right": False})
-def draw(found: xr.Dataset, warm: int) -> Figure:
-    """Accuracy by epoch; a panel a model."""
+def epoch_curves(results: list[EpochResult]) -> xr.Dataset:
+    """Return accuracy and losses by epoch."""
+    names = ("top1", "val_loss", "train_loss")
+    curves = {
+        name: ("epoch", [getattr(result, name) for result in results]) for name in names
+    }
+    return xr.Dataset(curves, {"epoch": range(len(results))})
+
+
+@mpl.rc_context(STYLE)
+def draw(scores: xr.Dataset, warmup_epochs: int) -> Figure:
+    """Draw accuracy by epoch; a panel for each model."""
     figure = Figure(figsize=(9, 3.8), layout="constrained")
     panels = figure.subplots(1, 2, sharey=True)
-    colors = mpl.colormaps["viridis"].resampled(found.sizes["lr"] + 1)
-    for panel, name, letter in zip(panels, (TCNN, CONTROL), "AB", strict=True):
-        panel.axvspan(0, warm, color="0.93", zorder=0)
-        for at, lr in enumerate(found.lr.values):
-            one = found.top1.sel(model=name, lr=lr)
+    colors = ordered_colors(scores.sizes["lr"])
+    titles = {TCNN: "T-CNN", CONTROL: "CNN goes on (control)"}
+    for panel, (model, title) in zip(panels, titles.items(), strict=True):
+        panel.axvspan(0, warmup_epochs, color="0.93", zorder=0)
+        for row, lr in enumerate(scores.lr.values):
             panel.plot(
-                found.epoch,
-                one,
-                color=colors(at),
+                scores.epoch,
+                scores.top1.sel(model=model, lr=lr),
+                color=colors[row],
                 marker="o",
                 ms=3,
                 lw=1.8,
                 label=f"{lr:g}",
             )
-        panel.set(
-            xlabel="epoch", title="T-CNN" if name == TCNN else "CNN goes on (control)"
-        )
-        panel.set_title(letter, loc="left", fontweight="bold")
-        panel.xaxis.get_major_locator().set_params(integer=True)
+        panel.set(xlabel="epoch", title=title)
+        whole_ticks(panel)
+    add_letters(panels)
     panels[0].set_ylabel("validation accuracy")
     panels[0].legend(title="peak learning rate", frameon=False)
     return figure
 
 
-def extremes(found: xr.Dataset) -> xr.Dataset:
-    """Accuracy at the start and at the end; how far it falls below the start, and rises from its lowest."""
-    start, last = (
-        found.top1.isel(epoch=0, drop=True),
-        found.top1.isel(epoch=-1, drop=True),
-    )
-    lowest = found.top1.min("epoch")
+def extremes(scores: xr.Dataset) -> xr.Dataset:
+    """Return accuracy at the start and at the end, its fall below the start, and its rise from the lowest."""
+    start = scores.top1.isel(epoch=0, drop=True)
+    last = scores.top1.isel(epoch=-1, drop=True)
+    lowest = scores.top1.min("epoch")
     return xr.Dataset(
         {"start": start, "end": last, "dip": start - lowest, "climb": last - lowest}
     )
 
 
-def table(found: xr.Dataset) -> str:
-    """The extremes by model and rate."""
-    measured, error = extremes(found), (0.25 / int(found.images)) ** 0.5
+def table(scores: xr.Dataset) -> str:
+    """Return the extremes by model and rate as a table."""
+    by_model, images = extremes(scores), int(scores.images)
+    error = (0.25 / images) ** 0.5  # of a share, largest at 1/2
+    header = "".join(f"{name:>8}" for name in by_model.data_vars)
     lines = [
-        f"\naccuracy on {int(found.images)} validation images (one seed; a standard error is at most {error:.3f})"
+        f"\naccuracy on {images} validation images (one seed; a standard error is at most {error:.3f})",
+        f"{'':<8}{'rate':>9}{header}",
     ]
-    lines.append(
-        f"{'':<8}{'rate':>9}" + "".join(f"{name:>8}" for name in measured.data_vars)
-    )
-    for name in found.model.values:
-        for lr in found.lr.values:
-            one = measured.sel(model=name, lr=lr)
-            cells = "".join(f"{float(value):8.3f}" for value in one.data_vars.values())
-            lines.append(f"{name:<8}{lr:>9g}{cells}")
+    for model in scores.model.values:
+        for lr in scores.lr.values:
+            row = by_model.sel(model=model, lr=lr)
+            cells = "".join(f"{float(value):8.3f}" for value in row.data_vars.values())
+            lines.append(f"{model:<8}{lr:>9g}{cells}")
     return "\n".join(lines)
 
 
-def check(found: xr.Dataset, chance: float) -> bool:
-    """Whether the models learned, and the T-CNN climbs higher with the largest rate than with the smallest."""
-    best = found.top1.isel(epoch=-1).max("lr")
-    seen = [
-        learned(f"the {name}", float(best.sel(model=name)), int(found.images), chance)
-        for name in best.model.values
+def check(scores: xr.Dataset, chance: float) -> bool:
+    """Return whether the models learned, and the T-CNN climbs higher with the largest rate than with the smallest."""
+    best, images = scores.top1.isel(epoch=-1).max("lr"), int(scores.images)
+    # A list: each model that did not learn says so.
+    have_learned = [
+        learned(f"the {model}", float(best.sel(model=model)), images, chance)
+        for model in best.model.values
     ]
-    climb = extremes(found).climb.sel(model=TCNN)
+    climb = extremes(scores).climb.sel(model=TCNN)
     smallest, largest = float(climb[0]), float(climb[-1])
     verdict = "climbs higher" if largest > smallest else "does NOT climb higher"
     print(
         f"check: the T-CNN {verdict} with the largest rate: by {largest:.3f}, {smallest:.3f} with the smallest"
     )
-    return all(seen) and largest > smallest
+    return all(have_learned) and largest > smallest
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
-    """The command line; the digits and the user's own images have different defaults."""
+    """Parse the command line; the digits and the user's own images have different defaults."""
     parser = study_parser(__doc__)
     add_training(parser, small="2 rates, 2 epochs, 10 seconds")
     add = parser.add_argument_group("rates").add_argument
@@ -162,15 +172,10 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     args = parsed(parser, arguments, "learning_rate_dip")
     if args.small:
         fill_in(args, {"epochs": 2})
+    # Longer than most studies, so that the warm-up takes two epochs and a dip has time to show.
     settle(parser, args, digits={"epochs": 10})
-    fill_in(
-        args,
-        {
-            "rates": [
-                share * args.lr for share in ((0.25, 4) if args.small else (0.25, 1, 4))
-            ]
-        },
-    )
+    shares = (0.25, 4) if args.small else (0.25, 1, 4)
+    fill_in(args, {"rates": [share * args.lr for share in shares]})
     args.rates = sorted({*args.rates})
     if len(args.rates) < 2:
         parser.error("--rates: expected at least two")

@@ -1,4 +1,4 @@
-"""What the stages of a CNN and of its T-CNN know, and how alike they are, epoch by epoch (T-CNN paper, Sec. 4).
+"""Knowledge and likeness of the stages of a CNN and of its T-CNN, epoch by epoch (T-CNN paper, Sec. 4).
 
     python studies/representations.py
 
@@ -41,6 +41,7 @@ from typing import Any
 
 import matplotlib as mpl
 import numpy as np
+import torch
 import xarray as xr
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -48,9 +49,12 @@ from matplotlib.figure import Figure
 import tcnn_probe
 from common.data import labels_of
 from common.ending import ended, finish, learned
+from common.figures import STYLE, add_letters, ordered_colors, whole_ticks
 from common.folder import spread
 from common.options import add_output, parsed, study_parser
-from common.training import Training, add_training, begin, settle
+from common.training import begin
+from common.training_options import add_training, settle
+from tcnn_model import reparameterize
 from tcnn_probe import evaluation
 
 IMAGES = 256
@@ -59,33 +63,43 @@ SAME = 0.999  # CKA of features that differ by their rounding to float16 only
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the study; 0 if it saw what it stands for, 3 if not."""
+    """Run the study; return 0 if it saw what it stands for, 3 if not."""
     args = parse(arguments)
+
+    # Load the CNN and the digits, and train the CNN.
     study = begin("representations", args, stages=3)
     study.train_cnn()
-    dataset = study.loaders[1].dataset
-    probe = tcnn_probe.features(images=spread(len(dataset), min(IMAGES, len(dataset))))
-    stores = [study.output.beside(f"_{name}.zarr") for name in ("tcnn", "control")]
-    study.tcnn(stores[0], probes=[*tcnn_probe.DEFAULT, probe])
-    follow_control(study, stores[1], probe)
-    found = numbers(stores, labels_of(dataset))
-    study.output.save(found)
-    draw(found).savefig(study.output.figure, dpi=200)
-    print(table(found))
-    print(f"wrote {study.output.store} and {study.output.figure}")
-    return finish(check(found, study.chance), args.data)
+    dataset = study.validation
+    features = tcnn_probe.features(images=spread(len(dataset), IMAGES))
+    stores = {
+        name: study.output.beside(f"_{name}.zarr") for name in ("tcnn", "control")
+    }
 
-
-def follow_control(study: Training, store: Path, probe: tcnn_probe.Probe) -> None:
-    """Fine-tune the CNN as it is, for as long."""
-    model = copy.deepcopy(study.cnn)
-    with tcnn_probe.record(model, store, probes=probe) as recorder:
-        for result in study.fine_tune(model, "control", "the CNN goes on (control)"):
+    # Convert it and fine-tune it, with every head and the features of each stage recorded.
+    torch.manual_seed(args.seed)  # queries and keys are new
+    tcnn = reparameterize(study.cnn)
+    probes = [*tcnn_probe.DEFAULT, features]
+    with tcnn_probe.record(tcnn, stores["tcnn"], probes=probes) as recorder:
+        for result in study.finetune(tcnn, "tcnn", "the T-CNN"):
+            # A resumed run has marked its first epochs before.
             recorder.mark(if_marked="skip", **asdict(result))
 
+    # The control, which has no heads: the CNN goes on as it is, for as long.
+    control = copy.deepcopy(study.cnn)
+    with tcnn_probe.record(control, stores["control"], probes=features) as recorder:
+        for result in study.finetune(control, "control", "the CNN goes on (control)"):
+            recorder.mark(if_marked="skip", **asdict(result))
 
-def numbers(stores: list[Path], labels: np.ndarray) -> xr.Dataset:
-    """What is drawn, (model, epoch, layer), of the images whose features are kept."""
+    scores = compare(list(stores.values()), labels_of(dataset))
+    study.output.save(scores)
+    draw(scores).savefig(study.output.figure, dpi=200)
+    print(table(scores))
+    study.output.print_files()
+    return finish(check(scores, study.chance), args.data)
+
+
+def compare(stores: list[Path], labels: np.ndarray) -> xr.Dataset:
+    """Return CKA, neighbours and participation ratio, (model, epoch, layer), of the images whose features are kept."""
     trees = [tcnn_probe.open(store) for store in stores]
     features = [
         tree["features"]
@@ -95,62 +109,61 @@ def numbers(stores: list[Path], labels: np.ndarray) -> xr.Dataset:
         for tree in trees
     ]
     start = features[1].isel(epoch=0, drop=True)  # the CNN before fine-tuning
-    several = []
-    for one, tree in zip(features, trees, strict=True):
+    by_model = []
+    for model_features, tree in zip(features, trees, strict=True):
         scores = tcnn_probe.representation.layer_scores(
-            one, labels[one["image"].values]
+            model_features, labels[model_features["image"].values]
         )
-        cka = tcnn_probe.representation.layer_cka(one, start)
-        several.append(
+        cka = tcnn_probe.representation.layer_cka(model_features, start)
+        by_model.append(
             scores.assign(
                 cka=cka, top1=tree.dataset.top1, seen=tree["features"].dataset.images
             )
         )
-    found = xr.concat(
-        several, xr.Variable("model", list(MODELS)), combine_attrs="drop_conflicts"
-    ).drop_encoding()
+    scores = xr.concat(
+        by_model, xr.Variable("model", list(MODELS)), combine_attrs="drop_conflicts"
+    )
     attention = trees[0]["heads"].dataset.layer.values
+    # A stage is converted if any layer with attention lies in it.
     converted = [
         any(name.startswith(f"{stage}.") for name in attention)
-        for stage in found.layer.values
+        for stage in scores.layer.values
     ]
-    found["converted"] = "layer", converted
-    text = ("model", "layer", "other_layer")  # zarr warns of fixed width
-    return found.load().assign_coords(
-        {name: found[name].astype(object) for name in text}
-    )
+    scores["converted"] = "layer", converted
+    return scores.load()
 
 
-def same_layer(found: xr.Dataset) -> xr.DataArray:
-    """CKA of each stage with the same one of the CNN, (model, epoch, layer)."""
+def same_layer(scores: xr.Dataset) -> xr.DataArray:
+    """Return the CKA of each stage with the same one of the CNN, (model, epoch, layer)."""
     pairs = [
-        found.cka.sel(layer=name, other_layer=name, drop=True)
-        for name in found.layer.values
+        scores.cka.sel(layer=name, other_layer=name, drop=True)
+        for name in scores.layer.values
     ]
-    return xr.concat(pairs, found.layer).transpose("model", "epoch", "layer")
+    return xr.concat(pairs, scores.layer).transpose("model", "epoch", "layer")
 
 
-@mpl.rc_context({"font.size": 9, "axes.spines.top": False, "axes.spines.right": False})
-def draw(found: xr.Dataset) -> Figure:
-    """Three panels by epoch, and the pairs of stages at the end."""
+@mpl.rc_context(STYLE)
+def draw(scores: xr.Dataset) -> Figure:
+    """Draw three panels by epoch, and the pairs of stages at the end."""
     figure = Figure(figsize=(11, 6), layout="constrained")
     axes = figure.subplot_mosaic("ABD;ACE", width_ratios=[1, 1, 0.9])
-    curves(axes["A"], same_layer(found), "CKA with the CNN before fine-tuning")
-    accuracy = found.knn_correct
+    curves(axes["A"], same_layer(scores), "CKA with the CNN before fine-tuning")
+    accuracy = scores.knn_correct
     curves(
         axes["B"],
         accuracy.mean("image"),
         "kNN accuracy",
         evaluation.mean_interval(accuracy),
     )
-    curves(axes["C"], found.participation_ratio, "participation ratio")
+    curves(axes["C"], scores.participation_ratio, "participation ratio")
     for letter, model in zip("DE", MODELS, strict=True):
         end = (
-            found.cka.sel(model=model).isel(epoch=-1).transpose("layer", "other_layer")
+            scores.cka.sel(model=model).isel(epoch=-1).transpose("layer", "other_layer")
         )
         axes[letter].imshow(end, vmin=0, vmax=1, cmap="viridis")
         for row, column in np.ndindex(end.shape):
             number = float(end[row, column])
+            # viridis is dark below.
             color = "w" if number < 0.6 else "k"
             axes[letter].text(
                 column,
@@ -161,7 +174,7 @@ def draw(found: xr.Dataset) -> Figure:
                 color=color,
                 fontsize=7,
             )
-        names = [str(name) for name in found.layer.values]
+        names = [str(name) for name in scores.layer.values]
         axes[letter].set_xticks(
             range(len(names)),
             names,
@@ -175,6 +188,7 @@ def draw(found: xr.Dataset) -> Figure:
             title=f"{model}, at the end", xlabel="CNN before fine-tuning", ylabel=model
         )
     for model, ls in MODELS.items():
+        # Entries of the legend for the two kinds of lines.
         axes["A"].plot([], [], color="0.4", ls=ls, label=model)
     figure.legend(
         *axes["A"].get_legend_handles_labels(),
@@ -183,44 +197,50 @@ def draw(found: xr.Dataset) -> Figure:
         frameon=False,
         fontsize=8,
     )
-    for letter, panel in axes.items():
-        panel.set_title(letter, loc="left", fontweight="bold")
+    add_letters(axes[letter] for letter in "ABCDE")
     return figure
 
 
 def curves(axes: Axes, values: xr.DataArray, label: str, interval: Any = None) -> None:
-    """A line for each stage and model by epoch."""
-    colors = mpl.colormaps["viridis"].resampled(values.sizes["layer"] + 1)
+    """Draw a line for each stage and model by epoch."""
+    colors = ordered_colors(values.sizes["layer"])
     for model, ls in MODELS.items():
-        for at, layer in enumerate(values.layer.values):
-            one = values.sel(model=model, layer=layer)
+        for number, layer in enumerate(values.layer.values):
+            curve = values.sel(model=model, layer=layer)
             name = layer if ls == "-" else None
             axes.plot(
-                one.epoch, one, color=colors(at), ls=ls, marker="o", ms=3, label=name
+                curve.epoch,
+                curve,
+                color=colors[number],
+                ls=ls,
+                marker="o",
+                ms=3,
+                label=name,
             )
-            if interval is not None and at == values.sizes["layer"] - 1:
+            # Bands of all stages would hide each other; the last is the one that is judged.
+            if interval is not None and number == values.sizes["layer"] - 1:
                 bounds = interval.sel(model=model, layer=layer).transpose(
                     "bound", "epoch"
                 )
                 axes.fill_between(
-                    one.epoch, *bounds.values, color=colors(at), alpha=0.15, lw=0
+                    curve.epoch, *bounds.values, color=colors[number], alpha=0.15, lw=0
                 )
     axes.set(xlabel="epoch", ylabel=label)
-    axes.xaxis.get_major_locator().set_params(integer=True)
+    whole_ticks(axes)
 
 
-def table(found: xr.Dataset) -> str:
-    """The first and the last epoch of each stage."""
+def table(scores: xr.Dataset) -> str:
+    """Return the first and the last epoch of each stage as a table."""
     lines = [
         f"\n{'':8}{'stage':12}{'CKA':>14}{'kNN accuracy':>18}{'participation':>18}"
     ]
     columns = [
-        same_layer(found),
-        found.knn_correct.mean("image"),
-        found.participation_ratio,
+        same_layer(scores),
+        scores.knn_correct.mean("image"),
+        scores.participation_ratio,
     ]
     for model in MODELS:
-        for layer in found.layer.values:
+        for layer in scores.layer.values:
             ends = [
                 column.sel(model=model, layer=layer).isel(epoch=[0, -1]).values
                 for column in columns
@@ -230,19 +250,24 @@ def table(found: xr.Dataset) -> str:
     return "\n".join(lines)
 
 
-def check(found: xr.Dataset, chance: float) -> bool:
-    """Whether the T-CNN learned, begins as the CNN before attention, and its last stage gains knowledge."""
+def check(scores: xr.Dataset, chance: float) -> bool:
+    """Return whether the T-CNN learned, begins as the CNN before attention, and its last stage gains knowledge."""
     tcnn, cka = (
-        found.sel(model="T-CNN"),
-        same_layer(found).sel(model="T-CNN").isel(epoch=0),
+        scores.sel(model="T-CNN"),
+        same_layer(scores).sel(model="T-CNN").isel(epoch=0),
     )
-    seen = learned("the T-CNN", float(tcnn.top1[-1]), int(tcnn.seen.max()), chance)
-    least = float(np.min(cka.values[: int(found.converted.argmax("layer"))], initial=1))
-    verdict = "are the CNN's" if least > SAME else "are NOT the CNN's"
+    has_learned = learned(
+        "the T-CNN", float(tcnn.top1[-1]), int(tcnn.seen.max()), chance
+    )
+    lowest = float(
+        np.min(cka.values[: int(scores.converted.argmax("layer"))], initial=1)
+    )
+    verdict = "are the CNN's" if lowest > SAME else "are NOT the CNN's"
     print(
-        f"check: at the start the stages before those with attention {verdict}: CKA of at least {least:.4f}"
+        f"check: at the start the stages before those with attention {verdict}: CKA of at least {lowest:.4f}"
     )
     correct = tcnn.knn_correct.isel(layer=-1)
+    # Image by image, since both epochs saw the same.
     gain = correct.isel(epoch=-1, drop=True) - correct.isel(epoch=0, drop=True)
     low, high = evaluation.mean_interval(gain).values
     verdict = "know more" if low > 0 else "do NOT clearly know more"
@@ -250,17 +275,22 @@ def check(found: xr.Dataset, chance: float) -> bool:
         f"check: neighbours by the last stage {verdict} of the class after fine-tuning: kNN accuracy "
         f"{float(gain.mean()):+.2f} [{low:.2f}, {high:.2f}]"
     )
-    control = found.knn_correct.isel(layer=-1, epoch=-1)
+    control = scores.knn_correct.isel(layer=-1, epoch=-1)
+    # Printed only: the study stands for the gain, whoever leads.
     lead = control.sel(model="T-CNN") - control.sel(model="CNN")
     low, high = evaluation.mean_interval(lead).values
     print(
         f"beside the CNN that was trained for as long: {float(lead.mean()):+.2f} [{low:.2f}, {high:.2f}]"
     )
-    return seen and least > SAME and bool(evaluation.mean_interval(gain).values[0] > 0)
+    return (
+        has_learned
+        and lowest > SAME
+        and bool(evaluation.mean_interval(gain).values[0] > 0)
+    )
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
-    """The command line; the digits and the user's own images have different defaults."""
+    """Parse the command line; the digits and the user's own images have different defaults."""
     parser = study_parser(__doc__)
     add_training(parser, small="4 epochs, 10 seconds")
     add_output(parser)

@@ -1,4 +1,4 @@
-"""Whether the layers between the patches of a ResMLP become convolutions (Touvron's thesis, Figs. 4.2 and 4.3).
+"""Convolutions among the layers between the patches of a ResMLP (Touvron's thesis, Figs. 4.2 and 4.3).
 
     python studies/resmlp_weights.py
 
@@ -42,9 +42,9 @@ from torch import nn
 
 import tcnn_probe
 from common.ending import ended, finish
-from common.following import write_whole
+from common.figures import STYLE, add_letters, ordered_colors, whole_ticks
 from common.options import study_parser
-from common.output import plain_labels
+from common.output import write_whole
 from common.single_model import SingleModel, begin_single, parse_single
 from tcnn_probe.heads import cross_patch
 
@@ -58,20 +58,20 @@ SHOWN = 4
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the study; 0 if it saw what it stands for, 3 if not."""
+    """Run the study; return 0 if it saw what it stands for, 3 if not."""
     args = parse(arguments)
     run = begin_single("resmlp_weights", args, small_resmlp, before=cross_patch)
-    found = read(run.model, 0) if args.model else trained(run)
-    run.output.save(found)
-    draw(found).savefig(run.output.figure, dpi=200)
-    print(table(found))
-    print(f"wrote {run.output.store} and {run.output.figure}")
-    return finish(check(found, run), args.model or "digits")
+    weights = read_weights(run.model, 0) if args.model else read_epochs(run)
+    run.output.save(weights)
+    draw(weights).savefig(run.output.figure, dpi=200)
+    print(table(weights))
+    run.output.print_files()
+    return finish(check(weights, run), args.model or "digits")
 
 
 @torch.no_grad()
 def small_resmlp(size: int) -> nn.Module:
-    """Four blocks of width 48, on 8 x 8 patches."""
+    """Return four blocks of width 48, on 8 x 8 patches."""
     mixer = timm.models.mlp_mixer
     model = mixer.MlpMixer(
         img_size=size,
@@ -85,85 +85,85 @@ def small_resmlp(size: int) -> nn.Module:
         norm_layer=mixer.Affine,
     )
     for block in model.blocks:
+        # Else what so short a training teaches is hidden under random weights.
         block.linear_tokens.weight.mul_(0.01)
     return model
 
 
-def trained(run: SingleModel) -> xr.Dataset:
-    """What is read at each epoch of the training; a resumed run has kept it."""
+def read_epochs(run: SingleModel) -> xr.Dataset:
+    """Train the model, and return its weights at each epoch; a resumed run has kept those of its first."""
     parts = []
     for result in run.train(run.model, "resmlp", "a ResMLP"):
         part = run.output.checkpoints / f"resmlp-{result.epoch:04d}.zarr"
         if not part.exists():
-            write_whole(
-                read(run.model, result.epoch).assign(top1=("epoch", [result.top1])),
-                part,
-            )
+            weights = read_weights(run.model, result.epoch)
+            write_whole(weights.assign(top1=("epoch", [result.top1])), part)
         parts.append(xr.open_zarr(part, consolidated=False).load())
-    return plain_labels(xr.concat(parts, "epoch"), "layer", "head_type")
+    return xr.concat(parts, "epoch")
 
 
-def read(model: nn.Module, epoch: int) -> xr.Dataset:
-    """The matrices, what they are like, and the shares of small weights, of one epoch."""
+def read_weights(model: nn.Module, epoch: int) -> xr.Dataset:
+    """Return the matrices between patches, their measures, their types and the shares of small weights."""
+    # The probe reads weights, so no image is shown.
     with tcnn_probe.record(model, probes="cross-patch") as recorder:
         recorder.mark(epoch=epoch)
     shares = (
         recorder.tree["cross-patch"].dataset[["fc1_sparsity", "fc2_sparsity"]].load()
     )
     matrices = cross_patch(model)
-    found = matrices.assign(head_type=tcnn_probe.head_types(matrices)).isel(
-        head=0, drop=True
-    )
-    found = found.expand_dims(epoch=[epoch]).assign(shares.data_vars)
-    return plain_labels(found, "layer", "head_type")
+    matrices["head_type"] = tcnn_probe.head_types(matrices)
+    matrices = matrices.isel(head=0, drop=True)  # a layer has one matrix
+    return matrices.expand_dims(epoch=[epoch]).assign(shares.data_vars)
 
 
-def limit(found: xr.Dataset) -> float:
-    """Four standard deviations of the equivariance of random matrices, whose mean is 0.
+def limit(weights: xr.Dataset) -> float:
+    """Return four standard deviations of the equivariance of random matrices, whose mean is 0.
 
     It is 1 - [W / (n - g)] / [T / (n - 1)] of sums of squares of n weights with g offsets: chi-squares of n - g and
     n - 1 degrees of freedom, of which the first is a part of the second.
     """
-    height, width = found.weight.shape[-2:]
-    n, g = (height * width) ** 2, (2 * height - 1) * (2 * width - 1)
-    return 4 * math.sqrt(2 * (g - 1) / ((n - g) * (n - 1)))
+    height, width = weights.weight.shape[-2:]
+    size, offsets = (height * width) ** 2, (2 * height - 1) * (2 * width - 1)
+    return 4 * math.sqrt(2 * (offsets - 1) / ((size - offsets) * (size - 1)))
 
 
-@mpl.rc_context({"font.size": 9, "axes.spines.top": False, "axes.spines.right": False})
-def draw(found: xr.Dataset) -> Figure:
-    """Rows of the matrices of some blocks, and below them the measures by epoch, or by block if there is one epoch."""
-    every = found.layer.values
-    blocks = every[np.unique(np.linspace(0, len(every) - 1, 6).round().astype(int))]
+@mpl.rc_context(STYLE)
+def draw(weights: xr.Dataset) -> Figure:
+    """Draw rows of the matrices of some blocks, and below them the measures by epoch; of a trained model by block."""
+    layers = weights.layer.values
+    # Six blocks at most, spread evenly, have room beside each other.
+    blocks = layers[np.unique(np.linspace(0, len(layers) - 1, 6).round().astype(int))]
     figure = Figure(figsize=(9, 5.5), layout="constrained")
     above, below = figure.subfigures(2, 1)
     for axes, block in zip(
         above.subplots(1, len(blocks), squeeze=False)[0], blocks, strict=True
     ):
-        picture = rows_of_matrix(found.weight.isel(epoch=-1).sel(layer=block))
-        most = np.nanmax(abs(picture))
-        axes.imshow(picture, cmap="RdBu_r", vmin=-most, vmax=most)
+        picture = rows_of_matrix(weights.weight.isel(epoch=-1).sel(layer=block))
+        # Symmetric, so that white is a weight of 0.
+        largest = np.nanmax(abs(picture))
+        axes.imshow(picture, cmap="RdBu_r", vmin=-largest, vmax=largest)
         axes.set_title(block)
         axes.set_axis_off()
     panels = below.subplots(1, 3)
-    curves(panels[0], found.translation_equivariance, "translation equivariance")
+    curves(panels[0], weights.translation_equivariance, "translation equivariance")
     panels[0].axhspan(
-        -limit(found), limit(found), color="0.85", lw=0, label="random matrices"
+        -limit(weights), limit(weights), color="0.85", lw=0, label="random matrices"
     )
-    curves(panels[1], found.attention_distance, "support radius (patches)")
+    curves(panels[1], weights.attention_distance, "support radius (patches)")
     panels[1].axhline(
-        float(found.uniform_distance.isel(epoch=-1, layer=0)),
+        float(weights.uniform_distance.isel(epoch=-1, layer=0)),
         color="0.6",
         ls=":",
         label="equal weights",
     )
     for name, words in SHARES.items():
         panels[2].plot(
-            found[name].isel(epoch=-1), marker="o", ms=3, lw=1.5, label=words
+            weights[name].isel(epoch=-1), marker="o", ms=3, lw=1.5, label=words
         )
     panels[2].set(xlabel="block", ylabel="share of weights near 0", ylim=(0, None))
-    for letter, axes in zip("BCD", panels, strict=True):
-        axes.set_title(letter, loc="left", fontweight="bold")
-        axes.xaxis.get_major_locator().set_params(integer=True)
+    for panel in panels:
+        whole_ticks(panel)
+    add_letters(panels, "B")  # A is the row of matrices above
     panels[2].legend(frameon=False, fontsize=7)
     handles = [*panels[0].get_legend_handles_labels()[0], panels[1].lines[-1]]
     below.legend(
@@ -174,26 +174,31 @@ def draw(found: xr.Dataset) -> Figure:
 
 
 def rows_of_matrix(weight: xr.DataArray) -> np.ndarray:
-    """The weights for each patch in the middle, side by side as images; NaN between them."""
+    """Return the weights for each patch in the middle, side by side as images; NaN between them."""
     first = [max(0, (size - SHOWN) // 2) for size in weight.shape[:2]]
-    middle = weight[tuple(slice(at, at + SHOWN) for at in first)].values
+    # In the middle no patch misses a neighbour.
+    middle = weight[tuple(slice(start, start + SHOWN) for start in first)].values
     return np.block(
-        [[np.pad(one, 1, constant_values=np.nan) for one in row] for row in middle]
+        [
+            [np.pad(picture, 1, constant_values=np.nan) for picture in row]
+            for row in middle
+        ]
     )
 
 
 def curves(axes: Axes, values: xr.DataArray, label: str) -> None:
-    """A line for each block by epoch, or one by block."""
+    """Draw a line for each block by epoch, or one by block."""
+    # A trained model has no course of training to show.
     if values.sizes["epoch"] == 1:
         axes.plot(values[0], color="k", marker="o", ms=3, lw=1.5)
         axes.set(xlabel="block", ylabel=label)
         return
-    colors = mpl.colormaps["viridis"].resampled(values.sizes["layer"] + 1)
-    for at, layer in enumerate(values.layer.values):
+    colors = ordered_colors(values.sizes["layer"])
+    for number, layer in enumerate(values.layer.values):
         axes.plot(
             values.epoch,
             values.sel(layer=layer),
-            color=colors(at),
+            color=colors[number],
             marker="o",
             ms=3,
             lw=1.5,
@@ -202,14 +207,14 @@ def curves(axes: Axes, values: xr.DataArray, label: str) -> None:
     axes.set(xlabel="epoch", ylabel=label)
 
 
-def table(found: xr.Dataset) -> str:
-    """The last epoch, by block."""
-    last = found.isel(epoch=-1)
+def table(weights: xr.Dataset) -> str:
+    """Return the last epoch, by block, as a table."""
+    last = weights.isel(epoch=-1)
     lines = [
         f"\n{'block':12}{'equivariance':>14}{'radius':>9}{'even':>7}{'near 0: A':>11}{'B':>7}{'C':>7}  type"
     ]
     for layer in last.layer.values:
-        one = last.sel(layer=layer)
+        block = last.sel(layer=layer)
         names = (
             "translation_equivariance",
             "attention_distance",
@@ -217,34 +222,39 @@ def table(found: xr.Dataset) -> str:
             *SHARES,
         )
         text = "".join(
-            f"{float(one[n]):{width}.2f}"
-            for n, width in zip(names, (14, 9, 7, 11, 7, 7), strict=True)
+            f"{float(block[name]):{width}.2f}"
+            for name, width in zip(names, (14, 9, 7, 11, 7, 7), strict=True)
         )
-        lines.append(f"{layer:12}{text}  {one.head_type.item()}")
+        lines.append(f"{layer:12}{text}  {block.head_type.item()}")
     return "\n".join(lines)
 
 
-def check(found: xr.Dataset, run: SingleModel) -> bool:
-    """Whether the model learned, and equivariance rose in every block from that of random matrices."""
-    most, values = limit(found), found.translation_equivariance
-    seen = run.learned("the ResMLP", float(found.top1[-1])) if "top1" in found else True
+def check(weights: xr.Dataset, run: SingleModel) -> bool:
+    """Return whether the model learned, and equivariance rose in every block from that of random matrices."""
+    threshold, values = limit(weights), weights.translation_equivariance
+    passed = (
+        run.learned("the ResMLP", float(weights.top1[-1]))
+        if "top1" in weights
+        else True
+    )
     if values.sizes["epoch"] > 1:
         start = float(abs(values[0]).max())
-        seen &= start < most
+        passed &= start < threshold
+        verdict = "" if start < threshold else "NOT "
         print(
-            f"check: at the start equivariance is {'' if start < most else 'NOT '}that of random matrices: at most "
-            f"{start:.3f} from 0, where four standard deviations of theirs are {most:.3f}"
+            f"check: at the start equivariance is {verdict}that of random matrices: at most "
+            f"{start:.3f} from 0, where four standard deviations of theirs are {threshold:.3f}"
         )
-    above = bool((values[-1] > most).all())
+    above = bool((values[-1] > threshold).all())
     print(
         f"check: at the end {'all' if above else 'NOT all'} blocks are above: {float(values[-1].min()):.3f} to "
         f"{float(values[-1].max()):.3f}"
     )
-    return seen and above
+    return passed and above
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = study_parser(__doc__)
     return parse_single(
         parser,

@@ -1,4 +1,4 @@
-"""Whether a T-CNN is more robust, or just trained for longer (T-CNN paper, Figs. 1, 3; ICLR submission, Table 3).
+"""Robustness of a T-CNN, beside a CNN trained for as long (T-CNN paper, Figs. 1, 3; ICLR submission, Table 3).
 
     python studies/robustness.py
 
@@ -33,17 +33,27 @@ corrupted at --img-size; the papers "keep a resolution of 224 at test time" for 
 
 import argparse
 import sys
+from dataclasses import asdict
 from pathlib import Path
 
+import torch
 import xarray as xr
 from matplotlib.figure import Figure
 from torch import nn
 
 import tcnn_probe
+from common.controls import (
+    CONTROLS,
+    TRAINING_TITLES,
+    add_controls,
+    control_models,
+    count_controls,
+)
 from common.data import PixelBatches
 from common.ending import InputError, ended, finish, learned
 from common.options import (
     FEW_CORRUPTIONS,
+    add_corruptions,
     add_output,
     fill_in,
     from_least,
@@ -51,22 +61,19 @@ from common.options import (
     positive_number,
     study_parser,
 )
-from common.training import (
-    CONTROLS,
-    add_controls,
-    add_training,
-    begin,
-    count_controls,
-    settle,
-)
+from common.training import begin
+from common.training_options import add_training, settle
+from tcnn_model import reparameterize
 from tcnn_probe import evaluation
 
 CNN, CONTROL, TCNN = "CNN", CONTROLS["control"], "T-CNN, fine-tuned"
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the study; 0 if it saw what it stands for, 3 if not."""
+    """Run the study; return 0 if it saw what it stands for, 3 if not."""
     args = parse(arguments)
+
+    # Load the CNN and the digits, or refuse test sets that do not fit it, and train the CNN.
     variants: list[evaluation.Variant] = []
     study = begin(
         "robustness",
@@ -76,12 +83,25 @@ def main(arguments: list[str] | None = None) -> int:
         before=lambda cnn: variants.extend(open_variants(cnn, args)),
     )
     study.train_cnn()
-    controls = {CONTROLS[name]: model for name, (model, _) in study.controls().items()}
-    tcnn, _ = study.tcnn(study.output.beside("_heads.zarr"))
+    models = {CNN: study.cnn}
 
+    # The controls, which are trained for as long.
+    for name, control in control_models(study.cnn, args).items():
+        list(study.finetune(control, name, TRAINING_TITLES[name]))
+        models[CONTROLS[name]] = control
+
+    # Convert the CNN and fine-tune it, with every head recorded.
+    torch.manual_seed(args.seed)  # queries and keys are new
+    tcnn = models[TCNN] = reparameterize(study.cnn)
+    with tcnn_probe.record(tcnn, study.output.beside("_heads.zarr")) as recorder:
+        for result in study.finetune(tcnn, "tcnn", "the T-CNN"):
+            # A resumed run has marked its first epochs before.
+            recorder.mark(if_marked="skip", **asdict(result))
+
+    # Show all of them the same images: clean, corrupted and attacked.
     images = PixelBatches(study.cnn, study.loaders[1], args.images)
     results = evaluation.robustness(
-        {CNN: study.cnn, **controls, TCNN: tcnn},
+        models,
         images,
         corruptions=args.corruptions,
         severities=args.severities,
@@ -98,20 +118,20 @@ def main(arguments: list[str] | None = None) -> int:
     draw(results, classes).savefig(study.output.figure, dpi=200)
     print(table(results))
     print(verdicts(results, classes))
-    print(f"wrote {study.output.store} and {study.output.figure}")
+    study.output.print_files()
     return finish(check(results, study.chance), args.data)
 
 
 def open_variants(
     model: nn.Module, args: argparse.Namespace
 ) -> list[evaluation.Variant]:
-    """The further test sets; each corruption at each severity of ImageNet-C is one."""
+    """Return the further test sets; each corruption at each severity of ImageNet-C is one."""
     if args.variant and model.num_classes != 1000:
         raise InputError(
             f"--variant: needs a model with ImageNet's 1000 classes, this has {model.num_classes}"
         )
     options = {"model": model, "batch_size": args.batch_size, "workers": args.workers}
-    found = []
+    variants = []
     for name, folder in args.variant:
         settings = [{"size": args.img_size}]
         if name == "imagenet-c":  # which comes at 224 x 224
@@ -120,21 +140,22 @@ def open_variants(
                 for c in evaluation.CORRUPTIONS
                 for s in args.severities
             ]
-        found += [
+        variants += [
             evaluation.imagenet_variant(name, folder, **options, **setting)
             for setting in settings
         ]
-    return found
+    return variants
 
 
 def draw(results: xr.Dataset, classes: int) -> Figure:
-    """Accuracies of all, and the improvement over the CNN by group and by severity."""
+    """Draw accuracies of all models, and the improvement over the CNN by group and by severity."""
     figure = Figure(figsize=(11, 6.8), layout="constrained")
     axes = figure.subplot_mosaic(
         "AAAABB;CCCDDD", gridspec_kw={"height_ratios": [1, 1.1]}
     )
+    # Panel A has the accuracies on clean images.
     attacks = results.drop_vars("clean_correct")
-    shown = [
+    panels = [
         ("A", results, {}, "accuracy on clean and corrupted images"),
         ("B", attacks, {"by": "attack"}, "under attack"),
         ("C", results, {"baseline": CNN}, "relative improvement, by group"),
@@ -145,12 +166,13 @@ def draw(results: xr.Dataset, classes: int) -> Figure:
             "relative improvement, by severity",
         ),
     ]
-    for name, measured, options, title in shown:
+    for name, measured, options, title in panels:
         panel = axes[name]
         tcnn_probe.plot.robustness(measured, panel, **options)
         legend = panel.get_legend()
         if not options.get("baseline"):
             panel.axhline(1 / classes, color="0.3", lw=1, ls=":", label="chance")
+        # One legend for all panels, whose colours are the same.
         if name == "A":
             (chance, *bars), (_, *names) = (
                 panel.get_legend_handles_labels()
@@ -165,33 +187,34 @@ def draw(results: xr.Dataset, classes: int) -> Figure:
         legend.remove()
         panel.set_title(f"{name}  {title}", loc="left", fontsize=10)
         panel.spines[["top", "right"]].set_visible(False)
+    # Accuracies of both panels can be compared.
     axes["B"].sharey(axes["A"])
     axes["B"].set(ylabel="", xlabel="")
     return figure
 
 
 def accuracies(results: xr.Dataset) -> dict[str, xr.DataArray]:
-    """Accuracy of each model, by condition: clean, group of corruptions, attack, further test set."""
+    """Return the accuracy of each model, by condition: clean, group of corruptions, attack, further test set."""
     by_group = results.accuracy.mean(["severity", "seed"]).groupby("group").mean()
-    found = {"clean": results.clean_accuracy}
-    found |= {
+    by_condition = {"clean": results.clean_accuracy}
+    by_condition |= {
         group: by_group.sel(group=group)
         for group in dict.fromkeys(results.group.values.tolist())
     }
-    found |= {
+    by_condition |= {
         str(a): results.adversarial_accuracy.sel(attack=a).mean("seed")
         for a in results.attack.values
     }
     if "variant" in results.dims:
-        found |= {
+        by_condition |= {
             str(v): results.variant_accuracy.sel(variant=v)
             for v in results.variant.values
         }
-    return found
+    return by_condition
 
 
 def table(results: xr.Dataset) -> str:
-    """Accuracy by model and condition."""
+    """Return accuracy by model and condition as a table."""
     columns = accuracies(results)
     lines = [
         f"\naccuracy on {results.sizes['image']} validation images, corruptions averaged over severities"
@@ -206,24 +229,25 @@ def table(results: xr.Dataset) -> str:
 
 
 def verdicts(results: xr.Dataset, classes: int) -> str:
-    """What the intervals say of the T-CNN against the CNN, and against those that were trained for as long."""
-    lines, reached = [], accuracies(results)
+    """Return what the intervals say of the T-CNN against the CNN, and against those that were trained for as long."""
+    lines, by_condition = [], accuracies(results)
+    # The T-CNN is the last model.
     for baseline in results.model.values[:-1].tolist():
         lines.append(
             f"\nT-CNN against {baseline!r}, difference in accuracy with 95 % interval over images:"
         )
         for by in (None, "group", "attack"):
-            found = evaluation.improvement(results, baseline, by, relative=False).sel(
-                model=TCNN
-            )
-            found = (
-                found.expand_dims(at=["clean"])
+            differences = evaluation.improvement(
+                results, baseline, by, relative=False
+            ).sel(model=TCNN)
+            differences = (
+                differences.expand_dims(at=["clean"])
                 if by is None
-                else found.rename({by: "at"})
+                else differences.rename({by: "at"})
             )
-            for label in found["at"].values.tolist():
-                cell = found.sel(at=label)
-                low, high = cell.interval.values
+            for label in differences["at"].values.tolist():
+                difference = differences.sel(at=label)
+                low, high = difference.interval.values
                 verdict = (
                     "T-CNN ahead"
                     if low > 0
@@ -231,10 +255,11 @@ def verdicts(results: xr.Dataset, classes: int) -> str:
                     if high < 0
                     else "not distinguishable"
                 )
-                best = float(reached[label].sel(model=[baseline, TCNN]).max())
+                # Where both models guess, a difference between them says nothing of robustness.
+                best = float(by_condition[label].sel(model=[baseline, TCNN]).max())
                 verdict += " (both near chance)" if best < 1.5 / classes else ""
                 lines.append(
-                    f"  {label:<8} {float(cell.improvement):+.3f} [{low:+.3f}, {high:+.3f}]  {verdict}"
+                    f"  {label:<8} {float(difference.improvement):+.3f} [{low:+.3f}, {high:+.3f}]  {verdict}"
                 )
     lines.append(
         "One training seed: the intervals are over images alone, and another training may differ by more."
@@ -243,12 +268,13 @@ def verdicts(results: xr.Dataset, classes: int) -> str:
 
 
 def check(results: xr.Dataset, chance: float) -> bool:
-    """Whether the models learned, and the strongest corruptions hurt more than the weakest."""
-    seen = learned(
+    """Return whether the models learned, and the strongest corruptions hurt more than the weakest."""
+    has_learned = learned(
         "a model", float(results.clean_accuracy.min()), results.sizes["image"], chance
     )
     by_severity = results.accuracy.mean(["model", "corruption", "seed"])
     first, last = float(by_severity[0]), float(by_severity[-1])
+    # With one severity there is no weaker corruption to compare with.
     if results.sizes["severity"] == 1:
         first = float(results.clean_accuracy.mean())
     grows = last < first
@@ -256,11 +282,11 @@ def check(results: xr.Dataset, chance: float) -> bool:
     print(
         f"check: damage {verdict} with severity: accuracy from {first:.3f} to {last:.3f}"
     )
-    return seen and grows
+    return has_learned and grows
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
-    """The command line; the digits and the user's own images have different defaults."""
+    """Parse the command line; the digits and the user's own images have different defaults."""
     parser = study_parser(__doc__)
     add_training(parser, small="4 epochs, 4 corruptions, 2 severities, 20 seconds")
     add_controls(parser)
@@ -270,20 +296,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         type=from_least(2),
         help="validation images to perturb, spread evenly (default: 150; all of --data)",
     )
-    add(
-        "--corruptions",
-        nargs="+",
-        choices=evaluation.CORRUPTIONS,
-        metavar="NAME",
-        help="(default: all 15)",
-    )
-    add(
-        "--severities",
-        type=int,
-        nargs="+",
-        choices=range(1, 6),
-        help="of the corruptions (default: 1 2 3 4 5)",
-    )
+    add_corruptions(add, severities="1 2 3 4 5")
     add(
         "--epsilon",
         type=positive_number,
@@ -300,11 +313,13 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     )
     add_output(parser)
     args = parsed(parser, arguments, "robustness")
+    # A test set that is named twice is measured once.
     args.variant = [*dict.fromkeys(map(tuple, args.variant))]
     settle(parser, args)
     if args.small:
         fill_in(args, {"severities": [1, 5], "corruptions": FEW_CORRUPTIONS})
     fill_in(args, {"severities": [1, 2, 3, 4, 5]})
+    # Few scenes: fifteen corruptions at five severities take minutes.
     if args.data == "digits":
         fill_in(args, {"images": 24 if args.small else 150})
         if args.variant:
@@ -315,7 +330,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
 
 
 def variant(text: str) -> tuple[str, str]:
-    """The name and the folder of a test set, as NAME=FOLDER."""
+    """Parse the name and the folder of a test set, as NAME=FOLDER."""
     name, _, folder = text.partition("=")
     if not folder or not Path(folder).is_dir():
         raise argparse.ArgumentTypeError(

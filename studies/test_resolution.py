@@ -32,6 +32,7 @@ On your own images, as the paper did on ImageNet with a GPU:
 
 import argparse
 import sys
+from dataclasses import asdict
 
 import matplotlib as mpl
 import torch
@@ -41,18 +42,20 @@ from torch import nn
 from tqdm import tqdm
 
 import tcnn_probe
+from common.controls import (
+    CONTROLS,
+    TRAINING_TITLES,
+    add_controls,
+    control_models,
+    count_controls,
+)
 from common.data import at_resolution
 from common.ending import ended, finish, learned
+from common.figures import STYLE, add_letters, ordered_colors
 from common.options import add_output, fill_in, from_least, parsed, study_parser
-from common.training import (
-    CONTROLS,
-    Training,
-    add_controls,
-    add_training,
-    begin,
-    count_controls,
-    settle,
-)
+from common.training import Study, begin
+from common.training_options import add_training, settle
+from tcnn_model import reparameterize
 from tcnn_probe.plot import OKABE_ITO
 
 CNN, TCNN = "CNN", "T-CNN, fine-tuned"
@@ -69,26 +72,41 @@ PARTS = {
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the study; 0 if it saw what it stands for, 3 if not."""
+    """Run the study; return 0 if it saw what it stands for, 3 if not."""
     args = parse(arguments)
-    study = begin(
-        "test_resolution", args, stages=2 + count_controls(args), later=("sizes",)
-    )
+
+    # Load the CNN and the digits, and train the CNN.
+    stages = 2 + count_controls(args)
+    study = begin("test_resolution", args, stages=stages, later=("sizes",))
     study.train_cnn()
-    controls = {CONTROLS[name]: model for name, (model, _) in study.controls().items()}
-    tcnn, _ = study.tcnn(study.output.beside("_tcnn.zarr"))
-    found = by_resolution(study, {CNN: study.cnn, **controls, TCNN: tcnn})
-    study.output.save(found)
-    draw(found, args.img_size).savefig(study.output.figure, dpi=200)
-    print(table(found))
-    print(f"wrote {study.output.store} and {study.output.figure}")
-    return finish(check(found, args.img_size, study.chance), args.data)
+    models = {CNN: study.cnn}
+
+    # The controls, which are trained for as long.
+    for name, control in control_models(study.cnn, args).items():
+        list(study.finetune(control, name, TRAINING_TITLES[name]))
+        models[CONTROLS[name]] = control
+
+    # Convert the CNN and fine-tune it, with every head recorded.
+    torch.manual_seed(args.seed)  # queries and keys are new
+    tcnn = models[TCNN] = reparameterize(study.cnn)
+    with tcnn_probe.record(tcnn, study.output.beside("_tcnn.zarr")) as recorder:
+        for result in study.finetune(tcnn, "tcnn", "the T-CNN"):
+            # A resumed run has marked its first epochs before.
+            recorder.mark(if_marked="skip", **asdict(result))
+
+    # Show all of them the validation images at each resolution, and record the heads along it.
+    scores = record_resolutions(study, models)
+    study.output.save(scores)
+    draw(scores, args.img_size).savefig(study.output.figure, dpi=200)
+    print(table(scores))
+    study.output.print_files()
+    return finish(check(scores, args.img_size, study.chance), args.data)
 
 
 @torch.no_grad()
-def by_resolution(study: Training, models: dict[str, nn.Module]) -> xr.Dataset:
-    """Accuracy of each model and the heads of the T-CNN, by resolution."""
-    args, parts = study.args, []
+def record_resolutions(study: Study, models: dict[str, nn.Module]) -> xr.Dataset:
+    """Return the accuracy of each model and the heads of the T-CNN, by resolution."""
+    args, top1 = study.args, []
     for model in models.values():
         model.to(args.device).eval()
     with tcnn_probe.record(models[TCNN], along="resolution") as recorder:
@@ -97,32 +115,29 @@ def by_resolution(study: Training, models: dict[str, nn.Module]) -> xr.Dataset:
             for images, labels in at_resolution(study.cnn, study.loaders[1], size):
                 count += len(labels)
                 for name, model in models.items():
-                    right[name] += int(
-                        (model(images.to(args.device)).argmax(1).cpu() == labels).sum()
-                    )
-            parts.append([number / count for number in right.values()])
+                    answers = model(images.to(args.device)).argmax(1).cpu()
+                    right[name] += int((answers == labels).sum())
+            top1.append([number / count for number in right.values()])
             recorder.mark(resolution=size)
         heads = recorder.dataset.load()
-    found = heads.assign(top1=(("resolution", "model"), parts), images=count)
-    found["reach"] = heads.attention_distance / heads.uniform_distance
-    found["reach"].attrs = {
+    scores = heads.assign(top1=(("resolution", "model"), top1), images=count)
+    # Relative to even attention, since a larger map has larger distances.
+    scores["reach"] = heads.attention_distance / heads.uniform_distance
+    scores["reach"].attrs = {
         "long_name": "mean distance of attention, in those of even attention"
     }
-    found = found.assign_coords(model=[*models])
-    return found.assign_coords(
-        {dim: found[dim].astype(object) for dim in ("layer", "model")}
-    )  # zarr warns of "<U17"
+    return scores.assign_coords(model=[*models])
 
 
-@mpl.rc_context({"font.size": 9, "axes.spines.top": False, "axes.spines.right": False})
-def draw(found: xr.Dataset, trained_at: int) -> Figure:
-    """Accuracies, entropies of the parts, reach."""
+@mpl.rc_context(STYLE)
+def draw(scores: xr.Dataset, trained_at: int) -> Figure:
+    """Draw accuracies, entropies of the parts, and reach."""
     figure = Figure(figsize=(10, 3.6), layout="constrained")
     a, b, c = figure.subplots(1, 3)
-    for name in found.model.values:
+    for name in scores.model.values:
         a.plot(
-            found.resolution,
-            found.top1.sel(model=name),
+            scores.resolution,
+            scores.top1.sel(model=name),
             color=COLORS[name],
             marker="o",
             ms=4,
@@ -130,71 +145,76 @@ def draw(found: xr.Dataset, trained_at: int) -> Figure:
         )
     a.set(ylabel="validation accuracy", ylim=(0, 1), title="accuracy")
     for variable, color in PARTS.items():
-        heads = found[variable].stack(each=("layer", "head"))
-        b.plot(found.resolution, heads, color=color, lw=0.4, alpha=0.5)
+        heads = scores[variable].stack(each=("layer", "head"))
+        b.plot(scores.resolution, heads, color=color, lw=0.4, alpha=0.5)
         b.plot(
-            found.resolution,
+            scores.resolution,
             heads.mean("each"),
             color=color,
             lw=2.2,
             label=variable.replace("_entropy", " part"),
         )
-    even = found.uniform_content_entropy.mean("layer")
+    uniform = scores.uniform_content_entropy.mean("layer")
     b.plot(
-        found.resolution,
-        even,
+        scores.resolution,
+        uniform,
         color="0.3",
         ls=":",
         label="content part, if it were even",
     )
     b.set(ylabel="entropy (nat)", ylim=(0, None), title="entropy of the two parts")
-    colors = mpl.colormaps["viridis"].resampled(found.sizes["layer"] + 1)
-    for row, layer in enumerate(found.layer.values):
-        reach = found.reach.sel(layer=layer)
-        c.plot(found.resolution, reach, color=colors(row), lw=0.4, alpha=0.5)
+    colors = ordered_colors(scores.sizes["layer"])
+    for row, layer in enumerate(scores.layer.values):
+        reach = scores.reach.sel(layer=layer)
+        c.plot(scores.resolution, reach, color=colors[row], lw=0.4, alpha=0.5)
         c.plot(
-            found.resolution, reach.mean("head"), color=colors(row), lw=2.2, label=layer
+            scores.resolution,
+            reach.mean("head"),
+            color=colors[row],
+            lw=2.2,
+            label=layer,
         )
     c.set(
         ylabel="mean distance (of even attention)",
         ylim=(0, 1.1),
         title="how far heads look",
     )
-    for panel, letter in zip((a, b, c), "ABC", strict=True):
+    for panel in (a, b, c):
         panel.axvline(trained_at, color="0.8", lw=1, zorder=0)
         panel.set_xlabel("test resolution (pixel)")
-        panel.set_title(letter, loc="left", fontweight="bold")
-        beside = (
-            {"loc": "center left", "bbox_to_anchor": (1, 0.5)} if panel is c else {}
-        )
-        panel.legend(frameon=False, fontsize=8, **beside)
+        panel.legend(frameon=False, fontsize=8)
+    # Lines of the layers fill the last panel: its legend stands beside it.
+    c.legend(frameon=False, fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5))
+    add_letters([a, b, c])
     return figure
 
 
-def table(found: xr.Dataset) -> str:
-    """Accuracy by model and resolution."""
+def table(scores: xr.Dataset) -> str:
+    """Return accuracy by model and resolution as a table."""
     lines = [
-        f"\nvalidation accuracy on {int(found.images)} images, by test resolution (one seed)"
+        f"\nvalidation accuracy on {int(scores.images)} images, by test resolution (one seed)"
     ]
     lines.append(
-        f"{'':<28}" + "".join(f"{size:>8}" for size in found.resolution.values)
+        f"{'':<28}" + "".join(f"{size:>8}" for size in scores.resolution.values)
     )
-    for model, row in zip(found.model.values, found.top1.values.T, strict=True):
+    for model, row in zip(scores.model.values, scores.top1.values.T, strict=True):
         cells = "".join(f"{top1:8.3f}" for top1 in row)
         lines.append(f"{model:<28}{cells}")
     return "\n".join(lines)
 
 
-def check(found: xr.Dataset, trained_at: int, chance: float) -> bool:
-    """Whether the models learned, and are better where they were trained than at the lowest resolution."""
-    there, lowest = found.sel(resolution=trained_at), found.isel(resolution=0)
-    seen = [
-        learned(str(m), float(there.top1.sel(model=m)), int(found.images), chance)
-        for m in found.model.values
+def check(scores: xr.Dataset, trained_at: int, chance: float) -> bool:
+    """Return whether the models learned, and are better where they were trained than at the lowest resolution."""
+    trained, lowest = scores.sel(resolution=trained_at), scores.isel(resolution=0)
+    passed = [
+        learned(
+            str(model), float(trained.top1.sel(model=model)), int(scores.images), chance
+        )
+        for model in scores.model.values
     ]
-    for model in found.model.values:
+    for model in scores.model.values:
         high, low = (
-            float(there.top1.sel(model=model)),
+            float(trained.top1.sel(model=model)),
             float(lowest.top1.sel(model=model)),
         )
         verdict = "more" if high > low else "NOT more"
@@ -203,12 +223,12 @@ def check(found: xr.Dataset, trained_at: int, chance: float) -> bool:
             end="",
         )
         print(f"{high:.3f}, {low:.3f}")
-        seen.append(high > low)
-    return all(seen)
+        passed.append(high > low)
+    return all(passed)
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
-    """The command line; the digits and the user's own images have different defaults."""
+    """Parse the command line; the digits and the user's own images have different defaults."""
     parser = study_parser(__doc__)
     add_training(parser, small="4 epochs, 15 seconds")
     add_controls(parser)
@@ -223,6 +243,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     args = parsed(parser, arguments, "test_resolution")
     settle(parser, args)
     fill_in(args, {"sizes": [args.img_size * share // 4 for share in (2, 3, 4, 6, 8)]})
+    # The check compares with the resolution of training.
     args.sizes = sorted({*args.sizes, args.img_size})
     if len(args.sizes) < 2:
         parser.error("--sizes: expected another resolution than --img-size")

@@ -37,8 +37,8 @@ from matplotlib.figure import Figure
 
 import tcnn_probe
 from common.ending import ended, finish, learned, refused
+from common.figures import STYLE, add_letters, ordered_colors, whole_ticks
 from common.options import (
-    NOT_SAVED,
     add_machine,
     add_output,
     fill_in,
@@ -52,35 +52,29 @@ from common.output import RunOutput
 from tcnn_model.training.command import train
 from tcnn_model.training.config import Config
 
-KEPT = ("top1", "val_loss", "train_loss", "train_top1")
+MEASURES = ("top1", "val_loss", "train_loss", "train_top1")
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the study; 0 if it saw what it stands for, 3 if not."""
+    """Run the study; return 0 if it saw what it stands for, 3 if not."""
     args = parse(arguments)
-    options = {
-        name: value for name, value in vars(args).items() if name not in NOT_SAVED
-    }
-    output = RunOutput(
-        args.out,
-        "when_to_reparameterize",
-        options,
-        resume=args.resume,
-        overwrite=args.overwrite,
-    )
-    found = xr.concat(
-        [one_run(args, output, t1) for t1 in args.times], "t1", join="outer"
-    )
-    found["images"] = found.images.max()  # also of the CNN
-    output.save(found)
-    draw(found).savefig(output.figure, dpi=200)
-    print(table(found))
-    print(f"wrote {output.store} and {output.figure}")
-    return finish(check(found), args.data)
+    output = RunOutput.from_args(args, "when_to_reparameterize")
+
+    # Train each run with the library's own command, or go on with it.
+    runs = [train_run(args, output, t1) for t1 in args.times]
+    scores = xr.concat(runs, "t1", join="outer")
+    # All runs see the same validation images, but without heads none are counted.
+    scores["images"] = scores.images.max()
+
+    output.save(scores)
+    draw(scores).savefig(output.figure, dpi=200)
+    print(table(scores))
+    output.print_files()
+    return finish(check(scores), args.data)
 
 
-def one_run(args: argparse.Namespace, output: RunOutput, t1: int) -> xr.Dataset:
-    """Train the CNN for ``t1`` epochs and the T-CNN for the rest; accuracies and losses by epoch."""
+def train_run(args: argparse.Namespace, output: RunOutput, t1: int) -> xr.Dataset:
+    """Train the CNN for ``t1`` epochs and the T-CNN for the rest, and return accuracies and losses by epoch."""
     folder = output.beside("_runs") / f"t1_{t1}"
     config = Config(
         args.model,
@@ -88,13 +82,16 @@ def one_run(args: argparse.Namespace, output: RunOutput, t1: int) -> xr.Dataset:
         img_size=args.img_size,
         limit=args.limit,
         epochs=args.epochs,
+        # A tenth, as in the paper's 5 of 50 epochs.
         warmup_epochs=max(1, args.epochs // 10),
         batch_size=args.batch_size,
         opt="momentum",
         lr=args.lr,
         weight_decay=1e-4,
         reparameterize_at=t1 if t1 < args.epochs else None,
+        # The paper's T-CNN* goes on with the optimizer and the schedule of the CNN.
         keep_optimizer=True,
+        # Digits lie in memory, where loading processes only cost time.
         workers=args.workers if args.data != "digits" else 0,
         device=args.device,
         amp="bfloat16" if args.amp else None,
@@ -103,110 +100,107 @@ def one_run(args: argparse.Namespace, output: RunOutput, t1: int) -> xr.Dataset:
     )
     with refused(ValueError, OSError):
         results = [asdict(result) for result in train(config, resume=folder.exists())]
-    recorded, seen = (
-        tcnn_probe.open(folder / "recording.zarr"),
-        {"heads": 0, "images": 0},
-    )
-    if "heads" in recorded.children:  # the CNN has none
-        last = recorded["heads"].dataset.isel(epoch=-1)
-        seen = {
-            "heads": int(last.gate.notnull().sum()),
-            "images": int(last.images.max()),
-        }
-    measured: dict[str, Any] = {
-        name: (("t1", "epoch"), [[result[name] for result in results]]) for name in KEPT
+    scores: dict[str, Any] = {
+        name: (("t1", "epoch"), [[result[name] for result in results]])
+        for name in MEASURES
     }
-    coords = {"t1": [t1], "epoch": [result["epoch"] for result in results]}
-    return xr.Dataset(
-        {**measured, **{name: ("t1", [number]) for name, number in seen.items()}},
-        coords,
-    )
+    heads = images = 0
+    recording = tcnn_probe.open(folder / "recording.zarr")
+    if "heads" in recording.children:  # the CNN has none
+        last = recording["heads"].dataset.isel(epoch=-1)
+        heads, images = int(last.gate.notnull().sum()), int(last.images.max())
+    scores |= {"heads": ("t1", [heads]), "images": ("t1", [images])}
+    epochs = [result["epoch"] for result in results]
+    return xr.Dataset(scores, {"t1": [t1], "epoch": epochs})
 
 
-@mpl.rc_context({"font.size": 9, "axes.spines.top": False, "axes.spines.right": False})
-def draw(found: xr.Dataset) -> Figure:
-    """Accuracies at the end, and on the way there."""
+@mpl.rc_context(STYLE)
+def draw(scores: xr.Dataset) -> Figure:
+    """Draw accuracies at the end, and on the way there."""
     figure = Figure(figsize=(9, 3.8), layout="constrained")
     a, b = figure.subplots(1, 2, sharey=True)
-    ends, error = at_the_end(found)
-    a.errorbar(found.t1, ends, error, color="0.2", marker="o", capsize=3)
+    ends, error = at_the_end(scores)
+    a.errorbar(scores.t1, ends, error, color="0.2", marker="o", capsize=3)
     a.set(
         xlabel="t1: epochs before it becomes a T-CNN",
         ylabel="validation accuracy",
         title="accuracy at the end",
     )
-    colors = mpl.colormaps["viridis"].resampled(found.sizes["t1"] + 1)
-    for at, t1 in enumerate(found.t1.values):
-        one = found.top1.sel(t1=t1)
+    colors = ordered_colors(scores.sizes["t1"])
+    for row, t1 in enumerate(scores.t1.values):
+        curve = scores.top1.sel(t1=t1)
         b.plot(
-            found.epoch,
-            one,
-            color=colors(at),
+            scores.epoch,
+            curve,
+            color=colors[row],
             lw=1.6,
-            label=f"{t1}" if found.heads[at] else f"{t1}: the CNN",
+            label=f"{t1}" if scores.heads[row] else f"{t1}: the CNN",
         )
-        if found.heads[at]:
-            b.plot([t1], [float(one.sel(epoch=t1))], "o", color=colors(at), ms=5)
+        # The CNN becomes nothing else.
+        if scores.heads[row]:
+            b.plot([t1], [float(curve.sel(epoch=t1))], "o", color=colors[row], ms=5)
     b.set(xlabel="epoch", title="accuracy by epoch; dots: becomes a T-CNN")
     b.legend(title="t1", frameon=False)
-    for panel, letter in ((a, "A"), (b, "B")):
-        panel.set_title(letter, loc="left", fontweight="bold")
-        panel.xaxis.get_major_locator().set_params(integer=True)
+    for panel in (a, b):
+        whole_ticks(panel)
+    add_letters([a, b])
     return figure
 
 
-def at_the_end(found: xr.Dataset) -> tuple[xr.DataArray, xr.DataArray]:
-    """Accuracy after the last epoch, and its standard error over validation images."""
-    ends = found.top1.isel(epoch=-1, drop=True)
-    return ends, (ends * (1 - ends) / float(found.images)) ** 0.5
+def at_the_end(scores: xr.Dataset) -> tuple[xr.DataArray, xr.DataArray]:
+    """Return accuracy after the last epoch, and its standard error over validation images."""
+    ends = scores.top1.isel(epoch=-1, drop=True)
+    return ends, (ends * (1 - ends) / float(scores.images)) ** 0.5
 
 
-def table(found: xr.Dataset) -> str:
-    """Table 3 of the paper, and what the standard errors tell apart."""
-    ends, error = at_the_end(found)
-    total, best = int(found.epoch[-1]), int(ends.argmax("t1"))
+def table(scores: xr.Dataset) -> str:
+    """Return Table 3 of the paper, and what the standard errors tell apart."""
+    ends, error = at_the_end(scores)
+    total, best = int(scores.epoch[-1]), int(ends.argmax("t1"))
     lines = [
-        f"\n{'t1':>5}{'t2':>5}{'heads':>7}{'top-1':>8}   (one seed each, {int(found.images)} validation images)"
+        f"\n{'t1':>5}{'t2':>5}{'heads':>7}{'top-1':>8}   (one seed each, {int(scores.images)} validation images)"
     ]
     for t1, end, heads in zip(
-        found.t1.values, ends.values, found.heads.values, strict=True
+        scores.t1.values, ends.values, scores.heads.values, strict=True
     ):
         lines.append(f"{t1:>5}{total - t1:>5}{heads:>7}{end:>8.3f}")
+    # Two standard errors of a difference are about a 95 % interval.
     apart = ends[best] - ends > 2 * (error**2 + error[best] ** 2) ** 0.5
-    behind = ", ".join(str(t1) for t1 in found.t1.values[apart.values]) or "none"
+    behind = ", ".join(str(t1) for t1 in scores.t1.values[apart.values]) or "none"
     lines.append(
-        f"most accurate: t1 = {int(found.t1[best])}; behind it by more than two standard errors: {behind}"
+        f"most accurate: t1 = {int(scores.t1[best])}; behind it by more than two standard errors: {behind}"
     )
     return "\n".join(lines)
 
 
-def check(found: xr.Dataset) -> bool:
-    """Whether each run learned, and has the heads of a T-CNN where it became one."""
-    seen = []
-    for t1, of_run in found.groupby("t1"):
-        run = of_run.squeeze("t1")
-        untrained = max(float(run.top1[0]), 1 / float(found.images))
-        seen.append(
+def check(scores: xr.Dataset) -> bool:
+    """Return whether each run learned, and has the heads of a T-CNN where it became one."""
+    checks = []
+    for t1, group in scores.groupby("t1"):
+        run = group.squeeze("t1")
+        # Chance would be too easy: a run must beat its own start, which may have no right answer.
+        untrained = max(float(run.top1[0]), 1 / float(scores.images))
+        checks.append(
             learned(
                 f"the run of t1 = {t1}",
                 float(run.top1[-1]),
-                int(found.images),
+                int(scores.images),
                 untrained,
             )
         )
-        seen.append((int(run.heads) > 0) == (t1 < int(found.epoch[-1])))
-        if not seen[-1]:
+        checks.append((int(run.heads) > 0) == (t1 < int(scores.epoch[-1])))
+        if not checks[-1]:
             print(
                 f"check: the run of t1 = {t1} has {int(run.heads)} heads: NOT what it should have become"
             )
     print(
-        f"check: {sum(seen)} of {len(seen)} hold: runs that learned, and became T-CNNs where they should"
+        f"check: {sum(checks)} of {len(checks)} hold: runs that learned, and became T-CNNs where they should"
     )
-    return all(seen)
+    return all(checks)
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
-    """The command line; the digits and the user's own images have different defaults."""
+    """Parse the command line; the digits and the user's own images have different defaults."""
     parser = study_parser(__doc__)
     add = parser.add_argument_group("model and data").add_argument
     add("--model", help="timm name of a CNN (default: test_resnet, a small one)")
@@ -255,6 +249,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
             "epochs": 3,
             "limit": 240,
             "batch_size": 16,
+            # One run that becomes a T-CNN, and the CNN.
             "times": [1, 3],
         }
     if args.data != "digits":

@@ -53,6 +53,7 @@ CLEAN = [
     "tcnn_probe/schema.py",
     "tcnn_probe/storage",
     "benchmarks",
+    "studies",
     "tests/benchmarks",
     "tests/tcnn_model/cases.py",
     "tests/tcnn_model/dense.py",
@@ -74,6 +75,7 @@ CLEAN = [
     "tests/tcnn_probe/test_images.py",
     "tests/tcnn_probe/test_without_torch.py",
     "tests/tcnn_probe/storage",
+    "tests/studies",
     "tests/tcnn_model/training",
     "tests/test_prose.py",
 ]

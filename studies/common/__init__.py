@@ -1,1 +1,1 @@
-"""What the studies share: data, options, output folders."""
+"""Shared parts of the studies: data, options, output folders, figures."""

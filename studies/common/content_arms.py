@@ -25,12 +25,12 @@ class Arm:
     """A training of the comparison.
 
     Attributes:
-        title: in tables.
-        attends: whether convolutions become attention.
-        papers_rates: one rate for all weights, and 0.1 for gates from the first step.
-        static_map: content attention is a learned map, the same for every image.
-        gate_at_one: position alone; the gate is not trained.
-        mixes: CutMix and mixup of the images.
+        title: Title of the arm in tables.
+        attends: Whether convolutions become attention.
+        papers_rates: Whether all weights have one rate, and gates 0.1 from the first step.
+        static_map: Whether content attention is a learned map, the same for every image.
+        gate_at_one: Whether heads attend by position alone; the gate is not trained.
+        mixes: Whether images are mixed by CutMix and mixup.
     """
 
     title: str
@@ -63,8 +63,8 @@ class StaticMapGPSA(GPSA):
         """Return the layer with an even map in place of its queries and keys.
 
         Args:
-            layer: whose other parameters are copied.
-            size: height and width of its input.
+            layer: Layer whose other parameters are copied.
+            size: Height and width of its input.
         """
         shape = (
             layer.in_channels,
@@ -74,21 +74,25 @@ class StaticMapGPSA(GPSA):
             layer.padding,
             layer.dilation,
         )
-        new = cls(*shape, layer.groups, layer.bias is not None)
+        static_layer = cls(*shape, layer.groups, layer.bias is not None)
         y, x = layer.axes(*size)
         keys = y.length * x.length
-        kept = {
+        shared_state = {
             name: value
             for name, value in layer.state_dict().items()
             if name not in ("query", "key")
         }
-        new.load_state_dict(kept, strict=False)
-        new.query = nn.Parameter(torch.zeros(new.heads, y.queries * x.queries, keys))
-        new.key = nn.Parameter(torch.eye(keys), requires_grad=False)
-        return new
+        static_layer.load_state_dict(shared_state, strict=False)
+        static_layer.query = nn.Parameter(
+            torch.zeros(static_layer.heads, y.queries * x.queries, keys)
+        )
+        # Products with the identity are the map's own logits.
+        static_layer.key = nn.Parameter(torch.eye(keys), requires_grad=False)
+        return static_layer
 
     def forward(self, x: Tensor) -> Tensor:
         """(B, C_in, H, W) -> (B, C_out, H_out, W_out); attention is formed once for all images."""
+        # One image will do: neither part depends on it.
         attention = self.gated_attention(x[:1])
         content = attention.content()
         rows, cols = attention.factors_on_pixels(content.dtype)
@@ -114,13 +118,15 @@ def converted(
     """Return a copy of the CNN's tail as the arm begins with it.
 
     Args:
-        tail: of the CNN.
-        arm: which training.
-        start: initial lambda of the gates.
-        features: a batch of what the tail takes, for its size.
-        seed: of queries and keys.
+        tail: Tail of the CNN.
+        arm: Arm that the copy is for.
+        start: Initial lambda of the gates.
+        features: Batch of features as the tail takes them, for its size.
+        seed: Seed of queries and keys.
     """
+    # Queries and keys are drawn from torch's global generator.
     torch.manual_seed(seed)
+    # Named one by one: without names only the last stage of a known model would be converted.
     convolutions = [
         name for name, module in tail.named_modules() if isinstance(module, nn.Conv2d)
     ]
@@ -129,21 +135,24 @@ def converted(
         tail, layers=convolutions, stride="keep", gating=start, input_size=size
     )
     if arm.static_map:
+        # A map belongs to positions, so its size is that of the layer's input.
         sizes = input_sizes(model, features)
         for name, layer in gpsa_layers(model).items():
+            # torch has no public way to replace a module by its dotted name.
             parent, _, child = name.rpartition(".")
             setattr(
                 model.get_submodule(parent), child, StaticMapGPSA.of(layer, sizes[name])
             )
     if arm.gate_at_one:
         for layer in gpsa_layers(model).values():
-            nn.init.constant_(layer.gating, 40.0)  # whose sigmoid is 1 in float32
+            # The sigmoid of 40 is 1 in float32.
+            nn.init.constant_(layer.gating, 40.0)
             layer.gating.requires_grad_(False)
     return model
 
 
 def input_sizes(model: nn.Module, features: Tensor) -> dict[str, tuple[int, int]]:
-    """Height and width of the input of each GPSA layer."""
+    """Return the height and width of the input of each GPSA layer."""
     sizes: dict[str, tuple[int, int]] = {}
     hooks = [
         layer.register_forward_pre_hook(
@@ -169,22 +178,24 @@ def train_tail(
     options: Mapping[str, Any],
     after: Callable[[int], None],
 ) -> dict[str, float]:
-    """Train the tail in place.
+    """Train the tail in place, and return the sum of the learning rates of each group.
 
     Args:
-        model: the tail.
-        batches: features and targets of each step: classes (B,) or shares of classes (B, K).
-        arm: which training.
-        options: ``steps``, ``lr`` of the weights, ``qk_sum`` of the rates of queries and keys, ``map_sum`` of static
-            maps, ``gating_lr``, ``papers_lr``, ``papers_gating_lr``, ``weight_decay``, ``frozen_statistics``, ``amp``.
-        after: called with the number of steps done, before the first step and after each.
+        model: Tail of the network.
+        batches: Features and targets of each step: classes (B,) or shares of classes (B, K).
+        arm: Arm whose rates and targets are used.
+        options: Mapping with ``steps``, ``lr`` of the weights, ``qk_sum`` of the rates of queries and keys, ``map_sum``
+            of static maps, ``gating_lr``, ``papers_lr``, ``papers_gating_lr``, ``weight_decay``, ``frozen_statistics``,
+            ``amp``.
+        after: Function of the number of steps done, called before the first step and after each.
 
     Returns:
-        the sum of the learning rates of each group.
+        Sum of the learning rates over the steps, by group.
     """
     steps = options["steps"]
     factors = [rate_factor(step, steps) for step in range(steps)]
     groups = _groups(model, arm, options, sum(factors))
+    # Fused: one pass over all weights instead of several for each tensor.
     optimizer = torch.optim.AdamW(groups, fused=True)
     peaks = {group["name"]: group["lr"] for group in optimizer.param_groups}
     sums = dict.fromkeys(peaks, 0.0)
@@ -194,6 +205,7 @@ def train_tail(
         if options["frozen_statistics"]:
             _freeze_statistics(model)
         for group in optimizer.param_groups:
+            # The protocol freezes gates for a quarter of the steps, so that content can form first; the papers do not.
             waits = (
                 group["name"] == "gates" and not arm.papers_rates and step < steps // 4
             )
@@ -205,6 +217,7 @@ def train_tail(
         F.cross_entropy(
             scores.float(),
             targets,
+            # Shares of classes are smoothed by timm already.
             label_smoothing=0.0 if arm.mixes else LABEL_SMOOTHING,
         ).backward()
         optimizer.step()
@@ -215,15 +228,16 @@ def train_tail(
 def mixed_batches(
     batches: Iterator[tuple[Tensor, Tensor]], trunk: nn.Module, classes: int, seed: int
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Mix images by CutMix or mixup as DeiT does, and give the trunk's features of them.
+    """Mix images by CutMix or mixup as DeiT does, and yield the trunk's features of them.
 
     Args:
-        batches: images and classes.
-        trunk: frozen.
-        classes: their number.
-        seed: of the mixing; timm draws it from NumPy's global generator.
+        batches: Images and classes.
+        trunk: Frozen trunk.
+        classes: Number of classes.
+        seed: Seed of the mixing; timm draws it from NumPy's global generator.
     """
     mix = Mixup(
+        # DeiT's values.
         mixup_alpha=0.8,
         cutmix_alpha=1.0,
         label_smoothing=LABEL_SMOOTHING,
@@ -240,7 +254,7 @@ def mixed_batches(
 def _groups(
     model: nn.Module, arm: Arm, options: Mapping[str, Any], total: float
 ) -> list[dict[str, Any]]:
-    """Optimizer groups; ``total`` is the sum of the schedule's factors, by which a sum of rates becomes a peak."""
+    """Return the optimizer's groups; ``total``, the sum of the schedule's factors, makes a peak of a sum of rates."""
     decay = options["weight_decay"]
     if arm.papers_rates:
         lr, gating_lr, qk_lr = (
@@ -255,6 +269,7 @@ def _groups(
 
 
 def _freeze_statistics(model: nn.Module) -> None:
+    """Keep the means and variances that batch norm learned with the CNN."""
     for module in model.modules():
         if isinstance(module, nn.BatchNorm2d):
             module.eval()

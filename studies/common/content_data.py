@@ -29,14 +29,14 @@ SEVERITY = 3
 
 @dataclass(frozen=True)
 class Images:
-    """All images of a run.
+    """Images of a run.
 
     Attributes:
-        train: of the trainings.
-        held_out: of the training folder, in no training.
-        test: of the endpoints.
-        corrupted: test images under each corruption, shape (corruptions, N, H, W, 3).
-        corrupted_rows: numbers of these in ``test``.
+        train: Images of the trainings.
+        held_out: Images of the training folder that no training sees.
+        test: Images of the endpoints.
+        corrupted: Test images under each corruption, shape (corruptions, N, H, W, 3).
+        corrupted_rows: Indices of these in ``test``.
     """
 
     train: SmallImages
@@ -58,37 +58,38 @@ def load_images(
     """Read the images, or make scenes of digits, and corrupt some of the test images.
 
     Args:
-        data: folder with train/ and val/, or "digits".
-        cache: where decoded and corrupted images are kept.
-        held_out: number of training images that no training sees.
-        corrupted: number of test images to corrupt.
-        limit: of digits.
-        seed: of the split and of the corruptions.
+        data: Folder with train/ and val/, or "digits".
+        cache: Folder that keeps decoded and corrupted images.
+        held_out: Number of training images that no training sees.
+        corrupted: Number of test images to corrupt.
+        limit: Number of digits to use; None for all.
+        seed: Seed of the split and of the corruptions.
     """
-    whole, test = _scenes(limit) if data == "digits" else decoded(data, cache)
-    train, others = split(whole, held_out, seed)
+    all_images, test = _scenes(limit) if data == "digits" else decoded(data, cache)
+    train, held_out_images = split(all_images, held_out, seed)
+    # Spread evenly over the test images, which are sorted by class.
     rows = np.array(spread(len(test), corrupted))
     file = cache / f"corrupted_{len(rows)}.npz"
     if not file.exists():
-        chosen = test.pixels[rows]
-        worse = [
-            evaluation.corrupt(chosen, name, SEVERITY, seed=seed)
+        pixels = test.pixels[rows]
+        corrupted_pixels = [
+            evaluation.corrupt(pixels, name, SEVERITY, seed=seed)
             for name in evaluation.CORRUPTIONS
         ]
-        atomic_save(file, pixels=np.stack(worse))
+        atomic_save(file, pixels=np.stack(corrupted_pixels))
     with np.load(file) as arrays:
-        return Images(train, others, test, arrays["pixels"], rows)
+        return Images(train, held_out_images, test, arrays["pixels"], rows)
 
 
 class Features:
-    """What a frozen trunk gives for all images, kept in half precision.
+    """Outputs of a frozen trunk for all images, kept in half precision.
 
     Args:
-        trunk: frozen, in eval mode.
-        images: of the run.
-        cache: folder of the files.
-        count: of views of each training image.
-        reference, probed: numbers of training images for static attention, and of held-out ones for recordings.
+        trunk: Frozen trunk, in eval mode.
+        images: Images of the run.
+        cache: Folder of the files.
+        count: Number of views of each training image.
+        reference, probed: Number of training images for static attention, and of held-out ones for recordings.
     """
 
     def __init__(
@@ -112,31 +113,31 @@ class Features:
             lambda: [self._of(images.test.pixels)],
             (len(images.test),),
         )
-        worse = images.corrupted
+        corrupted = images.corrupted
         self.corrupted = _cached(
             cache / "corrupted.npy",
-            lambda: (self._of(part) for part in worse),
-            worse.shape[:2],
+            lambda: (self._of(part) for part in corrupted),
+            corrupted.shape[:2],
         )
-        train, others = images.train, images.held_out
+        train, held_out = images.train, images.held_out
         self.reference = self.as_given(
             self._of(train.pixels[spread(len(train), reference)])
         )
-        chosen = spread(len(others), probed)
+        rows = spread(len(held_out), probed)
         self.probed, self.probed_labels = (
-            self.as_given(self._of(others.pixels[chosen])),
-            others.labels[chosen],
+            self.as_given(self._of(held_out.pixels[rows])),
+            held_out.labels[rows],
         )
 
     @staticmethod
     def as_given(features: NDArray[np.float16]) -> Tensor:
-        """Features as the tail takes them, float32."""
+        """Return features as the tail takes them, in float32."""
         return torch.from_numpy(np.array(features, np.float32))
 
     def batches(
         self, steps: int, batch_size: int, seed: int
     ) -> Iterator[tuple[Tensor, Tensor]]:
-        """Features and labels of each step."""
+        """Yield features and labels of each step."""
         for rows, view in order_of_images(
             len(self.images.train), steps, batch_size, seed
         ):
@@ -148,7 +149,7 @@ class Features:
     def pixel_batches(
         self, steps: int, batch_size: int, seed: int
     ) -> Iterator[tuple[Tensor, Tensor]]:
-        """The images whose features :meth:`batches` gives, and labels."""
+        """Yield the images whose features :meth:`batches` gives, and labels."""
         train = self.images.train
         for rows, view in order_of_images(len(train), steps, batch_size, seed):
             yield (
@@ -166,6 +167,7 @@ class Features:
     ) -> NDArray[np.float16]:
         with torch.inference_mode():
             parts = [
+                # Half precision takes half the disk, and its rounding is far below a batch's noise.
                 self.trunk(normalized(pixels[start : start + batch_size]))
                 .half()
                 .contiguous()
@@ -176,24 +178,30 @@ class Features:
 
 
 def _cached(file: Path, parts, shape: tuple[int, ...]) -> NDArray[np.float16]:
-    """Read an array from the disk when it is needed; the first time it is made, part by part."""
+    """Return an array that is read from the disk as needed; make it part by part the first time."""
     if not file.exists():
         file.parent.mkdir(parents=True, exist_ok=True)
         temporary = file.with_name(f"{file.name}.tmp")
         array = None
         for number, part in enumerate(parts()):
             if array is None:
-                whole = (*shape, *part.shape[1:])
-                array = np.lib.format.open_memmap(temporary, "w+", np.float16, whole)
+                full_shape = (*shape, *part.shape[1:])
+                # Features of all views need not fit into memory.
+                array = np.lib.format.open_memmap(
+                    temporary, "w+", np.float16, full_shape
+                )
             target = array if len(shape) == 1 else array[number]
             target[:] = part
         array.flush()
+        # A file of this name is complete, even if the run was killed while it was written.
         temporary.replace(file)
+    # Training reads rows in random order, of which the system keeps the recent ones in memory.
     return np.load(file, mmap_mode="r")
 
 
 def _scenes(limit: int | None) -> tuple[SmallImages, SmallImages]:
-    """Training and test scenes of digits, grey as three channels."""
+    """Return training and test scenes of digits, grey as three channels."""
+    # Training scenes are drawn from torch's global generator.
     torch.manual_seed(0)
     parts = []
     for scenes in cluttered_digits(size=32, limit=limit, fragments=2):
@@ -204,6 +212,7 @@ def _scenes(limit: int | None) -> tuple[SmallImages, SmallImages]:
             (torch.cat(images) * STD + MEAN).clamp(0, 1).mul(255).round().byte().numpy()
         )
         parts.append(
+            # The network takes colours.
             SmallImages(np.repeat(grey[..., None], 3, -1), np.array(labels, np.int64))
         )
     return parts[0], parts[1]

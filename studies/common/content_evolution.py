@@ -1,4 +1,4 @@
-"""How content information grows while heads learn: a figure, and what it is beside that of untrained heads."""
+"""Growth of content information while heads learn: a figure, and a comparison with untrained heads."""
 
 import matplotlib as mpl
 import numpy as np
@@ -6,34 +6,27 @@ import xarray as xr
 from matplotlib.figure import Figure
 from scipy.stats import t as student
 
-import tcnn_probe
+from common.figures import STYLE, whole_ticks
 from common.head_types import COLORS
 from tcnn_probe import evaluation
 
-__all__ = ["draw_content", "gain", "numbers"]
+__all__ = ["SHOWN", "draw_content", "gain"]
 
-_SHOWN = {"gate": "gate", "content_information": "content information (nat)"}
-
-
-def numbers(recording: xr.Dataset) -> xr.Dataset:
-    """What is drawn, (epoch, layer, head), with the type of each head at the end."""
-    types = tcnn_probe.head_types(recording).isel(epoch=-1, drop=True)
-    return recording[[name for name in _SHOWN if name in recording]].assign(
-        head_type=types
-    )
+SHOWN = {"gate": "gate", "content_information": "content information (nat)"}
+"""Variables of a recording that are drawn, and their labels."""
 
 
-@mpl.rc_context({"font.size": 9, "axes.spines.top": False, "axes.spines.right": False})
+@mpl.rc_context(STYLE)
 def draw_content(models: dict[str, xr.Dataset]) -> Figure:
-    """A panel for each layer, a row for each model, and one above for its gates; a line is a head.
+    """Draw a panel for each layer, a row for each model, and a row above for its gates; a line is a head.
 
     Args:
-        models: by name, what :func:`numbers` gives.
+        models: Gates, content information and types of each model, (epoch, layer, head), by its name.
     """
     rows = [
         (f"{name}\n{words}", ds, v)
         for name, ds in models.items()
-        for v, words in _SHOWN.items()
+        for v, words in SHOWN.items()
         if v in ds
     ]
     columns = max(ds.sizes["layer"] for ds in models.values())
@@ -43,17 +36,20 @@ def draw_content(models: dict[str, xr.Dataset]) -> Figure:
     axes = figure.subplots(len(rows), columns, squeeze=False, sharey="row")
     for panels, (title, ds, variable) in zip(axes, rows, strict=True):
         for panel, layer in zip(panels, ds.layer.values, strict=False):
-            one = ds.sel(layer=layer)
+            heads = ds.sel(layer=layer)
             for values, kind in zip(
-                one[variable].transpose("head", "epoch"),
-                one.head_type.values,
+                heads[variable].transpose("head", "epoch"),
+                heads.head_type.values,
                 strict=True,
             ):
-                panel.plot(one.epoch, values, color=COLORS.get(kind, "0.7"), lw=1.2)
+                # Heads without a type are grey.
+                panel.plot(heads.epoch, values, color=COLORS.get(kind, "0.7"), lw=1.2)
             panel.set_title(layer, fontsize=9)
-            panel.xaxis.get_major_locator().set_params(integer=True)
+            whole_ticks(panel)
+        # A model with fewer layers has no panels for the rest.
         for panel in panels[ds.sizes["layer"] :]:
             panel.remove()
+        # Gates are shares; information has no upper bound.
         panels[0].set(ylabel=title, ylim=(0, 1 if variable == "gate" else None))
     for panel in axes[-1]:
         panel.set_xlabel("epoch")
@@ -70,25 +66,25 @@ def draw_content(models: dict[str, xr.Dataset]) -> Figure:
     return figure
 
 
-def gain(found: xr.Dataset, shuffled: xr.Dataset | None) -> str:
-    """Content information at the end, beside that of the same heads untrained and trained on shuffled labels.
+def gain(content: xr.Dataset, shuffled: xr.Dataset | None) -> str:
+    """Return content information at the end, beside that of the same heads untrained and trained on shuffled labels.
 
     Args:
-        found: (training, epoch, layer, head), see :func:`numbers`.
-        shuffled: the same of trainings on shuffled labels; None without these.
+        content: Datasets as for :func:`draw_content`, with the dimension training.
+        shuffled: The same of trainings on shuffled labels; None without these.
     """
-    information = found.content_information
+    information = content.content_information
     end, controls = information.isel(epoch=-1), {"untrained": information.isel(epoch=0)}
     if shuffled is not None:
         controls["on shuffled labels"] = shuffled.content_information.isel(epoch=-1)
     lines = [
         "content information, mean over all heads, in nat, with 95 % intervals over heads:"
     ]
-    every = {"trained": end, **controls}
-    for training in found.training.values:
+    trainings = {"trained": end, **controls}
+    for training in content.training.values:
         words = [
             f"{name} {_interval(values.sel(training=training))}"
-            for name, values in every.items()
+            for name, values in trainings.items()
         ]
         lines.append(f"  seed {training}: " + ", ".join(words))
     for name, values in controls.items():
@@ -105,7 +101,7 @@ def gain(found: xr.Dataset, shuffled: xr.Dataset | None) -> str:
             f"  trained less {name}: {float(difference.mean()):+.3f}, {within}"
         )
     largest = {
-        name: values.max(["layer", "head"]).values for name, values in every.items()
+        name: values.max(["layer", "head"]).values for name, values in trainings.items()
     }
     words = [
         f"{name} {', '.join(f'{value:.2f}' for value in values)}"
@@ -116,15 +112,20 @@ def gain(found: xr.Dataset, shuffled: xr.Dataset | None) -> str:
 
 
 def _interval(values: xr.DataArray) -> str:
-    heads = values.stack(one=("layer", "head")).dropna("one")
-    low, high = evaluation.mean_interval(heads, "one").values
+    """Return the mean and its interval over heads as text."""
+    # Layers with fewer heads have NaN.
+    heads = values.stack(heads=("layer", "head")).dropna("heads")
+    low, high = evaluation.mean_interval(heads, "heads").values
     return f"{float(heads.mean()):.3f} [{low:.3f}, {high:.3f}]"
 
 
 def _over_trainings(values: xr.DataArray) -> tuple[float, float]:
+    """Return a t interval for the mean over trainings; NaN of one training, which has no spread."""
     means = values.mean(["layer", "head"])
+    # One training has no spread.
     if means.size < 2:
         return np.nan, np.nan
+    # Student's t: two or three trainings are too few to resample.
     half = (
         float(student.ppf(0.975, means.size - 1))
         * float(means.std(ddof=1))

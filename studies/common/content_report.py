@@ -1,5 +1,6 @@
-"""What the runs of the comparison of content and mixing say: a table, verdicts, and a figure."""
+"""Results of the comparison of content and mixing: a table, verdicts, and a figure."""
 
+import itertools
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -41,8 +42,9 @@ Table = tuple[str, str]
 
 
 def tree_of(folder: Path) -> xr.DataTree:
-    """Read all finished runs: a node for each table (blocks, batch norm), and in it one for each run."""
+    """Return all finished runs: a node for each table (blocks, batch norm), and in it one for each run."""
     nodes: dict[str, xr.Dataset] = {}
+    # Names of runs begin with the number of blocks.
     for file in sorted(folder.glob("[0-9]_*.npz")):
         blocks, batch_norm, arm, start, seed = file.stem.split("_")
         with np.load(file) as arrays:
@@ -58,71 +60,58 @@ def tree_of(folder: Path) -> xr.DataTree:
 
 
 def report(tree: xr.DataTree) -> str:
-    """Tables of every endpoint and the verdicts."""
+    """Return tables of every endpoint and the verdicts."""
     parts = []
     for name, table in tree.children.items():
-        runs = [node.to_dataset() for node in table.children.values()]
+        runs = _runs(table)
         blocks, batch_norm = name.split("_")
         title = (
             f"Last {blocks} block(s) converted, statistics of batch norm {batch_norm}"
         )
-        parts.append(
-            "\n".join(
-                [
-                    title,
-                    "=" * len(title),
-                    *_accuracies(runs),
-                    *_endpoints(runs),
-                    *_heads(runs),
-                ]
-            )
-        )
+        lines = [title, "=" * len(title)]
+        lines += _accuracies(runs) + _endpoints(runs) + _heads(runs)
+        parts.append("\n".join(lines))
     return "\n\n".join(parts) if parts else "no run is finished yet"
 
 
 def check(tree: xr.DataTree) -> bool:
     """Check what holds by construction: static maps carry no content, and no gate of arm E moves."""
-    seen = bool(tree.children)
-    for run in (
-        node.to_dataset()
-        for table in tree.children.values()
-        for node in table.children.values()
-    ):
-        arm, name = (
-            run.attrs["arm"],
-            f"{run.attrs['arm']}, start {run.attrs['start']:+g}, seed {run.attrs['seed']}",
-        )
+    passed = bool(tree.children)
+    for run in itertools.chain(*map(_runs, tree.children.values())):
+        arm = run.attrs["arm"]
+        name = f"{arm}, start {run.attrs['start']:+g}, seed {run.attrs['seed']}"
         if arm == "D":
             information = float(np.nanmax(run.content_part_information[-1]))
             changed = float((run.clean != run.clean_static).mean())
+            # More than rounding: bfloat16 may change the answer on a few of thousands of images.
             if information > 1e-3 or changed > 0.002:
                 print(
                     f"check: {name}: a static map has {information:.1e} nat, and static changes {changed:.4f}: NO"
                 )
-                seen = False
+                passed = False
+        # The sigmoid of their lambda is 1 up to rounding in float32.
         if arm == "E" and float(abs(run.gate - 1).max()) > 1e-6:
             print(f"check: {name}: the gate moved: NO")
-            seen = False
+            passed = False
     print(
-        f"check: learned maps are static and fixed gates stay, in every finished run: {'yes' if seen else 'NO'}"
+        f"check: learned maps are static and fixed gates stay, in every finished run: {'yes' if passed else 'NO'}"
     )
-    return seen
+    return passed
 
 
 def draw(tree: xr.DataTree) -> Figure:
-    """Content information and gates by step, accuracy by arm, and the endpoints with their intervals."""
+    """Draw content information and gates by step, accuracy by arm, and the endpoints with their intervals."""
     figure = Figure(figsize=(13, 3.6), layout="constrained")
     panels = figure.subplots(1, 4)
-    runs = [
-        node.to_dataset()
-        for node in next(iter(tree.children.values())).children.values()
-    ]
+    # The first table: the last block converted, which most runs are for.
+    runs = _runs(next(iter(tree.children.values())))
     for variable, panel, label in (
         ("gate", panels[0], "gate, mean of heads"),
         ("content_information", panels[1], "content information, mean of heads (nat)"),
     ):
         for run in runs:
             arm = run.attrs["arm"]
+            # A has no gates, and those of E stay at 1.
             if arm in "BCDF":
                 style = "-" if run.attrs["start"] > 0 else "--"
                 panel.plot(
@@ -139,6 +128,11 @@ def draw(tree: xr.DataTree) -> Figure:
         panel.set_title(letter, loc="left", fontsize=10)
         panel.spines[["top", "right"]].set_visible(False)
     return figure
+
+
+def _runs(table: xr.DataTree) -> list[xr.Dataset]:
+    """Return the runs of a table."""
+    return [node.to_dataset() for node in table.children.values()]
 
 
 def _dataset(arrays: Mapping[str, NDArray[Any]]) -> xr.Dataset:
@@ -163,6 +157,7 @@ def _dataset(arrays: Mapping[str, NDArray[Any]]) -> xr.Dataset:
         {name: (dims[name], arrays[name]) for name in dims if name in arrays}
     )
     labels = {"mark": arrays["marks"], "group": arrays["rate_groups"].astype(object)}
+    # In the order in which images were corrupted.
     labels["corruption"] = np.array(list(evaluation.CORRUPTIONS), object)
     if "layer" in arrays:
         labels["layer"] = arrays["layer"].astype(object)
@@ -173,28 +168,29 @@ def _dataset(arrays: Mapping[str, NDArray[Any]]) -> xr.Dataset:
 def _stacked(
     runs: list[xr.Dataset], arm: str, start: float, variable: str
 ) -> dict[int, NDArray[np.floating]]:
-    """Whether images are right, by seed; of corrupted images the mean over corruptions."""
-    found = {}
+    """Return whether images are right, by seed; of corrupted images by corruption."""
+    by_seed = {}
     for run in runs:
         if (
             run.attrs["arm"] == arm
+            # Arms without a choice of start have 0, and serve both.
             and (run.attrs["start"] in (start, 0.0))
             and variable in run
         ):
-            found[run.attrs["seed"]] = run[variable].values.astype(float)
-    return found
+            by_seed[run.attrs["seed"]] = run[variable].values.astype(float)
+    return by_seed
 
 
 def _difference(
     first: dict[int, NDArray[np.floating]], second: dict[int, NDArray[np.floating]]
 ) -> NDArray[np.floating] | None:
-    """First minus second of the seeds that both have, shape (seeds, ...); None of none."""
+    """Return first minus second of the seeds that both have, shape (seeds, ...); None if there are none."""
     seeds = sorted(first.keys() & second.keys())
     return np.stack([first[seed] - second[seed] for seed in seeds]) if seeds else None
 
 
 def _accuracies(runs: list[xr.Dataset]) -> list[str]:
-    """Accuracy of every arm, mean over its seeds, and the sums of its learning rates."""
+    """Return lines on the accuracy of every arm, mean over its seeds, and the sums of its learning rates."""
     lines = [
         "accuracy (mean over seeds)                 seeds  clean   corrupted  C static  C by position"
     ]
@@ -220,6 +216,7 @@ def _accuracies(runs: list[xr.Dataset]) -> list[str]:
         "sum of learning rates, and in units of the initial standard deviation (lambda's own unit for gates)"
     )
     for arm in sorted({run.attrs["arm"] for run in runs}):
+        # Rates are the same for all runs of an arm.
         run = next(run for run in runs if run.attrs["arm"] == arm)
         sums = zip(
             run.group.values, run.rate_sums.values, run.rate_stds.values, strict=True
@@ -234,39 +231,43 @@ def _accuracies(runs: list[xr.Dataset]) -> list[str]:
 
 
 def primary_effects(runs: list[xr.Dataset]) -> dict[tuple[str, float, str], Effect]:
-    """Endpoints 1, 2 and 3: the difference in accuracy by name, start, and kind of images."""
+    """Return endpoints 1, 2 and 3: the difference in accuracy by name, start, and kind of images."""
     effects = {}
     for start in sorted(
         {run.attrs["start"] for run in runs if run.attrs["arm"] in "CD"}, reverse=True
     ):
         for kind in ("clean", "corrupted"):
             c = _stacked(runs, "C", start, kind)
-            others = {
+            comparisons = {
                 "C - D": _stacked(runs, "D", start, kind),
                 "C - C static": _stacked(runs, "C", start, f"{kind}_static"),
                 "C - A": _stacked(runs, "A", 0.0, kind),
             }
-            for name, other in others.items():
-                difference = _difference(c, other)
+            for name, comparison in comparisons.items():
+                # None while no seed is finished in both arms.
+                difference = _difference(c, comparison)
                 if difference is not None:
+                    # Of a corrupted image, the mean over corruptions is its value.
                     by_image = difference if kind == "clean" else difference.mean(1)
                     effects[name, start, kind] = crossed_effect(by_image)
     return effects
 
 
 def _endpoints(runs: list[xr.Dataset]) -> list[str]:
-    """Differences with their intervals and verdicts, and the families of corruptions."""
+    """Return lines on differences with their intervals and verdicts, and the families of corruptions."""
     effects = primary_effects(runs)
     lines = [
         f"endpoints: difference in accuracy [95 % interval over seeds and images]; margin {MARGIN}"
     ]
     for name in ("C - D", "C - C static", "C - A"):
-        chosen = {key: effect for key, effect in effects.items() if key[0] == name}
-        adjusted = holm([effect.p_value for effect in chosen.values()])
+        of_endpoint = {key: effect for key, effect in effects.items() if key[0] == name}
+        # The protocol adjusts within each endpoint: two starts, clean and corrupted.
+        adjusted = holm([effect.p_value for effect in of_endpoint.values()])
         answers = []
-        for (key, effect), p_value in zip(chosen.items(), adjusted, strict=True):
+        for (key, effect), p_value in zip(of_endpoint.items(), adjusted, strict=True):
             answers.append(verdict(effect, MARGIN, p_value))
             row = f"  {name:13s}lambda = {key[1]:+g}, {key[2]:10s}{effect}  p (Holm) {p_value:.3f}  {answers[-1]}"
+            # Without a variance over seeds there is no saying how many would decide.
             if effect.seeds == 1:
                 row += "; one seed has no interval"
             elif answers[-1] == "undecided":
@@ -285,14 +286,14 @@ def _endpoints(runs: list[xr.Dataset]) -> list[str]:
 
 
 def _together(answers: list[str]) -> str:
-    """The verdict of several: yes if any is, no if all are."""
+    """Return the verdict of several: yes if any is, no if all are."""
     if "yes" in answers:
         return "YES"
     return "NO" if set(answers) == {"no"} else "UNDECIDED"
 
 
 def _families(runs: list[xr.Dataset], start: float) -> list[str]:
-    """C - D by family of corruptions."""
+    """Return lines on C - D by family of corruptions."""
     difference = _difference(
         _stacked(runs, "C", start, "corrupted"), _stacked(runs, "D", start, "corrupted")
     )
@@ -314,7 +315,7 @@ def _families(runs: list[xr.Dataset], start: float) -> list[str]:
 
 
 def _heads(runs: list[xr.Dataset]) -> list[str]:
-    """Heads of C one by one: what their static attention costs, against what was recorded of them."""
+    """Return lines on the heads of C one by one: the cost of static attention, against what was recorded of them."""
     of_c = [run for run in runs if run.attrs["arm"] == "C" and "heads_static" in run]
     if not of_c:
         return []
@@ -322,20 +323,22 @@ def _heads(runs: list[xr.Dataset]) -> list[str]:
         "heads of C, one by one static: rank correlation of the cost with what was recorded, by run"
     ]
     for run in of_c:
-        whole = run.clean.values[run.heads_rows.values].mean()
-        cost = whole - run.heads_static.mean("head_image").values
+        accuracy = run.clean.values[run.heads_rows.values].mean()
+        cost = accuracy - run.heads_static.mean("head_image").values
         last = run.isel(mark=-1)
         words = [f"costs {cost.min():+.4f} to {cost.max():+.4f}"]
         for name in ("gate", "content_information"):
             values = last[name].values.ravel()
             rank = (
                 stats.spearmanr(cost.ravel(), values).statistic
+                # Constants have no ranks to compare.
                 if np.ptp(cost) and np.ptp(values)
                 else np.nan
             )
             words.append(
                 f"{name} {values.min():.3f} to {values.max():.3f}, rank correlation {rank:+.2f}"
             )
+        # The protocol compares the cost with gate, content information and type.
         for kind in np.unique(last.head_type.values.astype(str)):
             of_kind = last.head_type.values == kind
             words.append(
@@ -350,8 +353,10 @@ def _heads(runs: list[xr.Dataset]) -> list[str]:
 def _draw_accuracies(panel: Any, runs: list[xr.Dataset]) -> None:
     places = {arm: place for place, arm in enumerate(ARMS)}
     for run in runs:
+        # A triangle points down to the lower start.
         marker = "o" if run.attrs["start"] >= 0 else "v"
         arm = run.attrs["arm"]
+        # Starts of an arm side by side.
         shift = 0.12 * np.sign(run.attrs["start"])
         panel.plot(
             places[arm] - shift,
@@ -379,6 +384,7 @@ def _draw_effects(panel: Any, runs: list[xr.Dataset]) -> None:
     effects = primary_effects(runs)
     labels = []
     for place, ((name, start, kind), effect) in enumerate(effects.items()):
+        # The interval of one seed is unbounded.
         bounds = np.clip([effect.low, effect.high], -1, 1)
         panel.plot(bounds, [place, place], color="0.3", lw=1.5)
         panel.plot(
@@ -391,5 +397,6 @@ def _draw_effects(panel: Any, runs: list[xr.Dataset]) -> None:
     panel.set(xlabel="difference in accuracy")
     limits = [abs(effect.mean) for effect in effects.values()]
     if limits:
-        most = 3 * max(MARGIN, *limits)
-        panel.set_xlim(-most, most)
+        # Around zero, wide enough to show the margin and the largest effect.
+        reach = 3 * max(MARGIN, *limits)
+        panel.set_xlim(-reach, reach)

@@ -37,14 +37,14 @@ RECORDED = (
 
 @dataclass(frozen=True)
 class Run:
-    """A training.
+    """A training of the comparison.
 
     Attributes:
-        arm: of :data:`ARMS`.
-        start: initial lambda of the gates; 0 where there is none to choose.
-        seed: of queries, keys and the order of images.
-        blocks: of the last stage that are converted, from its end.
-        batch_norm: "frozen" or "free" statistics.
+        arm: Key of :data:`ARMS`.
+        start: Initial lambda of the gates; 0 where there is none to choose.
+        seed: Seed of queries, keys and the order of images.
+        blocks: Number of blocks of the last stage that are converted, from its end.
+        batch_norm: Statistics of batch norm, "frozen" or "free".
     """
 
     arm: str
@@ -54,7 +54,7 @@ class Run:
     batch_norm: str
 
     def file(self, folder: Path) -> Path:
-        """Where its results are."""
+        """Return the file of its results."""
         return (
             folder
             / f"{self.blocks}_{self.batch_norm}_{self.arm}_{self.start:+g}_{self.seed}.npz"
@@ -83,17 +83,21 @@ def train_and_measure(
         if arm.attends
         else copy.deepcopy(tail)
     )
+    # Before training, as the unit in which sums of rates are reported.
     stds = _initial_stds(model, tail)
     if arm.mixes:
+        # CutMix and mixup mix pixels, of which no features are kept.
         images = features.pixel_batches(steps, batch_size, run.seed)
         batches = mixed_batches(
             images, features.trunk, model.linear.out_features, run.seed
         )
     else:
         batches = features.batches(steps, batch_size, run.seed)
+    # Five marks show the course; each costs an evaluation.
     marks = {round(share * steps): share for share in (0, 0.25, 0.5, 0.75, 1)}
     results: dict[str, NDArray[Any]] = {}
     held_out: list[float] = []
+    # The CNN has no heads; its accuracy is recorded all the same.
     with tcnn_probe.record(model, probes=None if arm.attends else []) as recorder:
 
         def after(step: int) -> None:
@@ -108,6 +112,7 @@ def train_and_measure(
                 recorder.mark(epoch=step, held_out=held_out[-1])
 
         training = options | {"frozen_statistics": run.batch_norm == "frozen"}
+        # The recorder sees the evaluations that ``after`` does.
         sums = train_tail(model, batches, arm, training, after)
         dataset = recorder.dataset.load()
     results["marks"], results["held_out"] = np.array(list(marks)), np.array(held_out)
@@ -130,6 +135,7 @@ def train_and_measure(
         features,
         options,
     )
+    # Its content part is static already, which the check at the end of the study confirms.
     if arm.static_map:
         with tcnn_probe.ablate(model, mode="static", images=features.reference):
             results["clean_static"] = _right(
@@ -145,13 +151,13 @@ def _measured(
     features: Features,
     options: Mapping[str, Any],
 ) -> dict[str, NDArray[Any]]:
-    """Whether test images are right, with attention as it is and changed."""
+    """Return whether test images are classified correctly, with attention as it is and changed."""
     labels = features.images.test.labels
-    worse = labels[features.images.corrupted_rows]
+    corrupted_labels = labels[features.images.corrupted_rows]
     results = {
         "clean": _right(model, features.test, labels),
         "corrupted": np.stack(
-            [_right(model, part, worse) for part in features.corrupted]
+            [_right(model, part, corrupted_labels) for part in features.corrupted]
         ),
     }
     if not has_content:
@@ -159,13 +165,15 @@ def _measured(
     with tcnn_probe.ablate(model, mode="static", images=features.reference):
         results["clean_static"] = _right(model, features.test, labels)
         results["corrupted_static"] = np.stack(
-            [_right(model, part, worse) for part in features.corrupted]
+            [_right(model, part, corrupted_labels) for part in features.corrupted]
         )
+    # Gates of 1 leave the positional part alone.
     with tcnn_probe.ablate(model, mode="positional"):
         results["clean_positional"] = _right(model, features.test, labels)
+    # Single heads are an endpoint of the content arm alone, and cost a forward of the test images each.
     if run.arm == "C":
         rows = np.array(spread(len(labels), options["head_images"]))
-        some = features.test[rows]
+        features_of_rows = features.test[rows]
         by_layer = []
         for name, layer in gpsa_layers(model).items():
             by_head = []
@@ -173,14 +181,15 @@ def _measured(
                 with tcnn_probe.ablate(
                     model, {name: head}, mode="static", images=features.reference
                 ):
-                    by_head.append(_right(model, some, labels[rows]))
+                    by_head.append(_right(model, features_of_rows, labels[rows]))
             by_layer.append(np.stack(by_head))
         results["heads_static"], results["heads_rows"] = np.stack(by_layer), rows
     return results
 
 
 def _initial_stds(model: nn.Module, tail: nn.Module) -> dict[str, float]:
-    """Standard deviation of the weights of each group before training; 1 of gates, whose unit is that of lambda."""
+    """Return the standard deviation of each group's weights before training; 1 of gates, in the unit of lambda."""
+    # Weight decay is for matrices and filters, not for biases and norms.
     filters = [p.detach().flatten() for p in tail.parameters() if p.ndim > 1]
     vectors = [p.detach().flatten() for p in tail.parameters() if p.ndim == 1]
     return {
@@ -195,7 +204,7 @@ def _initial_stds(model: nn.Module, tail: nn.Module) -> dict[str, float]:
 def _answers(
     model: nn.Module, features: Tensor | NDArray[np.float16], batch_size: int = 125
 ) -> NDArray[np.int64]:
-    """The most probable class of each image."""
+    """Return the most probable class of each image."""
     model.eval()
     answers = []
     for start in range(0, len(features), batch_size):

@@ -12,15 +12,15 @@ __all__ = ["Effect", "crossed_effect", "holm", "seeds_to_decide", "verdict"]
 
 @dataclass(frozen=True)
 class Effect:
-    """A mean over seeds and images, and what is needed to judge it.
+    """Mean over seeds and images, with its interval and variances.
 
     Attributes:
-        mean: over all seeds and images.
-        low, high: of the interval.
-        p_value: of a mean of zero, two-sided.
-        seed_variance: sample variance of the means by seed; NaN of one seed.
-        image_variance: sample variance of the means by image.
-        seeds, images: their numbers.
+        mean: Mean over all seeds and images.
+        low, high: Bounds of the interval.
+        p_value: P-value of a mean of zero, two-sided.
+        seed_variance: Sample variance of the means by seed; NaN of one seed.
+        image_variance: Sample variance of the means by image.
+        seeds, images: Numbers of seeds and images.
     """
 
     mean: float
@@ -45,11 +45,11 @@ def crossed_effect(values: NDArray[np.floating], level: float = 0.95) -> Effect:
     average (Owen 2007, The pigeonhole bootstrap, Sec. 3). Degrees of freedom are Satterthwaite's (1946).
 
     Args:
-        values: shape (seeds, images), such as differences between two models' being right.
-        level: of the interval.
+        values: Values of shape (seeds, images), such as differences between two models' being right.
+        level: Level of the interval.
 
     Returns:
-        the effect; its interval is unbounded if there is one seed.
+        Effect; its interval is unbounded if there is one seed.
     """
     count, images = values.shape
     mean = float(values.mean())
@@ -78,8 +78,9 @@ def crossed_effect(values: NDArray[np.floating], level: float = 0.95) -> Effect:
 
 
 def holm(p_values: Sequence[float]) -> NDArray[np.floating]:
-    """Adjust p-values for their number (Holm 1979); the same order."""
+    """Return p-values adjusted for their number (Holm 1979), in the same order."""
     p = np.asarray(p_values, float)
+    # The smallest p-value is multiplied by their number, the next by one less, and none falls below the one before.
     order = np.argsort(p)
     steps = np.maximum.accumulate(p[order] * np.arange(len(p), 0, -1))
     adjusted = np.empty_like(p)
@@ -91,14 +92,15 @@ def verdict(effect: Effect, margin: float, p_value: float | None = None) -> str:
     """Return "yes", "no" or "undecided" on whether an effect is positive and larger than nothing of interest.
 
     Args:
-        effect: with a 95 % interval.
-        margin: of equivalence: smaller effects are of no interest.
-        p_value: adjusted for the number of tests; the effect's own unless given.
+        effect: Effect with a 95 % interval.
+        margin: Margin of equivalence: smaller effects are of no interest.
+        p_value: P-value adjusted for the number of tests; None for the effect's own.
 
     Returns:
         "no" if the interval lies below the margin, so that a larger effect is excluded; "yes" if it is significantly
         above 0 and not excluded; else "undecided".
     """
+    # An interval below the margin decides, whichever way the test goes.
     if effect.high < margin:
         return "no"
     adjusted = effect.p_value if p_value is None else p_value
@@ -107,15 +109,16 @@ def verdict(effect: Effect, margin: float, p_value: float | None = None) -> str:
     )
 
 
-def seeds_to_decide(effect: Effect, margin: float, most: int = 1000) -> int | None:
+def seeds_to_decide(effect: Effect, margin: float, max_seeds: int = 1000) -> int | None:
     """Return the number of seeds with which this mean and these variances would be decided.
 
     Returns:
-        the number; None if not even ``most`` of them decide, on so many images.
+        Number of seeds; None if not even ``max_seeds`` of them decide, on so many images.
     """
+    # The variance over seeds is not known.
     if effect.seeds < 2:
         return None
-    for seeds in range(effect.seeds, most + 1):
+    for seeds in range(effect.seeds, max_seeds + 1):
         error, freedom = _error(
             effect.seed_variance, effect.image_variance, seeds, effect.images
         )
@@ -128,10 +131,12 @@ def seeds_to_decide(effect: Effect, margin: float, most: int = 1000) -> int | No
 def _error(
     seed_variance: float, image_variance: float, seeds: int, images: int
 ) -> tuple[float, float]:
-    """Standard error of the mean, and its degrees of freedom."""
+    """Return the standard error of the mean, and its degrees of freedom."""
+    # Satterthwaite: a sum of two variances, each with its own degrees of freedom.
     parts = np.array([seed_variance / seeds, image_variance / images])
     freedoms = np.array([seeds - 1, images - 1])
     total = parts.sum()
+    # Values that are all alike have no error, and no degrees of freedom either.
     if total == 0:
         return 0.0, float(seeds - 1)
     return float(np.sqrt(total)), float(total**2 / (parts**2 / freedoms).sum())

@@ -1,4 +1,4 @@
-"""Loaders for the studies: cluttered digits unless the user has data of their own."""
+"""Loaders of the studies: cluttered digits, unless the user has data of their own."""
 
 import copy
 import csv
@@ -34,6 +34,7 @@ __all__ = [
     "labels_of",
     "own_model_and_data",
     "probed_images",
+    "with_shuffled_labels",
 ]
 
 RAND_AUGMENT = "rand-m9-mstd0.5-mmax9-inc1"
@@ -45,14 +46,23 @@ Loaders = tuple[DataLoader[Any], DataLoader[Any]]
 def digits_loaders(
     *, size: int, batch_size: int, seed: int, limit: int | None = None, clutter: int = 6
 ) -> Loaders:
-    """Training and validation batches of cluttered digits, (B, 1, size, size)."""
+    """Return training and validation batches of cluttered digits, (B, 1, size, size)."""
     train, validation = cluttered_digits(
         size=size, limit=limit, seed=seed, fragments=clutter
     )
+    # drop_last would else leave no batch at all.
     batch_size = min(batch_size, len(train))
     return DataLoader(train, batch_size, shuffle=True, drop_last=True), DataLoader(
         validation, 2 * batch_size
     )
+
+
+def with_shuffled_labels(loader: DataLoader[Any], seed: int) -> DataLoader[Any]:
+    """Return a loader of digits whose labels are dealt out anew, so that nothing in an image tells its label."""
+    dataset = copy.copy(loader.dataset)
+    generator = torch.Generator().manual_seed(seed)
+    dataset.labels = dataset.labels[torch.randperm(len(dataset), generator=generator)]
+    return DataLoader(dataset, loader.batch_size, shuffle=True, drop_last=True)
 
 
 def image_loaders(
@@ -63,20 +73,21 @@ def image_loaders(
     batch_size: int,
     workers: int,
 ) -> Loaders:
-    """Training and validation batches of the user's images, as timm prepares them.
+    """Return training and validation batches of the user's images, as timm prepares them.
 
     Training images are augmented as DeiT's are but for mixup and cutmix: random resized crop, flip, RandAugment,
     random erasing.
 
     Args:
-        model: whose normalisation and interpolation are used.
-        folders: of training and of validation.
-        size: height and width, in pixels.
-        batch_size: images per step; less if there are fewer images to train on.
-        workers: loading processes.
+        model: Model whose normalisation and interpolation are used.
+        folders: Images for training and for validation.
+        size: Height and width, in pixels.
+        batch_size: Images per step; fewer if there are fewer images to train on.
+        workers: Number of loading processes.
     """
     config = timm.data.resolve_model_data_config(model)
     config["input_size"] = (config["input_size"][0], size, size)
+    # DeiT's, whose recipe the T-CNN paper follows.
     augmentation = {"auto_augment": RAND_AUGMENT, "re_prob": 0.25, "re_mode": "pixel"}
     if len(folders[0]) < batch_size:
         batch_size = len(folders[0])
@@ -93,6 +104,7 @@ def image_loaders(
                 shuffle=training,
                 drop_last=training,
                 num_workers=workers,
+                # Pinned memory speeds up copies to a GPU, and warns without one.
                 pin_memory=torch.cuda.is_available(),
             )
         )
@@ -102,10 +114,11 @@ def image_loaders(
 def at_resolution(
     model: nn.Module, loader: DataLoader[Any], size: int
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """The validation images at another resolution, and labels: as timm prepares them, or digits by interpolation."""
+    """Yield the validation images at another resolution and labels: as timm prepares them, digits by interpolation."""
     if isinstance(loader.dataset, ClutteredDigits):
         for images, labels in loader:
             yield (
+                # Scenes are drawn at one size; photographs are read anew.
                 F.interpolate(
                     images, size=(size, size), mode="bilinear", antialias=True
                 ),
@@ -120,44 +133,47 @@ def at_resolution(
 
 
 def own_model_and_data(args: Namespace, size: int | None) -> tuple[nn.Module, Loaders]:
-    """The user's model and images; the model's own size of images if none is given.
+    """Return the user's model and images; of the model's own size if ``size`` is None.
 
     Raises:
-        InputError, RuntimeError, OSError: one of them cannot be used, or not with the other.
+        InputError, RuntimeError, OSError: One of them cannot be used, or not with the other.
     """
     folders = open_folder(args.data, args.limit)
     classes = folders[0].classes
     model = own_model(args, classes)
+    # A transformer takes no other size than its own.
     size = size or timm.data.resolve_model_data_config(model)["input_size"][-1]
     loaders = image_loaders(
         model, folders, size=size, batch_size=args.batch_size, workers=args.workers
     )
+    # Refused now, and not after the first epoch.
     check_input(model, folders[1][0][0], args.num_classes or len(classes))
     return model, loaders
 
 
 def labels_of(dataset: ClutteredDigits | ClassFolders) -> np.ndarray:
-    """The label of each image, shape (N,)."""
+    """Return the label of each image, shape (N,)."""
     return np.asarray(
         dataset.labels if isinstance(dataset, ClutteredDigits) else dataset.targets
     )
 
 
 def chance(dataset: ClutteredDigits | ClassFolders) -> float:
-    """The accuracy of always naming the most frequent class."""
-    return float(np.bincount(labels := labels_of(dataset)).max() / len(labels))
+    """Return the accuracy of always naming the most frequent class."""
+    labels = labels_of(dataset)
+    return float(np.bincount(labels).max() / len(labels))
 
 
 @dataclass(frozen=True)
 class Probed:
-    """Some images to look at closely.
+    """Images to look at closely.
 
     Args:
-        images: shape (B, C, H, W), as the model takes them.
-        labels: shape (B,).
-        numbers: which of the validation set; none if they are others.
-        classes: names by label.
-        masks: where the objects are, shape (B, H, W), bool, if that is known.
+        images: Images of shape (B, C, H, W), as the model takes them.
+        labels: Classes, shape (B,).
+        numbers: Indices in the validation set; empty if the images are others.
+        classes: Names by label.
+        masks: Places of the objects, shape (B, H, W), bool, if they are known.
     """
 
     images: Tensor
@@ -168,10 +184,11 @@ class Probed:
 
 
 def probed_images(dataset: Any, count: int) -> Probed:
-    """So many images of a validation set, spread evenly over it, since folders are sorted by class."""
+    """Return so many images of a validation set, spread evenly over it, since folders are sorted by class."""
     numbers = spread(len(dataset), count)
     masks = None
     if isinstance(dataset, ClutteredDigits):
+        # Their masks are known, since the scenes are made here.
         scenes = [dataset.scene(number) for number in numbers]
         images, masks = (
             torch.stack([scene[part] for scene in scenes]) for part in (0, 2)
@@ -195,22 +212,23 @@ def probed_images(dataset: Any, count: int) -> Probed:
 
 @torch.no_grad()
 def boxed_images(file: str, validation: ClassFolders, model: nn.Module) -> Probed:
-    """Photographs with a box around the object in each; their labels are what the model says.
+    """Return photographs with a box around the object in each; their labels are what the model says.
 
     Args:
-        file: a table without a header, of comma-separated file name, left, top, right and bottom, in pixels. Names are
+        file: Table without a header, of comma-separated file name, left, top, right and bottom, in pixels. Names are
             relative to the table's folder.
-        validation: whose transform and classes are used.
-        model: for the labels.
+        validation: Images whose transform and classes are used.
+        model: Model that labels them.
 
     Raises:
-        InputError: not such a table, or no such image.
+        InputError: There is no such table, or no such image.
     """
     images, masks = [], []
     try:
         for name, *box in csv.reader(Path(file).read_text().splitlines()):
             left, top, right, bottom = map(float, box)
             photograph = validation.loader(str(Path(file).parent / name))
+            # A box becomes a picture of itself, so that it is resized and cropped exactly as the photograph is.
             mask = Image.new("RGB", photograph.size)
             mask.paste("white", (round(left), round(top), round(right), round(bottom)))
             images.append(validation.transform(photograph))
@@ -221,11 +239,13 @@ def boxed_images(file: str, validation: ClassFolders, model: nn.Module) -> Probe
         raise InputError(
             f"--boxes: expected lines of file,left,top,right,bottom in {file!r}: {error}"
         ) from None
+    # Normalised, as masks are: half way between is the edge of the box.
     black, white = (
         validation.transform(Image.new("RGB", photograph.size, color))[0]
         for color in ("black", "white")
     )
     inside, batch = torch.stack(masks) > (black + white) / 2, torch.stack(images)
+    # A copy: the model of the study stays in its mode.
     labels = copy.deepcopy(model).eval()(batch).argmax(1)
     return replace(
         probed_images(validation, 1),
@@ -240,12 +260,12 @@ class PixelBatches:
     """Batches of images in [0, 1], as they were before normalisation, and labels; each pass gives the same.
 
     Args:
-        model: whose normalisation the images have, unless they are digits.
-        loader: of the validation set.
-        count: only so many of it, spread evenly; None for all.
+        model: Model whose normalisation the images have, unless they are digits.
+        loader: Loader of the validation set.
+        count: Number of images, spread evenly; None for all.
 
     Attributes:
-        normalization: (mean, std), each one number a channel: what the model wants done to these pixels.
+        normalization: Mean and standard deviation of each channel, which the model expects of these pixels.
     """
 
     def __init__(
@@ -253,9 +273,9 @@ class PixelBatches:
     ) -> None:
         dataset = loader.dataset
         self.count = len(dataset) if count is None else min(count, len(dataset))
-        some = Subset(dataset, spread(len(dataset), self.count))
+        subset = Subset(dataset, spread(len(dataset), self.count))
         self._loader = DataLoader(
-            some, loader.batch_size, num_workers=loader.num_workers
+            subset, loader.batch_size, num_workers=loader.num_workers
         )
         if isinstance(dataset, ClutteredDigits):
             self.normalization: tuple[tuple[float, ...], tuple[float, ...]] = (
@@ -275,4 +295,5 @@ class PixelBatches:
             for of_channels in self.normalization
         )
         for images, labels in self._loader:
+            # Rounding may leave [0, 1] by a little, which corruptions do not take.
             yield (images * std + mean).clamp_(0, 1), labels

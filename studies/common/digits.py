@@ -21,12 +21,12 @@ MEAN, STD = 0.2, 0.3
 
 
 class Scene(NamedTuple):
-    """What :meth:`ClutteredDigits.scene` gives.
+    """Scene of :meth:`ClutteredDigits.scene`.
 
     Args:
-        image: shape (1, size, size), with zero mean and unit variance roughly.
-        box: of the digit, (top, left, bottom, right) in pixels, the last two exclusive.
-        mask: the digit's strokes, shape (size, size), bool.
+        image: Image of shape (1, size, size), with zero mean and unit variance roughly.
+        box: Box of the digit, (top, left, bottom, right) in pixels, the last two exclusive.
+        mask: Strokes of the digit, shape (size, size), bool.
     """
 
     image: Tensor
@@ -35,15 +35,15 @@ class Scene(NamedTuple):
 
 
 class ClutteredDigits(Dataset[tuple[Tensor, int]]):
-    """Scenes around the given digits.
+    """Scenes around handwritten digits, among fragments of others.
 
     Args:
-        digits: shape (N, 8, 8), values in [0, 1].
-        labels: shape (N,).
-        size: height and width of a scene, in pixels.
-        digit_size: height and width of the digit in it.
-        fragments: number of pieces of other digits strewn over it.
-        fixed: the same scene for a digit at each visit (validation) rather than a new one (training, drawn from
+        digits: Images of digits, shape (N, 8, 8), values in [0, 1].
+        labels: Classes, shape (N,).
+        size: Height and width of a scene, in pixels.
+        digit_size: Height and width of the digit in it.
+        fragments: Number of pieces of other digits strewn over it.
+        fixed: Whether a digit has the same scene at each visit (validation) rather than a new one (training, drawn from
             torch's global generator).
     """
 
@@ -78,7 +78,7 @@ class ClutteredDigits(Dataset[tuple[Tensor, int]]):
         return self.scene(index).image, int(self.labels[index])
 
     def scene(self, index: int) -> Scene:
-        """The scene around a digit."""
+        """Return the scene around a digit."""
         generator = torch.Generator().manual_seed(index) if self.fixed else None
 
         def draw(high: int, count: int = 1) -> list[int]:
@@ -87,22 +87,26 @@ class ClutteredDigits(Dataset[tuple[Tensor, int]]):
             ).tolist()
             return drawn
 
+        # Noise of a tenth of the digit's contrast, so that the background is not one value.
         canvas = 0.1 * torch.rand(self.size, self.size, generator=generator)
         piece = self.digit_size // 2
-        others = draw(len(self), self.fragments)
+        sources = draw(len(self), self.fragments)
         cuts = draw(self.digit_size - piece, 2 * self.fragments)
         spots = draw(self.size - piece, 2 * self.fragments)
-        for n, other in enumerate(others):
+        for n, source in enumerate(sources):
             (cut_y, cut_x), (y, x) = cuts[2 * n : 2 * n + 2], spots[2 * n : 2 * n + 2]
-            fragment = self.digits[other, cut_y : cut_y + piece, cut_x : cut_x + piece]
+            fragment = self.digits[source, cut_y : cut_y + piece, cut_x : cut_x + piece]
             place = canvas[y : y + piece, x : x + piece]
+            # Overlapping strokes do not add up to more than a stroke.
             torch.maximum(place, fragment, out=place)
         top, left = draw(self.size - self.digit_size + 1, 2)
         box = (top, left, top + self.digit_size, left + self.digit_size)
+        # Fragments behind the digit are dimmed to a fifth, so that it can be read.
         canvas[box[0] : box[2], box[1] : box[3]] = torch.maximum(
             self.digits[index], canvas[box[0] : box[2], box[1] : box[3]] * 0.2
         )
         mask = torch.zeros(self.size, self.size, dtype=torch.bool)
+        # Half of full ink: enlarged digits have soft edges.
         mask[box[0] : box[2], box[1] : box[3]] = self.digits[index] > 0.5
         return Scene((canvas[None] - MEAN) / STD, box, mask)
 
@@ -110,14 +114,15 @@ class ClutteredDigits(Dataset[tuple[Tensor, int]]):
 def cluttered_digits(
     *, size: int = 64, limit: int | None = None, seed: int = 0, fragments: int = 6
 ) -> tuple[ClutteredDigits, ClutteredDigits]:
-    """Training and validation scenes, three quarters and one quarter of the digits, classes in equal shares.
+    """Return training and validation scenes, three quarters and one quarter of the digits, classes in equal shares.
 
     Args:
-        size: height and width of the scenes, in pixels.
-        limit: use only so many of the 1,797 digits.
-        seed: of the split. The validation scene of a digit is drawn by the digit's place in its split alone.
-        fragments: pieces of other digits in each scene.
+        size: Height and width of the scenes, in pixels.
+        limit: Number of the 1,797 digits to use; None for all.
+        seed: Seed of the split. The validation scene of a digit is drawn by the digit's place in its split alone.
+        fragments: Number of pieces of other digits in each scene.
     """
+    # The digit itself is enlarged to 28 pixels.
     if size < 28:
         raise ValueError(
             f"expected scenes of 28 pixels or more, the size of a digit, got {size}"
@@ -133,6 +138,7 @@ def cluttered_digits(
         random_state=seed,
         stratify=data.target[:limit],
     )
+    # scikit-learn's pixels are from 0 to 16.
     images = torch.tensor(data.images, dtype=torch.float32) / 16
     labels = torch.tensor(data.target)
     return (

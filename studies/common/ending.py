@@ -1,4 +1,4 @@
-"""How a study ends: what it saw, what it refuses, and the exit code for each."""
+"""End of a study: checks, refusals, and the exit code for each."""
 
 import sys
 from collections.abc import Iterator
@@ -14,12 +14,12 @@ REFUSED, NOT_SEEN, INTERRUPTED = 2, 3, 130  # 1 is Python's own, for a crash
 
 
 class InputError(Exception):
-    """What a user gave and a study cannot use. The message says what to do."""
+    """Input of a user that a study cannot use. The message says what to do."""
 
 
 @contextmanager
 def refused(*kinds: type[Exception]) -> Iterator[None]:
-    """Errors of these kinds, which the user's input brought, become refusals."""
+    """Turn errors of these kinds, which the user's input brought, into refusals."""
     try:
         yield
     except kinds as error:
@@ -27,7 +27,7 @@ def refused(*kinds: type[Exception]) -> Iterator[None]:
 
 
 def ended(main: Any, arguments: list[str] | None = None) -> int:
-    """The exit code of a study: that of ``main``; 2 with a sentence, and no traceback, for a refusal."""
+    """Run a study and return its exit code: that of ``main``; 2 with a sentence, and no traceback, for a refusal."""
     try:
         return main(arguments)
     except InputError as error:
@@ -35,16 +35,18 @@ def ended(main: Any, arguments: list[str] | None = None) -> int:
             str(error).rpartition("InputError: ")[2].strip()
         )  # from a loading process it comes with a traceback
         print(f"{Path(main.__code__.co_filename).name}: {reason}", file=sys.stderr)
+        # argparse's own code for wrong options.
         return REFUSED
     except KeyboardInterrupt:
         print("\ninterrupted; the same command with --resume goes on", file=sys.stderr)
         return INTERRUPTED
 
 
-def finish(seen: bool, data: str) -> int:
-    """The exit code after the checks: on the user's own data a check that fails is a finding, not an error."""
-    if seen:
+def finish(passed: bool, data: str) -> int:
+    """Return the exit code after the checks: on the user's own data a check that fails is a finding, not an error."""
+    if passed:
         return 0
+    # On the digits a check that fails is a fault in the code or a matter of chance to look into.
     if data == "digits":
         return NOT_SEEN
     print(
@@ -54,13 +56,13 @@ def finish(seen: bool, data: str) -> int:
 
 
 def learned(model: str, accuracy: float, images: int, chance: float) -> bool:
-    """Whether more answers are right than chance gives (one-sided binomial test, 1 %); says so if not.
+    """Return whether more answers are right than chance gives (one-sided binomial test, 1 %); say so if not.
 
     Args:
-        model: its name.
-        accuracy: on so many images.
-        images: their number.
-        chance: what always naming the most frequent class gives.
+        model: Name of the model.
+        accuracy: Accuracy on so many images.
+        images: Number of images.
+        chance: Accuracy of always naming the most frequent class.
     """
     if (
         binomtest(

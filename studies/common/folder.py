@@ -1,4 +1,4 @@
-"""A folder of the user's own images: ``train/`` and ``val/``, in each a folder for every class."""
+"""Folder of the user's own images: ``train/`` and ``val/``, in each a folder for every class."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,12 +18,12 @@ class ClassFolders(ImageFolder):
     """Images in a folder for each class; hidden folders are no classes.
 
     Args:
-        folder: of the split.
-        data: that the user gave, for messages.
-        classes: those of the training images; None if these are they.
+        folder: Folder of the split.
+        data: Folder that the user named, for messages.
+        classes: Classes of the training images; None if these are they.
 
     Raises:
-        InputError: no folders of classes, one alone, an empty one, or other ones than those for training.
+        InputError: There are no folders of classes, one alone, an empty one, or others than those for training.
     """
 
     def __init__(
@@ -31,6 +31,7 @@ class ClassFolders(ImageFolder):
     ) -> None:
         self._data, self._known = data, classes
         try:
+            # A validation folder may lack images of some classes; classes keep the numbers of training.
             super().__init__(str(folder), loader=_read, allow_empty=classes is not None)
         except FileNotFoundError as error:
             raise InputError(f"--data: {error}") from None
@@ -39,19 +40,22 @@ class ClassFolders(ImageFolder):
             raise InputError(f"--data: there are no images in {folder}")
 
     def find_classes(self, directory: str | Path) -> tuple[list[str], dict[str, int]]:
-        """The names of the folders in order, and their numbers."""
+        """Return the names of the folders in order, and their numbers."""
         names = sorted(
-            each.name
-            for each in Path(directory).iterdir()
-            if each.is_dir() and each.name[0] != "."
+            path.name
+            for path in Path(directory).iterdir()
+            if path.is_dir() and path.name[0] != "."
         )
+        # One class leaves nothing to tell apart; of validation images it is allowed.
         if len(names) < 2 and self._known is None:
             raise _layout(
                 self._data,
                 f"one class, {names[0]!r}" if names else "no folder of a class",
                 directory,
             )
+        # Validation images have the numbers of the training classes.
         known = names if self._known is None else self._known
+        # Labels of classes that no one trained would be wrong throughout.
         if unknown := [name for name in names if name not in known]:
             raise InputError(
                 f"--data: {directory} has classes that the training images do not have: {_some(unknown)}"
@@ -63,18 +67,19 @@ class ClassFolders(ImageFolder):
         self.samples = [
             self.samples[number] for number in spread(len(self.samples), count)
         ]
+        # torchvision keeps labels twice.
         self.targets = [label for _, label in self.samples]
 
 
 def open_folder(data: str, limit: int | None) -> tuple[ClassFolders, ClassFolders]:
-    """Training and validation images.
+    """Return training and validation images.
 
     Args:
-        data: the folder.
-        limit: use only so many images, a quarter of them for validation.
+        data: Folder of the layout above.
+        limit: Number of images to use, a quarter of them for validation; None for all.
 
     Raises:
-        InputError: it is no folder of this layout.
+        InputError: It is no folder of this layout.
     """
     root = Path(data)
     if not root.is_dir():
@@ -84,10 +89,10 @@ def open_folder(data: str, limit: int | None) -> tuple[ClassFolders, ClassFolder
         for names in SPLITS
     ]
     if None in folders:
-        found = sorted(
-            f"{each.name}/" if each.is_dir() else each.name for each in root.iterdir()
+        names = sorted(
+            f"{path.name}/" if path.is_dir() else path.name for path in root.iterdir()
         )
-        raise _layout(data, _some(found) or "nothing", data)
+        raise _layout(data, _some(names) or "nothing", data)
     train = ClassFolders(folders[0], data)
     validation = ClassFolders(folders[1], data, train.classes)
     if limit is not None:
@@ -99,19 +104,20 @@ def open_folder(data: str, limit: int | None) -> tuple[ClassFolders, ClassFolder
 def imagenet_rows(
     classes: Sequence[str], subset: str | None = "imagenet-1k"
 ) -> list[int] | None:
-    """The classes' rows in a classifier of ImageNet, if all are WordNet ids of it; else None."""
+    """Return the classes' rows in a classifier of ImageNet, if all are WordNet ids of it; else None."""
     names = timm.data.ImageNetInfo(subset).label_names() if subset else []
     rows = {name: row for row, name in enumerate(names)}
     return [rows[name] for name in classes] if rows.keys() >= set(classes) else None
 
 
 def spread(length: int, count: int) -> list[int]:
-    """So many numbers below ``length``, spread evenly, since folders are sorted by class."""
+    """Return so many numbers below ``length``, spread evenly, since folders are sorted by class."""
     count = min(count, length)
     return [round((i + 0.5) * length / count - 0.5) for i in range(count)]
 
 
 def _read(path: str) -> Image.Image:
+    """Open an image, or refuse it by its name: timm's loader would fail without it."""
     try:
         with Image.open(path) as image:
             return image.convert("RGB")
@@ -121,14 +127,16 @@ def _read(path: str) -> Image.Image:
         ) from None
 
 
-def _layout(data: str, found: str, where: str | Path) -> InputError:
+def _layout(data: str, content: str, folder: str | Path) -> InputError:
+    """Return the refusal of a folder, with the layout that is expected and its content."""
     lines = "".join(
         f"    {data}/{split}/cat/*.jpg, {data}/{split}/dog/*.jpg, ...\n"
         for split in ("train", "val")
     )
     expected = "expected a folder for each class, two or more, in train/ and in val/"
-    return InputError(f"--data: {expected}:\n{lines}found in {where}: {found}")
+    return InputError(f"--data: {expected}:\n{lines}found in {folder}: {content}")
 
 
 def _some(names: Sequence[str]) -> str:
+    """Return the first five names as text."""
     return ", ".join(names[:5]) + (", ..." if len(names) > 5 else "")

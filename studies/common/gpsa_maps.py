@@ -1,4 +1,4 @@
-"""Where every head of a Transformed CNN looks from one pixel of the input, and images of the user's to look at."""
+"""Attention of every head of a Transformed CNN from one pixel of the input, and images of the user's to look at."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,15 +17,15 @@ __all__ = ["maps_of", "open_images"]
 
 
 def maps_of(model: nn.Module, images: Tensor, query: tuple[int, int]) -> xr.Dataset:
-    """Attention of every head of every GPSA layer, from the query of its grid that has the input pixel.
+    """Return the attention of every head of every GPSA layer, from the query of its grid that has the input pixel.
 
     Pixel y of H lies in row ``y * rows // H`` of a layer's queries. Keys on zero padding are cut off from the maps;
     where layers differ in heads or in size, NaN fills up.
 
     Args:
-        model: in eval mode afterwards as before.
-        images: shape (B, C, H, W), as the model takes them.
-        query: (y, x), a pixel of the images.
+        model: Model, in eval mode afterwards as before.
+        images: Images of shape (B, C, H, W), as the model takes them.
+        query: Pixel (y, x) of the images.
 
     Returns:
         ``attention`` (image, layer, head, y, x); ``outside`` (image, layer, head), what falls on padding; ``peak_y``
@@ -34,26 +34,29 @@ def maps_of(model: nn.Module, images: Tensor, query: tuple[int, int]) -> xr.Data
     """
     layers = gpsa_layers(model)
     inputs = _inputs_of(model, layers, images)
-    found = [
+    by_layer = [
         _of_layer(layer, inputs[name], query, images.shape[2:])
         for name, layer in layers.items()
     ]
-    together = xr.concat(
-        found, xr.Variable("layer", np.array(list(layers), dtype=object)), join="outer"
+    maps = xr.concat(
+        by_layer,
+        xr.Variable("layer", np.array(list(layers), dtype=object)),
+        join="outer",
     )
-    return together.transpose("image", "layer", "head", "y", "x")
+    return maps.transpose("image", "layer", "head", "y", "x")
 
 
 @torch.no_grad()
 def _inputs_of(
     model: nn.Module, layers: dict[str, GPSA], images: Tensor
 ) -> dict[str, Tensor]:
-    seen: dict[str, Tensor] = {}
+    """Return the input of each layer in a forward in eval mode."""
+    layer_inputs: dict[str, Tensor] = {}
     modes = {module: module.training for module in model.modules()}
 
     def keep(name: str) -> Any:
-        def hook(layer: nn.Module, given: tuple[Tensor, ...]) -> None:
-            seen[name] = given[0]
+        def hook(layer: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+            layer_inputs[name] = inputs[0]
 
         return hook
 
@@ -65,17 +68,20 @@ def _inputs_of(
     finally:
         for handle in handles:
             handle.remove()
+        # Module by module: frozen parts may be in eval mode in a model that trains.
         for module, training in modes.items():
             module.training = training
-    return seen
+    return layer_inputs
 
 
 @torch.no_grad()
 def _of_layer(
     layer: GPSA, x: Tensor, query: tuple[int, int], size: Sequence[int]
 ) -> xr.Dataset:
+    """Return what :func:`maps_of` does, for one layer and its input (B, C, H, W)."""
     rows, columns = layer.axes(x.shape[2], x.shape[3])
     row, column = (
+        # The query whose cell of the image has the pixel.
         at * axis.queries // end
         for at, axis, end in zip(query, (rows, columns), size, strict=True)
     )
@@ -83,11 +89,12 @@ def _of_layer(
         axis.first_query + n * axis.stride
         for n, axis in ((row, rows), (column, columns))
     ]  # in pixels of the keys
-    whole = (
+    padded_maps = (
         layer.attention(x)[:, :, row * columns.queries + column].cpu().double()
     )  # (B, heads, keys)
-    peak = whole.argmax(-1)
-    maps = whole.unflatten(-1, (rows.keys, columns.keys))
+    peak = padded_maps.argmax(-1)
+    maps = padded_maps.unflatten(-1, (rows.keys, columns.keys))
+    # Padding is dropped from the maps; what falls on it is their distance from 1.
     maps = maps.narrow(2, rows.before, rows.length).narrow(
         3, columns.before, columns.length
     )
@@ -121,10 +128,10 @@ def _of_layer(
 
 
 def open_images(files: Sequence[str], dataset: Any, size: int) -> Tensor:
-    """Files as images of the validation set: (B, C, H, W), prepared as that prepares its own.
+    """Return files as images of the validation set, (B, C, H, W), prepared as that prepares its own.
 
     Raises:
-        OSError: a file that is missing, or no image.
+        OSError: A file is missing, or no image.
     """
     opened = []
     for file in files:

@@ -1,4 +1,4 @@
-"""How the studies call and colour the types that ``tcnn_probe.head_types`` gives."""
+"""Names and colours of the types of heads that ``tcnn_probe.head_types`` gives."""
 
 from tcnn_probe.plot import OKABE_ITO
 

@@ -38,7 +38,7 @@ SMALL_RESNETS: dict[str, dict[str, Any]] = {
 
 
 def small_resnet(kind: str = "ResNet") -> nn.Module:
-    """A ResNet for 64 x 64 scenes: 0.1 M parameters, four 3 x 3 convolutions in its last stage."""
+    """Return a ResNet for 64 x 64 scenes: 0.1 M parameters, four 3 x 3 convolutions in its last stage."""
     shape = {
         "channels": (8, 16, 32, 32),
         "in_chans": 1,
@@ -47,14 +47,13 @@ def small_resnet(kind: str = "ResNet") -> nn.Module:
         "stem_width": 4,
     }
     model = ResNet(BasicBlock, (1, 1, 1, 2), **shape, **SMALL_RESNETS[kind])
-    model.maxpool = (
-        nn.Identity()
-    )  # the last stage, un-strided, then works on 8 x 8 pixels
+    # Without pooling the last stage, un-strided, works on 8 x 8 pixels.
+    model.maxpool = nn.Identity()
     return model
 
 
 def small_patchconvnet() -> nn.Module:
-    """A PatchConvNet for 64 x 64 scenes: width 32, four blocks, 16 x 16 patches of 4 x 4 pixels."""
+    """Return a PatchConvNet for 64 x 64 scenes: width 32, four blocks, 16 x 16 patches of 4 x 4 pixels."""
     shape = {"embed_dim": 32, "depth": 4, "num_classes": 10, "in_chans": 1}
     model = timm.create_model(
         "patchconvnet_s60", **shape, init_values=1.0, norm_layer="batchnorm2d"
@@ -68,7 +67,8 @@ def small_patchconvnet() -> nn.Module:
 
 
 def small_vit(cnn: nn.Module, size: int) -> nn.Module:
-    """A vision transformer: four blocks of three heads, on the features before :func:`small_resnet`'s last stage."""
+    """Return a vision transformer of four blocks of three heads, on the features before a small ResNet's last stage."""
+    # All but the last stage, the pooling and the classifier.
     stages = nn.Sequential(*list(copy.deepcopy(cnn).children())[:-3])
     shape = {
         "img_size": size,
@@ -84,57 +84,59 @@ def small_vit(cnn: nn.Module, size: int) -> nn.Module:
 
 
 def own_model(args: Namespace, classes: Sequence[str], **options: Any) -> nn.Module:
-    """The model of timm's that the user named, with an output for each class.
+    """Return the model of timm's that the user named, with an output for each class.
 
     Pretrained weights keep their classifier if it has as many classes as the images. If all classes are WordNet ids of
     ImageNet, a classifier of ImageNet keeps their rows. Else the classifier is new, which is printed.
 
     Args:
-        args: the study's command line.
-        classes: names of the images' classes.
-        **options: of ``timm.create_model``.
+        args: Command line of the study.
+        classes: Names of the images' classes.
+        **options: Options of ``timm.create_model``.
 
     Raises:
-        InputError: fewer ``--num-classes`` than the images have; a classifier whose rows cannot be taken.
+        InputError: ``--num-classes`` is below that of the images; rows of the classifier cannot be kept.
         RuntimeError, OSError: timm has no such model, or the weights are not there or do not fit.
     """
-    wanted = args.num_classes or len(classes)
-    if wanted < len(classes):
+    class_count = args.num_classes or len(classes)
+    if class_count < len(classes):
         raise InputError(
-            f"--num-classes: the images have {len(classes)} classes, got {wanted}"
+            f"--num-classes: the images have {len(classes)} classes, got {class_count}"
         )
     model = pretrained_model(args, **options)
-    has = model.num_classes
+    model_classes = model.num_classes
     rows = (
         imagenet_rows(classes, timm.data.infer_imagenet_subset(model))
         if args.pretrained
         else None
     )
-    if rows is not None and wanted == len(classes):
-        if rows != list(range(has)):
+    if rows is not None and class_count == len(classes):
+        # All 1,000 classes in order need no change.
+        if rows != list(range(model_classes)):
             _keep_rows(model, rows)
             print(
-                f"the classifier keeps the rows of the {wanted} WordNet ids among its {has} classes"
+                f"the classifier keeps the rows of the {class_count} WordNet ids among its {model_classes} classes"
             )
-    elif has != wanted:
-        model.reset_classifier(wanted)
+    elif model_classes != class_count:
+        model.reset_classifier(class_count)
         if args.pretrained:
             print(
-                f"the classifier is new: the weights have {has} classes, and the images {wanted}"
+                f"the classifier is new: the weights have {model_classes} classes, and the images {class_count}"
             )
     return model
 
 
 def pretrained_model(args: Namespace, **options: Any) -> nn.Module:
-    """The model of timm's that the user named, with its own classifier; with weights if the user asked for them.
+    """Return the model of timm's that the user named, with its own classifier; with weights if asked for.
 
     Args:
-        args: the study's command line.
-        **options: of ``timm.create_model``.
+        args: Command line of the study.
+        **options: Options of ``timm.create_model``.
 
     Raises:
         InputError, RuntimeError, OSError: timm has no such model, or the weights are not there or do not fit.
     """
+    # A file's name is true too.
     options["pretrained"] = bool(args.pretrained)
     if isinstance(args.pretrained, str):
         options |= _of_file(args.model, args.pretrained)
@@ -158,7 +160,7 @@ def check_input(model: nn.Module, image: Tensor, classes: int) -> None:
 
 
 def _of_file(name: str, file: str) -> dict[str, Any]:
-    """Options of timm for weights in a file, with as many classes as they have."""
+    """Return timm's options for weights in a file, with as many classes as they have."""
     if not Path(file).is_file():
         raise FileNotFoundError(f"--pretrained: there is no file {file!r}")
     try:
@@ -183,24 +185,23 @@ def _of_file(name: str, file: str) -> dict[str, Any]:
 
 
 def _of_size(name: str, size: int | None, options: dict[str, Any]) -> nn.Module:
-    """The model for images of a size; timm's convnets take any and have no such option."""
+    """Return the model for images of a size; timm's convnets take any and have no such option."""
     if size is not None:
         try:
             model = timm.create_model(name, img_size=size, **options)
+        # timm tells no other way that a model has no such option.
         except TypeError:
             return timm.create_model(name, **options)
         config = model.pretrained_cfg
-        config["input_size"] = (
-            options.get("in_chans", config["input_size"][0]),
-            size,
-            size,
-        )  # it takes no other now
+        channels = options.get("in_chans", config["input_size"][0])
+        config["input_size"] = channels, size, size  # it takes no other now
         return model
     return timm.create_model(name, **options)
 
 
 def _keep_rows(model: nn.Module, rows: list[int]) -> None:
-    """Leave these outputs of the classifier."""
+    """Drop all outputs of the classifier but these."""
+    # timm's distilled models have two classifiers.
     layers = model.get_classifier()
     for layer in layers if isinstance(layers, tuple) else (layers,):
         if not isinstance(layer, nn.Linear | nn.Conv2d):
@@ -216,4 +217,5 @@ def _keep_rows(model: nn.Module, rows: list[int]) -> None:
             "out_features" if isinstance(layer, nn.Linear) else "out_channels",
             len(rows),
         )
+    # timm reads the number from the model.
     model.num_classes = len(rows)

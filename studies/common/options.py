@@ -1,4 +1,4 @@
-"""The part of the command line that the studies share."""
+"""Options that the studies share."""
 
 import argparse
 import math
@@ -10,10 +10,11 @@ import torch
 from PIL import Image
 
 from common.output import saved_options
+from tcnn_probe import evaluation
 
 __all__ = [
     "FEW_CORRUPTIONS",
-    "NOT_SAVED",
+    "add_corruptions",
     "add_data",
     "add_machine",
     "add_output",
@@ -27,16 +28,15 @@ __all__ = [
     "study_parser",
 ]
 
-NOT_SAVED = ("out", "resume", "overwrite", "device", "workers")
-"""Options that have nothing to do with what comes out."""
-
 FEW_CORRUPTIONS = ["shot_noise", "defocus_blur", "fog", "contrast"]
 """One of each group: for ``--small``."""
 
 
 def study_parser(document: str | None) -> argparse.ArgumentParser:
-    """A parser that shows the study's own docstring."""
+    """Return a parser that shows the study's own docstring."""
+    # The first line says what the study is, and the rest what one sees.
     description, _, rest = (document or "").partition("\n\n")
+    # argparse's own list of thirty options hides the message of an error.
     usage = "%(prog)s [options]; --help lists them"
     return argparse.ArgumentParser(
         usage=usage,
@@ -52,13 +52,14 @@ def add_data(
     model: str,
     pretrained: str,
     img_size: str,
-    several: bool = False,
+    many_models: bool = False,
 ) -> None:
-    """Options for the model, or several, and the images; texts are the help that differs between studies."""
+    """Add options for the model, or several, and the images; texts are the help that differs between studies."""
     add = parser.add_argument_group("model and data").add_argument
-    add("--model", nargs="+" if several else None, help=model)
+    add("--model", nargs="+" if many_models else None, help=model)
+    # A flag without a value means timm's own weights.
     number: dict[str, Any] = (
-        {"nargs": "*"} if several else {"nargs": "?", "const": True}
+        {"nargs": "*"} if many_models else {"nargs": "?", "const": True}
     )
     add("--pretrained", **number, default=False, metavar="FILE", help=pretrained)
     add(
@@ -84,14 +85,33 @@ def add_data(
     )
 
 
+def add_corruptions(add: Callable[..., Any], *, severities: str) -> None:
+    """Add options for ImageNet-C's corruptions; ``severities`` are the study's own default, for the help."""
+    add(
+        "--corruptions",
+        nargs="+",
+        choices=evaluation.CORRUPTIONS,
+        metavar="NAME",
+        help="(default: all 15)",
+    )
+    add(
+        "--severities",
+        type=int,
+        nargs="+",
+        choices=range(1, 6),
+        help=f"of the corruptions (default: {severities})",
+    )
+
+
 def add_machine(group: Any, *, small: str) -> None:
-    """Options for where and how it runs; ``small`` says what ``--small`` changes."""
+    """Add options for where and how the study runs; ``small`` says what ``--small`` changes."""
     add = group.add_argument
     default = "cuda" if torch.cuda.is_available() else "cpu"
     add(
         "--device", type=device, default=default, help="(default: cuda if there is one)"
     )
     add("--amp", action="store_true", help="train in bfloat16 autocast")
+    # More processes than four seldom load faster, and each takes memory.
     cores = min(4, os.cpu_count() or 1)
     add(
         "--workers",
@@ -108,23 +128,23 @@ def add_machine(group: Any, *, small: str) -> None:
 
 
 def add_output(parser: argparse.ArgumentParser) -> None:
-    """Options for the output folder, and for a run that is there already."""
+    """Add options for the output folder, and for a run that is there already."""
     parser.add_argument_group("output").add_argument(
         "--out", default="results", help="folder (default: results)"
     )
-    either = parser.add_mutually_exclusive_group()
-    either.add_argument(
+    exclusive = parser.add_mutually_exclusive_group()
+    exclusive.add_argument(
         "--resume",
         action="store_true",
         help="continue the run in --out, with its options",
     )
-    either.add_argument(
+    exclusive.add_argument(
         "--overwrite", action="store_true", help="delete the run in --out first"
     )
 
 
 def fill_in(args: argparse.Namespace, defaults: Mapping[str, Any]) -> None:
-    """Set the options that the user did not give."""
+    """Set the options that the user left out."""
     for name, value in defaults.items():
         if getattr(args, name) is None:
             setattr(args, name, value)
@@ -133,15 +153,17 @@ def fill_in(args: argparse.Namespace, defaults: Mapping[str, Any]) -> None:
 def parsed(
     parser: argparse.ArgumentParser, arguments: list[str] | None, study: str
 ) -> argparse.Namespace:
-    """The command line; with ``--resume``, what it does not say is as it was in the run."""
+    """Parse the command line; with ``--resume``, options that are left out are as they were in the run."""
     args = parser.parse_args(arguments)
     if args.resume:
         saved = saved_options(args.out, study)
+        # So that one command line serves a job that may be killed at any time.
         if not saved:
             print(
                 f"there is no run of {study} in {args.out} yet: this is its beginning"
             )
         parser.set_defaults(
+            # An older run may have options that are gone.
             **{name: value for name, value in saved.items() if name in args}
         )
         args = parser.parse_args(arguments)
@@ -152,6 +174,7 @@ def check_data_options(
     parser: argparse.ArgumentParser, args: argparse.Namespace
 ) -> None:
     """Refuse options of the digits beside the user's own images."""
+    # Ignored options would look as if they had an effect.
     if args.data != "digits" and (args.small or args.clutter is not None):
         parser.error(
             "--small and --clutter are for the digits; with --data, --limit and --epochs make a run short"
@@ -168,13 +191,13 @@ def need_model(parser: argparse.ArgumentParser, args: argparse.Namespace) -> Non
         )
 
 
-def from_least(least: int) -> Callable[[str], int]:
-    """The type of an option that takes integers from this one on."""
+def from_least(minimum: int) -> Callable[[str], int]:
+    """Return the type of an option that takes integers from a minimum on."""
 
     def integer(text: str) -> int:
-        if (number := int(text)) < least:
+        if (number := int(text)) < minimum:
             raise argparse.ArgumentTypeError(
-                f"expected an integer from {least}, got {text}"
+                f"expected an integer from {minimum}, got {text}"
             )
         return number
 
@@ -182,7 +205,7 @@ def from_least(least: int) -> Callable[[str], int]:
 
 
 def positive_number(text: str) -> float:
-    """A number above zero."""
+    """Parse a number above zero."""
     number = float(text)
     if not 0 < number < math.inf:
         raise argparse.ArgumentTypeError(f"expected a number above 0, got {text}")
@@ -190,8 +213,9 @@ def positive_number(text: str) -> float:
 
 
 def device(text: str) -> str:
-    """The name of a device that torch can use here."""
+    """Parse the name of a device that torch can use here."""
     try:
+        # torch checks a name only when it puts a tensor there.
         torch.empty(1, device=text)
     except (RuntimeError, AssertionError) as error:
         raise argparse.ArgumentTypeError(
@@ -201,7 +225,7 @@ def device(text: str) -> str:
 
 
 def image_file(name: str) -> str:
-    """The name of a file that can be opened as an image."""
+    """Parse the name of a file that can be opened as an image."""
     try:
         with Image.open(name) as image:
             image.verify()

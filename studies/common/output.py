@@ -1,6 +1,8 @@
-"""The files of a run: never two runs mixed in one place."""
+"""Files of a run: never two runs mixed in one place."""
 
+import argparse
 import json
+import os
 import shutil
 import warnings
 from collections.abc import Sequence
@@ -11,39 +13,42 @@ import xarray as xr
 
 from common.ending import InputError
 
-__all__ = ["RunOutput", "plain_labels", "saved_options"]
+__all__ = ["RunOutput", "saved_options", "write_whole"]
+
+NOT_SAVED = ("out", "resume", "overwrite", "device", "workers")
+"""Options that have nothing to do with a study's results."""
 
 
 def saved_options(folder: str | Path, study: str) -> dict[str, Any]:
-    """The options of the run that is in a folder; none if there is no run.
+    """Return the options of the run that is in a folder; none if there is no run.
 
     Raises:
-        InputError: they cannot be read.
+        InputError: The options cannot be read.
     """
-    kept = Path(folder) / f"{study}_checkpoints" / "options.json"
-    if not kept.exists():
+    file = Path(folder) / f"{study}_checkpoints" / "options.json"
+    if not file.exists():
         return {}
     try:
-        return dict(json.loads(kept.read_text()))
+        return dict(json.loads(file.read_text()))
     except (ValueError, OSError) as error:
         raise InputError(
-            f"--resume: cannot read {kept} ({error}); --overwrite begins anew"
+            f"--resume: cannot read {file} ({error}); --overwrite begins anew"
         ) from None
 
 
 class RunOutput:
-    """Where a study writes, all under one folder and named after the study.
+    """Files of a study, all under one folder and named after the study.
 
     Args:
-        folder: the user's output folder.
-        study: name of the study.
-        options: of the run, kept for ``--resume``.
-        later: those that may change when the run is resumed.
-        resume: continue what is there.
-        overwrite: delete what is there first.
+        folder: Output folder of the user.
+        study: Name of the study.
+        options: Options of the run, saved for ``--resume``.
+        later: Options that may change when the run is resumed.
+        resume: Whether to continue the run that is there.
+        overwrite: Whether to delete the run that is there first.
 
     Raises:
-        InputError: there is output already and neither was asked for, or it is of a run with other options.
+        InputError: There is output already and neither was asked for, or it is of a run with other options.
     """
 
     def __init__(
@@ -60,8 +65,10 @@ class RunOutput:
         self.store = self.folder / f"{study}.zarr"
         self.figure = self.folder / f"{study}.png"
         self.checkpoints = self.folder / f"{study}_checkpoints"
+        # Options as the file gives them back: tuples become lists.
         options = json.loads(json.dumps(options))
-        kept = self.checkpoints / "options.json"
+        options_file = self.checkpoints / "options.json"
+        # Names of further files are kept on the disk, since another process may overwrite the run.
         self._list = self.checkpoints / "files.json"
         self._further: list[str] = (
             json.loads(self._list.read_text()) if self._list.exists() else []
@@ -76,16 +83,18 @@ class RunOutput:
         if overwrite:
             for path in existing:
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
+        # Hours of training are not deleted unasked.
         elif existing and not resume:
             names = ", ".join(path.name for path in existing)
             raise InputError(
                 f"{self.folder} already holds {names}: pass --resume, --overwrite or another --out"
             )
-        elif resume and kept.exists():
+        elif resume and options_file.exists():
             before = saved_options(folder, study)
             fixed = {
                 name: value for name, value in options.items() if name not in later
             }
+            # Another recipe would continue checkpoints that it did not make.
             if differing := [
                 f"{k} was {before.get(k)}, is {v}"
                 for k, v in fixed.items()
@@ -96,18 +105,63 @@ class RunOutput:
                 )
         self._further = self._further if resume else []
         self.checkpoints.mkdir(parents=True, exist_ok=True)
-        kept.write_text(json.dumps(options, indent=1))
+        options_file.write_text(json.dumps(options, indent=1))
+
+    @classmethod
+    def from_args(
+        cls,
+        args: argparse.Namespace,
+        study: str,
+        *,
+        later: Sequence[str] = (),
+        unsaved: Sequence[str] = (),
+    ) -> "RunOutput":
+        """Open the output folder that a command line asks for.
+
+        Args:
+            args: Command line of the study.
+            study: Name of the study.
+            later: Options that may change when the run is resumed.
+            unsaved: Options, besides those of every study, that have nothing to do with the results.
+
+        Raises:
+            InputError: The folder cannot be used, as the class says.
+        """
+        options = {
+            name: value
+            for name, value in vars(args).items()
+            if name not in (*NOT_SAVED, *unsaved)
+        }
+        return cls(
+            args.out,
+            study,
+            options,
+            later=later,
+            resume=args.resume,
+            overwrite=args.overwrite,
+        )
 
     def save(self, results: xr.Dataset | xr.DataTree) -> None:
         """Write the numbers, with consolidated metadata: else xarray warns everyone who opens them."""
+        if isinstance(results, xr.DataTree):
+            plain = results.map_over_datasets(_with_plain_text)
+        else:
+            plain = _with_plain_text(results)
         with warnings.catch_warnings():
             warnings.filterwarnings(
                 "ignore", "Consolidated metadata"
-            )  # not yet in zarr's format 3
-            results.to_zarr(self.store, mode="w", consolidated=True)
+            )  # zarr warns that its format 3 does not specify them yet
+            plain.to_zarr(self.store, mode="w", consolidated=True)
+
+    def print_files(self) -> None:
+        """Print where the numbers and the figure are."""
+        print(f"wrote {self.store} and {self.figure}")
 
     def beside(self, ending: str) -> Path:
-        """A further file or folder of the run: its study's name with an ending. Noted, so that it can be deleted."""
+        """Return a further file or folder of the run: its study's name with an ending.
+
+        Its name is noted, so that ``--overwrite`` can delete it.
+        """
         path = self.folder / f"{self.study}{ending}"
         if path.name not in self._further:
             self._further.append(path.name)
@@ -115,7 +169,20 @@ class RunOutput:
         return path
 
 
-def plain_labels(dataset: xr.Dataset, *names: str) -> xr.Dataset:
-    """The dataset with these texts as objects, as zarr keeps them without a warning of fixed widths."""
-    labels = {name: dataset[name].variable.astype(object) for name in names}
-    return dataset.drop_encoding().assign(labels)
+def write_whole(dataset: xr.Dataset, path: Path) -> None:
+    """Write a dataset whole or not at all: what has this name after a run was killed is complete."""
+    partial = path.with_suffix(".partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    _with_plain_text(dataset).to_zarr(partial, consolidated=False)
+    os.replace(partial, path)
+
+
+def _with_plain_text(dataset: xr.Dataset) -> xr.Dataset:
+    """Return the dataset with its texts as objects, which zarr keeps without warning of fixed widths."""
+    texts = {
+        name: variable.astype(object)
+        for name, variable in dataset.variables.items()
+        if variable.dtype.kind in "UT"  # NumPy's texts of fixed and of variable width
+    }
+    # Encodings are those of the stores that the numbers come from, whose chunks need not fit these.
+    return dataset.drop_encoding().assign(texts)

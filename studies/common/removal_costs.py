@@ -1,4 +1,4 @@
-"""What taking heads away costs in accuracy, and intervals for it."""
+"""Cost in accuracy of removed heads, and intervals for it."""
 
 import numpy as np
 import xarray as xr
@@ -28,21 +28,21 @@ WITHIN = "contrast"
 
 
 def costs(right: xr.DataArray, ablation: str) -> xr.DataArray:
-    """Accuracy lost: (training, draw, condition, image)."""
+    """Return the accuracy lost by an ablation: (training, draw, condition, image)."""
     return right.sel(ablation=NOTHING, drop=True) - right.sel(
         ablation=ablation, drop=True
     )
 
 
 def differences(right: xr.DataArray) -> dict[str, xr.DataArray]:
-    """By type, how much more it costs than as many random heads: (training, draw, condition, image)."""
+    """Return, by type, how much more it costs than as many random heads: (training, draw, condition, image)."""
     return {
         kind: costs(right, kind) - costs(right, f"random for {kind}") for kind in PAIR
     }
 
 
 def head_costs(heads: xr.Dataset) -> xr.DataArray:
-    """What each head by itself costs: (training, layer, head, draw, condition, image)."""
+    """Return what each head by itself costs: (training, layer, head, draw, condition, image)."""
     names = [
         [f"{layer}:{head}" for head in heads["head"].values]
         for layer in heads.layer.values
@@ -60,27 +60,29 @@ def head_costs(heads: xr.Dataset) -> xr.DataArray:
 
 
 def mean_and_interval(values: xr.DataArray) -> tuple[float, float, float]:
-    """Mean, and an interval over random draws of heads and images, for these trainings as they are."""
+    """Return the mean, and an interval over random draws of heads and images, for these trainings as they are."""
     low, high = evaluation.mean_interval(values.mean("training"), DRAWN).values
     return float(values.mean()), float(low), float(high)
 
 
 def interval_in_words(values: xr.DataArray) -> str:
-    """The mean and the interval as text."""
+    """Return the mean and the interval as text."""
     mean, low, high = mean_and_interval(values)
     return f"{mean:+.3f} [{low:+.3f}, {high:+.3f}]" if mean == mean else "none"
 
 
 def beyond_these_trainings(values: xr.DataArray) -> tuple[float, float]:
-    """A t interval for the mean over all possible trainings and images.
+    """Return a t interval for the mean over all possible trainings and images.
 
     Two or three trainings are too few to resample; trainings and images each add their variance.
     """
     by_training = values.mean(DRAWN).dropna("training")
+    # Trainings without heads of the type have dropped out.
     count = by_training.sizes["training"]
     if count < 2:
         return np.nan, np.nan
     by_image = values.mean(["training", "draw"])
+    # Trainings and images are both samples, so the variances of their means add up.
     variance = (
         float(by_training.var(ddof=1)) / count
         + float(by_image.var(ddof=1)) / by_image.size
@@ -92,16 +94,16 @@ def beyond_these_trainings(values: xr.DataArray) -> tuple[float, float]:
 def by_side(
     values: xr.DataArray, above: str, below: str, neither: str
 ) -> list[tuple[str, str]]:
-    """On which conditions the interval lies above zero, below it or about it: the words for it, and the conditions."""
-    found: dict[str, list[str]] = {above: [], below: [], neither: []}
+    """Return the conditions whose interval lies above zero, below it or about it, with the words for it."""
+    conditions: dict[str, list[str]] = {above: [], below: [], neither: []}
     for condition in values.condition.values:
         _, low, high = mean_and_interval(values.sel(condition=condition))
-        found[above if low > 0 else below if high < 0 else neither].append(
+        conditions[above if low > 0 else below if high < 0 else neither].append(
             str(condition)
         )
-    return [(words, ", ".join(names)) for words, names in found.items() if names]
+    return [(words, ", ".join(names)) for words, names in conditions.items() if names]
 
 
 def beyond_zero(interval: tuple[float, float]) -> bool:
-    """Whether zero lies outside."""
+    """Return whether zero lies outside the interval."""
     return interval[0] > 0 or interval[1] < 0

@@ -1,4 +1,4 @@
-"""What the study of removed heads prints: a table of costs, and a sentence on what their intervals support."""
+"""Printed results of the study of removed heads: a table of costs, and a sentence on what their intervals support."""
 
 import xarray as xr
 
@@ -18,13 +18,15 @@ __all__ = ["sentence", "table"]
 
 
 def table(tree: xr.DataTree) -> str:
-    """Accuracy, what types cost, what random heads cost, and the difference with its interval, by condition."""
+    """Return accuracy, the cost of types and of random heads, and the difference with its interval, by condition."""
     right, heads = tree["types"].right.load(), tree["heads"].dataset.load()
     types = tree["types"].head_type.load()
     lines = ["heads by type, of each training:"]
     for training in types.training.values:
-        of_one = types.sel(training=training)
-        counts = ", ".join(f"{kind} {int((of_one == kind).sum())}" for kind in COLORS)
+        of_training = types.sel(training=training)
+        counts = ", ".join(
+            f"{kind} {int((of_training == kind).sum())}" for kind in COLORS
+        )
         lines.append(f"  seed {training}: {counts}")
     for mode in right.mode.values:
         of_mode = right.sel(mode=mode, drop=True)
@@ -35,41 +37,39 @@ def table(tree: xr.DataTree) -> str:
             lines.append(
                 f"  {'':<10}{'accuracy':>9}  {'these heads':<25}{'as many at random':<25}{'difference':<25}"
             )
+            columns = [
+                costs(of_mode, kind),
+                costs(of_mode, f"random for {kind}"),
+                difference,
+            ]
+            accuracy = of_mode.sel(ablation=NOTHING)
             for condition in right.condition.values:
-                whole = float(of_mode.sel(ablation=NOTHING, condition=condition).mean())
-                cells = [
-                    costs(of_mode, kind),
-                    costs(of_mode, f"random for {kind}"),
-                    difference,
-                ]
-                words = [
-                    interval_in_words(cell.sel(condition=condition)) for cell in cells
-                ]
-                lines.append(
-                    f"  {condition:<10}{whole:>9.3f}  "
-                    + "".join(f"{word:<25}" for word in words)
+                cells = "".join(
+                    f"{interval_in_words(column.sel(condition=condition)):<25}"
+                    for column in columns
                 )
+                mean = float(accuracy.sel(condition=condition).mean())
+                lines.append(f"  {condition:<10}{mean:>9.3f}  {cells}")
+    # Single heads are too many for a row each.
     cost = head_costs(heads)
     lines.append(
         f"\n{MODES[str(right.mode.values[0])]} one head: accuracy lost, mean over the heads of a type"
     )
     lines.append(f"  {'':<10}" + "".join(f"{kind:<25}" for kind in PAIR))
+    by_kind = [
+        cost.where(heads.head_type == kind).mean(["layer", "head"]) for kind in PAIR
+    ]
     for condition in cost.condition.values:
-        means = [
-            cost.sel(condition=condition)
-            .where(heads.head_type == kind)
-            .mean(["layer", "head"])
-            for kind in PAIR
-        ]
-        lines.append(
-            f"  {condition:<10}"
-            + "".join(f"{interval_in_words(mean):<25}" for mean in means)
+        cells = "".join(
+            f"{interval_in_words(mean.sel(condition=condition)):<25}"
+            for mean in by_kind
         )
+        lines.append(f"  {condition:<10}{cells}")
     return "\n".join(lines)
 
 
 def sentence(tree: xr.DataTree) -> str:
-    """What the intervals support, and nothing more."""
+    """Return what the intervals support, and nothing more."""
     right = tree["types"].right.load()
     return "\n".join(
         _sentence(right.sel(mode=mode, drop=True), words)
@@ -79,35 +79,42 @@ def sentence(tree: xr.DataTree) -> str:
 
 
 def _sentence(right: xr.DataArray, words: str) -> str:
+    """Return the sentence on one mode, which ``words`` describe."""
     difference = differences(right)["content"]
-    there = difference.notnull().any(["draw", "condition", "image"])
-    if not bool(there.any()):
+    has_content = difference.notnull().any(["draw", "condition", "image"])
+    # A sentence about heads that do not exist would be true and misleading.
+    if not bool(has_content.any()):
         return f"\nNo training had content heads: nothing can be said of {words} them."
+    # A head that costs more on corrupted images may cost as much more on clean ones.
     excess = (difference - difference.sel(condition=CLEAN)).drop_sel(condition=CLEAN)
     beside_random = by_side(difference, "more on", "less on", "not distinguishable on")
     beside_clean = by_side(excess, "larger on", "smaller on", "not distinguishable on")
-    own, against = (
-        "; ".join(map(" ".join, found)) for found in (beside_random, beside_clean)
+    cost_beside_random, cost_beside_clean = (
+        "; ".join(map(" ".join, sides)) for sides in (beside_random, beside_clean)
     )
     conditions = [str(name) for name in right.condition.values]
-    others = [
+    # Of other trainings the spread between these says something, and images alone nothing.
+    significant = [
         name
         for name in conditions
         if beyond_zero(beyond_these_trainings(difference.sel(condition=name)))
     ]
-    count = int(there.sum())
-    seen = (
-        f"a difference on {', '.join(others)}"
-        if others
+    count = int(has_content.sum())
+    finding = (
+        f"a difference on {', '.join(significant)}"
+        if significant
         else "no difference on any condition"
     )
-    said = (
-        f"t intervals support {seen}" if count > 1 else "one training gives no interval"
+    verdict = (
+        f"t intervals support {finding}"
+        if count > 1
+        else "one training gives no interval"
     )
-    these = f"In these {count} trainings" if count > 1 else "In one training"
+    trainings = f"In these {count} trainings" if count > 1 else "In one training"
     sizes = f"sets of random heads ({right.sizes['draw']} in each) and {right.sizes['image']} images"
     return (
-        f"\n{these} of one CNN, {words} the content heads costs, compared with as many random heads: {own}. "
-        f"Compared with clean images, that difference is: {against}. (95 % intervals over {sizes}, not "
-        f"corrected for looking at {len(conditions)} conditions.) For other trainings, {said}."
+        f"\n{trainings} of one CNN, {words} the content heads costs, compared with as many random heads: "
+        f"{cost_beside_random}. "
+        f"Compared with clean images, that difference is: {cost_beside_clean}. (95 % intervals over {sizes}, not "
+        f"corrected for looking at {len(conditions)} conditions.) For other trainings, {verdict}."
     )

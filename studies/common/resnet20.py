@@ -1,4 +1,4 @@
-"""The ResNet-20 of He et al. 2016 (Sec. 4.2) for images of 32 x 32 pixels."""
+"""ResNet-20 of He et al. 2016 (Sec. 4.2) for images of 32 x 32 pixels."""
 
 from pathlib import Path
 
@@ -23,8 +23,9 @@ class BasicBlock(nn.Module):
         self.stride, self.new_channels = stride, channels - channels_in
 
     def forward(self, x: Tensor) -> Tensor:
-        """(B, C_in, H, W) -> (B, C, H / stride, W / stride)."""
+        """Map (B, C_in, H, W) to (B, C, H / stride, W / stride)."""
         residual = self.bn2(self.conv2(F.relu(self.bn1(self.conv1(x)))))
+        # Half of the zeros on either side, as in the published weights' network.
         before = self.new_channels // 2
         shortcut = F.pad(
             x[:, :, :: self.stride, :: self.stride],
@@ -37,9 +38,9 @@ class ResNet20(nn.Module):
     """Three stages of three blocks; 0.27 M parameters at the published width.
 
     Args:
-        width: channels of the first stage; 16 is the published one.
-        classes: outputs.
-        blocks: of each stage.
+        width: Channels of the first stage; 16 is the published number.
+        classes: Number of outputs.
+        blocks: Number of blocks of each stage.
     """
 
     def __init__(self, width: int = 16, classes: int = 10, blocks: int = 3) -> None:
@@ -52,7 +53,7 @@ class ResNet20(nn.Module):
         self.linear = nn.Linear(4 * width, classes)
 
     def forward(self, x: Tensor) -> Tensor:
-        """(B, 3, H, W) -> scores (B, classes)."""
+        """Map (B, 3, H, W) to scores (B, classes)."""
         x = self.layer2(self.layer1(F.relu(self.bn1(self.conv1(x)))))
         return self.linear(self.layer3(x).mean((2, 3)))
 
@@ -61,8 +62,8 @@ class Trunk(nn.Module):
     """A ResNet-20 up to its tail: images (B, 3, H, W) -> feature maps.
 
     Args:
-        model: whose modules these are.
-        blocks: number of the last stage's blocks that belong to the tail.
+        model: Network whose modules these are.
+        blocks: Number of the last stage's blocks that belong to the tail.
     """
 
     def __init__(self, model: ResNet20, blocks: int) -> None:
@@ -72,7 +73,7 @@ class Trunk(nn.Module):
         self.stages = nn.Sequential(model.layer1, model.layer2, *model.layer3[:first])
 
     def forward(self, x: Tensor) -> Tensor:
-        """Feature maps, (B, C, H', W')."""
+        """Return feature maps, (B, C, H', W')."""
         return self.stages(self.stem(x))
 
 
@@ -80,18 +81,19 @@ class Tail(nn.Module):
     """The last blocks of a ResNet-20 and its classifier: feature maps of :class:`Trunk` -> scores (B, classes).
 
     Args:
-        model: whose modules these are.
-        blocks: of the last stage, so many.
+        model: Network whose modules these are.
+        blocks: Number of blocks of the last stage.
     """
 
     def __init__(self, model: ResNet20, blocks: int) -> None:
         super().__init__()
+        # Layers keep their published names, such as layer3.2, in recordings.
         names = [str(n) for n in range(len(model.layer3))][-blocks:]
         self.layer3 = nn.ModuleDict({name: model.layer3[int(name)] for name in names})
         self.linear = model.linear
 
     def forward(self, x: Tensor) -> Tensor:
-        """(B, C, H', W') -> (B, classes)."""
+        """Map (B, C, H', W') to scores (B, classes)."""
         for block in self.layer3.values():
             x = block(x)
         return self.linear(x.mean((2, 3)))
@@ -101,12 +103,13 @@ def load_weights(model: ResNet20, file: str | Path) -> ResNet20:
     """Load a checkpoint (.safetensors or torch's) into the model.
 
     Raises:
-        InputError: there is no such file, or it is of another network.
+        InputError: There is no such file, or it is of another network.
     """
     if not Path(file).is_file():
         raise InputError(f"--weights: there is no file {str(file)!r}")
     try:
         model.load_state_dict(timm.models.load_state_dict(str(file)))
+    # torch raises many kinds for damaged files.
     except Exception as error:
         raise InputError(
             f"--weights: expected weights of ResNet-20 in {str(file)!r}: {error}"

@@ -36,14 +36,14 @@ MEASURES = {
 
 
 def in_words(method: str) -> str:
-    """A method's name, for readers."""
+    """Return a method's name as readers know it."""
     return {"gradcam": "Grad-CAM", "input_x_gradient": "input x gradient"}.get(
         method, method.replace("_", " ")
     )
 
 
 def draw_faithfulness(tree: xr.DataTree) -> Figure:
-    """A column a model, a row a measure; over epochs, means over images with 95 % intervals."""
+    """Draw a column for each model, a row for each measure: means over images by epoch with 95 % intervals."""
     runs = list(tree.children.items())
     measures = [name for name in MEASURES if name in runs[0][1]]
     size = max(6.4, 3.1 * len(runs) + 0.6), 2.1 * len(measures) + 1.1
@@ -66,6 +66,7 @@ def draw_faithfulness(tree: xr.DataTree) -> Figure:
                     method,
                     place - middle,
                 )
+            # Rows share their axis.
             if column == 0:
                 tolerance = json.loads(scores[measure].attrs.get("options", "{}")).get(
                     "tolerance", 0
@@ -76,15 +77,15 @@ def draw_faithfulness(tree: xr.DataTree) -> Figure:
         )
         axes[-1, column].set_xlabel("epoch")
         axes[-1, column].set_xticks(scores.epoch.values)
-    shown = [
+    methods = [
         m for m in COLORS if any(m in node.dataset["attribution"] for _, node in runs)
     ]
     handles = [
         Line2D([], [], color=COLORS[m], ls="--" if m == "chance" else "-", lw=2)
-        for m in shown
+        for m in methods
     ]
     title = f"means over {runs[0][1].sizes['image']} images; bars: 95 % intervals"
-    labels = [in_words(method) for method in shown]
+    labels = [in_words(method) for method in methods]
     figure.legend(
         handles, labels, loc="outside lower center", ncols=4, frameon=False, title=title
     )
@@ -92,18 +93,19 @@ def draw_faithfulness(tree: xr.DataTree) -> Figure:
 
 
 def _line(panel: Axes, values: xr.DataArray, method: str, place: float) -> None:
+    """Draw a method's measure by epoch; ``place`` is its distance from the middle method, in bars."""
     epochs = values.epoch.values
     mean = values.mean("image").values
     if method == "chance":
+        # A line of one point cannot be seen.
         if len(epochs) > 1:
             panel.plot(epochs, mean, color=COLORS[method], ls="--", lw=1)
         else:
             panel.axhline(mean.item(), color=COLORS[method], ls="--", lw=1)
         return
     interval = evaluation.mean_interval(values).transpose(..., "epoch").values
-    aside = (
-        0.06 * place * max(1, (epochs[-1] - epochs[0]) / 4)
-    )  # else the bars would hide each other
+    # Side by side, so that bars do not hide each other.
+    aside = 0.06 * place * max(1, (epochs[-1] - epochs[0]) / 4)
     panel.errorbar(
         epochs + aside,
         mean,
@@ -117,7 +119,7 @@ def _line(panel: Axes, values: xr.DataArray, method: str, place: float) -> None:
 
 
 def draw_maps(tree: xr.DataTree, probed: Probed, count: int) -> Figure:
-    """Images, and what the trained models look at: class attention where there is any, beside Grad-CAM (Fig. 1)."""
+    """Draw images beside what the trained models look at: class attention where there is any, and Grad-CAM (Fig. 1)."""
     columns = list(_columns(tree))
     figure = Figure(
         figsize=(1.75 * (1 + len(columns)), 1.75 * count + 0.9), layout="constrained"
@@ -125,9 +127,10 @@ def draw_maps(tree: xr.DataTree, probed: Probed, count: int) -> Figure:
     axes = figure.subplots(count, 1 + len(columns), squeeze=False)
     for row in range(count):
         _image(axes[row, 0], probed.images[row])
-        said = "truth" if probed.numbers else "model"
+        # Photographs with boxes have no labels but the model's.
+        source = "truth" if probed.numbers else "model"
         axes[row, 0].set_ylabel(
-            f"{said}: {_short(probed.classes[int(probed.labels[row])])}"
+            f"{source}: {_short(probed.classes[int(probed.labels[row])])}"
         )
         for column, (title, maps) in enumerate(columns, 1):
             _map(axes[row, column], maps.isel(image=row), probed, row)
@@ -139,6 +142,7 @@ def draw_maps(tree: xr.DataTree, probed: Probed, count: int) -> Figure:
 
 
 def _columns(tree: xr.DataTree) -> Iterator[tuple[str, xr.DataArray]]:
+    """Yield the title and the maps of each column; of several models, two methods at most each."""
     for name, node in tree.children.items():
         last = node.dataset.saliency.isel(epoch=-1)
         methods = [m for m in last.attribution.values if m != "chance"]
@@ -156,7 +160,7 @@ def _columns(tree: xr.DataTree) -> Iterator[tuple[str, xr.DataArray]]:
 def draw_by_class(
     recording: xr.DataTree, scores: xr.Dataset, probed: Probed, count: int
 ) -> Figure:
-    """Images, and the attention of their three likeliest classes' own tokens (Fig. 2)."""
+    """Draw images, and the attention of their three likeliest classes' own tokens (Fig. 2)."""
     nodes = [
         node.dataset
         for node in recording.subtree
@@ -174,9 +178,11 @@ def draw_by_class(
             f"truth: {_short(probed.classes[int(probed.labels[row])])}", fontsize=9
         )
         for rank in range(ranks):
-            which = int(last.class_index[row, rank])
-            share = float(scores.probability.isel(epoch=-1, image=row)[which])
-            name = probed.classes[which] if which < len(probed.classes) else str(which)
+            number = int(last.class_index[row, rank])
+            share = float(scores.probability.isel(epoch=-1, image=row)[number])
+            name = (
+                probed.classes[number] if number < len(probed.classes) else str(number)
+            )
             _map(axes[row, 1 + rank], last.attention_by_class[row, rank], probed, row)
             axes[row, 1 + rank].set_title(
                 f"{_short(name)} ({100 * share:.1f} %)", fontsize=9
@@ -186,18 +192,20 @@ def draw_by_class(
 
 
 def _image(panel: Axes, image: Tensor) -> None:
-    """An image (C, H, W), from its least value (black) to its largest."""
+    """Draw an image (C, H, W), from its least value (black) to its largest."""
+    # Normalised pixels are not in [0, 1].
     pixels = ((image - image.min()) / (image.max() - image.min())).permute(1, 2, 0)
     panel.imshow(pixels.squeeze(2).numpy(), cmap="gray", vmin=0, vmax=1)
     panel.set(xticks=[], yticks=[])
 
 
 def _map(panel: Axes, values: xr.DataArray, probed: Probed, index: int) -> None:
-    """A map over the whole image, which it hides, with the object's outline."""
-    one = slice(index, index + 1)
-    masks = None if probed.masks is None else probed.masks[one]
+    """Draw a map over the whole image, which it hides, with the object's outline."""
+    batch = slice(index, index + 1)
+    masks = None if probed.masks is None else probed.masks[batch]
+    # Opaque: under a veil of colours neither map nor image can be read.
     tcnn_probe.plot.saliency_overlay(
-        values, probed.images[one], panel, masks=masks, alpha=1
+        values, probed.images[batch], panel, masks=masks, alpha=1
     )
 
 

@@ -1,4 +1,4 @@
-"""The table of the saliency study, and what it says of class attention beside Grad-CAM."""
+"""Table of the saliency study, and its comparison of class attention with Grad-CAM."""
 
 import xarray as xr
 
@@ -8,7 +8,7 @@ __all__ = ["report"]
 
 
 def report(tree: xr.DataTree, tolerance: float) -> str:
-    """Accuracy and every measure at the end, by model and method, with 95 % intervals over images."""
+    """Return accuracy and every measure at the end, by model and method, with 95 % intervals over images."""
     columns = {
         "pointing_game": f"pointing ({tolerance:g} px)",
         "pointing_game_exact": "pointing (0 px)",
@@ -33,8 +33,10 @@ def report(tree: xr.DataTree, tolerance: float) -> str:
                 low, high = evaluation.mean_interval(values).values
                 cells.append(f"{float(values.mean()):.2f} [{low:.2f}, {high:.2f}]")
             lines.append(f"{method:21}" + "".join(f"{cell:>20}" for cell in cells))
+    # All models explain the same images.
     count = next(iter(tree.children.values())).sizes["image"]
     lines.append(f"\nmeans over {count} images, 95 % intervals over them; one seed")
+    # Without masks or boxes nobody knows where the object is.
     if any("pointing_game" in node for node in tree.children.values()):
         lines.append(
             f"pointing: is the most salient pixel on the object, or within {tolerance:g} pixels of it"
@@ -52,11 +54,13 @@ def report(tree: xr.DataTree, tolerance: float) -> str:
 
 
 def beside_gradcam(hits: xr.DataArray) -> str:
-    """Class attention's hits beside Grad-CAM's, image by image."""
-    ours, theirs = (
+    """Return a sentence on class attention's hits beside Grad-CAM's, image by image."""
+    attention_hits, gradcam_hits = (
         hits.sel(attribution=method) for method in ("class_attention", "gradcam")
     )
-    low, high = evaluation.mean_interval(ours - theirs).values
+    difference = attention_hits - gradcam_hits
+    low, high = evaluation.mean_interval(difference).values
+    # Zero inside the interval: the images do not tell them apart.
     verdict = (
         "is ahead"
         if low > 0
@@ -65,6 +69,6 @@ def beside_gradcam(hits: xr.DataArray) -> str:
         else "and Grad-CAM are not distinguishable"
     )
     return (
-        f"class attention {float(ours.mean()):.2f}, Grad-CAM {float(theirs.mean()):.2f}, "
-        f"difference {float((ours - theirs).mean()):+.2f} [{low:+.2f}, {high:+.2f}]: class attention {verdict}"
+        f"class attention {float(attention_hits.mean()):.2f}, Grad-CAM {float(gradcam_hits.mean()):.2f}, "
+        f"difference {float(difference.mean()):+.2f} [{low:+.2f}, {high:+.2f}]: class attention {verdict}"
     )

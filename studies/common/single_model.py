@@ -12,7 +12,6 @@ from common.data import Loaders, Probed, chance, digits_loaders, probed_images
 from common.ending import learned, refused
 from common.models import pretrained_model
 from common.options import (
-    NOT_SAVED,
     add_machine,
     add_output,
     fill_in,
@@ -41,17 +40,17 @@ def parse_single(
     size: int = 64,
     images: bool = True,
 ) -> argparse.Namespace:
-    """The command line of a study: options for the model, its images, the training and the output.
+    """Parse the command line of a study: options for the model, its images, the training and the output.
 
     Args:
-        parser: with the study's own options.
-        arguments: of the command line; None: what the user typed.
-        study: its name.
+        parser: Parser with the study's own options.
+        arguments: Arguments of the command line; None for those that the user typed.
+        study: Name of the study.
         example: timm's name of a model.
-        lr, epochs: of training the small model, by default.
-        small_epochs: of ``--small``.
-        size: height and width of the scenes, by default.
-        images: whether a trained model has to be shown images.
+        lr, epochs: Peak rate and length of training the small model, by default.
+        small_epochs: Epochs of ``--small``.
+        size: Height and width of the scenes, by default.
+        images: Whether a trained model has to be shown images.
     """
     add = parser.add_argument_group("model and images").add_argument
     add(
@@ -98,10 +97,12 @@ def parse_single(
     add_machine(training, small=f"{small_epochs} epochs, seconds")
     add_output(parser)
     args = parsed(parser, arguments, study)
+    # Maps of random weights show nothing.
     if bool(args.model) != bool(args.pretrained):
         parser.error(
             "--model and --pretrained belong together: no model of timm's is trained here"
         )
+    # The digits have images of their own.
     if images and bool(args.model) != bool(args.image):
         parser.error(
             "--model and --image belong together: a trained model is shown images of yours"
@@ -121,14 +122,14 @@ def parse_single(
 
 @dataclass(frozen=True)
 class SingleModel:
-    """A run of a study of one architecture.
+    """Model, data and output folder of a study of one architecture.
 
     Args:
-        args: the study's command line.
-        model: a trained model, as the user asked for it, or the small one, not trained yet.
-        output: where files go.
-        loaders: training and validation batches of the digits; None for a trained model.
-        images: the user's, as the trained model takes them, shape (B, C, H, W).
+        args: Command line of the study.
+        model: Trained model, as the user asked for it, or the small one, not trained yet.
+        output: Output folder.
+        loaders: Training and validation batches of the digits; None for a trained model.
+        images: Images of the user, as the trained model takes them, shape (B, C, H, W).
     """
 
     args: argparse.Namespace
@@ -138,7 +139,7 @@ class SingleModel:
     images: Tensor | None = None
 
     def train(self, model: nn.Module, file: str, title: str) -> Iterator[EpochResult]:
-        """Train a model on the digits; its checkpoint has this name."""
+        """Train a model on the digits and yield after each epoch; ``file`` names its checkpoint."""
         assert self.loaders is not None
         args = self.args
         return finetune(
@@ -155,12 +156,12 @@ class SingleModel:
         )
 
     def probed(self, count: int) -> Probed:
-        """So many validation scenes."""
+        """Return so many validation scenes."""
         assert self.loaders is not None
         return probed_images(self.loaders[1].dataset, count)
 
     def learned(self, name: str, accuracy: float) -> bool:
-        """Whether a model knows the digits better than chance; says so if not. True for one that was not trained."""
+        """Return whether a model knows the digits better than chance, or was not trained; say so if not."""
         if self.loaders is None:
             return True
         dataset = self.loaders[1].dataset
@@ -174,32 +175,30 @@ def begin_single(
     *,
     before: Callable[[nn.Module], Any] = lambda model: None,
 ) -> SingleModel:
-    """Model, images and output folder; refuses what is not possible before anything is trained or written.
+    """Load the model and its images and open the output folder, or refuse before anything is trained or written.
 
     Args:
-        study: its name.
-        args: its command line, settled.
-        small_model: gives the small model for scenes of this many pixels.
-        before: called with the model before anything is written; its ValueErrors are refusals.
+        study: Name of the study.
+        args: Command line of the study, settled.
+        small_model: Function that builds the small model for scenes of so many pixels.
+        before: Function of the model, called before anything is written; its ValueErrors are refusals.
 
     Raises:
-        InputError: with the reason.
+        InputError: The model, its images or the output folder cannot be used; the message says why.
     """
-    options = {
-        name: value for name, value in vars(args).items() if name not in NOT_SAVED
-    }
+    # Initial weights and scenes are drawn from torch's global generator.
     torch.manual_seed(args.seed)
     loaders = images = None
     with refused(ValueError, RuntimeError, OSError):
         if args.model:
+            # A trained model is looked at as it classifies.
             model = pretrained_model(args).eval()
             images = (
                 as_images(args.image, model) if getattr(args, "image", None) else None
             )
         else:
-            torch.set_num_threads(
-                1
-            )  # more bring it little, and cost it tenfold where the machine is shared
+            # More threads bring so small a model little, and cost it tenfold where the machine is shared.
+            torch.set_num_threads(1)
             sizes = {
                 "size": args.img_size,
                 "batch_size": args.batch_size,
@@ -208,7 +207,5 @@ def begin_single(
             loaders = digits_loaders(**sizes, seed=args.seed, limit=args.limit)
             model = small_model(args.img_size)
         before(model)
-        output = RunOutput(
-            args.out, study, options, resume=args.resume, overwrite=args.overwrite
-        )
+        output = RunOutput.from_args(args, study)
     return SingleModel(args, model, output, loaders, images)

@@ -32,11 +32,11 @@ _BORDER = 4
 
 @dataclass(frozen=True)
 class SmallImages:
-    """Images in memory.
+    """Small images in memory, with their labels.
 
     Attributes:
-        pixels: uint8, shape (N, H, W, 3).
-        labels: shape (N,).
+        pixels: Pixels, uint8, shape (N, H, W, 3).
+        labels: Classes, shape (N,).
     """
 
     pixels: NDArray[np.uint8]
@@ -46,15 +46,15 @@ class SmallImages:
         return len(self.labels)
 
     def part(self, rows: NDArray[np.int64] | slice) -> "SmallImages":
-        """These images alone."""
+        """Return the images of these rows."""
         return SmallImages(self.pixels[rows], self.labels[rows])
 
 
 def decoded(folder: str, cache: Path) -> tuple[SmallImages, SmallImages]:
-    """Training and test images of a folder with train/ and val/, decoded once and kept in ``cache``.
+    """Return training and test images of a folder with train/ and val/, decoded once and kept in ``cache``.
 
     Raises:
-        InputError: no folder of this layout, or images of several sizes.
+        InputError: The folder has another layout, or images of several sizes.
     """
     parts = []
     for name, images in zip(("train", "val"), open_folder(folder, None), strict=True):
@@ -70,7 +70,8 @@ def decoded(folder: str, cache: Path) -> tuple[SmallImages, SmallImages]:
 def split(
     images: SmallImages, held_out: int, seed: int = 0
 ) -> tuple[SmallImages, SmallImages]:
-    """Training images, and others of them, drawn at random, for choices that must not look at test images."""
+    """Return the training images without some of them, and those, for choices that must not look at test images."""
+    # Files are sorted by class.
     order = np.random.default_rng(seed).permutation(len(images))
     return images.part(np.sort(order[held_out:])), images.part(
         np.sort(order[:held_out])
@@ -80,37 +81,39 @@ def split(
 def views(
     images: SmallImages, rows: NDArray[np.int64], view: NDArray[np.int64], seed: int = 0
 ) -> NDArray[np.uint8]:
-    """Crops of 32 x 32 from images with a border of 4 zeros, half of them flipped.
+    """Return crops of 32 x 32 from images with a border of 4 zeros, half of them flipped.
 
     View v of image i is the same whenever it is asked for, so that features of it can be kept.
 
     Args:
-        images: all of them.
-        rows: numbers of images, shape (B,).
-        view: number of the view of each, shape (B,).
-        seed: of all views.
+        images: Images, all of them.
+        rows: Indices of images, shape (B,).
+        view: Number of the view of each, shape (B,).
+        seed: Seed of all views.
 
     Returns:
-        shape (B, H, W, 3).
+        Pixels, shape (B, H, W, 3).
     """
     height, width = images.pixels.shape[1:3]
     moves = np.stack(
         [_moves(seed, int(v), len(images)) for v in range(int(view.max()) + 1)]
     )[view, rows]
-    taken = np.zeros((len(rows), height, width, 3), np.uint8)
+    crops = np.zeros((len(rows), height, width, 3), np.uint8)
+    # Only the images of this batch: a padded copy of all would take half as much memory again.
     padded = np.pad(
         images.pixels[rows], ((0, 0), (_BORDER, _BORDER), (_BORDER, _BORDER), (0, 0))
     )
     for number, (top, left, flip) in enumerate(moves):
         crop = padded[number, top : top + height, left : left + width]
-        taken[number] = crop[:, ::-1] if flip else crop
-    return taken
+        crops[number] = crop[:, ::-1] if flip else crop
+    return crops
 
 
 def normalized(pixels: NDArray[np.uint8]) -> Tensor:
-    """(B, H, W, 3) of uint8 as the network takes them, (B, 3, H, W) in float32, channels last."""
+    """Return pixels (B, H, W, 3) of uint8 as the network takes them, (B, 3, H, W) in float32, channels last."""
     images = torch.from_numpy(pixels).permute(0, 3, 1, 2).float().div(255)
     mean, std = (torch.tensor(values)[:, None, None] for values in (MEAN, STD))
+    # Convolutions on the CPU are faster in this layout.
     return ((images - mean) / std).contiguous(memory_format=torch.channels_last)
 
 
@@ -119,15 +122,17 @@ def atomic_save(file: Path, **arrays: NDArray[np.generic]) -> None:
     file.parent.mkdir(parents=True, exist_ok=True)
     temporary = file.with_name(f"{file.name}.tmp")
     with temporary.open("wb") as stream:
+        # Pixels hardly compress, and uncompressed files load faster.
         np.savez(stream, **arrays)
     temporary.replace(file)
 
 
+# Each batch asks for the moves of all images, of which few views are in use.
 _MOVES: dict[tuple[int, int, int], NDArray[np.int64]] = {}
 
 
 def _moves(seed: int, view: int, count: int) -> NDArray[np.int64]:
-    """Top, left and flip of a view of every image, shape (count, 3)."""
+    """Return top, left and flip of a view of every image, shape (count, 3)."""
     key = seed, view, count
     if key not in _MOVES:
         rng = np.random.default_rng([seed, view])
@@ -140,6 +145,7 @@ def _read(images: ClassFolders) -> SmallImages:
     for path, _ in images.samples:
         with Image.open(path) as image:
             pixels.append(np.asarray(image.convert("RGB")))
+    # They are stacked in one array.
     if len({picture.shape for picture in pixels}) > 1:
         raise InputError("--data: expected images of one size, got several")
     return SmallImages(np.stack(pixels), np.array(images.targets, np.int64))

@@ -24,7 +24,7 @@ WARMUP = 0.05
 
 
 def rate_factor(step: int, steps: int) -> float:
-    """Learning rate of a step as a share of the peak: a linear warm-up, then a cosine to zero."""
+    """Return the learning rate of a step as a share of the peak: a linear warm-up, then a cosine to zero."""
     warmup = max(1, round(WARMUP * steps))
     if step < warmup:
         return (step + 1) / warmup
@@ -34,18 +34,19 @@ def rate_factor(step: int, steps: int) -> float:
 def order_of_images(
     count: int, steps: int, batch_size: int, seed: int
 ) -> Iterator[tuple[NDArray, NDArray]]:
-    """Numbers and views of the images of each step: a permutation per epoch, and view e in epoch e.
+    """Yield rows and views of the images of each step: a permutation per epoch, and view e in epoch e.
 
     Args:
-        count: of images.
-        steps: of the training.
-        batch_size: images of a step.
-        seed: of the permutations.
+        count: Number of images.
+        steps: Steps of the training.
+        batch_size: Images of a step.
+        seed: Seed of the permutations.
 
     Yields:
-        rows and views, shape (batch_size,) each.
+        Rows and views, shape (batch_size,) each.
     """
     rng = np.random.default_rng(seed)
+    # Rounded up: the last permutation may be used in part.
     epochs = -(-steps * batch_size // count)
     rows = np.concatenate([rng.permutation(count) for _ in range(epochs)])
     view = np.repeat(np.arange(epochs), count)
@@ -67,6 +68,7 @@ def fine_tune_cnn(
     report: Callable[[int, float], None],
 ) -> None:
     """Fine-tune the whole CNN in place with AdamW; ``report`` gets each epoch and the accuracy on held-out images."""
+    # Convolutions on the CPU are faster in this layout.
     model.to(memory_format=torch.channels_last)
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=lr, weight_decay=weight_decay, fused=True
@@ -85,6 +87,7 @@ def fine_tune_cnn(
         optimizer.zero_grad()
         with torch.autocast("cpu", torch.bfloat16, enabled=amp):
             scores = model(pixels)
+        # In float32: the loss of bfloat16 scores has three digits.
         F.cross_entropy(
             scores.float(), labels, label_smoothing=LABEL_SMOOTHING
         ).backward()
@@ -95,7 +98,7 @@ def fine_tune_cnn(
 
 @torch.inference_mode()
 def accuracy(model: nn.Module, images: SmallImages, batch_size: int = 250) -> float:
-    """Share of images that the model, in eval mode, gets right."""
+    """Return the share of images that the model, in eval mode, gets right."""
     model.eval()
     right = 0
     for start in range(0, len(images), batch_size):

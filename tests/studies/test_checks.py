@@ -1,4 +1,4 @@
-"""The check that ends each study, on made numbers: it passes, and it fails where it has to."""
+"""Check that ends each study, on numbers made by hand: it passes, and it fails where it has to."""
 
 import math
 from argparse import Namespace
@@ -33,7 +33,7 @@ HEADS = {"layer": ["first", "last"], "head": [0, 1]}
 
 
 def gates(first: float, last: float) -> xr.DataArray:
-    """Of two layers of two heads, at two epochs; all 0.73 at first."""
+    """Return gates of two layers of two heads at two epochs; all 0.73 at first."""
     values = np.full((2, 2, 2), 0.73)
     values[1] = np.array([[first] * 2, [last] * 2])
     return xr.DataArray(values, {"epoch": [0, 6], **HEADS}, ("epoch", "layer", "head"))
@@ -112,7 +112,7 @@ def curves(
     dim: str = "length",
     labels: tuple[int, int] = (1, 2),
 ) -> tuple[Any, ...]:
-    """Accuracies of two runs of two models, at epochs 0, 1, 2."""
+    """Return accuracies of two runs of two models, at epochs 0, 1, 2."""
     top1 = np.broadcast_to(
         np.array([[0.3, low, low], [0.3, high, high]])[:, None], (2, 2, 3)
     )
@@ -128,25 +128,25 @@ def rates(low: float = 0.5, high: float = 0.8) -> tuple[Any, ...]:
 
 def starts(low: float = 0.3, high: float = 0.9, top1: float = 0.5) -> tuple[Any, ...]:
     dims = ("locality_strength", "gating", "epoch", "layer", "head")
-    found = {
+    scores = {
         "gate": (dims, np.array([low, high]).reshape(1, 2, 1, 1, 1)),
         "top1": (dims[:3], np.full((1, 2, 1), top1)),
         "images": (dims[:3], np.full((1, 2, 1), 99)),
     }
-    return xr.Dataset(found), 0.1
+    return xr.Dataset(scores), 0.1
 
 
 def resolutions(small: float = 0.2, trained: float = 0.6) -> tuple[Any, ...]:
     coords = {"resolution": [32, 64], "model": ["CNN"]}
-    found = xr.Dataset(
+    scores = xr.Dataset(
         {"top1": (("resolution", "model"), [[small], [trained]]), "images": 99}, coords
     )
-    return found, 64, 0.1
+    return scores, 64, 0.1
 
 
-def costs(more: float = 2.0, top1: float = 0.5) -> tuple[Any, ...]:
+def costs(ratio: float = 2.0, top1: float = 0.5) -> tuple[Any, ...]:
     coords = {"architecture": ["one"], "model": [architectures.CNN, architectures.TCNN]}
-    counts, dims = [[1.0, more]], ("architecture", "model")
+    counts, dims = [[1.0, ratio]], ("architecture", "model")
     return xr.Dataset(
         {"multiply_adds": (dims, counts), "top1": (dims, [[0.5, top1]]), "images": 99},
         coords,
@@ -154,21 +154,21 @@ def costs(more: float = 2.0, top1: float = 0.5) -> tuple[Any, ...]:
 
 
 def times(heads: int = 18, top1: float = 0.5) -> tuple[Any, ...]:
-    """The hybrid and the CNN, of two epochs."""
+    """Return the hybrid and the CNN, of two epochs."""
     accuracies = [[0.1, 0.3, top1], [0.1, 0.3, 0.5]]
     coords = {"t1": [0, 2], "epoch": [0, 1, 2]}
-    found = {
+    scores = {
         "top1": (("t1", "epoch"), accuracies),
         "heads": ("t1", [heads, 0]),
         "images": 99,
     }
-    return (xr.Dataset(found, coords),)
+    return (xr.Dataset(scores, coords),)
 
 
 def knowledge(
     before: float = 1.0, gain: float = 0.9, top1: float = 0.5
 ) -> tuple[Any, ...]:
-    """Three stages and a hundred images: which of them neighbours know at the end, and at the start none."""
+    """Return three stages and a hundred images: at the end neighbours know this share of them, at the start none."""
     dims = ("model", "epoch", "layer")
     cka = (
         np.array([[before, 0.4, 0.3], [0.9, 0.8, 0.8]])[None, :, :, None]
@@ -184,7 +184,7 @@ def knowledge(
         "layer": stages,
         "other_layer": stages,
     }
-    found = {
+    scores = {
         "cka": ((*dims, "other_layer"), cka),
         "knn_correct": ((*dims, "image"), correct),
     }
@@ -193,12 +193,12 @@ def knowledge(
         "seen": (dims, np.full((2, 2, 3), 99)),
     }
     return xr.Dataset(
-        found | top | {"converted": ("layer", [False, True, True])}, coords
+        scores | top | {"converted": ("layer", [False, True, True])}, coords
     ), 0.1
 
 
 class NotTrained(NamedTuple):
-    """In place of a run: 99 images of ten classes."""
+    """Stand-in for a run: 99 images of ten classes."""
 
     args: Any = Namespace(model=None, init_values=0.1)
 
@@ -209,8 +209,8 @@ class NotTrained(NamedTuple):
 def matrices(
     start: float = 0.01, equivariance: float = 0.3, top1: float = 0.5
 ) -> tuple[Any, ...]:
-    """Two blocks, on 8 x 8 patches: random matrices have an equivariance below 0.021."""
-    found = {
+    """Return two blocks on 8 x 8 patches; random matrices have an equivariance below 0.021."""
+    weights = {
         "translation_equivariance": (
             ("epoch", "layer"),
             [[start, -0.01], [0.3, equivariance]],
@@ -221,36 +221,36 @@ def matrices(
             np.ones((2, 2, 8, 8, 8, 8)),
         ),
     }
-    return xr.Dataset(found), NotTrained()
+    return xr.Dataset(weights), NotTrained()
 
 
 def ratios(share: float = 0.1, top1: float = 0.5) -> tuple[Any, ...]:
-    """Two blocks at the start and at the end."""
+    """Return two blocks at the start and at the end."""
     values = np.broadcast_to(np.array([1, share]).reshape(2, 1, 1, 1), (2, 2, 2, 2))
     coords = {
         "model": [layer_scale.WITHOUT, layer_scale.WITH],
         "branch": ["mixer", "mlp"],
     }
-    found = {
+    scores = {
         "residual_ratio": (("model", "epoch", "layer", "branch"), values),
         "top1": (("model", "epoch"), [[0.1, 0.5], [0.1, top1]]),
     }
-    return xr.Dataset(found, coords), NotTrained()
+    return xr.Dataset(scores, coords), NotTrained()
 
 
 def class_maps(on_digit: float = 0.4, top1: float = 0.5) -> tuple[Any, ...]:
-    """Two layers of one head, on 9 images."""
-    shares = np.broadcast_to(np.array([on_digit, 0.2]).reshape(1, 2, 1), (9, 2, 1))
-    found = {
-        "on_digit": (("image", "layer", "head"), shares),
+    """Return two layers of one head, on 9 images."""
+    values = np.broadcast_to(np.array([on_digit, 0.2]).reshape(1, 2, 1), (9, 2, 1))
+    shares = {
+        "on_digit": (("image", "layer", "head"), values),
         "even": ("image", np.full(9, 0.2)),
         "top1": top1,
     }
-    return xr.Dataset(found), NotTrained()
+    return xr.Dataset(shares), NotTrained()
 
 
 def decisions(differ: float = 0.1, top1: float = 0.8) -> tuple[Any, ...]:
-    """Of two trainings, 99 images and two conditions."""
+    """Return two trainings, 99 images and two conditions."""
     coords = {"model": [disagreement.CNN, disagreement.TCNN, disagreement.ORDER]}
     accuracies = np.broadcast_to([0.8, top1, 0.8], (2, 3))
     results = xr.Dataset(
@@ -269,7 +269,7 @@ def decisions(differ: float = 0.1, top1: float = 0.8) -> tuple[Any, ...]:
 
 
 def dense(before: float = 0.5, fine: float = 0.4, top1: float = 0.5) -> tuple[Any, ...]:
-    """Two stages and nine scenes; the ResNet is trained for two epochs, and the others for one."""
+    """Return two stages and nine scenes; the ResNet is trained for two epochs, and the others for one."""
     names = [
         dense_features.CNN,
         dense_features.TCNN,
@@ -284,16 +284,16 @@ def dense(before: float = 0.5, fine: float = 0.4, top1: float = 0.5) -> tuple[An
         np.nan,
     )
     top = (("model", "epoch"), np.where(np.isnan(iou[..., 0]), np.nan, top1))
-    found = {
+    scores = {
         "iou": (("model", "epoch", "stage", "image"), iou[..., None].repeat(9, -1)),
         "top1": top,
         "images": 99,
     }
-    return xr.Dataset(found, {"model": names, "epoch": range(3), "stage": [1, 2]}), 0.1
+    return xr.Dataset(scores, {"model": names, "epoch": range(3), "stage": [1, 2]}), 0.1
 
 
 def fine_digits(grafit: float = 0.8) -> tuple[Any, ...]:
-    """Two trainings of each kind, on 99 images."""
+    """Return two trainings of each kind, on 99 images."""
     top1 = [[0.9, 0.9], [0.9, grafit]]
     return (
         xr.Dataset(
@@ -304,7 +304,7 @@ def fine_digits(grafit: float = 0.8) -> tuple[Any, ...]:
 
 
 @pytest.mark.parametrize(
-    ("study", "made", "changed", "message"),
+    ("study", "make_results", "changes", "message"),
     [
         (coarse_labels, fine_digits, {"grafit": 0.5}, "grafit did NOT learn"),
         (
@@ -382,7 +382,7 @@ def fine_digits(grafit: float = 0.8) -> tuple[Any, ...]:
         (
             architectures,
             costs,
-            {"more": 0.9},
+            {"ratio": 0.9},
             "need NOT more multiply-adds than their CNNs: 0.90 times",
         ),
         (architectures, costs, {"top1": 0.1}, "T-CNN, fine-tuned did NOT learn"),
@@ -438,19 +438,19 @@ def fine_digits(grafit: float = 0.8) -> tuple[Any, ...]:
 )
 def test_the_check_can_fail(
     study: ModuleType,
-    made: Callable[..., tuple[Any, ...]],
-    changed: dict[str, Any],
+    make_results: Callable[..., tuple[Any, ...]],
+    changes: dict[str, Any],
     message: str,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    assert study.check(*made())
+    assert study.check(*make_results())
     assert "NOT" not in capsys.readouterr().out
-    assert not study.check(*made(**changed))
+    assert not study.check(*make_results(**changes))
     assert message in capsys.readouterr().out
 
 
 def test_two_classes_cannot_pass_by_chance_and_can_be_learned() -> None:
-    """Beside the sum of the binomial distribution's upper tail."""
+    """The verdict is that of the binomial distribution's upper tail, summed term by term."""
     for right, images, chance in (
         (29, 40, 0.5),
         (27, 40, 0.5),

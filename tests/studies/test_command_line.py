@@ -1,4 +1,4 @@
-"""What the studies refuse before they train or write; a killed run; models of one's own."""
+"""Refusals of the studies before they train or write; a killed run; models of one's own."""
 
 import importlib
 from pathlib import Path
@@ -32,7 +32,7 @@ QUICK = [*FEW, "--images", "2", "--steps", "3", "--batch-size", "4"]
 
 @pytest.fixture(autouse=True)
 def unwritten(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No figures, which take long; test_small_forms.py writes those of every study."""
+    """Draw no figures, which take long; test_small_forms.py writes those of every study."""
     monkeypatch.setattr(Figure, "savefig", lambda *_, **options: None)
     monkeypatch.setattr(attention_maps, "draw", lambda *_: Figure())
 
@@ -188,13 +188,13 @@ def test_wrong_options_say_so_and_write_nothing(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     out = tmp_path / "out"
-    given = [
+    arguments = [
         str(image_folder) if word == "FOLDER" else word for word in options.split()
     ]
     try:
         code = ended(
             importlib.import_module(study).main,
-            [*given, "--workers", "0", "--out", str(out)],
+            [*arguments, "--workers", "0", "--out", str(out)],
         )
     except SystemExit as stop:
         code = stop.code
@@ -219,8 +219,8 @@ def test_a_killed_run_resumes_to_the_same_end(
         "1",
     ]
     tiny += ["--device", "cpu", "--seed", "3"]
-    whole, killed = tmp_path / "whole", tmp_path / "killed"
-    attention_maps.main([*tiny, "--out", str(whole)])
+    uninterrupted, killed = tmp_path / "whole", tmp_path / "killed"
+    attention_maps.main([*tiny, "--out", str(uninterrupted)])
     save = torch.save
 
     def dies(state: object, path: Path) -> None:
@@ -242,13 +242,16 @@ def test_a_killed_run_resumes_to_the_same_end(
     )  # all other options are those of the run
     stores = [
         xr.open_zarr(out / "attention_maps_recording.zarr").load()
-        for out in (killed, whole)
+        for out in (killed, uninterrupted)
     ]
     xr.testing.assert_allclose(*stores, rtol=1e-6)
     for epoch in (0, 1, 2):
         name = f"attention_maps_checkpoints/tcnn-{epoch:04d}.pt"
         torch.testing.assert_close(
-            *(torch.load(out / name, weights_only=True) for out in (killed, whole))
+            *(
+                torch.load(out / name, weights_only=True)
+                for out in (killed, uninterrupted)
+            )
         )
 
 
@@ -257,7 +260,7 @@ def test_own_weights_data_and_image(tmp_path: Path, image_folder: Path) -> None:
         timm.create_model("test_resnet", num_classes=2).state_dict(),
         tmp_path / "own.pth",
     )
-    own = image_folder / "val" / "dog" / "1.png"
+    image = image_folder / "val" / "dog" / "1.png"
     options = [
         "--model",
         "test_resnet",
@@ -281,7 +284,7 @@ def test_own_weights_data_and_image(tmp_path: Path, image_folder: Path) -> None:
         [
             *options,
             "--image",
-            str(own),
+            str(image),
             "--epoch",
             "0",
             "1",
@@ -364,10 +367,10 @@ def test_a_convnet_gets_an_attention_pool(
         )[0]
         for _ in "ab"
     ]
-    first, other = (
+    first, second = (
         runs[0].make({}) for runs in plans
     )  # a new classifier is that of the seed
-    torch.testing.assert_close(first.state_dict(), other.state_dict(), rtol=0, atol=0)
+    torch.testing.assert_close(first.state_dict(), second.state_dict(), rtol=0, atol=0)
 
 
 def test_the_trunk_behind_an_attention_pool_is_frozen() -> None:
@@ -399,20 +402,29 @@ def test_a_trained_model_is_looked_at_as_it_is(
         timm, "create_model", lambda name, **options: create(name, **narrow, **options)
     )
     image = str(image_folder / "val" / "dog" / "1.png")
-    main, own = (
+    main, own_arguments = (
         importlib.import_module(study).main,
         ["--pretrained", weights, "--image", image, "--device", "cpu"],
     )
     assert (
-        ended(main, ["--model", "cait_xxs24_224", *own, "--out", str(tmp_path / "out")])
+        ended(
+            main,
+            [
+                "--model",
+                "cait_xxs24_224",
+                *own_arguments,
+                "--out",
+                str(tmp_path / "out"),
+            ],
+        )
         == 0
     )
-    found = xr.open_zarr(tmp_path / "out" / f"{study}.zarr")
+    results = xr.open_zarr(tmp_path / "out" / f"{study}.zarr")
     if study == "cait_attention":
         with torch.no_grad():
             expected = model(as_images([image], model)).softmax(1)
-        np.testing.assert_allclose(found.probability, expected, rtol=1e-4)
-        assert dict(found.class_attention.sizes) == {
+        np.testing.assert_allclose(results.probability, expected, rtol=1e-4)
+        assert dict(results.class_attention.sizes) == {
             "image": 1,
             "layer": 2,
             "head": 4,
@@ -420,16 +432,25 @@ def test_a_trained_model_is_looked_at_as_it_is(
             "x": 14,
         }
     else:
-        assert found.layer.values.tolist() == [
+        assert results.layer.values.tolist() == [
             "blocks.0",
             "blocks_token_only.0",
             "blocks_token_only.1",
         ]
-        assert (found.residual_ratio < 1e-2).all()  # LayerScale begins at 1e-5
+        assert (results.residual_ratio < 1e-2).all()  # LayerScale begins at 1e-5
     torch.save(create("test_resnet").state_dict(), weights)
     monkeypatch.setattr(timm, "create_model", create)
     assert (
-        ended(main, ["--model", "test_resnet", *own, "--out", str(tmp_path / "other")])
+        ended(
+            main,
+            [
+                "--model",
+                "test_resnet",
+                *own_arguments,
+                "--out",
+                str(tmp_path / "other"),
+            ],
+        )
         == 2
     )
     assert "ResNet" in capsys.readouterr().err

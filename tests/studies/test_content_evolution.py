@@ -1,6 +1,5 @@
-"""Content information by epoch: what is drawn and said of made numbers; labels that say nothing."""
+"""Content information by epoch: the figure and the report of numbers made by hand; labels that say nothing."""
 
-from argparse import Namespace
 from typing import Any
 
 import numpy as np
@@ -8,16 +7,14 @@ import torch
 import xarray as xr
 
 from common.content_evolution import draw_content, gain
-from common.data import digits_loaders
+from common.data import digits_loaders, with_shuffled_labels
 from common.head_types import COLORS
-from common.models import small_resnet
-from common.training import Training
 
 
-def made(start: float, end: float, *, gate: bool = True) -> xr.Dataset:
-    """Two layers of three heads at epochs 0 and 1; the last head of the second is missing."""
-    there = np.array([[1, 1, 1], [1, 1, np.nan]])
-    values = np.array([start, end])[:, None, None] * there
+def two_layers(start: float, end: float, *, gate: bool = True) -> xr.Dataset:
+    """Return two layers of three heads at epochs 0 and 1; the last head of the second is missing."""
+    exists = np.array([[1, 1, 1], [1, 1, np.nan]])
+    values = np.array([start, end])[:, None, None] * exists
     coords = {"epoch": [0, 1], "layer": ["a", "b"], "head": [0, 1, 2]}
     dims = ("epoch", "layer", "head")
     types = [["content", "mixed", "convolutional"], ["content", "averaging", ""]]
@@ -32,10 +29,10 @@ def made(start: float, end: float, *, gate: bool = True) -> xr.Dataset:
 
 def test_gain_is_beside_both_controls() -> None:
     seeds = xr.DataArray([3, 4], dims="training", name="training")
-    found = xr.concat([made(0.1, 0.4), made(0.1, 0.6)], seeds)
-    shuffled = xr.concat([made(0.1, 0.1), made(0.1, 0.3)], seeds)
-    said = gain(found, shuffled).splitlines()
-    assert said[1] == (
+    content = xr.concat([two_layers(0.1, 0.4), two_layers(0.1, 0.6)], seeds)
+    shuffled = xr.concat([two_layers(0.1, 0.1), two_layers(0.1, 0.3)], seeds)
+    lines = gain(content, shuffled).splitlines()
+    assert lines[1] == (
         "  seed 3: trained 0.400 [0.400, 0.400], untrained 0.100 [0.100, 0.100], "
         "on shuffled labels 0.100 [0.100, 0.100]"
     )
@@ -43,25 +40,28 @@ def test_gain_is_beside_both_controls() -> None:
         12.706204736 * np.std([0.3, 0.5], ddof=1) / 2**0.5
     )  # Student's t for one degree of freedom
     assert (
-        said[3]
+        lines[3]
         == f"  trained less untrained: +0.400, t interval over trainings [{0.4 - half:+.3f}, {0.4 + half:+.3f}]"
     )
     assert (
-        said[4]
+        lines[4]
         == "  trained less on shuffled labels: +0.300, t interval over trainings [+0.300, +0.300]"
     )
-    assert said[5].endswith(
+    assert lines[5].endswith(
         "by seed: trained 0.40, 0.60; untrained 0.10, 0.10; on shuffled labels 0.10, 0.30"
     )
-    assert "shuffled" not in gain(found, None)
-    assert gain(found[{"training": [0]}], None).splitlines()[2] == (
+    assert "shuffled" not in gain(content, None)
+    assert gain(content[{"training": [0]}], None).splitlines()[2] == (
         "  trained less untrained: +0.300, one training gives no t interval"
     )
 
 
 def test_a_line_is_a_head_in_the_colour_of_its_type() -> None:
     figure = draw_content(
-        {"one": made(0.1, 1.4), "other": made(0.2, 0.3, gate=False).isel(layer=[0])}
+        {
+            "one": two_layers(0.1, 1.4),
+            "other": two_layers(0.2, 0.3, gate=False).isel(layer=[0]),
+        }
     )
     assert len(figure.axes) == 2 + 2 + 1
     gates, _, information = figure.axes[:3]
@@ -76,21 +76,11 @@ def test_a_line_is_a_head_in_the_colour_of_its_type() -> None:
 
 
 def test_shuffled_labels_are_the_same_labels_of_other_images() -> None:
-    study = Training(
-        Namespace(),
-        small_resnet(),
-        digits_loaders(size=32, batch_size=16, seed=0, limit=400, clutter=0),
-        output=None,
-        stages=1,
-    )  # type: ignore[arg-type]
-    datasets = [
-        one.loaders[0].dataset
-        for one in (study, study.on_shuffled_labels(1), study.on_shuffled_labels(2))
-    ]
-    labels = [torch.as_tensor(one.labels) for one in datasets]
-    assert datasets[1].digits is datasets[0].digits
-    assert study.on_shuffled_labels(1).loaders[1] is study.loaders[1]
-    for other in labels[1:]:
-        assert torch.equal(other.bincount(), labels[0].bincount())
-        assert (other == labels[0]).double().mean() < 0.2
-    assert not torch.equal(labels[1], labels[2])
+    train, _ = digits_loaders(size=32, batch_size=16, seed=0, limit=400, clutter=0)
+    first, second = (with_shuffled_labels(train, seed) for seed in (1, 2))
+    labels = torch.as_tensor(train.dataset.labels)
+    for shuffled in (first, second):
+        assert shuffled.dataset.digits is train.dataset.digits
+        assert torch.equal(shuffled.dataset.labels.bincount(), labels.bincount())
+        assert (shuffled.dataset.labels == labels).double().mean() < 0.2
+    assert not torch.equal(first.dataset.labels, second.dataset.labels)

@@ -1,4 +1,4 @@
-"""The comparison of content and mixing: its arms, its intervals and verdicts, and a killed run."""
+"""Comparison of content and mixing: its arms, its intervals and verdicts, and a killed run."""
 
 import itertools
 import shutil
@@ -35,8 +35,8 @@ def network() -> ResNet20:
 @pytest.mark.parametrize("blocks", [1, 2])
 def test_trunk_and_tail_are_the_network(network: ResNet20, blocks: int) -> None:
     images = torch.randn(2, 3, 20, 28)
-    whole = Tail(network, blocks)(Trunk(network, blocks)(images))
-    torch.testing.assert_close(whole, network(images), rtol=0, atol=0)
+    scores = Tail(network, blocks)(Trunk(network, blocks)(images))
+    torch.testing.assert_close(scores, network(images), rtol=0, atol=0)
 
 
 def test_the_shortcut_has_no_parameters_and_takes_every_second_pixel(
@@ -149,12 +149,12 @@ def test_rates_of_an_arm(network: ResNet20, arm: str) -> None:
 
 
 def test_arms_see_the_same_images_and_each_image_once_an_epoch() -> None:
-    taken = list(order_of_images(10, 5, 4, seed=2))
-    rows, view = (np.concatenate([part[n] for part in taken]) for n in (0, 1))
+    steps = list(order_of_images(10, 5, 4, seed=2))
+    rows, view = (np.concatenate([part[n] for part in steps]) for n in (0, 1))
     assert sorted(rows[:10]) == list(range(10))
     assert view.tolist() == [0] * 10 + [1] * 10
     again = next(order_of_images(10, 50, 4, seed=2))[0]
-    np.testing.assert_array_equal(again, taken[0][0])
+    np.testing.assert_array_equal(again, steps[0][0])
 
 
 def test_a_view_is_a_crop_of_the_padded_image_and_the_same_again() -> None:
@@ -163,11 +163,13 @@ def test_a_view_is_a_crop_of_the_padded_image_and_the_same_again() -> None:
         rng.integers(1, 255, (6, 11, 13, 3), dtype=np.uint8), np.arange(6)
     )
     rows, number = np.array([4, 2, 4, 0]), np.array([0, 1, 2, 0])
-    taken = views(images, rows, number)
-    np.testing.assert_array_equal(taken, views(images, rows, number))
-    np.testing.assert_array_equal(taken[1:2], views(images, rows[1:2], number[1:2]))
+    crops_taken = views(images, rows, number)
+    np.testing.assert_array_equal(crops_taken, views(images, rows, number))
+    np.testing.assert_array_equal(
+        crops_taken[1:2], views(images, rows[1:2], number[1:2])
+    )
     padded = np.pad(images.pixels, ((0, 0), (4, 4), (4, 4), (0, 0)))
-    for row, view in zip(rows, taken, strict=True):
+    for row, view in zip(rows, crops_taken, strict=True):
         crops = [
             padded[row, y : y + 11, x : x + 13] for y in range(9) for x in range(9)
         ]
@@ -183,7 +185,10 @@ def test_a_view_is_a_crop_of_the_padded_image_and_the_same_again() -> None:
 def difference_of_two_models(
     rng: np.random.Generator, seeds: int, images: int, spread: float
 ) -> np.ndarray:
-    """Differences -1, 0 and 1 with mean 0: trainings differ, and few images are hard enough for models to differ."""
+    """Return differences -1, 0 and 1 with mean 0.
+
+    Trainings differ, and few images are hard enough for models to differ.
+    """
     shift = rng.normal(0, spread, seeds)[:, None] / 2
     differ = rng.beta(0.15, 1.7, images)  # 8 % of images on average
     share = (1 + rng.normal(0, 0.5, images).clip(-1, 1)) / 2
@@ -195,7 +200,7 @@ def difference_of_two_models(
 @pytest.mark.parametrize("seeds", [3, 5])
 @pytest.mark.parametrize("spread", [0.0, 0.004, 0.02])
 def test_intervals_cover(seeds: int, spread: float) -> None:
-    """Of 600 intervals at a true coverage of 0.95, fewer than 0.93 cover in one of 70 tests."""
+    """Nearly 95 % of the intervals cover; of 600 at that coverage, fewer than 0.93 do so in one of 70 tests."""
     rng = np.random.default_rng(seeds)
     effects = [
         crossed_effect(difference_of_two_models(rng, seeds, 1000, spread))

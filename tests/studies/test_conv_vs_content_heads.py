@@ -1,4 +1,4 @@
-"""What the study concludes from made answers: nothing that its intervals do not support."""
+"""Conclusions of the study from answers made by hand: nothing that its intervals do not support."""
 
 from typing import Any
 
@@ -12,10 +12,10 @@ CONDITIONS = ["clean", "blur", "PGD"]
 SOME = {"content": [0.1, 0.4, 0.1], "random": [0.1, 0.1, 0.3]}
 
 
-def made(
+def answers(
     content: list[float], random: list[float], *, convolutional: float = 0.3
 ) -> xr.DataTree:
-    """Two trainings of 200 images: 0.9 right, less by what is given for each condition when heads are removed."""
+    """Return two trainings of 200 images: 0.9 right, less by these losses for each condition when heads are removed."""
     draw = np.random.default_rng(0).random((2, 1, 1, 1, 200))
     losses = {
         "nothing": [0.0] * 3,
@@ -102,40 +102,43 @@ def made(
 def test_sentence(
     content: list[float], random: list[float], beside_random: str, beside_clean: str
 ) -> None:
-    said = study.sentence(made(content, random))
-    said, static = said.strip().split("\n\n")
+    sentence = study.sentence(answers(content, random))
+    sentence, static = sentence.strip().split("\n\n")
     assert (
         "In these 2 trainings of one CNN, zeroing the outputs of the content heads costs, compared with"
-        in said
+        in sentence
     )
     assert (
         "replacing by its mean the attention of the content heads costs, compared with as many random"
         in static
     )
     assert "random heads: not distinguishable on clean, blur, PGD. Compared" in static
-    assert f"as many random heads: {beside_random} Compared" in said
+    assert f"as many random heads: {beside_random} Compared" in sentence
     assert (
-        f"Compared with clean images, that difference is: {beside_clean} (95 %" in said
+        f"Compared with clean images, that difference is: {beside_clean} (95 %"
+        in sentence
     )
     assert (
         "over sets of random heads (1 in each) and 200 images, not corrected for looking at 3 conditions"
-        in said
+        in sentence
     )
-    assert content != random or said.endswith("support no difference on any condition.")
+    assert content != random or sentence.endswith(
+        "support no difference on any condition."
+    )
 
 
 def test_trainings_without_content_heads_are_not_counted() -> None:
-    tree = made([0.4] * 3, [0.1] * 3)
+    tree = answers([0.4] * 3, [0.1] * 3)
     right = tree["types"].right
     of_content = right.ablation.isin(["content", "random for content"])
     tree["types"]["right"] = right.where((right.training == 0) | ~of_content)
-    said = study.sentence(tree)
-    assert "In one training of one CNN" in said
-    assert said.endswith("For other trainings, one training gives no interval.")
+    sentence = study.sentence(tree)
+    assert "In one training of one CNN" in sentence
+    assert sentence.endswith("For other trainings, one training gives no interval.")
 
 
 def test_table_and_figure_have_the_means() -> None:
-    tree = made(**SOME)
+    tree = answers(**SOME)
     right = tree["types"].right.sel(mode="zero")
     lines = study.table(tree).splitlines()
     assert "  seed 0: convolutional 1, mixed 0, averaging 0, content 1" in lines
@@ -182,7 +185,7 @@ def test_table_and_figure_have_the_means() -> None:
 def test_a_type_that_no_training_has(
     kind: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    tree = made(**SOME)
+    tree = answers(**SOME)
     types = tree["types"].head_type
     right = (
         tree["types"]
@@ -201,7 +204,7 @@ def test_a_type_that_no_training_has(
 
 
 @pytest.mark.parametrize(
-    ("changed", "chance", "message"),
+    ("changes", "chance", "message"),
     [
         ({}, 0.1, None),
         ({"convolutional": 0.0}, 0.1, "does NOT hurt"),
@@ -210,10 +213,10 @@ def test_a_type_that_no_training_has(
     ids=["seen", "no cost", "nothing learned"],
 )
 def test_the_check_can_fail(
-    changed: dict[str, Any],
+    changes: dict[str, Any],
     chance: float,
     message: str | None,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    assert study.check(made(**SOME, **changed), chance) == (message is None)
+    assert study.check(answers(**SOME, **changes), chance) == (message is None)
     assert (message or "hurts") in capsys.readouterr().out

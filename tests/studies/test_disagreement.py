@@ -1,4 +1,4 @@
-"""What the study of disagreement makes of made decisions."""
+"""Verdicts of the study of disagreement on decisions made by hand."""
 
 from pathlib import Path
 
@@ -15,8 +15,8 @@ from common.ending import ended
 from disagreement import CNN, ORDER, START, TCNN
 
 
-def made() -> xr.Dataset:
-    """2 trainings of 3 models, 3 corruptions of 2 groups, 2 severities, 7 images."""
+def decisions() -> xr.Dataset:
+    """Return 2 trainings of 3 models, 3 corruptions of 2 groups, 2 severities, 7 images."""
     random = np.random.default_rng(0)
     coords = {
         "model": np.array([CNN, TCNN, ORDER], dtype=object),
@@ -38,18 +38,18 @@ def made() -> xr.Dataset:
 
 
 def test_differing_by_hand() -> None:
-    results = disagreement.with_other_start(made())
+    results = disagreement.with_other_start(decisions())
     assert results.model.values.tolist() == [CNN, TCNN, ORDER, START]
-    found = disagreement.differing(results, "group")
-    assert found.dims == ("training", "model", "group", "image")
-    assert found.group.values.tolist() == ["clean", "weather", "blur"]
-    clean, worse = results.clean_prediction.values, results.prediction.values
+    rates = disagreement.differing(results, "group")
+    assert rates.dims == ("training", "model", "group", "image")
+    assert rates.group.values.tolist() == ["clean", "weather", "blur"]
+    clean, corrupted = results.clean_prediction.values, results.prediction.values
     for nth, model, image in np.ndindex(2, 3, 7):
         at = {TCNN: (nth, 1), ORDER: (nth, 2), START: (1 - nth, 0)}[
-            str(found.model.values[model])
+            str(rates.model.values[model])
         ]
         cells = [
-            (worse[(*at, c, s, 0, image)], worse[nth, 0, c, s, 0, image])
+            (corrupted[(*at, c, s, 0, image)], corrupted[nth, 0, c, s, 0, image])
             for c in (0, 2)
             for s in (0, 1)
         ]
@@ -57,7 +57,7 @@ def test_differing_by_hand() -> None:
             clean[(*at, image)] != clean[nth, 0, image],
             np.mean([a != b for a, b in cells]),
         ]
-        np.testing.assert_allclose(found[nth, model, :2, image], expected)
+        np.testing.assert_allclose(rates[nth, model, :2, image], expected)
 
 
 def test_verdicts_follow_the_intervals() -> None:
@@ -65,17 +65,17 @@ def test_verdicts_follow_the_intervals() -> None:
     values = np.broadcast_to(
         np.array([*shares.values()])[None, :, :, None], (2, 3, 3, 7)
     )
-    of = {"model": np.array([*shares], dtype=object)}
-    found = {
+    coords = {"model": np.array([*shares], dtype=object)}
+    rates = {
         by: xr.DataArray(
-            values, of | {by: ["clean", *names]}, ("training", "model", by, "image")
+            values, coords | {by: ["clean", *names]}, ("training", "model", by, "image")
         )
         for by, names in {
             "group": ["noise", "blur"],
             "corruption": ["shot_noise", "defocus_blur"],
         }.items()
     }
-    lines = disagreement.verdicts(found).splitlines()
+    lines = disagreement.verdicts(rates).splitlines()
     ends = ["more often", "less often", "not distinguishable"]
     for label, end in zip(["clean ", "noise", "blur"], ends, strict=True):
         assert next(line for line in lines if line.startswith(f"  {label}")).endswith(
@@ -89,7 +89,7 @@ def test_verdicts_follow_the_intervals() -> None:
 def test_given_models_are_compared_as_they_are(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Each with its own weights and normalisation, a distilled one by the mean of its two classifiers."""
+    """Models have their own weights and normalisation, and a distilled one the mean of its two classifiers."""
     create, names = timm.create_model, ["deit_tiny_distilled_patch16_224", "test_vit"]
     narrow = {"embed_dim": 6, "depth": 1, "num_heads": 2}
     monkeypatch.setattr(
@@ -118,7 +118,7 @@ def test_given_models_are_compared_as_they_are(
         path = tmp_path / "images" / ("train", "val")[split] / str(label) / f"{n}.png"
         path.parent.mkdir(parents=True, exist_ok=True)
         Image.fromarray(pixels[split, label, n]).save(path)
-    given = [
+    arguments = [
         "--model",
         *names,
         "--pretrained",
@@ -126,7 +126,7 @@ def test_given_models_are_compared_as_they_are(
         "--img-size",
         "32",
     ]
-    given += [
+    arguments += [
         "--data",
         str(tmp_path / "images"),
         "--severities",
@@ -139,7 +139,7 @@ def test_given_models_are_compared_as_they_are(
     assert (
         ended(
             disagreement.main,
-            [*given, "--workers", "0", "--out", str(tmp_path / "out")],
+            [*arguments, "--workers", "0", "--out", str(tmp_path / "out")],
         )
         == 0
     )
@@ -152,19 +152,24 @@ def test_given_models_are_compared_as_they_are(
     }  # those of the first
     transform = timm.data.create_transform((3, 32, 32), **plain)
     images = torch.stack(
-        [transform(Image.fromarray(one)) for one in pixels[1].reshape(16, 37, 41, 3)]
+        [
+            transform(Image.fromarray(picture))
+            for picture in pixels[1].reshape(16, 37, 41, 3)
+        ]
     )
     expected = []
     for model in models:
         x = normalize(images, model.pretrained_cfg["mean"], model.pretrained_cfg["std"])
         with torch.no_grad():
             tokens = model.forward_features(x)
-            both = (
+            classifiers = (
                 [model.head(tokens[:, 0]), model.head_dist(tokens[:, 1])]
                 if hasattr(model, "head_dist")
                 else None
             )
-            expected.append((sum(both) / 2 if both else model(x)).argmax(1).numpy())
+            expected.append(
+                (sum(classifiers) / 2 if classifiers else model(x)).argmax(1).numpy()
+            )
     assert results.model.values.tolist() == names
     np.testing.assert_array_equal(results.clean_prediction, expected)
     differ = np.mean(expected[0] != expected[1])

@@ -30,10 +30,10 @@ def model_of_two_layers() -> nn.Module:
 def by_hand(
     layer: GPSA, x: torch.Tensor, head: int, query: tuple[int, int]
 ) -> dict[tuple[int, int], float]:
-    """A_ij by key pixel (T-CNN Eqs. 3, 4 and 7), padding included, of a query at a pixel of one image (C, H, W)."""
+    """Return A_ij by key pixel (T-CNN Eqs. 3, 4, 7), padding included, of a query at a pixel of one image (C, H, W)."""
     (py, px), (height, width) = layer.padding, x.shape[1:]
-    own = slice(head * layer.qk_dim, (head + 1) * layer.qk_dim)
-    q = layer.query[own] @ x[:, query[0], query[1]]
+    of_head = slice(head * layer.qk_dim, (head + 1) * layer.qk_dim)
+    q = layer.query[of_head] @ x[:, query[0], query[1]]
     alpha, (dy, dx) = layer.locality_strength[head].item(), layer.center[head].tolist()
     content, position = {}, {}
     for y in range(-py, height + py):
@@ -43,37 +43,38 @@ def by_hand(
             )
             if 0 <= y < height and 0 <= k < width:
                 content[y, k] = math.exp(
-                    (q @ (layer.key[own] @ x[:, y, k])).item() / math.sqrt(layer.qk_dim)
+                    (q @ (layer.key[of_head] @ x[:, y, k])).item()
+                    / math.sqrt(layer.qk_dim)
                 )
     gate = torch.sigmoid(layer.gating[head]).item()
-    whole = {
+    attention = {
         key: gate * value / sum(position.values()) for key, value in position.items()
     }
     for key, value in content.items():
-        whole[key] += (1 - gate) * value / sum(content.values())
-    return whole
+        attention[key] += (1 - gate) * value / sum(content.values())
+    return attention
 
 
 def test_maps_are_those_of_the_equations() -> None:
     model, images = model_of_two_layers(), torch.randn(2, 2, 11, 7, dtype=torch.float64)
-    found = maps_of(model, images, (9, 4))
-    assert dict(found.sizes) == {"layer": 2, "image": 2, "head": 15, "y": 11, "x": 7}
+    maps = maps_of(model, images, (9, 4))
+    assert dict(maps.sizes) == {"layer": 2, "image": 2, "head": 15, "y": 11, "x": 7}
     inputs = {"0": images, "2": model[0](images).detach()}
     queries = {
         "0": (8, 4),
         "2": (4, 4),
     }  # row 9 * 6 // 11 = 4 of 6, two pixels apart; and 9 * 5 // 11 of 5
     for name, layer in (("0", model[0]), ("2", model[2])):
-        here = found.sel(layer=name)
-        assert (int(here.query_y), int(here.query_x)) == queries[name]
+        in_layer = maps.sel(layer=name)
+        assert (int(in_layer.query_y), int(in_layer.query_x)) == queries[name]
         height, width = inputs[name].shape[2:]
         for image in range(2):
             for head in range(layer.heads):
                 expected = by_hand(layer, inputs[name][image], head, queries[name])
-                cell = here.isel(image=image, head=head)
+                cell = in_layer.isel(image=image, head=head)
                 inside = {
-                    key: a
-                    for key, a in expected.items()
+                    key: value
+                    for key, value in expected.items()
                     if 0 <= key[0] < height and 0 <= key[1] < width
                 }
                 for (y, x), value in inside.items():
@@ -85,13 +86,13 @@ def test_maps_are_those_of_the_equations() -> None:
                 offset = (peak[0] - queries[name][0], peak[1] - queries[name][1])
                 assert (float(cell.peak_y), float(cell.peak_x)) == offset
         np.testing.assert_allclose(
-            here.center_y[: layer.heads], layer.center[:, 0].detach()
+            in_layer.center_y[: layer.heads], layer.center[:, 0].detach()
         )
         np.testing.assert_allclose(
-            here.gate[: layer.heads], torch.sigmoid(layer.gating).detach()
+            in_layer.gate[: layer.heads], torch.sigmoid(layer.gating).detach()
         )
-    assert np.isnan(found.attention.sel(layer="2").isel(head=slice(2, None))).all()
-    assert np.isnan(found.attention.sel(layer="2").isel(y=slice(6, None))).all()
+    assert np.isnan(maps.attention.sel(layer="2").isel(head=slice(2, None))).all()
+    assert np.isnan(maps.attention.sel(layer="2").isel(y=slice(6, None))).all()
 
 
 def test_the_model_is_as_it_was() -> None:

@@ -1,4 +1,4 @@
-"""Which heads are taken away, and what answers come to by condition."""
+"""Sets of heads to ablate, and means of answers by condition."""
 
 from collections.abc import Mapping
 
@@ -8,12 +8,12 @@ import torch
 import xarray as xr
 
 from common.head_removal import (
-    by_condition,
+    mean_by_condition,
     random_heads,
     single_heads,
     type_sets,
-    without,
 )
+from conv_vs_content_heads import without
 from tcnn_model import GPSA
 
 TYPES = xr.DataArray(
@@ -23,19 +23,21 @@ TYPES = xr.DataArray(
 )
 
 
-def chosen(sets: Mapping[str, xr.DataArray | None]) -> dict[str, list[tuple[str, int]]]:
-    """By name, the heads of each set."""
-    every = [(layer, head) for layer in "ab" for head in range(3)]
+def heads_by_name(
+    sets: Mapping[str, xr.DataArray | None],
+) -> dict[str, list[tuple[str, int]]]:
+    """Return the heads of each set, by its name."""
+    heads_of_model = [(layer, head) for layer in "ab" for head in range(3)]
     return {
         name: []
-        if heads is None
-        else [at for at in every if bool(heads.sel(layer=at[0], head=at[1]))]
-        for name, heads in sets.items()
+        if mask is None
+        else [at for at in heads_of_model if bool(mask.sel(layer=at[0], head=at[1]))]
+        for name, mask in sets.items()
     }
 
 
 def test_heads_of_types_and_single_ones() -> None:
-    assert chosen(type_sets(TYPES)) == {
+    assert heads_by_name(type_sets(TYPES)) == {
         "nothing": [],
         "convolutional": [("a", 1)],
         "content": [("a", 0), ("b", 1), ("b", 2)],
@@ -44,14 +46,14 @@ def test_heads_of_types_and_single_ones() -> None:
         "nothing",
         "convolutional",
     ]
-    there = [("a", 0), ("a", 1), ("b", 0), ("b", 1), ("b", 2)]  # one head is missing
-    assert chosen(single_heads(TYPES)) == {
-        f"{layer}:{head}": [(layer, head)] for layer, head in there
+    existing = [("a", 0), ("a", 1), ("b", 0), ("b", 1), ("b", 2)]  # one head is missing
+    assert heads_by_name(single_heads(TYPES)) == {
+        f"{layer}:{head}": [(layer, head)] for layer, head in existing
     }
 
 
 def test_random_heads_are_as_many_and_any() -> None:
-    sets = chosen(random_heads(TYPES, 40, np.random.default_rng(0)))
+    sets = heads_by_name(random_heads(TYPES, 40, np.random.default_rng(0)))
     counts = {"convolutional": 1, "content": 3}
     assert {name: len(heads) for name, heads in sets.items()} == {
         f"random for {kind}#{draw}": count
@@ -59,7 +61,7 @@ def test_random_heads_are_as_many_and_any() -> None:
         for draw in range(40)
     }
     assert {head for heads in sets.values() for head in heads} == set(
-        chosen({"": TYPES != ""})[""]
+        heads_by_name({"": TYPES != ""})[""]
     )
     assert (
         random_heads(TYPES.where(TYPES == "mixed", ""), 3, np.random.default_rng(0))
@@ -115,7 +117,7 @@ def test_conditions_against_a_loop() -> None:
             "attack": ["pgd"],
         },
     )
-    right = by_condition(results).right
+    right = mean_by_condition(results).right
     assert right.dims == ("ablation", "draw", "condition", "image")
     assert right.draw.values.tolist() == [0, 1]
     assert right.ablation.values.tolist() == ["nothing", "random for x", "x"]
@@ -135,7 +137,7 @@ def test_conditions_against_a_loop() -> None:
                 contrast = np.mean([raw[m, 1, s, image] for s in (0, 1)])
                 clean = float(results.clean_correct.values[m, image])
                 pgd = float(results.adversarial_correct.values[m, 0, 0, image])
-                found = right[row, draw, :, image].sel(
+                answers = right[row, draw, :, image].sel(
                     condition=["digital", "contrast", "clean", "PGD"]
                 )
-                assert found.values == pytest.approx([digital, contrast, clean, pgd])
+                assert answers.values == pytest.approx([digital, contrast, clean, pgd])

@@ -1,4 +1,4 @@
-"""A folder of one's own: its layout, its classes, and the classifier that they get."""
+"""Folder of one's own: its layout, its classes, and the classifier that they get."""
 
 import shutil
 from argparse import Namespace
@@ -80,14 +80,14 @@ def test_limit_and_batch_size(
 
 
 def options(**changed: object) -> Namespace:
-    given = {
+    defaults = {
         "model": "test_resnet",
         "pretrained": False,
         "num_classes": None,
         "img_size": None,
         "limit": None,
     }
-    return Namespace(**{**given, "batch_size": 4, "workers": 0, **changed})
+    return Namespace(**{**defaults, "batch_size": 4, "workers": 0, **changed})
 
 
 def test_wordnet_ids_keep_their_rows(image_folder: Path, tmp_path: Path) -> None:
@@ -96,8 +96,8 @@ def test_wordnet_ids_keep_their_rows(image_folder: Path, tmp_path: Path) -> None
     for split in ("train", "val"):
         (image_folder / split / "cat").rename(image_folder / split / "n01514668")
         (image_folder / split / "dog").rename(image_folder / split / "n01443537")
-    given = options(data=str(image_folder), pretrained=str(tmp_path / "imagenet.pth"))
-    model, loaders = own_model_and_data(given, 64)
+    args = options(data=str(image_folder), pretrained=str(tmp_path / "imagenet.pth"))
+    model, loaders = own_model_and_data(args, 64)
     images, labels = next(iter(loaders[1]))
     with torch.no_grad():
         torch.testing.assert_close(
@@ -113,20 +113,20 @@ def test_classifiers_of_ones_own_weights(
 ) -> None:
     weights = timm.create_model("test_resnet", num_classes=3).state_dict()
     torch.save(weights, tmp_path / "own.pth")
-    given = options(pretrained=str(tmp_path / "own.pth"))
-    kept = own_model(given, ["a", "b", "c"])
+    args = options(pretrained=str(tmp_path / "own.pth"))
+    model = own_model(args, ["a", "b", "c"])
     torch.testing.assert_close(
-        kept.state_dict(), weights
+        model.state_dict(), weights
     )  # timm alone would make a new classifier
     assert capsys.readouterr().out == ""
-    new = own_model(given, ["a", "b"])
-    assert new.num_classes == 2
+    smaller = own_model(args, ["a", "b"])
+    assert smaller.num_classes == 2
     assert (
         "the classifier is new: the weights have 3 classes, and the images 2"
         in capsys.readouterr().out
     )
     torch.testing.assert_close(
-        new.state_dict()["conv1.0.weight"], weights["conv1.0.weight"]
+        smaller.state_dict()["conv1.0.weight"], weights["conv1.0.weight"]
     )
     assert own_model(options(num_classes=5), ["a", "b"]).num_classes == 5
     with pytest.raises(InputError, match="the images have 2 classes, got 1"):
@@ -144,7 +144,7 @@ def test_a_damaged_image_is_named(
     image_folder: Path, workers: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (image_folder / "val" / "dog" / "3.png").write_bytes(b"no image")
-    given = [
+    arguments = [
         "--model",
         "test_resnet",
         "--data",
@@ -155,7 +155,7 @@ def test_a_damaged_image_is_named(
         "1",
     ]
     out = ["--workers", workers, "--device", "cpu", "--out", str(image_folder / "out")]
-    assert ended(gating_evolution.main, [*given, *out]) == 2
+    assert ended(gating_evolution.main, [*arguments, *out]) == 2
     assert (
         capsys.readouterr()
         .err.splitlines()[-1]
@@ -171,14 +171,14 @@ def test_boxes_around_the_objects_of_photographs(image_folder: Path) -> None:
     )[1].dataset
     table = image_folder / "boxes.csv"
     table.write_text("val/cat/0.png,0,0,41.5,71\nval/dog/1.png,0,0,0,0\n")
-    found = boxed_images(str(table), validation, model)
-    assert found.images.shape == (2, 3, 32, 32)
-    assert found.masks is not None
-    assert found.masks[0, :, :15].all()
-    assert not found.masks[0, :, 17:].any()
-    assert not found.masks[1].any()
-    torch.testing.assert_close(found.images[1], validation[5][0], rtol=0, atol=0)
-    assert found.labels.tolist() == model.eval()(found.images).argmax(1).tolist()
+    probed = boxed_images(str(table), validation, model)
+    assert probed.images.shape == (2, 3, 32, 32)
+    assert probed.masks is not None
+    assert probed.masks[0, :, :15].all()
+    assert not probed.masks[0, :, 17:].any()
+    assert not probed.masks[1].any()
+    torch.testing.assert_close(probed.images[1], validation[5][0], rtol=0, atol=0)
+    assert probed.labels.tolist() == model.eval()(probed.images).argmax(1).tolist()
     for wrong in (
         "val/cat/0.png,1,2,3\n",
         "val/cat/0.png,a,b,c,d\n",
@@ -197,7 +197,7 @@ def test_boxes_around_the_objects_of_photographs(image_folder: Path) -> None:
 def test_robustness_of_photographs_is_that_of_a_loop_by_hand(
     image_folder: Path,
 ) -> None:
-    """File by file: what the study decides of each, and how surely, under each corruption."""
+    """Decisions and confidences are, file by file, those under each corruption."""
     model, (_, validation) = own_model_and_data(options(data=str(image_folder)), 32)
     model.eval()
     batches = PixelBatches(model, validation, None)
@@ -215,10 +215,10 @@ def test_robustness_of_photographs_is_that_of_a_loop_by_hand(
         for name in evaluation.CORRUPTIONS:
             worse = evaluation.corrupt(pixels, name, 3, first=number)
             scores = model((worse - mean)[None] / std)[0].softmax(0)
-            one = ds.sel(corruption=name).isel(image=number).squeeze()
-            assert int(one.correct) == (
+            answer = ds.sel(corruption=name).isel(image=number).squeeze()
+            assert int(answer.correct) == (
                 int(scores.argmax()) == ["cat", "dog"].index(file.parent.name)
             )
             np.testing.assert_allclose(
-                float(one.confidence), float(scores.max()), atol=1e-5
+                float(answer.confidence), float(scores.max()), atol=1e-5
             )

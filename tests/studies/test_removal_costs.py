@@ -8,8 +8,10 @@ from scipy.stats import t as student
 from common.removal_costs import beyond_these_trainings, beyond_zero, mean_and_interval
 
 
-def made(random: np.random.Generator, trainings: int, between: float) -> xr.DataArray:
-    """True mean 0; trainings differ by ``between``, images by 0.1 and answers by 0.1."""
+def costs_of_trainings(
+    random: np.random.Generator, trainings: int, between: float
+) -> xr.DataArray:
+    """Return costs of true mean 0; trainings differ by ``between``, images by 0.1 and answers by 0.1."""
     values = random.normal(0, between, (trainings, 1, 1)) + random.normal(
         0, 0.1, (1, 2, 37)
     )
@@ -20,7 +22,7 @@ def made(random: np.random.Generator, trainings: int, between: float) -> xr.Data
 
 
 def test_t_interval_by_hand() -> None:
-    values = made(np.random.default_rng(0), 3, 0.2)
+    values = costs_of_trainings(np.random.default_rng(0), 3, 0.2)
     rows, columns = values.values.mean((1, 2)), values.values.mean((0, 1))
     half = (
         student.ppf(0.975, 2) * (rows.var(ddof=1) / 3 + columns.var(ddof=1) / 37) ** 0.5
@@ -42,13 +44,14 @@ def test_t_interval_by_hand() -> None:
 def test_false_claims_about_other_trainings_are_rare() -> None:
     random = np.random.default_rng(1)
     claims = [
-        beyond_zero(beyond_these_trainings(made(random, 3, 0.2))) for _ in range(300)
+        beyond_zero(beyond_these_trainings(costs_of_trainings(random, 3, 0.2)))
+        for _ in range(300)
     ]
     assert sum(claims) <= 0.06 * 300
 
 
 def test_interval_of_these_trainings_knows_nothing_of_their_spread() -> None:
-    values = made(np.random.default_rng(2), 3, 5.0)
+    values = costs_of_trainings(np.random.default_rng(2), 3, 5.0)
     mean, low, high = mean_and_interval(values)
     assert mean == pytest.approx(float(values.mean()))
     assert low < mean < high

@@ -1,4 +1,4 @@
-"""What the study says of made results: no more than their intervals support."""
+"""Sentences of the study on results made by hand: no more than their intervals support."""
 
 from argparse import Namespace
 
@@ -9,16 +9,21 @@ import xarray as xr
 from torch import nn
 
 import robustness as study
+from common.controls import (
+    CONTROLS,
+    TRAINING_TITLES,
+    control_models,
+    count_controls,
+)
 from common.models import small_resnet
-from common.training import Training
 from tcnn_model import GPSA
 
 MODELS = [study.CNN, study.CONTROL, study.TCNN]
 GROUPS = {"fog": "weather", "snow": "weather", "contrast": "digital"}
 
 
-def made(chances: list[float], *, harder: float = 0.4) -> xr.Dataset:
-    """150 images, the same for all models: so often right when clean, less by ``harder`` at severity 5."""
+def answers(chances: list[float], *, harder: float = 0.4) -> xr.Dataset:
+    """Return 150 images, the same for all models: so often right when clean, less by ``harder`` at severity 5."""
     random = np.random.default_rng(0)
     by_severity = np.array([0.0, harder])[:, None, None]
     draw = random.random((1, 3, 2, 1, 150))
@@ -47,28 +52,28 @@ def made(chances: list[float], *, harder: float = 0.4) -> xr.Dataset:
 
 
 def test_verdicts_are_those_of_the_intervals() -> None:
-    said = study.verdicts(made([0.6, 0.8, 0.8]), 10).splitlines()
-    control = said.index(
+    lines = study.verdicts(answers([0.6, 0.8, 0.8]), 10).splitlines()
+    control = lines.index(
         f"T-CNN against {study.CONTROL!r}, difference in accuracy with 95 % interval over images:"
     )
-    against_cnn = [line for line in said[:control] if line.startswith("  ")]
-    against_control = [line for line in said[control + 1 :] if line.startswith("  ")]
+    against_cnn = [line for line in lines[:control] if line.startswith("  ")]
+    against_control = [line for line in lines[control + 1 :] if line.startswith("  ")]
     names = ["clean", "weather", "digital", "fgsm", "pgd"]
     assert [line.split()[0] for line in against_cnn] == names
     assert all(line.endswith("T-CNN ahead") for line in against_cnn)
     assert [line.split()[0] for line in against_control] == names
     assert all(line.endswith("not distinguishable") for line in against_control)
-    behind = study.verdicts(made([0.8, 0.8, 0.6]), 10)
+    behind = study.verdicts(answers([0.8, 0.8, 0.6]), 10)
     assert behind.count("T-CNN behind") == 10
     assert "another training may differ" in behind
     assert "chance" not in behind
     assert (
-        study.verdicts(made([0.4, 0.4, 0.3]), 4).count("(both near chance)") == 8
+        study.verdicts(answers([0.4, 0.4, 0.3]), 4).count("(both near chance)") == 8
     )  # all but clean images
 
 
 def test_table_has_the_means() -> None:
-    results = made([0.6, 0.7, 0.8])
+    results = answers([0.6, 0.7, 0.8])
     lines = study.table(results).splitlines()
     assert lines[2].split() == ["clean", "weather", "digital", "fgsm", "pgd"]
     row = (
@@ -86,40 +91,28 @@ def test_table_has_the_means() -> None:
 
 
 def test_the_check_can_fail(capsys: pytest.CaptureFixture[str]) -> None:
-    assert study.check(made([0.6, 0.8, 0.8]), 0.1)
-    assert not study.check(made([0.6, 0.8, 0.8], harder=-0.1), 0.1)
+    assert study.check(answers([0.6, 0.8, 0.8]), 0.1)
+    assert not study.check(answers([0.6, 0.8, 0.8], harder=-0.1), 0.1)
     assert "does NOT grow" in capsys.readouterr().out
-    assert not study.check(made([0.6, 0.8, 0.8]), 0.6)
+    assert not study.check(answers([0.6, 0.8, 0.8]), 0.6)
     assert "did NOT learn" in capsys.readouterr().out
-    one = made([0.6, 0.8, 0.8]).isel(severity=[1])
-    assert study.check(one, 0.1)  # against clean images
+    single = answers([0.6, 0.8, 0.8]).isel(severity=[1])
+    assert study.check(single, 0.1)  # against clean images
 
 
-def test_the_second_control_has_the_finer_grid_and_no_attention(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    trained: list[str] = []
-    monkeypatch.setattr(
-        Training,
-        "fine_tune",
-        lambda self, model, file, title: trained.append(file) or [],
-    )
+def test_the_second_control_has_the_finer_grid_and_no_attention() -> None:
     cnn = small_resnet()
-    for further, names in (
-        (False, ["control"]),
-        (True, ["control", "unstrided", "matched"]),
-    ):
-        args = Namespace(unstrided=further, matched_start=further, seed=0)
-        controls = Training(args, cnn, (), None, 4).controls()  # type: ignore[arg-type]
-        assert [*controls] == names
-        assert {*controls} <= {*study.CONTROLS}
-    control, finer, matched = (model.eval() for model, _ in controls.values())
-    assert trained == ["control", "control", "unstrided", "matched"]
+    alone = Namespace(unstrided=False, matched_start=False, seed=0)
+    assert [*control_models(cnn, alone)] == ["control"]
+    assert count_controls(alone) == 1
+    args = Namespace(unstrided=True, matched_start=True, seed=0)
+    controls = control_models(cnn, args)
+    assert [*controls] == [*CONTROLS] == [*TRAINING_TITLES]
+    assert count_controls(args) == 3
+    control, finer, matched = (model.eval() for model in controls.values())
     images = torch.randn(2, 1, 64, 48)
     torch.testing.assert_close(matched(images), finer(images))
     assert isinstance(matched.layer4[0].conv1, GPSA)
-    assert (control.layer4[0].conv1.stride, finer.layer4[0].conv1.stride) == (
-        (2, 2),
-        (1, 1),
-    )
+    assert control.layer4[0].conv1.stride == (2, 2)
+    assert finer.layer4[0].conv1.stride == (1, 1)
     assert isinstance(finer.layer4[0].conv1, nn.Conv2d)

@@ -1,4 +1,4 @@
-"""Every study in its small form, run once: it ends well, leaves figures, and the right numbers."""
+"""Small form of every study, run once: it ends well, leaves figures, and the right numbers."""
 
 import contextlib
 import copy
@@ -22,7 +22,7 @@ import coarse_labels
 import tcnn_probe
 from common.data import digits_loaders, probed_images
 from common.models import small_resnet
-from common.training import Training
+from common.training import Study
 from tcnn_model import EpochResult, reparameterize
 from tcnn_model.training.evaluation import evaluate
 
@@ -35,7 +35,7 @@ LAYERS = [f"layer4.{block}.conv{n}" for block in (0, 1) for n in (1, 2)]
 
 @pytest.fixture(autouse=True)
 def coarse(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Figures are written as always, with few pixels."""
+    """Write figures as always, with few pixels."""
     write = Figure.savefig
     monkeypatch.setattr(
         Figure, "savefig", lambda figure, file, dpi: write(figure, file, dpi=dpi / 4)
@@ -50,17 +50,17 @@ class Done(NamedTuple):
 
 @pytest.fixture(scope="module")
 def small_run(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Done]:
-    """Gives what ``python studies/NAME.py --small`` left; it runs once, whoever asks.
+    """Return a function that runs ``python studies/NAME.py --small`` once, whoever asks, and returns what it left.
 
     The CNN, its control and its T-CNN are the same for several studies: each is trained once, and the last two of
     every epoch then validated again, for the recorder of the next study.
     """
     runs: dict[str, Done] = {}
     trained: dict[str, list[tuple[EpochResult, dict[str, Tensor]]]] = {}
-    threads, train = torch.get_num_threads(), Training._train
+    threads, train = torch.get_num_threads(), Study._train
 
     def train_once(
-        study: Training, model: nn.Module, file: str, title: str, **recipe: Any
+        study: Study, model: nn.Module, file: str, title: str, **recipe: Any
     ) -> Iterator[EpochResult]:
         key = repr((file.partition("_")[0], recipe))
         if key not in trained:
@@ -75,7 +75,7 @@ def small_run(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Done]
                 evaluate(model.eval(), study.loaders[1])
             yield result
 
-    def wanted(name: str) -> Done:
+    def run_once(name: str) -> Done:
         if name not in runs:
             out, printed = tmp_path_factory.mktemp(name), io.StringIO()
             with (
@@ -83,13 +83,13 @@ def small_run(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Done]
                 contextlib.redirect_stderr(printed),
                 pytest.MonkeyPatch.context() as patch,
             ):
-                patch.setattr(Training, "_train", train_once)
+                patch.setattr(Study, "_train", train_once)
                 code = importlib.import_module(name).main([*SMALL, "--out", str(out)])
             torch.set_num_threads(threads)
             runs[name] = Done(code, printed.getvalue(), out)
         return runs[name]
 
-    return wanted
+    return run_once
 
 
 @pytest.mark.parametrize("study", STUDIES)
@@ -172,13 +172,13 @@ def test_attention_maps_are_those_that_the_recorder_sees(
     with tcnn_probe.record(model.eval(), images=2) as recorder, torch.no_grad():
         model(probed_images(loaders[1].dataset, 2).images)
         recorder.mark(epoch=4)
-    (seen,) = (
+    (maps,) = (
         node.dataset
         for node in recorder.tree["maps"].subtree
         if "center_attention" in node.dataset
     )
     expected = (
-        seen.center_attention.isel(epoch=0)
+        maps.center_attention.isel(epoch=0)
         .squeeze(drop=True)
         .transpose("image", "layer", "head", "y", "x")
     )
@@ -197,7 +197,7 @@ def test_drawing_attention_maps_again_does_not_train(
     def no_training(*args: object, **options: object) -> None:
         raise AssertionError("trains")
 
-    monkeypatch.setattr(Training, "_train", no_training)
+    monkeypatch.setattr(Study, "_train", no_training)
     again = [
         "--resume",
         "--epoch",
@@ -224,13 +224,13 @@ def test_drawing_attention_maps_again_does_not_train(
 
 
 def test_head_entropy_measures_the_parts(small_run: Callable[[str], Done]) -> None:
-    found = xr.open_zarr(small_run("head_entropy").out / "head_entropy.zarr").load()
-    assert dict(found.sizes) == {"epoch": 5, "layer": 4, "head": 9}
+    heads = xr.open_zarr(small_run("head_entropy").out / "head_entropy.zarr").load()
+    assert dict(heads.sizes) == {"epoch": 5, "layer": 4, "head": 9}
     parts = (
-        found.gate * found.positional_distance
-        + (1 - found.gate) * found.content_distance
+        heads.gate * heads.positional_distance
+        + (1 - heads.gate) * heads.content_distance
     )
-    np.testing.assert_allclose(parts, found.attention_distance, rtol=1e-4)
+    np.testing.assert_allclose(parts, heads.attention_distance, rtol=1e-4)
     distances = []
     for y in range(4):
         for x in range(
@@ -243,18 +243,18 @@ def test_head_entropy_measures_the_parts(small_run: Callable[[str], Done]) -> No
                 / sum(weights)
             )
     np.testing.assert_allclose(
-        found.positional_distance[0, :, 0], sum(distances) / 16, rtol=1e-5
+        heads.positional_distance[0, :, 0], sum(distances) / 16, rtol=1e-5
     )
-    assert (found.head_type[0] == "convolutional").all()
-    np.testing.assert_array_equal(found.head_type == "content", found.gate <= 1 / 3)
+    assert (heads.head_type[0] == "convolutional").all()
+    np.testing.assert_array_equal(heads.head_type == "content", heads.gate <= 1 / 3)
 
 
 def test_representations_are_of_the_images_with_these_labels(
     small_run: Callable[[str], Done],
 ) -> None:
     out = small_run("representations").out
-    found = xr.open_zarr(out / "representations.zarr").load()
-    assert dict(found.cka.sizes) == {
+    scores = xr.open_zarr(out / "representations.zarr").load()
+    assert dict(scores.cka.sizes) == {
         "model": 2,
         "epoch": 5,
         "layer": 4,
@@ -267,13 +267,13 @@ def test_representations_are_of_the_images_with_these_labels(
         strict=True,
     )
     for model, name in (("T-CNN", "tcnn"), ("CNN", "control")):
-        kept = tcnn_probe.open(out / f"representations_{name}.zarr")[
+        features = tcnn_probe.open(out / f"representations_{name}.zarr")[
             "features"
         ].dataset.feature
-        last = kept.sel(epoch=4, layer="layer4", token="mean").dropna("channel")
+        last = features.sel(epoch=4, layer="layer4", token="mean").dropna("channel")
         correct = tcnn_probe.representation.knn_correct(last, labels)
         np.testing.assert_array_equal(
-            found.knn_correct.sel(model=model, epoch=4, layer="layer4"), correct
+            scores.knn_correct.sel(model=model, epoch=4, layer="layer4"), correct
         )
 
 
@@ -281,16 +281,18 @@ def test_representations_are_of_the_images_with_these_labels(
 def test_a_resumed_study_has_every_epoch_as_it_was(
     study: str, small_run: Callable[[str], Done], tmp_path: Path
 ) -> None:
-    """Its model has the weights of the last epoch at each of them."""
+    """A resumed study's model has the weights of the last epoch at each of them."""
     finished, out = small_run(study).out, tmp_path / "out"
     shutil.copytree(finished, out)
     assert (
         importlib.import_module(study).main([*SMALL, "--resume", "--out", str(out)])
         == 0
     )
-    found = [xr.open_zarr(one / f"{study}.zarr").load() for one in (finished, out)]
-    assert found[0].sizes["epoch"] > 6
-    xr.testing.assert_allclose(*found, rtol=1e-6)
+    results = [
+        xr.open_zarr(folder / f"{study}.zarr").load() for folder in (finished, out)
+    ]
+    assert results[0].sizes["epoch"] > 6
+    xr.testing.assert_allclose(*results, rtol=1e-6)
 
 
 CLASS_RUNS = {  # in the small form, with how long each trains

@@ -1,0 +1,65 @@
+"""Controls of a T-CNN: models without its attention, or from its start, that are fine-tuned for as long."""
+
+import argparse
+import copy
+
+import torch
+from torch import nn
+
+from tcnn_model import reparameterize, unstride
+
+__all__ = [
+    "CONTROLS",
+    "TRAINING_TITLES",
+    "add_controls",
+    "control_models",
+    "count_controls",
+]
+
+CONTROLS = {
+    "control": "CNN, fine-tuned",
+    "unstrided": "CNN at stride 1, fine-tuned",
+    "matched": "T-CNN from the CNN at stride 1, fine-tuned",
+}
+"""Names of :func:`control_models` in figures and tables."""
+
+TRAINING_TITLES = {
+    "control": "the CNN goes on (control)",
+    "unstrided": "the CNN goes on at stride 1 (control)",
+    "matched": "the T-CNN from the CNN at stride 1 (control)",
+}
+"""Titles of their progress bars."""
+
+STRICT_START = {"locality_strength": 20.0, "gating": 20.0}
+"""Start at which a head attends to its kernel tap alone, up to rounding: the T-CNN then is the CNN at stride 1."""
+
+
+def add_controls(parser: argparse.ArgumentParser) -> None:
+    """Add the options for a second and a third control."""
+    help_ = "a second control: the CNN with its last stage at stride 1 like the T-CNN's, without attention"
+    group = parser.add_argument_group("controls")
+    group.add_argument("--unstrided", action="store_true", help=help_)
+    help_ = "a third control: the T-CNN that starts as the CNN at stride 1, so that start and grid are both the same"
+    group.add_argument("--matched-start", action="store_true", help=help_)
+
+
+def count_controls(args: argparse.Namespace) -> int:
+    """Return the number of models that :func:`control_models` makes."""
+    return 1 + args.unstrided + args.matched_start
+
+
+def control_models(cnn: nn.Module, args: argparse.Namespace) -> dict[str, nn.Module]:
+    """Return the CNN as it is, "control", and the models that ``--unstrided`` and ``--matched-start`` ask for.
+
+    The CNN tells what longer training brings, "unstrided" what the T-CNN's finer grid brings, and "matched" what its
+    attention brings where start and grid are the same.
+    """
+    # A copy, since models are trained in place.
+    models = {"control": copy.deepcopy(cnn)}
+    if args.unstrided:
+        models["unstrided"] = unstride(cnn)
+    if args.matched_start:
+        # The same queries and keys as the T-CNN beside it.
+        torch.manual_seed(args.seed)
+        models["matched"] = reparameterize(cnn, **STRICT_START)
+    return models

@@ -1,0 +1,116 @@
+"""Scores of saliency by every method, of the images that a study looks at closely."""
+
+import argparse
+import copy
+from typing import Any
+
+import torch
+import xarray as xr
+from torch import Tensor, nn
+
+import tcnn_probe
+from common.data import Probed
+
+__all__ = ["logits", "score", "usable_methods"]
+
+METHODS = (
+    "class_attention",
+    "rollout",
+    "gradcam",
+    "integrated_gradients",
+    "input_x_gradient",
+    "occlusion",
+)
+MASK_MEASURES = ("pointing_game", "energy_inside")
+
+
+def usable_methods(model: nn.Module, image: Tensor) -> list[str]:
+    """Return the methods that fit this model: attention that leads to no class token, say, has no map."""
+    usable, side = [], image.shape[-1] // 2
+    # As coarse as can be: only the refusal counts.
+    quick: Any = {
+        "integrated_gradients": {"n_steps": 1},
+        "occlusion": {"window": side, "stride": side},
+    }
+    for method in METHODS:
+        options = quick.get(method, {})
+        try:
+            tcnn_probe.saliency(model, image, method=method, progress=False, **options)
+            usable.append(method)
+        except ValueError as error:
+            print(f"{type(model).__name__}: without {method} ({error})")
+    return usable
+
+
+def score(
+    model: nn.Module, methods: list[str], probed: Probed, args: argparse.Namespace
+) -> xr.Dataset:
+    """Return every measure of every method, the maps, and the probabilities of all classes.
+
+    Args:
+        model: Model to explain.
+        methods: Methods of saliency that fit it.
+        probed: Images to explain.
+        args: Command line of the study.
+    """
+    images, labels, masks = probed.images, probed.labels, probed.masks
+    maps = tcnn_probe.saliency(
+        model,
+        images,
+        labels,
+        method=methods,
+        batch_size=args.batch_size,
+        **_method_options(methods, images.shape[-1], args),
+    )
+    saliency = {name: maps[name] for name in methods} | {"chance": _chance}
+    data = {"masks": masks, "batch_size": args.batch_size}
+    of_masks = () if masks is None else MASK_MEASURES
+    scores = tcnn_probe.faithfulness(
+        model,
+        images,
+        saliency,
+        labels,
+        metrics=["deletion_auc", "insertion_auc", *of_masks, "rank_correlation"],
+        steps=args.steps,
+        tolerance=args.tolerance,
+        **data,
+    )
+    if masks is not None:
+        without_tolerance = tcnn_probe.faithfulness(
+            model, images, saliency, labels, metrics="pointing_game", **data
+        )
+        scores["pointing_game_exact"] = without_tolerance.pointing_game
+    # Single precision is enough to draw maps, which are the largest part of the file.
+    stacked = maps.to_dataarray("attribution").astype("float32")
+    scores["saliency"] = stacked.reindex(attribution=scores.attribution)
+    # A forward of the model itself would be recorded as one of validation.
+    unrecorded = copy.deepcopy(model).eval()
+    probability = logits(unrecorded, probed, args).softmax(1).numpy()
+    scores["probability"] = ("image", "class"), probability
+    return scores
+
+
+@torch.no_grad()
+def logits(model: nn.Module, probed: Probed, args: argparse.Namespace) -> Tensor:
+    """Return the model's scores of the probed images, shape (B, K)."""
+    batches = probed.images.split(args.batch_size)
+    return torch.cat([model(batch.to(args.device)).float().cpu() for batch in batches])
+
+
+def _method_options(
+    methods: list[str], size: int, args: argparse.Namespace
+) -> dict[str, dict[str, int]]:
+    """Return the options of the methods that have any."""
+    # Windows of a quarter of the image, half over each other but in the small form.
+    window = max(2, size // 4)
+    stride = window if args.small else window // 2
+    options = {
+        "integrated_gradients": {"n_steps": args.steps},
+        "occlusion": {"window": window, "stride": stride},
+    }
+    return {method: options[method] for method in methods if method in options}
+
+
+def _chance(model: nn.Module, images: Tensor, target: Tensor) -> Tensor:
+    """Return maps that say nothing: the same everywhere, with which every measure comes out as chance has it."""
+    return torch.zeros(len(images), *images.shape[2:])

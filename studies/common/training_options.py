@@ -1,0 +1,139 @@
+"""Command line of the studies that train a CNN and its T-CNN: options of the recipe, and their defaults."""
+
+import argparse
+from collections.abc import Mapping
+from typing import Any
+
+from common.options import (
+    add_data,
+    add_machine,
+    check_data_options,
+    fill_in,
+    from_least,
+    need_model,
+    positive_number,
+)
+
+__all__ = ["add_training", "settle"]
+
+PAPER_BATCH = 1024
+"""Images of a step that the paper's rates of 1e-4 and 0.1 are for."""
+
+
+def add_training(
+    parser: argparse.ArgumentParser, *, small: str, models_help: str = ""
+) -> None:
+    """Add options for the model, the data and the training.
+
+    Args:
+        parser: Parser of the study.
+        small: Further changes that ``--small`` makes, for its help.
+        models_help: Text on what the study does with several models; empty if it takes one.
+    """
+    add_data(
+        parser,
+        model=f"timm name of a CNN (default: a small ResNet built from timm){models_help}",
+        pretrained="start from timm's weights, or from those in FILE, instead of training the CNN",
+        img_size="height and width of the images (default: 64; 224 for --data)",
+        many_models=bool(models_help),
+    )
+    group = parser.add_argument_group("training")
+    add = group.add_argument
+    add(
+        "--epochs",
+        type=from_least(1),
+        help="of fine-tuning (default: 6; 50 for --data)",
+    )
+    add(
+        "--cnn-epochs",
+        type=from_least(1),
+        help="of the CNN before, unless --pretrained (default: 15; --epochs for --data)",
+    )
+    add(
+        "--batch-size",
+        type=from_least(1),
+        help="images per step (default: 32; 256 for --data; the paper's is 1024)",
+    )
+    add(
+        "--lr",
+        type=positive_number,
+        help="of fine-tuning (default: 1e-3; for --data the paper's, 1e-4 for batches of 1024, less for smaller ones)",
+    )
+    add(
+        "--cnn-lr",
+        type=positive_number,
+        help="of training the CNN (default: 1e-2; for --data 0.1 for batches of 256)",
+    )
+    qk_lr = "of queries and keys (default: --lr; for --data what sums to the paper's 3.1, however few the steps)"
+    add("--qk-lr", type=positive_number, help=qk_lr)
+    add(
+        "--gating-lr",
+        type=positive_number,
+        help="of the gates (default: 0.1; for --data the paper's, as --lr)",
+    )
+    add(
+        "--gating-min-lr",
+        type=positive_number,
+        help="rate that the gates end at (default: annealed as the weights')",
+    )
+    add(
+        "--drop-path",
+        type=float,
+        help="stochastic depth in fine-tuning (default: the model's own)",
+    )
+    add_machine(group, small=small)
+
+
+def settle(
+    parser: argparse.ArgumentParser,
+    args: argparse.Namespace,
+    *,
+    digits: Mapping[str, Any] | None = None,
+) -> None:
+    """Refuse options that do not go together, and set those that the user left out.
+
+    Args:
+        parser, args: Parser and command line of the study.
+        digits: The study's own defaults for the digits.
+    """
+    on_digits = args.data == "digits"
+    if args.pretrained or not on_digits:
+        # The small ResNet is for the digits, and has no weights.
+        need_model(parser, args)
+    check_data_options(parser, args)
+    defaults = {
+        "img_size": 64,
+        "epochs": 6,
+        "cnn_epochs": 15,
+        "batch_size": 32,
+        "clutter": 6,
+    }
+    defaults |= {"lr": 1e-3, "gating_lr": 0.1, "cnn_lr": 1e-2}
+    # Some studies need easier scenes or longer trainings to see what they stand for.
+    defaults |= digits or {}
+    # Seconds instead of minutes: enough to see that all works, and on most runs the effect.
+    if args.small:
+        defaults |= {
+            "img_size": 32,
+            "epochs": 4,
+            "cnn_epochs": 4,
+            "batch_size": 16,
+            "limit": 280,
+            "clutter": 0,
+        }
+        # Higher rates make up for fewer steps.
+        defaults |= {"lr": 3e-3, "cnn_lr": 2e-2}
+    if not on_digits:
+        defaults = {"img_size": 224, "epochs": 50, "batch_size": 256}
+        # Rates fall with the batch: as many images then move the weights as far.
+        share = (args.batch_size or defaults["batch_size"]) / PAPER_BATCH
+        defaults |= {
+            "lr": 1e-4 * share,
+            "gating_lr": 0.1 * share,
+            # 0.1 for batches of 256, as is usual for ResNets.
+            "cnn_lr": 0.4 * share,
+        }
+    fill_in(args, defaults)
+    # --data has no default of its own: the CNN then trains for as long as the T-CNN.
+    if args.cnn_epochs is None:
+        args.cnn_epochs = args.epochs
