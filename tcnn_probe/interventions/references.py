@@ -128,8 +128,8 @@ class AttentionReference(ReferenceStatistics):
         """Explain how evaluated images bias the result, being among the given ones; "" if they do not."""
         prints = fingerprints(images)
         if not self._shuffled:
-            given = set(self.fingerprints)
-            count = sum(fingerprint in given for fingerprint in prints)
+            reference_prints = set(self.fingerprints)
+            count = sum(fingerprint in reference_prints for fingerprint in prints)
             return (
                 f"{count} of {len(prints)} images of a forward are among images=: the mean attention that they get has "
                 "a share of their own, so that too little is lost. Take images= from others, such as the training set"
