@@ -1,6 +1,6 @@
 """Models of users: names of their layers, checked arguments, and runs that leave them unchanged."""
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from itertools import chain
 from numbers import Integral
@@ -19,12 +19,10 @@ __all__ = [
     "batches",
     "check_model",
     "class_indices",
-    "class_scores",
     "floating_tensor",
     "image_numbers",
     "layer_names",
     "progress_bar",
-    "scores_of",
     "untouched",
     "unwrap",
     "wanted_layers",
@@ -181,26 +179,6 @@ def batches(
             rows,
             images[rows].detach().to(reference.device, reference.dtype, copy=True),
         )
-
-
-def scores_of(output: Any) -> Any:
-    """Return the scores in a model's output: the ``logits`` of transformers' ImageClassifierOutput, or itself."""
-    return getattr(output, "logits", output)
-
-
-def class_scores(model: Callable[[Tensor], Any], images: Tensor) -> Tensor:
-    """Return the model's scores, shape (B, K), or its output's ``logits``; raise TypeError for anything else."""
-    scores = scores_of(model(images))
-    if not isinstance(scores, Tensor) or scores.ndim != 2 or len(scores) != len(images):
-        got = (
-            f"shape {tuple(scores.shape)}"
-            if isinstance(scores, Tensor)
-            else type(scores).__name__
-        )
-        raise TypeError(
-            f"expected the model to give a score for each class, shape ({len(images)}, K), got {got}"
-        )
-    return scores
 
 
 def progress_bar(

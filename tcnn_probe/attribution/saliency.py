@@ -12,6 +12,7 @@ import torch
 import xarray as xr
 from torch import Tensor, nn
 
+from tcnn_model.outputs import class_scores
 from tcnn_probe.attribution.captum_methods import captum_class, captum_maps
 from tcnn_probe.attribution.class_attention import class_attention
 from tcnn_probe.attribution.layer_choice import UnsupportedMethodError
@@ -20,7 +21,6 @@ from tcnn_probe.images import as_images
 from tcnn_probe.models import (
     batches,
     class_indices,
-    class_scores,
     progress_bar,
     untouched,
     whole_number,
