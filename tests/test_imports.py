@@ -52,7 +52,7 @@ PARTS: dict[str, set[str]] = {
     "interventions": {"architectures", "attention", "hooks", "images", "models"},
     "attribution": {"attention", "images", "models", "provenance"},
     "evaluation": {"hooks", "images", "models", "provenance"},
-    "plot": {"evaluation", "heads", "schema"},
+    "plot": {"evaluation", "heads", "images", "schema"},
     "reporting": {"heads", "plot", "storage"},
     "command_line": {"plot", "reporting", "storage"},
 }

@@ -17,7 +17,7 @@ from tcnn_probe.attribution.captum_methods import captum_class, captum_maps
 from tcnn_probe.attribution.class_attention import class_attention
 from tcnn_probe.attribution.layer_choice import UnsupportedMethodError
 from tcnn_probe.attribution.rollout import rollout
-from tcnn_probe.images import as_images
+from tcnn_probe.images import as_images, as_pictures, preparation
 from tcnn_probe.models import (
     batches,
     class_indices,
@@ -179,7 +179,11 @@ def saliency(
                 f"with several methods, expected the options of each, as in gradcam={{'layer': ...}}; "
                 f"got {name}={value!r}"
             )
-    methods, images = find_methods(method, options), as_images(images, model)
+    methods = find_methods(method, options)
+    # For plot.saliency_overlay, which is given the same pictures.
+    pictures = as_pictures(images)
+    drawn = {} if pictures is None else {"pictures": as_json(preparation(model))}
+    images = as_images(images, model)
     batch_size = whole_number(batch_size, "batch_size", 1)
     labelled, unsupported = {}, {}
     with untouched(model):
@@ -201,7 +205,7 @@ def saliency(
                     "layer": layer,
                     **attribution.about,
                 }
-                attrs |= provenance(model, "captum")
+                attrs |= provenance(model, "captum") | drawn
                 labelled[name] = xr.DataArray(
                     maps.numpy(), coords, ("image", "y", "x"), name, attrs
                 )

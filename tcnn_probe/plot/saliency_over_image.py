@@ -1,5 +1,6 @@
 """Saliency over images."""
 
+import json
 from typing import Any
 
 import numpy as np
@@ -34,7 +35,7 @@ def saliency_overlay(
         maps: Maps with the dims (image, y, x), as :func:`tcnn_probe.saliency` returns, or (y, x) for a single image;
             for several methods a Dataset of such maps, by name.
         images: Images of the maps, in their order, shape (B, C, H, W), a tensor or an array; 1 or 3 channels of any
-            range.
+            range; or the pictures that were given to :func:`tcnn_probe.saliency`.
         axes: Axes to draw on, for each image and method, images first; None for pyplot's current figure if it is
             empty, or a new one, with the images themselves at the left.
         masks: Masks of objects, shape (B, H, W), bool, to be outlined in white.
@@ -48,7 +49,7 @@ def saliency_overlay(
         ValueError: The maps have other dimensions, or the numbers of maps, images, masks and axes do not fit.
     """
     by_method = _by_method(maps)
-    pictures = image_array(images)
+    pictures = image_array(images, _preparation(maps))
     count = len(pictures)
     for name, values in by_method.items():
         if len(values) != count:
@@ -79,6 +80,13 @@ def saliency_overlay(
                 )  # centres of pixels
                 panel.contour(x, y, outlines[row], [0.5], colors="w", linewidths=0.8)
     return panels
+
+
+def _preparation(maps: Any) -> dict[str, Any] | None:
+    """Return how pictures were prepared for the model, of maps of pictures; else None."""
+    arrays = maps.data_vars.values() if isinstance(maps, xr.Dataset) else [maps]
+    saved = [getattr(array, "attrs", {}).get("pictures") for array in arrays]
+    return json.loads(saved[0]) if saved and saved[0] else None
 
 
 def _by_method(maps: Any) -> dict[str, np.ndarray]:

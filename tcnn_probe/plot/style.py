@@ -2,7 +2,7 @@
 
 import operator
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -116,17 +116,41 @@ def select_dims(
     return values.squeeze(further, drop=True)
 
 
-def image_array(images: Any) -> NDArray[Any]:
-    """Return images (B, C, H, W) of 1 or 3 channels, a tensor or an array, as floats; ValueError for other shapes."""
+def image_array(
+    images: Any, preparation: Mapping[str, Any] | None = None
+) -> NDArray[Any]:
+    """Return images (B, C, H, W) of 1 or 3 channels as floats; ValueError for other shapes.
+
+    Args:
+        images: Images as the model took them: a tensor or an array, or what else ``as_images`` takes.
+        preparation: Options of the transform through which pictures go; None if it is unknown.
+    """
+    if getattr(images, "ndim", 0) != 4 or images.dtype == np.uint8:
+        images = _parsed(images, preparation)
     if hasattr(images, "detach"):
         images = images.detach().cpu().float()  # NumPy has no bfloat16
     array = np.asarray(images, dtype=float)
     if array.ndim != 4 or array.shape[1] not in (1, 3) or 0 in array.shape:
-        hint = "; of pictures, give what the model was given: tcnn_probe.images.as_images(pictures, model)"
         raise ValueError(
-            f"expected images of shape (B, 1 or 3, H, W), got {array.shape}{hint}"
+            f"expected images of shape (B, 1 or 3, H, W), got {array.shape}"
         )
     return array
+
+
+def _parsed(images: Any, preparation: Mapping[str, Any] | None) -> Any:
+    """Return images of other forms as (B, C, H, W)."""
+    # Imported here: arrays are drawn where torch is not installed.
+    from tcnn_probe.images import as_batch, as_pictures, prepare_pixels
+
+    pictures = as_pictures(images)
+    if pictures is None:
+        return as_batch(images, "(B, C, H, W), or pictures")
+    if preparation is None:
+        raise ValueError(
+            "how these pictures were cut for the model is unknown: give what the model was given, "
+            "tcnn_probe.images.as_images(pictures, model)"
+        )
+    return prepare_pixels(pictures, preparation)
 
 
 def check_pixel(query: Any, height: int, width: int) -> tuple[int, int]:
