@@ -18,7 +18,7 @@ from tcnn_model.conversion.selection import LayerFilter
 from tcnn_probe.attention.layout import GivenTokens
 from tcnn_probe.models import check_model, wanted_layers
 from tcnn_probe.probes import DEFAULT, Probe, find_probes
-from tcnn_probe.provenance import provenance
+from tcnn_probe.provenance import provenance, weights_fingerprint
 from tcnn_probe.recording.collector import Collector
 from tcnn_probe.recording.epoch import (
     EpochReport,
@@ -59,6 +59,8 @@ if TYPE_CHECKING:
 __all__ = ["Recorder", "record"]
 
 T = TypeVar("T")
+
+WEIGHTS = "weights"  # attribute of the root
 
 
 class Recorder:
@@ -169,6 +171,8 @@ class Recorder:
                     # Before anything is locked or written: a refusal leaves the store as it was.
                     check_same_recording(self._store, provenance(model), report)
                 self._store.hold()
+            self._weights = _Weights(model, self._store.attrs or {})
+            self._collector.on_training = self._weights.check
             undo.pop_all()
         # A recorder that is dropped without remove(), as in a notebook's cell that runs twice, leaves no hooks.
         weakref.finalize(self, _release, self._collector, self._store).atexit = False
@@ -384,6 +388,7 @@ class Recorder:
             "unsupported": json.dumps({**unsupported, **report.unsupported}),
             "missing": json.dumps(missing),
             "image_hashes": json.dumps({**report.image_hashes, **hashes}),
+            WEIGHTS: self._weights.mark(),
         }
 
     def _check_marked(self) -> None:
@@ -432,6 +437,46 @@ def _release(collector: Collector, store: EpochStore) -> None:
 
 
 record = Recorder
+
+
+class _Weights:
+    """Fingerprints of a model's weights, by which a training that continues a recording is seen to be another's.
+
+    Args:
+        model: Model that is recorded.
+        attrs: Attributes of the recording that is continued.
+    """
+
+    def __init__(self, model: nn.Module, attrs: Mapping[str, Any]) -> None:
+        self._model, self._marked, self._resumes = model, attrs.get(WEIGHTS, ""), True
+        self._swapped = False
+
+    def mark(self) -> str:
+        """Return the fingerprint to keep with a mark; "" if weights are others in validation than in training."""
+        self._resumes = False
+        self._marked = "" if self._swapped else weights_fingerprint(self._model)
+        return self._marked
+
+    def check(self) -> None:
+        """Compare the weights before the first forward in training mode after a mark with those that were marked."""
+        if not self._marked:
+            return
+        current = weights_fingerprint(self._model)
+        shapes, _, _ = current.partition("-")
+        # A model of other shapes was converted meanwhile.
+        if current == self._marked or not self._marked.startswith(f"{shapes}-"):
+            return
+        if not self._resumes:
+            # Validated with averaged weights, say, which are put in for the validation: they tell nothing.
+            self._swapped = True
+            return
+        self._marked = ""
+        warnings.warn(
+            "the training goes on from other weights than those of the recording's last mark: load the checkpoint of "
+            "that mark, or replace the recording with mode='w'",
+            RuntimeWarning,
+            stacklevel=2,
+        )
 
 
 class _Ranks:

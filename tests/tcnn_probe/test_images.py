@@ -130,9 +130,9 @@ def test_evaluation_takes_pictures_as_the_model_sees_them(
 
 
 def test_models_that_cut_pictures_differently(model: nn.Module) -> None:
-    other = timm.create_model("resnet10t", num_classes=5)
+    cnn = timm.create_model("resnet10t", num_classes=5)
     with pytest.raises(ValueError, match="cut pictures in different ways"):
-        tcnn_probe.evaluation.robustness({"a": model, "b": other}, ARRAY, [0])
+        tcnn_probe.evaluation.robustness({"vit": model, "cnn": cnn}, ARRAY, [0])
 
 
 def test_pictures_for_functions_keep_their_size() -> None:

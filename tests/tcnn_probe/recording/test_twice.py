@@ -1,5 +1,6 @@
 """A script that is run again: continued, replaced or refused, alone and with a checkpoint of the training."""
 
+import copy
 import itertools
 from contextlib import nullcontext
 from pathlib import Path
@@ -9,6 +10,7 @@ import pytest
 import torch
 import xarray as xr
 import zarr
+from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from zarr.storage import MemoryStore
 
@@ -90,6 +92,52 @@ def test_open_gives_no_advice_for_writing(tmp_path: Path) -> None:
         match=r"foreign\.zarr holds something else .*: tcnn_probe\.open reads what",
     ):
         tcnn_probe.open(tmp_path / "foreign.zarr")
+
+
+def one_epoch(model: nn.Module, recorder: tcnn_probe.Recorder, epoch: int) -> None:
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    model.train()(images()).sum().backward()
+    optimizer.step()
+    model.eval()(images())
+    recorder.mark(epoch=epoch)
+
+
+@pytest.mark.parametrize("part", ["none", "seed", "one bias"])
+def test_a_training_that_goes_on_from_other_weights(part: str, tmp_path: Path) -> None:
+    """Warned of before the first step; weights of the checkpoint, and a model of other shapes, are not."""
+    model, store = vit(), tmp_path / "run.zarr"
+    with tcnn_probe.record(model, store) as recorder:
+        one_epoch(model, recorder, 0)
+        one_epoch(model, recorder, 1)
+    resumed = vit(seed=part == "seed")
+    if part != "seed":
+        resumed.load_state_dict(model.state_dict())
+    if part == "one bias":
+        resumed.blocks[1].mlp.fc2.bias.data += 1e-6
+    caught = pytest.warns(RuntimeWarning, match="goes on from other weights")
+    with tcnn_probe.record(resumed, store) as recorder:
+        with caught if part != "none" else nullcontext():
+            resumed.train()(images())
+        one_epoch(resumed, recorder, 2)
+    with tcnn_probe.record(vit(mlp_ratio=3), store) as recorder:
+        one_epoch(recorder._model, recorder, 3)
+
+
+def test_weights_that_are_put_in_for_validation_tell_nothing(tmp_path: Path) -> None:
+    model, store = vit(), tmp_path / "run.zarr"
+    trained = {}
+    with tcnn_probe.record(model, store) as recorder:
+        for epoch in range(2):
+            model.load_state_dict(trained or model.state_dict())
+            model.train()(images())
+            trained = copy.deepcopy(model.state_dict())
+            with torch.no_grad():
+                model.head.bias += 1  # an average of weights
+            model.eval()(images())
+            recorder.mark(epoch=epoch)
+    model.load_state_dict(trained)
+    with tcnn_probe.record(model, store) as recorder:
+        one_epoch(model, recorder, 2)
 
 
 @pytest.mark.parametrize("lost", ["nothing", "mark", "checkpoint"])
