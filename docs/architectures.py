@@ -19,7 +19,8 @@ the reasons beside them.
 Most models need no record: [attention is seen where torch is asked for it](recording.md#your-own-model). A class has
 one where no call of torch shows what is to be known:
 
-- *not recorded*: it looks like attention and has no matrix of weights between tokens. `recorder.unsupported` has the reason.
+- *not recorded*: it looks like attention and has no matrix of weights between tokens. `recorder.unsupported` has the
+  reason.
 - *heads*: which axis of (..., N_query, N_key) is that of the heads.
 - *grid*: where its queries and keys lie, or why they lie on no grid.
 - *windows*: how it cuts them, so that `attention_maps` puts them on the image.

@@ -19,7 +19,7 @@ __all__ = ["saliency_overlay"]
 
 
 def saliency_overlay(
-    maps: Any, images: Any, axes: Any = None, *, masks: Any = None, alpha: float = 0.6
+    maps: Any, images: Any, axes: Any = None, *, masks: Any = None, alpha: float = 0.8
 ) -> np.ndarray:
     """Draw saliency over images: a row for each image, a column for each method.
 
@@ -28,8 +28,8 @@ def saliency_overlay(
         maps = tcnn_probe.saliency(model, images, method=["class_attention", "gradcam"])
         tcnn_probe.plot.saliency_overlay(maps, images)
 
-    Each map covers the whole image, whatever its resolution, with a scale of its own from its smallest to its largest
-    value.
+    Each map covers the whole image, whatever its resolution, with a scale of its own from its smallest value, which is
+    transparent, to its largest.
 
     Args:
         maps: Maps with the dims (image, y, x), as :func:`tcnn_probe.saliency` returns, or (y, x) for a single image;
@@ -39,7 +39,7 @@ def saliency_overlay(
         axes: Axes to draw on, for each image and method, images first; None for pyplot's current figure if it is
             empty, or a new one, with the images themselves at the left.
         masks: Masks of objects, shape (B, H, W), bool, to be outlined in white.
-        alpha: Opacity of the maps, from 0 to 1.
+        alpha: Opacity of each map's largest value, from 0 to 1.
 
     Returns:
         The axes, shape (images, methods), with a further column for the images where they are new.
@@ -70,9 +70,9 @@ def saliency_overlay(
     ):
         for row, image in enumerate(pictures):
             panel = panels[row, column]
-            if alpha < 1:
-                draw_image(panel, image)
-            draw_map(panel, values[row], *image.shape[1:], alpha=alpha)
+            draw_image(panel, image)
+            opacity = alpha * _shares(values[row])
+            draw_map(panel, values[row], *image.shape[1:], alpha=opacity)
             if outlines is not None and np.ptp(outlines[row]):
                 y, x = (
                     np.arange(image.shape[1]) + 0.5,
@@ -80,6 +80,12 @@ def saliency_overlay(
                 )  # centres of pixels
                 panel.contour(x, y, outlines[row], [0.5], colors="w", linewidths=0.8)
     return panels
+
+
+def _shares(values: np.ndarray) -> np.ndarray:
+    """Scale values from 0, the smallest, to 1, the largest; 0 for NaN."""
+    low, high = np.nanmin(values), np.nanmax(values)
+    return np.nan_to_num((values - low) / max(high - low, 1e-30))
 
 
 def _preparation(maps: Any) -> dict[str, Any] | None:

@@ -11,7 +11,11 @@ from numpy.typing import NDArray
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
+    from matplotlib.figure import Figure, SubFigure
+    from typing_extensions import TypeVar
+
+    # A plot returns the figure that it is given; one of its own is a Figure, which has savefig.
+    AnyFigure = TypeVar("AnyFigure", bound=Figure | SubFigure, default=Figure)
 
 __all__ = [
     "OKABE_ITO", "RED", "axes_or_current", "axis_label", "check_array", "check_pixel", "draw_box", "draw_image",
