@@ -72,12 +72,12 @@ def drawn_titles(figure: plt.Figure) -> list[str]:
 
 def test_many_heads_are_wrapped_and_legible() -> None:
     """Rows of 9, 9 and 7 heads for 25, on a page, each named where the panel above shows another."""
-    options = {"patch_size": 8, "img_size": SIZE, "embed_dim": 50, "depth": 2}
+    options = {"patch_size": 8, "img_size": SIZE, "embed_dim": 50, "depth": 1}
     model = timm.create_model("deit_tiny_patch16_224", **options, num_heads=25).eval()
     maps = tcnn_probe.attention_maps(model, torch.randn(1, 3, *SIZE), queries=[(9, 47)])
     figure = tcnn_probe.plot.attention_maps(maps)
     assert figure.get_size_inches()[0] < 12
-    assert drawn_titles(figure) == [f"head {head}" for head in range(25)] * 2
+    assert drawn_titles(figure) == [f"head {head}" for head in range(25)]
     panels = [axes for axes in figure.axes if len(axes.images) == 2]
     columns = {round(axes.get_position().x0, 2) for axes in panels}
     assert len(columns) == 9
@@ -88,8 +88,6 @@ def test_many_heads_are_wrapped_and_legible() -> None:
         strict=True,
     ):
         np.testing.assert_allclose(panel, values / values.max(), rtol=1e-6)
-    one_row = tcnn_probe.plot.attention_maps(maps, col_wrap=25, layers="blocks.0.attn")
-    assert len({round(axes.get_position().y0, 2) for axes in one_row.axes[1:]}) == 1
 
 
 def test_layers_of_different_numbers_of_heads() -> None:
