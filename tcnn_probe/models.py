@@ -1,5 +1,6 @@
 """Models of users: names of their layers, checked arguments, and runs that leave them unchanged."""
 
+import sys
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from itertools import chain
@@ -184,10 +185,10 @@ def batches(
 def progress_bar(
     total: int | None, what: str, progress: bool | None, unit: str = "image"
 ) -> Any:
-    """Make a progress bar, shown at once (True), never (False) or after three seconds on a terminal (None)."""
-    disable = (
-        None if progress is None else not progress
-    )  # None, in tqdm: unless stderr is a terminal
+    """Make a progress bar, shown at once (True), never (False) or after three seconds (None), to those who watch."""
+    disable = None if progress is None else not progress  # None: unless on a terminal
+    if progress is None and _in_notebook():
+        disable = False
     return tqdm(
         total=total,
         desc=what,
@@ -196,3 +197,9 @@ def progress_bar(
         disable=disable,
         delay=3 if progress is None else 0,
     )
+
+
+def _in_notebook() -> bool:
+    """Tell whether this is the kernel of a notebook, none of whose streams is a terminal."""
+    get_shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)
+    return hasattr(get_shell(), "kernel")

@@ -156,7 +156,8 @@ def saliency(
         method: Name or class, as above; a function of yours ``(model, images, target) -> maps`` with tensors
             (B, C, H, W), (B,) and (B, H, W); or several of these.
         batch_size: Images in the model at a time.
-        progress: Whether to show a progress bar; None: once it takes more than three seconds, on a terminal.
+        progress: Whether to show a progress bar; None: once it takes more than three seconds, on a terminal or
+            in a notebook.
         **options: Options of the method, such as ``layer``, the layer whose attention or feature map is shown, if it
             is not the method's own choice; with several methods, ``name={...}`` for each.
 

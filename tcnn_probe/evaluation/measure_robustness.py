@@ -91,7 +91,8 @@ def robustness(
         frost: Argument of :func:`tcnn_probe.evaluation.corrupt`.
         batch_size: Size of the batches of a tensor or an array.
         device: Device to put images on; None for that of each module, and for functions, that of the images.
-        progress: Show a progress bar; None: once it takes more than three seconds, on a terminal.
+        progress: Show a progress bar; None: once it takes more than three seconds, on a terminal or
+            in a notebook.
 
     Returns:
         A dataset. Per image: ``prediction`` (int32), ``confidence`` (float32) and ``correct``

@@ -15,6 +15,7 @@ from tcnn_probe.plot.style import (
     draw_image,
     draw_map,
     empty_figure,
+    finish_grid,
     image_array,
     select_dims,
     wrap_name,
@@ -149,6 +150,7 @@ def attention_grid(
         "by head" if query is None else f"from pixel (y, x) = ({query[0]}, {query[1]})"
     )
     canvas.suptitle(f"attention {subject}" if title is None else title, fontsize=10)
+    finish_grid(canvas, next(iter(lowest.values())))
     return canvas
 
 

@@ -16,6 +16,7 @@ from tcnn_probe.plot.style import (
     draw_image,
     draw_map,
     empty_figure,
+    finish_grid,
     wrap_name,
 )
 
@@ -125,6 +126,7 @@ def attention_maps(
     own = "each map from 0 to its own largest value"
     common = f"all maps from 0 to {largest:.2g}" if largest else own
     canvas.supxlabel(f"opacity and colour: {common}", fontsize=8)
+    finish_grid(canvas, image_panel)
     return canvas
 
 

@@ -11,6 +11,7 @@ from tcnn_probe.plot.style import (
     draw_image,
     draw_map,
     empty_figure,
+    finish_grid,
     image_array,
     select_dims,
 )
@@ -132,6 +133,7 @@ def _new_axes(images: np.ndarray, methods: list[str]) -> np.ndarray:
     panels = figure.subplots(*shape, squeeze=False)
     for panel, image in zip(panels[:, 0], images, strict=True):
         draw_image(panel, image)
+    finish_grid(figure, panels[0, 0])
     for panel, name in zip(panels[0], ["image", *methods], strict=True):
         panel.set_title(name.replace("_", " "), fontsize=9)
     return np.asarray(panels)

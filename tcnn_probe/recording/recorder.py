@@ -1,6 +1,7 @@
 """``record(model)``: attach to the model, close epochs, keep them, detach."""
 
 import json
+import logging
 import os
 import sys
 import warnings
@@ -60,6 +61,7 @@ __all__ = ["Recorder", "record"]
 
 T = TypeVar("T")
 
+_LOG = logging.getLogger(__name__)
 WEIGHTS = "weights"  # attribute of the root
 
 
@@ -174,6 +176,9 @@ class Recorder:
             self._weights = _Weights(model, self._store.attrs or {})
             self._collector.on_training = self._weights.check
             undo.pop_all()
+        if self._marks:
+            count = _count(len(self._marks), along)
+            _LOG.info("%s holds %s: going on", self._store.name, count)
         # A recorder that is dropped without remove(), as in a notebook's cell that runs twice, leaves no hooks.
         weakref.finalize(self, _release, self._collector, self._store).atexit = False
 
@@ -258,11 +263,21 @@ class Recorder:
                     mark.skips and mark.number in self.epochs
                 ):
                     warned = self._write(mark, report)
+                elif self._ranks.writes:
+                    _LOG.info(
+                        "%s %s is marked already: skipped", self._along, mark.number
+                    )
             self._marks = self._ranks.gather(self.epochs)[
                 0
             ]  # the store is open on the first rank only
             self._collector.reset()
         warned += warn_of_idle_probes(self._named_kinds, report)
+        if not self._has_marked:
+            _LOG.info(
+                "recording %s layers: %s", len(self.layers), _shorten(self.layers)
+            )
+            for layer, reason in self.unsupported.items():
+                _LOG.info("not recorded: %s (%s)", layer, reason)
         self._has_marked, self._named_kinds = True, []  # idle probes are named once
         for text in self._warn_of_missing_grids() + warned:
             warnings.warn(text, RuntimeWarning, stacklevel=2)

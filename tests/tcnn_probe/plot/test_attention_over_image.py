@@ -1,5 +1,9 @@
 """plot.attention_maps: each map lies on its layer's row and head's column, over the image, with the query boxed."""
 
+import pickle
+import sys
+from types import SimpleNamespace
+
 import matplotlib.pyplot as plt
 import numpy as np
 import pytest
@@ -132,6 +136,39 @@ def test_scales_are_said(maps: xr.DataTree) -> None:
 
 def test_the_query_by_default(maps: xr.DataTree) -> None:
     assert boxes(tcnn_probe.plot.attention_maps(maps)) == {(0.0, 24.0, 8.0, 8.0)}
+
+
+def test_what_is_drawn_next_has_a_figure_of_its_own(maps: xr.DataTree) -> None:
+    """README's curves were drawn over the last head's map; pyplot's titles belong to the image."""
+    figure = tcnn_probe.plot.attention_maps(maps)
+    assert plt.gca() is figure.axes[0]
+    panels = [len(axes.lines) for axes in figure.axes]
+    curves = xr.DataArray(np.ones((4, 2)), dims=("epoch", "head"), name="gate")
+    ax = tcnn_probe.plot.evolution(curves)
+    assert ax.figure is not figure
+    assert [len(axes.lines) for axes in figure.axes] == panels
+    assert tcnn_probe.plot.evolution(curves) is ax  # as before, on the current axes
+
+
+@pytest.mark.parametrize("backend", ["inline", "agg"])
+def test_a_notebook_shows_a_figure_once(
+    maps: xr.DataTree, backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The inline backend shows what a cell leaves open; IPython would show the cell's value beside it."""
+    shown: list[plt.Figure] = []
+    display = SimpleNamespace(display=shown.append)
+    monkeypatch.setitem(sys.modules, "IPython", SimpleNamespace(display=display))
+    figure = tcnn_probe.plot.attention_maps(maps)
+    monkeypatch.setattr(plt, "get_backend", lambda: backend)
+    figure._ipython_display_()
+    assert shown == ([] if backend == "inline" else [figure])
+    assert not hasattr(figure, "_ipython_display_")  # from now on as any figure
+    closed = tcnn_probe.plot.attention_maps(maps)
+    plt.close(closed)
+    closed._ipython_display_()
+    assert shown[-1] is closed
+    figure = pickle.loads(pickle.dumps(tcnn_probe.plot.attention_maps(maps)))
+    assert len(figure.axes) == 10
 
 
 @pytest.mark.parametrize(

@@ -44,6 +44,21 @@ def test_modes(kind: str, tmp_path: Path) -> None:
     assert xr.open_zarr(store).entropy.sizes == {"epoch": 2, "layer": 1, "head": 3}
 
 
+def test_logging_says_what_is_silent(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "tcnn_probe")
+    script(tmp_path / "run.zarr", 0)
+    assert caplog.messages == ["recording 2 layers: blocks.0.attn, blocks.1.attn"]
+    caplog.clear()
+    model = vit()
+    with tcnn_probe.record(model, tmp_path / "run.zarr") as recorder:
+        model(images())
+        recorder.mark(epoch=0, if_marked="skip")
+    assert caplog.messages[0].endswith("run.zarr holds 1 epoch: going on")
+    assert caplog.messages[1] == "epoch 0 is marked already: skipped"
+
+
 def test_replacing_what_is_no_recording_or_is_being_written(tmp_path: Path) -> None:
     path = tmp_path / "run.zarr"
     zarr.open_group(path, mode="w")
