@@ -202,6 +202,13 @@ def test_the_root_names_the_instrument_alone() -> None:
     assert not set(tcnn_probe.__all__) & set(tcnn_probe.evaluation.__all__)
 
 
+def test_a_misspelt_name_is_answered() -> None:
+    with pytest.raises(AttributeError, match="did you mean 'attention_maps'"):
+        _ = tcnn_probe.atention_maps
+    with pytest.raises(AttributeError, match=r"has no 'zzz'$"):
+        _ = tcnn_probe.zzz
+
+
 def test_only_studies_and_their_tests_import_studies() -> None:
     files = [
         f

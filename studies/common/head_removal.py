@@ -142,7 +142,7 @@ def without(
     reference: Sequence[Tensor] = (),
 ) -> Callable[[Tensor], Tensor]:
     """The model with some of its heads ablated, as a function of images."""
-    if heads is None:
+    if heads is None or not heads.any():
         return model
     images = {"mean": reference, "static": reference, "shuffled": reference[:1]}.get(
         mode

@@ -1,5 +1,6 @@
 """``saliency()``: maps of chosen images by chosen methods, labelled; and the table of the methods."""
 
+import difflib
 import inspect
 import json
 import warnings
@@ -322,9 +323,11 @@ def _find_method(method: Any, options: Mapping[str, Any]) -> Attribution:
             name, about, lambda m, x, target, n: maps(m, x, target, batch_size=n)
         )
     if not callable(function):
+        near = difflib.get_close_matches(str(method), METHODS, n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
         raise ValueError(
             f"expected a method, one of {list(METHODS)}, a class of captum.attr or its name, or a function "
-            f"(model, images, target) -> maps, or several of these; got {method!r}"
+            f"(model, images, target) -> maps, or several of these; got {method!r}{hint}"
         )
     if known is None:
         if options:

@@ -9,7 +9,7 @@ import weakref
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal, Self, SupportsFloat, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, Never, Self, SupportsFloat, TypeVar
 
 import torch.distributed as dist
 import xarray as xr
@@ -226,7 +226,12 @@ class Recorder:
         self._check_marked()
         return self._store.tree()
 
-    def mark(self, *, if_marked: IfMarked = "error", **values: SupportsFloat) -> None:
+    def mark(
+        self,
+        *unnamed: Never,
+        if_marked: IfMarked = "error",
+        **values: SupportsFloat,
+    ) -> None:
         """Close an epoch: ``mark(epoch=3, top1=0.8)`` stores its statistics and ``top1``, and starts the next.
 
         Means are over all images and queries seen since the previous mark; gate, locality strength and centre are read
@@ -234,6 +239,7 @@ class Recorder:
         of belongs to no epoch.
 
         Args:
+            unnamed: Nothing: all numbers have names.
             if_marked: Treatment of an epoch that the store holds already, as it may after resuming: "error", or "skip"
                 to drop what was seen for it. To know it before: ``if epoch in recorder.epochs``.
             **values: The epoch (or the coordinate that ``along`` names), a number greater than every mark before, and
@@ -245,6 +251,10 @@ class Recorder:
             RuntimeError: Nothing was measured since the previous mark, or not what was asked for; or the recorder
                 was removed.
         """
+        if unnamed:
+            number: object = unnamed[0]
+            along = self._along
+            raise TypeError(f"mark() takes the {along} by name: mark({along}={number})")
         with self._ranks.agreed():
             if self._is_removed:
                 raise RuntimeError(

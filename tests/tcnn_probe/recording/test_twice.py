@@ -44,6 +44,19 @@ def test_modes(kind: str, tmp_path: Path) -> None:
     assert xr.open_zarr(store).entropy.sizes == {"epoch": 2, "layer": 1, "head": 3}
 
 
+def test_near_misses_are_answered() -> None:
+    model = vit()
+    with (
+        tcnn_probe.record(model) as recorder,
+        pytest.raises(TypeError, match=r"takes the epoch by name: mark\(epoch=0\)"),
+    ):
+        recorder.mark(0)
+    with pytest.raises(
+        TypeError, match=r"names or globs of layers.*got -1.*'blocks.1.attn"
+    ):
+        tcnn_probe.attention_maps(model, images(), layers=-1)
+
+
 def test_logging_says_what_is_silent(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
