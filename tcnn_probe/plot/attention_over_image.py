@@ -123,9 +123,10 @@ def attention_maps(
         else f"from pixel (y, x) = {query}"
     )
     canvas.suptitle(f"attention {subject}", fontsize=10)
-    own = "each map from 0 to its own largest value"
-    common = f"all maps from 0 to {largest:.2g}" if largest else own
-    canvas.supxlabel(f"opacity and colour: {common}", fontsize=8)
+    limits = "each map from 0 to its own largest value"
+    if largest is not None:
+        limits = f"all maps from 0 to {largest:.2g}"
+    canvas.supxlabel(f"opacity and colour: {limits}", fontsize=8)
     finish_grid(canvas, image_panel)
     return canvas
 

@@ -130,8 +130,8 @@ def test_scales_are_said(maps: xr.DataTree) -> None:
         figure.get_supxlabel()
         == f"opacity and colour: all maps from 0 to {values.max():.2g}"
     )
-    own = tcnn_probe.plot.attention_maps(maps)
-    assert own.get_supxlabel().endswith("each map from 0 to its own largest value")
+    figure = tcnn_probe.plot.attention_maps(maps)
+    assert figure.get_supxlabel().endswith("each map from 0 to its own largest value")
 
 
 def test_the_query_by_default(maps: xr.DataTree) -> None:
