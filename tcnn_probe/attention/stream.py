@@ -324,7 +324,9 @@ class AttentionStream:
                     request, layer, number, running, self._maps
                 )
             except NoTokenAttentionError as reason:
-                self.unsupported[layer] = str(reason)
+                # What is known of the class holds for all that it asks for.
+                known_reason = known(module).no_attention_matrix
+                self.unsupported[name if known_reason else layer] = str(reason)
                 return None
             with without_autocast(attention.source):
                 if self.verification.needed(layer):
