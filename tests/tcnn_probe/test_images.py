@@ -166,6 +166,7 @@ def test_saliency_is_drawn_over_the_pictures_it_was_given(
         tcnn_probe.plot.saliency_overlay(maps, ARRAY)
 
 
+@pytest.mark.filterwarnings("ignore:.*among images=")
 def test_ablation_takes_arrays(model: nn.Module, expected: Tensor) -> None:
     arrays = [expected.numpy(), ARRAY, expected]
     scores = []
