@@ -3,7 +3,7 @@
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 __all__ = [
     "COORDINATES",
@@ -33,6 +33,7 @@ class Variable:
         long_name: Short label, for plots.
         description: Meaning, with its source.
         dtype: Type as stored: "float64" or, for maps, "float16" or "float32"; integers are -1 where there is no value.
+        over_images: Summary of the images of an epoch: their "mean", or the "largest" value of any.
     """
 
     dims: tuple[str, ...]
@@ -40,6 +41,7 @@ class Variable:
     long_name: str
     description: str
     dtype: str = "float64"
+    over_images: Literal["mean", "largest"] = "mean"
 
     @property
     def attrs(self) -> dict[str, str]:
