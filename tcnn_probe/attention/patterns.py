@@ -216,9 +216,9 @@ def similarity_of_heads(products: Tensor) -> Tensor:
     lengths = products.diagonal(dim1=-2, dim2=-1).sqrt()
     sizes = lengths[..., :, None] * lengths[..., None, :]
     cosine = torch.where(sizes == 0, 0, products / sizes)
-    others = cosine.sum(-1) - cosine.diagonal(dim1=-2, dim2=-1)
     heads = products.shape[-1]
-    return others.mean(1) / (heads - 1) if heads > 1 else others.mean(1) * torch.nan
+    total = (cosine.sum(-1) - cosine.diagonal(dim1=-2, dim2=-1)).mean(1)
+    return total / (heads - 1) if heads > 1 else total * torch.nan
 
 
 @lru_cache(maxsize=64)

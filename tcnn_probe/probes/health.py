@@ -76,8 +76,8 @@ def _of_sink(attention: Attention, received: Tensor) -> dict[str, Tensor]:
     norms = torch.linalg.vector_norm(values, dim=-1, dtype=dtype)
     norms = norms.unflatten(0, received.shape[:2]).expand_as(received)
     of_sink = norms.gather(-1, index[..., None])
-    others = norms.scatter(-1, index[..., None], torch.nan)
-    median = others.nanmedian(-1).values
+    without_sink = norms.scatter(-1, index[..., None], torch.nan)
+    median = without_sink.nanmedian(-1).values
     ratio = of_sink[..., 0] / median
     measured["sink_value_norm"] = torch.where(median == 0, 0, ratio).mean(1)
     return measured
@@ -168,8 +168,8 @@ HEALTH = Probe(
             (*HEAD, "entropy_bin"),
             "1",
             "share of queries by entropy",
-            "Share of the queries whose entropy, divided by the log of the number of keys (of one window), is from the "
-            f"bin's lower edge to {1 / ENTROPY_BINS:g} above it. Few collapsed queries show here and not in the mean "
+            "Share of the queries whose entropy, divided by the log of the number of keys (of one window), is from "
+            f"k / {ENTROPY_BINS} to (k + 1) / {ENTROPY_BINS} in bin k. Few collapsed queries show here, not in a mean "
             f"(entropy collapse: Zhai et al. 2023, arXiv 2303.06296). {_OF_CONTENT}",
         ),
         "sink": Variable(
@@ -268,9 +268,6 @@ HEALTH = Probe(
     },
     group="",
     attention=_measure,
-    coords={
-        "entropy_bin": [bin_ / ENTROPY_BINS for bin_ in range(ENTROPY_BINS)],
-        "token_kind": list(TOKEN_KINDS),
-    },
+    coords={"token_kind": TOKEN_KINDS},
     detailed=True,
 )
