@@ -24,7 +24,7 @@ class Finding:
         heads: Heads that showed it; none for a sign of the layer.
         since: First mark at which it was seen.
         until: Last mark at which it was seen; None if it was seen at the recording's last mark.
-        variable: Variable that shows it.
+        measure: Name of what shows it, mostly a variable.
         value: Its worst value.
         usual: What is usual.
         leads_to: What it is known to lead to, or to come from.
@@ -37,7 +37,7 @@ class Finding:
     heads: tuple[int, ...]
     since: int | float
     until: int | float | None
-    variable: str
+    measure: str
     value: float
     usual: str
     leads_to: str
@@ -47,7 +47,7 @@ class Finding:
         heads = f", heads {_join(self.heads)}" if self.heads else ""
         until = "" if self.until is None else f" until {self.until}"
         return (
-            f"{self.sign} in {self.layer}{heads}, since {self.since}{until}: {self.variable} {self.value:.3g} (usual: "
+            f"{self.sign} in {self.layer}{heads}, since {self.since}{until}: {self.measure} {self.value:.3g} (usual: "
             f"{self.usual}); {self.leads_to} ({self.source})"
         )
 
@@ -129,7 +129,7 @@ class Findings(Sequence[Finding]):
         rows = [["", "sign", "layer", "heads", f"since {self.along}", "until"]]
         rows[0] += ["seen", "usual"]
         for finding in self:
-            seen = f"{finding.variable} {finding.value:.3g}"
+            seen = f"{finding.measure} {finding.value:.3g}"
             until = "" if finding.until is None else str(finding.until)
             kind = "ALARM" if finding.is_alarm else "notice"
             row = [kind, finding.sign, finding.layer, _join(finding.heads)]
@@ -216,9 +216,8 @@ def health(ds: xr.Dataset, **limits: float) -> Findings:
 def _findings_of(sign: Sign, ds: xr.Dataset, limits: HealthLimits) -> Iterator[Finding]:
     """Yield a finding for each layer that shows a sign: its last spell."""
     shown = sign.condition(ds, limits)
-    values = ds[sign.variable]
-    if "entropy_bin" in values.dims:
-        values = values.isel(entropy_bin=0)
+    name, measure = sign.measure or (sign.variable, lambda ds: ds[sign.variable])
+    values = measure(ds).transpose(*shown.dims)
     marks = ds.mark.values.tolist()
     for layer in ds.layer.values.tolist():
         in_layer = shown.sel(layer=layer)
@@ -243,7 +242,7 @@ def _findings_of(sign: Sign, ds: xr.Dataset, limits: HealthLimits) -> Iterator[F
             heads=heads,
             since=marks[first],
             until=None if last == len(marks) - 1 else marks[last],
-            variable=sign.variable,
+            measure=name,
             value=float(worst(seen)),
             usual=sign.usual.format(**asdict(limits)),
             leads_to=sign.leads_to,

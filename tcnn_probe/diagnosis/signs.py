@@ -71,7 +71,7 @@ class Sign:
 
     Args:
         name: Name in the table.
-        variable: Variable that shows it, whose values are quoted.
+        variable: Variable that shows it.
         is_alarm: Whether it is an alarm; else a notice, of what is usual in some healthy models.
         condition: Function of a recording, whose marks are along "mark", and limits. It returns where the sign is seen,
             (mark, layer, head) or (mark, layer).
@@ -80,6 +80,7 @@ class Sign:
         source: Paper that says so; "" of limits that are ours.
         needs: Further variables.
         worst: The worst of values: "largest" or "smallest".
+        measure: Name and function of the values that are quoted; None for those of the variable.
     """
 
     name: str
@@ -91,6 +92,7 @@ class Sign:
     source: str
     needs: Sequence[str] = ()
     worst: str = "largest"
+    measure: tuple[str, Callable[[xr.Dataset], xr.DataArray]] | None = None
 
     def missing(self, ds: xr.Dataset) -> list[str]:
         """Return the variables that it needs and a recording lacks."""
@@ -126,10 +128,9 @@ def entropy_quantile(ds: xr.Dataset, q: float) -> xr.DataArray:
     histogram = ds.entropy_histogram
     bins = histogram.sizes["entropy_bin"]
     below = histogram.cumsum("entropy_bin")
-    # The first bin that reaches q; rounding can leave the sum of all bins below 1.
-    reached = (below >= q - 1e-9).where(histogram.notnull().all("entropy_bin"), True)
-    number = reached.argmax("entropy_bin").where(reached.any("entropy_bin"), bins - 1)
-    number = number.astype(int)
+    # The first bin with queries that reaches q; rounding can leave the sum of all bins below 1.
+    reached = (below >= q - 1e-9) & (histogram > 0)
+    number = reached.argmax("entropy_bin")
     share = histogram.isel(entropy_bin=number)
     before = below.isel(entropy_bin=number) - share
     inside = ((q - before) / share.where(share > 0)).clip(0, 1).fillna(0)
@@ -176,8 +177,12 @@ def _normalised_entropy(ds: xr.Dataset) -> xr.DataArray:
     return share
 
 
+def _one_hot_queries(ds: xr.Dataset) -> xr.DataArray:
+    return ds.entropy_histogram.isel(entropy_bin=0)
+
+
 def _collapsed_queries(ds: xr.Dataset, limits: HealthLimits) -> xr.DataArray:
-    share = ds.entropy_histogram.isel(entropy_bin=0)
+    share = _one_hot_queries(ds)
     has_grown = share > _so_far(share, np.fmin) + limits.collapsed
     of_whole_layer = share.mean("head") > limits.collapsed
     return (share > limits.collapsed) & (has_grown | of_whole_layer)
@@ -262,15 +267,17 @@ SIGNS: Mapping[str, Sign] = {
             "arXiv 2303.06296; the limit is ours",
             ("uniform_entropy",),
             "smallest",
+            ("entropy / log keys", _normalised_entropy),
         ),
         Sign(
             "collapsed queries",
             "entropy_histogram",
             True,
             _collapsed_queries,
-            "at most {collapsed:g} of the queries below 0.05 of log keys",
+            "at most {collapsed:g}",
             "entropy collapse of the whole head",
             "arXiv 2303.06296; the limit is ours",
+            measure=("queries below 0.05 log keys", _one_hot_queries),
         ),
         Sign(
             "silent head",
