@@ -1,3 +1,4 @@
+from . import diagnosis as diagnosis
 from . import evaluation as evaluation
 from . import plot as plot
 from . import representation as representation
