@@ -345,7 +345,7 @@ class SoftmaxAttention(Attention):
 
     def _measurements(self) -> SoftmaxMeasurements:
         """Measure once for all listeners that count the same images."""
-        key = "measurements", self.limit
+        key = "measurements", self.limit, self.detailed
         if key not in self.shared:
             self.shared[key] = measure_softmax(self)
         return self.shared[key]

@@ -223,11 +223,10 @@ class GatedAttention(Attention):
 
     def _measured(self) -> AttentionStatistics:
         """Measure once for all listeners."""
-        if "measured" not in self.shared:
-            self.shared["measured"] = measure(
-                self.parts, content_received=self.detailed
-            )
-        return self.shared["measured"]
+        key = "measured", self.detailed
+        if key not in self.shared:
+            self.shared[key] = measure(self.parts, content_received=self.detailed)
+        return self.shared[key]
 
     def _of_image(self, image: int | None) -> tcnn_model.GatedAttention:
         if image is None:

@@ -185,6 +185,8 @@ def health(ds: xr.Dataset, **limits: float) -> Findings:
         raise ValueError(
             "expected a recording: recorder.dataset, or xarray.open_zarr(path)"
         )
+    if "run" in ds.dims:
+        raise ValueError("expected one recording, got several: ds.sel(run=...)")
     if "layer" not in ds.dims:
         raise ValueError(
             "the recording has no layers: it was made without probes of attention"

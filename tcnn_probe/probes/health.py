@@ -27,8 +27,8 @@ ENTROPY_BINS = 20
 TOKEN_KINDS = ("class", "register", "border", "inner")
 """Kinds of keys that can be a sink; distillation tokens count as class tokens, border and inner ones are patches."""
 OUTLIER = 3.0
-"""Norm of an outlier token, in medians. Darcet et al. (arXiv 2309.16588, Fig. 3) cut DINOv2's norms at 150, where the
-bulk is near 50 and outliers are near 500: any factor between 2 and 8 tells these apart."""
+"""Norm of an outlier token, in medians. Darcet et al. (arXiv 2309.16588) cut the norms of DINOv2-g at 150, between its
+two modes, which lie a factor of ten apart; a multiple of the median, which is ours, serves models of any scale."""
 
 
 def _measure(attention: Attention) -> Mapping[str, Tensor]:
@@ -207,7 +207,7 @@ HEALTH = Probe(
             "1",
             "similarity to other heads",
             "Mean cosine between a head's rows A_i and those of the layer's other heads, of the same image and query "
-            "(DeepViT, arXiv 2103.11886, Eq. 3, there between layers; Li et al. 2018, arXiv 1810.10183, let heads "
+            "(DeepViT, arXiv 2103.11886, there between layers; Li et al. 2018, arXiv 1810.10183, let heads "
             f"disagree in the same products). Of at most {QUERIES} queries, evenly chosen. {_OF_CONTENT}",
         ),
         "output_norm": Variable(

@@ -34,8 +34,9 @@ LOGIT = Variable(
     "1",
     "largest attention logit",
     "max_ij of the logits as the softmax has them, with scale, bias and mask (of gated layers: q k / sqrt(d), those of "
-    "the content part), over the images seen since the previous mark. Dehghani et al. 2023 (arXiv 2302.05442) saw "
-    "them above 50,000 where a ViT diverged; Kimi K2 (arXiv 2507.20534) rescales queries and keys above 100.",
+    "the content part), over the images seen since the previous mark. Where they "
+    "grew extremely large ViT-22B diverged (Dehghani et al. 2023, arXiv 2302.05442); Kimi K2 (arXiv 2507.20534) "
+    "rescales queries and keys above 100.",
     over_images="largest",
 )
 CLASS_ENTROPY = Variable(

@@ -152,6 +152,8 @@ def test_limits() -> None:
         tcnn_probe.health(ds.entropy)
     with pytest.raises(ValueError, match="expected a recording"):
         tcnn_probe.health(ds.drop_attrs())
+    with pytest.raises(ValueError, match="got several"):
+        tcnn_probe.health(ds.expand_dims("run"))
     with pytest.raises(ValueError, match="no layers"):
         tcnn_probe.health(xr.Dataset({"top1": ("epoch", [0.5])}, attrs=ds.attrs))
 
