@@ -204,7 +204,8 @@ def row_products(rows: Tensor) -> Tensor:
 def similarity_of_heads(products: Tensor) -> Tensor:
     """Return the mean cosine of each head's rows with those of the layer's other heads.
 
-    The cosine between attention maps is that of DeepViT (Zhou et al. 2021, arXiv 2103.11886), there between layers. A row that sees no key has the cosine 0.
+    The cosine between attention maps is that of DeepViT (Zhou et al. 2021, arXiv 2103.11886), there between layers. A
+    row that sees no key has the cosine 0.
 
     Args:
         products: Products of the rows of two heads, shape (images, queries, heads, heads).
