@@ -26,9 +26,9 @@ class Finding:
         until: Last mark at which it was seen; None if it was seen at the recording's last mark.
         measure: Name of what shows it, mostly a variable.
         value: Its worst value.
-        usual: What is usual.
-        leads_to: What it is known to lead to, or to come from.
-        source: Where that is from.
+        usual: Usual values.
+        leads_to: Known consequences, causes or remedies.
+        source: Paper that says so.
     """
 
     sign: str
@@ -129,11 +129,11 @@ class Findings(Sequence[Finding]):
         rows = [["", "sign", "layer", "heads", f"since {self.along}", "until"]]
         rows[0] += ["seen", "usual"]
         for finding in self:
-            seen = f"{finding.measure} {finding.value:.3g}"
+            shown = f"{finding.measure} {finding.value:.3g}"
             until = "" if finding.until is None else str(finding.until)
             kind = "ALARM" if finding.is_alarm else "notice"
             row = [kind, finding.sign, finding.layer, _join(finding.heads)]
-            rows.append([*row, str(finding.since), until, seen, finding.usual])
+            rows.append([*row, str(finding.since), until, shown, finding.usual])
         return rows
 
     def _footer(self) -> list[str]:
@@ -236,7 +236,7 @@ def _findings_of(sign: Sign, ds: xr.Dataset, limits: HealthLimits) -> Iterator[F
         if has_heads:
             heads = tuple(np.flatnonzero(in_spell.any("mark").values).tolist())
         worst: Callable[[Any], Any] = np.max if sign.worst == "largest" else np.min
-        seen = values.sel(layer=layer).isel(spell).values[in_spell.values]
+        at_spell = values.sel(layer=layer).isel(spell).values[in_spell.values]
         yield Finding(
             sign=sign.name,
             is_alarm=sign.is_alarm,
@@ -245,7 +245,7 @@ def _findings_of(sign: Sign, ds: xr.Dataset, limits: HealthLimits) -> Iterator[F
             since=marks[first],
             until=None if last == len(marks) - 1 else marks[last],
             measure=name,
-            value=float(worst(seen)),
+            value=float(worst(at_spell)),
             usual=sign.usual.format(**asdict(limits)),
             leads_to=sign.leads_to,
             source=sign.source,

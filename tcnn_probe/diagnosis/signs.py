@@ -75,8 +75,8 @@ class Sign:
         is_alarm: Whether it is an alarm; else a notice, of what is usual in some healthy models.
         condition: Function of a recording, whose marks are along "mark", and limits. It returns where the sign is seen,
             (mark, layer, head) or (mark, layer).
-        usual: What is usual, with the limits by name in braces.
-        leads_to: What it is known to lead to, or to come from.
+        usual: Usual values, with the limits by name in braces.
+        leads_to: Known consequences, causes or remedies.
         source: Paper that says so; "" of limits that are ours.
         needs: Further variables.
         worst: The worst of values: "largest" or "smallest".
