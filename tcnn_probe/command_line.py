@@ -21,7 +21,7 @@ _COLUMNS = (
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command; return 2 for wrong arguments or recordings."""
+    """Run a command; return 1 for alarms of health, 2 for wrong arguments or recordings."""
     parser = argparse.ArgumentParser(
         prog="tcnn-probe", description="Look at recordings, and at attention."
     )
@@ -32,6 +32,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
         help="layers, marks, the last mark's numbers, types of heads, what is missing",
     )
     show.add_argument("store", help="path or URL of a recording")
+    health = commands.add_parser(
+        "health", help="signs of illness, worst first; exits with 1 if there are alarms"
+    )
+    health.add_argument("store")
+    health.add_argument(
+        "--limit",
+        nargs=2,
+        action="append",
+        default=[],
+        metavar=("NAME", "VALUE"),
+        help="a limit in place of the default, such as --limit max_logit 200",
+    )
     compare = commands.add_parser(
         "compare", help="the numbers of two recordings at their last common mark"
     )
@@ -86,6 +98,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         if options.command == "show":
             print(_printable(_describe(options.store)))
+        elif options.command == "health":
+            limits = {name: float(value) for name, value in options.limit}
+            findings = tcnn_probe.health(_open_numbers(options.store), **limits)
+            print(_printable(repr(findings)))
+            return 1 if findings.alarms else 0
         elif options.command == "compare":
             print(_printable(_compare(*options.stores)))
         elif options.command == "report":
@@ -94,7 +111,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
             _maps(options)
         else:
             _plot(options.store, options.variable, options.layers, options.output)
-    except (StoreError, ValueError, RuntimeError, OSError, ImportError) as error:
+    except (
+        StoreError,
+        ValueError,
+        TypeError,
+        RuntimeError,
+        OSError,
+        ImportError,
+    ) as error:
         print(_printable(f"tcnn-probe: {error}"), file=sys.stderr)
         return 2
     return 0

@@ -67,6 +67,7 @@ def test_readme_examples_run() -> None:
         ("ablation.md", 4),
         ("attention_maps.md", 4),
         ("corruptions.md", 4),
+        ("health.md", 3),
         ("heads.md", 5),
         ("plots.md", 5),
         ("recipes.md", 4),

@@ -26,6 +26,7 @@ PARTS: dict[str, set[str]] = {
     "attention": {"architectures", "hooks", "images", "models", "provenance"},
     "storage": {"schema"},
     "heads": {"models", "schema"},
+    "diagnosis": set(),
     "probes": {
         "architectures",
         "attention",
@@ -39,6 +40,7 @@ PARTS: dict[str, set[str]] = {
         *(
             "architectures",
             "attention",
+            "diagnosis",
             "heads",
             "hooks",
             "models",
@@ -52,7 +54,7 @@ PARTS: dict[str, set[str]] = {
     "interventions": {"architectures", "attention", "hooks", "images", "models"},
     "attribution": {"attention", "images", "models", "provenance"},
     "evaluation": {"hooks", "images", "models", "provenance"},
-    "plot": {"evaluation", "heads", "images", "schema"},
+    "plot": {"diagnosis", "evaluation", "heads", "images", "schema"},
     "reporting": {"heads", "plot", "storage"},
     "command_line": {"plot", "reporting", "storage"},
 }

@@ -259,6 +259,8 @@ class Collector(AttentionListener):
 
     def attends(self, attention: Attention) -> None:
         """Measure an attention."""
+        if any(probe.detailed for probe in self._attention_probes):
+            attention = replace(attention, detailed=True)
         for probe in self._attention_probes:
             if probe.module_type is not None and not probe.applies_to(attention.module):
                 continue

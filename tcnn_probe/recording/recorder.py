@@ -17,8 +17,9 @@ from torch import nn
 
 from tcnn_model.conversion.selection import LayerFilter
 from tcnn_probe.attention.layout import GivenTokens
+from tcnn_probe.diagnosis import health as find_illness
 from tcnn_probe.models import check_model, wanted_layers
-from tcnn_probe.probes import DEFAULT, Probe, find_probes
+from tcnn_probe.probes import DEFAULT, PROBES, Probe, find_probes
 from tcnn_probe.provenance import provenance, weights_fingerprint
 from tcnn_probe.recording.collector import Collector
 from tcnn_probe.recording.epoch import (
@@ -105,6 +106,8 @@ class Recorder:
         grid: Rows and columns of the patches of such a model, if all of its tokens see each other.
         attrs: Further attributes of a new recording, in plain JSON, such as the seed. If several recordings are opened
             together, attributes that differ become coordinates.
+        health: Whether to measure the probe "health" too, and to warn at a mark of new alarms of
+            :func:`tcnn_probe.health`.
         distributed: Whether all ranks call ``mark`` together, which adds up what they measured; rank 0 writes. None
             if torch.distributed is initialised. Give False if a single rank records alone.
 
@@ -131,6 +134,7 @@ class Recorder:
         class_token: Literal["first", "last", "none"] | None = None,
         grid: tuple[int, int] | None = None,
         attrs: Mapping[str, Any] | None = None,
+        health: bool = False,
         distributed: bool | None = None,
     ) -> None:
         check_model(model)
@@ -140,6 +144,9 @@ class Recorder:
         sampling = Sampling.parse(when, every, max_images, images, classes)
         layer_names = wanted_layers(model, layers)
         found_probes = find_probes(DEFAULT if probes is None else probes)
+        if health and PROBES["health"] not in found_probes:
+            found_probes.append(PROBES["health"])
+        self._watches_health = health
         self._model, self._along, self._layer_filter, self._attrs = (
             model,
             along,
@@ -152,6 +159,7 @@ class Recorder:
         self._has_marked = self._is_removed = False
         self._groups: Mapping[str, Group] | None = None
         self._warned: set[str] = set()
+        self._alarms: set[tuple[str, str, int | float]] = set()
         self._ranks = _Ranks(distributed)
         with (
             ExitStack() as undo
@@ -273,6 +281,8 @@ class Recorder:
                     mark.skips and mark.number in self.epochs
                 ):
                     warned = self._write(mark, report)
+                    if self._watches_health:
+                        warned += self._warn_of_alarms()
                 elif self._ranks.writes:
                     _LOG.info(
                         "%s %s is marked already: skipped", self._along, mark.number
@@ -437,6 +447,19 @@ class Recorder:
             f"no attention_distance and no maps of {', '.join(names)}: {why}"
             for why, names in layers.items()
         ]
+
+    def _warn_of_alarms(self) -> list[str]:
+        """Describe the alarms that the last mark shows, once for each spell."""
+        dataset = self._store.dataset()
+        if "layer" not in dataset.dims:
+            return []
+        texts = []
+        for alarm in find_illness(dataset).alarms:
+            key = alarm.sign, alarm.layer, alarm.since
+            if alarm.until is None and key not in self._alarms:
+                self._alarms.add(key)
+                texts.append(str(alarm))
+        return texts
 
     def _warn_of_unmarked(self) -> str:
         """Return what to warn of when the recording ends; "" if nothing is lost."""

@@ -193,5 +193,5 @@ def test_refusals(maps: xr.DataTree, options: dict[str, object], message: str) -
 
 
 def test_refuses_another_tree() -> None:
-    with pytest.raises(TypeError, match="of tcnn_probe.attention_maps, got"):
+    with pytest.raises(TypeError, match="maps, got DataTree"):
         tcnn_probe.plot.attention_maps(xr.DataTree())
