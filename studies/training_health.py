@@ -1,8 +1,8 @@
-"""What the signs of health say of trainings that go well, and of trainings that are made ill, and when.
+"""Health: the signs that recordings show in trainings that go well, and in trainings that are made ill.
 
     python studies/training_health.py
 
-Takes about 5 minutes on one CPU core (estimated from shorter runs).
+Takes two minutes on one CPU core.
 
 What one should see (training_health.png): queries and keys that are scaled up, and a head whose values are cut, raise
 alarms at the epoch in which that is done. A learning rate that is ten times too high, without warm-up, raises them in
@@ -43,7 +43,6 @@ from torch import Tensor, nn
 import tcnn_probe
 from common.ending import ended, finish
 from common.options import (
-    NOT_SAVED,
     add_machine,
     add_output,
     fill_in,
@@ -89,16 +88,7 @@ class Training:
 def main(arguments: list[str] | None = None) -> int:
     """Run the study; 0 if it saw what it stands for, 3 if not."""
     args = parse(arguments)
-    options = {
-        name: value for name, value in vars(args).items() if name not in NOT_SAVED
-    }
-    output = RunOutput(
-        args.out,
-        "training_health",
-        options,
-        resume=args.resume,
-        overwrite=args.overwrite,
-    )
+    output = RunOutput.from_args(args, "training_health")
     trainings = plan(args)
     folder = output.beside("_runs")
     rows = []
@@ -298,12 +288,12 @@ def table(results: xr.Dataset) -> str:
 
 
 def check(results: xr.Dataset) -> bool:
-    """Whether illnesses are named in time, and healthy trainings raise fewer than one alarm each."""
-    seen = []
+    """Check that illnesses are named in time, and that healthy trainings raise fewer than one alarm each."""
+    is_named = []
     for illness in NAMED:
         rows = results.isel(training=results.illness.values == illness)
         in_time = np.isfinite(rows.first_alarm) & ~(rows.first_alarm > rows.first_rise)
-        seen.append(bool(in_time.all()))
+        is_named.append(bool(in_time.all()))
         print(
             f"check: {illness}: named not later than by the validation loss in {int(in_time.sum())} of {len(in_time)}"
         )
@@ -311,7 +301,7 @@ def check(results: xr.Dataset) -> bool:
     print(
         f"check: {int(healthy.sum())} alarms in {healthy.size} healthy trainings, at most {int(healthy.max())} in one"
     )
-    return all(seen) and float(healthy.mean()) < 1
+    return all(is_named) and float(healthy.mean()) < 1
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:

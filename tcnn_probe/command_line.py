@@ -21,7 +21,7 @@ _COLUMNS = (
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command; return 1 for alarms of health, 2 for wrong arguments or recordings."""
+    """Run a command; return 1 for alarms of health, 2 for a recording or variable that cannot be used."""
     parser = argparse.ArgumentParser(
         prog="tcnn-probe", description="Look at recordings, and at attention."
     )

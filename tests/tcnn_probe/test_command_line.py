@@ -26,7 +26,7 @@ def stores(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
         model = tcnn_model.reparameterize(
             timm.create_model("resnet10t", num_classes=5), gating=gating
         ).eval()
-        images = torch.randn(2, 3, 64, 96)
+        images = torch.randn(8, 3, 64, 96)
         with (
             tcnn_probe.record(model, folder / f"{name}.zarr", images=1) as recorder,
             torch.no_grad(),
