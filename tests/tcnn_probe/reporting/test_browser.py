@@ -24,8 +24,12 @@ pytestmark = pytest.mark.skipif(
 )
 EPOCHS = [0, 5, 7]
 LAYER, HEAD = 11, 3
+FORMULA = "=1+1"
+"""Name of a layer that a spreadsheet would compute."""
 LAYERS = (
-    {NAUGHTY: 3} | {f"blocks.{number}": 5 for number in range(1, 11)} | {"blocks.11": 9}
+    {NAUGHTY: 3, FORMULA: 5}
+    | {f"blocks.{number}": 5 for number in range(2, 11)}
+    | {"blocks.11": 9}
 )
 
 
@@ -235,7 +239,7 @@ def test_the_table_is_sorted_and_copied(browser: Any, runs: list[xr.DataTree]) -
     expected = {
         (
             f"Net ({which})",
-            layer,
+            f"'{layer}" if layer == FORMULA else layer,
             head,
             run["heads"].gate.sel(epoch=5, layer=layer, head=head).item(),
         )
