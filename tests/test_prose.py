@@ -68,6 +68,7 @@ CLEAN = [
     "tests/tcnn_probe/callbacks",
     "tests/tcnn_probe/evaluation",
     "tests/tcnn_probe/heads",
+    "tests/tcnn_probe/interventions",
     "tests/tcnn_probe/plot",
     "tests/tcnn_probe/reporting",
     "tests/tcnn_probe/representation",

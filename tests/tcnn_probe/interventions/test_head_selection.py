@@ -1,4 +1,4 @@
-"""Which heads are meant, and what is refused before anything is changed."""
+"""Heads that a selection means, and selections that are refused before anything is changed."""
 
 from typing import Any
 
@@ -41,7 +41,7 @@ def test_by_name_and_index(heads: Any, expected: dict[str, tuple[int, ...]]) -> 
     assert tcnn_probe.ablate(model, heads).heads == expected
 
 
-def wanted(*layers: str, **true: list[int]) -> xr.DataArray:
+def mask(*layers: str, **true: list[int]) -> xr.DataArray:
     layers = layers or ("near", "far")
     array = xr.DataArray(
         np.zeros((len(layers), 25), bool),
@@ -55,10 +55,10 @@ def wanted(*layers: str, **true: list[int]) -> xr.DataArray:
 
 
 def test_by_array() -> None:
-    model, array = Chain(), wanted(near=[1, 8], far=[24])
+    model, array = Chain(), mask(near=[1, 8], far=[24])
 
-    def heads(given: xr.DataArray) -> dict[str, tuple[int, ...]]:
-        return tcnn_probe.ablate(model, given).heads
+    def heads(selection: xr.DataArray) -> dict[str, tuple[int, ...]]:
+        return tcnn_probe.ablate(model, selection).heads
 
     expected = {"near": (1, 8), "far": (24,)}
     assert (
@@ -82,18 +82,18 @@ def test_an_empty_selection_ablates_nothing() -> None:
     with torch.no_grad():
         plain = model(x)
         for mode, options in (("mean", {"images": x}), ("replaced", {"source": vit()})):
-            with tcnn_probe.ablate(model, wanted(), mode, **options) as ablation:  # type: ignore[arg-type]
+            with tcnn_probe.ablate(model, mask(), mode, **options) as ablation:  # type: ignore[arg-type]
                 assert torch.equal(model(x), plain)
             assert ablation.heads == {}
     with tcnn_probe.ablate(
         model, {"near": [], "far": ()}
     ):  # of layers that need not even run
         model.near(x)
-    for given in (
-        wanted("blocks.0", "far"),
-        wanted("blocks.0").isel(layer=[]),
+    for selection in (
+        mask("blocks.0", "far"),
+        mask("blocks.0").isel(layer=[]),
     ):  # nor be there
-        assert tcnn_probe.ablate(model, given).heads == {}
+        assert tcnn_probe.ablate(model, selection).heads == {}
 
 
 @torch.no_grad()
@@ -232,7 +232,7 @@ def test_layers_that_cannot_do_it() -> None:
         tcnn_probe.ablate(layer, "", "positional")
 
 
-MASK = wanted(near=[1])
+MASK = mask(near=[1])
 NO_MASK = (
     "or a boolean DataArray for heads; got {}: a mask is an xarray.DataArray with "
 )
@@ -312,11 +312,15 @@ BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
 
 
 @pytest.mark.parametrize(
-    ("given", "error", "match"), BAD, ids=[str(number) for number in range(len(BAD))]
+    ("arguments", "error", "match"),
+    BAD,
+    ids=[str(number) for number in range(len(BAD))],
 )
-def test_bad_input(given: dict[str, Any], error: type[Exception], match: str) -> None:
+def test_bad_input(
+    arguments: dict[str, Any], error: type[Exception], match: str
+) -> None:
     model = Chain()
     before = Trace(model)
     with pytest.raises(error, match=match):
-        tcnn_probe.ablate(**{"model": model, **given})
+        tcnn_probe.ablate(**{"model": model, **arguments})
     assert Trace(model) == before
