@@ -69,6 +69,8 @@ CLEAN = [
     "tests/tcnn_probe/evaluation",
     "tests/tcnn_probe/heads",
     "tests/tcnn_probe/interventions",
+    "tests/tcnn_probe/architectures",
+    "tests/tcnn_probe/recording",
     "tests/tcnn_probe/probes",
     "tests/tcnn_probe/attribution",
     "tests/tcnn_probe/plot",
