@@ -69,6 +69,7 @@ CLEAN = [
     "tests/tcnn_probe/evaluation",
     "tests/tcnn_probe/heads",
     "tests/tcnn_probe/interventions",
+    "tests/tcnn_probe/contracts",
     "tests/tcnn_probe/architectures",
     "tests/tcnn_probe/recording",
     "tests/tcnn_probe/probes",
