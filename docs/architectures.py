@@ -22,7 +22,7 @@ class has a record if these calls do not show all that is needed:
 - *not recorded*: the layer looks like attention but has no matrix between tokens; `recorder.unsupported` says why.
 - *heads*: which axis of (..., N_query, N_key) holds the heads.
 - *grid*: where queries and keys lie, or why they lie on no grid.
-- *windows*: how the layer cuts them, so that `attention_maps` can put them on the image.
+- *windows*: how the layer divides the image into windows, so that `attention_maps` can put them on the image.
 - *layer-scale*, *gradient*: the probes of these names measure the layer.
 """
 

@@ -305,7 +305,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         help="train nothing: tabulate the runs that are there",
     )
     # Autocast and the layout of images are those of the CPU.
-    add("--device", choices=["cpu"], default="cpu", help="(the CPU)")
+    add("--device", choices=["cpu"], default="cpu", help="only the CPU")
     add(
         "--small",
         action="store_true",
@@ -347,6 +347,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         }
         defaults |= {"cnn_epochs": 12, "seeds": [0, 1], "starts": [1.0]}
     fill_in(args, defaults)
+    # Images over which static attention is a mean, and held-out images that are recorded.
     args.reference = args.probed = min(500, args.held_out)
     args.head_images = 20 if args.small else 2000
     return args

@@ -277,7 +277,7 @@ def without(
         reference: Batches of images, as the model takes them, over which means are taken; in the mode "shuffled" the
             attention of the first batch is given to other images.
     """
-    if heads is None:
+    if heads is None or not heads.any():
         return model
     images = {"mean": reference, "static": reference, "shuffled": reference[:1]}
     ablation = tcnn_probe.ablate(model, heads, mode, images=images.get(mode))  # type: ignore[arg-type]

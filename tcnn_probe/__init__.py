@@ -4,8 +4,22 @@ Every public name is listed in ``__init__.pyi``, beside this file, and imported 
 recording needs neither torch nor timm.
 """
 
+import difflib
+from typing import Any
+
 import lazy_loader
 
 __version__ = "0.1.0"
 
-__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
+_get, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
+
+
+def __getattr__(name: str) -> Any:
+    """Import a public name; of a name that is misspelt, say which is near."""
+    try:
+        return _get(name)
+    except AttributeError:
+        near = difflib.get_close_matches(name, __all__, n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        message = f"tcnn_probe has no {name!r}{hint}"
+        raise AttributeError(message) from None

@@ -1,3 +1,4 @@
+from . import diagnosis as diagnosis
 from . import evaluation as evaluation
 from . import plot as plot
 from . import representation as representation
@@ -8,6 +9,8 @@ from .attention.reconstruction import ReconstructionError as ReconstructionError
 from .attention.stream import attention_stream as attention_stream
 from .attribution import faithfulness as faithfulness
 from .attribution import saliency as saliency
+from .diagnosis import entropy_quantile as entropy_quantile
+from .diagnosis import health as health
 from .heads import head_types as head_types
 from .interventions.ablation import Ablation as Ablation
 from .interventions.ablation import ablate as ablate

@@ -1,10 +1,11 @@
-"""``tcnn-probe``: recordings in a shell, without torch."""
+"""``tcnn-probe``: recordings in a shell, without torch; and the attention of a model in a picture, with it."""
 
 import argparse
 import json
 import sys
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
+from typing import Any
 
 import xarray as xr
 
@@ -20,9 +21,9 @@ _COLUMNS = (
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command; return 2 for wrong arguments or recordings."""
+    """Run a command; return 1 for alarms of health, 2 for a recording or variable that cannot be used."""
     parser = argparse.ArgumentParser(
-        prog="tcnn-probe", description="Look at recordings."
+        prog="tcnn-probe", description="Look at recordings, and at attention."
     )
     parser.add_argument("--version", action="version", version=tcnn_probe.__version__)
     commands = parser.add_subparsers(dest="command", required=True)
@@ -31,6 +32,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
         help="layers, marks, the last mark's numbers, types of heads, what is missing",
     )
     show.add_argument("store", help="path or URL of a recording")
+    health = commands.add_parser(
+        "health", help="signs of illness, worst first; exits with 1 if there are alarms"
+    )
+    health.add_argument("store")
+    health.add_argument(
+        "--limit",
+        nargs=2,
+        action="append",
+        default=[],
+        metavar=("NAME", "VALUE"),
+        help="a limit in place of the default, such as --limit max_logit 200",
+    )
     compare = commands.add_parser(
         "compare", help="the numbers of two recordings at their last common mark"
     )
@@ -59,17 +72,53 @@ def main(arguments: Sequence[str] | None = None) -> int:
         default=100,
         help="leave out maps until the page fits; default: 100",
     )
+    maps = commands.add_parser(
+        "maps", help="where the heads of a model of timm look in a picture, as a figure"
+    )
+    maps.add_argument("model", help="name in timm, such as deit_tiny_patch16_224")
+    maps.add_argument("image", help="file of a picture")
+    maps.add_argument(
+        "-o", "--output", required=True, metavar="FILE", help="such as maps.png"
+    )
+    maps.add_argument(
+        "--query",
+        nargs=2,
+        type=int,
+        metavar=("Y", "X"),
+        help="pixel of the image as the model takes it; default: the class token, or else the middle",
+    )
+    maps.add_argument("--layers", nargs="+", metavar="GLOB", help="default: all")
+    maps.add_argument("--heads", nargs="+", type=int, help="default: all")
+    maps.add_argument("--scale", choices=["own", "common"], default="own")
+    maps.add_argument("--weights", metavar="FILE", help="a checkpoint of the model")
+    maps.add_argument(
+        "--random", action="store_true", help="untrained: nothing is downloaded"
+    )
     options = parser.parse_args(arguments)
     try:
         if options.command == "show":
             print(_printable(_describe(options.store)))
+        elif options.command == "health":
+            limits = {name: float(value) for name, value in options.limit}
+            findings = tcnn_probe.health(_open_numbers(options.store), **limits)
+            print(_printable(repr(findings)))
+            return 1 if findings.alarms else 0
         elif options.command == "compare":
             print(_printable(_compare(*options.stores)))
         elif options.command == "report":
             tcnn_probe.report(options.stores, options.output, max_mb=options.max_mb)
+        elif options.command == "maps":
+            _maps(options)
         else:
             _plot(options.store, options.variable, options.layers, options.output)
-    except (StoreError, ValueError, OSError, ModuleNotFoundError) as error:
+    except (
+        StoreError,
+        ValueError,
+        TypeError,
+        RuntimeError,
+        OSError,
+        ImportError,
+    ) as error:
         print(_printable(f"tcnn-probe: {error}"), file=sys.stderr)
         return 2
     return 0
@@ -176,6 +225,36 @@ def _compare(first: str, second: str) -> str:
                 difference.to_string(float_format="{:+.4g}".format, na_rep=""),
             ]
     return "\n".join(lines)
+
+
+def _maps(options: argparse.Namespace) -> None:
+    """Draw the attention of a model of timm in a picture."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")  # a shell may have no display
+    import matplotlib.pyplot as plt
+    import timm
+
+    pretrained = not options.random and options.weights is None
+    model = timm.create_model(
+        options.model, pretrained=pretrained, checkpoint_path=options.weights or ""
+    )
+    query: Any = None if options.query is None else tuple(options.query)
+    maps = tcnn_probe.attention_maps(
+        model, options.image, queries=None if query is None else [query]
+    )
+    has_class = any("class_attention" in node for node in maps.children.values())
+    if query is None and has_class:
+        query = "class"
+    figure = tcnn_probe.plot.attention_maps(
+        maps,
+        query=query,
+        layers=options.layers,
+        heads=options.heads,
+        scale=options.scale,
+    )
+    figure.savefig(options.output, dpi=150)
+    plt.close(figure)
 
 
 def _plot(store: str, variable: str, layers: str, output: str) -> None:

@@ -2,7 +2,7 @@
 
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -76,12 +76,9 @@ def as_images(images: Any, model: nn.Module) -> Tensor:
         ValueError: The shape is wrong, or values are not finite or as large as bytes.
         OSError: A file does not exist or is no picture.
     """
-    if isinstance(images, Mapping):
-        images = images.get("pixel_values", images)
     pictures = as_pictures(images)
     if pictures is not None:
-        transform = _transform(model)
-        return torch.stack([transform(picture) for picture in pictures])
+        return prepare(pictures, preparation(model))
     images = as_batch(images, _CONVENTION)
     largest = float(images.detach().abs().amax())
     if not math.isfinite(largest):
@@ -99,6 +96,8 @@ def as_batch(images: Any, expected: str) -> Tensor:
 
     Raise TypeError or ValueError, with ``expected`` in the message, if these are no images.
     """
+    if isinstance(images, Mapping):  # of an image processor of transformers
+        images = images.get("pixel_values", images)
     if (
         isinstance(images, Sequence)
         and images
@@ -160,7 +159,8 @@ def _config(model: nn.Module) -> dict[str, Any]:
     )
 
 
-def _transform(model: nn.Module) -> Any:
+def preparation(model: nn.Module) -> dict[str, Any]:
+    """Return the options of timm's evaluation transform for a model; TypeError for a model that is not timm's."""
     model = unwrap(model)
     config = _config(model)
     if not config:
@@ -176,4 +176,47 @@ def _transform(model: nn.Module) -> Any:
         size is not None
     ):  # create_model(..., img_size=...) does not change the size in pretrained_cfg
         config["input_size"] = (config["input_size"][0], *size)
-    return timm.data.create_transform(**config, is_training=False)
+    return config
+
+
+def prepare(pictures: Sequence[Image.Image], config: Mapping[str, Any]) -> Tensor:
+    """Return pictures as a model takes them, (B, C, H, W), by options that :func:`preparation` gave."""
+    transform = timm.data.create_transform(**config, is_training=False)
+    return torch.stack([transform(picture) for picture in pictures])
+
+
+def prepare_pixels(
+    pictures: Sequence[Image.Image], models: Iterable[Any] | Mapping[str, Any]
+) -> Tensor:
+    """Return pictures as models take them but before normalisation: (B, 3, H, W), in [0, 1].
+
+    Args:
+        pictures: Pictures, RGB.
+        models: Models, whose transforms of timm have to agree; or the options of one transform. Of models that timm
+            does not know, the pictures keep their size.
+
+    Raises:
+        ValueError: The transforms differ, or pictures that keep their size have several.
+    """
+    configs = [models] if isinstance(models, Mapping) else _known_preparations(models)
+    unnormalised = {"mean": (0.0,) * 3, "std": (1.0,) * 3}
+    plain = [{**config, **unnormalised} for config in configs]
+    if any(config != plain[0] for config in plain):
+        raise ValueError(
+            "the models cut pictures in different ways (size, crop or interpolation): give images as a tensor "
+            "(B, C, H, W) in [0, 1]"
+        )
+    if plain:
+        return prepare(pictures, plain[0])
+    sizes = {picture.size for picture in pictures}
+    if len(sizes) > 1:
+        raise ValueError(
+            f"expected pictures of one size, got {sorted(sizes)} (width, height): resize or crop them"
+        )
+    arrays = [np.asarray(picture, np.float32) / 255 for picture in pictures]
+    return torch.from_numpy(np.stack(arrays).transpose(0, 3, 1, 2))
+
+
+def _known_preparations(models: Iterable[Any]) -> list[dict[str, Any]]:
+    modules = [model for model in models if isinstance(model, nn.Module)]
+    return [preparation(model) for model in modules if _config(unwrap(model))]

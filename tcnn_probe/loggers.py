@@ -37,7 +37,8 @@ def scalars(ds: xr.Dataset, *, heads: bool = False) -> dict[str, float]:
     for name, values in ds.isel({along: -1}).data_vars.items():
         if not heads and "head" in values.dims:
             values = values.mean("head")
-        if values.dtype.kind not in "fiu":
+        # Histograms and kinds of tokens are no scalars of a layer or head.
+        if values.dtype.kind not in "fiu" or not {"layer", "head"} >= {*values.dims}:
             continue
         labels = product(*(map(str, values[dim].values) for dim in values.dims))
         for label, value in zip(labels, values.values.ravel(), strict=True):

@@ -1,6 +1,7 @@
 """Models of users: names of their layers, checked arguments, and runs that leave them unchanged."""
 
-from collections.abc import Callable, Collection, Iterator
+import sys
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from itertools import chain
 from numbers import Integral
@@ -20,12 +21,10 @@ __all__ = [
     "batches",
     "check_model",
     "class_indices",
-    "class_scores",
     "floating_tensor",
     "image_numbers",
     "layer_names",
     "progress_bar",
-    "scores_of",
     "untouched",
     "unwrap",
     "wanted_layers",
@@ -189,33 +188,13 @@ def batches(
         )
 
 
-def scores_of(output: Any) -> Any:
-    """Return the scores in a model's output: the ``logits`` of transformers' ImageClassifierOutput, or itself."""
-    return getattr(output, "logits", output)
-
-
-def class_scores(model: Callable[[Tensor], Any], images: Tensor) -> Tensor:
-    """Return the model's scores, shape (B, K), or its output's ``logits``; raise TypeError for anything else."""
-    scores = scores_of(model(images))
-    if not isinstance(scores, Tensor) or scores.ndim != 2 or len(scores) != len(images):
-        got = (
-            f"shape {tuple(scores.shape)}"
-            if isinstance(scores, Tensor)
-            else type(scores).__name__
-        )
-        raise TypeError(
-            f"expected the model to give a score for each class, shape ({len(images)}, K), got {got}"
-        )
-    return scores
-
-
 def progress_bar(
     total: int | None, what: str, progress: bool | None, unit: str = "image"
 ) -> Any:
-    """Make a progress bar, shown at once (True), never (False) or after three seconds on a terminal (None)."""
-    disable = (
-        None if progress is None else not progress
-    )  # None, in tqdm: unless stderr is a terminal
+    """Make a progress bar, shown at once (True), never (False) or after three seconds (None), to those who watch."""
+    disable = None if progress is None else not progress  # None: unless on a terminal
+    if progress is None and _in_notebook():
+        disable = False
     return tqdm(
         total=total,
         desc=what,
@@ -224,3 +203,9 @@ def progress_bar(
         disable=disable,
         delay=3 if progress is None else 0,
     )
+
+
+def _in_notebook() -> bool:
+    """Tell whether this is the kernel of a notebook, none of whose streams is a terminal."""
+    get_shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)
+    return hasattr(get_shell(), "kernel")

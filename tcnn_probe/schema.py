@@ -33,6 +33,7 @@ class Variable:
         long_name: Short label, for plots.
         description: Meaning, with its source.
         dtype: Type as stored: "float64" or, for maps, "float16" or "float32"; integers are -1 where there is no value.
+        over_images: Summary of the images of an epoch: their "mean", or the "largest" value of any.
     """
 
     dims: tuple[str, ...]
@@ -40,6 +41,7 @@ class Variable:
     long_name: str
     description: str
     dtype: str = "float64"
+    over_images: str = "mean"
 
     @property
     def attrs(self) -> dict[str, str]:
@@ -151,6 +153,14 @@ COORDINATES: dict[str, dict[str, str]] = {
     "window": {
         "long_name": "window",
         "description": "Index of the window of the image, in the layer's own order.",
+    },
+    "entropy_bin": {
+        "long_name": "bin of entropies",
+        "description": "Index k of the bin, from k / 20 to (k + 1) / 20 of the entropy of uniform attention.",
+    },
+    "token_kind": {
+        "long_name": "kind of token",
+        "description": "Class (or distillation) token, register, patch at the border of the grid, or inner patch.",
     },
     "y": {"long_name": "row", "description": "Row of the grid of keys."},
     "x": {"long_name": "column", "description": "Column of the grid of keys."},

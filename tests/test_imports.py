@@ -26,6 +26,7 @@ PARTS: dict[str, set[str]] = {
     "attention": {"architectures", "hooks", "images", "models", "provenance"},
     "storage": {"schema"},
     "heads": {"models", "schema"},
+    "diagnosis": set(),
     "probes": {
         "architectures",
         "attention",
@@ -39,6 +40,7 @@ PARTS: dict[str, set[str]] = {
         *(
             "architectures",
             "attention",
+            "diagnosis",
             "heads",
             "hooks",
             "models",
@@ -52,7 +54,7 @@ PARTS: dict[str, set[str]] = {
     "interventions": {"architectures", "attention", "hooks", "images", "models"},
     "attribution": {"attention", "images", "models", "provenance"},
     "evaluation": {"hooks", "images", "models", "provenance"},
-    "plot": {"evaluation", "heads", "schema"},
+    "plot": {"diagnosis", "evaluation", "heads", "images", "schema"},
     "reporting": {"heads", "plot", "storage"},
     "command_line": {"plot", "reporting", "storage"},
 }
@@ -200,6 +202,13 @@ def test_studies_use_the_public_surface_only() -> None:
 def test_the_root_names_the_instrument_alone() -> None:
     """Functions that evaluate classifiers without their attention are in a folder of their own."""
     assert not set(tcnn_probe.__all__) & set(tcnn_probe.evaluation.__all__)
+
+
+def test_a_misspelt_name_is_answered() -> None:
+    with pytest.raises(AttributeError, match="did you mean 'attention_maps'"):
+        _ = tcnn_probe.atention_maps
+    with pytest.raises(AttributeError, match=r"has no 'zzz'$"):
+        _ = tcnn_probe.zzz
 
 
 def test_only_studies_and_their_tests_import_studies() -> None:

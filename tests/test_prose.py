@@ -38,6 +38,7 @@ CLEAN = [
     "tcnn_probe/attribution/saliency.py",
     "tcnn_probe/callbacks",
     "tcnn_probe/command_line.py",
+    "tcnn_probe/diagnosis",
     "tcnn_probe/evaluation",
     "tcnn_probe/heads",
     "tcnn_probe/hooks",

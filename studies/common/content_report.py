@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import xarray as xr
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
 from numpy.typing import NDArray
 from scipy import stats
 
@@ -101,8 +102,8 @@ def check(tree: xr.DataTree) -> bool:
 
 def draw(tree: xr.DataTree) -> Figure:
     """Draw content information and gates by step, accuracy by arm, and the endpoints with their intervals."""
-    figure = Figure(figsize=(13, 3.6), layout="constrained")
-    panels = figure.subplots(1, 4)
+    figure = Figure(figsize=(9.5, 6.8), layout="constrained")
+    panels = figure.subplots(2, 2).ravel()
     # The first table: the last block converted, which most runs are for.
     runs = _runs(next(iter(tree.children.values())))
     for variable, panel, label in (
@@ -124,6 +125,9 @@ def draw(tree: xr.DataTree) -> Figure:
         panel.set(xlabel="step", ylabel=label)
     _draw_accuracies(panels[2], runs)
     _draw_effects(panels[3], runs)
+    lines = [Line2D([], [], color=COLORS[arm]) for arm in ARMS]
+    titles = [f"{arm}: {ARMS[arm].title}" for arm in ARMS]
+    figure.legend(lines, titles, loc="outside lower center", ncols=3, fontsize=8)
     for letter, panel in zip("ABCD", panels, strict=True):
         panel.set_title(letter, loc="left", fontsize=10)
         panel.spines[["top", "right"]].set_visible(False)
@@ -376,7 +380,8 @@ def _draw_accuracies(panel: Any, runs: list[xr.Dataset]) -> None:
             )
     panel.set_xticks(list(places.values()), list(places))
     panel.set(
-        xlabel="arm (crosses: static attention)", ylabel="accuracy, clean test images"
+        xlabel="arm (triangles: gates start at 0.27; crosses: static attention)",
+        ylabel="accuracy, clean test images",
     )
 
 
@@ -394,7 +399,7 @@ def _draw_effects(panel: Any, runs: list[xr.Dataset]) -> None:
     panel.set_yticks(range(len(labels)), labels, fontsize=7)
     panel.axvspan(-MARGIN, MARGIN, color="0.9", zorder=0)
     panel.axvline(0, color="0.3", lw=0.8)
-    panel.set(xlabel="difference in accuracy")
+    panel.set(xlabel="difference in accuracy (grey: margin)")
     limits = [abs(effect.mean) for effect in effects.values()]
     if limits:
         # Around zero, wide enough to show the margin and the largest effect.

@@ -26,6 +26,7 @@ def select_layers(
         what: Description of the candidates, in the plural, for error messages.
 
     Raises:
+        TypeError: If ``layers`` is none of these, such as a number.
         ValueError: If a name or glob matches no candidate, or the predicate matches none.
     """
     if callable(layers):
@@ -37,6 +38,15 @@ def select_layers(
                 f"the predicate chose none of the {len(candidates)} {what}"
             )
         return selected
+    if not isinstance(layers, Collection) or not all(
+        isinstance(pattern, str) for pattern in layers
+    ):
+        # Layers have names, not numbers; of attention there may be a layer called so.
+        example = [name for name in candidates if "attn" in name] or list(candidates)
+        last = f"; the last of them is {example[-1]!r}" if example else ""
+        raise TypeError(
+            f"expected names or globs of {what}, or a predicate (name, module) -> bool; got {layers!r}{last}"
+        )
     names: set[str] = set()
     for pattern in (layers,) if isinstance(layers, str) else layers:
         matches = matching(candidates, pattern)

@@ -147,7 +147,7 @@ def _phases(call: Call, strided: nn.Module, pixels: int) -> set[Phase]:
 
 
 def _with_random_values(module: nn.Module) -> nn.Module:
-    """Copy an operation from the meta device to the CPU, with random values."""
+    """Copy an operation from the meta device, where it has no values, to the CPU, with random values."""
     duplicate = copy.deepcopy(module).to_empty(device="cpu").float()
     generator = torch.Generator("cpu").manual_seed(0)
     tensors: list[Tensor] = [*duplicate.parameters(), *duplicate.buffers()]

@@ -45,8 +45,8 @@ class GPSA(nn.Module):
         padding: Zeros on either side; "same" goes with any stride, as in TensorFlow.
         groups: The argument of ``nn.Conv2d``. With groups, W_out^h is block-diagonal.
         qk_dim: Channels d of queries and keys per head; ``max(1, in_channels // heads)`` by default.
-        locality_strength: Initial alpha > 0, in 1 / pixel^2: one number, or one per head.
-        gating: Initial lambda: one number, or one per head.
+        locality_strength: Initial alpha > 0, after the softplus, in 1 / pixel^2: one number, or one per head.
+        gating: Initial lambda, before the sigmoid (``gate`` is after it): one number, or one per head.
         qk_scale: Initial scale of the weights of queries and keys: their standard deviation is 0.02 times this. The
             papers use 1, with which content attention starts out uniform over the image; its logits grow with the
             square.

@@ -27,6 +27,8 @@ class AttentionStatistics:
         positional_entropy: -sum_j P_ij log P_ij, which does not depend on the image, shape (heads, N_query).
         attention_distance: sum_j A_ij ||delta_ij||, ConViT's non-locality, shape (B, heads, N_query).
         received: sum_i A_ij, the attention that each real pixel receives, shape (B, heads, H * W).
+        largest_logit: Largest content logit of each query, shape (B, heads, N_query); None from the GPU's kernels.
+        content_received: sum_i C_ij, shape (B, heads, H * W); None unless asked for.
     """
 
     log_sum_exp: Tensor
@@ -35,11 +37,20 @@ class AttentionStatistics:
     positional_entropy: Tensor
     attention_distance: Tensor
     received: Tensor
+    largest_logit: Tensor | None = None
+    content_received: Tensor | None = None
 
 
-def measure(attention: GatedAttention) -> AttentionStatistics:
-    """Measure an attention, without an N x N tensor."""
-    return _measure(attention, None)[1]
+def measure(
+    attention: GatedAttention, *, content_received: bool = False
+) -> AttentionStatistics:
+    """Measure an attention, without an N x N tensor.
+
+    Args:
+        attention: Attention of a batch of B images.
+        content_received: Whether to sum up the content attention that each pixel receives, too.
+    """
+    return _measure(attention, None, content_received)[1]
 
 
 def apply_and_measure(
@@ -61,24 +72,25 @@ def apply_and_measure(
 
 @torch.no_grad()
 def _measure(
-    attention: GatedAttention, values: Tensor | None
+    attention: GatedAttention, values: Tensor | None, content_received: bool = False
 ) -> tuple[Tensor | None, AttentionStatistics]:
     with without_autocast(attention.query):
-        return _measure_in_blocks(attention, values)
+        return _measure_in_blocks(attention, values, content_received)
 
 
 def _measure_in_blocks(
-    attention: GatedAttention, values: Tensor | None
+    attention: GatedAttention, values: Tensor | None, content_received: bool
 ) -> tuple[Tensor | None, AttentionStatistics]:
     dtype = at_least_float32(attention.query.dtype)
     query = attention.query.to(dtype) * attention.scale
     key = attention.key.to(dtype)
     rows, cols = attention.factors()
     per_query = query.shape[:3]
-    log_sum_exp, entropy, content_entropy, distance = (
-        query.new_empty(per_query) for _ in range(4)
+    log_sum_exp, entropy, content_entropy, distance, largest_logit = (
+        query.new_empty(per_query) for _ in range(5)
     )
     received = query.new_zeros(*per_query[:2], key.shape[2])
+    of_content = torch.zeros_like(received) if content_received else None
     output = None if values is None else values.new_empty(*per_query, values.shape[3])
     for block in blocks_of_queries(query, key):
         image, heads, queries = block
@@ -89,10 +101,13 @@ def _measure_in_blocks(
         # log C = logit - highest + log of the highest C: no second pass over the logits for their log-sum-exp.
         highest = logits.amax(-1, keepdim=True)
         log_largest = content.amax(-1).log()
+        largest_logit[block] = highest[..., 0]
         log_sum_exp[block] = highest[..., 0] - log_largest
         content_entropy[block] = -log_largest - content.mul(logits.sub_(highest)).sum(
             -1
         )
+        if of_content is not None:
+            of_content[image, heads] += content.sum(1)
         mixed = content.lerp_(position.attention, position.gate)
         if output is not None and values is not None:
             value_heads = heads if values.shape[1] > 1 else slice(None)
@@ -112,6 +127,8 @@ def _measure_in_blocks(
         positional_entropy=(along_y + along_x).flatten(1),
         attention_distance=distance,
         received=received,
+        largest_logit=largest_logit,
+        content_received=of_content,
     )
     return output, statistics
 

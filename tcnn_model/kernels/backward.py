@@ -31,15 +31,18 @@ __all__ = ["backward_keys", "backward_queries", "backward_values"]
 
 @triton.jit
 def _grad_attention(
-    left, right, l_n, r_n, start_l, start_r, n_l, n_r,
+    left, right, l_stride, r_stride, start_l, start_r, l_rows, r_rows,
     channels: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, CHANNELS: tl.constexpr,
     ACC: tl.constexpr, PRECISION: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
-    """Form ``left @ right^T`` over all channels, (LEFT, RIGHT): the gradient dA, or its transpose; 0 past the ends."""
-    rows = block(left, start_l, n_l - 1, l_n, LEFT)[:, None]
-    cols = block(right, start_r, n_r - 1, r_n, RIGHT)[:, None]
-    row_valid = (start_l + tl.arange(0, LEFT) < n_l)[:, None]
-    col_valid = (start_r + tl.arange(0, RIGHT) < n_r)[:, None]
+    """Form ``left @ right^T`` over all channels, (LEFT, RIGHT): the gradient dA; 0 past the ends.
+
+    ``left`` has the rows of gradients and ``right`` those of values; the other way round, it is the transpose.
+    """
+    rows = block(left, start_l, l_rows - 1, l_stride, LEFT)[:, None]
+    cols = block(right, start_r, r_rows - 1, r_stride, RIGHT)[:, None]
+    row_valid = (start_l + tl.arange(0, LEFT) < l_rows)[:, None]
+    col_valid = (start_r + tl.arange(0, RIGHT) < r_rows)[:, None]
     acc = tl.zeros((LEFT, RIGHT), ACC)
     for start in range(0, channels, CHANNELS):
         c = (start + tl.arange(0, CHANNELS))[None, :]

@@ -9,6 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 
+from tcnn_model.outputs import class_scores
+
 __all__ = [
     "AveragedResult",
     "EpochResult",
@@ -64,7 +66,7 @@ def evaluate(
     """Compute mean cross-entropy (nats) and top-1 accuracy of ``model``, in eval mode; all modes are restored.
 
     Args:
-        model: Any classifier.
+        model: Any classifier, of transformers too.
         loader: Batches of images (B, C, H, W) and class indices (B,).
         device: Device to validate on; None for the model's.
         amp: Dtype of autocast; True for bfloat16, False or None for none.
@@ -88,7 +90,7 @@ def evaluate(
                 torch.bfloat16 if amp is True else amp or None,
                 enabled=bool(amp),
             ):
-                logits = model(images)
+                logits = class_scores(model, images)
             loss = F.cross_entropy(logits.float(), labels)
             total += totals(
                 logits, loss, labels

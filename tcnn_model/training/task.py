@@ -13,6 +13,8 @@ from timm.loss import (
 )
 from torch import Tensor, nn
 
+from tcnn_model.outputs import class_scores
+
 __all__ = ["Classification", "create_criterion", "create_task"]
 
 Criterion = Callable[[Tensor, Tensor], Tensor]
@@ -22,18 +24,17 @@ class Classification:
     """The loss of the class scores.
 
     Args:
-        forward: Function from images (B, C, H, W) to scores (B, K): the model, compiled or distributed.
+        forward: Function from images (B, C, H, W) to scores (B, K), or to an output of transformers with ``logits``:
+            the model, compiled or distributed.
         criterion: Function from scores and targets to a loss.
     """
 
-    def __init__(
-        self, forward: Callable[[Tensor], Tensor], criterion: Criterion
-    ) -> None:
+    def __init__(self, forward: Callable[[Tensor], Any], criterion: Criterion) -> None:
         self.forward, self.criterion = forward, criterion
 
     def __call__(self, images: Tensor, targets: Tensor) -> Mapping[str, Tensor]:
         """Compute the loss, and the scores."""
-        scores = self.forward(images)
+        scores = class_scores(self.forward, images)
         return {"loss": self.criterion(scores.float(), targets), "output": scores}
 
 
@@ -42,7 +43,7 @@ class _HardLogitDistillation(Classification):
 
     def __init__(
         self,
-        forward: Callable[[Tensor], Tensor],
+        forward: Callable[[Tensor], Any],
         criterion: Criterion,
         teacher: Any,
         norm: Any,
@@ -54,9 +55,8 @@ class _HardLogitDistillation(Classification):
         result = super().__call__(images, targets)
         with torch.no_grad():
             # The images are normalised for the student.
-            decisions = self.teacher(
-                self.teacher.normalize_input(images, *self._norm)
-            ).argmax(1)
+            normalized = self.teacher.normalize_input(images, *self._norm)
+            decisions = class_scores(self.teacher, normalized).argmax(1)
         loss = (
             result["loss"] + F.cross_entropy(result["output"].float(), decisions)
         ) / 2

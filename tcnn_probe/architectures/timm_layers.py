@@ -157,6 +157,7 @@ _QKV_OF_CONVIT = HeadParameters(
 _CHANNELS = "attention between channels, not between tokens"
 _CROSS_COVARIANCE = "attention between channels (cross-covariance), not between tokens"
 _BRANCHES = "attention between branches, not between tokens"
+_DIFFERENCE = "differential attention: its weights, A1 - lambda A2 of two softmaxes, are no distribution"
 _POOLING = "average pooling in place of attention"
 _LATENTS = "the queries are latents, which lie on no grid"
 
@@ -235,6 +236,8 @@ _ATTENTION: Mapping[str, LayerRecord] = {
 _WITHOUT_ATTENTION_MATRIX: Mapping[str, str] = {
     "timm.layers.cbam.ChannelAttn": "a gate on channels, not attention between tokens",
     "timm.layers.cbam.SpatialAttn": "a gate on pixels, not attention between tokens",
+    # Each of its two softmaxes has half of the width of a head, and neither is what weighs the values.
+    "timm.layers.diff_attention.DiffAttention": _DIFFERENCE,
     "timm.layers.global_context.GlobalContext": "one global context vector, no N x N matrix",
     "timm.layers.lambda_layer.LambdaLayer": "lambda layer: keys are summarised before queries meet them",
     "timm.layers.selective_kernel.SelectiveKernelAttn": _BRANCHES,
@@ -250,6 +253,7 @@ _WITHOUT_ATTENTION_MATRIX: Mapping[str, str] = {
     "timm.models.metaformer.Pooling": _POOLING,
     "timm.models.mobilevit.LinearSelfAttention": "separable attention: one context vector, no N x N matrix",
     "timm.models.swiftformer.EfficientAdditiveAttention": "additive attention: one global query, no N x N matrix",
+    "timm.models.vision_transformer.DiffParallelScalingBlock": _DIFFERENCE,
     "timm.models.xcit.XCA": _CROSS_COVARIANCE,
 }
 

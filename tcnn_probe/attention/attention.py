@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import product
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -12,7 +12,12 @@ from torch import Tensor, nn
 from tcnn_model.gpsa.precision import at_least_float32
 from tcnn_probe.architectures.grids import Windows
 from tcnn_probe.attention.layout import Layout
-from tcnn_probe.attention.statistics import softmax_statistics
+from tcnn_probe.attention.statistics import (
+    ContentRows,
+    SoftmaxMeasurements,
+    measure_softmax,
+    softmax_statistics,
+)
 
 if TYPE_CHECKING:
     from tcnn_probe.attention.reconstruction import Logits
@@ -43,6 +48,10 @@ class Attention(ABC):
         number: Place of this attention among those of one call of the module, counted from 0.
         cut: Places of the windows in the image; None if unknown, or if the only window is the image.
         limit: Number of images, the first ones, that count in sums over images; None for all.
+        detailed: Whether the pass over the logits keeps :meth:`content_rows`, too.
+        residual: Function that returns the tokens that enter the block around the layer, (B, N, C), with class and
+            register tokens where the model has them; it returns None where they are not found.
+        shared: Results that the listeners of one forward share; copies of this attention share them too.
     """
 
     BLOCK: ClassVar[int] = 1 << 20
@@ -56,6 +65,9 @@ class Attention(ABC):
     number: int = 0
     cut: Windows | None = None
     limit: int | None = None
+    detailed: bool = False
+    residual: Callable[[], Tensor | None] | None = None
+    shared: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)
 
     @property
     @abstractmethod
@@ -88,6 +100,18 @@ class Attention(ABC):
             ``{variable: tensor}``, shape (B, heads) or, for the scales of uniform attention, (B,); and for variables
             that need sums over images a ``Pattern``.
         """
+
+    @abstractmethod
+    def content_rows(self) -> ContentRows:
+        """Return entropies and received attention of the part of A that images decide, for :attr:`detailed` ones."""
+
+    @abstractmethod
+    def values(self) -> Tensor | None:
+        """Return the values, (rows, heads or 1, content_keys, d); None where the softmax does not show them."""
+
+    @abstractmethod
+    def head_outputs(self) -> Tensor | None:
+        """Return the heads' outputs A v, (rows, heads, N_query, d); None where the softmax does not show them."""
 
     @abstractmethod
     def discrepancy(self, output: Any) -> tuple[Tensor, float] | None:
@@ -162,6 +186,11 @@ class Attention(ABC):
         return None
 
     @property
+    def class_tokens(self) -> int:
+        """Number of class and distillation tokens among the tokens before the grid; the others are registers."""
+        return 0
+
+    @property
     def gate(self) -> Tensor | None:
         """Share of positional attention of each head, shape (heads,); None for attention without gates."""
         return None
@@ -227,12 +256,15 @@ class SoftmaxAttention(Attention):
         class_token: Whether the first token before the grid, if there is any, is a class token, and no register.
         distillation_token: Whether the second one, if there is one, is a distillation token.
         compare: Comparison with what torch gave the model, see :meth:`discrepancy`; None without one.
+        find_values, find_outputs: Functions behind :meth:`values` and :meth:`head_outputs`; None without values.
     """
 
     logits: "Logits"
     class_token: bool = True
     distillation_token: bool = False
     compare: Callable[[], tuple[Tensor, float] | None] | None = None
+    find_values: Callable[[], Tensor] | None = None
+    find_outputs: Callable[[], Tensor] | None = None
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
@@ -274,6 +306,11 @@ class SoftmaxAttention(Attention):
             else None
         )
 
+    @property
+    def class_tokens(self) -> int:
+        """Number of class and distillation tokens among the tokens before the grid; the others are registers."""
+        return min(self.layout.prefix, self.class_token + self.distillation_token)
+
     def weights(self, queries: slice = _ALL, image: int | None = None) -> Tensor:
         """Return the attention of some queries, see :class:`Attention`."""
         rows = (
@@ -285,11 +322,32 @@ class SoftmaxAttention(Attention):
 
     def statistics(self) -> dict[str, Any]:
         """Return entropies and distances, the scale on which to read them, and sums for content information."""
-        return softmax_statistics(self)
+        return softmax_statistics(self, self._measurements())
+
+    def content_rows(self) -> ContentRows:
+        """Return entropies and received attention of A."""
+        rows = self._measurements().rows
+        assert rows is not None
+        return rows
+
+    def values(self) -> Tensor | None:
+        """Return the values, see :class:`Attention`; None of a softmax that is a call of its own."""
+        return None if self.find_values is None else self.find_values()
+
+    def head_outputs(self) -> Tensor | None:
+        """Return the heads' outputs, see :class:`Attention`; None of a softmax that is a call of its own."""
+        return None if self.find_outputs is None else self.find_outputs()
 
     def discrepancy(self, output: Any = None) -> tuple[Tensor, float] | None:
         """Compare A with what torch gave the model: the output of the layer has nothing to say here."""
         return None if self.compare is None else self.compare()
+
+    def _measurements(self) -> SoftmaxMeasurements:
+        """Measure once for all listeners that count the same images."""
+        key = "measurements", self.limit, self.detailed
+        if key not in self.shared:
+            self.shared[key] = measure_softmax(self)
+        return self.shared[key]
 
     def blocks(self) -> Iterator[Block]:
         """Yield rows and queries that belong together: a block, or the logits of one query where these are more."""

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -16,11 +16,18 @@ from tcnn_model.gpsa.convit import convit_attention
 from tcnn_model.gpsa.functional import attend
 from tcnn_model.gpsa.positional import apply_separable
 from tcnn_model.gpsa.precision import without_autocast
-from tcnn_model.gpsa.statistics import apply_and_measure, measure
+from tcnn_model.gpsa.statistics import (
+    AttentionStatistics,
+    apply_and_measure,
+    measure,
+)
 from tcnn_probe.attention.attention import Attention, weigh
 from tcnn_probe.attention.layout import Layout, Tokens
+from tcnn_probe.attention.patterns import content_similarity
 from tcnn_probe.attention.reconstruction import relative_difference, tolerance
-from tcnn_probe.attention.statistics import gated_statistics
+from tcnn_probe.attention.residual_stream import residual_tokens
+from tcnn_probe.attention.statistics import ContentRows, gated_statistics
+from tcnn_probe.hooks.forwards import Running
 
 __all__ = [
     "GATED_LAYERS",
@@ -115,7 +122,21 @@ class GatedAttention(Attention):
 
     def statistics(self) -> Mapping[str, Any]:
         """Return entropies of A and its parts, distances, the scale on which to read them, and sums over images."""
-        return gated_statistics(self.parts, self.limit, self.block)
+        return gated_statistics(self.parts, self._measured(), self.limit, self.block)
+
+    def content_rows(self) -> ContentRows:
+        """Return entropies and received attention of the content part C, over real pixels."""
+        measured = self._measured()
+        assert measured.content_received is not None
+        return ContentRows(
+            entropy=measured.content_entropy.unsqueeze(1),
+            received=(measured.content_received / self.queries).unsqueeze(1),
+            similarity=content_similarity(self.parts, self.limit, self.block),
+        )
+
+    def values(self) -> Tensor:
+        """Return the values, (B, heads or 1, H * W, d): those of the padding are zero, and left out."""
+        return _values(self.module, self.x)
 
     def discrepancy(self, output: Any) -> tuple[Tensor, float] | None:
         """Compare the layer's output for the first image with what A makes of the values."""
@@ -200,6 +221,13 @@ class GatedAttention(Attention):
             return layer.proj.forward(heads.transpose(1, 2).flatten(2))
         return layer.combine(heads, self.parts)
 
+    def _measured(self) -> AttentionStatistics:
+        """Measure once for all listeners."""
+        key = "measured", self.detailed
+        if key not in self.shared:
+            self.shared[key] = measure(self.parts, content_received=self.detailed)
+        return self.shared[key]
+
     def _of_image(self, image: int | None) -> tcnn_model.GatedAttention:
         if image is None:
             return self.parts
@@ -220,6 +248,7 @@ def gated_attention_of(
     x: Tensor,
     formed: Mapping[str, Sequence[Tensor]] | None = None,
     name: str = "",
+    running: Running = (),
 ) -> GatedAttention:
     """Describe the attention of a gated layer for an input.
 
@@ -230,6 +259,7 @@ def gated_attention_of(
             are taken as they are; otherwise they are formed anew, by ``forward`` of the parts, so that hooks which
             others have on these do not run twice.
         name: Name of the layer.
+        running: Modules that are running around it, and their inputs.
     """
     once = {
         role: tensors[0]
@@ -270,6 +300,12 @@ def gated_attention_of(
         describe=lambda: parts,
         sizes=(batch, heads, count),
         x=x,
+        residual=partial(
+            residual_tokens,
+            [*running, (layer, [x])],
+            batch,
+            parts.y.length * parts.x.length,
+        ),
     )
 
 

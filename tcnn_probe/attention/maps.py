@@ -107,7 +107,7 @@ def attention_maps(
         prefix_tokens, class_token, grid: Facts about the tokens, as for :func:`tcnn_probe.record`.
         batch_size: Number of images at a time.
         max_bytes: Largest size of the result; a larger result raises an error.
-        progress: Whether to show a bar; None to show it after three seconds, on a terminal.
+        progress: Whether to show a bar; None to show it after three seconds, on a terminal or in a notebook.
 
     Returns:
         A tree. Its root holds the images as the model saw them, ``input``, and each further node the layers of one

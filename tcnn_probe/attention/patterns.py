@@ -21,9 +21,12 @@ __all__ = [
     "QUERIES",
     "Pattern",
     "PatternSum",
+    "content_similarity",
     "gated_patterns",
     "pattern_of_query",
+    "row_products",
     "sample_queries",
+    "similarity_of_heads",
 ]
 
 # Queries of a layer whose attention is summed: the sums take QUERIES * N_key numbers a head, 100 kB at 196 keys.
@@ -109,6 +112,14 @@ class PatternSum:
         self._windows, self._queries = sample_queries(*self._sampling)
         shape = attention.heads, self._queries.numel(), attention.keys
         self._sum = torch.zeros(shape, dtype=widest_dtype(device), device=device)
+        # Products A_ih . A_ig of the rows of two heads, for each image and sampled query.
+        self._products = None
+        if attention.detailed:
+            self._products = torch.zeros(
+                (attention.images, shape[1], shape[0], shape[0]),
+                dtype=attention.dtype,
+                device=device,
+            )
 
     def add(self, block: "Block", weights: Tensor, factor: Tensor) -> None:
         """Add a block.
@@ -129,6 +140,21 @@ class PatternSum:
         rows.mul_(factor.flatten().index_select(0, index)[:, None])
         by_image = rows.view(images, len(self._sum), -1, rows.shape[1])
         self._sum[:, sampled] += by_image[0] if images == 1 else by_image.sum(0)
+        if self._products is not None:
+            of_block = slice(block.images.start, block.images.start + images)
+            self._products[of_block, sampled] = row_products(by_image)
+
+    def similarity(self, prefix: Tensor | None) -> Tensor:
+        """Return the mean cosine of each head's rows with those of the other heads: shape (B, heads).
+
+        Args:
+            prefix: Attention to class and register tokens, shape (rows, heads, N_query, prefix).
+        """
+        assert self._products is not None
+        if prefix is not None:
+            by_image = self._of_sampled(prefix).permute(1, 2, 0, 3)
+            self._products[: self._images] += row_products(by_image)
+        return similarity_of_heads(self._products)
 
     def pattern(self, entropy: Tensor, prefix: Tensor | None) -> Pattern:
         """Return the sums.
@@ -154,6 +180,11 @@ class PatternSum:
 
     def _sum_of_sampled(self, values: Tensor) -> Tensor:
         """Sum (rows, heads, N_query, n) over images, for the sampled queries: (heads, queries, n)."""
+        sampled = self._of_sampled(values)
+        return sampled.sum(1, dtype=self._sum.dtype).transpose(0, 1)
+
+    def _of_sampled(self, values: Tensor) -> Tensor:
+        """Return (rows, heads, N_query, n) for the sampled queries: (queries, images, heads, n)."""
         windows, queries = (
             self._windows[:, None].to(values.device),
             self._queries.to(values.device),
@@ -161,7 +192,33 @@ class PatternSum:
         sampled = self._attention.by_image(values)[
             : self._images, windows, :, queries
         ]  # (w, q, images, heads, n)
-        return sampled.sum(2, dtype=self._sum.dtype).flatten(0, 1).transpose(0, 1)
+        return sampled.flatten(0, 1)
+
+
+def row_products(rows: Tensor) -> Tensor:
+    """Return the products of the heads' rows: (images, heads, queries, keys) -> (images, queries, heads, heads)."""
+    by_query = rows.transpose(1, 2)
+    return by_query @ by_query.mT
+
+
+def similarity_of_heads(products: Tensor) -> Tensor:
+    """Return the mean cosine of each head's rows with those of the layer's other heads.
+
+    The cosine between attention maps is that of DeepViT (Zhou et al. 2021, arXiv 2103.11886), there between layers. A
+    row that sees no key has the cosine 0.
+
+    Args:
+        products: Products of the rows of two heads, shape (images, queries, heads, heads).
+
+    Returns:
+        Shape (images, heads); NaN for a single head.
+    """
+    lengths = products.diagonal(dim1=-2, dim2=-1).sqrt()
+    sizes = lengths[..., :, None] * lengths[..., None, :]
+    cosine = torch.where(sizes == 0, 0, products / sizes)
+    heads = products.shape[-1]
+    total = (cosine.sum(-1) - cosine.diagonal(dim1=-2, dim2=-1)).mean(1)
+    return total / (heads - 1) if heads > 1 else total * torch.nan
 
 
 @lru_cache(maxsize=64)
@@ -257,6 +314,35 @@ def gated_patterns(
         whole_sum.add(weights, scratch)
     pattern = replace(whole_sum.pattern(images), queries=query_places, keys=key_places)
     return pattern, content_sum.pattern(images)
+
+
+@torch.no_grad()
+def content_similarity(
+    attention: GatedAttention, limit: int | None, block: int
+) -> Tensor:
+    """Return the mean cosine of each head's rows of C with those of the other heads, of the sampled queries.
+
+    Args:
+        attention: Attention of a batch of B images.
+        limit: Number of images, the first ones, to compare; None for all.
+        block: Number of weights to form at a time.
+
+    Returns:
+        Shape (B, heads), zeros for images beyond the limit.
+    """
+    query, key = attention.query, attention.key
+    sampled = sample_queries(1, query.shape[2], QUERIES)[1][0].to(query.device)
+    images, heads = query.shape[:2]
+    shape = images, len(sampled), heads, heads
+    products = torch.zeros(
+        shape, dtype=at_least_float32(query.dtype), device=query.device
+    )
+    step = max(1, block // (heads * len(sampled) * key.shape[2]))
+    for start in range(0, len(query[:limit]), step):
+        batch = slice(start, min(start + step, len(query[:limit])))
+        part = replace(attention, query=query[batch], key=key[batch])
+        products[batch] = row_products(part.content(sampled))
+    return similarity_of_heads(products)
 
 
 class _AttentionSum:

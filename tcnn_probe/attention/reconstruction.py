@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tcnn_model.gpsa.precision import at_least_float32
@@ -15,6 +16,7 @@ from tcnn_probe.architectures.grids import Windows
 from tcnn_probe.architectures.lookup import as_rows, known
 from tcnn_probe.attention.attention import SoftmaxAttention
 from tcnn_probe.attention.layout import Layout, Tokens
+from tcnn_probe.attention.residual_stream import residual_tokens
 from tcnn_probe.attention.token_grid import (
     FeatureMaps,
     find_layout,
@@ -238,6 +240,7 @@ def softmax_attention_of(
         raise NoTokenAttentionError(reason)
     logits = logits_of(request, module)
     rows, heads, queries, keys = logits.shape
+    in_order, fused = request, request.value is not None
     layout = pool_layout(queries, keys, running, maps)
     if layout is None and queries == keys and is_between_channels(keys, heads, inputs):
         raise NoTokenAttentionError("attention between channels, not between tokens")
@@ -258,7 +261,8 @@ def softmax_attention_of(
             (maps.around(count) or (0, 0))[1] for count in (queries, keys)
         )
         if layout.keys is not None and windows == 1 and tokens_behind:
-            logits = logits_of(_grid_last(request, maps), module)
+            in_order = _grid_last(request, maps)
+            logits = logits_of(in_order, module)
     if windows == 1 and cut is not None and cut.grid == cut.window:
         cut = None  # the window is the image: no part of it has to be put anywhere
     return SoftmaxAttention(
@@ -273,6 +277,11 @@ def softmax_attention_of(
         class_token=maps.has_class_token(keys),
         distillation_token=maps.special.distillation_token,
         compare=partial(discrepancy, request, module),
+        find_values=partial(values_of, in_order, module) if fused else None,
+        find_outputs=partial(_outputs_of, request, module) if fused else None,
+        residual=partial(
+            _residual_in_order, list(running), images, queries * windows, maps
+        ),
     )
 
 
@@ -287,30 +296,46 @@ def _find_windows(running: Running) -> Windows | None:
 def _grid_last(request: SeenAttention, maps: FeatureMaps) -> SeenAttention:
     """Return the attention with the tokens that are behind the grid in front of it."""
 
-    def ordered(x: Tensor, dim: int) -> Tensor:
-        count = x.shape[dim]
-        before, after = maps.around(count) or (0, 0)
-        if not after or count <= before + after:
-            return x
-        first, grid, behind, last = x.split(
-            [before, count - before - after, after - 1, 1], dim
-        )
-        in_order = (
-            [last, first, behind, grid]
-            if maps.class_token_is_last(count)
-            else [first, behind, last, grid]
-        )
-        return torch.cat(in_order, dim)
-
     def ordered_matrix(x: Tensor | None) -> Tensor | None:
-        return None if x is None else ordered(ordered(x, -2), -1)
+        return (
+            None if x is None else _put_grid_last(_put_grid_last(x, -2, maps), -1, maps)
+        )
 
     if request.logits is not None:
         return replace(request, logits=ordered_matrix(request.logits))
     assert request.query is not None
     assert request.key is not None
-    query, key = ordered(request.query, -2), ordered(request.key, -2)
-    return replace(request, query=query, key=key, mask=ordered_matrix(request.mask))
+    assert request.value is not None
+    query, key, value = (
+        _put_grid_last(x, -2, maps) for x in (request.query, request.key, request.value)
+    )
+    mask = ordered_matrix(request.mask)
+    return replace(request, query=query, key=key, value=value, mask=mask)
+
+
+def _put_grid_last(x: Tensor, dim: int, maps: FeatureMaps) -> Tensor:
+    """Put tokens that are behind the grid in front of it, along one axis, a class token first."""
+    count = x.shape[dim]
+    before, after = maps.around(count) or (0, 0)
+    if not after or count <= before + after:
+        return x
+    first, grid, behind, last = x.split(
+        [before, count - before - after, after - 1, 1], dim
+    )
+    in_order = (
+        [last, first, behind, grid]
+        if maps.class_token_is_last(count)
+        else [first, behind, last, grid]
+    )
+    return torch.cat(in_order, dim)
+
+
+def _residual_in_order(
+    running: Running, images: int, count: int, maps: FeatureMaps
+) -> Tensor | None:
+    """Return the tokens that enter the block, those before and behind the grid first."""
+    tokens = residual_tokens(running, images, count)
+    return None if tokens is None else _put_grid_last(tokens, 1, maps)
 
 
 @torch.no_grad()
@@ -348,6 +373,18 @@ def discrepancy(
 def values_of(request: SeenAttention, module: nn.Module) -> Tensor:
     """Return the values that are weighed, shape (rows, heads, N_key, d_value)."""
     return as_rows(_broadcast(request)[2], module, request.heads)
+
+
+def _outputs_of(request: SeenAttention, module: nn.Module) -> Tensor:
+    """Return what the heads make of the values, shape (rows, heads, N_query, d_value), without dropout."""
+    # The output of multi-head attention is mixed by its projection; after dropout there is none to read.
+    if request.output is None or request.finish is not None or request.output.ndim < 3:
+        query, key, value = _broadcast(request)
+        output = F.scaled_dot_product_attention(
+            query, key, value, request.mask, scale=request.scale
+        )
+        return as_rows(output, module, request.heads)
+    return as_rows(request.output, module, request.heads)
 
 
 def logits_of(request: SeenAttention, module: nn.Module) -> Logits:

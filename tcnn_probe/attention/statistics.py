@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tcnn_model import Axis, GatedAttention
 from tcnn_model.gpsa.precision import widest_dtype
-from tcnn_model.gpsa.statistics import measure
+from tcnn_model.gpsa.statistics import AttentionStatistics
 from tcnn_probe.attention.layout import Layout, Tokens
 from tcnn_probe.attention.patterns import Pattern, PatternSum, gated_patterns
 
@@ -20,9 +20,11 @@ if TYPE_CHECKING:
     from tcnn_probe.attention.attention import SoftmaxAttention
 
 __all__ = [
+    "ContentRows",
+    "SoftmaxMeasurements",
     "gated_means",
     "gated_statistics",
-    "softmax_means",
+    "measure_softmax",
     "softmax_statistics",
     "uniform_distance",
     "uniform_gated_attention",
@@ -36,69 +38,103 @@ _LN2 = math.log(2)
 _LOWEST = -1e30
 
 
-def softmax_statistics(attention: "SoftmaxAttention") -> dict[str, Any]:
+@dataclass(frozen=True)
+class ContentRows:
+    """Attention that images decide, the content part of gated layers, query by query and key by key.
+
+    Args:
+        entropy: -sum_j A_ij log A_ij of each query, shape (B, windows, heads, N_query).
+        received: Mean over queries of A_ij, shape (B, windows, heads, N_key).
+        similarity: Mean cosine of a head's rows A_i with those of the layer's other heads, of a sample of the queries,
+            shape (B, heads); zeros for images beyond :attr:`~tcnn_probe.attention.attention.Attention.limit`.
+    """
+
+    entropy: Tensor
+    received: Tensor
+    similarity: Tensor
+
+
+def softmax_statistics(
+    attention: "SoftmaxAttention", measurements: "SoftmaxMeasurements"
+) -> dict[str, Any]:
     """Return what recordings keep of a softmax attention: its means, the uniform scale, and its pattern."""
-    means, pattern = softmax_means(attention)
     return {
-        **means,
+        **measurements.means,
         **uniform_softmax_attention(attention),
-        "content_information": pattern,
+        "content_information": measurements.pattern,
     }
 
 
 def gated_statistics(
-    attention: GatedAttention, limit: int | None, block: int
+    attention: GatedAttention,
+    measured: AttentionStatistics,
+    limit: int | None,
+    block: int,
 ) -> dict[str, Any]:
     """Return what recordings keep of a gated attention: its means, the uniform scale, and the patterns of A and C.
 
     Args:
         attention: Attention of a batch of B images.
+        measured: Its statistics.
         limit: Number of images, the first ones, that count in the patterns; None for all.
         block: Number of weights to form at a time.
     """
     pattern, content = gated_patterns(attention, limit, block)
     patterns = {"content_information": pattern, "content_part_information": content}
-    return {**gated_means(attention), **uniform_gated_attention(attention), **patterns}
+    return {**gated_means(measured), **uniform_gated_attention(attention), **patterns}
 
 
 @torch.no_grad()
-def gated_means(attention: GatedAttention) -> dict[str, Tensor]:
-    """Return entropies and mean distance of gated positional attention, exact, without an N x N tensor for large N.
+def gated_means(measured: AttentionStatistics) -> dict[str, Tensor]:
+    """Return entropies, mean distance and largest logit of gated positional attention.
 
-    These are means over the queries of what :class:`~tcnn_model.AttentionStatistics` defines.
+    These are means over the queries of what :class:`~tcnn_model.AttentionStatistics` defines, of logits the largest.
 
     Args:
-        attention: Attention of a batch of B images.
+        measured: Statistics of the attention of a batch of B images.
 
     Returns:
-        ``entropy``, ``content_entropy`` and ``positional_entropy`` in nats and ``attention_distance`` in input pixels
-        of the layer, shape (B, heads), in float32 (float64 if the attention is in float64).
+        ``entropy``, ``content_entropy`` and ``positional_entropy`` in nats, ``attention_distance`` in input pixels
+        of the layer and ``max_logit``, shape (B, heads), in float32 (float64 if the attention is in float64).
     """
-    measured = measure(attention)
     names = ("entropy", "content_entropy", "positional_entropy", "attention_distance")
     means = {name: getattr(measured, name).mean(-1) for name in names}
     means["positional_entropy"] = means["positional_entropy"].expand_as(
         means["entropy"]
     )
+    if measured.largest_logit is not None:
+        means["max_logit"] = measured.largest_logit.amax(-1)
     return means
 
 
+@dataclass(frozen=True)
+class SoftmaxMeasurements:
+    """Measurements of a softmax attention, formed in one pass over its logits.
+
+    Args:
+        means: ``entropy`` of all queries over all keys, in nats; where the grids are known ``attention_distance``, from
+            queries to keys on the grid, with rows renormalised over these, in cells of the finer grid; where there are
+            class or register tokens ``prefix_attention``, the attention that queries on the grid pay to them: means
+            over the queries and windows of each image, shape (B, heads), in float32 (float64 for float64). And
+            ``max_logit``, the largest logit of all queries and keys.
+        pattern: Sum over images of the attention of some queries.
+        rows: Rows of the attention; None unless :attr:`~tcnn_probe.attention.attention.Attention.detailed`.
+    """
+
+    means: dict[str, Tensor]
+    pattern: Pattern
+    rows: ContentRows | None
+
+
 @torch.no_grad()
-def softmax_means(attention: "SoftmaxAttention") -> tuple[dict[str, Tensor], Pattern]:
-    """Return entropy and mean distance of softmax attention, exact, formed a block of queries at a time.
+def measure_softmax(attention: "SoftmaxAttention") -> SoftmaxMeasurements:
+    """Measure softmax attention, exact, a block of queries at a time.
 
     The class and register tokens are added to the keys on the grid, not taken away from whole rows: so the distance
     stays exact where nearly all attention goes to them.
 
     Args:
         attention: Attention of B images.
-
-    Returns:
-        Means over the queries and windows of each image, shape (B, heads), in float32 (float64 for float64):
-        ``entropy`` of all queries over all keys, in nats; where the grids are known ``attention_distance``, from
-        queries to keys on the grid, with rows renormalised over these, in cells of the finer grid; and where there are
-        class or register tokens ``prefix_attention``, the attention that queries on the grid pay to them. Beside these
-        the sum over images of the attention of some queries.
     """
     layout, patterns = attention.layout, PatternSum(attention)
     rows, prefix = _rows_over_grid(attention, patterns)
@@ -107,6 +143,10 @@ def softmax_means(attention: "SoftmaxAttention") -> tuple[dict[str, Tensor], Pat
     )
     by_query = {"entropy": rows.zero_if_empty(entropy)}
     pattern = patterns.pattern(by_query["entropy"], to_prefix)
+    largest = rows.top if prefix is None else torch.maximum(rows.top, prefix.amax(-1))
+    largest = attention.by_image(largest.amax(-1)).amax(1)
+    if rows.empty is not None:  # masked logits can all be hidden
+        largest = largest.masked_fill(largest <= _LOWEST, -torch.inf)
     if layout.queries is not None:
         on_grid = slice(layout.queries.prefix, None)
         if to_prefix is not None:
@@ -117,7 +157,17 @@ def softmax_means(attention: "SoftmaxAttention") -> tuple[dict[str, Tensor], Pat
         name: attention.by_image(values.mean(-1)).mean(1)
         for name, values in by_query.items()
     }
-    return means, pattern
+    means["max_logit"] = largest
+    if rows.received is None:
+        return SoftmaxMeasurements(means, pattern, None)
+    if to_prefix is not None:
+        rows.received[..., : to_prefix.shape[-1]] = to_prefix.sum(-2)
+    content = ContentRows(
+        entropy=attention.by_image(by_query["entropy"]),
+        received=attention.by_image(rows.received / attention.queries),
+        similarity=patterns.similarity(to_prefix),
+    )
+    return SoftmaxMeasurements(means, pattern, content)
 
 
 @dataclass(frozen=True)
@@ -132,6 +182,8 @@ class _Rows:
         expected: sum_j A_j (s_j - m).
         distance: sum_j A_j ||delta_j||; None where it is unknown where the queries lie.
         empty: Whether a mask hides all of these keys; None without a mask.
+        received: sum_i A_ij over whole rows, shape (rows, heads, N_key), 0 for class and register tokens; None unless
+            the attention is to be measured in detail.
     """
 
     top: Tensor
@@ -139,6 +191,7 @@ class _Rows:
     expected: Tensor
     distance: Tensor | None
     empty: Tensor | None
+    received: Tensor | None
 
     @property
     def entropy(self) -> Tensor:
@@ -173,6 +226,9 @@ def _rows_over_grid(
     top, total, expected = (logits.new_empty(*logits.shape[:3]) for _ in range(3))
     prefix_logits = logits.new_empty(*logits.shape[:3], prefix) if prefix else None
     distance = None if layout.queries is None else torch.empty_like(top)
+    received = None
+    if attention.detailed:
+        received = logits.new_empty(*logits.shape[:2], attention.keys).zero_()
     is_small = attention.queries * attention.keys <= _SMALL_TABLE
     table = (
         _table(layout, logits.dtype, logits.device)
@@ -224,17 +280,17 @@ def _rows_over_grid(
             if prefix_logits is None
             else (z.log() - (prefix_logits[at] - m).logsumexp(-1)).sigmoid_()
         )
-        patterns.add(
-            block, weights, (grid_share / z).nan_to_num_()
-        )  # 0 / 0 where a mask hides all
+        factor = (grid_share / z).nan_to_num_()  # 0 / 0 where a mask hides all
+        patterns.add(block, weights, factor)
+        if received is not None:
+            received[rows] += (factor[..., None, :] @ weights)[..., 0, :]
     empty = top == -torch.inf if logits.masked else None
     lse = total.log()
     if empty is not None:
         top, total = top.masked_fill_(empty, _LOWEST), total.masked_fill_(empty, 1)
     mean_distance = None if distance is None else distance.div_(total)
-    return _Rows(
-        top, lse, expected.div_(total).mul_(_LN2), mean_distance, empty
-    ), prefix_logits
+    mean_logit = expected.div_(total).mul_(_LN2)
+    return _Rows(top, lse, mean_logit, mean_distance, empty, received), prefix_logits
 
 
 def _with_prefix(grid: _Rows, logits: Tensor) -> tuple[Tensor, Tensor]:

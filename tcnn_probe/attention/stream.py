@@ -324,7 +324,9 @@ class AttentionStream:
                     request, layer, number, running, self._maps
                 )
             except NoTokenAttentionError as reason:
-                self.unsupported[layer] = str(reason)
+                # What is known of the class holds for all that it asks for.
+                known_reason = known(module).no_attention_matrix
+                self.unsupported[name if known_reason else layer] = str(reason)
                 return None
             with without_autocast(attention.source):
                 if self.verification.needed(layer):
@@ -359,7 +361,9 @@ class AttentionStream:
         """Show the attention of a gated layer that has run; return what it gives instead, if it is edited."""
         name, formed = self._names[layer], self._formed.pop(layer, None)
         with forward.unseen(), named_in_errors(name), edited(layer):
-            attention = gated_attention_of(layer, inputs[0], formed, name)
+            attention = gated_attention_of(
+                layer, inputs[0], formed, name, forward.running
+            )
             if self.verification.needed(name):
                 self.verification.add(name, attention.discrepancy(output))
             edit = self._listener.attends(attention)

@@ -8,9 +8,9 @@ import torch
 from timm.layers import to_2tuple
 from torch import Tensor, nn
 
+from tcnn_model.outputs import scores_of
 from tcnn_probe.attribution.layer_choice import map_layer
 from tcnn_probe.attribution.pixels import background, to_pixels
-from tcnn_probe.models import scores_of
 
 __all__ = ["captum_class", "captum_maps"]
 

@@ -6,8 +6,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from tcnn_model.outputs import class_scores
 from tcnn_probe.attribution.pixels import background
-from tcnn_probe.models import batches, class_scores, whole_number
+from tcnn_probe.models import batches, whole_number
 
 __all__ = ["area_under", "deletion_curve", "insertion_curve", "pixel_order"]
 

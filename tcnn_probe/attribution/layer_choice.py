@@ -8,13 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from tcnn_model.outputs import class_scores
 from tcnn_model.pooling.attention_pool import AttentionPool2d
 from tcnn_probe.attention.attention import Attention
 from tcnn_probe.attention.layout import SpecialTokens, Tokens
 from tcnn_probe.attention.receptive_fields import ReceptiveFields
 from tcnn_probe.attention.stream import AttentionListener, AttentionStream
 from tcnn_probe.attention.token_grid import FeatureMaps
-from tcnn_probe.models import check_model, class_scores, layer_names
+from tcnn_probe.models import check_model, layer_names
 
 __all__ = [
     "WITHOUT_CLASS_TOKEN",

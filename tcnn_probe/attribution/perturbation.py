@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from tcnn_model.outputs import class_scores
 from tcnn_probe.attribution.pixels import background
-from tcnn_probe.models import batches, class_scores, whole_number
+from tcnn_probe.models import batches, whole_number
 
 __all__ = ["infidelity", "random_squares", "sensitivity"]
 

@@ -1,5 +1,6 @@
 """``saliency()``: maps of chosen images by chosen methods, labelled; and the table of the methods."""
 
+import difflib
 import inspect
 import json
 import warnings
@@ -12,15 +13,15 @@ import torch
 import xarray as xr
 from torch import Tensor, nn
 
+from tcnn_model.outputs import class_scores
 from tcnn_probe.attribution.captum_methods import captum_class, captum_maps
 from tcnn_probe.attribution.class_attention import class_attention
 from tcnn_probe.attribution.layer_choice import UnsupportedMethodError
 from tcnn_probe.attribution.rollout import rollout
-from tcnn_probe.images import as_images
+from tcnn_probe.images import as_images, as_pictures, preparation
 from tcnn_probe.models import (
     batches,
     class_indices,
-    class_scores,
     progress_bar,
     untouched,
     whole_number,
@@ -156,7 +157,8 @@ def saliency(
         method: Name or class, as above; a function of yours ``(model, images, target) -> maps`` with tensors
             (B, C, H, W), (B,) and (B, H, W); or several of these.
         batch_size: Images in the model at a time.
-        progress: Whether to show a progress bar; None: once it takes more than three seconds, on a terminal.
+        progress: Whether to show a progress bar; None: once it takes more than three seconds, on a terminal or
+            in a notebook.
         **options: Options of the method, such as ``layer``, the layer whose attention or feature map is shown, if it
             is not the method's own choice; with several methods, ``name={...}`` for each.
 
@@ -179,7 +181,11 @@ def saliency(
                 f"with several methods, expected the options of each, as in gradcam={{'layer': ...}}; "
                 f"got {name}={value!r}"
             )
-    methods, images = find_methods(method, options), as_images(images, model)
+    methods = find_methods(method, options)
+    # For plot.saliency_overlay, which is given the same pictures.
+    pictures = as_pictures(images)
+    drawn = {} if pictures is None else {"pictures": as_json(preparation(model))}
+    images = as_images(images, model)
     batch_size = whole_number(batch_size, "batch_size", 1)
     labelled, unsupported = {}, {}
     with untouched(model):
@@ -201,7 +207,7 @@ def saliency(
                     "layer": layer,
                     **attribution.about,
                 }
-                attrs |= provenance(model, "captum")
+                attrs |= provenance(model, "captum") | drawn
                 labelled[name] = xr.DataArray(
                     maps.numpy(), coords, ("image", "y", "x"), name, attrs
                 )
@@ -317,9 +323,11 @@ def _find_method(method: Any, options: Mapping[str, Any]) -> Attribution:
             name, about, lambda m, x, target, n: maps(m, x, target, batch_size=n)
         )
     if not callable(function):
+        near = difflib.get_close_matches(str(method), METHODS, n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
         raise ValueError(
             f"expected a method, one of {list(METHODS)}, a class of captum.attr or its name, or a function "
-            f"(model, images, target) -> maps, or several of these; got {method!r}"
+            f"(model, images, target) -> maps, or several of these; got {method!r}{hint}"
         )
     if known is None:
         if options:

@@ -83,7 +83,8 @@ def pgd(
     Args:
         model: A module, which runs in eval mode and is restored afterwards; or a function, which is called as it is.
             It maps normalised images to scores, shape (B, K).
-        images: Images in pixel space, before normalisation: shape (B, C, H, W), in [0, 1].
+        images: Images in pixel space, before normalisation: shape (B, C, H, W), in [0, 1]; or pictures, see
+            :func:`tcnn_probe.images.as_images`.
         labels: True classes of the images, shape (B,).
         epsilon: Largest change of a pixel, at most 1.
         step: Length of a step, at most 1.
@@ -105,7 +106,7 @@ def pgd(
     """
     ascent = Ascent(epsilon, step, steps, random_start)
     seed, first = whole_number(seed, "seed"), whole_number(first, "first")
-    pixels = as_pixels(images)
+    pixels = as_pixels(images, [model])
     classes = as_labels(labels, len(pixels))
     classifier = as_classifier(model, normalization, pixels.shape[1])
     with restored(model):

@@ -1,12 +1,11 @@
 """Checks of arguments: images in pixel space, labels, distinct options."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from typing import Any
 
-import numpy as np
 from torch import Tensor
 
-from tcnn_probe.images import as_batch, as_pictures
+from tcnn_probe.images import as_batch, as_pictures, prepare_pixels
 from tcnn_probe.models import class_indices, whole_number
 
 __all__ = [
@@ -30,18 +29,11 @@ def check_range(low: float, high: float) -> None:
         )
 
 
-def as_pixels(images: Any) -> Tensor:
-    """Return images, or pictures of one size, in pixel space: shape (B, C, H, W), floating point, in [0, 1]."""
+def as_pixels(images: Any, models: Iterable[Any]) -> Tensor:
+    """Return images, or pictures for these models, in pixel space: (B, C, H, W), floating point, in [0, 1]."""
     pictures = as_pictures(images)
     if pictures is not None:
-        sizes = {picture.size for picture in pictures}
-        if len(sizes) > 1:
-            raise ValueError(
-                f"expected pictures of one size, got {sorted(sizes)} (width, height): resize or crop them"
-            )
-        images = np.stack(
-            [np.asarray(picture, np.float32) / 255 for picture in pictures]
-        ).transpose(0, 3, 1, 2)
+        return prepare_pixels(pictures, models)
     expected = "a floating-point tensor (B, C, H, W) in [0, 1], before normalisation; or pictures"
     images = as_batch(images, expected).detach()
     low, high = float(images.amin()), float(images.amax())

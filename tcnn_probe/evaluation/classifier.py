@@ -8,9 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from tcnn_model.outputs import class_scores
 from tcnn_probe.evaluation.checks import check_labels
 from tcnn_probe.hooks.modes import hidden_from_recorders
-from tcnn_probe.models import class_scores, floating_tensor, untouched, unwrap
+from tcnn_probe.models import floating_tensor, untouched, unwrap
 
 __all__ = ["Classifier", "Model", "Normalization", "as_classifier", "restored"]
 

@@ -74,7 +74,8 @@ def cost(
         batch_size: Batch size of the forwards whose time and memory are measured.
         rounds: Number of timed forwards, after one that is not timed; models take turns.
         training: Time training too: forward and backward, without the optimizer's step.
-        progress: Show a progress bar; None: once it takes more than three seconds, on a terminal.
+        progress: Show a progress bar; None: once it takes more than three seconds, on a terminal or
+            in a notebook.
 
     Returns:
         A dataset over ``model``: ``parameters``, ``multiply_adds``, ``peak_memory`` in MiB (on the CPU without the

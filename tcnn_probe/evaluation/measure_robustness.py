@@ -34,6 +34,7 @@ from tcnn_probe.evaluation.corruptions.frost_pictures import read_photographs
 from tcnn_probe.evaluation.corruptions.table import CORRUPTIONS, named_corruptions
 from tcnn_probe.evaluation.imagenet_variants import Variant
 from tcnn_probe.evaluation.summary import as_dataset
+from tcnn_probe.images import as_pictures
 from tcnn_probe.models import progress_bar, whole_number
 from tcnn_probe.provenance import versions
 
@@ -76,8 +77,9 @@ def robustness(
         models: A module, which runs in eval mode and is restored afterwards, or a function, which is called as it is
             (to ablate heads, for example); or several, by name. They map normalised images to scores (B, K).
         images: Images in pixel space, in [0, 1], before normalisation: a tensor or an array, shape (N, C, H, W), with
-            ``labels``; or batches (images, labels), such as a DataLoader, which is read once: each batch is corrupted
-            once for each setting and shown to all models.
+            ``labels``; or pictures (:func:`tcnn_probe.images.as_images`) with ``labels``, which pass through the
+            models' transform of timm without its normalisation; or batches (images, labels), such as a DataLoader,
+            which is read once: each batch is corrupted once for each setting and shown to all models.
         labels: Classes of the images, shape (N,).
         corruptions: Names in ``tcnn_probe.evaluation.CORRUPTIONS``, or groups of them; None for all, () for none.
         severities: Severities of the corruptions, 1 to 5.
@@ -89,7 +91,8 @@ def robustness(
         frost: Argument of :func:`tcnn_probe.evaluation.corrupt`.
         batch_size: Size of the batches of a tensor or an array.
         device: Device to put images on; None for that of each module, and for functions, that of the images.
-        progress: Show a progress bar; None: once it takes more than three seconds, on a terminal.
+        progress: Show a progress bar; None: once it takes more than three seconds, on a terminal or
+            in a notebook.
 
     Returns:
         A dataset. Per image: ``prediction`` (int32), ``confidence`` (float32) and ``correct``
@@ -116,7 +119,7 @@ def robustness(
         None if frost is None else read_photographs(frost),
         device,
     )
-    batches, count = _as_batches(images, labels, batch_size)
+    batches, count = _as_batches(images, labels, batch_size, members)
     variant_batches = sum(
         len(variant.loader)
         for variant in test_sets
@@ -201,7 +204,7 @@ class _Measurement:
     def variant(self, variant: Variant) -> NDArray[Any]:
         """Return the right answers to a test set, bool (model, image)."""
         rows = []
-        for images, labels in _as_batches(variant.loader, None, 1)[0]:
+        for images, labels in _as_batches(variant.loader, None, 1, self.models)[0]:
             predictions, _ = self._decide(
                 self._classifiers(images, variant.classes), images, labels
             )
@@ -368,29 +371,31 @@ def _as_variants(variants: Any) -> tuple[Variant, ...]:
 
 
 def _as_batches(
-    images: Any, labels: Any, batch_size: int
+    images: Any, labels: Any, batch_size: int, models: Mapping[str, Model]
 ) -> tuple[Iterator[tuple[Tensor, Tensor]], int | None]:
     """Iterate over batches of images and labels, checked one by one; return their number too, None if unknown."""
-    if isinstance(images, Tensor | np.ndarray):
+    pictures = as_pictures(images)
+    if pictures is not None or isinstance(images, Tensor | np.ndarray):
         step = whole_number(batch_size, "batch_size", 1)
-        pixels = as_pixels(images)
+        pixels = as_pixels(pictures or images, models.values())
         targets = as_labels(labels, len(pixels))
-        pairs = list(zip(pixels.split(step), targets.split(step), strict=True))
-        return iter(pairs), len(pairs)
+        parts = list(zip(pixels.split(step), targets.split(step), strict=True))
+        return iter(parts), len(parts)
     if not isinstance(images, Iterable) or labels is not None:
         raise TypeError(
-            "expected images, a tensor or an array (N, C, H, W), and labels, or only an iterable of (images, labels) "
-            f"batches; got {type(images).__name__}"
+            "expected images, a tensor, an array (N, C, H, W) or pictures, and labels, or only an iterable of "
+            f"(images, labels) batches; got {type(images).__name__}"
         )
-    return map(_as_batch, images), len(images) if isinstance(images, Sized) else None
+    pairs = (_as_batch(batch, models) for batch in images)
+    return pairs, len(images) if isinstance(images, Sized) else None
 
 
-def _as_batch(batch: Any) -> tuple[Tensor, Tensor]:
+def _as_batch(batch: Any, models: Mapping[str, Model]) -> tuple[Tensor, Tensor]:
     if not isinstance(batch, tuple | list) or len(batch) != 2:
         raise TypeError(
             f"expected batches (images, labels), got {type(batch).__name__}"
         )
-    pixels, labels = as_pixels(batch[0]), batch[1]
+    pixels, labels = as_pixels(batch[0], models.values()), batch[1]
     if not isinstance(labels, Tensor) or labels.dtype != torch.bool:
         return pixels, as_labels(labels, len(pixels))
     if labels.ndim != 2 or len(labels) != len(pixels):

@@ -78,7 +78,7 @@ def ablate(
         heads: A layer's name as in recordings, or a glob, for all its heads; several of these; a mapping from names or
             globs to an index, indices, a slice or None for all; a boolean DataArray over layer, head or both, and
             perhaps epochs, of which the last counts; None for all heads of all layers that look like attention and can
-            do this. An empty selection ablates nothing.
+            do this. An empty selection ablates nothing, with a warning.
         mode: Name of a mode in the table above.
         source: Model with the same layers, for mode "replaced". It runs in eval mode, without gradients of its own.
         images: Images for modes "mean", "static" and "shuffled": a batch as the model takes it, floating point, or

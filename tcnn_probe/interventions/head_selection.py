@@ -1,6 +1,7 @@
 """Reads ``heads=`` of :func:`tcnn_probe.ablate`: names or globs, a mapping, or a boolean DataArray."""
 
 import reprlib
+import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
@@ -45,7 +46,12 @@ def select_heads(
             if entry.count is not None:
                 entry.among(entry.count)  # refuses heads that the layer lacks
             selected.append(entry)
-    return [entry for entry in selected if entry.heads != ()]
+    selected = [entry for entry in selected if entry.heads != ()]
+    if not selected:
+        warnings.warn(
+            "no head is selected: nothing is ablated", RuntimeWarning, stacklevel=3
+        )
+    return selected
 
 
 def _by_layer(heads: HeadSelection) -> Iterable[tuple[str | None, Any]]:
@@ -152,9 +158,12 @@ def _ablated_layers(
     able = {name: module for name, module in matching.items() if reasons[name] is None}
     if not able:
         reason = next((f": {reason}" for reason in reasons.values()), "")
-        hint = (
-            "" if matching else "; a layer that is not called attention has to be named"
-        )
+        hint = ""
+        if not matching:
+            hint = (
+                ": none is called attention. One that is not called so has to be named; tcnn_model.reparameterize(cnn) "
+                "gives a CNN attention"
+            )
         where = "this model" if pattern is None else repr(pattern)
         raise ValueError(f"no layer of {where} can do mode={mode!r}{reason}{hint}")
     for name, module in able.items():

@@ -4,6 +4,7 @@ import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset, IterableDataset
@@ -249,7 +250,7 @@ def as_batches(images: GivenImages, model: nn.Module) -> Iterator[Tensor]:
         raise TypeError(
             f"expected batches of images, got single ones: {type(images).__name__}; give its DataLoader"
         )
-    if isinstance(images, Mapping) or (
+    if isinstance(images, Mapping | np.ndarray) or (
         not isinstance(images, Tensor) and as_pictures(images) is not None
     ):
         images = as_images(images, model)

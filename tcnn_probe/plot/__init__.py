@@ -7,6 +7,7 @@ from tcnn_probe.plot.attention_grid import attention_grid
 from tcnn_probe.plot.attention_over_image import attention_maps
 from tcnn_probe.plot.evolution import evolution
 from tcnn_probe.plot.generalization import generalization
+from tcnn_probe.plot.health import health
 from tcnn_probe.plot.robustness import robustness
 from tcnn_probe.plot.saliency_over_image import saliency_overlay
 from tcnn_probe.plot.style import OKABE_ITO
@@ -17,6 +18,7 @@ __all__ = [
     "attention_maps",
     "evolution",
     "generalization",
+    "health",
     "robustness",
     "saliency_overlay",
 ]

@@ -15,6 +15,7 @@ from tcnn_probe.plot.style import (
     draw_image,
     draw_map,
     empty_figure,
+    finish_grid,
     image_array,
     select_dims,
     wrap_name,
@@ -22,7 +23,8 @@ from tcnn_probe.plot.style import (
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-    from matplotlib.figure import Figure, SubFigure
+
+    from tcnn_probe.plot.style import AnyFigure
 
 __all__ = ["attention_grid"]
 
@@ -40,8 +42,8 @@ def attention_grid(
     gate: xr.DataArray | None = None,
     col_wrap: int = 13,
     title: str | None = None,
-    figure: "Figure | SubFigure | None" = None,
-) -> "Figure | SubFigure":
+    figure: "AnyFigure | None" = None,
+) -> "AnyFigure":
     """Draw attention maps, a row for each layer and a column for each head, with σ(λ) above (T-CNN paper, Fig. 5).
 
     ::
@@ -101,11 +103,12 @@ def attention_grid(
     rows_per_layer = math.ceil(heads / col_wrap)
     rows, columns = len(grids) * rows_per_layer, math.ceil(heads / rows_per_layer)
     image_panels = 0 if picture is None else 1 + min(rows, 2)  # width of the image
-    if figure is None:
+    canvas: Any = figure
+    if canvas is None:
         side = min(_PANEL, _WIDTH / (columns + image_panels))
         height = (side + 0.25) * max(rows, image_panels / 1.5) + 0.8
-        figure = empty_figure(max(3, side * (columns + image_panels) + 1), height)
-    gridspec = figure.add_gridspec(rows, image_panels + columns)
+        canvas = empty_figure(max(3, side * (columns + image_panels) + 1), height)
+    gridspec = canvas.add_gridspec(rows, image_panels + columns)
     lowest: dict[int, Axes] = {}  # the lowest panel of each head, for its label
     for number, grid in enumerate(grids):
         cell = query and _cell(
@@ -117,7 +120,7 @@ def attention_grid(
         for head in range(heads):
             row, column = divmod(head, columns)
             panels.append(
-                figure.add_subplot(
+                canvas.add_subplot(
                     gridspec[number * rows_per_layer + row, image_panels + column]
                 )
             )
@@ -135,19 +138,20 @@ def attention_grid(
         panel.set_xlabel(f"head {maps['head'].values[head]}", fontsize=8)
     if picture is not None:
         _draw_picture(
-            figure.add_subplot(gridspec[:image_panels, :image_panels]),
+            canvas.add_subplot(gridspec[:image_panels, :image_panels]),
             picture,
             query,
             grids[0].shape[1:],
         )
-    figure.supxlabel(
+    canvas.supxlabel(
         _CAPTION + ("" if gate is None else _GATE_CAPTION), fontsize=8, wrap=True
     )
     subject = (
         "by head" if query is None else f"from pixel (y, x) = ({query[0]}, {query[1]})"
     )
-    figure.suptitle(f"attention {subject}" if title is None else title, fontsize=10)
-    return figure
+    canvas.suptitle(f"attention {subject}" if title is None else title, fontsize=10)
+    finish_grid(canvas, next(iter(lowest.values())))
+    return canvas
 
 
 def _draw_heads(

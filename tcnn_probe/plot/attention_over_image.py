@@ -2,8 +2,9 @@
 
 import fnmatch
 import json
+import math
 from collections.abc import Collection
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import xarray as xr
@@ -15,16 +16,19 @@ from tcnn_probe.plot.style import (
     draw_image,
     draw_map,
     empty_figure,
+    finish_grid,
     wrap_name,
 )
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-    from matplotlib.figure import Figure, SubFigure
+
+    from tcnn_probe.plot.style import AnyFigure
 
 __all__ = ["attention_maps"]
 
-_PANEL = 0.95  # inches
+_PANEL = 0.95  # inches; less where panels would make the figure wider than
+_WIDTH = 10  # inches: a page
 
 
 def attention_maps(
@@ -34,8 +38,10 @@ def attention_maps(
     query: Any = None,
     layers: str | Collection[str] | None = None,
     heads: int | Collection[int] | None = None,
-    figure: "Figure | SubFigure | None" = None,
-) -> "Figure | SubFigure":
+    col_wrap: int = 12,
+    scale: Literal["own", "common"] = "own",
+    figure: "AnyFigure | None" = None,
+) -> "AnyFigure":
     """Draw attention over the image: a row for each layer, a column for each head, the query in a red box.
 
     ::
@@ -44,8 +50,7 @@ def attention_maps(
         tcnn_probe.plot.attention_maps(maps)
         tcnn_probe.plot.attention_maps(maps, query="class")  # of the class token
 
-    The more attention a place receives, the more opaque its colour. Each map has a scale of its own, from 0 to its
-    largest value.
+    The more attention a place receives, the more opaque its colour.
 
     Args:
         maps: Result of :func:`tcnn_probe.attention_maps`.
@@ -54,6 +59,9 @@ def attention_maps(
             first of these queries, the middle of the image if all pixels are queries, or else the class token.
         layers: Names or globs of the layers to draw; None for all that have such maps.
         heads: Numbers of the heads to draw; None for all.
+        col_wrap: Number of heads beside each other; further heads of a layer are in rows below.
+        scale: "own" for a scale of each map, from 0 to its largest value; "common" to compare maps, from 0 to the
+            largest value of all.
         figure: Figure to draw on; None for pyplot's current figure if it is empty, else a new one of fitting size.
 
     Returns:
@@ -61,7 +69,7 @@ def attention_maps(
 
     Raises:
         TypeError: ``maps`` are no such tree.
-        ValueError: The maps have no such image, query, layer or head.
+        ValueError: The maps have no such image, query, layer or head, or an option is out of range.
     """
     if not isinstance(maps, xr.DataTree) or "input" not in maps:
         raise TypeError(
@@ -71,46 +79,61 @@ def attention_maps(
         raise ValueError(
             f"expected one of {maps.sizes['image']} images, from 0, got {image!r}"
         )
+    if scale not in ("own", "common") or col_wrap < 1:
+        raise ValueError(
+            f"expected scale 'own' or 'common' and col_wrap from 1, got {scale!r} and {col_wrap!r}"
+        )
     picture = maps.dataset["input"].values[image]
     size = picture.shape[1], picture.shape[2]
     query = _check_query(maps, query, size)
     rows = _rows(maps.isel(image=image), query, layers, heads)
-    image_panels = min(3, len(rows))  # width of the image
-    columns = max(row.sizes["head"] for row in rows)
-    if figure is None:
-        width = _PANEL * (columns + image_panels) + 1.2
-        figure = empty_figure(
-            width, (_PANEL * size[0] / size[1] + 0.05) * len(rows) + 0.8
-        )
-    gridspec = figure.add_gridspec(len(rows), image_panels + columns)
-    panel = figure.add_subplot(gridspec[:image_panels, :image_panels])
-    draw_image(panel, picture)
-    _draw_query(panel, rows[0])
-    panel.set_xlabel("image", fontsize=8)
-    titled = 0  # columns whose first panel has been drawn
-    for number, row in enumerate(rows):
-        for column, head in enumerate(row["head"].values):
-            panel = figure.add_subplot(gridspec[number, image_panels + column])
-            _draw_map(panel, picture, row[column])
+    columns = max(_columns(row.sizes["head"], col_wrap) for row in rows)
+    panel_rows = sum(math.ceil(row.sizes["head"] / columns) for row in rows)
+    image_panels = min(3, panel_rows)  # width of the image
+    canvas: Any = figure
+    if canvas is None:
+        side = min(_PANEL, _WIDTH / (columns + image_panels))
+        height = (side * size[0] / size[1] + 0.12) * panel_rows + 0.8
+        canvas = empty_figure(side * (columns + image_panels) + 1.2, height)
+    gridspec = canvas.add_gridspec(panel_rows, image_panels + columns)
+    image_panel = canvas.add_subplot(gridspec[:image_panels, :image_panels])
+    draw_image(image_panel, picture)
+    _draw_query(image_panel, rows[0])
+    image_panel.set_xlabel("image", fontsize=8)
+    largest = max(float(row.max()) for row in rows) if scale == "common" else None
+    titles: dict[int, int] = {}  # the head of the nearest panel above, by column
+    top = 0
+    for row in rows:
+        for number, head in enumerate(row["head"].values.tolist()):
+            below, column = divmod(number, columns)
+            place = gridspec[top + below, image_panels + column]
+            panel = canvas.add_subplot(place)
+            _draw_map(panel, picture, row[number], largest)
             _draw_query(panel, row)
-            if column >= titled:
+            if titles.get(column) != head:
                 panel.set_title(f"head {head}", fontsize=7, pad=2)
-            if column == 0:
-                panel.set_ylabel(
-                    wrap_name(row.layer.item()),
-                    fontsize=7,
-                    rotation=0,
-                    ha="right",
-                    va="center",
-                )
-        titled = max(titled, row.sizes["head"])
+            titles[column] = head
+            if number == 0:
+                name = wrap_name(row.layer.item())
+                panel.set_ylabel(name, fontsize=7, rotation=0, ha="right", va="center")
+        top += math.ceil(row.sizes["head"] / columns)
     subject = (
         "of the class token"
         if isinstance(query, str)
         else f"from pixel (y, x) = {query}"
     )
-    figure.suptitle(f"attention {subject}", fontsize=10)
-    return figure
+    canvas.suptitle(f"attention {subject}", fontsize=10)
+    limits = "each map from 0 to its own largest value"
+    if largest is not None:
+        limits = f"all maps from 0 to {largest:.2g}"
+    canvas.supxlabel(f"opacity and colour: {limits}", fontsize=8)
+    finish_grid(canvas, image_panel)
+    return canvas
+
+
+def _columns(heads: int, col_wrap: int) -> int:
+    """Return the number of panels beside each other, with rows of about the same length."""
+    return math.ceil(heads / math.ceil(heads / col_wrap))
 
 
 def _check_query(
@@ -205,10 +228,13 @@ def _select_query(attention: xr.DataArray, query: tuple[int, int]) -> xr.DataArr
     return attention.isel(cells, drop=True).assign_coords(keys)
 
 
-def _draw_map(axes: "Axes", picture: NDArray[Any], maps: xr.DataArray) -> None:
+def _draw_map(
+    axes: "Axes", picture: NDArray[Any], maps: xr.DataArray, largest: float | None
+) -> None:
     """Draw a map (y, x) over the image, more opaque with more attention, cells at the centres of their fields."""
     draw_image(axes, picture.mean(0, keepdims=True))
-    share = maps.values / max(float(np.nanmax(maps.values)), 1e-30)
+    largest = float(np.nanmax(maps.values)) if largest is None else largest
+    share = maps.values / max(largest, 1e-30)
     (top, height), (left, width) = _first_cell(maps, "y"), _first_cell(maps, "x")
     extent = left, left + width * share.shape[1], top + height * share.shape[0], top
     draw_map(

@@ -1,5 +1,6 @@
 """Saliency over images."""
 
+import json
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,7 @@ from tcnn_probe.plot.style import (
     draw_image,
     draw_map,
     empty_figure,
+    finish_grid,
     image_array,
     select_dims,
 )
@@ -18,7 +20,7 @@ __all__ = ["saliency_overlay"]
 
 
 def saliency_overlay(
-    maps: Any, images: Any, axes: Any = None, *, masks: Any = None, alpha: float = 0.6
+    maps: Any, images: Any, axes: Any = None, *, masks: Any = None, alpha: float = 0.8
 ) -> np.ndarray:
     """Draw saliency over images: a row for each image, a column for each method.
 
@@ -27,18 +29,18 @@ def saliency_overlay(
         maps = tcnn_probe.saliency(model, images, method=["class_attention", "gradcam"])
         tcnn_probe.plot.saliency_overlay(maps, images)
 
-    Each map covers the whole image, whatever its resolution, with a scale of its own from its smallest to its largest
-    value.
+    Each map covers the whole image, whatever its resolution, with a scale of its own from its smallest value, which is
+    transparent, to its largest.
 
     Args:
         maps: Maps with the dims (image, y, x), as :func:`tcnn_probe.saliency` returns, or (y, x) for a single image;
             for several methods a Dataset of such maps, by name.
         images: Images of the maps, in their order, shape (B, C, H, W), a tensor or an array; 1 or 3 channels of any
-            range.
+            range; or the pictures that were given to :func:`tcnn_probe.saliency`.
         axes: Axes to draw on, for each image and method, images first; None for pyplot's current figure if it is
             empty, or a new one, with the images themselves at the left.
         masks: Masks of objects, shape (B, H, W), bool, to be outlined in white.
-        alpha: Opacity of the maps, from 0 to 1.
+        alpha: Opacity of each map's largest value, from 0 to 1.
 
     Returns:
         The axes, shape (images, methods), with a further column for the images where they are new.
@@ -48,7 +50,7 @@ def saliency_overlay(
         ValueError: The maps have other dimensions, or the numbers of maps, images, masks and axes do not fit.
     """
     by_method = _by_method(maps)
-    pictures = image_array(images)
+    pictures = image_array(images, _preparation(maps))
     count = len(pictures)
     for name, values in by_method.items():
         if len(values) != count:
@@ -69,9 +71,9 @@ def saliency_overlay(
     ):
         for row, image in enumerate(pictures):
             panel = panels[row, column]
-            if alpha < 1:
-                draw_image(panel, image)
-            draw_map(panel, values[row], *image.shape[1:], alpha=alpha)
+            draw_image(panel, image)
+            opacity = alpha * _shares(values[row])
+            draw_map(panel, values[row], *image.shape[1:], alpha=opacity)
             if outlines is not None and np.ptp(outlines[row]):
                 y, x = (
                     np.arange(image.shape[1]) + 0.5,
@@ -79,6 +81,19 @@ def saliency_overlay(
                 )  # centres of pixels
                 panel.contour(x, y, outlines[row], [0.5], colors="w", linewidths=0.8)
     return panels
+
+
+def _shares(values: np.ndarray) -> np.ndarray:
+    """Scale values from 0, the smallest, to 1, the largest; 0 for NaN."""
+    low, high = np.nanmin(values), np.nanmax(values)
+    return np.nan_to_num((values - low) / max(high - low, 1e-30))
+
+
+def _preparation(maps: Any) -> dict[str, Any] | None:
+    """Return how pictures were prepared for the model, of maps of pictures; else None."""
+    arrays = maps.data_vars.values() if isinstance(maps, xr.Dataset) else [maps]
+    saved = [getattr(array, "attrs", {}).get("pictures") for array in arrays]
+    return json.loads(saved[0]) if saved and saved[0] else None
 
 
 def _by_method(maps: Any) -> dict[str, np.ndarray]:
@@ -120,6 +135,7 @@ def _new_axes(images: np.ndarray, methods: list[str]) -> np.ndarray:
     panels = figure.subplots(*shape, squeeze=False)
     for panel, image in zip(panels[:, 0], images, strict=True):
         draw_image(panel, image)
+    finish_grid(figure, panels[0, 0])
     for panel, name in zip(panels[0], ["image", *methods], strict=True):
         panel.set_title(name.replace("_", " "), fontsize=9)
     return np.asarray(panels)

@@ -2,8 +2,11 @@
 
 import operator
 import re
-from collections.abc import Collection
+import sys
+from collections.abc import Collection, Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any
+from weakref import WeakSet
 
 import numpy as np
 import xarray as xr
@@ -11,11 +14,16 @@ from numpy.typing import NDArray
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
+    from matplotlib.figure import Figure, SubFigure
+    from typing_extensions import TypeVar
+
+    # A plot returns the figure that it is given; one of its own is a Figure, which has savefig.
+    AnyFigure = TypeVar("AnyFigure", bound=Figure | SubFigure, default=Figure)
 
 __all__ = [
     "OKABE_ITO", "RED", "axes_or_current", "axis_label", "check_array", "check_pixel", "draw_box", "draw_image",
-    "draw_map", "empty_figure", "image_array", "legend_beside", "select_dims", "sequential_colors", "wrap_name",
+    "draw_map", "empty_figure", "finish_grid", "image_array", "legend_beside", "select_dims", "sequential_colors",
+    "wrap_name",
 ]  # fmt: skip
 
 OKABE_ITO = {
@@ -30,6 +38,9 @@ OKABE_ITO = {
 }
 """Colours of Okabe and Ito (2008), for things that have no order: models, methods, types of heads."""
 
+# Figures full of panels, in none of which a curve would have its place.
+_GRIDS: "WeakSet[Figure]" = WeakSet()
+
 RED = OKABE_ITO["vermillion"]
 
 
@@ -42,11 +53,11 @@ def sequential_colors(count: int) -> list[tuple[float, float, float, float]]:
 
 
 def axes_or_current(ax: "Axes | None") -> "Axes":
-    """Return ``ax``, or pyplot's current axes, in a new figure with constrained layout if there is no figure."""
+    """Return ``ax``, or pyplot's current axes; in a new figure if there is none, or only a grid of panels."""
     import matplotlib.pyplot as plt
 
-    if ax is None and not plt.get_fignums():
-        plt.figure(layout="constrained")
+    if ax is None and (not plt.get_fignums() or plt.gcf() in _GRIDS):
+        _new_figure()
     return plt.gca() if ax is None else ax
 
 
@@ -55,11 +66,40 @@ def empty_figure(width: float, height: float) -> "Figure":
     import matplotlib.pyplot as plt
 
     if not plt.get_fignums() or plt.gcf().axes or plt.gcf().subfigs:
-        return plt.figure(figsize=(width, height), layout="constrained")
+        return _new_figure(figsize=(width, height))
     figure = plt.gcf()
     if figure.get_layout_engine() is None:
         figure.set_layout_engine("constrained")
     return figure
+
+
+def _new_figure(**options: Any) -> "Figure":
+    """Return a new figure of pyplot's with constrained layout, which a notebook shows once."""
+    import matplotlib.pyplot as plt
+
+    figure = plt.figure(layout="constrained", **options)
+    # The name under which IPython asks an object to show itself. A notebook shows the figures of a cell at its end, and
+    # its last value: of a figure that is returned it made two pictures.
+    figure._ipython_display_ = partial(_show, figure)  # type: ignore[attr-defined]
+    return figure
+
+
+def _show(figure: "Figure") -> None:
+    """Show a figure in a notebook, unless the cell's end will; from then on it is shown as any figure is."""
+    import matplotlib.pyplot as plt
+
+    del figure._ipython_display_  # type: ignore[attr-defined]
+    shown_by_cell = "inline" in plt.get_backend() and plt.fignum_exists(figure.number)
+    if not shown_by_cell:
+        sys.modules["IPython"].display.display(figure)
+
+
+def finish_grid(figure: "Figure | SubFigure", current: "Axes") -> None:
+    """Leave a panel current for pyplot's titles; what is drawn next without axes gets a figure of its own."""
+    figure.sca(current)
+    root = current.get_figure(root=True)
+    if root is not None:
+        _GRIDS.add(root)
 
 
 def legend_beside(axes: "Axes") -> None:
@@ -116,17 +156,41 @@ def select_dims(
     return values.squeeze(further, drop=True)
 
 
-def image_array(images: Any) -> NDArray[Any]:
-    """Return images (B, C, H, W) of 1 or 3 channels, a tensor or an array, as floats; ValueError for other shapes."""
+def image_array(
+    images: Any, preparation: Mapping[str, Any] | None = None
+) -> NDArray[Any]:
+    """Return images (B, C, H, W) of 1 or 3 channels as floats; ValueError for other shapes.
+
+    Args:
+        images: Images as the model took them: a tensor or an array, or what else ``as_images`` takes.
+        preparation: Options of the transform through which pictures go; None if it is unknown.
+    """
+    if getattr(images, "ndim", 0) != 4 or images.dtype == np.uint8:
+        images = _parsed(images, preparation)
     if hasattr(images, "detach"):
         images = images.detach().cpu().float()  # NumPy has no bfloat16
     array = np.asarray(images, dtype=float)
     if array.ndim != 4 or array.shape[1] not in (1, 3) or 0 in array.shape:
-        hint = "; of pictures, give what the model was given: tcnn_probe.images.as_images(pictures, model)"
         raise ValueError(
-            f"expected images of shape (B, 1 or 3, H, W), got {array.shape}{hint}"
+            f"expected images of shape (B, 1 or 3, H, W), got {array.shape}"
         )
     return array
+
+
+def _parsed(images: Any, preparation: Mapping[str, Any] | None) -> Any:
+    """Return images of other forms as (B, C, H, W)."""
+    # Imported here: arrays are drawn where torch is not installed.
+    from tcnn_probe.images import as_batch, as_pictures, prepare_pixels
+
+    pictures = as_pictures(images)
+    if pictures is None:
+        return as_batch(images, "(B, C, H, W), or pictures")
+    if preparation is None:
+        raise ValueError(
+            "how these pictures were cut for the model is unknown: give what the model was given, "
+            "tcnn_probe.images.as_images(pictures, model)"
+        )
+    return prepare_pixels(pictures, preparation)
 
 
 def check_pixel(query: Any, height: int, width: int) -> tuple[int, int]:

@@ -22,6 +22,7 @@ from tcnn_probe.probes.variables import (
     DISTANCE,
     ENTROPY,
     HEAD,
+    LOGIT,
     MAPS,
     MEAN,
     UNIFORM,
@@ -68,6 +69,7 @@ SOFTMAX = Probe(
             "attention to class and register tokens",
             f"What queries on the grid spend on the class and register tokens before it. {MEAN}",
         ),
+        "max_logit": LOGIT,
         **CONTENT,
         **UNIFORM,
         **MAPS,
@@ -120,6 +122,7 @@ _GATED_VARIABLES: Mapping[str, Variable] = {
         f"Entropy of softmax(-alpha ||delta - Delta||^2) over real and padding pixels. {MEAN}",
     ),
     "attention_distance": DISTANCE,
+    "max_logit": LOGIT,
     **CONTENT,
     "content_part_information": content_information(
         "of the content part of attention, C"

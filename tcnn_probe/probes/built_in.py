@@ -8,6 +8,7 @@ from tcnn_probe.probes.class_attention import (
 )
 from tcnn_probe.probes.cross_patch import CROSS_PATCH
 from tcnn_probe.probes.gradient import GRADIENT
+from tcnn_probe.probes.health import HEALTH
 from tcnn_probe.probes.layer_features import FEATURES
 from tcnn_probe.probes.layer_scale import LAYER_SCALE
 from tcnn_probe.probes.mean_attention import MEAN_ATTENTION
@@ -27,5 +28,5 @@ _HEADS = (
 DEFAULT: tuple[str, ...] = tuple(register(probe).kind for probe in _HEADS)
 """Names of the probes that :func:`tcnn_probe.record` uses unless told otherwise."""
 
-for _probe in (MEAN_ATTENTION, FEATURES, LAYER_SCALE, CROSS_PATCH, GRADIENT):
+for _probe in (HEALTH, MEAN_ATTENTION, FEATURES, LAYER_SCALE, CROSS_PATCH, GRADIENT):
     register(_probe)

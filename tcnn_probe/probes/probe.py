@@ -108,6 +108,7 @@ class Probe:
         maps: Function of the same call and of indices of images; it returns ``{variable: (images, [windows,] heads,
             height, width)}``, for variables with the dims ("layer", "image", ["window",] "head", "y", "x"). Beside
             these maps there may be numbers of each head, without "y" and "x".
+        detailed: Whether ``attention`` asks for :meth:`Attention.content_rows`.
         coords: Labels along dimensions of its own, such as {"branch": ["attention", "mlp"]}; the layers use as many of
             them, from the first, as they have values.
 
@@ -130,6 +131,7 @@ class Probe:
     attention: Callable[[Attention], Mapping[str, Tensor | Pattern]] | None = None
     maps: Callable[[Any, Sequence[int]], Mapping[str, Tensor]] | None = None
     coords: Mapping[str, Sequence[Any]] = field(default_factory=dict)
+    detailed: bool = False
 
     def __post_init__(self) -> None:
         """Refuse what would fail, or be lost, when the first epoch is marked."""

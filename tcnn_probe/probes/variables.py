@@ -10,6 +10,7 @@ __all__ = [
     "ENTROPY",
     "HEAD",
     "IMAGE_MEAN",
+    "LOGIT",
     "MAPS",
     "MAP_DIMS",
     "MEAN",
@@ -27,6 +28,16 @@ ENTROPY = Variable(
     "nat",
     "attention entropy",
     f"-sum_j A_ij log A_ij over all keys, padding and class tokens included. {MEAN}",
+)
+LOGIT = Variable(
+    HEAD,
+    "1",
+    "largest attention logit",
+    "max_ij of the logits as the softmax has them, with scale, bias and mask (of gated layers: q k / sqrt(d), those of "
+    "the content part), over the images seen since the previous mark. Where they "
+    "grew extremely large ViT-22B diverged (Dehghani et al. 2023, arXiv 2302.05442); Kimi K2 (arXiv 2507.20534) "
+    "rescales queries and keys above 100.",
+    over_images="largest",
 )
 CLASS_ENTROPY = Variable(
     HEAD,

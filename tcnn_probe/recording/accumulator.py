@@ -41,6 +41,7 @@ class EpochSums:
         images: Number of images that the layer saw.
         nonfinite: Number of those that gave a NaN or an infinity.
         sums: Sums over images, each with the number of images.
+        largest: Largest values of any image.
         squares: Sums over backward passes, each with the number of passes.
         patterns: Sums of attention; None where images have several sizes.
         state: Values read off the layer's parameters.
@@ -49,6 +50,7 @@ class EpochSums:
     images: int = 0
     nonfinite: int = 0
     sums: _Sums = field(default_factory=dict)
+    largest: dict[str, np.ndarray] = field(default_factory=dict)
     squares: _Sums = field(default_factory=dict)
     patterns: dict[str, Pattern | None] = field(default_factory=dict)
     state: dict[str, np.ndarray] = field(default_factory=dict)
@@ -63,13 +65,19 @@ class EpochSums:
             total.state = total.state or rank.state
             _add_patterns(total.patterns, rank.patterns)
             _add_sums(total.sums, rank.sums)
+            for name, value in rank.largest.items():
+                # np.maximum, not fmax: a NaN on any rank is a NaN of the epoch.
+                total.largest[name] = np.maximum(total.largest.get(name, value), value)
             # Passes count on each rank: hooks see a rank's own gradients, before they are averaged.
             _add_sums(total.squares, rank.squares)
         return total
 
     def means(self) -> dict[str, np.ndarray]:
-        """Return means over images, root mean squares over backward passes, and what patterns show."""
+        """Return summaries of the images, root mean squares over backward passes, and what patterns show."""
         means = {name: total / number for name, (total, number) in self.sums.items()}
+        for name, value in self.largest.items():
+            # The largest of nothing, as where a mask hides all keys from all queries, is minus infinity.
+            means[name] = np.where(np.isneginf(value), np.nan, value)
         for name, (total, number) in self.squares.items():
             means[name] = np.sqrt(total / (number or np.nan))
         for name, pattern in self.patterns.items():
@@ -194,6 +202,7 @@ class Accumulator:
         self.name, self.module, self.probe = name, module, probe
         self.gradients = GradientSums(name, probe.gradients(module), ignores)
         self._sums: dict[str, Tensor] = {}
+        self._largest: dict[str, Tensor] = {}
         self._patterns: dict[str, Pattern | None] = {}
         self._counts: Counter[str] = Counter()
         self.reset()
@@ -204,6 +213,7 @@ class Accumulator:
         self.maps: dict[int, dict[str, Tensor]] = {}
         self._nonfinite: Tensor | None = None
         self._counts.clear()
+        self._largest.clear()
         self._patterns.clear()
         self.gradients.reset()
         for total in (
@@ -222,6 +232,11 @@ class Accumulator:
         )
         sums = rows.sum(0).split([tensor[0].numel() for tensor in tensors])
         for (name, tensor), total in zip(measured.items(), sums, strict=True):
+            if self.probe.variables[name].over_images == "largest":
+                largest = widest(tensor.amax(0))
+                previous = self._largest.get(name, largest)
+                self._largest[name] = torch.maximum(previous, largest)
+                continue
             _add_tensor(self._sums, name, total.view(tensor.shape[1:]))
             self._counts[name] += len(rows)
         nonfinite = rows.isfinite().logical_not_().any(1).sum()
@@ -265,6 +280,7 @@ class Accumulator:
                 name: (_as_array(self._sums[name]), number)
                 for name, number in self._counts.items()
             },
+            largest={name: _as_array(value) for name, value in self._largest.items()},
             squares=self.gradients.read(),
             patterns=patterns,
             state=self._read_state(),

@@ -3,7 +3,7 @@
 import hashlib
 import threading
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -82,7 +82,8 @@ class Collector(AttentionListener):
         advice: What the user can say where no grid was found, by layer.
         order: Places of the layers in the model, by name.
         model_class: Name of the model's class.
-        training_forwards: Number of forwards that began in training mode.
+        training_forwards: Number of forwards that began in training mode since the previous mark.
+        on_training: Called before the first of them.
         pauses: Number of pauses that are under way; nothing is measured in them.
         lock: Held while a forward is added up; to be held from :meth:`read_sums` to :meth:`reset`.
 
@@ -118,6 +119,7 @@ class Collector(AttentionListener):
         self.missing: dict[str, dict[str, str]] = {}
         self.advice: dict[str, str] = {}
         self.training_forwards = self.pauses = 0
+        self.on_training: Callable[[], None] = lambda: None
         self._depth = (
             hidden_depth()
         )  # gradients of code that is hidden from this recorder come from deeper inside
@@ -233,6 +235,8 @@ class Collector(AttentionListener):
         if self.pauses:
             return False
         training = self._model.training
+        if training and not self.training_forwards:
+            self.on_training()
         self.training_forwards += training
         self._follow_gradients()
         if not self._measures_forwards() or training not in self._sampling.training:
@@ -255,6 +259,8 @@ class Collector(AttentionListener):
 
     def attends(self, attention: Attention) -> None:
         """Measure an attention."""
+        if any(probe.detailed for probe in self._attention_probes):
+            attention = replace(attention, detailed=True)
         for probe in self._attention_probes:
             if probe.module_type is not None and not probe.applies_to(attention.module):
                 continue

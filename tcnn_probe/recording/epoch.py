@@ -333,7 +333,11 @@ def warn_of_idle_probes(kinds: Collection[str], report: EpochReport) -> list[str
     warned = [f"no layer was found for the probes {idle}"] if idle else []
     for probe in report.probes:
         entries = [entry for entry in report.layers if entry.probe.kind == probe.kind]
-        measured = {name for entry in entries for name in entry.sums.sums}
+        measured = {
+            name
+            for entry in entries
+            for name in (*entry.sums.sums, *entry.sums.largest)
+        }
         unread = sorted(probe.variables.keys() - probe.image_variables - measured)
         has_state = any(entry.sums.state for entry in entries)
         if probe.kind in kinds and probe.state and entries and unread and not has_state:

@@ -224,10 +224,9 @@ def parse_attributes(attrs: Mapping[str, Any] | None) -> dict[str, Any]:
 
 def _parse_number(along: str, value: SupportsFloat | SupportsIndex) -> int | float:
     """Parse an epoch or a value of another coordinate: integers stay integers."""
-    # A tensor of floats has __index__ too, which fails.
-    if along == "epoch" or (
-        isinstance(value, SupportsIndex) and not isinstance(value, Tensor)
-    ):
+    # Tensors of floats also count as SupportsIndex, though index() fails on them.
+    is_float = isinstance(value, Tensor) and value.dtype.is_floating_point
+    if along == "epoch" or (isinstance(value, SupportsIndex) and not is_float):
         try:
             number = operator.index(value)  # type: ignore[arg-type]
         except TypeError as error:

@@ -1,6 +1,7 @@
 """``record(model)``: attach to the model, close epochs, keep them, detach."""
 
 import json
+import logging
 import os
 import sys
 import warnings
@@ -8,7 +9,7 @@ import weakref
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal, Self, SupportsFloat, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, Never, Self, SupportsFloat, TypeVar
 
 import torch.distributed as dist
 import xarray as xr
@@ -16,9 +17,10 @@ from torch import nn
 
 from tcnn_model.conversion.selection import LayerFilter
 from tcnn_probe.attention.layout import GivenTokens
+from tcnn_probe.diagnosis import health as find_illness
 from tcnn_probe.models import check_model, wanted_layers
-from tcnn_probe.probes import DEFAULT, Probe, find_probes
-from tcnn_probe.provenance import provenance
+from tcnn_probe.probes import DEFAULT, PROBES, Probe, find_probes
+from tcnn_probe.provenance import provenance, weights_fingerprint
 from tcnn_probe.recording.collector import Collector
 from tcnn_probe.recording.epoch import (
     EpochReport,
@@ -59,6 +61,9 @@ if TYPE_CHECKING:
 __all__ = ["Recorder", "record"]
 
 T = TypeVar("T")
+
+_LOG = logging.getLogger(__name__)
+WEIGHTS = "weights"  # attribute of the root
 
 
 class Recorder:
@@ -101,6 +106,8 @@ class Recorder:
         grid: Rows and columns of the patches of such a model, if all of its tokens see each other.
         attrs: Further attributes of a new recording, in plain JSON, such as the seed. If several recordings are opened
             together, attributes that differ become coordinates.
+        health: Whether to measure the probe "health" too, and to warn at a mark of new alarms of
+            :func:`tcnn_probe.health`.
         distributed: Whether all ranks call ``mark`` together, which adds up what they measured; rank 0 writes. None
             if torch.distributed is initialised. Give False if a single rank records alone.
 
@@ -127,6 +134,7 @@ class Recorder:
         class_token: Literal["first", "last", "none"] | None = None,
         grid: tuple[int, int] | None = None,
         attrs: Mapping[str, Any] | None = None,
+        health: bool = False,
         distributed: bool | None = None,
     ) -> None:
         check_model(model)
@@ -136,6 +144,9 @@ class Recorder:
         sampling = Sampling.parse(when, every, max_images, images, classes)
         layer_names = wanted_layers(model, layers)
         found_probes = find_probes(DEFAULT if probes is None else probes)
+        if health and PROBES["health"] not in found_probes:
+            found_probes.append(PROBES["health"])
+        self._watches_health = health
         self._model, self._along, self._layer_filter, self._attrs = (
             model,
             along,
@@ -148,6 +159,7 @@ class Recorder:
         self._has_marked = self._is_removed = False
         self._groups: Mapping[str, Group] | None = None
         self._warned: set[str] = set()
+        self._alarms: set[tuple[str, str, int | float]] = set()
         self._ranks = _Ranks(distributed)
         with (
             ExitStack() as undo
@@ -169,7 +181,12 @@ class Recorder:
                     # Before anything is locked or written: a refusal leaves the store as it was.
                     check_same_recording(self._store, provenance(model), report)
                 self._store.hold()
+            self._weights = _Weights(model, self._store.attrs or {})
+            self._collector.on_training = self._weights.check
             undo.pop_all()
+        if self._marks:
+            count = _count(len(self._marks), along)
+            _LOG.info("%s holds %s: going on", self._store.name, count)
         # A recorder that is dropped without remove(), as in a notebook's cell that runs twice, leaves no hooks.
         weakref.finalize(self, _release, self._collector, self._store).atexit = False
 
@@ -217,7 +234,12 @@ class Recorder:
         self._check_marked()
         return self._store.tree()
 
-    def mark(self, *, if_marked: IfMarked = "error", **values: SupportsFloat) -> None:
+    def mark(
+        self,
+        *unnamed: Never,
+        if_marked: IfMarked = "error",
+        **values: SupportsFloat,
+    ) -> None:
         """Close an epoch: ``mark(epoch=3, top1=0.8)`` stores its statistics and ``top1``, and starts the next.
 
         Means are over all images and queries seen since the previous mark; gate, locality strength and centre are read
@@ -225,6 +247,7 @@ class Recorder:
         of belongs to no epoch.
 
         Args:
+            unnamed: Nothing: all numbers have names.
             if_marked: Treatment of an epoch that the store holds already, as it may after resuming: "error", or "skip"
                 to drop what was seen for it. To know it before: ``if epoch in recorder.epochs``.
             **values: The epoch (or the coordinate that ``along`` names), a number greater than every mark before, and
@@ -236,6 +259,10 @@ class Recorder:
             RuntimeError: Nothing was measured since the previous mark, or not what was asked for; or the recorder
                 was removed.
         """
+        if unnamed:
+            number: object = unnamed[0]
+            along = self._along
+            raise TypeError(f"mark() takes the {along} by name: mark({along}={number})")
         with self._ranks.agreed():
             if self._is_removed:
                 raise RuntimeError(
@@ -254,11 +281,23 @@ class Recorder:
                     mark.skips and mark.number in self.epochs
                 ):
                     warned = self._write(mark, report)
+                    if self._watches_health:
+                        warned += self._warn_of_alarms()
+                elif self._ranks.writes:
+                    _LOG.info(
+                        "%s %s is marked already: skipped", self._along, mark.number
+                    )
             self._marks = self._ranks.gather(self.epochs)[
                 0
             ]  # the store is open on the first rank only
             self._collector.reset()
         warned += warn_of_idle_probes(self._named_kinds, report)
+        if not self._has_marked:
+            _LOG.info(
+                "recording %s layers: %s", len(self.layers), _shorten(self.layers)
+            )
+            for layer, reason in self.unsupported.items():
+                _LOG.info("not recorded: %s (%s)", layer, reason)
         self._has_marked, self._named_kinds = True, []  # idle probes are named once
         for text in self._warn_of_missing_grids() + warned:
             warnings.warn(text, RuntimeWarning, stacklevel=2)
@@ -384,6 +423,7 @@ class Recorder:
             "unsupported": json.dumps({**unsupported, **report.unsupported}),
             "missing": json.dumps(missing),
             "image_hashes": json.dumps({**report.image_hashes, **hashes}),
+            WEIGHTS: self._weights.mark(),
         }
 
     def _check_marked(self) -> None:
@@ -407,6 +447,19 @@ class Recorder:
             f"no attention_distance and no maps of {', '.join(names)}: {why}"
             for why, names in layers.items()
         ]
+
+    def _warn_of_alarms(self) -> list[str]:
+        """Describe the alarms that the last mark shows, once for each spell."""
+        dataset = self._store.dataset()
+        if "layer" not in dataset.dims:
+            return []
+        texts = []
+        for alarm in find_illness(dataset).alarms:
+            key = alarm.sign, alarm.layer, alarm.since
+            if alarm.until is None and key not in self._alarms:
+                self._alarms.add(key)
+                texts.append(str(alarm))
+        return texts
 
     def _warn_of_unmarked(self) -> str:
         """Return what to warn of when the recording ends; "" if nothing is lost."""
@@ -432,6 +485,46 @@ def _release(collector: Collector, store: EpochStore) -> None:
 
 
 record = Recorder
+
+
+class _Weights:
+    """Fingerprints of a model's weights, by which a training that continues a recording is seen to be another's.
+
+    Args:
+        model: Model that is recorded.
+        attrs: Attributes of the recording that is continued.
+    """
+
+    def __init__(self, model: nn.Module, attrs: Mapping[str, Any]) -> None:
+        self._model, self._marked, self._resumes = model, attrs.get(WEIGHTS, ""), True
+        self._swapped = False
+
+    def mark(self) -> str:
+        """Return the fingerprint to keep with a mark; "" if weights are others in validation than in training."""
+        self._resumes = False
+        self._marked = "" if self._swapped else weights_fingerprint(self._model)
+        return self._marked
+
+    def check(self) -> None:
+        """Compare the weights before the first forward in training mode after a mark with those that were marked."""
+        if not self._marked:
+            return
+        current = weights_fingerprint(self._model)
+        shapes, _, _ = current.partition("-")
+        # A model of other shapes was converted meanwhile.
+        if current == self._marked or not self._marked.startswith(f"{shapes}-"):
+            return
+        if not self._resumes:
+            # Validated with averaged weights, say, which are put in for the validation: they tell nothing.
+            self._swapped = True
+            return
+        self._marked = ""
+        warnings.warn(
+            "the training goes on from other weights than those of the recording's last mark: load the checkpoint of "
+            "that mark, or replace the recording with mode='w'",
+            RuntimeWarning,
+            stacklevel=2,
+        )
 
 
 class _Ranks:

@@ -93,7 +93,7 @@ def read_run(recording: Any) -> Run:
         raise ValueError(
             f"{name} has no {'layers' if flat.sizes[along] else along} yet: there is nothing to show"
         )
-    by_head = _numbers(head_groups, along, list(heads))
+    by_head = _variables_by_layer(head_groups, along, list(heads))
     scalars = flat[
         [key for key, values in flat.data_vars.items() if values.dims == (along,)]
     ]
@@ -185,10 +185,13 @@ def _count_heads(groups: Iterable[xr.Dataset]) -> dict[str, int]:
     return heads
 
 
-def _numbers(
+def _variables_by_layer(
     groups: Sequence[xr.Dataset], along: str, layers: list[str]
 ) -> dict[str, xr.DataArray]:
-    """Collect variables (marks, layer, head) or (marks, layer); of equal names, that of the first group."""
+    """Put all variables, (marks, layer) or (marks, layer, head), on the same layers and heads, NaN where there is none.
+
+    Of variables of the same name, the first group's is taken.
+    """
     heads = sorted(
         {
             head

@@ -106,10 +106,12 @@ def repacked(document: Document) -> Document:
 
 
 def label_document(name: str, labels: Sequence[Any]) -> tuple[Document, np.ndarray]:
-    """Describe a coordinate of integers, or else of text; with its values."""
+    """Return the document of a coordinate, and its values: int64 if all labels are ints, else text of a fixed width."""
     numbers = all(isinstance(label, int) for label in labels)
     values = np.array(labels, dtype=np.int64 if numbers else np.str_)
-    with warnings.catch_warnings():  # zarr's specification does not have this text yet
+    with (
+        warnings.catch_warnings()
+    ):  # zarr's specification does not have text of a fixed width yet
         warnings.simplefilter("ignore")
         document = _document(
             shape=values.shape,

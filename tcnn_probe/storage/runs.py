@@ -39,6 +39,7 @@ _NOT_OF_A_RUN = (
     "writer",
     "images",
     "image_hashes",
+    "weights",
 )
 
 

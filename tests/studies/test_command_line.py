@@ -24,6 +24,7 @@ NOT_ONE_CNN = (
     "coarse_labels",
     "content_or_mixing",
     "dense_features",
+    "training_health",
 )
 TOGETHER = "--data and --model belong together"
 FEW = ["--workers", "0", "--device", "cpu"]

@@ -2,6 +2,7 @@
 
 import copy
 from functools import cache
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -27,6 +28,17 @@ class Plain(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.classifier(self.pool(self.trunk(x)).flatten(1))
+
+
+class Logits(nn.Module):
+    """A classifier whose forward returns an object with ``logits``, as those of transformers do."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, images: torch.Tensor) -> SimpleNamespace:
+        return SimpleNamespace(logits=self.model(images))
 
 
 def tiny_cnn() -> nn.Module:

@@ -6,7 +6,12 @@ from torch import Tensor
 from tcnn_model import GPSA
 from tcnn_model.gpsa.reference import gpsa_attention_reference
 
-__all__ = ["gpsa_statistics", "gpsa_statistics_of_qk", "summarise"]
+__all__ = [
+    "gpsa_statistics",
+    "gpsa_statistics_of_qk",
+    "over_images",
+    "summarise",
+]
 
 Statistics = dict[str, Tensor]  # variable -> (B, heads), float64
 
@@ -28,6 +33,11 @@ def summarise(
     }
 
 
+def over_images(name: str, values: Tensor) -> Tensor:
+    """The number of an epoch from those of its images, (B, heads)."""
+    return values.amax(0) if name == "max_logit" else values.mean(0)
+
+
 def gpsa_statistics(layer: GPSA, x: Tensor) -> Statistics:
     """For the weights of ``layer``, in float64 from beginning to end."""
     x = x.detach().double()
@@ -46,12 +56,13 @@ def gpsa_statistics(layer: GPSA, x: Tensor) -> Statistics:
     )
     query = _project(x, bases, layer.query, layer.heads)
     key = _project(x, pixels[real], layer.key, layer.heads)
+    logits = _logits(query, key)
     return summarise(
         whole,
-        _content(query, key),
+        torch.softmax(logits, -1),
         _positional(layer, bases, pixels),
         _distance(bases, pixels),
-    )
+    ) | {"max_logit": logits.amax((-2, -1))}
 
 
 def gpsa_statistics_of_qk(
@@ -59,14 +70,13 @@ def gpsa_statistics_of_qk(
 ) -> Statistics:
     """The same from queries and keys as they were rounded, (B, heads, N, d), for layers in low precision."""
     bases, pixels, real = _grid(layer, x)
-    content, positional = (
-        _content(_double(query), _double(key)),
-        _positional(layer, bases, pixels),
-    )
+    logits = _logits(_double(query), _double(key))
+    content, positional = torch.softmax(logits, -1), _positional(layer, bases, pixels)
     gate = torch.sigmoid(_double(layer.gating))[:, None, None]
     whole = (gate * positional).expand(len(x), *positional.shape).clone()
     whole[..., real] += (1 - gate) * content
-    return summarise(whole, content, positional, _distance(bases, pixels))
+    means = summarise(whole, content, positional, _distance(bases, pixels))
+    return means | {"max_logit": logits.amax((-2, -1))}
 
 
 def _entropy(attention: Tensor) -> Tensor:
@@ -112,10 +122,8 @@ def _project(x: Tensor, pixels: Tensor, weight: Tensor, heads: int) -> Tensor:
     )
 
 
-def _content(query: Tensor, key: Tensor) -> Tensor:
-    return torch.softmax(
-        torch.einsum("bhqd,bhkd->bhqk", query, key) / query.shape[-1] ** 0.5, -1
-    )
+def _logits(query: Tensor, key: Tensor) -> Tensor:
+    return torch.einsum("bhqd,bhkd->bhqk", query, key) / query.shape[-1] ** 0.5
 
 
 def _positional(layer: GPSA, bases: Tensor, pixels: Tensor) -> Tensor:

@@ -26,7 +26,7 @@ def stores(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
         model = tcnn_model.reparameterize(
             timm.create_model("resnet10t", num_classes=5), gating=gating
         ).eval()
-        images = torch.randn(2, 3, 64, 96)
+        images = torch.randn(8, 3, 64, 96)
         with (
             tcnn_probe.record(model, folder / f"{name}.zarr", images=1) as recorder,
             torch.no_grad(),
@@ -182,3 +182,24 @@ def test_refusals(
     assert error.startswith("tcnn-probe: ")
     assert message.format(tmp=tmp_path) in error
     assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "options", [[], ["--query", "9", "47", "--scale", "common", "--heads", "0", "2"]]
+)
+def test_maps_of_a_picture(
+    options: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A figure is drawn from a model's name and a file, with the weights of a checkpoint or none."""
+    torch.manual_seed(0)
+    picture, out = tmp_path / "noise.png", tmp_path / "maps.png"
+    noise = np.random.default_rng(0).random((60, 90, 3))
+    matplotlib.image.imsave(picture, noise)
+    name = ["maps", "deit_tiny_patch16_224", str(picture), "-o", str(out)]
+    layer = ["--layers", "blocks.11.*"]
+    assert main([*name, "--random", *layer, *options]) == 0
+    drawn = matplotlib.image.imread(out)
+    assert drawn.std() > 0.05
+    assert main([*name, "--random", "--layers", "neck"]) == 2
+    assert "no such maps of the layer 'neck'" in capsys.readouterr().err
+    assert main(["maps", "no_such_model", str(picture), "-o", str(out)]) == 2

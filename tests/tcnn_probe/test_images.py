@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any
 
+import matplotlib.pyplot as plt
 import numpy as np
 import pytest
 import timm
@@ -110,6 +111,70 @@ def test_pictures_for_a_model_whose_transform_nobody_knows() -> None:
         TypeError, match="a Sequential is unknown, as it is no model of timm"
     ):
         as_images(ARRAY, nn.Sequential())
+
+
+def test_evaluation_takes_pictures_as_the_model_sees_them(
+    model: nn.Module, expected: Tensor, tmp_path: Path
+) -> None:
+    """Pixels are those of the model's transform, without its normalisation."""
+    Image.fromarray(ARRAY).save(tmp_path / "china.png")
+    pixels = expected * 0.5 + 0.5  # its mean and std
+    labels = model.eval()(expected).argmax(1)
+    attacked = tcnn_probe.evaluation.fgsm(model, pixels.clamp(0, 1), labels)
+    options = {"corruptions": (), "attacks": ()}
+    for name, picture in as_people_have_them(tmp_path).items():
+        ds = tcnn_probe.evaluation.robustness(model, picture, labels, **options)
+        assert ds.clean_correct.values.all(), name
+        same = tcnn_probe.evaluation.fgsm(model, picture, labels)
+        torch.testing.assert_close(same, attacked, msg=name)
+
+
+def test_models_that_cut_pictures_differently(model: nn.Module) -> None:
+    cnn = timm.create_model("resnet10t", num_classes=5)
+    with pytest.raises(ValueError, match="cut pictures in different ways"):
+        tcnn_probe.evaluation.robustness({"vit": model, "cnn": cnn}, ARRAY, [0])
+
+
+def test_pictures_for_functions_keep_their_size() -> None:
+    def scores(images: Tensor) -> Tensor:
+        assert images.shape == (1, 3, 427, 640)
+        return images.mean((2, 3))
+
+    plain = {"normalization": (0, 1), "corruptions": (), "attacks": ()}
+    ds = tcnn_probe.evaluation.robustness(scores, ARRAY, [0], **plain)
+    assert ds.clean_prediction.item() == ARRAY.mean((0, 1)).argmax()
+    two = [ARRAY, ARRAY[:200]]
+    with pytest.raises(ValueError, match="pictures of one size"):
+        tcnn_probe.evaluation.robustness(scores, two, [0, 1], **plain)
+
+
+def test_saliency_is_drawn_over_the_pictures_it_was_given(
+    model: nn.Module, expected: Tensor, tmp_path: Path
+) -> None:
+    drawn = (expected[0] - expected.min()) / (expected.max() - expected.min())
+    for name, picture in as_people_have_them(tmp_path).items():
+        maps = tcnn_probe.saliency(model, picture)
+        for saved in (maps, maps.to_dataset(name="class_attention")):
+            axes = tcnn_probe.plot.saliency_overlay(saved, picture)
+            shown = axes[0, 0].images[0].get_array()
+            np.testing.assert_allclose(
+                shown, drawn.permute(1, 2, 0), atol=1e-6, err_msg=name
+            )
+            plt.close("all")
+    maps = tcnn_probe.saliency(model, expected)
+    with pytest.raises(ValueError, match="how these pictures were cut"):
+        tcnn_probe.plot.saliency_overlay(maps, ARRAY)
+
+
+@pytest.mark.filterwarnings("ignore:.*among images=")
+def test_ablation_takes_arrays(model: nn.Module, expected: Tensor) -> None:
+    arrays = [expected.numpy(), ARRAY, expected]
+    scores = []
+    for images in arrays:
+        with tcnn_probe.ablate(model, mode="static", images=images):
+            scores.append(model.eval()(expected))
+    torch.testing.assert_close(scores[0], scores[2])
+    torch.testing.assert_close(scores[1], scores[2])
 
 
 def test_a_photograph_and_three_lines(model: nn.Module) -> None:

@@ -1,6 +1,7 @@
 """Blur: out of focus, through frosted glass, by motion, by zooming.
 
-``noise.py`` says what the functions have in common.
+Arguments and results are as in ``noise.py``: ``scale`` is the shorter side of the image / 224, at most 1, and
+parameters are in pixels of 224 x 224.
 """
 
 import math
@@ -39,13 +40,13 @@ def _disc(radius: int, smoothing: float, scale: float) -> NDArray[Any]:
     """Make the kernel, shape (k, k), k odd; it sums to 1, except for the smoothing at its border."""
     from scipy.ndimage import correlate1d
 
-    half, reach = (
-        max(8, radius),
-        1 if radius <= 8 else 2,
-    )  # sizes of the published kernels: OpenCV takes 3 or 5 taps
+    # Sizes of the published kernels: OpenCV takes 3 or 5 taps.
+    half = max(8, radius)
+    taps_each_side = 1 if radius <= 8 else 2
     squares = np.arange(-half, half + 1) ** 2
     disc = (squares[:, None] + squares <= radius**2).astype(float)
-    taps = np.exp(-(np.arange(-reach, reach + 1) ** 2) / (2 * smoothing**2))
+    offsets = np.arange(-taps_each_side, taps_each_side + 1)
+    taps = np.exp(-(offsets**2) / (2 * smoothing**2))
     for axis in (0, 1):
         disc = correlate1d(disc, taps / taps.sum(), axis, mode="mirror")
     disc /= np.sum(squares[:, None] + squares <= radius**2)

@@ -24,7 +24,7 @@ from tcnn_model.training.distributed import Ranks
 from tcnn_model.training.loop import Training
 from tcnn_model.training.optimization import create_optimizer, create_schedules
 from tcnn_model.training.task import create_criterion, create_task
-from tests.tcnn_model.tiny_models import tiny_cnn, tiny_tcnn
+from tests.tcnn_model.tiny_models import Logits, tiny_cnn, tiny_tcnn
 from tests.tcnn_model.training.runs import config
 
 ALONE = Ranks(0, 1, torch.device("cpu"))
@@ -270,7 +270,8 @@ class _Teacher(nn.Module):
         return F.one_hot(torch.full((len(images),), 2), 5).float() * self.scale
 
 
-def test_hard_distillation_by_hand() -> None:
+@pytest.mark.parametrize("returns_object", [False, True])
+def test_hard_distillation_by_hand(returns_object: bool) -> None:
     """Half the labels' loss, half that of the teacher's decisions; the teacher sees images normalised as it wants."""
     pytest.importorskip("timm.task")
     teacher, model = (
@@ -279,12 +280,11 @@ def test_hard_distillation_by_hand() -> None:
             "resnet18", layers=[1, 1, 1, 1], channels=[8] * 4, num_classes=5
         ),
     )
-    teacher.pretrained_cfg = {"mean": (0.5,) * 3, "std": (0.5,) * 3}
+    judge = Logits(teacher) if returns_object else teacher
+    judge.pretrained_cfg = {"mean": (0.5,) * 3, "std": (0.5,) * 3}
     images, labels = torch.randn(4, 3, 32, 32), torch.tensor([0, 1, 2, 3])
     criterion = create_criterion("ce", label_smoothing=0.0, mixed=False)
-    result = create_task(model, model.eval(), criterion, teacher=teacher)(
-        images, labels
-    )
+    result = create_task(model, model.eval(), criterion, teacher=judge)(images, labels)
     logs = model(images).detach().double().log_softmax(1)
     expected = -(logs[range(4), labels] + logs[:, 2]).mean() / 2
     assert float(result["loss"].detach()) == pytest.approx(float(expected), rel=1e-5)

@@ -14,6 +14,7 @@ from tcnn_model.training.evaluation import evaluate
 from tcnn_model.training.finetune import FinetuningResult
 from tcnn_model.training.optimization import papers_qk_lr
 from tests.tcnn_model.tiny_models import (
+    Logits,
     batches,
     tiny_cnn,
     tiny_tcnn,
@@ -64,6 +65,11 @@ def test_training_learns() -> None:
     assert results[-1].train_loss < 0.8 * results[1].train_loss
     for before, layer in zip(gates, gpsa_layers(model).values(), strict=True):
         assert float((layer.gate - before).abs().max().detach()) > 0.01
+
+
+def test_models_that_return_an_object_with_logits() -> None:
+    """Training and evaluation take the scores as they take a plain tensor."""
+    assert _run(Logits(tiny_cnn()))[1:] == _run(tiny_cnn())[1:]
 
 
 def test_training_figures_by_hand() -> None:

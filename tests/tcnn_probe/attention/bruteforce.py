@@ -8,7 +8,7 @@ import copy
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 from unittest import mock
 
@@ -24,11 +24,12 @@ Place = (
 
 @dataclass
 class Whole:
-    """An attention of the copy: ``weights`` as the model made them, (..., N_query, N_key) in float64."""
+    """An attention of the copy: ``weights`` and ``logits`` as in the model, (..., N_query, N_key) in float64."""
 
     layer: str
     module: nn.Module
     weights: Tensor
+    logits: Tensor
 
 
 def grid(
@@ -49,13 +50,13 @@ def grid(
 
 
 @contextmanager
-def textbook(seen: Callable[[Tensor], None]) -> Iterator[None]:
+def textbook(seen: Callable[[Tensor, Tensor], None]) -> Iterator[None]:
     """Attention by its formula, each one handed on."""
 
     def softmax(x: Tensor, dim: int | None = None, *args: Any, **kwargs: Any) -> Tensor:
         weights = original(x, dim)
         if x.ndim > 2 and dim in (-1, x.ndim - 1):
-            seen(weights)
+            seen(weights, x)
         return weights
 
     def attend(
@@ -85,7 +86,7 @@ def textbook(seen: Callable[[Tensor], None]) -> Iterator[None]:
         weights = torch.nan_to_num(
             original(logits, -1)
         )  # a row that sees nothing is zero
-        seen(weights)
+        seen(weights, logits)
         return weights @ v
 
     original = torch.softmax
@@ -111,12 +112,15 @@ def attention_of(model: nn.Module, *inputs: Any, **kwargs: Any) -> list[Whole]:
             module.register_forward_pre_hook(lambda *_, name=name: running.append(name))
             module.register_forward_hook(lambda *_: running.pop() and None)
 
-    def seen(weights: Tensor) -> None:
+    def seen(weights: Tensor, logits: Tensor) -> None:
         name = running[-1]
         before = sum(one.layer.split("#")[0] == name for one in found)
         found.append(
             Whole(
-                f"{name}#{before}" if before else name, modules[name], weights.detach()
+                f"{name}#{before}" if before else name,
+                modules[name],
+                weights.detach(),
+                logits.detach(),
             )
         )
 
@@ -137,6 +141,40 @@ def entropy(weights: np.ndarray) -> np.ndarray:
     with np.errstate(divide="ignore", invalid="ignore"):
         terms = np.where(weights > 0, weights * np.log(weights), 0.0)
     return -terms.sum(-1)
+
+
+def health(weights: np.ndarray) -> dict[str, np.ndarray]:
+    """What the probe "health" should find: (B, windows, heads, N_query, N_key), each image and head for itself."""
+    images, windows, heads, queries, keys = weights.shape
+    names = ("sink", "query_diversity", "head_similarity")
+    found = {name: np.zeros((images, heads)) for name in names}
+    histogram = np.zeros((images, heads, 20))
+    for b in range(images):
+        for w in range(windows):
+            rows = weights[b, w]  # (heads, N_query, N_key)
+            for h in range(heads):
+                mean = rows[h].sum(0) / queries
+                entropies = entropy(rows[h])
+                found["sink"][b, h] += mean.max() / windows
+                diversity = entropy(mean) - entropies.mean()
+                found["query_diversity"][b, h] += diversity / windows
+                for value in entropies if keys > 1 else ():
+                    bin_ = min(19, int(20 * value / math.log(keys)))
+                    histogram[b, h, bin_] += 1 / (queries * windows)
+                for g in set(range(heads)) - {h}:
+                    norms = [np.linalg.norm(rows[k], axis=-1) for k in (g, h)]
+                    cosines = (rows[g] * rows[h]).sum(-1) / (norms[0] * norms[1])
+                    found["head_similarity"][b, h] += (
+                        cosines.mean() / windows / (heads - 1)
+                    )
+    means = {name: values.mean(0) for name, values in found.items()}
+    if keys > 1:
+        means["entropy_histogram"] = histogram.mean(0)
+    if queries < 2:
+        del means["query_diversity"]
+    if heads < 2:
+        del means["head_similarity"]
+    return means
 
 
 def information(weights: np.ndarray) -> np.ndarray:
@@ -194,6 +232,9 @@ class Layout:
             "uniform_entropy": np.log(weights.shape[-1]),
         }
         values["content_information"] = information(weights)
+        values |= health(weights)
+        logits = self.weights(replace(whole, weights=whole.logits), images)
+        values["max_logit"] = logits.max((0, 1, 3, 4))
         if self.queries is not None and self.keys is not None:
             assert weights.shape[-2:] == (len(self.queries), len(self.keys)), (
                 whole.layer,

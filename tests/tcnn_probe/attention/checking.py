@@ -40,6 +40,11 @@ NUMBERS += (
     "uniform_distance",
     "content_information",
     "class_content_information",
+    "max_logit",
+    "sink",
+    "query_diversity",
+    "head_similarity",
+    "entropy_histogram",
 )
 
 
@@ -109,7 +114,8 @@ def recorded(
 ) -> tuple[xr.Dataset, tuple[str, ...], dict[str, str]]:
     """The epoch that these batches make, the layers, and what was not recorded."""
     with mock.patch("tcnn_probe.attention.patterns.QUERIES", 1 << 20):  # all of them
-        recorder = helpers.recorded(model, *batches, **options)
+        probes = [*tcnn_probe.DEFAULT, "health"]
+        recorder = helpers.recorded(model, *batches, probes=probes, **options)
     return recorder.dataset.isel(epoch=0).load(), recorder.layers, recorder.unsupported
 
 
@@ -136,7 +142,8 @@ def expect(
             whole.layer
         )
         for name, value in expected.items():
-            assert got[name].shape == np.atleast_1d(value).shape, (whole.layer, name)
+            value = np.ravel(value)
+            assert got[name].shape == value.shape, (whole.layer, name)
             error = np.abs(got[name] - value).max()
             assert error < tolerance, (
                 f"{name} of {whole.layer}: off by {error}: {got[name]}, expected {value}"

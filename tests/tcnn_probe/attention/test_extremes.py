@@ -38,12 +38,12 @@ def tokens(dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
 
 
 def check(
-    model: Attend, q: Tensor, k: Tensor, weights: Tensor, tolerance: float = TOLERANCE
+    model: Attend, q: Tensor, k: Tensor, logits: Tensor, tolerance: float = TOLERANCE
 ) -> None:
     ds, _, _ = recorded(model, [(q, k)])
-    expect(
-        ds, [Whole("", model, weights.double())], {"": same(grid(3, 5))}, B, tolerance
-    )
+    logits = logits.double()
+    whole = Whole("", model, logits.softmax(-1), logits)
+    expect(ds, [whole], {"": same(grid(3, 5))}, B, tolerance)
 
 
 def rounding(q: Tensor, k: Tensor) -> float:
@@ -67,12 +67,8 @@ HOW = pytest.mark.parametrize("how", ["fused", "softmax"])
 def test_dtypes(dtype: torch.dtype, how: str) -> None:
     """Attention of queries and keys as they are; the softmax of logits in half precision is that of rounded logits."""
     (q, k), model = tokens(dtype), Attend(how)
-    weights = (
-        attention_of(model, q, k)[0].weights
-        if how == "fused"
-        else (q @ k.mT * 0.5).double().softmax(-1)
-    )
-    check(model, q, k, weights, rounding(q, k))
+    logits = attention_of(model, q, k)[0].logits if how == "fused" else q @ k.mT * 0.5
+    check(model, q, k, logits, rounding(q, k))
 
 
 @HOW
@@ -80,14 +76,11 @@ def test_autocast(how: str) -> None:
     """Attention is computed of queries and keys rounded to bfloat16, and so it is recorded."""
     (q, k), model = tokens(torch.float32), Attend(how)
     with torch.autocast("cpu", torch.bfloat16):
-        logits = (q @ k.mT * 0.5).double()
-    weights = (
-        logits.softmax(-1)
-        if how == "softmax"
-        else attention_of(model, q.bfloat16(), k.bfloat16())[0].weights
-    )
+        logits = q @ k.mT * 0.5
+    if how == "fused":
+        logits = attention_of(model, q.bfloat16(), k.bfloat16())[0].logits
     with torch.autocast("cpu", torch.bfloat16):
-        check(model, q, k, weights, rounding(q, k))
+        check(model, q, k, logits, rounding(q, k))
 
 
 class Hidden(nn.Module):
@@ -116,7 +109,8 @@ def test_class_tokens_among_keys_that_are_hidden_or_have_large_logits() -> None:
     """Between the grid and the tokens before it no digit is lost."""
     model, x = Hidden(), torch.randn(B, HEADS, 17, D)
     ds, _, _ = recorded(model, [(x,)])
-    whole = Whole("", model, model.mask.double().softmax(-1).expand(B, HEADS, 17, 17))
+    logits = model.mask.double().expand(B, HEADS, 17, 17)
+    whole = Whole("", model, logits.softmax(-1), logits)
     expect(
         ds,
         [whole],
@@ -135,4 +129,4 @@ def test_inference_mode_and_strides(how: str) -> None:
     assert not q.is_contiguous()
     assert not k.is_contiguous()
     with torch.inference_mode():
-        check(model, q.view_as(q), k.view_as(k), whole.weights)
+        check(model, q.view_as(q), k.view_as(k), whole.logits)

@@ -6,6 +6,7 @@ from torch import Tensor
 
 from tcnn_model import GPSA
 from tcnn_model.gpsa import blocks
+from tcnn_model.gpsa.statistics import measure
 from tcnn_probe.attention.statistics import gated_means
 from tests.tcnn_probe.networks import scatter
 from tests.tcnn_probe.oracle import gpsa_statistics, gpsa_statistics_of_qk
@@ -39,7 +40,8 @@ def test_equal_brute_force(
     """Positional logits reach -8,000, which float64 knows to 1e-12."""
     monkeypatch.setattr(blocks, "_BLOCK_ELEMENTS_CPU", elements)
     layer, x = make(geometry)
-    got = gated_means(layer.double().gated_attention(x.double().requires_grad_()))
+    attention = layer.double().gated_attention(x.double().requires_grad_())
+    got = gated_means(measure(attention))
     expected = gpsa_statistics(layer, x)
     assert got.keys() == expected.keys()
     for name, value in expected.items():
@@ -59,7 +61,7 @@ def test_nothing_is_lost_after_the_projections(dtype: torch.dtype | str) -> None
             if dtype == "autocast"
             else layer.to(dtype).gated_attention(x.to(dtype))
         )
-        got = gated_means(attention)
+        got = gated_means(measure(attention))
     assert dtype == torch.float32 or attention.query.dtype in (
         torch.bfloat16,
         torch.float16,

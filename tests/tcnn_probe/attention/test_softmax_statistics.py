@@ -44,6 +44,7 @@ def brute_force(logits: Tensor, size: Tensor, prefix: int) -> Bounded:
     found = {
         "entropy": mean(attention, -attention.clamp_min(1e-300).log(), size),
         "attention_distance": mean(grid, far, size[..., prefix:, prefix:]),
+        "max_logit": (logits.amax((-2, -1)), 4 * EPS * size.amax((-2, -1))),
     }
     if prefix:
         on_prefix = (torch.arange(attention.shape[-1]) < prefix).double()
@@ -126,12 +127,16 @@ def case(form: str, prefix: int, windows: int = 1) -> tuple[SoftmaxAttention, Bo
 
 
 def check(call: SoftmaxAttention, expected: Bounded) -> None:
-    got, _ = statistics.softmax_means(call)
+    got = statistics.measure_softmax(call).means
     assert got.keys() == expected.keys()
     for name, (value, bound) in expected.items():
         value, bound = (
-            x.unflatten(0, (call.images, call.windows)).mean(1) for x in (value, bound)
+            x.unflatten(0, (call.images, call.windows)) for x in (value, bound)
         )
+        if name == "max_logit":
+            value, bound = value.amax(1), bound.amax(1)
+        else:
+            value, bound = value.mean(1), bound.mean(1)
         assert got[name].shape == value.shape
         assert ((got[name] - value).abs() <= bound).all(), (
             name,
@@ -174,7 +179,7 @@ def test_no_n_by_n_tensor() -> None:
     query, key = torch.randn(1, 2, tokens.count, 3), torch.randn(1, 2, tokens.count, 3)
     call = attention_of(ProductLogits(query, key, 1.0, None), tokens, images=1)
     with LargestTensor() as largest:
-        statistics.softmax_means(call)
+        statistics.measure_softmax(call)
     assert tokens.count**2 > 8 * 10**6
     assert largest.elements <= max(
         Attention.BLOCK, 2 * QUERIES * tokens.count

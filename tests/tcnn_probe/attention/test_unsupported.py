@@ -83,6 +83,18 @@ CASES: dict[
         dict.fromkeys(("BatNonLocalAttn", "BilinearAttnTransform"), "no softmax"),
         {},
     ),
+    "vit_dwee_patch16_reg1_gap_256": (
+        TINY,
+        (32, 48),
+        {"DiffAttention": "A1 - lambda"},
+        {},
+    ),
+    "vit_dpwee_patch16_reg1_gap_256": (
+        TINY,
+        (32, 48),
+        {"DiffParallelScalingBlock": "A1 - lambda"},
+        {},
+    ),
     "resnet18": ({}, (64, 96), {}, {}),
 }
 
@@ -121,6 +133,18 @@ def test_reasons(name: str) -> None:
             assert any(
                 path.split("#")[0].startswith(layer) for path in (*unsupported, *layers)
             ), layer
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_differential_attention_is_named_fused_or_not(fused: bool) -> None:
+    """Its two softmaxes were recorded as two attentions of half the width, or as a softmax that weighs no values."""
+    model = timm.create_model("vit_dwee_patch16_reg1_gap_256", **TINY).eval()
+    for block in model.blocks:
+        block.attn.fused_attn = fused
+    with pytest.raises(ValueError, match="A1 - lambda A2 of two softmaxes"):
+        tcnn_probe.attention_maps(model, torch.randn(2, 3, 32, 48))
+    with pytest.raises(ValueError, match="A1 - lambda A2 of two softmaxes"):
+        tcnn_probe.ablate(model, "blocks.0.attn")
 
 
 class Gate(nn.Module):

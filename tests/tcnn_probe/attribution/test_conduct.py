@@ -1,6 +1,8 @@
 """The model, and torch, are afterwards as they were: after an exception, in any mode, and with several threads."""
 
+import sys
 from threading import Barrier, Thread
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -11,6 +13,7 @@ from torch import Tensor, nn
 
 import tcnn_probe
 from tcnn_probe.attribution import METRICS
+from tcnn_probe.models import progress_bar
 from tests.tcnn_probe.attribution.models import CONVOLVED, patchconvnet, transformer
 from tests.tcnn_probe.contracts.helpers import Trace
 
@@ -210,6 +213,17 @@ def test_not_recorded_by_others(method: str) -> None:
         == 3
     )
     xr.testing.assert_equal(*trees)
+
+
+@pytest.mark.parametrize("notebook", [False, True])
+def test_bars_of_long_calls_are_shown_in_notebooks(
+    notebook: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shell = SimpleNamespace(kernel=1) if notebook else None
+    fake = SimpleNamespace(get_ipython=lambda: shell)
+    monkeypatch.setitem(sys.modules, "IPython", fake)
+    with progress_bar(3, "maps", None) as bar:
+        assert bar.disable == (not notebook)
 
 
 @pytest.mark.parametrize(

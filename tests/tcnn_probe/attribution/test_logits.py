@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 import tcnn_probe
-from tcnn_probe.models import class_scores
+from tcnn_model.outputs import class_scores
 
 transformers = pytest.importorskip("transformers")
 

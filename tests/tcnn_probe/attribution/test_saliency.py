@@ -211,6 +211,7 @@ def flat(model: nn.Module, x: Tensor, target: Tensor) -> Tensor:
             ValueError,
             r"one of \['class_attention', .*got 'grad_cam'",
         ),
+        ({"method": "grad_cam"}, ValueError, "did you mean 'gradcam'"),
         ({"method": []}, ValueError, r"expected a method.*got \[\]"),
         (
             {"method": ["occlusion", "occlusion"]},

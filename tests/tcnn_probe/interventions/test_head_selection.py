@@ -77,23 +77,31 @@ def test_by_array() -> None:
     assert heads(array.drop_vars("head")) == expected
 
 
-def test_an_empty_selection_ablates_nothing() -> None:
+def test_an_empty_selection_ablates_nothing_and_is_warned_of() -> None:
     model, x = Chain(), torch.randn(2, 2, 7, 11)
+    empty = pytest.warns(RuntimeWarning, match="no head is selected")
     with torch.no_grad():
         plain = model(x)
         for mode, options in (("mean", {"images": x}), ("replaced", {"source": vit()})):
-            with tcnn_probe.ablate(model, mask(), mode, **options) as ablation:  # type: ignore[arg-type]
+            with empty:
+                ablation = tcnn_probe.ablate(model, mask(), mode, **options)  # type: ignore[arg-type]
+            with ablation:
                 assert torch.equal(model(x), plain)
             assert ablation.heads == {}
-    with tcnn_probe.ablate(
-        model, {"near": [], "far": ()}
-    ):  # of layers that need not even run
-        model.near(x)
-    for selection in (
-        mask("blocks.0", "far"),
-        mask("blocks.0").isel(layer=[]),
-    ):  # nor be there
-        assert tcnn_probe.ablate(model, selection).heads == {}
+    with empty:
+        ablation = tcnn_probe.ablate(model, {"near": [], "far": ()})
+    with ablation:
+        model.near(x)  # layers that are named need not even run
+    absent = (mask("blocks.0", "far"), mask("blocks.0").isel(layer=[]))
+    for selection in absent:  # nor be there
+        with empty:
+            assert tcnn_probe.ablate(model, selection).heads == {}
+
+
+def test_a_cnn_has_no_attention_to_ablate() -> None:
+    cnn = nn.Sequential(nn.Conv2d(3, 4, 3))
+    with pytest.raises(ValueError, match=r"none is called attention.*reparameterize"):
+        tcnn_probe.ablate(cnn)
 
 
 @torch.no_grad()

@@ -1,5 +1,9 @@
 """plot.attention_maps: each map lies on its layer's row and head's column, over the image, with the query boxed."""
 
+import pickle
+import sys
+from types import SimpleNamespace
+
 import matplotlib.pyplot as plt
 import numpy as np
 import pytest
@@ -8,6 +12,7 @@ import torch
 import xarray as xr
 
 import tcnn_probe
+from tests.tcnn_probe.plot.layout import texts_within_and_apart
 
 SIZE = (32, 48)
 
@@ -65,8 +70,105 @@ def test_class_token_and_choices(maps: xr.DataTree) -> None:
     assert not boxes(figure)
 
 
+def drawn_titles(figure: plt.Figure) -> list[str]:
+    return [axes.get_title() for axes in figure.axes if len(axes.images) == 2]
+
+
+def test_many_heads_are_wrapped_and_legible() -> None:
+    """Rows of 9, 9 and 7 heads for 25, on a page, each named where the panel above shows another."""
+    options = {"patch_size": 8, "img_size": SIZE, "embed_dim": 50, "depth": 1}
+    model = timm.create_model("deit_tiny_patch16_224", **options, num_heads=25).eval()
+    maps = tcnn_probe.attention_maps(model, torch.randn(1, 3, *SIZE), queries=[(9, 47)])
+    figure = tcnn_probe.plot.attention_maps(maps)
+    assert figure.get_size_inches()[0] < 12
+    assert drawn_titles(figure) == [f"head {head}" for head in range(25)]
+    panels = [axes for axes in figure.axes if len(axes.images) == 2]
+    columns = {round(axes.get_position().x0, 2) for axes in panels}
+    assert len(columns) == 9
+    texts_within_and_apart(figure)
+    for values, panel in zip(
+        maps["25x4x6"].attention[0, :, :, 0].values.reshape(-1, 4, 6),
+        drawn(figure),
+        strict=True,
+    ):
+        np.testing.assert_allclose(panel, values / values.max(), rtol=1e-6)
+
+
+def test_layers_of_different_numbers_of_heads() -> None:
+    options = {
+        "img_size": 64,
+        "embed_dim": 30,
+        "window_size": 4,
+        "depths": (1, 1, 1),
+        "num_heads": (2, 5, 3),
+    }
+    swin = timm.create_model("swin_tiny_patch4_window7_224", **options).eval()
+    maps = tcnn_probe.attention_maps(swin, torch.randn(1, 3, 64, 64), queries=[(9, 47)])
+    figure = tcnn_probe.plot.attention_maps(maps, col_wrap=3)
+    titles = [
+        "head 0",
+        "head 1",
+        "",
+        "",
+        "head 2",
+        "head 3",
+        "head 4",
+        "head 0",
+        "head 1",
+        "",
+    ]
+    assert drawn_titles(figure) == titles
+    texts_within_and_apart(figure)
+
+
+def test_scales_are_said(maps: xr.DataTree) -> None:
+    values = maps["3x4x6"].attention[0, :, :, 1].values.reshape(-1, 4, 6)
+    figure = tcnn_probe.plot.attention_maps(maps, query=(9, 47), scale="common")
+    for panel, expected in zip(drawn(figure), values, strict=True):
+        np.testing.assert_allclose(panel, expected / values.max(), rtol=1e-6)
+    assert (
+        figure.get_supxlabel()
+        == f"opacity and colour: all maps from 0 to {values.max():.2g}"
+    )
+    figure = tcnn_probe.plot.attention_maps(maps)
+    assert figure.get_supxlabel().endswith("each map from 0 to its own largest value")
+
+
 def test_the_query_by_default(maps: xr.DataTree) -> None:
     assert boxes(tcnn_probe.plot.attention_maps(maps)) == {(0.0, 24.0, 8.0, 8.0)}
+
+
+def test_what_is_drawn_next_has_a_figure_of_its_own(maps: xr.DataTree) -> None:
+    """README's curves were drawn over the last head's map; pyplot's titles belong to the image."""
+    figure = tcnn_probe.plot.attention_maps(maps)
+    assert plt.gca() is figure.axes[0]
+    panels = [len(axes.lines) for axes in figure.axes]
+    curves = xr.DataArray(np.ones((4, 2)), dims=("epoch", "head"), name="gate")
+    ax = tcnn_probe.plot.evolution(curves)
+    assert ax.figure is not figure
+    assert [len(axes.lines) for axes in figure.axes] == panels
+    assert tcnn_probe.plot.evolution(curves) is ax  # as before, on the current axes
+
+
+@pytest.mark.parametrize("backend", ["inline", "agg"])
+def test_a_notebook_shows_a_figure_once(
+    maps: xr.DataTree, backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The inline backend shows what a cell leaves open; IPython would show the cell's value beside it."""
+    shown: list[plt.Figure] = []
+    display = SimpleNamespace(display=shown.append)
+    monkeypatch.setitem(sys.modules, "IPython", SimpleNamespace(display=display))
+    figure = tcnn_probe.plot.attention_maps(maps)
+    monkeypatch.setattr(plt, "get_backend", lambda: backend)
+    figure._ipython_display_()
+    assert shown == ([] if backend == "inline" else [figure])
+    assert not hasattr(figure, "_ipython_display_")  # from now on as any figure
+    closed = tcnn_probe.plot.attention_maps(maps)
+    plt.close(closed)
+    closed._ipython_display_()
+    assert shown[-1] is closed
+    figure = pickle.loads(pickle.dumps(tcnn_probe.plot.attention_maps(maps)))
+    assert len(figure.axes) == 10
 
 
 @pytest.mark.parametrize(
@@ -81,6 +183,8 @@ def test_the_query_by_default(maps: xr.DataTree) -> None:
         ({"query": 5}, "two integers"),
         ({"layers": "head"}, "no such maps of the layer 'head'"),
         ({"heads": 3}, "heads of the layers, got 3"),
+        ({"scale": "each"}, "scale 'own' or 'common' .* got 'each'"),
+        ({"col_wrap": 0}, "col_wrap from 1, got 'own' and 0"),
     ],
 )
 def test_refusals(maps: xr.DataTree, options: dict[str, object], message: str) -> None:
@@ -89,5 +193,5 @@ def test_refusals(maps: xr.DataTree, options: dict[str, object], message: str) -
 
 
 def test_refuses_another_tree() -> None:
-    with pytest.raises(TypeError, match="maps gives"):
+    with pytest.raises(TypeError, match="maps, got DataTree"):
         tcnn_probe.plot.attention_maps(xr.DataTree())

@@ -18,7 +18,12 @@ from tcnn_model import GPSA, gpsa_layers
 from tests.tcnn_model.helpers import default_dtype
 from tests.tcnn_probe.contracts.helpers import recorded
 from tests.tcnn_probe.networks import Branches, Chain, inputs_of, scatter, small_resnet
-from tests.tcnn_probe.oracle import gpsa_statistics, gpsa_statistics_of_qk, summarise
+from tests.tcnn_probe.oracle import (
+    gpsa_statistics,
+    gpsa_statistics_of_qk,
+    over_images,
+    summarise,
+)
 
 pytestmark = pytest.mark.numerical
 
@@ -44,8 +49,9 @@ def assert_layer(
 
     1e-5 nat or pixel is what float32 leaves of sums over some hundred pixels with logits up to some ten.
     """
-    for name in MEASURED:
-        got, mean = ds[name].sel(layer=layer).values[-1], expected[name].mean(0).numpy()
+    for name in expected:
+        got = ds[name].sel(layer=layer).values[-1]
+        mean = over_images(name, expected[name]).numpy()
         np.testing.assert_allclose(
             got[: len(mean)], mean, rtol=tolerance, atol=tolerance, err_msg=name
         )

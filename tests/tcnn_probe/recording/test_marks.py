@@ -85,3 +85,14 @@ def test_skip_drops_what_was_seen_for_a_marked_epoch(
     np.testing.assert_array_equal(*recorder.dataset.entropy.values)
     with pytest.raises(ValueError, match="later than"):
         recorder.mark(epoch=0, if_marked="skip")
+
+
+def test_integer_tensors_stay_integers_along_another_coordinate() -> None:
+    recorder = tcnn_probe.record(model := vit(), along="step")
+    for step in (torch.tensor(5), 7):
+        with torch.no_grad():
+            model(images())
+        recorder.mark(step=step)
+    recorder.remove()
+    assert recorder.dataset.step.dtype == np.int64
+    assert recorder.dataset.step.values.tolist() == [5, 7]

@@ -30,7 +30,12 @@ def test_every_variable_says_what_it_is() -> None:
         "attention_distance": "pixel",
         "uniform_distance": "pixel",
     }
-    units |= {"images": "1", "nonfinite_images": "1", "translation_equivariance": "1"}
+    units |= {
+        "max_logit": "1",
+        "images": "1",
+        "nonfinite_images": "1",
+        "translation_equivariance": "1",
+    }
     units |= dict.fromkeys(
         ("content_information", "content_part_information", "uniform_content_entropy"),
         "nat",

@@ -12,7 +12,7 @@ from torch import nn
 import tcnn_probe
 from tests.tcnn_probe.contracts.helpers import Trace, clean, images, vit
 from tests.tcnn_probe.networks import Branches
-from tests.tcnn_probe.oracle import gpsa_statistics
+from tests.tcnn_probe.oracle import gpsa_statistics, over_images
 from tests.tcnn_probe.probes.class_attention_models import network
 
 RECORD: dict[str, tuple[Callable[[], Any], dict[str, Any], type[Exception], str]] = {
@@ -278,7 +278,7 @@ def test_mark(first: bool, tmp_path: Path) -> None:
     ).items():
         got = ds[name].sel(layer="near", epoch=4)[:9]
         np.testing.assert_allclose(
-            got, expected.mean(0), rtol=1e-5, atol=1e-5, err_msg=name
+            got, over_images(name, expected), rtol=1e-5, atol=1e-5, err_msg=name
         )
 
 

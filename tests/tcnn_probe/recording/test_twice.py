@@ -1,5 +1,6 @@
 """A script that is run again: continued, replaced or refused, alone and with a checkpoint of the training."""
 
+import copy
 import itertools
 from contextlib import nullcontext
 from pathlib import Path
@@ -9,6 +10,7 @@ import pytest
 import torch
 import xarray as xr
 import zarr
+from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from zarr.storage import MemoryStore
 
@@ -40,6 +42,34 @@ def test_modes(kind: str, tmp_path: Path) -> None:
     assert xr.open_zarr(store).top1.values.tolist() == [0, 0.5, 1]
     assert script(store, 1, 3, mode="w", layers="blocks.1") == [1, 3]
     assert xr.open_zarr(store).entropy.sizes == {"epoch": 2, "layer": 1, "head": 3}
+
+
+def test_near_misses_are_answered() -> None:
+    model = vit()
+    with (
+        tcnn_probe.record(model) as recorder,
+        pytest.raises(TypeError, match=r"takes the epoch by name: mark\(epoch=0\)"),
+    ):
+        recorder.mark(0)
+    with pytest.raises(
+        TypeError, match=r"names or globs of layers.*got -1.*'blocks.1.attn"
+    ):
+        tcnn_probe.attention_maps(model, images(), layers=-1)
+
+
+def test_logging_says_what_is_silent(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "tcnn_probe")
+    script(tmp_path / "run.zarr", 0)
+    assert caplog.messages == ["recording 2 layers: blocks.0.attn, blocks.1.attn"]
+    caplog.clear()
+    model = vit()
+    with tcnn_probe.record(model, tmp_path / "run.zarr") as recorder:
+        model(images())
+        recorder.mark(epoch=0, if_marked="skip")
+    assert caplog.messages[0].endswith("run.zarr holds 1 epoch: going on")
+    assert caplog.messages[1] == "epoch 0 is marked already: skipped"
 
 
 def test_replacing_what_is_no_recording_or_is_being_written(tmp_path: Path) -> None:
@@ -90,6 +120,52 @@ def test_open_gives_no_advice_for_writing(tmp_path: Path) -> None:
         match=r"foreign\.zarr holds something else .*: tcnn_probe\.open reads what",
     ):
         tcnn_probe.open(tmp_path / "foreign.zarr")
+
+
+def one_epoch(model: nn.Module, recorder: tcnn_probe.Recorder, epoch: int) -> None:
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    model.train()(images()).sum().backward()
+    optimizer.step()
+    model.eval()(images())
+    recorder.mark(epoch=epoch)
+
+
+@pytest.mark.parametrize("part", ["none", "seed", "one bias"])
+def test_a_training_that_goes_on_from_other_weights(part: str, tmp_path: Path) -> None:
+    """Warned of before the first step; weights of the checkpoint, and a model of other shapes, are not."""
+    model, store = vit(), tmp_path / "run.zarr"
+    with tcnn_probe.record(model, store) as recorder:
+        one_epoch(model, recorder, 0)
+        one_epoch(model, recorder, 1)
+    resumed = vit(seed=part == "seed")
+    if part != "seed":
+        resumed.load_state_dict(model.state_dict())
+    if part == "one bias":
+        resumed.blocks[1].mlp.fc2.bias.data += 1e-6
+    caught = pytest.warns(RuntimeWarning, match="goes on from other weights")
+    with tcnn_probe.record(resumed, store) as recorder:
+        with caught if part != "none" else nullcontext():
+            resumed.train()(images())
+        one_epoch(resumed, recorder, 2)
+    with tcnn_probe.record(vit(mlp_ratio=3), store) as recorder:
+        one_epoch(recorder._model, recorder, 3)
+
+
+def test_weights_that_are_put_in_for_validation_tell_nothing(tmp_path: Path) -> None:
+    model, store = vit(), tmp_path / "run.zarr"
+    trained = {}
+    with tcnn_probe.record(model, store) as recorder:
+        for epoch in range(2):
+            model.load_state_dict(trained or model.state_dict())
+            model.train()(images())
+            trained = copy.deepcopy(model.state_dict())
+            with torch.no_grad():
+                model.head.bias += 1  # an average of weights
+            model.eval()(images())
+            recorder.mark(epoch=epoch)
+    model.load_state_dict(trained)
+    with tcnn_probe.record(model, store) as recorder:
+        one_epoch(model, recorder, 2)
 
 
 @pytest.mark.parametrize("lost", ["nothing", "mark", "checkpoint"])

@@ -1,0 +1,256 @@
+"""``health()``: the findings in a recording, worst first."""
+
+import html
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, overload
+
+import numpy as np
+import xarray as xr
+
+from tcnn_probe.diagnosis.signs import SIGNS, HealthLimits, Sign
+
+__all__ = ["Finding", "Findings", "health"]
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A sign of illness in a layer, over marks that follow each other.
+
+    Args:
+        sign: Name of the sign, such as "entropy collapse".
+        is_alarm: Whether it is an alarm; else a notice.
+        layer: Name of the layer.
+        heads: Heads that showed it; none for a sign of the layer.
+        since: First mark at which it was seen.
+        until: Last mark at which it was seen; None if it was seen at the recording's last mark.
+        measure: Name of what shows it, mostly a variable.
+        value: Its worst value.
+        usual: Usual values.
+        leads_to: Known consequences, causes or remedies.
+        source: Paper that says so.
+    """
+
+    sign: str
+    is_alarm: bool
+    layer: str
+    heads: tuple[int, ...]
+    since: int | float
+    until: int | float | None
+    measure: str
+    value: float
+    usual: str
+    leads_to: str
+    source: str
+
+    def __str__(self) -> str:
+        heads = f", heads {_join(self.heads)}" if self.heads else ""
+        until = "" if self.until is None else f" until {self.until}"
+        return (
+            f"{self.sign} in {self.layer}{heads}, since {self.since}{until}: {self.measure} {self.value:.3g} (usual: "
+            f"{self.usual}); {self.leads_to} ({self.source})"
+        )
+
+
+@dataclass(frozen=True, repr=False)
+class Findings(Sequence[Finding]):
+    """Findings, worst first: a sequence that prints as a table.
+
+    Args:
+        findings: The findings.
+        along: Name of the marks, such as "epoch".
+        marks: Number of marks that were looked at.
+        unseen: Signs that the recording cannot show, with the variables that it lacks.
+    """
+
+    findings: tuple[Finding, ...]
+    along: str
+    marks: int
+    unseen: dict[str, list[str]]
+
+    @property
+    def alarms(self) -> tuple[Finding, ...]:
+        """Findings that are alarms."""
+        return tuple(finding for finding in self.findings if finding.is_alarm)
+
+    def __len__(self) -> int:
+        return len(self.findings)
+
+    @overload
+    def __getitem__(self, index: int) -> Finding: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> tuple[Finding, ...]: ...
+
+    def __getitem__(self, index: int | slice) -> Finding | tuple[Finding, ...]:
+        return self.findings[index]
+
+    def __iter__(self) -> Iterator[Finding]:
+        return iter(self.findings)
+
+    def to_dicts(self) -> list[dict[str, Any]]:
+        """Return the findings as dictionaries, for ``pandas.DataFrame`` or JSON."""
+        return [asdict(finding) for finding in self.findings]
+
+    def __repr__(self) -> str:
+        rows = self._rows()
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        lines = [
+            "  ".join(map(str.ljust, row, widths)).rstrip()
+            for row in (rows if len(rows) > 1 else [])
+        ]
+        for sign, finding in {finding.sign: finding for finding in self}.items():
+            lines.append(f"{sign}: {finding.leads_to} ({finding.source})")
+        return "\n".join([self._title(), *lines, *self._footer()])
+
+    def _repr_html_(self) -> str:
+        head, *rows = [
+            "".join(f"<td>{html.escape(cell)}</td>" for cell in row)
+            for row in self._rows()
+        ]
+        body = "".join(
+            f'<tr title="{html.escape(finding.leads_to, quote=True)}">{row}</tr>'
+            for finding, row in zip(self, rows, strict=True)
+        )
+        notes = "".join(f"<p>{html.escape(text)}</p>" for text in self._footer())
+        table = f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+        title = f"<p>{html.escape(self._title())}</p>"
+        return title + (table if rows else "") + notes
+
+    def _title(self) -> str:
+        alarms = len(self.alarms)
+        counts = [
+            f"{number} {noun}{'s' * (number != 1)}"
+            for number, noun in ((alarms, "alarm"), (len(self) - alarms, "notice"))
+        ]
+        return f"{', '.join(counts)} in {self.marks} {self.along}s"
+
+    def _rows(self) -> list[list[str]]:
+        rows = [["", "sign", "layer", "heads", f"since {self.along}", "until"]]
+        rows[0] += ["seen", "usual"]
+        for finding in self:
+            shown = f"{finding.measure} {finding.value:.3g}"
+            until = "" if finding.until is None else str(finding.until)
+            kind = "ALARM" if finding.is_alarm else "notice"
+            row = [kind, finding.sign, finding.layer, _join(finding.heads)]
+            rows.append([*row, str(finding.since), until, shown, finding.usual])
+        return rows
+
+    def _footer(self) -> list[str]:
+        if not self.unseen:
+            return []
+        lacking = dict.fromkeys(
+            name for names in self.unseen.values() for name in names
+        )
+        return [
+            f"not looked for: {', '.join(self.unseen)}: the recording has no {', '.join(lacking)}; "
+            f"record(..., health=True) keeps them"
+        ]
+
+
+def health(ds: xr.Dataset, **limits: float) -> Findings:
+    """Look for signs of illness in a recording: what broke, in which heads, since which epoch.
+
+    ::
+
+        with tcnn_probe.record(model, "run.zarr", health=True) as recorder:
+            ...
+        print(tcnn_probe.health(recorder.dataset))
+
+    Alarms are what precedes divergence, or dead parts; notices are what healthy models can have, and what spoils maps
+    or dense features. A sign is reported for each layer with the heads that show it, from the first to the last mark of
+    its last spell. Most signs need the probe "health", as ``record(..., health=True)`` has it; signs of logits and
+    entropies are seen in any recording. Their limits are those of the literature, or relative to the best that the same
+    head had before, see :class:`~tcnn_probe.diagnosis.HealthLimits`.
+
+    Args:
+        ds: A recording: ``recorder.dataset``, ``xarray.open_zarr(path)``, or a selection of marks.
+        **limits: Limits in place of the defaults, such as ``max_logit=200``; see
+            :class:`~tcnn_probe.diagnosis.HealthLimits`.
+
+    Returns:
+        Findings, alarms first, of these the gravest and the earliest first; a sequence that prints as a table.
+
+    Raises:
+        TypeError: ``ds`` is no dataset, or a limit is unknown or no number.
+        ValueError: The dataset is no recording, or has no layers.
+    """
+    if not isinstance(ds, xr.Dataset):
+        raise TypeError(
+            f"expected a recording's dataset, recorder.dataset or xarray.open_zarr(path), got {type(ds).__name__}"
+        )
+    checked = HealthLimits(**limits)
+    along = ds.attrs.get("along")
+    if along not in ds.dims:
+        raise ValueError(
+            "expected a recording: recorder.dataset, or xarray.open_zarr(path)"
+        )
+    if "run" in ds.dims:
+        raise ValueError("expected one recording, got several: ds.sel(run=...)")
+    if "layer" not in ds.dims:
+        raise ValueError(
+            "the recording has no layers: it was made without probes of attention"
+        )
+    names = {name for sign in SIGNS.values() for name in (sign.variable, *sign.needs)}
+    names |= {"content_entropy", "uniform_content_entropy"}
+    ds = ds[[name for name in ds.data_vars if name in names]].load()
+    by_mark = ds.rename({along: "mark"})
+    findings: list[Finding] = []
+    unseen = {}
+    for sign in SIGNS.values():
+        missing = sign.missing(ds)
+        if missing:
+            unseen[sign.name] = missing
+        else:
+            findings += _findings_of(sign, by_mark, checked)
+    order = list(SIGNS)
+    findings.sort(
+        key=lambda finding: (
+            not finding.is_alarm,
+            finding.until is not None,
+            order.index(finding.sign),
+            finding.since,
+        )
+    )
+    return Findings(tuple(findings), str(along), ds.sizes[along], unseen)
+
+
+def _findings_of(sign: Sign, ds: xr.Dataset, limits: HealthLimits) -> Iterator[Finding]:
+    """Yield a finding for each layer that shows a sign: its last spell."""
+    shown = sign.condition(ds, limits)
+    name, measure = sign.measure or (sign.variable, lambda ds: ds[sign.variable])
+    values = measure(ds).transpose(*shown.dims)
+    marks = ds.mark.values.tolist()
+    for layer in ds.layer.values.tolist():
+        in_layer = shown.sel(layer=layer)
+        has_heads = "head" in in_layer.dims
+        at_marks = (in_layer.any("head") if has_heads else in_layer).values
+        if not at_marks.any():
+            continue
+        last = int(np.flatnonzero(at_marks)[-1])
+        earlier = np.flatnonzero(~at_marks[:last])
+        first = int(earlier[-1]) + 1 if earlier.size else 0
+        spell = {"mark": slice(first, last + 1)}
+        in_spell = in_layer.isel(spell)
+        heads: tuple[int, ...] = ()
+        if has_heads:
+            heads = tuple(np.flatnonzero(in_spell.any("mark").values).tolist())
+        worst: Callable[[Any], Any] = np.max if sign.worst == "largest" else np.min
+        at_spell = values.sel(layer=layer).isel(spell).values[in_spell.values]
+        yield Finding(
+            sign=sign.name,
+            is_alarm=sign.is_alarm,
+            layer=str(layer),
+            heads=heads,
+            since=marks[first],
+            until=None if last == len(marks) - 1 else marks[last],
+            measure=name,
+            value=float(worst(at_spell)),
+            usual=sign.usual.format(**asdict(limits)),
+            leads_to=sign.leads_to,
+            source=sign.source,
+        )
+
+
+def _join(heads: Sequence[int]) -> str:
+    return ", ".join(map(str, heads))

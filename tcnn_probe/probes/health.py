@@ -1,0 +1,273 @@
+"""Signs of health: collapsed queries, sinks, heads and queries that are alike, silent heads, and outlier tokens.
+
+Of gated layers (GPSA, ConViT) all of this is of the content part C, which the images decide: their positional part is
+the same for all images, and its state is recorded as gate, locality strength and centre.
+"""
+
+import math
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+from torch.nn.functional import one_hot
+
+from tcnn_model.gpsa.precision import at_least_float32
+from tcnn_probe.attention.attention import Attention
+from tcnn_probe.attention.patterns import QUERIES
+from tcnn_probe.attention.statistics import ContentRows
+from tcnn_probe.probes.probe import Probe
+from tcnn_probe.probes.variables import HEAD, IMAGE_MEAN, LOGIT
+from tcnn_probe.representation.token_similarity import token_cosine
+from tcnn_probe.schema import Variable
+
+__all__ = ["ENTROPY_BINS", "HEALTH", "OUTLIER", "TOKEN_KINDS"]
+
+ENTROPY_BINS = 20
+"""Bins of the histogram of entropies, each 0.05 wide: a quantile read from it is off by 0.05 at most."""
+TOKEN_KINDS = ("class", "register", "border", "inner")
+"""Kinds of keys that can be a sink; distillation tokens count as class tokens, border and inner ones are patches."""
+OUTLIER = 3.0
+"""Norm of an outlier token, in medians. Darcet et al. (arXiv 2309.16588) cut the norms of DINOv2-g at 150, between its
+two modes, which lie a factor of ten apart; a multiple of the median, which is ours, serves models of any scale."""
+
+
+def _measure(attention: Attention) -> Mapping[str, Tensor]:
+    rows, means = attention.content_rows(), attention.statistics()
+    measured = {
+        "max_logit": means["max_logit"],
+        **_of_entropy(rows, attention.content_keys),
+        **_of_sink(attention, rows.received),
+        **_of_outputs(attention),
+        **_of_tokens(attention),
+    }
+    if attention.queries > 1:
+        measured["query_diversity"] = _query_diversity(rows)
+    if attention.heads > 1:
+        measured["head_similarity"] = rows.similarity
+    return measured
+
+
+def _of_entropy(rows: ContentRows, keys: int) -> dict[str, Tensor]:
+    """Count the queries of each image by their entropy as a share of log keys."""
+    if keys < 2:
+        return {}
+    normalised = rows.entropy.transpose(1, 2).flatten(2) / math.log(keys)
+    # The last bin takes what rounding leaves above 1.
+    index = (normalised * ENTROPY_BINS).long().clamp(0, ENTROPY_BINS - 1)
+    counts = normalised.new_zeros(*normalised.shape[:2], ENTROPY_BINS)
+    counts.scatter_add_(2, index, torch.ones_like(normalised))
+    shares = counts / normalised.shape[2]
+    # A NaN has no bin: it makes the histogram NaN.
+    return {"entropy_histogram": shares + 0 * normalised.mean(2, keepdim=True)}
+
+
+def _of_sink(attention: Attention, received: Tensor) -> dict[str, Tensor]:
+    """Measure the key that receives most: its share, its kind, and its value's norm beside that of the others."""
+    share, index = received.max(-1)
+    measured = {"sink": share.mean(1)}
+    kinds = _token_kinds(attention)
+    if kinds is not None:
+        is_kind = one_hot(kinds[index], len(TOKEN_KINDS))
+        measured["sink_kind"] = is_kind.to(share.dtype).mean(1)
+    values = attention.values()
+    if values is None or received.shape[-1] < 2:
+        return measured
+    dtype = at_least_float32(values.dtype)
+    norms = torch.linalg.vector_norm(values, dim=-1, dtype=dtype)
+    norms = norms.unflatten(0, received.shape[:2]).expand_as(received)
+    of_sink = norms.gather(-1, index[..., None])
+    without_sink = norms.scatter(-1, index[..., None], torch.nan)
+    median = without_sink.nanmedian(-1).values
+    ratio = of_sink[..., 0] / median
+    measured["sink_value_norm"] = torch.where(median == 0, 0, ratio).mean(1)
+    return measured
+
+
+def _token_kinds(attention: Attention) -> Tensor | None:
+    """Return the kind of each key as an index into TOKEN_KINDS, shape (N_key,); None where no grid is known."""
+    if attention.map_size is None:
+        return None
+    height, width = attention.map_size
+    prefix = attention.content_keys - height * width
+    kinds = torch.ones(prefix + height * width, dtype=torch.long)
+    kinds[: attention.class_tokens] = TOKEN_KINDS.index("class")
+    grid = kinds[prefix:].view(height, width)
+    grid.fill_(TOKEN_KINDS.index("border"))
+    grid[1:-1, 1:-1] = TOKEN_KINDS.index("inner")
+    return kinds.to(attention.device)
+
+
+def _query_diversity(rows: ContentRows) -> Tensor:
+    """Return H(mean over queries of A_i) - mean over queries of H(A_i), shape (B, heads)."""
+    smallest = torch.finfo(rows.received.dtype).tiny  # 0 log 0 is 0
+    logarithms = rows.received.clamp_min(smallest).log()
+    of_mean = -(rows.received * logarithms).sum(-1)
+    return (of_mean - rows.entropy.mean(-1)).mean(1)
+
+
+def _of_outputs(attention: Attention) -> dict[str, Tensor]:
+    """Measure the norm of the heads' outputs and the number of directions that they fill."""
+    outputs = attention.head_outputs()
+    if outputs is None:
+        return {}
+    outputs = outputs.to(at_least_float32(outputs.dtype))
+    by_image = outputs.unflatten(0, (attention.images, -1))
+    # All windows of an image together: (B, heads, windows * N_query, d).
+    outputs = by_image.transpose(1, 2).flatten(2, 3)
+    squares = outputs.square().sum((2, 3))
+    # Scaled first, so that no fourth power leaves the range of float32.
+    scale = squares.sqrt().clamp_min(torch.finfo(squares.dtype).tiny)
+    outputs = outputs / scale[..., None, None]
+    products = outputs.mT @ outputs
+    fourth_powers = products.square().sum((2, 3))
+    rank = torch.where(squares == 0, 0, 1 / fourth_powers)
+    return {
+        "output_norm": (squares / outputs.shape[2]).sqrt(),
+        "output_rank": rank,
+    }
+
+
+def _of_tokens(attention: Attention) -> dict[str, Tensor]:
+    """Measure the tokens that enter the block: their norms, and how alike they are."""
+    tokens = None if attention.residual is None else attention.residual()
+    if tokens is None:
+        return {}
+    tokens = tokens.to(at_least_float32(tokens.dtype))
+    queries = attention.layout.queries
+    prefix = 0 if queries is None else queries.prefix
+    classes = min(prefix, attention.class_tokens)
+    norms = torch.linalg.vector_norm(tokens, dim=-1)
+    patches = norms[:, prefix:]
+    median = patches.median(1).values
+    measured = {
+        "token_norm": median,
+        "token_norm_max": patches.amax(1),
+        "token_outliers": (patches > OUTLIER * median[:, None]).to(norms.dtype).mean(1),
+    }
+    if patches.shape[1] > 1:
+        measured["token_cosine"] = token_cosine(tokens[:, prefix:])
+    if classes:
+        measured["class_token_norm"] = norms[:, :classes].mean(1)
+    if prefix > classes:
+        measured["register_norm"] = norms[:, classes:prefix].mean(1)
+    return measured
+
+
+_LAYER = ("layer",)
+_ENTERING = (
+    "of the tokens that enter the layer's block, before it normalises them. "
+    + IMAGE_MEAN
+)
+_OF_CONTENT = f"Of gated layers: of their content part C. {IMAGE_MEAN}"
+
+HEALTH = Probe(
+    "health",
+    {
+        "max_logit": LOGIT,
+        "entropy_histogram": Variable(
+            (*HEAD, "entropy_bin"),
+            "1",
+            "share of queries by entropy",
+            "Share of the queries whose entropy, divided by the log of the number of keys (of one window), is from "
+            f"k / {ENTROPY_BINS} to (k + 1) / {ENTROPY_BINS} in bin k. Few collapsed queries show here, not in a mean "
+            f"(entropy collapse: Zhai et al. 2023, arXiv 2303.06296). {_OF_CONTENT}",
+        ),
+        "sink": Variable(
+            HEAD,
+            "1",
+            "share of the sink",
+            "max_j of the mean over queries of A_ij: what the key that receives most has of the attention of all "
+            "queries, of windows the mean over these (attention sink: Xiao et al. 2023, arXiv 2309.17453; Gu et al. "
+            f"2024, arXiv 2410.10781, speak of one above 0.3). {_OF_CONTENT}",
+        ),
+        "sink_kind": Variable(
+            (*HEAD, "token_kind"),
+            "1",
+            "kind of the sink",
+            "Share of images in which the key that receives most is a class (or distillation) token, a register, a "
+            f"patch at the border of the grid (of the window), or another patch. {_OF_CONTENT}",
+        ),
+        "sink_value_norm": Variable(
+            HEAD,
+            "1",
+            "norm of the sink's value",
+            "||v_j|| of the key that receives most, divided by the median (of an even number the lower one) of the "
+            "other keys' norms; 0 if that is 0. A sink with a vanishing value does nothing (arXiv 2606.08105). NaN of "
+            f"a softmax that is no part of fused attention. {_OF_CONTENT}",
+        ),
+        "query_diversity": Variable(
+            HEAD,
+            "nat",
+            "diversity of queries",
+            "H(mean over queries of A_i) - mean over queries of H(A_i), within each window: the mutual information of "
+            f"query and key. 0 if all queries look alike, at most log of their number. {_OF_CONTENT}",
+        ),
+        "head_similarity": Variable(
+            HEAD,
+            "1",
+            "similarity to other heads",
+            "Mean cosine between a head's rows A_i and those of the layer's other heads, of the same image and query "
+            "(DeepViT, arXiv 2103.11886, there between layers; Li et al. 2018, arXiv 1810.10183, let heads "
+            f"disagree in the same products). Of at most {QUERIES} queries, evenly chosen. {_OF_CONTENT}",
+        ),
+        "output_norm": Variable(
+            HEAD,
+            "1",
+            "norm of the head's output",
+            "Root mean square over queries of ||o_i||, o = A v, before the output projection. NaN of a softmax that is "
+            f"no part of fused attention. {IMAGE_MEAN}",
+        ),
+        "output_rank": Variable(
+            HEAD,
+            "1",
+            "rank of the head's output",
+            "(sum_k s_k^2)^2 / sum_k s_k^4 of the singular values s of the outputs o = A v of an image (queries, d): "
+            "the participation ratio of Gao et al. 2017, not centred, so that it is 1 if all outputs are alike (rank "
+            "collapse: Dong et al. 2021, arXiv 2103.03404), 0 if all are zero. NaN of a softmax that is no part of "
+            f"fused attention. {IMAGE_MEAN}",
+        ),
+        "token_norm": Variable(
+            _LAYER,
+            "1",
+            "median norm of patch tokens",
+            f"Median (the lower one) of ||x|| {_ENTERING}",
+        ),
+        "token_norm_max": Variable(
+            _LAYER,
+            "1",
+            "largest norm of patch tokens",
+            "max ||x|| of the patch tokens that enter the layer's block, over the images seen since the previous mark.",
+            over_images="largest",
+        ),
+        "token_outliers": Variable(
+            _LAYER,
+            "1",
+            "share of outlier tokens",
+            f"Share of patch tokens with more than {OUTLIER:g} times the median norm (registers: Darcet et al. 2023, "
+            f"arXiv 2309.16588), {_ENTERING}",
+        ),
+        "class_token_norm": Variable(
+            _LAYER,
+            "1",
+            "norm of class tokens",
+            f"Mean ||x|| of class and distillation tokens, {_ENTERING}",
+        ),
+        "register_norm": Variable(
+            _LAYER,
+            "1",
+            "norm of registers",
+            f"Mean ||x|| of register tokens, {_ENTERING}",
+        ),
+        "token_cosine": Variable(
+            _LAYER,
+            "1",
+            "cosine between patch tokens",
+            "Mean cosine between different patch tokens of an image (Touvron's thesis, Section 3.3; over-smoothing: "
+            f"Wang et al. 2022, arXiv 2203.05962), {_ENTERING}",
+        ),
+    },
+    group="",
+    attention=_measure,
+    coords={"token_kind": TOKEN_KINDS},
+    detailed=True,
+)

@@ -1,0 +1,432 @@
+"""Signs of health against slow computations in float64, of models of three libraries and of gated layers.
+
+Shares of sinks, diversity of queries, similarity of heads, histograms of entropies and largest logits are compared for
+every family of models in tests/tcnn_probe/attention, with the other numbers of heads. Here: values, outputs, tokens.
+"""
+
+import copy
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+import timm
+import torch
+import transformers
+import xarray as xr
+from torch import Tensor, nn
+from torchvision.models import VisionTransformer
+
+import tcnn_probe
+from tcnn_model import GPSA
+from tcnn_probe.attention import attention as attention_module
+from tcnn_probe.attention.attention import Attention
+from tcnn_probe.probes.health import OUTLIER, TOKEN_KINDS
+from tests.tcnn_probe.attention.bruteforce import health
+from tests.tcnn_probe.attention.sharpen import sharpen
+from tests.tcnn_probe.contracts.helpers import recorded
+from tests.tcnn_probe.networks import scatter
+
+pytestmark = pytest.mark.numerical
+
+IMAGES = 5
+HEALTH = [*tcnn_probe.DEFAULT, "health"]
+
+
+@dataclass
+class Call:
+    """Queries, keys and values of a layer, (B, heads, N, d), and the tokens that entered its block, (B, N, C)."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    tokens: Tensor
+
+
+def projected(layer: nn.Module, x: Tensor, heads: int) -> tuple[Tensor, ...]:
+    return tuple(layer(x).unflatten(-1, (3, heads, -1)).permute(2, 0, 3, 1, 4))
+
+
+def of_timm(block: nn.Module, x: Tensor) -> Call:
+    return Call(*projected(block.attn.qkv, block.norm1(x), block.attn.num_heads), x)
+
+
+def of_torchvision(block: nn.Module, x: Tensor) -> Call:
+    attention, normalised = block.self_attention, block.ln_1(x)
+    projection = nn.functional.linear(
+        normalised, attention.in_proj_weight, attention.in_proj_bias
+    )
+    parts = projection.unflatten(-1, (3, attention.num_heads, -1))
+    return Call(*parts.permute(2, 0, 3, 1, 4), x)
+
+
+def of_transformers(block: nn.Module, x: Tensor) -> Call:
+    attention, normalised = block.attention, block.norm1(x)
+    parts = [
+        layer(normalised).unflatten(-1, (-1, attention.head_dim))
+        for layer in (attention.q_proj, attention.k_proj, attention.v_proj)
+    ]
+    return Call(*(part.transpose(1, 2) for part in parts), x)
+
+
+@dataclass
+class Case:
+    """A small model on 3 x 5 patches.
+
+    Args:
+        make: makes it.
+        blocks: names of its blocks, without their number.
+        layer: name of the attention in a block.
+        call: what a block does, written out.
+        prefix: kinds of the tokens before the patches.
+    """
+
+    make: Callable[[], nn.Module]
+    blocks: str
+    layer: str
+    call: Callable[[nn.Module, Tensor], Call]
+    prefix: tuple[str, ...]
+
+
+def dinov2() -> nn.Module:
+    config = transformers.Dinov2WithRegistersConfig(
+        hidden_size=21,
+        num_hidden_layers=2,
+        num_attention_heads=3,
+        image_size=20,  # whose positions are resized to the images' grid
+        patch_size=4,
+        num_register_tokens=2,
+        attn_implementation="sdpa",
+    )
+    return transformers.Dinov2WithRegistersModel(config)
+
+
+class SquareImages(VisionTransformer):
+    """torchvision's, which knows square images only, on 9 patches and a class token."""
+
+
+CASES = {
+    "timm": Case(
+        lambda: timm.create_model(
+            "vit_tiny_patch16_224",
+            img_size=(12, 20),
+            patch_size=4,
+            embed_dim=21,
+            depth=2,
+            num_heads=3,
+            reg_tokens=2,
+        ),
+        "blocks.",
+        "attn",
+        of_timm,
+        ("class", "register", "register"),
+    ),
+    "torchvision": Case(
+        lambda: SquareImages(12, 4, 2, 3, 21, 13),
+        "encoder.layers.encoder_layer_",
+        "self_attention",
+        of_torchvision,
+        ("class",),
+    ),
+    "transformers": Case(
+        dinov2,
+        "encoder.layer.",
+        "attention",
+        of_transformers,
+        ("class", "register", "register"),
+    ),
+}
+
+
+def median(values: np.ndarray) -> float:
+    """The lower one."""
+    return float(np.sort(values)[(len(values) - 1) // 2])
+
+
+def of_values_and_tokens(call: Call, kinds: tuple[str, ...]) -> dict[str, np.ndarray]:
+    """Each image and head for itself, then the mean over images."""
+    images, heads = call.query.shape[:2]
+    arrays = (call.query, call.key, call.value, call.tokens)
+    query, key, value, tokens = (x.detach().double().numpy() for x in arrays)
+    found: dict[str, list[Any]] = {}
+    for b in range(images):
+        of_image: dict[str, list[Any]] = {}
+        for h in range(heads):
+            logits = query[b, h] @ key[b, h].T / math.sqrt(query.shape[-1])
+            weights = np.exp(logits - logits.max(-1, keepdims=True))
+            weights /= weights.sum(-1, keepdims=True)
+            sink = int(weights.mean(0).argmax())
+            lengths = np.linalg.norm(value[b, h], axis=-1)
+            outputs = weights @ value[b, h]
+            singular = np.linalg.svd(outputs, compute_uv=False)
+            numbers = {
+                "sink_kind": [kinds[sink] == kind for kind in TOKEN_KINDS],
+                "sink_value_norm": lengths[sink] / median(np.delete(lengths, sink)),
+                "output_norm": math.sqrt((outputs**2).sum(-1).mean()),
+                "output_rank": (singular**2).sum() ** 2 / (singular**4).sum(),
+            }
+            for name, number in numbers.items():
+                of_image.setdefault(name, []).append(number)
+        lengths = np.linalg.norm(tokens[b], axis=-1)
+        is_patch = np.array([kind in ("border", "inner") for kind in kinds])
+        patches = lengths[is_patch]
+        directions = tokens[b][is_patch] / patches[:, None]
+        count = len(patches)
+        pairs = [
+            directions[i] @ directions[j]
+            for i in range(count)
+            for j in range(count)
+            if i != j
+        ]
+        of_image |= {
+            "token_norm": median(patches),
+            "token_norm_max": patches.max(),
+            "token_outliers": np.mean(patches > OUTLIER * median(patches)),
+            "token_cosine": np.mean(pairs),
+        }
+        for kind, name in (("class", "class_token"), ("register", "register")):
+            if kind in kinds:
+                of_kind = lengths[[k == kind for k in kinds]]
+                of_image[f"{name}_norm"] = of_kind.mean()
+        for name, number in of_image.items():
+            found.setdefault(name, []).append(number)
+    largest = found.pop("token_norm_max")
+    means = {name: np.mean(np.array(x, float), 0) for name, x in found.items()}
+    return means | {"token_norm_max": np.max(largest)}
+
+
+def grid_kinds(height: int, width: int) -> tuple[str, ...]:
+    return tuple(
+        "border" if y in (0, height - 1) or x in (0, width - 1) else "inner"
+        for y in range(height)
+        for x in range(width)
+    )
+
+
+def block_inputs(model: nn.Module, case: Case, x: Tensor) -> dict[str, Tensor]:
+    seen: dict[str, Tensor] = {}
+    handles = [
+        model.get_submodule(f"{case.blocks}{number}").register_forward_pre_hook(
+            lambda _, args, number=number: seen.update({str(number): args[0]})
+        )
+        for number in range(2)
+    ]
+    with torch.no_grad():
+        model(x)
+    for handle in handles:
+        handle.remove()
+    return seen
+
+
+def check(
+    ds: xr.Dataset, layer: str, expected: dict[str, np.ndarray], rtol: float
+) -> None:
+    for name, value in expected.items():
+        got = ds[name].sel(layer=layer)
+        np.testing.assert_allclose(got, value, rtol=rtol, atol=rtol, err_msg=name)
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.filterwarnings("ignore:no attention_distance")
+def test_values_outputs_and_tokens(name: str) -> None:
+    """In float64, of uneven batches; outlier tokens among them, whose norms tell whether they are apart."""
+    case = CASES[name]
+    model = sharpen(case.make(), 2.5).double()
+    height, width = (3, 3) if name == "torchvision" else (3, 5)
+    x = torch.randn(IMAGES, 3, 4 * height, 4 * width).double()
+    x[1, :, :4, :4] *= 40
+    ds = recorded(model, *x.split([2, 3]), probes=HEALTH).dataset.isel(epoch=0)
+    kinds = case.prefix + grid_kinds(height, width)
+    for number, tokens in block_inputs(model, case, x).items():
+        block = model.get_submodule(f"{case.blocks}{number}")
+        expected = of_values_and_tokens(case.call(block, tokens), kinds)
+        check(ds, f"{case.blocks}{number}.{case.layer}", expected, 1e-9)
+        assert np.ptp(ds.output_rank.values) > 0.1
+    assert ds.token_outliers.max() > 0
+    if "register" not in kinds:
+        assert np.isnan(ds.register_norm).all()
+
+
+def test_class_token_behind_the_patches() -> None:
+    """Its number is not among those of patches, and it is known when it is the sink."""
+
+    class Last(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.patches = nn.Conv2d(3, 21, 4, stride=4)
+            self.cls_token = nn.Parameter(50 * torch.randn(1, 1, 21))
+            self.blocks = nn.ModuleList(
+                timm.models.vision_transformer.Block(21, 3, qkv_bias=True)
+                for _ in range(2)
+            )
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.patches(x).flatten(2).mT
+            x = torch.cat([x, self.cls_token.expand(len(x), -1, -1)], 1)
+            for block in self.blocks:
+                x = block(x)
+            return x
+
+    case = Case(Last, "blocks.", "attn", of_timm, ())
+    model = sharpen(Last(), 2.5, only=True).double()
+    x = torch.randn(IMAGES, 3, 12, 20).double()
+    ds = recorded(model, x, probes="health").dataset.isel(epoch=0)
+    kinds = (*grid_kinds(3, 5), "class")
+    for number, tokens in block_inputs(model, case, x).items():
+        block = model.get_submodule(f"blocks.{number}")
+        expected = of_values_and_tokens(of_timm(block, tokens), kinds)
+        check(ds, f"blocks.{number}.attn", expected, 1e-9)
+    assert (ds.class_token_norm > 3 * ds.token_norm).all()
+
+
+@pytest.mark.parametrize("kind", ["gpsa", "convit"])
+def test_gated_layers_by_their_content_part(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a GPSA layer with padding, and of ConViT: rows of C over the real pixels; outputs of the whole attention."""
+    monkeypatch.setattr("tcnn_probe.attention.patterns.QUERIES", 1 << 20)
+    monkeypatch.setattr(Attention, "BLOCK", 1 << 12)  # few images at a time
+    if kind == "gpsa":
+        layer = scatter(GPSA(3, 4, 3, padding=1)).double()
+        model, x, name = nn.Sequential(layer).eval(), torch.randn(7, 3, 5, 7), "0"
+    else:
+        model = sharpen(
+            timm.create_model(
+                "convit_tiny", img_size=48, depth=2, local_up_to_layer=2, embed_dim=2
+            )
+        ).double()
+        x, name = torch.randn(7, 3, 48, 48), "blocks.1.attn"
+    x = x.double()
+    attentions: dict[str, Any] = {}
+    with (
+        tcnn_probe.attention_stream(
+            model, lambda a: attentions.update({a.name: (a.parts, a.x, a.module)})
+        ),
+        torch.no_grad(),
+    ):
+        model(x)
+    parts, inputs, module = attentions[name]
+    query, key = parts.query.double(), parts.key.double()
+    logits = (query @ key.mT * parts.scale).detach().numpy()
+    weights = np.exp(logits - logits.max(-1, keepdims=True))
+    weights /= weights.sum(-1, keepdims=True)
+    expected = health(weights[:, None])
+    whole = parts.dense()
+    if kind == "gpsa":
+        values = module.values(inputs).expand(-1, whole.shape[1], -1, -1)
+        padded = values.unflatten(2, (5, 7))
+        padded = nn.functional.pad(padded, (0, 0, 1, 1, 1, 1)).flatten(2, 3)
+    else:
+        values = module.v(inputs).unflatten(2, (4, -1)).transpose(1, 2)
+        padded = values
+    outputs = (whole @ padded).detach().numpy()
+    singular = np.linalg.svd(outputs, compute_uv=False)
+    expected["output_rank"] = ((singular**2).sum(-1) ** 2 / (singular**4).sum(-1)).mean(
+        0
+    )
+    lengths, sinks = np.linalg.norm(values.detach().numpy(), axis=-1), weights.mean(-2)
+    ratios = [
+        [
+            lengths[b, h, j] / median(np.delete(lengths[b, h], j))
+            for h, j in enumerate(sinks[b].argmax(-1))
+        ]
+        for b in range(7)
+    ]
+    expected["sink_value_norm"] = np.mean(ratios, 0)
+    expected["max_logit"] = logits.max((0, 2, 3))
+    ds = recorded(model, *x.split([4, 3]), probes="health").dataset.isel(epoch=0)
+    check(ds, name, expected, 1e-9)
+    assert expected["head_similarity"].min() < 0.95
+    assert np.isfinite(ds.token_norm.sel(layer=name))
+
+
+def test_half_precision() -> None:
+    """What a model in bfloat16 computes is summed up in float32: close to what its queries and keys give in float64."""
+    case = CASES["timm"]
+    model = sharpen(case.make()).bfloat16()
+    x = torch.randn(IMAGES, 3, 12, 20).bfloat16()
+    ds = recorded(model, x, probes=HEALTH).dataset.isel(epoch=0)
+    kinds = case.prefix + grid_kinds(3, 5)
+    tokens = block_inputs(model, case, x)["0"]
+    call = case.call(model.blocks[0], tokens)
+    expected = of_values_and_tokens(call, kinds)
+    outputs = {name: expected.pop(name) for name in ("output_norm", "output_rank")}
+    # Sums of at most 21 terms, each to an eps; a median or a count does not move.
+    eps = torch.finfo(torch.float32).eps
+    check(ds, "blocks.0.attn", expected, 4 * 21 * eps)
+    # The model itself rounds its outputs, by 2^-9 each; singular values move by no more than the matrix.
+    check(ds, "blocks.0.attn", outputs, 8 * 2**-9)
+
+
+def test_one_pass_for_both_probes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In whatever order, and with a number of images that ends within a batch."""
+    passes = []
+    measure = attention_module.measure_softmax
+    monkeypatch.setattr(
+        attention_module,
+        "measure_softmax",
+        lambda attention: passes.append(attention.name) or measure(attention),
+    )
+    case, x = CASES["timm"], torch.randn(IMAGES, 3, 12, 20)
+    model = sharpen(case.make())
+    first, second = (
+        recorded(model, *x.split([2, 3]), probes=probes, max_images=4)
+        for probes in (HEALTH, HEALTH[::-1])
+    )
+    assert len(passes) == 2 * 2 * 2  # recordings, batches, layers
+    xr.testing.assert_equal(
+        first.dataset[sorted(first.dataset.data_vars)],
+        second.dataset[sorted(second.dataset.data_vars)],
+    )
+    only = recorded(model, x[:4], probes="health").dataset
+    for name, values in only.data_vars.items():
+        np.testing.assert_allclose(values, first.dataset[name], rtol=1e-5, err_msg=name)
+    assert "sink" not in recorded(model, x).dataset
+
+
+def test_a_softmax_that_is_a_call_of_its_own_shows_no_values() -> None:
+    """All else is there; and a silent head has outputs of norm and rank 0, which is no missing number."""
+    case, x = CASES["timm"], torch.randn(IMAGES, 3, 12, 20)
+    model = sharpen(case.make())
+    with torch.no_grad():
+        attention = model.blocks[0].attn
+        for parameter in (attention.qkv.weight, attention.qkv.bias):
+            parameter[2 * 21 : 2 * 21 + 7] = 0
+    fused = recorded(model, x, probes="health").dataset.isel(epoch=0)
+    for block in model.blocks:
+        block.attn.fused_attn = False
+    apart = recorded(copy.deepcopy(model), x, probes="health").dataset.isel(epoch=0)
+    hidden = {"sink_value_norm", "output_norm", "output_rank"}
+    assert all(np.isnan(apart[name]).all() for name in hidden)
+    for name, values in apart.drop_vars(hidden).data_vars.items():
+        np.testing.assert_allclose(values, fused[name], rtol=1e-4, err_msg=name)
+    for name in hidden:
+        assert fused[name][0, 0] == 0
+        assert (fused[name].values.ravel()[1:] > 0).all()
+    assert (fused.nonfinite_images == 0).all()
+
+
+def test_nan_is_seen() -> None:
+    """An image of NaN makes the histogram NaN, and is counted."""
+    case, x = CASES["timm"], torch.randn(IMAGES, 3, 12, 20)
+    x[3] = torch.nan
+    with pytest.warns(RuntimeWarning, match="NaN or infinite"):
+        ds = recorded(case.make().eval(), x, probes="health").dataset
+    assert np.isnan(ds.entropy_histogram).all()
+    assert np.isnan(ds.max_logit).all()
+    assert (ds.nonfinite_images == 1).all()
+
+
+def test_largest_value_over_ranks() -> None:
+    """That of any rank, also of a rank without images; NaN stays, and the largest of nothing is NaN."""
+    from tcnn_probe.recording.accumulator import EpochSums
+
+    ranks = [
+        EpochSums(largest={"max_logit": np.array([3.0, -2.0, np.nan, -np.inf])}),
+        EpochSums(),
+        EpochSums(largest={"max_logit": np.array([1.0, 5.0, 7.0, -np.inf])}),
+    ]
+    together = EpochSums.together(ranks).means()["max_logit"]
+    np.testing.assert_array_equal(together, [3, 5, np.nan, np.nan])
