@@ -69,6 +69,8 @@ CLEAN = [
     "tests/tcnn_probe/callbacks",
     "tests/tcnn_probe/evaluation",
     "tests/tcnn_probe/heads",
+    "tests/tcnn_probe/diagnosis",
+    "tests/tcnn_probe/oracle.py",
     "tests/tcnn_probe/interventions",
     "tests/test_families_table.py",
     "tests/test_imports.py",
