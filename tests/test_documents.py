@@ -1,4 +1,4 @@
-"""What the README shows is what runs."""
+"""The examples of the documents run."""
 
 import re
 from pathlib import Path
@@ -62,7 +62,7 @@ def test_readme_examples_run() -> None:
 
 @pytest.mark.filterwarnings("ignore:no head is selected")
 @pytest.mark.parametrize(
-    ("name", "least"),
+    ("name", "minimum"),
     [
         ("ablation.md", 4),
         ("attention_maps.md", 4),
@@ -80,10 +80,10 @@ def test_readme_examples_run() -> None:
         ("transformed_cnns.md", 4),
     ],
 )
-def test_examples_of_the_documents_run(name: str, least: int) -> None:
+def test_examples_of_the_documents_run(name: str, minimum: int) -> None:
     names: dict[str, object] = {}
     blocks = python_blocks(ROOT / "docs" / name)
-    assert len(blocks) >= least
+    assert len(blocks) >= minimum
     for block in blocks:
         plt.figure()
         exec(block, names)

@@ -38,10 +38,10 @@ def test_every_family_of_timm_is_covered() -> None:
     without = re.search(r"no convolution to reparameterize.*\n(.*)\.\n", text)
     assert without
     covered |= {entry.partition(" ")[0] for entry in without.group(1).split(", ")}
-    there = {
+    families = {
         name for name in timm.list_modules() if not name.startswith("test_")
     }  # models that tests register
-    assert covered >= there - OWN
+    assert covered >= families - OWN
 
 
 def test_what_is_shown_is_the_same_function() -> None:

@@ -1,4 +1,4 @@
-"""Which part may import which, read from the sources; and what works without an optional dependency."""
+"""Imports that the parts may have of each other, read from the sources; parts without optional dependencies."""
 
 import ast
 import subprocess
@@ -100,7 +100,7 @@ def _names(path: Path) -> Iterator[str]:
 
 
 def _within(name: str, forbidden: set[str]) -> bool:
-    return any(name == each or name.startswith(f"{each}.") for each in forbidden)
+    return any(name == prefix or name.startswith(f"{prefix}.") for prefix in forbidden)
 
 
 def _violations(folder: str, forbidden: set[str]) -> list[str]:
@@ -122,14 +122,14 @@ def _strays(package: Path) -> list[str]:
         if path.suffix == ".py" or (path / "__init__.py").exists()
     }
     assert parts - {"__init__"} == PARTS.keys()
-    found = []
+    strays = []
     for file in sorted(package.rglob("*.py")):
         part = file.relative_to(package).with_suffix("").parts[0]
         for name in _imports(file) if part != "__init__" else ():
-            other = name.split(".")[1] if name.startswith("tcnn_probe.") else part
-            if other in PARTS and other not in PARTS[part] | {part}:
-                found.append(f"{file.relative_to(package)}: {name}")
-    return found
+            target = name.split(".")[1] if name.startswith("tcnn_probe.") else part
+            if target in PARTS and target not in PARTS[part] | {part}:
+                strays.append(f"{file.relative_to(package)}: {name}")
+    return strays
 
 
 def test_parts_import_downwards() -> None:
@@ -193,14 +193,14 @@ def test_studies_use_the_public_surface_only() -> None:
     ]
     assert ours
     assert [
-        one
-        for one in ours
-        if one[1] not in public and one[1].rpartition(".")[0] not in public
+        entry
+        for entry in ours
+        if entry[1] not in public and entry[1].rpartition(".")[0] not in public
     ] == []
 
 
 def test_the_root_names_the_instrument_alone() -> None:
-    """What evaluates classifiers without looking at attention stands in a folder of its own."""
+    """Functions that evaluate classifiers without their attention are in a folder of their own."""
     assert not set(tcnn_probe.__all__) & set(tcnn_probe.evaluation.__all__)
 
 

@@ -66,15 +66,15 @@ def small_resnet() -> nn.Module:
 
 
 def inputs_of(model: nn.Module, names: list[str], *args: Tensor) -> dict[str, Tensor]:
-    """What reaches the named layers in one forward, seen on a copy of the model."""
-    model, seen = copy.deepcopy(model), {}
+    """Return the inputs of the named layers in one forward of a copy of the model."""
+    model, layer_inputs = copy.deepcopy(model), {}
     for name in names:
         model.get_submodule(name).register_forward_pre_hook(
-            lambda module, args, kwargs, name=name: seen.update(
+            lambda module, args, kwargs, name=name: layer_inputs.update(
                 {name: args[0] if args else kwargs["x"]}
             ),
             with_kwargs=True,
         )
     with torch.no_grad():
         model(*args)
-    return seen
+    return layer_inputs

@@ -1,4 +1,4 @@
-"""What the probes should find, written out slowly in float64: the oracle of the tests, which calls no tcnn_probe."""
+"""The probes' numbers, written out slowly in float64: the oracle of the tests, which calls no tcnn_probe."""
 
 import torch
 from torch import Tensor
@@ -17,19 +17,19 @@ Statistics = dict[str, Tensor]  # variable -> (B, heads), float64
 
 
 def summarise(
-    whole: Tensor, content: Tensor, positional: Tensor, distance: Tensor
+    attention: Tensor, content: Tensor, positional: Tensor, distance: Tensor
 ) -> Statistics:
     """Means over queries of (B, heads, N_query, N_key) attention, (heads, N_query, N_key) if it is no image's own.
 
     Args:
-        whole, content, positional: A, C and P.
-        distance: between query and key, shape (N_query, N_key), the keys of ``whole``.
+        attention, content, positional: A, C and P.
+        distance: Distance between query and key, shape (N_query, N_key), the keys of ``attention``.
     """
     return {
-        "entropy": _entropy(whole),
+        "entropy": _entropy(attention),
         "content_entropy": _entropy(content),
-        "positional_entropy": _entropy(positional).expand(whole.shape[:2]),
-        "attention_distance": (whole * distance).sum(-1).mean(-1),
+        "positional_entropy": _entropy(positional).expand(attention.shape[:2]),
+        "attention_distance": (attention * distance).sum(-1).mean(-1),
     }
 
 
@@ -42,7 +42,7 @@ def gpsa_statistics(layer: GPSA, x: Tensor) -> Statistics:
     """For the weights of ``layer``, in float64 from beginning to end."""
     x = x.detach().double()
     bases, pixels, real = _grid(layer, x)
-    whole = gpsa_attention_reference(
+    attention = gpsa_attention_reference(
         x,
         query=_double(layer.query),
         key=_double(layer.key),
@@ -58,7 +58,7 @@ def gpsa_statistics(layer: GPSA, x: Tensor) -> Statistics:
     key = _project(x, pixels[real], layer.key, layer.heads)
     logits = _logits(query, key)
     return summarise(
-        whole,
+        attention,
         torch.softmax(logits, -1),
         _positional(layer, bases, pixels),
         _distance(bases, pixels),
@@ -73,9 +73,9 @@ def gpsa_statistics_of_qk(
     logits = _logits(_double(query), _double(key))
     content, positional = torch.softmax(logits, -1), _positional(layer, bases, pixels)
     gate = torch.sigmoid(_double(layer.gating))[:, None, None]
-    whole = (gate * positional).expand(len(x), *positional.shape).clone()
-    whole[..., real] += (1 - gate) * content
-    means = summarise(whole, content, positional, _distance(bases, pixels))
+    attention = (gate * positional).expand(len(x), *positional.shape).clone()
+    attention[..., real] += (1 - gate) * content
+    means = summarise(attention, content, positional, _distance(bases, pixels))
     return means | {"max_logit": logits.amax((-2, -1))}
 
 

@@ -1,4 +1,4 @@
-"""What is known about a layer is the nearest class's, fact by fact, and names classes that are there."""
+"""Facts about a layer are the nearest class's, fact by fact, and name classes that exist."""
 
 import importlib
 import types
@@ -79,9 +79,9 @@ def test_nothing_is_known_of_other_modules() -> None:
 def test_recorded_classes_exist(name: str) -> None:
     module, _, cls = name.rpartition(".")
     pytest.importorskip(module.split(".")[0])
-    found = getattr(importlib.import_module(module), cls)
-    assert issubclass(found, nn.Module)
-    present = f"{found.__module__}.{found.__qualname__}"
+    layer_class = getattr(importlib.import_module(module), cls)
+    assert issubclass(layer_class, nn.Module)
+    present = f"{layer_class.__module__}.{layer_class.__qualname__}"
     assert RECORDS[present] == RECORDS[name], (
         "a class that was moved is known by both names"
     )

@@ -1,4 +1,4 @@
-"""What should be recorded, by brute force: every N x N attention of a copy in float64, and loops over its entries.
+"""Expected recordings by brute force: every N x N attention of a copy in float64, and loops over its entries.
 
 Nothing of tcnn_probe is used. The copy runs without fused attention, and torch's softmax is replaced by one that keeps
 what it returns; so is scaled_dot_product_attention, by the textbook formula.
@@ -23,7 +23,7 @@ Place = (
 
 
 @dataclass
-class Whole:
+class ReferenceAttention:
     """An attention of the copy: ``weights`` and ``logits`` as in the model, (..., N_query, N_key) in float64."""
 
     layer: str
@@ -50,13 +50,13 @@ def grid(
 
 
 @contextmanager
-def textbook(seen: Callable[[Tensor, Tensor], None]) -> Iterator[None]:
+def textbook(on_weights: Callable[[Tensor, Tensor], None]) -> Iterator[None]:
     """Attention by its formula, each one handed on."""
 
     def softmax(x: Tensor, dim: int | None = None, *args: Any, **kwargs: Any) -> Tensor:
         weights = original(x, dim)
         if x.ndim > 2 and dim in (-1, x.ndim - 1):
-            seen(weights, x)
+            on_weights(weights, x)
         return weights
 
     def attend(
@@ -86,7 +86,7 @@ def textbook(seen: Callable[[Tensor, Tensor], None]) -> Iterator[None]:
         weights = torch.nan_to_num(
             original(logits, -1)
         )  # a row that sees nothing is zero
-        seen(weights, logits)
+        on_weights(weights, logits)
         return weights @ v
 
     original = torch.softmax
@@ -99,11 +99,13 @@ def textbook(seen: Callable[[Tensor, Tensor], None]) -> Iterator[None]:
         yield
 
 
-def attention_of(model: nn.Module, *inputs: Any, **kwargs: Any) -> list[Whole]:
+def attention_of(
+    model: nn.Module, *inputs: Any, **kwargs: Any
+) -> list[ReferenceAttention]:
     """Every attention of one forward, in order; a layer's second one is called "name#1"."""
     twin = copy.deepcopy(model).double()
     running: list[str] = []
-    found: list[Whole] = []
+    references: list[ReferenceAttention] = []
     modules = dict(twin.named_modules())
     for name, module in modules.items():
         if hasattr(module, "fused_attn"):
@@ -112,11 +114,11 @@ def attention_of(model: nn.Module, *inputs: Any, **kwargs: Any) -> list[Whole]:
             module.register_forward_pre_hook(lambda *_, name=name: running.append(name))
             module.register_forward_hook(lambda *_: running.pop() and None)
 
-    def seen(weights: Tensor, logits: Tensor) -> None:
+    def add(weights: Tensor, logits: Tensor) -> None:
         name = running[-1]
-        before = sum(one.layer.split("#")[0] == name for one in found)
-        found.append(
-            Whole(
+        before = sum(reference.layer.split("#")[0] == name for reference in references)
+        references.append(
+            ReferenceAttention(
                 f"{name}#{before}" if before else name,
                 modules[name],
                 weights.detach(),
@@ -125,7 +127,7 @@ def attention_of(model: nn.Module, *inputs: Any, **kwargs: Any) -> list[Whole]:
         )
 
     # With gradients: torch's multi-head attention then does not leave for its one-piece kernel.
-    with torch.enable_grad(), textbook(seen):
+    with torch.enable_grad(), textbook(add):
         twin(
             *(
                 x.double() if isinstance(x, Tensor) and x.is_floating_point() else x
@@ -133,7 +135,7 @@ def attention_of(model: nn.Module, *inputs: Any, **kwargs: Any) -> list[Whole]:
             ),
             **kwargs,
         )
-    return found
+    return references
 
 
 def entropy(weights: np.ndarray) -> np.ndarray:
@@ -144,10 +146,10 @@ def entropy(weights: np.ndarray) -> np.ndarray:
 
 
 def health(weights: np.ndarray) -> dict[str, np.ndarray]:
-    """What the probe "health" should find: (B, windows, heads, N_query, N_key), each image and head for itself."""
+    """Return the numbers of the probe "health" from (B, windows, heads, N_query, N_key), by image and head."""
     images, windows, heads, queries, keys = weights.shape
     names = ("sink", "query_diversity", "head_similarity")
-    found = {name: np.zeros((images, heads)) for name in names}
+    sums = {name: np.zeros((images, heads)) for name in names}
     histogram = np.zeros((images, heads, 20))
     for b in range(images):
         for w in range(windows):
@@ -155,19 +157,19 @@ def health(weights: np.ndarray) -> dict[str, np.ndarray]:
             for h in range(heads):
                 mean = rows[h].sum(0) / queries
                 entropies = entropy(rows[h])
-                found["sink"][b, h] += mean.max() / windows
+                sums["sink"][b, h] += mean.max() / windows
                 diversity = entropy(mean) - entropies.mean()
-                found["query_diversity"][b, h] += diversity / windows
+                sums["query_diversity"][b, h] += diversity / windows
                 for value in entropies if keys > 1 else ():
                     bin_ = min(19, int(20 * value / math.log(keys)))
                     histogram[b, h, bin_] += 1 / (queries * windows)
                 for g in set(range(heads)) - {h}:
                     norms = [np.linalg.norm(rows[k], axis=-1) for k in (g, h)]
                     cosines = (rows[g] * rows[h]).sum(-1) / (norms[0] * norms[1])
-                    found["head_similarity"][b, h] += (
+                    sums["head_similarity"][b, h] += (
                         cosines.mean() / windows / (heads - 1)
                     )
-    means = {name: values.mean(0) for name, values in found.items()}
+    means = {name: values.mean(0) for name, values in sums.items()}
     if keys > 1:
         means["entropy_histogram"] = histogram.mean(0)
     if queries < 2:
@@ -199,12 +201,12 @@ def distance(
 
 @dataclass
 class Layout:
-    """Where the tokens of an attention lie, said by hand.
+    """Places of the tokens of an attention, written by hand.
 
     Args:
-        queries, keys: places of the tokens; None where they lie on no grid.
-        class_query: whether query 0 is a class token or the only latent.
-        arrange: from the weights as the model made them, and the number of images B, to (B, windows, heads, N_query,
+        queries, keys: Places of the tokens; None where they lie on no grid.
+        class_query: Whether query 0 is a class token or the only latent.
+        arrange: Maps the weights as the model made them, and the number of images B, to (B, windows, heads, N_query,
             N_key); None for weights of shape (B * windows, heads, N_query, N_key).
     """
 
@@ -218,26 +220,28 @@ class Layout:
         """Class and register tokens among the keys."""
         return 0 if self.keys is None else sum(place is None for place in self.keys)
 
-    def weights(self, whole: Whole, images: int) -> np.ndarray:
+    def weights(self, reference: ReferenceAttention, images: int) -> np.ndarray:
         """(B, windows, heads, N_query, N_key)."""
         if self.arrange is not None:
-            return self.arrange(whole.weights, images).numpy()
-        return whole.weights.unflatten(0, (images, -1)).numpy()
+            return self.arrange(reference.weights, images).numpy()
+        return reference.weights.unflatten(0, (images, -1)).numpy()
 
-    def expected(self, whole: Whole, images: int) -> dict[str, np.ndarray]:
+    def expected(
+        self, reference: ReferenceAttention, images: int
+    ) -> dict[str, np.ndarray]:
         """Means over images, windows and queries of what should be recorded, for each head; of uniform attention."""
-        weights = self.weights(whole, images)
+        weights = self.weights(reference, images)
         values = {
             "entropy": entropy(weights).mean((0, 1, 3)),
             "uniform_entropy": np.log(weights.shape[-1]),
         }
         values["content_information"] = information(weights)
         values |= health(weights)
-        logits = self.weights(replace(whole, weights=whole.logits), images)
+        logits = self.weights(replace(reference, weights=reference.logits), images)
         values["max_logit"] = logits.max((0, 1, 3, 4))
         if self.queries is not None and self.keys is not None:
             assert weights.shape[-2:] == (len(self.queries), len(self.keys)), (
-                whole.layer,
+                reference.layer,
                 weights.shape,
             )
             values["attention_distance"] = distance(

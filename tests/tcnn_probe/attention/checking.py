@@ -20,7 +20,7 @@ import tcnn_probe
 from tests.tcnn_probe.attention.bruteforce import (
     Layout,
     Place,
-    Whole,
+    ReferenceAttention,
     attention_of,
     entropy,
 )
@@ -53,11 +53,11 @@ class Family:
     """A small model of a family, and where its tokens lie.
 
     Args:
-        name: of the family.
+        name: Name of the family.
         make: makes the model.
         size: height and width of its images.
-        layouts: where the tokens of a layer lie, by glob; the first that fits counts.
-        gain: of queries and keys.
+        layouts: Places of a layer's tokens, by glob; the first that fits counts.
+        gain: Factor on the weights of queries and keys.
         flattest: entropies are below this share of log N.
         unsupported: layers expected to be listed as that, by name, with a part of the reason.
     """
@@ -121,17 +121,17 @@ def recorded(
 
 def expect(
     ds: xr.Dataset,
-    wholes: Sequence[Whole],
+    references: Sequence[ReferenceAttention],
     layouts: Mapping[str, Layout],
     images: int,
     tolerance: float = TOLERANCE,
 ) -> None:
     """Every number of every layer, and none that should not be there."""
-    assert set(ds.layer.values) == {whole.layer for whole in wholes}
-    for whole in wholes:
+    assert set(ds.layer.values) == {reference.layer for reference in references}
+    for reference in references:
         row, expected = (
-            ds.sel(layer=whole.layer),
-            layouts[whole.layer].expected(whole, images),
+            ds.sel(layer=reference.layer),
+            layouts[reference.layer].expected(reference, images),
         )
         got = {
             name: row[name].values[row[name].notnull().values]
@@ -139,14 +139,14 @@ def expect(
             if name in ds
         }
         assert {name for name, value in got.items() if value.size} == expected.keys(), (
-            whole.layer
+            reference.layer
         )
         for name, value in expected.items():
             value = np.ravel(value)
-            assert got[name].shape == value.shape, (whole.layer, name)
+            assert got[name].shape == value.shape, (reference.layer, name)
             error = np.abs(got[name] - value).max()
             assert error < tolerance, (
-                f"{name} of {whole.layer}: off by {error}: {got[name]}, expected {value}"
+                f"{name} of {reference.layer}: off by {error}: {got[name]}, expected {value}"
             )
         assert row.images == images
 
@@ -160,27 +160,31 @@ def check(
     **options: Any,
 ) -> None:
     """One batch of a model of one's own against its copy; ``options`` are those of ``record``."""
-    given = inputs if isinstance(inputs, tuple) else (inputs,)
-    model, given = (
+    batch = inputs if isinstance(inputs, tuple) else (inputs,)
+    model, batch = (
         model.double(),
-        tuple(x.double() if x.is_floating_point() else x for x in given),
+        tuple(x.double() if x.is_floating_point() else x for x in batch),
     )
-    wholes = attention_of(model, *given)
-    ds, layers, unsupported = recorded(model, [given], **options)
+    references = attention_of(model, *batch)
+    ds, layers, unsupported = recorded(model, [batch], **options)
     assert not unsupported
-    assert set(layers) == {whole.layer for whole in wholes}
-    expect(ds, wholes, layouts, len(given[0]) if images is None else images)
+    assert set(layers) == {reference.layer for reference in references}
+    expect(ds, references, layouts, len(batch[0]) if images is None else images)
 
 
 def check_family(family: Family) -> None:
     """Fused attention, in two batches, against the copy without; in float32 that the output stays what it was."""
     model, images = sharpen(family.make(), family.gain), family.images()
-    wholes = attention_of(model, images)
-    layouts = {whole.layer: family.layout(whole.layer) for whole in wholes}
-    assert wholes
-    for whole in wholes:
+    references = attention_of(model, images)
+    layouts = {
+        reference.layer: family.layout(reference.layer) for reference in references
+    }
+    assert references
+    for reference in references:
         check_sharp(
-            family, layouts[whole.layer].weights(whole, len(images)), whole.layer
+            family,
+            layouts[reference.layer].weights(reference, len(images)),
+            reference.layer,
         )
     with torch.no_grad():
         alone = model(images)
@@ -192,11 +196,11 @@ def check_family(family: Family) -> None:
     assert unsupported.keys() == family.unsupported.keys()
     for layer, part in family.unsupported.items():
         assert part in unsupported[layer]
-    expect(ds, wholes, layouts, len(images))
+    expect(ds, references, layouts, len(images))
 
 
 def check_sharp(family: Family, weights: np.ndarray, layer: str) -> None:
-    """That the attention could tell a wrong number from a right one."""
+    """Check that the attention is sharp enough to tell a wrong number from a right one."""
     if weights.shape[-1] < 3:
         return
     heads = entropy(weights).mean((0, 1, 3))

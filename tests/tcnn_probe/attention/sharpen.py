@@ -24,9 +24,9 @@ def sharpen(
             if "logit_scale" in name or (only and not _QUERIES_AND_KEYS.search(name)):
                 continue
             if parameter.ndim < 2:
-                one = 1.0 if name.endswith("weight") or "gamma" in name else 0.0
+                mean = 1.0 if name.endswith("weight") or "gamma" in name else 0.0
                 parameter.copy_(
-                    one * (gain if re.search("[qk]_norm", name) else 1) + 0.2 * noise
+                    mean * (gain if re.search("[qk]_norm", name) else 1) + 0.2 * noise
                 )
             else:
                 size = gain if _QUERIES_AND_KEYS.search(name) else 1.0

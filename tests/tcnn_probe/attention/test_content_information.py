@@ -1,4 +1,4 @@
-"""How much of where a head looks the image decides: exact values that are known, and brute force in float64."""
+"""Content information, the part of a head's attention that the image decides: known values, and brute force."""
 
 import math
 from typing import Any
@@ -87,25 +87,27 @@ class Lookup(nn.Module):
     """Every query looks at the key that the image names."""
 
     def forward(self, x: Tensor) -> Tensor:
-        chosen = (
+        mask = (
             100
             * nn.functional.one_hot(x.long().flatten(), 11).to(x.dtype)[:, None, None]
         )  # (B, 1, 1, 11)
         values = torch.zeros(len(x), 1, 11, 3).to(x)
         return scaled_dot_product_attention(
-            values, values, values, attn_mask=chosen.expand(-1, -1, 11, -1)
+            values, values, values, attn_mask=mask.expand(-1, -1, 11, -1)
         )
 
 
 @pytest.mark.filterwarnings("ignore:no attention_distance")
 @pytest.mark.parametrize("count", [5, 11])
 def test_another_key_in_each_of_n_images_is_log_n(count: int) -> None:
-    """With the correction for n images."""
+    """The correction for n images is part of the number."""
     named = torch.randperm(11, generator=torch.Generator().manual_seed(0))[
         :count
     ].float()
-    found = numbers(nn.Sequential(Lookup()).eval(), *named.split(3)).content_information
-    assert float(found.squeeze()) == pytest.approx(
+    content_information = numbers(
+        nn.Sequential(Lookup()).eval(), *named.split(3)
+    ).content_information
+    assert float(content_information.squeeze()) == pytest.approx(
         math.log(count) * count / (count - 1), abs=1e-6
     )
 
@@ -138,14 +140,14 @@ def small(name: str) -> tuple[nn.Module, Tensor]:
     ), images(7, 3, 48, 160)
 
 
-def chosen(weights: np.ndarray) -> np.ndarray:
+def at_sampled_queries(weights: np.ndarray) -> np.ndarray:
     """(B, W, heads, N_query, N_key) at the queries that are sampled: (B, w, heads, n, N_key)."""
     windows, queries = sample_queries(weights.shape[1], weights.shape[3], QUERIES)
-    some = [
+    samples = [
         weights[:, w][:, :, at.numpy()]
         for w, at in zip(windows.tolist(), queries, strict=True)
     ]
-    return np.stack(some, 1)
+    return np.stack(samples, 1)
 
 
 @pytest.mark.parametrize("name", ["vit", "swin", "cait"])
@@ -165,27 +167,27 @@ def test_brute_force_whatever_the_batches_and_their_order(
         model(x)
         recorder.mark(epoch=1)
     ds = recorder.dataset
-    wholes = attention_of(model, x)
-    assert {whole.layer for whole in wholes} == set(ds.layer.values)
-    for whole in wholes:
-        weights = whole.weights.unflatten(0, (7, -1)).numpy()
-        expected, found = (
-            information(chosen(weights)),
-            ds.content_information.sel(layer=whole.layer),
+    references = attention_of(model, x)
+    assert {reference.layer for reference in references} == set(ds.layer.values)
+    for reference in references:
+        weights = reference.weights.unflatten(0, (7, -1)).numpy()
+        expected, content_information = (
+            information(at_sampled_queries(weights)),
+            ds.content_information.sel(layer=reference.layer),
         )
         heads = weights.shape[2]
         assert expected.max() > 0.05
         np.testing.assert_allclose(
-            found[:, :heads], np.stack([expected] * 2), atol=1e-5
+            content_information[:, :heads], np.stack([expected] * 2), atol=1e-5
         )
         if (
             name != "swin"
             and weights.shape[3] in (1, weights.shape[4])
-            and np.isfinite(ds.class_entropy.sel(layer=whole.layer)).all()
+            and np.isfinite(ds.class_entropy.sel(layer=reference.layer)).all()
         ):
             expected = information(weights[..., :1, :])
             np.testing.assert_allclose(
-                ds.class_content_information.sel(layer=whole.layer),
+                ds.class_content_information.sel(layer=reference.layer),
                 np.stack([expected] * 2),
                 atol=1e-5,
             )
@@ -203,7 +205,7 @@ def test_brute_force_of_gated_attention(monkeypatch: pytest.MonkeyPatch) -> None
             "content_part_information": attention.content(),
         }
     for name, weights in parts.items():
-        expected = information(chosen(weights.numpy()[:, None]))
+        expected = information(at_sampled_queries(weights.numpy()[:, None]))
         assert expected.max() > 0.01
         np.testing.assert_allclose(ds[name].squeeze(), expected, atol=1e-5)
 
@@ -216,7 +218,7 @@ def test_queries_are_chosen_evenly(windows: int, queries: int) -> None:
     which, at = sample_queries(windows, queries, QUERIES)
     assert at.numel() <= 64
     assert at.numel() > 48 or at.numel() == windows * queries
-    assert all(len(set(some)) == len(some) for some in at.tolist())
+    assert all(len(set(row)) == len(row) for row in at.tolist())
     assert (at < queries).all()
     assert (which < windows).all()
     if queries == 4096:
@@ -237,12 +239,12 @@ def test_images_of_several_sizes_are_refused(tmp_path: Any) -> None:
             recorder.mark(epoch=0)
         model(images(2, 1, 4, 7))
         recorder.mark(epoch=1)
-    found = recorder.dataset[
+    statistics = recorder.dataset[
         ["content_information", "translation_equivariance", "entropy"]
     ]
-    assert np.isnan(found.content_information[0]).all()
-    assert np.isfinite(found.isel(epoch=1).to_array()).all()
-    assert np.isfinite(found.entropy).all()
+    assert np.isnan(statistics.content_information[0]).all()
+    assert np.isfinite(statistics.isel(epoch=1).to_array()).all()
+    assert np.isfinite(statistics.entropy).all()
     assert (
         "mark() after those of each size" in recorder.missing["content_information"][""]
     )
@@ -259,9 +261,9 @@ def test_equivariance_of_patterns_that_are_known() -> None:
     of_heads = np.stack(
         [kernel[offsets[..., 0], offsets[..., 1]], corner, np.ones((35, 35))]
     )
-    found = translation_equivariance(of_heads, places, places)
-    np.testing.assert_allclose(found[[0, 2]], 1, atol=1e-12)
-    assert abs(found[1]) < 0.2
+    equivariance = translation_equivariance(of_heads, places, places)
+    np.testing.assert_allclose(equivariance[[0, 2]], 1, atol=1e-12)
+    assert abs(equivariance[1]) < 0.2
     noise = translation_equivariance(rng.random((400, 35, 35)), places, places)
     pairs, groups = 35**2, 9 * 13
     deviation = math.sqrt(
@@ -291,6 +293,6 @@ def test_estimate_from_few_images_is_unbiased_where_content_is_weak() -> None:
         ]
         return np.mean(estimates, 0)
 
-    whole = estimate(1024)
+    of_all_images = estimate(1024)
     for count in (2, 8):
-        np.testing.assert_allclose(estimate(count), whole, rtol=0.05)
+        np.testing.assert_allclose(estimate(count), of_all_images, rtol=0.05)

@@ -1,11 +1,11 @@
-"""What is recorded where numbers end: half precision, autocast, and images that are no numbers."""
+"""Statistics where numbers end: half precision, autocast, and images that are no numbers."""
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.tcnn_probe.attention.bruteforce import Whole, attention_of, grid
+from tests.tcnn_probe.attention.bruteforce import ReferenceAttention, attention_of, grid
 from tests.tcnn_probe.attention.checking import TOLERANCE, expect, recorded, same
 
 pytestmark = pytest.mark.numerical
@@ -42,8 +42,8 @@ def check(
 ) -> None:
     ds, _, _ = recorded(model, [(q, k)])
     logits = logits.double()
-    whole = Whole("", model, logits.softmax(-1), logits)
-    expect(ds, [whole], {"": same(grid(3, 5))}, B, tolerance)
+    reference = ReferenceAttention("", model, logits.softmax(-1), logits)
+    expect(ds, [reference], {"": same(grid(3, 5))}, B, tolerance)
 
 
 def rounding(q: Tensor, k: Tensor) -> float:
@@ -110,10 +110,10 @@ def test_class_tokens_among_keys_that_are_hidden_or_have_large_logits() -> None:
     model, x = Hidden(), torch.randn(B, HEADS, 17, D)
     ds, _, _ = recorded(model, [(x,)])
     logits = model.mask.double().expand(B, HEADS, 17, 17)
-    whole = Whole("", model, logits.softmax(-1), logits)
+    reference = ReferenceAttention("", model, logits.softmax(-1), logits)
     expect(
         ds,
-        [whole],
+        [reference],
         {"": same(grid(3, 5, prefix=2))},
         B,
         64 * torch.finfo(torch.float32).eps,
@@ -123,10 +123,10 @@ def test_class_tokens_among_keys_that_are_hidden_or_have_large_logits() -> None:
 @HOW
 def test_inference_mode_and_strides(how: str) -> None:
     (q, k), model = tokens(), Attend(how)
-    (whole,) = attention_of(model, q, k)
+    (reference,) = attention_of(model, q, k)
     q = q.permute(3, 2, 0, 1).contiguous().permute(2, 3, 1, 0)
     k = k.repeat_interleave(2, -1)[..., ::2]
     assert not q.is_contiguous()
     assert not k.is_contiguous()
     with torch.inference_mode():
-        check(model, q.view_as(q), k.view_as(k), whole.logits)
+        check(model, q.view_as(q), k.view_as(k), reference.logits)

@@ -53,7 +53,7 @@ def test_equal_brute_force(
     "dtype", [torch.float32, torch.bfloat16, torch.float16, "autocast"]
 )
 def test_nothing_is_lost_after_the_projections(dtype: torch.dtype | str) -> None:
-    """In whatever precision a layer is: what follows is float32, which moves a logit by a few eps of its terms."""
+    """Layers in any precision are followed by float32, which moves a logit by a few eps of its terms."""
     layer, x = make("stride", qk_dim=3)
     with torch.autocast("cpu", torch.bfloat16, enabled=dtype == "autocast"):
         attention = (

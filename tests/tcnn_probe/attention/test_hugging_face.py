@@ -100,7 +100,7 @@ def test_equals_brute_force(
 ) -> None:
     torch.manual_seed(0)
     model, images = sharpen(make().eval(), 2.0), torch.randn(2, 3, *size)
-    layers = {one.layer for one in attention_of(model, images)}
+    layers = {reference.layer for reference in attention_of(model, images)}
     assert len(layers) == 2
     check(model, images, dict.fromkeys(layers, layout))
 
@@ -132,14 +132,14 @@ def test_projections_inside_of_an_attention_are_none() -> None:
         "Cvt", depth=[1, 2, 3], embed_dim=[8, 12, 12], num_heads=[1, 3, 3]
     )().eval()
     images = torch.randn(2, 3, 64, 64)
-    whole = model(images).last_hidden_state
+    hidden_state = model(images).last_hidden_state
     with tcnn_probe.record(model) as recorder:
         model(images)
         recorder.mark(epoch=0)
     assert not recorder.unsupported
     assert len(recorder.layers) == 6
     with tcnn_probe.ablate(model, recorder.layers, "shuffled", images=images):
-        assert not torch.equal(model(images).last_hidden_state, whole)
+        assert not torch.equal(model(images).last_hidden_state, hidden_state)
 
 
 class Registers(nn.Module):

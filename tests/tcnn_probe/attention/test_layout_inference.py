@@ -27,11 +27,11 @@ class Attend(nn.Module):
 
     def forward(self, x: Tensor, keys: Tensor | None = None) -> Tensor:
         (q, _, _), (_, k, v) = (
-            self.qkv(given)
+            self.qkv(tokens)
             .unflatten(-1, (3, self.num_heads, -1))
             .movedim(-3, 0)
             .transpose(-2, -3)
-            for given in (x, x if keys is None else keys)
+            for tokens in (x, x if keys is None else keys)
         )
         return F.scaled_dot_product_attention(q, k, v).transpose(-2, -3).flatten(-2)
 
@@ -43,7 +43,7 @@ class Seeing(nn.Module):
         self,
         way: Callable[["Seeing", Tensor], Tensor],
         heads: int = HEADS,
-        more: int = 1,
+        extra_tokens: int = 1,
     ) -> None:
         super().__init__()
         self.stem, self.attend, self.among = (
@@ -51,9 +51,9 @@ class Seeing(nn.Module):
             Attend(heads),
             Attend(heads),
         )
-        self.norm, self.more, self.way = (
+        self.norm, self.extra_tokens, self.way = (
             nn.LayerNorm(DIM),
-            nn.Parameter(torch.randn(1, more, DIM)),
+            nn.Parameter(torch.randn(1, extra_tokens, DIM)),
             way,
         )
         sharpen(self, 2.2)
@@ -61,8 +61,8 @@ class Seeing(nn.Module):
     def tokens(self, x: Tensor) -> Tensor:
         return self.stem(x).flatten(2).mT
 
-    def with_more(self, x: Tensor) -> Tensor:
-        return torch.cat([self.more.expand(len(x), -1, -1), self.tokens(x)], 1)
+    def with_extra_tokens(self, x: Tensor) -> Tensor:
+        return torch.cat([self.extra_tokens.expand(len(x), -1, -1), self.tokens(x)], 1)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.way(self, x)
@@ -73,44 +73,52 @@ def patches(model: Seeing, x: Tensor) -> Tensor:
 
 
 def registers(model: Seeing, x: Tensor) -> Tensor:
-    return model.attend(model.with_more(x))
+    return model.attend(model.with_extra_tokens(x))
 
 
 def at_the_end(model: Seeing, x: Tensor) -> Tensor:
     """A class token behind the patches."""
     return model.attend(
-        torch.cat([model.tokens(x), model.more.expand(len(x), -1, -1)], 1)
+        torch.cat([model.tokens(x), model.extra_tokens.expand(len(x), -1, -1)], 1)
     )
 
 
 def after_registers(model: Seeing, x: Tensor) -> Tensor:
     """Registers before the patches, a class token behind them."""
-    more = model.more.expand(len(x), -1, -1)
-    return model.attend(torch.cat([more[:, 1:], model.tokens(x), more[:, :1]], 1))
+    extra_tokens = model.extra_tokens.expand(len(x), -1, -1)
+    return model.attend(
+        torch.cat([extra_tokens[:, 1:], model.tokens(x), extra_tokens[:, :1]], 1)
+    )
 
 
 def joined_twice(model: Seeing, x: Tensor) -> Tensor:
     """A class token, then registers between it and the patches, as in DINOv2."""
-    tokens = torch.cat([model.more[:, :1].expand(len(x), -1, -1), model.tokens(x)], 1)
+    tokens = torch.cat(
+        [model.extra_tokens[:, :1].expand(len(x), -1, -1), model.tokens(x)], 1
+    )
     return model.attend(
-        torch.cat([tokens[:, :1], model.more.expand(len(x), -1, -1), tokens[:, 1:]], 1)
+        torch.cat(
+            [tokens[:, :1], model.extra_tokens.expand(len(x), -1, -1), tokens[:, 1:]], 1
+        )
     )
 
 
 def written(model: Seeing, x: Tensor, place: int = -1) -> Tensor:
     """A class token written into its place, so that nothing shows where it is."""
     tokens = model.tokens(x)
-    every = tokens.new_zeros(len(x), 17, DIM)
-    every[:, 1 if place == 0 else 0 :][:, :16], every[:, place] = (
+    sequence = tokens.new_zeros(len(x), 17, DIM)
+    sequence[:, 1 if place == 0 else 0 :][:, :16], sequence[:, place] = (
         tokens,
-        model.more[0, 0],
+        model.extra_tokens[0, 0],
     )
-    return model.attend(every)
+    return model.attend(sequence)
 
 
 def latents(model: Seeing, x: Tensor) -> Tensor:
     """A Perceiver: latents look at the patches, then at each other."""
-    return model.among(model.attend(model.more.expand(len(x), -1, -1), model.tokens(x)))
+    return model.among(
+        model.attend(model.extra_tokens.expand(len(x), -1, -1), model.tokens(x))
+    )
 
 
 class Text(nn.Module):
@@ -149,19 +157,27 @@ def first_last(weights: Tensor, images: int) -> Tensor:
 BEHIND = same(grid(4, 4, prefix=1), arrange=first_last)
 
 CASES = {
-    "latents": (Seeing(latents, more=9), square(), NOWHERE),  # no 3 x 3 of anything
+    "latents": (
+        Seeing(latents, extra_tokens=9),
+        square(),
+        NOWHERE,
+    ),  # no 3 x 3 of anything
     "registers": (
-        Seeing(registers, more=9),
+        Seeing(registers, extra_tokens=9),
         square(),
         same(grid(4, 4, prefix=9)),
     ),  # 25 tokens, no 5 x 5
     "at the end": (Seeing(at_the_end), square(), BEHIND),
     "after registers": (
-        Seeing(after_registers, more=5),
+        Seeing(after_registers, extra_tokens=5),
         square(),
         same(grid(4, 4, prefix=5), arrange=first_last),
     ),
-    "twice": (Seeing(joined_twice, more=2), square(), same(grid(4, 4, prefix=3))),
+    "twice": (
+        Seeing(joined_twice, extra_tokens=2),
+        square(),
+        same(grid(4, 4, prefix=3)),
+    ),
     "text": (sharpen(Text()), WORDS, NOWHERE),
     "features": (sharpen(Attend()), torch.randn(5, 16, DIM), NOWHERE),
     # Axial: the 4 pixels of each row attend to each other, in no 2 x 2 windows.
@@ -215,7 +231,7 @@ def test_image_and_text() -> None:
 
 @pytest.mark.parametrize("count", [4, 9])
 def test_registers_that_are_declared(count: int) -> None:
-    model = Seeing(registers, more=count)
+    model = Seeing(registers, extra_tokens=count)
     check(
         model, square(), {"attend": same(grid(4, 4, prefix=count))}, prefix_tokens=count
     )
@@ -226,7 +242,7 @@ def test_reasons_of_what_is_missing() -> None:
         RuntimeWarning,
         match=r"no maps of among: 9 keys: no grid found; grid=\(rows, columns\)",
     ):
-        recorder = recorded(Seeing(latents, more=9), square(), images=1)
+        recorder = recorded(Seeing(latents, extra_tokens=9), square(), images=1)
     assert [*recorder.missing["center_attention"]] == ["attend", "among"]
     assert recorder.missing["attention_distance"].keys() == {"attend", "among"}
     assert recorder.missing["attention_received"].keys() == {"among"}
@@ -377,7 +393,7 @@ class Merged(Seeing):
     ("name", "images"), [("num_heads", 5), ("num_attention_heads", HEADS)]
 )
 def test_merged_heads(name: str, images: int) -> None:
-    """How many there are is known from the layer, also if there are as many images."""
+    """The layer says how many heads there are, also if there are as many images."""
     check(Merged(name), square(images), {"": same(grid(4, 4), arrange=merged(HEADS))})
 
 

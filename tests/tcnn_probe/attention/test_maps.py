@@ -74,7 +74,9 @@ def on_grid(
 )
 def test_equals_brute_force(name: str) -> None:
     model, images = run(small(name, **VIT))
-    expected = {one.layer: one.weights for one in attention_of(model, images)}
+    expected = {
+        reference.layer: reference.weights for reference in attention_of(model, images)
+    }
     tree = tcnn_probe.attention_maps(model, images, batch_size=1)
     assert {
         layer for node in tree.children.values() for layer in node.layer.values
@@ -98,7 +100,10 @@ def test_fused_attention_in_float32() -> None:
         torch.randn(2, 3, *SIZE),
     )
     assert model.blocks[0].attn.fused_attn
-    expected = {one.layer: one.weights for one in attention_of(model, images.double())}
+    expected = {
+        reference.layer: reference.weights
+        for reference in attention_of(model, images.double())
+    }
     maps = tcnn_probe.attention_maps(model, images)["3x4x6"]
     for layer, weights in expected.items():
         np.testing.assert_allclose(
@@ -110,7 +115,9 @@ def test_fused_attention_in_float32() -> None:
 def test_pooled_keys_and_strided_queries() -> None:
     model, images = run(small("levit_128s"), (224, 224), 1)
     weights = next(
-        one.weights for one in attention_of(model, images) if "downsample" in one.layer
+        reference.weights
+        for reference in attention_of(model, images)
+        if "downsample" in reference.layer
     )
     maps = tcnn_probe.attention_maps(model, images, layers="*downsample*")[
         "8x14x14_from_7x7"
@@ -292,7 +299,9 @@ def test_windows_are_put_in_their_places(make, size, cutter, attention, cells) -
                 nn.init.zeros_(convolution.weight)
     layer = cutter + attention
     weights = next(
-        one.weights for one in attention_of(model, images) if one.layer == layer
+        reference.weights
+        for reference in attention_of(model, images)
+        if reference.layer == layer
     )
     weights = weights.flatten(0, -4).unflatten(
         0, (2, len(cells))
@@ -307,25 +316,27 @@ def test_windows_are_put_in_their_places(make, size, cutter, attention, cells) -
                 if query is not None and key is not None:
                     expected[:, :, *query, *key] = weights[:, w, :, q, k]
     np.testing.assert_allclose(maps, expected, atol=1e-9)
-    seen = (maps[0, :, 5, 8].values > 1e-20).any(0)
-    np.testing.assert_array_equal(seen, influence(model, cutter, images[:1], (5, 8)))
+    attended = (maps[0, :, 5, 8].values > 1e-20).any(0)
+    np.testing.assert_array_equal(
+        attended, influence(model, cutter, images[:1], (5, 8))
+    )
 
 
 def influence(
     model: nn.Module, cutter: str, images: Tensor, query: tuple[int, int]
 ) -> np.ndarray:
-    """Which tokens of a module's input one token of its output depends on."""
-    module, given = model.get_submodule(cutter), []
-    handle = module.register_forward_pre_hook(lambda _, args: given.append(args))
+    """Return the tokens of a module's input that one token of its output depends on."""
+    module, calls = model.get_submodule(cutter), []
+    handle = module.register_forward_pre_hook(lambda _, args: calls.append(args))
     model(images)
     handle.remove()
-    (x, *others), channels = given[0], -1
+    (x, *arguments), channels = calls[0], -1
     if isinstance(module, (SpatialBlock, PartitionAttentionLayer)):
         channels = 1
     x = x.detach().requires_grad_()
-    output = module(x, *others)
+    output = module(x, *arguments)
     if x.ndim == 3:
-        output = output.unflatten(1, others[0])
+        output = output.unflatten(1, arguments[0])
     at = output.movedim(channels, -1)[0, *query]
     grad = (
         torch.autograd.grad((at * torch.randn_like(at)).sum(), x)[0]
@@ -346,11 +357,11 @@ def test_gated_layers() -> None:
         .eval()
     )
     images = torch.randn(2, 3, 96, 160, dtype=torch.float64)
-    given: dict[str, Tensor] = {}
+    layer_inputs: dict[str, Tensor] = {}
     layers = tcnn_model.gpsa_layers(model)
     for name, layer in layers.items():
         layer.register_forward_pre_hook(
-            lambda _, inputs, name=name: given.update({name: inputs[0]})
+            lambda _, inputs, name=name: layer_inputs.update({name: inputs[0]})
         )
     tree = tcnn_probe.attention_maps(model, images)
     assert sum(len(node.layer) for node in tree.children.values()) == len(layers)
@@ -358,7 +369,7 @@ def test_gated_layers() -> None:
         for name in node.layer.values:
             layer = layers[name]
             dense = gpsa_attention_reference(
-                given[name],
+                layer_inputs[name],
                 query=layer.query.detach(),
                 key=layer.key.detach(),
                 locality_strength=layer.locality_strength.detach(),
@@ -370,7 +381,7 @@ def test_gated_layers() -> None:
                 dilation=layer.dilation,
             )
             maps = node.attention.sel(layer=name)
-            height, width = given[name].shape[2:]
+            height, width = layer_inputs[name].shape[2:]
             pixels = (
                 dense.unflatten(-1, (height + 2, width + 2))[..., 1:-1, 1:-1]
                 .flatten(2, -3)
@@ -400,30 +411,30 @@ def test_pool_with_a_token_for_each_class() -> None:
 
 def test_chosen_queries_heads_and_layers() -> None:
     model, images = run(small("deit_tiny_patch16_224", **VIT))
-    whole = tcnn_probe.attention_maps(model, images)["3x4x6"]
-    some = tcnn_probe.attention_maps(
+    full = tcnn_probe.attention_maps(model, images)["3x4x6"]
+    selection = tcnn_probe.attention_maps(
         model, images, layers="blocks.1*", heads=[2, 0], queries=[(31, 0), (9, 47)]
     )["3x4x6"]
-    assert some["head"].values.tolist() == [0, 2]
-    assert some.layer.values.tolist() == ["blocks.1.attn"]
-    assert (some.query_y.values.tolist(), some.query_x.values.tolist()) == (
+    assert selection["head"].values.tolist() == [0, 2]
+    assert selection.layer.values.tolist() == ["blocks.1.attn"]
+    assert (selection.query_y.values.tolist(), selection.query_x.values.tolist()) == (
         [3, 1],
         [0, 5],
     )
-    assert (some.from_y.values.tolist(), some.from_x.values.tolist()) == (
+    assert (selection.from_y.values.tolist(), selection.from_x.values.tolist()) == (
         [31, 9],
         [0, 47],
     )
     for number, (y, x) in enumerate([(3, 0), (1, 5)]):
-        expected = whole.attention.sel(
+        expected = full.attention.sel(
             layer="blocks.1.attn", head=[0, 2], query_y=y, query_x=x
         )
         np.testing.assert_allclose(
-            some.attention[:, 0, :, number], expected, atol=1e-12
+            selection.attention[:, 0, :, number], expected, atol=1e-12
         )
     only = tcnn_probe.attention_maps(model, images, queries="class")["3x4x6"]
     assert set(only.data_vars) == {"class_attention"}
-    np.testing.assert_array_equal(only.class_attention, whole.class_attention)
+    np.testing.assert_array_equal(only.class_attention, full.class_attention)
 
 
 def test_half_precision_and_numbers_of_numpy() -> None:
@@ -433,20 +444,20 @@ def test_half_precision_and_numbers_of_numpy() -> None:
         model, images, heads=np.arange(1, 3), queries=np.array([[31, 0]])
     )
     np.testing.assert_array_equal(tree.input, images.float())
-    one = tcnn_probe.attention_maps(
+    head_map = tcnn_probe.attention_maps(
         model, images, heads=np.int64(2), queries=[(31, 0)]
     )["3x4x6"].attention
-    np.testing.assert_array_equal(one, tree["3x4x6"].attention.sel(head=[2]))
+    np.testing.assert_array_equal(head_map, tree["3x4x6"].attention.sel(head=[2]))
 
 
 def test_chosen_queries_of_shifted_windows() -> None:
     model, images = run(TIMM_SWIN, (28, 40))
-    whole = tcnn_probe.attention_maps(model, images)["2x7x10"].attention
-    some = tcnn_probe.attention_maps(model, images, queries=[(27, 1), (0, 39)])[
+    full = tcnn_probe.attention_maps(model, images)["2x7x10"].attention
+    selection = tcnn_probe.attention_maps(model, images, queries=[(27, 1), (0, 39)])[
         "2x7x10"
     ].attention
-    np.testing.assert_array_equal(some[:, :, :, 0], whole.sel(query_y=6, query_x=0))
-    np.testing.assert_array_equal(some[:, :, :, 1], whole.sel(query_y=0, query_x=9))
+    np.testing.assert_array_equal(selection[:, :, :, 0], full.sel(query_y=6, query_x=0))
+    np.testing.assert_array_equal(selection[:, :, :, 1], full.sel(query_y=0, query_x=9))
 
 
 def test_leaves_the_model_as_it_was_and_keeps_the_images() -> None:

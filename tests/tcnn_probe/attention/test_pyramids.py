@@ -41,12 +41,12 @@ def mvit() -> Family:
         "stride_kv": ((4, 4), (1, 1)),
         "expand_attn": False,
     }
-    whole, every_2nd, every_4th = (
+    every_cell, every_2nd, every_4th = (
         grid(n, n, prefix=1, spacing=(16 // n, 16 // n)) for n in (16, 8, 4)
     )
     layouts = {
-        "stages.0*": Layout(whole, every_4th, class_query=True),
-        "*": Layout(every_2nd, whole, class_query=True),
+        "stages.0*": Layout(every_cell, every_4th, class_query=True),
+        "*": Layout(every_2nd, every_cell, class_query=True),
     }
     model = partial(
         MultiScaleVit,
@@ -58,7 +58,7 @@ def mvit() -> Family:
 
 
 def levit() -> Family:
-    """Of 14 x 14 tokens every second row and column ask in the first downsampling, of 7 x 7 in the second: 4 x 4."""
+    """Every second row and column ask in each downsampling: 7 x 7 of 14 x 14 tokens, then 4 x 4 of 7 x 7."""
     options = {
         "embed_dim": (32, 48, 64),
         "depth": (1, 1, 1),
@@ -139,10 +139,10 @@ def crossvit() -> Family:
         "num_heads": (2, 4),
     }
     grids = grid(6, 6, prefix=1), grid(4, 4, prefix=1)
-    layouts = {f"blocks.0.blocks.{i}*": same(own) for i, own in enumerate(grids)}
+    layouts = {f"blocks.0.blocks.{i}*": same(places) for i, places in enumerate(grids)}
     layouts |= {
-        f"*fusion.{i}*": Layout(None, other, class_query=True)
-        for i, other in enumerate(reversed(grids))
+        f"*fusion.{i}*": Layout(None, places, class_query=True)
+        for i, places in enumerate(reversed(grids))
     }
     return Family(
         "crossvit", partial(CrossVit, num_classes=5, **options), (48, 48), layouts

@@ -29,13 +29,13 @@ class Other(Tensor):
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         output = super().__torch_function__(func, types, args, kwargs or {})
-        asked = func in (
+        is_attention = func in (
             F.scaled_dot_product_attention,
             F.softmax,
             torch.softmax,
             Tensor.softmax,
         )
-        return output * cls.factor if asked else output
+        return output * cls.factor if is_attention else output
 
 
 class Attend(nn.Module):

@@ -41,17 +41,17 @@ def brute_force(logits: Tensor, size: Tensor, prefix: int) -> Bounded:
 
     attention = torch.softmax(logits, -1).nan_to_num(0)
     grid = torch.softmax(logits[..., prefix:, prefix:], -1).nan_to_num(0)
-    found = {
+    means = {
         "entropy": mean(attention, -attention.clamp_min(1e-300).log(), size),
         "attention_distance": mean(grid, far, size[..., prefix:, prefix:]),
         "max_logit": (logits.amax((-2, -1)), 4 * EPS * size.amax((-2, -1))),
     }
     if prefix:
         on_prefix = (torch.arange(attention.shape[-1]) < prefix).double()
-        found["prefix_attention"] = mean(
+        means["prefix_attention"] = mean(
             attention[..., prefix:, :], on_prefix, size[..., prefix:, :]
         )
-    return found
+    return means
 
 
 def attention_of(
@@ -163,7 +163,7 @@ def test_windows_are_averaged_within_their_image() -> None:
 
 
 def test_received_attention() -> None:
-    """Of image 1; a query that sees nothing looks at nothing."""
+    """Attention that the keys of image 1 receive; a query that sees nothing looks at nothing."""
     call, _ = case("hidden", 1)
     attention = torch.softmax(
         call.logits(slice(None), slice(None)).double(), -1

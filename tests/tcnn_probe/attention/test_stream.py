@@ -55,15 +55,15 @@ class WeighsNothingAttention(nn.Module):
 def test_every_attention_is_shown_as_the_model_has_it() -> None:
     torch.manual_seed(0)
     for model in (vit().double(), Several().eval().double()):
-        x, before, seen = images().double(), Trace(model), dict[str, Tensor]()
+        x, before, maps = images().double(), Trace(model), dict[str, Tensor]()
         expected = {
-            whole.layer: whole.weights
-            for whole in attention_of(model, x)
-            if whole.weights.ndim == 4
+            reference.layer: reference.weights
+            for reference in attention_of(model, x)
+            if reference.weights.ndim == 4
         }
         output = model(x)
         with tcnn_probe.attention_stream(
-            model, lambda call, s=seen: s.update({call.name: call.weights(slice(None))})
+            model, lambda call, s=maps: s.update({call.name: call.weights(slice(None))})
         ) as s:
             assert torch.equal(model(x), output)
         assert before == Trace(model)
@@ -73,7 +73,7 @@ def test_every_attention_is_shown_as_the_model_has_it() -> None:
             assert s.layers[layer] is model.get_submodule(layer.split("#")[0])
             # In float64, where logits up to 1e3 are known to some 1e-13.
             np.testing.assert_allclose(
-                seen[layer][:, 0].detach(), weights, rtol=0, atol=1e-10
+                maps[layer][:, 0].detach(), weights, rtol=0, atol=1e-10
             )
     assert list(expected) == ["blocks.0", "blocks.0#1"]
     assert s.unsupported == {
@@ -134,7 +134,10 @@ def test_each_layer_is_checked_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         reconstruction,
         "discrepancy",
-        lambda seen, module: (checked.append(module), discrepancy(seen, module))[1],
+        lambda attention, module: (
+            checked.append(module),
+            discrepancy(attention, module),
+        )[1],
     )
     model = vit()
     with tcnn_probe.attention_stream(model, lambda call: None):
@@ -248,19 +251,19 @@ def test_gated_attention_is_shown_whole_and_once(case: str) -> None:
         output = model(x)
         for handle in handles:
             handle.remove()
-        before, seen = Trace(model), list[tuple[str, Tensor]]()
+        before, calls = Trace(model), list[tuple[str, Tensor]]()
         with tcnn_probe.attention_stream(
-            model, lambda a: seen.append((a.name, a.weights()))
+            model, lambda a: calls.append((a.name, a.weights()))
         ) as stream:
             assert torch.equal(model(x), output)
         assert before == Trace(model)
     assert clean()
     softmax_layers = ["blocks.2.attn"] if case == "convit" else []
     assert (
-        [name for name, _ in seen] == [*gated, *softmax_layers] == list(stream.layers)
+        [name for name, _ in calls] == [*gated, *softmax_layers] == list(stream.layers)
     )
     assert not stream.unsupported
-    for name, weights in seen[: len(gated)]:
+    for name, weights in calls[: len(gated)]:
         np.testing.assert_allclose(weights[:, 0], expected[name], rtol=0, atol=1e-10)
         assert (expected[name].std() > 1e-3 * expected[name].mean()).all()
 

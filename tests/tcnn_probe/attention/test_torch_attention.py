@@ -91,7 +91,7 @@ def of_other_width(layer: nn.Module, x: Tensor) -> Any:
 
 
 def with_class_token(layer: nn.Module, x: Tensor) -> Any:
-    """As torchvision has it: concatenated, then MultiheadAttention."""
+    """Concatenate a class token, then call MultiheadAttention, as torchvision does."""
     x = torch.cat([torch.zeros_like(x[:, :1]), x], 1)
     return layer(x, x, x)
 
@@ -149,7 +149,7 @@ def test_encoder(norm_first: bool) -> None:
 @pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.filterwarnings("ignore:.*nothing was marked:RuntimeWarning")
 def test_output_of_an_encoder_is_that_without_the_fast_path(padded: bool) -> None:
-    """In eval mode torch computes a layer in one piece, and sets what is padding to 0; a recorded one it does not."""
+    """Torch computes a layer in eval mode in one piece, with 0 at padding; it does not if the layer is recorded."""
     model, x = encoder(), torch.randn(2, 7, DIM)
     mask = torch.arange(7) > torch.tensor([[6], [4]]) if padded else None
     with torch.no_grad():
@@ -161,9 +161,9 @@ def test_output_of_an_encoder_is_that_without_the_fast_path(padded: bool) -> Non
             assert torch.equal(output, model(x, src_key_padding_mask=mask))
         finally:
             torch.backends.mha.set_fastpath_enabled(True)
-    seen = slice(None) if mask is None else ~mask
+    tokens = slice(None) if mask is None else ~mask
     torch.testing.assert_close(
-        output[seen], fast[seen], rtol=1e-3, atol=1e-3
+        output[tokens], fast[tokens], rtol=1e-3, atol=1e-3
     )  # the same sums in another order
 
 

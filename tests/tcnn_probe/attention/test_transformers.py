@@ -94,5 +94,5 @@ def test_what_is_captured_is_what_meets_the_values() -> None:
             lambda module, args: inputs.append(args[0].detach())
         )
     twin(images.double())
-    for whole, weights in zip(attention_of(model, images), inputs, strict=True):
-        assert torch.equal(whole.weights, weights)
+    for reference, weights in zip(attention_of(model, images), inputs, strict=True):
+        assert torch.equal(reference.weights, weights)

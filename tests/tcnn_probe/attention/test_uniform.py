@@ -1,4 +1,4 @@
-"""What uniform attention would have, against every query and key in float64; of softmax attention, all families."""
+"""Statistics of uniform attention, against every query and key in float64; of softmax attention, all families."""
 
 import math
 
@@ -25,7 +25,7 @@ def test_of_a_layer_whose_attention_is_uniform(geometry: str) -> None:
     )
     with torch.no_grad():
         layer.raw_locality.fill_(-40.0)
-    found, expected = (
+    uniform, expected = (
         uniform_gated_attention(layer.gated_attention(x)),
         gpsa_statistics(layer, x),
     )
@@ -33,9 +33,9 @@ def test_of_a_layer_whose_attention_is_uniform(geometry: str) -> None:
         ("uniform_entropy", "entropy"),
         ("uniform_distance", "attention_distance"),
     ):
-        assert found[name].shape == (2,)
+        assert uniform[name].shape == (2,)
         torch.testing.assert_close(
-            found[name][:, None].expand(2, layer.heads),
+            uniform[name][:, None].expand(2, layer.heads),
             expected[of_heads],
             rtol=1e-9,
             atol=0,
@@ -45,12 +45,12 @@ def test_of_a_layer_whose_attention_is_uniform(geometry: str) -> None:
 def test_of_padding_that_is_wider_behind() -> None:
     """Queries 2 pixels apart on 7 x 11, from the pixel that is the kernel's centre; padding "same" of 3 x 2 pixels."""
     layer = GPSA(5, 3, (4, 3), padding="same", stride=2)
-    found = uniform_gated_attention(layer.gated_attention(torch.randn(1, 5, 7, 11)))
+    uniform = uniform_gated_attention(layer.gated_attention(torch.randn(1, 5, 7, 11)))
     queries = [(y, x) for y in range(0, 8, 2) for x in range(0, 12, 2)]
     keys = [(y, x) for y in range(-1, 7 + 2) for x in range(-1, 11 + 1)]
     far = [math.dist(query, key) for query in queries for key in keys]
-    assert float(found["uniform_distance"]) == pytest.approx(np.mean(far), abs=1e-12)
-    assert float(found["uniform_entropy"]) == pytest.approx(
+    assert float(uniform["uniform_distance"]) == pytest.approx(np.mean(far), abs=1e-12)
+    assert float(uniform["uniform_entropy"]) == pytest.approx(
         math.log(len(keys)), abs=1e-12
     )
 

@@ -1,4 +1,4 @@
-"""What is no attention between tokens is listed with its reason, and what is beside it is recorded."""
+"""Layers without attention between tokens are listed with the reason, and the layers beside them are recorded."""
 
 import json
 import re
@@ -131,8 +131,7 @@ def test_reasons(name: str) -> None:
     for layer, module in modules.items():
         if re.search("Attn|Attention", type(module).__name__):
             assert any(
-                other.split("#")[0].startswith(layer)
-                for other in (*unsupported, *layers)
+                path.split("#")[0].startswith(layer) for path in (*unsupported, *layers)
             ), layer
 
 

@@ -161,20 +161,20 @@ def volo() -> Family:
         "num_heads": (2, 4),
         "downsamples": (True, False),
     }
-    more = {
+    options = {
         "outlook_attention": (True, False),
         "mlp_ratio": 1.0,
         "stem_hidden_dim": 8,
         "use_mix_token": False,
     }
-    outlook, asked = (
+    outlook, class_attention = (
         same(grid(3, 3), arrange=windows_last),
         Layout(None, grid(2, 1, prefix=1), class_query=True),
     )
-    layouts = {"network.0*": outlook, "post*": asked, "*": same(grid(2, 1))}
+    layouts = {"network.0*": outlook, "post*": class_attention, "*": same(grid(2, 1))}
     return Family(
         "volo",
-        partial(VOLO, img_size=(32, 16), **small, **more),
+        partial(VOLO, img_size=(32, 16), **small, **options),
         (32, 16),
         layouts,
         2.2,
@@ -218,9 +218,9 @@ def test_maps_of_shifted_windows() -> None:
     """Each window of images 0 and 3: what its keys receive, and what its central query sees."""
     model, images = sharpen(FAMILIES[0].make()).double(), FAMILIES[0].images().double()
     assert (model.layers[0].blocks[1].attn_mask < -10).any()
-    wholes = {
-        whole.layer: whole.weights.unflatten(0, (4, -1)).numpy()
-        for whole in attention_of(model, images)
+    references = {
+        reference.layer: reference.weights.unflatten(0, (4, -1)).numpy()
+        for reference in attention_of(model, images)
     }
     with tcnn_probe.record(model, images=[0, 3]) as recorder, torch.no_grad():
         for batch in images.split([1, 3]):
@@ -230,12 +230,12 @@ def test_maps_of_shifted_windows() -> None:
             child.to_dataset().isel(epoch=0).load()
             for child in recorder.tree["maps"].children.values()
         ]
-    found = {
+    maps_of_layers = {
         layer: maps.sel(layer=layer) for maps in groups for layer in maps.layer.values
     }
-    assert found.keys() == wholes.keys()
-    for layer, got in found.items():
-        weights = wholes[layer][
+    assert maps_of_layers.keys() == references.keys()
+    for layer, layer_maps in maps_of_layers.items():
+        weights = references[layer][
             [0, 3]
         ]  # (images, windows, heads, 6, 6) of 2 x 3 tokens
         expected = {
@@ -243,8 +243,10 @@ def test_maps_of_shifted_windows() -> None:
             "center_attention": weights[..., 1 * 3 + 1, :],
         }
         for name, value in expected.items():
-            assert got[name].dims == ("image", "window", "head", "y", "x")
+            assert layer_maps[name].dims == ("image", "window", "head", "y", "x")
             value = value.reshape(
                 *value.shape[:-1], 2, 3
             )  # kept in float16: 11 bits, or multiples of 2^-24
-            np.testing.assert_allclose(got[name], value, rtol=2**-11, atol=2**-25)
+            np.testing.assert_allclose(
+                layer_maps[name], value, rtol=2**-11, atol=2**-25
+            )

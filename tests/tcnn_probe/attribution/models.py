@@ -35,7 +35,7 @@ class Linear(nn.Module):
 
 
 class OneBlock(nn.Module):
-    """Of (B, 2, 12, 20), looks at rows 3 to 7 and columns 10 to 16 only: class 1 if it is bright there, else 0."""
+    """Model of (B, 2, 12, 20) that sees rows 3 to 7, columns 10 to 16 alone: class 1 if they are bright, else 0."""
 
     rows, columns = slice(3, 8), slice(10, 17)
 
@@ -46,8 +46,10 @@ class OneBlock(nn.Module):
         self.act = nn.ReLU(inplace=True)
 
     def forward(self, x: Tensor) -> Tensor:
-        seen = self.act(self.features(x))[:, 0, self.rows, self.columns].mean((1, 2))
-        return torch.stack([torch.zeros_like(seen), 8 * seen - 4], 1)
+        brightness = self.act(self.features(x))[:, 0, self.rows, self.columns].mean(
+            (1, 2)
+        )
+        return torch.stack([torch.zeros_like(brightness), 8 * brightness - 4], 1)
 
     def mask(self, images: int) -> Tensor:
         mask = torch.zeros(images, 12, 20, dtype=torch.bool)
@@ -87,7 +89,7 @@ def bilinear(
     Cells divide the image evenly, or the first one lies at pixel (first, first).
     """
     rows, columns = maps.shape[1:]
-    found = np.empty((len(maps), height, width))
+    images = np.empty((len(maps), height, width))
     for i in range(height):
         for j in range(width):
             y = _cell(i, height / rows, rows, first)
@@ -95,17 +97,17 @@ def bilinear(
             top, left = int(y), int(x)
             bottom, right = min(top + 1, rows - 1), min(left + 1, columns - 1)
             dy, dx = y - top, x - left
-            found[:, i, j] = (
+            images[:, i, j] = (
                 (1 - dy) * (1 - dx) * maps[:, top, left]
                 + (1 - dy) * dx * maps[:, top, right]
                 + dy * (1 - dx) * maps[:, bottom, left]
                 + dy * dx * maps[:, bottom, right]
             )
-    return found
+    return images
 
 
 def nearest(maps: np.ndarray, height: int, width: int, first: float) -> np.ndarray:
-    """As :func:`bilinear`, with the value of the nearest cell."""
+    """Interpolate like :func:`bilinear`, with the value of the nearest cell."""
     rows, columns = maps.shape[1:]
     at_y = [int(_cell(i, height / rows, rows, first) + 0.5) for i in range(height)]
     at_x = [int(_cell(j, width / columns, columns, first) + 0.5) for j in range(width)]

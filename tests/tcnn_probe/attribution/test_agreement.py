@@ -16,17 +16,17 @@ PIXELS = [(y, x) for y in range(7) for x in range(11)]
 
 def test_energy() -> None:
     by_hand = []
-    for one, mask in zip(MAPS.tolist(), MASKS.tolist(), strict=True):
-        inside = sum(max(one[y][x], 0) for y, x in PIXELS if mask[y][x])
-        by_hand.append(inside / sum(max(one[y][x], 0) for y, x in PIXELS))
+    for image, mask in zip(MAPS.tolist(), MASKS.tolist(), strict=True):
+        inside = sum(max(image[y][x], 0) for y, x in PIXELS if mask[y][x])
+        by_hand.append(inside / sum(max(image[y][x], 0) for y, x in PIXELS))
     np.testing.assert_allclose(energy_inside(MAPS, MASKS), by_hand, rtol=1e-12)
 
 
 @pytest.mark.parametrize("tolerance", [0, 1, 1.5, 4])
 def test_pointing(tolerance: float) -> None:
     by_hand = []
-    for one, mask in zip(MAPS.tolist(), MASKS.tolist(), strict=True):
-        y, x = max(PIXELS, key=lambda at: one[at[0]][at[1]])
+    for image, mask in zip(MAPS.tolist(), MASKS.tolist(), strict=True):
+        y, x = max(PIXELS, key=lambda at: image[at[0]][at[1]])
         near = [math.hypot(j - y, i - x) for j, i in PIXELS if mask[j][i]]
         by_hand.append(float(min(near) <= tolerance))
     assert pointing_game(MAPS, MASKS, tolerance).tolist() == by_hand
@@ -85,16 +85,16 @@ def ranks(values: list[float]) -> list[float]:
 
 
 def test_rank_correlation() -> None:
-    others = (MAPS.flip(2) + MAPS).round()  # with many ties
+    comparisons = (MAPS.flip(2) + MAPS).round()  # with many ties
     by_hand = []
-    for one, other in zip(
-        MAPS.flatten(1).tolist(), others.flatten(1).tolist(), strict=True
+    for image, comparison in zip(
+        MAPS.flatten(1).tolist(), comparisons.flatten(1).tolist(), strict=True
     ):
-        a, b = np.array(ranks(one)), np.array(ranks(other))
+        a, b = np.array(ranks(image)), np.array(ranks(comparison))
         a, b = a - a.mean(), b - b.mean()
         by_hand.append((a * b).sum() / math.sqrt((a * a).sum() * (b * b).sum()))
-    found = rank_correlation(MAPS, others)
-    np.testing.assert_allclose(found, by_hand, rtol=1e-12)
-    assert not np.allclose(found, 1)
+    correlations = rank_correlation(MAPS, comparisons)
+    np.testing.assert_allclose(correlations, by_hand, rtol=1e-12)
+    assert not np.allclose(correlations, 1)
     np.testing.assert_allclose(rank_correlation(MAPS, MAPS.exp() * 5), 1)
     np.testing.assert_allclose(rank_correlation(MAPS, -MAPS), -1)

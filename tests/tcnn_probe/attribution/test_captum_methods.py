@@ -35,8 +35,8 @@ def contributions(model: Linear, x: Tensor, target: list[int]) -> np.ndarray:
     """w x of each pixel, sum over channels, in a loop."""
     return np.stack(
         [
-            (model.weight[k] * one).sum(0).detach().numpy()
-            for k, one in zip(target, x, strict=True)
+            (model.weight[k] * image).sum(0).detach().numpy()
+            for k, image in zip(target, x, strict=True)
         ]
     )
 
@@ -75,7 +75,7 @@ GAUSS_LEGENDRE = {  # points from 0 to 1, and weights
 
 @pytest.mark.parametrize("steps", GAUSS_LEGENDRE)
 def test_integrated_gradients_are_the_sum_over_few_points(steps: int) -> None:
-    """Of sum w tanh(x) + b, with its gradient by hand."""
+    """Integrated gradients of sum w tanh(x) + b equal a sum of its gradient by hand."""
     linear, x = Linear(), images()
     total = np.zeros(x.shape)
     for point, weight in zip(*GAUSS_LEGENDRE[steps], strict=True):
@@ -138,18 +138,23 @@ def grad_cam(
     as_maps: Any = lambda x: x,
 ) -> np.ndarray:
     """Eq. 1 and 2 of the paper, by hand; ``as_maps`` makes feature maps of what the layer gives."""
-    kept: list[Tensor] = []
+    outputs: list[Tensor] = []
     handle = layer.register_forward_hook(
-        lambda module, inputs, output: kept.append(output.clone()) or kept[0]
+        lambda module, inputs, output: outputs.append(output.clone()) or outputs[0]
     )
     scores = model(x)
     handle.remove()
     maps = []
     for image, k in enumerate(target):
-        (gradient,) = torch.autograd.grad(scores[image, k], kept[0], retain_graph=True)
+        (gradient,) = torch.autograd.grad(
+            scores[image, k], outputs[0], retain_graph=True
+        )
         weights = as_maps(gradient)[image].mean((1, 2))
         maps.append(
-            (weights[:, None, None] * as_maps(kept[0])[image]).sum(0).detach().numpy()
+            (weights[:, None, None] * as_maps(outputs[0])[image])
+            .sum(0)
+            .detach()
+            .numpy()
         )
     return np.stack(maps)
 
@@ -158,7 +163,7 @@ def grad_cam(
     ("layer", "default"), [("layer4", True), ("layer3.0.conv1", False)]
 )
 def test_gradcam_by_hand(layer: str, default: bool) -> None:
-    """In a network whose ReLUs work in place."""
+    """Grad-CAM equals the paper's equations, also if ReLUs work in place."""
     torch.manual_seed(0)
     model = timm.create_model("test_resnet", num_classes=5).eval().double()
     for p in model.parameters():
@@ -166,8 +171,8 @@ def test_gradcam_by_hand(layer: str, default: bool) -> None:
     x = torch.randn(2, 3, 64, 96, dtype=torch.float64)
     by_hand = grad_cam(model, model.get_submodule(layer), x, [4, 1])
     assert (by_hand < 0).any()
-    given = {} if default else {"layer": layer}
-    maps = tcnn_probe.saliency(model, x, [4, 1], "gradcam", **given)
+    options = {} if default else {"layer": layer}
+    maps = tcnn_probe.saliency(model, x, [4, 1], "gradcam", **options)
     assert maps.attrs["layer"] == layer
     np.testing.assert_allclose(
         maps, bilinear(by_hand.clip(0), 64, 96, first=0), atol=1e-12
@@ -177,7 +182,7 @@ def test_gradcam_by_hand(layer: str, default: bool) -> None:
         x,
         [4, 1],
         "gradcam",
-        **given,
+        **options,
         relu_attributions=False,
         interpolation="nearest",
     )

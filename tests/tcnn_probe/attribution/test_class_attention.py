@@ -24,7 +24,9 @@ def expected(
 ) -> np.ndarray:
     """Rows of the queries, mean over heads, patches alone, by brute force: (B, 3, 5)."""
     weights = next(
-        one.weights for one in attention_of(model, images) if one.layer == layer
+        reference.weights
+        for reference in attention_of(model, images)
+        if reference.layer == layer
     ).numpy()
     rows = np.stack([weights[image, :, at, prefix:] for image, at in enumerate(query)])
     return rows.mean(1).reshape(len(images), 3, 5)
@@ -71,15 +73,15 @@ def test_equals_brute_force(case: str) -> None:
 
 
 def test_map_of_the_targets_own_token() -> None:
-    """With 15 classes there are as many tokens as patches."""
+    """Fifteen classes: there are as many tokens as patches."""
     model, images = patchconvnet("_multi", 15, gain=3), torch.randn(3, 3, *CONVOLVED)
     maps = tcnn_probe.saliency(model, images, [6, 1, 4])
     by_hand = expected(model, images, "pool.block.attn", 0, [6, 1, 4])
     np.testing.assert_allclose(
         maps.values, bilinear(by_hand, *CONVOLVED, first=0), atol=1e-5
     )
-    others = expected(model, images, "pool.block.attn", 0, [5, 0, 3])
-    assert abs(by_hand - others).max() > 0.01
+    of_wrong_targets = expected(model, images, "pool.block.attn", 0, [5, 0, 3])
+    assert abs(by_hand - of_wrong_targets).max() > 0.01
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])

@@ -49,7 +49,7 @@ def maps_of(model: nn.Module, x: Tensor, method: str) -> xr.DataArray:
 
 
 def busy(method: str) -> tuple[nn.Module, Tensor]:
-    """With parts in training mode, dropout, frozen parameters, gradients and a hook of somebody else."""
+    """Return a model with parts in training mode, dropout, frozen parameters, gradients and a hook of somebody else."""
     model, x = model_for(method)
     model.train()
     model.blocks[0].eval()
@@ -68,7 +68,7 @@ def _nothing(*args: Any) -> None:
 
 
 class Everything:
-    """What could be changed of the model, torch's state, and the images."""
+    """State that a method could change: of the model, of torch, and of the images."""
 
     def __init__(self, model: nn.Module, images: Tensor) -> None:
         self.trace = Trace(model)
@@ -144,11 +144,11 @@ def test_threads_wait_for_each_other(method: Any) -> None:
         Everything(model, x),
         tcnn_probe.saliency(model, x, 1, method).values,
     )
-    barrier, found = Barrier(3), []
+    barrier, results = Barrier(3), []
 
     def attribute() -> None:
         barrier.wait()
-        found.extend(
+        results.extend(
             tcnn_probe.saliency(model, x, 1, method, batch_size=1).values
             for _ in range(2)
         )
@@ -158,8 +158,8 @@ def test_threads_wait_for_each_other(method: Any) -> None:
         thread.start()
     for thread in threads:
         thread.join()
-    assert len(found) == 6
-    for maps in found:
+    assert len(results) == 6
+    for maps in results:
         np.testing.assert_allclose(maps, expected, atol=1e-5 * abs(expected).max())
     before.check(model, x)
 

@@ -47,7 +47,7 @@ def test_deletion(steps: int, batch_size: int, baseline: float | Tensor) -> None
     model, target = Linear(), torch.tensor(TARGETS)
     end = torch.zeros_like(IMAGES) + baseline
     shares, curves = by_hand(model, IMAGES, end, steps)
-    found = deletion_curve(
+    result = deletion_curve(
         model,
         IMAGES,
         MAPS,
@@ -56,8 +56,8 @@ def test_deletion(steps: int, batch_size: int, baseline: float | Tensor) -> None
         baseline=baseline,
         batch_size=batch_size,
     )
-    np.testing.assert_allclose(found[0], shares, atol=1e-12)
-    np.testing.assert_allclose(found[1], curves, atol=1e-12)
+    np.testing.assert_allclose(result[0], shares, atol=1e-12)
+    np.testing.assert_allclose(result[1], curves, atol=1e-12)
     areas = [
         sum(
             (b - a) * (p + q) / 2
@@ -65,7 +65,7 @@ def test_deletion(steps: int, batch_size: int, baseline: float | Tensor) -> None
         )
         for curve in curves
     ]
-    np.testing.assert_allclose(area_under(*found), areas, atol=1e-12)
+    np.testing.assert_allclose(area_under(*result), areas, atol=1e-12)
 
 
 def test_insertion() -> None:
@@ -77,11 +77,11 @@ def test_insertion() -> None:
             else torch.full_like(IMAGES, 0.3)
         )
         shares, curves = by_hand(model, begin, IMAGES, 6)
-        found = insertion_curve(
+        result = insertion_curve(
             model, IMAGES, MAPS, target, steps=6, start=start, batch_size=2
         )
-        np.testing.assert_allclose(found[0], shares, atol=1e-12)
-        np.testing.assert_allclose(found[1], curves, atol=1e-12)
+        np.testing.assert_allclose(result[0], shares, atol=1e-12)
+        np.testing.assert_allclose(result[1], curves, atol=1e-12)
 
 
 def test_blur() -> None:

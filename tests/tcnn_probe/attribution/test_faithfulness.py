@@ -1,4 +1,4 @@
-"""What faithfulness() is given and gives; the numbers are those of the functions of plain tensors."""
+"""Inputs and results of faithfulness(); the numbers are those of the functions of plain tensors."""
 
 import json
 
@@ -29,7 +29,7 @@ def test_numbers_are_those_of_the_functions() -> None:
     model = Linear()
     target = torch.tensor([2, 0, 1])
     options = {"steps": 5, "baseline": 0.1, "samples": 3, "seed": 8}
-    found = tcnn_probe.faithfulness(
+    ds = tcnn_probe.faithfulness(
         model,
         IMAGES,
         {"mine": MAPS, "x": first},
@@ -40,11 +40,11 @@ def test_numbers_are_those_of_the_functions() -> None:
         radius=0.1,
         **options,
     )
-    assert set(found) == set(explaining.METRICS)
-    assert found.attribution.values.tolist() == ["mine", "x"]
-    assert found.target.values.tolist() == [2, 0, 1]
+    assert set(ds) == set(explaining.METRICS)
+    assert ds.attribution.values.tolist() == ["mine", "x"]
+    assert ds.target.values.tolist() == [2, 0, 1]
     for name, maps in {"mine": MAPS, "x": IMAGES[:, 0]}.items():
-        row = found.sel(attribution=name)
+        row = ds.sel(attribution=name)
         deletion = explaining.deletion_curve(
             model, IMAGES, maps, target, steps=5, baseline=0.1, seed=8
         )
@@ -66,29 +66,27 @@ def test_numbers_are_those_of_the_functions() -> None:
     sensitive = explaining.sensitivity(
         model, IMAGES, lambda x, target: x[:, 0], target, samples=3, radius=0.1, seed=8
     )
-    np.testing.assert_allclose(found.sensitivity.sel(attribution="x"), sensitive)
-    assert found.sensitivity.sel(attribution="mine").isnull().all()
-    assert json.loads(found.sensitivity.attrs["missing"]) == {
+    np.testing.assert_allclose(ds.sensitivity.sel(attribution="x"), sensitive)
+    assert ds.sensitivity.sel(attribution="mine").isnull().all()
+    assert json.loads(ds.sensitivity.attrs["missing"]) == {
         "mine": "given as maps, which cannot be computed for a changed image"
     }
-    assert found.rank_correlation.dims == ("attribution", "other", "image")
+    assert ds.rank_correlation.dims == ("attribution", "other", "image")
     agreement = explaining.rank_correlation(MAPS, IMAGES[:, 0])
     np.testing.assert_allclose(
-        found.rank_correlation.sel(attribution="mine", other="x"), agreement
+        ds.rank_correlation.sel(attribution="mine", other="x"), agreement
     )
     np.testing.assert_allclose(
-        found.rank_correlation.sel(attribution="x", other="mine"), agreement
+        ds.rank_correlation.sel(attribution="x", other="mine"), agreement
     )
-    np.testing.assert_allclose(
-        found.rank_correlation.sel(attribution="x", other="x"), 1
-    )
+    np.testing.assert_allclose(ds.rank_correlation.sel(attribution="x", other="x"), 1)
 
 
 def test_every_variable_says_what_it_is() -> None:
-    found = tcnn_probe.faithfulness(
+    ds = tcnn_probe.faithfulness(
         Linear(), IMAGES, [first], masks=MASKS, metrics=list(explaining.METRICS)
     )
-    for name, variable in found.items():
+    for name, variable in ds.items():
         assert {
             "long_name",
             "units",
@@ -99,14 +97,14 @@ def test_every_variable_says_what_it_is() -> None:
             "options",
         } <= variable.attrs.keys()
         assert variable.dtype == "float64", name
-    assert json.loads(found.deletion_auc.attrs["options"]) == {
+    assert json.loads(ds.deletion_auc.attrs["options"]) == {
         "steps": 32,
         "baseline": 0.0,
         "seed": 0,
     }
-    assert found.attrs["captum_version"]
+    assert ds.attrs["captum_version"]
     assert (
-        json.loads(found.attrs["attributions"])["first"]["definition"]
+        json.loads(ds.attrs["attributions"])["first"]["definition"]
         == "The first channel."
     )
     plain = tcnn_probe.faithfulness(Linear(), IMAGES, first, metrics="deletion_auc")
@@ -116,10 +114,10 @@ def test_every_variable_says_what_it_is() -> None:
 def test_what_saliency_gave() -> None:
     """One method or several, in any order of dimensions: with the targets that the maps are of."""
     model = Linear()
-    several = tcnn_probe.saliency(
+    maps = tcnn_probe.saliency(
         model, IMAGES, [1, 1, 0], ["occlusion", "input_x_gradient"]
     )
-    expected = tcnn_probe.faithfulness(model, IMAGES, several)
+    expected = tcnn_probe.faithfulness(model, IMAGES, maps)
     assert expected.target.values.tolist() == [1, 1, 0]
     assert set(expected) == {
         "deletion_auc",
@@ -128,19 +126,17 @@ def test_what_saliency_gave() -> None:
         "rank_correlation",
     }
     assert (expected.infidelity.sel(attribution="input_x_gradient") < 1e-12).all()
-    turned = tcnn_probe.faithfulness(
-        model, IMAGES, several.transpose("x", "image", "y")
-    )
+    turned = tcnn_probe.faithfulness(model, IMAGES, maps.transpose("x", "image", "y"))
     for name in expected:
         np.testing.assert_allclose(turned[name], expected[name], atol=1e-12)
     alone = tcnn_probe.saliency(model, IMAGES, [1, 1, 0], "occlusion")
-    one = tcnn_probe.faithfulness(model, IMAGES, alone, metrics="deletion_auc")
-    assert one.attribution.values.tolist() == ["occlusion"]
+    single = tcnn_probe.faithfulness(model, IMAGES, alone, metrics="deletion_auc")
+    assert single.attribution.values.tolist() == ["occlusion"]
     np.testing.assert_allclose(
-        one.deletion_auc[0], expected.deletion_auc[0], atol=1e-12
+        single.deletion_auc[0], expected.deletion_auc[0], atol=1e-12
     )
-    chosen = tcnn_probe.faithfulness(model, IMAGES, several, 2, metrics="deletion_auc")
-    assert chosen.target.values.tolist() == [2, 2, 2]
+    of_class_2 = tcnn_probe.faithfulness(model, IMAGES, maps, 2, metrics="deletion_auc")
+    assert of_class_2.target.values.tolist() == [2, 2, 2]
 
 
 def test_computed_now_is_what_saliency_gives() -> None:
@@ -152,7 +148,7 @@ def test_computed_now_is_what_saliency_gives() -> None:
     maps = tcnn_probe.saliency(
         model, x, method=["class_attention", "gradcam"], gradcam=layer
     )
-    given = tcnn_probe.faithfulness(
+    precomputed = tcnn_probe.faithfulness(
         model, x, maps, metrics=["deletion_auc", "rank_correlation"]
     )
     now = tcnn_probe.faithfulness(
@@ -163,8 +159,8 @@ def test_computed_now_is_what_saliency_gives() -> None:
         samples=2,
     )
     assert now.attribution.values.tolist() == ["a", "b"]
-    for name in given:
-        np.testing.assert_allclose(now[name], given[name], atol=1e-5)
+    for name in precomputed:
+        np.testing.assert_allclose(now[name], precomputed[name], atol=1e-5)
     assert now.sensitivity.notnull().all()
     assert "energy_inside" not in now
 

@@ -12,8 +12,8 @@ import tcnn_probe
 
 SIZE = (36, 50)
 CASES = [
-    (kernel, stride, kernel // 2 - less)
-    for kernel, stride, less in itertools.product((2, 4, 7), (2, 4, 7), (0, 1))
+    (kernel, stride, kernel // 2 - shortfall)
+    for kernel, stride, shortfall in itertools.product((2, 4, 7), (2, 4, 7), (0, 1))
 ]
 
 

@@ -37,20 +37,20 @@ def test_infidelity_by_hand(batch_size: int, normalize: bool) -> None:
     squares = random_squares(7, (12, 20), seed=9)
     by_hand = []
     for image in range(3):
-        told, fell = [], []
+        predictions, fell = [], []
         for square in squares:
             covered = torch.where(square, torch.tensor(0.25), x[image])
             with torch.no_grad():
                 before, after = model(x[image][None]), model(covered[None])
-            told.append(float((maps[image] * square).sum()))
+            predictions.append(float((maps[image] * square).sum()))
             fell.append(float((before - after)[0, target[image]]))
-        a, b = np.array(told), np.array(fell)
+        a, b = np.array(predictions), np.array(fell)
         scale = (a * b).sum() / (a * a).sum() if normalize else 1
         by_hand.append(((scale * a - b) ** 2).mean())
     options = {"baseline": 0.25, "samples": 7, "seed": 9, "normalize": normalize}
-    found = infidelity(model, x, maps, target, batch_size=batch_size, **options)  # type: ignore[arg-type]
-    np.testing.assert_allclose(found, by_hand, rtol=1e-4, atol=1e-4)
-    assert found[0] > 0.01
+    infidelities = infidelity(model, x, maps, target, batch_size=batch_size, **options)  # type: ignore[arg-type]
+    np.testing.assert_allclose(infidelities, by_hand, rtol=1e-4, atol=1e-4)
+    assert infidelities[0] > 0.01
 
 
 def test_squares() -> None:
@@ -77,11 +77,16 @@ def test_sensitivity_by_hand(batch_size: int) -> None:
 
     by_hand = []
     for image, k in zip(IMAGES, [2, 1, 1], strict=True):
-        here = k * image.sum(0) ** 2
-        moved = [k * (image + 0.3 * one.double()).sum(0) ** 2 - here for one in noise]
-        by_hand.append(max(float(one.norm()) for one in moved) / float(here.norm()))
+        original = k * image.sum(0) ** 2
+        moved = [
+            k * (image + 0.3 * direction.double()).sum(0) ** 2 - original
+            for direction in noise
+        ]
+        by_hand.append(
+            max(float(direction.norm()) for direction in moved) / float(original.norm())
+        )
     target = torch.tensor([2, 1, 1])
-    found = sensitivity(
+    sensitivities = sensitivity(
         model,
         IMAGES,
         explain,
@@ -91,19 +96,19 @@ def test_sensitivity_by_hand(batch_size: int) -> None:
         seed=6,
         batch_size=batch_size,
     )
-    np.testing.assert_allclose(found, by_hand, rtol=1e-6)
+    np.testing.assert_allclose(sensitivities, by_hand, rtol=1e-6)
 
 
 def test_constant_explanation_is_not_sensitive() -> None:
-    found = sensitivity(
+    sensitivities = sensitivity(
         Linear(), IMAGES, lambda x, target: torch.ones(len(x), 7, 11), TARGETS
     )
-    assert found.tolist() == [0, 0, 0]
+    assert sensitivities.tolist() == [0, 0, 0]
 
 
 def test_a_method_that_changes_its_images_in_place() -> None:
     explain = (lambda x, target: x.mul_(0.5)[:, 0]), (lambda x, target: (x * 0.5)[:, 0])
-    found, expected = (
-        sensitivity(Linear(), IMAGES, each, TARGETS, samples=3) for each in explain
+    in_place, expected = (
+        sensitivity(Linear(), IMAGES, method, TARGETS, samples=3) for method in explain
     )
-    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(in_place, expected)

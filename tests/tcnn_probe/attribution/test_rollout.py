@@ -27,7 +27,7 @@ def product(model: nn.Module, images: Tensor, prefix: int, token: int) -> np.nda
 
     ``prefix`` counts class and register tokens of the trunk; ``token`` is 1 if the class token comes after the trunk.
     """
-    layers = [one.weights.numpy() for one in attention_of(model, images)]
+    layers = [reference.weights.numpy() for reference in attention_of(model, images)]
     maps = []
     for image in range(len(images)):
         count = prefix + 15 + token
@@ -67,12 +67,12 @@ def test_equals_the_product(name: str, prefix: int, token: int) -> None:
 
 def test_blocks_of_queries(monkeypatch: pytest.MonkeyPatch) -> None:
     model, images = transformer("deit_tiny_patch16_224"), torch.randn(2, 3, *SIZE)
-    whole = tcnn_probe.saliency(model, images, method="rollout")
+    at_once = tcnn_probe.saliency(model, images, method="rollout")
     monkeypatch.setattr(
         tcnn_probe.Attention, "BLOCK", 300
     )  # logits: 3 queries at a time
     np.testing.assert_allclose(
-        tcnn_probe.saliency(model, images, method="rollout"), whole, atol=1e-7
+        tcnn_probe.saliency(model, images, method="rollout"), at_once, atol=1e-7
     )
 
 

@@ -1,4 +1,4 @@
-"""What saliency() is given and gives: labels, targets, batches, several methods, one's own method, errors."""
+"""Inputs and results of saliency(): labels, targets, batches, several methods, one's own method, errors."""
 
 import importlib
 import inspect
@@ -70,41 +70,41 @@ def test_batches_do_not_matter(method: str) -> None:
         if attends
         else (OneBlock(), bright())
     )
-    seen: list[int] = []
+    batch_sizes: list[int] = []
     next(model.children()).register_forward_pre_hook(
-        lambda module, inputs: seen.append(len(inputs[0]))
+        lambda module, inputs: batch_sizes.append(len(inputs[0]))
     )
     options = OPTIONS.get(method, {})
     together = tcnn_probe.saliency(model, x, method=method, **options)
     for batch_size in (1, 2):
-        seen.clear()
+        batch_sizes.clear()
         maps = tcnn_probe.saliency(
             model, x, method=method, batch_size=batch_size, **options
         )
         np.testing.assert_allclose(
             maps, together, atol=1e-5 * abs(together).max().item()
         )
-        assert max(seen) == batch_size
-    seen.clear()
-    given = {method: options} if options else {}
+        assert max(batch_sizes) == batch_size
+    batch_sizes.clear()
+    method_options = {method: options} if options else {}
     tcnn_probe.faithfulness(
-        model, x, [method], batch_size=2, samples=2, steps=2, options=given
+        model, x, [method], batch_size=2, samples=2, steps=2, options=method_options
     )
-    assert max(seen) == 2
+    assert max(batch_sizes) == 2
 
 
 def test_targets_and_images_as_they_come() -> None:
     model, x = Linear(), IMAGES[:3]
     predicted = model(x).argmax(1)
-    own = tcnn_probe.saliency(model, x, method="input_x_gradient", batch_size=2)
-    for given in (predicted, predicted.tolist(), predicted.numpy()):
+    maps = tcnn_probe.saliency(model, x, method="input_x_gradient", batch_size=2)
+    for targets in (predicted, predicted.tolist(), predicted.numpy()):
         np.testing.assert_array_equal(
-            tcnn_probe.saliency(model, x, given, "input_x_gradient"), own
+            tcnn_probe.saliency(model, x, targets, "input_x_gradient"), maps
         )
-    other = (int(predicted[0]) + 1) % 3
-    all_other = tcnn_probe.saliency(model, x, other, "input_x_gradient")
-    assert all_other.target.values.tolist() == [other] * 3
-    assert not np.allclose(all_other[0], own[0])
+    next_class = (int(predicted[0]) + 1) % 3
+    of_next_class = tcnn_probe.saliency(model, x, next_class, "input_x_gradient")
+    assert of_next_class.target.values.tolist() == [next_class] * 3
+    assert not np.allclose(of_next_class[0], maps[0])
     single = tcnn_probe.saliency(
         model, x.float().numpy(), predicted, "input_x_gradient"
     )
@@ -146,7 +146,9 @@ def test_several_methods(tmp_path: Path) -> None:
         "Saliency": "",
         "red": "",
     }
-    assert {name: one.attrs["layer"] for name, one in maps.items()} == layers
+    assert {
+        name: map_of_method.attrs["layer"] for name, map_of_method in maps.items()
+    } == layers
     for name, options in {
         "class_attention": {},
         "gradcam": {"layer": "blocks.0.conv1"},
@@ -160,7 +162,7 @@ def test_several_methods(tmp_path: Path) -> None:
 
 def test_an_unsupported_method_of_several_is_left_out() -> None:
     model = Linear()
-    with pytest.warns(RuntimeWarning) as told:
+    with pytest.warns(RuntimeWarning) as warnings:
         maps = tcnn_probe.saliency(
             model, IMAGES, method=["class_attention", red, "rollout", "gradcam"]
         )
@@ -170,11 +172,11 @@ def test_an_unsupported_method_of_several_is_left_out() -> None:
         "no attention was seen",
         "no layer gives a feature map",
     ]
-    for one, name, reason in zip(
-        told, ("class_attention", "rollout", "gradcam"), reasons, strict=True
+    for warning, name, reason in zip(
+        warnings, ("class_attention", "rollout", "gradcam"), reasons, strict=True
     ):
-        assert str(one.message).startswith(f"{name!r} is left out: {reason}")
-        assert one.filename == __file__
+        assert str(warning.message).startswith(f"{name!r} is left out: {reason}")
+        assert warning.filename == __file__
     with pytest.raises(ValueError, match="no layer has a map of class attention"):
         tcnn_probe.saliency(model, IMAGES, method=["class_attention", "rollout"])
 
@@ -189,7 +191,7 @@ def flat(model: nn.Module, x: Tensor, target: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize(
-    ("given", "error", "message"),
+    ("arguments", "error", "message"),
     [
         (
             {"images": IMAGES[0, 0]},
@@ -251,10 +253,12 @@ def flat(model: nn.Module, x: Tensor, target: Tensor) -> Tensor:
         ({"model": torch.sum}, TypeError, "expected a torch.nn.Module, got builtin"),
     ],
 )
-def test_errors(given: dict[str, Any], error: type[Exception], message: str) -> None:
+def test_errors(
+    arguments: dict[str, Any], error: type[Exception], message: str
+) -> None:
     with pytest.raises(error, match=message):
         tcnn_probe.saliency(
-            **({"model": Linear(), "images": IMAGES, "method": "occlusion"} | given)
+            **({"model": Linear(), "images": IMAGES, "method": "occlusion"} | arguments)
         )
 
 

@@ -76,15 +76,15 @@ def entropy(attention: Attention, tokens: Tensor) -> Tensor:
 
 
 def entropies(model: nn.Module, x: Tensor) -> Tensor:
-    """(layers, heads), mean over all images and queries, of the inputs that a replaced forward of each layer sees."""
-    found: list[Tensor] = []
+    """Return (layers, heads) entropies, means over images and queries, of inputs that replaced forwards see."""
+    layer_entropies: list[Tensor] = []
     layers = [module for module in model.modules() if isinstance(module, Attention)]
     for layer in layers:
 
         def forward(
             tokens: Tensor, *args: Any, layer: Any = layer, **kwargs: Any
         ) -> Tensor:
-            found.append(entropy(layer, tokens).mean(0))
+            layer_entropies.append(entropy(layer, tokens).mean(0))
             return type(layer).forward(layer, tokens, *args, **kwargs)
 
         layer.forward = forward  # type: ignore[method-assign]
@@ -94,7 +94,7 @@ def entropies(model: nn.Module, x: Tensor) -> Tensor:
     finally:
         for layer in layers:
             del layer.forward
-    return torch.stack(found)
+    return torch.stack(layer_entropies)
 
 
 def check_entropies(
@@ -103,7 +103,7 @@ def check_entropies(
     mark: int = -1,
     images: int | None = None,
 ) -> None:
-    """Those of one mark are these, (layers, heads), to what float32 keeps of logits up to 10; of so many images."""
+    """Check a mark's number of images and its entropies, (layers, heads), to float32 of logits up to 10."""
     ds = recorder.dataset.isel(epoch=mark)
     torch.testing.assert_close(
         torch.as_tensor(ds.entropy.values), expected, rtol=1e-5, atol=1e-6
@@ -113,7 +113,7 @@ def check_entropies(
 
 
 def recorded(model: nn.Module, *batches: Any, **options: Any) -> tcnn_probe.Recorder:
-    """After one epoch; a tuple is a batch of several inputs."""
+    """Return a recorder after an epoch; a tuple is a batch of several inputs."""
     with torch.no_grad(), tcnn_probe.record(model, **options) as recorder:
         for batch in batches:
             model(*batch) if isinstance(batch, tuple) else model(batch)
@@ -167,13 +167,14 @@ class Trace:
         self.state = {name: value.clone() for name, value in model.state_dict().items()}
         self.torch = global_state()
 
-    def __eq__(self, other: object) -> bool:
-        mine, theirs = dict(vars(self)), dict(vars(other))
-        before, after = mine.pop("state"), theirs.pop("state")
-        same = list(before) == list(after) and all(
-            torch.equal(value, after[name]) for name, value in before.items()
+    def __eq__(self, trace: object) -> bool:
+        before, after = dict(vars(self)), dict(vars(trace))
+        state_before, state_after = before.pop("state"), after.pop("state")
+        same = list(state_before) == list(state_after) and all(
+            torch.equal(value, state_after[name])
+            for name, value in state_before.items()
         )
-        return mine == theirs and same
+        return before == after and same
 
     __hash__ = None  # type: ignore[assignment]
 
@@ -198,7 +199,7 @@ def global_state() -> dict[str, Any]:
 
 
 def clean() -> bool:
-    """Whether torch is as a fresh interpreter has it."""
+    """Return whether torch is as a fresh interpreter has it."""
     return not any(
         value
         for name, value in global_state().items()

@@ -1,4 +1,4 @@
-"""What each of the processes of test_processes.py does; one function a scenario."""
+"""Scenarios that each process of test_processes.py runs, a function for each."""
 
 import re
 import warnings
@@ -34,7 +34,7 @@ from tests.tcnn_probe.probes.class_attention_models import (
 COUNTS = 3, 2  # images of rank 0 and of rank 1
 
 
-def mine(x: Tensor, rank: int) -> Tensor:
+def images_of_rank(x: Tensor, rank: int) -> Tensor:
     return x.split(COUNTS)[rank]
 
 
@@ -59,14 +59,14 @@ def wrapped(kind: str, model: nn.Module) -> nn.Module:
 
 def values(rank: int, folder: Path) -> None:
     """Sums over the ranks' images are those of one process, in training too; layers have the model's own names."""
-    x, other = images(5), images(5, seed=1)
-    expected = [entropies(vit(), given) for given in (x, other)]
+    x, second = images(5), images(5, seed=1)
+    expected = [entropies(vit(), batch) for batch in (x, second)]
     for kind in ("ddp", "fully_shard", "fsdp"):
         model = wrapped(kind, vit()).eval()
         with tcnn_probe.record(model, folder / f"{kind}.zarr") as recorder:
-            for epoch, given in enumerate((x, other)):
+            for epoch, batch in enumerate((x, second)):
                 with torch.no_grad():
-                    model(mine(given, rank))
+                    model(images_of_rank(batch, rank))
                 recorder.mark(epoch=epoch, top1=0.5)
             assert recorder.layers == ("blocks.0.attn", "blocks.1.attn"), (
                 kind,
@@ -87,14 +87,14 @@ def values(rank: int, folder: Path) -> None:
             model = wrapped(kind, vit()).train()
             with tcnn_probe.record(model, when="train") as recorder:
                 for _ in range(2):
-                    model(mine(x, rank)).sum().backward()
+                    model(images_of_rank(x, rank)).sum().backward()
                 recorder.mark(epoch=0)
                 if rank == 0:
                     assert recorder.dataset.images.values.tolist() == [[10, 10]], kind
 
 
 def resume(rank: int, folder: Path) -> None:
-    """With two ranks, whatever the model was wrapped in before."""
+    """Two ranks resume a recording, whatever the model was wrapped in before."""
     x = images(5)
     if rank == 0:
         model = vit()
@@ -109,7 +109,7 @@ def resume(rank: int, folder: Path) -> None:
         with tcnn_probe.record(model, folder / "run.zarr") as recorder:
             assert recorder.epochs == tuple(range(epoch)), recorder.epochs
             recorder.mark(epoch=0, if_marked="skip")
-            model(mine(x, rank))
+            model(images_of_rank(x, rank))
             recorder.mark(epoch=epoch)
             if rank == 0:
                 check_entropies(
@@ -135,17 +135,17 @@ def parameters(rank: int, folder: Path) -> None:
         model = wrapped(kind, Chain()).eval()
         with tcnn_probe.record(model) as recorder:
             with torch.no_grad():
-                model(mine(x, rank))
+                model(images_of_rank(x, rank))
             recorder.mark(epoch=0)
             if rank == 0:
                 for name in expected.data_vars:
-                    given, wanted = (
+                    actual, reference = (
                         torch.as_tensor(ds[name].values)
                         for ds in (recorder.dataset, expected)
                     )
                     torch.testing.assert_close(
-                        given,
-                        wanted,
+                        actual,
+                        reference,
                         rtol=1e-5,
                         atol=1e-6,
                         equal_nan=True,
@@ -161,7 +161,7 @@ def classes(rank: int, folder: Path) -> None:
         model = wrapped(kind, network()).eval()
         with tcnn_probe.record(model, images=4) as recorder:
             with torch.no_grad():
-                model(mine(x, rank))
+                model(images_of_rank(x, rank))
             recorder.mark(epoch=0)
             if rank == 0:
                 ds = classes_of(recorder.tree).isel(epoch=0)
@@ -170,8 +170,8 @@ def classes(rank: int, folder: Path) -> None:
                     -1,
                 ], kind
                 best = torch.tensor(maps[range(3), scores[:3].argmax(1)]).float()
-                found = torch.tensor(ds.attention_by_class[:3, 0].values).flatten(1)
-                torch.testing.assert_close(found, best, rtol=0, atol=1e-5)
+                attention = torch.tensor(ds.attention_by_class[:3, 0].values).flatten(1)
+                torch.testing.assert_close(attention, best, rtol=0, atol=1e-5)
                 entropy = -(maps * np.log(maps)).sum(-1).mean()
                 assert (
                     abs(float(recorder.dataset.class_entropy.squeeze()) - entropy)
@@ -181,7 +181,7 @@ def classes(rank: int, folder: Path) -> None:
 
 def errors(rank: int, folder: Path) -> None:
     """An error on one rank is raised on all, and nobody waits for ever."""
-    x = mine(images(5), rank)
+    x = images_of_rank(images(5), rank)
     (folder / "notes").mkdir(exist_ok=True)
     (folder / "notes" / "mine.txt").write_text("mine")
     raises(lambda: tcnn_probe.record(vit(), folder / "notes"), "mine.txt")
@@ -265,12 +265,12 @@ def main(rank: int, folder: Path) -> list[str]:
     )
     passed = []
     try:
-        for each in SCENARIOS:
-            place = folder / each.__name__
+        for scenario in SCENARIOS:
+            place = folder / scenario.__name__
             place.mkdir(exist_ok=True)
-            each(rank, place)
+            scenario(rank, place)
             dist.barrier()
-            passed.append(each.__name__)
+            passed.append(scenario.__name__)
     finally:
         dist.destroy_process_group()
     return passed

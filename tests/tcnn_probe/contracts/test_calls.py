@@ -1,4 +1,4 @@
-"""How a model is called: in parts, twice, by itself, by several recorders, under checkpointing."""
+"""Ways to call a model: in parts, twice, by itself, by several recorders, under checkpointing."""
 
 from collections.abc import Callable, Iterator
 
@@ -39,12 +39,14 @@ def test_several_recorders_removed_in_any_order(first: int) -> None:
     recorders[(first + 2) % 3].remove()
     assert before == Trace(model)
     assert clean()
-    for place, (recorder, wanted) in enumerate(
+    for place, (recorder, layer_entropies) in enumerate(
         zip(recorders, (expected, expected[1:], expected), strict=True)
     ):
         assert recorder.epochs == ((0,) if place == first else (0, 1))
         for mark in range(len(recorder.epochs)):
-            check_entropies(recorder, wanted, mark, images=3 if place == 2 else 6)
+            check_entropies(
+                recorder, layer_entropies, mark, images=3 if place == 2 else 6
+            )
 
 
 def test_attached_and_removed_in_the_middle_of_a_forward() -> None:
@@ -94,7 +96,7 @@ def test_parts_called_instead_of_the_model(what: str) -> None:
 
 @pytest.mark.parametrize("training", [False, True])
 def test_the_flag_of_the_whole_model_decides(training: bool) -> None:
-    """Not those of its parts, which users set for frozen layers, or forget."""
+    """Flags of its parts, which users set for frozen layers or forget, do not count."""
     model = vit().train(training)
     model.blocks[0].train(not training)
     modes = [module.training for module in model.modules()]
@@ -217,5 +219,7 @@ def test_checkpointing_counts_nothing_twice(how: str) -> None:
     alone, call = checkpointed(how)
     for _ in range(2):
         call(x).sum().backward()
-    for parameter, other in zip(model.parameters(), alone.parameters(), strict=True):
-        assert torch.equal(parameter.grad, other.grad)
+    for parameter, reference in zip(
+        model.parameters(), alone.parameters(), strict=True
+    ):
+        assert torch.equal(parameter.grad, reference.grad)

@@ -93,9 +93,9 @@ def test_copy_can_be_recorded_itself() -> None:
 
 
 def tensors() -> tuple[int, int]:
-    """How many there are, and their numbers."""
-    found = [x for x in gc.get_objects() if type(x) is torch.Tensor]
-    return len(found), sum(x.numel() for x in found)
+    """Count the tensors that are alive, and their elements."""
+    alive = [x for x in gc.get_objects() if type(x) is torch.Tensor]
+    return len(alive), sum(x.numel() for x in alive)
 
 
 def test_memory_does_not_grow() -> None:

@@ -53,7 +53,7 @@ PLACES: dict[str, Callable[[nn.Module, Bomb], object]] = {
     [*((place, ValueError) for place in PLACES), ("in attention", KeyboardInterrupt)],
 )
 def test_in_a_forward_caught_and_not(place: str, error: type[BaseException]) -> None:
-    model, bomb, other = vit(), Bomb(error), vit(seed=1)
+    model, bomb, second_model = vit(), Bomb(error), vit(seed=1)
     PLACES[place](model, bomb)
     expected = entropies(model, images(5, seed=1))
     before = Trace(model)
@@ -63,7 +63,7 @@ def test_in_a_forward_caught_and_not(place: str, error: type[BaseException]) -> 
             with pytest.raises(error, match="boom"):
                 model(images(7, seed=2))
             bomb.armed = False
-            other(images(2))  # what runs now is another model
+            second_model(images(2))  # what runs now is another model
             model(images(5, seed=1))
             assert global_state() == before.torch
             recorder.mark(epoch=epoch)
@@ -144,15 +144,15 @@ def probe_that_fails_in(function: str, bomb: Bomb) -> tcnn_probe.Probe:
             ("layer", "image", "head", "y", "x"), "1", "a map", "Ones.", dtype="float16"
         ),
     }
-    given: dict[str, Any] = {"attention": number}
+    functions: dict[str, Any] = {"attention": number}
     if function != "attention":
-        given = {"measure": number, "module_type": type(vit().blocks[0].attn)}
-    given |= {
-        name: each
-        for name, each in (("state", state), ("maps", maps))
+        functions = {"measure": number, "module_type": type(vit().blocks[0].attn)}
+    functions |= {
+        name: failing
+        for name, failing in (("state", state), ("maps", maps))
         if name == function
     }
-    return tcnn_probe.Probe("failing", variables, **given)
+    return tcnn_probe.Probe("failing", variables, **functions)
 
 
 @pytest.mark.parametrize(

@@ -83,7 +83,7 @@ class Operations(TorchDispatchMode):
 
 
 def run_with(mode: Callable[[], Any], model: nn.Module, where: str) -> list[str]:
-    """What a mode sees that is around the forward, or is entered in the middle of it."""
+    """Return the calls that a mode sees around the forward, or entered in the middle of it."""
     with contextlib.ExitStack() as stack:
         entered = mode()
         if where == "around":
@@ -133,9 +133,9 @@ def test_mode_that_stays_on_after_the_forward(mode: Callable[[], Any]) -> None:
         try:
             model(images())
             handle.remove()
-            seen = len(entered.calls)
+            count = len(entered.calls)
             torch.ones(2) + 1
-            assert len(entered.calls) > seen
+            assert len(entered.calls) > count
         finally:
             entered.__exit__(None, None, None)
         model(images())
@@ -144,7 +144,7 @@ def test_mode_that_stays_on_after_the_forward(mode: Callable[[], Any]) -> None:
 
 
 def test_default_device() -> None:
-    """Where tensors are made if nobody says: not the recorder's."""
+    """The device of tensors that name none is the user's, not the recorder's."""
     model, x = vit(), images()
     expected = entropies(model, x)
     with tcnn_probe.record(model, images=[0]) as recorder:

@@ -1,4 +1,4 @@
-"""What needs processes of their own: two that record together (ranks.py), and one that has done nothing before."""
+"""Tests in separate processes: two that record together (ranks.py), and one that has done nothing before."""
 
 from pathlib import Path
 
@@ -15,27 +15,27 @@ from tests.tcnn_probe.contracts.helpers import fresh_processes, images, vit
 def test_two_ranks(tmp_path: Path) -> None:
     """On the CPU, by gloo."""
     with fresh_processes(2) as pool:
-        told = pool.starmap_async(
+        passed = pool.starmap_async(
             ranks.main, [(rank, tmp_path) for rank in range(2)], chunksize=1
         ).get(timeout=300)
-    assert told == [[scenario.__name__ for scenario in ranks.SCENARIOS]] * 2
+    assert passed == [[scenario.__name__ for scenario in ranks.SCENARIOS]] * 2
 
 
 def hooks_of(file: Path) -> tuple[bool, bool, bool]:
     """Hooks of a model in a file: whether ours are called, whether they are all, and whether others stayed."""
-    model, seen = torch.load(file, weights_only=False), list[int]()
+    model, calls = torch.load(file, weights_only=False), list[int]()
     modules = (model, *model.children())
     handles = [
-        module.register_forward_pre_hook(lambda module, args: seen.append(len(args)))
+        module.register_forward_pre_hook(lambda module, args: calls.append(len(args)))
         for module in modules
     ]
     model(images())
-    there = sum(len(module._forward_pre_hooks) for module in model.modules())
-    others = any(
+    registered = sum(len(module._forward_pre_hooks) for module in model.modules())
+    foreign = any(
         module._forward_pre_hooks_with_kwargs or module._forward_hooks
         for module in model.modules()
     )
-    return len(seen) > 5, there == len(handles), others
+    return len(calls) > 5, registered == len(handles), foreign
 
 
 def test_a_file_in_another_process(tmp_path: Path) -> None:
@@ -48,7 +48,7 @@ def test_a_file_in_another_process(tmp_path: Path) -> None:
 
 
 def dispatch_modes() -> list[int]:
-    """How many a recorded forward of a model runs under."""
+    """Return the number of modes that a recorded forward of a model runs under."""
     model, modes = vit(), list[int]()
     model.blocks[0].register_forward_hook(
         lambda *_: modes.append(torch._C._len_torch_dispatch_stack())

@@ -47,7 +47,7 @@ def no_modes() -> bool:
 
 def test_at_once() -> None:
     """Two threads run the recorded model, and one a model of its own; while one is measured, others go by."""
-    model, other = vit(), vit(seed=1)
+    model, second = vit(), vit(seed=1)
     expected, before = entropies(model, images()), Trace(model)
     left: list[bool] = []
     start = threading.Barrier(3)
@@ -61,7 +61,8 @@ def test_at_once() -> None:
 
     with tcnn_probe.record(model) as recorder:
         threads = [
-            threading.Thread(target=run, args=(each,)) for each in (model, model, other)
+            threading.Thread(target=run, args=(network,))
+            for network in (model, model, second)
         ]
         for thread in threads:
             thread.start()
@@ -79,18 +80,18 @@ def test_at_once() -> None:
 
 
 def test_other_threads_and_models_in_the_middle_of_a_forward() -> None:
-    model, other, modes = vit(), vit(seed=1), list[bool]()
+    model, second, modes = vit(), vit(seed=1), list[bool]()
     expected = entropies(model, images())
 
     def elsewhere() -> None:
         with torch.no_grad():
-            model(images(5)), other(images(5))
+            model(images(5)), second(images(5))
         modes.append(no_modes())
 
     def hook(*_: Any) -> None:
         if threading.current_thread() is threading.main_thread():
             assert not in_thread(elsewhere)
-            other(images(2))  # and this thread runs another model in the middle of it
+            second(images(2))  # and this thread runs another model in the middle of it
 
     model.blocks[0].register_forward_hook(hook)
     with tcnn_probe.record(model) as recorder:
@@ -125,7 +126,9 @@ def test_exceptions_that_torch_tells_no_hook_of(error: type[BaseException]) -> N
 
     def interrupted() -> None:
         handle = model.blocks[1].register_forward_pre_hook(fail)
-        assert [type(one) for one in in_thread(lambda: model(images(5)))] == [error]
+        assert [
+            type(exception) for exception in in_thread(lambda: model(images(5)))
+        ] == [error]
         handle.remove()
 
     with tcnn_probe.record(model) as recorder:
@@ -159,7 +162,7 @@ def test_removed_before_such_an_exception(finish: str) -> None:
 
 
 def test_mark_in_the_middle_of_another_thread_s_forward() -> None:
-    """That forward belongs to no epoch: neither its numbers nor its maps are half in one, half in the next."""
+    """A forward under way at a mark belongs to no epoch: its numbers and maps are not split between two."""
     model, entered, marked = vit(), threading.Event(), threading.Event()
     expected = entropies(model, images())
 
@@ -200,16 +203,16 @@ def test_hooks_that_another_thread_is_adding_or_removing() -> None:
 
 
 def test_what_one_thread_does_aside_sees_no_other_s_forwards() -> None:
-    model, seen = vit(), list[str]()
+    model, names = vit(), list[str]()
     with (
         torch.no_grad(),
         untouched(model),
-        tcnn_probe.attention_stream(model, lambda call: seen.append(call.name)),
+        tcnn_probe.attention_stream(model, lambda call: names.append(call.name)),
     ):
         assert not in_thread(lambda: model(images()))
-        assert seen == []
+        assert names == []
         model(images())
-        assert seen == ["blocks.0.attn", "blocks.1.attn"]
+        assert names == ["blocks.0.attn", "blocks.1.attn"]
 
 
 def test_autograd_s_own_threads_are_aside_with_any_other() -> None:
@@ -232,7 +235,7 @@ def test_autograd_s_own_threads_are_aside_with_any_other() -> None:
 
 def test_a_forward_that_goes_on_is_not_given_up() -> None:
     """Its stack changes while another thread reads it, to see whether the forward still runs."""
-    model, some, failed = vit(), images()[:1], []
+    model, image, failed = vit(), images()[:1], []
 
     class Listener(AttentionListener):
         def fails(self) -> None:
@@ -241,7 +244,7 @@ def test_a_forward_that_goes_on_is_not_given_up() -> None:
     @torch.no_grad()
     def work() -> None:
         for _ in range(60):
-            model(some)
+            model(image)
 
     stream, interval = AttentionStream(model, Listener()), sys.getswitchinterval()
     threads = [threading.Thread(target=work) for _ in range(4)]

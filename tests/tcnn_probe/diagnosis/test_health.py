@@ -92,7 +92,7 @@ def test_every_sign_has_a_case() -> None:
 
 @pytest.mark.parametrize("sign", ILL)
 def test_each_sign(sign: str) -> None:
-    """Where it is, since when, and its value; not just within the limit; over, once it is over."""
+    """A finding says where, since when and how much; a value just within the limit is none; it ends with its cause."""
     (finding,) = (
         finding
         for finding in tcnn_probe.health(make_ill(healthy(), sign, slice(3, None)))

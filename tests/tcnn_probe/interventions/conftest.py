@@ -16,7 +16,7 @@ def nothing_left() -> Iterator[None]:
 
 @pytest.fixture(params=[True, False], ids=["fused", "plain"])
 def fused(request: pytest.FixtureRequest) -> Iterator[bool]:
-    """Whether timm asks for fused attention."""
+    """Run with and without fused attention, as timm is asked to."""
     set_fused_attn(request.param, experimental=request.param)  # which Swin needs
     yield request.param
     set_fused_attn(True)

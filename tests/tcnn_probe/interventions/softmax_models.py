@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import tcnn_model  # noqa: F401 (registers patchconvnet_* with timm)
 
-__all__ = ["MODELS", "first", "heads_of", "seen_of", "wide"]
+__all__ = ["MODELS", "first", "heads_of", "input_and_output", "wide"]
 
 SMALL = {
     "img_size": (24, 40),
@@ -127,7 +127,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], str, str]] = {
 
 
 def wide(model: nn.Module) -> nn.Module:
-    """In float64, also ConViT's offsets, which older versions of timm make in float32."""
+    """Turn a model to float64, with ConViT's offsets, which older versions of timm make in float32."""
     for layer in model.double().modules():
         if isinstance(layer, GPSA):
             layer.rel_indices, offsets = None, layer.get_rel_indices
@@ -145,11 +145,13 @@ def first(output: Any) -> Tensor:
     return output[0] if isinstance(output, tuple) else output
 
 
-def seen_of(model: nn.Module, layer: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:
-    """What a layer is given, and what it gives."""
-    seen: list[Tensor] = []
+def input_and_output(
+    model: nn.Module, layer: nn.Module, x: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Return the input and the output of a layer in one forward of its model."""
+    tensors: list[Tensor] = []
     with layer.register_forward_hook(
-        lambda module, args, output: seen.extend((args[0], first(output)))
+        lambda module, args, output: tensors.extend((args[0], first(output)))
     ):
         model(x)
-    return seen[0], seen[1]
+    return tensors[0], tensors[1]

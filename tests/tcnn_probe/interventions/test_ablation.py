@@ -1,4 +1,4 @@
-"""What is left of an ablation: nothing in the model, nothing in copies of it, and an error where it did nothing."""
+"""An ablation leaves nothing in the model and nothing in copies of it, and raises an error if it did nothing."""
 
 import copy
 import io
@@ -39,8 +39,8 @@ class Stop(nn.Module):
 @pytest.mark.parametrize("case", CASES)
 def test_nothing_is_left(case: str) -> None:
     """Neither of the ablation, while it is there but for its hooks, nor of exceptions in a forward or in the body."""
-    make, given, options = CASES[case]
-    model, x = make(), given()
+    make, make_images, options = CASES[case]
+    model, x = make(), make_images()
     stop = Stop(model)
     model(x).sum().backward()
     plain, before = model(x).detach(), State(model)
@@ -121,8 +121,8 @@ def test_images_that_are_no_batches(images: Any, message: str) -> None:
 @torch.no_grad()
 @pytest.mark.parametrize("case", ["positional", "zero, vit"])
 def test_copies_are_not_ablated(case: str) -> None:
-    make, given, options = CASES[case]
-    model, x = make(), given()
+    make, make_images, options = CASES[case]
+    model, x = make(), make_images()
     plain, file, before = model(x), io.BytesIO(), Trace(model)
     with tcnn_probe.ablate(model, **options):
         ablated = model(x)
@@ -174,7 +174,7 @@ def test_what_did_not_happen_is_an_error() -> None:
 
 @torch.no_grad()
 def test_without_a_with() -> None:
-    """It acts at the call, until it is removed; a ``with`` around it ends it, and may begin it again."""
+    """An ablation acts from the call until it is removed; a ``with`` around it ends it, and may begin it again."""
     model, x = Chain(), chain_images()
     plain, before = model(x), State(model)
     ablation = tcnn_probe.ablate(

@@ -28,11 +28,11 @@ ROUNDINGS = (
     64 * torch.finfo(torch.float64).eps
 )  # of sums of sums of at most 60 terms each, logits up to 30 among them
 HEADS = [0, 2]
-GIVEN = 3
+REFERENCE_IMAGES = 3
 
 
-class Seen:
-    """What reaches a layer in a forward."""
+class LayerCall:
+    """Arguments and output of a layer in a forward of its model."""
 
     def __init__(self, model: nn.Module, layer: nn.Module, x: Tensor) -> None:
         def keep(
@@ -48,18 +48,18 @@ class Seen:
             model(x)
 
 
-def given_to(own: Tensor, others: Tensor, mode: str) -> Tensor:
-    """(images, ...) attention of each of the images, with that of HEADS (axis -3) from others."""
-    exchanged = own.clone()
-    for image in range(len(own)):
-        other = others.mean(0) if mode == "static" else others[image % len(others)]
-        exchanged[image, ..., HEADS, :, :] = other[..., HEADS, :, :]
+def exchange_heads(attention: Tensor, sources: Tensor, mode: str) -> Tensor:
+    """Replace the attention of HEADS (axis -3) in (images, ...) attention by that of the sources."""
+    exchanged = attention.clone()
+    for image in range(len(attention)):
+        source = sources.mean(0) if mode == "static" else sources[image % len(sources)]
+        exchanged[image, ..., HEADS, :, :] = source[..., HEADS, :, :]
     return exchanged
 
 
-def of_softmax(layer: Any, seen: Seen) -> tuple[Tensor, Tensor]:
+def of_softmax(layer: Any, call: LayerCall) -> tuple[Tensor, Tensor]:
     """Attention and values, (rows, heads, N, N) and (rows, heads, N, d), of ViT, Swin, BEiT or torch's own layer."""
-    tokens, heads = seen.args[0], layer.num_heads
+    tokens, heads = call.args[0], layer.num_heads
     if isinstance(layer, nn.MultiheadAttention):
         qkv = tokens @ layer.in_proj_weight.T + layer.in_proj_bias
     else:
@@ -78,14 +78,14 @@ def of_softmax(layer: Any, seen: Seen) -> tuple[Tensor, Tensor]:
         ].permute(2, 0, 1)
     if (
         isinstance(layer, WindowAttention)
-        and (mask := (*seen.args[1:], seen.kwargs.get("mask"))[0]) is not None
+        and (mask := (*call.args[1:], call.kwargs.get("mask"))[0]) is not None
     ):
         logits = (logits.unflatten(0, (-1, len(mask))) + mask[:, None]).flatten(0, 1)
     return logits.softmax(-1), v
 
 
 def close(
-    found: Tensor,
+    actual: Tensor,
     weights: Tensor,
     values: Tensor,
     projection: nn.Module,
@@ -97,8 +97,8 @@ def close(
     size = (weights @ values.abs()).transpose(1, 2).flatten(
         2
     ) @ weight.abs().T + bias.abs()  # type: ignore[operator, union-attr]
-    assert ((found - output).abs() <= ROUNDINGS * size).all(), (
-        (found - output).abs() / size
+    assert ((actual - output).abs() <= ROUNDINGS * size).all(), (
+        (actual - output).abs() / size
     ).max()
 
 
@@ -114,19 +114,24 @@ def test_softmax_by_hand(name: str, mode: Any, fused: bool) -> None:
     make, shape, path, projection = MODELS[name]
     model = wide(make())
     layer = model.get_submodule(path)
-    x, given = torch.randn(4, *shape).double(), torch.randn(GIVEN, *shape).double()
-    others, _ = of_softmax(layer, Seen(model, layer, given))
-    own, values = of_softmax(layer, Seen(model, layer, x))
-    whole, seed = model(x), None
-    with tcnn_probe.ablate(
-        model, {path: HEADS}, mode, images=[given[:1], given[1:]], seed=seed
-    ):
-        found = Seen(model, layer, x).output
-        assert not torch.allclose(model(x), whole)
-    by_image = given_to(
-        own.unflatten(0, (4, -1)), others.unflatten(0, (GIVEN, -1)), mode
+    x, references = (
+        torch.randn(4, *shape).double(),
+        torch.randn(REFERENCE_IMAGES, *shape).double(),
     )
-    close(found, by_image.flatten(0, 1), values, layer.get_submodule(projection))
+    reference_attention, _ = of_softmax(layer, LayerCall(model, layer, references))
+    attention, values = of_softmax(layer, LayerCall(model, layer, x))
+    plain, seed = model(x), None
+    with tcnn_probe.ablate(
+        model, {path: HEADS}, mode, images=[references[:1], references[1:]], seed=seed
+    ):
+        output = LayerCall(model, layer, x).output
+        assert not torch.allclose(model(x), plain)
+    by_image = exchange_heads(
+        attention.unflatten(0, (4, -1)),
+        reference_attention.unflatten(0, (REFERENCE_IMAGES, -1)),
+        mode,
+    )
+    close(output, by_image.flatten(0, 1), values, layer.get_submodule(projection))
 
 
 @torch.no_grad()
@@ -136,7 +141,10 @@ def test_gated_by_hand(mode: Any) -> None:
     torch.manual_seed(0)
     layer = scatter(GPSA(4, 6, (2, 3), (2, 1), (1, 1), dtype=torch.float64), seed=3)
     nn.init.normal_(layer.value)
-    x, given = torch.randn(4, 4, 5, 7).double(), torch.randn(GIVEN, 4, 5, 7).double()
+    x, references = (
+        torch.randn(4, 4, 5, 7).double(),
+        torch.randn(REFERENCE_IMAGES, 4, 5, 7).double(),
+    )
     names = ("query", "key", "center", "gating", "locality_strength")
     options = {name: getattr(layer, name).detach() for name in names}
     places = {
@@ -144,10 +152,11 @@ def test_gated_by_hand(mode: Any) -> None:
         "stride": layer.stride,
         "padding": layer.padding,
     }
-    own, others = (
-        gpsa_attention_reference(images, **options, **places) for images in (x, given)
+    attention, reference_attention = (
+        gpsa_attention_reference(images, **options, **places)
+        for images in (x, references)
     )  # type: ignore[arg-type]
-    weights = given_to(own, others, mode)
+    weights = exchange_heads(attention, reference_attention, mode)
     values = nn.functional.pad(x, (1, 1, 1, 1)).flatten(2).mT @ layer.value.T
     taps = nn.Linear(1, 1)
     taps.weight, taps.bias = (
@@ -155,7 +164,7 @@ def test_gated_by_hand(mode: Any) -> None:
         layer.bias,
     )  # type: ignore[assignment]
     with tcnn_probe.ablate(
-        layer, {"": HEADS}, mode, images=[given[:1], given[1:]], seed=None
+        layer, {"": HEADS}, mode, images=[references[:1], references[1:]], seed=None
     ):
         close(
             layer(x).flatten(2).mT, weights, values[:, None].expand(-1, 6, -1, -1), taps
@@ -220,9 +229,9 @@ def by_position(name: str) -> tuple[nn.Module, Tensor, Tensor]:
 @pytest.mark.parametrize("name", ["gpsa", "beit", "swin"])
 @pytest.mark.filterwarnings("ignore:.*among images=")
 def test_attention_by_position_alone_stays(name: str, mode: Any) -> None:
-    model, x, given = by_position(name)
+    model, x, references = by_position(name)
     plain = model(x)
-    with tcnn_probe.ablate(model, mode=mode, images=given):
+    with tcnn_probe.ablate(model, mode=mode, images=references):
         assert (model(x) - plain).abs().max() < 1e-6 * max(1, float(plain.abs().max()))
 
 
@@ -230,7 +239,7 @@ def test_attention_by_position_alone_stays(name: str, mode: Any) -> None:
 @pytest.mark.parametrize("accelerated", [True, False])
 @pytest.mark.parametrize("name", ["gpsa", "convit"])
 def test_gates_of_other_ablations_count(name: str, accelerated: bool) -> None:
-    """With gates at 1 no content is left to be exchanged; a gate at 0 leaves the given content alone."""
+    """Gates at 1 leave no content to be exchanged; a gate at 0 leaves the reference's content alone."""
     make, shape, path, _ = MODELS["convit"]
     model, x = (
         (Chain().double(), chain_images().double())
@@ -262,13 +271,13 @@ def test_gates_of_other_ablations_count(name: str, accelerated: bool) -> None:
 
 
 def test_who_gets_whose() -> None:
-    """A random cycle through the given images, the same for every batch, decided by the seed."""
+    """A random cycle through the reference images, the same for every batch, decided by the seed."""
     orders = set()
     for seed in range(4):
-        given = AttentionReference(shuffled=True, seed=seed)
+        reference = AttentionReference(shuffled=True, seed=seed)
         for batch in ([0.0], [1.0, 2.0, 3.0]):  # of images with two windows each
-            given.begin(len(batch))
-            given.add(
+            reference.begin(len(batch))
+            reference.add(
                 0,
                 [0, 2],
                 torch.tensor(batch)
@@ -276,40 +285,42 @@ def test_who_gets_whose() -> None:
                 .expand(-1, 3, 5, 7),
                 "",
             )
-        given.finish(None)
+        reference.finish(None)
         attention = SimpleNamespace(number=0, rows=2 * 6, queries=5, content_keys=7)
-        found = given.attention_for(attention, [2], "")  # type: ignore[arg-type]
-        assert found.shape == (6, 2, 1, 5, 7)
-        order = found.mean((1, 2, 3, 4)).long().tolist()
+        weights = reference.attention_for(attention, [2], "")  # type: ignore[arg-type]
+        assert weights.shape == (6, 2, 1, 5, 7)
+        order = weights.mean((1, 2, 3, 4)).long().tolist()
         assert order[4:] == order[:2]
         assert sorted(order[:4]) == [0, 1, 2, 3]
-        assert all(one != place for place, one in enumerate(order[:4]))
+        assert all(source != place for place, source in enumerate(order[:4]))
         orders.add(tuple(order))
     assert len(orders) > 1
 
 
 def test_gradients_flow_through_the_values() -> None:
-    """As by hand, with the given attention as constants: the exchanged heads' queries and keys get none."""
-    model, x, given = (
+    """Gradients by hand treat the reference attention as constants: exchanged heads' queries and keys get none."""
+    model, x, references = (
         vit().double(),
         vit_images(4).double(),
-        vit_images(GIVEN, seed=1).double(),
+        vit_images(REFERENCE_IMAGES, seed=1).double(),
     )
     layer: Any = model.blocks[1].attn
-    others, _ = of_softmax(layer, Seen(model, layer, given))
-    seen = Seen(model, layer, x)
-    tokens = seen.args[0].detach().requires_grad_()
-    seen.args = (tokens,)
-    weights, values = of_softmax(layer, seen)
+    reference_attention, _ = of_softmax(layer, LayerCall(model, layer, references))
+    call = LayerCall(model, layer, x)
+    tokens = call.args[0].detach().requires_grad_()
+    call.args = (tokens,)
+    weights, values = of_softmax(layer, call)
     layer.proj(
-        (given_to(weights, others.detach(), "static") @ values)
+        (exchange_heads(weights, reference_attention.detach(), "static") @ values)
         .transpose(1, 2)
         .flatten(2)
     ).pow(2).sum().backward()
     expected = [tokens.grad, layer.qkv.weight.grad]
     model.zero_grad()
     tokens.grad = None
-    with tcnn_probe.ablate(model, {"blocks.1.attn": HEADS}, "static", images=given):
+    with tcnn_probe.ablate(
+        model, {"blocks.1.attn": HEADS}, "static", images=references
+    ):
         layer(tokens).pow(2).sum().backward()
     torch.testing.assert_close([tokens.grad, layer.qkv.weight.grad], expected)
     assert layer.qkv.weight.grad.unflatten(0, (3, 3, 4))[:2, HEADS].abs().max() == 0
@@ -322,19 +333,19 @@ def test_images_in_every_form() -> None:
         make(),
         [Image.new("RGB", (40, 24), color) for color in ("red", "blue")],
     )
-    given = as_images(pictures, model)
-    x, found = torch.randn(3, 3, 24, 40), []
+    references = as_images(pictures, model)
+    x, outputs = torch.randn(3, 3, 24, 40), []
     for form in (
-        given,
-        [*given],
-        [given[:1], given[1:]],
-        iter([(given, torch.arange(2))]),
+        references,
+        [*references],
+        [references[:1], references[1:]],
+        iter([(references, torch.arange(2))]),
         pictures,
     ):
         with tcnn_probe.ablate(model, layer, "static", images=form):
-            found.append(model(x))
-    for other in found[1:]:
-        torch.testing.assert_close(other, found[0])
+            outputs.append(model(x))
+    for output in outputs[1:]:
+        torch.testing.assert_close(output, outputs[0])
 
 
 class Twice(nn.Module):
@@ -351,7 +362,7 @@ class Twice(nn.Module):
 @torch.no_grad()
 @pytest.mark.parametrize("mode", ["static", "shuffled"])
 def test_a_layer_that_attends_anew_in_the_same_forward_is_refused(mode: Any) -> None:
-    """Not given its attention of the first call in the second one."""
+    """The second call does not get the attention of the first one."""
     model = Twice().eval()
     with pytest.raises(
         ValueError,
@@ -388,23 +399,23 @@ def test_errors() -> None:
 
 
 def test_warns_where_an_image_gets_back_its_own_attention() -> None:
-    """Once for each ablation; not of other images, nor where the order of the given ones is asked for."""
+    """Warn once for each ablation; not for new images, nor where the references' own order is asked for."""
     model = vit()
-    given, others = torch.randn(5, 2, 20, 28), torch.randn(3, 2, 20, 28)
+    references, new_images = torch.randn(5, 2, 20, 28), torch.randn(3, 2, 20, 28)
     with torch.no_grad():
-        with tcnn_probe.ablate(model, mode="static", images=given):
-            model(others)
+        with tcnn_probe.ablate(model, mode="static", images=references):
+            model(new_images)
             with pytest.warns(
                 RuntimeWarning, match="1 of 4 images .* are among images="
             ):
-                model(torch.cat([others, given[4:]]))
-            model(given)
-        with tcnn_probe.ablate(model, mode="shuffled", images=given):
-            model(given)  # each gets another's
+                model(torch.cat([new_images, references[4:]]))
+            model(references)
+        with tcnn_probe.ablate(model, mode="shuffled", images=references):
+            model(references)  # each gets another's
         with (
-            tcnn_probe.ablate(model, mode="shuffled", images=given[:1]),
+            tcnn_probe.ablate(model, mode="shuffled", images=references[:1]),
             pytest.warns(RuntimeWarning, match="1 of 2 images .* their own attention"),
         ):
-            model(given[:2])
-        with tcnn_probe.ablate(model, mode="shuffled", images=given, seed=None):
-            model(given)
+            model(references[:2])
+        with tcnn_probe.ablate(model, mode="shuffled", images=references, seed=None):
+            model(references)

@@ -19,13 +19,13 @@ pytestmark = pytest.mark.numerical
 def layer(**options: object) -> GPSA:
     """Six heads, stride (2, 1), (B, 4, H, W) -> (B, 6, H', W')."""
     torch.manual_seed(0)
-    made = GPSA(4, 6, (2, 3), (2, 1), (1, 1), groups=2, **options)  # type: ignore[arg-type]
-    nn.init.normal_(made.value)
-    return scatter(made, seed=3)
+    gpsa = GPSA(4, 6, (2, 3), (2, 1), (1, 1), groups=2, **options)  # type: ignore[arg-type]
+    nn.init.normal_(gpsa.value)
+    return scatter(gpsa, seed=3)
 
 
 def by_hand(
-    own: GPSA,
+    gpsa: GPSA,
     x: Tensor,
     *,
     bias: bool = True,
@@ -33,16 +33,16 @@ def by_hand(
     **changed: Tensor,
 ) -> Tensor:
     """Eqs. (5) and (7) in float64, with changed parameters; of some heads only."""
-    wide = copy.deepcopy(own).double()
+    wide = copy.deepcopy(gpsa).double()
     weight = wide.weight.detach().clone()
     for head in range(wide.heads):
         if heads is not None and head not in heads:
             weight[:, :, head // 3, head % 3] = 0
-    given = {
+    parameters = {
         name: getattr(wide, name).detach()
         for name in ("query", "key", "value", "center", "gating")
     }
-    given["locality_strength"] = wide.locality_strength.detach()
+    parameters["locality_strength"] = wide.locality_strength.detach()
     at: dict[str, object] = {
         "stride": wide.stride,
         "padding": wide.padding,
@@ -50,7 +50,7 @@ def by_hand(
     }
     offset = wide.bias.detach() if bias and wide.bias is not None else None
     return gpsa_reference(
-        x.double(), weight=weight, bias=offset, **given | changed, **at
+        x.double(), weight=weight, bias=offset, **parameters | changed, **at
     )  # type: ignore[arg-type]
 
 
@@ -58,10 +58,10 @@ def images(count: int = 3, seed: int = 0) -> Tensor:
     return torch.randn(count, 4, 5, 7, generator=torch.Generator().manual_seed(seed))
 
 
-def close(found: Tensor, expected: Tensor) -> None:
+def close(actual: Tensor, expected: Tensor) -> None:
     """Sums of a few hundred products of size one, in float32: 1e-4 is a thousand roundings."""
     torch.testing.assert_close(
-        found.flatten(2).double(), expected, rtol=1e-4, atol=1e-4
+        actual.flatten(2).double(), expected, rtol=1e-4, atol=1e-4
     )
 
 
@@ -70,7 +70,7 @@ def close(found: Tensor, expected: Tensor) -> None:
     ("mode", "gate"), [("positional", math.inf), ("content", -math.inf)]
 )
 def test_gates(mode: str, gate: float, backend: str) -> None:
-    """Of some heads by hand; of all heads nothing of the other attention is left, not one bit."""
+    """Forced heads equal the computation by hand; if all are forced not one bit of the other attention is left."""
     model, x = layer(backend=backend), images()
     gating = model.gating.detach().double()
     gating[[1, 4]] = gate
@@ -109,9 +109,9 @@ def test_all_gates_at_one_give_the_convnet_back() -> None:
     model = reparameterize(
         cnn, stride="keep", locality_strength=20.0, input_size=(2, 71, 103)
     )
-    for own in gpsa_layers(model).values():
-        nn.init.normal_(own.gating, std=2)
-        nn.init.normal_(own.query)
+    for gpsa in gpsa_layers(model).values():
+        nn.init.normal_(gpsa.gating, std=2)
+        nn.init.normal_(gpsa.query)
     x = torch.randn(2, 2, 71, 103)
     with torch.no_grad():
         expected = cnn(x)
@@ -133,9 +133,9 @@ def test_zeroed_and_averaged_heads() -> None:
                 ),
             )
     with tcnn_probe.ablate(model, {"": [1, 3]}, "mean"):
-        found = model(x)
+        output = model(x)
     mean = by_hand(model, x, heads=[1, 3], bias=False).mean(2, keepdim=True)
-    close(found, by_hand(model, x, heads=[0, 2, 4, 5]) + mean)
+    close(output, by_hand(model, x, heads=[0, 2, 4, 5]) + mean)
     assert model.bias is not None
     with tcnn_probe.ablate(model):  # the bias is left, exactly
         assert torch.equal(model(x), model.bias[:, None, None].expand_as(model(x)))
@@ -146,9 +146,9 @@ def test_zeroed_and_averaged_heads() -> None:
 
 @torch.no_grad()
 def test_mean_over_images() -> None:
-    """Of as many batches as are given, gone through once; a mean of what enclosing ablations have made of the heads."""
-    model, x, seen = nn.Sequential(layer()), images(), images(5, seed=1)
-    own, calls = model[0], []
+    """A mean over any number of batches, read once, of the heads as enclosing ablations have made them."""
+    model, x, references = nn.Sequential(layer()), images(), images(5, seed=1)
+    gpsa, calls = model[0], []
     handle = model.register_forward_hook(
         lambda module, args, output: calls.append(len(args[0]))
     )
@@ -156,25 +156,25 @@ def test_mean_over_images() -> None:
         model,
         {"0": [1, 3]},
         "mean",
-        images=iter([(seen[:2], torch.arange(2)), seen[2:]]),
+        images=iter([(references[:2], torch.arange(2)), references[2:]]),
     )
-    mean = by_hand(own, seen, heads=[1, 3], bias=False).mean(0, keepdim=True)
+    mean = by_hand(gpsa, references, heads=[1, 3], bias=False).mean(0, keepdim=True)
     for _ in range(2):
         with ablation:
-            close(model(x), by_hand(own, x, heads=[0, 2, 4, 5]) + mean)
-            close(model(x[1:2]), by_hand(own, x[1:2], heads=[0, 2, 4, 5]) + mean)
+            close(model(x), by_hand(gpsa, x, heads=[0, 2, 4, 5]) + mean)
+            close(model(x[1:2]), by_hand(gpsa, x[1:2], heads=[0, 2, 4, 5]) + mean)
     handle.remove()
     assert calls == [2, 3, 3, 1, 3, 1]
     gating = torch.full((6,), math.inf, dtype=torch.float64)
-    mean = by_hand(own, seen, heads=[1], bias=False, gating=gating).mean(
+    mean = by_hand(gpsa, references, heads=[1], bias=False, gating=gating).mean(
         0, keepdim=True
     )
     with (
         tcnn_probe.ablate(model, "0", "positional"),
-        tcnn_probe.ablate(model, {"0": [0, 1]}, "mean", images=seen),
+        tcnn_probe.ablate(model, {"0": [0, 1]}, "mean", images=references),
         tcnn_probe.ablate(model, {"0": 0}),
     ):
-        close(model(x), by_hand(own, x, heads=[2, 3, 4, 5], gating=gating) + mean)
+        close(model(x), by_hand(gpsa, x, heads=[2, 3, 4, 5], gating=gating) + mean)
 
 
 @torch.no_grad()
@@ -186,15 +186,15 @@ def test_heads_of_another_layer_put_in() -> None:
     with tcnn_probe.ablate(
         model, {"0": slice(1, 3)}, "replaced", source=source
     ) as ablation:
-        found = model(x)
+        output = model(x)
     terms = by_hand(source[0], x, heads=[1, 2], bias=False)
-    close(found, (by_hand(model[0], x, heads=[0, 3, 4, 5]) + terms).clamp_min(0))
+    close(output, (by_hand(model[0], x, heads=[0, 3, 4, 5]) + terms).clamp_min(0))
     assert ablation.heads == {"0": (1, 2)}
 
 
 @pytest.mark.parametrize("same", [True, False])
 def test_its_own_heads_put_in_change_nothing(same: bool) -> None:
-    """Not even under other gates: those that are put in have their own."""
+    """The layer's own heads bring their own gates, so that nothing changes under other gates either."""
     model, x = Chain(), torch.randn(2, 2, 7, 11)
     source = model if same else copy.deepcopy(model)
     with torch.no_grad():
@@ -221,7 +221,7 @@ def test_gradients_are_those_of_what_runs() -> None:
         tcnn_probe.ablate(model, {"": [2, 3]}, "positional"),
     ):
         model(x).pow(2).sum().backward()
-    found = [x.grad, *(parameter.grad for parameter in model.parameters())]
+    gradients = [x.grad, *(parameter.grad for parameter in model.parameters())]
     assert model.gating.grad is not None
     assert model.gating.grad[[0, 2, 3]].tolist() == [0, 0, 0]
     assert model.gating.grad[[1, 4, 5]].abs().min() > 0
@@ -236,4 +236,4 @@ def test_gradients_are_those_of_what_runs() -> None:
     }
     torch.func.functional_call(twin, changed, y).pow(2).sum().backward()
     expected = [y.grad, *(parameter.grad for parameter in twin.parameters())]
-    torch.testing.assert_close(found, expected, rtol=1e-8, atol=1e-8)
+    torch.testing.assert_close(gradients, expected, rtol=1e-8, atol=1e-8)

@@ -1,4 +1,4 @@
-"""Which heads are meant, and what is refused before anything is changed."""
+"""Heads that a selection means, and selections that are refused before anything is changed."""
 
 from typing import Any
 
@@ -41,7 +41,7 @@ def test_by_name_and_index(heads: Any, expected: dict[str, tuple[int, ...]]) -> 
     assert tcnn_probe.ablate(model, heads).heads == expected
 
 
-def wanted(*layers: str, **true: list[int]) -> xr.DataArray:
+def mask(*layers: str, **true: list[int]) -> xr.DataArray:
     layers = layers or ("near", "far")
     array = xr.DataArray(
         np.zeros((len(layers), 25), bool),
@@ -55,10 +55,10 @@ def wanted(*layers: str, **true: list[int]) -> xr.DataArray:
 
 
 def test_by_array() -> None:
-    model, array = Chain(), wanted(near=[1, 8], far=[24])
+    model, array = Chain(), mask(near=[1, 8], far=[24])
 
-    def heads(given: xr.DataArray) -> dict[str, tuple[int, ...]]:
-        return tcnn_probe.ablate(model, given).heads
+    def heads(selection: xr.DataArray) -> dict[str, tuple[int, ...]]:
+        return tcnn_probe.ablate(model, selection).heads
 
     expected = {"near": (1, 8), "far": (24,)}
     assert (
@@ -84,7 +84,7 @@ def test_an_empty_selection_ablates_nothing_and_is_warned_of() -> None:
         plain = model(x)
         for mode, options in (("mean", {"images": x}), ("replaced", {"source": vit()})):
             with empty:
-                ablation = tcnn_probe.ablate(model, wanted(), mode, **options)  # type: ignore[arg-type]
+                ablation = tcnn_probe.ablate(model, mask(), mode, **options)  # type: ignore[arg-type]
             with ablation:
                 assert torch.equal(model(x), plain)
             assert ablation.heads == {}
@@ -92,7 +92,7 @@ def test_an_empty_selection_ablates_nothing_and_is_warned_of() -> None:
         ablation = tcnn_probe.ablate(model, {"near": [], "far": ()})
     with ablation:
         model.near(x)  # layers that are named need not even run
-    absent = (wanted("blocks.0", "far"), wanted("blocks.0").isel(layer=[]))
+    absent = (mask("blocks.0", "far"), mask("blocks.0").isel(layer=[]))
     for selection in absent:  # nor be there
         with empty:
             assert tcnn_probe.ablate(model, selection).heads == {}
@@ -240,7 +240,7 @@ def test_layers_that_cannot_do_it() -> None:
         tcnn_probe.ablate(layer, "", "positional")
 
 
-MASK = wanted(near=[1])
+MASK = mask(near=[1])
 NO_MASK = (
     "or a boolean DataArray for heads; got {}: a mask is an xarray.DataArray with "
 )
@@ -320,11 +320,15 @@ BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
 
 
 @pytest.mark.parametrize(
-    ("given", "error", "match"), BAD, ids=[str(number) for number in range(len(BAD))]
+    ("arguments", "error", "match"),
+    BAD,
+    ids=[str(number) for number in range(len(BAD))],
 )
-def test_bad_input(given: dict[str, Any], error: type[Exception], match: str) -> None:
+def test_bad_input(
+    arguments: dict[str, Any], error: type[Exception], match: str
+) -> None:
     model = Chain()
     before = Trace(model)
     with pytest.raises(error, match=match):
-        tcnn_probe.ablate(**{"model": model, **given})
+        tcnn_probe.ablate(**{"model": model, **arguments})
     assert Trace(model) == before

@@ -16,16 +16,18 @@ from tests.tcnn_probe.networks import Chain, scatter
 
 
 def test_others_hooks_see_what_is_ablated() -> None:
-    model, seen = Chain(), []
-    model.near.register_forward_hook(lambda module, args, output: seen.append(output))
+    model, outputs = Chain(), []
+    model.near.register_forward_hook(
+        lambda module, args, output: outputs.append(output)
+    )
     with tcnn_probe.ablate(model, "near"):
         model(chain_images())
-    assert torch.equal(seen[0], model.near.bias[:, None, None].expand_as(seen[0]))  # type: ignore[index]
+    assert torch.equal(outputs[0], model.near.bias[:, None, None].expand_as(outputs[0]))  # type: ignore[index]
 
 
 @torch.no_grad()
 def test_nested() -> None:
-    """Of one head's output the last entered decides; gates and outputs are apart; the end may come in any order."""
+    """The ablation entered last decides a head's output; gates and outputs are apart; ablations end in any order."""
     model, x = Chain(), chain_images()
     before, heads = State(model), {"near": [0, 1]}
 
@@ -43,18 +45,18 @@ def test_nested() -> None:
     def replaced(heads: Any) -> Any:
         return ended(heads, "replaced", source=other_chain())
 
-    zero, mean, other, gates = (
+    zero, mean, replacement, gates = (
         ended(heads),
         ended(heads, "mean"),
         replaced(heads),
         ended({"near": 1}, "positional"),
     )
-    torch.testing.assert_close(output(zero, mean, other), output(other))
-    torch.testing.assert_close(output(zero, other, mean), output(mean))
-    torch.testing.assert_close(output(mean, gates, other, zero), output(zero))
+    torch.testing.assert_close(output(zero, mean, replacement), output(replacement))
+    torch.testing.assert_close(output(zero, replacement, mean), output(mean))
+    torch.testing.assert_close(output(mean, gates, replacement, zero), output(zero))
     second = ended({"near": 1})
     torch.testing.assert_close(
-        output(other, second), output(replaced({"near": 0}), second)
+        output(replacement, second), output(replaced({"near": 0}), second)
     )
     gated, content = output(gates), ended("near", "content")
     model.near.gating[:] = torch.tensor([-40.0, 40, *[-40] * 7])

@@ -19,7 +19,7 @@ from tests.tcnn_probe.interventions.softmax_models import (
     MODELS,
     first,
     heads_of,
-    seen_of,
+    input_and_output,
     wide,
 )
 
@@ -57,13 +57,16 @@ def test_zeroed_heads(name: str, fused: bool) -> None:
             tcnn_probe.ablate(model, {layer: heads}) as ablation,
             tcnn_probe.record(model, layers=layer) as recorder,
         ):
-            found = model(x)
+            output = model(x)
             recorder.mark(epoch=0)
         assert ablation.heads == ({layer: tuple(heads)} if heads else {})
         torch.testing.assert_close(
-            found.double(), expected, rtol=1e-3, atol=1e-3 * float(expected.abs().max())
+            output.double(),
+            expected,
+            rtol=1e-3,
+            atol=1e-3 * float(expected.abs().max()),
         )
-        assert not heads or (plain - found).abs().max() > 1e-3 * expected.abs().max()
+        assert not heads or (plain - output).abs().max() > 1e-3 * expected.abs().max()
         recordings.append(recorder.dataset)
     assert recordings[0].equals(recordings[1])
     assert recordings[0].equals(recordings[2])
@@ -73,7 +76,7 @@ def test_zeroed_heads(name: str, fused: bool) -> None:
         "coatnet",
     ):  # whose bias is a norm's, or along another axis
         with tcnn_probe.ablate(model, layer):
-            output = seen_of(model, model.get_submodule(layer), x)[1]
+            output = input_and_output(model, model.get_submodule(layer), x)[1]
         assert torch.equal(output, bias.expand_as(output))  # type: ignore[operator, union-attr]
 
 
@@ -97,7 +100,7 @@ def test_talking_heads_are_zeroed_before_they_are_mixed() -> None:
     layer = model.get_submodule("blocks.1.attn")
     assert isinstance(layer, TalkingHeadAttn)
     with tcnn_probe.ablate(model, {"blocks.1.attn": [0, 2]}):
-        tokens, output = seen_of(model, layer, x)
+        tokens, output = input_and_output(model, layer, x)
     torch.testing.assert_close(
         output.double(), by_hand_talking(layer, tokens, [0, 2]), rtol=1e-3, atol=1e-3
     )
@@ -134,26 +137,26 @@ def by_hand(layer: Attention, tokens: Tensor) -> Tensor:
 @torch.no_grad()
 @pytest.mark.parametrize("over", ["queries", "images"])
 def test_means(over: str, fused: bool) -> None:
-    model, x, seen = vit(), vit_images(), vit_images(5, seed=1)
+    model, x, references = vit(), vit_images(), vit_images(5, seed=1)
     layer = model.blocks[0].attn
-    heads = by_hand(layer, seen_of(model, layer, x)[0])[:, :, [0, 2]]
-    terms = by_hand(layer, seen_of(model, layer, seen)[0])[:, :, [0, 2]]
+    heads = by_hand(layer, input_and_output(model, layer, x)[0])[:, :, [0, 2]]
+    terms = by_hand(layer, input_and_output(model, layer, references)[0])[:, :, [0, 2]]
     mean = (
         heads.mean(1, keepdim=True)
         if over == "queries"
         else terms.mean(0, keepdim=True)
     )
-    given = (
+    batches = (
         None
         if over == "queries"
-        else [(seen[:3], torch.zeros(3)), (seen[3:], torch.zeros(2))]
+        else [(references[:3], torch.zeros(3)), (references[3:], torch.zeros(2))]
     )
-    with tcnn_probe.ablate(model, {"blocks.0.attn": [0, 2]}, "mean", images=given):
-        tokens, found = seen_of(model, layer, x)
+    with tcnn_probe.ablate(model, {"blocks.0.attn": [0, 2]}, "mean", images=batches):
+        tokens, output = input_and_output(model, layer, x)
     expected = by_hand(layer, tokens)
     expected[:, :, [0, 2]] = mean
     expected = copy.deepcopy(layer.proj).double()(expected.flatten(2))
-    torch.testing.assert_close(found.double(), expected, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(output.double(), expected, rtol=1e-4, atol=1e-4)
 
 
 @torch.no_grad()
@@ -161,26 +164,26 @@ def test_means(over: str, fused: bool) -> None:
     "name", ["swin", "cait", "torch", "tokens first", "convit", "levit"]
 )
 def test_means_of_windows_and_others(name: str) -> None:
-    """With every head averaged the layer's output is its own mean: over the images, or over the queries of a window."""
+    """A layer with every head averaged outputs its own mean: over the images, or over the queries of a window."""
     make, shape, layer, _ = MODELS[name]
-    model, seen = make(), torch.randn(3, *shape)
+    model, references = make(), torch.randn(3, *shape)
     attention = model.get_submodule(layer)
 
     def output(x: Tensor) -> Tensor:
-        found = seen_of(model, attention, x)[1]
-        return found.transpose(0, 1) if name == "tokens first" else found
+        result = input_and_output(model, attention, x)[1]
+        return result.transpose(0, 1) if name == "tokens first" else result
 
-    plain = output(seen)
+    plain = output(references)
     mean = plain.unflatten(0, (3, -1)).mean(0)
-    with tcnn_probe.ablate(model, layer, "mean", images=seen):
-        found = output(torch.randn(2, *shape))
+    with tcnn_probe.ablate(model, layer, "mean", images=references):
+        result = output(torch.randn(2, *shape))
     torch.testing.assert_close(
-        found, mean.repeat(2, *[1] * (mean.ndim - 1)), rtol=1e-3, atol=1e-3
+        result, mean.repeat(2, *[1] * (mean.ndim - 1)), rtol=1e-3, atol=1e-3
     )
     if name in ("swin", "torch", "tokens first"):
         with tcnn_probe.ablate(model, layer, "mean"):
             torch.testing.assert_close(
-                output(seen),
+                output(references),
                 plain.mean(1, keepdim=True).expand_as(plain),
                 rtol=1e-3,
                 atol=1e-3,
@@ -247,7 +250,7 @@ def test_gates_of_convit(mode: str, gate: float, accelerated: bool) -> None:
     make, shape, name, _ = MODELS["convit"]
     model, x = make(), torch.randn(2, *shape)
     layer = model.get_submodule(name)
-    tokens, _ = seen_of(model, layer, x)
+    tokens, _ = input_and_output(model, layer, x)
     wide = copy.deepcopy(layer).double()
     q, k = wide.qk(tokens.double()).unflatten(-1, (2, 3, -1)).unbind(2)
     content = (torch.einsum("bqhd,bkhd->bhqk", q, k) * q.shape[-1] ** -0.5).softmax(-1)
@@ -267,7 +270,10 @@ def test_gates_of_convit(mode: str, gate: float, accelerated: bool) -> None:
         tcnn_probe.record(model) as recorder,
     ):  # type: ignore[arg-type]
         torch.testing.assert_close(
-            seen_of(model, layer, x)[1].double(), expected, rtol=1e-3, atol=1e-3
+            input_and_output(model, layer, x)[1].double(),
+            expected,
+            rtol=1e-3,
+            atol=1e-3,
         )
         recorder.mark(epoch=0)
     assert recorder.dataset.gate.sel(layer=name).values[0, 1] == gate

@@ -148,7 +148,7 @@ def test_a_thread_that_is_in_the_middle_of_a_forward(
 
 
 def test_hooks_that_a_thread_has_left_go_at_the_next_call() -> None:
-    """It was in the middle of a forward when the ablation ended, and ended by what torch tells no hook of."""
+    """The forward was running when the ablation ended, and then ended by an exception that torch tells no hook of."""
     model, inside, ended = Both(), threading.Event(), threading.Event()
     before = Trace(model)
 

@@ -19,15 +19,15 @@ from tests.tcnn_probe.networks import scatter
     "case", ["images", "positional", "replaced", "zero, vit", "replaced, vit"]
 )
 def test_under_autocast_inference_and_channels_last(case: str) -> None:
-    make, given, options = CASES[case]
-    model, x = make(), given()
+    make, make_images, options = CASES[case]
+    model, x = make(), make_images()
     with tcnn_probe.ablate(model, **options):
         expected = model(x).detach()
         size = float(expected.abs().max())
         with torch.inference_mode():
             torch.testing.assert_close(model(x), expected, rtol=1e-4, atol=1e-4 * size)
-        found = model(x.to(memory_format=torch.channels_last))
-        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4 * size)
+        output = model(x.to(memory_format=torch.channels_last))
+        torch.testing.assert_close(output, expected, rtol=1e-4, atol=1e-4 * size)
         with torch.autocast("cpu", torch.bfloat16):
             torch.testing.assert_close(
                 model(x).float(), expected, rtol=0.1, atol=0.1 * size
@@ -35,11 +35,11 @@ def test_under_autocast_inference_and_channels_last(case: str) -> None:
 
 
 def test_training_with_dropout() -> None:
-    """What is run besides draws no random numbers, and is without dropout."""
+    """The additional forwards draw no random numbers, and have no dropout."""
     model, x = vit(attn_drop_rate=0.4, proj_drop_rate=0.2), vit_images()
     source = vit(seed=2, attn_drop_rate=0.4).train()
     model.train()
-    found = []
+    runs = []
     for options in (
         {},
         {"mode": "replaced", "source": source},
@@ -47,10 +47,10 @@ def test_training_with_dropout() -> None:
     ):
         torch.manual_seed(0)
         with tcnn_probe.ablate(model, "blocks.1.attn", **options):  # type: ignore[arg-type]
-            found.append((model(x), torch.rand(1)))
-    assert torch.equal(found[1][0], found[2][0])
-    assert found[0][1] == found[1][1]
-    found[1][0].sum().backward()
+            runs.append((model(x), torch.rand(1)))
+    assert torch.equal(runs[1][0], runs[2][0])
+    assert runs[0][1] == runs[1][1]
+    runs[1][0].sum().backward()
     assert all(parameter.grad is None for parameter in source.parameters())
     assert source.blocks[0].attn.attn_drop.training
     assert model.blocks[0].attn.qkv.weight.grad is not None

@@ -17,7 +17,7 @@ CLASSES, LAYER = 11, "pool.block.attn"
 
 
 def network(classes: int = CLASSES, seed: int = 0, **options: Any) -> PatchConvNet:
-    """Of 3 x 5 patches, with maps and answers that differ between classes and images."""
+    """Return a model of 3 x 5 patches, with maps and answers that differ between classes and images."""
     model = PatchConvNet(
         24, 1, classes, **{"per_class": True, "init_values": 1.0} | options
     )
@@ -30,9 +30,9 @@ def pictures(count: int = 7, size: tuple[int, int] = (41, 79)) -> Tensor:
 
 def truth(model: nn.Module, x: Tensor) -> tuple[np.ndarray, np.ndarray]:
     """Maps (B, K, N) of all classes and scores (B, K), in float64, by brute force."""
-    (whole,) = attention_of(model, x)
+    (reference,) = attention_of(model, x)
     with torch.no_grad():
-        return whole.weights[:, 0].numpy(), model.double()(x.double()).numpy()
+        return reference.weights[:, 0].numpy(), model.double()(x.double()).numpy()
 
 
 def classes_of(tree: xr.DataTree, shape: str = "3x5") -> xr.Dataset:

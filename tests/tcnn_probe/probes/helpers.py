@@ -60,25 +60,25 @@ def images(count: int, height: int = 32, width: int = 48, seed: int = 1) -> Tens
 def inputs_in_float64(
     model: nn.Module, batch: Tensor, which: Callable[[nn.Module], bool]
 ) -> dict[str, tuple[nn.Module, tuple[Any, ...], dict[str, Any]]]:
-    """For each of some modules a float64 copy of it, and what that is called with."""
-    wide, seen = copy.deepcopy(model).double(), {}
+    """Return a float64 copy of each of the modules that ``which`` names, and the arguments it is called with."""
+    wide, calls = copy.deepcopy(model).double(), {}
     for name, module in wide.named_modules():
         if which(module):
-            keep = partial(_keep, seen, name)
+            keep = partial(_keep, calls, name)
             module.register_forward_pre_hook(keep, with_kwargs=True)
     with torch.no_grad():
         wide(batch.double())
-    return seen
+    return calls
 
 
 def _keep(
-    seen: dict[str, Any],
+    calls: dict[str, Any],
     name: str,
     module: nn.Module,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> None:
-    seen[name] = module, args, kwargs
+    calls[name] = module, args, kwargs
 
 
 def recorded(

@@ -50,9 +50,9 @@ def check(
         )
         assert ds.class_index[place].values.tolist() == best
         for rank, c in enumerate(best):
-            found = ds.attention_by_class[place, rank].values
+            attention = ds.attention_by_class[place, rank].values
             np.testing.assert_allclose(
-                found, maps[image, c].reshape(found.shape), atol=1e-5
+                attention, maps[image, c].reshape(attention.shape), atol=1e-5
             )
             np.testing.assert_allclose(
                 ds.class_score[place, rank], scores[image, c], rtol=1e-4, atol=1e-4
@@ -191,8 +191,10 @@ def test_a_part_of_the_model_called_by_itself() -> None:
             )
             assert "classes" not in recorder.tree["maps"].children
         else:
-            found = maps_of(recorder).attention_by_class.values.reshape(3, 2, -1)
-            np.testing.assert_allclose(found, expected[IMAGES][:, classes], atol=1e-5)
+            attention = maps_of(recorder).attention_by_class.values.reshape(3, 2, -1)
+            np.testing.assert_allclose(
+                attention, expected[IMAGES][:, classes], atol=1e-5
+            )
             assert "attention_by_class" not in recorder.missing
 
 
@@ -224,13 +226,13 @@ def test_several_views_of_an_image_have_no_one_map() -> None:
 @pytest.mark.filterwarnings("ignore:no content_information")
 def test_two_grids() -> None:
     """Images of another shape have a group of their own."""
-    model, x, other = network(), pictures(2), pictures(2, (79, 31))
-    recorder = recorded(model, x, other, images=4)
-    for shape, given, images in (("3x5", x, [0, 1]), ("5x2", other, [2, 3])):
+    model, x, tall = network(), pictures(2), pictures(2, (79, 31))
+    recorder = recorded(model, x, tall, images=4)
+    for shape, batch, images in (("3x5", x, [0, 1]), ("5x2", tall, [2, 3])):
         ds = maps_of(recorder, shape)
         assert ds.image[ds.class_index[:, 0] >= 0].values.tolist() == images
         check(
-            ds.sel(image=images).assign_coords(image=[0, 1]), model, given, [0, 1], None
+            ds.sel(image=images).assign_coords(image=[0, 1]), model, batch, [0, 1], None
         )
 
 
@@ -241,8 +243,8 @@ def test_only_some_images_and_forwards() -> None:
     )
     check(ds.sel(image=[0, 2]).assign_coords(image=[0, 4]), model, x, [0, 4], None)
     assert (ds.class_index.sel(image=[3, 5]) == -1).all()
-    whole = maps_of(recorded(model, x, images=[0, 2, 3], max_images=3))
-    assert whole.attention_by_class.isnull().all(
+    maps = maps_of(recorded(model, x, images=[0, 2, 3], max_images=3))
+    assert maps.attention_by_class.isnull().all(
         ("class", "y", "x")
     ).values.tolist() == [False, False, True]
 
@@ -284,17 +286,17 @@ def test_best_classes_change_from_epoch_to_epoch_and_run_to_run(tmp_path: Path) 
     ] == [{0, 4}, {1, 5}, {2, 6}]
 
 
-@pytest.mark.parametrize(("there", "here"), [(3, None), ([0, 1], [1, 0])], ids=str)
+@pytest.mark.parametrize(("stored", "classes"), [(3, None), ([0, 1], [1, 0])], ids=str)
 def test_a_store_of_other_classes_is_refused(
-    tmp_path: Path, there: Any, here: Any
+    tmp_path: Path, stored: Any, classes: Any
 ) -> None:
     path, model = tmp_path / "run.zarr", network()
-    recorded(model, pictures(), store=path, images=2, classes=there)
+    recorded(model, pictures(), store=path, images=2, classes=stored)
     with pytest.raises(tcnn_probe.StoreError) as raised:
-        tcnn_probe.record(model, path, images=2, classes=here)
+        tcnn_probe.record(model, path, images=2, classes=classes)
     assert (
         str(raised.value)
-        == f"the store has maps of {LAYER!r} with classes={there}, got classes={here}"
+        == f"the store has maps of {LAYER!r} with classes={stored}, got classes={classes}"
     )
 
 
@@ -302,13 +304,13 @@ def test_a_store_of_other_classes_is_refused(
 def test_only_maps_of_images_that_were_chosen_are_made(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    asked: list[int | None] = []
+    requests: list[int | None] = []
     weights = SoftmaxAttention.weights
 
     def counted(
         self: SoftmaxAttention, queries: slice, image: int | None = None
     ) -> Tensor:
-        asked.append(image)
+        requests.append(image)
         return weights(self, queries, image)
 
     monkeypatch.setattr(SoftmaxAttention, "weights", counted)
@@ -319,4 +321,4 @@ def test_only_maps_of_images_that_were_chosen_are_made(
         ),
     ):
         model(pictures())
-    assert asked == [2, 5]
+    assert requests == [2, 5]

@@ -1,4 +1,4 @@
-"""What the class token's row is cut into, map, itself and other tokens, equals brute force in float64 to 1e-5."""
+"""Parts of the class token's row, map, itself and other tokens, equal brute force in float64 to 1e-5."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -32,10 +32,10 @@ pytestmark = pytest.mark.numerical
 
 @dataclass(frozen=True)
 class Row:
-    """Where a class token asks: its place among the queries and among the keys, and how many keys lie on no grid."""
+    """Place of a class token among the queries and among the keys, and the number of keys that lie on no grid."""
 
     prefix: int
-    own: int | None
+    key: int | None
     query: int = 0
     distillation: int | None = None
 
@@ -104,7 +104,7 @@ CASES = [
 
 
 def peaked(model: nn.Module) -> nn.Module:
-    """With attention that float16 cannot hold to 1e-5."""
+    """Return the model with attention that float16 cannot hold to 1e-5."""
     return sharpen(model, gain=3.0)
 
 
@@ -123,31 +123,31 @@ def maps_of(model: nn.Module, pictures: Tensor) -> dict[str, xr.Dataset]:
 def test_equals_brute_force(case: Case) -> None:
     torch.manual_seed(0)
     model, pictures = peaked(case.build()), torch.randn(5, 3, *case.size)
-    wholes = {
-        whole.layer: whole.weights.numpy()[IMAGES]
-        for whole in attention_of(model, pictures)
+    references = {
+        reference.layer: reference.weights.numpy()[IMAGES]
+        for reference in attention_of(model, pictures)
     }
     maps = maps_of(model, pictures)
-    assert case.rows.keys() <= wholes.keys()
+    assert case.rows.keys() <= references.keys()
     largest = 0.0
     for layer, row in case.rows.items():
         check(
             maps[layer],
             "class",
             "",
-            wholes[layer][:, :, row.query],
+            references[layer][:, :, row.query],
             row.prefix,
-            row.own,
+            row.key,
             case.grid,
         )
-        largest = max(largest, wholes[layer][:, :, row.query].max())
+        largest = max(largest, references[layer][:, :, row.query].max())
         if row.distillation is not None:
-            asked = wholes[layer][:, :, row.distillation]
+            distillation = references[layer][:, :, row.distillation]
             check(
                 maps[layer],
                 "distillation",
                 "distillation_",
-                asked,
+                distillation,
                 row.prefix,
                 row.distillation,
                 case.grid,
@@ -171,30 +171,30 @@ def check(
     prefix: str,
     row: np.ndarray,
     count: int,
-    own: int | None,
+    key: int | None,
     grid: tuple[int, int],
 ) -> None:
     """A row (images, heads, N_key) in its three parts."""
-    found = {
+    parts = {
         "attention": maps[f"{token}_attention"],
         "token_attention": maps[f"{prefix}token_attention"],
     }
-    assert found["attention"].dims == ("image", "head", "y", "x")
-    assert found["attention"].dtype == found["token_attention"].dtype == np.float32
+    assert parts["attention"].dims == ("image", "head", "y", "x")
+    assert parts["attention"].dtype == parts["token_attention"].dtype == np.float32
     np.testing.assert_allclose(
-        found["attention"], row[..., count:].reshape(*row.shape[:2], *grid), atol=1e-5
+        parts["attention"], row[..., count:].reshape(*row.shape[:2], *grid), atol=1e-5
     )
-    others = [key for key in range(count) if key != own]
+    prefix_tokens = [place for place in range(count) if place != key]
     np.testing.assert_allclose(
-        found["token_attention"], row[..., others].sum(-1), atol=1e-5
+        parts["token_attention"], row[..., prefix_tokens].sum(-1), atol=1e-5
     )
     itself = maps.get(
-        f"{prefix}self_attention", xr.full_like(found["token_attention"], np.nan)
+        f"{prefix}self_attention", xr.full_like(parts["token_attention"], np.nan)
     )
-    expected = row[..., own] if own is not None else np.full(row.shape[:2], np.nan)
+    expected = row[..., key] if key is not None else np.full(row.shape[:2], np.nan)
     np.testing.assert_allclose(itself, expected, atol=1e-5)
     total = (
-        found["attention"].sum(("y", "x")) + itself.fillna(0) + found["token_attention"]
+        parts["attention"].sum(("y", "x")) + itself.fillna(0) + parts["token_attention"]
     )
     np.testing.assert_allclose(total, 1, atol=1e-6)
 
@@ -206,7 +206,10 @@ def test_numbers_of_the_distillation_token() -> None:
         torch.randn(5, 3, *SIZE),
     )
     rows = np.stack(
-        [whole.weights.numpy()[:, :, 1] for whole in attention_of(model, pictures)]
+        [
+            reference.weights.numpy()[:, :, 1]
+            for reference in attention_of(model, pictures)
+        ]
     )
     ds = recorded(model, pictures).dataset.isel(epoch=0)
     np.testing.assert_allclose(

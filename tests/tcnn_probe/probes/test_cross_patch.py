@@ -43,20 +43,20 @@ def test_share_of_small_weights(block: type[nn.Module], tmp_path: Path) -> None:
         ) as recorder:
             recorder.mark(epoch=epoch)  # nothing need have run
         for layer in ("blocks.0", "blocks.1"):
-            one, ds = (
+            block_module, ds = (
                 model.get_submodule(layer),
                 recorder.tree["cross-patch"].to_dataset().sel(layer=layer, epoch=epoch),
             )
             between = (
-                [one.linear_tokens]
+                [block_module.linear_tokens]
                 if block is ResBlock
-                else [one.mlp_tokens.fc1, one.mlp_tokens.fc2]
+                else [block_module.mlp_tokens.fc1, block_module.mlp_tokens.fc2]
             )
             expected = {
                 "cross_patch_sparsity": between,
-                "fc1_sparsity": [one.mlp_channels.fc1],
+                "fc1_sparsity": [block_module.mlp_channels.fc1],
             }
-            expected["fc2_sparsity"] = [one.mlp_channels.fc2]
+            expected["fc2_sparsity"] = [block_module.mlp_channels.fc2]
             assert set(ds.data_vars) == set(expected)
             for name, layers in expected.items():
                 assert 0.1 < float(ds[name]) < 1

@@ -1,4 +1,4 @@
-"""What is recorded of gated layers, ours and timm's ConViT's, against brute force on each layer's own input."""
+"""Recorded statistics of gated layers, ours and timm's ConViT's, against brute force on each layer's own input."""
 
 import copy
 import math
@@ -66,9 +66,9 @@ def test_means_over_images_equal_brute_force_whatever_the_batches(
 ) -> None:
     model, x = Chain().to(dtype), images().to(dtype)
     ds = record_epoch(model, x, (0, 3, 4))
-    for name, seen in inputs_of(model, ["near", "far"], x).items():
+    for name, layer_input in inputs_of(model, ["near", "far"], x).items():
         assert_layer(
-            ds, name, gpsa_statistics(model.get_submodule(name), seen), tolerance
+            ds, name, gpsa_statistics(model.get_submodule(name), layer_input), tolerance
         )
     assert ds.images.values.tolist() == [[7, 7]]
     assert ds.nonfinite_images.values.tolist() == [[0, 0]]
@@ -83,9 +83,9 @@ def test_reparameterized_resnet() -> None:
         == list(layers)
         == [f"layer4.{block}.conv{n}" for block in (0, 1) for n in (1, 2)]
     )
-    for name, seen in inputs_of(model, list(layers), x).items():
-        assert seen.shape[2:] == (5, 7)
-        assert_layer(ds, name, gpsa_statistics(layers[name], seen))
+    for name, layer_input in inputs_of(model, list(layers), x).items():
+        assert layer_input.shape[2:] == (5, 7)
+        assert_layer(ds, name, gpsa_statistics(layers[name], layer_input))
 
 
 def test_parameters_are_those_of_the_layers_as_marked() -> None:
@@ -127,13 +127,13 @@ def test_each_epoch_starts_anew_in_any_gradient_mode_without_training_forwards()
         for epoch, x in enumerate(parts):
             model.train()(9 * x)
             model.eval()
-            for mode, one in zip(
+            for mode, image in zip(
                 (torch.no_grad, torch.inference_mode, torch.enable_grad),
                 x,
                 strict=False,
             ):
                 with mode():
-                    model(one[None])
+                    model(image[None])
             recorder.mark(epoch=epoch)
     for epoch, x in enumerate(parts):
         assert_layer(
@@ -183,13 +183,13 @@ def test_called_twice_on_inputs_of_different_sizes_that_a_hook_has_changed() -> 
     )
     layer.register_forward_pre_hook(lambda module, args: (3 * args[0],))
     with torch.no_grad():
-        seen = [
-            x for given in (small, large) for x in (3 * given, 3 * layer(given).tanh())
+        layer_inputs = [
+            x for batch in (small, large) for x in (3 * batch, 3 * layer(batch).tanh())
         ]
         with tcnn_probe.record(model) as recorder:
             model(small), model(large)
             recorder.mark(epoch=0)
-    parts = [gpsa_statistics(layer, x) for x in seen]
+    parts = [gpsa_statistics(layer, x) for x in layer_inputs]
     assert_layer(
         recorder.dataset,
         "0",
@@ -205,9 +205,11 @@ def test_autocast() -> None:
         images(),
     )
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        ds, seen = record_epoch(model, x, (3, 4)), model[0].gated_attention(x)
-    assert seen.query.dtype == torch.bfloat16
-    assert_layer(ds, "0", gpsa_statistics_of_qk(model[0], x, seen.query, seen.key))
+        ds, attention = record_epoch(model, x, (3, 4)), model[0].gated_attention(x)
+    assert attention.query.dtype == torch.bfloat16
+    assert_layer(
+        ds, "0", gpsa_statistics_of_qk(model[0], x, attention.query, attention.key)
+    )
 
 
 LAYERS = ["blocks.0.attn", "blocks.1.attn"]
@@ -242,7 +244,7 @@ def tokens(side: int = 5) -> Tensor:
 
 
 def offsets(side: int) -> tuple[Tensor, Tensor]:
-    """Of key from query, (N, N) along y and along x, for tokens row-major on a square."""
+    """Return offsets of key from query, (N, N) along y and along x, for tokens row-major on a square."""
     index = torch.arange(side * side)
     row, column = (index // side).double(), (index % side).double()
     return row[None] - row[:, None], column[None] - column[:, None]
@@ -250,7 +252,7 @@ def offsets(side: int) -> tuple[Tensor, Tensor]:
 
 @torch.no_grad()
 def brute_force(layer: ConViTLayer, x: Tensor) -> dict[str, Tensor]:
-    """In float64 from what timm computes."""
+    """Compute the statistics in float64 from what timm computes."""
     layer, x = copy.deepcopy(layer).double(), x.double()
     dy, dx = offsets(math.isqrt(x.shape[1]))
     weight = layer.pos_proj.weight[:, :, None, None]
@@ -281,12 +283,12 @@ def test_convit_equals_brute_force_on_each_layers_own_input(
         "blocks.2.attn",
     ]  # the last one is softmax attention
     assert ds.images.values.tolist() == [[5, 5, 5]]
-    for name, seen in inputs.items():
+    for name, layer_input in inputs.items():
         # timm's layer rounds its weights and products to bfloat16, of which brute force knows the inputs alone.
         assert_layer(
             ds,
             name,
-            brute_force(model.get_submodule(name), seen),
+            brute_force(model.get_submodule(name), layer_input),
             1e-5 if dtype == torch.float32 else 0.02,
         )
 
@@ -308,8 +310,8 @@ def test_convit_s_parameters_rebuild_the_layers_own_positional_attention() -> No
         layer = copy.deepcopy(model.get_submodule(name)).double()
         with default_dtype(torch.float64):
             indices = layer.get_rel_indices(25)
-        own = layer.pos_proj(indices).permute(0, 3, 1, 2).softmax(-1)[0]
-        torch.testing.assert_close(rebuilt, own, rtol=1e-5, atol=1e-6)
+        positional = layer.pos_proj(indices).permute(0, 3, 1, 2).softmax(-1)[0]
+        torch.testing.assert_close(rebuilt, positional, rtol=1e-5, atol=1e-6)
         np.testing.assert_allclose(row.attention_span, 1 / row.locality_strength)
         np.testing.assert_allclose(
             row.gate, 1 / (1 + np.exp(-layer.gating_param.numpy())), rtol=1e-6

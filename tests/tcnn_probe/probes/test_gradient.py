@@ -117,22 +117,22 @@ def compare(
                 model.zero_grad()
                 step(model, batch, factor)
                 for name, count in heads.items():
-                    one = [
+                    head_norms = [
                         oracle(model.get_submodule(name), head) for head in range(count)
                     ]
-                    truth.setdefault((epoch, name), []).append(one)
+                    truth.setdefault((epoch, name), []).append(head_norms)
             recorder.mark(epoch=epoch)
     ds = recorder.tree["gradient"].to_dataset().load()
     assert list(ds["layer"].values) == list(layers)
     assert ds.gradient_norm.dims == ("epoch", "layer", "head")
     for (epoch, name), rows in truth.items():
         expected = np.sqrt(np.mean(rows, 0))
-        found = ds.gradient_norm.sel(epoch=epoch, layer=name).values
+        recorded_norms = ds.gradient_norm.sel(epoch=epoch, layer=name).values
         assert len(set(np.round(expected / expected.max(), 6))) == len(
             expected
         )  # no head like another
-        np.testing.assert_allclose(found[: len(expected)], expected, rtol=rtol)
-        assert np.isnan(found[len(expected) :]).all()
+        np.testing.assert_allclose(recorded_norms[: len(expected)], expected, rtol=rtol)
+        assert np.isnan(recorded_norms[len(expected) :]).all()
 
 
 @pytest.mark.parametrize(
@@ -193,7 +193,7 @@ def test_gpsa() -> None:
 
 
 class Silence:
-    """In every attention one head alone is heard: the parameters of the others get no gradient, however they lie."""
+    """Attention of one head alone: the parameters of all other heads get no gradient, however they lie."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.alive = 0
@@ -293,11 +293,13 @@ def test_heads_are_told_apart_by_what_they_compute(
         for silence.alive in range(max(heads.values())):
             step(model, images(1, *size))
             recorder.mark(epoch=silence.alive)
-    found = norms(recorder)
+    gradient_norms = norms(recorder)
     assert max(heads.values()) > 1
     for layer, count in heads.items():
-        for epoch in range(len(found)):
-            heard = np.flatnonzero(found.sel(layer=layer, epoch=epoch).values[:count])
+        for epoch in range(len(gradient_norms)):
+            heard = np.flatnonzero(
+                gradient_norms.sel(layer=layer, epoch=epoch).values[:count]
+            )
             assert list(heard) == [epoch % count], (layer, epoch)
 
 
@@ -309,7 +311,7 @@ def norms(recorder: tcnn_probe.Recorder) -> xr.DataArray:
     ("dtype", "rtol"), [(torch.bfloat16, 1e-5), (torch.float64, 1e-12)], ids=str
 )
 def test_dtypes(dtype: torch.dtype, rtol: float) -> None:
-    """Of half precision gradients as they are, the norm in float32."""
+    """Gradients in half precision stay as they are, and their norm is in float32."""
     compare(
         small("vit_tiny_patch16_224", **VIT).to(dtype),
         images(2).to(dtype),
@@ -324,16 +326,16 @@ def test_accumulated_passes_are_counted_each_but_not_those_that_overflowed() -> 
         Chain().train(),
         torch.randn(3, 2, 5, 11, generator=torch.Generator().manual_seed(0)),
     )
-    found = []
+    recordings = []
     for factors in ([1.0], [1.0, 1.0, 1.0], [1.0, float("inf")]):
         with tcnn_probe.record(model, probes="gradient") as recorder:
             for factor in factors:
                 step(model, x, factor)
             recorder.mark(epoch=0)
-        found.append(norms(recorder))
+        recordings.append(norms(recorder))
         model.zero_grad()
-    for other in found[1:]:
-        np.testing.assert_allclose(other, found[0], rtol=1e-6)
+    for recording in recordings[1:]:
+        np.testing.assert_allclose(recording, recordings[0], rtol=1e-6)
 
 
 def test_ranks_are_averaged() -> None:
@@ -400,9 +402,9 @@ def test_training_alone_can_be_marked_from_when_parameters_are_trained() -> None
             model.eval()(batch)
         with pytest.raises(RuntimeError, match="no gradient reached"):
             recorder.mark(epoch=2)
-    found = norms(recorder).isnull().all("head")
-    assert found.sel(layer="blocks.0.attn").values.tolist() == [True, False]
-    assert not found.sel(layer="blocks.1.attn").any()
+    missing = norms(recorder).isnull().all("head")
+    assert missing.sel(layer="blocks.0.attn").values.tolist() == [True, False]
+    assert not missing.sel(layer="blocks.1.attn").any()
 
 
 @pytest.mark.filterwarnings("ignore:.*nothing was marked:RuntimeWarning")
@@ -436,12 +438,16 @@ def test_beside_attention() -> None:
 
 
 def test_nothing_is_left_on_parameters_and_hooks_of_others_stay() -> None:
-    model, batch, seen = small("vit_tiny_patch16_224", **VIT), images(2), list[Tensor]()
-    other = model.blocks[0].attn.qkv.weight
-    other.register_hook(lambda gradient: seen.append(gradient.clone()))
+    model, batch, gradients = (
+        small("vit_tiny_patch16_224", **VIT),
+        images(2),
+        list[Tensor](),
+    )
+    weight = model.blocks[0].attn.qkv.weight
+    weight.register_hook(lambda gradient: gradients.append(gradient.clone()))
     before = Trace(model)
     step(model, batch)
-    truth = other.grad.clone()
+    truth = weight.grad.clone()
     model.zero_grad()
     with (  # noqa: PT012
         pytest.raises(RuntimeError, match="of the user"),
@@ -449,12 +455,12 @@ def test_nothing_is_left_on_parameters_and_hooks_of_others_stay() -> None:
     ):
         assert before != Trace(model)
         step(model, batch)
-        assert torch.equal(other.grad, truth)
+        assert torch.equal(weight.grad, truth)
         model.zero_grad()
         raise RuntimeError("of the user")
     assert before == Trace(model)
     step(model, batch)
-    assert len(seen) == 3
+    assert len(gradients) == 3
 
 
 def test_a_store_of_other_heads_is_refused_at_the_call(tmp_path: Path) -> None:
@@ -465,7 +471,7 @@ def test_a_store_of_other_heads_is_refused_at_the_call(tmp_path: Path) -> None:
     with tcnn_probe.record(model, tmp_path / "run.zarr", **options) as recorder:
         step(model, images(2))
         recorder.mark(epoch=0)
-    other = small("vit_tiny_patch16_224", **VIT | {"num_heads": 7})
+    seven_heads = small("vit_tiny_patch16_224", **VIT | {"num_heads": 7})
     with pytest.raises(tcnn_probe.StoreError, match="recording of other layers"):
-        tcnn_probe.record(other, tmp_path / "run.zarr", **options)
-    assert not any(p._backward_hooks for p in other.parameters())
+        tcnn_probe.record(seven_heads, tmp_path / "run.zarr", **options)
+    assert not any(p._backward_hooks for p in seven_heads.parameters())

@@ -79,7 +79,7 @@ class Case:
         make: makes it.
         blocks: names of its blocks, without their number.
         layer: name of the attention in a block.
-        call: what a block does, written out.
+        call: A block's computation, written out.
         prefix: kinds of the tokens before the patches.
     """
 
@@ -150,7 +150,7 @@ def of_values_and_tokens(call: Call, kinds: tuple[str, ...]) -> dict[str, np.nda
     images, heads = call.query.shape[:2]
     arrays = (call.query, call.key, call.value, call.tokens)
     query, key, value, tokens = (x.detach().double().numpy() for x in arrays)
-    found: dict[str, list[Any]] = {}
+    by_name: dict[str, list[Any]] = {}
     for b in range(images):
         of_image: dict[str, list[Any]] = {}
         for h in range(heads):
@@ -191,9 +191,9 @@ def of_values_and_tokens(call: Call, kinds: tuple[str, ...]) -> dict[str, np.nda
                 of_kind = lengths[[k == kind for k in kinds]]
                 of_image[f"{name}_norm"] = of_kind.mean()
         for name, number in of_image.items():
-            found.setdefault(name, []).append(number)
-    largest = found.pop("token_norm_max")
-    means = {name: np.mean(np.array(x, float), 0) for name, x in found.items()}
+            by_name.setdefault(name, []).append(number)
+    largest = by_name.pop("token_norm_max")
+    means = {name: np.mean(np.array(x, float), 0) for name, x in by_name.items()}
     return means | {"token_norm_max": np.max(largest)}
 
 
@@ -206,10 +206,10 @@ def grid_kinds(height: int, width: int) -> tuple[str, ...]:
 
 
 def block_inputs(model: nn.Module, case: Case, x: Tensor) -> dict[str, Tensor]:
-    seen: dict[str, Tensor] = {}
+    inputs: dict[str, Tensor] = {}
     handles = [
         model.get_submodule(f"{case.blocks}{number}").register_forward_pre_hook(
-            lambda _, args, number=number: seen.update({str(number): args[0]})
+            lambda _, args, number=number: inputs.update({str(number): args[0]})
         )
         for number in range(2)
     ]
@@ -217,7 +217,7 @@ def block_inputs(model: nn.Module, case: Case, x: Tensor) -> dict[str, Tensor]:
         model(x)
     for handle in handles:
         handle.remove()
-    return seen
+    return inputs
 
 
 def check(
@@ -231,7 +231,7 @@ def check(
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.filterwarnings("ignore:no attention_distance")
 def test_values_outputs_and_tokens(name: str) -> None:
-    """In float64, of uneven batches; outlier tokens among them, whose norms tell whether they are apart."""
+    """Numbers of uneven batches in float64; outlier tokens among them, whose norms tell whether they are apart."""
     case = CASES[name]
     model = sharpen(case.make(), 2.5).double()
     height, width = (3, 3) if name == "torchvision" else (3, 5)
@@ -285,7 +285,7 @@ def test_class_token_behind_the_patches() -> None:
 def test_gated_layers_by_their_content_part(
     kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of a GPSA layer with padding, and of ConViT: rows of C over the real pixels; outputs of the whole attention."""
+    """A GPSA layer with padding, and ConViT: rows of C over the real pixels; outputs of the whole attention."""
     monkeypatch.setattr("tcnn_probe.attention.patterns.QUERIES", 1 << 20)
     monkeypatch.setattr(Attention, "BLOCK", 1 << 12)  # few images at a time
     if kind == "gpsa":
@@ -313,15 +313,15 @@ def test_gated_layers_by_their_content_part(
     weights = np.exp(logits - logits.max(-1, keepdims=True))
     weights /= weights.sum(-1, keepdims=True)
     expected = health(weights[:, None])
-    whole = parts.dense()
+    attention = parts.dense()
     if kind == "gpsa":
-        values = module.values(inputs).expand(-1, whole.shape[1], -1, -1)
+        values = module.values(inputs).expand(-1, attention.shape[1], -1, -1)
         padded = values.unflatten(2, (5, 7))
         padded = nn.functional.pad(padded, (0, 0, 1, 1, 1, 1)).flatten(2, 3)
     else:
         values = module.v(inputs).unflatten(2, (4, -1)).transpose(1, 2)
         padded = values
-    outputs = (whole @ padded).detach().numpy()
+    outputs = (attention @ padded).detach().numpy()
     singular = np.linalg.svd(outputs, compute_uv=False)
     expected["output_rank"] = ((singular**2).sum(-1) ** 2 / (singular**4).sum(-1)).mean(
         0
@@ -343,7 +343,7 @@ def test_gated_layers_by_their_content_part(
 
 
 def test_half_precision() -> None:
-    """What a model in bfloat16 computes is summed up in float32: close to what its queries and keys give in float64."""
+    """Sums of a bfloat16 model are in float32: close to the float64 sums of its queries and keys."""
     case = CASES["timm"]
     model = sharpen(case.make()).bfloat16()
     x = torch.randn(IMAGES, 3, 12, 20).bfloat16()
@@ -361,7 +361,7 @@ def test_half_precision() -> None:
 
 
 def test_one_pass_for_both_probes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In whatever order, and with a number of images that ends within a batch."""
+    """Both probes share a pass, in any order, and with a number of images that ends within a batch."""
     passes = []
     measure = attention_module.measure_softmax
     monkeypatch.setattr(
@@ -387,7 +387,7 @@ def test_one_pass_for_both_probes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_softmax_that_is_a_call_of_its_own_shows_no_values() -> None:
-    """All else is there; and a silent head has outputs of norm and rank 0, which is no missing number."""
+    """Other numbers are recorded; and a silent head has outputs of norm and rank 0, which is no missing number."""
     case, x = CASES["timm"], torch.randn(IMAGES, 3, 12, 20)
     model = sharpen(case.make())
     with torch.no_grad():
@@ -420,7 +420,7 @@ def test_nan_is_seen() -> None:
 
 
 def test_largest_value_over_ranks() -> None:
-    """That of any rank, also of a rank without images; NaN stays, and the largest of nothing is NaN."""
+    """The largest value is that of any rank; a rank without images has none, NaN stays, and none at all is NaN."""
     from tcnn_probe.recording.accumulator import EpochSums
 
     ranks = [

@@ -26,16 +26,16 @@ def tcnn() -> nn.Module:
 
 
 def outputs(model: nn.Module, x: Tensor, *names: str) -> dict[str, np.ndarray]:
-    """Of layers, (B, C, N) or (B, N, C) as the layer has it; the forward is in float32 as the recorded one was."""
-    found: dict[str, np.ndarray] = {}
+    """Return outputs of layers, (B, C, N) or (B, N, C) as the layer has it; in float32, as they were recorded."""
+    arrays: dict[str, np.ndarray] = {}
     for name in names:
-        keep = lambda _, __, out, name=name: found.__setitem__(  # noqa: E731
+        keep = lambda _, __, out, name=name: arrays.__setitem__(  # noqa: E731
             name, out.double().numpy()
         )
         model.get_submodule(name).register_forward_hook(keep)
     with torch.no_grad():
         model(x)
-    return found
+    return arrays
 
 
 def recorded(
@@ -70,20 +70,20 @@ def test_of_feature_maps_beside_heads(tmp_path: Path) -> None:
     assert recorder.dataset.layer.values.tolist() == [
         "layer4.0.conv1"
     ]  # the heads, as ever
-    found = recorder.tree["features"].dataset.isel(epoch=0)
-    assert found.layer.values.tolist() == [f"layer{n}" for n in range(1, 5)]
-    assert found["image"].values.tolist() == [1, 4, 9]
-    for layer, whole in outputs(model, x, *found.layer.values).items():
-        one, channels = found.sel(layer=layer), whole.shape[1]
-        rows = whole[[1, 4]].reshape(2, channels, -1)
-        feature = one.feature.sel(token="mean").values
+    features = recorder.tree["features"].dataset.isel(epoch=0)
+    assert features.layer.values.tolist() == [f"layer{n}" for n in range(1, 5)]
+    assert features["image"].values.tolist() == [1, 4, 9]
+    for layer, output in outputs(model, x, *features.layer.values).items():
+        row, channels = features.sel(layer=layer), output.shape[1]
+        rows = output[[1, 4]].reshape(2, channels, -1)
+        feature = row.feature.sel(token="mean").values
         check(feature[:2, :channels], rows.mean(-1), abs(rows).mean(-1))
         assert np.isnan(feature[2]).all(), "an image that did not come"
         assert np.isnan(feature[:, channels:]).all()
-        tokens = whole.reshape(5, channels, -1).swapaxes(1, 2)
+        tokens = output.reshape(5, channels, -1).swapaxes(1, 2)
         expected = cosines(tokens) if tokens.shape[1] > 1 else 1
-        np.testing.assert_allclose(one.token_cosine, expected, rtol=1e-4)
-        assert one.images == 5
+        np.testing.assert_allclose(row.token_cosine, expected, rtol=1e-4)
+        assert row.images == 5
 
 
 def test_of_tokens() -> None:
@@ -96,19 +96,21 @@ def test_of_tokens() -> None:
     recorder = recorded(
         model, x, layers="blocks.?", images=4, tokens=[0, 1], prefix_tokens=2
     )
-    found = recorder.tree["features"].dataset.isel(epoch=0)
-    assert found.token.values.tolist() == ["mean", "0", "1"]
-    for layer, whole in outputs(model, x, "blocks.0", "blocks.1").items():
-        feature = found.feature.sel(layer=layer).values
-        check(feature[:, 0], whole[:4, 2:].mean(1), abs(whole[:4, 2:]).mean(1))
-        check(feature[:, 1:], whole[:4, :2], abs(whole[:4, :2]))
+    features = recorder.tree["features"].dataset.isel(epoch=0)
+    assert features.token.values.tolist() == ["mean", "0", "1"]
+    for layer, output in outputs(model, x, "blocks.0", "blocks.1").items():
+        feature = features.feature.sel(layer=layer).values
+        check(feature[:, 0], output[:4, 2:].mean(1), abs(output[:4, 2:]).mean(1))
+        check(feature[:, 1:], output[:4, :2], abs(output[:4, :2]))
         np.testing.assert_allclose(
-            found.token_cosine.sel(layer=layer), cosines(whole[:, 2:]), rtol=1e-4
+            features.token_cosine.sel(layer=layer), cosines(output[:, 2:]), rtol=1e-4
         )
-        both = tcnn_probe.representation.token_cosine(
+        similarity = tcnn_probe.representation.token_cosine(
             feature[:, 1:].astype(float)
         )  # class and distillation token
-        np.testing.assert_allclose(both.mean(), cosines(whole[:4, :2]), atol=2e-3)
+        np.testing.assert_allclose(
+            similarity.mean(), cosines(output[:4, :2]), atol=2e-3
+        )
 
 
 def test_of_channels_last() -> None:
@@ -148,18 +150,18 @@ def test_cka_with_the_cnn_is_1_at_the_same_function() -> None:
         .eval()
     )
     same = reparameterize(cnn, stride="keep", locality_strength=40, gating=40)
-    other = reparameterize(cnn)
+    blurred = reparameterize(cnn)
     x, layers = images(7, 64, 96).double(), ["layer3", "layer4"]
     of = {
         name: outputs(model, x, *layers)
-        for name, model in {"cnn": cnn, "same": same, "other": other}.items()
+        for name, model in {"cnn": cnn, "same": same, "other": blurred}.items()
     }
     for layer in layers:
-        pooled = {name: found[layer].mean((2, 3)) for name, found in of.items()}
-        whole = tcnn_probe.representation.linear_cka(
+        pooled = {name: arrays[layer].mean((2, 3)) for name, arrays in of.items()}
+        similarity = tcnn_probe.representation.linear_cka(
             of["cnn"][layer], of["same"][layer]
         )
-        assert whole == pytest.approx(1, abs=1e-6)
+        assert similarity == pytest.approx(1, abs=1e-6)
         assert tcnn_probe.representation.linear_cka(
             pooled["cnn"], pooled["same"]
         ) == pytest.approx(1, abs=1e-6)
@@ -194,7 +196,7 @@ def test_layers_and_images_as_they_may_be_given(tmp_path: Path) -> None:
     model = nn.Sequential()
     for name in ("s1", "a[1]"):
         model.add_module(name, nn.Conv2d(3, 3, 1))
-    for layers, found in (("a[1]", ["a[1]"]), (None, ["s1"])):
+    for layers, names in (("a[1]", ["a[1]"]), (None, ["s1"])):
         probe = tcnn_probe.features(layers, np.arange(3), tokens=[5])
         with (
             tcnn_probe.record(
@@ -204,7 +206,7 @@ def test_layers_and_images_as_they_may_be_given(tmp_path: Path) -> None:
         ):
             model(torch.randn(5, 3, 2, 3))
             recorder.mark(epoch=0)
-        assert recorder.tree["features"].layer.values.tolist() == found
+        assert recorder.tree["features"].layer.values.tolist() == names
         assert recorder.tree["features"]["image"].values.tolist() == [0, 1, 2]
     assert tcnn_probe.features(images=np.int64(2)).images == (0, 1)
 
@@ -246,9 +248,9 @@ def test_refusals(tmp_path: Path) -> None:
         tcnn_probe.StoreError, match="the store has features of 3 other images"
     ):
         recorded(model, x, tmp_path / "run.zarr", images=4)
-    for other in ({"tokens": [3]}, {"prefix_tokens": 1}, {"channel_axis": 1}):
+    for options in ({"tokens": [3]}, {"prefix_tokens": 1}, {"channel_axis": 1}):
         with pytest.raises(
             tcnn_probe.StoreError, match=r"of other layers .*'tokens': \[\], .* there, "
         ):
-            recorded(model, x, tmp_path / "run.zarr", images=3, **other)
+            recorded(model, x, tmp_path / "run.zarr", images=3, **options)
     assert len(recorded(model, x, tmp_path / "run.zarr", images=3).epochs) == 2

@@ -41,13 +41,13 @@ def vit(block: Any, x: Tensor, **rest: Any) -> Pairs:
 
 
 def gammas(block: Any, x: Tensor, **positions: Any) -> Pairs:
-    first, one = block.attn(block.norm1(x), **positions), torch.ones(1, dtype=x.dtype)
-    first = first * (one if block.gamma_1 is None else block.gamma_1)
+    first, unit = block.attn(block.norm1(x), **positions), torch.ones(1, dtype=x.dtype)
+    first = first * (unit if block.gamma_1 is None else block.gamma_1)
     then = x + first
     second = block.mlp(block.norm2(then))
     return [
         (first, x),
-        (second * (one if block.gamma_2 is None else block.gamma_2), then),
+        (second * (unit if block.gamma_2 is None else block.gamma_2), then),
     ]
 
 
@@ -124,16 +124,16 @@ def expected(
     model: nn.Module, batch: Tensor, oracle: Callable[..., Pairs], *classes: str
 ) -> dict[str, np.ndarray]:
     """For each block the mean over images of each branch's ratio, pixel by pixel in float64."""
-    found = inputs_in_float64(
+    calls = inputs_in_float64(
         model, batch, lambda module: type(module).__name__ in classes
     )
     ratios = {}
     with torch.no_grad():
-        for name, (block, args, kwargs) in found.items():
+        for name, (block, args, kwargs) in calls.items():
             rows = [
                 [
-                    (one.square().sum() / x.square().sum()).sqrt().item()
-                    for one, x in zip(added, main, strict=True)
+                    (branch.square().sum() / x.square().sum()).sqrt().item()
+                    for branch, x in zip(added, main, strict=True)
                 ]
                 for added, main in oracle(block, *args, **kwargs)
             ]
@@ -320,19 +320,19 @@ def test_half_precision(dtype: torch.dtype, rtol: float) -> None:
 def test_training_is_measured_before_stochastic_depth() -> None:
     """CaiT calls one DropPath twice; what the second branch is added to depends on what the first one dropped."""
     model = small("cait_xxs24_224", **VIT | {"drop_path_rate": 0.5, "depth": 1}).train()
-    block, seen = model.blocks[0], {}
+    block, calls = model.blocks[0], {}
     for name in ("norm1", "norm2", "attn", "mlp"):
         getattr(block, name).register_forward_hook(
-            lambda m, x, y, name=name: seen.update({name: (x[0], y)})
+            lambda m, x, y, name=name: calls.update({name: (x[0], y)})
         )
     torch.manual_seed(3)
     ds = recorded(model, "layer-scale", images(11), when="train")
-    first = block.gamma_1 * seen["attn"][1]
-    dropped = (seen["norm2"][0] == seen["norm1"][0]).flatten(1).all(1)
+    first = block.gamma_1 * calls["attn"][1]
+    dropped = (calls["norm2"][0] == calls["norm1"][0]).flatten(1).all(1)
     assert 0 < dropped.sum() < 11
     pairs = (
-        (first, seen["norm1"][0]),
-        (block.gamma_2 * seen["mlp"][1], seen["norm2"][0]),
+        (first, calls["norm1"][0]),
+        (block.gamma_2 * calls["mlp"][1], calls["norm2"][0]),
     )
     truth = [
         (a.flatten(1).norm(dim=1) / b.flatten(1).norm(dim=1)).mean().item()

@@ -32,13 +32,13 @@ def test_of_a_vit_with_a_class_token() -> None:
     options = {"img_size": (48, 80), "depth": 2, "embed_dim": 12, "num_heads": 3}
     model = sharpen(timm.create_model("vit_tiny_patch16_224", **options)).eval()
     x = torch.randn(5, 3, 48, 80)
-    found = recorded(model, x).tree["mean-attention"].dataset.isel(epoch=0)
-    assert found["query"].values.tolist() == ["0.5, 0.5", "0, 0.99"]
-    assert (found.images == 5).all()
-    for whole in attention_of(model, x):  # grid of 3 x 5, after a class token
-        rows = whole.weights[:, :, [1 + 1 * 5 + 2, 1 + 4], 1:].mean(0).numpy()
+    recording = recorded(model, x).tree["mean-attention"].dataset.isel(epoch=0)
+    assert recording["query"].values.tolist() == ["0.5, 0.5", "0, 0.99"]
+    assert (recording.images == 5).all()
+    for reference in attention_of(model, x):  # grid of 3 x 5, after a class token
+        rows = reference.weights[:, :, [1 + 1 * 5 + 2, 1 + 4], 1:].mean(0).numpy()
         np.testing.assert_allclose(
-            found.mean_attention.sel(layer=whole.layer),
+            recording.mean_attention.sel(layer=reference.layer),
             rows.reshape(3, 2, 3, 5),
             atol=1e-6,
         )
@@ -48,7 +48,7 @@ def test_of_gated_attention() -> None:
     torch.manual_seed(0)
     layer = GPSA(3, 4, 3, padding=1, gating=-1.0, qk_scale=50.0)
     x = torch.randn(5, 3, 7, 5)
-    found = (
+    mean = (
         recorded(nn.Sequential(layer).eval(), x)
         .tree["mean-attention"]
         .mean_attention[0, 0]
@@ -57,7 +57,7 @@ def test_of_gated_attention() -> None:
         layer.double().attention(x.double()).detach()
     )  # (B, heads, N_query, padded keys)
     rows = padded.unflatten(-1, (9, 7))[:, :, [3 * 5 + 2, 4], 1:-1, 1:-1].mean(0)
-    np.testing.assert_allclose(found, rows, atol=1e-6)
+    np.testing.assert_allclose(mean, rows, atol=1e-6)
 
 
 def test_images_of_another_size_are_refused() -> None:

@@ -85,9 +85,11 @@ def test_largest_weight_of_each_head_beside_the_built_in_ones_and_by_name() -> N
         block.attn.attn_drop.register_forward_hook(lambda m, x, y: weights.append(y))
     with torch.no_grad():
         model(batch)
-    found = recorder.tree["largest"].to_dataset().largest[0]
+    largest = recorder.tree["largest"].to_dataset().largest[0]
     np.testing.assert_allclose(
-        found, torch.stack([one.amax((2, 3)).mean(0) for one in weights]), rtol=1e-5
+        largest,
+        torch.stack([attention.amax((2, 3)).mean(0) for attention in weights]),
+        rtol=1e-5,
     )
     assert recorder.dataset.entropy.notnull().all()
 
@@ -127,11 +129,11 @@ def test_variables_that_some_layers_or_epochs_or_forwards_have() -> None:
 
     def measure(call: Any) -> Mapping[str, Tensor]:
         mean = call.output.mean((2, 3))
-        own = {"last": mean[:, :2]} if call.name == "2" else {}
+        last = {"last": mean[:, :2]} if call.name == "2" else {}
         at_times = {"at_times": torch.full((len(mean),), 3.0)} if len(mean) == 3 else {}
         return {
             "mean": mean,
-            **own,
+            **last,
             **at_times,
             **({"late": mean.mean(1)} if late else {}),
         }
@@ -156,9 +158,9 @@ def test_variables_that_some_layers_or_epochs_or_forwards_have() -> None:
         model(X[3:])
         with pytest.warns(
             RuntimeWarning, match=r"the recording began without them: \['late'\]"
-        ) as told:
+        ) as warnings:
             recorder.mark(epoch=1)
-        assert told[0].filename == __file__
+        assert warnings[0].filename == __file__
     ds = recorder.tree["own"].to_dataset()
     assert set(ds.data_vars) == {
         "mean",
@@ -300,7 +302,7 @@ def test_after_an_error_the_next_epoch_is_right() -> None:
 
 
 @pytest.mark.parametrize(
-    ("wanted", "message"),
+    ("probes", "message"),
     [
         (
             [ZEROS, tcnn_probe.Probe("zeros", {}, nn.ReLU, state=oops)],
@@ -322,9 +324,9 @@ def test_after_an_error_the_next_epoch_is_right() -> None:
     ],
     ids=["kinds", "dimensions", "no layer"],
 )
-def test_probes_that_cannot_be_used(wanted: Any, message: str) -> None:
+def test_probes_that_cannot_be_used(probes: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        tcnn_probe.record(network(), probes=wanted)
+        tcnn_probe.record(network(), probes=probes)
 
 
 def test_probe_that_finds_no_layer_is_told() -> None:

@@ -1,4 +1,4 @@
-"""What is kept of each layer between two marks."""
+"""Sums and maps of a layer between two marks."""
 
 import pytest
 import torch
@@ -25,6 +25,6 @@ def test_maps_keep_nothing_else_alive(dtype: str, itemsize: int) -> None:
     sums.add_maps([11, 13], {"map": batch[2:4]})
     assert list(sums.maps) == [11, 13]
     for image, row in zip(sums.maps, (2, 3), strict=True):
-        kept = sums.maps[image]["map"]
-        assert torch.equal(kept, batch[row].to(kept.dtype))
-        assert kept.untyped_storage().nbytes() == 3 * 5 * itemsize
+        stored = sums.maps[image]["map"]
+        assert torch.equal(stored, batch[row].to(stored.dtype))
+        assert stored.untyped_storage().nbytes() == 3 * 5 * itemsize

@@ -1,4 +1,4 @@
-"""What is forgotten is said: marks, other images than before; a second evaluation; what a recorder shows of itself."""
+"""Warnings about what is forgotten: marks, other images, a second evaluation; what a recorder shows of itself."""
 
 import gc
 from pathlib import Path
@@ -46,9 +46,9 @@ def test_leaving_without_a_mark() -> None:
     with pytest.warns(
         RuntimeWarning,
         match=r"^2 images measured since the last mark: .*recorder\.pause\(\)",
-    ) as told:
+    ) as warnings:
         leave(model, 2, marks=True)
-    assert told[0].filename == __file__
+    assert warnings[0].filename == __file__
     with pytest.warns(
         RuntimeWarning, match="nothing was recorded, as nothing was marked"
     ):
@@ -87,16 +87,16 @@ def test_gradients_in_a_pause_and_of_saliency_are_not_measured() -> None:
     )
 
     def backward(
-        model: nn.Module, some: torch.Tensor, target: torch.Tensor
+        model: nn.Module, x: torch.Tensor, target: torch.Tensor
     ) -> torch.Tensor:
-        model(some).square().sum().backward()
-        return torch.ones(len(some), *some.shape[2:])
+        model(x).square().sum().backward()
+        return torch.ones(len(x), *x.shape[2:])
 
     norms = []
-    for others in (False, True):
+    for interrupted in (False, True):
         with tcnn_probe.record(model, probes="gradient") as recorder:
             step(model, batch)
-            if others:
+            if interrupted:
                 tcnn_probe.saliency(model, batch, 0, backward)
                 with recorder.pause():
                     step(model, 5 * batch)
@@ -106,7 +106,7 @@ def test_gradients_in_a_pause_and_of_saliency_are_not_measured() -> None:
 
 
 def test_other_images_than_in_the_epochs_before(tmp_path: Path) -> None:
-    """In one run, said once, and in a later one; in what batches they come, or what other images do, is no matter."""
+    """Warn once in a run, and again in a later one; neither the split into batches nor other images matter."""
     model, path, x = vit(), tmp_path / "run.zarr", images(6)
     with torch.no_grad(), tcnn_probe.record(model, path, images=[1, 4]) as recorder:
         for epoch, sizes in enumerate(((6,), (3, 3), (1, 5))):
@@ -119,11 +119,11 @@ def test_other_images_than_in_the_epochs_before(tmp_path: Path) -> None:
         with pytest.warns(
             RuntimeWarning,
             match=r"the images \[4\] of this epoch are not .* shuffle=False",
-        ) as told:
+        ) as warnings:
             recorder.mark(epoch=3)
         model(x.flip(0))
         recorder.mark(epoch=4)  # not again
-    assert told[0].filename == __file__
+    assert warnings[0].filename == __file__
 
 
 def test_what_a_recorder_shows(tmp_path: Path) -> None:

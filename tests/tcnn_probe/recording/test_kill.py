@@ -28,18 +28,18 @@ def record_until_killed(path: Path, tell: Callable[[int], object]) -> None:
 def test_killed_recording(tmp_path: Path) -> None:
     path = tmp_path / "run.zarr"
     writer = Child(record_until_killed, path)
-    told = writer.numbers(3)
+    announced = writer.numbers(3)
     time.sleep(0.05)
-    told += writer.end(kill=True)
+    announced += writer.end(kill=True)
     model = nn.Sequential(GPSA(2, 3, 3, padding=1)).eval()
     with tcnn_probe.record(model, path) as recorder:
-        there = len(recorder.epochs)
-        assert there - len(told) in (0, 1)
-        model[0].center.data.fill_(there)
+        marks = len(recorder.epochs)
+        assert marks - len(announced) in (0, 1)
+        model[0].center.data.fill_(marks)
         model(torch.randn(1, 2, 5, 7))
-        recorder.mark(epoch=there, top1=there / 7)
+        recorder.mark(epoch=marks, top1=marks / 7)
     ds = xr.open_zarr(path)
-    np.testing.assert_array_equal(ds.epoch, np.arange(there + 1))
+    np.testing.assert_array_equal(ds.epoch, np.arange(marks + 1))
     np.testing.assert_array_equal(ds.top1, ds.epoch / 7)
     np.testing.assert_array_equal(
         ds.center_y, np.broadcast_to(ds.epoch.values[:, None, None], ds.gate.shape)

@@ -1,4 +1,4 @@
-"""What mark() accepts: kinds of numbers, epochs far apart, scalars that come and go, epochs that are there already."""
+"""Arguments that mark() accepts: numbers of all kinds, epochs far apart or marked before, scalars that come and go."""
 
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What is measured, by every=, max_images=, when=, layers=, images= and along=."""
+"""Options that decide which forwards are measured: every=, max_images=, when=, layers=, images= and along=."""
 
 from pathlib import Path
 from typing import Any
@@ -36,17 +36,19 @@ def test_every() -> None:
         )
 
 
-@pytest.mark.parametrize("most", [5, 100])
-def test_max_images(most: int) -> None:
+@pytest.mark.parametrize("max_images", [5, 100])
+def test_max_images(max_images: int) -> None:
     model, x = vit(), images(9)
-    with tcnn_probe.record(model, max_images=most) as recorder:
+    with tcnn_probe.record(model, max_images=max_images) as recorder:
         for epoch in range(2):
             for batch in x.split(2):
                 model(batch)
             recorder.mark(epoch=epoch)
     for mark in range(2):
-        check_entropies(recorder, entropies(vit(), x[:most]), mark, images=min(most, 9))
-    ds, alone = recorder.dataset, recorded(vit(), x[:most]).dataset
+        check_entropies(
+            recorder, entropies(vit(), x[:max_images]), mark, images=min(max_images, 9)
+        )
+    ds, alone = recorder.dataset, recorded(vit(), x[:max_images]).dataset
     for name in (
         "content_information",
         "class_content_information",
@@ -76,7 +78,7 @@ def test_when(when: Any, count: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("layers", "found"),
+    ("layers", "numbers"),
     [
         ("*.0.attn", [0]),
         (["blocks.1.attn", "blocks.0"], [0, 1]),
@@ -84,10 +86,10 @@ def test_when(when: Any, count: int) -> None:
     ],
     ids=["glob", "several", "predicate"],
 )
-def test_layers(layers: Any, found: list[int]) -> None:
+def test_layers(layers: Any, numbers: list[int]) -> None:
     recorder = recorded(vit(), images(), layers=layers)
-    assert list(recorder.layers) == [f"blocks.{number}.attn" for number in found]
-    check_entropies(recorder, entropies(vit(), images())[found])
+    assert list(recorder.layers) == [f"blocks.{number}.attn" for number in numbers]
+    check_entropies(recorder, entropies(vit(), images())[numbers])
 
 
 def maps_of(recorder: tcnn_probe.Recorder) -> xr.DataArray:
@@ -96,26 +98,26 @@ def maps_of(recorder: tcnn_probe.Recorder) -> xr.DataArray:
 
 
 @pytest.mark.parametrize(
-    ("chosen", "numbers"),
+    ("selection", "numbers"),
     [(2, [0, 1]), (np.array([5, 0, 2, 2]), [0, 2, 5])],
     ids=["count", "numbers"],
 )
 def test_images_are_numbered_in_the_order_in_which_they_pass(
-    chosen: Any, numbers: list[int]
+    selection: Any, numbers: list[int]
 ) -> None:
     model, x = vit(), images(6)
     with (
-        tcnn_probe.record(model, images=6) as whole,
-        tcnn_probe.record(model, images=chosen) as recorder,
+        tcnn_probe.record(model, images=6) as complete,
+        tcnn_probe.record(model, images=selection) as recorder,
     ):
         for epoch, split in enumerate(((6,), (1, 3, 2))):
             for batch in x.split(split):
                 model(batch)
             recorder.mark(epoch=epoch)
-            whole.mark(epoch=epoch)
+            complete.mark(epoch=epoch)
     maps = maps_of(recorder)
     assert maps.image.values.tolist() == numbers
-    expected = maps_of(whole).sel(epoch=0, image=numbers)
+    expected = maps_of(complete).sel(epoch=0, image=numbers)
     for mark in range(2):  # one batch or three: float32 to the last digits
         np.testing.assert_allclose(maps[mark], expected, rtol=1e-5, atol=1e-6)
 
@@ -123,7 +125,7 @@ def test_images_are_numbered_in_the_order_in_which_they_pass(
 def test_images_that_never_came_are_nan_and_one_must_have_come_by_the_first_mark() -> (
     None
 ):
-    """How large maps are is not known before. Said, and nothing lost: later ones would have nowhere to go."""
+    """The first mark fixes the size of the maps: it raises an error if there are none yet, and loses nothing."""
     model = vit()
     with tcnn_probe.record(model, images=[4, 7]) as recorder:
         model(images(3))
@@ -160,9 +162,9 @@ def test_maps_of_a_size_that_the_first_epoch_had_not(
         with pytest.warns(
             RuntimeWarning,
             match=r"began without them: \['blocks\.0\.attn in maps/3x2x3'\]",
-        ) as told:
+        ) as warnings:
             recorder.mark(epoch=1)
-        assert told[0].filename == __file__
+        assert warnings[0].filename == __file__
         model(torch.randn(1, 3, 32, 32))
         recorder.mark(epoch=2)
     recorder.remove()
@@ -183,6 +185,6 @@ def test_along(along: str, marks: list[float], tmp_path: Path) -> None:
             recorder.mark(**{along: mark})
         with pytest.raises(ValueError, match="later than the last"):
             recorder.mark(**{along: 1})
-    found = xr.open_zarr(tmp_path / "run.zarr")[along]
-    assert found.values.tolist() == marks
-    assert found.dtype == ("int64" if along == "step" else "float64")
+    coordinate = xr.open_zarr(tmp_path / "run.zarr")[along]
+    assert coordinate.values.tolist() == marks
+    assert coordinate.dtype == ("int64" if along == "step" else "float64")

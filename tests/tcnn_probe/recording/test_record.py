@@ -1,4 +1,4 @@
-"""What a recording says about itself and where it comes from, and that it tells no secrets."""
+"""A recording says what it is and where it comes from, and tells no secrets."""
 
 import json
 import re
@@ -84,9 +84,9 @@ def test_store_tells_neither_paths_nor_host(
     with tcnn_probe.Recorder(model, tmp_path / "somewhere" / "run.zarr") as recorder:
         model(IMAGES)
         recorder.mark(epoch=0, top1=1.0)
-    found = list(tmp_path.rglob("*.json"))
-    assert len(found) > 10
-    for file in found:
+    metadata = list(tmp_path.rglob("*.json"))
+    assert len(metadata) > 10
+    for file in metadata:
         text = file.read_text()
         for secret in (tmp_path, "somewhere", Path.home(), Path.cwd()):
             assert str(secret) not in text

@@ -1,4 +1,4 @@
-"""What record() and mark() refuse, by what was expected and what was given; a refusal changes nothing."""
+"""Refusals of record() and mark(), with the value expected and the value given; a refusal changes nothing."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -253,7 +253,7 @@ NEAR, FAR = torch.randn(2, 3, 2, 5, 7, generator=torch.Generator().manual_seed(0
 
 @pytest.mark.parametrize("first", [True, False])
 def test_mark(first: bool, tmp_path: Path) -> None:
-    """What was seen is kept for another try. A first mark that is refused makes no store, and fixes no layers."""
+    """A refused mark keeps the sums for another try; if it is the first, it makes no store and fixes no layers."""
     model = Branches()
     with torch.no_grad(), tcnn_probe.record(model, tmp_path / "run.zarr") as recorder:
         if not first:
@@ -358,21 +358,23 @@ def marked(
         recorder.mark(epoch=epoch)
 
 
-@pytest.mark.parametrize(("there", "here"), [(None, 1), ([0, 2], [0, 1])], ids=str)
+@pytest.mark.parametrize(
+    ("images_before", "images_now"), [(None, 1), ([0, 2], [0, 1])], ids=str
+)
 def test_a_store_of_other_images_is_refused_at_the_call(
-    there: Any, here: Any, tmp_path: Path
+    images_before: Any, images_now: Any, tmp_path: Path
 ) -> None:
     model = vit()
-    marked(model, tmp_path / "run.zarr", 0, images(), images=there)
+    marked(model, tmp_path / "run.zarr", 0, images(), images=images_before)
     before, stored = Trace(model), files(tmp_path)
     with pytest.raises(
         tcnn_probe.StoreError,
         match=r"keeps maps of the images .*, and images= asks for",
     ):
-        tcnn_probe.record(model, tmp_path / "run.zarr", images=here)
+        tcnn_probe.record(model, tmp_path / "run.zarr", images=images_now)
     assert before == Trace(model)
     assert files(tmp_path) == stored
-    marked(model, tmp_path / "run.zarr", 1, images(), images=there)
+    marked(model, tmp_path / "run.zarr", 1, images(), images=images_before)
 
 
 def test_a_store_of_other_layers_or_heads(tmp_path: Path) -> None:
@@ -387,11 +389,11 @@ def test_a_store_of_other_layers_or_heads(tmp_path: Path) -> None:
         match=r"\('blocks\.1\.attn' there, absent in this model\)",
     ):
         tcnn_probe.record(shallow, path)
-    other = vit()
-    for block in other.blocks:
+    two_heads = vit()
+    for block in two_heads.blocks:
         block.attn.num_heads, block.attn.head_dim = 2, 6
     with pytest.raises(
         tcnn_probe.StoreError, match=r"something else \(layer 'blocks\.0\.attn'"
     ):
-        marked(other, path, 1, images())
+        marked(two_heads, path, 1, images())
     assert tcnn_probe.open(path).epoch.values.tolist() == [0]

@@ -200,7 +200,7 @@ def test_resuming_with_a_checkpoint(lost: str, tmp_path: Path) -> None:
                 )
         return xr.open_zarr(store).loss.values.tolist()
 
-    whole = train(9)
+    uninterrupted = train(9)
     for path in (checkpoint, store):
         path.rename(path.with_name(f"whole {path.name}"))
     with (
@@ -209,8 +209,8 @@ def test_resuming_with_a_checkpoint(lost: str, tmp_path: Path) -> None:
         else nullcontext()
     ):
         stopped = train(2)
-    assert stopped == whole[: 1 if lost == "mark" else 2]
+    assert stopped == uninterrupted[: 1 if lost == "mark" else 2]
     if lost == "checkpoint":
         checkpoint.unlink()
-    assert train(9) == whole
-    assert train(9) == whole
+    assert train(9) == uninterrupted
+    assert train(9) == uninterrupted
