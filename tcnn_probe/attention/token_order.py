@@ -143,8 +143,11 @@ class PlaceTracker(TorchFunctionMode):
     ) -> None:
         """Give the output of a function its places."""
         outputs = list(output) if isinstance(output, (tuple, list)) else [output]
-        if name in _SCATTERS and inputs:  # which tokens went where is not followed
-            self._forget(inputs[0])
+        if name in _SCATTERS and inputs:
+            # Parts of a map are overwritten in place, as by MViT's positional biases; a canvas is filled with tokens.
+            places = self._of(inputs[0])
+            if places is None or _is_nowhere(places):
+                self._forget(inputs[0])
             return
         try:
             places = self._places_of(name, func, outputs, inputs, args, kwargs)
