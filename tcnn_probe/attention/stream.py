@@ -20,7 +20,7 @@ from tcnn_probe.attention.head_edit import (
     edit_call,
     edit_gated_output,
 )
-from tcnn_probe.attention.layout import GivenTokens, Layout, special_tokens
+from tcnn_probe.attention.layout import GivenTokens, Layout, Tokens, special_tokens
 from tcnn_probe.attention.reconstruction import (
     NoTokenAttentionError,
     Verification,
@@ -202,9 +202,11 @@ class AttentionStream:
         }
         self._maps = FeatureMaps(special_tokens(self._names, tokens or GivenTokens()))
         self._explained: set[nn.Module] = set()
+        # The part of the model that was called, and the sizes of its inputs: one forward of each shows the order.
         self._call: tuple[Any, ...] = ()
         self._followed: set[tuple[Any, ...]] = set()
-        self._objections: dict[Any, Sequence[str]] = {}
+        self._places: PlaceTracker | None = None
+        self._objections: dict[tuple[Any, str], tuple[str, str]] = {}
         self._reset()
         # A stream that may edit follows forwards above those who only look: these see attention as it is before.
         self._forwards = Forwards(model, self, first=not listener.may_edit)
@@ -317,7 +319,7 @@ class AttentionStream:
         self._ran: set[nn.Module] = set()
         self._tracker = ValueProductTracker()
         self._formed: dict[nn.Module, dict[str, list[Any]]] = {}
-        self._places: PlaceTracker | None = None
+        self._places = None
 
     def _wants(self, name: str) -> bool:
         return self._wanted is None or name in self._wanted
@@ -369,31 +371,29 @@ class AttentionStream:
         return answer
 
     def _ordered(self, attention: SoftmaxAttention) -> SoftmaxAttention:
-        """Return an attention without the grids on which its tokens do not lie."""
+        """Return an attention without the grids on which its tokens were not when they were followed."""
         call, layout = (self._call, attention.name), attention.layout
-        # Of windows the classes that cut them are known.
+        # Windows are cut by classes that are known, and rolled before.
         if self._places is not None and attention.windows == 1:
-            sides = (
-                (layout.queries, self._places.queries),
-                (layout.keys, self._places.keys),
+            queries, keys = self._places.queries, self._places.keys
+            if keys is None and layout.queries == layout.keys:
+                keys = queries  # talking heads (CaiT) mix the logits, whose keys are lost then
+            self._objections[call] = (
+                self._objection(queries, layout.queries),
+                self._objection(keys, layout.keys),
             )
-            self._objections[call] = [
-                objection_to_order(
-                    places, tokens, (self.around(tokens.count) or (0, 0))[1]
-                )
-                if tokens
-                else ""
-                for tokens, places in sides
-            ]
-        queries, keys = self._objections.get(call, ("", ""))
-        if not queries and not keys:
+        to_queries, to_keys = self._objections.get(call, ("", ""))
+        if not to_queries and not to_keys:
             return attention
-        return replace(
-            attention,
-            layout=Layout(
-                None, None if keys else layout.keys, queries or keys, layout.asking
-            ),
-        )
+        keys_on_grid = None if to_keys else layout.keys
+        changed = Layout(None, keys_on_grid, to_queries or to_keys, layout.asking)
+        return replace(attention, layout=changed)
+
+    def _objection(self, places: Tensor | None, tokens: Tokens | None) -> str:
+        if tokens is None:
+            return ""
+        _, behind = self.around(tokens.count) or (0, 0)
+        return objection_to_order(places, tokens, behind)
 
     def _show_gated(
         self, forward: Forward, layer: nn.Module, inputs: Sequence[Any], output: Any

@@ -1,16 +1,17 @@
 """Follows the pixels of images through a forward, to see in which order the tokens of each attention lie.
 
 Numbers of tokens do not show their order: a masked autoencoder shuffles its tokens, Hiera orders them by mask unit, and
-DETR can have as many object queries as there are cells. So the tensors of a forward get places, of the same shape: the
-numbers of the pixels, row by row, that their elements are made of, on average; NaN if these are made of parameters
-alone. A function that moves elements moves their places; a convolution takes their mean; a token keeps its own place
-in attention and beside a residual. The model computes what it would compute otherwise, and once.
+DETR can have as many object queries as there are cells. So tensors of a forward get places, of the same shape: the
+number of the pixel, row by row, that each element is made of, or the mean of several; NaN if it is made of parameters
+alone. Functions that move elements move their places, convolutions take means, and a token keeps its place in attention
+and beside a residual. Places are computed beside the forward, from shapes and indices: the model runs once, as ever.
 
-A tensor without places is unknown: it came from elsewhere, or from a function that is not followed. There is no
+A tensor without places is unknown: it comes from elsewhere, or from a function that is not followed here. There is no
 objection to what is unknown.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -24,46 +25,39 @@ from tcnn_probe.hooks.modes import is_transformed, unseen
 
 __all__ = ["PlaceTracker", "objection_to_order"]
 
-# By name, which a method of tensors shares with the function of torch.
-_RESHAPES = frozenset(
-    "view reshape view_as reshape_as flatten unflatten squeeze unsqueeze ravel".split()
-)
-# Getters of properties such as mT have the name __get__.
-_MOVES = frozenset(
-    "__get__ __getitem__ permute transpose swapaxes swapdims movedim moveaxis t adjoint chunk split tensor_split "
-    "split_with_sizes unbind gather index_select take_along_dim roll flip rot90 unfold narrow select repeat tile "
-    "repeat_interleave pixel_shuffle pixel_unshuffle".split()
-)
-_JOINS = frozenset("cat concat concatenate stack".split())
-_SCATTERS = frozenset(
-    "__setitem__ scatter scatter_ scatter_add scatter_add_ index_copy index_copy_ index_put index_put_ index_add "
-    "index_add_ masked_scatter masked_scatter_".split()
-)
-_PRODUCTS = frozenset("matmul __matmul__ bmm".split())
-_REDUCTIONS = frozenset("mean sum amax amin max".split())
-_ATTENTION = frozenset(
-    "scaled_dot_product_attention multi_head_attention_forward".split()
+Places = Tensor | None
+
+# Neighbours are at least a pixel apart, and means of places are exact to far less than half of one.
+_LEAST_STEP = -0.5
+
+_ATTENTION = ("scaled_dot_product_attention", "multi_head_attention_forward")
+_PRODUCTS = ("matmul", "__matmul__", "bmm", "einsum")
+# Functions that count, such as positions, have no tensor to begin with.
+_COUNTERS = ("arange", "linspace")
+# Parts of the names of functions of feature maps, (B, C, H, W).
+_KERNELS = ("conv", "pool", "interpolate")
+_SCATTERS = (
+    "__setitem__",
+    *("scatter", "scatter_", "scatter_add", "scatter_add_", "masked_scatter_"),
+    *("index_copy", "index_copy_", "index_put", "index_put_", "index_add_"),
 )
 
-# Places are exact in float64; a token half a pixel before the one before it is no matter of rounding.
-_LEAST_STEP = 0.5
 
-
-def objection_to_order(places: Tensor | None, tokens: Tokens, behind: int = 0) -> str:
+def objection_to_order(places: Places, tokens: Tokens, behind: int) -> str:
     """Say why tokens do not lie on a grid row by row; "" if they do, or if it is unknown.
 
     Args:
-        places: Places of the tokens, shape (N,), as they come; None if these are unknown.
+        places: Places of the tokens, shape (N,), in the model's order; None if these are unknown.
         tokens: The grid on which they are taken to lie.
         behind: Number of tokens after the grid, which ``tokens`` counts as before it.
     """
     if places is None or len(places) != tokens.count:
         return ""
     grid = places[tokens.prefix - behind : tokens.count - behind]
-    on_image = grid[~grid.isnan()]
-    if not len(on_image):
+    on_image = grid[~grid.isnan()]  # without padding
+    if len(on_image) == 0:
         return "the tokens are made of parameters, not of the image"
-    if bool((on_image.diff() < -_LEAST_STEP).any()):
+    if bool((on_image.diff() < _LEAST_STEP).any()):
         return "the tokens are not in the order of the image's rows"
     return ""
 
@@ -76,24 +70,23 @@ class PlaceTracker(TorchFunctionMode):
             and (N_key,), of the first image and head; None if these are unknown.
 
     Args:
-        inputs: Inputs of the model; images are (B, C, H, W).
+        inputs: Inputs of the model, of which those of shape (B, C, H, W) are images.
     """
 
     def __init__(self, inputs: Iterable[Any]) -> None:
         super().__init__()
-        self.queries: Tensor | None = None
-        self.keys: Tensor | None = None
-        # Of weak keys: a tensor lives as long as the model keeps it.
+        self.queries: Places = None
+        self.keys: Places = None
+        # Keys are weak: no tensor lives longer than the model keeps it.
         self._places: Any = WeakTensorKeyDictionary()
-        # Places of the keys, shape (N_key,), of products of queries and keys.
-        self._columns: Any = WeakTensorKeyDictionary()
+        # Of products of queries and keys, which have the places of the queries: places of the keys, shape (N_key,).
+        self._keys: Any = WeakTensorKeyDictionary()
         for image in inputs:
             if isinstance(image, Tensor) and image.ndim == 4:
-                rows, columns = image.shape[2:]
-                pixels = torch.arange(rows * columns, dtype=torch.float64, device="cpu")
-                self._places[image] = pixels.view(1, 1, rows, columns).expand(
-                    image.shape
+                pixels = torch.arange(
+                    image[0, 0].numel(), dtype=torch.float64, device="cpu"
                 )
+                self._places[image] = pixels.view(image.shape[2:]).expand(image.shape)
 
     def __torch_function__(
         self,
@@ -105,138 +98,256 @@ class PlaceTracker(TorchFunctionMode):
         kwargs = kwargs or {}
         if torch.compiler.is_compiling():
             return func(*args, **kwargs)
-        name = getattr(func, "__name__", "")
         with unseen():
-            inputs = _tensors([*args, *kwargs.values()])
-            self._look_at(name, inputs)
+            inputs = _tensors((*args, *kwargs.values()))
+            self.queries, self.keys = self._sides(func, inputs)
         output = func(*args, **kwargs)
-        if isinstance(output, (Tensor, tuple, list)) or name in _SCATTERS:
-            with unseen():
-                if not is_transformed(inputs):
-                    self._follow(name, func, output, inputs, args, kwargs)
+        outputs = list(output) if isinstance(output, (tuple, list)) else [output]
+        with unseen():
+            if not is_transformed(inputs):
+                places = [self._of(tensor) for tensor in inputs]
+                self._follow(_Call(func, args, kwargs, inputs, places, outputs))
         return output
 
-    def _look_at(self, name: str, inputs: Sequence[Tensor]) -> None:
-        """Read off the places of queries and keys, if this is attention."""
-        self.queries = self.keys = None
-        if name == "softmax" and inputs:
-            self.queries = _first_tokens(self._of(inputs[0]))
-            self.keys = self._columns.get(inputs[0])
-        elif name == "scaled_dot_product_attention":
-            self.queries, self.keys = (
-                _first_tokens(self._of(tokens)) for tokens in inputs[:2]
+    def _sides(
+        self, func: Callable[..., Any], inputs: Sequence[Tensor]
+    ) -> tuple[Places, Places]:
+        """Return the places of queries and keys, if this is a function of attention."""
+        name = _name(func)
+        if name == "softmax":
+            return _of_tokens(self._of(inputs[0])), self._keys.get(inputs[0])
+        if name not in _ATTENTION:
+            return None, None
+        queries, keys = (self._of(tokens) for tokens in inputs[:2])
+        if name == "multi_head_attention_forward":  # tokens first, (N, B, d) or (N, d)
+            queries, keys = (
+                None if x is None else x.movedim(0, -2) for x in (queries, keys)
             )
-        elif name == "multi_head_attention_forward":  # (N, B, d) or (N, d)
-            places = [self._of(tokens) for tokens in inputs[:2]]
-            self.queries, self.keys = (
-                None if x is None else x.flatten(1, -1)[:, :1].mean(-1) for x in places
-            )
+        return _of_tokens(queries), _of_tokens(keys)
 
-    def _follow(
-        self,
-        name: str,
-        func: Callable[..., Any],
-        output: Any,
-        inputs: Sequence[Tensor],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> None:
-        """Give the output of a function its places."""
-        outputs = list(output) if isinstance(output, (tuple, list)) else [output]
-        if name in _SCATTERS and inputs:
-            # Parts of a map are overwritten in place, as by MViT's positional biases; a canvas is filled with tokens.
-            places = self._of(inputs[0])
-            if places is None or _is_nowhere(places):
-                self._forget(inputs[0])
-            return
-        try:
-            places = self._places_of(name, func, outputs, inputs, args, kwargs)
-        except (RuntimeError, TypeError, ValueError, LookupError):
-            # A function takes arguments that places cannot stand for.
-            places = []
-        for tensor, place in zip(
-            outputs, [*places, *[None] * len(outputs)], strict=False
-        ):
-            if not isinstance(tensor, Tensor):
-                continue
-            self._forget(tensor)
-            if place is not None and place.shape == tensor.shape:
-                self._places[tensor] = place
-            for source in inputs:
-                columns = self._columns.get(source)
-                if columns is not None and source.shape[-2:] == tensor.shape[-2:]:
-                    self._columns[tensor] = columns
-        if name in _PRODUCTS or name == "einsum":
-            keys = self._of(inputs[1])
-            if keys is not None and name != "einsum":
-                keys = keys.mT
-            if (
-                keys is not None
-                and keys.ndim > 2
-                and keys.shape[-2] == outputs[0].shape[-1]
-            ):
-                self._columns[outputs[0]] = _first_tokens(keys)
-
-    def _places_of(
-        self,
-        name: str,
-        func: Callable[..., Any],
-        outputs: Sequence[Any],
-        inputs: Sequence[Tensor],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> Sequence[Tensor | None]:
-        known = [(tensor, self._of(tensor)) for tensor in inputs]
-        if not known or not isinstance(outputs[0], Tensor):
-            return []
-        shape = outputs[0].shape
-        if all(places is not None and _is_nowhere(places) for _, places in known):
-            nowhere = torch.tensor(torch.nan, dtype=torch.float64)
-            return [nowhere.expand(x.shape) for x in outputs if isinstance(x, Tensor)]
-        places = known[0][1]
-        if name in _JOINS:
-            return [_joined(func, [p for _, p in known], kwargs, args)]
-        if name in (_RESHAPES | _MOVES | _REDUCTIONS | _PRODUCTS | _ATTENTION):
-            if places is None:
-                return []
-            if name in _RESHAPES:
-                return [_reshaped(places, shape)]
-            if name in _REDUCTIONS:
-                axes = args[1] if len(args) > 1 else kwargs["dim"]
-                return [places.nanmean(axes).reshape(shape)]
-            if name in _PRODUCTS or name in _ATTENTION:
-                # Tokens mixed by weights that no query has a part in lie nowhere.
-                if (
-                    name in _PRODUCTS
-                    and _is_nowhere(places)
-                    and inputs[0] not in self._columns
-                ):
-                    return []
-                mean = _slim(places).nanmean(-1, keepdim=True)
-                return [mean.expand(shape)]
-            rest, options = _on_cpu(args[1:]), _on_cpu(kwargs)
-            if func is F.unfold:  # which pads with zeros
-                moved = func(places + 1, *rest, **options)
-                return [moved.masked_fill(moved == 0, torch.nan) - 1]
-            moved = func(places, *rest, **options)
-            return list(moved) if isinstance(moved, (tuple, list)) else [moved]
-        if name == "pad" and places is not None:
-            pads = args[1] if len(args) > 1 else kwargs["pad"]
-            return [F.pad(places, pads, value=torch.nan)]
-        if len(shape) == 4 and any(
-            word in name for word in ("conv", "pool", "interpolate")
-        ):
-            return [] if places is None else [_resampled(places, shape)]
-        return [_beside(known, shape)]
-
-    def _of(self, tensor: Tensor) -> Tensor | None:
+    def _of(self, tensor: Tensor) -> Places:
         if isinstance(tensor, nn.Parameter):
-            return torch.tensor(torch.nan, dtype=torch.float64).expand(tensor.shape)
+            return _nowhere(tensor.shape)
         return self._places.get(tensor)
 
-    def _forget(self, tensor: Tensor) -> None:
-        self._places.pop(tensor, None)
-        self._columns.pop(tensor, None)
+    def _follow(self, call: "_Call") -> None:
+        """Give the outputs of a function their places."""
+        name = _name(call.func)
+        if name in _SCATTERS:
+            # Overwriting parts of a map, as MViT does to add positional biases, moves none of its tokens; a canvas is
+            # filled with tokens in whatever order.
+            if call.places[0] is None or _is_nowhere(call.places[0]):
+                self._places.pop(call.inputs[0], None)
+            return
+        try:
+            places = _places_after(name, call)
+        except Exception:
+            # Whatever a function does with its arguments, places must not end the user's forward.
+            places = []
+        places = [*places, *[None] * len(call.outputs)]
+        for output, place in zip(call.outputs, places, strict=False):
+            if not isinstance(output, Tensor):
+                continue
+            self._places.pop(output, None)
+            if place is not None and place.shape == output.shape:
+                self._places[output] = place
+            self._follow_keys(name, call, output)
+
+    def _follow_keys(self, name: str, call: "_Call", output: Tensor) -> None:
+        """Remember the keys of a product, also after scaling, masking and reshaping."""
+        if name in _PRODUCTS and len(call.inputs) == 2:
+            # The second operand is (..., d, N_key), or in an equation perhaps (..., N_key, d).
+            operand = call.places[1]
+            if operand is not None and name != "einsum":
+                operand = operand.mT
+            keys = _of_tokens(operand)
+            if keys is not None and len(keys) == output.shape[-1]:
+                self._keys[output] = keys
+            return
+        for source in call.inputs:
+            keys = self._keys.get(source)
+            if keys is not None and source.shape[-2:] == output.shape[-2:]:
+                self._keys[output] = keys
+
+
+@dataclass(frozen=True)
+class _Call:
+    """A call of a torch function.
+
+    Args:
+        func: Function.
+        args, kwargs: Its arguments.
+        inputs: Tensors among them.
+        places: Places of these.
+        outputs: What it returned.
+    """
+
+    func: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    inputs: Sequence[Tensor]
+    places: Sequence[Places]
+    outputs: Sequence[Any]
+
+    @property
+    def shape(self) -> torch.Size:
+        """Shape of the first output."""
+        return torch.Size(self.outputs[0].shape)
+
+    def argument(self, index: int, name: str, default: Any = None) -> Any:
+        """Return an argument, by position or by name."""
+        if len(self.args) > index:
+            return self.args[index]
+        return self.kwargs.get(name, default)
+
+
+def _places_after(name: str, call: _Call) -> Sequence[Places]:
+    """Return the places of a function's outputs, as far as they are known."""
+    if not isinstance(call.outputs[0], Tensor):
+        return []
+    of_parameters = all(x is not None and _is_nowhere(x) for x in call.places)
+    if of_parameters and (call.inputs or name in _COUNTERS):
+        return [_nowhere(x.shape) for x in call.outputs if isinstance(x, Tensor)]
+    is_resampled = call.outputs[0].ndim == 4 and any(word in name for word in _KERNELS)
+    rule = _resample if is_resampled else _RULES.get(name, _beside)
+    if rule not in (_join, _beside) and call.places[0] is None:
+        return []
+    return rule(call)
+
+
+def _reshape(call: _Call) -> Sequence[Places]:
+    places, shape = call.places[0], call.shape
+    assert places is not None
+    if shape and places.shape[-1] == shape[-1] and places.stride(-1) == 0:
+        # Without channels, which would be copied.
+        return [places[..., :1].reshape(*shape[:-1], 1).expand(shape)]
+    return [places.reshape(shape)]
+
+
+def _move(call: _Call) -> Sequence[Places]:
+    arguments, options = _on_cpu(call.args[1:]), _on_cpu(call.kwargs)
+    moved = call.func(call.places[0], *arguments, **options)
+    return list(moved) if isinstance(moved, (tuple, list)) else [moved]
+
+
+def _turn(call: _Call) -> Sequence[Places]:
+    """Move what stays within an axis, which needs no copies along axes of equal places."""
+    assert call.places[0] is not None
+    turned = call.func(_slim(call.places[0]), *call.args[1:], **call.kwargs)
+    return [turned.expand(call.shape)]
+
+
+def _cut_patches(call: _Call) -> Sequence[Places]:
+    """Follow F.unfold, which pads with zeros; Tensor.unfold has the same name."""
+    if call.func is not F.unfold:
+        return _move(call)
+    assert call.places[0] is not None
+    patches = F.unfold(call.places[0] + 1, *call.args[1:], **call.kwargs)
+    return [patches.masked_fill(patches == 0, torch.nan) - 1]
+
+
+def _pad(call: _Call) -> Sequence[Places]:
+    assert call.places[0] is not None
+    return [F.pad(call.places[0], call.argument(1, "pad"), value=torch.nan)]
+
+
+def _join(call: _Call) -> Sequence[Places]:
+    parts = [places for places in call.places if places is not None]
+    if len(parts) < len(call.places):
+        return []
+    joined = call.argument(1, "dim", 0) % len(call.shape)
+    if _name(call.func) != "stack":  # along an axis that is there
+        for axis in range(len(call.shape)):
+            if axis != joined and all(part.stride(axis) == 0 for part in parts):
+                parts = [part.narrow(axis, 0, 1) for part in parts]
+    places = call.func(parts, *call.args[1:], **call.kwargs)
+    return [places.expand(call.shape)]
+
+
+def _reduce(call: _Call) -> Sequence[Places]:
+    assert call.places[0] is not None
+    axes = call.argument(1, "dim")
+    return [call.places[0].nanmean(axes).reshape(call.shape)]
+
+
+def _multiply(call: _Call) -> Sequence[Places]:
+    """Keep the rows of the first operand: queries, or the queries that weigh values."""
+    first, second = call.inputs[:2]
+    assert call.places[0] is not None
+    # Tokens that are mixed by weights of a layer lie nowhere.
+    if _is_nowhere(call.places[0]) and first.ndim < second.ndim:
+        return []
+    return [_mean_of_channels(call.places[0], call.shape)]
+
+
+def _attend(call: _Call) -> Sequence[Places]:
+    assert call.places[0] is not None
+    return [_mean_of_channels(call.places[0], call.shape)]
+
+
+def _resample(call: _Call) -> Sequence[Places]:
+    """Follow a convolution, pooling or interpolation of (B, C, H, W), whatever its kernel."""
+    places, size = call.places[0], (call.shape[2], call.shape[3])
+    assert places is not None
+    pixels = _slim(places).nanmean(1, keepdim=True)
+    pixels = pixels.expand(-1, -1, *places.shape[2:])
+    if size[0] > places.shape[2] or size[1] > places.shape[3]:
+        # No two rows or columns are to have the same places.
+        pixels = F.interpolate(pixels, size, mode="bilinear", align_corners=True)
+    elif size != places.shape[2:]:
+        shares = F.adaptive_avg_pool2d((~pixels.isnan()).double(), size)
+        pixels = F.adaptive_avg_pool2d(pixels.nan_to_num(), size) / shares
+    return [pixels.expand(call.shape)]
+
+
+def _beside(call: _Call) -> Sequence[Places]:
+    """Follow a function of elements, or of the channels of each token: to the first input that is made of the image."""
+    shape = call.shape
+    for tensor, places in zip(call.inputs, call.places, strict=True):
+        if places is None or _is_nowhere(places):
+            continue
+        if _broadcasts(tensor.shape, shape):
+            return [places.expand(shape)]
+        if tensor.ndim > 1 and tensor.shape[:-1] == shape[:-1]:
+            return [_mean_of_channels(places, shape)]
+    return []
+
+
+def _mean_of_channels(places: Tensor, shape: torch.Size) -> Places:
+    """Return the places of tokens with other channels; None where tokens are what is on the last axis."""
+    slim = _slim(places)
+    if slim.shape[-1] > 1 and slim.shape[-2] == 1:
+        return None
+    return slim.nanmean(-1, keepdim=True).expand(shape)
+
+
+def _of_tokens(places: Places) -> Places:
+    """Return the places of the tokens of the first image and head, shape (N,), of (..., N, d)."""
+    while places is not None and places.ndim > 2:
+        places = places[0]
+    return None if places is None else places.nanmean(-1)
+
+
+def _nowhere(shape: torch.Size) -> Tensor:
+    return torch.tensor(torch.nan, dtype=torch.float64, device="cpu").expand(shape)
+
+
+def _is_nowhere(places: Tensor) -> bool:
+    slim = _slim(places)
+    return slim.numel() == 1 and bool(slim.isnan())
+
+
+def _slim(places: Tensor) -> Tensor:
+    """Return places with a single entry along axes of equal places, as far as they are stored once."""
+    for axis, stride in enumerate(places.stride()):
+        if stride == 0 and places.shape[axis] > 1:
+            places = places.narrow(axis, 0, 1)
+    return places
+
+
+def _broadcasts(shape: torch.Size, to: torch.Size) -> bool:
+    sides = zip(reversed(shape), reversed(to), strict=False)
+    return len(shape) <= len(to) and all(side in (1, size) for side, size in sides)
 
 
 def _tensors(values: Iterable[Any]) -> list[Tensor]:
@@ -258,88 +369,30 @@ def _on_cpu(value: Any) -> Any:
     return value
 
 
-def _slim(places: Tensor) -> Tensor:
-    """Return places with one entry along each axis that they do not vary along."""
-    for axis, stride in enumerate(places.stride()):
-        if stride == 0 and places.shape[axis] > 1:
-            places = places.narrow(axis, 0, 1)
-    return places
+def _name(func: Callable[..., Any]) -> str:
+    return getattr(func, "__name__", "")
 
 
-def _is_nowhere(places: Tensor) -> bool:
-    slim = _slim(places)
-    return slim.numel() == 1 and bool(slim.isnan())
-
-
-def _first_tokens(places: Tensor | None) -> Tensor | None:
-    """Return the places of the tokens of the first image and head, shape (N,), of (..., N, d)."""
-    if places is None:
-        return None
-    while places.ndim > 2:
-        places = places[0]
-    return _slim(places).nanmean(-1).expand(places.shape[0])
-
-
-def _reshaped(places: Tensor, shape: torch.Size) -> Tensor:
-    if places.shape[-1:] == shape[-1:] and places.stride(-1) == 0:
-        return places[..., :1].reshape(*shape[:-1], 1).expand(shape)
-    return places.reshape(shape)
-
-
-def _joined(
-    func: Callable[..., Any],
-    parts: Sequence[Tensor | None],
-    kwargs: dict[str, Any],
-    args: tuple[Any, ...],
-) -> Tensor | None:
-    known = [places for places in parts if places is not None]
-    if len(known) < len(parts):
-        return None
-    return func(known, *args[1:], **kwargs)
-
-
-def _resampled(places: Tensor, shape: torch.Size) -> Tensor:
-    """Return the places (B, C, H, W) of a map of another size."""
-    mean = _slim(places).nanmean(1, keepdim=True)
-    size = (shape[2], shape[3])
-    if places.shape[2:] != shape[2:]:
-        if size[0] > places.shape[2] or size[1] > places.shape[3]:
-            mean = F.interpolate(
-                mean.expand(-1, -1, *places.shape[2:]),
-                size,
-                mode="bilinear",
-                align_corners=True,
-            )
-        else:
-            mean = mean.expand(-1, -1, *places.shape[2:])
-            shares = F.adaptive_avg_pool2d((~mean.isnan()).double(), size)
-            mean = F.adaptive_avg_pool2d(mean.nan_to_num(), size) / shares
-    return mean.expand(shape)
-
-
-def _beside(
-    known: Sequence[tuple[Tensor, Tensor | None]], shape: torch.Size
-) -> Tensor | None:
-    """Return the places of what a function makes of tensors that lie beside each other."""
-    unknown = False
-    nowhere = None
-    for tensor, places in known:
-        if places is None:
-            unknown |= tensor.ndim > 1
-            continue
-        fits = None
-        if len(shape) >= tensor.ndim and all(
-            size in (1, n)
-            for size, n in zip(
-                tensor.shape[::-1], shape[::-1][: tensor.ndim], strict=True
-            )
-        ):
-            fits = places.expand(shape)
-        elif tensor.shape[:-1] == shape[:-1] and tensor.ndim > 1:
-            fits = _slim(places).nanmean(-1, keepdim=True).expand(shape)
-        if fits is None:
-            continue
-        if not _is_nowhere(places):
-            return fits
-        nowhere = fits
-    return None if unknown else nowhere
+# Rules by the names of functions, which methods of tensors share.
+_RULES: Mapping[str, Callable[[_Call], Sequence[Places]]] = {
+    **dict.fromkeys(
+        ("view", "reshape", "view_as", "reshape_as", "flatten", "unflatten"), _reshape
+    ),
+    **dict.fromkeys(("squeeze", "unsqueeze", "ravel"), _reshape),
+    # Properties such as mT are read by __get__.
+    **dict.fromkeys(("__get__", "__getitem__", "narrow", "select", "unbind"), _move),
+    **dict.fromkeys(("permute", "transpose", "swapaxes", "swapdims", "t"), _move),
+    **dict.fromkeys(("movedim", "moveaxis", "adjoint", "rot90"), _move),
+    **dict.fromkeys(("chunk", "split", "split_with_sizes", "tensor_split"), _move),
+    **dict.fromkeys(("gather", "index_select", "take_along_dim"), _move),
+    **dict.fromkeys(("repeat", "tile", "repeat_interleave"), _move),
+    **dict.fromkeys(("pixel_shuffle", "pixel_unshuffle"), _move),
+    **dict.fromkeys(("roll", "flip"), _turn),
+    **dict.fromkeys(("cat", "concat", "concatenate", "stack"), _join),
+    **dict.fromkeys(("mean", "sum", "amax", "amin", "max"), _reduce),
+    **dict.fromkeys(("matmul", "__matmul__", "bmm"), _multiply),
+    "scaled_dot_product_attention": _attend,
+    "multi_head_attention_forward": _attend,
+    "unfold": _cut_patches,
+    "pad": _pad,
+}
