@@ -202,7 +202,7 @@ class AttentionStream:
         }
         self._maps = FeatureMaps(special_tokens(self._names, tokens or GivenTokens()))
         self._explained: set[nn.Module] = set()
-        # The part of the model that was called, and the sizes of its inputs: one forward of each shows the order.
+        # Part of the model that was called, its mode and the sizes of its inputs: one forward of each is followed.
         self._call: tuple[Any, ...] = ()
         self._followed: set[tuple[Any, ...]] = set()
         self._places: PlaceTracker | None = None
@@ -236,7 +236,7 @@ class AttentionStream:
         self.verification.begin()
         self._maps.enter(inputs, whole_model=entry is self._model)
         shapes = [tuple(x.shape[1:]) for x in inputs if isinstance(x, Tensor)]
-        self._call = (entry, *shapes)
+        self._call = (entry, entry.training, *shapes)
         if self._call not in self._followed:
             self._places = PlaceTracker(inputs)
         return True
