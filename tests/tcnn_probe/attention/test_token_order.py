@@ -241,16 +241,21 @@ def test_shuffled_tokens_of_a_masked_autoencoder() -> None:
     assert dataset.attention_distance.sel(layer=decoding).notnull().all()
 
 
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
-@pytest.mark.parametrize("name", ["Detr", "TableTransformer"])
-def test_object_queries_as_many_as_cells(name: str, attention: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "attention"),
+    [
+        ("Detr", {}),
+        ("Detr", {"attn_implementation": "eager"}),
+        ("TableTransformer", {"attn_implementation": "eager"}),
+    ],
+    ids=["fused", "unfused", "heads merged"],
+)
+def test_object_queries_as_many_as_cells(name: str, attention: dict[str, str]) -> None:
     torch.manual_seed(0)
     transformers = pytest.importorskip("transformers")
-    if name == "TableTransformer" and attention == "sdpa":
-        pytest.skip("it has no fused attention")
     sizes = {"embedding_size": 8, "hidden_sizes": [8] * 4, "depths": [1] * 4}
     backbone = transformers.ResNetConfig(**sizes, out_features=["stage4"])
-    options = {**DETR, "backbone_config": backbone, "attn_implementation": attention}
+    options = {**DETR, "backbone_config": backbone, **attention}
     model = transformers_model(f"{name}Model", f"{name}Config", **options)
     found = layouts(model, torch.randn(1, 3, 128, 192))
     grid = Tokens(0, 4, 6)
@@ -379,6 +384,7 @@ def test_a_forward_leaves_the_traces_that_it_leaves_alone() -> None:
             with tcnn_probe.record(model, when="always") as recorder:
                 results.append(model(images))
                 results[-1].square().mean().backward()
+                recorder.mark(epoch=0)
             assert len(recorder.layers) == 2
             assert set(recorder.missing["attention_distance"].values()) == {
                 NOT_IN_ORDER
@@ -417,7 +423,7 @@ def test_pixels_are_followed_once_for_each_size(
     monkeypatch.setattr(stream_module, "PlaceTracker", Counted)
     model = Ordered(RASTER).eval()
     monkeypatch.setattr(model, "arrange", lambda x: x.flatten(2).mT)
-    with tcnn_probe.record(model), torch.no_grad():
+    with tcnn_probe.attention_stream(model, lambda _: None), torch.no_grad():
         for height in (20, 20, 24, 20, 24):
             model(torch.randn(2, 3, height, 28))
     assert [shape[2] for shape in followed] == [20, 24]
@@ -426,13 +432,20 @@ def test_pixels_are_followed_once_for_each_size(
 def test_a_forward_that_fails_is_followed_again() -> None:
     model = Ordered(ORDERS["shuffled"]).eval()
     found: list[Layout] = []
-    with tcnn_probe.attention_stream(model, lambda a: found.append(a.layout)):
-        with pytest.raises(RuntimeError):
-            model.blocks.insert(0, nn.Linear(5, 5)) and model(torch.randn(IMAGES))
-        del model.blocks[0]
-        with torch.no_grad():
+
+    def fail(*args: Any) -> None:
+        raise ArithmeticError("before the second layer")
+
+    handle = model.blocks[1].register_forward_pre_hook(fail)
+    with (
+        tcnn_probe.attention_stream(model, lambda a: found.append(a.layout)),
+        torch.no_grad(),
+    ):
+        with pytest.raises(ArithmeticError):
             model(torch.randn(IMAGES))
-    assert found == [Layout(None, None, NOT_IN_ORDER)] * 2
+        handle.remove()
+        model(torch.randn(IMAGES))
+    assert found == [Layout(None, None, NOT_IN_ORDER)] * 3
 
 
 def test_maps_of_shuffled_tokens_are_refused_with_the_reason() -> None:
