@@ -11,6 +11,7 @@ objection to what is unknown.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -98,14 +99,16 @@ class PlaceTracker(TorchFunctionMode):
         kwargs = kwargs or {}
         if torch.compiler.is_compiling():
             return func(*args, **kwargs)
-        with unseen():
+        self.queries = self.keys = None
+        # Whatever a function does with its arguments, places must not end the user's forward.
+        with unseen(), suppress(Exception):
             inputs = _tensors((*args, *kwargs.values()))
             self.queries, self.keys = self._sides(func, inputs)
         output = func(*args, **kwargs)
-        outputs = list(output) if isinstance(output, (tuple, list)) else [output]
-        with unseen():
+        with unseen(), suppress(Exception):
             if not is_transformed(inputs):
                 places = [self._of(tensor) for tensor in inputs]
+                outputs = _tensors((output,))
                 self._follow(_Call(func, args, kwargs, inputs, places, outputs))
         return output
 
@@ -139,19 +142,16 @@ class PlaceTracker(TorchFunctionMode):
             if call.places[0] is None or _is_nowhere(call.places[0]):
                 self._places.pop(call.inputs[0], None)
             return
-        try:
-            places = _places_after(name, call)
-        except Exception:
-            # Whatever a function does with its arguments, places must not end the user's forward.
-            places = []
-        places = [*places, *[None] * len(call.outputs)]
-        for output, place in zip(call.outputs, places, strict=False):
-            if not isinstance(output, Tensor):
-                continue
-            self._places.pop(output, None)
-            if place is not None and place.shape == output.shape:
-                self._places[output] = place
+        for output in call.outputs:
             self._follow_keys(name, call, output)
+            self._places.pop(output, None)
+        if not call.outputs:
+            return
+        for output, places in zip(
+            call.outputs, _places_after(name, call), strict=False
+        ):
+            if places is not None and places.shape == output.shape:
+                self._places[output] = places
 
     def _follow_keys(self, name: str, call: "_Call", output: Tensor) -> None:
         """Remember the keys of a product, also after scaling, masking and reshaping."""
@@ -179,7 +179,7 @@ class _Call:
         args, kwargs: Its arguments.
         inputs: Tensors among them.
         places: Places of these.
-        outputs: What it returned.
+        outputs: Tensors that it returned.
     """
 
     func: Callable[..., Any]
@@ -187,12 +187,12 @@ class _Call:
     kwargs: Mapping[str, Any]
     inputs: Sequence[Tensor]
     places: Sequence[Places]
-    outputs: Sequence[Any]
+    outputs: Sequence[Tensor]
 
     @property
     def shape(self) -> torch.Size:
         """Shape of the first output."""
-        return torch.Size(self.outputs[0].shape)
+        return self.outputs[0].shape
 
     def argument(self, index: int, name: str, default: Any = None) -> Any:
         """Return an argument, by position or by name."""
@@ -203,11 +203,9 @@ class _Call:
 
 def _places_after(name: str, call: _Call) -> Sequence[Places]:
     """Return the places of a function's outputs, as far as they are known."""
-    if not isinstance(call.outputs[0], Tensor):
-        return []
     of_parameters = all(x is not None and _is_nowhere(x) for x in call.places)
     if of_parameters and (call.inputs or name in _COUNTERS):
-        return [_nowhere(x.shape) for x in call.outputs if isinstance(x, Tensor)]
+        return [_nowhere(x.shape) for x in call.outputs]
     is_resampled = call.outputs[0].ndim == 4 and any(word in name for word in _KERNELS)
     rule = _resample if is_resampled else _RULES.get(name, _beside)
     if rule not in (_join, _beside) and call.places[0] is None:
@@ -216,12 +214,13 @@ def _places_after(name: str, call: _Call) -> Sequence[Places]:
 
 
 def _reshape(call: _Call) -> Sequence[Places]:
-    places, shape = call.places[0], call.shape
+    places, shape = call.places[0], list(call.shape)
     assert places is not None
-    if shape and places.shape[-1] == shape[-1] and places.stride(-1) == 0:
-        # Without channels, which would be copied.
-        return [places[..., :1].reshape(*shape[:-1], 1).expand(shape)]
-    return [places.reshape(shape)]
+    # Without images and channels of equal places, which would be copied.
+    for axis in (0, -1):
+        if places.stride(axis) == 0 and places.shape[axis] == shape[axis]:
+            places, shape[axis] = places.narrow(axis, 0, 1), 1
+    return [places.reshape(shape).expand(call.shape)]
 
 
 def _move(call: _Call) -> Sequence[Places]:
@@ -265,9 +264,14 @@ def _join(call: _Call) -> Sequence[Places]:
 
 
 def _reduce(call: _Call) -> Sequence[Places]:
-    assert call.places[0] is not None
-    axes = call.argument(1, "dim")
-    return [call.places[0].nanmean(axes).reshape(call.shape)]
+    places, reduced = call.places[0], call.argument(1, "dim")
+    assert places is not None
+    axes = (reduced,) if isinstance(reduced, int) else reduced
+    mean = _slim(places).nanmean(axes, keepdim=True)
+    shape = list(places.shape)
+    for axis in axes:
+        shape[axis] = 1
+    return [mean.expand(shape).reshape(call.shape)]
 
 
 def _multiply(call: _Call) -> Sequence[Places]:
@@ -325,7 +329,7 @@ def _of_tokens(places: Places) -> Places:
     """Return the places of the tokens of the first image and head, shape (N,), of (..., N, d)."""
     while places is not None and places.ndim > 2:
         places = places[0]
-    return None if places is None else places.nanmean(-1)
+    return None if places is None else _slim(places).nanmean(-1).expand(len(places))
 
 
 def _nowhere(shape: torch.Size) -> Tensor:
