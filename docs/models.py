@@ -1,10 +1,9 @@
-"""What is recorded of vision models, and whether an experiment agrees: writes the table in ``models.md`` beside it.
+"""What is recorded of vision models: writes the table in ``models.md`` beside it.
 
     python docs/models.py                          # all models, about ten minutes on one core
     python docs/models.py --models vit_tiny swin   # those whose names contain a word; --out says where to
 
-Weights are random and nothing is downloaded. A forward shows which layers attend, and on which grids their tokens are
-taken to lie. Then a disturbance of the image that fades in from one side to the other shows where they do lie.
+Weights are random and nothing is downloaded. A forward shows which layers attend, and on which grids their tokens lie.
 """
 
 import argparse
@@ -22,13 +21,8 @@ from tqdm import tqdm
 
 import tcnn_probe
 from tcnn_probe.attention.attention import Attention
-from tcnn_probe.attention.layout import Tokens
+from tcnn_probe.attention.layout import Layout, Tokens
 from tcnn_probe.attention.stream import AttentionStream
-from tcnn_probe.attention.token_order import (
-    Claim,
-    measure_token_places,
-    raster_objections,
-)
 
 HEADER = """# Vision models
 
@@ -36,13 +30,10 @@ Written by `python docs/models.py` with {versions}, from random weights.
 
 - *layers*: attention layers of which numbers are recorded.
 - *grids*: rows x columns of keys, "+ n" with n class, register or other tokens beside them.
-- *order*: how many of the layers with a grid the experiment followed without an objection. A small disturbance that
-  fades in over the image shows the place of each token, and the tokens have to lie on the grid row by row. It cannot
-  tell places apart where each token sees the whole image.
-- *notes*: what the experiment objects to, layers without a grid, and layers that are not recorded, with the reasons.
+- *notes*: layers without a grid of queries or keys, and layers that are not recorded, with the reasons.
 
-| library | model | image | layers | grids | order | notes |
-|---|---|---|---|---|---|---|"""
+| library | model | image | layers | grids | notes |
+|---|---|---|---|---|---|"""
 
 
 class Model(NamedTuple):
@@ -230,12 +221,11 @@ class Row(NamedTuple):
     image: str
     layers: str
     grids: str
-    order: str
     notes: str
 
 
 def describe(model: Model) -> Row:
-    """Record a forward of a model, and compare its grids with the experiment."""
+    """Watch a forward of a model."""
     torch.manual_seed(0)
     options = dict(model.options)
     if model.name == "DetrModel":  # its backbone is a model too
@@ -252,30 +242,10 @@ def describe(model: Model) -> Row:
         model._replace(options=options).build(),
         torch.randn(3, model.height, model.width),
     )
-    stream, claims = claimed_grids(module, image)
-    on_grids = {name: claim for name, claim in claims.items() if claim.layout.keys}
-    measured = measure_token_places(module, image).keys() & on_grids.keys()
-    objections = raster_objections(module, image, on_grids)
-    confirmed = (
-        f"{len(measured - objections.keys())} of {len(on_grids)}" if on_grids else ""
-    )
-    grids = [
-        f"{_grid(claim.layout.keys)}"
-        for claim in on_grids.values()
-        if claim.layout.keys
-    ]
+    stream, layouts = layouts_of(module, image)
+    grids = [_grid(layout.keys) for layout in layouts.values() if layout.keys]
     notes = [
-        *(
-            reason
-            for both in objections.values()
-            for reason in dict.fromkeys(filter(None, both))
-        ),
-        *(
-            claim.layout.reason
-            for name, claim in claims.items()
-            if name not in on_grids
-        ),
-        *("not followed by the experiment" for _ in on_grids.keys() - measured),
+        *(layout.reason for layout in layouts.values() if layout.reason),
         *(f"not recorded: {reason}" for reason in stream.unsupported.values()),
     ]
     size = f"{model.height} x {model.width}"
@@ -283,30 +253,24 @@ def describe(model: Model) -> Row:
         model.library,
         model.name,
         size,
-        str(len(claims)),
+        str(len(layouts)),
         counted(grids),
-        confirmed,
         counted(notes, "; "),
     )
 
 
-def claimed_grids(
+def layouts_of(
     module: nn.Module, image: Tensor
-) -> tuple[AttentionStream, Mapping[str, Claim]]:
-    """Return the grids on which the tokens of each layer are taken to lie."""
-    claims: dict[str, Claim] = {}
+) -> tuple[AttentionStream, Mapping[str, Layout]]:
+    """Return the grids on which the tokens of each layer lie."""
+    layouts: dict[str, Layout] = {}
 
     def look(attention: Attention) -> None:
-        queries, keys = (
-            (stream.around(count) or (0, 0))[1] for count in attention.shape[2:]
-        )
-        claims.setdefault(
-            attention.name, Claim(attention.layout, attention.cut, (queries, keys))
-        )
+        layouts.setdefault(attention.name, attention.layout)
 
     with tcnn_probe.attention_stream(module, look) as stream, torch.no_grad():
         module(image[None])
-    return stream, {name: claims[name] for name in stream.layers}
+    return stream, {name: layouts[name] for name in stream.layers}
 
 
 def _grid(tokens: Tokens) -> str:

@@ -3,15 +3,16 @@
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from tcnn_model.gpsa.precision import without_autocast
 from tcnn_probe.architectures.lookup import known, looks_like_attention
-from tcnn_probe.attention.attention import Attention
+from tcnn_probe.attention.attention import Attention, SoftmaxAttention
 from tcnn_probe.attention.gated import GATED_LAYERS, gated_attention_of, seams_of
 from tcnn_probe.attention.head_edit import (
     AttendingCall,
@@ -19,13 +20,14 @@ from tcnn_probe.attention.head_edit import (
     edit_call,
     edit_gated_output,
 )
-from tcnn_probe.attention.layout import GivenTokens, special_tokens
+from tcnn_probe.attention.layout import GivenTokens, Layout, Tokens, special_tokens
 from tcnn_probe.attention.reconstruction import (
     NoTokenAttentionError,
     Verification,
     softmax_attention_of,
 )
 from tcnn_probe.attention.token_grid import FeatureMaps
+from tcnn_probe.attention.token_order import PlaceTracker, objection_to_order
 from tcnn_probe.hooks.forwards import Forward, Forwards
 from tcnn_probe.hooks.interception import (
     Answer,
@@ -200,6 +202,11 @@ class AttentionStream:
         }
         self._maps = FeatureMaps(special_tokens(self._names, tokens or GivenTokens()))
         self._explained: set[nn.Module] = set()
+        # Part of the model that was called, its mode and the sizes of its inputs: one forward of each is followed.
+        self._call: tuple[Any, ...] = ()
+        self._followed: set[tuple[Any, ...]] = set()
+        self._places: PlaceTracker | None = None
+        self._objections: dict[tuple[Any, str], tuple[str, str]] = {}
         self._reset()
         # A stream that may edit follows forwards above those who only look: these see attention as it is before.
         self._forwards = Forwards(model, self, first=not listener.may_edit)
@@ -228,7 +235,15 @@ class AttentionStream:
         self._reset()
         self.verification.begin()
         self._maps.enter(inputs, whole_model=entry is self._model)
+        shapes = [tuple(x.shape[1:]) for x in inputs if isinstance(x, Tensor)]
+        self._call = (entry, entry.training, *shapes)
+        if self._call not in self._followed:
+            self._places = PlaceTracker(inputs)
         return True
+
+    def modes(self) -> Sequence[TorchFunctionMode]:
+        """Follow pixels in the first forward of each size of images."""
+        return [] if self._places is None else [self._places]
 
     def asked(self, forward: Forward, request: Seen) -> Answer | None:
         """Rebuild a softmax attention, or see whether a softmax weighs values."""
@@ -272,6 +287,7 @@ class AttentionStream:
     def ends(self, output: Any) -> None:
         """Settle what is known now, and tell the listener."""
         shown, ran = self._shown, self._ran
+        self._followed.add(self._call)
         self._reset()
         self.verification.settle()
         confirmed = {}
@@ -303,6 +319,7 @@ class AttentionStream:
         self._ran: set[nn.Module] = set()
         self._tracker = ValueProductTracker()
         self._formed: dict[nn.Module, dict[str, list[Any]]] = {}
+        self._places = None
 
     def _wants(self, name: str) -> bool:
         return self._wanted is None or name in self._wanted
@@ -320,8 +337,8 @@ class AttentionStream:
         layer = f"{name}#{number}" if number else name
         with named_in_errors(layer):
             try:
-                attention = softmax_attention_of(
-                    request, layer, number, running, self._maps
+                attention = self._ordered(
+                    softmax_attention_of(request, layer, number, running, self._maps)
                 )
             except NoTokenAttentionError as reason:
                 # What is known of the class holds for all that it asks for.
@@ -354,6 +371,31 @@ class AttentionStream:
                 )
 
         return answer
+
+    def _ordered(self, attention: SoftmaxAttention) -> SoftmaxAttention:
+        """Return an attention without the grids on which its tokens were not when they were followed."""
+        call, layout = (self._call, attention.name), attention.layout
+        # Windows are cut by classes that are known, and rolled before.
+        if self._places is not None and attention.windows == 1:
+            queries, keys = self._places.queries, self._places.keys
+            if keys is None and layout.queries == layout.keys:
+                keys = queries  # talking heads (CaiT) mix the logits, whose keys are lost then
+            self._objections[call] = (
+                self._objection(queries, layout.queries),
+                self._objection(keys, layout.keys),
+            )
+        to_queries, to_keys = self._objections.get(call, ("", ""))
+        if not to_queries and not to_keys:
+            return attention
+        keys_on_grid = None if to_keys else layout.keys
+        changed = Layout(None, keys_on_grid, to_queries or to_keys, layout.asking)
+        return replace(attention, layout=changed)
+
+    def _objection(self, places: Tensor | None, tokens: Tokens | None) -> str:
+        if tokens is None:
+            return ""
+        _, behind = self.around(tokens.count) or (0, 0)
+        return objection_to_order(places, tokens, behind)
 
     def _show_gated(
         self, forward: Forward, layer: nn.Module, inputs: Sequence[Any], output: Any

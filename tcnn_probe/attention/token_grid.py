@@ -77,6 +77,8 @@ class FeatureMaps:
 
     def joins(self, lengths: tuple[int, ...]) -> None:
         """Take note of the numbers of tokens in each part of tokens that are put behind each other."""
+        # A masked autoencoder that masks nothing puts no mask tokens behind its tokens.
+        lengths = tuple(length for length in lengths if length)
         if len(lengths) > 1:
             self._joins[sum(lengths)] = lengths
 

@@ -1,18 +1,17 @@
-"""Measures where the tokens of each attention lie in the image, by an experiment on the model.
+"""Follows the pixels of images through a forward, to see in which order the tokens of each attention lie.
 
 Numbers of tokens do not show their order: a masked autoencoder shuffles its tokens, Hiera orders them by mask unit, and
-DETR can have as many object queries as there are cells. So the model is given an image as it is, twice; with a small
-disturbance D; with D faded in from the top of the image to the bottom; and from left to right. While these run,
-attention is cut: each token keeps the value of its own place. Then a token changes by what happens at its own place
-alone, and the change that a faded disturbance causes, as a share of that of the whole one, is the token's row or column
-in units of the image. A token that does not change is no part of the image; one that differs between the first two
-forwards has no place that could be said.
+DETR can have as many object queries as there are cells. So tensors of a forward get places, of the same shape: the
+number of the pixel, row by row, that each element is made of, or the mean of several; NaN if it is made of parameters
+alone. Functions that move elements move their places, convolutions take means, and a token keeps its place in attention
+and beside a residual. Places are computed beside the forward, from shapes and indices: the model runs once, as ever.
+
+A tensor without places is unknown: it comes from elsewhere, or from a function that is not followed here. There is no
+objection to what is unknown.
 """
 
-import threading
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,244 +21,73 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from tcnn_model.gpsa.precision import at_least_float32
-from tcnn_probe.architectures.grids import Windows
-from tcnn_probe.architectures.lookup import as_rows, from_rows
-from tcnn_probe.attention.layout import Layout, Tokens
-from tcnn_probe.attention.reconstruction import values_of
-from tcnn_probe.hooks.interception import SeenAttention, describe
-from tcnn_probe.models import layer_names, untouched
+from tcnn_probe.attention.layout import Tokens
+from tcnn_probe.hooks.modes import is_transformed, unseen
 
-__all__ = [
-    "Claim",
-    "TokenPlaces",
-    "measure_token_places",
-    "objection_to_order",
-    "raster_objections",
-]
+__all__ = ["PlaceTracker", "objection_to_order"]
 
-# Small enough that a network is linear in it, large enough for the digits of its dtype.
-_DISTURBANCE = {torch.float64: 1e-3, torch.float32: 1e-2}
-_DISTURBANCE_OF_HALF = 1.0
+Places = Tensor | None
 
-# A token of the image changes by about the disturbance, another one by rounding.
-_LEAST_CHANGE = 1e-3
+# Neighbours are at least a pixel apart, and means of places are exact to far less than half of one.
+_LEAST_STEP = -0.5
 
-# Halos around the image have no part in it, and units of an untrained network are dead in places.
-_LEAST_ON_IMAGE = 0.25
-
-# Untrained models measured so: 0.95 and more in nearly all, 0.90 where wide convolutions see much of the image; tokens
-# in mask units 0.55, two tokens in seven exchanged twice 0.64.
-_LEAST_CORRELATION = 0.8
-
-# Where a token is the same one, the same image gives the same within rounding; another token differs altogether.
-_MOST_RANDOM = 0.1
-
-# Measured: less than 0.05 where each token sees the whole image, 0.5 and more where places can be told apart.
-_LEAST_SPREAD = 0.2
-
-# An untrained network of eight channels agreed with its raster order by 0.72 with one, and by 0.96 with eight.
-_DISTURBANCES_IN_DOUBT = 8
-
-_PRODUCTS = frozenset(
-    {
-        torch.matmul,
-        Tensor.matmul,
-        Tensor.__matmul__,
-        torch.bmm,
-        Tensor.bmm,
-        torch.einsum,
-    }
+_ATTENTION = ("scaled_dot_product_attention", "multi_head_attention_forward")
+_PRODUCTS = ("matmul", "__matmul__", "bmm", "einsum")
+# Functions that count, such as positions, have no tensor to begin with.
+_COUNTERS = ("arange", "linspace")
+# Parts of the names of functions of feature maps, (B, C, H, W).
+_KERNELS = ("conv", "pool", "interpolate")
+_SCATTERS = (
+    "__setitem__",
+    *("scatter", "scatter_", "scatter_add", "scatter_add_", "masked_scatter_"),
+    *("index_copy", "index_copy_", "index_put", "index_put_", "index_add_"),
 )
 
 
-@dataclass(frozen=True)
-class TokenPlaces:
-    """Places of tokens as measured, in units of the image: (0, 0) is its upper left corner and (1, 1) its lower right.
+def objection_to_order(places: Places, tokens: Tokens, behind: int) -> str:
+    """Say why tokens do not lie on a grid row by row; "" if they do, or if it is unknown.
 
     Args:
-        queries: Row and column of each query, shape (windows, N_query, 2); NaN for tokens that are no part of it, and
-            infinite for those that differ where the image is the same.
-        keys: The same of keys, shape (windows, N_key, 2).
-    """
-
-    queries: Tensor
-    keys: Tensor
-
-
-@dataclass(frozen=True)
-class Claim:
-    """The grids on which the queries and keys of a layer are taken to lie.
-
-    Args:
-        layout: The grids.
-        windows: Cut of the image into windows, if it is known.
-        behind: Numbers of queries and of keys after the grid, which ``layout`` counts as before it.
-    """
-
-    layout: Layout
-    windows: Windows | None = None
-    behind: tuple[int, int] = (0, 0)
-
-
-def raster_objections(
-    model: nn.Module,
-    image: Tensor,
-    claims: Mapping[str, Claim],
-    forward: Callable[[Tensor], object] | None = None,
-) -> dict[str, tuple[str, str]]:
-    """Compare the grids that are claimed for layers with the places that their tokens have.
-
-    It takes a forward of five images, and another one of 26 only if the first one leaves a doubt.
-
-    Args:
-        model: Any module that takes images.
-        image: An image that the model takes, shape (C, H, W), with its dtype and on its device.
-        claims: Grids by the name of the layer.
-        forward: Function that calls the model with images, where it needs more than these.
-
-    Returns:
-        Objections to the grids of queries and of keys, by the name of the layer; "" where there is none. Only layers
-        against which there are objections are listed.
-    """
-    objections: dict[str, tuple[str, str]] = {}
-    for disturbances in (1, _DISTURBANCES_IN_DOUBT):
-        places = measure_token_places(model, image, forward, disturbances=disturbances)
-        objections = {
-            name: pair
-            for name in places.keys() & claims.keys()
-            if any(pair := _objections(places[name], claims[name]))
-        }
-        if not objections:
-            break
-    return {name: objections[name] for name in claims if name in objections}
-
-
-def _objections(places: TokenPlaces, claim: Claim) -> tuple[str, str]:
-    queries, keys = claim.layout.queries, claim.layout.keys
-    of_queries = (
-        objection_to_order(places.queries, queries, claim.windows, claim.behind[0])
-        if queries
-        else ""
-    )
-    of_keys = (
-        objection_to_order(places.keys, keys, claim.windows, claim.behind[1])
-        if keys
-        else ""
-    )
-    return of_queries, of_keys
-
-
-def measure_token_places(
-    model: nn.Module,
-    image: Tensor,
-    forward: Callable[[Tensor], object] | None = None,
-    *,
-    disturbances: int = 1,
-) -> dict[str, TokenPlaces]:
-    """Measure where the tokens of each attention lie, by a forward of versions of an image.
-
-    The model is left as it was: hooks of others do not run, nor do recorders see the forward.
-
-    Args:
-        model: Any module that takes images.
-        image: An image that the model takes, shape (C, H, W), with its dtype and on its device.
-        forward: Function that calls the model with images, where it needs more than these.
-        disturbances: Number of disturbances, each of which takes three images beside two undisturbed ones. A narrow
-            network with wide convolutions needs several, as each one meets its filters by chance.
-
-    Returns:
-        Places by the name of the layer; a second attention in one call of a module is called ``name#1``. A layer is
-        left out where its queries and keys could not be followed.
-    """
-    versions = _disturbed(image, disturbances)
-    cut = _CutAttention(layer_names(model), len(versions))
-    with (
-        untouched(model),
-        _no_trace(model),
-        torch.no_grad(),
-        _following(model, cut),
-        cut,
-    ):
-        (forward or model)(versions)
-    return cut.places
-
-
-def objection_to_order(
-    places: Tensor, tokens: Tokens, windows: Windows | None = None, behind: int = 0
-) -> str:
-    """Say why tokens do not lie on a grid row by row as they are taken to; "" if they do.
-
-    Args:
-        places: Places as measured, shape (windows, N, 2).
+        places: Places of the tokens, shape (N,), in the model's order; None if these are unknown.
         tokens: The grid on which they are taken to lie.
-        windows: Cut of the image into windows, if it is known.
         behind: Number of tokens after the grid, which ``tokens`` counts as before it.
     """
-    places = places[:, tokens.prefix - behind : tokens.count - behind]
-    grid = (tokens.height, tokens.width) if windows is None else windows.grid
-    expected = _expected(grid, windows)
-    is_cell = expected.isfinite().all(-1).expand(places.shape[:2])
-    if bool((places.isinf().any(-1) & is_cell).any()):
-        return (
-            "the tokens are others where the image is the same: their order is random"
-        )
-    on_image = places.isfinite().all(-1) & is_cell
-    if float(on_image.sum()) < _LEAST_ON_IMAGE * float(is_cell.sum()):
-        return "the tokens do not depend on the image"
-    for axis, (lines, length) in enumerate((("rows", grid[0]), ("columns", grid[1]))):
-        measured, claimed = _comparable(
-            places[..., axis], expected[..., axis] / length, on_image
-        )
-        # Tokens of a deep pyramid can each see the whole image, which says nothing of their order.
-        if float(measured.std()) < _LEAST_SPREAD * float(claimed.std()) or bool(
-            (claimed == claimed[0]).all()
-        ):
-            continue
-        agreement = float(torch.corrcoef(torch.stack([measured, claimed]))[0, 1])
-        if agreement < _LEAST_CORRELATION:
-            return f"the tokens are not in raster order: their {lines} agree with it by {agreement:.2f} only"
+    if places is None or len(places) != tokens.count:
+        return ""
+    grid = places[tokens.prefix - behind : tokens.count - behind]
+    on_image = grid[~grid.isnan()]  # without padding
+    if len(on_image) == 0:
+        return "the tokens are made of parameters, not of the image"
+    if bool((on_image.diff() < _LEAST_STEP).any()):
+        return "the tokens are not in the order of the image's rows"
     return ""
 
 
-def _disturbed(image: Tensor, disturbances: int) -> Tensor:
-    """Return an image as it is, twice, and three versions for each disturbance: whole, faded by row and by column."""
-    # A generator of its own: the user's random numbers stay what they were. Noise, because a constant image can be a
-    # point at which a network is not differentiable, and filters of edges do not see a constant disturbance.
-    generator = torch.Generator().manual_seed(0)
-    noise = torch.randn((disturbances + 1, *image.shape), generator=generator).to(image)
-    size = _DISTURBANCE.get(image.dtype, _DISTURBANCE_OF_HALF)
-    base = image.detach() + noise[0]
-    rows, columns = (
-        torch.linspace(0, 1, length).to(image) for length in image.shape[-2:]
-    )
-    fades = (torch.ones_like(image), rows[:, None], columns)
-    return torch.stack(
-        [
-            base,
-            base,
-            *(
-                base + size * fade * disturbance
-                for fade in fades
-                for disturbance in noise[1:]
-            ),
-        ]
-    )
+class PlaceTracker(TorchFunctionMode):
+    """Mode that follows the pixels of images, while entered.
 
+    Attributes:
+        queries, keys: Places of the queries and keys of the attention that torch is being asked for, shapes (N_query,)
+            and (N_key,), of the first image and head; None if these are unknown.
 
-class _CutAttention(TorchFunctionMode):
-    """Function mode in which each token keeps its own value, and that measures the places of queries and keys."""
+    Args:
+        inputs: Inputs of the model, of which those of shape (B, C, H, W) are images.
+    """
 
-    def __init__(self, names: Mapping[nn.Module, str], versions: int) -> None:
+    def __init__(self, inputs: Iterable[Any]) -> None:
         super().__init__()
-        self._versions = versions
-        self.places: dict[str, TokenPlaces] = {}
-        self.running: list[nn.Module] = []
-        self.asked: Counter[nn.Module] = Counter()
-        self._names = names
-        self._operands: Any = (
-            WeakTensorKeyDictionary()
-        )  # logits: the queries and keys that they are products of
+        self.queries: Places = None
+        self.keys: Places = None
+        # Keys are weak: no tensor lives longer than the model keeps it.
+        self._places: Any = WeakTensorKeyDictionary()
+        # Of products of queries and keys, which have the places of the queries: places of the keys, shape (N_key,).
+        self._keys: Any = WeakTensorKeyDictionary()
+        for image in inputs:
+            if isinstance(image, Tensor) and image.ndim == 4:
+                pixels = torch.arange(
+                    image[0, 0].numel(), dtype=torch.float64, device="cpu"
+                )
+                self._places[image] = pixels.view(image.shape[2:]).expand(image.shape)
 
     def __torch_function__(
         self,
@@ -269,203 +97,306 @@ class _CutAttention(TorchFunctionMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
+        if torch.compiler.is_compiling():
+            return func(*args, **kwargs)
+        self.queries = self.keys = None
+        # Whatever a function does with its arguments, places must not end the user's forward.
+        with unseen(), suppress(Exception):
+            inputs = _tensors((*args, *kwargs.values()))
+            self.queries, self.keys = self._sides(func, inputs)
         output = func(*args, **kwargs)
-        visible = describe(func, output, args, kwargs)
-        if isinstance(visible, SeenAttention) and self.running:
-            return self._cut(visible, output)
-        if isinstance(output, Tensor):
-            arguments = [
-                x
-                for arg in args
-                for x in (arg if isinstance(arg, (tuple, list)) else (arg,))
-            ]
-            self._follow(func, output, [x for x in arguments if isinstance(x, Tensor)])
+        with unseen(), suppress(Exception):
+            if not is_transformed(inputs):
+                places = [self._of(tensor) for tensor in inputs]
+                outputs = _tensors((output,))
+                self._follow(_Call(func, args, kwargs, inputs, places, outputs))
         return output
 
-    def _follow(
-        self, func: Callable[..., Any], output: Tensor, inputs: Sequence[Tensor]
-    ) -> None:
-        """Remember of which queries and keys logits are made, also after scaling, masking and reshaping."""
-        if func in _PRODUCTS and len(inputs) == 2:
-            self._operands[output] = (inputs[0], inputs[1])
-            return
-        sources = [
-            x for x in inputs if x in self._operands and x.numel() == output.numel()
-        ]
-        if sources:
-            self._operands[output] = self._operands[sources[0]]
-
-    def _cut(self, visible: SeenAttention, output: Any) -> Any:
-        module = next(
-            m
-            for m in reversed(self.running)
-            if not isinstance(m, (nn.Softmax, nn.Dropout))
-        )
-        number = self.asked[module]
-        self.asked[module] += 1
-        query, key = (
-            (visible.query, visible.key)
-            if visible.logits is None
-            else self._operands_of(visible.logits)
-        )
-        places = None
-        if query is not None and key is not None:
-            of_queries, of_keys = (
-                _places(x, self._versions, module, visible.heads) for x in (query, key)
-            )
-            if of_queries is not None and of_keys is not None:
-                places = TokenPlaces(of_queries, of_keys)
-                name = self._names.get(module, "")
-                self.places.setdefault(f"{name}#{number}" if number else name, places)
-        return _kept(visible, output, module, places)
-
-    def _operands_of(self, logits: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        """Return queries and keys as (..., N, d), with the leading axes of the logits."""
-        if logits not in self._operands:
+    def _sides(
+        self, func: Callable[..., Any], inputs: Sequence[Tensor]
+    ) -> tuple[Places, Places]:
+        """Return the places of queries and keys, if this is a function of attention."""
+        name = _name(func)
+        if name == "softmax":
+            return _of_tokens(self._of(inputs[0])), self._keys.get(inputs[0])
+        if name not in _ATTENTION:
             return None, None
-        first, second = self._operands[logits]
-        *leading, queries, keys = logits.shape
-        query = _tokens(first, leading, queries, transposed=False)
-        return query, _tokens(second, leading, keys, transposed=True)
+        queries, keys = (self._of(tokens) for tokens in inputs[:2])
+        if name == "multi_head_attention_forward":  # tokens first, (N, B, d) or (N, d)
+            queries, keys = (
+                None if x is None else x.movedim(0, -2) for x in (queries, keys)
+            )
+        return _of_tokens(queries), _of_tokens(keys)
+
+    def _of(self, tensor: Tensor) -> Places:
+        if isinstance(tensor, nn.Parameter):
+            return _nowhere(tensor.shape)
+        return self._places.get(tensor)
+
+    def _follow(self, call: "_Call") -> None:
+        """Give the outputs of a function their places."""
+        name = _name(call.func)
+        if name in _SCATTERS:
+            # Overwriting parts of a map, as MViT does to add positional biases, moves none of its tokens; a canvas is
+            # filled with tokens in whatever order.
+            if call.places[0] is None or _is_nowhere(call.places[0]):
+                self._places.pop(call.inputs[0], None)
+            return
+        for output in call.outputs:
+            self._follow_keys(name, call, output)
+            self._places.pop(output, None)
+        if not call.outputs:
+            return
+        for output, places in zip(
+            call.outputs, _places_after(name, call), strict=False
+        ):
+            if places is not None and places.shape == output.shape:
+                self._places[output] = places
+
+    def _follow_keys(self, name: str, call: "_Call", output: Tensor) -> None:
+        """Remember the keys of a product, also after scaling, masking and reshaping."""
+        if name in _PRODUCTS and len(call.inputs) == 2:
+            # The second operand is (..., d, N_key), or in an equation perhaps (..., N_key, d).
+            operand = call.places[1]
+            if operand is not None and name != "einsum":
+                operand = operand.mT
+            keys = _of_tokens(operand)
+            if keys is not None and len(keys) == output.shape[-1]:
+                self._keys[output] = keys
+            return
+        for source in call.inputs:
+            keys = self._keys.get(source)
+            if keys is not None and source.shape[-2:] == output.shape[-2:]:
+                self._keys[output] = keys
 
 
-def _tokens(
-    operand: Tensor, leading: Sequence[int], count: int, *, transposed: bool
-) -> Tensor | None:
-    """Return an operand of a product as (*leading, count, d); None if its shape does not say which axis is which."""
-    if operand.shape[-1] == count and (transposed or operand.shape[-2] != count):
-        operand = operand.mT
-    if operand.ndim < 2 or operand.shape[-2] != count:
-        return None
-    features = operand.shape[-1]
-    if operand.numel() == torch.Size(leading).numel() * count * features:
-        return operand.reshape(*leading, count, features)
-    return None
+@dataclass(frozen=True)
+class _Call:
+    """A call of a torch function.
 
-
-def _kept(
-    visible: SeenAttention, output: Any, module: nn.Module, places: TokenPlaces | None
-) -> Any:
-    """Return what attention gives if each query attends to the key at its own place."""
-    if visible.logits is not None:
-        shape = visible.logits.shape
-        rows = as_rows(output, module, visible.heads)
-        weights = _own_key(rows.shape[-2], rows.shape[-1], places).to(rows)
-        repeats = len(rows) // len(weights)
-        retained = weights.repeat(repeats, 1, 1)[:, None].expand_as(rows)
-        return from_rows(retained, shape[:-2], module, visible.heads)
-    assert visible.query is not None
-    leading = visible.query.shape[:-2] or (1,)
-    values = values_of(visible, module)
-    weights = _own_key(visible.query.shape[-2], values.shape[-2], places).to(values)
-    retained = weights.repeat(len(values) // len(weights), 1, 1)[:, None] @ values
-    if visible.finish is not None:
-        return (visible.finish(retained), *output[1:])
-    return from_rows(retained, leading, module, visible.heads).view_as(output)
-
-
-def _own_key(queries: int, keys: int, places: TokenPlaces | None) -> Tensor:
-    """Return weights (windows or 1, N_query, N_key) that are one at the key nearest to the query.
-
-    Queries that are no part of the image get nothing: object queries that took the values of as many cells would look
-    like these cells in the next layer.
+    Args:
+        func: Function.
+        args, kwargs: Its arguments.
+        inputs: Tensors among them.
+        places: Places of these.
+        outputs: Tensors that it returned.
     """
-    if places is None or queries == keys:
-        alone = places is not None and not bool(places.queries.isfinite().any())
-        return torch.eye(queries, keys)[None] * (queries == keys and not alone)
-    distances = torch.cdist(places.queries, places.keys).nan_to_num(torch.inf)
-    nearest = F.one_hot(distances.argmin(-1), keys)
-    return nearest * distances.isfinite().any(-1, keepdim=True)
+
+    func: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    inputs: Sequence[Tensor]
+    places: Sequence[Places]
+    outputs: Sequence[Tensor]
+
+    @property
+    def shape(self) -> torch.Size:
+        """Shape of the first output."""
+        return self.outputs[0].shape
+
+    def argument(self, index: int, name: str, default: Any = None) -> Any:
+        """Return an argument, by position or by name."""
+        if len(self.args) > index:
+            return self.args[index]
+        return self.kwargs.get(name, default)
 
 
-def _places(
-    tokens: Tensor, versions: int, module: nn.Module, heads: int | None
-) -> Tensor | None:
-    """Return the place of each of some tokens (..., N, d), shape (windows, N, 2); None if images are not apart."""
-    rows = as_rows(tokens, module, heads) if tokens.ndim > 2 else tokens[:, None]
-    if rows.shape[0] % versions:
+def _places_after(name: str, call: _Call) -> Sequence[Places]:
+    """Return the places of a function's outputs, as far as they are known."""
+    of_parameters = all(x is not None and _is_nowhere(x) for x in call.places)
+    if of_parameters and (call.inputs or name in _COUNTERS):
+        return [_nowhere(x.shape) for x in call.outputs]
+    is_resampled = call.outputs[0].ndim == 4 and any(word in name for word in _KERNELS)
+    rule = _resample if is_resampled else _RULES.get(name, _beside)
+    if rule not in (_join, _beside) and call.places[0] is None:
+        return []
+    return rule(call)
+
+
+def _reshape(call: _Call) -> Sequence[Places]:
+    places, shape = call.places[0], list(call.shape)
+    assert places is not None
+    # Without images and channels of equal places, which would be copied.
+    for axis in (0, -1):
+        if places.stride(axis) == 0 and places.shape[axis] == shape[axis]:
+            places, shape[axis] = places.narrow(axis, 0, 1), 1
+    return [places.reshape(shape).expand(call.shape)]
+
+
+def _move(call: _Call) -> Sequence[Places]:
+    arguments, options = _on_cpu(call.args[1:]), _on_cpu(call.kwargs)
+    moved = call.func(call.places[0], *arguments, **options)
+    return list(moved) if isinstance(moved, (tuple, list)) else [moved]
+
+
+def _turn(call: _Call) -> Sequence[Places]:
+    """Move what stays within an axis, which needs no copies along axes of equal places."""
+    assert call.places[0] is not None
+    turned = call.func(_slim(call.places[0]), *call.args[1:], **call.kwargs)
+    return [turned.expand(call.shape)]
+
+
+def _cut_patches(call: _Call) -> Sequence[Places]:
+    """Follow F.unfold, which pads with zeros; Tensor.unfold has the same name."""
+    if call.func is not F.unfold:
+        return _move(call)
+    assert call.places[0] is not None
+    patches = F.unfold(call.places[0] + 1, *call.args[1:], **call.kwargs)
+    return [patches.masked_fill(patches == 0, torch.nan) - 1]
+
+
+def _pad(call: _Call) -> Sequence[Places]:
+    assert call.places[0] is not None
+    return [F.pad(call.places[0], call.argument(1, "pad"), value=torch.nan)]
+
+
+def _join(call: _Call) -> Sequence[Places]:
+    parts = [places for places in call.places if places is not None]
+    if len(parts) < len(call.places):
+        return []
+    joined = call.argument(1, "dim", 0) % len(call.shape)
+    if _name(call.func) != "stack":  # along an axis that is there
+        for axis in range(len(call.shape)):
+            if axis != joined and all(part.stride(axis) == 0 for part in parts):
+                parts = [part.narrow(axis, 0, 1) for part in parts]
+    places = call.func(parts, *call.args[1:], **call.kwargs)
+    return [places.expand(call.shape)]
+
+
+def _reduce(call: _Call) -> Sequence[Places]:
+    places, reduced = call.places[0], call.argument(1, "dim")
+    assert places is not None
+    axes = (reduced,) if isinstance(reduced, int) else reduced
+    mean = _slim(places).nanmean(axes, keepdim=True)
+    shape = list(places.shape)
+    for axis in axes:
+        shape[axis] = 1
+    return [mean.expand(shape).reshape(call.shape)]
+
+
+def _multiply(call: _Call) -> Sequence[Places]:
+    """Keep the rows of the first operand: queries, or the queries that weigh values."""
+    first, second = call.inputs[:2]
+    assert call.places[0] is not None
+    # Tokens that are mixed by weights of a layer lie nowhere.
+    if _is_nowhere(call.places[0]) and first.ndim < second.ndim:
+        return []
+    return [_mean_of_channels(call.places[0], call.shape)]
+
+
+def _attend(call: _Call) -> Sequence[Places]:
+    assert call.places[0] is not None
+    return [_mean_of_channels(call.places[0], call.shape)]
+
+
+def _resample(call: _Call) -> Sequence[Places]:
+    """Follow a convolution, pooling or interpolation of (B, C, H, W), whatever its kernel."""
+    places, size = call.places[0], (call.shape[2], call.shape[3])
+    assert places is not None
+    pixels = _slim(places).nanmean(1, keepdim=True)
+    pixels = pixels.expand(-1, -1, *places.shape[2:])
+    if size[0] > places.shape[2] or size[1] > places.shape[3]:
+        # No two rows or columns are to have the same places.
+        pixels = F.interpolate(pixels, size, mode="bilinear", align_corners=True)
+    elif size != places.shape[2:]:
+        shares = F.adaptive_avg_pool2d((~pixels.isnan()).double(), size)
+        pixels = F.adaptive_avg_pool2d(pixels.nan_to_num(), size) / shares
+    return [pixels.expand(call.shape)]
+
+
+def _beside(call: _Call) -> Sequence[Places]:
+    """Follow a function of elements, or of the channels of each token: to the first input that is made of the image."""
+    shape = call.shape
+    for tensor, places in zip(call.inputs, call.places, strict=True):
+        if places is None or _is_nowhere(places):
+            continue
+        if _broadcasts(tensor.shape, shape):
+            return [places.expand(shape)]
+        if tensor.ndim > 1 and tensor.shape[:-1] == shape[:-1]:
+            return [_mean_of_channels(places, shape)]
+    return []
+
+
+def _mean_of_channels(places: Tensor, shape: torch.Size) -> Places:
+    """Return the places of tokens with other channels; None where tokens are what is on the last axis."""
+    slim = _slim(places)
+    if slim.shape[-1] > 1 and slim.shape[-2] == 1:
         return None
-    images = (
-        rows.to(at_least_float32(rows.dtype))
-        .transpose(1, 2)
-        .flatten(2)
-        .unflatten(0, (versions, -1))
-    )
-    plain, again = images[:2]
-    change, by_row, by_column = (images[2:] - plain).unflatten(0, (3, -1))
-    size = change.square().sum((0, -1))
-    shares = [(faded * change).sum((0, -1)) / size for faded in (by_row, by_column)]
-    lowest = _LEAST_CHANGE * _DISTURBANCE.get(tokens.dtype, _DISTURBANCE_OF_HALF)
-    is_still = size.sqrt() <= lowest * plain.norm(dim=-1)
-    places = torch.stack(shares, -1).masked_fill(is_still[..., None], torch.nan)
-    is_random = (again - plain).square().sum(-1) > _MOST_RANDOM * size / len(change)
-    return places.masked_fill((is_random & ~is_still)[..., None], torch.inf)
+    return slim.nanmean(-1, keepdim=True).expand(shape)
 
 
-def _expected(grid: tuple[int, int], windows: Windows | None) -> Tensor:
-    """Return the cell of each token in raster order, shape (windows or 1, N, 2); NaN for padding."""
-    cells = (
-        torch.arange(grid[0] * grid[1])[None] if windows is None else windows.cells()
-    )
-    places = torch.stack(
-        [cells.div(grid[1], rounding_mode="floor"), cells % grid[1]], -1
-    ).float()
-    return places.masked_fill(cells[..., None] < 0, torch.nan)
+def _of_tokens(places: Places) -> Places:
+    """Return the places of the tokens of the first image and head, shape (N,), of (..., N, d)."""
+    while places is not None and places.ndim > 2:
+        places = places[0]
+    return None if places is None else _slim(places).nanmean(-1).expand(len(places))
 
 
-def _comparable(measured: Tensor, expected: Tensor, on_image: Tensor) -> Tensor:
-    """Return measured and expected places of the tokens on the image, shape (2, tokens)."""
-    pairs = torch.stack(
-        [measured, expected.to(measured).expand_as(measured)]
-    ).masked_fill(~on_image, torch.nan)
-    if len(expected) < len(measured):  # nobody says where the windows are
-        pairs = pairs - pairs.nanmean(-1, keepdim=True)
-    return pairs[:, on_image]
+def _nowhere(shape: torch.Size) -> Tensor:
+    return torch.tensor(torch.nan, dtype=torch.float64, device="cpu").expand(shape)
 
 
-@contextmanager
-def _following(model: nn.Module, cut: _CutAttention) -> Iterator[None]:
-    """Tell which module runs."""
-    thread = threading.get_ident()
-
-    def enter(module: nn.Module, inputs: Any) -> None:
-        if threading.get_ident() == thread:
-            cut.running.append(module)
-
-    def leave(module: nn.Module, inputs: Any, output: Any) -> None:
-        if threading.get_ident() == thread:
-            cut.running.pop()
-            cut.asked.pop(module, None)
-
-    handles = []
-    try:
-        for module in model.modules():
-            handles.append(module.register_forward_pre_hook(enter))
-            handles.append(module.register_forward_hook(leave))
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
+def _is_nowhere(places: Tensor) -> bool:
+    slim = _slim(places)
+    return slim.numel() == 1 and bool(slim.isnan())
 
 
-@contextmanager
-def _no_trace(model: nn.Module) -> Iterator[None]:
-    """Put back random numbers and attributes of modules, and keep forward hooks of others from running."""
-    devices = {p.device for p in model.parameters() if p.device.type == "cuda"}
-    modules = list(model.modules())
-    attributes = [dict(vars(module)) for module in modules]
-    buffers = [dict(module._buffers) for module in modules]
-    with torch.random.fork_rng(list(devices)):
-        try:
-            for module in modules:
-                # Not the hooks before a forward, in which torch computes normalised weights.
-                module._forward_hooks = type(module._forward_hooks)()
-            yield
-        finally:
-            for module, known, tensors in zip(
-                modules, attributes, buffers, strict=True
-            ):
-                vars(module).clear()
-                vars(module).update(known)
-                module._buffers.clear()
-                module._buffers.update(tensors)
+def _slim(places: Tensor) -> Tensor:
+    """Return places with a single entry along axes of equal places, as far as they are stored once."""
+    for axis, stride in enumerate(places.stride()):
+        if stride == 0 and places.shape[axis] > 1:
+            places = places.narrow(axis, 0, 1)
+    return places
+
+
+def _broadcasts(shape: torch.Size, to: torch.Size) -> bool:
+    sides = zip(reversed(shape), reversed(to), strict=False)
+    return len(shape) <= len(to) and all(side in (1, size) for side, size in sides)
+
+
+def _tensors(values: Iterable[Any]) -> list[Tensor]:
+    tensors = []
+    for value in values:
+        members = value if isinstance(value, (tuple, list)) else (value,)
+        tensors += [member for member in members if isinstance(member, Tensor)]
+    return tensors
+
+
+def _on_cpu(value: Any) -> Any:
+    """Return arguments with their tensors on the CPU, where places are."""
+    if isinstance(value, Tensor):
+        return value.cpu()
+    if isinstance(value, (tuple, list)):
+        return type(value)(_on_cpu(member) for member in value)
+    if isinstance(value, dict):
+        return {name: _on_cpu(member) for name, member in value.items()}
+    return value
+
+
+def _name(func: Callable[..., Any]) -> str:
+    return getattr(func, "__name__", "")
+
+
+# Rules by the names of functions, which methods of tensors share.
+_RULES: Mapping[str, Callable[[_Call], Sequence[Places]]] = {
+    **dict.fromkeys(
+        ("view", "reshape", "view_as", "reshape_as", "flatten", "unflatten"), _reshape
+    ),
+    **dict.fromkeys(("squeeze", "unsqueeze", "ravel"), _reshape),
+    # Properties such as mT are read by __get__.
+    **dict.fromkeys(("__get__", "__getitem__", "narrow", "select", "unbind"), _move),
+    **dict.fromkeys(("permute", "transpose", "swapaxes", "swapdims", "t"), _move),
+    **dict.fromkeys(("movedim", "moveaxis", "adjoint", "rot90"), _move),
+    **dict.fromkeys(("chunk", "split", "split_with_sizes", "tensor_split"), _move),
+    **dict.fromkeys(("gather", "index_select", "take_along_dim"), _move),
+    **dict.fromkeys(("repeat", "tile", "repeat_interleave"), _move),
+    **dict.fromkeys(("pixel_shuffle", "pixel_unshuffle"), _move),
+    **dict.fromkeys(("roll", "flip"), _turn),
+    **dict.fromkeys(("cat", "concat", "concatenate", "stack"), _join),
+    **dict.fromkeys(("mean", "sum", "amax", "amin", "max"), _reduce),
+    **dict.fromkeys(("matmul", "__matmul__", "bmm"), _multiply),
+    "scaled_dot_product_attention": _attend,
+    "multi_head_attention_forward": _attend,
+    "unfold": _cut_patches,
+    "pad": _pad,
+}

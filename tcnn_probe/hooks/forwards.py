@@ -16,6 +16,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 from torch.nn.modules import module as global_hooks
+from torch.overrides import TorchFunctionMode
 
 from tcnn_probe.hooks.calls import Call, Calls, add_hook, is_under
 from tcnn_probe.hooks.interception import Answer, Interception, Seen
@@ -38,6 +39,9 @@ class Listener(Protocol):
 
     def begins(self, entry: nn.Module, inputs: Sequence[Any]) -> bool:
         """Return whether to follow the forward that begins with a call of ``entry``, the model or a part of it."""
+
+    def modes(self) -> Sequence[TorchFunctionMode]:
+        """Return modes to enter for the forward that has begun."""
 
     def asked(self, forward: "Forward", request: Seen) -> Answer | None:
         """Hear that the last of the running modules asked torch for something; perhaps answer with an edit."""
@@ -172,7 +176,7 @@ class Forward(Call):
                 self._returned, with_kwargs=True, always_call=True
             )
         )
-        self.modes = put_on(Interception(self._asked))
+        self.modes = put_on(Interception(self._asked), *listener.modes())
 
     def leave(self) -> None:
         """Stop to tell."""

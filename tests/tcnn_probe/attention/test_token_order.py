@@ -1,4 +1,4 @@
-"""Orders of tokens that are known are measured, and a model is left as it was."""
+"""Orders of tokens that are known are seen in a forward, which is otherwise what it is without recorders."""
 
 import copy
 from collections.abc import Callable
@@ -12,30 +12,30 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import tcnn_probe
+from tcnn_probe.architectures import lookup
+from tcnn_probe.architectures.record import LayerRecord
+from tcnn_probe.attention import stream as stream_module
 from tcnn_probe.attention.attention import Attention
 from tcnn_probe.attention.layout import Layout, Tokens
-from tcnn_probe.attention.token_order import (
-    Claim,
-    measure_token_places,
-    objection_to_order,
-    raster_objections,
-)
+from tcnn_probe.attention.token_order import PlaceTracker, objection_to_order
 
 pytestmark = pytest.mark.numerical
 
 ROWS, COLUMNS, PATCH = 5, 7, 4
-IMAGE = torch.Size((3, ROWS * PATCH, COLUMNS * PATCH))
-TOKENS = Tokens(0, ROWS, COLUMNS)
+IMAGES = torch.Size((2, 3, ROWS * PATCH, COLUMNS * PATCH))
 RASTER = np.arange(ROWS * COLUMNS)
 ORDERS = {
     "raster": RASTER,
     "columns": RASTER.reshape(ROWS, COLUMNS).T.ravel(),
     "backwards": RASTER[::-1].copy(),
     "shuffled": np.random.default_rng(0).permutation(ROWS * COLUMNS),
-    "two tokens exchanged in each row": RASTER.reshape(ROWS, COLUMNS)[
-        :, [1, 0, 2, 6, 4, 5, 3]
+    "two tokens exchanged": RASTER.reshape(ROWS, COLUMNS)[
+        :, [0, 1, 3, 2, 4, 5, 6]
     ].ravel(),
+    "rolled": np.roll(RASTER.reshape(ROWS, COLUMNS), (2, 3), (0, 1)).ravel(),
 }
+NOT_IN_ORDER = "the tokens are not in the order of the image's rows"
+NO_IMAGE = "the tokens are made of parameters, not of the image"
 
 
 def fused(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -57,6 +57,12 @@ def merged(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return torch.bmm(F.softmax(torch.bmm(q, k.mT), -1), v).unflatten(0, (-1, 3))
 
 
+def mixed_heads(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Talking heads, whose logits are mixed along another axis."""
+    logits = (q @ k.mT).permute(0, 2, 3, 1)
+    return F.linear(logits, torch.eye(3)).permute(0, 3, 1, 2).softmax(-1) @ v
+
+
 class Attend(nn.Module):
     num_heads = 3
 
@@ -69,80 +75,115 @@ class Attend(nn.Module):
         return self.attend(q, k, v).transpose(1, 2).flatten(2)
 
 
+class Multihead(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attend = nn.MultiheadAttention(12, 3, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.attend(x, x, x, need_weights=False)[0]
+
+
 class Ordered(nn.Module):
     """Patches in some order behind a class token, and two layers without a residual."""
 
     def __init__(
         self,
         order: np.ndarray,
-        attend: Callable[[Tensor, Tensor, Tensor], Tensor] = fused,
+        attend: Callable[[Tensor, Tensor, Tensor], Tensor] | None = fused,
     ) -> None:
         super().__init__()
         self.patches = nn.Conv2d(3, 12, PATCH, PATCH)
         self.class_token = nn.Parameter(torch.randn(1, 1, 12))
         self.norm = nn.LayerNorm(12)
-        self.blocks = nn.ModuleList([Attend(attend), Attend(attend)])
+        layers = [Multihead() if attend is None else Attend(attend) for _ in range(2)]
+        self.blocks = nn.ModuleList(layers)
         self.order = torch.from_numpy(order)
 
+    def arrange(self, x: Tensor) -> Tensor:
+        return x.flatten(2).mT[:, self.order]
+
     def forward(self, x: Tensor) -> Tensor:
-        x = self.patches(x).flatten(2).mT[:, self.order]
+        x = self.arrange(self.patches(x))
         x = torch.cat([self.class_token.expand(len(x), -1, -1), x], 1)
         for block in self.blocks:
             x = block(self.norm(x))
         return x
 
 
-@pytest.mark.parametrize("attend", [fused, unfused, by_einsum, merged])
+def layouts(model: nn.Module, images: Tensor) -> dict[str, Layout]:
+    """Grids of the layers that attend in a forward."""
+    seen: dict[str, Layout] = {}
+
+    def look(attention: Attention) -> None:
+        seen[attention.name] = attention.layout
+
+    with tcnn_probe.attention_stream(model, look) as stream, torch.no_grad():
+        model(images)
+    return {name: seen[name] for name in stream.layers}
+
+
+@pytest.mark.parametrize(
+    "attend", [fused, unfused, by_einsum, merged, mixed_heads, None]
+)
 @pytest.mark.parametrize("order", ORDERS)
-def test_tokens_are_found_where_they_are(
-    order: str, attend: Callable[[Tensor, Tensor, Tensor], Tensor]
+def test_a_grid_is_in_raster_order(
+    order: str, attend: Callable[[Tensor, Tensor, Tensor], Tensor] | None
 ) -> None:
     torch.manual_seed(0)
     model = Ordered(ORDERS[order], attend).eval()
-    places = measure_token_places(model, torch.randn(IMAGE), disturbances=3)
-    assert list(places) == ["blocks.0", "blocks.1"]
-    centers = np.stack(np.unravel_index(ORDERS[order], (ROWS, COLUMNS)), -1) + 0.5
-    for measured in places.values():
-        for side in (measured.queries, measured.keys):
-            assert side.shape == (1, 1 + ROWS * COLUMNS, 2)
-            assert side[:, 0].isnan().all(), "the class token is no part of the image"
-            found = side[0, 1:].numpy() * (ROWS, COLUMNS)
-            assert np.abs(found - centers).max() < 0.5, (
-                "inside of its own patch, so in the right one"
-            )
-        objection = objection_to_order(measured.keys, Tokens(1, ROWS, COLUMNS))
-        assert bool(objection) == (order != "raster"), objection
+    found = layouts(model, torch.randn(IMAGES))
+    assert [name.split(".")[1] for name in found] == ["0", "1"]
+    for layout in found.values():
+        if order == "raster":
+            assert layout.keys == layout.queries == Tokens(1, ROWS, COLUMNS)
+        else:
+            assert layout == Layout(None, None, NOT_IN_ORDER)
 
 
-def test_places_of_a_model_that_takes_more_than_images() -> None:
-    class Conditioned(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.model = Ordered(RASTER)
-
-        def forward(self, x: Tensor, factor: float) -> Tensor:
-            return self.model(x * factor)
-
-    model = Conditioned().eval()
-    places = measure_token_places(
-        model, torch.randn(IMAGE), lambda images: model(images, factor=0.5)
-    )
-    assert list(places) == ["model.blocks.0", "model.blocks.1"]
+class ColumnMajor(Ordered):
+    def arrange(self, x: Tensor) -> Tensor:
+        return x.transpose(2, 3).flatten(2).mT
 
 
-def claims(model: nn.Module, image: Tensor) -> dict[str, Claim]:
-    """Grids as the stream takes them to be."""
-    seen: dict[str, Claim] = {}
+@pytest.mark.parametrize("size", [IMAGES, torch.Size((2, 3, 20, 20))])
+def test_columns_first(size: torch.Size) -> None:
+    """Also on a square, where rows and columns have as many cells."""
+    found = layouts(ColumnMajor(RASTER).eval(), torch.randn(size))
+    assert [layout.reason for layout in found.values()] == [NOT_IN_ORDER] * 2
 
-    def look(attention: Attention) -> None:
-        behind = [(stream.around(count) or (0, 0))[1] for count in attention.shape[2:]]
-        seen[attention.name] = Claim(
-            attention.layout, attention.cut, (behind[0], behind[1])
-        )
 
-    with tcnn_probe.attention_stream(model, look) as stream, torch.no_grad():
-        model(image[None])
-    return seen
+def test_places_are_those_of_the_patches(monkeypatch: pytest.MonkeyPatch) -> None:
+    followed: list[tuple[Tensor | None, int]] = []
+
+    def spy(places: Tensor | None, tokens: Tokens, behind: int) -> str:
+        followed.append((places, behind))
+        return ""
+
+    monkeypatch.setattr(stream_module, "objection_to_order", spy)
+    layouts(Ordered(ORDERS["shuffled"], unfused).eval(), torch.randn(IMAGES))
+    height, width = IMAGES[2:]
+    pixels = np.arange(height * width).reshape(ROWS, PATCH, COLUMNS, PATCH)
+    centers = pixels.mean((1, 3)).ravel()[ORDERS["shuffled"]]
+    assert len(followed) == 4, "queries and keys of two layers"
+    for places, behind in followed:
+        assert places is not None
+        assert behind == 0
+        np.testing.assert_allclose(places, [np.nan, *centers], rtol=1e-12)
+
+
+def test_objections() -> None:
+    places, tokens = torch.arange(8.0), Tokens(2, 2, 3)
+    assert objection_to_order(places, tokens, 0) == ""
+    assert objection_to_order(None, tokens, 0) == "", "unknown"
+    assert objection_to_order(places[1:], tokens, 0) == "", "other tokens"
+    padded = torch.tensor([torch.nan, torch.nan, 0, 1, torch.nan, 3, 4, torch.nan])
+    assert objection_to_order(padded, tokens, 0) == ""
+    assert objection_to_order(padded.flip(0), tokens, 0) == NOT_IN_ORDER
+    assert objection_to_order(torch.full((8,), torch.nan), tokens, 0) == NO_IMAGE
+    behind = torch.tensor([9.0, 0, 1, 2, 3, 4, 5, 0])
+    assert objection_to_order(behind, tokens, 1) == ""
+    assert objection_to_order(behind, tokens, 0) == NOT_IN_ORDER
 
 
 TINY = {
@@ -167,68 +208,78 @@ DETR = {
 }
 
 
-def transformers_model(name: str, **options: Any) -> nn.Module:
+def transformers_model(name: str, config: str, **options: Any) -> nn.Module:
     transformers = pytest.importorskip("transformers")
-    return getattr(transformers, name)(
-        getattr(transformers, name.replace("Model", "Config"))(**options)
-    ).eval()
+    return getattr(transformers, name)(getattr(transformers, config)(**options)).eval()
 
 
 def test_shuffled_tokens_of_a_masked_autoencoder() -> None:
+    """They are recorded without a grid; the decoder puts them in order again."""
     torch.manual_seed(0)
-    model, image = (
-        transformers_model("ViTMAEModel", **TINY, image_size=32, mask_ratio=0.0),
-        torch.randn(3, 32, 32),
+    options = {**TINY, "image_size": 40, "mask_ratio": 0.0}
+    decoder = {
+        "decoder_hidden_size": 24,
+        "decoder_num_hidden_layers": 1,
+        "decoder_num_attention_heads": 3,
+        "decoder_intermediate_size": 32,
+    }
+    model = transformers_model(
+        "ViTMAEForPreTraining", "ViTMAEConfig", **options, **decoder
     )
-    found = raster_objections(model, image, claims(model, image))
-    assert list(found) == ["layers.0.attention", "layers.1.attention"]
-    assert all(
-        "their order is random" in side for both in found.values() for side in both
+    encoder = ["vit.layers.0.attention", "vit.layers.1.attention"]
+    with tcnn_probe.record(model) as recorder, torch.no_grad():
+        model(torch.randn(2, 3, 40, 40))
+        model(torch.randn(2, 3, 40, 40))
+        recorder.mark(epoch=0)
+    assert recorder.missing["attention_distance"] == dict.fromkeys(
+        encoder, NOT_IN_ORDER
     )
+    dataset = recorder.dataset.isel(epoch=0)
+    assert dataset.entropy.sel(layer=encoder).notnull().all()
+    assert dataset.attention_distance.sel(layer=encoder).isnull().all()
+    decoding = "decoder.decoder_layers.0.attention"
+    assert dataset.attention_distance.sel(layer=decoding).notnull().all()
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"attn_implementation": "eager"}], ids=["fused", "unfused"]
+    ("name", "attention"),
+    [
+        ("Detr", {}),
+        ("Detr", {"attn_implementation": "eager"}),
+        ("TableTransformer", {"attn_implementation": "eager"}),
+    ],
+    ids=["fused", "unfused", "heads merged"],
 )
-def test_object_queries_as_many_as_cells(options: dict[str, str]) -> None:
+def test_object_queries_as_many_as_cells(name: str, attention: dict[str, str]) -> None:
     torch.manual_seed(0)
     transformers = pytest.importorskip("transformers")
-    sizes = {
-        "embedding_size": 8,
-        "hidden_sizes": [8, 8, 8, 8],
-        "depths": [1, 1, 1, 1],
-        "out_features": ["stage4"],
-    }
-    backbone = transformers.ResNetConfig(**sizes)
-    model = transformers_model("DetrModel", **DETR, backbone_config=backbone, **options)
-    image = torch.randn(3, 128, 192)
-    found = raster_objections(model, image, claims(model, image))
-    no_image = "the tokens do not depend on the image"
+    sizes = {"embedding_size": 8, "hidden_sizes": [8] * 4, "depths": [1] * 4}
+    backbone = transformers.ResNetConfig(**sizes, out_features=["stage4"])
+    options = {**DETR, "backbone_config": backbone, **attention}
+    model = transformers_model(f"{name}Model", f"{name}Config", **options)
+    found = layouts(model, torch.randn(1, 3, 128, 192))
+    grid = Tokens(0, 4, 6)
+    assert found["encoder.layers.0.self_attn"] == Layout(grid, grid)
     for layer in ("decoder.layers.0", "decoder.layers.1"):
-        assert found[f"{layer}.self_attn"] == (no_image, no_image)
-        assert found[f"{layer}.encoder_attn"] == (no_image, "")
-    assert not [name for name in found if name.startswith("encoder")]
+        assert found[f"{layer}.self_attn"] == Layout(None, None, NO_IMAGE)
+        assert found[f"{layer}.encoder_attn"] == Layout(None, grid, NO_IMAGE)
 
 
 def test_mask_units_without_their_record(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
-    options = {
-        "embed_dim": 12,
-        "image_size": [64, 64],
-        "depths": [1, 1, 2, 1],
-        "num_heads": [1, 2, 4, 8],
-    }
-    model, image = transformers_model("HieraModel", **options), torch.randn(3, 64, 64)
-    layer = "encoder.stages.2.layers.1.attn"  # 4 x 4 tokens in units of 2 x 2
-    found = raster_objections(
-        model, image, {layer: Claim(Layout(Tokens(0, 4, 4), Tokens(0, 4, 4)))}
+    sizes = {"embed_dim": 12, "image_size": [64, 64], "depths": [1, 1, 2, 1]}
+    model = transformers_model(
+        "HieraModel", "HieraConfig", **sizes, num_heads=[1, 2, 4, 8]
     )
-    assert all("not in raster order" in side for side in found[layer])
-    after = "encoder.stages.3.layers.0.attn"
-    queries = measure_token_places(model, image)[after].queries
-    assert objection_to_order(queries, Tokens(0, 2, 2)) == "", (
-        "pooled until a unit is a token"
-    )
+    name = "transformers.models.hiera.modeling_hiera.HieraMaskUnitAttention"
+    monkeypatch.setitem(lookup.RECORDS, name, LayerRecord(heads_axis=1))
+    lookup._record.cache_clear()
+    try:
+        found = layouts(model, torch.randn(1, 3, 64, 64))
+    finally:
+        lookup._record.cache_clear()
+    # 4 x 4 tokens in units of 2 x 2
+    assert found["encoder.stages.2.layers.1.attn"] == Layout(None, None, NOT_IN_ORDER)
 
 
 RIGHT = {
@@ -237,92 +288,168 @@ RIGHT = {
         {"img_size": (42, 70), "depth": 2},
         (42, 70),
     ),
-    "shifted windows": (
+    "windows": (
         "swin_tiny_patch4_window7_224",
         {"img_size": (60, 84), "window_size": 5, "depths": (2, 2)},
         (60, 84),
     ),
-    "spread windows": ("mobilevit_xxs", {}, (64, 96)),
+    "rotary positions": ("eva02_tiny_patch14_224", {"img_size": (42, 70)}, (42, 70)),
     "pooled queries": ("mvitv2_tiny", {"img_size": (64, 64)}, (64, 64)),
-    "strided queries without a residual": ("levit_128s", {}, (224, 224)),
+    "strided queries": ("levit_128s", {}, (224, 224)),
     "reduced keys": ("pvt_v2_b0", {}, (64, 96)),
-    "halos": ("halonet26t", {}, (256, 256)),
+    "talking heads": ("cait_xxs24_224", {"img_size": (64, 96), "depth": 2}, (64, 96)),
+    "unfolded patches": ("tnt_s_patch16_224", {"depth": 1}, (224, 224)),
+    "cascaded groups": ("efficientvit_m0", {}, (224, 224)),
 }
 
 
 @pytest.mark.parametrize("case", RIGHT)
-def test_raster_order_is_confirmed(case: str) -> None:
+def test_grids_of_ordinary_models_are_confirmed(
+    case: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    followed: list[bool] = []
+
+    def spy(places: Tensor | None, tokens: Tokens, behind: int) -> str:
+        followed.append(places is not None)
+        return objection_to_order(places, tokens, behind)
+
+    monkeypatch.setattr(stream_module, "objection_to_order", spy)
     torch.manual_seed(0)
     name, options, size = RIGHT[case]
-    model, image = (
-        timm.create_model(name, num_classes=5, **options).eval(),
-        torch.randn(3, *size),
-    )
-    claimed = claims(model, image)
-    assert any(claim.layout.keys for claim in claimed.values())
-    assert raster_objections(model, image, claimed) == {}
-    assert measure_token_places(model, image).keys() == claimed.keys(), (
-        "all were followed"
-    )
+    model = timm.create_model(name, num_classes=5, **options).eval()
+    found = layouts(model, torch.randn(1, 3, *size))
+    assert any(layout.keys for layout in found.values())
+    assert not [
+        x.reason for x in found.values() if x.reason in (NOT_IN_ORDER, NO_IMAGE)
+    ]
+    assert followed or case == "windows"
+    assert all(followed)
 
 
-def test_half_precision() -> None:
-    torch.manual_seed(0)
-    model, image = (
-        Ordered(ORDERS["raster"]).eval().bfloat16(),
-        torch.randn(IMAGE, dtype=torch.bfloat16),
-    )
-    places = measure_token_places(model, image, disturbances=3)
-    assert [
-        objection_to_order(one.keys, Tokens(1, ROWS, COLUMNS))
-        for one in places.values()
-    ] == ["", ""]
+class Uncertain(Ordered):
+    """Shuffles its tokens, by a function that is not followed or in training only."""
+
+    in_numpy = False
+
+    def arrange(self, x: Tensor) -> Tensor:
+        x = x.flatten(2).mT
+        if self.training:
+            return x[:, self.order]
+        if self.in_numpy:
+            return torch.from_numpy(x.numpy()[:, self.order])
+        return torch.cat(tensors=[x, x[:, :0]], dim=1)
 
 
-class Drawing(nn.Module):
-    """A layer that draws random numbers in eval mode too."""
+@pytest.mark.parametrize("in_numpy", [False, True])
+def test_what_is_unknown_keeps_its_grid(in_numpy: bool) -> None:
+    """A forward goes on where a function is given what places cannot stand for."""
+    model = Uncertain(ORDERS["shuffled"])
+    model.in_numpy = in_numpy
+    grid = Tokens(1, ROWS, COLUMNS)
+    found: list[Layout] = []
+    with tcnn_probe.attention_stream(model, lambda a: found.append(a.layout)):
+        for mode in (True, False):
+            model.train(mode)
+            with torch.no_grad():
+                model(torch.randn(IMAGES))
+    assert found == [Layout(None, None, NOT_IN_ORDER)] * 2 + [Layout(grid, grid)] * 2
+
+
+class Restless(nn.Module):
+    """A model whose forwards leave traces: counts, statistics of a batch, random numbers, gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.drop = nn.BatchNorm2d(3), nn.Dropout(0.3)
+        self.model = Ordered(ORDERS["shuffled"])
+        self.register_buffer("calls", torch.zeros(()))
+        self.images: list[Tensor] = []
 
     def forward(self, x: Tensor) -> Tensor:
-        return x + 0 * torch.rand(1)
+        self.calls += 1
+        self.images.append(x)
+        return self.model(self.drop(self.norm(x)))
 
 
-def test_no_trace_is_left() -> None:
-    model = nn.Sequential(Drawing(), timm.create_model("levit_128s", num_classes=5))
-    model.train()
-    heard: list[str] = []
-    model[1].head.register_forward_hook(lambda *_: heard.append("hook"))
-    before = copy.deepcopy(model.state_dict())
-    attributes = [set(vars(module)) for module in model.modules()]
-    hooks = [
-        list(module._forward_hooks) + list(module._forward_pre_hooks)
-        for module in model.modules()
-    ]
-    random = torch.get_rng_state()
-    with tcnn_probe.record(model, when="always") as recorder:
-        measure_token_places(
-            model, torch.randn(3, 224, 224, generator=torch.Generator().manual_seed(0))
-        )
-        assert recorder.layers == ()
-    assert heard == []
-    assert torch.equal(torch.get_rng_state(), random)
-    assert model.training
-    for name, value in model.state_dict().items():
-        assert torch.equal(value, before[name]), name
-    assert [set(vars(module)) for module in model.modules()] == attributes
-    assert [
-        list(module._forward_hooks) + list(module._forward_pre_hooks)
-        for module in model.modules()
-    ] == hooks
-    assert all(parameter.grad is None for parameter in model.parameters())
+def test_a_forward_leaves_the_traces_that_it_leaves_alone() -> None:
+    torch.manual_seed(0)
+    alone, images = Restless().train(), torch.randn(IMAGES)
+    watched = copy.deepcopy(alone)
+    heard: list[nn.Module] = []
+    results = []
+    for model in (alone, watched):
+        model.norm.register_forward_hook(lambda module, *_: heard.append(module))
+        torch.manual_seed(1)
+        if model is watched:
+            with tcnn_probe.record(model, when="always") as recorder:
+                results.append(model(images))
+                results[-1].square().mean().backward()
+                recorder.mark(epoch=0)
+            assert len(recorder.layers) == 2
+            assert set(recorder.missing["attention_distance"].values()) == {
+                NOT_IN_ORDER
+            }
+        else:
+            results.append(model(images))
+            results[-1].square().mean().backward()
+        results.append(torch.get_rng_state())
+    assert torch.equal(results[0], results[2])
+    assert torch.equal(results[1], results[3])
+    assert heard == [alone.norm, watched.norm]
+    assert len(watched.images) == 1
+    assert all(module.training for module in watched.modules())
+    for name, value in watched.state_dict().items():
+        assert torch.equal(value, alone.state_dict()[name]), name
+    gradients = zip(alone.parameters(), watched.parameters(), strict=True)
+    for expected, parameter in gradients:
+        assert (parameter.grad is None) == (expected.grad is None)
+        if parameter.grad is not None:
+            assert torch.equal(parameter.grad, expected.grad)
+    for module in watched.modules():
+        assert len(module._forward_hooks) == (module is watched.norm)
+        assert not module._forward_pre_hooks
 
 
-def test_a_model_that_fails_is_left_as_it_was() -> None:
-    model = Ordered(RASTER)
-    with pytest.raises(RuntimeError):
-        measure_token_places(model, torch.randn(2, 9, 9))
-    assert not [
-        module
-        for module in model.modules()
-        if module._forward_hooks or module._forward_pre_hooks
-    ]
-    assert model.training
+def test_pixels_are_followed_once_for_each_size(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    followed: list[torch.Size] = []
+
+    class Counted(PlaceTracker):
+        def __init__(self, inputs: Any) -> None:
+            followed.extend(x.shape for x in inputs)
+            super().__init__(inputs)
+
+    monkeypatch.setattr(stream_module, "PlaceTracker", Counted)
+    model = Ordered(RASTER).eval()
+    monkeypatch.setattr(model, "arrange", lambda x: x.flatten(2).mT)
+    with tcnn_probe.attention_stream(model, lambda _: None), torch.no_grad():
+        for height in (20, 20, 24, 20, 24):
+            model(torch.randn(2, 3, height, 28))
+    assert [shape[2] for shape in followed] == [20, 24]
+
+
+def test_a_forward_that_fails_is_followed_again() -> None:
+    model = Ordered(ORDERS["shuffled"]).eval()
+    found: list[Layout] = []
+
+    def fail(*args: Any) -> None:
+        raise ArithmeticError("before the second layer")
+
+    handle = model.blocks[1].register_forward_pre_hook(fail)
+    with (
+        tcnn_probe.attention_stream(model, lambda a: found.append(a.layout)),
+        torch.no_grad(),
+    ):
+        with pytest.raises(ArithmeticError):
+            model(torch.randn(IMAGES))
+        handle.remove()
+        model(torch.randn(IMAGES))
+    assert found == [Layout(None, None, NOT_IN_ORDER)] * 3
+
+
+def test_maps_of_shuffled_tokens_are_refused_with_the_reason() -> None:
+    torch.manual_seed(0)
+    model = Ordered(ORDERS["shuffled"]).eval()
+    with pytest.raises(Exception, match="order of the image's rows"):
+        tcnn_probe.attention_maps(model, torch.randn(IMAGES), grid=(ROWS, COLUMNS))
