@@ -4,7 +4,15 @@ import json
 import operator
 from collections.abc import Collection, Mapping, Set
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, SupportsFloat, SupportsIndex, get_args
+from typing import (
+    TYPE_CHECKING,
+    Any,
+    Literal,
+    SupportsFloat,
+    SupportsIndex,
+    cast,
+    get_args,
+)
 
 import numpy as np
 from torch import Tensor
@@ -238,7 +246,7 @@ def _parse_number(along: str, value: SupportsFloat | SupportsIndex) -> int | flo
                 f"expected an integer of 64 bits for {along}, got {number}"
             )
         return number
-    converted = _parse_float(along, value)
+    converted = _parse_float(along, cast(SupportsFloat, value))
     if not np.isfinite(converted):
         raise ValueError(f"expected a finite number for {along}, got {converted}")
     return converted

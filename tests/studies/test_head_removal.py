@@ -69,6 +69,7 @@ def test_random_heads_are_as_many_and_any() -> None:
     )
 
 
+@pytest.mark.filterwarnings("ignore:.*among images=")
 def test_without_takes_heads_away_for_the_call_alone() -> None:
     model = torch.nn.Sequential(GPSA(3, 5, 3, padding=1, bias=False)).eval()
     heads = xr.DataArray(

@@ -216,7 +216,7 @@ def test_reset_of_the_classifier(kind: str) -> None:
             "expected a width that is a multiple of 8, got embed_dim=12",
         ),
         ({"global_pool": "avg"}, "expected global_pool='attn' or '', got 'avg'"),
-        ({"global_pool": ""}, "has no classifier: expected num_classes=0, got 5"),
+        ({"global_pool": ""}, "there is no classifier: expected num_classes=0, got 5"),
         (
             {"per_class": True, "num_classes": 0},
             "tokens for each class need classes and a pool, got num_classes=0",

@@ -182,8 +182,7 @@ def health(weights: np.ndarray) -> dict[str, np.ndarray]:
 def information(weights: np.ndarray) -> np.ndarray:
     """Content information: (B, windows, heads, N_query, N_key) -> (heads,), each position in each window a query."""
     divergence = (entropy(weights.mean(0)) - entropy(weights).mean(0)).mean((0, 2))
-    images = len(weights)
-    return divergence / (1 - 1 / images) if images > 1 else np.nan * divergence
+    return divergence / (1 - 1 / len(weights))
 
 
 def distance(
@@ -235,7 +234,8 @@ class Layout:
             "entropy": entropy(weights).mean((0, 1, 3)),
             "uniform_entropy": np.log(weights.shape[-1]),
         }
-        values["content_information"] = information(weights)
+        if len(weights) > 1:  # of a single image it is not recorded
+            values["content_information"] = information(weights)
         values |= health(weights)
         logits = self.weights(replace(reference, weights=reference.logits), images)
         values["max_logit"] = logits.max((0, 1, 3, 4))
@@ -256,7 +256,8 @@ class Layout:
                 values["prefix_attention"] = spent.mean((0, 1, 3))
         if self.class_query:
             values["class_entropy"] = entropy(weights[..., 0, :]).mean((0, 1))
-            values["class_content_information"] = information(weights[..., :1, :])
+            if len(weights) > 1:
+                values["class_content_information"] = information(weights[..., :1, :])
             if self.prefix:
                 values["class_prefix_attention"] = (
                     weights[..., 0, : self.prefix].sum(-1).mean((0, 1))

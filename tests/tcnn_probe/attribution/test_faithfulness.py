@@ -195,7 +195,7 @@ LABELLED = tcnn_probe.saliency(Linear(), IMAGES, [0, 1, 2], "input_x_gradient")
             {"a": LABELLED, "b": LABELLED.assign_coords(target=("image", [0, 1, 1]))},
             {},
             ValueError,
-            "'a' and 'b' are",
+            "'a' and 'b' explain different targets",
         ),
         (
             first,
@@ -231,7 +231,7 @@ LABELLED = tcnn_probe.saliency(Linear(), IMAGES, [0, 1, 2], "input_x_gradient")
             first,
             {"options": {"gradcam": {}}},
             ValueError,
-            "options for 'gradcam', which is none of",
+            "options for 'gradcam', which is not one of",
         ),
         (first, {"steps": 0}, ValueError, "integer from 1 for steps, got 0"),
         (

@@ -130,7 +130,7 @@ def test_the_model_is_as_it_was_and_the_tables_join() -> None:
 
 def test_refusals() -> None:
     for models, size, message in (
-        ({}, 4, "one model at least"),
+        ({}, 4, "at least one model"),
         ("resnet18", 4, r"expected a torch\.nn\.Module, got str"),
         (Wide(), None, "give size="),
         (Wide(), 0, "from 1 for size, got 0"),

@@ -178,6 +178,7 @@ def test_gated_by_hand(mode: Any) -> None:
     indirect=["fused"],
 )
 @pytest.mark.filterwarnings("ignore:.*among images=")
+@pytest.mark.filterwarnings("ignore:no head is selected")
 def test_its_own_attention_changes_nothing(name: str, fused: bool) -> None:
     """Shuffled by the identity, and static over one image; a recorder sees attention as it is before."""
     make, shape, layer, _ = MODELS[name]

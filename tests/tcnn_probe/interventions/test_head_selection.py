@@ -36,6 +36,7 @@ NEAR, FAR = tuple(range(9)), tuple(range(25))
         ([], {}),
     ],
 )
+@pytest.mark.filterwarnings("ignore:no head is selected")
 def test_by_name_and_index(heads: Any, expected: dict[str, tuple[int, ...]]) -> None:
     model = Chain()
     assert tcnn_probe.ablate(model, heads).heads == expected
@@ -187,9 +188,7 @@ class Channels(nn.Module):
 
 def test_a_layer_of_ones_own_has_to_be_named() -> None:
     model, x = nn.Sequential(nn.Linear(6, 6), Own()), torch.randn(2, 5, 6)
-    with pytest.raises(
-        ValueError, match="a layer that is not called attention has to be named"
-    ):
+    with pytest.raises(ValueError, match="One that is not called so has to be named"):
         tcnn_probe.ablate(model)
     plain = model(x)
     ablation = tcnn_probe.ablate(model, {"1": slice(1, None)})

@@ -46,6 +46,7 @@ def without(
 
 @torch.no_grad()
 @pytest.mark.parametrize(("name", "fused"), BUILT, indirect=["fused"])
+@pytest.mark.filterwarnings("ignore:no head is selected")
 def test_zeroed_heads(name: str, fused: bool) -> None:
     """Nothing but the bias is left of all heads; a recorder sees attention as it is before heads are zeroed."""
     make, shape, layer, projection = MODELS[name]

@@ -196,7 +196,7 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
         tcnn_probe.record(vit, path, images=[0, 2], layers="blocks.1*") as recorder,
         torch.no_grad(),
     ):
-        vit(torch.randn(3, 3, 32, 48))
+        vit(torch.randn(8, 3, 32, 48))
         recorder.mark(epoch=4, top1=0.5)
     return path
 
