@@ -99,18 +99,42 @@ class PlaceTracker(TorchFunctionMode):
         kwargs = kwargs or {}
         if torch.compiler.is_compiling():
             return func(*args, **kwargs)
+        self._look(func, args, kwargs)
+        output = func(*args, **kwargs)
+        self._hear(func, output, args, kwargs)
+        return output
+
+    # Not compiled, as the functions that places are computed with would be. And whatever a function does with its
+    # arguments, places must not end the user's forward.
+
+    @torch.compiler.disable
+    def _look(
+        self,
+        func: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+    ) -> None:
+        """Read off the places of queries and keys before torch attends."""
         self.queries = self.keys = None
-        # Whatever a function does with its arguments, places must not end the user's forward.
         with unseen(), suppress(Exception):
             inputs = _tensors((*args, *kwargs.values()))
             self.queries, self.keys = self._sides(func, inputs)
-        output = func(*args, **kwargs)
+
+    @torch.compiler.disable
+    def _hear(
+        self,
+        func: Callable[..., Any],
+        output: Any,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+    ) -> None:
+        """Follow a function that has run."""
         with unseen(), suppress(Exception):
+            inputs = _tensors((*args, *kwargs.values()))
             if not is_transformed(inputs):
                 places = [self._of(tensor) for tensor in inputs]
                 outputs = _tensors((output,))
                 self._follow(_Call(func, args, kwargs, inputs, places, outputs))
-        return output
 
     def _sides(
         self, func: Callable[..., Any], inputs: Sequence[Tensor]
