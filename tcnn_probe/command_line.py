@@ -2,9 +2,12 @@
 
 import argparse
 import json
+import os
+import platform
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from fnmatch import fnmatchcase
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import xarray as xr
@@ -17,6 +20,16 @@ __all__ = ["main"]
 _COLUMNS = (
     "gate", "locality_strength", "content_information", "entropy", "content_entropy", "positional_entropy",
     "attention_distance", "prefix_attention", "class_entropy",
+)  # fmt: skip
+
+# The libraries that have most to do with what goes wrong: those measured, those that compute, those that store.
+_PACKAGES = (
+    "torch", "timm", "torchvision", "transformers", "lightning", "captum", "triton", "numpy", "xarray", "zarr",
+    "matplotlib", "bokeh", "dask",
+)  # fmt: skip
+# Read by OpenMP, MKL and torch when they are loaded; numbers and speed may depend on them.
+_SETTINGS = (
+    "OMP_NUM_THREADS", "MKL_NUM_THREADS", "ATEN_CPU_CAPABILITY", "MKL_CBWR", "ONEDNN_MAX_CPU_ISA",
 )  # fmt: skip
 
 
@@ -94,9 +107,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     maps.add_argument(
         "--random", action="store_true", help="untrained: nothing is downloaded"
     )
+    commands.add_parser(
+        "info", help="versions, device and threads, for a report of a bug"
+    )
     options = parser.parse_args(arguments)
     try:
-        if options.command == "show":
+        if options.command == "info":
+            print(_printable("\n".join(_info())))
+        elif options.command == "show":
             print(_printable(_describe(options.store)))
         elif options.command == "health":
             limits = {name: float(value) for name, value in options.limit}
@@ -130,6 +148,43 @@ def _printable(text: str) -> str:
         letter if letter.isprintable() or letter == "\n" else repr(letter)[1:-1]
         for letter in text
     )
+
+
+def _info() -> Iterator[str]:
+    """Yield lines on the versions, the platform and the settings, without names of the host, the user or paths."""
+    yield f"tcnn-probe {tcnn_probe.__version__}"
+    yield f"Python {platform.python_version()} ({platform.python_implementation()})"
+    # Not platform.platform(): the release of a kernel may be named after the host that it was built for.
+    yield f"platform: {platform.system()} {platform.machine()}, {os.cpu_count()} cores"
+    for package in _PACKAGES:
+        yield f"{package} {_installed_version(package)}"
+    for setting in _SETTINGS:
+        yield f"{setting}: {os.environ.get(setting, 'not set')}"
+    try:
+        import torch
+    except (
+        ImportError,
+        OSError,
+    ) as error:  # absent, or without a library that it needs
+        yield f"device: unknown, as importing torch raises {type(error).__name__}"
+        return
+    yield f"torch's threads: {torch.get_num_threads()}, between operators {torch.get_num_interop_threads()}"
+    yield f"instruction set: {torch.backends.cpu.get_cpu_capability()}"
+    yield f"CUDA of torch: {torch.version.cuda or 'none'}"
+    devices = [
+        torch.cuda.get_device_name(number)
+        for number in range(torch.cuda.device_count())
+    ]
+    if torch.backends.mps.is_available():
+        devices.append("mps")
+    yield f"device: {', '.join(devices) or 'cpu'}"
+
+
+def _installed_version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "not installed"
 
 
 def _open_numbers(store: str) -> xr.Dataset:

@@ -1,6 +1,9 @@
 """The shell commands: what they print is what the recording holds, and what they refuse they refuse in a sentence."""
 
+import importlib.metadata
+import platform
 import shutil
+import sys
 from pathlib import Path
 
 import matplotlib.image
@@ -57,6 +60,33 @@ def test_names_are_printed_and_no_commands_for_the_terminal(
             or str(copy) not in arguments
             or r"\x1b]0;title\x07" in printed
         )
+
+
+def test_info(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "13")
+    monkeypatch.delenv("MKL_NUM_THREADS", raising=False)
+    system = platform.uname_result("Linux", "a-host", "6.1-a-host", "#1 a-host", "z80")
+    monkeypatch.setattr(platform, "uname", lambda: system)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_device_name", "card {}\x1b".format)
+    assert main(["info"]) == 0
+    printed = capsys.readouterr().out
+    lines = printed.splitlines()
+    assert lines[0] == f"tcnn-probe {tcnn_probe.__version__}"
+    assert lines[1].startswith(f"Python {sys.version.split()[0]} ")
+    for package in ("torch", "timm", "numpy", "xarray", "zarr"):
+        assert f"{package} {importlib.metadata.version(package)}" in lines
+    assert "OMP_NUM_THREADS: 13" in lines
+    assert "MKL_NUM_THREADS: not set" in lines
+    assert (
+        f"torch's threads: {torch.get_num_threads()}, between operators {torch.get_num_interop_threads()}"
+        in lines
+    )
+    assert lines[-1] == r"device: card 0\x1b, card 1\x1b"
+    assert lines[2].startswith("platform: Linux z80, ")
+    assert "a-host" not in printed
 
 
 def test_scalars(stores: list[str]) -> None:

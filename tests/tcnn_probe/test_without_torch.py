@@ -52,6 +52,7 @@ accuracies = {"accuracy": results.correct.mean("image"), "clean_accuracy": resul
 mean_corruption_error(results.assign(accuracies), "a")
 from tcnn_probe.command_line import main
 assert main(["show", sys.argv[1]]) == 0
+assert main(["info"]) == 0
 print(json.dumps([ticks, gates, types]))
 """
 
@@ -81,6 +82,9 @@ def test_read_typed_and_drawn_without_torch(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     shown, _, printed = done.stdout.rstrip().rpartition("\n")
     assert "層" in shown
+    assert shown.endswith(
+        "device: unknown, as importing torch raises ModuleNotFoundError"
+    )
     ticks, gates, types = json.loads(printed)
     ds = recorder.dataset
     assert ticks == ["層", "far"]
