@@ -361,6 +361,13 @@ def _trusted(settings: dict[str, Any], options: dict[str, Any]) -> Config:
         raise ValueError(
             f"watcher: a file may not name {watcher!r}, which would be imported: give it as --watcher"
         )
+    for name in ("model", "teacher"):
+        source = str(settings.get(name) or "")
+        # timm before 1.0.21 unpickles what is there, whatever it is.
+        if name not in options and source.startswith(("local-dir:", "hf-hub:")):
+            raise ValueError(
+                f"{name}: a file may not name {source!r}, whose weights could run code: give it on the command line"
+            )
     further = {**settings.get("model_options", {}), **options.get("model_options", {})}
     return Config(**{**settings, **options, "model_options": further or None})
 

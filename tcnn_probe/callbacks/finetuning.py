@@ -41,6 +41,8 @@ class Recording:
         except OtherLayersError:
             self._store = folder / "recording-converted.zarr"
             self._recorder = Recorder(model, self._store, attrs=self._attrs)
+        # The command resumes from checkpoints of its own, also within an epoch.
+        self._recorder.trust_weights()
 
     def __call__(self, scalars: Mapping[str, float]) -> None:
         """Mark an epoch."""

@@ -302,6 +302,13 @@ class Recorder:
         for text in self._warn_of_missing_grids() + warned:
             warnings.warn(text, RuntimeWarning, stacklevel=2)
 
+    def trust_weights(self) -> None:
+        """Let a training go on from weights that are not those of the last mark, without a warning.
+
+        Such are those of a checkpoint within an epoch.
+        """
+        self._weights.trust()
+
     @contextmanager
     def pause(self) -> Iterator[None]:
         """Measure nothing inside of a ``with``, in any thread: for a second evaluation in the same epoch."""
@@ -499,6 +506,10 @@ class _Weights:
         self._model, self._marked, self._resumes = model, attrs.get(WEIGHTS, ""), True
         self._swapped = False
 
+    def trust(self) -> None:
+        """Let the training go on from any weights."""
+        self._marked = ""
+
     def mark(self) -> str:
         """Return the fingerprint to keep with a mark; "" if weights are others in validation than in training."""
         self._resumes = False
@@ -521,7 +532,8 @@ class _Weights:
         self._marked = ""
         warnings.warn(
             "the training goes on from other weights than those of the recording's last mark: load the checkpoint of "
-            "that mark, or replace the recording with mode='w'",
+            "that mark, or replace the recording with mode='w'; if they are of a checkpoint after that mark, call "
+            "recorder.trust_weights()",
             RuntimeWarning,
             stacklevel=2,
         )
