@@ -73,6 +73,9 @@ def evaluate(
         progress: Whether to show a bar.
         over_ranks: Function that adds up the totals of several processes, shape (3,), each with a part of the images.
         after_batch: Function that is called after each batch.
+
+    Raises:
+        ValueError: There is no image, as none can be read.
     """
     target = next(model.parameters()).device if device is None else torch.device(device)
     # Not model.train() afterwards: frozen norms of a training are in eval mode.
@@ -100,6 +103,8 @@ def evaluate(
         for module, training in modes.items():
             module.training = training
     loss, correct, count = over_ranks(total).tolist()
+    if not count:
+        raise ValueError("no validation image can be read")
     return loss / count, correct / count
 
 

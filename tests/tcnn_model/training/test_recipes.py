@@ -600,6 +600,23 @@ def test_files_import_no_watcher(
         assert parse([*arguments, "--watcher", "none"])[0].watcher == "none"
 
 
+def test_files_name_no_weights_of_unknown_kind(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Old versions of timm unpickle them; the command line may name them."""
+    recipe, settings = tmp_path / "recipe.toml", tmp_path / "settings.toml"
+    recipe.write_text('[settings]\nteacher = "local-dir:folder"')
+    settings.write_text('model = "hf-hub:somebody/model"\npretrained = true')
+    for arguments in (
+        ["resnet18", "--recipe", str(recipe)],
+        ["--config", str(settings)],
+    ):
+        assert main(arguments) == 2
+        assert "whose weights could run code" in capsys.readouterr().err
+    given = ["resnet18", "--recipe", str(recipe), "--teacher", "local-dir:folder"]
+    assert parse(given)[0].teacher == "local-dir:folder"
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_device_that_is_not_there(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -173,6 +173,24 @@ def test_unreadable_images_are_named_and_skipped(
     ]  # of 15 images, not 16
 
 
+@pytest.mark.filterwarnings("ignore:skipped")
+def test_no_validation_image_can_be_read(tmp_path: Path) -> None:
+    data = _folder(tmp_path / "photos")
+    for image in (data / "val").rglob("*.png"):
+        image.write_bytes(b"no image")
+    settings = config(
+        tmp_path / "run",
+        data=str(data),
+        batch_size=8,
+        epochs=1,
+        warmup_epochs=0,
+        limit=None,
+        max_unreadable=0.9,
+    )
+    with pytest.raises(ValueError, match="no validation image can be read"):
+        finish(settings)
+
+
 class _Broken:
     """Images of which some cannot be read, as decoders fail: with errors of many kinds."""
 

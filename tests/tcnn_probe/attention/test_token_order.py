@@ -52,7 +52,7 @@ def by_einsum(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def merged(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """With heads as a part of the batch."""
+    """Attend with heads as a part of the batch."""
     q, k, v = (x.flatten(0, 1) for x in (q, k, v))
     return torch.bmm(F.softmax(torch.bmm(q, k.mT), -1), v).unflatten(0, (-1, 3))
 
@@ -113,14 +113,14 @@ class Ordered(nn.Module):
 
 def layouts(model: nn.Module, images: Tensor) -> dict[str, Layout]:
     """Grids of the layers that attend in a forward."""
-    seen: dict[str, Layout] = {}
+    by_name: dict[str, Layout] = {}
 
     def look(attention: Attention) -> None:
-        seen[attention.name] = attention.layout
+        by_name[attention.name] = attention.layout
 
     with tcnn_probe.attention_stream(model, look) as stream, torch.no_grad():
         model(images)
-    return {name: seen[name] for name in stream.layers}
+    return {name: by_name[name] for name in stream.layers}
 
 
 @pytest.mark.parametrize(
@@ -132,9 +132,9 @@ def test_a_grid_is_in_raster_order(
 ) -> None:
     torch.manual_seed(0)
     model = Ordered(ORDERS[order], attend).eval()
-    found = layouts(model, torch.randn(IMAGES))
-    assert [name.split(".")[1] for name in found] == ["0", "1"]
-    for layout in found.values():
+    layouts_of_layers = layouts(model, torch.randn(IMAGES))
+    assert [name.split(".")[1] for name in layouts_of_layers] == ["0", "1"]
+    for layout in layouts_of_layers.values():
         if order == "raster":
             assert layout.keys == layout.queries == Tokens(1, ROWS, COLUMNS)
         else:
@@ -149,8 +149,10 @@ class ColumnMajor(Ordered):
 @pytest.mark.parametrize("size", [IMAGES, torch.Size((2, 3, 20, 20))])
 def test_columns_first(size: torch.Size) -> None:
     """Also on a square, where rows and columns have as many cells."""
-    found = layouts(ColumnMajor(RASTER).eval(), torch.randn(size))
-    assert [layout.reason for layout in found.values()] == [NOT_IN_ORDER] * 2
+    layouts_of_layers = layouts(ColumnMajor(RASTER).eval(), torch.randn(size))
+    assert [layout.reason for layout in layouts_of_layers.values()] == [
+        NOT_IN_ORDER
+    ] * 2
 
 
 def test_places_are_those_of_the_patches(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -214,7 +216,7 @@ def transformers_model(name: str, config: str, **options: Any) -> nn.Module:
 
 
 def test_shuffled_tokens_of_a_masked_autoencoder() -> None:
-    """They are recorded without a grid; the decoder puts them in order again."""
+    """Shuffled tokens are recorded without a grid; the decoder puts them in order again."""
     torch.manual_seed(0)
     options = {**TINY, "image_size": 40, "mask_ratio": 0.0}
     decoder = {
@@ -257,12 +259,14 @@ def test_object_queries_as_many_as_cells(name: str, attention: dict[str, str]) -
     backbone = transformers.ResNetConfig(**sizes, out_features=["stage4"])
     options = {**DETR, "backbone_config": backbone, **attention}
     model = transformers_model(f"{name}Model", f"{name}Config", **options)
-    found = layouts(model, torch.randn(1, 3, 128, 192))
+    layouts_of_layers = layouts(model, torch.randn(1, 3, 128, 192))
     grid = Tokens(0, 4, 6)
-    assert found["encoder.layers.0.self_attn"] == Layout(grid, grid)
+    assert layouts_of_layers["encoder.layers.0.self_attn"] == Layout(grid, grid)
     for layer in ("decoder.layers.0", "decoder.layers.1"):
-        assert found[f"{layer}.self_attn"] == Layout(None, None, NO_IMAGE)
-        assert found[f"{layer}.encoder_attn"] == Layout(None, grid, NO_IMAGE)
+        assert layouts_of_layers[f"{layer}.self_attn"] == Layout(None, None, NO_IMAGE)
+        assert layouts_of_layers[f"{layer}.encoder_attn"] == Layout(
+            None, grid, NO_IMAGE
+        )
 
 
 def test_mask_units_without_their_record(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -275,11 +279,13 @@ def test_mask_units_without_their_record(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setitem(lookup.RECORDS, name, LayerRecord(heads_axis=1))
     lookup._record.cache_clear()
     try:
-        found = layouts(model, torch.randn(1, 3, 64, 64))
+        layouts_of_layers = layouts(model, torch.randn(1, 3, 64, 64))
     finally:
         lookup._record.cache_clear()
     # 4 x 4 tokens in units of 2 x 2
-    assert found["encoder.stages.2.layers.1.attn"] == Layout(None, None, NOT_IN_ORDER)
+    assert layouts_of_layers["encoder.stages.2.layers.1.attn"] == Layout(
+        None, None, NOT_IN_ORDER
+    )
 
 
 RIGHT = {
@@ -317,10 +323,12 @@ def test_grids_of_ordinary_models_are_confirmed(
     torch.manual_seed(0)
     name, options, size = RIGHT[case]
     model = timm.create_model(name, num_classes=5, **options).eval()
-    found = layouts(model, torch.randn(1, 3, *size))
-    assert any(layout.keys for layout in found.values())
+    layouts_of_layers = layouts(model, torch.randn(1, 3, *size))
+    assert any(layout.keys for layout in layouts_of_layers.values())
     assert not [
-        x.reason for x in found.values() if x.reason in (NOT_IN_ORDER, NO_IMAGE)
+        x.reason
+        for x in layouts_of_layers.values()
+        if x.reason in (NOT_IN_ORDER, NO_IMAGE)
     ]
     assert followed or case == "windows"
     assert all(followed)
@@ -346,13 +354,16 @@ def test_what_is_unknown_keeps_its_grid(in_numpy: bool) -> None:
     model = Uncertain(ORDERS["shuffled"])
     model.in_numpy = in_numpy
     grid = Tokens(1, ROWS, COLUMNS)
-    found: list[Layout] = []
-    with tcnn_probe.attention_stream(model, lambda a: found.append(a.layout)):
+    call_layouts: list[Layout] = []
+    with tcnn_probe.attention_stream(model, lambda a: call_layouts.append(a.layout)):
         for mode in (True, False):
             model.train(mode)
             with torch.no_grad():
                 model(torch.randn(IMAGES))
-    assert found == [Layout(None, None, NOT_IN_ORDER)] * 2 + [Layout(grid, grid)] * 2
+    assert (
+        call_layouts
+        == [Layout(None, None, NOT_IN_ORDER)] * 2 + [Layout(grid, grid)] * 2
+    )
 
 
 class Restless(nn.Module):
@@ -431,21 +442,21 @@ def test_pixels_are_followed_once_for_each_size(
 
 def test_a_forward_that_fails_is_followed_again() -> None:
     model = Ordered(ORDERS["shuffled"]).eval()
-    found: list[Layout] = []
+    call_layouts: list[Layout] = []
 
     def fail(*args: Any) -> None:
         raise ArithmeticError("before the second layer")
 
     handle = model.blocks[1].register_forward_pre_hook(fail)
     with (
-        tcnn_probe.attention_stream(model, lambda a: found.append(a.layout)),
+        tcnn_probe.attention_stream(model, lambda a: call_layouts.append(a.layout)),
         torch.no_grad(),
     ):
         with pytest.raises(ArithmeticError):
             model(torch.randn(IMAGES))
         handle.remove()
         model(torch.randn(IMAGES))
-    assert found == [Layout(None, None, NOT_IN_ORDER)] * 3
+    assert call_layouts == [Layout(None, None, NOT_IN_ORDER)] * 3
 
 
 def test_maps_of_shuffled_tokens_are_refused_with_the_reason() -> None:
