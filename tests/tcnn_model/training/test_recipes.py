@@ -613,8 +613,8 @@ def test_files_name_no_weights_of_unknown_kind(
     ):
         assert main(arguments) == 2
         assert "whose weights could run code" in capsys.readouterr().err
-    given = ["resnet18", "--recipe", str(recipe), "--teacher", "local-dir:folder"]
-    assert parse(given)[0].teacher == "local-dir:folder"
+    options = ["resnet18", "--recipe", str(recipe), "--teacher", "local-dir:folder"]
+    assert parse(options)[0].teacher == "local-dir:folder"
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
