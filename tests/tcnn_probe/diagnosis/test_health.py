@@ -268,6 +268,7 @@ def test_recorded_warned_of_printed_and_drawn(
     assert main(["health", str(path), "--limit", "max_logits", "1"]) == 2
     assert "max_logits" in capsys.readouterr().err
 
+    plt.close("all")  # axes of other tests, on which it would draw
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         axes = tcnn_probe.plot.health(ds)
