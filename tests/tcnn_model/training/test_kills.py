@@ -247,6 +247,8 @@ def test_second_interrupt_ends_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     settings = config(tmp_path, **SHORT)
+    # Where a shell began this process in the background, it ignores SIGINT.
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler)
 
     def interrupted(*_: Any) -> None:
         _send(signal.SIGINT)
@@ -257,7 +259,10 @@ def test_second_interrupt_ends_at_once(
     monkeypatch.setattr(
         "tcnn_model.training.command.parse", lambda _: (settings, False)
     )
-    assert main([]) == 130
+    try:
+        assert main([]) == 130
+    finally:
+        signal.signal(signal.SIGINT, handler)
 
 
 def test_two_processes_in_one_folder(
