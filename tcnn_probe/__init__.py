@@ -4,7 +4,6 @@ Every public name is listed in ``__init__.pyi``, beside this file, and imported 
 recording needs neither torch nor timm.
 """
 
-import difflib
 from typing import Any
 
 import lazy_loader
@@ -19,6 +18,8 @@ def __getattr__(name: str) -> Any:
     try:
         return _get(name)
     except AttributeError:
+        import difflib
+
         near = difflib.get_close_matches(name, __all__, n=1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
         message = f"tcnn_probe has no {name!r}{hint}"

@@ -606,7 +606,7 @@ def test_files_name_no_weights_of_unknown_kind(
     """Old versions of timm unpickle them; the command line may name them."""
     recipe, settings = tmp_path / "recipe.toml", tmp_path / "settings.toml"
     recipe.write_text('[settings]\nteacher = "local-dir:folder"')
-    settings.write_text('model = "hf-hub:somebody/model"\npretrained = true')
+    settings.write_text('model = "HF_hub:somebody/model"\npretrained = true')
     for arguments in (
         ["resnet18", "--recipe", str(recipe)],
         ["--config", str(settings)],
