@@ -9,7 +9,11 @@ __all__ = ["class_scores", "scores_of"]
 
 
 def scores_of(output: Any) -> Any:
-    """Return the scores in a model's output: the ``logits`` of transformers' ImageClassifierOutput, or itself."""
+    """Return the scores in a model's output: the ``logits`` of transformers' ImageClassifierOutput, or itself.
+
+    Of CLIP and its like, whose classes are texts, ``logits_per_image``.
+    """
+    output = getattr(output, "logits_per_image", output)
     return getattr(output, "logits", output)
 
 

@@ -27,12 +27,15 @@ def updated_feature_info(
     """
     info = getattr(model, "feature_info", None)
     if isinstance(
-        getattr(type(model), "feature_info", None), property
+        # A property computes its value, and cannot be set.
+        getattr(type(model), "feature_info", None),
+        property,
     ) or not isinstance(_entries(info), list | tuple):
         return None
     rows_before, rows_after = (
         {call.name: call.outputs[0] for call in calls} for calls in (before, after)
     )
+    # The list can be that of the class, which other models share.
     info = copy.deepcopy(info)
     changed = False
     for entry in _entries(info):
@@ -41,6 +44,7 @@ def updated_feature_info(
         module = entry.get("module")
         reduction = entry.get("reduction")
         if isinstance(module, str) and isinstance(reduction, int):
+            # A grid that doubles may be a row short of twice the rows where sizes are odd.
             growth = round(_rows(rows_after, module) / _rows(rows_before, module))
             if growth > 1:
                 entry["reduction"] = reduction // growth

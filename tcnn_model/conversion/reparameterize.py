@@ -157,6 +157,7 @@ def _converted(
             for name, call in steps.items()
         }
         if convert is not None:
+            # Conversion comes second: a chosen convolution whose stride goes is replaced, not only un-strided.
             modules |= {
                 name: convert(name, source.get_submodule(name), steps.get(name))
                 for name in selected
@@ -307,12 +308,14 @@ def _strided_steps(calls: list[Call], selected: list[str]) -> dict[str, Call]:
     spatial = [
         c.name
         for c in calls
+        # A blur pool calls conv2d too, but its filters are a buffer. Layers converted earlier count as convolutions.
         if (c.convolves and c.module._parameters) or isinstance(c.module, GPSA)
     ]
     blocks = around_selected.union(*map(_ancestors, spatial))
     runs = {(call.name, call.inputs, call.outputs) for call in calls}
 
     def in_selected_block(call: Call) -> bool:
+        # All are ancestors of one module, so the longest name is the innermost.
         block = max(_ancestors(call.name) & blocks, key=len)
         return block in around_selected and (block, call.inputs, call.outputs) in runs
 
@@ -340,6 +343,7 @@ def _convert(name: str, conv: nn.Module, step: Call | None, **options: Any) -> G
         if step is not None:
             convolution = replace(convolution, stride=(1, 1))
             y, x = convolution.axes(*step.inputs)
+            # Zeros on both sides cannot keep the grid of an even kernel, nor of one that had no padding.
             if (y.queries, x.queries) != step.inputs:
                 convolution = replace(convolution, padding="same")
         layer = GPSA.from_conv(convolution, **options)
@@ -357,6 +361,7 @@ def _exchange(model: nn.Module, replacements: dict[str, nn.Module]) -> nn.Module
     if "" in replacements:
         return replacements[""]
     aliases = dict(model.named_modules(remove_duplicate=False))
+    # A module has one of its names in the plan, and may have others.
     by_module = {id(aliases[name]): module for name, module in replacements.items()}
     for alias, module in aliases.items():
         if id(module) in by_module:

@@ -46,9 +46,8 @@ def at_unit_stride(call: Call, module: nn.Module) -> nn.Module:
         ValueError: If it would not keep the grid at stride 1.
     """
     rows, cols = _missing_pixels(call)
-    unit = copy.copy(
-        module
-    )  # shallow: the parameters are shared, which keeps ties and an optimizer's state
+    # Shallow: the parameters are shared, which keeps ties and an optimizer's state.
+    unit = copy.copy(module)
     _set_unit_stride(unit)
     if (rows, cols) == (0, 0):
         return unit

@@ -135,12 +135,14 @@ class GatedAttention:
     def content(self, queries: Tensor | slice = slice(None)) -> Tensor:
         """Return the content attention of selected queries, (B, heads, n, H * W), in float32 at least."""
         with without_autocast(self.query):
+            # Queries rather than logits are scaled: they are fewer numbers.
             scaled = widen(self.query[:, :, queries]) * self.scale
             return torch.softmax(scaled @ widen(self.key).mT, dim=-1)
 
     def positional_on_pixels(self, queries: Tensor) -> Tensor:
         """Return the positional attention of selected queries, (n,), over the real pixels: (heads, n, H * W)."""
         rows, cols = self.factors_on_pixels(widest_dtype(self.position.device))
+        # Query i is in row i // x.queries and column i % x.queries.
         along_y = rows[:, queries // self.x.queries, :, None]
         along_x = cols[:, queries % self.x.queries, None, :]
         return (along_y * along_x).flatten(2)

@@ -31,6 +31,7 @@ def blocks_of_queries(query: Tensor, key: Tensor) -> Iterator[tuple[int, slice, 
     """Iterate over blocks with a bounded number of attention weights, each as (image, heads, queries)."""
     batch, heads, queries, _ = query.shape
     elements = _BLOCK_ELEMENTS_CPU if query.device.type == "cpu" else _BLOCK_ELEMENTS
+    # Rows of attention that fit: of several heads, or some queries of one.
     rows = max(1, elements // key.shape[2])
     heads_per_block = min(heads, max(1, rows // queries))
     # Blocks of equal size, rather than full ones and a small rest.
@@ -75,6 +76,7 @@ def mix_and_apply(
     """
     output = _empty_output(query, values, taps)
     if taps is not None:
+        # Heads are added up in float32, and rounded once.
         output = widen(output).zero_()
     wide_query = widen(query)
     wide_key = widen(key)
@@ -92,6 +94,7 @@ def mix_and_apply(
             for head, weights in enumerate(mixed, heads.start):
                 _product(
                     weights,
+                    # Head 0 stands for all where values are shared.
                     values[image, head % values.shape[1]],
                     out=output[image, head, queries],
                 )
@@ -159,6 +162,7 @@ def _backward(
         mixed = torch.lerp(content, positional, share).to(values.dtype)
         d_mixed = torch.empty_like(mixed)
         if taps is None:
+            # O = A v: dv = A^T dO and dA = dO v^T.
             for index, head in enumerate(range(heads.start, heads.start + len(mixed))):
                 upstream = d_output[image, head, queries]
                 value_head = head % values.shape[1]
@@ -168,6 +172,8 @@ def _backward(
             upstream = d_output[image, 0, queries].contiguous()
             groups = _head_groups(mixed, taps[heads], d_mixed, d_taps[heads])
             for attention, group_taps, d_attention, d_group_taps in groups:
+                # O = sum_h A_h (v w_h): of the weighted values A_h^T dO, from which dv sums over heads and outputs and
+                # dw_h over keys.
                 d_weighted = _side_by_side(attention).T @ upstream
                 d_weighted = d_weighted.view(
                     len(attention), key.shape[2], *group_taps.shape[1:]
@@ -182,14 +188,17 @@ def _backward(
 
         # The factor 1 - share is the same for all logits of a head, and so is applied to the products instead.
         d_logits = content * d_mixed
+        # Softmax: dS = C (dC - sum_j C_j dC_j), with dC = (1 - g) dA.
         content_sums = d_logits.sum(2, keepdim=True)
         d_logits.addcmul_(content, content_sums, value=-1)
         d_query[block] = (d_logits @ k).mul_(1 - share)
         d_key[image, heads] += (d_logits.transpose(1, 2) @ q).mul_(1 - share)
 
+        # P = exp(log rows + log cols): the gradient of either logarithm is g dA P, summed over the other axis.
         on_grid = d_mixed.mul_(positional).unflatten(2, (rows.shape[2], cols.shape[2]))
         along_y = on_grid.sum(3)  # (heads, queries, H)
         along_x = on_grid.sum(2)  # (heads, queries, W)
+        # dA/dg = P - C, summed over keys and queries.
         d_gate[heads] += (along_x.sum(2) - content_sums[..., 0]).sum(1)
         positions = torch.arange(query.shape[2], device=query.device)[queries]
         d_rows[heads].index_add_(1, positions // cols.shape[1], along_y * share)

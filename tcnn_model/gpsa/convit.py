@@ -103,7 +103,9 @@ def convit_attention(layer: convit.GPSA, qk: Tensor) -> GatedAttention:
         raise ValueError(
             f"ConViT's positional attention needs a square grid of tokens, got {tokens} tokens"
         )
+    # (B, N, 2, heads, d) to (2, B, heads, N, d).
     query, key = qk.unflatten(2, (2, layer.num_heads, -1)).permute(2, 0, 3, 1, 4)
+    # From the order (dx, dy, squares) to (squares, dy, dx).
     position = layer.pos_proj.weight.flip(1)
     if layer.pos_proj.bias is not None:
         # The softmax cancels the bias. It is added times 0, so that its gradient is zero as in timm, and not missing:
@@ -117,6 +119,7 @@ def convit_attention(layer: convit.GPSA, qk: Tensor) -> GatedAttention:
 
 class _GPSA(convit.GPSA):  # type: ignore[misc]  # timm is not typed
     def forward(self, x: Tensor) -> Any:
+        # Dropout of single weights needs the matrix.
         if self.training and self.attn_drop.p > 0:
             return super().forward(x)
         values = self.v(x).unflatten(2, (self.num_heads, -1)).transpose(1, 2)

@@ -235,6 +235,7 @@ def _blocks(
     attention: GatedAttention, values: Tensor, taps: Tensor | None = None
 ) -> Tensor:
     dtype = at_least_float32(values.dtype)
+    # Logarithms: their gradients are those of the attention times the attention, so the backward needs no factor alone.
     log_rows, log_cols = attention.factors_on_pixels(dtype, logarithm=True)
     scaled = attention.query * attention.scale
     return mix_and_apply(

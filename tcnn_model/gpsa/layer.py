@@ -153,9 +153,11 @@ class GPSA(nn.Module):
         if self.bias is not None:
             bound = 1 / math.sqrt(math.prod(self.weight.shape[1:]))
             nn.init.uniform_(self.bias, -bound, bound)
+        # As linear layers of vision transformers are initialised, here and in the papers.
         nn.init.trunc_normal_(self.query, std=0.02).mul_(qk_scale)
         nn.init.trunc_normal_(self.key, std=0.02).mul_(qk_scale)
         nn.init.eye_(self.value)
+        # alpha and gating are float64 on the CPU up to here: they are rounded once, to the layer's dtype.
         self.raw_locality.copy_(inverse_softplus(alpha))
         # With "same" padding queries sit at the centre of the kernel, whatever the size of the image.
         center = [
@@ -309,10 +311,10 @@ class GPSA(nn.Module):
             2, (attention.y.queries, attention.x.queries)
         )
         if self.groups == 1:
-            taps = self.weight.permute(0, 2, 3, 1).flatten(1)  # (C_out, heads * C_in)
-            side_by_side = gathered.permute(0, 2, 3, 1, 4).flatten(
-                3
-            )  # (B, H_out, W_out, heads * C_in)
+            # (C_out, C_in, k_h, k_w) to (C_out, heads * C_in).
+            taps = self.weight.permute(0, 2, 3, 1).flatten(1)
+            # (B, heads, H_out, W_out, C_in) to (B, H_out, W_out, heads * C_in).
+            side_by_side = gathered.permute(0, 2, 3, 1, 4).flatten(3)
             return F.linear(side_by_side, taps, self.bias).permute(0, 3, 1, 2)
         # With channels before heads this is the "soft" counterpart of F.unfold, and takes the convolution's weight.
         unfolded = gathered.permute(0, 4, 1, 2, 3).flatten(1, 2)
@@ -346,6 +348,7 @@ class GPSA(nn.Module):
     def _weighted(self, attention: GatedAttention, values: Tensor) -> Tensor:
         """Return the result of :meth:`combine` without forming the outputs of single heads."""
         taps = (
+            # (C_out, 1, k_h, k_w) to (C_in, C_out / C_in, heads), and heads first.
             self.weight.flatten(1).unflatten(0, (self.in_channels, -1)).permute(2, 0, 1)
         )
         output = attend_weighted(attention, values, taps)
@@ -401,6 +404,7 @@ def _at_queries(x: Tensor, y_axis: Axis, x_axis: Axis) -> Tensor:
         extent = (axis.queries - 1) * axis.stride + 1
         missing = axis.first_query + extent - axis.length
         if missing > 0:
+            # A query can fall on the padding behind the last pixel: its features are zero.
             x = F.pad(x, (0, missing) if dim == 3 else (0, 0, 0, missing))
         x = x.narrow(dim, axis.first_query, extent)
     return x[:, :, :: y_axis.stride, :: x_axis.stride]
@@ -417,6 +421,7 @@ def _memory_format(x: Tensor) -> torch.memory_format:
 
 def inverse_softplus(y: Tensor) -> Tensor:
     """Return the ``raw_locality`` of a locality strength ``y`` > 0, of the same shape."""
+    # log(exp(beta y) - 1) / beta, in a form that neither overflows for large y nor loses the digits of small ones.
     return y + torch.log(-torch.expm1(-_SOFTPLUS_BETA * y)) / _SOFTPLUS_BETA
 
 

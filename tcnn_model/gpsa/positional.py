@@ -181,8 +181,10 @@ def positional_factors(
 
     def factor(linear: Tensor, axis: Axis) -> Tensor:
         offset = axis.key_positions(squared) - axis.query_positions(squared)[:, None]
+        # w_0 delta^2 + w_i delta of one axis, by Horner's rule.
         attention = normalize((squared * offset + linear) * offset, -1)
         if not padding and axis.keys > axis.length:
+            # After the softmax: what falls on the padding counts in the sum, and is lost.
             attention = attention.narrow(-1, axis.before, axis.length)
         return attention.to(dtype or squared.dtype)
 

@@ -64,19 +64,17 @@ def gpsa_attention_reference(
         inside = 0 <= j < height and 0 <= i < width
         return x[:, :, j, i] if inside else x.new_zeros(batch, x.shape[1])
 
-    keys = torch.stack([feature(pixel) for pixel in pixels], dim=1)  # (B, N_key, C_in)
-    queries = torch.stack(
-        [feature(base) for base in bases], dim=1
-    )  # (B, N_query, C_in)
+    # (B, N_key, C_in).
+    keys = torch.stack([feature(pixel) for pixel in pixels], dim=1)
+    # (B, N_query, C_in).
+    queries = torch.stack([feature(base) for base in bases], dim=1)
     real = torch.tensor(
         [0 <= j < height and 0 <= i < width for j, i in pixels], device=x.device
     )
-    delta = x.new_tensor(
-        [[(j - b, i - a) for j, i in pixels] for b, a in bases]
-    )  # (N_query, N_key, 2)
-    r = torch.cat(
-        [delta.pow(2).sum(-1, keepdim=True), delta], dim=-1
-    )  # (||delta||^2, delta_1, delta_2), Eq. (4)
+    # (N_query, N_key, 2).
+    delta = x.new_tensor([[(j - b, i - a) for j, i in pixels] for b, a in bases])
+    # r = (||delta||^2, delta_1, delta_2), Eq. (4).
+    r = torch.cat([delta.pow(2).sum(-1, keepdim=True), delta], dim=-1)
 
     d = query.shape[0] // heads
     attention = []
@@ -152,9 +150,8 @@ def gpsa_reference(
     out_per_group, in_per_group = weight.shape[0] // groups, weight.shape[1]
     output = x.new_zeros(x.shape[0], a.shape[2], weight.shape[0])
     for h in range(a.shape[1]):
-        w_out = x.new_zeros(
-            x.shape[1], weight.shape[0]
-        )  # block-diagonal if the convolution is grouped
+        # Block-diagonal if the convolution is grouped.
+        w_out = x.new_zeros(x.shape[1], weight.shape[0])
         for g in range(groups):
             inputs = slice(g * in_per_group, (g + 1) * in_per_group)
             outputs = slice(g * out_per_group, (g + 1) * out_per_group)

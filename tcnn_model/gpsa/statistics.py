@@ -108,10 +108,12 @@ def _measure_in_blocks(
         )
         if of_content is not None:
             of_content[image, heads] += content.sum(1)
+        # In place, after all that is needed of C was taken.
         mixed = content.lerp_(position.attention, position.gate)
         if output is not None and values is not None:
             value_heads = heads if values.shape[1] > 1 else slice(None)
             output[block] = mixed.to(values.dtype) @ values[image, value_heads]
+        # Entropies and distances are sums over keys: of real pixels, and of the padding, which no image changes.
         entropy[block] = _entropy(mixed) + position.entropy_on_padding
         distance[block] = (mixed * position.distance).sum(
             -1
@@ -157,9 +159,8 @@ def _positional_block(
     index = torch.arange(y.queries * x.queries, device=rows.device)[queries]
     row = index // x.queries
     col = index % x.queries
-    extended = (rows[heads][:, row, :, None] * cols[heads][:, col, None, :]).to(
-        dtype
-    )  # with the padding
+    # (heads, queries, y.keys, x.keys), with the padding.
+    extended = (rows[heads][:, row, :, None] * cols[heads][:, col, None, :]).to(dtype)
     offset_y = y.key_positions(rows) - y.query_positions(rows)[row, None]
     offset_x = x.key_positions(cols) - x.query_positions(cols)[col, None]
     distance = torch.hypot(offset_y[:, :, None], offset_x[:, None, :]).to(dtype)

@@ -1,5 +1,18 @@
-"""Gated positional self-attention on the GPU (Triton), in memory linear in the number of pixels (README.md)."""
+"""Gated attention and statistics of softmax attention on the GPU (Triton), in linear memory (README.md)."""
 
 from tcnn_model.kernels.ops import available, gated_attention
+from tcnn_model.kernels.softmax import (
+    RowStatistics,
+    TokenGrid,
+    attention_statistics,
+    can_measure,
+)
 
-__all__ = ["available", "gated_attention"]
+__all__ = [
+    "RowStatistics",
+    "TokenGrid",
+    "attention_statistics",
+    "available",
+    "can_measure",
+    "gated_attention",
+]

@@ -203,9 +203,8 @@ def _keys(
         clamped = tl.minimum(m, n_q - 1)
         highest = tl.load(content + bh * n_q + clamped)
         share = 1 / tl.load(content + rows + bh * n_q + clamped)
-        mean = tl.load(
-            content_mean + bh * n_q + m, mask=m < n_q, other=0.0
-        )  # past the end da is zero too
+        # Past the end da is zero too.
+        mean = tl.load(content_mean + bh * n_q + m, mask=m < n_q, other=0.0)
         ds = (
             tl.exp2(s * scale - highest[None, :])
             * share[None, :]
@@ -233,9 +232,8 @@ def _values(
     tile = tl.program_id(0) % tiles_c
     rest = tl.program_id(0) // tiles_c
     start_n = (rest % blocks_n) * KEYS
-    group = (rest // blocks_n).to(
-        tl.int64
-    )  # image and, unless the values are shared, head
+    # Image and, unless the values are shared, head.
+    group = (rest // blocks_n).to(tl.int64)
     n = start_n + tl.arange(0, KEYS)
     d = tl.arange(0, DIM)
     c = tile * CHANNELS + tl.arange(0, CHANNELS)

@@ -250,9 +250,8 @@ def mix(
         entropy, distance = (
             launch.empty(batch, heads, n_q, like=normaliser) for _ in range(2)
         )
-        received = normaliser.new_zeros(
-            batch, heads, n_k
-        )  # zeros, as programs add to it
+        # Zeros, as programs add to it.
+        received = normaliser.new_zeros(batch, heads, n_k)
         measured = (entropy, distance, received)
         padding = padding_statistics(gate, table, grid)
     _mix[(batch * heads * triton.cdiv(n_q, size.queries) * triton.cdiv(channels, size.channels),)](

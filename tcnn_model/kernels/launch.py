@@ -25,7 +25,7 @@ __all__ = [
     "using_blocks",
 ]
 
-Pass = Literal["lse", "mix", "queries", "keys", "values"]
+Pass = Literal["lse", "mix", "queries", "keys", "values", "statistics"]
 
 
 class Blocks(NamedTuple):
@@ -54,6 +54,7 @@ _BLOCKS: dict[int, dict[Pass, Blocks]] = {
         "queries": Blocks(128, 64, 64, warps=8, stages=3),
         "keys": Blocks(64, 128, 64, warps=8, stages=3),
         "values": Blocks(32, 128, 256, warps=8, stages=3),
+        "statistics": Blocks(128, 64, 0, warps=8, stages=3),
     },
     4: {
         "lse": Blocks(64, 32, 0, warps=4, stages=2),
@@ -61,9 +62,10 @@ _BLOCKS: dict[int, dict[Pass, Blocks]] = {
         "queries": Blocks(64, 64, 32, warps=8, stages=2),
         "keys": Blocks(64, 64, 32, warps=8, stages=2),
         "values": Blocks(32, 64, 128, warps=8, stages=2),
+        "statistics": Blocks(64, 32, 0, warps=8, stages=2),
     },
     8: dict.fromkeys(
-        ("lse", "mix", "queries", "keys", "values"),
+        ("lse", "mix", "queries", "keys", "values", "statistics"),
         Blocks(32, 32, 32, warps=4, stages=1),
     ),
 }
@@ -84,9 +86,8 @@ def blocks(which: Pass, like: Tensor, dim: int, channels: int = 0) -> Blocks:
     if _forced:
         return _forced[-1]
     size = _BLOCKS[like.dtype.itemsize][which]
-    if (
-        dim > 128
-    ):  # q, k and the sums over d grow with d, and share registers with the tile
+    # q, k and the sums over d grow with d, and share registers with the tile.
+    if dim > 128:
         size = size._replace(
             queries=min(size.queries, 64), keys=min(size.keys, 64), stages=2
         )

@@ -271,9 +271,8 @@ def _gradients(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
     q, k, v, normaliser, gate, table = ctx.saved_tensors
     needs_q, needs_k, needs_v, needs_position, needs_gate, *_ = ctx.needs_input_grad
     dq = dk = dv = dposition = dgate = None
-    if (
-        needs_q or needs_k or needs_position or needs_gate
-    ):  # k needs the mean that comes with the other three
+    # k needs the mean that comes with the other three.
+    if needs_q or needs_k or needs_position or needs_gate:
         dq, dposition, dgate, mean = _backward_queries(
             q, k, v, normaliser, gate, table, grad, ctx.y, ctx.x
         )

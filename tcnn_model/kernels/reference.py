@@ -11,8 +11,10 @@ from torch import Tensor
 
 from tcnn_model.gpsa.precision import at_least_float32
 from tcnn_model.kernels.grid import Grid, Line
+from tcnn_model.kernels.softmax import RowStatistics, TokenGrid
 
 __all__ = [
+    "attention_statistics",
     "backward_keys",
     "backward_queries",
     "backward_values",
@@ -232,3 +234,45 @@ def backward_values(
     """Return the gradient of v, in its shape: summed over the heads that share it."""
     a = _attention(q, k, normaliser, gate, table, grid)[0]
     return (a.mT @ grad.to(a.dtype)).sum_to_size(v.shape).to(v.dtype)
+
+
+def attention_statistics(
+    q: Tensor,
+    k: Tensor,
+    scale: float,
+    mask: Tensor | None = None,
+    *,
+    queries: TokenGrid | None = None,
+    keys: TokenGrid | None = None,
+    received: bool = False,
+) -> RowStatistics:
+    """Return what ``row_statistics.attention_statistics`` returns."""
+    dtype = at_least_float32(q.dtype)
+    s = scale * q.to(dtype) @ k.to(dtype).mT
+    if mask is not None and mask.dtype == torch.bool:
+        s = s.masked_fill(~mask, -torch.inf)
+    elif mask is not None:
+        s = s + mask.to(dtype)
+    largest = s.amax(-1)
+    hidden = largest == -torch.inf
+    s = s - largest.masked_fill(hidden, 0)[..., None]
+    log_sum_exp = s.logsumexp(-1).masked_fill(hidden, 0)
+    a = torch.exp(s - log_sum_exp[..., None])
+    expected_logit = torch.where(a > 0, a * s, 0).sum(-1)
+    prefix = keys.prefix if keys is not None else 0
+    distance = None
+    if queries is not None and keys is not None:
+        query_y, query_x = queries.positions(q.shape[2], dtype, q.device)
+        key_y, key_x = keys.positions(k.shape[2], dtype, q.device)
+        lengths = torch.hypot(key_y - query_y[:, None], key_x - query_x[:, None])
+        over_grid = s[..., prefix:].softmax(-1)
+        hidden_grid = s[..., prefix:].amax(-1, keepdim=True) == -torch.inf
+        distance = (over_grid.masked_fill(hidden_grid, 0) * lengths[:, prefix:]).sum(-1)
+    return RowStatistics(
+        largest=largest,
+        log_sum_exp=log_sum_exp,
+        expected_logit=expected_logit,
+        prefix=a[..., :prefix].sum(-1),
+        distance=distance,
+        received=a.sum(-2) if received else None,
+    )

@@ -14,9 +14,8 @@ LOG2E = tl.constexpr(1.4426950408889634)
 # Rows of the table that tables.py makes, (heads, TABLE, N_q): the parameters of a query's positional attention.
 REFERENCE_Y = tl.constexpr(0)  # pixel of the highest positional attention
 REFERENCE_X = tl.constexpr(1)
-SLOPE_Y = tl.constexpr(
-    2
-)  # logit of a key t pixels from the reference: t (curvature t + slope), along each axis
+# Logit of a key t pixels from the reference: t (curvature t + slope), along each axis.
+SLOPE_Y = tl.constexpr(2)
 SLOPE_X = tl.constexpr(3)
 CURVATURE = tl.constexpr(4)
 NORMALISER = tl.constexpr(5)  # -log2 of the sum over keys of both axes

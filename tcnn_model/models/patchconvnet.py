@@ -1,10 +1,12 @@
 """PatchConvNet in timm's registry: a convnet of one resolution, with attention-based pooling (PatchConvNet paper, §3).
 
 ``timm.create_model("patchconvnet_s60")``, likewise ``s20``, ``s36``, ``s120``, ``b36`` to ``b120``, ``l60`` and
-``l120``; with ``_multi``, a token for each class. ``norm_layer="batchnorm2d"`` gives the trunk of Table B.3.
+``l120``; with ``_multi``, a token for each class. ``norm_layer="batchnorm2d"`` gives the trunk of Table B.3, and
+``num_heads``, ``global_pool="avg"`` and ``stem="linear"`` the other variants of Table 5.
 """
 
 import re
+from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from functools import partial
 from itertools import pairwise
@@ -16,6 +18,7 @@ from timm.layers import (
     DropPath,
     LayerNorm2d,
     LayerScale2d,
+    SelectAdaptivePool2d,
     SqueezeExcite,
     get_norm_layer,
     trunc_normal_,
@@ -71,7 +74,8 @@ class PatchConvNet(nn.Module):
     """A trunk of residual blocks at one resolution, pooled by attention (PatchConvNet paper, Fig. 3).
 
     Images of any height and width are split into one patch for every 16 x 16 pixels. Patch (i, j) is centred at pixel
-    (16 i, 16 j), as the strided convolutions of the stem are, not in the middle of its pixels.
+    (16 i, 16 j), as the strided convolutions of the stem are, not in the middle of its pixels. With the linear stem it
+    consists of its 16 x 16 pixels alone, and pixels beyond the last whole patch are left out.
 
     Args:
         embed_dim, depth: d and N, the two parameters of the family.
@@ -82,12 +86,15 @@ class PatchConvNet(nn.Module):
         drop_path_rate: Rate of stochastic depth, the same in every block.
         drop_rate: Dropout rate before the classifier.
         init_values: Initial value of every LayerScale.
+        stem: "conv", four convolutions of 3 x 3, or "linear", a single layer on each patch, as in ViT.
+        num_heads: Number of heads of the pooling.
         mlp_ratio: Width of the pooling's FFN, in d.
-        global_pool: "attn", or "" for the feature map as it is.
+        global_pool: "attn"; "avg", the mean of the patches and a LayerNorm, which the attention pool ends with too and
+            without which the residual trunk would be classified unnormalised; or "" for the feature map as it is.
 
     Raises:
-        ValueError: If ``global_pool`` is unknown, the width is no multiple of 8, or ``per_class`` is set without
-            classes.
+        ValueError: If ``global_pool`` or ``stem`` is unknown, the width is no multiple of 8, or ``per_class`` is set
+            without classes or without attention.
     """
 
     def __init__(
@@ -102,6 +109,8 @@ class PatchConvNet(nn.Module):
         drop_path_rate: float = 0.0,
         drop_rate: float = 0.0,
         init_values: float = 1e-4,
+        stem: str = "conv",
+        num_heads: int = 1,
         mlp_ratio: float = 3.0,
         global_pool: str = "attn",
     ) -> None:
@@ -110,11 +119,13 @@ class PatchConvNet(nn.Module):
             raise ValueError(
                 f"expected a width that is a multiple of 8, got embed_dim={embed_dim}"
             )
-        if global_pool not in ("attn", ""):
-            raise ValueError(f"expected global_pool='attn' or '', got {global_pool!r}")
-        if per_class and not (num_classes and global_pool):
+        if global_pool not in ("attn", "avg", ""):
             raise ValueError(
-                f"tokens for each class need classes and a pool, got {num_classes=}, {global_pool=}"
+                f"expected global_pool='attn', 'avg' or '', got {global_pool!r}"
+            )
+        if per_class and not (num_classes and global_pool == "attn"):
+            raise ValueError(
+                f"tokens for each class need classes and attention, got {num_classes=}, {global_pool=}"
             )
         if num_classes and not global_pool:
             raise ValueError(
@@ -126,16 +137,7 @@ class PatchConvNet(nn.Module):
         # The names that timm reads.
         self.num_features = self.head_hidden_size = embed_dim
         self.grad_checkpointing = False
-        widths = [in_chans, embed_dim // 8, embed_dim // 4, embed_dim // 2, embed_dim]
-        stem: list[nn.Module] = []
-        for in_channels, out_channels in pairwise(widths):
-            stem += [
-                nn.Conv2d(in_channels, out_channels, 3, 2, 1, bias=False),
-                nn.GELU(),
-            ]
-        self.stem = nn.Sequential(
-            *stem[:-1]
-        )  # no activation after the last convolution
+        self.stem = _create_stem(stem, in_chans, embed_dim)
         norm = (
             partial(LayerNorm2d, eps=1e-6)
             if norm_layer == "layernorm2d"
@@ -149,11 +151,18 @@ class PatchConvNet(nn.Module):
             for i in range(depth)
         ]
         self.pool: Any = nn.Identity()
-        if global_pool:
-            classes = num_classes if per_class else None
+        if global_pool == "attn":
             self.pool = AttentionPool2d(
-                embed_dim, classes, mlp_ratio=mlp_ratio, init_values=init_values
+                embed_dim,
+                num_classes if per_class else None,
+                num_heads=num_heads,
+                mlp_ratio=mlp_ratio,
+                init_values=init_values,
             )
+        elif global_pool == "avg":
+            mean = SelectAdaptivePool2d(pool_type="avg", flatten=True)
+            layers = OrderedDict(mean=mean, norm=nn.LayerNorm(embed_dim, eps=1e-6))
+            self.pool = nn.Sequential(layers)
         self.head_drop = nn.Dropout(drop_rate)
         self.head = self._new_head()
 
@@ -193,7 +202,7 @@ class PatchConvNet(nn.Module):
 
         Args:
             num_classes: Number of classes; with 0, features are (B, d), or (B, K, d) of the tokens as they are.
-            global_pool: "" to remove the pooling as well; None or "attn" to keep it.
+            global_pool: "" to remove the pooling as well; None, or what it is, to keep it.
 
         Raises:
             ValueError: If ``global_pool`` is unknown, or there are classes without pooling.
@@ -219,6 +228,7 @@ class PatchConvNet(nn.Module):
         head = (ClassScores if self.per_class else nn.Linear)(
             self.embed_dim, self.num_classes
         )
+        # As the original implementation does, and timm's vision transformers.
         trunc_normal_(head.weight, std=0.02)
         nn.init.zeros_(head.bias)
         return head
@@ -244,6 +254,7 @@ class PatchConvNet(nn.Module):
         """
         if output_fmt != "NCHW":
             raise ValueError(f"expected output_fmt='NCHW', got {output_fmt!r}")
+        # timm's own helper, private as it is: indices mean what they mean for timm's models.
         selected, last = feature_take_indices(len(self.blocks), indices)
         x = self.stem(x)
         intermediates = []
@@ -287,6 +298,21 @@ class PatchConvNet(nn.Module):
         return self.grad_checkpointing and self.training
 
 
+def _create_stem(kind: str, in_chans: int, embed_dim: int) -> nn.Sequential:
+    """Create the layers that make patches of an image: (B, C, H, W) -> (B, d, H / 16, W / 16)."""
+    if kind == "linear":
+        return nn.Sequential(nn.Conv2d(in_chans, embed_dim, 16, 16))
+    if kind != "conv":
+        raise ValueError(f"expected stem='conv' or 'linear', got {kind!r}")
+    widths = [in_chans, embed_dim // 8, embed_dim // 4, embed_dim // 2, embed_dim]
+    layers: list[nn.Module] = []
+    for in_channels, out_channels in pairwise(widths):
+        convolution = nn.Conv2d(in_channels, out_channels, 3, 2, 1, bias=False)
+        layers += [convolution, nn.GELU()]
+    # There is no activation after the last convolution.
+    return nn.Sequential(*layers[:-1])
+
+
 # Patterns of parameter names in the original implementation (facebookresearch/deit), and the names here.
 _PUBLISHED = (
     (r"^patch_embed\.proj\.(\d+)\.0\.", r"stem.\1."),
@@ -312,6 +338,7 @@ def checkpoint_filter_fn(
     token give a copy for each (see :func:`tcnn_model.specialize`), and tokens of other classes are left out, as timm
     leaves out the classifier.
     """
+    # Published checkpoints wrap the weights.
     state = state.get("model", state)  # type: ignore[assignment]
     renamed: dict[str, Tensor] = {}
     for name, value in state.items():
@@ -362,9 +389,8 @@ def _entrypoint(size: str, kind: str) -> Callable[..., nn.Module]:
             "embed_dim": _WIDTHS[size[0]],
             "depth": depth,
             "per_class": bool(kind),
-            "init_values": 1e-4
-            if size in ("s20", "s36", "s60")
-            else 1e-6,  # as published, smaller in deeper models
+            # As published: smaller in deeper and wider models.
+            "init_values": 1e-4 if size in ("s20", "s36", "s60") else 1e-6,
             **kwargs,
         }
         return build_model_with_cfg(

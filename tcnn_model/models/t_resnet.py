@@ -15,6 +15,7 @@ from torch import nn
 
 from tcnn_model.conversion.reparameterize import reparameterize
 
+# Tables 1 and 2.
 _RS = (
     "resnetrs50",
     "resnetrs101",
@@ -22,7 +23,7 @@ _RS = (
     "resnetrs200",
     "resnetrs270",
     "resnetrs350",
-)  # Tables 1 and 2
+)
 _D = ("resnet50d", "resnet101d", "resnet152d", "resnet200d")  # Table 5
 _BASES = (*_RS, *_D, "resnet50")  # Table 3
 
@@ -52,6 +53,8 @@ def _entrypoint(base: str) -> Callable[..., nn.Module]:
             name: kwargs.pop(name) for name in _CONVERSION_ARGUMENTS if name in kwargs
         }
         cnn: Any = timm.models.model_entrypoint(base)(pretrained=pretrained, **kwargs)
+        # By name: with output_stride the last resolution has several stages, and the papers' models convert the last
+        # one only.
         model: Any = reparameterize(cnn, layers="layer4", inplace=True, **options)
         # timm's push_to_hf_hub writes the architecture that is named here, by which a checkpoint is loaded again.
         config: dict[str, Any] = {**cnn.pretrained_cfg, "architecture": create.__name__}

@@ -32,6 +32,7 @@ def add_attention_pool(
     model: nn.Module,
     *,
     per_class: bool = False,
+    num_heads: int = 1,
     mlp_ratio: float = 3.0,
     init_values: float = 1e-4,
     drop: float = 0.0,
@@ -55,7 +56,7 @@ def add_attention_pool(
     Args:
         model: A convnet that pools.
         per_class: Whether each class gets a token.
-        mlp_ratio, init_values, drop: The arguments of :class:`~tcnn_model.AttentionPool2d`.
+        num_heads, mlp_ratio, init_values, drop: The arguments of :class:`~tcnn_model.AttentionPool2d`.
         input_size: Size (C, H, W) of the image with which the pool is found; by default that of timm's
             ``pretrained_cfg``, or 3 x 224 x 224.
         inplace: Whether to change ``model`` itself rather than a copy.
@@ -65,9 +66,9 @@ def add_attention_pool(
 
     Raises:
         TypeError: If ``model`` is not a module.
-        ValueError: If it pools no feature map (B, d, H, W), as transformers; it pools by attention already; or
-            ``per_class`` is set for a model without classes or with another classifier than a linear one. The model is
-            then unchanged.
+        ValueError: If it pools no feature map (B, d, H, W), as transformers; it pools by attention already; the heads
+            do not divide its channels; or ``per_class`` is set for a model without classes or with another classifier
+            than a linear one. The model is then unchanged.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(
@@ -82,7 +83,12 @@ def add_attention_pool(
         raise ValueError(
             "tokens for each class need classes, and num_classes is 0: call reset_classifier first"
         )
-    options = {"mlp_ratio": mlp_ratio, "init_values": init_values, "drop": drop}
+    options: dict[str, Any] = {
+        "num_heads": num_heads,
+        "mlp_ratio": mlp_ratio,
+        "init_values": init_values,
+        "drop": drop,
+    }
     # The rehearsal decides and is checked before the first change to the user's model.
     rehearsal = meta_copy(model)
     size = find_input_size(rehearsal, input_size)
@@ -220,9 +226,8 @@ def _without_conv_mlp(model: nn.Module) -> None:
         nn.init.zeros_(head.fc.bias)
     model.head = head.to(_like(model)).train(old.training)
     model.pre_logits = nn.Identity().train(old.training)
-    model.head_hidden_size = (
-        model.num_features
-    )  # in timm the width of the fully connected layers
+    # In timm the width of the fully connected layers.
+    model.head_hidden_size = model.num_features
 
 
 def _check_hooks(model: Any, place: _Place, per_class: bool) -> None:
@@ -241,7 +246,7 @@ def _check_hooks(model: Any, place: _Place, per_class: bool) -> None:
 
 
 def _install(
-    model: nn.Module, place: _Place, per_class: bool, options: dict[str, float]
+    model: nn.Module, place: _Place, per_class: bool, options: dict[str, Any]
 ) -> None:
     classes = None
     if per_class:
@@ -270,6 +275,7 @@ def _like(model: nn.Module) -> Tensor:
 
 
 def _images(model: nn.Module, size: InputSize) -> Tensor:
+    # Two images, so that shapes show where images and tokens are mixed up.
     return torch.empty(2, *size, dtype=_like(model).dtype, device="meta")
 
 
@@ -294,6 +300,7 @@ def _check(
     expected = list(before)
     if per_class and len(before) > 1:
         features = torch.Size(before[1][1:]).numel()
+        # (B, K, d): each token has the features that an image had.
         expected[1] = (2, before[0][1], features)
     try:
         after = _shapes(model, size)

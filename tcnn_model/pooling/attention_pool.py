@@ -42,9 +42,8 @@ class PatchAttention(nn.Module):
         self.num_heads = num_heads
         self.tokens = tokens
         self.scale = (dim // num_heads) ** -0.5
-        self.fused_attn = (
-            use_fused_attn()
-        )  # timm's switch, also set by TIMM_FUSED_ATTN=0
+        # timm's switch, also set by TIMM_FUSED_ATTN=0.
+        self.fused_attn = use_fused_attn()
         self.q = nn.Linear(dim, dim, bias=qkv_bias, **factory)
         self.k = nn.Linear(dim, dim, bias=qkv_bias, **factory)
         self.v = nn.Linear(dim, dim, bias=qkv_bias, **factory)
@@ -77,6 +76,7 @@ class PatchAttention(nn.Module):
             dropout = self.attn_drop.p if self.training else 0.0
             gathered = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout)
         else:
+            # Precedence: (q * scale) @ k^T, the queries being fewer numbers than the logits.
             attention = (q * self.scale @ k.transpose(-2, -1)).softmax(-1)
             gathered = self.attn_drop(attention) @ v
         return self.proj_drop(self.proj(gathered.transpose(1, 2).flatten(2)))
@@ -85,9 +85,10 @@ class PatchAttention(nn.Module):
 class AttentionPool2d(nn.Module):
     """Learned pooling of a feature map: one block of class attention, then a LayerNorm (PatchConvNet paper, Fig. 3).
 
-    A token c attends to the patches X: c' = c + γ₁ ⊙ A(LN(c, X)), c'' = c' + γ₂ ⊙ FFN(LN(c')). One head, so that its
-    softmax is the weight of each patch. The block is timm's ``cait.LayerScaleBlockClassAttn``. (timm's own
-    ``AttentionPool2d`` is a different layer, that of CLIP.)
+    A token c attends to the patches X: c' = c + γ₁ ⊙ A(LN(c, X)), c'' = c' + γ₂ ⊙ FFN(LN(c')). There is one head, so
+    that its softmax is the weight of each patch; several heads, as the paper's Table 5 has them, each have their own.
+    The block is timm's ``cait.LayerScaleBlockClassAttn``. (timm's own ``AttentionPool2d`` is a different layer, that of
+    CLIP.)
 
     With a single token the token is among the keys, as published. With ``num_classes=K`` there is a token for each
     class, which gives K maps; only patches are among the keys then.
@@ -95,13 +96,14 @@ class AttentionPool2d(nn.Module):
     Args:
         channels: Channels d of the feature map.
         num_classes: Number of classes, each with a token; None for a single token.
+        num_heads: Number of heads, a divisor of d.
         mlp_ratio: Width of the FFN, in d.
         init_values: Initial value of γ₁ and γ₂. Published are 1e-4 and, for the deeper models, 1e-6.
         drop: Dropout rate of the outputs of attention and FFN.
         attn_drop: Dropout rate of the attention.
 
     Raises:
-        ValueError: If there are no channels or no classes.
+        ValueError: If there are no channels or no classes, or the heads do not divide the channels.
     """
 
     def __init__(
@@ -109,6 +111,7 @@ class AttentionPool2d(nn.Module):
         channels: int,
         num_classes: int | None = None,
         *,
+        num_heads: int = 1,
         mlp_ratio: float = 3.0,
         init_values: float = 1e-4,
         drop: float = 0.0,
@@ -118,6 +121,10 @@ class AttentionPool2d(nn.Module):
         if channels < 1 or (num_classes is not None and num_classes < 1):
             raise ValueError(
                 f"expected at least one channel and one class, got {channels} and {num_classes}"
+            )
+        if num_heads < 1 or channels % num_heads:
+            raise ValueError(
+                f"expected a number of heads that divides {channels} channels, got num_heads={num_heads}"
             )
         norm = partial(nn.LayerNorm, eps=1e-6)  # as in timm's CaiT
         attention = (
@@ -130,7 +137,7 @@ class AttentionPool2d(nn.Module):
         self.cls_token = nn.Parameter(torch.empty(1, num_classes or 1, channels))
         self.block = LayerScaleBlockClassAttn(
             channels,
-            num_heads=1,
+            num_heads=num_heads,
             mlp_ratio=mlp_ratio,
             qkv_bias=True,
             proj_drop=drop,
@@ -141,6 +148,12 @@ class AttentionPool2d(nn.Module):
         )
         self.norm = norm(channels)
         self.reset_parameters()
+
+    @property
+    def num_heads(self) -> int:
+        """Number of heads."""
+        heads: int = self.block.attn.num_heads
+        return heads
 
     @property
     def per_class(self) -> bool:
@@ -176,6 +189,7 @@ class AttentionPool2d(nn.Module):
         if num_classes < 1:
             raise ValueError(f"expected at least one class, got {num_classes}")
         self.block.attn = PatchAttention.of(self.block.attn, num_classes)
+        # Copies, not views: each class trains its own.
         tokens = self.cls_token.detach().repeat(1, num_classes, 1)
         self.cls_token = nn.Parameter(tokens, self.cls_token.requires_grad)
         self.num_classes = num_classes
@@ -227,7 +241,11 @@ class ClassScores(nn.Linear):
         weight: Any = classifier.weight
         bias: Any = classifier.bias
         scores = cls(
-            weight.shape[1], weight.shape[0], bias=bias is not None, device="meta"
+            # On the meta device, as the parameters made here are replaced at once, and no random numbers are drawn.
+            weight.shape[1],
+            weight.shape[0],
+            bias=bias is not None,
+            device="meta",
         )
         scores.weight = (
             weight

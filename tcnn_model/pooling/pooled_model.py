@@ -31,9 +31,8 @@ class GlobalAttentionPool(nn.Module):
     ) -> None:
         super().__init__()
         self.attention = attention
-        self.replaced = (
-            replaced,
-        )  # in a tuple, as it does not run and must not become a submodule
+        # In a tuple, as it does not run and must not become a submodule.
+        self.replaced = (replaced,)
         self.flatten = flatten
 
     def is_identity(self) -> bool:

@@ -105,7 +105,7 @@ def build_model(
                 f"drop_path={config.drop_path}, but {config.model} has no block with a drop_path"
             )
     if config.reparameterize_at is not None and not gpsa_layers(model):
-        # A model that cannot be converted at this size is refused now, not after the epochs of the CNN.
+        # A model that cannot be converted at this size is refused now, by a trial on a copy, before the CNN is trained.
         _reparameterize(
             model if config.reparameterize_at == 0 else copy.deepcopy(model), config
         )
@@ -200,6 +200,8 @@ def build_training(
         ModelEmaV3(model, decay=config.ema, foreach=not sharded) if config.ema else None
     )
     if sharded:
+        # After the average is made, as torch refuses to copy what is sharded; and before the optimizer, as it replaces
+        # parameters.
         for module in _with_average(model, ema):
             shard(module)
     mix = None
@@ -245,13 +247,13 @@ def convert(training: Training, config: Config, steps: int, ranks: Ranks) -> boo
     if gpsa_layers(training.model):
         return False
     for model in _with_average(training.model, training.ema):
-        _reparameterize(
-            model, config
-        )  # with the same seed: the moving average gets the same new weights
+        # With the same seed: the moving average gets the same new weights.
+        _reparameterize(model, config)
     state = training.optimizer.state
     training.optimizer = _optimizer(config, training.model)
     if config.keep_optimizer:
         for parameter in training.model.parameters():
+            # By identity: the conversion keeps the parameters of all layers but the convolutions that it replaces.
             if parameter in state:
                 training.optimizer.state[parameter] = state[parameter]
     _attach(training, config, steps, ranks)

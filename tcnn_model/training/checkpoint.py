@@ -16,6 +16,8 @@ __all__ = [
     "write_file",
 ]
 
+_FOLDER_ATTRIBUTE = 0x10  # of MS-DOS, in the directory of a zip file
+
 
 def write_checkpoint(path: str | Path, state: dict[str, Any]) -> None:
     """Write a checkpoint as :func:`write_file` does."""
@@ -46,6 +48,8 @@ def write_file(path: str | Path, write: Callable[[BinaryIO], object]) -> None:
         with partial.open("wb") as file:
             write(file)
             file.flush()
+            # Before the renaming, or a loss of power could leave the new name on a file whose bytes never reached the
+            # disk.
             os.fsync(file.fileno())
         os.replace(partial, path)
     except BaseException as error:
@@ -56,6 +60,7 @@ def write_file(path: str | Path, write: Callable[[BinaryIO], object]) -> None:
     if hasattr(os, "O_DIRECTORY"):  # not on Windows
         folder = os.open(path.parent, os.O_DIRECTORY)
         try:
+            # The folder holds the name: without this the renaming may be lost, though the bytes are not.
             os.fsync(folder)
         finally:
             os.close(folder)
@@ -69,8 +74,15 @@ def check_sums(path: str | Path) -> None:
     """
     with zipfile.ZipFile(path) as archive:
         damaged = archive.testzip()
+        entries = archive.infolist()
     if damaged is not None:
         raise zipfile.BadZipFile(f"the checksum of {damaged} does not match")
+    # torch reads nothing of an entry with the attribute of a folder, and gives memory as it is for the tensor.
+    folders = [
+        entry.filename for entry in entries if entry.external_attr & _FOLDER_ATTRIBUTE
+    ]
+    if folders:
+        raise zipfile.BadZipFile(f"{folders[0]} is called a folder")
 
 
 def load_tensors(path: str | Path, device: torch.device | str = "cpu") -> Any:

@@ -44,6 +44,7 @@ def main(arguments: list[str] | None = None) -> int:
             f"stopped {stop}; go on with: tcnn-finetune --resume --out {folder}",
             file=sys.stderr,
         )
+        # 130 is what shells give after Ctrl-C; a job that was asked to make room has ended well.
         return 130 if stop.signal == signal.SIGINT else 0
     except KeyboardInterrupt:
         begun = folder is not None and (folder / "config.toml").exists()
@@ -131,6 +132,7 @@ def _epochs(
     def before_epoch(epoch: int) -> None:
         due = config.reparameterize_at is not None and epoch > config.reparameterize_at
         if due and convert(training, folder.scaled, steps, folder.ranks):
+            # The GPSA layers are new modules, and no hooks are on them yet.
             watching.attach()
 
     watching = Watching(training, config, folder)
@@ -161,9 +163,12 @@ def _epochs(
 def _summary(training: Training, images: Images, folder: Folder) -> None:
     best = best_result(training.history)
     last = training.history[-1]
+    weights = "lost"
+    if folder.has_best(training):
+        weights = f"{folder.path / 'best.pt'} (--weights takes them)"
     lines = [
         f"epoch {last.epoch}: top-1 {last.top1:.4f}; best in epoch {best.epoch}: {best.top1:.4f}",
-        f"its weights: {folder.path / 'best.pt'} (--weights takes them); all epochs: {folder.path / 'epochs.csv'}",
+        f"its weights: {weights}; all epochs: {folder.path / 'epochs.csv'}",
     ]
     if images.unreadable:
         lines.append(

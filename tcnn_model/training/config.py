@@ -49,6 +49,17 @@ _CHOICES: dict[str, tuple[str | None, ...]] = {
 }
 
 
+_TYPES = {
+    bool: "true or false",
+    int: "a whole number",
+    float: "a number",
+    str: "a text",
+    list: "a list of texts",
+    dict: "a table",
+}
+"""Types of settings, in the words of messages."""
+
+
 def _option(group: str, text: str, default: Any = None) -> Any:
     return field(default=default, metadata={"group": group, "help": text})
 
@@ -396,9 +407,8 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
 
 def _argument(kind: Any) -> dict[str, Any]:
     """Return the arguments of ``add_argument`` for a setting of this type."""
-    if isinstance(
-        kind, types.UnionType
-    ):  # None is the default of such a setting, and cannot be given
+    # None is the default of such a setting, and cannot be given.
+    if isinstance(kind, types.UnionType):
         kind = next(
             member for member in typing.get_args(kind) if member is not type(None)
         )
@@ -436,20 +446,60 @@ def read_toml(path: Path) -> dict[str, Any]:
     """Read the settings of a file.
 
     Raises:
-        ValueError: The file is no TOML, or has a setting that does not exist.
+        ValueError: The file is no TOML, or has a setting that does not exist, or a value of a wrong type.
     """
+    return _known(_load(path), str(path))
+
+
+def _load(path: Path) -> dict[str, Any]:
     try:
-        settings = tomllib.loads(path.read_text())
-    except (OSError, tomllib.TOMLDecodeError) as error:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    # ValueError: no TOML, or no UTF-8. RecursionError: tables within tables, thousands of them.
+    except (OSError, ValueError, RecursionError) as error:
         raise ValueError(f"cannot read the settings in {path}: {error}") from error
-    return _known(settings, path.name)
 
 
 def _known(settings: Mapping[str, Any], where: str) -> dict[str, Any]:
-    unknown = sorted(settings.keys() - {setting.name for setting in fields(Config)})
+    """Return the settings of a file if they exist, and have values of their types."""
+    kinds = typing.get_type_hints(Config)
+    unknown = sorted(settings.keys() - kinds.keys())
     if unknown:
         raise ValueError(f"{where}: no such setting: {', '.join(unknown)}")
+    for name, value in settings.items():
+        _check_type(value, kinds[name], f"{where}: {name}")
+        if isinstance(value, dict) and not _has_no_dates(value):
+            raise ValueError(
+                f"{where}: {name}: expected no dates and times, got {value!r}"
+            )
     return dict(settings)
+
+
+def _check_type(value: Any, kind: Any, where: str) -> None:
+    """Refuse a value that TOML gave another type than a setting has.
+
+    Raises:
+        ValueError: The message says where, what was expected and what was given.
+    """
+    kinds = typing.get_args(kind) if isinstance(kind, types.UnionType) else (kind,)
+    classes = tuple(typing.get_origin(member) or member for member in kinds)
+    if float in classes:
+        classes += (int,)  # 1 for 1.0
+    # True is an int in Python, and 1 in no setting.
+    fits = bool in classes if isinstance(value, bool) else isinstance(value, classes)
+    if list in classes and isinstance(value, list):
+        fits = all(isinstance(element, str) for element in value)
+    if not fits:
+        names = [_TYPES[member] for member in classes if member in _TYPES]
+        raise ValueError(f"{where}: expected {names[0]}, got {value!r}")
+
+
+def _has_no_dates(value: Any) -> bool:
+    # No model takes them, and the settings of a run could not be written.
+    if isinstance(value, dict):
+        return all(map(_has_no_dates, value.values()))
+    if isinstance(value, list):
+        return all(map(_has_no_dates, value))
+    return isinstance(value, str | int | float)
 
 
 @cache
@@ -486,22 +536,28 @@ def recipe_settings(name: str, model: str) -> dict[str, Any]:
         for glob, further in recipe.get("models", {}).items():
             if fnmatchcase(model, glob):
                 settings |= further
-    return _known(settings, f"recipe {name}")
+    return settings
 
 
 def _recipe(name: str) -> dict[str, Any]:
+    """Read a recipe; all of its values are of their types."""
     if name.endswith(".toml"):
-        text = Path(name).read_text()
+        path = Path(name)
     elif name in recipe_names():
-        text = (_RECIPES / f"{name}.toml").read_text()
+        path = _RECIPES / f"{name}.toml"
     else:
         raise ValueError(
             f"no recipe {name!r}; there are {', '.join(recipe_names())}, or give a file *.toml"
         )
-    try:
-        return tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
-        raise ValueError(f"recipe {name}: {error}") from error
+    recipe = _load(path)
+    for part, kind in {"base": str, "settings": dict, "models": dict}.items():
+        if part in recipe:
+            _check_type(recipe[part], kind, f"recipe {name}: {part}")
+    _known(recipe.get("settings", {}), f"recipe {name}")
+    for glob, further in recipe.get("models", {}).items():
+        _check_type(further, dict, f"recipe {name}: models: {glob}")
+        _known(further, f"recipe {name}: models: {glob}")
+    return recipe
 
 
 def as_toml(settings: Mapping[str, Any]) -> str:
@@ -517,4 +573,7 @@ def _value(value: Any) -> str:
         return "{" + ", ".join(pairs) + "}"
     if isinstance(value, list):
         return "[" + ", ".join(map(_value, value)) + "]"
-    return json.dumps(value)  # of text, numbers and truth values TOML's form is JSON's
+    if isinstance(value, float):
+        return repr(value)  # inf and nan, which JSON lacks
+    # Of text, integers and truth values TOML's form is JSON's.
+    return json.dumps(value, ensure_ascii=False)

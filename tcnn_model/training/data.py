@@ -87,8 +87,8 @@ class _Sample:
 class _Seeded(Dataset[_Sample]):
     """Images by key. Each draws its augmentation from generators of its own, seeded by the key.
 
-    In training the next image stands in for one that cannot be read, so that batches keep their size: processes stay
-    in step, and a resumed run counts the steps that were made. In validation there is no image then.
+    In training the next image stands in for one that cannot be read or transformed, so that batches keep their size:
+    processes stay in step, and a resumed run counts the steps that were made. In validation there is no image then.
 
     Args:
         source: Images by number.
@@ -107,8 +107,11 @@ class _Seeded(Dataset[_Sample]):
         training: bool,
         numbered: bool,
     ) -> None:
-        self.source, self.transform, self.seed = source, transform, seed
-        self.training, self.numbered = training, numbered
+        self.source = source
+        self.transform = transform
+        self.seed = seed
+        self.training = training
+        self.numbered = numbered
 
     def __getitem__(self, key: Key) -> _Sample:
         epoch, place, index = key
@@ -117,19 +120,20 @@ class _Seeded(Dataset[_Sample]):
             number = (index + offset) % len(self.source)
             try:
                 image, label = self.source.read(number)
-            except Exception as error:  # decoders raise many kinds for damaged files, AttributeError among them
+                with own_randomness(seed_of(self.seed, epoch, place)):
+                    tensor = self.transform(image)
+            # Decoders raise many kinds for damaged files, AttributeError among them; the transform of a huge image may
+            # raise MemoryError.
+            except Exception as error:
                 unreadable.append(
                     _Unreadable(
                         self.source.name(number), f"{type(error).__name__}: {error}"
                     )
                 )
                 continue
-            with own_randomness(seed_of(self.seed, epoch, place)):
-                return _Sample(
-                    self.transform(image),
-                    (label, number) if self.numbered else label,
-                    unreadable,
-                )
+            return _Sample(
+                tensor, (label, number) if self.numbered else label, unreadable
+            )
         return _Sample(None, -1, unreadable)
 
 
@@ -197,6 +201,7 @@ class Images:
                 f"a step of {together} images ({config.batch_size} x {config.accumulate} accumulated x {count} "
                 f"processes) is more than the {self._sizes[0]} to train on: give a smaller batch_size"
             )
+        # Whole steps only: a smaller last batch would have a noisier gradient at the same rate.
         self.per_epoch = self._sizes[0] // together * config.accumulate
         self.unreadable: dict[str, str] = {}
         self._epoch = 0

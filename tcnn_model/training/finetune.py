@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from timm.loss import LabelSmoothingCrossEntropy
+from timm.loss import LabelSmoothingCrossEntropy, SoftTargetCrossEntropy
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from tqdm.auto import tqdm
@@ -23,7 +23,7 @@ from tcnn_model.training.optimization import (
     set_drop_path,
 )
 from tcnn_model.training.seeding import check_repeatable, seed_everything
-from tcnn_model.training.task import Classification
+from tcnn_model.training.task import Classification, Criterion
 
 __all__ = ["FinetuningResult", "finetune"]
 
@@ -84,7 +84,7 @@ def finetune(
     Args:
         model: Any classifier, trained in place; its gates are those of its GPSA layers.
         train_loader, val_loader: Batches of images (B, C, H, W) and class indices (B,); for training, shares of
-            classes (B, K), as mixup gives them, are accepted too.
+            classes (B, K) too, as timm's ``Mixup`` gives them, smoothed by it or not at all.
         epochs: Number of training epochs.
         opt: timm's name of an optimizer. The paper has "momentum", SGD with momentum 0.9, for CNNs (Sec. 5).
         lr, gating_lr: Peak learning rates of the weights and of the gates, reached at the end of the warm-up, where
@@ -95,7 +95,7 @@ def finetune(
         weight_decay: Weight decay of matrices and filters, see :func:`~tcnn_model.parameter_groups`.
         warmup_epochs: Epochs of linear warm-up from 0; must be fewer than ``epochs``.
         gating_warmup_epochs, gating_min_lr: Warm-up and last rate of the gates; None for those of the weights.
-        label_smoothing: Share of the targets that is spread over all classes, in [0, 1).
+        label_smoothing: Share of class indices that is spread over all classes, in [0, 1).
         drop_path_rate: Stochastic depth, as a ramp (``tcnn_model.training.optimization.set_drop_path``); None to
             leave the model's as it is.
         device: Device to train on; None for the model's.
@@ -164,7 +164,7 @@ def finetune(
     optimizer = create_optimizer(model, **optimizing)
     training = Training(
         model=model,
-        task=Classification(model, LabelSmoothingCrossEntropy(label_smoothing)),
+        task=Classification(model, _criterion(label_smoothing)),
         optimizer=optimizer,
         schedules=create_schedules(
             optimizer, steps=len(train_loader), reaching_peak=True, **rates
@@ -189,6 +189,18 @@ def finetune(
         training, loaders, epochs, after_epoch=save, progress=progress, name=name
     )
     return _with_sums(results, sums, name if progress else None)
+
+
+def _criterion(label_smoothing: float) -> Criterion:
+    """Return the loss of class indices (B,), which are smoothed, and of shares of classes (B, K) as they are."""
+    of_indices = LabelSmoothingCrossEntropy(label_smoothing)
+    of_shares = SoftTargetCrossEntropy()
+
+    def loss(scores: Tensor, targets: Tensor) -> Tensor:
+        criterion: Criterion = of_indices if targets.ndim == 1 else of_shares
+        return criterion(scores, targets)
+
+    return loss
 
 
 def _with_sums(
@@ -217,7 +229,9 @@ class _Loaders:
 
     def __init__(self, train: Loader, validate: Loader, seed: int | None) -> None:
         self.per_epoch = len(train)
-        self._train, self._validate, self._seed = train, validate, seed
+        self._train = train
+        self._validate = validate
+        self._seed = seed
 
     def begin(self, epoch: int) -> None:
         if self._seed is not None:

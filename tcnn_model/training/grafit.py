@@ -56,6 +56,7 @@ def neighbour_scores(
         scaled = scaled.masked_fill(itself, -torch.inf)
     shares = scaled.softmax(-1)
     masses = shares.new_zeros(len(embeddings), classes).index_add(1, labels, shares)
+    # Of a class without neighbours the logarithm would be -inf, and the gradient NaN.
     return masses.clamp_min(torch.finfo(masses.dtype).tiny).log()
 
 
@@ -87,7 +88,9 @@ class Grafit(nn.Module):
     ) -> None:
         super().__init__()
         trunk.reset_classifier(0)
-        self.trunk, self.num_classes, self.temperature = trunk, classes, temperature
+        self.trunk = trunk
+        self.num_classes = classes
+        self.temperature = temperature
         self.pretrained_cfg = getattr(trunk, "pretrained_cfg", None)
         self.projector = _perceptron(trunk.head_hidden_size, dim)
         self.predictor = _perceptron(dim, dim)
@@ -100,9 +103,8 @@ class Grafit(nn.Module):
 
     def forward(self, images: Tensor) -> Tensor:
         """Compute log-probabilities of the coarse classes by the images in the memory, shape (B, K)."""
-        return self.scores(
-            self.embed(images).float()
-        )  # half precision is too coarse for cosines / 0.05
+        # In bfloat16 cosines near 1 are 0.004 apart, of which the temperature makes 0.08 in a logit.
+        return self.scores(self.embed(images).float())
 
     def scores(self, embeddings: Tensor, numbers: Tensor | None = None) -> Tensor:
         """Score embeddings, shape (B, D); those of training images, with their numbers (B,), without themselves."""
@@ -119,6 +121,7 @@ class Grafit(nn.Module):
     @torch.no_grad()
     def remember(self, numbers: Tensor, labels: Tensor, embeddings: Tensor) -> None:
         """Move the images' memory half of the way to these embeddings (thesis, "Memory of embeddings")."""
+        # The first mean is with zeros, and later ones are shorter than 1 too: cosines do not see lengths.
         self.memory[numbers] = (self.memory[numbers] + embeddings) / 2
         self.labels[numbers] = labels
 
@@ -135,7 +138,9 @@ class GrafitTask:
     """
 
     def __init__(self, model: Grafit, target: Grafit, views: int) -> None:
-        self.model, self.target, self.views = model, target, views
+        self.model = model
+        self.target = target
+        self.views = views
 
     def __call__(self, images: Tensor, targets: Tensor) -> Mapping[str, Tensor]:
         """Compute the loss, with scores (B / T, K) and labels (B / T,).
@@ -153,9 +158,8 @@ class GrafitTask:
             goals = self.target.embed(images)
         embeddings = self.model.embed(images)
         predictions = self.model.predictor(embeddings)
-        with torch.autocast(
-            images.device.type, enabled=False
-        ):  # the memory has float32
+        # The memory has float32, and so do the cosines with it.
+        with torch.autocast(images.device.type, enabled=False):
             first = self._by_image(embeddings)[:, 0]
             self.model.remember(numbers[:, 0], labels[:, 0], first.detach())
             scores = self.model.scores(first, numbers[:, 0])

@@ -38,7 +38,8 @@ class NonFiniteLossError(ArithmeticError):
 
     def __init__(self, message: str, images: Tensor, targets: Tensor) -> None:
         super().__init__(message)
-        self.images, self.targets = images, targets
+        self.images = images
+        self.targets = targets
 
 
 class Batches(Protocol):
@@ -145,6 +146,7 @@ class Training:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from a state."""
         self.model.load_state_dict(shard_state(state["model"], self.model))
+        # torch casts the state to the parameters' dtype and device, and leaves it whole: it is sharded afterwards.
         self.optimizer.load_state_dict(state["optimizer"])
         shard_optimizer(self.optimizer)
         for schedule, saved in zip(self.schedules, state["schedules"], strict=True):
@@ -154,10 +156,10 @@ class Training:
             self.ema.module.load_state_dict(shard_state(state["ema"], self.ema.module))
         kind = EpochResult if self.ema is None else AveragedResult
         self.history = [kind(**result) for result in state["history"]]
-        self.epoch, self.step = state["epoch"], state["step"]
-        self.total = state["total"].to("cpu") * (
-            self.rank == 0
-        )  # the sum over processes, to be counted once
+        self.epoch = state["epoch"]
+        self.step = state["step"]
+        # It is the sum over processes, to be counted once.
+        self.total = state["total"].to("cpu") * (self.rank == 0)
 
     def train_mode(self) -> None:
         """Set training mode, except for frozen modules."""
@@ -194,6 +196,7 @@ class Training:
         for number, (images, targets) in enumerate(batches):
             if self.seed is not None:
                 seed_everything(
+                    # With the rank, or all processes would mix and drop the same places of their batches.
                     seed_of(self.seed, self.epoch, self.step, number, self.rank)
                 )
             last = number == len(batches) - 1
@@ -201,12 +204,12 @@ class Training:
             with nullcontext() if last else self.no_sync():
                 self._backward(images, targets, len(batches))
         if self.clip_grad is not None:
-            self.scaler.unscale_(
-                self.optimizer
-            )  # the norm is that of the true gradient
+            # The norm is that of the true gradient, not of the scaled one.
+            self.scaler.unscale_(self.optimizer)
             nn.utils.clip_grad_norm_(self.model.parameters(), self.clip_grad)
         self.scaler.step(self.optimizer)
         self.scaler.update()
+        # After the step, so that the average has the newest weights.
         if self.ema is not None:
             self.ema.update(self.model)
         self.step += 1
@@ -227,6 +230,7 @@ class Training:
             raise NonFiniteLossError(
                 f"the loss is {total_loss:g} in {place}", images, targets
             )
+        # The sum over batches is then the mean gradient: clipping sees the norm that one large batch would have.
         self.scaler.scale(loss / parts).backward()
         self.total += totals(logits, loss, result.get("targets", targets)).cpu()
 
@@ -259,9 +263,8 @@ def run(
         progress: Whether to show bars.
         name: Name of the bar.
     """
-    within = (
-        training.step > 0
-    )  # the model is then no longer that of the last epoch of the history
+    # After a step the model is no longer that of the last epoch of the history.
+    within = training.step > 0
     first = max(len(training.history) - (not within), 0)
     yield from training.history[:first]
     with tqdm(
@@ -291,14 +294,13 @@ def run(
                     **asdict(result), ema_val_loss=average[0], ema_top1=average[1]
                 )
             bar.set_postfix(top1=f"{result.top1:.3f}", refresh=False)
+            # The first one is an epoch of the history, which `initial` counts, or epoch 0, in which nothing is trained.
             bar.update(epoch > first)
             if known is None:
                 training.history.append(result)
-                training.epoch, training.step, training.total = (
-                    epoch + 1,
-                    0,
-                    torch.zeros_like(training.total),
-                )
+                training.epoch = epoch + 1
+                training.step = 0
+                training.total = torch.zeros_like(training.total)
                 after_epoch()
             yield result
 
@@ -339,6 +341,7 @@ def _train_epoch(
 
 
 def _means(training: Training) -> tuple[float, float]:
+    # Sums and not means are added up: processes may have seen different numbers of images.
     loss, correct, count = training.over_ranks(training.total).tolist()
     return loss / count, correct / count
 

@@ -168,6 +168,7 @@ def rate_sums(
     # The schedules run dry, and set the rates that the training will have.
     totals, sums = dict.fromkeys(trained, 0.0), []
     for step in range(marks[-1] + 1):
+        # Before the step's own rate is added, so that mark n sums the rates of n steps.
         if step in marks:
             known = {
                 name: total / units[name] if units[name] else math.nan
@@ -218,7 +219,8 @@ class _Groups:
     """An optimizer as a scheduler sees it: with the gates alone, or without them."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, gates: bool) -> None:
-        self._optimizer, self._gates = optimizer, gates
+        self._optimizer = optimizer
+        self._gates = gates
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
@@ -307,6 +309,7 @@ def set_drop_path(model: nn.Module, rate: float, *, uniform: bool = False) -> in
     modules = [(module, _drop_paths(module)) for module in model.modules()]
     blocks = [(block, names) for block, names in modules if names]
     trunk = [block for block, _ in blocks if not _is_class_attention(block)]
+    # A single block gets the rate of the first, 0, and no division by zero.
     last = max(len(trunk) - 1, 1)
     rates = {
         id(block): rate if uniform else rate * number / last
@@ -315,6 +318,7 @@ def set_drop_path(model: nn.Module, rate: float, *, uniform: bool = False) -> in
     for block, names in blocks:
         p = rates.get(id(block), 0.0)
         for name in names:
+            # New modules are in training mode, and the model may not be.
             setattr(
                 block, name, DropPath(p).train(block.training) if p else nn.Identity()
             )
@@ -325,6 +329,7 @@ def _drop_paths(block: nn.Module) -> list[str]:
     """Return the names of a residual block's stochastic depths, set or not (None in timm's ResNets)."""
     names = [
         name
+        # torch keeps None among the plain attributes, and modules apart.
         for name in {**vars(block), **block._modules}
         if re.fullmatch(r"drop_path\d?", name)
     ]

@@ -2,9 +2,11 @@
 
 import csv
 import io
+import os
 import re
 import signal
 import sys
+import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict
@@ -31,6 +33,9 @@ FREE = ("device", "workers", "out", "compile", "keep", "checkpoint_steps", "watc
 """Settings that may change when a run is resumed: they have nothing to do with the weights."""
 
 _EPOCH = re.compile(r"epoch-(\d+)\.pt")
+
+# Files that this process holds a lock of, with its number, as a forked process holds none of them.
+_held: set[tuple[int, Path]] = set()
 
 
 class Stopping:
@@ -79,23 +84,26 @@ class Folder:
     """
 
     def __init__(self, config: Config, ranks: Ranks) -> None:
-        self.path, self.config, self.ranks = Path(config.out), config, ranks
+        self.path = Path(config.out)
+        self.config = config
+        self.ranks = ranks
         self.scaled = config.scaled(ranks.count)
         self._checkpoints = self.path / "checkpoints"
         self._within = self._checkpoints / "within.pt"
         self._settings = {
             name: value for name, value in config.as_dict().items() if name not in FREE
         }
+        # Random numbers and batch norms are those of a process, so a run goes on with as many as before.
         self._settings["processes"] = ranks.count
         self._steps = 0
         self._best: int | None = None
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """Keep other processes from training in this folder.
+        """Keep other trainings out of this folder.
 
         Raises:
-            ValueError: One does already.
+            ValueError: There is one already, in this process or in another.
         """
         with ExitStack() as stack:
             refused = False
@@ -105,9 +113,10 @@ class Folder:
                     stack.enter_context(_file_lock(self.path / ".lock"))
                 except BlockingIOError:
                     refused = True
+            # The first one alone knows: the others would wait for it.
             if self.ranks.any(refused):
                 raise ValueError(
-                    f"another process trains in {self.path}: wait until it ends, or give another --out"
+                    f"another training runs in {self.path}: wait until it ends, or give another --out"
                 )
             yield
 
@@ -152,6 +161,18 @@ class Folder:
                 partial.unlink(missing_ok=True)
             if training.history:
                 self._settle(training)
+                best = best_result(training.history)
+                if not self.has_best(training):
+                    warnings.warn(
+                        f"{self.path / 'best.pt'} is damaged or not there, and the checkpoint of epoch {best.epoch} is "
+                        f"not kept: the weights of the best accuracy, {best.top1:.4f}, are lost",
+                        RuntimeWarning,
+                        stacklevel=2,
+                    )
+
+    def has_best(self, training: Training) -> bool:
+        """Return True if ``best.pt`` has the weights of the best epoch; for the first process."""
+        return self._best == best_result(training.history).epoch
 
     def after_step(self, training: Training, stopping: Stopping) -> None:
         """Write a checkpoint if it is time for one, or if the run is to stop.
@@ -237,15 +258,14 @@ class Folder:
         writer.writerows(asdict(result) for result in training.history)
         _write(self.path / "epochs.csv", table.getvalue())
 
-        if (
-            training.step == 0
-        ):  # otherwise this checkpoint is later than that of the last epoch
+        # Otherwise this checkpoint is later than that of the last epoch.
+        if training.step == 0:
             self._within.unlink(missing_ok=True)
         for epoch in sorted(checkpoints)[: -self.config.keep]:
             checkpoints[epoch].unlink()
 
     def _epoch_of_best(self) -> int | None:
-        with suppress(ValueError, OSError, KeyError):
+        with suppress(ValueError, OSError, LookupError, TypeError):
             return int(load_tensors(self.path / "best.pt")["epoch"])
         return None
 
@@ -284,8 +304,22 @@ def _file_lock(path: Path) -> Iterator[None]:
     """Hold a lock that the system frees when this process ends, and that forked workers do not inherit.
 
     Raises:
-        BlockingIOError: Another process holds it.
+        BlockingIOError: It is held, by this process or another.
     """
+    # POSIX gives a process a lock that it holds already, and frees it as soon as the file is closed once.
+    holder = os.getpid(), path.resolve()
+    if holder in _held:
+        raise BlockingIOError(f"this process holds {path}")
+    _held.add(holder)
+    try:
+        with _system_lock(path):
+            yield
+    finally:
+        _held.discard(holder)
+
+
+@contextmanager
+def _system_lock(path: Path) -> Iterator[None]:
     try:
         import fcntl
     except ImportError:  # Windows: there a second process is not noticed

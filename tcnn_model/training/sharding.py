@@ -23,18 +23,18 @@ __all__ = [
 
 def shard(model: nn.Module) -> None:
     """Spread a model over the processes, in place: its blocks, each gathered when it runs, and all that remains."""
-    from torch.distributed.fsdp import (
-        fully_shard,
-    )  # slow to import, and needed by no run on one process
+    # Slow to import, and needed by no run on one process.
+    from torch.distributed.fsdp import fully_shard
 
     for child in model.children():
-        if not isinstance(
-            child, nn.Sequential | nn.ModuleList
-        ):  # timm keeps blocks in either
+        # timm keeps blocks in either.
+        if not isinstance(child, nn.Sequential | nn.ModuleList):
             continue
         for block in child:
+            # A block without parameters has nothing to gather, and would only get hooks.
             if next(block.parameters(), None) is not None:
                 fully_shard(block)
+    # The root comes last: it takes the parameters that no block has.
     fully_shard(model)
 
 
@@ -48,15 +48,15 @@ def gathered(model: nn.Module) -> Iterator[None]:
 
     parts = [module for module in model.modules() if isinstance(module, FSDPModule)]
     for part in parts:
+        # Otherwise the first forward would give the parameters back.
         part.set_reshard_after_forward(False, recurse=False)
         part.unshard()
     try:
         yield
     finally:
         for part in parts:
-            part.set_reshard_after_forward(
-                part is not model, recurse=False
-            )  # torch's default for a root, and others
+            # torch's default, for a root and for the others.
+            part.set_reshard_after_forward(part is not model, recurse=False)
             part.reshard()
 
 
@@ -92,16 +92,14 @@ def shard_optimizer(optimizer: torch.optim.Optimizer) -> None:
     """Spread the state that an optimizer has loaded as its parameters are."""
     for parameter, state in optimizer.state.items():
         for name, value in state.items():
-            if (
-                isinstance(value, Tensor) and value.shape == parameter.shape
-            ):  # steps are counted in whole scalars
+            # Adam's step, a whole scalar beside the moments, is not spread.
+            if isinstance(value, Tensor) and value.shape == parameter.shape:
                 state[name] = _like(value, parameter)
 
 
 def _like(value: Tensor, pattern: Tensor) -> Tensor:
-    if not hasattr(
-        pattern, "full_tensor"
-    ):  # a DTensor has it; buffers are plain tensors
+    # A DTensor has this method; buffers are plain tensors.
+    if not hasattr(pattern, "full_tensor"):
         return value
     from torch.distributed.tensor import distribute_tensor
 

@@ -48,9 +48,8 @@ class ShardReader(Reader):  # type: ignore[misc]  # timm has no types
         for number, shard in enumerate(self._shards):
             places += [(number, *sample) for sample in _samples(shard, field)]
         # An array, because workers of a DataLoader would copy the pages of a list of tuples as they count references.
-        self._places = np.array(places, dtype=np.int64).reshape(
-            -1, 4
-        )  # shard, first byte, size, label
+        # Columns: shard, first byte, size, label.
+        self._places = np.array(places, dtype=np.int64).reshape(-1, 4)
         labels = np.unique(self._places[:, 3]).tolist()
         # Labels with gaps have no names: timm would take their places for the labels.
         self.class_to_idx = (
@@ -64,6 +63,7 @@ class ShardReader(Reader):  # type: ignore[misc]  # timm has no types
 
     def __getitem__(self, index: int) -> tuple[io.BytesIO, int]:
         shard, first, size, label = self._places[index].tolist()
+        # Opened for each image: workers that are forked would share the place in a file that stays open.
         with self._shards[shard].open("rb") as file:
             file.seek(first)
             return io.BytesIO(file.read(size)), label
@@ -89,9 +89,8 @@ def _shards_of(root: str, splits: Sequence[str]) -> tuple[list[Path], str]:
     if info:
         names = info.get("filenames", [])
     elif ".tar" in splits[0]:
-        names = _expanded(
-            splits[0].partition("|")[0]
-        )  # timm allows the number of images behind a bar
+        # timm allows the number of images behind a bar.
+        names = _expanded(splits[0].partition("|")[0])
     else:
         synonyms = "|".join(map(re.escape, splits))
         split = re.compile(rf"(.*[-_.])?({synonyms})([-_.].*)?\.tar")
@@ -127,6 +126,7 @@ def _expanded(pattern: str) -> list[str]:
     first, last = match.groups()
     names = []
     for number in range(int(first), int(last) + 1):
+        # Leading zeros belong to the names of the files.
         digits = str(number).zfill(len(first))
         names += _expanded(pattern.replace(match[0], digits, 1))
     return names
@@ -135,6 +135,7 @@ def _expanded(pattern: str) -> list[str]:
 def _samples(shard: Path, field: str) -> Iterator[tuple[int, int, int]]:
     """Yield first byte, size and label of each image."""
     try:
+        # "r:" takes no compressed file, in which an image has no place of its own to be read from.
         with tarfile.open(shard, "r:") as tar:
             matches = [
                 (_SAMPLE.fullmatch(member.name), member)

@@ -49,6 +49,7 @@ class _Digits:
 
         digits = load_digits()
         numbers = range(len(digits.target))
+        # The same split in all runs, whatever their seed, so that their accuracies compare.
         split = train_test_split(
             numbers, test_size=0.25, random_state=0, stratify=digits.target
         )
@@ -75,9 +76,8 @@ class _Timm:
 
     def __init__(self, dataset: Any) -> None:
         self._dataset = dataset
-        self._reader = getattr(
-            dataset, "reader", None
-        )  # torchvision's data sets have none
+        # torchvision's data sets have none.
+        self._reader = getattr(dataset, "reader", None)
         labels = getattr(self._reader, "class_to_idx", None) or getattr(
             dataset, "class_to_idx", None
         )
@@ -172,6 +172,7 @@ def _open(root: str, dataset: str, split: str) -> _Timm:
         return _Timm(
             create_dataset(dataset, root=root, split=split, search_split=False)
         )
+    # timm checks paths and kinds with assert, and hfds/ needs a package that may be missing.
     except (RuntimeError, OSError, AssertionError, ImportError) as error:
         raise ValueError(
             f"cannot open the split {split!r} of {dataset or 'the folder'} in {root}: {error}"

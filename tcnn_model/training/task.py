@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from tcnn_model.outputs import class_scores
 
-__all__ = ["Classification", "create_criterion", "create_task"]
+__all__ = ["Classification", "Criterion", "create_criterion", "create_task"]
 
 Criterion = Callable[[Tensor, Tensor], Tensor]
 
@@ -30,7 +30,8 @@ class Classification:
     """
 
     def __init__(self, forward: Callable[[Tensor], Any], criterion: Criterion) -> None:
-        self.forward, self.criterion = forward, criterion
+        self.forward = forward
+        self.criterion = criterion
 
     def __call__(self, images: Tensor, targets: Tensor) -> Mapping[str, Tensor]:
         """Compute the loss, and the scores."""
@@ -49,12 +50,13 @@ class _HardLogitDistillation(Classification):
         norm: Any,
     ) -> None:
         super().__init__(forward, criterion)
-        self.teacher, self._norm = teacher, norm
+        self.teacher = teacher
+        self._norm = norm
 
     def __call__(self, images: Tensor, targets: Tensor) -> Mapping[str, Tensor]:
         result = super().__call__(images, targets)
         with torch.no_grad():
-            # The images are normalised for the student.
+            # The images are normalised for the student: the teacher undoes it, and applies its own mean and deviation.
             normalized = self.teacher.normalize_input(images, *self._norm)
             decisions = class_scores(self.teacher, normalized).argmax(1)
         loss = (

@@ -24,7 +24,9 @@ class Watching:
     """
 
     def __init__(self, training: Training, config: Config, folder: Folder) -> None:
-        self._training, self._config, self._folder = training, config, folder
+        self._training = training
+        self._config = config
+        self._folder = folder
         self._create: Any = None
         self._watcher: Any = None
         if config.watcher not in (None, "none"):
@@ -78,6 +80,5 @@ def _board(folder: Folder) -> Any:
         raise ValueError(
             f"--tensorboard needs the package tensorboard: pip install tensorboard ({error})"
         ) from error
-    return SummaryWriter(
-        str(folder.path / "tensorboard"), purge_step=0
-    )  # a resumed run shows all of its epochs again
+    # A resumed run shows all of its epochs again.
+    return SummaryWriter(str(folder.path / "tensorboard"), purge_step=0)

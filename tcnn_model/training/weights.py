@@ -27,6 +27,7 @@ def create_of_size(name: str, img_size: int | None, **options: Any) -> Any:
     if img_size is not None:
         try:
             return timm.create_model(name, img_size=img_size, **options)
+        # timm hands the option on to the model, and a convnet's constructor does not know it.
         except TypeError:
             pass
     return timm.create_model(name, **options)
@@ -74,15 +75,17 @@ def create_from_weights(
                 model, per_class=tokens.shape[1] > 1, input_size=size, inplace=True
             )
         gated = any(key.endswith(".raw_locality") for key in state)
+        # A model such as t_resnetrs50 is made with its GPSA layers.
         if gated and not gpsa_layers(model):
             model = reparameterize(model, input_size=size, inplace=True)
-        if isinstance(
-            model, Cait
-        ):  # timm resizes the position embeddings of its other transformers
+        # timm resizes the position embeddings of its other transformers.
+        if isinstance(model, Cait):
             state = {**state, "pos_embed": _resized(state["pos_embed"], model)}
         if gated or tokens is not None or _shapes(state) == _shapes(model.state_dict()):
             model.load_state_dict(state)
         else:
+            # The classifier has the file's classes, so timm need not cut off the background class that some published
+            # ones have.
             overlay = {"state_dict": state, "num_classes": classes, "label_offset": 0}
             model = create_of_size(
                 name,
@@ -110,9 +113,8 @@ def _read_weights(path: str) -> State:
     if not Path(path).is_file():
         raise ValueError(f"weights: there is no file {path}")
     try:
-        if zipfile.is_zipfile(
-            path
-        ):  # torch's old format and safetensors have no checksums
+        # torch's old format and safetensors have no checksums.
+        if zipfile.is_zipfile(path):
             check_sums(path)
         # By default timm 1.0.20, the oldest one supported, runs code that a file holds.
         state: State = load_state_dict(path, weights_only=True)

@@ -124,6 +124,7 @@ def attention(tensors: Tensors, y: Axis, x: Axis) -> Attention:
         torch.einsum("hr,qkr->hqk", position, _r(offset)), dim=-1
     )
     logits = torch.einsum("bhqd,bhkd->bhqk", query, key) / query.shape[-1] ** 0.5
+    # Keys on the padding get no content attention.
     content = logits.new_zeros(*logits.shape[:3], len(real))
     content[..., real] = torch.softmax(logits, -1)
     share = gate[:, None, None]
@@ -196,10 +197,12 @@ def terms(
     rounded = torch.zeros_like(parts.content)
     rounded[..., real] = content * (1 + size + (content * size).sum(-1, keepdim=True))
     positional = parts.positional * (1 + _positional_size(position, parts))
+    # Absolute values of the terms of (1 - g) C + g P.
     mixed = (1 + share) * rounded + share * positional
 
     grad = upstream @ values.abs().mT  # of A, on real keys
     inner = rounded[..., real]
+    # The softmax's backward C (dC - sum C dC), in absolute values.
     grad_logits = (1 + share) * inner * (grad + (inner * grad).sum(-1, keepdim=True))
     mean_r = torch.einsum("hqk,qkr->hqr", positional, r.abs())
     reach = r[:, real].abs() + mean_r[:, :, None]  # (heads, N_query, H * W, 3)

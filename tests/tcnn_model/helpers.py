@@ -13,14 +13,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tcnn_model import gpsa_layers
 
-SHARP = {
-    "locality_strength": 40.0,
-    "gating": 40.0,
-}  # the convolution itself, to float64 rounding
-CONVOLUTIONAL = {
-    "locality_strength": 20.0,
-    "gating": 20.0,
-}  # the same to float32 rounding
+# The convolution itself, to float64 rounding.
+SHARP = {"locality_strength": 40.0, "gating": 40.0}
+# The same to float32 rounding.
+CONVOLUTIONAL = {"locality_strength": 20.0, "gating": 20.0}
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -33,10 +29,8 @@ def relative_error(actual: Tensor, expected: Tensor) -> float:
     return float((actual - expected).abs().max() / expected.abs().max())
 
 
-_SAME = {
-    torch.float64: 1e-8,
-    torch.float32: 1e-4,
-}  # of the largest value: plain and generous
+# Shares of the largest value, a hundred times what rounding takes of it.
+_SAME = {torch.float64: 1e-8, torch.float32: 1e-4}
 
 
 def assert_same(actual: Tensor, expected: Tensor, what: str = "") -> None:
@@ -68,6 +62,7 @@ def assert_rounding(
     assert actual.shape == exact.shape == terms.shape, what
     assert bool(actual.isfinite().all()), what
     error = (actual.detach().double() - exact.detach()).abs()
+    # A sum without terms has to be exact: next to nothing is allowed.
     allowed = (torch.finfo(dtype).eps * terms.detach()).clamp(min=1e-300)
     worst = float((error / allowed).max())
     assert worst <= c, (
@@ -86,6 +81,7 @@ def assert_same_gradients(
     for name, actual, exact in zip(
         leaves, actual_gradients, expected_gradients, strict=True
     ):
+        # A gradient of zero equals that of a layer which is cut off.
         assert float(exact.abs().max()) > 0, f"{name} gets no gradient in the reference"
         assert_same(actual, exact, name)
 
@@ -136,6 +132,7 @@ def seeded(seed: int) -> torch.Generator:
 
 
 def random(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:
+    # Drawn in float64, so that all dtypes have the same numbers, rounded.
     return torch.randn(*shape, generator=seeded(seed), dtype=torch.float64).to(dtype)
 
 
@@ -208,9 +205,8 @@ def assert_every_layer_counts(model: nn.Module, x: Tensor) -> None:
     before = model(x)
     for name, layer in layers.items():
         original = layer.weight.clone()
-        layer.weight.copy_(
-            original.roll(1, dims=0)
-        )  # the same filters for other output channels
+        # The same filters for other output channels.
+        layer.weight.copy_(original.roll(1, dims=0))
         assert relative_error(model(x), before) > 1e-3, (
             f"{name} does not reach the output"
         )

@@ -67,6 +67,7 @@ class Unstrided(NamedTuple):
 
 
 _V2 = "stages.3.blocks.0"
+# The stride stands in a separate pool, before the last stage.
 BY_HAND = {
     "resnet18": Unstrided(("layer4.0.conv1", "layer4.0.downsample.0")),
     "resnetaa50": Unstrided(("layer4.0.downsample.0",), {"layer4.0.aa": _Average}),
@@ -91,7 +92,7 @@ BY_HAND = {
             "layer4.0.conv2.paths.0.conv",
             "layer4.0.conv2.paths.1.conv",
             "layer4.0.downsample.0",
-        ),
+        )
     ),
     "resnest50d": Unstrided(
         ("layer4.0.avd_last",), {"layer4.0.downsample.0": _Average}
@@ -102,9 +103,7 @@ BY_HAND = {
     "tf_efficientnetv2_s": Unstrided(("blocks.5.0.conv_dw",)),
     "convnext_tiny": Unstrided((), windows=("stages.3.downsample.1",)),
     "repvgg_b0": Unstrided(("stages.3.0.conv_kxk.conv", "stages.3.0.conv_1x1.conv")),
-    "vgg11_bn": Unstrided(
-        ()
-    ),  # the stride stands in a separate pool, before the last stage
+    "vgg11_bn": Unstrided(()),
     "densenet121": Unstrided(()),
 }
 _NO_ODD_STAGES = ("dla34", "resnetaa50")  # refused by the CNNs themselves
@@ -155,9 +154,8 @@ def test_keep_is_the_cnn_and_unit_the_unstrided_one(name: str) -> None:
 def test_keep_is_the_same_function_in_float32(name: str) -> None:
     cnn, x = build(name), random(1, 3, 64, 96, dtype=torch.float32)
     assert_same(reparameterize(cnn, stride="keep", **CONVOLUTIONAL)(x), cnn(x))
-    assert (
-        relative_error(reparameterize(cnn, stride="keep")(x), cnn(x)) > 1e-3
-    )  # where fine-tuning starts
+    # Where fine-tuning starts, the function is another one.
+    assert relative_error(reparameterize(cnn, stride="keep")(x), cnn(x)) > 1e-3
 
 
 EARLIER = {

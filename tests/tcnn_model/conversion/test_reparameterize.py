@@ -87,6 +87,7 @@ def test_arguments_reach_every_layer(cnn: nn.Module) -> None:
         assert not layer.query.any()
     defaults = gpsa_layers(reparameterize(cnn))["layer4.0.conv2"]
     assert torch.allclose(defaults.locality_strength, torch.ones(9))
+    # Drawn at random: of n weights the standard deviation scatters by 1 / sqrt(2 n) of itself.
     assert float(defaults.query.detach().std()) == pytest.approx(0.02, rel=0.1)
     assert torch.equal(defaults.gating, torch.ones(9))
     assert (defaults.stride, defaults.padding, defaults.bias) == ((1, 1), (1, 1), None)

@@ -85,9 +85,8 @@ def test_bad_arguments(arguments: dict[str, Any], message: str) -> None:
 
 def test_size_of_an_image() -> None:
     cnn = build("resnet18")
-    cnn.note = torch.zeros(
-        3
-    )  # a tensor that does not move with the model, and that no operation uses
+    # A tensor that does not move with the model, and that no operation uses.
+    cnn.note = torch.zeros(3)
     _refused(
         cnn,
         "could not run ResNet on an image of 5 x 64 x 64: pass input_size",

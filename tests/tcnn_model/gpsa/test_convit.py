@@ -87,9 +87,8 @@ def test_same_output_and_gradients(options: dict[str, Any]) -> None:
     for name, gradient, exact in zip(
         leaves, gradients, expected_gradients, strict=True
     ):
-        torch.testing.assert_close(
-            gradient, exact, rtol=1e-8, atol=1e-9, msg=name
-        )  # zero, or near 1
+        # Gradients are zero, or near 1.
+        torch.testing.assert_close(gradient, exact, rtol=1e-8, atol=1e-9, msg=name)
 
 
 def test_gate_and_position_get_gradients(monkeypatch: pytest.MonkeyPatch) -> None:

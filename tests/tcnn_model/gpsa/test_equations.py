@@ -76,9 +76,8 @@ def test_depthwise_layers_weight_first(
     x = random(2, 5, 6, 7).requires_grad_()
     with LargestTensor() as largest:
         output = layer(x).flatten(2)
-    assert (
-        largest.elements < layer.heads * output[0, 0].numel() * 5 * 2
-    )  # the outputs of single heads
+    # Twice the outputs of single heads.
+    assert largest.elements < layer.heads * output[0, 0].numel() * 5 * 2
     expected = _reference_output(layer, x)
     assert_same(output, expected)
     assert_same_gradients(output, expected, {"x": x, **dict(layer.named_parameters())})
@@ -125,9 +124,8 @@ def test_padding_gets_positional_attention_only() -> None:
         return attention.sum((-2, -1)).reshape(2, 9, 7, 13)
 
     assert float(on_padding(-50.0).max()) < 1e-20  # content alone
-    mass = on_padding(
-        50.0
-    )  # position alone: the first tap looks one pixel up and two to the left
+    # Position alone: the first tap looks one pixel up and two to the left.
+    mass = on_padding(50.0)
     assert float(mass[:, 0, 0, 0].min()) > 0.9
     assert float(mass[:, 0, 3, 6].max()) < 0.1
 
@@ -160,4 +158,5 @@ def test_centre_of_position_at_the_papers_locality() -> None:
     x = random(1, 1, 13, 13)
     attention = layer.attention(x).reshape(5, 13, 13, 13, 17).detach()
     weights = [float(attention[h, 6, 6, 6, 2 + 6 + (h - 2)]) for h in range(5)]
+    # To the digits that the documents print.
     assert weights == pytest.approx([0.318, 0.619, 0.827, 0.974, 0.9998], abs=5e-4)

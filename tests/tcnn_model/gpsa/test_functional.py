@@ -179,11 +179,8 @@ def test_no_images(backend: Backend) -> None:
 def test_fused_holds_no_matrix_whatever_the_strides() -> None:
     case = Case(Axis(23, 1, 1, 3), Axis(23, 1, 1, 3), 3, 5, 5, shared=False, batch=2)
     arguments = {name: tensor.detach() for name, tensor in case.inputs().items()}
-    for name in (
-        "query",
-        "key",
-        "values",
-    ):  # channels outside, as a convolution leaves them
+    # Channels outside, as a convolution leaves them.
+    for name in ("query", "key", "values"):
         arguments[name] = arguments[name].mT.contiguous().mT
     with LargestTensor() as largest:
         gpsa(**arguments, y=case.y, x=case.x, backend="fused")

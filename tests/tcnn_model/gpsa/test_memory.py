@@ -11,6 +11,7 @@ from tests.tcnn_model.helpers import LargestTensor, random
 
 
 def test_large_maps_never_hold_n_by_n_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Smaller blocks than in use, so that a small map already needs many.
     monkeypatch.setattr(blocks, "_BLOCK_ELEMENTS_CPU", 2**17)
     side, heads, dim = 48, 2, 3
     axis, tokens = Axis(side, 1, 1, 3), side * side
@@ -27,9 +28,8 @@ def test_large_maps_never_hold_n_by_n_weights(monkeypatch: pytest.MonkeyPatch) -
     }
     with LargestTensor() as largest:
         gpsa(**arguments, y=axis, x=axis, statistics=True)[0].sum().backward()
-    assert (
-        largest.elements < 1.1 * blocks._BLOCK_ELEMENTS_CPU < heads * tokens**2 / 50
-    )  # 1.1: the padding
+    # The factor 1.1 is for the padding.
+    assert largest.elements < 1.1 * blocks._BLOCK_ELEMENTS_CPU < heads * tokens**2 / 50
 
 
 def test_late_stages_at_224() -> None:
@@ -43,4 +43,5 @@ def test_late_stages_at_224() -> None:
         bool(layer.gating.grad.isfinite().all())
         for layer in gpsa_layers(model).values()
     )
+    # The N x N weights of nine heads.
     assert largest.elements < 9 * 784**2

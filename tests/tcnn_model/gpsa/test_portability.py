@@ -23,8 +23,10 @@ def layer() -> GPSA:
 
 
 def test_compiles_without_graph_breaks(layer: GPSA) -> None:
+    # Graphs of earlier tests would count against the limit of recompilations.
     torch.compiler.reset()
     compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
+    # Two grids, as the second one compiles for sizes that change.
     for grid in ((5, 7), (11, 3)):
         x = random(2, 5, *grid, dtype=torch.float32)
         assert_same(compiled(x), layer(x))

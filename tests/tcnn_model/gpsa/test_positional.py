@@ -71,9 +71,8 @@ def test_separable_application_is_the_dense_one(value_heads: int) -> None:
         random(7, 2, 11, seed=2),
         random(2, value_heads, 5, 11, 13, seed=3),
     )
-    dense = torch.stack(
-        [torch.kron(rows[h], cols[h]) for h in range(7)]
-    )  # (heads, N_query, H * W)
+    # (heads, N_query, H * W).
+    dense = torch.stack([torch.kron(rows[h], cols[h]) for h in range(7)])
     head_values = values.flatten(2, 3).expand(2, 7, 55, 13)
     expected = torch.stack(
         [(dense[h] @ head_values[:, h]).reshape(2, 3, 2, 13) for h in range(7)], dim=1
@@ -87,9 +86,8 @@ def test_far_centres_and_strong_locality_stay_finite() -> None:
     position = gaussian_position(torch.tensor([1e4, 1e-4], dtype=torch.float64), center)
     attention = positional_factors(position, axis, axis)[0]
     assert_same(attention.sum(-1), torch.ones(2, axis.queries, dtype=torch.float64))
-    assert (
-        attention[0].argmax(-1).tolist() == [axis.keys - 1] * axis.queries
-    )  # the pixel nearest to the centre
+    # The pixel nearest to the centre.
+    assert attention[0].argmax(-1).tolist() == [axis.keys - 1] * axis.queries
 
 
 def test_same_padding_is_tensorflows() -> None:

@@ -55,9 +55,8 @@ def _terms(layer: GPSA, x: Tensor) -> Tensor:
         "position": attention.position,
         "gate": attention.gate,
     }
-    upstream = x.new_zeros(
-        *attention.query.shape[:3], x.shape[1]
-    )  # only the terms of the output are used
+    # Only the terms of the output are used.
+    upstream = x.new_zeros(*attention.query.shape[:3], x.shape[1])
     mixed = terms(
         tensors, attention.y, attention.x, upstream, sizes=(sizes.query, sizes.key)
     )
@@ -132,4 +131,5 @@ def test_autocast_forward_and_backward() -> None:
 
 def test_content_attention_survives_large_features_in_half() -> None:
     layer = GPSA(5, 3, 3, padding=1, dtype=torch.float16)
+    # Products of such features exceed 65504, the largest number of float16.
     assert bool(layer(random(1, 5, 7, 11).half() * 1000).isfinite().all())

@@ -7,7 +7,7 @@ import torch
 
 
 @pytest.fixture(autouse=True)
-def _interpreter() -> None:
+def interpreter() -> None:
     """Fail, rather than skip, if the kernels could not run: tests that silently did not run would prove nothing."""
     if not torch.cuda.is_available():
         triton = pytest.importorskip("triton", reason="no Triton on this platform")

@@ -92,11 +92,12 @@ def test_opcheck() -> None:
         list(Line.of(CASE.y)),
         list(Line.of(CASE.x)),
     )
+    # The rest is compiled below.
     tests = [
         "test_schema",
         "test_autograd_registration",
         "test_faketensor",
-    ]  # the rest is compiled below
+    ]
     results = torch.library.opcheck(
         torch.ops.tcnn_model.gated_attention_statistics, arguments, test_utils=tests
     )

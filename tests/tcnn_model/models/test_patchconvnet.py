@@ -33,6 +33,7 @@ def test_sizes_as_published(name: str, millions: float, billions: float) -> None
         model = timm.create_model(f"patchconvnet_{name}").eval()
         with FlopCounterMode(display=False) as counter:
             model(torch.empty(1, 3, 224, 224))
+    # Published in tenths of a million.
     assert sum(p.numel() for p in model.parameters()) / 1e6 == pytest.approx(
         millions, abs=0.051
     )
@@ -111,6 +112,53 @@ def test_norms_of_the_trunk() -> None:
     before = batch.blocks[0].norm.running_mean.clone()
     batch.train()(torch.randn(3, 3, 48, 80)).sum().backward()
     assert not torch.equal(batch.blocks[0].norm.running_mean, before)
+
+
+@torch.no_grad()
+def test_average_pooling() -> None:
+    """Table 5: the mean of the patches, normalised, and no attention; the pool stays with the classifier."""
+    model, x = _small(global_pool="avg"), torch.randn(2, 3, 48, 80)
+    features = model.forward_features(x)
+    mean = torch.stack([image.flatten(1).mean(1) for image in features])
+    pooled = nn.functional.layer_norm(
+        mean, (D,), model.pool.norm.weight, model.pool.norm.bias, 1e-6
+    )
+    assert_same(model.forward_head(features, pre_logits=True), pooled)
+    assert_same(model(x), model.head(pooled))
+    assert not any(isinstance(module, AttentionPool2d) for module in model.modules())
+    model.reset_classifier(7)
+    assert model(x).shape == (2, 7)
+    model.reset_classifier(0, "")
+    assert torch.equal(model(x), features)
+
+
+@torch.no_grad()
+def test_linear_stem() -> None:
+    """Table 5: a single layer on the pixels of each patch; pixels beyond the last whole patch are left out."""
+    model, x = _small(stem="linear"), torch.randn(2, 3, 50, 71)
+    (layer,) = model.stem
+    expected = torch.empty(2, D, 3, 4)
+    for row in range(3):
+        for column in range(4):
+            patch = x[:, :, 16 * row : 16 * row + 16, 16 * column : 16 * column + 16]
+            vectors = patch.flatten(1) @ layer.weight.flatten(1).T
+            expected[:, :, row, column] = vectors + layer.bias
+    torch.testing.assert_close(model.stem(x), expected, rtol=1e-4, atol=1e-4)
+    assert model(x).shape == (2, K)
+    assert torch.equal(model(x), model(x[:, :, :48, :64]))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_several_heads_have_the_parameters_of_one(kind: str) -> None:
+    """Table 5: only how the channels are divided differs."""
+    single, multiple = (
+        _small(kind),
+        timm.create_model(kind, **SMALL, num_heads=4).eval(),
+    )
+    multiple.load_state_dict(single.state_dict())
+    assert (single.pool.num_heads, multiple.pool.num_heads) == (1, 4)
+    x = torch.randn(2, 3, 48, 80)
+    assert not torch.allclose(single(x), multiple(x), atol=1e-3)
 
 
 def test_stochastic_depth_is_uniform() -> None:
@@ -215,11 +263,20 @@ def test_reset_of_the_classifier(kind: str) -> None:
             {"embed_dim": 12},
             "expected a width that is a multiple of 8, got embed_dim=12",
         ),
-        ({"global_pool": "avg"}, "expected global_pool='attn' or '', got 'avg'"),
+        (
+            {"global_pool": "max"},
+            "expected global_pool='attn', 'avg' or '', got 'max'",
+        ),
+        ({"stem": "mlp"}, "expected stem='conv' or 'linear', got 'mlp'"),
+        ({"num_heads": 3}, "heads that divides 16 channels, got num_heads=3"),
+        (
+            {"per_class": True, "global_pool": "avg"},
+            "need classes and attention, got num_classes=5, global_pool='avg'",
+        ),
         ({"global_pool": ""}, "there is no classifier: expected num_classes=0, got 5"),
         (
             {"per_class": True, "num_classes": 0},
-            "tokens for each class need classes and a pool, got num_classes=0",
+            "tokens for each class need classes and attention, got num_classes=0",
         ),
     ],
 )

@@ -47,6 +47,7 @@ def test_model_is_its_cnn_converted(name: str) -> None:
 def test_parameters_as_published(name: str, millions: float, layers: int) -> None:
     with torch.device("meta"):
         model = timm.create_model(name)
+    # Published in tenths of a million.
     assert sum(p.numel() for p in model.parameters()) / 1e6 == pytest.approx(
         millions, abs=0.1
     )
@@ -110,9 +111,8 @@ def test_configuration_of_a_model() -> None:
     assert tcnn.pretrained_cfg["tag"] == "a1_in1k"
     assert tcnn.default_cfg is tcnn.pretrained_cfg
     assert timm.data.resolve_model_data_config(tcnn)["input_size"] == (3, 224, 224)
-    assert (
-        get_pretrained_cfg("resnet50.a1_in1k").architecture == "resnet50"
-    )  # not ours to change
+    # The CNN's own configuration is not ours to change.
+    assert get_pretrained_cfg("resnet50.a1_in1k").architecture == "resnet50"
 
 
 @torch.no_grad()

@@ -95,7 +95,7 @@ def test_modes_dtype_and_class() -> None:
 
 
 def test_trying_draws_no_random_numbers_and_arguments_reach_the_pool() -> None:
-    options: Any = {"mlp_ratio": 2, "init_values": 0.5, "drop": 0.25}
+    options: Any = {"num_heads": 2, "mlp_ratio": 2, "init_values": 0.5, "drop": 0.25}
     cnn = tiny_cnn()
     torch.manual_seed(3)
     attention = AttentionPool2d(16, **options)
@@ -106,6 +106,7 @@ def test_trying_draws_no_random_numbers_and_arguments_reach_the_pool() -> None:
     assert torch.equal(pooled.global_pool.attention.cls_token, attention.cls_token)
     assert repr(pooled.global_pool.attention) == repr(attention)
     assert pooled.global_pool.attention.block.gamma_1.unique().tolist() == [0.5]
+    assert pooled.global_pool.attention.num_heads == 2
 
 
 @torch.no_grad()
@@ -114,6 +115,7 @@ def test_gflops_of_the_papers_resnet() -> None:
     model = add_attention_pool(on_meta("resnet50"), inplace=True)
     with torch.enable_grad(), FlopCounterMode(display=False) as counter:
         model.eval()(torch.empty(1, 3, 224, 224, device="meta"))
+    # The thesis prints one digit after the point: 0.05.
     assert counter.get_total_flops() / 2e9 == pytest.approx(4.6, abs=0.06)
 
 

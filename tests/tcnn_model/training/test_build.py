@@ -82,6 +82,7 @@ def test_accumulated_batches_are_one(tmp_path: Path) -> None:
     for actual, expected in zip(
         *(training.model.parameters() for training in trainings), strict=True
     ):
+        # Gradients of three parts are added in another order than those of one batch, in float32.
         torch.testing.assert_close(actual.grad, expected.grad, rtol=1e-4, atol=1e-6)
 
 
@@ -95,6 +96,7 @@ def test_clipped_gradient_has_this_norm(tmp_path: Path) -> None:
             if p.grad is not None
         ]
     )
+    # torch clips by the norm plus 1e-6.
     assert float(norm.sum().sqrt()) == pytest.approx(1e-3, rel=1e-4)
 
 

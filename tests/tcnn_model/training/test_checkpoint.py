@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 from tcnn_model import EpochResult, finetune
+from tcnn_model.training.checkpoint import load_tensors, write_checkpoint
 from tests.tcnn_model.tiny_models import (
     batches,
     tiny_cnn,
@@ -69,9 +70,8 @@ def test_resumed_run_is_the_uninterrupted_one(
     assert len(_run(tiny_tcnn(), tmp_path / "run.pt", stop=stop)) == stop + 1
     torch.manual_seed(stop)
     resumed = _run(model, tmp_path / "run.pt")
-    assert repr(resumed) == repr(
-        expected
-    )  # epoch 0 has NaNs, which equal each other only in print
+    # Epoch 0 has NaNs, which equal each other only in print.
+    assert repr(resumed) == repr(expected)
     _assert_same(model, expected_model)
 
 
@@ -228,6 +228,28 @@ def test_damaged_checkpoints_are_refused_by_name(tmp_path: Path) -> None:
             match=r"run\.pt is damaged, or is not a checkpoint of tcnn_model: ",
         ):
             _run(tiny_tcnn(), path)
+
+
+def test_each_flipped_bit_of_a_directory_entry_is_refused_or_harmless(
+    tmp_path: Path,
+) -> None:
+    """Torch then takes the tensor for a folder, and gives memory as it is."""
+    path, values = tmp_path / "tensors.pt", torch.arange(7.0)
+    write_checkpoint(path, {"values": values})
+    written = path.read_bytes()
+    name = b"archive/data/0"
+    end = written.rindex(name) + len(name)
+    entry = range(8 * written.rindex(b"PK\1\2", 0, end), 8 * end)
+    refused = 0
+    for bit in entry:
+        damaged = bytearray(written)
+        damaged[bit // 8] ^= 1 << bit % 8
+        path.write_bytes(damaged)
+        try:
+            assert torch.equal(load_tensors(path)["values"], values), bit
+        except ValueError:
+            refused += 1
+    assert 0 < refused < len(entry)
 
 
 def test_checkpoint_is_on_the_disk_before_it_has_its_name(

@@ -93,6 +93,7 @@ def test_two_processes_are_one(
     _in_two(settings, resume=distribute == "fsdp")
     two, (expected, folder) = last_checkpoint(settings), single
     for actual, target in zip(two["history"][1:], expected["history"][1:], strict=True):
+        # Two ranks add their gradients in another order than one process, and training amplifies the difference.
         assert actual == pytest.approx(target, rel=1e-4)
     assert two["history"][0]["top1"] in [n / 27 for n in range(28)]
     for name, value in expected["ema"].items():

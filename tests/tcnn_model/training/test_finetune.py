@@ -98,6 +98,37 @@ def test_training_figures_by_hand() -> None:
     assert first.train_top1 == pytest.approx(correct / 7)
 
 
+def test_shares_of_classes_are_targets_as_they_are() -> None:
+    """Label smoothing is for indices: mixed targets are smoothed where they are mixed, or not at all."""
+    images, labels = next(iter(batches()))
+    mixed_in = torch.roll(labels, 1)
+    # Its one step is taken with the weights that it has here, and with the statistics of this batch.
+    model = tiny_cnn().train()
+    classes = model.num_classes
+    shares = 0.7 * torch.eye(classes)[labels] + 0.3 * torch.eye(classes)[mixed_in]
+    result = list(
+        finetune(
+            copy.deepcopy(model),
+            [(images, shares)],
+            validation_batches(),
+            epochs=1,
+            warmup_epochs=0,
+            label_smoothing=0.1,
+            progress=False,
+        )
+    )[-1]
+    logarithms = _log_probabilities(model, images)
+    losses = [
+        -(0.7 * row[label] + 0.3 * row[second])
+        for row, label, second in zip(logarithms, labels, mixed_in, strict=True)
+    ]
+    assert result.train_loss == pytest.approx(
+        float(sum(losses)) / len(losses), rel=1e-5
+    )
+    right = (logarithms.argmax(1) == labels).double().mean()
+    assert result.train_top1 == pytest.approx(float(right))
+
+
 def test_evaluation_by_hand() -> None:
     model, loader = tiny_tcnn(), batches()  # batches of 4, 4 and 3
     twin = copy.deepcopy(model).eval()
@@ -107,6 +138,7 @@ def test_evaluation_by_hand() -> None:
         losses.append(-float(logs[label]))
         correct += int(logs.argmax()) == int(label)
     loss, top1 = evaluate(model, loader, progress=False)
+    # Batches add up in float32, in another order than image by image.
     assert loss == pytest.approx(sum(losses) / 11, rel=1e-4)
     assert top1 == pytest.approx(correct / 11)
 
@@ -193,6 +225,7 @@ def test_sums_of_rates_are_recorded_and_printed(
 
 def test_rates_of_queries_and_keys_that_are_the_papers() -> None:
     steps = 50 * 1251
+    # PAPERS_SUM is rounded to two digits, by 0.9 %.
     assert papers_qk_lr(steps) == pytest.approx(1e-4, rel=0.01)
     with pytest.raises(ValueError, match="expected at least one step, got 0"):
         papers_qk_lr(0)
@@ -272,6 +305,7 @@ def test_each_epoch_goes_through_each_loader_once() -> None:
 def test_bfloat16_autocast() -> None:
     results = _run(tiny_tcnn(), amp=True)
     assert all(math.isfinite(result.val_loss) for result in results)
+    # bfloat16 has 8 significant bits, and two epochs of training amplify its rounding.
     assert results[-1].train_loss == pytest.approx(
         _run(tiny_tcnn())[-1].train_loss, rel=0.1
     )
@@ -293,9 +327,8 @@ def test_bfloat16_autocast() -> None:
     ],
 )
 def test_bad_settings(arguments: dict[str, Any], message: str) -> None:
-    with pytest.raises(
-        ValueError, match=message
-    ):  # at the call, not where the iterator is first used
+    # At the call, not where the iterator is first used.
+    with pytest.raises(ValueError, match=message):
         finetune(
             tiny_cnn(),
             batches(),

@@ -92,9 +92,8 @@ def test_neighbour_scores_by_hand() -> None:
                 for label in range(3)
             ]
             assert (-scores[image, :3]).tolist() == pytest.approx(expected, rel=1e-12)
-        assert (
-            scores[:, 3].tolist() == [math.log(torch.finfo(torch.float64).tiny)] * 5
-        )  # of no neighbour
+        # The fourth class has no neighbour.
+        assert scores[:, 3].tolist() == [math.log(torch.finfo(torch.float64).tiny)] * 5
 
 
 class Trunk(nn.Linear):
@@ -225,7 +224,8 @@ def test_an_image_finds_its_class_by_its_neighbours() -> None:
         torch.arange(13), labels, centres[labels] + 0.01 * random(13, 3, seed=1)
     )
     assert model.scores(centres).argmax(1).tolist() == [0, 1]
+    # The memory has seen nothing yet.
     assert (
         grafit(0).scores(centres).tolist()
         == [[math.log(torch.finfo(torch.float64).tiny)] * 2] * 2
-    )  # nothing seen
+    )

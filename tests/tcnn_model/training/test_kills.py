@@ -289,13 +289,62 @@ def test_two_processes_in_one_folder(
         os.read(reading, 1)
         assert main(["--resume", "--out", settings.out]) == 2
         assert (
-            f"another process trains in {tmp_path}: wait until it ends"
+            f"another training runs in {tmp_path}: wait until it ends"
             in capsys.readouterr().err
         )
     finally:
         os.write(releasing, b"11")
         assert os.waitpid(first, 0)[1] == 0
     finish(settings, resume=True)
+
+
+def test_two_trainings_of_one_process_in_one_folder(tmp_path: Path) -> None:
+    """The second is refused, and the first still keeps other processes out afterwards."""
+    settings = config(tmp_path, **SHORT)
+    training = train(settings, progress=False)
+    next(training)
+    for _ in range(2):
+        with pytest.raises(ValueError, match="another training runs in"):
+            finish(settings, resume=True)
+    process = fork(lambda: finish(settings, resume=True))
+    assert os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) == 1
+    training.close()
+    finish(settings, resume=True)
+
+
+@pytest.mark.parametrize("available", [True, False])
+@pytest.mark.parametrize("damaged", [True, False])
+def test_best_weights_that_are_lost(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], damaged: bool, available: bool
+) -> None:
+    """The checkpoint of their epoch gives them back; where it is not kept, a warning says so."""
+    settings = config(tmp_path, **SHORT)
+    finish(settings)
+    best = tmp_path / "best.pt"
+    intact = torch.load(best, weights_only=True)
+    if damaged:
+        content = bytearray(best.read_bytes())
+        content[content.index(intact["state_dict"]["fc.weight"].numpy().tobytes())] ^= 1
+        best.write_bytes(content)
+    else:
+        best.unlink()
+    if available:
+        finish(settings, resume=True)
+        again = torch.load(best, weights_only=True)
+        assert again["epoch"] == intact["epoch"] == 2
+        for name, value in intact["state_dict"].items():
+            assert torch.equal(again["state_dict"][name], value), name
+        return
+    # As if more epochs without a better one had followed, and their checkpoints were kept.
+    path = tmp_path / "checkpoints" / "epoch-0002.pt"
+    state = torch.load(path, weights_only=True)
+    state["history"][2]["top1"] = 0.125
+    torch.save(state, path)
+    (tmp_path / "checkpoints" / "epoch-0001.pt").unlink()
+    lost = r"best\.pt is damaged or not there, and the checkpoint of epoch 1 is not kept: .* 0\.5000, are lost"
+    with pytest.warns(RuntimeWarning, match=lost):
+        finish(settings, resume=True)
+    assert "best in epoch 1: 0.5000\nits weights: lost; all" in capsys.readouterr().err
 
 
 class _Clock:

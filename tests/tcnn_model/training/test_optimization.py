@@ -114,6 +114,7 @@ def test_drop_path_rates_are_those_timm_would_give(name: str) -> None:
     model = on_meta(name)
     expected = _rates(timm.create_model(name, drop_path_rate=0.3))
     assert set_drop_path(model, 0.3) == len(expected) > 0
+    # timm takes its rates from a linspace in float32.
     assert _rates(model) == pytest.approx(expected, abs=1e-6)
     assert set_drop_path(model, 0.0) == len(expected)
     assert _rates(model) == [0.0] * len(expected)

@@ -1,6 +1,7 @@
 """Recipes say what the papers say, and train a small model of their family."""
 
 import dataclasses
+import math
 import subprocess
 import sys
 import tomllib
@@ -674,3 +675,73 @@ def test_what_does_not_fit_is_said(
     assert main([*arguments, "--out", str(tmp_path / "run")]) == 2
     assert message in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("epochs = 2.5", "epochs: expected a whole number, got 2.5"),
+        ("epochs = true", "epochs: expected a whole number, got True"),
+        ('lr = "fast"', "lr: expected a number, got 'fast'"),
+        ("lr = 1979-05-27", r"lr: expected a number, got datetime\.date"),
+        ("drop_path = [0.1]", r"drop_path: expected a number, got \[0\.1\]"),
+        ("pretrained = 1", "pretrained: expected true or false, got 1"),
+        ('opt = ["sgd"]', r"opt: expected a text, got \['sgd'\]"),
+        ('freeze = "stem"', "freeze: expected a list of texts, got 'stem'"),
+        (
+            'freeze = ["stem", 3]',
+            r"freeze: expected a list of texts, got \['stem', 3\]",
+        ),
+        ("model_options = 3", "model_options: expected a table, got 3"),
+        (
+            "model_options = {layers = [3, {since = 1979-05-27}]}",
+            r"model_options: expected no dates and times, got \{'layers'",
+        ),
+        ("model = {}", r"model: expected a text, got \{\}"),
+    ],
+)
+def test_values_of_a_wrong_type_are_named(
+    line: str, message: str, tmp_path: Path
+) -> None:
+    """Settings of a file, of a recipe, of a recipe for some models, and of a run are checked."""
+    file, run = tmp_path / "own.toml", tmp_path / "config.toml"
+    run.write_text(line)
+    with pytest.raises(ValueError, match=rf"config\.toml: {message}"):
+        parse(["--resume", "--out", str(tmp_path)])
+    for content, option, where in (
+        (line, "--config", ""),
+        (f"[settings]\n{line}", "--recipe", ""),
+        (f"[models.'nobody*']\n{line}", "--recipe", r": models: nobody\*"),
+    ):
+        file.write_text(content)
+        with pytest.raises(ValueError, match=rf"own\.toml{where}: {message}"):
+            parse(["resnet18", option, str(file)])
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("base = 3", "base: expected a text, got 3"),
+        ("settings = 3", "settings: expected a table, got 3"),
+        ("models = [1]", r"models: expected a table, got \[1\]"),
+        ("models.a = 3", "models: a: expected a table, got 3"),
+        ("settings.lrr = 3", "no such setting: lrr"),
+        ("x = " + "[" * 10_000, "recursion"),
+    ],
+)
+def test_parts_of_a_recipe_of_a_wrong_type_are_named(
+    content: str, message: str, tmp_path: Path
+) -> None:
+    (tmp_path / "own.toml").write_text(content)
+    with pytest.raises(ValueError, match=rf"own\.toml: .*{message}"):
+        recipe_settings(str(tmp_path / "own.toml"), "resnet18")
+
+
+def test_settings_that_are_written_can_be_read(tmp_path: Path) -> None:
+    """Numbers and texts that JSON writes in another way than TOML; integers for numbers."""
+    settings = {"clip_grad": math.inf, "out": "läufe/🜚", "lr": 1, "min_lr": 1e-30}
+    (tmp_path / "config.toml").write_text(as_toml(settings), encoding="utf-8")
+    assert read_toml(tmp_path / "config.toml") == settings
+    (tmp_path / "config.toml").write_bytes(b'out = "\xff"')
+    with pytest.raises(ValueError, match=r"cannot read the settings in .*config\.toml"):
+        read_toml(tmp_path / "config.toml")

@@ -93,9 +93,8 @@ def test_run_cut_again_and_again(
     assert [result["epoch"] for result in expected["history"]] == [0, 1, 2]
     settings = config(tmp_path / "cut", **further)
     for number in range(4):
-        _cut(
-            monkeypatch, settings, 2, resume=number > 0
-        )  # the second step of each call is lost
+        # The second step of each call is lost.
+        _cut(monkeypatch, settings, 2, resume=number > 0)
         _disturb(number)
     assert_same_weights(finish(settings, resume=True), expected)
     assert not (Path(settings.out) / "checkpoints" / "within.pt").exists()
@@ -205,9 +204,10 @@ def test_files_of_a_run(tmp_path: Path) -> None:
         "epoch-0004.pt",
         "epochs.csv",
     ]
+    # The rate of the last of 12 steps.
     assert expected["history"][-1]["lr"] == pytest.approx(
         1e-4 * (1 + math.cos(math.pi * 11 / 12)) / 2
-    )  # of 12 steps
+    )
     best = torch.load(tmp_path / "best.pt", weights_only=True)
     assert (
         best["epoch"]

@@ -168,9 +168,8 @@ def test_unreadable_images_are_named_and_skipped(
         done = finish(config(tmp_path / "lenient", **settings, max_unreadable=0.1))
     assert float(done["total"].sum()) == 0
     assert "2 images were skipped, as they cannot be read" in capsys.readouterr().err
-    assert done["history"][0]["top1"] in [
-        n / 15 for n in range(16)
-    ]  # of 15 images, not 16
+    # 15 of the 16 images count.
+    assert done["history"][0]["top1"] in [n / 15 for n in range(16)]
 
 
 @pytest.mark.filterwarnings("ignore:skipped")
@@ -254,6 +253,29 @@ def test_processes_stay_in_step_when_a_batch_is_unreadable(tmp_path: Path) -> No
         assert reason == type(_Broken.errors[int(name.split()[1]) % 4]).__name__
     validated = [number for part, _ in images.validation() for number in part.tolist()]
     assert validated == [number for number in range(1, 24, 2) if number not in broken]
+
+
+@pytest.mark.filterwarnings("ignore:skipped image")
+def test_image_that_cannot_be_transformed_is_skipped(tmp_path: Path) -> None:
+    """A huge one, for which there is not enough memory."""
+
+    def transform(number: int) -> torch.Tensor:
+        if number == 5:
+            raise MemoryError
+        return torch.tensor(number)
+
+    settings = config(tmp_path, batch_size=4, limit=None, max_unreadable=0.5)
+    sources = (_Broken(set()), _Broken(set()))
+    ranks = Ranks(0, 1, torch.device("cpu"))
+    images = Images(*sources, (transform, transform), settings, ranks)  # type: ignore[arg-type]
+    images.begin(1)
+    trained = [number for batch, _ in images.training(0) for number in batch.tolist()]
+    assert (len(trained), 5 in trained, trained.count(6)) == (24, False, 2)
+    validated = [
+        number for batch, _ in images.validation() for number in batch.tolist()
+    ]
+    assert validated == [number for number in range(24) if number != 5]
+    assert images.unreadable == {"image 5": "MemoryError: "}
 
 
 def test_unreadable_images_in_a_row_end_the_run(tmp_path: Path) -> None:

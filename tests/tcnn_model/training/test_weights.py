@@ -55,9 +55,8 @@ def _assert_loaded(
                 state[name], value
             ), name
         elif name == resized:
-            tokens = (
-                value.shape[1] % 4
-            )  # of classes and distillation, before a grid of 2 x 2
+            # Tokens of class and distillation come before a grid of 2 x 2.
+            tokens = value.shape[1] % 4
             grid = value[:, tokens:].mT.unflatten(2, (2, 2))
             larger = (
                 F.interpolate(grid, (4, 4), mode="bicubic", antialias=True)

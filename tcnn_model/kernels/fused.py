@@ -1,0 +1,137 @@
+"""Statistics of softmax attention from torch's fused attention alone: no kernel of one's own, and no N x N tensor.
+
+Fused attention gives sum_j A_ij V_j for any V, and the log-sum-exp of each row. So
+
+- with V = K, the entropy H_i = lse_i - scale q_i . (A K)_i;
+- with the rows and columns of the grid as one-hot V, the marginals of A over the grid, from which distances follow that
+  are sums over the axes: squared and Manhattan distance;
+- with queries and keys exchanged, and -lse_i as a further channel, what each key receives.
+
+Not to be had so: attention with an additive bias, the Euclidean distance, the largest logit. It runs wherever torch has
+a fused attention, and checks the kernel independently.
+"""
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tcnn_model.gpsa.precision import at_least_float32
+from tcnn_model.kernels.softmax import TokenGrid
+
+__all__ = ["FusedStatistics", "fused_statistics"]
+
+# Channels of a head that any fused attention takes: a multiple of so many.
+_CHANNELS = 8
+
+
+class FusedStatistics(NamedTuple):
+    """Statistics of softmax attention A, in float32, or float64 for float64, shape (rows, heads, N_query) each.
+
+    Args:
+        log_sum_exp: log sum_j exp(s_ij).
+        entropy: -sum_j A_ij log A_ij in nats.
+        prefix: Sum of A_ij over the class and register tokens.
+        squared_distance: Mean of the squared distance to the keys on the grid, weighted by A, renormalised over these.
+        manhattan_distance: Mean of |dy| + |dx| with the same weights.
+        received: sum_i A_ij, shape (rows, heads, N_key).
+    """
+
+    log_sum_exp: Tensor
+    entropy: Tensor
+    prefix: Tensor
+    squared_distance: Tensor
+    manhattan_distance: Tensor
+    received: Tensor
+
+
+def fused_statistics(
+    q: Tensor, k: Tensor, scale: float, *, queries: TokenGrid, keys: TokenGrid
+) -> FusedStatistics:
+    """Measure softmax attention with logits ``scale * q k^T``.
+
+    Entropy and distances have the rounding of A in the dtype of the queries, as the fused kernels round it: in
+    half precision it is far above that of the log-sum-exp.
+
+    Args:
+        q: Queries, shape (rows, heads, N_query, d).
+        k: Keys, shape (rows, heads, N_key, d).
+        scale: Factor of the products.
+        queries, keys: Places of the tokens.
+    """
+    dtype = at_least_float32(q.dtype)
+    # What all keys have in common changes no attention; without it H is no difference of large numbers.
+    common = k.to(dtype).mean(-2, keepdim=True)
+    centred = (k.to(dtype) - common).to(k.dtype)
+    rows, columns, before = _one_hot(keys, k)
+    values = [centred, *(x.expand(*k.shape[:3], -1) for x in (rows, columns, before))]
+    widths = [x.shape[-1] for x in values]
+    output, lse = _attend(q, centred, torch.cat(values, -1), scale)
+    mean_key, by_row, by_column, by_token = output.to(dtype).split(widths, -1)
+    entropy = lse - scale * (q.to(dtype) * mean_key).sum(-1)
+
+    query_y, query_x = queries.positions(q.shape[2], dtype, q.device)
+    dy = _axis(rows.shape[-1], keys, 0, dtype, q.device) - query_y[:, None]
+    dx = _axis(columns.shape[-1], keys, 1, dtype, q.device) - query_x[:, None]
+    on_grid = by_row.sum(-1)
+    squared = (by_row * dy.square()).sum(-1) + (by_column * dx.square()).sum(-1)
+    manhattan = (by_row * dy.abs()).sum(-1) + (by_column * dx.abs()).sum(-1)
+
+    asking = torch.cat([k.to(dtype), torch.ones_like(k[..., :1], dtype=dtype)], -1)
+    whole_lse = lse + scale * (q.to(dtype) * common).sum(-1)
+    # The further channel is multiplied by the scale as the others are.
+    answering = torch.cat([q.to(dtype), -whole_lse[..., None] / scale], -1)
+    _, log_received = _attend(asking, answering, answering[..., :1], scale)
+    return FusedStatistics(
+        log_sum_exp=whole_lse,
+        entropy=entropy,
+        prefix=by_token.sum(-1),
+        squared_distance=squared / on_grid,
+        manhattan_distance=manhattan / on_grid,
+        received=log_received.exp(),
+    )
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """Return A v and the log-sum-exp of the rows of A.
+
+    Fused kernels want as many channels of v as of q and k: v goes through in parts of this width.
+    """
+    width = q.shape[-1] + -q.shape[-1] % _CHANNELS
+    q, k = (F.pad(x, (0, width - x.shape[-1])) for x in (q, k))
+    parts = []
+    for part in v.split(width, -1):
+        padded = F.pad(part, (0, width - part.shape[-1]))
+        if q.device.type == "cpu":
+            output, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+                q, k, padded, scale=scale
+            )
+        else:
+            # Not run on a GPU yet. Its log-sum-exp is padded to whole blocks of queries.
+            output, lse, *_ = torch.ops.aten._scaled_dot_product_efficient_attention(
+                q, k, padded, None, True, scale=scale
+            )
+            lse = lse[..., : q.shape[2]]
+        parts.append(output[..., : part.shape[-1]])
+    return torch.cat(parts, -1), lse
+
+
+def _one_hot(tokens: TokenGrid, like: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return whether each key lies in each row, in each column, and before the grid: (N_key, n) each, 0 or 1."""
+    cells = like.shape[2] - tokens.prefix
+    cell = torch.arange(cells, device=like.device)
+    rows, columns = (
+        F.pad(F.one_hot(x), (0, 0, tokens.prefix, 0)).to(like.dtype)
+        for x in (cell // tokens.width, cell % tokens.width)
+    )
+    before = (torch.arange(like.shape[2], device=like.device) < tokens.prefix)[:, None]
+    return rows, columns, before.to(like.dtype)
+
+
+def _axis(
+    count: int, tokens: TokenGrid, axis: int, dtype: torch.dtype, device: torch.device
+) -> Tensor:
+    """Return the positions of the rows (axis 0) or columns (axis 1) of a grid."""
+    index = torch.arange(count, dtype=dtype, device=device)
+    return index * tokens.spacing[axis] + tokens.origin[axis]

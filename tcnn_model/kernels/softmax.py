@@ -1,0 +1,118 @@
+"""Statistics of plain softmax attention: of which tokens, which they are, and on which tensors the kernel runs.
+
+The kernel itself is imported when it first runs, so that importing this file needs neither Triton nor a GPU.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from tcnn_model.kernels.ops import available
+
+__all__ = ["RowStatistics", "TokenGrid", "attention_statistics", "can_measure"]
+
+# Bytes of a head's channels up to which the tiles take less than 99 KB, the shared memory of any GPU since Ampere.
+_WIDEST_HEAD = 512
+
+
+class TokenGrid(NamedTuple):
+    """Class and register tokens, then a grid of tokens in raster order.
+
+    Args:
+        prefix: Number of class and register tokens before the grid.
+        width: Number of columns of the grid.
+        spacing: Distance from one row to the next, and from one column to the next.
+        origin: Position of the first row and of the first column.
+    """
+
+    prefix: int
+    width: int
+    spacing: tuple[float, float] = (1.0, 1.0)
+    origin: tuple[float, float] = (0.0, 0.0)
+
+    def positions(
+        self, count: int, dtype: torch.dtype, device: torch.device
+    ) -> tuple[Tensor, Tensor]:
+        """Return row and column of ``count`` tokens; those before the grid are put on its first cell."""
+        cell = torch.arange(-self.prefix, count - self.prefix, device=device)
+        cell = cell.clamp(min=0)
+        y = cell // self.width * self.spacing[0] + self.origin[0]
+        x = cell % self.width * self.spacing[1] + self.origin[1]
+        return y.to(dtype), x.to(dtype)
+
+
+class RowStatistics(NamedTuple):
+    """Statistics of softmax attention A with logits s, in float32, or float64 for float64.
+
+    A query to which a mask hides all keys attends to nothing: its A is 0, as torch's own attention has it.
+
+    Args:
+        largest: max_j s_ij, shape (rows, heads, N_query); minus infinity where all keys are hidden.
+        log_sum_exp: log sum_j exp(s_ij - largest), of the same shape. It is counted from the largest logit: added to
+            it, the sum would have a rounding as large as that of the logit.
+        expected_logit: sum_j A_ij (s_ij - largest), of the same shape.
+        prefix: Sum of A_ij over the class and register tokens, of the same shape.
+        distance: Mean distance to the keys on the grid, weighted by A, of the same shape; 0 where all of these are
+            hidden. Rows are renormalised over the grid, without a subtraction: so it is precise where nearly all
+            attention goes to the prefix. None without grids.
+        received: sum_i A_ij, shape (rows, heads, N_key); None unless it was asked for.
+    """
+
+    largest: Tensor
+    log_sum_exp: Tensor
+    expected_logit: Tensor
+    prefix: Tensor
+    distance: Tensor | None
+    received: Tensor | None
+
+    @property
+    def entropy(self) -> Tensor:
+        """-sum_j A_ij log A_ij in nats, where log A_ij = s_ij - largest - log_sum_exp."""
+        return self.log_sum_exp - self.expected_logit
+
+
+def can_measure(q: Tensor, k: Tensor) -> bool:
+    """Return whether the kernel measures such queries and keys on their GPU.
+
+    It needs Triton, an NVIDIA GPU of compute capability 8.0 or later, one dtype of both, and heads of at most 512
+    bytes: 256 channels in half precision, 128 in float32.
+    """
+    if q.device.type != "cuda" or torch.version.cuda is None:
+        return False
+    return (
+        available(q.device)
+        and torch.cuda.get_device_capability(q.device) >= (8, 0)
+        and q.dtype == k.dtype
+        and q.shape[-1] * q.dtype.itemsize <= _WIDEST_HEAD
+    )
+
+
+def attention_statistics(
+    q: Tensor,
+    k: Tensor,
+    scale: float,
+    mask: Tensor | None = None,
+    *,
+    queries: TokenGrid | None = None,
+    keys: TokenGrid | None = None,
+    received: bool = False,
+) -> RowStatistics:
+    """Measure softmax attention with logits ``scale * q k^T + mask``, without an N x N tensor.
+
+    ``received`` is summed in no fixed order on a GPU; everything else repeats bit by bit.
+
+    Args:
+        q: Queries, shape (rows, heads, N_query, d); a row is an image, or a window of an image.
+        k: Keys, shape (rows, heads, N_key, d).
+        scale: Factor of the products.
+        mask: Numbers to add, or True where a query may see a key; broadcasts to (rows, heads, N_query, N_key).
+        queries, keys: Places of the tokens; None where they are not known. Distances need both.
+        received: Whether to sum the attention that each key receives, too, which takes twice the products.
+    """
+    from tcnn_model.kernels import row_statistics
+
+    with torch.cuda.device_of(q):
+        return row_statistics.attention_statistics(
+            q, k, scale, mask, queries=queries, keys=keys, received=received
+        )

@@ -1,0 +1,260 @@
+"""Statistics of softmax attention: the kernel and its reference against loops in float64, and from fused attention.
+
+A logit is rounded by eps times its terms, sum_d |scale q_d k_d| + |mask|, and so is the largest one, from which it is
+counted. A weight A_j is rounded, relatively, by that and by its mean over the row; a sum over A_j by the same sum of
+absolute values.
+"""
+
+import math
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+from tcnn_model.kernels import TokenGrid, reference
+from tcnn_model.kernels.fused import fused_statistics
+from tests.tcnn_model.dense import DEVICE
+from tests.tcnn_model.helpers import assert_rounding, random
+
+pytestmark = pytest.mark.numerical
+
+ROWS, HEADS, DIM = 2, 2, 5
+QUERIES = TokenGrid(1, 5, (2.0, 1.0), (0.5, 0.0))  # and a grid of 3 x 5
+KEYS = TokenGrid(2, 3, (1.0, 2.0), (0.0, 0.25))  # and a grid of 7 x 3
+N_QUERY, N_KEY = 1 + 3 * 5, 2 + 7 * 3
+SCALE = 0.7
+FORMS = ["plain", "added", "hidden", "lowered", "swallowed"]
+
+
+class Case(NamedTuple):
+    query: Tensor
+    key: Tensor
+    mask: Tensor | None
+
+    @classmethod
+    def of(cls, form: str, dtype: torch.dtype) -> "Case":
+        """Return queries, keys and mask; the last query attends to the class token alone, or nearly."""
+        query = random(ROWS, HEADS, N_QUERY, DIM, seed=1, dtype=dtype) * 2
+        key = random(ROWS, HEADS, N_KEY, DIM, seed=2, dtype=dtype) * 2
+        mask = None
+        if form == "added":
+            mask = random(HEADS, N_QUERY, N_KEY, seed=3, dtype=dtype)
+        if form == "swallowed":  # far below the least float32 number, in whole rows
+            mask = torch.zeros(N_QUERY, N_KEY, dtype=dtype)
+            mask[:, 0] = 300
+        if form in ("hidden", "lowered"):
+            mask = random(ROWS, 1, N_QUERY, N_KEY, seed=3) > -0.5
+            mask[:, :, 3] = False  # sees nothing
+            mask[:, :, 5, KEYS.prefix :] = False  # sees no patch
+            mask[:, :, 7, : KEYS.prefix] = False  # sees no class token
+        if form == "lowered":  # as many models hide keys: rows all lowered are uniform
+            lowest = torch.finfo(dtype).min
+            mask = torch.zeros(mask.shape, dtype=dtype).masked_fill(~mask, lowest)
+        tensors = [query, key, mask]
+        return cls(*(x if x is None else x.to(DEVICE) for x in tensors))
+
+    def logits(self) -> tuple[Tensor, Tensor]:
+        """Return the logits and the sums of the absolute values of their terms, in float64."""
+        query, key = self.query.double(), self.key.double()
+        logits = SCALE * query @ key.mT
+        size = SCALE * query.abs() @ key.abs().mT
+        if self.mask is None:
+            return logits, size
+        mask = self.mask.expand(logits.shape)
+        if mask.dtype == torch.bool:
+            return logits.masked_fill(~mask, -torch.inf), size
+        lowered = mask == torch.finfo(mask.dtype).min
+        # So low that the products are lost in it: all the logits that it lowers are the same.
+        logits = torch.where(lowered, mask.double(), logits + mask)
+        return logits, torch.where(lowered, 0, size + mask.abs())
+
+
+def _distance(query: int, key: int) -> float:
+    """Return the distance between a query and a key on the grid; a class token lies on the first cell."""
+    places = []
+    for index, grid in ((query, QUERIES), (key, KEYS)):
+        row, column = divmod(max(0, index - grid.prefix), grid.width)
+        spacing, origin = grid.spacing, grid.origin
+        places.append((row * spacing[0] + origin[0], column * spacing[1] + origin[1]))
+    return math.dist(*places)
+
+
+def _softmax(logits: list[float]) -> list[float]:
+    largest = max(logits)
+    if largest == -math.inf:
+        return [0.0] * len(logits)
+    weights = [math.exp(s - largest) for s in logits]
+    return [w / sum(weights) for w in weights]
+
+
+def by_hand(case: Case) -> dict[str, tuple[Tensor, Tensor]]:
+    """Return the exact statistics and the sums of the absolute values of their terms, query by query."""
+    logits, size = case.logits()
+    shape = ROWS, HEADS, N_QUERY
+    names = ["largest", "log_sum_exp", "expected_logit", "prefix", "distance"]
+    values = {name: torch.zeros(2, *shape, dtype=torch.float64) for name in names}
+    values["received"] = torch.zeros(2, ROWS, HEADS, N_KEY, dtype=torch.float64)
+    for row in range(ROWS):
+        for head in range(HEADS):
+            for query in range(N_QUERY):
+                at = row, head, query
+                s, terms = logits[at].tolist(), size[at].tolist()
+                for name, numbers in _of_query(query, s, terms).items():
+                    where = (row, head) if name == "received" else at
+                    values[name][(slice(None), *where)] += torch.tensor(
+                        numbers, dtype=torch.float64
+                    )
+    return {name: (v[0].to(DEVICE), v[1].to(DEVICE)) for name, v in values.items()}
+
+
+def _of_query(query: int, s: list[float], size: list[float]) -> dict[str, Any]:
+    """Return the statistics of one query, each with the sum of the absolute values of its terms."""
+    largest, attention = max(s), _softmax(s)
+    if largest == -math.inf:
+        nothing = dict.fromkeys(["log_sum_exp", "expected_logit", "prefix"], (0.0, 0.0))
+        received = [[0.0] * N_KEY] * 2
+        return {
+            "largest": (largest, 1.0), **nothing, "distance": (0.0, 0.0), "received": received,
+        }  # fmt: skip
+    largest_size = max(size)
+    below = [max(x - largest, -1e4) for x in s]  # further down nothing counts
+    # Rounding of a logit that is counted from the largest one, of weights, and of their mean.
+    shift = [t + largest_size + abs(x) for t, x in zip(size, below, strict=True)]
+    mean_shift = sum(a * t for a, t in zip(attention, shift, strict=True))
+    rounded = [a * (1 + t + mean_shift) for a, t in zip(attention, shift, strict=True)]
+    expected = [a * x for a, x in zip(attention, below, strict=True)]
+    terms = [r * abs(x) for r, x in zip(rounded, below, strict=True)]
+    log_sum = math.log(sum(map(math.exp, below)))
+
+    prefix = KEYS.prefix
+    on_grid = _softmax(s[prefix:])
+    lengths = [_distance(query, key) for key in range(prefix, N_KEY)]
+    grid_shift = sum(a * t for a, t in zip(on_grid, shift[prefix:], strict=True))
+    far = [a * length for a, length in zip(on_grid, lengths, strict=True)]
+    far_terms = [
+        x * (1 + t + grid_shift) for x, t in zip(far, shift[prefix:], strict=True)
+    ]
+    return {
+        "largest": (largest, largest_size + abs(largest)),
+        "log_sum_exp": (log_sum, 1 + mean_shift + abs(log_sum)),
+        "expected_logit": (sum(expected), sum(terms) + mean_shift),
+        "prefix": (sum(attention[:prefix]), sum(rounded[:prefix])),
+        "distance": (sum(far), sum(far_terms)),
+        "received": [attention, rounded],
+    }
+
+
+def assert_statistics(measured: Any, case: Case, dtype: torch.dtype) -> None:
+    """Assert that each statistic is at most 2 eps sum|terms| from the exact one; 0.9 was seen."""
+    for name, (exact, terms) in by_hand(case).items():
+        actual = getattr(measured, name)
+        assert actual.dtype == dtype, name
+        hidden = exact == -torch.inf
+        assert torch.equal(actual == -torch.inf, hidden), name
+        actual, exact = (x.masked_fill(hidden, 0) for x in (actual, exact))
+        # A weight below the least number of the dtype is 0.
+        terms = terms + torch.finfo(dtype).tiny / torch.finfo(dtype).eps
+        assert_rounding(actual, exact, terms, 2, dtype, name)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+@pytest.mark.parametrize("form", FORMS)
+def test_reference(form: str, dtype: torch.dtype) -> None:
+    case = Case.of(form, dtype)
+    options = {"queries": QUERIES, "keys": KEYS, "received": True}
+    measured = reference.attention_statistics(
+        case.query, case.key, SCALE, case.mask, **options
+    )
+    assert_statistics(measured, case, dtype)
+
+
+@pytest.mark.usefixtures("small_blocks", "nan_memory")
+@pytest.mark.parametrize(
+    ("form", "dtype"),
+    [
+        ("plain", torch.float64),
+        ("plain", torch.bfloat16),
+        ("added", torch.float64),
+        ("hidden", torch.float32),
+        ("lowered", torch.float32),
+        ("swallowed", torch.float32),
+    ],
+    ids=str,
+)
+def test_kernel(form: str, dtype: torch.dtype) -> None:
+    from tcnn_model.kernels import attention_statistics
+
+    case = Case.of(form, dtype)
+    options = {"queries": QUERIES, "keys": KEYS, "received": True}
+    measured = attention_statistics(case.query, case.key, SCALE, case.mask, **options)
+    assert_statistics(measured, case, torch.promote_types(dtype, torch.float32))
+
+
+@pytest.mark.usefixtures("nan_memory")
+def test_kernel_with_the_blocks_of_the_gpu_and_without_grids() -> None:
+    """Queries and keys in the memory of a model: (rows, N, heads, 3, d), and rows of a single query."""
+    from tcnn_model.kernels import attention_statistics
+
+    qkv = random(1, 71, 2, 3, 8, dtype=torch.bfloat16).to(DEVICE)
+    query, key, _ = qkv.permute(3, 0, 2, 1, 4).unbind(0)
+    for part in (query, query[:, :, :1]):
+        measured = attention_statistics(part, key, 0.3)
+        exact = reference.attention_statistics(part.double(), key.double(), 0.3)
+        terms = 1 + 0.6 * part.double().abs() @ key.double().abs().mT
+        bound = terms.amax(-1) * (2 + exact.log_sum_exp - exact.expected_logit)
+        for name in ("largest", "log_sum_exp", "expected_logit", "prefix"):
+            actual, expected = getattr(measured, name), getattr(exact, name)
+            assert_rounding(actual, expected, bound, 2, torch.float32, name)
+        assert measured.distance is None
+        assert measured.received is None
+
+
+@pytest.mark.usefixtures("small_blocks")
+def test_a_broken_key_shows() -> None:
+    """A maximum passes NaN over, a sum does not."""
+    from tcnn_model.kernels import attention_statistics
+
+    case = Case.of("plain", torch.float64)
+    case.key[0, 1, 5] = torch.nan
+    measured = attention_statistics(case.query[:1], case.key[:1], SCALE)
+    for statistic in (measured.largest, measured.entropy):
+        assert torch.equal(statistic.isnan().all(-1), torch.tensor([[False, True]]))
+        assert not statistic[0, 0].isnan().any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+def test_fused_attention(dtype: torch.dtype) -> None:
+    """Entropy, prefix, received attention and distances along the axes, with the keys centred; 0.1 was seen."""
+    case = Case.of("plain", dtype)
+    key = case.key + 3  # what all keys share changes nothing, and would cost digits
+    measured = fused_statistics(case.query, key, SCALE, queries=QUERIES, keys=KEYS)
+    case = case._replace(key=key)
+    logits, size = case.logits()
+    attention = logits.softmax(-1)
+    shift = 2 * size.amax(-1, keepdim=True) + 1
+    rounded = attention * (1 + 2 * shift)
+    on_grid = logits[..., KEYS.prefix :].softmax(-1)
+    query_y, query_x = QUERIES.positions(N_QUERY, torch.float64, DEVICE)
+    key_y, key_x = KEYS.positions(N_KEY, torch.float64, DEVICE)
+    dy = (key_y - query_y[:, None])[:, KEYS.prefix :]
+    dx = (key_x - query_x[:, None])[:, KEYS.prefix :]
+    squared, manhattan = dy.square() + dx.square(), dy.abs() + dx.abs()
+    entropy = -(attention * attention.log()).sum(-1)
+    log_sum_exp = logits.logsumexp(-1)
+    # The larger terms: those of q . (A K), which the keys' mean is part of no more.
+    centred = key.double() - key.double().mean(-2, keepdim=True)
+    product = SCALE * (case.query.double().abs() * (rounded @ centred.abs())).sum(-1)
+    log_terms = shift[..., 0] + log_sum_exp.abs()
+    expected = {
+        "log_sum_exp": (log_sum_exp, log_terms),
+        "entropy": (entropy, product + log_terms),
+        "prefix": ((attention[..., : KEYS.prefix]).sum(-1), rounded[..., :2].sum(-1)),
+        "squared_distance": ((on_grid * squared).sum(-1), None),
+        "manhattan_distance": ((on_grid * manhattan).sum(-1), None),
+        "received": (attention.sum(-2), rounded.sum(-2)),
+    }
+    for name, (exact, terms) in expected.items():
+        # Weights on the grid are at most rounded as the others are, twice: in the sum, and in the sum of all.
+        bound = exact * (2 + 4 * shift[..., 0]) if terms is None else terms
+        assert_rounding(getattr(measured, name), exact, bound, 1, dtype, name)
