@@ -9,14 +9,27 @@ from typing import Any
 import lazy_loader
 
 __version__ = "0.1.0"
+_TORCH_EXTRA = ("captum", "timm", "torch", "tqdm")
 
 _get, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
 
 
 def __getattr__(name: str) -> Any:
-    """Import a public name; of a name that is misspelt, say which is near."""
+    """Import a public name; of a name that is misspelt, say which is near, and of one that needs torch, how to get it.
+
+    Raises:
+        AttributeError: There is no such name.
+        ModuleNotFoundError: The name needs the extra ``torch``, and a package of it is not installed.
+    """
     try:
         return _get(name)
+    except ModuleNotFoundError as error:
+        if error.name not in _TORCH_EXTRA:
+            raise
+        message = (
+            f"tcnn_probe.{name} needs {error.name}: pip install 'tcnn-probe[torch]'"
+        )
+        raise ModuleNotFoundError(message, name=error.name) from error
     except AttributeError:
         import difflib
 

@@ -14,6 +14,8 @@ from .diagnosis import health as health
 from .heads import head_types as head_types
 from .interventions.ablation import Ablation as Ablation
 from .interventions.ablation import ablate as ablate
+from .loggers import log_to_tensorboard as log_to_tensorboard
+from .loggers import log_to_wandb as log_to_wandb
 from .loggers import scalars as scalars
 from .probes import DEFAULT as DEFAULT
 from .probes import PROBES as PROBES

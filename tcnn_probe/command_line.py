@@ -3,17 +3,21 @@
 import argparse
 import json
 import os
+import pickle
 import platform
 import sys
 from collections.abc import Iterator, Sequence
 from fnmatch import fnmatchcase
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import xarray as xr
 
 import tcnn_probe
 from tcnn_probe.storage import StoreError, numbers
+
+if TYPE_CHECKING:
+    from torch import nn
 
 __all__ = ["main"]
 
@@ -73,9 +77,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     plot.add_argument("--layers", default="*", metavar="GLOB", help="default: all")
     report = commands.add_parser(
-        "report", help="one page to look at in a browser, of one recording or two"
+        "report", help="one page to look at in a browser, of up to four recordings"
     )
-    report.add_argument("stores", nargs="+", metavar="store")
+    report.add_argument("stores", nargs="*", metavar="store")
+    report.add_argument(
+        "--seeds",
+        nargs="+",
+        action="append",
+        default=[],
+        metavar="STORE",
+        help="recordings of the same training, shown as means with bands; may be repeated",
+    )
     report.add_argument(
         "-o", "--output", required=True, metavar="FILE", help="such as report.html"
     )
@@ -124,7 +136,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         elif options.command == "compare":
             print(_printable(_compare(*options.stores)))
         elif options.command == "report":
-            tcnn_probe.report(options.stores, options.output, max_mb=options.max_mb)
+            recordings = [*options.stores, *options.seeds]
+            tcnn_probe.report(recordings, options.output, max_mb=options.max_mb)
         elif options.command == "maps":
             _maps(options)
         else:
@@ -162,10 +175,8 @@ def _info() -> Iterator[str]:
         yield f"{setting}: {os.environ.get(setting, 'not set')}"
     try:
         import torch
-    except (
-        ImportError,
-        OSError,
-    ) as error:  # absent, or without a library that it needs
+    # Absent, or without a library that it needs.
+    except (ImportError, OSError) as error:
         yield f"device: unknown, as importing torch raises {type(error).__name__}"
         return
     yield f"torch's threads: {torch.get_num_threads()}, between operators {torch.get_num_interop_threads()}"
@@ -291,9 +302,9 @@ def _maps(options: argparse.Namespace) -> None:
     import timm
 
     pretrained = not options.random and options.weights is None
-    model = timm.create_model(
-        options.model, pretrained=pretrained, checkpoint_path=options.weights or ""
-    )
+    model = timm.create_model(options.model, pretrained=pretrained)
+    if options.weights is not None:
+        _load_weights(model, options.weights)
     query: Any = None if options.query is None else tuple(options.query)
     maps = tcnn_probe.attention_maps(
         model, options.image, queries=None if query is None else [query]
@@ -310,6 +321,20 @@ def _maps(options: argparse.Namespace) -> None:
     )
     figure.savefig(options.output, dpi=150)
     plt.close(figure)
+
+
+def _load_weights(model: "nn.Module", path: str) -> None:
+    """Give a model of timm the weights of a file, of which no code is run."""
+    from timm.models import load_checkpoint
+
+    try:
+        # By default timm 1.0.20, the oldest one supported, runs code that a file holds.
+        load_checkpoint(model, path, weights_only=True)
+    except (pickle.UnpicklingError, RuntimeError) as error:
+        reason = next(iter(str(error).splitlines()), type(error).__name__)
+        raise ValueError(
+            f"{path} is damaged, or holds more than weights, or others: {reason}"
+        ) from error
 
 
 def _plot(store: str, variable: str, layers: str, output: str) -> None:

@@ -2,7 +2,8 @@
 
 import math
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 
 from tcnn_probe.models import unwrap
 
-__all__ = ["as_images"]
+__all__ = ["as_images", "beside_images", "calls_given"]
 
 _CONVENTION = (
     "a floating-point tensor (B, C, H, W), normalised as the model takes it; or pictures: PIL images, "
@@ -65,7 +66,7 @@ def as_images(images: Any, model: nn.Module) -> Tensor:
     Args:
         images: A floating-point tensor or array (B, C, H, W) or (C, H, W), normalised as the model takes it, which is
             not copied; or one or several pictures: PIL images, names of files, uint8 of shape (H, W), (H, W, C) or
-            (C, H, W); or the output of an image processor of transformers.
+            (C, H, W); or the output of a processor of transformers.
         model: Model that takes the images; a model of timm, for pictures.
 
     Returns:
@@ -96,8 +97,14 @@ def as_batch(images: Any, expected: str) -> Tensor:
 
     Raise TypeError or ValueError, with ``expected`` in the message, if these are no images.
     """
-    if isinstance(images, Mapping):  # of an image processor of transformers
+    if isinstance(images, Mapping):  # of a processor of transformers
         images = images.get("pixel_values", images)
+        if getattr(images, "ndim", 4) == 3:
+            raise ValueError(
+                f"expected images, {expected}; got pixel_values of shape {tuple(images.shape)}, patches of images of "
+                "several sizes, as Siglip2's processor cuts them: of these there are no maps; call the model yourself "
+                "under tcnn_probe.record for the numbers of its heads"
+            )
     if (
         isinstance(images, Sequence)
         and images
@@ -110,13 +117,17 @@ def as_batch(images: Any, expected: str) -> Tensor:
             )
         images = torch.stack([torch.as_tensor(x) for x in images])
     if not isinstance(images, Tensor):
-        array = np.array(
-            images
-        )  # a copy: torch.from_numpy takes no array that is read-only or has negative strides
+        # A copy: torch.from_numpy takes no array that is read-only or has negative strides.
+        array = np.array(images)
         if array.dtype.kind not in "fiub":
             raise TypeError(f"expected images, {expected}; got {type(images).__name__}")
         images = torch.from_numpy(array)
     images = images[None] if images.ndim == 3 else images
+    if images.ndim == 5:
+        raise ValueError(
+            f"expected images, {expected}; got videos, volumes or tiles, shape {tuple(images.shape)}: of these "
+            "there are no maps; call the model yourself under tcnn_probe.record for the numbers of its heads"
+        )
     if images.ndim != 4 or images.numel() == 0:
         raise ValueError(
             f"expected images, {expected}; got shape {tuple(images.shape)}"
@@ -128,6 +139,43 @@ def as_batch(images: Any, expected: str) -> Tensor:
     if not images.is_floating_point():
         raise TypeError(f"expected images, {expected}; got {images.dtype}")
     return images
+
+
+def beside_images(images: Any) -> dict[str, Any]:
+    """Return what a processor's output has beside its images: texts of CLIP, masks, the ids of a prompt."""
+    if not isinstance(images, Mapping):
+        return {}
+    # With labels, which a data set of transformers adds, the model would compute a loss as well.
+    return {
+        name: value
+        for name, value in images.items()
+        if name not in ("pixel_values", "labels")
+    }
+
+
+@contextmanager
+def calls_given(model: nn.Module, inputs: Mapping[str, Any]) -> Iterator[None]:
+    """Give a model inputs beside its images, by name, in all calls with images alone."""
+    if not inputs:
+        yield
+        return
+
+    def add(
+        module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[()], dict[str, Any]]:
+        # By name: models of images and text have the text's ids for their first argument.
+        images = args[0] if args else kwargs["pixel_values"]
+        placed = {
+            name: value.to(images.device) if isinstance(value, Tensor) else value
+            for name, value in inputs.items()
+        }
+        return (), {"pixel_values": images, **placed}
+
+    handle = model.register_forward_pre_hook(add, prepend=True, with_kwargs=True)
+    try:
+        yield
+    finally:
+        handle.remove()
 
 
 def _as_pil(image: Any) -> Image.Image:
@@ -143,9 +191,8 @@ def _as_pil(image: Any) -> Image.Image:
         raise ValueError(
             f"expected bytes of shape (H, W), (H, W, C) or (C, H, W), C of 1, 3 or 4; got {image.shape}"
         )
-    if (
-        array.ndim == 3 and array.shape[-1] == 1
-    ):  # PIL takes grey images without the axis of channels
+    # PIL takes grey images without the axis of channels.
+    if array.ndim == 3 and array.shape[-1] == 1:
         array = array[..., 0]
     return Image.fromarray(array).convert("RGB")
 
@@ -172,9 +219,8 @@ def preparation(model: nn.Module) -> dict[str, Any]:
             f"floating-point tensor (B, C, H, W), normalised as the model takes it{hint}"
         )
     size = getattr(getattr(model, "patch_embed", None), "img_size", None)
-    if (
-        size is not None
-    ):  # create_model(..., img_size=...) does not change the size in pretrained_cfg
+    # create_model(..., img_size=...) does not change the size in pretrained_cfg.
+    if size is not None:
         config["input_size"] = (config["input_size"][0], *size)
     return config
 

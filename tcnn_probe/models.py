@@ -42,9 +42,8 @@ def unwrap(model: nn.Module) -> nn.Module:
         isinstance(inner := getattr(model, "module", None), nn.Module)
         and len(list(model.children())) == 1
     ):
-        if not type(model).__module__.startswith(
-            "torch."
-        ):  # a user's own module with a child called "module"
+        # A user's own module may have a single child called "module".
+        if not type(model).__module__.startswith("torch."):
             break
         model = inner
     return model
@@ -76,6 +75,8 @@ def check_model(model: nn.Module) -> None:
         raise TypeError(f"expected a torch.nn.Module, got {type(model).__name__}")
     for name, module in model.named_modules():
         if (
+            # torch.compile(model) wraps it as _orig_mod, model.compile() sets _compiled_call_impl (private, torch 2.8
+            # to 2.15).
             hasattr(module, "_orig_mod")
             or getattr(module, "_compiled_call_impl", None) is not None
         ):
@@ -94,6 +95,7 @@ def untouched(model: nn.Module) -> Iterator[None]:
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"expected a torch.nn.Module, got {type(model).__name__}")
+    # Flags and gradients belong to the model, not to a thread: two calls at once would restore each other's changes.
     with _LOCKS.setdefault(unwrap(model), RLock()):
         modes = [(module, module.training) for module in model.modules()]
         gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
@@ -106,6 +108,7 @@ def untouched(model: nn.Module) -> Iterator[None]:
                 balanced_hooks(model),
                 balanced_modes(),
                 hidden_from_recorders(),
+                # Inference tensors have no gradients, which many methods need.
                 torch.inference_mode(False),
             ):
                 yield
@@ -119,6 +122,7 @@ def untouched(model: nn.Module) -> Iterator[None]:
 def whole_number(number: Any, what: str, low: int = 0, high: int | None = None) -> int:
     """Return the number as an int; raise TypeError if it is none, ValueError if it is out of range."""
     expected = f"expected an integer from {low}{'' if high is None else f' to {high}'} for {what}, got {number!r}"
+    # True is an Integral in Python, and never meant as 1 here.
     if not isinstance(number, Integral) or isinstance(number, bool):
         raise TypeError(expected)
     value = int(number)
@@ -148,6 +152,7 @@ def class_indices(labels: Any, what: str, classes: int | None = None) -> Tensor:
     except (TypeError, ValueError, RuntimeError) as error:
         raise TypeError(f"expected class indices for {what}, got {labels!r}") from error
     if (
+        # Probabilities or masks in the place of indices would be truncated without a word.
         indices.is_floating_point()
         or indices.is_complex()
         or indices.dtype == torch.bool
@@ -184,6 +189,7 @@ def batches(
         rows = slice(start, min(start + batch_size, len(images)))
         yield (
             rows,
+            # A copy also where dtype and device agree: methods such as PGD change their images.
             images[rows].detach().to(reference.device, reference.dtype, copy=True),
         )
 

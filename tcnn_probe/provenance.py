@@ -1,6 +1,5 @@
 """What a recording says about where it comes from. No paths, no host names."""
 
-import hashlib
 import platform
 from datetime import UTC, datetime
 from functools import cache
@@ -10,11 +9,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from torch import nn
 
-__all__ = ["provenance", "versions", "weights_fingerprint"]
-
-# Values of each parameter that tell one state of a model from another. A step of an optimizer moves nearly all values,
-# so a few would do; more cost no more.
-_SAMPLED = 16
+__all__ = ["provenance", "versions"]
 
 
 def provenance(model: "nn.Module", *packages: str) -> dict[str, str]:
@@ -26,31 +21,6 @@ def provenance(model: "nn.Module", *packages: str) -> dict[str, str]:
     attrs = versions(*packages) | {"model_class": _class(inner).__name__}
     architecture = config.get("architecture")
     return attrs | ({"model_architecture": architecture} if architecture else {})
-
-
-def weights_fingerprint(model: "nn.Module") -> str:
-    """Return a hash of the parameters' names and shapes and one of a sample of their values, joined by a dash.
-
-    "" where parameters are spread over processes, or of a kind whose values cannot be sampled, such as quantised ones.
-    """
-    import torch
-    from torch import nn
-
-    # Both kinds of FSDP: wrappers, and fully_shard, which gives modules a class of such a name.
-    names = [type(module).__name__ for module in model.modules()]
-    sharded = any(name.startswith(("FSDP", "FullySharded")) for name in names)
-    parameters = dict(model.named_parameters())
-    types = {type(parameter) for parameter in parameters.values()}
-    if sharded or types != {nn.Parameter}:
-        return ""
-    shapes = hashlib.sha256()
-    values = hashlib.sha256()
-    for name, parameter in parameters.items():
-        shapes.update(f"{name} {tuple(parameter.shape)}\n".encode())
-        flat = parameter.detach().reshape(-1)
-        sample = flat[:: 1 + flat.numel() // _SAMPLED].to("cpu", torch.float32)
-        values.update(sample.numpy().tobytes())
-    return f"{shapes.hexdigest()[:16]}-{values.hexdigest()[:16]}"
 
 
 def versions(*packages: str) -> dict[str, str]:
@@ -68,7 +38,7 @@ def versions(*packages: str) -> dict[str, str]:
 
 
 def _class(model: "nn.Module") -> type:
-    """The user's own, of which torch's fully_shard makes a subclass."""
+    """Return the user's own class of a model, of which torch's fully_shard makes a subclass."""
     return next(
         cls
         for cls in type(model).__mro__

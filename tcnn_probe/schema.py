@@ -62,13 +62,12 @@ class Group:
 
     variables: Mapping[str, Variable]
     layers: Mapping[str, Mapping[str, Any]]
-    sizes: Mapping[str, int] = field(
-        default_factory=dict
-    )  # of each further dimension, such as {"head": 6}
-    maps: bool = False  # whether the variables are maps, much larger than numbers: one shard for each mark
-    coords: Mapping[str, Sequence[Any]] = field(
-        default_factory=dict
-    )  # labels along some of these; others count from 0
+    # Of each further dimension, such as {"head": 6}.
+    sizes: Mapping[str, int] = field(default_factory=dict)
+    # Whether the variables are maps, much larger than numbers: one shard for each mark.
+    maps: bool = False
+    # Labels along some dimensions; others count from 0.
+    coords: Mapping[str, Sequence[Any]] = field(default_factory=dict)
 
     def shape(self, variable: str) -> tuple[int, ...]:
         """Lengths of a variable's dimensions, without that of the marks."""
@@ -89,6 +88,7 @@ def difference(
 
 def _facts(groups: Mapping[str, Group]) -> list[dict[str, Any]]:
     """Return the facts that two recordings must share, from the coarse to the fine."""
+    # In this order the first difference is the cause of the others, and the one to be told.
     kinds: list[dict[str, Any]] = [
         {f"group {path!r}": "present" for path in groups},
         {},
@@ -99,6 +99,7 @@ def _facts(groups: Mapping[str, Group]) -> list[dict[str, Any]]:
     ]
     for path, group in groups.items():
         where = f"in group {path!r}, " if path else ""
+        # Through JSON and back, as a store has it: tuples become lists, and keys strings.
         layers = json.loads(
             json.dumps({name: dict(about) for name, about in group.layers.items()})
         )

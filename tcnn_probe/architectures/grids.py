@@ -53,6 +53,8 @@ class Windows:
         cells = cells.roll((-self.shift[0], -self.shift[1]), (0, 1))
         if not self.padded_first:
             cells = F.pad(cells, padding, value=-1)
+        # A row index is (place in the window, window) where windows are spread, and (window, place) where they are
+        # compact.
         if self.spread:
             cut = (
                 cells.unflatten(0, (high, -1))

@@ -72,6 +72,8 @@ def _record(cls: type, forward: Any) -> LayerRecord:
 def looks_like_attention(module: nn.Module) -> bool:
     """Tell whether a module's class is named as those of attention are."""
     return (
+        # MHSA is what ConViT, BoTNet and others call it, XCA what XCiT does. A projection inside of attention is none
+        # itself.
         re.search("(Attn|Attention|MHSA|XCA)(?!.*Projection)", type(module).__name__)
         is not None
     )
@@ -102,12 +104,12 @@ def heads_axis(
     count = head_count(module) or 0
     if axis is None:
         if count and count in leading[1:]:
-            axis = (
-                len(leading) - 1 - leading[::-1].index(count)
-            )  # windows of the same number come before the heads
+            # The last such axis: windows of the same number come before the heads.
+            axis = len(leading) - 1 - leading[::-1].index(count)
         elif len(leading) > 1:
             axis = 1
         else:
+            # (B * heads, N, N), as torch.bmm takes it.
             axis = "merged" if count and leading[0] % count == 0 else "one"
     return axis, 1 if axis == "one" else count if axis == "merged" else leading[
         int(axis)

@@ -97,10 +97,18 @@ def _maxvit(
 
 
 def _davit(block: Any, inputs: Sequence[Any]) -> Windows:
+    # DaViT never shifts its windows.
     return Windows(_channels_first(inputs), to_2tuple(block.window_size))
 
 
+def _sam2(block: Any, inputs: Sequence[Any]) -> Windows:
+    grid = _channels_last(inputs)
+    # Blocks of global attention have windows of no pixels.
+    return Windows(grid, block.window_size if block.is_windowed else grid)
+
+
 def _twins(layer: Any, inputs: Sequence[Any]) -> Windows:
+    # The second input is the grid, as its tokens come without one, (B, N, C).
     return Windows(to_2tuple(inputs[1]), to_2tuple(layer.ws))
 
 
@@ -288,6 +296,7 @@ _BLOCKS: Mapping[str, LayerRecord] = {
             "linear_tokens", "mlp_channels", "ls1", "ls2", axis=1
         )
     ),
+    "timm.models.hieradet_sam2.MultiScaleBlock": LayerRecord(windows=_sam2),
     # Windows hold every n-th pixel of the map, which is cut inside of the block.
     "timm.models.mobilevit.MobileVitBlock": LayerRecord(spread_evenly=True),
     "timm.models.swin_transformer.SwinTransformerBlock": LayerRecord(windows=_swin),

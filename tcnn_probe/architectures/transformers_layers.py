@@ -24,13 +24,22 @@ def _swin(layer: Any, inputs: Sequence[Any]) -> Windows:
     )
 
 
+def _sam2(block: Any, inputs: Sequence[Any]) -> Windows:
+    """Return the windows of tokens (B, H, W, C); blocks of global attention have windows of no pixels."""
+    grid = inputs[0].shape[1], inputs[0].shape[2]
+    return Windows(grid, to_2tuple(block.window_size) if block.window_size else grid)
+
+
 TRANSFORMERS_LAYERS: Mapping[str, LayerRecord] = {
     # (B, heads, windows, N, N), where the number of windows can be that of the heads.
     "transformers.models.hiera.modeling_hiera.HieraMaskUnitAttention": LayerRecord(
         heads_axis=1,
         not_in_raster_order="Hiera's tokens are ordered by mask unit, not by rows",
     ),
-    # The block cuts the windows, and its attention sees single windows only.
+    # These blocks cut the windows, and their attention sees single windows only.
+    "transformers.models.sam2.modeling_sam2.Sam2MultiScaleBlock": LayerRecord(
+        windows=_sam2
+    ),
     "transformers.models.swin.modeling_swin.SwinLayer": LayerRecord(windows=_swin),
     "transformers.models.swinv2.modeling_swinv2.Swinv2Layer": LayerRecord(
         windows=_swin

@@ -167,7 +167,7 @@ class Attention(ABC):
 
     @classmethod
     def block_on(cls, device: torch.device) -> int:
-        """Number of logits to form at a time: 64 MiB of them on a GPU, where each block is a dozen kernel launches."""
+        """Return how many logits to form at a time: 64 MiB on a GPU, where each block is a dozen kernel launches."""
         return cls.BLOCK << (0 if device.type == "cpu" else 4)
 
     @property
@@ -221,6 +221,7 @@ class Attention(ABC):
 
     def received(self, images: Sequence[int]) -> Tensor:
         """Return the mean over queries of A_ij, how much each key is looked at: (images, windows, heads, N_key)."""
+        # In blocks of queries: all of A at once can be gigabytes for an image of many patches.
         step = max(1, self.block // (self.windows * self.heads * self.keys))
         blocks = [slice(start, start + step) for start in range(0, self.queries, step)]
         received = []
@@ -284,10 +285,15 @@ class SoftmaxAttention(Attention):
         """
         if self.layout.asking == "classes":
             return None
+        # Class-attention layers (CaiT) ask for the class token alone; a window can have a single pixel without being
+        # one.
         alone = self.queries == 1 and self.keys > 1 and self.windows == 1
         if self.layout.asking == "latents":
+            # timm's AttentionPoolLatent: with pool="token" it hands on the first latent alone, with "avg" the mean of
+            # all.
             return 0 if alone or getattr(self.module, "pool", None) == "token" else None
         queries = self.layout.queries
+        # Queries that lie on no grid, and are no more than the tokens before the grid of the keys, are these tokens.
         leads = (
             queries.prefix > 0
             if queries is not None
@@ -344,6 +350,7 @@ class SoftmaxAttention(Attention):
 
     def _measurements(self) -> SoftmaxMeasurements:
         """Measure once for all listeners that count the same images."""
+        # What was measured depends on both of these: listeners that differ in them share nothing.
         key = "measurements", self.limit, self.detailed
         if key not in self.shared:
             self.shared[key] = measure_softmax(self)
@@ -384,6 +391,8 @@ def weigh(attention: Tensor, values: Tensor) -> Tensor:
     Returns:
         Shape (rows, heads, N_query, d).
     """
+    # (rows, heads, N_key, d) to (B, windows, heads, N_key, d); einsum repeats axes of length 1, of B and of shared
+    # heads.
     by_image = values.unflatten(0, (-1, attention.shape[1]))
     return torch.einsum(
         "bwhqk,bwhkd->bwhqd", attention.to(values.dtype), by_image

@@ -102,14 +102,19 @@ class GatedAttention(Attention):
             :meth:`tcnn_model.GPSA.attention`. :meth:`on_grid` cuts out the real pixels.
         """
         parts = self._of_image(image)
+        # Autocast would round the products of queries and keys, which the layer computes in float32 at least.
         with without_autocast(parts.query):
             content = parts.content(queries)
             y, x = parts.y, parts.x
+            # F.pad counts axes from the last: columns before rows. Content attention has no keys in the padding, so it
+            # is 0 there.
             padding = (x.before, x.after, y.before, y.after)
             content = F.pad(
                 content.unflatten(-1, (y.length, x.length)), padding
             ).flatten(-2)
             rows, columns = parts.factors()
+            # Query i is in row i // columns. P is a product of one softmax over rows and one over columns, because
+            # squared distances add up over the two axes.
             index = torch.arange(self.queries, device=content.device)[queries]
             positional = (
                 rows[:, index // x.queries, :, None]
@@ -141,6 +146,7 @@ class GatedAttention(Attention):
     def discrepancy(self, output: Any) -> tuple[Tensor, float] | None:
         """Compare the layer's output for the first image with what A makes of the values."""
         layer: Any = self.module
+        # Dropout of ConViT's attention or output leaves nothing that A alone could reproduce.
         of_convit = isinstance(layer, ConViTLayer)
         if (
             of_convit
@@ -200,6 +206,7 @@ class GatedAttention(Attention):
             Shape (B, len(heads), N_query, d).
         """
         parts, values, heads = self.parts, _values(self.module, self.x), list(heads)
+        # The heads of a GPSA layer share their values (W_val of T-CNN Eq. 5); those of ConViT have their own.
         values = values if values.shape[1] == 1 else values[:, heads]
         with without_autocast(values):
             rows, columns = parts.factors_on_pixels(values.dtype)
@@ -218,11 +225,13 @@ class GatedAttention(Attention):
         """Return the layer's output for outputs of the heads, (B, heads, N_query, d)."""
         layer: Any = self.module
         if isinstance(layer, ConViTLayer):
+            # forward, as a call would run hooks that others have on the projection once more.
             return layer.proj.forward(heads.transpose(1, 2).flatten(2))
         return layer.combine(heads, self.parts)
 
     def _measured(self) -> AttentionStatistics:
         """Measure once for all listeners."""
+        # Without the limit of images, unlike softmax attention: it is applied later, to the sums.
         key = "measured", self.detailed
         if key not in self.shared:
             self.shared[key] = measure(self.parts, content_received=self.detailed)
@@ -313,4 +322,5 @@ def _values(layer: Any, x: Tensor) -> Tensor:
     """Return the values of a gated layer, shape (B, heads or 1, N_key, d)."""
     if isinstance(layer, GPSALayer):
         return layer.values(x)
+    # (B, N, heads * d) to (B, heads, N, d).
     return layer.v.forward(x).unflatten(2, (layer.num_heads, -1)).transpose(1, 2)

@@ -13,7 +13,12 @@ from tcnn_probe.architectures.lookup import as_rows, from_rows
 from tcnn_probe.attention.attention import Attention, weigh
 from tcnn_probe.attention.gated import GatedAttention, gated_attention_of
 from tcnn_probe.attention.reconstruction import values_of
-from tcnn_probe.hooks.interception import SeenAttention, describe, multihead_arguments
+from tcnn_probe.hooks.interception import (
+    FUSED,
+    SeenAttention,
+    describe,
+    multihead_arguments,
+)
 from tcnn_probe.models import whole_number
 
 __all__ = [
@@ -106,8 +111,9 @@ class AttendingCall:
     """A call of a torch function in which a module attends, ready to be edited.
 
     Args:
-        func, args, kwargs: Call of ``scaled_dot_product_attention``, of a softmax, or of torch's multi-head attention,
-            which is run with the identity for its projection, so that the heads can be edited before they are mixed.
+        func, args, kwargs: Call of ``scaled_dot_product_attention``, flex_attention, a softmax, or torch's multi-head
+            attention, which is run with the identity for its projection, so that the heads can be edited before they
+            are mixed.
         output: Output of the function, if it has run; it is run otherwise.
 
     Attributes:
@@ -130,10 +136,15 @@ class AttendingCall:
             arguments = multihead_arguments(*args, **kwargs)
             self._run_multihead(func, arguments)
             return
-        self._output: Tensor = func(*args, **kwargs) if output is None else output
-        self._describe = partial(describe, func, self._output, args, dict(kwargs))
+        returned = func(*args, **kwargs) if output is None else output
+        self._describe = partial(describe, func, returned, args, dict(kwargs))
+        # Beside the heads' outputs, flex_attention returns numbers of the rows of its logits, which stay.
+        self._output, *self._beside = (
+            returned if isinstance(returned, tuple) else (returned,)
+        )
+        # A single head without images has no axis of heads: (N_query, d).
         self.heads = self._output if self._output.ndim > 2 else self._output[None]
-        self.is_softmax = func is not F.scaled_dot_product_attention
+        self.is_softmax = func not in FUSED
         key = (
             self._output
             if self.is_softmax
@@ -155,15 +166,20 @@ class AttendingCall:
         if self._project is not None:
             return self._project(edited)
         if edited is self.heads:
-            return self._output
+            return self._whole(self._output)
         edited = edited.view(self._output.shape)
         if self.is_softmax and not self._output.requires_grad:
             # In place, where whoever follows it to the values knows it to be.
             return self._output.copy_(edited)
-        return edited
+        return self._whole(edited)
+
+    def _whole(self, output: Tensor) -> Any:
+        return (output, *self._beside) if self._beside else output
 
     def _run_multihead(self, func: Any, arguments: dict[str, Any]) -> None:
         weight, bias = arguments["out_proj_weight"], arguments["out_proj_bias"]
+        # The identity leaves the heads side by side in the output; the true projection is applied to them once they are
+        # edited.
         arguments["out_proj_weight"] = torch.eye(
             weight.shape[1], dtype=weight.dtype, device=weight.device
         )
@@ -175,11 +191,10 @@ class AttendingCall:
             merged = edited.reshape(heads.shape).movedim(-2, 0).flatten(-2)
             return F.linear(merged, weight, bias), weights
 
-        self.heads, self.known_axis, self.is_softmax = (
-            heads if heads.ndim == 4 else heads[None],
-            1,
-            False,
-        )
+        self.heads = heads if heads.ndim == 4 else heads[None]
+        self.known_axis = 1
+        self.is_softmax = False
+        # torch appends a key for each of these options.
         own_keys = (arguments["bias_k"] is not None) + bool(arguments["add_zero_attn"])
         self.keys = len(arguments["key"]) + own_keys
         self._project = project
@@ -224,6 +239,7 @@ def edit_gated(
 
 def edit_gated_output(layer: nn.Module, x: Tensor, edits: Sequence[HeadEdit]) -> Tensor:
     """Return the output of a gated layer, edited: it is computed again, differentiable."""
+    # The names of ConViT's two; a GPSA layer has none.
     drops = [
         getattr(layer, name)
         for name in ("attn_drop", "proj_drop")
@@ -242,6 +258,7 @@ def _edit_rows(
 ) -> Tensor:
     """Edit (rows, heads, N_query, d); ``exchange`` gives what heads with another attention give."""
     for edit in edits:
+        # Never in place: these are the model's own tensors, which its backward pass may need.
         index = torch.tensor(list(edit.heads), device=heads.device)
         if edit.attention is not None:
             heads = heads.index_copy(1, index, exchange(edit).to(heads.dtype))

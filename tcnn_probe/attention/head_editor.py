@@ -39,6 +39,7 @@ from tcnn_probe.attention.reconstruction import (
 )
 from tcnn_probe.hooks.calls import Call, Calls, add_hook, innermost_call
 from tcnn_probe.hooks.interception import (
+    FUSED,
     SeenAttention,
     SeenCopy,
     SeenOperand,
@@ -52,7 +53,9 @@ __all__ = ["HeadEditor", "HeadListener", "LayerCall", "name_of_gating"]
 
 # Edits need no grids: where queries and keys lie is not looked for.
 _UNKNOWN = Layout(None, None, "edits of heads need no grid")
+# All spellings of the function that makes gates of lambda, in GPSA, in ConViT and in layers derived from them.
 _SIGMOID = {torch.sigmoid, Tensor.sigmoid, torch.special.expit}
+# Functions through which lambda may pass before the sigmoid: they keep the order of the heads.
 _SAME_NUMBERS = {
     Tensor.view,
     Tensor.reshape,
@@ -61,6 +64,7 @@ _SAME_NUMBERS = {
     Tensor.float,
     Tensor.double,
 }
+# Ablations begin and end in any thread, and may share the editor of a layer.
 _LOCK = threading.RLock()
 
 
@@ -142,6 +146,7 @@ class HeadEditor(Calls[LayerCall]):
         """Ask one more listener."""
         with _LOCK:
             editor = EDITORS.setdefault(module, cls(module))
+            # A new tuple: calls that are running keep those that they began with.
             editor._listeners = (*editor._listeners, listener)
             if len(editor._listeners) == 1:
                 editor.attach()
@@ -174,7 +179,7 @@ class HeadEditor(Calls[LayerCall]):
                 cls.remove(module, listener)
 
     def attach(self) -> None:
-        """Hook the layer and, of a GPSA layer, the seam at which its heads lie side by side."""
+        """Add hooks to the layer and, of a GPSA layer, the seam at which its heads lie side by side."""
         super().attach()
         if isinstance(self.module, GPSA):
             self._handles.append(
@@ -214,6 +219,7 @@ class HeadEditor(Calls[LayerCall]):
     def reading(self) -> Iterator[None]:
         """Inside, whatever is computed of the layer is what its forwards compute."""
         running, frame = self.current(), sys._getframe()
+        # No call is running. One that stays on the stack for as long as the reading is made up, in the outermost frame.
         while frame.f_back is not None:
             frame = frame.f_back  # to the outermost, which outlives the reading
         call = running or LayerCall(
@@ -239,7 +245,8 @@ class _EditingMode(TorchFunctionMode):
 
     def __init__(self, call: LayerCall) -> None:
         super().__init__()
-        self._call, self._gates = call, call.gates()
+        self._call = call
+        self._gates = call.gates()
 
     def __torch_function__(
         self,
@@ -249,11 +256,14 @@ class _EditingMode(TorchFunctionMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs, call = kwargs or {}, self._call
-        if call.over:
+        # flex_attention compiles itself, through this mode, and is edited when it runs.
+        if call.over or torch.compiler.is_compiling():
             return func(*args, **kwargs)
         if self._gates is not None and self._gates.is_given_gates(func, args):
             return self._gates(func, args, kwargs)
         if (
+            # ConViT has no module between heads and projection: its F.linear is known by its weight. (B, N, heads * d)
+            # to (B, heads, N, d), and back.
             isinstance(call.module, ConViTLayer)
             and func is F.linear
             and args[1] is call.module.proj.weight
@@ -261,15 +271,18 @@ class _EditingMode(TorchFunctionMode):
             heads = args[0].unflatten(-1, (call.module.num_heads, -1)).transpose(1, 2)
             beside = _edit_gated_heads(call, heads).transpose(1, 2).flatten(2)
             return func(beside, *args[1:], **kwargs)
+        # Softmaxes inside of gated attention are parts of A: heads are edited at the seam, once C and P are added up.
         if isinstance(call.module, GATED_LAYERS):
             return func(*args, **kwargs)
-        if func in (F.multi_head_attention_forward, F.scaled_dot_product_attention):
+        # Not run here: the edit runs them itself, with another projection or as they are.
+        if func in FUSED:
             return (
                 self._edit(AttendingCall(func, args, kwargs))
                 if self._is_asking()
                 else func(*args, **kwargs)
             )
         output = func(*args, **kwargs)
+        # Describing reads and reshapes tensors, which other function modes would see as the model's own work.
         with torch._C.DisableTorchFunction():
             request = describe(func, output, args, kwargs)
         if isinstance(request, SeenProduct):
@@ -287,6 +300,7 @@ class _EditingMode(TorchFunctionMode):
     def _edit(self, attending: AttendingCall) -> Any:
         call, module = self._call, self._call.module
         leading, queries = attending.heads.shape[:-2], attending.heads.shape[-2]
+        # Attention between channels (XCiT) has heads of another kind; listeners are not asked about it.
         heads = heads_axis(leading, module, attending.known_axis)[1]
         if queries == attending.keys and is_between_channels(
             attending.keys, heads, call.inputs
@@ -307,6 +321,7 @@ class _EditingMode(TorchFunctionMode):
         call.attentions += 1
         edits = call.ask(attention)
         output = edit_call(attending, module, edits)
+        # Whether this softmax is attention shows only when it weighs values, in a product that comes later.
         if edits and attending.is_softmax:
             has_heads = heads > 1 or len(leading) > 1
             call.waiting[attention.number] = SeenOperand.of(output), has_heads
@@ -357,6 +372,7 @@ class _GateEditor:
 
     def __init__(self, gating: Tensor, forced: Mapping[int, float]) -> None:
         self._forms = [gating]
+        # NaN stands for gates that stay as they are.
         self._forced = torch.full((len(gating),), math.nan)
         self._forced[list(forced)] = torch.tensor(list(forced.values()))
 
@@ -374,6 +390,7 @@ class _GateEditor:
         if func in _SAME_NUMBERS:
             self._forms.append(output)
             return output
+        # ConViT gives lambda the shape (1, heads, 1, 1) before its sigmoid.
         forced = self._forced.to(output).view(output.shape)
         return torch.where(forced.isnan(), output, forced)
 

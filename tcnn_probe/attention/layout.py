@@ -87,6 +87,7 @@ class Layout:
 
         Rows and columns of class and register tokens hold meaningless numbers.
         """
+        # Callers ask for distances only where both grids are known.
         assert self.queries is not None
         assert self.keys is not None
         query_y, query_x = self.queries.positions(dtype, device)
@@ -132,6 +133,7 @@ class GivenTokens:
     def around(self) -> tuple[int, int] | None:
         """Numbers of tokens before the grid, and after it; None if nothing is said."""
         if self.class_token == "last":
+            # The class token is behind the grid, and registers that are counted by prefix_tokens stand before it.
             return self.prefix or 0, 1
         if self.prefix is None:
             return (1, 0) if self.class_token == "first" else None
@@ -158,6 +160,7 @@ class SpecialTokens:
 def special_tokens(modules: Iterable[nn.Module], user: GivenTokens) -> SpecialTokens:
     """Read off a model which tokens are no patches; facts that the user gives come first."""
     modules = list(modules)
+    # timm's name: its transformers count class and register tokens in this attribute.
     model = next((m for m in modules if hasattr(m, "num_prefix_tokens")), None)
     count = getattr(model, "num_prefix_tokens", None)
     around = user.around or ((count, 0) if isinstance(count, int) else None)
@@ -166,6 +169,7 @@ def special_tokens(modules: Iterable[nn.Module], user: GivenTokens) -> SpecialTo
     )
     if user.class_token is not None:
         class_token = user.class_token != "none"
+    # The names in timm and in transformers.
     names = ("dist_token", "distillation_token")
     distilled = any(
         isinstance(getattr(m, name, None), Tensor) for m in modules for name in names

@@ -91,7 +91,9 @@ class MapKeeper(AttentionListener):
     def __init__(self, selection: MapSelection, *, copies: int, max_bytes: int) -> None:
         self.maps: list[LayerMaps] = []
         self.missing: dict[str, str] = {}
-        self._selection, self._copies, self._max_bytes = selection, copies, max_bytes
+        self._selection = selection
+        self._copies = copies
+        self._max_bytes = max_bytes
         self._shown: list[LayerMaps] = []
         self._bytes = 0
 
@@ -114,6 +116,7 @@ class MapKeeper(AttentionListener):
             self.missing[attention.name] = reason or "it has no class token"
             return
         values_per_image = len(heads) * sum(map(len, rows.values())) * keys[0] * keys[1]
+        # Maps are in float32. Counting goes on beyond the limit, so that the error can name the whole size.
         self._bytes += 4 * self._copies * attention.images * values_per_image
         if self._bytes > self._max_bytes:
             return
@@ -121,6 +124,7 @@ class MapKeeper(AttentionListener):
         maps_of = _maps_in_windows if attention.in_windows else _maps_of_images
         for name, indices in rows.items():
             arrays[name] = maps_of(attention, indices, self._selection)
+        # The class token is a single query: (B, heads, 1, rows, columns) without that axis.
         if "class_attention" in arrays:
             arrays["class_attention"] = arrays["class_attention"][:, :, 0]
         if (
@@ -140,6 +144,10 @@ class MapKeeper(AttentionListener):
         """Keep what turned out to be attention."""
         self.maps += [maps for maps in self._shown if maps.layer in layers]
         self._shown = []
+        # The stream says of other softmaxes why they are no attention.
+        self.missing = {
+            layer: reason for layer, reason in self.missing.items() if layer in layers
+        }
 
     def _rows(self, attention: Attention, queries: Grid | None) -> dict[str, Indices]:
         """Return the queries to keep, by variable: their indices or, in windows, their cells in the image."""
@@ -165,6 +173,7 @@ def _grids(attention: Attention) -> tuple[Grid | None, Grid | None, str]:
             None if layout.queries is None else layout.queries.size,
             layout.reason,
         )
+    # Windows that are recorded for the class, but not those of this call, would put keys in the wrong places.
     if cut is None or cut.cells().shape != (attention.windows, attention.keys):
         return (
             None,
@@ -182,6 +191,7 @@ def _maps_of_images(
     attention: Attention, queries: Indices, selection: MapSelection
 ) -> Tensor:
     """Return attention of some queries to all cells of the image's grid: (B, heads, queries, rows, columns)."""
+    # Chosen queries are scattered over the image; all queries follow each other, and are taken many at a time.
     slices = [slice(index, index + 1) for index in queries]
     if isinstance(queries, range):
         slices = [
@@ -203,19 +213,17 @@ def _maps_in_windows(
     cells = attention.cut.cells()
     rows, columns = attention.cut.grid
     is_real = cells >= 0
-    place = torch.empty(
-        rows * columns, dtype=torch.long
-    )  # of each cell, among the tokens of all windows
+    # Place of each cell among the tokens of all windows.
+    place = torch.empty(rows * columns, dtype=torch.long)
     place[cells[is_real]] = torch.arange(cells.numel()).view_as(cells)[is_real]
     tokens = place[list(queries)]
     window, token = tokens // attention.keys, tokens % attention.keys
-    weights = (
-        attention.weights().cpu()[:, window, :, token].permute(1, 2, 0, 3)
-    )  # (B, heads, queries, tokens)
+    # Two index tensors apart from each other move their axis to the front: (queries, B, heads, tokens).
+    by_query = attention.weights().cpu()[:, window, :, token]
+    weights = by_query.permute(1, 2, 0, 3)
     weights = selection.select_heads(weights)
-    maps = weights.new_zeros(
-        *weights.shape[:3], rows * columns + 1
-    )  # the last cell takes the padding
+    # One cell more than the grid has takes the padding, and is cut off at the end.
+    maps = weights.new_zeros(*weights.shape[:3], rows * columns + 1)
     seen_cells = cells[window].where(is_real[window], rows * columns)
     maps.scatter_(-1, seen_cells.expand_as(weights), weights)
     return maps[..., :-1].unflatten(-1, (rows, columns))

@@ -18,7 +18,7 @@ from tcnn_probe.attention.layout import GivenTokens
 from tcnn_probe.attention.map_keeper import LayerMaps, MapKeeper, MapSelection
 from tcnn_probe.attention.receptive_fields import ReceptiveFields
 from tcnn_probe.attention.stream import AttentionStream
-from tcnn_probe.images import as_images
+from tcnn_probe.images import as_images, beside_images, calls_given
 from tcnn_probe.models import (
     batches,
     check_model,
@@ -99,7 +99,8 @@ def attention_maps(
     Args:
         model: Any module, not compiled.
         images: Images as the model takes them, shape (B, C, H, W); or pictures (PIL images, file names, bytes), which
-            pass through timm's evaluation transform for the model.
+            pass through timm's evaluation transform for the model; or all that a processor of transformers gives, text
+            and masks too, which the model then gets in one batch.
         layers: Names, globs or a predicate ``(name, module) -> bool``; None for all layers.
         heads: Indices of the heads to keep; None for all heads.
         queries: Places to look from, (y, x) in pixels of the images as the model takes them, or "class" for class
@@ -126,8 +127,10 @@ def attention_maps(
         TypeError: ``model`` is no module, ``images`` are no images, or a head is no integer.
     """
     check_model(model)
-    images = as_images(images, model)
+    inputs, images = beside_images(images), as_images(images, model)
     batch_size = whole_number(batch_size, "batch_size", 1)
+    if inputs:  # which of them have a row for each image is unknown
+        batch_size = len(images)
     size = images.shape[2], images.shape[3]
     if heads is not None:
         heads = [
@@ -142,19 +145,23 @@ def attention_maps(
     selected_layers = wanted_layers(model, layers)
     maps_by_batch: list[list[LayerMaps]] = []
     bar = progress_bar(len(images), "attention maps", progress)
-    with untouched(model), torch.no_grad(), bar:
+    with untouched(model), torch.no_grad(), calls_given(model, inputs), bar:
         for which, batch in batches(model, images, batch_size):
+            # It is told the number of batches, so that too large a result is refused within the first.
             listener = MapKeeper(
                 selection, copies=-(-len(images) // len(batch)), max_bytes=max_bytes
             )
             stream = AttentionStream(
                 model, listener, layers=selected_layers, tokens=tokens
             )
+            # Fields of convolutions and pools come from the same forward, so that pixels of cells are right for any
+            # stem.
             with closing(stream), selection.fields:
                 model(batch)
             listener.check()
             maps_by_batch.append(listener.maps)
             bar.update(which.stop - which.start)
+    # Both are the same for every batch, so those of the last one are all.
     missing = listener.missing | stream.unsupported
     if not any(maps_by_batch[0]):
         reasons = "".join(f"\n  {layer}: {reason}" for layer, reason in missing.items())
@@ -172,13 +179,19 @@ def attention_maps(
         )
     order = {name: place for place, name in enumerate(names.values())}
     maps_by_layer = [_joined(parts) for parts in zip(*maps_by_batch, strict=True)]
+    # In the order of the model, and not of the first call: a layer's second attention, name#1, follows its first.
     maps_by_layer.sort(key=lambda maps: (order[maps.layer.split("#")[0]], maps.layer))
     datasets = _by_grid(maps_by_layer, selection)
-    pixels = (
-        (images.float() if images.dtype == torch.bfloat16 else images).cpu().numpy()
-    )  # numpy has no bfloat16
+    # numpy has no bfloat16.
+    shown = images.float() if images.dtype == torch.bfloat16 else images
     root = xr.Dataset(
-        {"input": (("image", "channel", "input_y", "input_x"), pixels, _ATTRS["input"])}
+        {
+            "input": (
+                ("image", "channel", "input_y", "input_x"),
+                shown.cpu().numpy(),
+                _ATTRS["input"],
+            )
+        }
     )
     table = {
         "layers": json.dumps([maps.layer for maps in maps_by_layer]),
@@ -193,6 +206,7 @@ def _checked_queries(queries: Any, size: Grid) -> Pixels | None:
     if queries is None or (isinstance(queries, str) and queries == "class"):
         return None if queries is None else ()
     try:
+        # Integers of any library, and no floats, which lie between two pixels.
         pixels = [(operator.index(y), operator.index(x)) for y, x in queries]
     except (TypeError, ValueError):
         raise ValueError(
@@ -235,10 +249,12 @@ def _by_grid(
         )
         nodes.setdefault(key, []).append(maps)
     tree: dict[str, xr.Dataset] = {}
+    # Sorted, so that layers with maps of queries get the plain name.
     for (_, heads, keys, queries), layers in sorted(
         nodes.items(), key=lambda node: node[0][0]
     ):
         name = f"{heads}x{keys[0]}x{keys[1]}"
+        # Pooled keys or queries (MViT, PVT) have grids of their own, and share no node with layers where both agree.
         if queries not in (keys, None):
             name += f"_from_{queries[0]}x{queries[1]}"
         tree[name if name not in tree else f"{name}_class"] = _dataset(

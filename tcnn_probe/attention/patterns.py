@@ -92,6 +92,7 @@ def sample_queries(windows: int, queries: int, limit: int) -> tuple[Tensor, Tens
     step = max(1, round(queries * _GOLDEN_RATIO))
     while math.gcd(step, queries) != 1:
         step += 1
+    # As the step and the number of queries have no common divisor, no query comes twice before all have come.
     index = torch.arange(1, sampled_windows * per_window + 1) * step % queries
     index = index.view(sampled_windows, per_window).sort(-1).values
     return torch.arange(sampled_windows) * windows // sampled_windows, index
@@ -137,34 +138,53 @@ class PatternSum:
         if not index.numel():
             return
         rows = weights.flatten(0, 2).index_select(0, index)
+        # In place: index_select has made a copy.
         rows.mul_(factor.flatten().index_select(0, index)[:, None])
         by_image = rows.view(images, len(self._sum), -1, rows.shape[1])
+        # (images, heads, queries, keys) summed over images; a sum over one image would only copy it.
         self._sum[:, sampled] += by_image[0] if images == 1 else by_image.sum(0)
         if self._products is not None:
             of_block = slice(block.images.start, block.images.start + images)
             self._products[of_block, sampled] = row_products(by_image)
 
-    def similarity(self, prefix: Tensor | None) -> Tensor:
-        """Return the mean cosine of each head's rows with those of the other heads: shape (B, heads).
+    def add_sampled(self) -> None:
+        """Add the sampled queries of all images, where the rest of the attention is not formed."""
+        attention, windows = self._attention, len(self._windows)
+        at_once = max(1, attention.block // self._sum.numel())
+        for start in range(0, self._images, at_once):
+            images = torch.arange(start, min(start + at_once, self._images))
+            rows = images[:, None] * attention.windows + self._windows
+            queries = self._queries.repeat(len(images), 1)
+            logits = attention.logits.select(rows.flatten(), queries)
+            # (images * w, heads, n, keys) -> (images, heads, w * n, keys)
+            weights = logits.weights().unflatten(0, (-1, windows)).transpose(1, 2)
+            by_image = weights.flatten(2, 3)
+            self._sum += by_image.sum(0)
+            if self._products is not None:
+                self._products[images.to(weights.device)] = row_products(by_image)
+
+    def add_prefix(self, prefix: Tensor) -> None:
+        """Add the attention to class and register tokens, which blocks leave out, after all blocks.
 
         Args:
-            prefix: Attention to class and register tokens, shape (rows, heads, N_query, prefix).
+            prefix: Attention to each of them, shape (rows, heads, N_query, prefix).
         """
-        assert self._products is not None
-        if prefix is not None:
+        self._sum[..., : prefix.shape[-1]] = self._sum_of_sampled(prefix)
+        if self._products is not None:
             by_image = self._of_sampled(prefix).permute(1, 2, 0, 3)
             self._products[: self._images] += row_products(by_image)
+
+    def similarity(self) -> Tensor:
+        """Return the mean cosine of each head's rows with those of the other heads: shape (B, heads)."""
+        assert self._products is not None
         return similarity_of_heads(self._products)
 
-    def pattern(self, entropy: Tensor, prefix: Tensor | None) -> Pattern:
+    def pattern(self, entropy: Tensor) -> Pattern:
         """Return the sums.
 
         Args:
             entropy: Entropy of all queries, shape (rows, heads, N_query).
-            prefix: Their attention to class and register tokens, shape (rows, heads, N_query, prefix).
         """
-        if prefix is not None:
-            self._sum[..., : prefix.shape[-1]] = self._sum_of_sampled(prefix)
         total = (
             self._sum_of_sampled(entropy[..., None]).sum((1, 2)) / self._queries.numel()
         )
@@ -189,9 +209,9 @@ class PatternSum:
             self._windows[:, None].to(values.device),
             self._queries.to(values.device),
         )
-        sampled = self._attention.by_image(values)[
-            : self._images, windows, :, queries
-        ]  # (w, q, images, heads, n)
+        by_image = self._attention.by_image(values)
+        # Two index tensors apart from each other move their axes to the front: (w, q, images, heads, n).
+        sampled = by_image[: self._images, windows, :, queries]
         return sampled.flatten(0, 1)
 
 
@@ -247,9 +267,8 @@ def _rows_of_block(
         & (query >= 0)
         & (query < block_queries)
     )
-    sampled = (
-        inside.flatten().nonzero()[:, 0].tolist()
-    )  # neighbours, as blocks cut windows and queries in order
+    # Neighbours, as blocks cut windows and queries in order.
+    sampled = inside.flatten().nonzero()[:, 0].tolist()
     row = (
         torch.arange(images)[:, None] * block_windows + window.expand_as(query)[inside]
     )
@@ -293,6 +312,7 @@ def gated_patterns(
     """
     query, images = attention.query, len(attention.query[:limit])
     y, x = attention.y, attention.x
+    # One window, the image: its queries are the first row of indices.
     sampled = sample_queries(1, query.shape[2], QUERIES)[1][0]
     query_cells = np.indices((y.queries, x.queries)).reshape(2, -1).T[sampled.numpy()]
     query_places = query_cells * [y.stride, x.stride] + [y.first_query, x.first_query]
@@ -310,6 +330,7 @@ def gated_patterns(
         ).content(sampled)
         scratch = torch.empty_like(weights)
         content_sum.add(weights, scratch)
+        # A = (1 - g) C + g P (T-CNN Eq. 7), in place: C has been added by now.
         weights.lerp_(positional, attention.gate.to(weights)[:, None, None])
         whole_sum.add(weights, scratch)
     pattern = replace(whole_sum.pattern(images), queries=query_places, keys=key_places)
@@ -362,6 +383,7 @@ class _AttentionSum:
     def add(self, weights: Tensor, scratch: Tensor) -> None:
         """Add the attention of some images; ``scratch`` has as many elements and is overwritten."""
         self._attention += weights[0] if len(weights) == 1 else weights.sum(0)
+        # 0 log 0 = 0: the logarithm of the smallest normal number is finite, and times 0 it is 0.
         smallest = torch.finfo(weights.dtype).tiny
         logarithms = (
             scratch.view(weights.shape).copy_(weights).clamp_(min=smallest).log_()

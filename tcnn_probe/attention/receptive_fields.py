@@ -80,18 +80,17 @@ class ReceptiveFields(Uncompiled):
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         """Let torch compute, and follow operations that change where cells look."""
-        if not isinstance(
-            func, torch._ops.OpOverload
-        ):  # a higher-order operator, such as flex_attention
+        # Else a higher-order operator, such as flex_attention, which has neither packet nor decomposition.
+        if not isinstance(func, torch._ops.OpOverload):
             return func(*args, **(kwargs or {}))
-        with (
-            self
-        ):  # in inference mode a convolution comes as a whole, and not as its parts
+        # In inference mode a convolution comes as a whole, and not as its parts.
+        with self:
             output = func.decompose(*args, **(kwargs or {}))
         if output is not NotImplemented:
             return output
         output = func(*args, **(kwargs or {}))
         operation = func.overloadpacket
+        # args[6] says that it is transposed: its cells are finer than those of its input, which no kernel slides over.
         if operation is aten.convolution and args[0].ndim == 4 and not args[6]:
             self._slides(args[0], output, args[1].shape[2:], *args[3:6])
         elif operation is aten.max_pool2d_with_indices:
@@ -99,6 +98,7 @@ class ReceptiveFields(Uncompiled):
         elif operation is aten.avg_pool2d:
             self._slides(args[0], output, *args[1:4])
         elif operation in _PADS and args[0].ndim == 4:
+            # Pads are (left, right, top, bottom), of the last axis alone if there are two.
             before = [*args[1], 0, 0]
             self._slides(args[0], output, 1, 1, (before[2], before[0]))
         return output
@@ -119,15 +119,18 @@ class ReceptiveFields(Uncompiled):
         grid, after = (output.shape[2], output.shape[3]), []
         by_side = zip(
             before,
+            # torch's pools without a stride step by their kernel.
             *map(_pair, (kernel, stride or kernel, padding, dilation)),
             strict=True,
         )
         for (low, high, spacing), size, step, pad, spread in by_side:
+            # Cell n of the output sees cells n s - p to n s - p + d (k - 1) of the input.
             reach = spread * (size - 1) - pad
             after.append(
                 _Fields(low - pad * spacing, high + reach * spacing, spacing * step)
             )
         earlier = self._fields.get(grid, after)
+        # A map of the same size with another spacing belongs to another path or forward: the latest one counts.
         if [field.spacing for field in earlier] == [field.spacing for field in after]:
             pairs = zip(earlier, after, strict=True)
             after = [

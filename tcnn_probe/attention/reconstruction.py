@@ -11,7 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from tcnn_model import kernels
 from tcnn_model.gpsa.precision import at_least_float32
+from tcnn_model.kernels import RowStatistics, TokenGrid
 from tcnn_probe.architectures.grids import Windows
 from tcnn_probe.architectures.lookup import as_rows, known
 from tcnn_probe.attention.attention import SoftmaxAttention
@@ -25,6 +27,7 @@ from tcnn_probe.attention.token_grid import (
 )
 from tcnn_probe.hooks.forwards import Running
 from tcnn_probe.hooks.interception import SeenAttention
+from tcnn_probe.hooks.score_modification import ScoreModification
 
 __all__ = [
     "DeferredLogits",
@@ -52,6 +55,9 @@ _FEW_ROWS = 32
 
 _ALL = slice(None)
 
+Part = tuple[slice, slice, slice]
+"""Slices of rows, queries and keys."""
+
 
 class NoTokenAttentionError(Exception):
     """A softmax that is no attention between tokens; the message says what it is."""
@@ -73,9 +79,10 @@ class Logits(ABC):
     def __init__(
         self, shape: tuple[int, int, int, int], source: Tensor, *, masked: bool
     ) -> None:
-        self.shape, self.source, self.masked = shape, source, masked
+        self.shape = shape
+        self.source = source
+        self.masked = masked
 
-    @abstractmethod
     def __call__(
         self,
         rows: slice,
@@ -85,6 +92,31 @@ class Logits(ABC):
         out: Tensor | None = None,
     ) -> Tensor:
         """Return a part of them, float32 or float64, contiguous, and free to be overwritten; in ``out`` if given."""
+        return self._form((rows, queries, keys), out)
+
+    @abstractmethod
+    def _form(self, part: Part, out: Tensor | None) -> Tensor:
+        """Form a part of the logits, in ``out`` if given."""
+
+    @property
+    def on_kernel(self) -> bool:
+        """Flag that :meth:`statistics` measures these logits on their GPU, and :meth:`select` forms some of them."""
+        return False
+
+    def statistics(
+        self, queries: TokenGrid | None, keys: TokenGrid | None, received: bool
+    ) -> RowStatistics:
+        """Measure the rows of their softmax with the kernel, see :func:`tcnn_model.kernels.attention_statistics`."""
+        raise NotImplementedError
+
+    def select(self, rows: Tensor, queries: Tensor) -> "Logits":
+        """Return the logits of some queries of some rows.
+
+        Args:
+            rows: Indices of the rows, shape (r,), on the CPU.
+            queries: Indices of the queries of each of them, shape (r, n).
+        """
+        raise NotImplementedError
 
     def weights(self, rows: slice = _ALL, queries: slice = _ALL) -> Tensor:
         """Return their softmax; 0 for queries that may see no key at all, as torch's own attention has it."""
@@ -92,6 +124,7 @@ class Logits(ABC):
         weights = torch.softmax(logits, -1)
         return (
             weights.masked_fill_(logits.amax(-1, keepdim=True) == -torch.inf, 0)
+            # A row of minus infinity alone has the softmax NaN.
             if self.masked
             else weights
         )
@@ -119,27 +152,62 @@ class ProductLogits(Logits):
         key: Shape (rows, heads, N_key, d).
         scale: Factor of the products.
         mask: Numbers to add, or True where a query may see a key; broadcasts to (rows, heads, N_query, N_key).
+        modification: Function of flex_attention that changes the products, in the place of a mask.
     """
 
     def __init__(
-        self, query: Tensor, key: Tensor, scale: float, mask: Tensor | None
+        self,
+        query: Tensor,
+        key: Tensor,
+        scale: float,
+        mask: Tensor | None,
+        modification: ScoreModification | None = None,
     ) -> None:
         rows, heads, queries, _ = query.shape
         super().__init__(
-            (rows, heads, queries, key.shape[2]), query, masked=mask is not None
+            (rows, heads, queries, key.shape[2]),
+            query,
+            masked=mask is not None or modification is not None,
         )
-        self._query, self._key, self._scale = query, key, scale
+        self._query = query
+        self._key = key
+        self._scale = scale
+        self._modification = modification
         self._mask = None if mask is None else mask.expand(self.shape)
 
-    def __call__(
-        self,
-        rows: slice,
-        queries: slice,
-        keys: slice = _ALL,
-        *,
-        out: Tensor | None = None,
-    ) -> Tensor:
-        """Return a part of them, see :class:`Logits`; only that part of the products is formed."""
+    @property
+    def on_kernel(self) -> bool:
+        """Flag that the kernel takes these queries and keys; it takes no functions that change the products."""
+        is_product = self._modification is None
+        return is_product and kernels.can_measure(self._query, self._key)
+
+    def statistics(
+        self, queries: TokenGrid | None, keys: TokenGrid | None, received: bool
+    ) -> RowStatistics:
+        """Measure the rows of their softmax with the kernel, see :class:`Logits`."""
+        return kernels.attention_statistics(
+            self._query,
+            self._key,
+            self._scale,
+            self._mask,
+            queries=queries,
+            keys=keys,
+            received=received,
+        )
+
+    def select(self, rows: Tensor, queries: Tensor) -> "ProductLogits":
+        """Return the logits of some queries of some rows, see :class:`Logits`."""
+        rows, queries = rows.to(self.device), queries.to(self.device)
+        query, mask = (
+            None if x is None else x[rows[:, None], :, queries].transpose(1, 2)
+            for x in (self._query, self._mask)
+        )
+        assert query is not None
+        return ProductLogits(query, self._key[rows], self._scale, mask)
+
+    def _form(self, part: Part, out: Tensor | None) -> Tensor:
+        rows, queries, keys = part
+        # Only now, block by block: a copy of all queries and keys in float32 could be larger than the model's own.
         query = self._query[rows, :, queries].to(self.dtype)
         key = self._key[rows, :, keys].to(self.dtype)
         logits = query.new_empty(*query.shape[:3], key.shape[2]) if out is None else out
@@ -151,7 +219,10 @@ class ProductLogits(Logits):
                 key.flatten(0, 1)[None],
             )
         for row, q, k in zip(*by_row, strict=True):
+            # With beta=0 what lies in the buffer counts for nothing, not even NaN; alpha scales without another pass.
             torch.baddbmm(row, q, k.transpose(1, 2), beta=0, alpha=self._scale, out=row)
+        if self._modification is not None:
+            return logits.copy_(self._modification(logits, rows, queries, keys))
         if self._mask is None:
             return logits
         mask = self._mask[rows, :, queries, keys]
@@ -173,17 +244,10 @@ class GivenLogits(Logits):
         rows, heads, queries, keys = logits.shape
         super().__init__((rows, heads, queries, keys), logits, masked=True)
 
-    def __call__(
-        self,
-        rows: slice,
-        queries: slice,
-        keys: slice = _ALL,
-        *,
-        out: Tensor | None = None,
-    ) -> Tensor:
-        """Return a copy of a part of them, see :class:`Logits`."""
-        part = self.source[rows, :, queries, keys]
-        return (self.new_empty(*part.shape) if out is None else out).copy_(part)
+    def _form(self, part: Part, out: Tensor | None) -> Tensor:
+        rows, queries, keys = part
+        logits = self.source[rows, :, queries, keys]
+        return (self.new_empty(*logits.shape) if out is None else out).copy_(logits)
 
 
 class DeferredLogits(Logits):
@@ -204,16 +268,8 @@ class DeferredLogits(Logits):
         super().__init__(shape, source, masked=True)
         self._rebuild = rebuild
 
-    def __call__(
-        self,
-        rows: slice,
-        queries: slice,
-        keys: slice = _ALL,
-        *,
-        out: Tensor | None = None,
-    ) -> Tensor:
-        """Return a part of them, see :class:`Logits`."""
-        return self._rebuilt(rows, queries, keys, out=out)
+    def _form(self, part: Part, out: Tensor | None) -> Tensor:
+        return self._rebuilt._form(part, out)
 
     @cached_property
     def _rebuilt(self) -> Logits:
@@ -242,8 +298,10 @@ def softmax_attention_of(
     rows, heads, queries, keys = logits.shape
     in_order, fused = request, request.value is not None
     layout = pool_layout(queries, keys, running, maps)
+    # Pools are known by their class, before shapes are judged: a pool can have as many classes as patches.
     if layout is None and queries == keys and is_between_channels(keys, heads, inputs):
         raise NoTokenAttentionError("attention between channels, not between tokens")
+    # Rows that are no multiple of the images, as where a model repeats or selects some, count as images themselves.
     images = maps.images if maps.images and rows % maps.images == 0 else rows
     windows = rows // images
     cut = _find_windows(running)
@@ -256,11 +314,13 @@ def softmax_attention_of(
             and cut is not None
             and queries == keys == cut.window[0] * cut.window[1]
         ):
+            # No feature map is as small as a window, but the block that cuts windows knows their rows and columns.
             layout = Layout(Tokens(0, *cut.window), Tokens(0, *cut.window))
         tokens_behind = any(
             (maps.around(count) or (0, 0))[1] for count in (queries, keys)
         )
         if layout.keys is not None and windows == 1 and tokens_behind:
+            # Whatever reads an attention expects class and register tokens first: it is reordered once, here.
             in_order = _grid_last(request, maps)
             logits = logits_of(in_order, module)
     if windows == 1 and cut is not None and cut.grid == cut.window:
@@ -309,8 +369,21 @@ def _grid_last(request: SeenAttention, maps: FeatureMaps) -> SeenAttention:
     query, key, value = (
         _put_grid_last(x, -2, maps) for x in (request.query, request.key, request.value)
     )
-    mask = ordered_matrix(request.mask)
-    return replace(request, query=query, key=key, value=value, mask=mask)
+    modification = request.modification
+    if modification is not None:
+        modification = replace(
+            modification,
+            queries=_put_grid_last(modification.queries, 0, maps),
+            keys=_put_grid_last(modification.keys, 0, maps),
+        )
+    return replace(
+        request,
+        query=query,
+        key=key,
+        value=value,
+        mask=ordered_matrix(request.mask),
+        modification=modification,
+    )
 
 
 def _put_grid_last(x: Tensor, dim: int, maps: FeatureMaps) -> Tensor:
@@ -358,6 +431,7 @@ def discrepancy(
         expected = as_rows(request.output, module, None)[first, :, queries]
     else:
         values = values_of(request, module)[first].to(rebuilt.dtype)
+        # A query that may see no key is NaN here, and zero in torch's fused attention.
         rebuilt = torch.nan_to_num(rebuilt) @ values
         if request.finish is not None:
             rebuilt = request.finish(rebuilt)
@@ -402,6 +476,7 @@ def logits_of(request: SeenAttention, module: nn.Module) -> Logits:
         as_rows(key, module, request.heads),
         request.scale,
         mask,
+        request.modification,
     )
 
 
@@ -414,6 +489,7 @@ def _broadcast(request: SeenAttention) -> tuple[Tensor, Tensor, Tensor]:
     shapes = [(1,), query.shape[:-2], key.shape[:-2], value.shape[:-2]]
     if request.mask is not None:
         shapes.append(request.mask.shape[:-2])
+    # torch broadcasts images and heads of all four, such as a query without images that a pool has learned.
     leading = np.broadcast_shapes(*shapes)
     query, key, value = (x.expand(*leading, *x.shape[-2:]) for x in (query, key, value))
     return query, key, value
@@ -421,6 +497,7 @@ def _broadcast(request: SeenAttention) -> tuple[Tensor, Tensor, Tensor]:
 
 def is_between_channels(keys: int, heads: int, inputs: Sequence[Any]) -> bool:
     """Return whether the keys can only be the channels of each head, by the shapes of the layer's inputs."""
+    # Of inputs (B, N, C) or (B, C, H, W). Between channels, the matrix of a head has the sides C / heads.
     features = [x for x in inputs if isinstance(x, Tensor) and x.ndim in (3, 4)]
     channels = {x.shape[-1] if x.ndim == 3 else x.shape[1] for x in features}
     return keys * heads in channels and keys not in token_counts(inputs)
@@ -428,6 +505,7 @@ def is_between_channels(keys: int, heads: int, inputs: Sequence[Any]) -> bool:
 
 def tolerance(dtype: torch.dtype) -> float:
     """Return the largest share of the output's largest value that rounding explains."""
+    # Far above rounding in float32, fused or not: what is looked for is another scale, mask or order, not precision.
     return _TOLERANCE.get(dtype, 5e-3)
 
 
@@ -438,6 +516,7 @@ def relative_difference(rebuilt: Tensor, expected: Tensor) -> Tensor:
         x.masked_fill(broken, 0).abs().amax().float()
         for x in (rebuilt - expected, expected)
     )
+    # An output of zeros, as of a projection that starts at zero, is not to divide by zero.
     return difference / size.clamp_min(torch.finfo(torch.float32).tiny)
 
 
@@ -467,11 +546,13 @@ class Verification:
         Raises:
             ReconstructionError: One is larger than rounding explains.
         """
+        # Forgotten first, as the error below ends the forward.
         compared, self._open = self._open, []
         shares = {layer: float(difference) for layer, difference, _ in compared}
         wrong = {
             layer: shares[layer]
             for layer, _, largest in compared
+            # Not ">": NaN is wrong, too.
             if not shares[layer] <= largest
         }
         if wrong:

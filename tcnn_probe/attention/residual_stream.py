@@ -32,6 +32,7 @@ def residual_tokens(running: Running, images: int, count: int) -> Tensor | None:
         if _stacks(module, layer):
             break
         x = _first_tensor(inputs_of_module)
+        # A wrapper around the layer hands on the same tensor, which is normalised already.
         tokens = None if x is own_input else _as_tokens(x, images, count)
         if tokens is not None:
             return tokens

@@ -13,8 +13,9 @@ from torch import Tensor
 from tcnn_model import Axis, GatedAttention
 from tcnn_model.gpsa.precision import widest_dtype
 from tcnn_model.gpsa.statistics import AttentionStatistics
-from tcnn_probe.attention.layout import Layout, Tokens
+from tcnn_probe.attention.layout import Tokens
 from tcnn_probe.attention.patterns import Pattern, PatternSum, gated_patterns
+from tcnn_probe.attention.softmax_rows import LOWEST, rows_by_blocks, rows_by_kernel
 
 if TYPE_CHECKING:
     from tcnn_probe.attention.attention import SoftmaxAttention
@@ -30,12 +31,6 @@ __all__ = [
     "uniform_gated_attention",
     "uniform_softmax_attention",
 ]
-
-# Up to so many distances (4 MiB in float32) are kept from forward to forward; more are computed block by block.
-_SMALL_TABLE = 1 << 20
-_LN2 = math.log(2)
-# In place of minus infinity, which times an attention of zero would be NaN.
-_LOWEST = -1e30
 
 
 @dataclass(frozen=True)
@@ -128,29 +123,23 @@ class SoftmaxMeasurements:
 
 @torch.no_grad()
 def measure_softmax(attention: "SoftmaxAttention") -> SoftmaxMeasurements:
-    """Measure softmax attention, exact, a block of queries at a time.
-
-    The class and register tokens are added to the keys on the grid, not taken away from whole rows: so the distance
-    stays exact where nearly all attention goes to them.
+    """Measure softmax attention, exact: on a GPU with the kernel where it can, else a block of queries at a time.
 
     Args:
         attention: Attention of B images.
     """
     layout, patterns = attention.layout, PatternSum(attention)
-    rows, prefix = _rows_over_grid(attention, patterns)
-    entropy, to_prefix = (
-        (rows.entropy, None) if prefix is None else _with_prefix(rows, prefix)
-    )
-    by_query = {"entropy": rows.zero_if_empty(entropy)}
-    pattern = patterns.pattern(by_query["entropy"], to_prefix)
-    largest = rows.top if prefix is None else torch.maximum(rows.top, prefix.amax(-1))
-    largest = attention.by_image(largest.amax(-1)).amax(1)
-    if rows.empty is not None:  # masked logits can all be hidden
-        largest = largest.masked_fill(largest <= _LOWEST, -torch.inf)
+    measure = rows_by_kernel if attention.logits.on_kernel else rows_by_blocks
+    rows = measure(attention, patterns)
+    by_query = {"entropy": rows.entropy}
+    pattern = patterns.pattern(rows.entropy)
+    largest = attention.by_image(rows.largest.amax(-1)).amax(1)
+    if attention.logits.masked:  # masked logits can all be hidden
+        largest = largest.masked_fill(largest <= LOWEST, -torch.inf)
     if layout.queries is not None:
         on_grid = slice(layout.queries.prefix, None)
-        if to_prefix is not None:
-            by_query["prefix_attention"] = to_prefix.sum(-1)[..., on_grid]
+        if rows.prefix is not None:
+            by_query["prefix_attention"] = rows.prefix[..., on_grid]
         if rows.distance is not None:
             by_query["attention_distance"] = rows.distance[..., on_grid]
     means = {
@@ -160,167 +149,12 @@ def measure_softmax(attention: "SoftmaxAttention") -> SoftmaxMeasurements:
     means["max_logit"] = largest
     if rows.received is None:
         return SoftmaxMeasurements(means, pattern, None)
-    if to_prefix is not None:
-        rows.received[..., : to_prefix.shape[-1]] = to_prefix.sum(-2)
     content = ContentRows(
-        entropy=attention.by_image(by_query["entropy"]),
+        entropy=attention.by_image(rows.entropy),
         received=attention.by_image(rows.received / attention.queries),
-        similarity=patterns.similarity(to_prefix),
+        similarity=patterns.similarity(),
     )
     return SoftmaxMeasurements(means, pattern, content)
-
-
-@dataclass(frozen=True)
-class _Rows:
-    """Sums over the keys on the grid of each query's attention A, shape (rows, heads, N_query) each.
-
-    Logits s_j are counted from the largest one, m: so all sums are precise, however large the logits are.
-
-    Args:
-        top: m.
-        lse: log sum_j exp(s_j - m).
-        expected: sum_j A_j (s_j - m).
-        distance: sum_j A_j ||delta_j||; None where it is unknown where the queries lie.
-        empty: Whether a mask hides all of these keys; None without a mask.
-        received: sum_i A_ij over whole rows, shape (rows, heads, N_key), 0 for class and register tokens; None unless
-            the attention is to be measured in detail.
-    """
-
-    top: Tensor
-    lse: Tensor
-    expected: Tensor
-    distance: Tensor | None
-    empty: Tensor | None
-    received: Tensor | None
-
-    @property
-    def entropy(self) -> Tensor:
-        """-sum_j A_j log A_j, where log A_j = s_j - m - lse."""
-        return self.lse - self.expected
-
-    def zero_if_empty(self, values: Tensor) -> Tensor:
-        """Return values of rows, 0 for those that can see no key at all, as torch's own attention has it."""
-        return (
-            values
-            if self.empty is None
-            else values.masked_fill(self.empty & ~values.isfinite(), 0)
-        )
-
-
-def _rows_over_grid(
-    attention: "SoftmaxAttention", patterns: PatternSum
-) -> tuple[_Rows, Tensor | None]:
-    """Sum over the keys on the grid.
-
-    The only large tensors are two buffers, which hold one block; the rest is done for all rows at once.
-
-    Args:
-        attention: Attention to sum over.
-        patterns: Sums over images, to which each block is added.
-
-    Returns:
-        The sums, and the logits of the class and register tokens, shape (rows, heads, N_query, prefix); None if there
-        are none.
-    """
-    logits, layout, prefix = attention.logits, attention.layout, attention.layout.prefix
-    top, total, expected = (logits.new_empty(*logits.shape[:3]) for _ in range(3))
-    prefix_logits = logits.new_empty(*logits.shape[:3], prefix) if prefix else None
-    distance = None if layout.queries is None else torch.empty_like(top)
-    received = None
-    if attention.detailed:
-        received = logits.new_empty(*logits.shape[:2], attention.keys).zero_()
-    is_small = attention.queries * attention.keys <= _SMALL_TABLE
-    table = (
-        _table(layout, logits.dtype, logits.device)
-        if distance is not None and is_small
-        else None
-    )
-    buffers = [
-        logits.new_empty(max(attention.block, attention.heads * attention.keys))
-        for _ in range(2)
-    ]
-    for block in attention.blocks():
-        rows, queries = attention.rows_of(block), block.queries
-        at = rows, slice(None), queries
-        shape = (
-            rows.stop - rows.start,
-            attention.heads,
-            queries.stop - queries.start,
-            attention.keys,
-        )
-        s, weights = (buffer[: math.prod(shape)].view(shape) for buffer in buffers)
-        logits(rows, queries, out=s)
-        if prefix_logits is not None:
-            prefix_logits[at] = s[..., :prefix]
-            s[..., :prefix] = (
-                -torch.inf if logits.masked else _LOWEST
-            )  # no attention, in the sums that follow
-        m = s.amax(-1, keepdim=True)
-        top[at] = m[..., 0]
-        if (
-            logits.masked
-        ):  # rows that see none of these keys, and keys that a row does not see
-            s.sub_(m.masked_fill_(m == -torch.inf, 0)).clamp_(min=_LOWEST)
-        else:
-            s.sub_(m)
-        # From here on in bits: torch.exp takes twice the time of torch.exp2 (torch 2.13 on a CPU).
-        torch.exp2(s.mul_(1 / _LN2), out=weights)
-        z = weights.sum(-1)
-        total[at] = z
-        expected[at] = s.mul_(weights).sum(-1)
-        if distance is not None:
-            lengths = (
-                layout.distances(queries, logits.dtype, logits.device)
-                if table is None
-                else table[queries]
-            )
-            distance[at] = torch.mul(weights, lengths, out=s).sum(-1)
-        grid_share = (
-            1
-            if prefix_logits is None
-            else (z.log() - (prefix_logits[at] - m).logsumexp(-1)).sigmoid_()
-        )
-        factor = (grid_share / z).nan_to_num_()  # 0 / 0 where a mask hides all
-        patterns.add(block, weights, factor)
-        if received is not None:
-            received[rows] += (factor[..., None, :] @ weights)[..., 0, :]
-    empty = top == -torch.inf if logits.masked else None
-    lse = total.log()
-    if empty is not None:
-        top, total = top.masked_fill_(empty, _LOWEST), total.masked_fill_(empty, 1)
-    mean_distance = None if distance is None else distance.div_(total)
-    mean_logit = expected.div_(total).mul_(_LN2)
-    return _Rows(top, lse, mean_logit, mean_distance, empty, received), prefix_logits
-
-
-def _with_prefix(grid: _Rows, logits: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the entropy of whole rows, and their attention to each class and register token, shaped as ``logits``.
-
-    With m the largest logit of a whole row and lse = log(sum over the grid + sum over the prefix), again counted from
-    m, the grid has the share exp(lse_grid - lse) of the row, and H = lse - sum_j A_j (s_j - m).
-
-    Args:
-        grid: Sums of the same rows over the keys on the grid.
-        logits: Logits of the other keys, shape (rows, heads, N_query, prefix).
-    """
-    top = torch.maximum(
-        grid.top, logits.amax(-1)
-    )  # a mask can hide keys with the least of all numbers
-    lower = (grid.top - top).clamp_(min=_LOWEST)
-    logits, lse_grid = logits - top[..., None], grid.lse + lower
-    lse = torch.logsumexp(torch.cat([lse_grid[..., None], logits], -1), -1)
-    attention = (logits - lse[..., None]).exp()
-    finite = logits if grid.empty is None else logits.clamp(min=_LOWEST)
-    expected = (grid.expected + lower) * (lse_grid - lse).exp() + (
-        finite * attention
-    ).sum(-1)
-    return lse - expected, attention if grid.empty is None else attention.nan_to_num(0)
-
-
-@lru_cache(maxsize=16)
-def _table(layout: Layout, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return all distances of a small grid, shape (N_query, N_key)."""
-    return layout.distances(slice(None), dtype, device)
 
 
 def uniform_softmax_attention(attention: "SoftmaxAttention") -> dict[str, Tensor]:

@@ -185,12 +185,10 @@ class AttentionStream:
         self.layers: dict[str, nn.Module] = {}
         self.unsupported: dict[str, str] = {}
         self.verification = Verification()
-        self._model, self._listener, self._wanted, self._watched = (
-            model,
-            listener,
-            layers,
-            frozenset(watched),
-        )
+        self._model = model
+        self._listener = listener
+        self._wanted = layers
+        self._watched = frozenset(watched)
         self._names = layer_names(model)
         self._gated = {
             module for module in self._names if isinstance(module, GATED_LAYERS)
@@ -235,6 +233,7 @@ class AttentionStream:
         self._reset()
         self.verification.begin()
         self._maps.enter(inputs, whole_model=entry is self._model)
+        # Without the number of images, on which the order of tokens does not depend.
         shapes = [tuple(x.shape[1:]) for x in inputs if isinstance(x, Tensor)]
         self._call = (entry, entry.training, *shapes)
         if self._call not in self._followed:
@@ -262,7 +261,8 @@ class AttentionStream:
                 if shown.operand is not None
             }
             for shown, objection in self._tracker.weighed_by(request, waiting).items():
-                shown.operand, shown.objection = None, objection
+                shown.operand = None
+                shown.objection = objection
         else:
             return self._show_softmax(forward, request)
         return None
@@ -289,6 +289,7 @@ class AttentionStream:
         shown, ran = self._shown, self._ran
         self._followed.add(self._call)
         self._reset()
+        # May raise: what the forward left behind is cleared before, so that the next one begins anew.
         self.verification.settle()
         confirmed = {}
         for softmax in shown:
@@ -297,7 +298,9 @@ class AttentionStream:
         self.layers |= confirmed
         for softmax in shown:
             if softmax.layer in confirmed:
+                # An earlier forward may have ended before this softmax weighed anything, or taken another branch.
                 self.unsupported.pop(softmax.layer, None)
+            # One forward in which a layer attends is enough: others may skip what its softmax weighs.
             elif softmax.layer not in self.layers:
                 self.unsupported[softmax.layer] = (
                     softmax.objection
@@ -349,6 +352,7 @@ class AttentionStream:
                 if self.verification.needed(layer):
                     self.verification.add(layer, attention.discrepancy())
                 edit = self._listener.attends(attention)
+        # Fused attention has weighed values already; only a softmax by itself is waited for.
         operand = (
             None
             if request.logits is None or request.output is None
@@ -389,6 +393,7 @@ class AttentionStream:
             return attention
         keys_on_grid = None if to_keys else layout.keys
         changed = Layout(None, keys_on_grid, to_queries or to_keys, layout.asking)
+        # Without a grid of queries there are no distances; maps of class tokens need the grid of the keys only.
         return replace(attention, layout=changed)
 
     def _objection(self, places: Tensor | None, tokens: Tokens | None) -> str:
@@ -421,11 +426,13 @@ class AttentionStream:
         self._explained |= new
         named = {layer.split("#")[0] for layer in (*self.layers, *self.unsupported)}
         named |= {self._names[layer] for layer in self._gated}
+        # Names are many and new modules few: after the first forwards there is nothing to go through.
         for module, name in self._names.items() if new else ():
             if module not in new or name in named or not self._wants(name):
                 continue
             if reason := known(module).no_attention_matrix:
                 self.unsupported[name] = reason
+            # A wrapper is explained by the layer inside it that attends, or by the model itself, whose name is "".
             elif looks_like_attention(module) and not any(
                 not name or x.startswith(f"{name}.") for x in named
             ):

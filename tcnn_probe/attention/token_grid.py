@@ -28,12 +28,14 @@ class FeatureMaps:
     Attributes:
         images: Number of images in the batch; None if unknown.
         size: Height and width of the images; None if unknown.
+        is_deep: Whether the model was called with videos or volumes, of shape (B, T, C, H, W), say.
         special: Class and register tokens, as far as the model or the user says.
     """
 
     def __init__(self, special: SpecialTokens) -> None:
         self.images: int | None = None
         self.size: tuple[int, int] | None = None
+        self.is_deep = False
         self.special = special
         self._joins: dict[int, tuple[int, ...]] = {}
         self._channels = 0
@@ -43,21 +45,27 @@ class FeatureMaps:
     def enter(self, inputs: Sequence[Any], *, whole_model: bool) -> None:
         """Begin a forward: of the model, or of one part, which may go on with the images of a part called before."""
         x = next((x for x in inputs if isinstance(x, Tensor)), None)
+        # Images of a size that no feature map had are new ones; a part such as the head is given maps of the part
+        # before it.
         is_map = x is not None and x.ndim == 4
+        self.is_deep = x is not None and x.ndim > 4
         if whole_model or (
             is_map and x is not None and tuple(x.shape[2:]) not in self._maps
         ):
-            self.size, self._channels = None, 0
+            self.size = None
+            self._channels = 0
             self._maps.clear()
             self._shapes.clear()
             self._joins.clear()
         if is_map and x is not None:
             self.images = len(x)
             if self.size is None:
-                self._channels, self.size = x.shape[1], (x.shape[2], x.shape[3])
+                self._channels = x.shape[1]
+                self.size = (x.shape[2], x.shape[3])
                 self._maps[self.size] = None
         elif x is not None and x.ndim > 4:
             self.images = len(x)
+        # The first axis of tokens may be that of windows: only a number that is known already says that it is images.
         elif whole_model or x is None or self.images != len(x):
             self.images = None
 
@@ -68,10 +76,8 @@ class FeatureMaps:
                 continue
             self._shapes.add(shape)
             if len(shape) == 4:
-                self._maps |= {
-                    shape[2:]: None,
-                    shape[1:3]: None,
-                }  # (B, C, H, W), (B, H, W, C)
+                # (B, C, H, W), or (B, H, W, C).
+                self._maps |= {shape[2:]: None, shape[1:3]: None}
             elif len(shape) == 3 and (grid := self._cut(shape)) is not None:
                 self._maps[grid] = None
 
@@ -85,6 +91,7 @@ class FeatureMaps:
     def around(self, count: int) -> tuple[int, int] | None:
         """Return how many of ``count`` tokens stand before the grid, and after it; None if nothing shows it."""
         joined = self._joined_around(count)
+        # What the user says comes first, then what the forward shows, then what the model's attributes say.
         if not joined or self.special.user_facts.around:
             return self.special.around
         before, after = joined
@@ -119,6 +126,7 @@ class FeatureMaps:
     ) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
         """Return the lengths of the parts that were joined before the grid and after it."""
         parts = self._parts(count)
+        # The grid is the longest part with as many tokens as a feature map has cells: registers and masks are fewer.
         cells = {rows * columns for rows, columns in self.grids()}
         largest = max((length for length in parts if length in cells), default=0)
         if len(parts) < 2 or not largest:
@@ -158,6 +166,7 @@ class FeatureMaps:
         self, pairs: Iterable[tuple[int, int]], size: tuple[int, int]
     ) -> list[tuple[int, int]]:
         fits = [pair for pair in pairs if self.shows(pair)]
+        # Patches are square in nearly all models, so the likeliest are those with the most equal sides.
         return sorted(fits, key=lambda pair: abs(size[0] / pair[0] - size[1] / pair[1]))
 
     def _cut(self, shape: tuple[int, ...]) -> tuple[int, int] | None:
@@ -184,13 +193,12 @@ def _covers(rows: int, columns: int, height: int, width: int) -> bool:
     down = max(height / (rows + 1), width / (columns + 1)) < min(
         height / rows, width / columns
     )
-    exact = height * columns == width * rows
     below = [
         n / (m - 1) if m > 1 else float("inf")
         for n, m in ((height, rows), (width, columns))
     ]
     up = max(height / rows, width / columns) < min(below)
-    return exact or down or up
+    return down or up
 
 
 def find_layout(
@@ -228,8 +236,10 @@ def find_layout(
                 f"{queries} queries and {keys} keys: not the layer's own grids",
             )
         )
+    # Windows are cut out of the grid, without class and register tokens.
     prefixes = _prefixes(maps, keys) if windows == 1 else (0,)
     grids = list(_shown(module, inputs, windows, maps))
+    # The innermost module that says anything decides.
     spreads = [known(outer).spread_evenly for outer, _ in reversed(running)]
     spread = next((value for value in spreads if value is not None), None)
     if spread or (spread is not None and windows == 1):
@@ -250,6 +260,7 @@ def find_layout(
     if queries == keys:
         return Layout(key_tokens, key_tokens)
     strided = record.strided is not None and record.strided(module)
+    # Queries that are no input of the layer were pooled inside of it, in a way that nothing shows.
     if not strided and queries not in token_counts(inputs):
         return Layout(
             None,
@@ -311,9 +322,8 @@ def token_counts(inputs: Iterable[Any]) -> set[int]:
     for x in inputs:
         if isinstance(x, Tensor) and x.ndim == 3:
             counts.add(x.shape[1])
-        elif (
-            isinstance(x, Tensor) and x.ndim == 4
-        ):  # (B, C, H, W), (B, H, W, C), or (B, heads, N, d)
+        # (B, C, H, W), (B, H, W, C), or (B, heads, N, d)
+        elif isinstance(x, Tensor) and x.ndim == 4:
             counts |= {x.shape[2] * x.shape[3], x.shape[1] * x.shape[2], x.shape[2]}
     return counts
 
@@ -322,9 +332,13 @@ def _no_grid(
     queries: int, keys: int, windows: int, maps: FeatureMaps, *, words: bool
 ) -> Layout:
     """Return a layout without grids; with advice where all tokens of images look at each other."""
-    reason = f"{keys} keys: no grid found" + (
-        "" if maps.size else " (the images' size is unknown)"
-    )
+    reason = f"{keys} keys: no grid found"
+    if maps.is_deep:
+        reason += (
+            " (the input is a video or a volume, and grids have rows and columns alone)"
+        )
+    elif not maps.size:
+        reason += " (the images' size is unknown)"
     if windows > 1:
         reason += f"; {windows} windows of each image, or as many heads, if the layer has no num_heads to say so"
         return Layout(None, None, reason)
@@ -337,7 +351,7 @@ def _no_grid(
         reason += f"; prefix_tokens={prefix} would make it {height} x {width}"
         if prefix == 1:
             reason += " with a class token before the patches, class_token='last' with one behind them"
-    else:
+    elif not maps.is_deep:
         reason += "; grid=(rows, columns) and prefix_tokens= say it"
     return Layout(
         None,
@@ -382,6 +396,7 @@ def _aligned(
 
 def _prefixes(maps: FeatureMaps, tokens: int) -> Sequence[int]:
     """Return how many of so many tokens can stand before or after the grid, the likeliest number first."""
+    # 0 as well: in CaiT the class token joins the patches in the last blocks only.
     special = sum(maps.around(tokens) or ())
     return (special, 0) if special else (0,)
 
@@ -404,10 +419,8 @@ def _shown(
             yield pair
     for x in inputs:
         if isinstance(x, Tensor) and x.ndim == 4:
-            pairs = [
-                (x.shape[2], x.shape[3]),
-                (x.shape[1], x.shape[2]),
-            ]  # (B, C, H, W), (B, H, W, C)
+            # (B, C, H, W), or (B, H, W, C).
+            pairs = [(x.shape[2], x.shape[3]), (x.shape[1], x.shape[2])]
             if windows == 1:
                 yield from (pair for pair in pairs if maps.shows(pair))
             elif maps.images is not None and len(x) == maps.images * windows:
@@ -421,6 +434,7 @@ def _shown(
 
 
 def _pair(value: Any) -> Grid | None:
+    # window_size=7 stands for 7 x 7.
     if isinstance(value, int) and not isinstance(value, bool) and value > 0:
         return value, value
     if (

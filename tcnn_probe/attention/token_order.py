@@ -31,7 +31,11 @@ Places = Tensor | None
 # Neighbours are at least a pixel apart, and means of places are exact to far less than half of one.
 _LEAST_STEP = -0.5
 
-_ATTENTION = ("scaled_dot_product_attention", "multi_head_attention_forward")
+_ATTENTION = (
+    "flex_attention",
+    "scaled_dot_product_attention",
+    "multi_head_attention_forward",
+)
 _PRODUCTS = ("matmul", "__matmul__", "bmm", "einsum")
 # Functions that count, such as positions, have no tensor to begin with.
 _COUNTERS = ("arange", "linspace")
@@ -84,9 +88,13 @@ class PlaceTracker(TorchFunctionMode):
         self._keys: Any = WeakTensorKeyDictionary()
         for image in inputs:
             if isinstance(image, Tensor) and image.ndim == 4:
+                # On the CPU, so that a GPU is neither filled nor waited for; in float64, which counts any image's
+                # pixels exactly.
                 pixels = torch.arange(
                     image[0, 0].numel(), dtype=torch.float64, device="cpu"
                 )
+                # Expanded, not repeated: images and channels have equal places, and so a stride of 0, by which _slim
+                # finds them.
                 self._places[image] = pixels.view(image.shape[2:]).expand(image.shape)
 
     def __torch_function__(
@@ -141,6 +149,7 @@ class PlaceTracker(TorchFunctionMode):
     ) -> tuple[Places, Places]:
         """Return the places of queries and keys, if this is a function of attention."""
         name = _name(func)
+        # Logits have the places of their queries; those of the keys were kept apart when the product was formed.
         if name == "softmax":
             return _of_tokens(self._of(inputs[0])), self._keys.get(inputs[0])
         if name not in _ATTENTION:
@@ -168,6 +177,7 @@ class PlaceTracker(TorchFunctionMode):
             return
         for output in call.outputs:
             self._follow_keys(name, call, output)
+            # What works in place returns its input, whose places hold no more.
             self._places.pop(output, None)
         if not call.outputs:
             return
@@ -190,6 +200,7 @@ class PlaceTracker(TorchFunctionMode):
             return
         for source in call.inputs:
             keys = self._keys.get(source)
+            # Scaling, masking and merging of axes before the last two leave queries and keys where they are.
             if keys is not None and source.shape[-2:] == output.shape[-2:]:
                 self._keys[output] = keys
 
@@ -265,6 +276,7 @@ def _cut_patches(call: _Call) -> Sequence[Places]:
     if call.func is not F.unfold:
         return _move(call)
     assert call.places[0] is not None
+    # Counted from 1, no pixel has the number 0, with which F.unfold pads.
     patches = F.unfold(call.places[0] + 1, *call.args[1:], **call.kwargs)
     return [patches.masked_fill(patches == 0, torch.nan) - 1]
 
@@ -279,6 +291,7 @@ def _join(call: _Call) -> Sequence[Places]:
     if len(parts) < len(call.places):
         return []
     joined = call.argument(1, "dim", 0) % len(call.shape)
+    # Parts that are expanded along an axis are joined as one entry, or a batch would be copied.
     if _name(call.func) != "stack":  # along an axis that is there
         for axis in range(len(call.shape)):
             if axis != joined and all(part.stride(axis) == 0 for part in parts):
@@ -291,6 +304,7 @@ def _reduce(call: _Call) -> Sequence[Places]:
     places, reduced = call.places[0], call.argument(1, "dim")
     assert places is not None
     axes = (reduced,) if isinstance(reduced, int) else reduced
+    # Also of sums and maxima, which have no place of their own: the mean keeps the order of tokens all the same.
     mean = _slim(places).nanmean(axes, keepdim=True)
     shape = list(places.shape)
     for axis in axes:
@@ -323,6 +337,7 @@ def _resample(call: _Call) -> Sequence[Places]:
         # No two rows or columns are to have the same places.
         pixels = F.interpolate(pixels, size, mode="bilinear", align_corners=True)
     elif size != places.shape[2:]:
+        # Pooling spreads the NaN of padding: sums and numbers of the pixels that are there are pooled apart.
         shares = F.adaptive_avg_pool2d((~pixels.isnan()).double(), size)
         pixels = F.adaptive_avg_pool2d(pixels.nan_to_num(), size) / shares
     return [pixels.expand(call.shape)]
@@ -336,6 +351,7 @@ def _beside(call: _Call) -> Sequence[Places]:
             continue
         if _broadcasts(tensor.shape, shape):
             return [places.expand(shape)]
+        # A linear layer, or a norm with other channels: a token stays itself.
         if tensor.ndim > 1 and tensor.shape[:-1] == shape[:-1]:
             return [_mean_of_channels(places, shape)]
     return []
@@ -419,8 +435,7 @@ _RULES: Mapping[str, Callable[[_Call], Sequence[Places]]] = {
     **dict.fromkeys(("cat", "concat", "concatenate", "stack"), _join),
     **dict.fromkeys(("mean", "sum", "amax", "amin", "max"), _reduce),
     **dict.fromkeys(("matmul", "__matmul__", "bmm"), _multiply),
-    "scaled_dot_product_attention": _attend,
-    "multi_head_attention_forward": _attend,
+    **dict.fromkeys(_ATTENTION, _attend),
     "unfold": _cut_patches,
     "pad": _pad,
 }

@@ -24,6 +24,7 @@ def energy_inside(maps: Tensor, masks: Tensor) -> Tensor:
     inside = masks.flatten(1)
     total = positive.sum(1)
     share = (positive * inside).sum(1) / total
+    # 0 / 0 would take such maps out of a mean over images, and favour methods that give them.
     share = torch.where(total == 0, inside.double().mean(1), share)
     return share.masked_fill(~inside.any(1), torch.nan)
 
@@ -53,9 +54,8 @@ def pointing_game(maps: Tensor, masks: Tensor, tolerance: float = 0.0) -> Tensor
     near = torch.stack([_within(mask, tolerance) for mask in masks])
     flat = maps.flatten(1)
     best = flat == flat.amax(1, keepdim=True)
-    hits = (best & near.flatten(1)).sum(1).double() / best.sum(
-        1
-    )  # with a NaN there is no maximum: 0 / 0
+    # With a NaN there is no maximum: 0 / 0.
+    hits = (best & near.flatten(1)).sum(1).double() / best.sum(1)
     return hits.masked_fill(~masks.flatten(1).any(1), torch.nan)
 
 
@@ -79,6 +79,7 @@ def rank_correlation(maps: Tensor, others: Tensor) -> Tensor:
         rank = torch.from_numpy(rankdata(values, axis=1, nan_policy="propagate"))
         ranks.append(rank - rank.mean(1, keepdim=True))
     first, second = ranks
+    # Pearson's correlation of the ranks; scipy's spearmanr takes two maps at a time, or correlates all images with all.
     return (first * second).sum(1) / (first.norm(dim=1) * second.norm(dim=1))
 
 

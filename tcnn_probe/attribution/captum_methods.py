@@ -118,7 +118,9 @@ def captum_maps(
         "baselines": background(options.get("baseline", 0.0), images),
         **options,
     }
+    # captum warns of anything below one step of all images.
     values["internal_batch_size"] = max(batch_size, len(images))
+    # captum repeats all images for each perturbation.
     values["perturbations_per_eval"] = max(1, batch_size // len(images))
     if occludes:
         values |= _windows(images, options.get("window"), options.get("stride"))
@@ -138,9 +140,8 @@ def captum_maps(
             f"expected a layer that gives a feature map (B, C, H, W), or tokens on a known grid; {name!r} gives {got}"
         )
     maps = attributions.detach().to(torch.promote_types(images.dtype, torch.float32))
-    maps = (
-        maps[:, 0] if occludes else maps.sum(1)
-    )  # a window covers all channels, and counts once
+    # A window covers all channels, each of which has its whole effect: it counts once.
+    maps = maps[:, 0] if occludes else maps.sum(1)
     if layer is not None:
         size = images.shape[2], images.shape[3]
         maps = to_pixels(
@@ -186,6 +187,7 @@ def _windows(images: Tensor, window: Any, stride: Any) -> dict[str, tuple[int, .
     """Return the shape (C, height, width) of the windows and of the steps between them, named as captum does."""
     channels, *size = images.shape[1:]
     if window is None:
+        # As many windows on every image: 15 by 15 of them, at steps of half a window.
         window = [max(1, round(length / 8)) for length in size]
     side = to_2tuple(window)
     if stride is None:

@@ -51,9 +51,8 @@ def class_attention(
     check_model(model)
     layer = find_layer(model, layer)[0] if isinstance(layer, nn.Module) else layer
     size = images.shape[2], images.shape[3]
-    selection = MapSelection(
-        (), None, ReceptiveFields(size)
-    )  # class tokens alone, all heads
+    # Class tokens alone, of all heads.
+    selection = MapSelection((), None, ReceptiveFields(size))
     # Maps of this one forward, which are returned: no limit of memory applies.
     keeper = MapKeeper(selection, copies=1, max_bytes=sys.maxsize)
     stream = AttentionStream(model, keeper)
@@ -93,8 +92,7 @@ def _choose(
             f"no layer has a map of class attention ({reasons}); {WITHOUT_CLASS_TOKEN}"
         )
     for name, maps in maps_by_layer.items():
-        if (
-            maps.queries is None
-        ):  # class tokens alone ask: the layer was made to be looked at
+        # Class tokens alone ask: the layer was made to be looked at.
+        if maps.queries is None:
             return name
     return list(maps_by_layer)[-1]

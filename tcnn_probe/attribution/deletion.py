@@ -97,7 +97,9 @@ def pixel_order(maps: Tensor, seed: int = 0) -> Tensor:
     chance = np.broadcast_to(
         np.random.default_rng(seed).random(values.shape[1]), values.shape
     )
+    # By value, and by chance where values are equal: a stable order would begin at the top of each image.
     order = np.lexsort((chance, values), axis=-1)
+    # The inverse of the permutation: from the pixels in order to the place of each pixel.
     return torch.from_numpy(np.argsort(order, axis=-1))
 
 
@@ -116,14 +118,14 @@ def _curve(
     """Measure probabilities while pixels change from those of ``before`` to those of ``after``."""
     order, pixels = pixel_order(maps, seed), maps[0].numel()
     steps = min(whole_number(steps, "steps", 1), pixels)
+    # Rounded one by one, so that the last step takes all pixels where steps do not divide them.
     counts = [round(step * pixels / steps) for step in range(steps + 1)]
     curve = torch.empty(len(before), steps + 1, dtype=torch.float64)
     for rows, old in batches(model, before, batch_size):
         new = after[rows].to(old)
         place = order[rows].to(old.device).view(len(old), 1, *old.shape[2:])
-        at_once = max(
-            1, batch_size // len(old)
-        )  # several steps of few images fill a batch
+        # Several steps of few images fill a batch.
+        at_once = max(1, batch_size // len(old))
         for first in range(0, steps + 1, at_once):
             now = counts[first : first + at_once]
             mixed = torch.cat([torch.where(place < count, new, old) for count in now])
@@ -134,5 +136,6 @@ def _curve(
             curve[rows, first : first + len(now)] = probabilities.view(
                 len(now), len(old)
             ).T
+    # A NaN sorts somewhere, and the curve would look valid.
     curve[maps.flatten(1).isnan().any(1).cpu()] = torch.nan
     return torch.tensor(counts, dtype=torch.float64) / pixels, curve

@@ -28,7 +28,7 @@ from tcnn_probe.attribution.saliency import (
     maps_of,
     name_of,
 )
-from tcnn_probe.images import as_images
+from tcnn_probe.images import as_images, beside_images, calls_given
 from tcnn_probe.models import progress_bar, untouched, whole_number
 from tcnn_probe.provenance import provenance
 
@@ -161,7 +161,8 @@ def faithfulness(
 
     Args:
         model: Model that gives a score for each class, shape (B, K), or an object with such ``logits``.
-        images: Images that the model takes, shape (B, C, H, W).
+        images: Images that the model takes, shape (B, C, H, W), or all that a processor of transformers gives, see
+            :func:`tcnn_probe.saliency`.
         saliency: Maps from :func:`tcnn_probe.saliency`; or methods that it takes, to compute now; or a mapping from
             names to any of these, or to maps of shape (B, H, W).
         target: Classes, see :func:`tcnn_probe.saliency`; None for those that the given maps name, where they do.
@@ -187,11 +188,14 @@ def faithfulness(
         ValueError, TypeError: Images, maps, masks, methods, metrics or options of another kind or out of range; a
             metric that was asked for, and lacks masks or a method that can be computed again.
     """
-    images = as_images(images, model)
+    inputs, images = beside_images(images), as_images(images, model)
     batch_size = whole_number(batch_size, "batch_size", 1)
+    if inputs:  # which of them have a row for each image is unknown
+        batch_size = len(images)
     attributions = _find_attributions(saliency, images, options or {})
     masks = None if masks is None else _as_masks(masks, images)
     selected = _select_metrics(metrics, attributions, masks is not None)
+    # Maps of another class would be judged by a score that they do not explain.
     if target is None:
         target = _targets_of(attributions)
     settings = {
@@ -203,15 +207,22 @@ def faithfulness(
     }
     settings |= {"radius": radius, "seed": seed}
     variables: dict[str, xr.Variable] = {}
+    # The maps count as one metric more.
     total = len(attributions) * (1 + len(selected)) * len(images)
-    with untouched(model), progress_bar(total, "faithfulness", progress) as bar:
+    with (
+        untouched(model),
+        calls_given(model, inputs),
+        progress_bar(total, "faithfulness", progress) as bar,
+    ):
         targets = find_targets(model, images, target, batch_size)
+        # Computed once, for all metrics.
         maps = [
             maps_of(x, model, images, targets, batch_size, bar.update)[0]
             for x in attributions
         ]
         for name, metric in selected.items():
             parameters = inspect.signature(metric.function).parameters
+            # A metric takes the options that its function has a parameter for.
             used = {key: settings[key] for key in parameters if key in settings}
             scores = []
             for attribution, judged in zip(attributions, maps, strict=True):
@@ -281,6 +292,7 @@ def _select_metrics(
             raise ValueError(
                 f"{name!r} needs masks, which say where the objects are: masks=, shape (B, H, W)"
             )
+        # Where metrics are not named it is NaN for maps that were given.
         if METRICS[name].takes == "method" and maps_only and metrics is not None:
             raise ValueError(
                 f"{name!r} needs methods, by name or as functions; {maps_only[0]!r} was {_MAPS_ALONE}"
@@ -305,6 +317,7 @@ def _find_attributions(
     """Return the attributions to judge: the user's maps, and methods to compute now."""
     if isinstance(saliency, xr.DataArray):
         saliency = {saliency.attrs.get("method", "saliency"): saliency}
+    # Results are labelled by name, and an array has none.
     if isinstance(saliency, (Tensor, np.ndarray)):
         raise TypeError("maps without a name: give them as {'name': maps}")
     if not isinstance(saliency, Mapping):
@@ -316,6 +329,7 @@ def _find_attributions(
         if isinstance(value, str) or (
             callable(value) and not isinstance(value, (Tensor, xr.DataArray))
         ):
+            # The user's options go by the user's name for it.
             own_options = {name_of(value): options[name]} if name in options else {}
             attributions.append(
                 replace(find_methods(value, own_options)[0], name=str(name))
@@ -365,6 +379,7 @@ def _user_maps(maps: Any, images: Tensor, name: str) -> Attribution:
                 f"expected maps of {name!r} with the dims (image, y, x), got {maps.dims}"
             )
         targets = (
+            # A copy, as torch warns of arrays that cannot be written to.
             torch.from_numpy(np.array(maps.target)) if "target" in maps.coords else None
         )
         maps = maps.transpose("image", "y", "x")

@@ -60,6 +60,7 @@ class MapLayer:
         tokens, stand_in = self.tokens, nn.Identity()
 
         def pass_through(module: nn.Module, inputs: Any, output: Tensor) -> Tensor:
+            # (B, N, C) cut in three; the cells become (B, C, rows, columns), pass through the stand-in and come back.
             before, cells, after = output.flatten(1, -2).tensor_split(
                 (tokens.prefix, tokens.count), 1
             )
@@ -119,12 +120,14 @@ def map_layer(
     fields = ReceptiveFields((image.shape[2], image.shape[3]))
     outputs = _Outputs(model, module)
     with torch.enable_grad():
+        # Gradients have to reach every layer, also where all parameters are frozen.
         image = image.detach().clone().requires_grad_()
         outputs.maps.enter([image], whole_model=True)
         # The stream's hooks, as torch's own on each module could be left behind by an interruption.
         stream = AttentionStream(model, outputs, watched=outputs.names)
         try:
             with fields:
+                # Any score will do: which outputs it depends on is all that is asked.
                 score = class_scores(model, image).amax()
         finally:  # not closing(), whose __enter__ can be interrupted
             stream.close()
@@ -168,6 +171,7 @@ class _Outputs(AttentionListener):
             if isinstance(module, AttentionPool2d)
             for part in module.modules()
         }
+        # Layers inside of a block (norms, projections) give tokens too, but part of the score passes beside them.
         self._composite = {
             module for module in self.names if [*module.children()]
         } - pools
@@ -178,9 +182,8 @@ class _Outputs(AttentionListener):
         if attention.cut is not None:
             grids.append(attention.cut.grid)
         elif attention.gate is not None and attention.map_size is not None:
-            grids.append(
-                attention.map_size
-            )  # the layout's grid of keys has the padding, which is no token
+            # The layout's grid of keys has the padding, which is no token.
+            grids.append(attention.map_size)
         elif attention.windows == 1:
             layout = attention.layout
             self._grids |= {
@@ -218,6 +221,8 @@ class _Outputs(AttentionListener):
         candidates = self.kept[place + 1 :]
         values = [output.value for output in candidates]
         gradients = (
+            # grad, as backward would add to the gradients of parameters. An output that the score does not depend on
+            # has None.
             torch.autograd.grad(score, values, allow_unused=True) if values else ()
         )
         for output, gradient in reversed([*zip(candidates, gradients, strict=True)]):
@@ -229,6 +234,7 @@ class _Outputs(AttentionListener):
                     f"this model works on tokens ({output.name!r}), whose grid is not known: name a layer that gives a "
                     "feature map (B, C, H, W) with layer=, or use 'integrated_gradients' or 'occlusion'"
                 )
+            # After the last block of a ViT only the class token has a gradient: its patches show nothing.
             if gradient.flatten(1, -2)[:, tokens.prefix : tokens.count].any():
                 return output
         if place < 0:

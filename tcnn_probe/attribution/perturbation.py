@@ -102,6 +102,7 @@ def sensitivity(
     if not radius > 0:
         raise ValueError(f"expected a positive radius, got {radius!r}")
     samples = whole_number(samples, "samples", 1)
+    # Drawn once, so that a batch of any size has the same noise.
     noise = (
         torch.rand(
             samples, *images.shape[1:], generator=torch.Generator().manual_seed(seed)
@@ -113,9 +114,8 @@ def sensitivity(
     def maps_of(inputs: Tensor | tuple[Tensor, ...], target: Tensor) -> tuple[Tensor]:
         # captum gives a tensor for the original images, a tuple for the changed ones.
         shaken = inputs[0] if isinstance(inputs, tuple) else inputs
-        return (
-            explain(shaken.clone(), target).contiguous(),
-        )  # a method of the user's may change its images
+        # A copy, as a method of the user's may change its images.
+        return (explain(shaken.clone(), target).contiguous(),)
 
     values = []
     for rows, batch in batches(model, images, batch_size):
@@ -171,6 +171,7 @@ def _common_options(
     images: Tensor, target: Tensor, samples: int, batch_size: int
 ) -> dict[str, Any]:
     """Return the options that both of captum's metrics share."""
+    # captum takes whole repetitions of the batch, one at least; beyond all samples there is nothing to take.
     at_once = min(max(batch_size, len(images)), len(images) * samples)
     return {
         "target": target.to(images.device),

@@ -29,12 +29,14 @@ def to_pixels(
     places = fields.places((maps.shape[1], maps.shape[2]))
     for dim, (length, (first, spacing)) in enumerate(zip(size, places, strict=True), 1):
         last = maps.shape[dim] - 1
+        # In float64, so that rounding moves no pixel in the middle between two cells from one to the other.
         at = ((torch.arange(length, dtype=torch.float64) - first) / spacing).clamp(
             0, last
         )
         if interpolation == "nearest":
             at = (at + 0.5).floor().clamp(max=last)
         before = at.long()
+        # (length,) to (length, 1) for rows; columns are last already.
         share = (at - before).to(maps).view(-1, *[1] * (2 - dim))
         after = (before + 1).clamp(max=last)
         low = maps.index_select(dim, before.to(maps.device))

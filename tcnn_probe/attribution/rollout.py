@@ -124,24 +124,29 @@ class _TokenFlow:
                 attention.keys, dtype=attention.dtype, device=attention.device
             )
             before = eye.expand(self._images, -1, -1)
+        # Contiguous, as the first "before" is one identity expanded over images.
         after = torch.empty_like(before, memory_format=torch.contiguous_format)
         step = max(
             1, attention.block // (attention.images * attention.heads * attention.keys)
         )
         for start in range(0, attention.queries, step):
             rows = slice(start, start + step)
+            # (W + I) / 2, for the residual branch, in blocks of queries: (heads, N, N) is never held.
             after[:, rows] = (
                 attention.weights(rows)[:, 0].mean(1) @ before + before[:, rows]
             ) / 2
-        self._shares, self._last = after, attention
+        self._shares = after
+        self._last = attention
 
     def _gather(self, attention: Attention) -> None:
         """Follow a class token that alone asks: the patches stay as they are."""
         assert self._shares is not None
         before = self._class_row
         if before is None:
+            # (B, 1 + N): the token begins as itself, and nothing of others.
             before = pad(torch.zeros_like(self._shares[:, 0]), (1, 0), value=1.0)
         weights = attention.weights(slice(0, 1))[:, 0].mean(1)  # (B, 1, keys)
+        # 1 if the class token attends to itself as well, as in CaiT, and 0 if to patches alone, as in attention pools.
         is_among_keys = attention.keys - self._shares.shape[1]
         gathered = pad(weights[..., is_among_keys:] @ self._shares, (1, 0))[:, 0]
         if is_among_keys:
@@ -160,6 +165,7 @@ class _TokenFlow:
                 f"the patches of {self._last.name!r} lie on no known grid: {self._last.layout.reason}"
             )
         if self._class_row is not None:
+            # Without the share of the token's own beginning.
             row = self._class_row[:, 1:]
         elif query is None:
             raise UnsupportedMethodError(

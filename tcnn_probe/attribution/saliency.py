@@ -18,7 +18,13 @@ from tcnn_probe.attribution.captum_methods import captum_class, captum_maps
 from tcnn_probe.attribution.class_attention import class_attention
 from tcnn_probe.attribution.layer_choice import UnsupportedMethodError
 from tcnn_probe.attribution.rollout import rollout
-from tcnn_probe.images import as_images, as_pictures, preparation
+from tcnn_probe.images import (
+    as_images,
+    as_pictures,
+    beside_images,
+    calls_given,
+    preparation,
+)
 from tcnn_probe.models import (
     batches,
     class_indices,
@@ -80,12 +86,14 @@ METHODS: Mapping[str, Method] = {
         "LayerGradCam",
         "Selvaraju et al. 2017, Grad-CAM",
         "Feature maps of a layer weighted by the mean gradient of the target's score, summed; interpolated to pixels.",
+        # The paper's Eq. 2 keeps positive sums; captum's default keeps all.
         options={"relu_attributions": True},
     ),
     "integrated_gradients": Method(
         "IntegratedGradients",
         "Sundararajan et al. 2017, Axiomatic Attribution for Deep Networks",
         "Difference from a baseline times the mean gradient of the target's score between the two, sum over channels.",
+        # The paper's section 5 finds 20 to 300 steps enough; captum takes 50.
         options={"n_steps": 32},
     ),
     "input_x_gradient": Method(
@@ -152,7 +160,8 @@ def saliency(
     Args:
         model: Model that gives a score for each class, shape (B, K), or an object with such ``logits``.
         images: Images that the model takes, shape (B, C, H, W), a tensor or an array, on any device; or pictures, see
-            :func:`tcnn_probe.images.as_images`.
+            :func:`tcnn_probe.images.as_images`; or all that a processor of transformers gives, with the texts of CLIP
+            for classes, say: the model then gets all images in one batch.
         target: Class to explain: one for all, or one an image; None for the model's own prediction.
         method: Name or class, as above; a function of yours ``(model, images, target) -> maps`` with tensors
             (B, C, H, W), (B,) and (B, H, W); or several of these.
@@ -172,6 +181,7 @@ def saliency(
         ValueError, TypeError: Images, targets, a method or an option of another kind or out of range; a model without
             what the method needs, or without scores.
     """
+    # A class of captum is callable too.
     is_single = isinstance(method, str) or callable(method)
     if is_single:
         options = {name_of(method): options} if options else {}
@@ -185,10 +195,12 @@ def saliency(
     # For plot.saliency_overlay, which is given the same pictures.
     pictures = as_pictures(images)
     drawn = {} if pictures is None else {"pictures": as_json(preparation(model))}
-    images = as_images(images, model)
+    inputs, images = beside_images(images), as_images(images, model)
     batch_size = whole_number(batch_size, "batch_size", 1)
+    if inputs:  # which of them have a row for each image is unknown
+        batch_size = len(images)
     labelled, unsupported = {}, {}
-    with untouched(model):
+    with untouched(model), calls_given(model, inputs):
         targets = find_targets(model, images, target, batch_size)
         coords = {"image": range(len(images)), "target": ("image", targets.numpy())}
         with progress_bar(len(images) * len(methods), "saliency", progress) as bar:
@@ -236,7 +248,7 @@ def find_targets(
             for _, batch in batches(model, images, batch_size)
         ]
         return torch.cat(predictions)
-    classes = class_scores(model, next(batches(model, images, 1))[1]).shape[1]
+    classes = class_scores(model, next(batches(model, images, batch_size))[1]).shape[1]
     features = " (features, as the model has num_classes=0)" * (
         getattr(model, "num_classes", None) == 0
     )
@@ -245,6 +257,7 @@ def find_targets(
         raise ValueError(
             f"expected one target, or {len(images)}: one an image; got shape {tuple(indices.shape)}"
         )
+    # expand gives one element for all: a coordinate needs memory of its own.
     return indices.expand(len(images)).clone()
 
 
@@ -266,6 +279,7 @@ def maps_of(
         maps, layer = attribution.explain(
             model, batch, targets[rows].to(batch.device), batch_size
         )
+        # Batch by batch, so that maps of all images need not fit on the device.
         parts.append(maps.to(torch.promote_types(maps.dtype, torch.float32)).cpu())
         done(len(batch))
     return torch.cat(parts), layer
@@ -358,6 +372,7 @@ def _about(method: Method, options: Mapping[str, Any], by: str = "") -> dict[str
         or "a method of the user's",
         "source": "; by ".join(part for part in (method.source, by) if part),
         "options": as_json(
+            # The layer has an attribute of its own, with its name where a module was given.
             {name: value for name, value in options.items() if name != "layer"}
         ),
     }
@@ -386,6 +401,7 @@ def _by_user(
     target: Tensor,
     batch_size: int,
 ) -> tuple[Tensor, str]:
+    # Methods of the user may need gradients, whatever is set around the call.
     with torch.enable_grad():
         maps = method(model, images, target)
     expected = (len(images), *images.shape[2:])

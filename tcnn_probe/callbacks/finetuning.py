@@ -24,7 +24,9 @@ class Recording:
     """
 
     def __init__(self, model: Any, folder: Path, settings: Mapping[str, Any]) -> None:
-        self._model, self._store = model, folder / "recording.zarr"
+        self._model = model
+        self._store = folder / "recording.zarr"
+        # Meaningless elsewhere, or private.
         local = (
             "data",
             "weights",
@@ -32,7 +34,7 @@ class Recording:
             "out",
             "watcher",
             "device",
-        )  # meaningless elsewhere, or private
+        )
         self._attrs = {
             name: value for name, value in settings.items() if name not in local
         }

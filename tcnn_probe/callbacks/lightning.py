@@ -1,5 +1,6 @@
 """Recording in Lightning: ``pip install "tcnn-probe[lightning]"``."""
 
+from collections.abc import Callable
 from typing import Any
 
 import lightning.pytorch as pl
@@ -15,9 +16,18 @@ class RecordCallback(pl.Callback):  # type: ignore[misc]
 
     Args:
         store, options: Arguments of :func:`tcnn_probe.record`. Marks are epochs, or with ``along="step"`` global steps.
+        on_mark: Function of the recorder that is called after each mark, on the first process, such as one that calls
+            :func:`tcnn_probe.log_to_wandb`.
     """
 
-    def __init__(self, store: Any = None, **options: Any) -> None:
+    def __init__(
+        self,
+        store: Any = None,
+        *,
+        on_mark: Callable[[Recorder], object] | None = None,
+        **options: Any,
+    ) -> None:
+        self._on_mark = on_mark
         self._options = {"store": store, "along": "epoch", **options}
         self.recorder: Recorder | None = None
 
@@ -45,6 +55,8 @@ class RecordCallback(pl.Callback):  # type: ignore[misc]
                 self._options["along"]: number
             }
             self.recorder.mark(if_marked="skip", **values)
+            if self._on_mark is not None and trainer.is_global_zero:
+                self._on_mark(self.recorder)
 
     def on_train_end(self, *_: Any) -> None:
         """Detach the recorder, after an exception too."""

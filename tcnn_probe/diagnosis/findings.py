@@ -10,7 +10,7 @@ import xarray as xr
 
 from tcnn_probe.diagnosis.signs import SIGNS, HealthLimits, Sign
 
-__all__ = ["Finding", "Findings", "health"]
+__all__ = ["Finding", "Findings", "health", "severity"]
 
 
 @dataclass(frozen=True)
@@ -192,8 +192,11 @@ def health(ds: xr.Dataset, **limits: float) -> Findings:
             "the recording has no layers: it was made without probes of attention"
         )
     names = {name for sign in SIGNS.values() for name in (sign.variable, *sign.needs)}
+    # Recordings without gated layers lack these, so no sign needs them; conditions take them where they are.
     names |= {"content_entropy", "uniform_content_entropy"}
+    # Read once, as several conditions look at the same variable.
     ds = ds[[name for name in ds.data_vars if name in names]].load()
+    # Conditions speak of marks, whatever the recording calls them.
     by_mark = ds.rename({along: "mark"})
     findings: list[Finding] = []
     unseen = {}
@@ -203,16 +206,18 @@ def health(ds: xr.Dataset, **limits: float) -> Findings:
             unseen[sign.name] = missing
         else:
             findings += _findings_of(sign, by_mark, checked)
-    order = list(SIGNS)
-    findings.sort(
-        key=lambda finding: (
-            not finding.is_alarm,
-            finding.until is not None,
-            order.index(finding.sign),
-            finding.since,
-        )
-    )
+    findings.sort(key=severity)
     return Findings(tuple(findings), str(along), ds.sizes[along], unseen)
+
+
+def severity(finding: Finding) -> tuple[bool, bool, int, float]:
+    """Return a key that sorts findings: alarms first, of these those that last, the gravest and the earliest first."""
+    return (
+        not finding.is_alarm,
+        finding.until is not None,
+        list(SIGNS).index(finding.sign),
+        finding.since,
+    )
 
 
 def _findings_of(sign: Sign, ds: xr.Dataset, limits: HealthLimits) -> Iterator[Finding]:
@@ -228,6 +233,7 @@ def _findings_of(sign: Sign, ds: xr.Dataset, limits: HealthLimits) -> Iterator[F
         if not at_marks.any():
             continue
         last = int(np.flatnonzero(at_marks)[-1])
+        # The last spell begins after the last mark without the sign.
         earlier = np.flatnonzero(~at_marks[:last])
         first = int(earlier[-1]) + 1 if earlier.size else 0
         spell = {"mark": slice(first, last + 1)}
@@ -236,6 +242,7 @@ def _findings_of(sign: Sign, ds: xr.Dataset, limits: HealthLimits) -> Iterator[F
         if has_heads:
             heads = tuple(np.flatnonzero(in_spell.any("mark").values).tolist())
         worst: Callable[[Any], Any] = np.max if sign.worst == "largest" else np.min
+        # Where the sign is seen, as the worst of healthy heads is no news.
         at_spell = values.sel(layer=layer).isel(spell).values[in_spell.values]
         yield Finding(
             sign=sign.name,

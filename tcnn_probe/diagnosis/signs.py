@@ -144,6 +144,7 @@ def entropy_quantile(ds: xr.Dataset, q: float) -> xr.DataArray:
 
 def _so_far(values: xr.DataArray, best: np.ufunc) -> xr.DataArray:
     """Return the largest value at earlier marks (np.fmax), or the smallest (np.fmin); NaN counts for nothing."""
+    # accumulate works along an axis and not along a name.
     by_mark = values.transpose("mark", ...)
     return by_mark.copy(data=best.accumulate(by_mark.values, axis=0)).shift(mark=1)
 
@@ -182,6 +183,7 @@ def _one_hot_queries(ds: xr.Dataset) -> xr.DataArray:
 
 
 def _collapsed_queries(ds: xr.Dataset, limits: HealthLimits) -> xr.DataArray:
+    # The lowest bin, from 0 to 0.05 of uniform entropy.
     share = _one_hot_queries(ds)
     has_grown = share > _so_far(share, np.fmin) + limits.collapsed
     of_whole_layer = share.mean("head") > limits.collapsed
@@ -189,6 +191,7 @@ def _collapsed_queries(ds: xr.Dataset, limits: HealthLimits) -> xr.DataArray:
 
 
 def _silent_head(ds: xr.Dataset, limits: HealthLimits) -> xr.DataArray:
+    # The median, which a few silent heads hardly move.
     return ds.output_norm < limits.silent * ds.output_norm.median("head")
 
 
@@ -201,6 +204,7 @@ def _queries_alike(ds: xr.Dataset, limits: HealthLimits) -> xr.DataArray:
 
 def _rank_collapse(ds: xr.Dataset, limits: HealthLimits) -> xr.DataArray:
     best = _so_far(ds.output_rank, np.fmax)
+    # 1 is the least rank of an output, so a fall counts from there.
     has_fallen = ds.output_rank - 1 < limits.diversity_loss * (best - 1)
     # A silent head, whose rank is 0, is a sign of its own.
     return has_fallen & (best > limits.rank_floor) & (ds.output_rank > 0)
@@ -285,7 +289,7 @@ SIGNS: Mapping[str, Sign] = {
             True,
             _silent_head,
             "above {silent:g} of the layer's median",
-            "a head that gives nothing to the layer, and may never recover: its values or its gradients are zero",
+            "a head that gives nothing to the layer: models can do without many, but a bug or a mask may have cut it",
             "arXiv 1905.10650; the limit is ours",
             (),
             "smallest",
@@ -307,7 +311,7 @@ SIGNS: Mapping[str, Sign] = {
             True,
             _rank_collapse,
             "above 1 by {diversity_loss:g} of the head's best",
-            "tokens that become alike with depth",
+            "tokens that become alike with depth, as without residual branches",
             "arXiv 2103.03404; the limit is ours",
             (),
             "smallest",
@@ -327,7 +331,7 @@ SIGNS: Mapping[str, Sign] = {
             True,
             _tokens_alike,
             "below {token_cosine:g}",
-            "over-smoothing: patches cannot be told apart, dense features are lost",
+            "over-smoothing: patches can hardly be told apart",
             "arXiv 2203.05962; the limit is ours",
         ),
         Sign(
@@ -336,8 +340,8 @@ SIGNS: Mapping[str, Sign] = {
             False,
             _sink,
             "below {sink:g}",
-            "maps that show one token; high-norm tokens, quantization that fails; registers take the sink over",
-            "arXiv 2309.17453, 2410.10781",
+            "maps that show one token; registers can take the sink over",
+            "arXiv 2309.16588, 2309.17453, 2410.10781",
             ("query_diversity",),
         ),
         Sign(

@@ -1,6 +1,8 @@
 from .adversarial import fgsm as fgsm
 from .adversarial import pgd as pgd
 from .corrupt_images import corrupt as corrupt
+from .corruption_error import ALEXNET_ERRORS as ALEXNET_ERRORS
+from .corruption_error import mean_corruption_error as mean_corruption_error
 from .corruptions.table import CORRUPTIONS as CORRUPTIONS
 from .decisions import calibration_error as calibration_error
 from .decisions import disagreement as disagreement
@@ -9,6 +11,6 @@ from .imagenet_variants import Variant as Variant
 from .imagenet_variants import imagenet_variant as imagenet_variant
 from .intervals import mean_interval as mean_interval
 from .measure_cost import cost as cost
+from .measure_imagenet_c import imagenet_c as imagenet_c
 from .measure_robustness import robustness as robustness
 from .summary import improvement as improvement
-from .summary import mean_corruption_error as mean_corruption_error

@@ -150,9 +150,8 @@ class Ascent:
             )
             adversarial = (adversarial + offset).clamp(low, high)
         for _ in range(self.steps):
-            direction = _gradient(
-                classifier, adversarial, labels
-            ).sign()  # sign(NaN) is 0 in torch: no step there
+            # sign(NaN) is 0 in torch: no step there.
+            direction = _gradient(classifier, adversarial, labels).sign()
             adversarial = (adversarial + self.step * direction).clamp(low, high)
         return adversarial.to(images.device)
 
@@ -216,6 +215,7 @@ def _box(images: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
 def _random_start(shape: torch.Size, epsilon: float, seed: int, first: int) -> Tensor:
     """Draw offsets uniformly from [-epsilon, epsilon), float64, each image from a generator of its own."""
     generators = [
+        # Of numpy, as torch's generators draw other numbers on another device.
         np.random.default_rng((seed, number))
         for number in range(first, first + shape[0])
     ]

@@ -38,9 +38,8 @@ def as_pixels(images: Any, models: Iterable[Any]) -> Tensor:
     images = as_batch(images, expected).detach()
     low, high = float(images.amin()), float(images.amax())
     check_range(low, high)
-    return (
-        images if low >= 0 and high <= 1 else images.clamp(0, 1)
-    )  # no copy of images that are in range
+    # No copy of images that are in range.
+    return images if low >= 0 and high <= 1 else images.clamp(0, 1)
 
 
 def as_labels(labels: Any, images: int) -> Tensor:

@@ -50,6 +50,7 @@ class Classifier:
         classes = torch.tensor(self.classes)
         check_labels(classes, scores.shape[1])
         excluded = torch.isin(torch.arange(scores.shape[1]), classes, invert=True)
+        # -inf takes a class out of the best one and out of the softmax, and keeps the indices of the others.
         return scores.masked_fill(excluded.to(scores.device), -torch.inf)
 
     def _reference(self, images: Tensor) -> Tensor:
@@ -113,7 +114,6 @@ def restored(*models: Model) -> Iterator[None]:
             if isinstance(model, nn.Module):
                 stack.enter_context(untouched(model))
         stack.enter_context(hidden_from_recorders())
-        stack.enter_context(
-            torch.inference_mode(False)
-        )  # attacks need gradients, whatever mode the caller is in
+        # Attacks need gradients, whatever mode the caller is in.
+        stack.enter_context(torch.inference_mode(False))
         yield

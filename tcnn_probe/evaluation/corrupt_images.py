@@ -90,6 +90,7 @@ def corrupt(
     )
     scale, in_bytes = scale_of(batch.shape[1:]), batch.dtype == np.uint8
     for number, image in enumerate(batch):
+        # In float64, whatever the images are in: arrays and tensors of one image are corrupted alike.
         values = (
             image.double().numpy()
             if isinstance(image, Tensor)
@@ -99,6 +100,7 @@ def corrupt(
         random = _random_state(method, seed, first + number)
         result = np.clip(method.function(pixels, random, scale, **options), 0, 1)
         if in_bytes:
+            # A cast alone would cut off, and darken images by half a level.
             result = np.rint(result * 255)
         corrupted[number] = (
             torch.from_numpy(result) if isinstance(batch, Tensor) else result
@@ -116,6 +118,7 @@ def corrupt(
 def _random_state(corruption: Corruption, seed: int, number: int) -> RandomState:
     """Return the source of an image's random numbers: ``RandomState`` draws the same in every version of numpy."""
     place = list(CORRUPTIONS).index(corruption.name)
+    # No two corruptions or images share random numbers, and none depend on the batch or the severity.
     return RandomState(MT19937(SeedSequence(seed, spawn_key=(place, number))))
 
 
@@ -150,6 +153,7 @@ def _tensor_view(images: Tensor) -> Tensor:
             f"expected a tensor of shape {shapes}, got shape {tuple(images.shape)}"
         )
     return (
+        # To the CPU, where NumPy draws the same random numbers for every device.
         (images if images.ndim == 4 else images[None])
         .detach()
         .permute(0, 2, 3, 1)

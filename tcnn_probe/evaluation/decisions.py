@@ -48,10 +48,10 @@ def disagreement(results: xr.Dataset, by: str | None = None) -> xr.Dataset:
     ).expand_dims(model=[GROUND_TRUTH])
     predictions = xr.concat([truth, predictions], "model")
     rows = []
-    for number in range(
-        len(predictions.model)
-    ):  # not all pairs at once, which would be the square of the memory
+    # Not all pairs at once, which would be the square of the memory.
+    for number in range(len(predictions.model)):
         row = predictions.isel(model=number, drop=True)
+        # NaN differs from everything, itself included.
         differ = (predictions != row).where(predictions.notnull() & row.notnull())
         rows.append(mean_by(differ.rename(name), by))
     names = predictions.model.rename(model="other").variable
@@ -143,9 +143,11 @@ def calibration_error(
         raise ValueError(
             "expected confidences in [0, 1], as ds.confidence: the softmax of scores, not scores"
         )
+    # Inner edges alone: a confidence of 0 is in the first bin, and one of 1 in the last.
     edges = np.linspace(0, 1, bins + 1)[1:-1]
 
     def error(confidence: NDArray[np.floating], correct: NDArray[np.bool_]) -> float:
+        # n_m (accuracy - mean confidence) of each bin m, which is the sum of the differences in it.
         gaps = np.bincount(
             np.searchsorted(edges, confidence), correct - confidence.astype(float), bins
         )

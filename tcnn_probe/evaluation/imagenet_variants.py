@@ -100,6 +100,7 @@ def imagenet_variant(
             folder / str(corruption) / str(severity),
             f"{name}/{corruption}/{severity}",
         )
+        # Published at this size: any other would rescale the corruptions.
         model, size = None, 224
     elif corruption is not None or severity is not None:
         raise ValueError(f"only imagenet-c has a corruption and a severity, not {name}")
@@ -134,7 +135,8 @@ class _Images(Dataset[tuple[Tensor, Any]]):
     """
 
     def __init__(self, samples: list[tuple[str, Any]], transform: Any) -> None:
-        self.samples, self.transform = samples, transform
+        self.samples = samples
+        self.transform = transform
 
     def __len__(self) -> int:
         return len(self.samples)
@@ -161,6 +163,7 @@ def _classes(name: str) -> dict[str, int]:
         for index, wnid in enumerate(_read_timm_info("imagenet_synsets.txt").split())
     }
     if name in ("imagenet-a", "imagenet-r"):
+        # timm lists only the folders of these sets; models predict by the indices of all 1000 classes.
         subset = _read_timm_info(f"{name.replace('-', '_')}_synsets.txt").split()
         return {wnid: indices[wnid] for wnid in subset}
     return indices
@@ -171,6 +174,7 @@ def _list_images(folder: Path, classes: dict[str, int] | None) -> list[tuple[str
     from timm.data.readers import create_reader
 
     try:
+        # Without classes timm would number those folders that are there.
         return create_reader("", str(folder), class_map=classes).samples
     except RuntimeError as error:
         raise ValueError(
@@ -211,6 +215,7 @@ def _samples_of_real(folder: Path) -> list[tuple[str, list[int]]]:
     }
     samples = []
     for path, _ in _list_images(folder, None):
+        # Folders say nothing here: labels are published by the number in the file's name.
         name = Path(path).stem
         if name not in labels:
             raise ValueError(
@@ -240,6 +245,7 @@ def _transform(
     args: dict[str, Any] = {"crop_pct": 1.0 if uncropped else None}
     if size is not None:
         args["input_size"] = (3, size, size) if isinstance(size, int) else (3, *size)
+    # Many models are validated at a larger size than that of their training.
     config = resolve_data_config(
         args, pretrained_cfg=pretrained_cfg, use_test_size=True
     )

@@ -89,9 +89,9 @@ def _interval(
     center, variances, freedoms = known.mean(), [], []
     for axis, size in enumerate(table.shape):
         means = _means_by_label(table, axis)
-        if bounds is not None and axis == np.argmax(
-            table.shape
-        ):  # the images, which are the most
+        # The images, of which there are the most.
+        if bounds is not None and axis == np.argmax(table.shape):
+            # The two further images of Bonett and Price, one at each bound.
             means = np.append(means, bounds)
             center = means.mean()
         if size > 1 and len(means) > 1:
@@ -99,6 +99,7 @@ def _interval(
             freedoms.append(len(means) - 1)
     parts = np.array(variances)
     total = parts.sum()
+    # Satterthwaite: the square of the sum over the sum of squares, each by its degrees of freedom.
     freedom = total**2 / (parts**2 / freedoms).sum() if total else 1
     half = t.ppf((1 + confidence) / 2, freedom) * np.sqrt(total)
     return np.clip([center - half, center + half], *(bounds or (None, None)))

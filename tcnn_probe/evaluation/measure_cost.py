@@ -102,13 +102,13 @@ def cost(
     ) as bar:
         for name, model in members.items():
             with untouched(model), FlopCounterMode(display=False) as counter:
+                # A single image: each multiply-add is counted once for every image.
                 model(images[name][:1])
             costs["parameters"].append(
                 sum(parameter.numel() for parameter in model.parameters())
             )
-            costs["multiply_adds"].append(
-                counter.get_total_flops() / 2
-            )  # torch counts two for each multiply-add
+            # torch counts two for each multiply-add.
+            costs["multiply_adds"].append(counter.get_total_flops() / 2)
             costs["peak_memory"].append(_peak(model, images[name]) / 2**20)
             bar.update(2)
         for speed, run in speeds.items():
@@ -181,6 +181,7 @@ def _training_step(model: nn.Module, images: Tensor) -> float:
     def step() -> None:
         outputs = tree_leaves(functional_call(model, buffers, images))
         trained = [x for x in outputs if isinstance(x, Tensor) and x.requires_grad]
+        # From ones, as a loss would add its own cost.
         torch.autograd.backward(trained, [torch.ones_like(x) for x in trained])
 
     random = torch.random.fork_rng([images.device] if images.is_cuda else [])
@@ -193,6 +194,7 @@ def _seconds(run: Callable[[], object], device: torch.device) -> float:
     start = time.perf_counter()
     run()
     if device.type == "cuda":
+        # CUDA returns before it has computed.
         torch.cuda.synchronize(device)
     return time.perf_counter() - start
 
@@ -200,9 +202,8 @@ def _seconds(run: Callable[[], object], device: torch.device) -> float:
 def _peak(model: nn.Module, images: Tensor) -> int:
     """Measure the bytes that a forward adds at its peak."""
     if images.is_cuda:
-        _forward(
-            model, images
-        )  # allocates workspaces and caches, which stay and are no cost of a further forward
+        # Allocates workspaces and caches, which stay and are no cost of a further forward.
+        _forward(model, images)
         before = torch.cuda.memory_allocated(images.device)
         torch.cuda.reset_peak_memory_stats(images.device)
         _forward(model, images)
@@ -233,6 +234,7 @@ class _PeakMemory(TorchDispatchMode):
                 self._known.add(storage)
                 self._now += storage.nbytes()
                 self.peak = max(self.peak, self._now)
+                # The storage is freed with the last tensor that shares it, in the middle of a forward too.
                 weakref.finalize(storage, self._freed, storage.nbytes())
         return output
 

@@ -108,6 +108,7 @@ def robustness(
     members = dict(models) if isinstance(models, Mapping) else {"model": models}
     if not members:
         raise ValueError("expected at least one model, got none")
+    # Checked before the first forward, as they are classified last.
     test_sets = _as_variants(variants)
     measurement = _Measurement(
         members,
@@ -140,6 +141,7 @@ def robustness(
         for pixels, targets in batches:
             for name, part in measurement.batch(pixels, targets, first).items():
                 parts[name].append(part)
+            # Numbers of images go on over batches, so that random draws do not depend on the batch size.
             first += len(pixels)
         if not first:
             raise ValueError("expected batches (images, labels), got none")
@@ -151,6 +153,7 @@ def robustness(
         warnings.warn(
             f"scores with NaN, counted as wrong: {nan}", RuntimeWarning, stacklevel=2
         )
+    # Images are the last axis of all arrays.
     decisions = {name: np.concatenate(rows, -1) for name, rows in parts.items()}
     return as_dataset(
         decisions, by_variant, measurement.coordinates(), measurement.attrs()
@@ -204,6 +207,7 @@ class _Measurement:
     def variant(self, variant: Variant) -> NDArray[Any]:
         """Return the right answers to a test set, bool (model, image)."""
         rows = []
+        # The batch size is of no account: a loader has its own.
         for images, labels in _as_batches(variant.loader, None, 1, self.models)[0]:
             predictions, _ = self._decide(
                 self._classifiers(images, variant.classes), images, labels
@@ -262,9 +266,8 @@ class _Measurement:
         for name, severity, seed in product(
             self.corruptions, self.severities, self.seeds
         ):
-            if (
-                seed != self.seeds[0] and not CORRUPTIONS[name].random
-            ):  # the same for all seeds
+            # What is not random is the same for all seeds.
+            if seed != self.seeds[0] and not CORRUPTIONS[name].random:
                 rows.append(rows[-1])
                 continue
             corrupted = corrupt(
@@ -280,18 +283,13 @@ class _Measurement:
     ) -> Decisions:
         rows: list[Decisions] = []
         for ascent, seed in product(self.attacks.values(), self.seeds):
-            if (
-                seed != self.seeds[0] and not ascent.random_start
-            ):  # the same for all seeds
+            if seed != self.seeds[0] and not ascent.random_start:
+                # Without a random start the attack is the same for all seeds.
                 rows.append(rows[-1])
                 continue
             predictions, confidences = [], []
-            for (
-                name,
-                classifier,
-            ) in (
-                classifiers.items()
-            ):  # each model is shown the images that fool this model
+            # Each model is shown the images that fool this model.
+            for name, classifier in classifiers.items():
                 adversarial = ascent(classifier, images, labels, seed, first)
                 prediction, confidence = self._decide(
                     {name: classifier}, adversarial, labels
@@ -310,8 +308,11 @@ class _Measurement:
         for name, classifier in classifiers.items():
             scores = classifier(classifier.place(images))
             check_labels(labels, scores.shape[1], f"the model {name!r}")
+            # int32, as there is a decision for every image, model and condition.
             prediction = scores.argmax(1).int()
+            # In half precision confidences near 1 would come in steps of up to 0.004.
             confidence = scores.float().softmax(1).amax(1)
+            # argmax takes NaN for the largest, which would count as a decision.
             nan = scores.isnan().any(1)
             if nan.any():
                 self.nan_scores[name] += int(nan.sum())
@@ -341,9 +342,8 @@ def _right(predictions: NDArray[Any], labels: NDArray[Any]) -> NDArray[Any]:
     """Compare predictions (model, B) with labels (B,), or with the set of labels of each image, bool (B, K)."""
     if labels.ndim == 1:
         return predictions == labels
-    return np.take_along_axis(labels.T, predictions, 0) & (
-        predictions >= 0
-    )  # -1 would take the last class
+    # Beside the look-up, as -1, for scores with NaN, takes the last class.
+    return np.take_along_axis(labels.T, predictions, 0) & (predictions >= 0)
 
 
 def _by_model(

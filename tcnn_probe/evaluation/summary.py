@@ -11,10 +11,11 @@ from tcnn_probe.evaluation.intervals import mean_interval
 
 __all__ = [
     "as_dataset",
+    "check_baseline",
     "check_results",
     "improvement",
     "mean_by",
-    "mean_corruption_error",
+    "model_names",
     "prefix_of",
     "share_right",
 ]
@@ -59,6 +60,7 @@ def as_dataset(
         predictions = decisions.get(f"{prefix}prediction")
         if predictions is None:
             continue
+        # A prediction of -1, of scores with NaN, is no label, so it is wrong.
         correct = predictions == label
         arrays = {
             "prediction": (
@@ -80,6 +82,7 @@ def as_dataset(
             f"{prefix}accuracy", dims, correct.mean(-1), len(label), subject
         )
     if variants:
+        # Test sets differ in size, so that only their means fit into one array.
         images = np.array([correct.shape[1] for correct in variants.values()])
         shares = np.stack([correct.mean(1) for correct in variants.values()], 1)
         variables |= _means(
@@ -155,7 +158,8 @@ def improvement(
         ValueError: The baseline is no model or the only one, or ``by`` is unknown or was not measured.
     """
     right = share_right(results, by)
-    models = _model_names(right, baseline)
+    models = model_names(right)
+    check_baseline(baseline, models)
     if len(models) < 2:
         raise ValueError(f"expected another model beside the baseline, got {models}")
     compared = right.sel(model=[name for name in models if name != baseline])
@@ -165,6 +169,7 @@ def improvement(
         difference = accuracy - baseline_accuracy
         if not relative:
             return difference
+        # A baseline that is never right has no ratio: NaN, below.
         with np.errstate(divide="ignore", invalid="ignore"):
             ratio = difference / baseline_accuracy
         return np.where(np.isfinite(ratio), ratio, np.nan)
@@ -213,66 +218,10 @@ def _ratio_interval(answers: NDArray[Any], baseline: NDArray[Any]) -> NDArray[An
     square = second**2 - covariance[1, 1]
     middle = first * second - covariance[0, 1]
     inside = middle**2 - square * (first**2 - covariance[0, 0])
+    # The baseline's accuracy is compatible with 0: any ratio is possible.
     if square <= 0 or inside < 0:
         return np.full(2, np.nan)
     return (middle + np.array([-1, 1]) * np.sqrt(inside)) / square - 1
-
-
-def mean_corruption_error(ds: xr.Dataset, baseline: str) -> xr.Dataset:
-    """Compute corruption errors relative to a baseline's, and their mean, the mCE, as a ratio (in papers: per cent).
-
-    With the error rates E of model f at corruption c and severity s, means over seeds:
-
-    - CE_c = Σ_s E_{s,c}^f / Σ_s E_{s,c}^baseline: below 1, fewer errors than the baseline's;
-    - relative CE_c = Σ_s (E_{s,c}^f - E_clean^f) / Σ_s (E_{s,c}^baseline - E_clean^baseline): the loss by corruption,
-      whatever the clean accuracy is.
-
-    (Hendrycks & Dietterich 2019, Benchmarking neural network robustness to common corruptions and perturbations, §4.2;
-    their baseline is AlexNet on ImageNet.)
-
-    Args:
-        ds: Results of :func:`tcnn_probe.evaluation.robustness`, or a selection of severities and seeds.
-        baseline: Name of the model to compare the others with.
-
-    Returns:
-        ``corruption_error`` and ``relative_corruption_error`` (model, corruption); their means over the corruptions of
-        each group, ``group_corruption_error`` and ``relative_group_corruption_error`` (model, group), and over all of
-        them, ``mean_corruption_error`` and ``relative_mean_corruption_error`` (model). NaN where the baseline makes no
-        errors, or loses nothing.
-
-    Raises:
-        TypeError: The results are no Dataset.
-        ValueError: They have no accuracies under corruption, or no such model.
-    """
-    check_results(ds, "accuracy", "clean_accuracy", "group")
-    errors = 1 - ds.accuracy
-    _model_names(errors, baseline)
-    if "corruption" not in errors.dims:  # a single one was selected
-        errors = errors.expand_dims("corruption")
-    errors = errors.assign_coords(group=("corruption", np.atleast_1d(ds.group.values)))
-    errors = errors.mean({"seed"} & set(errors.dims))
-    loss = errors - (1 - ds.clean_accuracy)
-    summary = xr.Dataset(attrs=ds.attrs | {"baseline": baseline})
-    for prefix, rates in (("", errors), ("relative_", loss)):
-        sums = rates.sum({"severity"} & set(rates.dims), skipna=False)
-        baseline_sums = sums.sel(model=baseline, drop=True)
-        ratio = (sums / baseline_sums.where(baseline_sums != 0)).transpose(
-            "model", "corruption", ...
-        )
-        # skipna=False: a corruption under which the baseline makes no errors must not drop out of the means.
-        summary[f"{prefix}corruption_error"] = ratio
-        summary[f"{prefix}group_corruption_error"] = ratio.groupby("group").mean(
-            "corruption", skipna=False
-        )
-        summary[f"{prefix}mean_corruption_error"] = ratio.mean(
-            "corruption", skipna=False
-        )
-    for name, variable in summary.data_vars.items():
-        variable.attrs = {
-            "long_name": f"{name}, of {baseline}'s".replace("_", " "),
-            "units": "1",
-        }
-    return summary
 
 
 def share_right(results: xr.Dataset, by: str | None) -> xr.DataArray:
@@ -313,9 +262,8 @@ def mean_by(values: xr.DataArray, by: str | None) -> xr.DataArray:
             .groupby("group")
             .mean("corruption")
         )
-        means = means.sel(
-            group=list(dict.fromkeys(groups.tolist()))
-        )  # groupby sorts them
+        # groupby sorts the groups: back to the published order.
+        means = means.sel(group=list(dict.fromkeys(groups.tolist())))
     return means.mean(set(means.dims) - {"model", "image", by}).transpose(..., "image")
 
 
@@ -333,15 +281,19 @@ def check_results(results: object, *names: str) -> None:
             )
 
 
-def _model_names(values: xr.DataArray, baseline: str) -> list[str]:
-    """Return the names of all models; raise ValueError unless the baseline is among them."""
+def model_names(values: xr.DataArray) -> list[str]:
+    """Return the names of all models."""
     if "model" not in values.dims:
         raise ValueError(
             f"expected accuracies with the dimension 'model', got {values.dims}"
         )
-    models = [str(name) for name in values.model.values]
+    return [str(name) for name in values.model.values]
+
+
+def check_baseline(baseline: str, models: list[str]) -> str:
+    """Return the baseline; raise ValueError unless it is one of the models."""
     if baseline not in models:
         raise ValueError(
             f"expected the baseline to be one of the models {models}, got {baseline!r}"
         )
-    return models
+    return baseline

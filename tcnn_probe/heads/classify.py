@@ -111,6 +111,7 @@ def head_types(
             f"expected least_images of at least 2, got {least_images}: of one image nothing is known"
         )
     features = features_of(ds, by, least_images)
+    # The gate is a parameter, and known without images.
     if by == "content" and (ds.images < least_images).any():
         warnings.warn(
             f"types need at least {least_images} images at each mark, and some have {int(ds.images.min())}: "
@@ -129,6 +130,7 @@ def head_types(
     types.attrs = attrs | {"unlabelled": json.dumps(features.reasons(labels == ""))}
     for name, probability in posterior.items():
         types.coords[f"posterior_{name}"] = types.dims, probability, _about(name)
+    # A selection of one layer or head has lost its dimension, and gets its types without it.
     dims = ds.attention_distance.dims
     return types.isel(
         {dim: 0 for dim in ("layer", "head") if dim not in dims}
@@ -137,6 +139,7 @@ def head_types(
 
 def _attrs(method: str, by: By, thresholds: Thresholds) -> dict[str, Any]:
     values = asdict(thresholds) | {"concentrated": CONCENTRATED}
+    # With the numbers, so that labels that were saved say what they mean.
     definitions = {
         name: text.format(**values) for name, text in _DEFINITIONS[by].items()
     } | _OTHER_LABELS
@@ -167,18 +170,18 @@ def _by_mixture(
 ) -> tuple[np.ndarray, dict[str, np.ndarray], dict[str, Any]]:
     """Return labels, the posterior of each type, and the mixture in plain JSON."""
     finite = np.isfinite(features.points).all(-1)
+    # NumPy's own strings would be cut to one character, the length that is there.
     labels = np.full(finite.shape, "", dtype=object)
     if not finite.any():
         return labels, {}, {}
     points, names = features.points[finite], _TYPES[by][0]
     mixture, criteria = fit_mixture(points, seed=seed)
+    # Components come in no order: what they mean is read off their means.
     components = _types(by, mixture.means_, thresholds)
     probabilities = mixture.predict_proba(points)
     by_type = {name: probabilities[:, components == name].sum(1) for name in names}
-    order = (
-        "mixed",
-        *(name for name in names if name != "mixed"),
-    )  # argmax takes the first of equal probabilities
+    # argmax takes the first of equal probabilities: a head between two types is mixed.
+    order = ("mixed", *(name for name in names if name != "mixed"))
     labels[finite] = np.array(order, dtype=object)[
         np.argmax([by_type[name] for name in order], axis=0)
     ]

@@ -102,6 +102,7 @@ def _matrix(block: ResBlock | MixerBlock) -> np.ndarray:
 
     if isinstance(block, ResBlock):
         return weights(block.linear_tokens)
+    # (queries, hidden) @ (hidden, keys).
     return weights(block.mlp_tokens.fc2) @ weights(block.mlp_tokens.fc1)
 
 
@@ -113,10 +114,13 @@ def _measure(matrix: np.ndarray, grid: tuple[int, int]) -> xr.Dataset:
     )
     distances = np.linalg.norm(places[:, None] - places, axis=-1)
     magnitudes = np.abs(matrix)
+    # Weights have signs, and shares of attention have none.
     total = magnitudes.sum(1, keepdims=True)
+    # A query whose weights are all 0 has no distribution.
     shares = magnitudes / np.where(total > 0, total, np.nan)
     by_head = {
         "attention_distance": (shares * distances).sum(1).mean(),
+        # entr(p) = -p log p, 0 at p = 0.
         "entropy": entr(shares).sum(1).mean(),
         "translation_equivariance": translation_equivariance(
             matrix[None], places, places
@@ -127,6 +131,7 @@ def _measure(matrix: np.ndarray, grid: tuple[int, int]) -> xr.Dataset:
         "near_zero": (magnitudes < NEAR_ZERO * magnitudes.max()).mean(),
         "uniform_distance": distances.mean(),
         "uniform_entropy": math.log(len(matrix)),
+        # No number of images would change it, so no threshold on images leaves it out.
         "images": math.inf,
     }
     weight = {

@@ -43,12 +43,10 @@ class Features:
     """Features of every head of a recording."""
 
     points: np.ndarray  # (..., F) for F features; NaN where there is no head
-    exists: (
-        xr.DataArray
-    )  # bool, dims (marks, "layer", "head"): layers may have different numbers of heads
-    missing: Mapping[
-        str, Mapping[str, str]
-    ]  # reasons why the recording lacks a variable, by variable and layer
+    # bool, dims (marks, "layer", "head"): layers may have different numbers of heads.
+    exists: xr.DataArray
+    # Reasons why the recording lacks a variable, by variable and layer.
+    missing: Mapping[str, Mapping[str, str]]
     names: Sequence[str]  # names of the features
 
     def reasons(self, unlabelled: np.ndarray) -> dict[str, str]:

@@ -33,15 +33,22 @@ def fit_mixture(
         smallest.
 
     Raises:
+        ModuleNotFoundError: scikit-learn is not installed; ``pip install "tcnn-probe[stats]"``.
         ValueError: There are no points, or one is not finite.
     """
-    from sklearn.mixture import GaussianMixture
+    try:
+        from sklearn.mixture import GaussianMixture
+    except ModuleNotFoundError as error:
+        message = "a mixture needs scikit-learn: pip install 'tcnn-probe[stats]'"
+        raise ModuleNotFoundError(message, name=error.name) from error
 
     if points.ndim != 2 or not len(points) or not np.isfinite(points).all():
         raise ValueError(
             f"expected finite points of shape (n, F), n >= 1, got the shape {points.shape}"
         )
+    # The initialisation draws points by number: sorted ones make it independent of the order of the heads.
     ordered = points[np.lexsort(points.T)].astype(np.float64)
+    # More components than different points would be degenerate; a millionth is far below what recorded shares resolve.
     distinct = len(np.unique(ordered.round(6), axis=0))
     if len(ordered) == 1:
         ordered = ordered.repeat(2, axis=0)  # GaussianMixture.fit requires two samples
@@ -52,9 +59,8 @@ def fit_mixture(
         "random_state": seed,
     }
     with warnings.catch_warnings():
-        warnings.simplefilter(
-            "ignore"
-        )  # ConvergenceWarning: the recorded `converged_` says the same
+        # ConvergenceWarning, which the recorded `converged_` says as well.
+        warnings.simplefilter("ignore")
         counts = range(1, min(_COMPONENTS, distinct) + 1)
         mixtures = [GaussianMixture(count, **options).fit(ordered) for count in counts]
     criteria = [float(mixture.bic(ordered)) for mixture in mixtures]

@@ -74,9 +74,11 @@ def translation_equivariance(
     shares = np.ones(len(mean))
     for head, row in enumerate(mean.reshape(len(mean), -1)):
         values = row[pairs].astype(np.float64, copy=False)
+        # Centred first: with a mean far from 0, differences of large sums would lose digits.
         values -= values.mean()
         total = values @ values
         if total > 0:
+            # Sum over offsets of n_g times the squared mean of the group.
             explained = (np.bincount(group, values) ** 2 / count).sum()
             # Rounding can make the explained sum the larger one.
             shares[head] = 1 - (max(total - explained, 0) / free) / (

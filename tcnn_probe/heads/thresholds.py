@@ -43,6 +43,7 @@ class Thresholds:
         TypeError, ValueError: These are no numbers, or they do not ascend.
     """
 
+    # Our conventions. Between the two of a pair a head is mixed, so that no type hangs on the last digit of a number.
     information: Sequence[float] = (0.02, 0.1)
     entropy: Sequence[float] = (0.85, 0.95)
     distance: float = 0.8
@@ -73,6 +74,7 @@ class Thresholds:
                 raise ValueError(
                     f"expected two thresholds for {name}, ascending and between {span}, got {limits!r}"
                 )
+            # The class is frozen; lists and arrays that users give become tuples of floats.
             object.__setattr__(self, name, (low, high))
 
 

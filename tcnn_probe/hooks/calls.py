@@ -60,10 +60,13 @@ class Calls(Generic[C]):
     """
 
     def __init__(self, module: nn.Module, kind: type[C]) -> None:
-        self.module, self._kind = module, kind
+        self.module = module
+        self._kind = kind
         self._running: dict[int, C] = {}  # by thread
         self._handles: list[RemovableHandle] = []
-        self._attached, self._lock = False, threading.RLock()
+        # Reentrant: detach() leaves the running call, and Forwards takes the lock for that, too.
+        self._attached = False
+        self._lock = threading.RLock()
 
     def begins(self, call: C) -> None:
         """Prepare, before the module runs."""
@@ -80,10 +83,11 @@ class Calls(Generic[C]):
         return self._attached
 
     def attach(self) -> None:
-        """Hook the module."""
+        """Add hooks to the module."""
         self._attached = True
         self._handles.append(add_hook(self.module, self._begin))
         self._handles.append(
+            # Before all other hooks: they run without our modes, and see the edited output. The cleaning up comes last.
             add_hook(self.module, self._return, after=True, first=True)
         )
         self._handles.append(add_hook(self.module, self._end, after=True, always=True))
@@ -97,7 +101,9 @@ class Calls(Generic[C]):
             self._attached = False
             self._leave()
             for call in list(self._running.values()):
+                # A call that a thread has left without a hook would keep the hooks for ever.
                 call.over = not call.goes_on()
+            # A call in another thread still needs the hook that ends it.
             while self._handles and all(
                 call.over for call in list(self._running.values())
             ):
@@ -125,6 +131,7 @@ class Calls(Generic[C]):
             )
             try:
                 self.begins(call)
+            # torch calls no hooks after a KeyboardInterrupt, so what has begun is undone here.
             except BaseException:
                 self._leave()
                 raise
@@ -179,7 +186,8 @@ class CopySafeHook:
     """Hook that does nothing in a copy or a pickle of its module but go away when it is called there."""
 
     def __init__(self, act: Callable[..., Any] | None, *, after: bool = False) -> None:
-        self._act, self._after = act, after
+        self._act = act
+        self._after = after
         self.number = -1
         """Number under which torch keeps the hook."""
 
@@ -190,9 +198,8 @@ class CopySafeHook:
 
     def _do(self, module: nn.Module, *call: Any) -> Any:
         if self._act is not None:
-            if (
-                len(call) == 1 + self._after
-            ):  # torch leaves kwargs out while another thread adds or removes the hook
+            # Torch leaves keyword arguments out while another thread adds or removes the hook.
+            if len(call) == 1 + self._after:
                 call = (call[0], {}, *call[1:])
             return self._act(module, *call)
         for hooks in _forward_hooks(module):
@@ -254,6 +261,7 @@ def add_hook(
 def _forward_hooks(module: nn.Module) -> list[dict[int, Any]]:
     """Return the tables in which torch keeps what it knows of a module's hooks, by their numbers."""
     return [
+        # Private names of torch 2: RemovableHandle.remove() clears them all, but a copy of a hook has no handle.
         module._forward_pre_hooks,
         module._forward_pre_hooks_with_kwargs,
         module._forward_hooks,
@@ -305,6 +313,7 @@ def thread_is_under(thread: int, call: FrameType) -> bool:
             return False
         if is_under(frame, call):
             return True
+        # The stack was read down to its outermost frame, without a break, and the call is not in it.
         if _bottom(frame) is _bottom(call):
             return False
     return False  # the call has ended

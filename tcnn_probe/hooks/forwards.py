@@ -65,7 +65,8 @@ class Forwards(Calls["Forward"]):
         self, model: nn.Module, listener: Listener, *, first: bool = True
     ) -> None:
         super().__init__(model, Forward)
-        self._listener, self._first = listener, first
+        self._listener = listener
+        self._first = first
         self._names = {module: name for name, module in model.named_modules()}
         self._followed: Forward | None = None  # of those that are running, at most one
         self._depth = hidden_depth()
@@ -76,7 +77,7 @@ class Forwards(Calls["Forward"]):
             raise
 
     def attach(self) -> None:
-        """Hook the model and its parts."""
+        """Add hooks to the model and its parts."""
         self._attached = True
         for entry, is_whole in dict(_entries(self.module)).items():
             # Compiled away from parts, it breaks no graph; the hook of the whole model stops to look.
@@ -91,6 +92,7 @@ class Forwards(Calls["Forward"]):
 
     def begins(self, call: "Forward") -> None:
         """Follow the forward if no other is followed, and the listener wants it."""
+        # Reading whether a tensor is meta or wrapped is a call that function modes see: theirs is not to see ours.
         with self._lock, torch._C.DisableTorchFunction():
             call.over = self._followed is not None or is_transformed(call.inputs)
             if call.over:
@@ -112,6 +114,8 @@ class Forwards(Calls["Forward"]):
         with call.unseen():
             try:
                 if not has_failed:
+                    # Here and not from torch's global hook, which runs before the entry's own hooks: these may change
+                    # the output.
                     self._listener.returned(call, call.module, call.inputs, output)
                     is_told = True
             finally:
@@ -124,9 +128,8 @@ class Forwards(Calls["Forward"]):
     def _begin(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> None:
-        if (
-            module in self._names and hidden_depth() == self._depth
-        ):  # not in a shallow copy
+        # A shallow copy of the module carries the hook too, and is none of the model's.
+        if module in self._names and hidden_depth() == self._depth:
             super()._begin(module, args, kwargs)
 
     def _leave(self) -> None:
@@ -154,7 +157,8 @@ class Forward(Call):
         self._stack: list[tuple[nn.Module, Sequence[Any]]] = [
             (self.module, self.inputs)
         ]
-        self._is_quiet, self._depth = False, hidden_depth()
+        self._is_quiet = False
+        self._depth = hidden_depth()
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
 
     @property
@@ -167,8 +171,11 @@ class Forward(Call):
 
     def follow(self, names: Mapping[nn.Module, str], listener: Listener) -> None:
         """Tell a listener of what runs in it."""
-        self._names, self._listener = names, listener
+        self._names = names
+        self._listener = listener
         self._handles.append(
+            # Global hooks, added for this forward only: hooks on each module would cost all forwards, and break
+            # compiled graphs.
             global_hooks.register_module_forward_pre_hook(self._called)
         )
         self._handles.append(
@@ -176,6 +183,8 @@ class Forward(Call):
                 self._returned, with_kwargs=True, always_call=True
             )
         )
+        # The mode entered last sees a call first, so a listener's modes know a call before the attention in it is
+        # shown.
         self.modes = put_on(Interception(self._asked), *listener.modes())
 
     def leave(self) -> None:
@@ -208,6 +217,7 @@ class Forward(Call):
             running is module for running, _ in self._stack[:0:-1]
         ):
             return None
+        # What lies above ended without a hook, by an exception that torch tells none of.
         while self._stack.pop()[0] is not module:
             pass
         if len(rest) != 2 or module not in self._names:
@@ -219,9 +229,8 @@ class Forward(Call):
     def _asked(self, request: Seen) -> Answer | None:
         if self._is_quiet or hidden_depth() > self._depth:
             return None
-        if not is_under(
-            sys._getframe(), self.frame
-        ):  # interrupted: something else runs now
+        # Else the forward was interrupted, and something else runs now.
+        if not is_under(sys._getframe(), self.frame):
             return None
         if self.running[-1][0] not in self._names:
             return None
@@ -236,6 +245,7 @@ class Forward(Call):
             or hidden_depth() > self._depth
         ):
             return False
+        # One without weights that was made on the spot, such as nn.Softmax(-1)(x), belongs to the layer that made it.
         return module in self._names or next(module.parameters(), None) is not None
 
 
@@ -254,4 +264,5 @@ def _entries(model: nn.Module) -> Iterator[tuple[nn.Module, bool]]:
 
 def _wraps(model: nn.Module, part: nn.Module) -> bool:
     """Return whether ``model`` is but a wrapper of ``part``, as those of torch.nn.parallel are."""
+    # DataParallel, DistributedDataParallel and FullyShardedDataParallel all call it "module".
     return len(list(model.children())) == 1 and getattr(model, "module", None) is part

@@ -6,6 +6,7 @@ result, untouched, unless whoever looks answers with another.
 """
 
 import inspect
+import re
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -20,8 +21,10 @@ from torch.overrides import TorchFunctionMode
 
 from tcnn_model.gpsa.precision import autocast_dtype
 from tcnn_probe.hooks.modes import is_transformed, unseen
+from tcnn_probe.hooks.score_modification import ScoreModification
 
 __all__ = [
+    "FUSED",
     "Answer",
     "Interception",
     "Seen",
@@ -53,6 +56,7 @@ class SeenAttention:
         query, key, value: Tensors of shapes (..., N_query, d), (..., N_key, d) and (..., N_key, d_value),
         scale: Factor of the products, and
         mask: Numbers to add, or True where a query may see a key.
+        modification: Function of flex_attention that changes the products, if there is one.
         output: Output of torch: the attention itself if ``logits`` is given, else what ``finish`` makes of the
             attention times the values; None if dropout took part in it.
         finish: Function from (..., N_query, d_value) to the output.
@@ -66,6 +70,7 @@ class SeenAttention:
     value: Tensor | None = None
     scale: float = 1.0
     mask: Tensor | None = None
+    modification: ScoreModification | None = None
     output: Tensor | None = None
     finish: Callable[[Tensor], Tensor] | None = None
     heads: int | None = None
@@ -96,8 +101,12 @@ class SeenOperand:
     @classmethod
     def of(cls, tensor: Tensor) -> "SeenOperand":
         """Describe a tensor."""
+        # A matrix without an axis of images, or a tensor that is expanded over them, is the same for all.
         shared = tensor.ndim < 3 or (tensor.shape[0] > 1 and tensor.stride(0) == 0)
-        return cls(tensor.shape, tensor.data_ptr(), shared)
+        # Tensors that torch.vmap maps, as in masks of flex_attention, have no address.
+        is_mapped = torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+        place = id(tensor) if is_mapped else tensor.data_ptr()
+        return cls(tensor.shape, place, shared)
 
     def is_in(self, operand: "SeenOperand", *, heads: bool) -> bool:
         """Return whether an operand is this softmax or, with ``heads``, may be made of it by dropout or mixing them."""
@@ -161,7 +170,7 @@ class Interception(TorchFunctionMode):
         kwargs = kwargs or {}
         output = func(*args, **kwargs)
         # flex_attention compiles itself, through this mode; what it has compiled passes here once more when it runs.
-        if func not in _DESCRIBE or torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() or _describer(func) is None:
             return output
         return self._hand_on(func, output, args, kwargs)
 
@@ -173,6 +182,7 @@ class Interception(TorchFunctionMode):
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
+        # Reading properties of tensors is itself a call of a torch function, which outer modes would see.
         with torch._C.DisableTorchFunction():
             if is_transformed(args):
                 return output
@@ -186,7 +196,7 @@ def describe(
     func: Callable[..., Any], output: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Seen | None:
     """Describe a call of a torch function as attention, a product, a scaled tensor or tokens joined; else None."""
-    describe_call = _DESCRIBE.get(func)
+    describe_call = _describer(func)
     return None if describe_call is None else describe_call(output, *args, **kwargs)
 
 
@@ -203,13 +213,10 @@ def _fused(
 ) -> SeenAttention:
     dtype = autocast_dtype(query)  # in which the fused kernel has computed
     query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
-    # Grouped-query attention: each key and value serves several heads of queries.
-    if enable_gqa and key.shape[-3] != query.shape[-3]:
-        key, value = (
-            x.repeat_interleave(query.shape[-3] // x.shape[-3], -3)
-            for x in (key, value)
-        )
+    if enable_gqa:
+        key, value = (_repeat_for_groups(x, query) for x in (key, value))
     if is_causal:
+        # torch aligns it with the upper left corner, also where there are more keys than queries.
         attn_mask = torch.ones(
             query.shape[-2], key.shape[-2], dtype=torch.bool, device=query.device
         ).tril()
@@ -224,6 +231,12 @@ def _fused(
     )
 
 
+def _repeat_for_groups(x: Tensor, query: Tensor) -> Tensor:
+    """Return keys or values of grouped-query attention, where each serves several heads of queries, for every head."""
+    groups = query.shape[-3] // x.shape[-3]
+    return x if groups == 1 else x.repeat_interleave(groups, -3)
+
+
 def _softmax(
     output: Tensor,
     input: Tensor,  # noqa: A002 (torch's name for it)
@@ -232,6 +245,8 @@ def _softmax(
     **kwargs: Any,
 ) -> SeenAttention | None:
     if (
+        # Attention has an axis of images, windows or heads beside its matrix; a softmax over classes or channels has
+        # not.
         input.ndim < 3
         or dim not in (-1, input.ndim - 1)
         or not input.is_floating_point()
@@ -280,12 +295,14 @@ def _multihead(
         k, v = (
             torch.cat([x, b.to(x.dtype).expand(1, x.shape[1], -1)]) for x, b in biased
         )
+    # (N, B, heads * d) to (B, heads, N, d).
     q, k, v = (
         x.unflatten(-1, (arguments.num_heads, -1)).permute(1, 2, 0, 3)
         for x in (q, k, v)
-    )  # (B, heads, N, d)
+    )
     if arguments.add_zero_attn:
         k, v = (F.pad(x, (0, 0, 0, 1)) for x in (k, v))
+    # Keys that the layer adds follow those of tokens, and no mask hides them.
     extra = k.shape[2] - len(tokens[1])
 
     def finish(attended: Tensor) -> Tensor:
@@ -299,6 +316,7 @@ def _multihead(
     if attn_mask is not None:
         attn_mask = _additive(F.pad(attn_mask, (0, extra)), q.dtype)
         masks.append(
+            # torch takes masks (N_query, N_key) and (B * heads, N_query, N_key).
             attn_mask.unflatten(0, (-1, arguments.num_heads))
             if attn_mask.ndim == 3
             else attn_mask
@@ -338,17 +356,15 @@ def _additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _product(output: Tensor, first: Tensor, *rest: Any, **kwargs: Any) -> SeenProduct:
-    second = (
-        rest[0] if rest else kwargs.get("other", kwargs.get("mat2"))
-    )  # torch.matmul's name, and torch.bmm's
+    # The names of torch.matmul and of torch.bmm.
+    second = rest[0] if rest else kwargs.get("other", kwargs.get("mat2"))
+    # A vector is neither attention nor values of tokens.
     if not isinstance(second, Tensor) or second.ndim < 2 or first.ndim < 2:
         return SeenProduct([], weakref.ref(output))
     left, right = SeenOperand.of(first), SeenOperand.of(second)
     transposed = SeenOperand(second.mT.shape, right.place)
-    pairs = [
-        (left, right),
-        (transposed, left),
-    ]  # attention times values; or values times attention, both transposed
+    # Attention times values; or values times attention, both transposed.
+    pairs = [(left, right), (transposed, left)]
     return SeenProduct(pairs, weakref.ref(output))
 
 
@@ -363,6 +379,7 @@ def _einsum(
     pairs = list(
         permutations([SeenOperand.of(x) for x in flat if isinstance(x, Tensor)], 2)
     )
+    # Operands and sublists of axes may stand in the place of an equation: then any pair could be attention.
     if isinstance(equation, str):
         inputs, _, result = equation.replace(" ", "").partition("->")
         labels = permutations(inputs.split(","), 2)
@@ -393,14 +410,52 @@ def _join(
     return SeenJoin(tuple(x.shape[dim] for x in tensors if x.ndim == 3))
 
 
-def _flex(output: Any, *args: Any, **kwargs: Any) -> SeenUnmeasured:
-    return SeenUnmeasured("flex_attention, whose modified logits are not rebuilt")
+def _flex(
+    outputs: tuple[Tensor, ...],
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    score_mod: Callable[..., Tensor],
+    block_mask: tuple[Any, ...],
+    scale: float,
+    kernel_options: Any,
+    score_buffers: tuple[Any, ...] = (),
+    mask_buffers: tuple[Any, ...] = (),
+) -> SeenAttention:
+    # Outputs of the heads, (B, heads, N_query, d_value), are the first; log-sum-exp and largest logits follow.
+    output = outputs[0]
+    # In which dtype autocast has it computed depends on torch's version.
+    query, key, value = (x.to(output.dtype) for x in (query, key, value))
+    modification = ScoreModification(
+        score_mod,
+        block_mask[-1],  # before it come blocks that kernels need not look at
+        score_buffers,
+        mask_buffers,
+        torch.arange(query.shape[-2], device=query.device),
+        torch.arange(key.shape[-2], device=query.device),
+    )
+    return SeenAttention(
+        query=query,
+        key=_repeat_for_groups(key, query),
+        value=_repeat_for_groups(value, query),
+        scale=scale,
+        modification=modification,
+        output=output,
+        heads=1,
+    )
 
 
-_DESCRIBE: dict[Any, Callable[..., Seen | None]] = {
+FUSED: Mapping[Any, Callable[..., SeenAttention]] = {
     torch.ops.higher_order.flex_attention: _flex,
     F.scaled_dot_product_attention: _fused,
     F.multi_head_attention_forward: _multihead,
+}
+"""Functions that attend and weigh values at once, and what describes a call of them."""
+
+# A mode sees the function that was called and none that it calls, so each spelling needs its entry and none counts
+# twice.
+_DESCRIBE: dict[Any, Callable[..., Seen | None]] = {
+    **FUSED,
     **dict.fromkeys(
         (F.softmax, torch.softmax, Tensor.softmax, torch.special.softmax), _softmax
     ),
@@ -414,6 +469,26 @@ _DESCRIBE: dict[Any, Callable[..., Seen | None]] = {
     ),
     **dict.fromkeys((torch.cat, torch.concat, torch.concatenate), _join),
 }
+
+
+# Kernels of flash-attn 2.7 and 3 and of xformers as they call them, from inside of their autograd functions. Earlier
+# versions of flash-attn call an extension of Python that shows itself to no mode.
+_OTHER_KERNELS = re.compile(
+    r"_?flash_?attn\w*\.|xformers_flash\w*\.|xformers\.\w*attention"
+)
+
+
+def _describer(func: Callable[..., Any]) -> Callable[..., Seen | None] | None:
+    """Return what describes a call of a torch function; None if nobody needs to know of it."""
+    if isinstance(func, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
+        return _other_kernel if _OTHER_KERNELS.match(str(func)) else None
+    return _DESCRIBE.get(func)
+
+
+def _other_kernel(output: Any, *args: Any, **kwargs: Any) -> SeenUnmeasured:
+    return SeenUnmeasured(
+        "a kernel of flash-attn or xformers, whose arguments are not read: use scaled_dot_product_attention"
+    )
 
 
 class ValueProductTracker:
@@ -458,6 +533,7 @@ class ValueProductTracker:
                     break
         output = product.output()
         is_shared = any(operand.shared for pair in product.pairs for operand in pair)
+        # A product of two activations, neither of them a softmax that waits: perhaps keys times values.
         if not reasons and output is not None and not is_shared:
             self._summaries.append((SeenOperand.of(output), product.output))
         return reasons
@@ -475,6 +551,7 @@ def _contains(
 ) -> bool:
     """Return whether an operand is one of the tensors that are still alive, perhaps with its axes in another order."""
     return any(
+        # Once a tensor is gone, another one may have its address.
         tensor.place == operand.place
         and tensor.shape.numel() == operand.shape.numel()
         and alive() is not None

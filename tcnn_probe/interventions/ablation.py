@@ -143,15 +143,14 @@ class Ablation:
         images: Iterable[Tensor] | None,
         seed: int | None,
     ) -> None:
-        self._model, self._ablated, self._mode, self._images, self._seed = (
-            model,
-            ablated,
-            mode,
-            images,
-            seed,
-        )
+        self._model = model
+        self._ablated = ablated
+        self._mode = mode
+        self._images = images
+        self._seed = seed
         self._forwards: _Forwards | None = None
-        self._exits, self._entered = ExitStack(), False
+        self._exits = ExitStack()
+        self._entered = False
         self._begin()
 
     @property
@@ -173,7 +172,8 @@ class Ablation:
 
     def remove(self) -> None:
         """End it; may be called again."""
-        self._forwards, self._entered = None, False
+        self._forwards = None
+        self._entered = False
         self._exits.close()
 
     def __enter__(self) -> Self:
@@ -194,8 +194,10 @@ class Ablation:
     ) -> None:
         forwards = self._forwards
         self.remove()
+        # After an exception, or without a forward, it does not show which layers would have run.
         if error is not None or forwards is None or not forwards.has_run:
             return
+        # By pattern: of the layers that a glob stands for, some may not run.
         attended = {entry.pattern for entry in self._ablated if entry.has_attended}
         missed = [
             entry.pattern for entry in self._ablated if entry.pattern not in attended
@@ -207,13 +209,16 @@ class Ablation:
             )
 
     def _begin(self) -> None:
+        # What ran before this is entered again counts no longer.
         self._ablated = [entry.fresh() for entry in self._ablated]
         if (
+            # Taken once: an ablation that is entered again keeps what it has of the images.
             self._images is not None
             and self._ablated
             and self._ablated[0].reference is None
         ):
             _collect_references(self._model, self._ablated, self._images, self._seed)
+            # What ran for the references is no sign that the user's forwards reach a layer.
             self._ablated = [entry.fresh() for entry in self._ablated]
         self._forwards = self._exits.enter_context(
             _edited_model(self._model, self._ablated)
@@ -234,15 +239,20 @@ class _Forwards(Calls[Call]):
         if self._reference is not None:
             self._reference.check(call.inputs)
             self._warn_of_overlap(self._reference, call.inputs)
+        # No mode of its own; but where something is compiled, one that keeps torch from running compiled code, without
+        # hooks.
         call.modes = put_on()
 
     def _warn_of_overlap(
         self, reference: ReferenceStatistics, inputs: Sequence[Any]
     ) -> None:
         """Warn once, where images come again over which attention was taken."""
+        # Inputs with a single axis are labels or lengths.
         images = next((x for x in inputs if isinstance(x, Tensor) and x.ndim > 1), None)
+        # While statistics are taken, the images are the given ones.
         if not reference.is_finished or self._has_warned or images is None:
             return
+        # Reading the images is no work of the model's, which function modes watch.
         with torch._C.DisableTorchFunction():
             reason = "" if is_transformed(inputs) else reference.overlap(images)
         if reason:
@@ -285,9 +295,11 @@ def _collect_references(
         references.append(entry.reference)
     size = None
     with _edited_model(model, ablated), untouched(model), torch.no_grad():
+        # disable=None shows no bar where the output is no terminal, such as in a log.
         for batch in tqdm(images, "ablate: images", leave=False, delay=3, disable=None):
             prints = fingerprints(batch)
             for reference in references:
+                # Before the model runs: what it adds is counted against these images.
                 reference.begin(len(batch))
                 reference.fingerprints += prints
             model(batch)
@@ -309,6 +321,7 @@ def _layer_of_source(
         {name: tuple(p.shape) for name, p in m.named_parameters()}
         for m in (entry.module, layer)
     )
+    # Equal shapes of parameters do not tell the number of heads, by which channels are cut.
     if expected != got or head_count(entry.module) != head_count(layer):
         different = (
             sorted({*expected.items()} ^ {*got.items()}) or "another number of heads"

@@ -46,13 +46,16 @@ class Terms:
     def of(self, *groups: Sequence[int]) -> list[Tensor]:
         """Return the term of each group of heads, of the output's shape, with the images along its first axis."""
         without_heads = self._run(only=())
+        # Without any heads a layer still gives biases and residual inputs, which belong to no head.
         return [self._run(only=heads) - without_heads for heads in groups]
 
     @torch.no_grad()
     def check(self, heads: Sequence[int]) -> None:
         """Refuse a layer in which what some heads add depends on what the others give."""
+        # Their heads add up by construction (T-CNN Eq. 5).
         if isinstance(self.module, GATED_LAYERS):
             return
+        # f(all) - f(all without h) = f(only h) - f(none), if the layer's output is linear in its heads.
         output = self._run()
         difference = output - self._run(without=heads) - self.of(heads)[0]
         # Not finite is what the model was given, not what the heads add.
@@ -71,9 +74,12 @@ class Terms:
         """Return what the layer gives with ``only`` some of its heads, or all, and ``without`` others."""
         twin = _frozen(self.module, {})
         vars(twin).update(
-            _forward_pre_hooks=OrderedDict(), _forward_hooks=OrderedDict()
+            # Hooks around the layer itself have run on the arguments; those of its parts belong to what it computes.
+            _forward_pre_hooks=OrderedDict(),
+            _forward_hooks=OrderedDict(),
         )
         listeners = [
+            # Gates are not the heads' outputs: they stay as the other ablation has them.
             *(_GatesOnly(listener) for listener in self.gates),
             _ZeroOthers(self.number, only, without),
         ]
@@ -98,7 +104,9 @@ class _ZeroOthers(HeadListener):
     def __init__(
         self, number: int, only: Sequence[int] | None, without: Sequence[int]
     ) -> None:
-        self._number, self._only, self._without = number, only, without
+        self._number = number
+        self._only = only
+        self._without = without
 
     def attends(self, attention: Attention) -> HeadEdit | None:
         if attention.number != self._number:
@@ -115,6 +123,7 @@ class _ZeroOthers(HeadListener):
 
 def _frozen(module: nn.Module, copies: dict[nn.Module, nn.Module]) -> nn.Module:
     """Return a copy in eval mode with constants for parameters: it shares their memory, and its writes are its own."""
+    # A module that occurs twice stays one module.
     if module not in copies:
         copies[module] = twin = module.__new__(type(module))
         vars(twin).update(vars(module))
@@ -138,6 +147,7 @@ def _frozen(module: nn.Module, copies: dict[nn.Module, nn.Module]) -> nn.Module:
                 foreign = [
                     (n, h)
                     for n, h in hooks.items()
+                    # Backward hooks are the user's, and a measurement is no backward pass of theirs.
                     if "back" not in name and not isinstance(h, CopySafeHook)
                 ]
                 vars(twin)[name] = OrderedDict(foreign)

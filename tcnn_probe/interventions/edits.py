@@ -60,14 +60,15 @@ class Ablated(HeadListener):
         count: int | None = None,
         source: nn.Module | None = None,
     ) -> None:
-        self.pattern, self.layer, self.module, self.number, self.heads = (
-            pattern,
-            layer,
-            module,
-            number,
-            heads,
-        )
-        self.mode, self.strict, self.count, self.source = mode, strict, count, source
+        self.pattern = pattern
+        self.layer = layer
+        self.module = module
+        self.number = number
+        self.heads = heads
+        self.mode = mode
+        self.strict = strict
+        self.count = count
+        self.source = source
         self.has_run = self.has_attended = False
 
     @classmethod
@@ -81,6 +82,7 @@ class Ablated(HeadListener):
 
     def fresh(self) -> Self:
         """Return a copy that has not run yet."""
+        # Not deep: it shares the layer, and what was taken of given images.
         twin = copy.copy(self)
         twin.has_run = twin.has_attended = False
         return twin
@@ -109,11 +111,13 @@ class Ablated(HeadListener):
         """Answer an attention of the layer with this kind's edit."""
         if self.number not in (None, attention.number):
             return None
+        # Some layers do not say how many heads they have: their first attention does.
         heads, self.count = self.among(attention.heads), attention.heads
         return self.edit(attention, heads)
 
     def returned(self, call: LayerCall, output: Any) -> None:
         """Refuse what turns out not to have been done."""
+        # Only the end of a call shows what its softmaxes have weighed.
         if call.objection:
             raise RuntimeError(
                 f"{self.layer!r} edited {call.objection}: choose other layers"
@@ -163,6 +167,7 @@ class GatesForced(Ablated):
         if not isinstance(module, GATED_LAYERS):
             return f"mode={mode!r} needs gates (tcnn_model.GPSA, or timm's ConViT)"
         name = name_of_gating(module)
+        # A parametrized lambda is a new tensor in each forward, which cannot be told from others.
         return None if name in module._parameters else f"its {name!r} is parametrized"
 
     def gates(self) -> dict[int, float]:
@@ -187,6 +192,7 @@ class GivenAttention(Ablated):
                 heads,
                 attention=self.reference.attention_for(attention, heads, self.layer),
             )
+        # In other threads, and once the images have passed, there is nothing to keep.
         if self.reference.is_collecting:
             with torch.no_grad():
                 _check_reconstruction(attention)
@@ -210,6 +216,7 @@ class AveragedOverImages(Ablated):
         number = attention.number
 
         def add_means(call: LayerCall, output: Tensor, owned: Sequence[int]) -> Tensor:
+            # Another ablation may own some of these heads by now.
             places = [self.indices.index(head) for head in owned]
             return self.reference.add_to(output, number, places, self.layer)
 
@@ -221,12 +228,15 @@ class AveragedOverImages(Ablated):
         if not self.reference.is_collecting or not self.indices:
             return
         numbers = range(call.attentions) if self.number is None else [self.number]
+        # Terms are those of the layer as it runs, with the gates that are forced.
         with_gates = [listener for listener in call.listeners if listener.gates()]
         for number in numbers:
             terms = Terms(
                 call.module, self.layer, number, call.args, call.kwargs, with_gates
             )
+            # Checked once, as it takes four runs of the layer.
             if not self.is_additive:
+                # One head is enough: a norm over heads that follows shows with any of them.
                 terms.check(self.indices[:1])
                 self.is_additive = True
             self.reference.add(
@@ -280,6 +290,7 @@ _KINDS: Mapping[str, type[Ablated]] = {
 def _check_reconstruction(attention: Attention) -> None:
     """Refuse to exchange an attention that is not what the layer has computed."""
     compared = attention.discrepancy(None) if attention.gate is None else None
+    # Written so that a NaN is refused too.
     if compared is not None and not bool(compared[0] <= compared[1]):
         raise ReconstructionError(
             f"attention of {type(attention.module).__name__} as rebuilt differs from the layer's own output by "

@@ -60,6 +60,7 @@ def _by_layer(heads: HeadSelection) -> Iterable[tuple[str | None, Any]]:
         return [(heads, None)]
     if isinstance(heads, xr.DataArray):
         return _of_array(heads)
+    # A Dataset iterates over names of variables, which would be taken for layers.
     if isinstance(heads, Iterable) and not isinstance(heads, xr.Dataset):
         if isinstance(heads, Mapping):
             return list(heads.items())
@@ -90,6 +91,7 @@ def _of_array(array: xr.DataArray) -> Iterator[tuple[str, Any]]:
             f"most, whose last mark counts; got dims {array.dims} with coordinates {tuple(array.coords)}"
         )
     array = array.isel(dict.fromkeys(marks, -1))
+    # A mask over layers alone stands for all of their heads.
     is_by_layer = "head" not in array.dims and "head" not in array.coords
     array = array.expand_dims(
         [dim for dim in ("layer", "head") if dim not in array.dims]
@@ -107,6 +109,7 @@ def _as_heads(heads: Any, layer: str | None) -> Heads:
     if heads is None:
         return slice(None)
     if isinstance(heads, slice):
+        # How many heads there are may not be known before a forward, so none are counted from the end.
         if any(
             part is not None and part < 0
             for part in (heads.start, heads.stop, heads.step)
@@ -116,6 +119,7 @@ def _as_heads(heads: Any, layer: str | None) -> Heads:
             )
         return heads
     are_several = isinstance(heads, Iterable) and not isinstance(heads, str)
+    # To plain integers, from those of numpy, torch or pandas.
     indices = np.array([*heads] if are_several else [heads]).tolist()
     what = f"heads of {layer!r} (an index, indices or a slice)"
     return tuple(dict.fromkeys(whole_number(head, what) for head in indices))
@@ -131,6 +135,7 @@ def _ablated_layers(
     """Yield these heads of each layer of a name or glob, or of all layers that can be ablated so."""
     attention = _attention_layers(modules)
     name, number = _split(pattern, modules)
+    # The name of a block stands for the attention inside of it, any other name for the module itself.
     if name in modules and (
         name in attention or not any(_within(layer, name) for layer in attention)
     ):
@@ -144,6 +149,7 @@ def _ablated_layers(
             raise ValueError(
                 f"the model has no attention {layer!r}: {name!r} has one only"
             )
+        # The number of heads that a module states is that of its first attention.
         count = None if number else _known_count(module)
         yield kind(layer, layer, module, number, heads, mode, strict=True, count=count)
         return
@@ -175,6 +181,7 @@ def _ablated_layers(
 
 
 def _known_count(module: nn.Module) -> int | None:
+    # Where a layer loops over its heads, each attention has one of them.
     return None if known(module).heads_axis == "one" else head_count(module)
 
 

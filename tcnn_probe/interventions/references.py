@@ -38,9 +38,12 @@ class ReferenceStatistics:
     """
 
     def __init__(self) -> None:
-        self.is_finished, self.images, self.total = False, 0, 0
+        self.is_finished = False
+        self.images = 0
+        self.total = 0
         self.size: torch.Size | None = None
         self.fingerprints: list[bytes] = []
+        # Other threads may run the model meanwhile, on images of their own.
         self._thread = threading.get_ident()
 
     @property
@@ -50,11 +53,13 @@ class ReferenceStatistics:
 
     def begin(self, images: int) -> None:
         """Begin a forward of a batch of images."""
-        self.images, self.total = images, self.total + images
+        self.images = images
+        self.total = self.total + images
 
     def finish(self, size: torch.Size | None) -> None:
         """End the collection; ``size`` is the size of one image."""
-        self.is_finished, self.size = True, size
+        self.is_finished = True
+        self.size = size
 
     def check(self, inputs: Iterable[Any]) -> None:
         """Refuse images of another size than the given ones."""
@@ -88,7 +93,8 @@ class AttentionReference(ReferenceStatistics):
 
     def __init__(self, *, shuffled: bool, seed: int | None = None) -> None:
         super().__init__()
-        self._shuffled, self._seed = shuffled, seed
+        self._shuffled = shuffled
+        self._seed = seed
         # By number of the attention in the layer's call; attention is (images, or 1 for all, windows, heads, Nq, Nk).
         self._heads: dict[int, Sequence[int]] = {}
         self._attention: dict[int, Tensor] = {}
@@ -99,7 +105,9 @@ class AttentionReference(ReferenceStatistics):
     ) -> None:
         """Add the attention of the batch that is running, (images * windows, all heads, N_query, N_key)."""
         attention = self._by_image(
-            weights[:, list(heads)].to(at_least_float32(weights.dtype)), layer
+            # Sums over images in half precision would round the last images away.
+            weights[:, list(heads)].to(at_least_float32(weights.dtype)),
+            layer,
         )
         if number in self._attention:
             attention = torch.cat([self._attention[number], attention])
@@ -110,6 +118,7 @@ class AttentionReference(ReferenceStatistics):
             heads,
             self._counts.get(number, 0) + self.images,
         )
+        # More rows than images have passed: a layer shared by several blocks, or called in a loop.
         if self._counts[number] > self.total:
             raise ValueError(
                 f"{layer!r} is called several times for the same images: which attention to exchange for which is not "
@@ -176,6 +185,7 @@ class AttentionReference(ReferenceStatistics):
             )
         places = [self._heads[number].index(head) for head in heads]
         if not self._shuffled:
+            # (images or 1, windows, heads, N_query, N_key), of the heads in the order of the edit.
             return reference[:, :, places]
         donors = self._order(len(reference))[
             torch.arange(rows // windows) % len(reference)
@@ -189,6 +199,8 @@ class AttentionReference(ReferenceStatistics):
             cycle = torch.randperm(
                 images, generator=torch.Generator().manual_seed(self._seed)
             )
+            # Each image of a single cycle gets its predecessor's attention, so none gets its own, unless there is only
+            # one.
             order[cycle] = cycle.roll(1)
         return order
 
@@ -219,6 +231,7 @@ class TermReference(ReferenceStatistics):
                 f"{layer!r} did not run when means were taken over images="
             )
         sums, count = self._sums[number]
+        # Terms of heads add up, so that those of several are put in at once.
         mean = (sums[list(places)].sum(0) / count).to(output)
         windows = mean.shape[0]
         if output.shape[0] % windows or output.shape[1:] != mean.shape[1:]:
@@ -236,6 +249,7 @@ class TermReference(ReferenceStatistics):
 def fingerprints(images: Tensor) -> list[bytes]:
     """Return a fingerprint of each image, (B, ...): its values at 64 places, which no two photographs share."""
     values = images.detach().flatten(1)
+    # Evenly over all channels and rows, so that crops and colour changes differ too.
     places = torch.linspace(0, values.shape[1] - 1, 64).long().to(values.device)
     return [row.numpy().tobytes() for row in values[:, places].float().cpu()]
 
@@ -284,6 +298,7 @@ def _as_batch(item: Any, model: nn.Module) -> Tensor:
             f"expected batches of images, floating point; of a pair (images, labels) give the first: got "
             f"{batch.dtype} of shape {tuple(batch.shape)}"
         )
+    # A model of feature maps takes (B, C, H, W); for others (B, N, C) may be a batch already.
     is_single = batch.ndim == 3 and any(
         isinstance(module, nn.Conv2d | GPSA) for module in model.modules()
     )

@@ -38,6 +38,7 @@ def attention_grid(
     maps: xr.DataArray,
     *,
     image: Any = None,
+    overlay: bool = False,
     query: tuple[int, int] | None = None,
     gate: xr.DataArray | None = None,
     col_wrap: int = 13,
@@ -58,6 +59,7 @@ def attention_grid(
     Args:
         maps: Attention with the dims (layer, head, y, x), or without layer; further dims of length 1 only.
         image: Image to draw at the left, shape (C, H, W), 1 or 3 channels of any range.
+        overlay: Whether to draw each map over the image, in grey: the more attention, the more opaque its colour.
         query: Pixel (y, x) whose attention this is, to be boxed. With an image it is a pixel of that, and in the maps
             the box is the cell of row ``y * h // H``; else it is a pixel of the maps of each layer. Where maps have the
             coordinates ``query_y`` and ``query_x`` of each layer, boxes in maps are there: a layer with a stride has
@@ -92,6 +94,11 @@ def attention_grid(
         np.full(maps.shape[:2], np.nan) if gate is None else _align_gates(gate, maps)
     )
     picture = None if image is None else image_array(image[None])[0]
+    if overlay and picture is None:
+        raise ValueError(
+            "overlay=True needs the image: attention_grid(maps, image=...)"
+        )
+    background = picture if overlay else None
     sizes = (
         [grid.shape[1:] for grid in grids] if picture is None else [picture.shape[1:]]
     )
@@ -106,6 +113,7 @@ def attention_grid(
     canvas: Any = figure
     if canvas is None:
         side = min(_PANEL, _WIDTH / (columns + image_panels))
+        # Inches: 0.25 for the gates above panels, 0.8 for the title and the caption.
         height = (side + 0.25) * max(rows, image_panels / 1.5) + 0.8
         canvas = empty_figure(max(3, side * (columns + image_panels) + 1), height)
     gridspec = canvas.add_gridspec(rows, image_panels + columns)
@@ -124,7 +132,7 @@ def attention_grid(
                     gridspec[number * rows_per_layer + row, image_panels + column]
                 )
             )
-        _draw_heads(panels, grid, gates[number], cell)
+        _draw_heads(panels, grid, gates[number], cell, background)
         lowest |= {head: panel for head, panel in enumerate(panels) if panel.images}
         if "layer" in maps.coords:
             panels[0].set_ylabel(
@@ -159,14 +167,23 @@ def _draw_heads(
     maps: NDArray[Any],
     gates: NDArray[Any],
     cell: tuple[int, int] | None,
+    picture: NDArray[Any] | None,
 ) -> None:
-    """Draw the heads of a layer, the query's cell in a box."""
+    """Draw the heads of a layer, over a picture if there is one, the query's cell in a box."""
     height, width = maps.shape[1:]
     for head, panel in enumerate(panels):
         if np.isnan(maps[head]).all():
             panel.set(xticks=[], yticks=[], frame_on=False)
             continue
-        draw_map(panel, maps[head], height, width, vmin=0)
+        if picture is None:
+            draw_map(panel, maps[head], height, width, vmin=0)
+        else:
+            draw_image(panel, picture.mean(0, keepdims=True))
+            panel.images[0].set_extent((0, width, height, 0))  # in cells, as boxes are
+            values = maps[head].astype(float)  # matplotlib blends no float16
+            share = values / max(np.nanmax(values), 1e-30)
+            opacity = 0.35 + 0.6 * np.nan_to_num(share)
+            draw_map(panel, maps[head], height, width, vmin=0, alpha=opacity)
         if cell is not None:
             draw_box(panel, *cell, 1, 1)
         if np.isfinite(gates[head]):

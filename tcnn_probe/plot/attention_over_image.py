@@ -93,6 +93,7 @@ def attention_maps(
     canvas: Any = figure
     if canvas is None:
         side = min(_PANEL, _WIDTH / (columns + image_panels))
+        # Inches: 0.12 for the names of heads, 0.8 for the title and the caption.
         height = (side * size[0] / size[1] + 0.12) * panel_rows + 0.8
         canvas = empty_figure(side * (columns + image_panels) + 1.2, height)
     gridspec = canvas.add_gridspec(panel_rows, image_panels + columns)
@@ -232,8 +233,10 @@ def _draw_map(
     axes: "Axes", picture: NDArray[Any], maps: xr.DataArray, largest: float | None
 ) -> None:
     """Draw a map (y, x) over the image, more opaque with more attention, cells at the centres of their fields."""
+    # In grey, so that all colour is attention.
     draw_image(axes, picture.mean(0, keepdims=True))
     largest = float(np.nanmax(maps.values)) if largest is None else largest
+    # A map of zeros, as outside of a query's window, stays transparent.
     share = maps.values / max(largest, 1e-30)
     (top, height), (left, width) = _first_cell(maps, "y"), _first_cell(maps, "x")
     extent = left, left + width * share.shape[1], top + height * share.shape[0], top
@@ -244,6 +247,7 @@ def _draw_map(
         extent=extent,
         vmin=0,
         vmax=1,
+        # The image is seen through the most attention, and the map's extent where there is none.
         alpha=0.35 + 0.6 * share,
     )
 
@@ -267,6 +271,7 @@ def _first_cell(maps: xr.DataArray, dim: str) -> tuple[float, float]:
     spacing = (
         float(centres[1] - centres[0])
         if len(centres) > 1
+        # A single cell, centred at (length - 1) / 2, is as long as the image.
         else 2 * float(centres[0]) + 1
     )
     return float(centres[0]) + 0.5 - spacing / 2, spacing

@@ -34,13 +34,16 @@ def evolution(
 
         ds = xr.open_zarr("run.zarr")
         tcnn_probe.plot.evolution(ds.gate)
+        tcnn_probe.plot.evolution(tcnn_probe.open(["seed0.zarr", "seed1.zarr"])["heads"].gate)  # with bands
 
-    Heads are thin lines, means thick ones, with a colour for each layer. Heads and layers without values (all NaN) are
-    left out, from the legend too. A recording of a single mark is drawn as points.
+    Heads are thin lines, means thick ones, with a colour for each layer. Of several runs, lines are means over heads
+    and runs, and bands reach from the smallest to the largest mean over heads of a run; single heads are not drawn,
+    since heads of the same number need not correspond in different runs. Heads, layers and runs without values (all
+    NaN) are left out, from the legend too. A recording of a single mark is drawn as points.
 
     Args:
         values: Recorded variable, with the dimension of the marks ("epoch" unless you named another) and, if any,
-            layer and head.
+            layer, head and run.
         ax: Axes to draw on; None for the current axes.
         colors: Colour of each layer, as matplotlib takes them; None for viridis, from the first layer to the last.
         ls: Line style.
@@ -60,10 +63,10 @@ def evolution(
             f"expected values that are numbers, got {values.dtype}; types of heads are drawn as the share of one, "
             "(types == 'content').mean('head')"
         )
-    marks = [str(dim) for dim in values.dims if dim not in ("layer", "head")]
+    marks = [str(dim) for dim in values.dims if dim not in ("layer", "head", "run")]
     if len(marks) != 1:
         raise ValueError(
-            f"expected values with one dimension beside layer and head, that of the marks, got {values.dims}"
+            f"expected values with one dimension beside layer, head and run, that of the marks, got {values.dims}"
         )
     by_layer = values.expand_dims("layer") if "layer" not in values.dims else values
     layers = by_layer.sizes["layer"]
@@ -97,6 +100,9 @@ def _label(axes: "Axes", along: xr.DataArray, values: xr.DataArray) -> None:
     axes.set(xlabel=axis_label(along), ylabel=axis_label(values))
     if not axes.get_title():
         lines = " by head (thin), and mean (thick)" if "head" in values.dims else ""
+        if "run" in values.dims:
+            over = "heads and runs" if "head" in values.dims else "runs"
+            lines = f": mean over {over} (line), smallest to largest of {values.sizes['run']} runs (band)"
         axes.set_title(axis_label(values).split(" (")[0] + lines, fontsize="small")
     locator, formatter = (
         axes.xaxis.get_major_locator(),
@@ -105,18 +111,24 @@ def _label(axes: "Axes", along: xr.DataArray, values: xr.DataArray) -> None:
     if along.dtype.kind in "iu" and isinstance(locator, MaxNLocator):
         locator.set_params(integer=True, min_n_ticks=1)
     if isinstance(formatter, ScalarFormatter):
-        formatter.set_useOffset(
-            False
-        )  # gates near 1 would read as 0.00 to 0.02, with "+9.8e-1" above
+        # Gates near 1 would read as 0.00 to 0.02, with "+9.8e-1" above.
+        formatter.set_useOffset(False)
 
 
 def _draw_layer(
     axes: "Axes", x: Any, values: xr.DataArray, marks: str, style: dict[str, Any]
 ) -> Any:
-    """Draw the lines of a layer's heads and that of their mean; return the latter."""
+    """Draw the lines of a layer's heads, or the band of its runs, and the line of the mean; return the latter."""
     if len(x) == 1:
         style["marker"] = "o"
-    if "head" in values.dims:
+    if "run" in values.dims:
+        by_run = values.mean("head") if "head" in values.dims else values
+        low, high = by_run.min("run").values, by_run.max("run").values
+        # The edge shows the band of a single mark, which has no area.
+        axes.fill_between(x, low, high, color=style["color"], alpha=0.2, lw=1)
+        # The mean of the runs' means: a run with fewer heads counts no less.
+        values = by_run.mean("run")
+    elif "head" in values.dims:
         heads = values.transpose(marks, "head").values
         axes.plot(
             x, heads[:, ~np.isnan(heads).all(0)], lw=0.6, alpha=0.5, ms=3, **style

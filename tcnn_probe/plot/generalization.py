@@ -90,7 +90,9 @@ def _wilson(
     """Return the lengths of the 95 % Wilson interval below and above each accuracy: (2, points)."""
     from scipy.stats import binomtest
 
+    # The accuracy is a quotient of integers, back to the one that it was made of.
     right = np.rint(accuracy * images).astype(int)
     tests = [binomtest(int(k), int(n)) for k, n in zip(right, images, strict=True)]
     bounds = np.array([test.proportion_ci(0.95, method="wilson") for test in tests])
+    # At accuracies of 0 and 1 rounding can make a length negative, which errorbar refuses.
     return np.clip([accuracy - bounds[:, 0], bounds[:, 1] - accuracy], 0, None)

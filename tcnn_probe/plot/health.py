@@ -49,6 +49,7 @@ def health(ds: xr.Dataset, ax: "Axes | None" = None, **limits: float) -> "Axes":
         labels.append(f"{finding.sign}: {finding.layer}{heads}")
     axes.set_yticks(range(len(labels)), labels)
     axes.set(xlabel=axis_label(along), xlim=(marks[0] - half, marks[-1] + half))
+    # From top to bottom: the worst finding comes first.
     axes.set_ylim(max(len(labels), 1) - 0.5, -0.5)
     if not labels:
         axes.text(

@@ -58,6 +58,7 @@ def robustness(
         right = _categories([share_right(ds, kind) for kind in kinds], by)
         heights, errors = (
             right.mean("image"),
+            # ddof=1, as the mean is estimated from the same images.
             right.std("image", ddof=1) / np.sqrt(right.sizes["image"]),
         )
         low, high, label = (
@@ -80,6 +81,7 @@ def robustness(
         if bool((heights.notnull() & low.isnull()).any()):
             label = label.replace("images)", "images;\nhatched: no interval)")
     axes = axes_or_current(ax)
+    # Of all models, so that a model keeps its colour when the baseline is left out.
     places = {str(name): number for number, name in enumerate(ds["model"].values)}
     _bars(axes, heights, heights - low, high - heights, places)
     axes.set_xticks(
@@ -136,6 +138,7 @@ def _bars(
         mean, below, above = (
             part.isel(model=number).values for part in (heights, low, high)
         )
+        # Bars of a category side by side, centred at its tick; a fifth of the space stays free.
         x = np.arange(len(mean)) + (number - (len(models) - 1) / 2) * width
         bars = axes.bar(
             x, mean, width, color=colors[places[model] % len(colors)], label=model
@@ -143,6 +146,7 @@ def _bars(
         axes.errorbar(
             x,
             mean,
+            # Rounding can make a length negative, which errorbar refuses.
             np.clip([below, above], 0, None),
             fmt="none",
             ecolor="k",

@@ -74,11 +74,10 @@ def saliency_overlay(
             draw_image(panel, image)
             opacity = alpha * _shares(values[row])
             draw_map(panel, values[row], *image.shape[1:], alpha=opacity)
+            # matplotlib warns of a contour of a constant.
             if outlines is not None and np.ptp(outlines[row]):
-                y, x = (
-                    np.arange(image.shape[1]) + 0.5,
-                    np.arange(image.shape[2]) + 0.5,
-                )  # centres of pixels
+                # Centres of pixels.
+                y, x = (np.arange(length) + 0.5 for length in image.shape[1:])
                 panel.contour(x, y, outlines[row], [0.5], colors="w", linewidths=0.8)
     return panels
 
@@ -86,6 +85,7 @@ def saliency_overlay(
 def _shares(values: np.ndarray) -> np.ndarray:
     """Scale values from 0, the smallest, to 1, the largest; 0 for NaN."""
     low, high = np.nanmin(values), np.nanmax(values)
+    # A constant map is all smallest, and transparent.
     return np.nan_to_num((values - low) / max(high - low, 1e-30))
 
 

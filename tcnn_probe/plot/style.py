@@ -107,9 +107,8 @@ def legend_beside(axes: "Axes") -> None:
     figure = axes.get_figure(root=True)
     if figure is not None and figure.get_layout_engine() is None:
         figure.set_layout_engine("constrained")
-    columns = (
-        1 + (len(axes.get_legend_handles_labels()[0]) - 1) // 14
-    )  # 14 lines fit beside axes of usual height
+    # 14 lines fit beside axes of usual height.
+    columns = 1 + (len(axes.get_legend_handles_labels()[0]) - 1) // 14
     axes.legend(
         loc="upper left",
         bbox_to_anchor=(1, 1),
@@ -230,9 +229,8 @@ def wrap_name(name: Any) -> str:
 def draw_image(axes: "Axes", image: NDArray[Any]) -> None:
     """Draw an image (C, H, W) of 1 or 3 channels, from its smallest value (black) to its largest, without ticks."""
     low, high = np.nanmin(image), np.nanmax(image)
-    pixels = (image - low) / max(
-        high - low, 1e-12
-    )  # an image of a single value is black
+    # An image of a single value is black.
+    pixels = (image - low) / max(high - low, 1e-12)
     height, width = image.shape[1:]
     pixels = pixels[0] if len(pixels) == 1 else pixels.transpose(1, 2, 0)
     axes.imshow(pixels, cmap="gray", vmin=0, vmax=1, extent=(0, width, height, 0))

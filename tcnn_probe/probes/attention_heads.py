@@ -46,6 +46,7 @@ def _statistics_of_softmax(attention: Attention) -> Mapping[str, Any]:
 def _maps(attention: Attention, images: Sequence[int]) -> dict[str, Tensor]:
     """Return maps over the grid of keys of some images: (images, windows, heads, height, width)."""
     queries = attention.layout.queries
+    # Without a grid of keys there is no place to draw attention at.
     if attention.map_size is None:
         return {}
     maps = {"attention_received": attention.on_grid(attention.received(images))}
@@ -145,6 +146,7 @@ def _state_of_gpsa(layer: GPSALayer) -> dict[str, Tensor]:
 
 def _state_of_convit(layer: ConViTLayer) -> dict[str, Tensor]:
     weight = layer.pos_proj.weight
+    # Rows are (dx, dy, dx^2 + dy^2): w_2 = -alpha and (w_0, w_1) = 2 alpha (Delta_x, Delta_y).
     alpha = -weight[:, 2]
     return _state(
         torch.sigmoid(layer.gating_param),
@@ -174,6 +176,7 @@ GPSA = Probe(
     attention=_statistics,
     maps=_maps,
 )
+# timm's layer has the same gate, strength and centre in other parameters.
 CONVIT = replace(
     GPSA, kind="convit-gpsa", module_type=ConViTLayer, state=_state_of_convit
 )

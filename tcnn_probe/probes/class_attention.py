@@ -44,9 +44,8 @@ def _probe_of_token(
         query = query_of(attention)
         if query is None:
             return {}
-        weights = attention.weights(slice(query, query + 1))[
-            :, :, :, 0
-        ]  # (B, windows, heads, N_key)
+        # (B, windows, heads, 1, N_key), without the axis of the single query.
+        weights = attention.weights(slice(query, query + 1))[:, :, :, 0]
         # 0 log 0 is 0: the logarithm has to be finite where the weight is 0.
         smallest = torch.finfo(weights.dtype).tiny
         row_entropy = -(weights * weights.clamp_min(smallest).log()).sum(-1)
@@ -145,11 +144,11 @@ def _maps_of_classes(
     attention: Attention, images: Sequence[int]
 ) -> Mapping[str, Tensor]:
     """Return maps of all classes, (images, K, height, width); the recorder keeps those of a few."""
+    # Rows of several windows are over different keys: they make no map of the image.
     if attention.layout.keys is None or attention.windows > 1:
         return {}
-    rows = [
-        attention.weights(slice(None), image)[0, 0].mean(0) for image in images
-    ]  # (K, N_key): one head has the map
+    # (heads, K, N_key) to (K, N_key): a pool has one head, and of several the mean is the map.
+    rows = [attention.weights(slice(None), image)[0, 0].mean(0) for image in images]
     return {"attention_by_class": attention.on_grid(torch.stack(rows))}
 
 

@@ -37,6 +37,7 @@ def _by_head(gradient: Tensor, blocks: int, heads: int) -> Tensor:
 def _parameters(layer: nn.Module, record: HeadParameters, heads: int) -> Parameters:
     """Yield the parameters of single heads as the layer's record names them."""
     output = getattr(layer, record.output, None) if record.output else None
+    # A LoRA adapter or a quantised layer has other parameters, whose rows need not be heads.
     if output is not None and not isinstance(output, (nn.Linear, nn.Identity)):
         raise NotMeasuredError(
             f"its output projection is {type(output).__name__}, no nn.Linear"
@@ -54,10 +55,8 @@ def _parameters(layer: nn.Module, record: HeadParameters, heads: int) -> Paramet
         yield from _columns(output, heads)
     if record.taps:
         weight = getattr(layer, record.taps)
-        yield (
-            weight,
-            weight.shape[:2].numel(),
-        )  # (C_out, C_in, k_h, k_w): a tap is a head
+        # (C_out, C_in, k_h, k_w) has C_out * C_in blocks of heads, as each tap is a head.
+        yield weight, weight.shape[:2].numel()
 
 
 def _rows(part: Any, name: str, blocks: int, heads: int, output: Any) -> Parameters:
@@ -80,9 +79,11 @@ def _columns(layer: nn.Linear, heads: int) -> Parameters:
         raise NotMeasuredError(
             f"{layer.in_features} columns of the output projection do not divide into {heads} heads"
         )
+    # (out, heads * d): each output channel is a block of heads.
     yield layer.weight, layer.out_features
 
 
+# Wider than what can be measured, so that an unknown kind of attention is named as missing, not passed over.
 def _is_expected(layer: nn.Module) -> bool:
     """Return whether the layer is known, or has heads and looks like attention."""
     if known(layer).head_parameters is not None:
@@ -107,6 +108,7 @@ class GradientProbe(Probe):
                 by_parameter.append(
                     (parameter, partial(_by_head, blocks=blocks, heads=heads))
                 )
+            # As under torch's parametrizations: no gradient arrives at a tensor that is no parameter.
             elif parameter is not None:
                 raise NotMeasuredError("a weight is computed from other parameters")
         return {"gradient_norm": by_parameter}

@@ -63,6 +63,7 @@ def _of_entropy(rows: ContentRows, keys: int) -> dict[str, Tensor]:
 
 def _of_sink(attention: Attention, received: Tensor) -> dict[str, Tensor]:
     """Measure the key that receives most: its share, its kind, and its value's norm beside that of the others."""
+    # (B, windows, heads): the sink of each window by itself.
     share, index = received.max(-1)
     measured = {"sink": share.mean(1)}
     kinds = _token_kinds(attention)
@@ -76,9 +77,11 @@ def _of_sink(attention: Attention, received: Tensor) -> dict[str, Tensor]:
     norms = torch.linalg.vector_norm(values, dim=-1, dtype=dtype)
     norms = norms.unflatten(0, received.shape[:2]).expand_as(received)
     of_sink = norms.gather(-1, index[..., None])
+    # NaN takes the sink out of the median of the others.
     without_sink = norms.scatter(-1, index[..., None], torch.nan)
     median = without_sink.nanmedian(-1).values
     ratio = of_sink[..., 0] / median
+    # Where most values vanish no ratio tells anything.
     measured["sink_value_norm"] = torch.where(median == 0, 0, ratio).mean(1)
     return measured
 
@@ -118,6 +121,7 @@ def _of_outputs(attention: Attention) -> dict[str, Tensor]:
     # Scaled first, so that no fourth power leaves the range of float32.
     scale = squares.sqrt().clamp_min(torch.finfo(squares.dtype).tiny)
     outputs = outputs / scale[..., None, None]
+    # sum_k s_k^4 is the squared norm of o^T o, a d x d matrix: no decomposition is needed.
     products = outputs.mT @ outputs
     fourth_powers = products.square().sum((2, 3))
     rank = torch.where(squares == 0, 0, 1 / fourth_powers)
@@ -138,6 +142,7 @@ def _of_tokens(attention: Attention) -> dict[str, Tensor]:
     classes = min(prefix, attention.class_tokens)
     norms = torch.linalg.vector_norm(tokens, dim=-1)
     patches = norms[:, prefix:]
+    # The median, as a mean would grow with the outliers that it is to find.
     median = patches.median(1).values
     measured = {
         "token_norm": median,

@@ -118,6 +118,7 @@ def features(
 
     def places(call: ForwardCall) -> Tensor:
         x = _places(call, channel_axis)
+        # Two bytes each, in float16.
         needed = len(numbers) * (1 + len(tokens)) * x.shape[-1] * 2
         if needed > max_bytes:
             raise ValueError(
@@ -140,6 +141,7 @@ def features(
     def maps(call: ForwardCall, rows: Sequence[int]) -> dict[str, Tensor]:
         x = places(call)
         if len(rows) < len(x):
+            # Only where some rows are left out, as indexing with a list copies.
             x = x[rows]
         mean = x[:, prefix_tokens:].mean(1, keepdim=True)
         return {"feature": torch.cat([mean, x[:, tokens]], 1)}
@@ -148,9 +150,8 @@ def features(
         "features",
         _VARIABLES,
         nn.Module,
-        facts=lambda _: (
-            facts
-        ),  # so that other tokens are not written into the same store
+        # In the layer table, so that other tokens are not written into the same store.
+        facts=lambda _: facts,
         measure=measure,
         maps=maps,
         coords={"token": ["mean", *map(str, tokens)]},

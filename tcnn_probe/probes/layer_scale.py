@@ -35,6 +35,7 @@ def _state(block: nn.Module) -> dict[str, Tensor]:
     return {
         "scale": torch.stack(
             [
+                # A branch without LayerScale is added as it is.
                 torch.ones_like(scales[0]) if weight is None else weight
                 for weight in weights
             ]
@@ -58,6 +59,7 @@ def _added(call: ForwardCall, branch: ResidualBranch) -> Tensor:
     if weights is not None:
         shape = [1] * added.ndim
         shape[axis] = -1
+        # The block multiplies by its parameter after the submodule, whose output alone is seen.
         added = added * weights.view(shape)
     return added.movedim(axis, branch.main_axis)
 
@@ -87,7 +89,9 @@ def _rebuild(call: ForwardCall) -> Tensor | None:
     ):
         return None
     return sum(
-        (_added(call, branch)[:1] for branch in branches), _main(call, branches[0])[:1]
+        # Branches follow each other: the first one's main branch and all that is added to it are the block's output.
+        (_added(call, branch)[:1] for branch in branches),
+        _main(call, branches[0])[:1],
     )
 
 

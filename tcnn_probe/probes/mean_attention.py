@@ -53,6 +53,7 @@ def mean_attention(queries: Sequence[tuple[float, float]] = ((0.5, 0.5),)) -> Pr
         if grid is None or attention.map_size is None or attention.in_windows:
             return {}
         cells = [
+            # Shares are below 1, so no cell lies outside.
             int(row * grid.height) * grid.width + int(column * grid.width)
             for row, column in places.tolist()
         ]

@@ -30,6 +30,7 @@ __all__ = [
 PROBES: dict[str, "Probe"] = {}
 """The probes that :func:`tcnn_probe.record` finds by their names."""
 
+# They become names of folders in a store: no slash, and no dot at the beginning.
 _NAME = re.compile(r"\w[\w-]*")
 
 GradientNorms = Mapping[str, Iterable[tuple[nn.Parameter, Callable[[Tensor], Tensor]]]]
@@ -136,6 +137,7 @@ class Probe:
     def __post_init__(self) -> None:
         """Refuse what would fail, or be lost, when the first epoch is marked."""
         probe = f"the probe {self.kind!r}"
+        # A subclass that overrides the method measures gradients: to call it would need a module.
         measures_gradients = type(self).gradients is not Probe.gradients
         if not any((self.state, self.measure, self.attention, measures_gradients)):
             raise ValueError(
@@ -149,6 +151,7 @@ class Probe:
             raise TypeError(
                 f"expected {probe} to have a class or a predicate for module_type, got {self.module_type!r}"
             )
+        # The paths of attention heads in a tree, and of maps in a store.
         if self.place.split("/")[0] in ("heads", "maps"):
             raise ValueError(
                 f"{probe} would be recorded under {self.place!r}, as others are: give it another name"
@@ -158,6 +161,7 @@ class Probe:
             if isinstance(variable.dims, tuple):
                 names += variable.dims
         for name in names:
+            # A group may be a path, whose parts are checked one by one.
             if name != self.group and not _NAME.fullmatch(name):
                 raise ValueError(
                     f"expected names of letters, digits, '_' and '-' in {probe}, got {name!r}"
@@ -228,6 +232,7 @@ class Probe:
         """Return whether the module is of its type."""
         if self.module_type is None:
             return False
+        # Asked before predicates, since a class can be called too.
         if isinstance(self.module_type, (type, tuple)):
             return isinstance(module, self.module_type)
         return self.module_type(module)
@@ -245,6 +250,7 @@ def register(probe: Probe) -> Probe:
     Raises:
         ValueError: Another probe has this kind.
     """
+    # The same probe may come again, as when a module is reloaded or a cell of a notebook runs twice.
     if PROBES.get(probe.kind, probe) is not probe:
         raise ValueError(
             f"there is a probe of the kind {probe.kind!r} already: give yours another name"
@@ -273,6 +279,8 @@ def find_probes(names_or_probes: Iterable[str | Probe] | str | Probe) -> list[Pr
     dims: dict[tuple[str, str], tuple[str, ...]] = {}
     for probe in probes:
         for name, variable in probe.variables.items():
+            # Probes may share a variable, as those of gated and of softmax attention do; an array has one set of
+            # dimensions.
             if dims.setdefault((probe.place, name), variable.dims) != variable.dims:
                 raise ValueError(
                     f"two probes have {name!r} in one group, along other dimensions: give one another group"

@@ -37,6 +37,7 @@ LOGIT = Variable(
     "the content part), over the images seen since the previous mark. Where they "
     "grew extremely large ViT-22B diverged (Dehghani et al. 2023, arXiv 2302.05442); Kimi K2 (arXiv 2507.20534) "
     "rescales queries and keys above 100.",
+    # A single image with huge logits is the warning, and a mean would hide it.
     over_images="largest",
 )
 CLASS_ENTROPY = Variable(
@@ -100,6 +101,7 @@ UNIFORM = {
         f"queries and keys of which that is made, whatever a mask hides. {IMAGE_MEAN}",
     ),
 }
+# Maps are most of a recording's bytes, and a colour shows less than the 11 bits of float16.
 MAPS = {
     "attention_received": Variable(
         MAP_DIMS,

@@ -62,6 +62,7 @@ class EpochSums:
         for rank in ranks:
             total.images += rank.images
             total.nonfinite += rank.nonfinite
+            # Parameters are the same on all ranks, or were gathered from all of them.
             total.state = total.state or rank.state
             _add_patterns(total.patterns, rank.patterns)
             _add_sums(total.sums, rank.sums)
@@ -79,6 +80,7 @@ class EpochSums:
             # The largest of nothing, as where a mask hides all keys from all queries, is minus infinity.
             means[name] = np.where(np.isneginf(value), np.nan, value)
         for name, (total, number) in self.squares.items():
+            # Without a pass the mean is unknown, and 0 would look measured.
             means[name] = np.sqrt(total / (number or np.nan))
         for name, pattern in self.patterns.items():
             if pattern is None:
@@ -109,7 +111,8 @@ class GradientSums:
     def __init__(
         self, layer: str, gradients: GradientNorms, ignores: Callable[[], bool]
     ) -> None:
-        self._layer, self._ignores = layer, ignores
+        self._layer = layer
+        self._ignores = ignores
         self._sums: dict[str, Tensor] = {}
         self._passes: dict[tuple[str, int], Tensor] = {}
         self._hooked: list[tuple[nn.Parameter, torch.utils.hooks.RemovableHandle]] = []
@@ -120,10 +123,11 @@ class GradientSums:
         ]
 
     def follow(self) -> None:
-        """Hook the parameters; frozen parameters once they are no longer frozen."""
+        """Add hooks to the parameters; to frozen parameters once they are no longer frozen."""
         frozen = []
         for parameter, variable, squares in self._unhooked:
             if parameter.requires_grad:
+                # Several parameters can belong to one variable: passes are counted for each.
                 hook = partial(self._add, variable, squares, id(parameter))
                 self._hooked.append((parameter, parameter.register_hook(hook)))
             else:
@@ -137,7 +141,8 @@ class GradientSums:
             if not parameter._backward_hooks:
                 # As torch leaves it where no hook ever was.
                 parameter._backward_hooks = None
-        self._hooked, self._unhooked = [], []
+        self._hooked = []
+        self._unhooked = []
 
     def reset(self) -> None:
         """Start the next epoch."""
@@ -170,9 +175,8 @@ class GradientSums:
             return
         with named_in_errors(self._layer):
             total = squares(gradient)
-            finite = (
-                total.isfinite().all()
-            )  # a tensor: to read it would wait for the device
+            # A tensor still: to read it would wait for the device.
+            finite = total.isfinite().all()
             _add_tensor(self._sums, variable, widest(torch.where(finite, total, 0)))
             self._passes[variable, parameter] = (
                 self._passes.get((variable, parameter), 0) + finite.long()
@@ -199,7 +203,9 @@ class Accumulator:
         probe: Probe,
         ignores: Callable[[], bool] = lambda: False,
     ) -> None:
-        self.name, self.module, self.probe = name, module, probe
+        self.name = name
+        self.module = module
+        self.probe = probe
         self.gradients = GradientSums(name, probe.gradients(module), ignores)
         self._sums: dict[str, Tensor] = {}
         self._largest: dict[str, Tensor] = {}
@@ -216,9 +222,8 @@ class Accumulator:
         self._largest.clear()
         self._patterns.clear()
         self.gradients.reset()
-        for total in (
-            self._sums.values()
-        ):  # which stay, so that all epochs have values of one shape
+        # Sums stay, so that all epochs have values of one shape.
+        for total in self._sums.values():
             total.zero_()
 
     def add(self, measured: Mapping[str, Tensor]) -> None:
@@ -239,6 +244,7 @@ class Accumulator:
                 continue
             _add_tensor(self._sums, name, total.view(tensor.shape[1:]))
             self._counts[name] += len(rows)
+        # Counted and still added: the mean of an epoch with a NaN is NaN, and says so.
         nonfinite = rows.isfinite().logical_not_().any(1).sum()
         self._nonfinite = (
             nonfinite if self._nonfinite is None else self._nonfinite + nonfinite
@@ -258,8 +264,10 @@ class Accumulator:
         """
         for name, values in maps.items():
             dtype = getattr(torch, self.probe.variables[name].dtype)
+            # MPS has no float64.
             dtype = widest_dtype(values.device) if dtype == torch.float64 else dtype
             for image, value in zip(images, values, strict=True):
+                # to() alone would return the model's own tensor where the dtype is the same.
                 self.maps.setdefault(image, {})[name] = value.to(dtype, copy=True)
 
     def read(self) -> EpochSums:
@@ -297,9 +305,8 @@ class Accumulator:
                 self.probe, self.probe.state(self.module), by_image=False
             )
             for name, value in state.items():
-                if hasattr(
-                    value, "full_tensor"
-                ):  # a DTensor, which is spread over ranks
+                # A DTensor, which is spread over ranks.
+                if hasattr(value, "full_tensor"):
                     value = value.full_tensor()
                 arrays[name] = _as_array(value)
         return arrays
@@ -397,6 +404,7 @@ def select_classes(
         else scores.gather(1, index)
     )
     rows_of_maps = torch.arange(len(all_maps), device=all_maps.device)[:, None]
+    # (n, 1) and (n, k) index (n, K, height, width): each image has classes of its own, (n, k, height, width).
     selected = all_maps[rows_of_maps, index]
     return {
         **maps,

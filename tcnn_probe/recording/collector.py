@@ -1,6 +1,5 @@
 """Shows the probes what happens in the forwards of a model, and adds up what they measure."""
 
-import hashlib
 import threading
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -26,6 +25,7 @@ from tcnn_probe.recording.accumulator import (
     select_classes,
 )
 from tcnn_probe.recording.epoch import MIXED_SIZES, EpochReport, LayerReport
+from tcnn_probe.recording.image_hashes import ImageHashes
 from tcnn_probe.recording.options import Sampling
 
 __all__ = ["Collector", "RankSums"]
@@ -103,12 +103,10 @@ class Collector(AttentionListener):
         sampling: Sampling,
         tokens: GivenTokens,
     ) -> None:
-        self._model, self._layers, self._probes, self._sampling = (
-            model,
-            layers,
-            probes,
-            sampling,
-        )
+        self._model = model
+        self._layers = layers
+        self._probes = probes
+        self._sampling = sampling
         self._attention_probes = [
             probe for probe in probes if probe.attention is not None
         ]
@@ -118,17 +116,17 @@ class Collector(AttentionListener):
         self.accumulators: dict[Key, Accumulator] = {}
         self.missing: dict[str, dict[str, str]] = {}
         self.advice: dict[str, str] = {}
-        self.training_forwards = self.pauses = 0
+        self.training_forwards = 0
+        self.pauses = 0
         self.on_training: Callable[[], None] = lambda: None
-        self._depth = (
-            hidden_depth()
-        )  # gradients of code that is hidden from this recorder come from deeper inside
+        # Gradients of code that is hidden from this recorder come from deeper inside.
+        self._depth = hidden_depth()
         self._map_images: dict[str, frozenset[int]] = {}
         for probe in probes:
             self._map_images[probe.kind] = frozenset(
                 sampling.images if probe.images is None else probe.images
             )
-        self._image_hashes = _ImageHashes(
+        self._image_hashes = ImageHashes(
             frozenset(sampling.images).union(*self._map_images.values())
         )
         self.lock = threading.RLock()
@@ -159,6 +157,7 @@ class Collector(AttentionListener):
     @property
     def unmarked_images(self) -> int:
         """Number of images that were measured since the previous mark."""
+        # Layers may see different numbers of images, as in a model that skips some.
         return max((accumulator.images for accumulator in self._all()), default=0)
 
     def remove(self) -> None:
@@ -178,6 +177,7 @@ class Collector(AttentionListener):
 
     def read_sums(self) -> RankSums:
         """Read the sums of this process. Where parameters are spread over ranks, all ranks call this together."""
+        # In one order on all ranks, as reading the parameters of a sharded layer waits for the others.
         sums = {key: self.accumulators[key].read() for key in sorted(self.accumulators)}
         return RankSums(sums, bool(self._attention_probes) and not self._entered)
 
@@ -249,17 +249,16 @@ class Collector(AttentionListener):
         self._clear()
         self._image_hashes.begins(inputs)
         self._image_size = tuple(x.shape[1:] for x in inputs if isinstance(x, Tensor))
-        self._begun_in = (
-            self._epoch
-        )  # which another thread may mark before this forward ends
-        self._whole_model = (
-            self._names[entry] == ""
-        )  # the model, or a wrapper around all of it
+        # Another thread may mark this epoch before the forward ends.
+        self._begun_in = self._epoch
+        # True for the model, and for a wrapper around all of it.
+        self._whole_model = self._names[entry] == ""
         return True
 
     def attends(self, attention: Attention) -> None:
         """Measure an attention."""
         if any(probe.detailed for probe in self._attention_probes):
+            # Once for all probes, which share one pass over the logits.
             attention = replace(attention, detailed=True)
         for probe in self._attention_probes:
             if probe.module_type is not None and not probe.applies_to(attention.module):
@@ -372,6 +371,7 @@ class Collector(AttentionListener):
             self.accumulators[key] = Accumulator(
                 layer, module, probe, self._ignores_gradients
             )
+            # "name#1" has the place of its module.
             self.order.setdefault(layer, self.order[self._names[module]])
         return self.accumulators[key]
 
@@ -384,6 +384,7 @@ class Collector(AttentionListener):
             module = next(
                 module
                 for module, name in self._names.items()
+                # "name#1" is the second attention in a call of the module "name".
                 if name == layer.split("#")[0]
             )
             self._accumulator(layer, module, probe)
@@ -446,6 +447,7 @@ class Collector(AttentionListener):
             if isinstance(value, Pattern):
                 patterns[name] = replace(value, size=self._image_size)
             else:
+                # Images beyond max_images count in the numbering of images, not in the sums.
                 values[name], images = value[: call.limit], len(value)
         before = self._images_before(layer, probe)
         self._pending_images[layer, probe.kind] += images
@@ -493,6 +495,7 @@ class Collector(AttentionListener):
         for module, name in self._names.items():
             if not isinstance(module, AttentionPool2d) or module.num_classes is None:
                 continue
+            # With the dot, so that "pool" is not taken for a part of "pool2", nor the other way round.
             if any(f"{layer}.".startswith(f"{name}.") for layer in layers):
                 counts[name] = module.num_classes
         return counts
@@ -503,53 +506,3 @@ class Collector(AttentionListener):
             for module, name in self._names.items()
             if name and looks_like_attention(module)
         ]
-
-
-class _ImageHashes:
-    """Hashes of chosen images, by number in the epoch: of some of their values, which are copied as they pass.
-
-    Args:
-        numbers: Numbers of the images.
-    """
-
-    SAMPLES = 512
-    """Number of values of each image: few enough to copy in each forward, and enough to tell images apart."""
-
-    def __init__(self, numbers: Collection[int]) -> None:
-        self._numbers = sorted(numbers)
-        self.reset()
-
-    def reset(self) -> None:
-        """Start the next epoch."""
-        self._passed = 0
-        self._samples: dict[int, Tensor] = {}
-        self._pending: tuple[int, dict[int, Tensor]] = (0, {})
-
-    def begins(self, inputs: Sequence[Any]) -> None:
-        """Copy values of the chosen images among the inputs of a forward that is measured."""
-        # Images have more than two axes; masks and labels that come with them have not.
-        batch = next((x for x in inputs if isinstance(x, Tensor) and x.ndim > 2), None)
-        if batch is None:
-            self._pending = (0, {})
-            return
-        samples = {}
-        step = max(1, batch[0].numel() // self.SAMPLES)
-        for number in self._numbers:
-            row = number - self._passed
-            if 0 <= row < len(batch):
-                samples[number] = batch[row].detach().flatten()[::step].clone()
-        self._pending = len(batch), samples
-
-    def ends(self) -> None:
-        """Count the images of the forward that began last."""
-        count, samples = self._pending
-        self._passed += count
-        self._samples |= samples
-
-    def read(self) -> dict[str, str]:
-        """Return the hashes of the images that came, by number."""
-        hashes = {}
-        for number, sample in self._samples.items():
-            values = sample.cpu().float().numpy()
-            hashes[str(number)] = hashlib.sha256(values.tobytes()).hexdigest()[:16]
-        return hashes

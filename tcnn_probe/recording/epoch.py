@@ -120,6 +120,7 @@ def check_same_recording(
         raise StoreError(
             f"the store keeps maps of the images {images}, and images= asks for {list(sampling.images)}"
         )
+    # A recording of scalars alone may get its layers now, as when a CNN becomes a T-CNN.
     if not store.has_layers:
         return
     for path, group in groups.items():
@@ -133,6 +134,7 @@ def check_same_recording(
                 )
     for group in groups.values():
         for layer in group.layers:
+            # "name#1" is the second attention in a call of the module "name".
             if layer.split("#")[0] not in report.order:
                 reason = f"{layer!r} there, absent in this model"
                 raise OtherLayersError(
@@ -157,6 +159,7 @@ def _check_same_layer(entry: LayerReport, groups: Groups) -> None:
     current = {"kind": probe.kind, **entry.facts}
     stored: Any = "absent"
     if layer in group.layers:
+        # The table has further facts, of which a model knows nothing before a forward.
         stored = {fact: group.layers[layer].get(fact) for fact in current}
     if stored != current:
         reason = f"{layer!r}: {stored} there, {current} here"
@@ -165,6 +168,7 @@ def _check_same_layer(entry: LayerReport, groups: Groups) -> None:
 
 def check_resumed(stored: Groups, current: Groups) -> None:
     """Refuse to add layers or numbers to a store that has others. Maps of a further size are no difference."""
+    # Sizes of maps come with the sizes of images, of which there may be others in each run.
     numbers = [
         {path: group for path, group in groups.items() if not group.maps}
         for groups in (stored, current)
@@ -179,6 +183,7 @@ def check_resumed(stored: Groups, current: Groups) -> None:
 def check_scalars(scalars: Iterable[str], groups: Groups) -> None:
     """Refuse names of scalars that stand for something else in the recording."""
     variables = {name for group in groups.values() for name in group.variables}
+    # A tree has its heads and groups as children and its dimensions as coordinates: xarray has one name space for all.
     paths_and_dims = {"heads"}
     for path, group in groups.items():
         paths_and_dims |= {path.split("/")[0], *group.sizes}
@@ -195,6 +200,7 @@ def check_scalars(scalars: Iterable[str], groups: Groups) -> None:
 
 def check_order(along: str, number: int | float, marks: Sequence[int | float]) -> None:
     """Refuse an epoch that is marked already, or that comes before the last mark."""
+    # Asked first: the usual mistake of a resumed run, which has a remedy of its own.
     if number in marks:
         raise ValueError(
             f"{along} {number} is already marked: record(..., mode='w') replaces the recording that is there; to "
@@ -219,6 +225,7 @@ def check_epoch(
     Raises:
         RuntimeError: Something was not measured.
     """
+    # A recording of scalars alone lacks nothing.
     if not report.probes:
         return
     _check_forwards(report, groups)
@@ -258,6 +265,7 @@ def _check_forwards(report: EpochReport, groups: Groups | None) -> None:
             f"nothing to mark: no image in {mode} reached {_shorten(idle)} since the previous mark ({training}); "
             f"{advice}"
         )
+    # Probes of gradients alone have neither forwards nor a state by which one could tell.
     if layers and not any(
         entry.probe.runs or entry.probe.state or entry.sums.squares for entry in layers
     ):
@@ -339,6 +347,7 @@ def warn_of_idle_probes(kinds: Collection[str], report: EpochReport) -> list[str
             for name in (*entry.sums.sums, *entry.sums.largest)
         }
         unread = sorted(probe.variables.keys() - probe.image_variables - measured)
+        # A probe that reads something fits the model, as far as the model has it.
         has_state = any(entry.sums.state for entry in entries)
         if probe.kind in kinds and probe.state and entries and unread and not has_state:
             warned.append(
@@ -348,7 +357,7 @@ def warn_of_idle_probes(kinds: Collection[str], report: EpochReport) -> list[str
 
 
 def warn_of_mixed_sizes(report: EpochReport) -> list[str]:
-    """Name the layers without content information, as they saw images of several sizes."""
+    """Return a warning if layers that saw images of several sizes have no content information, else an empty list."""
     layers = list(
         dict.fromkeys(
             entry.name

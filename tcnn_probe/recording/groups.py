@@ -80,9 +80,8 @@ class LayerValues:
         if "heads" in self.table and any(
             "head" in variable.dims for variable in self.variables.values()
         ):
-            sizes.setdefault(
-                "head", self.table["heads"]
-            )  # of a layer that has no value yet
+            # A layer that has no value yet shows no size.
+            sizes.setdefault("head", self.table["heads"])
         return sizes
 
 
@@ -93,6 +92,7 @@ def number_values(layers: Iterable[LayerReport]) -> list[LayerValues]:
         probe, sums = layer.probe, layer.sums
         key = probe.place, layer.name
         entry = entries.setdefault(key, LayerValues(*key, maps=False))
+        # State is read at the mark, as gates are; means are over the images since the last one.
         values = sums.state | sums.means()
         variables = {
             name: probe.variables[name]
@@ -120,6 +120,7 @@ def map_values(report: EpochReport) -> list[LayerValues]:
                 name: _as_image(probe.variables[name], value)
                 for name, value in maps.items()
             }
+            # Maps of classes have an axis that other maps lack, so their group is another one.
             for names in (
                 maps.keys() - probe.class_variables,
                 maps.keys() & probe.class_variables,
@@ -199,6 +200,7 @@ def groups_of(
     """Return the groups that hold these layers, in the model's order."""
     groups = {"": Group({}, {})}
     places: dict[str, list[LayerValues]] = {}
+    # By name too, as several attentions of a module have one place.
     for entry in sorted(entries, key=lambda entry: (order[entry.layer], entry.layer)):
         places.setdefault(entry.place, []).append(entry)
     for place, members in places.items():
@@ -207,9 +209,8 @@ def groups_of(
         variables: dict[str, Variable] = {}
         table: dict[str, dict[str, Any]] = {}
         for entry in members:
-            table[entry.layer] = (
-                table.get(entry.layer, {}) | entry.table
-            )  # of its numbers, and of its maps
+            # Entries of its numbers, and of its maps.
+            table[entry.layer] = table.get(entry.layer, {}) | entry.table
             variables |= entry.variables
             coords |= entry.coords
             for dim, size in entry.sizes().items():
@@ -220,6 +221,7 @@ def groups_of(
             for name, variable in variables.items()
             if {*variable.dims} <= {"layer", *sizes}
         }
+        # A probe may name more labels than a layer has values.
         coords = {dim: labels[: sizes[dim]] for dim, labels in coords.items()}
         groups[place] = Group(
             variables, table, sizes, any(entry.maps for entry in members), coords
@@ -261,6 +263,7 @@ def warn_of_nonfinite(entries: Iterable[LayerValues]) -> list[str]:
     """Name the layers with numbers that are not finite."""
     counts = {}
     for entry in entries:
+        # Maps are NaN for images that have not come.
         if not entry.maps and not all(
             np.isfinite(value).all() for value in entry.values.values()
         ):
@@ -288,6 +291,7 @@ def assemble(
     for entry in entries:
         row = rows[entry.place][entry.layer]
         for name, value in entry.values.items():
+            # A layer can have fewer heads or classes than its group has room for: the rest stays empty.
             region: tuple[int | slice, ...] = (
                 row,
                 *(slice(0, size) for size in value.shape),

@@ -73,6 +73,7 @@ class Classes:
             )
         if isinstance(classes, Set):  # which has no order of its own
             indices.sort()
+        # Without repetitions, in the order given.
         return cls(0, tuple(dict.fromkeys(indices)))
 
     @property
@@ -158,6 +159,7 @@ def parse_mark(
         raise TypeError(f"mark() needs the {along}: mark({along}=..., top1=...){hint}")
     number = _parse_number(along, scalars.pop(along))
     for name in scalars:
+        # Names become folders of a store and attributes of a dataset.
         if not name.isidentifier():
             raise ValueError(
                 f"expected letters, digits and underscores in a scalar's name, got {name!r}"
@@ -222,6 +224,7 @@ def parse_attributes(attrs: Mapping[str, Any] | None) -> dict[str, Any]:
     """Return further attributes of a recording, if they are plain JSON."""
     plain = dict(attrs or {})
     try:
+        # JSON has no NaN: Python writes one that other readers of zarr refuse.
         json.dumps(plain, allow_nan=False)
     except (TypeError, ValueError) as error:
         raise TypeError(

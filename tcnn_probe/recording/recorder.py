@@ -3,15 +3,13 @@
 import json
 import logging
 import os
-import sys
 import warnings
 import weakref
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal, Never, Self, SupportsFloat, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, Never, Self, SupportsFloat
 
-import torch.distributed as dist
 import xarray as xr
 from torch import nn
 
@@ -20,7 +18,7 @@ from tcnn_probe.attention.layout import GivenTokens
 from tcnn_probe.diagnosis import health as find_illness
 from tcnn_probe.models import check_model, wanted_layers
 from tcnn_probe.probes import DEFAULT, PROBES, Probe, find_probes
-from tcnn_probe.provenance import provenance, weights_fingerprint
+from tcnn_probe.provenance import provenance
 from tcnn_probe.recording.collector import Collector
 from tcnn_probe.recording.epoch import (
     EpochReport,
@@ -52,6 +50,8 @@ from tcnn_probe.recording.options import (
     parse_attributes,
     parse_mark,
 )
+from tcnn_probe.recording.ranks import Ranks, whole_parameters
+from tcnn_probe.recording.resumed_weights import WEIGHTS, ResumedWeights
 from tcnn_probe.schema import Group
 from tcnn_probe.storage import EpochStore, Mode
 
@@ -60,10 +60,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Recorder", "record"]
 
-T = TypeVar("T")
-
 _LOG = logging.getLogger(__name__)
-WEIGHTS = "weights"  # attribute of the root
 
 
 class Recorder:
@@ -147,23 +144,21 @@ class Recorder:
         if health and PROBES["health"] not in found_probes:
             found_probes.append(PROBES["health"])
         self._watches_health = health
-        self._model, self._along, self._layer_filter, self._attrs = (
-            model,
-            along,
-            layers,
-            parse_attributes(attrs),
-        )
+        self._model = model
+        self._along = along
+        self._layer_filter = layers
+        self._attrs = parse_attributes(attrs)
         self._named_kinds = (
             [] if probes is None else [probe.kind for probe in found_probes]
         )
-        self._has_marked = self._is_removed = False
+        self._has_marked = False
+        self._is_removed = False
         self._groups: Mapping[str, Group] | None = None
         self._warned: set[str] = set()
         self._alarms: set[tuple[str, str, int | float]] = set()
-        self._ranks = _Ranks(distributed)
-        with (
-            ExitStack() as undo
-        ):  # which leaves no hook and no lock behind if anything below fails
+        self._ranks = Ranks(distributed)
+        # Leaves no hook and no lock behind if anything in it fails.
+        with ExitStack() as undo:
             with self._ranks.agreed():
                 self._store = EpochStore(
                     store if self._ranks.writes else None, along=along, mode=mode
@@ -181,7 +176,7 @@ class Recorder:
                     # Before anything is locked or written: a refusal leaves the store as it was.
                     check_same_recording(self._store, provenance(model), report)
                 self._store.hold()
-            self._weights = _Weights(model, self._store.attrs or {})
+            self._weights = ResumedWeights(model, self._store.attrs or {})
             self._collector.on_training = self._weights.check
             undo.pop_all()
         if self._marks:
@@ -263,6 +258,7 @@ class Recorder:
             number: object = unnamed[0]
             along = self._along
             raise TypeError(f"mark() takes the {along} by name: mark({along}={number})")
+        # An error on one rank is raised on all: the others would wait for it in the next exchange.
         with self._ranks.agreed():
             if self._is_removed:
                 raise RuntimeError(
@@ -271,8 +267,10 @@ class Recorder:
             mark = parse_mark(values, self._along, if_marked)
         self._check_same_on_all_ranks(mark)
         warned: list[str] = []
+        # A forward of another thread ends before the sums are read or after they are reset, and is in one epoch or
+        # none.
         with self._collector.lock:
-            with _whole_parameters(self._model), self._ranks.agreed():
+            with whole_parameters(self._model), self._ranks.agreed():
                 sums = self._collector.read_sums()
             sums_of_ranks = self._ranks.gather(sums)
             with self._ranks.agreed():
@@ -287,9 +285,8 @@ class Recorder:
                     _LOG.info(
                         "%s %s is marked already: skipped", self._along, mark.number
                     )
-            self._marks = self._ranks.gather(self.epochs)[
-                0
-            ]  # the store is open on the first rank only
+            # The store is open on the first rank only.
+            self._marks = self._ranks.gather(self.epochs)[0]
             self._collector.reset()
         warned += warn_of_idle_probes(self._named_kinds, report)
         if not self._has_marked:
@@ -298,7 +295,9 @@ class Recorder:
             )
             for layer, reason in self.unsupported.items():
                 _LOG.info("not recorded: %s (%s)", layer, reason)
-        self._has_marked, self._named_kinds = True, []  # idle probes are named once
+        self._has_marked = True
+        # Idle probes are named once.
+        self._named_kinds = []
         for text in self._warn_of_missing_grids() + warned:
             warnings.warn(text, RuntimeWarning, stacklevel=2)
 
@@ -321,6 +320,7 @@ class Recorder:
     def remove(self) -> None:
         """Detach from the model, and finish writing. What was marked stays available; may be called more than once."""
         self._is_removed = True
+        # The hooks go first: the model is free of them even if the store cannot be finished.
         self._collector.remove()
         self._store.close()
 
@@ -338,6 +338,7 @@ class Recorder:
         except Exception as problem:
             if error is None:
                 raise
+            # The exception that ended the block is the one to be seen.
             error.add_note(f"besides, the recording could not be finished: {problem!r}")
         text = self._warn_of_unmarked()
         if text and error is None:
@@ -379,13 +380,13 @@ class Recorder:
 
     def _write(self, mark: Mark, report: EpochReport) -> list[str]:
         """Store an epoch, and return warnings; nothing is changed where it is refused."""
+        # All that may refuse the epoch comes before the first write.
         check_order(self._along, mark.number, self.epochs)
         check_epoch(report, self._layer_filter, self._groups)
         entries = number_values(report.layers) + map_values(report)
-        groups, stored = (
-            self._groups or groups_of(entries, report.order),
-            self._store.groups,
-        )
+        # The first mark settles the groups: later ones fill them, also where a layer did not run.
+        groups = self._groups or groups_of(entries, report.order)
+        stored = self._store.groups
         if self._groups is None and stored is not None and self._store.has_layers:
             check_resumed(stored, groups)
             groups = stored
@@ -399,16 +400,16 @@ class Recorder:
             self._warned |= {"images"} if changed else set()
             warned += changed
         attrs = self._attributes(report)
+        # Only a forward shows how many heads, and maps of what size, there are to make room for.
         if not self._store.has_layers:
-            images = {
-                "images": json.dumps(report.sampling.images)
-            }  # that maps are kept of
+            maps_of = {"images": json.dumps(report.sampling.images)}
             self._store.create(
-                groups, self._attrs | provenance(self._model) | images | attrs
+                groups, self._attrs | provenance(self._model) | maps_of | attrs
             )
         self._store.append(
             mark.number, assemble(entries, groups), mark.scalars, attrs=attrs
         )
+        # Not before: a mark that failed has settled nothing.
         self._groups = groups
         return warned
 
@@ -422,6 +423,7 @@ class Recorder:
         unsupported = {
             layer: reason
             for layer, reason in unsupported.items()
+            # What could not be recorded in an earlier run may be now.
             if layer not in self.layers
         }
         for variable, layers in report.missing.items():
@@ -429,6 +431,7 @@ class Recorder:
         return {
             "unsupported": json.dumps({**unsupported, **report.unsupported}),
             "missing": json.dumps(missing),
+            # The hash of the first epoch stays, so that all later ones are compared with the same image.
             "image_hashes": json.dumps({**report.image_hashes, **hashes}),
             WEIGHTS: self._weights.mark(),
         }
@@ -463,6 +466,7 @@ class Recorder:
         texts = []
         for alarm in find_illness(dataset).alarms:
             key = alarm.sign, alarm.layer, alarm.since
+            # An alarm that has ended is no news; one that comes again has another beginning.
             if alarm.until is None and key not in self._alarms:
                 self._alarms.add(key)
                 texts.append(str(alarm))
@@ -492,125 +496,6 @@ def _release(collector: Collector, store: EpochStore) -> None:
 
 
 record = Recorder
-
-
-class _Weights:
-    """Fingerprints of a model's weights, by which a training that continues a recording is seen to be another's.
-
-    Args:
-        model: Model that is recorded.
-        attrs: Attributes of the recording that is continued.
-    """
-
-    def __init__(self, model: nn.Module, attrs: Mapping[str, Any]) -> None:
-        self._model, self._marked, self._resumes = model, attrs.get(WEIGHTS, ""), True
-        self._swapped = False
-
-    def trust(self) -> None:
-        """Let the training go on from any weights."""
-        self._marked = ""
-
-    def mark(self) -> str:
-        """Return the fingerprint to keep with a mark; "" if weights are others in validation than in training."""
-        self._resumes = False
-        self._marked = "" if self._swapped else weights_fingerprint(self._model)
-        return self._marked
-
-    def check(self) -> None:
-        """Compare the weights before the first forward in training mode after a mark with those that were marked."""
-        if not self._marked:
-            return
-        current = weights_fingerprint(self._model)
-        shapes, _, _ = current.partition("-")
-        # A model of other shapes was converted meanwhile.
-        if current == self._marked or not self._marked.startswith(f"{shapes}-"):
-            return
-        if not self._resumes:
-            # Validated with averaged weights, say, which are put in for the validation: they tell nothing.
-            self._swapped = True
-            return
-        self._marked = ""
-        warnings.warn(
-            "the training goes on from other weights than those of the recording's last mark: load the checkpoint of "
-            "that mark, or replace the recording with mode='w'; if they are of a checkpoint after that mark, call "
-            "recorder.trust_weights()",
-            RuntimeWarning,
-            stacklevel=2,
-        )
-
-
-class _Ranks:
-    """The processes that record together, or this one alone.
-
-    Args:
-        together: Whether to record with the others; None if torch.distributed is initialised.
-    """
-
-    def __init__(self, together: bool | None) -> None:
-        running = dist.is_available() and dist.is_initialized()
-        if together and not running:
-            raise RuntimeError(
-                "distributed=True needs torch.distributed.init_process_group() before record()"
-            )
-        self.together = (
-            running if together is None else together
-        ) and dist.get_world_size() > 1
-
-    @property
-    def writes(self) -> bool:
-        """True if this process keeps the recording."""
-        return not self.together or dist.get_rank() == 0
-
-    def gather(self, value: T) -> list[T]:
-        """Return the values of all ranks, in their order."""
-        if not self.together:
-            return [value]
-        values: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(values, value)
-        return values
-
-    @contextmanager
-    def agreed(self) -> Iterator[None]:
-        """Do something on all ranks together, so that none waits for a rank that failed.
-
-        Raises:
-            RuntimeError: On all ranks, if one fails, which raises its own error.
-        """
-        problem: Exception | None = None
-        try:
-            yield
-        except Exception as error:
-            if not self.together:
-                raise
-            problem = error
-        # Also where all is well: a rank that failed would leave the others waiting for its next message.
-        messages = self.gather(
-            None if problem is None else f"{type(problem).__name__}: {problem}"
-        )
-        if problem is not None:
-            raise problem
-        for rank, message in enumerate(messages):
-            if message is not None:
-                raise RuntimeError(f"rank {rank} failed with {message}")
-
-
-@contextmanager
-def _whole_parameters(model: nn.Module) -> Iterator[None]:
-    """Give the layers of a model that is sharded over ranks their parameters; all ranks enter it together."""
-    running = dist.is_available() and dist.is_initialized()
-    fsdp: Any = sys.modules.get("torch.distributed.fsdp") if running else None
-    # Both of torch's kinds: wrappers that keep flat parameters, and fully_shard, which changes a module's class.
-    modules = [] if fsdp is None else list(model.modules())
-    with ExitStack() as stack:
-        if any(isinstance(module, fsdp.FullyShardedDataParallel) for module in modules):
-            stack.enter_context(
-                fsdp.FullyShardedDataParallel.summon_full_params(model, writeback=False)
-            )
-        for module in modules:
-            if isinstance(module, fsdp.FSDPModule):  # made by fully_shard
-                module.unshard()
-                stack.callback(module.reshard)
-        yield
 
 
 def _shorten(items: Sequence[object]) -> str:

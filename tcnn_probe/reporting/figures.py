@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
+from textwrap import wrap
 from typing import Any
 
 from bokeh.models import (
@@ -23,7 +24,7 @@ from tcnn_probe.reporting.recordings import Axes
 
 __all__ = [
     "ABSENT", "BORDER", "DIFFERENCES", "MISSING", "NUMBERS", "OTHER_TYPE", "RUNS", "SAME_TYPE", "TYPES",
-    "curve", "grid", "grid_width",
+    "axis_title", "curve", "grid", "grid_width",
 ]  # fmt: skip
 
 NUMBERS = list(Viridis256)
@@ -37,13 +38,21 @@ SAME_TYPE, OTHER_TYPE = "#cfe3d4", OKABE_ITO["purple"]
 MISSING, ABSENT = "#a0a0a0", "#ececec"
 """Colours of a head without a value, and of no head."""
 
-RUNS = [OKABE_ITO["black"], OKABE_ITO["blue"]]
+RUNS = [
+    ("#1a1a1a", "#ececec"),
+    (OKABE_ITO["blue"], OKABE_ITO["sky blue"]),
+    (OKABE_ITO["green"], OKABE_ITO["green"]),
+    # Okabe and Ito's purple has a contrast of less than 3 with white.
+    ("#a3478a", OKABE_ITO["purple"]),
+]
+"""Colours of the runs, on a light page and on a dark one."""
 
 BORDER = 8
 """Pixels between the end of an axis and that of its figure."""
 
 _CELL = 24  # pixels
 _FONT = "12px"
+_LETTERS = 14  # of a line beside the vertical axis of a curve
 _DOTS = 40  # marks; with more of them, dots would merge into a thick line
 
 
@@ -68,23 +77,18 @@ def grid(
         source=cells,
         fill_color=transform("value", mapper),
         line_color="white",
+        name="cells",
     )
-    plot.add_glyph(
-        box,
-        Rect(
-            x="column",
-            y="row",
-            width=1,
-            height=1,
-            fill_alpha=0,
-            line_color="black",
-            line_width=3,
-        ),
-    )
+    # A light line and a dark one: one of them is seen on any colour of a cell.
+    for part, color, width in (("halo", "white", 6), ("box", "black", 3)):
+        outline = Rect(x="column", y="row", width=1, height=1, fill_alpha=0)
+        outline.update(line_color=color, line_width=width)
+        plot.add_glyph(box, outline, name=part)
     tips = [("layer", "@layer"), ("head", "@head"), ("", "@text")]
     plot.add_tools(TapTool(), HoverTool(renderers=[rects], tooltips=tips))
     plot.ygrid.visible = False
     plot.xaxis.axis_label = "head"
+    plot.yaxis.axis_label = "layer"
     plot.xaxis.ticker = FixedTicker(
         ticks=list(range(0, columns, math.ceil(columns / 16)))
     )
@@ -121,17 +125,24 @@ def grid_width(axes: Axes) -> int:
 def curve(
     axes: Axes, variable: dict[str, Any], sources: Sequence[ColumnDataSource]
 ) -> figure:
-    """Draw a variable over the marks, a colour for each run, with a dashed line for the mean over the layer's heads."""
+    """Draw a variable over the marks, a colour for each run.
+
+    A dashed line is the mean over the layer's heads, a band the range of a run's seeds. The page finds the parts of a
+    run by their name, "run 0", and gives them the colours of a light page or a dark one.
+    """
     first, last = axes.marks[0], axes.marks[-1]
     edge = 0.02 * (last - first) or 0.5
     low, high = variable["limits"]
     room = max(0.06 * (high - low), 0.01 * max(abs(low), abs(high))) or 0.5
     name, along = variable["name"], axes.along
     plot = _figure(
-        f"curve {name}", (first - edge, last + edge), (low - room, high + room), 130
+        f"curve {name}", (first - edge, last + edge), (low - room, high + room), 150
     )
     lines = []
-    for source, color in zip(sources, RUNS, strict=False):
+    for run, source in enumerate(sources):
+        color, part = RUNS[run][0], f"run {run}"
+        if variable["lows"][run] is not None:
+            _draw_range(plot, along, name, source, color, part)
         if variable["of"] == "head":
             source.add([], f"{name} mean")
             plot.line(
@@ -141,13 +152,15 @@ def curve(
                 line_color=color,
                 line_dash=[3, 3],
                 line_alpha=0.7,
+                name=part,
             )
         source.add([], name)
-        lines.append(
-            plot.line(along, name, source=source, line_color=color, line_width=2)
+        line = plot.line(
+            along, name, source=source, line_color=color, line_width=2, name=part
         )
+        lines.append(line)
         if len(axes.marks) <= _DOTS:
-            plot.scatter(along, name, source=source, color=color, size=5)
+            plot.scatter(along, name, source=source, color=color, size=5, name=part)
     tips = [(along, f"@{{{along}}}"), (variable["label"], f"@{{{name}}}{{0.0000}}")]
     plot.add_tools(HoverTool(renderers=lines, mode="vline", tooltips=tips))
     if len(axes.marks) < 9:
@@ -157,7 +170,36 @@ def curve(
         plot.xaxis.ticker = BasicTicker(min_interval=1 if integers else 0)
     plot.yaxis.ticker = BasicTicker(desired_num_ticks=4)
     plot.xaxis.axis_label = along
+    plot.yaxis.axis_label = "\n".join(wrap(axis_title(variable), _LETTERS))
     return plot
+
+
+def axis_title(variable: dict[str, Any]) -> str:
+    """Return a variable's name with its unit in brackets, if it has one."""
+    unit = variable["unit"].strip()
+    return variable["label"] + (f" ({unit})" if unit else "")
+
+
+def _draw_range(
+    plot: figure, along: str, name: str, source: ColumnDataSource, color: str, part: str
+) -> None:
+    """Draw the range of a run's seeds as a band; and as strokes, since the band of a single mark has no area."""
+    low, high = f"{name} low", f"{name} high"
+    source.add([], low)
+    source.add([], high)
+    plot.varea(
+        along, low, high, source=source, fill_color=color, fill_alpha=0.2, name=part
+    )
+    plot.segment(
+        along,
+        low,
+        along,
+        high,
+        source=source,
+        line_color=color,
+        line_alpha=0.3,
+        name=part,
+    )
 
 
 def _figure(
@@ -173,6 +215,7 @@ def _figure(
         tools="",
         toolbar_location=None,
         min_border_right=BORDER,
+        background_fill_color=None,
         outline_line_color=None,
     )
     plot.xgrid.visible = False

@@ -20,9 +20,8 @@ class Maps:
 
     layer: str
     name: str
-    shape: tuple[
-        int, ...
-    ]  # (marks, images, heads or classes, y, x); y and x are 0 for numbers beside maps
+    # (marks, images, heads or classes, y, x); y and x are 0 for numbers beside maps.
+    shape: tuple[int, ...]
     by: str  # "head" or "class"
     windows: bool  # True if a map is a sheet of windows
     data: bytes  # largest value of each map (or the number itself) as float32, then the cells as bytes
@@ -49,9 +48,8 @@ def choose_maps(run: Run, max_bytes: float) -> Choice:
         for ds in run.maps
         for values in ds.data_vars.values()
     )
-    room = (
-        max_bytes / (4 / 3 * size / images) if size else 0.0
-    )  # in maps of an image at a mark; base64 adds a third
+    # In maps of an image at a mark; base64 adds a third.
+    room = max_bytes / (4 / 3 * size / images) if size else 0.0
     if room < images:
         return (
             Choice([count - 1], int(room), images)

@@ -7,10 +7,10 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from tcnn_probe.reporting.maps import Choice
-from tcnn_probe.reporting.recordings import TYPE, Axes, Run
+from tcnn_probe.reporting.recordings import TYPE, Axes, Run, common_axes
 from tcnn_probe.reporting.variables import label, unit
 
-__all__ = ["definitions", "missing", "provenance", "summary"]
+__all__ = ["definitions", "mapped_seed", "missing", "provenance", "summary"]
 
 
 def summary(axes: Axes, runs: Sequence[Run]) -> str:
@@ -33,7 +33,11 @@ def missing(
     for run, choice in zip(runs, choices, strict=True):
         run_lines = [*_missing_variables(run), *_missing_maps(run, choice, max_mb)]
         if len(runs) > 1:
-            run_lines += _missing_beside(run, axes)
+            holder = "the other run has" if len(runs) == 2 else "another run has"
+            run_lines += _missing_beside(run, axes, holder)
+        for seed in run.seeds:
+            seed_lines = _missing_beside(seed, common_axes(run.seeds), "others have")
+            run_lines += [f"{seed.name}: {line}" for line in seed_lines]
         if run.hidden:
             run_lines.append(f"recorded, but not on this page: {', '.join(run.hidden)}")
         prefix = f"{run.name}: " if len(runs) > 1 else ""
@@ -76,6 +80,8 @@ def _missing_maps(run: Run, choice: Choice, max_mb: float) -> Iterable[str]:
     if not choice.marks:
         yield f"maps: there is no room for them, because max_mb={max_mb:g}; the recording has them"
         return
+    if run.seeds:
+        yield f"maps: those of {mapped_seed(run)} alone are on this page"
     parts = []
     if len(choice.marks) < len(run.marks):
         spread = ", evenly spread" if len(choice.marks) > 1 else ""
@@ -86,8 +92,13 @@ def _missing_maps(run: Run, choice: Choice, max_mb: float) -> Iterable[str]:
         yield f"maps: this page has those of {' and of '.join(parts)}, because max_mb={max_mb:g}; the recording has all"
 
 
-def _missing_beside(run: Run, axes: Axes) -> Iterable[str]:
-    """Say what the other run has and this run lacks."""
+def mapped_seed(run: Run) -> str:
+    """Return the name of the seed whose maps are those of a run; "" if there are no seeds, or no maps."""
+    return next((seed.name for seed in run.seeds if seed.maps), "")
+
+
+def _missing_beside(run: Run, axes: Axes, holder: str) -> Iterable[str]:
+    """Say what a run lacks and others have."""
     variables = {*run.numbers.data_vars, *run.scalars.data_vars}
     heads = {
         layer: count - run.heads.get(layer, count)
@@ -106,7 +117,7 @@ def _missing_beside(run: Run, axes: Axes) -> Iterable[str]:
             listed = ", ".join(names[:8]) + (
                 f", ... ({len(names)})" if len(names) > 8 else ""
             )
-            yield f"the other run has {kind} that this one has not: {listed}"
+            yield f"{holder} {kind} that this one has not: {listed}"
 
 
 def definitions(

@@ -12,7 +12,7 @@ from bokeh.palettes import Cividis256
 from bokeh.resources import INLINE
 
 from tcnn_probe.heads import TYPES
-from tcnn_probe.reporting import figures, notes
+from tcnn_probe.reporting import figures, health_panel, notes
 from tcnn_probe.reporting.maps import Choice, Maps, choose_maps, pack_maps
 from tcnn_probe.reporting.recordings import Axes, Run, common_axes
 from tcnn_probe.reporting.variables import label, pack_variables
@@ -36,16 +36,14 @@ _PALETTES = {
     "numbers": figures.NUMBERS,
     "differences": figures.DIFFERENCES,
     "types": figures.TYPES,
-    "runs": figures.RUNS,
     "maps": Cividis256,
     "missing": figures.MISSING,
-    "absent": figures.ABSENT,
     "same": [figures.SAME_TYPE, figures.OTHER_TYPE],
 }
 
 
 def page(runs: Sequence[Run], pictures: Sequence[str], max_mb: float) -> str:
-    """Make the page of one or two runs, HTML without references; pictures are data URLs of the images, or none."""
+    """Make the page of one to four runs, HTML without references; pictures are data URLs of the images, or none."""
     axes = common_axes(runs)
     variables, numbers = pack_variables(axes, runs)
     room = max_mb * 1e6 - _OVERHEAD - len(numbers) * 4 / 3 - sum(map(len, pictures))
@@ -77,6 +75,7 @@ def page(runs: Sequence[Run], pictures: Sequence[str], max_mb: float) -> str:
         "palettes": _PALETTES,
         "border": figures.BORDER,
     }
+    findings = health_panel.finding_rows(axes, runs)
     text = {
         "summary": notes.summary(axes, runs),
         "missing": notes.missing(axes, runs, choices, max_mb),
@@ -84,8 +83,12 @@ def page(runs: Sequence[Run], pictures: Sequence[str], max_mb: float) -> str:
             axes, runs, [layer_maps.name for _, layer_maps in maps]
         ),
         "provenance": notes.provenance(runs),
-        "runs": [run.name for run in runs],
+        "findings": findings,
+        "health": health_panel.headline(findings, runs),
+        "checks": health_panel.checks(runs),
+        "runs": [{"name": run.name, "seeds": len(run.seeds)} for run in runs],
         "colors": figures.RUNS,
+        "absent": figures.ABSENT,
         "along": axes.along,
     }
     args = {
@@ -106,6 +109,7 @@ def _describe_run(run: Run, axes: Axes, choice: Choice) -> dict[str, Any]:
         "name": run.name,
         "layers": list(run.heads),
         "images": run.images,
+        "mapped": notes.mapped_seed(run),
         "marked": [mark in marks for mark in axes.marks],
         "kept": [axes.marks.index(run.marks[place]) for place in choice.marks],
     }
@@ -156,13 +160,13 @@ def _document(
         for variable in variables
         if variable["curve"]
     ]
-    with (
-        document.models.freeze()
-    ):  # unfrozen, Bokeh walks through all models again for each root
+    # Unfrozen, Bokeh walks through all models again for each root.
+    with document.models.freeze():
         for plot in [*(plot for plot, *_ in grids), *curves]:
             document.add_root(plot)
-    _, cells, mappers, boxes = zip(*grids, strict=True)
+    frames, cells, mappers, boxes = zip(*grids, strict=True)
     args |= {
+        "frames": list(frames),
         "grids": list(cells),
         "mappers": list(mappers),
         "boxes": list(boxes),
@@ -170,11 +174,12 @@ def _document(
         "plots": curves,
     }
     program = CustomJS(args=args, code=(_HERE / "page.js").read_text(encoding="utf-8"))
-    document.js_on_event(
-        "document_ready", program
-    )  # an event of the document, which models do not receive
+    # An event of the document, which models do not receive.
+    document.js_on_event("document_ready", program)
     names = [run.name for run in runs]
-    captions = [""] if len(names) == 1 else [*names, f"{names[1]} minus {names[0]}"]
+    captions = names if len(names) > 1 else [""]
+    if len(names) == 2:
+        captions = [*names, f"{names[1]} minus {names[0]}"]
     document.template_variables["grids"] = [
         {"root": plot.name, "width": figures.grid_width(axes), "caption": caption}
         for (plot, *_), caption in zip(grids, captions, strict=True)

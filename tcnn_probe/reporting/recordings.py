@@ -11,6 +11,7 @@ import numpy as np
 import xarray as xr
 from numpy.typing import NDArray
 
+from tcnn_probe.diagnosis import Findings, health
 from tcnn_probe.heads import TYPES, head_types
 from tcnn_probe.storage import numbers, open_recording
 
@@ -22,7 +23,7 @@ TYPE = "head_type"
 
 @dataclass(frozen=True)
 class Run:
-    """Parts of a recording."""
+    """Parts of a recording, or means over recordings of the same training with different seeds."""
 
     name: str  # name on the page
     along: str  # dimension of the marks
@@ -34,6 +35,15 @@ class Run:
     heads: dict[str, int]  # number of heads of each layer, in the model's order
     attrs: Mapping[Any, Any]
     hidden: list[str]  # variables that have no place on the page
+    findings: Findings | None = None  # None if no layer has numbers
+    seeds: tuple["Run", ...] = ()  # recordings that were pooled
+    smallest: xr.Dataset | None = None  # numbers and scalars over seeds
+    largest: xr.Dataset | None = None
+
+    @property
+    def recordings(self) -> tuple["Run", ...]:
+        """The recordings that were pooled, or this one."""
+        return self.seeds or (self,)
 
 
 @dataclass(frozen=True)
@@ -53,7 +63,10 @@ class Axes:
 
         NaN where the run has no such mark, layer or head.
         """
-        variable = run.numbers.get(name, run.scalars.get(name))
+        return self.place(run.numbers.get(name, run.scalars.get(name)))
+
+    def place(self, variable: xr.DataArray | None) -> NDArray[np.float64] | None:
+        """Put a variable on these axes, NaN where it has no value; None of None."""
         if variable is None:
             return None
         axes = {self.along: self.marks, "layer": list(self.layers), "head": self.heads}
@@ -80,7 +93,8 @@ def read_run(recording: Any) -> Run:
         )
     if "run" in flat.dims:
         raise ValueError(
-            "expected one recording, got several along 'run': give their paths, report([a, b])"
+            "expected one recording, got several along 'run': give their paths, report([a, b]), or "
+            "report({'a name': [a, b]}) for means over seeds"
         )
     groups = [node.to_dataset() for node in tree.subtree]
     maps = [ds for ds in groups if {"layer", "image", "y", "x"} <= {*ds.dims}]
@@ -114,15 +128,17 @@ def read_run(recording: Any) -> Run:
         heads,
         tree.attrs,
         hidden,
+        health(flat) if "layer" in flat.dims else None,
     )
 
 
 def common_axes(runs: Sequence[Run]) -> Axes:
     """Join the axes of all runs; raise ValueError if they were marked along different dimensions."""
-    if len({run.along for run in runs}) > 1:
-        raise ValueError(
-            f"{runs[0].name} was marked by {runs[0].along}, {runs[1].name} by {runs[1].along}"
-        )
+    for run in runs:
+        if run.along != runs[0].along:
+            raise ValueError(
+                f"{runs[0].name} was marked by {runs[0].along}, {run.name} by {run.along}"
+            )
     layers: dict[str, int] = {}
     for run in runs:
         layers |= {
@@ -139,7 +155,8 @@ def common_axes(runs: Sequence[Run]) -> Axes:
         runs[0].along,
         sorted({mark for run in runs for mark in run.marks}),
         layers,
-        sorted(heads),
+        # A recording of maps alone has no variable of heads.
+        sorted(heads) or list(range(max(layers.values()))),
         sorted({image for run in runs for image in run.images}),
         _attrs([run.numbers for run in runs]),
         _attrs([run.scalars for run in runs]),

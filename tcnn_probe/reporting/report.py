@@ -11,8 +11,12 @@ from typing import Any
 
 from tcnn_probe.plot.style import image_array
 from tcnn_probe.reporting.recordings import Run, read_run
+from tcnn_probe.reporting.seeds import pool_seeds
 
 __all__ = ["Report", "report"]
+
+# Colours that can be told apart, as thin lines on white and on black; grids side by side get too narrow for more.
+MOST_RUNS = 4
 
 
 def report(
@@ -28,13 +32,17 @@ def report(
 
         tcnn_probe.report("run.zarr", "report.html")
         tcnn_probe.report(["a.zarr", "b.zarr"])  # two runs side by side; live, if it ends a cell of a notebook
+        tcnn_probe.report({"long": ["l0.zarr", "l1.zarr"], "short": ["s0.zarr", "s1.zarr"]})  # seeds, with bands
 
     The page has a grid of layers x heads at each mark, coloured by type or by any variable; curves and maps of the head
-    that is clicked; scalars; a table of all heads; missing variables, and the definition of each variable. Its numbers
-    are those of the recording, in float64. Maps have 255 steps from 0 to the largest value of each.
+    that is chosen; scalars; the findings of :func:`tcnn_probe.health`; a table of all heads; missing variables, and the
+    definition of each variable. Its numbers are those of the recording, in float64, or means over seeds. Maps have 255
+    steps from 0 to the largest value of each.
 
     Args:
-        recordings: A path, URL, dataset or tree of a recording; two of these; or a mapping that gives them names.
+        recordings: A path, URL, dataset or tree of a recording; a list of up to four of these, which stand side by
+            side; or a mapping that gives them names. In place of a recording, a list of recordings of the same training
+            with different seeds: its lines are means, and bands reach from the smallest to the largest value.
         path: Path of the HTML file, which is replaced in one step; None to write no file.
         images: Images to draw the maps over, (B, C, H, W) with 1 or 3 channels of any range: one for each image whose
             maps were recorded, in the order of the coordinate "image". Recordings hold no images.
@@ -47,8 +55,8 @@ def report(
     Raises:
         ModuleNotFoundError: Bokeh is not installed; ``pip install "tcnn-probe[report]"``.
         TypeError: This is no recording.
-        ValueError: A recording has no marks or layers, there are more than two, runs were marked along different
-            dimensions, or the number of images is not that of the maps.
+        ValueError: A recording has no marks or layers, there are more than four beside each other, runs were marked
+            along different dimensions, or the number of images is not that of the maps.
         StoreError: There is no recording at the path.
     """
     try:
@@ -63,14 +71,13 @@ def report(
     if isinstance(recordings, dict) and recordings:
         names, recordings = list(recordings), list(recordings.values())
     sources = list(recordings) if isinstance(recordings, list | tuple) else [recordings]
-    if not 1 <= len(sources) <= 2:
-        raise ValueError(f"expected one recording or two, got {len(sources)}")
-    runs = [read_run(source) for source in sources]
-    if not names:
-        names = [run.name for run in runs]
-        if len(set(names)) < len(runs):
-            names = _distinct_names(sources, names[0])
-    runs = [replace(run, name=str(name)) for run, name in zip(runs, names, strict=True)]
+    if not 1 <= len(sources) <= MOST_RUNS:
+        raise ValueError(
+            f"expected 1 to {MOST_RUNS} recordings beside each other, got {len(sources)}; seeds of the same training "
+            "are a list, report({'a name': [a, b, c]}), or tcnn-probe report --seeds a b c"
+        )
+    runs = [_read_seeds(source) for source in sources]
+    runs = _named(runs, names or _distinct_names(sources, runs))
     result = Report(
         page(runs, [] if images is None else _pictures(images, runs), max_mb)
     )
@@ -79,14 +86,35 @@ def report(
     return result
 
 
-def _distinct_names(sources: Sequence[Any], name: str) -> list[str]:
-    """Rename two recordings of the same name: by their folders, if these differ."""
+def _read_seeds(source: Any) -> Run:
+    """Read a recording, or pool a list of them."""
+    if not isinstance(source, list | tuple):
+        return read_run(source)
+    if not source:
+        raise ValueError("expected recordings of different seeds, got an empty list")
+    seeds = [read_run(recording) for recording in source]
+    seeds = _named(seeds, _distinct_names(source, seeds))
+    rest = f" and {len(seeds) - 1} more" if len(seeds) > 1 else ""
+    return pool_seeds(f"{seeds[0].name}{rest}", seeds)
+
+
+def _named(runs: Sequence[Run], names: Sequence[Any]) -> list[Run]:
+    return [replace(run, name=str(name)) for run, name in zip(runs, names, strict=True)]
+
+
+def _distinct_names(sources: Sequence[Any], runs: Sequence[Run]) -> list[str]:
+    """Return the names of recordings; where they are not distinct, with their folders, or with letters."""
+    names = [run.name for run in runs]
+    if len(set(names)) == len(names):
+        return names
     paths = [
         PurePath(source) if isinstance(source, str | os.PathLike) else PurePath(name)
-        for source in sources
+        for source, name in zip(sources, names, strict=True)
     ]
-    names = ["/".join(path.parts[-2:]) for path in paths]
-    return names if names[0] != names[1] else [f"{name} (A)", f"{name} (B)"]
+    folders = ["/".join(path.parts[-2:]) for path in paths]
+    if len(set(folders)) == len(folders):
+        return folders
+    return [f"{name} ({chr(ord('A') + number)})" for number, name in enumerate(names)]
 
 
 class Report:
@@ -131,9 +159,8 @@ def _pictures(images: Any, runs: Sequence[Run]) -> list[str]:
         picture = Image.fromarray(
             (255 * pixels).round().astype("uint8").transpose(1, 2, 0).squeeze()
         )
-        picture.thumbnail(
-            (384, 384)
-        )  # tiles are 210 pixels wide; screens of high resolution show two in each
+        # Tiles are 210 pixels wide; screens of high resolution show two in each.
+        picture.thumbnail((384, 384))
         file = io.BytesIO()
         picture.save(file, "PNG")
         urls.append(

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+import xarray as xr
 from numpy.typing import NDArray
 
 from tcnn_probe.reporting.recordings import TYPE, Axes, Run
@@ -20,25 +21,30 @@ def pack_variables(
     """Describe the variables, types first; and pack their values, (marks, layers, heads), run after run.
 
     All first bytes of the numbers come first, then all second bytes, ..., which Bokeh compresses better. ``starts``
-    holds the place where the values of each run begin, None where a run has none.
+    holds the place where the values of each run begin, None where a run has none; ``lows`` and ``highs`` those of the
+    smallest and largest values over seeds.
     """
     table: list[dict[str, Any]] = []
     blocks: list[NDArray[np.float64]] = []
     length = 0
     for name, attrs in (axes.numbers | axes.scalars).items():
-        values = [axes.values(run, name) for run in runs]
-        arrays = [array for array in values if array is not None]
-        level = _LEVELS[arrays[0].ndim]
-        numbers = np.concatenate(arrays, None)
+        values = {
+            "starts": [axes.values(run, name) for run in runs],
+            "lows": [_place(axes, run.smallest, name) for run in runs],
+            "highs": [_place(axes, run.largest, name) for run in runs],
+        }
+        places: dict[str, list[int | None]] = {}
+        packed = []
+        for kind, arrays in values.items():
+            places[kind] = []
+            for array in arrays:
+                places[kind].append(None if array is None else length)
+                if array is not None:
+                    length += array.size
+                    packed.append(array)
+        level = _LEVELS[packed[0].ndim]
+        numbers = np.concatenate(packed, None)
         finite = numbers[np.isfinite(numbers)]
-        with np.errstate(invalid="ignore"):  # inf - inf
-            differences = (
-                np.abs(arrays[0] - arrays[1]) if len(arrays) == 2 else np.zeros(1)
-            )
-        starts: list[int | None] = []
-        for array in values:
-            starts.append(None if array is None else length)
-            length += 0 if array is None else array.size
         blocks.append(numbers)
         table.append(
             {
@@ -49,9 +55,9 @@ def pack_variables(
                 "of": level,
                 "types": name == TYPE,
                 "curve": level != "layer" and name != TYPE,
-                "starts": starts,
+                **places,
                 "limits": [float(finite.min()), float(finite.max())],
-                "widest": float(differences[np.isfinite(differences)].max(initial=0)),
+                "widest": _largest_difference(values["starts"]),
             }
         )
     if not blocks:
@@ -63,6 +69,21 @@ def pack_variables(
         key=lambda row: (not row["types"], ("head", "layer", "model").index(row["of"]))
     )
     return table, shuffled.tobytes()
+
+
+def _place(
+    axes: Axes, values: xr.Dataset | None, name: str
+) -> NDArray[np.float64] | None:
+    return None if values is None else axes.place(values.get(name))
+
+
+def _largest_difference(values: Sequence[NDArray[np.float64] | None]) -> float:
+    """Return the largest difference between two runs; 0 if there are not two, or one lacks the variable."""
+    if len(values) != 2 or values[0] is None or values[1] is None:
+        return 0.0
+    with np.errstate(invalid="ignore"):  # inf - inf
+        differences = np.abs(values[0] - values[1])
+    return float(differences[np.isfinite(differences)].max(initial=0))
 
 
 def label(name: str) -> str:

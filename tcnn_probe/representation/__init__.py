@@ -7,6 +7,7 @@ single images are returned so, for :func:`tcnn_probe.evaluation.mean_interval`.
 from tcnn_probe.representation.by_layer import layer_cka, layer_scores
 from tcnn_probe.representation.cka import LinearCKA, linear_cka
 from tcnn_probe.representation.dense_probe import dense_probe, layer_dense_probe
+from tcnn_probe.representation.drift import gram_distance, layer_drift
 from tcnn_probe.representation.linear_probe import linear_probe_correct
 from tcnn_probe.representation.neighbors import average_precision, knn_correct
 from tcnn_probe.representation.spectrum import participation_ratio, pca_energy
@@ -16,9 +17,11 @@ __all__ = [
     "LinearCKA",
     "average_precision",
     "dense_probe",
+    "gram_distance",
     "knn_correct",
     "layer_cka",
     "layer_dense_probe",
+    "layer_drift",
     "layer_scores",
     "linear_cka",
     "linear_probe_correct",

@@ -8,7 +8,7 @@ from tcnn_probe.representation.cka import linear_cka
 from tcnn_probe.representation.neighbors import knn_correct
 from tcnn_probe.representation.spectrum import participation_ratio
 
-__all__ = ["layer_cka", "layer_scores"]
+__all__ = ["layer_cka", "layer_scores", "load_features", "own_channels"]
 
 _ABOUT = {
     "knn_correct": (
@@ -43,13 +43,14 @@ def layer_scores(
         ``knn_correct`` with the dim "image" and the others, ``participation_ratio`` with the others. NaN where the
         features of an image are missing, or infinite: large numbers overflow in float16.
     """
-    features = _load(features)
+    features = load_features(features)
     images = features.sizes["image"]
 
     def scores(values: np.ndarray) -> tuple[np.ndarray, float]:
-        matrix = _own_channels(values)
+        matrix = own_channels(values)
         if matrix is None:
             return np.full(images, np.nan), np.nan
+        # As a float, since NaN stands for features that are missing.
         return knn_correct(matrix, labels, neighbors=neighbors).astype(
             float
         ), participation_ratio(matrix)
@@ -85,11 +86,11 @@ def layer_cka(
         CKA with the dims "layer", "other_layer" and the others; NaN where the features of an image are missing or
         infinite.
     """
-    features = _load(features)
-    others = features if others is None else _load(others)
+    features = load_features(features)
+    others = features if others is None else load_features(others)
 
     def cka(values: np.ndarray, other_values: np.ndarray) -> float:
-        x, y = _own_channels(values), _own_channels(other_values)
+        x, y = own_channels(values), own_channels(other_values)
         return np.nan if x is None or y is None else linear_cka(x, y)
 
     values = xr.apply_ufunc(
@@ -107,13 +108,15 @@ def layer_cka(
     return values.rename("cka").assign_attrs(about)
 
 
-def _own_channels(values: np.ndarray) -> np.ndarray | None:
+def own_channels(values: np.ndarray) -> np.ndarray | None:
     """Drop the channels beyond a layer's own, (image, channel); None if a number is missing or infinite."""
+    # Padding is NaN for all images; a channel that is NaN for some is missing.
     matrix = values[:, ~np.isnan(values).all(0)]
     return matrix if matrix.size and np.isfinite(matrix).all() else None
 
 
-def _load(features: xr.DataArray) -> xr.DataArray:
+def load_features(features: xr.DataArray) -> xr.DataArray:
+    """Load features into memory; raise ValueError if they lack the dims "image" or "channel"."""
     if not isinstance(features, xr.DataArray) or not {"image", "channel"} <= {
         *features.dims
     }:

@@ -12,9 +12,8 @@ from tcnn_probe.representation.arrays import feature_matrix
 
 __all__ = ["LinearCKA", "linear_cka"]
 
-_Layer = tuple[
-    int, str
-]  # the side, 0 or 1, and the layer's name: two models may have layers of one name
+# The side, 0 or 1, and the layer's name: two models may have layers of one name.
+_Layer = tuple[int, str]
 
 
 def linear_cka(features: ArrayLike, others: ArrayLike) -> float:
@@ -39,6 +38,7 @@ def _reduce_channels(features: ArrayLike) -> np.ndarray:
     """Shift and rotate features into at most as many channels as images, which changes no CKA."""
     x = feature_matrix(features)
     x = x - x[0]
+    # x = R^T Q^T, and Q is a rotation: products of images stay.
     return np.asarray(np.linalg.qr(x.T, mode="r")).T if x.shape[1] > len(x) else x
 
 
@@ -58,8 +58,10 @@ class _Sums:
     def add(self, x: np.ndarray, y: np.ndarray) -> None:
         xx, yy = (x**2).sum(1), (y**2).sum(1)
         self.xy = self.xy + x.T @ y
-        self.x, self.y = self.x + x.sum(0), self.y + y.sum(0)
-        self.x_yy, self.y_xx = self.x_yy + yy @ x, self.y_xx + xx @ y
+        self.x = self.x + x.sum(0)
+        self.y = self.y + y.sum(0)
+        self.x_yy = self.x_yy + yy @ x
+        self.y_xx = self.y_xx + xx @ y
         self.xx, self.yy, self.xx_yy = (
             self.xx + xx.sum(),
             self.yy + yy.sum(),
@@ -71,6 +73,7 @@ class _Sums:
 
         [tr(KL) + 1K1 1L1 / ((n - 1)(n - 2)) - 2 1KL1 / (n - 2)] / (n(n - 3))
         """
+        # tr(KL) = |x^T y|^2, less the diagonals, which are K_ii = |x_i|^2 and L_ii = |y_i|^2; likewise below.
         trace = (self.xy**2).sum() - self.xx_yy
         means = (self.x @ self.x - self.xx) * (self.y @ self.y - self.yy)
         rows = (

@@ -53,9 +53,8 @@ def dense_probe(
     cells, pixels = _cells(features, masks, "")
     train_cells, train_pixels = _cells(train_features, train_masks, "train_")
     classes = np.unique(train_pixels)
-    counts = np.stack(
-        [(train_pixels == label).sum(1) for label in classes], 1
-    )  # (cells, K)
+    # (cells, K): pixels of each class in each cell.
+    counts = np.stack([(train_pixels == label).sum(1) for label in classes], 1)
     cell, label_index = counts.nonzero()
     weight = counts[cell, label_index]
     # 5000: lbfgs stops when it has converged; with its default of 100 iterations, many channels do not.
@@ -63,6 +62,7 @@ def dense_probe(
         StandardScaler(),
         LogisticRegression(C=1 / regularization, max_iter=5000),
     )
+    # A cell with pixels of several classes stands for all of these, as often as it has such pixels.
     weights = {
         "standardscaler__sample_weight": weight,
         "logisticregression__sample_weight": weight,
@@ -73,10 +73,8 @@ def dense_probe(
     predictions = np.repeat(model.predict(cells), pixels.shape[1])
     groups = len(np.asarray(masks)) if by_image else 1
     labels = np.union1d(classes, pixels)
-    (
-        truth,
-        predicted,
-    ) = (  # a column for each image and class: one call of jaccard_score instead of one for each image
+    # A column for each image and class: one call of jaccard_score instead of one for each image.
+    truth, predicted = (
         (values.reshape(groups, -1).T[:, :, None] == labels).reshape(
             -1, groups * len(labels)
         )
@@ -87,6 +85,7 @@ def dense_probe(
     )
     if not by_image:
         return np.asarray(iou[0])
+    # 0 / 0 is no failure.
     return np.where((truth | predicted).any(0).reshape(iou.shape), iou, np.nan)
 
 
@@ -147,6 +146,7 @@ def _cells(
         raise ValueError(
             f"expected {prefix}masks whose sides are multiples of {h} and {w}, got {height} and {width}: resize them"
         )
+    # (n, h, rows of a cell, w, columns of a cell) to (n, h, w, rows, columns of a cell).
     pixels = classes.reshape(n, h, height // h, w, width // w).transpose(0, 1, 3, 2, 4)
     cells = maps.transpose(0, 2, 3, 1).reshape(-1, channels)
     return feature_matrix(cells, f"{prefix}features"), pixels.reshape(len(cells), -1)

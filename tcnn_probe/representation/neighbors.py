@@ -56,10 +56,12 @@ def knn_correct(
         # The distance is 1 - cos. A constant factor divides out; this one keeps the nearest weight from underflowing.
         return np.exp((distance.min(1, keepdims=True) - distance) / temperature)
 
+    # scikit-learn's trees have no cosine.
     model = KNeighborsClassifier(
         neighbors, weights=weights, metric="cosine", algorithm="brute"
     )
     model.fit(searched, searched_labels)
+    # None searches the fitted images, each without itself; given as queries, each would find itself first.
     return np.asarray(model.predict(None if gallery is None else queries) == labels)
 
 
@@ -156,7 +158,6 @@ def _log_odds(probabilities: ArrayLike, queries: np.ndarray) -> np.ndarray:
         raise ValueError(
             f"expected coarse_probabilities from 0 to 1 of shape ({len(queries)}, K), got {p.shape}"
         )
-    eps = np.finfo(
-        p.dtype
-    ).eps  # log odds of at most 36, large beside cosines; infinite ones would hide the cosines
+    # Log odds of at most 36, large beside cosines; infinite ones would hide the cosines.
+    eps = np.finfo(p.dtype).eps
     return np.asarray(logit(p.clip(eps, 1 - eps)))

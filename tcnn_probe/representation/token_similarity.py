@@ -24,9 +24,8 @@ def token_cosine(tokens: Any) -> Any:
     Raises:
         ValueError: There are fewer than two tokens.
     """
-    if hasattr(
-        tokens, "element_size"
-    ):  # a tensor, without an import of torch; squares of half precision overflow
+    # A tensor, without an import of torch; squares of half precision would overflow.
+    if hasattr(tokens, "element_size"):
         tokens = tokens.float() if tokens.element_size() < 4 else tokens
     else:
         tokens = np.asarray(tokens, dtype=np.float64)

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any, Self
 
+import google_crc32c
 import numpy as np
 import zarr
 from zarr.abc.buffer import Buffer, BufferPrototype
@@ -26,7 +27,7 @@ from zarr.storage import MemoryStore, StorePath, WrapperStore
 
 from tcnn_probe.schema import COORDINATES, StoreError, Variable
 from tcnn_probe.storage.directory import Folder
-from tcnn_probe.storage.place import ROOT, get
+from tcnn_probe.storage.place import ROOT, ROOT_BYTES, get, read
 
 __all__ = [
     "CheckedStore",
@@ -56,11 +57,16 @@ _COMPRESSED = (ZstdCodec(level=1), Crc32cCodec())
 _NUMBERS = ["bytes", "crc32c"]
 _MAPS = ["bytes", "zstd", "crc32c"]
 
+# zarr knows another separator, under which no chunk would be found, and all would be taken for fill values.
+_KEYS = {"name": "default", "configuration": {"separator": "/"}}
+_FILL_VALUES = ("NaN", -1, "")
+
 
 def array_document(
     variable: Variable, shape: Sequence[int], along: str, *, maps: bool = False
 ) -> Document:
     """Describe an array over the marks, of no length yet, with rows of this shape."""
+    # A dimension without length has chunks of one all the same.
     row = [max(size, 1) for size in shape]
     if maps:
         cut = {
@@ -109,9 +115,8 @@ def label_document(name: str, labels: Sequence[Any]) -> tuple[Document, np.ndarr
     """Return the document of a coordinate, and its values: int64 if all labels are ints, else text of a fixed width."""
     numbers = all(isinstance(label, int) for label in labels)
     values = np.array(labels, dtype=np.int64 if numbers else np.str_)
-    with (
-        warnings.catch_warnings()
-    ):  # zarr's specification does not have text of a fixed width yet
+    # zarr's specification does not have text of a fixed width yet.
+    with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         document = _document(
             shape=values.shape,
@@ -171,6 +176,11 @@ class ChunkSize:
             "storage_transformers"
         ):
             raise ValueError(f"its chunks are encoded by {names}")
+        keys, fill_value = document["chunk_key_encoding"], document["fill_value"]
+        if keys != _KEYS or fill_value not in _FILL_VALUES:
+            raise ValueError(
+                f"its chunks are named by {keys}, and filled with {fill_value!r}"
+            )
         attributes = document["attributes"]
         known = attributes.keys() <= {"units", "long_name", "description"}
         if not known or not all(isinstance(text, str) for text in attributes.values()):
@@ -224,7 +234,8 @@ class CheckedStore(WrapperStore[Store]):
         self, store: Store, sizes: Mapping[str, ChunkSize], identity: str
     ) -> None:
         super().__init__(store)
-        self._sizes, self._identity = sizes, identity
+        self._sizes = sizes
+        self._identity = identity
         self._compared: tuple[int, ...] | None = None
 
     def _with_store(self, store: Store) -> Self:
@@ -243,47 +254,53 @@ class CheckedStore(WrapperStore[Store]):
         path, _, cell = key.rpartition("/c/")
         size = None if cell.endswith(ROOT) else self._sizes.get(path)
         if size is None:
-            return await self._store.get(key, prototype, byte_range)
+            return await read(self._store, key, ROOT_BYTES, byte_range, prototype)
         # zstd makes what it cannot compress a little larger, never twice as large.
         if (
             isinstance(byte_range, RangeByteRequest)
             and byte_range.end - byte_range.start > 2 * size.chunk + 1024
         ):
             raise self._damaged(key, "its shard says that it is too large")
-        # Cut short: a file may be larger than it should be. Not at a server, which may not like the range.
-        cut = (
-            RangeByteRequest(0, size.stored)
-            if isinstance(self._store, Folder)
-            else None
-        )
-        buffer = await self._store.get(key, prototype, byte_range or cut)
+        buffer = await read(self._store, key, size.stored, byte_range, prototype)
+        # After the read: a recording that is replaced in between would pass before it.
         await self._check_identity()
         data = b"" if buffer is None else buffer.to_bytes()
         if not data:
             raise self._damaged(key, "it is empty or not there")
-        if size.count:
-            self._check_frames(key, size, data, byte_range)
-        elif len(data) != size.stored - 1:
+        self._check_whole(key, size, np.frombuffer(data, np.uint8), byte_range)
+        return buffer
+
+    def _check_whole(
+        self,
+        key: str,
+        size: ChunkSize,
+        data: np.ndarray,
+        byte_range: ByteRequest | None,
+    ) -> None:
+        """Refuse checksums that do not match, and chunks that are of another size, or say so."""
+        chunks, index = [data], data[:0]
+        # Offset and length of each inner chunk, 8 bytes each, and a crc32c.
+        index_bytes = 16 * size.count + 4
+        if not size.count and len(data) != size.stored - 1:
             raise self._damaged(
                 key, f"it has {len(data)} bytes, expected {size.stored - 1}"
             )
-        return buffer
-
-    def _check_frames(
-        self, key: str, size: ChunkSize, data: bytes, byte_range: ByteRequest | None
-    ) -> None:
-        """Refuse compressed chunks that say that they are larger than they should be."""
-        if isinstance(byte_range, RangeByteRequest):
-            starts = [0]
-        elif byte_range is None:
-            if len(data) < 16 * size.count + 4:
+        if size.count and byte_range is None:
+            if len(data) < index_bytes:
                 raise self._damaged(key, f"it has {len(data)} bytes")
-            index = np.frombuffer(data[-16 * size.count - 4 : -4], "<u8")
-            starts = index[::2].tolist()
-        else:  # the index itself
-            return
-        for start in starts:
-            if frame_size(data[start : start + 18]) != size.chunk:
+            index = data[-index_bytes:]
+            places = np.frombuffer(index[:-4], "<u8").reshape(-1, 2).tolist()
+            chunks = [data[start : start + length] for start, length in places]
+        elif size.count and not isinstance(byte_range, RangeByteRequest):
+            chunks, index = [], data
+        # zarr compares them too, and raises an error that does not name the chunk.
+        for part in (index, *chunks):
+            checksum = int.from_bytes(part[-4:].tobytes(), "little")
+            if google_crc32c.value(part[:-4].tobytes()) != checksum:
+                raise self._damaged(key, "its checksum does not match")
+        # The header of a frame takes 18 bytes at most: 4 + 1 + 1 + 4 + 8.
+        for chunk in chunks if size.count else ():
+            if frame_size(chunk[:18].tobytes()) != size.chunk:
                 raise self._damaged(
                     key,
                     f"a chunk in it is compressed from other than {size.chunk} bytes",
@@ -321,6 +338,7 @@ def frame_size(header: bytes) -> int | None:
     field = header[5 + window + dictionary :][:width]
     if not width or len(field) < width:
         return None
+    # A field of two bytes counts from 256.
     return int.from_bytes(field, "little") + (256 if width == 2 else 0)
 
 
@@ -332,5 +350,6 @@ def _document(
     *, compressors: Sequence[BytesBytesCodec] = _CHECKED, **about: Any
 ) -> Document:
     objects: dict[str, Buffer] = {}
+    # zarr writes the document, so that none of its defaults are repeated here.
     zarr.create_array(MemoryStore(objects), compressors=compressors, **about)
     return json.loads(objects["zarr.json"].to_bytes())

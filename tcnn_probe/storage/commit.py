@@ -88,13 +88,11 @@ class Root:
     """The root metadata of a recording."""
 
     attributes: Mapping[str, Any]  # of the root group
-    documents: Mapping[
-        str, Document
-    ]  # zarr.json of each array and further group by path, with the committed lengths
+    # zarr.json of each array and further group by path, with the committed lengths.
+    documents: Mapping[str, Document]
     text: bytes  # the object as stored
-    labels: Mapping[str, np.ndarray] = field(
-        default_factory=dict
-    )  # of coordinates that are not stored yet
+    # Of coordinates that are not stored yet.
+    labels: Mapping[str, np.ndarray] = field(default_factory=dict)
 
     @classmethod
     def of(
@@ -110,6 +108,7 @@ class Root:
             "metadata": documents,
         }
         document = _group_document(attributes) | {"consolidated_metadata": consolidated}
+        # NaN is no JSON, and other readers would refuse the whole recording.
         text = json.dumps(document, allow_nan=False).encode()
         if len(text) > ROOT_BYTES or len(documents) > MOST_ARRAYS:
             raise ValueError(
@@ -138,7 +137,9 @@ class Root:
         for path, group in groups.items():
             parts = path.split("/")
             for count in range(1, len(parts)):
+                # zarr looks for every group on the way.
                 documents.setdefault("/".join(parts[:count]), _group_document({}))
+            # That of the root is the object in which all of these are.
             documents |= {path: _group_document(_tables(group))} if path else {}
             documents[_join(path, along)] = array_document(mark, (), along)
             for name, variable in group.variables.items():
@@ -151,6 +152,7 @@ class Root:
                 inner = _join(path, name)
                 documents[inner], labels[inner] = label_document(name, values)
         fixed = {IDENTITY: uuid.uuid4().hex, VERSION: SCHEMA_VERSION, ALONG: along}
+        # The user's attributes come first, and replace none of these.
         root = cls.of(
             {**attrs, **fixed, **_tables(groups[""])}, documents, labels=labels
         )
@@ -161,6 +163,7 @@ class Root:
     def is_at(place: Place) -> bool:
         """Return True for a recording, of any schema version, damaged or not; StoreError for something else."""
         text = place.root()
+        # Not parsed: a damaged root of ours is to be told from the user's file as well.
         if text is not None and VERSION not in text.decode(errors="replace"):
             raise place.something_else(f"a {ROOT} of something else")
         return text is not None
@@ -383,6 +386,7 @@ class Root:
             sum(size.array for size in coordinates),
             sum(size.chunks for size in coordinates),
         )
+        # Many small chunks cost as much as a few large ones: each is a request.
         if total > COORDINATE_BYTES or chunks > COORDINATE_CHUNKS:
             raise ValueError(f"its coordinates take {total} bytes in {chunks} chunks")
 
@@ -438,6 +442,7 @@ def check_replaceable(place: Place) -> None:
         match.group(1) or "" for path in paths if (match := _METADATA.fullmatch(path))
     }
     # A mark that was killed may have left scalars behind, and folders in which their metadata were being written.
+    # Only scalars: other arrays are made with the recording, and never by a mark alone.
     arrays |= {path for path in metadata - documents.keys() if _is_scalar(place, path)}
     folders = {*documents, *arrays}
     for path, regular in paths.items():
@@ -483,9 +488,8 @@ async def commit(
         open_array(store, path, new.documents[path]).setitem(..., labels[path])
         for path in labels
     ]
-    checked = (
-        store if old is None else CheckedStore(store, old.sizes, "")
-    )  # held, so by no other replaced
+    # It is held, so nobody else replaces anything in it.
+    checked = store if old is None else CheckedStore(store, old.sizes, "")
     for path, about in new.growing.items():
         row = values.get(path)
         writes.append(
@@ -494,6 +498,7 @@ async def commit(
             else _begin(store, path, about, row)
         )
     await all_of(writes)
+    # The root last: until then the mark is not there for any reader.
     await put_if(store, ROOT, new.text, only)
 
 
@@ -524,14 +529,10 @@ async def _append(
     begins_chunk = (
         before % document["chunk_grid"]["configuration"]["chunk_shape"][0] == 0
     )
+    # Of a chunk that it begins there are no earlier rows to be read and checked.
     array = open_array(store if begins_chunk else checked, path, document)
     value = float(document["fill_value"]) if row is None else row[None]
-    try:
-        await array.setitem((slice(before, before + 1), ...), value)
-    except ValueError as error:
-        raise StoreError(
-            f"the last chunk of {path!r} in {store} is damaged: {error}"
-        ) from error
+    await array.setitem((slice(before, before + 1), ...), value)
 
 
 def documents_beside(

@@ -107,24 +107,26 @@ class Folder(WrapperStore[LocalStore]):
                 with suppress(FileExistsError):
                     folder.mkdir()
                     changed.add(folder.parent)
-        partial = path.with_name(
-            f".{path.name}.partial"
-        )  # a fixed name, so that a killed run's is written over
+        # A fixed name, so that a killed run's is written over.
+        partial = path.with_name(f".{path.name}.partial")
         try:
             with os.fdopen(_new_file(partial), "wb") as file:
                 file.write(data)
                 file.flush()
+                # Before the renaming, or a loss of power could leave the name on a file without its bytes.
                 os.fsync(file.fileno())
             os.replace(partial, path)
         except BaseException:
             partial.unlink(missing_ok=True)
             raise
         for folder in changed:
+            # A new name is on the disk when the folder that holds it is.
             _sync_folder(folder)
 
     def _check_folder(self, folder: Path) -> None:
         """Refuse a path with a link among its folders: StoreError."""
         if folder not in self._folders:
+            # Once for each folder, as it looks at every one on the way, and chunks are many.
             if os.path.realpath(folder) != str(folder):
                 raise StoreError(f"expected folders on the way to {folder}, got a link")
             self._folders.add(folder)
@@ -191,12 +193,14 @@ _held: weakref.WeakSet[Lock] = weakref.WeakSet()
 
 
 def _free(paths: list[Path], file: int) -> None:
+    # Deleted while the lock is held: afterwards the file could be that of the next holder.
     if _is_same(paths[0], file):
         paths[0].unlink()
     os.close(file)
 
 
 def _forget_all() -> None:
+    # A list, as locks that are collected meanwhile leave the set.
     for lock in list(_held):
         lock.forget()
 
@@ -222,6 +226,7 @@ def new_directory(
     """
     missing = [folder for folder in directory.parents if not folder.exists()]
     filled = _unfinished(directory)
+    # First of all, so that nothing is made beside a recording that somebody is writing.
     old = Lock(directory, directory.name) if replace else None
     lock: Lock | None = None
     exchanged = False
@@ -241,9 +246,8 @@ def new_directory(
         for folder in (directory, *missing):
             _sync_folder(folder.parent)
     except BaseException:
-        if (
-            exchanged and old is not None
-        ):  # not announced yet, so the old recording is the one that counts
+        # It is not announced yet, so the old recording is the one that counts.
+        if exchanged and old is not None:
             _exchange(filled, directory)
             old.moved(directory)
         shutil.rmtree(filled, ignore_errors=True)
@@ -294,14 +298,11 @@ def entries(directory: Path) -> Iterator[tuple[str, bool]]:
 def _open_file(path: Path, flags: int) -> int:
     """Open a regular file that is no link; StoreError for something else, IsADirectoryError for a folder."""
     try:
-        descriptor = os.open(
-            path, flags | _SAFELY, 0o666
-        )  # less the user's umask, as open() does
+        # The mode is less the user's umask, as that of open().
+        descriptor = os.open(path, flags | _SAFELY, 0o666)
     except OSError as error:
-        if error.errno in (
-            errno.ELOOP,
-            errno.ENXIO,
-        ):  # a link; a socket, or a FIFO that nobody reads
+        # ELOOP for a link; ENXIO for a socket, or a FIFO that nobody reads.
+        if error.errno in (errno.ELOOP, errno.ENXIO):
             raise StoreError(
                 f"expected a regular file at {path}, got a link or a pipe"
             ) from error
@@ -355,6 +356,7 @@ def _rename(folder: Path, directory: Path) -> None:
     try:
         os.replace(folder, directory)
     except OSError as error:
+        # A folder with files in its place: an empty one is replaced. Systems report either number.
         if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
             raise
         raise StoreError(
@@ -369,6 +371,7 @@ def _exchange(new: Path, old: Path) -> None:
         _HERE, os.fsencode(new), _HERE, os.fsencode(old), _EXCHANGE
     ):
         return
+    # In three steps otherwise; a run that is killed between them leaves a name that `restore` knows.
     aside = old.with_name(f"{new.name.removesuffix('.init')}.old")
     os.replace(old, aside)
     try:

@@ -61,9 +61,11 @@ class EpochStore:
     def __init__(
         self, target: Target, *, along: str = "epoch", mode: Mode = "a"
     ) -> None:
-        self._place, self._along = find(target), along
+        self._place = find(target)
+        self._along = along
         directory = self._place.directory
         if directory is not None:
+            # Before anything is looked for: a run that was killed may have left the recording under another name.
             restore(directory)
         occupied = mode in ("w", "x") and Root.is_at(self._place)
         if occupied and mode == "x":
@@ -71,10 +73,11 @@ class EpochStore:
                 f"{self._place.name} already exists: mode='a' continues it, mode='w' replaces it"
             )
         if occupied:
+            # Now, and not only at the first mark, after an epoch of training.
             check_replaceable(self._place)
         self._replaces = occupied
         self._root = None if occupied else Root.read(self._place)
-        self._place.check_writable(exists=occupied or self._root is not None)
+        self._place.check_writable(continued=self._root is not None)
         self._marks = () if self._root is None else self._resumed(self._root)
         self._created: tuple[Mapping[str, Group], Mapping[str, Any]] | None = None
         self._lock: Lock | None = None
@@ -143,6 +146,7 @@ class EpochStore:
         if directory is not None and not self._holds:
             self._lock = Lock(directory, self._place.name)
             try:
+                # Once more, as the former holder of the lock may have added a mark.
                 self._check_unchanged()
             except BaseException:
                 self._lock.release()
@@ -176,6 +180,7 @@ class EpochStore:
             )
         mark = self._as_stored(mark)
         directory = self._place.directory
+        # Taken before the root is compared: what changes it in between is noticed when it is written.
         only = (
             None if directory is not None else run(condition(self._place.store, ROOT))
         )
@@ -216,6 +221,7 @@ class EpochStore:
                     f"another recorder writes to {self._place.name}: it was made meanwhile"
                 )
             run(put(self._place.store, UNFINISHED, b""))
+        # A store may write the root and report that it failed: this text is then taken for our own.
         self._attempted = new.text
         run(self._write(mark, new, rows, only))
         if len(self._marks) == 1:
@@ -225,9 +231,8 @@ class EpochStore:
     def close(self) -> None:
         """Let others write. What is there can still be read; may be called again."""
         root = self._root if self._wrote and not self._closed and self._holds else None
-        with suppress(
-            OSError, StoreError
-        ):  # a full disk: these are for those who read without the root's metadata
+        # A full disk: these are for those who read without the root's metadata.
+        with suppress(OSError, StoreError):
             if root is not None:
                 self._check_unchanged()
                 run(all_of(documents_beside(self._store, root.growing)))
@@ -284,17 +289,14 @@ class EpochStore:
         only: dict[str, Any] | None,
     ) -> None:
         await commit(self._store, self._root, new, rows, only)
-        self._committed(
-            mark, new
-        )  # here, as an interrupt from the keyboard may come before run() returns
+        # Here, as an interrupt from the keyboard may come before run() returns.
+        self._committed(mark, new)
 
     def _committed(self, mark: Mark, new: Root) -> None:
-        self._root, self._marks, self._wrote, self._replaces = (
-            new,
-            (*self._marks, mark),
-            True,
-            False,
-        )
+        self._root = new
+        self._marks = (*self._marks, mark)
+        self._wrote = True
+        self._replaces = False
 
     async def _deleted(self) -> dict[str, Any] | None:
         """Delete a recording where nothing can be renamed: the root first, so that no reader takes the rest for it."""
@@ -373,6 +375,5 @@ class EpochStore:
             if self._root is not None and is_name(name)
             else None
         )
-        return text is not None and GIVEN not in text.decode(
-            errors="replace"
-        )  # else of a run that was killed
+        # Otherwise it is of a run that was killed.
+        return text is not None and GIVEN not in text.decode(errors="replace")

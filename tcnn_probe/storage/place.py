@@ -3,6 +3,7 @@
 import errno
 import os
 import threading
+import zlib
 from collections.abc import AsyncIterator, Callable, Coroutine
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,12 +12,13 @@ from urllib.parse import urlsplit
 from urllib.request import url2pathname
 from zipfile import BadZipFile
 
-from zarr.abc.store import RangeByteRequest, Store
+from zarr.abc.buffer import Buffer, BufferPrototype
+from zarr.abc.store import ByteRequest, RangeByteRequest, Store
 from zarr.buffer import default_buffer_prototype
 
 # zarr's own event loop: the connections of a remote store belong to the loop that zarr reads them in.
 from zarr.core.sync import sync
-from zarr.storage import FsspecStore, LocalStore, MemoryStore, ObjectStore
+from zarr.storage import FsspecStore, LocalStore, MemoryStore, ObjectStore, ZipStore
 
 from tcnn_probe.schema import StoreError
 from tcnn_probe.storage.directory import Folder
@@ -32,6 +34,7 @@ __all__ = [
     "listed",
     "put",
     "put_if",
+    "read",
     "run",
 ]
 
@@ -43,6 +46,10 @@ UNFINISHED = ".tcnn_probe.init"
 
 # A root describes a few hundred arrays in about a kilobyte each. The bound keeps a crafted one from filling the memory.
 ROOT_BYTES = 16 * 2**20
+
+
+# What zipfile raises for files that are damaged.
+_ZIP_ERRORS = (BadZipFile, EOFError, OSError, RuntimeError, ValueError, zlib.error)
 
 
 def run(work: Coroutine[Any, Any, T]) -> T:
@@ -58,18 +65,42 @@ def run(work: Coroutine[Any, Any, T]) -> T:
     try:
         return sync(watched())
     except BaseException:
-        ended.wait(
-            60
-        )  # a disk or server that takes longer is given up: the user wants to leave
+        # A disk or server that takes longer is given up: the user wants to leave.
+        ended.wait(60)
         raise
 
 
 async def get(store: Store, key: str) -> bytes | None:
     """Read an object, at most one byte more of it than a root may have; None if it is not there."""
-    # Servers differ in what they make of a range beyond the end of an object, so only files are cut short.
-    cut = RangeByteRequest(0, ROOT_BYTES + 1) if isinstance(store, Folder) else None
-    buffer = await store.get(key, default_buffer_prototype(), cut)
+    buffer = await read(store, key, ROOT_BYTES + 1)
     return None if buffer is None else buffer.to_bytes()
+
+
+async def read(
+    store: Store,
+    key: str,
+    limit: int,
+    byte_range: ByteRequest | None = None,
+    prototype: BufferPrototype | None = None,
+) -> Buffer | None:
+    """Read an object or a part of it; StoreError for a zip file that is damaged.
+
+    Args:
+        store: Store of the object.
+        key: Name of the object.
+        limit: Number of bytes to read at most of a whole object. Files may be larger than they should be. Servers
+            differ in what they make of a range beyond the end of an object, so there nothing is cut short.
+        byte_range: Part of the object; None for all of it.
+        prototype: Kind of buffer to return.
+    """
+    if byte_range is None and isinstance(store, Folder | ZipStore):
+        byte_range = RangeByteRequest(0, limit)
+    try:
+        return await store.get(key, prototype or default_buffer_prototype(), byte_range)
+    except _ZIP_ERRORS as error:
+        if not isinstance(store, ZipStore):
+            raise
+        raise StoreError(f"{key!r} in {store} is damaged: {error}") from error
 
 
 async def put(store: Store, key: str, data: bytes) -> None:
@@ -96,6 +127,7 @@ async def condition(store: Store, key: str) -> dict[str, Any] | None:
                 "mode": {"e_tag": (await obstore.head_async(store.store, key))["e_tag"]}
             }
     except FileNotFoundError:
+        # In both libraries this fails if the object is there by then.
         return {"mode": "create"}
     return None
 
@@ -116,17 +148,16 @@ async def put_if(
     except Exception as error:
         if only is None:
             raise
-        if (
-            await condition(store, key) == only
-        ):  # the condition holds, so it is no reason
+        # The condition holds, so it is no reason.
+        if await condition(store, key) == only:
+            # Some servers have no conditional writes, and say so: the mark is then written without.
             if getattr(error, "errno", None) != errno.ENOSYS and not isinstance(
                 error, NotImplementedError
             ):
                 raise
             await put(store, key, data)
-        elif (
-            await get(store, key) != data
-        ):  # else an earlier try has written it, and its answer was lost
+        # Equal if an earlier try has written it, and its answer was lost.
+        elif await get(store, key) != data:
             raise StoreError(
                 f"another recorder writes to {store}: it was written to meanwhile"
             ) from error
@@ -172,29 +203,34 @@ class Place:
             f"{self.name} holds something else than a recording ({content}): {advice}"
         )
 
-    def check_writable(self, *, exists: bool) -> None:
-        """Refuse a directory that cannot be written, or made, as far as this shows without a try: StoreError."""
+    def check_writable(self, *, continued: bool) -> None:
+        """Refuse a directory that cannot be written, or made, as far as this shows without a try: StoreError.
+
+        Args:
+            continued: Whether marks are added to the recording that is there. Otherwise the first mark fills a folder
+                beside the directory, which then takes its place.
+        """
         if self.directory is None:
             return
-        folders = (
-            (self.directory,) if exists else (self.directory, *self.directory.parents)
-        )
+        folders = (self.directory, *self.directory.parents)
         folder = next(folder for folder in folders if folder.exists())
         if not folder.is_dir():
             raise StoreError(
                 f"{self.directory} cannot be made: the file {folder} stands in its way"
             )
-        # An empty folder is replaced by the one that the first mark has filled under another name.
-        replaced = not exists and folder == self.directory
-        if replaced and os.path.ismount(folder):
-            raise StoreError(
-                f"{self.directory} is where a disk is mounted: choose a path inside it"
-            )
-        folder = folder.parent if replaced else folder
-        if not os.access(folder, os.W_OK | os.X_OK):
-            raise StoreError(
-                f"{self.directory} cannot be written: no permission to write in {folder}"
-            )
+        written = [folder]
+        if folder == self.directory and not continued:
+            # It could not be renamed.
+            if os.path.ismount(folder):
+                raise StoreError(
+                    f"{self.directory} is where a disk is mounted: choose a path inside it"
+                )
+            written.append(folder.parent)
+        for folder in written:
+            if not os.access(folder, os.W_OK | os.X_OK):
+                raise StoreError(
+                    f"{self.directory} cannot be written: no permission to write in {folder}"
+                )
 
 
 def find(target: Target, *, writable: bool = True) -> Place:
@@ -210,7 +246,7 @@ def find(target: Target, *, writable: bool = True) -> Place:
     if isinstance(target, Store):
         try:
             run(target._ensure_open())
-        except (OSError, ValueError, BadZipFile) as error:
+        except _ZIP_ERRORS as error:
             raise StoreError(f"{target} cannot be opened: {error}") from error
         if writable and (
             target.read_only or not (target.supports_writes and target.supports_listing)
@@ -228,9 +264,8 @@ def find(target: Target, *, writable: bool = True) -> Place:
         raise StoreError(
             "expected the path of a directory, got an empty one; None keeps the recording in memory"
         )
-    directory = (
-        Path(text).expanduser().resolve()
-    )  # the working directory may change while recording
+    # The working directory may change while recording.
+    directory = Path(text).expanduser().resolve()
     return Place(Folder(directory), directory, str(directory), writable)
 
 

@@ -116,6 +116,7 @@ def _joined(trees: Mapping[str, xr.DataTree]) -> xr.DataTree:
         {str(name): value for name, value in tree.attrs.items()}
         for tree in trees.values()
     ]
+    # Epochs and steps cannot share an axis.
     alongs = [attrs[ALONG] for attrs in attributes]
     if len({*alongs}) > 1:
         raise StoreError(f"expected the same marks in all, got marks along {alongs}")
@@ -164,6 +165,7 @@ def _group(
     present = {name: ds for name, ds in members.items() if ds is not None}
     datasets = [*present.values()]
     dims = dict.fromkeys(str(dim) for ds in datasets for dim in ds.dims)
+    # The marks of all runs in every group, as a tree aligns its nodes with the root.
     labels = {
         dim: _union([ds[dim].values for ds in datasets if dim in ds.dims])
         for dim in dims
@@ -195,6 +197,7 @@ def _group(
         json.loads(ds.attrs[LAYERS]) for ds in datasets if LAYERS in ds.attrs
     ]:
         layers = dict.fromkeys(layer for table in tables for layer in table)
+        # A fact in which runs differ, such as a number of classes, would be wrong for one of them.
         facts = {
             layer: _shared([table[layer] for table in tables if layer in table])
             for layer in layers
@@ -255,6 +258,7 @@ class _Joined(BackendArray):
             values[row][np.ix_(*(source >= 0 for source in sources))] = part.isel(
                 present
             ).values
+        # Dimensions that are indexed by an integer were kept as one row, so that all runs are read alike.
         return values.squeeze(
             tuple(
                 axis

@@ -15,11 +15,13 @@ __all__ = ["Branches", "Chain", "inputs_of", "scatter", "small_resnet"]
 def scatter(layer: GPSA, seed: int = 0) -> GPSA:
     """Give each head its own alpha in 0.05 ... 40, gate in -3 ... 3 and centre, and peaked content attention."""
     torch.manual_seed(seed)
+    # Shuffled, so that no head's alpha, gate and place rise together.
     order = torch.randperm(layer.heads)
     alpha = torch.logspace(-1.3, 1.6, layer.heads, dtype=torch.float64)[order]
     layer.raw_locality.copy_(alpha + torch.log(-torch.expm1(-5 * alpha)) / 5)
     layer.gating.copy_(torch.linspace(-3, 3, layer.heads)[torch.randperm(layer.heads)])
     layer.center.add_(0.7 * torch.randn_like(layer.center))
+    # Initial weights of 0.02 leave content attention uniform, which hides errors.
     layer.query.normal_(std=0.8)
     layer.key.normal_(std=0.8)
     return layer

@@ -73,6 +73,7 @@ def gpsa_statistics_of_qk(
     logits = _logits(_double(query), _double(key))
     content, positional = torch.softmax(logits, -1), _positional(layer, bases, pixels)
     gate = torch.sigmoid(_double(layer.gating))[:, None, None]
+    # Eq. (7) over the extended grid: content attention has nothing on the padding.
     attention = (gate * positional).expand(len(x), *positional.shape).clone()
     attention[..., real] += (1 - gate) * content
     means = summarise(attention, content, positional, _distance(bases, pixels))
@@ -81,6 +82,7 @@ def gpsa_statistics_of_qk(
 
 def _entropy(attention: Tensor) -> Tensor:
     return (
+        # 0 log 0 = 0: the logarithm is kept finite where it does not count.
         -torch.where(attention > 0, attention * attention.clamp_min(1e-300).log(), 0.0)
         .sum(-1)
         .mean(-1)
@@ -96,9 +98,8 @@ def _grid(layer: GPSA, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         layer.dilation,
         layer.kernel_size,
     )
-    tops = range(
-        -py, height + py - dy * (ky - 1), sy
-    )  # where a window of the convolution can begin
+    # Where a window of the convolution can begin.
+    tops = range(-py, height + py - dy * (ky - 1), sy)
     lefts = range(-px, width + px - dx * (kx - 1), sx)
     bases = torch.tensor([(top + py, left + px) for top in tops for left in lefts])
     pixels = torch.tensor(
@@ -138,6 +139,7 @@ def _distance(bases: Tensor, pixels: Tensor) -> Tensor:
 
 
 def _alpha(layer: GPSA) -> Tensor:
+    # The softplus with beta = 5 as it is defined, not as torch computes it.
     return torch.log1p(torch.exp(5 * _double(layer.raw_locality))) / 5
 
 

@@ -4,6 +4,7 @@ import importlib.metadata
 import platform
 import shutil
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import matplotlib.image
@@ -12,6 +13,7 @@ import pytest
 import timm
 import torch
 import zarr
+from torch import nn
 
 import tcnn_model
 import tcnn_probe
@@ -123,6 +125,7 @@ def test_show(stores: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert "  top1 0.6" in lines
     row = next(line.split() for line in lines if line.startswith(LAYERS[0]))
     header = next(line.split() for line in lines if "locality_strength" in line)
+    # The table prints four digits.
     assert float(row[1 + header.index("gate")]) == pytest.approx(
         torch.sigmoid(torch.tensor(1.0)).item(), abs=1e-4
     )
@@ -136,6 +139,7 @@ def test_compare(stores: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert "top1 0.6 - 0.6 = 0" in out
     gates = torch.sigmoid(torch.tensor([1.0, 3.0])).diff().item()
     row = next(line.split() for line in out.splitlines() if line.startswith(LAYERS[0]))
+    # The table prints four digits.
     assert float(row[1]) == pytest.approx(gates, abs=1e-4)
 
 
@@ -233,3 +237,45 @@ def test_maps_of_a_picture(
     assert main([*name, "--random", "--layers", "neck"]) == 2
     assert "no such maps of the layer 'neck'" in capsys.readouterr().err
     assert main(["maps", "no_such_model", str(picture), "-o", str(out)]) == 2
+
+
+class _Crafted:
+    """An object that runs code when it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Callable[..., object], tuple[object, ...]]:
+        return Path.touch, (self.path,)
+
+
+def test_maps_with_weights_of_a_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The weights are those of the file, and a file that holds more than weights is refused and runs no code."""
+    weights, ran = tmp_path / "a.pt", tmp_path / "ran"
+    expected = timm.create_model("test_vit").state_dict()
+    torch.save(expected, weights)
+    models: list[nn.Module] = []
+
+    def attention_maps(model: nn.Module, *_: object, **__: object) -> None:
+        models.append(model)
+        raise ValueError("seen")
+
+    monkeypatch.setattr(tcnn_probe, "attention_maps", attention_maps)
+    command = ["maps", "test_vit", "a.png", "-o", "b.png", "--weights", str(weights)]
+    assert main(command) == 2
+    assert capsys.readouterr().err == "tcnn-probe: seen\n"
+    (model,) = models
+    torch.testing.assert_close(model.state_dict(), expected, rtol=0, atol=0)
+
+    for legacy in (True, False):
+        torch.save(
+            {"state_dict": _Crafted(ran)},
+            weights,
+            _use_new_zipfile_serialization=not legacy,
+        )
+        assert main(command) == 2
+        assert "a.pt is damaged, or holds more than weights" in capsys.readouterr().err
+    assert not ran.exists()
+    assert models == [model]

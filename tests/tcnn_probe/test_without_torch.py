@@ -1,27 +1,36 @@
-"""Recordings and results are read, typed and drawn where torch and timm are not installed."""
+"""Recordings and results are read, typed and drawn where nothing but the light core is installed: no torch, no timm."""
 
 import json
 import subprocess
 import sys
+import tomllib
 from collections import OrderedDict
+from importlib import metadata
 from pathlib import Path
 
 import torch
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 from torch import nn
 
 import tcnn_probe
 from tcnn_model import GPSA
 from tests.tcnn_probe.networks import scatter
 
+ROOT = Path(tcnn_probe.__file__).parents[1]
 PROGRAM = """
 import json, sys, warnings
+from importlib.machinery import PathFinder
 
-class Absent:
-    def find_spec(self, name, *_):
-        if name.partition(".")[0] in ("torch", "timm", "torchvision", "captum", "tcnn_model"):
-            raise ModuleNotFoundError(name)
+absent = {"tcnn_model", *json.loads(sys.argv[2])}
+statistics = {*json.loads(sys.argv[3])}
 
-sys.meta_path.insert(0, Absent())
+class Installed(PathFinder):
+    @classmethod
+    def find_spec(cls, name, *arguments):
+        return None if name.partition(".")[0] in absent else super().find_spec(name, *arguments)
+
+sys.meta_path[:] = [Installed if finder is PathFinder else finder for finder in sys.meta_path]
 warnings.simplefilter("error")
 import matplotlib, numpy as np, xarray as xr
 matplotlib.use("Agg")
@@ -37,12 +46,22 @@ from tcnn_probe import plot
 from tcnn_probe.evaluation import mean_interval, improvement, mean_corruption_error
 from tcnn_probe.evaluation import calibration_error, disagreement, mcnemar
 assert tcnn_probe.open(sys.argv[1])["heads"].gate.identical(ds.gate)
-types = {method: tcnn_probe.head_types(ds, method).values.tolist() for method in ("thresholds", "mixture")}
+tcnn_probe.load_example()
+types = {"thresholds": tcnn_probe.head_types(ds).values.tolist()}
+try:
+    tcnn_probe.head_types(ds, "mixture")
+except ModuleNotFoundError as error:
+    assert str(error) == "a mixture needs scikit-learn: pip install 'tcnn-probe[stats]'", error
+else:
+    raise AssertionError("scikit-learn is not absent")
 plot.evolution(ds.gate)
 rng = np.random.default_rng(0)
 maps = xr.DataArray(rng.random((2, 3, 5, 7)), {"layer": ["a", "b"], "head": range(3)}, ("layer", "head", "y", "x"))
 plot.attention_grid(maps)
 plot.saliency_overlay(xr.DataArray(rng.random((2, 5, 7)), dims=("image", "y", "x")), rng.random((2, 3, 10, 14)))
+
+absent -= statistics
+types["mixture"] = tcnn_probe.head_types(ds, "mixture").values.tolist()
 answers = {"correct": (("model", "corruption", "severity", "seed", "image"), rng.random((2, 2, 1, 1, 9)) < 0.7)}
 coords = {"model": ["a", "b"], "corruption": ["fog", "snow"], "severity": [1], "group": ("corruption", ["weather"] * 2)}
 results = xr.Dataset(answers | {"clean_correct": (("model", "image"), rng.random((2, 9)) < 0.8)}, coords)
@@ -50,11 +69,46 @@ plot.robustness(results, baseline="a")
 improvement(results, "a")
 accuracies = {"accuracy": results.correct.mean("image"), "clean_accuracy": results.clean_correct.mean("image")}
 mean_corruption_error(results.assign(accuracies), "a")
+absent |= statistics
+
 from tcnn_probe.command_line import main
 assert main(["show", sys.argv[1]]) == 0
 assert main(["info"]) == 0
+try:
+    tcnn_probe.record
+except ModuleNotFoundError as error:
+    assert str(error) == "tcnn_probe.record needs torch: pip install 'tcnn-probe[torch]'", error
+else:
+    raise AssertionError("torch is not absent")
+absent.discard("tcnn_model")  # it is in the wheel
+import tcnn_finetune
+assert tcnn_finetune.main(["resnet18"]) == 2
 print(json.dumps([ticks, gates, types]))
 """
+
+
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+
+
+def _modules_beyond(requirements: list[str]) -> list[str]:
+    """List the modules of packages that requirements do not bring, with all that these need in turn."""
+    waiting = [*requirements]
+    packages: set[str] = set()
+    while waiting:
+        requirement = Requirement(waiting.pop())
+        name = canonicalize_name(requirement.name)
+        if name in packages or (
+            requirement.marker and not requirement.marker.evaluate({"extra": ""})
+        ):
+            continue
+        packages.add(name)
+        waiting += metadata.requires(name) or []
+    return [
+        module
+        for module, distributions in metadata.packages_distributions().items()
+        if not packages & {canonicalize_name(name) for name in distributions}
+        and module not in ("tcnn_finetune", "tcnn_probe")
+    ]
 
 
 def test_read_typed_and_drawn_without_torch(tmp_path: Path) -> None:
@@ -72,14 +126,21 @@ def test_read_typed_and_drawn_without_torch(tmp_path: Path) -> None:
             )
             recorder.mark(epoch=epoch)
             model[0].gating += 0.5
-    command, root = (
-        [sys.executable, "-c", PROGRAM, tmp_path / "run.zarr"],
-        Path(tcnn_probe.__file__).parents[1],
-    )
+    core, stats = PROJECT["dependencies"], PROJECT["optional-dependencies"]["stats"]
+    absent = {*_modules_beyond(core)}
+    statistics = absent - {*_modules_beyond([*core, *stats])}
+    assert {"torch", "timm", "captum", "tqdm", "bokeh", "dask"} <= absent - statistics
+    assert {"scipy", "sklearn"} <= statistics
+    lists = (json.dumps([*names]) for names in (absent, statistics))
+    command = [sys.executable, "-c", PROGRAM, tmp_path / "run.zarr", *lists]
     done = subprocess.run(
-        command, cwd=root, capture_output=True, text=True, check=False
+        command, cwd=ROOT, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr
+    assert (
+        done.stderr
+        == "tcnn-finetune: there is no torch: pip install 'tcnn-probe[torch]'\n"
+    )
     shown, _, printed = done.stdout.rstrip().rpartition("\n")
     assert "層" in shown
     assert shown.endswith(

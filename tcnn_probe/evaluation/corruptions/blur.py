@@ -97,6 +97,7 @@ def _sources(
     y, x = np.arange(height - margin, margin, -1), np.arange(width - margin, margin, -1)
     moves = random.randint(-reach, reach, size=(len(y), len(x), 2)).astype(float)
     if scale < 1:
+        # Up or down at random: displacements below a pixel would all vanish, or all become one.
         moves = np.floor(moves * scale + random.random_sample(moves.shape))
     from_y = np.clip(y[:, None] + moves[..., 1], 0, height - 1)
     from_x = np.clip(x + moves[..., 0], 0, width - 1)
@@ -138,11 +139,11 @@ def along_a_line(
     points = np.arange(2 * radius + 1)
     weights = np.exp(-(points**2) / (2 * deviation**2))
     direction = math.sin(math.radians(angle)), math.cos(math.radians(angle))
-    total: Counter[tuple[int, int]] = (
-        Counter()
-    )  # several points may fall on the same pixel
+    # Several points may fall on the same pixel.
+    total: Counter[tuple[int, int]] = Counter()
     for point, weight in zip(points * scale, weights / weights.sum(), strict=True):
         total[
+            # Halves are rounded down, as in imagecorruptions.
             math.ceil(point * direction[0] - 0.5), math.ceil(point * direction[1] - 0.5)
         ] += weight
     margin = [max(abs(move[axis]) for move in total) for axis in (0, 1)]
@@ -160,9 +161,8 @@ def zoom_blur(
     image: NDArray[Any], random: RandomState, scale: float, *, until: float, step: float
 ) -> NDArray[Any]:
     """Average the image and its middle enlarged by 1, 1 + step, ... below ``until``."""
-    single = image.astype(
-        np.float32
-    )  # as the published code does: its sums round to float32
+    # As the published code does: its sums round to float32.
+    single = image.astype(np.float32)
     total, factors = single.copy(), np.arange(1, until, step)
     for factor in factors:
         total += zoom(single, float(factor))[: image.shape[0], : image.shape[1]]

@@ -58,6 +58,7 @@ def elastic_transform(
     )
     channels = []
     for channel in np.moveaxis(image, -1, 0):
+        # OpenCV's BORDER_REFLECT_101, which the published code has here; its displacement has SciPy's "reflect".
         warped = map_coordinates(channel, (from_y, from_x), order=1, mode="mirror")
         channels.append(
             map_coordinates(warped, (y + down, x + right), order=1, mode="reflect")
@@ -70,6 +71,7 @@ def _inverse_affine(
 ) -> NDArray[Any]:
     """Invert an affine map that moves three corners of a square within ± reach; (2, 3), takes (x, y, 1)."""
     middle = np.array([shape[1] // 2, shape[0] // 2], dtype=float)
+    # The third, its rounding and the choice of corners are those of the published code.
     half = min(reference_shape(shape, scale)) // 3 * scale
     before = middle + half * np.array([[1, 1], [1, -1], [-1, -1]])
     after = before + random.uniform(-reach, reach, size=before.shape)
@@ -81,6 +83,8 @@ def _smoothing(size: int, deviation: float) -> NDArray[Any]:
     """Return the Gaussian filter along an axis as a matrix (size, size); it may be much wider than the image."""
     from scipy.ndimage import gaussian_filter1d
 
+    # The filter is linear, so its matrix is what it makes of unit vectors. truncate is the published code's; SciPy has
+    # 4.
     return gaussian_filter1d(
         np.eye(size), deviation, axis=0, mode="reflect", truncate=3.0
     )
@@ -93,9 +97,8 @@ def pixelate(
     height, width, _ = image.shape
     small = max(1, int(width * kept)), max(1, int(height * kept))
     channels = []
-    for channel in np.moveaxis(
-        image, -1, 0
-    ):  # PIL resizes floating-point images of a single channel only
+    # PIL resizes floating-point images of a single channel only.
+    for channel in np.moveaxis(image, -1, 0):
         boxes = Image.fromarray(channel.astype(np.float32)).resize(
             small, Image.Resampling.BOX
         )

@@ -16,15 +16,11 @@ from PIL import Image
 
 __all__ = ["crop", "read_photographs", "texture"]
 
-_HEIGHT, _WIDTH = (
-    448,
-    512,
-)  # twice the published size: a crop of 224 x 224 differs from image to image
+# Twice the published size: a crop of 224 x 224 differs from image to image.
+_HEIGHT, _WIDTH = 448, 512
 _DIRECTIONS = 6
-_COLOUR, _CONTRAST = (
-    (0.57, 0.65, 0.69),
-    0.1,
-)  # mean and standard deviation of the published photographs
+# Mean and standard deviation of the published photographs.
+_COLOUR, _CONTRAST = (0.57, 0.65, 0.69), 0.1
 
 
 def read_photographs(pictures: Any) -> list[NDArray[Any]]:
@@ -60,9 +56,8 @@ def _as_picture(array: NDArray[Any]) -> NDArray[Any]:
         raise ValueError(
             f"expected a picture of frost of shape (H, W, 3), got {array.shape}"
         )
-    if not (
-        picture.min() >= 0 and picture.max() <= 1
-    ):  # not `min < 0 or max > 1`, which lets NaN pass
+    # Not `min < 0 or max > 1`, which lets NaN pass.
+    if not (picture.min() >= 0 and picture.max() <= 1):
         raise ValueError(
             f"expected pictures of frost in [0, 1], or uint8; got {picture.min():.3g} to {picture.max():.3g}"
         )

@@ -57,6 +57,7 @@ def zoom(image: NDArray[Any], factor: float) -> NDArray[Any]:
         width = math.ceil(size / factor)
         start = (size - width) // 2
         crop.append(slice(start, start + width))
+        # scipy rounds the size, which can be a pixel short of the image's.
         places = np.linspace(0, width - 1, max(size, round(width * factor)))
         weights.append(
             np.clip(1 - np.abs(places[:, None] - np.arange(width)), 0, None).astype(

@@ -80,6 +80,7 @@ _ALL = (
     _corruption(weather.brightness, added=(0.1, 0.2, 0.3, 0.4, 0.5)),
     _corruption(digital.contrast, kept=(0.4, 0.3, 0.2, 0.1, 0.05)),
     _corruption(
+        # Multiples of 244 (2, 0.7, 0.1 and so on): the published code has this number, not 224.
         digital.elastic_transform, "the map and the displacements",
         amplitude=(488, 488, 12.2, 17.08, 29.28), deviation=(170.8, 19.52, 2.44, 2.44, 2.44),
         corners=(24.4, 48.8, 4.88, 4.88, 4.88),

@@ -91,6 +91,7 @@ def fog(
     The map's detail weakens by ``decay`` at each halving of its length.
     """
     height, width, _ = image.shape
+    # Squares are halved down to a pixel: the side is the next power of two.
     fractal = _plasma(1 << (max(height, width) - 1).bit_length(), decay, random)[
         :height, :width, None
     ]
@@ -101,10 +102,8 @@ def fog(
 def _plasma(size: int, decay: float, random: RandomState) -> NDArray[Any]:
     """Make a height map by the diamond-square algorithm: periodic, from 0 to 1, (size, size), a power of two."""
     heights = np.zeros((size, size))
-    step, strength = (
-        size,
-        100.0,
-    )  # the published start; heights are scaled to [0, 1] in the end
+    # The published start; heights are scaled to [0, 1] in the end.
+    step, strength = size, 100.0
     while step >= 2:
         half = step // 2
         corners = heights[::step, ::step]
@@ -125,6 +124,7 @@ def _plasma(size: int, decay: float, random: RandomState) -> NDArray[Any]:
 def _roughened(
     sums: NDArray[Any], strength: float, random: RandomState
 ) -> NDArray[Any]:
+    # The strength counts twice, as in the published code.
     return sums / 4 + strength * random.uniform(-strength, strength, sums.shape)
 
 
@@ -134,6 +134,7 @@ def brightness(
     """Add to V of HSV, the largest of the channels; hue and saturation stay."""
     value = image.max(axis=2, keepdims=True)
     brighter = np.clip(value + added, 0, 1)
+    # A black pixel has no hue, and becomes grey.
     return np.where(
         value > 0, image * (brighter / np.where(value > 0, value, 1)), brighter
     )

@@ -17,9 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-Place = (
-    tuple[float, float] | None
-)  # of a token, in cells; None for class and register tokens
+# Place of a token, in cells; None for class and register tokens.
+Place = tuple[float, float] | None
 
 
 @dataclass
@@ -83,9 +82,8 @@ def textbook(on_weights: Callable[[Tensor, Tensor], None]) -> Iterator[None]:
             logits = logits.masked_fill(~attn_mask, -torch.inf)
         elif attn_mask is not None:
             logits = logits + attn_mask
-        weights = torch.nan_to_num(
-            original(logits, -1)
-        )  # a row that sees nothing is zero
+        # A row that sees nothing is zero.
+        weights = torch.nan_to_num(original(logits, -1))
         on_weights(weights, logits)
         return weights @ v
 
@@ -103,6 +101,7 @@ def attention_of(
     model: nn.Module, *inputs: Any, **kwargs: Any
 ) -> list[ReferenceAttention]:
     """Every attention of one forward, in order; a layer's second one is called "name#1"."""
+    # A copy in float64, so that no tolerance covers the reference's own rounding.
     twin = copy.deepcopy(model).double()
     running: list[str] = []
     references: list[ReferenceAttention] = []
@@ -141,6 +140,7 @@ def attention_of(
 def entropy(weights: np.ndarray) -> np.ndarray:
     """Entropy over the last axis: -sum p log p, with 0 log 0 = 0."""
     with np.errstate(divide="ignore", invalid="ignore"):
+        # Where a weight is 0, numpy warns of the branch that is not taken.
         terms = np.where(weights > 0, weights * np.log(weights), 0.0)
     return -terms.sum(-1)
 
@@ -161,6 +161,7 @@ def health(weights: np.ndarray) -> dict[str, np.ndarray]:
                 diversity = entropy(mean) - entropies.mean()
                 sums["query_diversity"][b, h] += diversity / windows
                 for value in entropies if keys > 1 else ():
+                    # Uniform attention has exactly log keys, and belongs to the last bin.
                     bin_ = min(19, int(20 * value / math.log(keys)))
                     histogram[b, h, bin_] += 1 / (queries * windows)
                 for g in set(range(heads)) - {h}:
@@ -182,6 +183,7 @@ def health(weights: np.ndarray) -> dict[str, np.ndarray]:
 def information(weights: np.ndarray) -> np.ndarray:
     """Content information: (B, windows, heads, N_query, N_key) -> (heads,), each position in each window a query."""
     divergence = (entropy(weights.mean(0)) - entropy(weights).mean(0)).mean((0, 2))
+    # Corrected for n images, n / (n - 1).
     return divergence / (1 - 1 / len(weights))
 
 

@@ -113,6 +113,7 @@ def recorded(
     model: nn.Module, batches: Sequence[Any], **options: Any
 ) -> tuple[xr.Dataset, tuple[str, ...], dict[str, str]]:
     """The epoch that these batches make, the layers, and what was not recorded."""
+    # All queries, not 64 of them: the brute force takes all.
     with mock.patch("tcnn_probe.attention.patterns.QUERIES", 1 << 20):  # all of them
         probes = [*tcnn_probe.DEFAULT, "health"]
         recorder = helpers.recorded(model, *batches, probes=probes, **options)
@@ -189,6 +190,7 @@ def check_family(family: Family) -> None:
     with torch.no_grad():
         alone = model(images)
         recorder = tcnn_probe.record(model)
+        # Bit by bit: recording computes nothing that the model gets.
         torch.testing.assert_close(model(images), alone, rtol=0, atol=0)
         recorder.remove()
     ds, layers, unsupported = recorded(model.double(), images.double().split([1, 3]))
@@ -209,4 +211,5 @@ def check_sharp(family: Family, weights: np.ndarray, layer: str) -> None:
         heads,
         np.log(weights.shape[-1]),
     )
+    # Heads that are alike would hide that one stands in another's place.
     assert len(heads) == 1 or np.ptp(heads) > 1e-3, (layer, heads)

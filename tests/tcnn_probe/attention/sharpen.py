@@ -21,6 +21,7 @@ def sharpen(
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             noise = torch.randn(parameter.shape, generator=generator)
+            # Swin's second version clamps it, and exponentiates what is left: it stays as it was made.
             if "logit_scale" in name or (only and not _QUERIES_AND_KEYS.search(name)):
                 continue
             if parameter.ndim < 2:
@@ -30,6 +31,7 @@ def sharpen(
                 )
             else:
                 size = gain if _QUERIES_AND_KEYS.search(name) else 1.0
+                # A latent is a token itself, and not a matrix that is multiplied by tokens.
                 inputs = 1 if name.endswith("latent") else parameter[0].numel()
                 parameter.copy_(noise * size / inputs**0.5)
     return model.eval()

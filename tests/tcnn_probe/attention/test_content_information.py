@@ -87,10 +87,11 @@ class Lookup(nn.Module):
     """Every query looks at the key that the image names."""
 
     def forward(self, x: Tensor) -> Tensor:
+        # (B, 1, 1, 11).
         mask = (
             100
             * nn.functional.one_hot(x.long().flatten(), 11).to(x.dtype)[:, None, None]
-        )  # (B, 1, 1, 11)
+        )
         values = torch.zeros(len(x), 1, 11, 3).to(x)
         return scaled_dot_product_attention(
             values, values, values, attn_mask=mask.expand(-1, -1, 11, -1)
@@ -107,6 +108,7 @@ def test_another_key_in_each_of_n_images_is_log_n(count: int) -> None:
     content_information = numbers(
         nn.Sequential(Lookup()).eval(), *named.split(3)
     ).content_information
+    # float32 entropies of up to log 11.
     assert float(content_information.squeeze()) == pytest.approx(
         math.log(count) * count / (count - 1), abs=1e-6
     )
@@ -177,6 +179,7 @@ def test_brute_force_whatever_the_batches_and_their_order(
         )
         heads = weights.shape[2]
         assert expected.max() > 0.05
+        # Differences of entropies of a few nat, which were measured in float32.
         np.testing.assert_allclose(
             content_information[:, :heads], np.stack([expected] * 2), atol=1e-5
         )
@@ -266,9 +269,8 @@ def test_equivariance_of_patterns_that_are_known() -> None:
     assert abs(equivariance[1]) < 0.2
     noise = translation_equivariance(rng.random((400, 35, 35)), places, places)
     pairs, groups = 35**2, 9 * 13
-    deviation = math.sqrt(
-        2 * (groups - 1) / ((pairs - groups) * (pairs - 1))
-    )  # of the F statistic's denominator
+    # The deviation of the F statistic's denominator.
+    deviation = math.sqrt(2 * (groups - 1) / ((pairs - groups) * (pairs - 1)))
     assert abs(noise.mean()) < 4 * deviation / 20
     assert noise.std() == pytest.approx(deviation, rel=0.15)
     alone = translation_equivariance(rng.random((2, 1, 35)), places[:1], places)
@@ -295,4 +297,5 @@ def test_estimate_from_few_images_is_unbiased_where_content_is_weak() -> None:
 
     of_all_images = estimate(1024)
     for count in (2, 8):
+        # The correction removes the bias of second order: higher orders and the scatter of the estimates are left.
         np.testing.assert_allclose(estimate(count), of_all_images, rtol=0.05)

@@ -90,12 +90,11 @@ class Hidden(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.mask = torch.full(
-            (17, 17), torch.finfo(torch.float32).min
-        )  # all keys hidden alike
-        self.mask[0] = torch.tensor(
-            [-65408.0] * 2 + [-torch.inf] * 15
-        )  # as in half precision
+        # All keys hidden alike.
+        self.mask = torch.full((17, 17), torch.finfo(torch.float32).min)
+        # As models in half precision hide keys.
+        self.mask[0] = torch.tensor([-65408.0] * 2 + [-torch.inf] * 15)
+        # Large logits of which differences are still exact in float32.
         self.mask[8] = torch.arange(17) % 3 + 2.0**20
         self.eval()
 
@@ -124,7 +123,9 @@ def test_class_tokens_among_keys_that_are_hidden_or_have_large_logits() -> None:
 def test_inference_mode_and_strides(how: str) -> None:
     (q, k), model = tokens(), Attend(how)
     (reference,) = attention_of(model, q, k)
+    # The same numbers with their axes in another order in memory.
     q = q.permute(3, 2, 0, 1).contiguous().permute(2, 3, 1, 0)
+    # The same numbers with gaps between them.
     k = k.repeat_interleave(2, -1)[..., ::2]
     assert not q.is_contiguous()
     assert not k.is_contiguous()

@@ -11,7 +11,13 @@ from torch import Tensor, nn
 
 import tcnn_probe
 from tests.tcnn_probe.attention.bruteforce import Layout, attention_of, grid
-from tests.tcnn_probe.attention.checking import check, same
+from tests.tcnn_probe.attention.checking import (
+    TOLERANCE,
+    check,
+    expect,
+    recorded,
+    same,
+)
 from tests.tcnn_probe.attention.sharpen import sharpen
 
 pytestmark = pytest.mark.numerical
@@ -34,9 +40,8 @@ WINDOWS = {
 
 def of(name: str, **options: Any) -> Callable[[], nn.Module]:
     def make() -> nn.Module:
-        transformers = pytest.importorskip(
-            "transformers"
-        )  # not where tests are collected: by each of pytest's workers
+        # Not where tests are collected, which each of pytest's workers does.
+        transformers = pytest.importorskip("transformers")
         return getattr(transformers, f"{name}Model")(
             getattr(transformers, f"{name}Config")(**options)
         )
@@ -103,6 +108,27 @@ def test_equals_brute_force(
     layers = {reference.layer for reference in attention_of(model, images)}
     assert len(layers) == 2
     check(model, images, dict.fromkeys(layers, layout))
+
+
+@pytest.mark.filterwarnings(
+    "ignore:.*flex_attention called without torch.compile", "ignore::DeprecationWarning"
+)
+@pytest.mark.parametrize("implementation", ["eager", "sdpa", "flex_attention"])
+def test_attention_interfaces(implementation: str) -> None:
+    make, size, layout = CASES["vit"]
+    model = sharpen(make()).double()
+    images = torch.randn(2, 3, *size, generator=torch.Generator().manual_seed(2))
+    model.set_attn_implementation("eager")
+    references = attention_of(model, images)
+    model.set_attn_implementation(implementation)
+    with torch.no_grad():
+        ds, layers, unsupported = recorded(model, [images.double()])
+    assert len(layers) == 2
+    assert not unsupported
+    # Eager attention takes its softmax in float32, whose rounding (6e-8) the second layer gets.
+    tolerance = 1e-6 if implementation == "eager" else TOLERANCE
+    layouts = dict.fromkeys(layers, layout)
+    expect(ds, references, layouts, len(images), tolerance)
 
 
 def test_maps_of_windows_and_of_what_is_behind_the_grid() -> None:
@@ -245,9 +271,8 @@ def test_mask_units_are_no_raster() -> None:
         for reason in recorder.missing["attention_distance"].values()
     )
     for layer, expected in zip(recorder.layers, weights, strict=True):
-        entropy = -torch.special.xlogy(expected.double(), expected.double()).sum(
-            -1
-        )  # (images, heads, windows, queries)
+        # (images, heads, windows, queries).
+        entropy = -torch.special.xlogy(expected.double(), expected.double()).sum(-1)
         recorded = recorder.dataset.entropy.sel(epoch=0, layer=layer)
         np.testing.assert_allclose(recorded, entropy.mean((0, 2, 3)), rtol=1e-5)
 

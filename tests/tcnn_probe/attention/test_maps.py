@@ -106,6 +106,7 @@ def test_fused_attention_in_float32() -> None:
     }
     maps = tcnn_probe.attention_maps(model, images)["3x4x6"]
     for layer, weights in expected.items():
+        # This model runs in float32, the reference in float64.
         np.testing.assert_allclose(
             maps.attention.sel(layer=layer), on_grid(weights, (4, 6), (4, 6)), atol=1e-5
         )
@@ -214,6 +215,16 @@ MAXVIT = small(
 )
 
 
+SAM2 = small(
+    "sam2_hiera_tiny",
+    embed_dim=8,
+    stages=(1, 2, 1, 1),
+    window_spec=(2, 3, 3, 3),  # the first divides its grid, for the sake of positions
+    global_att_blocks=(),
+    q_pool=0,
+)
+
+
 BLOCKS, LAYERS = "layers.0.blocks", "blocks.0.layers.0.layers"
 NO_SHIFT, SWIN_GRID = (0, 0), ((7, 10), (3, 4))
 OF_SWIN = rolled_then_padded(*SWIN_GRID, (1, 2))
@@ -276,6 +287,13 @@ CASES = {  # how to make the model, its images, the module that cuts windows, th
         ".attn",
         rolled_then_padded((7, 10), (3, 3), NO_SHIFT),
     ),
+    "sam2": (
+        SAM2,
+        (32, 40),
+        "blocks.2",
+        ".attn",
+        rolled_then_padded((8, 10), (3, 3), NO_SHIFT),
+    ),
     "twins": (
         twins,
         (40, 52),
@@ -292,9 +310,8 @@ CASES = {  # how to make the model, its images, the module that cuts windows, th
 def test_windows_are_put_in_their_places(make, size, cutter, attention, cells) -> None:  # type: ignore[no-untyped-def]
     model, images = run(make, size, 2)
     for module in model.modules():
-        if isinstance(
-            module, SpatialBlock
-        ):  # its convolutions carry neighbours into the window
+        # The block's convolutions carry neighbours into the window.
+        if isinstance(module, SpatialBlock):
             for convolution in (module.cpe1.proj, module.cpe2.proj):
                 nn.init.zeros_(convolution.weight)
     layer = cutter + attention
@@ -303,9 +320,8 @@ def test_windows_are_put_in_their_places(make, size, cutter, attention, cells) -
         for reference in attention_of(model, images)
         if reference.layer == layer
     )
-    weights = weights.flatten(0, -4).unflatten(
-        0, (2, len(cells))
-    )  # (B, windows, heads, N, N)
+    # (B, windows, heads, N, N).
+    weights = weights.flatten(0, -4).unflatten(0, (2, len(cells)))
     maps = next(
         iter(tcnn_probe.attention_maps(model, images, layers=layer).children.values())
     ).attention[:, 0]
@@ -320,6 +336,45 @@ def test_windows_are_put_in_their_places(make, size, cutter, attention, cells) -
     np.testing.assert_array_equal(
         attended, influence(model, cutter, images[:1], (5, 8))
     )
+
+
+def test_windows_of_sam2_in_transformers() -> None:
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    config = transformers.Sam2HieraDetConfig(
+        hidden_size=8,
+        image_size=[32, 40],
+        blocks_per_stage=[1, 2, 1, 1],
+        embed_dim_per_stage=[8, 8, 8, 8],
+        num_attention_heads_per_stage=[2, 2, 2, 2],
+        window_size_per_stage=[2, 3, 3, 3],
+        global_attention_blocks=[3],
+        num_query_pool_stages=0,
+    )
+    model = transformers.Sam2HieraDetModel(config).double().eval()
+    layer = model.blocks[2].attn
+    nn.init.normal_(layer.qkv.weight)
+    tokens: list[Tensor] = []  # of windows, (B * windows, 3, 3, C)
+    handle = layer.register_forward_pre_hook(
+        lambda _, args, kwargs: tokens.append(kwargs["hidden_states"]),
+        with_kwargs=True,
+    )
+    images = torch.randn(2, 3, 32, 40, dtype=torch.float64)
+    maps = tcnn_probe.attention_maps(model, images, layers="blocks.[23].attn")
+    handle.remove()
+    qkv = layer.qkv(tokens[0]).flatten(1, 2).unflatten(-1, (3, 2, 4))
+    query, key, _ = qkv.permute(2, 0, 3, 1, 4)  # (B * windows, heads, N, 4) each
+    weights = (query @ key.mT / 2).softmax(-1).unflatten(0, (2, -1)).detach()
+    expected = np.zeros((2, 2, 8, 10, 8, 10))
+    cells = rolled_then_padded((8, 10), (3, 3), NO_SHIFT)
+    for w, window in enumerate(cells):
+        for q, at in enumerate(window):
+            for k, to in enumerate(window):
+                if at is not None and to is not None:
+                    expected[:, :, *at, *to] = weights[:, w, :, q, k]
+    attention = maps["2x8x10"].attention
+    assert attention.sizes["layer"] == 2  # the last has no windows
+    np.testing.assert_allclose(attention[:, 0], expected, atol=1e-9)
 
 
 def influence(

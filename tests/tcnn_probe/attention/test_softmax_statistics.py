@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tcnn_probe.attention import statistics
+from tcnn_probe.attention import softmax_rows, statistics
 from tcnn_probe.attention.attention import Attention, SoftmaxAttention
 from tcnn_probe.attention.layout import Layout, Tokens
 from tcnn_probe.attention.patterns import QUERIES
@@ -21,9 +21,8 @@ pytestmark = pytest.mark.numerical
 HEADS, WIDTH, GRID = 3, 11, (5, 7)
 EPS = torch.finfo(torch.float32).eps
 
-Bounded = dict[
-    str, tuple[Tensor, Tensor]
-]  # values and bounds on their rounding, (B, heads) each
+# Values and bounds on their rounding, (B, heads) each.
+Bounded = dict[str, tuple[Tensor, Tensor]]
 
 
 def brute_force(logits: Tensor, size: Tensor, prefix: int) -> Bounded:
@@ -74,9 +73,8 @@ def case(form: str, prefix: int, windows: int = 1) -> tuple[SoftmaxAttention, Bo
     scale, mask = 2.0, None
     query, key = (torch.randn(2 * windows, HEADS, count, WIDTH) for _ in range(2))
     key[:, :, :prefix] *= 3  # class tokens that draw attention
-    if (
-        form == "huge"
-    ):  # whole numbers up to +-1000, exact: attention is one key, or shared evenly by a few
+    # Whole numbers up to +-1000, exact: attention is one key, or shared evenly by a few.
+    if form == "huge":
         query, key, scale = (
             query[..., :1].round().clamp(-2, 2),
             key[..., :1].round().clamp(-2, 2),
@@ -89,22 +87,18 @@ def case(form: str, prefix: int, windows: int = 1) -> tuple[SoftmaxAttention, Bo
     if form == "added":
         mask = torch.randn(HEADS, count, count)
         logits, size = logits + mask, size + mask.abs()
-    if (
-        form == "swallowed"
-    ):  # the patches have exp(-300) of it; where a query looks among them is exact all the same
+    # The patches have exp(-300) of it; where a query looks among them is exact all the same.
+    if form == "swallowed":
         mask = torch.zeros(count, count)
         mask[:, 0] = 300
         logits = logits + mask
     if form == "hidden":
         mask = torch.rand(count, count) > 0.3
-        mask[4], mask[prefix + 3, prefix:] = (
-            False,
-            False,
-        )  # a query that sees nothing, one that sees no patch
+        # A query that sees nothing, and one that sees no patch.
+        mask[4], mask[prefix + 3, prefix:] = (False, False)
         logits = logits.masked_fill(~mask, -torch.inf)
-    if (
-        form == "lowered"
-    ):  # by the least number there is, as many models hide keys: rows all lowered are uniform
+    # Lowered by the least number there is, as many models hide keys: rows all lowered are uniform.
+    if form == "lowered":
         mask = torch.zeros(count, count).masked_fill(
             torch.rand(count, count) > 0.7, lowest
         )
@@ -154,7 +148,7 @@ def test_equals_brute_force(
     form: str, prefix: int, block: int, table: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Attention, "BLOCK", block)
-    monkeypatch.setattr(statistics, "_SMALL_TABLE", table)
+    monkeypatch.setattr(softmax_rows, "_SMALL_TABLE", table)
     check(*case(form, prefix))
 
 
@@ -181,9 +175,8 @@ def test_no_n_by_n_tensor() -> None:
     with LargestTensor() as largest:
         statistics.measure_softmax(call)
     assert tokens.count**2 > 8 * 10**6
-    assert largest.elements <= max(
-        Attention.BLOCK, 2 * QUERIES * tokens.count
-    )  # a block, or sums over images
+    # A block, or sums over images.
+    assert largest.elements <= max(Attention.BLOCK, 2 * QUERIES * tokens.count)
 
 
 @pytest.mark.parametrize(("device", "blocks"), [("cpu", 13), ("meta", 1)])

@@ -188,9 +188,8 @@ def whole_attention(layer: nn.Module, x: Tensor) -> Tensor:
         query, key = (t.mT.unflatten(1, (heads, -1)) for t in layer.qk(x).chunk(2, -1))
     content = torch.einsum("bhdi,bhdj->bhij", query, key) / query.shape[2] ** 0.5
     content = content.exp() / content.exp().sum(-1, keepdim=True)
-    delta = (
-        torch.tensor(keys).double()[None] - torch.tensor(sources).double()[:, None]
-    )  # (queries, keys, 2)
+    # (queries, keys, 2).
+    delta = torch.tensor(keys).double()[None] - torch.tensor(sources).double()[:, None]
     logits = -alpha[:, None, None] * (delta[None] - center[:, None, None]).square().sum(
         -1
     )

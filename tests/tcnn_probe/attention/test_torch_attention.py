@@ -162,9 +162,8 @@ def test_output_of_an_encoder_is_that_without_the_fast_path(padded: bool) -> Non
         finally:
             torch.backends.mha.set_fastpath_enabled(True)
     tokens = slice(None) if mask is None else ~mask
-    torch.testing.assert_close(
-        output[tokens], fast[tokens], rtol=1e-3, atol=1e-3
-    )  # the same sums in another order
+    # The same sums in another order.
+    torch.testing.assert_close(output[tokens], fast[tokens], rtol=1e-3, atol=1e-3)
 
 
 class Own(nn.Module):
@@ -198,13 +197,12 @@ def fused(**options: Any) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
     return lambda q, k, v: F.scaled_dot_product_attention(q, k, v, **options)
 
 
+# A sequence's mask: whatever its length, it is no image.
 WAYS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
     "bool": fused(attn_mask=~hidden),
     "float": fused(attn_mask=bias),
     "scale": fused(scale=0.9),
-    "causal": fused(
-        is_causal=True
-    ),  # a sequence's mask: whatever its length, it is no image
+    "causal": fused(is_causal=True),
     "grouped queries": fused(enable_gqa=True),
     "queries of one image": lambda q, k, v: F.scaled_dot_product_attention(q[:1], k, v),
     "keys of one image": lambda q, k, v: F.scaled_dot_product_attention(

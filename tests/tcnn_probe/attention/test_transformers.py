@@ -30,11 +30,10 @@ def vit(
     model: str, prefix: int = 1, *, class_token: bool = True, gain: float = 1.7
 ) -> Family:
     """Patches with class and register tokens before them, or with registers alone."""
+    # The class token asks.
     layouts = {
         "*pool": Layout(None, grid(3, 5), class_query=True),
-        "*token_only*": Layout(
-            None, grid(3, 5, prefix=1), class_query=True
-        ),  # the class token asks
+        "*token_only*": Layout(None, grid(3, 5, prefix=1), class_query=True),
         "*": Layout(
             *[grid(3, 5, prefix=prefix)] * 2, class_query=prefix > 0 and class_token
         ),

@@ -235,18 +235,16 @@ def test_maps_of_shifted_windows() -> None:
     }
     assert maps_of_layers.keys() == references.keys()
     for layer, layer_maps in maps_of_layers.items():
-        weights = references[layer][
-            [0, 3]
-        ]  # (images, windows, heads, 6, 6) of 2 x 3 tokens
+        # (images, windows, heads, 6, 6) of 2 x 3 tokens.
+        weights = references[layer][[0, 3]]
         expected = {
             "attention_received": weights.mean(-2),
             "center_attention": weights[..., 1 * 3 + 1, :],
         }
         for name, value in expected.items():
             assert layer_maps[name].dims == ("image", "window", "head", "y", "x")
-            value = value.reshape(
-                *value.shape[:-1], 2, 3
-            )  # kept in float16: 11 bits, or multiples of 2^-24
+            # Maps are kept in float16: 11 bits, or multiples of 2^-24.
+            value = value.reshape(*value.shape[:-1], 2, 3)
             np.testing.assert_allclose(
                 layer_maps[name], value, rtol=2**-11, atol=2**-25
             )

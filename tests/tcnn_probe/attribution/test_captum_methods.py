@@ -62,6 +62,7 @@ def test_baseline(method: str, baseline: float | Tensor) -> None:
     maps = tcnn_probe.saliency(
         model, x, 1, method, baseline=baseline, batch_size=2, **options
     )
+    # captum's weights of the steps are float32, whatever the model is in.
     np.testing.assert_allclose(
         maps, contributions(model, x - baseline, [1, 1, 1]), atol=1e-6
     )
@@ -83,11 +84,8 @@ def test_integrated_gradients_are_the_sum_over_few_points(steps: int) -> None:
         total += weight * linear.weight[1].detach().numpy() * (1 - np.tanh(at) ** 2)
     by_hand = ((x.numpy() - 0.3) * total).sum(1)
     model = nn.Sequential(nn.Tanh(), linear)
-    options = {
-        "n_steps": steps,
-        "baseline": 0.3,
-        "method": "gausslegendre",
-    }  # a name of captum's, and of saliency's
+    # "method" is a name of captum's, and of saliency's.
+    options = {"n_steps": steps, "baseline": 0.3, "method": "gausslegendre"}
     maps = tcnn_probe.saliency(
         model, x, 1, ["IntegratedGradients"], IntegratedGradients=options
     ).IntegratedGradients

@@ -59,9 +59,9 @@ def test_equals_brute_force(case: str) -> None:
     maps = tcnn_probe.saliency(model, images, layer=layer)
     by_hand = expected(model, images, name, prefix, [0, 0])
     assert by_hand.std() > 0.01
-    first = (
-        0 if case == "patchconvnet" else 3.5
-    )  # 3 x 3 convolutions, or patches of 8 x 8
+    # 3 x 3 convolutions, or patches of 8 x 8.
+    first = 0 if case == "patchconvnet" else 3.5
+    # Weights of at most 1, in float32 against float64.
     np.testing.assert_allclose(maps.values, bilinear(by_hand, *size, first), atol=1e-5)
     assert maps.attrs["layer"] == name
     by_patch = tcnn_probe.saliency(
@@ -90,6 +90,7 @@ def test_dtype_of_the_model(dtype: torch.dtype) -> None:
     by_hand = bilinear(expected(model, images, "blocks.1.attn", 1, [0, 0]), *SIZE)
     maps = tcnn_probe.saliency(model.to(dtype), images)
     assert maps.dtype == ("float64" if dtype == torch.float64 else "float32")
+    # bfloat16 keeps 8 bits of logits and of weights, which are at most 1.
     np.testing.assert_allclose(
         maps.values, by_hand, atol=1e-10 if dtype == torch.float64 else 0.05
     )

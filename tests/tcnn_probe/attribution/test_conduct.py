@@ -17,9 +17,8 @@ from tcnn_probe.models import progress_bar
 from tests.tcnn_probe.attribution.models import CONVOLVED, patchconvnet, transformer
 from tests.tcnn_probe.contracts.helpers import Trace
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:Setting forward, backward hooks"
-)  # captum's, of DeepLift
+# captum warns so of DeepLift.
+pytestmark = pytest.mark.filterwarnings("ignore:Setting forward, backward hooks")
 METHODS = [
     "class_attention",
     "rollout",

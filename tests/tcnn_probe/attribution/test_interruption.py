@@ -50,6 +50,7 @@ class Interruption:
         caller = frame.f_back
         if frame.f_code.co_filename not in FILES or caller is None:
             return
+        # By line of the caller, not by call: a loop has one place.
         place = (frame.f_code.co_name, caller.f_code.co_filename, caller.f_lineno)
         self.places[place] = None
         if place == self._place:
@@ -67,9 +68,8 @@ class Interruption:
 def test_nothing_is_left_by_an_interruption(method: str) -> None:
     model = transformer("deit_tiny_patch16_224", depth=1, embed_dim=12)
     images = torch.randn(1, 3, *SIZE)
-    tcnn_probe.saliency(
-        model, images, 1, method
-    )  # imports captum, whose place is not of interest
+    # Imports captum, whose place is not of interest.
+    tcnn_probe.saliency(model, images, 1, method)
     trace = Trace(model)
     with Interruption() as interruption:
         tcnn_probe.saliency(model, images, 1, method)
@@ -79,6 +79,7 @@ def test_nothing_is_left_by_an_interruption(method: str) -> None:
     for place in places:
         with pytest.raises(KeyboardInterrupt), Interruption(place):
             tcnn_probe.saliency(model, images, 1, method)
+        # What is only left until the garbage collector comes is no fault.
         gc.collect()
         assert not _python_dispatch._get_current_dispatch_mode_stack(), place
         assert not _get_current_function_mode_stack(), place

@@ -69,9 +69,8 @@ def test_the_peak_is_at_the_pixel(method: str) -> None:
             Looks(kernel, stride, padding, last=stride == 4),
             torch.zeros(1, 1, *SIZE),
         )
-        y, x = (
-            stride * cell - padding + (kernel - 1) // 2 for cell in (3, 5)
-        )  # the middle of what the cell sees
+        # The middle of what the cell sees.
+        y, x = (stride * cell - padding + (kernel - 1) // 2 for cell in (3, 5))
         image[0, 0, y, x] = 1
         maps = tcnn_probe.saliency(
             model, image, 1, method.split()[0], **METHODS[method]

@@ -61,6 +61,7 @@ def test_equals_the_product(name: str, prefix: int, token: int) -> None:
     by_hand = product(model, images, prefix, token)
     assert by_hand.std() > 0.005
     maps = tcnn_probe.saliency(model, images, method="rollout")
+    # Three layers in float32 against float64, weights of at most 1.
     np.testing.assert_allclose(maps.values, bilinear(by_hand, *SIZE), atol=1e-5)
     assert maps.attrs["layer"] == ""
 
@@ -68,9 +69,8 @@ def test_equals_the_product(name: str, prefix: int, token: int) -> None:
 def test_blocks_of_queries(monkeypatch: pytest.MonkeyPatch) -> None:
     model, images = transformer("deit_tiny_patch16_224"), torch.randn(2, 3, *SIZE)
     at_once = tcnn_probe.saliency(model, images, method="rollout")
-    monkeypatch.setattr(
-        tcnn_probe.Attention, "BLOCK", 300
-    )  # logits: 3 queries at a time
+    # Logits of 3 queries at a time.
+    monkeypatch.setattr(tcnn_probe.Attention, "BLOCK", 300)
     np.testing.assert_allclose(
         tcnn_probe.saliency(model, images, method="rollout"), at_once, atol=1e-7
     )

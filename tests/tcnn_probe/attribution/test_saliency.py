@@ -81,6 +81,7 @@ def test_batches_do_not_matter(method: str) -> None:
         maps = tcnn_probe.saliency(
             model, x, method=method, batch_size=batch_size, **options
         )
+        # Batches of another size add up in another order, in float32.
         np.testing.assert_allclose(
             maps, together, atol=1e-5 * abs(together).max().item()
         )
@@ -122,9 +123,8 @@ def red(model: nn.Module, x: Tensor, target: Tensor) -> Tensor:
 def test_own_method(mode: type) -> None:
     with mode():
         maps = tcnn_probe.saliency(Linear(), IMAGES, [2, 0, 1, 1, 2], red, batch_size=3)
-        tcnn_probe.faithfulness(
-            Linear(), IMAGES, red, metrics="sensitivity"
-        )  # which captum computes under no_grad
+        # captum computes sensitivity under no_grad.
+        tcnn_probe.faithfulness(Linear(), IMAGES, red, metrics="sensitivity")
     np.testing.assert_array_equal(
         maps, IMAGES[:, 0] * torch.tensor([2, 0, 1, 1, 2])[:, None, None]
     )

@@ -46,7 +46,13 @@ def test_lightning(tmp_path: Path) -> None:
         def configure_optimizers(self) -> Any:
             return torch.optim.SGD(self.vit.parameters(), 1e-2)
 
-    model, recording = Classifier(), RecordCallback(tmp_path / "run.zarr")
+    marked: list[tuple[int | float, ...]] = []
+    model = Classifier()
+    recording = RecordCallback(
+        tmp_path / "run.zarr",
+        health=True,
+        on_mark=lambda recorder: marked.append(recorder.epochs),
+    )
     before = Trace(model.vit).hooks
     quiet = {
         "logger": False,
@@ -65,10 +71,11 @@ def test_lightning(tmp_path: Path) -> None:
     assert ds.images.values.tolist() == [[7, 7], [7, 7]]
     assert ds["layer"].values.tolist() == ["vit.blocks.0.attn", "vit.blocks.1.attn"]
     assert ds.val_loss.notnull().all()
+    assert ds.sink.notnull().all()
+    assert marked == [(0,), (0, 1)]
     assert "epochs: 2 (0, 1)" in repr(recording.recorder)
-    for recorded, expected in zip(
-        ds.entropy.values, model.truth[1:3], strict=True
-    ):  # the first is the sanity check
+    # The first forwards are the sanity check.
+    for recorded, expected in zip(ds.entropy.values, model.truth[1:3], strict=True):
         torch.testing.assert_close(
             torch.as_tensor(recorded), expected, rtol=1e-5, atol=1e-6
         )
@@ -94,6 +101,7 @@ def test_hugging_face(tmp_path: Path) -> None:
     from tcnn_probe.callbacks.huggingface import RecordCallback
 
     torch.manual_seed(0)
+    marked: list[tuple[int | float, ...]] = []
     sizes = {
         "hidden_size": 12,
         "num_hidden_layers": 2,
@@ -118,14 +126,29 @@ def test_hugging_face(tmp_path: Path) -> None:
         ),
         train_dataset=Pixels(),
         eval_dataset=Pixels(),
-        callbacks=[RecordCallback(tmp_path / "run.zarr")],
+        callbacks=[
+            RecordCallback(
+                tmp_path / "run.zarr",
+                health=True,
+                on_mark=lambda recorder: marked.append(recorder.epochs),
+            )
+        ],
     )
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            # Named so in transformers 4 and 5.
+            if name.endswith(("query.weight", "q_proj.weight")):
+                parameter *= 1e5
     before = Trace(model).hooks
-    trainer.train()
+    with pytest.warns(RuntimeWarning) as alarms:
+        trainer.train()
+    assert any("large logits in " in str(alarm.message) for alarm in alarms)
     trainer.evaluate()
     assert Trace(model).hooks == before
     ds = xr.open_zarr(tmp_path / "run.zarr")
     assert ds.step.values.tolist() == [2, 4]
+    assert marked == [(2,), (2, 4)]
+    assert ds.sink.notnull().all()
     assert ds.images.values.tolist() == [[6, 6], [6, 6]]
     assert ds.eval_loss.notnull().all()
     assert ds.entropy.notnull().all()

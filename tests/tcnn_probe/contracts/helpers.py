@@ -30,6 +30,7 @@ __all__ = [
 
 def fresh_processes(count: int) -> Pool:
     """Processes that have imported torch and ours, and done nothing; imported once for all of them."""
+    # gloo looks for an interface by the host's name, which need not resolve.
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["tests.tcnn_probe.contracts.ranks"])
@@ -51,6 +52,7 @@ def vit(seed: int = 0, **options: Any) -> VisionTransformer:
     )
     with torch.no_grad():
         for block in model.blocks:
+            # timm's initial weights give attention so even that a wrong entropy would hardly differ.
             block.attn.qkv.weight.normal_(std=0.7)
             block.attn.qkv.bias.normal_()
     return model.eval()
@@ -145,9 +147,10 @@ class Trace:
             for key, value in vars(module).items()
             if isinstance(value, _PLAIN) and key not in ("_parameters", "_buffers")
         }
+        # In order.
         self.hooks = {
             place: value for place, value in containers.items() if "hooks" in place[1]
-        }  # in order
+        }
         self.containers = {
             place: value
             for place, value in containers.items()

@@ -102,6 +102,7 @@ def test_memory_does_not_grow() -> None:
     model = vit().train()
     with tcnn_probe.record(model, when="train", images=[0]) as recorder:
         held = []
+        # After two forwards all that is kept for good is there.
         for forwards in (2, 11):
             for _ in range(forwards):
                 model(images()).sum().backward()

@@ -33,6 +33,7 @@ class Bomb:
 
 
 def in_attention(model: nn.Module, bomb: Bomb) -> None:
+    # Unfused, so that a hook can raise between the softmax and its product with the values.
     model.blocks[1].attn.fused_attn = False
     model.blocks[1].attn.attn_drop.register_forward_hook(bomb)
 
@@ -179,9 +180,8 @@ def test_in_a_probe(function: str, error: type[BaseException]) -> None:
             for note in caught.value.__notes__
         )
         bomb.armed = False
-        if (
-            function != "state"
-        ):  # there the forwards are kept, and the epoch can be marked again
+        # Where reading the parameters fails, the forwards are kept, and the epoch can be marked again.
+        if function != "state":
             model(images())
         recorder.mark(epoch=0)
     assert before == Trace(model)

@@ -236,9 +236,10 @@ def test_functional_call_is_a_forward() -> None:
         torch.func.functional_call(model, halved, (images(2),))
         recorder.mark(epoch=0)
         assert recorder.dataset.images.values.tolist() == [[2, 2]]
+        # Halved logits are flatter.
         assert bool(
             (recorder.dataset.entropy > entropies(model, images(2)).numpy()).all()
-        )  # halved: flatter
+        )
 
 
 class Traceable(nn.Module):

@@ -73,6 +73,7 @@ def test_at_once() -> None:
         assert recorder.layers == ("blocks.0.attn", "blocks.1.attn")
         check_entropies(recorder, expected)
         count = int(recorder.dataset.images[0, 0])
+    # How many forwards are measured depends on how the threads meet; each is measured whole, or not.
     assert 0 < count <= 30 * 3
     assert count % 3 == 0
     assert before == Trace(model)
@@ -226,6 +227,7 @@ def test_autograd_s_own_threads_are_aside_with_any_other() -> None:
     for around in (nullcontext, hidden_from_recorders):
         done.clear()
         with around():
+            # Below threading, which would give the thread a context.
             _thread.start_new_thread(alien, ())
             assert done.wait(60)
     assert depths == [0, 1]
@@ -249,6 +251,7 @@ def test_a_forward_that_goes_on_is_not_given_up() -> None:
     stream, interval = AttentionStream(model, Listener()), sys.getswitchinterval()
     threads = [threading.Thread(target=work) for _ in range(4)]
     try:
+        # Threads change over at nearly every instruction, while stacks are read.
         sys.setswitchinterval(1e-6)
         for thread in threads:
             thread.start()

@@ -214,6 +214,7 @@ def test_entropy_quantile() -> None:
         assert got.dims == ("layer", "head")
         assert np.isnan(got[2, 1])
         exact = np.quantile(values, q, axis=-1)
+        # Quantiles are read off bins that are 0.05 wide.
         assert (abs(got - exact)[:2] <= 0.05 + 1e-9).all()
     with pytest.raises(ValueError, match="from 0 to 1"):
         tcnn_probe.entropy_quantile(ds, 5)
@@ -301,3 +302,24 @@ def test_health_adds_the_probe_once() -> None:
         model(x)
         recorder.mark(epoch=0)
     assert "sink" in recorder.dataset
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "vit_small_patch16_224",
+        "deit3_small_patch16_224",
+        "swin_tiny_patch4_window7_224",
+    ],
+)
+def test_large_architectures_raise_no_alarm_at_initialisation(name: str) -> None:
+    """Limits were set on small networks; these have the widths, heads and depths that people train."""
+    torch.manual_seed(0)
+    model = timm.create_model(name, img_size=(64, 96)).eval()
+    with tcnn_probe.record(model, health=True) as recorder, torch.no_grad():
+        for epoch in range(2):
+            model(torch.randn(3, 3, 64, 96))
+            recorder.mark(epoch=epoch)
+    findings = tcnn_probe.health(recorder.dataset)
+    assert not findings.unseen
+    assert not findings.alarms

@@ -70,9 +70,8 @@ def test_fgsm_is_foolboxs(channels: int, epsilon: float) -> None:
         model, x, y, epsilon=epsilon, normalization=normalization
     )
     expected = foolbox_attack(model, x, y, normalization, epsilon=epsilon)
-    torch.testing.assert_close(
-        adversarial, expected, rtol=0, atol=1e-6
-    )  # theirs passes through float32
+    # foolbox passes through float32.
+    torch.testing.assert_close(adversarial, expected, rtol=0, atol=1e-6)
     assert ((adversarial == 0) & (x > 0)).any()  # cut off
 
 
@@ -151,9 +150,8 @@ def test_batches_do_not_matter() -> None:
     ]
     torch.testing.assert_close(torch.cat(parts), together, rtol=0, atol=1e-12)
     assert not torch.equal(together, evaluation.pgd(model, x, y, seed=6, **options))
-    assert (
-        together[0] != together[1]
-    ).float().mean() > 0.9  # each image has a start of its own
+    # Each image has a start of its own.
+    assert (together[0] != together[1]).float().mean() > 0.9
 
 
 def test_normalization() -> None:
@@ -241,9 +239,10 @@ class BrokenError(Exception):
 def test_a_model_is_as_it_was_and_in_eval_mode_meanwhile() -> None:
     model, x, y = Small(), pixels(3), labels(3)
     expected = evaluation.pgd(model.eval(), x, y, normalization=NORMALIZATION)
+    # Dropout is off.
     assert torch.equal(
         evaluation.pgd(model.train(), x, y, normalization=NORMALIZATION), expected
-    )  # dropout is off
+    )
 
     def fail(*args: Any) -> None:
         raise BrokenError

@@ -58,6 +58,7 @@ def test_the_same_kind_comes_back(kind: str, batch: NDArray[Any]) -> None:
 def test_bytes_tensors_and_arrays_agree(name: str, batch: NDArray[Any]) -> None:
     exact = corrupt(batch / 255, name, 3)
     assert 0 <= exact.min() <= exact.max() <= 1
+    # Bytes are rounded to the nearest level.
     np.testing.assert_allclose(
         corrupt(batch, name, 3) / 255, exact, atol=0.5 / 255 + 1e-12
     )
@@ -171,9 +172,8 @@ def test_pictures_of_frost_can_be_given(batch: NDArray[Any], tmp_path: Path) -> 
 def test_rounding_beyond_the_range_is_cut_off() -> None:
     images = torch.full((3, 8, 11), 1 + 1e-6)
     assert corrupt(images, "contrast", 1).max() <= 1
-    assert (
-        corrupt(images - (1 + 2e-6), "shot_noise", 1) == 0
-    ).all()  # there are no negative counts
+    # There are no negative counts.
+    assert (corrupt(images - (1 + 2e-6), "shot_noise", 1) == 0).all()
 
 
 IMAGE = np.full((9, 11, 3), 0.5)

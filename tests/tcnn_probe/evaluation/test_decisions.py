@@ -164,9 +164,10 @@ def test_calibrated_and_overconfident() -> None:
         xr.DataArray([0.5, 0.4, 0.6], dims="image"),
         xr.DataArray([False, True, True], dims="image"),
     )
+    # 0.5 is in the first bin.
     assert float(calibration_error(at_bound, answers, 2)) == pytest.approx(
         (0.1 + 0.4) / 3
-    )  # 0.5 is in the first bin
+    )
     assert calibration_error(sure.where(sure.image > 0), right).isnull().all()
 
 

@@ -146,6 +146,7 @@ def test_pixels(tmp_path: Path) -> None:
         mean=(0, 0, 0),
         std=(1, 1, 1),
     )
+    # Bytes over 255 in float32, which is 6e-8 fine near 1.
     torch.testing.assert_close(
         images[0], transform(Image.open(path)), rtol=0, atol=1e-7
     )
@@ -160,9 +161,8 @@ def test_imagenet_c_is_shown_as_it_is(tmp_path: Path) -> None:
     path.parent.mkdir(parents=True)
     pixels = np.random.default_rng(0).integers(0, 256, (224, 224, 3), dtype=np.uint8)
     Image.fromarray(pixels).save(path)
-    model = timm.create_model(
-        "resnet10t", num_classes=3
-    )  # which would be shown a part of it, resized
+    # A model for which pictures would be cut and resized, unlike those of ImageNet-C.
+    model = timm.create_model("resnet10t", num_classes=3)
     images, labels = read(
         imagenet_variant(
             "imagenet-c", tmp_path, corruption="snow", severity=5, model=model

@@ -60,9 +60,8 @@ def test_a_proportion_holds_what_exact_tests_do_not_refuse(right: int) -> None:
     low, high = interval(np.arange(11) < right)
     tails = {"greater": low, "less": high}
     for tail, p in tails.items():
-        if (
-            0 < p < 1
-        ):  # at the bound, as many or more (fewer) right answers have a chance of 2.5 %
+        # At the bound, as many or more (fewer) right answers have a chance of 2.5 %.
+        if 0 < p < 1:
             assert stats.binomtest(
                 right, 11, p, alternative=tail
             ).pvalue == pytest.approx(0.025)
@@ -78,9 +77,8 @@ def test_a_difference_of_paired_proportions(up: int, down: int) -> None:
     count = 31
     values = np.repeat([1.0, -1.0, 0.0], [up, down, count - up - down])
     p, q = (up + 1) / (count + 2), (down + 1) / (count + 2)
-    error = np.sqrt(
-        (p + q - (p - q) ** 2) / (count + 1)
-    )  # their n + 2, less 1 as the variance is a sample's
+    # Their n + 2, less 1 as the variance is a sample's.
+    error = np.sqrt((p + q - (p - q) ** 2) / (count + 1))
     half = stats.t.ppf(0.975, count + 1) * error
     np.testing.assert_allclose(interval(values), [p - q - half, p - q + half])
 
@@ -103,9 +101,8 @@ def test_of_dimensions_that_cross() -> None:
     np.testing.assert_allclose(
         evaluation.mean_interval(values.T, dims), interval(table, dims)
     )
-    np.testing.assert_allclose(
-        interval(table[:1], dims), interval(table[0])
-    )  # one seed, as it is
+    # One seed, as it is.
+    np.testing.assert_allclose(interval(table[:1], dims), interval(table[0]))
 
 
 def proportion(random: np.random.Generator, count: int) -> np.ndarray:

@@ -69,11 +69,8 @@ def test_by_hand() -> None:
     ds = evaluation.robustness(
         models, x, y, **SOME, attacks=attacks, normalization=NORMALIZATION, batch_size=3
     )
-    assert ds.corruption.values.tolist() == [
-        "gaussian_noise",
-        "contrast",
-        "pixelate",
-    ]  # the published order
+    # The published order.
+    assert ds.corruption.values.tolist() == ["gaussian_noise", "contrast", "pixelate"]
     assert ds.group.values.tolist() == ["noise", "digital", "digital"]
     assert (ds.severity.values.tolist(), ds.seed.values.tolist()) == ([5, 2], [3, 0])
     assert (ds.label.values.tolist(), ds.attack.values.tolist()) == (
@@ -117,6 +114,7 @@ def test_by_hand() -> None:
     for name, mean in pairs.items():
         share = ds[name].values.astype(float).sum(-1) / 7
         assert ds[mean].dims == ds[name].dims[:-1] == ds[f"{mean}_se"].dims
+        # A division of whole numbers below 8 in float64.
         np.testing.assert_allclose(ds[mean], share, atol=1e-15)
         np.testing.assert_allclose(
             ds[f"{mean}_se"], (share * (1 - share) / 7) ** 0.5, atol=1e-15
@@ -152,6 +150,7 @@ def test_predictions_and_confidences_by_hand() -> None:
             ]
             decisions = of.sel(at.get(kind, {}))
             assert decisions[f"{kind}prediction"].values.ravel().tolist() == best
+            # exp turns the rounding of a score s into a relative error of |s| eps; c = 4.
             bound = (
                 4
                 * (1 + max(abs(score) for row in scores for score in row))
@@ -422,9 +421,8 @@ def test_progress_bar(capsys: pytest.CaptureFixture[str]) -> None:
             Small(), pixels(3), labels(3), **QUICK, batch_size=2, progress=shown
         )
         written = capsys.readouterr().err
-        assert (
-            ("robustness" in written) == ("/6 [" in written) == shown
-        )  # two batches: as is, pixelated, attacked
+        # Two batches, each as it is, pixelated and attacked.
+        assert ("robustness" in written) == ("/6 [" in written) == shown
 
 
 ONE = pixels(1)

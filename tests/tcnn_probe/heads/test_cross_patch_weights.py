@@ -72,6 +72,7 @@ def test_of_known_matrices() -> None:
     assert abs(float(random.translation_equivariance)) < 4 * DEVIATION
     rows = torch.randn(4000, H * W, generator=torch.Generator().manual_seed(2)).abs()
     shares = rows / rows.sum(1, keepdim=True)
+    # Another draw of random rows: their mean entropy scatters.
     assert float(random.entropy) == pytest.approx(
         float(-(shares * shares.log()).sum(1).mean()), abs=0.05
     )

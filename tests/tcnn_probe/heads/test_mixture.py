@@ -21,13 +21,14 @@ def test_clusters_that_are_known(number: int) -> None:
     assert len(criteria) == 3
     assert mixture.converged_
     order = np.argsort(-mixture.weights_)
+    # Fewer than two of the points may be shared out otherwise.
     np.testing.assert_allclose(
         mixture.weights_[order], np.array(sizes) / sum(sizes), atol=0.01
     )
+    # Three standard errors of the smallest cluster's mean, 0.05 / sqrt(29) each.
     np.testing.assert_allclose(mixture.means_[order], centers, atol=0.03)
-    deviations = np.sqrt(
-        np.diagonal(mixture.covariances_, axis1=1, axis2=2) - 0.03**2
-    )  # of which it has this floor
+    # The floor of 0.03 is part of each variance.
+    deviations = np.sqrt(np.diagonal(mixture.covariances_, axis1=1, axis2=2) - 0.03**2)
     np.testing.assert_allclose(deviations, 0.05, atol=0.02)
     again, _ = fit_mixture(points[rng.permutation(len(points))])
     np.testing.assert_array_equal(

@@ -38,9 +38,8 @@ def test_a_tcnn_starts_convolutional_and_is_turned(tmp_path: Path) -> None:
         first.gating[2:5] = -3.0
         first.query.unflatten(0, (9, -1))[4] *= 1e5
     ds = recorded(model, *size, path=tmp_path / "run.zarr")
-    expected = (
-        [conv] * 2 + ["averaging"] * 2 + ["content"] + [conv] * 4
-    )  # a low gate alone is no content
+    # A low gate alone is no content.
+    expected = [conv] * 2 + ["averaging"] * 2 + ["content"] + [conv] * 4
     assert tcnn_probe.head_types(ds).values.tolist() == [
         [expected, [conv] * 9, [conv] * 9]
     ]
@@ -111,9 +110,8 @@ def test_plain_attention() -> None:
         "cait_xxs24_224", img_size=(80, 112), depth=1, embed_dim=8, num_heads=2
     ).eval()
     types = tcnn_probe.head_types(recorded(cait, 11, 3, 80, 112)).isel(epoch=0)
-    assert (
-        types == "averaging"
-    ).all()  # class attention too, though it has no distance
+    # Class attention too, though it has no distance.
+    assert (types == "averaging").all()
 
 
 def test_a_convit_has_both_kinds() -> None:

@@ -22,6 +22,7 @@ def other_chain() -> Chain:
     source = Chain()
     with torch.no_grad():
         for parameter in source.parameters():
+            # Every parameter differs, by enough to show in every head.
             parameter.mul_(1.2)
     return source
 
@@ -81,12 +82,14 @@ class State:
         self.gradients = [
             None if p.grad is None else p.grad.clone() for p in model.parameters()
         ]
+        # An ablation draws no random numbers of the user's.
         self.random = torch.random.get_rng_state()
 
     def check(self, model: nn.Module) -> None:
         now = State(model)
         assert now.trace == self.trace
         assert now.parameters == self.parameters
+        # Bit for bit: what is left of an ablation would show in any digit.
         torch.testing.assert_close(now.gradients, self.gradients, rtol=0, atol=0)
         assert torch.equal(now.random, self.random)
         assert clean()

@@ -46,6 +46,7 @@ def test_nothing_is_left(case: str) -> None:
     plain, before = model(x).detach(), State(model)
     with tcnn_probe.ablate(model, **options):
         expected = model(x)
+        # An ablation that does nothing would leave nothing either.
         assert not torch.allclose(expected, plain, atol=1e-4)
         assert [id(p) for p in model.parameters()] == [
             key for _, key in before.parameters
@@ -181,6 +182,7 @@ def test_without_a_with() -> None:
         model, {"near": [1, 3]}, "mean", images=chain_images(5)
     )
     ablated = model(x)
+    # Else the assertions below would hold of an ablation that does nothing.
     assert not torch.allclose(ablated, plain, atol=1e-4)
     ablation.remove(), ablation.remove()
     assert torch.equal(model(x), plain)

@@ -24,9 +24,8 @@ from tests.tcnn_probe.networks import Chain, scatter
 
 pytestmark = pytest.mark.numerical
 
-ROUNDINGS = (
-    64 * torch.finfo(torch.float64).eps
-)  # of sums of sums of at most 60 terms each, logits up to 30 among them
+# Rounding of sums of sums of at most 60 terms each, logits up to 30 among them.
+ROUNDINGS = 64 * torch.finfo(torch.float64).eps
 HEADS = [0, 2]
 REFERENCE_IMAGES = 3
 
@@ -192,6 +191,8 @@ def test_its_own_attention_changes_nothing(name: str, fused: bool) -> None:
             ),
             tcnn_probe.record(model) as recorder,
         ):
+            # In float64: the attention that is put in was rebuilt, and weighs the values in another order of
+            # operations.
             torch.testing.assert_close(
                 model(x), plain, rtol=0, atol=1e-11 * float(plain.abs().max())
             )
@@ -216,9 +217,8 @@ def by_position(name: str) -> tuple[nn.Module, Tensor, Tensor]:
     for module in model.modules():
         if hasattr(module, "relative_position_bias_table"):
             qkv: Any = module.qkv
-            nn.init.zeros_(
-                qkv.weight[: len(qkv.weight) // 3]
-            )  # queries, without a bias of their own
+            # Queries, which have no bias of their own.
+            nn.init.zeros_(qkv.weight[: len(qkv.weight) // 3])
             nn.init.zeros_(
                 module.q_bias if name == "beit" else qkv.bias[: len(qkv.weight) // 3]
             )  # type: ignore[arg-type]
@@ -233,6 +233,7 @@ def test_attention_by_position_alone_stays(name: str, mode: Any) -> None:
     model, x, references = by_position(name)
     plain = model(x)
     with tcnn_probe.ablate(model, mode=mode, images=references):
+        # The mean of attentions that are all the same is off by rounding in float32 alone.
         assert (model(x) - plain).abs().max() < 1e-6 * max(1, float(plain.abs().max()))
 
 

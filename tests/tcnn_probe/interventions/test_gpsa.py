@@ -77,9 +77,8 @@ def test_gates(mode: str, gate: float, backend: str) -> None:
     with torch.no_grad():
         with tcnn_probe.ablate(model, {"": [1, 4]}, mode):  # type: ignore[arg-type]
             close(model(x), by_hand(model, x, gating=gating))
-            assert torch.equal(
-                model.gate, torch.sigmoid(model.gating)
-            )  # between forwards it is the model's own
+            # Between forwards it is the model's own.
+            assert torch.equal(model.gate, torch.sigmoid(model.gating))
         close(model(x), by_hand(model, x))
         with tcnn_probe.ablate(model, mode=mode):  # type: ignore[arg-type]
             expected = model(x)
@@ -115,8 +114,10 @@ def test_all_gates_at_one_give_the_convnet_back() -> None:
     x = torch.randn(2, 2, 71, 103)
     with torch.no_grad():
         expected = cnn(x)
+        # The content part counts before it is taken away.
         assert (model(x) - expected).abs().max() > 1e-2
         with tcnn_probe.ablate(model, mode="positional") as ablation:
+            # alpha is large but finite, and a whole network rounds in float32.
             torch.testing.assert_close(model(x), expected, rtol=1e-3, atol=1e-3)
     assert ablation.heads == {name: tuple(range(9)) for name in gpsa_layers(model)}
 

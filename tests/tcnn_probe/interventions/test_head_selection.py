@@ -69,9 +69,8 @@ def test_by_array() -> None:
         == expected
     )
     marks = xr.concat([~array, ~array, array], xr.Variable("step", [1, 5, 9]))
-    assert (
-        heads(marks) == heads(marks.transpose("head", "step", "layer")) == expected
-    )  # the last mark
+    # The last mark counts.
+    assert heads(marks) == heads(marks.transpose("head", "step", "layer")) == expected
     assert heads(array.sel(layer="near")) == {"near": (1, 8)}
     assert heads(array.sel(layer="far", head=24)) == {"far": (24,)}
     assert heads(array.any("head")) == {"near": NEAR, "far": FAR}
@@ -125,9 +124,8 @@ def test_all_of_timms_models() -> None:
     with tcnn_probe.ablate(model) as ablation:
         model(x)
     assert ablation.heads == dict.fromkeys(layers, (0, 1, 2))
-    with tcnn_probe.ablate(
-        model, mode="mean"
-    ) as ablation:  # where there are several queries
+    # Where there are several queries.
+    with tcnn_probe.ablate(model, mode="mean") as ablation:
         model(x)
     assert [*ablation.heads] == layers[:2]
     with (

@@ -25,11 +25,8 @@ from tests.tcnn_probe.interventions.softmax_models import (
 
 pytestmark = pytest.mark.numerical
 
-BUILT = [
-    *((name, True) for name in MODELS),
-    ("vit", False),
-    ("swin", False),
-]  # and whether timm fuses attention
+# Names of models, and whether timm fuses their attention.
+BUILT = [*((name, True) for name in MODELS), ("vit", False), ("swin", False)]
 
 
 def without(
@@ -61,6 +58,7 @@ def test_zeroed_heads(name: str, fused: bool) -> None:
             output = model(x)
             recorder.mark(epoch=0)
         assert ablation.heads == ({layer: tuple(heads)} if heads else {})
+        # The model runs in float32, the computation by hand in float64.
         torch.testing.assert_close(
             output.double(),
             expected,
@@ -72,10 +70,8 @@ def test_zeroed_heads(name: str, fused: bool) -> None:
     assert recordings[0].equals(recordings[1])
     assert recordings[0].equals(recordings[2])
     bias = model.get_submodule(f"{layer}.{projection}").bias
-    if name not in (
-        "levit",
-        "coatnet",
-    ):  # whose bias is a norm's, or along another axis
+    # Their projection's bias is a norm's, or along another axis.
+    if name not in ("levit", "coatnet"):
         with tcnn_probe.ablate(model, layer):
             output = input_and_output(model, model.get_submodule(layer), x)[1]
         assert torch.equal(output, bias.expand_as(output))  # type: ignore[operator, union-attr]
@@ -203,6 +199,7 @@ def test_heads_of_another_model(name: str, fused: bool) -> None:
     count, plain = heads_of(model, layer), model(x)
     size = float(plain.abs().max())
     with tcnn_probe.ablate(model, layer, "replaced", source=model):
+        # Terms are differences of two outputs, and lose the digits that these have in common.
         torch.testing.assert_close(model(x), plain, rtol=1e-6, atol=1e-6 * size)
     heads, rest = [count - 1], [*range(count - 1)]
     twins = [

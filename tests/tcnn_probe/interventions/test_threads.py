@@ -235,5 +235,6 @@ def test_ablated_recorded_and_attributed_at_once() -> None:
         recorder.mark(epoch=1)
     assert equal == [True] * sum(times for *_, times in jobs)
     first, second = recorder.dataset.entropy.values
+    # Threads bring the images in any order, in which they are summed.
     np.testing.assert_allclose(second, first, rtol=1e-6)
     assert [Trace(model) for model in models] == before

@@ -10,9 +10,8 @@ __all__ = ["texts_within_and_apart"]
 def texts_within_and_apart(figure: Figure) -> None:
     """Every text but the numbers of y axes lies within the figure, and over no other; turned ones by their distance."""
     figure.draw_without_rendering()
-    numbers = {
-        tick.label1 for axes in figure.axes for tick in axes.yaxis.majorTicks
-    }  # some of which are not drawn
+    # Some ticks are not drawn.
+    numbers = {tick.label1 for axes in figure.axes for tick in axes.yaxis.majorTicks}
     drawn = [
         text
         for text in figure.findobj(Text)

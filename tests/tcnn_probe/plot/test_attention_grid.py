@@ -99,10 +99,8 @@ def test_a_row_a_layer_and_a_column_a_head(shuffled: bool) -> None:
 @pytest.mark.parametrize("strided", [False, True])
 def test_the_query_of_an_image_is_boxed_in_each_layers_grid(strided: bool) -> None:
     maps = some_maps()
-    maps[1, :, 3:], maps[1, :, :, 4:] = (
-        np.nan,
-        np.nan,
-    )  # 3 x 4 cells in the second layer
+    # 3 x 4 cells in the second layer.
+    maps[1, :, 3:], maps[1, :, :, 4:] = (np.nan, np.nan)
     first, second = (3, 6), (1, 3)
     if strided:  # where a layer with a stride has its query
         first, second = (2, 6), (0, 3)
@@ -112,9 +110,8 @@ def test_the_query_of_an_image_is_boxed_in_each_layers_grid(strided: bool) -> No
     )
     *panels, picture = with_pictures(figure)
     assert picture.images[0].get_array().shape == (30, 56)
-    assert boxes(picture) == [
-        (18, 48, 6, 8)
-    ]  # row 3 of five of 6 pixels, column 6 of seven of 8
+    # Row 3 of five of 6 pixels, column 6 of seven of 8.
+    assert boxes(picture) == [(18, 48, 6, 8)]
     assert [boxes(axes) for axes in panels] == [[(*first, 1, 1)]] * 3 + [
         [(*second, 1, 1)]
     ] * 3
@@ -216,9 +213,8 @@ def test_parts_of_a_figure_of_ones_own() -> None:
     assert tcnn_probe.plot.attention_grid(some_maps(), query=(1, 2)) is current
     assert current.get_suptitle() == "attention from pixel (y, x) = (1, 2)"
     texts_within_and_apart(current)
-    assert (
-        tcnn_probe.plot.attention_grid(some_maps()) is not current
-    )  # which is not empty
+    # The current figure is not empty.
+    assert tcnn_probe.plot.attention_grid(some_maps()) is not current
 
 
 def test_what_it_refuses() -> None:
@@ -262,3 +258,24 @@ def test_what_it_refuses() -> None:
     with pytest.raises(ValueError, match=r"maps are all NaN"):
         grid(maps.where(maps.layer != LAYERS[0]))
     assert plt.get_fignums() == []
+
+
+def test_maps_over_the_image() -> None:
+    maps = some_maps()
+    maps[1, 2, 4, :] = np.nan
+    image = torch.rand(3, 15, 22)
+    figure = tcnn_probe.plot.attention_grid(maps, image=image, overlay=True)
+    *panels, picture = with_pictures(figure)
+    assert len(picture.images) == 1
+    for panel, expected in zip(panels, maps.values.reshape(6, 5, 7), strict=True):
+        background, attention = panel.images
+        grey = np.asarray(background.get_array())
+        below, above = image.mean(0).min(), image.mean(0).max()
+        expected_grey = (image.mean(0) - below) / (above - below)
+        np.testing.assert_allclose(grey, expected_grey, atol=1e-6)
+        assert background.get_extent() == attention.get_extent() == [0, 7, 5, 0]
+        np.testing.assert_array_equal(attention.get_array(), expected)
+        share = np.nan_to_num(expected / np.nanmax(expected))
+        np.testing.assert_allclose(attention.get_alpha(), 0.35 + 0.6 * share)
+    with pytest.raises(ValueError, match="overlay=True needs the image"):
+        tcnn_probe.plot.attention_grid(maps, overlay=True)

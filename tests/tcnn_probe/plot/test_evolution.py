@@ -1,8 +1,12 @@
 """Evolution by head: which lines are drawn, in which colours, and what their axes say."""
 
+from pathlib import Path
+
 import matplotlib.pyplot as plt
 import numpy as np
 import pytest
+import timm
+import torch
 import xarray as xr
 from matplotlib.colors import to_rgba
 
@@ -179,3 +183,61 @@ def test_a_title_where_there_is_none() -> None:
 
 def test_the_package_shows_its_plots() -> None:
     assert dir(tcnn_probe.plot) == sorted(tcnn_probe.plot.__all__)
+
+
+def seeds(marks: int = 5, **attrs: str) -> xr.DataArray:
+    """Three runs, as ``tcnn_probe.open`` joins them: the last ends one mark earlier and lacks a layer and two heads."""
+    runs = [recorded(marks) + shift for shift in (0.0, 0.3, 0.5)]
+    values = xr.concat(runs, xr.DataArray(["a", "b", "c"], dims="run", name="run"))
+    values[2, -1], values[2, :, 2], values[2, :, :, 5:] = np.nan, np.nan, np.nan
+    return values.assign_attrs(GATE | attrs)
+
+
+def test_runs_are_a_band_from_the_smallest_to_the_largest() -> None:
+    values = seeds()
+    ax = tcnn_probe.plot.evolution(values, colors=["r", "g", "b"])
+    assert len(ax.lines) == len(ax.collections) == 3
+    for layer, (line, band) in enumerate(zip(ax.lines, ax.collections, strict=True)):
+        corners = band.get_paths()[0].vertices
+        for mark, epoch in enumerate(values.epoch.values):
+            means = []
+            for run in range(3):
+                heads = values.values[run, mark, layer]
+                numbers = [value for value in heads.tolist() if value == value]
+                means += [sum(numbers) / len(numbers)] if numbers else []
+            at_mark = corners[corners[:, 0] == epoch, 1]
+            np.testing.assert_allclose(at_mark.min(), min(means))
+            np.testing.assert_allclose(at_mark.max(), max(means))
+            np.testing.assert_allclose(
+                line.get_ydata()[mark], sum(means) / len(means), rtol=1e-14
+            )
+        assert to_rgba(line.get_color()) == to_rgba("rgb"[layer])
+        assert tuple(band.get_facecolor()[0]) == to_rgba("rgb"[layer], 0.2)
+    assert ax.get_title() == (
+        "gate: mean over heads and runs (line), smallest to largest of 3 runs (band)"
+    )
+
+
+def test_scores_of_runs_have_a_band() -> None:
+    scores = seeds().mean(["layer", "head"]).rename("top1")
+    ax = tcnn_probe.plot.evolution(scores)
+    assert len(ax.lines) == len(ax.collections) == 1
+    assert ": mean over runs (line)" in ax.get_title()
+    ax = tcnn_probe.plot.evolution(scores.isel(epoch=[0]), plt.figure().subplots())
+    assert ax.collections[0].get_linewidth() > 0  # a single mark's band has no area
+
+
+def test_recordings_opened_together_are_drawn(tmp_path: Path) -> None:
+    for seed, layers in enumerate((2, 3)):
+        vit = timm.create_model(
+            "vit_tiny_patch16_224", img_size=(32, 48), depth=layers, embed_dim=24
+        ).eval()
+        path = tmp_path / f"seed{seed}.zarr"
+        with tcnn_probe.record(vit, path) as recorder, torch.no_grad():
+            vit(torch.randn(2, 3, 32, 48))
+            recorder.mark(epoch=0, top1=seed / 7)
+    tree = tcnn_probe.open([tmp_path / "seed0.zarr", tmp_path / "seed1.zarr"])
+    ax = tcnn_probe.plot.evolution(tree["heads"].entropy)
+    assert len(ax.collections) == 3
+    ax = tcnn_probe.plot.evolution(tree.top1, plt.figure().subplots())
+    assert ax.collections[0].get_paths()[0].vertices[:, 1].max() == 1 / 7

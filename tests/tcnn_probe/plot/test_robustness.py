@@ -176,6 +176,7 @@ def test_improvement_over_a_baseline_is_paired_by_image() -> None:
             low, high = np.quantile(
                 (drawn @ accuracies) / (drawn @ baseline) - 1, [0.025, 0.975]
             )
+            # In per cent: Fieller's interval and a bootstrap's quantiles agree roughly for so few images.
             np.testing.assert_allclose(
                 error_bars(axes)[bar][place], [100 * low, 100 * high], atol=3
             )

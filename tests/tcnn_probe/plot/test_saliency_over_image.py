@@ -49,12 +49,8 @@ def test_a_row_an_image_and_a_column_a_method_beside_the_images() -> None:
             below, above = axes[row, column].images
             np.testing.assert_allclose(below.get_array(), scaled, atol=1e-6)
             np.testing.assert_array_equal(above.get_array(), maps[name].values[row])
-            assert above.get_extent() == [
-                0,
-                13,
-                11,
-                0,
-            ]  # the whole image, its first row at the top
+            # The whole image, its first row at the top.
+            assert above.get_extent() == [0, 13, 11, 0]
             values = maps[name].values[row]
             share = (values - values.min()) / (values.max() - values.min())
             np.testing.assert_allclose(above.get_alpha(), 0.8 * share, atol=1e-12)

@@ -51,6 +51,7 @@ def check(
         assert ds.class_index[place].values.tolist() == best
         for rank, c in enumerate(best):
             attention = ds.attention_by_class[place, rank].values
+            # Weights of at most 1, in float32 against float64; scores are not bounded by 1.
             np.testing.assert_allclose(
                 attention, maps[image, c].reshape(attention.shape), atol=1e-5
             )

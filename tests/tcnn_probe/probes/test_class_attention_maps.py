@@ -181,6 +181,7 @@ def check(
     }
     assert parts["attention"].dims == ("image", "head", "y", "x")
     assert parts["attention"].dtype == parts["token_attention"].dtype == np.float32
+    # Weights of at most 1, in float32 against float64.
     np.testing.assert_allclose(
         parts["attention"], row[..., count:].reshape(*row.shape[:2], *grid), atol=1e-5
     )

@@ -278,10 +278,8 @@ def test_convit_equals_brute_force_on_each_layers_own_input(
     model, x = convit(side).to(dtype), tokens(side).to(dtype)
     with default_dtype(dtype):
         ds, inputs = record_epoch(model, x, (2, 3)), inputs_of(model, LAYERS, x)
-    assert ds.layer.values.tolist() == [
-        *LAYERS,
-        "blocks.2.attn",
-    ]  # the last one is softmax attention
+    # The last one is softmax attention.
+    assert ds.layer.values.tolist() == [*LAYERS, "blocks.2.attn"]
     assert ds.images.values.tolist() == [[5, 5, 5]]
     for name, layer_input in inputs.items():
         # timm's layer rounds its weights and products to bfloat16, of which brute force knows the inputs alone.

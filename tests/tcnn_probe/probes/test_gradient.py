@@ -128,9 +128,8 @@ def compare(
     for (epoch, name), rows in truth.items():
         expected = np.sqrt(np.mean(rows, 0))
         recorded_norms = ds.gradient_norm.sel(epoch=epoch, layer=name).values
-        assert len(set(np.round(expected / expected.max(), 6))) == len(
-            expected
-        )  # no head like another
+        # No head is like another.
+        assert len(set(np.round(expected / expected.max(), 6))) == len(expected)
         np.testing.assert_allclose(recorded_norms[: len(expected)], expected, rtol=rtol)
         assert np.isnan(recorded_norms[len(expected) :]).all()
 
@@ -423,9 +422,8 @@ def test_beside_attention() -> None:
             with torch.no_grad():
                 model.eval()(batch)
             if epoch == 1:
-                step(
-                    model, batch
-                )  # in eval mode, and in the same forward: a gradient all the same
+                # In eval mode, and in the same forward: a gradient all the same.
+                step(model, batch)
             recorder.mark(epoch=epoch)
         step(model.train(), batch)
         with pytest.raises(RuntimeError, match=r"no image in eval mode reached"):

@@ -401,6 +401,7 @@ def test_a_softmax_that_is_a_call_of_its_own_shows_no_values() -> None:
     hidden = {"sink_value_norm", "output_norm", "output_rank"}
     assert all(np.isnan(apart[name]).all() for name in hidden)
     for name, values in apart.drop_vars(hidden).data_vars.items():
+        # Fused attention rounds in other places than logits, softmax and product one by one.
         np.testing.assert_allclose(values, fused[name], rtol=1e-4, err_msg=name)
     for name in hidden:
         assert fused[name][0, 0] == 0

@@ -67,9 +67,8 @@ def cosines(tokens: np.ndarray) -> float:
 def test_of_feature_maps_beside_heads(tmp_path: Path) -> None:
     model, x = tcnn(), images(5, 64, 96)
     recorder = recorded(model, x, tmp_path / "run.zarr", images=[1, 4, 9])
-    assert recorder.dataset.layer.values.tolist() == [
-        "layer4.0.conv1"
-    ]  # the heads, as ever
+    # The heads are recorded as ever.
+    assert recorder.dataset.layer.values.tolist() == ["layer4.0.conv1"]
     features = recorder.tree["features"].dataset.isel(epoch=0)
     assert features.layer.values.tolist() == [f"layer{n}" for n in range(1, 5)]
     assert features["image"].values.tolist() == [1, 4, 9]
@@ -82,6 +81,7 @@ def test_of_feature_maps_beside_heads(tmp_path: Path) -> None:
         assert np.isnan(feature[:, channels:]).all()
         tokens = output.reshape(5, channels, -1).swapaxes(1, 2)
         expected = cosines(tokens) if tokens.shape[1] > 1 else 1
+        # A mean of float32 cosines of both signs, which cancel in part.
         np.testing.assert_allclose(row.token_cosine, expected, rtol=1e-4)
         assert row.images == 5
 
@@ -105,9 +105,11 @@ def test_of_tokens() -> None:
         np.testing.assert_allclose(
             features.token_cosine.sel(layer=layer), cosines(output[:, 2:]), rtol=1e-4
         )
+        # Class and distillation token.
         similarity = tcnn_probe.representation.token_cosine(
             feature[:, 1:].astype(float)
-        )  # class and distillation token
+        )
+        # Stored as float16: each of the two tokens is off by up to 2^-11 of its length.
         np.testing.assert_allclose(
             similarity.mean(), cosines(output[:4, :2]), atol=2e-3
         )
@@ -127,6 +129,7 @@ def test_of_channels_last() -> None:
         with tcnn_probe.record(model, probes=probe) as recorder:
             model(x)
             recorder.mark(epoch=0)
+        # Features are stored as float16, whose rounding is 2^-11 of a number.
         np.testing.assert_allclose(
             recorder.tree["features"].feature[0, 0, :, 0],
             expected,

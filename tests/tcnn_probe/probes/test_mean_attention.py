@@ -37,6 +37,7 @@ def test_of_a_vit_with_a_class_token() -> None:
     assert (recording.images == 5).all()
     for reference in attention_of(model, x):  # grid of 3 x 5, after a class token
         rows = reference.weights[:, :, [1 + 1 * 5 + 2, 1 + 4], 1:].mean(0).numpy()
+        # Weights of at most 1, stored as float32.
         np.testing.assert_allclose(
             recording.mean_attention.sel(layer=reference.layer),
             rows.reshape(3, 2, 3, 5),
@@ -53,9 +54,8 @@ def test_of_gated_attention() -> None:
         .tree["mean-attention"]
         .mean_attention[0, 0]
     )
-    padded = (
-        layer.double().attention(x.double()).detach()
-    )  # (B, heads, N_query, padded keys)
+    # (B, heads, N_query, padded keys).
+    padded = layer.double().attention(x.double()).detach()
     rows = padded.unflatten(-1, (9, 7))[:, :, [3 * 5 + 2, 4], 1:-1, 1:-1].mean(0)
     np.testing.assert_allclose(mean, rows, atol=1e-6)
 

@@ -164,7 +164,6 @@ def test_a_recorder_that_is_dropped_leaves_no_hooks(tmp_path: Path) -> None:
     del recorder
     gc.collect()
     assert before == Trace(model)
-    with tcnn_probe.record(
-        model, tmp_path / "run.zarr"
-    ) as recorder:  # the lock is free as well
+    # The lock is free as well.
+    with tcnn_probe.record(model, tmp_path / "run.zarr") as recorder:
         assert recorder.epochs == (0,)

@@ -29,11 +29,13 @@ def test_killed_recording(tmp_path: Path) -> None:
     path = tmp_path / "run.zarr"
     writer = Child(record_until_killed, path)
     announced = writer.numbers(3)
+    # A few more marks, so that the kill falls anywhere in one.
     time.sleep(0.05)
     announced += writer.end(kill=True)
     model = nn.Sequential(GPSA(2, 3, 3, padding=1)).eval()
     with tcnn_probe.record(model, path) as recorder:
         marks = len(recorder.epochs)
+        # An epoch may be stored, and its writer killed before it tells.
         assert marks - len(announced) in (0, 1)
         model[0].center.data.fill_(marks)
         model(torch.randn(1, 2, 5, 7))

@@ -54,6 +54,7 @@ def test_max_images(max_images: int) -> None:
         "class_content_information",
         "translation_equivariance",
     ):
+        # The same images in other batches: float32 sums in another order.
         np.testing.assert_allclose(
             ds[name], alone[name].isel(epoch=[0, 0]), atol=1e-5, err_msg=name
         )

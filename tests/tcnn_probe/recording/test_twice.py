@@ -77,9 +77,8 @@ def test_replacing_what_is_no_recording_or_is_being_written(tmp_path: Path) -> N
     zarr.open_group(path, mode="w")
     with pytest.raises(tcnn_probe.StoreError, match="something else than a recording"):
         script(path, 0, mode="w")
-    (path / "zarr.json").write_text(
-        '{"attributes": {"tcnn_probe_schema": "0"}}'
-    )  # of another version
+    # A recording of another version.
+    (path / "zarr.json").write_text('{"attributes": {"tcnn_probe_schema": "0"}}')
     assert script(path, 0, mode="w") == [0]
     model = vit()
     with tcnn_probe.record(model, path) as recorder:

@@ -65,9 +65,8 @@ def recording(
     )
     groups = {"/": root, "/heads": numbers}
     if grid is not None:
-        maps = np.moveaxis(of_heads(2, *grid), -1, 3).astype(
-            np.float16
-        )  # (epoch, layer, image, head, y, x)
+        # (epoch, layer, image, head, y, x)
+        maps = np.moveaxis(of_heads(2, *grid), -1, 3).astype(np.float16)
         groups["/maps"] = xr.Dataset(
             {"class_attention": (("epoch", "layer", "image", "head", "y", "x"), maps)},
             coords | {"image": [0, 3]},

@@ -2,6 +2,7 @@
 
 import io
 import json
+import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -154,9 +155,8 @@ def test_a_click_shows_the_numbers_of_its_head(
 ) -> None:
     for mark, epoch in enumerate(EPOCHS):
         to(browser, mark, "gate")
-        click(
-            browser, mark % 3, LAYER, HEAD
-        )  # in either run's grid, or that of the difference
+        # In either run's grid, or that of the difference.
+        click(browser, mark % 3, LAYER, HEAD)
         assert (
             browser.execute_script(
                 "return document.getElementById('chosen').textContent"
@@ -164,7 +164,7 @@ def test_a_click_shows_the_numbers_of_its_head(
             == "blocks.11, head 3"
         )
         for name in ("entropy", "gate"):
-            cells = browser.find_elements("xpath", f"//*[@id='value {name}']/data")
+            cells = browser.find_elements("xpath", f"//*[@id='value {name}']//data")
             for run, cell in zip(runs, cells, strict=True):
                 if epoch not in run.epoch:
                     assert cell.text == "no value"
@@ -255,6 +255,109 @@ def test_the_table_is_sorted_and_copied(browser: Any, runs: list[xr.DataTree]) -
     assert [float(number) for number in shown] == [
         float(f"{row[3]:.5g}") for row in cells
     ]
+
+
+def press(driver: Any, key: str) -> str:
+    """Press a key, and return the head that is chosen afterwards."""
+    for kind in ("keyDown", "keyUp"):
+        driver.execute_cdp_cmd("Input.dispatchKeyEvent", {"type": kind, "key": key})
+    return driver.execute_script("return document.getElementById('chosen').innerText")
+
+
+def test_arrow_keys_choose_heads(browser: Any, runs: list[xr.DataTree]) -> None:
+    to(browser, 1, "gate")
+    click(browser, 1, LAYER, HEAD)
+    assert press(browser, "ArrowRight") == f"blocks.11, head {HEAD + 1}"
+    assert press(browser, "ArrowLeft") == f"blocks.11, head {HEAD}"
+    assert press(browser, "ArrowDown") == f"blocks.11, head {HEAD}"  # the last layer
+    for _ in range(5):
+        press(browser, "ArrowRight")
+    # The layer above has fewer heads.
+    assert press(browser, "ArrowUp") == "blocks.10, head 4"
+    shown = browser.execute_script(
+        "return document.querySelector('[id=\"value gate\"] data').value"
+    )
+    gates = runs[0]["heads"].gate
+    assert float(shown) == gates.sel(epoch=5, layer="blocks.10", head=4).item()
+    browser.execute_script("document.getElementById('colour').focus()")
+    assert press(browser, "ArrowLeft") == "blocks.10, head 4"  # the list's key
+
+
+def test_charts_have_labels_and_names(browser: Any) -> None:
+    click(browser, 0, LAYER, HEAD)
+    labels = browser.execute_script(
+        """return Bokeh.documents[0].roots().filter(root => root.below).map(root =>
+            [root.name, root.below[0].axis_label, root.left[0].axis_label])"""
+    )
+    assert ["curve entropy", "epoch", "entropy (nat)"] in labels
+    assert ["grid 0", "head", "layer"] in labels
+    assert all(x and y for _, x, y in labels)
+    names = browser.execute_script(
+        "return [...document.querySelectorAll('[role=img], [role=application]')].map(node => node.ariaLabel)"
+    )
+    assert len(names) >= len(labels)
+    assert all(names)
+    (entropy,) = [name for name in names if name.startswith("entropy")]
+    assert "entropy by epoch, blocks.11, head 3; Net (A): " in entropy
+    unnamed = browser.execute_script(
+        f"""return {EVERYWHERE}(document, "[tabindex='0'], button, select, input").filter(node =>
+            !node.textContent.trim() && !node.ariaLabel && !node.labels?.length && node.offsetParent).length"""
+    )
+    assert unnamed == 0
+
+
+def test_a_finding_leads_to_its_head(browser: Any) -> None:
+    link = browser.find_element("css selector", "#tohealth")
+    assert link.text.startswith("health: ")
+    button = browser.find_element("css selector", "button[data-row]")
+    place = {
+        name: int(button.get_attribute(f"data-{name}"))
+        for name in ("row", "column", "mark")
+    }
+    to(browser, (place["mark"] + 1) % len(EPOCHS), "gate")
+    browser.execute_script("arguments[0].click()", button)
+    layer = [*LAYERS][place["row"]]
+    title = browser.execute_script(
+        "return document.getElementById('chosen').textContent"
+    )
+    assert title == f"{layer}, head {place['column']}"
+    now = browser.execute_script("return document.getElementById('now').textContent")
+    assert now.startswith(f"epoch {EPOCHS[place['mark']]} ")
+
+
+def emulate(driver: Any, scheme: str) -> None:
+    features = [{"name": "prefers-color-scheme", "value": scheme}]
+    driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": features})
+
+
+def test_a_dark_page_has_light_lines(browser: Any) -> None:
+    script = """const [plot] = Bokeh.documents[0].roots().filter(root => root.name === "curve entropy")
+        const styles = getComputedStyle(document.body)
+        return [styles.backgroundColor, styles.color, ...plot.renderers.filter(line => line.name === "run 0")
+            .map(line => line.glyph.line_color.value)]"""
+
+    def lightness(color: str) -> float:
+        rgb = (
+            re.findall(r"\d+", color)[:3]
+            if color[0] == "r"
+            else ImageColor.getrgb(color)
+        )
+        return sum(map(int, rgb)) / 3
+
+    try:
+        for scheme in ("dark", "light"):
+            emulate(browser, scheme)
+            until(browser, f"matchMedia('(prefers-color-scheme: {scheme})').matches")
+            # The page hears of the change at its next frame.
+            browser.execute_async_script(
+                "requestAnimationFrame(() => requestAnimationFrame(() => setTimeout(arguments[0], 100)))"
+            )
+            background, *drawn = map(lightness, browser.execute_script(script))
+            assert len(drawn) >= 3
+            assert (background < 40) == (scheme == "dark") == (background < 128)
+            assert all(abs(ink - background) > 150 for ink in drawn)
+    finally:
+        emulate(browser, "")
 
 
 def test_nothing_is_asked_for_and_nothing_fails(

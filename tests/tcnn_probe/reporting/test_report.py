@@ -146,6 +146,16 @@ def test_what_is_missing_is_said(page: str) -> None:
         assert said in words
 
 
+def test_of_three_runs_each_is_compared_with_the_others(
+    runs: list[xr.DataTree],
+) -> None:
+    page = tcnn_probe.report([*runs, runs[0]])
+    facts, _, _ = held(page.html)
+    assert [run["name"] for run in facts["runs"]] == ["Net (A)", "Net (B)", "Net (C)"]
+    words = html.unescape(page.html)
+    assert "Net (C): another run has layers that this one has not: c" in words
+
+
 def test_variables_without_a_value_are_named() -> None:
     run = recording({"a": 3}, [1, 2])
     run["heads"]["gate"][:] = np.nan
@@ -158,9 +168,8 @@ def test_maps_are_thinned_and_said_to_be() -> None:
     complete = tcnn_probe.report(run)
     assert "because max_mb" not in complete.html
     assert len(complete.html) <= run["maps/class_attention"].nbytes + 5e6
-    room = (
-        1.6 + 4 / 3 * 10.5 * 2 * 2 * 5 * (31 * 37 + 4) / 1e6
-    )  # of ten of the forty epochs
+    # Room for ten of the forty epochs.
+    room = 1.6 + 4 / 3 * 10.5 * 2 * 2 * 5 * (31 * 37 + 4) / 1e6
     thinned = tcnn_probe.report(run, max_mb=room)
     assert (
         f"this page has those of 10 of 40 epochs, evenly spread, because max_mb={room:g}"
@@ -250,8 +259,14 @@ def test_command(
     assert f"{store.parent.name}/run.zarr and again/run.zarr" in output.read_text(
         encoding="utf-8"
     )
-    assert main(["report", *[str(store)] * 3, "-o", str(output)]) == 2
-    assert "expected one recording or two, got 3" in capsys.readouterr().err
+    assert main(["report", *[str(store)] * 5, "-o", str(output)]) == 2
+    assert "expected 1 to 4 recordings" in capsys.readouterr().err
+    seeds = [str(store), str(tmp_path / "again" / "run.zarr")]
+    assert main(["report", "-o", str(output), "--seeds", *seeds]) == 0
+    facts, _, _ = held(output.read_text(encoding="utf-8"))
+    assert [run["name"] for run in facts["runs"]] == [
+        f"{store.parent.name}/run.zarr and 1 more"
+    ]
 
 
 def test_refusals(runs: list[xr.DataTree], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -260,7 +275,9 @@ def test_refusals(runs: list[xr.DataTree], monkeypatch: pytest.MonkeyPatch) -> N
     )
     steps.attrs["along"] = "step"
     for recordings, error, match in (
-        ([], ValueError, "expected one recording or two, got 0"),
+        ([], ValueError, "expected 1 to 4 recordings beside each other, got 0"),
+        (runs[:1] * 5, ValueError, "beside each other, got 5; seeds of the same"),
+        ({"a": []}, ValueError, "expected recordings of different seeds, got an empty"),
         (3, TypeError, "got int"),
         (xr.Dataset({"a": 1}), ValueError, "expected a recording"),
         (runs[0].isel(epoch=slice(0)), ValueError, "Net has no epoch yet"),

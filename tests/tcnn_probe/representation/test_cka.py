@@ -70,6 +70,7 @@ def test_batches_do_not_matter_nor_do_shift_rotation_and_scale() -> None:
         linear_cka(x, y), rel=1e-10
     )
     rotation = np.linalg.qr(make_features(7, n=7)[0])[0]
+    # Adding 1e4 costs features of size one four digits.
     assert linear_cka(x, 3 * (y + 1e4) @ rotation) == pytest.approx(
         linear_cka(x, y), rel=1e-6
     )
@@ -104,10 +105,8 @@ def test_refusals() -> None:
     ):
         cka.add({"a": x}, {"b": y[:, :6]})
     assert cka.result().identical(before)
-    for images, value in (
-        (11, 1.0),
-        (5, 123456.789),
-    ):  # the mean of five of these is another number
+    # The mean of five of the second number is another number.
+    for images, value in ((11, 1.0), (5, 123456.789)):
         assert math.isnan(linear_cka(x[:images], np.full((images, 7), value)))
 
 
@@ -119,6 +118,7 @@ def test_labelled_is_the_same_and_has_nan_where_features_are_missing() -> None:
     dims = ("epoch", "layer", "image", "channel")
     features = xr.DataArray(padded, {"epoch": [0, 1], "layer": ["a", "b"]}, dims)
     cka = layer_cka(features)
+    # The labelled features are float32.
     assert cka.sel(epoch=0, layer="a", other_layer="b").item() == pytest.approx(
         linear_cka(x, y), rel=1e-4
     )

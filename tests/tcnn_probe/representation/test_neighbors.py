@@ -131,6 +131,7 @@ def test_shuffled_labels_are_at_chance_and_true_ones_are_not() -> None:
     ):
         scores = [measure(labels) for labels in shuffled]
         assert measure(y) > 0.85
+        # Three standard deviations of a share of so many draws.
         assert abs(np.mean(scores) - chance) < 3 * math.sqrt(
             chance * (1 - chance) / (75 * len(scores))
         )
@@ -144,14 +145,10 @@ def test_shuffled_labels_are_at_chance_and_true_ones_are_not() -> None:
 def test_labelled_is_the_same() -> None:
     x, y = make_features(G, 1)
     features_by_layer = np.full((3, G, 5), np.nan)
-    features_by_layer[0, :, :3], features_by_layer[1, 1:, :] = (
-        x,
-        1.0,
-    )  # the second layer lacks an image
-    features_by_layer[2, :, :3], features_by_layer[2, 5, 1] = (
-        x,
-        np.inf,
-    )  # as float16 has a large number
+    # The second layer lacks an image.
+    features_by_layer[0, :, :3], features_by_layer[1, 1:, :] = (x, 1.0)
+    # As float16 has a large number.
+    features_by_layer[2, :, :3], features_by_layer[2, 5, 1] = (x, np.inf)
     features = xr.DataArray(
         features_by_layer, {"layer": ["a", "b", "c"]}, ("layer", "image", "channel")
     )

@@ -26,17 +26,14 @@ def test_beside_singular_values(shape: tuple[int, int]) -> None:
 
 
 def test_known_spectra() -> None:
-    corners = np.concatenate(
-        [np.eye(3), -np.eye(3)]
-    )  # equal variance along each of three axes
+    # Equal variance along each of three axes.
+    corners = np.concatenate([np.eye(3), -np.eye(3)])
     assert participation_ratio(corners) == pytest.approx(3)
     np.testing.assert_allclose(pca_energy(corners), [1 / 3, 2 / 3, 1])
     line = np.arange(7.0)[:, None] * np.array([1.0, 2, 3])
     assert participation_ratio(line) == pytest.approx(1)
-    for same in (
-        np.ones((4, 3)),
-        np.full((7, 3), 0.1),
-    ):  # the mean of seven 0.1 is another number
+    # The mean of seven 0.1 is another number.
+    for same in (np.ones((4, 3)), np.full((7, 3), 0.1)):
         assert math.isnan(participation_ratio(same))
         assert np.isnan(pca_energy(same)).all()
 
@@ -62,9 +59,8 @@ def test_token_cosine_is_the_mean_over_pairs() -> None:
         same.astype(np.int8),
         torch.tensor(same).half(),
     ):
-        np.testing.assert_allclose(
-            token_cosine(narrow), 1, rtol=1e-6
-        )  # the squares overflow, and their sum
+        # The squares overflow, and their sum.
+        np.testing.assert_allclose(token_cosine(narrow), 1, rtol=1e-6)
     with pytest.raises(
         ValueError,
         match=r"two tokens or more, shape \(..., N, C\), got the shape \(3, 1, 7\)",

@@ -44,9 +44,8 @@ class Child:
     def __init__(self, work: Callable[..., None], *arguments: Any) -> None:
         announced, tell = os.pipe()
         with warnings.catch_warnings():
-            warnings.simplefilter(
-                "ignore"
-            )  # Python 3.12 warns of zarr's thread, where a writer forks
+            # Python 3.12 warns of zarr's thread, where a writer forks.
+            warnings.simplefilter("ignore")
             self.pid = os.fork()
         if not self.pid:
             signal.alarm(120)  # a process that hangs has failed

@@ -59,9 +59,8 @@ def test_crash_at_every_write_of_a_mark(tmp_path: Path, kind: str) -> None:
                 add(store, 1, 9, top1=9.0, fresh=9.0)
                 break
             except Crash:
-                landed = (
-                    f"replace {target}/zarr.json" in done[:-1]
-                )  # there, but not announced
+                # There, but not announced.
+                landed = f"replace {target}/zarr.json" in done[:-1]
         assert store.marks == (0,)
         killed = create(place(kind, tmp_path / f"{number} killed", target))
         assert killed.marks == ((0, 1) if landed else (0,))
@@ -255,9 +254,8 @@ def test_interrupt_from_the_keyboard(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, slow: str
 ) -> None:
     """Writes under way end before the interrupt is raised, so that they cannot land on what comes next."""
-    before = signal.signal(
-        signal.SIGINT, signal.default_int_handler
-    )  # ignored in jobs in the background
+    # Ignored in jobs in the background.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
     store = create(tmp_path / "run.zarr")
     add(store, 0)
     original: Callable[..., None] = module.Folder._write

@@ -54,18 +54,19 @@ def test_every_flipped_byte_of_every_chunk_is_noticed(
             file.write_bytes(data)
             with pytest.raises(ValueError, match=r"checksum|bytes"):
                 zarr.open_group(path, mode="r")[name][...]
+        file.write_bytes(damaged[0])
+        with pytest.raises(StoreError, match=f"the chunk '{name}/c/.* is damaged"):
+            load(path)
+        # The next mark goes on from their chunks.
         if name in (
             "gate",
             "top1",
             "layer_scale/scale",
-        ):  # which the next mark goes on from
-            with pytest.raises(
-                StoreError, match=f"the last chunk of '{name}' in .*run.zarr is damaged"
-            ):
-                add(store := create(path), 2)
-            store.close()
+        ):
+            with pytest.raises(StoreError, match=f"'{name}/c/.* is damaged"):
+                mark(path)
         if name in ("gate", "layer", f"{MAPS}/saliency"):
-            with pytest.raises(StoreError, match=f"'{name}' in .*run.zarr is damaged"):
+            with pytest.raises(StoreError, match=f"'{name}/c/.* is damaged"):
                 repack(path, tmp_path / "packed.zarr")
             assert not (tmp_path / "packed.zarr").exists()
         file.write_bytes(intact)
@@ -118,6 +119,28 @@ def places(tree: Any, at: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
     ):
         yield (*at, key)
         yield from places(tree[key], (*at, key))
+
+
+@pytest.mark.parametrize(
+    ("at", "wrong"),
+    [
+        (("chunk_key_encoding", "configuration", "separator"), "."),
+        (("fill_value",), -3),
+    ],
+)
+def test_single_flipped_bits_that_zarr_accepts(
+    path: Path, at: tuple[str, ...], wrong: object
+) -> None:
+    """Fill values would be read in the place of numbers, or written for them."""
+    root = json.loads((path / "zarr.json").read_text())
+    inner = root["consolidated_metadata"]["metadata"]["images"]
+    for key in at[:-1]:
+        inner = inner[key]
+    inner[at[-1]] = wrong
+    (path / "zarr.json").write_text(json.dumps(root))
+    for use in (load, mark):
+        with pytest.raises(StoreError, match="has damaged metadata"):
+            use(path)
 
 
 def test_damaged_roots_are_refused_or_read(path: Path) -> None:

@@ -37,9 +37,8 @@ def test_chunks_then_the_root(tmp_path: Path, fresh: dict[str, float]) -> None:
         if before.get(name, 0) != data
     }
     files = [path / name for name, data in new.items() if data is not None]
-    assert len(files) == 1 + 3 + 5 + 2 * len(
-        fresh
-    )  # root, marks of the groups, variables
+    # Root, marks of the groups, variables.
+    assert len(files) == 1 + 3 + 5 + 2 * len(fresh)
     files.remove(path / "zarr.json")
     last = durable(
         done, files, [path / name for name, data in new.items() if data is None]

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 from matplotlib.figure import Figure
+from sklearn.datasets import load_digits
 
 import tcnn_probe
 
@@ -35,3 +36,31 @@ def test_it_can_be_drawn() -> None:
     assert (types.isel(epoch=0) == "convolutional").sum() > 50
     maps = tree["maps/25x8x8"].dataset.isel(epoch=-1, image=0)
     assert isinstance(tcnn_probe.plot.attention_grid(maps.center_attention), Figure)
+
+
+def test_the_vision_transformer_is_trained_and_has_content_heads() -> None:
+    tree = tcnn_probe.load_example("vit")
+    heads = tree["heads"].dataset
+    assert heads.sizes == {"epoch": tree.sizes["epoch"], "layer": 4, "head": 4}
+    assert set(heads.images.values.ravel().tolist()) == {360}
+    first, last = tree.top1.values[[0, -1]]
+    assert first < 0.2
+    assert last > 0.9
+    types = tcnn_probe.head_types(heads)
+    assert (types.isel(epoch=0) == "content").sum() == 0
+    assert (types.isel(epoch=-1) == "content").sum() >= 4
+
+
+def test_maps_of_the_vision_transformer_are_of_digits_that_can_be_had() -> None:
+    tree = tcnn_probe.load_example("vit")
+    maps = tree["maps/4x4x4"].dataset
+    assert maps.sizes["image"] == len(tree.attrs["digits"]) == 3
+    of_class = maps.class_attention.sum(["y", "x"]) + maps.self_attention
+    np.testing.assert_allclose(of_class, 1, atol=1e-5)
+    digits = load_digits().images[tree.attrs["digits"]]
+    assert digits.shape == (3, 8, 8)
+
+
+def test_an_unknown_example() -> None:
+    with pytest.raises(ValueError, match=r"expected one of \['tcnn', 'vit'\], got 'x'"):
+        tcnn_probe.load_example("x")

@@ -5,6 +5,7 @@ import json
 import os
 import time
 import tracemalloc
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import numpy as np
 import pytest
 import zarr
 from numcodecs.checksum32 import CRC32C
+from zarr.storage import ZipStore
 
 from tcnn_probe.storage import EpochStore, StoreError, open_recording, repack
 from tcnn_probe.storage.chunks import frame_size
@@ -38,15 +40,15 @@ def path(tmp_path: Path) -> Path:
 
 
 def refused(path: Path, message: str, *uses: Callable[[Path], object]) -> None:
-    """Each use raises StoreError, within seconds and 300 MiB."""
+    """Each use raises StoreError, within 20 seconds of the processor and 300 MiB."""
     for use in uses or (open_recording, EpochStore):
-        start = time.monotonic()
+        start = time.process_time()
         tracemalloc.start()
         try:
             with pytest.raises(StoreError, match=message):
                 use(path)
             assert tracemalloc.get_traced_memory()[1] < 300 * 2**20
-            assert time.monotonic() - start < 20
+            assert time.process_time() - start < 20
         finally:
             tracemalloc.stop()
 
@@ -135,21 +137,20 @@ def test_roots_that_are_deep_or_large(path: Path) -> None:
 def test_frame_size_is_what_zstd_decodes_to(length: int) -> None:
     for data in (bytes(length), np.random.default_rng(0).bytes(length)):
         assert frame_size(bytes(numcodecs.zstd.compress(data, 1))[:18]) == length
-    assert (
-        frame_size(b"\x28\xb5\x2f\xfd\x00\x58") is None
-    )  # RFC 8878: a frame that does not say it
+    # RFC 8878: a frame that does not say it.
+    assert frame_size(b"\x28\xb5\x2f\xfd\x00\x58") is None
     assert frame_size(b"no frame") is None
 
 
 @pytest.mark.parametrize(
     ("layer", "length"),
-    [(0, 2**24), (slice(None), 2**29)],
+    [(0, 2**24), (slice(None), 2**28)],
     ids=["a part of a shard", "a shard"],
 )
 def test_chunk_that_says_that_it_is_large(
     path: Path, layer: int | slice, length: int
 ) -> None:
-    """16 kB that decode to 512 MB, with right checksums, in the place of every chunk of a shard."""
+    """8 kB that decode to 256 MB, with right checksums, in the place of every chunk of a shard."""
     bomb = numcodecs.zstd.compress(np.zeros(length, np.uint8), 1)
     checksum = CRC32C(location="end")
     chunk = bytes(checksum.encode(bomb))
@@ -181,8 +182,27 @@ def test_files_that_are_larger_than_they_may_be(path: Path) -> None:
         with (path / name).open("r+b") as file:
             file.truncate(2**40)
     refused(path, "bytes, expected", lambda _: heads.load())
-    with pytest.raises(ValueError, match="checksum"):
-        maps.isel(epoch=0).load()
+    refused(path, "checksum", lambda _: maps.isel(epoch=0).load())
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [("zarr.json", "of more than 16777216 bytes"), ("gate/c/0/0/0", "bytes, expected")],
+)
+def test_zip_files_that_unpack_to_more_than_they_may(
+    path: Path, tmp_path: Path, name: str, message: str
+) -> None:
+    """400 MB of zeros, which take 400 kB in the file."""
+    with zipfile.ZipFile(tmp_path / "run.zip", "w", zipfile.ZIP_DEFLATED) as packed:
+        for file in path.rglob("*"):
+            if file.is_file() and file != path / name:
+                packed.write(file, file.relative_to(path))
+        packed.writestr(name, bytes(4 * 10**8))
+
+    def load(_: Path) -> None:
+        open_recording(ZipStore(tmp_path / "run.zip"))["heads"].gate.load()
+
+    refused(path, message, load)
 
 
 @pytest.mark.parametrize("name", ["zarr.json", "gate/c/0/0/0", "epoch/c/0"])
@@ -204,9 +224,8 @@ def test_files_that_are_no_files(
         (path / name).parent.rename(tmp_path / "folder")
         (path / name).parent.symlink_to(tmp_path / "folder")
     if (path / name).parent == path and kind == "link to a folder":
-        assert (
-            open_recording(path).sizes["epoch"] == 2
-        )  # the whole recording is elsewhere, as users do
+        # The whole recording is elsewhere, as users keep it.
+        assert open_recording(path).sizes["epoch"] == 2
         return
     uses = [
         lambda path: open_recording(path)["heads"].gate.load(),

@@ -5,6 +5,7 @@ import json
 import os
 import re
 import sys
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -236,9 +237,8 @@ def test_targets_that_cannot_be(
     occupied = MemoryStore(
         {"mine/c/0": default_buffer_prototype().buffer.from_bytes(b"precious")}
     )
-    monkeypatch.setattr(
-        os, "access", lambda path, mode: path == tmp_path
-    )  # root, who may run tests, has all rights
+    # root, who may run tests, has all rights.
+    monkeypatch.setattr(os, "access", lambda path, mode: path == tmp_path)
     monkeypatch.setitem(sys.modules, "s3fs", None)
     for target, message in (
         ("", "expected the path of a directory, got an empty one"),
@@ -261,17 +261,36 @@ def test_targets_that_cannot_be(
     assert EpochStore(tmp_path / "c" / "run.zarr").marks == ()
 
 
+@pytest.mark.parametrize("occupied", [False, True])
 def test_mount_points_are_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, occupied: bool
 ) -> None:
     """The folder that the first mark has filled cannot take the place of one where a disk is mounted."""
-    monkeypatch.setattr(os.path, "ismount", lambda path: Path(path) == tmp_path)
+    path = tmp_path / "run.zarr"
+    recording(path) if occupied else path.mkdir()
+    monkeypatch.setattr(os.path, "ismount", lambda folder: Path(folder) == path)
     with pytest.raises(
         StoreError, match="is where a disk is mounted: choose a path inside it"
     ):
-        EpochStore(tmp_path)
-    add(create(tmp_path / "run.zarr"), 0)
-    assert_holds(tmp_path / "run.zarr", [0])
+        EpochStore(path, mode="w")
+    if occupied:  # it can still be continued
+        add(create(path), 1)
+        assert_holds(path, [0, 1])
+
+
+@pytest.mark.parametrize("folder", ["", "run.zarr"])
+def test_replacing_needs_both_directories(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, folder: str
+) -> None:
+    """The parent, where the new recording is made, and the old one, which is locked meanwhile."""
+    recording(path := tmp_path / "run.zarr")
+    monkeypatch.setattr(os, "access", lambda place, mode: place != tmp_path / folder)
+    with pytest.raises(
+        StoreError, match=rf"no permission to write in {tmp_path / folder}$"
+    ):
+        EpochStore(path, mode="w")
+    if folder == "":
+        assert EpochStore(path).marks == (0,)
 
 
 def test_zip_files(tmp_path: Path) -> None:
@@ -286,6 +305,22 @@ def test_zip_files(tmp_path: Path) -> None:
     for name in ("notes.zip", "nothing.zip"):
         with pytest.raises(StoreError, match=f"{name} cannot be opened"):
             open_recording(ZipStore(tmp_path / name))
+
+
+@pytest.mark.parametrize("name", ["zarr.json", "gate/c/0/0/0"])
+@pytest.mark.parametrize("place", [0, 200], ids=["in its header", "in its data"])
+def test_damaged_zip_files(tmp_path: Path, name: str, place: int) -> None:
+    """A bit of an object, or of the header before it."""
+    recording(tmp_path / "run.zarr")
+    with ZipStore(tmp_path / "run.zip", mode="w") as packed:
+        repack(tmp_path / "run.zarr", packed)
+    with zipfile.ZipFile(tmp_path / "run.zip") as archive:
+        start = archive.getinfo(name).header_offset
+    content = bytearray((tmp_path / "run.zip").read_bytes())
+    content[start + place] ^= 1
+    (tmp_path / "run.zip").write_bytes(content)
+    with pytest.raises(StoreError, match=f"'{name}' in .* is damaged"):
+        open_recording(ZipStore(tmp_path / "run.zip"))["heads"].gate.load()
 
 
 def test_what_the_user_keeps_there_is_left_alone(tmp_path: Path) -> None:

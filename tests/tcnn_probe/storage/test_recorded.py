@@ -68,9 +68,8 @@ def test_crash_before_the_commit(tmp_path: Path, again: bool) -> None:
         recorder.remove()
         recorder = tcnn_probe.record(model, path)
         model(7 * IMAGES)
-    recorder.mark(
-        epoch=3, top1=3, fresh=1.5
-    )  # what was seen before the crash still counts, once
+    # What was seen before the crash still counts, once.
+    recorder.mark(epoch=3, top1=3, fresh=1.5)
     ds = recorder.dataset
     xr.testing.assert_identical(ds.isel(epoch=slice(3)).drop_vars("fresh"), expected)
     np.testing.assert_array_equal(ds.fresh, [np.nan, np.nan, np.nan, 1.5])

@@ -26,9 +26,8 @@ from tests.tcnn_probe.storage.tables import (
     values,
 )
 
-EVERY = int(
-    os.environ.get("TCNN_PROBE_KILL_EVERY", "29")
-)  # 1 kills at all, in two minutes
+# 1 kills at all, in two minutes.
+EVERY = int(os.environ.get("TCNN_PROBE_KILL_EVERY", "29"))
 
 
 def replace(path: Path) -> EpochStore:

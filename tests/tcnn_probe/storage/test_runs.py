@@ -144,11 +144,12 @@ def test_what_differs_is_a_coordinate_and_what_is_absent_is_said(
     assert tree.seed.values.tolist() == [0, 1, 5]
     assert tree.recipe.values.tolist() == ["", "", "deit"]
     assert tree.classes.values.tolist() == ["", "", "[1]"]
+    # Beside the scalar of that name.
     assert tree.run_lr.values.tolist() == [
         0.1,
         0.1,
         0.2,
-    ]  # beside the scalar of that name
+    ]
     assert tree["heads"].lr.values.tolist() == [0.1, 0.1, 0.2]
     assert tree["heads"].gate.groupby("seed").mean(...).sizes == {"seed": 3}
     assert json.loads(tree.attrs["absent"]) == {
@@ -242,6 +243,7 @@ def test_reductions_by_dask_are_numpys(three: list[Path]) -> None:
     by_dask = maps.chunk(run=1, epoch=2, head=2).astype(float)
     assert by_dask.chunks is not None
     expected = np.nanmean(maps.values.astype(float), axis=(0, 1))
+    # dask adds chunk by chunk: float64 in another order.
     np.testing.assert_allclose(
         by_dask.mean(["run", "epoch"]).compute(), expected, rtol=1e-12
     )

@@ -19,9 +19,8 @@ def test_the_texture_looks_like_the_photographs(frost_folder: Path) -> None:
         texture(),
         [picture.mean((0, 1)) for picture in read_photographs(frost_folder)[:5]],
     )
-    np.testing.assert_allclose(
-        ours.mean((0, 1)), np.mean(photographs, 0), atol=0.04
-    )  # the colour
+    # The colour.
+    np.testing.assert_allclose(ours.mean((0, 1)), np.mean(photographs, 0), atol=0.04)
     assert 0.07 < ours.mean(2).std() < 0.13  # the photographs': 0.06 to 0.17
     assert 0 <= ours.min() < ours.max() <= 1
     assert texture() is ours

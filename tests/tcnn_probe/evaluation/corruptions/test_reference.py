@@ -52,12 +52,10 @@ def test_same_as_the_reference(
     image: NDArray[Any],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(
-        np.random, "default_rng", lambda *_: Generator(MT19937(SEED))
-    )  # impulse noise asks for one
-    monkeypatch.setattr(
-        Image, "NEAREST", Image.Resampling.BOX
-    )  # pixelate, as first published
+    # Impulse noise asks for one.
+    monkeypatch.setattr(np.random, "default_rng", lambda *_: Generator(MT19937(SEED)))
+    # pixelate, as first published.
+    monkeypatch.setattr(Image, "NEAREST", Image.Resampling.BOX)
     corruption = CORRUPTIONS[name]
     ours = corruption.function(
         image / 255, RandomState(MT19937(SEED)), 1.0, **corruption.at(severity)
@@ -80,6 +78,7 @@ def test_whole_images_at_the_published_size(
     draws = _random_state(CORRUPTIONS[name], 3, 7)
     ours = corrupt(large, name, 2, seed=3, first=7)
     expected = damaged(reference, name, large, 2, draws)
+    # corrupt() rounds to bytes: half a level.
     np.testing.assert_allclose(ours, expected, rtol=0, atol=0.502 + DIFFERENCE[name])
 
 

@@ -62,9 +62,8 @@ def test_discs_are_averaged(severity: int, small: NDArray[Any]) -> None:
     blurred = run("defocus_blur", small, severity)
     inside = np.s_[2:-2, 2:-2]  # borders are mirrored at another place
     np.testing.assert_allclose(blurred[inside], expected[inside], atol=1e-12)
-    assert (np.abs(blurred - small).mean() > 1e-3) == (
-        severity > 1
-    )  # a disc of radius 3 lies within seven pixels
+    # A disc of radius 3 lies within seven pixels.
+    assert (np.abs(blurred - small).mean() > 1e-3) == (severity > 1)
 
 
 @pytest.mark.parametrize("severity", [1, 3, 5])
@@ -120,6 +119,7 @@ def test_elastic_displacements_are_scaled(severity: int) -> None:
             ramp, RandomState(MT19937(5)), scale_of(ramp.shape), **parameters
         )
         sizes.append((warped - ramp)[8:-8, 8:-8].std())
+    # Standard deviations of smooth random fields, of which an image holds few independent parts.
     assert sizes[1] / sizes[0] == pytest.approx(0.5, rel=0.1)
 
 

@@ -1,0 +1,252 @@
+"""Statistics of each row of a softmax attention, by the kernel on a GPU or a block of queries at a time."""
+
+import math
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from tcnn_model.kernels import TokenGrid
+from tcnn_probe.attention.layout import Layout, Tokens
+from tcnn_probe.attention.patterns import PatternSum
+
+if TYPE_CHECKING:
+    from tcnn_probe.attention.attention import SoftmaxAttention
+
+__all__ = ["LOWEST", "SoftmaxRows", "rows_by_blocks", "rows_by_kernel"]
+
+# In place of minus infinity, which times an attention of zero would be NaN.
+LOWEST = -1e30
+
+# Up to so many distances (4 MiB in float32) are kept from forward to forward; more are computed block by block.
+_SMALL_TABLE = 1 << 20
+_LN2 = math.log(2)
+
+
+@dataclass(frozen=True)
+class SoftmaxRows:
+    """Statistics of each row of the attention A over all keys, shape (rows, heads, N_query) each.
+
+    Args:
+        entropy: -sum_j A_j log A_j in nats; 0 for queries that can see no key at all, as torch's own attention has it.
+        largest: Largest logit, at most :data:`LOWEST` or minus infinity where all keys are hidden.
+        prefix: Sum of A_j over class and register tokens; None if there are none.
+        distance: Mean distance to the keys on the grid, with rows renormalised over these; None where it is unknown
+            where the queries lie.
+        received: sum_i A_ij over whole columns, shape (rows, heads, N_key); None unless the attention is to be measured
+            in detail.
+    """
+
+    entropy: Tensor
+    largest: Tensor
+    prefix: Tensor | None
+    distance: Tensor | None
+    received: Tensor | None
+
+
+def rows_by_kernel(attention: "SoftmaxAttention", patterns: PatternSum) -> SoftmaxRows:
+    """Measure the rows in one pass of the kernel; of the sampled queries alone the attention is formed.
+
+    Args:
+        attention: Attention whose logits say that the kernel takes them.
+        patterns: Sums over images, to which the sampled queries are added.
+    """
+    layout = attention.layout
+    patterns.add_sampled()
+    measured = attention.logits.statistics(
+        _token_grid(layout.queries), _token_grid(layout.keys), attention.detailed
+    )
+    return SoftmaxRows(
+        entropy=measured.entropy,
+        largest=measured.largest,
+        prefix=measured.prefix if layout.prefix else None,
+        distance=measured.distance,
+        received=measured.received,
+    )
+
+
+def _token_grid(tokens: Tokens | None) -> TokenGrid | None:
+    if tokens is None:
+        return None
+    return TokenGrid(tokens.prefix, tokens.width, tokens.spacing, tokens.origin)
+
+
+def rows_by_blocks(attention: "SoftmaxAttention", patterns: PatternSum) -> SoftmaxRows:
+    """Measure the rows a block of queries at a time.
+
+    The class and register tokens are added to the keys on the grid, not taken away from whole rows: so the distance
+    stays exact where nearly all attention goes to them.
+
+    Args:
+        attention: Attention to measure.
+        patterns: Sums over images, to which each block is added.
+    """
+    grid, prefix_logits = _rows_over_grid(attention, patterns)
+    if prefix_logits is None:
+        entropy = grid.zero_if_empty(grid.entropy)
+        return SoftmaxRows(entropy, grid.top, None, grid.distance, grid.received)
+    entropy, to_prefix = _with_prefix(grid, prefix_logits)
+    patterns.add_prefix(to_prefix)
+    if grid.received is not None:
+        grid.received[..., : to_prefix.shape[-1]] = to_prefix.sum(-2)
+    return SoftmaxRows(
+        entropy=grid.zero_if_empty(entropy),
+        largest=torch.maximum(grid.top, prefix_logits.amax(-1)),
+        prefix=to_prefix.sum(-1),
+        distance=grid.distance,
+        received=grid.received,
+    )
+
+
+@dataclass(frozen=True)
+class _GridRows:
+    """Sums over the keys on the grid of each query's attention A, shape (rows, heads, N_query) each.
+
+    Logits s_j are counted from the largest one, m: so all sums are precise, however large the logits are.
+
+    Args:
+        top: m.
+        lse: log sum_j exp(s_j - m).
+        expected: sum_j A_j (s_j - m).
+        distance: sum_j A_j ||delta_j||; None where it is unknown where the queries lie.
+        empty: Whether a mask hides all of these keys; None without a mask.
+        received: sum_i A_ij over whole rows, shape (rows, heads, N_key), 0 for class and register tokens; None unless
+            the attention is to be measured in detail.
+    """
+
+    top: Tensor
+    lse: Tensor
+    expected: Tensor
+    distance: Tensor | None
+    empty: Tensor | None
+    received: Tensor | None
+
+    @property
+    def entropy(self) -> Tensor:
+        """-sum_j A_j log A_j, where log A_j = s_j - m - lse."""
+        return self.lse - self.expected
+
+    def zero_if_empty(self, values: Tensor) -> Tensor:
+        """Return values of rows, 0 for those that can see no key at all, as torch's own attention has it."""
+        return (
+            values
+            if self.empty is None
+            else values.masked_fill(self.empty & ~values.isfinite(), 0)
+        )
+
+
+def _rows_over_grid(
+    attention: "SoftmaxAttention", patterns: PatternSum
+) -> tuple[_GridRows, Tensor | None]:
+    """Sum over the keys on the grid.
+
+    The only large tensors are two buffers, which hold one block; the rest is done for all rows at once.
+
+    Args:
+        attention: Attention to sum over.
+        patterns: Sums over images, to which each block is added.
+
+    Returns:
+        The sums, and the logits of the class and register tokens, shape (rows, heads, N_query, prefix); None if there
+        are none.
+    """
+    logits, layout, prefix = attention.logits, attention.layout, attention.layout.prefix
+    top, total, expected = (logits.new_empty(*logits.shape[:3]) for _ in range(3))
+    prefix_logits = logits.new_empty(*logits.shape[:3], prefix) if prefix else None
+    distance = None if layout.queries is None else torch.empty_like(top)
+    received = None
+    if attention.detailed:
+        received = logits.new_empty(*logits.shape[:2], attention.keys).zero_()
+    is_small = attention.queries * attention.keys <= _SMALL_TABLE
+    table = (
+        _table(layout, logits.dtype, logits.device)
+        if distance is not None and is_small
+        else None
+    )
+    buffers = [
+        logits.new_empty(max(attention.block, attention.heads * attention.keys))
+        for _ in range(2)
+    ]
+    for block in attention.blocks():
+        rows, queries = attention.rows_of(block), block.queries
+        at = rows, slice(None), queries
+        shape = (
+            rows.stop - rows.start,
+            attention.heads,
+            queries.stop - queries.start,
+            attention.keys,
+        )
+        s, weights = (buffer[: math.prod(shape)].view(shape) for buffer in buffers)
+        logits(rows, queries, out=s)
+        if prefix_logits is not None:
+            prefix_logits[at] = s[..., :prefix]
+            # No attention, in the sums that follow.
+            s[..., :prefix] = -torch.inf if logits.masked else LOWEST
+        m = s.amax(-1, keepdim=True)
+        top[at] = m[..., 0]
+        # Rows that see none of these keys, and keys that a row does not see.
+        if logits.masked:
+            s.sub_(m.masked_fill_(m == -torch.inf, 0)).clamp_(min=LOWEST)
+        else:
+            s.sub_(m)
+        # From here on in bits: torch.exp takes twice the time of torch.exp2 (torch 2.13 on a CPU).
+        torch.exp2(s.mul_(1 / _LN2), out=weights)
+        z = weights.sum(-1)
+        total[at] = z
+        expected[at] = s.mul_(weights).sum(-1)
+        if distance is not None:
+            lengths = (
+                layout.distances(queries, logits.dtype, logits.device)
+                if table is None
+                else table[queries]
+            )
+            distance[at] = torch.mul(weights, lengths, out=s).sum(-1)
+        grid_share = (
+            1
+            if prefix_logits is None
+            else (z.log() - (prefix_logits[at] - m).logsumexp(-1)).sigmoid_()
+        )
+        factor = (grid_share / z).nan_to_num_()  # 0 / 0 where a mask hides all
+        patterns.add(block, weights, factor)
+        if received is not None:
+            received[rows] += (factor[..., None, :] @ weights)[..., 0, :]
+    empty = top == -torch.inf if logits.masked else None
+    lse = total.log()
+    if empty is not None:
+        top, total = top.masked_fill_(empty, LOWEST), total.masked_fill_(empty, 1)
+    mean_distance = None if distance is None else distance.div_(total)
+    mean_logit = expected.div_(total).mul_(_LN2)
+    return _GridRows(
+        top, lse, mean_logit, mean_distance, empty, received
+    ), prefix_logits
+
+
+def _with_prefix(grid: _GridRows, logits: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the entropy of whole rows, and their attention to each class and register token, shaped as ``logits``.
+
+    With m the largest logit of a whole row and lse = log(sum over the grid + sum over the prefix), again counted from
+    m, the grid has the share exp(lse_grid - lse) of the row, and H = lse - sum_j A_j (s_j - m).
+
+    Args:
+        grid: Sums of the same rows over the keys on the grid.
+        logits: Logits of the other keys, shape (rows, heads, N_query, prefix).
+    """
+    # A mask can hide keys with the least of all numbers.
+    top = torch.maximum(grid.top, logits.amax(-1))
+    lower = (grid.top - top).clamp_(min=LOWEST)
+    logits, lse_grid = logits - top[..., None], grid.lse + lower
+    lse = torch.logsumexp(torch.cat([lse_grid[..., None], logits], -1), -1)
+    attention = (logits - lse[..., None]).exp()
+    finite = logits if grid.empty is None else logits.clamp(min=LOWEST)
+    expected = (grid.expected + lower) * (lse_grid - lse).exp() + (
+        finite * attention
+    ).sum(-1)
+    return lse - expected, attention if grid.empty is None else attention.nan_to_num(0)
+
+
+@lru_cache(maxsize=16)
+def _table(layout: Layout, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return all distances of a small grid, shape (N_query, N_key)."""
+    return layout.distances(slice(None), dtype, device)

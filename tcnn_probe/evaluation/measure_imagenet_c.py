@@ -1,0 +1,183 @@
+"""``imagenet_c()``: the decisions of models on the published images of ImageNet-C, as a dataset."""
+
+import json
+import warnings
+from collections import Counter
+from collections.abc import Collection, Mapping
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import xarray as xr
+from torch import nn
+from torch.utils.data import DataLoader, Subset
+
+from tcnn_probe.evaluation.checks import whole_numbers
+from tcnn_probe.evaluation.classifier import Model, Normalization
+from tcnn_probe.evaluation.corruptions.table import CORRUPTIONS, named_corruptions
+from tcnn_probe.evaluation.imagenet_variants import Variant, imagenet_variant
+from tcnn_probe.evaluation.measure_robustness import robustness
+from tcnn_probe.evaluation.summary import as_dataset
+from tcnn_probe.models import progress_bar
+
+__all__ = ["imagenet_c"]
+
+
+def imagenet_c(
+    models: Model | Mapping[str, Model],
+    root: str | Path,
+    *,
+    clean: str | Path | None = None,
+    corruptions: str | Collection[str] | None = None,
+    severities: int | Collection[int] = (1, 2, 3, 4, 5),
+    model: nn.Module | None = None,
+    size: int | tuple[int, int] | None = None,
+    normalization: Normalization | Mapping[str, Normalization | None] | None = None,
+    batch_size: int = 64,
+    workers: int = 0,
+    device: torch.device | str | None = None,
+    progress: bool | None = None,
+) -> xr.Dataset:
+    """Classify the published images of ImageNet-C, and record each decision as :func:`robustness` does.
+
+    ::
+
+        ds = evaluation.imagenet_c({"cnn": cnn, "tcnn": tcnn}, "imagenet-c", clean="imagenet/val", model=cnn)
+        errors = evaluation.mean_corruption_error(ds, evaluation.ALEXNET_ERRORS)
+        print(100 * errors.mean_corruption_error.to_pandas())  # mCE, as papers print it
+
+    An image has the same place in every corruption and severity, and among the clean images, so that all that compares
+    models image by image works: :func:`improvement`, :func:`mcnemar`, :func:`disagreement`, ``plot.robustness``.
+
+    Args:
+        models: Models of ImageNet's 1000 classes, as those of :func:`robustness`.
+        root: Folder with ``<corruption>/<severity>/n01440764/``, ... Images are 224 x 224 and shown as they are.
+        clean: Folder of ImageNet's validation images, ``n01440764/``, ..., of which those with the names of the
+            corrupted ones are classified too; None for none.
+        corruptions: Names in ``tcnn_probe.evaluation.CORRUPTIONS``, or groups of them; None for all.
+        severities: Severities of the corruptions, 1 to 5.
+        model, size: Options of :func:`imagenet_variant` for the clean images.
+        normalization, device, progress: Options of :func:`robustness`.
+        batch_size: Number of images in a batch.
+        workers: Number of processes that read images.
+
+    Returns:
+        A dataset like that of :func:`robustness`, without attacks, and with a single seed, 0: the images were made by
+        others. The coordinate ``file`` (image) has the folder and the name of each image.
+
+    Raises:
+        FileNotFoundError: A folder does not exist.
+        ValueError: The folders hold different images, or ``clean`` lacks some; an option is out of range.
+    """
+    names = named_corruptions(corruptions)
+    levels = whole_numbers(severities, "severities", 1, 5)
+    conditions = list(product(names, levels))
+    if not conditions:
+        raise ValueError("expected at least one corruption and one severity, got none")
+    loading: dict[str, Any] = {"batch_size": batch_size, "workers": workers}
+    files = _files_of_all(root, conditions)
+    options: dict[str, Any] = {
+        "normalization": normalization,
+        "device": device,
+        "corruptions": (),
+        "attacks": (),
+        "progress": False,
+    }
+    results = []
+    decisions: dict[str, Any] = {}
+    total = len(conditions) + (clean is not None)
+    with progress_bar(total, "ImageNet-C", progress, "condition") as bar:
+        if clean is not None:
+            originals = imagenet_variant(
+                "imagenet", clean, model=model, size=size, **loading
+            )
+            result = robustness(models, _selected(originals, files), **options)
+            for name in ("clean_prediction", "clean_confidence"):
+                decisions[name] = result[name].values
+            results.append(result)
+            bar.update(1)
+        corrupted = []
+        for condition in conditions:
+            variant = _open(root, condition, **loading)
+            corrupted.append(robustness(models, variant.loader, **options))
+            bar.update(1)
+    results += corrupted
+    for name in ("prediction", "confidence"):
+        rows = np.stack([ds[f"clean_{name}"].values for ds in corrupted], 1)
+        shape = (len(rows), len(names), len(levels), 1, len(files))
+        decisions[name] = rows.reshape(shape)
+    groups = [CORRUPTIONS[name].group for name in names]
+    coordinates = {
+        "model": results[0].model.values,
+        "corruption": np.array(names, dtype=object),
+        "group": ("corruption", np.array(groups, dtype=object)),
+        "severity": list(levels),
+        "seed": [0],
+    }
+    nan_scores: Counter[str] = Counter()
+    for ds in results:
+        nan_scores.update(json.loads(ds.attrs["nan_scores"]))
+    attrs = results[0].attrs | {"nan_scores": json.dumps(nan_scores)}
+    del attrs["frost"], attrs["attacks"]  # none was drawn here
+    decisions["label"] = results[0].label.values
+    ds = as_dataset(decisions, {}, coordinates, attrs)
+    return ds.assign_coords(file=("image", np.array(files, dtype=object)))
+
+
+def _open(
+    root: str | Path, condition: tuple[str, int], *, warn: bool = False, **loading: Any
+) -> Variant:
+    corruption, severity = condition
+    with warnings.catch_warnings():
+        # Of missing classes the first condition warns, once: all others have the same.
+        if not warn:
+            warnings.simplefilter("ignore", UserWarning)
+        return imagenet_variant(
+            "imagenet-c", root, corruption=corruption, severity=severity, **loading
+        )
+
+
+def _files_of_all(root: str | Path, conditions: list[tuple[str, int]]) -> list[str]:
+    """Return the files that every condition has; raise unless they are the same, in the same order.
+
+    All folders are read before the first image is classified, and again when it is their turn: the lists of 75
+    conditions of 50,000 images would take half a gigabyte.
+    """
+    files = _files(_open(root, conditions[0], warn=True))
+    for condition in conditions[1:]:
+        further = _files(_open(root, condition))
+        if further != files:
+            different = sorted(set(files) ^ set(further))
+            raise ValueError(
+                f"expected the same images in all folders of {root}, got {len(files)} in "
+                f"{'/'.join(map(str, conditions[0]))} and {len(further)} in {'/'.join(map(str, condition))}: "
+                f"{', '.join(different[:3])} in one of them only"
+            )
+    return files
+
+
+def _files(variant: Variant) -> list[str]:
+    """Return the folder and the name of each image."""
+    loader: Any = variant.loader
+    paths = [Path(path) for path, _ in loader.dataset.samples]
+    return [f"{path.parent.name}/{path.name}" for path in paths]
+
+
+def _selected(variant: Variant, files: list[str]) -> DataLoader[Any]:
+    """Return a loader of the images with these names, in this order."""
+    loader: Any = variant.loader
+    numbers = {file: number for number, file in enumerate(_files(variant))}
+    missing = [file for file in files if file not in numbers]
+    if missing:
+        raise ValueError(
+            f"expected the originals of all {len(files)} corrupted images in clean, it lacks {len(missing)}: "
+            f"{', '.join(missing[:3])}"
+        )
+    return DataLoader(
+        Subset(loader.dataset, [numbers[file] for file in files]),
+        loader.batch_size,
+        num_workers=loader.num_workers,
+        generator=torch.Generator(),  # of its own, as the variant's loader has
+    )

@@ -1,0 +1,61 @@
+"""The recorder's measurements by the GPU's kernel, through Triton's interpreter: against brute force and the blocks."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tcnn_model import kernels
+from tcnn_probe.attention import statistics
+from tcnn_probe.attention.reconstruction import GivenLogits, ProductLogits
+from tests.tcnn_model.dense import DEVICE
+from tests.tcnn_model.kernels.conftest import interpreter  # noqa: F401
+from tests.tcnn_probe.attention.test_softmax_statistics import EPS, case, check
+
+pytestmark = pytest.mark.numerical
+
+
+@pytest.mark.parametrize(
+    ("form", "prefix", "windows"),
+    [
+        ("plain", 0, 3),
+        ("added", 5, 1),
+        ("hidden", 5, 1),
+        ("lowered", 5, 1),
+        ("swallowed", 5, 1),
+    ],
+)
+def test_measurements(
+    form: str, prefix: int, windows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if DEVICE.type == "cuda":
+        pytest.skip("cases are on the CPU; test_row_statistics.py runs the kernel here")
+    attention, expected = case(form, prefix, windows)
+    attention = replace(attention, detailed=True, limit=1)
+    by_blocks = statistics.measure_softmax(attention)
+    monkeypatch.setattr(ProductLogits, "on_kernel", True)
+    monkeypatch.setattr(statistics, "rows_by_blocks", None)
+    check(attention, expected)
+    by_kernel = statistics.measure_softmax(attention)
+    # Both are bounded by rounding above; sums of weights, at most 1 each, are close to each other by as much.
+    close = {"rtol": 1e3 * EPS, "atol": 1e3 * EPS}
+    assert by_kernel.pattern.images == by_blocks.pattern.images == 1
+    assert by_kernel.rows is not None
+    assert by_blocks.rows is not None
+    for holder in ("pattern", "rows"):
+        for name in ("attention", "entropy", "received", "similarity"):
+            actual, blocks = (
+                getattr(getattr(m, holder), name, None) for m in (by_kernel, by_blocks)
+            )
+            assert (actual is None) == (blocks is None)
+            if actual is not None:
+                torch.testing.assert_close(actual, blocks, **close, msg=name)
+
+
+def test_cases_that_are_left_to_the_blocks() -> None:
+    """Tensors on the CPU, whatever runs there, and logits that a model formed itself."""
+    query = torch.zeros(1, 2, 3, 8, device=DEVICE)
+    assert ProductLogits(query, query, 1.0, None).on_kernel == (query.is_cuda)
+    assert not GivenLogits(query).on_kernel
+    assert not kernels.can_measure(query.cpu(), query.cpu())
+    assert not kernels.can_measure(query.expand(1, 2, 3, 8), query.double())

@@ -1,0 +1,161 @@
+"""Loggers get the last mark: the recorded numbers, alarms, and maps over their images."""
+
+import sys
+from collections.abc import Iterator
+from io import BytesIO
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from matplotlib.figure import Figure
+
+import tcnn_probe
+from tests.tcnn_probe.contracts.helpers import images, vit
+
+
+class Writer:
+    """TensorBoard's writer, as far as its interface goes: a call for each value."""
+
+    def __init__(self) -> None:
+        self.logged: dict[str, tuple[Any, int]] = {}
+
+    def add_scalar(self, tag: str, value: Any, global_step: int) -> None:
+        self.logged[tag] = value, global_step
+
+    add_text = add_figure = add_scalar
+
+
+class Run:
+    """A run of wandb, likewise."""
+
+    def __init__(self) -> None:
+        self.logged: dict[str, Any] = {}
+        self.axes: dict[str, str | None] = {}
+        self.alerts: list[tuple[str, str]] = []
+
+    def define_metric(
+        self, name: str, step_metric: str | None = None, hidden: bool | None = None
+    ) -> None:
+        self.axes[name] = step_metric
+
+    def log(self, values: dict[str, Any]) -> None:
+        self.logged = values
+
+    def alert(self, title: str, text: str) -> None:
+        self.alerts.append((title, text))
+
+
+@pytest.fixture
+def wandb(monkeypatch: pytest.MonkeyPatch) -> Run:
+    """A run, beside a module of wandb whose pictures are the figures themselves."""
+    module = ModuleType("wandb")
+    module.Image = lambda figure: figure  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "wandb", module)
+    return Run()
+
+
+def marks() -> Iterator[tcnn_probe.Recorder]:
+    """Mark a healthy ViT, then one whose first block is ill, and twice one whose second block is."""
+    model = vit()
+    blocks = [block.attn.qkv.weight for block in model.blocks]
+    healthy = [weight.clone() for weight in blocks]
+    with (
+        tcnn_probe.record(model, images=[0, 2], health=True) as recorder,
+        torch.no_grad(),
+    ):
+        for epoch, factors in {3: (1, 1), 5: (9, 1), 7: (1, 9), 8: (1, 9)}.items():
+            for weight, before, factor in zip(blocks, healthy, factors, strict=True):
+                weight.copy_(before)
+                weight[:24] *= factor
+            model(images(3, seed=epoch))
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr("warnings.warn", lambda *_, **__: None)
+                recorder.mark(epoch=epoch, top1=0.5)
+            yield recorder
+
+
+PICTURES = images(3, seed=1)[[0, 2], :1]
+
+
+def check_picture(figure: Figure, recorder: tcnn_probe.Recorder, name: str) -> None:
+    """Draw a figure; compare its maps, and what is below them, with the recording of "NAME/GRID/image N"."""
+    figure.savefig(BytesIO())
+    *panels, _ = figure.axes
+    variable, grid, image = name.split("/")
+    number = int(image.removeprefix("image "))
+    recorded = recorder.tree[f"maps/{grid}"].dataset[variable]
+    maps = recorded.isel(epoch=-1).sel(image=number).values.reshape(-1, 5, 7)
+    picture = PICTURES[0 if number == 0 else 1, 0].double()
+    picture = (picture - picture.min()) / (picture.max() - picture.min())
+    for panel, expected in zip(panels, maps, strict=True):
+        below, above = panel.images
+        np.testing.assert_allclose(below.get_array(), picture, atol=1e-6)
+        np.testing.assert_array_equal(above.get_array(), expected)
+
+
+def test_tensorboard() -> None:
+    writer = Writer()
+    *_, recorder = marks()
+    tcnn_probe.log_to_tensorboard(writer, recorder, PICTURES)
+    assert {step for _, step in writer.logged.values()} == {8}
+    ds = recorder.dataset.sel(epoch=8)
+    for layer in ("blocks.0.attn", "blocks.1.attn"):
+        entropy = ds.entropy.sel(layer=layer).mean().item()
+        assert writer.logged[f"entropy/{layer}"][0] == entropy
+    alarms = tcnn_probe.health(recorder.dataset).alarms
+    lasting = [alarm for alarm in alarms if alarm.until is None]
+    assert 0 < len(lasting) < len(alarms)
+    assert writer.logged["health/alarms"][0] == len(lasting)
+    assert writer.logged["health/findings"][0] == "\n\n".join(map(str, lasting))
+    assert "top1" not in writer.logged
+    pictures = {tag[5:] for tag in writer.logged if tag.startswith("maps/")}
+    names = ("attention_received", "class_attention")
+    assert pictures == {f"{name}/3x5x7/image {i}" for name in names for i in (0, 2)}
+    for name in pictures:
+        check_picture(writer.logged[f"maps/{name}"][0], recorder, name)
+
+
+def test_wandb(wandb: Run) -> None:
+    for recorder in marks():
+        alarms = tcnn_probe.health(recorder.dataset).alarms
+        begun = [alarm for alarm in alarms if alarm.since == recorder.epochs[-1]]
+        wandb.alerts.clear()
+        tcnn_probe.log_to_wandb(wandb, recorder, PICTURES, heads=True)
+        assert wandb.alerts == [(f"{a.sign}: {a.layer}", str(a)) for a in begun]
+        # At the last mark alarms last that began before.
+        assert bool(begun) == (recorder.epochs[-1] in (5, 7))
+    assert wandb.logged["recording/epoch"] == 8
+    assert wandb.axes["recording/epoch"] is None
+    sections = {name.split("/")[0] for name in wandb.logged} - {"recording"}
+    assert {name for name, axis in wandb.axes.items() if axis} == {
+        f"{section}/*" for section in sections
+    }
+    assert {*wandb.axes.values()} == {None, "recording/epoch"}
+    recorded = recorder.dataset.sel(epoch=8, layer="blocks.1.attn")
+    logged = [wandb.logged[f"max_logit/blocks.1.attn/{head}"] for head in range(3)]
+    np.testing.assert_array_equal(logged, recorded.max_logit)
+    lasting = [alarm for alarm in alarms if alarm.until is None]
+    assert wandb.logged["health/alarms"] == len(lasting) < len(alarms)
+    figures = {name for name in wandb.logged if name.startswith("maps/")}
+    assert len(figures) == 4
+    for name in figures:
+        check_picture(wandb.logged[name], recorder, name[5:])
+
+
+def test_without_maps_layers_or_images(wandb: Run) -> None:
+    model, writer = vit(), Writer()
+    with tcnn_probe.record(model, probes=[]) as recorder:
+        recorder.mark(epoch=0, top1=0.5)
+    tcnn_probe.log_to_tensorboard(writer, recorder, images(1))
+    assert writer.logged == {"health/alarms": (0, 0)}
+    tcnn_probe.log_to_wandb(wandb, recorder)
+    assert wandb.logged == {"health/alarms": 0, "recording/epoch": 0}
+    with tcnn_probe.record(model, images=2) as recorder, torch.no_grad():
+        with pytest.raises(RuntimeError, match="nothing"):
+            tcnn_probe.log_to_tensorboard(writer, recorder)
+        model(images(3))
+        recorder.mark(epoch=0)
+    with pytest.raises(ValueError, match=r"the 2 images of which maps .* got 1"):
+        tcnn_probe.log_to_tensorboard(writer, recorder, images(1, 0)[:, :1])
