@@ -25,6 +25,9 @@ class_attention_saliency.png            faithfulness by epoch and method, with 9
 class_attention_saliency.zarr           the numbers behind it, a group for each model: xarray.open_datatree
 class_attention_saliency_*.zarr         what tcnn_probe recorded of each model's pooling, at every epoch
 
+With --heads 4 a PatchConvNet whose pooling has four heads is trained as well (Table 5 of the paper), and the last lines
+say whether the map of one head is a better explanation than the mean of four.
+
 It ends by checking that the models learned, and that the class attention of the PatchConvNet comes near the digit more
 often than chance.
 
@@ -75,7 +78,7 @@ from common.options import (
 )
 from common.output import RunOutput, write_whole
 from common.saliency_figures import draw_by_class, draw_faithfulness, draw_maps
-from common.saliency_report import report
+from common.saliency_report import report, several_heads
 from common.saliency_scores import logits, score, usable_methods
 from common.training import warmup
 from tcnn_model import (
@@ -291,6 +294,12 @@ def plan_digits(args: argparse.Namespace) -> tuple[list[Run], Loaders]:
             2e-3,
         ),
     ]
+    if args.heads:
+
+        def with_heads(_: Models) -> nn.Module:
+            return small_patchconvnet(args.heads)
+
+        runs.append(Run(several_heads(args.heads), with_heads, args.epochs, 2e-3))
     return runs, loaders
 
 
@@ -360,6 +369,12 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         help="of fine-tuning on --data (default: 1e-4)",
     )
     add_machine(training, small="6 epochs, 20 seconds")
+    add(
+        "--heads",
+        type=int,
+        choices=(2, 4, 8, 16),
+        help="of a further PatchConvNet, compared with the one whose pooling has a single head",
+    )
     add = parser.add_argument_group("saliency").add_argument
     add(
         "--images",
@@ -402,6 +417,8 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         parser.error(
             "--data and --model belong together, and --pretrained goes with them; without, it is the digits"
         )
+    if args.heads and not digits:
+        parser.error("--heads is for the small PatchConvNet of the digits")
     if digits and args.boxes:
         parser.error("--boxes is for photographs: --data and --model")
     check_data_options(parser, args)

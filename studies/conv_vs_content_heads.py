@@ -54,6 +54,7 @@ import numpy as np
 import torch
 import xarray as xr
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
 import tcnn_probe
 from common.content_evolution import SHOWN, draw_content, gain
@@ -259,7 +260,16 @@ def reference_images(study: Study) -> list[Tensor]:
     torch.manual_seed(study.args.seed)
     images = 32 if study.args.small else 128
     batches = -(-images // study.args.batch_size)
-    return [images for images, _ in islice(study.loaders[0], batches)]
+    train = study.loaders[0]
+    # A loader of its own: that of the training mixes photographs, and shows the same ones several times.
+    loader = DataLoader(
+        train.dataset,
+        train.batch_size,
+        shuffle=True,
+        drop_last=True,
+        num_workers=train.num_workers,
+    )
+    return [images for images, _ in islice(loader, batches)]
 
 
 def without(

@@ -86,7 +86,7 @@ def main(arguments: list[str] | None = None) -> int:
     study = begin("disagreement", args, stages=4 * args.seeds, later=LATER)
     by_training = [decide(study, nth) for nth in range(args.seeds)]
     results = xr.concat(by_training, "training")
-    # Fine-tuned from the same weights, or with one seed, no two CNNs start apart.
+    # With one seed, or with --pretrained, no two CNNs start from different weights.
     if args.seeds > 1 and not args.pretrained:
         results = with_other_start(results)
     study.output.save(results)
@@ -136,7 +136,7 @@ def decide(study: Study, nth: int) -> xr.Dataset:
 
 
 def with_other_start(results: xr.Dataset) -> xr.Dataset:
-    """Return the results with a model more: the CNN of the next training, which began elsewhere."""
+    """Add a model to the results: the CNN of the next training, which started from different weights."""
     decided = [name for name in results.data_vars if "model" in results[name].dims]
     next_cnn = results[decided].sel(model=[CNN]).roll(training=-1, roll_coords=False)
     return xr.concat(
@@ -265,9 +265,8 @@ def verdicts(rates: dict[str, xr.DataArray]) -> str:
         )
         for by in ("group", "corruption"):
             mean, interval = surplus(rates[by], than)
-            for label in mean[by].values[
-                by == "corruption" :
-            ]:  # clean images are in both
+            # Clean images are in both.
+            for label in mean[by].values[by == "corruption" :]:
                 low, high = interval.sel({by: label}).values
                 verdict = (
                     "more often"
@@ -348,7 +347,8 @@ def one_or_several(parser: argparse.ArgumentParser, args: argparse.Namespace) ->
         )
     # One model is a name and a file here too, as in every other study.
     if len(names) == 1:
-        args.model, args.pretrained = names[0], weights[0]
+        args.model = names[0]
+        args.pretrained = weights[0]
         return
     if args.data == "digits" or not all(weights):
         parser.error(

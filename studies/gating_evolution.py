@@ -15,9 +15,9 @@ recorded. As the control, a copy of the CNN is fine-tuned for as long without at
 with the doubled grid of the last stage: --unstrided adds a control that has this grid and no attention.
 
 Writes into results/:
-gating_evolution.png    A accuracy, B attention span 1 / alpha, C gate sigma(lambda), D entropy of content and
-                        positional attention, each on a scale of its own; thin lines are heads, thick ones their mean
-                        over the layer
+gating_evolution.png    A accuracy (dotted: of the T-CNN on its training batches, which are augmented on photographs),
+                        B attention span 1 / alpha, C gate sigma(lambda), D entropy of content and positional attention,
+                        each on a scale of its own; thin lines are heads, thick ones their mean over the layer
 gating_evolution.zarr   the recording: xarray.open_zarr
 
 It ends by checking that the mean gates of the layers moved apart, and that the T-CNN learned something.
@@ -181,10 +181,18 @@ def draw_accuracies(
         lw=2,
         label="T-CNN, fine-tuned",
     )
+    panel.plot(
+        dataset.epoch,
+        dataset.train_top1,
+        color=OKABE_ITO["vermillion"],
+        lw=1,
+        ls=":",
+        label="T-CNN, on its training batches",
+    )
     panel.axvline(0, color="0.8", lw=1, zorder=0, label="reparameterized")
     panel.set(
-        ylabel="validation accuracy",
-        title="accuracy",
+        ylabel="accuracy",
+        title="accuracy on validation images",
         xlabel="epoch after reparameterization",
     )
     panel.legend(frameon=False)

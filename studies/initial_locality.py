@@ -246,7 +246,8 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     settle(parser, args, digits={"epochs": 4})
     # The paper's alpha = lambda = 1 in the middle, and a start on either side of it.
     fill_in(args, {"strengths": [0.2, 1, 5], "gatings": [-1, 1, 3]})
-    args.strengths, args.gatings = sorted({*args.strengths}), sorted({*args.gatings})
+    args.strengths = sorted({*args.strengths})
+    args.gatings = sorted({*args.gatings})
     return args
 
 

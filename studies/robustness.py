@@ -20,6 +20,7 @@ robustness.png          accuracy of the three A clean and by group of corruption
                         improvement over the CNN C by group and D by severity (Fig. 3), with 95 % intervals over images
 robustness.zarr         every answer of every model, and the accuracies: xarray.open_zarr
 robustness_heads.zarr   what tcnn_probe recorded of the T-CNN's heads
+robustness_imagenet_c   with --variant imagenet-c=FOLDER: .zarr, every answer on the published images, and .png (Fig. 3)
 
 It ends by checking that the models learned, and that damage grows with severity.
 
@@ -51,6 +52,12 @@ from common.controls import (
 )
 from common.data import PixelBatches
 from common.ending import InputError, ended, finish, learned
+from common.imagenet_c import (
+    draw_imagenet_c,
+    imagenet_c_folders,
+    imagenet_c_report,
+    measure_imagenet_c,
+)
 from common.options import (
     FEW_CORRUPTIONS,
     add_corruptions,
@@ -61,6 +68,7 @@ from common.options import (
     positive_number,
     study_parser,
 )
+from common.output import write_whole
 from common.training import begin
 from common.training_options import add_training, settle
 from tcnn_model import reparameterize
@@ -114,6 +122,12 @@ def main(arguments: list[str] | None = None) -> int:
         device=args.device,
     )
     study.output.save(results)
+    for folder in imagenet_c_folders(args):
+        published = measure_imagenet_c(models, folder, images.normalization, args)
+        write_whole(published, study.output.beside("_imagenet_c.zarr"))
+        figure = draw_imagenet_c(published, CNN)
+        figure.savefig(study.output.beside("_imagenet_c.png"), dpi=200)
+        print(imagenet_c_report(published))
     classes = study.cnn.num_classes
     draw(results, classes).savefig(study.output.figure, dpi=200)
     print(table(results))
@@ -125,25 +139,25 @@ def main(arguments: list[str] | None = None) -> int:
 def open_variants(
     model: nn.Module, args: argparse.Namespace
 ) -> list[evaluation.Variant]:
-    """Return the further test sets; each corruption at each severity of ImageNet-C is one."""
+    """Return the further test sets but ImageNet-C, whose first folder is opened to see that it is there."""
     if args.variant and model.num_classes != 1000:
         raise InputError(
             f"--variant: needs a model with ImageNet's 1000 classes, this has {model.num_classes}"
         )
+    if len(imagenet_c_folders(args)) > 1:
+        raise InputError("--variant: expected one folder of ImageNet-C, got several")
     options = {"model": model, "batch_size": args.batch_size, "workers": args.workers}
     variants = []
     for name, folder in args.variant:
-        settings = [{"size": args.img_size}]
-        if name == "imagenet-c":  # which comes at 224 x 224
-            settings = [
-                {"corruption": c, "severity": s}
-                for c in evaluation.CORRUPTIONS
-                for s in args.severities
-            ]
-        variants += [
-            evaluation.imagenet_variant(name, folder, **options, **setting)
-            for setting in settings
-        ]
+        if name == "imagenet-c":
+            first = next(iter(args.corruptions or evaluation.CORRUPTIONS))
+            evaluation.imagenet_variant(
+                name, folder, corruption=first, severity=args.severities[0]
+            )
+            continue
+        variants.append(
+            evaluation.imagenet_variant(name, folder, size=args.img_size, **options)
+        )
     return variants
 
 
@@ -174,9 +188,8 @@ def draw(results: xr.Dataset, classes: int) -> Figure:
             panel.axhline(1 / classes, color="0.3", lw=1, ls=":", label="chance")
         # One legend for all panels, whose colours are the same.
         if name == "A":
-            (chance, *bars), (_, *names) = (
-                panel.get_legend_handles_labels()
-            )  # lines come first
+            # Lines come first.
+            (chance, *bars), (_, *names) = panel.get_legend_handles_labels()
             figure.legend(
                 [*bars, chance],
                 [*names, "chance"],

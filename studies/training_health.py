@@ -15,9 +15,10 @@ are scaled up six times, or the values of one head of the second block are set t
 and "qk-norm" are trained alike, at a rate ten times too high and without warm-up, the latter with qk-norm.
 
 Writes into results/:
-training_health.png    the validation loss of each training, and its first alarm
-training_health.zarr   losses, the epoch of the first alarm and the number of alarms by (training, epoch)
-training_health_runs   the recording of each training: tcnn-probe health
+training_health.png        the validation loss of each training, and its first alarm
+training_health_signs.png  for each sign the variable that shows it, in a healthy training and in the first ill one
+training_health.zarr       losses, the epoch of the first alarm and the number of alarms by (training, epoch)
+training_health_runs       the recording of each training: tcnn-probe health
 
 It ends by checking that each of the provoked illnesses but shuffled labels is named, not later than the validation loss
 rises by a tenth, and that healthy trainings raise fewer than one alarm each.
@@ -27,6 +28,7 @@ import argparse
 import math
 import sys
 import warnings
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -36,12 +38,13 @@ import torch
 import torch.nn.functional as F
 import xarray as xr
 from matplotlib.figure import Figure
-from sklearn.datasets import load_digits
 from timm.models.vision_transformer import VisionTransformer
-from torch import Tensor, nn
+from torch import nn
 
 import tcnn_probe
+from common.digits import plain_digits
 from common.ending import ended, finish
+from common.health_panels import draw_pictures, find_examples
 from common.options import (
     add_machine,
     add_output,
@@ -67,6 +70,12 @@ ILLNESSES = (
     "qk-norm",
     "shuffled labels",
 )
+SHORT_NAMES = {
+    "learning rate": "rate too high",
+    "qk-norm": "rate too high, qk-norm",
+    "cut head": "a head cut",
+}
+"""Titles of panels in which there is room for few words."""
 NAMED = ILLNESSES[1:4]
 """Illnesses that are to be named. Whether qk-norm helps is asked, not checked; labels do not show in attention."""
 
@@ -91,15 +100,17 @@ def main(arguments: list[str] | None = None) -> int:
     output = RunOutput.from_args(args, "training_health")
     trainings = plan(args)
     folder = output.beside("_runs")
-    rows = []
+    recordings = {}
     for number, training in enumerate(trainings, 1):
-        rows.append(result(train(training, args, folder / f"{training.name}.zarr")))
+        store = folder / f"{training.name}.zarr"
+        recordings[training] = train(training, args, store)
         print(f"{number} of {len(trainings)}: {training.name}", flush=True)
     labels = {
         "illness": [training.illness for training in trainings],
         "kind": [training.kind for training in trainings],
         "seed": [training.seed for training in trainings],
     }
+    rows = [result(ds) for ds in recordings.values()]
     results = xr.concat(rows, "training").assign_coords(
         {
             name: ("training", np.array(values, dtype=object))
@@ -110,6 +121,8 @@ def main(arguments: list[str] | None = None) -> int:
     )
     output.save(results)
     draw(results, args.epochs).savefig(output.figure, dpi=200)
+    examples = find_examples(beside_healthy(recordings))
+    draw_pictures(examples).savefig(output.beside("_signs.png"), dpi=150)
     print(table(results))
     print(f"wrote {output.store} and {output.figure}")
     return finish(check(results), "digits")
@@ -126,6 +139,19 @@ def plan(args: argparse.Namespace) -> list[Training]:
         kind = "qk-norm" if illness == "qk-norm" else "class token"
         trainings += [Training(kind, illness, seed) for seed in seeds]
     return trainings
+
+
+def beside_healthy(
+    recordings: Mapping[Training, xr.Dataset],
+) -> Iterator[tuple[str, xr.Dataset, xr.Dataset]]:
+    """Yield name and recording of each ill training, and the recording of the first healthy one of its kind."""
+    healthy: dict[str, xr.Dataset] = {}
+    for training, ds in recordings.items():
+        if training.illness == "healthy":
+            healthy.setdefault(training.kind, ds)
+        elif training.kind in healthy:
+            title = SHORT_NAMES.get(training.illness, training.illness)
+            yield title, ds, healthy[training.kind]
 
 
 def train(training: Training, args: argparse.Namespace, store: Path) -> xr.Dataset:
@@ -150,7 +176,7 @@ def train(training: Training, args: argparse.Namespace, store: Path) -> xr.Datas
     is_too_fast = training.illness in ("learning rate", "qk-norm")
     rate = 10 * LR if is_too_fast else LR
     optimizer = torch.optim.AdamW(model.parameters(), lr=rate, weight_decay=0.05)
-    images, labels = digits(training=True)
+    images, labels = plain_digits(training=True)
     if training.illness == "shuffled labels":
         labels = labels[torch.randperm(len(labels))]
     steps = math.ceil(len(images) / BATCH)
@@ -188,17 +214,6 @@ def train(training: Training, args: argparse.Namespace, store: Path) -> xr.Datas
         return recorder.dataset.load()
 
 
-def digits(*, training: bool) -> tuple[Tensor, Tensor]:
-    """Four fifths of scikit-learn's digits to learn from, or the others: images (N, 1, 8, 8), and labels."""
-    data = load_digits()
-    images = torch.tensor(data.images, dtype=torch.float32)[:, None] / 8 - 1
-    labels = torch.tensor(data.target)
-    order = torch.randperm(len(images), generator=torch.Generator().manual_seed(0))
-    border = len(order) * 4 // 5
-    part = order[:border] if training else order[border:]
-    return images[part], labels[part]
-
-
 @torch.no_grad()
 def mark(
     recorder: tcnn_probe.Recorder,
@@ -208,7 +223,7 @@ def mark(
     device: torch.device,
 ) -> None:
     """Validate, and mark the epoch."""
-    images, labels = digits(training=False)
+    images, labels = plain_digits(training=False)
     model.eval()
     output = model(images.to(device)).cpu()
     loss = F.cross_entropy(output, labels).item()

@@ -49,8 +49,9 @@ from common.options import (
     study_parser,
 )
 from common.output import RunOutput
+from common.training_options import add_augment, settle_augment
 from tcnn_model.training.command import train
-from tcnn_model.training.config import Config
+from tcnn_model.training.config import Config, recipe_settings
 
 MEASURES = ("top1", "val_loss", "train_loss", "train_top1")
 
@@ -97,6 +98,7 @@ def train_run(args: argparse.Namespace, output: RunOutput, t1: int) -> xr.Datase
         amp="bfloat16" if args.amp else None,
         seed=args.seed,
         out=str(folder),
+        **augmentation(args),
     )
     with refused(ValueError, OSError):
         results = [asdict(result) for result in train(config, resume=folder.exists())]
@@ -112,6 +114,17 @@ def train_run(args: argparse.Namespace, output: RunOutput, t1: int) -> xr.Datase
     scores |= {"heads": ("t1", [heads]), "images": ("t1", [images])}
     epochs = [result["epoch"] for result in results]
     return xr.Dataset(scores, {"t1": [t1], "epoch": epochs})
+
+
+def augmentation(args: argparse.Namespace) -> dict[str, Any]:
+    """Return the settings of the recipe for the training images; the digits are not augmented."""
+    names: tuple[str, ...] = ()
+    if args.data != "digits":
+        names = ("auto_augment", "random_erasing")
+    if args.augment == "papers":
+        names += ("repeated_augmentation", "mixup", "cutmix")
+    recipe = recipe_settings("tcnn_scratch", args.model)
+    return {name: recipe[name] for name in names}
 
 
 @mpl.rc_context(STYLE)
@@ -234,6 +247,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         help="images per step (default: 32; 256 for --data)",
     )
     add("--lr", type=positive_number, help="peak learning rate (default: 0.1)")
+    add_augment(add)
     add_machine(group, small="2 of 4 epochs, 20 seconds")
     add_output(parser)
     args = parsed(parser, arguments, "when_to_reparameterize")
@@ -252,6 +266,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
             # One run that becomes a T-CNN, and the CNN.
             "times": [1, 3],
         }
+    settle_augment(parser, args)
     if args.data != "digits":
         need_model(parser, args)
         if args.small:

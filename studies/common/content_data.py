@@ -102,7 +102,8 @@ class Features:
         reference: int,
         probed: int,
     ) -> None:
-        self.trunk, self.images = trunk.eval(), images
+        self.trunk = trunk.eval()
+        self.images = images
         self._views = _cached(
             cache / "train.npy",
             lambda: self._of_views(count),
@@ -124,10 +125,8 @@ class Features:
             self._of(train.pixels[spread(len(train), reference)])
         )
         rows = spread(len(held_out), probed)
-        self.probed, self.probed_labels = (
-            self.as_given(self._of(held_out.pixels[rows])),
-            held_out.labels[rows],
-        )
+        self.probed = self.as_given(self._of(held_out.pixels[rows]))
+        self.probed_labels = held_out.labels[rows]
 
     @staticmethod
     def as_given(features: NDArray[np.float16]) -> Tensor:

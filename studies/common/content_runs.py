@@ -151,7 +151,7 @@ def _measured(
     features: Features,
     options: Mapping[str, Any],
 ) -> dict[str, NDArray[Any]]:
-    """Return whether test images are classified correctly, with attention as it is and changed."""
+    """Tell for each test image whether it is classified correctly, with attention as it is and ablated."""
     labels = features.images.test.labels
     corrupted_labels = labels[features.images.corrupted_rows]
     results = {

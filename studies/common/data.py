@@ -13,9 +13,9 @@ import timm
 import torch
 import torch.nn.functional as F
 from PIL import Image
-from timm.data import ImageNetInfo
+from timm.data import ImageNetInfo, Mixup
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Subset
+from torch.utils.data import DataLoader, Sampler, Subset, default_collate
 
 from common.digits import MEAN, STD, ClutteredDigits, cluttered_digits
 from common.ending import InputError
@@ -39,6 +39,9 @@ __all__ = [
 
 RAND_AUGMENT = "rand-m9-mstd0.5-mmax9-inc1"
 """DeiT's, but for magnitudes above 9: at 10, images would be posterized to no bits, which Pillow refuses since 13."""
+
+VIEWS = 3
+"""Views of an image in an epoch, DeiT's."""
 
 Loaders = tuple[DataLoader[Any], DataLoader[Any]]
 
@@ -72,11 +75,14 @@ def image_loaders(
     size: int,
     batch_size: int,
     workers: int,
+    augment: str = "light",
 ) -> Loaders:
     """Return training and validation batches of the user's images, as timm prepares them.
 
-    Training images are augmented as DeiT's are but for mixup and cutmix: random resized crop, flip, RandAugment,
-    random erasing.
+    Training images are augmented as DeiT's are, whose recipe the T-CNN paper follows: random resized crop, flip,
+    RandAugment, random erasing; and, if ``augment`` is "papers", repeated augmentation, mixup and CutMix. Batches then
+    have shares of classes (B, K) for labels, smoothed by 0.1. Mixed images take longer to learn from, so that they are
+    for trainings of the papers' length.
 
     Args:
         model: Model whose normalisation and interpolation are used.
@@ -84,14 +90,22 @@ def image_loaders(
         size: Height and width, in pixels.
         batch_size: Images per step; fewer if there are fewer images to train on.
         workers: Number of loading processes.
+        augment: "papers" or "light".
+
+    Raises:
+        InputError: Batches of a single image cannot be mixed.
     """
     config = timm.data.resolve_model_data_config(model)
     config["input_size"] = (config["input_size"][0], size, size)
-    # DeiT's, whose recipe the T-CNN paper follows.
     augmentation = {"auto_augment": RAND_AUGMENT, "re_prob": 0.25, "re_mode": "pixel"}
     if len(folders[0]) < batch_size:
         batch_size = len(folders[0])
         print(f"batches of {batch_size} images: there are no more to train on")
+    mixes = augment == "papers"
+    if mixes and batch_size % 2:
+        batch_size -= 1  # images are mixed in pairs
+        if not batch_size:
+            raise InputError("--augment papers mixes images in pairs: got batches of 1")
     loaders = []
     for dataset, training in zip(folders, (True, False), strict=True):
         dataset.transform = timm.data.create_transform(
@@ -101,7 +115,9 @@ def image_loaders(
             DataLoader(
                 dataset,
                 batch_size,
-                shuffle=training,
+                shuffle=training and not mixes,
+                sampler=RepeatedViews(len(dataset)) if training and mixes else None,
+                collate_fn=Mixing(model) if training and mixes else None,
                 drop_last=training,
                 num_workers=workers,
                 # Pinned memory speeds up copies to a GPU, and warns without one.
@@ -109,6 +125,43 @@ def image_loaders(
             )
         )
     return loaders[0], loaders[1]
+
+
+class RepeatedViews(Sampler[int]):
+    """Numbers of the images of an epoch: a third of them, three times each and one after the other, in random order.
+
+    timm's ``RepeatAugSampler`` has the same order in each epoch, unless the loop tells it the epoch.
+
+    Args:
+        count: Number of training images, and of numbers in an epoch.
+    """
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __iter__(self) -> Iterator[int]:
+        # From torch's global generator, which finetune seeds for each epoch.
+        order = torch.randperm(self._count).repeat_interleave(VIEWS)
+        return iter(order[: self._count].tolist())
+
+
+class Mixing:
+    """Function that makes a batch of samples, and mixes it by timm's mixup or CutMix with DeiT's strengths.
+
+    Args:
+        model: Model whose classes are those of the targets.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._mix = Mixup(0.8, 1.0, label_smoothing=0.1, num_classes=model.num_classes)
+
+    def __call__(self, samples: list[Any]) -> tuple[Tensor, Tensor]:
+        """Return images (B, C, H, W) and shares of classes (B, K)."""
+        images, labels = default_collate(samples)
+        return self._mix(images, labels)
 
 
 def at_resolution(
@@ -144,7 +197,13 @@ def own_model_and_data(args: Namespace, size: int | None) -> tuple[nn.Module, Lo
     # A transformer takes no other size than its own.
     size = size or timm.data.resolve_model_data_config(model)["input_size"][-1]
     loaders = image_loaders(
-        model, folders, size=size, batch_size=args.batch_size, workers=args.workers
+        model,
+        folders,
+        size=size,
+        batch_size=args.batch_size,
+        workers=args.workers,
+        # Studies that train little, or nothing, do not ask.
+        augment=getattr(args, "augment", "light"),
     )
     # Refused now, and not after the first epoch.
     check_input(model, folders[1][0][0], args.num_classes or len(classes))

@@ -14,7 +14,14 @@ from sklearn.model_selection import train_test_split
 from torch import Tensor
 from torch.utils.data import Dataset
 
-__all__ = ["MEAN", "STD", "ClutteredDigits", "Scene", "cluttered_digits"]
+__all__ = [
+    "MEAN",
+    "STD",
+    "ClutteredDigits",
+    "Scene",
+    "cluttered_digits",
+    "plain_digits",
+]
 
 MEAN, STD = 0.2, 0.3
 """Subtracted from pixels in [0, 1], and divided by."""
@@ -63,13 +70,12 @@ class ClutteredDigits(Dataset[tuple[Tensor, int]]):
             mode="bilinear",
             antialias=False,
         )
-        self.digits, self.labels = enlarged[:, 0].clamp(0, 1), labels
-        self.size, self.digit_size, self.fragments, self.fixed = (
-            size,
-            digit_size,
-            fragments,
-            fixed,
-        )
+        self.digits = enlarged[:, 0].clamp(0, 1)
+        self.labels = labels
+        self.size = size
+        self.digit_size = digit_size
+        self.fragments = fragments
+        self.fixed = fixed
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -151,3 +157,14 @@ def cluttered_digits(
             fixed=True,
         ),
     )
+
+
+def plain_digits(*, training: bool) -> tuple[Tensor, Tensor]:
+    """Return four fifths of the digits as they are, or the others: images (N, 1, 8, 8) in [-1, 1], and labels."""
+    data = load_digits()
+    images = torch.tensor(data.images, dtype=torch.float32)[:, None] / 8 - 1
+    labels = torch.tensor(data.target)
+    order = torch.randperm(len(images), generator=torch.Generator().manual_seed(0))
+    border = len(order) * 4 // 5
+    part = order[:border] if training else order[border:]
+    return images[part], labels[part]

@@ -31,9 +31,8 @@ def ended(main: Any, arguments: list[str] | None = None) -> int:
     try:
         return main(arguments)
     except InputError as error:
-        reason = (
-            str(error).rpartition("InputError: ")[2].strip()
-        )  # from a loading process it comes with a traceback
+        # From a loading process it comes with a traceback.
+        reason = str(error).rpartition("InputError: ")[2].strip()
         print(f"{Path(main.__code__.co_filename).name}: {reason}", file=sys.stderr)
         # argparse's own code for wrong options.
         return REFUSED

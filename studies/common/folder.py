@@ -29,7 +29,8 @@ class ClassFolders(ImageFolder):
     def __init__(
         self, folder: Path, data: str, classes: list[str] | None = None
     ) -> None:
-        self._data, self._known = data, classes
+        self._data = data
+        self._known = classes
         try:
             # A validation folder may lack images of some classes; classes keep the numbers of training.
             super().__init__(str(folder), loader=_read, allow_empty=classes is not None)

@@ -85,13 +85,15 @@ def _of_layer(
         at * axis.queries // end
         for at, axis, end in zip(query, (rows, columns), size, strict=True)
     )
+    # In pixels of the keys.
     at = [
         axis.first_query + n * axis.stride
         for n, axis in ((row, rows), (column, columns))
-    ]  # in pixels of the keys
+    ]
+    # (B, heads, keys).
     padded_maps = (
         layer.attention(x)[:, :, row * columns.queries + column].cpu().double()
-    )  # (B, heads, keys)
+    )
     peak = padded_maps.argmax(-1)
     maps = padded_maps.unflatten(-1, (rows.keys, columns.keys))
     # Padding is dropped from the maps; what falls on it is their distance from 1.

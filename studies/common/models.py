@@ -52,11 +52,19 @@ def small_resnet(kind: str = "ResNet") -> nn.Module:
     return model
 
 
-def small_patchconvnet() -> nn.Module:
-    """Return a PatchConvNet for 64 x 64 scenes: width 32, four blocks, 16 x 16 patches of 4 x 4 pixels."""
+def small_patchconvnet(num_heads: int = 1) -> nn.Module:
+    """Return a PatchConvNet for 64 x 64 scenes: width 32, four blocks, 16 x 16 patches of 4 x 4 pixels.
+
+    Args:
+        num_heads: Number of heads of its pooling, a divisor of 32.
+    """
     shape = {"embed_dim": 32, "depth": 4, "num_classes": 10, "in_chans": 1}
     model = timm.create_model(
-        "patchconvnet_s60", **shape, init_values=1.0, norm_layer="batchnorm2d"
+        "patchconvnet_s60",
+        **shape,
+        init_values=1.0,
+        norm_layer="batchnorm2d",
+        num_heads=num_heads,
     )
     for convolution in (model.stem[0], model.stem[2]):
         convolution.stride = 1, 1

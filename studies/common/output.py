@@ -61,7 +61,8 @@ class RunOutput:
         resume: bool = False,
         overwrite: bool = False,
     ) -> None:
-        self.folder, self.study = Path(folder), study
+        self.folder = Path(folder)
+        self.study = study
         self.store = self.folder / f"{study}.zarr"
         self.figure = self.folder / f"{study}.png"
         self.checkpoints = self.folder / f"{study}_checkpoints"
@@ -148,9 +149,8 @@ class RunOutput:
         else:
             plain = _with_plain_text(results)
         with warnings.catch_warnings():
-            warnings.filterwarnings(
-                "ignore", "Consolidated metadata"
-            )  # zarr warns that its format 3 does not specify them yet
+            # zarr warns that its format 3 does not specify them yet.
+            warnings.filterwarnings("ignore", "Consolidated metadata")
             plain.to_zarr(self.store, mode="w", consolidated=True)
 
     def print_files(self) -> None:

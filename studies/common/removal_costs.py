@@ -50,9 +50,8 @@ def head_costs(heads: xr.Dataset) -> xr.DataArray:
     labels = xr.DataArray(
         names, {"layer": heads.layer, "head": heads["head"]}, ("layer", "head")
     )
-    right = heads.right.reindex(
-        ablation=[NOTHING, *labels.values.ravel()]
-    )  # NaN of heads that a layer lacks
+    # NaN of heads that a layer lacks.
+    right = heads.right.reindex(ablation=[NOTHING, *labels.values.ravel()])
     cost = right.sel(ablation=NOTHING, drop=True) - right.sel(
         ablation=labels
     ).drop_vars("ablation")

@@ -20,7 +20,8 @@ class BasicBlock(nn.Module):
         self.bn1 = nn.BatchNorm2d(channels)
         self.conv2 = nn.Conv2d(channels, channels, 3, 1, 1, bias=False)
         self.bn2 = nn.BatchNorm2d(channels)
-        self.stride, self.new_channels = stride, channels - channels_in
+        self.stride = stride
+        self.new_channels = channels - channels_in
 
     def forward(self, x: Tensor) -> Tensor:
         """Map (B, C_in, H, W) to (B, C, H / stride, W / stride)."""

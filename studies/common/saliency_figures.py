@@ -57,9 +57,8 @@ def draw_faithfulness(tree: xr.DataTree) -> Figure:
             panel = axes[row, column]
             panel.spines[["top", "right"]].set_visible(False)
             for place, method in enumerate(scores.attribution.values):
-                middle = (
-                    len(scores.attribution) - 2
-                ) / 2  # chance, the last, has no bars
+                # Chance, the last, has no bars.
+                middle = (len(scores.attribution) - 2) / 2
                 _line(
                     panel,
                     scores[measure].sel(attribution=method),

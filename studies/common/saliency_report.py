@@ -1,10 +1,12 @@
-"""Table of the saliency study, and its comparison of class attention with Grad-CAM."""
+"""Table of the saliency study, and its comparisons: with Grad-CAM, and of one head with several."""
 
 import xarray as xr
 
 from tcnn_probe import evaluation
 
-__all__ = ["report"]
+__all__ = ["report", "several_heads"]
+
+SINGLE = "PatchConvNet"
 
 
 def report(tree: xr.DataTree, tolerance: float) -> str:
@@ -50,7 +52,45 @@ def report(tree: xr.DataTree, tolerance: float) -> str:
                 lines += [
                     f"{columns[measure]}, {name}: {beside_gradcam(last[measure])}"
                 ]
+    for name, node in tree.children.items():
+        if name.startswith(SINGLE) and name.endswith("heads"):
+            single = tree[SINGLE].dataset.isel(epoch=-1)
+            lines += beside_one_head(single, node.dataset.isel(epoch=-1), name)
     return "\n".join(lines)
+
+
+def several_heads(number: int) -> str:
+    """Return the name of the PatchConvNet whose pooling has several heads."""
+    return f"{SINGLE}, {number} heads"
+
+
+def beside_one_head(single: xr.Dataset, multiple: xr.Dataset, name: str) -> list[str]:
+    """Return sentences on the class attention of one head beside that of several, image by image.
+
+    Deletion and insertion depend on the model, so that each model's gain over a map of chance is compared.
+    """
+    lines = [f"\nclass attention of one head, minus that of {name}, by image:"]
+    measures = {
+        "pointing_game": "the most salient pixel is near the object",
+        "energy_inside": "share of the map on the object",
+        "insertion_auc": "insertion AUC, above that of chance",
+    }
+    for measure, words in measures.items():
+        if measure not in single:
+            continue
+        values = []
+        for scores in (single, multiple):
+            of_attention = scores[measure].sel(attribution="class_attention")
+            chance = scores[measure].sel(attribution="chance")
+            values.append(of_attention - chance * (measure == "insertion_auc"))
+        difference = values[0] - values[1]
+        low, high = evaluation.mean_interval(difference).values
+        verdict = "one head is better" if low > 0 else "not distinguishable"
+        if high < 0:
+            verdict = "several heads are better"
+        mean = float(difference.mean())
+        lines.append(f"  {words}: {mean:+.2f} [{low:+.2f}, {high:+.2f}]: {verdict}")
+    return lines
 
 
 def beside_gradcam(hits: xr.DataArray) -> str:

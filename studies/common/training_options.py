@@ -1,7 +1,7 @@
 """Command line of the studies that train a CNN and its T-CNN: options of the recipe, and their defaults."""
 
 import argparse
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from common.options import (
@@ -14,7 +14,7 @@ from common.options import (
     positive_number,
 )
 
-__all__ = ["add_training", "settle"]
+__all__ = ["add_augment", "add_training", "settle", "settle_augment"]
 
 PAPER_BATCH = 1024
 """Images of a step that the paper's rates of 1e-4 and 0.1 are for."""
@@ -76,12 +76,30 @@ def add_training(
         type=positive_number,
         help="rate that the gates end at (default: annealed as the weights')",
     )
+    add_augment(add)
     add(
         "--drop-path",
         type=float,
         help="stochastic depth in fine-tuning (default: the model's own)",
     )
     add_machine(group, small=small)
+
+
+def add_augment(add: Callable[..., Any]) -> None:
+    """Add the option for the augmentation of photographs; its default is set in :func:`settle_augment`."""
+    add(
+        "--augment",
+        choices=("papers", "light"),
+        help="of --data: papers, with mixup, CutMix and repeated views (default); light, without, for short trainings",
+    )
+
+
+def settle_augment(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+    """Refuse an augmentation of the digits, which have none, and set that of photographs."""
+    if args.data == "digits" and args.augment:
+        parser.error("--augment goes with --data: the digits are drawn, not augmented")
+    if args.data != "digits":
+        fill_in(args, {"augment": "papers"})
 
 
 def settle(
@@ -101,6 +119,7 @@ def settle(
         # The small ResNet is for the digits, and has no weights.
         need_model(parser, args)
     check_data_options(parser, args)
+    settle_augment(parser, args)
     defaults = {
         "img_size": 64,
         "epochs": 6,

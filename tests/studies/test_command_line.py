@@ -23,6 +23,7 @@ NOT_ONE_CNN = (
     "class_attention_saliency",
     "coarse_labels",
     "content_or_mixing",
+    "cutmix_locality",
     "dense_features",
     "training_health",
 )
@@ -133,6 +134,8 @@ def unwritten(monkeypatch: pytest.MonkeyPatch) -> None:
             "--model a a --data . --pretrained",
             "differ in their name or their file, got one twice",
         ),
+        ("robustness", "--augment light", "--augment goes with --data"),
+        ("when_to_reparameterize", "--augment papers", "--augment goes with --data"),
         ("robustness", "--severities 6", "invalid choice"),
         ("robustness", "--corruptions rain", "invalid choice"),
         ("robustness", "--epsilon 0", "--epsilon: expected a number above 0"),
@@ -225,9 +228,8 @@ def test_a_killed_run_resumes_to_the_same_end(
     save = torch.save
 
     def dies(state: object, path: Path) -> None:
-        if path.name.startswith(
-            "tcnn-0001"
-        ):  # the loop has its checkpoint of this epoch, the recorder its mark
+        # The loop has its checkpoint of this epoch, the recorder its mark.
+        if path.name.startswith("tcnn-0001"):
             raise KeyboardInterrupt
         save(state, path)
 
@@ -238,9 +240,8 @@ def test_a_killed_run_resumes_to_the_same_end(
         ended(attention_maps.main, ["--resume", "--epochs", "3", "--out", str(killed)])
         == 2
     )
-    attention_maps.main(
-        ["--resume", "--out", str(killed)]
-    )  # all other options are those of the run
+    # All other options are those of the run.
+    attention_maps.main(["--resume", "--out", str(killed)])
     stores = [
         xr.open_zarr(out / "attention_maps_recording.zarr").load()
         for out in (killed, uninterrupted)
@@ -368,9 +369,8 @@ def test_a_convnet_gets_an_attention_pool(
         )[0]
         for _ in "ab"
     ]
-    first, second = (
-        runs[0].make({}) for runs in plans
-    )  # a new classifier is that of the seed
+    # A new classifier is that of the seed.
+    first, second = (runs[0].make({}) for runs in plans)
     torch.testing.assert_close(first.state_dict(), second.state_dict(), rtol=0, atol=0)
 
 
@@ -424,6 +424,7 @@ def test_a_trained_model_is_looked_at_as_it_is(
     if study == "cait_attention":
         with torch.no_grad():
             expected = model(as_images([image], model)).softmax(1)
+        # The study runs batches of another size, whose float32 sums are added in another order.
         np.testing.assert_allclose(results.probability, expected, rtol=1e-4)
         assert dict(results.class_attention.sizes) == {
             "image": 1,

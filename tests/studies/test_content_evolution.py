@@ -36,9 +36,8 @@ def test_gain_is_beside_both_controls() -> None:
         "  seed 3: trained 0.400 [0.400, 0.400], untrained 0.100 [0.100, 0.100], "
         "on shuffled labels 0.100 [0.100, 0.100]"
     )
-    half = (
-        12.706204736 * np.std([0.3, 0.5], ddof=1) / 2**0.5
-    )  # Student's t for one degree of freedom
+    # Student's t for one degree of freedom.
+    half = 12.706204736 * np.std([0.3, 0.5], ddof=1) / 2**0.5
     assert (
         lines[3]
         == f"  trained less untrained: +0.400, t interval over trainings [{0.4 - half:+.3f}, {0.4 + half:+.3f}]"

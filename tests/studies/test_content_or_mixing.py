@@ -36,6 +36,7 @@ def network() -> ResNet20:
 def test_trunk_and_tail_are_the_network(network: ResNet20, blocks: int) -> None:
     images = torch.randn(2, 3, 20, 28)
     scores = Tail(network, blocks)(Trunk(network, blocks)(images))
+    # Bit for bit, as both run the same operations in the same order.
     torch.testing.assert_close(scores, network(images), rtol=0, atol=0)
 
 
@@ -46,9 +47,8 @@ def test_the_shortcut_has_no_parameters_and_takes_every_second_pixel(
     nn.init.zeros_(block.bn2.weight)  # leaves the shortcut
     y = block(x)
     assert y.shape == (2, 6, 3, 5)
-    torch.testing.assert_close(
-        y[:, 1:4], x[:, :, ::2, ::2].relu()
-    )  # 3 new channels: 1 before, 2 after
+    # There are 3 new channels: 1 before, 2 after.
+    torch.testing.assert_close(y[:, 1:4], x[:, :, ::2, ::2].relu())
     assert (y[:, [0, 4, 5]] == 0).all()
 
 
@@ -92,9 +92,8 @@ def test_a_static_map_is_mixed_as_the_definition_says(stride: int) -> None:
             expected[:, :, y, x_] += (
                 gathered @ layer.weight[:, :, head // 3, head % 3].T
             )
-    torch.testing.assert_close(
-        layer(x), expected, rtol=1e-6, atol=1e-6
-    )  # gates and strengths are widened to float32
+    # Gates and strengths are widened to float32.
+    torch.testing.assert_close(layer(x), expected, rtol=1e-6, atol=1e-6)
     torch.testing.assert_close(layer(x), GPSA.forward(layer, x))
 
 
@@ -285,9 +284,8 @@ def test_a_killed_run_is_trained_again_and_no_other(
     folder = out / "content_or_mixing_checkpoints"
     files = {file.name: file.read_bytes() for file in folder.glob("[0-9]_*.npz")}
     assert set(files) == {"1_frozen_C_+1_0.npz", "1_frozen_D_+1_0.npz"}
-    (folder / "1_frozen_C_+1_0.npz").rename(
-        folder / "1_frozen_C_+1_0.npz.tmp"
-    )  # as a kill leaves it
+    # As a kill leaves it.
+    (folder / "1_frozen_C_+1_0.npz").rename(folder / "1_frozen_C_+1_0.npz.tmp")
     trained = []
     train = study.train_and_measure
     monkeypatch.setattr(

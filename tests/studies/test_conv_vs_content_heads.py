@@ -152,9 +152,8 @@ def test_table_and_figure_have_the_means() -> None:
         next(n for n, line in enumerate(lines) if "the outputs of one head" in line) :
     ]
     row = next(line for line in singles if "clean" in line).split()
-    first = right.sel(condition="clean")[
-        0
-    ]  # the one training with a convolutional head
+    # The one training with a convolutional head.
+    first = right.sel(condition="clean")[0]
     assert (
         row[1]
         == f"{float((first.sel(ablation='nothing') - first.sel(ablation='convolutional')).mean()):+.3f}"
@@ -176,9 +175,8 @@ def test_table_and_figure_have_the_means() -> None:
         ["training", "draw", "image"]
     )
     np.testing.assert_allclose(heights["content heads"], lost)
-    assert (
-        sum(len(dots.get_offsets()) for dots in points.collections) == 4
-    )  # two heads, twice; not the one missing
+    # Two heads, twice; not the one that is missing.
+    assert sum(len(dots.get_offsets()) for dots in points.collections) == 4
 
 
 @pytest.mark.parametrize("kind", study.PAIR)

@@ -4,12 +4,14 @@ import random
 from pathlib import Path
 
 import numpy as np
+import pytest
 import timm
 import torch
 from PIL import Image
 from timm.data.auto_augment import rand_augment_transform
 
 from common.data import RAND_AUGMENT, image_loaders
+from common.ending import InputError
 from common.folder import open_folder
 
 
@@ -39,3 +41,23 @@ def test_a_folder_of_ones_own_is_loaded_by_workers(image_folder: Path) -> None:
     assert torch.cat([labels for _, labels in batches[0]]).tolist() == [0] * 4 + [1] * 4
     shapes = [(tuple(images.shape), len(labels)) for images, labels in train]
     assert shapes == [((3, 3, 32, 32), 3)] * 2  # of eight images; the rest is dropped
+
+
+def test_photographs_are_augmented_as_the_papers_did(image_folder: Path) -> None:
+    """Images come three times, mixed in pairs, with the shares of both classes; validation images as they are."""
+    model = timm.create_model("test_resnet", num_classes=2)
+    folders = open_folder(str(image_folder), None)
+    folders[0].samples = folders[0].samples[:7]
+    options = {"size": 32, "batch_size": 7, "workers": 0, "augment": "papers"}
+    train, validation = image_loaders(model, folders, **options)
+    order = list(train.sampler)
+    assert len(order) == len(train.sampler) == 7
+    assert order[0] == order[1] == order[2] != order[3] == order[4] == order[5]
+    ((images, shares),) = train
+    assert images.shape == (6, 3, 32, 32)
+    torch.testing.assert_close(shares.sum(1), torch.ones(6))
+    # Smoothing by 0.1 leaves 0.05 of each of two classes, whatever the mixture.
+    assert float(shares.min()) >= 0.05 - 1e-6
+    assert all(labels.ndim == 1 for _, labels in validation)
+    with pytest.raises(InputError, match="mixes images in pairs: got batches of 1"):
+        image_loaders(model, folders, **options | {"batch_size": 1})

@@ -81,9 +81,8 @@ def test_verdicts_follow_the_intervals() -> None:
         assert next(line for line in lines if line.startswith(f"  {label}")).endswith(
             end
         )
-    assert (
-        sum(line.startswith("  clean ") for line in lines) == 2
-    )  # once for each yardstick
+    # Once for each yardstick.
+    assert sum(line.startswith("  clean ") for line in lines) == 2
 
 
 def test_given_models_are_compared_as_they_are(
@@ -102,10 +101,8 @@ def test_given_models_are_compared_as_they_are(
         timm.create_model(name, img_size=32, num_classes=2).eval() for name in names
     ]
     for model, name in zip(models, names, strict=True):
-        for (
-            part,
-            parameter,
-        ) in model.named_parameters():  # so that images are told apart
+        # So that images are told apart.
+        for part, parameter in model.named_parameters():
             if "norm" not in part:
                 torch.nn.init.normal_(parameter, std=float(part.endswith("weight")))
         torch.save(model.state_dict(), tmp_path / f"{name}.pth")
@@ -144,12 +141,13 @@ def test_given_models_are_compared_as_they_are(
         == 0
     )
     results = xr.open_zarr(tmp_path / "out" / "disagreement.zarr")
+    # Those of the first model.
     plain = {
         "mean": (0, 0, 0),
         "std": (1, 1, 1),
         "interpolation": "bicubic",
         "crop_pct": 0.9,
-    }  # those of the first
+    }
     transform = timm.data.create_transform((3, 32, 32), **plain)
     images = torch.stack(
         [

@@ -60,10 +60,8 @@ def test_maps_are_those_of_the_equations() -> None:
     maps = maps_of(model, images, (9, 4))
     assert dict(maps.sizes) == {"layer": 2, "image": 2, "head": 15, "y": 11, "x": 7}
     inputs = {"0": images, "2": model[0](images).detach()}
-    queries = {
-        "0": (8, 4),
-        "2": (4, 4),
-    }  # row 9 * 6 // 11 = 4 of 6, two pixels apart; and 9 * 5 // 11 of 5
+    # Row 9 * 6 // 11 = 4 of 6, two pixels apart; and 9 * 5 // 11 of 5.
+    queries = {"0": (8, 4), "2": (4, 4)}
     for name, layer in (("0", model[0]), ("2", model[2])):
         in_layer = maps.sel(layer=name)
         assert (int(in_layer.query_y), int(in_layer.query_x)) == queries[name]

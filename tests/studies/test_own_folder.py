@@ -100,9 +100,8 @@ def test_wordnet_ids_keep_their_rows(image_folder: Path, tmp_path: Path) -> None
     model, loaders = own_model_and_data(args, 64)
     images, labels = next(iter(loaders[1]))
     with torch.no_grad():
-        torch.testing.assert_close(
-            model(images), weights(images)[:, [1, 7]]
-        )  # folders in the order of their names
+        # Folders are in the order of their names.
+        torch.testing.assert_close(model(images), weights(images)[:, [1, 7]])
     assert model.num_classes == 2
     assert labels.tolist() == [0] * 4
     assert probed_images(loaders[1].dataset, 2).classes == ["goldfish", "cock"]
@@ -115,9 +114,8 @@ def test_classifiers_of_ones_own_weights(
     torch.save(weights, tmp_path / "own.pth")
     args = options(pretrained=str(tmp_path / "own.pth"))
     model = own_model(args, ["a", "b", "c"])
-    torch.testing.assert_close(
-        model.state_dict(), weights
-    )  # timm alone would make a new classifier
+    # timm alone would make a new classifier.
+    torch.testing.assert_close(model.state_dict(), weights)
     assert capsys.readouterr().out == ""
     smaller = own_model(args, ["a", "b"])
     assert smaller.num_classes == 2
@@ -219,6 +217,7 @@ def test_robustness_of_photographs_is_that_of_a_loop_by_hand(
             assert int(answer.correct) == (
                 int(scores.argmax()) == ["cat", "dog"].index(file.parent.name)
             )
+            # One image here, batches there: float32 sums in another order.
             np.testing.assert_allclose(
                 float(answer.confidence), float(scores.max()), atol=1e-5
             )

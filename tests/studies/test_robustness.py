@@ -15,8 +15,10 @@ from common.controls import (
     control_models,
     count_controls,
 )
+from common.imagenet_c import draw_imagenet_c, imagenet_c_report
 from common.models import small_resnet
 from tcnn_model import GPSA
+from tcnn_probe import evaluation
 
 MODELS = [study.CNN, study.CONTROL, study.TCNN]
 GROUPS = {"fog": "weather", "snow": "weather", "contrast": "digital"}
@@ -67,9 +69,8 @@ def test_verdicts_are_those_of_the_intervals() -> None:
     assert behind.count("T-CNN behind") == 10
     assert "another training may differ" in behind
     assert "chance" not in behind
-    assert (
-        study.verdicts(answers([0.4, 0.4, 0.3]), 4).count("(both near chance)") == 8
-    )  # all but clean images
+    # All but clean images.
+    assert study.verdicts(answers([0.4, 0.4, 0.3]), 4).count("(both near chance)") == 8
 
 
 def test_table_has_the_means() -> None:
@@ -87,6 +88,7 @@ def test_table_has_the_means() -> None:
         weather,
         results.correct.values[2, 2].mean(),
     ]
+    # The table prints three digits after the point: half of the last one, and a little.
     assert [float(cell) for cell in row[:3]] == pytest.approx(expected, abs=6e-4)
 
 
@@ -116,3 +118,26 @@ def test_the_second_control_has_the_finer_grid_and_no_attention() -> None:
     assert control.layer4[0].conv1.stride == (2, 2)
     assert finer.layer4[0].conv1.stride == (1, 1)
     assert isinstance(finer.layer4[0].conv1, nn.Conv2d)
+
+
+def test_imagenet_c_is_reported_and_drawn() -> None:
+    """The mCE needs every corruption and severity; a model that is always wrong has AlexNet's hundred and more."""
+    names = list(evaluation.CORRUPTIONS)
+    groups = [evaluation.CORRUPTIONS[name].group for name in names]
+    right = np.zeros((2, 15, 5, 1, 7), bool)
+    right[1, ..., ::2] = True
+    dims = ("model", "corruption", "severity", "seed", "image")
+    coords = {"model": ["CNN", "T-CNN"], "corruption": names, "severity": range(1, 6)}
+    results = xr.Dataset(
+        {"correct": (dims, right), "accuracy": (dims[:-1], right.mean(-1))},
+        {**coords, "group": ("corruption", groups)},
+    )
+    shares = [1 / evaluation.ALEXNET_ERRORS[name] for name in names]
+    report = imagenet_c_report(results)
+    assert f"mCE {100 * np.mean(shares):.1f} (AlexNet: 100)" in report
+    assert f"mCE {100 * 3 / 7 * np.mean(shares):.1f} (AlexNet: 100)" in report
+    assert "mCE" not in imagenet_c_report(results.isel(severity=[0, 4]))
+    results["correct"].loc[{"model": "CNN", "image": 0}] = True
+    by_group, by_severity = draw_imagenet_c(results, "CNN").axes
+    ticks = [len(axes.get_xticks()) for axes in (by_group, by_severity)]
+    assert ticks == [4, 5]

@@ -131,9 +131,8 @@ def test_gating_evolution_records_both_trainings(
         small_run("gating_evolution").out / "gating_evolution.zarr"
     ).load()
     assert dict(ds.sizes) == {"epoch": 5, "layer": 4, "head": 9}
-    assert (
-        ds.images == 70
-    ).all()  # a quarter of 280: the whole validation set, once an epoch
+    # A quarter of 280: the whole validation set, once an epoch.
+    assert (ds.images == 70).all()
     for name in ("top1", "control_top1", "train_top1", "val_loss"):
         assert np.isfinite(ds[name].values[1:]).all(), name
     np.testing.assert_allclose(ds.gate[0], 1 / (1 + math.exp(-1)), rtol=1e-6)
@@ -182,9 +181,8 @@ def test_attention_maps_are_those_that_the_recorder_sees(
         .squeeze(drop=True)
         .transpose("image", "layer", "head", "y", "x")
     )
-    np.testing.assert_allclose(
-        ds.attention.sel(epoch=4), expected, atol=1e-3
-    )  # kept in float16
+    # Maps are kept in float16.
+    np.testing.assert_allclose(ds.attention.sel(epoch=4), expected, atol=1e-3)
 
 
 def test_drawing_attention_maps_again_does_not_train(
@@ -230,12 +228,12 @@ def test_head_entropy_measures_the_parts(small_run: Callable[[str], Done]) -> No
         heads.gate * heads.positional_distance
         + (1 - heads.gate) * heads.content_distance
     )
+    # Gates, parts and the whole are each measured in float32, the whole in one pass of its own.
     np.testing.assert_allclose(parts, heads.attention_distance, rtol=1e-4)
     distances = []
     for y in range(4):
-        for x in range(
-            4
-        ):  # head 0, alpha = 1, looks at (-1, -1); keys are 4 x 4 pixels and a ring of padding
+        # Head 0, alpha = 1, looks at (-1, -1); keys are 4 x 4 pixels and a ring of padding.
+        for x in range(4):
             keys = [(j - y, i - x) for j in range(-1, 5) for i in range(-1, 5)]
             weights = [math.exp(-((dy + 1) ** 2) - (dx + 1) ** 2) for dy, dx in keys]
             distances.append(

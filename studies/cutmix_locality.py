@@ -1,0 +1,257 @@
+"""CutMix: whether it makes the heads of the first layer local (Santiago Toledo and Martínez, arXiv 2605.16390).
+
+    python studies/cutmix_locality.py
+
+Takes four minutes on one CPU core.
+
+The paper trains ViTs on CIFAR-100 from scratch: with CutMix the most local head of the early layers ends at a mean
+attention distance of at most 0.024, without it of at least 0.210.
+
+What one should see (cutmix_locality.png): nothing in particular, the study asks. It prints the difference between
+trainings with CutMix and without, at the end and by epoch, with its interval over seeds, and says "undecided" where the
+interval holds zero.
+
+How: small ViTs learn handwritten digits of 8 x 8 pixels, in patches of 2 x 2 pixels, so on a grid of 4 x 4. Each seed
+gives a network that is trained twice from the same weights: on the images as they are, and with CutMix (timm's Mixup,
+alpha 1, of every batch). Both see as many images. Distances and entropies of the first layer's heads are given as
+shares of those of uniform attention: 1 if a head looks everywhere alike.
+
+Writes into results/:
+cutmix_locality.png    top: the distance of the most local head, the mean distance and the mean entropy of the first
+                       layer by epoch, a line for each training; bottom: CutMix minus plain, with 95 % t intervals
+cutmix_locality.zarr   distances and entropies by (arm, seed, epoch, layer, head), accuracies: xarray.open_zarr
+cutmix_locality_runs   the recording of each training
+
+It ends by checking that all networks learned.
+"""
+
+import argparse
+import sys
+from pathlib import Path
+
+import matplotlib as mpl
+import numpy as np
+import torch
+import torch.nn.functional as F
+import xarray as xr
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from timm.data.mixup import Mixup
+from timm.models.vision_transformer import VisionTransformer
+from torch import nn
+
+import tcnn_probe
+from common.digits import plain_digits
+from common.ending import ended, finish, learned
+from common.figures import STYLE, whole_ticks
+from common.options import (
+    add_machine,
+    add_output,
+    fill_in,
+    from_least,
+    parsed,
+    study_parser,
+)
+from common.output import RunOutput
+from common.small_trainings import rate_factor
+from tcnn_probe.evaluation import mean_interval
+
+BATCH, LR, WEIGHT_DECAY = 96, 2e-3, 0.05
+ARMS = {"plain": "#0072B2", "CutMix": "#D55E00"}
+"""Arms with their colours."""
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the study; 0 if all networks learned, 3 if not."""
+    args = parse(arguments)
+    output = RunOutput.from_args(args, "cutmix_locality")
+    folder = output.beside("_runs")
+    seeds = list(range(args.seed, args.seed + args.seeds))
+    arms = []
+    for arm in ARMS:
+        runs = []
+        for seed in seeds:
+            runs.append(shares(train(arm, seed, args, folder / f"{arm}-{seed}.zarr")))
+            print(f"{arm}, seed {seed}: accuracy {runs[-1].top1[-1]:.2f}", flush=True)
+        arms.append(xr.concat(runs, xr.Variable("seed", seeds)))
+    results = xr.concat(arms, xr.Variable("arm", np.array(list(ARMS), dtype=object)))
+    output.save(results)
+    measures = first_layer(results)
+    draw(measures).savefig(output.figure, dpi=200)
+    print(table(measures))
+    output.print_files()
+    return finish(check(results), "digits")
+
+
+def train(arm: str, seed: int, args: argparse.Namespace, store: Path) -> xr.Dataset:
+    """Train and record, or read what was recorded."""
+    if store.exists():
+        ds = xr.open_zarr(store)
+        if ds.sizes["epoch"] == args.epochs + 1:
+            return ds.load()
+    torch.manual_seed(seed)
+    np.random.seed(seed)  # noqa: NPY002 (timm's Mixup draws from it)
+    model = VisionTransformer(
+        img_size=8,
+        patch_size=2,
+        in_chans=1,
+        num_classes=10,
+        embed_dim=48,
+        depth=3,
+        num_heads=3,
+    ).to(args.device)
+    mix = Mixup(mixup_alpha=0, cutmix_alpha=1, label_smoothing=0, num_classes=10)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=WEIGHT_DECAY)
+    images, labels = plain_digits(training=True)
+    # The last batch of an epoch would be smaller, and odd: CutMix takes images in pairs.
+    steps = len(images) // BATCH
+    with tcnn_probe.record(model, store, mode="w") as recorder:
+        validate(recorder, model, 0, args.device)
+        for epoch in range(args.epochs):
+            model.train()
+            order = torch.randperm(len(images))
+            for step, rows in enumerate(order[: steps * BATCH].split(BATCH)):
+                done = epoch * steps + step
+                rate = LR * rate_factor(done, args.epochs * steps)
+                optimizer.param_groups[0]["lr"] = rate
+                # As in training_health.py: pixels have 17 values, and few images are learned by heart.
+                batch = images[rows] + 0.1 * torch.randn(len(rows), 1, 8, 8)
+                target = F.one_hot(labels[rows], 10).float()
+                if arm == "CutMix":
+                    batch, target = mix(batch, labels[rows])
+                output = model(batch.to(args.device))
+                loss = F.cross_entropy(output, target.to(args.device))
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+            validate(recorder, model, epoch + 1, args.device)
+        return recorder.dataset.load()
+
+
+@torch.no_grad()
+def validate(
+    recorder: tcnn_probe.Recorder, model: nn.Module, epoch: int, device: torch.device
+) -> None:
+    """Validate on images that are not mixed, and mark the epoch."""
+    images, labels = plain_digits(training=False)
+    model.eval()
+    top1 = (model(images.to(device)).argmax(1).cpu() == labels).float().mean().item()
+    recorder.mark(epoch=epoch, top1=top1)
+
+
+def shares(ds: xr.Dataset) -> xr.Dataset:
+    """Return distances and entropies (epoch, layer, head) as shares of those of uniform attention, and accuracies."""
+    return xr.Dataset(
+        {
+            "distance": ds.attention_distance / ds.uniform_distance,
+            "entropy": ds.entropy / ds.uniform_entropy,
+            "top1": ds.top1,
+        }
+    )
+
+
+def first_layer(results: xr.Dataset) -> xr.Dataset:
+    """Return the measures of the first layer, (arm, seed, epoch), and the accuracy."""
+    first = results.isel(layer=0, drop=True)
+    return xr.Dataset(
+        {
+            "distance of the most local head": first.distance.min("head"),
+            "mean distance": first.distance.mean("head"),
+            "mean entropy": first.entropy.mean("head"),
+            "accuracy": first.top1,
+        }
+    )
+
+
+def difference(values: xr.DataArray) -> tuple[xr.DataArray, xr.DataArray]:
+    """Return the mean over seeds of CutMix minus plain, and its interval; NaN bounds for one seed."""
+    pairs = values.sel(arm="CutMix") - values.sel(arm="plain")
+    return pairs.mean("seed"), mean_interval(pairs, "seed")
+
+
+@mpl.rc_context(STYLE)
+def draw(measures: xr.Dataset) -> Figure:
+    """Draw the measures by epoch for both arms, and below the difference with its interval."""
+    figure = Figure(figsize=(10, 5), layout="constrained")
+    names = [name for name in measures.data_vars if name != "accuracy"]
+    panels = figure.subplots(2, len(names), sharex=True)
+    for (top, bottom), name in zip(panels.T, names, strict=True):
+        draw_arms(top, measures[name])
+        top.set_title(str(name))
+        # At epoch 0 both arms are the same network.
+        mean, interval = difference(measures[name].isel(epoch=slice(1, None)))
+        low, high = interval.sel(bound="low"), interval.sel(bound="high")
+        bottom.fill_between(mean.epoch, low, high, color="0.85")
+        bottom.plot(mean.epoch, mean, color="k")
+        bottom.axhline(0, color="0.5", lw=0.8, ls="--")
+        bottom.set_xlabel("epoch")
+        whole_ticks(bottom)
+    panels[0, 0].set_ylabel("share of uniform attention")
+    panels[1, 0].set_ylabel("CutMix minus plain")
+    panels[0, 0].legend(frameon=False)
+    return figure
+
+
+def draw_arms(panel: Axes, values: xr.DataArray) -> None:
+    """Draw each training thin, and the mean of each arm thick."""
+    for arm, color in ARMS.items():
+        of_arm = values.sel(arm=arm).transpose("epoch", "seed")
+        panel.plot(of_arm.epoch, of_arm, color=color, lw=0.5, alpha=0.6)
+        panel.plot(of_arm.epoch, of_arm.mean("seed"), color=color, lw=2, label=arm)
+
+
+def table(measures: xr.Dataset) -> str:
+    """Return means of both arms at the last epoch, and their difference with its interval and a verdict."""
+    lines = [f"\n{'last epoch':34}{'plain':>7}{'CutMix':>8}  difference"]
+    last = measures.isel(epoch=-1)
+    for name, values in last.data_vars.items():
+        plain, mixed = (float(values.sel(arm=arm).mean()) for arm in ARMS)
+        mean, interval = difference(values)
+        low, high = interval.values.tolist()
+        verdict = "lower" if high < 0 else "higher" if low > 0 else "undecided"
+        lines.append(
+            f"{name:34}{plain:7.3f}{mixed:8.3f}  {float(mean):+.3f} [{low:+.3f}, {high:+.3f}] {verdict}"
+        )
+    return "\n".join(lines)
+
+
+def check(results: xr.Dataset) -> bool:
+    """Return whether each network learned."""
+    _, labels = plain_digits(training=False)
+    chance = float(labels.bincount().max() / len(labels))
+    top1 = results.top1.isel(epoch=-1)
+    has_learned = [
+        learned(
+            f"{arm}, seed {seed}",
+            float(top1.sel(arm=arm, seed=seed)),
+            len(labels),
+            chance,
+        )
+        for arm in top1.arm.values
+        for seed in top1.seed.values
+    ]
+    print(f"check: {sum(has_learned)} of {len(has_learned)} networks learned")
+    return all(has_learned)
+
+
+def parse(arguments: list[str] | None = None) -> argparse.Namespace:
+    """Parse the command line."""
+    parser = study_parser(__doc__)
+    group = parser.add_argument_group("training")
+    group.add_argument(
+        "--epochs", type=from_least(1), help="of each training (default: 30)"
+    )
+    group.add_argument(
+        "--seeds", type=from_least(1), help="of each arm, from --seed on (default: 3)"
+    )
+    add_machine(group, small="1 seed, 12 epochs")
+    add_output(parser)
+    args = parsed(parser, arguments, "cutmix_locality")
+    if args.small:
+        fill_in(args, {"seeds": 1, "epochs": 12})
+    fill_in(args, {"seeds": 3, "epochs": 30})
+    return args
+
+
+if __name__ == "__main__":
+    sys.exit(ended(main))
