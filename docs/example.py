@@ -1,7 +1,7 @@
 """Make the recording that ``tcnn_probe.load_example`` opens, from the weights of every epoch of a study.
 
     python studies/attention_maps.py --model tf_efficientnet_lite0 --pretrained --data imagenette2-160 --img-size 128 \
-        --limit 1600 --epochs 5 --batch-size 32 --lr 1e-4 --gating-lr 0.1 --out results/photos
+        --limit 1600 --epochs 5 --batch-size 32 --augment light --lr 1e-4 --gating-lr 0.1 --out results/photos
     python docs/example.py results/photos
 
 At each epoch the validation photographs of the study are recorded, and before them one whose maps are kept. The file in
@@ -34,7 +34,7 @@ PHOTOGRAPH = "china.jpg"
 
 @torch.no_grad()
 def main(arguments: Sequence[str] | None = None) -> None:
-    """The command line."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -79,14 +79,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
                     for name, of in trained.data_vars.items()
                 },
             )
-    with zipfile.ZipFile(given.out, "w", zipfile.ZIP_DEFLATED) as packed:
-        for file in sorted(
-            path
-            for path in store.rglob("*")
-            if path.is_file() and not path.name.startswith(".")
-        ):
-            packed.write(file, file.relative_to(store))
-    print(f"wrote {given.out}: {given.out.stat().st_size / 1e6:.2f} MB")
+    pack(store, given.out)
+
+
+def pack(store: Path, out: Path) -> None:
+    """Write a recording to the file that the package holds."""
+    files = [path for path in store.rglob("*") if path.is_file()]
+    with zipfile.ZipFile(out, "w", zipfile.ZIP_DEFLATED) as packed:
+        for file in sorted(files):
+            # The lock and other files of the writer's.
+            if not file.name.startswith("."):
+                packed.write(file, file.relative_to(store))
+    print(f"wrote {out}: {out.stat().st_size / 1e6:.2f} MB")
 
 
 if __name__ == "__main__":

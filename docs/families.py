@@ -84,7 +84,7 @@ def timm_families() -> list[str]:
 
 
 def smallest_member(family: str) -> str:
-    """The model of a family with the fewest parameters; timm's own test models do not count."""
+    """Name the model of a family with the fewest parameters; timm's own test models do not count."""
 
     def parameters(name: str) -> int:
         return sum(
@@ -128,7 +128,7 @@ def randomise(model: nn.Module, images: Tensor) -> nn.Module:
 
 
 def image_size(model: nn.Module) -> InputSize:
-    """A small image that the model takes, or else the one it is made for."""
+    """Return the size of a small image that the model takes, or else the one it is made for."""
     meta = meta_copy(model)
     size = find_input_size(meta)
     try:
@@ -156,7 +156,7 @@ def last_grid(tcnn: nn.Module, image: InputSize) -> str:
 
 
 def unit_grid(model: nn.Module, image: InputSize) -> str:
-    """The same at unit stride, or why there is none."""
+    """Return the resolution of the last GPSA layer at unit stride, or the reason why there is none."""
     try:
         return last_grid(reparameterize(model), image)
     except ValueError as error:
@@ -201,7 +201,7 @@ def _kind(layer: GPSA) -> str:
 
 
 def _brief(message: str) -> str:
-    """An error message without the exception that it quotes, which can be long, and as one cell of a table."""
+    """Shorten an error message to a cell of a table, without the exception that it quotes, which can be long."""
     message = re.sub(r" \(\w+Error: .*\)", "", message, flags=re.DOTALL).replace(
         "; use stride='keep'", ""
     )
@@ -209,7 +209,7 @@ def _brief(message: str) -> str:
 
 
 def table(rows: Sequence[Row]) -> str:
-    """The document."""
+    """Write the document."""
     shown = [row for row in rows if NO_CONVOLUTION not in row.reason]
     without = [row for row in rows if NO_CONVOLUTION in row.reason]
     lines = [
@@ -227,7 +227,7 @@ def table(rows: Sequence[Row]) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """The command line."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(description="Write the table of timm's convnets.")
     parser.add_argument(
         "--families",

@@ -1,26 +1,82 @@
 """The documentation as a site: ``python -m sphinx -E -W -c docs/site . build/site``, without network.
 
 Its pages are the repository's own Markdown at its own paths, so a link that works on GitHub works here. The examples of
-docs/*.md are run by tests/test_documents.py; the build runs docs/notebooks. Pages of names and the gallery of studies
-are written into docs/site/generated, from ``__all__`` and from studies/.
+docs/*.md are run by tests/test_documents.py; the build runs docs/notebooks, or with ``-D nb_execution_mode=off`` shows
+them without their output. Pages of names, the gallery of studies and llms.txt are made of docs/site/api.md,
+the documents and studies/.
 """
 
 import ast
 import importlib
 import os
+import re
+import sys
 from pathlib import Path
 from typing import Any
 
 import jupytext
+import sphinx.ext.autosummary
 from sphinx.application import Sphinx
 from sphinx.util.logging import getLogger
 
 import tcnn_probe
 
 HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE))
+
+from sources import documents, examples, first_paragraph, listed_names  # noqa: E402
+
 ROOT = HERE.parents[1]
 GENERATED = HERE / "generated"
 STUDIES = sorted((ROOT / "studies").glob("*.py"))
+
+PICTURES = {
+    "docs/ablation": (
+        "thumbnails/conv_vs_content_heads.png",
+        "Accuracy lost without convolutional heads and without content heads",
+    ),
+    "docs/aggregation": (
+        "class_attention.png",
+        "Photographs, and the weight of each patch in the decision",
+    ),
+    "docs/attention_maps": (
+        "thumbnails/attention_maps.png",
+        "Attention of each head in four layers of a T-CNN, from one pixel",
+    ),
+    "docs/families": (
+        "thumbnails/architectures.png",
+        "Gain of T-CNNs made from several convnets, and its cost",
+    ),
+    "docs/heads": (
+        "thumbnails/head_entropy.png",
+        "Heads of each type by epoch, with their entropies and distances",
+    ),
+    "docs/recording": (
+        "what_heads_see.png",
+        "Attention of four heads in three digits, and their content information by epoch",
+    ),
+    "docs/representation": (
+        "thumbnails/representations.png",
+        "What the features of each layer know, and how similar layers are",
+    ),
+    "docs/robustness": (
+        "thumbnails/robustness.png",
+        "Accuracy of two models on corrupted and attacked images",
+    ),
+    "docs/saliency": (
+        "thumbnails/class_attention_saliency.png",
+        "Saliency of several methods over photographs",
+    ),
+    "docs/training": (
+        "thumbnails/finetune_length.png",
+        "Accuracy of a CNN and a T-CNN by the length of fine-tuning",
+    ),
+    "docs/transformed_cnns": (
+        "thumbnails/gating_evolution.png",
+        "Accuracy, attention spans, gates and entropies while a T-CNN is fine-tuned",
+    ),
+}
+"""Pictures beside the first lines of pages: their paths in docs/, and what they show."""
 
 project = "tcnn-probe"
 author = "The tcnn-probe developers"
@@ -43,22 +99,33 @@ include_patterns = [
     "studies/pages/*.md",
 ]
 exclude_patterns = [".*", "build", "docs/site/contents.md", "docs/site/templates"]
-templates_path = [
-    str(HERE / "templates")
-]  # absolute: autosummary looks from the sources, Sphinx from here
+# Absolute: autosummary looks from the sources, Sphinx from here.
+templates_path = [str(HERE / "templates")]
 
 myst_enable_extensions = ["colon_fence"]
 myst_heading_anchors = 4
-os.environ.pop(
-    "MPLBACKEND", None
-)  # notebooks show their figures, wherever the site is built
-os.environ.setdefault(
-    "OMP_NUM_THREADS", "1"
-)  # their models are small: more threads mostly wait for each other
+# Notebooks show their figures, wherever the site is built.
+os.environ.pop("MPLBACKEND", None)
+# Their models are small: more threads mostly wait for each other.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 nb_execution_raise_on_error = True
 nb_output_stderr = "remove"  # such as tqdm's advice to install widgets
 nb_execution_timeout = 300  # seconds a cell, on a machine with other work
 
+# Sphinx ends a summary at a full stop, and knows fewer abbreviations than papers have.
+sphinx.ext.autosummary.WELL_KNOWN_ABBREVIATIONS += (
+    "Alg.",
+    "Eq.",
+    "Eqs.",
+    "Fig.",
+    "Figs.",
+    "Sec.",
+)
+SUMMARIES: dict[str, str] = {}
+"""First paragraphs of docstrings, by full name."""
+LISTED = listed_names(HERE / "api.md")
+autosummary_context = {"listed": LISTED, "examples": examples(ROOT, LISTED)}
+autodoc_mock_imports = ["lightning", "transformers"]  # to describe their callbacks
 autosummary_imported_members = True
 autosummary_ignore_module_all = False
 autodoc_typehints = "none"  # docstrings say what is expected; signatures stay short
@@ -67,33 +134,29 @@ napoleon_numpy_docstring = False
 napoleon_custom_sections = ["Shape"]
 nitpicky = True
 suppress_warnings = [
-    "ref.python"
-]  # one name in two classes: words of docstrings that napoleon takes for types
-nitpick_ignore_regex = [
-    (r"py:.*", r"(?!tcnn_).*")
-]  # the documentation of others is not at hand offline
+    "ref.python",  # one name in two classes: words of docstrings that napoleon takes for types
+    "myst-nb.lexer",  # without execution the language of the cells is unknown
+]
+# The documentation of others is not at hand offline.
+nitpick_ignore_regex = [(r"py:.*", r"(?!tcnn_).*")]
 
 html_theme = "pydata_sphinx_theme"
 html_title = "tcnn-probe"
-html_static_path: list[str] = []
+html_context = {"default_mode": "auto"}  # as the system has it: light or dark
+html_static_path = [str(HERE / "static")]
+html_css_files = ["site.css"]
 html_additional_pages = {"index": "to_readme.html"}
 html_theme_options: dict[str, Any] = {
     "secondary_sidebar_items": ["page-toc", "sourcelink"]
 }
 
 
-def modules() -> list[str]:
-    """Modules whose ``__all__`` is public, as the page of names lists them."""
-    return [
-        line.strip()
-        for line in (HERE / "api.md").read_text().splitlines()
-        if line.startswith("   tcnn_")
-    ]
-
-
 def write_gallery(_: Sphinx) -> None:
     """Write the gallery, a card for each study: its first line and, where docs/ has it, its figure."""
     GENERATED.mkdir(parents=True, exist_ok=True)
+    for page in GENERATED.glob("tcnn_*.rst"):
+        if page.stem not in LISTED:  # of an earlier build
+            page.unlink()
     cards = []
     for path in STUDIES:
         docstring = ast.get_docstring(ast.parse(path.read_text())) or ""
@@ -114,8 +177,14 @@ def write_gallery(_: Sphinx) -> None:
 
 
 def add_contents(_: Sphinx, docname: str, source: list[str]) -> None:
-    """Add the contents to the README, its code to a study's page, and a link to the file of a notebook."""
+    """Add what a page has on the site alone: contents, a picture, code of a study, the file of a notebook."""
     name = Path(docname).name
+    if docname in PICTURES:
+        picture, description = PICTURES[docname]
+        heading, _, rest = source[0].partition("\n")
+        source[0] = (
+            f"{heading}\n\n```{{image}} /docs/{picture}\n:alt: {description}\n:class: opening\n```\n{rest}"
+        )
     if docname == root_doc:
         source[0] += "\n" + (HERE / "contents.md").read_text()
     elif (
@@ -130,6 +199,25 @@ def add_contents(_: Sphinx, docname: str, source: list[str]) -> None:
         )
 
 
+def write_llms_txt(app: Sphinx, exception: Exception | None) -> None:
+    """Write llms.txt (llmstxt.org): what there is, in plain text, with the Markdown source of each page."""
+    if exception is not None:
+        return
+    readme = (ROOT / "README.md").read_text()
+    lines = ["# tcnn-probe", "", f"> {first_paragraph(readme)}", "", "## Documents", ""]
+    for page in documents(ROOT):
+        text = page.read_text()
+        title = re.search(r"^# (.*)$", text, flags=re.MULTILINE)
+        assert title is not None, page
+        address = f"_sources/{page.relative_to(ROOT)}.txt"
+        lines.append(f"- [{title[1]}]({address}): {first_paragraph(text)}")
+    lines += ["", "## Reference", ""]
+    for name in LISTED:
+        address = f"docs/site/generated/{name}.html"
+        lines.append(f"- [{name}]({address}): {SUMMARIES.get(name, '')}".rstrip(": "))
+    (Path(app.outdir) / "llms.txt").write_text("\n".join(lines) + "\n")
+
+
 def write_notebooks(app: Sphinx, exception: Exception | None) -> None:
     """Write the notebooks as .ipynb, beside their pages."""
     if exception is not None:
@@ -142,11 +230,17 @@ def write_notebooks(app: Sphinx, exception: Exception | None) -> None:
 
 
 def check_names(app: Sphinx, *_: Any) -> None:
-    """Fail, as -W makes it, where a public name has no page."""
-    for module in modules():
-        for name in importlib.import_module(module).__all__:
-            if f"docs/site/generated/{module}.{name}" not in app.env.found_docs:
-                getLogger(__name__).warning("%s.%s has no page", module, name)
+    """Fail, as -W makes it, where a public name is not in the reference under this or another name."""
+    members = {}
+    for name in LISTED[LISTED.index("tcnn_probe") :]:  # modules are listed last
+        module = importlib.import_module(name)
+        members |= {
+            f"{name}.{member}": getattr(module, member) for member in module.__all__
+        }
+    described = {id(value) for name, value in members.items() if name in LISTED}
+    for name, value in members.items():
+        if id(value) not in described:
+            getLogger(__name__).warning("%s is not in docs/site/api.md", name)
 
 
 def describe_constants(
@@ -155,6 +249,8 @@ def describe_constants(
     """Describe a constant, all of which hold names, by these names, and not by what a dict is."""
     if what == "data":
         lines[:] = [", ".join(f"``{each}``" for each in value)]
+    paragraph = " ".join(lines).partition("  ")[0]
+    SUMMARIES[name] = re.sub(r":\w+:`~?([^`]*)`", r"`\1`", paragraph)
 
 
 def setup(app: Sphinx) -> None:
@@ -164,3 +260,4 @@ def setup(app: Sphinx) -> None:
     app.connect("env-check-consistency", check_names)
     app.connect("autodoc-process-docstring", describe_constants)
     app.connect("build-finished", write_notebooks)
+    app.connect("build-finished", write_llms_txt)
