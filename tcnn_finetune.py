@@ -9,12 +9,17 @@ from types import ModuleType
 def main(arguments: list[str] | None = None) -> int:
     """Run the command; its exit status, as of :func:`tcnn_model.training.command.main`."""
     try:
-        _settings().parse(
-            arguments
-        )  # prints help, or the option that is wrong, and exits
+        # Prints help, or the option that is wrong, and exits.
+        _settings().parse(arguments)
         from tcnn_model.training import command
     except (ValueError, OSError) as error:
         print(f"tcnn-finetune: {error}", file=sys.stderr)
+        return 2
+    except ModuleNotFoundError as error:
+        if error.name not in ("timm", "torch", "tqdm"):
+            raise
+        hint = "pip install 'tcnn-probe[torch]'"
+        print(f"tcnn-finetune: there is no {error.name}: {hint}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("tcnn-finetune: interrupted", file=sys.stderr)

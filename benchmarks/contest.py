@@ -20,9 +20,8 @@ import torch
 from tqdm.auto import tqdm
 
 Step = Callable[[], object]
-Contest = Mapping[
-    str, Callable[[], Step]
-]  # contestants by name, the peer first; each call prepares one
+# Contestants by name, the peer first; each call prepares one.
+Contest = Mapping[str, Callable[[], Step]]
 
 __all__ = [
     "Contest",
@@ -105,9 +104,8 @@ def compare(arguments: argparse.Namespace, contests: Mapping[str, Contest]) -> N
                 if contestant == peer
                 else f"{_figure(min(ratios))} - {_figure(max(ratios))}"
             )
-            saving = _figure(
-                peaks[peer] / max(peaks[contestant], 1)
-            )  # a step may fit into memory in use before
+            # A step may fit into memory in use before.
+            saving = _figure(peaks[peer] / max(peaks[contestant], 1))
             rows.append(
                 (
                     name,

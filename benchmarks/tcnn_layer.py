@@ -27,9 +27,10 @@ class Literal(nn.Module):
         keys = torch.cartesian_prod(pixels, pixels)
         real = ((keys >= 0) & (keys < side)).all(1)
         delta = (keys[None] - keys[real][:, None]).to(layer.weight)
+        # (N, (side + 2)^2, 3)
         self.register_buffer(
             "r", torch.cat([delta.square().sum(-1, keepdim=True), delta], -1)
-        )  # (N, (side + 2)^2, 3)
+        )
         self.register_buffer("real", real.nonzero()[:, 0])
 
     def forward(self, x: Tensor) -> Tensor:

@@ -57,9 +57,8 @@ def kept_bytes(model: nn.Module, size: int) -> int:
         storages.add(tensor.untyped_storage())
         return tensor
 
-    images = torch.randn(
-        2, 3, size, size, device="meta"
-    )  # batch norms raise on a single image
+    # Batch norms raise on a single image.
+    images = torch.randn(2, 3, size, size, device="meta")
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         model.train()(images)
     return (

@@ -10,9 +10,8 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import torch
 
-if (
-    not torch.cuda.is_available()
-):  # the kernels are then tested through Triton's interpreter
+# The kernels are then tested through Triton's interpreter.
+if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 gc.disable()  # until all is imported: half a million objects that stay, 0.3 s a time

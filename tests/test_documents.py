@@ -45,10 +45,8 @@ def test_readme_examples_run() -> None:
     images, labels = torch.randn(8, 3, 64, 96), torch.arange(8) % 3
     loader = DataLoader(TensorDataset(images, labels), batch_size=4)
     names: dict[str, object] = {"train_loader": loader, "val_loader": loader}
-    for block in [
-        *blocks,
-        *(block for block in blocks if '"run.zarr", mode' in block),
-    ]:  # a script is run twice
+    # A script is run twice.
+    for block in [*blocks, *(block for block in blocks if '"run.zarr", mode' in block)]:
         exec(
             block.replace(
                 "epochs=10, warmup_epochs=2",
@@ -66,6 +64,7 @@ def test_readme_examples_run() -> None:
     [
         ("ablation.md", 4),
         ("attention_maps.md", 4),
+        ("coming_from.md", 9),
         ("corruptions.md", 4),
         ("health.md", 3),
         ("heads.md", 5),
@@ -115,6 +114,26 @@ def test_examples_of_aggregation_run() -> None:
     special = names["special"]
     assert isinstance(special, PatchConvNet)
     assert special.per_class
+
+
+def test_examples_of_dense_tasks_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    reason = "transformers builds UperNet: pip install tcnn-probe[huggingface]"
+    pytest.importorskip("transformers", reason=reason)
+    create, small = timm.create_model, {"embed_dim": 16, "depth": 4}
+
+    def narrow(name: str, **options: Any) -> nn.Module:
+        few = small if name.startswith("patchconvnet") else {}
+        return create(name, **few | options)
+
+    monkeypatch.setattr(timm, "create_model", narrow)
+    names: dict[str, object] = {}
+    blocks = python_blocks(ROOT / "docs" / "dense_tasks.md")
+    assert len(blocks) == 3
+    for block in blocks:
+        exec(block.replace("[14, 29, 44, 59]", "[0, 1, 2, 3]"), names)
+    gates = xr.open_zarr("segmenter.zarr").gate
+    assert gates.notnull().any("head").sum("layer").values.tolist() == [3]
+    assert len(names["losses"]) == 5
 
 
 PAGES = sorted(

@@ -10,10 +10,8 @@ import timm
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
-OWN = {
-    "t_resnet",
-    "patchconvnet",
-}  # ours, which timm lists under the names of their modules
+# Our own models, which timm lists under the names of their modules.
+OWN = {"t_resnet", "patchconvnet"}
 
 
 def _rows(text: str) -> dict[str, list[str]]:
@@ -38,9 +36,8 @@ def test_every_family_of_timm_is_covered() -> None:
     without = re.search(r"no convolution to reparameterize.*\n(.*)\.\n", text)
     assert without
     covered |= {entry.partition(" ")[0] for entry in without.group(1).split(", ")}
-    families = {
-        name for name in timm.list_modules() if not name.startswith("test_")
-    }  # models that tests register
+    # Without models that tests register.
+    families = {name for name in timm.list_modules() if not name.startswith("test_")}
     assert covered >= families - OWN
 
 
@@ -48,6 +45,7 @@ def test_what_is_shown_is_the_same_function() -> None:
     rows = _rows((DOCS / "families.md").read_text())
     errors = [cells[-1] for cells in rows.values() if re.match(r"\de-\d\d", cells[-1])]
     assert len(errors) > 50
+    # Differences in float32; a conversion that gets a layer wrong is off by about 1.
     assert all(float(error) < 1e-4 for error in errors)
 
 

@@ -43,7 +43,10 @@ TINY: dict[str, dict[str, Any]] = {
 
 
 def test_every_benchmark_is_here() -> None:
-    tested_below = {"contest", "recorded_forward", "recording_epoch", "training_budget"}
+    tested_below = {
+        *("contest", "kernel_resources", "recorded_forward", "recording_epoch"),
+        "training_budget",
+    }
     assert {
         p.stem for p in (Path(__file__).parents[2] / "benchmarks").glob("*.py")
     } == {*SMALL, *tested_below}
@@ -60,9 +63,8 @@ def test_every_contestant_takes_a_step(
         return create(model, **{**options, **smaller})
 
     monkeypatch.setattr(timm, "create_model", tiny)
-    monkeypatch.setattr(
-        torch, "compile", lambda module, **_: module
-    )  # the C++ compiler is not what is tested
+    # The C++ compiler is not what is tested.
+    monkeypatch.setattr(torch, "compile", lambda module, **_: module)
     benchmark = importlib.import_module(name)
     contests = benchmark.contests(benchmark.parser().parse_args(SMALL[name]))
     assert contests
@@ -142,6 +144,7 @@ def test_memory_against_resolution(
 
 def test_recorded_epoch_beside_a_plain_one(tmp_path: Path) -> None:
     benchmark = importlib.import_module("recording_epoch")
+    # ImageNet has 1,281,167 training images and 50,000 for validation.
     assert pytest.approx(25.6, abs=0.03) == benchmark.PROPORTION
     model = timm.create_model("vit_tiny_patch16_224", img_size=32, **TINY["vit"])
     training = benchmark.Training(
@@ -203,6 +206,20 @@ def test_budget_of_a_training_by_hand() -> None:
         assert {"epochs", "paper_batch"} <= recipe_settings(recipe, name).keys()
         assert timm.is_model(name)
         assert data in benchmark.IMAGES
+
+
+def test_best_times_by_hand() -> None:
+    """128 tokens fill a tile; what is compiled is tested beside the kernel."""
+    best_times = importlib.import_module("kernel_resources").best_times
+    weights = 1000 * 128 * 128
+    microseconds = [
+        1000 * 128 * (2 * 64 * 2 + 5 * 4) / 4.8e6,
+        2 * 64 * weights / 989e6,
+        2 * weights / (132 * 16 * 1980),
+        14 * weights / (132 * 128 * 1980),
+    ]
+    expected = [f"{time:.1f}" for time in (*microseconds, max(microseconds))]
+    assert best_times(1000, 128, 1, 64, None) == [*expected, ""]
 
 
 def test_marking_is_timed_in_memory_and_on_disk(
