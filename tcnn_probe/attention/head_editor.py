@@ -47,7 +47,7 @@ from tcnn_probe.hooks.interception import (
     ValueProductTracker,
     describe,
 )
-from tcnn_probe.hooks.modes import EDITORS, edited, put_on
+from tcnn_probe.hooks.modes import EDITORS, edited, never_compiled_alone, put_on
 
 __all__ = ["HeadEditor", "HeadListener", "LayerCall", "name_of_gating"]
 
@@ -248,6 +248,7 @@ class _EditingMode(TorchFunctionMode):
         self._call = call
         self._gates = call.gates()
 
+    @never_compiled_alone
     def __torch_function__(
         self,
         func: Callable[..., Any],

@@ -22,7 +22,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from tcnn_probe.attention.layout import Tokens
-from tcnn_probe.hooks.modes import is_transformed, unseen
+from tcnn_probe.hooks.modes import is_transformed, never_compiled_alone, unseen
 
 __all__ = ["PlaceTracker", "objection_to_order"]
 
@@ -97,6 +97,7 @@ class PlaceTracker(TorchFunctionMode):
                 # finds them.
                 self._places[image] = pixels.view(image.shape[2:]).expand(image.shape)
 
+    @never_compiled_alone
     def __torch_function__(
         self,
         func: Callable[..., Any],

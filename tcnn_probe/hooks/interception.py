@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from tcnn_model.gpsa.precision import autocast_dtype
-from tcnn_probe.hooks.modes import is_transformed, unseen
+from tcnn_probe.hooks.modes import is_transformed, never_compiled_alone, unseen
 from tcnn_probe.hooks.score_modification import ScoreModification
 
 __all__ = [
@@ -160,6 +160,7 @@ class Interception(TorchFunctionMode):
         super().__init__()
         self._on_request = on_request
 
+    @never_compiled_alone
     def __torch_function__(
         self,
         func: Callable[..., Any],
@@ -168,9 +169,12 @@ class Interception(TorchFunctionMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
-        output = func(*args, **kwargs)
         # flex_attention compiles itself, through this mode; what it has compiled passes here once more when it runs.
-        if torch.compiler.is_compiling() or _describer(func) is None:
+        # First, so that torch.compile guards nothing of what follows: else it compiles again in each forward.
+        if torch.compiler.is_compiling():
+            return func(*args, **kwargs)
+        output = func(*args, **kwargs)
+        if _describer(func) is None:
             return output
         return self._hand_on(func, output, args, kwargs)
 

@@ -3,10 +3,10 @@
 import sys
 import threading
 import traceback
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
@@ -31,19 +31,22 @@ __all__ = [
     "hidden_depth",
     "hidden_from_recorders",
     "is_transformed",
+    "may_compile",
     "named_in_errors",
+    "never_compiled_alone",
     "only_modes_from_here",
     "put_on",
-    "something_is_compiled",
     "take_off",
     "unseen",
 ]
 
 Mode = TorchFunctionMode | TorchDispatchMode
+Function = TypeVar("Function", bound=Callable[..., Any])
 
 # The modes of make_fx and torch.export, of fake tensors and of functionalization (private in torch 2.8 to 2.15).
 _KEY = torch._C._TorchDispatchModeKey
 _TRACERS = (_KEY.PROXY, _KEY.FAKE, _KEY.FUNCTIONAL)
+_FLEX = "torch.nn.attention.flex_attention"
 # Each thread and each asynchronous task of the user hides its own code.
 _HIDDEN = ContextVar("tcnn_probe_hidden", default=0)
 _DEPTHS: list[int] = []
@@ -80,7 +83,7 @@ class Uncompiled(TorchDispatchMode):
     @classmethod
     def ignore_compile_internals(cls) -> bool:
         """Let ``flex_attention`` compile: it asks for a whole graph even in eager mode (torch 2.15)."""
-        flex = sys.modules.get("torch.nn.attention.flex_attention")
+        flex = sys.modules.get(_FLEX)
         frame = None if flex is None else sys._getframe()
         while frame is not None and frame.f_code is not flex.flex_attention.__code__:  # type: ignore[union-attr]
             frame = frame.f_back
@@ -97,12 +100,25 @@ class Uncompiled(TorchDispatchMode):
             super().__exit__(*error)
 
 
-def something_is_compiled() -> bool:
-    """Return whether torch.compile was called, or has compiled anything, in this process."""
-    frames, backends = (
-        sys.modules.get("torch._dynamo.utils"),
-        sys.modules.get("torch._dynamo.eval_frame"),
+def never_compiled_alone(function: Function) -> Function:
+    """Have torch.compile run a mode's ``__torch_function__`` as it is, and trace it only as a part of what calls it."""
+    # Else it compiles one version for each kind of call, up to 256 of them. torch.compiler.disable would break the
+    # graphs that flex_attention asks to be whole.
+    frames = torch._C._dynamo.eval_frame
+    strategy = frames._FrameExecStrategy(
+        frames._FrameAction.SKIP, frames._FrameAction.DEFAULT
     )
+    frames.set_code_exec_strategy(function.__code__, strategy)
+    return function
+
+
+def may_compile() -> bool:
+    """Return whether torch.compile was called in this process, or a forward may call it, as flex_attention does."""
+    # transformers compiles flex_attention in the first forward: if that one is recorded, the call comes too late.
+    if _FLEX in sys.modules:
+        return True
+    backends = sys.modules.get("torch._dynamo.eval_frame")
+    frames = sys.modules.get("torch._dynamo.utils")
     ran = frames is not None and frames.counters["frames"]["total"] > 0
     # What torch.compiler.disable was called on has None for a backend.
     return ran or any(
@@ -112,9 +128,9 @@ def something_is_compiled() -> bool:
 
 
 def put_on(*modes: Mode) -> list[Mode]:
-    """Enter modes, and :class:`Uncompiled` where something is compiled; return them for :func:`take_off`."""
+    """Enter modes, and :class:`Uncompiled` where something may be compiled; return them for :func:`take_off`."""
     entered: list[Mode] = []
-    for mode in (*modes, *([Uncompiled()] if something_is_compiled() else [])):
+    for mode in (*modes, *([Uncompiled()] if may_compile() else [])):
         mode.__enter__()
         entered.append(mode)
     return entered
