@@ -157,6 +157,14 @@ class MapKeeper(AttentionListener):
             rows["class_attention"] = range(token, token + 1)
         if attention.layout.asking == "classes":
             rows["attention_by_class"] = range(attention.queries)
+        # Object queries, latents, words: what they attend to can be drawn, though they lie nowhere in the image.
+        elif (
+            queries is None
+            and token is None
+            and self._selection.queries != ()
+            and not attention.in_windows
+        ):
+            rows["attention_by_query"] = range(attention.queries)
         if queries is not None and self._selection.queries != ():
             on_grid = attention.layout.queries
             prefix = 0 if attention.in_windows or on_grid is None else on_grid.prefix

@@ -53,6 +53,12 @@ _ATTRS = {
         "units": "1",
         "description": "A_cj of the token of class c over the keys on the grid.",
     },
+    "attention_by_query": {
+        "long_name": "attention of queries off the grid",
+        "units": "1",
+        "description": "A_ij of query i, which lies on no grid (object queries, latents, words), over the keys on the "
+        "grid.",
+    },
     "pixel": {
         "long_name": "centre",
         "units": "pixel",
@@ -115,11 +121,12 @@ def attention_maps(
         grid, named "heads x rows x columns": ``attention``, dims (image, layer, head, query, y, x), or (image, layer,
         head, query_y, query_x, y, x) from everywhere; ``class_attention``, dims (image, layer, head, y, x), where there
         is a class token; ``attention_by_class``, dims (image, layer, head, class, y, x), of pools with a token for
-        each class; ``gate``, dims (layer, head), of gated layers. Windows (Swin, MaxViT) are put in their places in
-        the image, with 0 outside of the query's window. ``query_y`` and ``query_x`` are then the cell of each layer's
-        keys nearest to the query, which is at the pixel ``from_y``, ``from_x``; ``pixel_y`` and ``pixel_x`` are the
-        centres of what the cells of the keys see. Layers without maps are named in ``attrs["missing"]``, with the
-        reason.
+        each class; ``attention_by_query``, dims (image, layer, head, query, y, x), in the layer's order, of queries
+        that lie on no grid while the keys do, as DETR's object queries; ``gate``, dims (layer, head), of gated layers.
+        Windows (Swin, MaxViT) are put in their places in the image, with 0 outside of the query's window. ``query_y``
+        and ``query_x`` are then the cell of each layer's keys nearest to the query, which is at the pixel ``from_y``,
+        ``from_x``; ``pixel_y`` and ``pixel_x`` are the centres of what the cells of the keys see. Layers without maps
+        are named in ``attrs["missing"]``, with the reason.
 
     Raises:
         ValueError: No layer has attention whose grid is known; queries lie outside of the images; the result takes more
@@ -237,16 +244,16 @@ def _joined(parts: Sequence[LayerMaps]) -> LayerMaps:
 def _by_grid(
     maps_by_layer: Sequence[LayerMaps], selection: MapSelection
 ) -> dict[str, xr.Dataset]:
-    """Return a dataset for each grid; layers with nothing but class tokens' rows on it are apart."""
+    """Return a dataset for each grid; layers whose queries lie on no grid are apart."""
     nodes: dict[tuple[Any, ...], list[LayerMaps]] = {}
     for maps in maps_by_layer:
-        has_queries = "attention" in maps.arrays
-        key = (
-            not has_queries,
-            maps.heads,
-            maps.keys,
-            maps.queries if has_queries else None,
+        has_queries, off_grid = (
+            name in maps.arrays for name in ("attention", "attention_by_query")
         )
+        queries: Grid | int | None = maps.queries if has_queries else None
+        if off_grid:
+            queries = maps.arrays["attention_by_query"].shape[2]
+        key = (not has_queries, maps.heads, maps.keys, queries)
         nodes.setdefault(key, []).append(maps)
     tree: dict[str, xr.Dataset] = {}
     # Sorted, so that layers with maps of queries get the plain name.
@@ -255,7 +262,9 @@ def _by_grid(
     ):
         name = f"{heads}x{keys[0]}x{keys[1]}"
         # Pooled keys or queries (MViT, PVT) have grids of their own, and share no node with layers where both agree.
-        if queries not in (keys, None):
+        if isinstance(queries, int):
+            name += f"_from_{queries}"
+        elif queries not in (keys, None):
             name += f"_from_{queries[0]}x{queries[1]}"
         tree[name if name not in tree else f"{name}_class"] = _dataset(
             layers, selection
@@ -271,6 +280,7 @@ def _dataset(layers: Sequence[LayerMaps], selection: MapSelection) -> xr.Dataset
     query_dims: dict[str, tuple[str, ...]] = {
         "class_attention": (),
         "attention_by_class": ("class",),
+        "attention_by_query": ("query",),
     }
     query_dims["attention"] = (
         ("query_y", "query_x") if selection.queries is None else ("query",)

@@ -49,14 +49,16 @@ def attention_maps(
         maps = tcnn_probe.attention_maps(vit, photograph, queries=[(112, 112)])
         tcnn_probe.plot.attention_maps(maps)
         tcnn_probe.plot.attention_maps(maps, query="class")  # of the class token
+        tcnn_probe.plot.attention_maps(maps, query=3)  # of an object query, of DETR's
 
     The more attention a place receives, the more opaque its colour.
 
     Args:
         maps: Result of :func:`tcnn_probe.attention_maps`.
         image: Number of the image.
-        query: Pixel (y, x) of the image, one of the queries of the maps; or "class", for the class token. None for the
-            first of these queries, the middle of the image if all pixels are queries, or else the class token.
+        query: Pixel (y, x) of the image, one of the queries of the maps; "class", for the class token; or the number
+            of a query that lies on no grid (``attention_by_query``). None for the first of these pixels, the middle
+            of the image if all pixels are queries, or else the class token.
         layers: Names or globs of the layers to draw; None for all that have such maps.
         heads: Numbers of the heads to draw; None for all.
         col_wrap: Number of heads beside each other; further heads of a layer are in rows below.
@@ -118,11 +120,9 @@ def attention_maps(
                 name = wrap_name(row.layer.item())
                 panel.set_ylabel(name, fontsize=7, rotation=0, ha="right", va="center")
         top += math.ceil(row.sizes["head"] / columns)
-    subject = (
-        "of the class token"
-        if isinstance(query, str)
-        else f"from pixel (y, x) = {query}"
-    )
+    subject = f"from pixel (y, x) = {query}"
+    if not isinstance(query, tuple):
+        subject = "of the class token" if query == "class" else f"of query {query}"
     canvas.suptitle(f"attention {subject}", fontsize=10)
     limits = "each map from 0 to its own largest value"
     if largest is not None:
@@ -139,13 +139,17 @@ def _columns(heads: int, col_wrap: int) -> int:
 
 def _check_query(
     maps: xr.DataTree, query: Any, size: tuple[int, int]
-) -> str | tuple[int, int]:
-    """Return the query as a pixel or "class"; raise ValueError if there are no maps from it."""
-    arrays = [
-        node.dataset["attention"]
-        for node in maps.children.values()
-        if "attention" in node.dataset
-    ]
+) -> str | int | tuple[int, int]:
+    """Return the query as a pixel, "class" or a number; raise ValueError if there are no maps from it."""
+    datasets = [node.dataset for node in maps.children.values()]
+    arrays = [ds["attention"] for ds in datasets if "attention" in ds]
+    counts = [ds.sizes["query"] for ds in datasets if "attention_by_query" in ds]
+    if isinstance(query, (int, np.integer)) and counts:
+        if not 0 <= query < max(counts):
+            raise ValueError(
+                f"expected one of {max(counts)} queries that lie on no grid, from 0, got {query!r}"
+            )
+        return int(query)
     pixels = _query_pixels(arrays[0]) if arrays else []
     if query is None:
         default = (size[0] // 2, size[1] // 2) if arrays else "class"
@@ -155,7 +159,9 @@ def _check_query(
             raise ValueError(f"expected query=(y, x) or 'class', got {query!r}")
         return query
     if not arrays:
-        raise ValueError("these maps are of class tokens alone: query='class'")
+        raise ValueError(
+            "these maps are of queries that lie on no grid: query='class', or a number"
+        )
     pixel = check_pixel(query, *size)
     if pixels and pixel not in pixels:
         raise ValueError(f"the maps are from the pixels {pixels}, not from {pixel}")
@@ -163,19 +169,14 @@ def _check_query(
 
 
 def _rows(
-    maps: xr.DataTree, query: str | tuple[int, int], layers: Any, heads: Any
+    maps: xr.DataTree, query: str | int | tuple[int, int], layers: Any, heads: Any
 ) -> list[xr.DataArray]:
     """Return maps (head, y, x) of the layers, in the model's order."""
     by_layer: dict[str, xr.DataArray] = {}
     for node in maps.children.values():
-        name = "class_attention" if isinstance(query, str) else "attention"
-        if name not in node.dataset:
+        values = _maps_from(node.dataset, query)
+        if values is None:
             continue
-        values = (
-            node.dataset[name]
-            if isinstance(query, str)
-            else _select_query(node.dataset[name], query)
-        )
         for layer in values.layer.values.tolist():
             if values.sel(layer=layer).notnull().any():
                 by_layer[layer] = values.sel(layer=layer)
@@ -199,6 +200,19 @@ def _rows(
     if not all(row.sizes["head"] for row in rows):
         raise ValueError(f"expected heads of the layers, got {heads!r}")
     return rows
+
+
+def _maps_from(
+    ds: xr.Dataset, query: str | int | tuple[int, int]
+) -> xr.DataArray | None:
+    """Select the maps of a query, (layer, head, y, x); None without such maps in a node."""
+    if isinstance(query, str):
+        return ds.get("class_attention")
+    if isinstance(query, int):
+        if "attention_by_query" not in ds or query >= ds.sizes["query"]:
+            return None
+        return ds["attention_by_query"].isel(query=query)
+    return _select_query(ds["attention"], query) if "attention" in ds else None
 
 
 def _query_pixels(attention: xr.DataArray) -> list[tuple[int, int]]:

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import timm
 import torch
+import transformers
 from timm.models.davit import DaVit, SpatialBlock
 from timm.models.twins import Twins
 from torch import Tensor, nn
@@ -462,6 +463,47 @@ def test_pool_with_a_token_for_each_class() -> None:
     assert maps.dims == ("image", "layer", "head", "class", "y", "x")
     weights = attention_of(model, images)[-1].weights
     np.testing.assert_allclose(maps[:, 0], weights.reshape(maps[:, 0].shape), atol=1e-9)
+
+
+def test_object_queries_of_a_decoder() -> None:
+    """Seven of them; transformers' own weights are the reference."""
+    torch.manual_seed(0)
+    stages = {"embedding_size": 8, "hidden_sizes": [8, 8, 8, 16], "depths": [1] * 4}
+    sizes = {"d_model": 24, "encoder_ffn_dim": 24, "decoder_ffn_dim": 24}
+    config = transformers.DetrConfig(
+        backbone_config=transformers.ResNetConfig(**stages, out_features=["stage4"]),
+        encoder_layers=1, decoder_layers=2, num_queries=7,
+        encoder_attention_heads=3, decoder_attention_heads=3, **sizes,
+    )  # fmt: skip
+    model = sharpen(transformers.DetrModel(config).double().eval(), 1.7)
+    model.set_attn_implementation("eager")
+    images = torch.randn(2, 3, 64, 96, dtype=torch.float64)
+    tree = tcnn_probe.attention_maps(model, images, layers="*.encoder_attn")
+    maps = tree["3x2x3_from_7"].attention_by_query
+    assert maps.layer.values.tolist() == [
+        f"decoder.layers.{n}.encoder_attn" for n in range(2)
+    ]
+    with torch.no_grad():
+        references = model(images, output_attentions=True).cross_attentions
+    for n, weights in enumerate(references):
+        reference = weights.unflatten(-1, (2, 3))
+        np.testing.assert_allclose(maps[:, n], reference, atol=1e-6)
+    figure = tcnn_probe.plot.attention_maps(tree, query=3)
+    assert "of query 3" in figure.get_suptitle()
+    drawn = [image.get_array() for axes in figure.axes[1:] for image in axes.images[1:]]
+    assert len(drawn) == 2 * 3
+    for picture, reference in zip(
+        drawn, maps[0, :, :, 3].values.reshape(6, 2, 3), strict=True
+    ):
+        np.testing.assert_allclose(picture, reference / reference.max(), rtol=1e-6)
+    with pytest.raises(
+        ValueError, match="expected one of 7 queries that lie on no grid"
+    ):
+        tcnn_probe.plot.attention_maps(tree, query=7)
+    with pytest.raises(ValueError, match="has attention maps"):
+        tcnn_probe.attention_maps(
+            model, images, layers="*.encoder_attn", queries="class"
+        )
 
 
 def test_chosen_queries_heads_and_layers() -> None:
