@@ -196,8 +196,10 @@ def health(ds: xr.Dataset, **limits: float) -> Findings:
     names |= {"content_entropy", "uniform_content_entropy"}
     # Read once, as several conditions look at the same variable.
     ds = ds[[name for name in ds.data_vars if name in names]].load()
-    # Conditions speak of marks, whatever the recording calls them.
-    by_mark = ds.rename({along: "mark"})
+    # Conditions speak of marks, whatever the recording calls them. Without labels, which xarray would align in every
+    # operation: a recorder that watches health looks for all signs at each mark.
+    by_mark = ds.drop_vars(list(ds.coords)).rename({along: "mark"})
+    marks, layers = ds[along].values.tolist(), ds.layer.values.tolist()
     findings: list[Finding] = []
     unseen = {}
     for sign in SIGNS.values():
@@ -205,7 +207,7 @@ def health(ds: xr.Dataset, **limits: float) -> Findings:
         if missing:
             unseen[sign.name] = missing
         else:
-            findings += _findings_of(sign, by_mark, checked)
+            findings += _findings_of(sign, by_mark, marks, layers, checked)
     findings.sort(key=severity)
     return Findings(tuple(findings), str(along), ds.sizes[along], unseen)
 
@@ -220,14 +222,19 @@ def severity(finding: Finding) -> tuple[bool, bool, int, float]:
     )
 
 
-def _findings_of(sign: Sign, ds: xr.Dataset, limits: HealthLimits) -> Iterator[Finding]:
+def _findings_of(
+    sign: Sign,
+    ds: xr.Dataset,
+    marks: Sequence[int | float],
+    layers: Sequence[str],
+    limits: HealthLimits,
+) -> Iterator[Finding]:
     """Yield a finding for each layer that shows a sign: its last spell."""
     shown = sign.condition(ds, limits)
     name, measure = sign.measure or (sign.variable, lambda ds: ds[sign.variable])
     values = measure(ds).transpose(*shown.dims)
-    marks = ds.mark.values.tolist()
-    for layer in ds.layer.values.tolist():
-        in_layer = shown.sel(layer=layer)
+    for row, layer in enumerate(layers):
+        in_layer = shown.isel(layer=row)
         has_heads = "head" in in_layer.dims
         at_marks = (in_layer.any("head") if has_heads else in_layer).values
         if not at_marks.any():
@@ -243,7 +250,7 @@ def _findings_of(sign: Sign, ds: xr.Dataset, limits: HealthLimits) -> Iterator[F
             heads = tuple(np.flatnonzero(in_spell.any("mark").values).tolist())
         worst: Callable[[Any], Any] = np.max if sign.worst == "largest" else np.min
         # Where the sign is seen, as the worst of healthy heads is no news.
-        at_spell = values.sel(layer=layer).isel(spell).values[in_spell.values]
+        at_spell = values.isel(layer=row).isel(spell).values[in_spell.values]
         yield Finding(
             sign=sign.name,
             is_alarm=sign.is_alarm,
