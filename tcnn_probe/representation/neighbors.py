@@ -95,7 +95,6 @@ def average_precision(
         ValueError: Shapes do not fit, features are not finite, one of the two coarse arguments is missing, or a coarse
             label has no probability.
     """
-    from sklearn.metrics import average_precision_score
     from sklearn.metrics.pairwise import cosine_similarity
 
     queries, labels, ranked, ranked_labels = _with_gallery(
@@ -119,8 +118,21 @@ def average_precision(
         candidates = np.arange(len(ranked)) != query if gallery is None else slice(None)
         relevant = ranked_labels[candidates] == label
         if relevant.any():
-            precisions[query] = average_precision_score(relevant, score[candidates])
+            precisions[query] = _precision(score[candidates], relevant)
     return precisions
+
+
+def _precision(scores: np.ndarray, relevant: np.ndarray) -> float:
+    """Return the mean, over the relevant images, of the precision at their rank; images of one score share a rank.
+
+    As scikit-learn's average_precision_score, whose checks of its input take most of its time for one query.
+    """
+    order = np.argsort(-scores)
+    # The last image of each score: images of one score are counted together, in whatever order they come.
+    last = np.append(np.flatnonzero(np.diff(scores[order])), len(scores) - 1)
+    hits = np.cumsum(relevant[order])[last]
+    precisions = hits / (last + 1)
+    return float(precisions @ np.diff(hits, prepend=0) / hits[-1])
 
 
 def _with_gallery(

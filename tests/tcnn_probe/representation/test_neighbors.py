@@ -99,6 +99,13 @@ def test_retrieval_is_that_of_the_thesis() -> None:
     assert not np.allclose(plain, conditioned, equal_nan=True)
 
 
+def test_images_of_one_score_share_a_rank() -> None:
+    x, y = make_features(G, 1)
+    # All cosines are equal: whichever image comes first, the precision is the share of the class.
+    (precision_of_one,) = average_precision(x[:1], y[:1], np.ones((G, 3)), y)
+    assert precision_of_one == pytest.approx(np.mean(y == y[0]), rel=1e-12)
+
+
 def test_an_oracle_ranks_its_coarse_class_first_and_by_cosine_in_it() -> None:
     (x, y), (gallery, known) = make_features(Q, 0), make_features(G, 1)
     coarse = (known == 30).astype(int)
