@@ -101,7 +101,7 @@ class Uncompiled(TorchDispatchMode):
 
 
 def never_compiled_alone(function: Function) -> Function:
-    """Have torch.compile run a mode's ``__torch_function__`` as it is, and trace it only as a part of what calls it."""
+    """Return a mode's ``__torch_function__``, which torch.compile then traces only as a part of what calls it."""
     # Else it compiles one version for each kind of call, up to 256 of them. torch.compiler.disable would break the
     # graphs that flex_attention asks to be whole.
     frames = torch._C._dynamo.eval_frame
