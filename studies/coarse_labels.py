@@ -269,11 +269,11 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         type=from_least(1),
         help="trainings of each kind, from --seed on (default: 3)",
     )
-    add_machine(group, small="1 seed, 3 epochs, 20 seconds")
+    add_machine(group, small="1 seed, 2 epochs, 10 seconds")
     add_output(parser)
     args = parsed(parser, arguments, "coarse_labels")
     if args.small:
-        fill_in(args, {"seeds": 1, "epochs": 3, "ema": 0.9})
+        fill_in(args, {"seeds": 1, "epochs": 2, "ema": 0.9})
     fill_in(args, {"seeds": 3, "epochs": 10, "lr": 8e-3, "ema": 0.99})
     return args
 

@@ -339,13 +339,13 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         defaults |= {
             "held_out": 40,
             "corrupted": 20,
-            "steps": 8,
+            "steps": 4,
             "batch_size": 16,
             "width": 4,
             # As few as let every step of the code run.
             "limit": 320,
         }
-        defaults |= {"cnn_epochs": 12, "seeds": [0, 1], "starts": [1.0]}
+        defaults |= {"cnn_epochs": 6, "seeds": [0, 1], "starts": [1.0]}
     fill_in(args, defaults)
     # Images over which static attention is a mean, and held-out images that are recorded.
     args.reference = args.probed = min(500, args.held_out)

@@ -244,11 +244,11 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     group.add_argument(
         "--seeds", type=from_least(1), help="of each arm, from --seed on (default: 3)"
     )
-    add_machine(group, small="1 seed, 12 epochs")
+    add_machine(group, small="1 seed, 9 epochs")
     add_output(parser)
     args = parsed(parser, arguments, "cutmix_locality")
     if args.small:
-        fill_in(args, {"seeds": 1, "epochs": 12})
+        fill_in(args, {"seeds": 1, "epochs": 9})
     fill_in(args, {"seeds": 3, "epochs": 30})
     return args
 

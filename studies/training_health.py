@@ -331,11 +331,11 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         type=from_least(1),
         help="trainings of each illness, from --seed on (default: 3)",
     )
-    add_machine(group, small="2 healthy trainings, 1 of each illness, 4 epochs")
+    add_machine(group, small="1 healthy training, 1 of each illness, 4 epochs")
     add_output(parser)
     args = parsed(parser, arguments, "training_health")
     if args.small:
-        fill_in(args, {"healthy": 2, "seeds": 1, "epochs": 4})
+        fill_in(args, {"healthy": 1, "seeds": 1, "epochs": 4})
     fill_in(args, {"healthy": 10, "seeds": 3, "epochs": 10})
     return args
 

@@ -153,20 +153,15 @@ def _measured(
 ) -> dict[str, NDArray[Any]]:
     """Tell for each test image whether it is classified correctly, with attention as it is and ablated."""
     labels = features.images.test.labels
-    corrupted_labels = labels[features.images.corrupted_rows]
     results = {
         "clean": _right(model, features.test, labels),
-        "corrupted": np.stack(
-            [_right(model, part, corrupted_labels) for part in features.corrupted]
-        ),
+        "corrupted": _right_corrupted(model, features),
     }
     if not has_content:
         return results
     with tcnn_probe.ablate(model, mode="static", images=features.reference):
         results["clean_static"] = _right(model, features.test, labels)
-        results["corrupted_static"] = np.stack(
-            [_right(model, part, corrupted_labels) for part in features.corrupted]
-        )
+        results["corrupted_static"] = _right_corrupted(model, features)
     # Gates of 1 leave the positional part alone.
     with tcnn_probe.ablate(model, mode="positional"):
         results["clean_positional"] = _right(model, features.test, labels)
@@ -218,3 +213,12 @@ def _right(
     model: nn.Module, features: NDArray[np.float16], labels: NDArray[np.int64]
 ) -> NDArray[np.bool_]:
     return _answers(model, features) == labels
+
+
+def _right_corrupted(model: nn.Module, features: Features) -> NDArray[np.bool_]:
+    """Tell which images are classified correctly under each corruption, shape (corruptions, n)."""
+    parts = features.corrupted
+    labels = features.images.test.labels[features.images.corrupted_rows]
+    # All corruptions in one list: batches are full, however few images there are.
+    images = parts.reshape(-1, *parts.shape[2:])
+    return _right(model, images, np.tile(labels, len(parts))).reshape(parts.shape[:2])

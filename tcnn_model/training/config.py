@@ -276,6 +276,11 @@ class Config:
             raise ValueError(
                 f"model_options: give weights as --weights, not as {', '.join(sorted(loading))}"
             )
+        if not _is_plain(self.model_options or {}):
+            raise ValueError(
+                f"model_options: expected texts, numbers and truth values, as a run's config.toml can keep no others, "
+                f"got {self.model_options}"
+            )
 
         # FSDP's parameters are sharded by then, and cannot be exchanged.
         if self.distribute == "fsdp" and self.reparameterize_at:
@@ -467,7 +472,7 @@ def _known(settings: Mapping[str, Any], where: str) -> dict[str, Any]:
         raise ValueError(f"{where}: no such setting: {', '.join(unknown)}")
     for name, value in settings.items():
         _check_type(value, kinds[name], f"{where}: {name}")
-        if isinstance(value, dict) and not _has_no_dates(value):
+        if isinstance(value, dict) and not _is_plain(value):
             raise ValueError(
                 f"{where}: {name}: expected no dates and times, got {value!r}"
             )
@@ -493,12 +498,12 @@ def _check_type(value: Any, kind: Any, where: str) -> None:
         raise ValueError(f"{where}: expected {names[0]}, got {value!r}")
 
 
-def _has_no_dates(value: Any) -> bool:
-    # No model takes them, and the settings of a run could not be written.
+def _is_plain(value: Any) -> bool:
+    # Dates and times are for no model, and TOML has no null.
     if isinstance(value, dict):
-        return all(map(_has_no_dates, value.values()))
+        return all(map(_is_plain, value.values()))
     if isinstance(value, list):
-        return all(map(_has_no_dates, value))
+        return all(map(_is_plain, value))
     return isinstance(value, str | int | float)
 
 

@@ -277,6 +277,8 @@ def test_a_killed_run_is_trained_again_and_no_other(
         "0",
         "--starts",
         "1",
+        "--cnn-epochs",
+        "1",
         "--out",
         str(out),
     ]

@@ -365,7 +365,6 @@ def test_sigterm_during_validation(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.undo()  # validate as ever
-    monkeypatch.setattr(os, "fsync", lambda file: None)
     settings = config(tmp_path / "run", **{**SHORT, "limit": 24})
     expected = finish(config(tmp_path / "whole", **{**SHORT, "limit": 24}))
     validate, calls = loop.Training.validate, []

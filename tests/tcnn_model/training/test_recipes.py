@@ -522,6 +522,11 @@ def test_options_win_over_a_file_and_that_over_the_recipe(tmp_path: Path) -> Non
     assert Config(**read_toml(tmp_path / "kept.toml")) == config
 
 
+def test_options_that_a_run_could_not_keep_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"no others, got \{'stem': \[1, None\]\}"):
+        parse(["resnet18", "--model-options", "stem=[1,null]"])
+
+
 def test_every_recipe_names_its_paper() -> None:
     for file in (Path(build.__file__).parent / "recipes").iterdir():
         assert "arXiv:" in tomllib.loads(file.read_text())["paper"], file.name

@@ -17,7 +17,6 @@ from tests.tcnn_probe.attention.checking import expect, recorded, same
 from tests.tcnn_probe.attention.sharpen import sharpen
 
 pytestmark = [
-    pytest.mark.numerical,
     pytest.mark.filterwarnings("ignore:.*flex_attention called without torch.compile"),
     # torch.compile's own, while flex_attention compiles itself.
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),

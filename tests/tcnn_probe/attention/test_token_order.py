@@ -19,8 +19,6 @@ from tcnn_probe.attention.attention import Attention
 from tcnn_probe.attention.layout import Layout, Tokens
 from tcnn_probe.attention.token_order import PlaceTracker, objection_to_order
 
-pytestmark = pytest.mark.numerical
-
 ROWS, COLUMNS, PATCH = 5, 7, 4
 IMAGES = torch.Size((2, 3, ROWS * PATCH, COLUMNS * PATCH))
 RASTER = np.arange(ROWS * COLUMNS)
