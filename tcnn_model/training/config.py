@@ -195,7 +195,7 @@ class Config:
     )
     distillation: str = _option(
         "regularization",
-        "hard, or token for models that have a distillation token",
+        "hard, soft, or token for models that have a distillation token",
         "hard",
     )
 

@@ -19,6 +19,9 @@ __all__ = ["Classification", "Criterion", "create_criterion", "create_task"]
 
 Criterion = Callable[[Tensor, Tensor], Tensor]
 
+SOFT_TEMPERATURE, SOFT_WEIGHT = 3.0, 0.1
+"""tau and lambda of soft distillation: the thesis's, Section 3.4."""
+
 
 class Classification:
     """The loss of the class scores.
@@ -39,30 +42,58 @@ class Classification:
         return {"loss": self.criterion(scores.float(), targets), "output": scores}
 
 
-class _HardLogitDistillation(Classification):
-    """The mean of the labels' loss and that of a teacher's decisions (DeiT, thesis Sec. 3.3, "hard-label")."""
+class _LogitDistillation(Classification):
+    """The labels' loss, and the distance of the scores from those of a teacher.
+
+    Args:
+        forward: Function from images to scores, as that of :class:`Classification`.
+        criterion: Function from scores and targets to the labels' loss.
+        teacher: timm's ``DistillationTeacher``.
+        norm: Mean and standard deviation, (1, C, 1, 1), by which the student's images are normalised.
+        imitation: Function from scores and the teacher's scores, both (B, K), to a loss.
+        weight: Share of the imitation in the loss.
+    """
 
     def __init__(
         self,
         forward: Callable[[Tensor], Any],
         criterion: Criterion,
         teacher: Any,
-        norm: Any,
+        norm: tuple[Tensor, Tensor],
+        imitation: Criterion,
+        weight: float,
     ) -> None:
         super().__init__(forward, criterion)
         self.teacher = teacher
         self._norm = norm
+        self._imitation = imitation
+        self._weight = weight
 
     def __call__(self, images: Tensor, targets: Tensor) -> Mapping[str, Tensor]:
         result = super().__call__(images, targets)
         with torch.no_grad():
             # The images are normalised for the student: the teacher undoes it, and applies its own mean and deviation.
             normalized = self.teacher.normalize_input(images, *self._norm)
-            decisions = class_scores(self.teacher, normalized).argmax(1)
-        loss = (
-            result["loss"] + F.cross_entropy(result["output"].float(), decisions)
-        ) / 2
+            judged = class_scores(self.teacher, normalized).float()
+        imitation = self._imitation(result["output"].float(), judged)
+        loss = torch.lerp(result["loss"], imitation, self._weight)
         return {**result, "loss": loss}
+
+
+def _hard_imitation(scores: Tensor, judged: Tensor) -> Tensor:
+    """Cross-entropy with the teacher's decisions (thesis, Eq. 3.3)."""
+    return F.cross_entropy(scores, judged.argmax(1))
+
+
+def _soft_imitation(scores: Tensor, judged: Tensor) -> Tensor:
+    """Divergence from the teacher's probabilities, both softened by a temperature (thesis, Eq. 3.2)."""
+    soft = (scores / SOFT_TEMPERATURE).log_softmax(1)
+    target = (judged / SOFT_TEMPERATURE).log_softmax(1)
+    divergence = F.kl_div(soft, target, reduction="batchmean", log_target=True)
+    return SOFT_TEMPERATURE**2 * divergence
+
+
+_IMITATIONS = {"hard": (_hard_imitation, 0.5), "soft": (_soft_imitation, SOFT_WEIGHT)}
 
 
 def create_criterion(loss: str, *, label_smoothing: float, mixed: bool) -> nn.Module:
@@ -104,8 +135,8 @@ def create_task(
         forward: The model, compiled or distributed.
         criterion: Loss of the labels.
         teacher: Model of the same classes.
-        distillation: "hard" by the scores, or "token" by the distillation token of a DeiT, hard too: "our
-            distillation" of the paper.
+        distillation: "hard" from the teacher's decisions (Eq. 3.3), "soft" from its probabilities (Eq. 3.2), or
+            "token" by the distillation token of a DeiT, hard too: "our distillation" of the paper.
 
     Raises:
         ValueError: The distillation is unknown, or the model has no distillation token.
@@ -128,9 +159,9 @@ def create_task(
             forward, judge, criterion, distill_type="hard", device=device, **half
         )
         return task
-    if distillation != "hard":
+    if distillation not in _IMITATIONS:
         raise ValueError(
-            f"expected distillation 'hard' or 'token', got {distillation!r}"
+            f"expected distillation 'hard', 'soft' or 'token', got {distillation!r}"
         )
     config = getattr(model, "pretrained_cfg", None) or {}
     mean = torch.tensor(config.get("mean", IMAGENET_DEFAULT_MEAN), device=device).view(
@@ -139,4 +170,6 @@ def create_task(
     std = torch.tensor(config.get("std", IMAGENET_DEFAULT_STD), device=device).view(
         1, -1, 1, 1
     )
-    return _HardLogitDistillation(forward, criterion, judge, (mean, std))
+    return _LogitDistillation(
+        forward, criterion, judge, (mean, std), *_IMITATIONS[distillation]
+    )

@@ -272,9 +272,10 @@ class _Teacher(nn.Module):
         return F.one_hot(torch.full((len(images),), 2), 5).float() * self.scale
 
 
+@pytest.mark.parametrize("distillation", ["hard", "soft"])
 @pytest.mark.parametrize("returns_object", [False, True])
-def test_hard_distillation_by_hand(returns_object: bool) -> None:
-    """Half the labels' loss, half that of the teacher's decisions; the teacher sees images normalised as it wants."""
+def test_distillation_by_hand(returns_object: bool, distillation: str) -> None:
+    """Shares of the labels' loss and of the teacher's; the teacher sees images normalised as it wants."""
     pytest.importorskip("timm.task")
     teacher, model = (
         _Teacher(),
@@ -286,9 +287,21 @@ def test_hard_distillation_by_hand(returns_object: bool) -> None:
     judge.pretrained_cfg = {"mean": (0.5,) * 3, "std": (0.5,) * 3}
     images, labels = torch.randn(4, 3, 32, 32), torch.tensor([0, 1, 2, 3])
     criterion = create_criterion("ce", label_smoothing=0.0, mixed=False)
-    result = create_task(model, model.eval(), criterion, teacher=judge)(images, labels)
-    logs = model(images).detach().double().log_softmax(1)
-    expected = -(logs[range(4), labels] + logs[:, 2]).mean() / 2
+    task = create_task(
+        model, model.eval(), criterion, teacher=judge, distillation=distillation
+    )
+    result = task(images, labels)
+    scores = model(images).detach().double()
+    logs = scores.log_softmax(1)
+    of_labels = -logs[range(4), labels].mean()
+    if distillation == "hard":
+        expected = (of_labels - logs[:, 2].mean()) / 2
+    else:
+        # tau = 3, lambda = 0.1; the teacher's logits are 1 for class 2, and 0 for the four others.
+        powers = np.exp(np.array([0, 0, 1, 0, 0]) / 3)
+        target = torch.from_numpy(powers / powers.sum())
+        distances = (target * (target.log() - (scores / 3).log_softmax(1))).sum(1)
+        expected = 0.9 * of_labels + 0.1 * 9 * distances.mean()
     assert float(result["loss"].detach()) == pytest.approx(float(expected), rel=1e-5)
     mean, std = (
         torch.tensor(model.pretrained_cfg[name]).view(1, 3, 1, 1)
