@@ -298,7 +298,10 @@ def _attach(training: Training, config: Config, steps: int, ranks: Ranks) -> Non
     if isinstance(training.model, Grafit):
         assert training.ema is not None  # its settings demand one
         training.task = GrafitTask(
-            training.model, training.ema.module, config.repeated_augmentation
+            training.model,
+            training.ema.module,
+            config.repeated_augmentation,
+            instance_weight=config.instance_weight,
         )
         return
     forward: Any = torch.compile(training.model) if config.compile else training.model

@@ -176,6 +176,9 @@ class Config:
     )
     embedding_dim: int = _option("objective", "dimensions of Grafit's embeddings", 256)
     temperature: float = _option("objective", "of Grafit's neighbours", 0.05)
+    instance_weight: float = _option(
+        "objective", "of Grafit's instance loss; 0 is SNCA+", 1.0
+    )
 
     loss: str = _option("regularization", "ce or bce", "ce")
     label_smoothing: float = _option("regularization", "in [0, 1)", 0.1)

@@ -127,7 +127,7 @@ class Grafit(nn.Module):
 
 
 class GrafitTask:
-    """The sum of both losses (Eq. 2.4), of batches in which the views of an image follow each other.
+    """The sum of both losses (Eq. 2.4, Table 2.11), of batches in which the views of an image follow each other.
 
     The kNN loss takes the first view. A batch enters the memory before its loss, so that the first one has neighbours.
 
@@ -135,12 +135,21 @@ class GrafitTask:
         model: Network that is trained.
         target: Moving average of the model, the target network.
         views: Number of views of each image, T.
+        instance_weight: Weight lambda of the instance loss; 0 leaves the kNN loss, as SNCA+ does.
     """
 
-    def __init__(self, model: Grafit, target: Grafit, views: int) -> None:
+    def __init__(
+        self,
+        model: Grafit,
+        target: Grafit,
+        views: int,
+        *,
+        instance_weight: float = 1.0,
+    ) -> None:
         self.model = model
         self.target = target
         self.views = views
+        self.instance_weight = instance_weight
 
     def __call__(self, images: Tensor, targets: Tensor) -> Mapping[str, Tensor]:
         """Compute the loss, with scores (B / T, K) and labels (B / T,).
@@ -164,9 +173,10 @@ class GrafitTask:
             self.model.remember(numbers[:, 0], labels[:, 0], first.detach())
             scores = self.model.scores(first, numbers[:, 0])
             knn_loss = F.nll_loss(scores, labels[:, 0])
-            loss = knn_loss + instance_loss(
+            by_instance = instance_loss(
                 self._by_image(predictions), self._by_image(goals)
             )
+            loss = knn_loss + self.instance_weight * by_instance
         return {"loss": loss, "output": scores, "targets": labels[:, 0]}
 
     def _by_image(self, embeddings: Tensor) -> Tensor:

@@ -110,7 +110,8 @@ def grafit(seed: int) -> Grafit:
     return Grafit(Trunk(7, 5), 2, 13, dim=3, temperature=0.2).double()
 
 
-def test_task_is_the_sum_of_both_losses() -> None:
+@pytest.mark.parametrize("weight", [0.0, 0.6, 1.0])
+def test_task_is_the_sum_of_both_losses(weight: float) -> None:
     """4 images of 3 views; two images of an earlier batch are in the memory, one of which comes again."""
     model, target = grafit(0).float(), grafit(1).float().eval()
     before, old, images = (
@@ -120,7 +121,7 @@ def test_task_is_the_sum_of_both_losses() -> None:
     )
     model.memory[old], model.labels[old] = before, torch.tensor([1, 0])
     labels, numbers = torch.tensor([1, 1, 0, 0]), torch.tensor([2, 12, 4, 0])
-    result = GrafitTask(model, target, 3)(
+    result = GrafitTask(model, target, 3, instance_weight=weight)(
         images, torch.stack([labels, numbers], 1).repeat_interleave(3, 0)
     )
     with torch.no_grad():
@@ -141,7 +142,7 @@ def test_task_is_the_sum_of_both_losses() -> None:
             entry for neighbour, entry in remembered.items() if neighbour != number
         ]
         losses.append(by_hand(ours[n, 0].tolist(), neighbours, int(labels[n]), 0.2))
-    expected = sum(losses) / 4 + instance_by_hand(predictions, goals)
+    expected = sum(losses) / 4 + weight * instance_by_hand(predictions, goals)
     terms = sum(map(abs, losses)) / 4 + 1 + 2 / 0.2
     assert result["loss"].item() == pytest.approx(
         expected, abs=16 * torch.finfo(torch.float32).eps * terms
