@@ -5,7 +5,7 @@ from . import representation as representation
 from .attention.attention import Attention as Attention
 from .attention.head_edit import HeadEdit as HeadEdit
 from .attention.maps import attention_maps as attention_maps
-from .attention.reconstruction import ReconstructionError as ReconstructionError
+from .attention.verification import ReconstructionError as ReconstructionError
 from .attention.stream import attention_stream as attention_stream
 from .attribution import faithfulness as faithfulness
 from .attribution import saliency as saliency

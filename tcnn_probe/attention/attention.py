@@ -20,7 +20,7 @@ from tcnn_probe.attention.statistics import (
 )
 
 if TYPE_CHECKING:
-    from tcnn_probe.attention.reconstruction import Logits
+    from tcnn_probe.attention.logits import Logits
 
 __all__ = ["Attention", "Block", "SoftmaxAttention", "weigh"]
 

@@ -24,9 +24,9 @@ from tcnn_model.gpsa.statistics import (
 from tcnn_probe.attention.attention import Attention, weigh
 from tcnn_probe.attention.layout import Layout, Tokens
 from tcnn_probe.attention.patterns import content_similarity
-from tcnn_probe.attention.reconstruction import relative_difference, tolerance
 from tcnn_probe.attention.residual_stream import residual_tokens
 from tcnn_probe.attention.statistics import ContentRows, gated_statistics
+from tcnn_probe.attention.verification import relative_difference, tolerance
 from tcnn_probe.hooks.forwards import Running
 
 __all__ = [

@@ -31,8 +31,8 @@ from tcnn_probe.attention.head_edit import (
     owned_edits,
 )
 from tcnn_probe.attention.layout import Layout
+from tcnn_probe.attention.logits import DeferredLogits
 from tcnn_probe.attention.reconstruction import (
-    DeferredLogits,
     discrepancy,
     is_between_channels,
     logits_of,

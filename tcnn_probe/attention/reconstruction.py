@@ -1,9 +1,8 @@
-"""Rebuilds softmax attention from what torch was asked for, as (rows, heads, N_query, N_key), and checks it."""
+"""Rebuilds softmax attention from what torch was asked for, as (rows, heads, N_query, N_key), and compares it."""
 
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from functools import cached_property, partial
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -11,13 +10,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tcnn_model import kernels
-from tcnn_model.gpsa.precision import at_least_float32
-from tcnn_model.kernels import RowStatistics, TokenGrid
 from tcnn_probe.architectures.grids import Windows
 from tcnn_probe.architectures.lookup import as_rows, known
 from tcnn_probe.attention.attention import SoftmaxAttention
 from tcnn_probe.attention.layout import Layout, Tokens
+from tcnn_probe.attention.logits import GivenLogits, Logits, ProductLogits
 from tcnn_probe.attention.residual_stream import residual_tokens
 from tcnn_probe.attention.token_grid import (
     FeatureMaps,
@@ -25,255 +22,25 @@ from tcnn_probe.attention.token_grid import (
     pool_layout,
     token_counts,
 )
+from tcnn_probe.attention.verification import relative_difference, tolerance
 from tcnn_probe.hooks.forwards import Running
 from tcnn_probe.hooks.interception import SeenAttention
-from tcnn_probe.hooks.score_modification import ScoreModification
 
 __all__ = [
-    "DeferredLogits",
-    "GivenLogits",
-    "Logits",
     "NoTokenAttentionError",
-    "ProductLogits",
-    "ReconstructionError",
-    "Verification",
     "discrepancy",
     "is_between_channels",
     "logits_of",
-    "relative_difference",
     "softmax_attention_of",
-    "tolerance",
     "values_of",
 ]
 
 # Queries that are compared with the model's own softmax: a slip in scale, mask or order of axes shows in any of them.
 _QUERIES_TO_CHECK = 64
-# In half precision fused kernels round the attention, too, before it weighs the values.
-_TOLERANCE = {torch.float16: 0.05, torch.bfloat16: 0.1}
-# Up to so many rows one product for each row is quicker than a batched one, which copies queries and keys first.
-_FEW_ROWS = 32
-
-_ALL = slice(None)
-
-Part = tuple[slice, slice, slice]
-"""Slices of rows, queries and keys."""
 
 
 class NoTokenAttentionError(Exception):
     """A softmax that is no attention between tokens; the message says what it is."""
-
-
-class ReconstructionError(RuntimeError):
-    """Attention as it is rebuilt for measuring is not the attention that the model used."""
-
-
-class Logits(ABC):
-    """Logits of some rows, queries and keys at a time; a row is an image, or a window of an image.
-
-    Args:
-        shape: Sizes (rows, heads, N_query, N_key).
-        source: Tensor that they are made of, for its device and dtype.
-        masked: Whether logits may be minus infinity.
-    """
-
-    def __init__(
-        self, shape: tuple[int, int, int, int], source: Tensor, *, masked: bool
-    ) -> None:
-        self.shape = shape
-        self.source = source
-        self.masked = masked
-
-    def __call__(
-        self,
-        rows: slice,
-        queries: slice,
-        keys: slice = _ALL,
-        *,
-        out: Tensor | None = None,
-    ) -> Tensor:
-        """Return a part of them, float32 or float64, contiguous, and free to be overwritten; in ``out`` if given."""
-        return self._form((rows, queries, keys), out)
-
-    @abstractmethod
-    def _form(self, part: Part, out: Tensor | None) -> Tensor:
-        """Form a part of the logits, in ``out`` if given."""
-
-    @property
-    def on_kernel(self) -> bool:
-        """Flag that :meth:`statistics` measures these logits on their GPU, and :meth:`select` forms some of them."""
-        return False
-
-    def statistics(
-        self, queries: TokenGrid | None, keys: TokenGrid | None, received: bool
-    ) -> RowStatistics:
-        """Measure the rows of their softmax with the kernel, see :func:`tcnn_model.kernels.attention_statistics`."""
-        raise NotImplementedError
-
-    def select(self, rows: Tensor, queries: Tensor) -> "Logits":
-        """Return the logits of some queries of some rows.
-
-        Args:
-            rows: Indices of the rows, shape (r,), on the CPU.
-            queries: Indices of the queries of each of them, shape (r, n).
-        """
-        raise NotImplementedError
-
-    def weights(self, rows: slice = _ALL, queries: slice = _ALL) -> Tensor:
-        """Return their softmax; 0 for queries that may see no key at all, as torch's own attention has it."""
-        logits = self(rows, queries)
-        weights = torch.softmax(logits, -1)
-        return (
-            weights.masked_fill_(logits.amax(-1, keepdim=True) == -torch.inf, 0)
-            # A row of minus infinity alone has the softmax NaN.
-            if self.masked
-            else weights
-        )
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Float32, or float64 where the model is in float64."""
-        return at_least_float32(self.source.dtype)
-
-    @property
-    def device(self) -> torch.device:
-        """Device of the layer."""
-        return self.source.device
-
-    def new_empty(self, *shape: int) -> Tensor:
-        """Allocate a tensor for statistics."""
-        return torch.empty(shape, dtype=self.dtype, device=self.device)
-
-
-class ProductLogits(Logits):
-    """Logits scale * q k^T + mask.
-
-    Args:
-        query: Shape (rows, heads, N_query, d).
-        key: Shape (rows, heads, N_key, d).
-        scale: Factor of the products.
-        mask: Numbers to add, or True where a query may see a key; broadcasts to (rows, heads, N_query, N_key).
-        modification: Function of flex_attention that changes the products, in the place of a mask.
-    """
-
-    def __init__(
-        self,
-        query: Tensor,
-        key: Tensor,
-        scale: float,
-        mask: Tensor | None,
-        modification: ScoreModification | None = None,
-    ) -> None:
-        rows, heads, queries, _ = query.shape
-        super().__init__(
-            (rows, heads, queries, key.shape[2]),
-            query,
-            masked=mask is not None or modification is not None,
-        )
-        self._query = query
-        self._key = key
-        self._scale = scale
-        self._modification = modification
-        self._mask = None if mask is None else mask.expand(self.shape)
-
-    @property
-    def on_kernel(self) -> bool:
-        """Flag that the kernel takes these queries and keys; it takes no functions that change the products."""
-        is_product = self._modification is None
-        return is_product and kernels.can_measure(self._query, self._key)
-
-    def statistics(
-        self, queries: TokenGrid | None, keys: TokenGrid | None, received: bool
-    ) -> RowStatistics:
-        """Measure the rows of their softmax with the kernel, see :class:`Logits`."""
-        return kernels.attention_statistics(
-            self._query,
-            self._key,
-            self._scale,
-            self._mask,
-            queries=queries,
-            keys=keys,
-            received=received,
-        )
-
-    def select(self, rows: Tensor, queries: Tensor) -> "ProductLogits":
-        """Return the logits of some queries of some rows, see :class:`Logits`."""
-        rows, queries = rows.to(self.device), queries.to(self.device)
-        query, mask = (
-            None if x is None else x[rows[:, None], :, queries].transpose(1, 2)
-            for x in (self._query, self._mask)
-        )
-        assert query is not None
-        return ProductLogits(query, self._key[rows], self._scale, mask)
-
-    def _form(self, part: Part, out: Tensor | None) -> Tensor:
-        rows, queries, keys = part
-        # Only now, block by block: a copy of all queries and keys in float32 could be larger than the model's own.
-        query = self._query[rows, :, queries].to(self.dtype)
-        key = self._key[rows, :, keys].to(self.dtype)
-        logits = query.new_empty(*query.shape[:3], key.shape[2]) if out is None else out
-        by_row = (logits, query, key)
-        if query.shape[0] > _FEW_ROWS:
-            by_row = (
-                logits.flatten(0, 1)[None],
-                query.flatten(0, 1)[None],
-                key.flatten(0, 1)[None],
-            )
-        for row, q, k in zip(*by_row, strict=True):
-            # With beta=0 what lies in the buffer counts for nothing, not even NaN; alpha scales without another pass.
-            torch.baddbmm(row, q, k.transpose(1, 2), beta=0, alpha=self._scale, out=row)
-        if self._modification is not None:
-            return logits.copy_(self._modification(logits, rows, queries, keys))
-        if self._mask is None:
-            return logits
-        mask = self._mask[rows, :, queries, keys]
-        return (
-            logits.masked_fill_(~mask, -torch.inf)
-            if mask.dtype == torch.bool
-            else logits.add_(mask)
-        )
-
-
-class GivenLogits(Logits):
-    """Logits that a model gave to a softmax.
-
-    Args:
-        logits: Shape (rows, heads, N_query, N_key); perhaps with minus infinity, as nothing says that there is none.
-    """
-
-    def __init__(self, logits: Tensor) -> None:
-        rows, heads, queries, keys = logits.shape
-        super().__init__((rows, heads, queries, keys), logits, masked=True)
-
-    def _form(self, part: Part, out: Tensor | None) -> Tensor:
-        rows, queries, keys = part
-        logits = self.source[rows, :, queries, keys]
-        return (self.new_empty(*logits.shape) if out is None else out).copy_(logits)
-
-
-class DeferredLogits(Logits):
-    """Logits that are rebuilt once they are asked for: most edits of heads never ask.
-
-    Args:
-        shape: Sizes (rows, heads, N_query, N_key).
-        source: Tensor for their device and dtype.
-        rebuild: Function that gives the logits.
-    """
-
-    def __init__(
-        self,
-        shape: tuple[int, int, int, int],
-        source: Tensor,
-        rebuild: Callable[[], Logits],
-    ) -> None:
-        super().__init__(shape, source, masked=True)
-        self._rebuild = rebuild
-
-    def _form(self, part: Part, out: Tensor | None) -> Tensor:
-        return self._rebuilt._form(part, out)
-
-    @cached_property
-    def _rebuilt(self) -> Logits:
-        return self._rebuild()
 
 
 def softmax_attention_of(
@@ -501,63 +268,3 @@ def is_between_channels(keys: int, heads: int, inputs: Sequence[Any]) -> bool:
     features = [x for x in inputs if isinstance(x, Tensor) and x.ndim in (3, 4)]
     channels = {x.shape[-1] if x.ndim == 3 else x.shape[1] for x in features}
     return keys * heads in channels and keys not in token_counts(inputs)
-
-
-def tolerance(dtype: torch.dtype) -> float:
-    """Return the largest share of the output's largest value that rounding explains."""
-    # Far above rounding in float32, fused or not: what is looked for is another scale, mask or order, not precision.
-    return _TOLERANCE.get(dtype, 5e-3)
-
-
-def relative_difference(rebuilt: Tensor, expected: Tensor) -> Tensor:
-    """Return the largest difference as a share of the largest finite expected value, shape () in float32."""
-    broken = ~expected.isfinite()  # by what the model was given
-    difference, size = (
-        x.masked_fill(broken, 0).abs().amax().float()
-        for x in (rebuilt - expected, expected)
-    )
-    # An output of zeros, as of a projection that starts at zero, is not to divide by zero.
-    return difference / size.clamp_min(torch.finfo(torch.float32).tiny)
-
-
-class Verification:
-    """Comparisons of a forward, which are looked at when it has ended: reading one waits for the device."""
-
-    def __init__(self) -> None:
-        self._passed: set[str] = set()
-        self._open: list[tuple[str, Tensor, float]] = []
-
-    def begin(self) -> None:
-        """Forget the comparisons of a forward that did not end."""
-        self._open = []
-
-    def needed(self, layer: str) -> bool:
-        """Return whether no forward has shown yet that the layer is rebuilt rightly."""
-        return layer not in self._passed
-
-    def add(self, layer: str, compared: tuple[Tensor, float] | None) -> None:
-        """Add a relative difference and the largest that may be; None where nothing could be compared."""
-        if compared is not None:
-            self._open.append((layer, *compared))
-
-    def settle(self) -> None:
-        """Read all comparisons.
-
-        Raises:
-            ReconstructionError: One is larger than rounding explains.
-        """
-        # Forgotten first, as the error below ends the forward.
-        compared, self._open = self._open, []
-        shares = {layer: float(difference) for layer, difference, _ in compared}
-        wrong = {
-            layer: shares[layer]
-            for layer, _, largest in compared
-            # Not ">": NaN is wrong, too.
-            if not shares[layer] <= largest
-        }
-        if wrong:
-            raise ReconstructionError(
-                f"attention rebuilt from what reached it differs from the model's own output, by these shares of its "
-                f"largest value: {wrong}; record the other layers with layers=, or write a probe for this kind of layer"
-            )
-        self._passed |= shares.keys()

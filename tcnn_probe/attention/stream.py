@@ -23,11 +23,11 @@ from tcnn_probe.attention.head_edit import (
 from tcnn_probe.attention.layout import GivenTokens, Layout, Tokens, special_tokens
 from tcnn_probe.attention.reconstruction import (
     NoTokenAttentionError,
-    Verification,
     softmax_attention_of,
 )
 from tcnn_probe.attention.token_grid import FeatureMaps
 from tcnn_probe.attention.token_order import PlaceTracker, objection_to_order
+from tcnn_probe.attention.verification import Verification
 from tcnn_probe.hooks.forwards import Forward, Forwards
 from tcnn_probe.hooks.interception import (
     Answer,

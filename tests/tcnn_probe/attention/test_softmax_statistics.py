@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from tcnn_probe.attention import softmax_rows, statistics
 from tcnn_probe.attention.attention import Attention, SoftmaxAttention
 from tcnn_probe.attention.layout import Layout, Tokens
+from tcnn_probe.attention.logits import GivenLogits, Logits, ProductLogits
 from tcnn_probe.attention.patterns import QUERIES
-from tcnn_probe.attention.reconstruction import GivenLogits, Logits, ProductLogits
 from tests.tcnn_model.helpers import LargestTensor
 
 pytestmark = pytest.mark.numerical
