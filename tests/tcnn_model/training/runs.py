@@ -1,6 +1,9 @@
 """Runs of the command with tiny models on few digits."""
 
 import os
+import signal
+import sys
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -50,9 +53,14 @@ def fork(work: Callable[[], None]) -> int:
     """Do it in a process of its own, which has all imports already; its number."""
     if process := os.fork():
         return process
+    # A rank waits half an hour for one that died.
+    signal.alarm(120)
     status = 1
     try:
         work()
         status = 0
+    except BaseException:
+        traceback.print_exc()
     finally:
+        sys.stderr.flush()
         os._exit(status)
