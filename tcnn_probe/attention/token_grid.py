@@ -348,11 +348,13 @@ def _no_grid(
     if queries == keys and smaller:
         height, width = max(smaller, key=lambda grid: grid[0] * grid[1])
         prefix = keys - height * width
-        reason += f"; prefix_tokens={prefix} would make it {height} x {width}"
+        reason += f"; if they show the image, prefix_tokens={prefix} makes it {height} x {width}"
         if prefix == 1:
             reason += " with a class token before the patches, class_token='last' with one behind them"
     elif not maps.is_deep:
-        reason += "; grid=(rows, columns) and prefix_tokens= say it"
+        reason += (
+            "; if they show the image, grid=(rows, columns) and prefix_tokens= say it"
+        )
     return Layout(
         None,
         None,

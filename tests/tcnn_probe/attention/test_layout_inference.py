@@ -240,7 +240,7 @@ def test_registers_that_are_declared(count: int) -> None:
 def test_reasons_of_what_is_missing() -> None:
     with pytest.warns(
         RuntimeWarning,
-        match=r"no maps of among: 9 keys: no grid found; grid=\(rows, columns\)",
+        match=r"no maps of among: 9 keys: no grid found; if they show the image, grid=\(rows, columns\)",
     ):
         recorder = recorded(Seeing(latents, extra_tokens=9), square(), images=1)
     assert [*recorder.missing["center_attention"]] == ["attend", "among"]
@@ -263,7 +263,7 @@ def test_what_the_user_says(said: dict[str, Any], layout: Layout) -> None:
 
 
 def test_a_token_of_which_nobody_says_where_it_is() -> None:
-    message = "maps of attend: 17 keys: no grid found; prefix_tokens=1 would make it 4 x 4 .* class_token='last'"
+    message = "maps of attend: 17 keys: no grid found; if they show the image, prefix_tokens=1 makes it 4 x 4 .* class_token='last'"
     with tcnn_probe.record(Seeing(written).eval()) as recorder, torch.no_grad():
         recorder._model(square())
         with pytest.warns(RuntimeWarning, match=message):
