@@ -12,7 +12,8 @@ objection to what is unknown.
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import compress
 from typing import Any
 
 import torch
@@ -176,6 +177,13 @@ class PlaceTracker(TorchFunctionMode):
             if call.places[0] is None or _is_nowhere(call.places[0]):
                 self._places.pop(call.inputs[0], None)
             return
+        logits = [x in self._keys for x in call.inputs]
+        if any(logits) and name not in _PRODUCTS:
+            # A mask that is added to logits moves no queries, wherever its own elements are from.
+            inputs, places = (
+                [*compress(x, logits)] for x in (call.inputs, call.places)
+            )
+            call = replace(call, inputs=inputs, places=places)
         for output in call.outputs:
             self._follow_keys(name, call, output)
             # What works in place returns its input, whose places hold no more.

@@ -89,6 +89,14 @@ class Uncompiled(TorchDispatchMode):
             frame = frame.f_back
         return frame is not None
 
+    def __enter__(self) -> Any:
+        if not hasattr(TorchDispatchMode, "supports_higher_order_operators"):
+            # Older torch (2.8) asks each of these operators for a rule of its own.
+            for operator in torch._ops._higher_order_ops.values():
+                if type(self) not in operator.python_key_table:
+                    operator.py_impl(type(self))(_without_mode(operator))
+        return super().__enter__()
+
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
@@ -98,6 +106,11 @@ class Uncompiled(TorchDispatchMode):
         # After a Ctrl-C other modes may lie above, or this one may be hidden by code that was interrupted.
         if dispatch._get_current_dispatch_mode_stack()[-1:] == [self]:
             super().__exit__(*error)
+
+
+def _without_mode(operator: Function) -> Function:
+    """Return an operator's rule for a dispatch mode, which torch has taken off by then: it runs as ever."""
+    return lambda mode, *args, **kwargs: operator(*args, **kwargs)
 
 
 def never_compiled_alone(function: Function) -> Function:

@@ -115,7 +115,7 @@ def test_refused_or_failing_record_leaves_nothing(
     def fail(*args: Any, **kwargs: Any) -> None:
         raise MemoryError("no room for a hook")
 
-    monkeypatch.setattr(model.norm, "register_forward_hook", fail)
+    monkeypatch.setattr(type(model.norm), "register_forward_hook", fail)
     with pytest.raises(MemoryError, match="no room"):
         tcnn_probe.record(model, tmp_path / "run.zarr")
     monkeypatch.undo()
