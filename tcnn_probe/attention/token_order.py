@@ -180,10 +180,11 @@ class PlaceTracker(TorchFunctionMode):
         logits = [x in self._keys for x in call.inputs]
         if any(logits) and name not in _PRODUCTS:
             # A mask that is added to logits moves no queries, wherever its own elements are from.
-            inputs, places = (
-                [*compress(x, logits)] for x in (call.inputs, call.places)
+            call = replace(
+                call,
+                inputs=[*compress(call.inputs, logits)],
+                places=[*compress(call.places, logits)],
             )
-            call = replace(call, inputs=inputs, places=places)
         for output in call.outputs:
             self._follow_keys(name, call, output)
             # What works in place returns its input, whose places hold no more.

@@ -108,7 +108,7 @@ class Uncompiled(TorchDispatchMode):
             super().__exit__(*error)
 
 
-def _without_mode(operator: Function) -> Function:
+def _without_mode(operator: Callable[..., Any]) -> Callable[..., Any]:
     """Return an operator's rule for a dispatch mode, which torch has taken off by then: it runs as ever."""
     return lambda mode, *args, **kwargs: operator(*args, **kwargs)
 

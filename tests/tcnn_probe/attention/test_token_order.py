@@ -268,25 +268,25 @@ def test_object_queries_as_many_as_cells(name: str, attention: dict[str, str]) -
 
 
 class Queries(nn.Module):
-    """As many learned queries as patches, which attend to each other with a mask of whatever origin."""
+    """As many learned queries as patches, which attend to the patches with a mask of whatever origin."""
+
+    num_heads = 1
 
     def __init__(self) -> None:
         super().__init__()
-        self.patches = nn.Conv2d(3, 12, PATCH, PATCH)
-        self.queries = nn.Parameter(torch.randn(1, ROWS * COLUMNS, 12))
-        self.attend = Attend(self.masked)
+        self.query = nn.Parameter(torch.randn(ROWS * COLUMNS, 12))
 
-    @staticmethod
-    def masked(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return ((q @ k.mT) + torch.ones(len(q), 1, *q.shape[2:3] * 2)).softmax(-1) @ v
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        return self.patches(x), self.attend(self.queries.expand(len(x), -1, -1))
+    def forward(self, x: Tensor) -> Tensor:
+        patches = x.flatten(2).mT[:, None]
+        mask = torch.ones(1, 1, *self.query.shape[:1] * 2)
+        query = self.query.expand(len(patches), 1, -1, -1)
+        return (query @ patches.mT + mask).softmax(-1) @ patches
 
 
 def test_a_mask_does_not_hide_where_queries_are_from() -> None:
-    seen = layouts(Queries(), torch.randn(IMAGES))
-    assert seen == {"attend": Layout(None, None, NO_IMAGE)}
+    model = nn.Sequential(nn.Conv2d(3, 12, PATCH, PATCH), Queries())
+    seen = layouts(model, torch.randn(IMAGES))
+    assert seen == {"1": Layout(None, Tokens(0, ROWS, COLUMNS), NO_IMAGE)}
 
 
 def test_mask_units_without_their_record(monkeypatch: pytest.MonkeyPatch) -> None:
