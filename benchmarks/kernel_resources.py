@@ -69,7 +69,9 @@ def compiling() -> Iterator[list[Resources]]:
     from triton.runtime.driver import driver
     from triton.runtime.jit import JITFunction
 
-    launch, active, compiled = JITFunction.run, driver._active, []
+    # Where the driver is kept: asking for it would look for a GPU. Triton 3.4 has another name for it.
+    place = "_active" if hasattr(driver, "_active") else "active"
+    launch, active, compiled = JITFunction.run, vars(driver)[place], []
 
     def compile_only(kernel: Any, *args: Any, warmup: bool, **options: Any) -> None:
         compiled.append(_resources(launch(kernel, *args, warmup=True, **options)))
@@ -79,7 +81,8 @@ def compiling() -> Iterator[list[Resources]]:
     try:
         yield compiled
     finally:
-        JITFunction.run, driver._active = launch, active
+        JITFunction.run = launch
+        setattr(driver, place, active)
 
 
 def _resources(kernel: Any) -> Resources:
