@@ -19,11 +19,12 @@ if not torch.cuda.is_available():
 
 gc.disable()  # until all is imported: half a million objects that stay, 0.3 s a time
 
-from tests.older_packages import skip_what_cannot_pass
-
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Skip what the installed timm is too old for."""
+    # Imports timm and so Triton, after the settings above.
+    from tests.older_packages import skip_what_cannot_pass
+
     skip_what_cannot_pass(items)
 
 
