@@ -33,7 +33,8 @@ class Variable:
         long_name: Short label, for plots.
         description: Meaning, with its source.
         dtype: Type as stored: "float64" or, for maps, "float16" or "float32"; integers are -1 where there is no value.
-        over_images: Summary of the images of an epoch: their "mean", or the "largest" value of any.
+        over_images: Summary of the images of an epoch: their "mean", the "largest" value of any, or "shares": the mean,
+            divided by its sum along the last dimension, NaN where that is 0.
     """
 
     dims: tuple[str, ...]
@@ -162,6 +163,14 @@ COORDINATES: dict[str, dict[str, str]] = {
     "token_kind": {
         "long_name": "kind of token",
         "description": "Class (or distillation) token, register, patch at the border of the grid, or inner patch.",
+    },
+    "query_segment": {
+        "long_name": "segment of queries",
+        "description": "Class (or distillation) tokens, registers, patches, or others: words, latents, object queries.",
+    },
+    "key_segment": {
+        "long_name": "segment of keys",
+        "description": "Class (or distillation) tokens, registers, patches, or others: words, prompts, object queries.",
     },
     "y": {"long_name": "row", "description": "Row of the grid of keys."},
     "x": {"long_name": "column", "description": "Column of the grid of keys."},

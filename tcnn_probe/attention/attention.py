@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from tcnn_model.gpsa.precision import at_least_float32
 from tcnn_probe.architectures.grids import Windows
 from tcnn_probe.attention.layout import Layout
+from tcnn_probe.attention.segments import share_between_segments
 from tcnn_probe.attention.statistics import (
     ContentRows,
     SoftmaxMeasurements,
@@ -124,6 +125,16 @@ class Attention(ABC):
             The largest difference as a share of the largest value, shape () in float32, and the largest share that
             rounding explains; None if nothing can be compared, as under dropout.
         """
+
+    def segment_attention(self) -> Tensor | None:
+        """Return sums of A over the keys of each segment, as means over the queries of each segment.
+
+        Returns:
+            Shape (B, heads, segments of queries, segments of keys), see
+            :data:`~tcnn_probe.attention.segments.SEGMENTS`; 0 for segments without queries. None where the segments
+            are unknown.
+        """
+        return None
 
     @property
     def heads(self) -> int:
@@ -335,6 +346,10 @@ class SoftmaxAttention(Attention):
         rows = self._measurements().rows
         assert rows is not None
         return rows
+
+    def segment_attention(self) -> Tensor | None:
+        """Return the attention between segments, see :class:`Attention`; None where no grid of the keys is known."""
+        return share_between_segments(self, self._measurements().by_query)
 
     def values(self) -> Tensor | None:
         """Return the values, see :class:`Attention`; None of a softmax that is a call of its own."""

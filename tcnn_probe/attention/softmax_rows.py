@@ -1,8 +1,9 @@
 """Statistics of each row of a softmax attention, by the kernel on a GPU or a block of queries at a time."""
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -37,6 +38,8 @@ class SoftmaxRows:
             where the queries lie.
         received: sum_i A_ij over whole columns, shape (rows, heads, N_key); None unless the attention is to be measured
             in detail.
+        find_classes: Function that returns the sum of A_j over class tokens; None if there are no tokens before the
+            grid.
     """
 
     entropy: Tensor
@@ -44,6 +47,7 @@ class SoftmaxRows:
     prefix: Tensor | None
     distance: Tensor | None
     received: Tensor | None
+    find_classes: Callable[[], Tensor] | None = None
 
 
 def rows_by_kernel(attention: "SoftmaxAttention", patterns: PatternSum) -> SoftmaxRows:
@@ -64,7 +68,16 @@ def rows_by_kernel(attention: "SoftmaxAttention", patterns: PatternSum) -> Softm
         prefix=measured.prefix if layout.prefix else None,
         distance=measured.distance,
         received=measured.received,
+        find_classes=partial(_classes_by_kernel, attention) if layout.prefix else None,
     )
+
+
+def _classes_by_kernel(attention: "SoftmaxAttention") -> Tensor:
+    """Return the sum of A_j over class tokens, in a pass of its own, in which they are all that is before the grid."""
+    keys = _token_grid(attention.layout.keys)
+    assert keys is not None
+    keys = keys._replace(prefix=attention.class_tokens)
+    return attention.logits.statistics(None, keys, False).prefix
 
 
 def _token_grid(tokens: Tokens | None) -> TokenGrid | None:
@@ -97,6 +110,7 @@ def rows_by_blocks(attention: "SoftmaxAttention", patterns: PatternSum) -> Softm
         prefix=to_prefix.sum(-1),
         distance=grid.distance,
         received=grid.received,
+        find_classes=lambda: to_prefix[..., : attention.class_tokens].sum(-1),
     )
 
 

@@ -15,7 +15,12 @@ from tcnn_model.gpsa.precision import widest_dtype
 from tcnn_model.gpsa.statistics import AttentionStatistics
 from tcnn_probe.attention.layout import Tokens
 from tcnn_probe.attention.patterns import Pattern, PatternSum, gated_patterns
-from tcnn_probe.attention.softmax_rows import LOWEST, rows_by_blocks, rows_by_kernel
+from tcnn_probe.attention.softmax_rows import (
+    LOWEST,
+    SoftmaxRows,
+    rows_by_blocks,
+    rows_by_kernel,
+)
 
 if TYPE_CHECKING:
     from tcnn_probe.attention.attention import SoftmaxAttention
@@ -113,11 +118,13 @@ class SoftmaxMeasurements:
             over the queries and windows of each image, shape (B, heads), in float32 (float64 for float64). And
             ``max_logit``, the largest logit of all queries and keys.
         pattern: Sum over images of the attention of some queries.
+        by_query: Statistics of each row.
         rows: Rows of the attention; None unless :attr:`~tcnn_probe.attention.attention.Attention.detailed`.
     """
 
     means: dict[str, Tensor]
     pattern: Pattern
+    by_query: SoftmaxRows
     rows: ContentRows | None
 
 
@@ -148,13 +155,13 @@ def measure_softmax(attention: "SoftmaxAttention") -> SoftmaxMeasurements:
     }
     means["max_logit"] = largest
     if rows.received is None:
-        return SoftmaxMeasurements(means, pattern, None)
+        return SoftmaxMeasurements(means, pattern, rows, None)
     content = ContentRows(
         entropy=attention.by_image(rows.entropy),
         received=attention.by_image(rows.received / attention.queries),
         similarity=patterns.similarity(),
     )
-    return SoftmaxMeasurements(means, pattern, content)
+    return SoftmaxMeasurements(means, pattern, rows, content)
 
 
 def uniform_softmax_attention(attention: "SoftmaxAttention") -> dict[str, Tensor]:

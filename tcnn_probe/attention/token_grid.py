@@ -15,11 +15,17 @@ from tcnn_probe.architectures.lookup import known
 from tcnn_probe.attention.layout import Layout, SpecialTokens, Tokens
 from tcnn_probe.hooks.forwards import Running
 
-__all__ = ["FeatureMaps", "find_layout", "pool_layout", "token_counts"]
+__all__ = [
+    "MOST_SPECIAL",
+    "FeatureMaps",
+    "find_layout",
+    "pool_layout",
+    "token_counts",
+]
 
 Grid = tuple[int, int]  # rows and columns
 # A model with more class and register tokens than this is not guessed at: DINOv3 has 5, the largest in timm 13.
-_MOST_SPECIAL = 16
+MOST_SPECIAL = 16
 
 
 class FeatureMaps:
@@ -106,10 +112,13 @@ class FeatureMaps:
             or self.special.user_facts.class_token is not None
         ):
             return self.special.class_token
-        # A model can hold its class token and its registers in a single parameter. Of several parts before the grid
-        # the first one is a class token only if it is a single token: EoMT puts its queries before it.
+        # A model can hold its class token and its registers in a single parameter, which is no longer than those: a
+        # longer part is words. Of several parts before the grid the first one is a class token only if it is a single
+        # token: EoMT puts its queries before it.
         before, _ = joined
-        can_be_first = len(before) == 1 or before[:1] == (1,)
+        can_be_first = before[:1] == (1,) or (
+            len(before) == 1 and before[0] <= MOST_SPECIAL
+        )
         return self.special.class_token and (
             can_be_first or self.class_token_is_last(count)
         )
@@ -343,7 +352,7 @@ def _no_grid(
         reason += f"; {windows} windows of each image, or as many heads, if the layer has no num_heads to say so"
         return Layout(None, None, reason)
     smaller = [
-        grid for grid in maps.grids() if 0 < keys - grid[0] * grid[1] <= _MOST_SPECIAL
+        grid for grid in maps.grids() if 0 < keys - grid[0] * grid[1] <= MOST_SPECIAL
     ]
     if queries == keys and smaller:
         height, width = max(smaller, key=lambda grid: grid[0] * grid[1])

@@ -13,6 +13,7 @@ from tcnn_probe.probes.layer_features import FEATURES
 from tcnn_probe.probes.layer_scale import LAYER_SCALE
 from tcnn_probe.probes.mean_attention import MEAN_ATTENTION
 from tcnn_probe.probes.probe import register
+from tcnn_probe.probes.segment_attention import SEGMENT_ATTENTION
 
 __all__ = ["DEFAULT"]
 
@@ -28,5 +29,13 @@ _HEADS = (
 DEFAULT: tuple[str, ...] = tuple(register(probe).kind for probe in _HEADS)
 """Names of the probes that :func:`tcnn_probe.record` uses unless told otherwise."""
 
-for _probe in (HEALTH, MEAN_ATTENTION, FEATURES, LAYER_SCALE, CROSS_PATCH, GRADIENT):
+for _probe in (
+    HEALTH,
+    SEGMENT_ATTENTION,
+    MEAN_ATTENTION,
+    FEATURES,
+    LAYER_SCALE,
+    CROSS_PATCH,
+    GRADIENT,
+):
     register(_probe)

@@ -266,7 +266,12 @@ class Collector(AttentionListener):
             assert probe.attention is not None
             room = self._room(attention.name, probe)
             limited = attention if room is None else replace(attention, limit=room)
-            values = check_measured(probe, probe.attention(limited), by_image=True)
+            try:
+                measured = probe.attention(limited)
+            except NotMeasuredError as reason:
+                self._note_missing(attention.name, probe.variables, str(reason))
+                continue
+            values = check_measured(probe, measured, by_image=True)
             if values:
                 self._pending.append(self._measured(probe, values, limited))
         layout = attention.layout

@@ -287,6 +287,8 @@ def _raise_no_attention(report: EpochReport, layer_filter: LayerFilter | None) -
         if report.unsupported
         else ""
     )
+    if report.missing:
+        unsupported += f"; attention that the probes do not measure: {report.missing}"
     if layer_filter is not None:
         layers = report.attention_like
         advice = f": such layers of this model are {_shorten(layers)}" if layers else ""

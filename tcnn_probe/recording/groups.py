@@ -291,6 +291,10 @@ def assemble(
     for entry in entries:
         row = rows[entry.place][entry.layer]
         for name, value in entry.values.items():
+            # Not before the warning of values that are not finite: shares of nothing are meant to be NaN.
+            if entry.variables[name].over_images == "shares":
+                total = value.sum(-1, keepdims=True)
+                value = value / np.where(total == 0, np.nan, total)
             # A layer can have fewer heads or classes than its group has room for: the rest stays empty.
             region: tuple[int | slice, ...] = (
                 row,

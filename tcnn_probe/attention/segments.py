@@ -1,0 +1,85 @@
+"""Segments of the tokens of an attention, and how attention is shared between them."""
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from tcnn_probe.attention.softmax_rows import LOWEST, SoftmaxRows
+from tcnn_probe.attention.token_grid import MOST_SPECIAL
+
+if TYPE_CHECKING:
+    from tcnn_probe.attention.attention import SoftmaxAttention
+
+__all__ = ["SEGMENTS", "share_between_segments"]
+
+SEGMENTS = ("class", "register", "patch", "other")
+"""Kinds of tokens: class and distillation tokens, registers, patches on the grid, and words, latents or queries."""
+
+
+@torch.no_grad()
+def share_between_segments(
+    attention: "SoftmaxAttention", rows: SoftmaxRows
+) -> Tensor | None:
+    """Return sums of A_ij over the keys of each segment, as means over the queries of each segment.
+
+    Args:
+        attention: Attention of B images.
+        rows: Its rows.
+
+    Returns:
+        Shape (B, heads, segments of queries, segments of keys), 0 for segments without queries; None where no grid of
+        the keys is known.
+    """
+    if attention.layout.keys is None:
+        return None
+    none = torch.zeros_like(rows.largest)
+    prefix = classes = none if rows.prefix is None else rows.prefix
+    if (
+        rows.find_classes is not None
+        and attention.class_tokens < attention.layout.prefix
+    ):
+        classes = rows.find_classes()
+    # A query that sees no key attends to nothing, patches included.
+    blind = (rows.largest == LOWEST) | (rows.largest == -torch.inf)
+    shares = dict.fromkeys(SEGMENTS, none)
+    shares["class"] = classes
+    # Rounding leaves less than nothing where a segment gets nothing.
+    shares[_unplaced(attention)] = (prefix - classes).clamp_(min=0)
+    shares["patch"] = (1 - prefix).clamp_(min=0).masked_fill_(blind, 0)
+    by_key = torch.stack(list(shares.values()), -1)
+    by_segment = by_key.new_zeros(*by_key.shape[:2], len(SEGMENTS), len(SEGMENTS))
+    for segment, queries in _queries(attention):
+        by_segment[:, :, SEGMENTS.index(segment)] = by_key[:, :, queries].mean(2)
+    return attention.by_image(by_segment).mean(1)
+
+
+def _unplaced(attention: "SoftmaxAttention") -> str:
+    """Return the segment of the tokens that are before the grid and no class tokens."""
+    # So many are words, prompts or the queries of a detector.
+    return "register" if attention.layout.prefix <= MOST_SPECIAL else "other"
+
+
+def _queries(attention: "SoftmaxAttention") -> Iterator[tuple[str, slice]]:
+    """Yield the segments that have queries, and these, which are neighbours."""
+    layout, count = attention.layout, attention.queries
+    patches, unplaced = 0, "other"
+    if layout.queries is not None:
+        patches = layout.queries.height * layout.queries.width
+        classes = min(layout.queries.prefix, attention.class_tokens)
+        unplaced = _unplaced(attention)
+    elif layout.asking == "classes":
+        classes = count
+    elif layout.asking == "tokens" and count <= layout.prefix:
+        # The tokens before the grid ask alone.
+        classes = min(count, attention.class_tokens)
+        unplaced = _unplaced(attention)
+    else:
+        classes = 0 if attention.class_query is None else 1
+    lengths = {"class": classes, unplaced: count - classes - patches, "patch": patches}
+    start = 0
+    for segment, length in lengths.items():
+        if length:
+            yield segment, slice(start, start + length)
+        start += length

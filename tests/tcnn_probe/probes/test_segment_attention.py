@@ -1,0 +1,235 @@
+"""Attention between segments of tokens, pair by pair in float64, with the segments written by hand."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import timm
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention
+
+import tcnn_probe
+from tcnn_probe.attention import statistics
+from tcnn_probe.attention.attention import Attention
+from tcnn_probe.attention.reconstruction import ProductLogits
+from tcnn_probe.probes.segment_attention import SEGMENT_ATTENTION
+from tcnn_probe.recording.accumulator import Accumulator, EpochSums
+from tcnn_probe.recording.epoch import LayerReport
+from tcnn_probe.recording.groups import assemble, groups_of, number_values
+from tests.tcnn_model.kernels.conftest import interpreter  # noqa: F401
+from tests.tcnn_probe.attention.bruteforce import attention_of
+from tests.tcnn_probe.attention.sharpen import sharpen
+from tests.tcnn_probe.attention.test_softmax_statistics import GRID, case
+from tests.tcnn_probe.contracts.helpers import recorded
+
+SEGMENTS = ["class", "register", "patch", "other"]
+VIT: dict[str, Any] = {"embed_dim": 12, "depth": 2, "num_heads": 3}
+SIDES = (48, 80)
+PATCHES = ["patch"] * 15  # 3 x 5 patches of 16 x 16
+
+
+def brute_force(
+    weights: np.ndarray, queries: Sequence[str], keys: Sequence[str]
+) -> np.ndarray:
+    """(images, heads, N_query, N_key) -> (heads, 4, 4)."""
+    images, heads, *counts = weights.shape
+    assert counts == [len(queries), len(keys)]
+    shares = np.full((heads, 4, 4), np.nan)
+    for h in range(heads):
+        for row, segment in enumerate(SEGMENTS):
+            sums, seeing = np.zeros(4), 0
+            for b in range(images):
+                for i in range(len(queries)):
+                    if queries[i] == segment:
+                        seeing += weights[b, h, i].any()
+                        for j in range(len(keys)):
+                            sums[SEGMENTS.index(keys[j])] += weights[b, h, i, j]
+            if seeing:
+                shares[h, row] = sums / seeing
+    return shares
+
+
+def check(
+    model: nn.Module,
+    x: Tensor,
+    segments: Sequence[tuple[Sequence[str], Sequence[str]]],
+    **options: Any,
+) -> tcnn_probe.Recorder:
+    """Compare a recording of two uneven batches with brute force, for queries and keys of each layer."""
+    recorder = recorded(model, *x.split([3, 2]), probes="segments", **options)
+    ds = recorder.tree["segments"].dataset.isel(epoch=0)
+    assert ds["query_segment"].values.tolist() == SEGMENTS
+    assert ds["key_segment"].values.tolist() == SEGMENTS
+    assert (ds.images == 5).all()
+    assert (ds.nonfinite_images == 0).all()
+    references = attention_of(model, x)
+    assert ds["layer"].values.tolist() == [ref.layer for ref in references]
+    for reference, tokens in zip(references, segments, strict=True):
+        # Rows of several windows follow each other; all windows of an image count as much.
+        expected = brute_force(reference.weights.numpy(), *tokens)
+        actual = ds.segment_attention.sel(layer=reference.layer)[: len(expected)]
+        np.testing.assert_allclose(actual, expected, atol=1e-5)
+    return recorder
+
+
+@pytest.mark.parametrize(
+    ("name", "special"),
+    [
+        ("vit_small_patch16_dinov3", ["class"] + ["register"] * 4),
+        ("deit_tiny_distilled_patch16_224", ["class"] * 2),
+        ("vit_base_patch16_siglip_224", []),
+    ],
+)
+def test_vits(name: str, special: list[str]) -> None:
+    torch.manual_seed(0)
+    model = sharpen(timm.create_model(name, img_size=SIDES, **VIT))
+    tokens = special + PATCHES
+    layers = [(tokens, tokens)] * 2
+    if not special:  # its pool asks with a single latent, which counts as a class token
+        layers.append((["class"], tokens))
+    recorder = check(model, torch.randn(5, 3, *SIDES), layers)
+    assert recorder.missing == {}
+
+
+def test_class_attention() -> None:
+    torch.manual_seed(0)
+    options = {"depth": 1, "depth_token_only": 1, "embed_dim": 12, "num_heads": 3}
+    model = timm.create_model("cait_xxs24_224", img_size=SIDES, **options)
+    segments = [(PATCHES, PATCHES), (["class"], ["class", *PATCHES])]
+    check(sharpen(model), torch.randn(5, 3, *SIDES), segments)
+
+
+def test_windows() -> None:
+    torch.manual_seed(0)
+    options = {"embed_dim": 6, "depths": (2,), "num_heads": (3,), "window_size": 4}
+    model = timm.create_model(
+        "swin_tiny_patch4_window7_224", img_size=(32, 48), **options
+    )
+    tokens = ["patch"] * 16
+    check(sharpen(model), torch.randn(5, 3, 32, 48), [(tokens, tokens)] * 2)
+
+
+class Joint(nn.Module):
+    """Attention of patches joined to learnt words, or of learnt queries to both."""
+
+    def __init__(self, *, cross: bool = False) -> None:
+        super().__init__()
+        self.patches = nn.Conv2d(3, 12, 16, stride=16)
+        self.words = nn.Parameter(torch.randn(1, 17, 12))
+        self.asking = nn.Parameter(torch.randn(1, 11, 12)) if cross else None
+        self.attention = nn.MultiheadAttention(12, 3, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.patches(x).flatten(2).mT
+        if self.asking is None:
+            tokens = asking = torch.cat([self.words.expand(len(x), -1, -1), x], 1)
+        else:
+            tokens, asking = x, self.asking.expand(len(x), -1, -1)
+        return self.attention(asking, tokens, tokens, need_weights=False)[0]
+
+
+@pytest.mark.parametrize("cross", [False, True])
+def test_tokens_that_are_no_part_of_the_image(cross: bool) -> None:
+    """Words before the patches are neither class tokens nor registers."""
+    torch.manual_seed(0)
+    keys = PATCHES if cross else ["other"] * 17 + PATCHES
+    queries = ["other"] * 11 if cross else keys
+    model = sharpen(Joint(cross=cross))
+    check(model, torch.randn(5, 3, *SIDES), [(queries, keys)])
+
+
+def test_bfloat16() -> None:
+    """Beside the attention of the same bfloat16 queries and keys, which the stream shows in float32."""
+    torch.manual_seed(0)
+    model = sharpen(
+        timm.create_model("vit_small_patch16_dinov3", img_size=SIDES, **VIT)
+    )
+    model, x = model.bfloat16(), torch.randn(2, 3, *SIDES).bfloat16()
+    weights = {}
+
+    def keep(attention: Attention) -> None:
+        weights[attention.name] = attention.weights()[:, 0].double().numpy()
+
+    with tcnn_probe.attention_stream(model, keep), torch.no_grad():
+        model(x)
+    ds = recorded(model, x, probes="segments").tree["segments"].dataset.isel(epoch=0)
+    tokens = ["class"] + ["register"] * 4 + PATCHES
+    for layer, values in weights.items():
+        expected = brute_force(values, tokens, tokens)
+        actual = ds.segment_attention.sel(layer=layer)
+        np.testing.assert_allclose(actual, expected, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("form", "kernel"),
+    [
+        ("plain", False),
+        ("hidden", False),
+        ("lowered", False),
+        ("swallowed", False),
+        ("hidden", True),
+        ("lowered", True),
+    ],
+)
+def test_masks(form: str, kernel: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Queries that see nothing count for nothing; on the kernel's path as on that of the blocks."""
+    if kernel:
+        monkeypatch.setattr(ProductLogits, "on_kernel", True)
+        monkeypatch.setattr(statistics, "rows_by_blocks", None)
+    attention, _ = case(form, 5)
+    logits = attention.logits(slice(None), slice(None)).double()
+    weights = torch.softmax(logits, -1).nan_to_num(0).numpy()
+    shares = attention.segment_attention()
+    assert shares is not None
+    tokens = ["class"] + ["register"] * 4 + ["patch"] * (GRID[0] * GRID[1])
+    total = shares.double().sum(0)
+    total = total / total.sum(-1, keepdim=True)
+    # The kernel forms the logits anew: they are sums of up to 80 in absolute terms, off by as many eps.
+    np.testing.assert_allclose(total, brute_force(weights, tokens, tokens), atol=1e-5)
+
+
+def test_ranks_add_up() -> None:
+    """Ranks with several images, one image and none, and a segment whose queries see nothing in one image."""
+    shares = torch.rand(5, 3, 4, 4)
+    shares[:, :, 1] = 0
+    shares[2, :, 2] = 0
+    ranks = []
+    for part in shares.split([4, 1]):
+        sums = Accumulator("layer", nn.Identity(), SEGMENT_ATTENTION)
+        sums.add({"segment_attention": part})
+        ranks.append(sums.read())
+    together = EpochSums.together([*ranks, EpochSums()])
+    report = LayerReport("layer", SEGMENT_ATTENTION, {}, together)
+    entries = number_values([report])
+    arrays = assemble(entries, groups_of(entries, {"layer": 0}))
+    total = shares.double().sum(0)
+    np.testing.assert_allclose(
+        arrays["segments"]["segment_attention"][0], total / total.sum(-1, keepdim=True)
+    )
+
+
+class Blind(nn.Module):
+    """Attention of tokens whose grid nothing shows."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.flatten(1)[:, None, :35].unflatten(-1, (7, 5))
+        return scaled_dot_product_attention(x, x, x)
+
+
+def test_reasons() -> None:
+    from tcnn_model import GPSA
+
+    model = nn.ModuleDict({"blind": Blind(), "gated": GPSA(3, 4, 3, padding=1)})
+    model.forward = lambda x: (model["blind"](x), model["gated"](x))
+    with (
+        tcnn_probe.record(model.eval(), probes="segments") as recorder,
+        torch.no_grad(),
+    ):
+        model(torch.randn(2, 3, 7, 5))
+        with pytest.raises(RuntimeError, match=r"do not measure.*no grid found"):
+            recorder.mark(epoch=0)
+    reasons = recorder.missing["segment_attention"]
+    assert reasons["gated"] == "its tokens are patches and padding alone"
+    assert "7 keys: no grid found" in reasons["blind"]
