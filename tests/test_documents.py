@@ -80,7 +80,6 @@ def test_readme_examples_run() -> None:
     ],
 )
 def test_examples_of_the_documents_run(name: str, minimum: int) -> None:
-    torch.manual_seed(0)  # random weights have heads of any type
     names: dict[str, object] = {}
     blocks = python_blocks(ROOT / "docs" / name)
     assert len(blocks) >= minimum
