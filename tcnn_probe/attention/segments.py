@@ -34,7 +34,8 @@ def share_between_segments(
     """
     if attention.layout.keys is None:
         return None
-    none = torch.zeros_like(rows.largest)
+    # Not zeros: where the attention is NaN, so are its shares.
+    none = 0 * rows.entropy
     prefix = classes = none if rows.prefix is None else rows.prefix
     if (
         rows.find_classes is not None
@@ -45,7 +46,7 @@ def share_between_segments(
     blind = (rows.largest == LOWEST) | (rows.largest == -torch.inf)
     shares = dict.fromkeys(SEGMENTS, none)
     shares["class"] = classes
-    # Rounding leaves less than nothing where a segment gets nothing.
+    # Rounding can leave a negative number where a segment gets nothing.
     shares[_unplaced(attention)] = (prefix - classes).clamp_(min=0)
     shares["patch"] = (1 - prefix).clamp_(min=0).masked_fill_(blind, 0)
     by_key = torch.stack(list(shares.values()), -1)

@@ -105,7 +105,8 @@ class Probe:
         measure: Function of a :class:`ForwardCall` that returns ``{variable: (B, *dims)}``; it is called after each
             forward of the layer, under the autocast that the layer ran in.
         attention: Function of an :class:`Attention` that returns ``{variable: (B, *dims)}``; it is called for each
-            attention in the model, in whatever module it is.
+            attention in the model, in whatever module it is. It may raise :class:`NotMeasuredError`, whose message is
+            then the reason in ``Recorder.missing``.
         maps: Function of the same call and of indices of images; it returns ``{variable: (images, [windows,] heads,
             height, width)}``, for variables with the dims ("layer", "image", ["window",] "head", "y", "x"). Beside
             these maps there may be numbers of each head, without "y" and "x".

@@ -190,6 +190,17 @@ def test_masks(form: str, kernel: bool, monkeypatch: pytest.MonkeyPatch) -> None
     np.testing.assert_allclose(total, brute_force(weights, tokens, tokens), atol=1e-5)
 
 
+def test_nan_stays_nan() -> None:
+    """Also where patches are the only keys, whose share is 1 otherwise."""
+    x = torch.randn(2, 3, *SIDES)
+    x[1] = torch.nan
+    with pytest.warns(RuntimeWarning, match="NaN or infinite"):
+        recorder = recorded(Joint(cross=True).eval(), x, probes="segments")
+    ds = recorder.tree["segments"].dataset
+    assert np.isnan(ds.segment_attention).all()
+    assert (ds.nonfinite_images == 1).all()
+
+
 def test_ranks_add_up() -> None:
     """Ranks with several images, one image and none, and a segment whose queries see nothing in one image."""
     shares = torch.rand(5, 3, 4, 4)
