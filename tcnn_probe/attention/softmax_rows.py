@@ -15,6 +15,7 @@ from tcnn_probe.attention.patterns import PatternSum
 
 if TYPE_CHECKING:
     from tcnn_probe.attention.attention import SoftmaxAttention
+    from tcnn_probe.attention.logits import Logits
 
 __all__ = ["LOWEST", "SoftmaxRows", "rows_by_blocks", "rows_by_kernel"]
 
@@ -68,16 +69,23 @@ def rows_by_kernel(attention: "SoftmaxAttention", patterns: PatternSum) -> Softm
         prefix=measured.prefix if layout.prefix else None,
         distance=measured.distance,
         received=measured.received,
-        find_classes=partial(_classes_by_kernel, attention) if layout.prefix else None,
+        find_classes=partial(
+            _classes_by_kernel,
+            attention.logits,
+            _token_grid(layout.keys),
+            attention.class_tokens,
+        )
+        if layout.prefix
+        else None,
     )
 
 
-def _classes_by_kernel(attention: "SoftmaxAttention") -> Tensor:
+def _classes_by_kernel(
+    logits: "Logits", keys: TokenGrid | None, classes: int
+) -> Tensor:
     """Return the sum of A_j over class tokens, in a pass of its own, in which they are all that is before the grid."""
-    keys = _token_grid(attention.layout.keys)
     assert keys is not None
-    keys = keys._replace(prefix=attention.class_tokens)
-    return attention.logits.statistics(None, keys, False).prefix
+    return logits.statistics(None, keys._replace(prefix=classes), False).prefix
 
 
 def _token_grid(tokens: Tokens | None) -> TokenGrid | None:
@@ -104,13 +112,15 @@ def rows_by_blocks(attention: "SoftmaxAttention", patterns: PatternSum) -> Softm
     patterns.add_prefix(to_prefix)
     if grid.received is not None:
         grid.received[..., : to_prefix.shape[-1]] = to_prefix.sum(-2)
+    # The attention keeps its rows: a function that held the attention would be a cycle, and keep activations alive.
+    classes = attention.class_tokens
     return SoftmaxRows(
         entropy=grid.zero_if_empty(entropy),
         largest=torch.maximum(grid.top, prefix_logits.amax(-1)),
         prefix=to_prefix.sum(-1),
         distance=grid.distance,
         received=grid.received,
-        find_classes=lambda: to_prefix[..., : attention.class_tokens].sum(-1),
+        find_classes=lambda: to_prefix[..., :classes].sum(-1),
     )
 
 
