@@ -23,7 +23,7 @@ import tcnn_probe
 from tcnn_model import GPSA
 from tcnn_probe.attention import attention as attention_module
 from tcnn_probe.attention.attention import Attention
-from tcnn_probe.probes.health import OUTLIER, TOKEN_KINDS
+from tcnn_probe.probes.layer_health import OUTLIER, TOKEN_KINDS
 from tests.tcnn_probe.attention.bruteforce import health
 from tests.tcnn_probe.attention.sharpen import sharpen
 from tests.tcnn_probe.contracts.helpers import recorded

@@ -16,7 +16,7 @@ from tcnn_probe.attention.attention import Attention
 from tcnn_probe.attention.patterns import QUERIES
 from tcnn_probe.attention.statistics import ContentRows
 from tcnn_probe.probes.probe import Probe
-from tcnn_probe.probes.variables import HEAD, IMAGE_MEAN, LOGIT
+from tcnn_probe.probes.shared_variables import HEAD, IMAGE_MEAN, LOGIT
 from tcnn_probe.representation.token_similarity import token_cosine
 from tcnn_probe.schema import Variable
 
