@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from tcnn_model.gpsa.precision import at_least_float32
+from tcnn_model.precision import at_least_float32
 from tcnn_probe.architectures.grids import Windows
 from tcnn_probe.attention.layout import Layout
 from tcnn_probe.attention.segments import share_between_segments

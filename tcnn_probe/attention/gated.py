@@ -15,12 +15,12 @@ from tcnn_model import GPSA as GPSALayer
 from tcnn_model.gpsa.convit import convit_attention
 from tcnn_model.gpsa.functional import attend
 from tcnn_model.gpsa.positional import apply_separable
-from tcnn_model.gpsa.precision import without_autocast
 from tcnn_model.gpsa.statistics import (
     AttentionStatistics,
     apply_and_measure,
     measure,
 )
+from tcnn_model.precision import without_autocast
 from tcnn_probe.attention.attention import Attention, weigh
 from tcnn_probe.attention.layout import Layout, Tokens
 from tcnn_probe.attention.patterns import content_similarity

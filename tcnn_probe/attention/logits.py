@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from tcnn_model import kernels
-from tcnn_model.gpsa.precision import at_least_float32
 from tcnn_model.kernels import RowStatistics, TokenGrid
+from tcnn_model.precision import at_least_float32
 from tcnn_probe.hooks.score_modification import ScoreModification
 
 __all__ = ["DeferredLogits", "GivenLogits", "Logits", "ProductLogits"]

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from tcnn_model import GatedAttention
-from tcnn_model.gpsa.precision import at_least_float32, widest_dtype
+from tcnn_model.precision import at_least_float32, widest_dtype
 from tcnn_probe.attention.layout import Tokens
 
 if TYPE_CHECKING:

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from tcnn_model import Axis, GatedAttention
-from tcnn_model.gpsa.precision import widest_dtype
 from tcnn_model.gpsa.statistics import AttentionStatistics
+from tcnn_model.precision import widest_dtype
 from tcnn_probe.attention.layout import Tokens
 from tcnn_probe.attention.patterns import Pattern, PatternSum, gated_patterns
 from tcnn_probe.attention.softmax_rows import (

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from tcnn_model.gpsa.precision import without_autocast
+from tcnn_model.precision import without_autocast
 from tcnn_probe.architectures.lookup import known, looks_like_attention
 from tcnn_probe.attention.attention import Attention, SoftmaxAttention
 from tcnn_probe.attention.gated import GATED_LAYERS, gated_attention_of, seams_of

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from tcnn_model.gpsa.precision import autocast_dtype
+from tcnn_model.precision import autocast_dtype
 from tcnn_probe.hooks.modes import is_transformed, never_compiled_alone, unseen
 from tcnn_probe.hooks.score_modification import ScoreModification
 

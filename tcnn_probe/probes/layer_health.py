@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import one_hot
 
-from tcnn_model.gpsa.precision import at_least_float32
+from tcnn_model.precision import at_least_float32
 from tcnn_probe.attention.attention import Attention
 from tcnn_probe.attention.patterns import QUERIES
 from tcnn_probe.attention.statistics import ContentRows
