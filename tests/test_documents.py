@@ -1,5 +1,7 @@
 """The examples of the documents run."""
 
+import inspect
+import pydoc
 import re
 from pathlib import Path
 from typing import Any
@@ -10,6 +12,7 @@ import pytest
 import timm
 import torch
 import xarray as xr
+from sources import examples, listed_names
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -95,6 +98,26 @@ def test_examples_of_the_documents_run(name: str, minimum: int) -> None:
             0.6,
             0.6,
         ]
+
+
+def test_examples_of_functions_run_alone() -> None:
+    for block in python_blocks(ROOT / "docs" / "examples.md"):
+        plt.figure()
+        exec(block, {})
+        plt.close("all")
+
+
+def test_each_function_has_an_example_that_runs_alone() -> None:
+    names = listed_names(ROOT / "docs/site/api.md")
+    functions = {name for name in names if inspect.isfunction(pydoc.locate(name))}
+    found = examples(ROOT, names)
+    alone = {name for name in functions & found.keys() if found[name].alone}
+    assert functions - alone == {  # these need another package, or images on disk
+        "tcnn_probe.log_to_tensorboard",
+        "tcnn_probe.log_to_wandb",
+        "tcnn_probe.evaluation.imagenet_c",
+        "tcnn_probe.evaluation.imagenet_variant",
+    }
 
 
 def test_examples_of_aggregation_run() -> None:
