@@ -75,9 +75,9 @@ def attention_stream(
 
     Softmax attention is shown whether fused or not, and gated attention (GPSA, timm's ConViT) as a whole. Fused
     attention is left on, and what the model computes is not changed, unless ``on_attention`` returns a
-    :class:`~tcnn_probe.attention.head_edit.HeadEdit`. Streams nest: each head is edited by the last one begun that names
-    it. Each layer's reconstruction is compared once with what the model got. Nothing is kept: the tensors behind an
-    attention are the model's own.
+    :class:`~tcnn_probe.attention.head_edit.HeadEdit`. Streams nest: each head is edited by the last one begun that
+    names it. Each layer's reconstruction is compared once with what the model got. Nothing is kept: the tensors behind
+    an attention are the model's own.
 
     Args:
         model: Any module, not compiled.
