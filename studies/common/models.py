@@ -172,7 +172,8 @@ def _of_file(name: str, file: str) -> dict[str, Any]:
     if not Path(file).is_file():
         raise FileNotFoundError(f"--pretrained: there is no file {file!r}")
     try:
-        weights = load_state_dict(file)
+        # By default timm 1.0.20, the oldest one supported, runs code that a file holds.
+        weights = load_state_dict(file, weights_only=True)
     except Exception as error:
         raise InputError(f"--pretrained: {file!r} holds no weights: {error}") from error
     layer = getattr(
