@@ -151,6 +151,17 @@ def test_crafted_weights_run_no_code(tmp_path: Path, legacy: bool) -> None:
     assert not (tmp_path / "ran").exists()
 
 
+def test_damaged_weights_are_refused(tmp_path: Path) -> None:
+    """One bit of a weight is flipped."""
+    weight = torch.arange(6.0).reshape(3, 2)
+    torch.save({"fc.weight": weight}, tmp_path / "own.pth")
+    content = bytearray((tmp_path / "own.pth").read_bytes())
+    content[content.index(weight.numpy().tobytes()) + 5] ^= 4
+    (tmp_path / "own.pth").write_bytes(content)
+    with pytest.raises(InputError, match="holds no weights: the checksum of"):
+        own_model(options(pretrained=str(tmp_path / "own.pth")), ["a", "b"])
+
+
 def test_the_size_of_images_reaches_the_model() -> None:
     assert own_model(options(model="vit_tiny_patch16_224", img_size=48), ["a", "b"])(
         torch.randn(1, 3, 48, 48)
