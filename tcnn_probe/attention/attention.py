@@ -294,7 +294,7 @@ class SoftmaxAttention(Attention):
 
         Also of a single latent, and of the first of several if the layer hands on that one alone.
         """
-        if self.layout.asking == "classes":
+        if self.layout.asking in ("classes", "words"):
             return None
         # Class-attention layers (CaiT) ask for the class token alone; a window can have a single pixel without being
         # one.
@@ -326,7 +326,8 @@ class SoftmaxAttention(Attention):
     @property
     def class_tokens(self) -> int:
         """Number of class and distillation tokens among the tokens before the grid; the others are registers."""
-        return min(self.layout.prefix, self.class_token + self.distillation_token)
+        own = self.layout.prefix - self.layout.words
+        return min(own, self.class_token + self.distillation_token)
 
     def weights(self, queries: slice = _ALL, image: int | None = None) -> Tensor:
         """Return the attention of some queries, see :class:`Attention`."""
