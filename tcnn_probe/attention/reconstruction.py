@@ -93,7 +93,8 @@ def softmax_attention_of(
             in_order = _grid_last(request, maps)
             logits = logits_of(in_order, module)
         if maps.words_ask:
-            reason = layout.reason or "the queries are words, which lie on no grid"
+            reason = "the queries are words, which lie on no grid"
+            reason = reason if layout.keys else layout.reason
             layout = Layout(None, layout.keys, reason, "words")
         layout = replace(layout, words=maps.words(keys) if layout.keys else 0)
     if windows == 1 and cut is not None and cut.grid == cut.window:

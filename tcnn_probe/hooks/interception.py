@@ -113,6 +113,10 @@ class SeenOperand:
 
     def is_in(self, operand: "SeenOperand", *, heads: bool) -> bool:
         """Return whether an operand is this softmax or, with ``heads``, may be made of it by dropout or mixing them."""
+        # A sink is an extra logit, whose share is cut off: what is left begins at the same address.
+        without_sink = (*self.shape[:-1], self.shape[-1] - 1)
+        if self.place == operand.place and operand.shape == without_sink:
+            return True
         same = (
             self.shape[-2:] == operand.shape[-2:]
             and self.shape.numel() == operand.shape.numel()
