@@ -265,6 +265,7 @@ class SoftmaxAttention(Attention):
 
     Args:
         logits: Logits of some rows and queries at a time.
+        is_moved: Whether its tokens are in another order than the model's.
         class_token: Whether the first token before the grid, if there is any, is a class token, and no register.
         distillation_token: Whether the second one, if there is one, is a distillation token.
         compare: Comparison with what torch gave the model, see :meth:`discrepancy`; None without one.
@@ -272,6 +273,7 @@ class SoftmaxAttention(Attention):
     """
 
     logits: "Logits"
+    is_moved: bool = False
     class_token: bool = True
     distillation_token: bool = False
     compare: Callable[[], tuple[Tensor, float] | None] | None = None

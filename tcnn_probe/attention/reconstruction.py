@@ -63,7 +63,7 @@ def softmax_attention_of(
         raise NoTokenAttentionError(reason)
     logits = logits_of(request, module)
     rows, heads, queries, keys = logits.shape
-    in_order, fused = request, request.value is not None
+    in_order, is_moved, fused = request, False, request.value is not None
     layout = pool_layout(queries, keys, running, maps)
     # Pools are known by their class, before shapes are judged: a pool can have as many classes as patches.
     if layout is None and queries == keys and is_between_channels(keys, heads, inputs):
@@ -85,10 +85,9 @@ def softmax_attention_of(
         ):
             # No feature map is as small as a window, but the block that cuts windows knows their rows and columns.
             layout = Layout(Tokens(0, *cut.window), Tokens(0, *cut.window))
-        is_moved = any(
-            list(maps.order(count)) != [*range(count)] for count in (queries, keys)
-        )
-        if layout.keys is not None and windows == 1 and is_moved:
+        is_moved = any(maps.order(count) != range(count) for count in (queries, keys))
+        is_moved = is_moved and layout.keys is not None and windows == 1
+        if is_moved:
             # Whatever reads an attention expects class and register tokens first: it is reordered once, here.
             in_order = _grid_last(request, maps)
             logits = logits_of(in_order, module)
@@ -108,6 +107,7 @@ def softmax_attention_of(
         layout=layout,
         cut=cut,
         logits=logits,
+        is_moved=is_moved,
         class_token=maps.has_class_token(keys),
         distillation_token=maps.special.distillation_token,
         compare=partial(discrepancy, request, module),
@@ -163,7 +163,14 @@ def _grid_last(request: SeenAttention, maps: FeatureMaps) -> SeenAttention:
 def _put_grid_last(x: Tensor, dim: int, maps: FeatureMaps) -> Tensor:
     """Put tokens in the order of a layout, along one axis."""
     order = maps.order(x.shape[dim])
-    return x.index_select(dim, torch.tensor(order, device=x.device))
+    # Whole runs of neighbours are moved: an index would have to go to the device first.
+    starts = [i for i, place in enumerate(order) if i == 0 or place != order[i - 1] + 1]
+    ends = [*starts[1:], len(order)]
+    runs = [
+        x.narrow(dim, order[start], end - start)
+        for start, end in zip(starts, ends, strict=True)
+    ]
+    return torch.cat(runs, dim) if len(runs) > 1 else x
 
 
 def _residual_in_order(

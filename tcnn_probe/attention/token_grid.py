@@ -192,6 +192,11 @@ class FeatureMaps:
             return [*behind[-1:], *indices[:before], *behind[:-1], *grid]
         return [*indices[:before], *behind, *grid]
 
+    def in_model_order(self, x: Tensor, dim: int) -> Tensor:
+        """Return what is in the order of a layout along one axis in that of the model."""
+        order = torch.tensor(self.order(x.shape[dim]), device=x.device)
+        return x.index_select(dim, order.argsort())
+
     def words(self, count: int) -> int:
         """Return how many of ``count`` tokens are words, as far as it shows."""
         arrangement = self._arranged(count)

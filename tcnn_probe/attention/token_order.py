@@ -196,9 +196,8 @@ class PlaceTracker(TorchFunctionMode):
         if name not in _ATTENTION and not is_kernel(func):
             return None, None
         queries, keys = (self._of(tokens) for tokens in inputs[:2])
-        if is_kernel(
-            func
-        ):  # (B, N, heads, d); of (N, heads, d) it is not known which tokens are an image's
+        if is_kernel(func):
+            # (B, N, heads, d); of (N, heads, d) it is not known which tokens are an image's.
             queries, keys = (
                 None if x is None or x.ndim < 4 else x.transpose(1, 2)
                 for x in (queries, keys)

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import tcnn_probe
 from tcnn_probe.attention.attention import Attention
+from tcnn_probe.attention.head_edit import HeadEdit
 from tcnn_probe.probes.health import TOKEN_KINDS
 from tests.tcnn_probe.attention.bruteforce import attention_of, distance, entropy, grid
 from tests.tcnn_probe.attention.sharpen import sharpen
@@ -317,3 +318,18 @@ def test_sinks_are_keys() -> None:
     expected = entropy(reference.weights.numpy()).mean((0, 2))
     np.testing.assert_allclose(recorder.dataset.entropy[0, 0], expected, atol=1e-9)
     assert "attention_distance" in recorder.missing
+
+
+@pytest.mark.parametrize("order", [("patch", "text"), ("text", "class", "patch")])
+def test_given_attention_is_in_the_order_that_is_shown(order: Sequence[str]) -> None:
+    """A head that is given its own attention gives what it gave."""
+    torch.manual_seed(0)
+    model = sharpen(Joint(order)).double()
+    alone = model(IDS, IMAGES.double())
+
+    def repeat(attention: Attention) -> HeadEdit:
+        assert attention.is_moved
+        return HeadEdit([1], attention=attention.weights()[:, :, [1]])
+
+    with tcnn_probe.attention_stream(model, repeat):
+        torch.testing.assert_close(model(IDS, IMAGES.double()), alone)
