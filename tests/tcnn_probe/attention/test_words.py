@@ -310,7 +310,7 @@ class Sink(nn.Module):
 def test_sinks_are_keys() -> None:
     """They lie nowhere, and have their share of the entropy."""
     torch.manual_seed(0)
-    model = nn.Sequential(Sink()).double()
+    model = nn.Sequential(Sink()).double().eval()
     recorder = recorded(model, VECTORS.double())
     assert recorder.layers == ("0",)
     (reference,) = attention_of(model, VECTORS)
