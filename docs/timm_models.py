@@ -30,7 +30,7 @@ from tqdm import tqdm
 import tcnn_probe
 from tcnn_probe.architectures.lookup import known, looks_like_attention
 from tcnn_probe.attention.attention import Attention
-from tcnn_probe.attention.verification import (
+from tcnn_probe.attention.reconstruction import (
     ReconstructionError,
     Verification,
     tolerance,

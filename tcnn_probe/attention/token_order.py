@@ -117,7 +117,8 @@ class PlaceTracker(TorchFunctionMode):
                 # finds them.
                 self._places[image] = pixels.view(image.shape[2:]).expand(image.shape)
             elif image.ndim == 3 and image.shape[1] == patches:
-                self._places[image] = _numbers(patches)[:, None].expand(image.shape)
+                places = _numbers(image.shape[1])[:, None]
+                self._places[image] = places.expand(image.shape)
         # Numbers and vectors that a model is given alone can be an image's, as the codes of its patches.
         if len(self._places):
             self._follow_words(tensors)

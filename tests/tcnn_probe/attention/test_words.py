@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import tcnn_probe
 from tcnn_probe.attention.attention import Attention
 from tcnn_probe.attention.head_edit import HeadEdit
-from tcnn_probe.probes.health import TOKEN_KINDS
+from tcnn_probe.probes.layer_health import TOKEN_KINDS
 from tests.tcnn_probe.attention.bruteforce import attention_of, distance, entropy, grid
 from tests.tcnn_probe.attention.sharpen import sharpen
 from tests.tcnn_probe.contracts.helpers import recorded

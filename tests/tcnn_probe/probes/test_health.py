@@ -16,14 +16,15 @@ import timm
 import torch
 import transformers
 import xarray as xr
+from timm.models.swin_transformer import SwinTransformer
 from torch import Tensor, nn
 from torchvision.models import VisionTransformer
 
 import tcnn_probe
 from tcnn_model import GPSA
-from tcnn_probe.attention import attention as attention_module
+from tcnn_probe.attention import softmax
 from tcnn_probe.attention.attention import Attention
-from tcnn_probe.probes.health import OUTLIER, TOKEN_KINDS
+from tcnn_probe.probes.layer_health import OUTLIER, TOKEN_KINDS
 from tests.tcnn_probe.attention.bruteforce import health
 from tests.tcnn_probe.attention.sharpen import sharpen
 from tests.tcnn_probe.contracts.helpers import recorded
@@ -249,6 +250,65 @@ def test_values_outputs_and_tokens(name: str) -> None:
         assert np.isnan(ds.register_norm).all()
 
 
+def test_windows_with_a_mask(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fused attention of Swin: the sink of each window by itself, outputs of all windows of an image together."""
+    windows, keys = 6, 4
+    model = SwinTransformer(
+        img_size=(16, 24),
+        patch_size=4,
+        embed_dim=21,
+        depths=(2,),
+        num_heads=(3,),
+        window_size=2,
+    )
+    model = sharpen(model, 2.5).double()
+    for block in model.layers[0].blocks:
+        block.attn.fused_attn = True
+    x = torch.randn(IMAGES, 3, 16, 24).double()
+    calls: list[tuple[Tensor, ...]] = []
+    attend = nn.functional.scaled_dot_product_attention
+
+    def keep(*parts: Tensor, attn_mask: Tensor, **options: Any) -> Tensor:
+        calls.append((*parts, attn_mask))
+        return attend(*parts, attn_mask=attn_mask, **options)
+
+    with monkeypatch.context() as patch, torch.no_grad():
+        patch.setattr(nn.functional, "scaled_dot_product_attention", keep)
+        model(x)
+    ds = recorded(model, *x.split([2, 3]), probes="health").dataset.isel(epoch=0)
+    # Only the second block's windows are shifted over the border.
+    assert [bool((mask < -50).any()) for *_, mask in calls] == [False, True]
+    for number, arrays in enumerate(calls):
+        query, key, value = (x.detach().numpy() for x in arrays[:3])
+        mask = arrays[3].expand(windows * IMAGES, 3, keys, keys).detach().numpy()
+        by_image: dict[str, list[list[float]]] = {}
+        for b in range(IMAGES):
+            of_heads: dict[str, list[float]] = {}
+            for h in range(3):
+                ratios, outputs = [], []
+                for w in range(windows * b, windows * (b + 1)):
+                    logits = query[w, h] @ key[w, h].T / math.sqrt(7) + mask[w, h]
+                    weights = np.exp(logits - logits.max(-1, keepdims=True))
+                    weights /= weights.sum(-1, keepdims=True)
+                    sink = int(weights.mean(0).argmax())
+                    lengths = np.linalg.norm(value[w, h], axis=-1)
+                    ratios.append(lengths[sink] / median(np.delete(lengths, sink)))
+                    outputs.append(weights @ value[w, h])
+                stacked = np.concatenate(outputs)
+                singular = np.linalg.svd(stacked, compute_uv=False)
+                numbers = {
+                    "sink_value_norm": float(np.mean(ratios)),
+                    "output_norm": math.sqrt((stacked**2).sum(-1).mean()),
+                    "output_rank": (singular**2).sum() ** 2 / (singular**4).sum(),
+                }
+                for name, value_of_head in numbers.items():
+                    of_heads.setdefault(name, []).append(value_of_head)
+            for name, of_image in of_heads.items():
+                by_image.setdefault(name, []).append(of_image)
+        expected = {name: np.mean(values, 0) for name, values in by_image.items()}
+        check(ds, f"layers.0.blocks.{number}.attn", expected, 1e-9)
+
+
 def test_class_token_behind_the_patches() -> None:
     """Its number is not among those of patches, and it is known when it is the sink."""
 
@@ -363,9 +423,9 @@ def test_half_precision() -> None:
 def test_one_pass_for_both_probes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Both probes share a pass, in any order, and with a number of images that ends within a batch."""
     passes = []
-    measure = attention_module.measure_softmax
+    measure = softmax.measure_softmax
     monkeypatch.setattr(
-        attention_module,
+        softmax,
         "measure_softmax",
         lambda attention: passes.append(attention.name) or measure(attention),
     )
