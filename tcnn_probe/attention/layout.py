@@ -29,17 +29,17 @@ class Arrangement:
     """Places of patches, words, and tokens of the model's own among tokens, in the model's order.
 
     Args:
-        own, words, patches: Indices of class and register tokens, of words, and of patches, which are neighbours.
+        specials, words, patches: Indices of class and register tokens, of words, and of patches, which are neighbours.
     """
 
-    own: tuple[int, ...]
+    specials: tuple[int, ...]
     words: tuple[int, ...]
     patches: tuple[int, ...]
 
     @property
     def order(self) -> tuple[int, ...]:
         """Indices of the tokens in the order of a :class:`Layout`."""
-        return self.own + self.words + self.patches
+        return self.specials + self.words + self.patches
 
     @property
     def around(self) -> tuple[int, int]:

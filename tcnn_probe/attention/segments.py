@@ -45,14 +45,14 @@ def share_between_segments(
             return prefix
         return rows.find_first(count) if count else none
 
-    classes, own = first(attention.class_tokens), first(_own_tokens(attention))
+    classes, specials = first(attention.class_tokens), first(_special_tokens(attention))
     # A query that sees no key attends to nothing, patches included.
     blind = (rows.largest == LOWEST) | (rows.largest == -torch.inf)
     shares = dict.fromkeys(SEGMENTS, none)
     shares["class"] = classes
     # Rounding can leave a negative number where a segment gets nothing.
-    shares[_unplaced(attention)] = (own - classes).clamp_(min=0)
-    shares["text"] = (prefix - own).clamp_(min=0)
+    shares[_unplaced(attention)] = (specials - classes).clamp_(min=0)
+    shares["text"] = (prefix - specials).clamp_(min=0)
     shares["patch"] = (1 - prefix).clamp_(min=0).masked_fill_(blind, 0)
     by_key = torch.stack(list(shares.values()), -1)
     by_segment = by_key.new_zeros(*by_key.shape[:2], len(SEGMENTS), len(SEGMENTS))
@@ -61,7 +61,7 @@ def share_between_segments(
     return attention.by_image(by_segment).mean(1)
 
 
-def _own_tokens(attention: "SoftmaxAttention") -> int:
+def _special_tokens(attention: "SoftmaxAttention") -> int:
     """Return how many tokens before the grid are no words."""
     return attention.layout.prefix - attention.layout.words
 
@@ -69,7 +69,7 @@ def _own_tokens(attention: "SoftmaxAttention") -> int:
 def _unplaced(attention: "SoftmaxAttention") -> str:
     """Return the segment of the tokens that are before the grid and neither class tokens nor known to be words."""
     # So many are words, prompts or the queries of a detector.
-    return "register" if _own_tokens(attention) <= MOST_SPECIAL else "other"
+    return "register" if _special_tokens(attention) <= MOST_SPECIAL else "other"
 
 
 def _queries(attention: "SoftmaxAttention") -> Iterator[tuple[str, slice]]:

@@ -324,8 +324,8 @@ class SoftmaxAttention(Attention):
     @property
     def class_tokens(self) -> int:
         """Number of class and distillation tokens among the tokens before the grid; the others are registers."""
-        own = self.layout.prefix - self.layout.words
-        return min(own, self.class_token + self.distillation_token)
+        specials = self.layout.prefix - self.layout.words
+        return min(specials, self.class_token + self.distillation_token)
 
     def weights(self, queries: slice = _ALL, image: int | None = None) -> Tensor:
         """Return the attention of some queries, see :class:`Attention`."""

@@ -395,8 +395,8 @@ class AttentionStream:
         if request.read_only:
             raise RuntimeError(f"{layer!r}: {request.read_only}")
         if edit.attention is not None and attention.is_moved:
-            given = self._maps.in_model_order(edit.attention, -2)
-            edit = replace(edit, attention=self._maps.in_model_order(given, -1))
+            by_query = self._maps.in_model_order(edit.attention, -2)
+            edit = replace(edit, attention=self._maps.in_model_order(by_query, -1))
 
         def answer(
             func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any

@@ -153,7 +153,7 @@ class FeatureMaps:
     def has_class_token(self, count: int) -> bool:
         """Tell whether the first of so many tokens, or the last, is a class token, as far as it shows."""
         if arrangement := self._arranged(count):
-            return self.special.class_token and bool(arrangement.own)
+            return self.special.class_token and bool(arrangement.specials)
         joined = self._joined_around(count)
         if (
             joined is None

@@ -80,8 +80,8 @@ def arrangement_of(places: Places) -> Arrangement | None:
     if not patches or len(patches) <= patches[-1] - patches[0]:
         return None
     words = (places < 0).nonzero()[:, 0].tolist()
-    own = places.isnan().nonzero()[:, 0].tolist()
-    return Arrangement(tuple(own), tuple(words), tuple(patches))
+    specials = places.isnan().nonzero()[:, 0].tolist()
+    return Arrangement(tuple(specials), tuple(words), tuple(patches))
 
 
 def are_words(places: Places) -> bool:

@@ -66,7 +66,7 @@ def read_kernel(
 
     Args:
         func: Operator, see :func:`is_kernel`.
-        output: What it returned.
+        output: Tensor that it returned, or several.
         args, kwargs: Arguments of the call.
     """
     overload = func.default if isinstance(func, torch._ops.OpOverloadPacket) else func

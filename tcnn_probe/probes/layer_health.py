@@ -141,8 +141,8 @@ def _of_tokens(attention: Attention) -> dict[str, Tensor]:
     tokens = tokens.to(at_least_float32(tokens.dtype))
     queries = attention.layout.queries
     prefix = 0 if queries is None else queries.prefix
-    own = prefix - attention.layout.words
-    classes = min(own, attention.class_tokens)
+    specials = prefix - attention.layout.words
+    classes = min(specials, attention.class_tokens)
     norms = torch.linalg.vector_norm(tokens, dim=-1)
     patches = norms[:, prefix:]
     # The median, as a mean would grow with the outliers that it is to find.
@@ -156,8 +156,8 @@ def _of_tokens(attention: Attention) -> dict[str, Tensor]:
         measured["token_cosine"] = token_cosine(tokens[:, prefix:])
     if classes:
         measured["class_token_norm"] = norms[:, :classes].mean(1)
-    if own > classes:
-        measured["register_norm"] = norms[:, classes:own].mean(1)
+    if specials > classes:
+        measured["register_norm"] = norms[:, classes:specials].mean(1)
     return measured
 
 

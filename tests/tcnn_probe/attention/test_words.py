@@ -255,9 +255,10 @@ def test_towers(texts: int, count: int) -> None:
     np.testing.assert_allclose(shares.mean(0), np.nan_to_num(expected), atol=1e-9)
 
 
-def test_words_that_may_be_patches() -> None:
+@pytest.mark.parametrize("inside", [1, None])
+def test_words_that_may_be_patches(inside: int | None) -> None:
     """Packed patches and as many vectors of words: nothing tells which are which."""
-    model = Joint(("text", "patch"), 1)
+    model = Joint(("text", "patch"), inside)
     layouts = []
     with (
         tcnn_probe.attention_stream(
