@@ -294,7 +294,11 @@ class _EditingMode(TorchFunctionMode):
                 call.objection = call.objection or objection
         elif isinstance(request, SeenCopy):
             call.tracker.copied(request)
-        elif isinstance(request, SeenAttention) and self._is_asking():
+        elif (
+            isinstance(request, SeenAttention)
+            and not request.read_only
+            and self._is_asking()
+        ):
             return self._edit(AttendingCall(func, args, kwargs, output))
         return output
 

@@ -22,7 +22,12 @@ from tcnn_probe.attention.head_edit import (
     edit_gated_output,
     owned_edits,
 )
-from tcnn_probe.attention.layout import GivenTokens, Layout, Tokens, special_tokens
+from tcnn_probe.attention.layout import (
+    Arrangement,
+    GivenTokens,
+    Tokens,
+    special_tokens,
+)
 from tcnn_probe.attention.reconstruction import (
     NoTokenAttentionError,
     ValueProductTracker,
@@ -31,7 +36,12 @@ from tcnn_probe.attention.reconstruction import (
 )
 from tcnn_probe.attention.softmax import SoftmaxAttention
 from tcnn_probe.attention.token_grid import FeatureMaps
-from tcnn_probe.attention.token_order import PlaceTracker, objection_to_order
+from tcnn_probe.attention.token_order import (
+    PlaceTracker,
+    are_words,
+    arrangement_of,
+    objection_to_order,
+)
 from tcnn_probe.hooks.forwards import Forward, Forwards
 from tcnn_probe.hooks.interception import (
     Answer,
@@ -216,6 +226,8 @@ class AttentionStream:
         self._followed: set[tuple[Any, ...]] = set()
         self._places: PlaceTracker | None = None
         self._objections: dict[tuple[Any, str], tuple[str, str]] = {}
+        # Where words stand among the keys of a layer, and whether its queries are words.
+        self._words: dict[tuple[Any, str], tuple[Arrangement | None, bool]] = {}
         self._reset()
         # A stream that may edit follows forwards above those who only look: these see attention as it is before.
         self._forwards = Forwards(model, self, first=not listener.may_edit)
@@ -248,7 +260,7 @@ class AttentionStream:
         shapes = [tuple(x.shape[1:]) for x in inputs if isinstance(x, Tensor)]
         self._call = (entry, entry.training, *shapes)
         if self._call not in self._followed:
-            self._places = PlaceTracker(inputs)
+            self._places = PlaceTracker(inputs, self._maps.patches)
         return True
 
     def modes(self) -> Sequence[TorchFunctionMode]:
@@ -349,6 +361,11 @@ class AttentionStream:
         number = self._counts[module]
         self._counts[module] += 1
         layer = f"{name}#{number}" if number else name
+        if self._places is not None:
+            queries, keys = self._places.queries, self._places.keys
+            self._words[self._call, layer] = arrangement_of(keys), are_words(queries)
+        words = self._words.get((self._call, layer), (None, False))
+        self._maps.arrangement, self._maps.words_ask = words
         with named_in_errors(layer):
             try:
                 attention = self._ordered(
@@ -375,6 +392,11 @@ class AttentionStream:
         self._shown.append(_ShownSoftmax(layer, module, operand, has_heads))
         if edit is None:
             return None
+        if request.read_only:
+            raise RuntimeError(f"{layer!r}: {request.read_only}")
+        if edit.attention is not None and attention.is_moved:
+            by_query = self._maps.in_model_order(edit.attention, -2)
+            edit = replace(edit, attention=self._maps.in_model_order(by_query, -1))
 
         def answer(
             func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
@@ -408,9 +430,15 @@ class AttentionStream:
         to_queries, to_keys = self._objections.get(call, ("", ""))
         if not to_queries and not to_keys:
             return attention
-        keys_on_grid = None if to_keys else layout.keys
-        changed = Layout(None, keys_on_grid, to_queries or to_keys, layout.asking)
         # Without a grid of queries there are no distances; maps of class tokens need the grid of the keys only.
+        changed = replace(
+            layout,
+            queries=None,
+            keys=None if to_keys else layout.keys,
+            reason=to_queries or to_keys,
+            advice="",
+            words=0 if to_keys else layout.words,
+        )
         return replace(attention, layout=changed)
 
     def _objection(self, places: Tensor | None, tokens: Tokens | None) -> str:

@@ -110,11 +110,24 @@ def test_equals_brute_force(
     check(model, images, dict.fromkeys(layers, layout))
 
 
+def by_einsum(
+    module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: None, **options: Any
+) -> tuple[Tensor, None]:
+    """Attend as a user's own function does, which is registered by its name."""
+    logits = torch.einsum("bhqd,bhkd->bhqk", q, k) * options["scaling"]
+    return torch.einsum("bhqk,bhkd->bqhd", logits.softmax(-1), v), None
+
+
 @pytest.mark.filterwarnings(
     "ignore:.*flex_attention called without torch.compile", "ignore::DeprecationWarning"
 )
-@pytest.mark.parametrize("implementation", ["eager", "sdpa", "flex_attention"])
+@pytest.mark.parametrize(
+    "implementation", ["eager", "sdpa", "flex_attention", "by_einsum"]
+)
 def test_attention_interfaces(implementation: str) -> None:
+    pytest.importorskip("transformers").AttentionInterface.register(
+        "by_einsum", by_einsum
+    )
     make, size, layout = CASES["vit"]
     model = sharpen(make()).double()
     images = torch.randn(2, 3, *size, generator=torch.Generator().manual_seed(2))

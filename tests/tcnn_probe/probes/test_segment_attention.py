@@ -24,7 +24,7 @@ from tests.tcnn_probe.attention.sharpen import sharpen
 from tests.tcnn_probe.attention.test_softmax_statistics import GRID, case
 from tests.tcnn_probe.contracts.helpers import recorded
 
-SEGMENTS = ["class", "register", "patch", "other"]
+SEGMENTS = ["class", "register", "patch", "text", "other"]
 VIT: dict[str, Any] = {"embed_dim": 12, "depth": 2, "num_heads": 3}
 SIDES = (48, 80)
 PATCHES = ["patch"] * 15  # 3 x 5 patches of 16 x 16
@@ -33,13 +33,13 @@ PATCHES = ["patch"] * 15  # 3 x 5 patches of 16 x 16
 def brute_force(
     weights: np.ndarray, queries: Sequence[str], keys: Sequence[str]
 ) -> np.ndarray:
-    """(images, heads, N_query, N_key) -> (heads, 4, 4)."""
+    """(images, heads, N_query, N_key) -> (heads, 5, 5)."""
     images, heads, *counts = weights.shape
     assert counts == [len(queries), len(keys)]
-    shares = np.full((heads, 4, 4), np.nan)
+    shares = np.full((heads, 5, 5), np.nan)
     for h in range(heads):
         for row, segment in enumerate(SEGMENTS):
-            sums, seeing = np.zeros(4), 0
+            sums, seeing = np.zeros(5), 0
             for b in range(images):
                 for i in range(len(queries)):
                     if queries[i] == segment:
@@ -203,7 +203,7 @@ def test_nan_stays_nan() -> None:
 
 def test_ranks_add_up() -> None:
     """Ranks with several images, one image and none, and a segment whose queries see nothing in one image."""
-    shares = torch.rand(5, 3, 4, 4)
+    shares = torch.rand(5, 3, 5, 5)
     shares[:, :, 1] = 0
     shares[2, :, 2] = 0
     ranks = []
