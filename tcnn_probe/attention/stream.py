@@ -1,7 +1,7 @@
 """Each attention of a model's forwards, whole and on its grid, handed to whoever wants to look at it or edit it."""
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -9,18 +9,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from tcnn_model.precision import without_autocast
 from tcnn_probe.architectures.lookup import known, looks_like_attention
 from tcnn_probe.attention.attention import Attention, WholeLayers
 from tcnn_probe.attention.gated import GATED, GatedAttention
 from tcnn_probe.attention.head_edit import (
-    AttendingCall,
     HeadEdit,
-    edit_call,
+    edit_function,
     edit_gated_output,
-    owned_edits,
+    edits_of,
 )
 from tcnn_probe.attention.layout import (
     Arrangement,
@@ -60,10 +58,6 @@ __all__ = ["WHOLE_LAYERS", "AttentionListener", "AttentionStream", "attention_st
 
 WHOLE_LAYERS: tuple[WholeLayers, ...] = (GATED,)
 """Layers whose attention is shown as a whole."""
-
-# Edits that outputs have had, for streams above those that made them: an edited output is nothing to compare with, and
-# what is computed again, to be edited, is to have all of its edits.
-_EDITS: MutableMapping[Tensor, list[HeadEdit]] = WeakTensorKeyDictionary()
 
 
 @contextmanager
@@ -377,7 +371,7 @@ class AttentionStream:
                 self.unsupported[name if known_reason else layer] = str(reason)
                 return None
             with without_autocast(attention.source):
-                if self.verification.needed(layer) and not _edits_of(request.output):
+                if self.verification.needed(layer) and not edits_of(request.output):
                     self.verification.add(layer, attention.discrepancy())
                 edit = self._listener.attends(attention)
         # Fused attention has weighed values already; only a softmax by itself is waited for.
@@ -403,15 +397,7 @@ class AttentionStream:
         ) -> Any:
             # Multi-head attention runs a second time, which no other listener is to see.
             with torch._C.DisableTorchFunction():
-                earlier = _edits_of(output)
-                if earlier:
-                    # As it was before them: the mean of a head that gives zero is none of the head's.
-                    output = _computed_again(output, func(*args, **kwargs))
-                edits = owned_edits([*earlier, edit])
-                attending = AttendingCall(func, args, kwargs, output)
-                edited_output = edit_call(attending, module, edits)
-                _EDITS[_first(edited_output)] = edits
-                return edited_output
+                return edit_function(func, args, kwargs, output, module, edit)
 
         return answer
 
@@ -452,12 +438,11 @@ class AttentionStream:
     ) -> Tensor | None:
         """Show the whole attention of a layer that has run; return what it gives instead, if it is edited."""
         name, formed = self._names[layer], self._formed.pop(layer, None)
-        earlier = _edits_of(output)
         with forward.unseen(), named_in_errors(name), edited(layer):
             attention = self._whole[layer].describe(
                 layer, inputs[0], formed, name, forward.running
             )
-            if self.verification.needed(name) and not earlier:
+            if self.verification.needed(name) and not edits_of(output):
                 self.verification.add(name, attention.discrepancy(output))
             edit = self._listener.attends(attention)
         self._shown.append(_ShownSoftmax(name, layer, None, has_heads=True))
@@ -467,11 +452,8 @@ class AttentionStream:
             raise TypeError(
                 f"expected no edit of {name!r}: {type(attention).__name__} cannot be edited"
             )
-        edits = owned_edits([*earlier, edit])
         with edited(layer):  # with the gates and heads that ablations of the layer have
-            edited_output = edit_gated_output(layer, inputs[0], edits)
-        _EDITS[edited_output] = edits
-        return edited_output
+            return edit_gated_output(layer, inputs[0], output, edit)
 
     def _explain(self, ran: Collection[nn.Module]) -> None:
         """Say why modules that look like attention showed none while they ran; once for each."""
@@ -492,22 +474,3 @@ class AttentionStream:
                 self.unsupported[name] = (
                     "no softmax between tokens was seen while it ran"
                 )
-
-
-def _edits_of(output: Any) -> Sequence[HeadEdit]:
-    """Return the edits that other streams have made to what a function or layer gave the model."""
-    first = _first(output)
-    return () if first is None else _EDITS.get(first, ())
-
-
-def _first(output: Any) -> Any:
-    """Return an output, or the first of several."""
-    return output[0] if isinstance(output, tuple) else output
-
-
-def _computed_again(output: Any, result: Any) -> Any:
-    """Return a result that takes the place of an output, and is stored there where no gradient needs the output."""
-    # Others may follow a softmax to the values by the place where it is stored.
-    if isinstance(result, Tensor) and not result.requires_grad:
-        return output.copy_(result)
-    return result
