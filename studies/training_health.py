@@ -348,13 +348,13 @@ def result(begin: int, ds: xr.Dataset) -> xr.Dataset:
     first = min((alarm.since for alarm in named), default=math.nan)
     signs = sorted({alarm.sign for alarm in named if alarm.since == first})
     loss = ds.val_loss.values
-    risen = np.flatnonzero(loss > 1.1 * np.minimum.accumulate(loss))
+    risen = ds.epoch.values[loss > 1.1 * np.minimum.accumulate(loss)]
     risen = risen[risen >= begin]
     return ds[["train_loss", "val_loss", "top1"]].assign(
         alarms=len(alarms),
         early_alarms=len(alarms) - len(named),
         first_alarm=float(first),
-        first_rise=float(ds.epoch[risen[0]]) if risen.size else math.nan,
+        first_rise=float(risen[0]) if risen.size else math.nan,
         signs=((), np.array(", ".join(signs), dtype=object)),
     )
 
