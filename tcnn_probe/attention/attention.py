@@ -48,6 +48,9 @@ class Attention(ABC):
         layout: Grids on which queries and keys lie.
         number: Place of this attention among those of one call of the module, counted from 0.
         cut: Places of the windows in the image; None if unknown, or if the only window is the image.
+        query_cut: The same of the queries' windows, where these lie on a grid of their own.
+        order: Indices of the model's queries and keys in the order in which they are here, row by row, where that is
+            another one; shapes (N_query,) and (N_key,).
         limit: Number of images, the first ones, that count in sums over images; None for all.
         detailed: Whether the pass over the logits keeps :meth:`content_rows`, too.
         residual: Function that returns the tokens that enter the block around the layer, (B, N, C), with class and
@@ -65,6 +68,8 @@ class Attention(ABC):
     name: str = ""
     number: int = 0
     cut: Windows | None = None
+    query_cut: Windows | None = None
+    order: tuple[Tensor, Tensor] | None = None
     limit: int | None = None
     detailed: bool = False
     residual: Callable[[], Tensor | None] | None = None
@@ -297,8 +302,9 @@ class SoftmaxAttention(Attention):
         if self.layout.asking == "classes":
             return None
         # Class-attention layers (CaiT) ask for the class token alone; a window can have a single pixel without being
-        # one.
+        # one, and a grid a single pooled query.
         alone = self.queries == 1 and self.keys > 1 and self.windows == 1
+        alone &= self.layout.queries is None
         if self.layout.asking == "latents":
             # timm's AttentionPoolLatent: with pool="token" it hands on the first latent alone, with "avg" the mean of
             # all.

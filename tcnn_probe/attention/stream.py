@@ -382,6 +382,13 @@ class AttentionStream:
         # Windows are cut by classes that are known, and rolled before.
         if self._places is not None and attention.windows == 1:
             queries, keys = self._places.queries, self._places.keys
+            if attention.order is not None:
+                queries, keys = (
+                    places if places is None else places[order]
+                    for places, order in zip(
+                        (queries, keys), attention.order, strict=True
+                    )
+                )
             if keys is None and layout.queries == layout.keys:
                 keys = queries  # talking heads (CaiT) mix the logits, whose keys are lost then
             self._objections[call] = (
