@@ -206,7 +206,7 @@ _ATTENTION: Mapping[str, LayerRecord] = {
     # (B, heads, windows, N, N), where the number of windows can be that of the heads.
     "timm.models.hiera.MaskUnitAttention": LayerRecord(
         heads_axis=1,
-        not_in_raster_order="Hiera's tokens are ordered by mask unit, and which units are left is unknown",
+        not_in_raster_order="Hiera's tokens are ordered by mask unit, and where these lie is unknown",
     ),
     # The downsampling takes every second row and column of the queries by slicing.
     "timm.models.levit.AttentionDownsample": LayerRecord(own_grids=_every_second),

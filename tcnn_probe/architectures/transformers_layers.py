@@ -42,7 +42,7 @@ TRANSFORMERS_LAYERS: Mapping[str, LayerRecord] = {
     # (B, heads, windows, N, N), where the number of windows can be that of the heads.
     "transformers.models.hiera.modeling_hiera.HieraMaskUnitAttention": LayerRecord(
         heads_axis=1,
-        not_in_raster_order="Hiera's tokens are ordered by mask unit, and which units are left is unknown",
+        not_in_raster_order="Hiera's tokens are ordered by mask unit, and where these lie is unknown",
     ),
     # These blocks cut the windows, and their attention sees single windows only.
     "transformers.models.sam2.modeling_sam2.Sam2MultiScaleBlock": LayerRecord(

@@ -36,12 +36,15 @@ def find_unit_order(
     """Find the order of tokens in units; None if no module that runs has units, or if some of these are left out."""
     records = [(known(module).mask_units, module) for module, _ in running]
     stages = [units for find, model in records if find for units in find(model)]
-    asking, asked = (_side(count, windows, stages) for count in (queries, keys))
-    if asking is None or asked is None:
+    queries_side, keys_side = (
+        _side(count, windows, stages) for count in (queries, keys)
+    )
+    if queries_side is None or keys_side is None:
         return None
-    (query_order, query_cut), (key_order, cut) = asking, asked
+    (query_order, query_cut), (key_order, cut) = queries_side, keys_side
     spacing = [
-        many / few for many, few in zip(cut.window, query_cut.window, strict=True)
+        length / pooled_length
+        for length, pooled_length in zip(cut.window, query_cut.window, strict=True)
     ]
     # A query is the largest of the tokens that are pooled, and stands for the middle of these.
     pooled = Tokens(
@@ -59,8 +62,8 @@ def _side(
 ) -> tuple[Tensor, Windows] | None:
     """Return the order of the tokens of a window, and the windows."""
     for units in stages:
-        whole = windows == 1 or count == prod(map(prod, units.strides))
-        if whole and prod(units.grid) == count * windows:
+        is_unit = windows == 1 or count == prod(map(prod, units.strides))
+        if is_unit and prod(units.grid) == count * windows:
             cells = units.cells(windows)[0]
             rows = len((cells // units.grid[1]).unique())
             return cells.argsort(), Windows(units.grid, (rows, count // rows))

@@ -272,7 +272,7 @@ def test_which_mask_units_are_left_is_unknown() -> None:
     missing = recorder.missing["attention_distance"]
     encoder = [layer for layer in recorder.layers if "encoder" in layer]
     assert len(encoder) == 4
-    assert all("which units are left" in missing[layer] for layer in encoder)
+    assert all("where these lie" in missing[layer] for layer in encoder)
 
 
 def test_pictures_are_refused_with_the_way_to_prepare_them() -> None:

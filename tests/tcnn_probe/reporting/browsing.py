@@ -50,7 +50,7 @@ def until(driver: Any, condition: str) -> None:
 
 
 def errors(driver: Any) -> list[dict[str, Any]]:
-    """What scripts complained of since the last call."""
+    """Complaints of scripts since the last call."""
     return [entry for entry in driver.get_log("browser") if entry["level"] == "SEVERE"]
 
 

@@ -135,10 +135,10 @@ def expected(values: xr.DataArray, largest: float | None = None) -> NDArray[Any]
 
 
 def same(
-    seen: NDArray[Any], values: xr.DataArray, largest: float | None = None
+    drawn: NDArray[Any], values: xr.DataArray, largest: float | None = None
 ) -> bool:
     # A byte's step of the map, and rounding of the opacity.
-    return bool(abs(seen - expected(values, largest)).max() < 1)
+    return bool(abs(drawn - expected(values, largest)).max() < 1)
 
 
 @needs_browser
@@ -148,9 +148,9 @@ def test_a_click_shows_the_map_from_there(page: Any, maps: xr.DataTree) -> None:
     attention = maps["first"].attention[0, 0]
     assert same(opacity(page), attention[1, 1, 3])
     assert not same(opacity(page), attention[1, 3 % ROWS, 1])
-    chosen = page.find_element("id", "chosen").text
+    caption = page.find_element("id", "chosen").text
     largest = float(attention[1, 1, 3].max())
-    assert chosen == (
+    assert caption == (
         f"{NAUGHTY}, head 1, from pixel (y, x) = (14, 40): largest value {largest:.3g}"
     )
     box = page.execute_script(
@@ -176,8 +176,8 @@ def test_heads_beside_the_image_have_their_own_scale_or_one(
         assert same(opacity(page, thumbnails.format(head + 1)), attention[head])
     page.find_element("id", "common").click()
     for head in range(7):
-        seen = opacity(page, thumbnails.format(head + 1))
-        assert same(seen, attention[head], float(attention.max()))
+        drawn = opacity(page, thumbnails.format(head + 1))
+        assert same(drawn, attention[head], float(attention.max()))
     page.find_element("css selector", thumbnails.format(3)).click()
     assert page.find_element("id", "chosen").text.startswith("pooled, head 2, ")
 
