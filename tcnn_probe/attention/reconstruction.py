@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from tcnn_probe.architectures.grids import Windows
 from tcnn_probe.architectures.lookup import as_rows, known
 from tcnn_probe.attention.layout import Layout, Tokens
+from tcnn_probe.attention.mask_units import UnitOrder, find_unit_order
 from tcnn_probe.attention.residual_stream import residual_tokens
 from tcnn_probe.attention.softmax import (
     GivenLogits,
@@ -100,6 +101,11 @@ def softmax_attention_of(
     images = maps.images if maps.images and is_of_images else rows
     windows = rows // images
     cut = _find_windows(running)
+    units = find_unit_order(queries, keys, windows, running)
+    if units is not None:
+        layout, cut = units.layout, units.cut
+        in_order = _units_in_order(request, units)
+        logits = logits_of(in_order, module)
     if layout is None and request.not_on_grid:
         layout = Layout(None, None, request.not_on_grid)
     elif layout is None:
@@ -132,6 +138,8 @@ def softmax_attention_of(
         windows=windows,
         layout=layout,
         cut=cut,
+        query_cut=cut if units is None else units.query_cut,
+        order=None if units is None else (units.queries, units.keys),
         logits=logits,
         is_moved=is_moved,
         class_token=maps.has_class_token(keys),
@@ -183,6 +191,21 @@ def _grid_last(request: SeenAttention, maps: FeatureMaps) -> SeenAttention:
         value=value,
         mask=ordered_matrix(request.mask),
         modification=modification,
+    )
+
+
+def _units_in_order(request: SeenAttention, units: UnitOrder) -> SeenAttention:
+    """Return the attention with the tokens of each unit row by row."""
+
+    def ordered(x: Tensor | None, dim: int, order: Tensor) -> Tensor | None:
+        return None if x is None else x.index_select(dim, order.to(x.device))
+
+    return replace(
+        request,
+        logits=ordered(ordered(request.logits, -2, units.queries), -1, units.keys),
+        query=ordered(request.query, -2, units.queries),
+        key=ordered(request.key, -2, units.keys),
+        value=ordered(request.value, -2, units.keys),
     )
 
 

@@ -295,8 +295,9 @@ class SoftmaxAttention(Attention):
         if self.layout.asking in ("classes", "words"):
             return None
         # Class-attention layers (CaiT) ask for the class token alone; a window can have a single pixel without being
-        # one.
+        # one, and a grid a single pooled query.
         alone = self.queries == 1 and self.keys > 1 and self.windows == 1
+        alone &= self.layout.queries is None
         if self.layout.asking == "latents":
             # timm's AttentionPoolLatent: with pool="token" it hands on the first latent alone, with "avg" the mean of
             # all.

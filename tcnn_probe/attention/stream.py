@@ -391,6 +391,10 @@ class AttentionStream:
         if edit.attention is not None and attention.is_moved:
             by_query = self._maps.in_model_order(edit.attention, -2)
             edit = replace(edit, attention=self._maps.in_model_order(by_query, -1))
+        elif edit.attention is not None and attention.order is not None:
+            queries, keys = (order.argsort() for order in attention.order)
+            in_units = edit.attention.index_select(-2, queries).index_select(-1, keys)
+            edit = replace(edit, attention=in_units)
 
         def answer(
             func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
@@ -407,6 +411,13 @@ class AttentionStream:
         # Windows are cut by classes that are known, and rolled before.
         if self._places is not None and attention.windows == 1:
             queries, keys = self._places.queries, self._places.keys
+            if attention.order is not None:
+                queries, keys = (
+                    places if places is None else places[order]
+                    for places, order in zip(
+                        (queries, keys), attention.order, strict=True
+                    )
+                )
             if keys is None and layout.queries == layout.keys:
                 keys = queries  # talking heads (CaiT) mix the logits, whose keys are lost then
             self._objections[call] = (

@@ -1,7 +1,9 @@
 """The shell commands: what they print is what the recording holds, and what they refuse they refuse in a sentence."""
 
 import importlib.metadata
+import json
 import platform
+import re
 import shutil
 import sys
 from collections.abc import Callable
@@ -237,6 +239,20 @@ def test_maps_of_a_picture(
     assert main([*name, "--random", "--layers", "neck"]) == 2
     assert "no such maps of the layer 'neck'" in capsys.readouterr().err
     assert main(["maps", "no_such_model", str(picture), "-o", str(out)]) == 2
+
+
+def test_maps_to_click_around_in(tmp_path: Path) -> None:
+    picture, out = tmp_path / "noise.png", tmp_path / "maps.html"
+    noise = np.random.default_rng(0).random((60, 90, 3))
+    matplotlib.image.imsave(picture, noise)
+    name = ["maps", "deit_tiny_patch16_224", str(picture), "-o", str(out), "--random"]
+    assert main([*name, "--layers", "blocks.11.*", "--heads", "0", "2"]) == 0
+    about = re.search('id="about">(.*?)</script>', out.read_text(encoding="utf-8"))
+    assert about is not None
+    (layer,) = json.loads(about[1])["layers"]
+    assert layer["name"] == "blocks.11.attn"
+    assert layer["heads"] == [0, 2]
+    assert layer["maps"]["attention"]["queries"] == [14, 14]
 
 
 class _Crafted:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import numpy as np
 import pytest
@@ -9,6 +10,7 @@ import timm
 import torch
 import transformers
 from timm.models.davit import DaVit, SpatialBlock
+from timm.models.hiera import Unroll
 from timm.models.twins import Twins
 from torch import Tensor, nn
 from torchvision.models.maxvit import MaxVit, PartitionAttentionLayer
@@ -376,6 +378,61 @@ def test_windows_of_sam2_in_transformers() -> None:
     attention = maps["2x8x10"].attention
     assert attention.sizes["layer"] == 2  # the last has no windows
     np.testing.assert_allclose(attention[:, 0], expected, atol=1e-9)
+
+
+def timm_hiera() -> nn.Module:
+    options = {"embed_dim": 8, "num_heads": 2, "stages": (1, 1, 2, 1)}
+    return timm.create_model("hiera_tiny_224", img_size=(64, 96), **options)
+
+
+def transformers_hiera() -> nn.Module:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.HieraConfig(
+        embed_dim=8, image_size=[64, 96], depths=[1, 1, 2, 1], num_heads=[2, 2, 4, 4]
+    )
+    return transformers.HieraModel(config)
+
+
+@pytest.mark.parametrize("make", [timm_hiera, transformers_hiera])
+def test_mask_units_of_hiera_are_put_in_their_places(make: Any) -> None:
+    """Cells by timm's own change of order, which both libraries have."""
+    torch.manual_seed(0)
+    model = sharpen(make()).double().eval()
+    images = torch.randn(2, 3, 64, 96, dtype=torch.float64)
+    maps = tcnn_probe.attention_maps(model, images)
+    seen = 0
+    for reference in attention_of(model, images):
+        weights = reference.weights  # (B, heads, windows, N, N), or without windows
+        weights = weights if weights.ndim == 5 else weights[:, :, None]
+        _, heads, windows, *counts = weights.shape
+        cells, grids = [], []
+        for count in counts:
+            stage = [384, 96, 24, 6].index(count * windows)
+            grids.append((16 >> stage, 24 >> stage))
+            unroll = Unroll(grids[-1], (1, 1), [(2, 2)] * (3 - stage))
+            order = unroll(torch.arange(count * windows).view(1, -1, 1))
+            cells.append(order.view(count, windows))
+        expected = torch.zeros(2, heads, *(rows * columns for rows, columns in grids))
+        for w in range(windows):
+            for q in range(counts[0]):
+                for k in range(counts[1]):
+                    place = cells[0][q, w], cells[1][k, w]
+                    expected[:, :, place[0], place[1]] = weights[:, :, w, q, k].float()
+        node = next(
+            node
+            for node in maps.children.values()
+            if reference.layer in node.layer.values
+        )
+        attention = node.attention.sel(layer=reference.layer)
+        attention = attention.isel(head=slice(heads)).transpose(
+            "image", "head", "query_y", "query_x", "y", "x"
+        )
+        assert attention.shape[2:] == (*grids[0], *grids[1])
+        np.testing.assert_allclose(
+            attention.values.reshape(expected.shape), expected, atol=1e-6
+        )
+        seen += 1
+    assert seen == 5
 
 
 def influence(

@@ -297,6 +297,8 @@ def test_mask_units_without_their_record(monkeypatch: pytest.MonkeyPatch) -> Non
     )
     name = "transformers.models.hiera.modeling_hiera.HieraMaskUnitAttention"
     monkeypatch.setitem(lookup.RECORDS, name, LayerRecord(heads_axis=1))
+    encoder = "transformers.models.hiera.modeling_hiera.HieraEncoder"
+    monkeypatch.delitem(lookup.RECORDS, encoder)
     lookup._record.cache_clear()
     try:
         layouts_of_layers = layouts(model, torch.randn(1, 3, 64, 64))
