@@ -107,12 +107,10 @@ def test_partners_that_start_at_different_pixels(grid: tuple[int, int]) -> None:
 @pytest.mark.parametrize(
     "pool",
     [
-        nn.AvgPool2d(
-            3, 2, ceil_mode=True
-        ),  # in an even image the last window is an average of fewer pixels
-        nn.AvgPool2d(
-            2, 2, ceil_mode=True, divisor_override=4
-        ),  # in an odd one, of fewer pixels divided by four
+        # In an even image the last window is an average of fewer pixels.
+        nn.AvgPool2d(3, 2, ceil_mode=True),
+        # In an odd one, of fewer pixels divided by four.
+        nn.AvgPool2d(2, 2, ceil_mode=True, divisor_override=4),
     ],
 )
 def test_output_that_is_lost(pool: nn.Module) -> None:

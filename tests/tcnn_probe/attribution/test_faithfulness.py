@@ -28,6 +28,7 @@ def first(model: nn.Module, x: Tensor, target: Tensor) -> Tensor:
 def test_numbers_are_those_of_the_functions() -> None:
     model = Linear()
     target = torch.tensor([2, 0, 1])
+    # None of them a default.
     options = {"steps": 5, "baseline": 0.1, "samples": 3, "seed": 8}
     ds = tcnn_probe.faithfulness(
         model,
@@ -125,6 +126,7 @@ def test_what_saliency_gave() -> None:
         "infidelity",
         "rank_correlation",
     }
+    # On a linear model these maps are exact.
     assert (expected.infidelity.sel(attribution="input_x_gradient") < 1e-12).all()
     turned = tcnn_probe.faithfulness(model, IMAGES, maps.transpose("x", "image", "y"))
     for name in expected:

@@ -45,6 +45,7 @@ def runs() -> list[xr.DataTree]:
     first = recording(LAYERS, EPOCHS)
     first["heads"]["entropy"][:, 1, 1] = np.nan
     maps = first["maps/class_attention"]
+    # A map with a single light cell, in a corner.
     maps[:, LAYER, 0, HEAD] = 0.01
     maps[:, LAYER, 0, HEAD, 0, 0] = 0.5
     two = recording(LAYERS, EPOCHS[:2], seed=1, grid=None)
@@ -63,11 +64,13 @@ def browser(
     options.binary_location = CHROMIUM or ""
     for argument in (
         "--headless=new",
+        # Containers run as root, for whom Chromium needs this.
         "--no-sandbox",
         "--disable-dev-shm-usage",
         "--window-size=1400,1200",
     ):
         options.add_argument(argument)
+    # No name resolves: a page that loads anything from elsewhere fails.
     options.add_argument("--host-resolver-rules=MAP * ~NOTFOUND")
     options.set_capability(
         "goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"}
@@ -86,6 +89,7 @@ def browser(
 def until(driver: Any, condition: str) -> None:
     from selenium.webdriver.support.ui import WebDriverWait
 
+    # A minute, which only a busy machine needs.
     WebDriverWait(driver, 60, poll_frequency=0.05).until(
         lambda driver: driver.execute_script(f"return {condition}")
     )
@@ -127,6 +131,7 @@ def color(driver: Any, row: int, column: int) -> tuple[int, ...]:
     return (
         Image.open(io.BytesIO(driver.get_screenshot_as_png()))
         .convert("RGB")
+        # Off the middle, where the pointer's or the selection's mark may be.
         .getpixel((int(x) + 4, int(y) + 4))
     )
 
@@ -217,6 +222,7 @@ def test_the_first_row_of_a_map_is_at_the_top(browser: Any) -> None:
     )
     height, width = light.shape
     cells = light[height // 6 :: height // 3, width // 10 :: width // 5][:3, :5]
+    # Viridis at its ends is yellow and dark violet.
     assert cells[0, 0] > 200
     assert cells.ravel()[1:].max() < 60
 
@@ -239,6 +245,7 @@ def test_the_table_is_sorted_and_copied(browser: Any, runs: list[xr.DataTree]) -
     expected = {
         (
             f"Net ({which})",
+            # The apostrophe keeps a spreadsheet from computing it.
             f"'{layer}" if layer == FORMULA else layer,
             head,
             run["heads"].gate.sel(epoch=5, layer=layer, head=head).item(),
@@ -355,6 +362,7 @@ def test_a_dark_page_has_light_lines(browser: Any) -> None:
             background, *drawn = map(lightness, browser.execute_script(script))
             assert len(drawn) >= 3
             assert (background < 40) == (scheme == "dark") == (background < 128)
+            # Of 255.
             assert all(abs(ink - background) > 150 for ink in drawn)
     finally:
         emulate(browser, "")
