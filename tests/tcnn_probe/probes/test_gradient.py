@@ -101,6 +101,7 @@ def compare(
     model: nn.Module, batch: Tensor, oracle: Callable[..., float], *, rtol: float = 1e-5
 ) -> None:
     """Three backward passes in two epochs; the norms are the root mean square of those of each epoch."""
+    # Of both signs and other sizes: means of squares, not of gradients.
     weights, truth = (1.0, -3.0), {}
     with tcnn_probe.record(model, probes="gradient") as recorder:
         layers = recorder.layers
@@ -204,6 +205,7 @@ class Silence:
 
     def of(self, output: Tensor) -> Tensor:
         mask = torch.zeros(output.shape[-3], 1, 1)
+        # Layers with fewer heads begin again.
         mask[self.alive % len(mask)] = 1
         return output * mask
 
@@ -231,6 +233,7 @@ def volo() -> nn.Module:
     )
 
 
+# No two families lay out heads alike in their matrices; what they compute shows which rows are whose.
 LAYOUTS = {
     "swin_tiny_patch4_window7_224": (
         {"embed_dim": 12, "depths": (1, 1), "num_heads": (3, 6)},
