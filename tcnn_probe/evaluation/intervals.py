@@ -8,6 +8,10 @@ from numpy.typing import NDArray
 
 __all__ = ["mean_interval"]
 
+LEAST_FOR_SKEWNESS = 8
+"""Values whose skewness is estimated. Of fewer, the estimate only adds noise: from 8 on it raised the coverage of every
+skewed distribution that was simulated, and left that of the normal at 0.945 to 0.95."""
+
 
 def mean_interval(
     values: xr.DataArray,
@@ -24,7 +28,9 @@ def mean_interval(
       paired proportions (2012, Adjusted Wald confidence interval for a difference of binomial proportions based on
       paired data), with t for the normal distribution: as if there were two more images, of 1 and of -1. So models that
       differ on few images, or none, do not seem to be equal.
-    - others: Student's t. Of skewed measures it covers a little less than it says in small samples (0.92 of 16 images).
+    - others: Student's t, from 8 values on with Hall's transformation, which removes the effect of their skewness
+      (1992, On the removal of skewness by transformation): t alone holds the mean of skewed measures of 16 images in
+      0.90 to 0.92 of the samples. Fewer values, such as three seeds, say next to nothing about their skewness.
 
     Several dimensions cross if, for example, each seed saw the same images: ("seed", "image"). Then the variances of
     the means by label add, ``sum_d s_d^2 / n_d`` over the dimensions d, which is never too small on average (Owen 2007,
@@ -69,16 +75,20 @@ def _interval(
     table: NDArray[np.float64], confidence: float, decisions: bool
 ) -> NDArray[np.float64]:
     """Low and high, for a table with an axis for each dimension."""
-    from scipy.stats import binomtest, t
+    from scipy.stats import beta, t
 
+    # A dimension with a single label is no sample.
+    table = table.squeeze()
     known = table[~np.isnan(table)]
     if len(known) < 2:
         return np.full(2, np.nan)
+    quantile = (1 + confidence) / 2
     if decisions and table.ndim == 1:
-        exact = binomtest(int(known.sum()), len(known)).proportion_ci(
-            confidence, method="exact"
-        )
-        return np.array([exact.low, exact.high])
+        right, wrong = known.sum(), (1 - known).sum()
+        # Quantiles of beta distributions, which do not exist where all are right, or none.
+        low = beta.ppf(1 - quantile, right, wrong + 1) if right else 0
+        high = beta.ppf(quantile, right + 1, wrong) if wrong else 1
+        return np.array([low, high])
     bounds = (
         (0.0, 1.0)
         if decisions
@@ -86,23 +96,44 @@ def _interval(
         if np.isin(known, (-1, 0, 1)).all()
         else None
     )
+    if bounds is None and table.ndim == 1 and len(known) >= LEAST_FOR_SKEWNESS:
+        return _corrected_for_skewness(known, t.ppf(quantile, len(known) - 1))
     center, variances, freedoms = known.mean(), [], []
-    for axis, size in enumerate(table.shape):
+    for axis in range(table.ndim):
         means = _means_by_label(table, axis)
         # The images, of which there are the most.
         if bounds is not None and axis == np.argmax(table.shape):
             # The two further images of Bonett and Price, one at each bound.
             means = np.append(means, bounds)
             center = means.mean()
-        if size > 1 and len(means) > 1:
+        if len(means) > 1:
             variances.append(means.var(ddof=1) / len(means))
             freedoms.append(len(means) - 1)
     parts = np.array(variances)
     total = parts.sum()
     # Satterthwaite: the square of the sum over the sum of squares, each by its degrees of freedom.
     freedom = total**2 / (parts**2 / freedoms).sum() if total else 1
-    half = t.ppf((1 + confidence) / 2, freedom) * np.sqrt(total)
+    half = t.ppf(quantile, freedom) * np.sqrt(total)
     return np.clip([center - half, center + half], *(bounds or (None, None)))
+
+
+def _corrected_for_skewness(
+    values: NDArray[np.float64], quantile: float
+) -> NDArray[np.float64]:
+    """Low and high of Hall's interval.
+
+    With W = (mean - mu) / s and skewness g, the cubic W + g W^2 / 3 + g^2 W^3 / 27 + g / 6n is nearly symmetric. It is
+    monotone, so its inverse maps the quantiles of t back to bounds of mu.
+    """
+    count, mean, deviation = len(values), values.mean(), values.std(ddof=1)
+    if deviation == 0:
+        return np.array([mean, mean])
+    third = ((values - mean) ** 3).mean() / values.std() ** 3 / 3
+    scaled = quantile / np.sqrt(count) * np.array([1, -1]) - third / (2 * count)
+    # The limit for symmetric values, where the formula divides by 0.
+    if abs(third) > 1e-6:
+        scaled = (np.cbrt(1 + 3 * third * scaled) - 1) / third
+    return mean - deviation * scaled
 
 
 def _means_by_label(table: NDArray[np.float64], axis: int) -> NDArray[np.float64]:

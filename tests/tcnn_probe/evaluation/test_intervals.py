@@ -5,7 +5,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import xarray as xr
-from scipy import stats
+from scipy import optimize, stats
 
 from tcnn_probe import evaluation
 
@@ -84,6 +84,27 @@ def test_a_difference_of_paired_proportions(up: int, down: int) -> None:
     np.testing.assert_allclose(interval(values), [p - q - half, p - q + half])
 
 
+@pytest.mark.parametrize("symmetric", [False, True])
+def test_skewness_is_removed(symmetric: bool) -> None:
+    """Hall 1992: the mean where his cubic of W = (mean - mu) / s equals a quantile of t over the root of n."""
+    values = np.random.default_rng(2).exponential(size=13)
+    if symmetric:
+        values = np.concatenate([values, 2 - values])
+    count, deviation = len(values), values.std(ddof=1)
+    skewness = stats.skew(values)
+
+    quantile = stats.t.ppf(0.975, count - 1) / np.sqrt(count)
+
+    def beyond(mean: float, side: int) -> float:
+        """Return by how much Hall's cubic exceeds the quantile of this side."""
+        w = (values.mean() - mean) / deviation
+        cubic = w + skewness * w**2 / 3 + skewness**2 * w**3 / 27
+        return cubic + skewness / (6 * count) - side * quantile
+
+    expected = [optimize.brentq(beyond, -9, 9, args=(side,)) for side in (1, -1)]
+    np.testing.assert_allclose(interval(values), expected, rtol=1e-7)
+
+
 def test_of_dimensions_that_cross() -> None:
     random = np.random.default_rng(1)
     table = (
@@ -114,6 +135,14 @@ def few_discordant(random: np.random.Generator, count: int) -> np.ndarray:
     return random.choice([1.0, 0.0, -1.0], count, p=[0.04, 0.94, 0.02])
 
 
+def exponential(random: np.random.Generator, count: int) -> np.ndarray:
+    return random.exponential(size=count)
+
+
+def log_normal(random: np.random.Generator, count: int) -> np.ndarray:
+    return random.lognormal(0, 0.6, count) / np.exp(0.6**2 / 2)
+
+
 def skewed(random: np.random.Generator, count: int) -> np.ndarray:
     return random.beta(0.5, 2, count)
 
@@ -132,7 +161,9 @@ def of_seeds(random: np.random.Generator, count: int) -> np.ndarray:
     [
         *((proportion, count, 0.94) for count in (8, 32, 400)),
         *((few_discordant, count, 0.02) for count in (16, 32, 200)),
-        *((skewed, count, 0.2) for count in (64, 200)),
+        *((skewed, count, 0.2) for count in (16, 64, 200)),
+        *((exponential, count, 1.0) for count in (16, 48)),
+        *((log_normal, count, 1.0) for count in (24, 48)),
         *((of_seeds, count, 0.0) for count in (32, 200)),
     ],
 )
