@@ -15,6 +15,7 @@ OF_VIT: dict[str, Any] = {"heads": {"blocks.1.attn": [0, 2]}}
 
 
 def chain_images(count: int = 3) -> Tensor:
+    # Unequal primes, so that axes that are swapped show.
     return torch.randn(count, 2, 7, 11, generator=torch.Generator().manual_seed(1))
 
 
@@ -45,6 +46,7 @@ CASES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
         {
             "heads": {"near": [1, 3]},
             "mode": "static",
+            # attention.
             "images": chain_images(5).flip(0),
         },
     ),
