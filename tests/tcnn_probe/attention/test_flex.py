@@ -190,6 +190,7 @@ def weights_and_loops(model: Model, images: Tensor) -> tuple[Tensor, Tensor]:
 def test_indices_follow_tokens_that_are_put_before_the_grid() -> None:
     model, images = make(biased, visible, 3, False, behind=True)
     weights, expected = weights_and_loops(model.double(), images.double())
+    # A recorder has tokens behind the grid before it, the last one first.
     order = [TOKENS - 1, TOKENS - 2, *range(TOKENS - 2)]
     in_order = expected[..., order, :][..., order]
     torch.testing.assert_close(weights, in_order, rtol=0, atol=1e-12)
@@ -213,8 +214,10 @@ def test_heads_are_ablated() -> None:
             ablated = model(images)
         torch.testing.assert_close(ablated, expected.flatten(2), rtol=0, atol=0)
 
+        # Other images than those that the model runs on.
         others = images.roll(5, -1)
         weights = by_loops(model, others).weights.mean(0)
+        # Six heads share three keys and values: head 4 has the last.
         value = model.attn.split(model.tokens(images))[2][:, 4 // 2]
         with tcnn_probe.ablate(model, {"attn": [4]}, mode="static", images=others):
             static = model(images).unflatten(-1, (HEADS, SIZE))
@@ -228,6 +231,7 @@ def test_heads_are_ablated() -> None:
 def test_grid_of_shuffled_tokens_is_dropped() -> None:
     class Shuffled(Model):
         def tokens(self, images: Tensor) -> Tensor:
+            # The patches backwards, behind the two tokens of the model's own.
             order = [0, 1, *range(TOKENS - 1, 1, -1)]
             return super().tokens(images)[:, torch.tensor(order)]
 

@@ -42,6 +42,7 @@ class Twice(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         for _ in range(2):
+            # Three times as large, so that attention is not even.
             q = (3 * x).unflatten(-1, (3, 4)).transpose(1, 2)
             x = ((q @ q.mT).softmax(-1) @ q).transpose(1, 2).flatten(2)
         return x
@@ -264,6 +265,7 @@ def test_gated_attention_is_shown_whole_and_once(case: str) -> None:
     assert not stream.unsupported
     for name, weights in calls[: len(gated)]:
         np.testing.assert_allclose(weights[:, 0], expected[name], rtol=0, atol=1e-10)
+        # Even attention would be right whatever the parameters are.
         assert (expected[name].std() > 1e-3 * expected[name].mean()).all()
 
 

@@ -350,6 +350,7 @@ def test_grids_of_ordinary_models_are_confirmed(
         for x in layouts_of_layers.values()
         if x.reason in (NOT_IN_ORDER, NO_IMAGE)
     ]
+    # A window's tokens are known by the module that cuts it, so that nothing has to be followed.
     assert followed or case == "windows"
     assert all(followed)
 
@@ -410,6 +411,7 @@ def test_a_forward_leaves_the_traces_that_it_leaves_alone() -> None:
     results = []
     for model in (alone, watched):
         model.norm.register_forward_hook(lambda module, *_: heard.append(module))
+        # Dropout draws the same in both models.
         torch.manual_seed(1)
         if model is watched:
             with tcnn_probe.record(model, when="always") as recorder:
@@ -455,6 +457,7 @@ def test_pixels_are_followed_once_for_each_size(
     model = Ordered(RASTER).eval()
     monkeypatch.setattr(model, "arrange", lambda x: x.flatten(2).mT)
     with tcnn_probe.attention_stream(model, lambda _: None), torch.no_grad():
+        # Two sizes, that take turns.
         for height in (20, 20, 24, 20, 24):
             model(torch.randn(2, 3, height, 28))
     assert [shape[2] for shape in followed] == [20, 24]
@@ -476,6 +479,7 @@ def test_a_forward_that_fails_is_followed_again() -> None:
             model(torch.randn(IMAGES))
         handle.remove()
         model(torch.randn(IMAGES))
+    # The first layer of the forward that failed, and both of the next.
     assert call_layouts == [Layout(None, None, NOT_IN_ORDER)] * 3
 
 

@@ -46,7 +46,6 @@ CASES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
         {
             "heads": {"near": [1, 3]},
             "mode": "static",
-            # attention.
             "images": chain_images(5).flip(0),
         },
     ),
