@@ -141,7 +141,7 @@ def test_model_that_does_not_run_on_images() -> None:
     )
     _refused(
         model,
-        r"could not run Sequential on an image of 5 x 224 x 224: pass input_size=\(C, H, W\).*RuntimeError: ",
+        r"could not run Sequential on an image of 5 x 224 x 224: pass the input_size=\(C, H, W\).*RuntimeError: ",
     )
 
 
