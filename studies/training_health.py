@@ -136,6 +136,7 @@ def plan(args: argparse.Namespace) -> list[Training]:
         for number in range(args.healthy)
     ]
     for illness in ILLNESSES[1:]:
+        # Only this illness asks what an architecture changes; the others keep the commonest.
         kind = "qk-norm" if illness == "qk-norm" else "class token"
         trainings += [Training(kind, illness, seed) for seed in seeds]
     return trainings
@@ -156,6 +157,7 @@ def beside_healthy(
 
 def train(training: Training, args: argparse.Namespace, store: Path) -> xr.Dataset:
     """Train and record, or read what was recorded."""
+    # The untrained network is marked too, as epoch 0.
     expected = args.epochs + 1
     if store.exists():
         ds = xr.open_zarr(store)
@@ -163,6 +165,7 @@ def train(training: Training, args: argparse.Namespace, store: Path) -> xr.Datas
             return ds.load()
     torch.manual_seed(training.seed)
     options = {"class_token": True, "global_pool": "token", **KINDS[training.kind]}
+    # 4 x 4 patches and heads of 16 channels: a forward of milliseconds, so that all trainings fit into minutes.
     model = VisionTransformer(
         img_size=SIDE,
         patch_size=2,
@@ -178,6 +181,7 @@ def train(training: Training, args: argparse.Namespace, store: Path) -> xr.Datas
     optimizer = torch.optim.AdamW(model.parameters(), lr=rate, weight_decay=0.05)
     images, labels = plain_digits(training=True)
     if training.illness == "shuffled labels":
+        # Once, before the training: labels that changed by epoch could not even be learned by heart.
         labels = labels[torch.randperm(len(labels))]
     steps = math.ceil(len(images) / BATCH)
     warmup = 0 if is_too_fast else 2 * steps
@@ -187,6 +191,7 @@ def train(training: Training, args: argparse.Namespace, store: Path) -> xr.Datas
     ):
         # The alarms, which the study is about; they are read off the recording.
         warnings.simplefilter("ignore", RuntimeWarning)
+        # The untrained network has no training loss.
         mark(recorder, model, 0, math.nan, args.device)
         for epoch in range(args.epochs):
             if (
@@ -200,6 +205,7 @@ def train(training: Training, args: argparse.Namespace, store: Path) -> xr.Datas
                 wave = 0.5 + 0.5 * math.cos(math.pi * done / (args.epochs * steps))
                 for group in optimizer.param_groups:
                     group["lr"] = rate * wave * min(1, (done + 1) / max(1, warmup))
+                # Pixels have 17 values, and some 1,400 images are learned by heart; noise makes each visit a new image.
                 noisy = images[batch] + 0.1 * torch.randn(len(batch), 1, SIDE, SIDE)
                 model.train()
                 output = model(noisy.to(args.device))
@@ -208,6 +214,7 @@ def train(training: Training, args: argparse.Namespace, store: Path) -> xr.Datas
                 loss.backward()
                 optimizer.step()
                 total += loss.item()
+                # After each step, as the optimizer would bring the values back.
                 if training.illness == "cut head" and epoch >= args.epochs // 2:
                     cut(model)
             mark(recorder, model, epoch + 1, total / steps, args.device)
@@ -235,6 +242,7 @@ def mark(
 def scale_up(model: VisionTransformer) -> None:
     """Make the queries and keys of all blocks six times as large, so that logits grow 36 times."""
     for block in model.blocks:
+        # timm's rows are queries, keys and values, in this order.
         block.attn.qkv.weight[: 2 * DIM] *= 6
         block.attn.qkv.bias[: 2 * DIM] *= 6
 
@@ -249,11 +257,12 @@ def cut(model: VisionTransformer) -> None:
 
 
 def result(ds: xr.Dataset) -> xr.Dataset:
-    """Losses by epoch, the first alarm and the first rise of the validation loss by a tenth; NaN for none."""
+    """Return losses by epoch, the first alarm and the first rise of the validation loss by a tenth; NaN for none."""
     alarms = tcnn_probe.health(ds).alarms
     first = min((alarm.since for alarm in alarms), default=math.nan)
     signs = sorted({alarm.sign for alarm in alarms if alarm.since == first})
     loss = ds.val_loss.values
+    # Losses do not fall evenly: only a tenth above the lowest so far counts as a rise.
     risen = np.flatnonzero(loss > 1.1 * np.minimum.accumulate(loss))
     return ds[["train_loss", "val_loss", "top1"]].assign(
         alarms=len(alarms),
@@ -277,6 +286,7 @@ def draw(results: xr.Dataset, epochs: int) -> Figure:
                 loss = row.val_loss.sel(epoch=int(row.first_alarm))
                 panel.plot(row.first_alarm, loss, "v", color="#D55E00")
         if illness in ("scaled queries and keys", "cut head"):
+            # Epochs are counted from 0 in training, and an epoch's mark has the next number.
             panel.axvline(epochs // 2 + 1, color="0.7", lw=0.8, zorder=0)
         panel.set(title=illness, xlabel="epoch", ylabel="validation loss")
         panel.label_outer()
@@ -307,6 +317,7 @@ def check(results: xr.Dataset) -> bool:
     is_named = []
     for illness in NAMED:
         rows = results.isel(training=results.illness.values == illness)
+        # The negation also holds where the loss never rises and the epoch of its rise is NaN.
         in_time = np.isfinite(rows.first_alarm) & ~(rows.first_alarm > rows.first_rise)
         is_named.append(bool(in_time.all()))
         print(
