@@ -14,7 +14,7 @@ BOXES: dict[str, tuple[float, float, str, str]] = {
     "follow": (5.1, 3.0, "which module runs,\nwhat it asks torch for", "hooks/"),
     "event": (8.9, 3.0, "Attention\nsoftmax, or gated", "attention/stream.py"),
     "records": (8.9, 5.2, "what is known of the layer", "architectures/"),
-    "maps": (13.3, 4.6, "maps of this forward", "attention/maps.py"),
+    "maps": (13.3, 4.6, "maps of this forward", "attention/attention_maps.py"),
     "sums": (13.3, 3.0, "probes measure,\nsums over images", "probes/, recording/"),
     "edits": (
         8.9,

@@ -3,10 +3,10 @@ from . import evaluation as evaluation
 from . import plot as plot
 from . import representation as representation
 from .attention.attention import Attention as Attention
+from .attention.attention_maps import attention_maps as attention_maps
 from .attention.head_edit import HeadEdit as HeadEdit
-from .attention.maps import attention_maps as attention_maps
+from .attention.reconstruction import ReconstructionError as ReconstructionError
 from .attention.stream import attention_stream as attention_stream
-from .attention.verification import ReconstructionError as ReconstructionError
 from .attribution import faithfulness as faithfulness
 from .attribution import saliency as saliency
 from .diagnosis import entropy_quantile as entropy_quantile

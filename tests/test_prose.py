@@ -22,6 +22,7 @@ CLEAN = [
     "tcnn_model/kernels",
     "tcnn_model/models",
     "tcnn_model/pooling",
+    "tcnn_model/precision.py",
     "tcnn_model/training",
     "tcnn_finetune.py",
     "tcnn_probe/architectures",

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from tcnn_model.gpsa.positional import Axis, positional_factors
-from tcnn_model.gpsa.precision import widen, widest_dtype, without_autocast
+from tcnn_model.precision import widen, widest_dtype, without_autocast
 
 __all__ = ["GatedAttention"]
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from tcnn_model.gpsa.precision import widen
+from tcnn_model.precision import widen
 
 __all__ = ["blocks_of_queries", "mix_and_apply"]
 

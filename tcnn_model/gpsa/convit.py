@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from tcnn_model.gpsa.attention import GatedAttention
 from tcnn_model.gpsa.functional import attend
 from tcnn_model.gpsa.positional import Axis
-from tcnn_model.gpsa.precision import widest
+from tcnn_model.precision import widest
 
 __all__ = ["Acceleration", "accelerate", "convit_attention"]
 

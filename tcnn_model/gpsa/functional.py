@@ -11,8 +11,8 @@ from tcnn_model import kernels
 from tcnn_model.gpsa.attention import GatedAttention, check_values, product
 from tcnn_model.gpsa.blocks import mix_and_apply
 from tcnn_model.gpsa.positional import Axis, apply_separable
-from tcnn_model.gpsa.precision import at_least_float32, autocast_dtype, without_autocast
 from tcnn_model.gpsa.statistics import AttentionStatistics, apply_and_measure, measure
+from tcnn_model.precision import at_least_float32, autocast_dtype, without_autocast
 
 __all__ = [
     "Backend",

@@ -12,7 +12,7 @@ from tcnn_model.conversion.convolution import Convolution, describe
 from tcnn_model.gpsa.attention import GatedAttention
 from tcnn_model.gpsa.functional import Backend, attend, attend_weighted, check_backend
 from tcnn_model.gpsa.positional import Axis, axes, gaussian_position
-from tcnn_model.gpsa.precision import widen, widest
+from tcnn_model.precision import widen, widest
 
 __all__ = ["GPSA", "gpsa_layers", "inverse_softplus"]
 

@@ -15,7 +15,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from tcnn_model.gpsa.precision import widest
+from tcnn_model.precision import widest
 
 __all__ = [
     "Axis",

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from tcnn_model.gpsa.attention import GatedAttention
 from tcnn_model.gpsa.blocks import blocks_of_queries
-from tcnn_model.gpsa.precision import at_least_float32, without_autocast
+from tcnn_model.precision import at_least_float32, without_autocast
 
 __all__ = ["AttentionStatistics", "apply_and_measure", "measure"]
 

@@ -7,7 +7,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tcnn_model.gpsa.precision import at_least_float32
 from tcnn_model.kernels import launch
 from tcnn_model.kernels.grid import Grid
 from tcnn_model.kernels.tables import padding_statistics
@@ -24,6 +23,7 @@ from tcnn_model.kernels.tiles import (
     position_logits,
     query_tables,
 )
+from tcnn_model.precision import at_least_float32
 
 __all__ = ["content_normaliser", "mix"]
 

@@ -17,8 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tcnn_model.gpsa.precision import at_least_float32
 from tcnn_model.kernels.softmax import TokenGrid
+from tcnn_model.precision import at_least_float32
 
 __all__ = ["FusedStatistics", "fused_statistics"]
 

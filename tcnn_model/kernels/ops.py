@@ -15,10 +15,10 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from tcnn_model.gpsa.attention import GatedAttention
-from tcnn_model.gpsa.precision import at_least_float32, widen, widest
 from tcnn_model.gpsa.statistics import AttentionStatistics
 from tcnn_model.kernels import launch
 from tcnn_model.kernels.grid import Grid, Line
+from tcnn_model.precision import at_least_float32, widen, widest
 
 __all__ = ["available", "gated_attention"]
 

@@ -9,9 +9,9 @@ import math
 import torch
 from torch import Tensor
 
-from tcnn_model.gpsa.precision import at_least_float32
 from tcnn_model.kernels.grid import Grid, Line
 from tcnn_model.kernels.softmax import RowStatistics, TokenGrid
+from tcnn_model.precision import at_least_float32
 
 __all__ = [
     "attention_statistics",

@@ -14,10 +14,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tcnn_model.gpsa.precision import at_least_float32
 from tcnn_model.kernels import launch
 from tcnn_model.kernels.softmax import RowStatistics, TokenGrid
 from tcnn_model.kernels.tiles import dot, key_pixels, load_tile
+from tcnn_model.precision import at_least_float32
 
 __all__ = ["attention_statistics"]
 

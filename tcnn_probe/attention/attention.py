@@ -1,31 +1,35 @@
 """An attention of a forward: who attends, from where, to what, and with which weights."""
 
+import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import product
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from tcnn_model.gpsa.precision import at_least_float32
+from tcnn_model.precision import at_least_float32, widest_dtype
 from tcnn_probe.architectures.grids import Windows
 from tcnn_probe.attention.layout import Layout
-from tcnn_probe.attention.segments import share_between_segments
-from tcnn_probe.attention.statistics import (
-    ContentRows,
-    SoftmaxMeasurements,
-    measure_softmax,
-    softmax_statistics,
-)
 
-if TYPE_CHECKING:
-    from tcnn_probe.attention.logits import Logits
+__all__ = ["Attention", "ContentRows", "weigh"]
 
-__all__ = ["Attention", "Block", "SoftmaxAttention", "weigh"]
 
-_ALL = slice(None)
+@dataclass(frozen=True)
+class ContentRows:
+    """Attention that images decide, the content part of gated layers, query by query and key by key.
+
+    Args:
+        entropy: -sum_j A_ij log A_ij of each query, shape (B, windows, heads, N_query).
+        received: Mean over queries of A_ij, shape (B, windows, heads, N_key).
+        similarity: Mean cosine of a head's rows A_i with those of the layer's other heads, of a sample of the queries,
+            shape (B, heads); zeros for images beyond :attr:`Attention.limit`.
+    """
+
+    entropy: Tensor
+    received: Tensor
+    similarity: Tensor
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -211,6 +215,24 @@ class Attention(ABC):
         """Rows and columns of the maps that :meth:`on_grid` gives; None where no grid is known."""
         return None if self.layout.keys is None else self.layout.keys.size
 
+    def uniform_scales(self) -> dict[str, Tensor]:
+        """Return what entropy and distance would be if every query attended to all keys alike, for each image: (B,).
+
+        Keys that a mask hides from a query count as keys, and so does padding. Where no grid is known there is no
+        distance. Of gated attention there is ``uniform_content_entropy`` too, over real pixels.
+        """
+        scales = {"uniform_entropy": math.log(self.keys)}
+        if self.gate is not None:
+            scales["uniform_content_entropy"] = math.log(self.content_keys)
+        distance = self.layout.uniform_distance
+        if distance is not None:
+            scales["uniform_distance"] = distance
+        dtype, device = widest_dtype(self.device), self.device
+        return {
+            name: torch.full((self.images,), scale, dtype=dtype, device=device)
+            for name, scale in scales.items()
+        }
+
     def own_key(self, query: int) -> int | None:
         """Index among the keys of a class or distillation token that is a query; None if it is not one of them."""
         return (
@@ -246,158 +268,6 @@ class Attention(ABC):
         keys = self.layout.keys
         assert keys is not None
         return rows[..., keys.prefix :].unflatten(-1, (keys.height, keys.width))
-
-
-@dataclass(frozen=True)
-class Block:
-    """Images, windows of each of them, and queries of each window, whose attention is formed at once."""
-
-    images: slice
-    windows: slice
-    queries: slice
-
-
-@dataclass(frozen=True, kw_only=True)
-class SoftmaxAttention(Attention):
-    """The softmax of logits, fused or not, in whatever module it is.
-
-    Talking heads (CaiT) mix the heads after the softmax: A is the softmax's, before that.
-
-    Args:
-        logits: Logits of some rows and queries at a time.
-        class_token: Whether the first token before the grid, if there is any, is a class token, and no register.
-        distillation_token: Whether the second one, if there is one, is a distillation token.
-        compare: Comparison with what torch gave the model, see :meth:`discrepancy`; None without one.
-        find_values, find_outputs: Functions behind :meth:`values` and :meth:`head_outputs`; None without values.
-    """
-
-    logits: "Logits"
-    class_token: bool = True
-    distillation_token: bool = False
-    compare: Callable[[], tuple[Tensor, float] | None] | None = None
-    find_values: Callable[[], Tensor] | None = None
-    find_outputs: Callable[[], Tensor] | None = None
-
-    @property
-    def shape(self) -> tuple[int, int, int, int]:
-        """Sizes (rows, heads, N_query, N_key), where rows = images * windows."""
-        return self.logits.shape
-
-    @property
-    def source(self) -> Tensor:
-        """The queries, or the logits."""
-        return self.logits.source
-
-    @property
-    def class_query(self) -> int | None:
-        """Index of the class token among the queries; None without one, or with one for each class.
-
-        Also of a single latent, and of the first of several if the layer hands on that one alone.
-        """
-        if self.layout.asking == "classes":
-            return None
-        # Class-attention layers (CaiT) ask for the class token alone; a window can have a single pixel without being
-        # one.
-        alone = self.queries == 1 and self.keys > 1 and self.windows == 1
-        if self.layout.asking == "latents":
-            # timm's AttentionPoolLatent: with pool="token" it hands on the first latent alone, with "avg" the mean of
-            # all.
-            return 0 if alone or getattr(self.module, "pool", None) == "token" else None
-        queries = self.layout.queries
-        # Queries that lie on no grid, and are no more than the tokens before the grid of the keys, are these tokens.
-        leads = (
-            queries.prefix > 0
-            if queries is not None
-            else self.queries <= self.layout.prefix
-        )
-        return 0 if alone or (leads and self.class_token) else None
-
-    @property
-    def distillation_query(self) -> int | None:
-        """Index of the distillation token among the queries; None without one."""
-        queries = self.layout.queries
-        has_second = queries is not None and queries.prefix > 1
-        return (
-            1
-            if has_second and self.distillation_token and self.class_query == 0
-            else None
-        )
-
-    @property
-    def class_tokens(self) -> int:
-        """Number of class and distillation tokens among the tokens before the grid; the others are registers."""
-        return min(self.layout.prefix, self.class_token + self.distillation_token)
-
-    def weights(self, queries: slice = _ALL, image: int | None = None) -> Tensor:
-        """Return the attention of some queries, see :class:`Attention`."""
-        rows = (
-            _ALL
-            if image is None
-            else slice(image * self.windows, (image + 1) * self.windows)
-        )
-        return self.logits.weights(rows, queries).unflatten(0, (-1, self.windows))
-
-    def statistics(self) -> dict[str, Any]:
-        """Return entropies and distances, the scale on which to read them, and sums for content information."""
-        return softmax_statistics(self, self._measurements())
-
-    def content_rows(self) -> ContentRows:
-        """Return entropies and received attention of A."""
-        rows = self._measurements().rows
-        assert rows is not None
-        return rows
-
-    def segment_attention(self) -> Tensor | None:
-        """Return the attention between segments, see :class:`Attention`; None where no grid of the keys is known."""
-        return share_between_segments(self, self._measurements().by_query)
-
-    def values(self) -> Tensor | None:
-        """Return the values, see :class:`Attention`; None of a softmax that is a call of its own."""
-        return None if self.find_values is None else self.find_values()
-
-    def head_outputs(self) -> Tensor | None:
-        """Return the heads' outputs, see :class:`Attention`; None of a softmax that is a call of its own."""
-        return None if self.find_outputs is None else self.find_outputs()
-
-    def discrepancy(self, output: Any = None) -> tuple[Tensor, float] | None:
-        """Compare A with what torch gave the model: the output of the layer has nothing to say here."""
-        return None if self.compare is None else self.compare()
-
-    def _measurements(self) -> SoftmaxMeasurements:
-        """Measure once for all listeners that count the same images."""
-        # What was measured depends on both of these: listeners that differ in them share nothing.
-        key = "measurements", self.limit, self.detailed
-        if key not in self.shared:
-            self.shared[key] = measure_softmax(self)
-        return self.shared[key]
-
-    def blocks(self) -> Iterator[Block]:
-        """Yield rows and queries that belong together: a block, or the logits of one query where these are more."""
-        # So many queries of one row at a time, or so many queries of rows that are taken whole.
-        at_once = max(1, self.block // (self.heads * self.keys))
-        windows = min(self.windows, max(1, at_once // self.queries))
-        images = (
-            max(1, at_once // (self.queries * windows))
-            if windows == self.windows
-            else 1
-        )
-        sizes = (self.images, images), (self.windows, windows), (self.queries, at_once)
-        for starts in product(*(range(0, count, step) for count, step in sizes)):
-            ends = [
-                min(start + step, count)
-                for start, (count, step) in zip(starts, sizes, strict=True)
-            ]
-            yield Block(*map(slice, starts, ends))
-
-    def rows_of(self, block: Block) -> slice:
-        """Return the rows of a block, which are neighbours."""
-        first = block.images.start * self.windows + block.windows.start
-        last = (block.images.stop - 1) * self.windows + block.windows.stop
-        return slice(first, last)
-
-    def by_image(self, rows: Tensor) -> Tensor:
-        """Return (rows, ...) as (images, windows, ...)."""
-        return rows.unflatten(0, (self.images, self.windows))
 
 
 def weigh(attention: Tensor, values: Tensor) -> Tensor:

@@ -15,18 +15,17 @@ from tcnn_model import GPSA as GPSALayer
 from tcnn_model.gpsa.convit import convit_attention
 from tcnn_model.gpsa.functional import attend
 from tcnn_model.gpsa.positional import apply_separable
-from tcnn_model.gpsa.precision import without_autocast
 from tcnn_model.gpsa.statistics import (
     AttentionStatistics,
     apply_and_measure,
     measure,
 )
-from tcnn_probe.attention.attention import Attention, weigh
+from tcnn_model.precision import without_autocast
+from tcnn_probe.attention.attention import Attention, ContentRows, weigh
 from tcnn_probe.attention.layout import Layout, Tokens
-from tcnn_probe.attention.patterns import content_similarity
+from tcnn_probe.attention.patterns import content_similarity, gated_patterns
+from tcnn_probe.attention.reconstruction import relative_difference, tolerance
 from tcnn_probe.attention.residual_stream import residual_tokens
-from tcnn_probe.attention.statistics import ContentRows, gated_statistics
-from tcnn_probe.attention.verification import relative_difference, tolerance
 from tcnn_probe.hooks.forwards import Running
 
 __all__ = [
@@ -34,6 +33,7 @@ __all__ = [
     "ConViTLayer",
     "GatedAttention",
     "gated_attention_of",
+    "gated_means",
     "seams_of",
 ]
 
@@ -127,7 +127,9 @@ class GatedAttention(Attention):
 
     def statistics(self) -> Mapping[str, Any]:
         """Return entropies of A and its parts, distances, the scale on which to read them, and sums over images."""
-        return gated_statistics(self.parts, self._measured(), self.limit, self.block)
+        whole, content = gated_patterns(self.parts, self.limit, self.block)
+        patterns = {"content_information": whole, "content_part_information": content}
+        return {**gated_means(self._measured()), **self.uniform_scales(), **patterns}
 
     def content_rows(self) -> ContentRows:
         """Return entropies and received attention of the content part C, over real pixels."""
@@ -244,6 +246,29 @@ class GatedAttention(Attention):
         return replace(
             self.parts, query=self.parts.query[which], key=self.parts.key[which]
         )
+
+
+@torch.no_grad()
+def gated_means(measured: AttentionStatistics) -> dict[str, Tensor]:
+    """Return entropies, mean distance and largest logit of gated positional attention.
+
+    These are means over the queries of what :class:`~tcnn_model.AttentionStatistics` defines, of logits the largest.
+
+    Args:
+        measured: Statistics of the attention of a batch of B images.
+
+    Returns:
+        ``entropy``, ``content_entropy`` and ``positional_entropy`` in nats, ``attention_distance`` in input pixels
+        of the layer and ``max_logit``, shape (B, heads), in float32 (float64 if the attention is in float64).
+    """
+    names = ("entropy", "content_entropy", "positional_entropy", "attention_distance")
+    means = {name: getattr(measured, name).mean(-1) for name in names}
+    means["positional_entropy"] = means["positional_entropy"].expand_as(
+        means["entropy"]
+    )
+    if measured.largest_logit is not None:
+        means["max_logit"] = measured.largest_logit.amax(-1)
+    return means
 
 
 def seams_of(layer: Any) -> dict[nn.Module, str]:

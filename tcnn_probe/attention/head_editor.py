@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 
 from tcnn_model import GPSA
 from tcnn_probe.architectures.lookup import as_rows, heads_axis
-from tcnn_probe.attention.attention import Attention, SoftmaxAttention
+from tcnn_probe.attention.attention import Attention
 from tcnn_probe.attention.gated import (
     GATED_LAYERS,
     ConViTLayer,
@@ -31,12 +31,13 @@ from tcnn_probe.attention.head_edit import (
     owned_edits,
 )
 from tcnn_probe.attention.layout import Layout
-from tcnn_probe.attention.logits import DeferredLogits
 from tcnn_probe.attention.reconstruction import (
+    ValueProductTracker,
     discrepancy,
     is_between_channels,
     logits_of,
 )
+from tcnn_probe.attention.softmax import DeferredLogits, SoftmaxAttention
 from tcnn_probe.hooks.calls import Call, Calls, add_hook, innermost_call
 from tcnn_probe.hooks.interception import (
     FUSED,
@@ -44,7 +45,6 @@ from tcnn_probe.hooks.interception import (
     SeenCopy,
     SeenOperand,
     SeenProduct,
-    ValueProductTracker,
     describe,
 )
 from tcnn_probe.hooks.modes import EDITORS, edited, never_compiled_alone, put_on

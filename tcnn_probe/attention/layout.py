@@ -5,8 +5,10 @@ Tokens that a model has after its grid are put before it when its attention is r
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Literal
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -56,6 +58,12 @@ class Tokens:
             x * self.spacing[1] + self.origin[1]
         ).to(dtype)
 
+    def axes(self) -> tuple[np.ndarray, np.ndarray]:
+        """Return the positions of the rows, shape (height,), and of the columns, shape (width,)."""
+        rows = np.arange(self.height) * self.spacing[0] + self.origin[0]
+        columns = np.arange(self.width) * self.spacing[1] + self.origin[1]
+        return rows, columns
+
 
 @dataclass(frozen=True)
 class Layout:
@@ -80,6 +88,13 @@ class Layout:
         """Number of class and register tokens before the grid of keys."""
         return self.keys.prefix if self.keys else 0
 
+    @property
+    def uniform_distance(self) -> float | None:
+        """Mean distance between all queries and all keys on the grids, in float64; None where one is unknown."""
+        if self.queries is None or self.keys is None:
+            return None
+        return _mean_distance(self.queries, self.keys)
+
     def distances(
         self, queries: slice, dtype: torch.dtype, device: torch.device
     ) -> Tensor:
@@ -95,6 +110,23 @@ class Layout:
         return torch.hypot(
             key_y - query_y[queries, None], key_x - query_x[queries, None]
         )
+
+
+@lru_cache(maxsize=256)
+def _mean_distance(queries: Tokens, keys: Tokens) -> float:
+    (query_y, query_x), (key_y, key_x) = queries.axes(), keys.axes()
+    offsets_y, pairs_y = _offsets(query_y, key_y)
+    offsets_x, pairs_x = _offsets(query_x, key_x)
+    total = pairs_y @ np.hypot(offsets_y[:, None], offsets_x[None, :]) @ pairs_x
+    return float(total / (pairs_y.sum() * pairs_x.sum()))
+
+
+def _offsets(queries: np.ndarray, keys: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return the distances along one axis and the number of pairs at each: no N x N table for a grid of N."""
+    distances, pairs = np.unique(
+        np.abs(keys[None, :] - queries[:, None]), return_counts=True
+    )
+    return distances, pairs.astype(np.float64)
 
 
 @dataclass(frozen=True)

@@ -11,11 +11,12 @@ import torch
 from torch import Tensor
 
 from tcnn_model import GatedAttention
-from tcnn_model.gpsa.precision import at_least_float32, widest_dtype
+from tcnn_model.precision import at_least_float32, widest_dtype
 from tcnn_probe.attention.layout import Tokens
 
 if TYPE_CHECKING:
-    from tcnn_probe.attention.attention import Attention, Block, SoftmaxAttention
+    from tcnn_probe.attention.attention import Attention
+    from tcnn_probe.attention.softmax import Block, SoftmaxAttention
 
 __all__ = [
     "QUERIES",

@@ -1,9 +1,14 @@
-"""Rebuilds softmax attention from what torch was asked for, as (rows, heads, N_query, N_key), and compares it."""
+"""Rebuilds softmax attention from what torch was asked for, tells it from other softmaxes, and checks it.
 
-from collections.abc import Sequence
+An attention is rebuilt as (rows, heads, N_query, N_key), and compared once with what the model used. Whether a softmax
+weighs values of tokens shows only later, in a matrix product.
+"""
+
+import weakref
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -12,35 +17,56 @@ from torch import Tensor, nn
 
 from tcnn_probe.architectures.grids import Windows
 from tcnn_probe.architectures.lookup import as_rows, known
-from tcnn_probe.attention.attention import SoftmaxAttention
 from tcnn_probe.attention.layout import Layout, Tokens
-from tcnn_probe.attention.logits import GivenLogits, Logits, ProductLogits
 from tcnn_probe.attention.residual_stream import residual_tokens
+from tcnn_probe.attention.softmax import (
+    GivenLogits,
+    Logits,
+    ProductLogits,
+    SoftmaxAttention,
+)
 from tcnn_probe.attention.token_grid import (
     FeatureMaps,
     find_layout,
     pool_layout,
     token_counts,
 )
-from tcnn_probe.attention.verification import relative_difference, tolerance
 from tcnn_probe.hooks.forwards import Running
-from tcnn_probe.hooks.interception import SeenAttention
+from tcnn_probe.hooks.interception import (
+    SeenAttention,
+    SeenCopy,
+    SeenOperand,
+    SeenProduct,
+)
 
 __all__ = [
     "NoTokenAttentionError",
+    "ReconstructionError",
+    "ValueProductTracker",
+    "Verification",
     "discrepancy",
     "is_between_channels",
     "logits_of",
+    "relative_difference",
     "softmax_attention_of",
+    "tolerance",
     "values_of",
 ]
 
 # Queries that are compared with the model's own softmax: a slip in scale, mask or order of axes shows in any of them.
 _QUERIES_TO_CHECK = 64
+Key = TypeVar("Key")
+
+# In half precision fused kernels round the attention, too, before it weighs the values.
+_TOLERANCE = {torch.float16: 0.05, torch.bfloat16: 0.1}
 
 
 class NoTokenAttentionError(Exception):
     """A softmax that is no attention between tokens; the message says what it is."""
+
+
+class ReconstructionError(RuntimeError):
+    """Attention as it is rebuilt for measuring is not the attention that the model used."""
 
 
 def softmax_attention_of(
@@ -268,3 +294,131 @@ def is_between_channels(keys: int, heads: int, inputs: Sequence[Any]) -> bool:
     features = [x for x in inputs if isinstance(x, Tensor) and x.ndim in (3, 4)]
     channels = {x.shape[-1] if x.ndim == 3 else x.shape[1] for x in features}
     return keys * heads in channels and keys not in token_counts(inputs)
+
+
+def tolerance(dtype: torch.dtype) -> float:
+    """Return the largest share of the output's largest value that rounding explains."""
+    # Far above rounding in float32, fused or not: what is looked for is another scale, mask or order, not precision.
+    return _TOLERANCE.get(dtype, 5e-3)
+
+
+def relative_difference(rebuilt: Tensor, expected: Tensor) -> Tensor:
+    """Return the largest difference as a share of the largest finite expected value, shape () in float32."""
+    broken = ~expected.isfinite()  # by what the model was given
+    difference, size = (
+        x.masked_fill(broken, 0).abs().amax().float()
+        for x in (rebuilt - expected, expected)
+    )
+    # An output of zeros, as of a projection that starts at zero, is not to divide by zero.
+    return difference / size.clamp_min(torch.finfo(torch.float32).tiny)
+
+
+class Verification:
+    """Comparisons of a forward, which are looked at when it has ended: reading one waits for the device."""
+
+    def __init__(self) -> None:
+        self._passed: set[str] = set()
+        self._open: list[tuple[str, Tensor, float]] = []
+
+    def begin(self) -> None:
+        """Forget the comparisons of a forward that did not end."""
+        self._open = []
+
+    def needed(self, layer: str) -> bool:
+        """Return whether no forward has shown yet that the layer is rebuilt rightly."""
+        return layer not in self._passed
+
+    def add(self, layer: str, compared: tuple[Tensor, float] | None) -> None:
+        """Add a relative difference and the largest that may be; None where nothing could be compared."""
+        if compared is not None:
+            self._open.append((layer, *compared))
+
+    def settle(self) -> None:
+        """Read all comparisons.
+
+        Raises:
+            ReconstructionError: One is larger than rounding explains.
+        """
+        # Forgotten first, as the error below ends the forward.
+        compared, self._open = self._open, []
+        shares = {layer: float(difference) for layer, difference, _ in compared}
+        wrong = {
+            layer: shares[layer]
+            for layer, _, largest in compared
+            # Not ">": NaN is wrong, too.
+            if not shares[layer] <= largest
+        }
+        if wrong:
+            raise ReconstructionError(
+                f"attention rebuilt from what reached it differs from the model's own output, by these shares of its "
+                f"largest value: {wrong}; record the other layers with layers=, or write a probe for this kind of layer"
+            )
+        self._passed |= shares.keys()
+
+
+class ValueProductTracker:
+    """Tells, in one forward, whether a softmax weighs the values of tokens.
+
+    It does not if what it weighs is the same for all images (a codebook, the classes' embeddings), or a product of keys
+    and values: then its last axis is an axis of channels, as in linear attention.
+    """
+
+    def __init__(self) -> None:
+        self._summaries: list[tuple[SeenOperand, weakref.ref[Tensor]]] = []
+        self._shared: list[tuple[SeenOperand, weakref.ref[Tensor]]] = []
+
+    def copied(self, copy: SeenCopy) -> None:
+        """Note a copy: what holds of a tensor holds of its copy."""
+        output = copy.output()
+        if output is None:
+            return
+        entry = SeenOperand.of(output), copy.output
+        if all(source.shared for source in copy.sources):
+            self._shared.append(entry)
+        if any(_contains(self._summaries, source) for source in copy.sources):
+            self._summaries.append(entry)
+
+    def weighed_by(
+        self, product: SeenProduct, softmaxes: Mapping[Key, tuple[SeenOperand, bool]]
+    ) -> dict[Key, str]:
+        """Return which softmaxes weigh something in a product.
+
+        Args:
+            product: Matrix product.
+            softmaxes: Softmaxes that have weighed nothing yet, and whether each has an axis of heads.
+
+        Returns:
+            By the softmax's key: "" if it weighs values of tokens, else why it is no attention between tokens.
+        """
+        reasons = {}
+        for key, (softmax, has_heads) in softmaxes.items():
+            for operand, values in product.pairs:
+                if softmax.is_in(operand, heads=has_heads):
+                    reasons[key] = self._objection(values)
+                    break
+        output = product.output()
+        is_shared = any(operand.shared for pair in product.pairs for operand in pair)
+        # A product of two activations, neither of them a softmax that waits: perhaps keys times values.
+        if not reasons and output is not None and not is_shared:
+            self._summaries.append((SeenOperand.of(output), product.output))
+        return reasons
+
+    def _objection(self, values: SeenOperand) -> str:
+        if values.shared or _contains(self._shared, values):
+            return "a softmax over what is the same for all images, not over tokens"
+        if _contains(self._summaries, values):
+            return "a softmax over channels, which weighs products of keys and values (linear attention)"
+        return ""
+
+
+def _contains(
+    tensors: list[tuple[SeenOperand, weakref.ref[Tensor]]], operand: SeenOperand
+) -> bool:
+    """Return whether an operand is one of the tensors that are still alive, perhaps with its axes in another order."""
+    return any(
+        # Once a tensor is gone, another one may have its address.
+        tensor.place == operand.place
+        and tensor.shape.numel() == operand.shape.numel()
+        and alive() is not None
+        for tensor, alive in tensors
+    )

@@ -6,11 +6,11 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from tcnn_probe.attention.softmax_rows import LOWEST, SoftmaxRows
+from tcnn_probe.attention.softmax_statistics import LOWEST, SoftmaxRows
 from tcnn_probe.attention.token_grid import MOST_SPECIAL
 
 if TYPE_CHECKING:
-    from tcnn_probe.attention.attention import SoftmaxAttention
+    from tcnn_probe.attention.softmax import SoftmaxAttention
 
 __all__ = ["SEGMENTS", "share_between_segments"]
 

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from tcnn_model.gpsa.precision import without_autocast
+from tcnn_model.precision import without_autocast
 from tcnn_probe.architectures.lookup import known, looks_like_attention
-from tcnn_probe.attention.attention import Attention, SoftmaxAttention
+from tcnn_probe.attention.attention import Attention
 from tcnn_probe.attention.gated import GATED_LAYERS, gated_attention_of, seams_of
 from tcnn_probe.attention.head_edit import (
     AttendingCall,
@@ -23,11 +23,13 @@ from tcnn_probe.attention.head_edit import (
 from tcnn_probe.attention.layout import GivenTokens, Layout, Tokens, special_tokens
 from tcnn_probe.attention.reconstruction import (
     NoTokenAttentionError,
+    ValueProductTracker,
+    Verification,
     softmax_attention_of,
 )
+from tcnn_probe.attention.softmax import SoftmaxAttention
 from tcnn_probe.attention.token_grid import FeatureMaps
 from tcnn_probe.attention.token_order import PlaceTracker, objection_to_order
-from tcnn_probe.attention.verification import Verification
 from tcnn_probe.hooks.forwards import Forward, Forwards
 from tcnn_probe.hooks.interception import (
     Answer,
@@ -38,7 +40,6 @@ from tcnn_probe.hooks.interception import (
     SeenOperand,
     SeenProduct,
     SeenUnmeasured,
-    ValueProductTracker,
 )
 from tcnn_probe.hooks.modes import edited, named_in_errors
 from tcnn_probe.models import check_model, layer_names

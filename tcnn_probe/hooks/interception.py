@@ -12,14 +12,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import permutations
 from types import SimpleNamespace
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from tcnn_model.gpsa.precision import autocast_dtype
+from tcnn_model.precision import autocast_dtype
 from tcnn_probe.hooks.modes import is_transformed, never_compiled_alone, unseen
 from tcnn_probe.hooks.score_modification import ScoreModification
 
@@ -34,12 +34,10 @@ __all__ = [
     "SeenOperand",
     "SeenProduct",
     "SeenUnmeasured",
-    "ValueProductTracker",
     "describe",
     "multihead_arguments",
 ]
 
-Key = TypeVar("Key")
 Answer = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any], Any], Any]
 """Function (func, args, kwargs, output) -> output that edits what a torch function gives the model."""
 
@@ -492,72 +490,4 @@ def _describer(func: Callable[..., Any]) -> Callable[..., Seen | None] | None:
 def _other_kernel(output: Any, *args: Any, **kwargs: Any) -> SeenUnmeasured:
     return SeenUnmeasured(
         "a kernel of flash-attn or xformers, whose arguments are not read: use scaled_dot_product_attention"
-    )
-
-
-class ValueProductTracker:
-    """Tells, in one forward, whether a softmax weighs the values of tokens.
-
-    It does not if what it weighs is the same for all images (a codebook, the classes' embeddings), or a product of keys
-    and values: then its last axis is an axis of channels, as in linear attention.
-    """
-
-    def __init__(self) -> None:
-        self._summaries: list[tuple[SeenOperand, weakref.ref[Tensor]]] = []
-        self._shared: list[tuple[SeenOperand, weakref.ref[Tensor]]] = []
-
-    def copied(self, copy: SeenCopy) -> None:
-        """Note a copy: what holds of a tensor holds of its copy."""
-        output = copy.output()
-        if output is None:
-            return
-        entry = SeenOperand.of(output), copy.output
-        if all(source.shared for source in copy.sources):
-            self._shared.append(entry)
-        if any(_contains(self._summaries, source) for source in copy.sources):
-            self._summaries.append(entry)
-
-    def weighed_by(
-        self, product: SeenProduct, softmaxes: Mapping[Key, tuple[SeenOperand, bool]]
-    ) -> dict[Key, str]:
-        """Return which softmaxes weigh something in a product.
-
-        Args:
-            product: Matrix product.
-            softmaxes: Softmaxes that have weighed nothing yet, and whether each has an axis of heads.
-
-        Returns:
-            By the softmax's key: "" if it weighs values of tokens, else why it is no attention between tokens.
-        """
-        reasons = {}
-        for key, (softmax, has_heads) in softmaxes.items():
-            for operand, values in product.pairs:
-                if softmax.is_in(operand, heads=has_heads):
-                    reasons[key] = self._objection(values)
-                    break
-        output = product.output()
-        is_shared = any(operand.shared for pair in product.pairs for operand in pair)
-        # A product of two activations, neither of them a softmax that waits: perhaps keys times values.
-        if not reasons and output is not None and not is_shared:
-            self._summaries.append((SeenOperand.of(output), product.output))
-        return reasons
-
-    def _objection(self, values: SeenOperand) -> str:
-        if values.shared or _contains(self._shared, values):
-            return "a softmax over what is the same for all images, not over tokens"
-        if _contains(self._summaries, values):
-            return "a softmax over channels, which weighs products of keys and values (linear attention)"
-        return ""
-
-
-def _contains(
-    tensors: list[tuple[SeenOperand, weakref.ref[Tensor]]], operand: SeenOperand
-) -> bool:
-    """Return whether an operand is one of the tensors that are still alive, perhaps with its axes in another order."""
-    return any(
-        # Once a tensor is gone, another one may have its address.
-        tensor.place == operand.place
-        and tensor.shape.numel() == operand.shape.numel()
-        and alive() is not None
-        for tensor, alive in tensors
     )

@@ -17,7 +17,7 @@ from tcnn_probe.attention.head_editor import (
     first_tensor,
     images_first,
 )
-from tcnn_probe.attention.verification import tolerance
+from tcnn_probe.attention.reconstruction import tolerance
 from tcnn_probe.hooks.calls import CopySafeHook
 from tcnn_probe.hooks.modes import hidden_from_recorders
 

@@ -11,7 +11,7 @@ from tcnn_probe.attention.attention import Attention
 from tcnn_probe.attention.gated import GATED_LAYERS
 from tcnn_probe.attention.head_edit import HeadEdit
 from tcnn_probe.attention.head_editor import HeadListener, LayerCall, name_of_gating
-from tcnn_probe.attention.verification import ReconstructionError
+from tcnn_probe.attention.reconstruction import ReconstructionError
 from tcnn_probe.interventions.contributions import Terms
 from tcnn_probe.interventions.references import (
     AttentionReference,

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset, IterableDataset
 
 from tcnn_model import GPSA
-from tcnn_model.gpsa.precision import at_least_float32
+from tcnn_model.precision import at_least_float32
 from tcnn_probe.attention.attention import Attention
 from tcnn_probe.images import as_images, as_pictures
 

@@ -76,7 +76,8 @@ def evolution(
             f"expected a colour for each of the {layers} layers, got {len(colors)}"
         )
     if not values.notnull().any():
-        raise ValueError(f"nothing to draw: {values.name or 'the values'} are all NaN")
+        name = "the values" if values.name is None else values.name
+        raise ValueError(f"nothing to draw: {name} are all NaN")
     axes, along = axes_or_current(ax), values[marks[0]]
     for number in range(layers):
         layer = by_layer.isel(layer=number)

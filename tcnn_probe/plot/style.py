@@ -209,7 +209,8 @@ def check_pixel(query: Any, height: int, width: int) -> tuple[int, int]:
 
 def axis_label(values: xr.DataArray) -> str:
     """Return the array's long name, or name, with its unit, unless that is 1."""
-    name = str(values.attrs.get("long_name", values.name or "")).replace("_", " ")
+    short_name = "" if values.name is None else values.name
+    name = str(values.attrs.get("long_name", short_name)).replace("_", " ")
     units = re.sub(
         r"(?<=[a-z])(-?\d+)", r"$^{\1}$", str(values.attrs.get("units", "1"))
     )

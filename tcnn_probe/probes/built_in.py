@@ -1,15 +1,17 @@
 """The probes that the library comes with, registered by their names."""
 
-from tcnn_probe.probes.attention_heads import CONVIT, GPSA, SOFTMAX
-from tcnn_probe.probes.class_attention import (
+from tcnn_probe.probes.attention_heads import (
     ATTENTION_BY_CLASS,
     CLASS_ATTENTION,
+    CONVIT,
     DISTILLATION_ATTENTION,
+    GPSA,
+    SOFTMAX,
 )
 from tcnn_probe.probes.cross_patch import CROSS_PATCH
 from tcnn_probe.probes.gradient import GRADIENT
-from tcnn_probe.probes.health import HEALTH
 from tcnn_probe.probes.layer_features import FEATURES
+from tcnn_probe.probes.layer_health import HEALTH
 from tcnn_probe.probes.layer_scale import LAYER_SCALE
 from tcnn_probe.probes.mean_attention import MEAN_ATTENTION
 from tcnn_probe.probes.probe import register

@@ -4,7 +4,7 @@ import torch
 from timm.models.mlp_mixer import MixerBlock, ResBlock
 from torch import Tensor, nn
 
-from tcnn_model.gpsa.precision import at_least_float32
+from tcnn_model.precision import at_least_float32
 from tcnn_probe.heads.cross_patch_weights import NEAR_ZERO
 from tcnn_probe.probes.probe import Probe
 from tcnn_probe.schema import Variable

@@ -12,11 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tcnn_model.gpsa.precision import at_least_float32
+from tcnn_model.precision import at_least_float32
 from tcnn_probe.architectures.lookup import head_count, known, looks_like_attention
 from tcnn_probe.architectures.record import HeadParameters
 from tcnn_probe.probes.probe import GradientNorms, NotMeasuredError, Probe
-from tcnn_probe.probes.variables import HEAD
+from tcnn_probe.probes.shared_variables import HEAD
 from tcnn_probe.schema import Variable
 
 __all__ = ["GRADIENT"]

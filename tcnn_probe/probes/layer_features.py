@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tcnn_model.gpsa.precision import at_least_float32
+from tcnn_model.precision import at_least_float32
 from tcnn_probe.models import image_numbers, whole_number
 from tcnn_probe.probes.probe import ForwardCall, Probe
 from tcnn_probe.representation.token_similarity import token_cosine

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from tcnn_model.gpsa.precision import at_least_float32
+from tcnn_model.precision import at_least_float32
 from tcnn_probe.architectures.lookup import known
 from tcnn_probe.architectures.record import ResidualBranch
 from tcnn_probe.probes.probe import ForwardCall, Probe

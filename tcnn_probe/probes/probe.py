@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from tcnn_probe.attention.attention import Attention
 from tcnn_probe.attention.patterns import Pattern
-from tcnn_probe.attention.verification import (
+from tcnn_probe.attention.reconstruction import (
     Verification,
     relative_difference,
     tolerance,

@@ -7,7 +7,7 @@ from torch import Tensor
 from tcnn_probe.attention.attention import Attention
 from tcnn_probe.attention.segments import SEGMENTS
 from tcnn_probe.probes.probe import NotMeasuredError, Probe
-from tcnn_probe.probes.variables import HEAD, MEAN
+from tcnn_probe.probes.shared_variables import HEAD, MEAN
 from tcnn_probe.schema import Variable
 
 __all__ = ["SEGMENT_ATTENTION"]

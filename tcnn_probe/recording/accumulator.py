@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from tcnn_model.gpsa.precision import widest, widest_dtype
+from tcnn_model.precision import widest, widest_dtype
 from tcnn_probe.attention.patterns import Pattern
 from tcnn_probe.heads.static_pattern import information, translation_equivariance
 from tcnn_probe.hooks.modes import edited, named_in_errors

@@ -25,7 +25,7 @@ from tcnn_probe.recording.accumulator import (
     select_classes,
 )
 from tcnn_probe.recording.epoch import MIXED_SIZES, EpochReport, LayerReport
-from tcnn_probe.recording.image_hashes import ImageHashes
+from tcnn_probe.recording.fingerprints import ImageHashes
 from tcnn_probe.recording.options import Sampling
 
 __all__ = ["Collector", "RankSums"]

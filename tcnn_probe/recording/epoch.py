@@ -22,6 +22,7 @@ __all__ = [
     "OtherLayersError",
     "check_epoch",
     "check_order",
+    "check_probes",
     "check_resumed",
     "check_same_recording",
     "check_scalars",
@@ -97,6 +98,34 @@ class EpochReport:
     training_forwards: int
     missed_attention: bool
     attention_like: Sequence[str]
+
+
+def check_probes(report: EpochReport, *, chose_layers: bool) -> None:
+    """Refuse probes without a layer, as far as this is known before a forward, and maps that no probe has."""
+    probes, sampling, classes = report.probes, report.sampling, report.sampling.classes
+    kinds = [probe.kind for probe in probes]
+    if sampling.images and not any(
+        probe.maps and probe.images is None for probe in probes
+    ):
+        raise ValueError(f"images= keeps maps, and none of the probes {kinds} has any")
+    if classes.indices:
+        if not (report.class_counts and any(probe.class_variables for probe in probes)):
+            raise ValueError(
+                f"classes={classes.plain} chooses maps, and no layer or probe has one for each class"
+            )
+        if not sampling.images:
+            raise ValueError(
+                f"classes={classes.plain} chooses maps, and there are none without images="
+            )
+        for pool, count in report.class_counts.items():
+            classes.check(pool, count)
+    # Attention is found in the first forward.
+    if probes and not report.layers and not any(probe.attention for probe in probes):
+        where = " among those asked for" if chose_layers else ""
+        why = f": {report.missing}" if report.missing else ""
+        raise ValueError(
+            f"{report.model_class} has no layer{where} for the probes {kinds}{why}"
+        )
 
 
 def check_same_recording(

@@ -5,7 +5,6 @@ import operator
 from collections.abc import Collection, Mapping, Set
 from dataclasses import dataclass
 from typing import (
-    TYPE_CHECKING,
     Any,
     Literal,
     SupportsFloat,
@@ -21,9 +20,6 @@ from tcnn_probe.models import image_numbers, whole_number
 from tcnn_probe.schema import COORDINATES
 from tcnn_probe.storage import Mode
 
-if TYPE_CHECKING:
-    from tcnn_probe.recording.epoch import EpochReport
-
 __all__ = [
     "Classes",
     "IfMarked",
@@ -32,7 +28,6 @@ __all__ = [
     "When",
     "check_along",
     "check_mode",
-    "check_probes",
     "parse_attributes",
     "parse_mark",
 ]
@@ -189,34 +184,6 @@ def check_mode(mode: str) -> None:
     if mode not in get_args(Mode):
         raise ValueError(
             f"expected mode='a' (continue), 'w' (replace) or 'x' (only if nothing is there), got {mode!r}"
-        )
-
-
-def check_probes(report: "EpochReport", *, chose_layers: bool) -> None:
-    """Refuse probes without a layer, as far as this is known before a forward, and maps that no probe has."""
-    probes, sampling, classes = report.probes, report.sampling, report.sampling.classes
-    kinds = [probe.kind for probe in probes]
-    if sampling.images and not any(
-        probe.maps and probe.images is None for probe in probes
-    ):
-        raise ValueError(f"images= keeps maps, and none of the probes {kinds} has any")
-    if classes.indices:
-        if not (report.class_counts and any(probe.class_variables for probe in probes)):
-            raise ValueError(
-                f"classes={classes.plain} chooses maps, and no layer or probe has one for each class"
-            )
-        if not sampling.images:
-            raise ValueError(
-                f"classes={classes.plain} chooses maps, and there are none without images="
-            )
-        for pool, count in report.class_counts.items():
-            classes.check(pool, count)
-    # Attention is found in the first forward.
-    if probes and not report.layers and not any(probe.attention for probe in probes):
-        where = " among those asked for" if chose_layers else ""
-        why = f": {report.missing}" if report.missing else ""
-        raise ValueError(
-            f"{report.model_class} has no layer{where} for the probes {kinds}{why}"
         )
 
 

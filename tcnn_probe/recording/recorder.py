@@ -24,6 +24,7 @@ from tcnn_probe.recording.epoch import (
     EpochReport,
     check_epoch,
     check_order,
+    check_probes,
     check_resumed,
     check_same_recording,
     check_scalars,
@@ -31,6 +32,7 @@ from tcnn_probe.recording.epoch import (
     warn_of_idle_probes,
     warn_of_mixed_sizes,
 )
+from tcnn_probe.recording.fingerprints import WEIGHTS, ResumedWeights
 from tcnn_probe.recording.groups import (
     assemble,
     drop_unknown_layers,
@@ -46,12 +48,10 @@ from tcnn_probe.recording.options import (
     When,
     check_along,
     check_mode,
-    check_probes,
     parse_attributes,
     parse_mark,
 )
 from tcnn_probe.recording.ranks import Ranks, whole_parameters
-from tcnn_probe.recording.resumed_weights import WEIGHTS, ResumedWeights
 from tcnn_probe.schema import Group
 from tcnn_probe.storage import EpochStore, Mode
 

@@ -7,7 +7,7 @@ from torch import Tensor
 from tcnn_model import GPSA
 from tcnn_model.gpsa import blocks
 from tcnn_model.gpsa.statistics import measure
-from tcnn_probe.attention.statistics import gated_means
+from tcnn_probe.attention.gated import gated_means
 from tests.tcnn_probe.networks import scatter
 from tests.tcnn_probe.oracle import gpsa_statistics, gpsa_statistics_of_qk
 

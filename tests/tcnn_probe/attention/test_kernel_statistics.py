@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from tcnn_model import kernels
-from tcnn_probe.attention import statistics
-from tcnn_probe.attention.logits import GivenLogits, ProductLogits
+from tcnn_probe.attention import softmax_statistics
+from tcnn_probe.attention.softmax import GivenLogits, ProductLogits
 from tests.tcnn_model.dense import DEVICE
 from tests.tcnn_model.kernels.conftest import interpreter  # noqa: F401
 from tests.tcnn_probe.attention.test_softmax_statistics import EPS, case, check
@@ -32,11 +32,11 @@ def test_measurements(
         pytest.skip("cases are on the CPU; test_row_statistics.py runs the kernel here")
     attention, expected = case(form, prefix, windows)
     attention = replace(attention, detailed=True, limit=1)
-    by_blocks = statistics.measure_softmax(attention)
+    by_blocks = softmax_statistics.measure_softmax(attention)
     monkeypatch.setattr(ProductLogits, "on_kernel", True)
-    monkeypatch.setattr(statistics, "rows_by_blocks", None)
+    monkeypatch.setattr(softmax_statistics, "_rows_by_blocks", None)
     check(attention, expected)
-    by_kernel = statistics.measure_softmax(attention)
+    by_kernel = softmax_statistics.measure_softmax(attention)
     # Both are bounded by rounding above; sums of weights, at most 1 each, are close to each other by as much.
     close = {"rtol": 1e3 * EPS, "atol": 1e3 * EPS}
     assert by_kernel.pattern.images == by_blocks.pattern.images == 1

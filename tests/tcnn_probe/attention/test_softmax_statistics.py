@@ -9,11 +9,16 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tcnn_probe.attention import softmax_rows, statistics
-from tcnn_probe.attention.attention import Attention, SoftmaxAttention
+from tcnn_probe.attention import softmax_statistics
+from tcnn_probe.attention.attention import Attention
 from tcnn_probe.attention.layout import Layout, Tokens
-from tcnn_probe.attention.logits import GivenLogits, Logits, ProductLogits
 from tcnn_probe.attention.patterns import QUERIES
+from tcnn_probe.attention.softmax import (
+    GivenLogits,
+    Logits,
+    ProductLogits,
+    SoftmaxAttention,
+)
 from tests.tcnn_model.helpers import LargestTensor
 
 pytestmark = pytest.mark.numerical
@@ -121,7 +126,7 @@ def case(form: str, prefix: int, windows: int = 1) -> tuple[SoftmaxAttention, Bo
 
 
 def check(call: SoftmaxAttention, expected: Bounded) -> None:
-    got = statistics.measure_softmax(call).means
+    got = softmax_statistics.measure_softmax(call).means
     assert got.keys() == expected.keys()
     for name, (value, bound) in expected.items():
         value, bound = (
@@ -148,7 +153,7 @@ def test_equals_brute_force(
     form: str, prefix: int, block: int, table: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Attention, "BLOCK", block)
-    monkeypatch.setattr(softmax_rows, "_SMALL_TABLE", table)
+    monkeypatch.setattr(softmax_statistics, "_SMALL_TABLE", table)
     check(*case(form, prefix))
 
 
@@ -173,7 +178,7 @@ def test_no_n_by_n_tensor() -> None:
     query, key = torch.randn(1, 2, tokens.count, 3), torch.randn(1, 2, tokens.count, 3)
     call = attention_of(ProductLogits(query, key, 1.0, None), tokens, images=1)
     with LargestTensor() as largest:
-        statistics.measure_softmax(call)
+        softmax_statistics.measure_softmax(call)
     assert tokens.count**2 > 8 * 10**6
     # A block, or sums over images.
     assert largest.elements <= max(Attention.BLOCK, 2 * QUERIES * tokens.count)

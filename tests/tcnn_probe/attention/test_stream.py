@@ -17,9 +17,9 @@ import tcnn_model
 import tcnn_probe
 from tcnn_model import GPSA
 from tcnn_probe.attention import reconstruction
-from tcnn_probe.attention.attention import SoftmaxAttention
 from tcnn_probe.attention.gated import GATED_LAYERS
 from tcnn_probe.attention.reconstruction import discrepancy
+from tcnn_probe.attention.softmax import SoftmaxAttention
 from tests.tcnn_probe.attention.bruteforce import attention_of
 from tests.tcnn_probe.contracts.helpers import Trace, clean, images, vit
 

@@ -8,7 +8,8 @@ import torch
 
 import tcnn_probe
 from tcnn_model import GPSA
-from tcnn_probe.attention.statistics import uniform_distance, uniform_gated_attention
+from tcnn_probe.attention.gated import gated_attention_of
+from tcnn_probe.attention.layout import Layout, Tokens
 from tests.tcnn_probe.attention.test_gated_statistics import GEOMETRIES
 from tests.tcnn_probe.networks import Chain
 from tests.tcnn_probe.oracle import gpsa_statistics
@@ -26,7 +27,7 @@ def test_of_a_layer_whose_attention_is_uniform(geometry: str) -> None:
     with torch.no_grad():
         layer.raw_locality.fill_(-40.0)
     uniform, expected = (
-        uniform_gated_attention(layer.gated_attention(x)),
+        gated_attention_of(layer, x).uniform_scales(),
         gpsa_statistics(layer, x),
     )
     for name, of_heads in (
@@ -45,7 +46,7 @@ def test_of_a_layer_whose_attention_is_uniform(geometry: str) -> None:
 def test_of_padding_that_is_wider_behind() -> None:
     """Queries 2 pixels apart on 7 x 11, from the pixel that is the kernel's centre; padding "same" of 3 x 2 pixels."""
     layer = GPSA(5, 3, (4, 3), padding="same", stride=2)
-    uniform = uniform_gated_attention(layer.gated_attention(torch.randn(1, 5, 7, 11)))
+    uniform = gated_attention_of(layer, torch.randn(1, 5, 7, 11)).uniform_scales()
     queries = [(y, x) for y in range(0, 8, 2) for x in range(0, 12, 2)]
     keys = [(y, x) for y in range(-1, 7 + 2) for x in range(-1, 11 + 1)]
     far = [math.dist(query, key) for query in queries for key in keys]
@@ -61,9 +62,8 @@ def test_of_many_tokens() -> None:
     down, right = np.arange(rows)[:, None], np.arange(columns)
     pairs = (rows - down) * (1 + (down > 0)) * (columns - right) * (1 + (right > 0))
     expected = (pairs * np.sqrt(down**2 + right**2)).sum() / (rows * columns) ** 2
-    assert uniform_distance(
-        *[np.arange(rows)] * 2, *[np.arange(columns)] * 2
-    ) == pytest.approx(expected, rel=1e-12)
+    tokens = Tokens(0, rows, columns)
+    assert Layout(tokens, tokens).uniform_distance == pytest.approx(expected, rel=1e-12)
 
 
 def test_mean_over_images_of_different_sizes() -> None:

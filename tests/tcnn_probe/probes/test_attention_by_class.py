@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import tcnn_probe
 from tcnn_model import AttentionPool2d
 from tcnn_model.pooling.attention_pool import ClassScores
-from tcnn_probe.attention.attention import SoftmaxAttention
+from tcnn_probe.attention.softmax import SoftmaxAttention
 from tests.tcnn_probe.attention.bruteforce import entropy
 from tests.tcnn_probe.contracts.helpers import recorded
 from tests.tcnn_probe.probes.class_attention_models import (

@@ -21,9 +21,9 @@ from torchvision.models import VisionTransformer
 
 import tcnn_probe
 from tcnn_model import GPSA
-from tcnn_probe.attention import attention as attention_module
+from tcnn_probe.attention import softmax
 from tcnn_probe.attention.attention import Attention
-from tcnn_probe.probes.health import OUTLIER, TOKEN_KINDS
+from tcnn_probe.probes.layer_health import OUTLIER, TOKEN_KINDS
 from tests.tcnn_probe.attention.bruteforce import health
 from tests.tcnn_probe.attention.sharpen import sharpen
 from tests.tcnn_probe.contracts.helpers import recorded
@@ -367,9 +367,9 @@ def test_half_precision() -> None:
 def test_one_pass_for_both_probes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Both probes share a pass, in any order, and with a number of images that ends within a batch."""
     passes = []
-    measure = attention_module.measure_softmax
+    measure = softmax.measure_softmax
     monkeypatch.setattr(
-        attention_module,
+        softmax,
         "measure_softmax",
         lambda attention: passes.append(attention.name) or measure(attention),
     )

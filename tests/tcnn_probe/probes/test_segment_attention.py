@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
 import tcnn_probe
-from tcnn_probe.attention import statistics
+from tcnn_probe.attention import softmax_statistics
 from tcnn_probe.attention.attention import Attention
 from tcnn_probe.attention.reconstruction import ProductLogits
 from tcnn_probe.probes.segment_attention import SEGMENT_ATTENTION
@@ -180,7 +180,7 @@ def test_masks(form: str, kernel: bool, monkeypatch: pytest.MonkeyPatch) -> None
     if kernel:
         monkeypatch.setattr(ProductLogits, "on_kernel", True)
         # The path of the blocks fails if it is taken.
-        monkeypatch.setattr(statistics, "rows_by_blocks", None)
+        monkeypatch.setattr(softmax_statistics, "_rows_by_blocks", None)
     attention, _ = case(form, 5)
     logits = attention.logits(slice(None), slice(None)).double()
     weights = torch.softmax(logits, -1).nan_to_num(0).numpy()

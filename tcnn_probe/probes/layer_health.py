@@ -11,12 +11,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import one_hot
 
-from tcnn_model.gpsa.precision import at_least_float32
-from tcnn_probe.attention.attention import Attention
+from tcnn_model.precision import at_least_float32
+from tcnn_probe.attention.attention import Attention, ContentRows
 from tcnn_probe.attention.patterns import QUERIES
-from tcnn_probe.attention.statistics import ContentRows
 from tcnn_probe.probes.probe import Probe
-from tcnn_probe.probes.variables import HEAD, IMAGE_MEAN, LOGIT
+from tcnn_probe.probes.shared_variables import HEAD, IMAGE_MEAN, LOGIT
 from tcnn_probe.representation.token_similarity import token_cosine
 from tcnn_probe.schema import Variable
 

@@ -1,4 +1,4 @@
-"""Statistics of each row of a softmax attention, by the kernel on a GPU or a block of queries at a time."""
+"""Statistics of softmax attention, in one pass: by the kernel on a GPU, or a block of queries at a time."""
 
 import math
 from collections.abc import Callable
@@ -10,14 +10,14 @@ import torch
 from torch import Tensor
 
 from tcnn_model.kernels import TokenGrid
+from tcnn_probe.attention.attention import ContentRows
 from tcnn_probe.attention.layout import Layout, Tokens
-from tcnn_probe.attention.patterns import PatternSum
+from tcnn_probe.attention.patterns import Pattern, PatternSum
 
 if TYPE_CHECKING:
-    from tcnn_probe.attention.attention import SoftmaxAttention
-    from tcnn_probe.attention.logits import Logits
+    from tcnn_probe.attention.softmax import Logits, SoftmaxAttention
 
-__all__ = ["LOWEST", "SoftmaxRows", "rows_by_blocks", "rows_by_kernel"]
+__all__ = ["LOWEST", "SoftmaxMeasurements", "SoftmaxRows", "measure_softmax"]
 
 # In place of minus infinity, which times an attention of zero would be NaN.
 LOWEST = -1e30
@@ -51,7 +51,64 @@ class SoftmaxRows:
     find_classes: Callable[[], Tensor] | None = None
 
 
-def rows_by_kernel(attention: "SoftmaxAttention", patterns: PatternSum) -> SoftmaxRows:
+@dataclass(frozen=True)
+class SoftmaxMeasurements:
+    """Measurements of a softmax attention, formed in one pass over its logits.
+
+    Args:
+        means: ``entropy`` of all queries over all keys, in nats; where the grids are known ``attention_distance``, from
+            queries to keys on the grid, with rows renormalised over these, in cells of the finer grid; where there are
+            class or register tokens ``prefix_attention``, the attention that queries on the grid pay to them: means
+            over the queries and windows of each image, shape (B, heads), in float32 (float64 for float64). And
+            ``max_logit``, the largest logit of all queries and keys.
+        pattern: Sum over images of the attention of some queries.
+        by_query: Statistics of each row.
+        rows: Rows of the attention; None unless :attr:`~tcnn_probe.attention.attention.Attention.detailed`.
+    """
+
+    means: dict[str, Tensor]
+    pattern: Pattern
+    by_query: SoftmaxRows
+    rows: ContentRows | None
+
+
+@torch.no_grad()
+def measure_softmax(attention: "SoftmaxAttention") -> SoftmaxMeasurements:
+    """Measure softmax attention, exact: on a GPU with the kernel where it can, else a block of queries at a time.
+
+    Args:
+        attention: Attention of B images.
+    """
+    layout, patterns = attention.layout, PatternSum(attention)
+    measure = _rows_by_kernel if attention.logits.on_kernel else _rows_by_blocks
+    rows = measure(attention, patterns)
+    by_query = {"entropy": rows.entropy}
+    pattern = patterns.pattern(rows.entropy)
+    largest = attention.by_image(rows.largest.amax(-1)).amax(1)
+    if attention.logits.masked:  # masked logits can all be hidden
+        largest = largest.masked_fill(largest <= LOWEST, -torch.inf)
+    if layout.queries is not None:
+        on_grid = slice(layout.queries.prefix, None)
+        if rows.prefix is not None:
+            by_query["prefix_attention"] = rows.prefix[..., on_grid]
+        if rows.distance is not None:
+            by_query["attention_distance"] = rows.distance[..., on_grid]
+    means = {
+        name: attention.by_image(values.mean(-1)).mean(1)
+        for name, values in by_query.items()
+    }
+    means["max_logit"] = largest
+    if rows.received is None:
+        return SoftmaxMeasurements(means, pattern, rows, None)
+    content = ContentRows(
+        entropy=attention.by_image(rows.entropy),
+        received=attention.by_image(rows.received / attention.queries),
+        similarity=patterns.similarity(),
+    )
+    return SoftmaxMeasurements(means, pattern, rows, content)
+
+
+def _rows_by_kernel(attention: "SoftmaxAttention", patterns: PatternSum) -> SoftmaxRows:
     """Measure the rows in one pass of the kernel; of the sampled queries alone the attention is formed.
 
     Args:
@@ -94,7 +151,7 @@ def _token_grid(tokens: Tokens | None) -> TokenGrid | None:
     return TokenGrid(tokens.prefix, tokens.width, tokens.spacing, tokens.origin)
 
 
-def rows_by_blocks(attention: "SoftmaxAttention", patterns: PatternSum) -> SoftmaxRows:
+def _rows_by_blocks(attention: "SoftmaxAttention", patterns: PatternSum) -> SoftmaxRows:
     """Measure the rows a block of queries at a time.
 
     The class and register tokens are added to the keys on the grid, not taken away from whole rows: so the distance
