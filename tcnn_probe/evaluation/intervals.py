@@ -19,7 +19,7 @@ def mean_interval(
     *,
     confidence: float = 0.95,
 ) -> xr.DataArray:
-    """Confidence interval for the mean along a dimension, or along several that cross.
+    """Compute a confidence interval for the mean along a dimension, or along several that cross.
 
     The kind follows from the values:
 

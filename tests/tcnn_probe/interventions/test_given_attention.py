@@ -372,7 +372,7 @@ def test_a_layer_that_attends_anew_in_the_same_forward_is_refused(mode: Any) -> 
     model = Twice().eval()
     with pytest.raises(
         ValueError,
-        match="'layer' is called several times for the same images: which attention",
+        match="'layer' is called several times for the same images: it is not known which",
     ):
         tcnn_probe.ablate(model, mode=mode, images=chain_images())
     assert not model.layer._forward_hooks

@@ -285,7 +285,7 @@ BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
     (
         {"heads": "near#1"},
         ValueError,
-        "the model has no attention 'near#1': 'near' has one only",
+        "the model has no attention 'near#1': 'near' has only one",
     ),
     ({"model": "vit"}, TypeError, r"expected a torch\.nn\.Module, got str"),
     (

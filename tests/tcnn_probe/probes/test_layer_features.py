@@ -253,7 +253,7 @@ def test_refusals(tmp_path: Path) -> None:
         recorded(model, x, layers="fc")
     recorded(model, x, tmp_path / "run.zarr", images=3)
     with pytest.raises(
-        tcnn_probe.StoreError, match="the store has features of 3 other images"
+        tcnn_probe.StoreError, match="the store has features of 3 images other than"
     ):
         recorded(model, x, tmp_path / "run.zarr", images=4)
     for options in ({"tokens": [3]}, {"prefix_tokens": 1}, {"channel_axis": 1}):

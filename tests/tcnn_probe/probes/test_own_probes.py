@@ -259,7 +259,7 @@ BAD: dict[str, tuple[tcnn_probe.Probe, type[Exception], str]] = {
     "tensor": (
         bad(measure=lambda call: call.output),
         TypeError,
-        r"'bad' to give \{variable: tensor\}",
+        r"'bad' to return \{variable: tensor\}",
     ),
     "number": (
         bad(measure=lambda call: {"share": 0.5}),

@@ -69,7 +69,7 @@ def test_logging_says_what_is_silent(
     with tcnn_probe.record(model, tmp_path / "run.zarr") as recorder:
         model(images())
         recorder.mark(epoch=0, if_marked="skip")
-    assert caplog.messages[0].endswith("run.zarr holds 1 epoch: going on")
+    assert caplog.messages[0].endswith("run.zarr holds 1 epoch: continuing")
     assert caplog.messages[1] == "epoch 0 is marked already: skipped"
 
 
@@ -144,7 +144,7 @@ def test_a_training_that_goes_on_from_other_weights(part: str, tmp_path: Path) -
     if part == "one bias":
         # Far less than a step of training changes it by.
         resumed.blocks[1].mlp.fc2.bias.data += 1e-6
-    caught = pytest.warns(RuntimeWarning, match="goes on from other weights")
+    caught = pytest.warns(RuntimeWarning, match="continues from weights other")
     with tcnn_probe.record(resumed, store) as recorder:
         with caught if part != "none" else nullcontext():
             resumed.train()(images())
