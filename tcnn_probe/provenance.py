@@ -1,4 +1,4 @@
-"""What a recording says about where it comes from. No paths, no host names."""
+"""Attributes that say where a recording comes from, without paths and host names."""
 
 import platform
 from datetime import UTC, datetime

@@ -84,8 +84,8 @@ def fused_statistics(
     absolute_x = (by_column * dx.abs()).sum(-1)
 
     # Keys ask queries: the softmax over queries of s_ij - lse_i has sum_i A_ij for its normaliser.
-    ones = torch.ones_like(k[..., :1], dtype=dtype)
-    asking = torch.cat([k.to(dtype), ones], -1)
+    unit = torch.ones_like(k[..., :1], dtype=dtype)
+    asking = torch.cat([k.to(dtype), unit], -1)
     whole_lse = lse + scale * (q.to(dtype) * common).sum(-1)
     # The further channel is multiplied by the scale as the others are.
     offsets = -whole_lse[..., None] / scale

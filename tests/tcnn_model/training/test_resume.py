@@ -242,8 +242,8 @@ def test_tensorboard(
         step: value for (name, step), value in shown.items() if name == "train_loss"
     } == {step: history[step]["train_loss"] for step in (1, 2)}
     monkeypatch.setitem(sys.modules, module, None)
-    other = tmp_path / "other"
-    said = refusal("resnet18", "--tensorboard", "--limit", 64, "--out", other)
+    out = tmp_path / "other"
+    said = refusal("resnet18", "--tensorboard", "--limit", 64, "--out", out)
     assert "--tensorboard needs the package tensorboard: pip install" in said
 
 

@@ -268,7 +268,7 @@ def test_object_queries_as_many_as_cells(name: str, attention: dict[str, str]) -
 
 
 class Queries(nn.Module):
-    """As many learned queries as patches, which attend to the patches with a mask of whatever origin."""
+    """Learned queries, as many as patches, which attend to the patches with a mask of whatever origin."""
 
     num_heads = 1
 
@@ -285,8 +285,8 @@ class Queries(nn.Module):
 
 def test_a_mask_does_not_hide_where_queries_are_from() -> None:
     model = nn.Sequential(nn.Conv2d(3, 12, PATCH, PATCH), Queries())
-    seen = layouts(model, torch.randn(IMAGES))
-    assert seen == {"1": Layout(None, Tokens(0, ROWS, COLUMNS), NO_IMAGE)}
+    by_layer = layouts(model, torch.randn(IMAGES))
+    assert by_layer == {"1": Layout(None, Tokens(0, ROWS, COLUMNS), NO_IMAGE)}
 
 
 def test_mask_units_without_their_record(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -200,6 +200,7 @@ def test_numbers_that_are_not_finite_give_no_label() -> None:
         "attention_distance",
         "translation_equivariance",
     )
+    # Each of the first four heads lacks another number.
     for head, name in enumerate(names):
         ds[name].values[0, 0, head] = math.inf if head == 2 else NAN
     for name in names[2:]:
@@ -240,6 +241,7 @@ def test_a_single_head_and_heads_that_are_alike(head: Any, expected: str) -> Non
 def noisy(marks: int = 13) -> xr.Dataset:
     """Convolutional, content and averaging heads in turn, with noise."""
     rng = np.random.default_rng(0)
+    # Apart by many of the deviations below, so that the labels are known.
     means = np.array([(0.005, 0.5, 0.3, 0.9), CONTENT, (0.005, 1.03, 1.0, 0.1)] * 3)
     deviations = np.array(
         [(0.003, 0.04, 0.04, 0.03), (0.06, 0.04, 0.04, 0.1), (0.003, 0.01, 0.02, 0.1)]
@@ -307,6 +309,7 @@ def test_mixture_of_known_clusters() -> None:
 def test_two_components_of_one_type() -> None:
     """Two clusters of content heads: their posteriors add up."""
     rng = np.random.default_rng(0)
+    # Near and far in turn: two clusters that distance alone tells apart.
     reach = np.resize([0.3, 0.9], 10)
     marks = [
         layer(*((*rng.normal((0.3, 0.6, center), 0.03), 0.2) for center in reach))
