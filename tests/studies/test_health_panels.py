@@ -6,7 +6,7 @@ import xarray as xr
 
 from common.health_panels import PICTURES, draw_pictures, find_examples, series
 from tcnn_probe.diagnosis.signs import SIGNS
-from tests.tcnn_probe.diagnosis.test_health import healthy, make_ill
+from tests.tcnn_probe.diagnosis.test_findings import healthy, make_ill
 
 
 def made_ill(sign: str) -> xr.Dataset:
