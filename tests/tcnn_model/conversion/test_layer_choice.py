@@ -60,7 +60,7 @@ LAST_STAGE = {
 }
 
 
-# The rest is checked in test_families.py, where it is converted anyway.
+# The rest is checked in test_converted_families.py, where it is converted anyway.
 @pytest.mark.parametrize(
     "name", ["resnetrs50", "efficientnet_b0", "xception41", "pvt_v2_b0", "darknet53"]
 )
