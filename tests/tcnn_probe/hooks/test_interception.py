@@ -174,8 +174,9 @@ def test_products_name_what_could_be_attention(
     assert [weighed.place for weighed in candidates] == [values.place]
 
 
-def test_sum_over_another_axis_weighs_nothing() -> None:
-    (product,) = requests(lambda: torch.einsum("bqk,bqd->bkd", WEIGHTS, WEIGHTS))
+@pytest.mark.parametrize("equation", ["bqk,bqd->bkd", "bqk,bqk->bqk"])
+def test_what_is_not_summed_over_its_last_axis_weighs_nothing(equation: str) -> None:
+    (product,) = requests(lambda: torch.einsum(equation, WEIGHTS, WEIGHTS))
     assert isinstance(product, SeenProduct)
     assert not product.pairs
 
@@ -196,8 +197,8 @@ def test_operands_that_all_images_share() -> None:
     assert SeenOperand.of(weight).shared
     assert SeenOperand.of(weight.expand(B, -1, -1)).shared
     assert not SeenOperand.of(VALUES).shared
-    # A single image is not told from an expanded axis by its stride.
-    assert not SeenOperand.of(weight.expand(1, -1, -1)).shared
+    # The stride along an axis of one image says nothing.
+    assert not SeenOperand.of(weight.expand(B, -1, -1)[:1]).shared
 
 
 def test_an_answer_takes_the_place_of_the_output() -> None:
