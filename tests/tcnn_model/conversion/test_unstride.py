@@ -69,6 +69,7 @@ OPERATIONS: dict[str, tuple[nn.Module, int, int, int]] = {
 def test_strided_output_is_part_of_the_other(name: str) -> None:
     module, stride, even, odd = OPERATIONS[name]
     module = copy.deepcopy(module).double()
+    # Sides that strides of 2 and 3 divide, and sides that 3 alone divides.
     for grid, phase in (((12, 18), even), ((15, 9), odd)):
         call = _call(module, grid)
         x = random(1, getattr(module, "in_channels", 1), *grid)
@@ -160,6 +161,7 @@ def test_model_whose_branches_would_not_fit() -> None:
     same = reparameterize(model, stride="keep", **SHARP)
     assert list(gpsa_layers(same)) == ["1.conv"]
     x = random(1, 3, 26, 34)
+    # At its own stride, both branches start where they did.
     assert_same(same(x), model(x))
 
 

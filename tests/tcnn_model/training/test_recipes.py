@@ -104,6 +104,7 @@ CONV |= {
     "ema": None,
     "crop": "rrc",
 }
+# The fine-tuning at a larger size that DeiT, CaiT and DeiT III share.
 HIGHRES = {"lr": 1e-5, "paper_batch": 512, "img_size": 384}
 
 FAMILIES: dict[str, tuple[str, list[str], dict[str, Any]]] = {
@@ -143,6 +144,7 @@ FAMILIES: dict[str, tuple[str, list[str], dict[str, Any]]] = {
         VIT,
         {
             **DEIT,
+            # A tenth of the rate of training (thesis Sec. 3.7.1.3).
             "lr": 1e-3 / 10,
             "epochs": 1000,
             "drop_path": 0.2,
@@ -303,6 +305,7 @@ FAMILIES: dict[str, tuple[str, list[str], dict[str, Any]]] = {
         }
         | {
             "opt": "sgd",
+            # 0.1 for every 256 images of a batch of 1,024, each of which is seen four times.
             "lr": 0.1 * 1024 / 256,
             "paper_batch": 4 * 1024,
             "random_erasing": 0.25,
@@ -648,6 +651,7 @@ def test_what_does_not_fit_is_said(
     refusal: Callable[..., str],
 ) -> None:
     assert message in refusal(*arguments, "--out", tmp_path / "run")
+    # Refused before anything is written.
     assert not (tmp_path / "run").exists()
 
 

@@ -157,6 +157,7 @@ def test_second_stage_has_all_weights_of_the_first(chain: str, tmp_path: Path) -
         "state_dict" not in model.pretrained_cfg
         or model.pretrained_cfg["state_dict"] is None
     )
+    # The stage can be trained as it was built.
     assert next(train(stage, progress=False)).epoch == 0
 
 
@@ -177,6 +178,7 @@ def test_tcnn_begins_with_the_weights_of_its_cnn(tmp_path: Path) -> None:
         _second(tmp_path, "resnet18", TINY, img_size=64, reparameterize_at=0), 10
     )
     state = model.state_dict()
+    # Both convolutions of the only block of the last stage.
     assert len(gpsa_layers(model)) == 2
     assert all(torch.equal(state[name], value) for name, value in weights.items())
 
@@ -189,6 +191,7 @@ def test_attention_pool_is_trained_and_specialised(
     size = {"img_size": 64, "reparameterize_at": reparameterize_at}
     weights = _first(tmp_path, "resnet18", TINY, attention_pool="single", **size)
     (token,) = [name for name in weights if name.endswith("attention.cls_token")]
+    # One token, of the 16 channels of the last stage.
     assert weights[token].shape == (1, 1, 16)
     again, _ = build_model(_second(tmp_path, "resnet18", TINY, img_size=64), 10)
     _assert_loaded(again, weights, new=())
@@ -234,6 +237,7 @@ def test_trunk_of_grafit(tmp_path: Path) -> None:
         for name, value in saved.items()
         if name.startswith("trunk.")
     }
+    # Grafit's own heads are left out, and a classifier is new.
     assert state.keys() - trunk.keys() == {"fc.weight", "fc.bias"}
     assert all(torch.equal(state[name], value) for name, value in trunk.items())
 
@@ -298,6 +302,7 @@ def test_damaged_weights_are_refused(tmp_path: Path) -> None:
     model, _ = build_model(config(tmp_path), 10)
     torch.save({"state_dict": model.state_dict()}, tmp_path / "best.pt")
     content = bytearray((tmp_path / "best.pt").read_bytes())
+    # A low bit of the second weight: the number looks like any other.
     content[content.index(model.state_dict()["fc.weight"].numpy().tobytes()) + 5] ^= 4
     (tmp_path / "best.pt").write_bytes(content)
     with pytest.raises(
@@ -311,7 +316,9 @@ def test_safetensors(tmp_path: Path) -> None:
     model, _ = build_model(config(tmp_path), 10)
     save_file(model.state_dict(), tmp_path / "weights.safetensors")
     loaded, _ = build_model(
-        config(tmp_path, weights=str(tmp_path / "weights.safetensors"), seed=1), 10
+        # Another seed, so that weights that were not loaded differ.
+        config(tmp_path, weights=str(tmp_path / "weights.safetensors"), seed=1),
+        10,
     )
     assert all(
         torch.equal(loaded.state_dict()[name], value)
