@@ -102,6 +102,16 @@ def test_hugging_face(tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
     from tcnn_probe.callbacks.huggingface import RecordCallback
 
+    class Interruption(transformers.TrainerCallback):  # type: ignore[misc]
+        """Ctrl-C after the first evaluation."""
+
+        pressed = False
+
+        def on_evaluate(self, *_: Any, **__: Any) -> None:
+            if not self.pressed:
+                self.pressed = True
+                raise KeyboardInterrupt
+
     torch.manual_seed(0)
     marked: list[tuple[int | float, ...]] = []
     sizes = {
@@ -133,7 +143,8 @@ def test_hugging_face(tmp_path: Path) -> None:
                 tmp_path / "run.zarr",
                 health=True,
                 on_mark=lambda recorder: marked.append(recorder.epochs),
-            )
+            ),
+            Interruption(),
         ],
     )
     with torch.no_grad():
@@ -143,6 +154,8 @@ def test_hugging_face(tmp_path: Path) -> None:
                 # Logits far above the limit of health, so that there is an alarm to pass on.
                 parameter *= 1e5
     before = Trace(model).hooks
+    with pytest.raises(KeyboardInterrupt), pytest.warns(RuntimeWarning):
+        trainer.train()
     with pytest.warns(RuntimeWarning) as alarms:
         trainer.train()
     assert any("large logits in " in str(alarm.message) for alarm in alarms)
@@ -150,7 +163,7 @@ def test_hugging_face(tmp_path: Path) -> None:
     assert Trace(model).hooks == before
     ds = xr.open_zarr(tmp_path / "run.zarr")
     assert ds.step.values.tolist() == [2, 4]
-    assert marked == [(2,), (2, 4)]
+    assert marked == [(2,), (2,), (2, 4)]
     assert ds.sink.notnull().all()
     assert ds.images.values.tolist() == [[6, 6], [6, 6]]
     assert ds.eval_loss.notnull().all()
