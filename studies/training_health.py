@@ -371,8 +371,8 @@ def warned_of(ds: xr.Dataset) -> list[Finding]:
     for marks in range(1, ds.sizes["epoch"] + 1):
         so_far = ds.isel(epoch=slice(marks))
         epoch = so_far.epoch.values[-1]
-        found = tcnn_probe.health(so_far).alarms
-        alarms += [alarm for alarm in found if alarm.since == epoch]
+        current = tcnn_probe.health(so_far).alarms
+        alarms += [alarm for alarm in current if alarm.since == epoch]
     return alarms
 
 

@@ -342,7 +342,7 @@ def test_answers_combine_with_ablations_and_recorders(case: str) -> None:
 def test_streams_that_edit_one_layer_nest(case: str) -> None:
     """Each head is edited by the last stream that names it, as ablations have it; a third stream looks on."""
     torch.manual_seed(0)
-    others = {
+    softmax_models = {
         "fused": (vit(), images()),
         "apart": (Several().eval(), images()),
         "multihead": (
@@ -350,7 +350,7 @@ def test_streams_that_edit_one_layer_nest(case: str) -> None:
             torch.randn(2, 5, 12),
         ),
     }
-    model, x = (others if case in others else gated_models())[case]
+    model, x = (softmax_models if case in softmax_models else gated_models())[case]
     model, x = model.double(), x.double()
     names = {"fused": "blocks.0.attn", "apart": "blocks.0", "multihead": "self_attn"}
     layer = names.get(case) or layers_of(model)[0]
