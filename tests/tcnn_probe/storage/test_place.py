@@ -199,12 +199,27 @@ def test_nothing_is_there(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("groups", "message"),
     [
-        (changed(variables={"heads": GATE}), "twice or in each other: .*'heads'"),
-        ({**GROUPS, "heads/a": GROUPS[""]}, "twice or in each other: .*'heads/a'"),
-        ({**GROUPS, "maps": GROUPS[""]}, f"twice or in each other: .*'{MAPS}'"),
-        ({**GROUPS, "gate": GROUPS[MAPS]}, "twice or in each other: .*'gate'"),
-        (changed(variables={"layer": GATE}), "twice or in each other: .*'layer'"),
-        (changed(variables={"epoch": GATE}), "twice or in each other: .*'epoch'"),
+        (
+            changed(variables={"heads": GATE}),
+            "none of them inside another, got .*'heads'",
+        ),
+        (
+            {**GROUPS, "heads/a": GROUPS[""]},
+            "none of them inside another, got .*'heads/a'",
+        ),
+        (
+            {**GROUPS, "maps": GROUPS[""]},
+            f"none of them inside another, got .*'{MAPS}'",
+        ),
+        ({**GROUPS, "gate": GROUPS[MAPS]}, "none of them inside another, got .*'gate'"),
+        (
+            changed(variables={"layer": GATE}),
+            "none of them inside another, got .*'layer'",
+        ),
+        (
+            changed(variables={"epoch": GATE}),
+            "none of them inside another, got .*'epoch'",
+        ),
     ],
 )
 def test_names_that_clash(groups: dict[str, Group], message: str) -> None:
