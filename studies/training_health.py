@@ -355,7 +355,7 @@ def result(begin: int, ds: xr.Dataset) -> xr.Dataset:
     loss = ds.val_loss.values
     # Losses do not fall evenly: only a tenth above the lowest so far counts as a rise.
     risen = np.flatnonzero(loss > 1.1 * np.minimum.accumulate(loss))
-    risen = risen[risen >= begin]
+    risen = risen[ds.epoch.values[risen] >= begin]
     return ds[["train_loss", "val_loss", "top1"]].assign(
         alarms=len(alarms),
         early_alarms=len(alarms) - len(named),

@@ -89,7 +89,7 @@ def test_size_of_an_image() -> None:
     cnn.note = torch.zeros(3)
     _refused(
         cnn,
-        "could not run ResNet on an image of 5 x 64 x 64: pass input_size",
+        "could not run ResNet on an image of 5 x 64 x 64: pass the input_size",
         input_size=(5, 64, 64),
     )
     _refused(
