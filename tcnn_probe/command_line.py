@@ -347,7 +347,7 @@ def _load_weights(model: "nn.Module", path: str) -> None:
     ) as error:  # torch and safetensors raise many kinds for damaged files
         reason = next(iter(str(error).splitlines()), type(error).__name__)
         raise ValueError(
-            f"{path} is damaged, or holds more than weights, or others: {reason}"
+            f"{path} is damaged, or holds more than weights, or those of another model: {reason}"
         ) from error
 
 

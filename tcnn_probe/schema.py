@@ -71,7 +71,7 @@ class Group:
     coords: Mapping[str, Sequence[Any]] = field(default_factory=dict)
 
     def shape(self, variable: str) -> tuple[int, ...]:
-        """Lengths of a variable's dimensions, without that of the marks."""
+        """Return the lengths of a variable's dimensions, without that of the marks."""
         lengths = {"layer": len(self.layers), **self.sizes}
         return tuple(lengths[dim] for dim in self.variables[variable].dims)
 

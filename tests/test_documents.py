@@ -34,6 +34,7 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             if name.startswith("resnet")
             else {"embed_dim": 48}
         )
+        # Others, such as T-ResNets, are made of these or have no such options.
         narrowed = name.startswith(("resnet", "vit_", "deit"))
         return create(name, **(few if narrowed else {}) | options)
 
@@ -153,6 +154,7 @@ def test_examples_of_dense_tasks_run(monkeypatch: pytest.MonkeyPatch) -> None:
     blocks = python_blocks(ROOT / "docs" / "dense_tasks.md")
     assert len(blocks) == 3
     for block in blocks:
+        # The blocks of the narrow model, which has four of sixty.
         exec(block.replace("[14, 29, 44, 59]", "[0, 1, 2, 3]"), names)
     gates = xr.open_zarr("segmenter.zarr").gate
     assert gates.notnull().any("head").sum("layer").values.tolist() == [3]
@@ -185,6 +187,7 @@ def anchors(path: Path) -> set[str]:
     "path", PAGES, ids=lambda path: path.relative_to(ROOT).as_posix()
 )
 def test_links_lead_somewhere(path: Path) -> None:
+    # Code between single backticks has no links either.
     text = re.sub("`[^`]*`", "", without_code(path))
     for target, anchor in re.findall(r"\]\((?!http)([^)#]*)#?([^)]*)\)", text):
         page = path.parent / target if target else path
@@ -205,6 +208,7 @@ def test_no_two_documents_use_one_store() -> None:
             re.findall(r'record\(\s*\w+, "([^":]+)"', "".join(python_blocks(page)))
         )
     ]
+    # The expression finds the stores at all.
     assert len(names) > 5
     assert len({*names}) == len(names), names
 

@@ -243,7 +243,7 @@ class Attention(ABC):
         }
 
     def own_key(self, query: int) -> int | None:
-        """Index among the keys of a class or distillation token that is a query; None if it is not one of them."""
+        """Return the index among the keys of a class or distillation token that is a query; None if it is not one."""
         return (
             query
             if self.layout.asking == "tokens" and query < self.layout.prefix

@@ -133,7 +133,10 @@ class GatedAttention(Attention):
     def statistics(self) -> Mapping[str, Any]:
         """Return entropies of A and its parts, distances, the scale on which to read them, and sums over images."""
         attention, content = gated_patterns(self.parts, self.limit, self.block)
-        patterns = {"content_information": attention, "content_part_information": content}
+        patterns = {
+            "content_information": attention,
+            "content_part_information": content,
+        }
         return {**gated_means(self._measured()), **self.uniform_scales(), **patterns}
 
     def content_rows(self) -> ContentRows:

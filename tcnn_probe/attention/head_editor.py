@@ -217,7 +217,7 @@ class HeadEditor(Calls[LayerCall]):
 
     @contextmanager
     def reading(self) -> Iterator[None]:
-        """Inside, whatever is computed of the layer is what its forwards compute."""
+        """Treat whatever is computed of the layer inside the ``with`` as computed by its forwards."""
         running, frame = self.current(), sys._getframe()
         # No call is running. One that stays on the stack for as long as the reading is made up, in the outermost frame.
         while frame.f_back is not None:

@@ -335,6 +335,7 @@ def test_windows_are_put_in_their_places(make, size, cutter, attention, cells) -
                 if query is not None and key is not None:
                     expected[:, :, *query, *key] = weights[:, w, :, q, k]
     np.testing.assert_allclose(maps, expected, atol=1e-9)
+    # A token near the lower right corner, where windows are padded; weights that a mask hides are below 1e-20.
     attended = (maps[0, :, 5, 8].values > 1e-20).any(0)
     np.testing.assert_array_equal(
         attended, influence(model, cutter, images[:1], (5, 8))
@@ -548,6 +549,7 @@ def test_object_queries_of_a_decoder() -> None:
     figure = tcnn_probe.plot.attention_maps(tree, query=3)
     assert "of query 3" in figure.get_suptitle()
     drawn = [image.get_array() for axes in figure.axes[1:] for image in axes.images[1:]]
+    # Two layers of three heads.
     assert len(drawn) == 2 * 3
     for picture, reference in zip(
         drawn, maps[0, :, :, 3].values.reshape(6, 2, 3), strict=True
@@ -617,6 +619,7 @@ def test_chosen_queries_of_shifted_windows() -> None:
 def test_leaves_the_model_as_it_was_and_keeps_the_images() -> None:
     model, images = run(small("deit_tiny_patch16_224", **VIT))
     model.train()
+    # A model whose parts are in other modes, as with frozen layers.
     model.blocks[0].eval()
     before = {name: dict(vars(module)) for name, module in model.named_modules()}
     tree = tcnn_probe.attention_maps(model, images)

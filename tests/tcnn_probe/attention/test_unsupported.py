@@ -228,4 +228,5 @@ def test_a_layer_that_attends_after_all() -> None:
         assert recorder.unsupported == {}
         recorder.mark(epoch=0)
     assert json.loads(recorder.dataset.attrs["unsupported"]) == {}
+    # The second layer attended in one of two forwards.
     assert recorder.dataset.images.values.tolist() == [[4, 2]]
