@@ -188,7 +188,7 @@ def relative(scores: xr.Dataset) -> tuple[xr.DataArray, xr.DataArray]:
 def table(scores: xr.Dataset) -> str:
     """Return Table 5 of the paper, with the controls and their costs."""
     gains, slowdown = relative(scores)
-    # Of a share, largest at 1/2.
+    # Standard error of a share, which is largest at 1/2.
     error = (0.25 / int(scores.images)) ** 0.5
     lines = [
         f"\naccuracy on {int(scores.images)} validation images (one seed; a standard error is at most {error:.3f})"

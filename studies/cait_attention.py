@@ -66,7 +66,7 @@ def main(arguments: list[str] | None = None) -> int:
     run.output.save(maps)
     draw(maps.isel(image=slice(args.show))).savefig(run.output.figure, dpi=200)
     run.output.print_files()
-    # Of a trained model there are no masks to check against.
+    # There are no masks to check a pretrained model against.
     passed = args.model is not None or check(maps, run)
     return finish(passed, args.model or "digits")
 

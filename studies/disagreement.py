@@ -320,7 +320,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     add_output(parser)
     args = parsed(parser, arguments, "disagreement")
     one_or_several(parser, args)
-    # Of larger scenes some CNNs learn little.
+    # Some CNNs learn little from larger scenes.
     easier = {"img_size": 40, "clutter": 3, "cnn_epochs": 12, "epochs": 4}
     settle(parser, args, digits=easier)
     if args.small:

@@ -124,7 +124,7 @@ def draw(scores: xr.Dataset) -> Figure:
 
 def table(scores: xr.Dataset) -> str:
     """Return Table 4 of the paper, with the control."""
-    # Of a share, largest at 1/2.
+    # Standard error of a share, which is largest at 1/2.
     error = (0.25 / int(scores.images)) ** 0.5
     lines = [
         f"\n{'epochs':>6}{'CNN':>8}{'T-CNN':>8}   (one seed, {int(scores.images)} validation images: a standard ",

@@ -85,7 +85,7 @@ def small_resmlp(size: int) -> nn.Module:
         norm_layer=mixer.Affine,
     )
     for block in model.blocks:
-        # Else what so short a training teaches is hidden under random weights.
+        # Otherwise random weights hide what so short a training teaches.
         block.linear_tokens.weight.mul_(0.01)
     return model
 

@@ -251,8 +251,8 @@ def _describe(store: str) -> str:
             for layer, reason in reasons.items()
         ]
     lines += [
-        f"unsupported: {layer}: {why}"
-        for layer, why in json.loads(ds.attrs.get("unsupported", "{}")).items()
+        f"unsupported: {layer}: {reason}"
+        for layer, reason in json.loads(ds.attrs.get("unsupported", "{}")).items()
     ]
     return "\n".join(lines)
 

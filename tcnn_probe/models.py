@@ -66,7 +66,7 @@ def wanted_layers(
     if layers is None:
         return None
     by_name = {name: module for module, name in layer_names(model).items()}
-    return frozenset(select_layers(by_name, layers, what="layers"))
+    return frozenset(select_layers(by_name, layers, noun="layers"))
 
 
 def check_model(model: nn.Module) -> None:
@@ -119,9 +119,9 @@ def untouched(model: nn.Module) -> Iterator[None]:
                 parameter.grad = gradient
 
 
-def whole_number(number: Any, what: str, low: int = 0, high: int | None = None) -> int:
+def whole_number(number: Any, noun: str, low: int = 0, high: int | None = None) -> int:
     """Return the number as an int; raise TypeError if it is none, ValueError if it is out of range."""
-    expected = f"expected an integer from {low}{'' if high is None else f' to {high}'} for {what}, got {number!r}"
+    expected = f"expected an integer from {low}{'' if high is None else f' to {high}'} for {noun}, got {number!r}"
     # True is an Integral in Python, and never meant as 1 here.
     if not isinstance(number, Integral) or isinstance(number, bool):
         raise TypeError(expected)
@@ -142,7 +142,7 @@ def image_numbers(images: Any) -> tuple[int, ...]:
     return tuple(sorted({whole_number(number, "each of images") for number in images}))
 
 
-def class_indices(labels: Any, what: str, classes: int | None = None) -> Tensor:
+def class_indices(labels: Any, noun: str, classes: int | None = None) -> Tensor:
     """Copy indices of classes, of any shape, to an int64 tensor on the CPU.
 
     Raise TypeError if these are no integers, ValueError if they are not below ``classes``.
@@ -150,20 +150,20 @@ def class_indices(labels: Any, what: str, classes: int | None = None) -> Tensor:
     try:
         indices = torch.as_tensor(labels).detach().cpu()
     except (TypeError, ValueError, RuntimeError) as error:
-        raise TypeError(f"expected class indices for {what}, got {labels!r}") from error
+        raise TypeError(f"expected class indices for {noun}, got {labels!r}") from error
     if (
         # Probabilities or masks in the place of indices would be truncated without a word.
         indices.is_floating_point()
         or indices.is_complex()
         or indices.dtype == torch.bool
     ):
-        raise TypeError(f"expected class indices for {what}, got {indices.dtype}")
+        raise TypeError(f"expected class indices for {noun}, got {indices.dtype}")
     outside = indices[
         (indices < 0) | (indices >= (torch.inf if classes is None else classes))
     ]
     if outside.numel():
         span = "" if classes is None else f" to {classes - 1}"
-        raise ValueError(f"expected {what} from 0{span}, got {int(outside[0])}")
+        raise ValueError(f"expected {noun} from 0{span}, got {int(outside[0])}")
     return indices.to(torch.int64, copy=True)
 
 
@@ -195,7 +195,7 @@ def batches(
 
 
 def progress_bar(
-    total: int | None, what: str, progress: bool | None, unit: str = "image"
+    total: int | None, title: str, progress: bool | None, unit: str = "image"
 ) -> Any:
     """Make a progress bar, shown at once (True), never (False) or after three seconds (None), to those who watch."""
     disable = None if progress is None else not progress  # None: unless on a terminal
@@ -203,7 +203,7 @@ def progress_bar(
         disable = False
     return tqdm(
         total=total,
-        desc=what,
+        desc=title,
         unit=unit,
         leave=False,
         disable=disable,

@@ -63,7 +63,7 @@ class Group:
 
     variables: Mapping[str, Variable]
     layers: Mapping[str, Mapping[str, Any]]
-    # Of each further dimension, such as {"head": 6}.
+    # Length of each further dimension, such as {"head": 6}.
     sizes: Mapping[str, int] = field(default_factory=dict)
     # Whether the variables are maps, much larger than numbers: one shard for each mark.
     maps: bool = False
@@ -99,23 +99,25 @@ def _facts(groups: Mapping[str, Group]) -> list[dict[str, Any]]:
         {},
     ]
     for path, group in groups.items():
-        where = f"in group {path!r}, " if path else ""
+        in_group = f"in group {path!r}, " if path else ""
         # Through JSON and back, as a store has it: tuples become lists, and keys strings.
         layers = json.loads(
             json.dumps({name: dict(about) for name, about in group.layers.items()})
         )
-        kinds[1] |= {f"{where}layer {name!r}": about for name, about in layers.items()}
-        kinds[2] |= {f"{where}order of layers": list(layers)}
+        kinds[1] |= {
+            f"{in_group}layer {name!r}": about for name, about in layers.items()
+        }
+        kinds[2] |= {f"{in_group}order of layers": list(layers)}
         kinds[3] |= {
-            f"{where}dimension {name!r}": size for name, size in group.sizes.items()
+            f"{in_group}dimension {name!r}": size for name, size in group.sizes.items()
         }
         kinds[4] |= {
-            f"{where}labels along {name!r}": list(labels)
+            f"{in_group}labels along {name!r}": list(labels)
             for name, labels in group.coords.items()
         }
         for name, about in group.variables.items():
             dims = ", ".join(about.dims)
-            kinds[5][f"{where}variable {name!r}"] = (
+            kinds[5][f"{in_group}variable {name!r}"] = (
                 f"{about.dtype} of ({dims}), units {about.units!r}"
             )
     return kinds

@@ -111,8 +111,12 @@ def test_examples_of_functions_run_alone() -> None:
 def test_each_function_has_an_example_that_runs_alone() -> None:
     names = listed_names(ROOT / "docs/site/api.md")
     functions = {name for name in names if inspect.isfunction(pydoc.locate(name))}
-    found = examples(ROOT, names)
-    alone = {name for name in functions & found.keys() if found[name].alone}
+    examples_by_name = examples(ROOT, names)
+    alone = {
+        name
+        for name in functions & examples_by_name.keys()
+        if examples_by_name[name].alone
+    }
     assert functions - alone == {  # these need another package, or images on disk
         "tcnn_probe.log_to_tensorboard",
         "tcnn_probe.log_to_wandb",

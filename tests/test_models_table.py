@@ -58,8 +58,8 @@ def test_squares_are_found(
     }
     maps = xr.DataArray(values, pixels, ("image", "head", "y", "x"))
     centres = [(int(64 * y), int(96 * x)) for y, x in script["SQUARES"]]
-    found = script["_finds_squares"](maps, centres, (64, 96))
-    assert found is answer
+    finds_squares = script["_finds_squares"](maps, centres, (64, 96))
+    assert finds_squares is answer
 
 
 def test_unknown_models_are_refused(capsys: pytest.CaptureFixture[str]) -> None:

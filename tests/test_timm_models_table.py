@@ -23,8 +23,8 @@ def rows_of(page: Path) -> dict[str, list[str]]:
 
 def test_script_writes_the_table(tmp_path: Path) -> None:
     script, out = runpy.run_path(str(DOCS / "timm_models.py")), tmp_path / "table.md"
-    kept = tmp_path / "rows"
-    script["main"](["--models", *SAMPLE, "--out", str(out), "--rows", str(kept)])
+    rows_file = tmp_path / "rows"
+    script["main"](["--models", *SAMPLE, "--out", str(out), "--rows", str(rows_file)])
     rows = rows_of(out)
     assert list(rows) == [name for name in sorted(SAMPLE) if name != "resnet18"]
     for cells in rows.values():
@@ -39,9 +39,9 @@ def test_script_writes_the_table(tmp_path: Path) -> None:
         ["vit_base_patch16_siglip_224"],
     ]
     # A second run reads what is kept.
-    lines = kept.read_text().splitlines()
-    kept.write_text("\n".join(line.replace("2 (2)", "7 (5)") for line in lines))
-    script["main"](["--models", *SAMPLE, "--out", str(out), "--rows", str(kept)])
+    lines = rows_file.read_text().splitlines()
+    rows_file.write_text("\n".join(line.replace("2 (2)", "7 (5)") for line in lines))
+    script["main"](["--models", *SAMPLE, "--out", str(out), "--rows", str(rows_file)])
     assert rows_of(out)["convit_tiny"][2] == "7 (5)"
 
 

@@ -251,7 +251,7 @@ def primary_effects(runs: list[xr.Dataset]) -> dict[tuple[str, float, str], Effe
                 # None while no seed is finished in both arms.
                 difference = _difference(c, comparison)
                 if difference is not None:
-                    # Of a corrupted image, the mean over corruptions is its value.
+                    # The value of a corrupted image is its mean over corruptions.
                     by_image = difference if kind == "clean" else difference.mean(1)
                     effects[name, start, kind] = crossed_effect(by_image)
     return effects

@@ -69,7 +69,7 @@ def _draw_bars(panel: Axes, cost: xr.DataArray, place: int, name: str) -> None:
 
 def _draw_heads(panel: Axes, heads: xr.Dataset) -> None:
     """Draw the cost of each head, mean over the conditions, by its gate."""
-    # Else contrast would count twice, by itself and in its group.
+    # Otherwise contrast would count twice, by itself and in its group.
     cost = head_costs(heads).drop_sel(condition=WITHIN, errors="ignore")
     cost = cost.mean(["draw", "condition", "image"]).transpose(*heads.gate.dims)
     for kind, color in COLORS.items():

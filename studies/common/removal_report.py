@@ -93,7 +93,7 @@ def _sentence(right: xr.DataArray, words: str) -> str:
         "; ".join(map(" ".join, sides)) for sides in (beside_random, beside_clean)
     )
     conditions = [str(name) for name in right.condition.values]
-    # Of other trainings the spread between these says something, and images alone nothing.
+    # Only the spread between these trainings says something about other trainings; the images alone say nothing.
     significant = [
         name
         for name in conditions

@@ -220,14 +220,14 @@ def _choose(
             f"no convolution to reparameterize: {type(model).__name__} has no k x k convolution with k > 1"
         )
     elif callable(layers):
-        selected = list(select_layers(spatial, layers, what="k x k convolutions"))
+        selected = list(select_layers(spatial, layers, noun="k x k convolutions"))
     else:
         # A 1 x 1 convolution has to be selected by its own name: the name of a module around it stands for the k x k
         # convolutions in it.
         names = (layers,) if isinstance(layers, str) else tuple(layers)
         named = {name: convolutions[name] for name in names if name in convolutions}
         selected = list(
-            select_layers(spatial | named, names, what="k x k convolutions")
+            select_layers(spatial | named, names, noun="k x k convolutions")
         )
     traced = {call.name for call in calls}
     unused = [name for name in selected if name not in traced]

@@ -15,7 +15,7 @@ M = TypeVar("M", bound=nn.Module)
 
 
 def select_layers(
-    candidates: Mapping[str, M], layers: LayerFilter, *, what: str
+    candidates: Mapping[str, M], layers: LayerFilter, *, noun: str
 ) -> dict[str, M]:
     """Return the candidates that ``layers`` selects, in the candidates' order.
 
@@ -23,7 +23,7 @@ def select_layers(
         candidates: Layers that can be selected, by module name.
         layers: A name, the name of a module that contains candidates, or a glob, or a collection of these; or a
             predicate ``(name, module) -> bool``.
-        what: Description of the candidates, in the plural, for error messages.
+        noun: Description of the candidates, in the plural, for error messages.
 
     Raises:
         TypeError: If ``layers`` is none of these, such as a number.
@@ -35,7 +35,7 @@ def select_layers(
         }
         if not selected:
             raise ValueError(
-                f"the predicate chose none of the {len(candidates)} {what}"
+                f"the predicate chose none of the {len(candidates)} {noun}"
             )
         return selected
     if not isinstance(layers, Collection) or not all(
@@ -45,17 +45,17 @@ def select_layers(
         example = [name for name in candidates if "attn" in name] or list(candidates)
         last = f"; the last of them is {example[-1]!r}" if example else ""
         raise TypeError(
-            f"expected names or globs of {what}, or a predicate (name, module) -> bool; got {layers!r}{last}"
+            f"expected names or globs of {noun}, or a predicate (name, module) -> bool; got {layers!r}{last}"
         )
     names: set[str] = set()
     for pattern in (layers,) if isinstance(layers, str) else layers:
         matches = matching(candidates, pattern)
         if not matches:
-            raise ValueError(f"no {what} match {pattern!r}{_hint(pattern, candidates)}")
+            raise ValueError(f"no {noun} match {pattern!r}{_hint(pattern, candidates)}")
         names.update(matches)
     if not names:
         raise ValueError(
-            f"layers is empty: name at least one of the {len(candidates)} {what}, or pass None"
+            f"layers is empty: name at least one of the {len(candidates)} {noun}, or pass None"
         )
     return {name: module for name, module in candidates.items() if name in names}
 

@@ -235,14 +235,14 @@ def find_input_size(model: nn.Module, input_size: InputSize | None = None) -> In
             reason = error
         else:
             return candidate
-    stranded = [
+    off_meta = [
         name
         for name, tensor in _plain_tensors(model).items()
         if tensor.device.type != "meta"
     ]
-    if stranded and "device" in str(reason):
+    if off_meta and "device" in str(reason):
         raise ValueError(
-            f"could not run {type(model).__name__} without storage: {stranded[0]} is a tensor that is neither a "
+            f"could not run {type(model).__name__} without storage: {off_meta[0]} is a tensor that is neither a "
             f"parameter nor a buffer, and so stays behind when the model is moved; make it a buffer with "
             f"register_buffer ({type(reason).__name__}: {reason})"
         ) from reason

@@ -467,26 +467,26 @@ def _load(path: Path) -> dict[str, Any]:
         raise ValueError(f"cannot read the settings in {path}: {error}") from error
 
 
-def _known(settings: Mapping[str, Any], where: str) -> dict[str, Any]:
+def _known(settings: Mapping[str, Any], source: str) -> dict[str, Any]:
     """Return the settings of a file if they exist, and have values of their types."""
     kinds = typing.get_type_hints(Config)
     unknown = sorted(settings.keys() - kinds.keys())
     if unknown:
-        raise ValueError(f"{where}: no such setting: {', '.join(unknown)}")
+        raise ValueError(f"{source}: no such setting: {', '.join(unknown)}")
     for name, value in settings.items():
-        _check_type(value, kinds[name], f"{where}: {name}")
+        _check_type(value, kinds[name], f"{source}: {name}")
         if isinstance(value, dict) and not _is_plain(value):
             raise ValueError(
-                f"{where}: {name}: expected no dates or times, got {value!r}"
+                f"{source}: {name}: expected no dates or times, got {value!r}"
             )
     return dict(settings)
 
 
-def _check_type(value: Any, kind: Any, where: str) -> None:
+def _check_type(value: Any, kind: Any, setting: str) -> None:
     """Refuse a value that TOML gave another type than a setting has.
 
     Raises:
-        ValueError: The message says where, what was expected and what was given.
+        ValueError: The message names the setting, what was expected and what was given.
     """
     kinds = typing.get_args(kind) if isinstance(kind, types.UnionType) else (kind,)
     classes = tuple(typing.get_origin(member) or member for member in kinds)
@@ -498,7 +498,7 @@ def _check_type(value: Any, kind: Any, where: str) -> None:
         fits = all(isinstance(element, str) for element in value)
     if not fits:
         names = [_TYPES[member] for member in classes if member in _TYPES]
-        raise ValueError(f"{where}: expected {names[0]}, got {value!r}")
+        raise ValueError(f"{setting}: expected {names[0]}, got {value!r}")
 
 
 def _is_plain(value: Any) -> bool:
@@ -583,5 +583,5 @@ def _value(value: Any) -> str:
         return "[" + ", ".join(map(_value, value)) + "]"
     if isinstance(value, float):
         return repr(value)  # inf and nan, which JSON lacks
-    # Of text, integers and truth values TOML's form is JSON's.
+    # TOML writes text, integers and truth values as JSON does.
     return json.dumps(value, ensure_ascii=False)

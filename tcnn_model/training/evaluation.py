@@ -119,7 +119,7 @@ def totals(logits: Tensor, loss: Tensor, targets: Tensor) -> Tensor:
         targets: Class indices (B,) or shares of classes (B, K).
     """
     labels = targets if targets.ndim == 1 else targets.argmax(1)
-    # Of mixed images the class that has the larger share counts as right.
+    # For mixed images, the class with the larger share counts as right.
     correct = (logits.argmax(1) == labels).sum()
     return torch.stack(
         [

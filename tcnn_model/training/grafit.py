@@ -56,7 +56,7 @@ def neighbour_scores(
         scaled = scaled.masked_fill(itself, -torch.inf)
     shares = scaled.softmax(-1)
     masses = shares.new_zeros(len(embeddings), classes).index_add(1, labels, shares)
-    # Of a class without neighbours the logarithm would be -inf, and the gradient NaN.
+    # For a class without neighbours the logarithm would be -inf, and the gradient NaN.
     return masses.clamp_min(torch.finfo(masses.dtype).tiny).log()
 
 

@@ -175,7 +175,8 @@ class Training:
         after_batch: Callable[[], None] = lambda: None,
     ) -> tuple[float, float]:
         """Compute loss and accuracy of the model, or of the average of its weights."""
-        # Batch norms of each process have seen other images. Those of the first are saved, so they are validated too.
+        # Each process has seen different images in its batch norms. Checkpoints keep the first process's statistics, so
+        # every process validates with these.
         self.agree(model)
         with self.gathered(model):
             return evaluate(

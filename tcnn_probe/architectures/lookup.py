@@ -72,8 +72,8 @@ def _record(cls: type, forward: Any) -> LayerRecord:
 def looks_like_attention(module: nn.Module) -> bool:
     """Tell whether a module's class is named as those of attention are."""
     return (
-        # MHSA is what ConViT, BoTNet and others call it, XCA what XCiT does. A projection inside of attention is none
-        # itself.
+        # MHSA is what ConViT, BoTNet and others call it, XCA what XCiT does. A projection inside attention is not
+        # itself attention.
         re.search("(Attn|Attention|MHSA|XCA)(?!.*Projection)", type(module).__name__)
         is not None
     )

@@ -127,7 +127,7 @@ class Attention(ABC):
     def content_rows(self) -> ContentRows | None:
         """Return entropies and received attention of the part of A that images decide, for :attr:`detailed` ones.
 
-        None of kinds that do not measure them.
+        None for kinds that do not measure them.
         """
         return None
 
@@ -228,7 +228,7 @@ class Attention(ABC):
         """Return what entropy and distance would be if every query attended to all keys alike, for each image: (B,).
 
         Keys that a mask hides from a query count as keys, and so does padding. Where no grid is known there is no
-        distance. Of gated attention there is ``uniform_content_entropy`` too, over real pixels.
+        distance. Gated attention has ``uniform_content_entropy`` too, over real pixels.
         """
         scales = {"uniform_entropy": math.log(self.keys)}
         if self.gate is not None:

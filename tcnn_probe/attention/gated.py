@@ -303,7 +303,7 @@ def gated_attention_of(
         name: Name of the layer.
         running: Modules that are running around it, and their inputs.
     """
-    once = {
+    formed_once = {
         role: tensors[0]
         for role, tensors in (formed or {}).items()
         if len(tensors) == 1
@@ -312,11 +312,11 @@ def gated_attention_of(
     def describe() -> tcnn_model.GatedAttention:
         if isinstance(layer, ConViTLayer):
             return convit_attention(
-                layer, once["qk"] if "qk" in once else layer.qk.forward(x)
+                layer, formed_once["qk"] if "qk" in formed_once else layer.qk.forward(x)
             )
-        if "head_queries" in once and "head_keys" in once:
+        if "head_queries" in formed_once and "head_keys" in formed_once:
             return layer.attention_between(
-                once["head_queries"], once["head_keys"], x.shape[2:]
+                formed_once["head_queries"], formed_once["head_keys"], x.shape[2:]
             )
         return layer.gated_attention(x)
 

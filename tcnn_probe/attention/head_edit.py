@@ -203,8 +203,8 @@ class AttendingCall:
             weight.shape[1], dtype=weight.dtype, device=weight.device
         )
         arguments["out_proj_bias"] = None
-        beside, weights = func(**arguments)  # (N, B, heads * d), or without B
-        heads = beside.unflatten(-1, (arguments["num_heads"], -1)).movedim(0, -2)
+        side_by_side, weights = func(**arguments)  # (N, B, heads * d), or without B
+        heads = side_by_side.unflatten(-1, (arguments["num_heads"], -1)).movedim(0, -2)
 
         def project(edited: Tensor) -> tuple[Tensor, Any]:
             merged = edited.reshape(heads.shape).movedim(-2, 0).flatten(-2)
@@ -217,7 +217,7 @@ class AttendingCall:
         own_keys = (arguments["bias_k"] is not None) + bool(arguments["add_zero_attn"])
         self.keys = len(arguments["key"]) + own_keys
         self._project = project
-        self._describe = partial(describe, func, (beside, weights), (), arguments)
+        self._describe = partial(describe, func, (side_by_side, weights), (), arguments)
 
 
 def edit_call(call: AttendingCall, module: nn.Module, edits: Sequence[HeadEdit]) -> Any:
@@ -255,7 +255,7 @@ def edit_function(
     """Return the output of a torch function in which a module attends, edited above the edits of other streams."""
     earlier = edits_of(output)
     if earlier:
-        # As it was before them: the mean of a head that gives zero is none of the head's.
+        # Run again without the earlier edits: the mean of a head that was set to zero says nothing about the head.
         result = func(*args, **kwargs)
         is_kept = isinstance(result, Tensor) and not result.requires_grad
         # Others may follow a softmax to the values by the place where it is stored.

@@ -270,8 +270,9 @@ class _EditingMode(TorchFunctionMode):
             and args[1] is call.module.proj.weight
         ):
             heads = args[0].unflatten(-1, (call.module.num_heads, -1)).transpose(1, 2)
-            beside = _edit_gated_heads(call, heads).transpose(1, 2).flatten(2)
-            return func(beside, *args[1:], **kwargs)
+            edited_heads = _edit_gated_heads(call, heads)
+            side_by_side = edited_heads.transpose(1, 2).flatten(2)
+            return func(side_by_side, *args[1:], **kwargs)
         # Softmaxes inside of gated attention are parts of A: heads are edited at the seam, once C and P are added up.
         if isinstance(call.module, GATED_LAYERS):
             return func(*args, **kwargs)

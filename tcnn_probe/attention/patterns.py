@@ -262,20 +262,21 @@ def _rows_of_block(
     window, query = sample_queries(*sampling)
     window, query = window[:, None] - windows[0], query - queries[0]
     block_windows, block_queries = windows[1] - windows[0], queries[1] - queries[0]
-    inside = (
+    in_block = (
         (window >= 0)
         & (window < block_windows)
         & (query >= 0)
         & (query < block_queries)
     )
     # Neighbours, as blocks cut windows and queries in order.
-    sampled = inside.flatten().nonzero()[:, 0].tolist()
+    sampled = in_block.flatten().nonzero()[:, 0].tolist()
     row = (
-        torch.arange(images)[:, None] * block_windows + window.expand_as(query)[inside]
+        torch.arange(images)[:, None] * block_windows
+        + window.expand_as(query)[in_block]
     )
     index = (
         row[:, None] * heads + torch.arange(heads)[:, None]
-    ) * block_queries + query[inside]
+    ) * block_queries + query[in_block]
     return slice(sampled[0], sampled[-1] + 1) if sampled else slice(
         0
     ), index.flatten().to(device)

@@ -80,7 +80,7 @@ class ReceptiveFields(Uncompiled):
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         """Let torch compute, and follow operations that change where cells look."""
-        # Else a higher-order operator, such as flex_attention, which has neither packet nor decomposition.
+        # Higher-order operators, such as flex_attention, have neither a packet nor a decomposition.
         if not isinstance(func, torch._ops.OpOverload):
             return func(*args, **(kwargs or {}))
         # In inference mode a convolution comes as a whole, and not as its parts.
@@ -99,8 +99,8 @@ class ReceptiveFields(Uncompiled):
             self._slides(args[0], output, *args[1:4])
         elif operation in _PADS and args[0].ndim == 4:
             # Pads are (left, right, top, bottom), of the last axis alone if there are two.
-            before = [*args[1], 0, 0]
-            self._slides(args[0], output, 1, 1, (before[2], before[0]))
+            left, _right, top, *_ = (*args[1], 0, 0)
+            self._slides(args[0], output, 1, 1, (top, left))
         return output
 
     def _slides(
@@ -113,12 +113,13 @@ class ReceptiveFields(Uncompiled):
         dilation: Any = 1,
     ) -> None:
         """Note the fields of a map over which a kernel has slid."""
-        before = self._fields.get((x.shape[2], x.shape[3]))
-        if before is None:
+        input_fields = self._fields.get((x.shape[2], x.shape[3]))
+        if input_fields is None:
             return
-        grid, after = (output.shape[2], output.shape[3]), []
+        grid = output.shape[2], output.shape[3]
+        fields: list[_Fields] = []
         by_side = zip(
-            before,
+            input_fields,
             # torch's pools without a stride step by their kernel.
             *map(_pair, (kernel, stride or kernel, padding, dilation)),
             strict=True,
@@ -126,18 +127,20 @@ class ReceptiveFields(Uncompiled):
         for (low, high, spacing), size, step, pad, spread in by_side:
             # Cell n of the output sees cells n s - p to n s - p + d (k - 1) of the input.
             reach = spread * (size - 1) - pad
-            after.append(
+            fields.append(
                 _Fields(low - pad * spacing, high + reach * spacing, spacing * step)
             )
-        earlier = self._fields.get(grid, after)
+        earlier_fields = self._fields.get(grid, fields)
         # A map of the same size with another spacing belongs to another path or forward: the latest one counts.
-        if [field.spacing for field in earlier] == [field.spacing for field in after]:
-            pairs = zip(earlier, after, strict=True)
-            after = [
+        if [field.spacing for field in earlier_fields] == [
+            field.spacing for field in fields
+        ]:
+            pairs = zip(earlier_fields, fields, strict=True)
+            fields = [
                 _Fields(min(a.low, b.low), max(a.high, b.high), a.spacing)
                 for a, b in pairs
             ]
-        self._fields[grid] = after
+        self._fields[grid] = fields
 
 
 _PADS = {aten.constant_pad_nd, aten.reflection_pad2d, aten.replication_pad2d}

@@ -316,7 +316,7 @@ def _broadcast(request: SeenAttention) -> tuple[Tensor, Tensor, Tensor]:
 
 def is_between_channels(keys: int, heads: int, inputs: Sequence[Any]) -> bool:
     """Return whether the keys can only be the channels of each head, by the shapes of the layer's inputs."""
-    # Of inputs (B, N, C) or (B, C, H, W). Between channels, the matrix of a head has the sides C / heads.
+    # Inputs are (B, N, C) or (B, C, H, W). In attention between channels, the matrix of a head has the sides C / heads.
     features = [x for x in inputs if isinstance(x, Tensor) and x.ndim in (3, 4)]
     channels = {x.shape[-1] if x.ndim == 3 else x.shape[1] for x in features}
     return keys * heads in channels and keys not in token_counts(inputs)
@@ -330,12 +330,13 @@ def tolerance(dtype: torch.dtype) -> float:
 
 def relative_difference(rebuilt: Tensor, expected: Tensor) -> Tensor:
     """Return the largest difference as a share of the largest finite expected value, shape () in float32."""
-    broken = ~expected.isfinite()  # by what the model was given
+    # What is not finite comes from the model's inputs, and is no fault of the rebuilding.
+    nonfinite = ~expected.isfinite()
     difference, size = (
-        x.masked_fill(broken, 0).abs().amax().float()
+        x.masked_fill(nonfinite, 0).abs().amax().float()
         for x in (rebuilt - expected, expected)
     )
-    # An output of zeros, as of a projection that starts at zero, is not to divide by zero.
+    # An output of zeros, such as that of a projection that starts at zero, must not cause a division by zero.
     return difference / size.clamp_min(torch.finfo(torch.float32).tiny)
 
 
@@ -365,19 +366,20 @@ class Verification:
         Raises:
             ReconstructionError: One is larger than rounding explains.
         """
-        # Forgotten first, as the error below ends the forward.
+        # Cleared before the check, because its error ends the forward.
         compared, self._open = self._open, []
         shares = {layer: float(difference) for layer, difference, _ in compared}
-        wrong = {
+        mismatches = {
             layer: shares[layer]
             for layer, _, largest in compared
-            # Not ">": NaN is wrong, too.
+            # Not written with ">", so that NaN counts as a mismatch too.
             if not shares[layer] <= largest
         }
-        if wrong:
+        if mismatches:
             raise ReconstructionError(
                 f"attention rebuilt from what reached it differs from the model's own output, by these shares of its "
-                f"largest value: {wrong}; record the other layers with layers=, or write a probe for this kind of layer"
+                f"largest value: {mismatches}; record the other layers with layers=, or write a probe for this kind "
+                f"of layer"
             )
         self._passed |= shares.keys()
 

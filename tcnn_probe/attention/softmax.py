@@ -296,20 +296,22 @@ class SoftmaxAttention(Attention):
             return None
         # Class-attention layers (CaiT) ask for the class token alone; a window can have a single pixel without being
         # one, and a grid a single pooled query.
-        alone = self.queries == 1 and self.keys > 1 and self.windows == 1
-        alone &= self.layout.queries is None
+        is_single_query = self.queries == 1 and self.keys > 1 and self.windows == 1
+        is_single_query &= self.layout.queries is None
         if self.layout.asking == "latents":
             # timm's AttentionPoolLatent: with pool="token" it hands on the first latent alone, with "avg" the mean of
             # all.
-            return 0 if alone or getattr(self.module, "pool", None) == "token" else None
+            hands_on_first_latent = getattr(self.module, "pool", None) == "token"
+            return 0 if is_single_query or hands_on_first_latent else None
         queries = self.layout.queries
         # Queries that lie on no grid, and are no more than the tokens before the grid of the keys, are these tokens.
-        leads = (
+        starts_with_specials = (
             queries.prefix > 0
             if queries is not None
             else self.queries <= self.layout.prefix
         )
-        return 0 if alone or (leads and self.class_token) else None
+        has_class_token = starts_with_specials and self.class_token
+        return 0 if is_single_query or has_class_token else None
 
     @property
     def distillation_query(self) -> int | None:
@@ -354,11 +356,11 @@ class SoftmaxAttention(Attention):
         return share_between_segments(self, self._measurements().by_query)
 
     def values(self) -> Tensor | None:
-        """Return the values, see :class:`Attention`; None of a softmax that is a call of its own."""
+        """Return the values, see :class:`Attention`; None for a softmax that is a call of its own."""
         return None if self.find_values is None else self.find_values()
 
     def head_outputs(self) -> Tensor | None:
-        """Return the heads' outputs, see :class:`Attention`; None of a softmax that is a call of its own."""
+        """Return the heads' outputs, see :class:`Attention`; None for a softmax that is a call of its own."""
         return None if self.find_outputs is None else self.find_outputs()
 
     def discrepancy(self, output: Any = None) -> tuple[Tensor, float] | None:

@@ -162,8 +162,8 @@ class FeatureMaps:
         ):
             return self.special.class_token
         # A model can hold its class token and its registers in a single parameter, which is no longer than those: a
-        # longer part is words. Of several parts before the grid the first one is a class token only if it is a single
-        # token: EoMT puts its queries before it.
+        # longer part is words. If several parts stand before the grid, the first one is a class token only if it is a
+        # single token: EoMT puts its queries before it.
         before, _ = joined
         can_be_first = before[:1] == (1,) or (
             len(before) == 1 and before[0] <= MOST_SPECIAL
@@ -293,15 +293,15 @@ def _covers(rows: int, columns: int, height: int, width: int) -> bool:
     """
     if min(rows, columns) < 1:
         return False
-    down = max(height / (rows + 1), width / (columns + 1)) < min(
+    rounds_down = max(height / (rows + 1), width / (columns + 1)) < min(
         height / rows, width / columns
     )
-    below = [
+    upper_bounds = [
         n / (m - 1) if m > 1 else float("inf")
         for n, m in ((height, rows), (width, columns))
     ]
-    up = max(height / rows, width / columns) < min(below)
-    return down or up
+    rounds_up = max(height / rows, width / columns) < min(upper_bounds)
+    return rounds_down or rounds_up
 
 
 def find_layout(

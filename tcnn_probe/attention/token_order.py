@@ -73,10 +73,11 @@ def objection_to_order(places: Places, tokens: Tokens, behind: int) -> str:
 
 
 def arrangement_of(places: Places) -> Arrangement | None:
-    """Return where words and patches stand; None if there are not both, or if other tokens stand among the patches."""
+    """Return where words and patches stand; None if either are missing, or if the patches are not contiguous."""
     if places is None or not bool((places < 0).any()):
         return None
     patches = (places >= 0).nonzero()[:, 0].tolist()
+    # As many patches as indices from the first to the last: no other token stands among them.
     if not patches or len(patches) <= patches[-1] - patches[0]:
         return None
     words = (places < 0).nonzero()[:, 0].tolist()
@@ -107,7 +108,8 @@ class PlaceTracker(TorchFunctionMode):
         self.keys: Places = None
         # Keys are weak: no tensor lives longer than the model keeps it.
         self._places: Any = WeakTensorKeyDictionary()
-        # Of products of queries and keys, which have the places of the queries: places of the keys, shape (N_key,).
+        # A product of queries and keys has the places of the queries in _places, and those of the keys, shape (N_key,),
+        # here.
         self._keys: Any = WeakTensorKeyDictionary()
         tensors = _tensors(inputs)
         for image in tensors:

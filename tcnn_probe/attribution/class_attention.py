@@ -77,10 +77,10 @@ def _choose(
     """Return the name of the layer to show."""
     if layer is not None:
         if layer not in maps_by_layer:
-            why = f": {missing[layer]}" if layer in missing else ""
+            reason = f": {missing[layer]}" if layer in missing else ""
             names = list(maps_by_layer)
             raise ValueError(
-                f"expected a layer with maps of class tokens: one of {names}, got {layer!r}{why}"
+                f"expected a layer with maps of class tokens: one of {names}, got {layer!r}{reason}"
             )
         return layer
     if not maps_by_layer:

@@ -127,14 +127,16 @@ def _curve(
         # Several steps of few images fill a batch.
         at_once = max(1, batch_size // len(old))
         for first in range(0, steps + 1, at_once):
-            now = counts[first : first + at_once]
-            mixed = torch.cat([torch.where(place < count, new, old) for count in now])
-            classes = target[rows].cpu().repeat(len(now))[:, None]
+            counts_of_batch = counts[first : first + at_once]
+            mixed = torch.cat(
+                [torch.where(place < count, new, old) for count in counts_of_batch]
+            )
+            classes = target[rows].cpu().repeat(len(counts_of_batch))[:, None]
             probabilities = (
                 class_scores(model, mixed).cpu().double().softmax(1).gather(1, classes)
             )
-            curve[rows, first : first + len(now)] = probabilities.view(
-                len(now), len(old)
+            curve[rows, first : first + len(counts_of_batch)] = probabilities.view(
+                len(counts_of_batch), len(old)
             ).T
     # A NaN sorts somewhere, and the curve would look valid.
     curve[maps.flatten(1).isnan().any(1).cpu()] = torch.nan

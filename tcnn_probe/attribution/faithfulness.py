@@ -292,7 +292,7 @@ def _select_metrics(
             raise ValueError(
                 f"{name!r} needs masks, which say where the objects are: masks=, shape (B, H, W)"
             )
-        # Where metrics are not named it is NaN for maps that were given.
+        # If the user names no metrics, this one is computed for the methods, and is NaN for maps that were given.
         if METRICS[name].takes == "method" and maps_only and metrics is not None:
             raise ValueError(
                 f"{name!r} needs methods, by name or as functions; {maps_only[0]!r} was {_MAPS_ALONE}"
@@ -307,8 +307,10 @@ def _explain(
     images: Tensor,
     targets: Tensor,
 ) -> Tensor:
+    """Compute the maps of a method anew, in the order of arguments that :func:`sensitivity` calls."""
     assert attribution.explain is not None
-    return attribution.explain(model, images, targets, batch_size)[0]
+    maps, _layer = attribution.explain(model, images, targets, batch_size)
+    return maps
 
 
 def _find_attributions(
@@ -390,7 +392,7 @@ def _user_maps(maps: Any, images: Tensor, name: str) -> Attribution:
     )
 
 
-def _as_tensor(values: Any, images: Tensor, what: str) -> Tensor:
+def _as_tensor(values: Any, images: Tensor, noun: str) -> Tensor:
     """Return a tensor on the CPU, shape (B, H, W) as the images."""
     try:
         tensor = (
@@ -400,11 +402,11 @@ def _as_tensor(values: Any, images: Tensor, what: str) -> Tensor:
         )
     except (TypeError, ValueError) as error:
         raise TypeError(
-            f"expected {what}, an array (B, H, W), got {values!r}"
+            f"expected {noun}, an array (B, H, W), got {values!r}"
         ) from error
     expected = (len(images), *images.shape[2:])
     if tuple(tensor.shape) != expected:
         raise ValueError(
-            f"expected {what} of shape {expected}, got {tuple(tensor.shape)}"
+            f"expected {noun} of shape {expected}, got {tuple(tensor.shape)}"
         )
     return tensor

@@ -146,9 +146,9 @@ def _cover(
     squares: Iterator[Tensor], count: int, baseline: Any, images: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Return the next squares, and the images that they cover."""
-    inside = _next(squares, count, images).expand_as(images)
-    return inside.to(images.dtype), torch.where(
-        inside, background(baseline, images), images
+    covered = _next(squares, count, images).expand_as(images)
+    return covered.to(images.dtype), torch.where(
+        covered, background(baseline, images), images
     )
 
 

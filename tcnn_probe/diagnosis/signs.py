@@ -133,8 +133,8 @@ def entropy_quantile(ds: xr.Dataset, q: float) -> xr.DataArray:
     number = reached.argmax("entropy_bin")
     share = histogram.isel(entropy_bin=number)
     before = below.isel(entropy_bin=number) - share
-    inside = ((q - before) / share.where(share > 0)).clip(0, 1).fillna(0)
-    quantile = ((number + inside) / bins).where(share.notnull())
+    share_of_bin = ((q - before) / share.where(share > 0)).clip(0, 1).fillna(0)
+    quantile = ((number + share_of_bin) / bins).where(share.notnull())
     return quantile.drop_vars("entropy_bin", errors="ignore").assign_attrs(
         units="1",
         long_name=f"{q:g} quantile of entropies / uniform entropy",

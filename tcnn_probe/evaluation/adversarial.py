@@ -215,7 +215,7 @@ def _box(images: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
 def _random_start(shape: torch.Size, epsilon: float, seed: int, first: int) -> Tensor:
     """Draw offsets uniformly from [-epsilon, epsilon), float64, each image from a generator of its own."""
     generators = [
-        # Of numpy, as torch's generators draw other numbers on another device.
+        # NumPy's generators, because torch's draw different numbers on different devices.
         np.random.default_rng((seed, number))
         for number in range(first, first + shape[0])
     ]

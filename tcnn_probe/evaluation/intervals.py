@@ -128,11 +128,13 @@ def _corrected_for_skewness(
     count, mean, deviation = len(values), values.mean(), values.std(ddof=1)
     if deviation == 0:
         return np.array([mean, mean])
-    third = ((values - mean) ** 3).mean() / values.std() ** 3 / 3
-    scaled = quantile / np.sqrt(count) * np.array([1, -1]) - third / (2 * count)
+    third_of_skewness = ((values - mean) ** 3).mean() / values.std() ** 3 / 3
+    scaled = quantile / np.sqrt(count) * np.array([1, -1]) - third_of_skewness / (
+        2 * count
+    )
     # The limit for symmetric values, where the formula divides by 0.
-    if abs(third) > 1e-6:
-        scaled = (np.cbrt(1 + 3 * third * scaled) - 1) / third
+    if abs(third_of_skewness) > 1e-6:
+        scaled = (np.cbrt(1 + 3 * third_of_skewness * scaled) - 1) / third_of_skewness
     return mean - deviation * scaled
 
 

@@ -217,11 +217,11 @@ def _ratio_interval(answers: NDArray[Any], baseline: NDArray[Any]) -> NDArray[An
     )
     square = second**2 - covariance[1, 1]
     middle = first * second - covariance[0, 1]
-    inside = middle**2 - square * (first**2 - covariance[0, 0])
+    discriminant = middle**2 - square * (first**2 - covariance[0, 0])
     # The baseline's accuracy is compatible with 0: any ratio is possible.
-    if square <= 0 or inside < 0:
+    if square <= 0 or discriminant < 0:
         return np.full(2, np.nan)
-    return (middle + np.array([-1, 1]) * np.sqrt(inside)) / square - 1
+    return (middle + np.array([-1, 1]) * np.sqrt(discriminant)) / square - 1
 
 
 def share_right(results: xr.Dataset, by: str | None) -> xr.DataArray:

@@ -68,12 +68,12 @@ def translation_equivariance(
             f"a row for each query and a column for each key, got {mean.shape}"
         )
     pairs, group, count = _offsets_of_pairs(queries.tobytes(), keys.tobytes())
-    free = group.size - count.size
-    if free < 1:
+    degrees_of_freedom = group.size - count.size
+    if degrees_of_freedom < 1:
         return np.full(len(mean), np.nan)
     shares = np.ones(len(mean))
-    for head, row in enumerate(mean.reshape(len(mean), -1)):
-        values = row[pairs].astype(np.float64, copy=False)
+    for head, pattern in enumerate(mean.reshape(len(mean), -1)):
+        values = pattern[pairs].astype(np.float64, copy=False)
         # Centred first: with a mean far from 0, differences of large sums would lose digits.
         values -= values.mean()
         total = values @ values
@@ -81,9 +81,9 @@ def translation_equivariance(
             # Sum over offsets of n_g times the squared mean of the group.
             explained = (np.bincount(group, values) ** 2 / count).sum()
             # Rounding can make the explained sum the larger one.
-            shares[head] = 1 - (max(total - explained, 0) / free) / (
-                total / (group.size - 1)
-            )
+            residual = max(total - explained, 0)
+            residual_variance = residual / degrees_of_freedom
+            shares[head] = 1 - residual_variance / (total / (group.size - 1))
         elif not np.isfinite(total):
             shares[head] = np.nan
     return shares

@@ -128,7 +128,7 @@ class Forwards(Calls["Forward"]):
     def _begin(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> None:
-        # A shallow copy of the module carries the hook too, and is none of the model's.
+        # A shallow copy of the module carries the hook too, but does not belong to the model.
         if module in self._names and hidden_depth() == self._depth:
             super()._begin(module, args, kwargs)
 
@@ -229,7 +229,7 @@ class Forward(Call):
     def _asked(self, request: Seen) -> Answer | None:
         if self._is_quiet or hidden_depth() > self._depth:
             return None
-        # Else the forward was interrupted, and something else runs now.
+        # A call from outside this forward's frame: the forward was interrupted, and something else runs now.
         if not is_under(sys._getframe(), self.frame):
             return None
         if self.running[-1][0] not in self._names:

@@ -175,7 +175,8 @@ class Interception(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         # flex_attention compiles itself, through this mode; what it has compiled passes here once more when it runs.
-        # First, so that torch.compile guards nothing of what follows: else it compiles again in each forward.
+        # Tested first, so that torch.compile guards nothing of what follows: guards would make it compile again in each
+        # forward.
         if torch.compiler.is_compiling():
             return func(*args, **kwargs)
         output = func(*args, **kwargs)

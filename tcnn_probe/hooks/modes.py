@@ -77,7 +77,7 @@ def hidden_depth() -> int:
 class Uncompiled(TorchDispatchMode):
     """Mode that changes nothing; but while any dispatch mode is on, torch.compile leaves Python code as it is."""
 
-    # Else flex_attention, cond, while_loop and scan raise NotImplementedError inside of any dispatch mode.
+    # Without this, flex_attention, cond, while_loop and scan raise NotImplementedError inside any dispatch mode.
     supports_higher_order_operators = True
 
     @classmethod
@@ -115,8 +115,8 @@ def _without_mode(operator: Callable[..., Any]) -> Callable[..., Any]:
 
 def never_compiled_alone(function: Function) -> Function:
     """Return a mode's ``__torch_function__``, which torch.compile then traces only as a part of what calls it."""
-    # Else it compiles one version for each kind of call, up to 256 of them. torch.compiler.disable would break the
-    # graphs that flex_attention asks to be whole.
+    # Otherwise torch.compile compiles one version for each kind of call, up to 256 of them. torch.compiler.disable
+    # would break the graphs that flex_attention asks to be whole.
     frames = torch._C._dynamo.eval_frame
     strategy = frames._FrameExecStrategy(
         frames._FrameAction.SKIP, frames._FrameAction.DEFAULT
@@ -132,9 +132,9 @@ def may_compile() -> bool:
         return True
     backends = sys.modules.get("torch._dynamo.eval_frame")
     frames = sys.modules.get("torch._dynamo.utils")
-    ran = frames is not None and frames.counters["frames"]["total"] > 0
+    has_compiled = frames is not None and frames.counters["frames"]["total"] > 0
     # What torch.compiler.disable was called on has None for a backend.
-    return ran or any(
+    return has_compiled or any(
         backend is not None
         for backend in getattr(backends, "cached_backends", {}).values()
     )

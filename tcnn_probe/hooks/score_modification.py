@@ -12,7 +12,8 @@ from tcnn_probe.hooks.modes import only_modes_from_here
 
 __all__ = ["ScoreModification"]
 
-# Of (score, image, head, query, key), the arguments that have an axis of their own: the last axis is mapped first.
+# in_dims of nested vmaps over (score, image, head, query, key), the last axis first: 0 for the arguments that have the
+# axis.
 _AXES = (
     (0, None, None, None, 0),
     (0, None, None, 0, None),

@@ -121,8 +121,8 @@ def _as_heads(heads: Any, layer: str | None) -> Heads:
     are_several = isinstance(heads, Iterable) and not isinstance(heads, str)
     # To plain integers, from those of numpy, torch or pandas.
     indices = np.array([*heads] if are_several else [heads]).tolist()
-    what = f"heads of {layer!r} (an index, indices or a slice)"
-    return tuple(dict.fromkeys(whole_number(head, what) for head in indices))
+    noun = f"heads of {layer!r} (an index, indices or a slice)"
+    return tuple(dict.fromkeys(whole_number(head, noun) for head in indices))
 
 
 def _ablated_layers(
@@ -156,13 +156,15 @@ def _ablated_layers(
     matching = (
         attention
         if pattern is None
-        else select_layers(attention, pattern or "*", what="attention layers")
+        else select_layers(attention, pattern or "*", noun="attention layers")
     )
     reasons = {
         name: kind.reason_against(module, mode) for name, module in matching.items()
     }
-    able = {name: module for name, module in matching.items() if reasons[name] is None}
-    if not able:
+    editable = {
+        name: module for name, module in matching.items() if reasons[name] is None
+    }
+    if not editable:
         reason = next((f": {reason}" for reason in reasons.values()), "")
         hint = ""
         if not matching:
@@ -170,11 +172,11 @@ def _ablated_layers(
                 ": none is called attention. One that is not called so has to be named; tcnn_model.reparameterize(cnn) "
                 "gives a CNN attention"
             )
-        where = "this model" if pattern is None else repr(pattern)
-        raise ValueError(f"no layer of {where} can do mode={mode!r}{reason}{hint}")
-    for name, module in able.items():
+        scope = "this model" if pattern is None else repr(pattern)
+        raise ValueError(f"no layer of {scope} can do mode={mode!r}{reason}{hint}")
+    for name, module in editable.items():
         stands_for = "every layer" if pattern is None else pattern
-        strict, count = len(able) == 1, _known_count(module)
+        strict, count = len(editable) == 1, _known_count(module)
         yield kind(
             stands_for, name, module, None, heads, mode, strict=strict, count=count
         )

@@ -102,8 +102,8 @@ def _label(axes: "Axes", along: xr.DataArray, values: xr.DataArray) -> None:
     if not axes.get_title():
         lines = " by head (thin), and mean (thick)" if "head" in values.dims else ""
         if "run" in values.dims:
-            over = "heads and runs" if "head" in values.dims else "runs"
-            lines = f": mean over {over} (line), smallest to largest of {values.sizes['run']} runs (band)"
+            averaged = "heads and runs" if "head" in values.dims else "runs"
+            lines = f": mean over {averaged} (line), smallest to largest of {values.sizes['run']} runs (band)"
         axes.set_title(axis_label(values).split(" (")[0] + lines, fontsize="small")
     locator, formatter = (
         axes.xaxis.get_major_locator(),

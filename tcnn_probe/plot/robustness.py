@@ -81,7 +81,7 @@ def robustness(
         if bool((heights.notnull() & low.isnull()).any()):
             label = label.replace("images)", "images;\nhatched: no interval)")
     axes = axes_or_current(ax)
-    # Of all models, so that a model keeps its colour when the baseline is left out.
+    # Places among all models, so that a model keeps its colour when the baseline is left out.
     places = {str(name): number for number, name in enumerate(ds["model"].values)}
     _bars(axes, heights, heights - low, high - heights, places)
     axes.set_xticks(

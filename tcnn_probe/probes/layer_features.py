@@ -174,10 +174,12 @@ def _places(call: ForwardCall, channel_axis: int | None) -> Tensor:
         if looks_last and not any(
             isinstance(module, nn.Conv2d) for module in call.module.modules()
         ):
-            why = (
+            finding = (
                 f"{call.name!r} returns {tuple(x.shape)}, which looks like (B, H, W, C)"
             )
-            raise ValueError(f"{why}: give channel_axis=-1, or 1 if it is (B, C, H, W)")
+            raise ValueError(
+                f"{finding}: give channel_axis=-1, or 1 if it is (B, C, H, W)"
+            )
         channel_axis = 1 if x.ndim > 3 else -1
     return x.movedim(channel_axis, -1).flatten(1, -2)
 

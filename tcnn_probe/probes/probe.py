@@ -275,8 +275,8 @@ def find_probes(names_or_probes: Iterable[str | Probe] | str | Probe) -> list[Pr
         if probe not in probes:
             probes.append(probe)
     kinds = [probe.kind for probe in probes]
-    if twice := {kind for kind in kinds if kinds.count(kind) > 1}:
-        raise ValueError(f"two probes of one kind: {', '.join(sorted(twice))}")
+    if duplicates := {kind for kind in kinds if kinds.count(kind) > 1}:
+        raise ValueError(f"two probes of one kind: {', '.join(sorted(duplicates))}")
     dims: dict[tuple[str, str], tuple[str, ...]] = {}
     for probe in probes:
         for name, variable in probe.variables.items():

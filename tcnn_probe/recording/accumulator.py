@@ -86,7 +86,8 @@ class EpochSums:
             if pattern is None:
                 continue
             mean = pattern.attention / pattern.images
-            if pattern.images > 1:  # of a single image nothing is known
+            # A single image does not show what depends on the image.
+            if pattern.images > 1:
                 means[name] = information(
                     mean, pattern.entropy / pattern.images, pattern.images
                 )
@@ -222,7 +223,7 @@ class Accumulator:
         self._largest.clear()
         self._patterns.clear()
         self.gradients.reset()
-        # Sums stay, so that all epochs have values of one shape.
+        # Zeroed rather than deleted: values of later epochs are refused unless they have the same shapes.
         for total in self._sums.values():
             total.zero_()
 

@@ -398,9 +398,11 @@ class Collector(AttentionListener):
         # A copy, as a forward in another thread may add accumulators meanwhile.
         return list(self.accumulators.values())
 
-    def _note_missing(self, layer: str, variables: Collection[str], why: str) -> None:
+    def _note_missing(
+        self, layer: str, variables: Collection[str], reason: str
+    ) -> None:
         for variable in variables:
-            self.missing.setdefault(variable, {})[layer] = why
+            self.missing.setdefault(variable, {})[layer] = reason
 
     def _ignores_gradients(self) -> bool:
         return self.pauses > 0 or hidden_depth() > self._depth
@@ -486,11 +488,11 @@ class Collector(AttentionListener):
         accumulator.add(measured.values)
         accumulator.add_patterns(measured.patterns)
         if MAPS_BY_CLASS in maps:
-            maps, why = select_classes(
+            maps, reason = select_classes(
                 maps, self._sampling.classes, output, measured.rows, measured.images
             )
-            if why:
-                self._note_missing(measured.layer, probe.class_variables, why)
+            if reason:
+                self._note_missing(measured.layer, probe.class_variables, reason)
         accumulator.add_maps([measured.before + row for row in measured.rows], maps)
 
     def _class_counts(self) -> dict[str, int]:

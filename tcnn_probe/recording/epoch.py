@@ -121,10 +121,10 @@ def check_probes(report: EpochReport, *, chose_layers: bool) -> None:
             classes.check(pool, count)
     # Attention is found in the first forward.
     if probes and not report.layers and not any(probe.attention for probe in probes):
-        where = " among those asked for" if chose_layers else ""
-        why = f": {report.missing}" if report.missing else ""
+        scope = " among those asked for" if chose_layers else ""
+        reasons = f": {report.missing}" if report.missing else ""
         raise ValueError(
-            f"{report.model_class} has no layer{where} for the probes {kinds}{why}"
+            f"{report.model_class} has no layer{scope} for the probes {kinds}{reasons}"
         )
 
 
@@ -229,7 +229,7 @@ def check_scalars(scalars: Iterable[str], groups: Groups) -> None:
 
 def check_order(along: str, number: int | float, marks: Sequence[int | float]) -> None:
     """Refuse an epoch that is marked already, or that comes before the last mark."""
-    # Asked first: the usual mistake of a resumed run, which has a remedy of its own.
+    # Checked first: this is the usual mistake of a resumed run, and it has its own remedy.
     if number in marks:
         raise ValueError(
             f"{along} {number} is already marked: record(..., mode='w') replaces the recording that is there; to "
@@ -362,12 +362,13 @@ def warn_of_idle_probes(kinds: Collection[str], report: EpochReport) -> list[str
 
     If one of the default probes has a layer, the others need none.
     """
-    busy = {entry.probe.kind for entry in report.layers}
+    measured_kinds = {entry.probe.kind for entry in report.layers}
     # GPSA and softmax are both default probes, and few models have both.
     idle = [
         kind
         for kind in kinds
-        if kind not in busy and not (kind in DEFAULT and busy & {*DEFAULT})
+        if kind not in measured_kinds
+        and not (kind in DEFAULT and measured_kinds & {*DEFAULT})
     ]
     warned = [f"no layer was found for the probes {idle}"] if idle else []
     for probe in report.probes:

@@ -91,8 +91,9 @@ def number_values(layers: Iterable[LayerReport]) -> list[LayerValues]:
     for layer in layers:
         probe, sums = layer.probe, layer.sums
         key = probe.place, layer.name
+        # Several probes of one group can measure the same layer, and share its entry.
         entry = entries.setdefault(key, LayerValues(*key, maps=False))
-        # State is read at the mark, as gates are; means are over the images since the last one.
+        # State, such as gates, is read at the mark; means are over the images since the last one.
         values = sums.state | sums.means()
         variables = {
             name: probe.variables[name]
@@ -181,7 +182,7 @@ def _place_of_maps(images: Iterable[Image]) -> str:
     sizes: dict[str, int] = {}
     for variable, array in images:
         sizes |= zip(variable.dims[2:], array.shape, strict=False)
-    # Layers of one shape share an array, of any other shape they could not: heads, windows and grids differ.
+    # Layers share an array only if their maps have the same numbers of heads and windows and the same grid.
     shape = "x".join(
         str(sizes[dim]) for dim in ("head", "window", "y", "x") if dim in sizes
     )
@@ -291,7 +292,7 @@ def assemble(
     for entry in entries:
         row = rows[entry.place][entry.layer]
         for name, value in entry.values.items():
-            # Not before the warning of values that are not finite: shares of nothing are meant to be NaN.
+            # Divided only here, after the warning of values that are not finite: shares of nothing are meant to be NaN.
             if entry.variables[name].over_images == "shares":
                 total = value.sum(-1, keepdims=True)
                 value = value / np.where(total == 0, np.nan, total)

@@ -173,7 +173,7 @@ class Recorder:
             check_probes(report, chose_layers=layers is not None)
             with self._ranks.agreed():
                 if self._store.groups is not None:
-                    # Before anything is locked or written: a refusal leaves the store as it was.
+                    # Checked before anything is locked or written, so that a refusal leaves the store as it was.
                     check_same_recording(self._store, provenance(model), report)
                 self._store.hold()
             self._weights = ResumedWeights(model, self._store.attrs or {})
@@ -409,7 +409,7 @@ class Recorder:
         self._store.append(
             mark.number, assemble(entries, groups), mark.scalars, attrs=attrs
         )
-        # Not before: a mark that failed has settled nothing.
+        # Set only now, after the write: a mark that failed has settled nothing.
         self._groups = groups
         return warned
 
@@ -454,8 +454,8 @@ class Recorder:
                 layers.setdefault(advice, []).append(layer)
                 self._warned.add(layer)
         return [
-            f"no attention_distance and no maps of {', '.join(names)}: {why}"
-            for why, names in layers.items()
+            f"no attention_distance and no maps of {', '.join(names)}: {advice}"
+            for advice, names in layers.items()
         ]
 
     def _warn_of_alarms(self) -> list[str]:

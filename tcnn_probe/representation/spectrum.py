@@ -43,6 +43,6 @@ def participation_ratio(features: ArrayLike) -> float:
     if not np.ptp(x, axis=0).any():
         return float("nan")
     x = x - x.mean(0)
-    # The smaller of the two, as they share all eigenvalues but zeros.
+    # The smaller of x^T x and x x^T, which have the same eigenvalues apart from zeros.
     products = x.T @ x if x.shape[0] > x.shape[1] else x @ x.T
     return float(np.trace(products) ** 2 / (products**2).sum())

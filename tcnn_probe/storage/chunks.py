@@ -323,8 +323,8 @@ class CheckedStore(WrapperStore[Store]):
                 )
             self._compared = state
 
-    def _damaged(self, key: str, why: str) -> StoreError:
-        return StoreError(f"the chunk {key!r} in {self} is damaged: {why}")
+    def _damaged(self, key: str, reason: str) -> StoreError:
+        return StoreError(f"the chunk {key!r} in {self} is damaged: {reason}")
 
 
 def frame_size(header: bytes) -> int | None:

@@ -91,7 +91,7 @@ class Root:
     # zarr.json of each array and further group by path, with the committed lengths.
     documents: Mapping[str, Document]
     text: bytes  # the object as stored
-    # Of coordinates that are not stored yet.
+    # Labels of the coordinates that are not stored yet.
     labels: Mapping[str, np.ndarray] = field(default_factory=dict)
 
     @classmethod
@@ -163,7 +163,7 @@ class Root:
     def is_at(place: Place) -> bool:
         """Return True for a recording, of any schema version, damaged or not; StoreError for something else."""
         text = place.root()
-        # Not parsed: a damaged root of ours is to be told from the user's file as well.
+        # The text is not parsed, because a damaged root of ours must also be told from a file of the user's.
         if text is not None and VERSION not in text.decode(errors="replace"):
             raise place.something_else(f"a {ROOT} of something else")
         return text is not None
@@ -402,7 +402,11 @@ def is_name(text: str) -> bool:
 
 
 def check_names(groups: Mapping[str, Group], along: str) -> None:
-    """Require every path and name to stand for one thing, and no group inside another but the root; else ValueError."""
+    """Require names that are used once, and groups that lie directly in the root, not in each other.
+
+    Raises:
+        ValueError: A path or name stands for two things, or a group lies inside another one.
+    """
     nodes = [HEADS, *(path for path in groups if path)]
     for path, group in groups.items():
         names = [
@@ -413,13 +417,13 @@ def check_names(groups: Mapping[str, Group], along: str) -> None:
         ]
         nodes += [_join(path, name) for name in names]
     # A tree of xarray has the children of a node beside its variables, under the same names.
-    twice = [path for path in nodes if nodes.count(path) > 1]
-    inside = [
+    duplicates = [path for path in nodes if nodes.count(path) > 1]
+    nested = [
         path for path in groups if any(path.startswith(f"{node}/") for node in nodes)
     ]
-    if twice or inside:
+    if duplicates or nested:
         raise ValueError(
-            f"expected distinct names, none of them inside another, got {twice + inside}"
+            f"expected distinct names, none of them inside another, got {duplicates + nested}"
         )
 
 
@@ -468,7 +472,7 @@ async def commit(
     old: Root | None,
     new: Root,
     values: Mapping[str, np.ndarray],
-    only: dict[str, Any] | None = None,
+    precondition: dict[str, Any] | None = None,
 ) -> None:
     """Write a mark: first everything that it consists of, then the root that counts it, if the condition holds.
 
@@ -476,7 +480,7 @@ async def commit(
     StoreError if the chunk to which the mark is added is damaged, or the condition does not hold.
     """
     known = {} if old is None else old.documents
-    # Before the chunks, so that what a killed mark leaves can be told from what is the user's.
+    # Written before the chunks, so that what a killed mark leaves behind can be told from the user's own files.
     await all_of(
         documents_beside(
             store,
@@ -488,7 +492,7 @@ async def commit(
         open_array(store, path, new.documents[path]).setitem(..., labels[path])
         for path in labels
     ]
-    # It is held, so nobody else replaces anything in it.
+    # This recorder holds the lock, so nobody else replaces anything in the recording.
     checked = store if old is None else CheckedStore(store, old.sizes, "")
     for path, about in new.growing.items():
         row = values.get(path)
@@ -499,7 +503,7 @@ async def commit(
         )
     await all_of(writes)
     # The root last: until then the mark is not there for any reader.
-    await put_if(store, ROOT, new.text, only)
+    await put_if(store, ROOT, new.text, precondition)
 
 
 async def _begin(
@@ -529,7 +533,7 @@ async def _append(
     begins_chunk = (
         before % document["chunk_grid"]["configuration"]["chunk_shape"][0] == 0
     )
-    # Of a chunk that it begins there are no earlier rows to be read and checked.
+    # A chunk that begins with this row has no earlier rows to read and check.
     array = open_array(store if begins_chunk else checked, path, document)
     value = float(document["fill_value"]) if row is None else row[None]
     await array.setitem((slice(before, before + 1), ...), value)

@@ -113,7 +113,7 @@ class Folder(WrapperStore[LocalStore]):
             with os.fdopen(_new_file(partial), "wb") as file:
                 file.write(data)
                 file.flush()
-                # Before the renaming, or a loss of power could leave the name on a file without its bytes.
+                # Flushed before the renaming: else a loss of power could leave the name on a file without its bytes.
                 os.fsync(file.fileno())
             os.replace(partial, path)
         except BaseException:
@@ -372,14 +372,14 @@ def _exchange(new: Path, old: Path) -> None:
     ):
         return
     # In three steps otherwise; a run that is killed between them leaves a name that `restore` knows.
-    aside = old.with_name(f"{new.name.removesuffix('.init')}.old")
-    os.replace(old, aside)
+    temporary = old.with_name(f"{new.name.removesuffix('.init')}.old")
+    os.replace(old, temporary)
     try:
         os.replace(new, old)
     except BaseException:
-        os.replace(aside, old)
+        os.replace(temporary, old)
         raise
-    os.replace(aside, new)
+    os.replace(temporary, new)
 
 
 def _unfinished(directory: Path) -> Path:

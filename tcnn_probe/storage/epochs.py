@@ -65,18 +65,18 @@ class EpochStore:
         self._along = along
         directory = self._place.directory
         if directory is not None:
-            # Before anything is looked for: a run that was killed may have left the recording under another name.
+            # This comes first: a run that was killed may have left the recording under a temporary name.
             restore(directory)
-        occupied = mode in ("w", "x") and Root.is_at(self._place)
-        if occupied and mode == "x":
-            raise StoreError(
-                f"{self._place.name} already exists: mode='a' continues it, mode='w' replaces it"
-            )
-        if occupied:
-            # Now, and not only at the first mark, after an epoch of training.
+        self._replaces = False
+        if mode in ("w", "x") and Root.is_at(self._place):
+            if mode == "x":
+                raise StoreError(
+                    f"{self._place.name} already exists: mode='a' continues it, mode='w' replaces it"
+                )
+            # Checked here too: the first mark, which replaces it, comes only after an epoch of training.
             check_replaceable(self._place)
-        self._replaces = occupied
-        self._root = None if occupied else Root.read(self._place)
+            self._replaces = True
+        self._root = None if self._replaces else Root.read(self._place)
         self._place.check_writable(continued=self._root is not None)
         self._marks = () if self._root is None else self._resumed(self._root)
         self._created: tuple[Mapping[str, Group], Mapping[str, Any]] | None = None
@@ -87,7 +87,8 @@ class EpochStore:
             if directory is None
             else Folder(directory, read_only=False)
         )
-        # Two that add the same mark to a remote store must not write the same root: it shows whose it is.
+        # Two recorders that add the same mark to a remote store must write different roots, so that each can recognise
+        # its own.
         self._writer = (
             {} if target is None or directory else {"writer": uuid.uuid4().hex}
         )
@@ -146,7 +147,7 @@ class EpochStore:
         if directory is not None and not self._holds:
             self._lock = Lock(directory, self._place.name)
             try:
-                # Once more, as the former holder of the lock may have added a mark.
+                # Checked again, because the former holder of the lock may have added a mark.
                 self._check_unchanged()
             except BaseException:
                 self._lock.release()
@@ -180,8 +181,8 @@ class EpochStore:
             )
         mark = self._as_stored(mark)
         directory = self._place.directory
-        # Taken before the root is compared: what changes it in between is noticed when it is written.
-        only = (
+        # Read before the root is compared, so that a change in between is noticed when the root is written.
+        precondition = (
             None if directory is not None else run(condition(self._place.store, ROOT))
         )
         self.hold()
@@ -214,7 +215,7 @@ class EpochStore:
             delete_unfinished(directory)
             return
         if self._replaces:
-            only = run(self._deleted())
+            precondition = run(self._deleted())
         if self._root is None:
             if self._place.root() not in (None, self._attempted):
                 raise StoreError(
@@ -223,7 +224,7 @@ class EpochStore:
             run(put(self._place.store, UNFINISHED, b""))
         # A store may write the root and report that it failed: this text is then taken for our own.
         self._attempted = new.text
-        run(self._write(mark, new, rows, only))
+        run(self._write(mark, new, rows, precondition))
         if len(self._marks) == 1:
             with suppress(Exception):  # harmless where it stays
                 run(self._place.store.delete(UNFINISHED))
@@ -286,10 +287,10 @@ class EpochStore:
         mark: Mark,
         new: Root,
         rows: Mapping[str, np.ndarray],
-        only: dict[str, Any] | None,
+        precondition: dict[str, Any] | None,
     ) -> None:
-        await commit(self._store, self._root, new, rows, only)
-        # Here, as an interrupt from the keyboard may come before run() returns.
+        await commit(self._store, self._root, new, rows, precondition)
+        # Inside the coroutine, because Ctrl-C may come before run() returns.
         self._committed(mark, new)
 
     def _committed(self, mark: Mark, new: Root) -> None:
@@ -356,12 +357,12 @@ class EpochStore:
                         f"{inner}: expected shape {group.shape(name)}, got {rows[inner].shape}"
                     )
         for name, scalar in scalars.items():
-            occupied = (
+            is_taken = (
                 name not in root.scalars
                 if name in root.documents
                 else self._is_foreign(name)
             )
-            if name == HEADS or not is_name(name) or occupied:
+            if name == HEADS or not is_name(name) or is_taken:
                 raise ValueError(
                     f"{name!r} is the name of something else there: give the scalar another one"
                 )

@@ -133,23 +133,23 @@ async def condition(store: Store, key: str) -> dict[str, Any] | None:
 
 
 async def put_if(
-    store: Store, key: str, data: bytes, only: dict[str, Any] | None
+    store: Store, key: str, data: bytes, precondition: dict[str, Any] | None
 ) -> None:
     """Write an object on a :func:`condition`, or just write it; StoreError if the condition does not hold."""
     try:
-        if isinstance(store, FsspecStore) and only is not None:
-            await store.fs._pipe_file(f"{store.path}/{key}", data, **only)
-        elif isinstance(store, ObjectStore) and only is not None:
+        if isinstance(store, FsspecStore) and precondition is not None:
+            await store.fs._pipe_file(f"{store.path}/{key}", data, **precondition)
+        elif isinstance(store, ObjectStore) and precondition is not None:
             import obstore
 
-            await obstore.put_async(store.store, key, data, **only)
+            await obstore.put_async(store.store, key, data, **precondition)
         else:
             await put(store, key, data)
     except Exception as error:
-        if only is None:
+        if precondition is None:
             raise
         # The condition holds, so it is no reason.
-        if await condition(store, key) == only:
+        if await condition(store, key) == precondition:
             # Some servers have no conditional writes, and say so: the mark is then written without.
             if getattr(error, "errno", None) != errno.ENOSYS and not isinstance(
                 error, NotImplementedError

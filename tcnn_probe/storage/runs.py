@@ -236,20 +236,20 @@ class _Joined(BackendArray):
         )
 
     def _read(self, key: tuple[Any, ...]) -> np.ndarray:
-        rows, *wants = (
+        rows, *indices_by_dim = (
             np.atleast_1d(np.arange(size)[index])
             for size, index in zip(self.shape, key, strict=True)
         )
         # As xarray's own joins fill: integers have no NaN, and -1 stands for no value in recordings.
         fill = np.nan if self.dtype.kind == "f" else -1
-        values = np.full([len(rows), *map(len, wants)], fill, self.dtype)
+        values = np.full([len(rows), *map(len, indices_by_dim)], fill, self.dtype)
         for row, run in enumerate(rows):
             part, places = self._runs[run]
             if part is None:
                 continue
             sources = [
                 places[str(dim)][indices]
-                for dim, indices in zip(part.dims, wants, strict=True)
+                for dim, indices in zip(part.dims, indices_by_dim, strict=True)
             ]
             present = {
                 dim: _as_slice(source[source >= 0])

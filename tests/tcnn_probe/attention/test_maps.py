@@ -401,7 +401,7 @@ def test_mask_units_of_hiera_are_put_in_their_places(make: Any) -> None:
     model = sharpen(make()).double().eval()
     images = torch.randn(2, 3, 64, 96, dtype=torch.float64)
     maps = tcnn_probe.attention_maps(model, images)
-    seen = 0
+    compared = 0
     for reference in attention_of(model, images):
         weights = reference.weights  # (B, heads, windows, N, N), or without windows
         weights = weights if weights.ndim == 5 else weights[:, :, None]
@@ -432,8 +432,8 @@ def test_mask_units_of_hiera_are_put_in_their_places(make: Any) -> None:
         np.testing.assert_allclose(
             attention.values.reshape(expected.shape), expected, atol=1e-6
         )
-        seen += 1
-    assert seen == 5
+        compared += 1
+    assert compared == 5
 
 
 def influence(

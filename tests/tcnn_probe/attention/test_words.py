@@ -81,13 +81,13 @@ class Joint(nn.Module):
         }
         x = [parts[name] for name in self.order]
         if mask is not None:
-            seen = {
+            visible = {
                 "text": mask,
                 "class": mask.new_ones(len(mask), 1),
                 "patch": mask.new_ones(len(mask), 15),
             }
-            seen = torch.cat([seen[name] for name in self.order], 1)
-            mask = (1 - seen.to(image.dtype))[:, None, None] * -1e30
+            is_visible = torch.cat([visible[name] for name in self.order], 1)
+            mask = (1 - is_visible.to(image.dtype))[:, None, None] * -1e30
         if self.inside is None:
             x = [torch.cat(x, 1)]
         for block in self.blocks:
@@ -309,7 +309,7 @@ class Sink(nn.Module):
 
 
 def test_sinks_are_keys() -> None:
-    """They lie nowhere, and have their share of the entropy."""
+    """A sink lies nowhere, and has its share of the entropy."""
     torch.manual_seed(0)
     model = nn.Sequential(Sink()).double().eval()
     recorder = recorded(model, VECTORS.double())
