@@ -11,6 +11,7 @@ import argparse
 import copy
 import statistics
 import time
+from typing import Any
 
 import numpy as np
 import timm
@@ -35,10 +36,17 @@ def forward(model: nn.Module, images: Tensor) -> float:
 
 
 def ratios(
-    recorded: nn.Module, plain: nn.Module, images: Tensor, rounds: int
+    recorded: nn.Module, plain: nn.Module, images: Tensor, rounds: int, **options: Any
 ) -> list[float]:
-    """Measure, in each round, the time of the recorded model over that of the plain model."""
-    with tcnn_probe.record(recorded) as recorder:
+    """Measure, in each round, the time of the recorded model over that of the plain model.
+
+    Args:
+        recorded, plain: Two equal models.
+        images: Images of a forward.
+        rounds: Forwards of each.
+        **options: Options of ``record``.
+    """
+    with tcnn_probe.record(recorded, **options) as recorder:
         measured = []
         for turn in range(rounds + 1):
             order = (recorded, plain) if turn % 2 else (plain, recorded)
@@ -48,13 +56,15 @@ def ratios(
     return measured[1:]  # the first round warms up
 
 
-def compare(model: nn.Module, images: Tensor, rounds: int, repeats: int) -> list[float]:
+def compare(
+    model: nn.Module, images: Tensor, rounds: int, repeats: int, **options: Any
+) -> list[float]:
     """Return the median ratio of each repeat: the geometric mean over both roles of the two models."""
     twin = copy.deepcopy(model)
     medians = []
     for _ in tqdm(range(repeats), disable=None, leave=False):
-        first = statistics.median(ratios(model, twin, images, rounds))
-        second = statistics.median(ratios(twin, model, images, rounds))
+        first = statistics.median(ratios(model, twin, images, rounds, **options))
+        second = statistics.median(ratios(twin, model, images, rounds, **options))
         medians.append((first, second))
     return np.sqrt(np.prod(medians, axis=1)).tolist()
 
@@ -67,6 +77,9 @@ def parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument(
+        "--health", action="store_true", help='record the probe "health" too'
+    )
     parser.set_defaults(rounds=8)
     return parser
 
@@ -79,7 +92,13 @@ def main() -> None:
         torch.manual_seed(0)
         model = timm.create_model(name).eval().to(arguments.device)
         images = torch.randn(arguments.batch, 3, 224, 224, device=arguments.device)
-        medians = compare(model, images, arguments.rounds, arguments.repeats)
+        medians = compare(
+            model,
+            images,
+            arguments.rounds,
+            arguments.repeats,
+            health=arguments.health,
+        )
         print(
             f"{name}, batch {arguments.batch}: a recorded forward takes {statistics.median(medians):.3f} times as long "
             f"as a plain one ({min(medians):.3f} to {max(medians):.3f} in {len(medians)} repeats)"

@@ -3,12 +3,12 @@
 import argparse
 import json
 import os
-import pickle
 import platform
 import sys
 from collections.abc import Iterator, Sequence
 from fnmatch import fnmatchcase
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import xarray as xr
@@ -327,10 +327,14 @@ def _load_weights(model: "nn.Module", path: str) -> None:
     """Give a model of timm the weights of a file, of which no code is run."""
     from timm.models import load_checkpoint
 
+    if not Path(path).is_file():
+        raise ValueError(f"--weights: there is no file {path}")
     try:
         # By default timm 1.0.20, the oldest one supported, runs code that a file holds.
         load_checkpoint(model, path, weights_only=True)
-    except (pickle.UnpicklingError, RuntimeError) as error:
+    except (
+        Exception
+    ) as error:  # torch and safetensors raise many kinds for damaged files
         reason = next(iter(str(error).splitlines()), type(error).__name__)
         raise ValueError(
             f"{path} is damaged, or holds more than weights, or others: {reason}"

@@ -115,6 +115,8 @@ def log_to_wandb(
     Raises:
         RuntimeError, ValueError: As :func:`log_to_tensorboard` does.
     """
+    # wandb 0.31 takes a figure only if somebody has imported pyplot.
+    import matplotlib.pyplot  # noqa: F401
     import wandb
 
     values: dict[str, Any] = _layer_scalars(recorder, heads)

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 import tcnn_model  # noqa: F401 (registers PatchConvNet with timm)
 from common.ending import InputError
 from common.folder import imagenet_rows
+from tcnn_model.training.checkpoint import check_sums
 
 __all__ = [
     "SMALL_RESNETS",
@@ -172,7 +173,9 @@ def _of_file(name: str, file: str) -> dict[str, Any]:
     if not Path(file).is_file():
         raise FileNotFoundError(f"--pretrained: there is no file {file!r}")
     try:
-        weights = load_state_dict(file)
+        check_sums(file)
+        # By default timm 1.0.20, the oldest one supported, runs code that a file holds.
+        weights = load_state_dict(file, weights_only=True)
     except Exception as error:
         raise InputError(f"--pretrained: {file!r} holds no weights: {error}") from error
     layer = getattr(

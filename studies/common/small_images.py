@@ -50,14 +50,21 @@ class SmallImages:
         return SmallImages(self.pixels[rows], self.labels[rows])
 
 
-def decoded(folder: str, cache: Path) -> tuple[SmallImages, SmallImages]:
+def decoded(
+    folder: str, cache: Path, limit: int | None = None
+) -> tuple[SmallImages, SmallImages]:
     """Return training and test images of a folder with train/ and val/, decoded once and kept in ``cache``.
+
+    Args:
+        folder: Folder of images.
+        cache: Folder of the decoded images, for these images alone.
+        limit: Number of images to use, a quarter of them for tests; None for all.
 
     Raises:
         InputError: The folder has another layout, or images of several sizes.
     """
     parts = []
-    for name, images in zip(("train", "val"), open_folder(folder, None), strict=True):
+    for name, images in zip(("train", "val"), open_folder(folder, limit), strict=True):
         file = cache / f"{name}.npz"
         if not file.exists():
             part = _read(images)

@@ -1,7 +1,6 @@
 """Models of timm with the weights of a file: for another size of images, for other classes, of a T-CNN, of Grafit."""
 
 import re
-import zipfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -113,9 +112,7 @@ def _read_weights(path: str) -> State:
     if not Path(path).is_file():
         raise ValueError(f"weights: there is no file {path}")
     try:
-        # torch's old format and safetensors have no checksums.
-        if zipfile.is_zipfile(path):
-            check_sums(path)
+        check_sums(path)
         # By default timm 1.0.20, the oldest one supported, runs code that a file holds.
         state: State = load_state_dict(path, weights_only=True)
     except (

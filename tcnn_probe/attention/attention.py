@@ -13,7 +13,7 @@ from tcnn_model.precision import at_least_float32, widest_dtype
 from tcnn_probe.architectures.grids import Windows
 from tcnn_probe.attention.layout import Layout
 
-__all__ = ["Attention", "ContentRows", "weigh"]
+__all__ = ["Attention", "ContentRows", "WholeLayers", "weigh"]
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,8 @@ class Attention(ABC):
     A forward shows two kinds, ``SoftmaxAttention`` and ``GatedAttention``; readers such as recorders, maps and rollout
     work on what is below and need not tell them apart. A third kind (the kernel of linear attention, say) takes one
     file: a subclass with :attr:`shape`, :attr:`source`, :meth:`weights`, :meth:`statistics` and :meth:`discrepancy`,
-    shown by the stream where the layer has what it is made of.
+    and a :class:`WholeLayers` that says of which layers it is and how it is described once they have run. The stream
+    shows those that are listed in its ``WHOLE_LAYERS``.
 
     The tensors behind it are the model's own, valid while the layer runs: read what you need, and keep copies.
 
@@ -107,18 +108,6 @@ class Attention(ABC):
         """
 
     @abstractmethod
-    def content_rows(self) -> ContentRows:
-        """Return entropies and received attention of the part of A that images decide, for :attr:`detailed` ones."""
-
-    @abstractmethod
-    def values(self) -> Tensor | None:
-        """Return the values, (rows, heads or 1, content_keys, d); None where the softmax does not show them."""
-
-    @abstractmethod
-    def head_outputs(self) -> Tensor | None:
-        """Return the heads' outputs A v, (rows, heads, N_query, d); None where the softmax does not show them."""
-
-    @abstractmethod
     def discrepancy(self, output: Any) -> tuple[Tensor, float] | None:
         """Compare A with what the model computed from it, for the first image.
 
@@ -129,6 +118,21 @@ class Attention(ABC):
             The largest difference as a share of the largest value, shape () in float32, and the largest share that
             rounding explains; None if nothing can be compared, as under dropout.
         """
+
+    def content_rows(self) -> ContentRows | None:
+        """Return entropies and received attention of the part of A that images decide, for :attr:`detailed` ones.
+
+        None of kinds that do not measure them.
+        """
+        return None
+
+    def values(self) -> Tensor | None:
+        """Return the values, (rows, heads or 1, content_keys, d); None where they do not show."""
+        return None
+
+    def head_outputs(self) -> Tensor | None:
+        """Return the heads' outputs A v, (rows, heads, N_query, d); None where they do not show."""
+        return None
 
     def segment_attention(self) -> Tensor | None:
         """Return sums of A over the keys of each segment, as means over the queries of each segment.
@@ -268,6 +272,22 @@ class Attention(ABC):
         keys = self.layout.keys
         assert keys is not None
         return rows[..., keys.prefix :].unflatten(-1, (keys.height, keys.width))
+
+
+@dataclass(frozen=True)
+class WholeLayers:
+    """Layers whose attention is shown as a whole once they have run; softmaxes inside are parts of it.
+
+    Args:
+        classes: Classes of the layers.
+        describe: Function (layer, input, formed, name, running) of a call that has returned, which gives its attention.
+            ``formed`` has the outputs of the seams in this call, by role.
+        seams: Function of a layer that gives the submodules whose outputs ``describe`` needs, with their roles.
+    """
+
+    classes: tuple[type[nn.Module], ...]
+    describe: Callable[..., Attention]
+    seams: Callable[[Any], Mapping[nn.Module, str]] = lambda layer: {}
 
 
 def weigh(attention: Tensor, values: Tensor) -> Tensor:

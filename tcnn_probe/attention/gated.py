@@ -21,7 +21,12 @@ from tcnn_model.gpsa.statistics import (
     measure,
 )
 from tcnn_model.precision import without_autocast
-from tcnn_probe.attention.attention import Attention, ContentRows, weigh
+from tcnn_probe.attention.attention import (
+    Attention,
+    ContentRows,
+    WholeLayers,
+    weigh,
+)
 from tcnn_probe.attention.layout import Layout, Tokens
 from tcnn_probe.attention.patterns import content_similarity, gated_patterns
 from tcnn_probe.attention.reconstruction import relative_difference, tolerance
@@ -29,12 +34,12 @@ from tcnn_probe.attention.residual_stream import residual_tokens
 from tcnn_probe.hooks.forwards import Running
 
 __all__ = [
+    "GATED",
     "GATED_LAYERS",
     "ConViTLayer",
     "GatedAttention",
     "gated_attention_of",
     "gated_means",
-    "seams_of",
 ]
 
 GATED_LAYERS = (GPSALayer, ConViTLayer)
@@ -271,7 +276,7 @@ def gated_means(measured: AttentionStatistics) -> dict[str, Tensor]:
     return means
 
 
-def seams_of(layer: Any) -> dict[nn.Module, str]:
+def _seams_of(layer: Any) -> dict[nn.Module, str]:
     """Return the submodules of a gated layer whose outputs are its queries and keys, with their roles."""
     names = ("qk",) if isinstance(layer, ConViTLayer) else ("head_queries", "head_keys")
     return {getattr(layer, name): name for name in names}
@@ -349,3 +354,7 @@ def _values(layer: Any, x: Tensor) -> Tensor:
         return layer.values(x)
     # (B, N, heads * d) to (B, heads, N, d).
     return layer.v.forward(x).unflatten(2, (layer.num_heads, -1)).transpose(1, 2)
+
+
+GATED = WholeLayers(GATED_LAYERS, gated_attention_of, _seams_of)
+"""GPSA and ConViT layers, for the stream."""

@@ -1,7 +1,7 @@
 """Each attention of a model's forwards, whole and on its grid, handed to whoever wants to look at it or edit it."""
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -9,16 +9,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from tcnn_model.precision import without_autocast
 from tcnn_probe.architectures.lookup import known, looks_like_attention
-from tcnn_probe.attention.attention import Attention
-from tcnn_probe.attention.gated import GATED_LAYERS, gated_attention_of, seams_of
+from tcnn_probe.attention.attention import Attention, WholeLayers
+from tcnn_probe.attention.gated import GATED, GatedAttention
 from tcnn_probe.attention.head_edit import (
     AttendingCall,
     HeadEdit,
     edit_call,
     edit_gated_output,
+    owned_edits,
 )
 from tcnn_probe.attention.layout import GivenTokens, Layout, Tokens, special_tokens
 from tcnn_probe.attention.reconstruction import (
@@ -44,7 +46,14 @@ from tcnn_probe.hooks.interception import (
 from tcnn_probe.hooks.modes import edited, named_in_errors
 from tcnn_probe.models import check_model, layer_names
 
-__all__ = ["AttentionListener", "AttentionStream", "attention_stream"]
+__all__ = ["WHOLE_LAYERS", "AttentionListener", "AttentionStream", "attention_stream"]
+
+WHOLE_LAYERS: tuple[WholeLayers, ...] = (GATED,)
+"""Layers whose attention is shown as a whole."""
+
+# Edits that outputs have had, for streams above those that made them: an edited output is nothing to compare with, and
+# what is computed again, to be edited, is to have all of its edits.
+_EDITS: MutableMapping[Tensor, list[HeadEdit]] = WeakTensorKeyDictionary()
 
 
 @contextmanager
@@ -66,8 +75,9 @@ def attention_stream(
 
     Softmax attention is shown whether fused or not, and gated attention (GPSA, timm's ConViT) as a whole. Fused
     attention is left on, and what the model computes is not changed, unless ``on_attention`` returns a
-    :class:`~tcnn_probe.attention.head_edit.HeadEdit`. Each layer's reconstruction is compared once with what the model
-    got. Nothing is kept: the tensors behind an attention are the model's own.
+    :class:`~tcnn_probe.attention.head_edit.HeadEdit`. Streams nest: each head is edited by the last one begun that
+    names it. Each layer's reconstruction is compared once with what the model got. Nothing is kept: the tensors behind
+    an attention are the model's own.
 
     Args:
         model: Any module, not compiled.
@@ -191,14 +201,14 @@ class AttentionStream:
         self._wanted = layers
         self._watched = frozenset(watched)
         self._names = layer_names(model)
-        self._gated = {
-            module for module in self._names if isinstance(module, GATED_LAYERS)
-        }
-        self._seams = {
-            seam: (layer, role)
-            for layer in self._gated
-            for seam, role in seams_of(layer).items()
-        }
+        self._whole: dict[nn.Module, WholeLayers] = {}
+        self._seams: dict[nn.Module, tuple[nn.Module, str]] = {}
+        for kind in WHOLE_LAYERS:
+            for layer in self._names:
+                if isinstance(layer, kind.classes):
+                    self._whole[layer] = kind
+                    for seam, role in kind.seams(layer).items():
+                        self._seams[seam] = layer, role
         self._maps = FeatureMaps(special_tokens(self._names, tokens or GivenTokens()))
         self._explained: set[nn.Module] = set()
         # Part of the model that was called, its mode and the sizes of its inputs: one forward of each is followed.
@@ -271,7 +281,7 @@ class AttentionStream:
     def returned(
         self, forward: Forward, module: nn.Module, inputs: Sequence[Any], output: Any
     ) -> Any:
-        """Take note of feature maps and of the seams of gated layers, and show gated attention."""
+        """Take note of feature maps and of the seams of layers that are shown as a whole, and show those."""
         self._counts.pop(module, None)
         self._ran.add(module)
         self._maps.passes([*inputs, output])
@@ -281,8 +291,8 @@ class AttentionStream:
         if module in self._watched:
             with forward.unseen():
                 self._listener.returned(module, inputs, output)
-        if module in self._gated and self._wants(self._names[module]):
-            return self._show_gated(forward, module, inputs, output)
+        if module in self._whole and self._wants(self._names[module]):
+            return self._show_whole(forward, module, inputs, output)
         return None
 
     def ends(self, output: Any) -> None:
@@ -330,8 +340,8 @@ class AttentionStream:
 
     def _show_softmax(self, forward: Forward, request: SeenAttention) -> Answer | None:
         running = forward.running
-        if any(module in self._gated for module, _ in running):
-            return None  # a part of gated attention, which is shown as a whole
+        if any(module in self._whole for module, _ in running):
+            return None  # a part of an attention that is shown as a whole
         module = running[-1][0]
         name = self._names[module]
         if not self._wants(name):
@@ -350,7 +360,7 @@ class AttentionStream:
                 self.unsupported[name if known_reason else layer] = str(reason)
                 return None
             with without_autocast(attention.source):
-                if self.verification.needed(layer):
+                if self.verification.needed(layer) and not _edits_of(request.output):
                     self.verification.add(layer, attention.discrepancy())
                 edit = self._listener.attends(attention)
         # Fused attention has weighed values already; only a softmax by itself is waited for.
@@ -371,9 +381,15 @@ class AttentionStream:
         ) -> Any:
             # Multi-head attention runs a second time, which no other listener is to see.
             with torch._C.DisableTorchFunction():
-                return edit_call(
-                    AttendingCall(func, args, kwargs, output), module, [edit]
-                )
+                earlier = _edits_of(output)
+                if earlier:
+                    # As it was before them: the mean of a head that gives zero is none of the head's.
+                    output = _computed_again(output, func(*args, **kwargs))
+                edits = owned_edits([*earlier, edit])
+                attending = AttendingCall(func, args, kwargs, output)
+                edited_output = edit_call(attending, module, edits)
+                _EDITS[_first(edited_output)] = edits
+                return edited_output
 
         return answer
 
@@ -403,30 +419,38 @@ class AttentionStream:
         _, behind = self.around(tokens.count) or (0, 0)
         return objection_to_order(places, tokens, behind)
 
-    def _show_gated(
+    def _show_whole(
         self, forward: Forward, layer: nn.Module, inputs: Sequence[Any], output: Any
     ) -> Tensor | None:
-        """Show the attention of a gated layer that has run; return what it gives instead, if it is edited."""
+        """Show the whole attention of a layer that has run; return what it gives instead, if it is edited."""
         name, formed = self._names[layer], self._formed.pop(layer, None)
+        earlier = _edits_of(output)
         with forward.unseen(), named_in_errors(name), edited(layer):
-            attention = gated_attention_of(
+            attention = self._whole[layer].describe(
                 layer, inputs[0], formed, name, forward.running
             )
-            if self.verification.needed(name):
+            if self.verification.needed(name) and not earlier:
                 self.verification.add(name, attention.discrepancy(output))
             edit = self._listener.attends(attention)
         self._shown.append(_ShownSoftmax(name, layer, None, has_heads=True))
         if edit is None:
             return None
+        if not isinstance(attention, GatedAttention):
+            raise TypeError(
+                f"expected no edit of {name!r}: {type(attention).__name__} cannot be edited"
+            )
+        edits = owned_edits([*earlier, edit])
         with edited(layer):  # with the gates and heads that ablations of the layer have
-            return edit_gated_output(layer, inputs[0], [edit])
+            edited_output = edit_gated_output(layer, inputs[0], edits)
+        _EDITS[edited_output] = edits
+        return edited_output
 
     def _explain(self, ran: Collection[nn.Module]) -> None:
         """Say why modules that look like attention showed none while they ran; once for each."""
         new = set(ran) - self._explained
         self._explained |= new
         named = {layer.split("#")[0] for layer in (*self.layers, *self.unsupported)}
-        named |= {self._names[layer] for layer in self._gated}
+        named |= {self._names[layer] for layer in self._whole}
         # Names are many and new modules few: after the first forwards there is nothing to go through.
         for module, name in self._names.items() if new else ():
             if module not in new or name in named or not self._wants(name):
@@ -440,3 +464,22 @@ class AttentionStream:
                 self.unsupported[name] = (
                     "no softmax between tokens was seen while it ran"
                 )
+
+
+def _edits_of(output: Any) -> Sequence[HeadEdit]:
+    """Return the edits that other streams have made to what a function or layer gave the model."""
+    first = _first(output)
+    return () if first is None else _EDITS.get(first, ())
+
+
+def _first(output: Any) -> Any:
+    """Return an output, or the first of several."""
+    return output[0] if isinstance(output, tuple) else output
+
+
+def _computed_again(output: Any, result: Any) -> Any:
+    """Return a result that takes the place of an output, and is stored there where no gradient needs the output."""
+    # Others may follow a softmax to the values by the place where it is stored.
+    if isinstance(result, Tensor) and not result.requires_grad:
+        return output.copy_(result)
+    return result

@@ -14,6 +14,8 @@ __all__ = ["RecordCallback"]
 class RecordCallback(TrainerCallback):  # type: ignore[misc]
     """Callback that records each evaluation and marks its step: ``Trainer(callbacks=[RecordCallback(...)])``.
 
+    The Trainer does not tell callbacks of exceptions: after one, or Ctrl-C, the recorder stays until the next training.
+
     Args:
         store, options: Arguments of :func:`tcnn_probe.record`; marks are global steps.
         on_mark: Function of the recorder that is called after each mark, on the first process, such as one that calls
@@ -36,6 +38,8 @@ class RecordCallback(TrainerCallback):  # type: ignore[misc]
         self, args: Any, state: Any, control: Any, *, model: Any, **kwargs: Any
     ) -> None:
         """Attach the recorder."""
+        # A training that ended in an exception did not call on_train_end, and its recorder still holds the store.
+        self.on_train_end(args, state, control)
         self.recorder = Recorder(model, **self._options)
         self._training = True
 

@@ -35,7 +35,7 @@ class HealthLimits:
         token_cosine: Cosine between patch tokens.
         token_cosine_rise: Growth of that cosine over its smallest so far.
         sink: Share of the attention that one key receives (Gu et al. 2024, arXiv 2410.10781, take 0.3).
-        token_outliers: Share of patch tokens of outlying norm; DINOv2 of size g had 0.024 (arXiv 2309.16588).
+        token_outliers: Share of patch tokens of outlying norm, of which DINOv2 had about 0.02 (arXiv 2309.16588).
 
     Raises:
         TypeError: A limit is no number.
@@ -77,7 +77,7 @@ class Sign:
             (mark, layer, head) or (mark, layer).
         usual: Usual values, with the limits by name in braces.
         leads_to: Known consequences, causes or remedies.
-        source: Paper that says so; "" of limits that are ours.
+        source: Papers that describe the sign, then where its limit is from.
         needs: Further variables.
         worst: The worst of values: "largest" or "smallest".
         measure: Name and function of the values that are quoted; None for those of the variable.
@@ -241,7 +241,7 @@ SIGNS: Mapping[str, Sign] = {
             _nonfinite,
             "none",
             "the loss is NaN, or will be; look for the first layer, and for large logits before",
-            "arXiv 2303.06296",
+            "arXiv 2303.06296; limit: none is usual",
         ),
         Sign(
             "large logits",
@@ -250,7 +250,7 @@ SIGNS: Mapping[str, Sign] = {
             _large_logits,
             "below {max_logit:g}",
             "one-hot attention, vanishing gradients of queries and keys, divergence; qk-norm or a lower learning rate",
-            "arXiv 2302.05442, 2309.14322, 2507.20534",
+            "arXiv 2302.05442, 2309.14322; limit: 2507.20534",
         ),
         Sign(
             "logits jump",
@@ -259,7 +259,7 @@ SIGNS: Mapping[str, Sign] = {
             _logit_jump,
             "up to {logit_jump:g} times the largest so far",
             "entropy collapse; too high a learning rate, or queries and keys that were scaled",
-            "arXiv 2309.14322; the limit is ours",
+            "arXiv 2309.14322; limit: the head's earlier marks",
         ),
         Sign(
             "entropy collapse",
@@ -268,7 +268,7 @@ SIGNS: Mapping[str, Sign] = {
             _entropy_collapse,
             "above {entropy:g} of log keys",
             "oscillating loss and divergence; warm-up, a lower learning rate, qk-norm or sigma-reparametrization",
-            "arXiv 2303.06296; the limit is ours",
+            "arXiv 2303.06296; limit: ours, and the head's earlier marks",
             ("uniform_entropy",),
             "smallest",
             ("entropy / log keys", _normalised_entropy),
@@ -280,7 +280,7 @@ SIGNS: Mapping[str, Sign] = {
             _collapsed_queries,
             "at most {collapsed:g}",
             "entropy collapse of the whole head",
-            "arXiv 2303.06296; the limit is ours",
+            "arXiv 2303.06296; limit: ours, and the head's earlier marks",
             measure=("queries below 0.05 log keys", _one_hot_queries),
         ),
         Sign(
@@ -290,7 +290,7 @@ SIGNS: Mapping[str, Sign] = {
             _silent_head,
             "above {silent:g} of the layer's median",
             "a head that gives nothing to the layer: models can do without many, but a bug or a mask may have cut it",
-            "arXiv 1905.10650; the limit is ours",
+            "arXiv 1905.10650; limit: the layer's other heads",
             (),
             "smallest",
         ),
@@ -301,7 +301,7 @@ SIGNS: Mapping[str, Sign] = {
             _queries_alike,
             "above {diversity_loss:g} of the head's best",
             "every query gets the same output: attention adds a constant",
-            "arXiv 2103.03404; the limit is ours",
+            "arXiv 2103.03404; limit: the head's earlier marks",
             ("uniform_entropy",),
             "smallest",
         ),
@@ -312,7 +312,7 @@ SIGNS: Mapping[str, Sign] = {
             _rank_collapse,
             "above 1 by {diversity_loss:g} of the head's best",
             "tokens that become alike with depth, as without residual branches",
-            "arXiv 2103.03404; the limit is ours",
+            "arXiv 2103.03404; limit: the head's earlier marks",
             (),
             "smallest",
         ),
@@ -323,7 +323,7 @@ SIGNS: Mapping[str, Sign] = {
             _heads_alike,
             "below {head_similarity:g} where heads were different",
             "a layer that has one head in effect",
-            "arXiv 1810.10183; the limit is ours",
+            "arXiv 1810.10183; limit: ours, and the head's earlier marks",
         ),
         Sign(
             "tokens alike",
@@ -332,7 +332,7 @@ SIGNS: Mapping[str, Sign] = {
             _tokens_alike,
             "below {token_cosine:g}",
             "over-smoothing: patches can hardly be told apart",
-            "arXiv 2203.05962; the limit is ours",
+            "arXiv 2203.05962; limit: ours, and the layer's earlier marks",
         ),
         Sign(
             "sink",
@@ -341,7 +341,7 @@ SIGNS: Mapping[str, Sign] = {
             _sink,
             "below {sink:g}",
             "maps that show one token; registers can take the sink over",
-            "arXiv 2309.16588, 2309.17453, 2410.10781",
+            "arXiv 2309.16588, 2309.17453; limit: 2410.10781",
             ("query_diversity",),
         ),
         Sign(
@@ -351,7 +351,7 @@ SIGNS: Mapping[str, Sign] = {
             _outlier_tokens,
             "below {token_outliers:g}",
             "patches that hold global information: maps and dense features with holes; registers",
-            "arXiv 2309.16588; the limit is ours",
+            "arXiv 2309.16588; limit: ours, a quarter of DINOv2's share",
         ),
     )
 }

@@ -14,7 +14,7 @@ from torch.nn.functional import one_hot
 from tcnn_model.precision import at_least_float32
 from tcnn_probe.attention.attention import Attention, ContentRows
 from tcnn_probe.attention.patterns import QUERIES
-from tcnn_probe.probes.probe import Probe
+from tcnn_probe.probes.probe import NotMeasuredError, Probe
 from tcnn_probe.probes.shared_variables import HEAD, IMAGE_MEAN, LOGIT
 from tcnn_probe.representation.token_similarity import token_cosine
 from tcnn_probe.schema import Variable
@@ -32,6 +32,8 @@ two modes, which lie a factor of ten apart; a multiple of the median, which is o
 
 def _measure(attention: Attention) -> Mapping[str, Tensor]:
     rows, means = attention.content_rows(), attention.statistics()
+    if rows is None:
+        raise NotMeasuredError("its rows are not measured one by one")
     measured = {
         "max_logit": means["max_logit"],
         **_of_entropy(rows, attention.content_keys),

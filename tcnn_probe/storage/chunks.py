@@ -264,10 +264,10 @@ class CheckedStore(WrapperStore[Store]):
         buffer = await read(self._store, key, size.stored, byte_range, prototype)
         # After the read: a recording that is replaced in between would pass before it.
         await self._check_identity()
-        data = b"" if buffer is None else buffer.to_bytes()
-        if not data:
+        if buffer is None or not len(buffer):
             raise self._damaged(key, "it is empty or not there")
-        self._check_whole(key, size, np.frombuffer(data, np.uint8), byte_range)
+        # Not copied, as what is checked may be all that is read.
+        self._check_whole(key, size, buffer.as_numpy_array(), byte_range)
         return buffer
 
     def _check_whole(
@@ -296,7 +296,7 @@ class CheckedStore(WrapperStore[Store]):
         # zarr compares them too, and raises an error that does not name the chunk.
         for part in (index, *chunks):
             checksum = int.from_bytes(part[-4:].tobytes(), "little")
-            if google_crc32c.value(part[:-4].tobytes()) != checksum:
+            if google_crc32c.value(part[:-4]) != checksum:
                 raise self._damaged(key, "its checksum does not match")
         # The header of a frame takes 18 bytes at most: 4 + 1 + 1 + 4 + 8.
         for chunk in chunks if size.count else ():

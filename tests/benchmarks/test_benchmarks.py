@@ -175,8 +175,9 @@ def test_both_models_are_recorded_in_turn(monkeypatch: pytest.MonkeyPatch) -> No
     record = benchmark.tcnn_probe.record
 
     @contextmanager
-    def attach(model: nn.Module) -> Iterator[Any]:
-        with record(model) as recorder:
+    def attach(model: nn.Module, **options: Any) -> Iterator[Any]:
+        assert options == {"health": True}
+        with record(model, **options) as recorder:
             attached.append(id(model))
             yield recorder
             attached.remove(id(model))
@@ -189,9 +190,8 @@ def test_both_models_are_recorded_in_turn(monkeypatch: pytest.MonkeyPatch) -> No
 
     monkeypatch.setattr(benchmark.tcnn_probe, "record", attach)
     monkeypatch.setattr(benchmark, "forward", seconds)
-    assert benchmark.compare(model, images, rounds=2, repeats=3) == pytest.approx(
-        [1.2] * 3
-    )
+    measured = benchmark.compare(model, images, rounds=2, repeats=3, health=True)
+    assert measured == pytest.approx([1.2] * 3)
 
 
 def test_budget_of_a_training_by_hand() -> None:

@@ -131,6 +131,37 @@ def test_classifiers_of_ones_own_weights(
         own_model(options(num_classes=1), ["a", "b"])
 
 
+class _Crafted:
+    """An object that runs code when it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Callable[..., object], tuple[object, ...]]:
+        return Path.touch, (self.path,)
+
+
+@pytest.mark.parametrize("legacy", [True, False])
+def test_crafted_weights_run_no_code(tmp_path: Path, legacy: bool) -> None:
+    """A file with more than weights is refused, also with timm 1.0.20, which would load all that it holds."""
+    state = {"fc.weight": torch.zeros(3, 2), "crafted": _Crafted(tmp_path / "ran")}
+    torch.save(state, tmp_path / "a.pt", _use_new_zipfile_serialization=not legacy)
+    with pytest.raises(InputError, match=r"a\.pt' holds no weights: "):
+        own_model(options(pretrained=str(tmp_path / "a.pt")), ["a", "b"])
+    assert not (tmp_path / "ran").exists()
+
+
+def test_damaged_weights_are_refused(tmp_path: Path) -> None:
+    """One bit of a weight is flipped."""
+    weight = torch.arange(6.0).reshape(3, 2)
+    torch.save({"fc.weight": weight}, tmp_path / "own.pth")
+    content = bytearray((tmp_path / "own.pth").read_bytes())
+    content[content.index(weight.numpy().tobytes()) + 5] ^= 4
+    (tmp_path / "own.pth").write_bytes(content)
+    with pytest.raises(InputError, match="holds no weights: the checksum of"):
+        own_model(options(pretrained=str(tmp_path / "own.pth")), ["a", "b"])
+
+
 def test_the_size_of_images_reaches_the_model() -> None:
     assert own_model(options(model="vit_tiny_patch16_224", img_size=48), ["a", "b"])(
         torch.randn(1, 3, 48, 48)

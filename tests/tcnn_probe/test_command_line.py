@@ -278,4 +278,10 @@ def test_maps_with_weights_of_a_file(
         assert main(command) == 2
         assert "a.pt is damaged, or holds more than weights" in capsys.readouterr().err
     assert not ran.exists()
+    for name in ("empty.pt", "empty.safetensors"):
+        (tmp_path / name).touch()
+        assert main([*command[:-1], str(tmp_path / name)]) == 2
+        assert f"{name} is damaged, or holds more" in capsys.readouterr().err
+    assert main([*command[:-1], str(tmp_path / "none.pt")]) == 2
+    assert "there is no file" in capsys.readouterr().err
     assert models == [model]

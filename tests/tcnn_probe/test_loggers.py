@@ -6,6 +6,7 @@ from io import BytesIO
 from types import ModuleType
 from typing import Any
 
+import matplotlib as mpl
 import numpy as np
 import pytest
 import torch
@@ -142,6 +143,21 @@ def test_wandb(wandb: Run) -> None:
     assert len(figures) == 4
     for name in figures:
         check_picture(wandb.logged[name], recorder, name[5:])
+
+
+def test_wandb_before_anybody_imports_pyplot(
+    wandb: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """wandb's Image looks for ``matplotlib.pyplot`` without importing it."""
+    recorder = next(marks())
+    monkeypatch.delitem(sys.modules, "matplotlib.pyplot", raising=False)
+    monkeypatch.delattr(mpl, "pyplot", raising=False)
+    pyplots = []
+    monkeypatch.setattr(
+        sys.modules["wandb"], "Image", lambda _: pyplots.append(mpl.pyplot)
+    )
+    tcnn_probe.log_to_wandb(wandb, recorder, PICTURES)
+    assert len(pyplots) == 4
 
 
 def test_without_maps_layers_or_images(wandb: Run) -> None:

@@ -336,6 +336,51 @@ def test_answers_combine_with_ablations_and_recorders(case: str) -> None:
         np.testing.assert_allclose(around, recorder.dataset.entropy, rtol=1e-9)
 
 
+@pytest.mark.parametrize("case", ["64 pixels", "convit", "fused", "apart", "multihead"])
+def test_streams_that_edit_one_layer_nest(case: str) -> None:
+    """Each head is edited by the last stream that names it, as ablations have it; a third stream looks on."""
+    torch.manual_seed(0)
+    others = {
+        "fused": (vit(), images()),
+        "apart": (Several().eval(), images()),
+        "multihead": (
+            nn.TransformerEncoderLayer(12, 3, 17, batch_first=True).eval(),
+            torch.randn(2, 5, 12),
+        ),
+    }
+    model, x = (others if case in others else gated_models())[case]
+    model, x = model.double(), x.double()
+    names = {"fused": "blocks.0.attn", "apart": "blocks.0", "multihead": "self_attn"}
+    layer = names.get(case) or layers_of(model)[0]
+    shown: list[Tensor] = []
+
+    def answers(edit: tcnn_probe.HeadEdit) -> Any:
+        return tcnn_probe.attention_stream(
+            model, lambda attention: edit if attention.name == layer else None
+        )
+
+    def look(attention: tcnn_probe.Attention) -> None:
+        if attention.name == layer:
+            shown.append(attention.weights())
+
+    with torch.no_grad():
+        with (
+            tcnn_probe.ablate(model, {layer: [0, 1]}),
+            tcnn_probe.ablate(model, {layer: [1]}, "mean"),
+        ):
+            expected = model(x)
+        with tcnn_probe.attention_stream(model, look):
+            assert not torch.allclose(model(x), expected)
+        with (
+            answers(tcnn_probe.HeadEdit([0, 1])),
+            answers(tcnn_probe.HeadEdit([1], "mean")),
+            tcnn_probe.attention_stream(model, look),
+        ):
+            torch.testing.assert_close(model(x), expected, rtol=1e-9, atol=1e-12)
+    plain, edited = shown
+    torch.testing.assert_close(edited, plain, rtol=1e-12, atol=0)
+
+
 def test_an_edited_multihead_attention_is_seen_once() -> None:
     torch.manual_seed(0)
     model = nn.TransformerEncoderLayer(12, 3, 17, batch_first=True).eval()

@@ -145,14 +145,18 @@ class Soak:
             self.replace(out / "recording.zarr")
             shutil.rmtree(out)
             self.counts["runs"] += 1
+            print(f"{dict(self.counts)}", flush=True)
 
     def run(self, kind: str, out: Path, uninterrupted: Path) -> None:
         """Train, kill, read and resume until the run is complete."""
         settings = settings_of(kind, out)
+        patience = self.seconds[kind]
         marks, announced = 0, set[int]()
         while marks <= LAST_EPOCH:
             trainer = Child(run_to_the_end, settings)
-            time.sleep(self.chance.uniform(0, self.seconds[kind]))
+            time.sleep(self.chance.uniform(0, patience))
+            # A machine that has become busy would otherwise never come to the end of an epoch.
+            patience *= 1.1
             if marks and self.chance.random() < 0.5:  # a reader beside the trainer
                 Child(assert_recorded, out, uninterrupted, marks).end()
                 self.counts["reads beside a training"] += 1
@@ -194,7 +198,6 @@ def main(minutes: float, seed: int) -> None:
     while rounds == 0 or time.monotonic() < end:
         soak.round()
         rounds += 1
-        print(f"{rounds} rounds: {dict(soak.counts)}", flush=True)
     shutil.rmtree(folder)
     print(f"{rounds} rounds, nothing lost, nothing wrong: {dict(soak.counts)}")
 

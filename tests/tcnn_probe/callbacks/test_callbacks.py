@@ -100,6 +100,16 @@ def test_hugging_face(tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
     from tcnn_probe.callbacks.huggingface import RecordCallback
 
+    class Interruption(transformers.TrainerCallback):  # type: ignore[misc]
+        """Ctrl-C after the first evaluation."""
+
+        pressed = False
+
+        def on_evaluate(self, *_: Any, **__: Any) -> None:
+            if not self.pressed:
+                self.pressed = True
+                raise KeyboardInterrupt
+
     torch.manual_seed(0)
     marked: list[tuple[int | float, ...]] = []
     sizes = {
@@ -131,7 +141,8 @@ def test_hugging_face(tmp_path: Path) -> None:
                 tmp_path / "run.zarr",
                 health=True,
                 on_mark=lambda recorder: marked.append(recorder.epochs),
-            )
+            ),
+            Interruption(),
         ],
     )
     with torch.no_grad():
@@ -140,6 +151,8 @@ def test_hugging_face(tmp_path: Path) -> None:
             if name.endswith(("query.weight", "q_proj.weight")):
                 parameter *= 1e5
     before = Trace(model).hooks
+    with pytest.raises(KeyboardInterrupt), pytest.warns(RuntimeWarning):
+        trainer.train()
     with pytest.warns(RuntimeWarning) as alarms:
         trainer.train()
     assert any("large logits in " in str(alarm.message) for alarm in alarms)
@@ -147,7 +160,7 @@ def test_hugging_face(tmp_path: Path) -> None:
     assert Trace(model).hooks == before
     ds = xr.open_zarr(tmp_path / "run.zarr")
     assert ds.step.values.tolist() == [2, 4]
-    assert marked == [(2,), (2, 4)]
+    assert marked == [(2,), (2,), (2, 4)]
     assert ds.sink.notnull().all()
     assert ds.images.values.tolist() == [[6, 6], [6, 6]]
     assert ds.eval_loss.notnull().all()

@@ -106,7 +106,8 @@ def test_each_sign(sign: str) -> None:
     assert finding.value == pytest.approx(value)
     assert finding.is_alarm == (sign not in ("sink", "outlier tokens"))
     assert "{" not in finding.usual
-    assert re.search(r"arXiv \d{4}\.\d{5}", finding.source)
+    # Papers that describe the sign, and where its limit is from.
+    assert re.fullmatch(r"arXiv \d{4}\.\d{5}.*; limit: .+", finding.source)
 
     over = tcnn_probe.health(make_ill(healthy(), sign, slice(1, 3)))
     spell = next(finding for finding in over if finding.sign == sign)

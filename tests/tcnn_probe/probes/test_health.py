@@ -16,6 +16,7 @@ import timm
 import torch
 import transformers
 import xarray as xr
+from timm.models.swin_transformer import SwinTransformer
 from torch import Tensor, nn
 from torchvision.models import VisionTransformer
 
@@ -247,6 +248,65 @@ def test_values_outputs_and_tokens(name: str) -> None:
     assert ds.token_outliers.max() > 0
     if "register" not in kinds:
         assert np.isnan(ds.register_norm).all()
+
+
+def test_windows_with_a_mask(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fused attention of Swin: the sink of each window by itself, outputs of all windows of an image together."""
+    windows, keys = 6, 4
+    model = SwinTransformer(
+        img_size=(16, 24),
+        patch_size=4,
+        embed_dim=21,
+        depths=(2,),
+        num_heads=(3,),
+        window_size=2,
+    )
+    model = sharpen(model, 2.5).double()
+    for block in model.layers[0].blocks:
+        block.attn.fused_attn = True
+    x = torch.randn(IMAGES, 3, 16, 24).double()
+    calls: list[tuple[Tensor, ...]] = []
+    attend = nn.functional.scaled_dot_product_attention
+
+    def keep(*parts: Tensor, attn_mask: Tensor, **options: Any) -> Tensor:
+        calls.append((*parts, attn_mask))
+        return attend(*parts, attn_mask=attn_mask, **options)
+
+    with monkeypatch.context() as patch, torch.no_grad():
+        patch.setattr(nn.functional, "scaled_dot_product_attention", keep)
+        model(x)
+    ds = recorded(model, *x.split([2, 3]), probes="health").dataset.isel(epoch=0)
+    # Only the second block's windows are shifted over the border.
+    assert [bool((mask < -50).any()) for *_, mask in calls] == [False, True]
+    for number, arrays in enumerate(calls):
+        query, key, value = (x.detach().numpy() for x in arrays[:3])
+        mask = arrays[3].expand(windows * IMAGES, 3, keys, keys).detach().numpy()
+        by_image: dict[str, list[list[float]]] = {}
+        for b in range(IMAGES):
+            of_heads: dict[str, list[float]] = {}
+            for h in range(3):
+                ratios, outputs = [], []
+                for w in range(windows * b, windows * (b + 1)):
+                    logits = query[w, h] @ key[w, h].T / math.sqrt(7) + mask[w, h]
+                    weights = np.exp(logits - logits.max(-1, keepdims=True))
+                    weights /= weights.sum(-1, keepdims=True)
+                    sink = int(weights.mean(0).argmax())
+                    lengths = np.linalg.norm(value[w, h], axis=-1)
+                    ratios.append(lengths[sink] / median(np.delete(lengths, sink)))
+                    outputs.append(weights @ value[w, h])
+                stacked = np.concatenate(outputs)
+                singular = np.linalg.svd(stacked, compute_uv=False)
+                numbers = {
+                    "sink_value_norm": float(np.mean(ratios)),
+                    "output_norm": math.sqrt((stacked**2).sum(-1).mean()),
+                    "output_rank": (singular**2).sum() ** 2 / (singular**4).sum(),
+                }
+                for name, value_of_head in numbers.items():
+                    of_heads.setdefault(name, []).append(value_of_head)
+            for name, of_image in of_heads.items():
+                by_image.setdefault(name, []).append(of_image)
+        expected = {name: np.mean(values, 0) for name, values in by_image.items()}
+        check(ds, f"layers.0.blocks.{number}.attn", expected, 1e-9)
 
 
 def test_class_token_behind_the_patches() -> None:

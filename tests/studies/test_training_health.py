@@ -1,0 +1,34 @@
+"""Results of a training in the study of health: when it was warned of, and when its loss rose."""
+
+import numpy as np
+import pytest
+
+from tests.tcnn_probe.diagnosis.test_health import healthy, make_ill
+from training_health import Training, result
+
+
+def test_an_alarm_counts_from_the_begin_of_the_illness_on() -> None:
+    """Alarms that are over are counted as well, though ``health`` tells of a sign's last spell alone."""
+    ds = healthy()  # epochs 2, 3, 5, 7, 11
+    make_ill(ds, "large logits", slice(1, 2))  # two signs: they are large, and jump
+    make_ill(ds, "large logits", slice(3, None))  # no jump, after logits as large
+    losses = np.array([1.0, 1.5, 1.0, 1.05, 1.2])
+    ds = ds.assign(dict.fromkeys(("val_loss", "train_loss", "top1"), ("epoch", losses)))
+    row = result(5, ds)
+    assert (int(row.alarms), int(row.early_alarms)) == (3, 2)
+    assert (float(row.first_alarm), row.signs.item()) == (7, "large logits")
+    assert float(row.first_rise) == 11
+    row = result(2, ds)
+    assert (int(row.alarms), int(row.early_alarms)) == (3, 0)
+    assert (float(row.first_alarm), float(row.first_rise)) == (3, 3)
+    assert row.signs.item() == "large logits, logits jump"
+    # Nothing begins at the last epoch, though alarms last.
+    row = result(11, ds)
+    assert np.isnan(row.first_alarm)
+
+
+@pytest.mark.parametrize(
+    ("illness", "begin"), [("learning rate", 1), ("rate jumps", 6), ("cut head", 6)]
+)
+def test_begin(illness: str, begin: int) -> None:
+    assert Training("class token", illness, 0).begin(10) == begin
