@@ -15,6 +15,7 @@ from tcnn_model import gpsa
 from tcnn_model.gpsa.functional import Backend
 from tcnn_model.gpsa.positional import Axis, gaussian_position
 
+# Those of a 3 x 3 kernel.
 _HEADS = 9
 
 
@@ -25,6 +26,7 @@ def _contest(
     values: Literal["shared", "per head"],
 ) -> contest.Contest:
     torch.manual_seed(0)
+    # Stride 1, padding 1 and kernel 3: the output has the size of the input.
     axis = Axis(side, 1, 1, 3)
     batch = arguments.batch
     width = channels // _HEADS
@@ -40,6 +42,7 @@ def _contest(
     query, key = (leaf(batch, _HEADS, side * side, width) for _ in range(2))
     v = (
         leaf(batch, 1, side * side, channels)
+        # A converted convolution shares its values between the heads; a transformer's layer gives each head a slice.
         if values == "shared"
         else leaf(batch, _HEADS, side * side, width)
     )
@@ -47,6 +50,7 @@ def _contest(
     position = gaussian_position(
         alpha, torch.randn(_HEADS, 2, dtype=torch.float64, device=arguments.device)
     )
+    # Between 0 and 1, so that content and position both take part.
     gate = torch.full((_HEADS,), 0.7, device=arguments.device, requires_grad=True)
     leaves = (query, key, v, position.requires_grad_(), gate)
 
@@ -59,6 +63,7 @@ def _contest(
     if values == "per head":
         backends.append("fused")
     if arguments.device == "cuda":
+        # The kernels need a GPU.
         backends.append("triton")
     return {backend: lambda backend=backend: step(backend) for backend in backends}
 

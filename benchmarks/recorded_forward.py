@@ -49,6 +49,7 @@ def ratios(
     with tcnn_probe.record(recorded, **options) as recorder:
         measured = []
         for turn in range(rounds + 1):
+            # The order alternates, so that it is not always the same model that finds the images in the caches.
             order = (recorded, plain) if turn % 2 else (plain, recorded)
             seconds = {model: forward(model, images) for model in order}
             measured.append(seconds[recorded] / seconds[plain])
@@ -66,6 +67,7 @@ def compare(
         first = statistics.median(ratios(model, twin, images, rounds, **options))
         second = statistics.median(ratios(twin, model, images, rounds, **options))
         medians.append((first, second))
+    # A factor that favours a place in memory multiplies one ratio and divides the other.
     return np.sqrt(np.prod(medians, axis=1)).tolist()
 
 

@@ -48,6 +48,7 @@ def contests(arguments: argparse.Namespace) -> Mapping[str, contest.Contest]:
             "a hook that does nothing": lambda model=model: _hooked(model, x, _nothing),
         }
         if "vit" in name or "deit" in name:
+            # Both read the matrix of attention, which torch's fused attention never forms.
             ways["every softmax kept"] = lambda name=name: _kept(
                 _model(name, arguments, fused=False).to(x), x
             )
@@ -56,6 +57,7 @@ def contests(arguments: argparse.Namespace) -> Mapping[str, contest.Contest]:
             )
         result[f"{name}, forward"] = ways
         result[f"{name}, training"] = {
+            # A copy each, as training changes the running statistics of batch norms in place.
             "step": lambda model=model: _training(
                 copy.deepcopy(model), x, record=False
             ),
@@ -99,6 +101,7 @@ def _hooked(
     model: nn.Module, x: torch.Tensor, hook: Callable[..., None]
 ) -> contest.Step:
     model = copy.deepcopy(model)
+    # A hook on every module, as a tool has that does not know where attention is computed.
     for module in model.modules():
         module.register_forward_hook(hook)
     return _forward(model, x)
@@ -148,7 +151,11 @@ def _training(model: nn.Module, x: torch.Tensor, *, record: bool) -> contest.Ste
 def marking(epochs: int) -> None:
     """Print the time of mark() with 12 layers of 6 heads, in the first and in the last tenth of the epochs."""
     model = timm.create_model(
-        "vit_tiny_patch16_224", img_size=16, num_heads=6, embed_dim=6
+        # A single patch, and one channel a head: the forward between two marks costs next to nothing.
+        "vit_tiny_patch16_224",
+        img_size=16,
+        num_heads=6,
+        embed_dim=6,
     ).eval()
     print(
         "\nmark(), 12 layers of 6 heads, in milliseconds: median of the first and of the last tenth of the epochs"
@@ -165,6 +172,7 @@ def marking(epochs: int) -> None:
                     start = time.perf_counter()
                     recorder.mark(epoch=epoch, top1=0.5)
                     milliseconds.append(1e3 * (time.perf_counter() - start))
+            # Medians, as one slow write to a busy disk would dominate a mean.
             tenth = max(1, epochs // 10)
             first = statistics.median(milliseconds[:tenth])
             last = statistics.median(milliseconds[-tenth:])

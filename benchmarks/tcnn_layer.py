@@ -26,6 +26,7 @@ class Literal(nn.Module):
         pixels = torch.arange(-1, side + 1)
         keys = torch.cartesian_prod(pixels, pixels)
         real = ((keys >= 0) & (keys < side)).all(1)
+        # Queries are pixels of the image, keys also those of its padding.
         delta = (keys[None] - keys[real][:, None]).to(layer.weight)
         # (N, (side + 2)^2, 3)
         self.register_buffer(
@@ -46,6 +47,7 @@ class Literal(nn.Module):
             torch.einsum("qkr,hr->hqk", self.r, layer.position.to(x.dtype)), -1
         )
         gate = layer.gate.to(x.dtype)[:, None, None]
+        # Keys in the padding have a share of the softmax but values of 0, so that they drop out of the product.
         attention = (1 - gate) * content + gate * positional[..., self.real]
         values = F.linear(tokens, layer.value)[:, None]
         gathered = (attention @ values).transpose(1, 2).flatten(2)  # (B, N, heads * C)

@@ -33,10 +33,12 @@ def contests(arguments: argparse.Namespace) -> Mapping[str, contest.Contest]:
 
     def step(convert: Callable[[nn.Module], nn.Module]) -> Callable[[], contest.Step]:
         def prepare() -> contest.Step:
+            # Converted when it is prepared, so that a child process, which measures memory, converts one model only.
             model = convert(cnn).to(x)
 
             def train() -> None:
                 model(x).square().sum().backward()
+                # Gradients that stay would be in use before the next step, and its peak would not show them.
                 model.zero_grad()
 
             return train

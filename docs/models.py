@@ -1,21 +1,25 @@
 """What is recorded of vision models: writes the table in ``models.md`` beside it.
 
     python docs/models.py                          # all models, about ten minutes on one core
-    python docs/models.py --models vit_tiny swin   # those whose names contain a word; --out says where to
+    python docs/models.py --models vit_tiny swin   # anew the rows of those whose names contain a word
 
 Weights are random and nothing is downloaded. A forward shows which layers attend, and on which grids their tokens lie.
+Whether maps show the image as it is, an experiment says that knows nothing of grids: it changes the pixels of a square.
 """
 
 import argparse
 import collections
 import importlib
+import re
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import timm
 import torch
+import xarray as xr
 from torch import Tensor, nn
 from tqdm import tqdm
 
@@ -29,11 +33,22 @@ HEADER = """# Vision models
 Written by `python docs/models.py` with {versions}, from random weights.
 
 - *layers*: attention layers of which numbers are recorded.
-- *grids*: rows x columns of keys, "+ n" with n class, register or other tokens beside them.
+- *grids*: rows x columns of keys, "+ n" with n class, register or other tokens beside them. In layers with windows the
+  grid is that of a window.
+- *square*: layers whose maps change where the image does. Four images differ from a fifth in a square of an eighth of
+  their sides. Where one place of a map changes by a quarter more than any other, and another one in each of the four,
+  these should be the places of the squares; other layers are undecided, such as those in which tokens are mixed.
 - *notes*: layers without a grid of queries or keys, and layers that are not recorded, with the reasons.
 
-| library | model | image | layers | grids | notes |
-|---|---|---|---|---|---|"""
+| library | model | image | layers | grids | square | notes |
+|---|---|---|---|---|---|---|"""
+
+# Centres of the squares, as shares of the image's height and width: none lies on a diagonal or mirrors another, so that
+# tokens in another order are noticed.
+SQUARES = ((0.2, 0.4), (0.35, 0.85), (0.6, 0.15), (0.85, 0.7))
+# Queries lie around each square, as shares of the image's sides from its centre: those near it share its window, where
+# there are windows.
+AROUND = (0.04, 0.08, 0.16)
 
 
 class Model(NamedTuple):
@@ -221,6 +236,7 @@ class Row(NamedTuple):
     image: str
     layers: str
     grids: str
+    square: str
     notes: str
 
 
@@ -255,6 +271,7 @@ def describe(model: Model) -> Row:
         size,
         str(len(layouts)),
         counted(grids),
+        squares_found(module, image),
         counted(notes, "; "),
     )
 
@@ -273,6 +290,77 @@ def layouts_of(
     return stream, {name: layouts[name] for name in stream.layers}
 
 
+def squares_found(module: nn.Module, image: Tensor) -> str:
+    """Return in how many layers maps change where the image does, of those where one place does; "" without maps."""
+    height, width = image.shape[1:]
+    centres = [(int(y * height), int(x * width)) for y, x in SQUARES]
+    images = image.repeat(1 + len(SQUARES), 1, 1, 1)
+    for number, (y, x) in enumerate(centres):
+        top, left = y - height // 16, x - width // 16
+        images[1 + number, :, top : top + height // 8, left : left + width // 8] += 3
+    queries = [
+        (
+            min(height - 1, max(0, int(y + side * share * height))),
+            min(width - 1, max(0, int(x + other * share * width))),
+        )
+        for y, x in centres
+        for share in AROUND
+        for side in (-1, 1)
+        for other in (-1, 1)
+    ]
+    try:
+        maps = tcnn_probe.attention_maps(module, images, queries=queries)
+    except ValueError:
+        return ""
+    answers = []
+    for node in maps.children.values():
+        for layer in node.layer.values:
+            ds = node.dataset.sel(layer=layer)
+            answers += [
+                _finds_squares(values, centres, (height, width))
+                for name, values in ds.data_vars.items()
+                if "y" in values.dims and values.notnull().all()
+            ][:1]
+    decided = [answer for answer in answers if answer is not None]
+    undecided = len(answers) - len(decided)
+    beside = f", {undecided} undecided" if undecided else ""
+    return f"{sum(decided)} of {len(decided)}{beside}"
+
+
+def _finds_squares(
+    values: xr.DataArray,
+    centres: Sequence[tuple[int, int]],
+    size: tuple[int, int],
+) -> bool | None:
+    """Tell whether the place whose attention changes most is each square; None where no place stands out."""
+    others = [dim for dim in values.dims if dim not in ("image", "y", "x")]
+    changes = abs(values - values.isel(image=0)).sum(others).isel(image=slice(1, None))
+    pixels = values.pixel_y.values[:, None], values.pixel_x.values[None]
+    # A square's side, and a cell.
+    reach = [
+        side / 8 + side / cells.size for side, cells in zip(size, pixels, strict=True)
+    ]
+    is_there = True
+    peaks = set()
+    for change, centre in zip(changes.values, centres, strict=True):
+        peak = np.unravel_index(change.argmax(), change.shape)
+        at = [cells.flat[index] for cells, index in zip(pixels, peak, strict=True)]
+        is_near = [
+            abs(cells - place) <= length
+            for cells, place, length in zip(pixels, at, reach, strict=True)
+        ]
+        elsewhere = change[~(is_near[0] & is_near[1])]
+        if not elsewhere.size or change.max() < 1.25 * elsewhere.max():
+            return None
+        peaks.add(peak)
+        is_there &= all(
+            abs(place - pixel) <= length - side / 16
+            for place, pixel, length, side in zip(at, centre, reach, size, strict=True)
+        )
+    # A place that stands out wherever the square is says nothing of it.
+    return is_there if len(peaks) == len(centres) else None
+
+
 def _grid(tokens: Tokens) -> str:
     beside = f" + {tokens.prefix}" if tokens.prefix else ""
     return f"{tokens.height} x {tokens.width}{beside}"
@@ -285,6 +373,14 @@ def counted(texts: Iterable[str], between: str = ", ") -> str:
         f"{text} ({count} times)" if count > 1 else text
         for text, count in counts.items()
     )
+
+
+def rows_of(path: Path) -> dict[tuple[str, str], Row]:
+    """Return the rows of a document, by library and model; none if there is no such file."""
+    lines = path.read_text().splitlines() if path.exists() else []
+    table = [line for line in lines if line.startswith("| ")][1:]
+    rows = [Row(*re.split(r" \| ?", line[2:-2], maxsplit=6)) for line in table]
+    return {(row.library, row.model): row for row in rows}
 
 
 def page(rows: Sequence[Row]) -> str:
@@ -322,7 +418,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
             f"expected words of names of models, got {options.models}; there are {[m.name for m in MODELS]}"
         )
     warnings.simplefilter("ignore")  # of models about their own arguments
-    options.out.write_text(page([describe(model) for model in tqdm(chosen)]))
+    rows = rows_of(options.out)
+    for model in tqdm(chosen):
+        rows[model.library, model.name] = describe(model)
+        order = [(model.library, model.name) for model in MODELS]
+        # After each model: a run that was stopped has not been in vain.
+        options.out.write_text(page([rows[name] for name in order if name in rows]))
 
 
 if __name__ == "__main__":

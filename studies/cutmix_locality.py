@@ -87,6 +87,7 @@ def train(arm: str, seed: int, args: argparse.Namespace, store: Path) -> xr.Data
     """Train and record, or read what was recorded."""
     if store.exists():
         ds = xr.open_zarr(store)
+        # A training that was interrupted has fewer epochs, and is begun anew.
         if ds.sizes["epoch"] == args.epochs + 1:
             return ds.load()
     torch.manual_seed(seed)
@@ -100,6 +101,7 @@ def train(arm: str, seed: int, args: argparse.Namespace, store: Path) -> xr.Data
         depth=3,
         num_heads=3,
     ).to(args.device)
+    # Without timm's label smoothing, which its mixing adds by default and the plain arm would lack.
     mix = Mixup(mixup_alpha=0, cutmix_alpha=1, label_smoothing=0, num_classes=10)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=WEIGHT_DECAY)
     images, labels = plain_digits(training=True)
@@ -116,6 +118,7 @@ def train(arm: str, seed: int, args: argparse.Namespace, store: Path) -> xr.Data
                 optimizer.param_groups[0]["lr"] = rate
                 # As in training_health.py: pixels have 17 values, and few images are learned by heart.
                 batch = images[rows] + 0.1 * torch.randn(len(rows), 1, 8, 8)
+                # Both arms give the loss probabilities, so that they differ in CutMix alone.
                 target = F.one_hot(labels[rows], 10).float()
                 if arm == "CutMix":
                     batch, target = mix(batch, labels[rows])

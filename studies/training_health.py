@@ -248,6 +248,7 @@ def train(
     training: Training, data: Data, args: argparse.Namespace, store: Path
 ) -> xr.Dataset:
     """Train and record, or read what was recorded."""
+    # The untrained network is marked too, as epoch 0.
     expected = args.epochs + 1
     if store.exists():
         ds = xr.open_zarr(store)
@@ -260,6 +261,7 @@ def train(
     rate = 10 * data.rate if is_too_fast else data.rate
     optimizer = torch.optim.AdamW(model.parameters(), lr=rate, weight_decay=0.05)
     if illness == "shuffled labels":
+        # Once, before the training: labels that changed by epoch could not even be learned by heart.
         labels = labels[torch.randperm(len(labels))]
     steps = math.ceil(len(labels) / data.batch)
     warmup = 0 if is_too_fast else 2 * steps
@@ -269,6 +271,7 @@ def train(
     ):
         # The alarms, which the study is about; they are read off the recording.
         warnings.simplefilter("ignore", RuntimeWarning)
+        # The untrained network has no training loss.
         mark(recorder, model, data, 0, math.nan, args.device)
         for epoch in range(args.epochs):
             is_ill = epoch + 1 >= training.begin(args.epochs)
@@ -294,6 +297,7 @@ def train(
                 loss.backward()
                 optimizer.step()
                 total += loss.item()
+                # After each step, as the optimizer would bring the values back.
                 if is_ill and illness == "cut head":
                     cut(model)
             mark(recorder, model, data, epoch + 1, total / steps, args.device)
@@ -323,6 +327,7 @@ def scale_up(model: VisionTransformer, factor: float) -> None:
     """Multiply the queries and keys of all blocks, so that logits grow by the factor's square."""
     width = model.embed_dim
     for block in model.blocks:
+        # timm's rows are queries, keys and values, in this order.
         block.attn.qkv.weight[: 2 * width] *= factor
         block.attn.qkv.bias[: 2 * width] *= factor
 
@@ -348,13 +353,14 @@ def result(begin: int, ds: xr.Dataset) -> xr.Dataset:
     first = min((alarm.since for alarm in named), default=math.nan)
     signs = sorted({alarm.sign for alarm in named if alarm.since == first})
     loss = ds.val_loss.values
-    risen = np.flatnonzero(loss > 1.1 * np.minimum.accumulate(loss))
+    # Losses do not fall evenly: only a tenth above the lowest so far counts as a rise.
+    risen = ds.epoch.values[loss > 1.1 * np.minimum.accumulate(loss)]
     risen = risen[risen >= begin]
     return ds[["train_loss", "val_loss", "top1"]].assign(
         alarms=len(alarms),
         early_alarms=len(alarms) - len(named),
         first_alarm=float(first),
-        first_rise=float(ds.epoch[risen[0]]) if risen.size else math.nan,
+        first_rise=float(risen[0]) if risen.size else math.nan,
         signs=((), np.array(", ".join(signs), dtype=object)),
     )
 
@@ -365,8 +371,8 @@ def warned_of(ds: xr.Dataset) -> list[Finding]:
     for marks in range(1, ds.sizes["epoch"] + 1):
         so_far = ds.isel(epoch=slice(marks))
         epoch = so_far.epoch.values[-1]
-        found = tcnn_probe.health(so_far).alarms
-        alarms += [alarm for alarm in found if alarm.since == epoch]
+        current = tcnn_probe.health(so_far).alarms
+        alarms += [alarm for alarm in current if alarm.since == epoch]
     return alarms
 
 

@@ -26,6 +26,7 @@ from .probes import register as register
 from .recording.recorder import Recorder as Recorder
 from .recording.recorder import record as record
 from .reporting import Report as Report
+from .reporting import explore as explore
 from .reporting import report as report
 from .schema import Variable as Variable
 from .storage import StoreError as StoreError

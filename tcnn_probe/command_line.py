@@ -103,7 +103,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     maps.add_argument("model", help="name in timm, such as deit_tiny_patch16_224")
     maps.add_argument("image", help="file of a picture")
     maps.add_argument(
-        "-o", "--output", required=True, metavar="FILE", help="such as maps.png"
+        "-o",
+        "--output",
+        required=True,
+        metavar="FILE",
+        help="such as maps.png; maps.html, to click around in, has all queries",
     )
     maps.add_argument(
         "--query",
@@ -305,6 +309,12 @@ def _maps(options: argparse.Namespace) -> None:
     model = timm.create_model(options.model, pretrained=pretrained)
     if options.weights is not None:
         _load_weights(model, options.weights)
+    if options.output.endswith(".html"):
+        maps = tcnn_probe.attention_maps(
+            model, options.image, layers=options.layers, heads=options.heads
+        )
+        tcnn_probe.explore(maps, options.output)
+        return
     query: Any = None if options.query is None else tuple(options.query)
     maps = tcnn_probe.attention_maps(
         model, options.image, queries=None if query is None else [query]
@@ -337,7 +347,7 @@ def _load_weights(model: "nn.Module", path: str) -> None:
     ) as error:  # torch and safetensors raise many kinds for damaged files
         reason = next(iter(str(error).splitlines()), type(error).__name__)
         raise ValueError(
-            f"{path} is damaged, or holds more than weights, or others: {reason}"
+            f"{path} is damaged, or holds more than weights, or those of another model: {reason}"
         ) from error
 
 

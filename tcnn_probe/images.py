@@ -102,7 +102,7 @@ def as_batch(images: Any, expected: str) -> Tensor:
         if getattr(images, "ndim", 4) == 3:
             raise ValueError(
                 f"expected images, {expected}; got pixel_values of shape {tuple(images.shape)}, patches of images of "
-                "several sizes, as Siglip2's processor cuts them: of these there are no maps; call the model yourself "
+                "several sizes, as Siglip2's processor cuts them: there are no maps of these; call the model yourself "
                 "under tcnn_probe.record for the numbers of its heads"
             )
     if (
@@ -125,8 +125,8 @@ def as_batch(images: Any, expected: str) -> Tensor:
     images = images[None] if images.ndim == 3 else images
     if images.ndim == 5:
         raise ValueError(
-            f"expected images, {expected}; got videos, volumes or tiles, shape {tuple(images.shape)}: of these "
-            "there are no maps; call the model yourself under tcnn_probe.record for the numbers of its heads"
+            f"expected images, {expected}; got videos, volumes or tiles, shape {tuple(images.shape)}: "
+            "there are no maps of these; call the model yourself under tcnn_probe.record for the numbers of its heads"
         )
     if images.ndim != 4 or images.numel() == 0:
         raise ValueError(
@@ -215,7 +215,7 @@ def preparation(model: nn.Module) -> dict[str, Any]:
         if hasattr(model, "config"):
             hint = ": AutoImageProcessor.from_pretrained(...)(picture, return_tensors='pt')"
         raise TypeError(
-            f"how to prepare pictures for a {type(model).__name__} is unknown, as it is no model of timm: give a "
+            f"how to prepare pictures for a {type(model).__name__} is unknown, as it is not a timm model: give a "
             f"floating-point tensor (B, C, H, W), normalised as the model takes it{hint}"
         )
     size = getattr(getattr(model, "patch_embed", None), "img_size", None)

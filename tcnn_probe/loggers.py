@@ -73,7 +73,7 @@ def log_to_tensorboard(
         writer: A ``torch.utils.tensorboard.SummaryWriter``; the mark is its step.
         recorder: The recorder, after a mark. Numbers that were given to ``mark`` are left out, as the training loop
             logs them itself.
-        images: Images of which maps are recorded (``record(images=)``), in the same order, shape (B, C, H, W), to draw
+        images: Images whose maps are recorded (``record(images=)``), in the same order, shape (B, C, H, W), to draw
             these maps over; None for no pictures. Maps of windows are left out.
         heads: Whether to write a number for each head, not the mean over a layer's heads.
 
@@ -168,7 +168,7 @@ def _pictures(recorder: "Recorder", images: Any) -> Iterator[tuple[str, "Figure"
             maps = maps.dropna("layer", how="all").load()
             if maps.sizes["image"] > len(images):
                 raise ValueError(
-                    f"expected the {maps.sizes['image']} images of which maps are recorded, got {len(images)}"
+                    f"expected the {maps.sizes['image']} images whose maps are recorded, got {len(images)}"
                 )
             heads, layers = maps.sizes["head"], maps.sizes["layer"]
             rows = layers * -(-heads // _HEADS_BESIDE)

@@ -137,7 +137,7 @@ def image_numbers(images: Any) -> tuple[int, ...]:
         return ()
     if not isinstance(images, Collection):
         images = range(
-            whole_number(images, "images, a number of them or the numbers of some")
+            whole_number(images, "images, a number of them or a list of their numbers")
         )
     return tuple(sorted({whole_number(number, "each of images") for number in images}))
 

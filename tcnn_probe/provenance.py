@@ -1,4 +1,4 @@
-"""What a recording says about where it comes from. No paths, no host names."""
+"""Attributes that say where a recording comes from, without paths and host names."""
 
 import platform
 from datetime import UTC, datetime
@@ -13,7 +13,7 @@ __all__ = ["provenance", "versions"]
 
 
 def provenance(model: "nn.Module", *packages: str) -> dict[str, str]:
-    """Attributes of what was found in a model: when, by which versions (of further packages too), of which model."""
+    """Return attributes that say when, by which versions (of further packages too) and in which model it was found."""
     from tcnn_probe.models import unwrap
 
     inner = unwrap(model)
@@ -24,7 +24,7 @@ def provenance(model: "nn.Module", *packages: str) -> dict[str, str]:
 
 
 def versions(*packages: str) -> dict[str, str]:
-    """Attributes of what was made: when, and by which versions (of further packages too)."""
+    """Return attributes that say when, and by which versions (of further packages too), something was made."""
     return {
         "created_at": datetime.now(UTC).isoformat(timespec="seconds"),
         "creation_library": "tcnn_probe",

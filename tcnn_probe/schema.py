@@ -71,7 +71,7 @@ class Group:
     coords: Mapping[str, Sequence[Any]] = field(default_factory=dict)
 
     def shape(self, variable: str) -> tuple[int, ...]:
-        """Lengths of a variable's dimensions, without that of the marks."""
+        """Return the lengths of a variable's dimensions, without that of the marks."""
         lengths = {"layer": len(self.layers), **self.sizes}
         return tuple(lengths[dim] for dim in self.variables[variable].dims)
 
@@ -162,15 +162,15 @@ COORDINATES: dict[str, dict[str, str]] = {
     },
     "token_kind": {
         "long_name": "kind of token",
-        "description": "Class (or distillation) token, register, patch at the border of the grid, or inner patch.",
+        "description": "Class (or distillation) token, register, patch at the border of the grid, inner patch, word.",
     },
     "query_segment": {
         "long_name": "segment of queries",
-        "description": "Class (or distillation) tokens, registers, patches, or others: words, latents, object queries.",
+        "description": "Class (or distillation) tokens, registers, patches, words, or others: latents, object queries.",
     },
     "key_segment": {
         "long_name": "segment of keys",
-        "description": "Class (or distillation) tokens, registers, patches, or others: words, prompts, object queries.",
+        "description": "Class (or distillation) tokens, registers, patches, words, or others: prompts, object queries.",
     },
     "y": {"long_name": "row", "description": "Row of the grid of keys."},
     "x": {"long_name": "column", "description": "Column of the grid of keys."},

@@ -1,5 +1,7 @@
 """The examples of the documents run."""
 
+import inspect
+import pydoc
 import re
 from pathlib import Path
 from typing import Any
@@ -10,6 +12,7 @@ import pytest
 import timm
 import torch
 import xarray as xr
+from sources import examples, listed_names
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -31,6 +34,7 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             if name.startswith("resnet")
             else {"embed_dim": 48}
         )
+        # Others, such as T-ResNets, are made of these or have no such options.
         narrowed = name.startswith(("resnet", "vit_", "deit"))
         return create(name, **(few if narrowed else {}) | options)
 
@@ -97,6 +101,26 @@ def test_examples_of_the_documents_run(name: str, minimum: int) -> None:
         ]
 
 
+def test_examples_of_functions_run_alone() -> None:
+    for block in python_blocks(ROOT / "docs" / "examples.md"):
+        plt.figure()
+        exec(block, {})
+        plt.close("all")
+
+
+def test_each_function_has_an_example_that_runs_alone() -> None:
+    names = listed_names(ROOT / "docs/site/api.md")
+    functions = {name for name in names if inspect.isfunction(pydoc.locate(name))}
+    found = examples(ROOT, names)
+    alone = {name for name in functions & found.keys() if found[name].alone}
+    assert functions - alone == {  # these need another package, or images on disk
+        "tcnn_probe.log_to_tensorboard",
+        "tcnn_probe.log_to_wandb",
+        "tcnn_probe.evaluation.imagenet_c",
+        "tcnn_probe.evaluation.imagenet_variant",
+    }
+
+
 def test_examples_of_aggregation_run() -> None:
     small = '"patchconvnet_s60", embed_dim=16, depth=2'
     names: dict[str, object] = {}
@@ -130,6 +154,7 @@ def test_examples_of_dense_tasks_run(monkeypatch: pytest.MonkeyPatch) -> None:
     blocks = python_blocks(ROOT / "docs" / "dense_tasks.md")
     assert len(blocks) == 3
     for block in blocks:
+        # The blocks of the narrow model, which has four of sixty.
         exec(block.replace("[14, 29, 44, 59]", "[0, 1, 2, 3]"), names)
     gates = xr.open_zarr("segmenter.zarr").gate
     assert gates.notnull().any("head").sum("layer").values.tolist() == [3]
@@ -162,6 +187,7 @@ def anchors(path: Path) -> set[str]:
     "path", PAGES, ids=lambda path: path.relative_to(ROOT).as_posix()
 )
 def test_links_lead_somewhere(path: Path) -> None:
+    # Code between single backticks has no links either.
     text = re.sub("`[^`]*`", "", without_code(path))
     for target, anchor in re.findall(r"\]\((?!http)([^)#]*)#?([^)]*)\)", text):
         page = path.parent / target if target else path
@@ -182,6 +208,7 @@ def test_no_two_documents_use_one_store() -> None:
             re.findall(r'record\(\s*\w+, "([^":]+)"', "".join(python_blocks(page)))
         )
     ]
+    # The expression finds the stores at all.
     assert len(names) > 5
     assert len({*names}) == len(names), names
 

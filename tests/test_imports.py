@@ -85,6 +85,7 @@ def _names(path: Path) -> Iterator[str]:
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
+            # Each dot of a relative import goes up a folder.
             parents = package[: len(package) - node.level + 1] if node.level else ()
             module = ".".join([*parents, *([node.module] if node.module else [])])
             yield module
@@ -105,6 +106,7 @@ def _within(name: str, forbidden: set[str]) -> bool:
 
 def _violations(folder: str, forbidden: set[str]) -> list[str]:
     files = sorted((ROOT / folder).rglob("*.py"))
+    # A folder that was renamed would have no violations.
     assert files, f"no sources in {folder}"
     return [
         f"{f.relative_to(ROOT)}: {name}"

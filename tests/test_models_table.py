@@ -1,9 +1,12 @@
 """docs/models.py writes what is recorded of vision models, and which layers have no grid."""
 
+import re
 import runpy
 from pathlib import Path
 
+import numpy as np
 import pytest
+import xarray as xr
 
 DOCS = Path(__file__).parent.parent / "docs"
 
@@ -19,13 +22,44 @@ def test_script_writes_the_table(tmp_path: Path) -> None:
     ]
     rows = {cells[1]: cells for cells in lines[1:]}
     assert list(rows) == ["vit_tiny_patch16_224", "ViTMAEModel"]
-    assert rows["vit_tiny_patch16_224"][2:5] == [
-        "64 x 96",
-        "12",
-        "4 x 6 + 1 (12 times)",
-    ]
-    assert rows["ViTMAEModel"][3:5] == ["2", ""]
-    assert "not in the order of the image's rows (2 times)" in rows["ViTMAEModel"][5]
+    vit, shuffled = rows["vit_tiny_patch16_224"], rows["ViTMAEModel"]
+    assert vit[2:5] == ["64 x 96", "12", "4 x 6 + 1 (12 times)"]
+    right, decided = re.match(r"(\d+) of (\d+)", vit[5]).groups()  # type: ignore[union-attr]
+    assert right == decided
+    assert int(decided) >= 8
+    assert shuffled[3:6] == ["2", "", ""]
+    assert "not in the order of the image's rows (2 times)" in shuffled[6]
+
+
+SQUARES_OF_4_BY_6 = [(0, 2), (1, 5), (2, 0), (3, 4)]
+
+
+@pytest.mark.parametrize(
+    ("peaks", "height", "answer"),
+    [
+        (SQUARES_OF_4_BY_6, 2.0, True),
+        ([(3 - y, 5 - x) for y, x in SQUARES_OF_4_BY_6], 2.0, False),
+        ([(y, 5 - x) for y, x in SQUARES_OF_4_BY_6], 2.0, False),
+        (SQUARES_OF_4_BY_6, 1.1, None),  # no place stands out
+        ([(0, 2)] * 4, 2.0, None),  # wherever the square is
+    ],
+)
+def test_squares_are_found(
+    peaks: list[tuple[int, int]], height: float, answer: bool | None
+) -> None:
+    script = runpy.run_path(str(DOCS / "models.py"))
+    values = np.zeros((5, 3, 4, 6))
+    for number, (y, x) in enumerate(peaks):
+        values[1 + number] = 1
+        values[1 + number, :, y, x] = height
+    pixels = {
+        f"pixel_{dim}": (dim, 7.5 + 16 * np.arange(n))
+        for dim, n in zip("yx", (4, 6), strict=True)
+    }
+    maps = xr.DataArray(values, pixels, ("image", "head", "y", "x"))
+    centres = [(int(64 * y), int(96 * x)) for y, x in script["SQUARES"]]
+    found = script["_finds_squares"](maps, centres, (64, 96))
+    assert found is answer
 
 
 def test_unknown_models_are_refused(capsys: pytest.CaptureFixture[str]) -> None:

@@ -25,6 +25,7 @@ PAGES = (
     "docs/site/api",
     "docs/site/generated/tcnn_probe.plot.evolution",
     "docs/site/generated/gallery",
+    "studies/pages/content_or_mixing",
 )
 SCREENS = {"phone": (390, 844), "desktop": (1400, 1000)}
 SCHEMES = ("light", "dark")

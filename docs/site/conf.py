@@ -131,6 +131,7 @@ autosummary_ignore_module_all = False
 autodoc_typehints = "none"  # docstrings say what is expected; signatures stay short
 autodoc_default_options = {"no-value": True}
 napoleon_numpy_docstring = False
+napoleon_use_rtype = False  # "Shape (B, H, W): the maps" stays one line
 napoleon_custom_sections = ["Shape"]
 nitpicky = True
 suppress_warnings = [
@@ -162,7 +163,7 @@ def write_gallery(_: Sphinx) -> None:
         docstring = ast.get_docstring(ast.parse(path.read_text())) or ""
         title = docstring.partition("\n")[0]
         thumbnail = f"/docs/thumbnails/{path.stem}.png"
-        image = f":img-bottom: {thumbnail}" if (ROOT / thumbnail[1:]).exists() else ""
+        image = f":img-top: {thumbnail}" if (ROOT / thumbnail[1:]).exists() else ""
         cards.append(
             f":::{{grid-item-card}} {path.stem}\n:link: /studies/pages/{path.stem}\n:link-type: doc\n"
             f"{image}\n\n{title}\n:::\n"
@@ -171,7 +172,8 @@ def write_gallery(_: Sphinx) -> None:
     names = "\n".join(f"/studies/pages/{page.stem}" for page in pages)
     (GENERATED / "gallery.md").write_text(
         "# Studies\n\nEach is one command and stands for a figure or table of the papers, or for a question that they "
-        f"leave open. [What they found](/studies/README.md).\n\n::::{{grid}} 1 1 2 2\n{''.join(cards)}::::\n\n"
+        "leave open. [What they found](/studies/README.md).\n\n"
+        f"::::{{grid}} 1 1 2 2\n:gutter: 3\n\n{''.join(cards)}::::\n\n"
         f"```{{toctree}}\n:hidden:\n\n/studies/README\n{names}\n```\n"
     )
 

@@ -1,11 +1,13 @@
 """What the site takes from the documents: examples for the reference, first paragraphs for llms.txt."""
 
 import ast
+import builtins
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
+from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["documents", "examples", "first_paragraph", "listed_names"]
+__all__ = ["Example", "documents", "examples", "first_paragraph", "listed_names"]
 
 
 def listed_names(path: Path) -> list[str]:
@@ -22,8 +24,23 @@ def documents(root: Path) -> list[Path]:
     ]
 
 
-def examples(root: Path, names: list[str]) -> dict[str, tuple[str, str]]:
-    """Find an example of each name in the documents.
+@dataclass(frozen=True)
+class Example:
+    """Code of a document.
+
+    Args:
+        page: Page without its suffix, from the root.
+        code: Block of code.
+        alone: Whether it needs no name of the lines above it.
+    """
+
+    page: str
+    code: str
+    alone: bool
+
+
+def examples(root: Path, names: list[str]) -> dict[str, Example]:
+    """Find an example of each name in the documents, if possible one that runs alone.
 
     Of the pages that use a name, the one with the most such blocks is taken to be about it.
 
@@ -32,22 +49,24 @@ def examples(root: Path, names: list[str]) -> dict[str, tuple[str, str]]:
         names: Full names, such as ``tcnn_probe.plot.health``.
 
     Returns:
-        For each name that a document uses, the page without its suffix and the first block of code there.
+        The first block of code that suits, for each name that a document uses.
     """
-    blocks: dict[str, dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
+    uses: dict[str, list[Example]] = defaultdict(list)
     for page in documents(root):
         place = page.relative_to(root).with_suffix("").as_posix()
         imported: dict[str, str] = {}
         for block in code_blocks(page.read_text()):
             tree = ast.parse(block)
             imported |= imported_names(tree)
+            example = Example(place, block, not unbound_names(tree))
             for name in sorted(used_names(tree, imported) & set(names)):
-                blocks[name][place].append(block)
-    first_blocks = {}
-    for name, pages in blocks.items():
-        page_of_name = max(pages, key=lambda place: len(pages[place]))
-        first_blocks[name] = (page_of_name, pages[page_of_name][0])
-    return first_blocks
+                uses[name].append(example)
+    found = {}
+    for name, all_uses in uses.items():
+        number = Counter(example.page for example in all_uses)
+        alone = [example for example in all_uses if example.alone]
+        found[name] = max(alone or all_uses, key=lambda example: number[example.page])
+    return found
 
 
 def code_blocks(text: str) -> list[str]:
@@ -78,6 +97,23 @@ def used_names(tree: ast.AST, imported: dict[str, str]) -> set[str]:
             first, dot, rest = ast.unparse(node).partition(".")
             names.add(imported.get(first, first) + dot + rest)
     return names
+
+
+def unbound_names(tree: ast.AST) -> set[str]:
+    """Return the names that code uses and does not bind, in whatever order."""
+    bound = set(dir(builtins))
+    used = set()
+    for node in ast.walk(tree):
+        match node:
+            case ast.Name(name, ast.Load()):
+                used.add(name)
+            case ast.Name(name) | ast.arg(name):
+                bound.add(name)
+            case ast.alias(name, alias):
+                bound.add(alias or name.partition(".")[0])
+            case ast.FunctionDef(name) | ast.ClassDef(name):
+                bound.add(name)
+    return used - bound
 
 
 def first_paragraph(text: str) -> str:

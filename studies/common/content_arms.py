@@ -91,7 +91,7 @@ class StaticMapGPSA(GPSA):
         return static_layer
 
     def forward(self, x: Tensor) -> Tensor:
-        """(B, C_in, H, W) -> (B, C_out, H_out, W_out); attention is formed once for all images."""
+        """Apply the layer to images, (B, C_in, H, W) -> (B, C_out, H_out, W_out), with attention formed once."""
         # One image will do: neither part depends on it.
         attention = self.gated_attention(x[:1])
         content = attention.content()

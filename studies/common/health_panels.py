@@ -48,7 +48,9 @@ class Picture:
 def best_so_far(values: xr.DataArray) -> xr.DataArray:
     """Return the largest value at earlier epochs, NaN at the first."""
     by_epoch = values.transpose("epoch", ...)
+    # fmax passes over NaN, which maximum would carry through all later epochs.
     largest = np.fmax.accumulate(by_epoch.values, axis=0)
+    # Shifted, as an epoch is compared with those before it.
     return by_epoch.copy(data=largest).shift(epoch=1)
 
 
@@ -168,6 +170,7 @@ def draw_pictures(examples: Mapping[str, Example]) -> Figure:
     panels = figure.subplots(rows, 4, sharex=True, squeeze=False)
     pairs = panels.reshape(-1, 2)
     for (left, right), (sign, example) in zip(pairs, examples.items(), strict=False):
+        # One scale for both, as an ill training would else look as level as a healthy one.
         right.sharey(left)
         draw_training(left, example.healthy, example)
         draw_training(right, example.ill, example)
@@ -184,6 +187,7 @@ def draw_pictures(examples: Mapping[str, Example]) -> Figure:
         spare.set_axis_off()
     for panel in panels[-1]:
         panel.set_xlabel("epoch")
+    # Dictionaries keep the order of the layers, which colours follow; sets do not.
     layers = {
         str(layer): None
         for example in examples.values()

@@ -37,7 +37,9 @@ def costs(right: xr.DataArray, ablation: str) -> xr.DataArray:
 def differences(right: xr.DataArray) -> dict[str, xr.DataArray]:
     """Return, by type, how much more it costs than as many random heads: (training, draw, condition, image)."""
     return {
-        kind: costs(right, kind) - costs(right, f"random for {kind}") for kind in PAIR
+        # As many random heads: a type with more heads would else cost more for their number alone.
+        kind: costs(right, kind) - costs(right, f"random for {kind}")
+        for kind in PAIR
     }
 
 
@@ -67,6 +69,7 @@ def mean_and_interval(values: xr.DataArray) -> tuple[float, float, float]:
 def interval_in_words(values: xr.DataArray) -> str:
     """Return the mean and the interval as text."""
     mean, low, high = mean_and_interval(values)
+    # NaN, the only value that differs from itself, is the mean of no head at all.
     return f"{mean:+.3f} [{low:+.3f}, {high:+.3f}]" if mean == mean else "none"
 
 
@@ -79,6 +82,7 @@ def beyond_these_trainings(values: xr.DataArray) -> tuple[float, float]:
     # Trainings without heads of the type have dropped out.
     count = by_training.sizes["training"]
     if count < 2:
+        # One training says nothing of how trainings differ.
         return np.nan, np.nan
     by_image = values.mean(["training", "draw"])
     # Trainings and images are both samples, so the variances of their means add up.

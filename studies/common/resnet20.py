@@ -21,6 +21,7 @@ class BasicBlock(nn.Module):
         self.conv2 = nn.Conv2d(channels, channels, 3, 1, 1, bias=False)
         self.bn2 = nn.BatchNorm2d(channels)
         self.stride = stride
+        # Option A has no parameters for the new channels of a stage's first block, so they begin as zeros.
         self.new_channels = channels - channels_in
 
     def forward(self, x: Tensor) -> Tensor:
@@ -119,6 +120,7 @@ def load_weights(model: ResNet20, file: str | Path) -> ResNet20:
 
 
 def _stage(channels_in: int, channels: int, stride: int, blocks: int) -> nn.Sequential:
+    # Only the first block of a stage strides and widens.
     first = BasicBlock(channels_in, channels, stride)
     return nn.Sequential(
         first, *(BasicBlock(channels, channels, 1) for _ in range(blocks - 1))

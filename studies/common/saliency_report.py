@@ -82,6 +82,7 @@ def beside_one_head(single: xr.Dataset, multiple: xr.Dataset, name: str) -> list
         for scores in (single, multiple):
             of_attention = scores[measure].sel(attribution="class_attention")
             chance = scores[measure].sel(attribution="chance")
+            # Pointing and energy depend on map and object alone, insertion on the scores of the model as well.
             values.append(of_attention - chance * (measure == "insertion_auc"))
         difference = values[0] - values[1]
         low, high = evaluation.mean_interval(difference).values

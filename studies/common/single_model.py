@@ -70,6 +70,7 @@ def parse_single(
             help="images for --model",
         )
     add(
+        # 28 pixels is the size of the digit itself.
         "--img-size",
         type=from_least(28),
         help=f"height and width of the images (default: {size}; of --model its own)",

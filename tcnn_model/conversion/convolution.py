@@ -305,4 +305,5 @@ def _pair(value: Any) -> Pair:
     if isinstance(value, int):
         return value, value
     values = [int(v) for v in value]
-    return (values[0], values[0]) if len(values) == 1 else (values[0], values[1])
+    # torch takes [3] for [3, 3].
+    return values[0], values[-1]

@@ -285,7 +285,8 @@ def _last_stage(calls: list[Call]) -> list[str]:
 
     def belongs(call: Call) -> bool:
         # A stage reduces by 2, or nearly 3 where sizes are odd; the patch embedding of a transformer is no stage.
-        one_step = max(i / o for i, o in zip(call.inputs, final, strict=True)) <= 3
+        rows, columns = call.inputs
+        one_step = max(rows / final[0], columns / final[1]) <= 3
         in_block = not reducing_blocks.isdisjoint(_ancestors(call.name))
         return _is_spatial(call) and one_step and (call.outputs == final or in_block)
 

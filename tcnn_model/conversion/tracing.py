@@ -52,7 +52,8 @@ class Call:
     @property
     def reduces(self) -> bool:
         """True if the output has fewer rows or columns than the input."""
-        return self.outputs[0] < self.inputs[0] or self.outputs[1] < self.inputs[1]
+        rows, columns = self.inputs
+        return self.outputs[0] < rows or self.outputs[1] < columns
 
 
 def copy_in_its_modes(model: nn.Module) -> nn.Module:
@@ -198,7 +199,8 @@ class _Operations(Shapes):
         if name == "softmax":
             dim = kwargs.get("dim", args[1] if len(args) > 1 else None)
             # The softmax of a classifier has two axes, (B, K).
-            attends = args[0].ndim > 2 and dim in (-1, args[0].ndim - 1)
+            axes = args[0].ndim
+            attends = axes > 2 and dim in (-1, axes - 1)
         if module and attends:
             self.attention.add(module)
         return super().__torch_function__(func, types, args, kwargs)
@@ -246,6 +248,6 @@ def find_input_size(model: nn.Module, input_size: InputSize | None = None) -> In
         ) from reason
     size = " x ".join(map(str, candidates[0]))
     raise ValueError(
-        f"could not run {type(model).__name__} on an image of {size}: pass input_size=(C, H, W) of one that it takes "
-        f"({type(reason).__name__}: {reason})"
+        f"could not run {type(model).__name__} on an image of {size}: pass the input_size=(C, H, W) of one that it "
+        f"accepts ({type(reason).__name__}: {reason})"
     ) from reason

@@ -63,7 +63,9 @@ def at_unit_stride(call: Call, module: nn.Module) -> nn.Module:
 
 def _both_sides(rows: int, cols: int) -> tuple[int, int, int, int]:
     """Split rows and columns of padding into (left, right, top, bottom), the odd pixel to the right and down."""
-    return cols // 2, cols - cols // 2, rows // 2, rows - rows // 2
+    left = cols // 2
+    top = rows // 2
+    return left, cols - left, top, rows - top
 
 
 def _padded_to_its_grid(conv: nn.Conv2d) -> nn.Conv2d:
@@ -135,14 +137,14 @@ def _phases(call: Call, strided: nn.Module, pixels: int) -> set[Phase]:
     def matches(phase: Phase) -> bool:
         y, x = phase
         part = dense[:, :, y::sy, x::sx][:, :, :height, :width]
+        if part.shape != sparse.shape:
+            return False
         # Outputs at a wrong phase differ by about their size; float32 rounding stays a thousand times below 1e-3.
-        return part.shape == sparse.shape and bool(
-            (part - sparse).abs().max() <= 1e-3 * sparse.abs().max()
-        )
+        error = (part - sparse).abs().max()
+        return bool(error <= 1e-3 * sparse.abs().max())
 
-    return {
-        phase for phase in itertools.product(range(sy), range(sx)) if matches(phase)
-    }
+    candidates = itertools.product(range(sy), range(sx))
+    return {phase for phase in candidates if matches(phase)}
 
 
 def _with_random_values(module: nn.Module) -> nn.Module:

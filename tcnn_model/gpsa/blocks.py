@@ -58,7 +58,7 @@ def mix_and_apply(
     gate: Tensor,
     taps: Tensor | None = None,
 ) -> Tensor:
-    """``((1 - gate) softmax(q k^T) + gate (rows (x) cols)) v``, Eq. (7) applied; with taps also Eq. (5), without bias.
+    """Apply ``((1 - gate) softmax(q k^T) + gate (rows (x) cols)) v``, Eq. (7); with taps also Eq. (5) without bias.
 
     Args:
         query: Queries, scaled by 1 / sqrt(d) already, shape (B, heads, N_query, d).
@@ -124,7 +124,9 @@ def _(
 def _flops(query, key, values, *rest, out_shape, **options) -> int:  # type: ignore[no-untyped-def]
     """Count twice the multiply-adds of the products with keys and with values; arguments are shapes, not tensors."""
     batch, heads, queries, dim = query
-    return int(2 * batch * heads * queries * key[2] * (dim + out_shape[-1]))
+    channels = out_shape[-1]
+    weights = batch * heads * queries * key[2]
+    return int(2 * weights * (dim + channels))
 
 
 @torch.library.custom_op("tcnn_model::mix_and_apply_backward", mutates_args=())
@@ -192,7 +194,8 @@ def _backward(
         content_sums = d_logits.sum(2, keepdim=True)
         d_logits.addcmul_(content, content_sums, value=-1)
         d_query[block] = (d_logits @ k).mul_(1 - share)
-        d_key[image, heads] += (d_logits.transpose(1, 2) @ q).mul_(1 - share)
+        d_keys_of_block = d_logits.transpose(1, 2) @ q
+        d_key[image, heads] += d_keys_of_block.mul_(1 - share)
 
         # P = exp(log rows + log cols): the gradient of either logarithm is g dA P, summed over the other axis.
         on_grid = d_mixed.mul_(positional).unflatten(2, (rows.shape[2], cols.shape[2]))
@@ -282,14 +285,17 @@ def _side_by_side(attention: Tensor) -> Tensor:
 
 def _positional(rows: Tensor, cols: Tensor, heads: slice, queries: slice) -> Tensor:
     """Return rows (x) cols of a block of queries, (heads, queries, H * W)."""
-    index = torch.arange(rows.shape[1] * cols.shape[1], device=rows.device)[queries]
-    along_y = rows[heads][:, index // cols.shape[1]]
-    along_x = cols[heads][:, index % cols.shape[1]]
+    height, width = rows.shape[1], cols.shape[1]
+    index = torch.arange(height * width, device=rows.device)[queries]
+    along_y = rows[heads][:, index // width]
+    along_x = cols[heads][:, index % width]
     return (along_y[..., :, None] * along_x[..., None, :]).flatten(2)
 
 
 def _empty_output(query: Tensor, values: Tensor, taps: Tensor | None) -> Tensor:
     batch, heads, queries, _ = query.shape
     if taps is not None:
-        return values.new_empty(batch, 1, queries, taps.shape[1] * taps.shape[2])
+        channels = taps.shape[1] * taps.shape[2]
+        return values.new_empty(batch, 1, queries, channels)
+    # In memory (B, N_query, heads, C), so that W_out is one matrix product.
     return values.new_empty(batch, queries, heads, values.shape[3]).transpose(1, 2)

@@ -104,7 +104,8 @@ def convit_attention(layer: convit.GPSA, qk: Tensor) -> GatedAttention:
             f"ConViT's positional attention needs a square grid of tokens, got {tokens} tokens"
         )
     # (B, N, 2, heads, d) to (2, B, heads, N, d).
-    query, key = qk.unflatten(2, (2, layer.num_heads, -1)).permute(2, 0, 3, 1, 4)
+    by_head = qk.unflatten(2, (2, layer.num_heads, -1))
+    query, key = by_head.permute(2, 0, 3, 1, 4)
     # From the order (dx, dy, squares) to (squares, dy, dx).
     position = layer.pos_proj.weight.flip(1)
     if layer.pos_proj.bias is not None:

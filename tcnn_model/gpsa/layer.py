@@ -337,13 +337,10 @@ class GPSA(nn.Module):
             or seam._forward_hooks
             or seam._forward_pre_hooks
         )
-        large = x.device.type == "cpu" and len(x) > 0 and x[0].numel() >= _WEIGHTED_FROM
-        return (
-            self.groups == self.in_channels
-            and self.backend == "auto"
-            and large
-            and not hooked
-        )
+        on_cpu = x.device.type == "cpu"
+        large = len(x) > 0 and x[0].numel() >= _WEIGHTED_FROM
+        depthwise = self.groups == self.in_channels
+        return depthwise and self.backend == "auto" and on_cpu and large and not hooked
 
     def _weighted(self, attention: GatedAttention, values: Tensor) -> Tensor:
         """Return the result of :meth:`combine` without forming the outputs of single heads."""

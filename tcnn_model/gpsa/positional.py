@@ -130,7 +130,8 @@ def axes(
 ) -> tuple[Axis, Axis]:
     """Return the vertical and the horizontal axis of a convolution-like layer on a map of ``size`` (H, W)."""
     paddings = (padding, padding) if isinstance(padding, str) else padding
-    extents = [d * (k - 1) + 1 for d, k in zip(dilation, kernel_size, strict=True)]
+    taps = zip(dilation, kernel_size, strict=True)
+    extents = [step * (count - 1) + 1 for step, count in taps]
     y, x = map(Axis, size, stride, paddings, extents)
     return y, x
 

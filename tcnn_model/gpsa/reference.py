@@ -44,20 +44,24 @@ def gpsa_attention_reference(
     (top, bottom), (left, right) = zero_padding(
         (height, width), kernel_size, stride, padding, dilation
     )
-    out_h = math.floor((height + top + bottom - dy * (ky - 1) - 1) / sy + 1)
-    out_w = math.floor((width + left + right - dx * (kx - 1) - 1) / sx + 1)
+    # The kernel reaches over this many pixels.
+    reach_y = dy * (ky - 1) + 1
+    reach_x = dx * (kx - 1) + 1
+    out_h = math.floor((height + top + bottom - reach_y) / sy + 1)
+    out_w = math.floor((width + left + right - reach_x) / sx + 1)
     pixels = [
         (j, i)
         for j in range(-top, height + bottom)
         for i in range(-left, width + right)
     ]
     # "same" puts the query at the centre of the kernel; with numeric padding its base is the pixel s (y, x).
-    y0, x0 = (
-        (dy * (ky - 1) // 2 - top, dx * (kx - 1) // 2 - left)
-        if padding == "same"
-        else (0, 0)
-    )
-    bases = [(sy * m + y0, sx * n + x0) for m in range(out_h) for n in range(out_w)]
+    y0, x0 = 0, 0
+    if padding == "same":
+        y0 = (reach_y - 1) // 2 - top
+        x0 = (reach_x - 1) // 2 - left
+    rows = [sy * m + y0 for m in range(out_h)]
+    columns = [sx * n + x0 for n in range(out_w)]
+    bases = [(row, column) for row in rows for column in columns]
 
     def feature(position: tuple[int, int]) -> Tensor:
         j, i = position
@@ -72,7 +76,8 @@ def gpsa_attention_reference(
         [0 <= j < height and 0 <= i < width for j, i in pixels], device=x.device
     )
     # (N_query, N_key, 2).
-    delta = x.new_tensor([[(j - b, i - a) for j, i in pixels] for b, a in bases])
+    offsets = [[(j - row, i - column) for j, i in pixels] for row, column in bases]
+    delta = x.new_tensor(offsets)
     # r = (||delta||^2, delta_1, delta_2), Eq. (4).
     r = torch.cat([delta.pow(2).sum(-1, keepdim=True), delta], dim=-1)
 
@@ -81,7 +86,9 @@ def gpsa_attention_reference(
     for h in range(heads):
         q = queries @ query[h * d : (h + 1) * d].T
         k = keys @ key[h * d : (h + 1) * d].T
-        logits = (q @ k.transpose(1, 2) / math.sqrt(d)).masked_fill(~real, -math.inf)
+        products = q @ k.transpose(1, 2)
+        # Padding gets no content attention.
+        logits = (products / math.sqrt(d)).masked_fill(~real, -math.inf)
         v_pos = -locality_strength[h] * torch.stack(
             [torch.ones_like(center[h, 0]), -2 * center[h, 0], -2 * center[h, 1]]
         )
@@ -104,7 +111,9 @@ def zero_padding(
         return [(p, p) for p in padding]
     sides = []
     for n, k, s, d in zip(size, kernel_size, stride, dilation, strict=True):
-        total = max(0, (math.ceil(n / s) - 1) * s + d * (k - 1) + 1 - n)
+        last = (math.ceil(n / s) - 1) * s
+        reach = d * (k - 1) + 1
+        total = max(0, last + reach - n)
         sides.append((math.floor(total / 2), math.ceil(total / 2)))
     return sides
 

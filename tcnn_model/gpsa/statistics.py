@@ -160,10 +160,13 @@ def _positional_block(
     row = index // x.queries
     col = index % x.queries
     # (heads, queries, y.keys, x.keys), with the padding.
-    extended = (rows[heads][:, row, :, None] * cols[heads][:, col, None, :]).to(dtype)
+    along_y = rows[heads][:, row, :, None]
+    along_x = cols[heads][:, col, None, :]
+    extended = (along_y * along_x).to(dtype)
     offset_y = y.key_positions(rows) - y.query_positions(rows)[row, None]
     offset_x = x.key_positions(cols) - x.query_positions(cols)[col, None]
-    distance = torch.hypot(offset_y[:, :, None], offset_x[:, None, :]).to(dtype)
+    lengths = torch.hypot(offset_y[:, :, None], offset_x[:, None, :])
+    distance = lengths.to(dtype)
     real = (
         ...,
         slice(y.before, y.before + y.length),

@@ -21,6 +21,7 @@ from tcnn_model.kernels.tiles import (
     block,
     dot,
     key_pixels,
+    load_tile,
     log2_of,
     position_logits,
     query_tables,
@@ -69,10 +70,9 @@ def _queries(
     m = start_m + tl.arange(0, QUERIES)
     clamped = tl.minimum(m, n_q - 1)
     d = tl.arange(0, DIM)
-    q_rows = block(
-        q + (b * q_b + h * q_h) * UNIT, start_m, n_q - 1, q_n * UNIT, QUERIES
+    q_tile = load_tile(
+        q + (b * q_b + h * q_h) * UNIT, start_m, n_q - 1, q_n * UNIT, d, dim, QUERIES
     )
-    q_tile = tl.load(q_rows[:, None] + d[None, :], mask=(d < dim)[None, :], other=0.0)
     k += (b * k_b + h * k_h) * UNIT
     v += (b * v_b + h * v_h) * UNIT
     grad += (b * o_b + h * o_h) * UNIT
@@ -97,10 +97,7 @@ def _queries(
     acc = tl.zeros((QUERIES, DIM), ACC)  # sum of C (dA - mean) k
     acc_k = tl.zeros((QUERIES, DIM), ACC)  # sum of C k
     for start in range(0, n_k, KEYS):
-        k_rows = block(k, start, n_k - 1, k_n * UNIT, KEYS)
-        k_tile = tl.load(
-            k_rows[:, None] + d[None, :], mask=(d < dim)[None, :], other=0.0
-        )
+        k_tile = load_tile(k, start, n_k - 1, k_n * UNIT, d, dim, KEYS)
         da = _grad_attention(
             grad, v, o_n * UNIT, v_n * UNIT, start_m, start, n_q, n_k, channels,
             QUERIES, KEYS, CHANNELS, ACC, PRECISION, INTERPRETED,
@@ -117,7 +114,8 @@ def _queries(
         ux = tx - mean_x[:, None]
         cov_y += tl.sum(p * uy, 1)
         cov_x += tl.sum(p * ux, 1)
-        cov_square += tl.sum(p * (uy * uy + (ux * ux - variance[:, None])), 1)
+        centred = uy * uy + (ux * ux - variance[:, None])
+        cov_square += tl.sum(p * centred, 1)
         s = dot(
             q_tile,
             tl.trans(k_tile),
@@ -126,7 +124,8 @@ def _queries(
             INTERPRETED,
         )
         c = tl.exp2(s * scale - highest[:, None]) * share[:, None]
-        c = tl.where((start + tl.arange(0, KEYS) < n_k)[None, :], c, 0.0)
+        n = start + tl.arange(0, KEYS)
+        c = tl.where((n < n_k)[None, :], c, 0.0)
         # The mean of dA under C is known only at the end. The estimate from the keys so far is subtracted before the
         # product is rounded for the tensor cores, and the sum under the previous estimate is moved to the new one.
         total += tl.sum(c, 1)
@@ -134,25 +133,23 @@ def _queries(
         estimate = weighted / tl.where(total > 0, total, 1.0)
         acc += (mean - estimate)[:, None] * acc_k
         mean = estimate
-        acc = dot(
-            (c * (da - mean[:, None])).to(k_tile.dtype),
-            k_tile,
-            acc,
-            PRECISION,
-            INTERPRETED,
-        )
+        ds = c * (da - mean[:, None])
+        acc = dot(ds.to(k_tile.dtype), k_tile, acc, PRECISION, INTERPRETED)
         acc_k = dot(c.to(k_tile.dtype), k_tile, acc_k, PRECISION, INTERPRETED)
     valid = m < n_q
     g = tl.load(gate + h).to(tl.float64)
     acc *= (scale / LOG2E) * (1 - g).to(ACC)
     out = dq + (bh * n_q + start_m) * dim + tl.arange(0, QUERIES) * dim
+    places = out[:, None] + d[None, :]
     written = valid[:, None] & (d < dim)[None, :]
-    tl.store(out[:, None] + d[None, :], acc.to(dq.dtype.element_ty), mask=written)
+    tl.store(places, acc.to(dq.dtype.element_ty), mask=written)
     tl.store(content_mean + bh * n_q + m, mean, mask=valid)
 
     # position multiplies |delta|^2, and delta = u + E[t] + offset.
-    cov_square += 2 * (tl.load(table + OFFSET_Y * n_q + clamped) + mean_y) * cov_y
-    cov_square += 2 * (tl.load(table + OFFSET_X * n_q + clamped) + mean_x) * cov_x
+    offset_y = tl.load(table + OFFSET_Y * n_q + clamped)
+    offset_x = tl.load(table + OFFSET_X * n_q + clamped)
+    cov_square += 2 * (offset_y + mean_y) * cov_y
+    cov_square += 2 * (offset_x + mean_x) * cov_x
     partial += tl.program_id(0).to(tl.int64) * 4
     # dA is zero for queries past the end, and so are these sums: no mask is needed.
     tl.store(partial, tl.sum(cov_square, 0))
@@ -177,18 +174,16 @@ def _keys(
     h = bh % heads
     n = start_n + tl.arange(0, KEYS)
     d = tl.arange(0, DIM)
-    k_rows = block(k + (b * k_b + h * k_h) * UNIT, start_n, n_k - 1, k_n * UNIT, KEYS)
-    k_tile = tl.load(k_rows[:, None] + d[None, :], mask=(d < dim)[None, :], other=0.0)
+    k_tile = load_tile(
+        k + (b * k_b + h * k_h) * UNIT, start_n, n_k - 1, k_n * UNIT, d, dim, KEYS
+    )
     q += (b * q_b + h * q_h) * UNIT
     v += (b * v_b + h * v_h) * UNIT
     grad += (b * o_b + h * o_h) * UNIT
     acc = tl.zeros((KEYS, DIM), ACC)
     for start in range(0, n_q, QUERIES):
         m = start + tl.arange(0, QUERIES)
-        q_rows = block(q, start, n_q - 1, q_n * UNIT, QUERIES)
-        q_tile = tl.load(
-            q_rows[:, None] + d[None, :], mask=(d < dim)[None, :], other=0.0
-        )
+        q_tile = load_tile(q, start, n_q - 1, q_n * UNIT, d, dim, QUERIES)
         da = _grad_attention(
             v, grad, v_n * UNIT, o_n * UNIT, start_n, start, n_k, n_q, channels,
             KEYS, QUERIES, CHANNELS, ACC, PRECISION, INTERPRETED,
@@ -205,17 +200,15 @@ def _keys(
         share = 1 / tl.load(content + rows + bh * n_q + clamped)
         # Past the end da is zero too.
         mean = tl.load(content_mean + bh * n_q + m, mask=m < n_q, other=0.0)
-        ds = (
-            tl.exp2(s * scale - highest[None, :])
-            * share[None, :]
-            * (da - mean[None, :])
-        )
+        c = tl.exp2(s * scale - highest[None, :]) * share[None, :]
+        ds = c * (da - mean[None, :])
         acc = dot(ds.to(q_tile.dtype), q_tile, acc, PRECISION, INTERPRETED)
     g = tl.load(gate + h).to(tl.float64)
     acc *= (scale / LOG2E) * (1 - g).to(ACC)
     out = dk + (bh * n_k + start_n) * dim + tl.arange(0, KEYS) * dim
+    places = out[:, None] + d[None, :]
     written = (n < n_k)[:, None] & (d < dim)[None, :]
-    tl.store(out[:, None] + d[None, :], acc.to(dk.dtype.element_ty), mask=written)
+    tl.store(places, acc.to(dk.dtype.element_ty), mask=written)
 
 
 @triton.jit
@@ -243,11 +236,8 @@ def _values(
         bh = group * shared_by + shared
         b = bh // heads
         h = bh % heads
-        k_rows = block(
-            k + (b * k_b + h * k_h) * UNIT, start_n, n_k - 1, k_n * UNIT, KEYS
-        )
-        k_tile = tl.load(
-            k_rows[:, None] + d[None, :], mask=(d < dim)[None, :], other=0.0
+        k_tile = load_tile(
+            k + (b * k_b + h * k_h) * UNIT, start_n, n_k - 1, k_n * UNIT, d, dim, KEYS
         )
         g = tl.load(gate + h).to(tl.float64)
         log_gate = log2_of(g.to(ACC))
@@ -255,11 +245,14 @@ def _values(
         for start in range(0, n_q, QUERIES):
             m = start + tl.arange(0, QUERIES)
             clamped = tl.minimum(m, n_q - 1)
-            q_rows = block(
-                q + (b * q_b + h * q_h) * UNIT, start, n_q - 1, q_n * UNIT, QUERIES
-            )
-            q_tile = tl.load(
-                q_rows[:, None] + d[None, :], mask=(d < dim)[None, :], other=0.0
+            q_tile = load_tile(
+                q + (b * q_b + h * q_h) * UNIT,
+                start,
+                n_q - 1,
+                q_n * UNIT,
+                d,
+                dim,
+                QUERIES,
             )
             grad_rows = block(
                 grad + (b * o_b + h * o_h) * UNIT, start, n_q - 1, o_n * UNIT, QUERIES
@@ -270,7 +263,8 @@ def _values(
                 head_table, clamped, n_q
             )
             highest = tl.load(content + bh * n_q + clamped)
-            share = (1 - g).to(ACC) / tl.load(content + rows + bh * n_q + clamped)
+            total = tl.load(content + rows + bh * n_q + clamped)
+            share = (1 - g).to(ACC) / total
             s = dot(
                 k_tile,
                 tl.trans(q_tile),
@@ -288,11 +282,13 @@ def _values(
                 curvature,
                 (normaliser + log_gate)[None, :],
             )
-            a = tl.exp2(s * scale - highest[None, :]) * share[None, :] + tl.exp2(p)
+            content_part = tl.exp2(s * scale - highest[None, :]) * share[None, :]
+            a = content_part + tl.exp2(p)
             acc = dot(a.to(grad_tile.dtype), grad_tile, acc, PRECISION, INTERPRETED)
     out = dv + (group * n_k + start_n) * channels + tl.arange(0, KEYS) * channels
+    places = out[:, None] + c[None, :]
     valid = (n < n_k)[:, None] & (c < channels)[None, :]
-    tl.store(out[:, None] + c[None, :], acc.to(dv.dtype.element_ty), mask=valid)
+    tl.store(places, acc.to(dv.dtype.element_ty), mask=valid)
 
 
 def backward_queries(

@@ -18,6 +18,7 @@ from tcnn_model.kernels.tiles import (
     block,
     dot,
     key_pixels,
+    load_tile,
     log2_of,
     position_logits,
     query_tables,
@@ -42,19 +43,15 @@ def _lse(
     h = bh % heads
     start_m = (tl.program_id(0) % blocks_m) * QUERIES
     d = tl.arange(0, DIM)
-    q_rows = block(
-        q + (b * q_b + h * q_h) * UNIT, start_m, n_q - 1, q_n * UNIT, QUERIES
+    q_tile = load_tile(
+        q + (b * q_b + h * q_h) * UNIT, start_m, n_q - 1, q_n * UNIT, d, dim, QUERIES
     )
-    q_tile = tl.load(q_rows[:, None] + d[None, :], mask=(d < dim)[None, :], other=0.0)
     k += (b * k_b + h * k_h) * UNIT
     highest = tl.full((QUERIES,), -1e30, ACC)  # finite: -inf - (-inf) would be NaN
     total = tl.zeros((QUERIES,), ACC)
     logits = tl.zeros((QUERIES,), ACC)  # sum of weight * (logit - highest)
     for start in range(0, n_k, KEYS):
-        k_rows = block(k, start, n_k - 1, k_n * UNIT, KEYS)
-        k_tile = tl.load(
-            k_rows[:, None] + d[None, :], mask=(d < dim)[None, :], other=0.0
-        )
+        k_tile = load_tile(k, start, n_k - 1, k_n * UNIT, d, dim, KEYS)
         s = (
             dot(
                 q_tile,
@@ -65,26 +62,25 @@ def _lse(
             )
             * scale
         )
-        s = tl.where((start + tl.arange(0, KEYS) < n_k)[None, :], s, -1e30)
+        n = start + tl.arange(0, KEYS)
+        s = tl.where((n < n_k)[None, :], s, -1e30)
         new_highest = tl.maximum(highest, tl.max(s, 1))
         s -= new_highest[:, None]
         weight = tl.exp2(s)
-        rescale = tl.exp2(highest - new_highest)
+        lower = highest - new_highest
+        rescale = tl.exp2(lower)
         if STATISTICS:
-            logits = rescale * (logits + (highest - new_highest) * total) + tl.sum(
-                weight * s, 1
-            )
+            # Logits so far are counted from a lower highest one.
+            logits = rescale * (logits + lower * total)
+            logits += tl.sum(weight * s, 1)
         total = rescale * total + tl.sum(weight, 1)
         highest = new_highest
     m = start_m + tl.arange(0, QUERIES)
     tl.store(normaliser + bh * n_q + m, highest, mask=m < n_q)
     tl.store(normaliser + rows + bh * n_q + m, total, mask=m < n_q)
     if STATISTICS:
-        tl.store(
-            entropy + bh * n_q + m,
-            (tl.log2(total) - logits / total) / LOG2E,
-            mask=m < n_q,
-        )
+        nats = (tl.log2(total) - logits / total) / LOG2E
+        tl.store(entropy + bh * n_q + m, nats, mask=m < n_q)
 
 
 @triton.jit
@@ -108,10 +104,9 @@ def _mix(
     clamped = tl.minimum(m, n_q - 1)
     d = tl.arange(0, DIM)
     c = tile * CHANNELS + tl.arange(0, CHANNELS)
-    q_rows = block(
-        q + (b * q_b + h * q_h) * UNIT, start_m, n_q - 1, q_n * UNIT, QUERIES
+    q_tile = load_tile(
+        q + (b * q_b + h * q_h) * UNIT, start_m, n_q - 1, q_n * UNIT, d, dim, QUERIES
     )
-    q_tile = tl.load(q_rows[:, None] + d[None, :], mask=(d < dim)[None, :], other=0.0)
     k += (b * k_b + h * k_h) * UNIT
     v += (b * v_b + h * v_h) * UNIT
     table += h * TABLE * n_q
@@ -122,7 +117,8 @@ def _mix(
     # A = 2^(s - highest) * share + 2^(position logit + log2 g) saves a product and a sum for each weight.
     normaliser += log2_of(g.to(ACC))
     highest = tl.load(content + bh * n_q + clamped)
-    share = (1 - g).to(ACC) / tl.load(content + rows + bh * n_q + clamped)
+    total = tl.load(content + rows + bh * n_q + clamped)
+    share = (1 - g).to(ACC) / total
     if STATISTICS:
         offset_y = tl.load(table + OFFSET_Y * n_q + clamped)
         offset_x = tl.load(table + OFFSET_X * n_q + clamped)
@@ -131,10 +127,7 @@ def _mix(
     acc = tl.zeros((QUERIES, CHANNELS), ACC)
     for start in range(0, n_k, KEYS):
         n = start + tl.arange(0, KEYS)
-        k_rows = block(k, start, n_k - 1, k_n * UNIT, KEYS)
-        k_tile = tl.load(
-            k_rows[:, None] + d[None, :], mask=(d < dim)[None, :], other=0.0
-        )
+        k_tile = load_tile(k, start, n_k - 1, k_n * UNIT, d, dim, KEYS)
         v_rows = block(v, start, n_k - 1, v_n * UNIT, KEYS)
         valid = (n < n_k)[:, None] & (c < channels)[None, :]
         v_tile = tl.load(v_rows[:, None] + c[None, :], mask=valid, other=0.0)
@@ -151,16 +144,21 @@ def _mix(
         p = position_logits(
             ty, tx, slope_y[:, None], slope_x[:, None], curvature, normaliser[:, None]
         )
-        a = tl.exp2(s * scale - highest[:, None]) * share[:, None] + tl.exp2(p)
+        content_part = tl.exp2(s * scale - highest[:, None]) * share[:, None]
+        a = content_part + tl.exp2(p)
         acc = dot(a.to(v_tile.dtype), v_tile, acc, PRECISION, INTERPRETED)
         if STATISTICS:
             # Programs that differ only in their channels form the same attention; the first of them measures it.
             if tile == 0:
-                a = tl.where((n < n_k)[None, :] & (m < n_q)[:, None], a, 0.0)
-                bits -= tl.sum(a * tl.log2(tl.maximum(a, 1e-37)), 1)
+                valid_pairs = (n < n_k)[None, :] & (m < n_q)[:, None]
+                a = tl.where(valid_pairs, a, 0.0)
+                # About the least normal float32 number: 0 times the logarithm of 0 would be NaN.
+                logarithm = tl.log2(tl.maximum(a, 1e-37))
+                bits -= tl.sum(a * logarithm, 1)
                 dy = ty + offset_y[:, None]
                 dx = tx + offset_x[:, None]
-                far += tl.sum(a * tl.sqrt(dy * dy + dx * dx), 1)
+                lengths = tl.sqrt(dy * dy + dx * dx)
+                far += tl.sum(a * lengths, 1)
                 tl.atomic_add(
                     received + bh * n_k + n, tl.sum(a, 0), mask=n < n_k, sem="relaxed"
                 )
@@ -171,8 +169,9 @@ def _mix(
         + start_m.to(tl.int64) * step
         + tl.arange(0, QUERIES) * step
     )
+    places = out_rows[:, None] + c[None, :]
     written = (m < n_q)[:, None] & (c < channels)[None, :]
-    tl.store(out_rows[:, None] + c[None, :], acc.to(v.dtype.element_ty), mask=written)
+    tl.store(places, acc.to(v.dtype.element_ty), mask=written)
     if STATISTICS:
         if tile == 0:
             bits = bits / LOG2E + tl.load(padding_entropy + h * n_q + clamped)

@@ -65,30 +65,38 @@ def fused_statistics(
     common = k.to(dtype).mean(-2, keepdim=True)
     centred = (k.to(dtype) - common).to(k.dtype)
     rows, columns, before = _one_hot(keys, k)
-    values = [centred, *(x.expand(*k.shape[:3], -1) for x in (rows, columns, before))]
-    widths = [x.shape[-1] for x in values]
+    places = [place.expand(*k.shape[:3], -1) for place in (rows, columns, before)]
+    values = [centred, *places]
+    widths = [value.shape[-1] for value in values]
     output, lse = _attend(q, centred, torch.cat(values, -1), scale)
     mean_key, by_row, by_column, by_token = output.to(dtype).split(widths, -1)
     entropy = lse - scale * (q.to(dtype) * mean_key).sum(-1)
 
     query_y, query_x = queries.positions(q.shape[2], dtype, q.device)
-    dy = _axis(rows.shape[-1], keys, 0, dtype, q.device) - query_y[:, None]
-    dx = _axis(columns.shape[-1], keys, 1, dtype, q.device) - query_x[:, None]
+    row_y = _axis(rows.shape[-1], keys, 0, dtype, q.device)
+    column_x = _axis(columns.shape[-1], keys, 1, dtype, q.device)
+    dy = row_y - query_y[:, None]
+    dx = column_x - query_x[:, None]
     on_grid = by_row.sum(-1)
-    squared = (by_row * dy.square()).sum(-1) + (by_column * dx.square()).sum(-1)
-    manhattan = (by_row * dy.abs()).sum(-1) + (by_column * dx.abs()).sum(-1)
+    squared_y = (by_row * dy.square()).sum(-1)
+    squared_x = (by_column * dx.square()).sum(-1)
+    absolute_y = (by_row * dy.abs()).sum(-1)
+    absolute_x = (by_column * dx.abs()).sum(-1)
 
-    asking = torch.cat([k.to(dtype), torch.ones_like(k[..., :1], dtype=dtype)], -1)
+    # Keys ask queries: the softmax over queries of s_ij - lse_i has sum_i A_ij for its normaliser.
+    unit = torch.ones_like(k[..., :1], dtype=dtype)
+    asking = torch.cat([k.to(dtype), unit], -1)
     whole_lse = lse + scale * (q.to(dtype) * common).sum(-1)
     # The further channel is multiplied by the scale as the others are.
-    answering = torch.cat([q.to(dtype), -whole_lse[..., None] / scale], -1)
+    offsets = -whole_lse[..., None] / scale
+    answering = torch.cat([q.to(dtype), offsets], -1)
     _, log_received = _attend(asking, answering, answering[..., :1], scale)
     return FusedStatistics(
         log_sum_exp=whole_lse,
         entropy=entropy,
         prefix=by_token.sum(-1),
-        squared_distance=squared / on_grid,
-        manhattan_distance=manhattan / on_grid,
+        squared_distance=(squared_y + squared_x) / on_grid,
+        manhattan_distance=(absolute_y + absolute_x) / on_grid,
         received=log_received.exp(),
     )
 
@@ -99,7 +107,9 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tens
     Fused kernels want as many channels of v as of q and k: v goes through in parts of this width.
     """
     width = q.shape[-1] + -q.shape[-1] % _CHANNELS
-    q, k = (F.pad(x, (0, width - x.shape[-1])) for x in (q, k))
+    further = (0, width - q.shape[-1])
+    q = F.pad(q, further)
+    k = F.pad(k, further)
     parts = []
     for part in v.split(width, -1):
         padded = F.pad(part, (0, width - part.shape[-1]))
@@ -125,8 +135,9 @@ def _one_hot(tokens: TokenGrid, like: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         F.pad(F.one_hot(x), (0, 0, tokens.prefix, 0)).to(like.dtype)
         for x in (cell // tokens.width, cell % tokens.width)
     )
-    before = (torch.arange(like.shape[2], device=like.device) < tokens.prefix)[:, None]
-    return rows, columns, before.to(like.dtype)
+    index = torch.arange(like.shape[2], device=like.device)
+    before = (index < tokens.prefix).to(like.dtype)
+    return rows, columns, before[:, None]
 
 
 def _axis(

@@ -121,7 +121,8 @@ def empty(*shape: int, like: Tensor, dtype: torch.dtype | None = None) -> Tensor
 def padded_empty(*shape: int, like: Tensor) -> Tensor:
     """Allocate uninitialised memory with rows that lie a multiple of 16 bytes apart."""
     *outer, row = shape
-    return empty(*outer, row + -row % unit(like.dtype), like=like)[..., :row]
+    whole_units = row + -row % unit(like.dtype)
+    return empty(*outer, whole_units, like=like)[..., :row]
 
 
 def triton_dtype(dtype: torch.dtype) -> Any:
@@ -167,10 +168,14 @@ def aligned(tensor: Tensor) -> Tensor:
     )
     if strides_fit and tensor.shape[3] % step == 0 and tensor.data_ptr() % 16 == 0:
         return tensor
-    return torch.nn.functional.pad(tensor, (0, -tensor.shape[3] % step)).contiguous()
+    further = (0, -tensor.shape[3] % step)
+    return torch.nn.functional.pad(tensor, further).contiguous()
 
 
 def strides(tensor: Tensor) -> tuple[int, int, int]:
     """Return the strides of image, head and row in units; 0 between heads that share the tensor."""
-    image, head, row = (s // unit(tensor.dtype) for s in tensor.stride()[:3])
-    return image, head if tensor.shape[1] > 1 else 0, row
+    step = unit(tensor.dtype)
+    image, head, row = (stride // step for stride in tensor.stride()[:3])
+    # torch gives a dimension of one any stride.
+    shared = tensor.shape[1] == 1
+    return image, 0 if shared else head, row

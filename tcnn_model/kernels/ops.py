@@ -208,7 +208,8 @@ def _backward_values(
 @_forward.register_fake
 def _(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Any:
     normaliser = _normaliser(q)
-    return _output(q, v), normaliser, normaliser.new_empty(q.shape[1], 12, q.shape[2])
+    table = normaliser.new_empty(q.shape[1], 12, q.shape[2])
+    return _output(q, v), normaliser, table
 
 
 @_forward_with_statistics.register_fake
@@ -233,7 +234,8 @@ def _(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Any:
 )
 def _flops(q: Any, k: Any, v: Any, *rest: Any, **options: Any) -> int:
     """Count twice the multiply-adds of the products with keys and with values; arguments are shapes, not tensors."""
-    return int(2 * math.prod(q[:3]) * k[2] * (q[3] + v[3]))
+    weights = math.prod(q[:3]) * k[2]
+    return int(2 * weights * (q[3] + v[3]))
 
 
 @_backward_queries.register_fake

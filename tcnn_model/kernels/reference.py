@@ -85,7 +85,9 @@ def _keys(grid: Grid, like: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     rows, cols = (line.key_positions(like.device).to(like.dtype) for line in grid)
     y = rows.repeat_interleave(len(cols))
     x = cols.repeat(len(rows))
-    return y, x, (y >= 0) & (y < grid.y.length) & (x >= 0) & (x < grid.x.length)
+    in_rows = (y >= 0) & (y < grid.y.length)
+    in_columns = (x >= 0) & (x < grid.x.length)
+    return y, x, in_rows & in_columns
 
 
 def _positional(table: Tensor, y: Tensor, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -95,10 +97,9 @@ def _positional(table: Tensor, y: Tensor, x: Tensor) -> tuple[Tensor, Tensor, Te
     ].unbind(1)
     ty = y - reference_y
     tx = x - reference_x
-    logits = ty * (curvature * ty + slope_y) + (
-        tx * (curvature * tx + slope_x) + normaliser
-    )
-    return torch.exp2(logits), ty, tx
+    along_y = ty * (curvature * ty + slope_y)
+    along_x = tx * (curvature * tx + slope_x)
+    return torch.exp2(along_y + (along_x + normaliser)), ty, tx
 
 
 def _measure(
@@ -107,7 +108,8 @@ def _measure(
     """Return the contribution of keys to entropy and attention distance."""
     offset_y, offset_x = table[:, 9:11, :, None].unbind(1)
     distance = torch.hypot(ty + offset_y, tx + offset_x)
-    return -torch.xlogy(attention, attention).sum(-1), (attention * distance).sum(-1)
+    entropy = -torch.xlogy(attention, attention).sum(-1)
+    return entropy, (attention * distance).sum(-1)
 
 
 def padding_statistics(
@@ -121,7 +123,9 @@ def padding_statistics(
 
 def _logits(q: Tensor, k: Tensor) -> Tensor:
     dtype = at_least_float32(q.dtype)
-    return q.to(dtype) @ k.to(dtype).mT * (q.shape[-1] ** -0.5 * _LOG2E)
+    # To base 2, in which GPUs have an exponential.
+    scale = q.shape[-1] ** -0.5 * _LOG2E
+    return q.to(dtype) @ k.to(dtype).mT * scale
 
 
 def content_normaliser(
@@ -130,9 +134,12 @@ def content_normaliser(
     """Return the highest logit and sum of 2^(logit - highest), (2, B, heads, N_q); and the entropy, (B, heads, N_q)."""
     logits = _logits(q, k)
     highest = logits.amax(-1)
-    normaliser = torch.stack((highest, torch.exp2(logits - highest[..., None]).sum(-1)))
+    total = torch.exp2(logits - highest[..., None]).sum(-1)
+    normaliser = torch.stack((highest, total))
+    if not statistics:
+        return normaliser, None
     content = _content(q, k, normaliser)
-    return normaliser, -torch.xlogy(content, content).sum(-1) if statistics else None
+    return normaliser, -torch.xlogy(content, content).sum(-1)
 
 
 def _content(q: Tensor, k: Tensor, normaliser: Tensor) -> Tensor:
@@ -147,8 +154,11 @@ def _attention(
     y, x, real = _keys(grid, table)
     p, ty, tx = _positional(table, y[real], x[real])
     c = _content(q, k, normaliser)
-    gate = gate[:, None, None]
-    return (1 - gate).to(c.dtype) * c + gate.to(c.dtype) * p, c, p, ty, tx
+    # 1 - gate in the gate's own dtype: near a gate of 1 a narrower one would lose it.
+    position_share = gate[:, None, None]
+    content_share = 1 - position_share
+    a = content_share.to(c.dtype) * c + position_share.to(c.dtype) * p
+    return a, c, p, ty, tx
 
 
 def mix(
@@ -186,17 +196,22 @@ def backward_queries(
     _, c, p, ty, tx = _attention(q, k, normaliser, gate, table, grid)
     da = grad.to(c.dtype) @ v.to(c.dtype).mT
     mean = (c * da).sum(-1)
-    keep = (1 - gate).to(c.dtype)[:, None, None] * q.shape[-1] ** -0.5
-    dq = keep * (c * (da - mean[..., None])) @ k.to(c.dtype)
+    ds = c * (da - mean[..., None])
+    dq = _content_scale(q, gate, c.dtype) * ds @ k.to(c.dtype)
     mean_y, mean_x, variance, offset_y, offset_x = table[:, 6:11].unbind(1)
     uy = ty - mean_y[..., None]
     ux = tx - mean_x[..., None]
-    mass, cov_y, cov_x = ((p * da * u).sum(-1) for u in (1, uy, ux))
-    cov_square = (p * da * (uy**2 + ux**2 - variance[..., None])).sum(-1)
-    cov_square = cov_square + 2 * (
-        (offset_y + mean_y) * cov_y + (offset_x + mean_x) * cov_x
-    )
-    sums = torch.stack((cov_square, cov_y, cov_x), -1).sum((0, 2), dtype=torch.float64)
+    weighted = p * da
+    mass = weighted.sum(-1)
+    cov_y = (weighted * uy).sum(-1)
+    cov_x = (weighted * ux).sum(-1)
+    centred = uy**2 + ux**2 - variance[..., None]
+    # position multiplies |delta|^2, and delta = u + E[t] + offset.
+    from_y = (offset_y + mean_y) * cov_y
+    from_x = (offset_x + mean_x) * cov_x
+    cov_square = (weighted * centred).sum(-1) + 2 * (from_y + from_x)
+    by_query = torch.stack((cov_square, cov_y, cov_x), -1)
+    sums = by_query.sum((0, 2), dtype=torch.float64)
     return (
         dq.to(q.dtype),
         gate.double()[:, None] * sums,
@@ -216,9 +231,15 @@ def backward_keys(
 ) -> Tensor:
     """Return the gradient of k, shape (B, heads, N_k, d)."""
     c = _content(q, k, normaliser)
-    ds = c * (grad.to(c.dtype) @ v.to(c.dtype).mT - content_mean[..., None])
-    keep = (1 - gate).to(c.dtype)[:, None, None] * q.shape[-1] ** -0.5
-    return (keep * ds.mT @ q.to(c.dtype)).to(k.dtype)
+    da = grad.to(c.dtype) @ v.to(c.dtype).mT
+    ds = c * (da - content_mean[..., None])
+    dk = _content_scale(q, gate, c.dtype) * ds.mT @ q.to(c.dtype)
+    return dk.to(k.dtype)
+
+
+def _content_scale(q: Tensor, gate: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the factor of content logits in the output, (1 - gate) / sqrt(d), shape (heads, 1, 1)."""
+    return (1 - gate).to(dtype)[:, None, None] * q.shape[-1] ** -0.5
 
 
 def backward_values(
@@ -264,10 +285,14 @@ def attention_statistics(
     if queries is not None and keys is not None:
         query_y, query_x = queries.positions(q.shape[2], dtype, q.device)
         key_y, key_x = keys.positions(k.shape[2], dtype, q.device)
-        lengths = torch.hypot(key_y - query_y[:, None], key_x - query_x[:, None])
-        over_grid = s[..., prefix:].softmax(-1)
-        hidden_grid = s[..., prefix:].amax(-1, keepdim=True) == -torch.inf
-        distance = (over_grid.masked_fill(hidden_grid, 0) * lengths[:, prefix:]).sum(-1)
+        dy = key_y - query_y[:, None]
+        dx = key_x - query_x[:, None]
+        lengths = torch.hypot(dy, dx)[:, prefix:]
+        grid_logits = s[..., prefix:]
+        # A query that sees no patch has a softmax of NaN.
+        hidden_grid = grid_logits.amax(-1, keepdim=True) == -torch.inf
+        over_grid = grid_logits.softmax(-1).masked_fill(hidden_grid, 0)
+        distance = (over_grid * lengths).sum(-1)
     return RowStatistics(
         largest=largest,
         log_sum_exp=log_sum_exp,

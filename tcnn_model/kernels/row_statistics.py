@@ -16,7 +16,7 @@ from torch import Tensor
 
 from tcnn_model.kernels import launch
 from tcnn_model.kernels.softmax import RowStatistics, TokenGrid
-from tcnn_model.kernels.tiles import block, dot, key_pixels
+from tcnn_model.kernels.tiles import dot, key_pixels, load_tile
 from tcnn_model.precision import at_least_float32
 
 __all__ = ["attention_statistics"]
@@ -43,8 +43,7 @@ def _logits(
     """Return the logits of keys from ``start``, -inf after the last and where a mask hides them."""
     d = tl.arange(0, DIM)
     n = start + tl.arange(0, KEYS)
-    k_rows = block(k, start, last, k_n * UNIT, KEYS)
-    k_tile = tl.load(k_rows[:, None] + d[None, :], mask=(d < dim)[None, :], other=0.0)
+    k_tile = load_tile(k, start, last, k_n * UNIT, d, dim, KEYS)
     zeros = tl.zeros((QUERIES, KEYS), ACC)
     s = dot(q_tile, tl.trans(k_tile), zeros, PRECISION, INTERPRETED) * scale
     if MASK:
@@ -127,10 +126,9 @@ def _statistics(
     m = start_m + tl.arange(0, QUERIES)
     clamped = tl.minimum(m, n_q - 1)
     d = tl.arange(0, DIM)
-    q_rows = block(
-        q + (b * q_b + h * q_h) * UNIT, start_m, n_q - 1, q_n * UNIT, QUERIES
+    q_tile = load_tile(
+        q + (b * q_b + h * q_h) * UNIT, start_m, n_q - 1, q_n * UNIT, d, dim, QUERIES
     )
-    q_tile = tl.load(q_rows[:, None] + d[None, :], mask=(d < dim)[None, :], other=0.0)
     k += (b * k_b + h * k_h) * UNIT
     mask_rows = mask + (b * mask_b + h * mask_h) + clamped.to(tl.int64) * mask_q
     y, x = key_pixels(start_m - query_prefix, n_q, query_width, QUERIES, ACC)
@@ -147,7 +145,8 @@ def _statistics(
     at = bh * n_q + m
     written = m < n_q
     if DISTANCE:
-        tl.store(distance + at, far / tl.where(total > 0, total, 1.0), mask=written)
+        positive_total = tl.where(total > 0, total, 1.0)
+        tl.store(distance + at, far / positive_total, mask=written)
     if prefix > 0:
         prefix_highest, prefix_total, prefix_logits, _ = _sums(
             q_tile, k, mask_rows, 0, prefix - 1, query_y, query_x, key_width, k_n, mask_k,
@@ -161,9 +160,8 @@ def _statistics(
         prefix_lower = _bounded(prefix_highest - base)
         grid_scale = tl.exp(grid_lower)
         prefix_scale = tl.exp(prefix_lower)
-        logits = grid_scale * (logits + grid_lower * total) + prefix_scale * (
-            prefix_logits + prefix_lower * prefix_total
-        )
+        logits = grid_scale * (logits + grid_lower * total)
+        logits += prefix_scale * (prefix_logits + prefix_lower * prefix_total)
         prefix_total = prefix_scale * prefix_total
         total = grid_scale * total + prefix_total
         share = prefix_total / tl.where(total == 0, 1.0, total)
@@ -256,7 +254,8 @@ def _places(tokens: TokenGrid | None) -> tuple[int, tuple[float, ...]]:
     """Return the width, and spacing and origin as compile-time constants: as arguments they would be float32."""
     if tokens is None:
         return 1, (0.0, 0.0, 0.0, 0.0)
-    return tokens.width, (*map(float, tokens.spacing), *map(float, tokens.origin))
+    numbers = (*tokens.spacing, *tokens.origin)
+    return tokens.width, tuple(float(number) for number in numbers)
 
 
 def _prepared(

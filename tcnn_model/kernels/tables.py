@@ -48,14 +48,14 @@ def _line(
     best = tl.full((QUERIES,), float("-inf"), tl.float64)
     reference = tl.zeros((QUERIES,), tl.float64)
     for start in range(0, keys, KEYS):
-        key = (tl.minimum(start + tl.arange(0, KEYS), keys - 1) - before).to(tl.float64)
+        n = tl.minimum(start + tl.arange(0, KEYS), keys - 1)
+        key = (n - before).to(tl.float64)
         delta = key[None, :] - query[:, None]
         logit = delta * (curvature * delta + slope)
         highest = tl.max(logit, 1)
         # The first of several keys with the highest logit, as torch.argmax takes it.
-        first_key = tl.min(
-            tl.where(logit == highest[:, None], key[None, :], float("inf")), 1
-        )
+        is_highest = logit == highest[:, None]
+        first_key = tl.min(tl.where(is_highest, key[None, :], float("inf")), 1)
         reference = tl.where(highest > best, first_key, reference)
         best = tl.maximum(best, highest)
     reference_slope = 2 * curvature * (reference - query) + slope
@@ -65,10 +65,10 @@ def _line(
     logits = tl.zeros((QUERIES,), tl.float64)
     for start in range(0, keys, KEYS):
         n = start + tl.arange(0, KEYS)
-        t = (n - before).to(tl.float64)[None, :] - reference[:, None]
-        logit = tl.where(
-            (n < keys)[None, :], t * (curvature * t + reference_slope[:, None]), -1e9
-        )
+        key = (n - before).to(tl.float64)
+        t = key[None, :] - reference[:, None]
+        logit = t * (curvature * t + reference_slope[:, None])
+        logit = tl.where((n < keys)[None, :], logit, -1e9)
         weight = tl.exp2(logit)
         total += tl.sum(weight, 1)
         first += tl.sum(weight * t, 1)
@@ -147,8 +147,9 @@ def _padding(
         y, x = key_pixels(start, extended - 1, keys_x, KEYS, ACC)
         y -= before_y
         x -= before_x
+        n = start + tl.arange(0, KEYS)
         outside = (y < 0) | (y >= height) | (x < 0) | (x >= width)
-        outside = outside & (start + tl.arange(0, KEYS) < extended)
+        outside = outside & (n < extended)
         ty = y[None, :] - ref_y[:, None]
         tx = x[None, :] - ref_x[:, None]
         logit = position_logits(
@@ -160,7 +161,8 @@ def _padding(
         bits -= tl.sum(weight * logit, 1)
         dy = ty + offset_y[:, None]
         dx = tx + offset_x[:, None]
-        far += tl.sum(weight * tl.sqrt(dy * dy + dx * dx), 1)
+        lengths = tl.sqrt(dy * dy + dx * dx)
+        far += tl.sum(weight * lengths, 1)
     tl.store(entropy + h * n_q + m, bits / LOG2E, mask=m < n_q)
     tl.store(distance + h * n_q + m, far, mask=m < n_q)
 

@@ -47,10 +47,19 @@ def block(base, start, last, stride, BLOCK: tl.constexpr):
 
 
 @triton.jit
+def load_tile(base, start, last, stride, columns, count, ROWS: tl.constexpr):
+    """Load ``ROWS`` rows from ``start``, with zeros in the columns from ``count`` on."""
+    rows = block(base, start, last, stride, ROWS)
+    places = rows[:, None] + columns[None, :]
+    return tl.load(places, mask=(columns < count)[None, :], other=0.0)
+
+
+@triton.jit
 def log2_of(x):
     """Return log2, with -inf at 0."""
     # numpy, which runs the interpreter, warns of a logarithm of 0 even where tl.where drops it.
-    return tl.where(x > 0, tl.log2(tl.where(x > 0, x, 1.0)), float("-inf"))
+    positive = tl.where(x > 0, x, 1.0)
+    return tl.where(x > 0, tl.log2(positive), float("-inf"))
 
 
 @triton.jit
@@ -79,6 +88,6 @@ def query_tables(table, m, n_q):
 def position_logits(ty, tx, slope_y, slope_x, curvature, normaliser):
     """Return log2 P of keys ``t`` pixels from the reference."""
     # Counted from the reference, logits are small where P is large, so that float32 keeps P to a few ulp.
-    return ty * (curvature * ty + slope_y) + (
-        tx * (curvature * tx + slope_x) + normaliser
-    )
+    along_y = ty * (curvature * ty + slope_y)
+    along_x = tx * (curvature * tx + slope_x)
+    return along_y + (along_x + normaliser)

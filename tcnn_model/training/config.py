@@ -54,8 +54,8 @@ _TYPES = {
     bool: "true or false",
     int: "a whole number",
     float: "a number",
-    str: "a text",
-    list: "a list of texts",
+    str: "a string",
+    list: "a list of strings",
     dict: "a table",
 }
 """Types of settings, in the words of messages."""
@@ -287,7 +287,7 @@ class Config:
             )
         if not _is_plain(self.model_options or {}):
             raise ValueError(
-                f"model_options: expected texts, numbers and truth values, as a run's config.toml can keep no others, "
+                f"model_options: expected strings, numbers and booleans, as a run's config.toml can hold no others, "
                 f"got {self.model_options}"
             )
 
@@ -483,7 +483,7 @@ def _known(settings: Mapping[str, Any], where: str) -> dict[str, Any]:
         _check_type(value, kinds[name], f"{where}: {name}")
         if isinstance(value, dict) and not _is_plain(value):
             raise ValueError(
-                f"{where}: {name}: expected no dates and times, got {value!r}"
+                f"{where}: {name}: expected no dates or times, got {value!r}"
             )
     return dict(settings)
 

@@ -42,7 +42,7 @@ def parameter_groups(
     *,
     qk_lr: float | None = None,
 ) -> list[dict[str, Any]]:
-    """Optimizer groups of a T-CNN (paper, Sec. 3): the gates learn at their own, much larger rate.
+    """Return the optimizer groups of a T-CNN (paper, Sec. 3): the gates learn at their own, much larger rate.
 
     Weight decay is left out for gates, locality strengths, centres of attention, the tokens of attention pools, norms
     and biases, and for what the model's own ``no_weight_decay()`` names.

@@ -50,7 +50,7 @@ class Stopping:
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        """Within, a signal asks for a stop instead of ending the process; a second Ctrl-C ends it."""
+        """Let a signal ask for a stop instead of ending the process; a second Ctrl-C ends it."""
         for name in self.SIGNALS:
             if hasattr(signal, name):  # Windows has no SIGUSR1
                 number = getattr(signal, name)
@@ -164,7 +164,7 @@ class Folder:
                 best = best_result(training.history)
                 if not self.has_best(training):
                     warnings.warn(
-                        f"{self.path / 'best.pt'} is damaged or not there, and the checkpoint of epoch {best.epoch} is "
+                        f"{self.path / 'best.pt'} is damaged or missing, and the checkpoint of epoch {best.epoch} is "
                         f"not kept: the weights of the best accuracy, {best.top1:.4f}, are lost",
                         RuntimeWarning,
                         stacklevel=2,
@@ -282,7 +282,7 @@ class Folder:
         return state
 
     def _epochs(self) -> dict[int, Path]:
-        """Checkpoints by epoch; other files in their folder are left alone."""
+        """Find the checkpoints, by epoch; other files in their folder are left alone."""
         matches = [
             (_EPOCH.fullmatch(path.name), path)
             for path in self._checkpoints.glob("epoch-*.pt")
@@ -344,6 +344,6 @@ def _write(path: Path, text: str) -> None:
 
 
 def say(text: str, ranks: Ranks) -> None:
-    """Print, once for all processes."""
+    """Print a line, once for all processes."""
     if ranks.first:
         print(text, file=sys.stderr)

@@ -81,12 +81,12 @@ class _LogitDistillation(Classification):
 
 
 def _hard_imitation(scores: Tensor, judged: Tensor) -> Tensor:
-    """Cross-entropy with the teacher's decisions (thesis, Eq. 3.3)."""
+    """Return the cross-entropy with the teacher's decisions (thesis, Eq. 3.3)."""
     return F.cross_entropy(scores, judged.argmax(1))
 
 
 def _soft_imitation(scores: Tensor, judged: Tensor) -> Tensor:
-    """Divergence from the teacher's probabilities, both softened by a temperature (thesis, Eq. 3.2)."""
+    """Return the divergence from the teacher's probabilities, both softened by a temperature (thesis, Eq. 3.2)."""
     soft = (scores / SOFT_TEMPERATURE).log_softmax(1)
     target = (judged / SOFT_TEMPERATURE).log_softmax(1)
     divergence = F.kl_div(soft, target, reduction="batchmean", log_target=True)

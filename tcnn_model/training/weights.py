@@ -101,7 +101,7 @@ def create_from_weights(
             }
     except (RuntimeError, TypeError, KeyError) as error:
         raise ValueError(
-            f"weights: those in {path} are not for {name}: {error}"
+            f"weights: those in {path} do not fit {name}: {error}"
         ) from error
     if classes != num_classes:
         model.reset_classifier(num_classes)

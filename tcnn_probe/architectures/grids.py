@@ -1,5 +1,6 @@
 """Grids of tokens that a layer knows by itself, and windows that it cuts from the grid of an image."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -7,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-__all__ = ["TokenGrid", "Windows"]
+__all__ = ["MaskUnits", "TokenGrid", "Windows"]
 
 
 class TokenGrid(NamedTuple):
@@ -68,3 +69,27 @@ class Windows:
                 .permute(0, 2, 1, 3)
             )
         return cut.flatten(2).flatten(0, 1)
+
+
+@dataclass(frozen=True)
+class MaskUnits:
+    """Tokens of an image in Hiera's order, which brings those that are pooled together to the same place of each unit.
+
+    Args:
+        grid: Rows and columns of the image's grid.
+        strides: Rows and columns that are pooled by each pooling still to come.
+    """
+
+    grid: tuple[int, int]
+    strides: Sequence[Sequence[int]]
+
+    def cells(self, windows: int) -> Tensor:
+        """Return the row-major cell of each token of each unit, shape (windows, tokens)."""
+        rows, columns = self.grid
+        cells = torch.arange(rows * columns).view(1, rows, columns)
+        for high, wide in self.strides:
+            pooled = cells.unflatten(1, (-1, high)).unflatten(3, (-1, wide))
+            # (parts, Y, high, X, wide): the places of a pool come first.
+            cells = pooled.permute(0, 2, 4, 1, 3).flatten(0, 2)
+        # Places in the unit come first, and units last.
+        return cells.reshape(-1, windows).T

@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from tcnn_probe.architectures.grids import TokenGrid, Windows
+from tcnn_probe.architectures.grids import MaskUnits, TokenGrid, Windows
 
 __all__ = ["HeadParameters", "LayerRecord", "ResidualBranch"]
 
@@ -64,6 +64,7 @@ class LayerRecord:
             cell, as those of strided 3 x 3 convolutions do.
         spread_evenly: Whether tokens are spread evenly over the image, though no feature map shows their grid. True if
             those of each window are, False if only those of whole images are.
+        mask_units: Function of the model that gives the order of its tokens, for each number of these.
         windows: Function of the layer and its inputs that gives the windows into which it cuts its input.
         branches: Residual branches of the block. Known only while ``forward`` is that of the recorded class.
         head_parameters: Parameters of single heads. Known only while ``forward`` is that of the recorded class.
@@ -78,6 +79,7 @@ class LayerRecord:
     latent_queries: str | None = None
     strided: Callable[[Any], bool] | None = None
     spread_evenly: bool | None = None
+    mask_units: Callable[[Any], Sequence[MaskUnits]] | None = None
     windows: Callable[[Any, Sequence[Any]], Windows] | None = None
     branches: Sequence[ResidualBranch] | None = None
     head_parameters: HeadParameters | None = None

@@ -6,7 +6,7 @@ from typing import Any
 
 from timm.layers import to_2tuple
 
-from tcnn_probe.architectures.grids import TokenGrid, Windows
+from tcnn_probe.architectures.grids import MaskUnits, TokenGrid, Windows
 from tcnn_probe.architectures.record import HeadParameters, LayerRecord, ResidualBranch
 
 __all__ = ["TIMM_LAYERS"]
@@ -107,6 +107,11 @@ def _sam2(block: Any, inputs: Sequence[Any]) -> Windows:
     return Windows(grid, block.window_size if block.is_windowed else grid)
 
 
+def _hiera(model: Any) -> Sequence[MaskUnits]:
+    schedules = model.reroll.schedule.values()
+    return [MaskUnits(tuple(size), strides) for strides, size in schedules]
+
+
 def _twins(layer: Any, inputs: Sequence[Any]) -> Windows:
     # The second input is the grid, as its tokens come without one, (B, N, C).
     return Windows(to_2tuple(inputs[1]), to_2tuple(layer.ws))
@@ -203,7 +208,7 @@ _ATTENTION: Mapping[str, LayerRecord] = {
     # (B, heads, windows, N, N), where the number of windows can be that of the heads.
     "timm.models.hiera.MaskUnitAttention": LayerRecord(
         heads_axis=1,
-        not_in_raster_order="Hiera's tokens are ordered by mask unit, not by rows",
+        not_in_raster_order="Hiera's tokens are ordered by mask unit, and where these lie is unknown",
     ),
     # The downsampling takes every second row and column of the queries by slicing.
     "timm.models.levit.AttentionDownsample": LayerRecord(own_grids=_every_second),
@@ -298,6 +303,7 @@ _BLOCKS: Mapping[str, LayerRecord] = {
             "linear_tokens", "mlp_channels", "ls1", "ls2", axis=1
         )
     ),
+    "timm.models.hiera.Hiera": LayerRecord(mask_units=_hiera),
     "timm.models.hieradet_sam2.MultiScaleBlock": LayerRecord(windows=_sam2),
     # Windows hold every n-th pixel of the map, which is cut inside of the block.
     "timm.models.mobilevit.MobileVitBlock": LayerRecord(spread_evenly=True),

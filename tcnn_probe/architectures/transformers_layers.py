@@ -5,7 +5,7 @@ from typing import Any
 
 from timm.layers import to_2tuple
 
-from tcnn_probe.architectures.grids import Windows
+from tcnn_probe.architectures.grids import MaskUnits, Windows
 from tcnn_probe.architectures.record import LayerRecord
 
 __all__ = ["TRANSFORMERS_LAYERS"]
@@ -30,11 +30,19 @@ def _sam2(block: Any, inputs: Sequence[Any]) -> Windows:
     return Windows(grid, to_2tuple(block.window_size) if block.window_size else grid)
 
 
+def _hiera(encoder: Any) -> Sequence[MaskUnits]:
+    schedules = encoder.schedule.values()
+    return [MaskUnits(tuple(size), strides) for strides, size in schedules]
+
+
 TRANSFORMERS_LAYERS: Mapping[str, LayerRecord] = {
+    "transformers.models.hiera.modeling_hiera.HieraEncoder": LayerRecord(
+        mask_units=_hiera
+    ),
     # (B, heads, windows, N, N), where the number of windows can be that of the heads.
     "transformers.models.hiera.modeling_hiera.HieraMaskUnitAttention": LayerRecord(
         heads_axis=1,
-        not_in_raster_order="Hiera's tokens are ordered by mask unit, not by rows",
+        not_in_raster_order="Hiera's tokens are ordered by mask unit, and where these lie is unknown",
     ),
     # These blocks cut the windows, and their attention sees single windows only.
     "transformers.models.sam2.modeling_sam2.Sam2MultiScaleBlock": LayerRecord(

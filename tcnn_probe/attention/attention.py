@@ -53,6 +53,9 @@ class Attention(ABC):
         layout: Grids on which queries and keys lie.
         number: Place of this attention among those of one call of the module, counted from 0.
         cut: Places of the windows in the image; None if unknown, or if the only window is the image.
+        query_cut: The same of the queries' windows, where these lie on a grid of their own.
+        order: Indices of the model's queries and keys in the order in which they are here, row by row, where that is
+            another one; shapes (N_query,) and (N_key,).
         limit: Number of images, the first ones, that count in sums over images; None for all.
         detailed: Whether the pass over the logits keeps :meth:`content_rows`, too.
         residual: Function that returns the tokens that enter the block around the layer, (B, N, C), with class and
@@ -70,6 +73,8 @@ class Attention(ABC):
     name: str = ""
     number: int = 0
     cut: Windows | None = None
+    query_cut: Windows | None = None
+    order: tuple[Tensor, Tensor] | None = None
     limit: int | None = None
     detailed: bool = False
     residual: Callable[[], Tensor | None] | None = None
@@ -238,7 +243,7 @@ class Attention(ABC):
         }
 
     def own_key(self, query: int) -> int | None:
-        """Index among the keys of a class or distillation token that is a query; None if it is not one of them."""
+        """Return the index among the keys of a class or distillation token that is a query; None if it is not one."""
         return (
             query
             if self.layout.asking == "tokens" and query < self.layout.prefix

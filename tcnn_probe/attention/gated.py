@@ -132,8 +132,11 @@ class GatedAttention(Attention):
 
     def statistics(self) -> Mapping[str, Any]:
         """Return entropies of A and its parts, distances, the scale on which to read them, and sums over images."""
-        whole, content = gated_patterns(self.parts, self.limit, self.block)
-        patterns = {"content_information": whole, "content_part_information": content}
+        attention, content = gated_patterns(self.parts, self.limit, self.block)
+        patterns = {
+            "content_information": attention,
+            "content_part_information": content,
+        }
         return {**gated_means(self._measured()), **self.uniform_scales(), **patterns}
 
     def content_rows(self) -> ContentRows:

@@ -1,6 +1,6 @@
 """Edits of heads, applied where the heads of a layer lie side by side, before they are added up."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any, Literal
@@ -8,6 +8,7 @@ from typing import Any, Literal
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from tcnn_probe.architectures.lookup import as_rows, from_rows
 from tcnn_probe.attention.attention import Attention, weigh
@@ -25,8 +26,10 @@ __all__ = [
     "AttendingCall",
     "HeadEdit",
     "edit_call",
+    "edit_function",
     "edit_gated",
     "edit_gated_output",
+    "edits_of",
     "owned_edits",
 ]
 
@@ -96,6 +99,22 @@ class HeadEdit:
             return replace(self, heads=heads)
         places = [[*self.heads].index(head) for head in heads]
         return replace(self, heads=heads, attention=self.attention[:, :, places])
+
+
+# Edits that outputs have had, for streams above those that made them: an edited output is nothing to compare with, and
+# what is computed again, to be edited, is to have all of its edits.
+_EDITS: MutableMapping[Tensor, Sequence[HeadEdit]] = WeakTensorKeyDictionary()
+
+
+def edits_of(output: Any) -> Sequence[HeadEdit]:
+    """Return the edits that streams have made to what a function or layer gave the model."""
+    first = _first(output)
+    return () if first is None else _EDITS.get(first, ())
+
+
+def _first(output: Any) -> Any:
+    """Return an output, or the first of several."""
+    return output[0] if isinstance(output, tuple) else output
 
 
 def owned_edits(edits: Sequence[HeadEdit]) -> list[HeadEdit]:
@@ -225,6 +244,28 @@ def edit_call(call: AttendingCall, module: nn.Module, edits: Sequence[HeadEdit])
     return call.finish(heads)
 
 
+def edit_function(
+    func: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    output: Any,
+    module: nn.Module,
+    edit: HeadEdit,
+) -> Any:
+    """Return the output of a torch function in which a module attends, edited above the edits of other streams."""
+    earlier = edits_of(output)
+    if earlier:
+        # As it was before them: the mean of a head that gives zero is none of the head's.
+        result = func(*args, **kwargs)
+        is_kept = isinstance(result, Tensor) and not result.requires_grad
+        # Others may follow a softmax to the values by the place where it is stored.
+        output = output.copy_(result) if is_kept else result
+    edits = owned_edits([*earlier, edit])
+    edited = edit_call(AttendingCall(func, args, kwargs, output), module, edits)
+    _EDITS[_first(edited)] = edits
+    return edited
+
+
 def edit_gated(
     attention: GatedAttention, edits: Sequence[HeadEdit], heads: Tensor
 ) -> Tensor:
@@ -237,8 +278,10 @@ def edit_gated(
     return _edit_rows(heads, edits, exchange)
 
 
-def edit_gated_output(layer: nn.Module, x: Tensor, edits: Sequence[HeadEdit]) -> Tensor:
-    """Return the output of a gated layer, edited: it is computed again, differentiable."""
+def edit_gated_output(
+    layer: nn.Module, x: Tensor, output: Tensor, edit: HeadEdit
+) -> Tensor:
+    """Return the output of a gated layer, edited above the edits of other streams: computed again, differentiable."""
     # The names of ConViT's two; a GPSA layer has none.
     drops = [
         getattr(layer, name)
@@ -250,7 +293,10 @@ def edit_gated_output(layer: nn.Module, x: Tensor, edits: Sequence[HeadEdit]) ->
             "a stream's edit computes the layer again, without its dropout: use tcnn_probe.ablate, or eval mode"
         )
     attention = gated_attention_of(layer, x)
-    return attention.output(edit_gated(attention, edits, attention.head_outputs()))
+    edits = owned_edits([*edits_of(output), edit])
+    edited = attention.output(edit_gated(attention, edits, attention.head_outputs()))
+    _EDITS[edited] = edits
+    return edited
 
 
 def _edit_rows(

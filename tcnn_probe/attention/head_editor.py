@@ -217,7 +217,7 @@ class HeadEditor(Calls[LayerCall]):
 
     @contextmanager
     def reading(self) -> Iterator[None]:
-        """Inside, whatever is computed of the layer is what its forwards compute."""
+        """Treat whatever is computed of the layer inside the ``with`` as computed by its forwards."""
         running, frame = self.current(), sys._getframe()
         # No call is running. One that stays on the stack for as long as the reading is made up, in the outermost frame.
         while frame.f_back is not None:
@@ -294,7 +294,11 @@ class _EditingMode(TorchFunctionMode):
                 call.objection = call.objection or objection
         elif isinstance(request, SeenCopy):
             call.tracker.copied(request)
-        elif isinstance(request, SeenAttention) and self._is_asking():
+        elif (
+            isinstance(request, SeenAttention)
+            and not request.read_only
+            and self._is_asking()
+        ):
             return self._edit(AttendingCall(func, args, kwargs, output))
         return output
 

@@ -1,6 +1,6 @@
-"""Layout of the tokens of an attention: class and register tokens first, then a grid in raster order.
+"""Layout of the tokens of an attention: class and register tokens first, then words, then a grid in raster order.
 
-Tokens that a model has after its grid are put before it when its attention is rebuilt.
+Tokens are put in this order when an attention is rebuilt.
 """
 
 from collections.abc import Iterable
@@ -14,7 +14,37 @@ from torch import Tensor, nn
 
 from tcnn_probe.models import whole_number
 
-__all__ = ["GivenTokens", "Layout", "SpecialTokens", "Tokens", "special_tokens"]
+__all__ = [
+    "Arrangement",
+    "GivenTokens",
+    "Layout",
+    "SpecialTokens",
+    "Tokens",
+    "special_tokens",
+]
+
+
+@dataclass(frozen=True)
+class Arrangement:
+    """Places of patches, words, and tokens of the model's own among tokens, in the model's order.
+
+    Args:
+        specials, words, patches: Indices of class and register tokens, of words, and of patches, which are neighbours.
+    """
+
+    specials: tuple[int, ...]
+    words: tuple[int, ...]
+    patches: tuple[int, ...]
+
+    @property
+    def order(self) -> tuple[int, ...]:
+        """Indices of the tokens in the order of a :class:`Layout`."""
+        return self.specials + self.words + self.patches
+
+    @property
+    def around(self) -> tuple[int, int]:
+        """Numbers of tokens before the patches, and after them."""
+        return self.patches[0], len(self.order) - 1 - self.patches[-1]
 
 
 @dataclass(frozen=True)
@@ -73,19 +103,21 @@ class Layout:
         queries, keys: Their grids; None where no grid is known.
         reason: Reason why one of them is None; empty if both are known.
         advice: Options by which the user can give a grid that was not found; empty if there are none.
-        asking: Kind of the queries: tokens of the image (or its class token alone), learnt latents, or class tokens,
-            one for each class.
+        asking: Kind of the queries: tokens of the image (or its class token alone), learnt latents, words, or class
+            tokens, one for each class.
+        words: Number of words among the tokens before the grid of keys, the last ones of these.
     """
 
     queries: Tokens | None
     keys: Tokens | None
     reason: str = ""
-    asking: Literal["tokens", "latents", "classes"] = "tokens"
+    asking: Literal["tokens", "latents", "words", "classes"] = "tokens"
     advice: str = ""
+    words: int = 0
 
     @property
     def prefix(self) -> int:
-        """Number of class and register tokens before the grid of keys."""
+        """Number of tokens before the grid of keys: class and register tokens, and words."""
         return self.keys.prefix if self.keys else 0
 
     @property

@@ -202,11 +202,10 @@ def _grids(attention: Attention) -> tuple[Grid | None, Grid | None, str]:
             None,
             f"where its {attention.windows} windows lie in the image is unknown",
         )
-    return (
-        cut.grid,
-        cut.grid if attention.queries == attention.keys else None,
-        layout.reason,
-    )
+    asking = attention.query_cut
+    # Pooled queries lie on a grid of their own, which not all layers show.
+    has_queries = asking is not None and attention.queries == asking.cells().shape[1]
+    return cut.grid, asking.grid if asking and has_queries else None, layout.reason
 
 
 def _maps_of_images(
@@ -233,14 +232,15 @@ def _maps_in_windows(
 ) -> Tensor:
     """Return attention of some cells of the image's grid to all its cells: (B, heads, queries, rows, columns)."""
     assert attention.cut is not None
-    cells = attention.cut.cells()
+    assert attention.query_cut is not None
+    cells, asking = attention.cut.cells(), attention.query_cut.cells()
     rows, columns = attention.cut.grid
-    is_real = cells >= 0
-    # Place of each cell among the tokens of all windows.
-    place = torch.empty(rows * columns, dtype=torch.long)
-    place[cells[is_real]] = torch.arange(cells.numel()).view_as(cells)[is_real]
+    is_real, is_asking = cells >= 0, asking >= 0
+    # Place of each cell among the queries of all windows.
+    place = torch.empty(int(is_asking.sum()), dtype=torch.long)
+    place[asking[is_asking]] = torch.arange(asking.numel()).view_as(asking)[is_asking]
     tokens = place[list(queries)]
-    window, token = tokens // attention.keys, tokens % attention.keys
+    window, token = tokens // attention.queries, tokens % attention.queries
     # Two index tensors apart from each other move their axis to the front: (queries, B, heads, tokens).
     by_query = attention.weights().cpu()[:, window, :, token]
     weights = by_query.permute(1, 2, 0, 3)

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from tcnn_probe.architectures.grids import Windows
 from tcnn_probe.architectures.lookup import as_rows, known
 from tcnn_probe.attention.layout import Layout, Tokens
+from tcnn_probe.attention.mask_units import UnitOrder, find_unit_order
 from tcnn_probe.attention.residual_stream import residual_tokens
 from tcnn_probe.attention.softmax import (
     GivenLogits,
@@ -89,15 +90,22 @@ def softmax_attention_of(
         raise NoTokenAttentionError(reason)
     logits = logits_of(request, module)
     rows, heads, queries, keys = logits.shape
-    in_order, fused = request, request.value is not None
+    in_order, is_moved, fused = request, False, request.value is not None
     layout = pool_layout(queries, keys, running, maps)
     # Pools are known by their class, before shapes are judged: a pool can have as many classes as patches.
     if layout is None and queries == keys and is_between_channels(keys, heads, inputs):
         raise NoTokenAttentionError("attention between channels, not between tokens")
     # Rows that are no multiple of the images, as where a model repeats or selects some, count as images themselves.
-    images = maps.images if maps.images and rows % maps.images == 0 else rows
+    # So do rows of texts, of which there can be more than images.
+    is_of_images = maps.images and rows % maps.images == 0 and not maps.words_ask
+    images = maps.images if maps.images and is_of_images else rows
     windows = rows // images
     cut = _find_windows(running)
+    units = find_unit_order(queries, keys, windows, running)
+    if units is not None:
+        layout, cut = units.layout, units.cut
+        in_order = _units_in_order(request, units)
+        logits = logits_of(in_order, module)
     if layout is None and request.not_on_grid:
         layout = Layout(None, None, request.not_on_grid)
     elif layout is None:
@@ -109,13 +117,17 @@ def softmax_attention_of(
         ):
             # No feature map is as small as a window, but the block that cuts windows knows their rows and columns.
             layout = Layout(Tokens(0, *cut.window), Tokens(0, *cut.window))
-        tokens_behind = any(
-            (maps.around(count) or (0, 0))[1] for count in (queries, keys)
-        )
-        if layout.keys is not None and windows == 1 and tokens_behind:
+        is_moved = any(maps.order(count) != range(count) for count in (queries, keys))
+        is_moved = is_moved and layout.keys is not None and windows == 1
+        if is_moved:
             # Whatever reads an attention expects class and register tokens first: it is reordered once, here.
             in_order = _grid_last(request, maps)
             logits = logits_of(in_order, module)
+        if maps.words_ask:
+            reason = "the queries are words, which lie on no grid"
+            reason = reason if layout.keys else layout.reason
+            layout = Layout(None, layout.keys, reason, "words")
+        layout = replace(layout, words=maps.words(keys) if layout.keys else 0)
     if windows == 1 and cut is not None and cut.grid == cut.window:
         cut = None  # the window is the image: no part of it has to be put anywhere
     return SoftmaxAttention(
@@ -126,7 +138,10 @@ def softmax_attention_of(
         windows=windows,
         layout=layout,
         cut=cut,
+        query_cut=cut if units is None else units.query_cut,
+        order=None if units is None else (units.queries, units.keys),
         logits=logits,
+        is_moved=is_moved,
         class_token=maps.has_class_token(keys),
         distillation_token=maps.special.distillation_token,
         compare=partial(discrepancy, request, module),
@@ -179,21 +194,32 @@ def _grid_last(request: SeenAttention, maps: FeatureMaps) -> SeenAttention:
     )
 
 
+def _units_in_order(request: SeenAttention, units: UnitOrder) -> SeenAttention:
+    """Return the attention with the tokens of each unit row by row."""
+
+    def ordered(x: Tensor | None, dim: int, order: Tensor) -> Tensor | None:
+        return None if x is None else x.index_select(dim, order.to(x.device))
+
+    return replace(
+        request,
+        logits=ordered(ordered(request.logits, -2, units.queries), -1, units.keys),
+        query=ordered(request.query, -2, units.queries),
+        key=ordered(request.key, -2, units.keys),
+        value=ordered(request.value, -2, units.keys),
+    )
+
+
 def _put_grid_last(x: Tensor, dim: int, maps: FeatureMaps) -> Tensor:
-    """Put tokens that are behind the grid in front of it, along one axis, a class token first."""
-    count = x.shape[dim]
-    before, after = maps.around(count) or (0, 0)
-    if not after or count <= before + after:
-        return x
-    first, grid, behind, last = x.split(
-        [before, count - before - after, after - 1, 1], dim
-    )
-    in_order = (
-        [last, first, behind, grid]
-        if maps.class_token_is_last(count)
-        else [first, behind, last, grid]
-    )
-    return torch.cat(in_order, dim)
+    """Put tokens in the order of a layout, along one axis."""
+    order = maps.order(x.shape[dim])
+    # Whole runs of neighbours are moved: an index would have to go to the device first.
+    starts = [i for i, place in enumerate(order) if i == 0 or place != order[i - 1] + 1]
+    ends = [*starts[1:], len(order)]
+    runs = [
+        x.narrow(dim, order[start], end - start)
+        for start, end in zip(starts, ends, strict=True)
+    ]
+    return torch.cat(runs, dim) if len(runs) > 1 else x
 
 
 def _residual_in_order(

@@ -14,8 +14,9 @@ if TYPE_CHECKING:
 
 __all__ = ["SEGMENTS", "share_between_segments"]
 
-SEGMENTS = ("class", "register", "patch", "other")
-"""Kinds of tokens: class and distillation tokens, registers, patches on the grid, and words, latents or queries."""
+SEGMENTS = ("class", "register", "patch", "text", "other")
+"""Kinds of tokens: class and distillation tokens, registers, patches on the grid, words that the model is given beside
+images, and latents or queries."""
 
 
 @torch.no_grad()
@@ -36,18 +37,22 @@ def share_between_segments(
         return None
     # Not zeros: where the attention is NaN, so are its shares.
     none = 0 * rows.entropy
-    prefix = classes = none if rows.prefix is None else rows.prefix
-    if (
-        rows.find_classes is not None
-        and attention.class_tokens < attention.layout.prefix
-    ):
-        classes = rows.find_classes()
+    prefix = none if rows.prefix is None else rows.prefix
+
+    def first(count: int) -> Tensor:
+        """Return the share of the first tokens before the grid."""
+        if rows.find_first is None or count == attention.layout.prefix:
+            return prefix
+        return rows.find_first(count) if count else none
+
+    classes, specials = first(attention.class_tokens), first(_special_tokens(attention))
     # A query that sees no key attends to nothing, patches included.
     blind = (rows.largest == LOWEST) | (rows.largest == -torch.inf)
     shares = dict.fromkeys(SEGMENTS, none)
     shares["class"] = classes
     # Rounding can leave a negative number where a segment gets nothing.
-    shares[_unplaced(attention)] = (prefix - classes).clamp_(min=0)
+    shares[_unplaced(attention)] = (specials - classes).clamp_(min=0)
+    shares["text"] = (prefix - specials).clamp_(min=0)
     shares["patch"] = (1 - prefix).clamp_(min=0).masked_fill_(blind, 0)
     by_key = torch.stack(list(shares.values()), -1)
     by_segment = by_key.new_zeros(*by_key.shape[:2], len(SEGMENTS), len(SEGMENTS))
@@ -56,29 +61,42 @@ def share_between_segments(
     return attention.by_image(by_segment).mean(1)
 
 
+def _special_tokens(attention: "SoftmaxAttention") -> int:
+    """Return how many tokens before the grid are no words."""
+    return attention.layout.prefix - attention.layout.words
+
+
 def _unplaced(attention: "SoftmaxAttention") -> str:
-    """Return the segment of the tokens that are before the grid and no class tokens."""
+    """Return the segment of the tokens that are before the grid and neither class tokens nor known to be words."""
     # So many are words, prompts or the queries of a detector.
-    return "register" if attention.layout.prefix <= MOST_SPECIAL else "other"
+    return "register" if _special_tokens(attention) <= MOST_SPECIAL else "other"
 
 
 def _queries(attention: "SoftmaxAttention") -> Iterator[tuple[str, slice]]:
     """Yield the segments that have queries, and these, which are neighbours."""
     layout, count = attention.layout, attention.queries
-    patches, unplaced = 0, "other"
+    patches, words, unplaced = 0, 0, "other"
     if layout.queries is not None:
         patches = layout.queries.height * layout.queries.width
         classes = min(layout.queries.prefix, attention.class_tokens)
+        words = layout.words
         unplaced = _unplaced(attention)
     elif layout.asking == "classes":
         classes = count
+    elif layout.asking == "words":
+        classes, words = 0, count
     elif layout.asking == "tokens" and count <= layout.prefix:
         # The tokens before the grid ask alone.
         classes = min(count, attention.class_tokens)
         unplaced = _unplaced(attention)
     else:
         classes = 0 if attention.class_query is None else 1
-    lengths = {"class": classes, unplaced: count - classes - patches, "patch": patches}
+    lengths = {
+        "class": classes,
+        unplaced: count - classes - words - patches,
+        "text": words,
+        "patch": patches,
+    }
     start = 0
     for segment, length in lengths.items():
         if length:

@@ -261,6 +261,7 @@ class SoftmaxAttention(Attention):
 
     Args:
         logits: Logits of some rows and queries at a time.
+        is_moved: Whether its tokens are in another order than the model's.
         class_token: Whether the first token before the grid, if there is any, is a class token, and no register.
         distillation_token: Whether the second one, if there is one, is a distillation token.
         compare: Comparison with what torch gave the model, see :meth:`discrepancy`; None without one.
@@ -268,6 +269,7 @@ class SoftmaxAttention(Attention):
     """
 
     logits: Logits
+    is_moved: bool = False
     class_token: bool = True
     distillation_token: bool = False
     compare: Callable[[], tuple[Tensor, float] | None] | None = None
@@ -290,11 +292,12 @@ class SoftmaxAttention(Attention):
 
         Also of a single latent, and of the first of several if the layer hands on that one alone.
         """
-        if self.layout.asking == "classes":
+        if self.layout.asking in ("classes", "words"):
             return None
         # Class-attention layers (CaiT) ask for the class token alone; a window can have a single pixel without being
-        # one.
+        # one, and a grid a single pooled query.
         alone = self.queries == 1 and self.keys > 1 and self.windows == 1
+        alone &= self.layout.queries is None
         if self.layout.asking == "latents":
             # timm's AttentionPoolLatent: with pool="token" it hands on the first latent alone, with "avg" the mean of
             # all.
@@ -322,7 +325,8 @@ class SoftmaxAttention(Attention):
     @property
     def class_tokens(self) -> int:
         """Number of class and distillation tokens among the tokens before the grid; the others are registers."""
-        return min(self.layout.prefix, self.class_token + self.distillation_token)
+        specials = self.layout.prefix - self.layout.words
+        return min(specials, self.class_token + self.distillation_token)
 
     def weights(self, queries: slice = _ALL, image: int | None = None) -> Tensor:
         """Return the attention of some queries, see :class:`Attention`."""

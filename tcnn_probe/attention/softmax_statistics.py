@@ -39,8 +39,8 @@ class SoftmaxRows:
             where the queries lie.
         received: sum_i A_ij over whole columns, shape (rows, heads, N_key); None unless the attention is to be measured
             in detail.
-        find_classes: Function that returns the sum of A_j over class tokens; None if there are no tokens before the
-            grid.
+        find_first: Function that returns the sum of A_j over the first of so many keys; None if there are no tokens
+            before the grid.
     """
 
     entropy: Tensor
@@ -48,7 +48,7 @@ class SoftmaxRows:
     prefix: Tensor | None
     distance: Tensor | None
     received: Tensor | None
-    find_classes: Callable[[], Tensor] | None = None
+    find_first: Callable[[int], Tensor] | None = None
 
 
 @dataclass(frozen=True)
@@ -126,23 +126,16 @@ def _rows_by_kernel(attention: "SoftmaxAttention", patterns: PatternSum) -> Soft
         prefix=measured.prefix if layout.prefix else None,
         distance=measured.distance,
         received=measured.received,
-        find_classes=partial(
-            _classes_by_kernel,
-            attention.logits,
-            _token_grid(layout.keys),
-            attention.class_tokens,
-        )
+        find_first=partial(_first_by_kernel, attention.logits, _token_grid(layout.keys))
         if layout.prefix
         else None,
     )
 
 
-def _classes_by_kernel(
-    logits: "Logits", keys: TokenGrid | None, classes: int
-) -> Tensor:
-    """Return the sum of A_j over class tokens, in a pass of its own, in which they are all that is before the grid."""
+def _first_by_kernel(logits: "Logits", keys: TokenGrid | None, count: int) -> Tensor:
+    """Return the sum of A_j over some keys, in a pass of its own, in which they are all that is before the grid."""
     assert keys is not None
-    return logits.statistics(None, keys._replace(prefix=classes), False).prefix
+    return logits.statistics(None, keys._replace(prefix=count), False).prefix
 
 
 def _token_grid(tokens: Tokens | None) -> TokenGrid | None:
@@ -170,14 +163,13 @@ def _rows_by_blocks(attention: "SoftmaxAttention", patterns: PatternSum) -> Soft
     if grid.received is not None:
         grid.received[..., : to_prefix.shape[-1]] = to_prefix.sum(-2)
     # The attention keeps its rows: a function that held the attention would be a cycle, and keep activations alive.
-    classes = attention.class_tokens
     return SoftmaxRows(
         entropy=grid.zero_if_empty(entropy),
         largest=torch.maximum(grid.top, prefix_logits.amax(-1)),
         prefix=to_prefix.sum(-1),
         distance=grid.distance,
         received=grid.received,
-        find_classes=lambda: to_prefix[..., :classes].sum(-1),
+        find_first=lambda count: to_prefix[..., :count].sum(-1),
     )
 
 

@@ -1,7 +1,7 @@
 """Each attention of a model's forwards, whole and on its grid, handed to whoever wants to look at it or edit it."""
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -9,20 +9,23 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from tcnn_model.precision import without_autocast
 from tcnn_probe.architectures.lookup import known, looks_like_attention
 from tcnn_probe.attention.attention import Attention, WholeLayers
 from tcnn_probe.attention.gated import GATED, GatedAttention
 from tcnn_probe.attention.head_edit import (
-    AttendingCall,
     HeadEdit,
-    edit_call,
+    edit_function,
     edit_gated_output,
-    owned_edits,
+    edits_of,
 )
-from tcnn_probe.attention.layout import GivenTokens, Layout, Tokens, special_tokens
+from tcnn_probe.attention.layout import (
+    Arrangement,
+    GivenTokens,
+    Tokens,
+    special_tokens,
+)
 from tcnn_probe.attention.reconstruction import (
     NoTokenAttentionError,
     ValueProductTracker,
@@ -31,7 +34,12 @@ from tcnn_probe.attention.reconstruction import (
 )
 from tcnn_probe.attention.softmax import SoftmaxAttention
 from tcnn_probe.attention.token_grid import FeatureMaps
-from tcnn_probe.attention.token_order import PlaceTracker, objection_to_order
+from tcnn_probe.attention.token_order import (
+    PlaceTracker,
+    are_words,
+    arrangement_of,
+    objection_to_order,
+)
 from tcnn_probe.hooks.forwards import Forward, Forwards
 from tcnn_probe.hooks.interception import (
     Answer,
@@ -50,10 +58,6 @@ __all__ = ["WHOLE_LAYERS", "AttentionListener", "AttentionStream", "attention_st
 
 WHOLE_LAYERS: tuple[WholeLayers, ...] = (GATED,)
 """Layers whose attention is shown as a whole."""
-
-# Edits that outputs have had, for streams above those that made them: an edited output is nothing to compare with, and
-# what is computed again, to be edited, is to have all of its edits.
-_EDITS: MutableMapping[Tensor, list[HeadEdit]] = WeakTensorKeyDictionary()
 
 
 @contextmanager
@@ -216,6 +220,8 @@ class AttentionStream:
         self._followed: set[tuple[Any, ...]] = set()
         self._places: PlaceTracker | None = None
         self._objections: dict[tuple[Any, str], tuple[str, str]] = {}
+        # Where words stand among the keys of a layer, and whether its queries are words.
+        self._words: dict[tuple[Any, str], tuple[Arrangement | None, bool]] = {}
         self._reset()
         # A stream that may edit follows forwards above those who only look: these see attention as it is before.
         self._forwards = Forwards(model, self, first=not listener.may_edit)
@@ -248,7 +254,7 @@ class AttentionStream:
         shapes = [tuple(x.shape[1:]) for x in inputs if isinstance(x, Tensor)]
         self._call = (entry, entry.training, *shapes)
         if self._call not in self._followed:
-            self._places = PlaceTracker(inputs)
+            self._places = PlaceTracker(inputs, self._maps.patches)
         return True
 
     def modes(self) -> Sequence[TorchFunctionMode]:
@@ -349,6 +355,11 @@ class AttentionStream:
         number = self._counts[module]
         self._counts[module] += 1
         layer = f"{name}#{number}" if number else name
+        if self._places is not None:
+            queries, keys = self._places.queries, self._places.keys
+            self._words[self._call, layer] = arrangement_of(keys), are_words(queries)
+        words = self._words.get((self._call, layer), (None, False))
+        self._maps.arrangement, self._maps.words_ask = words
         with named_in_errors(layer):
             try:
                 attention = self._ordered(
@@ -360,7 +371,7 @@ class AttentionStream:
                 self.unsupported[name if known_reason else layer] = str(reason)
                 return None
             with without_autocast(attention.source):
-                if self.verification.needed(layer) and not _edits_of(request.output):
+                if self.verification.needed(layer) and not edits_of(request.output):
                     self.verification.add(layer, attention.discrepancy())
                 edit = self._listener.attends(attention)
         # Fused attention has weighed values already; only a softmax by itself is waited for.
@@ -375,21 +386,22 @@ class AttentionStream:
         self._shown.append(_ShownSoftmax(layer, module, operand, has_heads))
         if edit is None:
             return None
+        if request.read_only:
+            raise RuntimeError(f"{layer!r}: {request.read_only}")
+        if edit.attention is not None and attention.is_moved:
+            by_query = self._maps.in_model_order(edit.attention, -2)
+            edit = replace(edit, attention=self._maps.in_model_order(by_query, -1))
+        elif edit.attention is not None and attention.order is not None:
+            queries, keys = (order.argsort() for order in attention.order)
+            in_units = edit.attention.index_select(-2, queries).index_select(-1, keys)
+            edit = replace(edit, attention=in_units)
 
         def answer(
             func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
         ) -> Any:
             # Multi-head attention runs a second time, which no other listener is to see.
             with torch._C.DisableTorchFunction():
-                earlier = _edits_of(output)
-                if earlier:
-                    # As it was before them: the mean of a head that gives zero is none of the head's.
-                    output = _computed_again(output, func(*args, **kwargs))
-                edits = owned_edits([*earlier, edit])
-                attending = AttendingCall(func, args, kwargs, output)
-                edited_output = edit_call(attending, module, edits)
-                _EDITS[_first(edited_output)] = edits
-                return edited_output
+                return edit_function(func, args, kwargs, output, module, edit)
 
         return answer
 
@@ -399,6 +411,13 @@ class AttentionStream:
         # Windows are cut by classes that are known, and rolled before.
         if self._places is not None and attention.windows == 1:
             queries, keys = self._places.queries, self._places.keys
+            if attention.order is not None:
+                queries, keys = (
+                    places if places is None else places[order]
+                    for places, order in zip(
+                        (queries, keys), attention.order, strict=True
+                    )
+                )
             if keys is None and layout.queries == layout.keys:
                 keys = queries  # talking heads (CaiT) mix the logits, whose keys are lost then
             self._objections[call] = (
@@ -408,9 +427,15 @@ class AttentionStream:
         to_queries, to_keys = self._objections.get(call, ("", ""))
         if not to_queries and not to_keys:
             return attention
-        keys_on_grid = None if to_keys else layout.keys
-        changed = Layout(None, keys_on_grid, to_queries or to_keys, layout.asking)
         # Without a grid of queries there are no distances; maps of class tokens need the grid of the keys only.
+        changed = replace(
+            layout,
+            queries=None,
+            keys=None if to_keys else layout.keys,
+            reason=to_queries or to_keys,
+            advice="",
+            words=0 if to_keys else layout.words,
+        )
         return replace(attention, layout=changed)
 
     def _objection(self, places: Tensor | None, tokens: Tokens | None) -> str:
@@ -424,12 +449,11 @@ class AttentionStream:
     ) -> Tensor | None:
         """Show the whole attention of a layer that has run; return what it gives instead, if it is edited."""
         name, formed = self._names[layer], self._formed.pop(layer, None)
-        earlier = _edits_of(output)
         with forward.unseen(), named_in_errors(name), edited(layer):
             attention = self._whole[layer].describe(
                 layer, inputs[0], formed, name, forward.running
             )
-            if self.verification.needed(name) and not earlier:
+            if self.verification.needed(name) and not edits_of(output):
                 self.verification.add(name, attention.discrepancy(output))
             edit = self._listener.attends(attention)
         self._shown.append(_ShownSoftmax(name, layer, None, has_heads=True))
@@ -439,11 +463,8 @@ class AttentionStream:
             raise TypeError(
                 f"expected no edit of {name!r}: {type(attention).__name__} cannot be edited"
             )
-        edits = owned_edits([*earlier, edit])
         with edited(layer):  # with the gates and heads that ablations of the layer have
-            edited_output = edit_gated_output(layer, inputs[0], edits)
-        _EDITS[edited_output] = edits
-        return edited_output
+            return edit_gated_output(layer, inputs[0], output, edit)
 
     def _explain(self, ran: Collection[nn.Module]) -> None:
         """Say why modules that look like attention showed none while they ran; once for each."""
@@ -464,22 +485,3 @@ class AttentionStream:
                 self.unsupported[name] = (
                     "no softmax between tokens was seen while it ran"
                 )
-
-
-def _edits_of(output: Any) -> Sequence[HeadEdit]:
-    """Return the edits that other streams have made to what a function or layer gave the model."""
-    first = _first(output)
-    return () if first is None else _EDITS.get(first, ())
-
-
-def _first(output: Any) -> Any:
-    """Return an output, or the first of several."""
-    return output[0] if isinstance(output, tuple) else output
-
-
-def _computed_again(output: Any, result: Any) -> Any:
-    """Return a result that takes the place of an output, and is stored there where no gradient needs the output."""
-    # Others may follow a softmax to the values by the place where it is stored.
-    if isinstance(result, Tensor) and not result.requires_grad:
-        return output.copy_(result)
-    return result

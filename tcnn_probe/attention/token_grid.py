@@ -8,11 +8,17 @@ from dataclasses import replace
 from math import isqrt
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from tcnn_model import AttentionPool2d
 from tcnn_probe.architectures.lookup import known
-from tcnn_probe.attention.layout import Layout, SpecialTokens, Tokens
+from tcnn_probe.attention.layout import (
+    Arrangement,
+    Layout,
+    SpecialTokens,
+    Tokens,
+)
 from tcnn_probe.hooks.forwards import Running
 
 __all__ = [
@@ -35,22 +41,33 @@ class FeatureMaps:
         images: Number of images in the batch; None if unknown.
         size: Height and width of the images; None if unknown.
         is_deep: Whether the model was called with videos or volumes, of shape (B, T, C, H, W), say.
+        patches: Number of patches that the model was given in the place of an image; None if it was given an image.
         special: Class and register tokens, as far as the model or the user says.
+        arrangement: Places of words and patches among the keys of the attention that is being looked at, if known.
+        words_ask: Whether its queries are known to be words.
     """
 
     def __init__(self, special: SpecialTokens) -> None:
         self.images: int | None = None
         self.size: tuple[int, int] | None = None
         self.is_deep = False
+        self.patches: int | None = None
         self.special = special
+        self.arrangement: Arrangement | None = None
+        self.words_ask = False
         self._joins: dict[int, tuple[int, ...]] = {}
         self._channels = 0
         self._maps: dict[tuple[int, int], None] = {}
         self._shapes: set[tuple[int, ...]] = set()
+        self._numberings: dict[tuple[int, ...], Grid | None] = {}
 
     def enter(self, inputs: Sequence[Any], *, whole_model: bool) -> None:
         """Begin a forward: of the model, or of one part, which may go on with the images of a part called before."""
-        x = next((x for x in inputs if isinstance(x, Tensor)), None)
+        tensors = [x for x in inputs if isinstance(x, Tensor)]
+        x = tensors[0] if tensors else None
+        if whole_model and x is not None and x.ndim < 4:
+            # Words can come before the images. Masks have a single channel.
+            x = next((x for x in tensors if x.ndim == 4 and x.shape[1] > 1), x)
         # Images of a size that no feature map had are new ones; a part such as the head is given maps of the part
         # before it.
         is_map = x is not None and x.ndim == 4
@@ -63,6 +80,7 @@ class FeatureMaps:
             self._maps.clear()
             self._shapes.clear()
             self._joins.clear()
+            self.patches = None
         if is_map and x is not None:
             self.images = len(x)
             if self.size is None:
@@ -74,6 +92,33 @@ class FeatureMaps:
         # The first axis of tokens may be that of windows: only a number that is known already says that it is images.
         elif whole_model or x is None or self.images != len(x):
             self.images = None
+        if whole_model and self.size is None:
+            self.size = self._numbered(tensors)
+        if self.size is not None and whole_model and not is_map:
+            self._maps[self.size] = None
+            self.patches = self.size[0] * self.size[1]
+
+    def _numbered(self, inputs: Sequence[Tensor]) -> Grid | None:
+        """Return the grid of patches that a model is given with their rows and columns, as FLUX is."""
+        for positions in inputs:
+            # (N, 3) or (B, N, 4), say: beside row and column stand numbers of images or frames.
+            if positions.ndim not in (2, 3) or positions.shape[-1] not in (2, 3, 4):
+                continue
+            count = positions.shape[-2]
+            tokens = [
+                x
+                for x in inputs
+                if x.ndim == 3 and x.shape[1] == count and x is not positions
+            ]
+            # Words of the same number would be mistaken for them.
+            if len(tokens) != 1:
+                continue
+            if positions.shape not in self._numberings:
+                # Read once for each shape, as reading waits for the device.
+                self._numberings[positions.shape] = _raster(positions)
+            if grid := self._numberings[positions.shape]:
+                return grid
+        return None
 
     def passes(self, values: Iterable[Any]) -> None:
         """Take note of the inputs and outputs of a module."""
@@ -96,6 +141,8 @@ class FeatureMaps:
 
     def around(self, count: int) -> tuple[int, int] | None:
         """Return how many of ``count`` tokens stand before the grid, and after it; None if nothing shows it."""
+        if arrangement := self._arranged(count):
+            return arrangement.around
         joined = self._joined_around(count)
         # What the user says comes first, then what the forward shows, then what the model's attributes say.
         if not joined or self.special.user_facts.around:
@@ -105,6 +152,8 @@ class FeatureMaps:
 
     def has_class_token(self, count: int) -> bool:
         """Tell whether the first of so many tokens, or the last, is a class token, as far as it shows."""
+        if arrangement := self._arranged(count):
+            return self.special.class_token and bool(arrangement.specials)
         joined = self._joined_around(count)
         if (
             joined is None
@@ -129,6 +178,35 @@ class FeatureMaps:
             return self.special.user_facts.class_token == "last"
         before, after = self._joined_around(count) or ((), ())
         return 1 not in before and after[-1:] == (1,)
+
+    def order(self, count: int) -> Sequence[int]:
+        """Return the indices of ``count`` tokens in the order of a layout: the grid last, a class token first."""
+        if arrangement := self._arranged(count):
+            return arrangement.order
+        before, after = self.around(count) or (0, 0)
+        indices = range(count)
+        if not after or count <= before + after:
+            return indices
+        grid, behind = indices[before:-after], indices[-after:]
+        if self.class_token_is_last(count):
+            return [*behind[-1:], *indices[:before], *behind[:-1], *grid]
+        return [*indices[:before], *behind, *grid]
+
+    def in_model_order(self, x: Tensor, dim: int) -> Tensor:
+        """Return what is in the order of a layout along one axis in that of the model."""
+        order = torch.tensor(self.order(x.shape[dim]), device=x.device)
+        return x.index_select(dim, order.argsort())
+
+    def words(self, count: int) -> int:
+        """Return how many of ``count`` tokens are words, as far as it shows."""
+        arrangement = self._arranged(count)
+        return len(arrangement.words) if arrangement else 0
+
+    def _arranged(self, count: int) -> Arrangement | None:
+        # What the user says comes first.
+        if self.arrangement is None or self.special.user_facts.around:
+            return None
+        return self.arrangement if len(self.arrangement.order) == count else None
 
     def _joined_around(
         self, count: int
@@ -192,6 +270,22 @@ class FeatureMaps:
         )
 
 
+def _raster(positions: Tensor) -> Grid | None:
+    """Return the grid whose rows and columns are the columns of a matrix that change; None if they are no grid's."""
+    if positions.ndim == 3:
+        if bool((positions != positions[:1]).any()):
+            return None
+        positions = positions[0]
+    moving = [x.long() for x in positions.unbind(-1) if bool((x != x[0]).any())]
+    if len(moving) != 2:
+        return None
+    y, x = (numbers - numbers.min() for numbers in moving)
+    height, width = int(y.max()) + 1, int(x.max()) + 1
+    places = torch.arange(len(y), device=y.device)
+    is_raster = height * width == len(y) and bool((y * width + x == places).all())
+    return (height, width) if is_raster else None
+
+
 def _covers(rows: int, columns: int, height: int, width: int) -> bool:
     """Return whether a patch side s exists with rows = height / s and columns = width / s, both rounded the same way.
 
@@ -247,7 +341,13 @@ def find_layout(
         )
     # Windows are cut out of the grid, without class and register tokens.
     prefixes = _prefixes(maps, keys) if windows == 1 else (0,)
-    grids = list(_shown(module, inputs, windows, maps))
+    # A mask of queries and keys, (B, 1, N_query, N_key), is no map.
+    no_masks = [
+        x
+        for x in inputs
+        if not (isinstance(x, Tensor) and x.ndim == 4 and x.shape[1::2] == (1, keys))
+    ]
+    grids = list(_shown(module, no_masks, windows, maps))
     # The innermost module that says anything decides.
     spreads = [known(outer).spread_evenly for outer, _ in reversed(running)]
     spread = next((value for value in spreads if value is not None), None)

@@ -5,6 +5,7 @@ DETR can have as many object queries as there are cells. So tensors of a forward
 number of the pixel, row by row, that each element is made of, or the mean of several; NaN if it is made of parameters
 alone. Functions that move elements move their places, convolutions take means, and a token keeps its place in attention
 and beside a residual. Places are computed beside the forward, from shapes and indices: the model runs once, as ever.
+Words that a model is given beside images have places too, the numbers -1, -2, and so on.
 
 A tensor without places is unknown: it comes from elsewhere, or from a function that is not followed here. There is no
 objection to what is unknown.
@@ -22,10 +23,11 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from tcnn_probe.attention.layout import Tokens
+from tcnn_probe.attention.layout import Arrangement, Tokens
+from tcnn_probe.hooks.kernel_calls import is_kernel
 from tcnn_probe.hooks.modes import is_transformed, never_compiled_alone, unseen
 
-__all__ = ["PlaceTracker", "objection_to_order"]
+__all__ = ["PlaceTracker", "are_words", "arrangement_of", "objection_to_order"]
 
 Places = Tensor | None
 
@@ -63,9 +65,28 @@ def objection_to_order(places: Places, tokens: Tokens, behind: int) -> str:
     on_image = grid[~grid.isnan()]  # without padding
     if len(on_image) == 0:
         return "the tokens are made of parameters, not of the image"
+    if bool((on_image < 0).any()):
+        return "some of the tokens are words, not patches"
     if bool((on_image.diff() < _LEAST_STEP).any()):
         return "the tokens are not in the order of the image's rows"
     return ""
+
+
+def arrangement_of(places: Places) -> Arrangement | None:
+    """Return where words and patches stand; None if there are not both, or if other tokens stand among the patches."""
+    if places is None or not bool((places < 0).any()):
+        return None
+    patches = (places >= 0).nonzero()[:, 0].tolist()
+    if not patches or len(patches) <= patches[-1] - patches[0]:
+        return None
+    words = (places < 0).nonzero()[:, 0].tolist()
+    specials = places.isnan().nonzero()[:, 0].tolist()
+    return Arrangement(tuple(specials), tuple(words), tuple(patches))
+
+
+def are_words(places: Places) -> bool:
+    """Return whether all tokens are known to be words."""
+    return places is not None and bool((places < 0).all())
 
 
 class PlaceTracker(TorchFunctionMode):
@@ -77,9 +98,10 @@ class PlaceTracker(TorchFunctionMode):
 
     Args:
         inputs: Inputs of the model, of which those of shape (B, C, H, W) are images.
+        patches: Number of patches, if the model is given these, (B, patches, C), in the place of an image.
     """
 
-    def __init__(self, inputs: Iterable[Any]) -> None:
+    def __init__(self, inputs: Iterable[Any], patches: int | None = None) -> None:
         super().__init__()
         self.queries: Places = None
         self.keys: Places = None
@@ -87,16 +109,34 @@ class PlaceTracker(TorchFunctionMode):
         self._places: Any = WeakTensorKeyDictionary()
         # Of products of queries and keys, which have the places of the queries: places of the keys, shape (N_key,).
         self._keys: Any = WeakTensorKeyDictionary()
-        for image in inputs:
-            if isinstance(image, Tensor) and image.ndim == 4:
-                # On the CPU, so that a GPU is neither filled nor waited for; in float64, which counts any image's
-                # pixels exactly.
-                pixels = torch.arange(
-                    image[0, 0].numel(), dtype=torch.float64, device="cpu"
-                )
+        tensors = _tensors(inputs)
+        for image in tensors:
+            if image.ndim == 4:
+                pixels = _numbers(image[0, 0].numel())
                 # Expanded, not repeated: images and channels have equal places, and so a stride of 0, by which _slim
                 # finds them.
                 self._places[image] = pixels.view(image.shape[2:]).expand(image.shape)
+            elif image.ndim == 3 and image.shape[1] == patches:
+                places = _numbers(image.shape[1])[:, None]
+                self._places[image] = places.expand(image.shape)
+        # Numbers and vectors that a model is given alone can be an image's, as the codes of its patches.
+        if len(self._places):
+            self._follow_words(tensors)
+
+    def _follow_words(self, inputs: Sequence[Tensor]) -> None:
+        """Give places to words, (B, N), and to their vectors, (B, N, C)."""
+        for tensor in inputs:
+            if tensor in self._places:
+                continue
+            # A mask that hides words is made of zeros and ones.
+            is_ids = tensor.ndim == 2 and tensor.dtype in (torch.int32, torch.int64)
+            if is_ids and bool((tensor > 1).any()):
+                self._places[tensor] = (-1 - _numbers(tensor.shape[1])).expand(
+                    tensor.shape
+                )
+            elif tensor.ndim == 3 and tensor.is_floating_point():
+                places = -1 - _numbers(tensor.shape[1])
+                self._places[tensor] = places[:, None].expand(tensor.shape)
 
     @never_compiled_alone
     def __torch_function__(
@@ -154,9 +194,15 @@ class PlaceTracker(TorchFunctionMode):
         # Logits have the places of their queries; those of the keys were kept apart when the product was formed.
         if name == "softmax":
             return _of_tokens(self._of(inputs[0])), self._keys.get(inputs[0])
-        if name not in _ATTENTION:
+        if name not in _ATTENTION and not is_kernel(func):
             return None, None
         queries, keys = (self._of(tokens) for tokens in inputs[:2])
+        if is_kernel(func):
+            # (B, N, heads, d); of (N, heads, d) it is not known which tokens are an image's.
+            queries, keys = (
+                None if x is None or x.ndim < 4 else x.transpose(1, 2)
+                for x in (queries, keys)
+            )
         if name == "multi_head_attention_forward":  # tokens first, (N, B, d) or (N, d)
             queries, keys = (
                 None if x is None else x.movedim(0, -2) for x in (queries, keys)
@@ -353,11 +399,20 @@ def _resample(call: _Call) -> Sequence[Places]:
     return [pixels.expand(call.shape)]
 
 
+def _embed(call: _Call) -> Sequence[Places]:
+    assert call.places[0] is not None
+    return [call.places[0][..., None].expand(call.shape)]
+
+
 def _beside(call: _Call) -> Sequence[Places]:
     """Follow a function of elements, or of the channels of each token: to the first input that is made of the image."""
     shape = call.shape
     for tensor, places in zip(call.inputs, call.places, strict=True):
         if places is None or _is_nowhere(places):
+            continue
+        # Words that are added to all tokens alike, such as their mean, do not make words of them.
+        is_spread = tensor.shape[:-1] != shape[:-1] and bool((_slim(places) < 0).any())
+        if is_spread:
             continue
         if _broadcasts(tensor.shape, shape):
             return [places.expand(shape)]
@@ -380,6 +435,11 @@ def _of_tokens(places: Places) -> Places:
     while places is not None and places.ndim > 2:
         places = places[0]
     return None if places is None else _slim(places).nanmean(-1).expand(len(places))
+
+
+def _numbers(count: int) -> Tensor:
+    # On the CPU, so that a GPU is neither filled nor waited for; in float64, which counts any image's pixels exactly.
+    return torch.arange(count, dtype=torch.float64, device="cpu")
 
 
 def _nowhere(shape: torch.Size) -> Tensor:
@@ -446,6 +506,7 @@ _RULES: Mapping[str, Callable[[_Call], Sequence[Places]]] = {
     **dict.fromkeys(("mean", "sum", "amax", "amin", "max"), _reduce),
     **dict.fromkeys(("matmul", "__matmul__", "bmm"), _multiply),
     **dict.fromkeys(_ATTENTION, _attend),
+    "embedding": _embed,
     "unfold": _cut_patches,
     "pad": _pad,
 }

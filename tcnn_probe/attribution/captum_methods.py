@@ -99,7 +99,7 @@ def captum_maps(
     cls = captum_class(method)
     if cls is None:
         raise ValueError(
-            f"expected a class of captum.attr that attributes, or its name, got {method!r}"
+            f"expected an attribution class of captum.attr, or its name, got {method!r}"
         )
     known = {
         *inspect.signature(cls).parameters,

@@ -255,7 +255,7 @@ def find_targets(
     indices = class_indices(target, f"targets{features}", classes)
     if indices.ndim and indices.shape != images.shape[:1]:
         raise ValueError(
-            f"expected one target, or {len(images)}: one an image; got shape {tuple(indices.shape)}"
+            f"expected one target, or {len(images)}, one for each image; got shape {tuple(indices.shape)}"
         )
     # expand gives one element for all: a coordinate needs memory of its own.
     return indices.expand(len(images)).clone()
@@ -346,7 +346,7 @@ def _find_method(method: Any, options: Mapping[str, Any]) -> Attribution:
     if known is None:
         if options:
             raise TypeError(
-                f"{name!r} is a function of yours: bind its options yourself, as functools.partial does"
+                f"{name!r} is your own function: bind its options yourself, with functools.partial"
             )
         return Attribution(
             name,

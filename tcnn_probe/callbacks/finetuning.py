@@ -61,5 +61,5 @@ class Recording:
             self._recorder.mark(if_marked="skip", **scalars)
 
     def close(self) -> None:
-        """Detach."""
+        """Detach the recorder from the model."""
         self._recorder.remove()

@@ -84,7 +84,7 @@ def as_classifier(
         )
         if config.get("mean") is None or config.get("std") is None:
             raise ValueError(
-                "the model does not say how its images are normalised (it has no pretrained_cfg of timm's): give "
+                "the model does not say how its images are normalised (it has no timm pretrained_cfg): give "
                 "normalization=(mean, std), each a number or one for each channel; ((0,), (1,)) for none"
             )
         normalization = config["mean"], config["std"]

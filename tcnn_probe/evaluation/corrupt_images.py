@@ -126,7 +126,7 @@ def _as_batch(images: Any) -> Any:
     """View a tensor, on the CPU, or an array as (B, H, W, C)."""
     if not isinstance(images, Tensor | np.ndarray):
         raise TypeError(
-            f"expected a tensor, an array or an image of PIL, got {type(images).__name__}"
+            f"expected a tensor, an array or a PIL image, got {type(images).__name__}"
         )
     batch: Any = (
         _tensor_view(images) if isinstance(images, Tensor) else _array_view(images)

@@ -116,7 +116,7 @@ def _published(
     severities = np.atleast_1d(errors.coords.get("severity", [])).tolist()
     if sorted(severities) != [1, 2, 3, 4, 5]:
         raise ValueError(
-            f"expected results of severities 1 to 5, as published errors are, got {severities}"
+            f"expected results at severities 1 to 5, as the published errors are, got {severities}"
         )
     names = errors.corruption.values.tolist()
     if unknown := [name for name in names if name not in published]:

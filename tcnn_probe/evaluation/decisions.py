@@ -177,9 +177,9 @@ def _check_right(answers: xr.DataArray) -> None:
             else type(answers).__name__
         )
         raise TypeError(
-            f"expected whether each image is right, bool, as ds.correct; got {got}"
+            f"expected True or False for each image, bool, as ds.correct; got {got}"
         )
     if "image" not in answers.dims:
         raise ValueError(
-            f"expected whether each image is right, with the dimension 'image'; got {answers.dims}"
+            f"expected True or False for each image, with the dimension 'image'; got {answers.dims}"
         )

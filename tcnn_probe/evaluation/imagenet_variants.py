@@ -238,7 +238,7 @@ def _transform(
     )
     if model is not None and not pretrained_cfg:
         raise ValueError(
-            "the model has no pretrained_cfg of timm's: give size instead of model"
+            "the model has no timm pretrained_cfg: give size instead of model"
         )
     if size is None and model is None:
         size = 224

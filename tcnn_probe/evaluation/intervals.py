@@ -19,7 +19,7 @@ def mean_interval(
     *,
     confidence: float = 0.95,
 ) -> xr.DataArray:
-    """Confidence interval for the mean along a dimension, or along several that cross.
+    """Compute a confidence interval for the mean along a dimension, or along several that cross.
 
     The kind follows from the values:
 
@@ -74,7 +74,7 @@ def mean_interval(
 def _interval(
     table: NDArray[np.float64], confidence: float, decisions: bool
 ) -> NDArray[np.float64]:
-    """Low and high, for a table with an axis for each dimension."""
+    """Return the low and high bound for a table with an axis for each dimension."""
     from scipy.stats import beta, t
 
     # A dimension with a single label is no sample.
@@ -120,7 +120,7 @@ def _interval(
 def _corrected_for_skewness(
     values: NDArray[np.float64], quantile: float
 ) -> NDArray[np.float64]:
-    """Low and high of Hall's interval.
+    """Return the low and high bound of Hall's interval.
 
     With W = (mean - mu) / s and skewness g, the cubic W + g W^2 / 3 + g^2 W^3 / 27 + g / 6n is nearly symmetric. It is
     monotone, so its inverse maps the quantiles of t back to bounds of mu.
@@ -137,7 +137,7 @@ def _corrected_for_skewness(
 
 
 def _means_by_label(table: NDArray[np.float64], axis: int) -> NDArray[np.float64]:
-    """Mean of what is known of each label of an axis; labels of which nothing is known are left out."""
+    """Average the known values of each label of an axis; labels without known values are left out."""
     rows = np.moveaxis(table, axis, 0).reshape(table.shape[axis], -1)
     rows = rows[~np.isnan(rows).all(1)]
     return np.nanmean(rows, 1)

@@ -172,7 +172,7 @@ def _selected(variant: Variant, files: list[str]) -> DataLoader[Any]:
     missing = [file for file in files if file not in numbers]
     if missing:
         raise ValueError(
-            f"expected the originals of all {len(files)} corrupted images in clean, it lacks {len(missing)}: "
+            f"expected the originals of all {len(files)} corrupted images in clean, which lacks {len(missing)}: "
             f"{', '.join(missing[:3])}"
         )
     return DataLoader(

@@ -354,7 +354,7 @@ def _by_model(
     for name in normalization:
         if name not in models:
             raise ValueError(
-                f"expected normalization by the models' names, {', '.join(models)}; got {name!r}"
+                f"expected the models' names in normalization, {', '.join(models)}; got {name!r}"
             )
     return {name: normalization.get(name) for name in models}
 
@@ -383,7 +383,7 @@ def _as_batches(
         return iter(parts), len(parts)
     if not isinstance(images, Iterable) or labels is not None:
         raise TypeError(
-            "expected images, a tensor, an array (N, C, H, W) or pictures, and labels, or only an iterable of "
+            "expected images (a tensor, an array (N, C, H, W) or pictures) and labels, or only an iterable of "
             f"(images, labels) batches; got {type(images).__name__}"
         )
     pairs = (_as_batch(batch, models) for batch in images)
@@ -400,6 +400,6 @@ def _as_batch(batch: Any, models: Mapping[str, Model]) -> tuple[Tensor, Tensor]:
         return pixels, as_labels(labels, len(pixels))
     if labels.ndim != 2 or len(labels) != len(pixels):
         raise ValueError(
-            f"expected labels of {len(pixels)} images, (B,), or, bool, (B, K); got {tuple(labels.shape)}"
+            f"expected labels of {len(pixels)} images, of shape (B,), or (B, K) and bool; got {tuple(labels.shape)}"
         )
     return pixels, labels.detach().cpu()

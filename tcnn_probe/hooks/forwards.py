@@ -198,7 +198,7 @@ class Forward(Call):
 
     @contextmanager
     def unseen(self) -> Iterator[None]:
-        """Inside, whatever the listener computes is not followed itself."""
+        """Follow nothing of what the listener itself computes inside the ``with``."""
         self._is_quiet = True
         try:
             with unseen():

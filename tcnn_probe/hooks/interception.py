@@ -6,10 +6,10 @@ result, untouched, unless whoever looks answers with another.
 """
 
 import inspect
-import re
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import permutations
 from types import SimpleNamespace
 from typing import Any
@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from tcnn_model.precision import autocast_dtype
+from tcnn_probe.hooks.kernel_calls import is_kernel, read_kernel
 from tcnn_probe.hooks.modes import is_transformed, never_compiled_alone, unseen
 from tcnn_probe.hooks.score_modification import ScoreModification
 
@@ -60,6 +61,7 @@ class SeenAttention:
         finish: Function from (..., N_query, d_value) to the output.
         heads: Axis of the heads in (..., N_query, N_key), if the call says so.
         not_on_grid: Reason why queries or keys are surely no image's, if the call says so.
+        read_only: Reason why the output cannot be edited; "" if it can.
     """
 
     logits: Tensor | None = None
@@ -73,6 +75,7 @@ class SeenAttention:
     finish: Callable[[Tensor], Tensor] | None = None
     heads: int | None = None
     not_on_grid: str = ""
+    read_only: str = ""
 
 
 @dataclass(frozen=True)
@@ -108,6 +111,10 @@ class SeenOperand:
 
     def is_in(self, operand: "SeenOperand", *, heads: bool) -> bool:
         """Return whether an operand is this softmax or, with ``heads``, may be made of it by dropout or mixing them."""
+        # A sink is an extra logit, whose share is cut off: what is left begins at the same address.
+        without_sink = (*self.shape[:-1], self.shape[-1] - 1)
+        if self.place == operand.place and operand.shape == without_sink:
+            return True
         same = (
             self.shape[-2:] == operand.shape[-2:]
             and self.shape.numel() == operand.shape.numel()
@@ -473,21 +480,28 @@ _DESCRIBE: dict[Any, Callable[..., Seen | None]] = {
 }
 
 
-# Kernels of flash-attn 2.7 and 3 and of xformers as they call them, from inside of their autograd functions. Earlier
-# versions of flash-attn call an extension of Python that shows itself to no mode.
-_OTHER_KERNELS = re.compile(
-    r"_?flash_?attn\w*\.|xformers_flash\w*\.|xformers\.\w*attention"
-)
-
-
 def _describer(func: Callable[..., Any]) -> Callable[..., Seen | None] | None:
     """Return what describes a call of a torch function; None if nobody needs to know of it."""
-    if isinstance(func, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
-        return _other_kernel if _OTHER_KERNELS.match(str(func)) else None
-    return _DESCRIBE.get(func)
+    return partial(_kernel, func) if is_kernel(func) else _DESCRIBE.get(func)
 
 
-def _other_kernel(output: Any, *args: Any, **kwargs: Any) -> SeenUnmeasured:
-    return SeenUnmeasured(
-        "a kernel of flash-attn or xformers, whose arguments are not read: use scaled_dot_product_attention"
+def _kernel(
+    func: Callable[..., Any], output: Any, *args: Any, **kwargs: Any
+) -> SeenAttention | SeenUnmeasured | None:
+    call = read_kernel(func, output, args, kwargs)
+    if call is None:
+        return None
+    if isinstance(call, str):
+        return SeenUnmeasured(call)
+    return SeenAttention(
+        query=call.query,
+        key=_repeat_for_groups(call.key, call.query),
+        value=_repeat_for_groups(call.value, call.query),
+        scale=call.scale,
+        mask=call.mask,
+        output=None if call.dropout else call.output,
+        heads=1,
+        not_on_grid=_CAUSAL if call.is_causal else "",
+        # The package's backward pass reads the output that it has kept, not another.
+        read_only="the output of a fused kernel that is called directly cannot be edited",
     )

@@ -148,7 +148,7 @@ class Ablation:
         self._mode = mode
         self._images = images
         self._seed = seed
-        self._forwards: _Forwards | None = None
+        self._forwards: _ModelCalls | None = None
         self._exits = ExitStack()
         self._entered = False
         self._begin()
@@ -225,7 +225,7 @@ class Ablation:
         )
 
 
-class _Forwards(Calls[Call]):
+class _ModelCalls(Calls[Call]):
     """Forwards of the whole model: uncompiled where something is compiled, as compiled code heeds no hooks."""
 
     has_run = False
@@ -264,8 +264,10 @@ class _Forwards(Calls[Call]):
 
 
 @contextmanager
-def _edited_model(model: nn.Module, ablated: Sequence[Ablated]) -> Iterator[_Forwards]:
-    forwards = _Forwards(model, ablated)
+def _edited_model(
+    model: nn.Module, ablated: Sequence[Ablated]
+) -> Iterator[_ModelCalls]:
+    forwards = _ModelCalls(model, ablated)
     try:
         for entry in ablated:
             HeadEditor.add(entry.module, entry)

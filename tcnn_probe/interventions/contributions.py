@@ -65,7 +65,7 @@ class Terms:
         if bool(difference > tolerance(output.dtype) * size):
             raise ValueError(
                 f"the heads of {self.layer!r} do not add up: something that mixes them, such as a norm, follows, so "
-                f"that none has a term of its own; mode='zero', or 'mean' over queries, are possible"
+                f"that none has a term of its own; mode='zero' and 'mean' over queries are possible"
             )
 
     def _run(

@@ -147,7 +147,7 @@ def _ablated_layers(
             )
         if number and isinstance(module, GATED_LAYERS):
             raise ValueError(
-                f"the model has no attention {layer!r}: {name!r} has one only"
+                f"the model has no attention {layer!r}: {name!r} has only one"
             )
         # The number of heads that a module states is that of its first attention.
         count = None if number else _known_count(module)

@@ -121,8 +121,8 @@ class AttentionReference(ReferenceStatistics):
         # More rows than images have passed: a layer shared by several blocks, or called in a loop.
         if self._counts[number] > self.total:
             raise ValueError(
-                f"{layer!r} is called several times for the same images: which attention to exchange for which is not "
-                f"known"
+                f"{layer!r} is called several times for the same images: it is not known which attention to exchange "
+                f"for which"
             )
 
     def finish(self, size: torch.Size | None) -> None:

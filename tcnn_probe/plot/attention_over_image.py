@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from tcnn_probe.plot.style import AnyFigure
 
-__all__ = ["attention_maps"]
+__all__ = ["attention_maps", "first_cell"]
 
 _PANEL = 0.95  # inches; less where panels would make the figure wider than
 _WIDTH = 10  # inches: a page
@@ -252,7 +252,7 @@ def _draw_map(
     largest = float(np.nanmax(maps.values)) if largest is None else largest
     # A map of zeros, as outside of a query's window, stays transparent.
     share = maps.values / max(largest, 1e-30)
-    (top, height), (left, width) = _first_cell(maps, "y"), _first_cell(maps, "x")
+    (top, height), (left, width) = first_cell(maps, "y"), first_cell(maps, "x")
     extent = left, left + width * share.shape[1], top + height * share.shape[0], top
     draw_map(
         axes,
@@ -269,7 +269,7 @@ def _draw_map(
 def _draw_query(axes: "Axes", maps: xr.DataArray) -> None:
     """Draw a box around the cell of the query, if there is one."""
     if "query_y" in maps.coords:
-        (top, height), (left, width) = _first_cell(maps, "y"), _first_cell(maps, "x")
+        (top, height), (left, width) = first_cell(maps, "y"), first_cell(maps, "x")
         draw_box(
             axes,
             top + maps.query_y.item() * height,
@@ -279,7 +279,7 @@ def _draw_query(axes: "Axes", maps: xr.DataArray) -> None:
         )
 
 
-def _first_cell(maps: xr.DataArray, dim: str) -> tuple[float, float]:
+def first_cell(maps: xr.DataArray | xr.Dataset, dim: str) -> tuple[float, float]:
     """Return the edge of the first cell along a side of the image, and its length; pixel n is from n to n + 1."""
     centres = maps[f"pixel_{dim}"].values
     spacing = (

@@ -186,7 +186,7 @@ def _parsed(images: Any, preparation: Mapping[str, Any] | None) -> Any:
         return as_batch(images, "(B, C, H, W), or pictures")
     if preparation is None:
         raise ValueError(
-            "how these pictures were cut for the model is unknown: give what the model was given, "
+            "how these pictures were cut for the model is unknown: give the tensor that the model was given, "
             "tcnn_probe.images.as_images(pictures, model)"
         )
     return prepare_pixels(pictures, preparation)

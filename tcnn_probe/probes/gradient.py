@@ -40,7 +40,7 @@ def _parameters(layer: nn.Module, record: HeadParameters, heads: int) -> Paramet
     # A LoRA adapter or a quantised layer has other parameters, whose rows need not be heads.
     if output is not None and not isinstance(output, (nn.Linear, nn.Identity)):
         raise NotMeasuredError(
-            f"its output projection is {type(output).__name__}, no nn.Linear"
+            f"its output projection is {type(output).__name__}, not an nn.Linear"
         )
     for name, blocks in record.rows.items():
         part = getattr(layer, name, None)
@@ -61,7 +61,7 @@ def _parameters(layer: nn.Module, record: HeadParameters, heads: int) -> Paramet
 
 def _rows(part: Any, name: str, blocks: int, heads: int, output: Any) -> Parameters:
     if not isinstance(part, nn.Linear):
-        raise NotMeasuredError(f"{name} is {type(part).__name__}, no nn.Linear")
+        raise NotMeasuredError(f"{name} is {type(part).__name__}, not an nn.Linear")
     rows = part.out_features
     # Where all are in one matrix their sizes follow; queries and keys by themselves may have another one.
     if rows % (blocks * heads) or (

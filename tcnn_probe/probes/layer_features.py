@@ -99,7 +99,7 @@ def features(
     numbers = image_numbers(images)
     if not numbers:
         raise ValueError(
-            f"expected a number of images, or the numbers of some, got {images!r}"
+            f"expected a number of images, or a list of their numbers, got {images!r}"
         )
     prefix_tokens = whole_number(prefix_tokens, "prefix_tokens")
     tokens = [index(token) for token in tokens]

@@ -23,7 +23,7 @@ __all__ = ["ENTROPY_BINS", "HEALTH", "OUTLIER", "TOKEN_KINDS"]
 
 ENTROPY_BINS = 20
 """Bins of the histogram of entropies, each 0.05 wide: a quantile read from it is off by 0.05 at most."""
-TOKEN_KINDS = ("class", "register", "border", "inner")
+TOKEN_KINDS = ("class", "register", "border", "inner", "text")
 """Kinds of keys that can be a sink; distillation tokens count as class tokens, border and inner ones are patches."""
 OUTLIER = 3.0
 """Norm of an outlier token, in medians. Darcet et al. (arXiv 2309.16588) cut the norms of DINOv2-g at 150, between its
@@ -95,6 +95,7 @@ def _token_kinds(attention: Attention) -> Tensor | None:
     prefix = attention.content_keys - height * width
     kinds = torch.ones(prefix + height * width, dtype=torch.long)
     kinds[: attention.class_tokens] = TOKEN_KINDS.index("class")
+    kinds[prefix - attention.layout.words : prefix] = TOKEN_KINDS.index("text")
     grid = kinds[prefix:].view(height, width)
     grid.fill_(TOKEN_KINDS.index("border"))
     grid[1:-1, 1:-1] = TOKEN_KINDS.index("inner")
@@ -140,7 +141,8 @@ def _of_tokens(attention: Attention) -> dict[str, Tensor]:
     tokens = tokens.to(at_least_float32(tokens.dtype))
     queries = attention.layout.queries
     prefix = 0 if queries is None else queries.prefix
-    classes = min(prefix, attention.class_tokens)
+    specials = prefix - attention.layout.words
+    classes = min(specials, attention.class_tokens)
     norms = torch.linalg.vector_norm(tokens, dim=-1)
     patches = norms[:, prefix:]
     # The median, as a mean would grow with the outliers that it is to find.
@@ -154,8 +156,8 @@ def _of_tokens(attention: Attention) -> dict[str, Tensor]:
         measured["token_cosine"] = token_cosine(tokens[:, prefix:])
     if classes:
         measured["class_token_norm"] = norms[:, :classes].mean(1)
-    if prefix > classes:
-        measured["register_norm"] = norms[:, classes:prefix].mean(1)
+    if specials > classes:
+        measured["register_norm"] = norms[:, classes:specials].mean(1)
     return measured
 
 
@@ -191,7 +193,7 @@ HEALTH = Probe(
             "1",
             "kind of the sink",
             "Share of images in which the key that receives most is a class (or distillation) token, a register, a "
-            f"patch at the border of the grid (of the window), or another patch. {_OF_CONTENT}",
+            f"patch at the border of the grid (of the window), another patch, or a word. {_OF_CONTENT}",
         ),
         "sink_value_norm": Variable(
             HEAD,

@@ -155,7 +155,7 @@ class Probe:
         # The paths of attention heads in a tree, and of maps in a store.
         if self.place.split("/")[0] in ("heads", "maps"):
             raise ValueError(
-                f"{probe} would be recorded under {self.place!r}, as others are: give it another name"
+                f"{probe} would be recorded under {self.place!r}, like another probe: give it another name"
             )
         names = [self.kind, *self.place.split("/"), *self.variables]
         for variable in self.variables.values():

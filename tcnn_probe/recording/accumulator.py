@@ -328,7 +328,7 @@ def check_measured(
     """
     if not isinstance(measured, Mapping):
         raise TypeError(
-            f"expected the probe {probe.kind!r} to give {{variable: tensor}}, got {measured!r}"
+            f"expected the probe {probe.kind!r} to return {{variable: tensor}}, got {measured!r}"
         )
     images = None
     for name, value in measured.items():
@@ -340,12 +340,12 @@ def check_measured(
             continue
         if not isinstance(value, Tensor):
             raise TypeError(
-                f"expected the probe {probe.kind!r} to give a tensor for {name!r}, got {value!r}"
+                f"expected the probe {probe.kind!r} to return a tensor for {name!r}, got {value!r}"
             )
         dims = (*["image"] * by_image, *probe.variables[name].dims[1:])
         if value.ndim != len(dims):
             raise ValueError(
-                f"expected the probe {probe.kind!r} to give {name!r} with the dimensions {dims}, got the shape "
+                f"expected the probe {probe.kind!r} to return {name!r} with the dimensions {dims}, got the shape "
                 f"{tuple(value.shape)}"
             )
         if by_image:

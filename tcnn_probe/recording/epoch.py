@@ -183,7 +183,7 @@ def _check_same_layer(entry: LayerReport, groups: Groups) -> None:
         and list(images) != list(probe.images)
     ):
         raise StoreError(
-            f"the store has {probe.kind} of {len(images)} other images than are asked for"
+            f"the store has {probe.kind} of {len(images)} images other than those asked for"
         )
     current = {"kind": probe.kind, **entry.facts}
     stored: Any = "absent"
@@ -353,7 +353,7 @@ def _check_layer_filter(
         reasons = {layer: unsupported[layer] for layer in inside}
         why = f": {reasons}" if reasons else ": no attention was seen there"
         raise RuntimeError(
-            f"layers asked for {pattern!r}, of which nothing was recorded{why}"
+            f"nothing was recorded of the layers asked for, {pattern!r}{why}"
         )
 
 

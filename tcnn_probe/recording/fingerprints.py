@@ -110,7 +110,7 @@ class ResumedWeights:
             return
         self._marked = ""
         warnings.warn(
-            "the training goes on from other weights than those of the recording's last mark: load the checkpoint of "
+            "the training continues from weights other than those of the recording's last mark: load the checkpoint of "
             "that mark, or replace the recording with mode='w'; if they are of a checkpoint after that mark, call "
             "recorder.trust_weights()",
             RuntimeWarning,

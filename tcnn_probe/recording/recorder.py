@@ -181,7 +181,7 @@ class Recorder:
             undo.pop_all()
         if self._marks:
             count = _count(len(self._marks), along)
-            _LOG.info("%s holds %s: going on", self._store.name, count)
+            _LOG.info("%s holds %s: continuing", self._store.name, count)
         # A recorder that is dropped without remove(), as in a notebook's cell that runs twice, leaves no hooks.
         weakref.finalize(self, _release, self._collector, self._store).atexit = False
 
@@ -262,7 +262,7 @@ class Recorder:
         with self._ranks.agreed():
             if self._is_removed:
                 raise RuntimeError(
-                    "the recorder was removed: mark() works inside the with block only"
+                    "the recorder was removed: mark() works only inside the with block"
                 )
             mark = parse_mark(values, self._along, if_marked)
         self._check_same_on_all_ranks(mark)

@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 
 from tcnn_probe.reporting.recordings import Run
 
-__all__ = ["NO_VALUE", "Choice", "Maps", "choose_maps", "pack_maps"]
+__all__ = ["NO_VALUE", "Choice", "Maps", "choose_maps", "encode_maps", "pack_maps"]
 
 NO_VALUE = 255
 """Byte of a cell that is NaN; other bytes are shares of the map's largest value, in steps of 1 / 254."""
@@ -134,13 +134,16 @@ def _sheet(values: xr.DataArray) -> xr.DataArray:
 
 
 def _pack(array: NDArray[np.float32]) -> bytes:
-    """Encode the largest values of all maps, then the cells."""
-    if array.ndim == 3:
-        return array.tobytes()
+    """Encode the largest values of all maps, then the cells; numbers beside maps as they are."""
+    return array.tobytes() if array.ndim == 3 else b"".join(encode_maps(array))
+
+
+def encode_maps(array: NDArray[np.float32]) -> tuple[bytes, bytes]:
+    """Encode maps (..., y, x): the largest value of each, as float32, and the cells, as bytes."""
     finite = np.where(np.isfinite(array), array, 0)
     largest = finite.max((-2, -1))
     share = finite / np.maximum(largest, np.finfo(np.float32).tiny)[..., None, None]
     cells = np.where(
         np.isfinite(array), np.round(share * (NO_VALUE - 1)), NO_VALUE
     ).astype(np.uint8)
-    return largest.tobytes() + cells.tobytes()
+    return largest.tobytes(), cells.tobytes()

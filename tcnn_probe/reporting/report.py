@@ -9,11 +9,13 @@ from html import escape
 from pathlib import Path, PurePath
 from typing import Any
 
+from numpy.typing import NDArray
+
 from tcnn_probe.plot.style import image_array
 from tcnn_probe.reporting.recordings import Run, read_run
 from tcnn_probe.reporting.seeds import pool_seeds
 
-__all__ = ["Report", "report"]
+__all__ = ["Report", "picture_url", "report"]
 
 # Colours that can be told apart, as thin lines on white and on black; grids side by side get too narrow for more.
 MOST_RUNS = 4
@@ -118,10 +120,16 @@ def _distinct_names(sources: Sequence[Any], runs: Sequence[Run]) -> list[str]:
 
 
 class Report:
-    """Page that :func:`tcnn_probe.report` makes. A notebook shows it; ``html`` is the text of the file."""
+    """Page that :func:`tcnn_probe.report` or :func:`tcnn_probe.explore` makes. A notebook shows it.
 
-    def __init__(self, html: str):
+    Args:
+        html: Text of the file.
+        height: Height in a notebook, in pixels.
+    """
+
+    def __init__(self, html: str, height: int = 900):
         self.html = html
+        self.height = height
 
     def save(self, path: str | os.PathLike[str]) -> Path:
         """Write the page to a file, in one step: no reader sees half of it."""
@@ -139,31 +147,31 @@ class Report:
 
     def _repr_html_(self) -> str:
         """Return the page in a frame, so that its styles and the notebook's do not mix."""
-        style = "width: 100%; height: 900px; border: 1px solid #ccc"
+        style = f"width: 100%; height: {self.height}px; border: 1px solid #ccc"
         return f'<iframe srcdoc="{escape(self.html)}" style="{style}"></iframe>'
 
 
 def _pictures(images: Any, runs: Sequence[Run]) -> list[str]:
-    """Encode images as data URLs, each from its smallest value (black) to its largest."""
-    from PIL import Image
-
+    """Encode the images whose maps were recorded as data URLs."""
     arrays = image_array(images)
     recorded = sorted({image for run in runs for image in run.images})
     if len(arrays) != len(recorded):
         raise ValueError(
             f"expected the images {recorded}, whose maps were recorded; got {len(arrays)}"
         )
-    urls = []
-    for image in arrays:
-        pixels = (image - image.min()) / max(float(image.max() - image.min()), 1e-12)
-        picture = Image.fromarray(
-            (255 * pixels).round().astype("uint8").transpose(1, 2, 0).squeeze()
-        )
-        # Tiles are 210 pixels wide; screens of high resolution show two in each.
-        picture.thumbnail((384, 384))
-        file = io.BytesIO()
-        picture.save(file, "PNG")
-        urls.append(
-            "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()
-        )
-    return urls
+    return [picture_url(image) for image in arrays]
+
+
+def picture_url(image: NDArray[Any]) -> str:
+    """Encode an image (C, H, W) as a data URL, from its smallest value (black) to its largest."""
+    from PIL import Image
+
+    pixels = (image - image.min()) / max(float(image.max() - image.min()), 1e-12)
+    picture = Image.fromarray(
+        (255 * pixels).round().astype("uint8").transpose(1, 2, 0).squeeze()
+    )
+    # Screens of high resolution show two pixels in each of the tile's 210, as wide as maps are in a report.
+    picture.thumbnail((384, 384))
+    file = io.BytesIO()
+    picture.save(file, "PNG")
+    return "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()

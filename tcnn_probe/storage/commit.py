@@ -337,7 +337,7 @@ class Root:
                 *group.shape(name),
             ]:
                 raise ValueError(
-                    f"{_join(path, name)} has another shape than its dimensions"
+                    f"{_join(path, name)} has a shape that does not fit its dimensions"
                 )
         return group
 
@@ -357,7 +357,7 @@ class Root:
                     len(shape) != len(about["dimension_names"])
                     or list(shape) != about["shape"]
                 ):
-                    raise ValueError(f"{path} has other dimensions than names")
+                    raise ValueError(f"{path} has a shape that its names do not fit")
             elif about["node_type"] != "group":
                 raise ValueError(f"{path} is a {about['node_type']!r}")
         lengths = {path: about["shape"][0] for path, about in self.growing.items()}
@@ -419,7 +419,7 @@ def check_names(groups: Mapping[str, Group], along: str) -> None:
     ]
     if twice or inside:
         raise ValueError(
-            f"expected every name to stand for one thing, got twice or in each other: {twice + inside}"
+            f"expected distinct names, none of them inside another, got {twice + inside}"
         )
 
 

@@ -340,7 +340,7 @@ def _open_lock(path: Path, name: str) -> tuple[int, bool]:
     if os.fstat(file).st_nlink > 1:
         os.close(file)
         raise StoreError(
-            f"{name} has a lock that is a second name of another file, {path}: delete it"
+            f"{name} has a lock that is a hard link to another file, {path}: delete it"
         )
     return file, writable
 
@@ -360,7 +360,7 @@ def _rename(folder: Path, directory: Path) -> None:
         if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
             raise
         raise StoreError(
-            f"another recorder writes here: {directory.name} was made meanwhile"
+            f"another recorder writes here: {directory.name} was created in the meantime"
         ) from error
 
 

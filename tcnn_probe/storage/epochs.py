@@ -218,7 +218,7 @@ class EpochStore:
         if self._root is None:
             if self._place.root() not in (None, self._attempted):
                 raise StoreError(
-                    f"another recorder writes to {self._place.name}: it was made meanwhile"
+                    f"another recorder writes to {self._place.name}: it was created in the meantime"
                 )
             run(put(self._place.store, UNFINISHED, b""))
         # A store may write the root and report that it failed: this text is then taken for our own.

@@ -159,7 +159,7 @@ async def put_if(
         # Equal if an earlier try has written it, and its answer was lost.
         elif await get(store, key) != data:
             raise StoreError(
-                f"another recorder writes to {store}: it was written to meanwhile"
+                f"another recorder writes to {store}: it was written to in the meantime"
             ) from error
 
 
@@ -262,7 +262,7 @@ def find(target: Target, *, writable: bool = True) -> Place:
         return Place(_at_url(text), None, text, writable)
     if not text:
         raise StoreError(
-            "expected the path of a directory, got an empty one; None keeps the recording in memory"
+            "expected the path of a directory, got an empty path; None keeps the recording in memory"
         )
     # The working directory may change while recording.
     directory = Path(text).expanduser().resolve()

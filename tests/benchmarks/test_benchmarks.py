@@ -68,6 +68,7 @@ def test_every_contestant_takes_a_step(
     benchmark = importlib.import_module(name)
     contests = benchmark.contests(benchmark.parser().parse_args(SMALL[name]))
     assert contests
+    # Later contests have the same contestants at other sizes.
     for contestants in list(contests.values())[:3]:
         assert len(contestants) > 1
         for prepare in contestants.values():
@@ -118,6 +119,7 @@ def test_memory_against_resolution(
         ["--sizes", "10", "20", "30", "--figure", str(tmp_path / "figure.png")]
     )
 
+    # Measured memory would depend on the machine; what is tested is the report.
     def pretend(size: str, label: str) -> int:
         return 2**20 * (int(size) ** 4 if "not" in label else 3 * int(size) ** 2)
 
@@ -212,6 +214,8 @@ def test_best_times_by_hand() -> None:
     """128 tokens fill a tile; what is compiled is tested beside the kernel."""
     best_times = importlib.import_module("kernel_resources").best_times
     weights = 1000 * 128 * 128
+    # Each by what limits it: bytes over the bandwidth, products over tensor cores', exponentials and other arithmetic
+    # over units times clock.
     microseconds = [
         1000 * 128 * (2 * 64 * 2 + 5 * 4) / 4.8e6,
         2 * 64 * weights / 989e6,
@@ -239,4 +243,5 @@ def test_memory_is_the_peak_of_a_step() -> None:
         torch.ones(2**25)
         tensors.append(torch.ones(2**24))
 
+    # The sum would be 192 MiB, what is kept 64; the allocator rounds to pages.
     assert 120 * 2**20 < contest._peak_memory(step, "cpu") < 140 * 2**20

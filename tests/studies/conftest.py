@@ -15,6 +15,7 @@ def image_folder(tmp_path: Path) -> Path:
         for label in ("cat", "dog"):
             (tmp_path / "images" / split / label).mkdir(parents=True)
             for n in range(4):
+                # Primes, so that resizing and cropping have work to do.
                 pixels = rng.integers(0, 255, (71, 83, 3), dtype=np.uint8)
                 Image.fromarray(pixels).save(
                     tmp_path / "images" / split / label / f"{n}.png"

@@ -451,6 +451,7 @@ def test_the_check_can_fail(
 
 def test_two_classes_cannot_pass_by_chance_and_can_be_learned() -> None:
     """The verdict is that of the binomial distribution's upper tail, summed term by term."""
+    # Either side of 1 %, and samples so small or chances so large that even all right proves nothing.
     for right, images, chance in (
         (29, 40, 0.5),
         (27, 40, 0.5),
@@ -473,6 +474,7 @@ def test_a_check_that_fails_is_an_error_on_the_digits_only(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     assert [
+        # Photographs are anybody's: that a study sees something else there is a finding.
         finish(True, "digits"),
         finish(True, "photos"),
         finish(False, "digits"),

@@ -196,6 +196,7 @@ def test_wrong_options_say_so_and_write_nothing(
         str(image_folder) if word == "FOLDER" else word for word in options.split()
     ]
     try:
+        # Refusals come from argparse, which exits, or from the study, which returns.
         code = ended(
             importlib.import_module(study).main,
             [*arguments, "--workers", "0", "--out", str(out)],
@@ -210,25 +211,15 @@ def test_wrong_options_say_so_and_write_nothing(
 def test_a_killed_run_resumes_to_the_same_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tiny = [
-        "--limit",
-        "80",
-        "--img-size",
-        "32",
-        "--batch-size",
-        "16",
-        "--epochs",
-        "2",
-        "--cnn-epochs",
-        "1",
-    ]
-    tiny += ["--device", "cpu", "--seed", "3"]
+    small = "--limit 80 --img-size 32 --batch-size 16 --epochs 2 --cnn-epochs 1"
+    tiny = [*small.split(), "--device", "cpu", "--seed", "3"]
     uninterrupted, killed = tmp_path / "whole", tmp_path / "killed"
     attention_maps.main([*tiny, "--out", str(uninterrupted)])
     save = torch.save
 
     def dies(state: object, path: Path) -> None:
         # The loop has its checkpoint of this epoch, the recorder its mark.
+        # Ctrl-C between the two.
         if path.name.startswith("tcnn-0001"):
             raise KeyboardInterrupt
         save(state, path)
@@ -262,38 +253,12 @@ def test_own_weights_data_and_image(tmp_path: Path, image_folder: Path) -> None:
         timm.create_model("test_resnet", num_classes=2).state_dict(),
         tmp_path / "own.pth",
     )
-    image = image_folder / "val" / "dog" / "1.png"
-    options = [
-        "--model",
-        "test_resnet",
-        "--pretrained",
-        str(tmp_path / "own.pth"),
-        "--data",
-        str(image_folder),
-    ]
-    options += [
-        *FEW,
-        "--img-size",
-        "64",
-        "--epochs",
-        "1",
-        "--batch-size",
-        "4",
-        "--query",
-        "63,0",
-    ]
-    attention_maps.main(
-        [
-            *options,
-            "--image",
-            str(image),
-            "--epoch",
-            "0",
-            "1",
-            "--out",
-            str(tmp_path / "out"),
-        ]
-    )
+    weights, image = tmp_path / "own.pth", image_folder / "val" / "dog" / "1.png"
+    options = f"--model test_resnet --pretrained {weights} --data {image_folder}"
+    options += f" --image {image} --epoch 0 1 --out {tmp_path / 'out'}"
+    # The last row of the image, and its first column.
+    options += " --img-size 64 --epochs 1 --batch-size 4 --query 63,0"
+    attention_maps.main([*options.split(), *FEW])
     ds = xr.open_zarr(tmp_path / "out" / "attention_maps.zarr").load()
     assert ds.epoch.values.tolist() == [0, 1]
     assert ds.name.values.tolist() == ["1.png"]
@@ -318,16 +283,9 @@ def test_saliency_of_a_trained_transformer(
     torch.save(
         timm.create_model("test_vit", num_classes=2).state_dict(), tmp_path / "vit.pth"
     )
-    options = [
-        "--model",
-        "test_vit",
-        "--pretrained",
-        str(tmp_path / "vit.pth"),
-        "--data",
-        str(image_folder),
-        *QUICK,
-    ]
-    class_attention_saliency.main([*options, "--out", str(tmp_path / "out")])
+    weights, out = tmp_path / "vit.pth", tmp_path / "out"
+    options = f"--model test_vit --pretrained {weights} --data {image_folder}"
+    class_attention_saliency.main([*options.split(), *QUICK, "--out", str(out)])
     ds = scores(tmp_path / "out")["test_vit"].dataset
     methods = [
         "class_attention",
@@ -349,17 +307,8 @@ def test_a_convnet_gets_an_attention_pool(
 ) -> None:
     for draw in ("draw_faithfulness", "draw_maps"):  # which the test above calls
         monkeypatch.setattr(class_attention_saliency, draw, lambda *_: Figure())
-    options = [
-        "--model",
-        "test_resnet",
-        "--data",
-        str(image_folder),
-        "--img-size",
-        "64",
-        "--epochs",
-        "1",
-        *QUICK,
-    ]
+    small = f"--model test_resnet --data {image_folder} --img-size 64 --epochs 1"
+    options = [*small.split(), *QUICK]
     class_attention_saliency.main([*options, "--out", str(tmp_path / "out")])
     tree = scores(tmp_path / "out")
     assert set(tree.children) == {"test_resnet", "test_resnet, attention pooling"}
@@ -393,6 +342,7 @@ def test_a_trained_model_is_looked_at_as_it_is(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
+    # Under the name of a published model, whose weights nobody downloads here.
     create, narrow = timm.create_model, {"embed_dim": 12, "depth": 1}
     model, weights = (
         create("cait_xxs24_224", **narrow).eval(),
@@ -402,24 +352,11 @@ def test_a_trained_model_is_looked_at_as_it_is(
     monkeypatch.setattr(
         timm, "create_model", lambda name, **options: create(name, **narrow, **options)
     )
-    image = str(image_folder / "val" / "dog" / "1.png")
-    main, own_arguments = (
-        importlib.import_module(study).main,
-        ["--pretrained", weights, "--image", image, "--device", "cpu"],
-    )
-    assert (
-        ended(
-            main,
-            [
-                "--model",
-                "cait_xxs24_224",
-                *own_arguments,
-                "--out",
-                str(tmp_path / "out"),
-            ],
-        )
-        == 0
-    )
+    image = image_folder / "val" / "dog" / "1.png"
+    main = importlib.import_module(study).main
+    files = f"--pretrained {weights} --image {image} --device cpu"
+    options = f"--model cait_xxs24_224 {files} --out {tmp_path / 'out'}"
+    assert ended(main, options.split()) == 0
     results = xr.open_zarr(tmp_path / "out" / f"{study}.zarr")
     if study == "cait_attention":
         with torch.no_grad():
@@ -440,20 +377,10 @@ def test_a_trained_model_is_looked_at_as_it_is(
             "blocks_token_only.1",
         ]
         assert (results.residual_ratio < 1e-2).all()  # LayerScale begins at 1e-5
+    # A model without class attention and without LayerScale.
     torch.save(create("test_resnet").state_dict(), weights)
     monkeypatch.setattr(timm, "create_model", create)
-    assert (
-        ended(
-            main,
-            [
-                "--model",
-                "test_resnet",
-                *own_arguments,
-                "--out",
-                str(tmp_path / "other"),
-            ],
-        )
-        == 2
-    )
+    options = f"--model test_resnet {files} --out {tmp_path / 'other'}"
+    assert ended(main, options.split()) == 2
     assert "ResNet" in capsys.readouterr().err
     assert not (tmp_path / "other").exists()

@@ -81,5 +81,6 @@ def test_shuffled_labels_are_the_same_labels_of_other_images() -> None:
     for shuffled in (first, second):
         assert shuffled.dataset.digits is train.dataset.digits
         assert torch.equal(shuffled.dataset.labels.bincount(), labels.bincount())
+        # Of ten classes a tenth agrees by chance.
         assert (shuffled.dataset.labels == labels).double().mean() < 0.2
     assert not torch.equal(first.dataset.labels, second.dataset.labels)

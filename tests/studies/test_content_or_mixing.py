@@ -54,8 +54,10 @@ def test_the_shortcut_has_no_parameters_and_takes_every_second_pixel(
 
 def static_layer(size: tuple[int, int], stride: int = 1) -> StaticMapGPSA:
     torch.manual_seed(1)
+    # Another gate for each head, so that exchanged heads show.
     layer = GPSA(5, 7, 3, stride, 1, gating=[0.1 * n for n in range(9)])
     static = StaticMapGPSA.of(layer, size)
+    # Fresh queries are zeros, a map that is even.
     nn.init.normal_(static.query, std=2)
     return static.double()
 
@@ -140,6 +142,7 @@ def test_rates_of_an_arm(network: ResNet20, arm: str) -> None:
         assert all((layer.gate == 1).all() for layer in gpsa_layers(model).values())
     else:
         waits = [bool((now == gates[0]).all()) for now in gates[1:]]
+        # In the arms that learn content, gates wait for it a quarter of the steps.
         assert waits == ([False] * 8 if arm == "B" else [True] * 2 + [False] * 6)
     buffers = dict(model.named_buffers())
     for name, buffer in tail.named_buffers():  # statistics of batch norm stay
@@ -148,6 +151,7 @@ def test_rates_of_an_arm(network: ResNet20, arm: str) -> None:
 
 
 def test_arms_see_the_same_images_and_each_image_once_an_epoch() -> None:
+    # Batches of 4 do not divide 10 images: one holds the end of an epoch and the beginning of the next.
     steps = list(order_of_images(10, 5, 4, seed=2))
     rows, view = (np.concatenate([part[n] for part in steps]) for n in (0, 1))
     assert sorted(rows[:10]) == list(range(10))
@@ -159,7 +163,9 @@ def test_arms_see_the_same_images_and_each_image_once_an_epoch() -> None:
 def test_a_view_is_a_crop_of_the_padded_image_and_the_same_again() -> None:
     rng = np.random.default_rng(0)
     images = SmallImages(
-        rng.integers(1, 255, (6, 11, 13, 3), dtype=np.uint8), np.arange(6)
+        # From 1, as 0 is the padding.
+        rng.integers(1, 255, (6, 11, 13, 3), dtype=np.uint8),
+        np.arange(6),
     )
     rows, number = np.array([4, 2, 4, 0]), np.array([0, 1, 2, 0])
     crops_taken = views(images, rows, number)
@@ -221,6 +227,7 @@ def test_an_effect_of_seeds_alone_is_a_t_test() -> None:
 
 
 def test_holm() -> None:
+    # Times 4, 3, 2 and 1 in ascending order, and never less than the one before.
     np.testing.assert_allclose(holm([0.01, 0.04, 0.03, 0.5]), [0.04, 0.09, 0.09, 0.5])
 
 
@@ -236,7 +243,9 @@ def effect_of(
     ("effect", "adjusted", "answer"),
     [
         (effect_of(0.02, 0.005, 1e-4), 1e-3, "yes"),
+        # The interval is above the margin of 0.01, but not after Holm.
         (effect_of(0.02, 0.005, 0.03), 0.06, "undecided"),
+        # An effect, but all of its interval is below the margin.
         (effect_of(0.005, 0.004, 0.02), 0.02, "no"),
         (effect_of(-0.05, 0.005, 1e-4), 1e-3, "no"),
         (effect_of(0.005, 0.006, 0.1), 0.1, "undecided"),
@@ -260,6 +269,7 @@ def test_seeds_that_would_decide() -> None:
         parts = np.array([4e-4 / count, 0.05 / 10_000])
         freedom = parts.sum() ** 2 / (parts**2 / [count - 1, 9_999]).sum()
         assert (stats.t.ppf(0.975, freedom) * np.sqrt(parts.sum()) < 0.02) == decided
+    # The images' share of the variance alone is too large: no number of seeds takes it away.
     few_images = Effect(0.0095, -0.1, 0.12, 0.9, 1e-4, 0.05, 3, 1000)
     assert seeds_to_decide(few_images, 0.01) is None
 
@@ -268,21 +278,8 @@ def test_a_killed_run_is_trained_again_and_no_other(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out = tmp_path / "out"
-    options = [
-        "--small",
-        "--arms",
-        "C",
-        "D",
-        "--seeds",
-        "0",
-        "--starts",
-        "1",
-        "--cnn-epochs",
-        "1",
-        "--out",
-        str(out),
-    ]
-    assert study.main(options) == 0
+    options = f"--small --arms C D --seeds 0 --starts 1 --cnn-epochs 1 --out {out}"
+    assert study.main(options.split()) == 0
     folder = out / "content_or_mixing_checkpoints"
     files = {file.name: file.read_bytes() for file in folder.glob("[0-9]_*.npz")}
     assert set(files) == {"1_frozen_C_+1_0.npz", "1_frozen_D_+1_0.npz"}

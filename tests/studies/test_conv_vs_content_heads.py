@@ -16,6 +16,7 @@ def answers(
     content: list[float], random: list[float], *, convolutional: float = 0.3
 ) -> xr.DataTree:
     """Return two trainings of 200 images: 0.9 right, less by these losses for each condition when heads are removed."""
+    # One draw for all conditions: an image that a smaller loss takes, a larger one takes too.
     draw = np.random.default_rng(0).random((2, 1, 1, 1, 200))
     losses = {
         "nothing": [0.0] * 3,
@@ -53,6 +54,7 @@ def answers(
     right = xr.concat(
         [
             right,
+            # Static attention costs nothing.
             right.sel(ablation=["nothing"] * 5).assign_coords(ablation=right.ablation),
         ],
         modes,

@@ -11,6 +11,7 @@ def test_no_digit_image_is_in_both_splits_and_all_are_used() -> None:
     train, validation = cluttered_digits(size=41)
     assert len(train) + len(validation) == 1797
     known = {tuple(digit.flatten().tolist()) for digit in train.digits}
+    # Some digits of scikit-learn's are equal, pixel by pixel; those have to be in one split.
     assert len(known) > 1300
     assert not any(
         tuple(digit.flatten().tolist()) in known for digit in validation.digits
@@ -25,6 +26,7 @@ def test_the_digit_is_in_its_box_and_brighter_than_the_clutter_there() -> None:
     image, (top, left, bottom, right), mask = scenes.scene(1)
     assert image.shape == (1, 37, 37)
     assert (bottom - top, right - left) == (16, 16)
+    # Scenes are normalised by a mean of 0.2 and a deviation of 0.3.
     bright = (image[0] > (0.9 - 0.2) / 0.3).nonzero()
     assert len(bright) > 20
     assert mask.shape == (37, 37)
@@ -60,6 +62,7 @@ def test_a_dense_probe_finds_the_strokes_of_scenes_as_far_as_the_grid_lets_it() 
     iou = layer_dense_probe(judged, masks[10:], fit, masks[:10]).sel({"class": True})
     assert iou.sel(layer="pixels") > 0.95
     assert 0.95 > iou.sel(layer="cells") > 2 * float(masks.double().mean())
+    # Masks of other scenes: a probe that finds these too finds nothing.
     elsewhere = layer_dense_probe(judged, masks[10:].roll(1, 0), fit, masks[:10]).sel(
         {"class": True}
     )

@@ -108,6 +108,7 @@ def test_given_models_are_compared_as_they_are(
         torch.save(model.state_dict(), tmp_path / f"{name}.pth")
     random = np.random.default_rng(0)
     pixels = (
+        # Noise of another brightness in each image, which even untrained models tell apart.
         random.random((2, 2, 8, 37, 41, 3))
         * random.integers(0, 255, (2, 2, 8, 1, 1, 3))
     ).astype(np.uint8)
@@ -115,31 +116,11 @@ def test_given_models_are_compared_as_they_are(
         path = tmp_path / "images" / ("train", "val")[split] / str(label) / f"{n}.png"
         path.parent.mkdir(parents=True, exist_ok=True)
         Image.fromarray(pixels[split, label, n]).save(path)
-    arguments = [
-        "--model",
-        *names,
-        "--pretrained",
-        *(str(tmp_path / f"{name}.pth") for name in names),
-        "--img-size",
-        "32",
-    ]
-    arguments += [
-        "--data",
-        str(tmp_path / "images"),
-        "--severities",
-        "3",
-        "--corruptions",
-        "contrast",
-        "--device",
-        "cpu",
-    ]
-    assert (
-        ended(
-            disagreement.main,
-            [*arguments, "--workers", "0", "--out", str(tmp_path / "out")],
-        )
-        == 0
-    )
+    weights = [str(tmp_path / f"{name}.pth") for name in names]
+    options = f"--data {tmp_path / 'images'} --img-size 32 --out {tmp_path / 'out'}"
+    options += " --severities 3 --corruptions contrast --device cpu --workers 0"
+    models_options = ["--model", *names, "--pretrained", *weights]
+    assert ended(disagreement.main, [*models_options, *options.split()]) == 0
     results = xr.open_zarr(tmp_path / "out" / "disagreement.zarr")
     # Those of the first model.
     plain = {

@@ -23,7 +23,9 @@ def model_of_two_layers() -> nn.Module:
     for layer in (first, second):
         nn.init.normal_(layer.query)
         nn.init.normal_(layer.key)
+        # Centres between pixels, and some beyond the border.
         nn.init.normal_(layer.center, std=2)
+    # Dropout, so that a forward in training mode shows.
     return nn.Sequential(first, nn.Dropout(0.9), second).double()
 
 

@@ -53,6 +53,7 @@ def test_heads_of_types_and_single_ones() -> None:
 
 
 def test_random_heads_are_as_many_and_any() -> None:
+    # 40 draws of 1 and 3 out of five heads: one that can be drawn is drawn.
     sets = heads_by_name(random_heads(TYPES, 40, np.random.default_rng(0)))
     counts = {"convolutional": 1, "content": 3}
     assert {name: len(heads) for name, heads in sets.items()} == {

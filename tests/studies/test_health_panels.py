@@ -6,7 +6,7 @@ import xarray as xr
 
 from common.health_panels import PICTURES, draw_pictures, find_examples, series
 from tcnn_probe.diagnosis.signs import SIGNS
-from tests.tcnn_probe.diagnosis.test_health import healthy, make_ill
+from tests.tcnn_probe.diagnosis.test_findings import healthy, make_ill
 
 
 def made_ill(sign: str) -> xr.Dataset:
@@ -53,6 +53,7 @@ def test_the_first_training_that_shows_a_sign_is_its_example() -> None:
 def test_the_head_is_the_one_furthest_beyond_its_limit() -> None:
     ds = made_ill("rank collapse")
     # Head 0 has fallen less, and has a higher limit.
+    # A limit is a tenth of the way from 1 to the rank at the start.
     ds.output_rank[:3, 1, 0] = 31.0
     ds.output_rank[3:, 1, 0] = 3.9
     example = find_examples([("made ill", ds, healthy())])["rank collapse"]

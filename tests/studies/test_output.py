@@ -13,6 +13,7 @@ def test_overwriting_deletes_the_runs_files_only(tmp_path: Path) -> None:
     for path in (
         output.figure,
         output.beside("_maps.png"),
+        # Named like the study's own files, but none of them.
         tmp_path / "study_notes.txt",
         tmp_path / "study.py",
     ):

@@ -66,6 +66,7 @@ def test_other_layouts_are_refused(
 def test_limit_and_batch_size(
     image_folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    # File managers leave hidden folders, which are no classes.
     (image_folder / "train" / ".hidden").mkdir()
     shutil.rmtree(image_folder / "val" / "cat")  # dogs are class 1 all the same
     train, validation = open_folder(str(image_folder), 8)
@@ -94,6 +95,7 @@ def test_wordnet_ids_keep_their_rows(image_folder: Path, tmp_path: Path) -> None
     weights = timm.create_model("test_resnet").eval()
     torch.save(weights.state_dict(), tmp_path / "imagenet.pth")
     for split in ("train", "val"):
+        # Cock, class 7 of ImageNet; the other is goldfish, class 1.
         (image_folder / split / "cat").rename(image_folder / split / "n01514668")
         (image_folder / split / "dog").rename(image_folder / split / "n01443537")
     args = options(data=str(image_folder), pretrained=str(tmp_path / "imagenet.pth"))
@@ -173,18 +175,9 @@ def test_a_damaged_image_is_named(
     image_folder: Path, workers: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (image_folder / "val" / "dog" / "3.png").write_bytes(b"no image")
-    arguments = [
-        "--model",
-        "test_resnet",
-        "--data",
-        str(image_folder),
-        "--img-size",
-        "32",
-        "--epochs",
-        "1",
-    ]
-    out = ["--workers", workers, "--device", "cpu", "--out", str(image_folder / "out")]
-    assert ended(gating_evolution.main, [*arguments, *out]) == 2
+    options = f"--model test_resnet --data {image_folder} --img-size 32 --epochs 1"
+    options += f" --workers {workers} --device cpu --out {image_folder / 'out'}"
+    assert ended(gating_evolution.main, options.split()) == 2
     assert (
         capsys.readouterr()
         .err.splitlines()[-1]
@@ -203,6 +196,7 @@ def test_boxes_around_the_objects_of_photographs(image_folder: Path) -> None:
     probed = boxed_images(str(table), validation, model)
     assert probed.images.shape == (2, 3, 32, 32)
     assert probed.masks is not None
+    # Half of 83 pixels is half of 32, but for the pixel that rounding may take.
     assert probed.masks[0, :, :15].all()
     assert not probed.masks[0, :, 17:].any()
     assert not probed.masks[1].any()
@@ -240,6 +234,7 @@ def test_robustness_of_photographs_is_that_of_a_loop_by_hand(
     assert len(files) == ds.sizes["image"]
     for number, file in enumerate(files):
         with Image.open(file) as image:
+            # Back to pixels, in which corruptions are defined.
             pixels = (transform(image.convert("RGB")) * std + mean).clamp(0, 1)
         for name in evaluation.CORRUPTIONS:
             worse = evaluation.corrupt(pixels, name, 3, first=number)

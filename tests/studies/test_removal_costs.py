@@ -51,6 +51,7 @@ def test_false_claims_about_other_trainings_are_rare() -> None:
 
 
 def test_interval_of_these_trainings_knows_nothing_of_their_spread() -> None:
+    # Trainings that differ by 5, which an interval over images alone must not see.
     values = costs_of_trainings(np.random.default_rng(2), 3, 5.0)
     mean, low, high = mean_and_interval(values)
     assert mean == pytest.approx(float(values.mean()))

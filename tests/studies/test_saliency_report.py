@@ -11,6 +11,7 @@ from common.saliency_report import beside_one_head, report, several_heads
 def scores(hits: float, insertion: float) -> xr.Dataset:
     """Return scores of 40 images: so often on the object, and so much insertion above that of chance."""
     image = np.arange(40)
+    # Without scatter an interval would have no width.
     noise = 0.01 * np.sin(image)
     chance = np.stack([image % 5 == 0, 0.3 + noise])
     attention = np.stack([image < 40 * hits, 0.3 + insertion - noise])

@@ -71,6 +71,7 @@ def small_run(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Done]
             return
         for result, weights in trained[key]:
             model.load_state_dict(weights)
+            # Only these two are recorded.
             if file.startswith(("tcnn", "control")):
                 evaluate(model.eval(), study.loaders[1])
             yield result
@@ -85,6 +86,7 @@ def small_run(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Done]
             ):
                 patch.setattr(Study, "_train", train_once)
                 code = importlib.import_module(name).main([*SMALL, "--out", str(out)])
+            # A study sets the number of threads for itself.
             torch.set_num_threads(threads)
             runs[name] = Done(code, printed.getvalue(), out)
         return runs[name]
@@ -101,6 +103,7 @@ def test_small_form(study: str, small_run: Callable[[str], Done]) -> None:
     assert figures, "no figure"
     for path in figures:
         with Image.open(path) as figure:
+            # At a quarter of the pixels an empty figure would be smaller.
             assert min(figure.size) > 100, path.name
     with xr.open_datatree(done.out / f"{study}.zarr", engine="zarr") as tree:
         assert any(node.data_vars for node in tree.subtree), "no numbers"
@@ -121,6 +124,7 @@ def test_coarse_labels_asks_of_the_images_that_were_validated_on(
             .numpy()
         )
     top1 = float(xr.open_zarr(out / "coarse_labels.zarr").top1.sel(arm="plain")[0])
+    # The coarse labels are parities.
     assert np.mean(named == digits % 2) == pytest.approx(top1, abs=1e-6)
 
 
@@ -196,24 +200,14 @@ def test_drawing_attention_maps_again_does_not_train(
         raise AssertionError("trains")
 
     monkeypatch.setattr(Study, "_train", no_training)
-    again = [
-        "--resume",
-        "--epoch",
-        "3",
-        "--query",
-        "9,30",
-        "--image",
-        str(tmp_path / "white.png"),
-    ]
-    assert (
-        importlib.import_module("attention_maps").main(
-            [*SMALL, *again, "--out", str(out)]
-        )
-        == 0
-    )
+    image = tmp_path / "white.png"
+    again = f"--resume --epoch 3 --query 9,30 --image {image} --out {out}"
+    study = importlib.import_module("attention_maps")
+    assert study.main([*SMALL, *again.split()]) == 0
     ds = attention_maps(out)
     assert ds.epoch.values.tolist() == [0, 3, 4]
     assert ds.name.values.tolist() == ["white.png"]
+    # Pixel 9 of 32 is in the second of four rows, pixel 30 in the last column.
     assert set(ds.query_y.values.ravel()) == {1}
     assert set(ds.query_x.values.ravel()) == {3}
     assert (out / "attention_maps.png").read_bytes() != (
@@ -244,6 +238,7 @@ def test_head_entropy_measures_the_parts(small_run: Callable[[str], Done]) -> No
         heads.positional_distance[0, :, 0], sum(distances) / 16, rtol=1e-5
     )
     assert (heads.head_type[0] == "convolutional").all()
+    # The study types by the gate, as the papers do.
     np.testing.assert_array_equal(heads.head_type == "content", heads.gate <= 1 / 3)
 
 

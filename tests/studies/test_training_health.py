@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from tests.tcnn_probe.diagnosis.test_health import healthy, make_ill
+from tests.tcnn_probe.diagnosis.test_findings import healthy, make_ill
 from training_health import Training, result
 
 

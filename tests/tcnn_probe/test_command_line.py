@@ -1,7 +1,9 @@
 """The shell commands: what they print is what the recording holds, and what they refuse they refuse in a sentence."""
 
 import importlib.metadata
+import json
 import platform
+import re
 import shutil
 import sys
 from collections.abc import Callable
@@ -46,6 +48,7 @@ def test_names_are_printed_and_no_commands_for_the_terminal(
     stores: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     copy = shutil.copytree(stores[0], tmp_path / "a\x1b[2J.zarr")
+    # Zarr writes the names anew, and would refuse a chunk whose checksum is not theirs.
     (copy / "layer" / "c" / "0").unlink()
     zarr.open_group(copy, mode="r+")["layer"][:] = ["\x1b]0;title\x07", "слой"]
     for arguments in (
@@ -72,6 +75,7 @@ def test_info(
     system = platform.uname_result("Linux", "a-host", "6.1-a-host", "#1 a-host", "z80")
     monkeypatch.setattr(platform, "uname", lambda: system)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    # A driver's name is printed too, and could hold commands as well.
     monkeypatch.setattr(torch.cuda, "get_device_name", "card {}\x1b".format)
     assert main(["info"]) == 0
     printed = capsys.readouterr().out
@@ -184,6 +188,7 @@ def test_plot(stores: list[str], tmp_path: Path) -> None:
         == 0
     )
     picture = matplotlib.image.imread(tmp_path / "entropy.png")
+    # More colours than those of an empty pair of axes.
     assert len(np.unique(picture.reshape(-1, picture.shape[-1]), axis=0)) > 10
 
 
@@ -233,10 +238,25 @@ def test_maps_of_a_picture(
     layer = ["--layers", "blocks.11.*"]
     assert main([*name, "--random", *layer, *options]) == 0
     drawn = matplotlib.image.imread(out)
+    # A figure of one colour has none.
     assert drawn.std() > 0.05
     assert main([*name, "--random", "--layers", "neck"]) == 2
     assert "no such maps of the layer 'neck'" in capsys.readouterr().err
     assert main(["maps", "no_such_model", str(picture), "-o", str(out)]) == 2
+
+
+def test_maps_to_click_around_in(tmp_path: Path) -> None:
+    picture, out = tmp_path / "noise.png", tmp_path / "maps.html"
+    noise = np.random.default_rng(0).random((60, 90, 3))
+    matplotlib.image.imsave(picture, noise)
+    name = ["maps", "deit_tiny_patch16_224", str(picture), "-o", str(out), "--random"]
+    assert main([*name, "--layers", "blocks.11.*", "--heads", "0", "2"]) == 0
+    about = re.search('id="about">(.*?)</script>', out.read_text(encoding="utf-8"))
+    assert about is not None
+    (layer,) = json.loads(about[1])["layers"]
+    assert layer["name"] == "blocks.11.attn"
+    assert layer["heads"] == [0, 2]
+    assert layer["maps"]["attention"]["queries"] == [14, 14]
 
 
 class _Crafted:
@@ -269,6 +289,7 @@ def test_maps_with_weights_of_a_file(
     (model,) = models
     torch.testing.assert_close(model.state_dict(), expected, rtol=0, atol=0)
 
+    # torch's two formats of files, which are read by different code.
     for legacy in (True, False):
         torch.save(
             {"state_dict": _Crafted(ran)},

@@ -108,7 +108,7 @@ def test_refusals(
 
 def test_pictures_for_a_model_whose_transform_nobody_knows() -> None:
     with pytest.raises(
-        TypeError, match="a Sequential is unknown, as it is no model of timm"
+        TypeError, match="a Sequential is unknown, as it is not a timm model"
     ):
         as_images(ARRAY, nn.Sequential())
 

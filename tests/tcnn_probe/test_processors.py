@@ -1,4 +1,4 @@
-"""All that a processor of transformers gives goes to the model: texts, masks and ids beside the images."""
+"""A processor of transformers: all that it gives goes to the model, texts, masks and ids beside the images."""
 
 import json
 from typing import Any
@@ -28,12 +28,12 @@ GRID = "3x3x3"
 class WithTexts(nn.Module):
     """The model as a function of images alone."""
 
-    def __init__(self, model: nn.Module, **others: Tensor) -> None:
+    def __init__(self, model: nn.Module, **inputs: Tensor) -> None:
         super().__init__()
-        self.model, self.others = model, others
+        self.model, self.inputs = model, inputs
 
     def forward(self, images: Tensor) -> Tensor:
-        return self.model(pixel_values=images, **self.others).logits_per_image
+        return self.model(pixel_values=images, **self.inputs).logits_per_image
 
 
 @pytest.fixture(scope="module")

@@ -36,7 +36,7 @@ def read_photographs(pictures: Any) -> list[NDArray[Any]]:
         isinstance(x, np.ndarray) for x in pictures
     ):
         raise TypeError(
-            f"expected for frost a folder, or several arrays (H, W, 3); got {type(pictures).__name__}"
+            f"expected frost to be a folder, or several arrays (H, W, 3); got {type(pictures).__name__}"
         )
     if not len(pictures):
         raise ValueError(

@@ -28,6 +28,7 @@ from tests.tcnn_model.helpers import (
 
 pytestmark = pytest.mark.numerical
 
+# "Same" padding depends on the size: odd and even along each axis.
 GRIDS = ((5, 7), (8, 11), (12, 6))
 
 
@@ -39,15 +40,18 @@ def _convolution(kind: type[nn.Conv2d], *arguments: Any, **options: Any) -> nn.C
     torch.manual_seed(0)
     conv = kind(*arguments, **options)
     for parameter in conv.parameters():
+        # Gains of one and biases of zero would be invisible.
         nn.init.normal_(parameter, std=0.5)
     return conv
 
 
 CONVOLUTIONS = {
     "subclass": (_Plain, 3, 5, 3, 2, 1),
+    # Weights that are computed at each forward, as in BiT and NFNet.
     "standardised": (StdConv2d, 3, 5, 3),
     "standardised, grouped": (StdConv2d, 6, 9, 3, 2, 1, 1, 3),
     "scaled": (ScaledStdConv2d, 3, 5, 3, 2),
+    # TensorFlow's padding, as in its EfficientNets.
     "same": (Conv2dSame, 3, 5, 3, 2),
     "same, 1 x 4, stride 3 x 2": (Conv2dSame, 3, 5, (1, 4), (3, 2)),
     "same, dilated depthwise": (Conv2dSame, 6, 6, 3, 2, 0, 2, 6),
@@ -112,6 +116,7 @@ def test_applied_parameters_stay_and_computed_ones_are_new() -> None:
     folded = _in_place(conv)
     assert (folded.weight is conv.weight, folded.bias is conv.bias) == (False, True)
     assert (folded.weight.requires_grad, folded.weight.is_leaf) == (True, True)
+    # The layer must hold the standardised weight, not the one it is computed from.
     assert relative_error(folded.weight, conv.weight) > 0.1
     assert not hasattr(folded, "gain")
 
@@ -127,6 +132,7 @@ def test_trainability_and_mode_carry_over() -> None:
     )
 
 
+# Each runs a convolution, and something that a GPSA layer would lose.
 class _Rectified(nn.Conv2d):
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x).relu()
@@ -217,6 +223,7 @@ def test_forward_of_an_instance_is_refused(name: str) -> None:
 class _LowRank(nn.Conv2d):
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
+        # As LoRA: only these are trained.
         self.down, self.up = (
             nn.Parameter(torch.ones(2, 27)),
             nn.Parameter(torch.ones(5, 2)),
@@ -236,6 +243,7 @@ def test_trainable_update_of_a_frozen_weight_is_refused() -> None:
         match=r"_LowRank has further trainable parameters \(down, up\).* merge them",
     ):
         GPSA.from_conv(conv)
+    # If the weight trains too, the sum of both may go on training as one.
     conv.weight.requires_grad_(True)
     conv.bias.requires_grad_(False)  # type: ignore[union-attr]
     layer = GPSA.from_conv(conv)
@@ -247,6 +255,7 @@ def test_trainable_update_of_a_frozen_weight_is_refused() -> None:
 
 class _Shifted(nn.Conv2d):
     def forward(self, x: Tensor) -> Tensor:
+        # The parameter of the layer is twice the one it comes from.
         return F.conv2d(x, self.weight, 2 * self.bias)  # type: ignore[operator]
 
 

@@ -21,6 +21,7 @@ def _network(info: Any) -> nn.Module:
 
 @pytest.mark.parametrize(
     "info",
+    # Nearly timm's: a list, a list of dictionaries without the key, and with a name that is none.
     [[64], [{"module": "2"}], {"a": 1}, "none", [{"module": 2, "reduction": 4}]],
     ids=str,
 )
@@ -49,6 +50,7 @@ def test_class_is_left_alone(inplace: bool) -> None:
         model = kind(
             OrderedDict(
                 {
+                    # "02" begins with "0": prefixes of names are no parents.
                     "0": nn.Conv2d(3, 5, 1, 2),
                     "02": nn.Sequential(nn.Conv2d(5, 7, 3, 2, 1)),
                 }
@@ -69,6 +71,7 @@ def test_class_is_left_alone(inplace: bool) -> None:
         ("convnext_atto", {"feature_cls": "getter"}),
         ("convnext_atto", {"feature_cls": "hook"}),
         ("edgenext_xx_small", {"depths": (1, 1, 1, 2)}),
+        # The ways timm extracts features, each with names of its own.
         ("resnet18", {"feature_cls": "fx"}),
     ],
 )

@@ -24,10 +24,11 @@ LAST_STAGE = {
     "resnetv2_50d_gn": [f"stages.3.blocks.{i}.conv2" for i in range(2)],
     "vgg11_bn": ["features.22", "features.25"],
     "densenet121": [f"features.denseblock4.denselayer{i}.conv2" for i in range(1, 3)],
+    # Without conv_head, which is 1 x 1.
     "efficientnet_b0": [
         *(f"blocks.5.{i}.conv_dw" for i in range(4)),
         "blocks.6.0.conv_dw",
-    ],  # no conv_head
+    ],
     "convnext_tiny": [
         "stages.3.downsample.1",
         *(f"stages.3.blocks.{i}.conv_dw" for i in range(2)),
@@ -59,7 +60,7 @@ LAST_STAGE = {
 }
 
 
-# The rest is checked in test_families.py, where it is converted anyway.
+# The rest is checked in test_converted_families.py, where it is converted anyway.
 @pytest.mark.parametrize(
     "name", ["resnetrs50", "efficientnet_b0", "xception41", "pvt_v2_b0", "darknet53"]
 )
@@ -79,10 +80,8 @@ def test_last_stage_of_timm_models(name: str) -> None:
         ("layer3", ["layer3.0.conv2", "layer3.1.conv2"]),
         ("layer[34].0.*", ["layer3.0.conv2", "layer4.0.conv2"]),
         (["layer4.1", "layer2"], ["layer2.0.conv2", "layer4.1.conv2"]),
-        (
-            {"layer4.0.conv1"},
-            ["layer4.0.conv1"],
-        ),  # a 1 x 1 convolution, by its own name
+        # A 1 x 1 convolution, which None leaves alone, by its own name.
+        ({"layer4.0.conv1"}, ["layer4.0.conv1"]),
         (
             lambda name, conv: conv.in_channels == 32 and name.startswith("layer4"),
             BOTTLENECKS,
@@ -109,6 +108,7 @@ def _reductions(model: nn.Module) -> list[int]:
 @pytest.mark.parametrize(
     ("layers", "expected"),
     [
+        # Reductions of the stem and the four stages; 32 becomes 16.
         (None, [2, 4, 8, 16, 16]),
         ("layer4.1.conv2", [2, 4, 8, 16, 32]),  # carries no stride, nor does its block
         (["layer3", "layer4"], [2, 4, 8, 8, 8]),
@@ -148,6 +148,7 @@ def test_plain_sequential(padding: int) -> None:
     cnn = nn.Sequential(
         nn.Conv2d(2, 5, 5, stride=2, padding=2), nn.ReLU(), stage, *head
     ).double()
+    # Odd sizes, on which the strided and the unstrided grid do not nest by luck.
     x = random(1, 2, 37, 53)
     if padding == 0:
         for stride in ("unit", "keep"):

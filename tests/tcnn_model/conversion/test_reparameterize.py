@@ -28,6 +28,7 @@ def cnn() -> nn.Module:
 
 
 def test_input_model_is_untouched(cnn: nn.Module) -> None:
+    # A mode that differs within the model, and a hook: what a careless copy loses.
     cnn.get_submodule("layer4.1").train()
     cnn.get_submodule("layer2").register_forward_hook(lambda *_: None)
     before, values = snapshot(cnn), copy.deepcopy(cnn.state_dict())
@@ -55,6 +56,7 @@ def test_in_place(cnn: nn.Module) -> None:
     assert list(gpsa_layers(cnn)) == CONVERTED
     for name, parameter in parameters.items():
         assert cnn.get_parameter(name) is parameter
+    # resnet50d's shortcut pools at the stride, which has to go as well.
     replaced = {*CONVERTED, "layer4.0.downsample.0"}
     assert {
         name
@@ -95,6 +97,7 @@ def test_arguments_reach_every_layer(cnn: nn.Module) -> None:
 
 def test_checkpoint_of_the_cnn_fills_the_tcnn(cnn: nn.Module) -> None:
     tcnn = reparameterize(cnn)
+    # Other weights than the conversion copied.
     nn.init.normal_(cnn.get_submodule("layer4.1.conv2").weight)
     result = tcnn.load_state_dict(cnn.state_dict(), strict=False)
     assert result.unexpected_keys == []

@@ -89,7 +89,7 @@ def test_size_of_an_image() -> None:
     cnn.note = torch.zeros(3)
     _refused(
         cnn,
-        "could not run ResNet on an image of 5 x 64 x 64: pass input_size",
+        "could not run ResNet on an image of 5 x 64 x 64: pass the input_size",
         input_size=(5, 64, 64),
     )
     _refused(
@@ -141,7 +141,7 @@ def test_model_that_does_not_run_on_images() -> None:
     )
     _refused(
         model,
-        r"could not run Sequential on an image of 5 x 224 x 224: pass input_size=\(C, H, W\).*RuntimeError: ",
+        r"could not run Sequential on an image of 5 x 224 x 224: pass the input_size=\(C, H, W\).*RuntimeError: ",
     )
 
 

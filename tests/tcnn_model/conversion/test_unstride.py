@@ -69,6 +69,7 @@ OPERATIONS: dict[str, tuple[nn.Module, int, int, int]] = {
 def test_strided_output_is_part_of_the_other(name: str) -> None:
     module, stride, even, odd = OPERATIONS[name]
     module = copy.deepcopy(module).double()
+    # Sides that strides of 2 and 3 divide, and sides that 3 alone divides.
     for grid, phase in (((12, 18), even), ((15, 9), odd)):
         call = _call(module, grid)
         x = random(1, getattr(module, "in_channels", 1), *grid)
@@ -107,12 +108,10 @@ def test_partners_that_start_at_different_pixels(grid: tuple[int, int]) -> None:
 @pytest.mark.parametrize(
     "pool",
     [
-        nn.AvgPool2d(
-            3, 2, ceil_mode=True
-        ),  # in an even image the last window is an average of fewer pixels
-        nn.AvgPool2d(
-            2, 2, ceil_mode=True, divisor_override=4
-        ),  # in an odd one, of fewer pixels divided by four
+        # In an even image the last window is an average of fewer pixels.
+        nn.AvgPool2d(3, 2, ceil_mode=True),
+        # In an odd one, of fewer pixels divided by four.
+        nn.AvgPool2d(2, 2, ceil_mode=True, divisor_override=4),
     ],
 )
 def test_output_that_is_lost(pool: nn.Module) -> None:
@@ -162,6 +161,7 @@ def test_model_whose_branches_would_not_fit() -> None:
     same = reparameterize(model, stride="keep", **SHARP)
     assert list(gpsa_layers(same)) == ["1.conv"]
     x = random(1, 3, 26, 34)
+    # At its own stride, both branches start where they did.
     assert_same(same(x), model(x))
 
 

@@ -38,17 +38,18 @@ def test_limit_is_the_convolution(case: Case) -> None:
 def test_same_layer_at_several_resolutions() -> None:
     conv = nn.Conv2d(5, 3, 3, 2, 1, dtype=torch.float64)
     layer = GPSA.from_conv(conv, **SHARP)
+    # The first grid comes again: what was formed for the others must not stay.
     for grid in ((7, 11), (13, 2), (1, 1), (7, 11)):
         x = random(2, 5, *grid)
         assert_same(layer(x), conv(x))
 
 
-@pytest.mark.filterwarnings(
-    "ignore:Using padding='same' with even kernel"
-)  # torch, of the convolution itself
+# torch warns of the convolution itself.
+@pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel")
 @pytest.mark.parametrize(
     ("kernel", "padding", "expected"),
     [
+        # With dilation (2, 1) the kernel reaches over 5 x 5 pixels, so two on each side.
         ((3, 5), "same", (2, 2)),
         ((3, 5), "valid", (0, 0)),
         ((2, 2), "same", "same"),  # a pixel more at the end than at the beginning
@@ -81,12 +82,14 @@ def test_weights_are_copied() -> None:
     for copied, original in ((layer.weight, conv.weight), (layer.bias, conv.bias)):
         assert torch.equal(copied, original)
         assert copied.data_ptr() != original.data_ptr()
+    # A view of the CNN's filters would change the CNN when the T-CNN is trained.
     nn.init.zeros_(layer.weight)
     assert float(conv.weight.detach().abs().max()) > 0
     assert GPSA.from_conv(nn.Conv2d(3, 5, 3, bias=False)).bias is None
 
 
 def test_device_dtype_mode_and_trainability_carry_over() -> None:
+    # None of these is a default, so each is seen to carry over.
     conv = nn.Conv2d(3, 5, 3, device="meta", dtype=torch.float16).eval()
     conv.weight.requires_grad_(False)
     layer = GPSA.from_conv(conv)
@@ -119,6 +122,7 @@ def test_device_dtype_mode_and_trainability_carry_over() -> None:
             r"call torch\.nn\.utils\.parametrize",
         ),
         (
+            # The older of torch's two ways, a hook, which ``is_parametrized`` does not know.
             lambda: nn.utils.spectral_norm(nn.Conv2d(3, 5, 3)),
             ValueError,
             "its weight is computed at each forward",

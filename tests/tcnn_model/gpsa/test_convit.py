@@ -27,6 +27,7 @@ pytestmark = pytest.mark.numerical
 
 @pytest.fixture(autouse=True)
 def _double() -> Iterator[None]:
+    # timm forms ConViT's positions in the default dtype: in float32 they would hide errors under rounding.
     with default_dtype(torch.float64):
         yield
 
@@ -40,6 +41,7 @@ def _model(**options: Any) -> nn.Module:
         "embed_dim": 12,
         "depth": 3,
         "num_heads": 3,
+        # The last block attends without gates, so that both kinds are accelerated.
         "local_up_to_layer": 2,
     }
     model = (
@@ -47,6 +49,7 @@ def _model(**options: Any) -> nn.Module:
         .double()
         .eval()
     )
+    # At their initial values positions of all layers are the same, and gates too.
     disturb(model, 1, scale=0.5, part="attn")
     with torch.no_grad():
         for module in model.modules():
@@ -62,6 +65,7 @@ def _images(batch: int = 2) -> Tensor:
 
 @pytest.mark.parametrize(
     "options",
+    # All blocks gated, and none: a model without gates is accelerated too.
     [{}, {"qkv_bias": True}, {"local_up_to_layer": 3}, {"local_up_to_layer": 0}],
 )
 def test_same_output_and_gradients(options: dict[str, Any]) -> None:
@@ -105,6 +109,7 @@ def test_gate_and_position_get_gradients(monkeypatch: pytest.MonkeyPatch) -> Non
     layer = model.get_submodule("blocks.0.attn")
     for parameter in (layer.gating_param, layer.pos_proj.weight, layer.qk.weight):
         assert float(parameter.grad.abs().min()) > 0
+    # Softmax removes what all keys share.
     assert torch.equal(layer.pos_proj.bias.grad, torch.zeros(3, dtype=torch.float64))
 
 
@@ -142,6 +147,7 @@ def test_hooks_still_see_the_layers_and_weights_still_load() -> None:
     plain_runs = sorted(runs)
     runs.clear()
     with torch.no_grad():
+        # A weight that differs shows that the state is loaded into the layers that run.
         twin.get_parameter("blocks.0.attn.v.weight").zero_()
     with accelerate(twin):
         twin.load_state_dict(model.state_dict())
@@ -154,6 +160,7 @@ def test_copies_stay_accelerated_and_work() -> None:
     model = _model()
     with accelerate(model):
         expected = model(_images())
+        # Averages of weights copy a model, and processes pickle it, while it is accelerated.
         for duplicate in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
             assert torch.equal(duplicate(_images()), expected)
 
@@ -174,6 +181,7 @@ def test_attention_maps_are_those_of_timm() -> None:
 
 
 def test_attention_dropout_trains_as_before() -> None:
+    # Dropout acts on N x N weights, which the fast path never forms.
     model = _model(attn_drop_rate=0.5).train()
     torch.manual_seed(3)
     expected = model(_images())
@@ -196,6 +204,7 @@ def test_half_precision_and_autocast() -> None:
         assert model(x.bfloat16()).dtype == torch.bfloat16
 
 
+# Whatever its forward does besides would be lost.
 class _Subclass(convit.GPSA):
     pass
 

@@ -62,15 +62,18 @@ def test_output_attention_and_gradients_are_those_of_the_paper(
     assert_same_gradients(output, expected, {"x": x, **dict(layer.named_parameters())})
 
 
+# Elements a block may hold: one row at a time, a few, and all at once.
 @pytest.mark.parametrize("elements", [1, 300, 2**18])
 @pytest.mark.parametrize("multiplier", [1, 2])
 def test_depthwise_layers_weight_first(
     multiplier: int, elements: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Output and gradients are the same, in blocks of any size, and with a hook on the outputs of heads."""
+    # So small a map would take the other path, which is the faster one there.
     monkeypatch.setattr(gpsa_layer, "_WEIGHTED_FROM", 0)
     monkeypatch.setattr(blocks, "_WEIGHTED_ELEMENTS", elements)
     monkeypatch.setattr(blocks, "_BLOCK_ELEMENTS_CPU", elements)
+    # The axes differ in every number: none can be taken for the other.
     geometry = {"stride": (1, 2), "padding": (1, 2), "dilation": (2, 1), "groups": 5}
     layer = disturb(GPSA(5, 5 * multiplier, (2, 3), **geometry, dtype=torch.float64))
     x = random(2, 5, 6, 7).requires_grad_()
@@ -81,6 +84,7 @@ def test_depthwise_layers_weight_first(
     expected = _reference_output(layer, x)
     assert_same(output, expected)
     assert_same_gradients(output, expected, {"x": x, **dict(layer.named_parameters())})
+    # A hook needs each head's output, which weighting first never forms.
     with layer.head_outputs.register_forward_hook(lambda *_: None):
         assert_same(layer(x).flatten(2), expected)
 
@@ -134,6 +138,7 @@ def test_content_attention_reads_the_query_pixel_and_the_key_pixels() -> None:
     layer = GPSA(2, 3, 3, stride=2, padding=1, qk_dim=1, dtype=torch.float64)
     with torch.no_grad():
         layer.gating.fill_(-50.0)
+        # A gate of 2e-22 leaves content alone.
         layer.query.zero_()[:, 0] = 1.0  # queries read channel 0, keys channel 1
         layer.key.zero_()[:, 1] = 1.0
     x = random(1, 2, 5, 7)
@@ -149,12 +154,14 @@ def test_centre_of_position_at_the_papers_locality() -> None:
     layer = GPSA(
         1,
         1,
+        # A row of taps: their central weights lie on one line, and each head has a locality of its own.
         (1, 5),
         padding=(0, 2),
         locality_strength=[1, 2, 3, 5, 10],
         gating=50.0,
         dtype=torch.float64,
     )
+    # 13 pixels: at the centre nothing of a Gaussian of alpha = 1 is cut off by the border.
     x = random(1, 1, 13, 13)
     attention = layer.attention(x).reshape(5, 13, 13, 13, 17).detach()
     weights = [float(attention[h, 6, 6, 6, 2 + 6 + (h - 2)]) for h in range(5)]

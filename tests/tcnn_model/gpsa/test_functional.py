@@ -32,7 +32,15 @@ HALVES = [torch.bfloat16, torch.float16]
 def _case(grid: str, values: str, batch: int = 2) -> Case:
     shared, channels = VALUES[values]
     return Case(
-        *GRIDS[grid], 3, 5, channels, shared, batch, gate=(0.3, 0.9, 0.6), sharpness=2.0
+        # Gates away from 0 and 1, where content or position would not be seen.
+        *GRIDS[grid],
+        3,
+        5,
+        channels,
+        shared,
+        batch,
+        gate=(0.3, 0.9, 0.6),
+        sharpness=2.0,
     )
 
 
@@ -62,6 +70,7 @@ def test_equations_in_blocks(
     """The blocks change nothing, also without gradients, where output and statistics come from a single pass."""
     monkeypatch.setattr(blocks, "_BLOCK_ELEMENTS_CPU", elements)
     case = _case(grid, values)
+    # Without gradients another function runs.
     for enabled in (True, False):
         with torch.set_grad_enabled(enabled):
             assert_as_the_equations(
@@ -114,6 +123,7 @@ def _arguments(
 def test_autocast(backend: Backend) -> None:
     """Autocast lowers queries, keys and values, also if part of them is lowered already, and leaves float64 alone."""
     arguments, double = _arguments("per head", torch.float32), _arguments("per head")
+    # Positions and gates stay in float32, as autocast must leave them.
     narrow = {name: arguments[name].bfloat16() for name in ("query", "key", "values")}
     lowered = arguments | {name: narrow[name] for name in ("query", "key")}
     with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -127,9 +137,9 @@ def test_autocast(backend: Backend) -> None:
     assert torch.equal(from_float64, gpsa(**double, backend=backend))
 
 
-@pytest.mark.filterwarnings(
-    "ignore:The .grad attribute of a Tensor that is not a leaf"
-)  # of opcheck itself
+# opcheck itself reads such attributes.
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+# Taps are an optional argument, with a gradient of its own.
 @pytest.mark.parametrize("taps", [[], [torch.randn(3, 11, 2, dtype=torch.float64)]])
 def test_custom_operator_is_registered_well(taps: list[Tensor]) -> None:
     arguments = _arguments("shared")
@@ -151,6 +161,7 @@ def test_custom_operator_is_registered_well(taps: list[Tensor]) -> None:
     )
 
 
+# The blocks have a backward of their own, which cannot be differentiated and must say so.
 def test_second_derivatives() -> None:
     arguments = _arguments("shared", grid="same padding", batch=1)
     values = arguments["values"].requires_grad_()
@@ -177,6 +188,7 @@ def test_no_images(backend: Backend) -> None:
 
 
 def test_fused_holds_no_matrix_whatever_the_strides() -> None:
+    # On 23 x 23 pixels a matrix of N x N is a hundred times as large as the queries.
     case = Case(Axis(23, 1, 1, 3), Axis(23, 1, 1, 3), 3, 5, 5, shared=False, batch=2)
     arguments = {name: tensor.detach() for name, tensor in case.inputs().items()}
     # Channels outside, as a convolution leaves them.
@@ -196,6 +208,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         {"query": _zeros(2, 45, 5)},
         r"queries of shape \(B, heads, 5 \* 9 = 45, d\), got \(2, 45, 5\)",
     ),
+    # Queries on 5 x 9 pixels, keys on 5 x 7, 3 heads of 5 channels: "padding" above.
     ({"query": _zeros(2, 3, 44, 5)}, r"5 \* 9 = 45, d\), got \(2, 3, 44, 5\)"),
     (
         {"key": _zeros(2, 2, 35, 5)},

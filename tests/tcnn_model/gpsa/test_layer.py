@@ -16,6 +16,7 @@ from tests.tcnn_model.helpers import disturb, random
 
 
 def test_centres_are_the_offsets_of_the_taps_row_major() -> None:
+    # Column-major order, as in ConViT, would give other offsets.
     layer = GPSA(2, 3, (2, 3), padding=(1, 2), dilation=(5, 7))
     expected = [(-1, -2), (-1, 5), (-1, 12), (4, -2), (4, 5), (4, 12)]
     assert [tuple(center) for center in layer.center.tolist()] == expected
@@ -37,6 +38,7 @@ def test_first_values() -> None:
 
 def test_scale_of_queries_and_keys() -> None:
     layers = []
+    # The same seed: nothing but the scale may differ.
     for scale in (1.0, 5.0):
         torch.manual_seed(0)
         layers.append(GPSA(37, 5, 3, qk_scale=scale))

@@ -83,9 +83,8 @@ def test_only_the_required_gradients_are_computed(
     )
 
 
-@pytest.mark.filterwarnings(
-    "ignore:The .grad attribute of a Tensor"
-)  # of opcheck's own
+# opcheck itself reads such attributes.
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
 def test_opcheck() -> None:
     arguments = (
         *CASE.inputs(torch.float32).values(),

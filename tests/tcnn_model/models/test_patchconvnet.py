@@ -37,6 +37,7 @@ def test_sizes_as_published(name: str, millions: float, billions: float) -> None
     assert sum(p.numel() for p in model.parameters()) / 1e6 == pytest.approx(
         millions, abs=0.051
     )
+    # torch counts a multiply-add as two operations, the paper as one.
     assert counter.get_total_flops() / 2e9 == pytest.approx(billions, rel=0.01)
 
 
@@ -59,11 +60,13 @@ def test_initial_layer_scales(name: str, scale: float) -> None:
     gammas = [
         parameter for name, parameter in model.named_parameters() if "gamma" in name
     ]
+    # One of each block of the trunk, and two of the pooling block.
     assert len(gammas) == 2 + 2
     assert {round(value, 9) for gamma in gammas for value in gamma.tolist()} == {scale}
 
 
 @pytest.mark.parametrize("kind", KINDS)
+# Whole patches, and images that end within a patch, down to one patch and a pixel.
 @pytest.mark.parametrize("size", [(48, 80), (50, 71), (17, 33)])
 @torch.no_grad()
 def test_images_of_any_size(kind: str, size: tuple[int, int]) -> None:
@@ -79,6 +82,7 @@ def test_images_of_any_size(kind: str, size: tuple[int, int]) -> None:
 
 def test_a_patch_is_centred_at_its_cells_first_pixel() -> None:
     """Its four convolutions of 3 x 3, stride 2 and padding 1 see 15 pixels to either side of pixel 16 i."""
+    # Without blocks, whose 3 x 3 convolutions would see further; float64 keeps small gradients from being 0.
     model = _small(depth=0).double()
     image = torch.randn(1, 3, 80, 112, dtype=torch.float64, requires_grad=True)
     gradient = (
@@ -97,6 +101,7 @@ def test_transposed_image_of_a_transposed_network() -> None:
     expected = model(x)
     for module in model.modules():
         if isinstance(module, nn.Conv2d):
+            # Axes that are exchanged anywhere, as in the original, fail on 48 x 80 pixels.
             module.weight.copy_(module.weight.transpose(2, 3).clone())
     assert_same(model(x.transpose(2, 3)), expected)
 
@@ -110,6 +115,7 @@ def test_norms_of_the_trunk() -> None:
     )
     assert isinstance(batch.pool.norm, nn.LayerNorm)
     before = batch.blocks[0].norm.running_mean.clone()
+    # Running averages that move show that the norm trains as one of a batch.
     batch.train()(torch.randn(3, 3, 48, 80)).sum().backward()
     assert not torch.equal(batch.blocks[0].norm.running_mean, before)
 
@@ -145,6 +151,7 @@ def test_linear_stem() -> None:
             expected[:, :, row, column] = vectors + layer.bias
     torch.testing.assert_close(model.stem(x), expected, rtol=1e-4, atol=1e-4)
     assert model(x).shape == (2, K)
+    # 50 x 71 pixels hold 3 x 4 whole patches.
     assert torch.equal(model(x), model(x[:, :, :48, :64]))
 
 
@@ -158,6 +165,7 @@ def test_several_heads_have_the_parameters_of_one(kind: str) -> None:
     multiple.load_state_dict(single.state_dict())
     assert (single.pool.num_heads, multiple.pool.num_heads) == (1, 4)
     x = torch.randn(2, 3, 48, 80)
+    # The same weights, so the heads must show in the function.
     assert not torch.allclose(single(x), multiple(x), atol=1e-3)
 
 
@@ -180,6 +188,7 @@ def test_intermediates_are_those_of_a_loop() -> None:
     assert torch.equal(features, y)
     assert all(torch.equal(a, b) for a, b in zip(intermediates, expected, strict=True))
     assert len(model.forward_intermediates(x, indices=2, intermediates_only=True)) == 2
+    # timm stops early to save time: what comes after must not run.
     model.blocks[2].register_forward_pre_hook(
         lambda *_: pytest.fail("the last block ran")
     )
@@ -301,6 +310,7 @@ def test_groups_for_training() -> None:
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     for groups in (
         parameter_groups(model),
+        # Ours, and timm's, which asks ``no_weight_decay()``.
         create_optimizer_v2(model, weight_decay=0.1).param_groups,
     ):
         decay = {
@@ -327,5 +337,6 @@ def test_exports_with_any_batch() -> None:
     program = torch.export.export(
         model, (x,), dynamic_shapes={"x": {0: torch.export.Dim("batch", min=2, max=64)}}
     )
+    # Another batch than the traced one.
     larger = torch.randn(3, 3, 32, 48)
     assert_same(program.module()(larger), model(larger))

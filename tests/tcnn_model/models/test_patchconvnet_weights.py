@@ -18,6 +18,7 @@ from tests.tcnn_model.models.test_patchconvnet import DEPTH, KINDS, SMALL, D, K
 
 def _published_shapes(classes: int | None) -> Iterator[tuple[str, tuple[int, ...]]]:
     """Yield names and shapes of the original implementation (facebookresearch/deit), small; with a token per class."""
+    # The stem's widths, as published.
     widths = (3, D // 8, D // 4, D // 2, D)
     yield "cls_token", (1, classes or 1, D)
     for i in range(4):
@@ -53,6 +54,7 @@ def _published_shapes(classes: int | None) -> Iterator[tuple[str, tuple[int, ...
 def _published(classes: int | None) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(3)
     return {
+        # Large enough that no LayerScale hides its block.
         name: 0.4 * torch.randn(shape, generator=generator)
         for name, shape in _published_shapes(classes)
     }
@@ -88,6 +90,7 @@ def _original(w: dict[str, Tensor], x: Tensor) -> Tensor:
         y = y * linear(f"{p}.4.conv_expand", squeezed).sigmoid()[:, None]
         x = x + w[f"blocks.{i}.gamma_1"] * linear(f"{p}.5", y)
     p, tokens = "blocks_token_only.0", w["cls_token"].expand(len(x), -1, -1)
+    # A single token is among its keys; tokens of classes are not.
     single = tokens.shape[1] == 1
     query = linear(f"{p}.attn.q", norm(f"{p}.norm1", tokens))
     keys = norm(f"{p}.norm1", torch.cat([tokens, x], 1) if single else x)
@@ -137,6 +140,7 @@ def test_published_weights_for_other_classes(
     classes: int | None, tmp_path: Path
 ) -> None:
     weights = _published(classes)
+    # The trunk is worth loading though the classifier does not fit.
     model = _load(KINDS[1], weights, tmp_path, num_classes=3)
     assert model(torch.randn(2, 3, 48, 80)).shape == (2, 3)
     assert torch.equal(
@@ -161,6 +165,7 @@ def test_published_weights_without_a_classifier(tmp_path: Path) -> None:
     )
 
 
+# Names that are ours must not be taken for the original's.
 def test_own_weights_load_as_they_are(tmp_path: Path) -> None:
     model = timm.create_model(KINDS[1], **SMALL)
     loaded = _load(KINDS[1], model.state_dict(), tmp_path)

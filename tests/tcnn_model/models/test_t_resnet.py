@@ -22,6 +22,7 @@ NAMES = {
     *(f"t_resnet{depth}d" for depth in (50, 101, 152, 200)),
     "t_resnet50",
 }
+# Two blocks in the last stage: the one with the stride, and one without.
 SMALL = {"layers": (1, 1, 1, 2), "channels": (8, 8, 16, 16)}
 
 
@@ -32,6 +33,7 @@ def test_all_are_listed() -> None:
 @pytest.mark.parametrize("name", ["t_resnetrs50", "t_resnet101d"])
 def test_model_is_its_cnn_converted(name: str) -> None:
     short = {"layers": (1, 1, 1, 2)}
+    # Full width, which costs nothing without storage.
     tcnn = on_meta(name, **short)
     expected = reparameterize(on_meta(name.removeprefix("t_"), **short), inplace=True)
     assert {k: v.shape for k, v in tcnn.state_dict().items()} == {
@@ -58,6 +60,7 @@ def test_parameters_as_published(name: str, millions: float, layers: int) -> Non
 def test_arguments_of_both() -> None:
     arguments = {"num_classes": 3, "in_chans": 1, **SMALL}
     cnn = randomise_norms(timm.create_model("resnet50", **arguments)).eval()
+    # None of these is the default, so each is seen to arrive.
     options = {"stride": "keep", "qk_dim": 5, "backend": "dense"}
     tcnn = timm.create_model(
         "t_resnet50", **options, **CONVOLUTIONAL, **arguments
@@ -82,6 +85,7 @@ def test_pretrained_weights_are_those_of_the_cnn(tmp_path: Path) -> None:
     assert list(gpsa_layers(tcnn)) == ["layer4.0.conv2", "layer4.1.conv2"]
     for name, value in cnn.state_dict().items():
         assert torch.equal(tcnn.state_dict()[name], value), name
+    # Other classes than those of the checkpoint, as for fine-tuning.
     smaller = timm.create_model("t_resnet50", num_classes=3, **pretrained)
     assert smaller.get_classifier().out_features == 3
     assert torch.equal(
@@ -99,6 +103,7 @@ def test_tags_point_at_the_weights_of_the_cnn() -> None:
         )
         for tag in tags:
             config, expected = get_pretrained_cfg(f"t_{tag}"), get_pretrained_cfg(tag)
+            # What timm needs to fetch weights and to prepare images for them.
             for key in ("hf_hub_id", "url", "input_size", "mean", "std", "crop_pct"):
                 assert getattr(config, key) == getattr(expected, key), (tag, key)
         assert get_pretrained_cfg(name).tag == get_pretrained_cfg(base).tag
@@ -118,7 +123,11 @@ def test_configuration_of_a_model() -> None:
 @torch.no_grad()
 def test_as_a_feature_extractor() -> None:
     model = timm.create_model(
-        "t_resnet50", features_only=True, out_indices=(3, 4), **SMALL
+        # The stages on either side of the stride that is taken out.
+        "t_resnet50",
+        features_only=True,
+        out_indices=(3, 4),
+        **SMALL,
     )
     assert model.feature_info.reduction() == [16, 16]
     assert [tuple(f.shape) for f in model(torch.zeros(1, 3, 64, 96))] == [
@@ -128,5 +137,6 @@ def test_as_a_feature_extractor() -> None:
 
 
 def test_only_the_last_stage_also_where_others_share_its_resolution() -> None:
+    # timm then dilates layer3 and layer4 in place of their strides.
     model = on_meta("t_resnet50", output_stride=8)
     assert list(gpsa_layers(model)) == [f"layer4.{block}.conv2" for block in range(3)]

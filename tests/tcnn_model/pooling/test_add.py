@@ -37,6 +37,7 @@ from tests.tcnn_model.tiny_models import (
 
 
 def _images(batch: int = 2) -> torch.Tensor:
+    # Not the size with which the pool was found.
     return random(batch, 1, 48, 80, dtype=torch.float32)
 
 
@@ -78,6 +79,7 @@ def test_in_place_or_not() -> None:
 def test_modes_dtype_and_class() -> None:
     cnn = tiny_cnn().eval().to(torch.bfloat16)
     cnn.get_submodule("layer1").train()
+    # The new pool takes the mode of the old one, also where the model is in another.
     for per_class, training_pool in itertools.product((False, True), (False, True)):
         cnn.get_submodule("global_pool").train(training_pool)
         pooled = add_attention_pool(cnn, input_size=POOL_SIZE, per_class=per_class)
@@ -98,6 +100,7 @@ def test_trying_draws_no_random_numbers_and_arguments_reach_the_pool() -> None:
     options: Any = {"num_heads": 2, "mlp_ratio": 2, "init_values": 0.5, "drop": 0.25}
     cnn = tiny_cnn()
     torch.manual_seed(3)
+    # Built first by hand: the conversion may draw these numbers and no others.
     attention = AttentionPool2d(16, **options)
     expected = torch.rand(2)
     torch.manual_seed(3)
@@ -133,6 +136,7 @@ def test_copies_keep_the_interface(per_class: bool) -> None:
     ):
         assert type(duplicate) is type(pooled)
         assert torch.equal(duplicate(x), pooled(x))
+        # A copy whose methods were bound to the original would change that one.
         duplicate.reset_classifier(4)
         assert duplicate(x).shape == (2, 4)
         assert isinstance(duplicate.global_pool.attention, AttentionPool2d)
@@ -158,6 +162,7 @@ def test_reset_keeps_the_pool() -> None:
     pooled, x = pooled_cnn(), _images()
     features = pooled.forward_head(pooled.forward_features(x), pre_logits=True)
     attention = pooled.global_pool.attention
+    # None keeps the pool of timm's models, and so must its own name.
     for keep in (None, "attn"):
         pooled.reset_classifier(4, keep)
         assert pooled.global_pool.attention is attention
@@ -187,6 +192,7 @@ def test_reset_of_a_token_a_class_makes_new_tokens() -> None:
 @torch.no_grad()
 def test_reset_to_another_pool_gives_timms_model_back(per_class: bool) -> None:
     cnn, x = tiny_cnn().eval(), _images()
+    # Another pool is timm's own again, without anything of ours left on the model.
     for pool in ("avg", "max", ""):
         pooled = pooled_cnn(cnn, per_class=per_class)
         classes = 0 if pool == "" else 4
@@ -206,6 +212,7 @@ def test_reset_to_another_pool_gives_timms_model_back(per_class: bool) -> None:
 def test_failed_reset_keeps_the_pool() -> None:
     pooled = pooled_cnn()
     with pytest.raises(AssertionError, match="Invalid pool type"):
+        # Another number of classes as well, which must not remain half set.
         pooled.reset_classifier(CLASSES + 2, "median")
     assert pooled.num_classes == CLASSES
     assert isinstance(pooled.global_pool.attention, AttentionPool2d)
@@ -248,11 +255,13 @@ def test_of_a_vgg() -> None:
             pooled.forward_head(features, pre_logits=True), attention(features)
         )
         assert pooled(x).shape == (2, 3)
+        # VGG's own initialisation has a standard deviation of 0.01, torch's of a Linear here 0.026.
         assert 0 < float(pooled.head.fc.weight.std()) < 0.015
         pooled.reset_classifier(5)
         assert pooled(x).shape == (2, 5)
         pooled.reset_classifier(4, "avg")
         assert torch.equal(pooled(x), pooled.head.fc(features.mean((2, 3))))
+    # The copy's became 512; the original must keep its own.
     assert vgg.head_hidden_size == 4096
     headless: Any = add_attention_pool(
         timm.create_model("vgg11", num_classes=0, mlp_ratio=0.01)
@@ -269,6 +278,7 @@ def test_of_a_model_outside_timm() -> None:
     assert torch.equal(
         pooled(x), model.classifier(pooled.pool.attention(model.trunk(x)))
     )
+    # A model that begins with its pool has no module before it to learn the channels from.
     only_a_pool = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten())
     assert add_attention_pool(only_a_pool)(x).shape == (2, 3)
     with pytest.raises(
@@ -288,6 +298,7 @@ def test_specialized_as_made_per_class() -> None:
     special: Any = specialize(pooled)
     assert snapshot(pooled) == before
     expected = pooled_cnn(per_class=True)
+    # Strict: the keys are those of a model made with a token per class.
     expected.load_state_dict(special.state_dict())
     assert torch.equal(expected(x), special(x))
     assert isinstance(special.global_pool.attention.block.attn, PatchAttention)
@@ -306,5 +317,6 @@ def test_specialized_tokens_are_trained_apart() -> None:
     before = token.detach().clone()
     special(_images())[:, 1].sum().backward()
     torch.optim.SGD([token], 0.1).step()
+    # Only the token of the class whose score was differentiated.
     moved = (token != before).any(2)
     assert moved.tolist() == [[False, True, False]]

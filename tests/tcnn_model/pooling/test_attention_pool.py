@@ -112,6 +112,7 @@ def test_block_is_that_of_timm() -> None:
     pool, x = AttentionPool2d(D), random(B, D, H, W, dtype=torch.float32)
     norm = partial(nn.LayerNorm, eps=1e-6)
     block = LayerScaleBlockClassAttn(D, 1, mlp_ratio=3, qkv_bias=True, norm_layer=norm)
+    # Fresh LayerScales would hide the block.
     disturb(pool)
     assert set(pool.state_dict()) == {"cls_token", "norm.weight", "norm.bias"} | {
         f"block.{name}" for name in block.state_dict()
@@ -136,6 +137,7 @@ def test_fused_is_unfused() -> None:
 
 @pytest.mark.parametrize("fused", [True, False])
 def test_dropout_is_of_training_only(fused: bool) -> None:
+    # At a rate of 0.5 two draws of the same weights are as good as impossible.
     pool, x = disturbed(AttentionPool2d(D, K, attn_drop=0.5)), random(B, D, H, W)
     pool.block.attn.fused_attn = fused
     assert not torch.equal(pool(x), pool(x))
@@ -146,6 +148,7 @@ def test_dropout_is_of_training_only(fused: bool) -> None:
 @pytest.mark.parametrize("fused", [True, False])
 @torch.no_grad()
 def test_multiple_heads(fused: bool) -> None:
+    # Two tokens before five patches; 12 channels are three heads of four.
     attention, x = PatchAttention(12, 3, tokens=2).double(), random(B, 2 + 5, 12)
     attention.fused_attn = fused
     parts = []
@@ -161,6 +164,7 @@ def test_multiple_heads(fused: bool) -> None:
 
 @torch.no_grad()
 def test_initial_values_are_the_papers() -> None:
+    # Sizes for which a standard deviation says something.
     pool = AttentionPool2d(64, 50, init_values=1e-6)
     assert pool.per_class
     assert pool.block.gamma_1.unique().tolist() == pytest.approx([1e-6])
@@ -178,6 +182,7 @@ def test_scores_are_of_their_own_tokens() -> None:
     linear, tokens = nn.Linear(D, K).double(), random(B, K, D)
     scores = ClassScores.of(linear)
     expected = torch.stack([linear(tokens[:, k])[:, k] for k in range(K)], 1)
+    # Heads of timm flatten tokens into the batch, some as 1 x 1 maps.
     for form in (tokens, tokens.flatten(0, 1), tokens.flatten(0, 1)[:, :, None, None]):
         assert_same(scores(form), expected)
     assert scores.weight is linear.weight
@@ -186,6 +191,7 @@ def test_scores_are_of_their_own_tokens() -> None:
 @torch.no_grad()
 def test_scores_of_other_classifiers() -> None:
     conv, tokens = nn.Conv2d(D, K, 1).double(), random(B, K, D)
+    # Frozen in part, as for fine-tuning: the new form must keep it.
     conv.weight.requires_grad_(False)
     scores = ClassScores.of(conv)
     expected = torch.stack(
@@ -241,6 +247,7 @@ def test_change_of_the_output_when_specialized() -> None:
 def test_specialized_pool_shares_the_weights() -> None:
     pool = AttentionPool2d(D, attn_drop=0.3).eval()
     before = dict(pool.named_parameters())
+    # Not the defaults: settings of the old attention have to carry over.
     pool.block.attn.fused_attn = False
     pool.cls_token.requires_grad_(False)
     pool.specialize(K)

@@ -43,6 +43,7 @@ _refused = partial(assert_refused, add_attention_pool)
             {"num_classes": 0, "global_pool": ""},
             "no module of ResNet pools .*made without a pool",
         ),
+        # It ends before the pool.
         ("resnet18", {"features_only": True}, "no module of FeatureListNet pools"),
         (
             "resnet18",
@@ -82,6 +83,7 @@ def test_other_refusals() -> None:
 
 
 def test_hooks_would_be_lost() -> None:
+    # The two modules that are replaced, and below two that a VGG's head loses.
     for name in ("global_pool.pool", "fc"):
         cnn = tiny_cnn()
         cnn.get_submodule(name).register_forward_hook(lambda *_: None)
@@ -107,6 +109,7 @@ def test_classifiers_without_rows() -> None:
         input_size=POOL_SIZE,
     )
     pruned: Any = tiny_cnn()
+    # torch refuses to copy tensors that are no leaves.
     prune.l1_unstructured(pruned.fc, "weight", 0.5)
     _refused(
         pruned,
@@ -120,6 +123,7 @@ def test_not_the_pool_of_an_earlier_layer() -> None:
     class Squeezed(Plain):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             x = self.trunk[0](x)
+            # A pool of a squeeze: it pools a map, but not the last one.
             return self.classifier(self.trunk[1](x * self.pool(x)).mean((2, 3)))
 
     _refused(Squeezed(), "no module of Squeezed pools its last feature map")

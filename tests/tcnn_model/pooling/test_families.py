@@ -27,7 +27,11 @@ def small(name: str) -> Any:
 
 def _images(name: str) -> torch.Tensor:
     return random(
-        2, 3, *((64, 96) if name == "dla34" else (80, 112)), dtype=torch.float32
+        # dla34 refuses maps of odd size.
+        2,
+        3,
+        *((64, 96) if name == "dla34" else (80, 112)),
+        dtype=torch.float32,
     )
 
 
@@ -58,9 +62,11 @@ def _trains(model: Any, x: torch.Tensor) -> None:
         next(iter(gradients.values())),
         model.get_classifier().weight.grad,
     )
+    # The first layer, the token and the classifier: what lies between is then reached as well.
     assert token.any()
     assert first.any()
     assert classifier.any()
+    # A fall of a thousandth is a small step, which float32 still resolves.
     fall = 1e-3 * loss.item()
     slope = sum(
         float(gradient.square().sum(dtype=torch.float64))
@@ -69,6 +75,7 @@ def _trains(model: Any, x: torch.Tensor) -> None:
     torch.optim.SGD(model.parameters(), fall / slope).step()
     with torch.no_grad():
         after = nn.functional.cross_entropy(model(x), labels)
+    # Curvature takes or adds its share; gradients of the wrong sign give -1.
     assert 0.4 < (loss.item() - after.item()) / fall < 2.5
     model.eval()
 
@@ -109,6 +116,7 @@ def test_export() -> None:
 @torch.no_grad()
 def test_any_head_takes_each_token_by_itself(name: str) -> None:
     """Scores of a class are those of the same head with that class's token in place of the pool."""
+    # The slow way: the head of the CNN once for each class, with that token as its pool.
     cnn = small(name).double()
     model, x = _pooled(name, per_class=True).double(), _images(name).double()
     pool = next(module for module in model.modules() if hasattr(module, "replaced"))

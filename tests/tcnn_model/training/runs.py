@@ -49,6 +49,7 @@ def assert_same_weights(actual: dict[str, Any], expected: dict[str, Any]) -> Non
     assert repr(actual["history"]) == repr(expected["history"])
 
 
+# A fresh interpreter takes seconds to import torch.
 def fork(work: Callable[[], None]) -> int:
     """Do it in a process of its own, which has all imports already; its number."""
     if process := os.fork():

@@ -77,6 +77,7 @@ def test_accumulated_batches_are_one(tmp_path: Path) -> None:
     for training, parts in zip(trainings, (1, 3), strict=True):
         training.train_mode()
         pieces = tuple(zip(images.chunk(parts), labels.chunk(parts), strict=True))
+        # Update 0 has a rate of 0: the warm-up's first.
         training.make_step(pieces, update=2)
         assert float(training.total[2]) == 6
     for actual, expected in zip(
@@ -87,6 +88,7 @@ def test_accumulated_batches_are_one(tmp_path: Path) -> None:
 
 
 def test_clipped_gradient_has_this_norm(tmp_path: Path) -> None:
+    # Far below any gradient of a model that has just been built.
     training = _training(config(tmp_path, clip_grad=1e-3))
     training.make_step((_batch(4),), update=2)
     norm = torch.stack(
@@ -118,6 +120,7 @@ def test_ways_to_compute_the_same_gradient(
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
     tiny = {
         "model_options": {"embed_dim": 24, "depth": 2, "num_heads": 3},
+        # Never reached, but float16 then has to undo its scaling before the norm is taken.
         "clip_grad": 1e9,
     }
     batch, gradients = _batch(4), []
@@ -140,6 +143,7 @@ def test_ways_to_compute_the_same_gradient(
             name for name, _ in training.model.named_parameters()
         }
     plain, changed = gradients
+    # Each way rounds a few times more or in another order; what is computed is the same.
     assert float((changed - plain).norm() / plain.norm()) < 8 * eps
 
 
@@ -154,6 +158,7 @@ def test_batch_norms_are_synchronized_on_gpus_only(tmp_path: Path) -> None:
 def test_what_is_frozen_stays_as_it_is(tmp_path: Path) -> None:
     """Running statistics of frozen batch norms too."""
     training = _training(
+        # A part, a layer and a pattern; biases are left to change.
         config(tmp_path, freeze=["layer1", "bn1", "*.weight"], lr=1e-2)
     )
     before = copy.deepcopy(training.model.state_dict())
@@ -197,6 +202,7 @@ def test_conversion_keeps_the_momenta_of_what_survives(
         for name, parameter in training.model.named_parameters()
     }
     assert convert(training, settings, 3, ALONE)
+    # A resumed run asks again.
     assert not convert(training, settings, 3, ALONE)
     assert len(gpsa_layers(training.model)) == 2
     names = dict(training.model.named_parameters())
@@ -252,9 +258,11 @@ def test_simple_random_crop_is_off_by_four_pixels_at_most() -> None:
     shifts = set()
     for _ in range(30):
         rows, columns = (
+            # Row and column of each pixel are its red and green value.
             (train(Image.fromarray(places.astype(np.uint8)))[:2] * 255).round().long()
         )
         y, x = int(rows[16, 0]) - 16, int(columns[0, 16]) - 16
+        # The mirror lies on the last pixel, 31, which is not repeated.
         mirrored = torch.as_tensor([min(abs(n), 62 - abs(n)) for n in range(x, x + 32)])
         assert torch.equal(columns[0], mirrored)
         shifts |= {y, x}
@@ -284,6 +292,7 @@ def test_distillation_by_hand(returns_object: bool, distillation: str) -> None:
         ),
     )
     judge = Logits(teacher) if returns_object else teacher
+    # Not the student's normalisation.
     judge.pretrained_cfg = {"mean": (0.5,) * 3, "std": (0.5,) * 3}
     images, labels = torch.randn(4, 3, 32, 32), torch.tensor([0, 1, 2, 3])
     criterion = create_criterion("ce", label_smoothing=0.0, mixed=False)
@@ -308,6 +317,7 @@ def test_distillation_by_hand(returns_object: bool, distillation: str) -> None:
         for name in ("mean", "std")
     )
     torch.testing.assert_close(teacher.seen[0], (images * std + mean - 0.5) / 0.5)
+    # The optimizer must not find a teacher's weights to train.
     assert not teacher.scale.requires_grad
 
 
@@ -340,6 +350,7 @@ def test_options_of_the_model(tmp_path: Path) -> None:
         for stage in (model.layer1, model.layer4)
         for block in stage
     ] == [0.2, 0.2]
+    # The seed of the run decides, not what was drawn before.
     torch.manual_seed(5)
     assert torch.equal(build_model(settings, 10)[0].fc.weight, model.fc.weight)
     with pytest.raises(ValueError, match="vgg11 has no block with a drop_path"):

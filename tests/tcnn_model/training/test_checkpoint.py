@@ -26,6 +26,7 @@ SETTINGS: dict[str, Any] = {
     "warmup_epochs": 1,
     "lr": 1e-3,
     "seed": 5,
+    # Draws random numbers in each step, which a resumed run has to draw again.
     "drop_path_rate": 0.2,
 }
 
@@ -68,6 +69,7 @@ def test_resumed_run_is_the_uninterrupted_one(
     """Also where nothing but the last validation is left to do."""
     (expected_model, expected), model = uninterrupted, tiny_tcnn()
     assert len(_run(tiny_tcnn(), tmp_path / "run.pt", stop=stop)) == stop + 1
+    # Whatever the new process drew before must not matter.
     torch.manual_seed(stop)
     resumed = _run(model, tmp_path / "run.pt")
     # Epoch 0 has NaNs, which equal each other only in print.
@@ -104,6 +106,7 @@ def test_interruption_within_an_epoch_repeats_it(
 
     def cut(*_: object) -> None:
         calls.append(None)
+        # Two batches of validation before an epoch of three steps.
         if len(calls) == 2 + 3 + 2 + 2:  # the second step of epoch 2
             raise PowerCut
 
@@ -138,6 +141,7 @@ SETTINGS_OF_ANOTHER_RUN: list[tuple[dict[str, Any], str]] = [
 
 def test_checkpoint_with_other_settings_is_refused(tmp_path: Path) -> None:
     _run(tiny_tcnn(), tmp_path / "run.pt", stop=0)
+    # A refused run may change neither its file nor the model, whose stochastic depth it would set.
     written, model = (tmp_path / "run.pt").read_bytes(), tiny_tcnn()
     before, shown = copy.deepcopy(model.state_dict()), repr(model)
     for changed, message in SETTINGS_OF_ANOTHER_RUN:
@@ -218,6 +222,7 @@ def test_damaged_checkpoints_are_refused_by_name(tmp_path: Path) -> None:
     torch.save({"settings": {}}, tmp_path / "other.pt")
     for content in (
         b"",
+        # As after a copy that was cut off.
         written[: len(written) // 2],
         b"not a checkpoint",
         (tmp_path / "other.pt").read_bytes(),
@@ -239,6 +244,7 @@ def test_each_flipped_bit_of_a_directory_entry_is_refused_or_harmless(
     written = path.read_bytes()
     name = b"archive/data/0"
     end = written.rindex(name) + len(name)
+    # The checksums of tensors do not cover the zip's directory, which says where they lie.
     entry = range(8 * written.rindex(b"PK\1\2", 0, end), 8 * end)
     refused = 0
     for bit in entry:
@@ -249,6 +255,7 @@ def test_each_flipped_bit_of_a_directory_entry_is_refused_or_harmless(
             assert torch.equal(load_tensors(path)["values"], values), bit
         except ValueError:
             refused += 1
+    # Bits of the date, for example, are harmless.
     assert 0 < refused < len(entry)
 
 

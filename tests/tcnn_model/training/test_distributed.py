@@ -32,10 +32,12 @@ PLAIN: dict[str, Any] = {
     "limit": 27,
     "epochs": 2,
     "lr": 1e-3,
+    # Augmentation that draws numbers, which have to be the image's and not the process's.
     "random_erasing": 0.5,
 }
 PLAIN |= {
     "model_options": {"embed_dim": 24, "depth": 1, "num_heads": 3},
+    # Both copies of an image may lie in different processes.
     "repeated_augmentation": 2,
     "ema": 0.5,
 }
@@ -60,6 +62,7 @@ def _of_rank(
     make_step, steps = loop.Training.make_step, []
 
     def counted(self: Any, *arguments: Any) -> None:
+        # Ends like a killed process: nothing is written any more.
         if len(steps) == stop:
             os._exit(0)
         make_step(self, *arguments)
@@ -95,6 +98,7 @@ def test_two_processes_are_one(
     for actual, target in zip(two["history"][1:], expected["history"][1:], strict=True):
         # Two ranks add their gradients in another order than one process, and training amplifies the difference.
         assert actual == pytest.approx(target, rel=1e-4)
+    # An image validated twice would give another denominator.
     assert two["history"][0]["top1"] in [n / 27 for n in range(28)]
     for name, value in expected["ema"].items():
         torch.testing.assert_close(two["ema"][name], value, rtol=1e-3, atol=1e-4)
@@ -177,7 +181,12 @@ def test_each_image_is_in_one_process(count: int, tmp_path: Path) -> None:
         ranks = Ranks(rank, count, torch.device("cpu"))
         transform = torch.tensor
         images = Images(
-            _Numbers(31), _Numbers(13), (transform, transform), settings, ranks
+            # Primes: neither divides by the number of processes or the batch.
+            _Numbers(31),
+            _Numbers(13),
+            (transform, transform),
+            settings,
+            ranks,
         )  # type: ignore[arg-type]
         images.begin(3)
         return [images.training(0), images.validation()]
@@ -198,6 +207,7 @@ def test_each_image_is_in_one_process(count: int, tmp_path: Path) -> None:
     ]
     assert len(trained) == 31 // (4 * count) * 4 * count
     times = [trained.count(index) for index in {*trained}]
+    # As often as augmentation is repeated.
     assert max(times) == 2
     assert len({*trained}) == len(trained) // 2
     alone = Images(

@@ -62,8 +62,10 @@ def test_training_learns() -> None:
     gates = [layer.gate.detach().clone() for layer in gpsa_layers(model).values()]
     results = _run(model, epochs=12, lr=3e-3, label_smoothing=0.0)
     assert [result.epoch for result in results] == list(range(13))
+    # Learning by heart eleven images: a loop that does not step, or ascends, keeps its loss.
     assert results[-1].train_loss < 0.8 * results[1].train_loss
     for before, layer in zip(gates, gpsa_layers(model).values(), strict=True):
+        # Gates that learned at the weights' rate would have moved a thirtieth of theirs.
         assert float((layer.gate - before).abs().max().detach()) > 0.01
 
 
@@ -79,6 +81,7 @@ def test_training_figures_by_hand() -> None:
     losses, correct = [], 0
     for images, labels in loader:
         logs = _log_probabilities(twin, images)
+        # Label smoothing of 0.3 over three classes.
         target = torch.full_like(logs, 0.3 / 3)
         target[range(len(labels)), labels] += 0.7
         losses += (-(target * logs).sum(1)).tolist()
@@ -93,6 +96,7 @@ def test_training_figures_by_hand() -> None:
         progress=False,
     )
     first = list(results)[1]
+    # Batches of 4 and 3: a mean of batch means would be another number.
     assert len(losses) == 7
     assert first.train_loss == pytest.approx(sum(losses) / 7, rel=1e-4)
     assert first.train_top1 == pytest.approx(correct / 7)
@@ -156,6 +160,7 @@ def test_evaluation_restores_every_mode() -> None:
     with pytest.raises(RuntimeError):
         evaluate(
             model,
+            # Five channels: the forward fails, and modes have to be restored all the same.
             [(torch.zeros(2, 5, 32, 24), torch.zeros(2, dtype=torch.long))],
             progress=False,
         )
@@ -189,6 +194,7 @@ def test_sums_of_rates_are_recorded_and_printed(
     weights = [
         p.detach().clone()
         for p in model.parameters()
+        # AdamW moves each weight by its rate, whatever its gradient: so sums are told in units of the weights' size.
         if p.ndim > 1 and id(p) not in attention
     ]
     queries = [p.detach().clone() for layer in layers for p in (layer.query, layer.key)]
@@ -212,6 +218,7 @@ def test_sums_of_rates_are_recorded_and_printed(
         ]
         assert result.lr_sum == pytest.approx(peak * total / float(units[0]))
         assert result.qk_lr_sum == pytest.approx(
+            # 3.1 is the papers' sum; a cosine has half its peak on average.
             2 * 3.1 / (epochs * steps) * total / float(units[1])
         )
         assert result.gating_lr_sum == pytest.approx(gating_peak * total)
@@ -224,6 +231,7 @@ def test_sums_of_rates_are_recorded_and_printed(
 
 
 def test_rates_of_queries_and_keys_that_are_the_papers() -> None:
+    # Epochs of the papers, and steps of 1,024 images of ImageNet in each.
     steps = 50 * 1251
     # PAPERS_SUM is rounded to two digits, by 0.9 %.
     assert papers_qk_lr(steps) == pytest.approx(1e-4, rel=0.01)
@@ -234,6 +242,7 @@ def test_rates_of_queries_and_keys_that_are_the_papers() -> None:
 def test_gates_learn_at_their_own_rate() -> None:
     gates = {"layer4.0.conv1.gating", "layer4.0.conv2.gating"}
     for rates, moving in (
+        # Each rate alone: the other's parameters stay where they are.
         ({"gating_lr": 0.0, "lr": 1e-3}, False),
         ({"gating_lr": 0.1, "lr": 0.0}, True),
     ):
@@ -246,6 +255,7 @@ def test_gates_learn_at_their_own_rate() -> None:
             if not torch.equal(p, before[name])
         }
         assert changed == gates if moving else not changed & gates
+    # Without a gate to train there is no group of gates, and the rate that is told is the weights'.
     model.requires_grad_(False).get_submodule("fc").requires_grad_(True)
     before = copy.deepcopy(model.state_dict())
     assert _run(model, epochs=2, lr=0.004, warmup_epochs=0)[0].lr == 0.004
@@ -269,8 +279,10 @@ def test_each_epoch_has_its_own_order_and_modes() -> None:
         lambda module, inputs: forwards.append((module.training, inputs[0]))
     )
     _run(model, epochs=2, seed=3)
+    # Epoch 0 validates only.
     expected = [(False, images) for images, _ in validation_batches()]
     for epoch in (1, 2):
+        # The order of an epoch follows from the seed and its number, so that a resumed run has it too.
         torch.manual_seed(3 + epoch)
         expected += [(True, images) for images, _ in batches()]
         expected += [(False, images) for images, _ in validation_batches()]

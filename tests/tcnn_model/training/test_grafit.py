@@ -1,6 +1,7 @@
 """Grafit's losses against loops over Eqs. 2.1 to 2.4 in float64, and its training as a run."""
 
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tcnn_model.training.command import main, train
+from tcnn_model.training.command import train
 from tcnn_model.training.grafit import (
     Grafit,
     GrafitTask,
@@ -79,6 +80,7 @@ def test_neighbour_scores_by_hand() -> None:
         random(11, 7, seed=1),
         torch.arange(11) % 3,
     )
+    # An image that is in the memory must not be its own neighbour.
     itself = torch.arange(11) == torch.tensor([4, 0, 10, 7, 1])[:, None]
     for mask in (None, itself):
         scores = neighbour_scores(
@@ -113,6 +115,7 @@ def grafit(seed: int) -> Grafit:
 @pytest.mark.parametrize("weight", [0.0, 0.6, 1.0])
 def test_task_is_the_sum_of_both_losses(weight: float) -> None:
     """4 images of 3 views; two images of an earlier batch are in the memory, one of which comes again."""
+    # Other weights than the target's, so that the two cannot be exchanged.
     model, target = grafit(0).float(), grafit(1).float().eval()
     before, old, images = (
         random(2, 3).float(),
@@ -133,6 +136,7 @@ def test_task_is_the_sum_of_both_losses(weight: float) -> None:
     for n, (label, number) in enumerate(
         zip(labels.tolist(), numbers.tolist(), strict=True)
     ):
+        # The memory keeps half of what it had of an image.
         half = ours[n, 0] / 2 + (before[1] / 2 if number == 4 else 0)
         remembered[number] = half.tolist(), label
         torch.testing.assert_close(model.memory[number], half)
@@ -143,6 +147,7 @@ def test_task_is_the_sum_of_both_losses(weight: float) -> None:
         ]
         losses.append(by_hand(ours[n, 0].tolist(), neighbours, int(labels[n]), 0.2))
     expected = sum(losses) / 4 + weight * instance_by_hand(predictions, goals)
+    # Cosines of at most 1 over a temperature of 0.2, in numerator and denominator.
     terms = sum(map(abs, losses)) / 4 + 1 + 2 / 0.2
     assert result["loss"].item() == pytest.approx(
         expected, abs=16 * torch.finfo(torch.float32).eps * terms
@@ -151,6 +156,7 @@ def test_task_is_the_sum_of_both_losses(weight: float) -> None:
     assert result["output"].shape == (4, 2)
     result["loss"].backward()
     assert all(parameter.grad is not None for parameter in model.parameters())
+    # The target follows as a moving average, never by gradients.
     assert all(parameter.grad is None for parameter in target.parameters())
 
 
@@ -253,18 +259,9 @@ def test_files_of_coarse_labels_that_do_not_fit(
         open_sources("digits", "", ("train", "validation"), str(path))
 
 
-def test_settings_that_do_not_fit(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    arguments = [
-        "resnet18",
-        "--recipe",
-        "grafit",
-        "--out",
-        str(tmp_path / "run"),
-        "--warmup-epochs",
-        "0",
-    ]
+def test_settings_that_do_not_fit(tmp_path: Path, refusal: Callable[..., str]) -> None:
+    run = tmp_path / "run"
+    arguments = f"resnet18 --recipe grafit --out {run} --warmup-epochs 0".split()
     for wrong in (
         "--ema 0",
         "--batch-size 6",
@@ -274,11 +271,11 @@ def test_settings_that_do_not_fit(
         "--reparameterize-at 3",
         "--temperature 0",
     ):
-        assert main([*arguments, *wrong.split()]) == 2
-        assert "objective: grafit needs ema, got" in capsys.readouterr().err
-    assert main([*arguments, "--embedding-dim", "0"]) == 2
-    assert "embedding_dim: expected 1 or more, got 0" in capsys.readouterr().err
-    assert not (tmp_path / "run").exists()
+        said = refusal(*arguments, *wrong.split())
+        assert "objective: grafit needs ema, got" in said
+    said = refusal(*arguments, "--embedding-dim", 0)
+    assert "embedding_dim: expected 1 or more, got 0" in said
+    assert not run.exists()
 
 
 def test_an_image_finds_its_class_by_its_neighbours() -> None:

@@ -25,8 +25,9 @@ from tests.tcnn_model.training.runs import (
 
 # Two epochs of one step, with a checkpoint after the step.
 SHORT: dict[str, Any] = {"limit": 8, "checkpoint_steps": 1, "lr": 1e-2}
+# By epoch, and scripted, as models this small learn nothing in two: the best weights change, and change again where
+# two epochs are equal.
 ACCURACIES = [0.25, 0.5, 0.5]
-"""By epoch: the best weights change, and change again where two epochs are equal."""
 
 
 @pytest.fixture(autouse=True)
@@ -100,6 +101,7 @@ def test_files_agree_after_a_kill_at_any_change(
             for name, value in complete["model"].items()
         )
         assert "best in epoch 1: 0.5000" in capfd.readouterr().err
+    # Nine files at least are replaced or removed in such a run; fewer means that a change was not seen.
     assert kills >= 2 * 9
 
 
@@ -114,6 +116,7 @@ def test_best_of_two_equal_epochs_is_the_later(
 
 def test_checkpoints_are_in_the_order_of_their_numbers(tmp_path: Path) -> None:
     """Five digits after four, and a file that only looks like a checkpoint."""
+    # Sorted as text, epoch-10000 comes before epoch-9999.
     settings = config(tmp_path, **{**SHORT, "epochs": 10_001, "keep": 2})
     run = train(settings, progress=False)
     next(run)
@@ -141,6 +144,7 @@ def test_damaged_checkpoint_is_refused(tmp_path: Path) -> None:
     content = path.read_bytes()
     weights = last_checkpoint(settings)["model"]["fc.weight"].numpy().tobytes()
     place = content.index(weights)
+    # A prime step: all eight bits of a byte, and all four bytes of a number, have their turn.
     for bit in range(0, 8 * len(weights), 997):
         damaged = bytearray(content)
         damaged[place + bit // 8] ^= 1 << bit % 8
@@ -170,6 +174,7 @@ def test_failed_checkpoint_leaves_nothing_behind(
             self.file = file
 
         def write(self, data: bytes) -> int:
+            # Within the file, so that part of it has been written.
             if len(calls) == 3 and self.file.tell() > 1000:
                 raise failure
             return self.file.write(data)
@@ -217,6 +222,7 @@ def test_signals_end_the_run_with_a_checkpoint(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
+    # No checkpoint within epochs but the one that the signal causes.
     settings = config(tmp_path, **{**SHORT, "checkpoint_steps": None})
     make_step = loop.Training.make_step
 
@@ -266,11 +272,12 @@ def test_second_interrupt_ends_at_once(
 
 
 def test_two_processes_in_one_folder(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, refusal: Callable[..., str]
 ) -> None:
     """The second is refused while the first trains, whether it resumes the run or begins it anew."""
     settings = config(tmp_path, **SHORT)
     reading, writing = os.pipe()
+    # Pipes in place of sleeps: the first training waits as long as the test needs.
     released, releasing = os.pipe()
 
     def train_slowly() -> None:
@@ -287,11 +294,8 @@ def test_two_processes_in_one_folder(
     first = fork(train_slowly)
     try:
         os.read(reading, 1)
-        assert main(["--resume", "--out", settings.out]) == 2
-        assert (
-            f"another training runs in {tmp_path}: wait until it ends"
-            in capsys.readouterr().err
-        )
+        said = refusal("--resume", "--out", tmp_path)
+        assert f"another training runs in {tmp_path}: wait until it ends" in said
     finally:
         os.write(releasing, b"11")
         assert os.waitpid(first, 0)[1] == 0
@@ -303,6 +307,7 @@ def test_two_trainings_of_one_process_in_one_folder(tmp_path: Path) -> None:
     settings = config(tmp_path, **SHORT)
     training = train(settings, progress=False)
     next(training)
+    # A refused attempt must not release the lock, which a second one would then get.
     for _ in range(2):
         with pytest.raises(ValueError, match="another training runs in"):
             finish(settings, resume=True)
@@ -341,7 +346,7 @@ def test_best_weights_that_are_lost(
     state["history"][2]["top1"] = 0.125
     torch.save(state, path)
     (tmp_path / "checkpoints" / "epoch-0001.pt").unlink()
-    lost = r"best\.pt is damaged or not there, and the checkpoint of epoch 1 is not kept: .* 0\.5000, are lost"
+    lost = r"best\.pt is damaged or missing, and the checkpoint of epoch 1 is not kept: .* 0\.5000, are lost"
     with pytest.warns(RuntimeWarning, match=lost):
         finish(settings, resume=True)
     assert "best in epoch 1: 0.5000\nits weights: lost; all" in capsys.readouterr().err

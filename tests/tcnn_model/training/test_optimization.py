@@ -30,6 +30,7 @@ def test_every_parameter_is_in_one_group() -> None:
     model = tiny_tcnn()
     assert set(_setting(model)) == {name for name, _ in model.named_parameters()}
     model.get_parameter("layer4.0.conv1.gating").requires_grad_(False)
+    # What is frozen is in no group, so that no optimizer decays it.
     model.get_submodule("layer1").requires_grad_(False)
     assert set(_setting(model)) == {
         name for name, p in model.named_parameters() if p.requires_grad
@@ -59,6 +60,7 @@ def test_rate_of_queries_and_keys() -> None:
         f"layer4.0.conv{n}.{part}" for n in (1, 2) for part in ("query", "key")
     }
     assert {separate[name] for name in moved} == {(5e-3, 0.07)}
+    # A CNN has no queries, and its control must train alike.
     assert _setting(tiny_cnn(), qk_lr=5e-3) == _setting(tiny_cnn())
 
 
@@ -145,6 +147,7 @@ CLASS_ATTENTION = {
 def test_class_tokens_are_never_dropped(name: str) -> None:
     options, pool = CLASS_ATTENTION[name]
     model = timm.create_model(name, **options)
+    # Neither a uniform nor a rising rate may reach class attention.
     for uniform, expected in ((True, [0.2, 0.2, 0.2]), (False, [0.0, 0.1, 0.2])):
         assert set_drop_path(model, 0.2, uniform=uniform) == 3
         rates = _by_block(model)
@@ -160,6 +163,7 @@ def test_pooled_image_reaches_the_classifier_at_every_drop() -> None:
     """At a rate near 1 each block is dropped, and the pool still tells images apart."""
     model = pooled_cnn(tiny_cnn().eval()).train()
     for norm in (m for m in model.modules() if isinstance(m, nn.BatchNorm2d)):
+        # In training mode a batch norm mixes the images.
         norm.eval()
     assert set_drop_path(model, 1 - 1e-12, uniform=True) == 4
     images = torch.randn(2, 1, 64, 96)

@@ -22,6 +22,7 @@ SPLITS = ("train", "validation")
 
 def _image(number: int, kind: str = "png") -> bytes:
     file = io.BytesIO()
+    # The number of an image is its colour, so a wrong one is told from a right one.
     Image.new("RGB", (9, 7), (number, 0, 0)).save(file, kind)
     return file.getvalue()
 
@@ -74,6 +75,7 @@ def test_images_and_labels(tmp_path: Path, named: str) -> None:
         assert source.classes == ("0", "1", "2")
         expected = [label for shard in labels for label in shard]
         assert len(source) == len(expected)
+        # Out of order: shards are read by place, not as a stream.
         for index in np.random.default_rng(0).permutation(len(expected)):
             image, label = source.read(index)
             assert (image.getpixel((3, 2)), label) == ((index, 0, 0), expected[index])
@@ -138,6 +140,7 @@ def test_shards_that_are_none(
         _shard(tmp_path / f"{split}.tar", [("a", GOOD)] if samples is None else samples)
     if samples is None:
         content = (tmp_path / "train.tar").read_bytes()
+        # Within the first file, after its header of 512 bytes.
         (tmp_path / "train.tar").write_bytes(content[:600])
     with pytest.raises(ValueError, match=message):
         open_sources(str(tmp_path), "wds/", SPLITS)
@@ -170,6 +173,7 @@ def test_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         _numbered(tmp_path, split)
     shard = tmp_path / "photos-train-0001.tar"
     shard.write_bytes(
+        # Of the same length, so that the tar file stays whole.
         shard.read_bytes().replace(_image(6), _image(6)[:30].ljust(len(_image(6))))
     )
     settings = {
@@ -187,4 +191,5 @@ def test_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         cut = config(tmp_path / "cut", **settings, max_unreadable=0.2)
         _cut(monkeypatch, cut, 4)
         assert_same_weights(finish(cut, resume=True), complete)
+    # Three images to validate on.
     assert complete["history"][1]["top1"] in [n / 3 for n in range(4)]

@@ -9,7 +9,6 @@ import pytest
 import torch
 from PIL import Image
 
-from tcnn_model.training.command import main
 from tcnn_model.training.data import Images
 from tcnn_model.training.distributed import Ranks
 from tcnn_model.training.sources import open_sources
@@ -122,6 +121,7 @@ def test_data_set_of_torchvision(tmp_path: Path) -> None:
     raw = tmp_path / "FashionMNIST" / "raw"
     raw.mkdir(parents=True)
     for split, count in (("train", 7), ("t10k", 3)):
+        # IDX: bytes in three dimensions, then in one.
         head = struct.pack(">4i", 0x803, count, 28, 28)
         (raw / f"{split}-images-idx3-ubyte").write_bytes(
             head + bytes(range(count)) * 28 * 28
@@ -151,6 +151,7 @@ def test_unreadable_images_are_named_and_skipped(
     data = _folder(tmp_path / "photos")
     (data / "train" / "cat" / "3.png").write_bytes(b"no image")
     (data / "val" / "dog" / "5.png").write_bytes(
+        # One that is no image, in training, and one that breaks off, in validation.
         (data / "val" / "dog" / "4.png").read_bytes()[:60]
     )
     settings = {"data": str(data), "batch_size": 8, "epochs": 2, "limit": None}
@@ -235,6 +236,7 @@ def _batches(
 def test_processes_stay_in_step_when_a_batch_is_unreadable(tmp_path: Path) -> None:
     """Every image of one process's second batch: the next images take their places, also after a resume."""
     batch = set(_batches(set(), 1, tmp_path)[1][1])
+    # The next images are broken too, so that a first substitute does not do.
     broken = batch | {(number + 1) % 24 for number in batch}
     images, numbers = _batches(broken, 1, tmp_path)
     _, first = _batches(broken, 0, tmp_path)
@@ -292,6 +294,7 @@ def test_unreadable_images_in_a_row_end_the_run(tmp_path: Path) -> None:
 def test_pipe_in_a_folder_is_not_waited_for(tmp_path: Path) -> None:
     data = _folder(tmp_path)
     (data / "train" / "cat" / "3.png").unlink()
+    # Opening a pipe that nobody writes to waits for ever.
     os.mkfifo(data / "train" / "cat" / "3.png")
     train, _ = open_sources(str(data), "", ("train", "validation"))
     index = next(
@@ -304,20 +307,7 @@ def test_pipe_in_a_folder_is_not_waited_for(tmp_path: Path) -> None:
 
 
 def test_the_command_says_it_in_one_line(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, refusal: Callable[..., str]
 ) -> None:
-    assert (
-        main(
-            [
-                "resnet18",
-                "--data",
-                str(_above(tmp_path)),
-                "--out",
-                str(tmp_path / "run"),
-            ]
-        )
-        == 2
-    )
-    assert capsys.readouterr().err.startswith(
-        "tcnn-finetune: expected train/ and val/ in"
-    )
+    said = refusal("resnet18", "--data", _above(tmp_path), "--out", tmp_path / "run")
+    assert said.startswith("tcnn-finetune: expected train/ and val/ in")

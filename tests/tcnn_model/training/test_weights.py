@@ -13,12 +13,13 @@ from torch import Tensor, nn
 
 from tcnn_model import gpsa_layers
 from tcnn_model.training.build import build_model
-from tcnn_model.training.command import main, train
+from tcnn_model.training.command import train
 from tcnn_model.training.config import Config
 from tests.tcnn_model.training.runs import TINY, config, finish
 
 VIT = {"embed_dim": 24, "depth": 2, "num_heads": 3}
 CONVNET = {"embed_dim": 16, "depth": 2}
+# One step at a large rate: the weights differ from initial ones, which a stage that loads nothing would have.
 FIRST: dict[str, Any] = {"epochs": 1, "warmup_epochs": 0, "limit": 8, "lr": 1e-2}
 
 
@@ -156,6 +157,7 @@ def test_second_stage_has_all_weights_of_the_first(chain: str, tmp_path: Path) -
         "state_dict" not in model.pretrained_cfg
         or model.pretrained_cfg["state_dict"] is None
     )
+    # The stage can be trained as it was built.
     assert next(train(stage, progress=False)).epoch == 0
 
 
@@ -176,6 +178,7 @@ def test_tcnn_begins_with_the_weights_of_its_cnn(tmp_path: Path) -> None:
         _second(tmp_path, "resnet18", TINY, img_size=64, reparameterize_at=0), 10
     )
     state = model.state_dict()
+    # Both convolutions of the only block of the last stage.
     assert len(gpsa_layers(model)) == 2
     assert all(torch.equal(state[name], value) for name, value in weights.items())
 
@@ -188,6 +191,7 @@ def test_attention_pool_is_trained_and_specialised(
     size = {"img_size": 64, "reparameterize_at": reparameterize_at}
     weights = _first(tmp_path, "resnet18", TINY, attention_pool="single", **size)
     (token,) = [name for name in weights if name.endswith("attention.cls_token")]
+    # One token, of the 16 channels of the last stage.
     assert weights[token].shape == (1, 1, 16)
     again, _ = build_model(_second(tmp_path, "resnet18", TINY, img_size=64), 10)
     _assert_loaded(again, weights, new=())
@@ -233,6 +237,7 @@ def test_trunk_of_grafit(tmp_path: Path) -> None:
         for name, value in saved.items()
         if name.startswith("trunk.")
     }
+    # Grafit's own heads are left out, and a classifier is new.
     assert state.keys() - trunk.keys() == {"fc.weight", "fc.bias"}
     assert all(torch.equal(state[name], value) for name, value in trunk.items())
 
@@ -253,7 +258,7 @@ def test_weights_of_another_model_are_refused(
     model, _ = build_model(config(tmp_path, first, model_options=_options(first)), 21)
     torch.save({"state_dict": model.state_dict()}, tmp_path / "best.pt")
     with pytest.raises(
-        ValueError, match=rf"weights: those in .*best\.pt are not for {second}: "
+        ValueError, match=rf"weights: those in .*best\.pt do not fit {second}: "
     ):
         build_model(_second(tmp_path, second, options), 10)
 
@@ -264,75 +269,32 @@ class _Crafted:
     def __init__(self, path: Path) -> None:
         self.path = path
 
+    # Harmless, and seen where it ran.
     def __reduce__(self) -> tuple[Callable[..., object], tuple[object, ...]]:
         return Path.touch, (self.path,)
 
 
-def test_crafted_file_runs_no_code(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_crafted_file_runs_no_code(tmp_path: Path, refusal: Callable[..., str]) -> None:
     """Weights and a teacher's weights, in torch's old and new formats."""
-    ran = tmp_path / "ran"
+    ran, evil = tmp_path / "ran", tmp_path / "evil.pt"
+    small = f"--out {tmp_path / 'run'} --batch-size 8 --limit 8".split()
     for legacy in (True, False):
         torch.save(
             {"state_dict": _Crafted(ran)},
-            tmp_path / "evil.pt",
+            evil,
             _use_new_zipfile_serialization=not legacy,
         )
         for option in ("--weights", "--teacher-weights"):
             teacher = ["--teacher", "resnet18"] if "teacher" in option else []
-            arguments = [
-                "resnet18",
-                option,
-                str(tmp_path / "evil.pt"),
-                *teacher,
-                "--out",
-                str(tmp_path / "run"),
-            ]
-            assert main([*arguments, "--batch-size", "8", "--limit", "8"]) == 2
-            assert (
-                "evil.pt is damaged, or holds more than weights"
-                in capsys.readouterr().err
-            )
-    (tmp_path / "evil.pt").write_bytes(pickle.dumps(_Crafted(ran)))
-    assert (
-        main(
-            [
-                "resnet18",
-                "--weights",
-                str(tmp_path / "evil.pt"),
-                "--out",
-                str(tmp_path / "run"),
-            ]
-        )
-        == 2
-    )
+            said = refusal("resnet18", option, evil, *teacher, *small)
+            assert "evil.pt is damaged, or holds more than weights" in said
+    evil.write_bytes(pickle.dumps(_Crafted(ran)))
+    refusal("resnet18", "--weights", evil, *small)
+    # timm would unpickle files that come to it by these names.
     for name in ("checkpoint_path", "pretrained_cfg_overlay"):
-        assert (
-            main(["resnet18", "--model-options", f"{name}={tmp_path / 'evil.pt'}"]) == 2
-        )
-        assert f"give weights as --weights, not as {name}" in capsys.readouterr().err
+        said = refusal("resnet18", "--model-options", f"{name}={evil}")
+        assert f"give weights as --weights, not as {name}" in said
     assert not ran.exists()
-
-
-def test_missing_file_is_named(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert (
-        main(
-            [
-                "resnet18",
-                "--weights",
-                str(tmp_path / "none.pt"),
-                "--out",
-                str(tmp_path / "run"),
-            ]
-        )
-        == 2
-    )
-    assert (
-        f"weights: there is no file {tmp_path / 'none.pt'}" in capsys.readouterr().err
-    )
 
 
 def test_damaged_weights_are_refused(tmp_path: Path) -> None:
@@ -340,6 +302,7 @@ def test_damaged_weights_are_refused(tmp_path: Path) -> None:
     model, _ = build_model(config(tmp_path), 10)
     torch.save({"state_dict": model.state_dict()}, tmp_path / "best.pt")
     content = bytearray((tmp_path / "best.pt").read_bytes())
+    # A low bit of the second weight: the number looks like any other.
     content[content.index(model.state_dict()["fc.weight"].numpy().tobytes()) + 5] ^= 4
     (tmp_path / "best.pt").write_bytes(content)
     with pytest.raises(
@@ -353,7 +316,9 @@ def test_safetensors(tmp_path: Path) -> None:
     model, _ = build_model(config(tmp_path), 10)
     save_file(model.state_dict(), tmp_path / "weights.safetensors")
     loaded, _ = build_model(
-        config(tmp_path, weights=str(tmp_path / "weights.safetensors"), seed=1), 10
+        # Another seed, so that weights that were not loaded differ.
+        config(tmp_path, weights=str(tmp_path / "weights.safetensors"), seed=1),
+        10,
     )
     assert all(
         torch.equal(loaded.state_dict()[name], value)

@@ -56,7 +56,10 @@ def test_attention_by_position_alone_has_none(count: int) -> None:
     plain = numbers(Positional().eval(), images(count, 1, 5, 7))
     assert abs(plain.content_information).max() < tolerance
     np.testing.assert_allclose(
-        plain.translation_equivariance.values[0, :2], [1, 1], atol=0.05
+        # The two that depend on the offset alone; noise is another at every place.
+        plain.translation_equivariance.values[0, :2],
+        [1, 1],
+        atol=0.05,
     )
     assert abs(plain.translation_equivariance.values[0, 2]) < 0.1
 
@@ -77,6 +80,7 @@ def test_attention_by_position_alone_has_none(count: int) -> None:
     )
     with torch.no_grad():
         for name, parameter in swin.named_parameters():
+            # Queries and keys of zero, and a bias far beyond its initial 0.02, so that position alone decides.
             parameter.mul_(60 if "bias_table" in name else "qkv" not in name)
     windowed = numbers(swin.eval(), images(count, 3, 24, 24))
     assert (windowed.entropy / windowed.uniform_entropy < 0.95).all()
@@ -102,6 +106,7 @@ class Lookup(nn.Module):
 @pytest.mark.parametrize("count", [5, 11])
 def test_another_key_in_each_of_n_images_is_log_n(count: int) -> None:
     """The correction for n images is part of the number."""
+    # Another key for every image.
     named = torch.randperm(11, generator=torch.Generator().manual_seed(0))[
         :count
     ].float()
@@ -178,6 +183,7 @@ def test_brute_force_whatever_the_batches_and_their_order(
             ds.content_information.sel(layer=reference.layer),
         )
         heads = weights.shape[2]
+        # Far above the tolerance.
         assert expected.max() > 0.05
         # Differences of entropies of a few nat, which were measured in float32.
         np.testing.assert_allclose(
@@ -220,6 +226,7 @@ def test_brute_force_of_gated_attention(monkeypatch: pytest.MonkeyPatch) -> None
 def test_queries_are_chosen_evenly(windows: int, queries: int) -> None:
     which, at = sample_queries(windows, queries, QUERIES)
     assert at.numel() <= 64
+    # At least three quarters of what may be looked at.
     assert at.numel() > 48 or at.numel() == windows * queries
     assert all(len(set(row)) == len(row) for row in at.tolist())
     assert (at < queries).all()
@@ -227,6 +234,7 @@ def test_queries_are_chosen_evenly(windows: int, queries: int) -> None:
     if queries == 4096:
         for of_axis in (at // 64, at % 64):
             counts = torch.bincount(of_axis[0] // 8, minlength=8)
+            # 64 queries over 8 eighths of an axis would be 8 each.
             assert counts.min() >= 6, counts
 
 
@@ -271,6 +279,7 @@ def test_equivariance_of_patterns_that_are_known() -> None:
     pairs, groups = 35**2, 9 * 13
     # The deviation of the F statistic's denominator.
     deviation = math.sqrt(2 * (groups - 1) / ((pairs - groups) * (pairs - 1)))
+    # Four standard errors of the mean of 400.
     assert abs(noise.mean()) < 4 * deviation / 20
     assert noise.std() == pytest.approx(deviation, rel=0.15)
     alone = translation_equivariance(rng.random((2, 1, 35)), places[:1], places)

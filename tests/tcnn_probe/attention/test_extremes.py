@@ -31,6 +31,7 @@ class Attend(nn.Module):
 
 def tokens(dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
     q, k = (
+        # Logits of size three: neither even nor one-hot.
         1.6 * torch.randn(B, HEADS, N, D, generator=torch.Generator().manual_seed(seed))
         for seed in (0, 1)
     )

@@ -115,8 +115,10 @@ class Model(nn.Module):
 
     def tokens(self, images: Tensor) -> Tensor:
         patches = self.embed(images).flatten(2).transpose(1, 2)
-        own = [x.expand(len(images), 1, -1) for x in (self.cls_token, self.register)]
-        parts = [patches, *own[::-1]] if self.behind else [*own, patches]
+        special = [
+            x.expand(len(images), 1, -1) for x in (self.cls_token, self.register)
+        ]
+        parts = [patches, *special[::-1]] if self.behind else [*special, patches]
         return torch.cat(parts, 1)
 
     def forward(self, images: Tensor) -> Tensor:
@@ -141,9 +143,9 @@ def by_loops(model: Model, images: Tensor) -> ReferenceAttention:
     return ReferenceAttention("attn", attn, weights, logits)
 
 
-def make(*options: Any, **others: Any) -> tuple[Model, Tensor]:
+def make(*options: Any, **place: Any) -> tuple[Model, Tensor]:
     generator = torch.Generator().manual_seed(3)
-    model = sharpen(Model(*options, **others), 2.3)
+    model = sharpen(Model(*options, **place), 2.3)
     return model, torch.randn(IMAGES, 3, 24, 40, generator=generator)
 
 
@@ -175,21 +177,22 @@ def test_numbers_equal_loops(case: str) -> None:
 
 
 def weights_and_loops(model: Model, images: Tensor) -> tuple[Tensor, Tensor]:
-    seen = []
+    calls = []
 
     def look(attention: Attention) -> None:
-        seen.append(attention.weights())
+        calls.append(attention.weights())
         assert attention.layout.prefix == COUNTS["prefix"]
 
     with torch.no_grad():
         with tcnn_probe.attention_stream(model, look):
             model(images)
-        return seen[0][:, 0], by_loops(model, images).weights
+        return calls[0][:, 0], by_loops(model, images).weights
 
 
 def test_indices_follow_tokens_that_are_put_before_the_grid() -> None:
     model, images = make(biased, visible, 3, False, behind=True)
     weights, expected = weights_and_loops(model.double(), images.double())
+    # A recorder has tokens behind the grid before it, the last one first.
     order = [TOKENS - 1, TOKENS - 2, *range(TOKENS - 2)]
     in_order = expected[..., order, :][..., order]
     torch.testing.assert_close(weights, in_order, rtol=0, atol=1e-12)
@@ -213,10 +216,12 @@ def test_heads_are_ablated() -> None:
             ablated = model(images)
         torch.testing.assert_close(ablated, expected.flatten(2), rtol=0, atol=0)
 
-        others = images.roll(5, -1)
-        weights = by_loops(model, others).weights.mean(0)
+        # Other images than those that the model runs on.
+        references = images.roll(5, -1)
+        weights = by_loops(model, references).weights.mean(0)
+        # Six heads share three keys and values: head 4 has the last.
         value = model.attn.split(model.tokens(images))[2][:, 4 // 2]
-        with tcnn_probe.ablate(model, {"attn": [4]}, mode="static", images=others):
+        with tcnn_probe.ablate(model, {"attn": [4]}, mode="static", images=references):
             static = model(images).unflatten(-1, (HEADS, SIZE))
         torch.testing.assert_close(
             static[..., 4, :], weights[4] @ value, rtol=0, atol=1e-12
@@ -228,6 +233,7 @@ def test_heads_are_ablated() -> None:
 def test_grid_of_shuffled_tokens_is_dropped() -> None:
     class Shuffled(Model):
         def tokens(self, images: Tensor) -> Tensor:
+            # The patches backwards, behind the two tokens of the model's own.
             order = [0, 1, *range(TOKENS - 1, 1, -1)]
             return super().tokens(images)[:, torch.tensor(order)]
 

@@ -141,6 +141,7 @@ class ImageAndText(nn.Module):
         return self.image(x), self.text(words)
 
 
+# Five images, which is no number of heads here.
 def square(images: int = 5) -> Tensor:
     return torch.randn(images, 3, 32, 32, generator=torch.Generator().manual_seed(5))
 

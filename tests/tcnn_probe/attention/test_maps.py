@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ import torch
 import transformers
 import xarray as xr
 from timm.models.davit import DaVit, SpatialBlock
+from timm.models.hiera import Unroll
 from timm.models.twins import Twins
 from torch import Tensor, nn
 from torchvision.models.maxvit import MaxVit, PartitionAttentionLayer
@@ -373,6 +375,7 @@ def test_windows_are_put_in_their_places(make, size, cutter, attention, cells) -
                 if query is not None and key is not None:
                     expected[:, :, *query, *key] = weights[:, w, :, q, k]
     np.testing.assert_allclose(maps, expected, atol=1e-9)
+    # A token near the lower right corner, where windows are padded; weights that a mask hides are below 1e-20.
     attended = (maps[0, :, 5, 8].values > 1e-20).any(0)
     np.testing.assert_array_equal(
         attended, influence(model, cutter, images[:1], (5, 8))
@@ -416,6 +419,61 @@ def test_windows_of_sam2_in_transformers() -> None:
     attention = maps["2x8x10"].attention
     assert attention.sizes["layer"] == 2  # the last has no windows
     np.testing.assert_allclose(attention[:, 0], expected, atol=1e-9)
+
+
+def timm_hiera() -> nn.Module:
+    options = {"embed_dim": 8, "num_heads": 2, "stages": (1, 1, 2, 1)}
+    return timm.create_model("hiera_tiny_224", img_size=(64, 96), **options)
+
+
+def transformers_hiera() -> nn.Module:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.HieraConfig(
+        embed_dim=8, image_size=[64, 96], depths=[1, 1, 2, 1], num_heads=[2, 2, 4, 4]
+    )
+    return transformers.HieraModel(config)
+
+
+@pytest.mark.parametrize("make", [timm_hiera, transformers_hiera])
+def test_mask_units_of_hiera_are_put_in_their_places(make: Any) -> None:
+    """Cells by timm's own change of order, which both libraries have."""
+    torch.manual_seed(0)
+    model = sharpen(make()).double().eval()
+    images = torch.randn(2, 3, 64, 96, dtype=torch.float64)
+    maps = tcnn_probe.attention_maps(model, images)
+    seen = 0
+    for reference in attention_of(model, images):
+        weights = reference.weights  # (B, heads, windows, N, N), or without windows
+        weights = weights if weights.ndim == 5 else weights[:, :, None]
+        _, heads, windows, *counts = weights.shape
+        cells, grids = [], []
+        for count in counts:
+            stage = [384, 96, 24, 6].index(count * windows)
+            grids.append((16 >> stage, 24 >> stage))
+            unroll = Unroll(grids[-1], (1, 1), [(2, 2)] * (3 - stage))
+            order = unroll(torch.arange(count * windows).view(1, -1, 1))
+            cells.append(order.view(count, windows))
+        expected = torch.zeros(2, heads, *(rows * columns for rows, columns in grids))
+        for w in range(windows):
+            for q in range(counts[0]):
+                for k in range(counts[1]):
+                    place = cells[0][q, w], cells[1][k, w]
+                    expected[:, :, place[0], place[1]] = weights[:, :, w, q, k].float()
+        node = next(
+            node
+            for node in maps.children.values()
+            if reference.layer in node.layer.values
+        )
+        attention = node.attention.sel(layer=reference.layer)
+        attention = attention.isel(head=slice(heads)).transpose(
+            "image", "head", "query_y", "query_x", "y", "x"
+        )
+        assert attention.shape[2:] == (*grids[0], *grids[1])
+        np.testing.assert_allclose(
+            attention.values.reshape(expected.shape), expected, atol=1e-6
+        )
+        seen += 1
+    assert seen == 5
 
 
 def influence(
@@ -531,6 +589,7 @@ def test_object_queries_of_a_decoder() -> None:
     figure = tcnn_probe.plot.attention_maps(tree, query=3)
     assert "of query 3" in figure.get_suptitle()
     drawn = [image.get_array() for axes in figure.axes[1:] for image in axes.images[1:]]
+    # Two layers of three heads.
     assert len(drawn) == 2 * 3
     for picture, reference in zip(
         drawn, maps[0, :, :, 3].values.reshape(6, 2, 3), strict=True
@@ -600,6 +659,7 @@ def test_chosen_queries_of_shifted_windows() -> None:
 def test_leaves_the_model_as_it_was_and_keeps_the_images() -> None:
     model, images = run(small("deit_tiny_patch16_224", **VIT))
     model.train()
+    # A model whose parts are in other modes, as with frozen layers.
     model.blocks[0].eval()
     before = {name: dict(vars(module)) for name, module in model.named_modules()}
     tree = tcnn_probe.attention_maps(model, images)

@@ -48,6 +48,7 @@ class Attend(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = self.stem(x).flatten(2).unflatten(1, (3, HEADS, -1)).mT.movedim(1, 0)
+        # A subclass of the queries is enough for torch to ask it what attention is.
         q = q.as_subclass(type("Mine", (Other,), {"factor": self.factor}))
         return (
             F.scaled_dot_product_attention(q, k, v)
@@ -122,6 +123,7 @@ def test_a_gated_layer_with_another_output_raises(kind: str) -> None:
         )
         model, x, layer = model.eval(), torch.randn(2, 3, 32, 32), "blocks.0.attn"
     module = model.get_submodule(layer)
+    # A tenth more than the parameters say.
     module.forward = lambda x: type(module).forward(module, x) * 1.1
     with (
         tcnn_probe.record(model),
@@ -136,6 +138,7 @@ def test_a_gated_layer_with_another_output_raises(kind: str) -> None:
 def test_precisions(family: Family, dtype: torch.dtype) -> None:
     """The layer's own, and that of autocast."""
     model, images = sharpen(family.make()), family.images()
+    # Weights stay in float32, products do not.
     with torch.inference_mode(), torch.autocast("cpu", dtype):
         check(model, images)
     with torch.no_grad():
@@ -150,6 +153,7 @@ def test_training_with_dropout(family: Family) -> None:
     model(images).square().mean().backward()
     expected = [None if p.grad is None else p.grad.clone() for p in model.parameters()]
     model.zero_grad()
+    # Dropout draws the same with a recorder as without, if that draws nothing.
     torch.manual_seed(1)
     check(model, images, when="train")
     for parameter, gradient in zip(model.parameters(), expected, strict=True):

@@ -42,6 +42,7 @@ class Twice(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         for _ in range(2):
+            # Three times as large, so that attention is not even.
             q = (3 * x).unflatten(-1, (3, 4)).transpose(1, 2)
             x = ((q @ q.mT).softmax(-1) @ q).transpose(1, 2).flatten(2)
         return x
@@ -264,6 +265,7 @@ def test_gated_attention_is_shown_whole_and_once(case: str) -> None:
     assert not stream.unsupported
     for name, weights in calls[: len(gated)]:
         np.testing.assert_allclose(weights[:, 0], expected[name], rtol=0, atol=1e-10)
+        # Even attention would be right whatever the parameters are.
         assert (expected[name].std() > 1e-3 * expected[name].mean()).all()
 
 
@@ -340,7 +342,7 @@ def test_answers_combine_with_ablations_and_recorders(case: str) -> None:
 def test_streams_that_edit_one_layer_nest(case: str) -> None:
     """Each head is edited by the last stream that names it, as ablations have it; a third stream looks on."""
     torch.manual_seed(0)
-    others = {
+    softmax_models = {
         "fused": (vit(), images()),
         "apart": (Several().eval(), images()),
         "multihead": (
@@ -348,7 +350,7 @@ def test_streams_that_edit_one_layer_nest(case: str) -> None:
             torch.randn(2, 5, 12),
         ),
     }
-    model, x = (others if case in others else gated_models())[case]
+    model, x = (softmax_models if case in softmax_models else gated_models())[case]
     model, x = model.double(), x.double()
     names = {"fused": "blocks.0.attn", "apart": "blocks.0", "multihead": "self_attn"}
     layer = names.get(case) or layers_of(model)[0]

@@ -123,11 +123,11 @@ def test_it_is_streamed_recorded_and_drawn(monkeypatch: pytest.MonkeyPatch) -> N
         tcnn_probe.record(model) as recorder,
         tcnn_probe.attention_stream(
             model, lambda attention: shown.update({attention.name: attention.weights()})
-        ) as seen,
+        ) as attended,
     ):
         model(x)
         recorder.mark(epoch=0)
-    assert [*shown] == [*seen.layers] == [*recorder.layers] == ["mixer"]
+    assert [*shown] == [*attended.layers] == [*recorder.layers] == ["mixer"]
     assert recorder.unsupported == {}
     torch.testing.assert_close(shown["mixer"][:, 0], expected, rtol=1e-9, atol=1e-12)
     entropy = -(expected * expected.clamp(min=1e-300).log()).sum(-1).mean((0, 2))

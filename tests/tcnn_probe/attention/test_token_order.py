@@ -268,7 +268,7 @@ def test_object_queries_as_many_as_cells(name: str, attention: dict[str, str]) -
 
 
 class Queries(nn.Module):
-    """As many learned queries as patches, which attend to the patches with a mask of whatever origin."""
+    """Learned queries, as many as patches, which attend to the patches with a mask of whatever origin."""
 
     num_heads = 1
 
@@ -285,8 +285,8 @@ class Queries(nn.Module):
 
 def test_a_mask_does_not_hide_where_queries_are_from() -> None:
     model = nn.Sequential(nn.Conv2d(3, 12, PATCH, PATCH), Queries())
-    seen = layouts(model, torch.randn(IMAGES))
-    assert seen == {"1": Layout(None, Tokens(0, ROWS, COLUMNS), NO_IMAGE)}
+    by_layer = layouts(model, torch.randn(IMAGES))
+    assert by_layer == {"1": Layout(None, Tokens(0, ROWS, COLUMNS), NO_IMAGE)}
 
 
 def test_mask_units_without_their_record(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -297,6 +297,8 @@ def test_mask_units_without_their_record(monkeypatch: pytest.MonkeyPatch) -> Non
     )
     name = "transformers.models.hiera.modeling_hiera.HieraMaskUnitAttention"
     monkeypatch.setitem(lookup.RECORDS, name, LayerRecord(heads_axis=1))
+    encoder = "transformers.models.hiera.modeling_hiera.HieraEncoder"
+    monkeypatch.delitem(lookup.RECORDS, encoder)
     lookup._record.cache_clear()
     try:
         layouts_of_layers = layouts(model, torch.randn(1, 3, 64, 64))
@@ -350,6 +352,7 @@ def test_grids_of_ordinary_models_are_confirmed(
         for x in layouts_of_layers.values()
         if x.reason in (NOT_IN_ORDER, NO_IMAGE)
     ]
+    # A window's tokens are known by the module that cuts it, so that nothing has to be followed.
     assert followed or case == "windows"
     assert all(followed)
 
@@ -410,6 +413,7 @@ def test_a_forward_leaves_the_traces_that_it_leaves_alone() -> None:
     results = []
     for model in (alone, watched):
         model.norm.register_forward_hook(lambda module, *_: heard.append(module))
+        # Dropout draws the same in both models.
         torch.manual_seed(1)
         if model is watched:
             with tcnn_probe.record(model, when="always") as recorder:
@@ -447,14 +451,15 @@ def test_pixels_are_followed_once_for_each_size(
     followed: list[torch.Size] = []
 
     class Counted(PlaceTracker):
-        def __init__(self, inputs: Any) -> None:
+        def __init__(self, inputs: Any, patches: int | None) -> None:
             followed.extend(x.shape for x in inputs)
-            super().__init__(inputs)
+            super().__init__(inputs, patches)
 
     monkeypatch.setattr(stream_module, "PlaceTracker", Counted)
     model = Ordered(RASTER).eval()
     monkeypatch.setattr(model, "arrange", lambda x: x.flatten(2).mT)
     with tcnn_probe.attention_stream(model, lambda _: None), torch.no_grad():
+        # Two sizes, that take turns.
         for height in (20, 20, 24, 20, 24):
             model(torch.randn(2, 3, height, 28))
     assert [shape[2] for shape in followed] == [20, 24]
@@ -476,6 +481,7 @@ def test_a_forward_that_fails_is_followed_again() -> None:
             model(torch.randn(IMAGES))
         handle.remove()
         model(torch.randn(IMAGES))
+    # The first layer of the forward that failed, and both of the next.
     assert call_layouts == [Layout(None, None, NOT_IN_ORDER)] * 3
 
 

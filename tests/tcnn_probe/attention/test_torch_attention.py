@@ -47,9 +47,11 @@ class Patches(nn.Module):
 
 
 padding = torch.zeros(B, N, dtype=torch.bool)
+# The last keys of all images, and one more of a single image: a mask for each.
 padding[:, 12:] = True
 padding[1, 3] = True
 hidden = torch.rand(N, N, generator=GENERATOR) < 0.4
+# No query is left without a key.
 hidden.fill_diagonal_(False)
 bias = torch.randn(N, N, generator=GENERATOR, dtype=torch.float64)
 

@@ -6,8 +6,9 @@ from functools import partial
 import pytest
 import timm
 import torch
+from timm.models.hiera import Unroll
 
-from tests.tcnn_probe.attention.bruteforce import Layout, attention_of, grid
+from tests.tcnn_probe.attention.bruteforce import Layout, Place, attention_of, grid
 from tests.tcnn_probe.attention.checking import Family, check_family, same, windows_last
 from tests.tcnn_probe.attention.sharpen import sharpen
 
@@ -43,11 +44,40 @@ def vit(
     )
 
 
-def hiera(size: tuple[int, int], heads: int) -> Family:
-    """Tokens in the order of units of 32 x 32 pixels."""
-    options = {"embed_dim": 24, "num_heads": heads, "stages": (1, 1, 1), "q_pool": 2}
+def of_units(
+    rows: int, columns: int, pools: int, windows: int, pooled: int = 1
+) -> list[Place]:
+    """Places of a unit's tokens, of a grid of ``pooled`` times as many rows, by timm's own change of their order."""
+    unroll = Unroll((rows, columns), (1, 1), [(2, 2)] * pools)
+    cells = unroll(torch.arange(rows * columns).view(1, -1, 1)).view(-1, windows)[:, 0]
+    middle = (pooled - 1) / 2
+    return [
+        (pooled * (cell // columns) + middle, pooled * (cell % columns) + middle)
+        for cell in cells.tolist()
+    ]
+
+
+def hiera(units: tuple[int, int], heads: int) -> Family:
+    """Units of 32 x 32 pixels, and global attention in the end; queries are pooled three times."""
+    (high, wide), count = units, units[0] * units[1]
+    options = {"embed_dim": 24, "num_heads": heads, "stages": (1, 1, 2, 1)}
+    size = 32 * high, 32 * wide
     model = partial(timm.create_model, "hiera_tiny_224", img_size=size, **options)
-    layouts = {"*": Layout(None, None, arrange=windows_last)}
+
+    def tokens(stage: int, windows: int, pooled: int = 1) -> list[Place]:
+        side = 8 >> stage
+        return of_units(side * high, side * wide, 3 - stage, windows, pooled)
+
+    last, first = tokens(2, 1), tokens(0, count)
+    layouts = {
+        "blocks.0.*": Layout(first, first, arrange=windows_last),
+        "blocks.1.*": Layout(tokens(1, count, 2), first, arrange=windows_last),
+        "blocks.2.*": Layout(
+            tokens(2, count, 2), tokens(1, count), arrange=windows_last
+        ),
+        "blocks.3.*": Layout(last, last, arrange=windows_last),
+        "blocks.4.*": Layout(tokens(3, 1, 2), last, arrange=windows_last),
+    }
     return Family(f"hiera_{heads}_heads", model, size, layouts, flattest=0.97)
 
 
@@ -66,8 +96,8 @@ FAMILIES = [
         (48, 80),
         {"*": Layout(*[grid(3, 5, prefix=4)] * 2)},
     ),
-    hiera((64, 96), heads=6),  # as many units as heads
-    hiera((32, 32), heads=3),  # one unit
+    hiera((2, 3), heads=6),  # as many units as heads
+    hiera((1, 1), heads=3),  # one unit
     Family(
         "sam2",
         partial(timm.create_model, "sam2_hiera_tiny", **HIERA),

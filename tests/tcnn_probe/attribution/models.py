@@ -43,12 +43,14 @@ class OneBlock(nn.Module):
         super().__init__()
         self.features = nn.Conv2d(2, 1, 1, bias=False)
         nn.init.constant_(self.features.weight, 0.5)
+        # In place, as in most ResNets: it overwrites what a method may still need.
         self.act = nn.ReLU(inplace=True)
 
     def forward(self, x: Tensor) -> Tensor:
         brightness = self.act(self.features(x))[:, 0, self.rows, self.columns].mean(
             (1, 2)
         )
+        # Brightness is about 1 in :func:`bright`, so that class 1 has 4 more; black gives class 0.
         return torch.stack([torch.zeros_like(brightness), 8 * brightness - 4], 1)
 
     def mask(self, images: int) -> Tensor:
@@ -115,5 +117,6 @@ def nearest(maps: np.ndarray, height: int, width: int, first: float) -> np.ndarr
 
 
 def _cell(pixel: int, spacing: float, cells: int, first: float | None) -> float:
+    # The middle of the first cell.
     first = (spacing - 1) / 2 if first is None else first
     return min(max((pixel - first) / spacing, 0), cells - 1)

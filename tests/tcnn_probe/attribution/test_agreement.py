@@ -22,6 +22,7 @@ def test_energy() -> None:
     np.testing.assert_allclose(energy_inside(MAPS, MASKS), by_hand, rtol=1e-12)
 
 
+# None, a neighbour, a diagonal one, and a disc.
 @pytest.mark.parametrize("tolerance", [0, 1, 1.5, 4])
 def test_pointing(tolerance: float) -> None:
     by_hand = []
@@ -30,6 +31,7 @@ def test_pointing(tolerance: float) -> None:
         near = [math.hypot(j - y, i - x) for j, i in PIXELS if mask[j][i]]
         by_hand.append(float(min(near) <= tolerance))
     assert pointing_game(MAPS, MASKS, tolerance).tolist() == by_hand
+    # Counted once, so that the random masks are seen to tell these tolerances apart.
     assert sum(by_hand) == {0: 1, 1: 4, 1.5: 5, 4: 5}[tolerance]
 
 
@@ -37,6 +39,7 @@ def test_pointing_with_several_maxima() -> None:
     maps = torch.zeros(1, 7, 11)
     mask = torch.zeros(1, 7, 11, dtype=torch.bool)
     mask[0, 2] = True
+    # Two of the three maxima are on the object.
     maps[0, 2, 4] = maps[0, 2, 9] = maps[0, 6, 1] = 3
     assert pointing_game(maps, mask).tolist() == [pytest.approx(2 / 3)]
 
@@ -96,5 +99,6 @@ def test_rank_correlation() -> None:
     correlations = rank_correlation(MAPS, comparisons)
     np.testing.assert_allclose(correlations, by_hand, rtol=1e-12)
     assert not np.allclose(correlations, 1)
+    # Ranks know no monotone change of scale.
     np.testing.assert_allclose(rank_correlation(MAPS, MAPS.exp() * 5), 1)
     np.testing.assert_allclose(rank_correlation(MAPS, -MAPS), -1)

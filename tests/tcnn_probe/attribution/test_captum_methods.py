@@ -80,6 +80,7 @@ def test_integrated_gradients_are_the_sum_over_few_points(steps: int) -> None:
     linear, x = Linear(), images()
     total = np.zeros(x.shape)
     for point, weight in zip(*GAUSS_LEGENDRE[steps], strict=True):
+        # On the way from the baseline, 0.3, to the image.
         at = 0.3 + point * (x.numpy() - 0.3)
         total += weight * linear.weight[1].detach().numpy() * (1 - np.tanh(at) ** 2)
     by_hand = ((x.numpy() - 0.3) * total).sum(1)
@@ -94,6 +95,7 @@ def test_integrated_gradients_are_the_sum_over_few_points(steps: int) -> None:
 
 def windows(side: int, window: int, stride: int) -> list[range]:
     """Along one side, the last ones cut off by the border."""
+    # captum's: the last window begins within the image and may end beyond it.
     starts = range(0, side - window + stride, stride)
     return [range(start, min(start + window, side)) for start in starts]
 
@@ -112,6 +114,7 @@ def test_occlusion_of_linear_model(
         windows(7, used[0][0], used[1][0]), windows(11, used[0][1], used[1][1])
     ):
         places = np.ix_(rows, columns)
+        # Each pixel has the mean over the windows that cover it.
         times[places] += 1
         for image in range(2):
             total[image][places] += by_pixel[image][places].sum()
@@ -138,6 +141,7 @@ def grad_cam(
     """Eq. 1 and 2 of the paper, by hand; ``as_maps`` makes feature maps of what the layer gives."""
     outputs: list[Tensor] = []
     handle = layer.register_forward_hook(
+        # A copy, which the next ReLU does not overwrite.
         lambda module, inputs, output: outputs.append(output.clone()) or outputs[0]
     )
     scores = model(x)
@@ -216,6 +220,7 @@ def test_default_layer_of_gradcam(make: Any, size: tuple[int, ...], layer: str) 
     )
 
 
+# Windows of 7 x 7 on 14 x 21 tokens, then 7 x 10: the last ones are padded.
 SWIN: dict[str, Any] = {
     "img_size": (56, 84),
     "depths": (1, 1),
@@ -224,6 +229,7 @@ SWIN: dict[str, Any] = {
 }
 TOKENS: dict[str, tuple[Any, tuple[int, int], str, Any]] = {  # model, images, its layer, maps of its tokens
     "class token": (
+        # The last block's patches no longer reach a class token, so it is the one before.
         lambda: transformer("deit_tiny_patch16_224", depth=3), (24, 40), "blocks.1",
         lambda x: x[:, 1:].unflatten(1, (3, 5)),
     ),
@@ -253,6 +259,7 @@ def test_gradcam_of_tokens_by_hand(name: str) -> None:
         [4, 1],
         lambda x: as_maps(x).movedim(-1, 1),
     )
+    # Ten thousand times the tolerance below.
     assert abs(by_hand).max() > 1e-6
     maps = tcnn_probe.saliency(model, x, [4, 1], "gradcam", relu_attributions=False)
     assert maps.attrs["layer"] == layer
@@ -270,6 +277,7 @@ class Lost(nn.Module):
         self.mix = nn.Sequential(nn.Linear(6, 6))
 
     def forward(self, x: Tensor) -> Tensor:
+        # 17 is prime, so no grid has as many cells.
         return self.mix(x.flatten(1)[:, :102].unflatten(1, (17, 6))).mean(1)
 
 
@@ -305,6 +313,7 @@ def test_gradcam_needs_a_map(
 @pytest.mark.parametrize(
     ("method", "options", "of_weights"),
     [
+        # captum's own default: absolute values, before they are added up.
         ("Saliency", {}, lambda w: w.abs().sum(0)),
         ("Saliency", {"abs": False, "absolute": True}, lambda w: w.sum(0).abs()),
         (captum.attr.Saliency, {"abs": False}, lambda w: w.sum(0)),
@@ -339,6 +348,7 @@ def test_classes_of_every_kind_run(method: str) -> None:
         nn.Linear(4, 5),
     )
     x = torch.randn(3, 3, 11, 13)
+    # Four features of rows of pixels; one for each pixel would take 143 forwards.
     squares = torch.arange(11 * 13).view(1, 1, 11, 13) // 40
     options = {"feature_mask": squares} if method == "FeatureAblation" else {}
     maps = tcnn_probe.saliency(model, x, 2, method, batch_size=2, **options)

@@ -58,6 +58,7 @@ def test_equals_brute_force(case: str) -> None:
     assert getattr(attention, "fused_attn", True)  # as timm makes it
     maps = tcnn_probe.saliency(model, images, layer=layer)
     by_hand = expected(model, images, name, prefix, [0, 0])
+    # A hundred times the tolerance: an even map would agree with anything.
     assert by_hand.std() > 0.01
     # 3 x 3 convolutions, or patches of 8 x 8.
     first = 0 if case == "patchconvnet" else 3.5
@@ -80,6 +81,7 @@ def test_map_of_the_targets_own_token() -> None:
     np.testing.assert_allclose(
         maps.values, bilinear(by_hand, *CONVOLVED, first=0), atol=1e-5
     )
+    # Each is one class off.
     of_wrong_targets = expected(model, images, "pool.block.attn", 0, [5, 0, 3])
     assert abs(by_hand - of_wrong_targets).max() > 0.01
 
@@ -125,6 +127,7 @@ class Crops(nn.Module):
         self.model = patchconvnet()
 
     def forward(self, x: Tensor) -> Tensor:
+        # As test-time augmentation does.
         return self.model(torch.cat([x, x.flip(-1)]))[: len(x)]
 
 

@@ -28,6 +28,7 @@ METHODS = [
     "DeepLift",
 ]
 OPTIONS: dict[str, dict[str, Any]] = {
+    # Few and large, so that each takes few forwards.
     "occlusion": {"window": 24},
     "integrated_gradients": {"n_steps": 2},
 }
@@ -56,6 +57,7 @@ def busy(method: str) -> tuple[nn.Module, Tensor]:
         if isinstance(module, nn.Dropout):
             module.p = 0.5
     for name, parameter in model.named_parameters():
+        # Frozen in part, with gradients that an optimizer has not used yet.
         parameter.requires_grad_("bias" not in name)
         parameter.grad = torch.full_like(parameter, 0.5) if "weight" in name else None
     model.blocks.register_forward_hook(_nothing)
@@ -143,6 +145,7 @@ def test_threads_wait_for_each_other(method: Any) -> None:
         Everything(model, x),
         tcnn_probe.saliency(model, x, 1, method).values,
     )
+    # All begin together, or the first would be done before the second begins.
     barrier, results = Barrier(3), []
 
     def attribute() -> None:
@@ -159,6 +162,7 @@ def test_threads_wait_for_each_other(method: Any) -> None:
         thread.join()
     assert len(results) == 6
     for maps in results:
+        # Batches of one image add up in another order, in float32.
         np.testing.assert_allclose(maps, expected, atol=1e-5 * abs(expected).max())
     before.check(model, x)
 
@@ -178,6 +182,7 @@ def test_half_precision(method: str) -> None:
     model, x = model_for(method)
     usual, half = maps_of(model, x, method), maps_of(model.bfloat16(), x, method)
     assert half.dtype == "float32"
+    # bfloat16 keeps 8 bits, and gradients amplify its rounding; maps of something else have a correlation near 0.
     assert np.corrcoef(half.values.ravel(), usual.values.ravel())[0, 1] > 0.9
 
 
@@ -218,6 +223,7 @@ def test_not_recorded_by_others(method: str) -> None:
 def test_bars_of_long_calls_are_shown_in_notebooks(
     notebook: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    # A shell in a terminal has no kernel.
     shell = SimpleNamespace(kernel=1) if notebook else None
     fake = SimpleNamespace(get_ipython=lambda: shell)
     monkeypatch.setitem(sys.modules, "IPython", fake)

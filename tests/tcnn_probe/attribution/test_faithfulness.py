@@ -17,6 +17,7 @@ IMAGES = torch.randn(
 MAPS = torch.randn(
     3, 7, 11, dtype=torch.float64, generator=torch.Generator().manual_seed(2)
 )
+# Each image has the mask of another one's map, so that neither all of a map lies inside nor none.
 MASKS = MAPS.roll(1, 0) > 0.5
 
 
@@ -28,6 +29,7 @@ def first(model: nn.Module, x: Tensor, target: Tensor) -> Tensor:
 def test_numbers_are_those_of_the_functions() -> None:
     model = Linear()
     target = torch.tensor([2, 0, 1])
+    # None of them a default.
     options = {"steps": 5, "baseline": 0.1, "samples": 3, "seed": 8}
     ds = tcnn_probe.faithfulness(
         model,
@@ -61,6 +63,7 @@ def test_numbers_are_those_of_the_functions() -> None:
             ),
         }
         for variable, values in expected.items():
+            # The same functions in the same order, in float64.
             np.testing.assert_allclose(row[variable], values, atol=1e-12)
             assert row[variable].dims == ("image",)
     sensitive = explaining.sensitivity(
@@ -125,10 +128,12 @@ def test_what_saliency_gave() -> None:
         "infidelity",
         "rank_correlation",
     }
+    # On a linear model these maps are exact.
     assert (expected.infidelity.sel(attribution="input_x_gradient") < 1e-12).all()
     turned = tcnn_probe.faithfulness(model, IMAGES, maps.transpose("x", "image", "y"))
     for name in expected:
         np.testing.assert_allclose(turned[name], expected[name], atol=1e-12)
+    # One method has no dimension of methods.
     alone = tcnn_probe.saliency(model, IMAGES, [1, 1, 0], "occlusion")
     single = tcnn_probe.faithfulness(model, IMAGES, alone, metrics="deletion_auc")
     assert single.attribution.values.tolist() == ["occlusion"]
@@ -160,6 +165,7 @@ def test_computed_now_is_what_saliency_gives() -> None:
     )
     assert now.attribution.values.tolist() == ["a", "b"]
     for name in precomputed:
+        # Maps in float32, computed in other batches.
         np.testing.assert_allclose(now[name], precomputed[name], atol=1e-5)
     assert now.sensitivity.notnull().all()
     assert "energy_inside" not in now

@@ -13,6 +13,7 @@ import tcnn_probe
 SIZE = (36, 50)
 CASES = [
     (kernel, stride, kernel // 2 - shortfall)
+    # Even and odd, overlapping, touching and apart; padded to the middle and a pixel less.
     for kernel, stride, shortfall in itertools.product((2, 4, 7), (2, 4, 7), (0, 1))
 ]
 
@@ -25,6 +26,7 @@ class Attends(nn.Module):
         self.drop = nn.Identity()
 
     def forward(self, tokens: Tensor) -> Tensor:
+        # Sharp enough that the bright token has most of the weight.
         query = torch.full_like(tokens, 4.0)[:, None]
         return tokens + self.drop(
             F.scaled_dot_product_attention(query, tokens[:, None], tokens[:, None])[
@@ -40,6 +42,7 @@ class Looks(nn.Module):
         super().__init__()
         self.last = last
         self.embed = nn.Conv2d(1, 1, kernel, stride, padding, bias=False)
+        # Weights fall from the middle, so that a cell answers most to its central pixel.
         hat = kernel - (torch.arange(kernel) - (kernel - 1) / 2).abs()
         self.embed.weight.data.copy_(hat[:, None] * hat / hat.max() ** 2)
         self.blocks = nn.Sequential(Attends(), Attends())
@@ -50,6 +53,7 @@ class Looks(nn.Module):
         tokens = self.blocks(
             torch.cat([cells, token] if self.last else [token, cells], 1)
         )
+        # Class 0 has a score of 0.
         return F.pad(tokens[:, -1 if self.last else 0], (1, 0))
 
 

@@ -21,6 +21,7 @@ def test_contributions_of_a_linear_model_are_faithful() -> None:
     maps = captum_maps("InputXGradient", model, IMAGES, TARGETS)[0]
     assert infidelity(model, IMAGES, maps, TARGETS).abs().max() < 1e-12
     assert infidelity(model, IMAGES, maps, TARGETS, normalize=False).max() < 1e-24
+    # Normalised, the scale of a map does not matter.
     assert infidelity(model, IMAGES, 5 * maps, TARGETS).abs().max() < 1e-12
     assert (infidelity(model, IMAGES, 5 * maps, TARGETS, normalize=False) > 1).all()
     assert (infidelity(model, IMAGES, maps.flip(2), TARGETS) > 0.1).all()
@@ -49,6 +50,7 @@ def test_infidelity_by_hand(batch_size: int, normalize: bool) -> None:
         by_hand.append(((scale * a - b) ** 2).mean())
     options = {"baseline": 0.25, "samples": 7, "seed": 9, "normalize": normalize}
     infidelities = infidelity(model, x, maps, target, batch_size=batch_size, **options)  # type: ignore[arg-type]
+    # Sums of 240 pixels and differences of scores near 4, in float32.
     np.testing.assert_allclose(infidelities, by_hand, rtol=1e-4, atol=1e-4)
     assert infidelities[0] > 0.01
 
@@ -60,6 +62,7 @@ def test_squares() -> None:
         rows, columns = square.any(1).nonzero()[:, 0], square.any(0).nonzero()[:, 0]
         assert square.sum() == len(rows) ** 2 == len(columns) ** 2
         sides.add(len(rows))
+    # Up to half of the shorter side.
     assert sides == {1, 2, 3}
     assert squares.any(0).all()
     assert torch.equal(squares, random_squares(100, (7, 11), seed=0))

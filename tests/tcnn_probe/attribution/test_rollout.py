@@ -39,6 +39,7 @@ def product(model: nn.Module, images: Tensor, prefix: int, token: int) -> np.nda
                 full[0] = 0
                 full[0, count - mean.shape[1] :] = mean[0]
                 attention = (full + np.eye(count)) / 2
+                # Class attention leaves the patches as they are.
                 attention[1:] = np.eye(count)[1:]
             else:
                 full[token:, token:] = mean
@@ -92,6 +93,7 @@ def swin() -> nn.Module:
 
 
 def pvt() -> nn.Module:
+    # Its keys are reduced, so queries and keys are not the same tokens.
     return timm.create_model("pvt_v2_b0", depths=(1, 1, 1, 1), num_classes=3)
 
 

@@ -71,6 +71,7 @@ def test_batches_do_not_matter(method: str) -> None:
         else (OneBlock(), bright())
     )
     batch_sizes: list[int] = []
+    # Batches are counted in the model, where memory is taken.
     next(model.children()).register_forward_pre_hook(
         lambda module, inputs: batch_sizes.append(len(inputs[0]))
     )
@@ -115,6 +116,7 @@ def test_targets_and_images_as_they_come() -> None:
 def red(model: nn.Module, x: Tensor, target: Tensor) -> Tensor:
     """First channel, times the class."""
     assert not model.training
+    # Whatever the caller's mode is: a method may differentiate.
     assert torch.is_grad_enabled()
     return x[:, 0] * target[:, None, None]
 
@@ -155,6 +157,7 @@ def test_several_methods(tmp_path: Path) -> None:
     }.items():
         alone = tcnn_probe.saliency(model, x, method=name, **options).rename(name)
         xr.testing.assert_identical(maps[name].drop_attrs(), alone.drop_attrs())
+    # Attributes have to be plain JSON.
     maps.to_zarr(tmp_path / "maps.zarr", consolidated=False)
     with xr.open_zarr(tmp_path / "maps.zarr", consolidated=False) as read:
         xr.testing.assert_identical(read.load(), maps)
@@ -176,6 +179,7 @@ def test_an_unsupported_method_of_several_is_left_out() -> None:
         warnings, ("class_attention", "rollout", "gradcam"), reasons, strict=True
     ):
         assert str(warning.message).startswith(f"{name!r} is left out: {reason}")
+        # The line of the caller, not one of the library's.
         assert warning.filename == __file__
     with pytest.raises(ValueError, match="no layer has a map of class attention"):
         tcnn_probe.saliency(model, IMAGES, method=["class_attention", "rollout"])
@@ -202,7 +206,7 @@ def flat(model: nn.Module, x: Tensor, target: Tensor) -> Tensor:
         (
             {"target": [0, 1]},
             ValueError,
-            r"expected one target, or 5: one an image; got shape \(2,\)",
+            r"expected one target, or 5, one for each image; got shape \(2,\)",
         ),
         ({"target": 1.0}, TypeError, "class indices for targets, got torch.float32"),
         ({"target": "cat"}, TypeError, "class indices for targets, got 'cat'"),
@@ -238,7 +242,7 @@ def flat(model: nn.Module, x: Tensor, target: Tensor) -> Tensor:
             TypeError,
             "'rollout' has no option 'layer'",
         ),
-        ({"method": red, "strength": 3}, TypeError, "'red' is a function of yours"),
+        ({"method": red, "strength": 3}, TypeError, "'red' is your own function"),
         (
             {"method": flat},
             TypeError,

@@ -44,6 +44,7 @@ def settings_of(kind: str, out: Path) -> Config:
         model="resnet18",
         model_options=TINY,
         out=str(out),
+        # Three steps of eight images.
         limit=24,
         batch_size=8,
         epochs=LAST_EPOCH,
@@ -131,6 +132,7 @@ class Soak:
     def __init__(self, folder: Path, seed: int) -> None:
         self.folder, self.chance = folder, random.Random(seed)
         self.counts: Counter[str] = Counter()
+        # As long as each kind takes uninterrupted, so that kills fall anywhere in it.
         self.seconds: dict[str, float] = {}
         for number, kind in enumerate(KINDS):
             begun = time.monotonic()
@@ -180,6 +182,7 @@ class Soak:
         recorder = Child(record_anew, store)
         recorder.numbers(1)
         time.sleep(self.chance.uniform(0, 0.3))
+        # Some are left to end, so that both outcomes occur.
         recorder.end(kill=self.chance.random() < 0.7)
         marks, is_new = Child(accuracies, store).end()
         assert marks == (1 if is_new else LAST_EPOCH + 1)

@@ -63,7 +63,9 @@ def test_lightning(tmp_path: Path) -> None:
     trainer = pl.Trainer(
         max_epochs=2, accelerator="cpu", devices=1, callbacks=[recording], **quiet
     )
+    # Seven images in batches of four: a count of batches, or of full ones, would not give 7.
     trainer.fit(model, DataLoader(data(5), 5), DataLoader(data(7), 4))
+    # A validation outside of fit(), which is not to be marked.
     trainer.validate(model, DataLoader(data(3), 3), verbose=False)
     assert Trace(model.vit).hooks == before
     ds = xr.open_zarr(tmp_path / "run.zarr")
@@ -149,6 +151,7 @@ def test_hugging_face(tmp_path: Path) -> None:
         for name, parameter in model.named_parameters():
             # Named so in transformers 4 and 5.
             if name.endswith(("query.weight", "q_proj.weight")):
+                # Logits far above the limit of health, so that there is an alarm to pass on.
                 parameter *= 1e5
     before = Trace(model).hooks
     with pytest.raises(KeyboardInterrupt), pytest.warns(RuntimeWarning):

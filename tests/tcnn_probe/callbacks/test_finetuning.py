@@ -14,6 +14,7 @@ from tcnn_model.training.command import train
 from tcnn_model.training.config import Config
 from tcnn_probe.callbacks.finetuning import Recording
 
+# A ResNet-18 of one block a stage: a run takes seconds, and its last stage still has two layers to convert.
 TINY = {"layers": [1, 1, 1, 1], "channels": [8, 8, 16, 16]}
 
 
@@ -44,6 +45,7 @@ def test_each_epoch_of_a_resumed_run_is_recorded_once(
     mark = Recording.__call__
 
     def interrupted(self: Recording, scalars: dict[str, float]) -> None:
+        # The checkpoint of this epoch is on disk by then.
         if scalars["epoch"] == 1:
             raise KeyboardInterrupt
         mark(self, scalars)
@@ -81,6 +83,7 @@ def test_heads_come_in_where_a_cnn_becomes_a_tcnn(
         "no heads are recorded, only scalars: nothing to mark: no attention was seen in ResNet"
         in message
     )
+    # A header and three epochs.
     assert len((tmp_path / "a" / "epochs.csv").read_text().splitlines()) == 4
     list(
         train(

@@ -214,6 +214,7 @@ def errors(rank: int, folder: Path) -> None:
         raises(lambda: recorder.mark(epoch=0), "already marked")
         put, recorder._store.append = (
             recorder._store.append,
+            # The disk of rank 0, which alone writes, is full.
             full if rank == 0 else recorder._store.append,
         )
         raises(lambda: recorder.mark(epoch=1), "No space left")
@@ -262,6 +263,7 @@ def main(rank: int, folder: Path) -> list[str]:
         init_method=f"file://{folder / 'meet'}",
         rank=rank,
         world_size=2,
+        # Ranks that wait for each other fail soon.
         timeout=timedelta(seconds=20),
     )
     passed = []

@@ -31,9 +31,11 @@ def test_several_recorders_removed_in_any_order(first: int) -> None:
     ]
     attached = list(recorders)
     for epoch in range(2):
+        # Two forwards, of which every=2 takes the first.
         model(images()), model(images())
         for recorder in attached:
             recorder.mark(epoch=epoch)
+        # One after each epoch, in another order for each ``first``.
         attached.remove(recorders[(first + epoch) % 3])
         recorders[(first + epoch) % 3].remove()
     recorders[(first + 2) % 3].remove()
@@ -98,6 +100,7 @@ def test_parts_called_instead_of_the_model(what: str) -> None:
 def test_the_flag_of_the_whole_model_decides(training: bool) -> None:
     """Flags of its parts, which users set for frozen layers or forget, do not count."""
     model = vit().train(training)
+    # The opposite flag in one part.
     model.blocks[0].train(not training)
     modes = [module.training for module in model.modules()]
     with tcnn_probe.record(model, when="train" if training else "eval") as recorder:

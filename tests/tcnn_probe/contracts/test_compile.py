@@ -150,6 +150,7 @@ def test_fullgraph_of_the_forward() -> None:
         model.eval()
         model(x)  # the original: it shares the weights
         recorder.mark(epoch=0)
+        # fullgraph refuses the break that a recorded forward is.
         with torch.compiler.set_stance("force_eager"):
             compiled(x)
         recorder.mark(epoch=1)

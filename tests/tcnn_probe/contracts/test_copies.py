@@ -59,6 +59,7 @@ def test_copies_record_nothing(make: Callable[[nn.Module], nn.Module]) -> None:
     with tcnn_probe.record(
         model, probes=[*tcnn_probe.DEFAULT, "gradient"], when="always"
     ) as recorder:
+        # A key of the recorder's would be in every checkpoint.
         assert [*model.state_dict()] == [*before.state]
         twin = make(model).eval()
         torch.testing.assert_close(twin(images()), logits)
@@ -120,6 +121,7 @@ def test_no_cycle_keeps_a_forward_or_the_model_alive() -> None:
         model(x)
         gc.collect()
         before = tensors()
+        # Reference counts alone have to free the activations.
         gc.disable()
         try:
             for _ in range(5):

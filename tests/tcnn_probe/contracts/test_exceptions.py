@@ -62,6 +62,7 @@ def test_in_a_forward_caught_and_not(place: str, error: type[BaseException]) -> 
         for epoch in range(2):
             bomb.armed = True
             with pytest.raises(error, match="boom"):
+                # Another number of other images than those that count: none of them may be left.
                 model(images(7, seed=2))
             bomb.armed = False
             second_model(images(2))  # what runs now is another model
@@ -86,6 +87,7 @@ def test_of_user_code_and_of_hooks_added_while_recording(
     before = Trace(model)
     with pytest.raises(error, match="mine"), tcnn_probe.record(model) as recorder:  # noqa: PT012
         handles = [
+            # Before the recorder's own hooks, and after them.
             model.register_forward_pre_hook(bomb, prepend=True),
             model.register_forward_hook(bomb),
         ]
@@ -115,6 +117,7 @@ def test_refused_or_failing_record_leaves_nothing(
     def fail(*args: Any, **kwargs: Any) -> None:
         raise MemoryError("no room for a hook")
 
+    # The last block's neighbour: hooks of earlier modules are on by then.
     monkeypatch.setattr(type(model.norm), "register_forward_hook", fail)
     with pytest.raises(MemoryError, match="no room"):
         tcnn_probe.record(model, tmp_path / "run.zarr")

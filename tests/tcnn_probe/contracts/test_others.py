@@ -54,6 +54,7 @@ def test_hooks_of_others_fire_in_their_order() -> None:
     with tcnn_probe.record(model):
         assert fire(model) == expected
     again = vit()
+    # With maps too, which take another path through attention.
     with tcnn_probe.record(again, when="always", images=[0]):
         assert fire(again) == expected
 
@@ -134,6 +135,7 @@ def test_mode_that_stays_on_after_the_forward(mode: Callable[[], Any]) -> None:
             model(images())
             handle.remove()
             count = len(entered.calls)
+            # An operation that the mode has to see, as it is still on.
             torch.ones(2) + 1
             assert len(entered.calls) > count
         finally:

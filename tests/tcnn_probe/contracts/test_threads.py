@@ -55,6 +55,7 @@ def test_at_once() -> None:
     def run(which: nn.Module) -> None:
         start.wait()
         with torch.no_grad():
+            # Enough that forwards of the threads overlap.
             for _ in range(15):
                 which(images())
         left.append(not no_modes())
@@ -74,6 +75,7 @@ def test_at_once() -> None:
         check_entropies(recorder, expected)
         count = int(recorder.dataset.images[0, 0])
     # How many forwards are measured depends on how the threads meet; each is measured whole, or not.
+    # Two threads with 15 forwards each, of three images.
     assert 0 < count <= 30 * 3
     assert count % 3 == 0
     assert before == Trace(model)
@@ -86,6 +88,7 @@ def test_other_threads_and_models_in_the_middle_of_a_forward() -> None:
 
     def elsewhere() -> None:
         with torch.no_grad():
+            # Five images and not three, so that those measured by mistake are counted.
             model(images(5)), second(images(5))
         modes.append(no_modes())
 
@@ -170,6 +173,7 @@ def test_mark_in_the_middle_of_another_thread_s_forward() -> None:
     def wait(*_: Any) -> None:
         if threading.current_thread() is not threading.main_thread():
             entered.set()
+            # A test that hangs would say nothing; a minute is beyond any load.
             assert marked.wait(60)
 
     model.blocks[1].register_forward_pre_hook(wait)

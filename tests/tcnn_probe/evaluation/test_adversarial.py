@@ -38,6 +38,7 @@ def foolbox_attack(
 ) -> Tensor:
     """FGSM or, of several steps, PGD from a given start, by foolbox."""
     with warnings.catch_warnings():
+        # foolbox, dormant since 2024, and eagerpy warn of what they import.
         warnings.simplefilter("ignore")
         import eagerpy
         import foolbox
@@ -48,6 +49,7 @@ def foolbox_attack(
             steps=options["steps"],
             random_start=start is not None,
         )
+        # Its own generator would draw another start.
         attack.get_random_start = lambda x, epsilon: eagerpy.astensor(start)
     mean, std = ([float(x) for x in numbers] for numbers in normalization)
     preprocessing = {"mean": mean, "std": std, "axis": -3}
@@ -120,6 +122,7 @@ def test_pgd_is_foolboxs(
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+# The papers' budget, one that float32 rounds away near 1, and one that reaches the ends of the range.
 @pytest.mark.parametrize("epsilon", [1 / 255, 1e-9, 0.7])
 def test_budget_and_range(epsilon: float, dtype: torch.dtype) -> None:
     model, x = Small(), pixels(5, size=(29, 31)).to(dtype)
@@ -135,6 +138,7 @@ def test_budget_and_range(epsilon: float, dtype: torch.dtype) -> None:
             epsilon, dtype=adversarial.dtype
         )
         assert 0 <= adversarial.min() <= adversarial.max() <= 1
+        # A budget that is lost in rounding cannot be used up.
         if epsilon > 1e-3:
             assert (adversarial.double() - x.double()).abs().max() > 0.999 * epsilon
 
@@ -142,6 +146,7 @@ def test_budget_and_range(epsilon: float, dtype: torch.dtype) -> None:
 def test_batches_do_not_matter() -> None:
     model, x, y = Small().double(), pixels(7).double(), labels(7)
     x[1], y[1] = x[0], y[0]
+    # A step so small that the result is where the ascent starts.
     options: dict[str, Any] = {"normalization": NORMALIZATION, "steps": 1, "step": 1e-9}
     together = evaluation.pgd(model, x, y, seed=5, **options)
     parts = [
@@ -180,6 +185,7 @@ def test_functions_arrays_and_whatever_mode_the_caller_is_in(precision: str) -> 
         assert torch.equal(
             attack(model, x.numpy(), y.tolist(), normalization=NORMALIZATION), expected
         )
+        # Tensors made in inference mode can never be differentiated, weights in autocast's cache not here.
         for mode in (torch.no_grad, torch.inference_mode):
             with mode():
                 x, y = pixels(3), labels(3)
@@ -204,6 +210,7 @@ def test_small_gradients_of_a_half_precision_model_are_not_zero() -> None:
             torch.tensor([26.0, 0.0]),
         )
     assert (
+        # All weights push the same way: up.
         evaluation.fgsm(sure, x, [0], epsilon=0.25, normalization=NONE) == 0.75
     ).all()
 
@@ -247,6 +254,7 @@ def test_a_model_is_as_it_was_and_in_eval_mode_meanwhile() -> None:
     def fail(*args: Any) -> None:
         raise BrokenError
 
+    # In the middle of a forward, with the model in eval mode and gradients of weights off.
     model.drop.register_forward_hook(fail)
     before, random = Trace(model), torch.get_rng_state()
     with pytest.raises(BrokenError):
@@ -315,6 +323,7 @@ def test_what_is_refused(options: dict[str, Any], message: str) -> None:
 
 def test_what_rounding_leaves_beyond_the_range_is_cut_off() -> None:
     x, y = pixels(3), labels(3)
+    # Half of what is allowed beyond the range, as resizing in float16 leaves it.
     beyond = x + torch.where(x == 0, -5e-5, torch.where(x == 1, 5e-5, 0.0))
     adversarial, expected = (
         evaluation.pgd(Small(), values, y, normalization=NONE) for values in (beyond, x)

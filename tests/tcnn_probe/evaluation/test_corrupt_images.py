@@ -22,8 +22,10 @@ KINDS = {
     ),
     "uint8": lambda x: x,
     "single, float32": lambda x: (x[0] / 255).astype(np.float32),
+    # As FITS and HDF5 files have it.
     "grey, big-endian": lambda x: (x[0, ..., 0] / 255).astype(">f4"),
     "grey channel": lambda x: x[..., 1:2],
+    # Negative strides, which torch cannot take.
     "mirrored": lambda x: x[:, ::-1, ::-1],
 }
 GREY = np.full((11, 13), 0.5)
@@ -35,6 +37,7 @@ def batch() -> NDArray[Any]:
     from sklearn.datasets import load_sample_images
 
     china, flower = load_sample_images().images
+    # Photographs: many corruptions do nothing to noise.
     views = (china[20:380, 20:600], flower[:360, 40:620], china[60:400, 200:640])
     return np.stack(
         [np.asarray(Image.fromarray(view).resize((37, 23))) for view in views]
@@ -45,6 +48,7 @@ def batch() -> NDArray[Any]:
 def test_the_same_kind_comes_back(kind: str, batch: NDArray[Any]) -> None:
     images: Any = KINDS[kind](batch)
     before = images.clone() if isinstance(images, torch.Tensor) else images.copy()
+    # Snow blurs, draws, and mixes channels.
     corrupted = corrupt(images, "snow", 4)
     assert type(corrupted) is type(images)
     assert (corrupted.shape, corrupted.dtype) == (images.shape, images.dtype)
@@ -84,6 +88,7 @@ def test_draws_follow_from_the_seed_and_the_images_number(
 ) -> None:
     """Neither from the batch nor from global generators, of which no number is taken."""
     before = global_generators()
+    # A number of NumPy's, as an image's index often is.
     together = corrupt(batch, name, 2, seed=np.int64(11), first=40)  # type: ignore[arg-type]
     np.testing.assert_array_equal(
         corrupt(batch[2], name, 2, seed=11, first=42), together[2]
@@ -99,6 +104,7 @@ def test_draws_of_every_version() -> None:
     names = ("gaussian_noise", "shot_noise", "fog")
     corrupted = {name: corrupt(grey, name, 1, seed=3, first=2)[0, :3] for name in names}
     assert {name: values.round(9).tolist() for name, values in corrupted.items()} == {
+        # Written down: whoever publishes accuracies can draw the same images with a later version.
         "gaussian_noise": [0.552024263, 0.463816824, 0.476168421],
         "shot_noise": [0.516666667, 0.466666667, 0.533333333],
         "fog": [0.125, 0.202326478, 0.260019185],
@@ -108,6 +114,7 @@ def test_draws_of_every_version() -> None:
 def test_corruptions_images_and_seeds_have_draws_of_their_own_and_severities_share_them() -> (
     None
 ):
+    # Seed and image; beyond 32 bits as well, where NumPy's older seeding ends.
     keys = ((0, 0), (0, 1), (1, 0), (2**32, 0), (0, 2**32))
     draws = {
         _random_state(corruption, *key).random_sample()
@@ -116,6 +123,7 @@ def test_corruptions_images_and_seeds_have_draws_of_their_own_and_severities_sha
     }
     assert len(draws) == 15 * len(keys)
     noise = [(corrupt(GREY, "gaussian_noise", severity) - GREY) for severity in (1, 2)]
+    # Their published standard deviations at severities 1 and 2.
     np.testing.assert_allclose(noise[0] / 0.08, noise[1] / 0.12, atol=1e-12)
 
 
@@ -146,6 +154,7 @@ def test_damage_grows_with_severity(name: str) -> None:
     assert growing == [
         severity for severity in (2, 3, 4, 5) if (name, severity) not in LESS
     ], damage
+    # The smallest size that is taken: kernels and displacements are larger.
     smallest = batch[:, :8, :9]
     assert np.isfinite(corrupt(smallest, name, 5)).all()
 
@@ -158,11 +167,17 @@ def test_pictures_of_frost_can_be_given(batch: NDArray[Any], tmp_path: Path) -> 
     for frost in ([blue], [blue / 255], tmp_path, str(tmp_path)):
         corrupted = corrupt(batch / 255, "frost", 1, frost=frost)
         np.testing.assert_allclose(
-            corrupted, np.clip(batch / 255 + [0, 0, 0.4], 0, 1), atol=1e-12
+            # Severity 1 adds 0.4 of the frost to the whole picture.
+            corrupted,
+            np.clip(batch / 255 + [0, 0, 0.4], 0, 1),
+            atol=1e-12,
         )
     grey = corrupt(batch[..., :1] / 255, "frost", 2, frost=[blue, blue])
     np.testing.assert_allclose(
-        grey, np.clip(0.8 * batch[..., :1] / 255 + 0.6 * 0.114, 0, 1), atol=1e-12
+        # 0.8 and 0.6 are severity 2; 0.114 is the share of blue in grey (ITU-R BT.601).
+        grey,
+        np.clip(0.8 * batch[..., :1] / 255 + 0.6 * 0.114, 0, 1),
+        atol=1e-12,
     )
     np.testing.assert_array_equal(
         corrupt(batch, "fog", 1, frost=[blue]), corrupt(batch, "fog", 1)
@@ -183,7 +198,7 @@ TENSOR = torch.full((2, 3, 9, 11), 0.5)
 @pytest.mark.parametrize(
     ("images", "error", "message"),
     [
-        ([[0.5]], TypeError, "a tensor, an array or an image of PIL, got list"),
+        ([[0.5]], TypeError, "a tensor, an array or a PIL image, got list"),
         (IMAGE > 1, TypeError, "uint8, or of floats .*, got bool"),
         ((TENSOR * 255).byte(), TypeError, "floating-point tensor .* got torch.uint8"),
         (

@@ -39,7 +39,10 @@ def make_results(run: int = 0) -> xr.Dataset:
     for kind, names in (dims | {"adversarial_": ("model", "attack", "seed")}).items():
         shape = (*(ds.sizes[name] for name in names), 23)
         predictions = np.where(
-            random.random(shape) < 0.6, label, random.integers(0, 4, shape)
+            # Right more often than not, so that every kind of agreement occurs.
+            random.random(shape) < 0.6,
+            label,
+            random.integers(0, 4, shape),
         )
         ds[f"{kind}prediction"] = (*names, "image"), predictions
         ds[f"{kind}confidence"] = (
@@ -147,6 +150,7 @@ def test_calibration_error_by_brute_force(bins: int) -> None:
                     sum(sure[n] for n in held) / len(held),
                 )
                 total += len(held) / 23 * abs(accuracy - mean)
+        # Mean confidence and mean accuracy, which is 1 at most.
         terms = sum(map(abs, sure)) / 23 + 1
         assert float(errors[at]) == pytest.approx(
             total, abs=4 * np.finfo(float).eps * terms
@@ -214,6 +218,7 @@ def test_of_results_that_are_not_loaded() -> None:
         "dask", reason="dask is an extra: pip install 'tcnn-probe[dask]'"
     )
     ds = make_results()
+    # 5 does not divide 23: the last chunk is shorter.
     lazy = ds.chunk(image=5)
     for of in (
         disagreement,
@@ -283,7 +288,7 @@ def test_what_is_refused() -> None:
     right = ds.clean_correct
     with pytest.raises(
         TypeError,
-        match=r"expected whether each image is right, bool, as ds.correct; got float64",
+        match=r"expected True or False for each image, bool, as ds.correct; got float64",
     ):
         mcnemar(right[0].astype(float), right[1])
     with pytest.raises(

@@ -19,6 +19,7 @@ pytestmark = pytest.mark.filterwarnings(
 )
 
 WNIDS = ImageNetInfo("imagenet-1k").label_names()
+# Classes 1, 2, 4 and 6 of ImageNet.
 GOLDFISH, SHARK, HAMMERHEAD, STINGRAY = (
     "n01443537",
     "n01484850",
@@ -52,6 +53,7 @@ def read(variant: evaluation.Variant) -> tuple[Tensor, Tensor]:
 def test_labels_are_those_of_the_folders(name: str, tmp_path: Path) -> None:
     """Labels are class indices, not ranks among the folders; every image comes once."""
     classes = (
+        # Sorted as text, 10 and 100 come before 2.
         ["10", "9", "2", "100"]
         if name == "imagenet-v2"
         else [STINGRAY, GOLDFISH, HAMMERHEAD, SHARK]
@@ -66,6 +68,7 @@ def test_labels_are_those_of_the_folders(name: str, tmp_path: Path) -> None:
     by_class(tmp_path / "fog" / "3" if name == "imagenet-c" else tmp_path, classes)
     variant = imagenet_variant(name, tmp_path, batch_size=3, **options)
     images, labels = read(variant)
+    # The grey of an image is its number; ImageNet-C's are not resized, others are.
     levels = (images[:, 0].amax((1, 2)) * 255).round().int() // 10 - 1
     indices = [
         int(folder) if folder.isdigit() else WNIDS.index(folder) for folder in classes
@@ -94,6 +97,7 @@ def test_the_200_classes(name: str, tmp_path: Path) -> None:
         (tmp_path / WNIDS[index]).mkdir()
     picture(tmp_path / WNIDS[indices[3]] / "a.png", 7)
     (tmp_path / "README.txt").write_text("about")
+    # Downloads leave such folders.
     (tmp_path / ".cache").mkdir()
     variant = imagenet_variant(name, tmp_path, size=3)
     assert variant.classes == tuple(sorted(indices))
@@ -115,6 +119,7 @@ def test_real_labels(tmp_path: Path) -> None:
     reference = RealLabelsImagenet(
         [f"ILSVRC2012_val_{number:08d}.JPEG" for number in numbers] + [""] * 49997
     )
+    # No answer for the first, a right one for the second, a wrong one for the third.
     reference.add_result(torch.eye(1000)[[795, 231, 58]])
     assert reference.is_correct[1] == [True, False] == right[[0, 1], [231, 58]].tolist()
 
@@ -129,6 +134,7 @@ def test_pixels(tmp_path: Path) -> None:
     model = timm.create_model("resnet10t", num_classes=3)
     sizes = {
         "input_size": (3, 31, 31),
+        # Models of timm that are tested at a larger size than they are trained at.
         "test_input_size": (3, 37, 37),
         "crop_pct": 0.95,
         "mean": (0.1, 0.2, 0.3),
@@ -175,12 +181,14 @@ def test_imagenet_c_is_shown_as_it_is(tmp_path: Path) -> None:
 
 def test_no_other_image_stands_in_for_one_that_cannot_be_read(tmp_path: Path) -> None:
     by_class(tmp_path, [SHARK])
+    # timm's reader would show the next image in its place.
     (tmp_path / SHARK / "1.JPEG").write_bytes(b"nothing")
     with pytest.raises(UnidentifiedImageError):
         read(imagenet_variant("imagenet", tmp_path, size=3))
 
 
 def test_reading_leaves_torchs_random_state(tmp_path: Path) -> None:
+    # A DataLoader draws a seed for its workers each time it is iterated.
     variant = imagenet_variant("imagenet", by_class(tmp_path, [SHARK]), size=3)
     before = torch.get_rng_state()
     assert all(
@@ -226,7 +234,7 @@ def test_reading_leaves_torchs_random_state(tmp_path: Path) -> None:
             "imagenet",
             {"model": torch.nn.Flatten()},
             ValueError,
-            "no pretrained_cfg of timm's: give size instead",
+            "no timm pretrained_cfg: give size instead",
         ),
         (
             "imagenet-a",

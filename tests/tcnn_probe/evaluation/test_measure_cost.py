@@ -31,6 +31,7 @@ def quick(models: object, size: object = None, **options: object) -> xr.Dataset:
 
 
 def test_by_hand() -> None:
+    # In float64 besides: a model's own dtype is what images are made in.
     grouped = nn.Sequential(
         nn.Conv2d(3, 6, 3, 2, padding=1, groups=3),
         nn.AdaptiveAvgPool2d(1),
@@ -39,6 +40,7 @@ def test_by_hand() -> None:
     ds = quick({"wide": Wide(), "grouped": grouped}, 4)
     assert ds.parameters.values.tolist() == [48 * 1000 + 1000 + 2000 + 2, 6 * 9 + 6]
     assert ds.multiply_adds.values.tolist() == [48 * 1000 + 2000, 6 * 2 * 2 * 9]
+    # Before and after the rectifier, batch 8 in float32.
     assert ds.peak_memory.sel(model="wide") * 2**20 == 2 * 8 * 1000 * 4
     assert (ds.images_per_second > 0).all()
     # Height and width: three channels of 4 x 8 values, of which none is left over.
@@ -53,10 +55,12 @@ def test_attention_in_blocks_is_counted() -> None:
         for backend in ("dense", "blocks")
     }
     counted = quick(layers, (4, 14, 15)).multiply_adds.values
+    # Without padding 3 x 3 taps fit 12 x 13 times.
     pixels, queries = 14 * 15, 12 * 13
     assert (
         counted[0]
         == counted[1]
+        # Nine heads: q k^T of one channel, and attention times four; then queries, keys and values; then W_out.
         == 9 * queries * pixels * (1 + 4)
         + pixels * (9 + 4) * 4
         + queries * (9 + 9 * 4) * 4
@@ -98,6 +102,7 @@ def test_training_leaves_no_trace() -> None:
     state = {name: x.clone() for name, x in model.state_dict().items()}
     with torch.no_grad():
         ds = evaluation.cost(model, 8, batch_size=2, rounds=3, training=True)
+    # Three rounds, and one to warm up.
     assert (model.forwards, model.backwards) == (4, 4)
     assert 0 < ds.training_images_per_second.item() < float("inf")
     assert not any(module.training for module in model.modules())

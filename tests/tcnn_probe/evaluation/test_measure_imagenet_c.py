@@ -26,6 +26,7 @@ EXTRA = "n01440764/ILSVRC2012_val_00000007.JPEG"  # of a class before the others
 def level(file: str, corruption: str, severity: int) -> int:
     """Return the grey of an image, a multiple of 10 that depends on its place, corruption and severity."""
     place = FILES.index(file) if file in FILES else 9
+    # Modulo 23, a prime beyond all places: another place, corruption or severity gives another grey.
     return 10 * ((3 * place + 5 * CORRUPTIONS.index(corruption) + severity) % 23)
 
 
@@ -43,6 +44,7 @@ def root(tmp_path: Path) -> Path:
             for file in FILES:
                 path = tmp_path / "c" / corruption / str(severity) / file
                 write(path, level(file, corruption, severity), 224)
+    # An image more, first in order, shifts clean images against corrupted ones that are joined by number.
     for number, file in enumerate([EXTRA, *FILES]):
         write(tmp_path / "val" / file, 20 * number, 31)
     return tmp_path

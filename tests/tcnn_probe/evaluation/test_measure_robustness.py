@@ -28,6 +28,7 @@ from tests.tcnn_probe.evaluation.classifiers import (
 
 SOME = {
     "corruptions": ["contrast", "gaussian_noise", "pixelate"],
+    # In an order that sorting would change.
     "severities": (5, 2),
     "seeds": (3, 0),
 }
@@ -64,6 +65,7 @@ def right(
 def test_by_hand() -> None:
     models = {"a": Small().double().eval(), "b": Small(seed=1).double().eval()}
     x, y = pixels(7).double(), labels(7)
+    # Large enough that some decisions change and others do not, as asserted at the end.
     pgd = {"epsilon": 0.05, "step": 0.02, "steps": 3}
     attacks = {"pgd": pgd, "fgsm": {"epsilon": 0.04}}
     ds = evaluation.robustness(
@@ -119,6 +121,7 @@ def test_by_hand() -> None:
         np.testing.assert_allclose(
             ds[f"{mean}_se"], (share * (1 - share) / 7) ** 0.5, atol=1e-15
         )
+        # Some are right and some are wrong: only then do the loops above tell anything.
         assert ds[name].values.any() > ds[name].values.all()
 
 
@@ -178,6 +181,7 @@ def test_batches_do_not_matter() -> None:
     loader = DataLoader(TensorDataset(x, y), batch_size=7)
 
     def once() -> Iterator[list[Any]]:
+        # Batches of two sizes and kinds, that can be read once only.
         yield from ([x[:3].numpy(), y[:3].tolist()], [x[3:], y[3:]])
 
     for batches in (loader, once()):
@@ -235,6 +239,7 @@ def test_seeds() -> None:
 def test_functions_and_normalization_by_model() -> None:
     model, x, y = configured().eval(), pixels(5), labels(5)
     mean, std = ([*model.pretrained_cfg[key]] for key in ("mean", "std"))
+    # A function has no ``pretrained_cfg``.
     models = {"own": model, "given": model, "function": lambda x: model(x)}
     options: dict[str, Any] = {
         "corruptions": "contrast",
@@ -288,6 +293,7 @@ def test_frost_of_ones_own() -> None:
     x = pixels(3, size=(11, 13)) * 0.2
 
     def bright(x: Tensor) -> Tensor:
+        # Right, as class 0, if the picture is bright: white frost makes it so, black frost does not.
         return torch.stack([x.mean((1, 2, 3)), torch.full((len(x),), 0.45)], 1)
 
     options: dict[str, Any] = CLEAN | {"corruptions": "frost", "severities": 2}
@@ -350,6 +356,7 @@ def test_variants() -> None:
         torch.nn.functional.one_hot(y, 5).bool()
         | torch.nn.functional.one_hot((y + 1) % 5, 5).bool()
     )
+    # Labels 0 and 3, the classes of the variant.
     few = y % 2 * 3
     variants = [
         evaluation.Variant("plain", DataLoader(TensorDataset(x, y), batch_size=4)),
@@ -369,7 +376,10 @@ def test_variants() -> None:
     }
     masked = evaluation.robustness(best, x[:7], few[:7] // 3, **CLEAN).clean_accuracy
     np.testing.assert_allclose(
-        ds.variant_accuracy, np.stack([plain, plain + shifted, masked], 1), atol=1e-15
+        # A prediction equals one of two distinct labels as often as the one or the other.
+        ds.variant_accuracy,
+        np.stack([plain, plain + shifted, masked], 1),
+        atol=1e-15,
     )
     p = ds.variant_accuracy.values
     np.testing.assert_allclose(
@@ -384,6 +394,7 @@ class BrokenError(Exception):
 def test_models_are_as_they_were() -> None:
     """Also after an exception at any of the 6 forwards of each."""
     model, calls, broken_at = Small().train(), 0, 0
+    # A mode, a frozen weight and a gradient of the user's own, which a mere ``train()`` would lose.
     model.norm.eval()
     model.first.weight.requires_grad_(False)
     model.head.weight.grad = torch.full_like(model.head.weight, 0.5)
@@ -443,11 +454,11 @@ ONE = pixels(1)
         ),
         (
             {"images": 3},
-            r"expected images, .*, or only an iterable of \(images, labels\) batches; got int",
+            r"expected images .*, or only an iterable of \(images, labels\) batches; got int",
         ),
         (
             {"images": [(pixels(3), labels(3))]},
-            "expected images, .*, or only an iterable .*; got list",
+            "expected images .*, or only an iterable .*; got list",
         ),
         (
             {"images": [pixels(3)], "labels": None},
@@ -469,7 +480,7 @@ ONE = pixels(1)
         ({"batch_size": 0}, "expected an integer from 1 for batch_size, got 0"),
         (
             {"normalization": {"b": NONE}},
-            "expected normalization by the models' names, model; got 'b'",
+            "expected the models' names in normalization, model; got 'b'",
         ),
         (
             {"variants": evaluation.Variant("a", [(ONE, [0])], classes=(0, 988))},

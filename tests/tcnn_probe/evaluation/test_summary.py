@@ -22,6 +22,8 @@ def results() -> xr.Dataset:
     random = np.random.default_rng(0)
     sizes = {"model": 3, "corruption": 5, "severity": 2, "seed": 7, "image": 23}
     chances = (
+        # One better and one worse than the baseline; chances differ between corruptions, so that means of groups do
+        # too.
         np.array([0.6, 0.7, 0.3])[:, None, None, None, None]
         * np.linspace(0.5, 1, 5)[:, None, None, None]
     )
@@ -64,6 +66,7 @@ def test_improvement_by_group(results: xr.Dataset) -> None:
             assert low < accuracy / baseline - 1 < high
 
 
+# Decisions get Bonett and Price's two further pairs, means over conditions do not.
 @pytest.mark.parametrize(("by", "added"), [("severity", []), (None, [[1, 0], [0, 1]])])
 def test_relative_interval_holds_what_a_t_test_does_not_refuse(
     results: xr.Dataset, by: str | None, added: list[list[int]]
@@ -80,6 +83,7 @@ def test_relative_interval_holds_what_a_t_test_does_not_refuse(
     baseline, ours = np.concatenate(
         [pairs.T, np.array(added, float).reshape(-1, 2)[:, ::-1]]
     ).T
+    # Fieller's interval, found by trying every ratio.
     ratios = np.linspace(0.2, 4, 2001)
     compatible = [
         ratio
@@ -161,6 +165,7 @@ def test_mean_corruption_error_by_hand(results: xr.Dataset) -> None:
 
 def test_no_error_relative_to_a_baseline_without_errors(results: xr.Dataset) -> None:
     """And no mean over the rest of the corruptions in its place."""
+    # An error of 0 would be divided by.
     results.accuracy.loc[{"model": "cnn", "corruption": "snow"}] = 1
     result = mean_corruption_error(results, "cnn")
     assert result.corruption_error.isnull().sum("corruption").values.tolist() == [

@@ -74,6 +74,7 @@ def layer(*heads: Any, gate: Any = NAN) -> dict[str, np.ndarray]:
 
 def of_marks() -> xr.Dataset:
     """Three marks of five heads, of which the last changes, and of a head without any place."""
+    # Between the two thresholds of information, and a convolution otherwise.
     mixed = (0.05, 0.5, 0.25, 0.9)
     marks = [[CONV, AVERAGE, CONTENT, mixed, last] for last in (CONV, mixed, CONTENT)]
     about = {
@@ -103,6 +104,7 @@ def test_types_and_their_attributes(method: Any, tmp_path: Path) -> None:
         assert types.sel(layer="conv").values.tolist() == expected
         first = tcnn_probe.head_types(ds[{"epoch": [0, 1]}], information=(0.03, 0.125))
         xr.testing.assert_identical(first, types[:2])
+    # zarr has no texts of variable length that xarray reads back as they were, unless they are objects.
     ds.assign(head_type=types).to_zarr(tmp_path / "typed.zarr", consolidated=False)
     again = xr.open_zarr(tmp_path / "typed.zarr", consolidated=False).head_type.load()
     assert again.values.tolist() == types.values.tolist()
@@ -112,6 +114,7 @@ def test_types_and_their_attributes(method: Any, tmp_path: Path) -> None:
 
 def test_by_the_gate() -> None:
     """Types by the gate alone, as in the papers; plain attention has no type."""
+    # The papers' thirds are among them: they belong to the outer types.
     gates = [0.9, 0.1, 0.5, 1 / 3, 2 / 3]
     ds = recording({"gated": layer(*[AVERAGE] * 5, gate=gates), "plain": layer(CONV)})
     types = tcnn_probe.head_types(ds, by="gate")
@@ -136,7 +139,9 @@ def test_of_gated_attention_entropies_and_information_count_over_real_pixels() -
     ds = recording(
         {
             "a": layer(
-                (0.0, math.log(49) / math.log(64), 0.9, NAN), (0.15, 0.9, 0.9, NAN)
+                # Even over 49 real pixels, of 64 with padding.
+                (0.0, math.log(49) / math.log(64), 0.9, NAN),
+                (0.15, 0.9, 0.9, NAN),
             )
         }
     )
@@ -195,6 +200,7 @@ def test_numbers_that_are_not_finite_give_no_label() -> None:
         "attention_distance",
         "translation_equivariance",
     )
+    # Each of the first four heads lacks another number.
     for head, name in enumerate(names):
         ds[name].values[0, 0, head] = math.inf if head == 2 else NAN
     for name in names[2:]:
@@ -235,6 +241,7 @@ def test_a_single_head_and_heads_that_are_alike(head: Any, expected: str) -> Non
 def noisy(marks: int = 13) -> xr.Dataset:
     """Convolutional, content and averaging heads in turn, with noise."""
     rng = np.random.default_rng(0)
+    # Apart by many of the deviations below, so that the labels are known.
     means = np.array([(0.005, 0.5, 0.3, 0.9), CONTENT, (0.005, 1.03, 1.0, 0.1)] * 3)
     deviations = np.array(
         [(0.003, 0.04, 0.04, 0.03), (0.06, 0.04, 0.04, 0.1), (0.003, 0.01, 0.02, 0.1)]
@@ -292,6 +299,7 @@ def test_mixture_of_known_clusters() -> None:
         assert probability == pytest.approx(
             density / sum(densities), rel=1e-9, abs=1e-300
         )
+    # Fits begin with random points, which sorting makes independent of the order.
     order = np.random.default_rng(1).permutation(9)
     xr.testing.assert_identical(
         tcnn_probe.head_types(ds.isel(head=order), "mixture"), types.isel(head=order)
@@ -301,6 +309,7 @@ def test_mixture_of_known_clusters() -> None:
 def test_two_components_of_one_type() -> None:
     """Two clusters of content heads: their posteriors add up."""
     rng = np.random.default_rng(0)
+    # Near and far in turn: two clusters that distance alone tells apart.
     reach = np.resize([0.3, 0.9], 10)
     marks = [
         layer(*((*rng.normal((0.3, 0.6, center), 0.03), 0.2) for center in reach))
@@ -316,6 +325,7 @@ def test_two_components_of_one_type() -> None:
 
 def test_of_types_equally_probable_it_is_mixed(monkeypatch: pytest.MonkeyPatch) -> None:
     heads = layer(
+        # Three clusters apart in entropy alone: one below, one between and one above its thresholds.
         *[(0.0, entropy, 0.5, 0.9) for entropy in (0.2, 0.21, 0.9, 0.91, 1.5, 1.51)]
     )
     ds = recording({"a": heads}, 20)

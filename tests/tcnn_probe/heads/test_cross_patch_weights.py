@@ -37,6 +37,7 @@ def mlp_model(block: type[nn.Module] = ResBlock) -> MlpMixer:
 
 def toeplitz() -> torch.Tensor:
     """A 3 x 3 convolution with weights of both signs."""
+    # Neither symmetric nor positive; the last weight is near zero, as ResMLP's figures count it.
     kernel = {(-1, -1): 1.0, (-1, 0): -2, (0, 0): 4, (0, 1): -1, (1, 1): 0.01}
     return torch.tensor(
         [[kernel.get((v - y, u - x), 0.0) for v, u in PLACES] for y, x in PLACES]
@@ -67,6 +68,7 @@ def test_of_known_matrices() -> None:
         assert layer.translation_equivariance.item() == pytest.approx(1, abs=1e-12)
     assert 0 < convolution.attention_distance < math.sqrt(2)
     assert float(convolution.near_zero) == pytest.approx(
+        # Below a twentieth of the largest weight, 4.
         float((toeplitz().abs() < 0.05 * 4).double().mean())
     )
     assert abs(float(random.translation_equivariance)) < 4 * DEVIATION
@@ -122,6 +124,7 @@ def test_of_mlp_mixer_it_is_the_product() -> None:
     weight = cross_patch(model, grid=(H, W)).weight.isel(layer=0)
     block.mlp_tokens.act = nn.Identity()
     zero = torch.zeros(1, 1, H * W, dtype=torch.float64)
+    # A corner, and a patch in the second row.
     for key in (0, 9):
         patch = zero.clone()
         patch[..., key] = 1

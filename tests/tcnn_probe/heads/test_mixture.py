@@ -11,6 +11,7 @@ def test_clusters_that_are_known(number: int) -> None:
     rng = np.random.default_rng(0)
     centers, sizes = (
         [(0.9, 0.4, 0.3), (0.1, 0.6, 0.8), (0.5, 0.2, 0.6)][:number],
+        # Of different sizes, by which components are told apart.
         [101, 53, 29][:number],
     )
     points = np.concatenate(
@@ -53,6 +54,7 @@ def test_heads_that_are_alike_are_one_component(points: list[list[float]]) -> No
 
 def test_few_points_and_small_differences() -> None:
     """The nine taps of a new layer differ by a few hundredths in how far they look: they are one component."""
+    # No more components than points.
     assert len(fit_mixture(np.array([[0.1, 0.2], [0.9, 0.8]]))[1]) == 2
     taps = np.array(
         [(0.73, 0.38, 0.36 + 0.04 * (k % 2) - 0.04 * (k == 4)) for k in range(9)]

@@ -12,6 +12,7 @@ from tcnn_probe.heads import GATED, TYPES, Thresholds, content_types, gate_types
 
 NAN, INF = math.nan, math.inf
 OWN = Thresholds()
+# Exact in binary, and none of them a default.
 SET = Thresholds((0.125, 0.25), (0.5, 0.75), 0.25, 0.375, gate=(0.25, 0.5))
 
 
@@ -19,6 +20,7 @@ def around(*thresholds: float) -> list[float]:
     return [
         np.nextafter(threshold, towards)
         for threshold in thresholds
+        # The floats just below and just above, and the threshold itself.
         for towards in (0, threshold, 2)
     ]
 

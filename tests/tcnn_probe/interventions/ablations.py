@@ -15,6 +15,7 @@ OF_VIT: dict[str, Any] = {"heads": {"blocks.1.attn": [0, 2]}}
 
 
 def chain_images(count: int = 3) -> Tensor:
+    # Unequal primes, so that axes that are swapped show.
     return torch.randn(count, 2, 7, 11, generator=torch.Generator().manual_seed(1))
 
 

@@ -66,6 +66,7 @@ def sharp(model: nn.Module) -> nn.Module:
             if name.endswith(("gamma", "gamma_1", "gamma_2")):
                 parameter.uniform_(0.5, 1)
             elif parameter.ndim > 1 and not name.startswith(("stem", "patch_embed")):
+                # Over the root of the number of inputs: activations stay of size one through all blocks.
                 parameter.normal_(std=1.5 * max(1, parameter[0].numel()) ** -0.5)
             else:
                 parameter.add_(0.3 * torch.randn_like(parameter))

@@ -74,6 +74,7 @@ def test_nothing_is_left_if_taking_means_fails() -> None:
     model = Chain()
     before = State(model)
     for bad, error in (
+        # Both fail at the second batch, when hooks are on and sums are half taken.
         ([chain_images(), "no images"], TypeError),
         ([chain_images(), torch.ones(1, 2, 5, 5)], ValueError),
     ):
@@ -140,6 +141,7 @@ def test_copies_are_not_ablated(case: str) -> None:
 
 def test_what_did_not_happen_is_an_error() -> None:
     model, x = Chain(), chain_images()
+    # A layer that no forward calls.
     model.unused = scatter(GPSA(2, 2, 3, padding=1))
     before = State(model)
     with (
@@ -184,6 +186,7 @@ def test_without_a_with() -> None:
     ablated = model(x)
     # Else the assertions below would hold of an ablation that does nothing.
     assert not torch.allclose(ablated, plain, atol=1e-4)
+    # A second time does nothing.
     ablation.remove(), ablation.remove()
     assert torch.equal(model(x), plain)
     before.check(model)

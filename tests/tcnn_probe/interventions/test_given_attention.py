@@ -115,6 +115,7 @@ def test_softmax_by_hand(name: str, mode: Any, fused: bool) -> None:
     layer = model.get_submodule(path)
     x, references = (
         torch.randn(4, *shape).double(),
+        # Three references for four images: the fourth gets the first one's attention.
         torch.randn(REFERENCE_IMAGES, *shape).double(),
     )
     reference_attention, _ = of_softmax(layer, LayerCall(model, layer, references))
@@ -210,6 +211,7 @@ def by_position(name: str) -> tuple[nn.Module, Tensor, Tensor]:
     if name == "gpsa":
         model: nn.Module = Chain()
         for layer in tcnn_model.gpsa_layers(model).values():
+            # A gate of 1.
             nn.init.constant_(layer.gating, 40)
         return model, chain_images(), chain_images(5).flip(0)
     make, shape, _, _ = MODELS[name]
@@ -296,6 +298,7 @@ def test_who_gets_whose() -> None:
         assert sorted(order[:4]) == [0, 1, 2, 3]
         assert all(source != place for place, source in enumerate(order[:4]))
         orders.add(tuple(order))
+    # Two seeds may draw the same of the six cycles, but hardly all four.
     assert len(orders) > 1
 
 
@@ -325,6 +328,7 @@ def test_gradients_flow_through_the_values() -> None:
     ):
         layer(tokens).pow(2).sum().backward()
     torch.testing.assert_close([tokens.grad, layer.qkv.weight.grad], expected)
+    # Rows are queries, keys and values, then heads, then channels.
     assert layer.qkv.weight.grad.unflatten(0, (3, 3, 4))[:2, HEADS].abs().max() == 0
 
 
@@ -368,7 +372,7 @@ def test_a_layer_that_attends_anew_in_the_same_forward_is_refused(mode: Any) -> 
     model = Twice().eval()
     with pytest.raises(
         ValueError,
-        match="'layer' is called several times for the same images: which attention",
+        match="'layer' is called several times for the same images: it is not known which",
     ):
         tcnn_probe.ablate(model, mode=mode, images=chain_images())
     assert not model.layer._forward_hooks
@@ -410,6 +414,7 @@ def test_warns_where_an_image_gets_back_its_own_attention() -> None:
             with pytest.warns(
                 RuntimeWarning, match="1 of 4 images .* are among images="
             ):
+                # The last reference among three new images.
                 model(torch.cat([new_images, references[4:]]))
             model(references)
         with tcnn_probe.ablate(model, mode="shuffled", images=references):

@@ -19,6 +19,7 @@ pytestmark = pytest.mark.numerical
 def layer(**options: object) -> GPSA:
     """Six heads, stride (2, 1), (B, 4, H, W) -> (B, 6, H', W')."""
     torch.manual_seed(0)
+    # No size but the padding equals another that it could be swapped with.
     gpsa = GPSA(4, 6, (2, 3), (2, 1), (1, 1), groups=2, **options)  # type: ignore[arg-type]
     nn.init.normal_(gpsa.value)
     return scatter(gpsa, seed=3)
@@ -37,6 +38,7 @@ def by_hand(
     weight = wide.weight.detach().clone()
     for head in range(wide.heads):
         if heads is not None and head not in heads:
+            # A head is a tap of the kernel of 2 x 3.
             weight[:, :, head // 3, head % 3] = 0
     parameters = {
         name: getattr(wide, name).detach()
@@ -82,6 +84,7 @@ def test_gates(mode: str, gate: float, backend: str) -> None:
         close(model(x), by_hand(model, x))
         with tcnn_probe.ablate(model, mode=mode):  # type: ignore[arg-type]
             expected = model(x)
+            # A parameter of the part that is left out: not even a bit may depend on it.
             (model.query if mode == "positional" else model.center).mul_(-3)
             assert torch.equal(model(x), expected)
 
@@ -91,6 +94,7 @@ def test_gates_in_other_precisions(dtype: torch.dtype) -> None:
     model, x = layer(dtype=dtype), images().to(dtype)
     twin = copy.deepcopy(model)
     with torch.no_grad():
+        # The sigmoid of infinity is 1 exactly.
         twin.gating[[1, 4]] = math.inf
         with tcnn_probe.ablate(model, {"": [1, 4]}, "positional"):
             assert torch.equal(model(x), twin(x))
@@ -110,6 +114,7 @@ def test_all_gates_at_one_give_the_convnet_back() -> None:
     )
     for gpsa in gpsa_layers(model).values():
         nn.init.normal_(gpsa.gating, std=2)
+        # Content that is not even, so that it would show.
         nn.init.normal_(gpsa.query)
     x = torch.randn(2, 2, 71, 103)
     with torch.no_grad():
@@ -165,6 +170,7 @@ def test_mean_over_images() -> None:
             close(model(x), by_hand(gpsa, x, heads=[0, 2, 4, 5]) + mean)
             close(model(x[1:2]), by_hand(gpsa, x[1:2], heads=[0, 2, 4, 5]) + mean)
     handle.remove()
+    # The references once, in their two batches; then the model's own forwards.
     assert calls == [2, 3, 3, 1, 3, 1]
     gating = torch.full((6,), math.inf, dtype=torch.float64)
     mean = by_hand(gpsa, references, heads=[1], bias=False, gating=gating).mean(
@@ -211,6 +217,7 @@ def test_its_own_heads_put_in_change_nothing(same: bool) -> None:
             torch.testing.assert_close(model(x), gated, rtol=1e-4, atol=1e-4)
         with tcnn_probe.ablate(model, ["near", "far"], "replaced", source=source):
             torch.testing.assert_close(model(x), expected, rtol=1e-4, atol=1e-4)
+    # The gates did change something.
     assert (gated - expected).abs().max() > 1e-3
 
 
@@ -233,6 +240,7 @@ def test_gradients_are_those_of_what_runs() -> None:
     mask = torch.tensor([False, False, True, True, False, False])
     changed = {
         "weight": twin.weight * taps.view(2, 3),
+        # The sigmoid of 40 is 1 to the last bit of float64, and has a gradient of about 0.
         "gating": torch.where(mask, 40.0, twin.gating),
     }
     torch.func.functional_call(twin, changed, y).pow(2).sum().backward()

@@ -63,6 +63,7 @@ def test_by_array() -> None:
 
     expected = {"near": (1, 8), "far": (24,)}
     assert (
+        # The order of layers, of heads and of dimensions does not matter, as names decide.
         heads(array)
         == heads(array.isel(layer=[1, 0]).T)
         == heads(array.isel(head=slice(None, None, -1)))
@@ -107,6 +108,7 @@ def test_a_cnn_has_no_attention_to_ablate() -> None:
 @torch.no_grad()
 def test_all_of_timms_models() -> None:
     model = timm.create_model(
+        # Self-attention and class attention in one model, so that both are found.
         "cait_xxs24_224",
         img_size=(24, 40),
         patch_size=8,
@@ -283,7 +285,7 @@ BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
     (
         {"heads": "near#1"},
         ValueError,
-        "the model has no attention 'near#1': 'near' has one only",
+        "the model has no attention 'near#1': 'near' has only one",
     ),
     ({"model": "vit"}, TypeError, r"expected a torch\.nn\.Module, got str"),
     (

@@ -59,9 +59,11 @@ def test_nested() -> None:
         output(replacement, second), output(replaced({"near": 0}), second)
     )
     gated, content = output(gates), ended("near", "content")
+    # By hand: all heads by content, but for head 1, whose ablation came last.
     model.near.gating[:] = torch.tensor([-40.0, 40, *[-40] * 7])
     torch.testing.assert_close(output(content, gates), model(x))
     model.near.load_state_dict(Chain().near.state_dict())
+    # The first to begin is the first to end.
     zero.__enter__()
     gates.__enter__()
     zero.__exit__(None, None, None)
@@ -153,4 +155,5 @@ def test_explained() -> None:
         with tcnn_probe.ablate(model, "blocks.0.attn", "replaced", source=model):
             replaced = tcnn_probe.saliency(model, x, target=1, method=method)
         assert abs(ablated - plain).max() > 1e-3 * abs(plain).max()
+        # Its own heads change nothing but the rounding of float32.
         assert abs(replaced - plain).max() < 1e-4 * abs(plain).max()

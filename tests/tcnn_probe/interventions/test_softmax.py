@@ -289,6 +289,7 @@ class Twice(nn.Module):
         first = F.scaled_dot_product_attention(q, q, q).transpose(1, 2).flatten(2)
         k = x.unflatten(-1, (3, 2)).transpose(1, 2)
         second = (torch.softmax(k @ k.mT, -1) @ k).transpose(1, 2).flatten(2)
+        # Ten times the second, so that the two cannot be taken for each other.
         return first + 10 * second + torch.softmax(x, -1)
 
 

@@ -49,6 +49,7 @@ def test_training_with_dropout() -> None:
     ):
         torch.manual_seed(0)
         with tcnn_probe.ablate(model, "blocks.1.attn", **options):  # type: ignore[arg-type]
+            # The next random number tells whether the ablation has drawn any.
             runs.append((model(x), torch.rand(1)))
     assert torch.equal(runs[1][0], runs[2][0])
     assert runs[0][1] == runs[1][1]

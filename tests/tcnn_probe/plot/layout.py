@@ -25,6 +25,8 @@ def texts_within_and_apart(figure: Figure) -> None:
         assert room.contains(*span.max), text.get_text()
         for label, its in spans[:nth]:
             overlap = span.overlaps(its)
+            # Boxes of turned texts overlap where the texts do not: what counts is the distance of their lines, sin 60
+            # degrees of that along the axis.
             if text.get_rotation() == label.get_rotation() == 60:
                 overlap = (
                     abs(span.x1 - its.x1) * 3**0.5 / 2

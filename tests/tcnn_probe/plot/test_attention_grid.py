@@ -27,6 +27,7 @@ def some_maps() -> xr.DataArray:
 
 
 def some_gates() -> xr.DataArray:
+    # A layer and a head more than the maps have, whose gates must not be written anywhere.
     values = [[0.11, 0.22, 0.33, 0.9], [0.44, 0.55, 0.66, 0.9], [0.7, 0.7, 0.7, 0.7]]
     return xr.DataArray(
         values, {"layer": [*LAYERS, "other"], "head": range(4)}, ("layer", "head")
@@ -53,6 +54,7 @@ def test_a_row_a_layer_and_a_column_a_head(shuffled: bool) -> None:
     if shuffled:
         maps, gates = (
             maps.transpose("x", "head", "layer", "y"),
+            # Values are found by label, whatever the order of dimensions and layers.
             gates.isel(layer=[2, 1, 0]).T,
         )
     figure = tcnn_probe.plot.attention_grid(maps, query=np.array([4, 6]), gate=gates)
@@ -125,6 +127,7 @@ def test_the_query_of_an_image_is_boxed_in_each_layers_grid(strided: bool) -> No
         (1, {}),
         (12, {"image": torch.rand(3, 40, 56), "title": "epoch 7"}),
         (25, {}),
+        # 25 heads are those of a 5 x 5 convolution, the most that one row was seen to need.
         (25, {"image": torch.rand(3, 40, 56)}),
     ],
 )
@@ -150,6 +153,7 @@ def test_twelve_layers_of_twelve_heads_fit_a_page() -> None:
     figure = tcnn_probe.plot.attention_grid(
         maps, gate=maps.mean(["y", "x"]), image=torch.rand(1, 30, 50)
     )
+    # A page in landscape, and a little.
     assert figure.get_size_inches().max() < 13
     texts_within_and_apart(
         tcnn_probe.plot.attention_grid(

@@ -100,6 +100,7 @@ def test_layers_of_different_numbers_of_heads() -> None:
         "embed_dim": 30,
         "window_size": 4,
         "depths": (1, 1, 1),
+        # More and fewer heads than columns.
         "num_heads": (2, 5, 3),
     }
     swin = timm.create_model("swin_tiny_patch4_window7_224", **options).eval()
@@ -167,6 +168,7 @@ def test_a_notebook_shows_a_figure_once(
     plt.close(closed)
     closed._ipython_display_()
     assert shown[-1] is closed
+    # A method of the instance that refers to the figure would not pickle.
     figure = pickle.loads(pickle.dumps(tcnn_probe.plot.attention_maps(maps)))
     assert len(figure.axes) == 10
 

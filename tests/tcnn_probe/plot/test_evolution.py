@@ -20,6 +20,7 @@ def recorded(
 ) -> xr.DataArray:
     values = np.random.default_rng(0).random((marks, layers, heads))
     coords = {
+        # Not 0, 1, 2: positions must not pass for epochs.
         "epoch": np.arange(marks) * 2,
         "layer": [f"stage.{n}.conv" for n in range(layers)],
         "head": range(heads),
@@ -163,6 +164,7 @@ def test_the_legend_covers_nothing(layout: str | None) -> None:
 
 @pytest.mark.parametrize("marks", [1, 2, 5])
 def test_whole_epochs_and_whole_numbers_beside_the_axis(marks: int) -> None:
+    # Values for which matplotlib writes an offset above the axis.
     values = 1000 + 1e-4 * recorded(5)[:marks].assign_coords(epoch=range(marks))
     ax = tcnn_probe.plot.evolution(values.assign_attrs(GATE), plt.figure().subplots())
     ax.figure.draw_without_rendering()

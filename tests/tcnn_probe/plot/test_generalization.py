@@ -20,6 +20,7 @@ def measured(trainings: int) -> xr.Dataset:
         {"clean_correct": (("training", "model", "image"), right)},
         {"model": ["a", "b", "c"]},
     )
+    # Intervals depend on the number of images, which differs between the sets.
     images = np.array([17, 7])
     shares = random.integers(0, images + 1, (trainings, 3, 2)) / images
     ds["variant_accuracy"] = ("training", "model", "variant"), shares

@@ -53,6 +53,7 @@ def test_a_row_an_image_and_a_column_a_method_beside_the_images() -> None:
             assert above.get_extent() == [0, 13, 11, 0]
             values = maps[name].values[row]
             share = (values - values.min()) / (values.max() - values.min())
+            # Opacity by saliency: what is not salient shows the image.
             np.testing.assert_allclose(above.get_alpha(), 0.8 * share, atol=1e-12)
             assert outlines(axes[row, column]) == 1
 
@@ -81,6 +82,7 @@ def test_the_outline_lies_on_the_mask() -> None:
     )
     (outline,) = axes.findobj(ContourSet)
     points = np.concatenate([path.vertices for path in outline.get_paths()])
+    # Pixel n reaches from n to n + 1.
     np.testing.assert_allclose(points.min(0), [6, 2])
     np.testing.assert_allclose(points.max(0), [11, 4])
 

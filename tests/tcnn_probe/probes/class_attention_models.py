@@ -21,9 +21,11 @@ def network(classes: int = CLASSES, seed: int = 0, **options: Any) -> PatchConvN
     model = PatchConvNet(
         24, 1, classes, **{"per_class": True, "init_values": 1.0} | options
     )
+    # Fresh queries give maps that are nearly even, which would agree with those of any class.
     return sharpen(model, gain=3.0, seed=seed)
 
 
+# 3 x 5 cells of 16 pixels, of which none is whole at the end.
 def pictures(count: int = 7, size: tuple[int, int] = (41, 79)) -> Tensor:
     return torch.randn(count, 3, *size, generator=torch.Generator().manual_seed(1))
 

@@ -36,6 +36,7 @@ def scattered(model: nn.Module, seed: int = 0) -> nn.Module:
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in sorted(model.named_parameters()):
+            # Matrices by less: a sum over their columns is taken.
             spread = 0.1 if parameter.ndim > 1 else 0.5
             parameter.add_(
                 spread * torch.randn(parameter.shape, generator=generator).to(parameter)

@@ -26,6 +26,7 @@ from tests.tcnn_probe.probes.class_attention_models import (
     truth,
 )
 
+# In other batches, and not the first of any.
 IMAGES = [1, 3, 6]
 
 
@@ -66,13 +67,16 @@ def test_best_classes_by_the_model_s_own_output() -> None:
     ds = maps_of(recorded(model, *x.split([2, 3, 2]), images=IMAGES))
     check(ds, model, x, IMAGES, None)
     assert ds["class"].values.tolist() == [0, 1, 2]
+    # Images of which all had the same best classes would not show whose map is whose.
     assert len({tuple(row) for row in ds.class_index.values}) > 1
+    # Far above even attention, 1/15.
     assert float(ds.attention_by_class.max()) > 0.5
     np.testing.assert_allclose(ds.attention_by_class.sum(("y", "x")), 1, atol=1e-6)
 
 
 @pytest.mark.parametrize(
     ("classes", "expected"),
+    # Out of order, with one twice; a set has no order, and is sorted.
     [([9, 0, 4, 9], [9, 0, 4]), (np.array([4, 1]), [4, 1]), ({10, 1, 8}, [1, 8, 10])],
     ids=["list", "array", "set"],
 )
@@ -258,6 +262,7 @@ def test_classes_that_went_while_recording() -> None:
     ):
         model(x)
         recorder.mark(epoch=0)
+        # Class 9, which was asked for, is gone.
         model.reset_classifier(5)
         with pytest.raises(
             ValueError,
@@ -275,6 +280,7 @@ def test_best_classes_change_from_epoch_to_epoch_and_run_to_run(tmp_path: Path) 
     for epoch in range(3):
         with torch.no_grad(), tcnn_probe.record(model, path, images=IMAGES) as recorder:
             model.head.bias.copy_(
+                # A bias far above all scores decides which two classes are the best.
                 torch.zeros(CLASSES).scatter(0, torch.tensor([epoch, epoch + 4]), 50.0)
             )
             model(x)
@@ -322,4 +328,5 @@ def test_only_maps_of_images_that_were_chosen_are_made(
         ),
     ):
         model(pictures())
+    # Rows of other images would cost as much, and be thrown away.
     assert requests == [2, 5]

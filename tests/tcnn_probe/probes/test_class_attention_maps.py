@@ -25,6 +25,7 @@ SMALL = {
     "num_heads": 3,
     "num_classes": 7,
 }
+# In the first, second and third of the batches of 1, 3 and 1.
 IMAGES = [0, 3, 4]
 
 pytestmark = pytest.mark.numerical
@@ -152,6 +153,7 @@ def test_equals_brute_force(case: Case) -> None:
                 row.distillation,
                 case.grid,
             )
+    # A row that is nearly even would agree with a mean, or with another row.
     assert largest > 0.5 or not case.rows
     for layer in maps.keys() - case.rows.keys():
         assert all(

@@ -19,6 +19,7 @@ def mlp_model(block: type[nn.Module]) -> nn.Module:
     ).eval()
     with torch.no_grad():
         for parameter in model.parameters():
+            # Fifth powers: many are small beside the largest, and none lies at the limit.
             parameter.copy_(torch.randn_like(parameter) ** 5)
     return model
 
@@ -64,6 +65,7 @@ def test_share_of_small_weights(block: type[nn.Module], tmp_path: Path) -> None:
                     share_of_small(*layers), rel=1e-12
                 )
         with torch.no_grad():
+            # One large weight makes all others small, in the next epoch alone.
             model.blocks[1].mlp_channels.fc2.weight[0, 0] = 1e6
 
 

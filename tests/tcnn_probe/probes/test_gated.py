@@ -94,6 +94,7 @@ def test_parameters_are_those_of_the_layers_as_marked() -> None:
         for epoch in range(2):
             model(images())
             model.far.gating.data += 1
+            # After the forward, as an optimizer's step: what is marked are the parameters at the mark.
             model.near.center.data *= 1.5
             recorder.mark(epoch=epoch)
             for name, layer in gpsa_layers(model).items():
@@ -125,6 +126,7 @@ def test_each_epoch_starts_anew_in_any_gradient_mode_without_training_forwards()
     model, parts = Chain(), (images(3), 2 * images(2))
     with tcnn_probe.record(model) as recorder:
         for epoch, x in enumerate(parts):
+            # Training forwards see other images; their statistics would differ.
             model.train()(9 * x)
             model.eval()
             for mode, image in zip(
@@ -231,6 +233,7 @@ def convit(side: int = 5) -> nn.Module:
         layer = model.get_submodule(name)
         layer.qk.weight.normal_(std=0.5)
         layer.pos_proj.weight.add_(0.5 * torch.randn_like(layer.pos_proj.weight))
+        # Localities from wide to sharp, all negative: others have no Gaussian.
         layer.pos_proj.weight[:, 2] = -torch.logspace(-1.3, 1, 9)[torch.randperm(9)]
         layer.pos_proj.bias.normal_()
         layer.gating_param.copy_(torch.linspace(-3, 3, 9)[torch.randperm(9)])
@@ -321,6 +324,7 @@ def test_convit_s_initial_heads_lie_on_a_kernel_column_by_column() -> None:
         "convit_tiny", img_size=80, depth=1, embed_dim=6, num_heads=9, num_classes=3
     ).eval()
     row = record_epoch(model, tokens(), (5,)).isel(epoch=0, layer=0)
+    # ConViT counts its kernel by columns, a convolution by rows.
     assert row.center_y.values.tolist() == [-1, 0, 1] * 3
     assert row.center_x.values.tolist() == [-1, -1, -1, 0, 0, 0, 1, 1, 1]
     assert row.locality_strength.values.tolist() == [1] * 9
@@ -359,6 +363,7 @@ def test_queries_and_keys_are_not_formed_again(
             owner, name, lambda x, form=form: formed.append(1) or form(x)
         )
     recorded(model, x, x)
+    # Once for each of two forwards: forming them is a twentieth of a forward.
     assert len(formed) == 2 * len(layers)
 
 
@@ -366,6 +371,7 @@ def test_a_layer_whose_queries_and_keys_are_formed_more_than_once() -> None:
     class InParts(GPSA):
         def forward(self, x: Tensor) -> Tensor:
             output = torch.cat(
+                # Image by image, as memory may demand; what was formed last is not of all images.
                 [super(InParts, self).forward(part) for part in x.split(2)]
             )
             return output + super().forward(0 * x[:1])

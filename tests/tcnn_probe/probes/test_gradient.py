@@ -36,6 +36,7 @@ def grad(parameter: nn.Parameter) -> np.ndarray:
 
 def of_linear(layer: Any, head: int) -> float:
     """Rows of queries, keys and values and columns of the projection, one head's: (3, heads, d) and (heads, d)."""
+    # Of the layouts that occur: one matrix for queries, keys and values, one each, or one for two of them.
     size, grads = layer.proj.in_features // layer.num_heads, []
     for name in ("qkv", "q", "k", "v", "qk"):
         for parameter in getattr(
@@ -101,6 +102,7 @@ def compare(
     model: nn.Module, batch: Tensor, oracle: Callable[..., float], *, rtol: float = 1e-5
 ) -> None:
     """Three backward passes in two epochs; the norms are the root mean square of those of each epoch."""
+    # Of both signs and other sizes: means of squares, not of gradients.
     weights, truth = (1.0, -3.0), {}
     with tcnn_probe.record(model, probes="gradient") as recorder:
         layers = recorder.layers
@@ -171,6 +173,7 @@ class Multihead(nn.Module):
 
 @pytest.mark.parametrize(
     "about",
+    # The first has parameters outside of the matrices, the second a matrix for each of queries, keys and values.
     [{"add_bias_kv": True}, {"kdim": 7, "vdim": 7}],
     ids=["bias", "other sizes"],
 )
@@ -204,6 +207,7 @@ class Silence:
 
     def of(self, output: Tensor) -> Tensor:
         mask = torch.zeros(output.shape[-3], 1, 1)
+        # Layers with fewer heads begin again.
         mask[self.alive % len(mask)] = 1
         return output * mask
 
@@ -231,6 +235,7 @@ def volo() -> nn.Module:
     )
 
 
+# No two families lay out heads alike in their matrices; what they compute shows which rows are whose.
 LAYOUTS = {
     "swin_tiny_patch4_window7_224": (
         {"embed_dim": 12, "depths": (1, 1), "num_heads": (3, 6)},
@@ -326,6 +331,7 @@ def test_accumulated_passes_are_counted_each_but_not_those_that_overflowed() -> 
         torch.randn(3, 2, 5, 11, generator=torch.Generator().manual_seed(0)),
     )
     recordings = []
+    # The same pass three times has the norm of a single one: they are averaged, not added up.
     for factors in ([1.0], [1.0, 1.0, 1.0], [1.0, float("inf")]):
         with tcnn_probe.record(model, probes="gradient") as recorder:
             for factor in factors:
@@ -346,6 +352,7 @@ def test_ranks_are_averaged() -> None:
 @pytest.mark.parametrize("name", ["levit_128s", "nest_tiny_jx"])
 def test_layouts_that_are_not_known_are_left_out_and_named(name: str) -> None:
     """LeViT interleaves queries, keys and values head by head, Nest the heads in each channel."""
+    # Without values: only the layout is looked at.
     with torch.device("meta"):
         model = timm.create_model(name)
     with pytest.raises(
@@ -370,6 +377,7 @@ def test_layers_that_are_known_and_were_changed_are_left_out() -> None:
     attention[0].qkv = nn.Sequential(attention[0].qkv)
     nn.utils.parametrizations.weight_norm(attention[1].qkv)
     attention[2].forward = lambda x, **rest: x
+    # 3 x 21 rows, which five heads do not divide.
     attention[3].num_heads = 5
     with tcnn_probe.record(model, probes="gradient") as recorder:
         reasons = recorder.missing["gradient_norm"]
@@ -458,6 +466,7 @@ def test_nothing_is_left_on_parameters_and_hooks_of_others_stay() -> None:
         raise RuntimeError("of the user")
     assert before == Trace(model)
     step(model, batch)
+    # One for each of three passes: the user's hook has neither gone nor doubled.
     assert len(gradients) == 3
 
 

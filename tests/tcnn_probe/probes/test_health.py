@@ -114,6 +114,7 @@ CASES = {
             "vit_tiny_patch16_224",
             img_size=(12, 20),
             patch_size=4,
+            # Heads of seven channels: no power of two, which alone could hide a wrong scale or stride.
             embed_dim=21,
             depth=2,
             num_heads=3,
@@ -237,6 +238,7 @@ def test_values_outputs_and_tokens(name: str) -> None:
     model = sharpen(case.make(), 2.5).double()
     height, width = (3, 3) if name == "torchvision" else (3, 5)
     x = torch.randn(IMAGES, 3, 4 * height, 4 * width).double()
+    # One patch of one image, so that there is an outlier among tokens.
     x[1, :, :4, :4] *= 40
     ds = recorded(model, *x.split([2, 3]), probes=HEALTH).dataset.isel(epoch=0)
     kinds = case.prefix + grid_kinds(height, width)
@@ -244,6 +246,7 @@ def test_values_outputs_and_tokens(name: str) -> None:
         block = model.get_submodule(f"{case.blocks}{number}")
         expected = of_values_and_tokens(case.call(block, tokens), kinds)
         check(ds, f"{case.blocks}{number}.{case.layer}", expected, 1e-9)
+        # Not all heads alike, else heads that were mixed up would not show.
         assert np.ptp(ds.output_rank.values) > 0.1
     assert ds.token_outliers.max() > 0
     if "register" not in kinds:
@@ -316,6 +319,7 @@ def test_class_token_behind_the_patches() -> None:
         def __init__(self) -> None:
             super().__init__()
             self.patches = nn.Conv2d(3, 21, 4, stride=4)
+            # Far longer than the patches, so that one taken for the other would show.
             self.cls_token = nn.Parameter(50 * torch.randn(1, 1, 21))
             self.blocks = nn.ModuleList(
                 timm.models.vision_transformer.Block(21, 3, qkv_bias=True)

@@ -19,6 +19,7 @@ SMALL = 2.0**-25  # where it is below the smallest normal one
 
 def tcnn() -> nn.Module:
     torch.manual_seed(0)
+    # A width of its own for every stage.
     channels = {"channels": (5, 7, 11, 13), "num_classes": 3}
     return reparameterize(
         scattered(timm.create_model("resnet10t", **channels)), layers="layer4.0.conv1"
@@ -66,6 +67,7 @@ def cosines(tokens: np.ndarray) -> float:
 
 def test_of_feature_maps_beside_heads(tmp_path: Path) -> None:
     model, x = tcnn(), images(5, 64, 96)
+    # One in each batch, and one that never comes.
     recorder = recorded(model, x, tmp_path / "run.zarr", images=[1, 4, 9])
     # The heads are recorded as ever.
     assert recorder.dataset.layer.values.tolist() == ["layer4.0.conv1"]
@@ -152,6 +154,7 @@ def test_cka_with_the_cnn_is_1_at_the_same_function() -> None:
         .double()
         .eval()
     )
+    # Gates and localities of 40: position alone, on a single pixel each, which is the convolution.
     same = reparameterize(cnn, stride="keep", locality_strength=40, gating=40)
     blurred = reparameterize(cnn)
     x, layers = images(7, 64, 96).double(), ["layer3", "layer4"]
@@ -169,6 +172,7 @@ def test_cka_with_the_cnn_is_1_at_the_same_function() -> None:
             pooled["cnn"], pooled["same"]
         ) == pytest.approx(1, abs=1e-6)
         far = tcnn_probe.representation.linear_cka(pooled["cnn"], pooled["other"])
+        # Only the last stage is converted.
         assert (abs(far - 1) < 1e-6) == (layer == "layer3")
 
 
@@ -191,6 +195,7 @@ def test_the_store_grows_by_what_was_said(tmp_path: Path) -> None:
             )
         )
     said = 89 * 97 * 2
+    # Random float16 still shrinks a little, as its exponents repeat.
     assert 0.7 * said < sizes[1] - sizes[0] < said + 4000
 
 
@@ -230,7 +235,7 @@ def test_refusals(tmp_path: Path) -> None:
         ):
             layer(torch.randn(5, 3, 2, 3))
     with pytest.raises(
-        ValueError, match="a number of images, or the numbers of some, got 0"
+        ValueError, match="a number of images, or a list of their numbers, got 0"
     ):
         tcnn_probe.features(images=0)
     with pytest.raises(ValueError, match="no layers match 'layer5': the model has"):
@@ -248,7 +253,7 @@ def test_refusals(tmp_path: Path) -> None:
         recorded(model, x, layers="fc")
     recorded(model, x, tmp_path / "run.zarr", images=3)
     with pytest.raises(
-        tcnn_probe.StoreError, match="the store has features of 3 other images"
+        tcnn_probe.StoreError, match="the store has features of 3 images other than"
     ):
         recorded(model, x, tmp_path / "run.zarr", images=4)
     for options in ({"tokens": [3]}, {"prefix_tokens": 1}, {"channel_axis": 1}):

@@ -186,6 +186,7 @@ def timms(name: str, **about: Any) -> Callable[[], nn.Module]:
 
 
 SMALL, SCALED = (32, 48), {"init_values": 0.3}
+# A width of its own for every stage, so that none can be taken for another.
 CONVNEXT = partial(
     timm.create_model, "convnext_tiny", depths=(1, 1, 2, 1), dims=(5, 7, 11, 13)
 )
@@ -202,6 +203,7 @@ BLOCKS: dict[
     ),
     "beit": (timms("beit_base_patch16_224", **SCALED), gammas, ["Block"], SMALL),
     "eva": (
+        # Patches of 14 x 14 pixels.
         timms("eva02_tiny_patch14_224", img_size=(28, 42), embed_dim=24),
         gammas,
         ["EvaBlock"],
@@ -222,6 +224,7 @@ BLOCKS: dict[
         former,
         metaformer,
         ["MetaBlock1d", "MetaBlock2d"],
+        # EfficientFormer fixes the size of its grid.
         (224, 224),
     ),
     "windows": (Windows, windowed, ["PartitionAttentionCl"], (6, 10)),
@@ -252,6 +255,7 @@ def test_ratio_is_that_of_the_block_written_out(family: str) -> None:
         )
     if family == "convnext":  # channels beyond a stage are NaN
         assert ds.scale.dims == ("layer", "branch", "channel")
+        # Stages of one, one, two and one block.
         assert [int(np.isfinite(row).sum()) for row in ds.scale.values] == [
             5,
             7,
@@ -271,6 +275,7 @@ def test_scale_is_read_when_marked_and_is_1_without() -> None:
     with tcnn_probe.record(model, probes="layer-scale") as recorder, torch.no_grad():
         for epoch in range(2):
             model(batch)
+            # After the forward and before the mark: the mark decides which value is recorded.
             model.blocks[0].ls1.gamma.mul_(2)
             recorder.mark(epoch=epoch)
     ds = recorder.tree["layer-scale"].to_dataset().load()
@@ -329,6 +334,7 @@ def test_training_is_measured_before_stochastic_depth() -> None:
     ds = recorded(model, "layer-scale", images(11), when="train")
     first = block.gamma_1 * calls["attn"][1]
     dropped = (calls["norm2"][0] == calls["norm1"][0]).flatten(1).all(1)
+    # Both cases are there: else the test would pass with the wrong branch.
     assert 0 < dropped.sum() < 11
     pairs = (
         (first, calls["norm1"][0]),
@@ -359,6 +365,7 @@ def test_block_with_another_forward_is_left_alone() -> None:
 
 def test_block_that_is_not_what_it_is_taken_for() -> None:
     model = small("vit_tiny_patch16_224", **VIT)
+    # A hook of somebody else's changes what is added, so that the sum no longer is that of the branches.
     model.blocks[1].drop_path2.register_forward_hook(lambda m, x, y: 3 * y)
     with (
         tcnn_probe.record(model, probes="layer-scale"),

@@ -13,6 +13,7 @@ from tcnn_model import GPSA
 from tests.tcnn_probe.attention.bruteforce import attention_of
 from tests.tcnn_probe.attention.sharpen import sharpen
 
+# The middle, and a corner: the last column, which begins below 1.
 QUERIES = [(0.5, 0.5), (0.0, 0.99)]
 
 
@@ -21,6 +22,7 @@ def recorded(model: nn.Module, x: Tensor) -> tcnn_probe.Recorder:
         tcnn_probe.record(model, probes=tcnn_probe.mean_attention(QUERIES)) as recorder,
         torch.no_grad(),
     ):
+        # Uneven batches, whose plain mean of means would be wrong.
         for batch in x.split([3, 2]):
             model(batch)
         recorder.mark(epoch=0)
@@ -47,6 +49,7 @@ def test_of_a_vit_with_a_class_token() -> None:
 
 def test_of_gated_attention() -> None:
     torch.manual_seed(0)
+    # A gate of about a quarter and sharp content, so that both halves show.
     layer = GPSA(3, 4, 3, padding=1, gating=-1.0, qk_scale=50.0)
     x = torch.randn(5, 3, 7, 5)
     mean = (
@@ -57,6 +60,7 @@ def test_of_gated_attention() -> None:
     # (B, heads, N_query, padded keys).
     padded = layer.double().attention(x.double()).detach()
     rows = padded.unflatten(-1, (9, 7))[:, :, [3 * 5 + 2, 4], 1:-1, 1:-1].mean(0)
+    # Weights of at most 1, stored as float32.
     np.testing.assert_allclose(mean, rows, atol=1e-6)
 
 

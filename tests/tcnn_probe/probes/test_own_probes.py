@@ -39,7 +39,11 @@ X = torch.randn(7, 2, 11, 13, generator=torch.Generator().manual_seed(0))
 def network() -> nn.Sequential:
     torch.manual_seed(0)
     return nn.Sequential(
-        nn.Conv2d(2, 3, 3), nn.ReLU(), nn.Conv2d(3, 5, 3), nn.ReLU(inplace=True)
+        # The second ReLU overwrites its input, which a probe must have seen before.
+        nn.Conv2d(2, 3, 3),
+        nn.ReLU(),
+        nn.Conv2d(3, 5, 3),
+        nn.ReLU(inplace=True),
     ).eval()
 
 
@@ -54,6 +58,7 @@ def test_share_of_zeros_after_relu(tmp_path: Path) -> None:
     ds = tcnn_probe.open(tmp_path / "run.zarr")["zeros"].to_dataset()
     with torch.no_grad():
         truth = [(model[: n + 1](X) == 0).double().mean() for n in (1, 3)]
+    # Counts, averaged in float64.
     np.testing.assert_allclose(ds.share.sel(epoch=0), truth, rtol=1e-12)
     assert list(ds["layer"].values) == ["1", "3"]
     assert ds.share.attrs == {
@@ -130,6 +135,7 @@ def test_variables_that_some_layers_or_epochs_or_forwards_have() -> None:
     def measure(call: Any) -> Mapping[str, Tensor]:
         mean = call.output.mean((2, 3))
         last = {"last": mean[:, :2]} if call.name == "2" else {}
+        # Only in the forward of three images, not in that of four.
         at_times = {"at_times": torch.full((len(mean),), 3.0)} if len(mean) == 3 else {}
         return {
             "mean": mean,
@@ -151,6 +157,7 @@ def test_variables_that_some_layers_or_epochs_or_forwards_have() -> None:
     with tcnn_probe.record(model, probes=probe) as recorder, torch.no_grad():
         model(X[:3]), model(X[3:])
         recorder.mark(epoch=0)
+        # Without a dimension, as the recording could not add one anyway.
         recorder._collector.accumulators["0", "own"].probe.variables["late"] = (
             variable()
         )
@@ -183,8 +190,8 @@ OWN = {
 REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"measure": None}, ValueError, "'own' measures nothing: give it state, measure"),
     ({"module_type": "ReLU"}, TypeError, "predicate for module_type, got 'ReLU'"),
-    ({"kind": "heads"}, ValueError, "under 'heads', as others are"),
-    ({"group": "maps/1x2x3"}, ValueError, "under 'maps/1x2x3', as others are"),
+    ({"kind": "heads"}, ValueError, "under 'heads', like another probe"),
+    ({"group": "maps/1x2x3"}, ValueError, "under 'maps/1x2x3', like another probe"),
     (
         {"kind": "a.partial"},
         ValueError,
@@ -220,6 +227,7 @@ class BadGradients(tcnn_probe.Probe):
 
 
 def bad(**functions: Callable[..., Any]) -> tcnn_probe.Probe:
+    # A probe of attention finds its layers by itself.
     of_module = {} if "attention" in functions else {"module_type": nn.Conv2d}
     return tcnn_probe.Probe("bad", {"share": variable()}, **of_module, **functions)
 
@@ -251,7 +259,7 @@ BAD: dict[str, tuple[tcnn_probe.Probe, type[Exception], str]] = {
     "tensor": (
         bad(measure=lambda call: call.output),
         TypeError,
-        r"'bad' to give \{variable: tensor\}",
+        r"'bad' to return \{variable: tensor\}",
     ),
     "number": (
         bad(measure=lambda call: {"share": 0.5}),
@@ -292,6 +300,7 @@ def test_after_an_error_the_next_epoch_is_right() -> None:
     probe = tcnn_probe.Probe("own", ZEROS.variables, nn.ReLU, measure=measure)
     with tcnn_probe.record(model, probes=probe) as recorder, torch.no_grad():
         with pytest.raises(ZeroDivisionError):
+            # Another scale: what the first layer gave before the error would show.
             model(9 * X)
         fail.clear()
         model(X[:3])

@@ -24,7 +24,7 @@ from tests.tcnn_probe.attention.sharpen import sharpen
 from tests.tcnn_probe.attention.test_softmax_statistics import GRID, case
 from tests.tcnn_probe.contracts.helpers import recorded
 
-SEGMENTS = ["class", "register", "patch", "other"]
+SEGMENTS = ["class", "register", "patch", "text", "other"]
 VIT: dict[str, Any] = {"embed_dim": 12, "depth": 2, "num_heads": 3}
 SIDES = (48, 80)
 PATCHES = ["patch"] * 15  # 3 x 5 patches of 16 x 16
@@ -33,16 +33,17 @@ PATCHES = ["patch"] * 15  # 3 x 5 patches of 16 x 16
 def brute_force(
     weights: np.ndarray, queries: Sequence[str], keys: Sequence[str]
 ) -> np.ndarray:
-    """(images, heads, N_query, N_key) -> (heads, 4, 4)."""
+    """(images, heads, N_query, N_key) -> (heads, 5, 5)."""
     images, heads, *counts = weights.shape
     assert counts == [len(queries), len(keys)]
-    shares = np.full((heads, 4, 4), np.nan)
+    shares = np.full((heads, 5, 5), np.nan)
     for h in range(heads):
         for row, segment in enumerate(SEGMENTS):
-            sums, seeing = np.zeros(4), 0
+            sums, seeing = np.zeros(5), 0
             for b in range(images):
                 for i in range(len(queries)):
                     if queries[i] == segment:
+                        # A query that sees nothing has a row of zeros, and is none of those averaged.
                         seeing += weights[b, h, i].any()
                         for j in range(len(keys)):
                             sums[SEGMENTS.index(keys[j])] += weights[b, h, i, j]
@@ -117,6 +118,7 @@ class Joint(nn.Module):
     def __init__(self, *, cross: bool = False) -> None:
         super().__init__()
         self.patches = nn.Conv2d(3, 12, 16, stride=16)
+        # Neither 15 patches nor one more, so that the lengths tell which is which.
         self.words = nn.Parameter(torch.randn(1, 17, 12))
         self.asking = nn.Parameter(torch.randn(1, 11, 12)) if cross else None
         self.attention = nn.MultiheadAttention(12, 3, batch_first=True)
@@ -177,6 +179,7 @@ def test_masks(form: str, kernel: bool, monkeypatch: pytest.MonkeyPatch) -> None
     """Queries that see nothing count for nothing; on the kernel's path as on that of the blocks."""
     if kernel:
         monkeypatch.setattr(ProductLogits, "on_kernel", True)
+        # The path of the blocks fails if it is taken.
         monkeypatch.setattr(softmax_statistics, "_rows_by_blocks", None)
     attention, _ = case(form, 5)
     logits = attention.logits(slice(None), slice(None)).double()
@@ -203,7 +206,8 @@ def test_nan_stays_nan() -> None:
 
 def test_ranks_add_up() -> None:
     """Ranks with several images, one image and none, and a segment whose queries see nothing in one image."""
-    shares = torch.rand(5, 3, 4, 4)
+    shares = torch.rand(5, 3, 5, 5)
+    # No image has registers.
     shares[:, :, 1] = 0
     shares[2, :, 2] = 0
     ranks = []
@@ -225,6 +229,7 @@ class Blind(nn.Module):
     """Attention of tokens whose grid nothing shows."""
 
     def forward(self, x: Tensor) -> Tensor:
+        # 7 keys make no grid of 7 x 5 pixels.
         x = x.flatten(1)[:, None, :35].unflatten(-1, (7, 5))
         return scaled_dot_product_attention(x, x, x)
 

@@ -27,4 +27,5 @@ def test_maps_keep_nothing_else_alive(dtype: str, itemsize: int) -> None:
     for image, row in zip(sums.maps, (2, 3), strict=True):
         stored = sums.maps[image]["map"]
         assert torch.equal(stored, batch[row].to(stored.dtype))
+        # A view would hold the whole batch for as long as the epoch.
         assert stored.untyped_storage().nbytes() == 3 * 5 * itemsize

@@ -65,6 +65,7 @@ def test_pause() -> None:
 
     def fail(recorder: tcnn_probe.Recorder) -> None:
         with recorder.pause():
+            # Nine times as large and more of them: one measured by mistake changes count and entropies.
             model(9 * images(5))
             raise ZeroDivisionError
 
@@ -72,6 +73,7 @@ def test_pause() -> None:
         model(images())
         with pytest.raises(ZeroDivisionError):
             fail(recorder)
+        # The inner one must not end the outer one.
         with recorder.pause(), recorder.pause():
             model(images(5))
         recorder.mark(epoch=0)
@@ -99,9 +101,11 @@ def test_gradients_in_a_pause_and_of_saliency_are_not_measured() -> None:
             if interrupted:
                 tcnn_probe.saliency(model, batch, 0, backward)
                 with recorder.pause():
+                    # Gradients far from those of the batch.
                     step(model, 5 * batch)
             recorder.mark(epoch=0)
         norms.append(torch.as_tensor(recorder.tree["gradient"].gradient_norm.values))
+    # To the bit, as the same step is measured in both.
     assert torch.equal(*norms)
 
 
@@ -110,11 +114,13 @@ def test_other_images_than_in_the_epochs_before(tmp_path: Path) -> None:
     model, path, x = vit(), tmp_path / "run.zarr", images(6)
     with torch.no_grad(), tcnn_probe.record(model, path, images=[1, 4]) as recorder:
         for epoch, sizes in enumerate(((6,), (3, 3), (1, 5))):
+            # Image 0, which is not asked for, may change.
             x[0] += 1
             for batch in x.split(sizes):
                 model(batch)
             recorder.mark(epoch=epoch)
     with torch.no_grad(), tcnn_probe.record(model, path, images=[1, 4]) as recorder:
+        # Images 4 and 5 change places.
         model(x[[0, 1, 2, 3, 5, 4]])
         with pytest.warns(
             RuntimeWarning,
@@ -131,6 +137,7 @@ def test_what_a_recorder_shows(tmp_path: Path) -> None:
         "xcit_nano_12_p16_224", depth=1, cls_attn_layers=1, img_size=32
     ).eval()
     with torch.no_grad(), tcnn_probe.record(model, tmp_path / "a.zarr") as recorder:
+        # More than three are abbreviated.
         for epoch in range(5):
             model(torch.randn(1, 3, 32, 32))
             recorder.mark(epoch=epoch)

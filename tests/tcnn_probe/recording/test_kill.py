@@ -19,6 +19,7 @@ def record_until_killed(path: Path, tell: Callable[[int], object]) -> None:
     model = nn.Sequential(GPSA(2, 3, 3, padding=1)).eval()
     with tcnn_probe.record(model, path) as recorder:
         for epoch in count():
+            # Values that tell the epoch they are of.
             model[0].center.data.fill_(epoch)
             model(torch.randn(1, 2, 5, 7))
             recorder.mark(epoch=epoch, top1=epoch / 7)

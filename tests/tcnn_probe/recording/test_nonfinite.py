@@ -21,11 +21,15 @@ def images(*broken: float) -> Tensor:
 
 
 @pytest.mark.parametrize(
-    ("value", "dtype"), [(np.nan, torch.float32), (-np.inf, torch.bfloat16)], ids=str
+    # An infinity becomes NaN in the softmax; bfloat16 is widened before it is summed.
+    ("value", "dtype"),
+    [(np.nan, torch.float32), (-np.inf, torch.bfloat16)],
+    ids=str,
 )
 def test_recorded_as_nan_counted_and_told(value: float, dtype: torch.dtype) -> None:
     model, fine = Branches().to(dtype), images().to(dtype)
     with tcnn_probe.record(model) as recorder:
+        # Images 0 and 2 of five: the count must not be that of the batch.
         model(near=fine, far=images(value, 0.0, value).to(dtype))
         model(near=fine, far=fine)
         with pytest.warns(

@@ -29,6 +29,7 @@ def test_every() -> None:
                 model.train()(x)
                 model.eval()(x)
             recorder.mark(epoch=epoch)
+    # Forwards 0 and 3 of five; the count begins anew with each epoch, else the second would have 1 and 4.
     measured = torch.cat(batches[::3])
     for mark in range(2):
         check_entropies(
@@ -36,6 +37,7 @@ def test_every() -> None:
         )
 
 
+# 5 ends within a batch of two, 100 is more than there are.
 @pytest.mark.parametrize("max_images", [5, 100])
 def test_max_images(max_images: int) -> None:
     model, x = vit(), images(9)
@@ -64,6 +66,7 @@ def test_max_images_where_layers_see_different_numbers_of_them() -> None:
     """One layer is called twice; it is full while the other is not, also for a whole forward."""
     model = vit()
     model.blocks[0].attn = model.blocks[1].attn
+    # A third block, called once a forward.
     model.blocks.append(vit(seed=1).blocks[0])
     recorder = recorded(model, images(3), images(2), max_images=5)
     assert recorder.dataset.images.values.tolist() == [[5, 5]]
@@ -100,6 +103,7 @@ def maps_of(recorder: tcnn_probe.Recorder) -> xr.DataArray:
 
 @pytest.mark.parametrize(
     ("selection", "numbers"),
+    # Unsorted, with a number twice.
     [(2, [0, 1]), (np.array([5, 0, 2, 2]), [0, 2, 5])],
     ids=["count", "numbers"],
 )
@@ -159,6 +163,7 @@ def test_maps_of_a_size_that_the_first_epoch_had_not(
         if resumed:
             recorder.remove()
             recorder = tcnn_probe.record(model, tmp_path / "run.zarr", images=1)
+        # 2 x 3 patches instead of 2 x 2.
         model(torch.randn(1, 3, 32, 48))
         with pytest.warns(
             RuntimeWarning,
@@ -176,7 +181,9 @@ def test_maps_of_a_size_that_the_first_epoch_had_not(
 
 
 @pytest.mark.parametrize(
-    ("along", "marks"), [("step", [10, 25, 1000]), ("images_seen", [0.5, 1.25, 3e5])]
+    # Far apart, and fractions: marks are values, not positions.
+    ("along", "marks"),
+    [("step", [10, 25, 1000]), ("images_seen", [0.5, 1.25, 3e5])],
 )
 def test_along(along: str, marks: list[float], tmp_path: Path) -> None:
     model = vit()

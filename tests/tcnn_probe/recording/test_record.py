@@ -45,6 +45,7 @@ def test_every_variable_says_what_it_is() -> None:
     )
     assert {name: array.units for name, array in ds.data_vars.items()} == units
     for array in (*ds.data_vars.values(), *ds.coords.values()):
+        # More than a repetition of the name.
         assert len(array.description) > 15
         assert array.long_name
     for name, array in ds.data_vars.items():
@@ -85,6 +86,7 @@ def test_store_tells_neither_paths_nor_host(
         model(IMAGES)
         recorder.mark(epoch=0, top1=1.0)
     metadata = list(tmp_path.rglob("*.json"))
+    # The search below would find nothing in a store that is empty or packed.
     assert len(metadata) > 10
     for file in metadata:
         text = file.read_text()

@@ -265,8 +265,10 @@ def test_mark(first: bool, tmp_path: Path) -> None:
             if not (first and case in ("marked already", "going back")):
                 with pytest.raises(error, match=message):
                     recorder.mark(**values)
+                # Byte by byte: a refusal that writes and takes back is none.
                 assert files(tmp_path) == before
                 assert recorder.epochs == (() if first else (3,))
+        # Another scale for each forward, so that sums show which of them they hold.
         model(near=3 * NEAR, far=FAR)
         recorder.mark(epoch=4, top1=0.5)
         ds = recorder.dataset.load()
@@ -300,11 +302,12 @@ def test_nothing_to_mark(tmp_path: Path) -> None:
         ):
             recorder.mark(epoch=1)
     with pytest.raises(
-        RuntimeError, match=r"was removed: mark\(\) works inside the with block only"
+        RuntimeError, match=r"was removed: mark\(\) works only inside the with block"
     ):
         recorder.mark(epoch=1)
     branches = Branches()
     with tcnn_probe.record(branches) as recorder:
+        # Only one of the two layers.
         branches.near(NEAR)
         with pytest.raises(
             RuntimeError, match=r"no image in eval mode reached \['far'\]"
@@ -328,7 +331,7 @@ NO_ATTENTION: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], str]] = {
     "not there": (
         vit,
         {"layers": ["blocks.1", "norm"]},
-        "asked for 'norm', .* no attention was seen there",
+        "nothing was recorded of the layers asked for, 'norm': no attention was seen there",
     ),
 }
 
@@ -391,6 +394,7 @@ def test_a_store_of_other_layers_or_heads(tmp_path: Path) -> None:
         tcnn_probe.record(shallow, path)
     two_heads = vit()
     for block in two_heads.blocks:
+        # The same 12 channels, so that the weights of the store's model still fit.
         block.attn.num_heads, block.attn.head_dim = 2, 6
     with pytest.raises(
         tcnn_probe.StoreError, match=r"something else \(layer 'blocks\.0\.attn'"

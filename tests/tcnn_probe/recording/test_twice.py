@@ -41,6 +41,7 @@ def test_modes(kind: str, tmp_path: Path) -> None:
     assert script(store, mode="w") == []  # which marks nothing, and so deletes nothing
     assert xr.open_zarr(store).top1.values.tolist() == [0, 0.5, 1]
     assert script(store, 1, 3, mode="w", layers="blocks.1") == [1, 3]
+    # Nothing of the old recording is left, whose layers were two.
     assert xr.open_zarr(store).entropy.sizes == {"epoch": 2, "layer": 1, "head": 3}
 
 
@@ -68,7 +69,7 @@ def test_logging_says_what_is_silent(
     with tcnn_probe.record(model, tmp_path / "run.zarr") as recorder:
         model(images())
         recorder.mark(epoch=0, if_marked="skip")
-    assert caplog.messages[0].endswith("run.zarr holds 1 epoch: going on")
+    assert caplog.messages[0].endswith("run.zarr holds 1 epoch: continuing")
     assert caplog.messages[1] == "epoch 0 is marked already: skipped"
 
 
@@ -93,6 +94,7 @@ def test_replacing_deletes_nothing_of_the_users(tmp_path: Path) -> None:
     path = tmp_path / "run.zarr"
     assert script(path, 0) == [0]
     (path / "ckpt").mkdir()
+    # Named like a file that this package itself writes and removes.
     (path / "ckpt" / "model.pt.partial").write_text("mine")
     with pytest.raises(
         tcnn_probe.StoreError,
@@ -140,12 +142,14 @@ def test_a_training_that_goes_on_from_other_weights(part: str, tmp_path: Path) -
     if part != "seed":
         resumed.load_state_dict(model.state_dict())
     if part == "one bias":
+        # Far less than a step of training changes it by.
         resumed.blocks[1].mlp.fc2.bias.data += 1e-6
-    caught = pytest.warns(RuntimeWarning, match="goes on from other weights")
+    caught = pytest.warns(RuntimeWarning, match="continues from weights other")
     with tcnn_probe.record(resumed, store) as recorder:
         with caught if part != "none" else nullcontext():
             resumed.train()(images())
         one_epoch(resumed, recorder, 2)
+    # Heads of the same number, so that the store takes them, but other weights by shape.
     with tcnn_probe.record(vit(mlp_ratio=3), store) as recorder:
         one_epoch(recorder._model, recorder, 3)
 
@@ -189,6 +193,7 @@ def test_resuming_with_a_checkpoint(lost: str, tmp_path: Path) -> None:
                 progress=False,
             )
             for result in itertools.islice(results, stop):
+                # Its checkpoint is written, its mark is not.
                 if lost == "mark" and stop == 2 and result.epoch == 1:
                     break
                 recorder.mark(
@@ -199,6 +204,7 @@ def test_resuming_with_a_checkpoint(lost: str, tmp_path: Path) -> None:
                 )
         return xr.open_zarr(store).loss.values.tolist()
 
+    # More than there are epochs.
     uninterrupted = train(9)
     for path in (checkpoint, store):
         path.rename(path.with_name(f"whole {path.name}"))

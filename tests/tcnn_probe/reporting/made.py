@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import xarray as xr
 
+# Ends a script and begins an image with code, if it is written as it is.
 NAUGHTY = "</script><img src=x onerror=alert(1)>"
 ABOUT = {
     "units": "nat",
@@ -83,6 +84,7 @@ def held(page: str) -> tuple[dict[str, Any], np.ndarray, list[bytes]]:
     args = dict(_program(json.loads(html.unescape(scripts[0])))["args"]["entries"])
     numbers = (
         np.frombuffer(_inflated(args["numbers"]), np.uint8)
+        # Bytes are kept by their place in the number, which compresses better.
         .reshape(8, -1)
         .T.copy()
         .view("<f8")

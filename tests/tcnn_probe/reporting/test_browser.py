@@ -1,9 +1,7 @@
 """A report in a browser that finds no network: what is seen, and what a click shows."""
 
 import io
-import json
 import re
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,13 +14,16 @@ from PIL import Image, ImageColor
 
 import tcnn_probe
 from tcnn_probe.reporting.figures import MISSING
+from tests.tcnn_probe.reporting.browsing import (
+    errors,
+    needs_browser,
+    open_browser,
+    requests,
+    until,
+)
 from tests.tcnn_probe.reporting.made import NAUGHTY, recording
 
-CHROMIUM, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
-pytestmark = pytest.mark.skipif(
-    CHROMIUM is None or DRIVER is None,
-    reason="no chromium or no chromedriver (apt install chromium chromium-driver)",
-)
+pytestmark = needs_browser
 EPOCHS = [0, 5, 7]
 LAYER, HEAD = 11, 3
 FORMULA = "=1+1"
@@ -57,38 +58,12 @@ def browser(
     runs: list[xr.DataTree], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Any]:
     """A browser with the page of both runs in it."""
-    from selenium import webdriver
-
-    options = webdriver.ChromeOptions()
-    options.binary_location = CHROMIUM or ""
-    for argument in (
-        "--headless=new",
-        "--no-sandbox",
-        "--disable-dev-shm-usage",
-        "--window-size=1400,1200",
-    ):
-        options.add_argument(argument)
-    options.add_argument("--host-resolver-rules=MAP * ~NOTFOUND")
-    options.set_capability(
-        "goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"}
-    )
-    driver = webdriver.Chrome(options=options, service=webdriver.ChromeService(DRIVER))
-    try:
+    with open_browser() as driver:
         path = tmp_path_factory.mktemp("page") / "report.html"
         tcnn_probe.report(runs, path)
         driver.get(path.as_uri())
         until(driver, "document.body.dataset.ready")
         yield driver
-    finally:
-        driver.quit()
-
-
-def until(driver: Any, condition: str) -> None:
-    from selenium.webdriver.support.ui import WebDriverWait
-
-    WebDriverWait(driver, 60, poll_frequency=0.05).until(
-        lambda driver: driver.execute_script(f"return {condition}")
-    )
 
 
 def at(driver: Any, grid: int, row: int, column: int) -> tuple[float, float]:
@@ -382,21 +357,9 @@ def test_nothing_is_asked_for_and_nothing_fails(
     until(
         browser, "document.querySelector('iframe').contentDocument.body?.dataset.ready"
     )
+    assert errors(browser) == []
+    urls = requests(browser)
+    assert len(urls) >= 2
     assert [
-        entry for entry in browser.get_log("browser") if entry["level"] == "SEVERE"
-    ] == []
-    events = [
-        json.loads(entry["message"])["message"]
-        for entry in browser.get_log("performance")
-    ]
-    requests = [
-        event["params"]["request"]["url"]
-        for event in events
-        if event["method"] == "Network.requestWillBeSent"
-    ]
-    assert len(requests) >= 2
-    assert [
-        url
-        for url in requests
-        if not url.startswith(("file:", "data:", "about:srcdoc"))
+        url for url in urls if not url.startswith(("file:", "data:", "about:srcdoc"))
     ] == []

@@ -96,6 +96,7 @@ def test_numbers_are_those_of_the_recordings(
                     place,
                 )
                 compared[about["name"], exists] = True
+    # Five variables, each at places that exist and at places that do not.
     assert len(compared) == 10
 
 
@@ -108,12 +109,14 @@ def test_maps_are_those_of_the_recording(runs: list[xr.DataTree], page: str) -> 
         shape = 3, 2, 9, 3, 5
         assert tile["shape"] == list(shape) == list(expected.shape)
         largest = np.frombuffer(block, "<f4", 54).reshape(shape[:3])
+        # After 54 largest values of 4 bytes; a byte for each cell, 255 for NaN.
         cells = np.frombuffer(block, np.uint8, offset=216).reshape(shape)
         assert np.array_equal(largest, np.nan_to_num(expected).max((-2, -1)))
         assert np.array_equal(cells == 255, np.isnan(expected))
         shown = np.where(cells == 255, np.nan, cells / 254 * largest[..., None, None])
         assert (
             np.nanmax(np.abs(shown - expected) / largest.max())
+            # Half a step of 254, and the rounding of two float32 numbers.
             <= 0.5 / 254 + 4 * np.finfo("f4").eps
         )
 
@@ -300,6 +303,7 @@ def test_refusals(runs: list[xr.DataTree], monkeypatch: pytest.MonkeyPatch) -> N
         match=r"expected the images \[0, 3\], whose maps were recorded; got 3",
     ):
         tcnn_probe.report(runs[0], images=np.zeros((3, 1, 5, 7)))
+    # Modules that have imported Bokeh already would not notice that it is gone.
     for name in [
         name
         for name in sys.modules

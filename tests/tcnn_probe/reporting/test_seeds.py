@@ -13,6 +13,7 @@ from tcnn_probe.reporting.recordings import TYPE, read_run
 from tcnn_probe.reporting.seeds import pool_seeds
 from tests.tcnn_probe.reporting.made import held, recording
 
+# Epochs that all seeds have, two have, and one has.
 EPOCHS = ([0, 2, 3], [0, 2], [0, 3, 5])
 LAYERS = ({"a": 3, "b": 5}, {"a": 3, "b": 5}, {"a": 3, "c": 2})
 
@@ -77,6 +78,7 @@ def test_maps_are_those_of_the_first_seed_that_has_any() -> None:
 
 
 def test_a_type_is_that_of_most_seeds() -> None:
+    # A majority, another, no label at all, and a tie, of which the first type is taken.
     codes = [[0, 2, np.nan, 3], [1, 2, np.nan, 1], [1, 0, np.nan, np.nan]]
     attrs = {"unlabelled": json.dumps({"a": "few images"}), "definitions": "{}"}
     runs = []

@@ -8,6 +8,7 @@ from sklearn.linear_model import LogisticRegression
 
 from tcnn_probe.representation import dense_probe, layer_dense_probe
 
+# Unequal sides of grid and cell, so that axes that are swapped show.
 CHANNELS, GRID, CELL = 3, (2, 5), (3, 2)
 
 
@@ -41,6 +42,7 @@ def test_is_a_classifier_of_pixels() -> None:
     (features, masks), train = make_features(7, 0), make_features(11, 1)
     x, y = pixels(*train)
     mean, deviation = x.mean(0), x.std(0)
+    # 5000 steps, so that it converges; its default of 100 may not.
     classifier = LogisticRegression(C=1 / 500, max_iter=5000).fit(
         (x - mean) / deviation, y
     )
@@ -51,6 +53,7 @@ def test_is_a_classifier_of_pixels() -> None:
         / sum(label in (a, b) for a, b in zip(y, named, strict=True))
         for label in (0, 4, 7)
     ]
+    # Neither perfect nor at chance, so that the comparison says something.
     assert 0.3 < min(expected) < max(expected) < 1
     np.testing.assert_allclose(
         dense_probe(features, masks, *train, regularization=500), expected, rtol=1e-12
@@ -69,6 +72,7 @@ def test_masks_that_the_images_do_not_show_are_at_chance() -> None:
 
 def test_by_image_is_of_each_image_alone() -> None:
     (features, masks), train = make_features(7, 0), make_features(11, 1)
+    # An image of a single class, in which the two others have no IoU unless they are named.
     masks[2] = 4
     iou = dense_probe(features, masks, *train, by_image=True)
     assert iou.shape == (7, 3)

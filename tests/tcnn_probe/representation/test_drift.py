@@ -30,6 +30,7 @@ def distance(x: np.ndarray, y: np.ndarray) -> float:
 
 def patches(*shape: int, seed: int = 0) -> np.ndarray:
     rng = np.random.default_rng(seed)
+    # A mean of twice the deviation, so that cosines are not all about 0.
     return rng.standard_normal(shape) + 2 * rng.standard_normal(shape[-1])
 
 

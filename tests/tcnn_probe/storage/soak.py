@@ -233,6 +233,7 @@ class Soak:
             self.mark()
         copy = Child(pack, self.path, self.packed)
         copy.numbers(1)
+        # Up to a little more than a copy takes on a quiet machine.
         time.sleep(self.chance.uniform(0, 0.2))
         copy.end(kill=self.chance.random() < 0.5)
         if not self.packed.exists():

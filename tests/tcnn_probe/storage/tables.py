@@ -20,6 +20,8 @@ from tcnn_probe.storage.place import run
 MAPS = "maps/5x3x11"
 LAYERS = {
     name: {"kind": "gpsa", "heads": heads}
+    # Names beyond ASCII, and one that a path or URL could take for a fragment; a layer with fewer heads than the
+    # others.
     for name, heads in (("a.conv", 5), ("слой#1", 3), ("層", 5))
 }
 GROUPS = {
@@ -34,6 +36,7 @@ GROUPS = {
     ),
     "layer_scale": Group(
         {"scale": Variable(("layer", "channel"), "1", "scale", "The scale.")},
+        # A model that is itself the layer has an empty name.
         {"a.ls1": {"kind": "scale"}, "": {"kind": "scale"}},
         {"channel": 7},
         coords={"channel": list("abcdefg")},
@@ -72,8 +75,11 @@ def values(seed: int) -> dict[str, dict[str, np.ndarray]]:
         for number, (name, about) in enumerate(group.variables.items()):
             index = np.arange(np.prod(group.shape(name))).reshape(group.shape(name))
             wide = (
+                # Whole numbers up to 2,048 are exact in float16; both factors are primes, so that seeds give other
+                # values everywhere.
                 (index + 661 * seed) % 2039
                 if group.maps
+                # Below 2^53, exact in float64 and int64.
                 else 1e6 * seed + 1e3 * number + index
             )
             arrays[path][name] = wide.astype(about.dtype)

@@ -73,7 +73,9 @@ def test_crash_at_every_write_of_a_mark(tmp_path: Path, kind: str) -> None:
         for writer in (store, *(() if landed else (killed,))):
             add(writer, 1, fresh=0.5)
             assert_holds(writer, [0, 1], {"top1": {0: 0.0}, "fresh": {1: 0.5}})
+    # All steps had their turn; fewer would mean that writes pass by what is counted.
     assert number == len(done) > 10
+    # Only in a directory does something follow the root: its folder is brought to the disk.
     assert landed == (kind == "directory")
     assert_holds(store, {0: 0, 1: 9})
 
@@ -92,6 +94,7 @@ def test_crash_at_every_write_of_the_first_mark(tmp_path: Path, kind: str) -> No
         assert not list(tmp_path.iterdir())
         with pytest.raises(ValueError, match="nothing is there"):
             open_recording(target)
+        # The same writer goes on, and a new one, in turn.
         store = create(target) if number % 2 else store
     assert number == len(done) > 20
     assert_holds(store, {0: 9}, {"fresh": {0: 0.5}})
@@ -106,6 +109,7 @@ def test_crash_at_every_write_of_the_mark_that_brings_layers(tmp_path: Path) -> 
     for mark in range(2):
         store.append(mark, {"": {}}, {"top1": mark / 7})
     dies(store)
+    # Every seventh step, a prime: all of them are tried for other marks above.
     for number in count(step=7):
         store = create_layers(path)
         with steps(number, WRITES) as done:
@@ -183,6 +187,7 @@ def test_crash_at_every_write_of_closing(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "on",
+    # The root, a chunk that goes on, a new array, and a chunk of a new mark.
     ["run.zarr/.zarr.json.partial$", "gate/c/0/0/0$", "fresh/c/0$", "saliency/c/1/.*$"],
 )
 def test_full_disk(tmp_path: Path, on: str) -> None:
@@ -191,6 +196,7 @@ def test_full_disk(tmp_path: Path, on: str) -> None:
 
     store = create(tmp_path / "run.zarr")
     add(store, 0, top1=0.25)
+    # A refused mark that left anything would make the second try fail otherwise.
     for _ in range(2):
         with steps(0, on, full), pytest.raises(OSError, match="No space left"):
             add(store, 1, 9, top1=9.0, fresh=9.0)
@@ -210,6 +216,7 @@ def test_leftovers_of_a_crashed_mark_are_written_over(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A scalar that comes again in a later chunk; a map that is all NaN; half a file of a killed process."""
+    # So few marks to a chunk that a second one begins here.
     monkeypatch.setattr("tcnn_probe.storage.chunks.MARKS_PER_CHUNK", (1, 3))
     path = tmp_path / "run.zarr"
     store = create(path)
@@ -240,6 +247,7 @@ def test_unfinished_creation_is_cleared_by_the_next(tmp_path: Path) -> None:
         add(create(tmp_path / "run.zarr"), 0)
         os._exit(1)
     assert os.waitpid(pid, 0)[1] == 0
+    # Names that resemble the recorder's own leftovers, and are the user's.
     users = {".run.zarr.mine.init", ".run2.zarr.x.init", "run.zarr.init"}
     for name in users:
         (tmp_path / name).mkdir()

@@ -24,6 +24,7 @@ from tests.tcnn_probe.storage.tables import (
 
 
 def test_chunks_are_of_a_bounded_size() -> None:
+    # At most 64 marks and 256 KiB of float64 numbers, and no fewer than 16 marks.
     for shape, marks in {(): 64, (12, 6): 64, (23, 31): 45, (53, 64): 16}.items():
         about = array_document(
             Variable(("layer", "head")[: len(shape)], "", "", ""), shape, "epoch"
@@ -58,6 +59,7 @@ def test_marks_in_several_chunks(
 def test_hundreds_of_marks_take_few_files(tmp_path: Path) -> None:
     store = EpochStore(tmp_path / "run.zarr")
     store.create({"": GROUPS[""]}, {})
+    # A prime beyond two chunks of 64.
     for mark in range(131):
         store.append(mark, {"": values(mark)[""]}, {})
     ds = xr.open_zarr(tmp_path / "run.zarr")
@@ -69,6 +71,7 @@ def test_hundreds_of_marks_take_few_files(tmp_path: Path) -> None:
 
 def test_scalars_come_and_go() -> None:
     store, expected = create(None), {"a": {}, "b": {}}
+    # One comes late, one goes and comes again, and a mark has none.
     for mark, names in enumerate(["", "a", "ab", "b", "", "a"]):
         for name in names:
             expected[name][mark] = mark + 0.25
@@ -79,6 +82,7 @@ def test_scalars_come_and_go() -> None:
 @pytest.mark.parametrize("resumed", [False, True])
 def test_marks_that_are_no_integers(tmp_path: Path, resumed: bool) -> None:
     store = create(tmp_path / "run.zarr", along="tokens")
+    # The first mark decides: later integers become floats.
     for mark, seed in {0.5: 1, 1: 2, np.float32(2.25): 3}.items():
         add(store, mark, seed)
         if resumed:

@@ -33,6 +33,7 @@ def test_it_can_be_drawn() -> None:
     tree = tcnn_probe.load_example()
     assert tcnn_probe.plot.evolution(tree["heads"].gate).lines
     types = tcnn_probe.head_types(tree["heads"].dataset)
+    # Of 109 heads: the recording starts where the papers do.
     assert (types.isel(epoch=0) == "convolutional").sum() > 50
     maps = tree["maps/25x8x8"].dataset.isel(epoch=-1, image=0)
     assert isinstance(tcnn_probe.plot.attention_grid(maps.center_attention), Figure)

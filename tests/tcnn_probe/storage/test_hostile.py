@@ -47,6 +47,7 @@ def refused(path: Path, message: str, *uses: Callable[[Path], object]) -> None:
         try:
             with pytest.raises(StoreError, match=message):
                 use(path)
+            # A chunk of 256 MiB is allowed, what these stores claim is far above it.
             assert tracemalloc.get_traced_memory()[1] < 300 * 2**20
             assert time.process_time() - start < 20
         finally:
@@ -92,12 +93,14 @@ def attributed(
     return edit
 
 
+# Python's JSON parser recurses.
 DEEP = "[" * 100_000 + "]" * 100_000
 
 
 @pytest.mark.parametrize(
     "edit",
     [
+        # Coordinates are read when a store is opened, so their size is bounded before.
         cut("head", [10**9], [10**9]),
         cut("head", [10**8], [10**8]),
         cut("head", [3 * 10**7], [1]),
@@ -133,6 +136,7 @@ def test_roots_that_are_deep_or_large(path: Path) -> None:
     refused(path, "of more than 16777216 bytes")
 
 
+# A frame tells its length in one byte below 256, and in four beyond 65,791.
 @pytest.mark.parametrize("length", [10, 200, 70_000, 10**6])
 def test_frame_size_is_what_zstd_decodes_to(length: int) -> None:
     for data in (bytes(length), np.random.default_rng(0).bytes(length)):
@@ -263,7 +267,7 @@ def test_nothing_outside_is_written(
     else:
         refused(
             path,
-            "a link|second name of another file",
+            "a link|hard link to another file",
             lambda path: add(create(path), 2),
         )
         assert_holds(path, [0, 1])

@@ -91,6 +91,7 @@ def test_process_forked_after_a_mark_ends(tmp_path: Path) -> None:
     add(store, 0)
     worker = multiprocessing.get_context("fork").Process(target=store.dataset().load)
     worker.start()
+    # A worker that hangs, as zarr's threads do in forked processes, would never end.
     worker.join(10)
     assert worker.exitcode == 0
     assert (tmp_path / "run.zarr" / LOCK).exists()
@@ -101,7 +102,7 @@ def test_two_that_begin_the_same(tmp_path: Path) -> None:
         first, second = create(target), create(target)
         add(first, 0)
         with pytest.raises(
-            StoreError, match=r"another recorder writes .*made meanwhile"
+            StoreError, match=r"another recorder writes .*created in the meantime"
         ):
             add(second, 0, 7)
         assert_holds(first, [0])
@@ -115,6 +116,7 @@ def test_without_locks_the_root_is_compared(
     def unsupported(*_: object) -> None:
         raise OSError(errno.ENOLCK, "No locks available")
 
+    # As some network disks answer.
     monkeypatch.setattr(fcntl, "flock", unsupported)
     target = Remote() if remote else tmp_path / "run.zarr"
     first = create(target)
@@ -195,6 +197,7 @@ def test_stale_lock_of_another_user(
     """Its file can be read, and deleted in a folder that a group may write; while its process lives it is refused."""
     recording(path := tmp_path / "run.zarr")
     (path / LOCK).write_text("process 1 since 2026")
+    # Root may open any file; permissions are played.
     inode, open_as_owner = (path / LOCK).stat().st_ino, os.open
 
     def open_as_other(file: object, flags: int, *mode: int) -> int:

@@ -42,6 +42,7 @@ class Histories(RuleBasedStateMachine):
         super().__init__()
         self.folder = Path(tempfile.mkdtemp())
         self.patch = pytest.MonkeyPatch()
+        # Chunks of three marks, so that a dozen steps fill several.
         self.patch.setattr("tcnn_probe.storage.chunks.MARKS_PER_CHUNK", (1, 3))
         self.seeds: dict[Any, int] = {}
         self.scalars: dict[str, dict[Any, float]] = {}
@@ -112,6 +113,7 @@ class Histories(RuleBasedStateMachine):
 
 
 Histories.TestCase.settings = settings(
+    # Few, as each step compares the whole store; the soak goes on for as long as it is told.
     max_examples=5,
     stateful_step_count=12,
     deadline=None,

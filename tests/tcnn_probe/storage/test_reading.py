@@ -61,6 +61,7 @@ def test_plain_metadata(tmp_path: Path) -> None:
     add(create(tmp_path / "run.zarr"), 0, top1=0.5)
     kinds = set()
     for name in tmp_path.rglob("zarr.json"):
+        # Python alone reads NaN and Infinity, which are no JSON.
         about = json.loads(name.read_text(), parse_constant=pytest.fail)
         if about["node_type"] == "array":
             codecs, expected = about["codecs"], ["bytes", "crc32c"]

@@ -21,6 +21,7 @@ def record_epochs(
 ) -> xr.Dataset:
     with tcnn_probe.record(model, path, **options) as recorder:
         for epoch in epochs:
+            # Another scale for each epoch, so that none can stand for another.
             model((epoch + 1) * IMAGES)
             recorder.mark(epoch=epoch, top1=epoch / 7)
             if path is not None:
@@ -37,6 +38,7 @@ def test_memory_and_directory_hold_the_same_also_continued(tmp_path: Path) -> No
         assert recorder.epochs == (0, 1)
     continued = record_epochs(Chain(), path, range(2, 4))
     in_memory = record_epochs(Chain(), None, range(4))
+    # Every recording has its own.
     differ = {"created_at": "", "recording_id": ""}
     for ds in (continued, xr.open_zarr(path)):
         xr.testing.assert_identical(
@@ -60,6 +62,7 @@ def test_crash_before_the_commit(tmp_path: Path, again: bool) -> None:
     expected = record_epochs(model, path, range(3)).load()
     recorder = tcnn_probe.record(model, path)
     model(7 * IMAGES)
+    # The root's metadata are replaced last: with them the mark is made.
     with steps(0, "run.zarr/zarr.json$"), pytest.raises(Crash):
         recorder.mark(epoch=3, top1=9.0, fresh=0.5)
     assert recorder.epochs == (0, 1, 2)
@@ -73,6 +76,7 @@ def test_crash_before_the_commit(tmp_path: Path, again: bool) -> None:
     ds = recorder.dataset
     xr.testing.assert_identical(ds.isel(epoch=slice(3)).drop_vars("fresh"), expected)
     np.testing.assert_array_equal(ds.fresh, [np.nan, np.nan, np.nan, 1.5])
+    # Two images, not four.
     np.testing.assert_array_equal(ds.images[3], [2, 2])
     with tcnn_probe.record(model) as second:
         model(7 * IMAGES)

@@ -75,10 +75,13 @@ def test_killed_at_any_change(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, exchange: bool
 ) -> None:
     if not exchange:
+        # The C library without renameat2, as on systems that cannot exchange names.
         monkeypatch.setattr(ctypes, "CDLL", lambda *_, **__: object())
     recording(tmp_path / "whole" / "run.zarr", 2)
     changes = changes_until(None, lambda: replace(tmp_path / "whole" / "run.zarr"))
+    # Every change near the exchange is killed at, of the others a sample.
     swap = changes.index("exchange")
+    # Enough changes on both sides for the sample to mean something.
     assert len(changes) > swap + 30 > 60
     for number in {*range(0, len(changes), EVERY), *range(swap - 1, swap + 6)}:
         folder = tmp_path / str(number)
@@ -127,6 +130,7 @@ def test_killed_where_nothing_can_be_renamed() -> None:
     delete, deleted = target.delete, []
 
     async def once(key: str) -> None:
+        # After some of the objects and before the others.
         if len(deleted) == 5:
             raise Crash
         deleted.append(key)
@@ -203,6 +207,7 @@ def test_what_is_the_users_is_refused_at_the_call(tmp_path: Path, kind: str) -> 
 
 def test_leftovers_of_a_killed_mark_are_the_recordings(tmp_path: Path) -> None:
     recording(path := tmp_path / "run.zarr")
+    # A variable half made, and one made whose chunk is not.
     for number, on in enumerate(("fresh/zarr.json$", "gate/c/0/0/0$")):
         store = create(path)
         with steps(0, on), pytest.raises(Crash):

@@ -54,11 +54,13 @@ def test_killed_and_resumed(url: str) -> None:
     for first in (100, 200):
         writer = Child(write, url, first, 1000, False)
         announced = writer.numbers(1)
+        # Long enough for the kill to fall anywhere in one of the next marks.
         time.sleep(chance.uniform(0, 0.3))
         announced += writer.end(kill=True)
         assert announced == list(range(len(seeds), len(seeds) + len(announced)))
         present = xr.open_zarr(url).sizes["epoch"]
         assert 0 <= present - announced[-1] - 1 <= 1
+        # Other values for the second writer, so that a stale object would show.
         seeds += [first + epoch for epoch in range(len(seeds), present)]
         assert_holds(url, dict(enumerate(seeds)))
     store = create(url)
@@ -86,6 +88,7 @@ def test_another_recorder_in_the_middle_of_a_mark(
     original, came = module.put_if, []
 
     async def meanwhile(*arguments: Any) -> None:
+        # Only once, as the other recorder comes through here as well.
         if not came:
             came.append(True)
             await asyncio.to_thread(add, quick, count, 5)
@@ -93,7 +96,8 @@ def test_another_recorder_in_the_middle_of_a_mark(
 
     monkeypatch.setattr(module, "put_if", meanwhile)
     with pytest.raises(
-        StoreError, match=r"another recorder writes to .*: it was written to meanwhile"
+        StoreError,
+        match=r"another recorder writes to .*: it was written to in the meantime",
     ):
         add(slow, count, 7)
     assert slow.marks == tuple(range(count))
@@ -113,6 +117,7 @@ def test_servers(url: str, monkeypatch: pytest.MonkeyPatch, what: str) -> None:
     async def pipe_file(self: Any, path: str, data: bytes, **only: Any) -> None:
         if what == "answer lost":
             await original(self, path, data, **only)
+            # Conditional writes alone: the object is there, and the client does not know.
             if only:
                 raise OSError(errno.EIO, "connection lost")
         elif only:

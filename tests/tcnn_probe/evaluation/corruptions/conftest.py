@@ -53,11 +53,16 @@ def reference(frost_folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[A
         values: Any, sigma: Any, multichannel: bool = False, **options: Any
     ) -> Any:
         return gaussian(
-            values, sigma, channel_axis=-1 if multichannel else None, **options
+            # scikit-image 0.19 renamed multichannel.
+            values,
+            sigma,
+            channel_axis=-1 if multichannel else None,
+            **options,
         )
 
     monkeypatch.setattr(corruptions, "resource_filename", resources.resource_filename)
     monkeypatch.setattr(corruptions, "gaussian", as_formerly)
+    # NumPy 2 has it no longer.
     if not hasattr(np, "float_"):
         monkeypatch.setattr(np, "float_", np.float64, raising=False)
     state = np.random.get_state()  # noqa: NPY002

@@ -23,6 +23,7 @@ def test_the_texture_looks_like_the_photographs(frost_folder: Path) -> None:
     np.testing.assert_allclose(ours.mean((0, 1)), np.mean(photographs, 0), atol=0.04)
     assert 0.07 < ours.mean(2).std() < 0.13  # the photographs': 0.06 to 0.17
     assert 0 <= ours.min() < ours.max() <= 1
+    # Made once: it takes longer than all other corruptions of a small image.
     assert texture() is ours
 
 
@@ -42,9 +43,12 @@ def test_what_is_no_frost(pictures: Any, error: type[Exception], message: str) -
 
 def test_parts_lie_anywhere_inside() -> None:
     y, x = np.mgrid[:11, :13]
+    # Each pixel tells its place.
     picture = np.stack([y, x, 0 * x], -1) / 20
     corners = {
         tuple(np.rint(crop(picture, (7, 5), RandomState(n))[0, 0, :2] * 20))
+        # Of 32 corners; that one is missed in 200 draws has a chance of 32 (31/32)^200 = 0.06, and the draws are always
+        # the same.
         for n in range(200)
     }
     assert corners == {(y, x) for y in range(4) for x in range(8)}
@@ -55,4 +59,5 @@ def test_small_pictures_are_enlarged() -> None:
     enlarged = crop(picture, (17, 23), RandomState(0))
     assert enlarged.shape == (17, 23, 3)
     assert 0.15 <= enlarged.min() < enlarged.max() <= 0.85
+    # The picture is constant along rows, and so is any enlargement of it.
     assert np.ptp(enlarged, axis=1).max() < 0.01

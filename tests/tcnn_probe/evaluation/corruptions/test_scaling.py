@@ -15,6 +15,7 @@ from PIL import Image
 from tcnn_probe.evaluation import CORRUPTIONS
 from tcnn_probe.evaluation.corruptions.resampling import scale_of
 
+# 32 pixels times 7 are 224; and odd, so that each pixel of the small image has a middle one in the large.
 TIMES = 7
 
 
@@ -76,6 +77,7 @@ def test_motion_is_shortened(severity: int, small: NDArray[Any]) -> None:
         blurred = run("motion_blur", small, severity, seed)
         assert (
             np.square(blurred - expected).mean()
+            # Shorter strokes are drawn with fewer samples: what is left is at most a twentieth of the blur itself.
             < 0.05 * np.square(expected - small).mean()
         )
 
@@ -85,6 +87,7 @@ def test_motion_is_shortened(severity: int, small: NDArray[Any]) -> None:
 def test_pixels_are_displaced_one_by_one(
     severity: int, scale: float, small: NDArray[Any]
 ) -> None:
+    # Without the blurs before and after, so that pixels are moved and not mixed.
     parameters = CORRUPTIONS["glass_blur"].at(severity) | {"deviation": 1e-6}
     displaced = CORRUPTIONS["glass_blur"].function(
         small, RandomState(MT19937(5)), scale, **parameters
@@ -96,6 +99,7 @@ def test_pixels_are_displaced_one_by_one(
         moves = random.randint(
             -reach, reach, size=(height - 2 * margin, width - 2 * margin, 2)
         )
+        # Parts of a pixel are rounded up or down at random, so that they count on average.
         up = random.random_sample(moves.shape) if scale < 1 else np.zeros(moves.shape)
         for i, y in enumerate(range(height - margin, margin, -1)):
             for j, x in enumerate(range(width - margin, margin, -1)):
@@ -111,7 +115,9 @@ def test_elastic_displacements_are_scaled(severity: int) -> None:
     sizes = []
     for size in (224, 112):
         ramp = np.broadcast_to(
-            np.arange(float(size))[:, None, None], (size, size + 3, 1)
+            # A ramp shows by how much each pixel was moved.
+            np.arange(float(size))[:, None, None],
+            (size, size + 3, 1),
         )
         parameters = CORRUPTIONS["elastic_transform"].at(severity) | {"corners": 0.0}
         function = CORRUPTIONS["elastic_transform"].function
@@ -142,6 +148,7 @@ def test_corners_of_the_elastic_map_are_scaled(small: NDArray[Any]) -> None:
 
 @pytest.mark.parametrize(
     ("name", "tolerance"),
+    # Zooming interpolates between pixels, of which the small image has fewer; the others act on each pixel by itself.
     [("zoom_blur", 0.25), ("contrast", 1e-9), ("brightness", 1e-9)],
 )
 def test_the_rest_knows_no_lengths(

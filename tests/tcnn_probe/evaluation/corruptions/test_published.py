@@ -98,6 +98,7 @@ def test_frost_with_the_published_pictures(
         )
     parameters = CORRUPTIONS["frost"].at(severity)
     random = RandomState(MT19937(SEED))
+    # Larger than the reference's least crop, and not square.
     large = np.asarray(Image.fromarray(image).resize((229, 241)))
     ours = CORRUPTIONS["frost"].function(
         large / 255,
@@ -114,6 +115,7 @@ def test_frost_with_the_published_pictures(
 def test_elastic_transform_as_published(
     severity: int, reference: Any, image: NDArray[Any]
 ) -> None:
+    # Larger than the fixture: displacements of up to 24 pixels would leave that one.
     image = np.asarray(Image.fromarray(image).resize((137, 131)))
     corruption = CORRUPTIONS["elastic_transform"]
     ours = (
@@ -134,6 +136,7 @@ def elastic_transform(
 ) -> NDArray[Any]:
     """Rewritten from the published code, which is for square images; what it asks OpenCV for is done by hand."""
     (height, width, _), third = image.shape, min(image.shape[:2]) // 3
+    # 244 is the published code's own, for images of 224.
     amplitude = 244 * [2, 2, 0.05, 0.07, 0.12][severity - 1]
     sigma = 244 * [0.7, 0.08, 0.01, 0.01, 0.01][severity - 1]
     reach = 244 * [0.1, 0.2, 0.02, 0.02, 0.02][severity - 1]
@@ -142,6 +145,7 @@ def elastic_transform(
     moved = corners.copy()
     moved[:, :2] += np.random.uniform(-reach, reach, size=(3, 2))  # noqa: NPY002
     y, x = np.mgrid[:height, :width]
+    # The affine map of three corners, inverted: where each pixel comes from.
     from_x, from_y, _ = np.linalg.inv(moved.T @ np.linalg.inv(corners.T)) @ [
         x.ravel(),
         y.ravel(),

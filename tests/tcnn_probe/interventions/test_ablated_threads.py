@@ -191,6 +191,7 @@ def test_ablated_recorded_and_attributed_at_once() -> None:
     forwards = int(os.environ.get("TCNN_PROBE_FORWARDS", 50))
     sys.setswitchinterval(1e-4)  # the threads take turns often enough
     models = ablated, recorded, attributed = [tiny_vit(seed) for seed in range(3)]
+    # Maps take a forward for each image, so that all three threads run as many forwards.
     x = torch.randn(25, 1, 8, 12, generator=torch.Generator().manual_seed(7))
     before = [Trace(model) for model in models]
 

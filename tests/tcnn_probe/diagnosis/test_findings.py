@@ -17,6 +17,7 @@ from tcnn_probe.command_line import main
 from tcnn_probe.diagnosis import HealthLimits
 from tcnn_probe.diagnosis.signs import SIGNS
 
+# Marks need not count from 0, nor by one.
 EPOCHS, LAYERS, HEADS = [2, 3, 5, 7, 11], ["near", "far", "last"], 2
 DIMS = ("epoch", "layer", "head")
 
@@ -51,6 +52,7 @@ def healthy() -> xr.Dataset:
 # The value that makes a head, or a layer, ill from one epoch on.
 ILL = {
     "not finite": ("nonfinite_images", 1.0),
+    # Each value lies just beyond its limit, so that a limit that moved shows.
     "large logits": ("max_logit", 101.0),
     "logits jump": ("max_logit", 25.0),
     "entropy collapse": ("entropy", 0.3),
@@ -102,6 +104,7 @@ def test_each_sign(sign: str) -> None:
     assert (finding.layer, finding.heads) == ("far", () if of_layer else (1,))
     lasts = sign != "logits jump"  # which is over at the next mark
     assert (finding.since, finding.until) == (7, None if lasts else 7)
+    # Entropies are told as shares of the largest possible one, 4.
     value = ILL[sign][1] / (4 if sign == "entropy collapse" else 1)
     assert finding.value == pytest.approx(value)
     assert finding.is_alarm == (sign not in ("sink", "outlier tokens"))
@@ -117,6 +120,7 @@ def test_each_sign(sign: str) -> None:
 def test_a_pretrained_model_may_have_been_so_from_the_start() -> None:
     """One-hot heads, logits of 50, heads and tokens that are alike: no change, no alarm."""
     ds = healthy()
+    # These three are ill at any time; the rest only if they come.
     for sign in ILL.keys() - {"not finite", "large logits", "silent head"}:
         ds = make_ill(ds, sign, slice(None))
     assert not tcnn_probe.health(ds).alarms
@@ -168,6 +172,7 @@ def test_table() -> None:
     assert row.split()[:6] == ["ALARM", "heads", "alike", "far", "1", "5"]
     assert notes[0].startswith("heads alike: a layer that has one head in effect")
     assert findings.to_dicts()[0]["layer"] == "far"
+    # Names come from a file, and a notebook would show them as HTML.
     renamed = ds.assign_coords(layer=["<b>", "<i>", "x"])
     page = tcnn_probe.health(renamed)._repr_html_()
     assert "&lt;i&gt;" in page
@@ -230,6 +235,7 @@ def vit() -> Any:
         img_size=(32, 48),
         patch_size=8,
         embed_dim=21,
+        # The first block stays healthy, and must not be named.
         depth=2,
         num_heads=3,
     ).eval()
@@ -241,6 +247,7 @@ def record_illness(path: Path) -> None:
     with tcnn_probe.record(model, path, health=True) as recorder, torch.no_grad():
         model(x)
         recorder.mark(epoch=0)
+        # The first 2 x 21 rows are queries and keys.
         model.blocks[1].attn.qkv.weight[:42] *= 60
         model(x)
         with pytest.warns(RuntimeWarning, match="blocks.1.attn") as caught:
@@ -262,6 +269,7 @@ def test_recorded_warned_of_printed_and_drawn(
     assert {alarm.layer for alarm in alarms} == {"blocks.1.attn"}
     assert {alarm.since for alarm in alarms} == {1}
 
+    # As grep and diff do, so that a script can tell.
     assert main(["health", str(path)]) == 1
     assert capsys.readouterr().out == repr(tcnn_probe.health(ds)) + "\n"
     healthy_limits = ["--limit", "max_logit", "1e9", "--limit", "logit_floor", "1e9"]
@@ -280,6 +288,7 @@ def test_recorded_warned_of_printed_and_drawn(
         label
         == f"{alarms[0].sign}: blocks.1.attn ({', '.join(map(str, alarms[0].heads))})"
     )
+    # A bar begins half a mark before its epoch.
     assert axes.patches[0].get_x() == 0.5
     assert axes.get_xlim() == (-0.5, 2.5)
     plt.close("all")
@@ -316,6 +325,7 @@ def test_health_adds_the_probe_once() -> None:
 def test_large_architectures_raise_no_alarm_at_initialisation(name: str) -> None:
     """Limits were set on small networks; these have the widths, heads and depths that people train."""
     torch.manual_seed(0)
+    # Small images: width and depth are what limits depend on, and what takes time is kept small.
     model = timm.create_model(name, img_size=(64, 96)).eval()
     with tcnn_probe.record(model, health=True) as recorder, torch.no_grad():
         for epoch in range(2):

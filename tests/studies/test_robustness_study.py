@@ -66,6 +66,7 @@ def test_verdicts_are_those_of_the_intervals() -> None:
     assert [line.split()[0] for line in against_control] == names
     assert all(line.endswith("not distinguishable") for line in against_control)
     behind = study.verdicts(answers([0.8, 0.8, 0.6]), 10)
+    # Five conditions against each of the two others.
     assert behind.count("T-CNN behind") == 10
     assert "another training may differ" in behind
     assert "chance" not in behind
@@ -125,6 +126,7 @@ def test_imagenet_c_is_reported_and_drawn() -> None:
     names = list(evaluation.CORRUPTIONS)
     groups = [evaluation.CORRUPTIONS[name].group for name in names]
     right = np.zeros((2, 15, 5, 1, 7), bool)
+    # Four of seven images right: three sevenths of the errors of the first model.
     right[1, ..., ::2] = True
     dims = ("model", "corruption", "severity", "seed", "image")
     coords = {"model": ["CNN", "T-CNN"], "corruption": names, "severity": range(1, 6)}

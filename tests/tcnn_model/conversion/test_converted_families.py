@@ -25,6 +25,7 @@ from tests.tcnn_model.helpers import (
 
 def _windows(x: Tensor) -> Tensor:
     """Stack the four pixels of every 2 x 2 window, with the last row and column repeated: (4, B, C, H, W)."""
+    # As pools of 2 x 2 at stride 1, which would lose the last row and column.
     below = torch.cat([x[:, :, 1:], x[:, :, -1:]], dim=2)
     return torch.stack(
         [
@@ -134,6 +135,7 @@ def _assert_unstrided(cnn: Any, strides: Unstrided, x: Tensor, **layers: str) ->
         == (2 if any(strides) else 1) * cnn.forward_features(x).shape[-1]
     )
     assert_same(tcnn(x), by_hand(x))
+    # A layer behind a norm of gain zero would agree whatever it computes.
     assert_every_layer_counts(tcnn, x)
 
 
@@ -158,6 +160,7 @@ def test_keep_is_the_same_function_in_float32(name: str) -> None:
     assert relative_error(reparameterize(cnn, stride="keep")(x), cnn(x)) > 1e-3
 
 
+# One of each way a stride is taken out: of convolutions, of a pool, of 2 x 2 windows.
 EARLIER = {
     "resnext50_32x4d": (
         "layer2",

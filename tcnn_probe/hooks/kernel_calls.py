@@ -1,0 +1,168 @@
+"""Calls of fused attention kernels that Python code makes itself: flash-attn's, xformers' and torch's own.
+
+The packages call them from inside of their autograd functions. Their arguments are read by the names in the operator's
+schema, which differ from version to version less than their places do. A call with an option that is not known here is
+not described: the reason names the option.
+"""
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = ["KernelCall", "is_kernel", "read_kernel"]
+
+# Those of flash-attn 2.7 and later, and of xformers; earlier versions of flash-attn call an extension of Python that
+# shows itself to no mode.
+_KERNELS = re.compile(
+    r"(_?flash_?attn\w*\.\w*|xformers\w*\.\w*|aten\._(efficient|flash)_attention_)(fwd|forward)"
+)
+# Sizes for allocation, what is returned beside the output, and hints: they change no attention.
+_HARMLESS = re.compile(
+    r"max_\w+|return_\w+|compute_log_?sumexp|num_splits|pack_gqa|\w*_margin"
+)
+_OFF = (None, False, 0, -1)
+
+
+@dataclass(frozen=True)
+class KernelCall:
+    """Arguments of a kernel: query, key, value and output have the shape (B, heads, N, d).
+
+    Args:
+        query, key, value, output: Tensors; those of keys and values may have fewer heads.
+        scale: Factor of the products.
+        mask: Numbers to add, or True where a query may see a key; None without any.
+        dropout: Share of the attention that is dropped.
+        is_causal: Whether queries see no later keys.
+    """
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    output: Tensor
+    scale: float
+    mask: Tensor | None
+    dropout: float
+    is_causal: bool
+
+
+def is_kernel(func: Callable[..., Any]) -> bool:
+    """Return whether a function is an operator whose name is that of a forward kernel of attention."""
+    is_operator = isinstance(func, (torch._ops.OpOverload, torch._ops.OpOverloadPacket))
+    return is_operator and _KERNELS.match(str(func)) is not None
+
+
+class _UnknownError(Exception):
+    """An option that is not known here; the message names it."""
+
+
+def read_kernel(
+    func: Any, output: Any, args: Sequence[Any], kwargs: dict[str, Any]
+) -> KernelCall | str | None:
+    """Read a call; return the reason if it is not known what it computes, or None if it is no attention.
+
+    Args:
+        func: Operator, see :func:`is_kernel`.
+        output: Tensor that it returned, or several.
+        args, kwargs: Arguments of the call.
+    """
+    overload = func.default if isinstance(func, torch._ops.OpOverloadPacket) else func
+    names = [argument.name for argument in overload._schema.arguments]
+    values = {
+        argument.name: argument.default_value for argument in overload._schema.arguments
+    }
+    values |= dict(zip(names, args, strict=False)) | kwargs
+
+    def take(*spellings: str) -> Any:
+        """Return the argument that has one of these names, which is known from now on; None if there is none."""
+        present = [values.pop(name) for name in spellings if name in values]
+        return present[0] if present else None
+
+    tokens = take("query", "q"), take("key", "k"), take("value", "v")
+    if not all(isinstance(x, Tensor) for x in tokens):
+        return None
+    try:
+        lengths = (
+            (take("cu_seqlens_q", "cum_seq_q"), take("max_seqlen_q", "max_q")),
+            (take("cu_seqlens_k", "cum_seq_k"), take("max_seqlen_k", "max_k")),
+        )
+        first = output if isinstance(output, Tensor) else output[0]
+        query, key, value, attended = (
+            _by_head(x, *lengths[side])
+            for x, side in zip((*tokens, first), (0, 1, 1, 0), strict=True)
+        )
+        scale, dropout = take("softmax_scale", "scale"), take("dropout_p", "p")
+        is_causal = bool(take("causal", "is_causal") or take("custom_mask_type"))
+        mask = _visible(
+            query,
+            key,
+            before=_reach(take("window_size_left", "window_left")),
+            behind=0
+            if is_causal
+            else _reach(take("window_size_right", "window_right")),
+            # flash-attn says that the last query sees the last key; of the others this depends on version and mask.
+            is_aligned=str(func).lstrip("_").startswith("flash"),
+        )
+        bias = take("bias", "attn_bias")
+        if bias is not None:
+            if bias.ndim != 4:
+                raise _UnknownError(f"a bias of shape {tuple(bias.shape)}")
+            mask = bias if mask is None else bias.masked_fill(~mask, -torch.inf)
+        for name, option in values.items():
+            is_off = not isinstance(option, Tensor) and option in _OFF
+            if not is_off and not _HARMLESS.fullmatch(name):
+                raise _UnknownError(f"the option {name}")
+    except _UnknownError as reason:
+        package = str(func).split(".")[0]
+        return f"a kernel of {package} with {reason}, which is not read: use scaled_dot_product_attention"
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    return KernelCall(
+        query, key, value, attended, scale, mask, dropout or 0.0, is_causal
+    )
+
+
+def _by_head(x: Tensor, ends: Tensor | None, longest: int | None) -> Tensor:
+    """Return (B, N, heads, d), or as many sequences of equal length behind each other, as (B, heads, N, d)."""
+    if ends is not None:
+        sequences = ends.numel() - 1
+        packed = x[0] if x.ndim == 4 and len(x) == 1 else x
+        # Where the longest would fill them all, all are as long: so nothing waits for the numbers of the device.
+        if packed.ndim != 3 or len(packed) != sequences * int(longest or 0):
+            raise _UnknownError("sequences of several lengths")
+        x = packed.unflatten(0, (sequences, -1))
+    if x.ndim != 4:
+        raise _UnknownError(f"tokens of shape {tuple(x.shape)}")
+    return x.transpose(1, 2)
+
+
+def _reach(size: int | None) -> int | None:
+    """Return how many neighbours are seen on one side; None if all are."""
+    return None if size is None or size < 0 else size
+
+
+def _visible(
+    query: Tensor,
+    key: Tensor,
+    *,
+    before: int | None,
+    behind: int | None,
+    is_aligned: bool,
+) -> Tensor | None:
+    """Return whether each query sees each key, (N_query, N_key); None if all do."""
+    if before is None and behind is None:
+        return None
+    queries, keys = query.shape[-2], key.shape[-2]
+    if queries != keys and not is_aligned:
+        raise _UnknownError(f"a causal mask of {queries} queries and {keys} keys")
+    delta = torch.arange(keys, device=query.device) - (
+        torch.arange(queries, device=query.device)[:, None] + keys - queries
+    )
+    visible = torch.ones_like(delta, dtype=torch.bool)
+    if before is not None:
+        visible &= delta >= -before
+    if behind is not None:
+        visible &= delta <= behind
+    return visible

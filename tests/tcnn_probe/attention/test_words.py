@@ -1,0 +1,336 @@
+"""Words beside patches: joint blocks and towers of text, against brute force in float64."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import tcnn_probe
+from tcnn_probe.attention.attention import Attention
+from tcnn_probe.attention.head_edit import HeadEdit
+from tcnn_probe.probes.layer_health import TOKEN_KINDS
+from tests.tcnn_probe.attention.bruteforce import attention_of, distance, entropy, grid
+from tests.tcnn_probe.attention.sharpen import sharpen
+from tests.tcnn_probe.contracts.helpers import recorded
+from tests.tcnn_probe.probes.test_segment_attention import SEGMENTS, brute_force
+
+WIDTH, HEADS = 15, 3
+ROWS, COLUMNS = 3, 5
+GENERATOR = torch.Generator().manual_seed(0)
+IMAGES = torch.randn(2, 3, ROWS * 16, COLUMNS * 16, generator=GENERATOR)
+PATCHES = torch.randn(2, ROWS * COLUMNS, WIDTH, generator=GENERATOR)
+IDS = torch.randint(2, 90, (2, 7), generator=GENERATOR)
+VECTORS = torch.randn(2, 7, WIDTH, generator=GENERATOR)
+# As FLUX has them: the number of the image, row and column.
+POSITIONS = F.pad(
+    torch.cartesian_prod(torch.arange(ROWS), torch.arange(COLUMNS)), (1, 0)
+)
+
+
+class Block(nn.Module):
+    """Attention with a residual, over parts that are joined before it, or inside of it, head by head."""
+
+    def __init__(self, inside: int | None) -> None:
+        super().__init__()
+        self.q, self.k, self.v, self.out = (nn.Linear(WIDTH, WIDTH) for _ in range(4))
+        self.inside = inside
+
+    def forward(
+        self, parts: Sequence[Tensor], mask: Tensor | None = None
+    ) -> list[Tensor]:
+        q, k, v = (self._join(layer, parts) for layer in (self.q, self.k, self.v))
+        attended = F.scaled_dot_product_attention(q, k, v, attn_mask=mask).transpose(
+            1, 2
+        )
+        outputs = self.out(attended.flatten(2)).split([x.shape[1] for x in parts], 1)
+        return [x + output for x, output in zip(parts, outputs, strict=True)]
+
+    def _join(self, layer: nn.Linear, parts: Sequence[Tensor]) -> Tensor:
+        heads = [layer(x).unflatten(-1, (HEADS, -1)) for x in parts]
+        if self.inside == 1:  # (B, N, heads, d)
+            return torch.cat(heads, 1).transpose(1, 2)
+        return torch.cat([x.transpose(1, 2) for x in heads], 2)
+
+
+class Joint(nn.Module):
+    """Two blocks over words, a class token and patches, in some order."""
+
+    def __init__(self, order: Sequence[str], inside: int | None = None) -> None:
+        super().__init__()
+        self.patches = nn.Conv2d(3, WIDTH, 16, 16)
+        self.words = nn.Embedding(90, WIDTH)
+        self.token = nn.Parameter(torch.randn(1, 1, WIDTH))
+        self.blocks = nn.ModuleList([Block(inside), Block(inside)])
+        self.order, self.inside = order, inside
+
+    def forward(
+        self,
+        words: Tensor,
+        image: Tensor,
+        mask: Tensor | None = None,
+        *positions: Tensor,
+    ) -> Tensor:
+        parts = {
+            "text": words if words.is_floating_point() else self.words(words),
+            "class": self.token.expand(len(image), -1, -1),
+            "patch": self.patches(image).flatten(2).mT if image.ndim == 4 else image,
+        }
+        x = [parts[name] for name in self.order]
+        if mask is not None:
+            seen = {
+                "text": mask,
+                "class": mask.new_ones(len(mask), 1),
+                "patch": mask.new_ones(len(mask), 15),
+            }
+            seen = torch.cat([seen[name] for name in self.order], 1)
+            mask = (1 - seen.to(image.dtype))[:, None, None] * -1e30
+        if self.inside is None:
+            x = [torch.cat(x, 1)]
+        for block in self.blocks:
+            x = block(x, mask)
+        return torch.cat(x, 1)
+
+
+CASES: dict[str, tuple[Sequence[str], int | None, tuple[Any, ...]]] = {
+    "image first, joined by head": (("patch", "text"), 2, (VECTORS, IMAGES)),
+    "words first, of packed patches": (
+        ("text", "patch"),
+        1,
+        (VECTORS, PATCHES, None, POSITIONS),
+    ),
+    "as many words as patches": (
+        ("text", "patch"),
+        1,
+        (PATCHES.flip(0), IMAGES),
+    ),
+    "words before a class token": (("text", "class", "patch"), None, (IDS, IMAGES)),
+    "words behind": (("class", "patch", "text"), None, (IDS, IMAGES)),
+    "words that images hide": (
+        ("text", "patch", "class"),
+        None,
+        (IDS, IMAGES, (IDS < 60).long()),
+    ),
+}
+
+
+@pytest.mark.parametrize(("order", "inside", "inputs"), CASES.values(), ids=CASES)
+def test_joint_blocks(
+    order: Sequence[str], inside: int | None, inputs: tuple[Any, ...]
+) -> None:
+    torch.manual_seed(0)
+    model = sharpen(Joint(order, inside)).double()
+    inputs = tuple(
+        x.double() if isinstance(x, Tensor) and x.is_floating_point() else x
+        for x in inputs
+    )
+    recorder = recorded(
+        model, inputs, inputs, probes=[*tcnn_probe.DEFAULT, "segments", "health"]
+    )
+    references = attention_of(model, *inputs)
+    assert (
+        [reference.layer for reference in references]
+        == [*recorder.layers]
+        == ["blocks.0", "blocks.1"]
+    )
+    lengths = {"text": inputs[0].shape[1], "class": 1, "patch": ROWS * COLUMNS}
+    kinds = [name for name in order for _ in range(lengths[name])]
+    places = [
+        place
+        for name in order
+        for place in (
+            grid(ROWS, COLUMNS) if name == "patch" else [None] * lengths[name]
+        )
+    ]
+    ds = recorder.dataset.isel(epoch=0)
+    shares = recorder.tree["segments"].segment_attention.isel(epoch=0)
+    assert shares.query_segment.values.tolist() == SEGMENTS
+    for reference in references:
+        layer, weights = {"layer": reference.layer}, reference.weights.numpy()
+        np.testing.assert_allclose(
+            ds.entropy.sel(layer), entropy(weights).mean((0, 2)), atol=1e-9
+        )
+        np.testing.assert_allclose(
+            ds.attention_distance.sel(layer),
+            distance(weights, places, places).mean(0),
+            atol=1e-9,
+        )
+        np.testing.assert_allclose(
+            shares.sel(layer), brute_force(weights, kinds, kinds), atol=1e-9
+        )
+        assert ("class_entropy" in ds) == ("class" in order)
+        if "class" in order:
+            row = weights[:, :, kinds.index("class")]
+            np.testing.assert_allclose(
+                ds.class_entropy.sel(layer), entropy(row).mean(0), atol=1e-9
+            )
+        expected = np.zeros((HEADS, len(TOKEN_KINDS)))
+        for b in range(2):
+            for h in range(HEADS):
+                sink = int(weights[b, h].mean(0).argmax())
+                kind = kinds[sink]
+                if kind == "patch":
+                    y, x = places[sink]
+                    kind = (
+                        "inner"
+                        if 0 < y < ROWS - 1 and 0 < x < COLUMNS - 1
+                        else "border"
+                    )
+                expected[h, TOKEN_KINDS.index(kind)] += 0.5
+        np.testing.assert_allclose(
+            variable_of(recorder, "sink_kind").sel(layer).isel(epoch=0), expected
+        )
+
+
+def variable_of(recorder: tcnn_probe.Recorder, name: str) -> Any:
+    return next(
+        node.dataset[name] for node in recorder.tree.subtree if name in node.dataset
+    )
+
+
+class Towers(nn.Module):
+    """A tower of images and one of texts, and words that ask for patches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.image = Joint(("class", "patch"))
+        self.words = nn.Embedding(90, WIDTH)
+        self.text = Block(None)
+        self.cross = nn.MultiheadAttention(WIDTH, HEADS, batch_first=True)
+
+    def forward(self, words: Tensor, image: Tensor) -> Tensor:
+        patches = self.image(words, image)
+        words = self.text([self.words(words)])[0]
+        repeated = patches.repeat_interleave(len(words) // len(patches), 0)
+        return self.cross(words, repeated, repeated, need_weights=False)[0]
+
+
+@pytest.mark.parametrize(("texts", "count"), [(2, 7), (2, 16), (4, 7)])
+def test_towers(texts: int, count: int) -> None:
+    """Also of as many words as there are keys, and of several texts for each image."""
+    torch.manual_seed(0)
+    model = sharpen(Towers()).double()
+    images, words = IMAGES.double(), torch.randint(2, 90, (texts, count))
+    shown: dict[str, tuple[Any, ...]] = {}
+
+    def keep(attention: Attention) -> None:
+        shown[attention.name] = (
+            attention.images,
+            attention.layout,
+            attention.class_query,
+            attention.segment_attention(),
+        )
+
+    with tcnn_probe.attention_stream(model, keep), torch.no_grad():
+        model(words, images)
+    references = {
+        reference.layer: reference.weights.numpy()
+        for reference in attention_of(model, words, images)
+    }
+    tokens = ["class"] + ["patch"] * 15
+    for name in ("image.blocks.0", "image.blocks.1"):
+        _, layout, class_query, shares = shown[name]
+        assert (layout.queries.prefix, *layout.keys.size, class_query) == (
+            1,
+            ROWS,
+            COLUMNS,
+            0,
+        )
+        expected = brute_force(references[name], tokens, tokens)
+        np.testing.assert_allclose(shares.mean(0), np.nan_to_num(expected), atol=1e-9)
+    count_of_rows, layout, class_query, shares = shown["text"]
+    assert (count_of_rows, layout.keys, class_query, shares) == (
+        texts,
+        None,
+        None,
+        None,
+    )
+    count_of_rows, layout, class_query, shares = shown["cross"]
+    assert (count_of_rows, layout.queries, class_query) == (texts, None, None)
+    assert (layout.keys.prefix, *layout.keys.size) == (1, ROWS, COLUMNS)
+    expected = brute_force(references["cross"], ["text"] * count, tokens)
+    np.testing.assert_allclose(shares.mean(0), np.nan_to_num(expected), atol=1e-9)
+
+
+@pytest.mark.parametrize("inside", [1, None])
+def test_words_that_may_be_patches(inside: int | None) -> None:
+    """Packed patches and as many vectors of words: nothing tells which are which."""
+    model = Joint(("text", "patch"), inside)
+    layouts = []
+    with (
+        tcnn_probe.attention_stream(
+            model, lambda attention: layouts.append(attention.layout)
+        ),
+        torch.no_grad(),
+    ):
+        model(PATCHES.flip(0), PATCHES, None, POSITIONS)
+    assert [layout.keys for layout in layouts] == [None, None]
+
+
+def test_masks_of_words_are_no_grid() -> None:
+    class Text(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.words, self.layer = nn.Embedding(90, WIDTH), Masked()
+
+        def forward(self, words: Tensor, mask: Tensor) -> Tensor:
+            return self.layer(self.words(words), (1.0 - mask)[:, None, None] * -1e30)
+
+    class Masked(nn.Module):
+        def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+            return F.scaled_dot_product_attention(
+                *[x.unflatten(-1, (HEADS, -1)).transpose(1, 2)] * 3, attn_mask=mask
+            )
+
+    layouts = []
+    with tcnn_probe.attention_stream(
+        Text(), lambda attention: layouts.append(attention.layout)
+    ) as stream:
+        stream._model(IDS, torch.ones(2, 7))
+    assert [layout.keys for layout in layouts] == [None]
+
+
+class Sink(nn.Module):
+    """Attention with an extra logit of each head, whose share no value gets."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sink = nn.Parameter(torch.randn(1, HEADS, 1, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.unflatten(-1, (HEADS, -1)).transpose(1, 2)
+        logits = x @ x.mT
+        sinks = self.sink.expand(len(x), -1, x.shape[2], -1)
+        weights = torch.cat([logits, sinks], -1).softmax(-1)
+        return weights[..., :-1] @ x
+
+
+def test_sinks_are_keys() -> None:
+    """They lie nowhere, and have their share of the entropy."""
+    torch.manual_seed(0)
+    model = nn.Sequential(Sink()).double().eval()
+    recorder = recorded(model, VECTORS.double())
+    assert recorder.layers == ("0",)
+    (reference,) = attention_of(model, VECTORS)
+    assert reference.weights.shape == (2, HEADS, 7, 8)
+    expected = entropy(reference.weights.numpy()).mean((0, 2))
+    np.testing.assert_allclose(recorder.dataset.entropy[0, 0], expected, atol=1e-9)
+    assert "attention_distance" in recorder.missing
+
+
+@pytest.mark.parametrize("order", [("patch", "text"), ("text", "class", "patch")])
+def test_given_attention_is_in_the_order_that_is_shown(order: Sequence[str]) -> None:
+    """A head that is given its own attention gives what it gave."""
+    torch.manual_seed(0)
+    model = sharpen(Joint(order)).double()
+    alone = model(IDS, IMAGES.double())
+
+    def repeat(attention: Attention) -> HeadEdit:
+        assert attention.is_moved
+        return HeadEdit([1], attention=attention.weights()[:, :, [1]])
+
+    with tcnn_probe.attention_stream(model, repeat):
+        torch.testing.assert_close(model(IDS, IMAGES.double()), alone)

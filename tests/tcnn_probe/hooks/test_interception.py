@@ -1,0 +1,221 @@
+"""Calls of torch functions as they are described: what follows from the description is what torch gave."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tcnn_probe.hooks.interception import (
+    Answer,
+    Interception,
+    Seen,
+    SeenAttention,
+    SeenCopy,
+    SeenJoin,
+    SeenOperand,
+    SeenProduct,
+    describe,
+)
+
+B, HEADS, QUERIES, KEYS, SIZE = 2, 4, 5, 7, 3
+
+
+def tensor(*shape: int, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(shape, generator=generator, dtype=torch.float64)
+
+
+def requests(run: Callable[[], object]) -> list[Seen]:
+    """Return everything that is shown while a function runs."""
+    shown: list[Seen] = []
+    with Interception(shown.append):
+        run()
+    return shown
+
+
+def by_formula(attention: SeenAttention) -> Tensor:
+    """Compute softmax(scale Q K^T + mask) V from what is described."""
+    assert attention.query is not None
+    assert attention.key is not None
+    assert attention.value is not None
+    logits = attention.scale * attention.query @ attention.key.mT
+    if attention.mask is not None and attention.mask.dtype == torch.bool:
+        logits = logits.masked_fill(~attention.mask, -torch.inf)
+    elif attention.mask is not None:
+        logits = logits + attention.mask
+    attended = logits.softmax(-1) @ attention.value
+    return attended if attention.finish is None else attention.finish(attended)
+
+
+VISIBLE = tensor(QUERIES, KEYS) > -0.5
+# Every query sees a key, else its row would be NaN.
+VISIBLE[:, 0] = True
+
+
+@pytest.mark.parametrize(
+    ("options", "key_heads"),
+    [
+        ({}, HEADS),
+        ({"scale": 0.3}, HEADS),
+        ({"attn_mask": VISIBLE}, HEADS),
+        ({"attn_mask": tensor(HEADS, QUERIES, KEYS, seed=4)}, HEADS),
+        # Fewer queries than keys: which corner the triangle begins in makes a difference.
+        ({"is_causal": True}, HEADS),
+        ({"enable_gqa": True}, 2),
+    ],
+    ids=["plain", "scale", "bool", "float", "causal", "grouped"],
+)
+def test_fused_attention(options: dict[str, Any], key_heads: int) -> None:
+    query = tensor(B, HEADS, QUERIES, SIZE, seed=1)
+    key, value = (tensor(B, key_heads, KEYS, SIZE, seed=seed) for seed in (2, 3))
+    (attention,) = requests(
+        lambda: F.scaled_dot_product_attention(query, key, value, **options)
+    )
+    assert isinstance(attention, SeenAttention)
+    torch.testing.assert_close(attention.output, by_formula(attention))
+    assert bool(attention.not_on_grid) == ("is_causal" in options)
+
+
+HIDDEN = torch.zeros(B, KEYS, dtype=torch.bool)
+HIDDEN[1, 4:] = True
+
+
+@pytest.mark.parametrize(
+    ("layer_options", "call_options"),
+    [
+        ({}, {}),
+        ({"bias": False}, {}),
+        # Keys of the layer's own, which no mask hides.
+        ({"add_bias_kv": True}, {"key_padding_mask": HIDDEN}),
+        ({"add_zero_attn": True}, {"attn_mask": ~VISIBLE}),
+        ({"kdim": 6, "vdim": 5}, {}),
+        ({}, {"attn_mask": tensor(B * HEADS, QUERIES, KEYS, seed=4)}),
+    ],
+    ids=["plain", "no bias", "key of its own", "key of zeros", "widths", "per head"],
+)
+def test_multihead_attention(
+    layer_options: dict[str, Any], call_options: dict[str, Any]
+) -> None:
+    width = HEADS * SIZE
+    layer = nn.MultiheadAttention(
+        width, HEADS, batch_first=True, dtype=torch.float64, **layer_options
+    )
+    query = tensor(B, QUERIES, width, seed=1)
+    key = tensor(B, KEYS, layer_options.get("kdim", width), seed=2)
+    value = tensor(B, KEYS, layer_options.get("vdim", width), seed=3)
+    shown = requests(lambda: layer(query, key, value, **call_options))
+    (attention,) = (entry for entry in shown if isinstance(entry, SeenAttention))
+    torch.testing.assert_close(attention.output, by_formula(attention))
+    adds_keys = "add_bias_kv" in layer_options or "add_zero_attn" in layer_options
+    assert bool(attention.not_on_grid) == adds_keys
+    assert attention.heads == 1
+
+
+def test_dropout_leaves_no_output_to_compare_with() -> None:
+    x = tensor(B, HEADS, QUERIES, SIZE)
+    (attention,) = requests(
+        lambda: F.scaled_dot_product_attention(x, x, x, dropout_p=0.5)
+    )
+    assert isinstance(attention, SeenAttention)
+    assert attention.output is None
+
+
+SQUARE = tensor(B, QUERIES, QUERIES)
+
+
+@pytest.mark.parametrize(
+    ("softmax", "is_attention"),
+    [
+        (lambda: SQUARE.softmax(-1), True),
+        (lambda: torch.softmax(SQUARE, dim=2), True),
+        (lambda: F.softmax(SQUARE, -1), True),
+        (lambda: SQUARE.softmax(1), False),
+        # Of classes, (B, C).
+        (lambda: SQUARE[0].softmax(-1), False),
+    ],
+    ids=["method", "function", "functional", "other axis", "no images"],
+)
+def test_softmax(softmax: Callable[[], Tensor], is_attention: bool) -> None:
+    shown = requests(softmax)
+    assert [isinstance(entry, SeenAttention) for entry in shown] == [
+        True
+    ] * is_attention
+
+
+WEIGHTS, VALUES = tensor(B, QUERIES, KEYS), tensor(B, KEYS, SIZE, seed=1)
+
+
+@pytest.mark.parametrize(
+    "multiply",
+    [
+        lambda: WEIGHTS @ VALUES,
+        lambda: torch.bmm(WEIGHTS, mat2=VALUES),
+        lambda: torch.matmul(WEIGHTS, other=VALUES),
+        lambda: VALUES.mT @ WEIGHTS.mT,
+        lambda: torch.einsum("bqk,bkd->bqd", WEIGHTS, VALUES),
+        lambda: torch.einsum("bkd,bqk->bdq", [VALUES, WEIGHTS]),
+    ],
+    ids=["operator", "bmm", "matmul", "transposed", "einsum", "einsum, list"],
+)
+def test_products_name_what_could_be_attention(
+    multiply: Callable[[], Tensor],
+) -> None:
+    (product,) = requests(multiply)
+    assert isinstance(product, SeenProduct)
+    weights, values = SeenOperand.of(WEIGHTS), SeenOperand.of(VALUES)
+    candidates = [
+        weighed
+        for candidate, weighed in product.pairs
+        if weights.is_in(candidate, heads=False)
+    ]
+    assert [weighed.place for weighed in candidates] == [values.place]
+
+
+@pytest.mark.parametrize("equation", ["bqk,bqd->bkd", "bqk,bqk->bqk"])
+def test_what_is_not_summed_over_its_last_axis_weighs_nothing(equation: str) -> None:
+    (product,) = requests(lambda: torch.einsum(equation, WEIGHTS, WEIGHTS))
+    assert isinstance(product, SeenProduct)
+    assert not product.pairs
+
+
+def test_copies_and_joins() -> None:
+    scaled, joined = requests(
+        lambda: (WEIGHTS * 0.5, torch.cat([VALUES, VALUES[:, :2]], 1))
+    )
+    assert isinstance(scaled, SeenCopy)
+    assert scaled.sources == [SeenOperand.of(WEIGHTS)]
+    # Nobody holds the product any more, and what was shown does not either.
+    assert scaled.output() is None
+    assert joined == SeenJoin((KEYS, 2))
+
+
+def test_operands_that_all_images_share() -> None:
+    weight = tensor(KEYS, SIZE)
+    assert SeenOperand.of(weight).shared
+    assert SeenOperand.of(weight.expand(B, -1, -1)).shared
+    assert not SeenOperand.of(VALUES).shared
+    # The stride along an axis of one image says nothing.
+    assert not SeenOperand.of(weight.expand(B, -1, -1)[:1]).shared
+
+
+def test_an_answer_takes_the_place_of_the_output() -> None:
+    def double(request: Seen) -> Answer:
+        return lambda func, args, kwargs, output: 2 * output
+
+    with Interception(double):
+        doubled = WEIGHTS.softmax(-1)
+        plain = WEIGHTS.exp()
+    assert torch.equal(doubled, 2 * WEIGHTS.softmax(-1))
+    assert torch.equal(plain, WEIGHTS.exp())
+
+
+def test_other_functions_are_not_described() -> None:
+    assert describe(torch.exp, WEIGHTS.exp(), (WEIGHTS,), {}) is None
+    assert not requests(lambda: WEIGHTS.exp())
+    # Numbers that are not there, as in a trace of shapes.
+    assert not requests(
+        lambda: torch.empty(B, QUERIES, KEYS, device="meta").softmax(-1)
+    )

@@ -1,0 +1,165 @@
+"""Modes that are entered and left in any order, and calls that are not the user's own."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    _get_current_dispatch_mode_stack,
+)
+
+from tcnn_probe.hooks.modes import (
+    balanced_modes,
+    hidden_depth,
+    hidden_from_recorders,
+    is_transformed,
+    named_in_errors,
+    only_modes_from_here,
+    take_off,
+    unseen,
+)
+from tests.tcnn_probe.contracts.helpers import clean
+
+
+class Function(TorchFunctionMode):
+    """Counts the functions that it is shown."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+class Dispatch(TorchDispatchMode):
+    """The same, below autograd."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    __torch_dispatch__ = Function.__torch_function__
+
+
+def stack_of(kind: type) -> list[Any]:
+    if kind is Function:
+        return _get_current_function_mode_stack()
+    return _get_current_dispatch_mode_stack()
+
+
+KINDS = pytest.mark.parametrize("kind", [Function, Dispatch])
+
+
+@KINDS
+def test_modes_above_stay_on_in_their_order(kind: type) -> None:
+    lower, middle, upper = (kind() for _ in range(3))
+    for mode in (lower, middle, upper):
+        mode.__enter__()
+    modes = [middle]
+    take_off(modes)
+    assert not modes
+    assert stack_of(kind) == [lower, upper]
+    # Once more: it is not on any longer.
+    take_off([middle])
+    take_off([lower, upper])
+    assert clean()
+
+
+@KINDS
+@pytest.mark.parametrize("error", [None, KeyboardInterrupt, ValueError])
+def test_what_is_left_on_is_taken_off(
+    kind: type, error: type[BaseException] | None
+) -> None:
+    outer = kind()
+
+    def leave_on() -> None:
+        with balanced_modes():
+            kind().__enter__()
+            if error is not None:
+                raise error
+
+    with outer:
+        if error is None:
+            leave_on()
+        else:
+            with pytest.raises(error):
+                leave_on()
+        assert stack_of(kind) == [outer]
+    assert clean()
+
+
+@pytest.mark.parametrize("hide", [only_modes_from_here, unseen])
+def test_modes_from_outside_see_nothing(hide: Callable[[], Any]) -> None:
+    x = torch.ones(2)
+    with Function() as outer:
+        before = outer.count
+        with hide():
+            x.exp()
+        assert outer.count == before
+        x.exp()
+        assert outer.count > before
+
+
+def test_modes_from_inside_see_what_is_inside() -> None:
+    with Function(), only_modes_from_here(), Function() as inner:
+        torch.ones(2).exp()
+    assert inner.count > 0
+
+
+def test_unseen_has_no_gradients_and_gives_the_flags_back() -> None:
+    x = torch.ones(2, requires_grad=True)
+    with torch.inference_mode(), unseen():
+        total = 2 * x
+        # A tensor of inference mode could not be changed outside of it.
+        assert not total.is_inference()
+        assert not total.requires_grad
+    assert (2 * x).requires_grad
+
+
+def test_hidden_depth_is_that_of_the_nested_blocks() -> None:
+    depths = [hidden_depth()]
+    with hidden_from_recorders():
+        depths.append(hidden_depth())
+        with pytest.raises(ValueError, match="inside"), hidden_from_recorders():  # noqa: PT012
+            depths.append(hidden_depth())
+            raise ValueError("inside")
+        depths.append(hidden_depth())
+    depths.append(hidden_depth())
+    assert depths == [0, 1, 2, 1, 0]
+
+
+@pytest.mark.filterwarnings("ignore:.*jit.trace")
+def test_calls_that_are_not_on_numbers_of_the_users() -> None:
+    x, answers = torch.ones(3, 2), list[bool]()
+
+    def ask(row: Tensor) -> Tensor:
+        answers.append(is_transformed([row]))
+        return row.sum()
+
+    assert not is_transformed([x, "a string", None])
+    assert is_transformed([torch.ones(2, device="meta")])
+    torch.vmap(ask)(x)
+    torch.func.grad(ask)(x)
+    torch.jit.trace(ask, x, check_trace=False)
+    assert answers == [True] * 3
+    # Checkpointing runs a forward again from within a backward pass.
+    y = x.clone().requires_grad_()
+    y.register_hook(lambda gradient: answers.append(is_transformed([gradient])))
+    y.sum().backward()
+    assert answers[3:] == [True]
+
+
+def test_errors_name_the_layer() -> None:
+    with pytest.raises(ZeroDivisionError) as caught, named_in_errors("blocks.0.attn"):
+        _ = 1 / 0
+    assert caught.value.__notes__ == [
+        "while tcnn_probe measured the layer 'blocks.0.attn'"
+    ]

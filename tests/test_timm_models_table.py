@@ -1,0 +1,52 @@
+"""docs/timm_models.py writes what is recorded of timm's models."""
+
+import runpy
+from pathlib import Path
+
+import pytest
+
+DOCS = Path(__file__).parent.parent / "docs"
+# Recorded; without a grid or without attention between tokens; and without any.
+SAMPLE = ["convit_tiny", "xcit_nano_12_p16_224", "levit_128s", "skresnet18", "resnet18"]
+
+
+def rows_of(page: Path) -> dict[str, list[str]]:
+    lines = [
+        line.strip("|").split("|")
+        for line in page.read_text().splitlines()
+        if line.startswith("| ")
+    ]
+    return {
+        cells[0].strip(): [cell.strip() for cell in cells[1:]] for cells in lines[1:]
+    }
+
+
+def test_script_writes_the_table(tmp_path: Path) -> None:
+    script, out = runpy.run_path(str(DOCS / "timm_models.py")), tmp_path / "table.md"
+    kept = tmp_path / "rows"
+    script["main"](["--models", *SAMPLE, "--out", str(out), "--rows", str(kept)])
+    rows = rows_of(out)
+    assert list(rows) == [name for name in sorted(SAMPLE) if name != "resnet18"]
+    for cells in rows.values():
+        assert (cells[3] == "") == (cells[2] == "0")
+        assert float(cells[3] or 0) < 1e-5
+    assert rows["convit_tiny"][:3] == ["ConVit", "224 x 224", "2 (2)"]
+    assert "attention between branches" in rows["skresnet18"][4]
+    assert script["kinds_of"](
+        ["vit_base_patch16_224", "vit_tiny_patch16_224", "vit_base_patch16_siglip_224"]
+    ) == [
+        ["vit_tiny_patch16_224", "vit_base_patch16_224"],
+        ["vit_base_patch16_siglip_224"],
+    ]
+    # A second run reads what is kept.
+    lines = kept.read_text().splitlines()
+    kept.write_text("\n".join(line.replace("2 (2)", "7 (5)") for line in lines))
+    script["main"](["--models", *SAMPLE, "--out", str(out), "--rows", str(kept)])
+    assert rows_of(out)["convit_tiny"][2] == "7 (5)"
+
+
+def test_unknown_models_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    main = runpy.run_path(str(DOCS / "timm_models.py"))["main"]
+    with pytest.raises(SystemExit):
+        main(["--models", "perceptron"])
+    assert "perceptron" in capsys.readouterr().err
