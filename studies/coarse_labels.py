@@ -10,29 +10,42 @@ Grafit's are better at this than those of plain training. The last lines that ar
 
 How: with each seed a narrow ResNet-18 is trained on digits of 32 x 32 pixels, labelled even or odd: as a classifier
 (cross-entropy), and with Grafit's losses (instance loss and kNN loss, with a moving average of the weights as the
-target), for as many views and at the same rate. Of each, the epoch is taken that is best at even and odd. Features of
-the validation images are then asked for the digit: by their 20 nearest neighbours (Eq. 2.6) and by average precision
-(Eq. 2.5), each image among the others. Grafit has features of its trunk, and embeddings.
+target), for as many views and at the same rate. Of each, the epoch is taken that is best at even and odd, and Grafit's
+memory is computed anew with its weights. Features of the validation images are then asked for the digit among the
+training images: by the 20 nearest (Eq. 2.6), by average precision where training images are ranked by the cosine, and
+where they are ranked by the cosine and by how likely the image is even or odd (Eq. 2.5). Grafit has features of its
+trunk, and embeddings.
+
+Two measures say how much a space holds, whatever its classes: the share of the variance in the first principal
+components (Fig. 2.1), and how many training images a linear classifier gets right if each coarse class is split at
+random (Table 2.1).
 
 Writes into results/:
-coarse_labels.png    accuracy by neighbours, and mean average precision, by features
-coarse_labels.zarr   both by (training, features, image): xarray.open_zarr
-coarse_labels_runs   the folder of each training
+coarse_labels.png             A accuracy by neighbours, B and C mean average precision by cosine and conditional,
+                              D variance by principal components, E accuracy on random labels, by features
+coarse_labels_neighbours.png  images, and the training images nearest to them by plain training and by Grafit's
+                              embedding: framed green if they show the same digit, orange if only even or odd is the
+                              same (Fig. 2.6)
+coarse_labels.zarr            all measures by (training, features, image or component or split): xarray.open_zarr
+coarse_labels_runs            the folder of each training
 
 It ends by checking that each training learned even from odd.
 
-On your own images: ``tcnn-finetune --recipe grafit``, and docs/representation.md for neighbours and average precision.
+On your own images: ``tcnn-finetune --recipe grafit --coarse-labels FILE``; docs/representation.md has neighbours and
+average precision.
 """
 
 import argparse
 import sys
-from typing import Any
+from typing import Any, NamedTuple
 
 import matplotlib as mpl
 import numpy as np
 import timm
 import torch
+import torch.nn.functional as F
 import xarray as xr
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from timm.data import create_transform, resolve_data_config
 from torch import Tensor, nn
@@ -68,7 +81,16 @@ ARMS: dict[str, dict[str, Any]] = {
     "grafit": {"objective": "grafit", "embedding_dim": DIM, "repeated_augmentation": 4},
 }
 FEATURES = ("random weights", "plain", "Grafit's trunk", "Grafit's embedding")
-MEASURES = {"knn": "accuracy by 20 neighbours", "precision": "mean average precision"}
+MEASURES = {
+    "knn": "accuracy by 20 neighbours",
+    "precision": "mean average precision, by cosine",
+    "conditional": "mean average precision, conditional",
+}
+SPLITS = 5
+"""Random splits of the coarse classes; the thesis has 10."""
+RETRIEVED = 8
+FRAMES = {"fine": "#009E73", "coarse": "#E69F00", "none": "0.6"}
+"""Colours of frames: the same digit, another one that is even or odd alike, and all others."""
 OVER = ("training", "image")
 
 
@@ -77,45 +99,112 @@ def main(arguments: list[str] | None = None) -> int:
     args = parse(arguments)
     output = RunOutput.from_args(args, "coarse_labels")
     seeds = range(args.seed, args.seed + args.seeds)
-    scores = xr.concat([score_seed(args, output, seed) for seed in seeds], "training")
+    trainings = [score_seed(args, output, seed) for seed in seeds]
+    scores = xr.concat(trainings, "training")
     output.save(scores)
     draw(scores).savefig(output.figure, dpi=200)
+    neighbours = draw_neighbours(scores.nearest.isel(training=0))
+    neighbours.savefig(output.beside("_neighbours.png"), dpi=120)
     print(table(scores))
     output.print_files()
     return finish(check(scores), "digits")
 
 
 def score_seed(args: argparse.Namespace, output: RunOutput, seed: int) -> xr.Dataset:
-    """Train in both ways, and score each kind of features by neighbours and average precision."""
-    images, digits = pictures()
+    """Train in both ways, and score each kind of features."""
+    gallery, queries = pictures("train"), pictures("validation")
     torch.manual_seed(seed)
-    features, top1 = [pooled(network(), images)], []  # random weights first
+    model = network()  # random weights first
+    features = [(pooled(model, gallery.images), pooled(model, queries.images))]
+    # Random weights know of no coarse label.
+    parities: list[Tensor | None] = [None]
+    top1 = []
     for arm in ARMS:
         best, weights = trained(args, output, arm, seed)
         top1.append(best)
         if arm == "plain":
             # The classifier's features are those before its last layer.
-            features.append(pooled(loaded(network(), weights), images))
+            model = loaded(network(), weights)
+            features.append(
+                (pooled(model, gallery.images), pooled(model, queries.images))
+            )
+            parities.append(outputs(model, queries.images).softmax(1))
         else:
             model = loaded(
                 Grafit(network(), 2, len(weights["labels"]), dim=DIM), weights
             )
-            with torch.no_grad():
-                # Grafit's instance loss is on embeddings, so the trunk may know what they have dropped.
-                features += [model.trunk(images), model.embed(images)]
-    knn = [tcnn_probe.representation.knn_correct(kind, digits) for kind in features]
-    precision = [
-        tcnn_probe.representation.average_precision(kind, digits) for kind in features
+            # As the thesis does at test time: the memory still holds means over the weights of many epochs.
+            digits = torch.from_numpy(gallery.digits)
+            model.refresh(torch.arange(len(digits)), digits % 2, gallery.images)
+            # Grafit's instance loss is on embeddings, so the trunk may know what they have dropped.
+            for part in (model.trunk, model.embed):
+                features.append(
+                    (outputs(part, gallery.images), outputs(part, queries.images))
+                )
+                parities.append(outputs(model, queries.images).exp())
+    measured = [
+        measure(known, queried, gallery.digits, queries.digits, parity, seed)
+        for (known, queried), parity in zip(features, parities, strict=True)
     ]
-    dims = ("features", "image")
+    kinds = xr.Variable("features", np.array(FEATURES, object))
+    return xr.concat(measured, kinds, join="outer").assign(
+        top1=("arm", top1), arm=list(ARMS)
+    )
+
+
+def measure(
+    known: Tensor,
+    queried: Tensor,
+    known_digits: np.ndarray,
+    digits: np.ndarray,
+    parity: Tensor | None,
+    seed: int,
+) -> xr.Dataset:
+    """Ask features for the digits of images, among training images whose digits and parities are known.
+
+    Args:
+        known, queried: Features of the training images and of the validation images, shapes (m, C) and (n, C).
+        known_digits, digits: Their digits, shapes (m,) and (n,).
+        parity: Probabilities of even and odd of the validation images, shape (n, 2), by the network that made the
+            features; None if it has none.
+        seed: Seed of the random labels.
+    """
+    representation = tcnn_probe.representation
+    ranking = (queried, digits, known, known_digits)
+    conditional = np.full(len(digits), np.nan)
+    if parity is not None:
+        conditional = representation.average_precision(
+            *ranking, coarse_probabilities=parity, gallery_coarse=known_digits % 2
+        )
+    nearest = (F.normalize(queried) @ F.normalize(known).T).topk(RETRIEVED)
     return xr.Dataset(
         {
-            "knn": (dims, np.array(knn, float)),
-            "precision": (dims, np.array(precision, float)),
-            "top1": ("arm", top1),
+            "knn": ("image", representation.knn_correct(*ranking).astype(float)),
+            "precision": ("image", representation.average_precision(*ranking)),
+            "conditional": ("image", conditional),
+            "nearest": (("image", "rank"), nearest.indices.numpy()),
+            "energy": ("component", representation.pca_energy(known)),
+            "random_labels": ("split", random_labels(known, known_digits % 2, seed)),
         },
-        {"features": list(FEATURES), "arm": list(ARMS)},
+        {"component": range(1, 1 + min(known.shape))},
     )
+
+
+def random_labels(features: Tensor, parity: np.ndarray, seed: int) -> np.ndarray:
+    """Return a linear classifier's accuracy on the images it is fitted to, with classes split at random, (SPLITS,)."""
+    rng = np.random.default_rng(seed)
+    accuracies = []
+    for _ in range(SPLITS):
+        labels = parity.copy()
+        for label in (0, 1):
+            rows = rng.permutation(np.flatnonzero(parity == label))
+            labels[rows[: len(rows) // 2]] += 2
+        accuracies.append(
+            tcnn_probe.representation.linear_probe_correct(
+                features, labels, features, labels
+            ).mean()
+        )
+    return np.array(accuracies)
 
 
 def trained(
@@ -170,71 +259,153 @@ def pooled(model: Any, images: Tensor) -> Tensor:
     return model.forward_head(model.forward_features(images), pre_logits=True)
 
 
-def pictures() -> tuple[Tensor, np.ndarray]:
-    """Return the validation images as the networks take them, and which digit each shows."""
-    source = open_sources("digits", "", ("train", "validation"))[1]
+@torch.no_grad()
+def outputs(model: Any, images: Tensor) -> Tensor:
+    """Return what a model or a part of it gives for images."""
+    return model(images)
+
+
+class Pictures(NamedTuple):
+    """Images as the networks take them, shape (n, 3, SIDE, SIDE), and their digits, (n,)."""
+
+    images: Tensor
+    digits: np.ndarray
+
+
+def pictures(split: str = "validation") -> Pictures:
+    """Return the images of a split, as the networks are validated on them, and which digit each shows."""
+    splits = ("train", "validation")
+    source = open_sources("digits", "", splits)[splits.index(split)]
     # timm's own crop would cut off the border.
     uncropped = {"input_size": (3, SIDE, SIDE), "crop_pct": 1.0}
     transform = create_transform(**resolve_data_config(uncropped, model=network()))
     images, digits = zip(*(source.read(n) for n in range(len(source))), strict=True)
-    return torch.stack([transform(image) for image in images]), np.array(digits)
+    return Pictures(
+        torch.stack([transform(image) for image in images]), np.array(digits)
+    )
 
 
 @mpl.rc_context(STYLE)
 def draw(scores: xr.Dataset) -> Figure:
-    """Draw a panel for each measure: bars by features, and a point for each training."""
-    figure = Figure(figsize=(8, 3.2), layout="constrained")
-    panels = figure.subplots(1, 2)
-    for panel, (name, words) in zip(panels, MEASURES.items(), strict=True):
-        means = scores[name].mean("image")
-        colors = [
-            "0.7",
-            *(
-                tcnn_probe.plot.OKABE_ITO[name]
-                for name in ("blue", "orange", "vermillion")
-            ),
-        ]
-        panel.barh(range(means.sizes["features"]), means.mean("training"), color=colors)
-        for values in means:
-            panel.plot(values, range(means.sizes["features"]), "o", color="0.2", ms=3)
-        panel.set_yticks(
-            range(means.sizes["features"]),
-            means.features.values if panel is panels[0] else [],
+    """Draw bars of each measure by features, with a point for each training, and the principal components."""
+    figure = Figure(figsize=(11, 5.6), layout="constrained")
+    axes = figure.subplot_mosaic("ABC;DDE")
+    color_of = ("blue", "orange", "vermillion")
+    colors = ["0.7", *(tcnn_probe.plot.OKABE_ITO[name] for name in color_of)]
+    for letter, (name, words) in zip("ABC", MEASURES.items(), strict=True):
+        draw_bars(axes[letter], scores[name].mean("image"), colors, named=letter == "A")
+        axes[letter].set_xlabel(f"{words}; a dot a training", fontsize=8)
+    draw_bars(axes["E"], scores.random_labels.mean("split"), colors, named=True)
+    axes["E"].set_xlabel("accuracy on 4 random classes; a dot a training", fontsize=8)
+    for kind, color in zip(FEATURES, colors, strict=True):
+        curves = scores.energy.sel(features=kind).transpose("component", "training")
+        axes["D"].plot(curves.component, curves, color=color, lw=0.6)
+        axes["D"].plot(
+            curves.component, curves.mean("training"), color=color, lw=2, label=kind
         )
-        # The first kind on top, as in the table.
-        panel.invert_yaxis()
-        panel.set(xlabel=f"{words}; a dot a training", xlim=(0, 1))
-    add_letters(panels)
+    axes["D"].set(
+        xlabel="principal components", ylabel="share of the variance", xscale="log"
+    )
+    axes["D"].legend(frameon=False)
+    add_letters(axes[letter] for letter in "ABCDE")
+    return figure
+
+
+def draw_bars(
+    panel: Axes, means: xr.DataArray, colors: list[str], *, named: bool
+) -> None:
+    """Draw a bar for each kind of features, and a point for each training."""
+    rows = range(means.sizes["features"])
+    panel.barh(rows, means.mean("training"), color=colors)
+    for values in means:
+        panel.plot(values, rows, "o", color="0.2", ms=3)
+    panel.set_yticks(rows, means.features.values if named else [])
+    # The first kind on top, as in the table.
+    panel.invert_yaxis()
+    panel.set_xlim(0, 1)
+
+
+@mpl.rc_context(STYLE)
+def draw_neighbours(nearest: xr.DataArray, count: int = 5) -> Figure:
+    """Draw images and the training images nearest to them, framed by what they share (thesis, Fig. 2.6).
+
+    Args:
+        nearest: Numbers of training images, (features, image, rank).
+        count: Number of images, spread over the digits.
+    """
+    gallery, queries = (
+        open_sources("digits", "", ("train", "validation"))[n] for n in (0, 1)
+    )
+    digits = np.array([queries.read(n)[1] for n in range(len(queries))])
+    # The first image of every other digit.
+    queried = [
+        int(np.flatnonzero(digits == digit)[0]) for digit in range(0, 10, 10 // count)
+    ]
+    kinds = ("plain", "Grafit's embedding")
+    figure = Figure(figsize=(1 + RETRIEVED * 0.8, 1.9 * count), layout="constrained")
+    panels = figure.subplots(len(kinds) * count, 1 + RETRIEVED)
+    for panel in panels.ravel():
+        panel.set(xticks=[], yticks=[])
+    for row, (query, kind) in enumerate(
+        (query, kind) for query in queried for kind in kinds
+    ):
+        image, digit = queries.read(query)
+        panels[row, 0].imshow(image)
+        panels[row, 0].set_ylabel(kind.removeprefix("Grafit's "), fontsize=7)
+        for rank, number in enumerate(nearest.sel(features=kind)[query].values):
+            neighbour, neighbour_digit = gallery.read(int(number))
+            panels[row, 1 + rank].imshow(neighbour)
+            match = (
+                "fine"
+                if neighbour_digit == digit
+                else "coarse"
+                if neighbour_digit % 2 == digit % 2
+                else "none"
+            )
+            for spine in panels[row, 1 + rank].spines.values():
+                spine.set(visible=True, color=FRAMES[match], linewidth=3)
     return figure
 
 
 def table(scores: xr.Dataset) -> str:
-    """Return each training's numbers, and what intervals over trainings and images say of Grafit."""
+    """Return each training's numbers, and what intervals over trainings and images say."""
     lines = [
         f"\nwhich of ten digits, from networks that were told even or odd; {scores.sizes['image']} images"
     ]
-    for name, words in MEASURES.items():
+    rows = {
+        name: (words, scores[name].mean("image")) for name, words in MEASURES.items()
+    }
+    rows["random_labels"] = (
+        "accuracy on random labels",
+        scores.random_labels.mean("split"),
+    )
+    half = (scores.energy < 0.9).sum("component") + 1
+    rows["energy"] = "principal components with 0.9 of the variance", half
+    for words, means in rows.values():
         lines.append(f"{words}, a column a training:")
         lines += [
             f"  {kind:20}"
-            + "".join(
-                f"{value:8.3f}"
-                for value in scores[name].sel(features=kind).mean("image").values
-            )
+            + "".join(f"{value:8.3f}" for value in means.sel(features=kind).values)
             for kind in scores.features.values
         ]
     for name, words in MEASURES.items():
         for kind in FEATURES[2:]:
             gain = scores[name].sel(features=kind) - scores[name].sel(features="plain")
-            low, high = evaluation.mean_interval(gain, OVER).values
-            verdict = (
-                "better" if low > 0 else "WORSE" if high < 0 else "not clearly other"
-            )
-            mean = float(gain.mean())
-            lines.append(
-                f"{kind}: {verdict} than plain training's, {words} {mean:+.3f} [{low:+.3f}, {high:+.3f}]"
-            )
+            lines.append(comparison(gain, f"{kind}, less plain training's: {words}"))
+    for kind in FEATURES[1:]:
+        of_kind = scores.sel(features=kind)
+        gain = of_kind.conditional - of_kind.precision
+        lines.append(
+            comparison(gain, f"{kind}: conditional ranking, less that by cosine")
+        )
     return "\n".join(lines)
+
+
+def comparison(gain: xr.DataArray, words: str) -> str:
+    """Return a difference with its interval over trainings and images, and a verdict."""
+    low, high = evaluation.mean_interval(gain, OVER).values
+    verdict = "better" if low > 0 else "WORSE" if high < 0 else "undecided"
+    return f"{words} {float(gain.mean()):+.3f} [{low:+.3f}, {high:+.3f}] {verdict}"
 
 
 def check(scores: xr.Dataset) -> bool:

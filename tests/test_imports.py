@@ -188,7 +188,7 @@ def test_studies_use_the_public_surface_only() -> None:
     # docs/training.md names these.
     public |= {
         f"tcnn_model.training.{name}"
-        for name in ("command", "config", "grafit", "sources")
+        for name in ("checkpoint", "command", "config", "grafit", "sources")
     }
     names = [
         (f.name, name) for f in (ROOT / "studies").rglob("*.py") for name in _imports(f)

@@ -118,6 +118,7 @@ def build_model(
             images,
             dim=config.embedding_dim,
             temperature=config.temperature,
+            projector=config.projector,
         )
     return model, data
 

@@ -93,7 +93,10 @@ def train(
 
 def _prepare(config: Config, ranks: Ranks) -> tuple[Training, Images]:
     sources = open_sources(
-        config.data, config.dataset, (config.train_split, config.val_split)
+        config.data,
+        config.dataset,
+        (config.train_split, config.val_split),
+        config.coarse_labels,
     )
     model, data = build_model(config, _count(sources[0], config), len(sources[0]))
     images = Images(*sources, create_transforms(config, data), config, ranks)

@@ -45,6 +45,7 @@ _CHOICES: dict[str, tuple[str | None, ...]] = {
     "amp": (None, "bfloat16", "float16"),
     "distribute": ("ddp", "fsdp"),
     "objective": (CLASSES, GRAFIT),
+    "projector": ("mlp", "linear"),
     "attention_pool": (None, "single", "class"),
 }
 
@@ -126,6 +127,10 @@ class Config:
     val_split: str = _option(
         "data", "split to validate on (default: val/ or validation/)", "validation"
     )
+    coarse_labels: str | None = _option(
+        "data",
+        "file with a line class,coarse for each class: trains on the coarse ones",
+    )
     limit: int | None = _option(
         "data", "use only so many training images, and as many to validate on"
     )
@@ -176,6 +181,7 @@ class Config:
     )
     embedding_dim: int = _option("objective", "dimensions of Grafit's embeddings", 256)
     temperature: float = _option("objective", "of Grafit's neighbours", 0.05)
+    projector: str = _option("objective", "mlp, or linear: Grafit FC", "mlp")
     instance_weight: float = _option(
         "objective", "of Grafit's instance loss; 0 is SNCA+", 1.0
     )

@@ -64,7 +64,7 @@ class Grafit(nn.Module):
     """A trunk, a projector, a predictor, and a memory of embeddings, which classifies by neighbours.
 
     The thesis does not give the widths of projector and predictor. Here they are BYOL's (arXiv:2006.07733) for 256
-    dimensions: one hidden layer, 16 times as wide.
+    dimensions: one hidden layer, 16 times as wide. Its variant Grafit FC has a linear projector.
 
     Args:
         trunk: Model of timm; its classifier is removed.
@@ -72,6 +72,7 @@ class Grafit(nn.Module):
         images: Size of the training set; each image has a place in the memory.
         dim: Dimension of the embeddings.
         temperature: The thesis's sigma.
+        projector: "mlp", or "linear" for Grafit FC.
     """
 
     memory: Tensor
@@ -85,6 +86,7 @@ class Grafit(nn.Module):
         *,
         dim: int = 256,
         temperature: float = 0.05,
+        projector: str = "mlp",
     ) -> None:
         super().__init__()
         trunk.reset_classifier(0)
@@ -92,7 +94,10 @@ class Grafit(nn.Module):
         self.num_classes = classes
         self.temperature = temperature
         self.pretrained_cfg = getattr(trunk, "pretrained_cfg", None)
-        self.projector = _perceptron(trunk.head_hidden_size, dim)
+        width = trunk.head_hidden_size
+        self.projector = (
+            nn.Linear(width, dim) if projector == "linear" else _perceptron(width, dim)
+        )
         self.predictor = _perceptron(dim, dim)
         self.register_buffer("memory", torch.zeros(images, dim))
         self.register_buffer("labels", torch.full((images,), -1))  # -1: not seen yet
@@ -123,6 +128,21 @@ class Grafit(nn.Module):
         """Move the images' memory half of the way to these embeddings (thesis, "Memory of embeddings")."""
         # The first mean is with zeros, and later ones are shorter than 1 too: cosines do not see lengths.
         self.memory[numbers] = (self.memory[numbers] + embeddings) / 2
+        self.labels[numbers] = labels
+
+    @torch.no_grad()
+    def refresh(self, numbers: Tensor, labels: Tensor, images: Tensor) -> None:
+        """Put the embeddings of training images into the memory as they are now.
+
+        The thesis does so with the final weights and all training images ("Adapting the architecture at test-time"),
+        as the memory holds means over older weights. Call it in eval mode, with images as they are validated.
+
+        Args:
+            numbers: Numbers of the images, shape (B,).
+            labels: Their coarse labels, shape (B,).
+            images: Images, shape (B, C, H, W).
+        """
+        self.memory[numbers] = self.embed(images).to(self.memory)
         self.labels[numbers] = labels
 
 

@@ -1,5 +1,6 @@
 """Images and labels by number: scikit-learn's digits, and every data set of timm's that has numbers."""
 
+import csv
 import stat
 from collections.abc import Sequence
 from contextlib import closing
@@ -109,8 +110,55 @@ class _Timm:
             raise OSError("not a regular file")
 
 
+class _Coarse:
+    """Images under coarser labels."""
+
+    def __init__(self, source: Source, coarse_names: dict[str, str]) -> None:
+        self._source = source
+        self.classes = tuple(sorted({*coarse_names.values()}))
+        self._labels = [
+            self.classes.index(coarse_names[name]) for name in source.classes or ()
+        ]
+
+    def __len__(self) -> int:
+        return len(self._source)
+
+    def read(self, index: int) -> tuple[Image.Image, int]:
+        image, label = self._source.read(index)
+        return image, self._labels[label]
+
+    def name(self, index: int) -> str:
+        return self._source.name(index)
+
+
+def _read_coarse_labels(file: str, source: Source) -> dict[str, str]:
+    """Read the coarse name of each class, from a table of two columns without a header."""
+    if source.classes is None:
+        raise ValueError("coarse_labels: the data does not say what its classes are")
+    try:
+        rows = [row for row in csv.reader(Path(file).read_text().splitlines()) if row]
+    except OSError as error:
+        raise ValueError(f"coarse_labels: cannot read {file}: {error}") from error
+    odd = next((row for row in rows if len(row) != 2), None)
+    if odd is not None:
+        raise ValueError(
+            f"coarse_labels: expected lines of class,coarse in {file}, got {odd}"
+        )
+    names = {fine.strip(): coarse.strip() for fine, coarse in rows}
+    missing = [name for name in source.classes if name not in names]
+    if missing:
+        raise ValueError(
+            f"coarse_labels: {file} lacks {len(missing)} of {len(source.classes)} classes: {', '.join(missing[:5])}"
+        )
+    # Names of classes that these data do not have may stand in the file.
+    return {name: names[name] for name in source.classes}
+
+
 def open_sources(
-    data: str, dataset: str, splits: tuple[str, str]
+    data: str,
+    dataset: str,
+    splits: tuple[str, str],
+    coarse_labels: str | None = None,
 ) -> tuple[Source, Source]:
     """Open the images for training and for validation.
 
@@ -118,10 +166,21 @@ def open_sources(
         data: "digits", "parity" (the same digits, as even or odd), or a folder or tar file.
         dataset: timm's name of a kind of data set; "" for folders and tar files, "wds/" for WebDataset shards.
         splits: Names of the splits for training and for validation.
+        coarse_labels: File with a line ``class,coarse`` for each class, whose coarse names are then the labels.
 
     Raises:
-        ValueError: The data are not as expected; the message says what was found.
+        ValueError: The data or the file are not as expected; the message says what was found.
     """
+    sources = _open_fine(data, dataset, splits)
+    if coarse_labels is None:
+        return sources
+    names = _read_coarse_labels(coarse_labels, sources[0])
+    return _Coarse(sources[0], names), _Coarse(sources[1], names)
+
+
+def _open_fine(
+    data: str, dataset: str, splits: tuple[str, str]
+) -> tuple[Source, Source]:
     if data in DIGITS:
         return _Digits(True, parity=data == "parity"), _Digits(
             False, parity=data == "parity"

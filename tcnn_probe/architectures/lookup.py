@@ -34,7 +34,7 @@ RECORDS: dict[str, LayerRecord] = {
 """By the qualified name of the class: a name imports nothing, so a library may be absent."""
 
 # These say how a forward uses parts of the layer, so another forward makes them false.
-_FACTS_OF_THE_FORWARD = frozenset({"branches", "head_parameters"})
+_FACTS_OF_THE_FORWARD = frozenset({"branches", "head_parameters", "mixing"})
 
 # torch, timm and transformers each have their own name for it.
 _HEAD_COUNTS = (

@@ -68,6 +68,8 @@ class LayerRecord:
         windows: Function of the layer and its inputs that gives the windows into which it cuts its input.
         branches: Residual branches of the block. Known only while ``forward`` is that of the recorded class.
         head_parameters: Parameters of single heads. Known only while ``forward`` is that of the recorded class.
+        mixing: Name of the linear layer that mixes the heads after the softmax, before the values are weighted. Known
+            only while ``forward`` is that of the recorded class.
     """
 
     no_attention_matrix: str | None = None
@@ -81,3 +83,4 @@ class LayerRecord:
     windows: Callable[[Any, Sequence[Any]], Windows] | None = None
     branches: Sequence[ResidualBranch] | None = None
     head_parameters: HeadParameters | None = None
+    mixing: str | None = None

@@ -189,7 +189,9 @@ _ATTENTION: Mapping[str, LayerRecord] = {
     "timm.layers.halo_attn.HaloAttn": LayerRecord(heads_axis="merged", own_grids=_halo),
     "timm.models.beit.Attention": LayerRecord(head_parameters=_QKV),
     "timm.models.cait.ClassAttn": LayerRecord(head_parameters=_QKV),
-    "timm.models.cait.TalkingHeadAttn": LayerRecord(head_parameters=_QKV),
+    "timm.models.cait.TalkingHeadAttn": LayerRecord(
+        head_parameters=_QKV, mixing="proj_w"
+    ),
     "timm.models.convit.GPSA": LayerRecord(head_parameters=_QKV_OF_CONVIT),
     "timm.models.convit.MHSA": LayerRecord(head_parameters=_QKV),
     "timm.models.davit.WindowAttention": LayerRecord(head_parameters=_QKV),

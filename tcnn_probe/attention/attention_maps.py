@@ -14,6 +14,7 @@ import xarray as xr
 from torch import nn
 
 from tcnn_model.conversion.selection import LayerFilter
+from tcnn_probe.architectures.lookup import known
 from tcnn_probe.attention.layout import GivenTokens
 from tcnn_probe.attention.map_keeper import LayerMaps, MapKeeper, MapSelection
 from tcnn_probe.attention.receptive_fields import ReceptiveFields
@@ -87,6 +88,7 @@ def attention_maps(
     prefix_tokens: int | None = None,
     class_token: Literal["first", "last", "none"] | None = None,
     grid: tuple[int, int] | None = None,
+    mixed: bool = False,
     batch_size: int = 8,
     max_bytes: int = 1 << 30,
     progress: bool | None = None,
@@ -112,6 +114,8 @@ def attention_maps(
         queries: Places to look from, (y, x) in pixels of the images as the model takes them, or "class" for class
             tokens alone. None for all places: 22 MB an image for 12 layers of 12 heads and 196 patches.
         prefix_tokens, class_token, grid: Facts about the tokens, as for :func:`tcnn_probe.record`.
+        mixed: Whether to return what reaches the values where a layer mixes its heads after the softmax (the talking
+            heads of CaiT). Rows then sum to anything, and weights may be negative. Other layers are as they are.
         batch_size: Number of images at a time.
         max_bytes: Largest size of the result; a larger result raises an error.
         progress: Whether to show a bar; None to show it after three seconds, on a terminal or in a notebook.
@@ -130,7 +134,7 @@ def attention_maps(
 
     Raises:
         ValueError: No layer has attention whose grid is known; queries lie outside of the images; the result takes more
-            than ``max_bytes``.
+            than ``max_bytes``; no layer mixes its heads, with ``mixed``.
         TypeError: ``model`` is no module, ``images`` are no images, or a head is no integer.
     """
     check_model(model)
@@ -144,8 +148,17 @@ def attention_maps(
             whole_number(head, "heads")
             for head in (heads if isinstance(heads, Collection) else [heads])
         ]
+    mixing: dict[str, Any] = {}
+    for name, module in model.named_modules():
+        mixer = known(module).mixing if mixed else None
+        if mixer is not None:
+            mixing[name] = module.get_submodule(mixer)
+    if mixed and not mixing:
+        raise ValueError(
+            f"expected a model whose layers mix their heads (mixed=True), got {type(model).__name__}, whose do not"
+        )
     selection = MapSelection(
-        _checked_queries(queries, size), heads, ReceptiveFields(size)
+        _checked_queries(queries, size), heads, ReceptiveFields(size), mixing
     )
     tokens = GivenTokens(prefix_tokens, class_token, grid)
     names = layer_names(model)

@@ -1,11 +1,12 @@
 """Keeps the attention of one forward, of chosen heads and queries, on the grids of the layers."""
 
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 from tcnn_probe.attention.attention import Attention
 from tcnn_probe.attention.receptive_fields import ReceptiveFields
@@ -29,11 +30,13 @@ class MapSelection:
         queries: Pixels (y, x) of the images; None for all queries, empty for class tokens alone.
         heads: Indices of heads; None for all.
         fields: Receptive fields, which tell where the cells of a grid lie in the images.
+        mixing: Linear layers that mix the heads of a layer, by its name; heads of other layers are not mixed.
     """
 
     queries: Pixels | None
     heads: Sequence[int] | None
     fields: ReceptiveFields
+    mixing: Mapping[str, nn.Linear] = field(default_factory=dict)
 
     def cells(self, grid: Grid) -> list[Grid]:
         """Return the cells of a grid over the images in which the queries lie."""
@@ -51,6 +54,17 @@ class MapSelection:
         return [
             head for head in range(count) if self.heads is None or head in self.heads
         ]
+
+    def mixed(self, weights: Tensor, layer: str) -> Tensor:
+        """Return attention (B, heads, n, keys) as it reaches the values, if the heads of the layer are mixed."""
+        # A layer's second attention is "name#1".
+        mixing = self.mixing.get(layer.split("#")[0])
+        if mixing is None:
+            return weights
+        # Not by a call of the layer, whose hooks would take it for a part of the forward.
+        bias = None if mixing.bias is None else mixing.bias.to(weights)
+        by_head = F.linear(weights.movedim(1, -1), mixing.weight.to(weights), bias)
+        return by_head.movedim(-1, 1)
 
     def select_heads(self, values: Tensor) -> Tensor:
         """Return the values of the selected heads, dimension 1."""
@@ -207,7 +221,8 @@ def _maps_of_images(
         ]
     maps = []
     for part in slices:
-        weights = selection.select_heads(attention.weights(part)[:, 0])
+        weights = selection.mixed(attention.weights(part)[:, 0], attention.name)
+        weights = selection.select_heads(weights)
         maps.append(attention.on_grid(weights).cpu())
     return torch.cat(maps, 2)
 

@@ -116,7 +116,7 @@ def test_coarse_labels_asks_of_the_images_that_were_validated_on(
     weights = torch.load(
         out / "coarse_labels_runs" / "plain_0" / "best.pt", weights_only=True
     )["state_dict"]
-    images, digits = coarse_labels.pictures()
+    images, digits = coarse_labels.pictures("validation")
     with torch.no_grad():
         named = (
             coarse_labels.loaded(coarse_labels.network(), weights)(images)

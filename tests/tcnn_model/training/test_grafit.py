@@ -194,6 +194,71 @@ def test_a_run_interrupted_or_not(tmp_path: Path) -> None:
     )
 
 
+@torch.no_grad()
+def test_a_refreshed_memory_is_of_the_final_weights() -> None:
+    """Eq. 2.3 of an image against embeddings that are all computed with the same weights."""
+    model, images = grafit(0).float().eval(), random(13, 7).float()
+    numbers, labels = torch.arange(13), torch.arange(13) % 2
+    model.remember(numbers, labels, random(13, 3, seed=5).float())
+    order = torch.tensor([7, 2, 11, 0, 12, 5, 9, 1, 10, 3, 8, 6, 4])
+    for part in (order[:5], order[5:]):
+        model.refresh(part, labels[part], images[part])
+    embeddings = model.projector(model.trunk(images))
+    neighbours = [(embeddings[n].tolist(), int(labels[n])) for n in range(13)]
+    image = random(1, 7, seed=3).float()
+    (scores,) = model(image).tolist()
+    query = model.projector(model.trunk(image))[0].tolist()
+    expected = [-by_hand(query, neighbours, label, 0.2) for label in (0, 1)]
+    # Cosines of at most 1 are divided by 0.2.
+    assert scores == pytest.approx(
+        expected, abs=32 * torch.finfo(torch.float32).eps / 0.2
+    )
+
+
+def test_a_linear_projector_is_one_matrix(tmp_path: Path) -> None:
+    """Grafit FC."""
+    run = finish(config(tmp_path / "fc", **GRAFIT, projector="linear", epochs=2))
+    projector = [name for name in run["model"] if name.startswith("projector.")]
+    assert projector == ["projector.weight", "projector.bias"]
+    assert run["model"]["projector.weight"].shape == (8, 16)
+
+
+def test_coarse_labels_from_a_file(tmp_path: Path) -> None:
+    """A file that says which digits are even trains as the labels of even and odd do."""
+    names = ("even", "odd")
+    lines = [f"{digit}, {names[digit % 2]}" for digit in (7, 2, 9, 0, 1, 3, 8, 5, 4, 6)]
+    (tmp_path / "parity.csv").write_text("\n".join([*lines, "", "ten,even"]))
+    settings = GRAFIT | {
+        "data": "digits",
+        "coarse_labels": str(tmp_path / "parity.csv"),
+    }
+    assert_same_weights(
+        finish(config(tmp_path / "file", **settings)),
+        finish(config(tmp_path / "parity", **GRAFIT)),
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (
+            "0,even\n1,odd,3",
+            r"expected lines of class,coarse in .*, got \['1', 'odd', '3'\]",
+        ),
+        ("0,even\n1,odd", "lacks 8 of 10 classes: 2, 3, 4, 5, 6"),
+        (None, "coarse_labels: cannot read"),
+    ],
+)
+def test_files_of_coarse_labels_that_do_not_fit(
+    text: str | None, message: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "coarse.csv"
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(ValueError, match=message):
+        open_sources("digits", "", ("train", "validation"), str(path))
+
+
 def test_settings_that_do_not_fit(tmp_path: Path, refusal: Callable[..., str]) -> None:
     run = tmp_path / "run"
     arguments = f"resnet18 --recipe grafit --out {run} --warmup-epochs 0".split()

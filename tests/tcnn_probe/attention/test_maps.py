@@ -9,6 +9,7 @@ import pytest
 import timm
 import torch
 import transformers
+import xarray as xr
 from timm.models.davit import DaVit, SpatialBlock
 from timm.models.hiera import Unroll
 from timm.models.twins import Twins
@@ -94,6 +95,45 @@ def test_equals_brute_force(name: str) -> None:
             if weights.shape[2] != 24:  # there is a class token among the queries
                 row = weights[:, :, 0, -24:].unflatten(-1, (4, 6))
                 np.testing.assert_allclose(maps.class_attention, row, atol=1e-9)
+
+
+def test_mixed_heads_are_what_reaches_the_values() -> None:
+    """Talking heads: the sum over heads of the softmaxes, by a loop, for the head of each row of the mixing."""
+    model, images = run(small("cait_xxs24_224", **VIT))
+    for block in model.blocks:
+        nn.init.normal_(block.attn.proj_w.bias)
+    softmaxes = {
+        reference.layer: reference.weights for reference in attention_of(model, images)
+    }
+    selected = [2, 0]
+    tree = tcnn_probe.attention_maps(
+        model, images, heads=selected, mixed=True, batch_size=1
+    )
+    maps = tree["3x4x6"].attention
+    for index, block in enumerate(model.blocks):
+        layer, mixing = f"blocks.{index}.attn", block.attn.proj_w
+        for head in selected:
+            expected = mixing.bias[head].detach()
+            for source in range(3):
+                weight = mixing.weight[head, source].item()
+                expected = expected + weight * softmaxes[layer][:, source]
+            np.testing.assert_allclose(
+                maps.sel(layer=layer, head=head),
+                on_grid(expected[:, None], (4, 6), (4, 6))[:, 0],
+                # Maps are kept in float32; weights and biases are of the order of 1.
+                atol=1e-5,
+            )
+    # Class attention has no talking heads.
+    plain = tcnn_probe.attention_maps(model, images, heads=selected, batch_size=1)
+    for name, node in plain.children.items():
+        if "class_attention" in node:
+            xr.testing.assert_equal(node.class_attention, tree[name].class_attention)
+
+
+def test_mixing_is_refused_where_no_heads_are_mixed() -> None:
+    model, images = run(small("deit_tiny_patch16_224", **VIT))
+    with pytest.raises(ValueError, match=r"mix their heads .* got VisionTransformer"):
+        tcnn_probe.attention_maps(model, images, mixed=True)
 
 
 def test_fused_attention_in_float32() -> None:

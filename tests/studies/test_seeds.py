@@ -1,0 +1,102 @@
+"""Rank correlations of seeds by hand, and the check that ends the study."""
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import xarray as xr
+
+import seeds
+
+
+def by_hand(x: list[float], y: list[float]) -> tuple[float, float, float]:
+    """Spearman's correlation as Pearson's of mid-ranks, and its interval by Fisher's z."""
+
+    def ranks(values: list[float]) -> list[float]:
+        return [
+            sum(v < u for v in values) + (sum(v == u for v in values) + 1) / 2
+            for u in values
+        ]
+
+    a, b = ranks(x), ranks(y)
+    n = len(x)
+    mean = (n + 1) / 2
+    product = sum((p - mean) * (q - mean) for p, q in zip(a, b, strict=True))
+    spread = math.sqrt(
+        sum((p - mean) ** 2 for p in a) * sum((q - mean) ** 2 for q in b)
+    )
+    rho = product / spread
+    z, half = (
+        math.log((1 + rho) / (1 - rho)) / 2,
+        1.959963984540054 * math.sqrt((1 + rho**2 / 2) / (n - 3)),
+    )
+    return rho, math.tanh(z - half), math.tanh(z + half)
+
+
+def test_rank_correlation_with_ties() -> None:
+    rng = np.random.default_rng(0)
+    x = rng.integers(0, 9, 20).astype(float)
+    y = x + rng.integers(0, 9, 20)
+    assert seeds.rank_correlation(x, y) == pytest.approx(
+        by_hand(x.tolist(), y.tolist()), rel=1e-12
+    )
+    assert all(math.isnan(number) for number in seeds.rank_correlation(x[:3], y[:3]))
+    assert all(math.isnan(number) for number in seeds.rank_correlation(x, np.ones(20)))
+
+
+def results(last_gate: float = 0.2, top1: float = 0.8) -> tuple[xr.Dataset, float]:
+    """Five seeds, of which the T-CNN is that from epoch 3 on; accuracies rank seeds in reverse at epoch 0."""
+    accuracies = np.empty((5, 5))
+    accuracies[:] = top1 + 0.01 * np.arange(5)[:, None]
+    accuracies[:, 0] = accuracies[::-1, 0]
+    gate = np.full((5, 5, 2, 3), np.nan)
+    gate[:, 3:] = 0.9
+    gate[:, 4, 1] = last_gate
+    correct = np.zeros((5, 8))
+    correct[np.arange(5), 2 * np.minimum(np.arange(5), 3)] = 1.0
+    dims = ("seed", "epoch", "layer", "head")
+    ds = xr.Dataset(
+        {
+            "top1": (dims[:2], accuracies),
+            "gate": (dims, gate),
+            "content_information": (dims, gate / 9),
+            "head_type": (
+                dims,
+                np.where(gate > 0.5, "convolutional", "content").astype(object),
+            ),
+            "correct": (("seed", "image"), correct),
+        },
+        {"layer": ["a", "b"], "epoch": range(5)},
+    )
+    return ds, 0.1
+
+
+def test_epochs_rank_the_seeds_as_the_last_one_does_or_not() -> None:
+    ds, _ = results()
+    correlations = seeds.by_epoch(ds)
+    assert [round(correlations[epoch][0], 6) for epoch in range(4)] == [-1, 1, 1, 1]
+    assert seeds.converted(ds) == 3
+    even, odd = seeds.halves(ds)
+    assert even.tolist() == [0.25] * 5
+    assert odd.tolist() == [0.0] * 5
+    text = seeds.table(ds)
+    assert "the deeper the layer, the lower its mean gate, in 5 of 5 seeds" in text
+    assert "1.00 of the heads have the type that they have with the first seed" in text
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({}, "mean gate ends above the last one's: 0.90, 0.20"),
+        ({"last_gate": 0.95}, "mean gate ends NOT above"),
+        ({"top1": 0.05}, "the median T-CNN did NOT learn"),
+    ],
+)
+def test_check(
+    changes: dict[str, Any], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ds, chance = results(**changes)
+    # More images than have right answers here, for a test of accuracy.
+    assert seeds.check(ds.isel(image=[0] * 99), chance) == (not changes)
+    assert message in capsys.readouterr().out
