@@ -78,20 +78,21 @@ def _new_figure(**options: Any) -> "Figure":
     import matplotlib.pyplot as plt
 
     figure = plt.figure(layout="constrained", **options)
-    # The name under which IPython asks an object to show itself. A notebook shows the figures of a cell at its end, and
-    # its last value: of a figure that is returned it made two pictures.
+    # The name under which IPython asks an object to show itself. A notebook shows its last value, and at the end of a
+    # cell the open figures: of a figure that is returned it made two pictures.
     figure._ipython_display_ = partial(_show, figure)  # type: ignore[attr-defined]
     return figure
 
 
 def _show(figure: "Figure") -> None:
-    """Show a figure in a notebook, unless the cell's end will; from then on it is shown as any figure is."""
+    """Show a figure in a notebook, and close it so that the end of the cell does not show it again."""
     import matplotlib.pyplot as plt
 
+    # From now on it is shown as any figure is.
     del figure._ipython_display_  # type: ignore[attr-defined]
-    shown_by_cell = "inline" in plt.get_backend() and plt.fignum_exists(figure.number)
-    if not shown_by_cell:
-        sys.modules["IPython"].display.display(figure)
+    sys.modules["IPython"].display.display(figure)
+    if "inline" in plt.get_backend():
+        plt.close(figure)
 
 
 def finish_grid(figure: "Figure | SubFigure", current: "Axes") -> None:

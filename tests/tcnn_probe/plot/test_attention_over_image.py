@@ -1,8 +1,10 @@
 """plot.attention_maps: each map lies on its layer's row and head's column, over the image, with the query boxed."""
 
+import os
 import pickle
+import subprocess
 import sys
-from types import SimpleNamespace
+from pathlib import Path
 
 import matplotlib.pyplot as plt
 import numpy as np
@@ -151,24 +153,49 @@ def test_what_is_drawn_next_has_a_figure_of_its_own(maps: xr.DataTree) -> None:
     assert tcnn_probe.plot.evolution(curves) is ax  # as before, on the current axes
 
 
-@pytest.mark.parametrize("backend", ["inline", "agg"])
-def test_a_notebook_shows_a_figure_once(
-    maps: xr.DataTree, backend: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The inline backend shows what a cell leaves open; IPython would show the cell's value beside it."""
-    shown: list[plt.Figure] = []
-    display = SimpleNamespace(display=shown.append)
-    monkeypatch.setitem(sys.modules, "IPython", SimpleNamespace(display=display))
-    figure = tcnn_probe.plot.attention_maps(maps)
-    monkeypatch.setattr(plt, "get_backend", lambda: backend)
-    figure._ipython_display_()
-    assert shown == ([] if backend == "inline" else [figure])
-    assert not hasattr(figure, "_ipython_display_")  # from now on as any figure
-    closed = tcnn_probe.plot.attention_maps(maps)
-    plt.close(closed)
-    closed._ipython_display_()
-    assert shown[-1] is closed
-    # A method of the instance that refers to the figure would not pickle.
+# A cell's outputs, as a notebook shows them: pictures, by the key of their type.
+NOTEBOOK = """
+import pickle, sys
+from IPython.core.interactiveshell import InteractiveShell
+from IPython.utils.capture import capture_output
+
+shell = InteractiveShell.instance()
+with open(sys.argv[1], "rb") as file:
+    shell.user_ns["maps"] = pickle.load(file)
+shell.run_cell("import matplotlib.pyplot as plt; import tcnn_probe; gate = tcnn_probe.load_example()['heads'].gate")
+for cell in sys.argv[2:]:
+    with capture_output() as captured:
+        shell.run_cell(cell)
+    print(cell, sum("image/png" in output.data for output in captured.outputs), sep=": ")
+"""
+
+
+def test_a_notebook_shows_a_figure_once(maps: xr.DataTree, tmp_path: Path) -> None:
+    """The inline backend shows the figures that a cell leaves open; IPython shows the cell's value beside them."""
+    file = tmp_path / "maps.pickle"
+    file.write_bytes(pickle.dumps(maps))
+    pictures = {
+        "tcnn_probe.plot.attention_maps(maps)": 1,
+        "figure = tcnn_probe.plot.attention_maps(maps)": 1,
+        # It has been shown, and is shown again as any figure is.
+        "display(figure)": 1,
+        "tcnn_probe.plot.evolution(gate)": 1,
+        "ax = tcnn_probe.plot.evolution(gate)": 1,
+        "figure.axes": 0,
+    }
+    ran = subprocess.run(
+        [sys.executable, "-c", NOTEBOOK, str(file), *pictures],
+        env={**os.environ, "MPLBACKEND": "module://matplotlib_inline.backend_inline"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    expected = [f"{cell}: {count}" for cell, count in pictures.items()]
+    assert ran.stdout.splitlines() == expected
+
+
+def test_figures_can_be_pickled(maps: xr.DataTree) -> None:
+    """A method of the instance that refers to the figure would not pickle."""
     figure = pickle.loads(pickle.dumps(tcnn_probe.plot.attention_maps(maps)))
     assert len(figure.axes) == 10
 
