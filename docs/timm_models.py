@@ -145,7 +145,8 @@ def build_shallow(build: Build) -> Build:
                 few[name] = dataclasses.replace(configuration, **fields)
         try:
             return build(model_class, *args, **kwargs | few)
-        except AssertionError:  # IFormer's blocks come in threes
+        except (AssertionError, IndexError):
+            # Some models need as many blocks as they have: IFormer's come in threes, NextViT's channels by stage.
             return build(model_class, *args, **kwargs)
 
     return build_with_few_blocks
