@@ -99,7 +99,8 @@ class ReceptiveFields(Uncompiled):
             self._slides(args[0], output, *args[1:4])
         elif operation in _PADS and args[0].ndim == 4:
             # Pads are (left, right, top, bottom), of the last axis alone if there are two.
-            left, _right, top, *_ = (*args[1], 0, 0)
+            pads = [*args[1], 0, 0]
+            left, top = pads[0], pads[2]
             self._slides(args[0], output, 1, 1, (top, left))
         return output
 
