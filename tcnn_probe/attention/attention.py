@@ -144,7 +144,7 @@ class Attention(ABC):
 
         Returns:
             Shape (B, heads, segments of queries, segments of keys), see
-            :data:`~tcnn_probe.attention.segments.SEGMENTS`; 0 for segments without queries. None where the segments
+            ``tcnn_probe.attention.segments.SEGMENTS``; 0 for segments without queries. None where the segments
             are unknown.
         """
         return None
