@@ -424,3 +424,28 @@ def test_edits_that_cannot_be_done_are_refused(
         model(images())
     assert before == Trace(model)
     assert clean()
+
+
+def test_attention_given_to_mask_units_is_in_the_order_that_is_shown() -> None:
+    """Hiera's tokens lie unit by unit: its own attention, given back row by row, changes nothing."""
+    torch.manual_seed(0)
+    sizes = {"img_size": (64, 96), "embed_dim": 16, "num_heads": 1}
+    model = timm.create_model("hiera_tiny_224", stages=(1, 1, 1, 1), **sizes)
+    model = model.eval().double()
+    images = torch.randn(2, 3, 64, 96, dtype=torch.float64)
+    # As they are drawn, all weights are so small that attention is even, in whatever order.
+    for parameter in model.parameters():
+        if parameter.ndim > 1:
+            torch.nn.init.normal_(parameter, std=0.3)
+
+    def give_back(attention: tcnn_probe.Attention) -> tcnn_probe.HeadEdit:
+        assert attention.order is not None
+        heads = range(attention.heads)
+        return tcnn_probe.HeadEdit(heads, attention=attention.weights())
+
+    with torch.no_grad():
+        expected = model(images)
+        with tcnn_probe.attention_stream(model, give_back) as stream:
+            output = model(images)
+    assert len(stream.layers) == 4
+    torch.testing.assert_close(output, expected, rtol=1e-10, atol=1e-10)
