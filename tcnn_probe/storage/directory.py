@@ -193,10 +193,12 @@ _held: weakref.WeakSet[Lock] = weakref.WeakSet()
 
 
 def _free(paths: list[Path], file: int) -> None:
-    # Deleted while the lock is held: afterwards the file could be that of the next holder.
-    if _is_same(paths[0], file):
-        paths[0].unlink()
-    os.close(file)
+    try:
+        # Deleted while the lock is held: afterwards the file could be that of the next holder.
+        if _is_same(paths[0], file):
+            paths[0].unlink()
+    finally:
+        os.close(file)
 
 
 def _forget_all() -> None:

@@ -65,6 +65,22 @@ def test_second_recorder_is_refused(tmp_path: Path) -> None:
     assert not (path / LOCK).exists()
 
 
+def test_lock_is_freed_though_its_file_cannot_be_deleted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(*_: object, **__: object) -> None:
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    store = create(tmp_path / "run.zarr")
+    add(store, 0)
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "unlink", refused)
+        with pytest.raises(OSError, match="Read-only file system"):
+            store.close()
+    add(create(tmp_path / "run.zarr"), 1)
+    assert_holds(tmp_path / "run.zarr", [0, 1])
+
+
 def test_forked_process_has_no_right_to_write_and_leaves_the_lock(
     tmp_path: Path,
 ) -> None:
