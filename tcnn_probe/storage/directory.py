@@ -146,23 +146,26 @@ class Lock:
         while True:
             self._file, writable = _open_lock(self._paths[0], name)
             try:
-                fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                holder = (
-                    os.read(self._file, 1000).decode(errors="replace")
-                    or "another recorder"
-                )
+                try:
+                    fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                except BlockingIOError:
+                    holder = (
+                        os.read(self._file, 1000).decode(errors="replace")
+                        or "another recorder"
+                    )
+                    raise StoreError(
+                        f"{name} is being written by {holder}: one recorder at a time"
+                    ) from None
+                except OSError:
+                    pass  # a file system without locks: what another recorder commits is noticed all the same
+                if _is_same(self._paths[0], self._file):
+                    if writable:
+                        break
+                    # Left by a process of another user that was killed: the file is not ours to write, the folder is.
+                    self._paths[0].unlink()
+            except BaseException:
                 os.close(self._file)
-                raise StoreError(
-                    f"{name} is being written by {holder}: one recorder at a time"
-                ) from None
-            except OSError:
-                pass  # a file system without locks: what another recorder commits is noticed all the same
-            if _is_same(self._paths[0], self._file):
-                if writable:
-                    break
-                # Left by a process of another user that was killed: the file is not ours to write, the folder is.
-                self._paths[0].unlink()
+                raise
             os.close(self._file)  # its former holder deleted it meanwhile
         self._free = weakref.finalize(self, _free, self._paths, self._file)
         _held.add(self)
@@ -262,7 +265,9 @@ def new_directory(
         raise
     finally:
         if old is not None:
-            old.release()
+            # Its directory is replaced already, or stays as it was: the mark is not to fail for a file beside it.
+            with suppress(OSError):
+                old.release()
 
 
 def delete_unfinished(directory: Path) -> None:

@@ -65,12 +65,13 @@ def test_second_recorder_is_refused(tmp_path: Path) -> None:
     assert not (path / LOCK).exists()
 
 
+def refused(*_: object, **__: object) -> None:
+    raise OSError(errno.EROFS, "Read-only file system")
+
+
 def test_lock_is_freed_though_its_file_cannot_be_deleted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refused(*_: object, **__: object) -> None:
-        raise OSError(errno.EROFS, "Read-only file system")
-
     store = create(tmp_path / "run.zarr")
     add(store, 0)
     with monkeypatch.context() as patch:
@@ -232,6 +233,11 @@ def test_stale_lock_of_another_user(
         with pytest.raises(
             StoreError, match=r"run\.zarr is being written by process 1 since 2026"
         ):
+            create(path).hold()
+    # Where the file cannot be deleted; the lock is not held afterwards.
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "unlink", refused)
+        with pytest.raises(OSError, match="Read-only file system"):
             create(path).hold()
     store = create(path)
     add(store, 1)

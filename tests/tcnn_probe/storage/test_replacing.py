@@ -12,6 +12,7 @@ import zarr
 
 from tcnn_probe.storage import EpochStore, StoreError, open_recording
 from tcnn_probe.storage import directory as module
+from tcnn_probe.storage.directory import LOCK
 from tests.tcnn_probe.storage.tables import (
     MAPS,
     Crash,
@@ -175,6 +176,29 @@ def test_a_folder_that_cannot_be_deleted(
         patch.setattr(os, "rmdir", busy)
         replace(path).close()
     assert_holds(path, {0: 9})
+    create(path).hold()
+    assert [entry.name for entry in tmp_path.iterdir()] == ["run.zarr"]
+
+
+def test_a_lock_of_the_old_that_cannot_be_deleted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The new recording is there by then, so the mark has not failed."""
+    unlink = Path.unlink
+
+    def refused(path: Path, **options: bool) -> None:
+        if path.name == LOCK and path.parent.suffix == ".init":
+            raise OSError(errno.ENOSPC, "No space left on device")
+        unlink(path, **options)
+
+    recording(path := tmp_path / "run.zarr", 2)
+    store = create(path, mode="w")
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "unlink", refused)
+        add(store, 0, 9)
+    add(store, 1, 10)
+    store.close()
+    assert_holds(path, {0: 9, 1: 10})
     create(path).hold()
     assert [entry.name for entry in tmp_path.iterdir()] == ["run.zarr"]
 
