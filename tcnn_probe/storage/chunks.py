@@ -285,13 +285,14 @@ class CheckedStore(WrapperStore[Store]):
             raise self._damaged(
                 key, f"it has {len(data)} bytes, expected {size.stored - 1}"
             )
+        is_part = isinstance(byte_range, RangeByteRequest)
+        if size.count and not is_part and len(data) < index_bytes:
+            raise self._damaged(key, f"it has {len(data)} bytes")
         if size.count and byte_range is None:
-            if len(data) < index_bytes:
-                raise self._damaged(key, f"it has {len(data)} bytes")
             index = data[-index_bytes:]
             places = np.frombuffer(index[:-4], "<u8").reshape(-1, 2).tolist()
             chunks = [data[start : start + length] for start, length in places]
-        elif size.count and not isinstance(byte_range, RangeByteRequest):
+        elif size.count and not is_part:
             chunks, index = [], data
         # zarr compares them too, and raises an error that does not name the chunk.
         for part in (index, *chunks):

@@ -3,6 +3,7 @@
 import copy
 import json
 import random
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -108,6 +109,18 @@ def test_every_chunk_that_is_empty_or_not_there_is_noticed(
             file.write_bytes(data)
     add(create(path), 2)
     assert_holds(path, [0, 1, 2])
+
+
+def test_file_of_a_smaller_array_in_the_place_of_a_shard(path: Path) -> None:
+    """Its own checksum is right."""
+    shard = next((path / MAPS / "saliency").rglob("0"))
+    while shard.is_dir():
+        shard = shard / "0"
+    shutil.copy(path / MAPS / "y" / "c" / "0", shard)
+    with pytest.raises(StoreError, match="it has 28 bytes"):
+        load(path)
+    with pytest.raises(StoreError, match="it has 28 bytes"):
+        open_recording(path)[MAPS].saliency[0, 0, 0, 0].load()
 
 
 def places(tree: Any, at: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
