@@ -99,6 +99,13 @@ def untouched(model: nn.Module) -> Iterator[None]:
     with _LOCKS.setdefault(unwrap(model), RLock()):
         modes = [(module, module.training) for module in model.modules()]
         gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
+
+        def restore() -> None:
+            for module, training in modes:
+                module.training = training
+            for parameter, gradient in gradients:
+                parameter.grad = gradient
+
         try:
             model.eval()
             for parameter, _ in gradients:
@@ -113,10 +120,11 @@ def untouched(model: nn.Module) -> Iterator[None]:
             ):
                 yield
         finally:
-            for module, training in modes:
-                module.training = training
-            for parameter, gradient in gradients:
-                parameter.grad = gradient
+            try:
+                restore()
+            except KeyboardInterrupt:
+                restore()  # Ctrl-C fell in the middle of it
+                raise
 
 
 def whole_number(number: Any, noun: str, low: int = 0, high: int | None = None) -> int:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from torch.autograd import grad_mode
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils import _python_dispatch, hooks
@@ -15,6 +16,7 @@ from torch.utils import _python_dispatch, hooks
 import tcnn_probe
 from tcnn_probe.attention import stream
 from tcnn_probe.hooks import calls
+from tcnn_probe.models import untouched
 from tests.tcnn_probe.attribution.models import SIZE, transformer
 from tests.tcnn_probe.contracts.helpers import Trace
 
@@ -86,3 +88,23 @@ def test_nothing_is_left_by_an_interruption(method: str) -> None:
         assert Trace(model) == trace, place
         torch.zeros(1)  # fails where dispatch keys of a mode stay behind
     gc.unfreeze()
+
+
+class Interrupting(nn.Module):
+    """Raises KeyboardInterrupt the first time that it is set back to training mode."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "training" and value and not getattr(self, name, value):
+            self.__class__ = nn.Module  # type: ignore[assignment]
+            raise KeyboardInterrupt
+        super().__setattr__(name, value)
+
+
+def test_flags_and_gradients_are_restored_though_that_is_interrupted() -> None:
+    model = nn.Sequential(Interrupting(), nn.Linear(2, 2))
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    with pytest.raises(KeyboardInterrupt), untouched(model):
+        assert not model[0].training
+    assert all(module.training for module in model.modules())
+    assert all(parameter.grad is not None for parameter in model.parameters())
