@@ -5,6 +5,7 @@ import json
 import os
 import platform
 import sys
+import warnings
 from collections.abc import Iterator, Sequence
 from fnmatch import fnmatchcase
 from importlib.metadata import PackageNotFoundError, version
@@ -127,6 +128,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "info", help="versions, device and threads, for a report of a bug"
     )
     options = parser.parse_args(arguments)
+    with warnings.catch_warnings():
+        warnings.showwarning = _show_warning
+        return _run(options)
+
+
+def _run(options: argparse.Namespace) -> int:
+    """Run the command that was asked for, and print what is wrong with its recordings."""
     try:
         if options.command == "info":
             print(_printable("\n".join(_info())))
@@ -165,6 +173,11 @@ def _printable(text: str) -> str:
         letter if letter.isprintable() or letter == "\n" else repr(letter)[1:-1]
         for letter in text
     )
+
+
+def _show_warning(message: Warning | str, *_: object, **__: object) -> None:
+    """Print a warning: matplotlib's have letters of names in them that it cannot draw."""
+    print(_printable(f"tcnn-probe: {message}"), file=sys.stderr)
 
 
 def _info() -> Iterator[str]:

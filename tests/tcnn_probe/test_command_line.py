@@ -67,6 +67,19 @@ def test_names_are_printed_and_no_commands_for_the_terminal(
         )
 
 
+@pytest.mark.filterwarnings("always:Glyph")
+def test_letters_that_a_figure_lacks_are_no_commands_for_the_terminal(
+    stores: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    copy = shutil.copytree(stores[0], tmp_path / "a.zarr")
+    (copy / "layer" / "c" / "0").unlink()
+    zarr.open_group(copy, mode="r+")["layer"][:] = ["\x1b]0;title\x07", "conv"]
+    assert main(["plot", str(copy), "entropy", "-o", str(tmp_path / "a.png")]) == 0
+    printed = capsys.readouterr().err
+    assert r"tcnn-probe: Glyph 27 (\x1b) missing" in printed
+    assert "\x1b" not in printed
+
+
 def test_info(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
