@@ -152,6 +152,8 @@ class EpochStore:
             except BaseException:
                 self._lock.release()
                 raise
+            # One that was killed has not finished what close() does.
+            self._wrote |= self._lock.was_left
             delete_unfinished(directory)
 
     def append(

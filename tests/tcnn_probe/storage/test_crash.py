@@ -185,6 +185,22 @@ def test_crash_at_every_write_of_closing(tmp_path: Path) -> None:
     np.testing.assert_array_equal(group.saliency[8], values(8)[MAPS]["saliency"])
 
 
+def test_closing_that_was_killed_is_finished_by_the_next(tmp_path: Path) -> None:
+    """Though it adds no mark."""
+    store = create(path := tmp_path / "run.zarr")
+    add(store, 0)
+    add(store, 1)
+    with steps(2, "^replace"), pytest.raises(Crash):
+        store.close()
+    dies(store)
+    (path / "gate" / ".zarr.json.partial").write_text("half a docu")
+    store = create(path)
+    store.hold()
+    store.close()
+    assert xr.open_zarr(path, consolidated=False).sizes["epoch"] == 2
+    assert not [*path.rglob("*.partial")]
+
+
 @pytest.mark.parametrize(
     "on",
     # The root, a chunk that goes on, a new array, and a chunk of a new mark.
