@@ -63,7 +63,7 @@ def objection_to_order(places: Places, tokens: Tokens, behind: int) -> str:
     if places is None or len(places) != tokens.count:
         return ""
     first, end = tokens.prefix - behind, tokens.count - behind
-    grid, others = places[first:end], torch.cat([places[:first], places[end:]])
+    grid, beside = places[first:end], torch.cat([places[:first], places[end:]])
     on_image = grid[~grid.isnan()]  # without padding
     if len(on_image) == 0:
         return "the tokens are made of parameters, not of the image"
@@ -72,7 +72,7 @@ def objection_to_order(places: Places, tokens: Tokens, behind: int) -> str:
     if bool((on_image.diff() < _LEAST_STEP).any()):
         return "the tokens are not in the order of the image's rows"
     # The mean of all patches can stand in for a class token.
-    if (others >= 0).sum() > 1:
+    if (beside >= 0).sum() > 1:
         return "some of the tokens beside the grid are patches"
     return ""
 
