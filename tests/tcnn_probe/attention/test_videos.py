@@ -23,7 +23,7 @@ FLOAT32 = 1.2e-7
 
 
 def video_model(name: str, **options: Any) -> nn.Module:
-    """VideoMAE, VideoMAEForPreTraining, Vivit."""
+    """Return a small model: VideoMAE, VideoMAEForPreTraining or Vivit."""
     family = name.removesuffix("ForPreTraining")
     config = getattr(transformers, f"{family}Config")(
         hidden_size=12,
@@ -73,8 +73,8 @@ def test_maps_by_frame(name: str) -> None:
         row = first.weights[:, :, 0, 1:].unflatten(2, CELLS).numpy()
         np.testing.assert_allclose(node.class_attention, row, atol=20 * FLOAT32)
     # Frame 3 is in the second tube, and pixel (9, 20) in its second row and third column.
-    chosen = tcnn_probe.attention_maps(model, videos(), queries=[(3, 9, 20)])
-    node = chosen["3x3x2x5"].dataset.isel(layer=0)
+    from_pixel = tcnn_probe.attention_maps(model, videos(), queries=[(3, 9, 20)])
+    node = from_pixel["3x3x2x5"].dataset.isel(layer=0)
     np.testing.assert_allclose(
         node.attention[:, :, 0], expected[:, :, 1, 1, 2], atol=20 * FLOAT32
     )
@@ -85,7 +85,7 @@ def test_maps_by_frame(name: str) -> None:
 
 
 def test_maps_of_videos_with_channels_first() -> None:
-    """As torchvision's models take them; also drawn and explored, by frame."""
+    """Maps are as of frames first, as torchvision's models take videos; one frame is drawn and explored."""
 
     class ChannelsFirst(nn.Module):
         def __init__(self) -> None:
