@@ -36,8 +36,10 @@ Written by `python docs/models.py` with {versions}, from random weights.
 - *grids*: rows x columns of keys, "+ n" with n class, register or other tokens beside them. In layers with windows the
   grid is that of a window.
 - *square*: layers whose maps change where the image does. Four images differ from a fifth in a square of an eighth of
-  their sides. Where one place of a map changes by a quarter more than any other, and another one in each of the four,
-  these should be the places of the squares; other layers are undecided, such as those in which tokens are mixed.
+  their sides, and queries around it look at it. In this experiment attention layers give 0, so that tokens are not
+  mixed. Where one place of a map changes by a quarter more than any other, and another one in each of the four, these
+  should be the places of the squares; other layers are undecided, such as those that hear of the image through
+  attention alone.
 - *notes*: layers without a grid of queries or keys, and layers that are not recorded, with the reasons.
 
 | library | model | image | layers | grids | square | notes |
@@ -46,9 +48,9 @@ Written by `python docs/models.py` with {versions}, from random weights.
 # Centres of the squares, as shares of the image's height and width: none lies on a diagonal or mirrors another, so that
 # tokens in another order are noticed.
 SQUARES = ((0.2, 0.4), (0.35, 0.85), (0.6, 0.15), (0.85, 0.7))
-# Queries lie around each square, as shares of the image's sides from its centre: those near it share its window, where
-# there are windows.
-AROUND = (0.04, 0.08, 0.16)
+# Queries lie around each square, as shares of the image's sides from its centre, and not in it: those near it share
+# its window, where there are windows.
+AROUND = (0.065, 0.09, 0.12, 0.16)
 
 
 class Model(NamedTuple):
@@ -271,7 +273,7 @@ def describe(model: Model) -> Row:
         size,
         str(len(layouts)),
         counted(grids),
-        squares_found(module, image),
+        squares_found(module, image, layouts),
         counted(notes, "; "),
     )
 
@@ -290,8 +292,15 @@ def layouts_of(
     return stream, {name: layouts[name] for name in stream.layers}
 
 
-def squares_found(module: nn.Module, image: Tensor) -> str:
-    """Return in how many layers maps change where the image does, of those where one place does; "" without maps."""
+def squares_found(module: nn.Module, image: Tensor, layers: Iterable[str]) -> str:
+    """Return in how many layers maps change where the image does, of those where one place does; "" without maps.
+
+    The module gives other outputs afterwards.
+    """
+    for name in {layer.split("#")[0] for layer in layers}:
+        module.get_submodule(name).register_forward_hook(
+            lambda layer, inputs, output: _zero(output)
+        )
     height, width = image.shape[1:]
     centres = [(int(y * height), int(x * width)) for y, x in SQUARES]
     images = image.repeat(1 + len(SQUARES), 1, 1, 1)
@@ -327,6 +336,12 @@ def squares_found(module: nn.Module, image: Tensor) -> str:
     return f"{sum(decided)} of {len(decided)}{beside}"
 
 
+def _zero(output: Any) -> Any:
+    if isinstance(output, tuple):
+        return tuple(map(_zero, output))
+    return torch.zeros_like(output) if isinstance(output, Tensor) else output
+
+
 def _finds_squares(
     values: xr.DataArray,
     centres: Sequence[tuple[int, int]],
@@ -334,7 +349,10 @@ def _finds_squares(
 ) -> bool | None:
     """Tell whether the place whose attention changes most is each square; None where no place stands out."""
     others = [dim for dim in values.dims if dim not in ("image", "y", "x")]
-    changes = abs(values - values.isel(image=0)).sum(others).isel(image=slice(1, None))
+    logarithms = np.log(values.where(values > 0))  # 0 outside of a window
+    changes = (logarithms - logarithms.isel(image=0)).isel(image=slice(1, None))
+    # What all keys of a query lose to the square's says nothing of their own places.
+    changes = abs(changes - changes.median(("y", "x"))).sum(others)
     pixels = values.pixel_y.values[:, None], values.pixel_x.values[None]
     # A square's side, and a cell.
     reach = [
@@ -350,7 +368,7 @@ def _finds_squares(
             for cells, place, length in zip(pixels, at, reach, strict=True)
         ]
         elsewhere = change[~(is_near[0] & is_near[1])]
-        if not elsewhere.size or change.max() < 1.25 * elsewhere.max():
+        if not elsewhere.size or change.max() <= 1.25 * elsewhere.max():
             return None
         peaks.add(peak)
         is_there &= all(

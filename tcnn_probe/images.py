@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from tcnn_probe.models import unwrap
 
-__all__ = ["as_images", "beside_images", "calls_given"]
+__all__ = ["as_images", "beside_images", "calls_given", "channel_axis"]
 
 _CONVENTION = (
     "a floating-point tensor (B, C, H, W), normalised as the model takes it; or pictures: PIL images, "
@@ -54,7 +54,7 @@ def as_pictures(images: Any) -> list[Image.Image] | None:
     return [_as_pil(image) for image in images]
 
 
-def as_images(images: Any, model: nn.Module) -> Tensor:
+def as_images(images: Any, model: nn.Module, *, videos: bool = False) -> Tensor:
     """Return images as a model takes them; pictures pass through timm's evaluation transform for it.
 
     ::
@@ -68,6 +68,7 @@ def as_images(images: Any, model: nn.Module) -> Tensor:
             not copied; or one or several pictures: PIL images, names of files, uint8 of shape (H, W), (H, W, C) or
             (C, H, W); or the output of a processor of transformers.
         model: Model that takes the images; a model of timm, for pictures.
+        videos: Whether to take videos, of five axes, too.
 
     Returns:
         Images, shape (B, C, H, W), floating point.
@@ -80,7 +81,7 @@ def as_images(images: Any, model: nn.Module) -> Tensor:
     pictures = as_pictures(images)
     if pictures is not None:
         return prepare(pictures, preparation(model))
-    images = as_batch(images, _CONVENTION)
+    images = as_batch(images, _CONVENTION, videos=videos)
     largest = float(images.detach().abs().amax())
     if not math.isfinite(largest):
         raise ValueError(f"expected {_CONVENTION}; got values that are not finite")
@@ -92,8 +93,8 @@ def as_images(images: Any, model: nn.Module) -> Tensor:
     return images
 
 
-def as_batch(images: Any, expected: str) -> Tensor:
-    """Return images as a floating-point tensor (B, C, H, W), which is copied only if it must be.
+def as_batch(images: Any, expected: str, *, videos: bool = False) -> Tensor:
+    """Return images (or ``videos``) as a floating-point tensor (B, C, H, W), which is copied only if it must be.
 
     Raise TypeError or ValueError, with ``expected`` in the message, if these are no images.
     """
@@ -123,12 +124,12 @@ def as_batch(images: Any, expected: str) -> Tensor:
             raise TypeError(f"expected images, {expected}; got {type(images).__name__}")
         images = torch.from_numpy(array)
     images = images[None] if images.ndim == 3 else images
-    if images.ndim == 5:
+    if images.ndim == 5 and not videos:
         raise ValueError(
             f"expected images, {expected}; got videos, volumes or tiles, shape {tuple(images.shape)}: "
             "there are no maps of these; call the model yourself under tcnn_probe.record for the numbers of its heads"
         )
-    if images.ndim != 4 or images.numel() == 0:
+    if images.ndim not in (4, 5) or images.numel() == 0:
         raise ValueError(
             f"expected images, {expected}; got shape {tuple(images.shape)}"
         )
@@ -139,6 +140,11 @@ def as_batch(images: Any, expected: str) -> Tensor:
     if not images.is_floating_point():
         raise TypeError(f"expected images, {expected}; got {images.dtype}")
     return images
+
+
+def channel_axis(images: Tensor) -> int:
+    """Return the axis of the channels of images, (B, C, H, W), or of videos: (B, T, C, H, W) or (B, C, T, H, W)."""
+    return 2 if images.ndim == 5 and images.shape[2] in (1, 3) else 1
 
 
 def beside_images(images: Any) -> dict[str, Any]:

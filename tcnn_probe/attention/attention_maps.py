@@ -1,6 +1,7 @@
 """``attention_maps()``: the attention of one forward of any model, on the grids of its layers, as labelled arrays."""
 
 import json
+import math
 import operator
 import warnings
 from collections.abc import Collection, Sequence
@@ -19,7 +20,7 @@ from tcnn_probe.attention.layout import GivenTokens
 from tcnn_probe.attention.map_keeper import LayerMaps, MapKeeper, MapSelection
 from tcnn_probe.attention.receptive_fields import ReceptiveFields
 from tcnn_probe.attention.stream import AttentionStream
-from tcnn_probe.images import as_images, beside_images, calls_given
+from tcnn_probe.images import as_images, beside_images, calls_given, channel_axis
 from tcnn_probe.models import (
     batches,
     check_model,
@@ -33,8 +34,8 @@ from tcnn_probe.provenance import provenance
 
 __all__ = ["attention_maps"]
 
-Grid = tuple[int, int]
-Pixels = Sequence[tuple[int, int]]
+Grid = tuple[int, ...]
+Pixels = Sequence[tuple[int, ...]]
 
 _ATTRS = {
     "attention": {
@@ -106,13 +107,14 @@ def attention_maps(
 
     Args:
         model: Any module, not compiled.
-        images: Images as the model takes them, shape (B, C, H, W); or pictures (PIL images, file names, bytes), which
-            pass through timm's evaluation transform for the model; or all that a processor of transformers gives, text
-            and masks too, which the model then gets in one batch.
+        images: Images as the model takes them, shape (B, C, H, W); or videos, (B, T, C, H, W) or (B, C, T, H, W); or
+            pictures (PIL images, file names, bytes), which pass through timm's evaluation transform for the model; or
+            all that a processor of transformers gives, text and masks too, which the model then gets in one batch.
         layers: Names, globs or a predicate ``(name, module) -> bool``; None for all layers.
         heads: Indices of the heads to keep; None for all heads.
-        queries: Places to look from, (y, x) in pixels of the images as the model takes them, or "class" for class
-            tokens alone. None for all places: 22 MB an image for 12 layers of 12 heads and 196 patches.
+        queries: Places to look from, (y, x) in pixels of the images as the model takes them, (frame, y, x) of videos,
+            or "class" for class tokens alone. None for all places: 22 MB an image for 12 layers of 12 heads and 196
+            patches.
         prefix_tokens, class_token, grid: Facts about the tokens, as for :func:`tcnn_probe.record`.
         mixed: Whether to return what reaches the values where a layer mixes its heads after the softmax (the talking
             heads of CaiT). Rows then sum to anything, and weights may be negative. Other layers are as they are.
@@ -129,8 +131,9 @@ def attention_maps(
         that lie on no grid while the keys do, as DETR's object queries; ``gate``, dims (layer, head), of gated layers.
         Windows (Swin, MaxViT) are put in their places in the image, with 0 outside of the query's window. ``query_y``
         and ``query_x`` are then the cell of each layer's keys nearest to the query, which is at the pixel ``from_y``,
-        ``from_x``; ``pixel_y`` and ``pixel_x`` are the centres of what the cells of the keys see. Layers without maps
-        are named in ``attrs["missing"]``, with the reason.
+        ``from_x``; ``pixel_y`` and ``pixel_x`` are the centres of what the cells of the keys see. Maps of videos have a
+        dimension ``frame`` before ``y``, the frames of tokens, and ``query_frame`` before ``query_y``; ``input`` has
+        ``input_frame``. Layers without maps are named in ``attrs["missing"]``, with the reason.
 
     Raises:
         ValueError: No layer has attention whose grid is known; queries lie outside of the images; the result takes more
@@ -138,11 +141,13 @@ def attention_maps(
         TypeError: ``model`` is no module, ``images`` are no images, or a head is no integer.
     """
     check_model(model)
-    inputs, images = beside_images(images), as_images(images, model)
+    inputs, images = beside_images(images), as_images(images, model, videos=True)
     batch_size = whole_number(batch_size, "batch_size", 1)
     if inputs:  # which of them have a row for each image is unknown
         batch_size = len(images)
-    size = images.shape[2], images.shape[3]
+    # (B, C, H, W) or (B, T, C, H, W).
+    shown = images.movedim(channel_axis(images), -3)
+    size = *shown.shape[1:-3], *shown.shape[-2:]
     if heads is not None:
         heads = [
             whole_number(head, "heads")
@@ -158,7 +163,11 @@ def attention_maps(
             f"expected a model whose layers mix their heads (mixed=True), got {type(model).__name__}, whose do not"
         )
     selection = MapSelection(
-        _checked_queries(queries, size), heads, ReceptiveFields(size), mixing
+        _checked_queries(queries, size),
+        heads,
+        ReceptiveFields((size[-2], size[-1])),
+        math.prod(size[:-2]),
+        mixing,
     )
     tokens = GivenTokens(prefix_tokens, class_token, grid)
     names = layer_names(model)
@@ -203,16 +212,11 @@ def attention_maps(
     maps_by_layer.sort(key=lambda maps: (order[maps.layer.split("#")[0]], maps.layer))
     datasets = _by_grid(maps_by_layer, selection)
     # numpy has no bfloat16.
-    shown = images.float() if images.dtype == torch.bfloat16 else images
-    root = xr.Dataset(
-        {
-            "input": (
-                ("image", "channel", "input_y", "input_x"),
-                shown.cpu().numpy(),
-                _ATTRS["input"],
-            )
-        }
-    )
+    shown = shown.float() if images.dtype == torch.bfloat16 else shown
+    # A dimension of the root can be selected in the whole tree if it has a coordinate.
+    frames = {"input_frame": range(size[0])} if len(size) == 3 else {}
+    dims = "image", *frames, "channel", "input_y", "input_x"
+    root = xr.Dataset({"input": (dims, shown.cpu().numpy(), _ATTRS["input"])}, frames)
     table = {
         "layers": json.dumps([maps.layer for maps in maps_by_layer]),
         "missing": json.dumps(missing),
@@ -222,25 +226,30 @@ def attention_maps(
     )
 
 
-def _checked_queries(queries: Any, size: Grid) -> Pixels | None:
+def _checked_queries(queries: Any, size: tuple[int, ...]) -> Pixels | None:
+    place = "(y, x)" if len(size) == 2 else "(frame, y, x)"
     if queries is None or (isinstance(queries, str) and queries == "class"):
         return None if queries is None else ()
     try:
         # Integers of any library, and no floats, which lie between two pixels.
-        pixels = [(operator.index(y), operator.index(x)) for y, x in queries]
+        pixels = [
+            tuple(operator.index(at) for at, _ in zip(pixel, size, strict=True))
+            for pixel in queries
+        ]
     except (TypeError, ValueError):
         raise ValueError(
-            f"expected queries=[(y, x), ...], pairs of integers, or 'class'; got {queries!r}"
+            f"expected queries=[{place}, ...] of integers, or 'class'; got {queries!r}"
         ) from None
     outside = [
         pixel
         for pixel in pixels
-        if not (0 <= pixel[0] < size[0] and 0 <= pixel[1] < size[1])
+        if not all(0 <= at < side for at, side in zip(pixel, size, strict=True))
     ]
     if outside or not pixels:
         got = outside[0] if outside else queries
+        sides = " x ".join(map(str, size))
         raise ValueError(
-            f"expected queries (y, x) inside images of {size[0]} x {size[1]} pixels, got {got!r}"
+            f"expected queries {place} inside images of {sides} pixels, got {got!r}"
         )
     return pixels
 
@@ -273,12 +282,12 @@ def _by_grid(
     for (_, heads, keys, queries), layers in sorted(
         nodes.items(), key=lambda node: node[0][0]
     ):
-        name = f"{heads}x{keys[0]}x{keys[1]}"
+        name = "x".join(map(str, (heads, *keys)))
         # Pooled keys or queries (MViT, PVT) have grids of their own, and share no node with layers where both agree.
         if isinstance(queries, int):
             name += f"_from_{queries}"
         elif queries not in (keys, None):
-            name += f"_from_{queries[0]}x{queries[1]}"
+            name += "_from_" + "x".join(map(str, queries))
         tree[name if name not in tree else f"{name}_class"] = _dataset(
             layers, selection
         )
@@ -295,9 +304,9 @@ def _dataset(layers: Sequence[LayerMaps], selection: MapSelection) -> xr.Dataset
         "attention_by_class": ("class",),
         "attention_by_query": ("query",),
     }
-    query_dims["attention"] = (
-        ("query_y", "query_x") if selection.queries is None else ("query",)
-    )
+    cells = ("frame", "y", "x")[-len(first.keys) :]
+    query_cells = tuple(f"query_{dim}" for dim in cells)
+    query_dims["attention"] = query_cells if selection.queries is None else ("query",)
     variables: dict[str, Any] = {}
     for name, dims in query_dims.items():
         arrays = [maps.arrays[name] for maps in layers if name in maps.arrays]
@@ -305,7 +314,7 @@ def _dataset(layers: Sequence[LayerMaps], selection: MapSelection) -> xr.Dataset
             absent = torch.full_like(arrays[0], torch.nan)
             stacked = torch.stack([maps.arrays.get(name, absent) for maps in layers], 1)
             variables[name] = (
-                ("image", "layer", "head", *dims, "y", "x"),
+                ("image", "layer", "head", *dims, *cells),
                 stacked.numpy(),
                 _ATTRS[name],
             )
@@ -314,19 +323,21 @@ def _dataset(layers: Sequence[LayerMaps], selection: MapSelection) -> xr.Dataset
         absent = torch.full((len(heads),), torch.nan, dtype=torch.float64)
         values = torch.stack([absent if gate is None else gate for gate in gates])
         variables["gate"] = (("layer", "head"), values.numpy(), _ATTRS["gate"])
-    for dim, (start, spacing), cells in zip(
-        "yx", selection.fields.places(first.keys), first.keys, strict=True
+    rows, columns = first.keys[-2:]
+    for dim, (start, spacing), count in zip(
+        "yx", selection.fields.places((rows, columns)), (rows, columns), strict=True
     ):
         coords[f"pixel_{dim}"] = (
             dim,
-            start + spacing * np.arange(cells),
+            start + spacing * np.arange(count),
             _ATTRS["pixel"],
         )
     if selection.queries and first.queries is not None:
         nearest = np.array(selection.cells(first.keys))
-        places = [*nearest.T, *np.array(selection.queries).T]
-        for name, values in zip(
-            ("query_y", "query_x", "from_y", "from_x"), places, strict=True
-        ):
+        for name, values in zip(query_cells, nearest.T, strict=True):
+            coords[name] = ("query", values)
+        from_dims = ("from_frame", "from_y", "from_x")
+        places = np.array(selection.queries).T
+        for name, values in zip(from_dims[-len(places) :], places, strict=True):
             coords[name] = ("query", values)
     return xr.Dataset(variables, coords)

@@ -51,13 +51,15 @@ class Arrangement:
 class Tokens:
     """Tokens of an image: class and register tokens, then a grid in raster order.
 
-    Positions are in cells of the finer of the two grids, that of the queries and that of the keys.
+    Positions are in cells of the finer of the two grids, that of the queries and that of the keys. Frames of a video
+    lie below each other in one grid, and have the same positions.
 
     Args:
         prefix: Number of class and register tokens before the grid.
-        height, width: Numbers of rows and columns of the grid.
+        height, width: Numbers of rows (of all frames) and columns of the grid.
         spacing: Distance from one row to the next, and from one column to the next.
         origin: Position of the first row and of the first column.
+        frames: Number of frames; 1 for an image.
     """
 
     prefix: int
@@ -65,6 +67,7 @@ class Tokens:
     width: int
     spacing: tuple[float, float] = (1.0, 1.0)
     origin: tuple[float, float] = (0.0, 0.0)
+    frames: int = 1
 
     @property
     def count(self) -> int:
@@ -76,21 +79,37 @@ class Tokens:
         """Rows and columns."""
         return self.height, self.width
 
+    @property
+    def rows(self) -> int:
+        """Rows of a frame."""
+        return self.height // self.frames
+
+    def index(self, row: float, column: float) -> int:
+        """Return the index of the token at shares of the height and the width, of the middle frame of a video."""
+        above = self.frames // 2 * self.rows + int(row * self.rows)
+        return self.prefix + above * self.width + int(column * self.width)
+
+    def frame_numbers(self, device: torch.device) -> Tensor:
+        """Return the frame of each token, shape (count,); those before the grid are put on its first cell."""
+        return self._places(device) // (self.rows * self.width)
+
     def positions(
         self, dtype: torch.dtype, device: torch.device
     ) -> tuple[Tensor, Tensor]:
         """Return row and column of each token, shape (count,); those before the grid are put on its first cell."""
-        place = torch.arange(
-            -self.prefix, self.height * self.width, device=device
-        ).clamp_(min=0)
-        y, x = place // self.width, place % self.width
+        place = self._places(device)
+        y, x = place // self.width % self.rows, place % self.width
         return (y * self.spacing[0] + self.origin[0]).to(dtype), (
             x * self.spacing[1] + self.origin[1]
         ).to(dtype)
 
+    def _places(self, device: torch.device) -> Tensor:
+        cells = self.height * self.width
+        return torch.arange(-self.prefix, cells, device=device).clamp_(min=0)
+
     def axes(self) -> tuple[np.ndarray, np.ndarray]:
-        """Return the positions of the rows, shape (height,), and of the columns, shape (width,)."""
-        rows = np.arange(self.height) * self.spacing[0] + self.origin[0]
+        """Return the positions of the rows of a frame, shape (rows,), and of the columns, shape (width,)."""
+        rows = np.arange(self.rows) * self.spacing[0] + self.origin[0]
         columns = np.arange(self.width) * self.spacing[1] + self.origin[1]
         return rows, columns
 
@@ -121,6 +140,11 @@ class Layout:
         return self.keys.prefix if self.keys else 0
 
     @property
+    def is_video(self) -> bool:
+        """Flag that the keys are those of several frames."""
+        return self.keys is not None and self.keys.frames > 1
+
+    @property
     def uniform_distance(self) -> float | None:
         """Mean distance between all queries and all keys on the grids, in float64; None where one is unknown."""
         if self.queries is None or self.keys is None:
@@ -142,6 +166,17 @@ class Layout:
         return torch.hypot(
             key_y - query_y[queries, None], key_x - query_x[queries, None]
         )
+
+    def frame_distances(
+        self, queries: slice, dtype: torch.dtype, device: torch.device
+    ) -> Tensor:
+        """Return the numbers of frames from some queries to all keys, as :meth:`distances` does."""
+        assert self.queries is not None
+        assert self.keys is not None
+        asking, keys = (
+            side.frame_numbers(device) for side in (self.queries, self.keys)
+        )
+        return (keys - asking[queries, None]).abs().to(dtype)
 
 
 @lru_cache(maxsize=256)

@@ -1,21 +1,25 @@
 """Keeps the attention of one forward, of chosen heads and queries, on the grids of the layers."""
 
+import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tcnn_probe.attention.attention import Attention
+from tcnn_probe.attention.layout import Tokens
 from tcnn_probe.attention.receptive_fields import ReceptiveFields
 from tcnn_probe.attention.stream import AttentionListener
 
 __all__ = ["LayerMaps", "MapKeeper", "MapSelection"]
 
-Grid = tuple[int, int]
-Pixels = Sequence[tuple[int, int]]
+# Rows and columns, or frames, rows and columns.
+Grid = tuple[int, ...]
+Pixels = Sequence[tuple[int, ...]]
 Indices = range | list[int]
 
 # Queries whose weights are formed at once when all are kept: heads that are not wanted then need no room.
@@ -27,27 +31,38 @@ class MapSelection:
     """Queries and heads of which maps are kept.
 
     Args:
-        queries: Pixels (y, x) of the images; None for all queries, empty for class tokens alone.
+        queries: Pixels (y, x) of images, or (frame, y, x) of videos; None for all queries, empty for class tokens
+            alone.
         heads: Indices of heads; None for all.
         fields: Receptive fields, which tell where the cells of a grid lie in the images.
+        frames: Number of frames of the videos; 1 for images.
         mixing: Linear layers that mix the heads of a layer, by its name; heads of other layers are not mixed.
     """
 
     queries: Pixels | None
     heads: Sequence[int] | None
     fields: ReceptiveFields
+    frames: int = 1
     mixing: Mapping[str, nn.Linear] = field(default_factory=dict)
 
     def cells(self, grid: Grid) -> list[Grid]:
         """Return the cells of a grid over the images in which the queries lie."""
         assert self.queries is not None
-        return [self.fields.cell(grid, pixel) for pixel in self.queries]
+        cells = []
+        for *frame, y, x in self.queries:
+            row, column = self.fields.cell((grid[-2], grid[-1]), (y, x))
+            # A token can span several frames.
+            cell = *(number * grid[0] // self.frames for number in frame), row, column
+            cells.append(cell[-len(grid) :])
+        return cells
 
     def indices(self, grid: Grid, prefix: int = 0) -> Indices:
         """Return row-major indices of the queries in a grid that comes after ``prefix`` tokens."""
         if self.queries is None:
-            return range(prefix, prefix + grid[0] * grid[1])
-        return [prefix + y * grid[1] + x for y, x in self.cells(grid)]
+            return range(prefix, prefix + math.prod(grid))
+        return [
+            prefix + int(np.ravel_multi_index(cell, grid)) for cell in self.cells(grid)
+        ]
 
     def heads_of(self, count: int) -> list[int]:
         """Return the selected heads of a layer with ``count`` heads."""
@@ -80,8 +95,8 @@ class LayerMaps:
     Args:
         layer: Name of the layer.
         heads: Number of heads of the layer, selected or not.
-        keys, queries: Rows and columns of the grids over the image; ``queries`` is None without such a grid.
-        arrays: Maps by variable, shape (B, heads, ..., rows, columns).
+        keys, queries: Grids over the image or video; ``queries`` is None without such a grid.
+        arrays: Maps by variable, shape (B, heads, ..., *keys).
         gate: Gates of the selected heads, shape (heads,); None without gates.
     """
 
@@ -129,7 +144,7 @@ class MapKeeper(AttentionListener):
         if keys is None or not rows:
             self.missing[attention.name] = reason or "it has no class token"
             return
-        values_per_image = len(heads) * sum(map(len, rows.values())) * keys[0] * keys[1]
+        values_per_image = len(heads) * sum(map(len, rows.values())) * math.prod(keys)
         # Maps are in float32. Counting goes on beyond the limit, so that the error can name the whole size.
         self._bytes += 4 * self._copies * attention.images * values_per_image
         if self._bytes > self._max_bytes:
@@ -137,7 +152,8 @@ class MapKeeper(AttentionListener):
         arrays = {}
         maps_of = _maps_in_windows if attention.in_windows else _maps_of_images
         for name, indices in rows.items():
-            arrays[name] = maps_of(attention, indices, self._selection)
+            values = maps_of(attention, indices, self._selection)
+            arrays[name] = values.flatten(-2).unflatten(-1, keys)
         # The class token is a single query: (B, heads, 1, rows, columns) without that axis.
         if "class_attention" in arrays:
             arrays["class_attention"] = arrays["class_attention"][:, :, 0]
@@ -190,9 +206,10 @@ def _grids(attention: Attention) -> tuple[Grid | None, Grid | None, str]:
     """Return the grids of keys and queries over the whole image; and why there is none."""
     layout, cut = attention.layout, attention.cut
     if not attention.in_windows:
+        queries = layout.queries
         return (
-            attention.map_size,
-            None if layout.queries is None else layout.queries.size,
+            _with_frames(attention.map_size, layout.keys),
+            _with_frames(queries.size if queries else None, queries),
             layout.reason,
         )
     # Windows that are recorded for the class, but not those of this call, would put keys in the wrong places.
@@ -206,6 +223,13 @@ def _grids(attention: Attention) -> tuple[Grid | None, Grid | None, str]:
     # Pooled queries lie on a grid of their own, which not all layers show.
     has_queries = asking is not None and attention.queries == asking.cells().shape[1]
     return cut.grid, asking.grid if asking and has_queries else None, layout.reason
+
+
+def _with_frames(size: Grid | None, tokens: Tokens | None) -> Grid | None:
+    """Return the size of a grid whose frames, if it has several, are below each other."""
+    if size is None or tokens is None or tokens.frames == 1:
+        return size
+    return tokens.frames, size[0] // tokens.frames, size[1]
 
 
 def _maps_of_images(

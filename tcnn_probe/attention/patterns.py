@@ -405,6 +405,9 @@ def _places(tokens: Tokens) -> np.ndarray:
     places = torch.stack(
         tokens.positions(torch.float64, torch.device("cpu")), 1
     ).numpy()
+    frames = tokens.frame_numbers(torch.device("cpu")).numpy()
+    # Frames twice as far from each other as they are high: then no two offsets in time and space are alike.
+    places[:, 0] += 2 * tokens.spacing[0] * tokens.rows * frames
     places[: tokens.prefix] = np.nan
     places.flags.writeable = False  # all attentions with this grid share it
     return places

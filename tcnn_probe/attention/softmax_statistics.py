@@ -37,6 +37,7 @@ class SoftmaxRows:
         prefix: Sum of A_j over class and register tokens; None if there are none.
         distance: Mean distance to the keys on the grid, with rows renormalised over these; None where it is unknown
             where the queries lie.
+        frame_distance: The same over the frames of a video, in frames; None for images.
         received: sum_i A_ij over whole columns, shape (rows, heads, N_key); None unless the attention is to be measured
             in detail.
         find_first: Function that returns the sum of A_j over the first of so many keys; None if there are no tokens
@@ -47,6 +48,7 @@ class SoftmaxRows:
     largest: Tensor
     prefix: Tensor | None
     distance: Tensor | None
+    frame_distance: Tensor | None
     received: Tensor | None
     find_first: Callable[[int], Tensor] | None = None
 
@@ -57,10 +59,10 @@ class SoftmaxMeasurements:
 
     Args:
         means: ``entropy`` of all queries over all keys, in nats; where the grids are known ``attention_distance``, from
-            queries to keys on the grid, with rows renormalised over these, in cells of the finer grid; where there are
-            class or register tokens ``prefix_attention``, the attention that queries on the grid pay to them: means
-            over the queries and windows of each image, shape (B, heads), in float32 (float64 for float64). And
-            ``max_logit``, the largest logit of all queries and keys.
+            queries to keys on the grid, with rows renormalised over these, in cells of the finer grid, and for videos
+            ``frame_distance``; where there are class or register tokens ``prefix_attention``, the attention that
+            queries on the grid pay to them: means over the queries and windows of each image, shape (B, heads), in
+            float32 (float64 for float64). And ``max_logit``, the largest logit of all queries and keys.
         pattern: Sum over images of the attention of some queries.
         by_query: Statistics of each row.
         rows: Rows of the attention; None unless :attr:`~tcnn_probe.attention.attention.Attention.detailed`.
@@ -80,7 +82,9 @@ def measure_softmax(attention: "SoftmaxAttention") -> SoftmaxMeasurements:
         attention: Attention of B images.
     """
     layout, patterns = attention.layout, PatternSum(attention)
-    measure = _rows_by_kernel if attention.logits.on_kernel else _rows_by_blocks
+    # The kernel knows no frames.
+    on_kernel = attention.logits.on_kernel and not layout.is_video
+    measure = _rows_by_kernel if on_kernel else _rows_by_blocks
     rows = measure(attention, patterns)
     by_query = {"entropy": rows.entropy}
     pattern = patterns.pattern(rows.entropy)
@@ -93,6 +97,8 @@ def measure_softmax(attention: "SoftmaxAttention") -> SoftmaxMeasurements:
             by_query["prefix_attention"] = rows.prefix[..., on_grid]
         if rows.distance is not None:
             by_query["attention_distance"] = rows.distance[..., on_grid]
+        if rows.frame_distance is not None:
+            by_query["frame_distance"] = rows.frame_distance[..., on_grid]
     means = {
         name: attention.by_image(values.mean(-1)).mean(1)
         for name, values in by_query.items()
@@ -125,6 +131,7 @@ def _rows_by_kernel(attention: "SoftmaxAttention", patterns: PatternSum) -> Soft
         largest=measured.largest,
         prefix=measured.prefix if layout.prefix else None,
         distance=measured.distance,
+        frame_distance=None,
         received=measured.received,
         find_first=partial(_first_by_kernel, attention.logits, _token_grid(layout.keys))
         if layout.prefix
@@ -157,7 +164,9 @@ def _rows_by_blocks(attention: "SoftmaxAttention", patterns: PatternSum) -> Soft
     grid, prefix_logits = _rows_over_grid(attention, patterns)
     if prefix_logits is None:
         entropy = grid.zero_if_empty(grid.entropy)
-        return SoftmaxRows(entropy, grid.top, None, grid.distance, grid.received)
+        return SoftmaxRows(
+            entropy, grid.top, None, grid.distance, grid.frame_distance, grid.received
+        )
     entropy, to_prefix = _with_prefix(grid, prefix_logits)
     patterns.add_prefix(to_prefix)
     if grid.received is not None:
@@ -168,6 +177,7 @@ def _rows_by_blocks(attention: "SoftmaxAttention", patterns: PatternSum) -> Soft
         largest=torch.maximum(grid.top, prefix_logits.amax(-1)),
         prefix=to_prefix.sum(-1),
         distance=grid.distance,
+        frame_distance=grid.frame_distance,
         received=grid.received,
         find_first=lambda count: to_prefix[..., :count].sum(-1),
     )
@@ -184,6 +194,7 @@ class _GridRows:
         lse: log sum_j exp(s_j - m).
         expected: sum_j A_j (s_j - m).
         distance: sum_j A_j ||delta_j||; None where it is unknown where the queries lie.
+        frame_distance: sum_j A_j |f_j|, f_j counting the frames from the query to key j; None for images.
         empty: Whether a mask hides all of these keys; None without a mask.
         received: sum_i A_ij over whole rows, shape (rows, heads, N_key), 0 for class and register tokens; None unless
             the attention is to be measured in detail.
@@ -193,6 +204,7 @@ class _GridRows:
     lse: Tensor
     expected: Tensor
     distance: Tensor | None
+    frame_distance: Tensor | None
     empty: Tensor | None
     received: Tensor | None
 
@@ -229,6 +241,7 @@ def _rows_over_grid(
     top, total, expected = (logits.new_empty(*logits.shape[:3]) for _ in range(3))
     prefix_logits = logits.new_empty(*logits.shape[:3], prefix) if prefix else None
     distance = None if layout.queries is None else torch.empty_like(top)
+    frame_distance = torch.empty_like(top) if layout.is_video else None
     received = None
     if attention.detailed:
         received = logits.new_empty(*logits.shape[:2], attention.keys).zero_()
@@ -276,6 +289,9 @@ def _rows_over_grid(
                 else table[queries]
             )
             distance[at] = torch.mul(weights, lengths, out=s).sum(-1)
+        if frame_distance is not None:
+            lengths = layout.frame_distances(queries, logits.dtype, logits.device)
+            frame_distance[at] = torch.mul(weights, lengths, out=s).sum(-1)
         grid_share = (
             1
             if prefix_logits is None
@@ -289,10 +305,12 @@ def _rows_over_grid(
     lse = total.log()
     if empty is not None:
         top, total = top.masked_fill_(empty, LOWEST), total.masked_fill_(empty, 1)
-    mean_distance = None if distance is None else distance.div_(total)
+    for mean_distance in (distance, frame_distance):
+        if mean_distance is not None:
+            mean_distance.div_(total)
     mean_logit = expected.div_(total).mul_(_LN2)
     return _GridRows(
-        top, lse, mean_logit, mean_distance, empty, received
+        top, lse, mean_logit, distance, frame_distance, empty, received
     ), prefix_logits
 
 

@@ -5,7 +5,7 @@ Feature maps of the forward show grids, and so do attributes and inputs of the l
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
-from math import isqrt
+from math import isqrt, prod
 from typing import Any
 
 import torch
@@ -58,6 +58,7 @@ class FeatureMaps:
         self._joins: dict[int, tuple[int, ...]] = {}
         self._channels = 0
         self._maps: dict[tuple[int, int], None] = {}
+        self._videos: dict[tuple[int, int, int], None] = {}
         self._shapes: set[tuple[int, ...]] = set()
         self._numberings: dict[tuple[int, ...], Grid | None] = {}
 
@@ -78,6 +79,7 @@ class FeatureMaps:
             self.size = None
             self._channels = 0
             self._maps.clear()
+            self._videos.clear()
             self._shapes.clear()
             self._joins.clear()
             self.patches = None
@@ -129,6 +131,9 @@ class FeatureMaps:
             if len(shape) == 4:
                 # (B, C, H, W), or (B, H, W, C).
                 self._maps |= {shape[2:]: None, shape[1:3]: None}
+            elif len(shape) == 5 and self.is_deep:
+                # (B, C, T, H, W), or (B, T, H, W, C).
+                self._videos |= {shape[2:]: None, shape[1:4]: None}
             elif len(shape) == 3 and (grid := self._cut(shape)) is not None:
                 self._maps[grid] = None
 
@@ -214,7 +219,7 @@ class FeatureMaps:
         """Return the lengths of the parts that were joined before the grid and after it."""
         parts = self._parts(count)
         # The grid is the longest part with as many tokens as a feature map has cells: registers and masks are fewer.
-        cells = {rows * columns for rows, columns in self.grids()}
+        cells = {prod(size) for size in (*self.grids(), *self._videos)}
         largest = max((length for length in parts if length in cells), default=0)
         if len(parts) < 2 or not largest:
             return None
@@ -234,6 +239,17 @@ class FeatureMaps:
             yield self.special.user_facts.grid
         if self.size is not None:
             yield from self._sorted(self._maps, self.size)
+
+    def frames(self, count: int, prefixes: Sequence[int]) -> Tokens | None:
+        """Return the grid of a video's tokens, if as many were made of a map of it."""
+        parts = self._parts(count)
+        for prefix in prefixes:
+            for frames, rows, columns in self._videos:
+                cells = frames * rows * columns
+                # Patches that a masked autoencoder sees and its mask tokens are as many as all patches.
+                if count - prefix == cells and (not parts or cells in parts):
+                    return Tokens(prefix, frames * rows, columns, frames=frames)
+        return None
 
     def divisions(self, count: int) -> Iterator[tuple[int, int]]:
         """Yield grids of ``count`` tokens with the images' shape, the best match first."""
@@ -354,6 +370,8 @@ def find_layout(
     if spread or (spread is not None and windows == 1):
         grids += [grid for before in prefixes for grid in maps.divisions(keys - before)]
     key_tokens = _find(keys, grids, prefixes)
+    if windows == 1 and key_tokens is None:
+        key_tokens = maps.frames(keys, prefixes)
     if record.latent_queries:
         return Layout(None, key_tokens, record.latent_queries, "latents")
     if queries != keys and queries <= max(
@@ -443,9 +461,7 @@ def _no_grid(
     """Return a layout without grids; with advice where all tokens of images look at each other."""
     reason = f"{keys} keys: no grid found"
     if maps.is_deep:
-        reason += (
-            " (the input is a video or a volume, and grids have rows and columns alone)"
-        )
+        reason += " (the input is a video or a volume)"
     elif not maps.size:
         reason += " (the images' size is unknown)"
     if windows > 1:

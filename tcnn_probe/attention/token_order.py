@@ -26,6 +26,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from tcnn_probe.attention.layout import Arrangement, Tokens
 from tcnn_probe.hooks.kernel_calls import is_kernel
 from tcnn_probe.hooks.modes import is_transformed, never_compiled_alone, unseen
+from tcnn_probe.images import channel_axis
 
 __all__ = ["PlaceTracker", "are_words", "arrangement_of", "objection_to_order"]
 
@@ -42,7 +43,7 @@ _ATTENTION = (
 _PRODUCTS = ("matmul", "__matmul__", "bmm", "einsum")
 # Functions that count, such as positions, have no tensor to begin with.
 _COUNTERS = ("arange", "linspace")
-# Parts of the names of functions of feature maps, (B, C, H, W).
+# Parts of the names of functions of feature maps, (B, C, H, W) or (B, C, T, H, W).
 _KERNELS = ("conv", "pool", "interpolate")
 _SCATTERS = (
     "__setitem__",
@@ -61,7 +62,8 @@ def objection_to_order(places: Places, tokens: Tokens, behind: int) -> str:
     """
     if places is None or len(places) != tokens.count:
         return ""
-    grid = places[tokens.prefix - behind : tokens.count - behind]
+    first, end = tokens.prefix - behind, tokens.count - behind
+    grid, beside = places[first:end], torch.cat([places[:first], places[end:]])
     on_image = grid[~grid.isnan()]  # without padding
     if len(on_image) == 0:
         return "the tokens are made of parameters, not of the image"
@@ -69,6 +71,9 @@ def objection_to_order(places: Places, tokens: Tokens, behind: int) -> str:
         return "some of the tokens are words, not patches"
     if bool((on_image.diff() < _LEAST_STEP).any()):
         return "the tokens are not in the order of the image's rows"
+    # The mean of all patches can stand in for a class token.
+    if (beside >= 0).sum() > 1:
+        return "some of the tokens beside the grid are patches"
     return ""
 
 
@@ -98,7 +103,7 @@ class PlaceTracker(TorchFunctionMode):
             and (N_key,), of the first image and head; None if these are unknown.
 
     Args:
-        inputs: Inputs of the model, of which those of shape (B, C, H, W) are images.
+        inputs: Inputs of the model, of which those of shape (B, C, H, W) are images, and those with five axes videos.
         patches: Number of patches, if the model is given these, (B, patches, C), in the place of an image.
     """
 
@@ -118,6 +123,11 @@ class PlaceTracker(TorchFunctionMode):
                 # Expanded, not repeated: images and channels have equal places, and so a stride of 0, by which _slim
                 # finds them.
                 self._places[image] = pixels.view(image.shape[2:]).expand(image.shape)
+            elif image.ndim == 5:
+                pixels = image[:1].narrow(channel_axis(image), 0, 1)
+                self._places[image] = (
+                    _numbers(pixels.numel()).view(pixels.shape).expand(image.shape)
+                )
             elif image.ndim == 3 and image.shape[1] == patches:
                 places = _numbers(image.shape[1])[:, None]
                 self._places[image] = places.expand(image.shape)
@@ -299,7 +309,8 @@ def _places_after(name: str, call: _Call) -> Sequence[Places]:
     of_parameters = all(x is not None and _is_nowhere(x) for x in call.places)
     if of_parameters and (call.inputs or name in _COUNTERS):
         return [_nowhere(x.shape) for x in call.outputs]
-    is_resampled = call.outputs[0].ndim == 4 and any(word in name for word in _KERNELS)
+    is_map = call.outputs[0].ndim in (4, 5)
+    is_resampled = is_map and any(word in name for word in _KERNELS)
     rule = _resample if is_resampled else _RULES.get(name, _beside)
     if rule not in (_join, _beside) and call.places[0] is None:
         return []
@@ -386,18 +397,21 @@ def _attend(call: _Call) -> Sequence[Places]:
 
 
 def _resample(call: _Call) -> Sequence[Places]:
-    """Follow a convolution, pooling or interpolation of (B, C, H, W), whatever its kernel."""
-    places, size = call.places[0], (call.shape[2], call.shape[3])
+    """Follow a convolution, pooling or interpolation of (B, C, H, W) or (B, C, T, H, W), whatever its kernel."""
+    places, size = call.places[0], call.shape[2:]
     assert places is not None
+    is_video = len(size) == 3
     pixels = _slim(places).nanmean(1, keepdim=True)
     pixels = pixels.expand(-1, -1, *places.shape[2:])
-    if size[0] > places.shape[2] or size[1] > places.shape[3]:
+    if any(new > old for new, old in zip(size, places.shape[2:], strict=True)):
         # No two rows or columns are to have the same places.
-        pixels = F.interpolate(pixels, size, mode="bilinear", align_corners=True)
+        mode = "trilinear" if is_video else "bilinear"
+        pixels = F.interpolate(pixels, size, mode=mode, align_corners=True)
     elif size != places.shape[2:]:
+        pool: Any = F.adaptive_avg_pool3d if is_video else F.adaptive_avg_pool2d
         # Pooling spreads the NaN of padding: sums and numbers of the pixels that are there are pooled apart.
-        shares = F.adaptive_avg_pool2d((~pixels.isnan()).double(), size)
-        pixels = F.adaptive_avg_pool2d(pixels.nan_to_num(), size) / shares
+        shares = pool((~pixels.isnan()).double(), size)
+        pixels = pool(pixels.nan_to_num(), size) / shares
     return [pixels.expand(call.shape)]
 
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from tcnn_probe.plot.style import AnyFigure
 
-__all__ = ["attention_maps", "first_cell"]
+__all__ = ["attention_maps", "check_maps", "first_cell"]
 
 _PANEL = 0.95  # inches; less where panels would make the figure wider than
 _WIDTH = 10  # inches: a page
@@ -71,12 +71,9 @@ def attention_maps(
 
     Raises:
         TypeError: ``maps`` are no such tree.
-        ValueError: The maps have no such image, query, layer or head, or an option is out of range.
+        ValueError: The maps have no such image, query, layer or head, or are of videos; or an option is out of range.
     """
-    if not isinstance(maps, xr.DataTree) or "input" not in maps:
-        raise TypeError(
-            f"expected the xarray.DataTree of tcnn_probe.attention_maps, got {type(maps).__name__}"
-        )
+    check_maps(maps)
     if not 0 <= image < maps.sizes["image"]:
         raise ValueError(
             f"expected one of {maps.sizes['image']} images, from 0, got {image!r}"
@@ -130,6 +127,21 @@ def attention_maps(
     canvas.supxlabel(f"opacity and colour: {limits}", fontsize=8)
     finish_grid(canvas, image_panel)
     return canvas
+
+
+def check_maps(maps: object) -> None:
+    """Raise TypeError if these are no maps of attention, ValueError if they have frames."""
+    if not isinstance(maps, xr.DataTree) or "input" not in maps:
+        raise TypeError(
+            f"expected the xarray.DataTree of tcnn_probe.attention_maps, got {type(maps).__name__}"
+        )
+    dims = {dim for node in maps.subtree for dim in node.dims}
+    frames = sorted({"input_frame", "query_frame", "frame"} & dims)
+    if frames:
+        choice = ", ".join(f"{dim}=0" for dim in frames)
+        raise ValueError(
+            f"expected maps of images, got videos: choose frames, as maps.isel({choice})"
+        )
 
 
 def _columns(heads: int, col_wrap: int) -> int:

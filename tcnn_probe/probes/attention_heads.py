@@ -63,9 +63,7 @@ def _maps(attention: Attention, images: Sequence[int]) -> dict[str, Tensor]:
     maps = {"attention_received": attention.on_grid(attention.received(images))}
     if queries is not None:
         # The first row and column after the middle, where their number is even.
-        center = (
-            queries.prefix + queries.height // 2 * queries.width + queries.width // 2
-        )
+        center = queries.index(0.5, 0.5)
         maps["center_attention"] = attention.on_grid(attention.row(center, images))
     return maps
 
@@ -75,6 +73,13 @@ SOFTMAX = Probe(
     {
         "entropy": ENTROPY,
         "attention_distance": DISTANCE,
+        "frame_distance": Variable(
+            HEAD,
+            "1",
+            "distance in time",
+            "sum_j A_ij |f_ij| of videos, between tokens of the grid, f_ij counting the frames of tokens from i to j, "
+            f"rows renormalised over these. {MEAN}",
+        ),
         "prefix_attention": Variable(
             HEAD,
             "1",

@@ -96,9 +96,10 @@ def _token_kinds(attention: Attention) -> Tensor | None:
     kinds = torch.ones(prefix + height * width, dtype=torch.long)
     kinds[: attention.class_tokens] = TOKEN_KINDS.index("class")
     kinds[prefix - attention.layout.words : prefix] = TOKEN_KINDS.index("text")
-    grid = kinds[prefix:].view(height, width)
+    frames = attention.layout.keys.frames if attention.layout.keys else 1
+    grid = kinds[prefix:].view(frames, -1, width)
     grid.fill_(TOKEN_KINDS.index("border"))
-    grid[1:-1, 1:-1] = TOKEN_KINDS.index("inner")
+    grid[:, 1:-1, 1:-1] = TOKEN_KINDS.index("inner")
     return kinds.to(attention.device)
 
 

@@ -52,15 +52,9 @@ def mean_attention(queries: Sequence[tuple[float, float]] = ((0.5, 0.5),)) -> Pr
         # A query in a window sees that window alone: there is no map over the image.
         if grid is None or attention.map_size is None or attention.in_windows:
             return {}
-        cells = [
-            # Shares are below 1, so no cell lies outside.
-            int(row * grid.height) * grid.width + int(column * grid.width)
-            for row, column in places.tolist()
-        ]
-        rows = [
-            attention.weights(slice(grid.prefix + cell, grid.prefix + cell + 1))[:, 0]
-            for cell in cells
-        ]
+        # Shares are below 1, so no token lies outside.
+        tokens = [grid.index(row, column) for row, column in places.tolist()]
+        rows = [attention.weights(slice(token, token + 1))[:, 0] for token in tokens]
         return {"mean_attention": attention.on_grid(torch.cat(rows, 2))}
 
     meaning = (

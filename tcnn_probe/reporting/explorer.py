@@ -11,7 +11,7 @@ import numpy as np
 import xarray as xr
 from numpy.typing import NDArray
 
-from tcnn_probe.plot.attention_over_image import first_cell
+from tcnn_probe.plot.attention_over_image import check_maps, first_cell
 from tcnn_probe.reporting.maps import encode_maps
 from tcnn_probe.reporting.report import Report, picture_url
 
@@ -54,12 +54,9 @@ def explore(
 
     Raises:
         TypeError: ``maps`` are no such tree.
-        ValueError: The page would be larger than ``max_mb``.
+        ValueError: The page would be larger than ``max_mb``, or the maps are of videos.
     """
-    if not isinstance(maps, xr.DataTree) or "input" not in maps:
-        raise TypeError(
-            f"expected the xarray.DataTree of tcnn_probe.attention_maps, got {type(maps).__name__}"
-        )
+    check_maps(maps)
     import matplotlib as mpl
     from matplotlib.colors import to_hex
 

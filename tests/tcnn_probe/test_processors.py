@@ -1,6 +1,5 @@
 """A processor of transformers: all that it gives goes to the model, texts, masks and ids beside the images."""
 
-import json
 from typing import Any
 
 import numpy as np
@@ -149,26 +148,3 @@ def test_patches_of_images_of_several_sizes_are_refused(clip: nn.Module) -> None
         ValueError, match=r"\(2, 9, 192\), patches of images of several"
     ):
         tcnn_probe.attention_maps(clip, inputs)
-
-
-@pytest.mark.parametrize("name", ["VideoMAE", "Vivit"])
-def test_videos_are_recorded_without_a_grid(name: str) -> None:
-    torch.manual_seed(3)
-    frames = 6
-    tubes = {"tubelet_size": 2 if name == "VideoMAE" else [2, 8, 8]}
-    config = getattr(transformers, f"{name}Config")(
-        **SIZES, **IMAGE, **tubes, num_frames=frames, attn_implementation="eager"
-    )
-    model = getattr(transformers, f"{name}Model")(config).double().eval()
-    videos = torch.randn(2, frames, 3, 24, 24, dtype=torch.float64)
-    with tcnn_probe.record(model) as recorder, torch.no_grad():
-        attentions = model(videos, output_attentions=True).attentions
-        recorder.mark(epoch=0)
-    reasons = json.loads(recorder.dataset.attrs["missing"])["attention_distance"]
-    assert all("is a video or a volume" in reason for reason in reasons.values())
-    assert len(reasons) == 2
-    entropies = torch.stack([-(a * a.log()).sum(-1).mean((0, 2)) for a in attentions])
-    np.testing.assert_allclose(recorder.dataset.entropy[0], entropies, atol=4 * FLOAT32)
-    assert recorder.dataset.attention_distance.isnull().all()
-    with pytest.raises(ValueError, match=r"got videos, .*\(2, 6, 3, 24, 24\)"):
-        tcnn_probe.attention_maps(model, {"pixel_values": videos})

@@ -188,7 +188,7 @@ def information(weights: np.ndarray) -> np.ndarray:
 
 
 def distance(
-    weights: np.ndarray, queries: Sequence[Place], keys: Sequence[Place]
+    weights: np.ndarray, queries: Sequence[Any], keys: Sequence[Any]
 ) -> np.ndarray:
     """(..., N_query, N_key) -> (...): pair by pair, over tokens that have a place, rows renormalised."""
     rows, columns = (
@@ -207,6 +207,7 @@ class Layout:
     Args:
         queries, keys: Places of the tokens; None where they lie on no grid.
         class_query: Whether query 0 is a class token or the only latent.
+        frames: Frames (f,) of the tokens of a video, queries and keys alike; None for class tokens.
         arrange: Maps the weights as the model made them, and the number of images B, to (B, windows, heads, N_query,
             N_key); None for weights of shape (B * windows, heads, N_query, N_key).
     """
@@ -215,6 +216,7 @@ class Layout:
     keys: Sequence[Place] | None
     class_query: bool = False
     arrange: Callable[[Tensor, int], Tensor] | None = None
+    frames: Sequence[tuple[float] | None] | None = None
 
     @property
     def prefix(self) -> int:
@@ -252,6 +254,10 @@ class Layout:
             values["uniform_distance"] = distance(
                 np.ones(weights.shape[-2:]), self.queries, self.keys
             )
+            if self.frames is not None:
+                values["frame_distance"] = distance(
+                    weights, self.frames, self.frames
+                ).mean((0, 1))
             if self.prefix:
                 patches = [place is not None for place in self.queries]
                 spent = weights[..., patches, : self.prefix].sum(-1)

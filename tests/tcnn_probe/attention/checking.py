@@ -31,6 +31,7 @@ TOLERANCE = 1e-9  # nats and cells
 NUMBERS = (
     "entropy",
     "attention_distance",
+    "frame_distance",
     "prefix_attention",
     "class_entropy",
     "class_prefix_attention",

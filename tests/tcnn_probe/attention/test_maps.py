@@ -678,8 +678,8 @@ def test_leaves_the_model_as_it_was_and_keeps_the_images() -> None:
             r"queries \(y, x\) inside images of 32 x 48 pixels, got \(32, 0\)",
         ),
         ({"queries": []}, "inside images"),
-        ({"queries": "cls"}, "pairs of integers, or 'class'; got 'cls'"),
-        ({"queries": 3}, "pairs of integers"),
+        ({"queries": "cls"}, "of integers, or 'class'; got 'cls'"),
+        ({"queries": 3}, "of integers"),
         ({"heads": [-1]}, "an integer from 0 for heads, got -1"),
         ({"heads": [7]}, "no layer(.|\n)*blocks.0.attn: it has 3 heads"),
         (

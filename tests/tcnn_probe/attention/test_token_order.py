@@ -173,7 +173,9 @@ def test_places_are_those_of_the_patches(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_objections() -> None:
-    places, tokens = torch.arange(8.0), Tokens(2, 2, 3)
+    numbers, tokens = torch.arange(8.0), Tokens(2, 2, 3)
+    assert "beside the grid" in objection_to_order(numbers, tokens, 0)
+    places = numbers.masked_fill(numbers < 2, torch.nan)
     assert objection_to_order(places, tokens, 0) == ""
     assert objection_to_order(None, tokens, 0) == "", "unknown"
     assert objection_to_order(places[1:], tokens, 0) == "", "other tokens"
@@ -181,7 +183,8 @@ def test_objections() -> None:
     assert objection_to_order(padded, tokens, 0) == ""
     assert objection_to_order(padded.flip(0), tokens, 0) == NOT_IN_ORDER
     assert objection_to_order(torch.full((8,), torch.nan), tokens, 0) == NO_IMAGE
-    behind = torch.tensor([9.0, 0, 1, 2, 3, 4, 5, 0])
+    # One token of the image, as a class token that is the mean of all patches.
+    behind = torch.tensor([torch.nan, 0, 1, 2, 3, 4, 5, 0])
     assert objection_to_order(behind, tokens, 1) == ""
     assert objection_to_order(behind, tokens, 0) == NOT_IN_ORDER
 

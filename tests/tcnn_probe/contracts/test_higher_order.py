@@ -6,6 +6,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, cond, nn
+from torch._higher_order_ops import associative_scan
+from torch._higher_order_ops.map import map as map_over
 from torch._higher_order_ops.scan import scan
 from torch._higher_order_ops.while_loop import while_loop
 from torch.nn.attention.flex_attention import flex_attention
@@ -72,22 +74,78 @@ def of_checkpoint(inner: nn.Module, x: Tensor) -> Tensor:
     return checkpoint(inner, x, use_reentrant=False)
 
 
+def of_reentrant_checkpoint(inner: nn.Module, x: Tensor) -> Tensor:
+    return checkpoint(inner, x, use_reentrant=True)
+
+
+def of_map(inner: nn.Module, x: Tensor) -> Tensor:
+    return inner(map_over(torch.sin, x))
+
+
+def of_associative_scan(inner: nn.Module, x: Tensor) -> Tensor:
+    return inner(associative_scan(torch.add, x, 1, combine_mode="generic"))
+
+
+def of_vmap(inner: nn.Module, x: Tensor) -> Tensor:
+    return inner(torch.vmap(torch.sin)(x))
+
+
+def of_jvp(inner: nn.Module, x: Tensor) -> Tensor:
+    return inner(torch.func.jvp(torch.sin, (x,), (x,))[1])
+
+
+class Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(x: Tensor) -> Tensor:
+        return 2 * x
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return 2 * grad
+
+
+def of_autograd_function(inner: nn.Module, x: Tensor) -> Tensor:
+    return inner(Doubled.apply(x))
+
+
+compiled_sin = torch.compile(torch.sin, backend="eager")
+
+
+def of_compiled_function(inner: nn.Module, x: Tensor) -> Tensor:
+    return inner(compiled_sin(x))
+
+
 OPERATORS = {
     "cond": of_cond,
     "while_loop": of_while_loop,
     "scan": of_scan,
     "checkpoint": of_checkpoint,
+    "reentrant checkpoint": of_reentrant_checkpoint,
+    "map": of_map,
+    "associative_scan": of_associative_scan,
+    "vmap": of_vmap,
+    "jvp": of_jvp,
+    "autograd function": of_autograd_function,
+    "compiled function": of_compiled_function,
 }
 
 
 @pytest.mark.filterwarnings(
-    "ignore:.*flex_attention called without torch.compile", "ignore::DeprecationWarning"
+    "ignore:.*flex_attention called without torch.compile",
+    "ignore::DeprecationWarning",
+    # Of torch's own: without gradients, and in torch.func.jvp.
+    "ignore:None of the inputs have requires_grad",
+    "ignore:`torch.jit.script` is deprecated:FutureWarning",
 )
 @pytest.mark.parametrize("kind", ["flex", "compiled flex", *OPERATORS])
 def test_runs_as_it_does_alone(kind: str) -> None:
     model, x = vit(), images()
     block = model.blocks[1]
-    is_flex, gradients = "flex" in kind, kind == "checkpoint"
+    is_flex, gradients = "flex" in kind, "checkpoint" in kind
     if is_flex:
         attend = (
             torch.compile(flex_attention, backend="eager")
