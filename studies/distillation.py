@@ -2,16 +2,17 @@
 
     python studies/distillation.py
 
-Takes about 2 minutes on one CPU core.
+Takes about 3 minutes on one CPU core.
 
-What one should see (distillation.png): a student that a CNN taught decides as the CNN does more often than a
-transformer that learned from labels alone (Table 3.4). Whether it also has heads that are more convolutional than those
-of a student of a transformer, "due to the fact that it benefits more from the inductive bias of convnets" (Sec. 3.3),
-is asked and printed, with intervals over trainings.
+What one should see (distillation.png): a CNN is the better teacher of a transformer, as in the thesis (Table 3.2). The
+thesis also finds that its student decides as a CNN does more often (Table 3.4), and supposes that it "benefits more
+from the inductive bias of convnets" (Sec. 3.3). Whether it does, and has heads that are more convolutional than those
+of a student of a transformer, is asked and printed, with intervals over trainings. studies/pages/distillation.md has
+the answers.
 
-How: a small CNN and a small vision transformer learn handwritten digits of 8 x 8 pixels, as the teachers. With each
-seed a vision transformer is trained from the same weights by labels alone, by a CNN's scores (Eq. 3.2, soft), and with
-DeiT's distillation token by the decisions of either teacher (Eq. 3.3, hard; timm's model). The attention of the trained
+How: with each seed a small CNN and a small vision transformer learn handwritten digits of 8 x 8 pixels, as teachers. A
+vision transformer is trained from the same weights by labels alone, by the CNN's scores (Eq. 3.2, soft), and with DeiT's
+distillation token by the decisions of either teacher (Eq. 3.3, hard; timm's model). The attention of the trained
 students is recorded on the validation images. A head is the more convolutional the more its mean attention depends on
 the offset between query and key alone (translation equivariance, 1 for a convolution), and the nearer it looks.
 
@@ -20,8 +21,7 @@ distillation.png    A accuracy, B share of images decided otherwise than by each
                     D distance of attention, as a share of that of uniform attention; a point for each seed
 distillation.zarr   the same by (arm, seed), and heads by (arm, seed, layer, head): xarray.open_zarr
 
-It ends by checking that all networks learned, and that students of the CNN decide as it does more often than
-transformers that learned from labels alone.
+It ends by checking that all teachers and students learned.
 """
 
 import argparse
@@ -326,18 +326,16 @@ def table(results: xr.Dataset) -> str:
 
 
 def check(results: xr.Dataset) -> bool:
-    """Return whether all networks learned, and students of the CNN decide as it does more often."""
-    worst = results.top1.min("seed")
-    has_learned = all_learned(
-        (str(arm), float(worst.sel(arm=arm))) for arm in worst.arm.values
-    )
-    others = results.disagreement.sel(teacher="CNN").mean("seed")
-    alone, taught_by = float(others.sel(arm=LABELS)), float(others.sel(arm=OF_CNN))
-    verdict = "more often" if taught_by < alone else "NOT more often"
-    print(
-        f"check: students decide as the CNN {verdict}: otherwise in {taught_by:.3f}, from labels alone in {alone:.3f}"
-    )
-    return has_learned and taught_by < alone
+    """Return whether all teachers and students learned; what else is asked may have any answer."""
+    worst = [
+        (str(name), float(of_name.min()))
+        for values, dim in ((results.top1, "arm"), (results.teacher_top1, "teacher"))
+        for name, of_name in values.groupby(dim)
+    ]
+    has_learned = all_learned(worst)
+    lowest = min(top1 for _, top1 in worst)
+    print(f"check: the least accurate of all networks has {lowest:.3f}")
+    return has_learned
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
