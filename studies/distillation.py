@@ -10,9 +10,9 @@ from the inductive bias of convnets" (Sec. 3.3). Whether it does, and has heads 
 of a student of a transformer, is asked and printed, with intervals over trainings. studies/pages/distillation.md has
 the answers.
 
-How: with each seed a small CNN and a small vision transformer learn handwritten digits of 8 x 8 pixels, as teachers. A
-vision transformer is trained from the same weights by labels alone, by the CNN's scores (Eq. 3.2, soft), and with DeiT's
-distillation token by the decisions of either teacher (Eq. 3.3, hard; timm's model). The attention of the trained
+How: with each seed a small CNN and a small vision transformer learn handwritten digits of 8 x 8 pixels, as teachers.
+Vision transformers are trained from the same weights by labels alone, by the CNN's scores (Eq. 3.2, soft), and with
+DeiT's distillation token by the decisions of either teacher (Eq. 3.3, hard; timm's model). The attention of the trained
 students is recorded on the validation images. A head is the more convolutional the more its mean attention depends on
 the offset between query and key alone (translation equivariance, 1 for a convolution), and the nearer it looks.
 
