@@ -196,7 +196,9 @@ def record(
     args: argparse.Namespace,
 ) -> xr.Dataset:
     """Record class attention while a model trains; return the scores of some epochs, (epoch, attribution, image)."""
-    methods = usable_methods(model, probed.images[:1])
+    # Heads are compared by their attention alone: gradients would take most of the time.
+    compared = ["class_attention"] if args.heads else None
+    methods = compared or usable_methods(model, probed.images[:1])
     # Maps are kept of images of the validation set, or of the probed images where nothing else is looked at.
     numbers = probed.numbers if run.epochs else list(range(len(probed.images)))
     recording: Any = nullcontext()
