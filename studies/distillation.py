@@ -87,7 +87,7 @@ def main(arguments: list[str] | None = None) -> int:
     torch.set_num_threads(1)
     output = RunOutput.from_args(args, "distillation")
 
-    # A seed's teachers are its answers, so that intervals over seeds are over the whole chain.
+    # Each seed has teachers of its own, so that intervals over seeds are over the whole chain.
     by_seed = []
     for seed in range(args.seed, args.seed + args.seeds):
         part = output.checkpoints / f"seed-{seed:04d}.zarr"
