@@ -348,10 +348,10 @@ def draw(top1: xr.DataArray) -> Figure:
 def table(top1: xr.DataArray) -> str:
     """Return accuracies, and each variant's difference from its table's first with a 95 % interval over seeds."""
     lines = []
-    for title, (first, *others) in TABLES.items():
+    for title, (first, *variants) in TABLES.items():
         reference = top1.sel(variant=first)
         lines.append(f"\n{title}\n  {first:26}{float(reference.mean()):.3f}")
-        for name in others:
+        for name in variants:
             values = top1.sel(variant=name)
             low, high = mean_interval(values - reference, "seed").values.tolist()
             mean = float((values - reference).mean())

@@ -87,7 +87,7 @@ def main(arguments: list[str] | None = None) -> int:
     torch.set_num_threads(1)
     output = RunOutput.from_args(args, "distillation")
 
-    # A seed's teachers are its own, so that intervals over seeds are over the whole chain.
+    # Each seed has teachers of its own, so that intervals over seeds are over the whole chain.
     by_seed = []
     for seed in range(args.seed, args.seed + args.seeds):
         part = output.checkpoints / f"seed-{seed:04d}.zarr"
@@ -162,16 +162,16 @@ def measured(model: nn.Module, decided: dict[str, Tensor]) -> xr.Dataset:
         decided: Decisions of each teacher, (N,).
     """
     with tcnn_probe.record(model) as recorder:
-        own = decisions(model)
+        answers = decisions(model)
         recorder.mark(epoch=0)
     heads = recorder.dataset.isel(epoch=0, drop=True).load()
-    others = [
-        float((own != of_teacher).float().mean()) for of_teacher in decided.values()
+    disagreements = [
+        float((answers != of_teacher).float().mean()) for of_teacher in decided.values()
     ]
     return xr.Dataset(
         {
-            "top1": accuracy(own),
-            "disagreement": ("teacher", others),
+            "top1": accuracy(answers),
+            "disagreement": ("teacher", disagreements),
             "equivariance": heads.translation_equivariance,
             "distance": heads.attention_distance / heads.uniform_distance,
             "head_type": tcnn_probe.head_types(heads).astype(object),
@@ -277,23 +277,31 @@ def differences(results: xr.Dataset) -> dict[str, xr.DataArray]:
         -results.distance.mean(heads),
     )
 
-    def less(values: xr.DataArray, first: str, second: str) -> xr.DataArray:
+    def difference(values: xr.DataArray, first: str, second: str) -> xr.DataArray:
         return values.sel(arm=first) - values.sel(arm=second)
 
     return {
-        "decides as the CNN, token less labels alone": less(from_cnn, LABELS, OF_CNN),
-        "decides as the CNN, soft less labels alone": less(from_cnn, LABELS, SOFT),
-        "equivariance, of a CNN less of a transformer": less(
+        "decides as the CNN, token less labels alone": difference(
+            from_cnn, LABELS, OF_CNN
+        ),
+        "decides as the CNN, soft less labels alone": difference(
+            from_cnn, LABELS, SOFT
+        ),
+        "equivariance, of a CNN less of a transformer": difference(
             equivariance, OF_CNN, OF_VIT
         ),
-        "equivariance, token of a CNN less labels alone": less(
+        "equivariance, token of a CNN less labels alone": difference(
             equivariance, OF_CNN, LABELS
         ),
-        "equivariance, soft less labels alone": less(equivariance, SOFT, LABELS),
-        "nearness, of a CNN less of a transformer": less(nearness, OF_CNN, OF_VIT),
-        "nearness, token of a CNN less labels alone": less(nearness, OF_CNN, LABELS),
-        "accuracy, token of a CNN less labels alone": less(top1, OF_CNN, LABELS),
-        "accuracy, of a CNN less of a transformer": less(top1, OF_CNN, OF_VIT),
+        "equivariance, soft less labels alone": difference(equivariance, SOFT, LABELS),
+        "nearness, of a CNN less of a transformer": difference(
+            nearness, OF_CNN, OF_VIT
+        ),
+        "nearness, token of a CNN less labels alone": difference(
+            nearness, OF_CNN, LABELS
+        ),
+        "accuracy, token of a CNN less labels alone": difference(top1, OF_CNN, LABELS),
+        "accuracy, of a CNN less of a transformer": difference(top1, OF_CNN, OF_VIT),
     }
 
 
@@ -309,10 +317,10 @@ def table(results: xr.Dataset) -> str:
     )
     for arm in results.arm.values:
         of_arm = results.sel(arm=arm)
-        other = of_arm.disagreement.mean("seed")
+        disagreements = of_arm.disagreement.mean("seed")
         lines.append(
-            f"{arm:26}{float(of_arm.top1.mean()):8.3f}{float(other.sel(teacher='CNN')):16.3f}"
-            f"{float(other.sel(teacher='transformer')):18.3f}{float(of_arm.equivariance.mean()):14.3f}"
+            f"{arm:26}{float(of_arm.top1.mean()):8.3f}{float(disagreements.sel(teacher='CNN')):16.3f}"
+            f"{float(disagreements.sel(teacher='transformer')):18.3f}{float(of_arm.equivariance.mean()):14.3f}"
             f"{float(of_arm.distance.mean()):10.3f}{int((of_arm.head_type == 'convolutional').sum()):12d} of "
             f"{of_arm.head_type.size}"
         )

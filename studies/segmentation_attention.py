@@ -234,8 +234,8 @@ def stroke_iou(segmenter: nn.Module, scenes: list[Scene]) -> np.ndarray:
     """Return the intersection over union of pixels that are called strokes, of any digit, and strokes, by image."""
     named = segmenter(images_of(scenes)).argmax(1) > 0
     masks = masks_of(scenes)
-    both, either = ((part).sum((1, 2)) for part in (named & masks, named | masks))
-    return (both / either).numpy()
+    common, union = ((part).sum((1, 2)) for part in (named & masks, named | masks))
+    return (common / union).numpy()
 
 
 @mpl.rc_context(STYLE)
@@ -303,17 +303,21 @@ def differences(results: xr.Dataset) -> dict[str, xr.DataArray]:
     shares = (results.on_digit / results.even).mean("image")
     change = results.change.mean("image")
 
-    def less(values: xr.DataArray, first: str, second: str) -> xr.DataArray:
+    def difference(values: xr.DataArray, first: str, second: str) -> xr.DataArray:
         return values.sel(training=first) - values.sel(training=second)
 
     return {
-        "on strokes, by segmentation less before": less(shares, SEGMENTED, BEFORE),
-        "on strokes, by labels less before": less(shares, LABELED, BEFORE),
-        "on strokes, by segmentation less by labels": less(shares, SEGMENTED, LABELED),
-        "change of maps, by segmentation less by labels": less(
+        "on strokes, by segmentation less before": difference(
+            shares, SEGMENTED, BEFORE
+        ),
+        "on strokes, by labels less before": difference(shares, LABELED, BEFORE),
+        "on strokes, by segmentation less by labels": difference(
+            shares, SEGMENTED, LABELED
+        ),
+        "change of maps, by segmentation less by labels": difference(
             change, SEGMENTED, LABELED
         ),
-        "accuracy, by segmentation less by labels": less(
+        "accuracy, by segmentation less by labels": difference(
             results.top1, SEGMENTED, LABELED
         ),
     }

@@ -28,14 +28,14 @@ def test_a_token_before_the_first_block_is_timm_s() -> None:
 @pytest.mark.parametrize("class_attention", [False, True])
 def test_blocks_before_the_token_see_patches_alone(class_attention: bool) -> None:
     model: Any = ablations.late_token({}, entry=3, class_attention=class_attention)
-    seen: list[list[tuple[int, ...]]] = []
+    shapes: list[list[tuple[int, ...]]] = []
     for block in [*model.blocks, *model.class_blocks]:
         block.register_forward_pre_hook(
-            lambda _, inputs: seen.append([tuple(x.shape[1:]) for x in inputs])
+            lambda _, inputs: shapes.append([tuple(x.shape[1:]) for x in inputs])
         )
     model(torch.randn(2, 1, 8, 8))
     last = [(16, 48), (1, 48)] if class_attention else [(17, 48)]
-    assert seen == [[(16, 48)]] * 3 + [last]
+    assert shapes == [[(16, 48)]] * 3 + [last]
 
 
 def linear(weight: Tensor, bias: Tensor, row: list[float]) -> list[float]:

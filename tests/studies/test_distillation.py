@@ -34,8 +34,8 @@ def test_losses_are_those_of_the_thesis() -> None:
 
     # Eq. 3.2 with lambda = 0.1 and tau = 3.
     divergence = 0.0
-    for ours, theirs in zip(of_class.tolist(), taught.tolist(), strict=True):
-        log_p, log_q = log_softmax(theirs, 3.0), log_softmax(ours, 3.0)
+    for ours, taught_row in zip(of_class.tolist(), taught.tolist(), strict=True):
+        log_p, log_q = log_softmax(taught_row, 3.0), log_softmax(ours, 3.0)
         divergence += sum(
             math.exp(p) * (p - q) for p, q in zip(log_p, log_q, strict=True)
         )
@@ -55,17 +55,17 @@ def test_students_with_a_second_token_begin_with_the_same_weights() -> None:
     torch.manual_seed(0)
     model = distillation.small_vit()
     distilled = distillation.with_distillation_token(model)
-    ours, theirs = model.state_dict(), distilled.state_dict()
-    assert set(theirs) - set(ours) == {
+    ours, distilled_state = model.state_dict(), distilled.state_dict()
+    assert set(distilled_state) - set(ours) == {
         "dist_token",
         "head_dist.weight",
         "head_dist.bias",
     }
     for name, value in ours.items():
         if name != "pos_embed":
-            torch.testing.assert_close(theirs[name], value, rtol=0, atol=0)
+            torch.testing.assert_close(distilled_state[name], value, rtol=0, atol=0)
     # timm's order: class token, distillation token, patches.
-    places = theirs["pos_embed"][0]
+    places = distilled_state["pos_embed"][0]
     expected = ours["pos_embed"][0]
     assert len(places) == 18
     torch.testing.assert_close(places[2:], expected[1:], rtol=0, atol=0)
@@ -96,14 +96,17 @@ def results(token: float = 0.1, top1: float = 0.8, teacher: float = 0.9) -> xr.D
     """Return three seeds and four kinds of students, of two heads."""
     arms = list(distillation.TEACHERS)
     noise = 0.01 * np.array([-1.0, 0.0, 1.0])
-    other = np.broadcast_to(np.array([0.3, 0.2, token, 0.25])[:, None], (4, 3)) + 0.0
-    other[2] += noise
+    shares = np.broadcast_to(np.array([0.3, 0.2, token, 0.25])[:, None], (4, 3)) + 0.0
+    shares[2] += noise
     heads = np.broadcast_to(np.arange(4.0)[:, None, None, None], (4, 3, 1, 2)) / 10
     dims = ("arm", "seed", "layer", "head")
     return xr.Dataset(
         {
             "top1": (dims[:2], np.full((4, 3), top1)),
-            "disagreement": (("arm", "seed", "teacher"), np.stack([other, other], -1)),
+            "disagreement": (
+                ("arm", "seed", "teacher"),
+                np.stack([shares, shares], -1),
+            ),
             "teacher_top1": (("seed", "teacher"), np.full((3, 2), teacher)),
             "equivariance": (dims, heads),
             "distance": (dims, 1 - heads),

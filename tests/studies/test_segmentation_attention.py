@@ -1,4 +1,4 @@
-"""What the study measures beside loops, what each fine-tuning trains, and the check that ends the study."""
+"""Measures beside loops, the weights that a fine-tuning trains, and the check that ends the study."""
 
 from typing import Any
 
@@ -59,14 +59,16 @@ class Named(torch.nn.Module):
 
 
 def test_intersection_over_union_beside_loops() -> None:
-    some = scenes(3)
+    samples = scenes(3)
     expected = []
-    for scene in some:
+    for scene in samples:
         mask = scene.mask.tolist()
-        both = sum(mask[y][x] for y in range(16) for x in range(32))
-        either = 16 * 32 + sum(mask[y][x] for y in range(16, 32) for x in range(32))
-        expected.append(both / either)
-    assert study.stroke_iou(Named(), some).tolist() == pytest.approx(expected, rel=1e-6)
+        common = sum(mask[y][x] for y in range(16) for x in range(32))
+        union = 16 * 32 + sum(mask[y][x] for y in range(16, 32) for x in range(32))
+        expected.append(common / union)
+    assert study.stroke_iou(Named(), samples).tolist() == pytest.approx(
+        expected, rel=1e-6
+    )
 
 
 def test_segmentation_trains_the_trunk_that_the_classifier_has() -> None:
@@ -90,13 +92,13 @@ def test_segmentation_trains_the_trunk_that_the_classifier_has() -> None:
 def test_measures_are_those_of_the_pool() -> None:
     torch.manual_seed(0)
     model: Any = small_patchconvnet().eval()
-    some = scenes(3)
+    samples = scenes(3)
     labels = torch.tensor([0, 1, 2])
-    measured = study.measure(model, some, labels)
+    measured = study.measure(model, samples, labels)
     assert dict(measured.attention.sizes) == {"image": 3, "y": 8, "x": 8}
     np.testing.assert_allclose(measured.attention.sum(["y", "x"]), 1, rtol=1e-6)
     with torch.no_grad():
-        decided = model(study.images_of(some)).argmax(1)
+        decided = model(study.images_of(samples)).argmax(1)
     assert float(measured.top1) == pytest.approx(
         float((decided == labels).float().mean())
     )
