@@ -313,7 +313,7 @@ TABLES: dict[str, dict[str, Callable[[Models], nn.Module]]] = {
         "mean of patches": partial(scaled_vit, epsilon=None),
         "class attention": partial(late_token, entry=3, class_attention=True),
     },
-    "between patches of a ResMLP": {
+    "ResMLP": {
         MATRIX: resmlp,
         SEPARATE: partial(resmlp, between=NoCommunication),
         "an MLP": partial(resmlp, between=mlp_between),
