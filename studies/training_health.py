@@ -54,13 +54,13 @@ from timm.models.cait import Cait
 from timm.models.resnet import BasicBlock, ResNet
 from timm.models.swin_transformer import SwinTransformer
 from timm.models.vision_transformer import VisionTransformer
-from torch import Tensor, nn
+from torch import nn
 
 import tcnn_model
 import tcnn_probe
-from common.digits import plain_digits
 from common.ending import ended, finish
 from common.health_panels import draw_pictures, find_examples
+from common.image_sets import ImageSet, load_image_set
 from common.options import (
     add_machine,
     add_output,
@@ -70,7 +70,6 @@ from common.options import (
     study_parser,
 )
 from common.output import RunOutput
-from common.small_images import decoded, normalized
 from tcnn_probe.diagnosis import Finding
 
 DIM, DEPTH, HEADS = 48, 3, 3
@@ -122,42 +121,11 @@ class Training:
         return 1 if self.illness in FROM_THE_START else epochs // 2 + 1
 
 
-@dataclass(frozen=True)
-class Data:
-    """Images of the trainings, and how they are learned.
-
-    Args:
-        images, labels: Images to train on, (N, C, H, H), and their classes.
-        validation, validation_labels: Those to validate on.
-        patch: Side of a patch.
-        rate, batch: Learning rate and batch size.
-    """
-
-    images: Tensor
-    labels: Tensor
-    validation: Tensor
-    validation_labels: Tensor
-    patch: int
-    rate: float
-    batch: int
-
-
-def load(data: str, limit: int | None, cache: Path) -> Data:
-    """Return the digits, or the photographs of a folder."""
-    if data == "digits":
-        images = (*plain_digits(training=True), *plain_digits(training=False))
-        return Data(*images, patch=2, rate=3e-3, batch=96)
-    arrays = []
-    for part in decoded(data, cache, limit):
-        arrays += [normalized(part.pixels), torch.from_numpy(part.labels)]
-    return Data(*arrays, patch=4, rate=1e-3, batch=48)
-
-
 def main(arguments: list[str] | None = None) -> int:
-    """Run the study; 0 if it saw what it stands for, 3 if not."""
+    """Run the study; return 0 if its checks hold or the images are your own, else 3."""
     args = parse(arguments)
     output = RunOutput.from_args(args, "training_health")
-    data = load(args.data, args.limit, output.beside("_images"))
+    data = load_image_set(args.data, args.limit, output.beside("_images"))
     trainings = plan(args)
     folder = output.beside("_runs")
     recordings = {}
@@ -218,7 +186,7 @@ def beside_healthy(
             yield title, ds, healthy[training.kind]
 
 
-def network(kind: str, data: Data) -> nn.Module:
+def network(kind: str, data: ImageSet) -> nn.Module:
     """Return an untrained network of a kind for images of this size."""
     side, channels = data.images.shape[-1], data.images.shape[1]
     if kind == "T-CNN":
@@ -245,7 +213,7 @@ def network(kind: str, data: Data) -> nn.Module:
 
 
 def train(
-    training: Training, data: Data, args: argparse.Namespace, store: Path
+    training: Training, data: ImageSet, args: argparse.Namespace, store: Path
 ) -> xr.Dataset:
     """Train and record, or read what was recorded."""
     # The untrained network is marked too, as epoch 0.
@@ -308,7 +276,7 @@ def train(
 def mark(
     recorder: tcnn_probe.Recorder,
     model: nn.Module,
-    data: Data,
+    data: ImageSet,
     epoch: int,
     train_loss: float,
     device: torch.device,

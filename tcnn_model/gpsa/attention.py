@@ -132,11 +132,13 @@ class GatedAttention:
             gate = self.gate.to(content)[:, None, None]
             return torch.lerp(content, positional.expand_as(content), gate)
 
-    def content(self, queries: Tensor | slice = slice(None)) -> Tensor:
-        """Return the content attention of selected queries, (B, heads, n, H * W), in float32 at least."""
+    def content(self, queries: Tensor | slice | None = None) -> Tensor:
+        """Return the content attention of some or all queries, (B, heads, n, H * W), in float32 at least."""
+        # The default is None because torch 2.8 cannot compile a slice as a default argument.
+        query = self.query if queries is None else self.query[:, :, queries]
         with without_autocast(self.query):
             # Queries rather than logits are scaled: they are fewer numbers.
-            scaled = widen(self.query[:, :, queries]) * self.scale
+            scaled = widen(query) * self.scale
             return torch.softmax(scaled @ widen(self.key).mT, dim=-1)
 
     def positional_on_pixels(self, queries: Tensor) -> Tensor:

@@ -1,5 +1,6 @@
 """Each attention of a model's forwards, whole and on its grid, handed to whoever wants to look at it or edit it."""
 
+import weakref
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
@@ -161,7 +162,8 @@ class _ShownSoftmax:
         module: Module that asked for it.
         operand: The softmax, while it is unknown whether it weighs values; None once that is known.
         has_heads: Whether it has an axis of heads.
-        objection: Why it is no attention between tokens; "" if it is.
+        objection: Why it is not measured; "" if it is.
+        output: Output of attention whose log-sum-exp the model has, which may renormalize it.
     """
 
     layer: str
@@ -169,6 +171,17 @@ class _ShownSoftmax:
     operand: SeenOperand | None
     has_heads: bool
     objection: str = ""
+    output: weakref.ref[Tensor] | None = None
+
+    def note_copy(self, copy: SeenCopy) -> None:
+        """Object if the model renormalizes what the attention gave: then further logits took part in its softmax."""
+        # As transformers and torchtitan apply a sink's logit (s_aux) to the output of flex_attention.
+        output = None if self.output is None else self.output()
+        if output is not None and copy.scales_rows_of(output):
+            self.objection = (
+                "its output is scaled afterwards by a factor for each query, as by the share of a sink: "
+                "the whole softmax is not seen"
+            )
 
 
 class AttentionStream:
@@ -267,6 +280,8 @@ class AttentionStream:
             self._maps.joins(request.lengths)
         elif isinstance(request, SeenCopy):
             self._tracker.copied(request)
+            for shown in self._shown:
+                shown.note_copy(request)
         elif isinstance(request, SeenUnmeasured):
             name = self._names[forward.running[-1][0]]
             if self._wants(name):
@@ -383,7 +398,10 @@ class AttentionStream:
         has_heads = attention.heads > 1 or (
             operand is not None and len(operand.shape) > 3
         )
-        self._shown.append(_ShownSoftmax(layer, module, operand, has_heads))
+        shown = _ShownSoftmax(layer, module, operand, has_heads)
+        if request.gives_lse and request.output is not None:
+            shown.output = weakref.ref(request.output)
+        self._shown.append(shown)
         if edit is None:
             return None
         if request.read_only:

@@ -62,6 +62,7 @@ class SeenAttention:
         heads: Axis of the heads in (..., N_query, N_key), if the call says so.
         not_on_grid: Reason why queries or keys are surely no image's, if the call says so.
         read_only: Reason why the output cannot be edited; "" if it can.
+        gives_lse: Whether torch gives the log-sum-exp of the logits beside the output.
     """
 
     logits: Tensor | None = None
@@ -76,6 +77,7 @@ class SeenAttention:
     heads: int | None = None
     not_on_grid: str = ""
     read_only: str = ""
+    gives_lse: bool = False
 
 
 @dataclass(frozen=True)
@@ -141,6 +143,17 @@ class SeenCopy:
 
     sources: Sequence[SeenOperand]
     output: weakref.ref[Tensor]
+
+    def scales_rows_of(self, tensor: Tensor) -> bool:
+        """Return whether it is a tensor with each row multiplied or divided by a number of its own."""
+        rows = tensor.numel() // tensor.shape[-1]
+        return any(
+            source.place == tensor.data_ptr() and source.shape.numel() == tensor.numel()
+            for source in self.sources
+        ) and any(
+            source.shape[-1:] == (1,) and source.shape.numel() == rows
+            for source in self.sources
+        )
 
 
 @dataclass(frozen=True)
@@ -452,6 +465,8 @@ def _flex(
         modification=modification,
         output=output,
         heads=1,
+        # On a GPU also wherever gradients are on, whether or not the model asked for it.
+        gives_lse=kernel_options.get("OUTPUT_LOGSUMEXP", False),
     )
 
 

@@ -3,6 +3,7 @@
 import json
 import logging
 import os
+import threading
 import warnings
 import weakref
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -54,6 +55,7 @@ from tcnn_probe.recording.options import (
 from tcnn_probe.recording.ranks import Ranks, whole_parameters
 from tcnn_probe.schema import Group
 from tcnn_probe.storage import EpochStore, Mode
+from tcnn_probe.storage.place import in_zarr_thread
 
 if TYPE_CHECKING:
     from zarr.abc.store import Store
@@ -492,7 +494,11 @@ class Recorder:
 def _release(collector: Collector, store: EpochStore) -> None:
     """Detach from the model, and let the store go."""
     collector.remove()
-    store.close()
+    if in_zarr_thread():
+        # The garbage collector runs in any thread; this one cannot wait for what itself would have to do.
+        threading.Thread(target=store.close).start()
+    else:
+        store.close()
 
 
 record = Recorder

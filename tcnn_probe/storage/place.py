@@ -1,5 +1,6 @@
 """Places of recordings: memory, a directory, a URL or a zarr store; and single objects read and written in them."""
 
+import asyncio
 import errno
 import os
 import threading
@@ -17,7 +18,7 @@ from zarr.abc.store import ByteRequest, RangeByteRequest, Store
 from zarr.buffer import default_buffer_prototype
 
 # zarr's own event loop: the connections of a remote store belong to the loop that zarr reads them in.
-from zarr.core.sync import sync
+from zarr.core.sync import _get_loop, sync
 from zarr.storage import FsspecStore, LocalStore, MemoryStore, ObjectStore, ZipStore
 
 from tcnn_probe.schema import StoreError
@@ -31,6 +32,7 @@ __all__ = [
     "condition",
     "find",
     "get",
+    "in_zarr_thread",
     "listed",
     "put",
     "put_if",
@@ -68,6 +70,14 @@ def run(work: Coroutine[Any, Any, T]) -> T:
         # A disk or server that takes longer is given up: the user wants to leave.
         ended.wait(60)
         raise
+
+
+def in_zarr_thread() -> bool:
+    """Return whether this is zarr's own thread, in which :func:`run` cannot wait."""
+    try:
+        return asyncio.get_running_loop() is _get_loop()
+    except RuntimeError:  # no loop is running in this thread
+        return False
 
 
 async def get(store: Store, key: str) -> bytes | None:

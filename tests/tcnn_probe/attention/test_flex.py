@@ -246,3 +246,39 @@ def test_grid_of_shuffled_tokens_is_dropped() -> None:
 def check_reason(attention: Attention) -> None:
     assert attention.layout.keys is None
     assert "not in the order" in attention.layout.reason
+
+
+class Renormalized(Flex):
+    """A sink's logit for each head, applied to the output as transformers and torchtitan do it."""
+
+    def __init__(self, compiled: bool, is_static: bool) -> None:
+        super().__init__(None, None, HEADS, compiled)
+        self.sinks = nn.Parameter(torch.linspace(-1, 3, HEADS))
+        self.is_static = is_static
+
+    def forward(self, x: Tensor) -> Tensor:
+        heads, lse = self.attend(*self.split(x), return_lse=True)
+        if self.is_static:
+            share = torch.sigmoid(self.sinks)[:, None, None]
+        else:
+            share = torch.sigmoid(lse - self.sinks[:, None])[..., None]
+        return (heads.transpose(1, 2) * share.transpose(-2, -3)).flatten(2)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.filterwarnings("ignore:return_lse is deprecated")
+def test_a_sink_that_is_applied_to_the_output_is_refused_by_name(
+    compiled: bool,
+) -> None:
+    for is_static in (True, False):
+        model = sharpen(Model(None, None, HEADS, False))
+        model.attn = sharpen(Renormalized(compiled, is_static))
+        model.eval()
+        images = torch.randn(2, 3, 24, 40)
+        with torch.no_grad():
+            alone = model(images)
+            with tcnn_probe.attention_stream(model, lambda attention: None) as stream:
+                torch.testing.assert_close(model(images), alone, rtol=0, atol=0)
+        # A scale for each head is none of the softmax's.
+        assert list(stream.layers) == (["attn"] if is_static else [])
+        assert ("a sink" in stream.unsupported.get("attn", "")) != is_static

@@ -364,7 +364,7 @@ def test_windows_are_put_in_their_places(make, size, cutter, attention, cells) -
         if reference.layer == layer
     )
     # (B, windows, heads, N, N).
-    weights = weights.flatten(0, -4).unflatten(0, (2, len(cells)))
+    weights = weights.flatten(0, -4).unflatten(0, (2, len(cells))).numpy()
     maps = next(
         iter(tcnn_probe.attention_maps(model, images, layers=layer).children.values())
     ).attention[:, 0]
@@ -408,7 +408,7 @@ def test_windows_of_sam2_in_transformers() -> None:
     handle.remove()
     qkv = layer.qkv(tokens[0]).flatten(1, 2).unflatten(-1, (3, 2, 4))
     query, key, _ = qkv.permute(2, 0, 3, 1, 4)  # (B * windows, heads, N, 4) each
-    weights = (query @ key.mT / 2).softmax(-1).unflatten(0, (2, -1)).detach()
+    weights = (query @ key.mT / 2).softmax(-1).unflatten(0, (2, -1)).detach().numpy()
     expected = np.zeros((2, 2, 8, 10, 8, 10))
     cells = rolled_then_padded((8, 10), (3, 3), NO_SHIFT)
     for w, window in enumerate(cells):

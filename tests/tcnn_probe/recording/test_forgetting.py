@@ -1,12 +1,14 @@
 """Warnings about what is forgotten: marks, other images, a second evaluation; what a recorder shows of itself."""
 
 import gc
+import time
 from pathlib import Path
 
 import pytest
 import timm
 import torch
 from torch import nn
+from zarr.core.sync import sync
 
 import tcnn_probe
 from tests.tcnn_probe.contracts.helpers import (
@@ -174,3 +176,27 @@ def test_a_recorder_that_is_dropped_leaves_no_hooks(tmp_path: Path) -> None:
     # The lock is free as well.
     with tcnn_probe.record(model, tmp_path / "run.zarr") as recorder:
         assert recorder.epochs == (0,)
+
+
+def test_a_recorder_that_is_collected_in_zarrs_thread_frees_its_lock(
+    tmp_path: Path,
+) -> None:
+    """The garbage collector runs wherever memory is allocated: also in the thread that does zarr's reading."""
+    model, place = vit(), tmp_path / "run.zarr"
+    held = [tcnn_probe.record(model, place)]
+    model(images())
+    held[0].mark(epoch=0)
+
+    async def drop() -> None:
+        held.clear()
+        gc.collect()
+
+    sync(drop())
+    for _ in range(100):
+        try:
+            with tcnn_probe.record(model, place) as recorder:
+                assert recorder.epochs == (0,)
+            return
+        except tcnn_probe.StoreError:  # locked: the thread that frees it is not done
+            time.sleep(0.1)
+    raise AssertionError("the lock was never free")
