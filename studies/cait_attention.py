@@ -45,6 +45,7 @@ from torch import Tensor, nn
 import tcnn_probe
 from common.ending import ended, finish
 from common.options import from_least, study_parser
+from common.saliency_scores import on_object
 from common.single_model import SingleModel, begin_single, parse_single
 from tcnn_probe import evaluation
 
@@ -122,24 +123,6 @@ def class_attention(model: nn.Module, images: Tensor) -> xr.Dataset:
     return node.to_dataset()[["class_attention"]].assign(
         input=maps.input, probability=(("image", "class"), probability.numpy())
     )
-
-
-def on_object(
-    attention: xr.DataArray, masks: Tensor
-) -> tuple[xr.DataArray, xr.DataArray]:
-    """Return the share of attention to patches that falls on the object, (image, layer, head), and the even share.
-
-    Attention of a patch is spread evenly over its pixels.
-
-    Args:
-        attention: Attention, (image, layer, head, y, x).
-        masks: Places of the objects, shape (image, H, W), bool.
-    """
-    # The share of each patch that the object covers.
-    cells = F.adaptive_avg_pool2d(masks[:, None].double(), attention.shape[-2:])[:, 0]
-    share = xr.DataArray(cells.numpy(), dims=("image", "y", "x"))
-    dims = ["y", "x"]
-    return (attention * share).sum(dims) / attention.sum(dims), share.mean(dims)
 
 
 @mpl.rc_context({"font.size": 9})

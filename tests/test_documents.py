@@ -62,6 +62,22 @@ def test_readme_examples_run() -> None:
     assert xr.open_zarr("deit3.zarr").sizes == {"epoch": 1, "layer": 12, "head": 6}
 
 
+def check_mixed_heads(block: str, names: dict[str, Any]) -> None:
+    """Record again, with constants that are not at their initial 0, and compare with the maps."""
+    with torch.no_grad():
+        for layer in names["cait"].blocks:
+            layer.attn.proj_w.bias.uniform_(-0.1, 0.1)
+    exec("with " + block.partition("\nwith ")[2], names)
+    maps = names["tcnn_probe"].attention_maps(
+        names["cait"], names["images"], queries=[(112, 112)], mixed=True
+    )
+    expected = maps["4x14x14"].attention.mean("image").squeeze("query")
+    mixed = names["mixed"].squeeze(["epoch", "query"]).transpose("layer", "sum", ...)
+    # In float32, of numbers near 0.1.
+    difference = mixed.values - expected.transpose("layer", "head", ...).values
+    assert abs(difference).max() < 1e-6
+
+
 @pytest.mark.filterwarnings("ignore:no head is selected")
 @pytest.mark.parametrize(
     ("name", "minimum"),
@@ -91,6 +107,8 @@ def test_examples_of_the_documents_run(name: str, minimum: int) -> None:
         plt.figure()
         exec(block, names)
         plt.close("all")
+    if name == "attention_maps.md":
+        check_mixed_heads(blocks[-1], names)
     if name == "recording.md":
         assert xr.open_zarr("vit.zarr").top1.values.tolist() == [
             0.5,

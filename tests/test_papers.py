@@ -117,6 +117,17 @@ def test_commands_of_studies_exist() -> None:
             assert not option.startswith("--") or f'"{option}"' in texts, command
 
 
+def test_models_of_studies_have_weights() -> None:
+    """Also those of DINO beside the supervised ones (Table 4.2), which are named by a tag."""
+    names = set()
+    for command in named("python studies/.*"):
+        values = re.search(r"--models? ([^-]+)", command)
+        names |= set(values[1].split() if values else [])
+    assert {"resmlp_24_224.fb_dino", "resmlp_24_224.fb_in1k", "resnetrs101"} <= names
+    for name in names:
+        assert timm.models.is_model_pretrained(name), name
+
+
 def test_trainings_are_understood_by_the_command() -> None:
     commands = named("tcnn-finetune .*")
     assert len(commands) > 40

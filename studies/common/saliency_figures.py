@@ -209,7 +209,8 @@ def _map(panel: Axes, values: xr.DataArray, probed: Probed, index: int) -> None:
 
 
 def _legend(probed: Probed) -> str:
-    outline = "; white: outline of the object" if probed.masks is not None else ""
+    # On a line of its own: a figure of few columns is narrow.
+    outline = "\nwhite: outline of the object" if probed.masks is not None else ""
     return f"each map from its least (dark blue) to its largest value (yellow){outline}"
 
 

@@ -5,13 +5,14 @@ import copy
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 import xarray as xr
 from torch import Tensor, nn
 
 import tcnn_probe
 from common.data import Probed
 
-__all__ = ["logits", "score", "usable_methods"]
+__all__ = ["logits", "on_object", "score", "usable_methods"]
 
 METHODS = (
     "class_attention",
@@ -88,6 +89,24 @@ def score(
     probability = logits(unrecorded, probed, args).softmax(1).numpy()
     scores["probability"] = ("image", "class"), probability
     return scores
+
+
+def on_object(
+    attention: xr.DataArray, masks: Tensor
+) -> tuple[xr.DataArray, xr.DataArray]:
+    """Return the share of attention to patches that falls on the object, (image, layer, head), and the even share.
+
+    Attention of a patch is spread evenly over its pixels.
+
+    Args:
+        attention: Attention, (image, layer, head, y, x).
+        masks: Places of the objects, shape (image, H, W), bool.
+    """
+    # The share of each patch that the object covers.
+    cells = F.adaptive_avg_pool2d(masks[:, None].double(), attention.shape[-2:])[:, 0]
+    share = xr.DataArray(cells.numpy(), dims=("image", "y", "x"))
+    dims = ["y", "x"]
+    return (attention * share).sum(dims) / attention.sum(dims), share.mean(dims)
 
 
 @torch.no_grad()

@@ -1,0 +1,389 @@
+"""Class attention before and after fine-tuning for segmentation (after PatchConvNet, Fig. 1 and Table 3).
+
+    pip install -e ".[huggingface]" && python studies/segmentation_attention.py
+
+Takes about 2 minutes on one CPU core.
+
+The paper shows where the class attention of a classifier looks, and fine-tunes the same trunk within UperNet. Does that
+change where it looks? Nothing tells the trunk of a segmenter any more which patches tell the class.
+
+How: a small PatchConvNet learns handwritten digits in cluttered scenes of 32 x 32 pixels. Its trunk is fine-tuned in
+two ways, each from there: within UperNet, to name the digit of every pixel of its strokes and to tell them from
+background and fragments of other digits; and, as the control, by labels for as long. Pooling and classifier are frozen
+in both, so that what changes is what the trunk gives them. Class attention is then read on validation scenes: the share
+of it that falls on the digit's strokes, and how far each map is from that before (total variation, 0 to 1).
+
+Writes into results/:
+segmentation_attention.png     A share of class attention on the strokes, B change of the maps, C accuracy of the
+                               classifier, a line or point for each seed; D scenes, and maps before and after
+segmentation_attention.zarr    the numbers behind it by (seed, training), and maps of the first seed: xarray.open_zarr
+
+It ends by checking that the classifiers learned, and that the segmenters find strokes: their intersection over union is
+above that of calling every pixel a stroke.
+"""
+
+import argparse
+import copy
+import sys
+from collections.abc import Callable
+
+import matplotlib as mpl
+import numpy as np
+import torch
+import torch.nn.functional as F
+import xarray as xr
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from torch import Tensor, nn
+from transformers import UperNetConfig
+from transformers.models.upernet.modeling_upernet import UperNetHead
+
+import tcnn_probe
+from common.digits import ClutteredDigits, Scene, cluttered_digits
+from common.ending import ended, finish, learned
+from common.figures import STYLE, add_letters
+from common.models import small_patchconvnet
+from common.options import (
+    add_machine,
+    add_output,
+    fill_in,
+    from_least,
+    parsed,
+    study_parser,
+)
+from common.output import RunOutput, write_whole
+from common.saliency_scores import on_object
+from common.small_trainings import rate_factor
+from tcnn_probe.evaluation import mean_interval
+from tcnn_probe.plot import OKABE_ITO
+
+SIZE, FRAGMENTS = 32, 3
+BATCH, WEIGHT_DECAY = 16, 0.05
+LR, FINE_LR = 2e-3, 1e-3
+CLASSES = 10
+BEFORE, SEGMENTED, LABELED = "before", "by segmentation", "by labels"
+COLORS = {
+    BEFORE: "0.4",
+    SEGMENTED: OKABE_ITO["vermillion"],
+    LABELED: OKABE_ITO["blue"],
+}
+SHOWN = 4
+"""Scenes that are drawn."""
+
+Loss = Callable[[nn.Module, Tensor, Tensor, Tensor], Tensor]
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the study; return 0 if it saw what it stands for, 3 if not."""
+    args = parse(arguments)
+    # More threads bring so small a model little, and cost it tenfold where the machine is shared.
+    torch.set_num_threads(1)
+    output = RunOutput.from_args(args, "segmentation_attention")
+    by_seed = []
+    for seed in range(args.seed, args.seed + args.seeds):
+        part = output.checkpoints / f"seed-{seed:04d}.zarr"
+        if not part.exists():
+            write_whole(one_seed(seed, args), part)
+        by_seed.append(xr.open_zarr(part, consolidated=False).load())
+        print(f"seed {seed} is done", flush=True)
+    results = xr.concat(by_seed, "seed")
+    output.save(results)
+    draw(results).savefig(output.figure, dpi=200)
+    print(table(results))
+    output.print_files()
+    return finish(check(results), "digits")
+
+
+def one_seed(seed: int, args: argparse.Namespace) -> xr.Dataset:
+    """Train a classifier and fine-tune its trunk in both ways; return what is measured of the three."""
+    train, validation = cluttered_digits(
+        size=SIZE, limit=args.limit, seed=seed, fragments=FRAGMENTS
+    )
+    scenes = [validation.scene(index) for index in range(len(validation))]
+    torch.manual_seed(seed)
+    classifier = small_patchconvnet()
+    fit(classifier, list(classifier.parameters()), train, args.epochs, LR, by_label)
+
+    # Each fine-tuning has the same images in the same order.
+    models = {BEFORE: classifier}
+    for name in (SEGMENTED, LABELED):
+        model = models[name] = copy.deepcopy(classifier)
+        trunk = [*model.stem.parameters(), *model.blocks.parameters()]
+        if name == SEGMENTED:
+            torch.manual_seed(seed + 1000)
+            segmenter = Segmenter(model)
+            torch.manual_seed(seed + 2000)
+            weights = [*trunk, *segmenter.head.parameters()]
+            fit(segmenter, weights, train, args.fine_epochs, FINE_LR, by_pixel)
+        else:
+            torch.manual_seed(seed + 2000)
+            fit(model, trunk, train, args.fine_epochs, FINE_LR, by_label)
+
+    names = xr.Variable("training", np.array(list(models), object))
+    measured = xr.concat(
+        [measure(m, scenes, validation.labels) for m in models.values()], names
+    )
+    maps = measured.attention.sel(training=BEFORE)
+    measured["change"] = abs(measured.attention - maps).sum(["y", "x"]) / 2
+    measured["iou"] = "image", stroke_iou(segmenter, scenes)
+    measured["input"] = (
+        ("image", "row", "column"),
+        torch.stack([s.image[0] for s in scenes]).numpy(),
+    )
+    return measured.expand_dims(seed=[seed])
+
+
+class Segmenter(nn.Module):
+    """UperNet's head on the blocks of a PatchConvNet, whose trunk it trains.
+
+    Args:
+        classifier: PatchConvNet, of which pooling and classifier are left out.
+    """
+
+    def __init__(self, classifier: nn.Module) -> None:
+        super().__init__()
+        self.trunk = classifier
+        # Strokes of each digit, and all else.
+        config = UperNetConfig(num_labels=CLASSES + 1, hidden_size=32)
+        widths = [info["num_chs"] for info in classifier.feature_info]
+        self.head = UperNetHead(config, in_channels=widths)
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Return scores of classes at each pixel: (B, 1, H, W) -> (B, 11, H, W)."""
+        maps = self.trunk.forward_intermediates(images, intermediates_only=True)
+        size = images.shape[-2:]
+        return F.interpolate(self.head(maps), size=size, mode="bilinear")
+
+
+def by_label(model: nn.Module, images: Tensor, labels: Tensor, masks: Tensor) -> Tensor:
+    """Return the loss of a classifier, which the masks have no part in."""
+    return F.cross_entropy(model(images), labels)
+
+
+def by_pixel(model: nn.Module, images: Tensor, labels: Tensor, masks: Tensor) -> Tensor:
+    """Return the loss of a segmenter."""
+    return F.cross_entropy(model(images), pixel_labels(labels, masks))
+
+
+def pixel_labels(labels: Tensor, masks: Tensor) -> Tensor:
+    """Return the class of each pixel, (B, H, W): 0 for all but strokes, which have that of their digit, from 1 on."""
+    return masks * (labels + 1)[:, None, None]
+
+
+def fit(
+    model: nn.Module,
+    weights: list[nn.Parameter],
+    digits: ClutteredDigits,
+    epochs: int,
+    lr: float,
+    loss_of: Loss,
+) -> None:
+    """Train weights of a model in place, on scenes that are drawn anew at each visit, and leave it in eval mode."""
+    # Fused: one pass over all weights instead of several for each tensor.
+    optimizer = torch.optim.AdamW(weights, lr, weight_decay=WEIGHT_DECAY, fused=True)
+    steps = len(digits) // BATCH
+    model.train()
+    for epoch in range(epochs):
+        order = torch.randperm(len(digits))
+        for step, rows in enumerate(order[: steps * BATCH].split(BATCH)):
+            done = epoch * steps + step
+            optimizer.param_groups[0]["lr"] = lr * rate_factor(done, epochs * steps)
+            scenes = [digits.scene(int(index)) for index in rows]
+            loss = loss_of(
+                model, images_of(scenes), digits.labels[rows], masks_of(scenes)
+            )
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+    model.eval()
+
+
+def images_of(scenes: list[Scene]) -> Tensor:
+    """Return the images of scenes, (B, 1, H, W)."""
+    return torch.stack([scene.image for scene in scenes])
+
+
+def masks_of(scenes: list[Scene]) -> Tensor:
+    """Return the strokes of scenes, (B, H, W), bool."""
+    return torch.stack([scene.mask for scene in scenes])
+
+
+@torch.no_grad()
+def measure(model: nn.Module, scenes: list[Scene], labels: Tensor) -> xr.Dataset:
+    """Return class attention (image, y, x), its share on the strokes beside the even share, and the accuracy."""
+    images = images_of(scenes)
+    tree = tcnn_probe.attention_maps(model, images, queries="class", progress=False)
+    (node,) = tree.children.values()  # there is one pool
+    maps = node.dataset.class_attention
+    on_digit, even = on_object(maps, masks_of(scenes))
+    maps, on_digit = (x.isel(layer=0, head=0, drop=True) for x in (maps, on_digit))
+    decided = model.eval()(images).argmax(1)
+    return xr.Dataset(
+        {
+            # Without what the token gives to itself.
+            "attention": maps / maps.sum(["y", "x"]),
+            "on_digit": on_digit,
+            "even": even,
+            "top1": float((decided == labels).float().mean()),
+        }
+    ).reset_coords(drop=True)
+
+
+@torch.no_grad()
+def stroke_iou(segmenter: nn.Module, scenes: list[Scene]) -> np.ndarray:
+    """Return the intersection over union of pixels that are called strokes, of any digit, and strokes, by image."""
+    named = segmenter(images_of(scenes)).argmax(1) > 0
+    masks = masks_of(scenes)
+    common, union = ((part).sum((1, 2)) for part in (named & masks, named | masks))
+    return (common / union).numpy()
+
+
+@mpl.rc_context(STYLE)
+def draw(results: xr.Dataset) -> Figure:
+    """Draw shares, changes and accuracies by seed, and maps of some scenes."""
+    figure = Figure(figsize=(10, 3.2 + SHOWN * 0.9), layout="constrained")
+    above, below = figure.subfigures(2, 1, height_ratios=[3, SHOWN])
+    panels = above.subplots(1, 3)
+    trainings = list(results.training.values)
+    shares = (results.on_digit / results.even).mean("image")
+    panels[0].plot(
+        trainings, shares.transpose("training", "seed"), "o-", color="0.4", alpha=0.6
+    )
+    panels[0].axhline(1, color="0.6", ls=":")
+    panels[0].set(ylabel="attention on strokes,\nas a share of even attention's")
+    for panel, name, label in (
+        (panels[1], "change", "change of class attention\n(total variation)"),
+        (panels[2], "top1", "accuracy of the classifier"),
+    ):
+        values = results[name]
+        values = values.mean("image") if "image" in values.dims else values
+        for training in trainings[name == "change" :]:
+            of_training = values.sel(training=training).values
+            panel.plot(
+                [training] * of_training.size,
+                of_training,
+                "o",
+                color=COLORS[training],
+                alpha=0.7,
+            )
+        panel.set(ylabel=label, xlim=(-0.5, None))
+        panel.margins(x=0.3)
+    add_letters(panels)
+    draw_maps(
+        below.subplots(1 + len(trainings), SHOWN * 2, squeeze=False),
+        results.isel(seed=0),
+    )
+    return figure
+
+
+def draw_maps(axes: np.ndarray, results: xr.Dataset) -> None:
+    """Draw scenes in the first row, and below each its class attention before and after."""
+    for column, ax in enumerate(axes[0]):
+        ax.imshow(results.input.isel(image=column), cmap="gray")
+    for row, training in enumerate(results.training.values, 1):
+        for column, ax in enumerate(axes[row]):
+            # From 0, so that an even map does not look as if it had a structure.
+            ax.imshow(
+                results.attention.sel(training=training).isel(image=column), vmin=0
+            )
+        label_row(axes[row, 0], str(training))
+    label_row(axes[0, 0], "scene")
+    axes[0, 0].set_title("D", loc="left", fontweight="bold")
+    for ax in axes.flat:
+        ax.set(xticks=[], yticks=[])
+
+
+def label_row(ax: Axes, words: str) -> None:
+    """Write a title at the left of a row of pictures."""
+    ax.set_ylabel(words, rotation=0, ha="right", va="center")
+
+
+def differences(results: xr.Dataset) -> dict[str, xr.DataArray]:
+    """Return what is asked, by seed: means over the scenes."""
+    shares = (results.on_digit / results.even).mean("image")
+    change = results.change.mean("image")
+
+    def difference(values: xr.DataArray, first: str, second: str) -> xr.DataArray:
+        return values.sel(training=first) - values.sel(training=second)
+
+    return {
+        "on strokes, by segmentation less before": difference(
+            shares, SEGMENTED, BEFORE
+        ),
+        "on strokes, by labels less before": difference(shares, LABELED, BEFORE),
+        "on strokes, by segmentation less by labels": difference(
+            shares, SEGMENTED, LABELED
+        ),
+        "change of maps, by segmentation less by labels": difference(
+            change, SEGMENTED, LABELED
+        ),
+        "accuracy, by segmentation less by labels": difference(
+            results.top1, SEGMENTED, LABELED
+        ),
+    }
+
+
+def table(results: xr.Dataset) -> str:
+    """Return means of each training, and each difference with its interval over seeds and a verdict."""
+    lines = [f"\n{'':18}accuracy  on strokes / even  change of maps"]
+    shares = (results.on_digit / results.even).mean("image")
+    for name in results.training.values:
+        cells = [
+            float(values.sel(training=name).mean())
+            for values in (results.top1, shares, results.change)
+        ]
+        lines.append(f"{name:18}{cells[0]:8.3f}{cells[1]:19.2f}{cells[2]:16.3f}")
+    iou = results.iou.mean("image")
+    lines.append(f"IoU of the segmenters' strokes: {float(iou.mean()):.2f}")
+    for name, values in differences(results).items():
+        low, high = mean_interval(values, "seed").values.tolist()
+        verdict = "above zero" if low > 0 else "BELOW zero" if high < 0 else "undecided"
+        lines.append(
+            f"{name:48}{float(values.mean()):+.3f} [{low:+.3f}, {high:+.3f}] {verdict}"
+        )
+    return "\n".join(lines)
+
+
+def check(results: xr.Dataset) -> bool:
+    """Return whether the classifiers learned, and segmenters find strokes."""
+    worst = float(results.top1.sel(training=BEFORE).min())
+    # Ten classes of nearly equal size.
+    has_learned = learned("a classifier", worst, results.sizes["image"], 0.11)
+    iou, even = float(results.iou.mean("image").min()), float(results.even.mean())
+    finds = iou > 2 * even
+    verdict = "find" if finds else "do NOT find"
+    print(
+        f"check: the segmenters {verdict} strokes: IoU of at least {iou:.2f}; of all pixels they are {even:.2f}"
+    )
+    return has_learned and finds
+
+
+def parse(arguments: list[str] | None = None) -> argparse.Namespace:
+    """Parse the command line."""
+    parser = study_parser(__doc__)
+    group = parser.add_argument_group("training")
+    group.add_argument(
+        "--epochs", type=from_least(1), help="of the classifier (default: 6)"
+    )
+    group.add_argument(
+        "--fine-epochs", type=from_least(1), help="of each fine-tuning (default: 3)"
+    )
+    group.add_argument(
+        "--seeds", type=from_least(1), help="trainings of the whole chain (default: 3)"
+    )
+    group.add_argument(
+        "--limit",
+        type=from_least(40),
+        help="use only so many digits, a quarter of them for validation",
+    )
+    add_machine(group, small="1 seed, 6 and 3 epochs")
+    add_output(parser)
+    args = parsed(parser, arguments, "segmentation_attention")
+    if args.small:
+        fill_in(args, {"seeds": 1, "epochs": 6, "fine_epochs": 3, "limit": 400})
+    fill_in(args, {"seeds": 3, "epochs": 6, "fine_epochs": 3})
+    return args
+
+
+if __name__ == "__main__":
+    sys.exit(ended(main))

@@ -1,0 +1,174 @@
+"""Variants of the ablations: layers beside loops in float64, and the check that ends the study."""
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import xarray as xr
+from timm.models.vision_transformer import VisionTransformer
+from torch import Tensor
+
+import ablations
+from common import plain_trainings
+
+
+def test_a_token_before_the_first_block_is_timm_s() -> None:
+    torch.manual_seed(0)
+    model = ablations.late_token({}, entry=0).double()
+    reference = VisionTransformer(
+        **ablations.SHAPE, depth=4, num_heads=3, no_embed_class=True
+    ).double()
+    reference.load_state_dict(model.state_dict())
+    images = torch.randn(2, 1, 8, 8).double()
+    torch.testing.assert_close(model(images), reference(images), rtol=1e-13, atol=0)
+
+
+@pytest.mark.parametrize("class_attention", [False, True])
+def test_blocks_before_the_token_see_patches_alone(class_attention: bool) -> None:
+    model: Any = ablations.late_token({}, entry=3, class_attention=class_attention)
+    shapes: list[list[tuple[int, ...]]] = []
+    for block in [*model.blocks, *model.class_blocks]:
+        block.register_forward_pre_hook(
+            lambda _, inputs: shapes.append([tuple(x.shape[1:]) for x in inputs])
+        )
+    model(torch.randn(2, 1, 8, 8))
+    last = [(16, 48), (1, 48)] if class_attention else [(17, 48)]
+    assert shapes == [[(16, 48)]] * 3 + [last]
+
+
+def linear(weight: Tensor, bias: Tensor, row: list[float]) -> list[float]:
+    return [
+        sum(w * x for w, x in zip(weights, row, strict=True)) + b
+        for weights, b in zip(weight.tolist(), bias.tolist(), strict=True)
+    ]
+
+
+def test_class_mlp_beside_loops() -> None:
+    torch.manual_seed(0)
+    dim, patches = 3, 5
+    block = ablations.ClassMLPBlock(dim, patches + 1).double()
+    with torch.no_grad():
+        for norm in (block.norm1, block.norm2):
+            norm.alpha.uniform_(0.5, 2)
+            norm.beta.normal_()
+    x, token = torch.randn(1, patches, dim).double(), torch.randn(1, 1, dim).double()
+
+    def affine(norm: Any, row: list[float]) -> list[float]:
+        scale, shift = norm.alpha.flatten().tolist(), norm.beta.flatten().tolist()
+        return [a * v + b for a, v, b in zip(scale, row, shift, strict=True)]
+
+    rows = [affine(block.norm1, row) for row in [token[0, 0].tolist(), *x[0].tolist()]]
+    shares = block.aggregate.weight[0].tolist()
+    aggregated = [
+        sum(share * row[channel] for share, row in zip(shares, rows, strict=True))
+        + block.aggregate.bias.item()
+        for channel in range(dim)
+    ]
+    update = linear(block.project.weight, block.project.bias, aggregated)
+    after = [a + b for a, b in zip(token[0, 0].tolist(), update, strict=True)]
+    hidden = linear(block.mlp[0].weight, block.mlp[0].bias, affine(block.norm2, after))
+    hidden = [v * (1 + math.erf(v / math.sqrt(2))) / 2 for v in hidden]
+    update = linear(block.mlp[2].weight, block.mlp[2].bias, hidden)
+    expected = [a + b for a, b in zip(after, update, strict=True)]
+    assert block(x, token)[0, 0].tolist() == pytest.approx(expected, rel=1e-12)
+
+
+@pytest.mark.parametrize("groups", [1, 48])
+def test_convolutions_are_of_the_grid_of_patches(groups: int) -> None:
+    torch.manual_seed(0)
+    layer: Any = ablations.convolution(groups).double()
+    x = torch.randn(1, 48, 16).double()
+    output, (weight, bias) = layer(x), (layer[1].weight, layer[1].bias)
+    channel, row, column = 7, 0, 2
+    expected = bias[channel].item()
+    for place, source in enumerate([channel] if groups == 48 else range(48)):
+        for y in range(3):
+            for z in range(3):
+                at = row + y - 1, column + z - 1
+                if min(at) >= 0 and max(at) < 4:
+                    value = x[0, source, 4 * at[0] + at[1]].item()
+                    expected += weight[channel, place, y, z].item() * value
+    result = output[0, channel, 4 * row + column].item()
+    assert result == pytest.approx(expected, rel=1e-12)
+
+
+def scales(model: Any) -> list[Tensor]:
+    return [layer.gamma.detach().clone() for layer in ablations.layer_scales(model)]
+
+
+def test_layer_scales_begin_as_their_names_say(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    images, labels = torch.randn(96, 1, 8, 8), torch.arange(96) % 10
+    monkeypatch.setattr(
+        plain_trainings, "plain_digits", lambda training: (images, labels)
+    )
+    variants = ablations.TABLES["LayerScale"]
+    models: dict[str, Any] = {}
+    begin, end = {}, {}
+    for name, build in variants.items():
+        torch.manual_seed(0)
+        models[name] = build(models)
+        begin[name] = scales(models[name])
+        plain_trainings.fit(models[name], epochs=1, seed=0)
+        end[name] = scales(models[name])
+    assert len(begin["from 0.1"]) == 8
+    for name, value in (
+        ("from 0.1", 0.1),
+        ("from 0", 0.0),
+        ("one weight a branch", 0.1),
+    ):
+        assert {v for gamma in begin[name] for v in gamma.tolist()} == {
+            torch.tensor(value).item()
+        }
+    assert not begin["no LayerScale"]
+    assert [len(gamma) for gamma in begin["one weight a branch"]] == [1] * 8
+    drawn = torch.cat(begin["drawn from 0 to 0.2"])
+    assert 0 <= drawn.min() < 0.01
+    assert 0.19 < drawn.max() <= 0.2
+    # Five standard errors of the mean of 384 even draws.
+    assert abs(float(drawn.mean()) - 0.1) < 5 * 0.2 / math.sqrt(12 * 384)
+    # Frozen ones are those that the first variant has learned; all others learn.
+    frozen = "trained before, frozen"
+    for name in begin:
+        source = end["from 0.1"] if name == frozen else begin[name]
+        pairs = list(zip(source, end[name], strict=True))
+        assert all(torch.equal(*pair) for pair in pairs) == (
+            name in (frozen, "no LayerScale")
+        )
+    assert not torch.equal(models[frozen].head.weight, models["from 0.1"].head.weight)
+
+
+def results(alone: float = 0.4, top1: float = 0.8) -> xr.DataArray:
+    """Return three seeds of every variant, which differ by 0.01."""
+    names = [name for variants in ablations.TABLES.values() for name in variants]
+    values = top1 + 0.01 * np.arange(3)[:, None] + np.zeros(len(names))
+    values[:, names.index(ablations.SEPARATE)] = alone
+    return xr.DataArray(values, {"seed": range(3), "variant": names})
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({}, "a ResMLP is more accurate if its patches communicate: 0.810, without"),
+        ({"alone": 0.9}, "a ResMLP is NOT more accurate"),
+        ({"top1": 0.05, "alone": 0.0}, "did NOT learn"),
+    ],
+)
+def test_check(
+    changes: dict[str, Any], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert ablations.check(results(**changes)) == (not changes)
+    assert message in capsys.readouterr().out
+
+
+def test_variants_are_compared_seed_by_seed() -> None:
+    lines = ablations.table(results()).splitlines()
+    (line,) = [text for text in lines if text.startswith("  nothing")]
+    # 0.4 less 0.80, 0.81, 0.82: t of 2 degrees of freedom is 4.303, the standard error 0.01 / sqrt(3).
+    assert line.endswith("0.400   -0.410 [-0.435, -0.385] worse")
+    (line,) = [text for text in lines if text.startswith("  an MLP")]
+    assert "0.810   +0.000 [-" in line
+    assert line.endswith("undecided")
