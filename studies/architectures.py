@@ -60,7 +60,7 @@ COLORS = {
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the study; return 0 if it saw what it stands for, 3 if not."""
+    """Run the study; return 0 if its checks hold or the images are your own, else 3."""
     args = parse(arguments)
 
     # Load all CNNs first, so that one that cannot be used is refused before hours of training.

@@ -58,7 +58,7 @@ COLUMNS = 13  # heads beside each other
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the study; return 0 if it saw what it stands for, 3 if not."""
+    """Run the study; return 0 if its checks hold or the images are your own, else 3."""
     args = parse(arguments)
 
     # Load the CNN, the digits, and the images that are looked at.

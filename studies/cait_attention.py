@@ -53,7 +53,7 @@ LIKELY = 0.1
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the study; return 0 if it saw what it stands for, 3 if not."""
+    """Run the study; return 0 if its checks hold or the images are your own, else 3."""
     args = parse(arguments)
     run = begin_single("cait_attention", args, small_cait, before=only_cait)
     if args.model:

@@ -110,7 +110,7 @@ class Run:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the study; return 0 if it saw what it stands for, 3 if not."""
+    """Run the study; return 0 if its checks hold or the images are your own, else 3."""
     args = parse(arguments)
 
     # Load models and data, and the images that are looked at.

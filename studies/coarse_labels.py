@@ -95,7 +95,7 @@ OVER = ("training", "image")
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the study; return 0 if it saw what it stands for, 3 if not."""
+    """Run the study; return 0 if its checks hold or the images are your own, else 3."""
     args = parse(arguments)
     output = RunOutput.from_args(args, "coarse_labels")
     seeds = range(args.seed, args.seed + args.seeds)

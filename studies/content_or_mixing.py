@@ -100,7 +100,7 @@ LATER = ("arms", "starts", "seeds", "blocks", "batch_norm")
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the study; return 0 if it saw what it stands for, 3 if not."""
+    """Run the study; return 0 if its checks hold or the images are your own, else 3."""
     args = parse(arguments)
     # A run then has the same numbers whatever else the machine does.
     torch.set_num_threads(1)

@@ -103,7 +103,7 @@ MEASURED = (
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the study; return 0 if it saw what it stands for, 3 if not."""
+    """Run the study; return 0 if its checks hold or the images are your own, else 3."""
     args = parse(arguments)
     has_shuffled = args.data == "digits" and not args.small
     has_vit = args.data == "digits" and args.model is None

@@ -69,7 +69,7 @@ Scenes = tuple[Tensor, np.ndarray]
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the study; return 0 if it saw what it stands for, 3 if not."""
+    """Run the study; return 0 if its checks hold or the images are your own, else 3."""
     args = parse(arguments)
 
     # Load the CNN and the digits, and scenes to fit the probe to and to judge it on.

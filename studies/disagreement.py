@@ -77,7 +77,7 @@ FAR = 1000  # seeds of other orders begin so far from those of trainings
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the study; return 0 if it saw what it stands for, 3 if not."""
+    """Run the study; return 0 if its checks hold or the images are your own, else 3."""
     args = parse(arguments)
     if isinstance(args.model, list):
         return finish(compare_given(args, LATER), args.data)

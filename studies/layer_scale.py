@@ -53,7 +53,7 @@ ROUNDING = 1e-4  # of norms in float32
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the study; return 0 if it saw what it stands for, 3 if not."""
+    """Run the study; return 0 if its checks hold or the images are your own, else 3."""
     args = parse(arguments)
     run = begin_single(
         "layer_scale", args, lambda size: small_vit(size, args), before=has_blocks

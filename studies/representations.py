@@ -63,7 +63,7 @@ SAME = 0.999  # CKA of features that differ by their rounding to float16 only
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the study; return 0 if it saw what it stands for, 3 if not."""
+    """Run the study; return 0 if its checks hold or the images are your own, else 3."""
     args = parse(arguments)
 
     # Load the CNN and the digits, and train the CNN.

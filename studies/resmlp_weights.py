@@ -58,7 +58,7 @@ SHOWN = 4
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the study; return 0 if it saw what it stands for, 3 if not."""
+    """Run the study; return 0 if its checks hold or the images are your own, else 3."""
     args = parse(arguments)
     run = begin_single("resmlp_weights", args, small_resmlp, before=cross_patch)
     weights = read_weights(run.model, 0) if args.model else read_epochs(run)

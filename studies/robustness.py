@@ -78,7 +78,7 @@ CNN, CONTROL, TCNN = "CNN", CONTROLS["control"], "T-CNN, fine-tuned"
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the study; return 0 if it saw what it stands for, 3 if not."""
+    """Run the study; return 0 if its checks hold or the images are your own, else 3."""
     args = parse(arguments)
 
     # Load the CNN and the digits, or refuse test sets that do not fit it, and train the CNN.

@@ -58,7 +58,7 @@ SAVED = ["gate", "content_information", "images"]
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the study; return 0 if it saw what it stands for, 3 if not."""
+    """Run the study; return 0 if its checks hold or the images are your own, else 3."""
     args = parse(arguments)
     first = begin("seeds", args, stages=2 * args.seeds)
     seeds = range(args.seed, args.seed + args.seeds)

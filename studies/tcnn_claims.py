@@ -83,7 +83,7 @@ IMAGES = 48
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the study; return 0 if it saw what it stands for, 3 if not."""
+    """Run the study; return 0 if its checks hold or the images are your own, else 3."""
     args = parse(arguments)
     arms = [GATED, UNGATED, REDRAWN, *(f"SGD, {lr:g}" for lr in args.sgd_lrs)]
     first = begin("tcnn_claims", args, stages=args.seeds * (1 + len(arms)))

@@ -124,7 +124,7 @@ class Training:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the study; 0 if it saw what it stands for, 3 if not."""
+    """Run the study; return 0 if its checks hold or the images are your own, else 3."""
     args = parse(arguments)
     output = RunOutput.from_args(args, "training_health")
     data = load_image_set(args.data, args.limit, output.beside("_images"))

@@ -57,7 +57,7 @@ MEASURES = ("top1", "val_loss", "train_loss", "train_top1")
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the study; return 0 if it saw what it stands for, 3 if not."""
+    """Run the study; return 0 if its checks hold or the images are your own, else 3."""
     args = parse(arguments)
     output = RunOutput.from_args(args, "when_to_reparameterize")
 

@@ -17,6 +17,7 @@ from tcnn_model.conversion.tracing import (
     FAILURES,
     Call,
     InputSize,
+    carries_hooks,
     copy_in_its_modes,
     find_input_size,
     meta_copy,
@@ -331,12 +332,7 @@ def _strided_steps(calls: list[Call], selected: list[str]) -> dict[str, Call]:
 def _convert(name: str, conv: nn.Module, step: Call | None, **options: Any) -> GPSA:
     """Return the GPSA layer for a convolution, at stride 1 if it makes a step in resolution that is taken out."""
     try:
-        if (
-            conv._forward_hooks
-            or conv._forward_pre_hooks
-            or conv._backward_hooks
-            or conv._backward_pre_hooks
-        ):
+        if carries_hooks(conv):
             raise ValueError(
                 "it carries hooks, which would be lost: remove them first and attach them afterwards"
             )

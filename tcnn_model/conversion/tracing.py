@@ -14,6 +14,7 @@ __all__ = [
     "Call",
     "InputSize",
     "Shapes",
+    "carries_hooks",
     "copy_in_its_modes",
     "find_input_size",
     "meta_copy",
@@ -251,3 +252,13 @@ def find_input_size(model: nn.Module, input_size: InputSize | None = None) -> In
         f"could not run {type(model).__name__} on an image of {size}: pass the input_size=(C, H, W) of one that it "
         f"accepts ({type(reason).__name__}: {reason})"
     ) from reason
+
+
+def carries_hooks(module: nn.Module) -> bool:
+    """Return whether hooks are attached to a module, which would be lost with it."""
+    return bool(
+        module._forward_hooks
+        or module._forward_pre_hooks
+        or module._backward_hooks
+        or module._backward_pre_hooks
+    )

@@ -134,7 +134,7 @@ class GatedAttention:
 
     def content(self, queries: Tensor | slice | None = None) -> Tensor:
         """Return the content attention of some or all queries, (B, heads, n, H * W), in float32 at least."""
-        # None, as torch 2.8 does not compile a slice by default.
+        # The default is None because torch 2.8 cannot compile a slice as a default argument.
         query = self.query if queries is None else self.query[:, :, queries]
         with without_autocast(self.query):
             # Queries rather than logits are scaled: they are fewer numbers.

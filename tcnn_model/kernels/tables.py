@@ -94,6 +94,7 @@ def _table(
     stride_x, first_x, before_x, keys_x,
     QUERIES: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
+    # One row of the table for each parameter of the positional attention of a query, in the order of the constants.
     h = tl.program_id(1).to(tl.int64)
     m = tl.program_id(0) * QUERIES + tl.arange(0, QUERIES)
     curvature = tl.load(position + 3 * h).to(tl.float64) * LOG2E
@@ -101,18 +102,18 @@ def _table(
     slope_x = tl.load(position + 3 * h + 2).to(tl.float64) * LOG2E
     query_y = ((m // queries_x) * stride_y + first_y).to(tl.float64)
     query_x = ((m % queries_x) * stride_x + first_x).to(tl.float64)
-    ref_y, at_y, norm_y, mean_y, variance_y, entropy_y = _line(
+    ref_y, slope_at_ref_y, norm_y, mean_y, variance_y, entropy_y = _line(
         curvature, slope_y, query_y, before_y, keys_y, QUERIES, KEYS
     )
-    ref_x, at_x, norm_x, mean_x, variance_x, entropy_x = _line(
+    ref_x, slope_at_ref_x, norm_x, mean_x, variance_x, entropy_x = _line(
         curvature, slope_x, query_x, before_x, keys_x, QUERIES, KEYS
     )
     out = table + h * TABLE * n_q + m
     valid = m < n_q
     tl.store(out + REFERENCE_Y * n_q, ref_y, mask=valid)
     tl.store(out + REFERENCE_X * n_q, ref_x, mask=valid)
-    tl.store(out + SLOPE_Y * n_q, at_y, mask=valid)
-    tl.store(out + SLOPE_X * n_q, at_x, mask=valid)
+    tl.store(out + SLOPE_Y * n_q, slope_at_ref_y, mask=valid)
+    tl.store(out + SLOPE_X * n_q, slope_at_ref_x, mask=valid)
     tl.store(
         out + CURVATURE * n_q, tl.zeros((QUERIES,), tl.float64) + curvature, mask=valid
     )

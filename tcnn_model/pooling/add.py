@@ -14,6 +14,7 @@ from tcnn_model.conversion.tracing import (
     FAILURES,
     InputSize,
     Shapes,
+    carries_hooks,
     copy_in_its_modes,
     find_input_size,
     meta_copy,
@@ -239,7 +240,7 @@ def _check_hooks(model: Any, place: _Place, per_class: bool) -> None:
     if isinstance(model, VGG) and isinstance(model.pre_logits, ConvMlp):
         removed += [*model.pre_logits.modules(), *model.head.modules()]
     for name, module in model.named_modules():
-        if module in removed and (module._forward_hooks or module._forward_pre_hooks):
+        if module in removed and carries_hooks(module):
             raise ValueError(
                 f"{name} carries hooks, which would be lost: remove them first, attach them afterwards"
             )

@@ -5,6 +5,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from tcnn_model.conversion.tracing import carries_hooks
 from tcnn_model.pooling.attention_pool import AttentionPool2d, ClassScores
 
 __all__ = [
@@ -155,7 +156,7 @@ def exchange_classifier(model: Any) -> None:
         raise ValueError(
             f"expected one classifier, got {type(classifier).__name__} from get_classifier()"
         )
-    if classifier._forward_hooks or classifier._forward_pre_hooks:
+    if carries_hooks(classifier):
         raise ValueError(
             f"{name} carries hooks, which would be lost: remove them first and attach them afterwards"
         )

@@ -231,7 +231,8 @@ class Training:
             raise NonFiniteLossError(
                 f"the loss is {total_loss:g} in {place}", images, targets
             )
-        # The sum over batches is then the mean gradient: clipping sees the norm that one large batch would have.
+        # Divided by the number of parts, the gradients add up to their mean, so clipping sees the norm that one large
+        # batch would have.
         self.scaler.scale(loss / parts).backward()
         self.total += totals(logits, loss, result.get("targets", targets)).cpu()
 

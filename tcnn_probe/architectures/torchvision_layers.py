@@ -18,10 +18,10 @@ def _swin(layer: Any, inputs: Sequence[Any]) -> Windows:
         (inputs[0].shape[1], inputs[0].shape[2]),
         to_2tuple(layer.window_size),
     )
-    # A window as large as the grid is not shifted.
+    # Along an axis that one window covers, nothing is shifted.
     shifts = [
-        0 if cut >= length else shift
-        for cut, length, shift in zip(window, grid, layer.shift_size, strict=True)
+        0 if side >= length else shift
+        for side, length, shift in zip(window, grid, layer.shift_size, strict=True)
     ]
     return Windows(grid, window, (shifts[0], shifts[1]), padded_first=True)
 

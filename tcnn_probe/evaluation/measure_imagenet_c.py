@@ -131,7 +131,7 @@ def _open(
 ) -> Variant:
     corruption, severity = condition
     with warnings.catch_warnings():
-        # Only the first condition warns of missing classes: all others lack the same ones.
+        # Only the first condition warns, of missing classes above all: all others lack the same ones.
         if not warn:
             warnings.simplefilter("ignore", UserWarning)
         return imagenet_variant(

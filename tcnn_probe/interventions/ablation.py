@@ -14,13 +14,11 @@ from tcnn_probe.architectures.lookup import head_count
 from tcnn_probe.attention.head_editor import HeadEditor
 from tcnn_probe.hooks.calls import Call, Calls
 from tcnn_probe.hooks.modes import is_transformed, put_on
-from tcnn_probe.interventions.edits import Ablated, Mode
+from tcnn_probe.interventions.edits import Ablated, Mode, kind_of
 from tcnn_probe.interventions.head_selection import HeadSelection, select_heads
 from tcnn_probe.interventions.references import (
-    AttentionReference,
     GivenImages,
     ReferenceStatistics,
-    TermReference,
     as_batches,
     fingerprints,
 )
@@ -28,7 +26,9 @@ from tcnn_probe.models import check_model, layer_names, untouched, whole_number
 
 __all__ = ["Ablation", "ablate"]
 
-_MODES_OVER_IMAGES = ("mean", "static", "shuffled")
+_MODES_OVER_IMAGES = tuple(
+    mode for mode in get_args(Mode) if kind_of(mode, with_images=True).takes_images
+)
 
 
 def ablate(
@@ -117,7 +117,7 @@ def ablate(
         raise ValueError(
             "mode='replaced' needs source=, the model whose heads are put in"
         )
-    if mode in ("static", "shuffled") and images is None:
+    if kind_of(mode, with_images=False).takes_images and images is None:
         raise ValueError(
             f"mode={mode!r} needs images=, the images whose attention is used"
         )
@@ -288,12 +288,7 @@ def _collect_references(
     """Run the model on the given images, and keep what each mode takes of them."""
     references = []
     for entry in ablated:
-        if entry.mode == "mean":
-            entry.reference = TermReference()
-        else:
-            entry.reference = AttentionReference(
-                shuffled=entry.mode == "shuffled", seed=seed
-            )
+        entry.reference = entry.new_reference(seed)
         references.append(entry.reference)
     size = None
     with _edited_model(model, ablated), untouched(model), torch.no_grad():

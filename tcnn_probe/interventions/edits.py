@@ -44,6 +44,9 @@ class Ablated(HeadListener):
         source: Layer whose heads are put in, of mode "replaced".
     """
 
+    takes_images: ClassVar[bool] = False
+    """Whether the kind needs given images, of which :meth:`new_reference` keeps what it takes."""
+
     reference: ReferenceStatistics | None = None
     """Statistics over given images; None for kinds that need none."""
 
@@ -78,6 +81,10 @@ class Ablated(HeadListener):
 
     def edit(self, attention: Attention, heads: Sequence[int]) -> HeadEdit | None:
         """Return what these heads of an attention give; None if this attention cannot be ablated so."""
+        raise NotImplementedError
+
+    def new_reference(self, seed: int | None) -> ReferenceStatistics:
+        """Return the statistics over given images, while there are none of them yet; of kinds that need images."""
         raise NotImplementedError
 
     def fresh(self) -> Self:
@@ -183,7 +190,12 @@ class GatesForced(Ablated):
 class GivenAttention(Ablated):
     """Heads whose attention is its mean over given images ("static") or that of another image ("shuffled")."""
 
+    takes_images = True
     reference: AttentionReference
+
+    def new_reference(self, seed: int | None) -> AttentionReference:
+        """Return a reference that keeps the mean attention, or that of each image to give it to another."""
+        return AttentionReference(shuffled=self.mode == "shuffled", seed=seed)
 
     def edit(self, attention: Attention, heads: Sequence[int]) -> HeadEdit:
         """Return the given attention; while the given images pass, keep theirs."""
@@ -205,9 +217,14 @@ class GivenAttention(Ablated):
 class AveragedOverImages(Ablated):
     """Heads that give the mean over given images of what they add to the layer's output."""
 
+    takes_images = True
     reference: TermReference
     is_additive = False
     """Whether the heads are known to add up."""
+
+    def new_reference(self, seed: int | None) -> TermReference:
+        """Return a reference that keeps the mean terms of the heads."""
+        return TermReference()
 
     def edit(self, attention: Attention, heads: Sequence[int]) -> HeadEdit:
         """Return zeros, and the means to add to the layer's output."""

@@ -250,7 +250,7 @@ def _draw_map(
     # In grey, so that all colour is attention.
     draw_image(axes, picture.mean(0, keepdims=True))
     largest = float(np.nanmax(maps.values)) if largest is None else largest
-    # A map of zeros, as outside of a query's window, stays transparent.
+    # A map of zeros, as outside of a query's window, must not be divided by zero.
     share = maps.values / max(largest, 1e-30)
     (top, height), (left, width) = first_cell(maps, "y"), first_cell(maps, "x")
     extent = left, left + width * share.shape[1], top + height * share.shape[0], top
@@ -261,7 +261,7 @@ def _draw_map(
         extent=extent,
         vmin=0,
         vmax=1,
-        # The image is seen through the most attention, and the map's extent where there is none.
+        # Never fully opaque, so that the image shows through; never fully transparent, so that the map's extent shows.
         alpha=0.35 + 0.6 * share,
     )
 

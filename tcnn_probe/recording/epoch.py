@@ -360,15 +360,15 @@ def _check_layer_filter(
 def warn_of_idle_probes(kinds: Collection[str], report: EpochReport) -> list[str]:
     """Name the probes without a layer, or without parameters to read, among those that the user has named.
 
-    If one of the default probes has a layer, the others need none.
+    If one of the default probes has a layer, no warning is given for the other default probes.
     """
-    measured_kinds = {entry.probe.kind for entry in report.layers}
+    kinds_with_layers = {entry.probe.kind for entry in report.layers}
     # GPSA and softmax are both default probes, and few models have both.
     idle = [
         kind
         for kind in kinds
-        if kind not in measured_kinds
-        and not (kind in DEFAULT and measured_kinds & {*DEFAULT})
+        if kind not in kinds_with_layers
+        and not (kind in DEFAULT and kinds_with_layers & {*DEFAULT})
     ]
     warned = [f"no layer was found for the probes {idle}"] if idle else []
     for probe in report.probes:

@@ -86,7 +86,8 @@ def test_hooks_would_be_lost() -> None:
     # The two modules that are replaced, and below two that a VGG's head loses.
     for name in ("global_pool.pool", "fc"):
         cnn = tiny_cnn()
-        cnn.get_submodule(name).register_forward_hook(lambda *_: None)
+        # Backward hooks are lost as well as forward hooks.
+        cnn.get_submodule(name).register_full_backward_hook(lambda *_: None)
         _refused(
             cnn,
             f"{name} carries hooks, which would be lost",

@@ -1,6 +1,7 @@
 """Attention between segments of tokens, pair by pair in float64, with the segments written by hand."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -165,28 +166,35 @@ def test_bfloat16() -> None:
 
 
 @pytest.mark.parametrize(
-    ("form", "kernel"),
+    ("form", "kernel", "words"),
     [
-        ("plain", False),
-        ("hidden", False),
-        ("lowered", False),
-        ("swallowed", False),
-        ("hidden", True),
-        ("lowered", True),
+        ("plain", False, 0),
+        ("hidden", False, 0),
+        ("lowered", False, 0),
+        ("swallowed", False, 0),
+        ("hidden", True, 0),
+        ("lowered", True, 0),
+        ("hidden", False, 2),
+        ("hidden", True, 2),
     ],
 )
-def test_masks(form: str, kernel: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_masks(
+    form: str, kernel: bool, words: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Queries that see nothing count for nothing; on the kernel's path as on that of the blocks."""
     if kernel:
         monkeypatch.setattr(ProductLogits, "on_kernel", True)
         # The path of the blocks fails if it is taken.
         monkeypatch.setattr(softmax_statistics, "_rows_by_blocks", None)
     attention, _ = case(form, 5)
+    # Words stand behind the special tokens, before the grid.
+    attention = replace(attention, layout=replace(attention.layout, words=words))
     logits = attention.logits(slice(None), slice(None)).double()
     weights = torch.softmax(logits, -1).nan_to_num(0).numpy()
     shares = attention.segment_attention()
     assert shares is not None
-    tokens = ["class"] + ["register"] * 4 + ["patch"] * (GRID[0] * GRID[1])
+    special = ["class"] + ["register"] * (4 - words) + ["text"] * words
+    tokens = special + ["patch"] * (GRID[0] * GRID[1])
     total = shares.double().sum(0)
     total = total / total.sum(-1, keepdim=True)
     # The kernel forms the logits anew: they are sums of up to 80 in absolute terms, off by as many eps.
