@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from tcnn_model import gpsa_layers, reparameterize, unstride
 from tcnn_model.conversion.tracing import Call, find_input_size, meta_copy, trace
 from tcnn_model.conversion.unstride import at_unit_stride, check_phases
-from tests.tcnn_model.helpers import SHARP, assert_same, disturb, random
+from tests.tcnn_model.numerics import SHARP, assert_same, disturb, random
 from tests.tcnn_model.tiny_models import tiny_cnn
 
 

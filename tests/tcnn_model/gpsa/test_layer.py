@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from tcnn_model import GPSA, gpsa_layers
-from tests.tcnn_model.helpers import disturb, random
+from tests.tcnn_model.numerics import disturb, random
 
 
 def test_centres_are_the_offsets_of_the_taps_row_major() -> None:

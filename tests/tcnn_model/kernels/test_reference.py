@@ -7,7 +7,7 @@ from tcnn_model import Axis
 from tcnn_model.kernels import reference
 from tcnn_model.kernels.grid import Grid, Line
 from tests.tcnn_model.dense import DEVICE, Case, apply, gradients, measure, terms
-from tests.tcnn_model.helpers import assert_rounding, random
+from tests.tcnn_model.numerics import assert_rounding, random
 
 CASES = {
     # Odd and unlike sides, strides of either axis, and padding on both sides, on one side or on none.

@@ -19,7 +19,7 @@ from torchvision.models.swin_transformer import SwinTransformer
 
 import tcnn_model
 import tcnn_probe
-from tcnn_model.gpsa.reference import gpsa_attention_reference
+from tcnn_model.gpsa.equations import gpsa_attention_reference
 from tests.tcnn_probe.attention.bruteforce import attention_of
 from tests.tcnn_probe.attention.sharpen import sharpen
 

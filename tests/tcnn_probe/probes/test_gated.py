@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import tcnn_probe
 from tcnn_model import GPSA, gpsa_layers
-from tests.tcnn_model.helpers import default_dtype
+from tests.tcnn_model.numerics import default_dtype
 from tests.tcnn_probe.contracts.helpers import recorded
 from tests.tcnn_probe.networks import Branches, Chain, inputs_of, scatter, small_resnet
 from tests.tcnn_probe.oracle import (

@@ -16,7 +16,7 @@ from timm.models.mlp_mixer import Affine, MixerBlock, MlpMixer, ResBlock
 from torch import Tensor, nn
 
 import tcnn_probe
-from tests.tcnn_probe.probes.helpers import (
+from tests.tcnn_probe.probes.scattered_models import (
     VIT,
     images,
     inputs_in_float64,
