@@ -53,6 +53,7 @@ from common.training_options import add_training, settle
 from tcnn_model import reparameterize
 from tcnn_probe.plot import OKABE_ITO
 
+# What the figure and the table need, out of all that is recorded.
 SAVED = ["gate", "content_information", "images"]
 
 
@@ -81,6 +82,7 @@ def train(first: Study, seed: int) -> xr.Dataset:
         result.top1
         for result in study.train_cnn(f"cnn_{seed}", f"the CNN, seed {seed}")
     ]
+    # The same seed again: queries and keys are drawn when the CNN is converted.
     torch.manual_seed(seed)
     tcnn = reparameterize(study.cnn)
     with tcnn_probe.record(tcnn, study.output.beside(f"_{seed}.zarr")) as recorder:
@@ -98,6 +100,7 @@ def train(first: Study, seed: int) -> xr.Dataset:
     accuracies = xr.DataArray(
         top1, {"epoch": range(len(top1))}, ("epoch",), name="top1"
     )
+    # Outer: the CNN's epochs have accuracies and no heads.
     return xr.merge([heads, accuracies], join="outer").assign(
         correct=("image", right(tcnn, study))
     )
@@ -118,9 +121,11 @@ def right(model: nn.Module, study: Study) -> np.ndarray:
 
 def rank_correlation(x: np.ndarray, y: np.ndarray) -> tuple[float, float, float]:
     """Return Spearman's rank correlation with its 95 % interval over seeds, after Bonett and Wright (2000, Eq. 3)."""
+    # Three seeds leave no degree of freedom for the standard error, and constant ranks have no correlation.
     if len(x) < 4 or not np.ptp(x) or not np.ptp(y):
         return np.nan, np.nan, np.nan
     rho = float(spearmanr(x, y).statistic)
+    # 1 + rho^2 / 2 is what Bonett and Wright put into Fisher's variance for the sake of ranks.
     half = norm.ppf(0.975) * np.sqrt((1 + rho**2 / 2) / (len(x) - 3))
     # A correlation of 1 has no Fisher transform.
     low, high = np.tanh(
@@ -159,6 +164,7 @@ def draw(results: xr.Dataset) -> Figure:
     draw_spread(panels[0], results)
     last = results.isel(epoch=-1)
     begin_at, end_at = converted(results), int(results.epoch[-1])
+    # Halfway through the CNN's training, where it is converted, and just before the end.
     shown = sorted({begin_at // 2, begin_at, end_at - 1})
     for color, epoch in zip(ordered_colors(len(shown)), shown, strict=True):
         panels[1].plot(
@@ -187,6 +193,7 @@ def draw(results: xr.Dataset) -> Figure:
         (panels[4], "content_information", "nat"),
     ):
         means = last[name].mean("head").transpose("seed", "layer")
+        # A line for each seed, as layers of one network go together.
         for row in means.values:
             panel.plot(range(means.sizes["layer"]), row, "-", color="0.7", lw=0.8)
         panel.plot(
@@ -211,6 +218,7 @@ def draw_spread(panel: Axes, results: xr.Dataset) -> None:
     top1, epochs = results.top1, results.epoch
     mean, deviation = (
         top1.mean("seed"),
+        # Of a single seed there is no standard deviation: 0 draws no band.
         top1.std("seed", ddof=1 if top1.sizes["seed"] > 1 else 0),
     )
     panel.fill_between(
@@ -226,6 +234,7 @@ def draw_spread(panel: Axes, results: xr.Dataset) -> None:
     panel.plot(epochs, mean, color="k", label="mean")
     panel.axvline(
         converted(results) - 0.5,
+        # Between the last epoch of the CNN and the first of the T-CNN.
         color=OKABE_ITO["blue"],
         lw=1,
         ls=":",
@@ -256,6 +265,7 @@ def draw_types(panel: Axes, types: xr.DataArray) -> None:
         )
     panel.set(
         ylabel="share of heads",
+        # A little beyond 0 and 1, where most shares lie.
         ylim=(-0.05, 1.05),
         title="types by gate, and their range",
     )
@@ -279,6 +289,7 @@ def table(results: xr.Dataset) -> str:
         numbers = f"{values.mean():8.3f}{deviation:8.3f}{values.min():8.3f}{values.max():8.3f}"
         lines.append(
             f"{epoch:>6}{numbers}"
+            # At the last epoch, and where seeds do not differ, there is no correlation.
             + (f"   {rho:+.2f} [{low:+.2f}, {high:+.2f}]" if rho == rho else "")
         )
     even, odd = halves(results)
@@ -287,6 +298,7 @@ def table(results: xr.Dataset) -> str:
         f"at the end, even images rank the seeds as odd ones do by {rho:+.2f} [{low:+.2f}, {high:+.2f}]"
     )
     accuracy = float(top1.isel(epoch=-1).mean())
+    # The spread that the choice of images alone would give, to compare the seeds' with.
     by_chance = (accuracy * (1 - accuracy) / results.sizes["image"]) ** 0.5
     lines.append(
         f"a standard error over {results.sizes['image']} images is {by_chance:.3f}"

@@ -77,6 +77,7 @@ COLORS = {
 }
 CENTER = 4
 """Head of the centre tap of a 3 x 3 kernel, head 5 of the paper."""
+# Enough that the mean over images is not an image's own; attention of all of them fits into memory at once.
 IMAGES = 48
 """Validation images whose attention is measured."""
 
@@ -94,6 +95,7 @@ def main(arguments: list[str] | None = None) -> int:
         study.train_cnn(f"cnn_{seed}")
         trained = [train(study, arm, seed) for arm in arms]
         by_seed.append(
+            # Outer, since arms without gates lack what is recorded of gates.
             xr.concat(trained, xr.Variable("arm", np.array(arms, object)), join="outer")
         )
     results = xr.concat(by_seed, xr.Variable("seed", list(seeds)))
@@ -127,6 +129,7 @@ class Ungated(nn.Module):
         on_grid = content.unflatten(-1, (parts.y.length, parts.x.length))
         content = F.pad(on_grid, padding).flatten(-2)
         # The logarithm of the positional attention is its logits, up to a constant of the row.
+        # Of a factor that is zero in float32 the logarithm would be minus infinity.
         rows, columns = (factor.clamp_min(1e-30).log() for factor in parts.factors())
         position = rows[:, :, None, :, None] + columns[:, None, :, None, :]
         position = position.flatten(3).flatten(1, 2)
@@ -142,6 +145,7 @@ class Ungated(nn.Module):
 
 def convert(arm: str, study: Study, seed: int) -> nn.Module:
     """Convert the CNN to the T-CNN of an arm; all arms of a seed have the same queries and keys."""
+    # The seed decides about queries and keys, so that arms of a seed differ in their treatment alone.
     torch.manual_seed(seed)
     tcnn = reparameterize(study.cnn)
     for name, layer in gpsa_layers(tcnn).items():
@@ -174,6 +178,7 @@ def train(study: Study, arm: str, seed: int) -> xr.Dataset:
             if recorder is not None:
                 recorder.mark(if_marked="skip", **asdict(result))
             if not path.exists():
+                # Measuring runs the model once more, which must not count as validation.
                 with recorder.pause() if recorder else nullcontext():
                     write_whole(measured(tcnn, images), path)
             of_epoch = xr.open_zarr(path, consolidated=False).load()
@@ -205,6 +210,7 @@ def measured(model: nn.Module, images: Tensor) -> xr.Dataset:
     hooks = [
         model.get_submodule(name).register_forward_pre_hook(keep) for name in names
     ]
+    # Hooks run on the model whose training goes on: they are taken off whatever happens.
     try:
         model.eval()(images)
     finally:
@@ -225,6 +231,7 @@ def information(attention: Tensor) -> Tensor:
     entropy of a query's attention, mean over images, less that in an image, times B / (B - 1) against its bias, as
     tcnn_probe records it.
     """
+    # float64, as the information is a small difference of entropies.
     attention = attention.double()
     by_query = attention.mean(0)
     position = entropy(by_query.mean(1)) - entropy(by_query).mean(1)
@@ -270,6 +277,7 @@ def differences(results: xr.Dataset) -> dict[str, xr.DataArray]:
 
 def one_sided(ds: xr.Dataset) -> xr.DataArray:
     """Return the larger of the two kinds of information as a share of both: 1/2 if equal, 1 if there is one alone."""
+    # Content information may come out below zero by its correction, and a share of a negative number has no meaning.
     position, content = ds.position.clip(0), ds.content.clip(0)
     return np.maximum(position, content) / (position + content)
 
@@ -285,6 +293,7 @@ def kept_sides(results: xr.Dataset, arm: str) -> xr.DataArray:
     """Return the share of heads that end with the kind of information that led after the first epoch, by seed."""
     of_arm = results.sel(arm=arm)
     leads = of_arm.position > of_arm.content
+    # Epoch 0 is before any training: the first comparison is after one epoch.
     return (leads.isel(epoch=1) == leads.isel(epoch=-1)).mean(["layer", "head"])
 
 
@@ -328,6 +337,7 @@ def draw(results: xr.Dataset) -> Figure:
 
 def draw_gates(panel: Axes, gates: xr.DataArray) -> None:
     """Draw the gates of the centre tap and of the other heads by layer, a point for each training."""
+    # All heads but the centre's in one row, as the claim is about the difference.
     off_center = gates.drop_sel(head=CENTER).transpose("layer", "seed", "head")
     for row, layer in enumerate(gates.layer.values):
         rest = off_center.sel(layer=layer).values.ravel()
@@ -376,6 +386,7 @@ def table(results: xr.Dataset) -> str:
         low, high = mean_interval(values, "seed").values.tolist()
         verdict = (
             "as the paper says"
+            # Above zero is what the paper claims: an interval that holds zero leaves it open.
             if low > 0
             else "the OPPOSITE"
             if high < 0
@@ -405,6 +416,7 @@ def table(results: xr.Dataset) -> str:
 
 def check(results: xr.Dataset, chance: float) -> bool:
     """Return whether the T-CNNs learned, and all heads start by position, with a gate and without."""
+    # The median: one training that failed must not hide behind the others, nor decide for them.
     median = float(results.top1.sel(arm=GATED).isel(epoch=-1).median())
     has_learned = learned("the median T-CNN", median, int(results.images), chance)
     start = results.sel(arm=[GATED, UNGATED]).isel(epoch=0)

@@ -72,6 +72,7 @@ from common.options import (
 from common.output import RunOutput
 from tcnn_probe.diagnosis import Finding
 
+# A width that three heads divide; large enough to learn the digits in the epochs of the study.
 DIM, DEPTH, HEADS = 48, 3, 3
 VITS = {
     "class token": {},
@@ -111,6 +112,7 @@ class Training:
     illness: str
     seed: int
 
+    # A name without blanks: it becomes the name of a folder.
     @property
     def name(self) -> str:
         """Name of its recording."""
@@ -226,6 +228,7 @@ def train(
     model = network(training.kind, data).to(args.device)
     illness, labels = training.illness, data.labels
     is_too_fast = illness in ("learning rate", "qk-norm")
+    # Ten times the rate that works, and without its warm-up.
     rate = 10 * data.rate if is_too_fast else data.rate
     optimizer = torch.optim.AdamW(model.parameters(), lr=rate, weight_decay=0.05)
     if illness == "shuffled labels":
@@ -244,6 +247,7 @@ def train(
         for epoch in range(args.epochs):
             is_ill = epoch + 1 >= training.begin(args.epochs)
             if is_ill and illness == "growing queries and keys":
+                # Times 9 in the logits at each epoch, where one step of times 36 is the illness beside it.
                 scale_up(model, 3)
             if illness == "scaled queries and keys" and epoch == args.epochs // 2:
                 scale_up(model, 6)
@@ -283,6 +287,7 @@ def mark(
 ) -> None:
     """Validate, and mark the epoch."""
     model.eval()
+    # Batches of 250, so that a large validation set fits into memory.
     batches = data.validation.split(250)
     output = torch.cat([model(images.to(device)).cpu() for images in batches])
     loss = F.cross_entropy(output, data.validation_labels).item()

@@ -16,6 +16,7 @@ import tcnn_probe
 from tcnn_probe import evaluation
 from tcnn_probe.command_line import main
 
+# An image of bytes, as PIL and imageio give it.
 ARRAY = np.random.default_rng(0).integers(0, 255, (40, 56, 3), dtype=np.uint8)
 IMAGES = torch.randn(2, 3, 32, 48, generator=torch.Generator().manual_seed(0))
 
@@ -58,16 +59,19 @@ def test_what_an_image_processor_gives() -> None:
     model = transformers.ViTModel(
         transformers.ViTConfig(image_size=32, patch_size=8, **config)
     )
+    # A dictionary, as image processors return it.
     assert "3x4x4" in tcnn_probe.attention_maps(
         model, {"pixel_values": torch.randn(1, 3, 32, 32)}
     )
 
 
 def test_a_remedy_that_a_warning_names_is_an_option_of_maps_too() -> None:
+    # The warning of this model names this option.
     assert "3x4x6" in tcnn_probe.attention_maps(Written(), IMAGES, prefix_tokens=5)
 
 
 def test_bytes_as_floats_are_refused_everywhere() -> None:
+    # Above any image in [0, 1] or normalised: 200 can only be a byte.
     images, model, label = torch.full((1, 3, 32, 48), 200.0), vit(), torch.tensor([1])
     for use in (
         lambda: tcnn_probe.attention_maps(model, images),
@@ -84,6 +88,7 @@ def test_saliency_takes_a_picture() -> None:
 
 
 def test_a_target_of_a_model_without_a_classifier() -> None:
+    # 313 is a class of ImageNet, which users copy from an example.
     with pytest.raises(ValueError, match="features"):
         tcnn_probe.saliency(vit(num_classes=0), IMAGES, target=313, method="gradcam")
 
@@ -92,12 +97,15 @@ def test_what_is_no_store_is_a_sentence(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "notes.txt").write_text("no store")
+    # 2 as argparse has it for wrong use.
     assert main(["show", str(tmp_path / "notes.txt")]) == 2
+    # A single line, without a traceback.
     assert capsys.readouterr().err.count("\n") == 1
 
 
 def test_epochs_are_whole_on_the_axis() -> None:
     gates = xr.DataArray(
+        # Three epochs, for which matplotlib would choose ticks at halves.
         np.ones((3, 2, 2)),
         {"epoch": range(3), "layer": ["a", "b"]},
         ("epoch", "layer", "head"),
@@ -124,6 +132,7 @@ def test_a_loop_of_somebody_elses_is_recorded_where_its_validation_ends(
         None,
         state,
         None,
+        # Names as other loops have them: a slash and a hyphen, and a value that is no number.
         metrics={"eval_loss": 0.25, "eval/top-1": 0.5, "note": "text"},
     )
     callback.on_train_end(None, state, None)

@@ -25,9 +25,11 @@ from tcnn_probe import evaluation
 
 __all__ = ["MARGIN", "check", "draw", "report", "tree_of"]
 
+# Laid down in the protocol before any run was seen.
 MARGIN = 0.01
 """Differences of accuracy that are smaller are of no interest."""
 
+# Grey for the CNN, so that colours are left for arms with attention.
 COLORS = {
     "A": "0.4",
     "B": "tab:brown",
@@ -57,6 +59,7 @@ def tree_of(folder: Path) -> xr.DataTree:
             "title": ARMS[arm].title,
         }
         nodes[f"{blocks}_{batch_norm}/{arm}_{start}_{seed}"] = dataset
+    # A tree, as tables have other layers and cannot be one dataset.
     return xr.DataTree.from_dict(nodes)
 
 
@@ -82,6 +85,7 @@ def check(tree: xr.DataTree) -> bool:
         arm = run.attrs["arm"]
         name = f"{arm}, start {run.attrs['start']:+g}, seed {run.attrs['seed']}"
         if arm == "D":
+            # The largest over heads: a single one that looks at the image is too many.
             information = float(np.nanmax(run.content_part_information[-1]))
             changed = float((run.clean != run.clean_static).mean())
             # More than rounding: bfloat16 may change the answer on a few of thousands of images.
@@ -114,6 +118,7 @@ def draw(tree: xr.DataTree) -> Figure:
             arm = run.attrs["arm"]
             # A has no gates, and those of E stay at 1.
             if arm in "BCDF":
+                # Dashed for the lower start, as triangles below.
                 style = "-" if run.attrs["start"] > 0 else "--"
                 panel.plot(
                     run.mark,
@@ -190,6 +195,7 @@ def _difference(
 ) -> NDArray[np.floating] | None:
     """Return first minus second of the seeds that both have, shape (seeds, ...); None if there are none."""
     seeds = sorted(first.keys() & second.keys())
+    # By seed, since runs of one seed share their images and initial weights.
     return np.stack([first[seed] - second[seed] for seed in seeds]) if seeds else None
 
 
@@ -204,6 +210,7 @@ def _accuracies(runs: list[xr.Dataset]) -> list[str]:
             for run in runs
             if (run.attrs["arm"], run.attrs["start"]) == (arm, start)
         ]
+        # Arms without gates have a start of 0, which is no value of lambda.
         words = f"{arm} {ARMS[arm].title}" + (f", lambda = {start:+g}" if start else "")
         means = [
             float(np.mean([run[name].mean() for run in of_arm]))
@@ -291,6 +298,7 @@ def _endpoints(runs: list[xr.Dataset]) -> list[str]:
 
 def _together(answers: list[str]) -> str:
     """Return the verdict of several: yes if any is, no if all are."""
+    # One effect that is clear answers the question; to say no needs all of them.
     if "yes" in answers:
         return "YES"
     return "NO" if set(answers) == {"no"} else "UNDECIDED"
@@ -307,6 +315,7 @@ def _families(runs: list[xr.Dataset], start: float) -> list[str]:
         [corruption.group for corruption in evaluation.CORRUPTIONS.values()]
     )
     effects = {
+        # The mean over the corruptions of a family, each of which counts the same.
         group: crossed_effect(difference[:, groups == group].mean(1))
         for group in GROUPS
     }
@@ -327,6 +336,7 @@ def _heads(runs: list[xr.Dataset]) -> list[str]:
         "heads of C, one by one static: rank correlation of the cost with what was recorded, by run"
     ]
     for run in of_c:
+        # Of the same images: single heads are tried on a part of them.
         accuracy = run.clean.values[run.heads_rows.values].mean()
         cost = accuracy - run.heads_static.mean("head_image").values
         last = run.isel(mark=-1)

@@ -32,6 +32,7 @@ from common.ending import finish, learned
 HEADS = {"layer": ["first", "last"], "head": [0, 1]}
 
 
+# 0.73 is sigmoid(1): the gate that lambda = 1 gives every head before fine-tuning.
 def gates(first: float, last: float) -> xr.DataArray:
     """Return gates of two layers of two heads at two epochs; all 0.73 at first."""
     values = np.full((2, 2, 2), 0.73)
@@ -44,6 +45,7 @@ def gating(
 ) -> tuple[xr.Dataset, float]:
     return xr.Dataset(
         {
+            # 99 images, so that an accuracy of 0.5 cannot come from ten classes by chance and one of 0.15 can.
             "gate": gates(first, last),
             "top1": ("epoch", [0.3, top1]),
             "images": ("epoch", [99, 99]),
@@ -57,6 +59,7 @@ def maps(
     tap: int = 0,
     peaks: tuple[float, float] = (0.5, 0.1),
 ) -> tuple[Any]:
+    # 3 x 5 weights: a peak found along the wrong axis would lie elsewhere.
     attention = np.zeros((2, 2, 2, 2, 3, 5))
     attention[..., 1, 2] = np.array(peaks)[:, None]
     place = xr.zeros_like(gates(0, 0))
@@ -128,6 +131,7 @@ def rates(low: float = 0.5, high: float = 0.8) -> tuple[Any, ...]:
 
 def starts(low: float = 0.3, high: float = 0.9, top1: float = 0.5) -> tuple[Any, ...]:
     dims = ("locality_strength", "gating", "epoch", "layer", "head")
+    # One value of lambda, as the check compares runs of one locality whose gates start low and high.
     scores = {
         "gate": (dims, np.array([low, high]).reshape(1, 2, 1, 1, 1)),
         "top1": (dims[:3], np.full((1, 2, 1), top1)),
@@ -137,6 +141,7 @@ def starts(low: float = 0.3, high: float = 0.9, top1: float = 0.5) -> tuple[Any,
 
 
 def resolutions(small: float = 0.2, trained: float = 0.6) -> tuple[Any, ...]:
+    # Only the CNN: the check is asked of each model, and one suffices to see it fail.
     coords = {"resolution": [32, 64], "model": ["CNN"]}
     scores = xr.Dataset(
         {"top1": (("resolution", "model"), [[small], [trained]]), "images": 99}, coords
@@ -145,6 +150,7 @@ def resolutions(small: float = 0.2, trained: float = 0.6) -> tuple[Any, ...]:
 
 
 def costs(ratio: float = 2.0, top1: float = 0.5) -> tuple[Any, ...]:
+    # The CNN's cost is the unit, so that the T-CNN's is the ratio that the check prints.
     coords = {"architecture": ["one"], "model": [architectures.CNN, architectures.TCNN]}
     counts, dims = [[1.0, ratio]], ("architecture", "model")
     return xr.Dataset(
@@ -155,6 +161,7 @@ def costs(ratio: float = 2.0, top1: float = 0.5) -> tuple[Any, ...]:
 
 def times(heads: int = 18, top1: float = 0.5) -> tuple[Any, ...]:
     """Return the hybrid and the CNN, of two epochs."""
+    # All the runs agree until the last epoch: the check must read that one.
     accuracies = [[0.1, 0.3, top1], [0.1, 0.3, 0.5]]
     coords = {"t1": [0, 2], "epoch": [0, 1, 2]}
     scores = {
@@ -170,6 +177,7 @@ def knowledge(
 ) -> tuple[Any, ...]:
     """Return three stages and a hundred images: at the end neighbours know this share of them, at the start none."""
     dims = ("model", "epoch", "layer")
+    # Only the first stage, which stands before the attention, may be expected to equal the CNN's.
     cka = (
         np.array([[before, 0.4, 0.3], [0.9, 0.8, 0.8]])[None, :, :, None]
         .repeat(2, 0)
@@ -226,6 +234,7 @@ def matrices(
 
 def ratios(share: float = 0.1, top1: float = 0.5) -> tuple[Any, ...]:
     """Return two blocks at the start and at the end."""
+    # The model without LayerScale is the unit: the check compares ratios of the two at the start.
     values = np.broadcast_to(np.array([1, share]).reshape(2, 1, 1, 1), (2, 2, 2, 2))
     coords = {
         "model": [layer_scale.WITHOUT, layer_scale.WITH],
@@ -252,6 +261,7 @@ def class_maps(on_digit: float = 0.4, top1: float = 0.5) -> tuple[Any, ...]:
 def decisions(differ: float = 0.1, top1: float = 0.8) -> tuple[Any, ...]:
     """Return two trainings, 99 images and two conditions."""
     coords = {"model": [disagreement.CNN, disagreement.TCNN, disagreement.ORDER]}
+    # With 0.8 and 0.8, errors that are independent differ in 2 x 0.8 x 0.2 = 0.32 of the images.
     accuracies = np.broadcast_to([0.8, top1, 0.8], (2, 3))
     results = xr.Dataset(
         {"clean_accuracy": (("training", "model"), accuracies)},
@@ -276,6 +286,7 @@ def dense(before: float = 0.5, fine: float = 0.4, top1: float = 0.5) -> tuple[An
         dense_features.UNSTRIDED,
         dense_features.PATCH,
     ]
+    # NaN where a model is not trained for as long: the check takes the last epoch that each model has.
     iou = np.full((4, 3, 2), 0.5)
     iou[0, 2], iou[1:, 0], iou[1:, 1], iou[1:, 2] = (
         (0.5, 0.2),
@@ -310,6 +321,7 @@ def fine_digits(grafit: float = 0.8) -> tuple[Any, ...]:
         (
             dense_features,
             dense,
+            # Changes are as small as the check can tell, where it has a limit, so that a shifted limit is seen.
             {"before": 0.49},
             "begin NOT as the CNN's: IoU apart by 0.0100",
         ),
@@ -323,6 +335,7 @@ def fine_digits(grafit: float = 0.8) -> tuple[Any, ...]:
         (
             resmlp_weights,
             matrices,
+            # Just above 0.021, which no random matrix of this size reached.
             {"start": 0.03},
             "at the start equivariance is NOT that of random matrices",
         ),
@@ -336,6 +349,7 @@ def fine_digits(grafit: float = 0.8) -> tuple[Any, ...]:
         (
             layer_scale,
             ratios,
+            # A hundredth above the initial weight of LayerScale: the ratio is printed with two digits.
             {"share": 0.11},
             "is 0.11 times that without: NOT the initial weight 0.1",
         ),
@@ -376,6 +390,7 @@ def fine_digits(grafit: float = 0.8) -> tuple[Any, ...]:
         (
             when_to_reparameterize,
             times,
+            # 12 of 99 images at ten classes: more than chance has, and not more than chance may have.
             {"top1": 0.12},
             "the run of t1 = 0 did NOT learn",
         ),
@@ -405,6 +420,7 @@ def fine_digits(grafit: float = 0.8) -> tuple[Any, ...]:
         ),
         (resolution, resolutions, {"trained": 0.11, "small": 0.1}, "CNN did NOT learn"),
         (gating_evolution, gating, {"first": 0.73, "last": 0.73}, "did NOT move apart"),
+        # 15 of 99 are in reach of guessing: one guess in twenty does as well.
         (gating_evolution, gating, {"top1": 0.15}, "did NOT learn"),
         (attention_maps, maps, {"tap": 1}, "4 of 4 heads do NOT look at their tap"),
         (attention_maps, maps, {"peaks": (0.1, 0.5)}, "do NOT have fainter peaks"),
@@ -443,6 +459,7 @@ def test_the_check_can_fail(
     message: str,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
+    # First the results that pass: a check that never passes would pass the rest of this test.
     assert study.check(*make_results())
     assert "NOT" not in capsys.readouterr().out
     assert not study.check(*make_results(**changes))

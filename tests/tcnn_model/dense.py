@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from tcnn_model import AttentionStatistics, Axis
-from tests.tcnn_model.helpers import assert_rounding, random
+from tests.tcnn_model.numerics import assert_rounding, random
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 NAMES = ("query", "key", "values", "position", "gate")

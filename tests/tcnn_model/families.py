@@ -8,7 +8,7 @@ import torch
 from timm.models import byobnet, cspnet
 from torch import nn
 
-from tests.tcnn_model.helpers import randomise_norms
+from tests.tcnn_model.numerics import randomise_norms
 
 
 def _csp(name: str) -> dict[str, Any]:

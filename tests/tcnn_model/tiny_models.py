@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from tcnn_model import add_attention_pool, reparameterize
-from tests.tcnn_model.helpers import disturb, random, randomise_norms, seeded
+from tests.tcnn_model.numerics import disturb, random, randomise_norms, seeded
 
 CLASSES = 3
 POOL_SIZE = (1, 64, 96)  # input_size with which the pool of these models is found

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from tcnn_model import GPSA
-from tcnn_model.gpsa.reference import gpsa_attention_reference
+from tcnn_model.gpsa.equations import gpsa_attention_reference
 
 __all__ = [
     "gpsa_statistics",

@@ -17,6 +17,7 @@ import tcnn_probe
 from tcnn_model import GPSA
 from tests.tcnn_probe.networks import scatter
 
+# The program runs from here, so that the package is found without an installation.
 ROOT = Path(tcnn_probe.__file__).parents[1]
 PROGRAM = """
 import json, sys, warnings
@@ -112,6 +113,7 @@ def _modules_beyond(requirements: list[str]) -> list[str]:
 
 
 def test_read_typed_and_drawn_without_torch(tmp_path: Path) -> None:
+    # A name beyond ASCII shows whether names survive as text.
     layers = OrderedDict(
         {
             "層": scatter(GPSA(2, 5, 3, padding=1)),
@@ -120,15 +122,19 @@ def test_read_typed_and_drawn_without_torch(tmp_path: Path) -> None:
     )
     model = nn.Sequential(layers).eval()
     with torch.no_grad(), tcnn_probe.record(model, tmp_path / "run.zarr") as recorder:
+        # Two epochs, so that there is a line to draw.
         for epoch in range(2):
             model(
+                # Eight images: the fewest from which heads are typed by content.
                 torch.randn(8, 2, 7, 11, generator=torch.Generator().manual_seed(epoch))
             )
             recorder.mark(epoch=epoch)
+            # A gate that moves between the marks, so that the last one is not the first.
             model[0].gating += 0.5
     core, stats = PROJECT["dependencies"], PROJECT["optional-dependencies"]["stats"]
     absent = {*_modules_beyond(core)}
     statistics = absent - {*_modules_beyond([*core, *stats])}
+    # If a package of these came into the core, the test would say nothing.
     assert {"torch", "timm", "captum", "tqdm", "bokeh", "dask"} <= absent - statistics
     assert {"scipy", "sklearn"} <= statistics
     lists = (json.dumps([*names]) for names in (absent, statistics))
@@ -141,6 +147,7 @@ def test_read_typed_and_drawn_without_torch(tmp_path: Path) -> None:
         done.stderr
         == "tcnn-finetune: there is no torch: pip install 'tcnn-probe[torch]'\n"
     )
+    # The last line is JSON; what comes before was printed by `show` and `info`.
     shown, _, printed = done.stdout.rstrip().rpartition("\n")
     assert "層" in shown
     assert shown.endswith(
@@ -150,6 +157,7 @@ def test_read_typed_and_drawn_without_torch(tmp_path: Path) -> None:
     ds = recorder.dataset
     assert ticks == ["層", "far"]
     assert gates == ds.gate.sel(layer="層", epoch=1).dropna("head").values.tolist()
+    # Typed with torch present and absent: the same types.
     assert types == {
         method: tcnn_probe.head_types(ds, method).values.tolist() for method in types
     }

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from tcnn_model import gpsa_layers, reparameterize
 from tests.tcnn_model.conversion.test_layer_choice import LAST_STAGE
 from tests.tcnn_model.families import build
-from tests.tcnn_model.helpers import (
+from tests.tcnn_model.numerics import (
     CONVOLUTIONAL,
     SHARP,
     assert_every_layer_counts,

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from tcnn_model import GPSA, reparameterize
 from tcnn_model.conversion.convolution import describe
-from tests.tcnn_model.helpers import (
+from tests.tcnn_model.numerics import (
     CONVOLUTIONAL,
     SHARP,
     assert_same,

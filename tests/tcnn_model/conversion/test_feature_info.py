@@ -10,7 +10,7 @@ from torch import nn
 
 from tcnn_model import GPSA, reparameterize
 from tests.tcnn_model.families import NARROW
-from tests.tcnn_model.helpers import on_meta
+from tests.tcnn_model.numerics import on_meta
 
 
 def _network(info: Any) -> nn.Module:

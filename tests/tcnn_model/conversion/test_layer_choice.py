@@ -9,7 +9,7 @@ from torch import nn
 
 from tcnn_model import GPSA, gpsa_layers, reparameterize
 from tests.tcnn_model.families import NARROW, build
-from tests.tcnn_model.helpers import SHARP, assert_same, on_meta, random
+from tests.tcnn_model.numerics import SHARP, assert_same, on_meta, random
 
 BOTTLENECKS = [f"layer4.{i}.conv2" for i in range(2)]
 # A model of each structure, narrow and shallow if timm can build it so.

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from tcnn_model import GPSA, gpsa_layers, reparameterize
 from tests.tcnn_model.families import build
-from tests.tcnn_model.helpers import (
+from tests.tcnn_model.numerics import (
     SHARP,
     assert_same,
     random,

@@ -12,7 +12,7 @@ from torch.nn.utils import prune
 
 from tcnn_model import gpsa_layers, reparameterize
 from tests.tcnn_model.families import build
-from tests.tcnn_model.helpers import assert_refused, on_meta
+from tests.tcnn_model.numerics import assert_refused, on_meta
 
 _refused = partial(assert_refused, reparameterize)
 

@@ -14,11 +14,12 @@ from torch import Tensor, nn
 from tcnn_model import gpsa_layers, reparameterize, unstride
 from tcnn_model.conversion.tracing import Call, find_input_size, meta_copy, trace
 from tcnn_model.conversion.unstride import at_unit_stride, check_phases
-from tests.tcnn_model.helpers import SHARP, assert_same, disturb, random
+from tests.tcnn_model.numerics import SHARP, assert_same, disturb, random
 from tests.tcnn_model.tiny_models import tiny_cnn
 
 
 def _call(module: nn.Module, grid: tuple[int, int], name: str = "operation") -> Call:
+    # On the meta device, as only shapes are asked for.
     meta = copy.deepcopy(module).to("meta")
     outputs = meta(
         torch.empty(
@@ -34,12 +35,14 @@ def _call(module: nn.Module, grid: tuple[int, int], name: str = "operation") -> 
 
 # The operation, its stride, and the first pixel of its output in an even and in an odd image.
 OPERATIONS: dict[str, tuple[nn.Module, int, int, int]] = {
+    # The first pixel is where the centre of the first window lies, rounded down where it lies between two.
     "1 x 1": (nn.Conv2d(3, 5, 1, 2), 2, 0, 0),
     "3 x 3": (nn.Conv2d(3, 5, 3, 2, 1), 2, 0, 0),
     "3 x 3 without padding": (nn.Conv2d(3, 5, 3, 2), 2, 1, 1),
     "2 x 2 windows": (nn.Conv2d(3, 5, 2, 2), 2, 0, 0),
     "3 x 3 windows": (nn.Conv2d(3, 5, 3, 3), 3, 1, 1),
     "7 x 7 depthwise, dilated": (nn.Conv2d(5, 5, 7, 2, 6, 2, 5), 2, 0, 0),
+    # "Same" padding depends on the size: on an even side it begins one pixel later.
     "3 x 3 same": (Conv2dSame(3, 5, 3, 2), 2, 1, 0),
     "1 x 1 same": (Conv2dSame(3, 5, 1, 2), 2, 0, 0),
     "average of 2 x 2": (nn.AvgPool2d(2, 2), 2, 0, 0),
@@ -75,6 +78,7 @@ def test_strided_output_is_part_of_the_other(name: str) -> None:
         x = random(1, getattr(module, "in_channels", 1), *grid)
         strided, unit = module(x), at_unit_stride(call, module)(x)
         assert unit.shape[-2:] == grid
+        # At stride 1 there may be windows behind the last strided one.
         part = unit[:, :, phase::stride, phase::stride][
             :, :, : strided.shape[2], : strided.shape[3]
         ]
@@ -85,6 +89,7 @@ def test_strided_output_is_part_of_the_other(name: str) -> None:
 
 def test_partners_that_start_at_the_same_pixel() -> None:
     for grid, names in (
+        # An even and an odd image, as "same" operations start elsewhere in each.
         ((12, 18), ("3 x 3", "1 x 1", "blur", "average of 2 x 2")),
         ((15, 9), ("3 x 3 same", "maximum of 3 x 3 same")),
     ):
@@ -124,6 +129,7 @@ def test_output_that_is_lost(pool: nn.Module) -> None:
 
 @pytest.mark.parametrize("module", [nn.Conv2d(3, 5, 3, 2, 2), nn.AvgPool2d(2, 2, 1)])
 def test_grid_that_would_grow(module: nn.Module) -> None:
+    # With so much padding, stride 1 gives a larger map than the input.
     with pytest.raises(
         ValueError, match=r"at stride 1 would not keep the grid; use stride='keep'"
     ):
@@ -170,6 +176,7 @@ class _Attention(nn.Module):
 
     def __init__(self, softmax: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
+        # As PVT reduces its keys: a stride that is a part of attention, not of a stage.
         self.reduce = nn.Conv2d(5, 5, 2, stride=2)
         self.softmax = softmax
 
@@ -200,6 +207,7 @@ def test_convolutions_of_attention_layers_are_left_alone(
     unit = reparameterize(model)
     assert list(gpsa_layers(unit)) == ["2.0", "2.1"]
     assert unit.get_submodule("1.reduce").stride == (2, 2)
+    # Named by the user, it is converted all the same.
     assert list(
         gpsa_layers(reparameterize(model, layers="1.reduce", stride="keep"))
     ) == ["1.reduce"]
@@ -211,6 +219,7 @@ class _Half(nn.Module):
     stride = 2
 
     def forward(self, x: Tensor) -> Tensor:
+        # Channels 3 and 1: an input with one channel is refused by the operation itself.
         return torch.stack([x[:, 3], x[:, 1]], dim=1)[
             :, :, :: self.stride, :: self.stride
         ]
@@ -234,6 +243,7 @@ def test_stride_of_a_converted_layer_is_taken_out_with_its_partners() -> None:
     """A branch converted before, at its stride, goes with a branch that is converted now."""
     block = _Block(nn.Conv2d(5, 7, 5, 2, 2), nn.Conv2d(5, 7, 3, 2, 1))
     model = _network(block)
+    # 5 x 5 and 3 x 3 with their paddings start at the same pixel.
     once = reparameterize(model, layers="1.conv", stride="keep", **SHARP)
     twice = reparameterize(once, layers="1.shortcut", **SHARP)
     block.conv.stride = block.shortcut.stride = (1, 1)
@@ -262,6 +272,7 @@ def test_nested_pools_of_a_block() -> None:
     assert list(gpsa_layers(unit)) == ["1.conv"]
     assert unit(x).shape[-2:] == (13, 17)
     middle = model[0](x)
+    # Stride 1 needs a further row and column, which are repeated from the border.
     average = nn.AvgPool2d(2, 1)(nn.ReplicationPad2d((0, 1, 0, 1))(middle))
     assert_same(unit(x), model[1].conv(average) + average)
 
@@ -270,9 +281,11 @@ def test_nested_pools_of_a_block() -> None:
     "conv",
     [
         nn.Conv2d(3, 5, 2, 2),
+        # An even side without padding and an odd one with it.
         nn.Conv2d(3, 5, (4, 3), 2, (0, 1)),
         nn.Conv2d(3, 5, 3, 2),
         nn.Conv2d(3, 5, 4, 2, 1, padding_mode="circular"),
+        # A convolution that standardises its weight at each forward.
         StdConv2d(3, 5, 3, 2, padding=0),
     ],
 )
@@ -282,6 +295,7 @@ def test_parameters_keep_their_names(conv: nn.Conv2d) -> None:
     conv = copy.deepcopy(conv).double()
     before = dict(vars(conv))
     call = _call(conv, (12, 18))
+    # The same parameters, not copies, so that an optimizer that holds them goes on.
     unit = at_unit_stride(call, conv)
     assert {name: id(p) for name, p in unit.named_parameters()} == {
         n: id(p) for n, p in conv.named_parameters()
@@ -290,11 +304,13 @@ def test_parameters_keep_their_names(conv: nn.Conv2d) -> None:
     check_phases([call])
     x = random(1, 3, 12, 18)
     assert unit(x).shape[-2:] == (12, 18)
+    # A copy, as training makes one for averages of weights.
     assert torch.equal(copy.deepcopy(unit)(x), unit(x))
 
 
 @torch.no_grad()
 def test_extended_shortcut_can_be_converted_later() -> None:
+    # 5 x 5 is converted first, and the 2 x 2 shortcut is extended to keep its grid.
     model = _network(_Block(nn.Conv2d(5, 7, 5, 2, 2), nn.Conv2d(5, 7, 2, 2)))
     once = reparameterize(model, layers="1.conv", **SHARP)
     result = once.load_state_dict(model.state_dict(), strict=False)
@@ -309,11 +325,14 @@ def test_extended_shortcut_can_be_converted_later() -> None:
 def test_unstrided_cnn_is_the_tcnn_at_its_convolutional_limit() -> None:
     """The control equals the T-CNN with sharp attention, and a CNN un-strided by hand."""
     cnn = tiny_cnn().double().eval()
+    # The state before, as conversion must not rename a parameter.
     before = cnn.state_dict()
+    # 96 x 64 at a model that was traced at 64 x 64: a stride is not bound to a size.
     x = random(2, 1, 96, 64)
     control = unstride(cnn, input_size=(1, 64, 64))
     by_hand: Any = copy.deepcopy(cnn)
     by_hand.layer4[0].conv1.stride = by_hand.layer4[0].downsample[0].stride = (1, 1)
+    # Bit by bit: the same operations at other strides.
     assert torch.equal(control(x), by_hand(x))
     assert_same(reparameterize(cnn, input_size=(1, 64, 64), **SHARP)(x), control(x))
     assert not gpsa_layers(control)

@@ -10,7 +10,7 @@ from torch.nn.utils.parametrizations import weight_norm
 
 from tcnn_model import GPSA
 from tests.tcnn_model.cases import Case, every_case
-from tests.tcnn_model.helpers import (
+from tests.tcnn_model.numerics import (
     CONVOLUTIONAL,
     SHARP,
     assert_same,

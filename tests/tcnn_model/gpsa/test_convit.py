@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from tcnn_model import accelerate
 from tcnn_model.gpsa import convit as accelerated
-from tests.tcnn_model.helpers import (
+from tests.tcnn_model.numerics import (
     assert_same,
     default_dtype,
     disturb,

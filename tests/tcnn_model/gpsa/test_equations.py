@@ -1,4 +1,4 @@
-"""The layer against the equations of the paper, written out slowly in tcnn_model.gpsa.reference."""
+"""The layer against the equations of the paper, written out slowly in tcnn_model.gpsa.equations."""
 
 from typing import Any
 
@@ -9,10 +9,10 @@ from torch import Tensor
 from tcnn_model import GPSA
 from tcnn_model.gpsa import blocks
 from tcnn_model.gpsa import layer as gpsa_layer
+from tcnn_model.gpsa.equations import gpsa_attention_reference, gpsa_reference
 from tcnn_model.gpsa.functional import Backend
-from tcnn_model.gpsa.reference import gpsa_attention_reference, gpsa_reference
 from tests.tcnn_model.cases import Case, every_case
-from tests.tcnn_model.helpers import (
+from tests.tcnn_model.numerics import (
     LargestTensor,
     assert_same,
     assert_same_gradients,

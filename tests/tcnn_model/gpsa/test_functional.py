@@ -11,7 +11,7 @@ from tcnn_model import Axis, GatedAttention, gpsa
 from tcnn_model.gpsa import blocks
 from tcnn_model.gpsa.functional import Backend
 from tests.tcnn_model.dense import EXTREMES, Case, assert_as_the_equations
-from tests.tcnn_model.helpers import LargestTensor
+from tests.tcnn_model.numerics import LargestTensor
 
 pytestmark = pytest.mark.numerical
 

@@ -12,11 +12,12 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from tcnn_model import GPSA, gpsa_layers
-from tests.tcnn_model.helpers import disturb, random
+from tests.tcnn_model.numerics import disturb, random
 
 
 def test_centres_are_the_offsets_of_the_taps_row_major() -> None:
     # Column-major order, as in ConViT, would give other offsets.
+    # Another padding and dilation along each side, all of them different.
     layer = GPSA(2, 3, (2, 3), padding=(1, 2), dilation=(5, 7))
     expected = [(-1, -2), (-1, 5), (-1, 12), (4, -2), (4, 5), (4, 12)]
     assert [tuple(center) for center in layer.center.tolist()] == expected
@@ -24,9 +25,11 @@ def test_centres_are_the_offsets_of_the_taps_row_major() -> None:
 
 def test_first_values() -> None:
     torch.manual_seed(0)
+    # 37 channels and 9 heads: no multiple, so that rounding down to 4 is seen.
     layer = GPSA(37, 5, 3)
     assert torch.equal(layer.value, torch.eye(37))
     assert torch.equal(layer.locality_strength, torch.ones(9))
+    # sigmoid(1), the initial gate of the thesis.
     assert torch.allclose(layer.gate, torch.full((9,), 1 / (1 + math.exp(-1))))
     assert (layer.heads, layer.qk_dim) == (9, 37 // 9)
     for matrix in (layer.query, layer.key):
@@ -54,6 +57,7 @@ def test_weight_and_bias_start_as_those_of_a_convolution() -> None:
         "kernel_size": 3,
         "groups": 2,
     }
+    # One seed for both, so that the draws agree if their order does.
     torch.manual_seed(0)
     conv = nn.Conv2d(**arguments)
     torch.manual_seed(0)
@@ -64,10 +68,12 @@ def test_weight_and_bias_start_as_those_of_a_convolution() -> None:
 
 
 def test_values_per_head() -> None:
+    # Another value for each head, so that a permutation would show.
     alpha, gates = [0.5 + h for h in range(6)], [h - 2.0 for h in range(6)]
     layer = GPSA(
         2, 3, (2, 3), locality_strength=alpha, gating=gates, dtype=torch.float64
     )
+    # In float16 a gate near 1 would be 1.
     assert GPSA(2, 3, 3, dtype=torch.float16).gate.dtype == torch.float32  # at least
     assert layer.locality_strength.tolist() == pytest.approx(alpha, rel=1e-9)
     assert layer.gating.tolist() == gates
@@ -76,6 +82,7 @@ def test_values_per_head() -> None:
     )
 
 
+# Either side of 4, where torch's softplus becomes linear (5 x 4 = 20 is its threshold).
 @pytest.mark.parametrize("alpha", [0.01, 0.1, 1.0, 3.99, 4.01, 20.0, 40.0])
 def test_locality_round_trip(alpha: float) -> None:
     """The error is rounding, eps / alpha near 0, and that of torch's softplus, linear where it errs by < e^-20 / 5."""
@@ -90,6 +97,7 @@ def test_locality_round_trip(alpha: float) -> None:
 def test_locality_is_the_softplus_of_its_parameter() -> None:
     layer = GPSA(2, 3, (1, 2), dtype=torch.float64)
     with torch.no_grad():
+        # Negative as well: the parameter is not the strength.
         layer.raw_locality.copy_(torch.tensor([-0.3, 0.7], dtype=torch.float64))
     expected = [math.log(1 + math.exp(5 * raw)) / 5 for raw in (-0.3, 0.7)]
     assert layer.locality_strength.tolist() == pytest.approx(expected, rel=1e-12)
@@ -116,7 +124,9 @@ def test_state_is_parameters_alone() -> None:
 
 @pytest.mark.parametrize("groups", [1, 3])
 @pytest.mark.parametrize(
-    "copied", [copy.deepcopy, lambda layer: pickle.loads(pickle.dumps(layer))]
+    # A hook on a seam must hold in a copy, too.
+    "copied",
+    [copy.deepcopy, lambda layer: pickle.loads(pickle.dumps(layer))],
 )
 def test_heads_can_be_edited_before_the_projection(
     copied: Callable[[GPSA], GPSA], groups: int
@@ -129,6 +139,7 @@ def test_heads_can_be_edited_before_the_projection(
     shapes = []
     without = copy.deepcopy(layer)
     with torch.no_grad():
+        # Head 3 of a 2 x 3 kernel is the tap in row 1, column 0.
         without.weight[:, :, 1, 0] = 0
 
     def edit(module: nn.Module, inputs: tuple[Tensor], output: Tensor) -> Tensor:
@@ -137,12 +148,14 @@ def test_heads_can_be_edited_before_the_projection(
 
     with layer.head_outputs.register_forward_hook(edit):
         edited = layer(x)
+    # 5 x 7 with a padding of 1 and a kernel of 2 x 3 gives 6 x 7 outputs.
     assert shapes == [(2, 6, 6 * 7, 3)]
     assert torch.equal(edited, without(x))
     assert not torch.equal(edited, layer(x))
 
 
 def test_hooks_can_read_queries_and_keys() -> None:
+    # Strided, so that there are fewer queries than keys.
     layer = disturb(GPSA(3, 6, (2, 3), stride=2, padding=1))
     x = random(2, 3, 5, 7).float()
     outputs: list[Tensor] = []
@@ -166,6 +179,7 @@ def test_hooks_can_read_queries_and_keys() -> None:
 
 
 def test_a_function_mode_sees_the_gates() -> None:
+    # A gate of e^-30 adds nothing, unless the mode opens it.
     layer, x = GPSA(3, 5, 3, gating=-30.0), torch.zeros(1, 3, 5, 7)
 
     class OpenGates(TorchFunctionMode):
@@ -182,6 +196,7 @@ def test_a_function_mode_sees_the_gates() -> None:
     with OpenGates() as mode:
         assert torch.equal(layer.gated_attention(x).gate, torch.ones(9))
         layer(x)
+    # Once by gated_attention, and once by the forward.
     assert mode.calls == 2
 
 
@@ -197,6 +212,7 @@ def test_layers_of_a_model_by_name() -> None:
 
 
 def test_repr_shows_the_arguments() -> None:
+    # One argument of each kind that differs from its default.
     shown = repr(GPSA(6, 4, (3, 5), stride=2, groups=2, bias=False))
     for part in (
         "6, 4, kernel_size=(3, 5)",
@@ -256,7 +272,9 @@ def test_bad_inputs(shape: tuple[int, ...]) -> None:
 
 def test_map_smaller_than_the_kernel() -> None:
     layer = GPSA(3, 5, (3, 5), padding=(0, 1), dilation=(2, 1))
+    # A dilation of 2 makes 3 rows span 5; the padding of 1 makes 3 columns 5: one position fits.
     assert layer(torch.zeros(1, 3, 5, 3)).shape == (1, 5, 1, 1)
+    # Too few rows, too few columns, and none.
     for grid in ((4, 7), (7, 2), (0, 7)):
         with pytest.raises(
             ValueError,
@@ -268,6 +286,7 @@ def test_map_smaller_than_the_kernel() -> None:
 def test_backend_is_kept_and_checked() -> None:
     layer = GPSA(3, 5, 3, padding=1, backend="dense")
     assert layer.backend == "dense"
+    # Set after it was made: the check is at the forward, when shapes are known.
     layer.backend = "fused"
     with pytest.raises(
         ValueError,
@@ -288,6 +307,7 @@ def test_backend_is_kept_and_checked() -> None:
 def test_output_is_stored_as_the_input_is(
     memory_format: torch.memory_format, groups: int
 ) -> None:
+    # Odd sides and more than one channel, so that the two formats differ in their strides.
     x = random(2, 3, 5, 7, dtype=torch.float32).to(memory_format=memory_format)
     assert GPSA(3, 6, 3, padding=1, groups=groups)(x).is_contiguous(
         memory_format=memory_format

@@ -7,7 +7,7 @@ from tcnn_model import gpsa, gpsa_layers, reparameterize
 from tcnn_model.gpsa import blocks
 from tcnn_model.gpsa.positional import Axis, gaussian_position
 from tests.tcnn_model.families import build
-from tests.tcnn_model.helpers import LargestTensor, random
+from tests.tcnn_model.numerics import LargestTensor, random
 
 
 def test_large_maps_never_hold_n_by_n_weights(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tcnn_model import GPSA, Axis, gpsa
-from tests.tcnn_model.helpers import (
+from tests.tcnn_model.numerics import (
     assert_same,
     assert_same_gradients,
     disturb,

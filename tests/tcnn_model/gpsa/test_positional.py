@@ -13,7 +13,7 @@ from tcnn_model.gpsa.positional import (
     gaussian_position,
     positional_factors,
 )
-from tests.tcnn_model.helpers import assert_same, random
+from tests.tcnn_model.numerics import assert_same, random
 
 pytestmark = pytest.mark.numerical
 

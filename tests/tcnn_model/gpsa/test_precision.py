@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from tcnn_model import GPSA
-from tcnn_model.gpsa.reference import gpsa_reference
+from tcnn_model.gpsa.equations import gpsa_reference
 from tests.tcnn_model.dense import terms
-from tests.tcnn_model.helpers import assert_rounding, disturb, random, relative_error
+from tests.tcnn_model.numerics import assert_rounding, disturb, random, relative_error
 
 pytestmark = pytest.mark.numerical
 HALVES = [torch.float16, torch.bfloat16]

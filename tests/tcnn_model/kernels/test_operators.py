@@ -10,7 +10,7 @@ from tcnn_model import GPSA, AttentionStatistics, Axis, gpsa, kernels
 from tcnn_model.kernels.grid import Line
 from tests.tcnn_model.cases import CASES
 from tests.tcnn_model.dense import DEVICE, Case, Tensors, gradients
-from tests.tcnn_model.helpers import assert_same, disturb, random
+from tests.tcnn_model.numerics import assert_same, disturb, random
 
 CASE = Case(Axis(2, 1, 1, 3), Axis(3, 2, 1, 3), heads=1, dim=3, channels=5)
 

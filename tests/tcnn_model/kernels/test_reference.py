@@ -7,9 +7,10 @@ from tcnn_model import Axis
 from tcnn_model.kernels import reference
 from tcnn_model.kernels.grid import Grid, Line
 from tests.tcnn_model.dense import DEVICE, Case, apply, gradients, measure, terms
-from tests.tcnn_model.helpers import assert_rounding, random
+from tests.tcnn_model.numerics import assert_rounding, random
 
 CASES = {
+    # Odd and unlike sides, strides of either axis, and padding on both sides, on one side or on none.
     "padded": Case(Axis(3, 1, 1, 3), Axis(7, 2, 1, 3), 2, 3, 5, batch=2),
     "strided": Case(
         Axis(7, 2, "same", 3), Axis(3, 2, "same", 3), 3, 7, 3, shared=False
@@ -59,6 +60,7 @@ def test_against_the_papers_equations(case: Case) -> None:
     results["values"] = reference.backward_values(
         q, k, v, normaliser, gate, table, grid, upstream
     )
+    # Bounds on rounding by the sums of absolute terms, of which the reference may use eight eps.
     bounds = terms(tensors, case.y, case.x, upstream)
     for name, actual in results.items():
         assert_rounding(actual, expected[name], bounds[name], 8, torch.float64, name)
@@ -82,6 +84,7 @@ def test_against_the_kernels(case: Case) -> None:
         (forward, "mix", (q, k, v, normaliser, gate, table, grid)),
         (backward, "backward_queries", (q, k, v, normaliser, gate, table, grid, out)),
         (backward, "backward_keys", (q, k, v, normaliser, gate, out, mean)),
+        # The output stands for an upstream gradient: any tensor of its shape serves.
         (backward, "backward_values", (q, k, v, normaliser, gate, table, grid, out)),
     ]
     for module, name, arguments in calls:
@@ -91,6 +94,7 @@ def test_against_the_kernels(case: Case) -> None:
             results, expected_results = [results], [expected_results]
         for actual, expected in zip(results, expected_results, strict=True):
             if expected is not None:
+                # None stands for statistics that were not asked for.
                 largest = float(expected.abs().max())
                 torch.testing.assert_close(
                     actual, expected, rtol=0, atol=1e-10 * largest, msg=name

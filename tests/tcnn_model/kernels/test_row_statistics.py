@@ -15,7 +15,7 @@ from torch import Tensor
 from tcnn_model.kernels import TokenGrid, reference
 from tcnn_model.kernels.fused import fused_statistics
 from tests.tcnn_model.dense import DEVICE
-from tests.tcnn_model.helpers import assert_rounding, random
+from tests.tcnn_model.numerics import assert_rounding, random
 
 pytestmark = pytest.mark.numerical
 

@@ -12,7 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from tcnn_model import AttentionPool2d, parameter_groups
 from tcnn_model.pooling.attention_pool import ClassScores
-from tests.tcnn_model.helpers import assert_same, disturb
+from tests.tcnn_model.numerics import assert_same, disturb
 
 D, DEPTH, K = 16, 3, 5
 SMALL = {"embed_dim": D, "depth": DEPTH, "num_classes": K}

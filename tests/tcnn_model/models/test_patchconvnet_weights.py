@@ -12,8 +12,8 @@ from torch import Tensor
 
 from tcnn_model import specialize
 from tcnn_model.models.patchconvnet import PatchConvNet
-from tests.tcnn_model.helpers import assert_same, random
 from tests.tcnn_model.models.test_patchconvnet import DEPTH, KINDS, SMALL, D, K
+from tests.tcnn_model.numerics import assert_same, random
 
 
 def _published_shapes(classes: int | None) -> Iterator[tuple[str, tuple[int, ...]]]:

@@ -9,7 +9,7 @@ import torch
 from timm.models import get_pretrained_cfg
 
 from tcnn_model import gpsa_layers, reparameterize
-from tests.tcnn_model.helpers import (
+from tests.tcnn_model.numerics import (
     CONVOLUTIONAL,
     assert_same,
     on_meta,

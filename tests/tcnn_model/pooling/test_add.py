@@ -19,7 +19,7 @@ from tcnn_model import (
     specialize,
 )
 from tcnn_model.pooling.attention_pool import ClassScores, PatchAttention
-from tests.tcnn_model.helpers import (
+from tests.tcnn_model.numerics import (
     assert_same,
     on_meta,
     random,

@@ -11,7 +11,7 @@ from torch.nn.utils.parametrizations import weight_norm
 
 from tcnn_model import AttentionPool2d
 from tcnn_model.pooling.attention_pool import ClassScores, PatchAttention
-from tests.tcnn_model.helpers import assert_same, disturb, random, relative_error
+from tests.tcnn_model.numerics import assert_same, disturb, random, relative_error
 
 pytestmark = pytest.mark.numerical
 

@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn.utils import prune
 
 from tcnn_model import add_attention_pool, specialize
-from tests.tcnn_model.helpers import assert_refused, on_meta, randomise_norms
+from tests.tcnn_model.numerics import assert_refused, on_meta, randomise_norms
 from tests.tcnn_model.tiny_models import CLASSES, POOL_SIZE, Plain, pooled_cnn, tiny_cnn
 
 _refused = partial(assert_refused, add_attention_pool)

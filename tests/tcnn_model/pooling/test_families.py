@@ -8,7 +8,7 @@ from torch import nn
 
 from tcnn_model import AttentionPool2d, add_attention_pool
 from tests.tcnn_model.families import build
-from tests.tcnn_model.helpers import assert_same, disturb, random
+from tests.tcnn_model.numerics import assert_same, disturb, random
 
 K = 3
 HEADS = {  # layers after the pool, which have to take a pooled vector, or a vector for each class

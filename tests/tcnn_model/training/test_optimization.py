@@ -10,7 +10,7 @@ from torch import nn
 
 from tcnn_model import GPSA, gpsa_layers, parameter_groups
 from tcnn_model.training.optimization import set_drop_path
-from tests.tcnn_model.helpers import on_meta
+from tests.tcnn_model.numerics import on_meta
 from tests.tcnn_model.tiny_models import pooled_cnn, tiny_cnn, tiny_tcnn
 
 

@@ -26,6 +26,7 @@ from tcnn_model.training.config import (
     recipe_settings,
 )
 
+# The narrowest and shallowest of each family: a recipe is about training, whatever the size.
 RESNET = ["--model-options", "layers=[1,1,1,1]", "channels=[8,8,16,16]"]
 VIT = ["--model-options", "embed_dim=24", "depth=2", "num_heads=3"]
 CONVNET = ["--model-options", "embed_dim=16", "depth=2"]
@@ -42,6 +43,7 @@ def resmlp_tiny(pretrained: bool = False, **options: Any) -> MlpMixer:
 # Typed from the papers: thesis Sec. 2.5.1, Tables 3.9, 3.16, 6.1, 6.14 and the texts that the recipes name.
 DEIT = {
     "opt": "adamw",
+    # A product, as DeiT states it: a rate for a batch of 512, times the batch of the paper.
     "lr": 5e-4 * 1024 / 512,
     "paper_batch": 1024,
     "weight_decay": 0.05,
@@ -329,6 +331,7 @@ def test_recipe_is_the_papers(name: str) -> None:
     model, _, expected = FAMILIES[name]
     config = Config(model=model, **recipe_settings(name, model))
     actual = {setting: getattr(config, setting) for setting in expected}
+    # Rates are products in floating point; all other settings are equal as they stand.
     assert actual == pytest.approx(expected)
 
 
@@ -354,13 +357,16 @@ def test_recipe_trains_a_small_model_of_its_family(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
     model, options, _ = FAMILIES[name]
+    # A distilled model needs a teacher and a hybrid its moment; both would need hours at the recipe's own values.
     further = ["--teacher", "tiny"] if name == "deit_distilled" else []
     further += ["--reparameterize-at", "1"] if name == "tcnn_scratch" else []
+    # The papers' teachers would have to be downloaded.
     monkeypatch.setattr(
         build, "_teacher", lambda config, _: _tiny_teacher() if config.teacher else None
     )
     # At 32 pixels a ResNet's last stages are too small to be told apart.
     size = "64" if "tcnn" in name else "32"
+    # 16 images in batches of 8: two steps an epoch, so that a schedule by steps differs from one by epochs.
     small = f"--epochs 2 --warmup-epochs 1 --batch-size 8 --limit 16 --img-size {size}"
     out = ["--out", str(tmp_path), "--watcher", "none"]
     arguments = [model, "--recipe", name, *small.split(), *options, *further, *out]

@@ -22,6 +22,7 @@ from tests.tcnn_probe.attention.sharpen import sharpen
 
 pytestmark = pytest.mark.numerical
 
+# Two layers of three heads in 12 channels: made in milliseconds, with every kind of module of the full model.
 TINY = {
     "hidden_size": 12,
     "num_hidden_layers": 2,
@@ -29,6 +30,7 @@ TINY = {
     "intermediate_size": 24,
     "patch_size": 8,
 }
+# A window of 3 on grids that it does not always divide, so that transformers pads; a depth of 2 shifts one layer.
 WINDOWS = {
     "patch_size": 4,
     "embed_dim": 8,
@@ -51,6 +53,7 @@ def of(name: str, **options: Any) -> Callable[[], nn.Module]:
 
 def detections_first(weights: Tensor, images: int) -> Tensor:
     """A class token, 7 for detection, then the patches."""
+    # YOLOS has detection tokens at the end; our layout has whatever is no patch first.
     order = [0, *range(25, 32), *range(1, 25)]
     return weights[..., order, :][..., order].unflatten(0, (images, 1))
 
@@ -59,9 +62,11 @@ def torchvision_vit() -> nn.Module:
     return torchvision.models.VisionTransformer(32, 8, 2, 3, 12, 24, num_classes=5)
 
 
+# A flat image where a class can have one, and a square one where its positions must be.
 FLAT, SQUARE = (32, 48), (32, 32)
 CASES: dict[str, tuple[Callable[[], nn.Module], tuple[int, int], Layout]] = {
     "vit": (of("ViT", **TINY, image_size=FLAT), FLAT, same(grid(4, 6, prefix=1))),
+    # A distillation token beside the class token.
     "deit": (of("DeiT", **TINY, image_size=FLAT), FLAT, same(grid(4, 6, prefix=2))),
     "dinov2": (of("Dinov2", **TINY, image_size=32), SQUARE, same(grid(4, 4, prefix=1))),
     "dinov2 with registers": (
@@ -74,6 +79,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], tuple[int, int], Layout]] = {
         FLAT,
         same(grid(4, 6, prefix=5)),
     ),
+    # The only one of these whose further tokens lie behind the grid.
     "yolos": (
         of("Yolos", **TINY, image_size=list(FLAT), num_detection_tokens=7),
         FLAT,
@@ -81,6 +87,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], tuple[int, int], Layout]] = {
     ),
     "beit": (of("Beit", **TINY, image_size=FLAT), FLAT, same(grid(4, 6, prefix=1))),
     "swin": (of("Swin", **WINDOWS, image_size=(28, 40)), (28, 40), same(grid(3, 3))),
+    # A window as large as its grid: nothing is cut, and the layer must still have a window's grid.
     "swin, of which the second layer has a single window": (
         of(
             "Swin",
@@ -104,6 +111,7 @@ def test_equals_brute_force(
     make: Callable[[], nn.Module], size: tuple[int, int], layout: Layout
 ) -> None:
     torch.manual_seed(0)
+    # Twice as sharp: as drawn, attention of models this small is even.
     model, images = sharpen(make().eval(), 2.0), torch.randn(2, 3, *size)
     layers = {reference.layer for reference in attention_of(model, images)}
     assert len(layers) == 2
@@ -131,6 +139,7 @@ def test_attention_interfaces(implementation: str) -> None:
     make, size, layout = CASES["vit"]
     model = sharpen(make()).double()
     images = torch.randn(2, 3, *size, generator=torch.Generator().manual_seed(2))
+    # The reference listens to a softmax, which fused attention does not call.
     model.set_attn_implementation("eager")
     references = attention_of(model, images)
     model.set_attn_implementation(implementation)
@@ -152,6 +161,7 @@ def test_maps_of_windows_and_of_what_is_behind_the_grid() -> None:
     )
     weights = attention_of(model, images)[1].weights
     node = tcnn_probe.attention_maps(model, images)["3x4x6"]
+    # 24 patches, without the class token before them and the seven tokens behind.
     np.testing.assert_allclose(
         node.attention[:, 1].values.reshape(2, 3, 24, 24),
         weights[:, :, 1:25, 1:25],
@@ -167,6 +177,7 @@ def test_maps_of_windows_and_of_what_is_behind_the_grid() -> None:
 def test_projections_inside_of_an_attention_are_none() -> None:
     """CvT calls its convolutions CvtSelfAttentionConvProjection, and the like."""
     torch.manual_seed(0)
+    # Depths 1, 2 and 3, so that one stage cannot be counted for another.
     model = of(
         "Cvt", depth=[1, 2, 3], embed_dim=[8, 12, 12], num_heads=[1, 3, 3]
     )().eval()
@@ -177,6 +188,7 @@ def test_projections_inside_of_an_attention_are_none() -> None:
         recorder.mark(epoch=0)
     assert not recorder.unsupported
     assert len(recorder.layers) == 6
+    # The number of layers says nothing of how they are read; an edit has to change the output.
     with tcnn_probe.ablate(model, recorder.layers, "shuffled", images=images):
         assert not torch.equal(model(images).last_hidden_state, hidden_state)
 
@@ -213,6 +225,7 @@ def groups_behind() -> nn.Module:
     return of("GroupViTVision", **options, **groups, image_size=32, patch_size=8)()
 
 
+# Neither has a class token: what is no patch must not be taken for one.
 WITHOUT_CLASS_TOKEN: dict[str, tuple[Callable[[], nn.Module], tuple[int, int]]] = {
     "registers behind the grid": (Registers, FLAT),
     "group tokens": (groups_behind, SQUARE),
@@ -245,6 +258,7 @@ def test_queries_put_before_a_class_token_hide_it() -> None:
     pytest.importorskip("transformers")
     import transformers
 
+    # Queries join in the last block only, so that it differs from those before.
     options = TINY | {
         "num_hidden_layers": 3,
         "image_size": 32,
@@ -272,6 +286,7 @@ def test_which_mask_units_are_left_is_unknown() -> None:
         "image_size": [64, 64],
         "depths": [1, 1, 1, 1],
         "num_heads": [4, 4, 4, 4],
+        # Half of the units are dropped at random, and the model tells nobody which.
         "mask_ratio": 0.5,
         "decoder_hidden_size": 8,
         "decoder_num_heads": 2,
@@ -290,4 +305,5 @@ def test_which_mask_units_are_left_is_unknown() -> None:
 
 def test_pictures_are_refused_with_the_way_to_prepare_them() -> None:
     with pytest.raises(TypeError, match="AutoImageProcessor"):
+        # An array of bytes is a picture that was not prepared: taken as pixels it would give maps without a meaning.
         tcnn_probe.attention_maps(CASES["vit"][0](), np.zeros((32, 48, 3), np.uint8))

@@ -18,6 +18,7 @@ from tcnn_probe.attention.head_edit import HeadEdit
 
 Kernel = Callable[..., Tensor]
 
+# Schemas stand here as the packages register them, argument by argument: calls are read by these names.
 _TOKENS = "Tensor q, Tensor k, Tensor v"
 _LENGTHS = "int max_seqlen_q, int max_seqlen_k"
 _OPTIONS = (
@@ -42,6 +43,7 @@ SCHEMAS = {
         "rms_norm_forward(Tensor x) -> Tensor",
     ],
 }
+# 16 tokens are a class token and 3 x 5 patches; 5 channels are no multiple of 8, so that flash-attn pads them.
 B, N, HEADS, D = 2, 16, 3, 5
 
 
@@ -55,6 +57,7 @@ def weights_of(
 ) -> np.ndarray:
     """(B, N, heads, d) -> (B, heads, N_query, N_key) in float64, key by key."""
     queries, keys = q.shape[1], k.shape[1]
+    # Grouped queries: neighbouring heads share a key.
     group = q.shape[2] // k.shape[2]
     weights = np.zeros((len(q), q.shape[2], queries, keys))
     for b in range(len(q)):
@@ -64,6 +67,7 @@ def weights_of(
                     place = (
                         i + keys - queries
                     )  # the last query stands beside the last key
+                    # Each side of a window counts from the query's own place, and -1 is no bound.
                     hidden = (
                         (causal and j > place)
                         or (window[0] >= 0 and j < place - window[0])
@@ -83,6 +87,7 @@ def weights_of(
 
 def attend(q: Tensor, k: Tensor, v: Tensor, scale: float, **options: Any) -> Tensor:
     weights = torch.from_numpy(weights_of(q, k, scale, **options))
+    # In float64, and rounded to the dtype of the model at the end only.
     v = v.double().repeat_interleave(q.shape[2] // v.shape[2], 2)
     return torch.einsum("bhqk,bkhd->bqhd", weights, v).to(q.dtype)
 
@@ -105,6 +110,7 @@ def flash_varlen(
 
 
 def xformers_flash(q, k, v, q_ends, k_ends, q_max, k_max, p, scale, causal, softmax):  # type: ignore[no-untyped-def]
+    # The kernel of xformers has no window and no softcap; the rest is flash-attn's packed one.
     return flash_varlen(
         q, k, v, q_ends, k_ends, q_max, k_max, p, scale, causal, -1, -1
     )[:2]
@@ -117,6 +123,7 @@ def cutlass(q, k, v, bias, q_ends, k_ends, q_max, p, lse, causal, scale):  # typ
     )
 
 
+# Registered for one test at a time, as the real packages may be installed beside these tests.
 @pytest.fixture(autouse=True)
 def operators() -> Iterator[None]:
     implementations = {
@@ -126,6 +133,8 @@ def operators() -> Iterator[None]:
     }
     with ExitStack() as stack:
         for package, schemas in SCHEMAS.items():
+            # "FRAGMENT" adds to a namespace that may be there. The function is private in torch 2.15; it takes back
+            # what it adds.
             library = stack.enter_context(
                 torch.library._scoped_library(package, "FRAGMENT")
             )
@@ -146,6 +155,7 @@ class Flash(torch.autograd.Function):
     ) -> Tensor:
         scale = options.get("scale", q.shape[-1] ** -0.5)
         left, right = options.get("window", (-1, -1))
+        # The scale is that of the channels before padding, which the package hands over.
         padded = [nn.functional.pad(x, [0, 8 - x.shape[-1] % 8]) for x in (q, k, v)]
         output = torch.ops.flash_attn._flash_attn_forward(
             *padded,
@@ -174,6 +184,7 @@ def call_varlen(
 ) -> Tensor:
     lengths = lengths or [q.shape[1]] * len(q)
     ends = ends_of(lengths)
+    # Packed: sequences one behind the other, without an axis of images.
     packed = (x.flatten(0, 1) for x in (q, k, v))
     sizes = (ends, ends, max(lengths), max(lengths))
     scale = options.get("scale", q.shape[-1] ** -0.5)
@@ -234,6 +245,7 @@ class Mixer(nn.Module):  # whose name says nothing
         q, k, v = (
             layer(x).unflatten(-1, (-1, D)) for layer in (self.q, self.k, self.v)
         )
+        # The oracle needs queries and keys as the kernel gets them, and nothing else of the model.
         self.asked = q, k
         return self.kernel(q, k, v, **self.options).flatten(2)
 
@@ -248,6 +260,7 @@ class Model(nn.Module):
         self.blocks = nn.Sequential(Mixer(*args, **kwargs), Mixer(*args, **kwargs))
         with torch.no_grad():
             for block in self.blocks:
+                # As drawn, logits are so small that all attention is even, whatever the scale.
                 block.q.weight *= 8
 
     def forward(self, x: Tensor) -> Tensor:
@@ -260,6 +273,7 @@ def model_of(*args: Any, **kwargs: Any) -> tuple[Model, Tensor]:
     return Model(*args, **kwargs).eval(), torch.randn(B, 3, 48, 80)
 
 
+# Another bias for each image and head, so that neither axis can be broadcast by mistake.
 BIAS = torch.randn(B, HEADS, N, N, generator=torch.Generator().manual_seed(1))
 
 
@@ -267,12 +281,14 @@ BIAS = torch.randn(B, HEADS, N, N, generator=torch.Generator().manual_seed(1))
     ("kernel", "options", "of_weights"),
     [
         (call_flash, {}, {}),
+        # Left and right differ, and so does the scale from the default.
         (call_flash, {"scale": 0.7, "window": (4, 2)}, {"window": (4, 2)}),
         (
             call_flash,
             {"causal": True, "window": (6, -1)},
             {"causal": True, "window": (6, -1)},
         ),
+        # One key head for three: multi-query attention.
         (call_flash, {"key_heads": 1}, {}),
         (call_varlen, {}, {}),
         (call_varlen, {"causal": True}, {"causal": True}),
@@ -298,17 +314,20 @@ def test_kernels_are_seen(
         )
 
     with tcnn_probe.attention_stream(model, keep) as stream, torch.no_grad():
+        # Exactly equal: recording reads the call and does not replace it.
         torch.testing.assert_close(model(x), alone, rtol=0, atol=0)
     assert list(stream.layers) == ["blocks.0", "blocks.1"]
     assert not stream.unsupported
     for name, (weights, layout, values) in rebuilt.items():
         q, k = model.get_submodule(name).asked
         scale = options.get("scale", D**-0.5)
+        # The model runs in float32, the oracle in float64.
         np.testing.assert_allclose(
             weights, weights_of(q, k, scale, **of_weights), atol=1e-5
         )
         assert values.shape[:3] == (B, HEADS, N)
         if options.get("causal"):
+            # Under a causal mask tokens are a sequence, of which no grid is shown.
             assert layout.keys is None
         else:
             assert (layout.keys.prefix, *layout.keys.size) == (1, 3, 5)
@@ -324,6 +343,7 @@ def test_queries_and_keys_of_two_numbers() -> None:
 
         def forward(self, x: Tensor) -> Tensor:
             x = x.flatten(2).mT.unflatten(-1, (3, 1))
+            # Seven of twelve tokens: fewer queries than keys, for which the packages differ.
             self.asked = x[:, :7], x
             return self.kernel(x[:, :7], x, x, causal=True)
 
@@ -341,6 +361,7 @@ def test_queries_and_keys_of_two_numbers() -> None:
         tcnn_probe.attention_stream(Cross(call_cutlass), pytest.fail) as stream,
         torch.no_grad(),
     ):
+        # Refused, because a guess would be right for one of xformers' causal masks and wrong for the other.
         stream._model(x)
     assert stream.unsupported[""].startswith(
         "a kernel of xformers with a causal mask of 7 queries and 12 keys"
@@ -351,6 +372,7 @@ def test_queries_and_keys_of_two_numbers() -> None:
     ("kernel", "options", "reason"),
     [
         (call_flash, {"softcap": 30.0}, "the option softcap"),
+        # 19 and 13 make the 2 x 16 tokens of the model, so that nothing but the lengths tells.
         (call_varlen, {"lengths": [19, 13]}, "sequences of several lengths"),
     ],
 )

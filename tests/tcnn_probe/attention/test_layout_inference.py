@@ -26,6 +26,7 @@ class Attend(nn.Module):
         self.qkv, self.num_heads = nn.Linear(DIM, 3 * DIM), heads
 
     def forward(self, x: Tensor, keys: Tensor | None = None) -> Tensor:
+        # Queries from the tokens, keys and values from the keys, through one projection.
         (q, _, _), (_, k, v) = (
             self.qkv(tokens)
             .unflatten(-1, (3, self.num_heads, -1))
@@ -56,6 +57,7 @@ class Seeing(nn.Module):
             nn.Parameter(torch.randn(1, extra_tokens, DIM)),
             way,
         )
+        # As drawn, attention is even, and even attention has the right numbers on any grid.
         sharpen(self, 2.2)
 
     def tokens(self, x: Tensor) -> Tensor:
@@ -96,6 +98,7 @@ def joined_twice(model: Seeing, x: Tensor) -> Tensor:
     tokens = torch.cat(
         [model.extra_tokens[:, :1].expand(len(x), -1, -1), model.tokens(x)], 1
     )
+    # Between the class token and the patches: the grid is not what was joined last.
     return model.attend(
         torch.cat(
             [tokens[:, :1], model.extra_tokens.expand(len(x), -1, -1), tokens[:, 1:]], 1
@@ -106,6 +109,7 @@ def joined_twice(model: Seeing, x: Tensor) -> Tensor:
 def written(model: Seeing, x: Tensor, place: int = -1) -> Tensor:
     """A class token written into its place, so that nothing shows where it is."""
     tokens = model.tokens(x)
+    # Written by index, so that no concatenation shows which token came from where.
     sequence = tokens.new_zeros(len(x), 17, DIM)
     sequence[:, 1 if place == 0 else 0 :][:, :16], sequence[:, place] = (
         tokens,
@@ -146,12 +150,14 @@ def square(images: int = 5) -> Tensor:
     return torch.randn(images, 3, 32, 32, generator=torch.Generator().manual_seed(5))
 
 
+# 9 words could be a grid of 3 x 3.
 WORDS = torch.randint(50, (5, 9), generator=torch.Generator().manual_seed(6))
 PATCHES, NOWHERE = same(grid(4, 4)), Layout(None, None)
 
 
 def first_last(weights: Tensor, images: int) -> Tensor:
     """The last token before the others."""
+    # Rolled by one, so that the class token leads, as in all our layouts.
     return weights.roll((1, 1), (-2, -1)).unflatten(0, (images, 1))
 
 
@@ -212,7 +218,9 @@ CASES = {
         PATCHES,
     ),
     "one head": (Seeing(patches, heads=1), square(), PATCHES),
+    # Three images and three heads: an axis of one must not be taken for the other.
     "B = heads": (Seeing(patches), square(3), PATCHES),
+    # As many images as tokens.
     "B = N": (Seeing(patches), square(16), PATCHES),
     "N = 1": (Seeing(patches), square()[..., :8, :8], same(grid(1, 1))),
 }
@@ -230,6 +238,7 @@ def test_image_and_text() -> None:
     check(model, (square(), WORDS), {"image.attend": PATCHES, "text.attend": NOWHERE})
 
 
+# 4 and 9 are squares, which could be taken for grids of their own.
 @pytest.mark.parametrize("count", [4, 9])
 def test_registers_that_are_declared(count: int) -> None:
     model = Seeing(registers, extra_tokens=count)
@@ -256,6 +265,7 @@ def test_reasons_of_what_is_missing() -> None:
         ({"class_token": "last"}, BEHIND),
         ({"class_token": "first"}, same(grid(4, 4, prefix=1))),
         ({"prefix_tokens": 1}, same(grid(4, 4, prefix=1))),
+        # Another grid than that of the image is taken at the user's word.
         ({"grid": (2, 8), "prefix_tokens": 1}, same(grid(2, 8, prefix=1))),
     ],
 )
@@ -264,6 +274,7 @@ def test_what_the_user_says(said: dict[str, Any], layout: Layout) -> None:
 
 
 def test_a_token_of_which_nobody_says_where_it_is() -> None:
+    # The message names both ways out: a number of tokens before the grid, or the place of the class token.
     message = "17 keys: no grid found; .*, prefix_tokens=1 makes it 4 x 4 .* class_token='last'"
     with tcnn_probe.record(Seeing(written).eval()) as recorder, torch.no_grad():
         recorder._model(square())
@@ -326,6 +337,7 @@ def soft_assignment(m: Other, x: Tensor) -> Tensor:
 
 
 def soft_assignment_expanded(m: Other, x: Tensor) -> Tensor:
+    # Expanded or repeated, codes have an axis of images, over which they are the same.
     return m.qkv(x).softmax(-1) @ m.codes.expand(len(x), -1, -1)
 
 
@@ -347,6 +359,7 @@ def soft_assignment_repeated(m: Other, x: Tensor) -> Tensor:
 def test_a_softmax_over_something_else_is_not_recorded(
     way: Callable[..., Tensor], reason: str
 ) -> None:
+    # Beside a layer that attends: what is refused must not take the other's place.
     model = Seeing(lambda m, x: m.attend(m.tokens(x)) + m.other(m.tokens(x)).sum())
     model.other = Other(way)
     recorder = recorded(model, square())

@@ -19,10 +19,11 @@ from torchvision.models.swin_transformer import SwinTransformer
 
 import tcnn_model
 import tcnn_probe
-from tcnn_model.gpsa.reference import gpsa_attention_reference
+from tcnn_model.gpsa.equations import gpsa_attention_reference
 from tests.tcnn_probe.attention.bruteforce import attention_of
 from tests.tcnn_probe.attention.sharpen import sharpen
 
+# Patches of 8 make 4 x 6 cells: an axis that is exchanged or transposed cannot have the right shape.
 SIZE = (32, 48)
 VIT = {
     "patch_size": 8,
@@ -50,6 +51,7 @@ def run(
 ) -> tuple[nn.Module, Tensor]:
     torch.manual_seed(0)
     model = make().double().eval()
+    # As drawn, attention is so even that a shifted map would pass a tolerance.
     sharpen(model, 1.7)
     return model, torch.randn(count, 3, *size, dtype=torch.float64)
 
@@ -58,6 +60,7 @@ def on_grid(
     weights: Tensor, keys: tuple[int, int], queries: tuple[int, int]
 ) -> np.ndarray:
     """(B, heads, N_query, N_key) without the tokens before the grids."""
+    # Tokens without a place come first in all models that use this.
     rows, columns = (
         weights.shape[-2] - queries[0] * queries[1],
         weights.shape[-1] - keys[0] * keys[1],
@@ -81,6 +84,7 @@ def test_equals_brute_force(name: str) -> None:
     expected = {
         reference.layer: reference.weights for reference in attention_of(model, images)
     }
+    # Image by image, so that joining batches is part of what is compared.
     tree = tcnn_probe.attention_maps(model, images, batch_size=1)
     assert {
         layer for node in tree.children.values() for layer in node.layer.values
@@ -92,6 +96,7 @@ def test_equals_brute_force(name: str) -> None:
                 np.testing.assert_allclose(
                     maps.attention, on_grid(weights, (4, 6), (4, 6)), atol=1e-9
                 )
+            # 24 queries are the patches alone: CaiT's first layers have no class token.
             if weights.shape[2] != 24:  # there is a class token among the queries
                 row = weights[:, :, 0, -24:].unflatten(-1, (4, 6))
                 np.testing.assert_allclose(maps.class_attention, row, atol=1e-9)
@@ -101,10 +106,12 @@ def test_mixed_heads_are_what_reaches_the_values() -> None:
     """Talking heads: the sum over heads of the softmaxes, by a loop, for the head of each row of the mixing."""
     model, images = run(small("cait_xxs24_224", **VIT))
     for block in model.blocks:
+        # timm draws these biases as zero; then a bias that is left out would not show.
         nn.init.normal_(block.attn.proj_w.bias)
     softmaxes = {
         reference.layer: reference.weights for reference in attention_of(model, images)
     }
+    # Not in order: rows must be those that are named.
     selected = [2, 0]
     tree = tcnn_probe.attention_maps(
         model, images, heads=selected, mixed=True, batch_size=1
@@ -142,6 +149,7 @@ def test_fused_attention_in_float32() -> None:
         small("deit_tiny_patch16_224", **VIT)().eval(),
         torch.randn(2, 3, *SIZE),
     )
+    # Fused attention forms no softmax that could be heard: maps are rebuilt from its arguments.
     assert model.blocks[0].attn.fused_attn
     expected = {
         reference.layer: reference.weights
@@ -157,6 +165,7 @@ def test_fused_attention_in_float32() -> None:
 
 
 def test_pooled_keys_and_strided_queries() -> None:
+    # 224 pixels, as LeViT's bias of positions is made for one size.
     model, images = run(small("levit_128s"), (224, 224), 1)
     weights = next(
         reference.weights
@@ -184,6 +193,7 @@ def rolled_then_padded(grid, window, shift):  # type: ignore[no-untyped-def]  # 
 
 
 def padded_then_rolled(grid, window, shift):  # type: ignore[no-untyped-def]  # torchvision's and transformers' Swin
+    # Rounded up: the grid is padded to whole windows before it is rolled.
     padded = [-(-n // side) * side for n, side in zip(grid, window, strict=True)]
 
     def cell(y: int, x: int) -> tuple[int, int] | None:
@@ -203,6 +213,7 @@ def neighbours(grid, window, cell):  # type: ignore[no-untyped-def]
 
 
 def dilated(grid, window):  # type: ignore[no-untyped-def]  # MaxViT's grid attention
+    # Tokens of one window lie a stride apart all over the grid.
     steps = grid[0] // window[0], grid[1] // window[1]
     tokens = [
         (i * steps[0], j * steps[1]) for i in range(window[0]) for j in range(window[1])
@@ -215,6 +226,7 @@ def dilated(grid, window):  # type: ignore[no-untyped-def]  # MaxViT's grid atte
 
 
 def twins() -> nn.Module:
+    # Windows of 7 on 10 x 13 cells: neither side is a multiple.
     return Twins(
         embed_dims=(8,),
         num_heads=(2,),
@@ -230,6 +242,7 @@ def davit() -> nn.Module:
 
 
 def torchvision_swin() -> nn.Module:
+    # A window that differs by side, since a single number would hide exchanged sides.
     return SwinTransformer(
         [4, 4], 8, [2], [2], [3, 4], num_classes=5, stochastic_depth_prob=0.0
     )
@@ -245,6 +258,7 @@ TIMM_SWIN = small(
 TIMM_SWIN_V2 = small(
     "swinv2_tiny_window8_256", **SWIN, img_size=(28, 40), window_size=(3, 4)
 )
+# A window larger than the grid, so that there is a single one with padding in it.
 LARGE = small(
     "swin_tiny_patch4_window7_224",
     **SWIN,
@@ -258,6 +272,7 @@ MAXVIT = small(
 )
 
 
+# Windows of 3 on 8 x 10 cells are padded on both sides.
 SAM2 = small(
     "sam2_hiera_tiny",
     embed_dim=8,
@@ -363,11 +378,13 @@ def test_windows_are_put_in_their_places(make, size, cutter, attention, cells) -
         for reference in attention_of(model, images)
         if reference.layer == layer
     )
+    # Libraries put the windows of an image into the batch, one image behind the other.
     # (B, windows, heads, N, N).
     weights = weights.flatten(0, -4).unflatten(0, (2, len(cells))).numpy()
     maps = next(
         iter(tcnn_probe.attention_maps(model, images, layers=layer).children.values())
     ).attention[:, 0]
+    # Pairs in different windows do not see each other: zero, not missing.
     expected = np.zeros(maps.shape)
     for w, window in enumerate(cells):
         for q, query in enumerate(window):
@@ -397,6 +414,7 @@ def test_windows_of_sam2_in_transformers() -> None:
     )
     model = transformers.Sam2HieraDetModel(config).double().eval()
     layer = model.blocks[2].attn
+    # As drawn, all weights are nearly even.
     nn.init.normal_(layer.qkv.weight)
     tokens: list[Tensor] = []  # of windows, (B * windows, 3, 3, C)
     handle = layer.register_forward_pre_hook(
@@ -408,6 +426,7 @@ def test_windows_of_sam2_in_transformers() -> None:
     handle.remove()
     qkv = layer.qkv(tokens[0]).flatten(1, 2).unflatten(-1, (3, 2, 4))
     query, key, _ = qkv.permute(2, 0, 3, 1, 4)  # (B * windows, heads, N, 4) each
+    # 2 is the square root of the 4 channels of a head.
     weights = (query @ key.mT / 2).softmax(-1).unflatten(0, (2, -1)).detach().numpy()
     expected = np.zeros((2, 2, 8, 10, 8, 10))
     cells = rolled_then_padded((8, 10), (3, 3), NO_SHIFT)
@@ -429,7 +448,11 @@ def timm_hiera() -> nn.Module:
 def transformers_hiera() -> nn.Module:
     transformers = pytest.importorskip("transformers")
     config = transformers.HieraConfig(
-        embed_dim=8, image_size=[64, 96], depths=[1, 1, 2, 1], num_heads=[2, 2, 4, 4]
+        # Heads differ by stage, so that the axis of heads is filled up.
+        embed_dim=8,
+        image_size=[64, 96],
+        depths=[1, 1, 2, 1],
+        num_heads=[2, 2, 4, 4],
     )
     return transformers.HieraModel(config)
 
@@ -448,6 +471,7 @@ def test_mask_units_of_hiera_are_put_in_their_places(make: Any) -> None:
         _, heads, windows, *counts = weights.shape
         cells, grids = [], []
         for count in counts:
+            # Cells of the four stages: 16 x 24, halved along both sides by each pooling.
             stage = [384, 96, 24, 6].index(count * windows)
             grids.append((16 >> stage, 24 >> stage))
             unroll = Unroll(grids[-1], (1, 1), [(2, 2)] * (3 - stage))
@@ -469,6 +493,7 @@ def test_mask_units_of_hiera_are_put_in_their_places(make: Any) -> None:
             "image", "head", "query_y", "query_x", "y", "x"
         )
         assert attention.shape[2:] == (*grids[0], *grids[1])
+        # Above, weights were put into a tensor of float32.
         np.testing.assert_allclose(
             attention.values.reshape(expected.shape), expected, atol=1e-6
         )
@@ -485,12 +510,14 @@ def influence(
     model(images)
     handle.remove()
     (x, *arguments), channels = calls[0], -1
+    # Not in place: the input was computed by layers that are no part of the question.
     if isinstance(module, (SpatialBlock, PartitionAttentionLayer)):
         channels = 1
     x = x.detach().requires_grad_()
     output = module(x, *arguments)
     if x.ndim == 3:
         output = output.unflatten(1, arguments[0])
+    # A random direction: single channels can have a gradient of zero.
     at = output.movedim(channels, -1)[0, *query]
     grad = (
         torch.autograd.grad((at * torch.randn_like(at)).sum(), x)[0]
@@ -505,7 +532,9 @@ def test_gated_layers() -> None:
     torch.manual_seed(0)
     model = (
         tcnn_model.reparameterize(
-            timm.create_model("resnet10t", num_classes=5), stride="keep"
+            # Kept strides: queries are then on a coarser grid than keys.
+            timm.create_model("resnet10t", num_classes=5),
+            stride="keep",
         )
         .double()
         .eval()
@@ -537,6 +566,7 @@ def test_gated_layers() -> None:
             maps = node.attention.sel(layer=name)
             height, width = layer_inputs[name].shape[2:]
             pixels = (
+                # The paper's formula has padding among its keys, one pixel on each side; maps show the image alone.
                 dense.unflatten(-1, (height + 2, width + 2))[..., 1:-1, 1:-1]
                 .flatten(2, -3)
                 .unflatten(2, maps.shape[2:4])
@@ -559,6 +589,7 @@ def test_pool_with_a_token_for_each_class() -> None:
         iter(tcnn_probe.attention_maps(model, images).children.values())
     ).attention_by_class
     assert maps.dims == ("image", "layer", "head", "class", "y", "x")
+    # The pool is the last layer that attends.
     weights = attention_of(model, images)[-1].weights
     np.testing.assert_allclose(maps[:, 0], weights.reshape(maps[:, 0].shape), atol=1e-9)
 
@@ -574,6 +605,7 @@ def test_object_queries_of_a_decoder() -> None:
         encoder_attention_heads=3, decoder_attention_heads=3, **sizes,
     )  # fmt: skip
     model = sharpen(transformers.DetrModel(config).double().eval(), 1.7)
+    # Only eager attention can return its weights.
     model.set_attn_implementation("eager")
     images = torch.randn(2, 3, 64, 96, dtype=torch.float64)
     tree = tcnn_probe.attention_maps(model, images, layers="*.encoder_attn")
@@ -585,6 +617,7 @@ def test_object_queries_of_a_decoder() -> None:
         references = model(images, output_attentions=True).cross_attentions
     for n, weights in enumerate(references):
         reference = weights.unflatten(-1, (2, 3))
+        # Eager attention of transformers takes its softmax in float32.
         np.testing.assert_allclose(maps[:, n], reference, atol=1e-6)
     figure = tcnn_probe.plot.attention_maps(tree, query=3)
     assert "of query 3" in figure.get_suptitle()
@@ -594,6 +627,7 @@ def test_object_queries_of_a_decoder() -> None:
     for picture, reference in zip(
         drawn, maps[0, :, :, 3].values.reshape(6, 2, 3), strict=True
     ):
+        # Each picture is scaled by its own maximum.
         np.testing.assert_allclose(picture, reference / reference.max(), rtol=1e-6)
     with pytest.raises(
         ValueError, match="expected one of 7 queries that lie on no grid"
@@ -609,7 +643,12 @@ def test_chosen_queries_heads_and_layers() -> None:
     model, images = run(small("deit_tiny_patch16_224", **VIT))
     full = tcnn_probe.attention_maps(model, images)["3x4x6"]
     selection = tcnn_probe.attention_maps(
-        model, images, layers="blocks.1*", heads=[2, 0], queries=[(31, 0), (9, 47)]
+        # Corners, the first head behind the last, and a layer by a glob: each axis is selected in its own order.
+        model,
+        images,
+        layers="blocks.1*",
+        heads=[2, 0],
+        queries=[(31, 0), (9, 47)],
     )["3x4x6"]
     assert selection["head"].values.tolist() == [0, 2]
     assert selection.layer.values.tolist() == ["blocks.1.attn"]
@@ -647,6 +686,7 @@ def test_half_precision_and_numbers_of_numpy() -> None:
 
 
 def test_chosen_queries_of_shifted_windows() -> None:
+    # Corners of the image, which a shift has moved into the middle of a window.
     model, images = run(TIMM_SWIN, (28, 40))
     full = tcnn_probe.attention_maps(model, images)["2x7x10"].attention
     selection = tcnn_probe.attention_maps(model, images, queries=[(27, 1), (0, 39)])[
@@ -663,6 +703,7 @@ def test_leaves_the_model_as_it_was_and_keeps_the_images() -> None:
     model.blocks[0].eval()
     before = {name: dict(vars(module)) for name, module in model.named_modules()}
     tree = tcnn_probe.attention_maps(model, images)
+    # As strings, since tensors in them do not compare to one truth value.
     assert all(
         str(vars(module)) == str(before[name]) for name, module in model.named_modules()
     )
@@ -674,6 +715,7 @@ def test_leaves_the_model_as_it_was_and_keeps_the_images() -> None:
     ("options", "message"),
     [
         (
+            # Pixels count from 0, so that 32 is the first row outside.
             {"queries": [(32, 0)]},
             r"queries \(y, x\) inside images of 32 x 48 pixels, got \(32, 0\)",
         ),
@@ -703,6 +745,7 @@ def test_says_which_layers_have_no_maps() -> None:
         tcnn_probe.attention_maps(
             nn.Sequential(nn.Conv2d(3, 3, 1)), torch.randn(1, 3, 8, 8)
         )
+    # XCiT attends between channels, so that there is a softmax and yet no map.
     model = timm.create_model(
         "xcit_nano_12_p16_224", depth=1, num_classes=5, img_size=32
     ).eval()
@@ -718,6 +761,7 @@ def test_cells_lie_where_they_look() -> None:
     maps = tcnn_probe.attention_maps(
         model, torch.randn(1, 3, 64, 96), queries=[(17, 94)]
     )["9x4x6"]
+    # resnet18 halves the size with kernels that are padded: its cells look at multiples of 16 exactly.
     np.testing.assert_array_equal(maps.pixel_y, [0, 16, 32, 48])
     np.testing.assert_array_equal(maps.pixel_x, [0, 16, 32, 48, 64, 80])
     assert (maps.query_y.item(), maps.query_x.item()) == (1, 5)
@@ -725,10 +769,14 @@ def test_cells_lie_where_they_look() -> None:
         tcnn_probe.attention_maps(model, torch.randn(1, 3, 64, 96)), query=(17, 94)
     )
     assert {
-        patch.get_bbox().bounds for axes in figure.axes for patch in axes.patches
+        patch.get_bbox().bounds
+        for axes in figure.axes
+        for patch in axes.patches
+        # A cell's frame is 16 pixels around where it looks: 64 + 16 - 8 + 0.5 along x.
     } == {(72.5, 8.5, 16.0, 16.0)}
     vit = small("deit_tiny_patch16_224", **VIT)()
     np.testing.assert_allclose(
         tcnn_probe.attention_maps(vit, torch.randn(1, 3, *SIZE))["3x4x6"].pixel_x,
+        # The middle of a patch of 8 pixels is at 3.5.
         3.5 + 8 * np.arange(6),
     )

@@ -42,7 +42,9 @@ def mvit() -> Family:
         "expand_attn": False,
     }
     every_cell, every_2nd, every_4th = (
-        grid(n, n, prefix=1, spacing=(16 // n, 16 // n)) for n in (16, 8, 4)
+        # 16 cells of the finest grid along a side: coarser tokens are told in its unit.
+        grid(n, n, prefix=1, spacing=(16 // n, 16 // n))
+        for n in (16, 8, 4)
     )
     layouts = {
         "stages.0*": Layout(every_cell, every_4th, class_query=True),
@@ -54,6 +56,7 @@ def mvit() -> Family:
         img_size=(64, 64),
         num_classes=5,
     )
+    # Square, as timm's decomposed relative positions of MViT are made for one size.
     return Family("mvitv2", model, (64, 64), layouts, 2.2)
 
 
@@ -76,6 +79,7 @@ def levit() -> Family:
     return Family(
         "levit",
         partial(Levit, num_classes=5, **options),
+        # 224 pixels: LeViT's biases are made for one size.
         (224, 224),
         layouts,
         2.2,
@@ -115,7 +119,9 @@ def pvt(*, linear: bool) -> Family:
     }
     layouts = {
         "stages.0*": Layout(
-            grid(16, 24), grid(2, 3, spacing=(8, 8), origin=(3.5, 3.5))
+            # Keys are means of 8 x 8 cells, whose middle is at 3.5.
+            grid(16, 24),
+            grid(2, 3, spacing=(8, 8), origin=(3.5, 3.5)),
         ),
         "stages.1*": Layout(grid(8, 12), grid(2, 3, spacing=(4, 4), origin=(1.5, 1.5))),
     }
@@ -124,6 +130,7 @@ def pvt(*, linear: bool) -> Family:
         f"pvt_v2{'_linear' * linear}",
         model,
         SIZE,
+        # Pooled to 7 x 7 whatever the size, cells of keys overlap and lie on no grid of the image.
         {"*": Layout(None, None)} if linear else layouts,
         2.5,
     )
@@ -141,6 +148,7 @@ def crossvit() -> Family:
     grids = grid(6, 6, prefix=1), grid(4, 4, prefix=1)
     layouts = {f"blocks.0.blocks.{i}*": same(places) for i, places in enumerate(grids)}
     layouts |= {
+        # Each class token looks at the patches of the other branch.
         f"*fusion.{i}*": Layout(None, places, class_query=True)
         for i, places in enumerate(reversed(grids))
     }
@@ -168,6 +176,7 @@ def efficientvit() -> Family:
         "efficientvit_msra",
         model,
         (224, 224),
+        # A head is a module of its own here, so that weights have no axis of heads.
         {"*": same(grid(7, 7), arrange=without_heads)},
         2.5,
     )

@@ -19,7 +19,7 @@ from tcnn_probe.attention.softmax import (
     ProductLogits,
     SoftmaxAttention,
 )
-from tests.tcnn_model.helpers import LargestTensor
+from tests.tcnn_model.numerics import LargestTensor
 
 pytestmark = pytest.mark.numerical
 

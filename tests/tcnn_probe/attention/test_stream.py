@@ -50,6 +50,7 @@ class Twice(nn.Module):
 
 class WeighsNothingAttention(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
+        # A softmax of the input times the input is gating: there is no sum over keys.
         return x * x.softmax(-1)
 
 
@@ -57,6 +58,7 @@ def test_every_attention_is_shown_as_the_model_has_it() -> None:
     torch.manual_seed(0)
     for model in (vit().double(), Several().eval().double()):
         x, before, maps = images().double(), Trace(model), dict[str, Tensor]()
+        # The gate's softmax has three axes, and is no attention.
         expected = {
             reference.layer: reference.weights
             for reference in attention_of(model, x)
@@ -64,13 +66,16 @@ def test_every_attention_is_shown_as_the_model_has_it() -> None:
         }
         output = model(x)
         with tcnn_probe.attention_stream(
-            model, lambda call, s=maps: s.update({call.name: call.weights(slice(None))})
+            # Weights are taken in the call: nothing is kept of a forward after it.
+            model,
+            lambda call, s=maps: s.update({call.name: call.weights(slice(None))}),
         ) as s:
             assert torch.equal(model(x), output)
         assert before == Trace(model)
         assert clean()
         assert list(s.layers) == list(expected)
         for layer, weights in expected.items():
+            # The second attention of a module has its name and a number.
             assert s.layers[layer] is model.get_submodule(layer.split("#")[0])
             # In float64, where logits up to 1e3 are known to some 1e-13.
             np.testing.assert_allclose(
@@ -89,6 +94,7 @@ def test_listeners_see_what_has_weighed_values_and_choose_layers() -> None:
             self.failed = 0
 
         def ends(self, layers: Collection[str], output: Tensor) -> None:
+            # 35 tokens of 12 channels: the model's own output, not the one of the layer that was seen last.
             assert output.shape == (3, 35, 12)
             self.kept.append(list(layers))
 
@@ -101,6 +107,7 @@ def test_listeners_see_what_has_weighed_values_and_choose_layers() -> None:
     )
     model(images())
     with pytest.raises(RuntimeError):
+        # One channel instead of two: a forward that fails must end the stream's records of it.
         model(images()[:, :1])
     stream.close()
     model(images())
@@ -126,12 +133,14 @@ def test_nothing_of_a_forward_is_kept() -> None:
     model = vit()
     with torch.no_grad(), tcnn_probe.attention_stream(model, lambda call: call):
         model(images())
+        # Objects that hold each other are freed by the collector only.
         gc.collect()
         assert not any(type(x) is SoftmaxAttention for x in gc.get_objects())
 
 
 def test_each_layer_is_checked_once(monkeypatch: pytest.MonkeyPatch) -> None:
     checked: list[nn.Module] = []
+    # Counted where it is called: the check forms attention a second time, too dear for each forward.
     monkeypatch.setattr(
         reconstruction,
         "discrepancy",
@@ -153,15 +162,18 @@ def whole_attention(layer: nn.Module, x: Tensor) -> Tensor:
     if isinstance(layer, GPSA):
         kernel, stride, padding = layer.kernel_size, layer.stride, layer.padding
         gate = 1 / (1 + torch.exp(-layer.gating))
+        # Written as the definition has it, softplus(5 a) / 5, not by the layer's own property.
         alpha = torch.log1p(torch.exp(5 * layer.raw_locality)) / 5
         center, heads, (height, width) = layer.center, layer.heads, x.shape[2:]
         rows, columns = (
             (n + 2 * p - k) // s + 1
             for n, p, k, s in zip(x.shape[2:], padding, kernel, stride, strict=True)
         )
+        # Queries stand on the stride's positions only, keys on all pixels.
         sources = [
             (y * stride[0], z * stride[1]) for y in range(rows) for z in range(columns)
         ]
+        # Padding is among the keys: ours may be attended to by position, and content gives it nothing.
         keys = [
             (y, z)
             for y in range(-padding[0], height + padding[0])
@@ -182,8 +194,10 @@ def whole_attention(layer: nn.Module, x: Tensor) -> Tensor:
         weight = layer.pos_proj.weight
         alpha, center = (
             -weight[:, 2],
+            # ConViT has the centre in the linear weights: -alpha |d - c|^2 = -alpha d^2 + 2 alpha c d + constant.
             torch.stack([weight[:, 1], weight[:, 0]], 1) / (-2 * weight[:, 2:]),
         )
+        # Square by construction of timm's layer, which has no height and width.
         sources = keys = [(y, z) for y in range(side) for z in range(side)]
         real = [True] * len(keys)
         query, key = (t.mT.unflatten(1, (heads, -1)) for t in layer.qk(x).chunk(2, -1))
@@ -204,6 +218,7 @@ def gated_models() -> dict[str, tuple[nn.Module, Tensor]]:
     """A T-CNN on maps below and above the size from which attention is never formed, and timm's ConViT."""
     torch.manual_seed(0)
     tcnn = tcnn_model.reparameterize(
+        # With timm's default, zero-initialised norms would hide every converted layer behind its residual.
         timm.create_model("resnet10t", num_classes=3, zero_init_last=False)
     ).eval()
     convit = timm.create_model(
@@ -220,12 +235,15 @@ def gated_models() -> dict[str, tuple[nn.Module, Tensor]]:
             if name.endswith((".query", ".key")):
                 parameter.mul_(20)  # as drawn, content attention is even
             if name.endswith((".gating", ".raw_locality", ".center")):
+                # Heads as initialised share one gate and locality; a head that is taken for another would not be
+                # seen.
                 parameter.add_(torch.rand_like(parameter) - 0.5)
         for name, parameter in convit.named_parameters():
             if "qk.weight" in name or "gating_param" in name:
                 parameter.normal_(std=0.5)
     return {
         "64 pixels": (tcnn, torch.randn(2, 3, 64, 96)),
+        # At 224 pixels a layer's map is larger than what is formed whole, so that the other path runs.
         "224 pixels": (tcnn, torch.randn(1, 3, 224, 224)),
         "convit": (convit, torch.randn(2, 3, 80, 80)),
     }
@@ -264,8 +282,10 @@ def test_gated_attention_is_shown_whole_and_once(case: str) -> None:
     )
     assert not stream.unsupported
     for name, weights in calls[: len(gated)]:
+        # float64 throughout, with logits of some hundred: 1e-10 is far above its rounding and below any slip.
         np.testing.assert_allclose(weights[:, 0], expected[name], rtol=0, atol=1e-10)
         # Even attention would be right whatever the parameters are.
+        # A model whose heads are all even passes whatever is shown.
         assert (expected[name].std() > 1e-3 * expected[name].mean()).all()
 
 
@@ -293,6 +313,7 @@ def test_answers_edit_heads_as_ablations_do(case: str) -> None:
             gradients.append(
                 [p.grad.clone() for p in model.parameters() if p.grad is not None]
             )
+        # The two ways sum the same terms in another order, in float64.
         torch.testing.assert_close(*gradients, rtol=1e-9, atol=1e-12)
 
 
@@ -310,6 +331,7 @@ def test_answers_combine_with_ablations_and_recorders(case: str) -> None:
     """The others' heads and gates stay ablated; a recorder around or inside sees attention as it is before edits."""
     model, x = gated_models()[case]
     model, x = model.double(), x.double()
+    # The first of the layers, so that all later ones feel the edit.
     layer = layers_of(model)[0]
 
     def answer(attention: tcnn_probe.Attention) -> tcnn_probe.HeadEdit | None:
@@ -320,6 +342,7 @@ def test_answers_combine_with_ablations_and_recorders(case: str) -> None:
 
     with torch.no_grad():
         plain = model(x)
+        # One that edits heads and one that edits gates: the two compose by different rules.
         for heads, mode in (({layer: [0]}, "zero"), (layer, "positional")):
             with (
                 tcnn_probe.ablate(model, heads, mode),
@@ -329,12 +352,14 @@ def test_answers_combine_with_ablations_and_recorders(case: str) -> None:
             with tcnn_probe.ablate(model, heads, mode), stream():
                 torch.testing.assert_close(model(x), expected, rtol=1e-9, atol=1e-12)
         with tcnn_probe.record(model) as recorder, stream():
+            # An edit that does nothing would pass the comparison below.
             assert not torch.allclose(model(x), plain)
             recorder.mark(epoch=0)
         around = recorder.dataset.entropy.load()
         with stream(), tcnn_probe.record(model) as recorder:
             model(x)
             recorder.mark(epoch=0)
+        # Both recorders see the first layer before its edit and later ones after it, so that all numbers agree.
         np.testing.assert_allclose(around, recorder.dataset.entropy, rtol=1e-9)
 
 
@@ -368,6 +393,7 @@ def test_streams_that_edit_one_layer_nest(case: str) -> None:
     with torch.no_grad():
         with (
             tcnn_probe.ablate(model, {layer: [0, 1]}),
+            # Head 1 is named twice, with another mode: the inner one decides.
             tcnn_probe.ablate(model, {layer: [1]}, "mean"),
         ):
             expected = model(x)
@@ -380,6 +406,7 @@ def test_streams_that_edit_one_layer_nest(case: str) -> None:
         ):
             torch.testing.assert_close(model(x), expected, rtol=1e-9, atol=1e-12)
     plain, edited = shown
+    # A stream inside must be shown what the model attends to, not what the others made of it.
     torch.testing.assert_close(edited, plain, rtol=1e-12, atol=0)
 
 
@@ -393,6 +420,7 @@ def test_an_edited_multihead_attention_is_seen_once() -> None:
     ):
         model(torch.randn(2, 5, 12))
         recorder.mark(epoch=0)
+    # The softmax of the edit's own computation must not be recorded as a second attention.
     assert recorder.layers == ("self_attn",)
 
 
@@ -400,6 +428,8 @@ def test_an_edited_multihead_attention_is_seen_once() -> None:
     ("edit", "message"),
     [
         (tcnn_probe.HeadEdit([0, 7]), "distinct heads below 3 of 'blocks.0.attn'"),
+        # Each is refused for another reason: out of range, repeated, misspelled, of a wrong shape, of another
+        # listener.
         (tcnn_probe.HeadEdit([1, 1]), "distinct heads"),
         (tcnn_probe.HeadEdit([1], "men"), "give='zero' or 'mean'"),  # type: ignore[arg-type]
         (
@@ -429,6 +459,7 @@ def test_edits_that_cannot_be_done_are_refused(
 def test_attention_given_to_mask_units_is_in_the_order_that_is_shown() -> None:
     """Hiera's tokens lie unit by unit: its own attention, given back row by row, changes nothing."""
     torch.manual_seed(0)
+    # Not square, so that rows and columns of units cannot be exchanged unseen.
     sizes = {"img_size": (64, 96), "embed_dim": 16, "num_heads": 1}
     model = timm.create_model("hiera_tiny_224", stages=(1, 1, 1, 1), **sizes)
     model = model.eval().double()
@@ -448,4 +479,5 @@ def test_attention_given_to_mask_units_is_in_the_order_that_is_shown() -> None:
         with tcnn_probe.attention_stream(model, give_back) as stream:
             output = model(images)
     assert len(stream.layers) == 4
+    # Twelve digits are lost neither in the softmax nor in four stages: 1e-10 leaves two for their depth.
     torch.testing.assert_close(output, expected, rtol=1e-10, atol=1e-10)

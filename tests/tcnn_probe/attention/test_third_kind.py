@@ -27,6 +27,7 @@ class KernelMixer(nn.Module):
 
     def parts(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         q, k, v = self.qkv(x).unflatten(-1, (3, HEADS, WIDTH)).permute(2, 0, 3, 1, 4)
+        # elu + 1 is positive, so that rows can be normalised.
         return nn.functional.elu(q) + 1, nn.functional.elu(k) + 1, v
 
     def forward(self, x: Tensor) -> Tensor:
@@ -61,6 +62,7 @@ class KernelAttention(Attention):
 
     def discrepancy(self, output: Any) -> tuple[Tensor, float]:
         rebuilt = (self.content() @ self.value).transpose(1, 2).flatten(2)
+        # The first image suffices: what is checked is the form of the attention.
         return relative_difference(rebuilt[:1], output[:1]), tolerance(output.dtype)
 
 
@@ -90,11 +92,13 @@ class Model(nn.Module):
 
 
 def feature(x: Tensor) -> Tensor:
+    # Written apart from torch's elu.
     return torch.where(x > 0, x + 1, x.exp())
 
 
 def brute_force(model: Model, x: Tensor) -> Tensor:
     tokens = model.stem(x).flatten(2).mT
+    # Filled entry by entry in float64; the layer itself never forms it.
     weights = torch.zeros(IMAGES, HEADS, 35, 35, dtype=torch.float64)
     projected = tokens @ model.mixer.qkv.weight.T + model.mixer.qkv.bias
     for image in range(IMAGES):
@@ -110,6 +114,7 @@ def brute_force(model: Model, x: Tensor) -> Tensor:
 
 @torch.no_grad()
 def test_it_is_streamed_recorded_and_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    # A kind is known by a line in this table, which the test adds and takes back.
     monkeypatch.setattr(
         stream,
         "WHOLE_LAYERS",
@@ -138,6 +143,7 @@ def test_it_is_streamed_recorded_and_drawn(monkeypatch: pytest.MonkeyPatch) -> N
     drawn = expected.view(IMAGES, HEADS, *GRID, *GRID)
     np.testing.assert_allclose(maps, drawn, rtol=1e-6, atol=1e-9)
     with (
+        # Refused, since this class does not say how its heads are edited.
         tcnn_probe.attention_stream(model, lambda _: tcnn_probe.HeadEdit([0])),
         pytest.raises(TypeError, match="KernelAttention cannot be edited"),
     ):

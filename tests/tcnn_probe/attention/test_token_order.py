@@ -19,17 +19,21 @@ from tcnn_probe.attention.attention import Attention
 from tcnn_probe.attention.layout import Layout, Tokens
 from tcnn_probe.attention.token_order import PlaceTracker, objection_to_order
 
+# Two primes, so that rows cannot pass as columns; patches of 4 keep places apart by more than a pixel.
 ROWS, COLUMNS, PATCH = 5, 7, 4
 IMAGES = torch.Size((2, 3, ROWS * PATCH, COLUMNS * PATCH))
 RASTER = np.arange(ROWS * COLUMNS)
 ORDERS = {
     "raster": RASTER,
+    # Transposed: the right number of cells, nearly all of them elsewhere.
     "columns": RASTER.reshape(ROWS, COLUMNS).T.ravel(),
     "backwards": RASTER[::-1].copy(),
     "shuffled": np.random.default_rng(0).permutation(ROWS * COLUMNS),
+    # The least that can be wrong: all distances but those of two columns are right.
     "two tokens exchanged": RASTER.reshape(ROWS, COLUMNS)[
         :, [0, 1, 3, 2, 4, 5, 6]
     ].ravel(),
+    # A cyclic shift, as Swin's windows have it: neighbours stay neighbours all but everywhere.
     "rolled": np.roll(RASTER.reshape(ROWS, COLUMNS), (2, 3), (0, 1)).ravel(),
 }
 NOT_IN_ORDER = "the tokens are not in the order of the image's rows"
@@ -41,6 +45,7 @@ def fused(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def unfused(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    # The constants scale and move all logits alike, and must not be taken for another mask or bias.
     return ((q / 2) @ k.transpose(-2, -1) + 0.1).softmax(-1) @ v
 
 
@@ -50,6 +55,7 @@ def by_einsum(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def merged(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    # Heads in the batch: the number of images is no longer the first axis of what is multiplied.
     """Attend with heads as a part of the batch."""
     q, k, v = (x.flatten(0, 1) for x in (q, k, v))
     return torch.bmm(F.softmax(torch.bmm(q, k.mT), -1), v).unflatten(0, (-1, 3))
@@ -58,6 +64,7 @@ def merged(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 def mixed_heads(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Talking heads, whose logits are mixed along another axis."""
     logits = (q @ k.mT).permute(0, 2, 3, 1)
+    # The identity keeps the weights; what is tested is that places survive a change of axes.
     return F.linear(logits, torch.eye(3)).permute(0, 3, 1, 2).softmax(-1) @ v
 
 
@@ -94,6 +101,7 @@ class Ordered(nn.Module):
         self.patches = nn.Conv2d(3, 12, PATCH, PATCH)
         self.class_token = nn.Parameter(torch.randn(1, 1, 12))
         self.norm = nn.LayerNorm(12)
+        # Two layers, as places have to pass through the first layer's attention to reach the second.
         layers = [Multihead() if attend is None else Attend(attend) for _ in range(2)]
         self.blocks = nn.ModuleList(layers)
         self.order = torch.from_numpy(order)
@@ -131,6 +139,7 @@ def test_a_grid_is_in_raster_order(
     torch.manual_seed(0)
     model = Ordered(ORDERS[order], attend).eval()
     layouts_of_layers = layouts(model, torch.randn(IMAGES))
+    # Else the loop below could be over nothing.
     assert [name.split(".")[1] for name in layouts_of_layers] == ["0", "1"]
     for layout in layouts_of_layers.values():
         if order == "raster":
@@ -164,11 +173,13 @@ def test_places_are_those_of_the_patches(monkeypatch: pytest.MonkeyPatch) -> Non
     layouts(Ordered(ORDERS["shuffled"], unfused).eval(), torch.randn(IMAGES))
     height, width = IMAGES[2:]
     pixels = np.arange(height * width).reshape(ROWS, PATCH, COLUMNS, PATCH)
+    # Of a convolution whose kernel is its stride, a token's place is the mean of its pixels.
     centers = pixels.mean((1, 3)).ravel()[ORDERS["shuffled"]]
     assert len(followed) == 4, "queries and keys of two layers"
     for places, behind in followed:
         assert places is not None
         assert behind == 0
+        # Places are means in float64 of numbers up to 560: 1e-12 is some thousand roundings.
         np.testing.assert_allclose(places, [np.nan, *centers], rtol=1e-12)
 
 
@@ -179,6 +190,7 @@ def test_objections() -> None:
     assert objection_to_order(places, tokens, 0) == ""
     assert objection_to_order(None, tokens, 0) == "", "unknown"
     assert objection_to_order(places[1:], tokens, 0) == "", "other tokens"
+    # Tokens without a place, such as pads, are left out of the comparison.
     padded = torch.tensor([torch.nan, torch.nan, 0, 1, torch.nan, 3, 4, torch.nan])
     assert objection_to_order(padded, tokens, 0) == ""
     assert objection_to_order(padded.flip(0), tokens, 0) == NOT_IN_ORDER
@@ -207,6 +219,7 @@ DETR = {
     "decoder_attention_heads": 3,
     "encoder_ffn_dim": 32,
     "decoder_ffn_dim": 32,
+    # As many queries as the encoder has cells (4 x 6): counting tokens cannot tell them apart.
     "num_queries": 24,
 }
 
@@ -219,6 +232,7 @@ def transformers_model(name: str, config: str, **options: Any) -> nn.Module:
 def test_shuffled_tokens_of_a_masked_autoencoder() -> None:
     """Shuffled tokens are recorded without a grid; the decoder puts them in order again."""
     torch.manual_seed(0)
+    # Nothing is masked, so that tokens are shuffled and as many as patches: only their order can refuse them.
     options = {**TINY, "image_size": 40, "mask_ratio": 0.0}
     decoder = {
         "decoder_hidden_size": 24,
@@ -232,6 +246,7 @@ def test_shuffled_tokens_of_a_masked_autoencoder() -> None:
     encoder = ["vit.layers.0.attention", "vit.layers.1.attention"]
     with tcnn_probe.record(model) as recorder, torch.no_grad():
         model(torch.randn(2, 3, 40, 40))
+        # Twice: the order is drawn anew in each forward, and what the first one showed must hold.
         model(torch.randn(2, 3, 40, 40))
         recorder.mark(epoch=0)
     assert recorder.missing["attention_distance"] == dict.fromkeys(
@@ -256,6 +271,7 @@ def test_shuffled_tokens_of_a_masked_autoencoder() -> None:
 def test_object_queries_as_many_as_cells(name: str, attention: dict[str, str]) -> None:
     torch.manual_seed(0)
     transformers = pytest.importorskip("transformers")
+    # The last stage has a 32nd of the size: 128 x 192 pixels become 4 x 6 cells.
     sizes = {"embedding_size": 8, "hidden_sizes": [8] * 4, "depths": [1] * 4}
     backbone = transformers.ResNetConfig(**sizes, out_features=["stage4"])
     options = {**DETR, "backbone_config": backbone, **attention}
@@ -281,6 +297,8 @@ class Queries(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         patches = x.flatten(2).mT[:, None]
+        # A mask of ones moves all logits alike: it is made of nothing that was followed, as DETR's in transformers
+        # 5.0.
         mask = torch.ones(1, 1, *self.query.shape[:1] * 2)
         query = self.query.expand(len(patches), 1, -1, -1)
         return (query @ patches.mT + mask).softmax(-1) @ patches
@@ -302,6 +320,7 @@ def test_mask_units_without_their_record(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setitem(lookup.RECORDS, name, LayerRecord(heads_axis=1))
     encoder = "transformers.models.hiera.modeling_hiera.HieraEncoder"
     monkeypatch.delitem(lookup.RECORDS, encoder)
+    # Records are looked up once for each class, and the models of other tests are of this class too.
     lookup._record.cache_clear()
     try:
         layouts_of_layers = layouts(model, torch.randn(1, 3, 64, 64))
@@ -371,6 +390,7 @@ class Uncertain(Ordered):
             return x[:, self.order]
         if self.in_numpy:
             return torch.from_numpy(x.numpy()[:, self.order])
+        # By keyword: places are followed through positional arguments only, so that this order stays unknown.
         return torch.cat(tensors=[x, x[:, :0]], dim=1)
 
 
@@ -403,6 +423,7 @@ class Restless(nn.Module):
         self.images: list[Tensor] = []
 
     def forward(self, x: Tensor) -> Tensor:
+        # A forward that is run once more to follow pixels would count here, and move the norm's statistics.
         self.calls += 1
         self.images.append(x)
         return self.model(self.drop(self.norm(x)))
@@ -410,6 +431,7 @@ class Restless(nn.Module):
 
 def test_a_forward_leaves_the_traces_that_it_leaves_alone() -> None:
     torch.manual_seed(0)
+    # Shuffled tokens, so that the tracker has something to say while it must not touch the forward.
     alone, images = Restless().train(), torch.randn(IMAGES)
     watched = copy.deepcopy(alone)
     heard: list[nn.Module] = []
@@ -430,6 +452,7 @@ def test_a_forward_leaves_the_traces_that_it_leaves_alone() -> None:
         else:
             results.append(model(images))
             results[-1].square().mean().backward()
+        # Dropout of a forward that ran twice would have drawn twice.
         results.append(torch.get_rng_state())
     assert torch.equal(results[0], results[2])
     assert torch.equal(results[1], results[3])
@@ -463,6 +486,7 @@ def test_pixels_are_followed_once_for_each_size(
     monkeypatch.setattr(model, "arrange", lambda x: x.flatten(2).mT)
     with tcnn_probe.attention_stream(model, lambda _: None), torch.no_grad():
         # Two sizes, that take turns.
+        # The smaller comes again after the larger: one remembered size would be followed four times.
         for height in (20, 20, 24, 20, 24):
             model(torch.randn(2, 3, height, 28))
     assert [shape[2] for shape in followed] == [20, 24]

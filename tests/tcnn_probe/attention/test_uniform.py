@@ -21,6 +21,7 @@ pytestmark = pytest.mark.numerical
 def test_of_a_layer_whose_attention_is_uniform(geometry: str) -> None:
     """Gates at 1 and no locality: the oracle's own distance and entropy are those of uniform attention."""
     layer, x = (
+        # A gate of 1 - e^-60 leaves position alone, and a locality near zero makes that even.
         GPSA(5, 3, **GEOMETRIES[geometry], gating=60.0).double(),
         torch.randn(2, 5, 7, 11).double(),
     )
@@ -32,6 +33,7 @@ def test_of_a_layer_whose_attention_is_uniform(geometry: str) -> None:
     )
     for name, of_heads in (
         ("uniform_entropy", "entropy"),
+        # Scales are of images; all heads share them.
         ("uniform_distance", "attention_distance"),
     ):
         assert uniform[name].shape == (2,)
@@ -46,6 +48,7 @@ def test_of_a_layer_whose_attention_is_uniform(geometry: str) -> None:
 def test_of_padding_that_is_wider_behind() -> None:
     """Queries 2 pixels apart on 7 x 11, from the pixel that is the kernel's centre; padding "same" of 3 x 2 pixels."""
     layer = GPSA(5, 3, (4, 3), padding="same", stride=2)
+    # 3 x 2 pixels of padding: 1 before and 2 behind along y, 1 and 1 along x.
     uniform = gated_attention_of(layer, torch.randn(1, 5, 7, 11)).uniform_scales()
     queries = [(y, x) for y in range(0, 8, 2) for x in range(0, 12, 2)]
     keys = [(y, x) for y in range(-1, 7 + 2) for x in range(-1, 11 + 1)]
@@ -58,6 +61,7 @@ def test_of_padding_that_is_wider_behind() -> None:
 
 def test_of_many_tokens() -> None:
     """66,000 tokens: 4 * 10^9 pairs, which are not made."""
+    # Two primes: 65,939 tokens. The sum goes over offsets, each of which occurs so many times.
     rows, columns = 233, 283
     down, right = np.arange(rows)[:, None], np.arange(columns)
     pairs = (rows - down) * (1 + (down > 0)) * (columns - right) * (1 + (right > 0))
@@ -72,6 +76,7 @@ def test_mean_over_images_of_different_sizes() -> None:
             recorder._model(torch.randn(size))
         with pytest.warns(RuntimeWarning, match="images of several sizes"):
             recorder.mark(epoch=0)
+    # One image of 7 x 13 keys and three of 9 x 7, with a padding of 1.
     expected = (math.log(7 * 13) + 3 * math.log(9 * 7)) / 4
     assert float(
         recorder.dataset.uniform_entropy.sel(layer="near").item()

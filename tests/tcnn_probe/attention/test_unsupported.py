@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 import tcnn_probe
 
+# The smallest of each family that keeps the layer in question.
 TINY = {"img_size": (32, 48), "embed_dim": 24, "depth": 2, "num_heads": 3}
 DAVIT = {"depths": (1, 1), "embed_dims": (32, 64), "num_heads": (2, 4)}
 
@@ -95,6 +96,7 @@ CASES: dict[
         {"DiffParallelScalingBlock": "A1 - lambda"},
         {},
     ),
+    # A CNN without any attention has an empty list.
     "resnet18": ({}, (64, 96), {}, {}),
 }
 
@@ -102,6 +104,7 @@ CASES: dict[
 @pytest.mark.parametrize("name", CASES)
 def test_reasons(name: str) -> None:
     options, size, listed, recorded = CASES[name]
+    # Names of classes, as timm moves modules between files.
     model = timm.create_model(name, num_classes=5, **options).eval()
     modules = dict(model.named_modules())
 
@@ -124,6 +127,7 @@ def test_reasons(name: str) -> None:
     expected = [
         layer for layer, module in modules.items() if type(module).__name__ in listed
     ]
+    # In the order of the model, for a user who looks for the first layer that is missing.
     assert list(unsupported) == expected, "all of them, in the model's order"
     for layer, reason in unsupported.items():
         assert listed[classes([layer])[0]] in reason
@@ -139,6 +143,7 @@ def test_reasons(name: str) -> None:
 def test_differential_attention_is_named_fused_or_not(fused: bool) -> None:
     """Its two softmaxes were recorded as two attentions of half the width, or as a softmax that weighs no values."""
     model = timm.create_model("vit_dwee_patch16_reg1_gap_256", **TINY).eval()
+    # Both ways of computing show other functions to the recorder.
     for block in model.blocks:
         block.attn.fused_attn = fused
     with pytest.raises(ValueError, match="A1 - lambda A2 of two softmaxes"):
@@ -160,6 +165,7 @@ class Gate(nn.Module):
 
 GATES: dict[str, tuple[Callable[[Tensor], Tensor], tuple[str, ...]]] = {
     "a gate, as those of mixtures of experts": (lambda x: x * x.softmax(-1), ()),
+    # Softmax and product both occur, of which neither weighs the other's values.
     "a product of other matrices": (lambda x: x.mul(x.softmax(-1)).mT @ x, ()),
     "a product of what was gated": (lambda x: (x * x.softmax(-1)) @ x.mT, ()),
     "a product of the softmax": (lambda x: x.softmax(-1) @ x.mT, ("2",)),
@@ -173,6 +179,7 @@ def test_a_softmax_that_weighs_nothing(gate: str) -> None:
     model = nn.Sequential(nn.Conv2d(3, 4, 8, 8), nn.Flatten(2), Gate(way)).eval()
     with tcnn_probe.record(model) as recorder, torch.no_grad():
         model(torch.randn(2, 3, 24, 40))
+        # Only the last one is a weighted sum of values, and so attention.
         assert recorder.layers == layers
         assert layers or "weighs no values" in recorder.unsupported["2"]
 
@@ -194,6 +201,7 @@ class Switched(nn.Module):
             Attention(),
             Attention(),
         )
+        # Not called in every forward, as an expert or an auxiliary head.
         self.last.attends, self.all = False, False
 
     def forward(self, x: Tensor) -> Tensor:
@@ -223,6 +231,7 @@ def test_a_layer_that_attends_after_all() -> None:
     with tcnn_probe.record(model) as recorder, torch.no_grad():
         model(x)
         assert list(recorder.unsupported) == ["last"]
+        # A layer that once did not attend is not refused for good.
         model.last.attends = True
         model(x)
         assert recorder.unsupported == {}

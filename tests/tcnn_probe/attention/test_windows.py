@@ -29,12 +29,14 @@ from tests.tcnn_probe.attention.sharpen import sharpen
 
 pytestmark = pytest.mark.numerical
 
+# Patches of 4 make 8 x 12 cells, which windows of 2 x 3 divide along both sides.
 SIZE = (32, 48)
 SMALL = {"num_classes": 5, "img_size": SIZE}
 SWIN = {
     **SMALL,
     "patch_size": 4,
     "embed_dim": 8,
+    # Two blocks a stage: the second one's windows are shifted.
     "depths": (2, 2),
     "num_heads": (2, 4),
     "window_size": (2, 3),
@@ -78,6 +80,7 @@ def twins() -> Family:
         "wss": (7,),
     }
     windows, pooled = (
+        # The middle of 7 x 7 tokens is the one at 3.
         same(grid(7, 7), arrange=as_it_is),
         grid(1, 2, spacing=(7, 7), origin=(3, 3)),
     )
@@ -91,6 +94,7 @@ def halo() -> Family:
         HaloAttn, 12, stride=2, num_heads=3, dim_head=4, block_size=4, halo_size=1
     )
     layout = Layout(  # (B * heads, blocks, N, N) in the layer
+        # Every second of 4 x 4 pixels asks: the origin is behind the halo of one.
         grid(2, 2, spacing=(2, 2), origin=(1, 1)),
         grid(6, 6),
         arrange=lambda weights, images: weights.unflatten(0, (images, 3)).transpose(
@@ -107,6 +111,7 @@ def halo() -> Family:
 
 def mobilevit() -> Family:
     """A pixel sees those at the same place of every patch of 2 x 2: 64 x 96 / 16 pixels, 2 x 3 patches, 4 such sets."""
+    # Four sets of pixels, each of which is a grid by itself.
     shapes = {"stages.2*": (4, 6), "stages.3*": (2, 3), "stages.4*": (1, 2)}
     layouts = {glob: same(grid(*shape)) for glob, shape in shapes.items()}
     return Family(
@@ -115,6 +120,7 @@ def mobilevit() -> Family:
         (64, 96),
         layouts,
         2.5,
+        # Its attention stays nearly even when sharpened, so that more is let pass as even.
         flattest=0.97,
     )
 
@@ -125,6 +131,7 @@ def gcvit() -> Family:
         "embed_dim": 8,
         "depths": (2, 1, 1, 1),
         "num_heads": (2, 2, 4, 4),
+        # The window is the image divided by these, so that all stages have windows of one size but the third.
         "window_ratio": (32, 32, 16, 32),
     }
     layouts = {"stages.2*": same(grid(4, 6)), **OF_SIX}
@@ -169,6 +176,7 @@ def volo() -> Family:
     }
     outlook, class_attention = (
         same(grid(3, 3), arrange=windows_last),
+        # Class attention looks at two patches and the token itself.
         Layout(None, grid(2, 1, prefix=1), class_query=True),
     )
     layouts = {"network.0*": outlook, "post*": class_attention, "*": same(grid(2, 1))}
@@ -191,6 +199,7 @@ def tnt() -> Family:
         "num_heads_inner": 2,
         "num_heads_outer": 3,
     }
+    # Words lie within a patch in an order that no layer tells.
     layouts = {"*in": Layout(None, None), "*": same(grid(2, 3, prefix=1))}
     return Family("tnt", partial(TNT, **SMALL, **small), SIZE, layouts)
 
@@ -224,6 +233,7 @@ def test_maps_of_shifted_windows() -> None:
         for reference in attention_of(model, images)
     }
     with tcnn_probe.record(model, images=[0, 3]) as recorder, torch.no_grad():
+        # Batches of 1 and 3: the images whose maps are kept are in different ones.
         for batch in images.split([1, 3]):
             model(batch)
         recorder.mark(epoch=0)
@@ -240,6 +250,7 @@ def test_maps_of_shifted_windows() -> None:
         weights = references[layer][[0, 3]]
         expected = {
             "attention_received": weights.mean(-2),
+            # The centre of 2 x 3 tokens is the lower middle one.
             "center_attention": weights[..., 1 * 3 + 1, :],
         }
         for name, value in expected.items():

@@ -24,6 +24,7 @@ GENERATOR = torch.Generator().manual_seed(0)
 IMAGES = torch.randn(2, 3, ROWS * 16, COLUMNS * 16, generator=GENERATOR)
 PATCHES = torch.randn(2, ROWS * COLUMNS, WIDTH, generator=GENERATOR)
 IDS = torch.randint(2, 90, (2, 7), generator=GENERATOR)
+# Seven words, fewer than patches: the number of tokens alone must not decide which of them are the grid.
 VECTORS = torch.randn(2, 7, WIDTH, generator=GENERATOR)
 # As FLUX has them: the number of the image, row and column.
 POSITIONS = F.pad(
@@ -50,6 +51,7 @@ class Block(nn.Module):
         return [x + output for x, output in zip(parts, outputs, strict=True)]
 
     def _join(self, layer: nn.Linear, parts: Sequence[Tensor]) -> Tensor:
+        # Both layouts occur in libraries: joined before heads are moved to the front, and after.
         heads = [layer(x).unflatten(-1, (HEADS, -1)) for x in parts]
         if self.inside == 1:  # (B, N, heads, d)
             return torch.cat(heads, 1).transpose(1, 2)
@@ -87,6 +89,7 @@ class Joint(nn.Module):
                 "patch": mask.new_ones(len(mask), 15),
             }
             is_visible = torch.cat([visible[name] for name in self.order], 1)
+            # A large number instead of infinity, as models of text have it: a row that is hidden whole stays finite.
             mask = (1 - is_visible.to(image.dtype))[:, None, None] * -1e30
         if self.inside is None:
             x = [torch.cat(x, 1)]
@@ -102,6 +105,7 @@ CASES: dict[str, tuple[Sequence[str], int | None, tuple[Any, ...]]] = {
         1,
         (VECTORS, PATCHES, None, POSITIONS),
     ),
+    # Nothing but their origin tells 15 words from 15 patches.
     "as many words as patches": (
         ("text", "patch"),
         1,
@@ -112,6 +116,7 @@ CASES: dict[str, tuple[Sequence[str], int | None, tuple[Any, ...]]] = {
     "words that images hide": (
         ("text", "patch", "class"),
         None,
+        # Ids differ from image to image, so that each hides other words.
         (IDS, IMAGES, (IDS < 60).long()),
     ),
 }
@@ -127,6 +132,7 @@ def test_joint_blocks(
         x.double() if isinstance(x, Tensor) and x.is_floating_point() else x
         for x in inputs
     )
+    # All probes that read segments, in one recording: they must agree on which token is which.
     recorder = recorded(
         model, inputs, inputs, probes=[*tcnn_probe.DEFAULT, "segments", "health"]
     )
@@ -150,6 +156,7 @@ def test_joint_blocks(
     assert shares.query_segment.values.tolist() == SEGMENTS
     for reference in references:
         layer, weights = {"layer": reference.layer}, reference.weights.numpy()
+        # 1e-9 in float64, where sums of some twenty shares round to 1e-15 and sharpened logits to 1e-13.
         np.testing.assert_allclose(
             ds.entropy.sel(layer), entropy(weights).mean((0, 2)), atol=1e-9
         )
@@ -179,6 +186,7 @@ def test_joint_blocks(
                         if 0 < y < ROWS - 1 and 0 < x < COLUMNS - 1
                         else "border"
                     )
+                # Two images, of which each is a half.
                 expected[h, TOKEN_KINDS.index(kind)] += 0.5
         np.testing.assert_allclose(
             variable_of(recorder, "sink_kind").sel(layer).isel(epoch=0), expected
@@ -204,10 +212,12 @@ class Towers(nn.Module):
     def forward(self, words: Tensor, image: Tensor) -> Tensor:
         patches = self.image(words, image)
         words = self.text([self.words(words)])[0]
+        # Several texts for an image: the batch of text is a multiple of the batch of images.
         repeated = patches.repeat_interleave(len(words) // len(patches), 0)
         return self.cross(words, repeated, repeated, need_weights=False)[0]
 
 
+# 16 words are as many as the tokens of the image, and 4 texts are twice the images.
 @pytest.mark.parametrize(("texts", "count"), [(2, 7), (2, 16), (4, 7)])
 def test_towers(texts: int, count: int) -> None:
     """Also of as many words as there are keys, and of several texts for each image."""
@@ -241,6 +251,7 @@ def test_towers(texts: int, count: int) -> None:
         )
         expected = brute_force(references[name], tokens, tokens)
         np.testing.assert_allclose(shares.mean(0), np.nan_to_num(expected), atol=1e-9)
+    # A tower of text alone has no grid, no class token and nothing to share with patches.
     count_of_rows, layout, class_query, shares = shown["text"]
     assert (count_of_rows, layout.keys, class_query, shares) == (
         texts,
@@ -266,6 +277,7 @@ def test_words_that_may_be_patches(inside: int | None) -> None:
         ),
         torch.no_grad(),
     ):
+        # Both inputs come as vectors, so that there are no pixels to follow.
         model(PATCHES.flip(0), PATCHES, None, POSITIONS)
     assert [layout.keys for layout in layouts] == [None, None]
 
@@ -302,6 +314,7 @@ class Sink(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = x.unflatten(-1, (HEADS, -1)).transpose(1, 2)
+        # Appended, and cut off before the values, as gpt-oss has it: what reaches the values no longer sums to 1.
         logits = x @ x.mT
         sinks = self.sink.expand(len(x), -1, x.shape[2], -1)
         weights = torch.cat([logits, sinks], -1).softmax(-1)
@@ -315,6 +328,7 @@ def test_sinks_are_keys() -> None:
     recorder = recorded(model, VECTORS.double())
     assert recorder.layers == ("0",)
     (reference,) = attention_of(model, VECTORS)
+    # 7 queries and 8 keys: the last key is the sink.
     assert reference.weights.shape == (2, HEADS, 7, 8)
     expected = entropy(reference.weights.numpy()).mean((0, 2))
     np.testing.assert_allclose(recorder.dataset.entropy[0, 0], expected, atol=1e-9)
@@ -330,6 +344,7 @@ def test_given_attention_is_in_the_order_that_is_shown(order: Sequence[str]) -> 
 
     def repeat(attention: Attention) -> HeadEdit:
         assert attention.is_moved
+        # One head of three, so that a transposed axis would put another's attention there.
         return HeadEdit([1], attention=attention.weights()[:, :, [1]])
 
     with tcnn_probe.attention_stream(model, repeat):

@@ -31,6 +31,7 @@ from tests.tcnn_probe.probes.class_attention_models import (
     truth,
 )
 
+# Unequal shares: a mean of the ranks' means would be another number.
 COUNTS = 3, 2  # images of rank 0 and of rank 1
 
 
@@ -49,9 +50,11 @@ def wrapped(kind: str, model: nn.Module) -> nn.Module:
         return DistributedDataParallel(model)
     mesh = init_device_mesh("cpu", (2,))
     if kind == "fully_shard":
+        # Each block by itself and then the whole, as torch's own guide does.
         for block in model.children() if isinstance(model, Chain) else model.blocks:
             fully_shard(block, mesh=mesh)
         return fully_shard(model, mesh=mesh)
+    # Without use_orig_params parameters are flattened, and heads cannot be told apart in them.
     return FullyShardedDataParallel(
         model, device_id=torch.device("cpu"), use_orig_params=True
     )
@@ -59,6 +62,7 @@ def wrapped(kind: str, model: nn.Module) -> nn.Module:
 
 def values(rank: int, folder: Path) -> None:
     """Sums over the ranks' images are those of one process, in training too; layers have the model's own names."""
+    # A second epoch with other images, which the first one's sums must not enter.
     x, second = images(5), images(5, seed=1)
     expected = [entropies(vit(), batch) for batch in (x, second)]
     for kind in ("ddp", "fully_shard", "fsdp"):
@@ -86,6 +90,7 @@ def values(rank: int, folder: Path) -> None:
         if kind != "fsdp":
             model = wrapped(kind, vit()).train()
             with tcnn_probe.record(model, when="train") as recorder:
+                # Two steps before a mark: images count twice.
                 for _ in range(2):
                     model(images_of_rank(x, rank)).sum().backward()
                 recorder.mark(epoch=0)
@@ -96,6 +101,7 @@ def values(rank: int, folder: Path) -> None:
 def resume(rank: int, folder: Path) -> None:
     """Two ranks resume a recording, whatever the model was wrapped in before."""
     x = images(5)
+    # Begun by one process without ranks, then resumed by two.
     if rank == 0:
         model = vit()
         with tcnn_probe.record(
@@ -103,6 +109,7 @@ def resume(rank: int, folder: Path) -> None:
         ) as recorder:
             model(x)
             recorder.mark(epoch=0)
+    # Rank 1 must not open a store that rank 0 is still writing.
     dist.barrier()
     for epoch, kind in enumerate(("ddp", "fully_shard"), 1):
         model = wrapped(kind, vit()).eval()
@@ -127,6 +134,7 @@ def parameters(rank: int, folder: Path) -> None:
     """Read off sharded parameters by all ranks together."""
     x = torch.randn(5, 2, 7, 11, generator=torch.Generator().manual_seed(0))
     alone = Chain()
+    # Without ranks: the reference is what one process records.
     with tcnn_probe.record(alone, distributed=False) as recorder:
         alone(x)
         recorder.mark(epoch=0)
@@ -166,6 +174,7 @@ def classes(rank: int, folder: Path) -> None:
             recorder.mark(epoch=0)
             if rank == 0:
                 ds = classes_of(recorder.tree).isel(epoch=0)
+                # Rank 0 has three images of the four that are asked for; the fourth stays empty.
                 assert ds.class_index.isel(**{"class": 0}).values.tolist() == [
                     *scores[:3].argmax(1),
                     -1,
@@ -184,7 +193,9 @@ def errors(rank: int, folder: Path) -> None:
     """An error on one rank is raised on all, and nobody waits for ever."""
     x = images_of_rank(images(5), rank)
     (folder / "notes").mkdir(exist_ok=True)
+    # Both ranks write the same file, so that it does not matter which is first.
     (folder / "notes" / "mine.txt").write_text("mine")
+    # A folder that is no store is never written into, and both ranks are told.
     raises(lambda: tcnn_probe.record(vit(), folder / "notes"), "mine.txt")
 
     chain = folder / "chain.zarr"
@@ -194,6 +205,7 @@ def errors(rank: int, folder: Path) -> None:
             model(torch.randn(2, 2, 5, 7))
             recorder.mark(epoch=0)
     dist.barrier()
+    # Both must raise, whichever of them read the store.
     raises(lambda: tcnn_probe.record(vit(), chain), "another model")
 
     model = vit()
@@ -201,6 +213,7 @@ def errors(rank: int, folder: Path) -> None:
         raises(lambda: recorder.mark(epoch=0), "nothing to mark")
         model(x)
         raises(
+            # Only one rank has a bad value.
             lambda: recorder.mark(epoch=0, top1=None if rank else 0.5),
             "expected a number for 'top1'",
         )
@@ -208,6 +221,7 @@ def errors(rank: int, folder: Path) -> None:
             lambda: recorder.mark(epoch=0, entropy=1.0),
             "is the name of a recorded variable",
         )
+        # Ranks that have lost step with each other.
         raises(lambda: recorder.mark(epoch=rank), "epoch 0 on rank 0, 1 on rank 1")
         recorder.mark(epoch=0)
         model(x)
@@ -234,6 +248,7 @@ def uneven(rank: int, folder: Path) -> None:
     """A rank without images; and one that records by itself."""
     model, x = vit(), images()
     expected = entropies(model, x)
+    # Each of the two ranks is without images in turn.
     for idle in range(2):
         with tcnn_probe.record(model) as recorder:
             if rank != idle:
@@ -256,10 +271,12 @@ SCENARIOS = [values, resume, parameters, classes, errors, uneven]
 
 def main(rank: int, folder: Path) -> list[str]:
     """Every scenario, in each of two processes; the names of those that passed."""
+    # Warnings of torch's own wrappers are none of the test's; errors are.
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo",
+        # A file to meet at needs no free port.
         init_method=f"file://{folder / 'meet'}",
         rank=rank,
         world_size=2,

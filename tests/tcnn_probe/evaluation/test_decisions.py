@@ -16,6 +16,7 @@ from tcnn_probe.evaluation import (
     mean_interval,
 )
 
+# The corruptions of a group do not lie side by side.
 CORRUPTIONS = {"fog": "weather", "shot_noise": "noise", "snow": "weather"}
 
 
@@ -33,6 +34,7 @@ def make_results(run: int = 0) -> xr.Dataset:
         "group": ("corruption", [*CORRUPTIONS.values()]),
         "image": range(23),
     }
+    # 4 does not divide 23: classes differ in size.
     label = np.arange(23) % 4
     ds = xr.Dataset(coords=coords | {"label": ("image", label)})
     dims = {"clean_": ("model",), "": ("model", "corruption", "severity", "seed")}
@@ -47,6 +49,7 @@ def make_results(run: int = 0) -> xr.Dataset:
         ds[f"{kind}prediction"] = (*names, "image"), predictions
         ds[f"{kind}confidence"] = (
             (*names, "image"),
+            # float32, as softmax gives it.
             random.random(shape).astype(np.float32),
         )
         ds[f"{kind}correct"] = ds[f"{kind}prediction"] == ds.label
@@ -63,6 +66,7 @@ def test_disagreement_by_hand(by: str | None) -> None:
     names = ["ground truth", "cnn", "tcnn"]
     assert result.differ.dims == ("model", "other", *([by] if by else []), "image")
     assert result.model.values.tolist() == result.other.values.tolist() == names
+    # A group selects corruptions; every other way is a dimension of the results.
     for label in result[by].values.tolist() if by else [None]:
         axis = {"group": "corruption"}.get(by, by)
         indices = (
@@ -82,10 +86,12 @@ def test_disagreement_by_hand(by: str | None) -> None:
                 unequal = [
                     a != b for x, y in conditions for a, b in zip(x, y, strict=True)
                 ]
+                # Exact, so that the tolerance below is of the library alone.
                 share = Fraction(sum(unequal), len(unequal))
                 assert float(pair.disagreement) == pytest.approx(
                     float(share), abs=1e-15
                 )
+                # One image by itself, for `differ` is for each image.
                 third = [x[3] != y[3] for x, y in conditions]
                 assert float(pair.differ.sel(image=3)) == pytest.approx(
                     sum(third) / len(third)
@@ -108,6 +114,7 @@ def test_mcnemar_by_hand() -> None:
         )
         won = sum(a and not b for a, b in zip(winning, losing, strict=True))
         lost = sum(b and not a for a, b in zip(winning, losing, strict=True))
+        # The binomial distribution of a fair coin over the discordant pairs.
         chances = [
             Fraction(math.comb(won + lost, k), 2 ** (won + lost))
             for k in range(won + lost + 1)
@@ -115,6 +122,7 @@ def test_mcnemar_by_hand() -> None:
         expected = sum(chance for chance in chances if chance <= chances[won])
         assert (int(result.first_only[at]), int(result.second_only[at])) == (won, lost)
         assert float(result.p_value[at]) == pytest.approx(float(expected), rel=1e-12)
+    # If all were 1, the comparison above would show little.
     assert float(result.p_value.min()) < 1
     same = mcnemar(ds.clean_correct[0], ds.clean_correct[0])
     assert (float(same.p_value), int(same.first_only)) == (1, 0)
@@ -130,6 +138,7 @@ def test_mcnemar_as_in_a_textbook() -> None:
 @pytest.mark.parametrize("bins", [1, 4, 15])
 def test_calibration_error_by_brute_force(bins: int) -> None:
     ds = make_results()
+    # 0, 1 and what lies on a bound belong to one bin each.
     ds.confidence[0, 0, 0, 0, :4] = [0, 0.25, 0.5, 1]  # at the bounds of four bins
     errors = calibration_error(ds.confidence, ds.correct, bins)
     assert errors.dims == ds.confidence.dims[:-1]
@@ -139,6 +148,7 @@ def test_calibration_error_by_brute_force(bins: int) -> None:
             ds.correct.values[at].tolist(),
         )
         total = 0.0
+        # Bins are open below and closed above, as in Guo et al. (2017), and the first holds 0.
         for m in range(bins):
             low, high = m / bins, (m + 1) / bins
             held = [
@@ -179,6 +189,7 @@ def test_calibrated_and_overconfident() -> None:
 def test_runs_with_several_seeds_join(dim: str) -> None:
     """Along a dimension of their own, or that of the corruptions' seeds; means are then over both."""
     runs = [
+        # A seed of its own for each run, or the same one in three trainings.
         make_results(n).assign_coords(seed=[n if dim == "seed" else 0])
         for n in (0, 1, 2)
     ]
@@ -206,6 +217,7 @@ def test_runs_with_several_seeds_join(dim: str) -> None:
         "model",
         "corruption",
     )
+    # The mean lies in its interval; how wide that is has a test of its own.
     differ = xr.concat([disagreement(run).differ for run in runs], dim).sel(
         model="cnn", other="tcnn"
     )
@@ -235,6 +247,7 @@ def test_of_a_model_that_saw_less() -> None:
     ds = make_results()
     late = (
         make_results(1)
+        # Two of three corruptions and no attacks: what is missing must not count as wrong.
         .isel(model=[1], corruption=[0, 2])
         .drop_dims("attack")
         .assign_coords(model=["late"])
@@ -296,12 +309,14 @@ def test_what_is_refused() -> None:
     ):
         mcnemar(right.any("image"), right.any("image"))
     with pytest.raises(ValueError, match="cannot align"):
+        # Unlike numbers of images have no common index.
         mcnemar(right[0], right[1, :7])
     with pytest.raises(TypeError, match=r"bool, as ds.correct; got float32"):
         calibration_error(right, ds.clean_confidence)
     with pytest.raises(
         ValueError, match=r"expected confidences in \[0, 1\], as ds.confidence"
     ):
+        # Above 1: these are logits or percent.
         calibration_error(ds.clean_confidence * 3, right)
     with pytest.raises(ValueError, match="expected at least one bin, got 0"):
         calibration_error(ds.clean_confidence, right, 0)

@@ -17,7 +17,9 @@ import tcnn_probe
 
 NAN = math.nan
 BOTH = ("thresholds", "mixture")
+# 64 keys, as of 8 x 8 patches; 16 images are more than the 8 that types by content need.
 KEYS, DISTANCE, IMAGES = 64, 8.0, 16  # in every layer
+# Far inside of their types, so that no threshold in use decides about them.
 CONV, AVERAGE, CONTENT = (
     (0.0, 0.5, 0.25, 0.9),
     (0.0, 1.0, 1.0, 0.1),
@@ -37,6 +39,7 @@ def recording(layers: Mapping[str, Mapping[str, Any]], marks: int = 1) -> xr.Dat
     ds = xr.Dataset(
         {name: (("epoch", "layer", "head"), value) for name, value in values.items()},
         {
+            # From 2, so that an epoch's name is not its position.
             "epoch": 2 + np.arange(marks),
             "layer": np.array(list(layers), dtype=object),
             "head": range(heads),
@@ -68,6 +71,7 @@ def layer(*heads: Any, gate: Any = NAN) -> dict[str, np.ndarray]:
         "translation_equivariance": equivariance,
         "gate": np.broadcast_to(gate, information.shape),
         "positional_entropy": np.where(np.isnan(gate), NAN, 0.5 * math.log(KEYS))
+        # Added to zero times the information, so that a head which is missing there is missing here.
         + 0 * information,
     }
 
@@ -87,6 +91,7 @@ def of_marks() -> xr.Dataset:
 def test_types_and_their_attributes(method: Any, tmp_path: Path) -> None:
     ds = of_marks()
     before = ds.copy(deep=True)
+    # The limits are named, so that the mixed head of this recording stays between them whatever the defaults are.
     types = tcnn_probe.head_types(ds, method, information=(0.03, 0.125))
     xr.testing.assert_identical(ds, before)
     assert (types.name, types.dims) == ("head_type", ds.entropy.dims)
@@ -102,6 +107,7 @@ def test_types_and_their_attributes(method: Any, tmp_path: Path) -> None:
             [conv, average, content, mixed, last] for last in (conv, mixed, content)
         ]
         assert types.sel(layer="conv").values.tolist() == expected
+        # The last mark changes a head: types of the first two must not depend on it.
         first = tcnn_probe.head_types(ds[{"epoch": [0, 1]}], information=(0.03, 0.125))
         xr.testing.assert_identical(first, types[:2])
     # zarr has no texts of variable length that xarray reads back as they were, unless they are objects.
@@ -139,8 +145,10 @@ def test_of_gated_attention_entropies_and_information_count_over_real_pixels() -
     ds = recording(
         {
             "a": layer(
+                # Below the even share of 64 keys, and even over 49: only the right scale makes it averaging.
                 # Even over 49 real pixels, of 64 with padding.
                 (0.0, math.log(49) / math.log(64), 0.9, NAN),
+                # Above the threshold for content by either scale.
                 (0.15, 0.9, 0.9, NAN),
             )
         }
@@ -154,8 +162,11 @@ def test_of_gated_attention_entropies_and_information_count_over_real_pixels() -
             [["mixed", "content"]]
         ]
         assert tcnn_probe.head_types(
-            counted, information=(0.0, 0.1501)
+            # Just above the head's 0.15, so that the limit alone decides.
+            counted,
+            information=(0.0, 0.1501),
         ).values.tolist() == [[["mixed", "mixed"]]]
+    # One fewer than the 8 images from which information decides about types.
     few = ds.assign(images=ds.images * 0 + 7)
     with pytest.warns(RuntimeWarning, match="at least 8 images .* some have 7"):
         types = tcnn_probe.head_types(few)
@@ -173,6 +184,7 @@ def test_of_gated_attention_entropies_and_information_count_over_real_pixels() -
 
 @pytest.mark.parametrize("method", BOTH)
 def test_selections_keep_their_dimensions_and_coordinates(method: Any) -> None:
+    # Steps, and heads first: nothing may rest on the name or the place of a dimension.
     ds = of_marks().rename(epoch="step").transpose("head", "step", "layer")
     complete = tcnn_probe.head_types(ds, method)
     assert complete.dims == ("head", "step", "layer")
@@ -202,6 +214,7 @@ def test_numbers_that_are_not_finite_give_no_label() -> None:
     )
     # Each of the first four heads lacks another number.
     for head, name in enumerate(names):
+        # Infinite and NaN are refused alike.
         ds[name].values[0, 0, head] = math.inf if head == 2 else NAN
     for name in names[2:]:
         ds[name].values[0, 0, 4:] = NAN
@@ -232,7 +245,9 @@ def test_numbers_that_are_not_finite_give_no_label() -> None:
 def test_a_single_head_and_heads_that_are_alike(head: Any, expected: str) -> None:
     for method, heads in itertools.product(BOTH, (1, 5)):
         types = tcnn_probe.head_types(
-            recording({"only": layer(*[head] * heads)}, marks=heads), method
+            # As many marks as heads, so that a shape that is exchanged cannot be told by its size.
+            recording({"only": layer(*[head] * heads)}, marks=heads),
+            method,
         )
         assert (types == expected).all()
     np.testing.assert_array_equal(types[f"posterior_{expected}"], 1)
@@ -290,12 +305,14 @@ def test_mixture_of_known_clusters() -> None:
     for weight, mean, covariance in zip(
         said["weights"], said["means"], said["covariances"], strict=True
     ):
+        # The inverse and the determinant, where the library has a Cholesky factor.
         exponent = -0.5 * (point - mean) @ np.linalg.inv(covariance) @ (point - mean)
         densities.append(
             weight * math.exp(exponent) / math.sqrt(np.linalg.det(covariance))
         )
     for name, density in zip(said["components"], densities, strict=True):
         probability = float(types[f"posterior_{name}"].sel(at))
+        # Densities of far components are zero to double precision.
         assert probability == pytest.approx(
             density / sum(densities), rel=1e-9, abs=1e-300
         )
@@ -334,6 +351,7 @@ def test_of_types_equally_probable_it_is_mixed(monkeypatch: pytest.MonkeyPatch) 
         "mixed",
         "averaging",
     }
+    # Equal posteriors do not come about with real numbers, so the mixture is told to give them.
     monkeypatch.setattr(
         GaussianMixture,
         "predict_proba",

@@ -71,7 +71,9 @@ def test_of_known_matrices() -> None:
         # Below a twentieth of the largest weight, 4.
         float((toeplitz().abs() < 0.05 * 4).double().mean())
     )
+    # Four standard deviations: one matrix in 16,000 would miss them by chance, and the seed is fixed.
     assert abs(float(random.translation_equivariance)) < 4 * DEVIATION
+    # 4,000 rows, so that their own mean is known ten times better than the tolerance below.
     rows = torch.randn(4000, H * W, generator=torch.Generator().manual_seed(2)).abs()
     shares = rows / rows.sum(1, keepdim=True)
     # Another draw of random rows: their mean entropy scatters.
@@ -122,6 +124,7 @@ def test_of_mlp_mixer_it_is_the_product() -> None:
     block = mlp_model(MixerBlock).double().blocks[1]
     model = nn.Sequential(block)
     weight = cross_patch(model, grid=(H, W)).weight.isel(layer=0)
+    # Without the GELU, the effect of one patch is a column of the product.
     block.mlp_tokens.act = nn.Identity()
     zero = torch.zeros(1, 1, H * W, dtype=torch.float64)
     # A corner, and a patch in the second row.
@@ -186,6 +189,7 @@ def test_a_relative_position_bias_is_a_convolution(kind: str) -> None:
     np.testing.assert_allclose(
         translation_equivariance(bias.numpy(), places, places), 1, atol=1e-12
     )
+    # Patches in another order: the same numbers along no offset.
     backwards = np.concatenate([places[:prefix], places[prefix:][::-1]])
     assert (translation_equivariance(bias.numpy(), backwards, places) < 0.1).all()
     noise = torch.randn(bias.shape, generator=generator).numpy()
@@ -197,16 +201,21 @@ def test_a_relative_position_bias_is_a_convolution(kind: str) -> None:
     expected = [
         equivariance(attention, prefix) for attention in bias.softmax(-1).numpy()
     ]
+    # The bias alone would be 1; a border takes some away, and not much.
     assert 0.9 < min(expected) <= max(expected) < 0.99
     equivariances = recorder.dataset.translation_equivariance.squeeze()
     np.testing.assert_allclose(
-        equivariances, expected, atol=32 * np.finfo(np.float32).eps
+        # Sums in float32 over some hundred terms.
+        equivariances,
+        expected,
+        atol=32 * np.finfo(np.float32).eps,
     )
 
 
 @pytest.mark.parametrize("dtype", ["float16", "int16"])
 def test_equivariance_is_in_float64(dtype: str) -> None:
     """Sums of so large squares are beyond float16 and int16."""
+    # 200^2 times 1,225 pairs is 5 x 10^7.
     pattern = np.random.default_rng(0).integers(-200, 200, (1, H * W, H * W))
     expected = translation_equivariance(pattern.astype(float), PLACES, PLACES)
     np.testing.assert_array_equal(

@@ -20,6 +20,7 @@ def around(*thresholds: float) -> list[float]:
     return [
         np.nextafter(threshold, towards)
         for threshold in thresholds
+        # A comparison that is strict where it should not be differs at these floats alone.
         # The floats just below and just above, and the threshold itself.
         for towards in (0, threshold, 2)
     ]
@@ -52,6 +53,7 @@ def by_content(
 def by_gate(gate: float, spread: float, reach: float, t: Thresholds) -> str:
     if not all(math.isfinite(number) for number in (gate, spread, reach)):
         return ""
+    # A gate that is NaN was refused above; "not greater" is here the same as "at most".
     if not gate > t.gate[0]:
         return "content"
     if gate < t.gate[1] or spread > 0.75 or reach > 1:
@@ -63,6 +65,7 @@ def by_gate(gate: float, spread: float, reach: float, t: Thresholds) -> str:
 def test_types_at_and_beside_every_threshold(thresholds: Thresholds) -> None:
     values = list(
         itertools.product(
+            # All combinations: types depend on the order in which numbers are asked.
             [*around(*thresholds.information), -1e-9, 1.0, NAN, INF],
             [*around(*thresholds.entropy), 0.0, 1.2, NAN],
             [*around(thresholds.distance), 0.0, NAN, INF],
@@ -72,6 +75,7 @@ def test_types_at_and_beside_every_threshold(thresholds: Thresholds) -> None:
     types = content_types(*np.array(values).T, thresholds)
     assert types.dtype == object
     assert types.tolist() == [by_content(*value, thresholds) for value in values]
+    # Every type occurs, so that no branch was left out.
     assert set(types) == {*TYPES, ""}
 
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import tcnn_model
 import tcnn_probe
 from tcnn_model import GPSA
-from tcnn_model.gpsa.reference import gpsa_attention_reference
+from tcnn_model.gpsa.equations import gpsa_attention_reference
 from tcnn_probe.images import as_images
 from tcnn_probe.interventions.references import AttentionReference
 from tests.tcnn_probe.contracts.helpers import images as vit_images

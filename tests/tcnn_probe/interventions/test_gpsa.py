@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import tcnn_probe
 from tcnn_model import GPSA, gpsa_layers, reparameterize
-from tcnn_model.gpsa.reference import gpsa_reference
+from tcnn_model.gpsa.equations import gpsa_reference
 from tests.tcnn_probe.networks import Chain, scatter
 
 pytestmark = pytest.mark.numerical

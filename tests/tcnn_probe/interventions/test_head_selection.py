@@ -14,6 +14,7 @@ from tcnn_model import GPSA
 from tests.tcnn_probe.contracts.helpers import Trace, vit
 from tests.tcnn_probe.networks import Branches, Chain
 
+# Two layers with 9 and 25 heads: a head of the second may not exist in the first.
 NEAR, FAR = tuple(range(9)), tuple(range(25))
 
 
@@ -25,11 +26,14 @@ NEAR, FAR = tuple(range(9)), tuple(range(25))
         ("", {"near": NEAR, "far": FAR}),
         (("near", "f*"), {"near": NEAR, "far": FAR}),
         (
+            # A head that is named twice and out of order counts once, in order.
             {"near": [4, 1, 4], "far": slice(20, None)},
             {"near": (1, 4), "far": (20, 21, 22, 23, 24)},
         ),
+        # A glob over layers of unlike numbers of heads, with a slice that both have.
         ({"*": slice(None, 7, 3)}, {"near": (0, 3, 6), "far": (0, 3, 6)}),
         ({"near": range(2, 4), "far": None}, {"near": (2, 3), "far": FAR}),
+        # Integers of NumPy and torch, as argsort and topk give them.
         ({"near": np.array([0, 2]), "far": np.int64(3)}, {"near": (0, 2), "far": (3,)}),
         ({"near": torch.tensor([0, 2])}, {"near": (0, 2)}),
         ({"near": []}, {}),
@@ -66,6 +70,7 @@ def test_by_array() -> None:
         # The order of layers, of heads and of dimensions does not matter, as names decide.
         heads(array)
         == heads(array.isel(layer=[1, 0]).T)
+        # Backwards: heads are chosen by their coordinate and not by their place.
         == heads(array.isel(head=slice(None, None, -1)))
         == expected
     )
@@ -74,7 +79,9 @@ def test_by_array() -> None:
     assert heads(marks) == heads(marks.transpose("head", "step", "layer")) == expected
     assert heads(array.sel(layer="near")) == {"near": (1, 8)}
     assert heads(array.sel(layer="far", head=24)) == {"far": (24,)}
+    # A mask over layers alone means all of their heads.
     assert heads(array.any("head")) == {"near": NEAR, "far": FAR}
+    # Without names, heads count from 0 if there are as many as the model has.
     assert heads(array.drop_vars("head")) == expected
 
 
@@ -83,6 +90,7 @@ def test_an_empty_selection_ablates_nothing_and_is_warned_of() -> None:
     empty = pytest.warns(RuntimeWarning, match="no head is selected")
     with torch.no_grad():
         plain = model(x)
+        # Modes that prepare something beforehand, and could fail on nothing.
         for mode, options in (("mean", {"images": x}), ("replaced", {"source": vit()})):
             with empty:
                 ablation = tcnn_probe.ablate(model, mask(), mode, **options)  # type: ignore[arg-type]
@@ -110,6 +118,7 @@ def test_all_of_timms_models() -> None:
     model = timm.create_model(
         # Self-attention and class attention in one model, so that both are found.
         "cait_xxs24_224",
+        # 24 x 40 pixels in patches of 8: no square grid.
         img_size=(24, 40),
         patch_size=8,
         embed_dim=24,
@@ -139,6 +148,7 @@ def test_all_of_timms_models() -> None:
     ):
         model(x)
     convit = timm.create_model(
+        # Two layers with gates and one without, which mode="content" leaves out.
         "convit_tiny",
         img_size=32,
         patch_size=8,
@@ -172,6 +182,7 @@ class Around(Own):
         self.attends, self.inner = attends, Own()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        # A function between them, so that the inner attention's output is not the outer one's.
         inside = nn.functional.dropout(self.inner(x), 0.0)
         return inside + super().forward(x) if self.attends else inside
 
@@ -192,8 +203,10 @@ def test_a_layer_of_ones_own_has_to_be_named() -> None:
         tcnn_probe.ablate(model)
     plain = model(x)
     ablation = tcnn_probe.ablate(model, {"1": slice(1, None)})
+    # Heads of a layer that is not known by its class are counted when it runs.
     assert ablation.heads == {}
     with ablation:
+        # Six channels in two heads: the second one is silent.
         assert torch.equal(model(x), plain * torch.tensor([1, 1, 1, 0, 0, 0]))
     assert ablation.heads == {"1": (1,)}
     with (
@@ -234,6 +247,7 @@ def test_layers_that_cannot_do_it() -> None:
     with pytest.raises(ValueError, match="no layer of this model can do mode='zero'"):
         tcnn_probe.ablate(timm.create_model("resnet10t"))
     layer = GPSA(2, 3, 3)
+    # A parametrization computes the gate anew at each forward, so that setting it would have no effect.
     nn.utils.parametrize.register_parametrization(layer, "gating", nn.Identity())
     with pytest.raises(ValueError, match="its 'gating' is parametrized"):
         tcnn_probe.ablate(layer, "", "positional")
@@ -253,6 +267,7 @@ BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"heads": {"fra": []}}, ValueError, "no attention layers match 'fra'"),
     ({"heads": {"*": 9}}, ValueError, "'near' has 9 heads, from 0 to 8; got head 9"),
     ({"heads": {"near": -1}}, ValueError, NO_INDEX.format("-1")),
+    # Counted from the end, a head would be another one in each layer.
     ({"heads": {"near": slice(-2, None)}}, ValueError, "counted from 0"),
     ({"heads": {"near": True}}, TypeError, NO_INDEX.format("True")),
     ({"heads": {"near": [1.0]}}, TypeError, NO_INDEX.format("1.0")),
@@ -272,6 +287,7 @@ BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
         "expected a boolean DataArray.*got dtype int64",
     ),
     (
+        # Over two dimensions there is no last mark.
         {"heads": MASK.expand_dims(epoch=[0], run=[1])},
         ValueError,
         "over one more dimension at most",
@@ -327,6 +343,7 @@ def test_bad_input(
     arguments: dict[str, Any], error: type[Exception], match: str
 ) -> None:
     model = Chain()
+    # All checks come before the first change.
     before = Trace(model)
     with pytest.raises(error, match=match):
         tcnn_probe.ablate(**{"model": model, **arguments})

@@ -37,6 +37,7 @@ def without(
     linear = twin.get_submodule(f"{layer}.{projection}")
     with torch.no_grad():
         columns = linear.weight.unflatten(1, (heads_of(twin, layer), -1))  # type: ignore[operator, union-attr]
+        # Heads are added up by the projection, so that a silenced head is one whose columns are zero.
         columns[:, heads] = 0
     return twin
 
@@ -49,6 +50,7 @@ def test_zeroed_heads(name: str, fused: bool) -> None:
     make, shape, layer, projection = MODELS[name]
     model, x = make(), torch.randn(2, *shape)
     count, plain, recordings = heads_of(model, layer), model(x), []
+    # None, the last one, and all: an index that is off by one shows at the end.
     for heads in ([], [count - 1], [*range(count)]):
         expected = without(model, layer, projection, heads)(x.double())
         with (
@@ -65,8 +67,10 @@ def test_zeroed_heads(name: str, fused: bool) -> None:
             rtol=1e-3,
             atol=1e-3 * float(expected.abs().max()),
         )
+        # Otherwise zeroing nothing would pass.
         assert not heads or (plain - output).abs().max() > 1e-3 * expected.abs().max()
         recordings.append(recorder.dataset)
+    # The recorder looks before heads are edited.
     assert recordings[0].equals(recordings[1])
     assert recordings[0].equals(recordings[2])
     bias = model.get_submodule(f"{layer}.{projection}").bias
@@ -84,6 +88,7 @@ def by_hand_talking(
     wide = copy.deepcopy(layer).double()
     q, k, v = wide.qkv(tokens.double()).unflatten(-1, (3, wide.num_heads, -1)).unbind(2)
     logits = torch.einsum("bqhd,bkhd->bqkh", q, k) * wide.scale
+    # Logits are mixed before the softmax and weights after it; a head is what leaves the softmax.
     weights = wide.proj_l(logits).softmax(2)
     weights[..., zeroed] = 0
     return wide.proj(
@@ -108,6 +113,7 @@ def test_heads_before_windows() -> None:
     """The output channels of HaloNet's heads lie side by side, and an image has six windows."""
     torch.manual_seed(0)
     model = (
+        # 8 x 12 cells in blocks of 4: six windows, and two images, make twelve.
         nn.Sequential(HaloAttn(12, num_heads=3, dim_head=4, block_size=4, halo_size=1))
         .double()
         .eval()
@@ -119,6 +125,7 @@ def test_heads_before_windows() -> None:
             model(x),
             plain * torch.tensor([0, 1, 0]).repeat_interleave(4)[:, None, None],
         )
+    # Shuffled without a seed keeps the order, so that the output must stay as it was.
     with tcnn_probe.ablate(model, "0", "shuffled", images=x, seed=None):
         torch.testing.assert_close(model(x), plain)
 
@@ -135,6 +142,7 @@ def by_hand(layer: Attention, tokens: Tensor) -> Tensor:
 @pytest.mark.parametrize("over", ["queries", "images"])
 def test_means(over: str, fused: bool) -> None:
     model, x, references = vit(), vit_images(), vit_images(5, seed=1)
+    # Five references for two images: a mean over them has no axis that fits by accident.
     layer = model.blocks[0].attn
     heads = by_hand(layer, input_and_output(model, layer, x)[0])[:, :, [0, 2]]
     terms = by_hand(layer, input_and_output(model, layer, references)[0])[:, :, [0, 2]]
@@ -153,6 +161,7 @@ def test_means(over: str, fused: bool) -> None:
     expected = by_hand(layer, tokens)
     expected[:, :, [0, 2]] = mean
     expected = copy.deepcopy(layer.proj).double()(expected.flatten(2))
+    # float32 against float64, through one block.
     torch.testing.assert_close(output.double(), expected, rtol=1e-4, atol=1e-4)
 
 
@@ -171,12 +180,14 @@ def test_means_of_windows_and_others(name: str) -> None:
         return result.transpose(0, 1) if name == "tokens first" else result
 
     plain = output(references)
+    # Windows of one image stand beside those of the next in the first axis.
     mean = plain.unflatten(0, (3, -1)).mean(0)
     with tcnn_probe.ablate(model, layer, "mean", images=references):
         result = output(torch.randn(2, *shape))
     torch.testing.assert_close(
         result, mean.repeat(2, *[1] * (mean.ndim - 1)), rtol=1e-3, atol=1e-3
     )
+    # Of a whole window or sequence, which these have; others pool or have a class token.
     if name in ("swin", "torch", "tokens first"):
         with tcnn_probe.ablate(model, layer, "mean"):
             torch.testing.assert_close(
@@ -195,11 +206,13 @@ def test_heads_of_another_model(name: str, fused: bool) -> None:
     model, x = wide(make()), torch.randn(2, *shape, dtype=torch.float64)
     source = copy.deepcopy(model)
     for parameter in source.get_submodule(layer).parameters():
+        # Far enough from the model that a head taken from the wrong one shows.
         parameter.mul_(1.3).add_(0.1)
     count, plain = heads_of(model, layer), model(x)
     size = float(plain.abs().max())
     with tcnn_probe.ablate(model, layer, "replaced", source=model):
         # Terms are differences of two outputs, and lose the digits that these have in common.
+        # 1e-6 of float64: half of its digits are lost in the differences.
         torch.testing.assert_close(model(x), plain, rtol=1e-6, atol=1e-6 * size)
     heads, rest = [count - 1], [*range(count - 1)]
     twins = [
@@ -223,6 +236,7 @@ def test_heads_of_another_model(name: str, fused: bool) -> None:
 
 @torch.no_grad()
 def test_heads_that_do_not_add_up_are_refused() -> None:
+    # A norm over all heads makes the output of one depend on the others.
     model = vit(scale_attn_norm=True, norm_layer=nn.LayerNorm)
     x, plain = vit_images(), model(vit_images())
     for mode, options in (
@@ -237,6 +251,7 @@ def test_heads_that_do_not_add_up_are_refused() -> None:
         ):
             model(x)
         assert torch.equal(model(x), plain)
+    # The mean over queries needs no terms of other images, and works.
     with tcnn_probe.ablate(model, {"blocks.1.attn": [1]}, "mean"):
         assert not torch.equal(model(x), plain)
 
@@ -258,6 +273,7 @@ def test_gates_of_convit(mode: str, gate: float, accelerated: bool) -> None:
         .softmax(-1)
     )
     gates = wide.gating_param.sigmoid()
+    # One head of three: the gates of the others stay.
     gates[1] = gate
     weights = (1 - gates)[:, None, None] * content + gates[:, None, None] * positional
     values = wide.v(tokens.double()).unflatten(-1, (3, -1))
@@ -274,6 +290,7 @@ def test_gates_of_convit(mode: str, gate: float, accelerated: bool) -> None:
             atol=1e-3,
         )
         recorder.mark(epoch=0)
+    # Gates are recorded as the ablation sets them, where heads are recorded as they were.
     assert recorder.dataset.gate.sel(layer=name).values[0, 1] == gate
     if handle is not None:
         handle.remove()
@@ -294,6 +311,7 @@ class Twice(nn.Module):
 
 
 @torch.no_grad()
+# Five tokens of six channels: 2 x 3 and 3 x 2, so that heads and channels can be confused.
 def test_two_attentions_in_one_call() -> None:
     model, x = nn.Sequential(Twice()), torch.randn(2, 5, 6)
     q, k = (

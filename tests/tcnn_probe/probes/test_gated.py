@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import tcnn_probe
 from tcnn_model import GPSA, gpsa_layers
-from tests.tcnn_model.helpers import default_dtype
+from tests.tcnn_model.numerics import default_dtype
 from tests.tcnn_probe.contracts.helpers import recorded
 from tests.tcnn_probe.networks import Branches, Chain, inputs_of, scatter, small_resnet
 from tests.tcnn_probe.oracle import (
@@ -31,6 +31,7 @@ MEASURED = ("entropy", "content_entropy", "positional_entropy", "attention_dista
 
 
 def images(count: int = 7, channels: int = 2) -> Tensor:
+    # 5 x 11: not square, both prime.
     return torch.randn(
         count, channels, 5, 11, generator=torch.Generator().manual_seed(3)
     )
@@ -59,12 +60,16 @@ def assert_layer(
 
 
 @pytest.mark.parametrize(
-    ("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.float64, 1e-11)], ids=str
+    # 1e-11 in float64: a small term that is left out would be hidden by float32's rounding.
+    ("dtype", "tolerance"),
+    [(torch.float32, 1e-5), (torch.float64, 1e-11)],
+    ids=str,
 )
 def test_means_over_images_equal_brute_force_whatever_the_batches(
     dtype: torch.dtype, tolerance: float
 ) -> None:
     model, x = Chain().to(dtype), images().to(dtype)
+    # An empty batch first, as loaders of a split data set may give one; then an uneven split.
     ds = record_epoch(model, x, (0, 3, 4))
     for name, layer_input in inputs_of(model, ["near", "far"], x).items():
         assert_layer(
@@ -75,6 +80,7 @@ def test_means_over_images_equal_brute_force_whatever_the_batches(
 
 
 def test_reparameterized_resnet() -> None:
+    # 71 x 103 pixels leave 5 x 7 cells in the last stage, after strides that do not divide them.
     model, x = small_resnet(), torch.randn(5, 1, 71, 103)
     ds = record_epoch(model, x, (2, 3))
     layers = gpsa_layers(model)
@@ -95,6 +101,7 @@ def test_parameters_are_those_of_the_layers_as_marked() -> None:
             model(images())
             model.far.gating.data += 1
             # After the forward, as an optimizer's step: what is marked are the parameters at the mark.
+            # Times 1.5, so that heads with other centres move differently.
             model.near.center.data *= 1.5
             recorder.mark(epoch=epoch)
             for name, layer in gpsa_layers(model).items():
@@ -110,6 +117,7 @@ def test_parameters_are_those_of_the_layers_as_marked() -> None:
                 np.testing.assert_array_equal(row.center_y, layer.center[:, 0].detach())
                 np.testing.assert_array_equal(row.center_x, layer.center[:, 1].detach())
     ds = recorder.dataset
+    # 25 heads of a 5 x 5 kernel, beside 9 of a 3 x 3 one: rows are filled up with NaN.
     assert ds.sizes == {"epoch": 2, "layer": 2, "head": 25}
     assert (
         ds[["gate", "attention_span", "center_y"]]
@@ -123,10 +131,12 @@ def test_parameters_are_those_of_the_layers_as_marked() -> None:
 def test_each_epoch_starts_anew_in_any_gradient_mode_without_training_forwards() -> (
     None
 ):
+    # Another scale for each epoch, so that an image in the wrong mean shows.
     model, parts = Chain(), (images(3), 2 * images(2))
     with tcnn_probe.record(model) as recorder:
         for epoch, x in enumerate(parts):
             # Training forwards see other images; their statistics would differ.
+            # Nine times as large: counted by mistake, they would move every entropy.
             model.train()(9 * x)
             model.eval()
             for mode, image in zip(
@@ -149,6 +159,7 @@ def test_each_epoch_starts_anew_in_any_gradient_mode_without_training_forwards()
 @pytest.mark.filterwarnings("ignore:.*nothing was marked:RuntimeWarning")
 def test_recording_changes_neither_outputs_nor_gradients_nor_random_numbers() -> None:
     def run(model: nn.Module, x: Tensor) -> list[Tensor]:
+        # The random numbers drawn at the end show whether as many were drawn before.
         torch.manual_seed(5)
         output = model(x)
         output.square().sum().backward()
@@ -160,6 +171,7 @@ def test_recording_changes_neither_outputs_nor_gradients_nor_random_numbers() ->
 
     for make, x in ((Chain, images()), (convit, tokens())):
         watched = make()
+        # Maps of two images are kept as well, which is the part that copies.
         with tcnn_probe.record(watched, images=2):
             for expected, got in zip(run(make(), x), run(watched, x), strict=True):
                 assert torch.equal(expected, got)
@@ -183,6 +195,7 @@ def test_called_twice_on_inputs_of_different_sizes_that_a_hook_has_changed() -> 
         images(3),
         torch.randn(2, 2, 13, 7),
     )
+    # The hook changes what the layer gets, and statistics are of that.
     layer.register_forward_pre_hook(lambda module, args: (3 * args[0],))
     with torch.no_grad():
         layer_inputs = [
@@ -197,17 +210,20 @@ def test_called_twice_on_inputs_of_different_sizes_that_a_hook_has_changed() -> 
         "0",
         {name: torch.cat([p[name] for p in parts]) for name in MEASURED},
     )
+    # Two calls of each forward: (3 + 2) x 2 images.
     assert recorder.dataset.images.values.tolist() == [[10]]
 
 
 def test_autocast() -> None:
     """From queries and keys as they were rounded."""
+    # qk_dim differs from the number of channels, so that a scale by the wrong one shows.
     model, x = (
         nn.Sequential(scatter(GPSA(2, 3, 3, padding=1, qk_dim=4))).eval(),
         images(),
     )
     with torch.autocast("cpu", dtype=torch.bfloat16):
         ds, attention = record_epoch(model, x, (3, 4)), model[0].gated_attention(x)
+    # Otherwise autocast had no part in it.
     assert attention.query.dtype == torch.bfloat16
     assert_layer(
         ds, "0", gpsa_statistics_of_qk(model[0], x, attention.query, attention.key)
@@ -220,6 +236,7 @@ LAYERS = ["blocks.0.attn", "blocks.1.attn"]
 @torch.no_grad()
 def convit(side: int = 5) -> nn.Module:
     """Two GPSA blocks of 9 heads on side x side tokens and one block with a class token; scattered weights."""
+    # 9 heads, as ConViT's initial heads are a square kernel.
     options = {
         "depth": 3,
         "local_up_to_layer": 2,
@@ -231,16 +248,19 @@ def convit(side: int = 5) -> nn.Module:
     model = timm.create_model("convit_tiny", img_size=16 * side, **options).eval()
     for name in LAYERS:
         layer = model.get_submodule(name)
+        # As drawn, content attention is even, and right for any query and key.
         layer.qk.weight.normal_(std=0.5)
         layer.pos_proj.weight.add_(0.5 * torch.randn_like(layer.pos_proj.weight))
         # Localities from wide to sharp, all negative: others have no Gaussian.
         layer.pos_proj.weight[:, 2] = -torch.logspace(-1.3, 1, 9)[torch.randperm(9)]
         layer.pos_proj.bias.normal_()
+        # Gates from 0.05 to 0.95; permuted, so that heads lie in no order of gate or locality.
         layer.gating_param.copy_(torch.linspace(-3, 3, 9)[torch.randperm(9)])
     return model
 
 
 def tokens(side: int = 5) -> Tensor:
+    # Square images: timm's ConViT has no other grids.
     return torch.randn(
         5, 3, 16 * side, 16 * side, generator=torch.Generator().manual_seed(1)
     )
@@ -265,6 +285,7 @@ def brute_force(layer: ConViTLayer, x: Tensor) -> dict[str, Tensor]:
     query, key = (x @ w.T for w in layer.qk.weight.chunk(2))
     query, key = (t.unflatten(-1, (9, 6)).transpose(1, 2) for t in (query, key))
     content = torch.softmax(query @ key.transpose(2, 3) / math.sqrt(6), -1)
+    # timm builds the offsets in the default dtype, so it has to be float64 while they are made again.
     with default_dtype(torch.float64):
         layer.rel_indices = layer.get_rel_indices(x.shape[1])
     return summarise(
@@ -309,9 +330,11 @@ def test_convit_s_parameters_rebuild_the_layers_own_positional_attention() -> No
             torch.from_numpy(-alpha * ((dy - y) ** 2 + (dx - x) ** 2)), -1
         )
         layer = copy.deepcopy(model.get_submodule(name)).double()
+        # Not the layer's own buffer, which was made in float32.
         with default_dtype(torch.float64):
             indices = layer.get_rel_indices(25)
         positional = layer.pos_proj(indices).permute(0, 3, 1, 2).softmax(-1)[0]
+        # Centres and localities are recorded from float32 parameters.
         torch.testing.assert_close(rebuilt, positional, rtol=1e-5, atol=1e-6)
         np.testing.assert_allclose(row.attention_span, 1 / row.locality_strength)
         np.testing.assert_allclose(
@@ -320,6 +343,7 @@ def test_convit_s_parameters_rebuild_the_layers_own_positional_attention() -> No
 
 
 def test_convit_s_initial_heads_lie_on_a_kernel_column_by_column() -> None:
+    # Nothing is scattered: this is what convit_tiny has before training.
     model = timm.create_model(
         "convit_tiny", img_size=80, depth=1, embed_dim=6, num_heads=9, num_classes=3
     ).eval()
@@ -333,6 +357,7 @@ def test_convit_s_initial_heads_lie_on_a_kernel_column_by_column() -> None:
 @pytest.mark.filterwarnings("ignore:.*nothing was marked:RuntimeWarning")
 def test_hooks_inside_convit_fire_as_often_as_without_recording() -> None:
     model, fired = convit(), list[Any]()
+    # The probe must read what these parts gave, and not call them again.
     for part in ("qk", "v", "pos_proj"):
         model.blocks[0].attn.get_submodule(part).register_forward_hook(
             lambda *args, part=part: fired.append(part)

@@ -19,7 +19,7 @@ from tcnn_model import GPSA
 from tcnn_probe.recording.accumulator import EpochSums
 from tests.tcnn_probe.contracts.helpers import Trace
 from tests.tcnn_probe.networks import Chain
-from tests.tcnn_probe.probes.helpers import VIT, images, scattered, small, step
+from tests.tcnn_probe.probes.scattered_models import VIT, images, scattered, small, step
 
 pytestmark = pytest.mark.numerical
 

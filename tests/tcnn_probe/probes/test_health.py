@@ -32,6 +32,7 @@ from tests.tcnn_probe.networks import scatter
 
 pytestmark = pytest.mark.numerical
 
+# Five images in batches of 2 and 3: means of batches are not the mean over images.
 IMAGES = 5
 HEALTH = [*tcnn_probe.DEFAULT, "health"]
 
@@ -47,6 +48,7 @@ class Call:
 
 
 def projected(layer: nn.Module, x: Tensor, heads: int) -> tuple[Tensor, ...]:
+    # Libraries without a projection of their own for each: (B, N, 3, heads, d), as timm and torchvision lay it out.
     return tuple(layer(x).unflatten(-1, (3, heads, -1)).permute(2, 0, 3, 1, 4))
 
 
@@ -55,6 +57,7 @@ def of_timm(block: nn.Module, x: Tensor) -> Call:
 
 
 def of_torchvision(block: nn.Module, x: Tensor) -> Call:
+    # torchvision normalises inside the block, so that tokens are those before it.
     attention, normalised = block.self_attention, block.ln_1(x)
     projection = nn.functional.linear(
         normalised, attention.in_proj_weight, attention.in_proj_bias
@@ -144,6 +147,7 @@ CASES = {
 
 def median(values: np.ndarray) -> float:
     """The lower one."""
+    # Of an even number the lower one, as torch.median has it.
     return float(np.sort(values)[(len(values) - 1) // 2])
 
 
@@ -157,6 +161,7 @@ def of_values_and_tokens(call: Call, kinds: tuple[str, ...]) -> dict[str, np.nda
         of_image: dict[str, list[Any]] = {}
         for h in range(heads):
             logits = query[b, h] @ key[b, h].T / math.sqrt(query.shape[-1])
+            # The maximum is taken off first, so that sharpened logits do not overflow.
             weights = np.exp(logits - logits.max(-1, keepdims=True))
             weights /= weights.sum(-1, keepdims=True)
             sink = int(weights.mean(0).argmax())
@@ -165,8 +170,10 @@ def of_values_and_tokens(call: Call, kinds: tuple[str, ...]) -> dict[str, np.nda
             singular = np.linalg.svd(outputs, compute_uv=False)
             numbers = {
                 "sink_kind": [kinds[sink] == kind for kind in TOKEN_KINDS],
+                # Without the sink itself, whose length is what is compared.
                 "sink_value_norm": lengths[sink] / median(np.delete(lengths, sink)),
                 "output_norm": math.sqrt((outputs**2).sum(-1).mean()),
+                # The participation ratio of squared singular values: 1 for a single direction, d for d equal ones.
                 "output_rank": (singular**2).sum() ** 2 / (singular**4).sum(),
             }
             for name, number in numbers.items():
@@ -185,6 +192,7 @@ def of_values_and_tokens(call: Call, kinds: tuple[str, ...]) -> dict[str, np.nda
         of_image |= {
             "token_norm": median(patches),
             "token_norm_max": patches.max(),
+            # A token's own norm is part of the median, as the probe has it.
             "token_outliers": np.mean(patches > OUTLIER * median(patches)),
             "token_cosine": np.mean(pairs),
         }
@@ -194,6 +202,7 @@ def of_values_and_tokens(call: Call, kinds: tuple[str, ...]) -> dict[str, np.nda
                 of_image[f"{name}_norm"] = of_kind.mean()
         for name, number in of_image.items():
             by_name.setdefault(name, []).append(number)
+    # The largest is over all images, where everything else is a mean.
     largest = by_name.pop("token_norm_max")
     means = {name: np.mean(np.array(x, float), 0) for name, x in by_name.items()}
     return means | {"token_norm_max": np.max(largest)}
@@ -227,6 +236,7 @@ def check(
 ) -> None:
     for name, value in expected.items():
         got = ds[name].sel(layer=layer)
+        # Relative and absolute alike: shares may be 0, and norms may be large.
         np.testing.assert_allclose(got, value, rtol=rtol, atol=rtol, err_msg=name)
 
 
@@ -235,6 +245,7 @@ def check(
 def test_values_outputs_and_tokens(name: str) -> None:
     """Numbers of uneven batches in float64; outlier tokens among them, whose norms tell whether they are apart."""
     case = CASES[name]
+    # 2.5 times as sharp, so that sinks exist.
     model = sharpen(case.make(), 2.5).double()
     height, width = (3, 3) if name == "torchvision" else (3, 5)
     x = torch.randn(IMAGES, 3, 4 * height, 4 * width).double()
@@ -255,6 +266,7 @@ def test_values_outputs_and_tokens(name: str) -> None:
 
 def test_windows_with_a_mask(monkeypatch: pytest.MonkeyPatch) -> None:
     """Fused attention of Swin: the sink of each window by itself, outputs of all windows of an image together."""
+    # 4 x 6 patches in windows of 2 x 2.
     windows, keys = 6, 4
     model = SwinTransformer(
         img_size=(16, 24),
@@ -280,6 +292,7 @@ def test_windows_with_a_mask(monkeypatch: pytest.MonkeyPatch) -> None:
         model(x)
     ds = recorded(model, *x.split([2, 3]), probes="health").dataset.isel(epoch=0)
     # Only the second block's windows are shifted over the border.
+    # timm hides by -100; a learned bias of positions does not reach -50.
     assert [bool((mask < -50).any()) for *_, mask in calls] == [False, True]
     for number, arrays in enumerate(calls):
         query, key, value = (x.detach().numpy() for x in arrays[:3])
@@ -290,6 +303,7 @@ def test_windows_with_a_mask(monkeypatch: pytest.MonkeyPatch) -> None:
             for h in range(3):
                 ratios, outputs = [], []
                 for w in range(windows * b, windows * (b + 1)):
+                    # 21 channels in 3 heads are 7.
                     logits = query[w, h] @ key[w, h].T / math.sqrt(7) + mask[w, h]
                     weights = np.exp(logits - logits.max(-1, keepdims=True))
                     weights /= weights.sum(-1, keepdims=True)
@@ -297,6 +311,7 @@ def test_windows_with_a_mask(monkeypatch: pytest.MonkeyPatch) -> None:
                     lengths = np.linalg.norm(value[w, h], axis=-1)
                     ratios.append(lengths[sink] / median(np.delete(lengths, sink)))
                     outputs.append(weights @ value[w, h])
+                # Ranks are of all outputs of an image, sinks of each window.
                 stacked = np.concatenate(outputs)
                 singular = np.linalg.svd(stacked, compute_uv=False)
                 numbers = {
@@ -350,9 +365,11 @@ def test_gated_layers_by_their_content_part(
     kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A GPSA layer with padding, and ConViT: rows of C over the real pixels; outputs of the whole attention."""
+    # More than any layer has, so that no query is left out.
     monkeypatch.setattr("tcnn_probe.attention.patterns.QUERIES", 1 << 20)
     monkeypatch.setattr(Attention, "BLOCK", 1 << 12)  # few images at a time
     if kind == "gpsa":
+        # 5 x 7 with a padding of one: keys are 7 x 9.
         layer = scatter(GPSA(3, 4, 3, padding=1)).double()
         model, x, name = nn.Sequential(layer).eval(), torch.randn(7, 3, 5, 7), "0"
     else:
@@ -380,6 +397,7 @@ def test_gated_layers_by_their_content_part(
     attention = parts.dense()
     if kind == "gpsa":
         values = module.values(inputs).expand(-1, attention.shape[1], -1, -1)
+        # Values of padding are zero.
         padded = values.unflatten(2, (5, 7))
         padded = nn.functional.pad(padded, (0, 0, 1, 1, 1, 1)).flatten(2, 3)
     else:
@@ -402,6 +420,7 @@ def test_gated_layers_by_their_content_part(
     expected["max_logit"] = logits.max((0, 2, 3))
     ds = recorded(model, *x.split([4, 3]), probes="health").dataset.isel(epoch=0)
     check(ds, name, expected, 1e-9)
+    # Heads that are all alike would make their similarity right by any pairing.
     assert expected["head_similarity"].min() < 0.95
     assert np.isfinite(ds.token_norm.sel(layer=name))
 
@@ -439,11 +458,13 @@ def test_one_pass_for_both_probes(monkeypatch: pytest.MonkeyPatch) -> None:
         recorded(model, *x.split([2, 3]), probes=probes, max_images=4)
         for probes in (HEALTH, HEALTH[::-1])
     )
+    # Each pass forms a softmax again, which is most of the probe's time.
     assert len(passes) == 2 * 2 * 2  # recordings, batches, layers
     xr.testing.assert_equal(
         first.dataset[sorted(first.dataset.data_vars)],
         second.dataset[sorted(second.dataset.data_vars)],
     )
+    # max_images ends within the second batch: 2 of 3 images count.
     only = recorded(model, x[:4], probes="health").dataset
     for name, values in only.data_vars.items():
         np.testing.assert_allclose(values, first.dataset[name], rtol=1e-5, err_msg=name)
@@ -457,6 +478,7 @@ def test_a_softmax_that_is_a_call_of_its_own_shows_no_values() -> None:
     with torch.no_grad():
         attention = model.blocks[0].attn
         for parameter in (attention.qkv.weight, attention.qkv.bias):
+            # Values of the first head: 7 of 21 channels behind those of queries and keys.
             parameter[2 * 21 : 2 * 21 + 7] = 0
     fused = recorded(model, x, probes="health").dataset.isel(epoch=0)
     for block in model.blocks:
@@ -489,6 +511,7 @@ def test_largest_value_over_ranks() -> None:
     from tcnn_probe.recording.accumulator import EpochSums
 
     ranks = [
+        # NaN of one rank must win over a number of another, and -inf stands for no value yet.
         EpochSums(largest={"max_logit": np.array([3.0, -2.0, np.nan, -np.inf])}),
         EpochSums(),
         EpochSums(largest={"max_logit": np.array([1.0, 5.0, 7.0, -np.inf])}),

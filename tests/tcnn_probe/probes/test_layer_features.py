@@ -11,7 +11,7 @@ from torch import Tensor, nn
 import tcnn_probe
 from tcnn_model import reparameterize
 from tests.tcnn_probe.attention.sharpen import sharpen
-from tests.tcnn_probe.probes.helpers import images, scattered
+from tests.tcnn_probe.probes.scattered_models import images, scattered
 
 FLOAT16 = 2.0**-11  # of a number, or
 SMALL = 2.0**-25  # where it is below the smallest normal one

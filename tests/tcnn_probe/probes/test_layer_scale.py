@@ -16,7 +16,7 @@ from timm.models.mlp_mixer import Affine, MixerBlock, MlpMixer, ResBlock
 from torch import Tensor, nn
 
 import tcnn_probe
-from tests.tcnn_probe.probes.helpers import (
+from tests.tcnn_probe.probes.scattered_models import (
     VIT,
     images,
     inputs_in_float64,
@@ -35,6 +35,7 @@ Pairs = Sequence[tuple[Tensor, Tensor]]
 
 
 def vit(block: Any, x: Tensor, **rest: Any) -> Pairs:
+    # Written out block by block, since timm's own forward is what the probe reads.
     first = block.ls1(block.attn(block.norm1(x)))
     then = x + first
     return [(first, x), (block.ls2(block.mlp(block.norm2(then))), then)]
@@ -42,6 +43,7 @@ def vit(block: Any, x: Tensor, **rest: Any) -> Pairs:
 
 def gammas(block: Any, x: Tensor, **positions: Any) -> Pairs:
     first, unit = block.attn(block.norm1(x), **positions), torch.ones(1, dtype=x.dtype)
+    # Without a weight the branch counts as it is.
     first = first * (unit if block.gamma_1 is None else block.gamma_1)
     then = x + first
     second = block.mlp(block.norm2(then))
@@ -54,6 +56,7 @@ def gammas(block: Any, x: Tensor, **positions: Any) -> Pairs:
 def cait(block: Any, x: Tensor, x_cls: Tensor | None = None) -> Pairs:
     main = x if x_cls is None else x_cls
     first = block.gamma_1 * block.attn(
+        # In class attention the patches are looked at, and only the class token is added to.
         block.norm1(x if x_cls is None else torch.cat((x_cls, x), 1))
     )
     return [
@@ -63,6 +66,7 @@ def cait(block: Any, x: Tensor, x_cls: Tensor | None = None) -> Pairs:
 
 
 def resmlp(block: Any, x: Tensor) -> Pairs:
+    # ResMLP mixes tokens by a matrix, without attention.
     mixed = torch.einsum("mn,bnc->bmc", block.linear_tokens.weight, block.norm1(x))
     first = block.ls1 * (mixed + block.linear_tokens.bias[:, None])
     return [
@@ -79,6 +83,7 @@ def mixer(block: Any, x: Tensor) -> Pairs:
 def xcit(block: Any, x: Tensor, height: int, width: int) -> Pairs:
     first = block.gamma1 * block.attn(block.norm1(x))
     then = x + first
+    # A third branch between the two, in the order in which XCiT adds them.
     local = block.gamma3 * block.local_mp(block.norm3(then), height, width)
     last = then + local
     return [
@@ -90,6 +95,7 @@ def xcit(block: Any, x: Tensor, height: int, width: int) -> Pairs:
 
 def convnext(block: Any, x: Tensor) -> Pairs:
     y = block.conv_dw(x)
+    # Linear layers on the last axis, or convolutions on the first.
     y = (
         block.mlp(block.norm(y))
         if block.use_conv_mlp
@@ -112,6 +118,7 @@ def focalnet(block: Any, x: Tensor) -> Pairs:
 
 
 def metaformer(block: Any, x: Tensor) -> Pairs:
+    # The first stages have no norms.
     norm1, norm2 = (
         getattr(block, "norm1", nn.Identity()),
         getattr(block, "norm2", nn.Identity()),
@@ -137,6 +144,7 @@ def expected(
                 ]
                 for added, main in oracle(block, *args, **kwargs)
             ]
+            # The mean of ratios, and not the ratio of means.
             ratios[name] = np.array(rows).mean(1)
     return ratios
 
@@ -152,7 +160,11 @@ class Windows(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         cfg = MaxxVitTransformerCfg(
-            dim_head=1, window_size=(3, 5), grid_size=(3, 5), init_values=0.3
+            # One channel a head, so that three channels are three heads.
+            dim_head=1,
+            window_size=(3, 5),
+            grid_size=(3, 5),
+            init_values=0.3,
         )
         self.block = PartitionAttentionCl(3, "grid", cfg)
 
@@ -235,7 +247,9 @@ BLOCKS: dict[
 def test_ratio_is_that_of_the_block_written_out(family: str) -> None:
     make, oracle, classes, size = BLOCKS[family]
     torch.manual_seed(0)
+    # As made, weights of LayerScale are all alike, so that a wrong branch or block would have the right ratio.
     model, batch = scattered(make().eval()), images(3, *size)
+    # One image, then two: batches of unlike size.
     ds = recorded(model, "layer-scale", batch[:1], batch[1:])
     truth = expected(model, batch, oracle, *classes)
     assert list(ds["layer"].values) == list(truth)
@@ -246,6 +260,7 @@ def test_ratio_is_that_of_the_block_written_out(family: str) -> None:
             ds.residual_ratio.sel(layer=layer)[: len(ratios)], ratios, rtol=1e-4
         )
         assert np.isnan(ds.residual_ratio.sel(layer=layer)[len(ratios) :]).all()
+    # MLP-Mixer has no LayerScale, nor this EVA without its weights.
     assert ("scale" in ds) == (family not in ("mixer", "eva"))
     if family == "resmlp":
         np.testing.assert_allclose(
@@ -271,6 +286,7 @@ def test_scale_is_read_when_marked_and_is_1_without() -> None:
         small("vit_tiny_patch16_224", **VIT | {"init_values": 0.3}),
         images(1),
     )
+    # A branch without LayerScale counts as 1.
     model.blocks[0].ls2 = nn.Identity()
     with tcnn_probe.record(model, probes="layer-scale") as recorder, torch.no_grad():
         for epoch in range(2):
@@ -300,6 +316,7 @@ def test_layer_scale_in_place() -> None:
     before = recorded(model, "layer-scale", batch)
     for block in model.blocks:
         block.ls1.inplace = block.ls2.inplace = True
+    # In place, the branch is overwritten before the sum; the ratio must be taken from it in time.
     np.testing.assert_array_equal(
         recorded(model, "layer-scale", batch).residual_ratio, before.residual_ratio
     )
@@ -312,6 +329,7 @@ def test_half_precision(dtype: torch.dtype, rtol: float) -> None:
     """The model's own rounding, of 2^-9 and 2^-12 an operation, is all the error: norms are taken in float32."""
     model = small("vit_tiny_patch16_224", **VIT | {"init_values": 0.3}).to(dtype)
     with torch.no_grad():
+        # The sum of squares of such values overflows in float16.
         model.pos_embed.mul_(80000)  # a norm beyond the range of float16
     batch = images(3).to(dtype)
     truth = expected(model, batch, vit, "Block")
@@ -324,6 +342,7 @@ def test_half_precision(dtype: torch.dtype, rtol: float) -> None:
 
 def test_training_is_measured_before_stochastic_depth() -> None:
     """CaiT calls one DropPath twice; what the second branch is added to depends on what the first one dropped."""
+    # One block, and half of the branches dropped, so that both cases occur among eleven images.
     model = small("cait_xxs24_224", **VIT | {"drop_path_rate": 0.5, "depth": 1}).train()
     block, calls = model.blocks[0], {}
     for name in ("norm1", "norm2", "attn", "mlp"):
@@ -333,6 +352,7 @@ def test_training_is_measured_before_stochastic_depth() -> None:
     torch.manual_seed(3)
     ds = recorded(model, "layer-scale", images(11), when="train")
     first = block.gamma_1 * calls["attn"][1]
+    # A dropped branch leaves what it is added to as it was.
     dropped = (calls["norm2"][0] == calls["norm1"][0]).flatten(1).all(1)
     # Both cases are there: else the test would pass with the wrong branch.
     assert 0 < dropped.sum() < 11
@@ -352,6 +372,7 @@ def test_training_is_measured_before_stochastic_depth() -> None:
 def test_block_with_another_forward_is_left_alone() -> None:
     class Other(timm.models.vision_transformer.Block):
         def forward(self, x: Tensor, **rest: Any) -> Tensor:
+            # The class is a Block, and its sum is another: reading it as one would be wrong in silence.
             return super().forward(2 * x)
 
     model = small("vit_tiny_patch16_224", **VIT | {"block_fn": Other})
@@ -393,6 +414,7 @@ def test_labels_and_resuming(tmp_path: Path) -> None:
                     model(images(2))
                 recorder.mark(epoch=epoch)
         ds = tcnn_probe.open(path)["layer-scale"].to_dataset()
+        # The same model and images: the second run must continue with the same order of branches.
         np.testing.assert_array_equal(ds.residual_ratio[0], ds.residual_ratio[1])
         assert ds.branch.values.tolist() == labels
         assert "Fig. 3.6" in ds.residual_ratio.attrs["description"]

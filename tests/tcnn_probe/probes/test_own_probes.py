@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import tcnn_probe
 from tests.tcnn_probe.contracts import helpers
 from tests.tcnn_probe.contracts.helpers import Trace, clean
-from tests.tcnn_probe.probes.helpers import VIT, images, recorded, small, step
+from tests.tcnn_probe.probes.scattered_models import VIT, images, recorded, small, step
 
 
 def variable(*dims: str) -> tcnn_probe.Variable:

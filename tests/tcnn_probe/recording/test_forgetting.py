@@ -18,7 +18,7 @@ from tests.tcnn_probe.contracts.helpers import (
     images,
     vit,
 )
-from tests.tcnn_probe.probes.helpers import VIT, small, step
+from tests.tcnn_probe.probes.scattered_models import VIT, small, step
 
 
 def leave(

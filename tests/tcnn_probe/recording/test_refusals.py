@@ -15,6 +15,7 @@ from tests.tcnn_probe.networks import Branches
 from tests.tcnn_probe.oracle import gpsa_statistics, over_images
 from tests.tcnn_probe.probes.class_attention_models import network
 
+# A part of each message stands here: the value that was expected or given, which the user needs to mend the call.
 RECORD: dict[str, tuple[Callable[[], Any], dict[str, Any], type[Exception], str]] = {
     "unknown name": (
         vit,
@@ -100,6 +101,7 @@ RECORD: dict[str, tuple[Callable[[], Any], dict[str, Any], type[Exception], str]
         TypeError,
         r"attrs of plain JSON, got .*: Object of type set is not",
     ),
+    # "layer" would pass as a name of a variable, and clash with the dataset's own dimension.
     "layer as mark": (
         vit,
         {"along": "layer"},
@@ -125,12 +127,14 @@ RECORD: dict[str, tuple[Callable[[], Any], dict[str, Any], type[Exception], str]
         TypeError,
         "from 1 for classes, a number .* got 1.5",
     ),
+    # True is an int to Python, and would record class 1.
     "truth value": (
         network,
         {"classes": [True]},
         TypeError,
         "an integer from 0 for each of classes, got True",
     ),
+    # The network has 11 classes, from 0: the first that is too large.
     "class beyond": (
         network,
         {"images": 2, "classes": [2, 11]},
@@ -159,13 +163,16 @@ def test_record(case: str, tmp_path: Path) -> None:
     before = Trace(model) if isinstance(model, nn.Module) else None
     with pytest.raises(error, match=message):
         tcnn_probe.record(model, tmp_path / "run.zarr", **options)
+    # Hooks, buffers and attributes are compared, not outputs alone: a refusal must leave no handle behind.
     assert before is None or before == Trace(model)
     assert clean()
+    # A store that was begun would make the next call, with the right values, a continuation.
     assert not list(tmp_path.iterdir())
 
 
 class NotANumber:
     def __float__(self) -> float:
+        # The error comes from the value's own conversion, not from a check of ours.
         raise ValueError("no")
 
 
@@ -180,6 +187,7 @@ MARK: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         ValueError,
         "expected epoch to be later than the last one marked, 3, got 2",
     ),
+    # Equal to an integer, and yet refused: an axis of floats could not be selected by 4 after 4.5.
     "float epoch": (
         {"epoch": 4.0},
         TypeError,
@@ -195,11 +203,13 @@ MARK: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         TypeError,
         r"needs the epoch: .*; to mark steps, record\(model, along='step'\)",
     ),
+    # zarr keeps epochs in 64 bits; beyond them NumPy would make objects of them.
     "epoch beyond int64": (
         {"epoch": 2**70},
         ValueError,
         "an integer of 64 bits for epoch, got 1180591620717411303424",
     ),
+    # float() would take a numeral and bytes; a number that was never parsed is a slip in the caller's log.
     "numeral": ({"epoch": 4, "top1": "0.5"}, TypeError, "number for 'top1', got '0.5'"),
     "bytes": ({"epoch": 4, "top1": b"1.5"}, TypeError, "number for 'top1', got b'1.5'"),
     "vector": (
@@ -207,6 +217,7 @@ MARK: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         TypeError,
         r"number for 'top1', got tensor\(\[1., 1.\]\)",
     ),
+    # "fresh" comes before the value that fails: it must not have been stored by then.
     "failing": (
         {"epoch": 4, "fresh": 1.0, "top1": NotANumber()},
         TypeError,
@@ -248,6 +259,7 @@ def files(path: Path) -> dict[str, bytes]:
     }
 
 
+# Two sets of images that differ, so that sums which are mixed up are wrong.
 NEAR, FAR = torch.randn(2, 3, 2, 5, 7, generator=torch.Generator().manual_seed(0))
 
 
@@ -262,6 +274,7 @@ def test_mark(first: bool, tmp_path: Path) -> None:
         before = files(tmp_path)
         model(near=2 * NEAR, far=FAR)
         for case, (values, error, message) in MARK.items():
+            # Without a first mark there is no epoch to collide with.
             if not (first and case in ("marked already", "going back")):
                 with pytest.raises(error, match=message):
                     recorder.mark(**values)
@@ -274,13 +287,19 @@ def test_mark(first: bool, tmp_path: Path) -> None:
         ds = recorder.dataset.load()
     assert ds.top1.values.tolist() == [0.25, 0.5][first:]
     assert "fresh" not in ds
+    # Both forwards since the refused marks count, so 3 + 3 images.
     assert ds.images.values.tolist() == [[3, 3], [6, 6]][first:]
     for name, expected in gpsa_statistics(
         model.near, torch.cat([2 * NEAR, 3 * NEAR])
     ).items():
         got = ds[name].sel(layer="near", epoch=4)[:9]
         np.testing.assert_allclose(
-            got, over_images(name, expected), rtol=1e-5, atol=1e-5, err_msg=name
+            # Sums over some hundred pixels in float32 leave 1e-5 of logits up to ten.
+            got,
+            over_images(name, expected),
+            rtol=1e-5,
+            atol=1e-5,
+            err_msg=name,
         )
 
 
@@ -288,6 +307,7 @@ def test_nothing_to_mark(tmp_path: Path) -> None:
     """The likeliest mistake is named, on the first epoch too; a layer that no image reached is one."""
     model = vit().train()
     with tcnn_probe.record(model) as recorder:
+        # In training mode on purpose: to forget eval() is the mistake that the message names.
         model(images())
         with pytest.raises(
             RuntimeError,
@@ -347,6 +367,7 @@ def test_nothing_found_is_told_by_mark(case: str, tmp_path: Path) -> None:
             recorder.mark(epoch=0)
         with pytest.raises(
             RuntimeError,
+            # Without a mark there is no dataset either, and both messages say what to do next.
             match=r"nothing is recorded yet: run a forward, then mark\(epoch=\.\.\.\)",
         ):
             recorder.dataset  # noqa: B018
@@ -368,6 +389,7 @@ def test_a_store_of_other_images_is_refused_at_the_call(
     images_before: Any, images_now: Any, tmp_path: Path
 ) -> None:
     model = vit()
+    # Also with [0, 2], of which [0, 1] has as many: the numbers must be compared, not their count.
     marked(model, tmp_path / "run.zarr", 0, images(), images=images_before)
     before, stored = Trace(model), files(tmp_path)
     with pytest.raises(
@@ -377,6 +399,7 @@ def test_a_store_of_other_images_is_refused_at_the_call(
         tcnn_probe.record(model, tmp_path / "run.zarr", images=images_now)
     assert before == Trace(model)
     assert files(tmp_path) == stored
+    # After the refusal the store still takes what it was made for.
     marked(model, tmp_path / "run.zarr", 1, images(), images=images_before)
 
 
@@ -386,6 +409,7 @@ def test_a_store_of_other_layers_or_heads(tmp_path: Path) -> None:
     with pytest.raises(tcnn_probe.StoreError, match="another model"):
         tcnn_probe.record(Branches(), path)
     shallow = vit()
+    # The model of the store, but for a block that is gone: names alone tell.
     del shallow.blocks[1]
     with pytest.raises(
         tcnn_probe.StoreError,
@@ -400,4 +424,5 @@ def test_a_store_of_other_layers_or_heads(tmp_path: Path) -> None:
         tcnn_probe.StoreError, match=r"something else \(layer 'blocks\.0\.attn'"
     ):
         marked(two_heads, path, 1, images())
+    # The epochs before the refusal are still there, and no more.
     assert tcnn_probe.open(path).epoch.values.tolist() == [0]

@@ -46,12 +46,15 @@ class Child:
         with warnings.catch_warnings():
             # Python 3.12 warns of zarr's thread, where a writer forks.
             warnings.simplefilter("ignore")
+            # A fork copies no threads; zarr's has to be begun anew in the child, which is a part of what is tested.
             self.pid = os.fork()
         if not self.pid:
+            # Two minutes: an operation takes a fraction of a second.
             signal.alarm(120)  # a process that hangs has failed
             warnings.simplefilter("error")
             try:
                 work(*arguments, lambda number: os.write(tell, b"%d\n" % number))
+                # Not sys.exit: pytest's own clean-up must not run a second time in the child.
                 os._exit(0)
             except BaseException:
                 traceback.print_exc()
@@ -70,12 +73,14 @@ class Child:
         with self._told:
             rest = [int(line) for line in self._told]
         status = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+        # Killed or done: the kill may come after the last mark.
         assert status == 0 or (kill and status == -signal.SIGKILL), status
         return rest
 
 
 def scalars(epoch: int, seed: int) -> dict[str, float]:
     """One that always comes, and one that comes with five epochs only."""
+    # A scalar that begins and ends leaves epochs without a value, which must read as NaN.
     return {"top1": seed / 7, f"phase{epoch // 5}": seed}
 
 
@@ -83,6 +88,7 @@ def write(path: Path, first: int, count: int, fork: bool, tell: Tell) -> None:
     """Add marks, telling each when it is durable, and close."""
     store = create(path)
     for epoch in range(len(store.marks), len(store.marks) + count):
+        # Other numbers for each attempt at an epoch, so that values of a killed attempt do not pass.
         add(store, epoch, first + epoch, **scalars(epoch, first + epoch))
         tell(epoch)
         if fork:
@@ -93,6 +99,7 @@ def write(path: Path, first: int, count: int, fork: bool, tell: Tell) -> None:
 def go_on(store: EpochStore, pid: int, tell: Tell) -> None:
     """Read and leave, as a forked process may, which has no right to write."""
     with pytest.raises(StoreError, match=f"is being written by process {pid} "):
+        # An epoch far beyond the last, which no order of marks could refuse.
         add(store, 10**6, 1)
     store.dataset().load()
     store.close()
@@ -111,6 +118,7 @@ def check(path: Path, seeds: list[int], tell: Tell) -> None:
     assert open_recording(path).epoch.values.tolist() == list(range(len(seeds)))
     assert contents(path) == before
     row = sum(value.size for group in values(0).values() for value in group.values())
+    # The number of values compared: it shows that a soak did not compare empty stores.
     tell((row + 2) * len(seeds))
 
 
@@ -118,6 +126,7 @@ def look(path: Path, first: int, seeds: list[int], count: int, tell: Tell) -> No
     """Open a recording again and again while marks are added."""
     for _ in range(count):
         tree = open_recording(path)
+        # As many as the reader sees: the writer goes on meanwhile.
         present = [*seeds, *range(first + len(seeds), first + tree.sizes["epoch"])]
         for name in GROUPS:
             group = tree[name or "heads"].to_dataset()
@@ -133,6 +142,7 @@ def refused(path: Path, pid: int, tell: Tell) -> None:
     store = create(path)
     with pytest.raises(
         StoreError,
+        # The writer may have left between the two lines, and then the marks are what refuses.
         match=rf"is being written by process {pid} |: \d+ marks were left in it",
     ):
         add(store, 10**6, 1)
@@ -149,6 +159,7 @@ def begin_anew(path: Path, seed: int, tell: Tell) -> None:
 
 def first_seed(path: Path, tell: Tell) -> None:
     """Read the seed off the scalar that every mark has."""
+    # Sevenths, rounded back to the seed.
     tell(round(7 * open_recording(path).top1.values[0].item()))
 
 
@@ -182,6 +193,7 @@ class Soak:
             self.fork,
             self.replace,
         ]
+        # In random order, so that each operation follows each other one.
         for operation in self.chance.sample(operations, len(operations)):
             operation()
             self.counts[operation.__name__] += 1
@@ -198,10 +210,12 @@ class Soak:
 
     def kill(self) -> None:
         """Killed at any moment of a mark."""
+        # More marks than it lives to make.
         writer = self._writer(1000)
         self._killed(
             writer,
             writer.numbers(self.chance.randint(1, 6)),
+            # A mark takes some hundredths of a second: a tenth reaches all of its moments.
             self.chance.uniform(0, 0.1),
         )
 
@@ -216,6 +230,7 @@ class Soak:
         counts_seen = Child(
             look, self.path, self.first, self.seeds, self.chance.randint(1, 3)
         ).end()
+        # A reader never sees fewer marks than before.
         assert counts_seen == sorted(counts_seen)
         self.counts["looks"] += len(counts_seen)
         self._killed(writer, announced, 0)
@@ -255,6 +270,7 @@ class Soak:
         writer = Child(begin_anew, self.path, seed)
         writer.numbers(1)
         time.sleep(self.chance.uniform(0, 0.15))
+        # More often killed than not: what a finished replacement leaves is what any recording has.
         writer.end(kill=self.chance.random() < 0.7)
         if Child(first_seed, self.path).end()[0] == seed:
             self.seeds = [seed]
@@ -267,6 +283,7 @@ class Soak:
 
     def _writer(self, count: int, *, fork: bool = False) -> Child:
         self.runs += 1
+        # A thousand for each writer, so that its numbers are no other's.
         self.first = 1000 * self.runs
         return Child(write, self.path, self.first, count, fork)
 
@@ -278,6 +295,7 @@ class Soak:
         self._announced([*announced, *writer.end(kill=True)])
         if self.path.exists():  # one more may be there than was told
             present = Child(marks, self.path).end()[0]
+            # At most one: a mark is durable before it is told, and the next is not begun before that.
             assert 0 <= present - len(self.seeds) <= 1
             self.counts["not told"] += present - len(self.seeds)
             self.seeds += [self.first + len(self.seeds)] * (present - len(self.seeds))

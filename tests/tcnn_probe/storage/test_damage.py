@@ -37,9 +37,11 @@ def test_every_flipped_byte_of_every_chunk_is_noticed(
         random.Random(0),
         [p for p in path.rglob("*") if p.is_file() and p.name != "zarr.json"],
     )
+    # An empty list would pass everything that follows.
     assert len(files) > 18
     for file in files:
         name, intact = str(file.relative_to(path)).split("/c/")[0], file.read_bytes()
+        # The first and last byte, and six more: all bytes of all files would take minutes.
         places = [
             0,
             len(intact) - 1,
@@ -52,10 +54,12 @@ def test_every_flipped_byte_of_every_chunk_is_noticed(
             for n in places
         ]
         # And half a file, as a full disk or a copy leaves it.
+        # A checksum must object to truncated data as well.
         for data in (*damaged, intact[: len(intact) // 2]):
             file.write_bytes(data)
             with pytest.raises(ValueError, match=r"checksum|bytes"):
                 zarr.open_group(path, mode="r")[name][...]
+        # One of the damaged files, through our own reading.
         file.write_bytes(damaged[0])
         with pytest.raises(StoreError, match=f"the chunk '{name}/c/.* is damaged"):
             load(path)
@@ -72,6 +76,7 @@ def test_every_flipped_byte_of_every_chunk_is_noticed(
                 repack(path, tmp_path / "packed.zarr")
             assert not (tmp_path / "packed.zarr").exists()
         file.write_bytes(intact)
+    # After all this, the store that was put back is as good as before.
     add(create(path), 2)
     assert_holds(path, [0, 1, 2])
 
@@ -97,6 +102,7 @@ def test_every_chunk_that_is_empty_or_not_there_is_noticed(
     assert len(files) > 18
     for file in files:
         name, data = str(file.relative_to(path)).split("/c/")[0], file.read_bytes()
+        # zarr itself reads a chunk that is not there as NaN.
         uses = [load, lambda path: repack(path, tmp_path / "packed.zarr")]
         if name in ("gate", "top1", "layer_scale/scale", "epoch"):
             uses.append(mark)
@@ -167,6 +173,7 @@ def test_damaged_roots_are_refused_or_read(path: Path) -> None:
         wrong = chance.choice(
             [None, -1, 2**70, 0.5, "", "x", [], ["x"], {}, {"x": 1}, "delete"]
         )
+        # A place may be deep in the tree: the last key is changed.
         for key in at[:-1]:
             inner = inner[key]
         inner[at[-1]] = wrong
@@ -204,6 +211,7 @@ def test_damaged_roots_are_refused_or_read(path: Path) -> None:
 def test_paths_in_metadata_are_not_followed(
     path: Path, tmp_path: Path, name: str
 ) -> None:
+    # A recording that could be read, if the path were followed.
     recording(tmp_path / "victim")
     root = json.loads((path / "zarr.json").read_text())
     documents = root["consolidated_metadata"]["metadata"]
@@ -217,6 +225,7 @@ def test_paths_in_metadata_are_not_followed(
     ):
         with pytest.raises(StoreError, match="is not a path in a recording"):
             use(path)
+    # Neither read nor written outside.
     assert contents(tmp_path) == before
 
 

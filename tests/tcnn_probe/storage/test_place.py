@@ -43,6 +43,7 @@ def test_everywhere_the_same(tmp_path: Path, kind: str) -> None:
         "file URL": f"file://{path}",
         "URL": f"memory://{path}",
         "zarr directory": LocalStore(path),
+        # A store of another kind than zarr's own directory: nothing may rest on paths.
         "zarr store": Remote(),
     }[kind]
     # Sevenths, which no float holds exactly: equality is to the bit.
@@ -54,9 +55,11 @@ def test_everywhere_the_same(tmp_path: Path, kind: str) -> None:
         add(store, 5)
     if target is not None:
         again = create(target)
+        # 5 follows 1: marks need not be consecutive.
         add(again, 5, top1=5 / 7)
         assert_holds(again, [0, 1, 5], expected)
         assert open_recording(target).epoch.values.tolist() == [0, 1, 5]
+    # Nothing is left on the disk for places in memory.
     assert path.exists() == (kind in ("path", "text", "file URL", "zarr directory"))
 
 
@@ -75,6 +78,7 @@ def with_notes(path: Path) -> None:
 
 def repacked(path: Path) -> None:
     recording(path.with_name("source"))
+    # Beside it, so that the recording itself is not what is refused.
     repack(path.with_name("source"), path)
 
 
@@ -96,6 +100,7 @@ REFUSED: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda path: zarr.open_group(path, mode="w", zarr_format=2),
         "something else than a recording",
     ),
+    # Ours by its attributes, but without the consolidated metadata that every recording is written with.
     "not consolidated": (
         lambda path: zarr.open_group(path, mode="w", attributes=OURS),
         "has damaged metadata",
@@ -116,6 +121,7 @@ REFUSED: dict[str, tuple[Callable[[Path], object], str]] = {
 def test_refused_and_nothing_changed(tmp_path: Path, what: str) -> None:
     make, message = REFUSED[what]
     make(tmp_path / "run.zarr")
+    # Byte by byte, so that a refusal which repairs or touches something shows.
     before = contents(tmp_path)
     for read in (
         (EpochStore,)
@@ -149,10 +155,12 @@ def test_recording_of_something_else() -> None:
         (changed(layers={**LAYERS, "d": {}}), "layer 'd': absent there, {} here"),
         (changed(layers=dict(reversed(LAYERS.items()))), "order of layers"),
         (
+            # A name beyond ASCII: layers may have any.
             changed(layers={**LAYERS, "層": {"kind": "gpsa"}}),
             "'層': {'kind': 'gpsa', 'heads': 5} there",
         ),
         (
+            # 13 and 11 are both primes that no other axis has.
             changed(MAPS, sizes={**GROUPS[MAPS].sizes, "x": 13}),
             f"in group '{MAPS}', dimension 'x': 11 there, 13 here",
         ),
@@ -168,6 +176,7 @@ def test_recording_of_something_else() -> None:
             changed(
                 variables={**VARIABLES, "gate": dataclasses.replace(GATE, units="cell")}
             ),
+            # The old and the new definition stand in the message, so that the reader sees what changed.
             r"float64 of \(layer, head\), units '1' there, float64 of \(layer, head\), units 'cell' here",
         ),
     ):
@@ -189,6 +198,7 @@ def test_nothing_is_there(tmp_path: Path) -> None:
             StoreError, match=r"run.zarr holds no recording: nothing is there"
         ):
             read(path)
+    # Reading must not make the directory that it found missing.
     assert list(tmp_path.iterdir()) == []
     store.create(GROUPS, {})
     add(store, 0)
@@ -197,6 +207,7 @@ def test_nothing_is_there(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    # xarray keeps groups and variables in one space of names: a group would hide a variable, or be hidden by it.
     ("groups", "message"),
     [
         (
@@ -227,6 +238,7 @@ def test_names_that_clash(groups: dict[str, Group], message: str) -> None:
         EpochStore(None).create(groups, {})
 
 
+# JSON has no NaN, which Python would write all the same.
 @pytest.mark.parametrize("value", [np.array(1), float("nan")])
 def test_attributes_that_are_not_json(value: object) -> None:
     with pytest.raises((TypeError, ValueError), match="JSON"):
@@ -238,6 +250,7 @@ def test_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("empty", "elsewhere"):
         (tmp_path / name).mkdir()
     monkeypatch.chdir(tmp_path)
+    # One that is made, and one that was there and empty.
     stores = {name: create(name) for name in ("run.zarr", "empty")}
     monkeypatch.chdir(tmp_path / "elsewhere")
     for name, store in stores.items():
@@ -258,6 +271,7 @@ def test_targets_that_cannot_be(
     )
     # root, who may run tests, has all rights.
     monkeypatch.setattr(os, "access", lambda path, mode: path == tmp_path)
+    # None makes an import fail, as if the package were not installed.
     monkeypatch.setitem(sys.modules, "s3fs", None)
     for target, message in (
         ("", "expected the path of a directory, got an empty path"),
@@ -265,6 +279,7 @@ def test_targets_that_cannot_be(
         (occupied, r"holds something else than a recording \(\['mine'"),
         (tmp_path / "file" / "a" / "run.zarr", "the file .*file stands in its way"),
         (tmp_path / "run.zarr", "no permission to write in .*run.zarr$"),
+        # The parents are missing too: what counts is the first that exists.
         ("/a/b/run.zarr", "no permission to write in /$"),
         (
             "nonsense://bucket/run.zarr",
@@ -277,6 +292,7 @@ def test_targets_that_cannot_be(
     ):
         with pytest.raises(StoreError, match=message):
             EpochStore(target)
+    # Only the folder that may be written is left: the check does not refuse everything.
     assert EpochStore(tmp_path / "c" / "run.zarr").marks == ()
 
 
@@ -287,6 +303,7 @@ def test_mount_points_are_refused(
     """The folder that the first mark has filled cannot take the place of one where a disk is mounted."""
     path = tmp_path / "run.zarr"
     recording(path) if occupied else path.mkdir()
+    # A mount needs rights that tests do not have.
     monkeypatch.setattr(os.path, "ismount", lambda folder: Path(folder) == path)
     with pytest.raises(
         StoreError, match="is where a disk is mounted: choose a path inside it"
@@ -315,6 +332,7 @@ def test_replacing_needs_both_directories(
 def test_zip_files(tmp_path: Path) -> None:
     """Opened or not; a file that is none."""
     recording(tmp_path / "run.zarr")
+    # Packed by our own copy: an archive takes each object once only, and a recording in progress rewrites some.
     with ZipStore(tmp_path / "run.zip", mode="w") as packed:
         repack(tmp_path / "run.zarr", packed)
     for store in (ZipStore(tmp_path / "run.zip"), ZipStore(tmp_path / "run.zip")):
@@ -342,12 +360,14 @@ def test_damaged_zip_files(tmp_path: Path, name: str, place: int) -> None:
     content[start + place] ^= 1
     (tmp_path / "run.zip").write_bytes(content)
     with pytest.raises(StoreError, match=f"'{name}' in .* is damaged"):
+        # Only reading the values meets damage in the data.
         open_recording(ZipStore(tmp_path / "run.zip"))["heads"].gate.load()
 
 
 def test_what_the_user_keeps_there_is_left_alone(tmp_path: Path) -> None:
     path = tmp_path / "run.zarr"
     recording(path)
+    # As a user might, with zarr alone and without our metadata.
     users = zarr.open_group(path, mode="r+", use_consolidated=False)
     users.create_array("mine", shape=(2,), dtype="float64")[:] = 7
     users.create_group("more")
@@ -358,6 +378,7 @@ def test_what_the_user_keeps_there_is_left_alone(tmp_path: Path) -> None:
     add(store, 1)
     store.close()
     assert_holds(path, [0, 1])
+    # The values as well, not the names alone.
     assert users["mine"][:].tolist() == [7, 7]
     assert "more" in users
 
@@ -378,6 +399,7 @@ def test_a_recording_of_other_shapes(tmp_path: Path) -> None:
         rows[path] = np.arange(2 * np.prod(groups[path].shape("m"))).reshape(
             2, *groups[path].shape("m")
         )
+    # Any name of a dimension, not epoch or step alone.
     store = EpochStore(tmp_path / "run.zarr", along="tokens")
     store.create(groups, {})
     for mark in (0, 1):

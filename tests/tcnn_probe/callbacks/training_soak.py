@@ -1,6 +1,6 @@
 """Fine-tuning runs that are killed at any moment, resumed, read meanwhile and recorded anew; all is compared.
 
-    python -m tests.tcnn_probe.callbacks.soak --minutes 60
+    python -m tests.tcnn_probe.callbacks.training_soak --minutes 60
 
 Each round trains each kind of run to its end, through as many kills as it takes, and compares the checkpoint, the best
 weights, the table of epochs and the recording with those of a run that was never interrupted: they are equal. Then the
