@@ -1,9 +1,9 @@
 """Health: the signs that recordings show in trainings that go well, and in trainings that are made ill.
 
     python studies/training_health.py
-    python studies/training_health.py --data cifar10-jpeg --limit 1200 --epochs 6 --healthy 7 --out results/photos
+    python studies/training_health.py --data cifar10-jpeg --limit 8000 --seeds 1 --out results/photos
 
-Each takes four minutes on one CPU core.
+The first takes four minutes on one CPU core, the second half an hour.
 
 What one should see (training_health.png): queries and keys that are scaled up, a learning rate that jumps, and a head
 whose values are cut, raise alarms at the epoch in which that is done. A learning rate that is ten times too high,
