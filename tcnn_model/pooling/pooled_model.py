@@ -65,7 +65,8 @@ class AttentionPooled(nn.Module):
 
     def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor:
         """Return class scores, (B, K), as timm does; with ``pre_logits`` and a token per class, features (B, K, d)."""
-        base: Any = super()
+        # Written out, as torch 2.15 cannot compile super() without arguments on Python 3.14.
+        base: Any = super(AttentionPooled, self)  # noqa: UP008
         y = base.forward_head(x, pre_logits=pre_logits)
         attention = self._pool.attention
         if attention.per_class and (pre_logits or not self.num_classes):

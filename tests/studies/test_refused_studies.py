@@ -22,9 +22,12 @@ NOT_ONE_CNN = (
     *SINGLE,
     "class_attention_saliency",
     "coarse_labels",
+    "ablations",
     "content_or_mixing",
     "cutmix_locality",
     "dense_features",
+    "distillation",
+    "segmentation_attention",
     "training_health",
 )
 TOGETHER = "--data and --model belong together"

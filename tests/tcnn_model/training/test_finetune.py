@@ -71,7 +71,8 @@ def test_training_learns() -> None:
 
 def test_models_that_return_an_object_with_logits() -> None:
     """Training and evaluation take the scores as they take a plain tensor."""
-    assert _run(Logits(tiny_cnn()))[1:] == _run(tiny_cnn())[1:]
+    # By their texts: from Python 3.13 on, dataclasses that hold the same NaN are not equal.
+    assert repr(_run(Logits(tiny_cnn()))[1:]) == repr(_run(tiny_cnn())[1:])
 
 
 def test_training_figures_by_hand() -> None:
