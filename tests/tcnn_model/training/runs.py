@@ -1,6 +1,5 @@
 """Runs of the command with tiny models on few digits."""
 
-import multiprocessing
 import os
 import signal
 import sys
@@ -58,8 +57,6 @@ def fork(work: Callable[[], None]) -> int:
     # A rank waits half an hour for one that died.
     signal.alarm(120)
     status = 1
-    # Python 3.14 starts workers from a server, which is its parent's child and not its own.
-    multiprocessing.set_start_method("fork", force=True)
     try:
         work()
         status = 0
