@@ -91,6 +91,8 @@ class Hidden(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
+        # Parameters, as class tokens are: two further patches of the image would be an objection to the grid.
+        self.special = nn.Parameter(torch.randn(1, 1, 2, D))
         # All keys hidden alike.
         self.mask = torch.full((17, 17), torch.finfo(torch.float32).min)
         # As models in half precision hide keys.
@@ -100,6 +102,8 @@ class Hidden(nn.Module):
         self.eval()
 
     def forward(self, x: Tensor) -> Tensor:
+        special = self.special.expand(*x.shape[:2], -1, -1)
+        x = torch.cat([special, x[:, :, 2:]], 2)
         return F.scaled_dot_product_attention(
             0 * x, x, x, attn_mask=self.mask.to(x.dtype)
         )
