@@ -135,15 +135,14 @@ class Folder(WrapperStore[LocalStore]):
 class Lock:
     """The right to write to a directory. The system frees it when its process ends, however that comes.
 
-    A file in the directory names the holder; it goes when the lock is released, and ``was_left`` if its former holder
-    was killed. Forked processes do not inherit it. StoreError if another recorder holds it, or the directory is gone.
+    A file in the directory names the holder; it goes when the lock is released. Forked processes do not inherit it.
+    StoreError if another recorder holds it, or the directory is gone.
     """
 
     def __init__(self, folder: Path, name: str) -> None:
         import fcntl  # not on Windows, where recordings can be read
 
         self._paths = [folder / LOCK]
-        self.was_left = False
         while True:
             self._file, writable = _open_lock(self._paths[0], name)
             try:
@@ -160,7 +159,6 @@ class Lock:
                 except OSError:
                     pass  # a file system without locks: what another recorder commits is noticed all the same
                 if _is_same(self._paths[0], self._file):
-                    self.was_left |= os.fstat(self._file).st_size > 0
                     if writable:
                         break
                     # Left by a process of another user that was killed: the file is not ours to write, the folder is.

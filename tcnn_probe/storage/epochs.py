@@ -92,7 +92,7 @@ class EpochStore:
         self._writer = (
             {} if target is None or directory else {"writer": uuid.uuid4().hex}
         )
-        self._wrote = self._closed = False
+        self._outdated = self._closed = False
 
     @property
     def name(self) -> str:
@@ -152,8 +152,8 @@ class EpochStore:
             except BaseException:
                 self._lock.release()
                 raise
-            # One that was killed has not finished what close() does.
-            self._wrote |= self._lock.was_left
+            # The former holder may have been killed while it closed the recording.
+            self._outdated = True
             delete_unfinished(directory)
 
     def append(
@@ -233,7 +233,9 @@ class EpochStore:
 
     def close(self) -> None:
         """Let others write. What is there can still be read; may be called again."""
-        root = self._root if self._wrote and not self._closed and self._holds else None
+        root = (
+            self._root if self._outdated and not self._closed and self._holds else None
+        )
         # A full disk: these are for those who read without the root's metadata.
         with suppress(OSError, StoreError):
             if root is not None:
@@ -298,7 +300,7 @@ class EpochStore:
     def _committed(self, mark: Mark, new: Root) -> None:
         self._root = new
         self._marks = (*self._marks, mark)
-        self._wrote = True
+        self._outdated = True
         self._replaces = False
 
     async def _deleted(self) -> dict[str, Any] | None:

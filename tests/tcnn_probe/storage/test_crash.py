@@ -228,6 +228,23 @@ def test_full_disk(tmp_path: Path, on: str) -> None:
     )
 
 
+def test_killed_while_it_closes(tmp_path: Path) -> None:
+    """The next recorder writes what readers without the root's metadata need, though it marks nothing."""
+    path = tmp_path / "run.zarr"
+    store = create(path)
+    add(store, 0)
+    add(store, 1)
+    (path / "gate" / ".zarr.json.partial").write_text("{")
+    dies(store)
+    store = create(path)
+    store.hold()
+    store.close()
+    assert not list(tmp_path.rglob(".*"))
+    plain = xr.open_zarr(path, consolidated=False)
+    np.testing.assert_array_equal(plain.epoch, [0, 1])
+    np.testing.assert_array_equal(plain.gate[1], values(1)[""]["gate"])
+
+
 def test_leftovers_of_a_crashed_mark_are_written_over(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
