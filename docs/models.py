@@ -341,7 +341,7 @@ def squares_found(module: nn.Module, image: Tensor, layers: Iterable[str]) -> st
     for node in maps.children.values():
         for layer in node.layer.values:
             ds = node.dataset.sel(layer=layer)
-            # Maps of a class token, which may be zero before training, come first: they count where there are no others.
+            # Maps of a class token, which may be zero before training, come first: they count where no others are.
             maps_of_layer = [
                 values
                 for values in ds.data_vars.values()
