@@ -54,7 +54,8 @@ def dataset(
         shape = (IMAGES, len(layers), heads, *sizes, ROWS, COLUMNS)
         arrays[name] = (
             ("image", "layer", "head", *of_queries, "y", "x"),
-            rng.random(shape, dtype=np.float32) ** 3,
+            # At most a half, so that a value differs from its share of the largest one.
+            rng.random(shape, dtype=np.float32) ** 3 / 2,
         )
     coords = {"layer": layers, "head": range(heads)}
     for dim, count in (("y", ROWS), ("x", COLUMNS)):
