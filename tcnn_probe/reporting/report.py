@@ -147,7 +147,7 @@ class Report:
 
     def _repr_html_(self) -> str:
         """Return the page in a frame, so that its styles and the notebook's do not mix."""
-        style = f"width: 100%; height: {self.height}px; border: 1px solid #ccc"
+        style = f"width: 100%; height: {self.height}px; border: 1px solid #ccc; box-sizing: border-box"
         return f'<iframe srcdoc="{escape(self.html)}" style="{style}"></iframe>'
 
 

@@ -88,7 +88,8 @@ def page(browser: Any, maps: xr.DataTree, tmp_path: Path) -> Any:
 def show(browser: Any, maps: xr.DataTree, folder: Path) -> Any:
     notebook = folder / "notebook.html"
     notebook.write_text(
-        '<meta charset="utf-8">' + tcnn_probe.explore(maps)._repr_html_(),
+        '<meta charset="utf-8"><body style="margin: 0">'
+        + tcnn_probe.explore(maps)._repr_html_(),
         encoding="utf-8",
     )
     browser.switch_to.default_content()
@@ -238,6 +239,10 @@ def test_maps_of_listed_pixels(browser: Any, tmp_path: Path) -> None:
 def test_nothing_is_asked_for_and_nothing_fails(page: Any) -> None:
     click(page, 14, 40)
     assert errors(page) == []
+    page.switch_to.default_content()
+    assert page.execute_script(  # with its border, as wide as the notebook
+        "const page = document.documentElement; return page.scrollWidth <= page.clientWidth"
+    )
     assert [
         url
         for url in requests(page)
