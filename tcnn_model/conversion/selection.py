@@ -42,7 +42,10 @@ def select_layers(
         isinstance(pattern, str) for pattern in layers
     ):
         # Layers have names, not numbers; of attention there may be a layer called so.
-        example = [name for name in candidates if "attn" in name] or list(candidates)
+        called_attention = [
+            name for name in candidates if name.endswith(("attn", "attention"))
+        ]
+        example = called_attention or list(candidates)
         last = f"; the last of them is {example[-1]!r}" if example else ""
         raise TypeError(
             f"expected names or globs of {noun}, or a predicate (name, module) -> bool; got {layers!r}{last}"

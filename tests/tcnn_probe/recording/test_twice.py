@@ -53,7 +53,7 @@ def test_near_misses_are_answered() -> None:
     ):
         recorder.mark(0)
     with pytest.raises(
-        TypeError, match=r"names or globs of layers.*got -1.*'blocks.1.attn"
+        TypeError, match=r"names or globs of layers.*got -1.*'blocks.1.attn'"
     ):
         tcnn_probe.attention_maps(model, images(), layers=-1)
 
