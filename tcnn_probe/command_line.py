@@ -318,10 +318,10 @@ def _maps(options: argparse.Namespace) -> None:
     import matplotlib.pyplot as plt
     import timm
 
-    pretrained = not options.random and options.weights is None
-    model = timm.create_model(options.model, pretrained=pretrained)
-    if options.weights is not None:
-        _load_weights(model, options.weights)
+    if options.weights is None:
+        model = timm.create_model(options.model, pretrained=not options.random)
+    else:
+        model = _with_weights(options.model, options.weights)
     if options.output.endswith(".html"):
         maps = tcnn_probe.attention_maps(
             model, options.image, layers=options.layers, heads=options.heads
@@ -346,15 +346,23 @@ def _maps(options: argparse.Namespace) -> None:
     plt.close(figure)
 
 
-def _load_weights(model: "nn.Module", path: str) -> None:
-    """Give a model of timm the weights of a file, of which no code is run."""
-    from timm.models import load_checkpoint
+def _with_weights(name: str, path: str) -> "nn.Module":
+    """Return a model of timm with the weights and the classes of a file, of which no code is run."""
+    import timm
+    from timm.models import get_pretrained_cfg, load_state_dict
 
     if not Path(path).is_file():
         raise ValueError(f"--weights: there is no file {path}")
     try:
         # By default timm 1.0.20, the oldest one supported, runs code that a file holds.
-        load_checkpoint(model, path, weights_only=True)
+        state = load_state_dict(path, weights_only=True)
+        classifier = getattr(get_pretrained_cfg(name), "classifier", None) or "head"
+        # One name, or several (DeiT with distillation).
+        first = classifier if isinstance(classifier, str) else classifier[0]
+        bias = state.get(f"{first}.bias")
+        options = {} if bias is None else {"num_classes": len(bias)}
+        model: nn.Module = timm.create_model(name, **options)
+        model.load_state_dict(state)
     except (
         Exception
     ) as error:  # torch and safetensors raise many kinds for damaged files
@@ -362,6 +370,7 @@ def _load_weights(model: "nn.Module", path: str) -> None:
         raise ValueError(
             f"{path} is damaged, or holds more than weights, or those of another model: {reason}"
         ) from error
+    return model
 
 
 def _plot(store: str, variable: str, layers: str, output: str) -> None:

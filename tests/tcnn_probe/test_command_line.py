@@ -287,7 +287,8 @@ def test_maps_with_weights_of_a_file(
 ) -> None:
     """The weights are those of the file, and a file that holds more than weights is refused and runs no code."""
     weights, ran = tmp_path / "a.pt", tmp_path / "ran"
-    expected = timm.create_model("test_vit").state_dict()
+    # Of a model that was fine-tuned, with as many classes as its data have.
+    expected = timm.create_model("test_vit", num_classes=7).state_dict()
     torch.save(expected, weights)
     models: list[nn.Module] = []
 
