@@ -122,10 +122,8 @@ def test_a_loop_of_somebody_elses_is_recorded_where_its_validation_ends(
     callbacks = pytest.importorskip(
         "tcnn_probe.callbacks.huggingface", reason="transformers is not installed"
     )
-    callback, state = (
-        callbacks.RecordCallback(tmp_path / "run.zarr"),
-        SimpleNamespace(global_step=7),
-    )
+    callback = callbacks.RecordCallback(tmp_path / "run.zarr")
+    state = SimpleNamespace(global_step=7)
     callback.on_train_begin(None, state, None, model=(model := vit()))
     model(IMAGES)
     callback.on_evaluate(

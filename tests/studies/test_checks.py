@@ -288,12 +288,10 @@ def dense(before: float = 0.5, fine: float = 0.4, top1: float = 0.5) -> tuple[An
     ]
     # NaN where a model is not trained for as long: the check takes the last epoch that each model has.
     iou = np.full((4, 3, 2), 0.5)
-    iou[0, 2], iou[1:, 0], iou[1:, 1], iou[1:, 2] = (
-        (0.5, 0.2),
-        (before, 0.3),
-        (0.6, fine),
-        np.nan,
-    )
+    iou[0, 2] = (0.5, 0.2)
+    iou[1:, 0] = (before, 0.3)
+    iou[1:, 1] = (0.6, fine)
+    iou[1:, 2] = np.nan
     top = (("model", "epoch"), np.where(np.isnan(iou[..., 0]), np.nan, top1))
     scores = {
         "iou": (("model", "epoch", "stage", "image"), iou[..., None].repeat(9, -1)),

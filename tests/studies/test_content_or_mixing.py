@@ -65,7 +65,8 @@ def static_layer(size: tuple[int, int], stride: int = 1) -> StaticMapGPSA:
 @pytest.mark.parametrize("stride", [1, 2])
 def test_a_static_map_is_mixed_as_the_definition_says(stride: int) -> None:
     size = 4, 6
-    layer, x = static_layer(size, stride), torch.randn(3, 5, *size, dtype=torch.float64)
+    layer = static_layer(size, stride)
+    x = torch.randn(3, 5, *size, dtype=torch.float64)
     height, width = -(-size[0] // stride), -(-size[1] // stride)
     expected = (
         torch.zeros(3, 7, height, width, dtype=torch.float64)
@@ -73,11 +74,9 @@ def test_a_static_map_is_mixed_as_the_definition_says(stride: int) -> None:
     )
     values = torch.einsum("oc,bcyx->boyx", layer.value, x)
     for head in range(9):
-        alpha, gate, center = (
-            layer.locality_strength[head],
-            layer.gate[head],
-            layer.center[head],
-        )
+        alpha = layer.locality_strength[head]
+        gate = layer.gate[head]
+        center = layer.center[head]
         for y, x_ in itertools.product(range(height), range(width)):
             mixed = (1 - gate) * torch.softmax(
                 layer.query[head, y * width + x_], 0
@@ -167,7 +166,8 @@ def test_a_view_is_a_crop_of_the_padded_image_and_the_same_again() -> None:
         rng.integers(1, 255, (6, 11, 13, 3), dtype=np.uint8),
         np.arange(6),
     )
-    rows, number = np.array([4, 2, 4, 0]), np.array([0, 1, 2, 0])
+    rows = np.array([4, 2, 4, 0])
+    number = np.array([0, 1, 2, 0])
     crops_taken = views(images, rows, number)
     np.testing.assert_array_equal(crops_taken, views(images, rows, number))
     np.testing.assert_array_equal(
@@ -197,7 +197,8 @@ def difference_of_two_models(
     shift = rng.normal(0, spread, seeds)[:, None] / 2
     differ = rng.beta(0.15, 1.7, images)  # 8 % of images on average
     share = (1 + rng.normal(0, 0.5, images).clip(-1, 1)) / 2
-    up, draw = np.clip(differ * share + shift, 0, 1), rng.random((seeds, images))
+    up = np.clip(differ * share + shift, 0, 1)
+    draw = rng.random((seeds, images))
     down = np.clip(differ * (1 - share) - shift, 0, 1 - up)
     return (draw < up).astype(float) - ((draw >= up) & (draw < up + down))
 

@@ -50,10 +50,8 @@ def test_a_dense_probe_finds_the_strokes_of_scenes_as_far_as_the_grid_lets_it() 
     """Strokes are what is bright where there is no clutter."""
     validation = cluttered_digits(size=32, limit=80, fragments=0)[1]
     scenes = [validation.scene(n) for n in range(20)]
-    images, masks = (
-        torch.stack([scene.image for scene in scenes]),
-        torch.stack([scene.mask for scene in scenes]),
-    )
+    images = torch.stack([scene.image for scene in scenes])
+    masks = torch.stack([scene.mask for scene in scenes])
     features = {"pixels": images, "cells": F.avg_pool2d(images, 4)}
     fit, judged = (
         {name: maps[part] for name, maps in features.items()}

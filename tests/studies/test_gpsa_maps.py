@@ -36,7 +36,8 @@ def by_hand(
     (py, px), (height, width) = layer.padding, x.shape[1:]
     of_head = slice(head * layer.qk_dim, (head + 1) * layer.qk_dim)
     q = layer.query[of_head] @ x[:, query[0], query[1]]
-    alpha, (dy, dx) = layer.locality_strength[head].item(), layer.center[head].tolist()
+    alpha = layer.locality_strength[head].item()
+    dy, dx = layer.center[head].tolist()
     content, position = {}, {}
     for y in range(-py, height + py):
         for k in range(-px, width + px):
@@ -99,6 +100,7 @@ def test_the_model_is_as_it_was() -> None:
     model = model_of_two_layers()
     model[0].eval()
     maps_of(model, torch.randn(1, 2, 5, 7, dtype=torch.float64), (0, 0))
+    # A forward that raises must not leave hooks, or layers in eval mode, behind.
     with pytest.raises(ValueError, match="expected an input of shape"):
         maps_of(model, torch.randn(1, 3, 5, 7, dtype=torch.float64), (0, 0))
     assert [module.training for module in model] == [False, True, True]

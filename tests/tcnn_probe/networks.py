@@ -18,6 +18,7 @@ def scatter(layer: GPSA, seed: int = 0) -> GPSA:
     # Shuffled, so that no head's alpha, gate and place rise together.
     order = torch.randperm(layer.heads)
     alpha = torch.logspace(-1.3, 1.6, layer.heads, dtype=torch.float64)[order]
+    # The inverse of a softplus with beta = 5.
     layer.raw_locality.copy_(alpha + torch.log(-torch.expm1(-5 * alpha)) / 5)
     layer.gating.copy_(torch.linspace(-3, 3, layer.heads)[torch.randperm(layer.heads)])
     layer.center.add_(0.7 * torch.randn_like(layer.center))

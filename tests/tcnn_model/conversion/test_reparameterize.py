@@ -37,6 +37,7 @@ def test_input_model_is_untouched(cnn: nn.Module) -> None:
     assert all(
         torch.equal(value, values[name]) for name, value in cnn.state_dict().items()
     )
+    # Neither memory nor modules in common: training the T-CNN must leave the CNN alone.
     assert not {p.data_ptr() for p in cnn.parameters()} & {
         p.data_ptr() for p in tcnn.parameters()
     }

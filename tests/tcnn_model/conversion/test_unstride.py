@@ -267,6 +267,7 @@ class _Nested(nn.Module):
 @torch.no_grad()
 def test_nested_pools_of_a_block() -> None:
     model = _network(_Nested())
+    # Behind the stem 13 x 17 pixels: odd, so that the pools leave a row and a column over.
     x = random(1, 3, 26, 34)
     unit = reparameterize(model, **SHARP)
     assert list(gpsa_layers(unit)) == ["1.conv"]

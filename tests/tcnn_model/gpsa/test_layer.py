@@ -51,6 +51,7 @@ def test_scale_of_queries_and_keys() -> None:
 
 
 def test_weight_and_bias_start_as_those_of_a_convolution() -> None:
+    # Groups divide the fan-in, and with it the range from which weight and bias are drawn.
     arguments: dict[str, Any] = {
         "in_channels": 6,
         "out_channels": 4,
@@ -75,6 +76,7 @@ def test_values_per_head() -> None:
     )
     # In float16 a gate near 1 would be 1.
     assert GPSA(2, 3, 3, dtype=torch.float16).gate.dtype == torch.float32  # at least
+    # Stored through the inverse of softplus, hence rounded; gating is stored as it is.
     assert layer.locality_strength.tolist() == pytest.approx(alpha, rel=1e-9)
     assert layer.gating.tolist() == gates
     assert layer.gate.tolist() == pytest.approx(
@@ -144,6 +146,7 @@ def test_heads_can_be_edited_before_the_projection(
 
     def edit(module: nn.Module, inputs: tuple[Tensor], output: Tensor) -> Tensor:
         shapes.append(output.shape)
+        # Row-major, head 3 of a 2 x 3 kernel is the tap (1, 0), whose weight is zeroed above.
         return output * (torch.arange(6) != 3)[:, None, None]
 
     with layer.head_outputs.register_forward_hook(edit):

@@ -66,7 +66,8 @@ def _terms(layer: GPSA, x: Tensor) -> Tensor:
 @pytest.mark.parametrize("dtype", [torch.float32, *HALVES], ids=str)
 @pytest.mark.parametrize("seed", range(3))
 def test_output(dtype: torch.dtype, seed: int) -> None:
-    narrow, x = _layer().to(dtype), random(2, 3, 7, 11, seed=seed, dtype=dtype)
+    narrow = _layer().to(dtype)
+    x = random(2, 3, 7, 11, seed=seed, dtype=dtype)
     output, rounded = narrow(x), copy.deepcopy(narrow).double()
     assert output.dtype == dtype
     assert_rounding(
@@ -99,11 +100,10 @@ def test_half_positions_reach_across_large_maps(dtype: torch.dtype) -> None:
     layer = GPSA(
         1, 1, (1, 3), padding=(0, 1), locality_strength=20.0, gating=20.0, dtype=dtype
     )
-    x, weight, bias = (
-        random(1, 1, 1, 521).to(dtype),
-        layer.weight.double(),
-        layer.bias.double(),
-    )
+    x = random(1, 1, 1, 521).to(dtype)
+    weight = layer.weight.double()
+    bias = layer.bias.double()
+    # Gates and strengths of 20 are a plain convolution, so torch's in float64 is the oracle.
     exact = torch.nn.functional.conv2d(x.double(), weight, bias, padding=(0, 1))
     bound = torch.nn.functional.conv2d(
         x.double().abs(), weight.abs(), bias.abs(), padding=(0, 1)

@@ -158,10 +158,8 @@ def test_linear_stem() -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_several_heads_have_the_parameters_of_one(kind: str) -> None:
     """Table 5: only how the channels are divided differs."""
-    single, multiple = (
-        _small(kind),
-        timm.create_model(kind, **SMALL, num_heads=4).eval(),
-    )
+    single = _small(kind)
+    multiple = timm.create_model(kind, **SMALL, num_heads=4).eval()
     multiple.load_state_dict(single.state_dict())
     assert (single.pool.num_heads, multiple.pool.num_heads) == (1, 4)
     x = torch.randn(2, 3, 48, 80)
@@ -246,11 +244,9 @@ def test_checkpointed_gradients_are_the_same(kind: str) -> None:
 @torch.no_grad()
 def test_reset_of_the_classifier(kind: str) -> None:
     model, x = _small(kind), torch.randn(2, 3, 48, 80)
-    pooled, pool, block = (
-        model.forward_head(model.forward_features(x), pre_logits=True),
-        model.pool,
-        model.pool.block,
-    )
+    pooled = model.forward_head(model.forward_features(x), pre_logits=True)
+    pool = model.pool
+    block = model.pool.block
     model.reset_classifier(0)
     assert torch.equal(model(x), pooled)
     model.reset_classifier(7)

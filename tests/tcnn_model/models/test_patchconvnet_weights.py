@@ -89,7 +89,8 @@ def _original(w: dict[str, Tensor], x: Tensor) -> Tensor:
         squeezed = linear(f"{p}.4.conv_reduce", y.mean(1)).relu()
         y = y * linear(f"{p}.4.conv_expand", squeezed).sigmoid()[:, None]
         x = x + w[f"blocks.{i}.gamma_1"] * linear(f"{p}.5", y)
-    p, tokens = "blocks_token_only.0", w["cls_token"].expand(len(x), -1, -1)
+    p = "blocks_token_only.0"
+    tokens = w["cls_token"].expand(len(x), -1, -1)
     # A single token is among its keys; tokens of classes are not.
     single = tokens.shape[1] == 1
     query = linear(f"{p}.attn.q", norm(f"{p}.norm1", tokens))

@@ -26,6 +26,7 @@ def disturbed(pool: nn.Module) -> Any:
 def _norm(x: Tensor, norm: nn.LayerNorm) -> Tensor:
     deviation = ((x - x.mean()) ** 2).mean().sqrt()
     assert deviation > 1e-2, "eps would matter"
+    # timm's transformers, and so this block, have an eps of 1e-6; LayerNorm's default is 1e-5.
     return (x - x.mean()) / ((deviation**2 + 1e-6) ** 0.5) * norm.weight + norm.bias
 
 
@@ -109,7 +110,8 @@ def test_heads_that_do_not_divide_the_channels() -> None:
 
 @torch.no_grad()
 def test_block_is_that_of_timm() -> None:
-    pool, x = AttentionPool2d(D), random(B, D, H, W, dtype=torch.float32)
+    pool = AttentionPool2d(D)
+    x = random(B, D, H, W, dtype=torch.float32)
     norm = partial(nn.LayerNorm, eps=1e-6)
     block = LayerScaleBlockClassAttn(D, 1, mlp_ratio=3, qkv_bias=True, norm_layer=norm)
     # Fresh LayerScales would hide the block.
@@ -123,7 +125,8 @@ def test_block_is_that_of_timm() -> None:
 
 
 def test_fused_is_unfused() -> None:
-    pool, x = disturbed(AttentionPool2d(D, K)), random(B, D, H, W).requires_grad_()
+    pool = disturbed(AttentionPool2d(D, K))
+    x = random(B, D, H, W).requires_grad_()
     results = []
     for fused in (True, False):
         pool.block.attn.fused_attn = fused
@@ -138,7 +141,8 @@ def test_fused_is_unfused() -> None:
 @pytest.mark.parametrize("fused", [True, False])
 def test_dropout_is_of_training_only(fused: bool) -> None:
     # At a rate of 0.5 two draws of the same weights are as good as impossible.
-    pool, x = disturbed(AttentionPool2d(D, K, attn_drop=0.5)), random(B, D, H, W)
+    pool = disturbed(AttentionPool2d(D, K, attn_drop=0.5))
+    x = random(B, D, H, W)
     pool.block.attn.fused_attn = fused
     assert not torch.equal(pool(x), pool(x))
     pool.eval()
@@ -149,7 +153,8 @@ def test_dropout_is_of_training_only(fused: bool) -> None:
 @torch.no_grad()
 def test_multiple_heads(fused: bool) -> None:
     # Two tokens before five patches; 12 channels are three heads of four.
-    attention, x = PatchAttention(12, 3, tokens=2).double(), random(B, 2 + 5, 12)
+    attention = PatchAttention(12, 3, tokens=2).double()
+    x = random(B, 2 + 5, 12)
     attention.fused_attn = fused
     parts = []
     for head in range(3):
@@ -179,7 +184,8 @@ def test_initial_values_are_the_papers() -> None:
 
 @torch.no_grad()
 def test_scores_are_of_their_own_tokens() -> None:
-    linear, tokens = nn.Linear(D, K).double(), random(B, K, D)
+    linear = nn.Linear(D, K).double()
+    tokens = random(B, K, D)
     scores = ClassScores.of(linear)
     expected = torch.stack([linear(tokens[:, k])[:, k] for k in range(K)], 1)
     # Heads of timm flatten tokens into the batch, some as 1 x 1 maps.
@@ -190,7 +196,8 @@ def test_scores_are_of_their_own_tokens() -> None:
 
 @torch.no_grad()
 def test_scores_of_other_classifiers() -> None:
-    conv, tokens = nn.Conv2d(D, K, 1).double(), random(B, K, D)
+    conv = nn.Conv2d(D, K, 1).double()
+    tokens = random(B, K, D)
     # Frozen in part, as for fine-tuning: the new form must keep it.
     conv.weight.requires_grad_(False)
     scores = ClassScores.of(conv)

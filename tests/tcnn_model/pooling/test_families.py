@@ -58,10 +58,8 @@ def _trains(model: Any, x: torch.Tensor) -> None:
         for name, gradient in gradients.items()
         if name.endswith("attention.cls_token")
     )
-    first, classifier = (
-        next(iter(gradients.values())),
-        model.get_classifier().weight.grad,
-    )
+    first = next(iter(gradients.values()))
+    classifier = model.get_classifier().weight.grad
     # The first layer, the token and the classifier: what lies between is then reached as well.
     assert token.any()
     assert first.any()
@@ -122,10 +120,8 @@ def test_any_head_takes_each_token_by_itself(name: str) -> None:
     pool = next(module for module in model.modules() if hasattr(module, "replaced"))
     tokens = pool.attention(model.forward_features(x))
     assert tokens.shape[:2] == (2, K)
-    features, scores = (
-        model.forward_head(model.forward_features(x), pre_logits=True),
-        model(x),
-    )
+    features = model.forward_head(model.forward_features(x), pre_logits=True)
+    scores = model(x)
     for k in range(K):
         fixed = _Fixed(tokens[:, k], pool.flatten)
         cnn.set_submodule(model._pooled_at, fixed)

@@ -305,10 +305,8 @@ def test_each_epoch_goes_through_each_loader_once() -> None:
             opened.append("train" if self.batch_size == 4 else "validate")
             return super().__iter__()
 
-    train, validate = (
-        Counted(batches().dataset, 4),
-        Counted(validation_batches().dataset, 7),
-    )
+    train = Counted(batches().dataset, 4)
+    validate = Counted(validation_batches().dataset, 7)
     list(
         finetune(tiny_cnn(), train, validate, epochs=2, warmup_epochs=0, progress=False)
     )

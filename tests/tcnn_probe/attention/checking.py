@@ -131,10 +131,8 @@ def expect(
     """Every number of every layer, and none that should not be there."""
     assert set(ds.layer.values) == {reference.layer for reference in references}
     for reference in references:
-        row, expected = (
-            ds.sel(layer=reference.layer),
-            layouts[reference.layer].expected(reference, images),
-        )
+        row = ds.sel(layer=reference.layer)
+        expected = layouts[reference.layer].expected(reference, images)
         got = {
             name: row[name].values[row[name].notnull().values]
             for name in NUMBERS

@@ -111,10 +111,8 @@ def written(model: Seeing, x: Tensor, place: int = -1) -> Tensor:
     tokens = model.tokens(x)
     # Written by index, so that no concatenation shows which token came from where.
     sequence = tokens.new_zeros(len(x), 17, DIM)
-    sequence[:, 1 if place == 0 else 0 :][:, :16], sequence[:, place] = (
-        tokens,
-        model.extra_tokens[0, 0],
-    )
+    sequence[:, 1 if place == 0 else 0 :][:, :16] = tokens
+    sequence[:, place] = model.extra_tokens[0, 0]
     return model.attend(sequence)
 
 
@@ -302,11 +300,9 @@ class Other(nn.Module):
 
     def __init__(self, way: Callable[["Other", Tensor], Tensor]) -> None:
         super().__init__()
-        self.qkv, self.codes, self.way = (
-            nn.Linear(DIM, 3 * DIM),
-            nn.Parameter(torch.randn(3 * DIM, DIM)),
-            way,
-        )
+        self.qkv = nn.Linear(DIM, 3 * DIM)
+        self.codes = nn.Parameter(torch.randn(3 * DIM, DIM))
+        self.way = way
 
     def heads(self, x: Tensor) -> Tensor:
         return self.qkv(x).unflatten(-1, (3, HEADS, -1)).permute(2, 0, 3, 1, 4)
@@ -424,11 +420,10 @@ def test_merged_heads_that_nobody_counts() -> None:
 
 def test_parts_called_one_after_another() -> None:
     """Whoever calls forward_features of a model of his own enters through its children."""
-    model, wide, narrow = (
-        Seeing(patches).double(),
-        square().double(),
-        square()[..., :24].double(),
-    )
+    model = Seeing(patches).double()
+    # The same images with and without their last column of patches.
+    wide = square().double()
+    narrow = square()[..., :24].double()
     with tcnn_probe.record(model) as recorder, torch.no_grad():
         for images in (wide, narrow):
             model.attend(model.stem(images).flatten(2).mT)

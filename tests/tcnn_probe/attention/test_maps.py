@@ -204,7 +204,8 @@ def padded_then_rolled(grid, window, shift):  # type: ignore[no-untyped-def]  # 
 
 
 def neighbours(grid, window, cell):  # type: ignore[no-untyped-def]
-    tops, lefts = range(0, grid[0], window[0]), range(0, grid[1], window[1])
+    tops = range(0, grid[0], window[0])
+    lefts = range(0, grid[1], window[1])
     return [
         [cell(y + i, x + j) for i in range(window[0]) for j in range(window[1])]
         for y in tops

@@ -85,10 +85,8 @@ def case(form: str, prefix: int, windows: int = 1) -> tuple[SoftmaxAttention, Bo
             key[..., :1].round().clamp(-2, 2),
             250.0,
         )
-    logits, size = (
-        scale * query.double() @ key.double().mT,
-        scale * query.double().abs() @ key.double().abs().mT,
-    )
+    logits = scale * query.double() @ key.double().mT
+    size = scale * query.double().abs() @ key.double().abs().mT
     if form == "added":
         mask = torch.randn(HEADS, count, count)
         logits, size = logits + mask, size + mask.abs()
@@ -107,11 +105,9 @@ def case(form: str, prefix: int, windows: int = 1) -> tuple[SoftmaxAttention, Bo
         mask = torch.zeros(count, count).masked_fill(
             torch.rand(count, count) > 0.7, lowest
         )
-        mask[4], mask[prefix + 3, prefix:], mask[prefix + 3, :prefix] = (
-            lowest,
-            lowest,
-            0,
-        )
+        mask[4] = lowest
+        mask[prefix + 3, prefix:] = lowest
+        mask[prefix + 3, :prefix] = 0
         logits = logits + mask
     source = (
         ProductLogits(query, key, scale, mask)
@@ -144,6 +140,7 @@ def check(call: SoftmaxAttention, expected: Bounded) -> None:
         )
 
 
+# Blocks of one element, of a prime that cuts rows, and of everything.
 @pytest.mark.parametrize(("block", "table"), [(1, 0), (211, 1 << 20), (1 << 18, 0)])
 @pytest.mark.parametrize("prefix", [0, 5])
 @pytest.mark.parametrize(
@@ -175,7 +172,8 @@ def test_received_attention() -> None:
 
 def test_no_n_by_n_tensor() -> None:
     tokens = Tokens(1, 47, 61)
-    query, key = torch.randn(1, 2, tokens.count, 3), torch.randn(1, 2, tokens.count, 3)
+    query = torch.randn(1, 2, tokens.count, 3)
+    key = torch.randn(1, 2, tokens.count, 3)
     call = attention_of(ProductLogits(query, key, 1.0, None), tokens, images=1)
     with LargestTensor() as largest:
         softmax_statistics.measure_softmax(call)

@@ -186,11 +186,9 @@ def whole_attention(layer: nn.Module, x: Tensor) -> Tensor:
         key = torch.einsum("oc,bcyx->boyx", layer.key, x).flatten(2)
         query, key = (t.unflatten(1, (heads, -1)) for t in (query, key))
     else:
-        gate, heads, side = (
-            1 / (1 + torch.exp(-layer.gating_param)),
-            layer.num_heads,
-            math.isqrt(x.shape[1]),
-        )
+        gate = 1 / (1 + torch.exp(-layer.gating_param))
+        heads = layer.num_heads
+        side = math.isqrt(x.shape[1])
         weight = layer.pos_proj.weight
         alpha, center = (
             -weight[:, 2],
@@ -269,7 +267,8 @@ def test_gated_attention_is_shown_whole_and_once(case: str) -> None:
         output = model(x)
         for handle in handles:
             handle.remove()
-        before, calls = Trace(model), list[tuple[str, Tensor]]()
+        before = Trace(model)
+        calls = list[tuple[str, Tensor]]()
         with tcnn_probe.attention_stream(
             model, lambda a: calls.append((a.name, a.weights()))
         ) as stream:

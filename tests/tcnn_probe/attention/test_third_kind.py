@@ -15,6 +15,7 @@ from tcnn_probe.attention.attention import Attention, WholeLayers
 from tcnn_probe.attention.layout import Layout, Tokens
 from tcnn_probe.attention.reconstruction import relative_difference, tolerance
 
+# All different, so that axes that are swapped have other shapes.
 IMAGES, HEADS, WIDTH, GRID = 2, 3, 5, (5, 7)
 
 
@@ -32,7 +33,8 @@ class KernelMixer(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = self.parts(x)
-        summary, total = k.mT @ v, k.sum(2)[..., None]
+        summary = k.mT @ v
+        total = k.sum(2)[..., None]
         return ((q @ summary) / (q @ total)).transpose(1, 2).flatten(2)
 
 
@@ -121,7 +123,8 @@ def test_it_is_streamed_recorded_and_drawn(monkeypatch: pytest.MonkeyPatch) -> N
         (*stream.WHOLE_LAYERS, WholeLayers((KernelMixer,), describe)),
     )
     torch.manual_seed(0)
-    model, x = Model().double().eval(), torch.randn(IMAGES, 2, 20, 28).double()
+    model = Model().double().eval()
+    x = torch.randn(IMAGES, 2, 20, 28).double()
     expected = brute_force(model, x)
     shown = {}
     with (

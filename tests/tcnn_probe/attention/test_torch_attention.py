@@ -176,7 +176,8 @@ class Own(nn.Module):
     ) -> None:
         super().__init__()
         self.way, self.num_heads, self.kv_heads = way, heads, kv_heads
-        self.q, self.kv = nn.Linear(DIM, heads * 4), nn.Linear(DIM, kv_heads * 4 * 2)
+        self.q = nn.Linear(DIM, heads * 4)
+        self.kv = nn.Linear(DIM, kv_heads * 4 * 2)
 
     def forward(self, x: Tensor) -> Tensor:
         q = self.q(x).unflatten(-1, (self.num_heads, 4)).transpose(1, 2)

@@ -212,6 +212,7 @@ class Switched(nn.Module):
 def test_reasons_are_stored_at_every_mark(tmp_path: Path) -> None:
     """Also by a run that goes on, and does not call the layer."""
     model, x = Switched().eval(), torch.randn(2, 3, 24, 40)
+    # In the second run the last layer is not called.
     for epoch, model.all in enumerate((True, False)):
         with (
             tcnn_probe.record(model, tmp_path / "run.zarr") as recorder,

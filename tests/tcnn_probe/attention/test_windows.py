@@ -225,7 +225,8 @@ def test_equals_brute_force(family: Family) -> None:
 
 def test_maps_of_shifted_windows() -> None:
     """Each window of images 0 and 3: what its keys receive, and what its central query sees."""
-    model, images = sharpen(FAMILIES[0].make()).double(), FAMILIES[0].images().double()
+    model = sharpen(FAMILIES[0].make()).double()
+    images = FAMILIES[0].images().double()
     # Its windows are shifted, and hide what came in from the other side of the image.
     assert (model.layers[0].blocks[1].attn_mask < -10).any()
     references = {

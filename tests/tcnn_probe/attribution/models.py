@@ -97,7 +97,8 @@ def bilinear(
             y = _cell(i, height / rows, rows, first)
             x = _cell(j, width / columns, columns, first)
             top, left = int(y), int(x)
-            bottom, right = min(top + 1, rows - 1), min(left + 1, columns - 1)
+            bottom = min(top + 1, rows - 1)
+            right = min(left + 1, columns - 1)
             dy, dx = y - top, x - left
             images[:, i, j] = (
                 (1 - dy) * (1 - dx) * maps[:, top, left]

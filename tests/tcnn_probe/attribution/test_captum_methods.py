@@ -123,10 +123,8 @@ def test_occlusion_of_linear_model(
 
 
 def test_default_window_is_an_eighth_in_steps_of_half() -> None:
-    tall, x = (
-        nn.Sequential(nn.AvgPool2d((5, 1)), Linear()),
-        torch.randn(1, 2, 35, 11, dtype=torch.float64),
-    )
+    tall = nn.Sequential(nn.AvgPool2d((5, 1)), Linear())
+    x = torch.randn(1, 2, 35, 11, dtype=torch.float64)
     stated = tcnn_probe.saliency(tall, x, 0, "occlusion", window=(4, 1), stride=(2, 1))
     np.testing.assert_array_equal(tcnn_probe.saliency(tall, x, 0, "occlusion"), stated)
 
@@ -249,7 +247,8 @@ TOKENS: dict[str, tuple[Any, tuple[int, int], str, Any]] = {  # model, images, i
 @pytest.mark.parametrize("name", TOKENS)
 def test_gradcam_of_tokens_by_hand(name: str) -> None:
     make, size, layer, as_maps = TOKENS[name]
-    model, x = make().eval().double(), torch.randn(2, 3, *size, dtype=torch.float64)
+    model = make().eval().double()
+    x = torch.randn(2, 3, *size, dtype=torch.float64)
     for p in model.parameters():
         p.data.add_(0.05 * torch.randn_like(p))
     by_hand = grad_cam(

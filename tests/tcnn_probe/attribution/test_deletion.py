@@ -113,11 +113,13 @@ def test_order_of_equal_pixels_is_random_and_the_same_for_all_images() -> None:
     # Reading order has a correlation of 1 or -1; 76 random ranks scatter by 0.11.
     assert abs(np.corrcoef(rest, np.arange(76))[0, 1]) < 0.3
     assert not torch.equal(order, pixel_order(maps, seed=1))
+    # The order among equals must not depend on the type.
     assert torch.equal(order, pixel_order(maps.half()))
 
 
 def test_nan_maps_have_no_area() -> None:
     maps = MAPS.clone()
+    # One pixel of one image: the other images keep their areas.
     maps[1, 2, 3] = torch.nan
     _, curve = deletion_curve(Linear(), IMAGES, maps, torch.tensor(TARGETS))
     assert curve.isnan().all(1).tolist() == [False, True, False]

@@ -45,6 +45,7 @@ def test_saliency_is_that_of_the_logits(vit: nn.Module, method: str) -> None:
     maps = tcnn_probe.saliency(vit, images, method=method)
     assert maps.target.values.tolist() == class_scores(vit, images).argmax(1).tolist()
     expected = tcnn_probe.saliency(LogitsAlone(vit), images, method=method)
+    # To the bit: the same model computes both, in the same order.
     np.testing.assert_array_equal(maps.values, expected.values)
     assert not vit._forward_hooks
 

@@ -60,6 +60,7 @@ def product(model: nn.Module, images: Tensor, prefix: int, token: int) -> np.nda
 def test_equals_the_product(name: str, prefix: int, token: int) -> None:
     model, images = transformer(name, depth=3), torch.randn(2, 3, *SIZE)
     by_hand = product(model, images, prefix, token)
+    # An even map would agree with any product.
     assert by_hand.std() > 0.005
     maps = tcnn_probe.saliency(model, images, method="rollout")
     # Three layers in float32 against float64, weights of at most 1.

@@ -23,6 +23,7 @@ from tests.tcnn_probe.attribution.models import (
     patchconvnet,
 )
 
+# Five, so that of batches of three the last is smaller.
 IMAGES = torch.randn(
     5, 2, 7, 11, dtype=torch.float64, generator=torch.Generator().manual_seed(1)
 )
@@ -107,6 +108,7 @@ def test_targets_and_images_as_they_come() -> None:
     of_next_class = tcnn_probe.saliency(model, x, next_class, "input_x_gradient")
     assert of_next_class.target.values.tolist() == [next_class] * 3
     assert not np.allclose(of_next_class[0], maps[0])
+    # A float32 array for a float64 model: images take the model's type.
     single = tcnn_probe.saliency(
         model, x.float().numpy(), predicted, "input_x_gradient"
     )
@@ -271,5 +273,6 @@ def test_names_are_functions_whatever_is_imported_first() -> None:
     for package in (attribution, tcnn_probe.evaluation, tcnn_probe.plot):
         for module in pkgutil.iter_modules(package.__path__):
             importlib.import_module(f"{package.__name__}.{module.name}")
+        # Classes and constants have capitals.
         functions = [name for name in package.__all__ if name.islower()]
         assert all(inspect.isfunction(getattr(package, name)) for name in functions)

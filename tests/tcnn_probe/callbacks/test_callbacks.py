@@ -124,6 +124,7 @@ def test_hugging_face(tmp_path: Path) -> None:
         image_size=16, patch_size=4, num_channels=2, num_labels=3, **sizes
     )
     model = transformers.ViTForImageClassification(config)
+    # Evaluations after steps 2 and 4: a run that is cut after the first, and one with both.
     about = {
         "report_to": "none",
         "eval_strategy": "steps",

@@ -195,7 +195,8 @@ class Soak:
 def main(minutes: float, seed: int) -> None:
     """Do rounds, and print what was done; after a failure the folder stays."""
     torch.set_num_threads(1)
-    folder, end = Path(tempfile.mkdtemp()), time.monotonic() + 60 * minutes
+    folder = Path(tempfile.mkdtemp())
+    end = time.monotonic() + 60 * minutes
     print(f"seed {seed}, in {folder}", flush=True)
     soak, rounds = Soak(folder, seed), 0
     while rounds == 0 or time.monotonic() < end:

@@ -273,6 +273,7 @@ def main(rank: int, folder: Path) -> list[str]:
     """Every scenario, in each of two processes; the names of those that passed."""
     # Warnings of torch's own wrappers are none of the test's; errors are.
     warnings.simplefilter("ignore")
+    # Two ranks share the cores with whatever else is tested.
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo",

@@ -22,6 +22,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor"
 
 @pytest.fixture(autouse=True)
 def fresh() -> Iterator[None]:
+    # Graphs of other tests count against dynamo's limit of recompilations.
     torch._dynamo.reset()
     yield
     torch._dynamo.reset()
@@ -103,6 +104,7 @@ def test_compiled_after_attaching(way: str, first: str) -> None:
         for epoch in range(2):
             if first == "train" or epoch:
                 model.train()
+                # The first pass compiles, and the second runs what was compiled.
                 for _ in range(2):
                     model(x).sum().backward()
             model.eval()

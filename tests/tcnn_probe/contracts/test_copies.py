@@ -56,6 +56,7 @@ def test_copies_record_nothing(make: Callable[[nn.Module], nn.Module]) -> None:
     model = vit()
     expected, logits = entropies(model, images()), model(images())
     before = Trace(model)
+    # The probe of gradients has hooks on parameters, which a copy could carry along.
     with tcnn_probe.record(
         model, probes=[*tcnn_probe.DEFAULT, "gradient"], when="always"
     ) as recorder:

@@ -15,6 +15,7 @@ from tests.tcnn_probe.contracts.helpers import fresh_processes, images, vit
 def test_two_ranks(tmp_path: Path) -> None:
     """On the CPU, by gloo."""
     with fresh_processes(2) as pool:
+        # Minutes more than two busy cores need: a deadlock ends the test.
         passed = pool.starmap_async(
             ranks.main, [(rank, tmp_path) for rank in range(2)], chunksize=1
         ).get(timeout=300)

@@ -62,11 +62,9 @@ def foolbox_attack(
 @pytest.mark.parametrize("channels", [2, 3])
 @pytest.mark.parametrize("epsilon", [1 / 255, 0.1])
 def test_fgsm_is_foolboxs(channels: int, epsilon: float) -> None:
-    model, x, y = (
-        Small(channels).double().eval(),
-        pixels(7, channels).double(),
-        labels(7),
-    )
+    model = Small(channels).double().eval()
+    x = pixels(7, channels).double()
+    y = labels(7)
     normalization = [numbers[:channels] for numbers in NORMALIZATION]
     adversarial = evaluation.fgsm(
         model, x, y, epsilon=epsilon, normalization=normalization
@@ -85,7 +83,9 @@ def test_pgd_is_foolboxs(
     epsilon: float, step: float, steps: int, random_start: bool
 ) -> None:
     """From the point where ours starts: that of an ascent whose first step is too small to matter."""
-    model, x, y = Small().double().eval(), pixels(7).double(), labels(7)
+    model = Small().double().eval()
+    x = pixels(7).double()
+    y = labels(7)
     options = {"epsilon": epsilon, "step": step, "steps": steps}
     adversarial = evaluation.pgd(
         model,
@@ -204,11 +204,9 @@ def test_small_gradients_of_a_half_precision_model_are_not_zero() -> None:
     x = torch.full((1, 1, 2, 3), 0.5)
     sure = nn.Sequential(nn.Flatten(), nn.Linear(6, 2)).half()
     with torch.no_grad():
-        sure[1].weight[0], sure[1].weight[1], sure[1].bias[:] = (
-            -1,
-            1,
-            torch.tensor([26.0, 0.0]),
-        )
+        sure[1].weight[0] = -1
+        sure[1].weight[1] = 1
+        sure[1].bias[:] = torch.tensor([26.0, 0.0])
     assert (
         # All weights push the same way: up.
         evaluation.fgsm(sure, x, [0], epsilon=0.25, normalization=NONE) == 0.75

@@ -207,6 +207,7 @@ def test_seeds() -> None:
     together = evaluation.robustness(
         {"a": model, "b": model}, x, y, seeds=(5, 1), normalization=NONE, **options
     )
+    # FGSM starts at the image, whatever the seed; PGD starts at random, so once for each of two seeds.
     once = {
         "clean": 1,
         "impulse_noise": 2,
@@ -214,6 +215,7 @@ def test_seeds() -> None:
         "gradient and answer": 2 * (1 + 2),
     }
     assert len(batches) == 2 * sum(once.values())
+    # After the clean batches, the next six are three corrupted ones, for one model and the other.
     # Each batch is corrupted once for both models.
     assert all(
         torch.equal(a, b) for a, b in zip(batches[2:8:2], batches[3:8:2], strict=True)
@@ -228,6 +230,7 @@ def test_seeds() -> None:
             **options,
         )
         xr.testing.assert_equal(together.sel(seed=[seed]), alone)
+    # Contrast and FGSM do not depend on the seed.
     for name, expected in (
         ("correct", [False, True]),
         ("adversarial_correct", [True, False]),
@@ -305,6 +308,7 @@ def test_frost_of_ones_own() -> None:
 
 
 def test_ties_and_nan() -> None:
+    # Of equal scores the first counts, so only label 0 is right.
     x, y = pixels(4), torch.tensor([0, 0, 1, 2])
     ties = evaluation.robustness(lambda x: torch.zeros(len(x), 3), x, y, **CLEAN)
     assert ties.clean_correct[0].values.tolist() == [True, True, False, False]
@@ -347,11 +351,9 @@ def test_to_zarr_as_it_is(tmp_path: Path) -> None:
 
 def test_variants() -> None:
     """Variants with their own classes, or several right answers, are measured as if they were the images."""
-    models, x, y = (
-        {"a": Small().eval(), "b": Small(seed=1).eval()},
-        pixels(9),
-        labels(9),
-    )
+    models = {"a": Small().eval(), "b": Small(seed=1).eval()}
+    x = pixels(9)
+    y = labels(9)
     any_of = (
         torch.nn.functional.one_hot(y, 5).bool()
         | torch.nn.functional.one_hot((y + 1) % 5, 5).bool()
@@ -412,6 +414,7 @@ def test_models_are_as_they_were() -> None:
         torch.get_rng_state(),
         np.random.get_state()[1].copy(),  # noqa: NPY002
     )
+    # No exception, and one at the first, a middle and the last forward.
     for number in (0, 1, 3, 6):
         calls, broken_at = 0, number
         with pytest.raises(BrokenError) if number else nullcontext():

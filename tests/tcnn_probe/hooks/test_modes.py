@@ -63,6 +63,7 @@ def test_modes_above_stay_on_in_their_order(kind: type) -> None:
     lower, middle, upper = (kind() for _ in range(3))
     for mode in (lower, middle, upper):
         mode.__enter__()
+    # Under another that stays on: leaving it would pop that one.
     modes = [middle]
     take_off(modes)
     assert not modes

@@ -74,6 +74,7 @@ def run(threads: list[threading.Thread]) -> None:
         thread.join()
 
 
+# Terms run their layers again, so that fewer forwards take as long.
 @pytest.mark.parametrize(
     ("terms", "forwards"), [(False, 8), (True, 3)], ids=["gates and heads", "terms too"]
 )
@@ -93,6 +94,7 @@ def test_three_threads(terms: bool, forwards: int) -> None:
             run([threading.Thread(target=work) for _ in range(3)])
             recorder.mark(epoch=0)
     assert equal == [True] * 6 * forwards  # in three threads, twice
+    # The first three heads attend by position, and the fourth by content.
     assert recorder.dataset.gate.sel(layer="gated").values[0, :4].tolist() == [
         1,
         1,

@@ -37,11 +37,9 @@ class LayerCall:
         def keep(
             module: nn.Module, args: tuple[Any, ...], kwargs: Any, output: Any
         ) -> None:
-            self.args, self.kwargs, self.output = (
-                args,
-                kwargs,
-                output[0] if isinstance(output, tuple) else output,
-            )
+            self.args = args
+            self.kwargs = kwargs
+            self.output = output[0] if isinstance(output, tuple) else output
 
         with layer.register_forward_hook(keep, with_kwargs=True):
             model(x)
@@ -63,6 +61,7 @@ def of_softmax(layer: Any, call: LayerCall) -> tuple[Tensor, Tensor]:
         qkv = tokens @ layer.in_proj_weight.T + layer.in_proj_bias
     else:
         beit = getattr(layer, "q_bias", None) is not None
+        # BEiT's keys have no bias.
         bias = (
             torch.cat([layer.q_bias, 0 * layer.q_bias, layer.v_bias])
             if beit
@@ -141,10 +140,8 @@ def test_gated_by_hand(mode: Any) -> None:
     torch.manual_seed(0)
     layer = scatter(GPSA(4, 6, (2, 3), (2, 1), (1, 1), dtype=torch.float64), seed=3)
     nn.init.normal_(layer.value)
-    x, references = (
-        torch.randn(4, 4, 5, 7).double(),
-        torch.randn(REFERENCE_IMAGES, 4, 5, 7).double(),
-    )
+    x = torch.randn(4, 4, 5, 7).double()
+    references = torch.randn(REFERENCE_IMAGES, 4, 5, 7).double()
     names = ("query", "key", "center", "gating", "locality_strength")
     options = {name: getattr(layer, name).detach() for name in names}
     places = {
@@ -304,11 +301,9 @@ def test_who_gets_whose() -> None:
 
 def test_gradients_flow_through_the_values() -> None:
     """Gradients by hand treat the reference attention as constants: exchanged heads' queries and keys get none."""
-    model, x, references = (
-        vit().double(),
-        vit_images(4).double(),
-        vit_images(REFERENCE_IMAGES, seed=1).double(),
-    )
+    model = vit().double()
+    x = vit_images(4).double()
+    references = vit_images(REFERENCE_IMAGES, seed=1).double()
     layer: Any = model.blocks[1].attn
     reference_attention, _ = of_softmax(layer, LayerCall(model, layer, references))
     call = LayerCall(model, layer, x)
@@ -335,10 +330,8 @@ def test_gradients_flow_through_the_values() -> None:
 @torch.no_grad()
 def test_images_in_every_form() -> None:
     make, _, layer, _ = MODELS["vit"]
-    model, pictures = (
-        make(),
-        [Image.new("RGB", (40, 24), color) for color in ("red", "blue")],
-    )
+    model = make()
+    pictures = [Image.new("RGB", (40, 24), color) for color in ("red", "blue")]
     references = as_images(pictures, model)
     x, outputs = torch.randn(3, 3, 24, 40), []
     for form in (

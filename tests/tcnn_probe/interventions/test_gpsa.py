@@ -109,6 +109,7 @@ def test_all_gates_at_one_give_the_convnet_back() -> None:
         "zero_init_last": False,
     }
     cnn = ResNet(BasicBlock, [1, 1, 1, 2], **options).eval()
+    # At the stride of the convnet, which is the oracle.
     model = reparameterize(
         cnn, stride="keep", locality_strength=20.0, input_size=(2, 71, 103)
     )
@@ -145,6 +146,7 @@ def test_zeroed_and_averaged_heads() -> None:
     assert model.bias is not None
     with tcnn_probe.ablate(model):  # the bias is left, exactly
         assert torch.equal(model(x), model.bias[:, None, None].expand_as(model(x)))
+    # Zeroing by a product would not do: 0 times NaN is NaN.
     model.center[2] = math.nan
     with tcnn_probe.ablate(model, {"": 2}):
         assert model(x).isfinite().all()
@@ -213,6 +215,7 @@ def test_its_own_heads_put_in_change_nothing(same: bool) -> None:
             tcnn_probe.ablate(model, "near", "positional"),
         ):
             gated = model(x)
+        # The same gates in another way: float32 rounds elsewhere.
         with tcnn_probe.ablate(model, {"near": [0, 2, 3, 4, 6, 7, 8]}, "positional"):
             torch.testing.assert_close(model(x), gated, rtol=1e-4, atol=1e-4)
         with tcnn_probe.ablate(model, ["near", "far"], "replaced", source=source):

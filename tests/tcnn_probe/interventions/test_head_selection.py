@@ -198,7 +198,8 @@ class Channels(nn.Module):
 
 
 def test_a_layer_of_ones_own_has_to_be_named() -> None:
-    model, x = nn.Sequential(nn.Linear(6, 6), Own()), torch.randn(2, 5, 6)
+    model = nn.Sequential(nn.Linear(6, 6), Own())
+    x = torch.randn(2, 5, 6)
     with pytest.raises(ValueError, match="One that is not called so has to be named"):
         tcnn_probe.ablate(model)
     plain = model(x)

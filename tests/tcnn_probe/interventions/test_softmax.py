@@ -98,11 +98,13 @@ def by_hand_talking(
 
 @torch.no_grad()
 def test_talking_heads_are_zeroed_before_they_are_mixed() -> None:
-    model, x = MODELS["cait"][0](), torch.randn(2, *MODELS["cait"][1])
+    model = MODELS["cait"][0]()
+    x = torch.randn(2, *MODELS["cait"][1])
     layer = model.get_submodule("blocks.1.attn")
     assert isinstance(layer, TalkingHeadAttn)
     with tcnn_probe.ablate(model, {"blocks.1.attn": [0, 2]}):
         tokens, output = input_and_output(model, layer, x)
+    # The model runs in float32, the computation by hand in float64.
     torch.testing.assert_close(
         output.double(), by_hand_talking(layer, tokens, [0, 2]), rtol=1e-3, atol=1e-3
     )
@@ -203,7 +205,8 @@ def test_means_of_windows_and_others(name: str) -> None:
 def test_heads_of_another_model(name: str, fused: bool) -> None:
     """Its own change nothing; of another one they are what the two give without each other's channels."""
     make, shape, layer, projection = MODELS[name]
-    model, x = wide(make()), torch.randn(2, *shape, dtype=torch.float64)
+    model = wide(make())
+    x = torch.randn(2, *shape, dtype=torch.float64)
     source = copy.deepcopy(model)
     for parameter in source.get_submodule(layer).parameters():
         # Far enough from the model that a head taken from the wrong one shows.
@@ -221,6 +224,7 @@ def test_heads_of_another_model(name: str, fused: bool) -> None:
     ]
     twins.append(without(source, layer, projection, [*heads, *rest]))
 
+    # What the source gives of these heads alone, less its bias, which it gives without any.
     def add(module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
         extra = [
             first(twin.get_submodule(layer)(*args, **kwargs)) for twin in twins[1:]
@@ -314,10 +318,8 @@ class Twice(nn.Module):
 # Five tokens of six channels: 2 x 3 and 3 x 2, so that heads and channels can be confused.
 def test_two_attentions_in_one_call() -> None:
     model, x = nn.Sequential(Twice()), torch.randn(2, 5, 6)
-    q, k = (
-        x.unflatten(-1, (2, 3)).transpose(1, 2),
-        x.unflatten(-1, (3, 2)).transpose(1, 2),
-    )
+    q = x.unflatten(-1, (2, 3)).transpose(1, 2)
+    k = x.unflatten(-1, (3, 2)).transpose(1, 2)
     parts = [(y @ y.mT * scale).softmax(-1) @ y for y, scale in ((q, 3**-0.5), (k, 1))]
     parts[0][:, 1] = 0
     parts[1][:, 2] = 0

@@ -24,6 +24,7 @@ __all__ = [
 
 VIT = {
     "img_size": (32, 48),
+    # Seven channels a head, and an odd number in all.
     "embed_dim": 21,
     "depth": 2,
     "num_heads": 3,
@@ -68,6 +69,7 @@ def inputs_in_float64(
             keep = partial(_keep, calls, name)
             module.register_forward_pre_hook(keep, with_kwargs=True)
     with torch.no_grad():
+        # In float64, so that what an oracle computes from these inputs is exact beside float32.
         wide(batch.double())
     return calls
 

@@ -93,11 +93,9 @@ def test_numbers_of_a_layer_with_a_token_a_class() -> None:
     model, x = network(), pictures()
     expected = entropy(truth(copy.deepcopy(model), x)[0]).mean()
     recorder = recorded(model, x, images=1)
-    ds, tree, missing = (
-        recorder.dataset.squeeze().load(),
-        recorder.tree,
-        recorder.missing,
-    )
+    ds = recorder.dataset.squeeze().load()
+    tree = recorder.tree
+    missing = recorder.missing
     np.testing.assert_allclose([ds.entropy, ds.class_entropy], expected, atol=1e-4)
     assert not {"attention_distance", "prefix_attention", "class_prefix_attention"} & {
         n for n in ds if ds[n].notnull()
@@ -208,10 +206,8 @@ class AttentionPooledViews(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.stem, self.pool = (
-            nn.Conv2d(3, 24, 16, 16),
-            AttentionPool2d(24, CLASSES, init_values=1.0),
-        )
+        self.stem = nn.Conv2d(3, 24, 16, 16)
+        self.pool = AttentionPool2d(24, CLASSES, init_values=1.0)
         self.head = ClassScores(24, CLASSES)
         self.eval()
 

@@ -139,6 +139,7 @@ def test_each_epoch_starts_anew_in_any_gradient_mode_without_training_forwards()
             # Nine times as large: counted by mistake, they would move every entropy.
             model.train()(9 * x)
             model.eval()
+            # Not strict: the second epoch has an image fewer than there are modes.
             for mode, image in zip(
                 (torch.no_grad, torch.inference_mode, torch.enable_grad),
                 x,
@@ -241,6 +242,7 @@ def convit(side: int = 5) -> nn.Module:
         "depth": 3,
         "local_up_to_layer": 2,
         "embed_dim": 6,
+        # timm multiplies embed_dim by it: 9 heads of 6 channels each.
         "num_heads": 9,
         "num_classes": 3,
     }
@@ -299,9 +301,11 @@ def brute_force(layer: ConViTLayer, x: Tensor) -> dict[str, Tensor]:
 def test_convit_equals_brute_force_on_each_layers_own_input(
     side: int, dtype: torch.dtype
 ) -> None:
-    model, x = convit(side).to(dtype), tokens(side).to(dtype)
+    model = convit(side).to(dtype)
+    x = tokens(side).to(dtype)
     with default_dtype(dtype):
-        ds, inputs = record_epoch(model, x, (2, 3)), inputs_of(model, LAYERS, x)
+        ds = record_epoch(model, x, (2, 3))
+        inputs = inputs_of(model, LAYERS, x)
     # The last one is softmax attention.
     assert ds.layer.values.tolist() == [*LAYERS, "blocks.2.attn"]
     assert ds.images.values.tolist() == [[5, 5, 5]]
@@ -375,10 +379,8 @@ def test_queries_and_keys_are_not_formed_again(
     of_convit: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, x = (convit(), tokens()) if of_convit else (Chain(), images())
-    formed, layers = (
-        list[Any](),
-        [m for m in model.modules() if isinstance(m, GPSA | ConViTLayer)],
-    )
+    formed = list[Any]()
+    layers = [m for m in model.modules() if isinstance(m, GPSA | ConViTLayer)]
     for layer in layers:
         owner, name = (
             (layer.qk, "forward") if of_convit else (layer, "_queries_and_keys")

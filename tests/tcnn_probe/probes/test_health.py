@@ -256,6 +256,7 @@ def test_values_outputs_and_tokens(name: str) -> None:
     for number, tokens in block_inputs(model, case, x).items():
         block = model.get_submodule(f"{case.blocks}{number}")
         expected = of_values_and_tokens(case.call(block, tokens), kinds)
+        # The model is in float64, whose rounding is far below a billionth.
         check(ds, f"{case.blocks}{number}.{case.layer}", expected, 1e-9)
         # Not all heads alike, else heads that were mixed up would not show.
         assert np.ptp(ds.output_rank.values) > 0.1
@@ -371,7 +372,9 @@ def test_gated_layers_by_their_content_part(
     if kind == "gpsa":
         # 5 x 7 with a padding of one: keys are 7 x 9.
         layer = scatter(GPSA(3, 4, 3, padding=1)).double()
-        model, x, name = nn.Sequential(layer).eval(), torch.randn(7, 3, 5, 7), "0"
+        model = nn.Sequential(layer).eval()
+        x = torch.randn(7, 3, 5, 7)
+        name = "0"
     else:
         model = sharpen(
             timm.create_model(
@@ -408,7 +411,8 @@ def test_gated_layers_by_their_content_part(
     expected["output_rank"] = ((singular**2).sum(-1) ** 2 / (singular**4).sum(-1)).mean(
         0
     )
-    lengths, sinks = np.linalg.norm(values.detach().numpy(), axis=-1), weights.mean(-2)
+    lengths = np.linalg.norm(values.detach().numpy(), axis=-1)
+    sinks = weights.mean(-2)
     ratios = [
         [
             lengths[b, h, j] / median(np.delete(lengths[b, h], j))

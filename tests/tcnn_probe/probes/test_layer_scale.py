@@ -322,6 +322,7 @@ def test_layer_scale_in_place() -> None:
     )
 
 
+# Room for ten roundings in a row.
 @pytest.mark.parametrize(
     ("dtype", "rtol"), [(torch.bfloat16, 2e-2), (torch.float16, 3e-3)], ids=str
 )

@@ -129,7 +129,8 @@ class Joint(nn.Module):
         if self.asking is None:
             tokens = asking = torch.cat([self.words.expand(len(x), -1, -1), x], 1)
         else:
-            tokens, asking = x, self.asking.expand(len(x), -1, -1)
+            tokens = x
+            asking = self.asking.expand(len(x), -1, -1)
         return self.attention(asking, tokens, tokens, need_weights=False)[0]
 
 

@@ -85,10 +85,8 @@ def test_pause() -> None:
 
 
 def test_gradients_in_a_pause_and_of_saliency_are_not_measured() -> None:
-    model, batch = (
-        small("vit_tiny_patch16_224", **VIT),
-        torch.rand(1, 3, *VIT["img_size"]),
-    )
+    model = small("vit_tiny_patch16_224", **VIT)
+    batch = torch.rand(1, 3, *VIT["img_size"])
 
     def backward(
         model: nn.Module, x: torch.Tensor, target: torch.Tensor

@@ -67,6 +67,7 @@ def test_masks_that_the_images_do_not_show_are_at_chance() -> None:
     assert dense_probe(features, masks == 4, train, known == 4)[1] > 0.6
     unrelated = np.random.default_rng(2).random(known.shape) < 0.5
     chance = dense_probe(features, masks == 4, train, unrelated)[1]
+    # Three standard deviations of the class's share of the cells.
     assert chance < share + 3 * math.sqrt(share * (1 - share) / features[:, 0].size)
 
 
@@ -86,7 +87,9 @@ def test_by_image_is_of_each_image_alone() -> None:
 
 def test_labelled_judges_grids_by_the_same_pixels() -> None:
     (features, masks), (train, known) = make_features(7, 0), make_features(11, 1)
-    fine, coarse = features.repeat(CELL[0], 2).repeat(CELL[1], 3), features[..., :1]
+    # One column of five, stretched over the image, has to do worse.
+    fine = features.repeat(CELL[0], 2).repeat(CELL[1], 3)
+    coarse = features[..., :1]
     iou = layer_dense_probe(
         {"a": features, "fine": fine, "b": coarse},
         masks,

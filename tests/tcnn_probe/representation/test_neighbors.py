@@ -49,8 +49,10 @@ def test_knn_is_that_of_the_thesis() -> None:
     expected = [
         voted(query, gallery, known) == label for query, label in zip(x, y, strict=True)
     ]
+    # Some right and some wrong, or any vote would do.
     assert len({*expected}) == 2
     assert knn_correct(x, y, gallery, known, neighbors=K).tolist() == expected
+    # As the temperature goes to 0, the nearest neighbour outvotes all the others.
     nearest = [
         known[max(range(G), key=lambda j: cosine(query, gallery[j]))] for query in x
     ]
@@ -123,6 +125,7 @@ def test_an_oracle_ranks_its_coarse_class_first_and_by_cosine_in_it() -> None:
 
 def test_shuffled_labels_are_at_chance_and_true_ones_are_not() -> None:
     x, y = load_iris(return_X_y=True)
+    # Iris has positive features, whose cosines would all be near 1.
     x = x - x.mean(0)
     shuffled = [np.random.default_rng(seed).permutation(y) for seed in range(4)]
     train, test = slice(0, None, 2), slice(1, None, 2)

@@ -12,6 +12,7 @@ from tcnn_probe.representation import participation_ratio, pca_energy, token_cos
 
 @pytest.mark.parametrize("shape", [(17, 5), (5, 17)])
 def test_beside_singular_values(shape: tuple[int, int]) -> None:
+    # Variances that differ, and a mean that centring has to remove.
     x = (
         np.random.default_rng(0).standard_normal(shape) * np.geomspace(1, 0.1, shape[1])
         + 3

@@ -23,6 +23,7 @@ from tests.tcnn_probe.storage.tables import (
     recording,
 )
 
+# "20.*" is the century that the time begins with.
 HELD = "run.zarr is being written by process {} since 20.*: one recorder at a time"
 
 

@@ -25,6 +25,7 @@ def server() -> Iterator[str]:
     _, _, moto = (
         pytest.importorskip(name) for name in ("s3fs", "obstore", "moto.server")
     )
+    # Port 0: whichever is free, as tests run side by side.
     server = moto.ThreadedMotoServer("127.0.0.1", port=0, verbose=False)
     server.start()
     host, port = server.get_host_and_port()

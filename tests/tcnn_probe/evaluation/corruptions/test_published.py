@@ -171,7 +171,8 @@ def bilinear(image: NDArray[Any], y: NDArray[Any], x: NDArray[Any]) -> NDArray[A
     values = np.zeros((len(y), image.shape[2]))
     for down in (0, 1):
         for right in (0, 1):
-            row, column = np.floor(y) + down, np.floor(x) + right
+            row = np.floor(y) + down
+            column = np.floor(x) + right
             weight = (1 - np.abs(y - row)) * (1 - np.abs(x - column))
             row, column = (
                 np.abs((index + size - 1) % (2 * size - 2) - (size - 1)).astype(int)
