@@ -237,6 +237,7 @@ def table(measures: xr.Dataset) -> str:
 def check(results: xr.Dataset, data: ImageSet) -> bool:
     """Return whether each network learned."""
     labels = data.validation_labels
+    # By chance: always the commonest digit.
     chance = float(labels.bincount().max() / len(labels))
     top1 = results.top1.isel(epoch=-1)
     has_learned = [

@@ -341,6 +341,7 @@ def draw_gates(panel: Axes, gates: xr.DataArray) -> None:
     off_center = gates.drop_sel(head=CENTER).transpose("layer", "seed", "head")
     for row, layer in enumerate(gates.layer.values):
         rest = off_center.sel(layer=layer).values.ravel()
+        # The first layer alone is in the legend, as all rows look alike.
         panel.plot(
             np.full(rest.size, row - 0.12),
             rest,
@@ -422,7 +423,8 @@ def check(results: xr.Dataset, chance: float) -> bool:
     start = results.sel(arm=[GATED, UNGATED]).isel(epoch=0)
     by_position = bool((start.position > start.content).all())
     verdict = "start" if by_position else "do NOT all start"
-    position, content = float(start.position.min()), float(start.content.max())
+    position = float(start.position.min())
+    content = float(start.content.max())
     print(
         f"check: heads {verdict} by position: {position:.2f} nat or more, by content {content:.4f} nat or less"
     )

@@ -256,10 +256,8 @@ def probed_images(dataset: Any, count: int) -> Probed:
         names = [str(digit) for digit in range(10)]
     else:
         pairs = [dataset[number] for number in numbers]
-        images, labels = (
-            torch.stack([image for image, _ in pairs]),
-            torch.tensor([label for _, label in pairs]),
-        )
+        images = torch.stack([image for image, _ in pairs])
+        labels = torch.tensor([label for _, label in pairs])
         names = dataset.classes
         if imagenet_rows(names):  # WordNet ids, which few people can read
             names = [
@@ -303,7 +301,8 @@ def boxed_images(file: str, validation: ClassFolders, model: nn.Module) -> Probe
         validation.transform(Image.new("RGB", photograph.size, color))[0]
         for color in ("black", "white")
     )
-    inside, batch = torch.stack(masks) > (black + white) / 2, torch.stack(images)
+    inside = torch.stack(masks) > (black + white) / 2
+    batch = torch.stack(images)
     # A copy: the model of the study stays in its mode.
     labels = copy.deepcopy(model).eval()(batch).argmax(1)
     return replace(
