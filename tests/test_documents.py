@@ -46,7 +46,8 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_readme_examples_run() -> None:
     blocks = python_blocks(ROOT / "README.md")
     assert blocks
-    images, labels = torch.randn(8, 3, 64, 96), torch.arange(8) % 3
+    images = torch.randn(8, 3, 64, 96)
+    labels = torch.arange(8) % 3
     loader = DataLoader(TensorDataset(images, labels), batch_size=4)
     names: dict[str, object] = {"train_loader": loader, "val_loader": loader}
     # A script is run twice.

@@ -38,7 +38,8 @@ class Written(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.stem, self.qkv = nn.Conv2d(3, 12, 8, 8), nn.Linear(12, 36)
+        self.stem = nn.Conv2d(3, 12, 8, 8)
+        self.qkv = nn.Linear(12, 36)
 
     def forward(self, x: Tensor) -> Tensor:
         tokens = x.new_zeros(len(x), 29, 12)
@@ -72,7 +73,9 @@ def test_a_remedy_that_a_warning_names_is_an_option_of_maps_too() -> None:
 
 def test_bytes_as_floats_are_refused_everywhere() -> None:
     # Above any image in [0, 1] or normalised: 200 can only be a byte.
-    images, model, label = torch.full((1, 3, 32, 48), 200.0), vit(), torch.tensor([1])
+    images = torch.full((1, 3, 32, 48), 200.0)
+    model = vit()
+    label = torch.tensor([1])
     for use in (
         lambda: tcnn_probe.attention_maps(model, images),
         lambda: tcnn_probe.saliency(model, images, method="rollout"),

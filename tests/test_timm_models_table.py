@@ -23,7 +23,8 @@ def rows_of(page: Path) -> dict[str, list[str]]:
 
 
 def test_script_writes_the_table(tmp_path: Path) -> None:
-    script, out = runpy.run_path(str(DOCS / "timm_models.py")), tmp_path / "table.md"
+    script = runpy.run_path(str(DOCS / "timm_models.py"))
+    out = tmp_path / "table.md"
     rows_file = tmp_path / "rows"
     script["main"](["--models", *SAMPLE, "--out", str(out), "--rows", str(rows_file)])
     rows = rows_of(out)

@@ -43,7 +43,8 @@ def test_trunk_and_tail_are_the_network(network: ResNet20, blocks: int) -> None:
 def test_the_shortcut_has_no_parameters_and_takes_every_second_pixel(
     network: ResNet20,
 ) -> None:
-    block, x = network.layer2[0], torch.randn(2, 3, 6, 10)
+    block = network.layer2[0]
+    x = torch.randn(2, 3, 6, 10)
     nn.init.zeros_(block.bn2.weight)  # leaves the shortcut
     y = block(x)
     assert y.shape == (2, 6, 3, 5)
@@ -105,7 +106,8 @@ def steps_of(features: torch.Tensor, count: int):
 
 @pytest.mark.parametrize("arm", ["B", "C", "D", "E"])
 def test_rates_of_an_arm(network: ResNet20, arm: str) -> None:
-    tail, features = Tail(network, 1), torch.randn(4, 12, 5, 3)
+    tail = Tail(network, 1)
+    features = torch.randn(4, 12, 5, 3)
     model = converted(tail, ARMS[arm], -1.0, features, seed=3)
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     options = {

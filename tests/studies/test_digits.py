@@ -20,7 +20,8 @@ def test_no_digit_image_is_in_both_splits_and_all_are_used() -> None:
 
 
 def test_the_digit_is_in_its_box_and_brighter_than_the_clutter_there() -> None:
-    digits, labels = torch.zeros(3, 8, 8), torch.arange(3)
+    digits = torch.zeros(3, 8, 8)
+    labels = torch.arange(3)
     digits[1, 2:6, 2:6] = 1
     scenes = ClutteredDigits(digits, labels, size=37, digit_size=16, fragments=0)
     image, (top, left, bottom, right), mask = scenes.scene(1)

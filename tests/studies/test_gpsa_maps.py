@@ -59,7 +59,8 @@ def by_hand(
 
 
 def test_maps_are_those_of_the_equations() -> None:
-    model, images = model_of_two_layers(), torch.randn(2, 2, 11, 7, dtype=torch.float64)
+    model = model_of_two_layers()
+    images = torch.randn(2, 2, 11, 7, dtype=torch.float64)
     maps = maps_of(model, images, (9, 4))
     assert dict(maps.sizes) == {"layer": 2, "image": 2, "head": 15, "y": 11, "x": 7}
     inputs = {"0": images, "2": model[0](images).detach()}

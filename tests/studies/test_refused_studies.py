@@ -257,7 +257,8 @@ def test_own_weights_data_and_image(tmp_path: Path, image_folder: Path) -> None:
         timm.create_model("test_resnet", num_classes=2).state_dict(),
         tmp_path / "own.pth",
     )
-    weights, image = tmp_path / "own.pth", image_folder / "val" / "dog" / "1.png"
+    weights = tmp_path / "own.pth"
+    image = image_folder / "val" / "dog" / "1.png"
     options = f"--model test_resnet --pretrained {weights} --data {image_folder}"
     options += f" --image {image} --epoch 0 1 --out {tmp_path / 'out'}"
     # The last row of the image, and its first column.

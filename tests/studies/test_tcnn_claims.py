@@ -66,7 +66,8 @@ def test_an_ungated_layer_is_eq_3_and_eq_5() -> None:
     gpsa = layer()
     ungated = tcnn_claims.Ungated(gpsa)
     images = torch.randn(2, CHANNELS, HEIGHT, WIDTH, dtype=torch.float64)
-    attention, output = ungated.attention(images), ungated(images)
+    attention = ungated.attention(images)
+    output = ungated(images)
     assert output.shape == (2, OUT, HEIGHT, WIDTH)
     # Two corners, from where keys lie on the padding, and the middle.
     for image, (y, column) in ((0, (0, 4)), (1, (1, 2)), (1, (2, 0))):

@@ -185,11 +185,9 @@ def terms(
     query, key, values, position, gate = (
         tensors[name].detach().double() for name in NAMES
     )
-    parts, scale, upstream = (
-        attention(tensors, y, x),
-        query.shape[-1] ** -0.5,
-        upstream.double().abs(),
-    )
+    parts = attention(tensors, y, x)
+    scale = query.shape[-1] ** -0.5
+    upstream = upstream.double().abs()
     real = parts.real
     share = gate[:, None, None]
     r = _r(parts.offset)

@@ -70,7 +70,8 @@ def small_resnet() -> nn.Module:
 
 def inputs_of(model: nn.Module, names: list[str], *args: Tensor) -> dict[str, Tensor]:
     """Return the inputs of the named layers in one forward of a copy of the model."""
-    model, layer_inputs = copy.deepcopy(model), {}
+    model = copy.deepcopy(model)
+    layer_inputs = {}
     for name in names:
         model.get_submodule(name).register_forward_pre_hook(
             lambda module, args, kwargs, name=name: layer_inputs.update(

@@ -156,7 +156,8 @@ def test_keep_is_the_cnn_and_unit_the_unstrided_one(name: str) -> None:
 @pytest.mark.parametrize("name", ["resnet18", "convnext_tiny"])
 @torch.no_grad()
 def test_keep_is_the_same_function_in_float32(name: str) -> None:
-    cnn, x = build(name), random(1, 3, 64, 96, dtype=torch.float32)
+    cnn = build(name)
+    x = random(1, 3, 64, 96, dtype=torch.float32)
     assert_same(reparameterize(cnn, stride="keep", **CONVOLUTIONAL)(x), cnn(x))
     # Where fine-tuning starts, the function is another one.
     assert relative_error(reparameterize(cnn, stride="keep")(x), cnn(x)) > 1e-3

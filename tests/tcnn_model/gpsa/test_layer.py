@@ -70,7 +70,8 @@ def test_weight_and_bias_start_as_those_of_a_convolution() -> None:
 
 def test_values_per_head() -> None:
     # Another value for each head, so that a permutation would show.
-    alpha, gates = [0.5 + h for h in range(6)], [h - 2.0 for h in range(6)]
+    alpha = [0.5 + h for h in range(6)]
+    gates = [h - 2.0 for h in range(6)]
     layer = GPSA(
         2, 3, (2, 3), locality_strength=alpha, gating=gates, dtype=torch.float64
     )
@@ -183,7 +184,8 @@ def test_hooks_can_read_queries_and_keys() -> None:
 
 def test_a_function_mode_sees_the_gates() -> None:
     # A gate of e^-30 adds nothing, unless the mode opens it.
-    layer, x = GPSA(3, 5, 3, gating=-30.0), torch.zeros(1, 3, 5, 7)
+    layer = GPSA(3, 5, 3, gating=-30.0)
+    x = torch.zeros(1, 3, 5, 7)
 
     class OpenGates(TorchFunctionMode):
         calls = 0

@@ -41,7 +41,8 @@ def test_factors_are_the_dense_gaussian() -> None:
     y = Axis(length=5, stride=2, padding=1, extent=3)
     x = Axis(length=11, stride=3, padding=2, extent=5)
     # Strictly positive, as softplus gives strengths; centres lie between pixels.
-    alpha, center = random(7, seed=1).abs() + 0.01, random(7, 2, seed=2)
+    alpha = random(7, seed=1).abs() + 0.01
+    center = random(7, 2, seed=2)
     rows, cols = positional_factors(gaussian_position(alpha, center), y, x)
 
     keys = [(j, i) for j in range(-1, 5 + 1) for i in range(-2, 11 + 2)]

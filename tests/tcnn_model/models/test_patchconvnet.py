@@ -97,7 +97,8 @@ def test_a_patch_is_centred_at_its_cells_first_pixel() -> None:
 
 @torch.no_grad()
 def test_transposed_image_of_a_transposed_network() -> None:
-    model, x = _small(), torch.randn(2, 3, 48, 80)
+    model = _small()
+    x = torch.randn(2, 3, 48, 80)
     expected = model(x)
     for module in model.modules():
         if isinstance(module, nn.Conv2d):
@@ -123,7 +124,8 @@ def test_norms_of_the_trunk() -> None:
 @torch.no_grad()
 def test_average_pooling() -> None:
     """Table 5: the mean of the patches, normalised, and no attention; the pool stays with the classifier."""
-    model, x = _small(global_pool="avg"), torch.randn(2, 3, 48, 80)
+    model = _small(global_pool="avg")
+    x = torch.randn(2, 3, 48, 80)
     features = model.forward_features(x)
     mean = torch.stack([image.flatten(1).mean(1) for image in features])
     pooled = nn.functional.layer_norm(
@@ -141,7 +143,8 @@ def test_average_pooling() -> None:
 @torch.no_grad()
 def test_linear_stem() -> None:
     """Table 5: a single layer on the pixels of each patch; pixels beyond the last whole patch are left out."""
-    model, x = _small(stem="linear"), torch.randn(2, 3, 50, 71)
+    model = _small(stem="linear")
+    x = torch.randn(2, 3, 50, 71)
     (layer,) = model.stem
     expected = torch.empty(2, D, 3, 4)
     for row in range(3):
@@ -177,7 +180,8 @@ def test_stochastic_depth_is_uniform() -> None:
 
 @torch.no_grad()
 def test_intermediates_are_those_of_a_loop() -> None:
-    model, x = _small(), torch.randn(2, 3, 48, 80)
+    model = _small()
+    x = torch.randn(2, 3, 48, 80)
     y, expected = model.stem(x), []
     for block in model.blocks:
         y = block(y)
@@ -223,7 +227,8 @@ def test_features_only(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_checkpointed_gradients_are_the_same(kind: str) -> None:
-    model, x = _small(kind).train(), torch.randn(2, 3, 48, 80)
+    model = _small(kind).train()
+    x = torch.randn(2, 3, 48, 80)
     gradients = []
     for enabled in (False, True):
         model.set_grad_checkpointing(enabled)
@@ -243,7 +248,8 @@ def test_checkpointed_gradients_are_the_same(kind: str) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 @torch.no_grad()
 def test_reset_of_the_classifier(kind: str) -> None:
-    model, x = _small(kind), torch.randn(2, 3, 48, 80)
+    model = _small(kind)
+    x = torch.randn(2, 3, 48, 80)
     pooled = model.forward_head(model.forward_features(x), pre_logits=True)
     pool = model.pool
     block = model.pool.block
@@ -329,7 +335,8 @@ def test_groups_for_training() -> None:
 
 
 def test_exports_with_any_batch() -> None:
-    model, x = _small(KINDS[1]), torch.randn(2, 3, 32, 48)
+    model = _small(KINDS[1])
+    x = torch.randn(2, 3, 32, 48)
     program = torch.export.export(
         model, (x,), dynamic_shapes={"x": {0: torch.export.Dim("batch", min=2, max=64)}}
     )

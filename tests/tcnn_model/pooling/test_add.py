@@ -128,7 +128,8 @@ def test_gflops_of_the_papers_resnet() -> None:
 @pytest.mark.parametrize("per_class", [False, True])
 @torch.no_grad()
 def test_copies_keep_the_interface(per_class: bool) -> None:
-    pooled, x = pooled_cnn(per_class=per_class), _images()
+    pooled = pooled_cnn(per_class=per_class)
+    x = _images()
     for duplicate in (
         copy.deepcopy(pooled),
         pickle.loads(pickle.dumps(pooled)),
@@ -146,7 +147,8 @@ def test_copies_keep_the_interface(per_class: bool) -> None:
 @torch.no_grad()
 def test_whole_graphs() -> None:
     """The model compiles without a graph break, and torch.fx traces it."""
-    pooled, x = pooled_cnn(per_class=True), _images()
+    pooled = pooled_cnn(per_class=True)
+    x = _images()
     compiled = torch.compile(pooled, backend="eager", fullgraph=True)
     assert_same(compiled(x), pooled(x))
     tracer = torch.fx.Tracer()
@@ -176,7 +178,8 @@ def test_reset_keeps_the_pool() -> None:
 
 @torch.no_grad()
 def test_reset_of_a_token_a_class_makes_new_tokens() -> None:
-    pooled, x = pooled_cnn(per_class=True), _images()
+    pooled = pooled_cnn(per_class=True)
+    x = _images()
     block = pooled.global_pool.attention.block
     tokens = pooled.forward_head(pooled.forward_features(x), pre_logits=True)
     pooled.reset_classifier(0)

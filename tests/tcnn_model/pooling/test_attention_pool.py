@@ -231,7 +231,8 @@ def test_no_scores_of_other_layers(layer: nn.Module) -> None:
 @torch.no_grad()
 def test_change_of_the_output_when_specialized() -> None:
     """The token is no longer among its keys: the output of attention moves away from its value, by w0 / (1 - w0)."""
-    pool, x = disturbed(AttentionPool2d(D)), random(B, D, H, W)
+    pool = disturbed(AttentionPool2d(D))
+    x = random(B, D, H, W)
     block, attention = pool.block, pool.block.attn
     token = pool.cls_token.expand(B, -1, -1)
     u = block.norm1(torch.cat([token, x.flatten(2).transpose(1, 2)], 1))

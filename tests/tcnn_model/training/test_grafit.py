@@ -65,7 +65,8 @@ def random(*shape: int, seed: int = 0) -> Tensor:
 
 
 def test_instance_loss_by_hand() -> None:
-    predictions, targets = random(5, 3, 7), random(5, 3, 7, seed=1)
+    predictions = random(5, 3, 7)
+    targets = random(5, 3, 7, seed=1)
     # A mean of thirty cosines, none above 1.
     assert instance_loss(predictions, targets).item() == pytest.approx(
         instance_by_hand(predictions, targets), abs=1e-14
@@ -116,11 +117,13 @@ def grafit(seed: int) -> Grafit:
 def test_task_is_the_sum_of_both_losses(weight: float) -> None:
     """4 images of 3 views; two images of an earlier batch are in the memory, one of which comes again."""
     # Other weights than the target's, so that the two cannot be exchanged.
-    model, target = grafit(0).float(), grafit(1).float().eval()
+    model = grafit(0).float()
+    target = grafit(1).float().eval()
     before = random(2, 3).float()
     old = torch.tensor([9, 4])
     images = random(12, 7, seed=2).float()
-    model.memory[old], model.labels[old] = before, torch.tensor([1, 0])
+    model.memory[old] = before
+    model.labels[old] = torch.tensor([1, 0])
     labels = torch.tensor([1, 1, 0, 0])
     numbers = torch.tensor([2, 12, 4, 0])
     result = GrafitTask(model, target, 3, instance_weight=weight)(
@@ -196,8 +199,10 @@ def test_a_run_interrupted_or_not(tmp_path: Path) -> None:
 @torch.no_grad()
 def test_a_refreshed_memory_is_of_the_final_weights() -> None:
     """Eq. 2.3 of an image against embeddings that are all computed with the same weights."""
-    model, images = grafit(0).float().eval(), random(13, 7).float()
-    numbers, labels = torch.arange(13), torch.arange(13) % 2
+    model = grafit(0).float().eval()
+    images = random(13, 7).float()
+    numbers = torch.arange(13)
+    labels = torch.arange(13) % 2
     model.remember(numbers, labels, random(13, 3, seed=5).float())
     # Out of order, and in unequal parts: embeddings are stored by number, not by place.
     order = torch.tensor([7, 2, 11, 0, 12, 5, 9, 1, 10, 3, 8, 6, 4])

@@ -206,7 +206,8 @@ def test_brute_force_whatever_the_batches_and_their_order(
 def test_brute_force_of_gated_attention(monkeypatch: pytest.MonkeyPatch) -> None:
     """Information of the whole attention over real and padding pixels, and of its content part; 91 queries."""
     monkeypatch.setattr(Attention, "BLOCK", 120_000)  # two images at a time
-    layer, x = scatter(GPSA(3, 4, 3, padding=1)), images(7, 3, 7, 13)
+    layer = scatter(GPSA(3, 4, 3, padding=1))
+    x = images(7, 3, 7, 13)
     ds = numbers(nn.Sequential(layer).eval(), *x.split([4, 1, 2]))
     with torch.no_grad():
         attention = layer.double().gated_attention(x.double())

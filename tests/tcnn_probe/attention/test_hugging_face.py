@@ -112,7 +112,8 @@ def test_equals_brute_force(
 ) -> None:
     torch.manual_seed(0)
     # Twice as sharp: as drawn, attention of models this small is even.
-    model, images = sharpen(make().eval(), 2.0), torch.randn(2, 3, *size)
+    model = sharpen(make().eval(), 2.0)
+    images = torch.randn(2, 3, *size)
     layers = {reference.layer for reference in attention_of(model, images)}
     assert len(layers) == 2
     check(model, images, dict.fromkeys(layers, layout))

@@ -23,7 +23,8 @@ class Attend(nn.Module):
 
     def __init__(self, heads: int = HEADS) -> None:
         super().__init__()
-        self.qkv, self.num_heads = nn.Linear(DIM, 3 * DIM), heads
+        self.qkv = nn.Linear(DIM, 3 * DIM)
+        self.num_heads = heads
 
     def forward(self, x: Tensor, keys: Tensor | None = None) -> Tensor:
         # Queries from the tokens, keys and values from the keys, through one projection.
@@ -47,16 +48,12 @@ class Seeing(nn.Module):
         extra_tokens: int = 1,
     ) -> None:
         super().__init__()
-        self.stem, self.attend, self.among = (
-            nn.Conv2d(3, DIM, 8, 8),
-            Attend(heads),
-            Attend(heads),
-        )
-        self.norm, self.extra_tokens, self.way = (
-            nn.LayerNorm(DIM),
-            nn.Parameter(torch.randn(1, extra_tokens, DIM)),
-            way,
-        )
+        self.stem = nn.Conv2d(3, DIM, 8, 8)
+        self.attend = Attend(heads)
+        self.among = Attend(heads)
+        self.norm = nn.LayerNorm(DIM)
+        self.extra_tokens = nn.Parameter(torch.randn(1, extra_tokens, DIM))
+        self.way = way
         # As drawn, attention is even, and even attention has the right numbers on any grid.
         sharpen(self, 2.2)
 
@@ -128,7 +125,8 @@ class Text(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.embed, self.attend = nn.Embedding(50, DIM), Attend()
+        self.embed = nn.Embedding(50, DIM)
+        self.attend = Attend()
 
     def forward(self, words: Tensor) -> Tensor:
         return self.attend(self.embed(words))
@@ -137,7 +135,8 @@ class Text(nn.Module):
 class ImageAndText(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.image, self.text = Seeing(patches), Text()
+        self.image = Seeing(patches)
+        self.text = Text()
 
     def forward(self, x: Tensor, words: Tensor) -> tuple[Tensor, Tensor]:
         return self.image(x), self.text(words)
@@ -150,7 +149,8 @@ def square(images: int = 5) -> Tensor:
 
 # 9 words could be a grid of 3 x 3.
 WORDS = torch.randint(50, (5, 9), generator=torch.Generator().manual_seed(6))
-PATCHES, NOWHERE = same(grid(4, 4)), Layout(None, None)
+PATCHES = same(grid(4, 4))
+NOWHERE = Layout(None, None)
 
 
 def first_last(weights: Tensor, images: int) -> Tensor:

@@ -91,7 +91,8 @@ def test_equals_brute_force(name: str) -> None:
     } == expected.keys()
     for node in tree.children.values():
         for layer in node.layer.values:
-            maps, weights = node.dataset.sel(layer=layer), expected[layer]
+            maps = node.dataset.sel(layer=layer)
+            weights = expected[layer]
             if weights.shape[2] > 1:
                 np.testing.assert_allclose(
                     maps.attention, on_grid(weights, (4, 6), (4, 6)), atol=1e-9
@@ -145,10 +146,8 @@ def test_mixing_is_refused_where_no_heads_are_mixed() -> None:
 
 def test_fused_attention_in_float32() -> None:
     torch.manual_seed(0)
-    model, images = (
-        small("deit_tiny_patch16_224", **VIT)().eval(),
-        torch.randn(2, 3, *SIZE),
-    )
+    model = small("deit_tiny_patch16_224", **VIT)().eval()
+    images = torch.randn(2, 3, *SIZE)
     # Fused attention forms no softmax that could be heard: maps are rebuilt from its arguments.
     assert model.blocks[0].attn.fused_attn
     expected = {
@@ -506,7 +505,8 @@ def influence(
     model: nn.Module, cutter: str, images: Tensor, query: tuple[int, int]
 ) -> np.ndarray:
     """Return the tokens of a module's input that one token of its output depends on."""
-    module, calls = model.get_submodule(cutter), []
+    module = model.get_submodule(cutter)
+    calls = []
     handle = module.register_forward_pre_hook(lambda _, args: calls.append(args))
     model(images)
     handle.remove()

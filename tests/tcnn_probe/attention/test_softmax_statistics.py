@@ -74,22 +74,22 @@ def attention_of(
 def case(form: str, prefix: int, windows: int = 1) -> tuple[SoftmaxAttention, Bounded]:
     torch.manual_seed(prefix)
     tokens = Tokens(prefix, *GRID)
-    count, lowest = tokens.count, torch.finfo(torch.float32).min
+    count = tokens.count
+    lowest = torch.finfo(torch.float32).min
     scale, mask = 2.0, None
     query, key = (torch.randn(2 * windows, HEADS, count, WIDTH) for _ in range(2))
     key[:, :, :prefix] *= 3  # class tokens that draw attention
     # Whole numbers up to +-1000, exact: attention is one key, or shared evenly by a few.
     if form == "huge":
-        query, key, scale = (
-            query[..., :1].round().clamp(-2, 2),
-            key[..., :1].round().clamp(-2, 2),
-            250.0,
-        )
+        query = query[..., :1].round().clamp(-2, 2)
+        key = key[..., :1].round().clamp(-2, 2)
+        scale = 250.0
     logits = scale * query.double() @ key.double().mT
     size = scale * query.double().abs() @ key.double().abs().mT
     if form == "added":
         mask = torch.randn(HEADS, count, count)
-        logits, size = logits + mask, size + mask.abs()
+        logits = logits + mask
+        size = size + mask.abs()
     # The patches have exp(-300) of it; where a query looks among them is exact all the same.
     if form == "swallowed":
         mask = torch.zeros(count, count)

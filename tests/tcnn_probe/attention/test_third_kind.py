@@ -87,7 +87,8 @@ def describe(
 class Model(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.stem, self.mixer = nn.Conv2d(2, HEADS * WIDTH, 4, 4), KernelMixer()
+        self.stem = nn.Conv2d(2, HEADS * WIDTH, 4, 4)
+        self.mixer = KernelMixer()
 
     def forward(self, x: Tensor) -> Tensor:
         return self.mixer(self.stem(x).flatten(2).mT)

@@ -20,11 +20,9 @@ pytestmark = pytest.mark.numerical
 @pytest.mark.parametrize("geometry", GEOMETRIES)
 def test_of_a_layer_whose_attention_is_uniform(geometry: str) -> None:
     """Gates at 1 and no locality: the oracle's own distance and entropy are those of uniform attention."""
-    layer, x = (
-        # A gate of 1 - e^-60 leaves position alone, and a locality near zero makes that even.
-        GPSA(5, 3, **GEOMETRIES[geometry], gating=60.0).double(),
-        torch.randn(2, 5, 7, 11).double(),
-    )
+    # A gate of 1 - e^-60 leaves position alone, and a locality near zero makes that even.
+    layer = GPSA(5, 3, **GEOMETRIES[geometry], gating=60.0).double()
+    x = torch.randn(2, 5, 7, 11).double()
     with torch.no_grad():
         # softplus(-200) is next to nothing, so that attention by position is even.
         layer.raw_locality.fill_(-40.0)

@@ -109,7 +109,8 @@ def test_occlusion_of_linear_model(
 ) -> None:
     model, x = Linear(), images(2)
     by_pixel = contributions(model, x, [2, 2])
-    total, times = np.zeros((2, 7, 11)), np.zeros((7, 11))
+    total = np.zeros((2, 7, 11))
+    times = np.zeros((7, 11))
     for rows, columns in itertools.product(
         windows(7, used[0][0], used[1][0]), windows(11, used[0][1], used[1][1])
     ):
@@ -325,7 +326,8 @@ def test_any_class_of_captum(
     method: Any, options: dict[str, Any], of_weights: Any
 ) -> None:
     """The gradient of a linear model is its weights."""
-    model, x = nn.Sequential(nn.Identity(), Linear()), images()
+    model = nn.Sequential(nn.Identity(), Linear())
+    x = images()
     maps = tcnn_probe.saliency(model, x, 1, method, **options)
     by_hand = of_weights(model[1].weight[1]).detach()
     np.testing.assert_allclose(maps, by_hand.expand(3, -1, -1), atol=1e-12)

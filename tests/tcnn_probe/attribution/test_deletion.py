@@ -27,7 +27,9 @@ def by_hand(
             ((y, x) for y in range(7) for x in range(11)),
             key=lambda at: -float(MAPS[image][at]),
         )
-        now, done, curve = start[image].clone(), 0, []
+        now = start[image].clone()
+        done = 0
+        curve = []
         for step in range(steps + 1):
             while done < round(step * 77 / steps):
                 y, x = pixels[done]
@@ -45,7 +47,8 @@ def by_hand(
     [(1, 100, 0.0), (5, 2, torch.tensor([[[0.0]], [[1.0]]])), (77, 1, 0.4)],
 )
 def test_deletion(steps: int, batch_size: int, baseline: float | Tensor) -> None:
-    model, target = Linear(), torch.tensor(TARGETS)
+    model = Linear()
+    target = torch.tensor(TARGETS)
     end = torch.zeros_like(IMAGES) + baseline
     shares, curves = by_hand(model, IMAGES, end, steps)
     result = deletion_curve(
@@ -70,7 +73,8 @@ def test_deletion(steps: int, batch_size: int, baseline: float | Tensor) -> None
 
 
 def test_insertion() -> None:
-    model, target = Linear(), torch.tensor(TARGETS)
+    model = Linear()
+    target = torch.tensor(TARGETS)
     for start in (0.3, "blur"):
         begin = (
             background("blur", IMAGES)

@@ -51,7 +51,8 @@ def test_saliency_is_that_of_the_logits(vit: nn.Module, method: str) -> None:
 
 
 def test_faithfulness_is_that_of_the_logits(vit: nn.Module) -> None:
-    images, options = torch.randn(2, 3, 24, 24), {"samples": 2, "steps": 3}
+    images = torch.randn(2, 3, 24, 24)
+    options = {"samples": 2, "steps": 3}
     scores = tcnn_probe.faithfulness(
         vit, images, ["class_attention", "gradcam"], **options
     )
@@ -63,7 +64,8 @@ def test_faithfulness_is_that_of_the_logits(vit: nn.Module) -> None:
 
 
 def test_attacks_are_those_on_the_logits(vit: nn.Module) -> None:
-    images, labels = torch.rand(2, 3, 24, 24), torch.tensor([1, 3])
+    images = torch.rand(2, 3, 24, 24)
+    labels = torch.tensor([1, 3])
     options = {"epsilon": 0.03, "normalization": (0.5, 0.5)}
     attacked = tcnn_probe.evaluation.fgsm(vit, images, labels, **options)
     assert torch.equal(

@@ -30,7 +30,8 @@ IMAGES = torch.randn(
 
 
 def test_labels() -> None:
-    model, x = patchconvnet(), torch.randn(2, 3, *CONVOLVED)
+    model = patchconvnet()
+    x = torch.randn(2, 3, *CONVOLVED)
     maps = tcnn_probe.saliency(model, x)
     assert (maps.name, maps.dims, maps.shape) == (
         "saliency",
@@ -139,7 +140,8 @@ def test_own_method(mode: type) -> None:
 
 
 def test_several_methods(tmp_path: Path) -> None:
-    model, x = patchconvnet(), torch.randn(2, 3, *CONVOLVED)
+    model = patchconvnet()
+    x = torch.randn(2, 3, *CONVOLVED)
     methods = ["class_attention", "gradcam", "Saliency", red]
     maps = tcnn_probe.saliency(
         model, x, method=methods, gradcam={"layer": "blocks.0.conv1"}

@@ -130,7 +130,8 @@ class Soak:
     """Runs of each kind, one after the other; ``counts`` of what was done."""
 
     def __init__(self, folder: Path, seed: int) -> None:
-        self.folder, self.chance = folder, random.Random(seed)
+        self.folder = folder
+        self.chance = random.Random(seed)
         self.counts: Counter[str] = Counter()
         # As long as each kind takes uninterrupted, so that kills fall anywhere in it.
         self.seconds: dict[str, float] = {}

@@ -54,7 +54,8 @@ def test_several_recorders_removed_in_any_order(first: int) -> None:
 def test_attached_and_removed_in_the_middle_of_a_forward() -> None:
     """The one that is removed has nothing of it, the one that is attached begins with the next."""
     model = vit()
-    before, late = Trace(model), list[tcnn_probe.Recorder]()
+    before = Trace(model)
+    late = list[tcnn_probe.Recorder]()
     outer, inner = tcnn_probe.record(model), tcnn_probe.record(model)
     handles = [
         model.blocks[0].register_forward_hook(

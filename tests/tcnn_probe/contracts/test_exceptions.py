@@ -54,7 +54,9 @@ PLACES: dict[str, Callable[[nn.Module, Bomb], object]] = {
     [*((place, ValueError) for place in PLACES), ("in attention", KeyboardInterrupt)],
 )
 def test_in_a_forward_caught_and_not(place: str, error: type[BaseException]) -> None:
-    model, bomb, second_model = vit(), Bomb(error), vit(seed=1)
+    model = vit()
+    bomb = Bomb(error)
+    second_model = vit(seed=1)
     PLACES[place](model, bomb)
     expected = entropies(model, images(5, seed=1))
     before = Trace(model)

@@ -24,7 +24,8 @@ def test_two_ranks(tmp_path: Path) -> None:
 
 def hooks_of(file: Path) -> tuple[bool, bool, bool]:
     """Hooks of a model in a file: whether ours are called, whether they are all, and whether others stayed."""
-    model, calls = torch.load(file, weights_only=False), list[int]()
+    model = torch.load(file, weights_only=False)
+    calls = list[int]()
     modules = (model, *model.children())
     handles = [
         module.register_forward_pre_hook(lambda module, args: calls.append(len(args)))

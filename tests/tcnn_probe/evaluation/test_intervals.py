@@ -92,7 +92,8 @@ def test_skewness_is_removed(symmetric: bool) -> None:
     if symmetric:
         # With its mirror image about 1 the skewness is zero, and the cubic a line.
         values = np.concatenate([values, 2 - values])
-    count, deviation = len(values), values.std(ddof=1)
+    count = len(values)
+    deviation = values.std(ddof=1)
     skewness = stats.skew(values)
 
     quantile = stats.t.ppf(0.975, count - 1) / np.sqrt(count)

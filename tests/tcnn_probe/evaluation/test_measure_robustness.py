@@ -240,7 +240,9 @@ def test_seeds() -> None:
 
 
 def test_functions_and_normalization_by_model() -> None:
-    model, x, y = configured().eval(), pixels(5), labels(5)
+    model = configured().eval()
+    x = pixels(5)
+    y = labels(5)
     mean, std = ([*model.pretrained_cfg[key]] for key in ("mean", "std"))
     # A function has no ``pretrained_cfg``.
     models = {"own": model, "given": model, "function": lambda x: model(x)}
@@ -309,7 +311,8 @@ def test_frost_of_ones_own() -> None:
 
 def test_ties_and_nan() -> None:
     # Of equal scores the first counts, so only label 0 is right.
-    x, y = pixels(4), torch.tensor([0, 0, 1, 2])
+    x = pixels(4)
+    y = torch.tensor([0, 0, 1, 2])
     ties = evaluation.robustness(lambda x: torch.zeros(len(x), 3), x, y, **CLEAN)
     assert ties.clean_correct[0].values.tolist() == [True, True, False, False]
 
@@ -395,7 +398,9 @@ class BrokenError(Exception):
 
 def test_models_are_as_they_were() -> None:
     """Also after an exception at any of the 6 forwards of each."""
-    model, calls, broken_at = Small().train(), 0, 0
+    model = Small().train()
+    calls = 0
+    broken_at = 0
     # A mode, a frozen weight and a gradient of the user's own, which a mere ``train()`` would lose.
     model.norm.eval()
     model.first.weight.requires_grad_(False)
@@ -409,11 +414,9 @@ def test_models_are_as_they_were() -> None:
 
     model.drop.register_forward_hook(fail)
     x, copy = pixels(3), pixels(3)
-    before, random, numpys = (
-        Trace(model),
-        torch.get_rng_state(),
-        np.random.get_state()[1].copy(),  # noqa: NPY002
-    )
+    before = Trace(model)
+    random = torch.get_rng_state()
+    numpys = np.random.get_state()[1].copy()  # noqa: NPY002
     # No exception, and one at the first, a middle and the last forward.
     for number in (0, 1, 3, 6):
         calls, broken_at = 0, number

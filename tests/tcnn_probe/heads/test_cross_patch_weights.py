@@ -165,10 +165,12 @@ def test_a_relative_position_bias_is_a_convolution(kind: str) -> None:
             "depths": (1,),
             "num_heads": (2,),
         }
-        model, prefix = timm.create_model("swin_tiny_patch4_window7_224", **shape), 0
+        model = timm.create_model("swin_tiny_patch4_window7_224", **shape)
+        prefix = 0
     else:
         shape |= {"img_size": (16 * H, 16 * W), "depth": 1, "num_heads": 2}
-        model, prefix = timm.create_model("beit_base_patch16_224", **shape), 1
+        model = timm.create_model("beit_base_patch16_224", **shape)
+        prefix = 1
     (layer,) = (
         module
         for module in model.modules()

@@ -114,7 +114,9 @@ def test_a_thread_that_is_in_the_middle_of_a_forward(
 ) -> None:
     """When the ablation ends its layer ends as it began; one that was torn down leaves nothing behind."""
     model, outputs = Both(), []
-    before, inside, ended = Trace(model), threading.Event(), threading.Event()
+    before = Trace(model)
+    inside = threading.Event()
+    ended = threading.Event()
 
     def stop(module: nn.Module, args: tuple[Tensor]) -> None:
         if threading.current_thread() is not threading.main_thread():
@@ -151,7 +153,9 @@ def test_a_thread_that_is_in_the_middle_of_a_forward(
 
 def test_hooks_that_a_thread_has_left_go_at_the_next_call() -> None:
     """The forward was running when the ablation ended, and then ended by an exception that torch tells no hook of."""
-    model, inside, ended = Both(), threading.Event(), threading.Event()
+    model = Both()
+    inside = threading.Event()
+    ended = threading.Event()
     before = Trace(model)
 
     def stop(module: nn.Module, args: tuple[Tensor]) -> None:

@@ -90,7 +90,8 @@ def close(
     windows: int = 1,
 ) -> None:
     """The output of a layer is projection(weights @ values), to rounding of that sum."""
-    weight, bias = projection.weight.flatten(1), projection.bias
+    weight = projection.weight.flatten(1)
+    bias = projection.bias
     output = (weights @ values).transpose(1, 2).flatten(2) @ weight.T + bias  # type: ignore[operator]
     size = (weights @ values.abs()).transpose(1, 2).flatten(
         2
@@ -112,11 +113,9 @@ def test_softmax_by_hand(name: str, mode: Any, fused: bool) -> None:
     make, shape, path, projection = MODELS[name]
     model = wide(make())
     layer = model.get_submodule(path)
-    x, references = (
-        torch.randn(4, *shape).double(),
-        # Three references for four images: the fourth gets the first one's attention.
-        torch.randn(REFERENCE_IMAGES, *shape).double(),
-    )
+    x = torch.randn(4, *shape).double()
+    # Three references for four images: the fourth gets the first one's attention.
+    references = torch.randn(REFERENCE_IMAGES, *shape).double()
     reference_attention, _ = of_softmax(layer, LayerCall(model, layer, references))
     attention, values = of_softmax(layer, LayerCall(model, layer, x))
     plain, seed = model(x), None
@@ -156,10 +155,8 @@ def test_gated_by_hand(mode: Any) -> None:
     weights = exchange_heads(attention, reference_attention, mode)
     values = nn.functional.pad(x, (1, 1, 1, 1)).flatten(2).mT @ layer.value.T
     taps = nn.Linear(1, 1)
-    taps.weight, taps.bias = (
-        nn.Parameter(layer.weight.permute(0, 2, 3, 1).flatten(1)),
-        layer.bias,
-    )  # type: ignore[assignment]
+    taps.weight = nn.Parameter(layer.weight.permute(0, 2, 3, 1).flatten(1))
+    taps.bias = layer.bias  # type: ignore[assignment]
     with tcnn_probe.ablate(
         layer, {"": HEADS}, mode, images=[references[:1], references[1:]], seed=None
     ):

@@ -91,7 +91,8 @@ def test_gates(mode: str, gate: float, backend: str) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
 def test_gates_in_other_precisions(dtype: torch.dtype) -> None:
-    model, x = layer(dtype=dtype), images().to(dtype)
+    model = layer(dtype=dtype)
+    x = images().to(dtype)
     twin = copy.deepcopy(model)
     with torch.no_grad():
         # The sigmoid of infinity is 1 exactly.
@@ -155,7 +156,9 @@ def test_zeroed_and_averaged_heads() -> None:
 @torch.no_grad()
 def test_mean_over_images() -> None:
     """A mean over any number of batches, read once, of the heads as enclosing ablations have made them."""
-    model, x, references = nn.Sequential(layer()), images(), images(5, seed=1)
+    model = nn.Sequential(layer())
+    x = images()
+    references = images(5, seed=1)
     gpsa, calls = model[0], []
     handle = model.register_forward_hook(
         lambda module, args, output: calls.append(len(args[0]))
@@ -188,7 +191,8 @@ def test_mean_over_images() -> None:
 
 @torch.no_grad()
 def test_heads_of_another_layer_put_in() -> None:
-    model, x = nn.Sequential(layer(), nn.ReLU()), images()
+    model = nn.Sequential(layer(), nn.ReLU())
+    x = images()
     source = copy.deepcopy(model)
     for parameter in source.parameters():
         nn.init.normal_(parameter)
@@ -204,7 +208,8 @@ def test_heads_of_another_layer_put_in() -> None:
 @pytest.mark.parametrize("same", [True, False])
 def test_its_own_heads_put_in_change_nothing(same: bool) -> None:
     """The layer's own heads bring their own gates, so that nothing changes under other gates either."""
-    model, x = Chain(), torch.randn(2, 2, 7, 11)
+    model = Chain()
+    x = torch.randn(2, 2, 7, 11)
     source = model if same else copy.deepcopy(model)
     with torch.no_grad():
         expected = model(x)
@@ -226,7 +231,8 @@ def test_its_own_heads_put_in_change_nothing(same: bool) -> None:
 
 def test_gradients_are_those_of_what_runs() -> None:
     """Input and every parameter, in float64, against the same model with zeroed taps and fixed gates."""
-    model, x = layer(dtype=torch.float64), images().double().requires_grad_()
+    model = layer(dtype=torch.float64)
+    x = images().double().requires_grad_()
     with (
         tcnn_probe.ablate(model, {"": [0, 2]}),
         tcnn_probe.ablate(model, {"": [2, 3]}, "positional"),
@@ -236,7 +242,8 @@ def test_gradients_are_those_of_what_runs() -> None:
     assert model.gating.grad is not None
     assert model.gating.grad[[0, 2, 3]].tolist() == [0, 0, 0]
     assert model.gating.grad[[1, 4, 5]].abs().min() > 0
-    twin, y = copy.deepcopy(model), x.detach().clone().requires_grad_()
+    twin = copy.deepcopy(model)
+    y = x.detach().clone().requires_grad_()
     taps = torch.ones(6, dtype=torch.float64)
     taps[[0, 2]] = 0
     twin.zero_grad()

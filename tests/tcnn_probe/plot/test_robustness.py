@@ -30,7 +30,8 @@ def measured(
     models: list[str] = MODELS, corruptions: int = 4, *, plain: bool = False
 ) -> xr.Dataset:
     """Results like those of evaluation.robustness, of 5 severities, 2 seeds, 2 attacks."""
-    rng, count = np.random.default_rng(0), len(models)
+    rng = np.random.default_rng(0)
+    count = len(models)
     right = (
         rng.random((count, corruptions, 5, 2, IMAGES))
         # Models of unequal accuracy, so that bars that are swapped show.
@@ -271,7 +272,8 @@ def test_what_robustness_measures_can_be_drawn_from_a_store(tmp_path: Any) -> No
 
 
 def test_what_it_refuses() -> None:
-    ds, draw = measured(), tcnn_probe.plot.robustness
+    ds = measured()
+    draw = tcnn_probe.plot.robustness
     with pytest.raises(TypeError, match=r"an xarray.Dataset; got DataArray"):
         draw(ds.correct)
     with pytest.raises(ValueError, match=r"nothing to draw by None"):

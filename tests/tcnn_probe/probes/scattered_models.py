@@ -63,7 +63,8 @@ def inputs_in_float64(
     model: nn.Module, batch: Tensor, which: Callable[[nn.Module], bool]
 ) -> dict[str, tuple[nn.Module, tuple[Any, ...], dict[str, Any]]]:
     """Return a float64 copy of each of the modules that ``which`` names, and the arguments it is called with."""
-    wide, calls = copy.deepcopy(model).double(), {}
+    wide = copy.deepcopy(model).double()
+    calls = {}
     for name, module in wide.named_modules():
         if which(module):
             keep = partial(_keep, calls, name)

@@ -134,7 +134,8 @@ class Wrapped(nn.Module):
 
     def __init__(self, output: Any) -> None:
         super().__init__()
-        self.stem, self.output = nn.Conv2d(3, 24, 16, 16), output
+        self.stem = nn.Conv2d(3, 24, 16, 16)
+        self.output = output
         self.pools = nn.ModuleList(
             [nn.ModuleDict({"pool": AttentionPool2d(24, CLASSES, init_values=1.0)})]
         )
@@ -149,7 +150,8 @@ DEEP = "pools.0.pool.block.attn"
 
 
 def test_a_pool_anywhere_called_by_keyword() -> None:
-    model, x = Wrapped(lambda scores: scores), pictures(5)
+    model = Wrapped(lambda scores: scores)
+    x = pictures(5)
     ds = (
         recorded(model, x, images=5)
         .tree["maps/classes/2x4"]
@@ -227,7 +229,9 @@ def test_several_views_of_an_image_have_no_one_map() -> None:
 @pytest.mark.filterwarnings("ignore:no content_information")
 def test_two_grids() -> None:
     """Images of another shape have a group of their own."""
-    model, x, tall = network(), pictures(2), pictures(2, (79, 31))
+    model = network()
+    x = pictures(2)
+    tall = pictures(2, (79, 31))
     recorder = recorded(model, x, tall, images=4)
     for shape, batch, images in (("3x5", x, [0, 1]), ("5x2", tall, [2, 3])):
         ds = maps_of(recorder, shape)
@@ -272,7 +276,9 @@ def test_classes_that_went_while_recording() -> None:
 
 
 def test_best_classes_change_from_epoch_to_epoch_and_run_to_run(tmp_path: Path) -> None:
-    model, x, path = network(), pictures(), tmp_path / "run.zarr"
+    model = network()
+    x = pictures()
+    path = tmp_path / "run.zarr"
     for epoch in range(3):
         with torch.no_grad(), tcnn_probe.record(model, path, images=IMAGES) as recorder:
             model.head.bias.copy_(
@@ -293,7 +299,8 @@ def test_best_classes_change_from_epoch_to_epoch_and_run_to_run(tmp_path: Path) 
 def test_a_store_of_other_classes_is_refused(
     tmp_path: Path, stored: Any, classes: Any
 ) -> None:
-    path, model = tmp_path / "run.zarr", network()
+    path = tmp_path / "run.zarr"
+    model = network()
     recorded(model, pictures(), store=path, images=2, classes=stored)
     with pytest.raises(tcnn_probe.StoreError) as raised:
         tcnn_probe.record(model, path, images=2, classes=classes)

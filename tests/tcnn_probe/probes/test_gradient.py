@@ -37,7 +37,8 @@ def grad(parameter: nn.Parameter) -> np.ndarray:
 def of_linear(layer: Any, head: int) -> float:
     """Rows of queries, keys and values and columns of the projection, one head's: (3, heads, d) and (heads, d)."""
     # Of the layouts that occur: one matrix for queries, keys and values, one each, or one for two of them.
-    size, grads = layer.proj.in_features // layer.num_heads, []
+    size = layer.proj.in_features // layer.num_heads
+    grads = []
     for name in ("qkv", "q", "k", "v", "qk"):
         for parameter in getattr(
             getattr(layer, name, None), "_parameters", {}
@@ -59,7 +60,8 @@ def of_linear(layer: Any, head: int) -> float:
 
 
 def of_multihead(layer: nn.MultiheadAttention, head: int) -> float:
-    size, grads = layer.embed_dim // layer.num_heads, []
+    size = layer.embed_dim // layer.num_heads
+    grads = []
     rows = slice(head * size, (head + 1) * size)
     if layer.in_proj_weight is not None:
         grads += [part[rows].numpy() for part in layer.in_proj_weight.grad.chunk(3)]
@@ -392,7 +394,8 @@ def test_layers_that_are_known_and_were_changed_are_left_out() -> None:
 
 
 def test_training_alone_can_be_marked_from_when_parameters_are_trained() -> None:
-    model, batch = small("vit_tiny_patch16_224", **VIT).train(), images(2)
+    model = small("vit_tiny_patch16_224", **VIT).train()
+    batch = images(2)
     model.blocks[0].attn.requires_grad_(False)
     with tcnn_probe.record(model, probes="gradient") as recorder:
         with pytest.raises(
@@ -416,7 +419,8 @@ def test_training_alone_can_be_marked_from_when_parameters_are_trained() -> None
 @pytest.mark.filterwarnings("ignore:.*nothing was marked:RuntimeWarning")
 def test_beside_attention() -> None:
     """Before the first training gradients are NaN, without a warning; without evaluation a mark is refused."""
-    model, batch = small("vit_tiny_patch16_224", **VIT), images(2)
+    model = small("vit_tiny_patch16_224", **VIT)
+    batch = images(2)
     with tcnn_probe.record(model, probes=["softmax", "gradient"]) as recorder:
         step(model.train(), batch)
         with pytest.raises(

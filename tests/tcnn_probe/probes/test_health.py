@@ -58,7 +58,8 @@ def of_timm(block: nn.Module, x: Tensor) -> Call:
 
 def of_torchvision(block: nn.Module, x: Tensor) -> Call:
     # torchvision normalises inside the block, so that tokens are those before it.
-    attention, normalised = block.self_attention, block.ln_1(x)
+    attention = block.self_attention
+    normalised = block.ln_1(x)
     projection = nn.functional.linear(
         normalised, attention.in_proj_weight, attention.in_proj_bias
     )
@@ -67,7 +68,8 @@ def of_torchvision(block: nn.Module, x: Tensor) -> Call:
 
 
 def of_transformers(block: nn.Module, x: Tensor) -> Call:
-    attention, normalised = block.attention, block.norm1(x)
+    attention = block.attention
+    normalised = block.norm1(x)
     parts = [
         layer(normalised).unflatten(-1, (-1, attention.head_dim))
         for layer in (attention.q_proj, attention.k_proj, attention.v_proj)
@@ -381,7 +383,8 @@ def test_gated_layers_by_their_content_part(
                 "convit_tiny", img_size=48, depth=2, local_up_to_layer=2, embed_dim=2
             )
         ).double()
-        x, name = torch.randn(7, 3, 48, 48), "blocks.1.attn"
+        x = torch.randn(7, 3, 48, 48)
+        name = "blocks.1.attn"
     x = x.double()
     attentions: dict[str, Any] = {}
     with (
@@ -456,7 +459,8 @@ def test_one_pass_for_both_probes(monkeypatch: pytest.MonkeyPatch) -> None:
         "measure_softmax",
         lambda attention: passes.append(attention.name) or measure(attention),
     )
-    case, x = CASES["timm"], torch.randn(IMAGES, 3, 12, 20)
+    case = CASES["timm"]
+    x = torch.randn(IMAGES, 3, 12, 20)
     model = sharpen(case.make())
     first, second = (
         recorded(model, *x.split([2, 3]), probes=probes, max_images=4)
@@ -477,7 +481,8 @@ def test_one_pass_for_both_probes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_softmax_that_is_a_call_of_its_own_shows_no_values() -> None:
     """Other numbers are recorded; and a silent head has outputs of norm and rank 0, which is no missing number."""
-    case, x = CASES["timm"], torch.randn(IMAGES, 3, 12, 20)
+    case = CASES["timm"]
+    x = torch.randn(IMAGES, 3, 12, 20)
     model = sharpen(case.make())
     with torch.no_grad():
         attention = model.blocks[0].attn
@@ -501,7 +506,8 @@ def test_a_softmax_that_is_a_call_of_its_own_shows_no_values() -> None:
 
 def test_nan_is_seen() -> None:
     """An image of NaN makes the histogram NaN, and is counted."""
-    case, x = CASES["timm"], torch.randn(IMAGES, 3, 12, 20)
+    case = CASES["timm"]
+    x = torch.randn(IMAGES, 3, 12, 20)
     x[3] = torch.nan
     with pytest.warns(RuntimeWarning, match="NaN or infinite"):
         ds = recorded(case.make().eval(), x, probes="health").dataset

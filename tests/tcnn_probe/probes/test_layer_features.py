@@ -75,7 +75,8 @@ def test_of_feature_maps_beside_heads(tmp_path: Path) -> None:
     assert features.layer.values.tolist() == [f"layer{n}" for n in range(1, 5)]
     assert features["image"].values.tolist() == [1, 4, 9]
     for layer, output in outputs(model, x, *features.layer.values).items():
-        row, channels = features.sel(layer=layer), output.shape[1]
+        row = features.sel(layer=layer)
+        channels = output.shape[1]
         rows = output[[1, 4]].reshape(2, channels, -1)
         feature = row.feature.sel(token="mean").values
         check(feature[:2, :channels], rows.mean(-1), abs(rows).mean(-1))
@@ -157,7 +158,8 @@ def test_cka_with_the_cnn_is_1_at_the_same_function() -> None:
     # Gates and localities of 40: position alone, on a single pixel each, which is the convolution.
     same = reparameterize(cnn, stride="keep", locality_strength=40, gating=40)
     blurred = reparameterize(cnn)
-    x, layers = images(7, 64, 96).double(), ["layer3", "layer4"]
+    x = images(7, 64, 96).double()
+    layers = ["layer3", "layer4"]
     of = {
         name: outputs(model, x, *layers)
         for name, model in {"cnn": cnn, "same": same, "other": blurred}.items()

@@ -70,7 +70,8 @@ def test_share_of_zeros_after_relu(tmp_path: Path) -> None:
 
 
 def test_largest_weight_of_each_head_beside_the_built_in_ones_and_by_name() -> None:
-    model, batch = small("vit_tiny_patch16_224", **VIT), images(5)
+    model = small("vit_tiny_patch16_224", **VIT)
+    batch = images(5)
     tcnn_probe.register(LARGEST)
     try:
         tcnn_probe.register(LARGEST)
@@ -276,7 +277,8 @@ BAD: dict[str, tuple[tcnn_probe.Probe, type[Exception], str]] = {
 @pytest.mark.parametrize("case", BAD)
 def test_badly_written_ones_name_the_layer_and_leave_the_model_clean(case: str) -> None:
     probe, error, message = BAD[case]
-    model, batch = small("vit_tiny_patch16_224", **VIT), images(2)
+    model = small("vit_tiny_patch16_224", **VIT)
+    batch = images(2)
     before = Trace(model)
     with (  # noqa: PT012
         pytest.raises(error, match=message) as caught,

@@ -150,7 +150,8 @@ def test_bfloat16() -> None:
     model = sharpen(
         timm.create_model("vit_small_patch16_dinov3", img_size=SIDES, **VIT)
     )
-    model, x = model.bfloat16(), torch.randn(2, 3, *SIDES).bfloat16()
+    model = model.bfloat16()
+    x = torch.randn(2, 3, *SIDES).bfloat16()
     weights = {}
 
     def keep(attention: Attention) -> None:

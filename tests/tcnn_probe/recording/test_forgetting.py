@@ -111,7 +111,9 @@ def test_gradients_in_a_pause_and_of_saliency_are_not_measured() -> None:
 
 def test_other_images_than_in_the_epochs_before(tmp_path: Path) -> None:
     """Warn once in a run, and again in a later one; neither the split into batches nor other images matter."""
-    model, path, x = vit(), tmp_path / "run.zarr", images(6)
+    model = vit()
+    path = tmp_path / "run.zarr"
+    x = images(6)
     with torch.no_grad(), tcnn_probe.record(model, path, images=[1, 4]) as recorder:
         for epoch, sizes in enumerate(((6,), (3, 3), (1, 5))):
             # Image 0, which is not asked for, may change.

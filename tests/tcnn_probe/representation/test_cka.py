@@ -116,7 +116,9 @@ def test_refusals() -> None:
 def test_labelled_is_the_same_and_has_nan_where_features_are_missing() -> None:
     x, y = make_features(5, 3)
     padded = np.full((2, 2, 11, 5), np.nan, dtype=np.float32)
-    padded[0, 0], padded[0, 1, :, :3], padded[1, 0] = x, y, 2 * x
+    padded[0, 0] = x
+    padded[0, 1, :, :3] = y
+    padded[1, 0] = 2 * x
     padded[1, 1, :4, :3] = y[:4]  # the other images did not come
     dims = ("epoch", "layer", "image", "channel")
     features = xr.DataArray(padded, {"epoch": [0, 1], "layer": ["a", "b"]}, dims)

@@ -35,7 +35,8 @@ def patches(*shape: int, seed: int = 0) -> np.ndarray:
 
 
 def test_is_its_definition() -> None:
-    x, y = patches(3, 7, 5), patches(3, 7, 11, seed=1)
+    x = patches(3, 7, 5)
+    y = patches(3, 7, 11, seed=1)
     expected = [distance(*pair) for pair in zip(x, y, strict=True)]
     assert min(expected) > 0.05
     actual = gram_distance(x, y)

@@ -79,7 +79,8 @@ def precision(scores: list[float], relevant: list[bool]) -> float:
 def test_retrieval_is_that_of_the_thesis() -> None:
     (x, y), (gallery, known) = make_features(Q, 0), make_features(G, 1)
     y[2] = 99  # which the gallery lacks
-    coarse, rng = (known == 30).astype(int), np.random.default_rng(2)
+    coarse = (known == 30).astype(int)
+    rng = np.random.default_rng(2)
     p = rng.uniform(0.1, 0.9, Q)
     p = np.stack([1 - p, p], 1)
     plain = average_precision(x, y, gallery, known)

@@ -70,7 +70,8 @@ def test_hundreds_of_marks_take_few_files(tmp_path: Path) -> None:
 
 
 def test_scalars_come_and_go() -> None:
-    store, expected = create(None), {"a": {}, "b": {}}
+    store = create(None)
+    expected = {"a": {}, "b": {}}
     # One comes late, one goes and comes again, and a mark has none.
     for mark, names in enumerate(["", "a", "ab", "b", "", "a"]):
         for name in names:

@@ -180,10 +180,8 @@ def test_shard_with_ranges_beyond_it(path: Path) -> None:
 
 
 def test_files_that_are_larger_than_they_may_be(path: Path) -> None:
-    heads, maps = (
-        open_recording(path)["heads"].gate,
-        open_recording(path)[MAPS].saliency,
-    )
+    heads = open_recording(path)["heads"].gate
+    maps = open_recording(path)[MAPS].saliency
     for name in ("gate/c/0/0/0", MAP_SHARD):
         with (path / name).open("r+b") as file:
             file.truncate(2**40)

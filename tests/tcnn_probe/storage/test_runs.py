@@ -40,7 +40,8 @@ def _record(
         groups[MAPS] = Group(
             {"look": look}, {layers[0]: {}}, {"head": 3, "y": 2, "x": 5}, maps=True
         )
-    store, rng = EpochStore(path), np.random.default_rng(len(layers) + heads)
+    store = EpochStore(path)
+    rng = np.random.default_rng(len(layers) + heads)
     store.create(groups, about)
     for mark in marks:
         values = {

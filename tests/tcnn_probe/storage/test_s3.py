@@ -51,7 +51,8 @@ def url(server: str, request: pytest.FixtureRequest) -> str:
 
 def test_killed_and_resumed(url: str) -> None:
     """Two writers are killed at any moment; then plain xarray reads what the documents say that it reads."""
-    chance, seeds = random.Random(0), list[int]()
+    chance = random.Random(0)
+    seeds = list[int]()
     for first in (100, 200):
         writer = Child(write, url, first, 1000, False)
         announced = writer.numbers(1)

@@ -135,7 +135,8 @@ def elastic_transform(
     reference: Any, image: NDArray[Any], severity: int
 ) -> NDArray[Any]:
     """Rewritten from the published code, which is for square images; what it asks OpenCV for is done by hand."""
-    (height, width, _), third = image.shape, min(image.shape[:2]) // 3
+    height, width, _ = image.shape
+    third = min(image.shape[:2]) // 3
     # 244 is the published code's own, for images of 224.
     amplitude = 244 * [2, 2, 0.05, 0.07, 0.12][severity - 1]
     sigma = 244 * [0.7, 0.08, 0.01, 0.01, 0.01][severity - 1]

@@ -92,8 +92,10 @@ def test_pixels_are_displaced_one_by_one(
     displaced = CORRUPTIONS["glass_blur"].function(
         small, RandomState(MT19937(5)), scale, **parameters
     )
-    expected, random = small.copy(), RandomState(MT19937(5))
-    reach, (height, width, _) = int(parameters["reach"]), small.shape
+    expected = small.copy()
+    random = RandomState(MT19937(5))
+    reach = int(parameters["reach"])
+    height, width, _ = small.shape
     margin = int(np.ceil(reach * scale))
     for _ in range(int(parameters["rounds"])):
         moves = random.randint(
