@@ -474,15 +474,12 @@ def test_two_classes_cannot_pass_by_chance_and_can_be_learned() -> None:
         (40, 40, 0.9),
         (70, 70, 0.9),
     ):
-        tail = sum(
-            math.comb(images, k) * chance**k * (1 - chance) ** (images - k)
-            for k in range(right, images + 1)
-        )
-        assert learned("it", right / images, images, chance) == (tail < 0.01), (
-            right,
-            images,
-            chance,
-        )
+        tail = 0.0
+        for k in range(right, images + 1):
+            wrong = images - k
+            tail += math.comb(images, k) * chance**k * (1 - chance) ** wrong
+        verdict = learned("it", right / images, images, chance)
+        assert verdict == (tail < 0.01), (right, images, chance)
 
 
 def test_a_check_that_fails_is_an_error_on_the_digits_only(

@@ -38,23 +38,21 @@ def by_hand(
     q = layer.query[of_head] @ x[:, query[0], query[1]]
     alpha = layer.locality_strength[head].item()
     dy, dx = layer.center[head].tolist()
+    center = query[0] + dy, query[1] + dx
     content, position = {}, {}
     for y in range(-py, height + py):
         for k in range(-px, width + px):
-            position[y, k] = math.exp(
-                -alpha * ((y - query[0] - dy) ** 2 + (k - query[1] - dx) ** 2)
-            )
+            position[y, k] = math.exp(-alpha * math.dist((y, k), center) ** 2)
+            # Padding is attended to by position alone.
             if 0 <= y < height and 0 <= k < width:
-                content[y, k] = math.exp(
-                    (q @ (layer.key[of_head] @ x[:, y, k])).item()
-                    / math.sqrt(layer.qk_dim)
-                )
+                key = layer.key[of_head] @ x[:, y, k]
+                content[y, k] = math.exp((q @ key).item() / math.sqrt(layer.qk_dim))
     gate = torch.sigmoid(layer.gating[head]).item()
-    attention = {
-        key: gate * value / sum(position.values()) for key, value in position.items()
-    }
-    for key, value in content.items():
-        attention[key] += (1 - gate) * value / sum(content.values())
+    by_position = gate / sum(position.values())
+    by_content = (1 - gate) / sum(content.values())
+    attention = {pixel: by_position * value for pixel, value in position.items()}
+    for pixel, value in content.items():
+        attention[pixel] += by_content * value
     return attention
 
 

@@ -53,20 +53,17 @@ def slow(pool: Any, features: Tensor, token: Tensor | None) -> Tensor:
     gathered = torch.empty_like(token)
     for head in range(attention.num_heads):
         part = slice(head * width, (head + 1) * width)
-        scores = [
-            query[part]
-            @ (attention.k.weight @ key + attention.k.bias)[part]
-            / width**0.5
-            for key in normed
-        ]
-        total = sum(score.exp() for score in scores)
-        gathered[part] = sum(
-            s.exp() / total * (attention.v.weight @ k + attention.v.bias)[part]
-            for s, k in zip(scores, normed, strict=True)
-        )
-    token = token + block.gamma_1 * (
-        attention.proj.weight @ gathered + attention.proj.bias
-    )
+        total = torch.zeros(())
+        weighted = torch.zeros_like(token[part])
+        for source in normed:
+            key = attention.k.weight @ source + attention.k.bias
+            value = attention.v.weight @ source + attention.v.bias
+            weight = (query[part] @ key[part] / width**0.5).exp()
+            total = total + weight
+            weighted = weighted + weight * value[part]
+        gathered[part] = weighted / total
+    projected = attention.proj.weight @ gathered + attention.proj.bias
+    token = token + block.gamma_1 * projected
     hidden = block.mlp.fc1.weight @ _norm(token, block.norm2) + block.mlp.fc1.bias
     hidden = hidden * (1 + torch.erf(hidden / 2**0.5)) / 2
     token = token + block.gamma_2 * (block.mlp.fc2.weight @ hidden + block.mlp.fc2.bias)
@@ -163,7 +160,9 @@ def test_multiple_heads(fused: bool) -> None:
             x @ m.weight[rows].T + m.bias[rows]
             for m in (attention.q, attention.k, attention.v)
         )
-        parts.append((q[:, :2] @ k[:, 2:].transpose(1, 2) / 2).softmax(-1) @ v[:, 2:])
+        # The tokens ask and the patches answer; 2 is the root of four channels.
+        logits = q[:, :2] @ k[:, 2:].transpose(1, 2) / 2
+        parts.append(logits.softmax(-1) @ v[:, 2:])
     assert_same(attention(x), attention.proj(torch.cat(parts, -1)))
 
 

@@ -1,5 +1,6 @@
 """attention_maps: what a forward attends to, on the grid of the image, equals brute force in float64."""
 
+import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -61,13 +62,8 @@ def on_grid(
 ) -> np.ndarray:
     """(B, heads, N_query, N_key) without the tokens before the grids."""
     # Tokens without a place come first in all models that use this.
-    rows, columns = (
-        weights.shape[-2] - queries[0] * queries[1],
-        weights.shape[-1] - keys[0] * keys[1],
-    )
-    return (
-        weights[:, :, rows:, columns:].unflatten(-1, keys).unflatten(2, queries).numpy()
-    )
+    on_grids = weights[:, :, -math.prod(queries) :, -math.prod(keys) :]
+    return on_grids.unflatten(-1, keys).unflatten(2, queries).numpy()
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,8 @@ sum of |scale q_d k_d| over d; so A_j, relatively, by that and its mean over the
 of absolute values. The factor is 4: dot products of 11 terms, exponentials and sums add up to less.
 """
 
+import math
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -34,14 +36,16 @@ def brute_force(logits: Tensor, size: Tensor, prefix: int) -> Bounded:
     """(B, heads, N, N) logits in float64 -> means over queries, pixel by pixel."""
     places = [(y, x) for y in range(GRID[0]) for x in range(GRID[1])]
     far = torch.tensor(
-        [[((y - b) ** 2 + (x - a) ** 2) ** 0.5 for b, a in places] for y, x in places]
-    ).double()
+        [[math.dist(query, key) for key in places] for query in places],
+        dtype=torch.float64,
+    )
 
     def mean(weights: Tensor, terms: Tensor, size: Tensor) -> tuple[Tensor, Tensor]:
+        # A weight is rounded by its own logit, and by the mean over the row, which normalises it.
         moved = 1 + size + (weights * size).sum(-1, keepdim=True)
-        return (weights * terms).sum(-1).mean(-1), 4 * EPS * (
-            (weights * terms * moved).sum(-1).mean(-1) + 1
-        )
+        products = weights * terms
+        rounding = (products * moved).sum(-1).mean(-1)
+        return products.sum(-1).mean(-1), 4 * EPS * (rounding + 1)
 
     attention = torch.softmax(logits, -1).nan_to_num(0)
     grid = torch.softmax(logits[..., prefix:, prefix:], -1).nan_to_num(0)

@@ -284,18 +284,16 @@ def brute_force(layer: ConViTLayer, x: Tensor) -> dict[str, Tensor]:
     x = x.double()
     dy, dx = offsets(math.isqrt(x.shape[1]))
     weight = layer.pos_proj.weight[:, :, None, None]
-    positional = torch.softmax(
-        weight[:, 0] * dx + weight[:, 1] * dy + weight[:, 2] * (dy**2 + dx**2), -1
-    )
+    squared = dy**2 + dx**2
+    linear = weight[:, 0] * dx + weight[:, 1] * dy
+    positional = torch.softmax(linear + weight[:, 2] * squared, -1)
     query, key = (x @ w.T for w in layer.qk.weight.chunk(2))
     query, key = (t.unflatten(-1, (9, 6)).transpose(1, 2) for t in (query, key))
     content = torch.softmax(query @ key.transpose(2, 3) / math.sqrt(6), -1)
     # timm builds the offsets in the default dtype, so it has to be float64 while they are made again.
     with default_dtype(torch.float64):
         layer.rel_indices = layer.get_rel_indices(x.shape[1])
-    return summarise(
-        layer.get_attention(x), content, positional, torch.sqrt(dy**2 + dx**2)
-    )
+    return summarise(layer.get_attention(x), content, positional, torch.sqrt(squared))
 
 
 @pytest.mark.parametrize(

@@ -111,12 +111,11 @@ def click(driver: Any, y: int, x: int) -> None:
     from selenium.webdriver import ActionChains
 
     frame = driver.find_element("id", "map")
-    width, height = frame.size["width"], frame.size["height"]
-    ActionChains(driver).move_to_element_with_offset(
-        frame,
-        int((x + 0.5) / (COLUMNS * SIDE) * width - width / 2),
-        int((y + 0.5) / (ROWS * SIDE) * height - height / 2),
-    ).click().perform()
+    # Selenium counts from the middle of an element.
+    right = ((x + 0.5) / (COLUMNS * SIDE) - 0.5) * frame.size["width"]
+    down = ((y + 0.5) / (ROWS * SIDE) - 0.5) * frame.size["height"]
+    pointer = ActionChains(driver)
+    pointer.move_to_element_with_offset(frame, int(right), int(down)).click().perform()
 
 
 def opacity(driver: Any, frame: str = "#map") -> NDArray[Any]:

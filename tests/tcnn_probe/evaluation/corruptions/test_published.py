@@ -175,9 +175,14 @@ def bilinear(image: NDArray[Any], y: NDArray[Any], x: NDArray[Any]) -> NDArray[A
             row = np.floor(y) + down
             column = np.floor(x) + right
             weight = (1 - np.abs(y - row)) * (1 - np.abs(x - column))
-            row, column = (
-                np.abs((index + size - 1) % (2 * size - 2) - (size - 1)).astype(int)
-                for index, size in zip((row, column), image.shape, strict=False)
-            )
-            values += weight[:, None] * image[row, column]
+            pixels = image[
+                _mirrored(row, len(image)), _mirrored(column, image.shape[1])
+            ]
+            values += weight[:, None] * pixels
     return values
+
+
+def _mirrored(index: NDArray[Any], size: int) -> NDArray[Any]:
+    # Beyond the outermost pixels, which are not repeated, the pixels come back in reverse: a period of 2 size - 2.
+    last = size - 1
+    return np.abs((index + last) % (2 * last) - last).astype(int)
