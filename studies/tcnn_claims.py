@@ -52,7 +52,7 @@ from torch import Tensor, nn
 
 import tcnn_probe
 from common.data import probed_images
-from common.ending import ended, finish, learned
+from common.ending import ended, finish, learned, side_of_zero
 from common.figures import STYLE, add_letters, whole_ticks
 from common.options import (
     add_output,
@@ -385,14 +385,8 @@ def table(results: xr.Dataset) -> str:
     ]
     for name, values in differences(results).items():
         low, high = mean_interval(values, "seed").values.tolist()
-        verdict = (
-            "as the paper says"
-            # Above zero is what the paper claims: an interval that holds zero leaves it open.
-            if low > 0
-            else "the OPPOSITE"
-            if high < 0
-            else "undecided"
-        )
+        # Above zero is what the paper claims: an interval that holds zero leaves it open.
+        verdict = side_of_zero((low, high), "as the paper says", "the OPPOSITE")
         lines.append(
             f"{name:60} {float(values.mean()):+.3f} [{low:+.3f}, {high:+.3f}] {verdict}"
         )
