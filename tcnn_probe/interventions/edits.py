@@ -307,9 +307,12 @@ _KINDS: Mapping[str, type[Ablated]] = {
 def _check_reconstruction(attention: Attention) -> None:
     """Refuse to exchange an attention that is not what the layer has computed."""
     compared = attention.discrepancy(None) if attention.gate is None else None
+    if compared is None:
+        return
+    difference, rounding = compared
     # Written so that a NaN is refused too.
-    if compared is not None and not bool(compared[0] <= compared[1]):
+    if not bool(difference <= rounding):
         raise ReconstructionError(
             f"attention of {type(attention.module).__name__} as rebuilt differs from the layer's own output by "
-            f"{float(compared[0]):.2g} of its largest value, so it cannot be exchanged"
+            f"{float(difference):.2g} of its largest value, so it cannot be exchanged"
         )
