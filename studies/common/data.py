@@ -167,14 +167,16 @@ class Mixing:
 def at_resolution(
     model: nn.Module, loader: DataLoader[Any], size: int
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield the validation images at another resolution and labels: as timm prepares them, digits by interpolation."""
+    """Yield the validation images at another resolution, with their labels.
+
+    Photographs are read again, and cropped and resized as timm does for this size.
+    """
     if isinstance(loader.dataset, ClutteredDigits):
+        # Scenes are drawn at one size only.
+        shape = (size, size)
         for images, labels in loader:
             yield (
-                # Scenes are drawn at one size; photographs are read anew.
-                F.interpolate(
-                    images, size=(size, size), mode="bilinear", antialias=True
-                ),
+                F.interpolate(images, size=shape, mode="bilinear", antialias=True),
                 labels,
             )
         return
