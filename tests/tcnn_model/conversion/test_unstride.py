@@ -33,7 +33,8 @@ def _call(module: nn.Module, grid: tuple[int, int], name: str = "operation") -> 
     return Call(name, meta, grid, (outputs.shape[2], outputs.shape[3]))
 
 
-# The operation, its stride, and the first pixel of its output in an even and in an odd image.
+# The operation, its stride s, and the first of the pixels, s apart, that its output has of the output at stride 1: for
+# even and for odd sides.
 OPERATIONS: dict[str, tuple[nn.Module, int, int, int]] = {
     # The first pixel is where the centre of the first window lies, rounded down where it lies between two.
     "1 x 1": (nn.Conv2d(3, 5, 1, 2), 2, 0, 0),

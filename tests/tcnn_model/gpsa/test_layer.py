@@ -127,7 +127,7 @@ def test_state_is_parameters_alone() -> None:
 
 @pytest.mark.parametrize("groups", [1, 3])
 @pytest.mark.parametrize(
-    # A hook on a seam must hold in a copy, too.
+    # A copy of a layer must pass its heads through head_outputs too, else hooks on it would do nothing.
     "copied",
     [copy.deepcopy, lambda layer: pickle.loads(pickle.dumps(layer))],
 )
@@ -147,7 +147,6 @@ def test_heads_can_be_edited_before_the_projection(
 
     def edit(module: nn.Module, inputs: tuple[Tensor], output: Tensor) -> Tensor:
         shapes.append(output.shape)
-        # Row-major, head 3 of a 2 x 3 kernel is the tap (1, 0), whose weight is zeroed above.
         return output * (torch.arange(6) != 3)[:, None, None]
 
     with layer.head_outputs.register_forward_hook(edit):

@@ -31,7 +31,7 @@ def vit(
     model: str, prefix: int = 1, *, class_token: bool = True, gain: float = 1.7
 ) -> Family:
     """Patches with class and register tokens before them, or with registers alone."""
-    # The class token asks.
+    # Pools and class attention have a single query, the class token, which lies on no grid.
     layouts = {
         "*pool": Layout(None, grid(3, 5), class_query=True),
         "*token_only*": Layout(None, grid(3, 5, prefix=1), class_query=True),
