@@ -76,24 +76,42 @@ def test_class_mlp_beside_loops() -> None:
     assert block(x, token)[0, 0].tolist() == pytest.approx(expected, rel=1e-12)
 
 
-@pytest.mark.parametrize("groups", [1, 48])
-def test_convolutions_are_of_the_grid_of_patches(groups: int) -> None:
+@pytest.mark.parametrize(("groups", "pointwise"), [(1, False), (48, False), (48, True)])
+def test_convolutions_are_of_the_grid_of_patches(groups: int, pointwise: bool) -> None:
     torch.manual_seed(0)
-    layer: Any = ablations.convolution(groups).double()
+    layer: Any = ablations.convolution(groups, pointwise=pointwise).double()
     x = torch.randn(1, 48, 16).double()
     output = layer(x)
     weight, bias = layer[1].weight, layer[1].bias
     channel, row, column = 7, 0, 2
-    expected = bias[channel].item()
-    for place, source in enumerate([channel] if groups == 48 else range(48)):
-        for y in range(3):
-            for z in range(3):
-                at = row + y - 1, column + z - 1
-                if min(at) >= 0 and max(at) < 4:
-                    value = x[0, source, 4 * at[0] + at[1]].item()
-                    expected += weight[channel, place, y, z].item() * value
+
+    def convolved(channel: int) -> float:
+        total = bias[channel].item()
+        for place, source in enumerate([channel] if groups == 48 else range(48)):
+            for y in range(3):
+                for z in range(3):
+                    at = row + y - 1, column + z - 1
+                    if min(at) >= 0 and max(at) < 4:
+                        value = x[0, source, 4 * at[0] + at[1]].item()
+                        total += weight[channel, place, y, z].item() * value
+        return total
+
+    expected = convolved(channel)
+    if pointwise:
+        mixing = layer[2].weight[channel, :, 0, 0].tolist()
+        expected = layer[2].bias[channel].item() + sum(
+            share * convolved(source) for source, share in enumerate(mixing)
+        )
     result = output[0, channel, 4 * row + column].item()
     assert result == pytest.approx(expected, rel=1e-12)
+
+
+def test_layer_norm_takes_the_place_of_affine_layers() -> None:
+    build = ablations.TABLES["ResMLP"]["a matrix, and LayerNorm"]
+    parts = [type(part) for part in build({}).modules()]
+    # Two in each of four blocks, and one after them.
+    assert parts.count(torch.nn.LayerNorm) == 9
+    assert ablations.Affine not in parts
 
 
 def scales(model: Any) -> list[Tensor]:
