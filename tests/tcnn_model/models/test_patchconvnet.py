@@ -182,7 +182,8 @@ def test_stochastic_depth_is_uniform() -> None:
 def test_intermediates_are_those_of_a_loop() -> None:
     model = _small()
     x = torch.randn(2, 3, 48, 80)
-    y, expected = model.stem(x), []
+    y = model.stem(x)
+    expected = []
     for block in model.blocks:
         y = block(y)
         expected.append(y)

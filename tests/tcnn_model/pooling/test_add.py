@@ -43,7 +43,8 @@ def _images(batch: int = 2) -> torch.Tensor:
 
 @torch.no_grad()
 def test_old_weights_and_the_new_function() -> None:
-    cnn, x = tiny_cnn().eval(), _images()
+    cnn = tiny_cnn().eval()
+    x = _images()
     before = snapshot(cnn)
     pooled = pooled_cnn(cnn)
     assert snapshot(cnn) == before
@@ -194,7 +195,8 @@ def test_reset_of_a_token_a_class_makes_new_tokens() -> None:
 @pytest.mark.parametrize("per_class", [False, True])
 @torch.no_grad()
 def test_reset_to_another_pool_gives_timms_model_back(per_class: bool) -> None:
-    cnn, x = tiny_cnn().eval(), _images()
+    cnn = tiny_cnn().eval()
+    x = _images()
     # Another pool is timm's own again, without anything of ours left on the model.
     for pool in ("avg", "max", ""):
         pooled = pooled_cnn(cnn, per_class=per_class)

@@ -125,7 +125,8 @@ def test_ways_to_compute_the_same_gradient(
         # Never reached, but float16 then has to undo its scaling before the norm is taken.
         "clip_grad": 1e9,
     }
-    batch, gradients = _batch(4), []
+    batch = _batch(4)
+    gradients = []
     for further in ({}, ways):
         training = _training(
             config(tmp_path, "deit_tiny_patch16_224", **tiny, **further)

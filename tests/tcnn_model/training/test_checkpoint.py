@@ -81,7 +81,8 @@ def test_resumed_run_is_the_uninterrupted_one(
 def test_weights_at_each_resumed_epoch(tmp_path: Path) -> None:
     """The last epoch of the checkpoint is validated again: a recorder then sees the trained weights, in eval mode."""
     _run(tiny_tcnn(), tmp_path / "run.pt", stop=2)
-    model, modes = tiny_tcnn(), []
+    model = tiny_tcnn()
+    modes = []
     model.register_forward_hook(lambda *_: modes.append(model.training))
     run = finetune(
         model,
@@ -103,7 +104,8 @@ def test_interruption_within_an_epoch_repeats_it(
     class PowerCut(Exception):  # noqa: N818
         pass
 
-    model, calls = tiny_tcnn(), []
+    model = tiny_tcnn()
+    calls = []
 
     def cut(*_: object) -> None:
         calls.append(None)

@@ -128,7 +128,8 @@ def test_class_tokens_among_keys_that_are_hidden_or_have_large_logits() -> None:
 
 @HOW
 def test_inference_mode_and_strides(how: str) -> None:
-    (q, k), model = tokens(), Attend(how)
+    q, k = tokens()
+    model = Attend(how)
     (reference,) = attention_of(model, q, k)
     # The same numbers with their axes in another order in memory.
     q = q.permute(3, 2, 0, 1).contiguous().permute(2, 3, 1, 0)

@@ -104,7 +104,8 @@ def test_listeners_see_what_has_weighed_values_and_choose_layers() -> None:
         def fails(self) -> None:
             self.failed += 1
 
-    model, count = Several().eval(), Count()
+    model = Several().eval()
+    count = Count()
     stream = tcnn_probe.attention.stream.AttentionStream(
         model, count, layers=["blocks.0", "gate"]
     )
@@ -254,7 +255,8 @@ def gated_models() -> dict[str, tuple[nn.Module, Tensor]]:
 def test_gated_attention_is_shown_whole_and_once(case: str) -> None:
     model, x = gated_models()[case]
     model, x = model.double(), x.double()
-    expected, handles = dict[str, Tensor](), []
+    expected = dict[str, Tensor]()
+    handles = []
     gated = {
         name: m for name, m in model.named_modules() if isinstance(m, GATED_LAYERS)
     }

@@ -107,7 +107,8 @@ def windows(side: int, window: int, stride: int) -> list[range]:
 def test_occlusion_of_linear_model(
     window: object, stride: object, used: tuple[tuple[int, int], ...]
 ) -> None:
-    model, x = Linear(), images(2)
+    model = Linear()
+    x = images(2)
     by_pixel = contributions(model, x, [2, 2])
     total = np.zeros((2, 7, 11))
     times = np.zeros((7, 11))

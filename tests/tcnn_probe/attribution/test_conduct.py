@@ -144,7 +144,8 @@ def test_threads_wait_for_each_other(method: Any) -> None:
     before = Everything(model, x)
     expected = tcnn_probe.saliency(model, x, 1, method).values
     # All begin together, or the first would be done before the second begins.
-    barrier, results = Barrier(3), []
+    barrier = Barrier(3)
+    results = []
 
     def attribute() -> None:
         barrier.wait()

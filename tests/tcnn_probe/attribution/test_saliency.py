@@ -98,7 +98,8 @@ def test_batches_do_not_matter(method: str) -> None:
 
 
 def test_targets_and_images_as_they_come() -> None:
-    model, x = Linear(), IMAGES[:3]
+    model = Linear()
+    x = IMAGES[:3]
     predicted = model(x).argmax(1)
     maps = tcnn_probe.saliency(model, x, method="input_x_gradient", batch_size=2)
     for targets in (predicted, predicted.tolist(), predicted.numpy()):

@@ -30,7 +30,8 @@ def test_lightning(tmp_path: Path) -> None:
     class Classifier(pl.LightningModule):  # type: ignore[name-defined, misc]
         def __init__(self) -> None:
             super().__init__()
-            self.vit, self.truth = vit(), []
+            self.vit = vit()
+            self.truth = []
 
         def training_step(self, batch: Any, number: int) -> Tensor:
             return F.cross_entropy(self.vit(batch[0]), batch[1])

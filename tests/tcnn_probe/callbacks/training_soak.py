@@ -154,7 +154,8 @@ class Soak:
         """Train, kill, read and resume until the run is complete."""
         settings = settings_of(kind, out)
         patience = self.seconds[kind]
-        marks, announced = 0, set[int]()
+        marks = 0
+        announced = set[int]()
         while marks <= LAST_EPOCH:
             trainer = Child(run_to_the_end, settings)
             time.sleep(self.chance.uniform(0, patience))
@@ -199,7 +200,8 @@ def main(minutes: float, seed: int) -> None:
     folder = Path(tempfile.mkdtemp())
     end = time.monotonic() + 60 * minutes
     print(f"seed {seed}, in {folder}", flush=True)
-    soak, rounds = Soak(folder, seed), 0
+    soak = Soak(folder, seed)
+    rounds = 0
     while rounds == 0 or time.monotonic() < end:
         soak.round()
         rounds += 1

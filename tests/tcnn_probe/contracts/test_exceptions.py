@@ -85,7 +85,8 @@ def test_in_a_forward_caught_and_not(place: str, error: type[BaseException]) -> 
 def test_of_user_code_and_of_hooks_added_while_recording(
     error: type[BaseException],
 ) -> None:
-    model, bomb = vit(), Bomb(error)
+    model = vit()
+    bomb = Bomb(error)
     before = Trace(model)
     with pytest.raises(error, match="mine"), tcnn_probe.record(model) as recorder:  # noqa: PT012
         handles = [
@@ -171,7 +172,8 @@ def probe_that_fails_in(function: str, bomb: Bomb) -> tcnn_probe.Probe:
     ],
 )
 def test_in_a_probe(function: str, error: type[BaseException]) -> None:
-    model, bomb = vit(), Bomb(error)
+    model = vit()
+    bomb = Bomb(error)
     before = Trace(model)
     with tcnn_probe.record(
         model, probes=["softmax", probe_that_fails_in(function, bomb)], images=[0]

@@ -51,7 +51,8 @@ def test_a_file_in_another_process(tmp_path: Path) -> None:
 
 def dispatch_modes() -> list[int]:
     """Return the number of modes that a recorded forward of a model runs under."""
-    model, modes = vit(), list[int]()
+    model = vit()
+    modes = list[int]()
     model.blocks[0].register_forward_hook(
         lambda *_: modes.append(torch._C._len_torch_dispatch_stack())
     )

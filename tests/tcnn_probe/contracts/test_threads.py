@@ -47,7 +47,8 @@ def no_modes() -> bool:
 
 def test_at_once() -> None:
     """Two threads run the recorded model, and one a model of its own; while one is measured, others go by."""
-    model, second = vit(), vit(seed=1)
+    model = vit()
+    second = vit(seed=1)
     expected = entropies(model, images())
     before = Trace(model)
     left: list[bool] = []
@@ -214,7 +215,8 @@ def test_hooks_that_another_thread_is_adding_or_removing() -> None:
 
 
 def test_what_one_thread_does_aside_sees_no_other_s_forwards() -> None:
-    model, names = vit(), list[str]()
+    model = vit()
+    names = list[str]()
     with (
         torch.no_grad(),
         untouched(model),

@@ -248,7 +248,9 @@ class BrokenError(Exception):
 
 
 def test_a_model_is_as_it_was_and_in_eval_mode_meanwhile() -> None:
-    model, x, y = Small(), pixels(3), labels(3)
+    model = Small()
+    x = pixels(3)
+    y = labels(3)
     expected = evaluation.pgd(model.eval(), x, y, normalization=NORMALIZATION)
     # Dropout is off.
     assert torch.equal(

@@ -64,7 +64,8 @@ def right(
 
 def test_by_hand() -> None:
     models = {"a": Small().double().eval(), "b": Small(seed=1).double().eval()}
-    x, y = pixels(7).double(), labels(7)
+    x = pixels(7).double()
+    y = labels(7)
     # Large enough that some decisions change and others do not, as asserted at the end.
     pgd = {"epsilon": 0.05, "step": 0.02, "steps": 3}
     attacks = {"pgd": pgd, "fgsm": {"epsilon": 0.04}}
@@ -128,7 +129,8 @@ def test_by_hand() -> None:
 def test_predictions_and_confidences_by_hand() -> None:
     """One image at a time, the softmax in float64: scores are rounded to float32 first."""
     models = {"a": Small().double().eval(), "b": Small(seed=1).double().eval()}
-    x, y = pixels(7).double(), labels(7)
+    x = pixels(7).double()
+    y = labels(7)
     ds = evaluation.robustness(
         models, x, y, **SOME, attacks="fgsm", normalization=NONE, batch_size=3
     )
@@ -175,7 +177,8 @@ def sensitive(x: Tensor) -> Tensor:
 
 
 def test_batches_do_not_matter() -> None:
-    x, y = pixels(17, size=(9, 11)), labels(17)
+    x = pixels(17, size=(9, 11))
+    y = labels(17)
     options: dict[str, Any] = {**SOME, "normalization": NONE, "attacks": STARTS}
     expected = evaluation.robustness(sensitive, x, y, **options)
     loader = DataLoader(TensorDataset(x, y), batch_size=7)
@@ -192,7 +195,8 @@ def test_batches_do_not_matter() -> None:
 
 def test_seeds() -> None:
     """Each is its own measurement, whatever the others are; what is not random is measured once."""
-    x, y = pixels(31, size=(9, 11)), labels(31)
+    x = pixels(31, size=(9, 11))
+    y = labels(31)
     options: dict[str, Any] = {
         "corruptions": ["impulse_noise", "contrast"],
         "severities": 4,

@@ -139,7 +139,8 @@ def test_hidden_depth_is_that_of_the_nested_blocks() -> None:
 
 @pytest.mark.filterwarnings("ignore:.*jit.trace")
 def test_calls_that_are_not_on_numbers_of_the_users() -> None:
-    x, answers = torch.ones(3, 2), list[bool]()
+    x = torch.ones(3, 2)
+    answers = list[bool]()
 
     def ask(row: Tensor) -> Tensor:
         answers.append(is_transformed([row]))

@@ -178,7 +178,8 @@ def test_its_own_attention_changes_nothing(name: str, fused: bool) -> None:
     make, shape, layer, _ = MODELS[name]
     model = wide(make())
     x = torch.randn(3, *shape).double()
-    plain, recordings = model(x), []
+    plain = model(x)
+    recordings = []
     for heads in ({}, None):
         with (
             tcnn_probe.ablate(
@@ -330,7 +331,8 @@ def test_images_in_every_form() -> None:
     model = make()
     pictures = [Image.new("RGB", (40, 24), color) for color in ("red", "blue")]
     references = as_images(pictures, model)
-    x, outputs = torch.randn(3, 3, 24, 40), []
+    x = torch.randn(3, 3, 24, 40)
+    outputs = []
     for form in (
         references,
         [*references],

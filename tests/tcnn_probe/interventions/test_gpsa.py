@@ -73,7 +73,8 @@ def close(actual: Tensor, expected: Tensor) -> None:
 )
 def test_gates(mode: str, gate: float, backend: str) -> None:
     """Forced heads equal the computation by hand; if all are forced not one bit of the other attention is left."""
-    model, x = layer(backend=backend), images()
+    model = layer(backend=backend)
+    x = images()
     gating = model.gating.detach().double()
     gating[[1, 4]] = gate
     with torch.no_grad():

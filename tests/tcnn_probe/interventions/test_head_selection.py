@@ -181,7 +181,8 @@ class Around(Own):
 
     def __init__(self, attends: bool) -> None:
         super().__init__()
-        self.attends, self.inner = attends, Own()
+        self.attends = attends
+        self.inner = Own()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         # A function between them, so that the inner attention's output is not the outer one's.

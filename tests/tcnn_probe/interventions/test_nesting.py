@@ -149,7 +149,8 @@ def test_a_single_head_is_recorded_while_it_is_ablated() -> None:
 
 
 def test_explained() -> None:
-    model, x = vit(), vit_images(2)
+    model = vit()
+    x = vit_images(2)
     for method in ("class_attention", "rollout"):
         plain = tcnn_probe.saliency(model, x, target=1, method=method)
         with tcnn_probe.ablate(model, "blocks.0.attn"):

@@ -48,7 +48,8 @@ def without(
 def test_zeroed_heads(name: str, fused: bool) -> None:
     """Nothing but the bias is left of all heads; a recorder sees attention as it is before heads are zeroed."""
     make, shape, layer, projection = MODELS[name]
-    model, x = make(), torch.randn(2, *shape)
+    model = make()
+    x = torch.randn(2, *shape)
     count = heads_of(model, layer)
     plain = model(x)
     recordings = []
@@ -273,7 +274,8 @@ def test_heads_that_do_not_add_up_are_refused() -> None:
 @pytest.mark.parametrize("accelerated", [True, False])
 def test_gates_of_convit(mode: str, gate: float, accelerated: bool) -> None:
     make, shape, name, _ = MODELS["convit"]
-    model, x = make(), torch.randn(2, *shape)
+    model = make()
+    x = torch.randn(2, *shape)
     layer = model.get_submodule(name)
     tokens, _ = input_and_output(model, layer, x)
     wide = copy.deepcopy(layer).double()

@@ -117,7 +117,8 @@ def test_numbers_of_a_layer_with_a_token_a_class() -> None:
 )
 def test_shapes_that_could_be_something_else(classes: int) -> None:
     """A token a class is known by its pool, not by how many there are: 15 patches, 24 channels."""
-    model, x = network(classes), pictures(3)
+    model = network(classes)
+    x = pictures(3)
     recorder = recorded(model, x, images=2)
     ds = maps_of(recorder)
     assert ds.sizes["class"] == min(classes, 3)
@@ -167,7 +168,8 @@ def test_a_pool_anywhere_called_by_keyword() -> None:
     ids=["no tensor", "too few"],
 )
 def test_an_output_that_is_no_score_for_each_class(output: Any) -> None:
-    model, x = Wrapped(output), pictures(2)
+    model = Wrapped(output)
+    x = pictures(2)
     recorder = recorded(model, x, images=2)
     assert "classes" not in recorder.tree["maps"].children
     for name in ("attention_by_class", "class_index", "class_score"):

@@ -361,7 +361,8 @@ def test_convit_s_initial_heads_lie_on_a_kernel_column_by_column() -> None:
 
 @pytest.mark.filterwarnings("ignore:.*nothing was marked:RuntimeWarning")
 def test_hooks_inside_convit_fire_as_often_as_without_recording() -> None:
-    model, fired = convit(), list[Any]()
+    model = convit()
+    fired = list[Any]()
     # The probe must read what these parts gave, and not call them again.
     for part in ("qk", "v", "pos_proj"):
         model.blocks[0].attn.get_submodule(part).register_forward_hook(

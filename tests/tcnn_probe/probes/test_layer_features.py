@@ -66,7 +66,8 @@ def cosines(tokens: np.ndarray) -> float:
 
 
 def test_of_feature_maps_beside_heads(tmp_path: Path) -> None:
-    model, x = tcnn(), images(5, 64, 96)
+    model = tcnn()
+    x = images(5, 64, 96)
     # One in each batch, and one that never comes.
     recorder = recorded(model, x, tmp_path / "run.zarr", images=[1, 4, 9])
     # The heads are recorded as ever.
@@ -224,7 +225,8 @@ def test_layers_and_images_as_they_may_be_given(tmp_path: Path) -> None:
 
 
 def test_refusals(tmp_path: Path) -> None:
-    model, x = tcnn(), images(5, 64, 96)
+    model = tcnn()
+    x = images(5, 64, 96)
     with pytest.raises(
         TypeError, match=r"an integer from 0 for each of images, got 1.5"
     ):

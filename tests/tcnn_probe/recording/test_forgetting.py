@@ -182,7 +182,8 @@ def test_a_recorder_that_is_collected_in_zarrs_thread_frees_its_lock(
     tmp_path: Path,
 ) -> None:
     """The garbage collector runs wherever memory is allocated: also in the thread that does zarr's reading."""
-    model, place = vit(), tmp_path / "run.zarr"
+    model = vit()
+    place = tmp_path / "run.zarr"
     held = [tcnn_probe.record(model, place)]
     model(images())
     held[0].mark(epoch=0)

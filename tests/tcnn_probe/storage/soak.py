@@ -313,7 +313,8 @@ def main(minutes: float, seed: int) -> None:
     """Do rounds, and print what was done; after a failure the folder stays."""
     folder = Path(tempfile.mkdtemp())
     end = time.monotonic() + 60 * minutes
-    soak, rounds = Soak(folder, seed), 0
+    soak = Soak(folder, seed)
+    rounds = 0
     print(f"seed {seed}, in {folder}", flush=True)
     while rounds == 0 or time.monotonic() < end:
         soak.round()

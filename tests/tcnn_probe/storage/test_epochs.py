@@ -98,7 +98,8 @@ def test_marks_that_are_no_integers(tmp_path: Path, resumed: bool) -> None:
 
 
 def test_wrong_marks_and_values() -> None:
-    store, right = create(None), values(1)
+    store = create(None)
+    right = values(1)
     for mark in (0, 1):
         add(store, mark)
     for wrong, message in (
