@@ -29,10 +29,12 @@ def test_the_table_is_that_of_the_code(script: ModuleType) -> None:
 def test_the_figure_is_drawn(
     script: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    # The layout does not depend on the size of a picture, and the time does.
     script.main(["--size", "11", "--out", str(tmp_path / "figure.png")])
     assert script.table() in capsys.readouterr().out
     with Image.open(tmp_path / "figure.png") as figure:
         drawn = figure.size
+    # Fifteen corruptions side by side, five severities below each other.
     expected = (
         script.LEFT + 15 * (11 + script.GAP),
         script.TOP + 5 * (11 + script.GAP),

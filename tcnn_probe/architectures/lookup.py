@@ -111,9 +111,9 @@ def heads_axis(
         else:
             # (B * heads, N, N), as torch.bmm takes it.
             axis = "merged" if count and leading[0] % count == 0 else "one"
-    return axis, 1 if axis == "one" else count if axis == "merged" else leading[
-        int(axis)
-    ]
+    if isinstance(axis, str):
+        return axis, 1 if axis == "one" else count
+    return axis, leading[axis]
 
 
 def as_rows(x: Tensor, module: nn.Module, known_axis: int | None = None) -> Tensor:

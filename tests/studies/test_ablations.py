@@ -53,7 +53,8 @@ def test_class_mlp_beside_loops() -> None:
         for norm in (block.norm1, block.norm2):
             norm.alpha.uniform_(0.5, 2)
             norm.beta.normal_()
-    x, token = torch.randn(1, patches, dim).double(), torch.randn(1, 1, dim).double()
+    x = torch.randn(1, patches, dim).double()
+    token = torch.randn(1, 1, dim).double()
 
     def affine(norm: Any, row: list[float]) -> list[float]:
         scale, shift = norm.alpha.flatten().tolist(), norm.beta.flatten().tolist()
@@ -80,7 +81,8 @@ def test_convolutions_are_of_the_grid_of_patches(groups: int, pointwise: bool) -
     torch.manual_seed(0)
     layer: Any = ablations.convolution(groups, pointwise=pointwise).double()
     x = torch.randn(1, 48, 16).double()
-    output, (weight, bias) = layer(x), (layer[1].weight, layer[1].bias)
+    output = layer(x)
+    weight, bias = layer[1].weight, layer[1].bias
     channel, row, column = 7, 0, 2
 
     def convolved(channel: int) -> float:
@@ -119,7 +121,8 @@ def scales(model: Any) -> list[Tensor]:
 def test_layer_scales_begin_as_their_names_say(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    images, labels = torch.randn(96, 1, 8, 8), torch.arange(96) % 10
+    images = torch.randn(96, 1, 8, 8)
+    labels = torch.arange(96) % 10
     monkeypatch.setattr(
         plain_trainings, "plain_digits", lambda training: (images, labels)
     )

@@ -43,7 +43,8 @@ def test_trunk_and_tail_are_the_network(network: ResNet20, blocks: int) -> None:
 def test_the_shortcut_has_no_parameters_and_takes_every_second_pixel(
     network: ResNet20,
 ) -> None:
-    block, x = network.layer2[0], torch.randn(2, 3, 6, 10)
+    block = network.layer2[0]
+    x = torch.randn(2, 3, 6, 10)
     nn.init.zeros_(block.bn2.weight)  # leaves the shortcut
     y = block(x)
     assert y.shape == (2, 6, 3, 5)
@@ -65,7 +66,8 @@ def static_layer(size: tuple[int, int], stride: int = 1) -> StaticMapGPSA:
 @pytest.mark.parametrize("stride", [1, 2])
 def test_a_static_map_is_mixed_as_the_definition_says(stride: int) -> None:
     size = 4, 6
-    layer, x = static_layer(size, stride), torch.randn(3, 5, *size, dtype=torch.float64)
+    layer = static_layer(size, stride)
+    x = torch.randn(3, 5, *size, dtype=torch.float64)
     height, width = -(-size[0] // stride), -(-size[1] // stride)
     expected = (
         torch.zeros(3, 7, height, width, dtype=torch.float64)
@@ -73,11 +75,9 @@ def test_a_static_map_is_mixed_as_the_definition_says(stride: int) -> None:
     )
     values = torch.einsum("oc,bcyx->boyx", layer.value, x)
     for head in range(9):
-        alpha, gate, center = (
-            layer.locality_strength[head],
-            layer.gate[head],
-            layer.center[head],
-        )
+        alpha = layer.locality_strength[head]
+        gate = layer.gate[head]
+        center = layer.center[head]
         for y, x_ in itertools.product(range(height), range(width)):
             mixed = (1 - gate) * torch.softmax(
                 layer.query[head, y * width + x_], 0
@@ -106,7 +106,8 @@ def steps_of(features: torch.Tensor, count: int):
 
 @pytest.mark.parametrize("arm", ["B", "C", "D", "E"])
 def test_rates_of_an_arm(network: ResNet20, arm: str) -> None:
-    tail, features = Tail(network, 1), torch.randn(4, 12, 5, 3)
+    tail = Tail(network, 1)
+    features = torch.randn(4, 12, 5, 3)
     model = converted(tail, ARMS[arm], -1.0, features, seed=3)
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     options = {
@@ -167,7 +168,8 @@ def test_a_view_is_a_crop_of_the_padded_image_and_the_same_again() -> None:
         rng.integers(1, 255, (6, 11, 13, 3), dtype=np.uint8),
         np.arange(6),
     )
-    rows, number = np.array([4, 2, 4, 0]), np.array([0, 1, 2, 0])
+    rows = np.array([4, 2, 4, 0])
+    number = np.array([0, 1, 2, 0])
     crops_taken = views(images, rows, number)
     np.testing.assert_array_equal(crops_taken, views(images, rows, number))
     np.testing.assert_array_equal(
@@ -197,7 +199,8 @@ def difference_of_two_models(
     shift = rng.normal(0, spread, seeds)[:, None] / 2
     differ = rng.beta(0.15, 1.7, images)  # 8 % of images on average
     share = (1 + rng.normal(0, 0.5, images).clip(-1, 1)) / 2
-    up, draw = np.clip(differ * share + shift, 0, 1), rng.random((seeds, images))
+    up = np.clip(differ * share + shift, 0, 1)
+    draw = rng.random((seeds, images))
     down = np.clip(differ * (1 - share) - shift, 0, 1 - up)
     return (draw < up).astype(float) - ((draw >= up) & (draw < up + down))
 

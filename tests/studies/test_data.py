@@ -18,10 +18,8 @@ from common.folder import open_folder
 def test_no_random_augmentation_fails() -> None:
     random.seed(0)
     np.random.seed(0)  # noqa: NPY002  (timm's)
-    image, augment = (
-        Image.fromarray(np.arange(7 * 5 * 3, dtype=np.uint8).reshape(7, 5, 3)),
-        rand_augment_transform(RAND_AUGMENT, {}),
-    )
+    image = Image.fromarray(np.arange(7 * 5 * 3, dtype=np.uint8).reshape(7, 5, 3))
+    augment = rand_augment_transform(RAND_AUGMENT, {})
     # Each draws two of fifteen operations; 700 images leave none out.
     for _ in range(700):
         assert augment(image).size == (5, 7)

@@ -36,29 +36,29 @@ def by_hand(
     (py, px), (height, width) = layer.padding, x.shape[1:]
     of_head = slice(head * layer.qk_dim, (head + 1) * layer.qk_dim)
     q = layer.query[of_head] @ x[:, query[0], query[1]]
-    alpha, (dy, dx) = layer.locality_strength[head].item(), layer.center[head].tolist()
+    alpha = layer.locality_strength[head].item()
+    dy, dx = layer.center[head].tolist()
+    center = query[0] + dy, query[1] + dx
     content, position = {}, {}
     for y in range(-py, height + py):
         for k in range(-px, width + px):
-            position[y, k] = math.exp(
-                -alpha * ((y - query[0] - dy) ** 2 + (k - query[1] - dx) ** 2)
-            )
+            position[y, k] = math.exp(-alpha * math.dist((y, k), center) ** 2)
+            # Padding is attended to by position alone.
             if 0 <= y < height and 0 <= k < width:
-                content[y, k] = math.exp(
-                    (q @ (layer.key[of_head] @ x[:, y, k])).item()
-                    / math.sqrt(layer.qk_dim)
-                )
+                key = layer.key[of_head] @ x[:, y, k]
+                content[y, k] = math.exp((q @ key).item() / math.sqrt(layer.qk_dim))
     gate = torch.sigmoid(layer.gating[head]).item()
-    attention = {
-        key: gate * value / sum(position.values()) for key, value in position.items()
-    }
-    for key, value in content.items():
-        attention[key] += (1 - gate) * value / sum(content.values())
+    by_position = gate / sum(position.values())
+    by_content = (1 - gate) / sum(content.values())
+    attention = {pixel: by_position * value for pixel, value in position.items()}
+    for pixel, value in content.items():
+        attention[pixel] += by_content * value
     return attention
 
 
 def test_maps_are_those_of_the_equations() -> None:
-    model, images = model_of_two_layers(), torch.randn(2, 2, 11, 7, dtype=torch.float64)
+    model = model_of_two_layers()
+    images = torch.randn(2, 2, 11, 7, dtype=torch.float64)
     maps = maps_of(model, images, (9, 4))
     assert dict(maps.sizes) == {"layer": 2, "image": 2, "head": 15, "y": 11, "x": 7}
     inputs = {"0": images, "2": model[0](images).detach()}
@@ -99,6 +99,7 @@ def test_the_model_is_as_it_was() -> None:
     model = model_of_two_layers()
     model[0].eval()
     maps_of(model, torch.randn(1, 2, 5, 7, dtype=torch.float64), (0, 0))
+    # A forward that raises must not leave hooks, or layers in eval mode, behind.
     with pytest.raises(ValueError, match="expected an input of shape"):
         maps_of(model, torch.randn(1, 3, 5, 7, dtype=torch.float64), (0, 0))
     assert [module.training for module in model] == [False, True, True]

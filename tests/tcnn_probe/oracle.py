@@ -71,7 +71,8 @@ def gpsa_statistics_of_qk(
     """The same from queries and keys as they were rounded, (B, heads, N, d), for layers in low precision."""
     bases, pixels, real = _grid(layer, x)
     logits = _logits(_double(query), _double(key))
-    content, positional = torch.softmax(logits, -1), _positional(layer, bases, pixels)
+    content = torch.softmax(logits, -1)
+    positional = _positional(layer, bases, pixels)
     gate = torch.sigmoid(_double(layer.gating))[:, None, None]
     # Eq. (7) over the extended grid: content attention has nothing on the padding.
     attention = (gate * positional).expand(len(x), *positional.shape).clone()

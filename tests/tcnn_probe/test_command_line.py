@@ -85,6 +85,7 @@ def test_info(
 ) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "13")
     monkeypatch.delenv("MKL_NUM_THREADS", raising=False)
+    # A name and a processor that no machine which runs this has.
     system = platform.uname_result("Linux", "a-host", "6.1-a-host", "#1 a-host", "z80")
     monkeypatch.setattr(platform, "uname", lambda: system)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
@@ -269,6 +270,7 @@ def test_maps_to_click_around_in(tmp_path: Path) -> None:
     (layer,) = json.loads(about[1])["layers"]
     assert layer["name"] == "blocks.11.attn"
     assert layer["heads"] == [0, 2]
+    # 224 / 16 patches a side.
     assert layer["maps"]["attention"]["queries"] == [14, 14]
 
 

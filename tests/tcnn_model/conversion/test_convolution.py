@@ -68,11 +68,9 @@ CONVOLUTIONS = {
 def test_layer_is_the_convolution_which_is_only_read(name: str) -> None:
     kind, *arguments = CONVOLUTIONS[name]
     conv = _convolution(kind, *arguments)
-    before, state, generator = (
-        repr(vars(conv)),
-        copy.deepcopy(conv.state_dict()),
-        torch.get_rng_state(),
-    )
+    before = repr(vars(conv))
+    state = copy.deepcopy(conv.state_dict())
+    generator = torch.get_rng_state()
     description = describe(conv)
     assert torch.equal(torch.get_rng_state(), generator)
     assert repr(vars(conv)) == before
@@ -224,10 +222,8 @@ class _LowRank(nn.Conv2d):
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
         # As LoRA: only these are trained.
-        self.down, self.up = (
-            nn.Parameter(torch.ones(2, 27)),
-            nn.Parameter(torch.ones(5, 2)),
-        )
+        self.down = nn.Parameter(torch.ones(2, 27))
+        self.up = nn.Parameter(torch.ones(5, 2))
 
     def forward(self, x: Tensor) -> Tensor:
         return F.conv2d(

@@ -31,12 +31,14 @@ def test_input_model_is_untouched(cnn: nn.Module) -> None:
     # A mode that differs within the model, and a hook: what a careless copy loses.
     cnn.get_submodule("layer4.1").train()
     cnn.get_submodule("layer2").register_forward_hook(lambda *_: None)
-    before, values = snapshot(cnn), copy.deepcopy(cnn.state_dict())
+    before = snapshot(cnn)
+    values = copy.deepcopy(cnn.state_dict())
     tcnn = reparameterize(cnn)
     assert snapshot(cnn) == before
     assert all(
         torch.equal(value, values[name]) for name, value in cnn.state_dict().items()
     )
+    # Neither memory nor modules in common: training the T-CNN must leave the CNN alone.
     assert not {p.data_ptr() for p in cnn.parameters()} & {
         p.data_ptr() for p in tcnn.parameters()
     }

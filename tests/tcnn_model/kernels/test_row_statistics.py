@@ -239,7 +239,8 @@ def test_fused_attention(dtype: torch.dtype) -> None:
     key_y, key_x = KEYS.positions(N_KEY, torch.float64, DEVICE)
     dy = (key_y - query_y[:, None])[:, KEYS.prefix :]
     dx = (key_x - query_x[:, None])[:, KEYS.prefix :]
-    squared, manhattan = dy.square() + dx.square(), dy.abs() + dx.abs()
+    squared = dy.square() + dx.square()
+    manhattan = dy.abs() + dx.abs()
     entropy = -(attention * attention.log()).sum(-1)
     log_sum_exp = logits.logsumexp(-1)
     # The larger terms: those of q . (A K), which the keys' mean is part of no more.

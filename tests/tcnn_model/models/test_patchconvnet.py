@@ -97,7 +97,8 @@ def test_a_patch_is_centred_at_its_cells_first_pixel() -> None:
 
 @torch.no_grad()
 def test_transposed_image_of_a_transposed_network() -> None:
-    model, x = _small(), torch.randn(2, 3, 48, 80)
+    model = _small()
+    x = torch.randn(2, 3, 48, 80)
     expected = model(x)
     for module in model.modules():
         if isinstance(module, nn.Conv2d):
@@ -123,7 +124,8 @@ def test_norms_of_the_trunk() -> None:
 @torch.no_grad()
 def test_average_pooling() -> None:
     """Table 5: the mean of the patches, normalised, and no attention; the pool stays with the classifier."""
-    model, x = _small(global_pool="avg"), torch.randn(2, 3, 48, 80)
+    model = _small(global_pool="avg")
+    x = torch.randn(2, 3, 48, 80)
     features = model.forward_features(x)
     mean = torch.stack([image.flatten(1).mean(1) for image in features])
     pooled = nn.functional.layer_norm(
@@ -141,7 +143,8 @@ def test_average_pooling() -> None:
 @torch.no_grad()
 def test_linear_stem() -> None:
     """Table 5: a single layer on the pixels of each patch; pixels beyond the last whole patch are left out."""
-    model, x = _small(stem="linear"), torch.randn(2, 3, 50, 71)
+    model = _small(stem="linear")
+    x = torch.randn(2, 3, 50, 71)
     (layer,) = model.stem
     expected = torch.empty(2, D, 3, 4)
     for row in range(3):
@@ -158,10 +161,8 @@ def test_linear_stem() -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_several_heads_have_the_parameters_of_one(kind: str) -> None:
     """Table 5: only how the channels are divided differs."""
-    single, multiple = (
-        _small(kind),
-        timm.create_model(kind, **SMALL, num_heads=4).eval(),
-    )
+    single = _small(kind)
+    multiple = timm.create_model(kind, **SMALL, num_heads=4).eval()
     multiple.load_state_dict(single.state_dict())
     assert (single.pool.num_heads, multiple.pool.num_heads) == (1, 4)
     x = torch.randn(2, 3, 48, 80)
@@ -179,8 +180,10 @@ def test_stochastic_depth_is_uniform() -> None:
 
 @torch.no_grad()
 def test_intermediates_are_those_of_a_loop() -> None:
-    model, x = _small(), torch.randn(2, 3, 48, 80)
-    y, expected = model.stem(x), []
+    model = _small()
+    x = torch.randn(2, 3, 48, 80)
+    y = model.stem(x)
+    expected = []
     for block in model.blocks:
         y = block(y)
         expected.append(y)
@@ -225,7 +228,8 @@ def test_features_only(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_checkpointed_gradients_are_the_same(kind: str) -> None:
-    model, x = _small(kind).train(), torch.randn(2, 3, 48, 80)
+    model = _small(kind).train()
+    x = torch.randn(2, 3, 48, 80)
     gradients = []
     for enabled in (False, True):
         model.set_grad_checkpointing(enabled)
@@ -245,12 +249,11 @@ def test_checkpointed_gradients_are_the_same(kind: str) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 @torch.no_grad()
 def test_reset_of_the_classifier(kind: str) -> None:
-    model, x = _small(kind), torch.randn(2, 3, 48, 80)
-    pooled, pool, block = (
-        model.forward_head(model.forward_features(x), pre_logits=True),
-        model.pool,
-        model.pool.block,
-    )
+    model = _small(kind)
+    x = torch.randn(2, 3, 48, 80)
+    pooled = model.forward_head(model.forward_features(x), pre_logits=True)
+    pool = model.pool
+    block = model.pool.block
     model.reset_classifier(0)
     assert torch.equal(model(x), pooled)
     model.reset_classifier(7)
@@ -333,7 +336,8 @@ def test_groups_for_training() -> None:
 
 
 def test_exports_with_any_batch() -> None:
-    model, x = _small(KINDS[1]), torch.randn(2, 3, 32, 48)
+    model = _small(KINDS[1])
+    x = torch.randn(2, 3, 32, 48)
     program = torch.export.export(
         model, (x,), dynamic_shapes={"x": {0: torch.export.Dim("batch", min=2, max=64)}}
     )

@@ -89,7 +89,8 @@ def _original(w: dict[str, Tensor], x: Tensor) -> Tensor:
         squeezed = linear(f"{p}.4.conv_reduce", y.mean(1)).relu()
         y = y * linear(f"{p}.4.conv_expand", squeezed).sigmoid()[:, None]
         x = x + w[f"blocks.{i}.gamma_1"] * linear(f"{p}.5", y)
-    p, tokens = "blocks_token_only.0", w["cls_token"].expand(len(x), -1, -1)
+    p = "blocks_token_only.0"
+    tokens = w["cls_token"].expand(len(x), -1, -1)
     # A single token is among its keys; tokens of classes are not.
     single = tokens.shape[1] == 1
     query = linear(f"{p}.attn.q", norm(f"{p}.norm1", tokens))
@@ -122,14 +123,16 @@ def _load(kind: str, weights: dict[str, Tensor], path: Path, **options: Any) -> 
 def test_published_weights_give_the_published_function(
     kind: str, classes: int | None, tmp_path: Path
 ) -> None:
-    weights, x = _published(classes), random(2, 3, 48, 80, dtype=torch.float32)
+    weights = _published(classes)
+    x = random(2, 3, 48, 80, dtype=torch.float32)
     model = _load(kind, weights, tmp_path)
     assert_same(model(x), _original(weights, x))
 
 
 @torch.no_grad()
 def test_a_published_single_token_starts_a_token_a_class(tmp_path: Path) -> None:
-    weights, x = _published(None), torch.randn(2, 3, 48, 80)
+    weights = _published(None)
+    x = torch.randn(2, 3, 48, 80)
     model = _load(KINDS[1], weights, tmp_path)
     assert torch.equal(model(x), specialize(_load(KINDS[0], weights, tmp_path))(x))
 
@@ -152,7 +155,8 @@ def test_published_weights_for_other_classes(
 
 @torch.no_grad()
 def test_published_weights_without_a_classifier(tmp_path: Path) -> None:
-    weights, x = _published(None), torch.randn(2, 3, 48, 80)
+    weights = _published(None)
+    x = torch.randn(2, 3, 48, 80)
     model = _load(KINDS[0], weights, tmp_path)
     features = model.forward_features(x)
     headless = _load(KINDS[0], weights, tmp_path, num_classes=0)

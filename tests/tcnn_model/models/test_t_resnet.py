@@ -102,7 +102,8 @@ def test_tags_point_at_the_weights_of_the_cnn() -> None:
             timm.list_models(f"{name}.*", pretrained=True)
         )
         for tag in tags:
-            config, expected = get_pretrained_cfg(f"t_{tag}"), get_pretrained_cfg(tag)
+            config = get_pretrained_cfg(f"t_{tag}")
+            expected = get_pretrained_cfg(tag)
             # What timm needs to fetch weights and to prepare images for them.
             for key in ("hf_hub_id", "url", "input_size", "mean", "std", "crop_pct"):
                 assert getattr(config, key) == getattr(expected, key), (tag, key)

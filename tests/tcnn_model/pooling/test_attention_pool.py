@@ -26,6 +26,7 @@ def disturbed(pool: nn.Module) -> Any:
 def _norm(x: Tensor, norm: nn.LayerNorm) -> Tensor:
     deviation = ((x - x.mean()) ** 2).mean().sqrt()
     assert deviation > 1e-2, "eps would matter"
+    # timm's transformers, and so this block, have an eps of 1e-6; LayerNorm's default is 1e-5.
     return (x - x.mean()) / ((deviation**2 + 1e-6) ** 0.5) * norm.weight + norm.bias
 
 
@@ -52,20 +53,17 @@ def slow(pool: Any, features: Tensor, token: Tensor | None) -> Tensor:
     gathered = torch.empty_like(token)
     for head in range(attention.num_heads):
         part = slice(head * width, (head + 1) * width)
-        scores = [
-            query[part]
-            @ (attention.k.weight @ key + attention.k.bias)[part]
-            / width**0.5
-            for key in normed
-        ]
-        total = sum(score.exp() for score in scores)
-        gathered[part] = sum(
-            s.exp() / total * (attention.v.weight @ k + attention.v.bias)[part]
-            for s, k in zip(scores, normed, strict=True)
-        )
-    token = token + block.gamma_1 * (
-        attention.proj.weight @ gathered + attention.proj.bias
-    )
+        total = torch.zeros(())
+        weighted = torch.zeros_like(token[part])
+        for source in normed:
+            key = attention.k.weight @ source + attention.k.bias
+            value = attention.v.weight @ source + attention.v.bias
+            weight = (query[part] @ key[part] / width**0.5).exp()
+            total = total + weight
+            weighted = weighted + weight * value[part]
+        gathered[part] = weighted / total
+    projected = attention.proj.weight @ gathered + attention.proj.bias
+    token = token + block.gamma_1 * projected
     hidden = block.mlp.fc1.weight @ _norm(token, block.norm2) + block.mlp.fc1.bias
     hidden = hidden * (1 + torch.erf(hidden / 2**0.5)) / 2
     token = token + block.gamma_2 * (block.mlp.fc2.weight @ hidden + block.mlp.fc2.bias)
@@ -109,7 +107,8 @@ def test_heads_that_do_not_divide_the_channels() -> None:
 
 @torch.no_grad()
 def test_block_is_that_of_timm() -> None:
-    pool, x = AttentionPool2d(D), random(B, D, H, W, dtype=torch.float32)
+    pool = AttentionPool2d(D)
+    x = random(B, D, H, W, dtype=torch.float32)
     norm = partial(nn.LayerNorm, eps=1e-6)
     block = LayerScaleBlockClassAttn(D, 1, mlp_ratio=3, qkv_bias=True, norm_layer=norm)
     # Fresh LayerScales would hide the block.
@@ -123,7 +122,8 @@ def test_block_is_that_of_timm() -> None:
 
 
 def test_fused_is_unfused() -> None:
-    pool, x = disturbed(AttentionPool2d(D, K)), random(B, D, H, W).requires_grad_()
+    pool = disturbed(AttentionPool2d(D, K))
+    x = random(B, D, H, W).requires_grad_()
     results = []
     for fused in (True, False):
         pool.block.attn.fused_attn = fused
@@ -138,7 +138,8 @@ def test_fused_is_unfused() -> None:
 @pytest.mark.parametrize("fused", [True, False])
 def test_dropout_is_of_training_only(fused: bool) -> None:
     # At a rate of 0.5 two draws of the same weights are as good as impossible.
-    pool, x = disturbed(AttentionPool2d(D, K, attn_drop=0.5)), random(B, D, H, W)
+    pool = disturbed(AttentionPool2d(D, K, attn_drop=0.5))
+    x = random(B, D, H, W)
     pool.block.attn.fused_attn = fused
     assert not torch.equal(pool(x), pool(x))
     pool.eval()
@@ -149,7 +150,8 @@ def test_dropout_is_of_training_only(fused: bool) -> None:
 @torch.no_grad()
 def test_multiple_heads(fused: bool) -> None:
     # Two tokens before five patches; 12 channels are three heads of four.
-    attention, x = PatchAttention(12, 3, tokens=2).double(), random(B, 2 + 5, 12)
+    attention = PatchAttention(12, 3, tokens=2).double()
+    x = random(B, 2 + 5, 12)
     attention.fused_attn = fused
     parts = []
     for head in range(3):
@@ -158,7 +160,9 @@ def test_multiple_heads(fused: bool) -> None:
             x @ m.weight[rows].T + m.bias[rows]
             for m in (attention.q, attention.k, attention.v)
         )
-        parts.append((q[:, :2] @ k[:, 2:].transpose(1, 2) / 2).softmax(-1) @ v[:, 2:])
+        # The tokens ask and the patches answer; 2 is the root of four channels.
+        logits = q[:, :2] @ k[:, 2:].transpose(1, 2) / 2
+        parts.append(logits.softmax(-1) @ v[:, 2:])
     assert_same(attention(x), attention.proj(torch.cat(parts, -1)))
 
 
@@ -179,7 +183,8 @@ def test_initial_values_are_the_papers() -> None:
 
 @torch.no_grad()
 def test_scores_are_of_their_own_tokens() -> None:
-    linear, tokens = nn.Linear(D, K).double(), random(B, K, D)
+    linear = nn.Linear(D, K).double()
+    tokens = random(B, K, D)
     scores = ClassScores.of(linear)
     expected = torch.stack([linear(tokens[:, k])[:, k] for k in range(K)], 1)
     # Heads of timm flatten tokens into the batch, some as 1 x 1 maps.
@@ -190,7 +195,8 @@ def test_scores_are_of_their_own_tokens() -> None:
 
 @torch.no_grad()
 def test_scores_of_other_classifiers() -> None:
-    conv, tokens = nn.Conv2d(D, K, 1).double(), random(B, K, D)
+    conv = nn.Conv2d(D, K, 1).double()
+    tokens = random(B, K, D)
     # Frozen in part, as for fine-tuning: the new form must keep it.
     conv.weight.requires_grad_(False)
     scores = ClassScores.of(conv)
@@ -224,7 +230,8 @@ def test_no_scores_of_other_layers(layer: nn.Module) -> None:
 @torch.no_grad()
 def test_change_of_the_output_when_specialized() -> None:
     """The token is no longer among its keys: the output of attention moves away from its value, by w0 / (1 - w0)."""
-    pool, x = disturbed(AttentionPool2d(D)), random(B, D, H, W)
+    pool = disturbed(AttentionPool2d(D))
+    x = random(B, D, H, W)
     block, attention = pool.block, pool.block.attn
     token = pool.cls_token.expand(B, -1, -1)
     u = block.norm1(torch.cat([token, x.flatten(2).transpose(1, 2)], 1))

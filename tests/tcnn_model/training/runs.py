@@ -15,6 +15,7 @@ from tcnn_model.training.command import train
 from tcnn_model.training.config import Config
 
 TINY = {"layers": [1, 1, 1, 1], "channels": [8, 8, 16, 16]}
+# Three steps an epoch: a first, a last and one between.
 SMALL: dict[str, Any] = {
     "limit": 24,
     "batch_size": 8,

@@ -77,7 +77,8 @@ def test_models_that_return_an_object_with_logits() -> None:
 
 def test_training_figures_by_hand() -> None:
     """The first step of a warm-up has rate 0, so the first two batches meet the same weights."""
-    model, loader = tiny_tcnn(), batches(7, 4, shuffle=False)
+    model = tiny_tcnn()
+    loader = batches(7, 4, shuffle=False)
     twin = copy.deepcopy(model).train()
     losses, correct = [], 0
     for images, labels in loader:
@@ -187,7 +188,11 @@ def test_rates_are_warm_up_and_cosine() -> None:
 def test_sums_of_rates_are_recorded_and_printed(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    model, epochs, steps, peak, gating_peak = tiny_tcnn(), 4, 3, 0.004, 0.3
+    model = tiny_tcnn()
+    epochs = 4
+    steps = 3
+    peak = 0.004
+    gating_peak = 0.3
     layers = list(gpsa_layers(model).values())
     attention = {
         id(p) for layer in layers for p in (layer.query, layer.key, layer.gating)
@@ -305,10 +310,8 @@ def test_each_epoch_goes_through_each_loader_once() -> None:
             opened.append("train" if self.batch_size == 4 else "validate")
             return super().__iter__()
 
-    train, validate = (
-        Counted(batches().dataset, 4),
-        Counted(validation_batches().dataset, 7),
-    )
+    train = Counted(batches().dataset, 4)
+    validate = Counted(validation_batches().dataset, 7)
     list(
         finetune(tiny_cnn(), train, validate, epochs=2, warmup_epochs=0, progress=False)
     )

@@ -50,6 +50,7 @@ def _kill_at_change(number: int, settings: Config) -> None:
     def killing(change: Callable[..., None]) -> Callable[..., None]:
         def changed(*names: Any, **options: Any) -> None:
             if next(changes) == number:
+                # As SIGKILL: neither finally blocks nor exit handlers run.
                 os._exit(9)
             change(*names, **options)
             if next(changes) == number:
@@ -57,6 +58,7 @@ def _kill_at_change(number: int, settings: Config) -> None:
 
         return changed
 
+    # Patched for good, as this process is a fork that ends with the run.
     for name in ("replace", "unlink", "remove"):
         setattr(os, name, killing(getattr(os, name)))
     finish(settings)

@@ -568,11 +568,9 @@ def test_recipe_whose_bases_are_a_circle(
 
 def test_files_import_no_watcher(tmp_path: Path, refusal: Callable[..., str]) -> None:
     """A recipe, settings or a run of somebody else's; the command line may."""
-    recipe, settings, run = (
-        tmp_path / "recipe.toml",
-        tmp_path / "settings.toml",
-        tmp_path / "run",
-    )
+    recipe = tmp_path / "recipe.toml"
+    settings = tmp_path / "settings.toml"
+    run = tmp_path / "run"
     run.mkdir()
     # A module whose import shows itself.
     recipe.write_text('[settings]\nwatcher = "antigravity:fly"')

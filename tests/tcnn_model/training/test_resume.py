@@ -39,6 +39,7 @@ EVERYTHING: dict[str, Any] = {
     "accumulate": 2,
     "batch_size": 4,
     "checkpoint_steps": 1,
+    # Large, so that a step lost or made twice shows in the weights.
     "lr": 1e-2,
 }
 
@@ -49,6 +50,7 @@ def complete(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return finish(config(tmp_path_factory.mktemp("whole"), **EVERYTHING))
 
 
+# Not an Exception: no handler on the way may catch it and tidy up, as none could after a cut.
 class PowerCut(BaseException):
     pass
 
@@ -107,6 +109,7 @@ def test_run_cut_within_an_epoch_repeats_it(
 ) -> None:
     # Without checkpoints within epochs, so that the last one before is of an epoch.
     settings = config(tmp_path / "cut", **{**EVERYTHING, "checkpoint_steps": None})
+    # Of three steps an epoch, the fifth is in the middle of the second.
     _cut(monkeypatch, settings, 5)
     _disturb(1)
     assert_same_weights(finish(settings, resume=True), complete)
@@ -171,6 +174,7 @@ def test_loss_that_is_no_number(
 
     def breaks(scores: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         calls.append(None)
+        # Three steps an epoch: the fifth loss is that of epoch 2, step 2.
         return scores.sum() * (float("nan") if len(calls) == 5 else 1e-3)
 
     monkeypatch.setattr(criterion, lambda *_, **__: breaks)
@@ -234,6 +238,7 @@ def test_tensorboard(
         close = flush
 
     module = "torch.utils.tensorboard"
+    # In place of the package, which is optional, so that it is tested without.
     monkeypatch.setitem(sys.modules, module, SimpleNamespace(SummaryWriter=Writer))
     settings = config(tmp_path / "run", tensorboard=True, epochs=2)
     _cut(monkeypatch, settings, 5)

@@ -68,6 +68,7 @@ def test_images_and_labels(tmp_path: Path, named: str) -> None:
         }
         (tmp_path / "_info.json").write_text(json.dumps(info))
     elif named == "by pattern":
+        # timm's notation: the number of images may follow the shards.
         splits = ("photos-train-{0000..0001}.tar|9", "photos-val-{0000..0001}.tar")
     for source, labels in zip(
         open_sources(str(tmp_path), "wds/", splits), LABELS.values(), strict=True

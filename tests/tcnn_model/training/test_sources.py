@@ -272,6 +272,7 @@ def test_image_that_cannot_be_transformed_is_skipped(tmp_path: Path) -> None:
     images = Images(*sources, (transform, transform), settings, ranks)  # type: ignore[arg-type]
     images.begin(1)
     trained = [number for batch, _ in images.training(0) for number in batch.tolist()]
+    # The next image takes the place of the one that is skipped.
     assert (len(trained), 5 in trained, trained.count(6)) == (24, False, 2)
     validated = [
         number for batch, _ in images.validation() for number in batch.tolist()

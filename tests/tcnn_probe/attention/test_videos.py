@@ -57,7 +57,8 @@ def test_distances_in_space_and_in_time(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["VideoMAE", "Vivit"])
 def test_maps_by_frame(name: str) -> None:
-    model, prefix = video_model(name), int(name == "Vivit")
+    model = video_model(name)
+    prefix = int(name == "Vivit")
     first, *_ = attention_of(model, videos())
     on_grid = first.weights[:, :, prefix:, prefix:]
     expected = on_grid.unflatten(3, CELLS).unflatten(2, CELLS).numpy()

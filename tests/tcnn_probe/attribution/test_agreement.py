@@ -93,7 +93,8 @@ def test_rank_correlation() -> None:
     for image, comparison in zip(
         MAPS.flatten(1).tolist(), comparisons.flatten(1).tolist(), strict=True
     ):
-        a, b = np.array(ranks(image)), np.array(ranks(comparison))
+        a = np.array(ranks(image))
+        b = np.array(ranks(comparison))
         a, b = a - a.mean(), b - b.mean()
         by_hand.append((a * b).sum() / math.sqrt((a * a).sum() * (b * b).sum()))
     correlations = rank_correlation(MAPS, comparisons)

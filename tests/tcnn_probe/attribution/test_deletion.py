@@ -27,7 +27,9 @@ def by_hand(
             ((y, x) for y in range(7) for x in range(11)),
             key=lambda at: -float(MAPS[image][at]),
         )
-        now, done, curve = start[image].clone(), 0, []
+        now = start[image].clone()
+        done = 0
+        curve = []
         for step in range(steps + 1):
             while done < round(step * 77 / steps):
                 y, x = pixels[done]
@@ -45,7 +47,8 @@ def by_hand(
     [(1, 100, 0.0), (5, 2, torch.tensor([[[0.0]], [[1.0]]])), (77, 1, 0.4)],
 )
 def test_deletion(steps: int, batch_size: int, baseline: float | Tensor) -> None:
-    model, target = Linear(), torch.tensor(TARGETS)
+    model = Linear()
+    target = torch.tensor(TARGETS)
     end = torch.zeros_like(IMAGES) + baseline
     shares, curves = by_hand(model, IMAGES, end, steps)
     result = deletion_curve(
@@ -70,7 +73,8 @@ def test_deletion(steps: int, batch_size: int, baseline: float | Tensor) -> None
 
 
 def test_insertion() -> None:
-    model, target = Linear(), torch.tensor(TARGETS)
+    model = Linear()
+    target = torch.tensor(TARGETS)
     for start in (0.3, "blur"):
         begin = (
             background("blur", IMAGES)
@@ -113,11 +117,13 @@ def test_order_of_equal_pixels_is_random_and_the_same_for_all_images() -> None:
     # Reading order has a correlation of 1 or -1; 76 random ranks scatter by 0.11.
     assert abs(np.corrcoef(rest, np.arange(76))[0, 1]) < 0.3
     assert not torch.equal(order, pixel_order(maps, seed=1))
+    # The order among equals must not depend on the type.
     assert torch.equal(order, pixel_order(maps.half()))
 
 
 def test_nan_maps_have_no_area() -> None:
     maps = MAPS.clone()
+    # One pixel of one image: the other images keep their areas.
     maps[1, 2, 3] = torch.nan
     _, curve = deletion_curve(Linear(), IMAGES, maps, torch.tensor(TARGETS))
     assert curve.isnan().all(1).tolist() == [False, True, False]

@@ -69,10 +69,8 @@ METHODS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("method", METHODS)
 def test_the_peak_is_at_the_pixel(method: str) -> None:
     for kernel, stride, padding in CASES:
-        model, image = (
-            Looks(kernel, stride, padding, last=stride == 4),
-            torch.zeros(1, 1, *SIZE),
-        )
+        model = Looks(kernel, stride, padding, last=stride == 4)
+        image = torch.zeros(1, 1, *SIZE)
         # The middle of what the cell sees.
         y, x = (stride * cell - padding + (kernel - 1) // 2 for cell in (3, 5))
         image[0, 0, y, x] = 1

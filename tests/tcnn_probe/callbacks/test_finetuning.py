@@ -100,11 +100,10 @@ def test_model_that_has_heads_and_gets_others(tmp_path: Path) -> None:
     def build(*layers: nn.Module) -> nn.Module:
         return nn.Sequential(*layers).eval()
 
-    attention, convolution = GPSA(3, 3, 3, padding=1), nn.Conv2d(3, 3, 3, padding=1)
-    before, after = (
-        build(attention, convolution),
-        build(attention, GPSA.from_conv(convolution)),
-    )
+    attention = GPSA(3, 3, 3, padding=1)
+    convolution = nn.Conv2d(3, 3, 3, padding=1)
+    before = build(attention, convolution)
+    after = build(attention, GPSA.from_conv(convolution))
     for epoch, model in enumerate((before, after, after)):
         watcher = Recording(model, tmp_path, {"seed": 3, "out": "here"})
         with torch.no_grad():

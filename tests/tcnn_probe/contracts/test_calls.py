@@ -54,7 +54,8 @@ def test_several_recorders_removed_in_any_order(first: int) -> None:
 def test_attached_and_removed_in_the_middle_of_a_forward() -> None:
     """The one that is removed has nothing of it, the one that is attached begins with the next."""
     model = vit()
-    before, late = Trace(model), list[tcnn_probe.Recorder]()
+    before = Trace(model)
+    late = list[tcnn_probe.Recorder]()
     outer, inner = tcnn_probe.record(model), tcnn_probe.record(model)
     handles = [
         model.blocks[0].register_forward_hook(
@@ -144,6 +145,7 @@ def test_layer_called_twice_in_a_forward() -> None:
         recorder.mark(epoch=0)
         assert recorder.layers == ("parts.one", "parts.two")
         assert recorder.dataset.images.values.tolist() == [[6, 3]]
+        # The second layer is not in question here: its own number stands in for it.
         check_entropies(
             recorder,
             torch.stack(
@@ -154,6 +156,7 @@ def test_layer_called_twice_in_a_forward() -> None:
 
 def test_model_that_calls_itself() -> None:
     model = Around(lambda parts, x: parts.two(parts.one(x)))
+    # The tokens, half of them and a quarter of them.
     expected = torch.stack(
         [entropy(model.parts.one, TOKENS * 0.5**depth).mean(0) for depth in range(3)]
     ).mean(0)
@@ -182,6 +185,7 @@ def test_called_in_the_handler_of_an_error_and_from_a_generator_that_is_left() -
             model(images())
         stream = outputs(model)
         next(stream), next(stream)
+        # Closed between two forwards, at its yield.
         stream.close()
         recorder.mark(epoch=0)
     assert recorder.dataset.images.values.tolist() == [[9, 9]]
@@ -219,6 +223,7 @@ def test_checkpointing_counts_nothing_twice(how: str) -> None:
             recorder.mark(epoch=epoch)
             check_entropies(recorder, expected, images=3)
     assert before == Trace(model)
+    # The same passes without a recorder: gradients equal to the last bit.
     alone, call = checkpointed(how)
     for _ in range(2):
         call(x).sum().backward()

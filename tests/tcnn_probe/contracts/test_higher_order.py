@@ -24,11 +24,9 @@ class FlexAttention(nn.Module):
 
     def __init__(self, width: int, attend: Callable[..., Tensor]) -> None:
         super().__init__()
-        self.qkv, self.proj, self.attend = (
-            nn.Linear(width, 3 * width),
-            nn.Linear(width, width),
-            attend,
-        )
+        self.qkv = nn.Linear(width, 3 * width)
+        self.proj = nn.Linear(width, width)
+        self.attend = attend
 
     def forward(self, x: Tensor, **kwargs: Any) -> Tensor:
         query, key, value = self.qkv(x).unflatten(-1, (3, 3, -1)).permute(2, 0, 3, 1, 4)
@@ -148,6 +146,7 @@ def test_runs_as_it_does_alone(kind: str) -> None:
     is_flex, gradients = "flex" in kind, "checkpoint" in kind
     if is_flex:
         attend = (
+            # Traced by dynamo, without the C++ compiler that inductor needs.
             torch.compile(flex_attention, backend="eager")
             if kind == "compiled flex"
             else flex_attention

@@ -90,6 +90,7 @@ def run_with(mode: Callable[[], Any], model: nn.Module, where: str) -> list[str]
         if where == "around":
             stack.enter_context(entered)
         else:
+            # What a hook returns replaces inputs or outputs, so it must return None.
             handles = [
                 model.blocks[0].register_forward_pre_hook(
                     lambda *_: (entered.__enter__(), None)[1]
@@ -150,6 +151,7 @@ def test_default_device() -> None:
     model, x = vit(), images()
     expected = entropies(model, x)
     with tcnn_probe.record(model, images=[0]) as recorder:
+        # A tensor that the recorder made without naming a device would be on meta, without values.
         with torch.device("meta"):
             model(x)
         recorder.mark(epoch=0)
@@ -183,6 +185,7 @@ def by_strict_export(model: nn.Module) -> None:
 
 
 def by_fake_make_fx(model: nn.Module) -> None:
+    # Parameters stay real; only images are fake, for which make_fx has no public option.
     make_fx(model, tracing_mode="fake", _allow_non_fake_inputs=True)(images())
 
 
@@ -294,7 +297,8 @@ def test_forward_mode_differentiation() -> None:
     model, x = vit(), images()
     for block in model.blocks:
         block.attn.fused_attn = False  # whose kernel has no tangents
-    expected, tangent = entropies(model, x), images(seed=1)
+    expected = entropies(model, x)
+    tangent = images(seed=1)
 
     def derivative() -> Tensor:
         with forward_ad.dual_level():

@@ -47,8 +47,10 @@ def no_modes() -> bool:
 
 def test_at_once() -> None:
     """Two threads run the recorded model, and one a model of its own; while one is measured, others go by."""
-    model, second = vit(), vit(seed=1)
-    expected, before = entropies(model, images()), Trace(model)
+    model = vit()
+    second = vit(seed=1)
+    expected = entropies(model, images())
+    before = Trace(model)
     left: list[bool] = []
     start = threading.Barrier(3)
 
@@ -83,7 +85,9 @@ def test_at_once() -> None:
 
 
 def test_other_threads_and_models_in_the_middle_of_a_forward() -> None:
-    model, second, modes = vit(), vit(seed=1), list[bool]()
+    model = vit()
+    second = vit(seed=1)
+    modes = list[bool]()
     expected = entropies(model, images())
 
     def elsewhere() -> None:
@@ -123,7 +127,8 @@ def test_removed_by_another_thread_in_the_middle_of_a_forward() -> None:
 def test_exceptions_that_torch_tells_no_hook_of(error: type[BaseException]) -> None:
     """The forward that one ends is let go, by the next forward of any thread and at the end of the ``with``."""
     model = vit()
-    expected, before = entropies(model, images()), Trace(model)
+    expected = entropies(model, images())
+    before = Trace(model)
 
     def fail(*_: Any) -> None:
         raise error("in a thread")
@@ -167,7 +172,9 @@ def test_removed_before_such_an_exception(finish: str) -> None:
 
 def test_mark_in_the_middle_of_another_thread_s_forward() -> None:
     """A forward under way at a mark belongs to no epoch: its numbers and maps are not split between two."""
-    model, entered, marked = vit(), threading.Event(), threading.Event()
+    model = vit()
+    entered = threading.Event()
+    marked = threading.Event()
     expected = entropies(model, images())
 
     def wait(*_: Any) -> None:
@@ -208,7 +215,8 @@ def test_hooks_that_another_thread_is_adding_or_removing() -> None:
 
 
 def test_what_one_thread_does_aside_sees_no_other_s_forwards() -> None:
-    model, names = vit(), list[str]()
+    model = vit()
+    names = list[str]()
     with (
         torch.no_grad(),
         untouched(model),
@@ -222,7 +230,8 @@ def test_what_one_thread_does_aside_sees_no_other_s_forwards() -> None:
 
 def test_autograd_s_own_threads_are_aside_with_any_other() -> None:
     """Gradients of a GPU come in threads that Python did not start, and that know no context."""
-    depths, done = list[int](), threading.Event()
+    depths = list[int]()
+    done = threading.Event()
 
     def alien() -> None:
         depths.append(hidden_depth())
@@ -241,7 +250,9 @@ def test_autograd_s_own_threads_are_aside_with_any_other() -> None:
 
 def test_a_forward_that_goes_on_is_not_given_up() -> None:
     """Its stack changes while another thread reads it, to see whether the forward still runs."""
-    model, image, failed = vit(), images()[:1], []
+    model = vit()
+    image = images()[:1]
+    failed = []
 
     class Listener(AttentionListener):
         def fails(self) -> None:
@@ -252,7 +263,8 @@ def test_a_forward_that_goes_on_is_not_given_up() -> None:
         for _ in range(60):
             model(image)
 
-    stream, interval = AttentionStream(model, Listener()), sys.getswitchinterval()
+    stream = AttentionStream(model, Listener())
+    interval = sys.getswitchinterval()
     threads = [threading.Thread(target=work) for _ in range(4)]
     try:
         # Threads change over at nearly every instruction, while stacks are read.

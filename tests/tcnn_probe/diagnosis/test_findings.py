@@ -243,7 +243,8 @@ def vit() -> Any:
 
 def record_illness(path: Path) -> None:
     """Three epochs; at the second the queries and keys of a block are scaled up, at the third they still are."""
-    model, x = vit(), torch.randn(5, 3, 32, 48)
+    model = vit()
+    x = torch.randn(5, 3, 32, 48)
     with tcnn_probe.record(model, path, health=True) as recorder, torch.no_grad():
         model(x)
         recorder.mark(epoch=0)
@@ -299,7 +300,8 @@ def test_recorded_warned_of_printed_and_drawn(
 
 def test_health_adds_the_probe_once() -> None:
     """To the probes that are named, and without a layer there is nothing to warn of."""
-    model, x = vit(), torch.randn(5, 3, 32, 48)
+    model = vit()
+    x = torch.randn(5, 3, 32, 48)
     with (
         tcnn_probe.record(model, probes="health", health=True) as recorder,
         torch.no_grad(),

@@ -17,7 +17,8 @@ from tcnn_probe.heads import cross_patch, translation_equivariance
 
 H, W = 5, 7
 PLACES = list(product(range(H), range(W)))
-PAIRS, OFFSETS = (H * W) ** 2, (2 * H - 1) * (2 * W - 1)
+PAIRS = (H * W) ** 2
+OFFSETS = (2 * H - 1) * (2 * W - 1)
 DEVIATION = math.sqrt(2 * (OFFSETS - 1) / ((PAIRS - OFFSETS) * (PAIRS - 1)))
 """Standard deviation of 1 - W / T of random numbers: chi-squares of n - g and n - 1 degrees, W a part of T."""
 
@@ -87,10 +88,8 @@ def test_of_every_pair_of_patches() -> None:
     layers = cross_patch(model)
     assert layers.layer.values.tolist() == [f"blocks.{n}" for n in range(3)]
     for n, block in enumerate(model.blocks):
-        a, layer = (
-            block.linear_tokens.weight.detach().double().numpy(),
-            layers.isel(layer=n),
-        )
+        a = block.linear_tokens.weight.detach().double().numpy()
+        layer = layers.isel(layer=n)
         distance, entropy = 0.0, 0.0
         for i, (y, x) in enumerate(PLACES):
             shares = abs(a[i]) / abs(a[i]).sum()
@@ -166,10 +165,12 @@ def test_a_relative_position_bias_is_a_convolution(kind: str) -> None:
             "depths": (1,),
             "num_heads": (2,),
         }
-        model, prefix = timm.create_model("swin_tiny_patch4_window7_224", **shape), 0
+        model = timm.create_model("swin_tiny_patch4_window7_224", **shape)
+        prefix = 0
     else:
         shape |= {"img_size": (16 * H, 16 * W), "depth": 1, "num_heads": 2}
-        model, prefix = timm.create_model("beit_base_patch16_224", **shape), 1
+        model = timm.create_model("beit_base_patch16_224", **shape)
+        prefix = 1
     (layer,) = (
         module
         for module in model.modules()

@@ -85,10 +85,8 @@ class Four(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         height, width = x.shape[2:]
-        y, x_ = (
-            torch.arange(height).repeat_interleave(width),
-            torch.arange(width).repeat(height),
-        )
+        y = torch.arange(height).repeat_interleave(width)
+        x_ = torch.arange(width).repeat(height)
         squared = (
             ((y[:, None] - y) ** 2 + (x_[:, None] - x_) ** 2)
             .to(x)

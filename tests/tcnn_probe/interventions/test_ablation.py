@@ -43,7 +43,8 @@ def test_nothing_is_left(case: str) -> None:
     model, x = make(), make_images()
     stop = Stop(model)
     model(x).sum().backward()
-    plain, before = model(x).detach(), State(model)
+    plain = model(x).detach()
+    before = State(model)
     with tcnn_probe.ablate(model, **options):
         expected = model(x)
         # An ablation that does nothing would leave nothing either.
@@ -125,7 +126,9 @@ def test_images_that_are_no_batches(images: Any, message: str) -> None:
 def test_copies_are_not_ablated(case: str) -> None:
     make, make_images, options = CASES[case]
     model, x = make(), make_images()
-    plain, file, before = model(x), io.BytesIO(), Trace(model)
+    plain = model(x)
+    file = io.BytesIO()
+    before = Trace(model)
     with tcnn_probe.ablate(model, **options):
         ablated = model(x)
         torch.save(model, file)

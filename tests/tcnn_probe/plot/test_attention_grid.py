@@ -52,11 +52,9 @@ def boxes(axes: Axes) -> list[tuple[float, ...]]:
 def test_a_row_a_layer_and_a_column_a_head(shuffled: bool) -> None:
     maps, gates = some_maps(), some_gates()
     if shuffled:
-        maps, gates = (
-            maps.transpose("x", "head", "layer", "y"),
-            # Values are found by label, whatever the order of dimensions and layers.
-            gates.isel(layer=[2, 1, 0]).T,
-        )
+        # Values are found by label, whatever the order of dimensions and layers.
+        maps = maps.transpose("x", "head", "layer", "y")
+        gates = gates.isel(layer=[2, 1, 0]).T
     figure = tcnn_probe.plot.attention_grid(maps, query=np.array([4, 6]), gate=gates)
     assert figure is plt.gcf()
     panels = with_pictures(figure)
@@ -163,7 +161,8 @@ def test_twelve_layers_of_twelve_heads_fit_a_page() -> None:
 
 
 def test_one_layer_one_head_and_heads_that_a_layer_lacks() -> None:
-    maps, grid = some_maps(), tcnn_probe.plot.attention_grid
+    maps = some_maps()
+    grid = tcnn_probe.plot.attention_grid
     assert (
         len(
             with_pictures(grid(maps.isel(layer=1, drop=True), gate=some_gates()[0, :3]))
@@ -222,7 +221,8 @@ def test_parts_of_a_figure_of_ones_own() -> None:
 
 
 def test_what_it_refuses() -> None:
-    maps, grid = some_maps(), tcnn_probe.plot.attention_grid
+    maps = some_maps()
+    grid = tcnn_probe.plot.attention_grid
     with pytest.raises(TypeError, match=r"expected maps as an xarray.DataArray"):
         grid(maps.values)
     with pytest.raises(

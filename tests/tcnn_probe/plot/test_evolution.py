@@ -55,6 +55,7 @@ def test_a_thin_line_a_head_and_a_thick_one_a_layer(dims: tuple[str, ...]) -> No
     for layer, color in enumerate("rgb"):
         layer_lines = [line for line in lines if line[3] == to_rgba(color)]
         assert all(line[0] == [0, 2, 4, 6, 8] for line in layer_lines)
+        # Found by its width alone, as a reader finds it.
         thick = max(layer_lines, key=lambda line: line[2])
         np.testing.assert_allclose(
             thick[1], [sum(epoch[layer]) / 7 for epoch in values.values.tolist()]
@@ -169,6 +170,7 @@ def test_whole_epochs_and_whole_numbers_beside_the_axis(marks: int) -> None:
     ax = tcnn_probe.plot.evolution(values.assign_attrs(GATE), plt.figure().subplots())
     ax.figure.draw_without_rendering()
     low, high = ax.get_xlim()
+    # Ticks beyond the axis's ends are there too, and not drawn.
     assert [tick for tick in ax.get_xticks() if low <= tick <= high] == [*range(marks)]
     assert ax.yaxis.get_offset_text().get_text() == ""
 
@@ -242,4 +244,5 @@ def test_recordings_opened_together_are_drawn(tmp_path: Path) -> None:
     ax = tcnn_probe.plot.evolution(tree["heads"].entropy)
     assert len(ax.collections) == 3
     ax = tcnn_probe.plot.evolution(tree.top1, plt.figure().subplots())
+    # The second run's score: it was marked with seed / 7.
     assert ax.collections[0].get_paths()[0].vertices[:, 1].max() == 1 / 7

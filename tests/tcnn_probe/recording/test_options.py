@@ -50,7 +50,8 @@ def test_max_images(max_images: int) -> None:
         check_entropies(
             recorder, entropies(vit(), x[:max_images]), mark, images=min(max_images, 9)
         )
-    ds, alone = recorder.dataset, recorded(vit(), x[:max_images]).dataset
+    ds = recorder.dataset
+    alone = recorded(vit(), x[:max_images]).dataset
     for name in (
         "content_information",
         "class_content_information",

@@ -27,7 +27,8 @@ def recording(
     grid: tuple[int, int] | None = (3, 5),
 ) -> Any:
     """A tree as ``tcnn_probe.open`` gives it: random numbers by layer and head, and maps of two images on a grid."""
-    rng, heads = np.random.default_rng(seed), max(layers.values())
+    rng = np.random.default_rng(seed)
+    heads = max(layers.values())
     coords = {"epoch": epochs, "layer": list(layers), "head": range(heads)}
     exists = np.arange(heads) < np.array([*layers.values()])[:, None]
     table = {

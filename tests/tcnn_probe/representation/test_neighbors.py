@@ -49,8 +49,10 @@ def test_knn_is_that_of_the_thesis() -> None:
     expected = [
         voted(query, gallery, known) == label for query, label in zip(x, y, strict=True)
     ]
+    # Some right and some wrong, or any vote would do.
     assert len({*expected}) == 2
     assert knn_correct(x, y, gallery, known, neighbors=K).tolist() == expected
+    # As the temperature goes to 0, the nearest neighbour outvotes all the others.
     nearest = [
         known[max(range(G), key=lambda j: cosine(query, gallery[j]))] for query in x
     ]
@@ -77,7 +79,8 @@ def precision(scores: list[float], relevant: list[bool]) -> float:
 def test_retrieval_is_that_of_the_thesis() -> None:
     (x, y), (gallery, known) = make_features(Q, 0), make_features(G, 1)
     y[2] = 99  # which the gallery lacks
-    coarse, rng = (known == 30).astype(int), np.random.default_rng(2)
+    coarse = (known == 30).astype(int)
+    rng = np.random.default_rng(2)
     p = rng.uniform(0.1, 0.9, Q)
     p = np.stack([1 - p, p], 1)
     plain = average_precision(x, y, gallery, known)
@@ -123,6 +126,7 @@ def test_an_oracle_ranks_its_coarse_class_first_and_by_cosine_in_it() -> None:
 
 def test_shuffled_labels_are_at_chance_and_true_ones_are_not() -> None:
     x, y = load_iris(return_X_y=True)
+    # Iris has positive features, whose cosines would all be near 1.
     x = x - x.mean(0)
     shuffled = [np.random.default_rng(seed).permutation(y) for seed in range(4)]
     train, test = slice(0, None, 2), slice(1, None, 2)

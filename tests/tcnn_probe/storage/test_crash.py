@@ -180,6 +180,7 @@ def test_crash_at_every_write_of_closing(tmp_path: Path) -> None:
             except Crash:
                 dies(store)
         assert xr.open_zarr(path).epoch.values.tolist() == list(range(number + 1))
+    # Closing replaces eight files, and has died before each of them once.
     assert number == len(done) == 8
     group = xr.open_zarr(path, group=MAPS, consolidated=False)
     np.testing.assert_array_equal(group.saliency[8], values(8)[MAPS]["saliency"])

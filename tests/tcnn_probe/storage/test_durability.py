@@ -12,10 +12,8 @@ def durable(done: list[str], changed: Iterable[Path], folders: Iterable[Path]) -
     """When the last of these files and new folders was on the disk: itself before its name, its name before that."""
     times = []
     for path in changed:
-        written, named = (
-            done.index(f"fsync {path.parent}/.{path.name}.partial"),
-            done.index(f"replace {path}"),
-        )
+        written = done.index(f"fsync {path.parent}/.{path.name}.partial")
+        named = done.index(f"replace {path}")
         assert written < named
         times.append(done.index(f"fsync {path.parent}", named))
     return max(times + [done.index(f"fsync {folder.parent}") for folder in folders])

@@ -12,6 +12,7 @@ def test_one_round(tmp_path: Path) -> None:
         sys.executable,
         "-m",
         "tests.tcnn_probe.storage.soak",
+        # At least one round is done, in no time too; longer ones are run by hand.
         "--minutes",
         "0",
         "--seed",

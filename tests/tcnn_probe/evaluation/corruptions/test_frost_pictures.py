@@ -15,10 +15,10 @@ from tcnn_probe.evaluation.corruptions.frost_pictures import (
 
 
 def test_the_texture_looks_like_the_photographs(frost_folder: Path) -> None:
-    ours, photographs = (
-        texture(),
-        [picture.mean((0, 1)) for picture in read_photographs(frost_folder)[:5]],
-    )
+    ours = texture()
+    photographs = [
+        picture.mean((0, 1)) for picture in read_photographs(frost_folder)[:5]
+    ]
     # The colour.
     np.testing.assert_allclose(ours.mean((0, 1)), np.mean(photographs, 0), atol=0.04)
     assert 0.07 < ours.mean(2).std() < 0.13  # the photographs': 0.06 to 0.17

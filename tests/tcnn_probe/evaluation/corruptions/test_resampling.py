@@ -53,7 +53,8 @@ def test_area_weights_are_overlaps() -> None:
 def test_zoom_is_scipys_of_the_middle(factor: float) -> None:
     image = np.random.default_rng(0).random((23, 31, 3))
     sides = [int(np.ceil(size / factor)) for size in (23, 31)]
-    top, left = (23 - sides[0]) // 2, (31 - sides[1]) // 2
+    top = (23 - sides[0]) // 2
+    left = (31 - sides[1]) // 2
     middle = image[top : top + sides[0], left : left + sides[1]]
     np.testing.assert_allclose(
         zoom(image, factor),
