@@ -212,7 +212,7 @@ class PlaceTracker(TorchFunctionMode):
         if name not in _ATTENTION and not is_kernel(func):
             return None, None
         queries, keys = (self._of(tokens) for tokens in inputs[:2])
-        if is_kernel(func):
+        if is_kernel(func) and "scaled_dot_product" not in name:
             # (B, N, heads, d); of (N, heads, d) it is not known which tokens are an image's.
             queries, keys = (
                 None if x is None or x.ndim < 4 else x.transpose(1, 2)
