@@ -99,7 +99,8 @@ def test_pooling_with_several_heads(classes: int | None) -> None:
     assert_same(result, slow_tokens(pool, x, tokens))
     if classes is None:
         pool.specialize(K)
-        assert (pool.num_heads, pool(x).shape) == (3, (B, K, 3 * D))
+        assert pool.num_heads == 3
+        assert pool(x).shape == (B, K, 3 * D)
 
 
 def test_heads_that_do_not_divide_the_channels() -> None:
@@ -206,7 +207,8 @@ def test_scores_of_other_classifiers() -> None:
         [conv(tokens[:, k, :, None, None])[:, k, 0, 0] for k in range(K)], 1
     )
     assert_same(scores(tokens), expected)
-    assert (scores.weight.requires_grad, scores.bias.requires_grad) == (False, True)
+    assert not scores.weight.requires_grad
+    assert scores.bias.requires_grad
     unbiased = nn.Linear(D, K, bias=False).double()
     assert_same(ClassScores.of(unbiased)(tokens), (tokens * unbiased.weight).sum(-1))
 
@@ -263,11 +265,9 @@ def test_specialized_pool_shares_the_weights() -> None:
     assert all(after[name] is before[name] for name in before if name != "cls_token")
     assert torch.equal(after["cls_token"], before["cls_token"].expand(1, K, D))
     assert not after["cls_token"].requires_grad
-    assert (pool.num_classes, pool.block.attn.tokens, pool.block.attn.fused_attn) == (
-        K,
-        K,
-        False,
-    )
+    assert pool.num_classes == K
+    assert pool.block.attn.tokens == K
+    assert not pool.block.attn.fused_attn
     assert pool.block.attn.attn_drop.p == 0.3
     assert not any(module.training for module in pool.modules())
 

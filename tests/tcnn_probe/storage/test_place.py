@@ -189,7 +189,9 @@ def test_recording_of_something_else() -> None:
 def test_nothing_is_there(tmp_path: Path) -> None:
     path = tmp_path / "a" / "run.zarr"
     store = EpochStore(path)
-    assert (store.groups, store.attrs, store.marks) == (None, None, ())
+    assert store.groups is None
+    assert store.attrs is None
+    assert store.marks == ()
     for use in (store.dataset, store.tree, lambda: add(store, 0)):
         with pytest.raises(StoreError, match=r"run.zarr holds nothing yet"):
             use()
