@@ -19,6 +19,7 @@ TARGETS = torch.tensor([2, 0, 1])
 def test_contributions_of_a_linear_model_are_faithful() -> None:
     model = Linear()
     maps = captum_maps("InputXGradient", model, IMAGES, TARGETS)[0]
+    # Rounding in float64: the map's share of a square is the score that it takes away.
     assert infidelity(model, IMAGES, maps, TARGETS).abs().max() < 1e-12
     # A mean of squares of the rounding above.
     assert infidelity(model, IMAGES, maps, TARGETS, normalize=False).max() < 1e-24

@@ -126,6 +126,7 @@ def test_a_layer_that_is_all_of_the_model_is_recorded_as_it_runs(inside: bool) -
         model(chain_images())
         recorder.mark(epoch=0)
     recorder.remove()
+    # With gates of 1 the whole attention is its positional part.
     assert (
         abs(recorder.dataset.entropy - recorder.dataset.positional_entropy).max() < 1e-6
     )
@@ -157,6 +158,7 @@ def test_explained() -> None:
             ablated = tcnn_probe.saliency(model, x, target=1, method=method)
         with tcnn_probe.ablate(model, "blocks.0.attn", "replaced", source=model):
             replaced = tcnn_probe.saliency(model, x, target=1, method=method)
+        # Ten times what rounding is allowed below.
         assert abs(ablated - plain).max() > 1e-3 * abs(plain).max()
         # Its own heads change nothing but the rounding of float32.
         assert abs(replaced - plain).max() < 1e-4 * abs(plain).max()

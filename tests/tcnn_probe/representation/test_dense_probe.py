@@ -60,6 +60,7 @@ def test_masks_that_the_images_do_not_show_are_at_chance() -> None:
     """At chance a class of the share p, named for the share q of pixels, has the IoU pq / (p + q - pq) <= p."""
     (features, masks), (train, known) = make_features(40, 0), make_features(40, 1)
     share = (masks == 4).mean()
+    # Of the class itself, which the features show, the probe finds most.
     assert dense_probe(features, masks == 4, train, known == 4)[1] > 0.6
     unrelated = np.random.default_rng(2).random(known.shape) < 0.5
     chance = dense_probe(features, masks == 4, train, unrelated)[1]
