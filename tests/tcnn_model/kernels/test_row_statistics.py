@@ -116,7 +116,8 @@ def _of_query(
     query: int, s: NDArray[np.float64], size: NDArray[np.float64]
 ) -> dict[str, Any]:
     """Return the statistics of one query, each with the sum of the absolute values of its terms."""
-    largest, attention = s.max(), _softmax(s)
+    largest = s.max()
+    attention = _softmax(s)
     if largest == -math.inf:
         names = ("log_sum_exp", "expected_logit", "prefix", "distance")
         nothing = dict.fromkeys(names, (0.0, 0.0))

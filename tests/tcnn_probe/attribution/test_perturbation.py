@@ -34,7 +34,8 @@ def test_contributions_of_a_linear_model_are_faithful() -> None:
     ("batch_size", "normalize"), [(1, True), (4, False), (4, True), (50, True)]
 )
 def test_infidelity_by_hand(batch_size: int, normalize: bool) -> None:
-    model, x = OneBlock(), bright()
+    model = OneBlock()
+    x = bright()
     maps = torch.rand(3, 12, 20, generator=torch.Generator().manual_seed(4))
     target = torch.tensor([1, 0, 1])
     squares = random_squares(7, (12, 20), seed=9)

@@ -372,7 +372,8 @@ def test_a_layer_that_attends_anew_in_the_same_forward_is_refused(mode: Any) -> 
 
 @torch.no_grad()
 def test_errors() -> None:
-    model, x = Chain(), chain_images()
+    model = Chain()
+    x = chain_images()
     with pytest.raises(ValueError, match="mode='static' needs images="):
         tcnn_probe.ablate(model, mode="static")
     with pytest.raises(

@@ -28,7 +28,8 @@ def test_others_hooks_see_what_is_ablated() -> None:
 @torch.no_grad()
 def test_nested() -> None:
     """The ablation entered last decides a head's output; gates and outputs are apart; ablations end in any order."""
-    model, x = Chain(), chain_images()
+    model = Chain()
+    x = chain_images()
     before = State(model)
     heads = {"near": [0, 1]}
 
@@ -79,7 +80,8 @@ def test_nested() -> None:
 )
 def test_recorded(inside: bool) -> None:
     """Gates and entropies are those of what runs; what is run besides is not recorded."""
-    model, x = Chain(), chain_images()
+    model = Chain()
+    x = chain_images()
 
     def enter(stack: ExitStack) -> None:
         stack.enter_context(tcnn_probe.ablate(model, {"near": [1, 2]}, "positional"))

@@ -37,7 +37,8 @@ def pixels(features: np.ndarray, masks: np.ndarray) -> tuple[np.ndarray, np.ndar
 def test_is_a_classifier_of_pixels() -> None:
     (features, masks), train = make_features(7, 0), make_features(11, 1)
     x, y = pixels(*train)
-    mean, deviation = x.mean(0), x.std(0)
+    mean = x.mean(0)
+    deviation = x.std(0)
     # 5000 steps, so that it converges; its default of 100 may not.
     classifier = LogisticRegression(C=1 / 500, max_iter=5000).fit(
         (x - mean) / deviation, y
