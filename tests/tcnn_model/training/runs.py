@@ -5,6 +5,7 @@ import signal
 import sys
 import traceback
 from collections.abc import Callable
+from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +56,8 @@ def fork(work: Callable[[], None]) -> int:
     """Do it in a process of its own, which has all imports already; its number."""
     if process := os.fork():
         return process
+    # Since Python 3.14 workers that load images come from a server, and only the process that began it can use it.
+    forkserver._forkserver.__init__()  # type: ignore[misc, attr-defined]
     # A rank waits half an hour for one that died.
     signal.alarm(120)
     status = 1
