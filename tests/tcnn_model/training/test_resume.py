@@ -204,9 +204,8 @@ def test_files_of_a_run(tmp_path: Path) -> None:
         "epochs.csv",
     ]
     # The rate of the last of 12 steps.
-    assert expected["history"][-1]["lr"] == pytest.approx(
-        1e-4 * (1 + math.cos(math.pi * 11 / 12)) / 2
-    )
+    rate = 1e-4 * (1 + math.cos(math.pi * 11 / 12)) / 2
+    assert expected["history"][-1]["lr"] == pytest.approx(rate)
     best = torch.load(tmp_path / "best.pt", weights_only=True)
     assert (
         best["epoch"]

@@ -252,7 +252,8 @@ def test_processes_stay_in_step_when_a_batch_is_unreadable(tmp_path: Path) -> No
         <= {f"image {number}" for number in broken}
     )
     for name, reason in reasons.items():
-        assert reason == type(_Broken.errors[int(name.split()[1]) % 4]).__name__
+        number = int(name.split()[1])
+        assert reason == type(_Broken.errors[number % 4]).__name__
     validated = [number for part, _ in images.validation() for number in part.tolist()]
     assert validated == [number for number in range(1, 24, 2) if number not in broken]
 

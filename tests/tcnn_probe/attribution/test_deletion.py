@@ -88,7 +88,8 @@ def test_blur() -> None:
     kernels = []
     for side in (7, 11):
         # The paper's deviation of 5, over 11 pixels or as many as there are.
-        weights = np.exp(-0.5 * ((np.arange(side) - side // 2) / 5.0) ** 2)
+        offsets = np.arange(side) - side // 2
+        weights = np.exp(-0.5 * (offsets / 5.0) ** 2)
         kernels.append(weights / weights.sum())
     padded = np.pad(image[0, 0].numpy(), ((3, 3), (5, 5)), mode="reflect")
     slow = np.empty((7, 11))
