@@ -326,10 +326,12 @@ def backward_queries(
     dq = launch.empty(*q.shape, like=q)
     content_mean = launch.empty(batch, heads, n_q, like=normaliser)
     partial = launch.empty(batch, heads, blocks, 4, like=normaliser)
+    rows = batch * heads * n_q
+    scale = dim**-0.5 * LOG2E.value
     _queries[(batch * heads * blocks,)](
         q, k, v, normaliser, gate, table, grad, dq, content_mean, partial,
         *launch.strides(q), *launch.strides(k), *launch.strides(v), *launch.strides(grad),
-        heads, n_q, k.shape[2], batch * heads * n_q, grid.x.length, dim**-0.5 * LOG2E.value,
+        heads, n_q, k.shape[2], rows, grid.x.length, scale,
         dim=q.shape[3], channels=v.shape[3], **launch.numerics(q.dtype), **size.tile(dim),
     )  # fmt: skip
     sums = partial.sum((0, 2), dtype=torch.float64)
@@ -363,10 +365,13 @@ def backward_keys(
     n_q = q.shape[2]
     size = launch.blocks("keys", q, dim, channels)
     dk = launch.empty(*k.shape, like=k)
-    _keys[(batch * heads * triton.cdiv(n_k, size.keys),)](
+    programs = batch * heads * triton.cdiv(n_k, size.keys)
+    rows = batch * heads * n_q
+    scale = dim**-0.5 * LOG2E.value
+    _keys[(programs,)](
         q, k, v, normaliser, gate, grad, content_mean, dk,
         *launch.strides(q), *launch.strides(k), *launch.strides(v), *launch.strides(grad),
-        heads, n_q, n_k, batch * heads * n_q, dim**-0.5 * LOG2E.value,
+        heads, n_q, n_k, rows, scale,
         dim=q.shape[3], channels=v.shape[3], **launch.numerics(q.dtype), **size.tile(dim),
     )  # fmt: skip
     return dk[..., :dim]
@@ -393,15 +398,14 @@ def backward_values(
     batch, heads, n_q, _ = q.shape
     size = launch.blocks("values", q, dim, channels)
     dv = launch.empty(batch, value_heads, n_k, grad.shape[3], like=v)
-    programs = (
-        batch
-        * value_heads
-        * triton.cdiv(n_k, size.keys)
-        * triton.cdiv(channels, size.channels)
-    )
+    blocks_of_keys = triton.cdiv(n_k, size.keys)
+    tiles_of_channels = triton.cdiv(channels, size.channels)
+    programs = batch * value_heads * blocks_of_keys * tiles_of_channels
+    rows = batch * heads * n_q
+    scale = dim**-0.5 * LOG2E.value
     _values[(programs,)](
         q, k, normaliser, gate, table, grad, dv, *launch.strides(q), *launch.strides(k), *launch.strides(grad),
-        heads, heads // value_heads, n_q, n_k, batch * heads * n_q, grid.x.length, dim**-0.5 * LOG2E.value,
+        heads, heads // value_heads, n_q, n_k, rows, grid.x.length, scale,
         dim=q.shape[3], channels=grad.shape[3], **launch.numerics(q.dtype), **size.tile(dim),
     )  # fmt: skip
     return dv[..., :channels]

@@ -202,9 +202,12 @@ def content_normaliser(
         2, batch, heads, n_q, like=q, dtype=at_least_float32(q.dtype)
     )
     entropy = launch.empty(batch, heads, n_q, like=normaliser) if statistics else None
-    _lse[(batch * heads * triton.cdiv(n_q, size.queries),)](
+    programs = batch * heads * triton.cdiv(n_q, size.queries)
+    rows = batch * heads * n_q
+    scale = dim**-0.5 * LOG2E.value
+    _lse[(programs,)](
         q, k, normaliser, normaliser if entropy is None else entropy, *launch.strides(q), *launch.strides(k),
-        heads, n_q, k.shape[2], batch * heads * n_q, dim**-0.5 * LOG2E.value, dim=q.shape[3], STATISTICS=statistics,
+        heads, n_q, k.shape[2], rows, scale, dim=q.shape[3], STATISTICS=statistics,
         **launch.numerics(q.dtype), **size.tile(dim, with_channels=False),
     )  # fmt: skip
     return normaliser, entropy
@@ -253,10 +256,15 @@ def mix(
         received = normaliser.new_zeros(batch, heads, n_k)
         measured = (entropy, distance, received)
         padding = padding_statistics(gate, table, grid)
-    _mix[(batch * heads * triton.cdiv(n_q, size.queries) * triton.cdiv(channels, size.channels),)](
+    blocks_of_queries = triton.cdiv(n_q, size.queries)
+    tiles_of_channels = triton.cdiv(channels, size.channels)
+    programs = batch * heads * blocks_of_queries * tiles_of_channels
+    rows = batch * heads * n_q
+    scale = dim**-0.5 * LOG2E.value
+    _mix[(programs,)](
         q, k, v, normaliser, gate, table, out, *measured, *padding,
         *launch.strides(q), *launch.strides(k), *launch.strides(v), *launch.strides(out),
-        heads, n_q, n_k, batch * heads * n_q, grid.x.length, dim**-0.5 * LOG2E.value,
+        heads, n_q, n_k, rows, grid.x.length, scale,
         dim=q.shape[3], channels=v.shape[3], STATISTICS=statistics, **launch.numerics(q.dtype), **size.tile(dim),
     )  # fmt: skip
     return out[..., :channels], measured if statistics else None
