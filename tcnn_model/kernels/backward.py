@@ -77,11 +77,12 @@ def _queries(
     v += (b * v_b + h * v_h) * UNIT
     grad += (b * o_b + h * o_h) * UNIT
     table += h * TABLE * n_q
+    content += bh * n_q
     ref_y, ref_x, slope_y, slope_x, curvature, normaliser = query_tables(
         table, clamped, n_q
     )
-    highest = tl.load(content + bh * n_q + clamped)
-    share = 1 / tl.load(content + rows + bh * n_q + clamped)
+    highest = tl.load(content + clamped)
+    share = 1 / tl.load(content + rows + clamped)
     mean_y = tl.load(table + MEAN_Y * n_q + clamped)
     mean_x = tl.load(table + MEAN_X * n_q + clamped)
     variance = tl.load(table + VARIANCE * n_q + clamped)
@@ -180,6 +181,8 @@ def _keys(
     q += (b * q_b + h * q_h) * UNIT
     v += (b * v_b + h * v_h) * UNIT
     grad += (b * o_b + h * o_h) * UNIT
+    content += bh * n_q
+    content_mean += bh * n_q
     acc = tl.zeros((KEYS, DIM), ACC)
     for start in range(0, n_q, QUERIES):
         m = start + tl.arange(0, QUERIES)
@@ -196,10 +199,10 @@ def _keys(
             INTERPRETED,
         )
         clamped = tl.minimum(m, n_q - 1)
-        highest = tl.load(content + bh * n_q + clamped)
-        share = 1 / tl.load(content + rows + bh * n_q + clamped)
+        highest = tl.load(content + clamped)
+        share = 1 / tl.load(content + rows + clamped)
         # Past the end da is zero too.
-        mean = tl.load(content_mean + bh * n_q + m, mask=m < n_q, other=0.0)
+        mean = tl.load(content_mean + m, mask=m < n_q, other=0.0)
         c = tl.exp2(s * scale - highest[None, :]) * share[None, :]
         ds = c * (da - mean[None, :])
         acc = dot(ds.to(q_tile.dtype), q_tile, acc, PRECISION, INTERPRETED)
@@ -242,6 +245,7 @@ def _values(
         g = tl.load(gate + h).to(tl.float64)
         log_gate = log2_of(g.to(ACC))
         head_table = table + h * TABLE * n_q
+        head_content = content + bh * n_q
         for start in range(0, n_q, QUERIES):
             m = start + tl.arange(0, QUERIES)
             clamped = tl.minimum(m, n_q - 1)
@@ -262,8 +266,8 @@ def _values(
             ref_y, ref_x, slope_y, slope_x, curvature, normaliser = query_tables(
                 head_table, clamped, n_q
             )
-            highest = tl.load(content + bh * n_q + clamped)
-            total = tl.load(content + rows + bh * n_q + clamped)
+            highest = tl.load(head_content + clamped)
+            total = tl.load(head_content + rows + clamped)
             share = (1 - g).to(ACC) / total
             s = dot(
                 k_tile,

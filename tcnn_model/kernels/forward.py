@@ -76,8 +76,9 @@ def _lse(
         total = rescale * total + tl.sum(weight, 1)
         highest = new_highest
     m = start_m + tl.arange(0, QUERIES)
-    tl.store(normaliser + bh * n_q + m, highest, mask=m < n_q)
-    tl.store(normaliser + rows + bh * n_q + m, total, mask=m < n_q)
+    normaliser += bh * n_q
+    tl.store(normaliser + m, highest, mask=m < n_q)
+    tl.store(normaliser + rows + m, total, mask=m < n_q)
     if STATISTICS:
         nats = (tl.log2(total) - logits / total) / LOG2E
         tl.store(entropy + bh * n_q + m, nats, mask=m < n_q)
@@ -110,14 +111,15 @@ def _mix(
     k += (b * k_b + h * k_h) * UNIT
     v += (b * v_b + h * v_h) * UNIT
     table += h * TABLE * n_q
+    content += bh * n_q
     ref_y, ref_x, slope_y, slope_x, curvature, normaliser = query_tables(
         table, clamped, n_q
     )
     g = tl.load(gate + h).to(tl.float64)  # for the digits of 1 - g, with a gate near 1
     # A = 2^(s - highest) * share + 2^(position logit + log2 g) saves a product and a sum for each weight.
     normaliser += log2_of(g.to(ACC))
-    highest = tl.load(content + bh * n_q + clamped)
-    total = tl.load(content + rows + bh * n_q + clamped)
+    highest = tl.load(content + clamped)
+    total = tl.load(content + rows + clamped)
     share = (1 - g).to(ACC) / total
     if STATISTICS:
         offset_y = tl.load(table + OFFSET_Y * n_q + clamped)
