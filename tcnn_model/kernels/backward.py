@@ -245,7 +245,6 @@ def _values(
         g = tl.load(gate + h).to(tl.float64)
         log_gate = log2_of(g.to(ACC))
         head_table = table + h * TABLE * n_q
-        head_content = content + bh * n_q
         for start in range(0, n_q, QUERIES):
             m = start + tl.arange(0, QUERIES)
             clamped = tl.minimum(m, n_q - 1)
@@ -266,8 +265,8 @@ def _values(
             ref_y, ref_x, slope_y, slope_x, curvature, normaliser = query_tables(
                 head_table, clamped, n_q
             )
-            highest = tl.load(head_content + clamped)
-            total = tl.load(head_content + rows + clamped)
+            highest = tl.load(content + bh * n_q + clamped)
+            total = tl.load(content + rows + bh * n_q + clamped)
             share = (1 - g).to(ACC) / total
             s = dot(
                 k_tile,
