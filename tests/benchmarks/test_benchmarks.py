@@ -158,10 +158,8 @@ def test_recorded_epoch_beside_a_plain_one(tmp_path: Path) -> None:
     for epoch in range(2):
         assert min(training.step(), training.validate(), training.mark(epoch)) > 0
     recorded = xr.open_zarr(tmp_path / "run.zarr")
-    assert (recorded.epoch.values.tolist(), recorded.images.values.tolist()) == (
-        [0, 1],
-        [[3], [3]],
-    )
+    assert recorded.epoch.values.tolist() == [0, 1]
+    assert recorded.images.values.tolist() == [[3], [3]]
     rounds = np.array(
         [[[2.0, 2.0], [1.0, 1.5]], [[2.0, 2.2], [1.0, 1.5]], [[3.0, 3.3], [1.0, 1.5]]]
     )

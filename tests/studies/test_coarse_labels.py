@@ -7,20 +7,9 @@ import pytest
 import torch
 
 import coarse_labels
+from tests.tcnn_probe.representation.test_neighbors import cosine, precision
 
 M, N = 23, 7
-
-
-def cosine(a: np.ndarray, b: np.ndarray) -> float:
-    return float(a @ b) / math.sqrt(float(a @ a) * float(b @ b))
-
-
-def precision(scores: list[float], relevant: list[bool]) -> float:
-    """Mean over the relevant ones of the precision at their rank."""
-    order = sorted(range(len(scores)), key=lambda j: -scores[j])
-    hits = [relevant[j] for j in order]
-    ranks = [rank for rank in range(len(hits)) if hits[rank]]
-    return sum(sum(hits[: rank + 1]) / (rank + 1) for rank in ranks) / len(ranks)
 
 
 def test_training_images_are_ranked_by_eq_2_5_and_by_cosine() -> None:

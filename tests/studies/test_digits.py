@@ -59,6 +59,8 @@ def test_a_dense_probe_finds_the_strokes_of_scenes_as_far_as_the_grid_lets_it() 
         for part in (slice(10), slice(10, None))
     )
     iou = layer_dense_probe(judged, masks[10:], fit, masks[:10]).sel({"class": True})
+    # By pixels strokes are what is above a threshold, which a linear classifier finds. Cells of 4 x 4 blur them; naming
+    # every pixel a stroke would have their share as its IoU.
     assert iou.sel(layer="pixels") > 0.95
     assert 0.95 > iou.sel(layer="cells") > 2 * float(masks.double().mean())
     # Masks of other scenes: a probe that finds these too finds nothing.

@@ -19,14 +19,10 @@ def by_hand(x: list[float], y: list[float]) -> tuple[float, float, float]:
             for u in values
         ]
 
-    a, b = ranks(x), ranks(y)
     n = len(x)
-    mean = (n + 1) / 2
-    product = sum((p - mean) * (q - mean) for p, q in zip(a, b, strict=True))
-    spread = math.sqrt(
-        sum((p - mean) ** 2 for p in a) * sum((q - mean) ** 2 for q in b)
-    )
-    rho = product / spread
+    a = np.array(ranks(x)) - (n + 1) / 2
+    b = np.array(ranks(y)) - (n + 1) / 2
+    rho = a @ b / math.sqrt((a @ a) * (b @ b))
     # Bonett and Wright (2000): the variance of Fisher's z of ranks is (1 + rho^2 / 2) / (n - 3).
     z = math.log((1 + rho) / (1 - rho)) / 2
     half = 1.959963984540054 * math.sqrt((1 + rho**2 / 2) / (n - 3))

@@ -1,5 +1,6 @@
 """The ungated layer, and information in attention, beside loops over the equations in float64."""
 
+import itertools
 import math
 from typing import Any
 
@@ -28,17 +29,10 @@ def layer() -> GPSA:
     return gpsa
 
 
-def pixel(x: Tensor, y: int, column: int) -> list[float]:
+def pixel(x: Tensor, y: int, column: int) -> Tensor:
     """Features of a pixel of one image (C, H, W): zeros around the image."""
     inside = 0 <= y < HEIGHT and 0 <= column < WIDTH
-    return x[:, y, column].tolist() if inside else [0.0] * CHANNELS
-
-
-def project(weight: Tensor, features: list[float]) -> list[float]:
-    return [
-        sum(w * f for w, f in zip(row, features, strict=True))
-        for row in weight.tolist()
-    ]
+    return x[:, y, column] if inside else torch.zeros_like(x[:, 0, 0])
 
 
 def by_hand(
@@ -47,16 +41,15 @@ def by_hand(
     """Eq. 3 for a query of one image: a softmax of q k^T / sqrt(d) - alpha ||delta - Delta||^2."""
     d = gpsa.qk_dim
     rows = slice(head * d, (head + 1) * d)
-    q = project(gpsa.query[rows], pixel(x, *query))
+    q = gpsa.query[rows] @ pixel(x, *query)
     alpha = gpsa.locality_strength[head].item()
-    center_y, center_x = gpsa.center[head].tolist()
+    dy, dx = gpsa.center[head].tolist()
+    center = query[0] + dy, query[1] + dx
     logits = {}
-    for y in range(-1, HEIGHT + 1):
-        for column in range(-1, WIDTH + 1):
-            k = project(gpsa.key[rows], pixel(x, y, column))
-            far = (y - query[0] - center_y) ** 2 + (column - query[1] - center_x) ** 2
-            content = sum(a * b for a, b in zip(q, k, strict=True)) / math.sqrt(d)
-            logits[y, column] = content - alpha * far
+    for place in itertools.product(range(-1, HEIGHT + 1), range(-1, WIDTH + 1)):
+        k = gpsa.key[rows] @ pixel(x, *place)
+        content = (q @ k).item() / math.sqrt(d)
+        logits[place] = content - alpha * math.dist(place, center) ** 2
     total = sum(map(math.exp, logits.values()))
     return {place: math.exp(logit) / total for place, logit in logits.items()}
 
@@ -71,20 +64,17 @@ def test_an_ungated_layer_is_eq_3_and_eq_5() -> None:
     assert output.shape == (2, OUT, HEIGHT, WIDTH)
     # Two corners, from where keys lie on the padding, and the middle.
     for image, (y, column) in ((0, (0, 4)), (1, (1, 2)), (1, (2, 0))):
-        expected = gpsa.bias.tolist()
+        expected = gpsa.bias
         for head in range(9):
             shares = by_hand(gpsa, images[image], head, (y, column))
             actual = attention[image, head, y * WIDTH + column]
             assert actual.tolist() == pytest.approx(list(shares.values()), rel=1e-9)
-            gathered = [0.0] * CHANNELS
-            for place, share in shares.items():
-                value = project(gpsa.value, pixel(images[image], *place))
-                gathered = [g + share * v for g, v in zip(gathered, value, strict=True)]
             tap = gpsa.weight[:, :, head // 3, head % 3]
-            expected = [
-                e + p for e, p in zip(expected, project(tap, gathered), strict=True)
-            ]
-        assert output[image, :, y, column].tolist() == pytest.approx(expected, rel=1e-9)
+            for place, share in shares.items():
+                value = gpsa.value @ pixel(images[image], *place)
+                expected = expected + share * (tap @ value)
+        at_query = output[image, :, y, column].tolist()
+        assert at_query == pytest.approx(expected.tolist(), rel=1e-9)
 
 
 def entropy(shares: Any) -> float:

@@ -93,7 +93,8 @@ def assert_refused(
 
     The change is made in place, which could leave more half-done; a copy of the model goes through the same steps.
     """
-    before, kind = snapshot(model), type(model)
+    before = snapshot(model)
+    kind = type(model)
     with pytest.raises(ValueError, match=message):
         change(model, **{"inplace": True, **options})
     assert snapshot(model) == before

@@ -165,7 +165,8 @@ def test_wandb_before_anybody_imports_pyplot(
 
 
 def test_without_maps_layers_or_images(wandb: Run) -> None:
-    model, writer = vit(), Writer()
+    model = vit()
+    writer = Writer()
     with tcnn_probe.record(model, probes=[]) as recorder:
         recorder.mark(epoch=0, top1=0.5)
     tcnn_probe.log_to_tensorboard(writer, recorder, images(1))

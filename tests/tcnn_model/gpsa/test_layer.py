@@ -31,7 +31,8 @@ def test_first_values() -> None:
     assert torch.equal(layer.locality_strength, torch.ones(9))
     # sigmoid(1), the initial gate of the thesis.
     assert torch.allclose(layer.gate, torch.full((9,), 1 / (1 + math.exp(-1))))
-    assert (layer.heads, layer.qk_dim) == (9, 37 // 9)
+    assert layer.heads == 9
+    assert layer.qk_dim == 37 // 9
     for matrix in (layer.query, layer.key):
         assert matrix.shape == (9 * 4, 37)
         # 1,332 random weights: their standard deviation scatters by 2 % of itself.

@@ -49,7 +49,8 @@ def test_names_in_the_registry() -> None:
     with torch.device("meta"):
         for size, width in (("s20", 384), ("b36", 768), ("l60", 1024)):
             model = timm.create_model(f"patchconvnet_{size}")
-            assert (model.embed_dim, len(model.blocks)) == (width, int(size[1:]))
+            assert model.embed_dim == width
+            assert len(model.blocks) == int(size[1:])
 
 
 @pytest.mark.parametrize(
@@ -91,8 +92,10 @@ def test_a_patch_is_centred_at_its_cells_first_pixel() -> None:
         .sum((0, 1))
     )
     rows, columns = (gradient.sum(dim).nonzero()[:, 0].tolist() for dim in (1, 0))
-    assert (rows[0], rows[-1]) == (16 * 2 - 15, 16 * 2 + 15)
-    assert (columns[0], columns[-1]) == (16 * 3 - 15, 16 * 3 + 15)
+    assert rows[0] == 16 * 2 - 15
+    assert rows[-1] == 16 * 2 + 15
+    assert columns[0] == 16 * 3 - 15
+    assert columns[-1] == 16 * 3 + 15
 
 
 @torch.no_grad()
@@ -212,10 +215,8 @@ def test_features_only(kind: str) -> None:
     extractor = timm.create_model(
         kind, features_only=True, out_indices=(0, 1), embed_dim=D, depth=DEPTH
     )
-    assert (extractor.feature_info.channels(), extractor.feature_info.reduction()) == (
-        [D, D],
-        [16, 16],
-    )
+    assert extractor.feature_info.channels() == [D, D]
+    assert extractor.feature_info.reduction() == [16, 16]
     assert [tuple(y.shape) for y in extractor(x)] == [(2, D, 3, 5)] * 2
     names = dict(extractor.named_modules())
     assert "model.blocks.1" in names
@@ -258,7 +259,8 @@ def test_reset_of_the_classifier(kind: str) -> None:
     assert torch.equal(model(x), pooled)
     model.reset_classifier(7)
     assert model(x).shape == (2, 7)
-    assert (model.num_classes, model.head.training) == (7, False)
+    assert model.num_classes == 7
+    assert not model.head.training
     assert model.pool is pool
     assert model.pool.block is block
     assert model.pool.cls_token.shape == (1, 7 if model.per_class else 1, D)

@@ -95,14 +95,12 @@ def _original(w: dict[str, Tensor], x: Tensor) -> Tensor:
     single = tokens.shape[1] == 1
     query = linear(f"{p}.attn.q", norm(f"{p}.norm1", tokens))
     keys = norm(f"{p}.norm1", torch.cat([tokens, x], 1) if single else x)
-    attention = (query @ linear(f"{p}.attn.k", keys).transpose(1, 2) / D**0.5).softmax(
-        -1
-    )
-    tokens = tokens + w[f"{p}.gamma_1"] * linear(
-        f"{p}.attn.proj", attention @ linear(f"{p}.attn.v", keys)
-    )
+    logits = query @ linear(f"{p}.attn.k", keys).transpose(1, 2) / D**0.5
+    gathered = logits.softmax(-1) @ linear(f"{p}.attn.v", keys)
+    tokens = tokens + w[f"{p}.gamma_1"] * linear(f"{p}.attn.proj", gathered)
     hidden = F.gelu(linear(f"{p}.mlp.fc1", norm(f"{p}.norm2", tokens)))
-    tokens = norm("norm", tokens + w[f"{p}.gamma_2"] * linear(f"{p}.mlp.fc2", hidden))
+    tokens = tokens + w[f"{p}.gamma_2"] * linear(f"{p}.mlp.fc2", hidden)
+    tokens = norm("norm", tokens)
     if single:
         return linear("head", tokens[:, 0])
     return torch.cat(
@@ -161,12 +159,10 @@ def test_published_weights_without_a_classifier(tmp_path: Path) -> None:
     features = model.forward_features(x)
     headless = _load(KINDS[0], weights, tmp_path, num_classes=0)
     assert torch.equal(headless(x), model.forward_head(features, pre_logits=True))
-    assert torch.equal(
-        _load(KINDS[0], weights, tmp_path, num_classes=0, global_pool="")(x), features
-    )
-    assert torch.equal(
-        _load(KINDS[0], weights, tmp_path, features_only=True)(x)[0], features
-    )
+    trunk = _load(KINDS[0], weights, tmp_path, num_classes=0, global_pool="")
+    assert torch.equal(trunk(x), features)
+    extractor = _load(KINDS[0], weights, tmp_path, features_only=True)
+    assert torch.equal(extractor(x)[0], features)
 
 
 # Names that are ours must not be taken for the original's.

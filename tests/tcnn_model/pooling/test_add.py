@@ -162,7 +162,8 @@ def test_whole_graphs() -> None:
 
 @torch.no_grad()
 def test_reset_keeps_the_pool() -> None:
-    pooled, x = pooled_cnn(), _images()
+    pooled = pooled_cnn()
+    x = _images()
     features = pooled.forward_head(pooled.forward_features(x), pre_logits=True)
     attention = pooled.global_pool.attention
     # None keeps the pool of timm's models, and so must its own name.
@@ -298,7 +299,8 @@ def test_of_a_model_outside_timm() -> None:
 
 @torch.no_grad()
 def test_specialized_as_made_per_class() -> None:
-    pooled, x = pooled_cnn(), _images()
+    pooled = pooled_cnn()
+    x = _images()
     before = snapshot(pooled)
     special: Any = specialize(pooled)
     assert snapshot(pooled) == before

@@ -1,5 +1,6 @@
 """Attention-based aggregation against a slow rewrite from the paper, in float64, and against timm's own block."""
 
+from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
@@ -70,17 +71,21 @@ def slow(pool: Any, features: Tensor, token: Tensor | None) -> Tensor:
     return _norm(token, pool.norm)
 
 
+def slow_tokens(
+    pool: AttentionPool2d, x: Tensor, tokens: Iterable[Tensor | None]
+) -> Tensor:
+    """Pool each image (B, C, H, W) for each token by itself: (B, tokens, C)."""
+    rows = [torch.stack([slow(pool, image, token) for image in x]) for token in tokens]
+    return torch.stack(rows, 1)
+
+
 @torch.no_grad()
 def test_pooling_is_the_papers() -> None:
     x = random(B, D, H, W)
     single = disturbed(AttentionPool2d(D))
     assert_same(single(x), torch.stack([slow(single, image, None) for image in x]))
     per_class = disturbed(AttentionPool2d(D, K))
-    expected = [
-        torch.stack([slow(per_class, image, token) for token in per_class.cls_token[0]])
-        for image in x
-    ]
-    assert_same(per_class(x), torch.stack(expected))
+    assert_same(per_class(x), slow_tokens(per_class, x, per_class.cls_token[0]))
 
 
 @pytest.mark.parametrize("classes", [None, K])
@@ -90,14 +95,12 @@ def test_pooling_with_several_heads(classes: int | None) -> None:
     pool = disturbed(AttentionPool2d(3 * D, classes, num_heads=3))
     assert pool.num_heads == 3
     tokens = [None] if classes is None else list(pool.cls_token[0])
-    expected = [
-        torch.stack([slow(pool, image, token) for token in tokens]) for image in x
-    ]
     result = pool(x).reshape(B, len(tokens), 3 * D)
-    assert_same(result, torch.stack(expected))
+    assert_same(result, slow_tokens(pool, x, tokens))
     if classes is None:
         pool.specialize(K)
-        assert (pool.num_heads, pool(x).shape) == (3, (B, K, 3 * D))
+        assert pool.num_heads == 3
+        assert pool(x).shape == (B, K, 3 * D)
 
 
 def test_heads_that_do_not_divide_the_channels() -> None:
@@ -204,7 +207,8 @@ def test_scores_of_other_classifiers() -> None:
         [conv(tokens[:, k, :, None, None])[:, k, 0, 0] for k in range(K)], 1
     )
     assert_same(scores(tokens), expected)
-    assert (scores.weight.requires_grad, scores.bias.requires_grad) == (False, True)
+    assert not scores.weight.requires_grad
+    assert scores.bias.requires_grad
     unbiased = nn.Linear(D, K, bias=False).double()
     assert_same(ClassScores.of(unbiased)(tokens), (tokens * unbiased.weight).sum(-1))
 
@@ -235,9 +239,8 @@ def test_change_of_the_output_when_specialized() -> None:
     block, attention = pool.block, pool.block.attn
     token = pool.cls_token.expand(B, -1, -1)
     u = block.norm1(torch.cat([token, x.flatten(2).transpose(1, 2)], 1))
-    weights = (attention.q(u[:, :1]) @ attention.k(u).transpose(1, 2) / D**0.5).softmax(
-        -1
-    )
+    logits = attention.q(u[:, :1]) @ attention.k(u).transpose(1, 2) / D**0.5
+    weights = logits.softmax(-1)
     share = weights[..., :1]
     values = attention.v(u)
     assert share.min() > 1e-3, "the token should matter"
@@ -262,11 +265,9 @@ def test_specialized_pool_shares_the_weights() -> None:
     assert all(after[name] is before[name] for name in before if name != "cls_token")
     assert torch.equal(after["cls_token"], before["cls_token"].expand(1, K, D))
     assert not after["cls_token"].requires_grad
-    assert (pool.num_classes, pool.block.attn.tokens, pool.block.attn.fused_attn) == (
-        K,
-        K,
-        False,
-    )
+    assert pool.num_classes == K
+    assert pool.block.attn.tokens == K
+    assert not pool.block.attn.fused_attn
     assert pool.block.attn.attn_drop.p == 0.3
     assert not any(module.training for module in pool.modules())
 

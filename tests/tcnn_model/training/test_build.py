@@ -55,10 +55,11 @@ def test_gates_have_a_schedule_of_their_own() -> None:
         for group in optimizer.param_groups:
             gates = group["name"] == "gates"
             peak, warmup, floor = (0.2, 21, 0.05) if gates else (4e-3, 7, 0.0)
-            cosine = floor + (peak - floor) * (1 + math.cos(math.pi * step / 35)) / 2
-            assert group["lr"] == pytest.approx(
-                peak * step / warmup if step < warmup else cosine
-            )
+            share = (1 + math.cos(math.pi * step / 35)) / 2
+            expected = floor + (peak - floor) * share
+            if step < warmup:
+                expected = peak * step / warmup
+            assert group["lr"] == pytest.approx(expected)
     # Without a warm-up or floor of its own, the gates' rate keeps its ratio to the others.
     joint_schedules = create_schedules(optimizer, epochs=5, steps=7, warmup_epochs=2)
     for schedule in joint_schedules:

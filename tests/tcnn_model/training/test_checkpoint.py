@@ -196,7 +196,8 @@ def test_resumed_run_draws_the_same_random_numbers(tmp_path: Path) -> None:
     def train(path: Path | None, stop: int) -> nn.Module:
         random.seed(stop)
         np.random.seed(stop)  # noqa: NPY002
-        model, loader = tiny_tcnn(), _augmented()
+        model = tiny_tcnn()
+        loader = _augmented()
         loader.generator.manual_seed(stop)  # type: ignore[union-attr]
         for result in finetune(
             model,

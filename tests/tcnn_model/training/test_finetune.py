@@ -72,7 +72,9 @@ def test_training_learns() -> None:
 def test_models_that_return_an_object_with_logits() -> None:
     """Training and evaluation take the scores as they take a plain tensor."""
     # By their texts: from Python 3.13 on, dataclasses that hold the same NaN are not equal.
-    assert repr(_run(Logits(tiny_cnn()))[1:]) == repr(_run(tiny_cnn())[1:])
+    trained = _run(Logits(tiny_cnn()))[1:]
+    expected = _run(tiny_cnn())[1:]
+    assert repr(trained) == repr(expected)
 
 
 def test_training_figures_by_hand() -> None:
@@ -213,9 +215,9 @@ def test_sums_of_rates_are_recorded_and_printed(
     }
     results = _run(model, progress=True, name="tiny", **options)
     factors = [step / steps for step in range(steps)]  # the warm-up, from 0
-    factors += [
-        0.5 * (1 + math.cos(math.pi * step / (3 * steps))) for step in range(3 * steps)
-    ]
+    for step in range(3 * steps):
+        angle = math.pi * step / (3 * steps)
+        factors.append(0.5 * (1 + math.cos(angle)))
     for result in results:
         total = sum(factors[: result.epoch * steps])
         units = [

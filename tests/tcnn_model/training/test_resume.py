@@ -184,7 +184,8 @@ def test_loss_that_is_no_number(
     ):
         finish(settings)
     batch = torch.load(tmp_path / "run" / "nonfinite-0.pt", weights_only=True)
-    assert (batch["images"].shape, batch["targets"].shape) == ((8, 3, 32, 32), (8,))
+    assert batch["images"].shape == (8, 3, 32, 32)
+    assert batch["targets"].shape == (8,)
     saved = torch.load(tmp_path / "run/checkpoints/within.pt", weights_only=True)
     # The step before the loss broke, from which the run can go on.
     assert (saved["epoch"], saved["step"]) == (2, 1)
@@ -203,9 +204,8 @@ def test_files_of_a_run(tmp_path: Path) -> None:
         "epochs.csv",
     ]
     # The rate of the last of 12 steps.
-    assert expected["history"][-1]["lr"] == pytest.approx(
-        1e-4 * (1 + math.cos(math.pi * 11 / 12)) / 2
-    )
+    rate = 1e-4 * (1 + math.cos(math.pi * 11 / 12)) / 2
+    assert expected["history"][-1]["lr"] == pytest.approx(rate)
     best = torch.load(tmp_path / "best.pt", weights_only=True)
     assert (
         best["epoch"]
@@ -227,7 +227,8 @@ def test_tensorboard(
 
     class Writer:
         def __init__(self, folder: str, purge_step: int) -> None:
-            assert (folder, purge_step) == (str(tmp_path / "run" / "tensorboard"), 0)
+            assert folder == str(tmp_path / "run" / "tensorboard")
+            assert purge_step == 0
             shown.clear()
 
         def add_scalar(self, name: str, value: float, step: int) -> None:

@@ -79,7 +79,8 @@ def test_images_and_labels(tmp_path: Path, named: str) -> None:
         # Out of order: shards are read by place, not as a stream.
         for index in np.random.default_rng(0).permutation(len(expected)):
             image, label = source.read(index)
-            assert (image.getpixel((3, 2)), label) == ((index, 0, 0), expected[index])
+            assert image.getpixel((3, 2)) == (index, 0, 0)
+            assert label == expected[index]
     assert source.name(2) == f"{tmp_path}/{names['val'][1]}/dir/002.png"
 
 

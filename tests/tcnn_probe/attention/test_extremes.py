@@ -67,7 +67,8 @@ HOW = pytest.mark.parametrize("how", ["fused", "softmax"])
 @HOW
 def test_dtypes(dtype: torch.dtype, how: str) -> None:
     """Attention of queries and keys as they are; the softmax of logits in half precision is that of rounded logits."""
-    (q, k), model = tokens(dtype), Attend(how)
+    q, k = tokens(dtype)
+    model = Attend(how)
     logits = attention_of(model, q, k)[0].logits if how == "fused" else q @ k.mT * 0.5
     check(model, q, k, logits, rounding(q, k))
 

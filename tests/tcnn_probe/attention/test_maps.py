@@ -423,7 +423,8 @@ def test_windows_of_sam2_in_transformers() -> None:
     qkv = layer.qkv(tokens[0]).flatten(1, 2).unflatten(-1, (3, 2, 4))
     query, key, _ = qkv.permute(2, 0, 3, 1, 4)  # (B * windows, heads, N, 4) each
     # 2 is the square root of the 4 channels of a head.
-    weights = (query @ key.mT / 2).softmax(-1).unflatten(0, (2, -1)).detach().numpy()
+    of_windows = (query @ key.mT / 2).softmax(-1)
+    weights = of_windows.unflatten(0, (2, -1)).detach().numpy()
     expected = np.zeros((2, 2, 8, 10, 8, 10))
     cells = rolled_then_padded((8, 10), (3, 3), NO_SHIFT)
     for w, window in enumerate(cells):

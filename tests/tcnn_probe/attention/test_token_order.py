@@ -461,7 +461,8 @@ class Restless(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.norm, self.drop = nn.BatchNorm2d(3), nn.Dropout(0.3)
+        self.norm = nn.BatchNorm2d(3)
+        self.drop = nn.Dropout(0.3)
         self.model = Ordered(ORDERS["shuffled"])
         self.register_buffer("calls", torch.zeros(()))
         self.images: list[Tensor] = []

@@ -49,7 +49,8 @@ def of_units(
 ) -> list[Place]:
     """Places of a unit's tokens, of a grid of ``pooled`` times as many rows, by timm's own change of their order."""
     unroll = Unroll((rows, columns), (1, 1), [(2, 2)] * pools)
-    cells = unroll(torch.arange(rows * columns).view(1, -1, 1)).view(-1, windows)[:, 0]
+    in_order = unroll(torch.arange(rows * columns).view(1, -1, 1))
+    cells = in_order.view(-1, windows)[:, 0]
     middle = (pooled - 1) / 2
     return [
         (pooled * (cell // columns) + middle, pooled * (cell % columns) + middle)

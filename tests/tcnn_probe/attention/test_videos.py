@@ -147,9 +147,8 @@ def test_patterns_shift_in_time_too() -> None:
     expected = [equivariance(head) for head in mean]
     np.testing.assert_allclose(layer.translation_equivariance, expected, atol=1e-9)
     # The middle frame, and in it the second row and column; frames are below each other.
-    row = mean[:, 1 * ROWS * COLUMNS + 1 * COLUMNS + 1].reshape(
-        3, FRAMES * ROWS, COLUMNS
-    )
+    query = 1 * ROWS * COLUMNS + 1 * COLUMNS + 1
+    row = mean[:, query].reshape(3, FRAMES * ROWS, COLUMNS)
     pattern = recorder.tree["mean-attention"].mean_attention.isel(
         epoch=0, layer=0, query=0
     )

@@ -260,14 +260,14 @@ def test_towers(texts: int, count: int) -> None:
         np.testing.assert_allclose(shares.mean(0), np.nan_to_num(expected), atol=1e-9)
     # A tower of text alone has no grid, no class token and nothing to share with patches.
     count_of_rows, layout, class_query, shares = shown["text"]
-    assert (count_of_rows, layout.keys, class_query, shares) == (
-        texts,
-        None,
-        None,
-        None,
-    )
+    assert count_of_rows == texts
+    assert layout.keys is None
+    assert class_query is None
+    assert shares is None
     count_of_rows, layout, class_query, shares = shown["cross"]
-    assert (count_of_rows, layout.queries, class_query) == (texts, None, None)
+    assert count_of_rows == texts
+    assert layout.queries is None
+    assert class_query is None
     assert (layout.keys.prefix, *layout.keys.size) == (1, ROWS, COLUMNS)
     expected = brute_force(references["cross"], ["text"] * count, tokens)
     np.testing.assert_allclose(shares.mean(0), np.nan_to_num(expected), atol=1e-9)

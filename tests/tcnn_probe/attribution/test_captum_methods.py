@@ -77,7 +77,8 @@ GAUSS_LEGENDRE = {  # points from 0 to 1, and weights
 @pytest.mark.parametrize("steps", GAUSS_LEGENDRE)
 def test_integrated_gradients_are_the_sum_over_few_points(steps: int) -> None:
     """Integrated gradients of sum w tanh(x) + b equal a sum of its gradient by hand."""
-    linear, x = Linear(), images()
+    linear = Linear()
+    x = images()
     total = np.zeros(x.shape)
     for point, weight in zip(*GAUSS_LEGENDRE[steps], strict=True):
         # On the way from the baseline, 0.3, to the image.

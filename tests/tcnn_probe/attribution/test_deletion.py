@@ -23,10 +23,7 @@ def by_hand(
     """One image, one pixel at a time, most salient first."""
     curves = []
     for image in range(3):
-        pixels = sorted(
-            ((y, x) for y in range(7) for x in range(11)),
-            key=lambda at: -float(MAPS[image][at]),
-        )
+        pixels = sorted(np.ndindex(7, 11), key=lambda at: -float(MAPS[image][at]))
         now = start[image].clone()
         done = 0
         curve = []
@@ -36,7 +33,8 @@ def by_hand(
                 now[:, y, x] = end[image][:, y, x]
                 done += 1
             scores = (model.weight * now).sum((1, 2, 3)) + model.bias
-            curve.append(float(scores.exp()[TARGETS[image]] / scores.exp().sum()))
+            probabilities = scores.exp() / scores.exp().sum()
+            curve.append(float(probabilities[TARGETS[image]]))
         curves.append(curve)
     return [round(step * 77 / steps) / 77 for step in range(steps + 1)], curves
 
@@ -62,13 +60,8 @@ def test_deletion(steps: int, batch_size: int, baseline: float | Tensor) -> None
     )
     np.testing.assert_allclose(result[0], shares, atol=1e-12)
     np.testing.assert_allclose(result[1], curves, atol=1e-12)
-    areas = [
-        sum(
-            (b - a) * (p + q) / 2
-            for a, b, p, q in zip(shares, shares[1:], curve, curve[1:], strict=False)
-        )
-        for curve in curves
-    ]
+    heights = np.array(curves)
+    areas = (heights[:, 1:] + heights[:, :-1]) / 2 @ np.diff(shares)
     np.testing.assert_allclose(area_under(*result), areas, atol=1e-12)
 
 
@@ -95,7 +88,8 @@ def test_blur() -> None:
     kernels = []
     for side in (7, 11):
         # The paper's deviation of 5, over 11 pixels or as many as there are.
-        weights = np.exp(-0.5 * ((np.arange(side) - side // 2) / 5.0) ** 2)
+        offsets = np.arange(side) - side // 2
+        weights = np.exp(-0.5 * (offsets / 5.0) ** 2)
         kernels.append(weights / weights.sum())
     padded = np.pad(image[0, 0].numpy(), ((3, 3), (5, 5)), mode="reflect")
     slow = np.empty((7, 11))

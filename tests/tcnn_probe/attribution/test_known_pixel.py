@@ -83,6 +83,6 @@ def test_the_peak_is_at_the_pixel(method: str) -> None:
             padding,
         )
         peak = (maps > float(maps.max()) * (1 - 1e-6)).values.nonzero()
-        assert [
-            max(abs(at - place)) <= 1 for at, place in zip(peak, (y, x), strict=True)
-        ] == [True, True]
+        rows, columns = peak
+        assert max(abs(rows - y)) <= 1
+        assert max(abs(columns - x)) <= 1

@@ -19,6 +19,7 @@ TARGETS = torch.tensor([2, 0, 1])
 def test_contributions_of_a_linear_model_are_faithful() -> None:
     model = Linear()
     maps = captum_maps("InputXGradient", model, IMAGES, TARGETS)[0]
+    # Rounding in float64: the map's share of a square is the score that it takes away.
     assert infidelity(model, IMAGES, maps, TARGETS).abs().max() < 1e-12
     # A mean of squares of the rounding above.
     assert infidelity(model, IMAGES, maps, TARGETS, normalize=False).max() < 1e-24
@@ -33,7 +34,8 @@ def test_contributions_of_a_linear_model_are_faithful() -> None:
     ("batch_size", "normalize"), [(1, True), (4, False), (4, True), (50, True)]
 )
 def test_infidelity_by_hand(batch_size: int, normalize: bool) -> None:
-    model, x = OneBlock(), bright()
+    model = OneBlock()
+    x = bright()
     maps = torch.rand(3, 12, 20, generator=torch.Generator().manual_seed(4))
     target = torch.tensor([1, 0, 1])
     squares = random_squares(7, (12, 20), seed=9)

@@ -33,11 +33,9 @@ def test_labels() -> None:
     model = patchconvnet()
     x = torch.randn(2, 3, *CONVOLVED)
     maps = tcnn_probe.saliency(model, x)
-    assert (maps.name, maps.dims, maps.shape) == (
-        "saliency",
-        ("image", "y", "x"),
-        (2, *CONVOLVED),
-    )
+    assert maps.name == "saliency"
+    assert maps.dims == ("image", "y", "x")
+    assert maps.shape == (2, *CONVOLVED)
     assert maps.image.values.tolist() == [0, 1]
     assert maps.target.dims == ("image",)
     assert maps.target.values.tolist() == model(x).argmax(1).tolist()

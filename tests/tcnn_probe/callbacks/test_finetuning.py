@@ -91,7 +91,8 @@ def test_heads_come_in_where_a_cnn_becomes_a_tcnn(
         )
     )
     tree = tcnn_probe.open([tmp_path / name / "recording.zarr" for name in "ab"])
-    assert (tree.seed.values.tolist(), tree.reparameterize_at.values[0]) == ([0, 1], 1)
+    assert tree.seed.values.tolist() == [0, 1]
+    assert tree.reparameterize_at.values[0] == 1
     assert tree.attrs["model"] == "resnet18"
     assert tree["heads"].gate.sel(run="b").isnull().all()
 

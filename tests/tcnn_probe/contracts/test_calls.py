@@ -157,9 +157,8 @@ def test_layer_called_twice_in_a_forward() -> None:
 def test_model_that_calls_itself() -> None:
     model = Around(lambda parts, x: parts.two(parts.one(x)))
     # The tokens, half of them and a quarter of them.
-    expected = torch.stack(
-        [entropy(model.parts.one, TOKENS * 0.5**depth).mean(0) for depth in range(3)]
-    ).mean(0)
+    by_depth = [entropy(model.parts.one, TOKENS * 0.5**depth) for depth in range(3)]
+    expected = torch.stack(by_depth).mean((0, 1))
     before = Trace(model)
     with tcnn_probe.record(model, layers="parts.one") as recorder:
         model(TOKENS, again=2)

@@ -156,7 +156,8 @@ def test_runs_as_it_does_alone(kind: str) -> None:
     else:
         block.attn = Around(OPERATORS[kind], block.attn)
     with torch.set_grad_enabled(gradients):
-        expected, before = model(x), Trace(model)
+        expected = model(x)
+        before = Trace(model)
         # The layer that holds the operator is listened to, and is not.
         for layers in (None, ["blocks.0.attn"]):
             with tcnn_probe.record(model, layers=layers) as recorder:

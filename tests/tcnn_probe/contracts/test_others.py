@@ -127,7 +127,8 @@ def test_modes_of_others_see_no_more_than_the_model(
 
 @pytest.mark.parametrize("mode", [Counter, Operations])
 def test_mode_that_stays_on_after_the_forward(mode: Callable[[], Any]) -> None:
-    model, entered = vit(), mode()
+    model = vit()
+    entered = mode()
     with tcnn_probe.record(model) as recorder:
         handle = model.blocks[1].register_forward_pre_hook(
             lambda *_: (entered.__enter__(), None)[1]

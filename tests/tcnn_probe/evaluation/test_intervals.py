@@ -63,9 +63,8 @@ def test_a_proportion_holds_what_exact_tests_do_not_refuse(right: int) -> None:
     for tail, p in tails.items():
         # At the bound, as many or more (fewer) right answers have a chance of 2.5 %.
         if 0 < p < 1:
-            assert stats.binomtest(
-                right, 11, p, alternative=tail
-            ).pvalue == pytest.approx(0.025)
+            test = stats.binomtest(right, 11, p, alternative=tail)
+            assert test.pvalue == pytest.approx(0.025)
     assert low <= right / 11 <= high
     # Where none are right, or all, one bound is exact.
     assert right > 0 or low == 0
@@ -182,7 +181,6 @@ def test_intervals_cover(
     dims = ("image",) if draw is not of_seeds else ("seed", "image")
     # A share of 0.95 in 1,200 samples scatters by 0.006: 0.93 is three of that below.
     samples = np.stack([draw(random, count) for _ in range(1200)])
-    bounds = evaluation.mean_interval(
-        xr.DataArray(samples, dims=("sample", *dims)), dims
-    )
-    assert float(((bounds[:, 0] <= truth) & (truth <= bounds[:, 1])).mean()) >= 0.93
+    values = xr.DataArray(samples, dims=("sample", *dims))
+    low, high = evaluation.mean_interval(values, dims).values.T
+    assert np.mean((low <= truth) & (truth <= high)) >= 0.93

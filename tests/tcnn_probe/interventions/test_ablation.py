@@ -40,7 +40,8 @@ class Stop(nn.Module):
 def test_nothing_is_left(case: str) -> None:
     """Neither of the ablation, while it is there but for its hooks, nor of exceptions in a forward or in the body."""
     make, make_images, options = CASES[case]
-    model, x = make(), make_images()
+    model = make()
+    x = make_images()
     stop = Stop(model)
     model(x).sum().backward()
     plain = model(x).detach()
@@ -125,7 +126,8 @@ def test_images_that_are_no_batches(images: Any, message: str) -> None:
 @pytest.mark.parametrize("case", ["positional", "zero, vit"])
 def test_copies_are_not_ablated(case: str) -> None:
     make, make_images, options = CASES[case]
-    model, x = make(), make_images()
+    model = make()
+    x = make_images()
     plain = model(x)
     file = io.BytesIO()
     before = Trace(model)
@@ -143,7 +145,8 @@ def test_copies_are_not_ablated(case: str) -> None:
 
 
 def test_what_did_not_happen_is_an_error() -> None:
-    model, x = Chain(), chain_images()
+    model = Chain()
+    x = chain_images()
     # A layer that no forward calls.
     model.unused = scatter(GPSA(2, 2, 3, padding=1))
     before = State(model)
@@ -181,8 +184,10 @@ def test_what_did_not_happen_is_an_error() -> None:
 @torch.no_grad()
 def test_without_a_with() -> None:
     """An ablation acts from the call until it is removed; a ``with`` around it ends it, and may begin it again."""
-    model, x = Chain(), chain_images()
-    plain, before = model(x), State(model)
+    model = Chain()
+    x = chain_images()
+    plain = model(x)
+    before = State(model)
     ablation = tcnn_probe.ablate(
         model, {"near": [1, 3]}, "mean", images=chain_images(5)
     )

@@ -28,7 +28,8 @@ def test_others_hooks_see_what_is_ablated() -> None:
 @torch.no_grad()
 def test_nested() -> None:
     """The ablation entered last decides a head's output; gates and outputs are apart; ablations end in any order."""
-    model, x = Chain(), chain_images()
+    model = Chain()
+    x = chain_images()
     before = State(model)
     heads = {"near": [0, 1]}
 
@@ -79,7 +80,8 @@ def test_nested() -> None:
 )
 def test_recorded(inside: bool) -> None:
     """Gates and entropies are those of what runs; what is run besides is not recorded."""
-    model, x = Chain(), chain_images()
+    model = Chain()
+    x = chain_images()
 
     def enter(stack: ExitStack) -> None:
         stack.enter_context(tcnn_probe.ablate(model, {"near": [1, 2]}, "positional"))
@@ -126,6 +128,7 @@ def test_a_layer_that_is_all_of_the_model_is_recorded_as_it_runs(inside: bool) -
         model(chain_images())
         recorder.mark(epoch=0)
     recorder.remove()
+    # With gates of 1 the whole attention is its positional part.
     assert (
         abs(recorder.dataset.entropy - recorder.dataset.positional_entropy).max() < 1e-6
     )
@@ -157,6 +160,7 @@ def test_explained() -> None:
             ablated = tcnn_probe.saliency(model, x, target=1, method=method)
         with tcnn_probe.ablate(model, "blocks.0.attn", "replaced", source=model):
             replaced = tcnn_probe.saliency(model, x, target=1, method=method)
+        # Ten times what rounding is allowed below.
         assert abs(ablated - plain).max() > 1e-3 * abs(plain).max()
         # Its own heads change nothing but the rounding of float32.
         assert abs(replaced - plain).max() < 1e-4 * abs(plain).max()

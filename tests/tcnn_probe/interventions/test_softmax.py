@@ -343,6 +343,7 @@ def test_two_attentions_in_one_call() -> None:
         tcnn_probe.ablate(model, {"0": 1}),
         tcnn_probe.ablate(model, {"0#1": 2}) as inner,
     ):
+        # In float32, with a second part that is ten times as large.
         torch.testing.assert_close(
             model(x), expected + x.softmax(-1), rtol=1e-4, atol=1e-4
         )

@@ -20,7 +20,8 @@ from tests.tcnn_probe.networks import scatter
 )
 def test_under_autocast_inference_and_channels_last(case: str) -> None:
     make, make_images, options = CASES[case]
-    model, x = make(), make_images()
+    model = make()
+    x = make_images()
     with tcnn_probe.ablate(model, **options):
         expected = model(x).detach()
         size = float(expected.abs().max())
@@ -97,7 +98,8 @@ class Itself(nn.Module):
 def test_layers_called_twice_and_by_themselves() -> None:
     model = Again()
     x = torch.randn(2, 3, 7, 11)
-    hand, plain = copy.deepcopy(model), model.layer(x)
+    hand = copy.deepcopy(model)
+    plain = model.layer(x)
     # Head 7 of a 3 x 5 kernel is the tap (1, 2).
     hand.layer.weight[:, :, 1, 2] = 0
     tokens = hand.layer(hand.layer(x).tanh()).flatten(2).mT.clone()
@@ -110,7 +112,8 @@ def test_layers_called_twice_and_by_themselves() -> None:
 
 @torch.no_grad()
 def test_compiled_inside() -> None:
-    model, x = vit(), vit_images()
+    model = vit()
+    x = vit_images()
     plain = model(x)
     with tcnn_probe.ablate(model, **OF_VIT):
         expected = model(x)

@@ -50,7 +50,8 @@ def boxes(axes: Axes) -> list[tuple[float, ...]]:
 
 @pytest.mark.parametrize("shuffled", [False, True])
 def test_a_row_a_layer_and_a_column_a_head(shuffled: bool) -> None:
-    maps, gates = some_maps(), some_gates()
+    maps = some_maps()
+    gates = some_gates()
     if shuffled:
         # Values are found by label, whatever the order of dimensions and layers.
         maps = maps.transpose("x", "head", "layer", "y")
@@ -274,7 +275,8 @@ def test_maps_over_the_image() -> None:
     for panel, expected in zip(panels, maps.values.reshape(6, 5, 7), strict=True):
         background, attention = panel.images
         grey = np.asarray(background.get_array())
-        below, above = image.mean(0).min(), image.mean(0).max()
+        below = image.mean(0).min()
+        above = image.mean(0).max()
         expected_grey = (image.mean(0) - below) / (above - below)
         np.testing.assert_allclose(grey, expected_grey, atol=1e-6)
         assert background.get_extent() == attention.get_extent() == [0, 7, 5, 0]

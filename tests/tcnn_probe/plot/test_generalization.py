@@ -39,9 +39,11 @@ def drawn(axes: Axes) -> dict[str, tuple[list[float], list[float]]]:
 
 def wilson(p: float, n: int) -> list[float]:
     z = 1.959963984540054  # of 95 %
+    scale = 1 + z * z / n
     middle = p + z * z / (2 * n)
-    half = z * math.sqrt(p * (1 - p) / n + z * z / (4 * n * n))
-    return [(middle - half) / (1 + z * z / n), (middle + half) / (1 + z * z / n)]
+    variance = p * (1 - p) / n + z * z / (4 * n * n)
+    half = z * math.sqrt(variance)
+    return [(middle - half) / scale, (middle + half) / scale]
 
 
 @pytest.mark.parametrize("trainings", [1, 5])

@@ -63,7 +63,8 @@ def check(
 
 @pytest.mark.numerical
 def test_best_classes_by_the_model_s_own_output() -> None:
-    model, x = network(), pictures()
+    model = network()
+    x = pictures()
     ds = maps_of(recorded(model, *x.split([2, 3, 2]), images=IMAGES))
     check(ds, model, x, IMAGES, None)
     assert ds["class"].values.tolist() == [0, 1, 2]
@@ -81,7 +82,8 @@ def test_best_classes_by_the_model_s_own_output() -> None:
     ids=["list", "array", "set"],
 )
 def test_classes_that_are_named(classes: Any, expected: list[int]) -> None:
-    model, x = network(), pictures()
+    model = network()
+    x = pictures()
     ds = maps_of(recorded(model, *x.split([2, 5]), images=IMAGES, classes=classes))
     check(ds, model, x, IMAGES, expected)
     assert ds["class"].values.tolist() == expected
@@ -90,7 +92,8 @@ def test_classes_that_are_named(classes: Any, expected: list[int]) -> None:
 @pytest.mark.numerical
 def test_numbers_of_a_layer_with_a_token_a_class() -> None:
     """Means over all tokens; none is taken for the class token, and nobody has a place."""
-    model, x = network(), pictures()
+    model = network()
+    x = pictures()
     expected = entropy(truth(copy.deepcopy(model), x)[0]).mean()
     recorder = recorded(model, x, images=1)
     ds = recorder.dataset.squeeze().load()
@@ -182,7 +185,8 @@ def test_an_output_that_is_no_score_for_each_class(output: Any) -> None:
 
 def test_a_part_of_the_model_called_by_itself() -> None:
     """forward_head() gives features first: no answer of the whole model, so no best classes; named ones are kept."""
-    model, x = network(), pictures()
+    model = network()
+    x = pictures()
     expected = truth(copy.deepcopy(model), x)[0]
     for classes in (3, [8, 2]):
         with (
@@ -244,7 +248,8 @@ def test_two_grids() -> None:
 
 
 def test_only_some_images_and_forwards() -> None:
-    model, x = network(), pictures()
+    model = network()
+    x = pictures()
     ds = maps_of(
         recorded(model, *x.split(1), images=[0, 2, 3, 5], max_images=3, every=2)
     )
@@ -257,7 +262,8 @@ def test_only_some_images_and_forwards() -> None:
 
 
 def test_classes_that_went_while_recording() -> None:
-    model, x = network(), pictures()
+    model = network()
+    x = pictures()
     with (
         torch.no_grad(),
         tcnn_probe.record(model, images=2, classes=[1, 9]) as recorder,

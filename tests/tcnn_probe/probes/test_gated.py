@@ -331,9 +331,8 @@ def test_convit_s_parameters_rebuild_the_layers_own_positional_attention() -> No
             row[v].values[:, None, None]
             for v in ("locality_strength", "center_y", "center_x")
         )
-        rebuilt = torch.softmax(
-            torch.from_numpy(-alpha * ((dy - y) ** 2 + (dx - x) ** 2)), -1
-        )
+        logits = -alpha * ((dy - y) ** 2 + (dx - x) ** 2)
+        rebuilt = torch.softmax(torch.from_numpy(logits), -1)
         layer = copy.deepcopy(model.get_submodule(name)).double()
         # Not the layer's own buffer, which was made in float32.
         with default_dtype(torch.float64):

@@ -8,6 +8,7 @@ import copy
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import permutations
 from typing import Any
 
 import numpy as np
@@ -184,13 +185,7 @@ def of_values_and_tokens(call: Call, kinds: tuple[str, ...]) -> dict[str, np.nda
         is_patch = np.array([kind in ("border", "inner") for kind in kinds])
         patches = lengths[is_patch]
         directions = tokens[b][is_patch] / patches[:, None]
-        count = len(patches)
-        pairs = [
-            directions[i] @ directions[j]
-            for i in range(count)
-            for j in range(count)
-            if i != j
-        ]
+        pairs = [a @ b for a, b in permutations(directions, 2)]
         of_image |= {
             "token_norm": median(patches),
             "token_norm_max": patches.max(),
@@ -411,9 +406,8 @@ def test_gated_layers_by_their_content_part(
         padded = values
     outputs = (attention @ padded).detach().numpy()
     singular = np.linalg.svd(outputs, compute_uv=False)
-    expected["output_rank"] = ((singular**2).sum(-1) ** 2 / (singular**4).sum(-1)).mean(
-        0
-    )
+    ranks = (singular**2).sum(-1) ** 2 / (singular**4).sum(-1)
+    expected["output_rank"] = ranks.mean(0)
     lengths = np.linalg.norm(values.detach().numpy(), axis=-1)
     sinks = weights.mean(-2)
     ratios = [

@@ -52,7 +52,8 @@ def test_recorded_as_nan_counted_and_told(value: float, dtype: torch.dtype) -> N
 
 
 def test_next_epoch_is_clean_also_where_warnings_are_errors() -> None:
-    model, fine = Branches(), images()
+    model = Branches()
+    fine = images()
     with tcnn_probe.record(model) as recorder:
         model(near=fine, far=images(np.nan))
         with warnings.catch_warnings():

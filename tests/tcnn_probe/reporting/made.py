@@ -82,7 +82,8 @@ def held(page: str) -> tuple[dict[str, Any], np.ndarray, list[bytes]]:
     scripts = re.findall(
         r'<script type="application/json"[^>]*>(.*?)</script>', page, flags=re.DOTALL
     )
-    args = dict(_program(json.loads(html.unescape(scripts[0])))["args"]["entries"])
+    document = json.loads(html.unescape(scripts[0]))
+    args = dict(_program(document)["args"]["entries"])
     numbers = (
         np.frombuffer(_inflated(args["numbers"]), np.uint8)
         # Bytes are kept by their place in the number, which compresses better.

@@ -171,7 +171,8 @@ def test_colours_mean_the_same_at_every_epoch(
     for mark, (row, column) in ((0, (2, 4)), (1, (5, 0)), (2, (9, 2))):
         to(browser, mark, "entropy")
         click(browser, 0, LAYER, HEAD)
-        step = min(255, int((values[0][mark, row, column] - low) / (high - low) * 256))
+        share = (values[0][mark, row, column] - low) / (high - low)
+        step = min(255, int(share * 256))
         assert color(browser, row, column) == ImageColor.getrgb(Viridis256[step])
     assert color(browser, 1, 1) == ImageColor.getrgb(MISSING)
     to(browser, 1, "entropy")

@@ -37,7 +37,8 @@ def pixels(features: np.ndarray, masks: np.ndarray) -> tuple[np.ndarray, np.ndar
 def test_is_a_classifier_of_pixels() -> None:
     (features, masks), train = make_features(7, 0), make_features(11, 1)
     x, y = pixels(*train)
-    mean, deviation = x.mean(0), x.std(0)
+    mean = x.mean(0)
+    deviation = x.std(0)
     # 5000 steps, so that it converges; its default of 100 may not.
     classifier = LogisticRegression(C=1 / 500, max_iter=5000).fit(
         (x - mean) / deviation, y
@@ -60,6 +61,7 @@ def test_masks_that_the_images_do_not_show_are_at_chance() -> None:
     """At chance a class of the share p, named for the share q of pixels, has the IoU pq / (p + q - pq) <= p."""
     (features, masks), (train, known) = make_features(40, 0), make_features(40, 1)
     share = (masks == 4).mean()
+    # Of the class itself, which the features show, the probe finds most.
     assert dense_probe(features, masks == 4, train, known == 4)[1] > 0.6
     unrelated = np.random.default_rng(2).random(known.shape) < 0.5
     chance = dense_probe(features, masks == 4, train, unrelated)[1]

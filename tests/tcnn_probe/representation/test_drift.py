@@ -117,6 +117,7 @@ def test_of_a_recording_by_epoch_and_between_all_epochs() -> None:
     x = outputs[2].double().numpy()
     y = outputs[0].double().numpy()
     expected = [distance(*pair) for pair in zip(x, y, strict=True)]
+    # Ten times the tolerance.
     assert min(expected) > 0.05
     # Stored as float16, each channel is off by 2**-11 of itself: a cosine by 4, a difference by 8 times as much.
     actual = drift.gram_distance.sel(epoch=2, layer="blocks.1")

@@ -17,15 +17,12 @@ from tcnn_probe.evaluation.corruptions.resampling import (
 def slow_means(layer: NDArray[Any], shape: tuple[int, int]) -> NDArray[Any]:
     """Over 60 samples along each pixel of the coarse grid."""
     means = np.zeros((*shape, *layer.shape[2:]))
-    for y in range(shape[0]):
-        for x in range(shape[1]):
-            rows = (
-                (y + (np.arange(60) + 0.5) / 60) * layer.shape[0] / shape[0]
-            ).astype(int)
-            columns = (
-                (x + (np.arange(60) + 0.5) / 60) * layer.shape[1] / shape[1]
-            ).astype(int)
-            means[y, x] = layer[np.ix_(rows, columns)].mean((0, 1))
+    samples = (np.arange(60) + 0.5) / 60
+    for y, x in np.ndindex(shape):
+        rows = (y + samples) * layer.shape[0] / shape[0]
+        columns = (x + samples) * layer.shape[1] / shape[1]
+        pixels = layer[np.ix_(rows.astype(int), columns.astype(int))]
+        means[y, x] = pixels.mean((0, 1))
     return means
 
 
