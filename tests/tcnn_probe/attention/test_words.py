@@ -35,6 +35,8 @@ POSITIONS = F.pad(
 class Block(nn.Module):
     """Attention with a residual, over parts that are joined before it, or inside of it, head by head."""
 
+    cached = False
+
     def __init__(self, inside: int | None) -> None:
         super().__init__()
         self.q, self.k, self.v, self.out = (nn.Linear(WIDTH, WIDTH) for _ in range(4))
@@ -44,6 +46,9 @@ class Block(nn.Module):
         self, parts: Sequence[Tensor], mask: Tensor | None = None
     ) -> list[Tensor]:
         q, k, v = (self._join(layer, parts) for layer in (self.q, self.k, self.v))
+        if self.cached:
+            # As transformers joins new keys to those of its cache, which begins without any axes of tokens.
+            k, v = (torch.cat([x.new_empty(0), x], -2) for x in (k, v))
         attended = F.scaled_dot_product_attention(q, k, v, attn_mask=mask).transpose(
             1, 2
         )
@@ -268,6 +273,24 @@ def test_towers(texts: int, count: int) -> None:
     np.testing.assert_allclose(shares.mean(0), np.nan_to_num(expected), atol=1e-9)
 
 
+def test_keys_are_followed_through_an_empty_cache() -> None:
+    torch.manual_seed(0)
+    model = Joint(("class", "patch", "text"))
+    shown = []
+    for cached in (False, True):
+        for block in model.blocks:
+            block.cached = cached
+        with (
+            tcnn_probe.attention_stream(
+                model, lambda attention: shown.append(attention.layout)
+            ),
+            torch.no_grad(),
+        ):
+            model(IDS, IMAGES)
+    assert [layout.words for layout in shown] == [7] * 4
+    assert shown[:2] == shown[2:]
+
+
 @pytest.mark.parametrize("inside", [1, None])
 def test_words_that_may_be_patches(inside: int | None) -> None:
     """Packed patches and as many vectors of words: nothing tells which are which."""
@@ -305,6 +328,32 @@ def test_masks_of_words_are_no_grid() -> None:
         Text(), lambda attention: layouts.append(attention.layout)
     ) as stream:
         stream._model(IDS, torch.ones(2, 7))
+    assert [layout.keys for layout in layouts] == [None]
+
+
+def test_a_mask_is_no_feature_map() -> None:
+    """Nine keys that cannot be followed are no map of three rows because a mask has three."""
+
+    class Decoder(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.patches = nn.Conv2d(3, WIDTH, 16, 16)
+            self.mask = nn.Identity()
+
+        def forward(self, image: Tensor) -> Tensor:
+            self.mask(torch.zeros(len(image), 1, 3, 3))
+            tokens = self.patches(image).flatten(2).mT
+            keys = torch.from_numpy(tokens.numpy()[:, :9])
+            return F.scaled_dot_product_attention(tokens, keys, keys)
+
+    layouts = []
+    with (
+        tcnn_probe.attention_stream(
+            Decoder(), lambda attention: layouts.append(attention.layout)
+        ) as stream,
+        torch.no_grad(),
+    ):
+        stream._model(torch.randn(2, 3, 64, 64))
     assert [layout.keys for layout in layouts] == [None]
 
 

@@ -2,6 +2,7 @@
 
 import multiprocessing
 import os
+import sys
 from multiprocessing.pool import Pool
 from typing import Any
 
@@ -189,10 +190,14 @@ def global_state() -> dict[str, Any]:
         for name, value in vars(global_hooks).items()
         if name.startswith("_global_") and isinstance(value, dict)
     }
+    frames = sys.modules.get("torch._dynamo.eval_frame")
+    eager = getattr(frames, "_force_eager_nested_compile", None)
     return {
         **hooks,
         "function modes": list(_get_current_function_mode_stack()),
         "dispatch modes": list(_get_current_dispatch_mode_stack()),
+        # Of torch 2.15: what is compiled runs eagerly.
+        "eager modes": getattr(eager, "depth", 0),
         "grad": torch.is_grad_enabled(),
         "inference": torch.is_inference_mode_enabled(),
         "autocast": torch.is_autocast_enabled("cpu"),
