@@ -72,8 +72,8 @@ def test_instance_loss_by_hand() -> None:
         instance_by_hand(predictions, targets), abs=1e-14
     )
     # Views that are alike have a cosine of 1.
-    alike = predictions[:, :1].expand(5, 3, 7)
-    assert instance_loss(alike, alike).item() == pytest.approx(-1)
+    views = predictions[:, :1].expand(5, 3, 7)
+    assert instance_loss(views, views).item() == pytest.approx(-1)
 
 
 def test_neighbour_scores_by_hand() -> None:
