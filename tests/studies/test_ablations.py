@@ -132,9 +132,8 @@ def test_layer_scales_begin_as_their_names_say(
         ("from 0", 0.0),
         ("one weight a branch", 0.1),
     ):
-        assert {v for gamma in begin[name] for v in gamma.tolist()} == {
-            torch.tensor(value).item()
-        }
+        values = {v for gamma in begin[name] for v in gamma.tolist()}
+        assert values == {torch.tensor(value).item()}
     assert not begin["no LayerScale"]
     assert [len(gamma) for gamma in begin["one weight a branch"]] == [1] * 8
     drawn = torch.cat(begin["drawn from 0 to 0.2"])

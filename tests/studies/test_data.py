@@ -37,7 +37,8 @@ def test_a_folder_of_ones_own_is_loaded_by_workers(image_folder: Path) -> None:
     for (images, labels), (expected, classes) in zip(*batches, strict=True):
         assert torch.equal(images, expected)
         assert torch.equal(labels, classes)
-    assert torch.cat([labels for _, labels in batches[0]]).tolist() == [0] * 4 + [1] * 4
+    read = torch.cat([labels for _, labels in batches[0]])
+    assert read.tolist() == [0] * 4 + [1] * 4
     shapes = [(tuple(images.shape), len(labels)) for images, labels in train]
     assert shapes == [((3, 3, 32, 32), 3)] * 2  # of eight images; the rest is dropped
 

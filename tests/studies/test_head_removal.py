@@ -56,14 +56,15 @@ def test_random_heads_are_as_many_and_any() -> None:
     # 40 draws of 1 and 3 out of five heads: one that can be drawn is drawn.
     sets = heads_by_name(random_heads(TYPES, 40, np.random.default_rng(0)))
     counts = {"convolutional": 1, "content": 3}
-    assert {name: len(heads) for name, heads in sets.items()} == {
+    sizes = {name: len(heads) for name, heads in sets.items()}
+    assert sizes == {
         f"random for {kind}#{draw}": count
         for kind, count in counts.items()
         for draw in range(40)
     }
-    assert {head for heads in sets.values() for head in heads} == set(
-        heads_by_name({"": TYPES != ""})[""]
-    )
+    drawn = {head for heads in sets.values() for head in heads}
+    existing = heads_by_name({"": TYPES != ""})[""]
+    assert drawn == set(existing)
     assert (
         random_heads(TYPES.where(TYPES == "mixed", ""), 3, np.random.default_rng(0))
         == {}

@@ -119,9 +119,8 @@ def test_scalars(stores: list[str]) -> None:
     )
     flat = tcnn_probe.scalars(ds)
     assert flat["top1"] == 0.6
-    assert flat[f"entropy/{LAYERS[1]}"] == pytest.approx(
-        ds.entropy.sel(epoch=1, layer=LAYERS[1]).mean().item()
-    )
+    entropies = ds.entropy.sel(epoch=1, layer=LAYERS[1])
+    assert flat[f"entropy/{LAYERS[1]}"] == pytest.approx(entropies.mean().item())
     by_head = tcnn_probe.scalars(ds.sel(epoch=[0]), heads=True)
     assert by_head["top1"] == 0.5
     assert by_head[f"gate/{LAYERS[0]}/8"] == ds.gate.sel(
@@ -143,10 +142,9 @@ def test_show(stores: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert "  top1 0.6" in lines
     row = next(line.split() for line in lines if line.startswith(LAYERS[0]))
     header = next(line.split() for line in lines if "locality_strength" in line)
+    gate = torch.sigmoid(torch.tensor(1.0)).item()
     # The table prints four digits.
-    assert float(row[1 + header.index("gate")]) == pytest.approx(
-        torch.sigmoid(torch.tensor(1.0)).item(), abs=1e-4
-    )
+    assert float(row[1 + header.index("gate")]) == pytest.approx(gate, abs=1e-4)
     assert any(line.startswith("types of heads: ") for line in lines)
 
 

@@ -36,9 +36,11 @@ def test_model_is_its_cnn_converted(name: str) -> None:
     # Full width, which costs nothing without storage.
     tcnn = on_meta(name, **short)
     expected = reparameterize(on_meta(name.removeprefix("t_"), **short), inplace=True)
-    assert {k: v.shape for k, v in tcnn.state_dict().items()} == {
-        k: v.shape for k, v in expected.state_dict().items()
-    }
+    shapes, expected_shapes = (
+        {name: tensor.shape for name, tensor in model.state_dict().items()}
+        for model in (tcnn, expected)
+    )
+    assert shapes == expected_shapes
     assert all(layer.stride == (1, 1) for layer in gpsa_layers(tcnn).values())
 
 

@@ -333,14 +333,12 @@ def test_distillation_by_hand(returns_object: bool, distillation: str) -> None:
 def test_losses_by_hand(mixed: bool) -> None:
     scores = torch.randn(3, 5, dtype=torch.float64)
     labels = torch.tensor([1, 4, 0])
-    shares = torch.full((3, 5), 0.2 / 5, dtype=torch.float64) + 0.8 * F.one_hot(
-        labels, 5
-    )
+    shares = torch.full((3, 5), 0.2 / 5, dtype=torch.float64)
+    shares += 0.8 * F.one_hot(labels, 5)
     targets: Any = shares if mixed else labels
     cross = create_criterion("ce", label_smoothing=0.2, mixed=mixed)(scores, targets)
-    assert float(cross) == pytest.approx(
-        float(-(shares * scores.log_softmax(1)).sum(1).mean())
-    )
+    terms = shares * scores.log_softmax(1)
+    assert float(cross) == pytest.approx(float(-terms.sum(1).mean()))
     binary = create_criterion("bce", label_smoothing=0.2, mixed=mixed)(scores, targets)
     terms = shares * F.logsigmoid(scores) + (1 - shares) * F.logsigmoid(-scores)
     assert float(binary) == pytest.approx(float(-terms.mean()))

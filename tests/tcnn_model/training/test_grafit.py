@@ -72,9 +72,8 @@ def test_instance_loss_by_hand() -> None:
         instance_by_hand(predictions, targets), abs=1e-14
     )
     # Views that are alike have a cosine of 1.
-    assert instance_loss(
-        predictions[:, :1].expand(5, 3, 7), predictions[:, :1].expand(5, 3, 7)
-    ).item() == pytest.approx(-1)
+    views = predictions[:, :1].expand(5, 3, 7)
+    assert instance_loss(views, views).item() == pytest.approx(-1)
 
 
 def test_neighbour_scores_by_hand() -> None:
@@ -295,7 +294,6 @@ def test_an_image_finds_its_class_by_its_neighbours() -> None:
     )
     assert model.scores(centres).argmax(1).tolist() == [0, 1]
     # The memory has seen nothing yet.
-    assert (
-        grafit(0).scores(centres).tolist()
-        == [[math.log(torch.finfo(torch.float64).tiny)] * 2] * 2
-    )
+    scores = grafit(0).scores(centres)
+    lowest = math.log(torch.finfo(torch.float64).tiny)
+    assert scores.tolist() == [[lowest] * 2] * 2

@@ -244,9 +244,10 @@ def test_tensorboard(
     settings = config(tmp_path / "run", tensorboard=True, epochs=2)
     _cut(monkeypatch, settings, 5)
     history = finish(settings, resume=True)["history"]
-    assert {
+    losses = {
         step: value for (name, step), value in shown.items() if name == "train_loss"
-    } == {step: history[step]["train_loss"] for step in (1, 2)}
+    }
+    assert losses == {step: history[step]["train_loss"] for step in (1, 2)}
     monkeypatch.setitem(sys.modules, module, None)
     out = tmp_path / "other"
     said = refusal("resnet18", "--tensorboard", "--limit", 64, "--out", out)

@@ -98,18 +98,14 @@ def test_labels_in_json(tmp_path: Path) -> None:
     ]
     for split in SPLITS:
         _shard(tmp_path / f"{split}.tar", samples)
-    sources = open_sources(str(tmp_path), "wds/", SPLITS)
-    assert [[source.read(n)[1] for n in range(len(source))] for source in sources] == [
-        [1, 0, 0]
-    ] * 2
+    for source in open_sources(str(tmp_path), "wds/", SPLITS):
+        assert [source.read(n)[1] for n in range(len(source))] == [1, 0, 0]
     fine = {"filenames": ["train.tar"], "alt_label": "fine"}
     (tmp_path / "info.json").write_text(
         json.dumps({"splits": dict.fromkeys(SPLITS, fine)})
     )
-    sources = open_sources(str(tmp_path), "wds/", SPLITS)
-    assert [[source.read(n)[1] for n in range(len(source))] for source in sources] == [
-        [0, 1]
-    ] * 2
+    for source in open_sources(str(tmp_path), "wds/", SPLITS):
+        assert [source.read(n)[1] for n in range(len(source))] == [0, 1]
 
 
 GOOD = {"png": _image(0), "cls": b"0"}

@@ -32,7 +32,8 @@ def test_several_recorders_removed_in_any_order(first: int) -> None:
     attached = list(recorders)
     for epoch in range(2):
         # Two forwards, of which every=2 takes the first.
-        model(images()), model(images())
+        model(images())
+        model(images())
         for recorder in attached:
             recorder.mark(epoch=epoch)
         # One after each epoch, in another order for each ``first``.
@@ -183,7 +184,8 @@ def test_called_in_the_handler_of_an_error_and_from_a_generator_that_is_left() -
         except ValueError:
             model(images())
         stream = outputs(model)
-        next(stream), next(stream)
+        next(stream)
+        next(stream)
         # Closed between two forwards, at its yield.
         stream.close()
         recorder.mark(epoch=0)

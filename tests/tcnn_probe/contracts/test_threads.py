@@ -93,7 +93,8 @@ def test_other_threads_and_models_in_the_middle_of_a_forward() -> None:
     def elsewhere() -> None:
         with torch.no_grad():
             # Five images and not three, so that those measured by mistake are counted.
-            model(images(5)), second(images(5))
+            model(images(5))
+            second(images(5))
         modes.append(no_modes())
 
     def hook(*_: Any) -> None:
@@ -193,7 +194,8 @@ def test_mark_in_the_middle_of_another_thread_s_forward() -> None:
             recorder.mark(epoch=epoch)
             marked.set()
             thread.join()
-            entered.clear(), marked.clear()
+            entered.clear()
+            marked.clear()
         for mark in range(2):
             check_entropies(recorder, expected, mark, images=3)
         maps = recorder.tree["maps/3x5x7"].to_dataset().class_attention
@@ -205,10 +207,8 @@ def test_hooks_that_another_thread_is_adding_or_removing() -> None:
     """torch keeps a hook and its wish for keyword arguments apart: between the two it is called without them."""
     model = vit()
     with tcnn_probe.record(model) as recorder:
-        (
-            model._forward_hooks_with_kwargs.clear(),
-            model._forward_pre_hooks_with_kwargs.clear(),
-        )
+        model._forward_hooks_with_kwargs.clear()
+        model._forward_pre_hooks_with_kwargs.clear()
         model(images())
         recorder.mark(epoch=0)
     check_entropies(recorder, entropies(vit(), images()), images=3)

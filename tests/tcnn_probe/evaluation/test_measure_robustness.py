@@ -219,9 +219,8 @@ def test_seeds() -> None:
     assert len(batches) == 2 * sum(once.values())
     # After the clean batches, the next six are three corrupted ones, for one model and the other.
     # Each batch is corrupted once for both models.
-    assert all(
-        torch.equal(a, b) for a, b in zip(batches[2:8:2], batches[3:8:2], strict=True)
-    )
+    for first, second in zip(batches[2:8:2], batches[3:8:2], strict=True):
+        assert torch.equal(first, second)
     for seed in (5, 1):
         alone = evaluation.robustness(
             {"a": sensitive, "b": sensitive},

@@ -195,7 +195,8 @@ def test_without_a_with() -> None:
     # Else the assertions below would hold of an ablation that does nothing.
     assert not torch.allclose(ablated, plain, atol=1e-4)
     # A second time does nothing.
-    ablation.remove(), ablation.remove()
+    ablation.remove()
+    ablation.remove()
     assert torch.equal(model(x), plain)
     before.check(model)
     for _ in range(2):

@@ -92,13 +92,12 @@ def close(
     """The output of a layer is projection(weights @ values), to rounding of that sum."""
     weight = projection.weight.flatten(1)
     bias = projection.bias
-    output = (weights @ values).transpose(1, 2).flatten(2) @ weight.T + bias  # type: ignore[operator]
-    size = (weights @ values.abs()).transpose(1, 2).flatten(
-        2
-    ) @ weight.abs().T + bias.abs()  # type: ignore[operator, union-attr]
-    assert ((actual - output).abs() <= ROUNDINGS * size).all(), (
-        (actual - output).abs() / size
-    ).max()
+    gathered = (weights @ values).transpose(1, 2).flatten(2)
+    output = gathered @ weight.T + bias  # type: ignore[operator]
+    terms = (weights @ values.abs()).transpose(1, 2).flatten(2)
+    size = terms @ weight.abs().T + bias.abs()  # type: ignore[operator, union-attr]
+    roundings = (actual - output).abs() / size
+    assert (roundings <= ROUNDINGS).all(), roundings.max()
 
 
 @torch.no_grad()

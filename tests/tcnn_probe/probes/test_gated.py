@@ -205,7 +205,8 @@ def test_called_twice_on_inputs_of_different_sizes_that_a_hook_has_changed() -> 
             x for batch in (small, large) for x in (3 * batch, 3 * layer(batch).tanh())
         ]
         with tcnn_probe.record(model) as recorder:
-            model(small), model(large)
+            model(small)
+            model(large)
             recorder.mark(epoch=0)
     parts = [gpsa_statistics(layer, x) for x in layer_inputs]
     assert_layer(

@@ -54,7 +54,8 @@ def test_share_of_zeros_after_relu(tmp_path: Path) -> None:
         torch.no_grad(),
     ):
         # Batches of unequal size: their plain mean is not the mean over images.
-        model(X[:2]), model(X[2:])
+        model(X[:2])
+        model(X[2:])
         recorder.mark(epoch=0, top1=0.5)
     ds = tcnn_probe.open(tmp_path / "run.zarr")["zeros"].to_dataset()
     with torch.no_grad():
@@ -160,7 +161,8 @@ def test_variables_that_some_layers_or_epochs_or_forwards_have() -> None:
     )
     model = network()
     with tcnn_probe.record(model, probes=probe) as recorder, torch.no_grad():
-        model(X[:3]), model(X[3:])
+        model(X[:3])
+        model(X[3:])
         recorder.mark(epoch=0)
         # Without a dimension, as the recording could not add one anyway.
         recorder._collector.accumulators["0", "own"].probe.variables["late"] = (

@@ -77,7 +77,8 @@ def test_max_images_where_layers_see_different_numbers_of_them() -> None:
 def test_when(when: Any, count: int) -> None:
     model = vit()
     with tcnn_probe.record(model, when=when) as recorder:
-        model.eval()(images(3)), model.train()(images(5))
+        model.eval()(images(3))
+        model.train()(images(5))
         recorder.mark(epoch=0)
     assert recorder.dataset.images.values.tolist() == [[count] * 2]
 

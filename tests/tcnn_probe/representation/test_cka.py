@@ -73,10 +73,9 @@ def test_batches_do_not_matter_nor_do_shift_rotation_and_scale() -> None:
         linear_cka(x, y), rel=1e-10
     )
     rotation = np.linalg.qr(make_features(7, n=7)[0])[0]
+    moved = 3 * (y + 1e4) @ rotation
     # Adding 1e4 costs features of size one four digits.
-    assert linear_cka(x, 3 * (y + 1e4) @ rotation) == pytest.approx(
-        linear_cka(x, y), rel=1e-6
-    )
+    assert linear_cka(x, moved) == pytest.approx(linear_cka(x, y), rel=1e-6)
     assert linear_cka(x, -2 * x + 1e3) == pytest.approx(1, rel=1e-10)
 
 

@@ -47,7 +47,7 @@ def test_knn_is_that_of_the_thesis() -> None:
     assert len({*expected}) == 2
     assert knn_correct(x, y, gallery, known, neighbors=K).tolist() == expected
     # As the temperature goes to 0, the nearest neighbour outvotes all the others.
-    nearest = [np.argmax([cosine(query, other) for other in gallery]) for query in x]
+    nearest = [np.argmax([cosine(query, image) for image in gallery]) for query in x]
     correct = knn_correct(x, y, gallery, known, neighbors=K, temperature=1e-4)
     assert correct.tolist() == (known[nearest] == y).tolist()
     alone = []
