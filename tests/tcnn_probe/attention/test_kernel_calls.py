@@ -420,7 +420,8 @@ def test_queries_and_keys_of_two_numbers() -> None:
             self.asked = x[:, :7], x
             return self.kernel(x[:, :7], x, x, causal=True)
 
-    x, rebuilt = torch.randn(B, 3, 3, 4), []
+    x = torch.randn(B, 3, 3, 4)
+    rebuilt = []
     model = Cross(call_flash)
     with (
         tcnn_probe.attention_stream(model, lambda a: rebuilt.append(a.weights()[:, 0])),

@@ -73,7 +73,8 @@ class Attend(nn.Module):
 
     def __init__(self, attend: Callable[[Tensor, Tensor, Tensor], Tensor]) -> None:
         super().__init__()
-        self.qkv, self.attend = nn.Linear(12, 36), attend
+        self.qkv = nn.Linear(12, 36)
+        self.attend = attend
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = self.qkv(x).unflatten(-1, (3, 3, 4)).permute(2, 0, 3, 1, 4)
@@ -184,7 +185,8 @@ def test_places_are_those_of_the_patches(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_objections() -> None:
-    numbers, tokens = torch.arange(8.0), Tokens(2, 2, 3)
+    numbers = torch.arange(8.0)
+    tokens = Tokens(2, 2, 3)
     assert "beside the grid" in objection_to_order(numbers, tokens, 0)
     places = numbers.masked_fill(numbers < 2, torch.nan)
     assert objection_to_order(places, tokens, 0) == ""
@@ -459,7 +461,8 @@ class Restless(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.norm, self.drop = nn.BatchNorm2d(3), nn.Dropout(0.3)
+        self.norm = nn.BatchNorm2d(3)
+        self.drop = nn.Dropout(0.3)
         self.model = Ordered(ORDERS["shuffled"])
         self.register_buffer("calls", torch.zeros(()))
         self.images: list[Tensor] = []
@@ -474,7 +477,8 @@ class Restless(nn.Module):
 def test_a_forward_leaves_the_traces_that_it_leaves_alone() -> None:
     torch.manual_seed(0)
     # Shuffled tokens, so that the tracker has something to say while it must not touch the forward.
-    alone, images = Restless().train(), torch.randn(IMAGES)
+    alone = Restless().train()
+    images = torch.randn(IMAGES)
     watched = copy.deepcopy(alone)
     heard: list[nn.Module] = []
     results = []

@@ -31,7 +31,8 @@ def of_heads(weights: Tensor, images: int) -> Tensor:
     )
 
 
-OWN, NOWHERE = same(grid(3, 5), arrange=of_heads), Layout(None, None, arrange=of_heads)
+OWN = same(grid(3, 5), arrange=of_heads)
+NOWHERE = Layout(None, None, arrange=of_heads)
 
 
 class Patches(nn.Module):
@@ -41,7 +42,9 @@ class Patches(nn.Module):
         self, attend: nn.Module, way: Callable[[nn.Module, Tensor], Any]
     ) -> None:
         super().__init__()
-        self.stem, self.attend, self.way = nn.Conv2d(3, DIM, 4, 4), attend, way
+        self.stem = nn.Conv2d(3, DIM, 4, 4)
+        self.attend = attend
+        self.way = way
         sharpen(self, 2.2)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -154,7 +157,8 @@ def test_encoder(norm_first: bool) -> None:
 @pytest.mark.filterwarnings("ignore:.*nothing was marked:RuntimeWarning")
 def test_output_of_an_encoder_is_that_without_the_fast_path(padded: bool) -> None:
     """Torch computes a layer in eval mode in one piece, with 0 at padding; it does not if the layer is recorded."""
-    model, x = encoder(), torch.randn(2, 7, DIM)
+    model = encoder()
+    x = torch.randn(2, 7, DIM)
     mask = torch.arange(7) > torch.tensor([[6], [4]]) if padded else None
     with torch.no_grad():
         fast = model(x, src_key_padding_mask=mask)
@@ -178,7 +182,8 @@ class Own(nn.Module):
     ) -> None:
         super().__init__()
         self.way, self.num_heads, self.kv_heads = way, heads, kv_heads
-        self.q, self.kv = nn.Linear(DIM, heads * 4), nn.Linear(DIM, kv_heads * 4 * 2)
+        self.q = nn.Linear(DIM, heads * 4)
+        self.kv = nn.Linear(DIM, kv_heads * 4 * 2)
 
     def forward(self, x: Tensor) -> Tensor:
         q = self.q(x).unflatten(-1, (self.num_heads, 4)).transpose(1, 2)

@@ -160,7 +160,8 @@ def test_joint_blocks(
     shares = recorder.tree["segments"].segment_attention.isel(epoch=0)
     assert shares.query_segment.values.tolist() == SEGMENTS
     for reference in references:
-        layer, weights = {"layer": reference.layer}, reference.weights.numpy()
+        layer = {"layer": reference.layer}
+        weights = reference.weights.numpy()
         # 1e-9 in float64, where sums of some twenty shares round to 1e-15 and sharpened logits to 1e-13.
         np.testing.assert_allclose(
             ds.entropy.sel(layer), entropy(weights).mean((0, 2)), atol=1e-9
@@ -228,7 +229,8 @@ def test_towers(texts: int, count: int) -> None:
     """Also of as many words as there are keys, and of several texts for each image."""
     torch.manual_seed(0)
     model = sharpen(Towers()).double()
-    images, words = IMAGES.double(), torch.randint(2, 90, (texts, count))
+    images = IMAGES.double()
+    words = torch.randint(2, 90, (texts, count))
     shown: dict[str, tuple[Any, ...]] = {}
 
     def keep(attention: Attention) -> None:
@@ -258,14 +260,14 @@ def test_towers(texts: int, count: int) -> None:
         np.testing.assert_allclose(shares.mean(0), np.nan_to_num(expected), atol=1e-9)
     # A tower of text alone has no grid, no class token and nothing to share with patches.
     count_of_rows, layout, class_query, shares = shown["text"]
-    assert (count_of_rows, layout.keys, class_query, shares) == (
-        texts,
-        None,
-        None,
-        None,
-    )
+    assert count_of_rows == texts
+    assert layout.keys is None
+    assert class_query is None
+    assert shares is None
     count_of_rows, layout, class_query, shares = shown["cross"]
-    assert (count_of_rows, layout.queries, class_query) == (texts, None, None)
+    assert count_of_rows == texts
+    assert layout.queries is None
+    assert class_query is None
     assert (layout.keys.prefix, *layout.keys.size) == (1, ROWS, COLUMNS)
     expected = brute_force(references["cross"], ["text"] * count, tokens)
     np.testing.assert_allclose(shares.mean(0), np.nan_to_num(expected), atol=1e-9)
@@ -309,7 +311,8 @@ def test_masks_of_words_are_no_grid() -> None:
     class Text(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.words, self.layer = nn.Embedding(90, WIDTH), Masked()
+            self.words = nn.Embedding(90, WIDTH)
+            self.layer = Masked()
 
         def forward(self, words: Tensor, mask: Tensor) -> Tensor:
             return self.layer(self.words(words), (1.0 - mask)[:, None, None] * -1e30)

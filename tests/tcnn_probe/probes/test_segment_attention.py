@@ -153,7 +153,8 @@ class Joint(nn.Module):
         if self.asking is None:
             tokens = asking = torch.cat([self.words.expand(len(x), -1, -1), x], 1)
         else:
-            tokens, asking = x, self.asking.expand(len(x), -1, -1)
+            tokens = x
+            asking = self.asking.expand(len(x), -1, -1)
         return self.attention(asking, tokens, tokens, need_weights=False)[0]
 
 
@@ -173,7 +174,8 @@ def test_bfloat16() -> None:
     model = sharpen(
         timm.create_model("vit_small_patch16_dinov3", img_size=SIDES, **VIT)
     )
-    model, x = model.bfloat16(), torch.randn(2, 3, *SIDES).bfloat16()
+    model = model.bfloat16()
+    x = torch.randn(2, 3, *SIDES).bfloat16()
     weights = {}
 
     def keep(attention: Attention) -> None:
