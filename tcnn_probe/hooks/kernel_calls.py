@@ -15,10 +15,10 @@ from torch import Tensor
 
 __all__ = ["KernelCall", "is_kernel", "read_kernel"]
 
-# Those of flash-attn 2.7 and later, and of xformers; earlier versions of flash-attn call an extension of Python that
-# shows itself to no mode.
+# Those of flash-attn 2.7 and later, also under the names by which the package kernels loads them, and of xformers.
+# Earlier versions of flash-attn call an extension of Python that shows itself to no mode.
 _KERNELS = re.compile(
-    r"(_?flash_?attn\w*\.\w*|xformers\w*\.\w*|aten\._(efficient|flash)_attention_)(fwd|forward)"
+    r"(\w*flash_?attn\w*\.\w*|xformers\w*\.\w*|aten\._(efficient|flash)_attention_)(fwd|forward)"
     # What torch.nn.attention.varlen calls, and what scaled_dot_product_attention chooses from.
     r"|torch_attn\._varlen_attn|aten\._scaled_dot_product_(?!\w*backward)"
 )
@@ -113,7 +113,7 @@ def read_kernel(
             before=_reach(left),
             behind=0 if is_causal else _reach(right),
             # flash-attn says that the last query sees the last key; of the others this depends on version and mask.
-            is_aligned=str(func).lstrip("_").startswith("flash"),
+            is_aligned=re.search("flash_?attn", str(func)) is not None,
         )
         bias = take("bias", "attn_bias", "attn_mask")
         if bias is not None:

@@ -42,6 +42,10 @@ SCHEMAS = {
         f"bool causal, float? scale) -> {FOUR}",
         "rms_norm_forward(Tensor x) -> Tensor",
     ],
+    # As the package kernels names what it loads, here for gpt-oss, whose sinks are an option.
+    "_vllm_flash_attn3_1a2b3c": [
+        f"fwd({_TOKENS}, float? softmax_scale=None, bool is_causal=False, Tensor? s_aux=None) -> (Tensor, Tensor)"
+    ],
     # Of torch.nn.attention.varlen in torch 2.15, which attends on a GPU alone.
     "torch_attn": [
         "_varlen_attn(Tensor query, Tensor key, Tensor value, Tensor cu_seq_q, Tensor? cu_seq_k, SymInt max_q, "
@@ -123,6 +127,11 @@ def xformers_flash(q, k, v, q_ends, k_ends, q_max, k_max, p, scale, causal, soft
     )[:2]
 
 
+def loaded_flash(q, k, v, scale=None, causal=False, sinks=None):  # type: ignore[no-untyped-def]
+    # What sinks do to the output is of no matter here: such a call is not read.
+    return attend(q, k, v, scale, causal=causal), q.new_zeros(1)
+
+
 def torch_varlen(q, k, v, q_ends, k_ends, q_max, k_max, causal, scale, window, *rest):  # type: ignore[no-untyped-def]
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     return flash_varlen(
@@ -144,6 +153,7 @@ def operators() -> Iterator[None]:
         "flash_attn": (flash, flash_varlen),
         "xformers_flash": (xformers_flash,),
         "xformers": (cutlass, torch.clone),
+        "_vllm_flash_attn3_1a2b3c": (loaded_flash,),
         "torch_attn": (torch_varlen,),
     }
     with ExitStack() as stack:
@@ -231,6 +241,14 @@ def call_xformers_flash(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tens
         *packed, ends, ends, q.shape[1], q.shape[1], 0.0, scale, False, False
     )
     return output[0].unflatten(0, q.shape[:2])
+
+
+def call_loaded_flash(
+    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None, **options: Any
+) -> Tensor:
+    operator = torch.ops._vllm_flash_attn3_1a2b3c.fwd
+    scale = options.get("scale", q.shape[-1] ** -0.5)
+    return operator(q, k, v, scale, options.get("causal", False), sinks)[0]
 
 
 def call_torch_varlen(
@@ -338,6 +356,7 @@ BIAS = torch.randn(B, HEADS, N, N, generator=torch.Generator().manual_seed(1))
         (call_varlen, {}, {}),
         (call_varlen, {"causal": True}, {"causal": True}),
         (call_xformers_flash, {"scale": 0.3}, {}),
+        (call_loaded_flash, {"key_heads": 1}, {}),
         (call_torch_varlen, {"key_heads": 1, "scale": 0.3}, {}),
         (call_torch_varlen, {"window": (4, 2)}, {"window": (4, 2)}),
         (
@@ -426,9 +445,18 @@ def test_queries_and_keys_of_two_numbers() -> None:
 @pytest.mark.parametrize(
     ("kernel", "options", "reason"),
     [
-        (call_flash, {"softcap": 30.0}, "the option softcap"),
+        (call_flash, {"softcap": 30.0}, "flash_attn with the option softcap"),
+        (
+            call_loaded_flash,
+            {"sinks": torch.ones(HEADS)},
+            "_vllm_flash_attn3_1a2b3c with the option s_aux",
+        ),
         # 19 and 13 make the 2 x 16 tokens of the model, so that nothing but the lengths tells.
-        (call_varlen, {"lengths": [19, 13]}, "sequences of several lengths"),
+        (
+            call_varlen,
+            {"lengths": [19, 13]},
+            "flash_attn with sequences of several lengths",
+        ),
     ],
 )
 def test_unknown_options_are_named(
@@ -439,7 +467,7 @@ def test_unknown_options_are_named(
         model(x)
     assert not stream.layers
     assert stream.unsupported["blocks.0"].startswith(
-        f"a kernel of flash_attn with {reason}, which is not read"
+        f"a kernel of {reason}, which is not read"
     )
 
 
