@@ -20,7 +20,7 @@ BOXES: dict[str, tuple[float, float, str, str]] = {
         8.9,
         0.7,
         "HeadEdit\nzero, mean, other attention",
-        "interventions/edits.py",
+        "attention/head_edit.py",
     ),
     "epoch": (13.3, 0.7, "mark: an epoch on disk", "storage/commit.py"),
 }
@@ -32,7 +32,7 @@ ARROWS = [
     ("event", (1, 0.5), "maps", (-1, 0), ""),
     ("event", (1, 0), "sums", (-1, 0), "shown to\nlisteners"),
     ("event", (0, -1), "edits", (0, 1), "who may answer"),
-    ("edits", (-1, 0), "forward", (0, -1), "ablate()"),
+    ("edits", (-1, 0), "forward", (0, -1), "stream, ablate()"),
     ("sums", (0, -1), "epoch", (0, 1), ""),
 ]
 WIDTH, HEIGHT = 3.0, 1.05

@@ -18,9 +18,9 @@ trained before and are not trained again.
 Class token (Sec. 3.6): it enters before the first block, as in ViT, before the third or the last; there is none, and
 patches are averaged; or the last block is one of class attention, in which patches stay as they are (CaiT).
 
-ResMLP (Sec. 4.3): the layer between patches is a matrix, nothing, an MLP, or a 3 x 3 convolution, depth-wise or not;
-and two layers of a class token, which aggregate the patches by learned weights, in place of their average (class-MLP,
-built here from the paragraph in Sec. 4.2).
+ResMLP (Sec. 4.3): the layer between patches is a matrix, nothing, an MLP, or a 3 x 3 convolution, also depth-wise or
+depth-separable; LayerNorm in the place of affine layers; and two layers of a class token, which aggregate the patches
+by learned weights, in place of their average (class-MLP, built here from the paragraph in Sec. 4.2).
 
 Writes into results/:
 ablations.png     accuracy of each variant, a point for each seed and the mean
@@ -45,7 +45,7 @@ from timm.models.mlp_mixer import Affine, MlpMixer, ResBlock
 from timm.models.vision_transformer import LayerScale, VisionTransformer
 from torch import Tensor, nn
 
-from common.ending import ended, finish
+from common.ending import ended, finish, side_of_zero
 from common.figures import STYLE, add_letters
 from common.options import (
     add_machine,
@@ -251,6 +251,7 @@ def resmlp(
     between: Callable[[], nn.Module] | None = None,
     *,
     class_mlp: bool = False,
+    norm: Callable[[int], nn.Module] = Affine,
 ) -> nn.Module:
     """Return a ResMLP.
 
@@ -258,6 +259,7 @@ def resmlp(
         models: Networks that were trained before, which are not used.
         between: Function that makes a layer between patches, (B, D, N) -> (B, D, N); None for a matrix.
         class_mlp: Whether a class token takes the place of the average.
+        norm: Layer at the beginning of each branch and after the last block, made from a number of channels.
     """
     model = MlpMixer(
         **SHAPE,
@@ -265,7 +267,7 @@ def resmlp(
         mlp_ratio=4,
         # Learned in full from the beginning, as the training is short.
         block_layer=partial(ResBlock, init_values=1.0),
-        norm_layer=Affine,
+        norm_layer=norm,
     )
     for block in model.blocks:
         if between is not None:
@@ -284,12 +286,18 @@ def mlp_between() -> nn.Module:
     )
 
 
-def convolution(groups: int) -> nn.Module:
-    """Return a 3 x 3 convolution of patches: (B, D, N) -> (B, D, N)."""
+def convolution(groups: int, *, pointwise: bool = False) -> nn.Module:
+    """Return a 3 x 3 convolution of patches: (B, D, N) -> (B, D, N).
+
+    Args:
+        groups: Groups of channels; as many as channels for a depth-wise convolution.
+        pointwise: Whether a 1 x 1 convolution follows, which makes a depth-wise convolution depth-separable.
+    """
     dim = SHAPE["embed_dim"]
     return nn.Sequential(
         nn.Unflatten(2, (GRID, GRID)),
         nn.Conv2d(dim, dim, 3, padding=1, groups=groups),
+        nn.Conv2d(dim, dim, 1) if pointwise else nn.Identity(),
         nn.Flatten(2),
     )
 
@@ -321,6 +329,11 @@ TABLES: dict[str, dict[str, Callable[[Models], nn.Module]]] = {
         "the same, depth-wise": partial(
             resmlp, between=partial(convolution, SHAPE["embed_dim"])
         ),
+        "the same, depth-separable": partial(
+            resmlp,
+            between=partial(convolution, SHAPE["embed_dim"], pointwise=True),
+        ),
+        "a matrix, and LayerNorm": partial(resmlp, norm=nn.LayerNorm),
         "a matrix, and class-MLP": partial(resmlp, class_mlp=True),
     },
 }
@@ -355,7 +368,7 @@ def table(top1: xr.DataArray) -> str:
             values = top1.sel(variant=name)
             low, high = mean_interval(values - reference, "seed").values.tolist()
             mean = float((values - reference).mean())
-            verdict = "better" if low > 0 else "worse" if high < 0 else "undecided"
+            verdict = side_of_zero((low, high), "better", "worse")
             lines.append(
                 f"  {name:26}{float(values.mean()):.3f}   {mean:+.3f} [{low:+.3f}, {high:+.3f}] {verdict}"
             )

@@ -77,8 +77,8 @@ def check_model(model: nn.Module, *, compiled_parts: bool = True) -> None:
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"expected a torch.nn.Module, got {type(model).__name__}")
-    whole = unwrap(model)
-    for name, module in [("", whole)] if compiled_parts else whole.named_modules():
+    network = unwrap(model)
+    for name, module in [("", network)] if compiled_parts else network.named_modules():
         if (
             # torch.compile(model) wraps it as _orig_mod, model.compile() sets _compiled_call_impl (private, torch 2.8
             # to 2.15).

@@ -13,7 +13,8 @@ DOCS = Path(__file__).parent.parent / "docs"
 
 def test_script_writes_the_table(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
-    main, out = runpy.run_path(str(DOCS / "models.py"))["main"], tmp_path / "models.md"
+    main = runpy.run_path(str(DOCS / "models.py"))["main"]
+    out = tmp_path / "models.md"
     main(["--models", "vit_tiny_patch16", "DeiT", "ViTMAE", "--out", str(out)])
     lines = [
         line.strip("| ").split(" | ")

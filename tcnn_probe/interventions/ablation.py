@@ -14,7 +14,7 @@ from tcnn_probe.architectures.lookup import head_count
 from tcnn_probe.attention.head_editor import HeadEditor
 from tcnn_probe.hooks.calls import Call, Calls
 from tcnn_probe.hooks.modes import is_transformed, put_on
-from tcnn_probe.interventions.edits import Ablated, Mode, kind_of
+from tcnn_probe.interventions.ablation_kinds import Ablated, Mode, kind_of
 from tcnn_probe.interventions.head_selection import HeadSelection, select_heads
 from tcnn_probe.interventions.references import (
     GivenImages,

@@ -13,7 +13,7 @@ from tcnn_model import GPSA
 from tcnn_model.conversion.selection import select_layers
 from tcnn_probe.architectures.lookup import head_count, known, looks_like_attention
 from tcnn_probe.attention.gated import GATED_LAYERS
-from tcnn_probe.interventions.edits import Ablated, Heads, Mode, kind_of
+from tcnn_probe.interventions.ablation_kinds import Ablated, Heads, Mode, kind_of
 from tcnn_probe.models import layer_names, whole_number
 
 __all__ = ["HeadSelection", "select_heads"]

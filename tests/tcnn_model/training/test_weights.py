@@ -71,6 +71,7 @@ def _assert_loaded(
             assert torch.equal(state[name], value), name
 
 
+# 21 and 10 classes stand for those of ImageNet-21k and ImageNet-1k.
 CHAINS: dict[
     str, tuple[str, dict[str, Any], str, dict[str, Any], tuple[str, ...], str]
 ] = {

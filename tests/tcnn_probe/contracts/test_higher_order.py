@@ -24,11 +24,9 @@ class FlexAttention(nn.Module):
 
     def __init__(self, width: int, attend: Callable[..., Tensor]) -> None:
         super().__init__()
-        self.qkv, self.proj, self.attend = (
-            nn.Linear(width, 3 * width),
-            nn.Linear(width, width),
-            attend,
-        )
+        self.qkv = nn.Linear(width, 3 * width)
+        self.proj = nn.Linear(width, width)
+        self.attend = attend
 
     def forward(self, x: Tensor, **kwargs: Any) -> Tensor:
         query, key, value = self.qkv(x).unflatten(-1, (3, 3, -1)).permute(2, 0, 3, 1, 4)
@@ -168,7 +166,8 @@ class Inner(nn.Module):
     "ignore:The .grad attribute of a Tensor",
     # Of torch's own: without gradients, and in torch.func.jvp.
     "ignore:None of the inputs have requires_grad",
-    "ignore:`torch.jit.script` is deprecated:FutureWarning",
+    # "deprecated", and on Python 3.14 "not supported".
+    "ignore:`torch.jit.script` is:FutureWarning",
 )
 @pytest.mark.parametrize(
     "kind", ["flex", "compiled flex", "fullgraph flex", *OPERATORS]
@@ -179,6 +178,7 @@ def test_runs_as_it_does_alone(kind: str) -> None:
     is_flex = "flex" in kind
     if is_flex:
         attend = (
+            # Traced by dynamo, without the C++ compiler that inductor needs.
             flex_attention
             if kind == "flex"
             else torch.compile(
