@@ -83,6 +83,7 @@ def mix_and_apply(
     rows = log_rows.exp()
     cols = log_cols.exp()
     for block in blocks_of_queries(query, key):
+        # The attention of the block, Eq. (7).
         image, heads, queries = block
         if image == 0:
             positional = _positional(rows, cols, heads, queries)
@@ -160,6 +161,8 @@ def _backward(
         share = gate[heads, None, None]
         content = torch.softmax(q @ k.transpose(1, 2), -1)
         mixed = torch.lerp(content, positional, share).to(values.dtype)
+
+        # The products with the values.
         d_mixed = torch.empty_like(mixed)
         if taps is None:
             # O = A v: dv = A^T dO and dA = dO v^T.

@@ -116,6 +116,7 @@ def _queries(
             channels, QUERIES, KEYS, CHANNELS,
             ACC, PRECISION, INTERPRETED,
         )  # fmt: skip
+        # Position: P dA, and its moments.
         y, x = key_pixels(start, n_k - 1, width, KEYS, ACC)
         ty = y[None, :] - ref_y[:, None]
         tx = x[None, :] - ref_x[:, None]
@@ -130,6 +131,7 @@ def _queries(
         cov_x += tl.sum(p_da * ux, 1)
         centred = uy * uy + (ux * ux - variance[:, None])
         cov_square += tl.sum(p_da * centred, 1)
+        # Content: C, from the normaliser of the forward.
         s = product(q_tile, k_tile, ACC, PRECISION, INTERPRETED)
         weight = tl.exp2(s * scale - highest[:, None])
         c = weight * share[:, None]
@@ -145,6 +147,7 @@ def _queries(
         ds = c * (da - mean[:, None])
         acc = dot(ds.to(k_tile.dtype), k_tile, acc, PRECISION, INTERPRETED)
         acc_k = dot(c.to(k_tile.dtype), k_tile, acc_k, PRECISION, INTERPRETED)
+    # The factor of content logits, (1 - g) / sqrt(d), is the same for all products.
     valid = m < n_q
     g = tl.load(gate + h).to(tl.float64)
     content_share = (1 - g).to(ACC)
@@ -201,6 +204,7 @@ def _keys(
             channels, KEYS, QUERIES, CHANNELS,
             ACC, PRECISION, INTERPRETED,
         )  # fmt: skip
+        # C and dA are transposed here: a row for each key.
         s = product(k_tile, q_tile, ACC, PRECISION, INTERPRETED)
         clamped = tl.minimum(m, n_q - 1)
         highest = tl.load(content + clamped)
@@ -239,6 +243,7 @@ def _values(
     c = tile * CHANNELS + tl.arange(0, CHANNELS)
     y, x = key_pixels(start_n, n_k - 1, width, KEYS, ACC)
     acc = tl.zeros((KEYS, CHANNELS), ACC)
+    # The gradient of values that heads share is a sum over these.
     for shared in range(shared_by):
         bh = group * shared_by + shared
         b = bh // heads
@@ -264,6 +269,7 @@ def _values(
             highest = tl.load(content + bh * n_q + clamped)
             total = tl.load(content + rows + bh * n_q + clamped)
             share = (1 - g).to(ACC) / total
+            # A as the forward forms it, transposed: a row for each key.
             s = product(k_tile, q_tile, ACC, PRECISION, INTERPRETED)
             ty = y[:, None] - ref_y[None, :]
             tx = x[:, None] - ref_x[None, :]
@@ -310,7 +316,10 @@ def backward_queries(
     """
     dim = q.shape[3]  # aligned() may add columns of zeros
     channels = v.shape[3]
-    q, k, v, grad = (launch.aligned(t) for t in (q, k, v, grad))
+    q = launch.aligned(q)
+    k = launch.aligned(k)
+    v = launch.aligned(v)
+    grad = launch.aligned(grad)
     batch, heads, n_q, _ = q.shape
     n_k = k.shape[2]
     size = launch.blocks("queries", q, dim, channels)
@@ -356,7 +365,10 @@ def backward_keys(
     """
     dim = q.shape[3]  # aligned() may add columns of zeros
     channels = v.shape[3]
-    q, k, v, grad = (launch.aligned(t) for t in (q, k, v, grad))
+    q = launch.aligned(q)
+    k = launch.aligned(k)
+    v = launch.aligned(v)
+    grad = launch.aligned(grad)
     batch, heads, n_k, _ = k.shape
     n_q = q.shape[2]
     size = launch.blocks("keys", q, dim, channels)
@@ -397,7 +409,9 @@ def backward_values(
     """
     dim = q.shape[3]
     value_heads, n_k, channels = v.shape[1:]
-    q, k, grad = (launch.aligned(t) for t in (q, k, grad))
+    q = launch.aligned(q)
+    k = launch.aligned(k)
+    grad = launch.aligned(grad)
     batch, heads, n_q, _ = q.shape
     size = launch.blocks("values", q, dim, channels)
     dv = launch.empty(batch, value_heads, n_k, grad.shape[3], like=v)

@@ -46,6 +46,7 @@ def _lse(
     q += (b * q_b + h * q_h) * UNIT
     k += (b * k_b + h * k_h) * UNIT
     q_tile = load_tile(q, start_m, n_q - 1, q_n * UNIT, d, dim, QUERIES)
+    # An online softmax: sums over the keys so far are counted from their highest logit, and rescaled when it rises.
     highest = tl.full((QUERIES,), -1e30, ACC)  # finite: -inf - (-inf) would be NaN
     total = tl.zeros((QUERIES,), ACC)
     logits = tl.zeros((QUERIES,), ACC)  # sum of weight * (logit - highest)
@@ -53,6 +54,7 @@ def _lse(
         k_tile = load_tile(k, start, n_k - 1, k_n * UNIT, d, dim, KEYS)
         s = product(q_tile, k_tile, ACC, PRECISION, INTERPRETED)
         s *= scale
+        # Keys past the last get no weight.
         n = start + tl.arange(0, KEYS)
         s = tl.where((n < n_k)[None, :], s, -1e30)
         new_highest = tl.maximum(highest, tl.max(s, 1))
@@ -92,7 +94,7 @@ def _mix(
     UNIT: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr, INTERPRETED: tl.constexpr,
     QUERIES: tl.constexpr, KEYS: tl.constexpr, CHANNELS: tl.constexpr, DIM: tl.constexpr,
 ):  # fmt: skip
-    # Programs of the same queries are neighbours, which differ in the tile of the channels that they sum.
+    # Neighbouring programs have the same queries, and write different channels of the output.
     tiles_c = tl.cdiv(channels, CHANNELS)
     tile = tl.program_id(0) % tiles_c
     index = tl.program_id(0) // tiles_c
@@ -105,6 +107,7 @@ def _mix(
     k += (b * k_b + h * k_h) * UNIT
     v += (b * v_b + h * v_h) * UNIT
     q_tile = load_tile(q, start_m, n_q - 1, q_n * UNIT, d, dim, QUERIES)
+    # What position needs of each query, and then what content needs.
     table += h * TABLE * n_q
     content += bh * n_q
     ref_y, ref_x, slope_y, slope_x, curvature, normaliser = query_tables(
@@ -130,12 +133,14 @@ def _mix(
         valid = (n < n_k)[:, None] & (c < channels)[None, :]
         v_tile = tl.load(v_places, mask=valid, other=0.0)
         s = product(q_tile, k_tile, ACC, PRECISION, INTERPRETED)
+        # Position: log2 of g P.
         y, x = key_pixels(start, n_k - 1, width, KEYS, ACC)
         ty = y[None, :] - ref_y[:, None]
         tx = x[None, :] - ref_x[:, None]
         p = position_logits(
             ty, tx, slope_y[:, None], slope_x[:, None], curvature, normaliser[:, None]
         )
+        # Content: (1 - g) C. Their sum is Eq. (7).
         content_weight = tl.exp2(s * scale - highest[:, None])
         content_part = content_weight * share[:, None]
         a = content_part + tl.exp2(p)
@@ -148,6 +153,7 @@ def _mix(
                 # About the least normal float32 number: 0 times the logarithm of 0 would be NaN.
                 logarithm = tl.log2(tl.maximum(a, 1e-37))
                 bits -= tl.sum(a * logarithm, 1)
+                # Distances are from the query: t is from its reference.
                 dy = ty + offset_y[:, None]
                 dx = tx + offset_x[:, None]
                 lengths = tl.sqrt(dy * dy + dx * dx)
@@ -156,6 +162,7 @@ def _mix(
                 tl.atomic_add(
                     received + bh * n_k + n, by_key, mask=n < n_k, sem="relaxed"
                 )
+    # Rows of a head lie apart in memory, (B, N_q, heads, C).
     step = o_n * UNIT
     out_rows = (
         out
@@ -168,6 +175,7 @@ def _mix(
     tl.store(places, acc.to(v.dtype.element_ty), mask=written)
     if STATISTICS:
         if tile == 0:
+            # The padding's share is the same for all images.
             of_head = h * n_q + clamped
             nats = bits / LOG2E + tl.load(padding_entropy + of_head)
             far += tl.load(padding_distance + of_head)
@@ -245,7 +253,9 @@ def mix(
     """
     batch, heads, n_q, dim = q.shape
     n_k, channels = v.shape[2:]
-    q, k, v = (launch.aligned(tensor) for tensor in (q, k, v))
+    q = launch.aligned(q)
+    k = launch.aligned(k)
+    v = launch.aligned(v)
     size = launch.blocks("mix", q, dim, channels)
     out = launch.empty(batch, n_q, heads, v.shape[3], like=v).transpose(1, 2)
     # A kernel needs a pointer for each argument; without statistics it reads none of these.

@@ -115,10 +115,12 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tens
 
     Fused kernels want as many channels of v as of q and k: v goes through in parts of this width.
     """
-    width = q.shape[-1] + -q.shape[-1] % _CHANNELS
-    further = (0, width - q.shape[-1])
-    q = F.pad(q, further)
-    k = F.pad(k, further)
+    dim = q.shape[-1]
+    further = -dim % _CHANNELS
+    width = dim + further
+    # Channels of zeros change no logit.
+    q = F.pad(q, (0, further))
+    k = F.pad(k, (0, further))
     parts = []
     for part in v.split(width, -1):
         padded = F.pad(part, (0, width - part.shape[-1]))
@@ -138,13 +140,12 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tens
 
 def _one_hot(tokens: TokenGrid, like: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return whether each key lies in each row, in each column, and before the grid: (N_key, n) each, 0 or 1."""
-    cells = like.shape[2] - tokens.prefix
-    cell = torch.arange(cells, device=like.device)
+    index = torch.arange(like.shape[2], device=like.device)
+    cell = index[tokens.prefix :] - tokens.prefix
     # Class and register tokens lie in no row and no column.
     prefix = (0, 0, tokens.prefix, 0)
     rows = F.pad(F.one_hot(cell // tokens.width), prefix).to(like.dtype)
     columns = F.pad(F.one_hot(cell % tokens.width), prefix).to(like.dtype)
-    index = torch.arange(like.shape[2], device=like.device)
     before = (index < tokens.prefix).to(like.dtype)
     return rows, columns, before[:, None]
 

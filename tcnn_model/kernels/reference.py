@@ -210,7 +210,8 @@ def backward_queries(
     # C = softmax(s): dS = C (dA - sum_j C_j dA_j), up to the factor of content logits.
     mean = (c * da).sum(-1)
     ds = c * (da - mean[..., None])
-    dq = _content_scale(q, gate, c.dtype) * ds @ k.to(c.dtype)
+    content_scale = _content_scale(q, gate, c.dtype)
+    dq = content_scale * ds @ k.to(c.dtype)
 
     # P is a softmax in position, whose gradient is a covariance under P: of dA with |delta|^2, delta_y and delta_x.
     mean_y, mean_x, variance, offset_y, offset_x = table[:, 6:11].unbind(1)
@@ -245,7 +246,8 @@ def backward_keys(
     c = _content(q, k, normaliser)
     da = grad.to(c.dtype) @ v.to(c.dtype).mT
     ds = c * (da - content_mean[..., None])
-    dk = _content_scale(q, gate, c.dtype) * ds.mT @ q.to(c.dtype)
+    content_scale = _content_scale(q, gate, c.dtype)
+    dk = content_scale * ds.mT @ q.to(c.dtype)
     return dk.to(k.dtype)
 
 

@@ -102,11 +102,13 @@ def _sums(
         weight = tl.exp(s)
         lower = _bounded(highest - base)
         rescale = tl.exp(lower)
+        # Sums so far are counted from a lower highest logit.
         recounted = logits + lower * total
         logits = rescale * recounted + tl.sum(weight * s, 1)
         total = rescale * total + tl.sum(weight, 1)
         if DISTANCE:
             y, x = key_pixels(start - first, last - first, width, KEYS, ACC)
+            # Places in the image, of keys that lie on the grid.
             key_y = y * grid_y + first_y
             key_x = x * grid_x + first_x
             dy = key_y[None, :] - query_y[:, None]
@@ -150,6 +152,7 @@ def _statistics(
     query_y = y * query_grid[0] + query_grid[2]
     query_x = x * query_grid[1] + query_grid[3]
 
+    # The keys on the grid first, as the distance is a mean over these alone.
     highest, total, logits, far = _sums(
         q_tile, k, mask_rows,
         prefix, n_k - 1, k_n, mask_k,
@@ -178,6 +181,7 @@ def _statistics(
             QUERIES, PREFIX_KEYS, DIM,
             ACC, PRECISION, INTERPRETED,
         )  # fmt: skip
+        # Both counted from the higher of their highest logits.
         grid_highest = highest
         highest = tl.maximum(grid_highest, prefix_highest)
         base = _from_hidden(highest)
@@ -200,6 +204,7 @@ def _statistics(
     tl.store(log_sum + at, tl.log(total), mask=written)
     tl.store(expected + at, logits / total, mask=written)
     if RECEIVED:
+        # The tiles once more, now that the sums of their rows are known.
         base = _from_hidden(highest)
         share = tl.where(written, 1.0 / total, 0.0)
         for start in range(0, n_k, KEYS):

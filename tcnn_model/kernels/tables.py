@@ -105,6 +105,7 @@ def _table(
     column = m % queries_x
     query_y = (row * stride_y + first_y).to(tl.float64)
     query_x = (column * stride_x + first_x).to(tl.float64)
+    # Positional attention is a product of two factors, of which each has its own axis.
     ref_y, slope_at_ref_y, norm_y, mean_y, variance_y, entropy_y = _line(
         curvature, slope_y, query_y, before_y, keys_y, QUERIES, KEYS
     )
