@@ -167,7 +167,8 @@ def test_examples_of_aggregation_run() -> None:
 def test_examples_of_dense_tasks_run(monkeypatch: pytest.MonkeyPatch) -> None:
     reason = "transformers builds UperNet: pip install tcnn-probe[huggingface]"
     pytest.importorskip("transformers", reason=reason)
-    create, small = timm.create_model, {"embed_dim": 16, "depth": 4}
+    create = timm.create_model
+    small = {"embed_dim": 16, "depth": 4}
 
     def narrow(name: str, **options: Any) -> nn.Module:
         few = small if name.startswith("patchconvnet") else {}

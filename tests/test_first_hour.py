@@ -138,9 +138,7 @@ def test_a_loop_of_somebody_elses_is_recorded_where_its_validation_ends(
     )
     callback.on_train_end(None, state, None)
     ds = xr.open_zarr(tmp_path / "run.zarr")
-    assert (ds.step.values, ds.eval_loss.values, ds.eval_top_1.values) == (
-        [7],
-        [0.25],
-        [0.5],
-    )
+    assert ds.step.values == [7]
+    assert ds.eval_loss.values == [0.25]
+    assert ds.eval_top_1.values == [0.5]
     assert not model._forward_pre_hooks

@@ -23,7 +23,8 @@ def test_script_writes_the_table(tmp_path: Path) -> None:
     ]
     rows = {cells[1]: cells for cells in lines[1:]}
     assert list(rows) == ["vit_tiny_patch16_224", "DeiTModel", "ViTMAEModel"]
-    vit, shuffled = rows["vit_tiny_patch16_224"], rows["ViTMAEModel"]
+    vit = rows["vit_tiny_patch16_224"]
+    shuffled = rows["ViTMAEModel"]
     assert vit[2:5] == ["64 x 96", "12", "4 x 6 + 1 (12 times)"]
     right, decided = re.match(r"(\d+) of (\d+)", vit[5]).groups()  # type: ignore[union-attr]
     assert right == decided

@@ -22,9 +22,8 @@ _TRIAL_PIXELS = 24
 
 def is_strided(call: Call) -> bool:
     """Return whether a call is a single operation (not a block of them) that reduces resolution by its own stride."""
-    has_layers = any(
-        True for child in call.module.children() for _ in child.parameters()
-    )
+    children = nn.ModuleList(call.module.children())
+    has_layers = any(True for _ in children.parameters())
     return call.reduces and max(_stride(call.module)) > 1 and not has_layers
 
 
@@ -70,9 +69,8 @@ def _both_sides(rows: int, cols: int) -> tuple[int, int, int, int]:
 
 def _padded_to_its_grid(conv: nn.Conv2d) -> nn.Conv2d:
     """Change a convolution of stride 1 so that its padding keeps the grid; a wrapper would rename its parameters."""
-    rows, cols = (
-        d * (k - 1) for d, k in zip(conv.dilation, conv.kernel_size, strict=True)
-    )
+    axes = zip(conv.dilation, conv.kernel_size, strict=True)
+    rows, cols = (d * (k - 1) for d, k in axes)
     # nn.Conv2d computes this in its constructor, and its forward reads it for padding modes other than zeros.
     conv._reversed_padding_repeated_twice = list(_both_sides(rows, cols))
     if rows % 2 == cols % 2 == 0:
@@ -102,6 +100,7 @@ def check_phases(steps: Iterable[Call]) -> None:
     Raises:
         ValueError: If an operation's strided output is not part of its output at stride 1, or two operations disagree.
     """
+    # For each step and residue, the name of its first operation and the phases of all so far.
     common: dict[tuple[object, object, int], tuple[str, set[Phase]]] = {}
     for call in steps:
         strided = _with_random_values(call.module)
@@ -136,7 +135,8 @@ def _phases(call: Call, strided: nn.Module, pixels: int) -> set[Phase]:
 
     def matches(phase: Phase) -> bool:
         y, x = phase
-        part = dense[:, :, y::sy, x::sx][:, :, :height, :width]
+        every_sth = dense[:, :, y::sy, x::sx]
+        part = every_sth[:, :, :height, :width]
         if part.shape != sparse.shape:
             return False
         # Outputs at a wrong phase differ by about their size; float32 rounding stays a thousand times below 1e-3.
@@ -161,13 +161,13 @@ def _missing_pixels(call: Call) -> tuple[int, int]:
     """Return the rows and columns by which the operation at stride 1 falls short of its input's grid."""
     unit = copy.copy(call.module)
     _set_unit_stride(unit)
-    dtype = next(
-        (t.dtype for t in [*unit.parameters(), *unit.buffers()]), torch.float32
-    )
+    tensors = itertools.chain(unit.parameters(), unit.buffers())
+    dtype = next((tensor.dtype for tensor in tensors), torch.float32)
     x = torch.empty(1, _channels(unit), *call.inputs, dtype=dtype, device="meta")
     with torch.no_grad():
         output = _run(call, unit, x)
-    return call.inputs[0] - output.shape[2], call.inputs[1] - output.shape[3]
+    rows, cols = call.inputs
+    return rows - output.shape[2], cols - output.shape[3]
 
 
 def _run(call: Call, operation: nn.Module, x: Tensor) -> Tensor:

@@ -83,27 +83,26 @@ def mix_and_apply(
     rows = log_rows.exp()
     cols = log_cols.exp()
     for block in blocks_of_queries(query, key):
+        # The attention of the block, Eq. (7).
         image, heads, queries = block
         if image == 0:
             positional = _positional(rows, cols, heads, queries)
-        content = torch.softmax(
-            wide_query[block] @ wide_key[image, heads].transpose(1, 2), -1
-        )
-        mixed = content.lerp_(positional, gate[heads, None, None]).to(values.dtype)
+        q = wide_query[block]
+        k = wide_key[image, heads]
+        share = gate[heads, None, None]
+        content = torch.softmax(q @ k.transpose(1, 2), -1)
+        mixed = content.lerp_(positional, share).to(values.dtype)
         if taps is None:
             for head, weights in enumerate(mixed, heads.start):
-                _product(
-                    weights,
-                    # Head 0 stands for all where values are shared.
-                    values[image, head % values.shape[1]],
-                    out=output[image, head, queries],
-                )
+                # Head 0 stands for all where values are shared.
+                value_head = head % values.shape[1]
+                of_block = output[image, head, queries]
+                _product(weights, values[image, value_head], out=of_block)
         else:
+            of_block = output[image, 0, queries]
             for attention, group_taps in _head_groups(mixed, taps[heads]):
                 weighted = _weighted(values[image, 0], group_taps)
-                _add_product(
-                    _side_by_side(attention), weighted, to=output[image, 0, queries]
-                )
+                _add_product(_side_by_side(attention), weighted, to=of_block)
     return output.to(values.dtype)
 
 
@@ -162,14 +161,17 @@ def _backward(
         share = gate[heads, None, None]
         content = torch.softmax(q @ k.transpose(1, 2), -1)
         mixed = torch.lerp(content, positional, share).to(values.dtype)
+
+        # The products with the values.
         d_mixed = torch.empty_like(mixed)
         if taps is None:
             # O = A v: dv = A^T dO and dA = dO v^T.
-            for index, head in enumerate(range(heads.start, heads.start + len(mixed))):
+            pairs = zip(mixed, d_mixed, strict=True)
+            for head, (weights, d_weights) in enumerate(pairs, heads.start):
                 upstream = d_output[image, head, queries]
                 value_head = head % values.shape[1]
-                _add_product(mixed[index].T, upstream, to=d_values[image, value_head])
-                _product(upstream, values[image, value_head].T, out=d_mixed[index])
+                _add_product(weights.T, upstream, to=d_values[image, value_head])
+                _product(upstream, values[image, value_head].T, out=d_weights)
         else:
             upstream = d_output[image, 0, queries].contiguous()
             groups = _head_groups(mixed, taps[heads], d_mixed, d_taps[heads])
@@ -177,15 +179,15 @@ def _backward(
                 # O = sum_h A_h (v w_h): of the weighted values A_h^T dO, from which dv sums over heads and outputs and
                 # dw_h over keys.
                 d_weighted = _side_by_side(attention).T @ upstream
-                d_weighted = d_weighted.view(
-                    len(attention), key.shape[2], *group_taps.shape[1:]
-                )
-                d_values[image, 0] += (d_weighted * group_taps[:, None]).sum((0, 3))
-                d_group_taps += (d_weighted * values[image, 0, :, :, None]).sum(1)
+                shape = (len(attention), key.shape[2], *group_taps.shape[1:])
+                d_weighted = d_weighted.view(shape)
+                d_value_terms = d_weighted * group_taps[:, None]
+                d_values[image, 0] += d_value_terms.sum((0, 3))
+                d_tap_terms = d_weighted * values[image, 0, :, :, None]
+                d_group_taps += d_tap_terms.sum(1)
                 d_side = upstream @ _weighted(values[image, 0], group_taps).T
-                d_attention.copy_(
-                    d_side.unflatten(1, (len(attention), -1)).transpose(0, 1)
-                )
+                by_head = d_side.unflatten(1, (len(attention), -1))
+                d_attention.copy_(by_head.transpose(0, 1))
         d_mixed = widen(d_mixed)
 
         # The factor 1 - share is the same for all logits of a head, and so is applied to the products instead.
@@ -198,14 +200,16 @@ def _backward(
         d_key[image, heads] += d_keys_of_block.mul_(1 - share)
 
         # P = exp(log rows + log cols): the gradient of either logarithm is g dA P, summed over the other axis.
-        on_grid = d_mixed.mul_(positional).unflatten(2, (rows.shape[2], cols.shape[2]))
+        grid = (rows.shape[2], cols.shape[2])
+        on_grid = d_mixed.mul_(positional).unflatten(2, grid)
         along_y = on_grid.sum(3)  # (heads, queries, H)
         along_x = on_grid.sum(2)  # (heads, queries, W)
         # dA/dg = P - C, summed over keys and queries.
         d_gate[heads] += (along_x.sum(2) - content_sums[..., 0]).sum(1)
-        positions = torch.arange(query.shape[2], device=query.device)[queries]
-        d_rows[heads].index_add_(1, positions // cols.shape[1], along_y * share)
-        d_cols[heads].index_add_(1, positions % cols.shape[1], along_x * share)
+        index = torch.arange(query.shape[2], device=query.device)[queries]
+        queries_x = cols.shape[1]
+        d_rows[heads].index_add_(1, index // queries_x, along_y * share)
+        d_cols[heads].index_add_(1, index % queries_x, along_x * share)
     return (
         d_query.to(query.dtype),
         d_key.to(key.dtype),
@@ -264,18 +268,17 @@ def _head_groups(
     attention: Tensor, taps: Tensor, *tensors: Tensor
 ) -> Iterator[tuple[Tensor, ...]]:
     """Split tensors (heads, ...) into groups of heads whose weighted values stay in a core's cache."""
-    heads_per_group = max(
-        1, _WEIGHTED_ELEMENTS // (attention.shape[2] * taps[0].numel())
-    )
-    return zip(
-        *(tensor.split(heads_per_group) for tensor in (attention, taps, *tensors)),
-        strict=True,
-    )
+    elements_per_head = attention.shape[2] * taps[0].numel()
+    heads_per_group = max(1, _WEIGHTED_ELEMENTS // elements_per_head)
+    groups = (t.split(heads_per_group) for t in (attention, taps, *tensors))
+    return zip(*groups, strict=True)
 
 
 def _weighted(values: Tensor, taps: Tensor) -> Tensor:
     """Weight values (N_key, C) by W_out of each head, (heads, C, C_out / C): (heads * N_key, C_out)."""
-    return (values[:, :, None] * taps[:, None]).flatten(2).flatten(0, 1)
+    # (heads, N_key, C, C_out / C).
+    by_head = values[:, :, None] * taps[:, None]
+    return by_head.flatten(2).flatten(0, 1)
 
 
 def _side_by_side(attention: Tensor) -> Tensor:
@@ -285,10 +288,11 @@ def _side_by_side(attention: Tensor) -> Tensor:
 
 def _positional(rows: Tensor, cols: Tensor, heads: slice, queries: slice) -> Tensor:
     """Return rows (x) cols of a block of queries, (heads, queries, H * W)."""
-    height, width = rows.shape[1], cols.shape[1]
-    index = torch.arange(height * width, device=rows.device)[queries]
-    along_y = rows[heads][:, index // width]
-    along_x = cols[heads][:, index % width]
+    queries_y = rows.shape[1]
+    queries_x = cols.shape[1]
+    index = torch.arange(queries_y * queries_x, device=rows.device)[queries]
+    along_y = rows[heads][:, index // queries_x]
+    along_x = cols[heads][:, index % queries_x]
     return (along_y[..., :, None] * along_x[..., None, :]).flatten(2)
 
 

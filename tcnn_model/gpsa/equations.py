@@ -3,6 +3,7 @@
 The oracle of the tests, which shares no code with the layer. Nothing outside the tests should call it.
 """
 
+import itertools
 import math
 
 import torch
@@ -49,11 +50,9 @@ def gpsa_attention_reference(
     reach_x = dx * (kx - 1) + 1
     out_h = math.floor((height + top + bottom - reach_y) / sy + 1)
     out_w = math.floor((width + left + right - reach_x) / sx + 1)
-    pixels = [
-        (j, i)
-        for j in range(-top, height + bottom)
-        for i in range(-left, width + right)
-    ]
+    pixel_rows = range(-top, height + bottom)
+    pixel_columns = range(-left, width + right)
+    pixels = list(itertools.product(pixel_rows, pixel_columns))
     # "same" puts the query at the centre of the kernel; with numeric padding its base is the pixel s (y, x).
     y0, x0 = 0, 0
     if padding == "same":
@@ -61,40 +60,47 @@ def gpsa_attention_reference(
         x0 = (reach_x - 1) // 2 - left
     rows = [sy * m + y0 for m in range(out_h)]
     columns = [sx * n + x0 for n in range(out_w)]
-    bases = [(row, column) for row in rows for column in columns]
+    bases = list(itertools.product(rows, columns))
 
-    def feature(position: tuple[int, int]) -> Tensor:
-        j, i = position
-        inside = 0 <= j < height and 0 <= i < width
-        return x[:, :, j, i] if inside else x.new_zeros(batch, x.shape[1])
+    def inside(pixel: tuple[int, int]) -> bool:
+        j, i = pixel
+        return 0 <= j < height and 0 <= i < width
+
+    def feature(pixel: tuple[int, int]) -> Tensor:
+        j, i = pixel
+        return x[:, :, j, i] if inside(pixel) else x.new_zeros(batch, x.shape[1])
 
     # (B, N_key, C_in).
     keys = torch.stack([feature(pixel) for pixel in pixels], dim=1)
     # (B, N_query, C_in).
     queries = torch.stack([feature(base) for base in bases], dim=1)
-    real = torch.tensor(
-        [0 <= j < height and 0 <= i < width for j, i in pixels], device=x.device
-    )
+    real = torch.tensor([inside(pixel) for pixel in pixels], device=x.device)
     # (N_query, N_key, 2).
-    offsets = [[(j - row, i - column) for j, i in pixels] for row, column in bases]
-    delta = x.new_tensor(offsets)
+    delta = x.new_tensor(pixels) - x.new_tensor(bases)[:, None]
     # r = (||delta||^2, delta_1, delta_2), Eq. (4).
     r = torch.cat([delta.pow(2).sum(-1, keepdim=True), delta], dim=-1)
 
     d = query.shape[0] // heads
+    # (heads, d, C_in).
+    w_qry = query.unflatten(0, (heads, d))
+    w_key = key.unflatten(0, (heads, d))
     attention = []
     for h in range(heads):
-        q = queries @ query[h * d : (h + 1) * d].T
-        k = keys @ key[h * d : (h + 1) * d].T
+        q = queries @ w_qry[h].T
+        k = keys @ w_key[h].T
         products = q @ k.transpose(1, 2)
+        logits = products / math.sqrt(d)
         # Padding gets no content attention.
-        logits = (products / math.sqrt(d)).masked_fill(~real, -math.inf)
-        v_pos = -locality_strength[h] * torch.stack(
-            [torch.ones_like(center[h, 0]), -2 * center[h, 0], -2 * center[h, 1]]
-        )
-        sigma = 1 / (1 + torch.exp(-gating[h]))
+        logits = logits.masked_fill(~real, -math.inf)
         content = torch.softmax(logits, -1)
+
+        alpha = locality_strength[h]
+        delta_1, delta_2 = center[h]
+        # v_pos = -alpha (1, -2 Delta_1, -2 Delta_2), Eq. (4).
+        v_pos = torch.stack([-alpha, 2 * alpha * delta_1, 2 * alpha * delta_2])
         positional = torch.softmax(r @ v_pos, -1)
+
+        sigma = 1 / (1 + torch.exp(-gating[h]))
         attention.append((1 - sigma) * content + sigma * positional)  # Eq. (7)
     return torch.stack(attention, dim=1)
 
@@ -155,18 +161,22 @@ def gpsa_reference(
     rows, columns = zero_padding(
         (x.shape[2], x.shape[3]), kernel_size, stride, padding, dilation
     )
-    padded = torch.nn.functional.pad(x, (*columns, *rows)).flatten(2).transpose(1, 2)
-    out_per_group = weight.shape[0] // groups
-    in_per_group = weight.shape[1]
-    output = x.new_zeros(x.shape[0], a.shape[2], weight.shape[0])
-    for h in range(a.shape[1]):
+    padded = torch.nn.functional.pad(x, (*columns, *rows))
+    # (B, N_key, C_in).
+    tokens = padded.flatten(2).transpose(1, 2)
+    # (C_out, C_in / groups, heads).
+    taps = weight.flatten(2)
+    c_out, in_per_group, heads = taps.shape
+    out_per_group = c_out // groups
+    output = x.new_zeros(x.shape[0], a.shape[2], c_out)
+    for h in range(heads):
         # Block-diagonal if the convolution is grouped.
-        w_out = x.new_zeros(x.shape[1], weight.shape[0])
+        w_out = x.new_zeros(x.shape[1], c_out)
         for g in range(groups):
             inputs = slice(g * in_per_group, (g + 1) * in_per_group)
             outputs = slice(g * out_per_group, (g + 1) * out_per_group)
-            w_out[inputs, outputs] = weight[
-                outputs, :, h // kernel_size[1], h % kernel_size[1]
-            ].T
-        output = output + a[:, h] @ padded @ value.T @ w_out
-    return (output if bias is None else output + bias).transpose(1, 2)
+            w_out[inputs, outputs] = taps[outputs, :, h].T
+        output = output + a[:, h] @ tokens @ value.T @ w_out
+    if bias is not None:
+        output = output + bias
+    return output.transpose(1, 2)

@@ -167,12 +167,9 @@ class GPSA(nn.Module):
         first_y, first_x = center if isinstance(self.padding, str) else self.padding
         dy, dx = self.dilation
         height, width = self.kernel_size
-        offsets = [
-            (r * dy - first_y, c * dx - first_x)
-            for r in range(height)
-            for c in range(width)
-        ]
-        self.center.copy_(torch.tensor(offsets))
+        y = torch.arange(height) * dy - first_y
+        x = torch.arange(width) * dx - first_x
+        self.center.copy_(torch.cartesian_prod(y, x))
         self.gating.copy_(gating)
 
     @classmethod
@@ -295,9 +292,8 @@ class GPSA(nn.Module):
         if self._weights_first(x):
             output = self._weighted(attention, values)
         else:
-            output = self.combine(
-                attend(attention, values, backend=self.backend), attention
-            )
+            gathered = attend(attention, values, backend=self.backend)
+            output = self.combine(gathered, attention)
         # A convolution's output has the memory format of its input, which later layers may rely on (channels_last).
         return output.contiguous(memory_format=_memory_format(x))
 
@@ -307,9 +303,8 @@ class GPSA(nn.Module):
 
     def combine(self, gathered: Tensor, attention: GatedAttention) -> Tensor:
         """Apply W_out of all heads and the bias: (B, heads, N_query, C_in) -> (B, C_out, H_out, W_out)."""
-        gathered = self.head_outputs(gathered).unflatten(
-            2, (attention.y.queries, attention.x.queries)
-        )
+        grid = (attention.y.queries, attention.x.queries)
+        gathered = self.head_outputs(gathered).unflatten(2, grid)
         if self.groups == 1:
             # (C_out, C_in, k_h, k_w) to (C_out, heads * C_in).
             taps = self.weight.permute(0, 2, 3, 1).flatten(1)
@@ -318,12 +313,9 @@ class GPSA(nn.Module):
             return F.linear(side_by_side, taps, self.bias).permute(0, 3, 1, 2)
         # With channels before heads this is the "soft" counterpart of F.unfold, and takes the convolution's weight.
         unfolded = gathered.permute(0, 4, 1, 2, 3).flatten(1, 2)
-        return F.conv2d(
-            unfolded,
-            self.weight.flatten(1)[:, :, None, None],
-            self.bias,
-            groups=self.groups,
-        )
+        # A convolution of 1 x 1 pixels.
+        taps = self.weight.flatten(1)[:, :, None, None]
+        return F.conv2d(unfolded, taps, self.bias, groups=self.groups)
 
     def _weights_first(self, x: Tensor) -> bool:
         """Return whether W_out is applied to the values before attention gathers them.
@@ -344,16 +336,14 @@ class GPSA(nn.Module):
 
     def _weighted(self, attention: GatedAttention, values: Tensor) -> Tensor:
         """Return the result of :meth:`combine` without forming the outputs of single heads."""
-        taps = (
-            # (C_out, 1, k_h, k_w) to (C_in, C_out / C_in, heads), and heads first.
-            self.weight.flatten(1).unflatten(0, (self.in_channels, -1)).permute(2, 0, 1)
-        )
+        # (C_out, 1, k_h, k_w) to (C_in, C_out / C_in, heads), and heads first.
+        by_channel = self.weight.flatten(1).unflatten(0, (self.in_channels, -1))
+        taps = by_channel.permute(2, 0, 1)
         output = attend_weighted(attention, values, taps)
         if self.bias is not None:
             output = output + self.bias
-        return output.transpose(1, 2).unflatten(
-            2, (attention.y.queries, attention.x.queries)
-        )
+        grid = (attention.y.queries, attention.x.queries)
+        return output.transpose(1, 2).unflatten(2, grid)
 
     def _queries_and_keys(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Return queries and keys of all heads, (B, heads, N_query, d) and (B, heads, H * W, d)."""
@@ -361,16 +351,17 @@ class GPSA(nn.Module):
             raise ValueError(
                 f"expected an input of shape (B, {self.in_channels}, H, W), got {tuple(x.shape)}"
             )
-        query_pixels = _at_queries(x, *self.axes(x.shape[2], x.shape[3]))
-        query = self._split_heads(_project(query_pixels, self.query))
-        key = self._split_heads(_project(x, self.key))
-        return query, key
+        y_axis, x_axis = self.axes(x.shape[2], x.shape[3])
+        query_pixels = _at_queries(x, y_axis, x_axis)
+        query = _project(query_pixels, self.query)
+        key = _project(x, self.key)
+        return self._split_heads(query), self._split_heads(key)
 
     def _split_heads(self, features: Tensor) -> Tensor:
         """Split the heads of (B, heads * d, H, W): (B, heads, H * W, d)."""
-        return (
-            features.flatten(2).unflatten(1, (self.heads, self.qk_dim)).transpose(2, 3)
-        )
+        tokens = features.flatten(2)
+        by_head = tokens.unflatten(1, (self.heads, self.qk_dim))
+        return by_head.transpose(2, 3)
 
     def extra_repr(self) -> str:
         """Return the arguments, as ``print(model)`` shows them."""
@@ -410,9 +401,9 @@ def _at_queries(x: Tensor, y_axis: Axis, x_axis: Axis) -> Tensor:
 def _memory_format(x: Tensor) -> torch.memory_format:
     """Return the memory format of ``x`` (B, C, H, W)."""
     # A map of one channel or one pixel is contiguous in both formats; torch's convolution then takes the standard one.
-    channels_last = (
-        x.is_contiguous(memory_format=torch.channels_last) and not x.is_contiguous()
-    )
+    if x.is_contiguous():
+        return torch.contiguous_format
+    channels_last = x.is_contiguous(memory_format=torch.channels_last)
     return torch.channels_last if channels_last else torch.contiguous_format
 
 

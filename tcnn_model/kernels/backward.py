@@ -23,8 +23,11 @@ from tcnn_model.kernels.tiles import (
     key_pixels,
     load_tile,
     log2_of,
+    place_of_program,
     position_logits,
+    product,
     query_tables,
+    store_tile,
 )
 
 __all__ = ["backward_keys", "backward_queries", "backward_values"]
@@ -32,7 +35,10 @@ __all__ = ["backward_keys", "backward_queries", "backward_values"]
 
 @triton.jit
 def _grad_attention(
-    left, right, l_stride, r_stride, start_l, start_r, l_rows, r_rows,
+    left, right,
+    l_stride, r_stride,
+    start_l, start_r,
+    l_rows, r_rows,
     channels: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, CHANNELS: tl.constexpr,
     ACC: tl.constexpr, PRECISION: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
@@ -42,40 +48,43 @@ def _grad_attention(
     """
     rows = block(left, start_l, l_rows - 1, l_stride, LEFT)[:, None]
     cols = block(right, start_r, r_rows - 1, r_stride, RIGHT)[:, None]
-    row_valid = (start_l + tl.arange(0, LEFT) < l_rows)[:, None]
-    col_valid = (start_r + tl.arange(0, RIGHT) < r_rows)[:, None]
+    row_index = start_l + tl.arange(0, LEFT)
+    col_index = start_r + tl.arange(0, RIGHT)
+    row_valid = (row_index < l_rows)[:, None]
+    col_valid = (col_index < r_rows)[:, None]
     acc = tl.zeros((LEFT, RIGHT), ACC)
     for start in range(0, channels, CHANNELS):
         c = (start + tl.arange(0, CHANNELS))[None, :]
-        l_tile = tl.load(rows + c, mask=row_valid & (c < channels), other=0.0)
-        r_tile = tl.load(cols + c, mask=col_valid & (c < channels), other=0.0)
+        c_valid = c < channels
+        l_tile = tl.load(rows + c, mask=row_valid & c_valid, other=0.0)
+        r_tile = tl.load(cols + c, mask=col_valid & c_valid, other=0.0)
         acc = dot(l_tile, tl.trans(r_tile), acc, PRECISION, INTERPRETED)
     return acc
 
 
 @triton.jit
 def _queries(
-    q, k, v, content, gate, table, grad, dq, content_mean, partial,
-    q_b, q_h, q_n, k_b, k_h, k_n, v_b, v_h, v_n, o_b, o_h, o_n,
+    q, k, v, content, gate, table, grad,
+    dq, content_mean, partial,
+    q_b, q_h, q_n,
+    k_b, k_h, k_n,
+    v_b, v_h, v_n,
+    o_b, o_h, o_n,
     heads, n_q, n_k, rows, width,
-    scale: tl.constexpr, dim: tl.constexpr, channels: tl.constexpr, UNIT: tl.constexpr,
+    scale: tl.constexpr, dim: tl.constexpr, channels: tl.constexpr,
+    UNIT: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr, INTERPRETED: tl.constexpr,
     QUERIES: tl.constexpr, KEYS: tl.constexpr, CHANNELS: tl.constexpr, DIM: tl.constexpr,
-    ACC: tl.constexpr, PRECISION: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
-    blocks_m = tl.cdiv(n_q, QUERIES)
-    start_m = (tl.program_id(0) % blocks_m) * QUERIES
-    bh = (tl.program_id(0) // blocks_m).to(tl.int64)
-    b = bh // heads
-    h = bh % heads
+    index = tl.program_id(0)
+    b, h, bh, start_m = place_of_program(index, n_q, heads, QUERIES)
     m = start_m + tl.arange(0, QUERIES)
     clamped = tl.minimum(m, n_q - 1)
     d = tl.arange(0, DIM)
-    q_tile = load_tile(
-        q + (b * q_b + h * q_h) * UNIT, start_m, n_q - 1, q_n * UNIT, d, dim, QUERIES
-    )
+    q += (b * q_b + h * q_h) * UNIT
     k += (b * k_b + h * k_h) * UNIT
     v += (b * v_b + h * v_h) * UNIT
     grad += (b * o_b + h * o_h) * UNIT
+    q_tile = load_tile(q, start_m, n_q - 1, q_n * UNIT, d, dim, QUERIES)
     table += h * TABLE * n_q
     content += bh * n_q
     ref_y, ref_x, slope_y, slope_x, curvature, normaliser = query_tables(
@@ -100,31 +109,32 @@ def _queries(
     for start in range(0, n_k, KEYS):
         k_tile = load_tile(k, start, n_k - 1, k_n * UNIT, d, dim, KEYS)
         da = _grad_attention(
-            grad, v, o_n * UNIT, v_n * UNIT, start_m, start, n_q, n_k, channels,
-            QUERIES, KEYS, CHANNELS, ACC, PRECISION, INTERPRETED,
+            grad, v,
+            o_n * UNIT, v_n * UNIT,
+            start_m, start,
+            n_q, n_k,
+            channels, QUERIES, KEYS, CHANNELS,
+            ACC, PRECISION, INTERPRETED,
         )  # fmt: skip
+        # Position: P dA, and its moments.
         y, x = key_pixels(start, n_k - 1, width, KEYS, ACC)
         ty = y[None, :] - ref_y[:, None]
         tx = x[None, :] - ref_x[:, None]
         p = position_logits(
             ty, tx, slope_y[:, None], slope_x[:, None], curvature, normaliser[:, None]
         )
-        p = tl.exp2(p) * da
-        mass += tl.sum(p, 1)
+        p_da = tl.exp2(p) * da
+        mass += tl.sum(p_da, 1)
         uy = ty - mean_y[:, None]
         ux = tx - mean_x[:, None]
-        cov_y += tl.sum(p * uy, 1)
-        cov_x += tl.sum(p * ux, 1)
+        cov_y += tl.sum(p_da * uy, 1)
+        cov_x += tl.sum(p_da * ux, 1)
         centred = uy * uy + (ux * ux - variance[:, None])
-        cov_square += tl.sum(p * centred, 1)
-        s = dot(
-            q_tile,
-            tl.trans(k_tile),
-            tl.zeros((QUERIES, KEYS), ACC),
-            PRECISION,
-            INTERPRETED,
-        )
-        c = tl.exp2(s * scale - highest[:, None]) * share[:, None]
+        cov_square += tl.sum(p_da * centred, 1)
+        # Content: C, from the normaliser of the forward.
+        s = product(q_tile, k_tile, ACC, PRECISION, INTERPRETED)
+        weight = tl.exp2(s * scale - highest[:, None])
+        c = weight * share[:, None]
         n = start + tl.arange(0, KEYS)
         c = tl.where((n < n_k)[None, :], c, 0.0)
         # The mean of dA under C is known only at the end. The estimate from the keys so far is subtracted before the
@@ -137,13 +147,12 @@ def _queries(
         ds = c * (da - mean[:, None])
         acc = dot(ds.to(k_tile.dtype), k_tile, acc, PRECISION, INTERPRETED)
         acc_k = dot(c.to(k_tile.dtype), k_tile, acc_k, PRECISION, INTERPRETED)
+    # The factor of content logits, (1 - g) / sqrt(d), is the same for all products.
     valid = m < n_q
     g = tl.load(gate + h).to(tl.float64)
-    acc *= (scale / LOG2E) * (1 - g).to(ACC)
-    out = dq + (bh * n_q + start_m) * dim + tl.arange(0, QUERIES) * dim
-    places = out[:, None] + d[None, :]
-    written = valid[:, None] & (d < dim)[None, :]
-    tl.store(places, acc.to(dq.dtype.element_ty), mask=written)
+    content_share = (1 - g).to(ACC)
+    acc *= (scale / LOG2E) * content_share
+    store_tile(dq, bh * n_q + start_m, d, dim, acc, valid)
     tl.store(content_mean + bh * n_q + m, mean, mask=valid)
 
     # position multiplies |delta|^2, and delta = u + E[t] + offset.
@@ -151,7 +160,7 @@ def _queries(
     offset_x = tl.load(table + OFFSET_X * n_q + clamped)
     cov_square += 2 * (offset_y + mean_y) * cov_y
     cov_square += 2 * (offset_x + mean_x) * cov_x
-    partial += tl.program_id(0).to(tl.int64) * 4
+    partial += index.to(tl.int64) * 4
     # dA is zero for queries past the end, and so are these sums: no mask is needed.
     tl.store(partial, tl.sum(cov_square, 0))
     tl.store(partial + 1, tl.sum(cov_y, 0))
@@ -161,26 +170,26 @@ def _queries(
 
 @triton.jit
 def _keys(
-    q, k, v, content, gate, grad, content_mean, dk,
-    q_b, q_h, q_n, k_b, k_h, k_n, v_b, v_h, v_n, o_b, o_h, o_n,
+    q, k, v, content, gate, grad, content_mean,
+    dk,
+    q_b, q_h, q_n,
+    k_b, k_h, k_n,
+    v_b, v_h, v_n,
+    o_b, o_h, o_n,
     heads, n_q, n_k, rows,
-    scale: tl.constexpr, dim: tl.constexpr, channels: tl.constexpr, UNIT: tl.constexpr,
+    scale: tl.constexpr, dim: tl.constexpr, channels: tl.constexpr,
+    UNIT: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr, INTERPRETED: tl.constexpr,
     QUERIES: tl.constexpr, KEYS: tl.constexpr, CHANNELS: tl.constexpr, DIM: tl.constexpr,
-    ACC: tl.constexpr, PRECISION: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
-    blocks_n = tl.cdiv(n_k, KEYS)
-    start_n = (tl.program_id(0) % blocks_n) * KEYS
-    bh = (tl.program_id(0) // blocks_n).to(tl.int64)
-    b = bh // heads
-    h = bh % heads
+    index = tl.program_id(0)
+    b, h, bh, start_n = place_of_program(index, n_k, heads, KEYS)
     n = start_n + tl.arange(0, KEYS)
     d = tl.arange(0, DIM)
-    k_tile = load_tile(
-        k + (b * k_b + h * k_h) * UNIT, start_n, n_k - 1, k_n * UNIT, d, dim, KEYS
-    )
     q += (b * q_b + h * q_h) * UNIT
+    k += (b * k_b + h * k_h) * UNIT
     v += (b * v_b + h * v_h) * UNIT
     grad += (b * o_b + h * o_h) * UNIT
+    k_tile = load_tile(k, start_n, n_k - 1, k_n * UNIT, d, dim, KEYS)
     content += bh * n_q
     content_mean += bh * n_q
     acc = tl.zeros((KEYS, DIM), ACC)
@@ -188,93 +197,80 @@ def _keys(
         m = start + tl.arange(0, QUERIES)
         q_tile = load_tile(q, start, n_q - 1, q_n * UNIT, d, dim, QUERIES)
         da = _grad_attention(
-            v, grad, v_n * UNIT, o_n * UNIT, start_n, start, n_k, n_q, channels,
-            KEYS, QUERIES, CHANNELS, ACC, PRECISION, INTERPRETED,
+            v, grad,
+            v_n * UNIT, o_n * UNIT,
+            start_n, start,
+            n_k, n_q,
+            channels, KEYS, QUERIES, CHANNELS,
+            ACC, PRECISION, INTERPRETED,
         )  # fmt: skip
-        s = dot(
-            k_tile,
-            tl.trans(q_tile),
-            tl.zeros((KEYS, QUERIES), ACC),
-            PRECISION,
-            INTERPRETED,
-        )
+        # C and dA are transposed here: a row for each key.
+        s = product(k_tile, q_tile, ACC, PRECISION, INTERPRETED)
         clamped = tl.minimum(m, n_q - 1)
         highest = tl.load(content + clamped)
         share = 1 / tl.load(content + rows + clamped)
         # Past the end da is zero too.
         mean = tl.load(content_mean + m, mask=m < n_q, other=0.0)
-        c = tl.exp2(s * scale - highest[None, :]) * share[None, :]
+        weight = tl.exp2(s * scale - highest[None, :])
+        c = weight * share[None, :]
         ds = c * (da - mean[None, :])
         acc = dot(ds.to(q_tile.dtype), q_tile, acc, PRECISION, INTERPRETED)
     g = tl.load(gate + h).to(tl.float64)
-    acc *= (scale / LOG2E) * (1 - g).to(ACC)
-    out = dk + (bh * n_k + start_n) * dim + tl.arange(0, KEYS) * dim
-    places = out[:, None] + d[None, :]
-    written = (n < n_k)[:, None] & (d < dim)[None, :]
-    tl.store(places, acc.to(dk.dtype.element_ty), mask=written)
+    content_share = (1 - g).to(ACC)
+    acc *= (scale / LOG2E) * content_share
+    store_tile(dk, bh * n_k + start_n, d, dim, acc, n < n_k)
 
 
 @triton.jit
 def _values(
-    q, k, content, gate, table, grad, dv,
-    q_b, q_h, q_n, k_b, k_h, k_n, o_b, o_h, o_n,
+    q, k, content, gate, table, grad,
+    dv,
+    q_b, q_h, q_n,
+    k_b, k_h, k_n,
+    o_b, o_h, o_n,
     heads, shared_by, n_q, n_k, rows, width,
-    scale: tl.constexpr, dim: tl.constexpr, channels: tl.constexpr, UNIT: tl.constexpr,
+    scale: tl.constexpr, dim: tl.constexpr, channels: tl.constexpr,
+    UNIT: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr, INTERPRETED: tl.constexpr,
     QUERIES: tl.constexpr, KEYS: tl.constexpr, CHANNELS: tl.constexpr, DIM: tl.constexpr,
-    ACC: tl.constexpr, PRECISION: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
     tiles_c = tl.cdiv(channels, CHANNELS)
-    blocks_n = tl.cdiv(n_k, KEYS)
     tile = tl.program_id(0) % tiles_c
-    rest = tl.program_id(0) // tiles_c
-    start_n = (rest % blocks_n) * KEYS
+    index = tl.program_id(0) // tiles_c
     # Image and, unless the values are shared, head.
-    group = (rest // blocks_n).to(tl.int64)
+    _, _, group, start_n = place_of_program(index, n_k, heads, KEYS)
     n = start_n + tl.arange(0, KEYS)
     d = tl.arange(0, DIM)
     c = tile * CHANNELS + tl.arange(0, CHANNELS)
     y, x = key_pixels(start_n, n_k - 1, width, KEYS, ACC)
     acc = tl.zeros((KEYS, CHANNELS), ACC)
+    # The gradient of values that heads share is a sum over these.
     for shared in range(shared_by):
         bh = group * shared_by + shared
         b = bh // heads
         h = bh % heads
-        k_tile = load_tile(
-            k + (b * k_b + h * k_h) * UNIT, start_n, n_k - 1, k_n * UNIT, d, dim, KEYS
-        )
+        head_q = q + (b * q_b + h * q_h) * UNIT
+        head_k = k + (b * k_b + h * k_h) * UNIT
+        head_grad = grad + (b * o_b + h * o_h) * UNIT
+        k_tile = load_tile(head_k, start_n, n_k - 1, k_n * UNIT, d, dim, KEYS)
         g = tl.load(gate + h).to(tl.float64)
         log_gate = log2_of(g.to(ACC))
         head_table = table + h * TABLE * n_q
         for start in range(0, n_q, QUERIES):
             m = start + tl.arange(0, QUERIES)
             clamped = tl.minimum(m, n_q - 1)
-            q_tile = load_tile(
-                q + (b * q_b + h * q_h) * UNIT,
-                start,
-                n_q - 1,
-                q_n * UNIT,
-                d,
-                dim,
-                QUERIES,
-            )
-            grad_rows = block(
-                grad + (b * o_b + h * o_h) * UNIT, start, n_q - 1, o_n * UNIT, QUERIES
-            )
+            q_tile = load_tile(head_q, start, n_q - 1, q_n * UNIT, d, dim, QUERIES)
+            grad_rows = block(head_grad, start, n_q - 1, o_n * UNIT, QUERIES)
+            grad_places = grad_rows[:, None] + c[None, :]
             valid = (m < n_q)[:, None] & (c < channels)[None, :]
-            grad_tile = tl.load(grad_rows[:, None] + c[None, :], mask=valid, other=0.0)
+            grad_tile = tl.load(grad_places, mask=valid, other=0.0)
             ref_y, ref_x, slope_y, slope_x, curvature, normaliser = query_tables(
                 head_table, clamped, n_q
             )
             highest = tl.load(content + bh * n_q + clamped)
             total = tl.load(content + rows + bh * n_q + clamped)
             share = (1 - g).to(ACC) / total
-            s = dot(
-                k_tile,
-                tl.trans(q_tile),
-                tl.zeros((KEYS, QUERIES), ACC),
-                PRECISION,
-                INTERPRETED,
-            )
+            # A as the forward forms it, transposed: a row for each key.
+            s = product(k_tile, q_tile, ACC, PRECISION, INTERPRETED)
             ty = y[:, None] - ref_y[None, :]
             tx = x[:, None] - ref_x[None, :]
             p = position_logits(
@@ -285,13 +281,11 @@ def _values(
                 curvature,
                 (normaliser + log_gate)[None, :],
             )
-            content_part = tl.exp2(s * scale - highest[None, :]) * share[None, :]
+            content_weight = tl.exp2(s * scale - highest[None, :])
+            content_part = content_weight * share[None, :]
             a = content_part + tl.exp2(p)
             acc = dot(a.to(grad_tile.dtype), grad_tile, acc, PRECISION, INTERPRETED)
-    out = dv + (group * n_k + start_n) * channels + tl.arange(0, KEYS) * channels
-    places = out[:, None] + c[None, :]
-    valid = (n < n_k)[:, None] & (c < channels)[None, :]
-    tl.store(places, acc.to(dv.dtype.element_ty), mask=valid)
+    store_tile(dv, group * n_k + start_n, c, channels, acc, n < n_k)
 
 
 def backward_queries(
@@ -322,28 +316,36 @@ def backward_queries(
     """
     dim = q.shape[3]  # aligned() may add columns of zeros
     channels = v.shape[3]
-    q, k, v, grad = (launch.aligned(t) for t in (q, k, v, grad))
+    q = launch.aligned(q)
+    k = launch.aligned(k)
+    v = launch.aligned(v)
+    grad = launch.aligned(grad)
     batch, heads, n_q, _ = q.shape
+    n_k = k.shape[2]
     size = launch.blocks("queries", q, dim, channels)
     blocks = triton.cdiv(n_q, size.queries)
+    programs = batch * heads * blocks
     dq = launch.empty(*q.shape, like=q)
     content_mean = launch.empty(batch, heads, n_q, like=normaliser)
     partial = launch.empty(batch, heads, blocks, 4, like=normaliser)
     rows = batch * heads * n_q
     scale = dim**-0.5 * LOG2E.value
-    _queries[(batch * heads * blocks,)](
-        q, k, v, normaliser, gate, table, grad, dq, content_mean, partial,
-        *launch.strides(q), *launch.strides(k), *launch.strides(v), *launch.strides(grad),
-        heads, n_q, k.shape[2], rows, grid.x.length, scale,
-        dim=q.shape[3], channels=v.shape[3], **launch.numerics(q.dtype), **size.tile(dim),
+    _queries[(programs,)](
+        q, k, v, normaliser, gate, table, grad,
+        dq, content_mean, partial,
+        *launch.strides(q),
+        *launch.strides(k),
+        *launch.strides(v),
+        *launch.strides(grad),
+        heads, n_q, n_k, rows, grid.x.length,
+        scale=scale, dim=q.shape[3], channels=v.shape[3],
+        **launch.numerics(q.dtype),
+        **size.tile(dim),
     )  # fmt: skip
     sums = partial.sum((0, 2), dtype=torch.float64)
-    return (
-        dq[..., :dim],
-        gate.double()[:, None] * sums[:, :3],
-        sums[:, 3].contiguous(),
-        content_mean,
-    )
+    d_position = gate.double()[:, None] * sums[:, :3]
+    d_gate = sums[:, 3].contiguous()
+    return dq[..., :dim], d_position, d_gate, content_mean
 
 
 def backward_keys(
@@ -363,19 +365,29 @@ def backward_keys(
     """
     dim = q.shape[3]  # aligned() may add columns of zeros
     channels = v.shape[3]
-    q, k, v, grad = (launch.aligned(t) for t in (q, k, v, grad))
+    q = launch.aligned(q)
+    k = launch.aligned(k)
+    v = launch.aligned(v)
+    grad = launch.aligned(grad)
     batch, heads, n_k, _ = k.shape
     n_q = q.shape[2]
     size = launch.blocks("keys", q, dim, channels)
     dk = launch.empty(*k.shape, like=k)
-    programs = batch * heads * triton.cdiv(n_k, size.keys)
+    blocks_of_keys = triton.cdiv(n_k, size.keys)
+    programs = batch * heads * blocks_of_keys
     rows = batch * heads * n_q
     scale = dim**-0.5 * LOG2E.value
     _keys[(programs,)](
-        q, k, v, normaliser, gate, grad, content_mean, dk,
-        *launch.strides(q), *launch.strides(k), *launch.strides(v), *launch.strides(grad),
-        heads, n_q, n_k, rows, scale,
-        dim=q.shape[3], channels=v.shape[3], **launch.numerics(q.dtype), **size.tile(dim),
+        q, k, v, normaliser, gate, grad, content_mean,
+        dk,
+        *launch.strides(q),
+        *launch.strides(k),
+        *launch.strides(v),
+        *launch.strides(grad),
+        heads, n_q, n_k, rows,
+        scale=scale, dim=q.shape[3], channels=v.shape[3],
+        **launch.numerics(q.dtype),
+        **size.tile(dim),
     )  # fmt: skip
     return dk[..., :dim]
 
@@ -397,7 +409,9 @@ def backward_values(
     """
     dim = q.shape[3]
     value_heads, n_k, channels = v.shape[1:]
-    q, k, grad = (launch.aligned(t) for t in (q, k, grad))
+    q = launch.aligned(q)
+    k = launch.aligned(k)
+    grad = launch.aligned(grad)
     batch, heads, n_q, _ = q.shape
     size = launch.blocks("values", q, dim, channels)
     dv = launch.empty(batch, value_heads, n_k, grad.shape[3], like=v)
@@ -407,8 +421,14 @@ def backward_values(
     rows = batch * heads * n_q
     scale = dim**-0.5 * LOG2E.value
     _values[(programs,)](
-        q, k, normaliser, gate, table, grad, dv, *launch.strides(q), *launch.strides(k), *launch.strides(grad),
-        heads, heads // value_heads, n_q, n_k, rows, grid.x.length, scale,
-        dim=q.shape[3], channels=grad.shape[3], **launch.numerics(q.dtype), **size.tile(dim),
+        q, k, normaliser, gate, table, grad,
+        dv,
+        *launch.strides(q),
+        *launch.strides(k),
+        *launch.strides(grad),
+        heads, heads // value_heads, n_q, n_k, rows, grid.x.length,
+        scale=scale, dim=q.shape[3], channels=grad.shape[3],
+        **launch.numerics(q.dtype),
+        **size.tile(dim),
     )  # fmt: skip
     return dv[..., :channels]

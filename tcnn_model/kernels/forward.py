@@ -20,7 +20,9 @@ from tcnn_model.kernels.tiles import (
     key_pixels,
     load_tile,
     log2_of,
+    place_of_program,
     position_logits,
+    product,
     query_tables,
 )
 from tcnn_model.precision import at_least_float32
@@ -31,37 +33,28 @@ __all__ = ["content_normaliser", "mix"]
 @triton.jit
 def _lse(
     q, k, normaliser, entropy,
-    q_b, q_h, q_n, k_b, k_h, k_n,
+    q_b, q_h, q_n,
+    k_b, k_h, k_n,
     heads, n_q, n_k, rows,
-    scale: tl.constexpr, dim: tl.constexpr, UNIT: tl.constexpr,
+    scale: tl.constexpr, dim: tl.constexpr, STATISTICS: tl.constexpr,
+    UNIT: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr, INTERPRETED: tl.constexpr,
     QUERIES: tl.constexpr, KEYS: tl.constexpr, DIM: tl.constexpr,
-    STATISTICS: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
-    blocks_m = tl.cdiv(n_q, QUERIES)
-    bh = (tl.program_id(0) // blocks_m).to(tl.int64)
-    b = bh // heads
-    h = bh % heads
-    start_m = (tl.program_id(0) % blocks_m) * QUERIES
+    index = tl.program_id(0)
+    b, h, bh, start_m = place_of_program(index, n_q, heads, QUERIES)
     d = tl.arange(0, DIM)
-    q_tile = load_tile(
-        q + (b * q_b + h * q_h) * UNIT, start_m, n_q - 1, q_n * UNIT, d, dim, QUERIES
-    )
+    q += (b * q_b + h * q_h) * UNIT
     k += (b * k_b + h * k_h) * UNIT
+    q_tile = load_tile(q, start_m, n_q - 1, q_n * UNIT, d, dim, QUERIES)
+    # An online softmax: sums over the keys so far are counted from their highest logit, and rescaled when it rises.
     highest = tl.full((QUERIES,), -1e30, ACC)  # finite: -inf - (-inf) would be NaN
     total = tl.zeros((QUERIES,), ACC)
     logits = tl.zeros((QUERIES,), ACC)  # sum of weight * (logit - highest)
     for start in range(0, n_k, KEYS):
         k_tile = load_tile(k, start, n_k - 1, k_n * UNIT, d, dim, KEYS)
-        s = (
-            dot(
-                q_tile,
-                tl.trans(k_tile),
-                tl.zeros((QUERIES, KEYS), ACC),
-                PRECISION,
-                INTERPRETED,
-            )
-            * scale
-        )
+        s = product(q_tile, k_tile, ACC, PRECISION, INTERPRETED)
+        s *= scale
+        # Keys past the last get no weight.
         n = start + tl.arange(0, KEYS)
         s = tl.where((n < n_k)[None, :], s, -1e30)
         new_highest = tl.maximum(highest, tl.max(s, 1))
@@ -71,45 +64,50 @@ def _lse(
         rescale = tl.exp2(lower)
         if STATISTICS:
             # Logits so far are counted from a lower highest one.
-            logits = rescale * (logits + lower * total)
+            recounted = logits + lower * total
+            logits = rescale * recounted
             logits += tl.sum(weight * s, 1)
         total = rescale * total + tl.sum(weight, 1)
         highest = new_highest
     m = start_m + tl.arange(0, QUERIES)
+    written = m < n_q
     normaliser += bh * n_q
-    tl.store(normaliser + m, highest, mask=m < n_q)
-    tl.store(normaliser + rows + m, total, mask=m < n_q)
+    tl.store(normaliser + m, highest, mask=written)
+    tl.store(normaliser + rows + m, total, mask=written)
     if STATISTICS:
-        nats = (tl.log2(total) - logits / total) / LOG2E
-        tl.store(entropy + bh * n_q + m, nats, mask=m < n_q)
+        bits = tl.log2(total) - logits / total
+        nats = bits / LOG2E
+        tl.store(entropy + bh * n_q + m, nats, mask=written)
 
 
 @triton.jit
 def _mix(
-    q, k, v, content, gate, table, out, entropy, distance, received, padding_entropy, padding_distance,
-    q_b, q_h, q_n, k_b, k_h, k_n, v_b, v_h, v_n, o_b, o_h, o_n,
+    q, k, v, content, gate, table, out,
+    entropy, distance, received,
+    padding_entropy, padding_distance,
+    q_b, q_h, q_n,
+    k_b, k_h, k_n,
+    v_b, v_h, v_n,
+    o_b, o_h, o_n,
     heads, n_q, n_k, rows, width,
-    scale: tl.constexpr, dim: tl.constexpr, channels: tl.constexpr, UNIT: tl.constexpr,
+    scale: tl.constexpr, dim: tl.constexpr, channels: tl.constexpr, STATISTICS: tl.constexpr,
+    UNIT: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr, INTERPRETED: tl.constexpr,
     QUERIES: tl.constexpr, KEYS: tl.constexpr, CHANNELS: tl.constexpr, DIM: tl.constexpr,
-    STATISTICS: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
+    # Neighbouring programs have the same queries, and write different channels of the output.
     tiles_c = tl.cdiv(channels, CHANNELS)
-    blocks_m = tl.cdiv(n_q, QUERIES)
     tile = tl.program_id(0) % tiles_c
-    rest = tl.program_id(0) // tiles_c
-    start_m = (rest % blocks_m) * QUERIES
-    bh = (rest // blocks_m).to(tl.int64)
-    b = bh // heads
-    h = bh % heads
+    index = tl.program_id(0) // tiles_c
+    b, h, bh, start_m = place_of_program(index, n_q, heads, QUERIES)
     m = start_m + tl.arange(0, QUERIES)
     clamped = tl.minimum(m, n_q - 1)
     d = tl.arange(0, DIM)
     c = tile * CHANNELS + tl.arange(0, CHANNELS)
-    q_tile = load_tile(
-        q + (b * q_b + h * q_h) * UNIT, start_m, n_q - 1, q_n * UNIT, d, dim, QUERIES
-    )
+    q += (b * q_b + h * q_h) * UNIT
     k += (b * k_b + h * k_h) * UNIT
     v += (b * v_b + h * v_h) * UNIT
+    q_tile = load_tile(q, start_m, n_q - 1, q_n * UNIT, d, dim, QUERIES)
+    # What position needs of each query, and then what content needs.
     table += h * TABLE * n_q
     content += bh * n_q
     ref_y, ref_x, slope_y, slope_x, curvature, normaliser = query_tables(
@@ -131,22 +129,20 @@ def _mix(
         n = start + tl.arange(0, KEYS)
         k_tile = load_tile(k, start, n_k - 1, k_n * UNIT, d, dim, KEYS)
         v_rows = block(v, start, n_k - 1, v_n * UNIT, KEYS)
+        v_places = v_rows[:, None] + c[None, :]
         valid = (n < n_k)[:, None] & (c < channels)[None, :]
-        v_tile = tl.load(v_rows[:, None] + c[None, :], mask=valid, other=0.0)
-        s = dot(
-            q_tile,
-            tl.trans(k_tile),
-            tl.zeros((QUERIES, KEYS), ACC),
-            PRECISION,
-            INTERPRETED,
-        )
+        v_tile = tl.load(v_places, mask=valid, other=0.0)
+        s = product(q_tile, k_tile, ACC, PRECISION, INTERPRETED)
+        # Position: log2 of g P.
         y, x = key_pixels(start, n_k - 1, width, KEYS, ACC)
         ty = y[None, :] - ref_y[:, None]
         tx = x[None, :] - ref_x[:, None]
         p = position_logits(
             ty, tx, slope_y[:, None], slope_x[:, None], curvature, normaliser[:, None]
         )
-        content_part = tl.exp2(s * scale - highest[:, None]) * share[:, None]
+        # Content: (1 - g) C. Their sum is Eq. (7).
+        content_weight = tl.exp2(s * scale - highest[:, None])
+        content_part = content_weight * share[:, None]
         a = content_part + tl.exp2(p)
         acc = dot(a.to(v_tile.dtype), v_tile, acc, PRECISION, INTERPRETED)
         if STATISTICS:
@@ -157,13 +153,16 @@ def _mix(
                 # About the least normal float32 number: 0 times the logarithm of 0 would be NaN.
                 logarithm = tl.log2(tl.maximum(a, 1e-37))
                 bits -= tl.sum(a * logarithm, 1)
+                # Distances are from the query: t is from its reference.
                 dy = ty + offset_y[:, None]
                 dx = tx + offset_x[:, None]
                 lengths = tl.sqrt(dy * dy + dx * dx)
                 far += tl.sum(a * lengths, 1)
+                by_key = tl.sum(a, 0)
                 tl.atomic_add(
-                    received + bh * n_k + n, tl.sum(a, 0), mask=n < n_k, sem="relaxed"
+                    received + bh * n_k + n, by_key, mask=n < n_k, sem="relaxed"
                 )
+    # Rows of a head lie apart in memory, (B, N_q, heads, C).
     step = o_n * UNIT
     out_rows = (
         out
@@ -176,10 +175,13 @@ def _mix(
     tl.store(places, acc.to(v.dtype.element_ty), mask=written)
     if STATISTICS:
         if tile == 0:
-            bits = bits / LOG2E + tl.load(padding_entropy + h * n_q + clamped)
-            far += tl.load(padding_distance + h * n_q + clamped)
-            tl.store(entropy + bh * n_q + m, bits, mask=m < n_q)
-            tl.store(distance + bh * n_q + m, far, mask=m < n_q)
+            # The padding's share is the same for all images.
+            of_head = h * n_q + clamped
+            nats = bits / LOG2E + tl.load(padding_entropy + of_head)
+            far += tl.load(padding_distance + of_head)
+            at = bh * n_q + m
+            tl.store(entropy + at, nats, mask=m < n_q)
+            tl.store(distance + at, far, mask=m < n_q)
 
 
 def content_normaliser(
@@ -198,19 +200,26 @@ def content_normaliser(
         ``statistics`` also the entropy in nats, (B, heads, N_q).
     """
     batch, heads, n_q, dim = q.shape
-    q, k = launch.aligned(q), launch.aligned(k)
+    n_k = k.shape[2]
+    q = launch.aligned(q)
+    k = launch.aligned(k)
     size = launch.blocks("lse", q, dim)
     normaliser = launch.empty(
         2, batch, heads, n_q, like=q, dtype=at_least_float32(q.dtype)
     )
     entropy = launch.empty(batch, heads, n_q, like=normaliser) if statistics else None
-    programs = batch * heads * triton.cdiv(n_q, size.queries)
+    blocks_of_queries = triton.cdiv(n_q, size.queries)
+    programs = batch * heads * blocks_of_queries
     rows = batch * heads * n_q
     scale = dim**-0.5 * LOG2E.value
     _lse[(programs,)](
-        q, k, normaliser, normaliser if entropy is None else entropy, *launch.strides(q), *launch.strides(k),
-        heads, n_q, k.shape[2], rows, scale, dim=q.shape[3], STATISTICS=statistics,
-        **launch.numerics(q.dtype), **size.tile(dim, with_channels=False),
+        q, k, normaliser, normaliser if entropy is None else entropy,
+        *launch.strides(q),
+        *launch.strides(k),
+        heads, n_q, n_k, rows,
+        scale=scale, dim=q.shape[3], STATISTICS=statistics,
+        **launch.numerics(q.dtype),
+        **size.tile(dim, with_channels=False),
     )  # fmt: skip
     return normaliser, entropy
 
@@ -244,7 +253,9 @@ def mix(
     """
     batch, heads, n_q, dim = q.shape
     n_k, channels = v.shape[2:]
-    q, k, v = (launch.aligned(tensor) for tensor in (q, k, v))
+    q = launch.aligned(q)
+    k = launch.aligned(k)
+    v = launch.aligned(v)
     size = launch.blocks("mix", q, dim, channels)
     out = launch.empty(batch, n_q, heads, v.shape[3], like=v).transpose(1, 2)
     # A kernel needs a pointer for each argument; without statistics it reads none of these.
@@ -264,9 +275,16 @@ def mix(
     rows = batch * heads * n_q
     scale = dim**-0.5 * LOG2E.value
     _mix[(programs,)](
-        q, k, v, normaliser, gate, table, out, *measured, *padding,
-        *launch.strides(q), *launch.strides(k), *launch.strides(v), *launch.strides(out),
-        heads, n_q, n_k, rows, grid.x.length, scale,
-        dim=q.shape[3], channels=v.shape[3], STATISTICS=statistics, **launch.numerics(q.dtype), **size.tile(dim),
+        q, k, v, normaliser, gate, table, out,
+        *measured,
+        *padding,
+        *launch.strides(q),
+        *launch.strides(k),
+        *launch.strides(v),
+        *launch.strides(out),
+        heads, n_q, n_k, rows, grid.x.length,
+        scale=scale, dim=q.shape[3], channels=v.shape[3], STATISTICS=statistics,
+        **launch.numerics(q.dtype),
+        **size.tile(dim),
     )  # fmt: skip
     return out[..., :channels], measured if statistics else None

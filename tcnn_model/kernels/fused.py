@@ -61,17 +61,25 @@ def fused_statistics(
         queries, keys: Places of the tokens.
     """
     dtype = at_least_float32(q.dtype)
+    wide_q = q.to(dtype)
+    wide_k = k.to(dtype)
     # What all keys have in common changes no attention; without it H is no difference of large numbers.
-    common = k.to(dtype).mean(-2, keepdim=True)
-    centred = (k.to(dtype) - common).to(k.dtype)
+    common = wide_k.mean(-2, keepdim=True)
+    centred = (wide_k - common).to(k.dtype)
+
+    # Values whose weighted sums are the mean key, and the attention to each row, to each column and before the grid.
     rows, columns, before = _one_hot(keys, k)
-    places = [place.expand(*k.shape[:3], -1) for place in (rows, columns, before)]
-    values = [centred, *places]
+    places = (rows, columns, before)
+    by_head = [place.expand(*k.shape[:3], -1) for place in places]
+    values = [centred, *by_head]
     widths = [value.shape[-1] for value in values]
     output, lse = _attend(q, centred, torch.cat(values, -1), scale)
     mean_key, by_row, by_column, by_token = output.to(dtype).split(widths, -1)
-    entropy = lse - scale * (q.to(dtype) * mean_key).sum(-1)
+    # H = lse - E[s].
+    expected_logit = scale * (wide_q * mean_key).sum(-1)
+    entropy = lse - expected_logit
 
+    # Distances from each query to the rows and the columns of the grid.
     query_y, query_x = queries.positions(q.shape[2], dtype, q.device)
     row_y = _axis(rows.shape[-1], keys, 0, dtype, q.device)
     column_x = _axis(columns.shape[-1], keys, 1, dtype, q.device)
@@ -84,12 +92,13 @@ def fused_statistics(
     absolute_x = (by_column * dx.abs()).sum(-1)
 
     # Keys ask queries: the softmax over queries of s_ij - lse_i has sum_i A_ij for its normaliser.
-    unit = torch.ones_like(k[..., :1], dtype=dtype)
-    asking = torch.cat([k.to(dtype), unit], -1)
-    whole_lse = lse + scale * (q.to(dtype) * common).sum(-1)
+    unit = torch.ones_like(wide_k[..., :1])
+    asking = torch.cat([wide_k, unit], -1)
+    common_logit = scale * (wide_q * common).sum(-1)
+    whole_lse = lse + common_logit
     # The further channel is multiplied by the scale as the others are.
     offsets = -whole_lse[..., None] / scale
-    answering = torch.cat([q.to(dtype), offsets], -1)
+    answering = torch.cat([wide_q, offsets], -1)
     _, log_received = _attend(asking, answering, answering[..., :1], scale)
     return FusedStatistics(
         log_sum_exp=whole_lse,
@@ -106,10 +115,12 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tens
 
     Fused kernels want as many channels of v as of q and k: v goes through in parts of this width.
     """
-    width = q.shape[-1] + -q.shape[-1] % _CHANNELS
-    further = (0, width - q.shape[-1])
-    q = F.pad(q, further)
-    k = F.pad(k, further)
+    dim = q.shape[-1]
+    further = -dim % _CHANNELS
+    width = dim + further
+    # Channels of zeros change no logit.
+    q = F.pad(q, (0, further))
+    k = F.pad(k, (0, further))
     parts = []
     for part in v.split(width, -1):
         padded = F.pad(part, (0, width - part.shape[-1]))
@@ -129,13 +140,12 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tens
 
 def _one_hot(tokens: TokenGrid, like: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return whether each key lies in each row, in each column, and before the grid: (N_key, n) each, 0 or 1."""
-    cells = like.shape[2] - tokens.prefix
-    cell = torch.arange(cells, device=like.device)
-    rows, columns = (
-        F.pad(F.one_hot(x), (0, 0, tokens.prefix, 0)).to(like.dtype)
-        for x in (cell // tokens.width, cell % tokens.width)
-    )
     index = torch.arange(like.shape[2], device=like.device)
+    cell = index[tokens.prefix :] - tokens.prefix
+    # Class and register tokens lie in no row and no column.
+    prefix = (0, 0, tokens.prefix, 0)
+    rows = F.pad(F.one_hot(cell // tokens.width), prefix).to(like.dtype)
+    columns = F.pad(F.one_hot(cell % tokens.width), prefix).to(like.dtype)
     before = (index < tokens.prefix).to(like.dtype)
     return rows, columns, before[:, None]
 

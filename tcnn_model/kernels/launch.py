@@ -91,14 +91,12 @@ def blocks(which: Pass, like: Tensor, dim: int, channels: int = 0) -> Blocks:
         size = size._replace(
             queries=min(size.queries, 64), keys=min(size.keys, 64), stages=2
         )
-    if (
-        like.is_cuda
-        and torch.cuda.get_device_properties(like.device).shared_memory_per_block_optin
-        < _ROOMY
-    ):
-        size = size._replace(
-            channels=min(size.channels, 128), stages=min(size.stages, 2)
-        )
+    if like.is_cuda:
+        properties = torch.cuda.get_device_properties(like.device)
+        if properties.shared_memory_per_block_optin < _ROOMY:
+            size = size._replace(
+                channels=min(size.channels, 128), stages=min(size.stages, 2)
+            )
     return size._replace(channels=min(size.channels, power_of_two(channels)))
 
 

@@ -38,16 +38,23 @@ def _line(curvature: Tensor, slope: Tensor, line: Line) -> tuple[Tensor, ...]:
     delta = key - query[:, None]
     curvature = curvature[:, None, None]
     slope = slope[:, None, None]
-    reference = key[(delta * (curvature * delta + slope)).argmax(-1)]
+    logits = delta * (curvature * delta + slope)
+    reference = key[logits.argmax(-1)]
     offset = reference - query
+
+    # The same logits, counted from the reference: t pixels from it.
     slope = (2 * curvature * offset[..., None] + slope).squeeze(-1)
     t = key - reference[..., None]
     logits = t * (curvature * t + slope[..., None])
+    # In nats and back, as torch has no logsumexp to base 2.
     normaliser = torch.logsumexp(logits / _LOG2E, -1) * _LOG2E
     p = torch.exp2(logits - normaliser[..., None])
+
+    # Statistics of P along the axis.
     entropy = normaliser - (p * logits).sum(-1)
     mean = (p * t).sum(-1)
-    variance = (p * (t - mean[..., None]) ** 2).sum(-1)
+    u = t - mean[..., None]
+    variance = (p * u**2).sum(-1)
     return reference, slope, normaliser, mean, variance, offset, entropy
 
 
@@ -55,12 +62,10 @@ def positional_table(position: Tensor, grid: Grid, dtype: torch.dtype) -> Tensor
     """Return the table of positional attention, shape (heads, 12, N_q), rows as named in tiles.py."""
     curvature, slope_y, slope_x = (position.double() * _LOG2E).unbind(-1)
     shape = (len(position), grid.y.queries, grid.x.queries)
-    y = [
-        column[:, :, None].expand(shape) for column in _line(curvature, slope_y, grid.y)
-    ]
-    x = [
-        column[:, None, :].expand(shape) for column in _line(curvature, slope_x, grid.x)
-    ]
+    along_y = _line(curvature, slope_y, grid.y)
+    along_x = _line(curvature, slope_x, grid.x)
+    y = [column[:, :, None].expand(shape) for column in along_y]
+    x = [column[:, None, :].expand(shape) for column in along_x]
     reference_y, steepness_y, normaliser_y, mean_y, variance_y, offset_y, entropy_y = y
     reference_x, steepness_x, normaliser_x, mean_x, variance_x, offset_x, entropy_x = x
     rows = [
@@ -92,9 +97,8 @@ def _keys(grid: Grid, like: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 def _positional(table: Tensor, y: Tensor, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return positional attention on the keys at (y, x), and t_y, t_x from the reference: each (heads, N_q, keys)."""
-    reference_y, reference_x, slope_y, slope_x, curvature, normaliser = table[
-        :, :6, :, None
-    ].unbind(1)
+    columns = table[:, :6, :, None].unbind(1)
+    reference_y, reference_x, slope_y, slope_x, curvature, normaliser = columns
     ty = y - reference_y
     tx = x - reference_x
     along_y = ty * (curvature * ty + slope_y)
@@ -109,7 +113,8 @@ def _measure(
     offset_y, offset_x = table[:, 9:11, :, None].unbind(1)
     distance = torch.hypot(ty + offset_y, tx + offset_x)
     entropy = -torch.xlogy(attention, attention).sum(-1)
-    return entropy, (attention * distance).sum(-1)
+    mean_distance = (attention * distance).sum(-1)
+    return entropy, mean_distance
 
 
 def padding_statistics(
@@ -118,7 +123,8 @@ def padding_statistics(
     """Return the entropy (nats) and attention distance on the padding, (heads, N_q) each."""
     y, x, real = _keys(grid, table)
     p, ty, tx = _positional(table, y[~real], x[~real])
-    return _measure(gate[:, None, None].to(p.dtype) * p, ty, tx, table)
+    share = gate[:, None, None].to(p.dtype)
+    return _measure(share * p, ty, tx, table)
 
 
 def _logits(q: Tensor, k: Tensor) -> Tensor:
@@ -157,7 +163,9 @@ def _attention(
     # 1 - gate in the gate's own dtype: near a gate of 1 a narrower one would lose it.
     position_share = gate[:, None, None]
     content_share = 1 - position_share
-    a = content_share.to(c.dtype) * c + position_share.to(c.dtype) * p
+    # Eq. (7).
+    content_part = content_share.to(c.dtype) * c
+    a = content_part + position_share.to(c.dtype) * p
     return a, c, p, ty, tx
 
 
@@ -179,7 +187,10 @@ def mix(
         return out, None
     entropy, distance = _measure(a, ty, tx, table)
     padding_entropy, padding_distance = padding_statistics(gate, table, grid)
-    return out, (entropy + padding_entropy, distance + padding_distance, a.sum(-2))
+    entropy = entropy + padding_entropy
+    distance = distance + padding_distance
+    received = a.sum(-2)
+    return out, (entropy, distance, received)
 
 
 def backward_queries(
@@ -194,10 +205,15 @@ def backward_queries(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return the gradients of q, position (heads, 3) and gate (heads,), and the mean of dA under C, (B, heads, N_q)."""
     _, c, p, ty, tx = _attention(q, k, normaliser, gate, table, grid)
+    # O = A v.
     da = grad.to(c.dtype) @ v.to(c.dtype).mT
+    # C = softmax(s): dS = C (dA - sum_j C_j dA_j), up to the factor of content logits.
     mean = (c * da).sum(-1)
     ds = c * (da - mean[..., None])
-    dq = _content_scale(q, gate, c.dtype) * ds @ k.to(c.dtype)
+    content_scale = _content_scale(q, gate, c.dtype)
+    dq = content_scale * ds @ k.to(c.dtype)
+
+    # P is a softmax in position, whose gradient is a covariance under P: of dA with |delta|^2, delta_y and delta_x.
     mean_y, mean_x, variance, offset_y, offset_x = table[:, 6:11].unbind(1)
     uy = ty - mean_y[..., None]
     ux = tx - mean_x[..., None]
@@ -212,12 +228,9 @@ def backward_queries(
     cov_square = (weighted * centred).sum(-1) + 2 * (from_y + from_x)
     by_query = torch.stack((cov_square, cov_y, cov_x), -1)
     sums = by_query.sum((0, 2), dtype=torch.float64)
-    return (
-        dq.to(q.dtype),
-        gate.double()[:, None] * sums,
-        (mass - mean).sum((0, 2), dtype=torch.float64),
-        mean,
-    )
+    d_position = gate.double()[:, None] * sums
+    d_gate = (mass - mean).sum((0, 2), dtype=torch.float64)
+    return dq.to(q.dtype), d_position, d_gate, mean
 
 
 def backward_keys(
@@ -233,13 +246,15 @@ def backward_keys(
     c = _content(q, k, normaliser)
     da = grad.to(c.dtype) @ v.to(c.dtype).mT
     ds = c * (da - content_mean[..., None])
-    dk = _content_scale(q, gate, c.dtype) * ds.mT @ q.to(c.dtype)
+    content_scale = _content_scale(q, gate, c.dtype)
+    dk = content_scale * ds.mT @ q.to(c.dtype)
     return dk.to(k.dtype)
 
 
 def _content_scale(q: Tensor, gate: Tensor, dtype: torch.dtype) -> Tensor:
     """Return the factor of content logits in the output, (1 - gate) / sqrt(d), shape (heads, 1, 1)."""
-    return (1 - gate).to(dtype)[:, None, None] * q.shape[-1] ** -0.5
+    content_share = (1 - gate).to(dtype)[:, None, None]
+    return content_share * q.shape[-1] ** -0.5
 
 
 def backward_values(
@@ -253,8 +268,9 @@ def backward_values(
     grad: Tensor,
 ) -> Tensor:
     """Return the gradient of v, in its shape: summed over the heads that share it."""
-    a = _attention(q, k, normaliser, gate, table, grid)[0]
-    return (a.mT @ grad.to(a.dtype)).sum_to_size(v.shape).to(v.dtype)
+    a, *_ = _attention(q, k, normaliser, gate, table, grid)
+    dv = a.mT @ grad.to(a.dtype)
+    return dv.sum_to_size(v.shape).to(v.dtype)
 
 
 def attention_statistics(
@@ -276,9 +292,11 @@ def attention_statistics(
         s = s + mask.to(dtype)
     largest = s.amax(-1)
     hidden = largest == -torch.inf
+    # Counted from the largest, or from 0 where all keys are hidden.
     s = s - largest.masked_fill(hidden, 0)[..., None]
     log_sum_exp = s.logsumexp(-1).masked_fill(hidden, 0)
     a = torch.exp(s - log_sum_exp[..., None])
+    # 0 times the -inf of a hidden key would be NaN.
     expected_logit = torch.where(a > 0, a * s, 0).sum(-1)
     prefix = keys.prefix if keys is not None else 0
     distance = None

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from tcnn_model.kernels import launch
 from tcnn_model.kernels.softmax import RowStatistics, TokenGrid
-from tcnn_model.kernels.tiles import dot, key_pixels, load_tile
+from tcnn_model.kernels.tiles import key_pixels, load_tile, place_of_program, product
 from tcnn_model.precision import at_least_float32
 
 __all__ = ["attention_statistics"]
@@ -35,7 +35,8 @@ _VISIBLE = tl.constexpr(2)
 
 @triton.jit
 def _logits(
-    q_tile, k, mask_rows, start, last, k_n, mask_k,
+    q_tile, k, mask_rows,
+    start, last, k_n, mask_k,
     scale: tl.constexpr, dim: tl.constexpr, UNIT: tl.constexpr, MASK: tl.constexpr,
     QUERIES: tl.constexpr, KEYS: tl.constexpr, DIM: tl.constexpr,
     ACC: tl.constexpr, PRECISION: tl.constexpr, INTERPRETED: tl.constexpr,
@@ -44,8 +45,7 @@ def _logits(
     d = tl.arange(0, DIM)
     n = start + tl.arange(0, KEYS)
     k_tile = load_tile(k, start, last, k_n * UNIT, d, dim, KEYS)
-    zeros = tl.zeros((QUERIES, KEYS), ACC)
-    s = dot(q_tile, tl.trans(k_tile), zeros, PRECISION, INTERPRETED) * scale
+    s = product(q_tile, k_tile, ACC, PRECISION, INTERPRETED) * scale
     if MASK:
         columns = tl.minimum(n, last).to(tl.int64) * mask_k
         masked = tl.load(mask_rows[:, None] + columns[None, :])
@@ -70,8 +70,12 @@ def _from_hidden(highest):
 
 @triton.jit
 def _sums(
-    q_tile, k, mask_rows, first, last, query_y, query_x, width, k_n, mask_k,
-    grid_y: tl.constexpr, grid_x: tl.constexpr, first_y: tl.constexpr, first_x: tl.constexpr, DISTANCE: tl.constexpr,
+    q_tile, k, mask_rows,
+    first, last, k_n, mask_k,
+    query_y, query_x, width,
+    grid_y: tl.constexpr, grid_x: tl.constexpr,
+    first_y: tl.constexpr, first_x: tl.constexpr,
+    DISTANCE: tl.constexpr,
     scale: tl.constexpr, dim: tl.constexpr, UNIT: tl.constexpr, MASK: tl.constexpr,
     QUERIES: tl.constexpr, KEYS: tl.constexpr, DIM: tl.constexpr,
     ACC: tl.constexpr, PRECISION: tl.constexpr, INTERPRETED: tl.constexpr,
@@ -86,8 +90,11 @@ def _sums(
     far = tl.zeros((QUERIES,), ACC)
     for start in range(first, last + 1, KEYS):
         s = _logits(
-            q_tile, k, mask_rows, start, last, k_n, mask_k,
-            scale, dim, UNIT, MASK, QUERIES, KEYS, DIM, ACC, PRECISION, INTERPRETED,
+            q_tile, k, mask_rows,
+            start, last, k_n, mask_k,
+            scale, dim, UNIT, MASK,
+            QUERIES, KEYS, DIM,
+            ACC, PRECISION, INTERPRETED,
         )  # fmt: skip
         new_highest = tl.maximum(highest, tl.max(s, 1))
         base = _from_hidden(new_highest)
@@ -95,12 +102,17 @@ def _sums(
         weight = tl.exp(s)
         lower = _bounded(highest - base)
         rescale = tl.exp(lower)
-        logits = rescale * (logits + lower * total) + tl.sum(weight * s, 1)
+        # Sums so far are counted from a lower highest logit.
+        recounted = logits + lower * total
+        logits = rescale * recounted + tl.sum(weight * s, 1)
         total = rescale * total + tl.sum(weight, 1)
         if DISTANCE:
             y, x = key_pixels(start - first, last - first, width, KEYS, ACC)
-            dy = (y * grid_y + first_y)[None, :] - query_y[:, None]
-            dx = (x * grid_x + first_x)[None, :] - query_x[:, None]
+            # Places in the image, of keys that lie on the grid.
+            key_y = y * grid_y + first_y
+            key_x = x * grid_x + first_x
+            dy = key_y[None, :] - query_y[:, None]
+            dx = key_x[None, :] - query_x[:, None]
             lengths = tl.sqrt(dy * dy + dx * dx)
             far = rescale * far + tl.sum(weight * lengths, 1)
         highest = new_highest
@@ -109,38 +121,48 @@ def _sums(
 
 @triton.jit
 def _statistics(
-    q, k, mask, largest, log_sum, expected, prefix_share, distance, received,
-    q_b, q_h, q_n, k_b, k_h, k_n, mask_b, mask_h, mask_q, mask_k,
+    q, k, mask,
+    largest, log_sum, expected, prefix_share, distance, received,
+    q_b, q_h, q_n,
+    k_b, k_h, k_n,
+    mask_b, mask_h, mask_q, mask_k,
     heads, n_q, n_k, query_width, key_width,
-    query_grid: tl.constexpr, key_grid: tl.constexpr, query_prefix: tl.constexpr, prefix: tl.constexpr,
-    scale: tl.constexpr, dim: tl.constexpr, UNIT: tl.constexpr, MASK: tl.constexpr,
-    QUERIES: tl.constexpr, KEYS: tl.constexpr, PREFIX_KEYS: tl.constexpr, DIM: tl.constexpr,
-    DISTANCE: tl.constexpr, RECEIVED: tl.constexpr,
-    ACC: tl.constexpr, PRECISION: tl.constexpr, INTERPRETED: tl.constexpr,
+    query_grid: tl.constexpr, query_prefix: tl.constexpr,
+    key_grid: tl.constexpr, prefix: tl.constexpr,
+    scale: tl.constexpr, dim: tl.constexpr,
+    MASK: tl.constexpr, DISTANCE: tl.constexpr, RECEIVED: tl.constexpr, PREFIX_KEYS: tl.constexpr,
+    UNIT: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr, INTERPRETED: tl.constexpr,
+    QUERIES: tl.constexpr, KEYS: tl.constexpr, DIM: tl.constexpr,
 ):  # fmt: skip
-    blocks_m = tl.cdiv(n_q, QUERIES)
-    bh = (tl.program_id(0) // blocks_m).to(tl.int64)
-    b = bh // heads
-    h = bh % heads
-    start_m = (tl.program_id(0) % blocks_m) * QUERIES
+    index = tl.program_id(0)
+    b, h, bh, start_m = place_of_program(index, n_q, heads, QUERIES)
     m = start_m + tl.arange(0, QUERIES)
     clamped = tl.minimum(m, n_q - 1)
     d = tl.arange(0, DIM)
-    q_tile = load_tile(
-        q + (b * q_b + h * q_h) * UNIT, start_m, n_q - 1, q_n * UNIT, d, dim, QUERIES
-    )
+    q += (b * q_b + h * q_h) * UNIT
     k += (b * k_b + h * k_h) * UNIT
-    mask_rows = mask + (b * mask_b + h * mask_h) + clamped.to(tl.int64) * mask_q
+    mask += b * mask_b + h * mask_h
+    q_tile = load_tile(q, start_m, n_q - 1, q_n * UNIT, d, dim, QUERIES)
+    mask_rows = mask + clamped.to(tl.int64) * mask_q
     y, x = key_pixels(start_m - query_prefix, n_q, query_width, QUERIES, ACC)
     # Class and register tokens are put on the first cell of the grid.
     on_grid = clamped >= query_prefix
-    query_y = tl.where(on_grid, y, 0.0) * query_grid[0] + query_grid[2]
-    query_x = tl.where(on_grid, x, 0.0) * query_grid[1] + query_grid[3]
+    y = tl.where(on_grid, y, 0.0)
+    x = tl.where(on_grid, x, 0.0)
+    query_y = y * query_grid[0] + query_grid[2]
+    query_x = x * query_grid[1] + query_grid[3]
 
+    # The keys on the grid first, as the distance is a mean over these alone.
     highest, total, logits, far = _sums(
-        q_tile, k, mask_rows, prefix, n_k - 1, query_y, query_x, key_width, k_n, mask_k,
-        key_grid[0], key_grid[1], key_grid[2], key_grid[3], DISTANCE,
-        scale, dim, UNIT, MASK, QUERIES, KEYS, DIM, ACC, PRECISION, INTERPRETED,
+        q_tile, k, mask_rows,
+        prefix, n_k - 1, k_n, mask_k,
+        query_y, query_x, key_width,
+        key_grid[0], key_grid[1],
+        key_grid[2], key_grid[3],
+        DISTANCE,
+        scale, dim, UNIT, MASK,
+        QUERIES, KEYS, DIM,
+        ACC, PRECISION, INTERPRETED,
     )  # fmt: skip
     at = bh * n_q + m
     written = m < n_q
@@ -149,10 +171,17 @@ def _statistics(
         tl.store(distance + at, far / positive_total, mask=written)
     if prefix > 0:
         prefix_highest, prefix_total, prefix_logits, _ = _sums(
-            q_tile, k, mask_rows, 0, prefix - 1, query_y, query_x, key_width, k_n, mask_k,
-            0.0, 0.0, 0.0, 0.0, False,
-            scale, dim, UNIT, MASK, QUERIES, PREFIX_KEYS, DIM, ACC, PRECISION, INTERPRETED,
+            q_tile, k, mask_rows,
+            0, prefix - 1, k_n, mask_k,
+            query_y, query_x, key_width,
+            0.0, 0.0,
+            0.0, 0.0,
+            False,
+            scale, dim, UNIT, MASK,
+            QUERIES, PREFIX_KEYS, DIM,
+            ACC, PRECISION, INTERPRETED,
         )  # fmt: skip
+        # Both counted from the higher of their highest logits.
         grid_highest = highest
         highest = tl.maximum(grid_highest, prefix_highest)
         base = _from_hidden(highest)
@@ -160,8 +189,10 @@ def _statistics(
         prefix_lower = _bounded(prefix_highest - base)
         grid_scale = tl.exp(grid_lower)
         prefix_scale = tl.exp(prefix_lower)
-        logits = grid_scale * (logits + grid_lower * total)
-        logits += prefix_scale * (prefix_logits + prefix_lower * prefix_total)
+        grid_logits = logits + grid_lower * total
+        prefix_logits += prefix_lower * prefix_total
+        logits = grid_scale * grid_logits
+        logits += prefix_scale * prefix_logits
         prefix_total = prefix_scale * prefix_total
         total = grid_scale * total + prefix_total
         share = prefix_total / tl.where(total == 0, 1.0, total)
@@ -173,18 +204,22 @@ def _statistics(
     tl.store(log_sum + at, tl.log(total), mask=written)
     tl.store(expected + at, logits / total, mask=written)
     if RECEIVED:
+        # The tiles once more, now that the sums of their rows are known.
         base = _from_hidden(highest)
         share = tl.where(written, 1.0 / total, 0.0)
         for start in range(0, n_k, KEYS):
             s = _logits(
-                q_tile, k, mask_rows, start, n_k - 1, k_n, mask_k,
-                scale, dim, UNIT, MASK, QUERIES, KEYS, DIM, ACC, PRECISION, INTERPRETED,
+                q_tile, k, mask_rows,
+                start, n_k - 1, k_n, mask_k,
+                scale, dim, UNIT, MASK,
+                QUERIES, KEYS, DIM,
+                ACC, PRECISION, INTERPRETED,
             )  # fmt: skip
-            a = tl.exp(_bounded(s - base[:, None])) * share[:, None]
+            weight = tl.exp(_bounded(s - base[:, None]))
+            a = weight * share[:, None]
             n = start + tl.arange(0, KEYS)
-            tl.atomic_add(
-                received + bh * n_k + n, tl.sum(a, 0), mask=n < n_k, sem="relaxed"
-            )
+            by_key = tl.sum(a, 0)
+            tl.atomic_add(received + bh * n_k + n, by_key, mask=n < n_k, sem="relaxed")
 
 
 def attention_statistics(
@@ -209,7 +244,8 @@ def attention_statistics(
     """
     rows, heads, n_q, dim = q.shape
     n_k = k.shape[2]
-    q, k = launch.aligned(q), launch.aligned(k)
+    q = launch.aligned(q)
+    k = launch.aligned(k)
     size = launch.blocks("statistics", q, dim)
     widest = size.keys if mask is None else min(size.keys, _KEYS_WITH_MASK)
     size = size._replace(
@@ -240,15 +276,23 @@ def attention_statistics(
         *(largest, log_sum, expected, share),
         *(largest if x is None else x for x in (distance, columns)),
     )
-    programs = rows * heads * triton.cdiv(n_q, size.queries)
+    blocks_of_queries = triton.cdiv(n_q, size.queries)
+    programs = rows * heads * blocks_of_queries
     query_prefix = queries.prefix if queries is not None else 0
     # A prefix is a tile of its own, as small as can be.
     prefix_keys = launch.power_of_two(prefix) if prefix < size.keys else size.keys
     _statistics[(programs,)](
-        *pointers, *launch.strides(q), *launch.strides(k), *mask_strides, heads, n_q, n_k, query_width, key_width,
-        query_grid=query_grid, key_grid=key_grid, query_prefix=query_prefix, PREFIX_KEYS=prefix_keys,
-        prefix=prefix, scale=scale, dim=q.shape[3], MASK=kind, DISTANCE=distance is not None, RECEIVED=received,
-        **launch.numerics(q.dtype), **size.tile(dim, with_channels=False),
+        *pointers,
+        *launch.strides(q),
+        *launch.strides(k),
+        *mask_strides,
+        heads, n_q, n_k, query_width, key_width,
+        query_grid=query_grid, query_prefix=query_prefix,
+        key_grid=key_grid, prefix=prefix,
+        scale=scale, dim=q.shape[3],
+        MASK=kind, DISTANCE=distance is not None, RECEIVED=received, PREFIX_KEYS=prefix_keys,
+        **launch.numerics(q.dtype),
+        **size.tile(dim, with_channels=False),
     )  # fmt: skip
     return RowStatistics(largest, log_sum, expected, share, distance, columns)
 

@@ -42,9 +42,12 @@ _KEYS = 32  # at a time
 
 @triton.jit
 def _line(
-    curvature, slope, query, before, keys, QUERIES: tl.constexpr, KEYS: tl.constexpr
-):
+    curvature, slope, query,
+    before, keys,
+    QUERIES: tl.constexpr, KEYS: tl.constexpr,
+):  # fmt: skip
     """Measure an axis in float64: reference pixel, slope there, log2 normaliser, mean and variance of t, entropy."""
+    # The reference is the key of the highest logit: counted from it, no exponential overflows.
     best = tl.full((QUERIES,), float("-inf"), tl.float64)
     reference = tl.zeros((QUERIES,), tl.float64)
     for start in range(0, keys, KEYS):
@@ -59,6 +62,7 @@ def _line(
         reference = tl.where(highest > best, first_key, reference)
         best = tl.maximum(best, highest)
     reference_slope = 2 * curvature * (reference - query) + slope
+    # Sums over the keys of 2^logit, and of that times t, t^2 and the logit.
     total = tl.zeros((QUERIES,), tl.float64)
     first = tl.zeros((QUERIES,), tl.float64)
     second = tl.zeros((QUERIES,), tl.float64)
@@ -77,19 +81,14 @@ def _line(
     normaliser = tl.log2(total)
     mean = first / total
     variance = second / total - mean * mean
-    return (
-        reference,
-        reference_slope,
-        normaliser,
-        mean,
-        variance,
-        normaliser - logits / total,
-    )
+    entropy = normaliser - logits / total
+    return reference, reference_slope, normaliser, mean, variance, entropy
 
 
 @triton.jit
 def _table(
-    position, table, n_q, queries_x,
+    position, table,
+    n_q, queries_x,
     stride_y, first_y, before_y, keys_y,
     stride_x, first_x, before_x, keys_x,
     QUERIES: tl.constexpr, KEYS: tl.constexpr,
@@ -101,8 +100,12 @@ def _table(
     curvature = tl.load(position).to(tl.float64) * LOG2E
     slope_y = tl.load(position + 1).to(tl.float64) * LOG2E
     slope_x = tl.load(position + 2).to(tl.float64) * LOG2E
-    query_y = ((m // queries_x) * stride_y + first_y).to(tl.float64)
-    query_x = ((m % queries_x) * stride_x + first_x).to(tl.float64)
+    # The pixel of each query.
+    row = m // queries_x
+    column = m % queries_x
+    query_y = (row * stride_y + first_y).to(tl.float64)
+    query_x = (column * stride_x + first_x).to(tl.float64)
+    # Positional attention is a product of two factors, of which each has its own axis.
     ref_y, slope_at_ref_y, norm_y, mean_y, variance_y, entropy_y = _line(
         curvature, slope_y, query_y, before_y, keys_y, QUERIES, KEYS
     )
@@ -115,9 +118,8 @@ def _table(
     tl.store(out + REFERENCE_X * n_q, ref_x, mask=valid)
     tl.store(out + SLOPE_Y * n_q, slope_at_ref_y, mask=valid)
     tl.store(out + SLOPE_X * n_q, slope_at_ref_x, mask=valid)
-    tl.store(
-        out + CURVATURE * n_q, tl.zeros((QUERIES,), tl.float64) + curvature, mask=valid
-    )
+    curvatures = tl.zeros((QUERIES,), tl.float64) + curvature
+    tl.store(out + CURVATURE * n_q, curvatures, mask=valid)
     tl.store(out + NORMALISER * n_q, -norm_y - norm_x, mask=valid)
     tl.store(out + MEAN_Y * n_q, mean_y, mask=valid)
     tl.store(out + MEAN_X * n_q, mean_x, mask=valid)
@@ -129,8 +131,12 @@ def _table(
 
 @triton.jit
 def _padding(
-    table, gate, entropy, distance, n_q,
-    height, width, before_y, before_x, keys_x, extended,
+    table, gate,
+    entropy, distance,
+    n_q,
+    height, width,
+    before_y, before_x,
+    keys_x, extended,
     QUERIES: tl.constexpr, KEYS: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
     h = tl.program_id(1).to(tl.int64)
@@ -150,14 +156,16 @@ def _padding(
         y -= before_y
         x -= before_x
         n = start + tl.arange(0, KEYS)
-        outside = (y < 0) | (y >= height) | (x < 0) | (x >= width)
-        outside = outside & (n < extended)
+        outside_y = (y < 0) | (y >= height)
+        outside_x = (x < 0) | (x >= width)
+        outside = (outside_y | outside_x) & (n < extended)
         ty = y[None, :] - ref_y[:, None]
         tx = x[None, :] - ref_x[:, None]
         logit = position_logits(
             ty, tx, slope_y[:, None], slope_x[:, None], curvature, normaliser[:, None]
         )
         logit = tl.where(outside[None, :], logit + log_gate, -1e9)
+        # Of a gate of 0 the logarithm is -inf, which times a weight of 0 would be NaN.
         logit = tl.maximum(logit, -1e9)
         weight = tl.exp2(logit)
         bits -= tl.sum(weight * logit, 1)
@@ -165,8 +173,10 @@ def _padding(
         dx = tx + offset_x[:, None]
         lengths = tl.sqrt(dy * dy + dx * dx)
         far += tl.sum(weight * lengths, 1)
-    tl.store(entropy + h * n_q + m, bits / LOG2E, mask=m < n_q)
-    tl.store(distance + h * n_q + m, far, mask=m < n_q)
+    at = h * n_q + m
+    nats = bits / LOG2E
+    tl.store(entropy + at, nats, mask=m < n_q)
+    tl.store(distance + at, far, mask=m < n_q)
 
 
 def positional_table(position: Tensor, grid: Grid, dtype: torch.dtype) -> Tensor:
@@ -186,7 +196,8 @@ def positional_table(position: Tensor, grid: Grid, dtype: torch.dtype) -> Tensor
     programs = (triton.cdiv(grid.queries, _QUERIES), len(position))
     y, x = grid
     _table[programs](
-        position.contiguous(), table, grid.queries, x.queries,
+        position.contiguous(), table,
+        grid.queries, x.queries,
         y.stride, y.first_query, y.before, y.keys,
         x.stride, x.first_query, x.before, x.keys,
         QUERIES=_QUERIES, KEYS=_KEYS,
@@ -215,8 +226,12 @@ def padding_statistics(
     # Without padding there is nothing to loop over.
     extended = grid.extended if grid.extended > grid.pixels else 0
     _padding[programs](
-        table, gate, entropy, distance, grid.queries,
-        y.length, x.length, y.before, x.before, x.keys, extended,
+        table, gate,
+        entropy, distance,
+        grid.queries,
+        y.length, x.length,
+        y.before, x.before,
+        x.keys, extended,
         QUERIES=_QUERIES, KEYS=_KEYS, ACC=launch.triton_dtype(table.dtype),
     )  # fmt: skip
     return entropy, distance

@@ -50,6 +50,23 @@ def dot(a, b, acc, PRECISION: tl.constexpr, INTERPRETED: tl.constexpr):
 
 
 @triton.jit
+def product(left, right, ACC: tl.constexpr, PRECISION: tl.constexpr, INTERPRETED: tl.constexpr):  # fmt: skip
+    """Return ``left @ right^T``, the products of rows with rows."""
+    zeros = tl.zeros((left.shape[0], right.shape[0]), ACC)
+    return dot(left, tl.trans(right), zeros, PRECISION, INTERPRETED)
+
+
+@triton.jit
+def place_of_program(index, count, heads, BLOCK: tl.constexpr):
+    """Return image, head, the two as one index, and the first of the program's ``BLOCK`` tokens of ``count``."""
+    blocks = tl.cdiv(count, BLOCK)
+    # 64 bits, as the offset of a head is this times a stride.
+    bh = (index // blocks).to(tl.int64)
+    start = (index % blocks) * BLOCK
+    return bh // heads, bh % heads, bh, start
+
+
+@triton.jit
 def block(base, start, last, stride, BLOCK: tl.constexpr):
     """Return pointers to ``BLOCK`` rows from ``start``."""
     # Rows past the last are read as the last, so that masked results are finite: 0 * NaN would not vanish in a product.
@@ -63,6 +80,15 @@ def load_tile(base, start, last, stride, columns, count, ROWS: tl.constexpr):
     rows = block(base, start, last, stride, ROWS)
     places = rows[:, None] + columns[None, :]
     return tl.load(places, mask=(columns < count)[None, :], other=0.0)
+
+
+@triton.jit
+def store_tile(base, start, columns, width, tile, valid):
+    """Store a tile in rows of ``width`` elements, from row ``start`` of ``base``, in its valid rows and columns."""
+    rows = base + start * width + tl.arange(0, tile.shape[0]) * width
+    places = rows[:, None] + columns[None, :]
+    written = valid[:, None] & (columns < width)[None, :]
+    tl.store(places, tile.to(base.dtype.element_ty), mask=written)
 
 
 @triton.jit

@@ -359,7 +359,8 @@ def parse(arguments: list[str] | None) -> tuple[Config, bool]:
     )
     _add_options(parser)
     options = vars(parser.parse_args(arguments))
-    file, resume = options.pop("config"), options.pop("resume")
+    file = options.pop("config")
+    resume = options.pop("resume")
     if resume:
         if "recipe" in options or file:
             raise ValueError(
@@ -533,7 +534,8 @@ def recipe_settings(name: str, model: str) -> dict[str, Any]:
     Raises:
         ValueError: There is no such recipe, or it cannot be read as one.
     """
-    chain, names = [_recipe(name)], [name]
+    chain = [_recipe(name)]
+    names = [name]
     while "base" in chain[0]:
         base = chain[0]["base"]
         if base in names:

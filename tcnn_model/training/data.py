@@ -189,7 +189,8 @@ class Images:
     ranks: Ranks
 
     def __post_init__(self) -> None:
-        config, count = self.config, self.ranks.count
+        config = self.config
+        count = self.ranks.count
         self._sizes = [
             min(len(source), config.limit or len(source))
             for source in (self.train, self.validate)

@@ -85,10 +85,8 @@ def evaluate(
         # float64 sums the losses of 50,000 images with no rounding to be seen, whatever their batches.
         total = torch.zeros(3, dtype=torch.float64, device=target)
         for images, labels in with_bar(loader, "validating", progress):
-            images, labels = (
-                images.to(target, non_blocking=True),
-                labels.to(target, non_blocking=True),
-            )
+            images = images.to(target, non_blocking=True)
+            labels = labels.to(target, non_blocking=True)
             with torch.autocast(
                 target.type,
                 torch.bfloat16 if amp is True else amp or None,

@@ -223,7 +223,8 @@ class Training:
             images, targets = self.mix(images, targets)
         with torch.autocast(self.device.type, self.amp, enabled=self.amp is not None):
             result = self.task(images, targets)
-        loss, logits = result["loss"], result["output"]
+        loss = result["loss"]
+        logits = result["output"]
         # All processes stop together; one alone would leave the others waiting for its gradient.
         total_loss = float(self.over_ranks(loss.detach()))
         if not math.isfinite(total_loss):

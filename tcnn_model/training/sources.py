@@ -182,19 +182,19 @@ def _open_fine(
     data: str, dataset: str, splits: tuple[str, str]
 ) -> tuple[Source, Source]:
     if data in DIGITS:
-        return _Digits(True, parity=data == "parity"), _Digits(
-            False, parity=data == "parity"
-        )
+        parity = data == "parity"
+        return _Digits(True, parity=parity), _Digits(False, parity=parity)
     if _kind(dataset) in _STREAMS:
         raise ValueError(
             f"{dataset} gives a stream of images, and an exact run needs numbered images: use hfds/"
         )
-    roots = (data, data) if dataset else _roots(data, splits)
-    train = _open(roots[0], dataset, splits[0])
-    validation = _open(roots[1], dataset, splits[1])
+    train_split, validation_split = splits
+    train_root, validation_root = (data, data) if dataset else _roots(data, splits)
+    train = _open(train_root, dataset, train_split)
+    validation = _open(validation_root, dataset, validation_split)
     for source, split, root in (
-        (train, splits[0], roots[0]),
-        (validation, splits[1], roots[1]),
+        (train, train_split, train_root),
+        (validation, validation_split, validation_root),
     ):
         if len(source) == 0:
             raise ValueError(f"the split {split!r} in {root} has no images")

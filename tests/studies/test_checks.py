@@ -152,7 +152,8 @@ def resolutions(small: float = 0.2, trained: float = 0.6) -> tuple[Any, ...]:
 def costs(ratio: float = 2.0, top1: float = 0.5) -> tuple[Any, ...]:
     # The CNN's cost is the unit, so that the T-CNN's is the ratio that the check prints.
     coords = {"architecture": ["one"], "model": [architectures.CNN, architectures.TCNN]}
-    counts, dims = [[1.0, ratio]], ("architecture", "model")
+    counts = [[1.0, ratio]]
+    dims = ("architecture", "model")
     return xr.Dataset(
         {"multiply_adds": (dims, counts), "top1": (dims, [[0.5, top1]]), "images": 99},
         coords,

@@ -26,7 +26,8 @@ def test_the_digit_is_in_its_box_and_brighter_than_the_clutter_there() -> None:
     scenes = ClutteredDigits(digits, labels, size=37, digit_size=16, fragments=0)
     image, (top, left, bottom, right), mask = scenes.scene(1)
     assert image.shape == (1, 37, 37)
-    assert (bottom - top, right - left) == (16, 16)
+    assert bottom - top == 16
+    assert right - left == 16
     # Scenes are normalised by a mean of 0.2 and a deviation of 0.3.
     bright = (image[0] > (0.9 - 0.2) / 0.3).nonzero()
     assert len(bright) > 20

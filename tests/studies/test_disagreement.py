@@ -43,7 +43,8 @@ def test_differing_by_hand() -> None:
     rates = disagreement.differing(results, "group")
     assert rates.dims == ("training", "model", "group", "image")
     assert rates.group.values.tolist() == ["clean", "weather", "blur"]
-    clean, corrupted = results.clean_prediction.values, results.prediction.values
+    clean = results.clean_prediction.values
+    corrupted = results.prediction.values
     for nth, model, image in np.ndindex(2, 3, 7):
         # Another start is the CNN of the other training.
         at = {TCNN: (nth, 1), ORDER: (nth, 2), START: (1 - nth, 0)}[
@@ -90,7 +91,8 @@ def test_given_models_are_compared_as_they_are(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Models have their own weights and normalisation, and a distilled one the mean of its two classifiers."""
-    create, names = timm.create_model, ["deit_tiny_distilled_patch16_224", "test_vit"]
+    create = timm.create_model
+    names = ["deit_tiny_distilled_patch16_224", "test_vit"]
     narrow = {"embed_dim": 6, "depth": 1, "num_heads": 2}
     monkeypatch.setattr(
         timm,

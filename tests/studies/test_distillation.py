@@ -55,7 +55,8 @@ def test_students_with_a_second_token_begin_with_the_same_weights() -> None:
     torch.manual_seed(0)
     model = distillation.small_vit()
     distilled = distillation.with_distillation_token(model)
-    ours, distilled_state = model.state_dict(), distilled.state_dict()
+    ours = model.state_dict()
+    distilled_state = distilled.state_dict()
     assert set(distilled_state) - set(ours) == {
         "dist_token",
         "head_dist.weight",

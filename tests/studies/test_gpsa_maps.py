@@ -33,24 +33,37 @@ def by_hand(
     layer: GPSA, x: torch.Tensor, head: int, query: tuple[int, int]
 ) -> np.ndarray:
     """Return A_ij (T-CNN Eqs. 3, 4, 7) of a query at a pixel of one image (C, H, W), over the padded image."""
-    (py, px), (height, width) = layer.padding, x.shape[1:]
-    of_head = slice(head * layer.qk_dim, (head + 1) * layer.qk_dim)
-    q = layer.query[of_head] @ x[:, query[0], query[1]]
+    d = layer.qk_dim
+    of_head = slice(head * d, (head + 1) * d)
+    w_qry = layer.query[of_head]
+    w_key = layer.key[of_head]
     alpha = layer.locality_strength[head].item()
-    dy, dx = layer.center[head].tolist()
-    center = query[0] + dy, query[1] + dx
-    content = np.zeros((height + 2 * py, width + 2 * px))
+    gate = torch.sigmoid(layer.gating[head]).item()
+    query_y, query_x = query
+    delta_y, delta_x = layer.center[head].tolist()
+    center = (query_y + delta_y, query_x + delta_x)
+    q = w_qry @ x[:, query_y, query_x]
+
+    # The numerators of both softmaxes, key by key.
+    top, left = layer.padding
+    _, height, width = x.shape
+    content = np.zeros((height + 2 * top, width + 2 * left))
     position = np.zeros_like(content)
     for row, column in np.ndindex(content.shape):
-        y, k = row - py, column - px
-        position[row, column] = math.exp(-alpha * math.dist((y, k), center) ** 2)
+        key_y = row - top
+        key_x = column - left
+        distance = math.dist((key_y, key_x), center)
+        position[row, column] = math.exp(-alpha * distance**2)
         # Padding is attended to by position alone.
-        if 0 <= y < height and 0 <= k < width:
-            logit = (q @ (layer.key[of_head] @ x[:, y, k])).item()
-            content[row, column] = math.exp(logit / math.sqrt(layer.qk_dim))
-    gate = torch.sigmoid(layer.gating[head]).item()
-    by_content = (1 - gate) * content / content.sum()
-    return by_content + gate * position / position.sum()
+        if 0 <= key_y < height and 0 <= key_x < width:
+            k = w_key @ x[:, key_y, key_x]
+            logit = (q @ k).item() / math.sqrt(d)
+            content[row, column] = math.exp(logit)
+
+    # Eq. (7).
+    content /= content.sum()
+    position /= position.sum()
+    return (1 - gate) * content + gate * position
 
 
 def test_maps_are_those_of_the_equations() -> None:
@@ -58,35 +71,43 @@ def test_maps_are_those_of_the_equations() -> None:
     images = torch.randn(2, 2, 11, 7, dtype=torch.float64)
     maps = maps_of(model, images, (9, 4))
     assert dict(maps.sizes) == {"layer": 2, "image": 2, "head": 15, "y": 11, "x": 7}
-    inputs = {"0": images, "2": model[0](images).detach()}
-    # Row 9 * 6 // 11 = 4 of 6, two pixels apart; and 9 * 5 // 11 of 5.
-    queries = {"0": (8, 4), "2": (4, 4)}
-    for name, layer in (("0", model[0]), ("2", model[2])):
+    features = model[0](images).detach()
+    cases = [
+        # The query at the pixel: row 9 * 6 // 11 = 4 of 6, two pixels apart; and 9 * 5 // 11 of 5.
+        ("0", images, (8, 4)),
+        ("2", features, (4, 4)),
+    ]
+    for name, inputs, query in cases:
+        layer = model.get_submodule(name)
         in_layer = maps.sel(layer=name)
-        query = queries[name]
-        assert (int(in_layer.query_y), int(in_layer.query_x)) == query
-        height, width = inputs[name].shape[2:]
+        query_y, query_x = query
+        assert int(in_layer.query_y) == query_y
+        assert int(in_layer.query_x) == query_x
+        height, width = inputs.shape[2:]
         top, left = layer.padding
-        for image in range(2):
-            for head in range(layer.heads):
-                expected = by_hand(layer, inputs[name][image], head, query)
-                cell = in_layer.isel(image=image, head=head)
-                attention = cell.attention[:height, :width]
-                inside = expected[top : top + height, left : left + width]
-                np.testing.assert_allclose(attention, inside, rtol=0, atol=1e-9)
-                outside = 1 - inside.sum()
-                assert float(cell.outside) == pytest.approx(outside, abs=1e-9)
-                row, column = np.unravel_index(expected.argmax(), expected.shape)
-                assert float(cell.peak_y) == row - top - query[0]
-                assert float(cell.peak_x) == column - left - query[1]
-        np.testing.assert_allclose(
-            in_layer.center_y[: layer.heads], layer.center[:, 0].detach()
-        )
-        np.testing.assert_allclose(
-            in_layer.gate[: layer.heads], torch.sigmoid(layer.gating).detach()
-        )
-    assert np.isnan(maps.attention.sel(layer="2").isel(head=slice(2, None))).all()
-    assert np.isnan(maps.attention.sel(layer="2").isel(y=slice(6, None))).all()
+        for image, head in np.ndindex(len(inputs), layer.heads):
+            expected = by_hand(layer, inputs[image], head, query)
+            cell = in_layer.isel(image=image, head=head)
+
+            # The real pixels, and the attention that goes to the padding.
+            attention = cell.attention[:height, :width]
+            inside = expected[top : top + height, left : left + width]
+            np.testing.assert_allclose(attention, inside, rtol=0, atol=1e-9)
+            outside = 1 - inside.sum()
+            assert float(cell.outside) == pytest.approx(outside, abs=1e-9)
+
+            # The peak is counted from the query.
+            row, column = np.unravel_index(expected.argmax(), expected.shape)
+            assert float(cell.peak_y) == row - top - query_y
+            assert float(cell.peak_x) == column - left - query_x
+        center_y = layer.center[:, 0].detach()
+        gate = torch.sigmoid(layer.gating).detach()
+        np.testing.assert_allclose(in_layer.center_y[: layer.heads], center_y)
+        np.testing.assert_allclose(in_layer.gate[: layer.heads], gate)
+    # The second layer has two heads, and six rows.
+    attention = maps.attention.sel(layer="2")
+    assert np.isnan(attention.isel(head=slice(2, None))).all()
+    assert np.isnan(attention.isel(y=slice(6, None))).all()
 
 
 def test_the_model_is_as_it_was() -> None:
@@ -101,12 +122,13 @@ def test_the_model_is_as_it_was() -> None:
 
 
 def test_files_are_scaled_as_the_scenes_are(tmp_path: Path) -> None:
-    Image.new("RGB", (31, 17), (255, 255, 255)).save(tmp_path / "white.png")
-    Image.new("L", (5, 7), 0).save(tmp_path / "black.png")
-    validation = cluttered_digits(size=32, limit=40)[1]
-    images = open_images(
-        [str(tmp_path / "white.png"), str(tmp_path / "black.png")], validation, 32
-    )
+    white = tmp_path / "white.png"
+    black = tmp_path / "black.png"
+    Image.new("RGB", (31, 17), (255, 255, 255)).save(white)
+    Image.new("L", (5, 7), 0).save(black)
+    _, validation = cluttered_digits(size=32, limit=40)
+    images = open_images([str(white), str(black)], validation, 32)
     assert images.shape == (2, 1, 32, 32)
-    torch.testing.assert_close(images[0], torch.full((1, 32, 32), (1 - 0.2) / 0.3))
-    torch.testing.assert_close(images[1], torch.full((1, 32, 32), -0.2 / 0.3))
+    # White is 1 and black 0, before 0.2 is subtracted and the rest divided by 0.3.
+    expected = torch.tensor([1 - 0.2, -0.2]) / 0.3
+    torch.testing.assert_close(images, expected.view(2, 1, 1, 1).expand_as(images))

@@ -22,7 +22,8 @@ def test_every_variable_with_a_limit_has_a_picture() -> None:
 @pytest.mark.parametrize("sign", PICTURES)
 def test_the_line_crosses_the_limit_where_health_finds_the_sign(sign: str) -> None:
     example = find_examples([("made ill", made_ill(sign), healthy())])[sign]
-    assert (example.finding.layer, example.finding.since) == ("far", 7)
+    assert example.finding.layer == "far"
+    assert example.finding.since == 7
     assert example.head == (1 if example.finding.heads else None)
     picture = PICTURES[sign]
     direction = -1 if picture.is_minimum else 1

@@ -216,7 +216,8 @@ def test_a_killed_run_resumes_to_the_same_end(
 ) -> None:
     small = "--limit 80 --img-size 32 --batch-size 16 --epochs 2 --cnn-epochs 1"
     tiny = [*small.split(), "--device", "cpu", "--seed", "3"]
-    uninterrupted, killed = tmp_path / "whole", tmp_path / "killed"
+    uninterrupted = tmp_path / "whole"
+    killed = tmp_path / "killed"
     attention_maps.main([*tiny, "--out", str(uninterrupted)])
     save = torch.save
 
@@ -288,7 +289,8 @@ def test_saliency_of_a_trained_transformer(
     torch.save(
         timm.create_model("test_vit", num_classes=2).state_dict(), tmp_path / "vit.pth"
     )
-    weights, out = tmp_path / "vit.pth", tmp_path / "out"
+    weights = tmp_path / "vit.pth"
+    out = tmp_path / "out"
     options = f"--model test_vit --pretrained {weights} --data {image_folder}"
     class_attention_saliency.main([*options.split(), *QUICK, "--out", str(out)])
     ds = scores(tmp_path / "out")["test_vit"].dataset
@@ -350,7 +352,8 @@ def test_a_trained_model_is_looked_at_as_it_is(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     # Under the name of a published model, whose weights nobody downloads here.
-    create, narrow = timm.create_model, {"embed_dim": 12, "depth": 1}
+    create = timm.create_model
+    narrow = {"embed_dim": 12, "depth": 1}
     model = create("cait_xxs24_224", **narrow).eval()
     weights = str(tmp_path / "own.pth")
     torch.save(model.state_dict(), weights)

@@ -1,5 +1,6 @@
 """Gated attention from the paper's equations in float64: slow, with every N x N tensor formed."""
 
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -50,18 +51,16 @@ class Case:
             position = torch.tensor(self.v_pos, dtype=torch.float64)
         if self.gate is not None:
             gate = torch.tensor(self.gate, dtype=torch.float64)
+        query = random(self.batch, self.heads, n_q, self.dim, seed=1, dtype=dtype)
+        key = random(self.batch, self.heads, n_k, self.dim, seed=2, dtype=dtype)
+        value_heads = 1 if self.shared else self.heads
+        values = random(
+            self.batch, value_heads, n_k, self.channels, seed=3, dtype=dtype
+        )
         tensors = {
-            "query": self.sharpness
-            * random(self.batch, self.heads, n_q, self.dim, seed=1, dtype=dtype),
-            "key": random(self.batch, self.heads, n_k, self.dim, seed=2, dtype=dtype),
-            "values": random(
-                self.batch,
-                1 if self.shared else self.heads,
-                n_k,
-                self.channels,
-                seed=3,
-                dtype=dtype,
-            ),
+            "query": self.sharpness * query,
+            "key": key,
+            "values": values,
             "position": position,
             "gate": gate.to(torch.promote_types(dtype, torch.float32)),
         }
@@ -106,36 +105,30 @@ class Attention(NamedTuple):
 def attention(tensors: Tensors, y: Axis, x: Axis) -> Attention:
     """Compute the attention by its definition, in float64."""
     query, key, _, position, gate = (tensors[name].double() for name in NAMES)
-    keys = [
-        (j, i)
-        for j in range(-y.before, y.length + y.after)
-        for i in range(-x.before, x.length + x.after)
-    ]
+    # Pixels (y, x) of the queries and, padding included, of the keys.
     rows, columns = (
         [a.first_query + n * a.stride for n in range(a.queries)] for a in (y, x)
     )
-    offset = torch.tensor(
-        [[(j - b, i - a) for j, i in keys] for b in rows for a in columns]
-    ).to(query)
-    real = torch.tensor(
-        [0 <= j < y.length and 0 <= i < x.length for j, i in keys], device=query.device
-    )
-    positional = torch.softmax(
-        torch.einsum("hr,qkr->hqk", position, _r(offset)), dim=-1
-    )
-    logits = torch.einsum("bhqd,bhkd->bhqk", query, key) / query.shape[-1] ** 0.5
+    key_rows, key_columns = (range(-a.before, a.length + a.after) for a in (y, x))
+    queries = torch.tensor([*itertools.product(rows, columns)]).to(query)
+    keys = torch.tensor([*itertools.product(key_rows, key_columns)]).to(query)
+    offset = keys - queries[:, None]
+    beyond = keys.new_tensor([y.length, x.length])
+    real = ((keys >= 0) & (keys < beyond)).all(-1)
+
+    # Eq. (4).
+    position_logits = torch.einsum("hr,qkr->hqk", position, _r(offset))
+    positional = torch.softmax(position_logits, dim=-1)
+
     # Keys on the padding get no content attention.
+    logits = torch.einsum("bhqd,bhkd->bhqk", query, key) / query.shape[-1] ** 0.5
     content = logits.new_zeros(*logits.shape[:3], len(real))
     content[..., real] = torch.softmax(logits, -1)
+
+    # Eq. (7).
     share = gate[:, None, None]
-    return Attention(
-        (1 - share) * content + share * positional,
-        content,
-        positional,
-        logits,
-        offset,
-        real,
-    )
+    mixed = (1 - share) * content + share * positional
+    return Attention(mixed, content, positional, logits, offset, real)
 
 
 def _r(offset: Tensor) -> Tensor:
@@ -152,12 +145,13 @@ def apply(tensors: Tensors, y: Axis, x: Axis) -> Tensor:
 def measure(tensors: Tensors, y: Axis, x: Axis) -> Tensors:
     """Compute every statistic by its definition."""
     parts = attention(tensors, y, x)
+    lengths = parts.offset.norm(dim=-1)
     return {
         "log_sum_exp": parts.logits.logsumexp(-1),
         "entropy": torch.special.entr(parts.mixed).sum(-1),
         "content_entropy": torch.special.entr(parts.content).sum(-1),
         "positional_entropy": torch.special.entr(parts.positional).sum(-1),
-        "attention_distance": (parts.mixed * parts.offset.norm(dim=-1)).sum(-1),
+        "attention_distance": (parts.mixed * lengths).sum(-1),
         "received": parts.mixed[..., parts.real].sum(-2),
     }
 
@@ -194,8 +188,10 @@ def terms(
     of_query, of_key = (query.abs(), key.abs()) if sizes is None else sizes
     size = scale * of_query @ of_key.mT
     content = parts.content[..., real]
+    # A weight is rounded by its logit, and by the mean over the logits that it is divided by.
+    mean_size = (content * size).sum(-1, keepdim=True)
     rounded = torch.zeros_like(parts.content)
-    rounded[..., real] = content * (1 + size + (content * size).sum(-1, keepdim=True))
+    rounded[..., real] = content * (1 + size + mean_size)
     positional = parts.positional * (1 + _positional_size(position, parts))
     # Absolute values of the terms of (1 - g) C + g P.
     mixed = (1 + share) * rounded + share * positional
@@ -203,27 +199,33 @@ def terms(
     grad = upstream @ values.abs().mT  # of A, on real keys
     inner = rounded[..., real]
     # The softmax's backward C (dC - sum C dC), in absolute values.
-    grad_logits = (1 + share) * inner * (grad + (inner * grad).sum(-1, keepdim=True))
+    mean_grad = (inner * grad).sum(-1, keepdim=True)
+    grad_logits = (1 + share) * inner * (grad + mean_grad)
+    # That of P is the same in r, its derivative by v_pos.
     mean_r = torch.einsum("hqk,qkr->hqr", positional, r.abs())
     reach = r[:, real].abs() + mean_r[:, :, None]  # (heads, N_query, H * W, 3)
-    weighted = (positional[..., real] * grad).sum(0)
+    real_positional = positional[..., real]
+    weighted = (real_positional * grad).sum(0)
+    real_mixed = mixed[..., real]
+    lengths = parts.offset.norm(dim=-1)
+    # A weight of 0 has no entropy, whatever its logarithm.
     log_c, log_p, log_a = (
         part.clamp(min=1e-300).log().abs()
         for part in (parts.content, parts.positional, parts.mixed)
     )
     return {
-        "output": mixed[..., real] @ values.abs(),
+        "output": real_mixed @ values.abs(),
         "query": scale * grad_logits @ key.abs(),
         "key": scale * grad_logits.mT @ query.abs(),
-        "values": (mixed[..., real].mT @ upstream).sum_to_size(values.shape),
+        "values": (real_mixed.mT @ upstream).sum_to_size(values.shape),
         "position": gate[:, None] * torch.einsum("hqk,hqkr->hr", weighted, reach),
-        "gate": ((inner + positional[..., real]) * grad).sum((0, 2, 3)),
+        "gate": ((inner + real_positional) * grad).sum((0, 2, 3)),
         "log_sum_exp": size.amax(-1) + parts.logits.logsumexp(-1).abs(),
         "entropy": (mixed * (1 + log_a)).sum(-1),
         "content_entropy": (rounded * (1 + log_c)).sum(-1),
         "positional_entropy": (positional * (1 + log_p)).sum(-1),
-        "attention_distance": (mixed * parts.offset.norm(dim=-1)).sum(-1),
-        "received": mixed[..., real].sum(-2),
+        "attention_distance": (mixed * lengths).sum(-1),
+        "received": real_mixed.sum(-2),
     }
 
 
@@ -236,20 +238,17 @@ def _positional_size(position: Tensor, parts: Attention) -> Tensor:
     curvature = position[:, None, None, :1]
     linear = position[:, None, None, 1:]
     slope = 2 * curvature * best_offset + linear
-    return (curvature.abs() * away.square() + (slope * away).abs()).sum(
-        -1
-    ) - parts.positional.amax(-1, True).log()
+    size = curvature.abs() * away.square() + (slope * away).abs()
+    # The best key's logit is 0, so its weight is 1 / sum of all: the normaliser is -log of that.
+    normaliser = -parts.positional.amax(-1, True).log()
+    return size.sum(-1) + normaliser
 
 
 def gradients(output: Tensor, tensors: Tensors, upstream: Tensor) -> Tensors:
     """Return the gradients of all tensors, by name."""
-    return dict(
-        zip(
-            tensors,
-            torch.autograd.grad(output, tuple(tensors.values()), upstream.to(output)),
-            strict=True,
-        )
-    )
+    inputs = tuple(tensors.values())
+    by_input = torch.autograd.grad(output, inputs, upstream.to(output))
+    return dict(zip(tensors, by_input, strict=True))
 
 
 def assert_as_the_equations(

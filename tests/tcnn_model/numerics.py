@@ -24,7 +24,8 @@ M = TypeVar("M", bound=nn.Module)
 def relative_error(actual: Tensor, expected: Tensor) -> float:
     """Return the largest absolute difference over the largest absolute value expected."""
     assert actual.shape == expected.shape
-    actual, expected = actual.detach().double(), expected.detach().double()
+    actual = actual.detach().double()
+    expected = expected.detach().double()
     assert bool(expected.isfinite().all())
     return float((actual - expected).abs().max() / expected.abs().max())
 

@@ -243,7 +243,8 @@ def test_maps_of_a_picture(
 ) -> None:
     """A figure is drawn from a model's name and a file, with the weights of a checkpoint or none."""
     torch.manual_seed(0)
-    picture, out = tmp_path / "noise.png", tmp_path / "maps.png"
+    picture = tmp_path / "noise.png"
+    out = tmp_path / "maps.png"
     noise = np.random.default_rng(0).random((60, 90, 3))
     matplotlib.image.imsave(picture, noise)
     name = ["maps", "deit_tiny_patch16_224", str(picture), "-o", str(out)]
@@ -258,7 +259,8 @@ def test_maps_of_a_picture(
 
 
 def test_maps_to_click_around_in(tmp_path: Path) -> None:
-    picture, out = tmp_path / "noise.png", tmp_path / "maps.html"
+    picture = tmp_path / "noise.png"
+    out = tmp_path / "maps.html"
     noise = np.random.default_rng(0).random((60, 90, 3))
     matplotlib.image.imsave(picture, noise)
     name = ["maps", "deit_tiny_patch16_224", str(picture), "-o", str(out), "--random"]
@@ -286,7 +288,8 @@ def test_maps_with_weights_of_a_file(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The weights are those of the file, and a file that holds more than weights is refused and runs no code."""
-    weights, ran = tmp_path / "a.pt", tmp_path / "ran"
+    weights = tmp_path / "a.pt"
+    ran = tmp_path / "ran"
     # Of a model that was fine-tuned, with as many classes as its data have.
     expected = timm.create_model("test_vit", num_classes=7).state_dict()
     torch.save(expected, weights)

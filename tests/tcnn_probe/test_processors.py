@@ -30,7 +30,8 @@ class WithTexts(nn.Module):
 
     def __init__(self, model: nn.Module, **inputs: Tensor) -> None:
         super().__init__()
-        self.model, self.inputs = model, inputs
+        self.model = model
+        self.inputs = inputs
 
     def forward(self, images: Tensor) -> Tensor:
         return self.model(pixel_values=images, **self.inputs).logits_per_image

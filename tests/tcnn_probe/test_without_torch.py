@@ -131,7 +131,8 @@ def test_read_typed_and_drawn_without_torch(tmp_path: Path) -> None:
             recorder.mark(epoch=epoch)
             # A gate that moves between the marks, so that the last one is not the first.
             model[0].gating += 0.5
-    core, stats = PROJECT["dependencies"], PROJECT["optional-dependencies"]["stats"]
+    core = PROJECT["dependencies"]
+    stats = PROJECT["optional-dependencies"]["stats"]
     absent = {*_modules_beyond(core)}
     statistics = absent - {*_modules_beyond([*core, *stats])}
     # If a package of these came into the core, the test would say nothing.

@@ -52,7 +52,8 @@ def test_hooks_of_the_user_do_not_see_the_rehearsal(cnn: nn.Module) -> None:
 
 
 def test_in_place(cnn: nn.Module) -> None:
-    parameters, modules = dict(cnn.named_parameters()), dict(cnn.named_modules())
+    parameters = dict(cnn.named_parameters())
+    modules = dict(cnn.named_modules())
     result = reparameterize(cnn, inplace=True)
     assert result is cnn
     assert list(gpsa_layers(cnn)) == CONVERTED

@@ -47,7 +47,8 @@ def test_factors_are_the_dense_gaussian() -> None:
 
     keys = [(j, i) for j in range(-1, 5 + 1) for i in range(-2, 11 + 2)]
     bases = [(2 * m, 3 * n) for m in range(3) for n in range(4)]
-    assert (rows.shape, cols.shape) == ((7, 3, 7), (7, 4, 15))
+    assert rows.shape == (7, 3, 7)
+    assert cols.shape == (7, 4, 15)
     for h in range(7):
         squares = torch.tensor(
             [

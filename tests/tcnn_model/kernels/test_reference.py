@@ -91,7 +91,8 @@ def test_against_the_kernels(case: Case) -> None:
         results = getattr(module, name)(*arguments)
         expected_results = getattr(reference, name)(*arguments)
         if isinstance(results, torch.Tensor):
-            results, expected_results = [results], [expected_results]
+            results = [results]
+            expected_results = [expected_results]
         for actual, expected in zip(results, expected_results, strict=True):
             if expected is not None:
                 # None stands for statistics that were not asked for.

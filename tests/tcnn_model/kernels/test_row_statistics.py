@@ -37,6 +37,7 @@ class Case(NamedTuple):
     @classmethod
     def of(cls, form: str, dtype: torch.dtype) -> "Case":
         """Return queries, keys and mask; the last query attends to the class token alone, or nearly."""
+        # Twice the normal deviation, so that attention is far from uniform.
         query = random(ROWS, HEADS, N_QUERY, DIM, seed=1, dtype=dtype) * 2
         key = random(ROWS, HEADS, N_KEY, DIM, seed=2, dtype=dtype) * 2
         mask = None
@@ -58,7 +59,8 @@ class Case(NamedTuple):
 
     def logits(self) -> tuple[Tensor, Tensor]:
         """Return the logits and the sums of the absolute values of their terms, in float64."""
-        query, key = self.query.double(), self.key.double()
+        query = self.query.double()
+        key = self.key.double()
         logits = SCALE * query @ key.mT
         size = SCALE * query.abs() @ key.abs().mT
         if self.mask is None:
@@ -74,12 +76,15 @@ class Case(NamedTuple):
 
 def _distance(query: int, key: int) -> float:
     """Return the distance between a query and a key on the grid; a class token lies on the first cell."""
-    places = []
-    for index, grid in ((query, QUERIES), (key, KEYS)):
-        row, column = divmod(max(0, index - grid.prefix), grid.width)
-        spacing, origin = grid.spacing, grid.origin
-        places.append((row * spacing[0] + origin[0], column * spacing[1] + origin[1]))
-    return math.dist(*places)
+    return math.dist(_position(query, QUERIES), _position(key, KEYS))
+
+
+def _position(token: int, grid: TokenGrid) -> tuple[float, float]:
+    cell = max(0, token - grid.prefix)
+    row, column = divmod(cell, grid.width)
+    spacing_y, spacing_x = grid.spacing
+    origin_y, origin_x = grid.origin
+    return row * spacing_y + origin_y, column * spacing_x + origin_x
 
 
 def _softmax(logits: NDArray[np.float64]) -> NDArray[np.float64]:
@@ -92,23 +97,24 @@ def _softmax(logits: NDArray[np.float64]) -> NDArray[np.float64]:
 
 def by_hand(case: Case) -> dict[str, tuple[Tensor, Tensor]]:
     """Return the exact statistics and the sums of the absolute values of their terms, query by query."""
-    logits, size = (x.cpu() for x in case.logits())
-    shape = ROWS, HEADS, N_QUERY
+    logits, size = (x.cpu().numpy() for x in case.logits())
+    # Of each statistic two arrays: exact values, and sums of absolute values.
+    shape = (2, ROWS, HEADS, N_QUERY)
     names = ["largest", "log_sum_exp", "expected_logit", "prefix", "distance"]
-    values = {name: np.zeros((2, *shape)) for name in names}
-    values["received"] = np.zeros((2, ROWS, HEADS, N_KEY))
-    for row in range(ROWS):
-        for head in range(HEADS):
-            for query in range(N_QUERY):
-                at = row, head, query
-                numbers = _of_query(query, logits[at].numpy(), size[at].numpy())
-                for name, (value, terms) in numbers.items():
-                    where = (row, head) if name == "received" else at
-                    values[name][0][where] += value
-                    values[name][1][where] += terms
+    sums = {name: np.zeros(shape) for name in names}
+    sums["received"] = np.zeros((2, ROWS, HEADS, N_KEY))
+    for row, head, query in np.ndindex(ROWS, HEADS, N_QUERY):
+        at = (row, head, query)
+        numbers = _of_query(query, logits[at], size[at])
+        for name, (value, terms) in numbers.items():
+            # What a key receives is summed over the queries.
+            where = (row, head) if name == "received" else at
+            values, sizes = sums[name]
+            values[where] += value
+            sizes[where] += terms
     return {
-        name: torch.from_numpy(array).to(DEVICE).unbind(0)
-        for name, array in values.items()
+        name: torch.from_numpy(arrays).to(DEVICE).unbind(0)
+        for name, arrays in sums.items()
     }
 
 
@@ -118,6 +124,7 @@ def _of_query(
     """Return the statistics of one query, each with the sum of the absolute values of its terms."""
     largest = s.max()
     attention = _softmax(s)
+    # A query that sees no key attends to none.
     if largest == -math.inf:
         names = ("log_sum_exp", "expected_logit", "prefix", "distance")
         nothing = dict.fromkeys(names, (0.0, 0.0))
@@ -131,6 +138,7 @@ def _of_query(
     terms = rounded @ abs(below)
     log_sum = math.log(np.exp(below).sum())
 
+    # The distance is a mean over the keys on the grid alone.
     prefix = KEYS.prefix
     on_grid = _softmax(s[prefix:])
     lengths = np.array([_distance(query, key) for key in range(prefix, N_KEY)])
@@ -151,9 +159,11 @@ def assert_statistics(measured: Any, case: Case, dtype: torch.dtype) -> None:
     for name, (exact, terms) in by_hand(case).items():
         actual = getattr(measured, name)
         assert actual.dtype == dtype, name
+        # The largest logit of a query that sees no key; from infinity there is no difference.
         hidden = exact == -torch.inf
         assert torch.equal(actual == -torch.inf, hidden), name
-        actual, exact = (x.masked_fill(hidden, 0) for x in (actual, exact))
+        actual = actual.masked_fill(hidden, 0)
+        exact = exact.masked_fill(hidden, 0)
         # A weight below the least number of the dtype is 0.
         terms = terms + torch.finfo(dtype).tiny / torch.finfo(dtype).eps
         assert_rounding(actual, exact, terms, 2, dtype, name)
@@ -199,13 +209,17 @@ def test_kernel_with_the_blocks_of_the_gpu_and_without_grids() -> None:
 
     qkv = random(1, 71, 2, 3, 8, dtype=torch.bfloat16).to(DEVICE)
     query, key, _ = qkv.permute(3, 0, 2, 1, 4).unbind(0)
+    wide_key = key.double()
     for part in (query, query[:, :, :1]):
         measured = attention_statistics(part, key, 0.3)
-        exact = reference.attention_statistics(part.double(), key.double(), 0.3)
-        terms = 1 + 0.6 * part.double().abs() @ key.double().abs().mT
+        wide_query = part.double()
+        exact = reference.attention_statistics(wide_query, wide_key, 0.3)
+        # Of a logit and of the largest: 2 * 0.3 times the products.
+        terms = 1 + 0.6 * wide_query.abs() @ wide_key.abs().mT
         bound = terms.amax(-1) * (2 + exact.log_sum_exp - exact.expected_logit)
         for name in ("largest", "log_sum_exp", "expected_logit", "prefix"):
-            actual, expected = getattr(measured, name), getattr(exact, name)
+            actual = getattr(measured, name)
+            expected = getattr(exact, name)
             assert_rounding(actual, expected, bound, 2, torch.float32, name)
         assert measured.distance is None
         assert measured.received is None
@@ -220,8 +234,9 @@ def test_a_broken_key_shows() -> None:
     case.key[0, 1, 5] = torch.nan
     measured = attention_statistics(case.query[:1], case.key[:1], SCALE)
     for statistic in (measured.largest, measured.entropy):
-        assert torch.equal(statistic.isnan().all(-1), torch.tensor([[False, True]]))
-        assert not statistic[0, 0].isnan().any()
+        first_head, second_head = statistic[0].isnan()
+        assert not first_head.any()
+        assert second_head.all()
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
@@ -233,27 +248,34 @@ def test_fused_attention(dtype: torch.dtype) -> None:
     case = case._replace(key=key)
     logits, size = case.logits()
     attention = logits.softmax(-1)
-    shift = 2 * size.amax(-1, keepdim=True) + 1
-    rounded = attention * (1 + 2 * shift)
-    on_grid = logits[..., KEYS.prefix :].softmax(-1)
-    query_y, query_x = QUERIES.positions(N_QUERY, torch.float64, DEVICE)
-    key_y, key_x = KEYS.positions(N_KEY, torch.float64, DEVICE)
-    dy = (key_y - query_y[:, None])[:, KEYS.prefix :]
-    dx = (key_x - query_x[:, None])[:, KEYS.prefix :]
-    squared = dy.square() + dx.square()
-    manhattan = dy.abs() + dx.abs()
     entropy = -(attention * attention.log()).sum(-1)
     log_sum_exp = logits.logsumexp(-1)
+    # Rounding of a logit and of the largest, and of weights.
+    shift = 2 * size.amax(-1, keepdim=True) + 1
+    rounded = attention * (1 + 2 * shift)
+
+    # Mean distances over the keys on the grid.
+    prefix = KEYS.prefix
+    on_grid = logits[..., prefix:].softmax(-1)
+    query_y, query_x = QUERIES.positions(N_QUERY, torch.float64, DEVICE)
+    key_y, key_x = KEYS.positions(N_KEY, torch.float64, DEVICE)
+    dy = key_y[prefix:] - query_y[:, None]
+    dx = key_x[prefix:] - query_x[:, None]
+    squared = on_grid * (dy.square() + dx.square())
+    manhattan = on_grid * (dy.abs() + dx.abs())
+
     # The larger terms: those of q . (A K), which the keys' mean is part of no more.
-    centred = key.double() - key.double().mean(-2, keepdim=True)
-    product = SCALE * (case.query.double().abs() * (rounded @ centred.abs())).sum(-1)
+    wide_key = key.double()
+    centred = wide_key - wide_key.mean(-2, keepdim=True)
+    mean_key = rounded @ centred.abs()
+    product = SCALE * (case.query.double().abs() * mean_key).sum(-1)
     log_terms = shift[..., 0] + log_sum_exp.abs()
     expected = {
         "log_sum_exp": (log_sum_exp, log_terms),
         "entropy": (entropy, product + log_terms),
-        "prefix": ((attention[..., : KEYS.prefix]).sum(-1), rounded[..., :2].sum(-1)),
-        "squared_distance": ((on_grid * squared).sum(-1), None),
-        "manhattan_distance": ((on_grid * manhattan).sum(-1), None),
+        "prefix": (attention[..., :prefix].sum(-1), rounded[..., :prefix].sum(-1)),
+        "squared_distance": (squared.sum(-1), None),
+        "manhattan_distance": (manhattan.sum(-1), None),
         "received": (attention.sum(-2), rounded.sum(-2)),
     }
     for name, (exact, terms) in expected.items():

@@ -1,6 +1,7 @@
 """PatchConvNet's weights under the names of the original implementation, and the function they give."""
 
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +22,8 @@ def _published_shapes(classes: int | None) -> Iterator[tuple[str, tuple[int, ...
     # The stem's widths, as published.
     widths = (3, D // 8, D // 4, D // 2, D)
     yield "cls_token", (1, classes or 1, D)
-    for i in range(4):
-        yield f"patch_embed.proj.{2 * i}.0.weight", (widths[i + 1], widths[i], 3, 3)
+    for i, (width, next_width) in enumerate(pairwise(widths)):
+        yield f"patch_embed.proj.{2 * i}.0.weight", (next_width, width, 3, 3)
     for i in range(DEPTH):
         qkv_pos = f"blocks.{i}.attn.qkv_pos"
         layers = {
@@ -43,9 +44,11 @@ def _published_shapes(classes: int | None) -> Iterator[tuple[str, tuple[int, ...
     layers = {f"{token}.norm1": (D,), f"{token}.norm2": (D,), "norm": (D,)}
     layers |= {f"{token}.attn.{part}": (D, D) for part in ("q", "k", "v", "proj")}
     layers |= {f"{token}.mlp.fc1": (3 * D, D), f"{token}.mlp.fc2": (D, 3 * D)}
-    layers |= (
-        {f"head.{k}": (1, D) for k in range(classes)} if classes else {"head": (K, D)}
-    )
+    if classes:
+        # A row of scores for each class, from its own token.
+        layers |= {f"head.{k}": (1, D) for k in range(classes)}
+    else:
+        layers["head"] = (K, D)
     for name, shape in layers.items():
         yield f"{name}.weight", shape
         yield f"{name}.bias", shape[:1]
@@ -69,51 +72,64 @@ def _original(w: dict[str, Tensor], x: Tensor) -> Tensor:
     def norm(name: str, y: Tensor) -> Tensor:
         return F.layer_norm(y, (D,), w[f"{name}.weight"], w[f"{name}.bias"], 1e-6)
 
+    # The stem: four convolutions that halve the image, with GELU between them.
     for i in range(4):
-        x = F.conv2d(
-            F.gelu(x) if i else x,
-            w[f"patch_embed.proj.{2 * i}.0.weight"],
-            stride=2,
-            padding=1,
-        )
+        if i:
+            x = F.gelu(x)
+        weight = w[f"patch_embed.proj.{2 * i}.0.weight"]
+        x = F.conv2d(x, weight, stride=2, padding=1)
     grid = x.shape[2:]
     x = x.flatten(2).transpose(1, 2)
+
+    # The trunk, on tokens (B, N, D).
     for i in range(DEPTH):
         p = f"blocks.{i}.attn.qkv_pos"
-        y = F.gelu(linear(f"{p}.0", norm(f"blocks.{i}.norm1", x)))
+        y = norm(f"blocks.{i}.norm1", x)
+        y = F.gelu(linear(f"{p}.0", y))
+        # A depthwise convolution of 3 x 3 patches.
         image = y.transpose(1, 2).unflatten(2, grid)
-        image = F.conv2d(
-            image, w[f"{p}.2.weight"], w[f"{p}.2.bias"], padding=1, groups=D
-        )
+        weight, bias = w[f"{p}.2.weight"], w[f"{p}.2.bias"]
+        image = F.conv2d(image, weight, bias, padding=1, groups=D)
         y = F.gelu(image.flatten(2).transpose(1, 2))
+        # Squeeze and excitation.
         squeezed = linear(f"{p}.4.conv_reduce", y.mean(1)).relu()
-        y = y * linear(f"{p}.4.conv_expand", squeezed).sigmoid()[:, None]
+        excitation = linear(f"{p}.4.conv_expand", squeezed).sigmoid()
+        y = y * excitation[:, None]
         x = x + w[f"blocks.{i}.gamma_1"] * linear(f"{p}.5", y)
+
+    # Attention-based aggregation, by the tokens.
     p = "blocks_token_only.0"
     tokens = w["cls_token"].expand(len(x), -1, -1)
     # A single token is among its keys; tokens of classes are not.
     single = tokens.shape[1] == 1
+    sources = torch.cat([tokens, x], 1) if single else x
+    sources = norm(f"{p}.norm1", sources)
     query = linear(f"{p}.attn.q", norm(f"{p}.norm1", tokens))
-    keys = norm(f"{p}.norm1", torch.cat([tokens, x], 1) if single else x)
-    logits = query @ linear(f"{p}.attn.k", keys).transpose(1, 2) / D**0.5
-    gathered = logits.softmax(-1) @ linear(f"{p}.attn.v", keys)
+    key = linear(f"{p}.attn.k", sources)
+    value = linear(f"{p}.attn.v", sources)
+    logits = query @ key.transpose(1, 2) / D**0.5
+    gathered = logits.softmax(-1) @ value
     tokens = tokens + w[f"{p}.gamma_1"] * linear(f"{p}.attn.proj", gathered)
-    hidden = F.gelu(linear(f"{p}.mlp.fc1", norm(f"{p}.norm2", tokens)))
-    tokens = tokens + w[f"{p}.gamma_2"] * linear(f"{p}.mlp.fc2", hidden)
+
+    # The MLP, and the classifier.
+    hidden = linear(f"{p}.mlp.fc1", norm(f"{p}.norm2", tokens))
+    tokens = tokens + w[f"{p}.gamma_2"] * linear(f"{p}.mlp.fc2", F.gelu(hidden))
     tokens = norm("norm", tokens)
     if single:
         return linear("head", tokens[:, 0])
-    return torch.cat(
-        [linear(f"head.{k}", tokens[:, k]) for k in range(tokens.shape[1])], 1
-    )
+    by_class = enumerate(tokens.unbind(1))
+    return torch.cat([linear(f"head.{k}", token) for k, token in by_class], 1)
 
 
 def _load(kind: str, weights: dict[str, Tensor], path: Path, **options: Any) -> Any:
-    torch.save({"model": weights}, path / "weights.pth")
-    overlay = {"file": str(path / "weights.pth"), "num_classes": K}
-    return timm.create_model(
-        kind, pretrained=True, pretrained_cfg_overlay=overlay, **SMALL | options
-    ).eval()
+    file = path / "weights.pth"
+    torch.save({"model": weights}, file)
+    overlay = {"file": str(file), "num_classes": K}
+    options = SMALL | options
+    model = timm.create_model(
+        kind, pretrained=True, pretrained_cfg_overlay=overlay, **options
+    )
+    return model.eval()
 
 
 @pytest.mark.parametrize(("kind", "classes"), [(KINDS[0], None), (KINDS[1], K)])
@@ -131,8 +147,9 @@ def test_published_weights_give_the_published_function(
 def test_a_published_single_token_starts_a_token_a_class(tmp_path: Path) -> None:
     weights = _published(None)
     x = torch.randn(2, 3, 48, 80)
-    model = _load(KINDS[1], weights, tmp_path)
-    assert torch.equal(model(x), specialize(_load(KINDS[0], weights, tmp_path))(x))
+    single = _load(KINDS[0], weights, tmp_path)
+    per_class = _load(KINDS[1], weights, tmp_path)
+    assert torch.equal(per_class(x), specialize(single)(x))
 
 
 @pytest.mark.parametrize("classes", [None, K])
@@ -144,11 +161,11 @@ def test_published_weights_for_other_classes(
     # The trunk is worth loading though the classifier does not fit.
     model = _load(KINDS[1], weights, tmp_path, num_classes=3)
     assert model(torch.randn(2, 3, 48, 80)).shape == (2, 3)
-    assert torch.equal(
-        model.blocks[1].conv1.weight, weights["blocks.1.attn.qkv_pos.0.weight"]
-    )
+    published = weights["blocks.1.attn.qkv_pos.0.weight"]
+    assert torch.equal(model.blocks[1].conv1.weight, published)
     if classes is None:
-        assert torch.equal(model.pool.cls_token, weights["cls_token"].expand(1, 3, D))
+        token = weights["cls_token"]
+        assert torch.equal(model.pool.cls_token, token.expand(1, 3, D))
 
 
 @torch.no_grad()
@@ -167,10 +184,8 @@ def test_published_weights_without_a_classifier(tmp_path: Path) -> None:
 
 # Names that are ours must not be taken for the original's.
 def test_own_weights_load_as_they_are(tmp_path: Path) -> None:
-    model = timm.create_model(KINDS[1], **SMALL)
-    loaded = _load(KINDS[1], model.state_dict(), tmp_path)
+    state = timm.create_model(KINDS[1], **SMALL).state_dict()
+    loaded = _load(KINDS[1], state, tmp_path)
     assert isinstance(loaded, PatchConvNet)
-    assert all(
-        torch.equal(value, model.state_dict()[name])
-        for name, value in loaded.state_dict().items()
-    )
+    for name, value in loaded.state_dict().items():
+        assert torch.equal(value, state[name])

@@ -4,6 +4,7 @@ from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from timm.models.cait import LayerScaleBlockClassAttn
@@ -25,10 +26,15 @@ def disturbed(pool: nn.Module) -> Any:
 
 
 def _norm(x: Tensor, norm: nn.LayerNorm) -> Tensor:
-    deviation = ((x - x.mean()) ** 2).mean().sqrt()
-    assert deviation > 1e-2, "eps would matter"
+    centred = x - x.mean()
+    variance = (centred**2).mean()
+    assert variance > 1e-4, "eps would matter"
     # timm's transformers, and so this block, have an eps of 1e-6; LayerNorm's default is 1e-5.
-    return (x - x.mean()) / ((deviation**2 + 1e-6) ** 0.5) * norm.weight + norm.bias
+    return centred / (variance + 1e-6).sqrt() * norm.weight + norm.bias
+
+
+def _linear(x: Tensor, layer: nn.Linear) -> Tensor:
+    return layer.weight @ x + layer.bias
 
 
 def slow(pool: Any, features: Tensor, token: Tensor | None) -> Tensor:
@@ -39,17 +45,16 @@ def slow(pool: Any, features: Tensor, token: Tensor | None) -> Tensor:
         features: Feature map.
         token: Token of a class, which is not among the keys; None for the single token, which is.
     """
-    block, attention = pool.block, pool.block.attn
-    single = token is None
-    token = pool.cls_token[0, 0] if token is None else token
-    pixels = [
-        features[:, y, x]
-        for y in range(features.shape[1])
-        for x in range(features.shape[2])
-    ]
-    keys = [token, *pixels] if single else pixels
-    normed = [_norm(key, block.norm1) for key in keys]
-    query = attention.q.weight @ _norm(token, block.norm1) + attention.q.bias
+    block = pool.block
+    attention = pool.block.attn
+    sources = [features[:, y, x] for y, x in np.ndindex(features.shape[1:])]
+    if token is None:
+        token = pool.cls_token[0, 0]
+        sources = [token, *sources]
+
+    # Attention: the token asks, head by head.
+    normed = [_norm(source, block.norm1) for source in sources]
+    query = _linear(_norm(token, block.norm1), attention.q)
     width = len(token) // attention.num_heads
     gathered = torch.empty_like(token)
     for head in range(attention.num_heads):
@@ -57,17 +62,18 @@ def slow(pool: Any, features: Tensor, token: Tensor | None) -> Tensor:
         total = torch.zeros(())
         weighted = torch.zeros_like(token[part])
         for source in normed:
-            key = attention.k.weight @ source + attention.k.bias
-            value = attention.v.weight @ source + attention.v.bias
-            weight = (query[part] @ key[part] / width**0.5).exp()
+            key = _linear(source, attention.k)[part]
+            value = _linear(source, attention.v)[part]
+            weight = (query[part] @ key / width**0.5).exp()
             total = total + weight
-            weighted = weighted + weight * value[part]
+            weighted = weighted + weight * value
         gathered[part] = weighted / total
-    projected = attention.proj.weight @ gathered + attention.proj.bias
-    token = token + block.gamma_1 * projected
-    hidden = block.mlp.fc1.weight @ _norm(token, block.norm2) + block.mlp.fc1.bias
+    token = token + block.gamma_1 * _linear(gathered, attention.proj)
+
+    # The MLP, with an exact GELU.
+    hidden = _linear(_norm(token, block.norm2), block.mlp.fc1)
     hidden = hidden * (1 + torch.erf(hidden / 2**0.5)) / 2
-    token = token + block.gamma_2 * (block.mlp.fc2.weight @ hidden + block.mlp.fc2.bias)
+    token = token + block.gamma_2 * _linear(hidden, block.mlp.fc2)
     return _norm(token, pool.norm)
 
 
@@ -75,17 +81,21 @@ def slow_tokens(
     pool: AttentionPool2d, x: Tensor, tokens: Iterable[Tensor | None]
 ) -> Tensor:
     """Pool each image (B, C, H, W) for each token by itself: (B, tokens, C)."""
-    rows = [torch.stack([slow(pool, image, token) for image in x]) for token in tokens]
-    return torch.stack(rows, 1)
+    by_token = []
+    for token in tokens:
+        pooled = [slow(pool, image, token) for image in x]
+        by_token.append(torch.stack(pooled))
+    return torch.stack(by_token, 1)
 
 
 @torch.no_grad()
 def test_pooling_is_the_papers() -> None:
     x = random(B, D, H, W)
     single = disturbed(AttentionPool2d(D))
-    assert_same(single(x), torch.stack([slow(single, image, None) for image in x]))
+    assert_same(single(x), slow_tokens(single, x, [None])[:, 0])
     per_class = disturbed(AttentionPool2d(D, K))
-    assert_same(per_class(x), slow_tokens(per_class, x, per_class.cls_token[0]))
+    expected = slow_tokens(per_class, x, per_class.cls_token[0])
+    assert_same(per_class(x), expected)
 
 
 @pytest.mark.parametrize("classes", [None, K])
@@ -116,12 +126,12 @@ def test_block_is_that_of_timm() -> None:
     block = LayerScaleBlockClassAttn(D, 1, mlp_ratio=3, qkv_bias=True, norm_layer=norm)
     # Fresh LayerScales would hide the block.
     disturb(pool)
-    assert set(pool.state_dict()) == {"cls_token", "norm.weight", "norm.bias"} | {
-        f"block.{name}" for name in block.state_dict()
-    }
+    names = {f"block.{name}" for name in block.state_dict()}
+    assert set(pool.state_dict()) == names | {"cls_token", "norm.weight", "norm.bias"}
     block.load_state_dict(pool.block.state_dict())
-    tokens = block(x.flatten(2).transpose(1, 2), pool.cls_token.expand(B, -1, -1))[:, 0]
-    assert_same(pool(x), pool.norm(tokens))
+    patches = x.flatten(2).transpose(1, 2)
+    token = block(patches, pool.cls_token.expand(B, -1, -1))[:, 0]
+    assert_same(pool(x), pool.norm(token))
 
 
 def test_fused_is_unfused() -> None:
@@ -163,9 +173,13 @@ def test_multiple_heads(fused: bool) -> None:
             x @ m.weight[rows].T + m.bias[rows]
             for m in (attention.q, attention.k, attention.v)
         )
-        # The tokens ask and the patches answer; 2 is the root of four channels.
-        logits = q[:, :2] @ k[:, 2:].transpose(1, 2) / 2
-        parts.append(logits.softmax(-1) @ v[:, 2:])
+        # The tokens ask and the patches answer.
+        q = q[:, :2]
+        k = k[:, 2:]
+        v = v[:, 2:]
+        # 2 is the root of four channels.
+        logits = q @ k.transpose(1, 2) / 2
+        parts.append(logits.softmax(-1) @ v)
     assert_same(attention(x), attention.proj(torch.cat(parts, -1)))
 
 
@@ -179,9 +193,8 @@ def test_initial_values_are_the_papers() -> None:
     for weight in (pool.cls_token, pool.block.attn.q.weight, pool.block.mlp.fc1.weight):
         # 3,200 random weights at least: their standard deviation scatters by 1.3 % of itself.
         assert float(weight.std()) == pytest.approx(0.02, rel=0.05)
-    assert not any(
-        bool(p.any()) for name, p in pool.named_parameters() if name.endswith("bias")
-    )
+    for name, parameter in pool.named_parameters():
+        assert not (name.endswith("bias") and parameter.any()), name
 
 
 @torch.no_grad()
@@ -189,9 +202,12 @@ def test_scores_are_of_their_own_tokens() -> None:
     linear = nn.Linear(D, K).double()
     tokens = random(B, K, D)
     scores = ClassScores.of(linear)
+    # Of each token the score of its own class.
     expected = torch.stack([linear(tokens[:, k])[:, k] for k in range(K)], 1)
     # Heads of timm flatten tokens into the batch, some as 1 x 1 maps.
-    for form in (tokens, tokens.flatten(0, 1), tokens.flatten(0, 1)[:, :, None, None]):
+    flat = tokens.flatten(0, 1)
+    maps = flat[:, :, None, None]
+    for form in (tokens, flat, maps):
         assert_same(scores(form), expected)
     assert scores.weight is linear.weight
 
@@ -203,14 +219,14 @@ def test_scores_of_other_classifiers() -> None:
     # Frozen in part, as for fine-tuning: the new form must keep it.
     conv.weight.requires_grad_(False)
     scores = ClassScores.of(conv)
-    expected = torch.stack(
-        [conv(tokens[:, k, :, None, None])[:, k, 0, 0] for k in range(K)], 1
-    )
+    maps = tokens[..., None, None]
+    expected = torch.stack([conv(maps[:, k])[:, k, 0, 0] for k in range(K)], 1)
     assert_same(scores(tokens), expected)
     assert not scores.weight.requires_grad
     assert scores.bias.requires_grad
     unbiased = nn.Linear(D, K, bias=False).double()
-    assert_same(ClassScores.of(unbiased)(tokens), (tokens * unbiased.weight).sum(-1))
+    expected = (tokens * unbiased.weight).sum(-1)
+    assert_same(ClassScores.of(unbiased)(tokens), expected)
 
 
 @pytest.mark.parametrize(
@@ -236,22 +252,29 @@ def test_change_of_the_output_when_specialized() -> None:
     """The token is no longer among its keys: the output of attention moves away from its value, by w0 / (1 - w0)."""
     pool = disturbed(AttentionPool2d(D))
     x = random(B, D, H, W)
-    block, attention = pool.block, pool.block.attn
+    block = pool.block
+    attention = pool.block.attn
     token = pool.cls_token.expand(B, -1, -1)
-    u = block.norm1(torch.cat([token, x.flatten(2).transpose(1, 2)], 1))
+    patches = x.flatten(2).transpose(1, 2)
+    # The attention of the single token, which is among its keys.
+    u = block.norm1(torch.cat([token, patches], 1))
     logits = attention.q(u[:, :1]) @ attention.k(u).transpose(1, 2) / D**0.5
     weights = logits.softmax(-1)
     share = weights[..., :1]
     values = attention.v(u)
     assert share.min() > 1e-3, "the token should matter"
     gathered = weights @ values
-    moved = gathered + (gathered - values[:, :1]) * share / (1 - share)
+    # Without the token's own value, and renormalised.
+    away = gathered - values[:, :1]
+    moved = gathered + away * share / (1 - share)
     expected = token + block.gamma_1 * attention.proj(moved)
-    expected = pool.norm(expected + block.gamma_2 * block.mlp(block.norm2(expected)))
+    expected = expected + block.gamma_2 * block.mlp(block.norm2(expected))
+    expected = pool.norm(expected)
     single = pool(x)
     pool.specialize(K)
-    assert_same(pool(x), expected.expand(-1, K, -1))
-    assert relative_error(pool(x)[:, 0], single) > 1e-3
+    per_class = pool(x)
+    assert_same(per_class, expected.expand(-1, K, -1))
+    assert relative_error(per_class[:, 0], single) > 1e-3
 
 
 def test_specialized_pool_shares_the_weights() -> None:

@@ -271,7 +271,8 @@ def test_checkpoint_is_on_the_disk_before_it_has_its_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     done: list[str] = []
-    sync, replace = os.fsync, os.replace
+    sync = os.fsync
+    replace = os.replace
     monkeypatch.setattr(os, "fsync", lambda file: (done.append("fsync"), sync(file)))
     monkeypatch.setattr(
         os, "replace", lambda *names: (done.append("replace"), replace(*names))

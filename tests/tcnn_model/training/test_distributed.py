@@ -59,7 +59,8 @@ def _of_rank(
         {name: str(value) for name, value in names.items()}
         | {"MASTER_ADDR": "127.0.0.1"}
     )
-    make_step, steps = loop.Training.make_step, []
+    make_step = loop.Training.make_step
+    steps = []
 
     def counted(self: Any, *arguments: Any) -> None:
         # Ends like a killed process: nothing is written any more.

@@ -82,7 +82,8 @@ def test_training_figures_by_hand() -> None:
     model = tiny_tcnn()
     loader = batches(7, 4, shuffle=False)
     twin = copy.deepcopy(model).train()
-    losses, correct = [], 0
+    losses = []
+    correct = 0
     for images, labels in loader:
         logs = _log_probabilities(twin, images)
         # Label smoothing of 0.3 over three classes.
@@ -140,7 +141,8 @@ def test_shares_of_classes_are_targets_as_they_are() -> None:
 def test_evaluation_by_hand() -> None:
     model, loader = tiny_tcnn(), batches()  # batches of 4, 4 and 3
     twin = copy.deepcopy(model).eval()
-    losses, correct = [], 0
+    losses = []
+    correct = 0
     for image, label in loader.dataset:
         logs = _log_probabilities(twin, image[None])[0]
         losses.append(-float(logs[label]))

@@ -169,7 +169,8 @@ def test_failed_checkpoint_leaves_nothing_behind(
 ) -> None:
     """The disk is full, or Ctrl-C comes, in the middle of the third file."""
     settings = config(tmp_path, **SHORT)
-    save, calls = torch.save, []
+    save = torch.save
+    calls = []
 
     class Failing:
         def __init__(self, file: Any) -> None:
@@ -376,7 +377,8 @@ def test_sigterm_during_validation(
     monkeypatch.undo()  # validate as ever
     settings = config(tmp_path / "run", **{**SHORT, "limit": 24})
     expected = finish(config(tmp_path / "whole", **{**SHORT, "limit": 24}))
-    validate, calls = loop.Training.validate, []
+    validate = loop.Training.validate
+    calls = []
 
     def interrupted(self: Any, model: Any, batches: Any, *arguments: Any) -> Any:
         calls.append(None)

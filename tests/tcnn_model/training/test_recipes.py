@@ -555,7 +555,8 @@ def test_help_is_in_groups(capsys: pytest.CaptureFixture[str]) -> None:
 def test_recipe_whose_bases_are_a_circle(
     tmp_path: Path, refusal: Callable[..., str]
 ) -> None:
-    first, second = tmp_path / "first.toml", tmp_path / "second.toml"
+    first = tmp_path / "first.toml"
+    second = tmp_path / "second.toml"
     first.write_text(f'base = "{second}"')
     second.write_text(f'base = "{first}"')
     said = refusal("resnet18", "--recipe", first, "--out", tmp_path / "run")
@@ -586,7 +587,8 @@ def test_files_name_no_weights_of_unknown_kind(
     tmp_path: Path, refusal: Callable[..., str]
 ) -> None:
     """Old versions of timm unpickle them; the command line may name them."""
-    recipe, settings = tmp_path / "recipe.toml", tmp_path / "settings.toml"
+    recipe = tmp_path / "recipe.toml"
+    settings = tmp_path / "settings.toml"
     recipe.write_text('[settings]\nteacher = "local-dir:folder"')
     # In a spelling that a comparison with "hf-hub:" would pass over.
     settings.write_text('model = "HF_hub:somebody/model"\npretrained = true')
@@ -683,7 +685,8 @@ def test_values_of_a_wrong_type_are_named(
     line: str, message: str, tmp_path: Path
 ) -> None:
     """Settings of a file, of a recipe, of a recipe for some models, and of a run are checked."""
-    file, run = tmp_path / "own.toml", tmp_path / "config.toml"
+    file = tmp_path / "own.toml"
+    run = tmp_path / "config.toml"
     run.write_text(line)
     with pytest.raises(ValueError, match=rf"config\.toml: {message}"):
         parse(["--resume", "--out", str(tmp_path)])

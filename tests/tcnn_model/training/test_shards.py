@@ -39,7 +39,8 @@ def _shard(path: Path, samples: Sequence[tuple[str, Mapping[str, bytes]]]) -> st
 
 def _numbered(folder: Path, split: str) -> list[str]:
     """Shards of PNGs with ``.cls``; the red of an image is its number in the split."""
-    number, names = count(), []
+    number = count()
+    names = []
     for shard, labels in enumerate(LABELS[split]):
         samples = [
             (f"dir/{n:03}", {"png": _image(n), "cls": f"{label}\n".encode()})

@@ -134,7 +134,8 @@ def test_data_set_of_torchvision(tmp_path: Path) -> None:
     train, validate = open_sources(
         str(tmp_path), "torch/fashion_mnist", ("train", "validation")
     )
-    assert (len(train), len(validate)) == (7, 3)
+    assert len(train) == 7
+    assert len(validate) == 3
     assert train.classes is not None
     assert len(train.classes) == 10
     image, label = train.read(5)

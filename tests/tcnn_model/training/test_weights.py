@@ -277,7 +277,8 @@ class _Crafted:
 
 def test_crafted_file_runs_no_code(tmp_path: Path, refusal: Callable[..., str]) -> None:
     """Weights and a teacher's weights, in torch's old and new formats."""
-    ran, evil = tmp_path / "ran", tmp_path / "evil.pt"
+    ran = tmp_path / "ran"
+    evil = tmp_path / "evil.pt"
     small = f"--out {tmp_path / 'run'} --batch-size 8 --limit 8".split()
     for legacy in (True, False):
         torch.save(

@@ -16,7 +16,8 @@ B, HEADS, N, D = 4, 3, 15, 7
 class Attend(nn.Module):
     """3 x 5 tokens."""
 
-    num_heads, resolution = HEADS, (3, 5)
+    num_heads = HEADS
+    resolution = (3, 5)
 
     def __init__(self, how: str) -> None:
         super().__init__()
@@ -89,7 +90,9 @@ def test_autocast(how: str) -> None:
 class Hidden(nn.Module):
     """3 x 5 tokens behind two others, by a mask alone: its numbers are exact, and far from zero."""
 
-    num_heads, num_prefix_tokens, resolution = HEADS, 2, (3, 5)
+    num_heads = HEADS
+    num_prefix_tokens = 2
+    resolution = (3, 5)
 
     def __init__(self) -> None:
         super().__init__()

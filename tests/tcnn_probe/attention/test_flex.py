@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -39,12 +40,16 @@ def tables() -> dict[str, Tensor]:
 
 def biased(score: Score, b: Any, h: Any, i: Any, j: Any, *, table: Any) -> Any:
     """Add a mask as transformers does, and a slope by head."""
-    return score + table["bias"][b][0][i][j] - table["slopes"][h] * (i - j)
+    # Masks have a single head, which stands for all.
+    bias = table["bias"][b][0][i][j]
+    slope = table["slopes"][h]
+    return score + bias - slope * (i - j)
 
 
 def capped(score: Score, b: Any, h: Any, i: Any, j: Any, *, table: Any) -> Any:
     tanh = torch.tanh if isinstance(score, Tensor) else math.tanh
-    return 2.5 * tanh(score / 2.5) * (1 + table["slopes"][h])
+    soft = 2.5 * tanh(score / 2.5)
+    return soft * (1 + table["slopes"][h])
 
 
 def visible(b: Any, h: Any, i: Any, j: Any) -> Any:
@@ -70,17 +75,17 @@ class Flex(nn.Module):
         self.query = nn.Linear(13, HEADS * SIZE)
         self.key = nn.Linear(13, groups * SIZE)
         self.value = nn.Linear(13, groups * SIZE)
-        self.score_mod, self.mask_mod = score_mod, mask_mod
+        self.score_mod = score_mod
+        self.mask_mod = mask_mod
         self.attend: Any = flex_attention
         if compiled:
             self.attend = torch.compile(flex_attention, backend="eager")
 
     def split(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        query, key, value = (
-            layer(x).unflatten(-1, (-1, SIZE)).transpose(1, 2)
-            for layer in (self.query, self.key, self.value)
-        )
-        return query, key, value
+        def by_head(projected: Tensor) -> Tensor:
+            return projected.unflatten(-1, (-1, SIZE)).transpose(1, 2)
+
+        return by_head(self.query(x)), by_head(self.key(x)), by_head(self.value(x))
 
     def forward(self, x: Tensor) -> Tensor:
         mask, score_mod = None, None
@@ -116,11 +121,11 @@ class Model(nn.Module):
 
     def tokens(self, images: Tensor) -> Tensor:
         patches = self.embed(images).flatten(2).transpose(1, 2)
-        special = [
-            x.expand(len(images), 1, -1) for x in (self.cls_token, self.register)
-        ]
-        parts = [patches, *special[::-1]] if self.behind else [*special, patches]
-        return torch.cat(parts, 1)
+        cls_token = self.cls_token.expand(len(images), 1, -1)
+        register = self.register.expand(len(images), 1, -1)
+        if self.behind:
+            return torch.cat([patches, register, cls_token], 1)
+        return torch.cat([cls_token, register, patches], 1)
 
     def forward(self, images: Tensor) -> Tensor:
         return self.attn(self.tokens(images))
@@ -131,10 +136,12 @@ def by_loops(model: Model, images: Tensor) -> ReferenceAttention:
     attn = model.attn
     query, key, _ = attn.split(model.tokens(images))
     table = tables()
+    # What no mask lets through stays at minus infinity.
     logits = torch.full((len(images), HEADS, TOKENS, TOKENS), -torch.inf).double()
-    for place in torch.cartesian_prod(*map(torch.arange, logits.shape)).tolist():
+    heads_per_key = HEADS // attn.groups
+    for place in np.ndindex(logits.shape):
         b, h, i, j = place
-        shared = h // (HEADS // attn.groups)
+        shared = h // heads_per_key
         score = 0.4 * float(query[b, h, i] @ key[b, shared, j])
         if attn.score_mod is not None:
             score = float(attn.score_mod(score, *place, table=table))
@@ -173,7 +180,7 @@ def test_numbers_equal_loops(case: str) -> None:
             ds, layers, unsupported = recorded(model, [images])
     assert layers == ("attn",)
     assert not unsupported
-    layout = same(grid(COUNTS["height"], COUNTS["width"], prefix=COUNTS["prefix"]))
+    layout = same(grid(**COUNTS))
     expect(ds, [reference], {"attn": layout}, IMAGES)
 
 
@@ -221,12 +228,12 @@ def test_heads_are_ablated() -> None:
         references = images.roll(5, -1)
         weights = by_loops(model, references).weights.mean(0)
         # Six heads share three keys and values: head 4 has the last.
-        value = model.attn.split(model.tokens(images))[2][:, 4 // 2]
+        _, _, values = model.attn.split(model.tokens(images))
+        expected = weights[4] @ values[:, 2]
         with tcnn_probe.ablate(model, {"attn": [4]}, mode="static", images=references):
             static = model(images).unflatten(-1, (HEADS, SIZE))
-        torch.testing.assert_close(
-            static[..., 4, :], weights[4] @ value, rtol=0, atol=1e-12
-        )
+        torch.testing.assert_close(static[..., 4, :], expected, rtol=0, atol=1e-12)
+        # All other heads are as they were.
         static[..., 4, :] = alone.unflatten(-1, (HEADS, SIZE))[..., 4, :]
         torch.testing.assert_close(static.flatten(2), alone, rtol=0, atol=0)
 
@@ -263,7 +270,9 @@ class Renormalized(Flex):
             share = torch.sigmoid(self.sinks)[:, None, None]
         else:
             share = torch.sigmoid(lse - self.sinks[:, None])[..., None]
-        return (heads.transpose(1, 2) * share.transpose(-2, -3)).flatten(2)
+        heads = heads.transpose(1, 2)
+        share = share.transpose(-2, -3)
+        return (heads * share).flatten(2)
 
 
 @pytest.mark.parametrize("compiled", [False, True])

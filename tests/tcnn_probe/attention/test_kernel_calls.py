@@ -67,7 +67,8 @@ def weights_of(
     bias: Tensor | None = None,
 ) -> np.ndarray:
     """(B, N, heads, d) -> (B, heads, N_query, N_key) in float64, key by key."""
-    queries, keys = q.shape[1], k.shape[1]
+    queries = q.shape[1]
+    keys = k.shape[1]
     # Grouped queries: neighbouring heads share a key.
     group = q.shape[2] // k.shape[2]
     weights = np.zeros((len(q), q.shape[2], queries, keys))
@@ -302,7 +303,8 @@ class Mixer(nn.Module):  # whose name says nothing
         self.q, self.k, self.v = (
             nn.Linear(15, h * D) for h in (HEADS, key_heads, key_heads)
         )
-        self.kernel, self.options = kernel, options
+        self.kernel = kernel
+        self.options = options
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = (

@@ -115,7 +115,8 @@ def test_mixed_heads_are_what_reaches_the_values() -> None:
     )
     maps = tree["3x4x6"].attention
     for index, block in enumerate(model.blocks):
-        layer, mixing = f"blocks.{index}.attn", block.attn.proj_w
+        layer = f"blocks.{index}.attn"
+        mixing = block.attn.proj_w
         for head in selected:
             expected = mixing.bias[head].detach()
             for source in range(3):
@@ -507,7 +508,8 @@ def influence(
     handle = module.register_forward_pre_hook(lambda _, args: calls.append(args))
     model(images)
     handle.remove()
-    (x, *arguments), channels = calls[0], -1
+    x, *arguments = calls[0]
+    channels = -1
     # Not in place: the input was computed by layers that are no part of the question.
     if isinstance(module, (SpatialBlock, PartitionAttentionLayer)):
         channels = 1
@@ -650,14 +652,10 @@ def test_chosen_queries_heads_and_layers() -> None:
     )["3x4x6"]
     assert selection["head"].values.tolist() == [0, 2]
     assert selection.layer.values.tolist() == ["blocks.1.attn"]
-    assert (selection.query_y.values.tolist(), selection.query_x.values.tolist()) == (
-        [3, 1],
-        [0, 5],
-    )
-    assert (selection.from_y.values.tolist(), selection.from_x.values.tolist()) == (
-        [31, 9],
-        [0, 47],
-    )
+    assert selection.query_y.values.tolist() == [3, 1]
+    assert selection.query_x.values.tolist() == [0, 5]
+    assert selection.from_y.values.tolist() == [31, 9]
+    assert selection.from_x.values.tolist() == [0, 47]
     for number, (y, x) in enumerate([(3, 0), (1, 5)]):
         expected = full.attention.sel(
             layer="blocks.1.attn", head=[0, 2], query_y=y, query_x=x
@@ -762,7 +760,8 @@ def test_cells_lie_where_they_look() -> None:
     # resnet18 halves the size with kernels that are padded: its cells look at multiples of 16 exactly.
     np.testing.assert_array_equal(maps.pixel_y, [0, 16, 32, 48])
     np.testing.assert_array_equal(maps.pixel_x, [0, 16, 32, 48, 64, 80])
-    assert (maps.query_y.item(), maps.query_x.item()) == (1, 5)
+    assert maps.query_y.item() == 1
+    assert maps.query_x.item() == 5
     figure = tcnn_probe.plot.attention_maps(
         tcnn_probe.attention_maps(model, torch.randn(1, 3, 64, 96)), query=(17, 94)
     )

@@ -133,9 +133,11 @@ def check(call: SoftmaxAttention, expected: Bounded) -> None:
             x.unflatten(0, (call.images, call.windows)) for x in (value, bound)
         )
         if name == "max_logit":
-            value, bound = value.amax(1), bound.amax(1)
+            value = value.amax(1)
+            bound = bound.amax(1)
         else:
-            value, bound = value.mean(1), bound.mean(1)
+            value = value.mean(1)
+            bound = bound.mean(1)
         assert got[name].shape == value.shape
         assert ((got[name] - value).abs() <= bound).all(), (
             name,

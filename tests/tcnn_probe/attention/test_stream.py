@@ -165,11 +165,15 @@ def whole_attention(layer: nn.Module, x: Tensor) -> Tensor:
     layer = copy.deepcopy(layer).double()
     x = x.double()
     if isinstance(layer, GPSA):
-        kernel, stride, padding = layer.kernel_size, layer.stride, layer.padding
+        kernel = layer.kernel_size
+        stride = layer.stride
+        padding = layer.padding
         gate = 1 / (1 + torch.exp(-layer.gating))
         # Written as the definition has it, softplus(5 a) / 5, not by the layer's own property.
         alpha = torch.log1p(torch.exp(5 * layer.raw_locality)) / 5
-        center, heads, (height, width) = layer.center, layer.heads, x.shape[2:]
+        center = layer.center
+        heads = layer.heads
+        height, width = x.shape[2:]
         rows, columns = (
             (n + 2 * p - k) // s + 1
             for n, p, k, s in zip(x.shape[2:], padding, kernel, stride, strict=True)

@@ -326,7 +326,8 @@ def test_prompts_as_many_as_cells() -> None:
     ):
         model(torch.randn(IMAGES), torch.rand(IMAGES[0], 4, 2))
     (layout,) = layouts_of_layers
-    assert (layout.queries, layout.keys) == (None, None)
+    assert layout.queries is None
+    assert layout.keys is None
     assert "some of the tokens are made of parameters" in layout.reason
 
 

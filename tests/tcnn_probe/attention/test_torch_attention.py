@@ -181,7 +181,9 @@ class Own(nn.Module):
         self, way: Callable[[Tensor, Tensor, Tensor], Tensor], heads: int, kv_heads: int
     ) -> None:
         super().__init__()
-        self.way, self.num_heads, self.kv_heads = way, heads, kv_heads
+        self.way = way
+        self.num_heads = heads
+        self.kv_heads = kv_heads
         self.q = nn.Linear(DIM, heads * 4)
         self.kv = nn.Linear(DIM, kv_heads * 4 * 2)
 

@@ -113,7 +113,8 @@ def test_reasons(name: str) -> None:
 
     with tcnn_probe.record(model) as recorder, torch.no_grad():
         model(torch.randn(2, 3, *size))
-        unsupported, layers = recorder.unsupported, recorder.layers
+        unsupported = recorder.unsupported
+        layers = recorder.layers
         if recorded:
             recorder.mark(epoch=0)
             assert recorder.dataset.entropy.notnull().any("head").all()

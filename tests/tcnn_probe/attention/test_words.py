@@ -72,7 +72,8 @@ class Joint(nn.Module):
         self.words = nn.Embedding(90, WIDTH)
         self.token = nn.Parameter(torch.randn(1, 1, WIDTH))
         self.blocks = nn.ModuleList([Block(inside), Block(inside)])
-        self.order, self.inside = order, inside
+        self.order = order
+        self.inside = inside
 
     def forward(
         self,

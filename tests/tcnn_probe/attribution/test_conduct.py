@@ -107,7 +107,8 @@ def test_nothing_is_left(method: str) -> None:
     np.testing.assert_array_equal(maps_of(model, x, method), expected)  # dropout is off
     before.check(model, x)
     for number in (1, 2):
-        calls, failing = 0, number
+        calls = 0
+        failing = number
         with pytest.raises(BrokenError):
             maps_of(model, x, method)
         before.check(model, x)

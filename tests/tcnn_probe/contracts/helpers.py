@@ -171,8 +171,10 @@ class Trace:
         self.torch = global_state()
 
     def __eq__(self, trace: object) -> bool:
-        before, after = dict(vars(self)), dict(vars(trace))
-        state_before, state_after = before.pop("state"), after.pop("state")
+        before = dict(vars(self))
+        after = dict(vars(trace))
+        state_before = before.pop("state")
+        state_after = after.pop("state")
         same = list(state_before) == list(state_after) and all(
             torch.equal(value, state_after[name])
             for name, value in state_before.items()

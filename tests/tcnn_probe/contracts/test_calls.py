@@ -119,7 +119,8 @@ class Around(nn.Module):
         super().__init__()
         blocks = vit().blocks
         self.parts = nn.Module()  # which is never called itself
-        self.parts.one, self.parts.two = blocks[0].attn, blocks[1].attn
+        self.parts.one = blocks[0].attn
+        self.parts.two = blocks[1].attn
         self._how = forward
         self.eval()
 

@@ -25,7 +25,8 @@ class Bomb:
     """A hook that raises while it is armed."""
 
     def __init__(self, error: type[BaseException]) -> None:
-        self.error, self.armed = error, False
+        self.error = error
+        self.armed = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> None:
         if self.armed:

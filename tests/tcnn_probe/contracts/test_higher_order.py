@@ -44,7 +44,8 @@ class Around(nn.Module):
 
     def __init__(self, operator: Callable[..., Tensor], inner: nn.Module) -> None:
         super().__init__()
-        self.operator, self.inner = operator, inner
+        self.operator = operator
+        self.inner = inner
 
     def forward(self, x: Tensor, **kwargs: Any) -> Tensor:
         return self.operator(self.inner, x)
@@ -211,7 +212,8 @@ def gradients_of(model: nn.Module, output: Tensor) -> list[Tensor | None]:
 
 def check_as_alone(model: nn.Module, x: Tensor, kind: str, *, gradients: bool) -> None:
     is_flex = "flex" in kind
-    expected, before = model(x), Trace(model)
+    expected = model(x)
+    before = Trace(model)
     slopes = gradients_of(model, expected) if gradients else []
     # The layer that holds the operator is listened to, and is not.
     for layers in (None, ["blocks.0.attn"]):

@@ -18,7 +18,9 @@ from tcnn_probe.diagnosis import HealthLimits
 from tcnn_probe.diagnosis.signs import SIGNS
 
 # Marks need not count from 0, nor by one.
-EPOCHS, LAYERS, HEADS = [2, 3, 5, 7, 11], ["near", "far", "last"], 2
+EPOCHS = [2, 3, 5, 7, 11]
+LAYERS = ["near", "far", "last"]
+HEADS = 2
 DIMS = ("epoch", "layer", "head")
 
 

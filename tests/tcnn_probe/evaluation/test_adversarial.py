@@ -148,7 +148,8 @@ def test_batches_do_not_matter() -> None:
     model = Small().double()
     x = pixels(7).double()
     y = labels(7)
-    x[1], y[1] = x[0], y[0]
+    x[1] = x[0]
+    y[1] = y[0]
     # A step so small that the result is where the ascent starts.
     options: dict[str, Any] = {"normalization": NORMALIZATION, "steps": 1, "step": 1e-9}
     together = evaluation.pgd(model, x, y, seed=5, **options)
@@ -167,7 +168,8 @@ def test_normalization() -> None:
     model = configured()
     x = pixels(3)
     y = labels(3)
-    mean, std = model.pretrained_cfg["mean"], model.pretrained_cfg["std"]
+    mean = model.pretrained_cfg["mean"]
+    std = model.pretrained_cfg["std"]
     usual = evaluation.fgsm(model, x, y)
     assert torch.equal(
         usual, evaluation.fgsm(model, x, y, normalization=(torch.tensor(mean), std))
@@ -220,7 +222,8 @@ def test_small_gradients_of_a_half_precision_model_are_not_zero() -> None:
 
 
 def test_gradients_that_are_nan_move_nothing() -> None:
-    x, small = pixels(3), Small()
+    x = pixels(3)
+    small = Small()
     adversarial = evaluation.pgd(
         lambda x: small(x) * torch.nan,
         x,

@@ -51,7 +51,8 @@ def test_the_same_kind_comes_back(kind: str, batch: NDArray[Any]) -> None:
     # Snow blurs, draws, and mixes channels.
     corrupted = corrupt(images, "snow", 4)
     assert type(corrupted) is type(images)
-    assert (corrupted.shape, corrupted.dtype) == (images.shape, images.dtype)
+    assert corrupted.shape == images.shape
+    assert corrupted.dtype == images.dtype
     assert (images == before).all()
     assert (corrupted != images).any()
     if isinstance(corrupted, torch.Tensor):

@@ -1,5 +1,6 @@
 """Intervals against formulas of the literature written out, and how often they cover in simulations."""
 
+import math
 from collections.abc import Callable
 
 import numpy as np
@@ -13,9 +14,8 @@ from tcnn_probe import evaluation
 def interval(
     values: np.ndarray, dims: tuple[str, ...] = ("image",), **options: float
 ) -> list[float]:
-    return evaluation.mean_interval(
-        xr.DataArray(values, dims=dims), dims, **options
-    ).values.tolist()
+    labelled = xr.DataArray(values, dims=dims)
+    return evaluation.mean_interval(labelled, dims, **options).values.tolist()
 
 
 def test_labels_and_what_is_left_out() -> None:
@@ -36,11 +36,9 @@ def test_labels_and_what_is_left_out() -> None:
     expected = stats.ttest_1samp(values.values[1, 2, :5], 0).confidence_interval(0.9)
     np.testing.assert_allclose(interval[1, 2], expected)
     assert np.isnan(interval[1, 1]).all()
-    assert interval.identical(
-        evaluation.mean_interval(
-            values.transpose("image", ...), "image", confidence=0.9
-        )
-    )
+    first = values.transpose("image", ...)
+    transposed = evaluation.mean_interval(first, "image", confidence=0.9)
+    assert interval.identical(transposed)
 
 
 @pytest.mark.parametrize(
@@ -79,7 +77,8 @@ def test_a_difference_of_paired_proportions(up: int, down: int) -> None:
     p = (up + 1) / (count + 2)
     q = (down + 1) / (count + 2)
     # Their n + 2, less 1 as the variance is a sample's.
-    error = np.sqrt((p + q - (p - q) ** 2) / (count + 1))
+    variance = p + q - (p - q) ** 2
+    error = np.sqrt(variance / (count + 1))
     half = stats.t.ppf(0.975, count + 1) * error
     np.testing.assert_allclose(interval(values), [p - q - half, p - q + half])
 
@@ -101,7 +100,8 @@ def test_skewness_is_removed(symmetric: bool) -> None:
         """Return by how much Hall's cubic exceeds the quantile of this side."""
         w = (values.mean() - mean) / deviation
         cubic = w + skewness * w**2 / 3 + skewness**2 * w**3 / 27
-        return cubic + skewness / (6 * count) - side * quantile
+        bias = skewness / (6 * count)
+        return cubic + bias - side * quantile
 
     # The values have a mean near 1: both roots are far inside.
     expected = [optimize.brentq(beyond, -9, 9, args=(side,)) for side in (1, -1)]
@@ -110,23 +110,22 @@ def test_skewness_is_removed(symmetric: bool) -> None:
 
 def test_of_dimensions_that_cross() -> None:
     random = np.random.default_rng(1)
-    table = (
-        random.normal(0, 1, (3, 1))
-        + random.normal(0, 1, (1, 23))
-        + random.normal(0, 0.3, (3, 23))
-    )
-    parts = [table.mean(1).var(ddof=1) / 3, table.mean(0).var(ddof=1) / 23]
+    of_seed = random.normal(0, 1, (3, 1))
+    of_image = random.normal(0, 1, (1, 23))
+    table = of_seed + of_image + random.normal(0, 0.3, (3, 23))
+    # The variance of the mean, from both dimensions.
+    seeds = table.mean(1).var(ddof=1) / 3
+    images = table.mean(0).var(ddof=1) / 23
+    variance = seeds + images
     # Satterthwaite's degrees of freedom, from 2 of the seeds and 22 of the images.
-    freedom = sum(parts) ** 2 / (parts[0] ** 2 / 2 + parts[1] ** 2 / 22)
-    half = stats.t.ppf(0.975, freedom) * sum(parts) ** 0.5
+    freedom = variance**2 / (seeds**2 / 2 + images**2 / 22)
+    half = stats.t.ppf(0.975, freedom) * math.sqrt(variance)
+    expected = [table.mean() - half, table.mean() + half]
     dims = ("seed", "image")
-    np.testing.assert_allclose(
-        interval(table, dims), [table.mean() - half, table.mean() + half]
-    )
-    values = xr.DataArray(table, dims=dims)
-    np.testing.assert_allclose(
-        evaluation.mean_interval(values.T, dims), interval(table, dims)
-    )
+    np.testing.assert_allclose(interval(table, dims), expected)
+    transposed = xr.DataArray(table, dims=dims).T
+    actual = evaluation.mean_interval(transposed, dims)
+    np.testing.assert_allclose(actual, expected)
     # One seed, as it is.
     np.testing.assert_allclose(interval(table[:1], dims), interval(table[0]))
 
@@ -157,7 +156,9 @@ def of_seeds(random: np.random.Generator, count: int) -> np.ndarray:
     """Differences of two models in 3 trainings: these differ, and so do images."""
     shift = random.normal(0, 0.02, 3)[:, None]
     hard = random.beta(0.3, 3, count)
-    up, down = (np.clip(hard + sign * shift, 0, 1) / 2 for sign in (1, -1))
+    # A model wins half of the images on which the two differ, and loses the others.
+    up = np.clip(hard + shift, 0, 1) / 2
+    down = np.clip(hard - shift, 0, 1) / 2
     draw = random.random((3, count))
     return (draw < up).astype(float) - (draw > 1 - down)
 

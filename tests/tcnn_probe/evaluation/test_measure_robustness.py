@@ -75,7 +75,8 @@ def test_by_hand() -> None:
     # The published order.
     assert ds.corruption.values.tolist() == ["gaussian_noise", "contrast", "pixelate"]
     assert ds.group.values.tolist() == ["noise", "digital", "digital"]
-    assert (ds.severity.values.tolist(), ds.seed.values.tolist()) == ([5, 2], [3, 0])
+    assert ds.severity.values.tolist() == [5, 2]
+    assert ds.seed.values.tolist() == [3, 0]
     assert ds.label.values.tolist() == y.tolist()
     assert ds.attack.values.tolist() == ["fgsm", "pgd"]
     assert dict(ds.sizes) == {
@@ -162,7 +163,8 @@ def test_predictions_and_confidences_by_hand() -> None:
             np.testing.assert_allclose(
                 decisions[f"{kind}confidence"].values.ravel(), sure, rtol=bound
             )
-    assert (ds.prediction.dtype, ds.confidence.dtype) == (np.int32, np.float32)
+    assert ds.prediction.dtype == np.int32
+    assert ds.confidence.dtype == np.float32
     assert len(set(ds.prediction.values.ravel().tolist())) > 1
 
 
@@ -421,7 +423,8 @@ def test_models_are_as_they_were() -> None:
     numpys = np.random.get_state()[1].copy()  # noqa: NPY002
     # No exception, and one at the first, a middle and the last forward.
     for number in (0, 1, 3, 6):
-        calls, broken_at = 0, number
+        calls = 0
+        broken_at = number
         with pytest.raises(BrokenError) if number else nullcontext():
             evaluation.robustness({"a": model, "b": model}, x, labels(3), **QUICK)
         assert Trace(model) == before

@@ -189,7 +189,8 @@ def test_what_was_selected(
 ) -> None:
     scalar = results.sel({dim: label})
     listed = results.sel({dim: [label]})
-    gain, expected = improvement(scalar, "cnn", by), improvement(listed, "cnn", by)
+    gain = improvement(scalar, "cnn", by)
+    expected = improvement(listed, "cnn", by)
     assert gain.improvement.dims == (("model",) if by is None else ("model", by))
     xr.testing.assert_identical(
         gain.reset_coords(drop=True), expected.reset_coords(drop=True)

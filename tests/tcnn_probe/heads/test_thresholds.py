@@ -10,7 +10,8 @@ import pytest
 
 from tcnn_probe.heads import GATED, TYPES, Thresholds, content_types, gate_types
 
-NAN, INF = math.nan, math.inf
+NAN = math.nan
+INF = math.inf
 OWN = Thresholds()
 # Exact in binary, and none of them a default.
 SET = Thresholds((0.125, 0.25), (0.5, 0.75), 0.25, 0.375, gate=(0.25, 0.5))

@@ -166,7 +166,8 @@ def test_products_name_what_could_be_attention(
 ) -> None:
     (product,) = requests(multiply)
     assert isinstance(product, SeenProduct)
-    weights, values = SeenOperand.of(WEIGHTS), SeenOperand.of(VALUES)
+    weights = SeenOperand.of(WEIGHTS)
+    values = SeenOperand.of(VALUES)
     candidates = [
         weighed
         for candidate, weighed in product.pairs

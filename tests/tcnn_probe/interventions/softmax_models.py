@@ -131,7 +131,8 @@ def wide(model: nn.Module) -> nn.Module:
     """Turn a model to float64, with ConViT's offsets, which older versions of timm make in float32."""
     for layer in model.double().modules():
         if isinstance(layer, GPSA):
-            layer.rel_indices, offsets = None, layer.get_rel_indices
+            layer.rel_indices = None
+            offsets = layer.get_rel_indices
             layer.get_rel_indices = lambda count, offsets=offsets: offsets(
                 count
             ).double()

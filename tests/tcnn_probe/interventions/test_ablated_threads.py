@@ -79,7 +79,8 @@ def run(threads: list[threading.Thread]) -> None:
     ("terms", "forwards"), [(False, 8), (True, 3)], ids=["gates and heads", "terms too"]
 )
 def test_three_threads(terms: bool, forwards: int) -> None:
-    model, equal = Both(), []
+    model = Both()
+    equal = []
     before = Trace(model)
     with ablated(model, terms=terms), torch.no_grad():
         expected = model(X)
@@ -113,7 +114,8 @@ def test_a_thread_that_is_in_the_middle_of_a_forward(
     error: BaseException | None,
 ) -> None:
     """When the ablation ends its layer ends as it began; one that was torn down leaves nothing behind."""
-    model, outputs = Both(), []
+    model = Both()
+    outputs = []
     before = Trace(model)
     inside = threading.Event()
     ended = threading.Event()

@@ -56,7 +56,8 @@ def exchange_heads(attention: Tensor, sources: Tensor, mode: str) -> Tensor:
 
 def of_softmax(layer: Any, call: LayerCall) -> tuple[Tensor, Tensor]:
     """Attention and values, (rows, heads, N, N) and (rows, heads, N, d), of ViT, Swin, BEiT or torch's own layer."""
-    tokens, heads = call.args[0], layer.num_heads
+    tokens = call.args[0]
+    heads = layer.num_heads
     if isinstance(layer, nn.MultiheadAttention):
         qkv = tokens @ layer.in_proj_weight.T + layer.in_proj_bias
     else:
@@ -117,7 +118,8 @@ def test_softmax_by_hand(name: str, mode: Any, fused: bool) -> None:
     references = torch.randn(REFERENCE_IMAGES, *shape).double()
     reference_attention, _ = of_softmax(layer, LayerCall(model, layer, references))
     attention, values = of_softmax(layer, LayerCall(model, layer, x))
-    plain, seed = model(x), None
+    plain = model(x)
+    seed = None
     with tcnn_probe.ablate(
         model, {path: HEADS}, mode, images=[references[:1], references[1:]], seed=seed
     ):
@@ -400,7 +402,8 @@ def test_errors() -> None:
 def test_warns_where_an_image_gets_back_its_own_attention() -> None:
     """Warn once for each ablation; not for new images, nor where the references' own order is asked for."""
     model = vit()
-    references, new_images = torch.randn(5, 2, 20, 28), torch.randn(3, 2, 20, 28)
+    references = torch.randn(5, 2, 20, 28)
+    new_images = torch.randn(3, 2, 20, 28)
     with torch.no_grad():
         with tcnn_probe.ablate(model, mode="static", images=references):
             model(new_images)

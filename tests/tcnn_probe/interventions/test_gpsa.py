@@ -160,7 +160,8 @@ def test_mean_over_images() -> None:
     model = nn.Sequential(layer())
     x = images()
     references = images(5, seed=1)
-    gpsa, calls = model[0], []
+    gpsa = model[0]
+    calls = []
     handle = model.register_forward_hook(
         lambda module, args, output: calls.append(len(args[0]))
     )

@@ -15,7 +15,8 @@ from tests.tcnn_probe.contracts.helpers import Trace, vit
 from tests.tcnn_probe.networks import Branches, Chain
 
 # Two layers with 9 and 25 heads: a head of the second may not exist in the first.
-NEAR, FAR = tuple(range(9)), tuple(range(25))
+NEAR = tuple(range(9))
+FAR = tuple(range(25))
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,8 @@ from tests.tcnn_probe.networks import Chain, scatter
 
 
 def test_others_hooks_see_what_is_ablated() -> None:
-    model, outputs = Chain(), []
+    model = Chain()
+    outputs = []
     model.near.register_forward_hook(
         lambda module, args, output: outputs.append(output)
     )

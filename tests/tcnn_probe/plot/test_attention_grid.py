@@ -16,7 +16,8 @@ import tcnn_probe
 from tcnn_probe.plot.style import RED
 from tests.tcnn_probe.plot.layout import texts_within_and_apart
 
-LAYERS, HEADS = ["stages.3.0.conv", "stages.3.1.conv"], 3
+LAYERS = ["stages.3.0.conv", "stages.3.1.conv"]
+HEADS = 3
 
 
 def some_maps() -> xr.DataArray:

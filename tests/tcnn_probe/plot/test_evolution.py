@@ -1,6 +1,7 @@
 """Evolution by head: which lines are drawn, in which colours, and what their axes say."""
 
 from pathlib import Path
+from typing import NamedTuple
 
 import matplotlib.pyplot as plt
 import numpy as np
@@ -30,11 +31,16 @@ def recorded(
     )
 
 
-def drawn(
-    ax: plt.Axes,
-) -> list[tuple[list[float], list[float], float, tuple[float, ...]]]:
+class DrawnLine(NamedTuple):
+    x: list[float]
+    y: list[float]
+    width: float
+    color: tuple[float, ...]
+
+
+def drawn(ax: plt.Axes) -> list[DrawnLine]:
     return [
-        (
+        DrawnLine(
             line.get_xdata().tolist(),
             line.get_ydata().tolist(),
             line.get_linewidth(),
@@ -42,6 +48,10 @@ def drawn(
         )
         for line in ax.lines
     ]
+
+
+def legend_texts(ax: plt.Axes) -> list[str]:
+    return [text.get_text() for text in ax.get_legend().get_texts()]
 
 
 @pytest.mark.parametrize(
@@ -53,17 +63,17 @@ def test_a_thin_line_a_head_and_a_thick_one_a_layer(dims: tuple[str, ...]) -> No
     lines = drawn(ax)
     assert len(lines) == 3 * (7 + 1)
     for layer, color in enumerate("rgb"):
-        layer_lines = [line for line in lines if line[3] == to_rgba(color)]
-        assert all(line[0] == [0, 2, 4, 6, 8] for line in layer_lines)
+        layer_lines = [line for line in lines if line.color == to_rgba(color)]
+        assert all(line.x == [0, 2, 4, 6, 8] for line in layer_lines)
+        by_head = values.values[:, layer]  # (marks, heads)
         # Found by its width alone, as a reader finds it.
-        thick = max(layer_lines, key=lambda line: line[2])
-        np.testing.assert_allclose(thick[1], values.values[:, layer].sum(-1) / 7)
-        thin = sorted(line[1] for line in layer_lines if line is not thick)
-        np.testing.assert_array_equal(thin, sorted(values.values[:, layer].T.tolist()))
-    assert (ax.get_xlabel(), ax.get_ylabel()) == ("epoch", "gate")
-    assert [text.get_text() for text in ax.get_legend().get_texts()] == list(
-        values.layer.values
-    )
+        thick = max(layer_lines, key=lambda line: line.width)
+        np.testing.assert_allclose(thick.y, by_head.sum(-1) / 7)
+        thin = sorted(line.y for line in layer_lines if line is not thick)
+        np.testing.assert_array_equal(thin, sorted(by_head.T.tolist()))
+    assert ax.get_xlabel() == "epoch"
+    assert ax.get_ylabel() == "gate"
+    assert legend_texts(ax) == list(values.layer.values)
 
 
 def test_without_heads_or_layers() -> None:
@@ -86,7 +96,7 @@ def test_on_the_current_axes_or_given_ones() -> None:
     ax = tcnn_probe.plot.evolution(values, legend=False)
     assert ax.figure.get_layout_engine() is not None
     assert tcnn_probe.plot.evolution(values, ls=":") is ax is plt.gca()
-    colors = [line[3] for line in drawn(ax)]
+    colors = [line.color for line in drawn(ax)]
     assert len(set(colors)) == 3
     assert colors[:24] == colors[24:]
     right = plt.figure().subplots()
@@ -110,12 +120,10 @@ def test_heads_and_layers_without_values_are_left_out() -> None:
     ax = tcnn_probe.plot.evolution(values, colors=["r", "g", "b"])
     lines = drawn(ax)
     assert len(lines) == 8 + 6
-    assert to_rgba("g") not in [line[3] for line in lines]
-    np.testing.assert_allclose(lines[-1][1], values.values[:, 2, :5].mean(1))
-    assert [text.get_text() for text in ax.get_legend().get_texts()] == [
-        "stage.0.conv",
-        "stage.2.conv",
-    ]
+    assert to_rgba("g") not in [line.color for line in lines]
+    # The last line is the mean over the heads that are left.
+    np.testing.assert_allclose(lines[-1].y, values.values[:, 2, :5].mean(1))
+    assert legend_texts(ax) == ["stage.0.conv", "stage.2.conv"]
 
 
 def test_one_mark_is_a_point() -> None:
@@ -157,9 +165,8 @@ def test_the_legend_covers_nothing(layout: str | None) -> None:
     for axes, end in ((ax, neighbour.get_tightbbox().x0), (neighbour, figure.bbox.x1)):
         legend = axes.get_legend().get_window_extent()
         assert axes.get_window_extent().x1 <= legend.x0 < legend.x1 <= end
-    assert not ax.title.get_window_extent().overlaps(
-        neighbour.title.get_window_extent()
-    )
+    title = ax.title.get_window_extent()
+    assert not title.overlaps(neighbour.title.get_window_extent())
 
 
 @pytest.mark.parametrize("marks", [1, 2, 5])
@@ -175,13 +182,12 @@ def test_whole_epochs_and_whole_numbers_beside_the_axis(marks: int) -> None:
 
 
 def test_a_title_where_there_is_none() -> None:
-    assert (
-        tcnn_probe.plot.evolution(recorded()).get_title()
-        == "gate by head (thin), and mean (thick)"
-    )
+    ax = tcnn_probe.plot.evolution(recorded())
+    assert ax.get_title() == "gate by head (thin), and mean (thick)"
     plt.figure()
     plt.title("mine")
-    assert tcnn_probe.plot.evolution(recorded().mean("head")).get_title() == "mine"
+    ax = tcnn_probe.plot.evolution(recorded().mean("head"))
+    assert ax.get_title() == "mine"
 
 
 def test_the_package_shows_its_plots() -> None:
@@ -202,17 +208,18 @@ def test_runs_are_a_band_from_the_smallest_to_the_largest() -> None:
     values = seeds()
     ax = tcnn_probe.plot.evolution(values, colors=["r", "g", "b"])
     assert len(ax.lines) == len(ax.collections) == 3
-    for layer, (line, band) in enumerate(zip(ax.lines, ax.collections, strict=True)):
+    drawings = zip(ax.lines, ax.collections, strict=True)
+    for layer, (line, band) in enumerate(drawings):
         corners = band.get_paths()[0].vertices
         for mark, epoch in enumerate(values.epoch.values):
+            # Of each run, the heads that it has at this mark.
             runs = [heads[~np.isnan(heads)] for heads in values.values[:, mark, layer]]
             means = [heads.mean() for heads in runs if len(heads)]
+            mean = sum(means) / len(means)
             at_mark = corners[corners[:, 0] == epoch, 1]
             np.testing.assert_allclose(at_mark.min(), min(means))
             np.testing.assert_allclose(at_mark.max(), max(means))
-            np.testing.assert_allclose(
-                line.get_ydata()[mark], sum(means) / len(means), rtol=1e-14
-            )
+            np.testing.assert_allclose(line.get_ydata()[mark], mean, rtol=1e-14)
         assert to_rgba(line.get_color()) == to_rgba("rgb"[layer])
         assert tuple(band.get_facecolor()[0]) == to_rgba("rgb"[layer], 0.2)
     assert ax.get_title() == (
@@ -242,5 +249,6 @@ def test_recordings_opened_together_are_drawn(tmp_path: Path) -> None:
     ax = tcnn_probe.plot.evolution(tree["heads"].entropy)
     assert len(ax.collections) == 3
     ax = tcnn_probe.plot.evolution(tree.top1, plt.figure().subplots())
+    (band,) = ax.collections[0].get_paths()
     # The second run's score: it was marked with seed / 7.
-    assert ax.collections[0].get_paths()[0].vertices[:, 1].max() == 1 / 7
+    assert band.vertices[:, 1].max() == 1 / 7

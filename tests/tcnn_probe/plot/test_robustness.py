@@ -94,7 +94,8 @@ def by_hand(
     ds: xr.Dataset, model: int, corruptions: list[int], severities: list[int]
 ) -> list[float]:
     """Every image's share of right answers."""
-    right, shares = ds.correct.values, []
+    right = ds.correct.values
+    shares = []
     for image in range(IMAGES):
         answers = [
             right[model, c, s, seed, image]

@@ -103,7 +103,8 @@ def compare(
 ) -> None:
     """Three backward passes in two epochs; the norms are the root mean square of those of each epoch."""
     # Of both signs and other sizes: means of squares, not of gradients.
-    weights, truth = (1.0, -3.0), {}
+    weights = (1.0, -3.0)
+    truth = {}
     with tcnn_probe.record(model, probes="gradient") as recorder:
         layers = recorder.layers
         heads = {

@@ -50,11 +50,14 @@ class Call:
 
 def projected(layer: nn.Module, x: Tensor, heads: int) -> tuple[Tensor, ...]:
     # Libraries without a projection of their own for each: (B, N, 3, heads, d), as timm and torchvision lay it out.
-    return tuple(layer(x).unflatten(-1, (3, heads, -1)).permute(2, 0, 3, 1, 4))
+    qkv = layer(x).unflatten(-1, (3, heads, -1))
+    return tuple(qkv.permute(2, 0, 3, 1, 4))
 
 
 def of_timm(block: nn.Module, x: Tensor) -> Call:
-    return Call(*projected(block.attn.qkv, block.norm1(x), block.attn.num_heads), x)
+    attention = block.attn
+    normalised = block.norm1(x)
+    return Call(*projected(attention.qkv, normalised, attention.num_heads), x)
 
 
 def of_torchvision(block: nn.Module, x: Tensor) -> Call:
@@ -154,6 +157,31 @@ def median(values: np.ndarray) -> float:
     return float(np.sort(values)[(len(values) - 1) // 2])
 
 
+def softmax_rows(logits: np.ndarray) -> np.ndarray:
+    # The maximum is taken off first, so that sharpened logits do not overflow.
+    weights = np.exp(logits - logits.max(-1, keepdims=True))
+    return weights / weights.sum(-1, keepdims=True)
+
+
+def relative_length(values: np.ndarray, sink: int) -> float:
+    """Return the length of a sink's value, (N, d), beside that of the others."""
+    lengths = np.linalg.norm(values, axis=-1)
+    # Without the sink itself, whose length is what is compared.
+    rest = np.delete(lengths, sink)
+    return lengths[sink] / median(rest)
+
+
+def root_mean_square(outputs: np.ndarray) -> float:
+    squared_lengths = (outputs**2).sum(-1)
+    return math.sqrt(squared_lengths.mean())
+
+
+def rank(outputs: np.ndarray) -> np.ndarray:
+    """Return the participation ratio of squared singular values: 1 for a single direction, d for d equal ones."""
+    squares = np.linalg.svd(outputs, compute_uv=False) ** 2
+    return squares.sum(-1) ** 2 / (squares**2).sum(-1)
+
+
 def of_values_and_tokens(call: Call, kinds: tuple[str, ...]) -> dict[str, np.ndarray]:
     """Each image and head for itself, then the mean over images."""
     images, heads = call.query.shape[:2]
@@ -163,24 +191,19 @@ def of_values_and_tokens(call: Call, kinds: tuple[str, ...]) -> dict[str, np.nda
     for b in range(images):
         of_image: dict[str, list[Any]] = {}
         for h in range(heads):
-            logits = query[b, h] @ key[b, h].T / math.sqrt(query.shape[-1])
-            # The maximum is taken off first, so that sharpened logits do not overflow.
-            weights = np.exp(logits - logits.max(-1, keepdims=True))
-            weights /= weights.sum(-1, keepdims=True)
+            logits = query[b, h] @ key[b, h].T
+            weights = softmax_rows(logits / math.sqrt(query.shape[-1]))
             sink = int(weights.mean(0).argmax())
-            lengths = np.linalg.norm(value[b, h], axis=-1)
             outputs = weights @ value[b, h]
-            singular = np.linalg.svd(outputs, compute_uv=False)
             numbers = {
                 "sink_kind": [kinds[sink] == kind for kind in TOKEN_KINDS],
-                # Without the sink itself, whose length is what is compared.
-                "sink_value_norm": lengths[sink] / median(np.delete(lengths, sink)),
-                "output_norm": math.sqrt((outputs**2).sum(-1).mean()),
-                # The participation ratio of squared singular values: 1 for a single direction, d for d equal ones.
-                "output_rank": (singular**2).sum() ** 2 / (singular**4).sum(),
+                "sink_value_norm": relative_length(value[b, h], sink),
+                "output_norm": root_mean_square(outputs),
+                "output_rank": rank(outputs),
             }
             for name, number in numbers.items():
                 of_image.setdefault(name, []).append(number)
+        # The tokens that enter the block, patches apart from the others.
         lengths = np.linalg.norm(tokens[b], axis=-1)
         is_patch = np.array([kind in ("border", "inner") for kind in kinds])
         patches = lengths[is_patch]
@@ -293,8 +316,8 @@ def test_windows_with_a_mask(monkeypatch: pytest.MonkeyPatch) -> None:
     # timm hides by -100; a learned bias of positions does not reach -50.
     assert [bool((mask < -50).any()) for *_, mask in calls] == [False, True]
     for number, arrays in enumerate(calls):
-        query, key, value = (x.detach().numpy() for x in arrays[:3])
-        mask = arrays[3].expand(windows * IMAGES, 3, keys, keys).detach().numpy()
+        query, key, value, mask = (x.detach().numpy() for x in arrays)
+        mask = np.broadcast_to(mask, (windows * IMAGES, 3, keys, keys))
         by_image: dict[str, list[list[float]]] = {}
         for b in range(IMAGES):
             of_heads: dict[str, list[float]] = {}
@@ -302,20 +325,17 @@ def test_windows_with_a_mask(monkeypatch: pytest.MonkeyPatch) -> None:
                 ratios, outputs = [], []
                 for w in range(windows * b, windows * (b + 1)):
                     # 21 channels in 3 heads are 7.
-                    logits = query[w, h] @ key[w, h].T / math.sqrt(7) + mask[w, h]
-                    weights = np.exp(logits - logits.max(-1, keepdims=True))
-                    weights /= weights.sum(-1, keepdims=True)
+                    logits = query[w, h] @ key[w, h].T / math.sqrt(7)
+                    weights = softmax_rows(logits + mask[w, h])
                     sink = int(weights.mean(0).argmax())
-                    lengths = np.linalg.norm(value[w, h], axis=-1)
-                    ratios.append(lengths[sink] / median(np.delete(lengths, sink)))
+                    ratios.append(relative_length(value[w, h], sink))
                     outputs.append(weights @ value[w, h])
                 # Ranks are of all outputs of an image, sinks of each window.
                 stacked = np.concatenate(outputs)
-                singular = np.linalg.svd(stacked, compute_uv=False)
                 numbers = {
                     "sink_value_norm": float(np.mean(ratios)),
-                    "output_norm": math.sqrt((stacked**2).sum(-1).mean()),
-                    "output_rank": (singular**2).sum() ** 2 / (singular**4).sum(),
+                    "output_norm": root_mean_square(stacked),
+                    "output_rank": float(rank(stacked)),
                 }
                 for name, value_of_head in numbers.items():
                     of_heads.setdefault(name, []).append(value_of_head)
@@ -390,10 +410,10 @@ def test_gated_layers_by_their_content_part(
     ):
         model(x)
     parts, inputs, module = attentions[name]
-    query, key = parts.query.double(), parts.key.double()
+    query = parts.query.double()
+    key = parts.key.double()
     logits = (query @ key.mT * parts.scale).detach().numpy()
-    weights = np.exp(logits - logits.max(-1, keepdims=True))
-    weights /= weights.sum(-1, keepdims=True)
+    weights = softmax_rows(logits)
     expected = health(weights[:, None])
     attention = parts.dense()
     if kind == "gpsa":
@@ -405,19 +425,13 @@ def test_gated_layers_by_their_content_part(
         values = module.v(inputs).unflatten(2, (4, -1)).transpose(1, 2)
         padded = values
     outputs = (attention @ padded).detach().numpy()
-    singular = np.linalg.svd(outputs, compute_uv=False)
-    ranks = (singular**2).sum(-1) ** 2 / (singular**4).sum(-1)
-    expected["output_rank"] = ranks.mean(0)
-    lengths = np.linalg.norm(values.detach().numpy(), axis=-1)
-    sinks = weights.mean(-2)
-    ratios = [
-        [
-            lengths[b, h, j] / median(np.delete(lengths[b, h], j))
-            for h, j in enumerate(sinks[b].argmax(-1))
-        ]
-        for b in range(7)
-    ]
-    expected["sink_value_norm"] = np.mean(ratios, 0)
+    expected["output_rank"] = rank(outputs).mean(0)
+    sinks = weights.mean(-2).argmax(-1)
+    ratios = np.zeros(sinks.shape)  # (images, heads)
+    for image, head in np.ndindex(sinks.shape):
+        of_head = values[image, head].detach().numpy()
+        ratios[image, head] = relative_length(of_head, sinks[image, head])
+    expected["sink_value_norm"] = ratios.mean(0)
     expected["max_logit"] = logits.max((0, 2, 3))
     ds = recorded(model, *x.split([4, 3]), probes="health").dataset.isel(epoch=0)
     check(ds, name, expected, 1e-9)

@@ -120,10 +120,8 @@ def focalnet(block: Any, x: Tensor) -> Pairs:
 
 def metaformer(block: Any, x: Tensor) -> Pairs:
     # The first stages have no norms.
-    norm1, norm2 = (
-        getattr(block, "norm1", nn.Identity()),
-        getattr(block, "norm2", nn.Identity()),
-    )
+    norm1 = getattr(block, "norm1", nn.Identity())
+    norm2 = getattr(block, "norm2", nn.Identity())
     first = block.ls1(block.token_mixer(norm1(x)))
     return [(first, x), (block.ls2(block.mlp(norm2(x + first))), x + first)]
 
@@ -198,7 +196,8 @@ def timms(name: str, **about: Any) -> Callable[[], nn.Module]:
     return partial(timm.create_model, name, **VIT | about)
 
 
-SMALL, SCALED = (32, 48), {"init_values": 0.3}
+SMALL = (32, 48)
+SCALED = {"init_values": 0.3}
 # A width of its own for every stage, so that none can be taken for another.
 CONVNEXT = partial(
     timm.create_model, "convnext_tiny", depths=(1, 1, 2, 1), dims=(5, 7, 11, 13)
@@ -345,7 +344,8 @@ def test_training_is_measured_before_stochastic_depth() -> None:
     """CaiT calls one DropPath twice; what the second branch is added to depends on what the first one dropped."""
     # One block, and half of the branches dropped, so that both cases occur among eleven images.
     model = small("cait_xxs24_224", **VIT | {"drop_path_rate": 0.5, "depth": 1}).train()
-    block, calls = model.blocks[0], {}
+    block = model.blocks[0]
+    calls = {}
     for name in ("norm1", "norm2", "attn", "mlp"):
         getattr(block, name).register_forward_hook(
             lambda m, x, y, name=name: calls.update({name: (x[0], y)})

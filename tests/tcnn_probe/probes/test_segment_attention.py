@@ -40,7 +40,8 @@ def brute_force(
     shares = np.full((heads, 5, 5), np.nan)
     for h in range(heads):
         for row, segment in enumerate(SEGMENTS):
-            sums, seeing = np.zeros(5), 0
+            sums = np.zeros(5)
+            seeing = 0
             for b in range(images):
                 for i in range(len(queries)):
                     if queries[i] == segment:
@@ -118,7 +119,8 @@ class Named(nn.Module):
 
     def __init__(self, name: str) -> None:
         super().__init__()
-        self.name, self.patches = name, nn.Conv2d(3, 12, 16, 16)
+        self.name = name
+        self.patches = nn.Conv2d(3, 12, 16, 16)
         self.register_parameter(name, nn.Parameter(torch.randn(1, 3, 12)))
         self.attend = nn.MultiheadAttention(12, 3, batch_first=True)
 

@@ -68,7 +68,8 @@ def test_scalars_come_and_go(recorder: tcnn_probe.Recorder) -> None:
         [{"top1": 0.1}, {"lr": 0.2}, {"top1": 0.3, "lr": 0.4}, {"loss": 5}, {}]
     ):
         mark(recorder, epoch=epoch, **scalars)
-    nan, ds = np.nan, recorder.dataset
+    nan = np.nan
+    ds = recorder.dataset
     np.testing.assert_array_equal(ds.top1, [0.1, nan, 0.3, nan, nan])
     np.testing.assert_array_equal(ds.lr, [nan, 0.2, 0.4, nan, nan])
     np.testing.assert_array_equal(ds.loss, [nan, nan, nan, 5.0, nan])

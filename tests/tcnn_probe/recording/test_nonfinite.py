@@ -27,7 +27,8 @@ def images(*broken: float) -> Tensor:
     ids=str,
 )
 def test_recorded_as_nan_counted_and_told(value: float, dtype: torch.dtype) -> None:
-    model, fine = Branches().to(dtype), images().to(dtype)
+    model = Branches().to(dtype)
+    fine = images().to(dtype)
     with tcnn_probe.record(model) as recorder:
         # Images 0 and 2 of five: the count must not be that of the batch.
         model(near=fine, far=images(value, 0.0, value).to(dtype))

@@ -106,7 +106,8 @@ def test_replacing_deletes_nothing_of_the_users(tmp_path: Path) -> None:
 
 
 def test_replacing_through_a_link(tmp_path: Path) -> None:
-    path, link = tmp_path / "run.zarr", tmp_path / "link.zarr"
+    path = tmp_path / "run.zarr"
+    link = tmp_path / "link.zarr"
     assert script(path, 0) == [0]
     link.symlink_to(path)
     assert script(link, 3, mode="w") == [3]
@@ -176,7 +177,8 @@ def test_weights_that_are_put_in_for_validation_tell_nothing(tmp_path: Path) -> 
 @pytest.mark.parametrize("lost", ["nothing", "mark", "checkpoint"])
 def test_resuming_with_a_checkpoint(lost: str, tmp_path: Path) -> None:
     """The recipe of docs/recording.md: stopped after two epochs, in the middle of the second mark, or begun anew."""
-    checkpoint, store = tmp_path / "run.pth", tmp_path / "run.zarr"
+    checkpoint = tmp_path / "run.pth"
+    store = tmp_path / "run.zarr"
     data = DataLoader(TensorDataset(images(4), torch.arange(4)), batch_size=4)
 
     def train(stop: int) -> list[float]:

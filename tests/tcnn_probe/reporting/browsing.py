@@ -10,7 +10,8 @@ import pytest
 
 __all__ = ["errors", "needs_browser", "open_browser", "requests", "until"]
 
-CHROMIUM, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
+CHROMIUM = shutil.which("chromium")
+DRIVER = shutil.which("chromedriver")
 needs_browser = pytest.mark.skipif(
     CHROMIUM is None or DRIVER is None,
     reason="no chromium or no chromedriver (apt install chromium chromium-driver)",

@@ -14,14 +14,16 @@ from tcnn_probe.representation import LinearCKA, layer_cka, linear_cka
 def hsic(x: np.ndarray, y: np.ndarray) -> float:
     """The U-statistic itself: the mean of its kernel over all ordered quadruples of different images."""
     n = len(x)
-    k, l = x @ x.T, y @ y.T  # noqa: E741
+    gram_x = x @ x.T
+    gram_y = y @ y.T
     pairs, triples, quadruples = 0.0, 0.0, 0.0
     for i, j in itertools.permutations(range(n), 2):
-        pairs += k[i, j] * l[i, j]
+        pairs += gram_x[i, j] * gram_y[i, j]
         for q in set(range(n)) - {i, j}:
-            triples += k[i, j] * l[i, q]
+            triples += gram_x[i, j] * gram_y[i, q]
             for r in set(range(n)) - {i, j, q}:
-                quadruples += k[i, j] * l[q, r]
+                quadruples += gram_x[i, j] * gram_y[q, r]
+    # Means over the pairs, triples and quadruples of different images.
     pairs /= math.perm(n, 2)
     triples /= math.perm(n, 3)
     quadruples /= math.perm(n, 4)
@@ -29,17 +31,20 @@ def hsic(x: np.ndarray, y: np.ndarray) -> float:
 
 
 def cka_by_hand(x: np.ndarray, y: np.ndarray) -> float:
-    return hsic(x, y) / math.sqrt(hsic(x, x) * hsic(y, y))
+    squared_norms = hsic(x, x) * hsic(y, y)
+    return hsic(x, y) / math.sqrt(squared_norms)
 
 
 def make_features(*channels: int, n: int = 11, seed: int = 0) -> list[np.ndarray]:
     rng = np.random.default_rng(seed)
     # Two directions in common, so that CKA is neither 0 nor 1; a mean of 5, so that centring shows.
     shared = rng.standard_normal((n, 2))
-    return [
-        shared @ rng.standard_normal((2, c)) + rng.standard_normal((n, c)) + 5
-        for c in channels
-    ]
+    features = []
+    for c in channels:
+        signal = shared @ rng.standard_normal((2, c))
+        noise = rng.standard_normal((n, c))
+        features.append(signal + noise + 5)
+    return features
 
 
 def test_is_the_u_statistic() -> None:
@@ -69,25 +74,27 @@ def test_batches_do_not_matter_nor_do_shift_rotation_and_scale() -> None:
     result = streamed.result()
     assert result.dims == ("layer", "other_layer")
     np.testing.assert_allclose(np.diag(result), 1, rtol=1e-12)
-    assert result.sel(layer="a", other_layer="b").item() == pytest.approx(
-        linear_cka(x, y), rel=1e-10
-    )
-    rotation = np.linalg.qr(make_features(7, n=7)[0])[0]
+    at_once = linear_cka(x, y)
+    by_batches = result.sel(layer="a", other_layer="b").item()
+    assert by_batches == pytest.approx(at_once, rel=1e-10)
+    (square,) = make_features(7, n=7)
+    rotation, _ = np.linalg.qr(square)
     moved = 3 * (y + 1e4) @ rotation
     # Adding 1e4 costs features of size one four digits.
-    assert linear_cka(x, moved) == pytest.approx(linear_cka(x, y), rel=1e-6)
+    assert linear_cka(x, moved) == pytest.approx(at_once, rel=1e-6)
     assert linear_cka(x, -2 * x + 1e3) == pytest.approx(1, rel=1e-10)
 
 
 def test_of_unrelated_features_it_is_0_on_average() -> None:
     """The biased estimate of as few images would be above 0.9."""
     rng = np.random.default_rng(0)
-    values = [
-        linear_cka(rng.standard_normal((17, 101)), rng.standard_normal((17, 103)))
-        for _ in range(40)
-    ]
-    # Three standard errors of the mean.
-    assert abs(np.mean(values)) < 3 * np.std(values) / math.sqrt(len(values))
+    values = []
+    for _ in range(40):
+        x = rng.standard_normal((17, 101))
+        y = rng.standard_normal((17, 103))
+        values.append(linear_cka(x, y))
+    standard_error = np.std(values) / math.sqrt(len(values))
+    assert abs(np.mean(values)) < 3 * standard_error
 
 
 def test_refusals() -> None:
@@ -124,16 +131,13 @@ def test_labelled_is_the_same_and_has_nan_where_features_are_missing() -> None:
     features = xr.DataArray(padded, {"epoch": [0, 1], "layer": ["a", "b"]}, dims)
     cka = layer_cka(features)
     # The labelled features are float32.
-    assert cka.sel(epoch=0, layer="a", other_layer="b").item() == pytest.approx(
-        linear_cka(x, y), rel=1e-4
-    )
+    labelled = cka.sel(epoch=0, layer="a", other_layer="b").item()
+    assert labelled == pytest.approx(linear_cka(x, y), rel=1e-4)
     assert cka.sel(epoch=1).isnull().values.tolist() == [[False, True], [True, True]]
     fixed = layer_cka(features, features.sel(epoch=0, drop=True))
     np.testing.assert_allclose(fixed.sel(layer="a", other_layer="a"), 1, rtol=1e-5)
     features[0, 0, 3, 2] = np.inf  # as of a number that float16 cannot hold
-    assert layer_cka(features).sel(epoch=0).isnull().values.tolist() == [
-        [True, True],
-        [True, False],
-    ]
+    missing = layer_cka(features).sel(epoch=0).isnull()
+    assert missing.values.tolist() == [[True, True], [True, False]]
     with pytest.raises(ValueError, match="with the dims 'image' and 'channel', got"):
         layer_cka(features.rename(image="sample"))

@@ -35,7 +35,8 @@ def pixels(features: np.ndarray, masks: np.ndarray) -> tuple[np.ndarray, np.ndar
 
 
 def test_is_a_classifier_of_pixels() -> None:
-    (features, masks), train = make_features(7, 0), make_features(11, 1)
+    features, masks = make_features(7, 0)
+    train = make_features(11, 1)
     x, y = pixels(*train)
     mean = x.mean(0)
     deviation = x.std(0)
@@ -59,7 +60,8 @@ def test_is_a_classifier_of_pixels() -> None:
 
 def test_masks_that_the_images_do_not_show_are_at_chance() -> None:
     """At chance a class of the share p, named for the share q of pixels, has the IoU pq / (p + q - pq) <= p."""
-    (features, masks), (train, known) = make_features(40, 0), make_features(40, 1)
+    features, masks = make_features(40, 0)
+    train, known = make_features(40, 1)
     share = (masks == 4).mean()
     # Of the class itself, which the features show, the probe finds most.
     assert dense_probe(features, masks == 4, train, known == 4)[1] > 0.6
@@ -70,7 +72,8 @@ def test_masks_that_the_images_do_not_show_are_at_chance() -> None:
 
 
 def test_by_image_is_of_each_image_alone() -> None:
-    (features, masks), train = make_features(7, 0), make_features(11, 1)
+    features, masks = make_features(7, 0)
+    train = make_features(11, 1)
     # An image of a single class, in which the two others have no IoU unless they are named.
     masks[2] = 4
     iou = dense_probe(features, masks, *train, by_image=True)
@@ -84,7 +87,8 @@ def test_by_image_is_of_each_image_alone() -> None:
 
 
 def test_labelled_judges_grids_by_the_same_pixels() -> None:
-    (features, masks), (train, known) = make_features(7, 0), make_features(11, 1)
+    features, masks = make_features(7, 0)
+    train, known = make_features(11, 1)
     # One column of five, stretched over the image, has to do worse.
     fine = features.repeat(CELL[0], 2).repeat(CELL[1], 3)
     coarse = features[..., :1]

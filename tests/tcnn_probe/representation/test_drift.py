@@ -14,18 +14,23 @@ from tcnn_probe.representation import gram_distance, layer_drift, linear_cka
 
 
 def cosine(a: np.ndarray, b: np.ndarray) -> float:
-    return math.fsum(a * b) / math.sqrt(math.fsum(a * a) * math.fsum(b * b))
+    squared_lengths = math.fsum(a * a) * math.fsum(b * b)
+    return math.fsum(a * b) / math.sqrt(squared_lengths)
 
 
 def distance(x: np.ndarray, y: np.ndarray) -> float:
     """Compute the definition for the patches of an image, (N, C) and (N, C')."""
     n = len(x)
-    squares = [
-        (cosine(x[i], x[j]) - cosine(y[i], y[j])) ** 2
-        for i in range(n)
-        for j in range(n)
-    ]
+    squares = []
+    for i, j in np.ndindex(n, n):
+        difference = cosine(x[i], x[j]) - cosine(y[i], y[j])
+        squares.append(difference**2)
     return math.sqrt(math.fsum(squares) / n**2)
+
+
+def distances(x: np.ndarray, y: np.ndarray) -> list[float]:
+    """Compute the definition image by image, (images, N, C) and (images, N, C')."""
+    return [distance(*pair) for pair in zip(x, y, strict=True)]
 
 
 def patches(*shape: int, seed: int = 0) -> np.ndarray:
@@ -37,7 +42,7 @@ def patches(*shape: int, seed: int = 0) -> np.ndarray:
 def test_is_its_definition() -> None:
     x = patches(3, 7, 5)
     y = patches(3, 7, 11, seed=1)
-    expected = [distance(*pair) for pair in zip(x, y, strict=True)]
+    expected = distances(x, y)
     assert min(expected) > 0.05
     actual = gram_distance(x, y)
     # A cosine of C channels is off by at most about (2 C + 4) eps; so is their root mean square.
@@ -49,13 +54,13 @@ def test_is_its_definition() -> None:
 def test_its_square_is_the_loss_of_dinov3() -> None:
     """Its code computes a mean squared difference; by its configuration within images, with negative cosines kept."""
     x = torch.from_numpy(patches(2, 13, 5))
-    y = torch.from_numpy(patches(2, 13, 5))
-    y = y + 0.3 * torch.from_numpy(patches(2, 13, 5, seed=2))
-    grams = [
-        unit @ unit.mT for unit in (F.normalize(x, dim=-1), F.normalize(y, dim=-1))
-    ]
-    expected = F.mse_loss(*grams).item()
-    assert (gram_distance(x, y) ** 2).mean() == pytest.approx(expected, rel=1e-12)
+    noise = torch.from_numpy(patches(2, 13, 5, seed=2))
+    y = x + 0.3 * noise
+    unit_x = F.normalize(x, dim=-1)
+    unit_y = F.normalize(y, dim=-1)
+    expected = F.mse_loss(unit_x @ unit_x.mT, unit_y @ unit_y.mT).item()
+    squared = gram_distance(x, y) ** 2
+    assert squared.mean() == pytest.approx(expected, rel=1e-12)
 
 
 def test_rotation_and_lengths_do_not_matter_and_small_distances_stay() -> None:
@@ -63,22 +68,30 @@ def test_rotation_and_lengths_do_not_matter_and_small_distances_stay() -> None:
     rotation = np.linalg.qr(patches(5, 5, seed=3))[0]
     lengths = np.random.default_rng(4).uniform(0.1, 10, (7, 1))
     # The bound above, at 5 channels.
-    assert gram_distance(x, lengths * x @ rotation) < 2 * 14 * np.finfo(float).eps
+    moved = lengths * x @ rotation
+    assert gram_distance(x, moved) < 2 * 14 * np.finfo(float).eps
     # To first order a change of 1e-9 changes cosines by as much; products of channels would lose it.
-    near, nearer = (gram_distance(x, x + step * x[::-1]) for step in (1e-8, 1e-9))
+    backwards = x[::-1]
+    near = gram_distance(x, x + 1e-8 * backwards)
+    nearer = gram_distance(x, x + 1e-9 * backwards)
     assert near / nearer == pytest.approx(10, rel=1e-4)
 
 
 def test_extremes() -> None:
-    zero = patches(3, 2)
+    filled = patches(3, 2)
+    zero = filled.copy()
     zero[1] = 0
     # The cosines of a patch of zeros are 0, with itself too; those of the others do not change.
-    filled = patches(3, 2)
-    cosines = [cosine(filled[1], filled[j]) for j in (0, 2)]
-    expected = math.sqrt((2 * sum(c**2 for c in cosines) + 1) / 9)
+    first = cosine(filled[1], filled[0])
+    last = cosine(filled[1], filled[2])
+    squares = 2 * (first**2 + last**2) + 1
+    expected = math.sqrt(squares / 9)
     assert gram_distance(filled, zero) == pytest.approx(expected, rel=1e-14)
-    assert gram_distance([[1.0], [1.0]], [[1.0], [-1.0]]) == pytest.approx(math.sqrt(2))
-    assert math.isnan(gram_distance(filled, np.full((3, 2), np.nan)))
+    # Cosines of 1 and -1 differ by 2, in half of the pairs.
+    opposite = gram_distance([[1.0], [1.0]], [[1.0], [-1.0]])
+    assert opposite == pytest.approx(math.sqrt(2))
+    missing = np.full((3, 2), np.nan)
+    assert math.isnan(gram_distance(filled, missing))
     with pytest.raises(ValueError, match=r"two or more tokens twice.*got \(3, 2\) and"):
         gram_distance(filled, filled[:2])
     with pytest.raises(ValueError, match="two or more tokens twice"):
@@ -101,6 +114,7 @@ def recorded(epochs: int = 3) -> tuple[xr.DataArray, list[torch.Tensor]]:
         tcnn_probe.record(model, probes=["softmax", probe]) as recorder,
         torch.no_grad(),
     ):
+        # As a training does, but a step of any direction an epoch.
         for epoch in range(epochs):
             model(images)
             recorder.mark(epoch=epoch)
@@ -116,7 +130,7 @@ def test_of_a_recording_by_epoch_and_between_all_epochs() -> None:
     assert drift.cka.dims == ("epoch", "layer")
     x = outputs[2].double().numpy()
     y = outputs[0].double().numpy()
-    expected = [distance(*pair) for pair in zip(x, y, strict=True)]
+    expected = distances(x, y)
     # Ten times the tolerance.
     assert min(expected) > 0.05
     # Stored as float16, each channel is off by 2**-11 of itself: a cosine by 4, a difference by 8 times as much.
@@ -124,9 +138,14 @@ def test_of_a_recording_by_epoch_and_between_all_epochs() -> None:
     np.testing.assert_allclose(actual, expected, rtol=0, atol=8 * 2**-11)
     means = features.sel(token="mean", layer="blocks.1").values.astype(float)
     cka = drift.cka.sel(layer="blocks.1")
-    assert cka[2].item() == pytest.approx(linear_cka(means[2], means[0]), rel=1e-12)
+    expected = linear_cka(means[2], means[0])
+    assert cka[2].item() == pytest.approx(expected, rel=1e-12)
+
+    # The first epoch beside itself.
     np.testing.assert_array_equal(drift.gram_distance.sel(epoch=0), 0)
     np.testing.assert_allclose(drift.cka.sel(epoch=0), 1, rtol=1e-12)
+
+    # Every epoch beside every other.
     table = layer_drift(features, features.rename(epoch="teacher")).gram_distance
     assert set(table.dims) == {"epoch", "teacher", "layer", "image"}
     xr.testing.assert_allclose(table.sel(teacher=0, drop=True), drift.gram_distance)
@@ -149,8 +168,11 @@ def test_layers_of_other_widths_and_missing_images() -> None:
     second[0, :, :, :3] = rng.standard_normal((5, 4, 3))
     second[1, 2] = np.nan
     drift = layer_drift(features, second)
-    expected = distance(values[0, 1, 1:, :3], second.values[0, 1, 1:, :3])
-    assert drift.gram_distance.sel(layer="a")[1].item() == pytest.approx(expected)
+    # The patches of the second image, without the mean; the layer has three channels.
+    part = np.s_[0, 1, 1:, :3]
+    expected = distance(values[part], second.values[part])
+    actual = drift.gram_distance.sel(layer="a")[1].item()
+    assert actual == pytest.approx(expected)
     missing = drift.gram_distance.isnull().values
     assert np.argwhere(missing).tolist() == [[1, 2]]
     assert drift.cka.isnull().values.tolist() == [False, True]
@@ -159,11 +181,8 @@ def test_layers_of_other_widths_and_missing_images() -> None:
 def test_refusals() -> None:
     tokens = ["mean", "1", "2"]
     coords = {"image": range(4), "token": tokens}
-    features = xr.DataArray(
-        np.random.default_rng(0).standard_normal((4, 3, 5)),
-        coords,
-        ("image", "token", "channel"),
-    )
+    values = np.random.default_rng(0).standard_normal((4, 3, 5))
+    features = xr.DataArray(values, coords, ("image", "token", "channel"))
     layer_drift(features, features)
     with pytest.raises(ValueError, match="of the same images, tokens and layers"):
         layer_drift(features, features.assign_coords(image=range(1, 5)))

@@ -39,7 +39,8 @@ def voted(x: np.ndarray, gallery: np.ndarray, labels: np.ndarray) -> int:
 
 
 def test_knn_is_that_of_the_thesis() -> None:
-    (x, y), (gallery, known) = make_features(Q, 0), make_features(G, 1)
+    x, y = make_features(Q, 0)
+    gallery, known = make_features(G, 1)
     expected = [
         voted(query, gallery, known) == label for query, label in zip(x, y, strict=True)
     ]
@@ -67,7 +68,8 @@ def precision(scores: list[float], relevant: list[bool]) -> float:
 
 
 def test_retrieval_is_that_of_the_thesis() -> None:
-    (x, y), (gallery, known) = make_features(Q, 0), make_features(G, 1)
+    x, y = make_features(Q, 0)
+    gallery, known = make_features(G, 1)
     y[2] = 99  # which the gallery lacks
     coarse = (known == 30).astype(int)
     rng = np.random.default_rng(2)
@@ -100,7 +102,8 @@ def test_images_of_one_score_share_a_rank() -> None:
 
 
 def test_an_oracle_ranks_its_coarse_class_first_and_by_cosine_in_it() -> None:
-    (x, y), (gallery, known) = make_features(Q, 0), make_features(G, 1)
+    x, y = make_features(Q, 0)
+    gallery, known = make_features(G, 1)
     coarse = (known == 30).astype(int)
     oracle = np.stack([y != 30, y == 30], 1).astype(float)
     precisions = average_precision(
@@ -119,7 +122,8 @@ def test_shuffled_labels_are_at_chance_and_true_ones_are_not() -> None:
     # Iris has positive features, whose cosines would all be near 1.
     x = x - x.mean(0)
     shuffled = [np.random.default_rng(seed).permutation(y) for seed in range(4)]
-    train, test = slice(0, None, 2), slice(1, None, 2)
+    train = slice(0, None, 2)
+    test = slice(1, None, 2)
 
     def linear(labels: np.ndarray) -> float:
         return linear_probe_correct(
@@ -148,9 +152,11 @@ def test_labelled_is_the_same() -> None:
     x, y = make_features(G, 1)
     features_by_layer = np.full((3, G, 5), np.nan)
     # The second layer lacks an image.
-    features_by_layer[0, :, :3], features_by_layer[1, 1:, :] = (x, 1.0)
+    features_by_layer[0, :, :3] = x
+    features_by_layer[1, 1:, :] = 1.0
     # As float16 has a large number.
-    features_by_layer[2, :, :3], features_by_layer[2, 5, 1] = (x, np.inf)
+    features_by_layer[2, :, :3] = x
+    features_by_layer[2, 5, 1] = np.inf
     features = xr.DataArray(
         features_by_layer, {"layer": ["a", "b", "c"]}, ("layer", "image", "channel")
     )

@@ -171,7 +171,8 @@ class Soak:
     """One recording after the other; ``seeds`` are of its marks, ``counts`` of what was done."""
 
     def __init__(self, folder: Path, seed: int) -> None:
-        self.path, self.packed = folder / "run.zarr", folder / "packed.zarr"
+        self.path = folder / "run.zarr"
+        self.packed = folder / "packed.zarr"
         self.chance = random.Random(seed)
         self.counts = Counter[str]()
         self.seeds = list[int]()

@@ -198,7 +198,8 @@ def steps(
             if crash_at is not None and len(done) > crash_at:
                 raise error()
 
-    replace, original = os.replace, Remote.set
+    replace = os.replace
+    original = Remote.set
 
     async def remote_set(self: Any, key: str, value: Any) -> None:
         step(f"set {key}")

@@ -187,7 +187,8 @@ def test_looking_changes_nothing(tmp_path: Path) -> None:
     "instead", ["nothing", "an empty directory", "another recording", "something else"]
 )
 def test_store_that_vanished(tmp_path: Path, instead: str, resumed: bool) -> None:
-    path, away = tmp_path / "run.zarr", tmp_path / "away.zarr"
+    path = tmp_path / "run.zarr"
+    away = tmp_path / "away.zarr"
     store = create(path)
     add(store, 0)
     if resumed:

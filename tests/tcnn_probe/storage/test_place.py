@@ -138,7 +138,8 @@ def changed(path: str = "", **changes: object) -> dict[str, Group]:
     return {**GROUPS, path: dataclasses.replace(GROUPS[path], **changes)}
 
 
-GATE, VARIABLES = GROUPS[""].variables["gate"], GROUPS[""].variables
+GATE = GROUPS[""].variables["gate"]
+VARIABLES = GROUPS[""].variables
 
 
 def test_recording_of_something_else() -> None:
@@ -413,10 +414,8 @@ def test_a_recording_of_other_shapes(tmp_path: Path) -> None:
     repack(tmp_path / "run.zarr", tmp_path / "packed.zarr")
     for name in ("run.zarr", "packed.zarr"):
         tree = open_recording(tmp_path / name)
-        assert (tree.top1.values.tolist(), tree.tokens.values.tolist()) == (
-            [0.5, 0.5],
-            [0.5, 1.5],
-        )
+        assert tree.top1.values.tolist() == [0.5, 0.5]
+        assert tree.tokens.values.tolist() == [0.5, 1.5]
         for path, row in rows.items():
             np.testing.assert_array_equal(tree[path].m, row)
     assert EpochStore(tmp_path / "run.zarr", along="tokens").groups == groups

@@ -67,7 +67,8 @@ def test_a_head_of_many_marks_is_read_from_few_objects(
         # An object for each mark before, a single one after: what repacking is for.
         assert len(set(read)) == count
         array = zarr.open_group(tmp_path / name, mode="r")[f"{MAPS}/saliency"]
-        assert (array.shards, array.chunks) == (shards, chunks)
+        assert array.shards == shards
+        assert array.chunks == chunks
 
 
 def test_into_and_out_of_other_stores(tmp_path: Path) -> None:

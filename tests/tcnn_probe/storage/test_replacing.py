@@ -128,7 +128,8 @@ def test_a_refused_mark_leaves_the_old(tmp_path: Path, remote: bool) -> None:
 def test_killed_where_nothing_can_be_renamed() -> None:
     """The old recording goes first; what a killed recorder leaves is no recording, and can be recorded to."""
     recording(target := Remote(), 2)
-    delete, deleted = target.delete, []
+    delete = target.delete
+    deleted = []
 
     async def once(key: str) -> None:
         # After some of the objects and before the others.

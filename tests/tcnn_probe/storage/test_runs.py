@@ -108,7 +108,9 @@ def _in_memory(paths: Sequence[Path], group: str) -> xr.Dataset:
 
 def test_runs_are_joined(three: list[Path]) -> None:
     tree = open(path for path in three)
-    heads, maps, root = tree["heads"].dataset, tree[MAPS].dataset, tree.dataset
+    heads = tree["heads"].dataset
+    maps = tree[MAPS].dataset
+    root = tree.dataset
     assert heads.run.values.tolist() == ["seed0", "seed1", "seed5"]
     assert dict(heads.sizes) == {"run": 3, "epoch": 5, "layer": 3, "head": 3}
     for joined, expected in (

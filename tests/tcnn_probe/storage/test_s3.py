@@ -87,7 +87,8 @@ def test_another_recorder_in_the_middle_of_a_mark(
     for mark in range(count):
         add(create(target), mark)
     slow, quick = create(target), create(target)
-    original, came = module.put_if, []
+    original = module.put_if
+    came = []
 
     async def meanwhile(*arguments: Any) -> None:
         # Only once, as the other recorder comes through here as well.
