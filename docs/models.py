@@ -1,6 +1,6 @@
 """What is recorded of vision models: writes the table in ``models.md`` beside it.
 
-    python docs/models.py                          # all models, about ten minutes on one core
+    python docs/models.py                          # all models, about four minutes on one core
     python docs/models.py --models vit_tiny swin   # anew the rows of those whose names contain a word
 
 Weights are random and nothing is downloaded. A forward shows which layers attend, and on which grids their tokens lie.
@@ -35,11 +35,13 @@ Written by `python docs/models.py` with {versions}, from random weights.
 - *layers*: attention layers of which numbers are recorded.
 - *grids*: rows x columns of keys, "+ n" with n class, register or other tokens beside them. In layers with windows the
   grid is that of a window.
-- *square*: layers whose maps change where the image does. Four images differ from a fifth in a square of an eighth of
+- *square*: layers whose maps change where the image does. Four images differ from a fifth in a square of a twelfth of
   their sides, and queries around it look at it. In this experiment attention layers give 0, so that tokens are not
   mixed. Where one place of a map changes by a quarter more than any other, and another one in each of the four, these
-  should be the places of the squares; other layers are undecided, such as those that hear of the image through
-  attention alone.
+  should be the places of the squares; other layers are undecided: those whose maps do not change at all, because they
+  hear of the image through attention alone (levit) or their queries are zero before training (GroupViT), and those
+  where no place stands out: all others, most of them late in a trunk of convolutions or pools, where a cell sees much
+  more of the image than a square.
 - *notes*: layers without a grid of queries or keys, and layers that are not recorded, with the reasons.
 
 | library | model | image | layers | grids | square | notes |
@@ -61,20 +63,33 @@ class Model(NamedTuple):
     height: int
     width: int
     options: Mapping[str, Any] = {}
+    fits_norms: bool = False
+    """Whether batch norms take statistics of images first: with those that they begin with, all features vanish."""
 
     def build(self) -> nn.Module:
         """Return the model with random weights."""
+        module = self.create()
+        if self.fits_norms:
+            for norm in module.modules():
+                if isinstance(norm, nn.BatchNorm2d):
+                    norm.train().momentum = 1.0
+            with torch.no_grad():
+                module(torch.randn(5, 3, self.height, self.width))
+        return module.eval()
+
+    def create(self) -> nn.Module:
+        """Return the model as its library makes it."""
         if self.library == "timm":
-            return timm.create_model(self.name, num_classes=5, **self.options).eval()
+            return timm.create_model(self.name, num_classes=5, **self.options)
         if self.library == "torchvision":
             return getattr(importlib.import_module("torchvision.models"), self.name)(
                 **self.options
-            ).eval()
+            )
         transformers = importlib.import_module("transformers")
         config = getattr(transformers, f"{self.name.removesuffix('Model')}Config")(
             **self.options
         )
-        return getattr(transformers, self.name)(config).eval()
+        return getattr(transformers, self.name)(config)
 
 
 _VIT = {
@@ -115,7 +130,7 @@ MODELS = (
     Model("timm", "swinv2_tiny_window8_256", 256, 256),
     Model("timm", "swinv2_cr_tiny_224", 224, 224),
     Model("timm", "mvitv2_tiny", 224, 224),
-    Model("timm", "pvt_v2_b0", 64, 96),
+    Model("timm", "pvt_v2_b0", 224, 224),
     Model("timm", "twins_svt_small", 224, 224),
     Model("timm", "twins_pcpvt_small", 224, 224),
     Model("timm", "levit_128s", 224, 224),
@@ -128,7 +143,7 @@ MODELS = (
     Model("timm", "mobilevitv2_050", 128, 192),
     Model("timm", "efficientformer_l1", 224, 224),
     Model("timm", "efficientformerv2_s0", 224, 224),
-    Model("timm", "efficientvit_m0", 224, 224),
+    Model("timm", "efficientvit_m0", 224, 224, fits_norms=True),
     Model("timm", "efficientvit_b0", 224, 224),
     Model("timm", "nest_tiny", 224, 224),
     Model("timm", "volo_d1_224", 224, 224),
@@ -142,7 +157,7 @@ MODELS = (
     Model("timm", "fastvit_sa12", 256, 256),
     Model("timm", "edgenext_xx_small", 256, 256),
     Model("timm", "caformer_s18", 224, 224),
-    Model("timm", "mobilenetv4_hybrid_medium", 224, 224),
+    Model("timm", "mobilenetv4_hybrid_medium", 224, 224, fits_norms=True),
     Model("torchvision", "vit_b_32", 224, 224),
     Model("torchvision", "swin_t", 224, 224),
     Model("torchvision", "swin_v2_t", 224, 224),
@@ -211,7 +226,7 @@ MODELS = (
     Model("transformers", "Swinv2Model", 224, 224),
     Model("transformers", "SegformerModel", 128, 192),
     Model("transformers", "PvtModel", 224, 224),
-    Model("transformers", "CvtModel", 64, 96),
+    Model("transformers", "CvtModel", 224, 224),
     Model(
         "transformers",
         "HieraModel",
@@ -305,8 +320,9 @@ def squares_found(module: nn.Module, image: Tensor, layers: Iterable[str]) -> st
     centres = [(int(y * height), int(x * width)) for y, x in SQUARES]
     images = image.repeat(1 + len(SQUARES), 1, 1, 1)
     for number, (y, x) in enumerate(centres):
-        top, left = y - height // 16, x - width // 16
-        images[1 + number, :, top : top + height // 8, left : left + width // 8] += 3
+        rows = slice(y - height // 24, y - height // 24 + height // 12)
+        columns = slice(x - width // 24, x - width // 24 + width // 12)
+        images[1 + number, :, rows, columns] += 3
     queries = [
         (
             min(height - 1, max(0, int(y + side * share * height))),
@@ -325,11 +341,16 @@ def squares_found(module: nn.Module, image: Tensor, layers: Iterable[str]) -> st
     for node in maps.children.values():
         for layer in node.layer.values:
             ds = node.dataset.sel(layer=layer)
+            # Maps of a class token, which may be zero before training, come first: they count where no others are.
+            maps_of_layer = [
+                values
+                for values in ds.data_vars.values()
+                if "y" in values.dims and values.notnull().all()
+            ]
             answers += [
                 _finds_squares(values, centres, (height, width))
-                for name, values in ds.data_vars.items()
-                if "y" in values.dims and values.notnull().all()
-            ][:1]
+                for values in maps_of_layer[-1:]
+            ]
     decided = [answer for answer in answers if answer is not None]
     undecided = len(answers) - len(decided)
     beside = f", {undecided} undecided" if undecided else ""
@@ -356,7 +377,7 @@ def _finds_squares(
     pixels = values.pixel_y.values[:, None], values.pixel_x.values[None]
     # A square's side, and a cell.
     reach = [
-        side / 8 + side / cells.size for side, cells in zip(size, pixels, strict=True)
+        side / 12 + side / cells.size for side, cells in zip(size, pixels, strict=True)
     ]
     is_there = True
     peaks = set()
@@ -372,7 +393,7 @@ def _finds_squares(
             return None
         peaks.add(peak)
         is_there &= all(
-            abs(place - pixel) <= length - side / 16
+            abs(place - pixel) <= length - side / 24
             for place, pixel, length, side in zip(at, centre, reach, size, strict=True)
         )
     # A place that stands out wherever the square is says nothing of it.

@@ -45,7 +45,7 @@ from timm.models.mlp_mixer import Affine, MlpMixer, ResBlock
 from timm.models.vision_transformer import LayerScale, VisionTransformer
 from torch import Tensor, nn
 
-from common.ending import ended, finish
+from common.ending import ended, finish, side_of_zero
 from common.figures import STYLE, add_letters
 from common.options import (
     add_machine,
@@ -368,7 +368,7 @@ def table(top1: xr.DataArray) -> str:
             values = top1.sel(variant=name)
             low, high = mean_interval(values - reference, "seed").values.tolist()
             mean = float((values - reference).mean())
-            verdict = "better" if low > 0 else "worse" if high < 0 else "undecided"
+            verdict = side_of_zero((low, high), "better", "worse")
             lines.append(
                 f"  {name:26}{float(values.mean()):.3f}   {mean:+.3f} [{low:+.3f}, {high:+.3f}] {verdict}"
             )

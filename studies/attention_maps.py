@@ -165,7 +165,8 @@ def draw(
     blocks = [(epoch, image) for epoch in epochs for image in range(len(images))]
     # Layers with many heads take several lines.
     lines = -(-maps.sizes["head"] // COLUMNS)
-    rows, columns = maps.sizes["layer"] * lines, -(-maps.sizes["head"] // lines)
+    rows = maps.sizes["layer"] * lines
+    columns = -(-maps.sizes["head"] // lines)
     figure = Figure(
         figsize=(1.1 * columns + 3.2, (1.3 * max(rows, 2) + 0.8) * len(blocks)),
         layout="constrained",

@@ -51,7 +51,7 @@ from timm.data import create_transform, resolve_data_config
 from torch import Tensor, nn
 
 import tcnn_probe
-from common.ending import ended, finish, learned
+from common.ending import ended, finish, learned, side_of_zero
 from common.figures import STYLE, add_letters
 from common.options import (
     add_machine,
@@ -355,13 +355,11 @@ def draw_neighbours(nearest: xr.DataArray, count: int = 5) -> Figure:
         for rank, number in enumerate(nearest.sel(features=kind)[query].values):
             neighbour, neighbour_digit = gallery.read(int(number))
             panels[row, 1 + rank].imshow(neighbour)
-            match = (
-                "fine"
-                if neighbour_digit == digit
-                else "coarse"
-                if neighbour_digit % 2 == digit % 2
-                else "none"
-            )
+            match = "none"
+            if neighbour_digit == digit:
+                match = "fine"
+            elif neighbour_digit % 2 == digit % 2:
+                match = "coarse"
             for spine in panels[row, 1 + rank].spines.values():
                 spine.set(visible=True, color=FRAMES[match], linewidth=3)
     return figure
@@ -404,7 +402,7 @@ def table(scores: xr.Dataset) -> str:
 def comparison(gain: xr.DataArray, words: str) -> str:
     """Return a difference with its interval over trainings and images, and a verdict."""
     low, high = evaluation.mean_interval(gain, OVER).values
-    verdict = "better" if low > 0 else "WORSE" if high < 0 else "undecided"
+    verdict = side_of_zero((low, high), "better", "WORSE")
     return f"{words} {float(gain.mean()):+.3f} [{low:+.3f}, {high:+.3f}] {verdict}"
 
 

@@ -327,7 +327,8 @@ def check(tree: xr.DataTree, chance: float, *, small: bool = False) -> bool:
     """
     by_type = tree["types"].dataset.load()
     right, types = by_type.right.isel(mode=0), by_type.head_type
-    worst, images = float(by_type.top1.min()), int(by_type.top1_images.min())
+    worst = float(by_type.top1.min())
+    images = int(by_type.top1_images.min())
     passed = learned("a T-CNN", worst, images, chance)
     for kind in PAIR:
         if not bool((types == kind).any()):

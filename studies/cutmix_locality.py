@@ -43,7 +43,7 @@ from timm.models.vision_transformer import VisionTransformer
 from torch import nn
 
 import tcnn_probe
-from common.ending import ended, finish, learned
+from common.ending import ended, finish, learned, side_of_zero
 from common.figures import STYLE, whole_ticks
 from common.image_sets import ImageSet, load_image_set
 from common.options import (
@@ -227,7 +227,7 @@ def table(measures: xr.Dataset) -> str:
         plain, mixed = (float(values.sel(arm=arm).mean()) for arm in ARMS)
         mean, interval = difference(values)
         low, high = interval.values.tolist()
-        verdict = "lower" if high < 0 else "higher" if low > 0 else "undecided"
+        verdict = side_of_zero((low, high), "higher", "lower")
         lines.append(
             f"{name:34}{plain:7.3f}{mixed:8.3f}  {float(mean):+.3f} [{low:+.3f}, {high:+.3f}] {verdict}"
         )
@@ -237,6 +237,7 @@ def table(measures: xr.Dataset) -> str:
 def check(results: xr.Dataset, data: ImageSet) -> bool:
     """Return whether each network learned."""
     labels = data.validation_labels
+    # By chance: always the commonest digit.
     chance = float(labels.bincount().max() / len(labels))
     top1 = results.top1.isel(epoch=-1)
     has_learned = [

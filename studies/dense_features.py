@@ -212,7 +212,8 @@ def draw(scores: xr.Dataset) -> Figure:
     ends, ceilings = at_end(scores.iou), scores.ceiling.mean("image")
     for number, name in enumerate(scores.model.values):
         # Four bars of a fifth each, about the stage's tick.
-        places, values = np.arange(STAGES) + (number - 1.5) * 0.2, ends.sel(model=name)
+        places = np.arange(STAGES) + (number - 1.5) * 0.2
+        values = ends.sel(model=name)
         reach = abs(
             evaluation.mean_interval(values).transpose("bound", "stage")
             - values.mean("image")

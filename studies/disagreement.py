@@ -48,7 +48,7 @@ from matplotlib.figure import Figure
 
 from common.data import PixelBatches
 from common.decisions import agree_on_errors, by_condition, compare_given
-from common.ending import ended, finish, learned
+from common.ending import ended, finish, learned, side_of_zero
 from common.figures import STYLE, add_letters
 from common.options import (
     FEW_CORRUPTIONS,
@@ -268,12 +268,8 @@ def verdicts(rates: dict[str, xr.DataArray]) -> str:
             # Clean images are in both.
             for label in mean[by].values[by == "corruption" :]:
                 low, high = interval.sel({by: label}).values
-                verdict = (
-                    "more often"
-                    if low > 0
-                    else "less often"
-                    if high < 0
-                    else "not distinguishable"
+                verdict = side_of_zero(
+                    (low, high), "more often", "less often", "not distinguishable"
                 )
                 lines.append(
                     f"  {label:<18}{float(mean.sel({by: label})):+.3f} [{low:+.3f}, {high:+.3f}]  {verdict}"

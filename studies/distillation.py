@@ -40,7 +40,7 @@ from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
 import tcnn_probe
-from common.ending import ended, finish
+from common.ending import ended, finish, side_of_zero
 from common.figures import STYLE, add_letters
 from common.options import (
     add_machine,
@@ -326,7 +326,7 @@ def table(results: xr.Dataset) -> str:
         )
     for name, values in differences(results).items():
         low, high = mean_interval(values, "seed").values.tolist()
-        verdict = "above zero" if low > 0 else "BELOW zero" if high < 0 else "undecided"
+        verdict = side_of_zero((low, high), "above zero", "BELOW zero")
         lines.append(
             f"{name:48}{float(values.mean()):+.3f} [{low:+.3f}, {high:+.3f}] {verdict}"
         )

@@ -192,7 +192,8 @@ def table(scores: xr.Dataset) -> str:
             )
     end = scores.top1.isel(epoch=-1)
     best = end.where(end == end.max(), drop=True)
-    alpha, gate = float(best.locality_strength[0]), float(best.gating[0])
+    alpha = float(best.locality_strength[0])
+    gate = float(best.gating[0])
     control = scores.control_top1.values
     images = int(scores.images.max())
     error = (0.25 / images) ** 0.5  # of a share, largest at 1/2

@@ -198,10 +198,8 @@ def check(scores: xr.Dataset, run: SingleModel) -> bool:
     )
     # Only before the first block do both models have the same input.
     first = scores.residual_ratio.isel(epoch=0, layer=0).sel(branch="mixer")
-    share, expected = (
-        float(first.sel(model=WITH) / first.sel(model=WITHOUT)),
-        run.args.init_values,
-    )
+    share = float(first.sel(model=WITH) / first.sel(model=WITHOUT))
+    expected = run.args.init_values
     # Relative to the weight, which is small.
     scaled = abs(share - expected) < ROUNDING * expected
     print(

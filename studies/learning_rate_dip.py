@@ -142,7 +142,8 @@ def table(scores: xr.Dataset) -> str:
 
 def check(scores: xr.Dataset, chance: float) -> bool:
     """Return whether the models learned, and the T-CNN climbs higher with the largest rate than with the smallest."""
-    best, images = scores.top1.isel(epoch=-1).max("lr"), int(scores.images)
+    best = scores.top1.isel(epoch=-1).max("lr")
+    images = int(scores.images)
     # A list: each model that did not learn says so.
     have_learned = [
         learned(f"the {model}", float(best.sel(model=model)), images, chance)
@@ -174,8 +175,10 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         fill_in(args, {"epochs": 2})
     # Longer than most studies, so that the warm-up takes two epochs and a dip has time to show.
     settle(parser, args, digits={"epochs": 10})
+    # The check needs the smallest and the largest rate only.
     shares = (0.25, 4) if args.small else (0.25, 1, 4)
     fill_in(args, {"rates": [share * args.lr for share in shares]})
+    # Ascending, as the check compares the first with the last.
     args.rates = sorted({*args.rates})
     if len(args.rates) < 2:
         parser.error("--rates: expected at least two")

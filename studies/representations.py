@@ -257,10 +257,8 @@ def table(scores: xr.Dataset) -> str:
 
 def check(scores: xr.Dataset, chance: float) -> bool:
     """Return whether the T-CNN learned, begins as the CNN before attention, and its last stage gains knowledge."""
-    tcnn, cka = (
-        scores.sel(model="T-CNN"),
-        same_layer(scores).sel(model="T-CNN").isel(epoch=0),
-    )
+    tcnn = scores.sel(model="T-CNN")
+    cka = same_layer(scores).sel(model="T-CNN").isel(epoch=0)
     has_learned = learned(
         "the T-CNN", float(tcnn.top1[-1]), int(tcnn.seen.max()), chance
     )

@@ -123,7 +123,8 @@ def limit(weights: xr.Dataset) -> float:
     n - 1 degrees of freedom, of which the first is a part of the second.
     """
     height, width = weights.weight.shape[-2:]
-    size, offsets = (height * width) ** 2, (2 * height - 1) * (2 * width - 1)
+    size = (height * width) ** 2
+    offsets = (2 * height - 1) * (2 * width - 1)
     return 4 * math.sqrt(2 * (offsets - 1) / ((size - offsets) * (size - 1)))
 
 
@@ -232,6 +233,7 @@ def table(weights: xr.Dataset) -> str:
 def check(weights: xr.Dataset, run: SingleModel) -> bool:
     """Return whether the model learned, and equivariance rose in every block from that of random matrices."""
     threshold, values = limit(weights), weights.translation_equivariance
+    # A model that came with weights was not trained here.
     passed = (
         run.learned("the ResMLP", float(weights.top1[-1]))
         if "top1" in weights

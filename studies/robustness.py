@@ -51,7 +51,7 @@ from common.controls import (
     count_controls,
 )
 from common.data import PixelBatches
-from common.ending import InputError, ended, finish, learned
+from common.ending import InputError, ended, finish, learned, side_of_zero
 from common.imagenet_c import (
     draw_imagenet_c,
     imagenet_c_folders,
@@ -261,12 +261,8 @@ def verdicts(results: xr.Dataset, classes: int) -> str:
             for label in differences["at"].values.tolist():
                 difference = differences.sel(at=label)
                 low, high = difference.interval.values
-                verdict = (
-                    "T-CNN ahead"
-                    if low > 0
-                    else "T-CNN behind"
-                    if high < 0
-                    else "not distinguishable"
+                verdict = side_of_zero(
+                    (low, high), "T-CNN ahead", "T-CNN behind", "not distinguishable"
                 )
                 # Where both models guess, a difference between them says nothing of robustness.
                 best = float(by_condition[label].sel(model=[baseline, TCNN]).max())

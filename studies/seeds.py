@@ -63,6 +63,7 @@ def main(arguments: list[str] | None = None) -> int:
     first = begin("seeds", args, stages=2 * args.seeds)
     seeds = range(args.seed, args.seed + args.seeds)
     trainings = [train(first, seed) for seed in seeds]
+    # Attributes that differ, such as the time of a recording, are dropped.
     results = xr.concat(
         trainings, xr.Variable("seed", list(seeds)), combine_attrs="drop_conflicts"
     )
@@ -250,6 +251,7 @@ def draw_types(panel: Axes, types: xr.DataArray) -> None:
     for kind, words in BY_GATE.items():
         shares = (types == kind).mean("head")
         mean = shares.mean("seed").values
+        # matplotlib takes lengths of error bars, not their ends.
         spread = np.abs(
             np.stack([shares.min("seed").values, shares.max("seed").values]) - mean
         )
@@ -284,6 +286,7 @@ def table(results: xr.Dataset) -> str:
     correlations = by_epoch(results)
     for epoch in results.epoch.values:
         values = top1.sel(epoch=epoch).values
+        # The last epoch is what the others are compared with.
         rho, low, high = correlations.get(int(epoch), (np.nan,) * 3)
         deviation = values.std(ddof=1) if seeds > 1 else np.nan
         numbers = f"{values.mean():8.3f}{deviation:8.3f}{values.min():8.3f}{values.max():8.3f}"
@@ -335,6 +338,7 @@ def table(results: xr.Dataset) -> str:
 def check(results: xr.Dataset, chance: float) -> bool:
     """Return whether the median training learned, and the first layer's mean gate ends above the last one's."""
     last = results.isel(epoch=-1)
+    # The median, as a single training may fail.
     median = float(last.top1.median())
     has_learned = learned("the median T-CNN", median, results.sizes["image"], chance)
     gates = last.gate.mean(["head", "seed"]).values
@@ -357,6 +361,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     args = parsed(parser, arguments, "seeds")
     if args.small:
         fill_in(args, {"seeds": 2, "epochs": 2})
+    # Few small images, so that forty trainings take minutes.
     digits = {
         "img_size": 32,
         "clutter": 3,
@@ -365,6 +370,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         "cnn_epochs": 6,
         "epochs": 4,
     }
+    # The rate of queries and keys is as in tcnn_claims.py.
     settle(parser, args, digits=digits | {"qk_lr": 5e-3})
     fill_in(args, {"seeds": 20})
     return args

@@ -40,7 +40,7 @@ from transformers.models.upernet.modeling_upernet import UperNetHead
 
 import tcnn_probe
 from common.digits import ClutteredDigits, Scene, cluttered_digits
-from common.ending import ended, finish, learned
+from common.ending import ended, finish, learned, side_of_zero
 from common.figures import STYLE, add_letters
 from common.models import small_patchconvnet
 from common.options import (
@@ -337,7 +337,7 @@ def table(results: xr.Dataset) -> str:
     lines.append(f"IoU of the segmenters' strokes: {float(iou.mean()):.2f}")
     for name, values in differences(results).items():
         low, high = mean_interval(values, "seed").values.tolist()
-        verdict = "above zero" if low > 0 else "BELOW zero" if high < 0 else "undecided"
+        verdict = side_of_zero((low, high), "above zero", "BELOW zero")
         lines.append(
             f"{name:48}{float(values.mean()):+.3f} [{low:+.3f}, {high:+.3f}] {verdict}"
         )

@@ -52,7 +52,7 @@ from torch import Tensor, nn
 
 import tcnn_probe
 from common.data import probed_images
-from common.ending import ended, finish, learned
+from common.ending import ended, finish, learned, side_of_zero
 from common.figures import STYLE, add_letters, whole_ticks
 from common.options import (
     add_output,
@@ -341,6 +341,7 @@ def draw_gates(panel: Axes, gates: xr.DataArray) -> None:
     off_center = gates.drop_sel(head=CENTER).transpose("layer", "seed", "head")
     for row, layer in enumerate(gates.layer.values):
         rest = off_center.sel(layer=layer).values.ravel()
+        # The first layer alone is in the legend, as all rows look alike.
         panel.plot(
             np.full(rest.size, row - 0.12),
             rest,
@@ -384,14 +385,8 @@ def table(results: xr.Dataset) -> str:
     ]
     for name, values in differences(results).items():
         low, high = mean_interval(values, "seed").values.tolist()
-        verdict = (
-            "as the paper says"
-            # Above zero is what the paper claims: an interval that holds zero leaves it open.
-            if low > 0
-            else "the OPPOSITE"
-            if high < 0
-            else "undecided"
-        )
+        # Above zero is what the paper claims: an interval that holds zero leaves it open.
+        verdict = side_of_zero((low, high), "as the paper says", "the OPPOSITE")
         lines.append(
             f"{name:60} {float(values.mean()):+.3f} [{low:+.3f}, {high:+.3f}] {verdict}"
         )
@@ -422,7 +417,8 @@ def check(results: xr.Dataset, chance: float) -> bool:
     start = results.sel(arm=[GATED, UNGATED]).isel(epoch=0)
     by_position = bool((start.position > start.content).all())
     verdict = "start" if by_position else "do NOT all start"
-    position, content = float(start.position.min()), float(start.content.max())
+    position = float(start.position.min())
+    content = float(start.content.max())
     print(
         f"check: heads {verdict} by position: {position:.2f} nat or more, by content {content:.4f} nat or less"
     )

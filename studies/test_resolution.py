@@ -213,10 +213,8 @@ def check(scores: xr.Dataset, trained_at: int, chance: float) -> bool:
         for model in scores.model.values
     ]
     for model in scores.model.values:
-        high, low = (
-            float(trained.top1.sel(model=model)),
-            float(lowest.top1.sel(model=model)),
-        )
+        high = float(trained.top1.sel(model=model))
+        low = float(lowest.top1.sel(model=model))
         verdict = "more" if high > low else "NOT more"
         print(
             f"check: {model} {verdict} accurate at {trained_at} pixels than at {int(lowest.resolution)}: ",

@@ -190,7 +190,8 @@ def beside_healthy(
 
 def network(kind: str, data: ImageSet) -> nn.Module:
     """Return an untrained network of a kind for images of this size."""
-    side, channels = data.images.shape[-1], data.images.shape[1]
+    side = data.images.shape[-1]
+    channels = data.images.shape[1]
     if kind == "T-CNN":
         cnn = ResNet(BasicBlock, (1, 1, 1, 1), 10, channels, channels=(8, 16, 32, DIM))
         return tcnn_model.reparameterize(cnn)
@@ -209,6 +210,7 @@ def network(kind: str, data: ImageSet) -> nn.Module:
     if kind == "CaiT":
         # The published initial values are for 24 blocks and hundreds of epochs.
         return Cait(**shape, init_values=0.1, depth_token_only=1)
+    # Most kinds of ViTs classify by their class token.
     return VisionTransformer(
         **shape, **{"class_token": True, "global_pool": "token", **VITS[kind]}
     )
@@ -235,6 +237,7 @@ def train(
         # Once, before the training: labels that changed by epoch could not even be learned by heart.
         labels = labels[torch.randperm(len(labels))]
     steps = math.ceil(len(labels) / data.batch)
+    # Two epochs; a rate that is too high does its harm at once only without them.
     warmup = 0 if is_too_fast else 2 * steps
     with (
         warnings.catch_warnings(),
@@ -260,6 +263,7 @@ def train(
                 for group in optimizer.param_groups:
                     ramp = min(1, (done + 1) / max(1, warmup))
                     group["lr"] = jump * rate * wave * ramp
+                # The images are so few that without noise they are learned by heart.
                 noisy = data.images[batch]
                 noisy = noisy + 0.1 * torch.randn_like(noisy)
                 model.train()
@@ -353,6 +357,7 @@ def warned_of(ds: xr.Dataset) -> list[Finding]:
 def draw(results: xr.Dataset, epochs: int) -> Figure:
     """Draw a panel for each illness: validation losses, a point at the first alarm, a line where it begins."""
     figure = Figure(figsize=(12, 5), layout="constrained")
+    # Seven illnesses, and the healthy trainings.
     panels = figure.subplots(2, 4, sharex=True, sharey=True).ravel()
     for panel, illness in zip(panels, ILLNESSES, strict=False):
         rows = results.isel(training=results.illness.values == illness)

@@ -110,7 +110,8 @@ def train_run(args: argparse.Namespace, output: RunOutput, t1: int) -> xr.Datase
     recording = tcnn_probe.open(folder / "recording.zarr")
     if "heads" in recording.children:  # the CNN has none
         last = recording["heads"].dataset.isel(epoch=-1)
-        heads, images = int(last.gate.notnull().sum()), int(last.images.max())
+        heads = int(last.gate.notnull().sum())
+        images = int(last.images.max())
     scores |= {"heads": ("t1", [heads]), "images": ("t1", [images])}
     epochs = [result["epoch"] for result in results]
     return xr.Dataset(scores, {"t1": [t1], "epoch": epochs})
@@ -169,7 +170,8 @@ def at_the_end(scores: xr.Dataset) -> tuple[xr.DataArray, xr.DataArray]:
 def table(scores: xr.Dataset) -> str:
     """Return Table 3 of the paper, and what the standard errors tell apart."""
     ends, error = at_the_end(scores)
-    total, best = int(scores.epoch[-1]), int(ends.argmax("t1"))
+    total = int(scores.epoch[-1])
+    best = int(ends.argmax("t1"))
     lines = [
         f"\n{'t1':>5}{'t2':>5}{'heads':>7}{'top-1':>8}   (one seed each, {int(scores.images)} validation images)"
     ]

@@ -69,11 +69,16 @@ def wanted_layers(
     return frozenset(select_layers(by_name, layers, noun="layers"))
 
 
-def check_model(model: nn.Module) -> None:
-    """Raise TypeError for what hooks cannot follow: no module, or a compiled one."""
+def check_model(model: nn.Module, *, compiled_parts: bool = True) -> None:
+    """Raise TypeError for what hooks cannot follow: no module, or a compiled one.
+
+    Parts may be compiled where forwards of the whole are followed, in which all runs uncompiled; torch's own hooks on
+    modules inside of such parts would be ignored.
+    """
     if not isinstance(model, nn.Module):
         raise TypeError(f"expected a torch.nn.Module, got {type(model).__name__}")
-    for name, module in model.named_modules():
+    network = unwrap(model)
+    for name, module in [("", network)] if compiled_parts else network.named_modules():
         if (
             # torch.compile(model) wraps it as _orig_mod, model.compile() sets _compiled_call_impl (private, torch 2.8
             # to 2.15).
@@ -107,7 +112,9 @@ def untouched(model: nn.Module) -> Iterator[None]:
                 parameter.grad = gradient
 
         try:
-            model.eval()
+            for module, _ in modes:
+                # Not eval(), which modules of torch.export refuse, and in which others merge weights.
+                module.training = False
             for parameter, _ in gradients:
                 # Backwards inside would add to the user's gradients.
                 parameter.grad = None

@@ -46,7 +46,8 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_readme_examples_run() -> None:
     blocks = python_blocks(ROOT / "README.md")
     assert blocks
-    images, labels = torch.randn(8, 3, 64, 96), torch.arange(8) % 3
+    images = torch.randn(8, 3, 64, 96)
+    labels = torch.arange(8) % 3
     loader = DataLoader(TensorDataset(images, labels), batch_size=4)
     names: dict[str, object] = {"train_loader": loader, "val_loader": loader}
     # A script is run twice.
@@ -102,6 +103,7 @@ def check_mixed_heads(block: str, names: dict[str, Any]) -> None:
 def test_examples_of_the_documents_run(name: str, minimum: int) -> None:
     names: dict[str, object] = {}
     blocks = python_blocks(ROOT / "docs" / name)
+    # A page in which no block is found would pass.
     assert len(blocks) >= minimum
     for block in blocks:
         plt.figure()

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
+# As little as the build reads is copied: in the checkout, it would leave files of its own.
 FILES = (
     "pyproject.toml",
     "README.md",

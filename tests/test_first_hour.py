@@ -38,7 +38,8 @@ class Written(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.stem, self.qkv = nn.Conv2d(3, 12, 8, 8), nn.Linear(12, 36)
+        self.stem = nn.Conv2d(3, 12, 8, 8)
+        self.qkv = nn.Linear(12, 36)
 
     def forward(self, x: Tensor) -> Tensor:
         tokens = x.new_zeros(len(x), 29, 12)
@@ -72,7 +73,9 @@ def test_a_remedy_that_a_warning_names_is_an_option_of_maps_too() -> None:
 
 def test_bytes_as_floats_are_refused_everywhere() -> None:
     # Above any image in [0, 1] or normalised: 200 can only be a byte.
-    images, model, label = torch.full((1, 3, 32, 48), 200.0), vit(), torch.tensor([1])
+    images = torch.full((1, 3, 32, 48), 200.0)
+    model = vit()
+    label = torch.tensor([1])
     for use in (
         lambda: tcnn_probe.attention_maps(model, images),
         lambda: tcnn_probe.saliency(model, images, method="rollout"),
@@ -122,10 +125,8 @@ def test_a_loop_of_somebody_elses_is_recorded_where_its_validation_ends(
     callbacks = pytest.importorskip(
         "tcnn_probe.callbacks.huggingface", reason="transformers is not installed"
     )
-    callback, state = (
-        callbacks.RecordCallback(tmp_path / "run.zarr"),
-        SimpleNamespace(global_step=7),
-    )
+    callback = callbacks.RecordCallback(tmp_path / "run.zarr")
+    state = SimpleNamespace(global_step=7)
     callback.on_train_begin(None, state, None, model=(model := vit()))
     model(IMAGES)
     callback.on_evaluate(

@@ -13,20 +13,23 @@ DOCS = Path(__file__).parent.parent / "docs"
 
 def test_script_writes_the_table(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
-    main, out = runpy.run_path(str(DOCS / "models.py"))["main"], tmp_path / "models.md"
-    main(["--models", "vit_tiny_patch16", "ViTMAE", "--out", str(out)])
+    main = runpy.run_path(str(DOCS / "models.py"))["main"]
+    out = tmp_path / "models.md"
+    main(["--models", "vit_tiny_patch16", "DeiT", "ViTMAE", "--out", str(out)])
     lines = [
         line.strip("| ").split(" | ")
         for line in out.read_text().splitlines()
         if line.startswith("| ")
     ]
     rows = {cells[1]: cells for cells in lines[1:]}
-    assert list(rows) == ["vit_tiny_patch16_224", "ViTMAEModel"]
+    assert list(rows) == ["vit_tiny_patch16_224", "DeiTModel", "ViTMAEModel"]
     vit, shuffled = rows["vit_tiny_patch16_224"], rows["ViTMAEModel"]
     assert vit[2:5] == ["64 x 96", "12", "4 x 6 + 1 (12 times)"]
     right, decided = re.match(r"(\d+) of (\d+)", vit[5]).groups()  # type: ignore[union-attr]
     assert right == decided
     assert int(decided) >= 8
+    # Its class token is zero before training, and attends evenly.
+    assert rows["DeiTModel"][5] == "2 of 2"
     assert shuffled[3:6] == ["2", "", ""]
     assert "not in the order of the image's rows (2 times)" in shuffled[6]
 

@@ -108,6 +108,7 @@ def named(pattern: str) -> list[str]:
 
 def test_commands_of_studies_exist() -> None:
     commands = named("python studies/.*")
+    # An expression that matches no command would pass, here and below.
     assert len(commands) > 12
     common = [path.read_text() for path in ROOT.glob("studies/common/*.py")]
     for command in commands:
@@ -135,6 +136,7 @@ def test_trainings_are_understood_by_the_command() -> None:
         config, _ = parse(shlex.split(command)[1:])
         assert timm.is_model(config.model), command
         assert config.teacher is None or timm.is_model(config.teacher), command
+        # The command's default, on which no paper trains.
         assert config.data != "digits", command
 
 

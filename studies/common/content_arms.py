@@ -257,11 +257,9 @@ def _groups(
     """Return the optimizer's groups; ``total``, the sum of the schedule's factors, makes a peak of a sum of rates."""
     decay = options["weight_decay"]
     if arm.papers_rates:
-        lr, gating_lr, qk_lr = (
-            options["papers_lr"],
-            options["papers_gating_lr"],
-            options["papers_lr"],
-        )
+        lr = options["papers_lr"]
+        gating_lr = options["papers_gating_lr"]
+        qk_lr = options["papers_lr"]
     else:
         lr, gating_lr = options["lr"], options["gating_lr"]
         qk_lr = options["map_sum" if arm.static_map else "qk_sum"] / total

@@ -117,17 +117,13 @@ def train_and_measure(
         dataset = recorder.dataset.load()
     results["marks"], results["held_out"] = np.array(list(marks)), np.array(held_out)
     results["rate_groups"] = np.array(list(sums))
-    results["rate_sums"], results["rate_stds"] = (
-        np.array(list(sums.values())),
-        np.array([stds[name] for name in sums]),
-    )
+    results["rate_sums"] = np.array(list(sums.values()))
+    results["rate_stds"] = np.array([stds[name] for name in sums])
     if arm.attends:
         results |= {name: dataset[name].values for name in RECORDED}
         types = tcnn_probe.head_types(dataset)
-        results["head_type"], results["layer"] = (
-            types.values.astype(str),
-            dataset.layer.values.astype(str),
-        )
+        results["head_type"] = types.values.astype(str)
+        results["layer"] = dataset.layer.values.astype(str)
     results |= _measured(
         model,
         arm.attends and not arm.gate_at_one and not arm.static_map,

@@ -167,14 +167,16 @@ class Mixing:
 def at_resolution(
     model: nn.Module, loader: DataLoader[Any], size: int
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield the validation images at another resolution and labels: as timm prepares them, digits by interpolation."""
+    """Yield the validation images at another resolution, with their labels.
+
+    Photographs are read again, and cropped and resized as timm does for this size.
+    """
     if isinstance(loader.dataset, ClutteredDigits):
+        # Scenes are drawn at one size only.
+        shape = (size, size)
         for images, labels in loader:
             yield (
-                # Scenes are drawn at one size; photographs are read anew.
-                F.interpolate(
-                    images, size=(size, size), mode="bilinear", antialias=True
-                ),
+                F.interpolate(images, size=shape, mode="bilinear", antialias=True),
                 labels,
             )
         return
@@ -256,10 +258,8 @@ def probed_images(dataset: Any, count: int) -> Probed:
         names = [str(digit) for digit in range(10)]
     else:
         pairs = [dataset[number] for number in numbers]
-        images, labels = (
-            torch.stack([image for image, _ in pairs]),
-            torch.tensor([label for _, label in pairs]),
-        )
+        images = torch.stack([image for image, _ in pairs])
+        labels = torch.tensor([label for _, label in pairs])
         names = dataset.classes
         if imagenet_rows(names):  # WordNet ids, which few people can read
             names = [
@@ -303,7 +303,8 @@ def boxed_images(file: str, validation: ClassFolders, model: nn.Module) -> Probe
         validation.transform(Image.new("RGB", photograph.size, color))[0]
         for color in ("black", "white")
     )
-    inside, batch = torch.stack(masks) > (black + white) / 2, torch.stack(images)
+    inside = torch.stack(masks) > (black + white) / 2
+    batch = torch.stack(images)
     # A copy: the model of the study stays in its mode.
     labels = copy.deepcopy(model).eval()(batch).argmax(1)
     return replace(

@@ -19,7 +19,7 @@ __all__ = ["agree_on_errors", "by_condition", "compare_given"]
 
 
 def compare_given(args: argparse.Namespace, later: tuple[str, ...]) -> bool:
-    """Compare the models of ``--model`` with each other, as they are; return whether each two share errors.
+    """Compare the models of ``--model`` as they come; return whether the two models of every pair share errors.
 
     Args:
         args: Command line of the study; ``model`` is a list, and ``pretrained`` one of files, or of True.
@@ -90,7 +90,7 @@ def by_condition(results: xr.Dataset, by: str) -> xr.DataArray:
 def agree_on_errors(
     differ: float, first: xr.DataArray, second: xr.DataArray, names: str
 ) -> bool:
-    """Return whether two models differ less than models of their accuracies whose errors are independent; print it."""
+    """Print and return whether two models differ less than independent errors of their accuracies would make them."""
     # Exactly one of the two is right, if no image is harder than another.
     independent = float((first * (1 - second) + second * (1 - first)).mean())
     verdict = "less" if differ < independent else "NOT less"
@@ -102,7 +102,7 @@ def agree_on_errors(
 
 @mpl.rc_context({"font.size": 9})
 def draw_pairs(disagreement: xr.DataArray) -> Figure:
-    """Draw the disagreement of each with each, the ground truth among them: clean, and under all corruptions."""
+    """Draw how often each two models disagree, on clean and on corrupted images; the ground truth is one of them."""
     names = disagreement.model.values.tolist()
     figure = Figure(
         figsize=(4 + 1.6 * len(names), 2 + 0.6 * len(names)), layout="constrained"
@@ -131,7 +131,7 @@ def draw_pairs(disagreement: xr.DataArray) -> Figure:
 
 
 def pair_table(disagreement: xr.DataArray) -> str:
-    """Return each pair with 95 % intervals over images, by condition; against the ground truth: error rates."""
+    """Return the disagreement of each pair by condition, with 95 % intervals over images; error rates for the truth."""
     rates, intervals = (
         disagreement.mean("image"),
         # No share is below 0.

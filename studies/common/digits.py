@@ -100,7 +100,8 @@ class ClutteredDigits(Dataset[tuple[Tensor, int]]):
         cuts = draw(self.digit_size - piece, 2 * self.fragments)
         spots = draw(self.size - piece, 2 * self.fragments)
         for n, source in enumerate(sources):
-            (cut_y, cut_x), (y, x) = cuts[2 * n : 2 * n + 2], spots[2 * n : 2 * n + 2]
+            cut_y, cut_x = cuts[2 * n : 2 * n + 2]
+            y, x = spots[2 * n : 2 * n + 2]
             fragment = self.digits[source, cut_y : cut_y + piece, cut_x : cut_x + piece]
             place = canvas[y : y + piece, x : x + piece]
             # Overlapping strokes do not add up to more than a stroke.

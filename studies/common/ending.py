@@ -1,14 +1,14 @@
 """End of a study: checks, refusals, and the exit code for each."""
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from scipy.stats import binomtest
 
-__all__ = ["InputError", "ended", "finish", "learned", "refused"]
+__all__ = ["InputError", "ended", "finish", "learned", "refused", "side_of_zero"]
 
 REFUSED, NOT_SEEN, INTERRUPTED = 2, 3, 130  # 1 is Python's own, for a crash
 
@@ -52,6 +52,16 @@ def finish(passed: bool, data: str) -> int:
         "The checks say what the digits show. On your own data they are findings, not errors."
     )
     return 0
+
+
+def side_of_zero(
+    interval: Iterable[float], above: str, below: str, neither: str = "undecided"
+) -> str:
+    """Return the word for an interval that lies above zero, below it, or holds it."""
+    low, high = interval
+    if low > 0:
+        return above
+    return below if high < 0 else neither
 
 
 def learned(model: str, accuracy: float, images: int, chance: float) -> bool:

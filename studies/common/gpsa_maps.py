@@ -80,21 +80,19 @@ def _of_layer(
 ) -> xr.Dataset:
     """Return what :func:`maps_of` does, for one layer and its input (B, C, H, W)."""
     rows, columns = layer.axes(x.shape[2], x.shape[3])
-    row, column = (
-        # The query whose cell of the image has the pixel.
-        at * axis.queries // end
-        for at, axis, end in zip(query, (rows, columns), size, strict=True)
-    )
-    # In pixels of the keys.
-    at = [
-        axis.first_query + n * axis.stride
-        for n, axis in ((row, rows), (column, columns))
-    ]
+    # The query whose cell of the image has the pixel.
+    row = query[0] * rows.queries // size[0]
+    column = query[1] * columns.queries // size[1]
+    # Where it lies among the keys.
+    query_y = rows.first_query + row * rows.stride
+    query_x = columns.first_query + column * columns.stride
     # (B, heads, keys).
-    padded_maps = (
-        layer.attention(x)[:, :, row * columns.queries + column].cpu().double()
-    )
+    attention = layer.attention(x)[:, :, row * columns.queries + column]
+    padded_maps = attention.cpu().double()
     peak = padded_maps.argmax(-1)
+    # Counted from the query, as the centres of the heads are.
+    peak_y = peak // columns.keys - rows.before - query_y
+    peak_x = peak % columns.keys - columns.before - query_x
     maps = padded_maps.unflatten(-1, (rows.keys, columns.keys))
     # Padding is dropped from the maps; what falls on it is their distance from 1.
     maps = maps.narrow(2, rows.before, rows.length).narrow(
@@ -106,19 +104,13 @@ def _of_layer(
         {
             "attention": ((*heads, "y", "x"), maps.numpy()),
             "outside": (heads, 1 - maps.sum((2, 3)).numpy()),
-            "peak_y": (
-                heads,
-                (peak // columns.keys - rows.before - at[0]).double().numpy(),
-            ),
-            "peak_x": (
-                heads,
-                (peak % columns.keys - columns.before - at[1]).double().numpy(),
-            ),
+            "peak_y": (heads, peak_y.double().numpy()),
+            "peak_x": (heads, peak_x.double().numpy()),
             "gate": (of_head, layer.gate.detach().cpu().double().numpy()),
             "center_y": (of_head, center[:, 0].numpy()),
             "center_x": (of_head, center[:, 1].numpy()),
-            "query_y": at[0],
-            "query_x": at[1],
+            "query_y": query_y,
+            "query_x": query_x,
         },
         {
             "image": range(len(x)),

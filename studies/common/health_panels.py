@@ -140,6 +140,7 @@ def find_examples(
     """
     examples: dict[str, Example] = {}
     for name, ill, healthy in trainings:
+        # The earliest finding, from which on the training can be called ill.
         for finding in sorted(
             tcnn_probe.health(ill), key=lambda finding: finding.since
         ):
@@ -165,6 +166,7 @@ def clearest_head(ds: xr.Dataset, finding: Finding) -> int | None:
 @mpl.rc_context(STYLE | {"font.size": 8})
 def draw_pictures(examples: Mapping[str, Example]) -> Figure:
     """Draw two panels for each sign that has an example: the healthy training, and the ill one."""
+    # Two signs a row, with two panels each.
     rows = max(1, -(-len(examples) // 2))
     figure = Figure(figsize=(9.5, 1.75 * rows + 0.4), layout="constrained")
     panels = figure.subplots(rows, 4, sharex=True, squeeze=False)

@@ -4,6 +4,7 @@ import numpy as np
 import xarray as xr
 from scipy.stats import t as student
 
+from common.ending import side_of_zero
 from common.head_removal import NOTHING
 from common.head_types import PAIR
 from tcnn_probe import evaluation
@@ -101,9 +102,8 @@ def by_side(
     conditions: dict[str, list[str]] = {above: [], below: [], neither: []}
     for condition in values.condition.values:
         _, low, high = mean_and_interval(values.sel(condition=condition))
-        conditions[above if low > 0 else below if high < 0 else neither].append(
-            str(condition)
-        )
+        side = side_of_zero((low, high), above, below, neither)
+        conditions[side].append(str(condition))
     return [(words, ", ".join(names)) for words, names in conditions.items() if names]
 
 

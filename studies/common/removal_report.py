@@ -19,7 +19,8 @@ __all__ = ["sentence", "table"]
 
 def table(tree: xr.DataTree) -> str:
     """Return accuracy, the cost of types and of random heads, and the difference with its interval, by condition."""
-    right, heads = tree["types"].right.load(), tree["heads"].dataset.load()
+    right = tree["types"].right.load()
+    heads = tree["heads"].dataset.load()
     types = tree["types"].head_type.load()
     lines = ["heads by type, of each training:"]
     for training in types.training.values:

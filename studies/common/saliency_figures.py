@@ -104,6 +104,7 @@ def _line(panel: Axes, values: xr.DataArray, method: str, place: float) -> None:
         return
     interval = evaluation.mean_interval(values).transpose(..., "epoch").values
     # Side by side, so that bars do not hide each other.
+    # 0.06 of an epoch in a course of four, and in proportion in a longer one.
     aside = 0.06 * place * max(1, (epochs[-1] - epochs[0]) / 4)
     panel.errorbar(
         epochs + aside,
@@ -215,4 +216,5 @@ def _legend(probed: Probed) -> str:
 
 
 def _short(name: str) -> str:
+    # A longer title would run into that of the next panel.
     return name if len(name) <= 18 else f"{name[:17]}…"

@@ -2,6 +2,7 @@
 
 import xarray as xr
 
+from common.ending import side_of_zero
 from tcnn_probe import evaluation
 
 __all__ = ["report", "several_heads"]
@@ -102,12 +103,8 @@ def beside_gradcam(hits: xr.DataArray) -> str:
     difference = attention_hits - gradcam_hits
     low, high = evaluation.mean_interval(difference).values
     # Zero inside the interval: the images do not tell them apart.
-    verdict = (
-        "is ahead"
-        if low > 0
-        else "is behind"
-        if high < 0
-        else "and Grad-CAM are not distinguishable"
+    verdict = side_of_zero(
+        (low, high), "is ahead", "is behind", "and Grad-CAM are not distinguishable"
     )
     return (
         f"class attention {float(attention_hits.mean()):.2f}, Grad-CAM {float(gradcam_hits.mean()):.2f}, "

@@ -80,10 +80,8 @@ def fine_tune_cnn(
     ):
         model.train()
         optimizer.param_groups[0]["lr"] = lr * rate_factor(step, steps)
-        pixels, labels = (
-            normalized(views(images, rows, view)),
-            torch.from_numpy(images.labels[rows]),
-        )
+        pixels = normalized(views(images, rows, view))
+        labels = torch.from_numpy(images.labels[rows])
         optimizer.zero_grad()
         with torch.autocast("cpu", torch.bfloat16, enabled=amp):
             scores = model(pixels)

@@ -156,7 +156,8 @@ def gpsa_reference(
         (x.shape[2], x.shape[3]), kernel_size, stride, padding, dilation
     )
     padded = torch.nn.functional.pad(x, (*columns, *rows)).flatten(2).transpose(1, 2)
-    out_per_group, in_per_group = weight.shape[0] // groups, weight.shape[1]
+    out_per_group = weight.shape[0] // groups
+    in_per_group = weight.shape[1]
     output = x.new_zeros(x.shape[0], a.shape[2], weight.shape[0])
     for h in range(a.shape[1]):
         # Block-diagonal if the convolution is grouped.

@@ -77,11 +77,12 @@ def _queries(
     v += (b * v_b + h * v_h) * UNIT
     grad += (b * o_b + h * o_h) * UNIT
     table += h * TABLE * n_q
+    content += bh * n_q
     ref_y, ref_x, slope_y, slope_x, curvature, normaliser = query_tables(
         table, clamped, n_q
     )
-    highest = tl.load(content + bh * n_q + clamped)
-    share = 1 / tl.load(content + rows + bh * n_q + clamped)
+    highest = tl.load(content + clamped)
+    share = 1 / tl.load(content + rows + clamped)
     mean_y = tl.load(table + MEAN_Y * n_q + clamped)
     mean_x = tl.load(table + MEAN_X * n_q + clamped)
     variance = tl.load(table + VARIANCE * n_q + clamped)
@@ -180,6 +181,8 @@ def _keys(
     q += (b * q_b + h * q_h) * UNIT
     v += (b * v_b + h * v_h) * UNIT
     grad += (b * o_b + h * o_h) * UNIT
+    content += bh * n_q
+    content_mean += bh * n_q
     acc = tl.zeros((KEYS, DIM), ACC)
     for start in range(0, n_q, QUERIES):
         m = start + tl.arange(0, QUERIES)
@@ -196,10 +199,10 @@ def _keys(
             INTERPRETED,
         )
         clamped = tl.minimum(m, n_q - 1)
-        highest = tl.load(content + bh * n_q + clamped)
-        share = 1 / tl.load(content + rows + bh * n_q + clamped)
+        highest = tl.load(content + clamped)
+        share = 1 / tl.load(content + rows + clamped)
         # Past the end da is zero too.
-        mean = tl.load(content_mean + bh * n_q + m, mask=m < n_q, other=0.0)
+        mean = tl.load(content_mean + m, mask=m < n_q, other=0.0)
         c = tl.exp2(s * scale - highest[None, :]) * share[None, :]
         ds = c * (da - mean[None, :])
         acc = dot(ds.to(q_tile.dtype), q_tile, acc, PRECISION, INTERPRETED)
@@ -326,10 +329,12 @@ def backward_queries(
     dq = launch.empty(*q.shape, like=q)
     content_mean = launch.empty(batch, heads, n_q, like=normaliser)
     partial = launch.empty(batch, heads, blocks, 4, like=normaliser)
+    rows = batch * heads * n_q
+    scale = dim**-0.5 * LOG2E.value
     _queries[(batch * heads * blocks,)](
         q, k, v, normaliser, gate, table, grad, dq, content_mean, partial,
         *launch.strides(q), *launch.strides(k), *launch.strides(v), *launch.strides(grad),
-        heads, n_q, k.shape[2], batch * heads * n_q, grid.x.length, dim**-0.5 * LOG2E.value,
+        heads, n_q, k.shape[2], rows, grid.x.length, scale,
         dim=q.shape[3], channels=v.shape[3], **launch.numerics(q.dtype), **size.tile(dim),
     )  # fmt: skip
     sums = partial.sum((0, 2), dtype=torch.float64)
@@ -363,10 +368,13 @@ def backward_keys(
     n_q = q.shape[2]
     size = launch.blocks("keys", q, dim, channels)
     dk = launch.empty(*k.shape, like=k)
-    _keys[(batch * heads * triton.cdiv(n_k, size.keys),)](
+    programs = batch * heads * triton.cdiv(n_k, size.keys)
+    rows = batch * heads * n_q
+    scale = dim**-0.5 * LOG2E.value
+    _keys[(programs,)](
         q, k, v, normaliser, gate, grad, content_mean, dk,
         *launch.strides(q), *launch.strides(k), *launch.strides(v), *launch.strides(grad),
-        heads, n_q, n_k, batch * heads * n_q, dim**-0.5 * LOG2E.value,
+        heads, n_q, n_k, rows, scale,
         dim=q.shape[3], channels=v.shape[3], **launch.numerics(q.dtype), **size.tile(dim),
     )  # fmt: skip
     return dk[..., :dim]
@@ -393,15 +401,14 @@ def backward_values(
     batch, heads, n_q, _ = q.shape
     size = launch.blocks("values", q, dim, channels)
     dv = launch.empty(batch, value_heads, n_k, grad.shape[3], like=v)
-    programs = (
-        batch
-        * value_heads
-        * triton.cdiv(n_k, size.keys)
-        * triton.cdiv(channels, size.channels)
-    )
+    blocks_of_keys = triton.cdiv(n_k, size.keys)
+    tiles_of_channels = triton.cdiv(channels, size.channels)
+    programs = batch * value_heads * blocks_of_keys * tiles_of_channels
+    rows = batch * heads * n_q
+    scale = dim**-0.5 * LOG2E.value
     _values[(programs,)](
         q, k, normaliser, gate, table, grad, dv, *launch.strides(q), *launch.strides(k), *launch.strides(grad),
-        heads, heads // value_heads, n_q, n_k, batch * heads * n_q, grid.x.length, dim**-0.5 * LOG2E.value,
+        heads, heads // value_heads, n_q, n_k, rows, grid.x.length, scale,
         dim=q.shape[3], channels=grad.shape[3], **launch.numerics(q.dtype), **size.tile(dim),
     )  # fmt: skip
     return dv[..., :channels]

@@ -76,8 +76,9 @@ def _lse(
         total = rescale * total + tl.sum(weight, 1)
         highest = new_highest
     m = start_m + tl.arange(0, QUERIES)
-    tl.store(normaliser + bh * n_q + m, highest, mask=m < n_q)
-    tl.store(normaliser + rows + bh * n_q + m, total, mask=m < n_q)
+    normaliser += bh * n_q
+    tl.store(normaliser + m, highest, mask=m < n_q)
+    tl.store(normaliser + rows + m, total, mask=m < n_q)
     if STATISTICS:
         nats = (tl.log2(total) - logits / total) / LOG2E
         tl.store(entropy + bh * n_q + m, nats, mask=m < n_q)
@@ -110,14 +111,15 @@ def _mix(
     k += (b * k_b + h * k_h) * UNIT
     v += (b * v_b + h * v_h) * UNIT
     table += h * TABLE * n_q
+    content += bh * n_q
     ref_y, ref_x, slope_y, slope_x, curvature, normaliser = query_tables(
         table, clamped, n_q
     )
     g = tl.load(gate + h).to(tl.float64)  # for the digits of 1 - g, with a gate near 1
     # A = 2^(s - highest) * share + 2^(position logit + log2 g) saves a product and a sum for each weight.
     normaliser += log2_of(g.to(ACC))
-    highest = tl.load(content + bh * n_q + clamped)
-    total = tl.load(content + rows + bh * n_q + clamped)
+    highest = tl.load(content + clamped)
+    total = tl.load(content + rows + clamped)
     share = (1 - g).to(ACC) / total
     if STATISTICS:
         offset_y = tl.load(table + OFFSET_Y * n_q + clamped)
@@ -202,9 +204,12 @@ def content_normaliser(
         2, batch, heads, n_q, like=q, dtype=at_least_float32(q.dtype)
     )
     entropy = launch.empty(batch, heads, n_q, like=normaliser) if statistics else None
-    _lse[(batch * heads * triton.cdiv(n_q, size.queries),)](
+    programs = batch * heads * triton.cdiv(n_q, size.queries)
+    rows = batch * heads * n_q
+    scale = dim**-0.5 * LOG2E.value
+    _lse[(programs,)](
         q, k, normaliser, normaliser if entropy is None else entropy, *launch.strides(q), *launch.strides(k),
-        heads, n_q, k.shape[2], batch * heads * n_q, dim**-0.5 * LOG2E.value, dim=q.shape[3], STATISTICS=statistics,
+        heads, n_q, k.shape[2], rows, scale, dim=q.shape[3], STATISTICS=statistics,
         **launch.numerics(q.dtype), **size.tile(dim, with_channels=False),
     )  # fmt: skip
     return normaliser, entropy
@@ -253,10 +258,15 @@ def mix(
         received = normaliser.new_zeros(batch, heads, n_k)
         measured = (entropy, distance, received)
         padding = padding_statistics(gate, table, grid)
-    _mix[(batch * heads * triton.cdiv(n_q, size.queries) * triton.cdiv(channels, size.channels),)](
+    blocks_of_queries = triton.cdiv(n_q, size.queries)
+    tiles_of_channels = triton.cdiv(channels, size.channels)
+    programs = batch * heads * blocks_of_queries * tiles_of_channels
+    rows = batch * heads * n_q
+    scale = dim**-0.5 * LOG2E.value
+    _mix[(programs,)](
         q, k, v, normaliser, gate, table, out, *measured, *padding,
         *launch.strides(q), *launch.strides(k), *launch.strides(v), *launch.strides(out),
-        heads, n_q, n_k, batch * heads * n_q, grid.x.length, dim**-0.5 * LOG2E.value,
+        heads, n_q, n_k, rows, grid.x.length, scale,
         dim=q.shape[3], channels=v.shape[3], STATISTICS=statistics, **launch.numerics(q.dtype), **size.tile(dim),
     )  # fmt: skip
     return out[..., :channels], measured if statistics else None

@@ -240,11 +240,14 @@ def attention_statistics(
         *(largest, log_sum, expected, share),
         *(largest if x is None else x for x in (distance, columns)),
     )
-    _statistics[(rows * heads * triton.cdiv(n_q, size.queries),)](
+    programs = rows * heads * triton.cdiv(n_q, size.queries)
+    query_prefix = queries.prefix if queries is not None else 0
+    # A prefix is a tile of its own, as small as can be.
+    prefix_keys = launch.power_of_two(prefix) if prefix < size.keys else size.keys
+    _statistics[(programs,)](
         *pointers, *launch.strides(q), *launch.strides(k), *mask_strides, heads, n_q, n_k, query_width, key_width,
-        query_grid=query_grid, key_grid=key_grid, query_prefix=queries.prefix if queries is not None else 0,
+        query_grid=query_grid, key_grid=key_grid, query_prefix=query_prefix, PREFIX_KEYS=prefix_keys,
         prefix=prefix, scale=scale, dim=q.shape[3], MASK=kind, DISTANCE=distance is not None, RECEIVED=received,
-        PREFIX_KEYS=launch.power_of_two(prefix) if prefix < size.keys else size.keys,
         **launch.numerics(q.dtype), **size.tile(dim, with_channels=False),
     )  # fmt: skip
     return RowStatistics(largest, log_sum, expected, share, distance, columns)

@@ -97,9 +97,10 @@ def _table(
     # One row of the table for each parameter of the positional attention of a query, in the order of the constants.
     h = tl.program_id(1).to(tl.int64)
     m = tl.program_id(0) * QUERIES + tl.arange(0, QUERIES)
-    curvature = tl.load(position + 3 * h).to(tl.float64) * LOG2E
-    slope_y = tl.load(position + 3 * h + 1).to(tl.float64) * LOG2E
-    slope_x = tl.load(position + 3 * h + 2).to(tl.float64) * LOG2E
+    position += 3 * h
+    curvature = tl.load(position).to(tl.float64) * LOG2E
+    slope_y = tl.load(position + 1).to(tl.float64) * LOG2E
+    slope_x = tl.load(position + 2).to(tl.float64) * LOG2E
     query_y = ((m // queries_x) * stride_y + first_y).to(tl.float64)
     query_x = ((m % queries_x) * stride_x + first_x).to(tl.float64)
     ref_y, slope_at_ref_y, norm_y, mean_y, variance_y, entropy_y = _line(
@@ -211,9 +212,11 @@ def padding_statistics(
     )
     programs = (triton.cdiv(grid.queries, _QUERIES), len(gate))
     y, x = grid
+    # Without padding there is nothing to loop over.
+    extended = grid.extended if grid.extended > grid.pixels else 0
     _padding[programs](
         table, gate, entropy, distance, grid.queries,
-        y.length, x.length, y.before, x.before, x.keys, grid.extended if grid.extended > grid.pixels else 0,
+        y.length, x.length, y.before, x.before, x.keys, extended,
         QUERIES=_QUERIES, KEYS=_KEYS, ACC=launch.triton_dtype(table.dtype),
     )  # fmt: skip
     return entropy, distance

@@ -9,6 +9,17 @@ Logarithms are to base 2 throughout, which the hardware computes directly.
 import triton
 import triton.language as tl
 
+# Names that all kernels share, short so that an equation fits on a line:
+# - b, h, bh: image, head, and the two as one index. m: queries of the program's tile; n: keys; clamped: m, but at most
+#   the last query, so that what is read there is finite and can be masked.
+# - d: channels of queries and keys; c: channels of values.
+# - q_b, q_h, q_n: strides of q from image to image, head to head and token to token, in units of UNIT elements; so for
+#   k, v and o (the output, or its gradient).
+# - n_q, n_k: numbers of queries and keys; rows: of queries of all images and heads, the distance between the two tables
+#   in content (highest logits, sums).
+# - s: logits of content; p: of position, or their exponentials; a: attention; da, ds: gradients.
+# - ty, tx: from a query's reference to a key; dy, dx: from the query to the key; uy, ux: ty, tx less their means.
+
 LOG2E = tl.constexpr(1.4426950408889634)
 
 # Rows of the table that tables.py makes, (heads, TABLE, N_q): the parameters of a query's positional attention.

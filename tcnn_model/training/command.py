@@ -75,7 +75,8 @@ def train(
         StopRequested: SIGTERM, SIGUSR1 or Ctrl-C came, and a checkpoint is written.
     """
     with joined(config.device) as ranks, ExitStack() as stack:
-        folder, stopping = Folder(config, ranks), Stopping(ranks)
+        folder = Folder(config, ranks)
+        stopping = Stopping(ranks)
         if not resume:
             folder.check_free()  # before images are opened, which may take minutes
         training, images = _prepare(config, ranks)

@@ -233,14 +233,17 @@ class Images:
         return _Counted(self._load(self.train, self.transforms[0], keys), len(keys))
 
     def validation(self) -> Iterable[tuple[Tensor, Tensor]]:
-        """Return the share of this process in the validation images: each is in one process, and once."""
+        """Return the validation batches of this process; every image is in exactly one process."""
         numbers = _spread(len(self.validate), self._sizes[1])[
             self.ranks.rank :: self.ranks.count
         ].tolist()
-        places = [(0, number, number) for number in numbers]
+        # A key is epoch, place and number: validation is the same in every epoch, and in the order of the numbers.
+        keys = [(0, number, number) for number in numbers]
         size = self.config.batch_size
-        keys = [places[start : start + size] for start in range(0, len(places), size)]
-        return _Counted(self._load(self.validate, self.transforms[1], keys), len(keys))
+        batches = [keys[start : start + size] for start in range(0, len(keys), size)]
+        return _Counted(
+            self._load(self.validate, self.transforms[1], batches), len(batches)
+        )
 
     def _load(
         self, source: Source, transform: Transform, keys: list[list[Key]]

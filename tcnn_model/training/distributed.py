@@ -58,10 +58,8 @@ def joined(device: str | None) -> Iterator[Ranks]:
     Raises:
         ValueError: The device is not on this machine.
     """
-    count, local = (
-        int(os.environ.get("WORLD_SIZE", 1)),
-        int(os.environ.get("LOCAL_RANK", 0)),
-    )
+    count = int(os.environ.get("WORLD_SIZE", 1))
+    local = int(os.environ.get("LOCAL_RANK", 0))
     name = device or ("cuda" if torch.cuda.is_available() else "cpu")
     if name.startswith("cuda") and not torch.cuda.is_available():
         raise ValueError(

@@ -166,7 +166,8 @@ def rate_sums(
     }
     before = [group["lr"] for group in optimizer.param_groups]
     # The schedules run dry, and set the rates that the training will have.
-    totals, sums = dict.fromkeys(trained, 0.0), []
+    totals = dict.fromkeys(trained, 0.0)
+    sums = []
     for step in range(marks[-1] + 1):
         # Before the step's own rate is added, so that mark n sums the rates of n steps.
         if step in marks:

@@ -72,7 +72,8 @@ class ShardReader(Reader):  # type: ignore[misc]  # timm has no types
         self, index: int, basename: bool = False, absolute: bool = False
     ) -> str:
         """Return the shard, and the name of the image in it."""
-        shard, first = self._shards[self._places[index, 0]], self._places[index, 1]
+        shard = self._shards[self._places[index, 0]]
+        first = self._places[index, 1]
         with tarfile.open(shard, "r:") as tar:
             path = shard / next(
                 member.name for member in tar if member.offset_data == first

@@ -252,7 +252,8 @@ def _roots(data: str, splits: tuple[str, str]) -> tuple[str, str]:
         raise ValueError(
             f"{data} is one file: give a folder that has one for training and one for validation"
         )
-    train, validation = _split(root, splits[0]), _split(root, splits[1])
+    train = _split(root, splits[0])
+    validation = _split(root, splits[1])
     if train is None or validation is None:
         names = " and ".join(f"{SPLITS.get(split, (split,))[0]}/" for split in splits)
         # An archive often unpacks to a folder in a folder.

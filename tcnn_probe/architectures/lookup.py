@@ -3,6 +3,7 @@
 import re
 from collections.abc import Sequence
 from functools import lru_cache
+from math import prod
 from typing import Any
 
 from torch import Tensor, nn
@@ -96,7 +97,8 @@ def heads_axis(
         known_axis: The axis, where the call says so.
 
     Returns:
-        The axis, "merged" if heads are part of the first axis, or "one" if there is none; and the number of heads.
+        The axis, "merged" if heads are part of the first axis, "grouped" if they are all axes after it, or "one" if
+        there is none; and the number of heads.
     """
     axis: int | str | None = (
         known_axis if known_axis is not None else known(module).heads_axis
@@ -106,14 +108,16 @@ def heads_axis(
         if count and count in leading[1:]:
             # The last such axis: windows of the same number come before the heads.
             axis = len(leading) - 1 - leading[::-1].index(count)
+        elif len(leading) > 2 and count == prod(leading[1:]):
+            axis = "grouped"  # (B, groups, heads of a group, ...): those of a group have the same keys
         elif len(leading) > 1:
             axis = 1
         else:
             # (B * heads, N, N), as torch.bmm takes it.
             axis = "merged" if count and leading[0] % count == 0 else "one"
-    return axis, 1 if axis == "one" else count if axis == "merged" else leading[
-        int(axis)
-    ]
+    if axis == "one":
+        return axis, 1
+    return axis, count if isinstance(axis, str) else leading[axis]
 
 
 def as_rows(x: Tensor, module: nn.Module, known_axis: int | None = None) -> Tensor:
@@ -121,6 +125,8 @@ def as_rows(x: Tensor, module: nn.Module, known_axis: int | None = None) -> Tens
     axis, count = heads_axis(x.shape[:-2], module, known_axis)
     if axis == "one":
         return x.flatten(0, -3).unsqueeze(1)
+    if axis == "grouped":
+        return x.flatten(1, -3)
     if axis == "merged":
         x, axis = x.unflatten(0, (-1, count)), 1
     x = x.movedim(int(axis), -3)
@@ -135,7 +141,7 @@ def from_rows(
 ) -> Tensor:
     """Return (rows, heads, N, d) as (..., N, d) with these leading sizes, the inverse of :func:`as_rows`."""
     axis, count = heads_axis(leading, module, known_axis)
-    if axis == "one":
+    if axis in ("one", "grouped"):
         return rows.reshape(*leading, *rows.shape[-2:])
     place, sizes = (
         (1, [-1, count, *leading[1:]]) if axis == "merged" else (int(axis), [*leading])

@@ -164,14 +164,11 @@ class AttendingCall:
         # A single head without images has no axis of heads: (N_query, d).
         self.heads = self._output if self._output.ndim > 2 else self._output[None]
         self.is_softmax = func not in FUSED
-        key = (
-            self._output
-            if self.is_softmax
-            else args[1]
-            if len(args) > 1
-            else kwargs["key"]
-        )
-        self.keys = key.shape[-1] if self.is_softmax else key.shape[-2]
+        if self.is_softmax:
+            self.keys = self._output.shape[-1]
+        else:
+            key = args[1] if len(args) > 1 else kwargs["key"]
+            self.keys = key.shape[-2]
 
     @cached_property
     def request(self) -> SeenAttention:

@@ -266,6 +266,13 @@ def special_tokens(modules: Iterable[nn.Module], user: GivenTokens) -> SpecialTo
     class_token = bool(
         getattr(model, "has_class_token", getattr(model, "cls_token", True) is not None)
     )
+    # A model that names its registers and no other tokens, as AuraFlow does, has no class token among them. Those that
+    # have one call it "cls" or "class_token" or, in one's own model, "token".
+    parameters = {x for m in modules for x, _ in m.named_parameters(recurse=False)}
+    registers = {name for name in parameters if "register" in name}
+    tokens = " ".join(parameters - registers)
+    if registers and not any(word in tokens for word in ("cls", "class", "token")):
+        class_token = False
     if user.class_token is not None:
         class_token = user.class_token != "none"
     # The names in timm and in transformers.

@@ -130,7 +130,10 @@ class FeatureMaps:
             self._shapes.add(shape)
             if len(shape) == 4:
                 # (B, C, H, W), or (B, H, W, C).
-                self._maps |= {shape[2:]: None, shape[1:3]: None}
+                self._maps[shape[1:3]] = None
+                # No map has a single channel that tokens are made of; masks, (B, 1, N_query, N_key), do.
+                if shape[1] > 1:
+                    self._maps[shape[2:]] = None
             elif len(shape) == 5 and self.is_deep:
                 # (B, C, T, H, W), or (B, T, H, W, C).
                 self._videos |= {shape[2:]: None, shape[1:4]: None}

@@ -8,7 +8,7 @@ and beside a residual. Places are computed beside the forward, from shapes and i
 Words that a model is given beside images have places too, the numbers -1, -2, and so on.
 
 A tensor without places is unknown: it comes from elsewhere, or from a function that is not followed here. There is no
-objection to what is unknown.
+objection to what is unknown. Where it is joined to a tensor with places, its elements have the number infinity.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -64,22 +64,25 @@ def objection_to_order(places: Places, tokens: Tokens, behind: int) -> str:
         return ""
     first, end = tokens.prefix - behind, tokens.count - behind
     grid, beside = places[first:end], torch.cat([places[:first], places[end:]])
-    on_image = grid[~grid.isnan()]  # without padding
-    if len(on_image) == 0:
+    on_image = grid[grid.isfinite()]  # without padding
+    if grid.isnan().all():
         return "the tokens are made of parameters, not of the image"
+    # Prompts of unknown origin beside learnt tokens, as in SAM's decoder, can be as many as the cells of some map.
+    if grid.isnan().any() and grid.isinf().any():
+        return "some of the tokens are made of parameters, not of the image"
     if bool((on_image < 0).any()):
         return "some of the tokens are words, not patches"
     if bool((on_image.diff() < _LEAST_STEP).any()):
         return "the tokens are not in the order of the image's rows"
     # The mean of all patches can stand in for a class token.
-    if (beside >= 0).sum() > 1:
+    if (beside[beside.isfinite()] >= 0).sum() > 1:
         return "some of the tokens beside the grid are patches"
     return ""
 
 
 def arrangement_of(places: Places) -> Arrangement | None:
     """Return where words and patches stand; None if either are missing, or if the patches are not contiguous."""
-    if places is None or not bool((places < 0).any()):
+    if places is None or not bool((places < 0).any()) or bool(places.isinf().any()):
         return None
     patches = (places >= 0).nonzero()[:, 0].tolist()
     # As many patches as indices from the first to the last: no other token stands among them.
@@ -209,7 +212,7 @@ class PlaceTracker(TorchFunctionMode):
         if name not in _ATTENTION and not is_kernel(func):
             return None, None
         queries, keys = (self._of(tokens) for tokens in inputs[:2])
-        if is_kernel(func):
+        if is_kernel(func) and "scaled_dot_product" not in name:
             # (B, N, heads, d); of (N, heads, d) it is not known which tokens are an image's.
             queries, keys = (
                 None if x is None or x.ndim < 4 else x.transpose(1, 2)
@@ -356,9 +359,14 @@ def _pad(call: _Call) -> Sequence[Places]:
 
 
 def _join(call: _Call) -> Sequence[Places]:
-    parts = [places for places in call.places if places is not None]
-    if len(parts) < len(call.places):
+    if all(places is None for places in call.places):
         return []
+    # A cache of keys is joined to the first keys while it is empty; it has fewer axes.
+    parts = [
+        _unknown(tensor.shape) if places is None else places
+        for tensor, places in zip(call.inputs, call.places, strict=True)
+        if tensor.numel()
+    ]
     joined = call.argument(1, "dim", 0) % len(call.shape)
     # Parts that are expanded along an axis are joined as one entry, or a batch would be copied.
     if _name(call.func) != "stack":  # along an axis that is there
@@ -400,6 +408,8 @@ def _resample(call: _Call) -> Sequence[Places]:
     """Follow a convolution, pooling or interpolation of (B, C, H, W) or (B, C, T, H, W), whatever its kernel."""
     places, size = call.places[0], call.shape[2:]
     assert places is not None
+    if places.isinf().any():
+        return []
     is_video = len(size) == 3
     pixels = _slim(places).nanmean(1, keepdim=True)
     pixels = pixels.expand(-1, -1, *places.shape[2:])
@@ -460,6 +470,10 @@ def _numbers(count: int) -> Tensor:
 
 def _nowhere(shape: torch.Size) -> Tensor:
     return torch.tensor(torch.nan, dtype=torch.float64, device="cpu").expand(shape)
+
+
+def _unknown(shape: torch.Size) -> Tensor:
+    return torch.tensor(torch.inf, dtype=torch.float64, device="cpu").expand(shape)
 
 
 def _is_nowhere(places: Tensor) -> bool:

@@ -115,7 +115,7 @@ def map_layer(
     block of most vision transformers the score depends on the class token alone: theirs is the block before. The model
     is run once on the image, shape (1, C, H, W). ValueError if there is no such layer, or none gives such a map.
     """
-    check_model(model)
+    check_model(model, compiled_parts=False)  # captum adds hooks of its own
     name, module = (None, None) if layer is None else find_layer(model, layer)
     fields = ReceptiveFields((image.shape[2], image.shape[3]))
     outputs = _Outputs(model, module)

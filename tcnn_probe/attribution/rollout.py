@@ -81,34 +81,35 @@ class _TokenFlow:
                 f"rollout needs attention over the whole image; {name!r} attends in windows. {WITHOUT_CLASS_TOKEN}"
             )
         self.layers.append(name)
-        count = None if self._shares is None else self._shares.shape[1]
-        if count is None and (
+        tokens = None if self._shares is None else self._shares.shape[1]
+        if tokens is None and (
             attention.queries == 1 or isinstance(attention.module, PatchAttention)
         ):
             raise UnsupportedMethodError(
                 f"rollout follows tokens from layer to layer; here only {name!r} attends: use 'class_attention'"
             )
         is_square = attention.queries == attention.keys and self._class_row is None
+        # A square layer mixes the tokens, perhaps with a class token that joins them here; a single query gathers them.
         if (
             is_square
-            and count is not None
-            and attention.keys == count + 1
+            and tokens is not None
+            and attention.keys == tokens + 1
             and attention.layout.prefix == 1
         ):
             self._join_class_token()
-            count += 1
-        if is_square and count in (None, attention.keys):
+            tokens += 1
+        if is_square and tokens in (None, attention.keys):
             self._mix(attention)
         elif (
             attention.queries == 1
-            and count is not None
-            and attention.keys in (count, count + 1)
+            and tokens is not None
+            and attention.keys in (tokens, tokens + 1)
         ):
             self._gather(attention)
         else:
             raise UnsupportedMethodError(
                 f"rollout needs the same tokens in every layer: {name!r} has {attention.queries} queries and "
-                f"{attention.keys} keys{f' after {count} tokens' if count else ''}. {WITHOUT_CLASS_TOKEN}"
+                f"{attention.keys} keys{f' after {tokens} tokens' if tokens else ''}. {WITHOUT_CLASS_TOKEN}"
             )
 
     def _join_class_token(self) -> None:

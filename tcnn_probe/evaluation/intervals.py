@@ -89,13 +89,11 @@ def _interval(
         low = beta.ppf(1 - quantile, right, wrong + 1) if right else 0
         high = beta.ppf(quantile, right + 1, wrong) if wrong else 1
         return np.array([low, high])
-    bounds = (
-        (0.0, 1.0)
-        if decisions
-        else (-1.0, 1.0)
-        if np.isin(known, (-1, 0, 1)).all()
-        else None
-    )
+    bounds: tuple[float, float] | None = None
+    if decisions:
+        bounds = (0.0, 1.0)
+    elif np.isin(known, (-1, 0, 1)).all():
+        bounds = (-1.0, 1.0)
     if bounds is None and table.ndim == 1 and len(known) >= LEAST_FOR_SKEWNESS:
         return _corrected_for_skewness(known, t.ppf(quantile, len(known) - 1))
     center, variances, freedoms = known.mean(), [], []

@@ -206,12 +206,18 @@ class Forward(Call):
         finally:
             self._is_quiet = False
 
+    # Higher-order operators compile what they are given, hooks included, and ask for a whole graph.
     def _called(self, module: nn.Module, args: tuple[Any, ...]) -> None:
-        if self._is_followed(module):
+        if not torch.compiler.is_compiling() and self._is_followed(module):
             self._stack.append((module, args))
 
-    @torch.compiler.disable
     def _returned(self, module: nn.Module, args: tuple[Any, ...], *rest: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return None
+        return self._hand_on(module, args, *rest)
+
+    @torch.compiler.disable
+    def _hand_on(self, module: nn.Module, args: tuple[Any, ...], *rest: Any) -> Any:
         # With an exception torch leaves out the keyword arguments, and the output may be None.
         if not self._is_followed(module) or not any(
             running is module for running, _ in self._stack[:0:-1]
@@ -220,7 +226,9 @@ class Forward(Call):
         # What lies above ended without a hook, by an exception that torch tells none of.
         while self._stack.pop()[0] is not module:
             pass
-        if len(rest) != 2 or module not in self._names:
+        # What torch.compile wraps has been told of already.
+        is_wrapper = "_orig_mod" in module._modules
+        if len(rest) != 2 or is_wrapper or module not in self._names:
             return None
         inputs, output = [*args, *rest[0].values()], rest[1]
         with torch._C.DisableTorchFunction():

@@ -350,6 +350,11 @@ def _multihead(
             :, None, None, :
         ]
         masks.append(_additive(padding, q.dtype))
+    not_on_grid = ""
+    if arguments.is_causal:
+        not_on_grid = _CAUSAL
+    elif extra:
+        not_on_grid = "keys of the layer's own follow the tokens"
     return SeenAttention(
         query=q,
         key=k,
@@ -361,11 +366,7 @@ def _multihead(
         else None,
         finish=finish,
         heads=1,
-        not_on_grid=_CAUSAL
-        if arguments.is_causal
-        else "keys of the layer's own follow the tokens"
-        if extra
-        else "",
+        not_on_grid=not_on_grid,
     )
 
 

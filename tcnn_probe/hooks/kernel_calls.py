@@ -15,14 +15,16 @@ from torch import Tensor
 
 __all__ = ["KernelCall", "is_kernel", "read_kernel"]
 
-# Those of flash-attn 2.7 and later, and of xformers; earlier versions of flash-attn call an extension of Python that
-# shows itself to no mode.
+# Those of flash-attn 2.7 and later, also under the names by which the package kernels loads them, and of xformers.
+# Earlier versions of flash-attn call an extension of Python that shows itself to no mode.
 _KERNELS = re.compile(
-    r"(_?flash_?attn\w*\.\w*|xformers\w*\.\w*|aten\._(efficient|flash)_attention_)(fwd|forward)"
+    r"(\w*flash_?attn\w*\.\w*|xformers\w*\.\w*|aten\._(efficient|flash)_attention_)(fwd|forward)"
+    # What torch.nn.attention.varlen calls, and what scaled_dot_product_attention chooses from.
+    r"|torch_attn\._varlen_attn|aten\._scaled_dot_product_(?!\w*backward)"
 )
 # Sizes for allocation, what is returned beside the output, and hints: they change no attention.
 _HARMLESS = re.compile(
-    r"max_\w+|return_\w+|compute_log_?sumexp|num_splits|pack_gqa|\w*_margin"
+    r"max_\w+|return_\w+|compute_log_?sumexp|num_splits|\w+_gqa|\w*_margin|backend"
 )
 _OFF = (None, False, 0, -1)
 
@@ -85,28 +87,35 @@ def read_kernel(
     if not all(isinstance(x, Tensor) for x in tokens):
         return None
     try:
-        lengths = (
-            (take("cu_seqlens_q", "cum_seq_q"), take("max_seqlen_q", "max_q")),
-            (take("cu_seqlens_k", "cum_seq_k"), take("max_seqlen_k", "max_k")),
-        )
+        lengths = [
+            (
+                take(f"cu_seqlens_{side}", f"cum_seq_{side}", f"cu_seq_{side}"),
+                take(f"max_seqlen_{side}", f"max_{side}"),
+            )
+            for side in "qk"
+        ]
         first = output if isinstance(output, Tensor) else output[0]
-        query, key, value, attended = (
-            _by_head(x, *lengths[side])
-            for x, side in zip((*tokens, first), (0, 1, 1, 0), strict=True)
-        )
+        query, key, value, attended = (*tokens, first)
+        if "scaled_dot_product" not in str(func):  # whose heads come before the tokens
+            query, key, value, attended = (
+                _by_head(x, *lengths[side])
+                for x, side in zip((*tokens, first), (0, 1, 1, 0), strict=True)
+            )
         scale, dropout = take("softmax_scale", "scale"), take("dropout_p", "p")
         is_causal = bool(take("causal", "is_causal") or take("custom_mask_type"))
+        left = take("window_size_left", "window_left")
+        right = take("window_size_right", "window_right")
+        if isinstance(values.get("window_size"), Sequence):
+            left, right = take("window_size")
         mask = _visible(
             query,
             key,
-            before=_reach(take("window_size_left", "window_left")),
-            behind=0
-            if is_causal
-            else _reach(take("window_size_right", "window_right")),
+            before=_reach(left),
+            behind=0 if is_causal else _reach(right),
             # flash-attn says that the last query sees the last key; of the others this depends on version and mask.
-            is_aligned=str(func).lstrip("_").startswith("flash"),
+            is_aligned=re.search("flash_?attn", str(func)) is not None,
         )
-        bias = take("bias", "attn_bias")
+        bias = take("bias", "attn_bias", "attn_mask")
         if bias is not None:
             if bias.ndim != 4:
                 raise _UnknownError(f"a bias of shape {tuple(bias.shape)}")

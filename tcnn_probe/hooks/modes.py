@@ -47,6 +47,7 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 _KEY = torch._C._TorchDispatchModeKey
 _TRACERS = (_KEY.PROXY, _KEY.FAKE, _KEY.FUNCTIONAL)
 _FLEX = "torch.nn.attention.flex_attention"
+_OPERATORS = (_FLEX, "torch._higher_order_ops.")
 # Each thread and each asynchronous task of the user hides its own code.
 _HIDDEN = ContextVar("tcnn_probe_hidden", default=0)
 _DEPTHS: list[int] = []
@@ -79,13 +80,15 @@ class Uncompiled(TorchDispatchMode):
 
     # Without this, flex_attention, cond, while_loop and scan raise NotImplementedError inside any dispatch mode.
     supports_higher_order_operators = True
+    _thread: int | None = None
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Let ``flex_attention`` compile: it asks for a whole graph even in eager mode (torch 2.15)."""
-        flex = sys.modules.get(_FLEX)
-        frame = None if flex is None else sys._getframe()
-        while frame is not None and frame.f_code is not flex.flex_attention.__code__:  # type: ignore[union-attr]
+        """Let higher-order operators compile: they ask for a whole graph even in eager mode (torch 2.15)."""
+        frame: Any = sys._getframe()
+        while frame is not None and not frame.f_globals.get("__name__", "").startswith(
+            _OPERATORS
+        ):
             frame = frame.f_back
         return frame is not None
 
@@ -106,6 +109,26 @@ class Uncompiled(TorchDispatchMode):
         # After a Ctrl-C other modes may lie above, or this one may be hidden by code that was interrupted.
         if dispatch._get_current_dispatch_mode_stack()[-1:] == [self]:
             super().__exit__(*error)
+
+    def hold(self) -> None:
+        """Let what was compiled with ``fullgraph=True``, which raises in any dispatch mode, run as it was written."""
+        self._thread = threading.get_ident()
+        _run_eagerly(+1)
+
+    def release(self) -> None:
+        """Let this thread compile again; the second call does nothing."""
+        if self._thread == threading.get_ident():
+            self._thread = None
+            _run_eagerly(-1)
+
+
+def _run_eagerly(step: int) -> None:
+    """Count, in this thread, who wants compiled functions to run as they were written."""
+    # torch's own switch, for code that it traces itself (private, torch 2.15).
+    frames = sys.modules.get("torch._dynamo.eval_frame")
+    switch = getattr(frames, "_force_eager_nested_compile", None)
+    if switch is not None:
+        switch.depth = max(0, getattr(switch, "depth", 0) + step)
 
 
 def _without_mode(operator: Callable[..., Any]) -> Callable[..., Any]:
@@ -146,13 +169,18 @@ def put_on(*modes: Mode) -> list[Mode]:
     for mode in (*modes, *([Uncompiled()] if may_compile() else [])):
         mode.__enter__()
         entered.append(mode)
+        if isinstance(mode, Uncompiled):
+            mode.hold()
     return entered
 
 
 def take_off(modes: list[Mode]) -> None:
     """Leave modes that others may have been entered after and not left. The list is empty afterwards."""
     while modes:
-        _take_off(modes.pop())
+        mode = modes.pop()
+        _take_off(mode)
+        if isinstance(mode, Uncompiled):
+            mode.release()
 
 
 def _take_off(mode: Mode) -> None:

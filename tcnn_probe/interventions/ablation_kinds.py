@@ -80,7 +80,7 @@ class Ablated(HeadListener):
         return None
 
     def edit(self, attention: Attention, heads: Sequence[int]) -> HeadEdit | None:
-        """Return what these heads of an attention give; None if this attention cannot be ablated so."""
+        """Return the output to put in place of these heads'; None if this attention cannot be ablated so."""
         raise NotImplementedError
 
     def new_reference(self, seed: int | None) -> ReferenceStatistics:
@@ -123,7 +123,7 @@ class Ablated(HeadListener):
         return self.edit(attention, heads)
 
     def returned(self, call: LayerCall, output: Any) -> None:
-        """Refuse what turns out not to have been done."""
+        """Raise an error if the call that ends could not be edited, or computed no attention to edit."""
         # Only the end of a call shows what its softmaxes have weighed.
         if call.objection:
             raise RuntimeError(
@@ -150,10 +150,10 @@ class Zeroed(Ablated):
 
 
 class AveragedOverQueries(Ablated):
-    """Heads whose queries all get their mean."""
+    """Heads whose output is its mean over the queries, the same for all of them."""
 
     def edit(self, attention: Attention, heads: Sequence[int]) -> HeadEdit | None:
-        """Return the mean over the queries; an error in a layer that the user named, if there is but one query."""
+        """Return the mean over the queries; raise an error if the user named a layer with a single query."""
         if attention.queries > 1:
             return HeadEdit(heads, "mean")
         if self.strict:
@@ -198,7 +198,7 @@ class GivenAttention(Ablated):
         return AttentionReference(shuffled=self.mode == "shuffled", seed=seed)
 
     def edit(self, attention: Attention, heads: Sequence[int]) -> HeadEdit:
-        """Return the given attention; while the given images pass, keep theirs."""
+        """Return the attention of the given images; keep it while they pass through the model."""
         if self.reference.is_finished:
             return HeadEdit(
                 heads,
@@ -215,7 +215,7 @@ class GivenAttention(Ablated):
 
 
 class AveragedOverImages(Ablated):
-    """Heads that give the mean over given images of what they add to the layer's output."""
+    """Heads replaced by their mean contribution to the layer's output over the given images."""
 
     takes_images = True
     reference: TermReference
@@ -262,7 +262,7 @@ class AveragedOverImages(Ablated):
 
 
 class Replaced(Ablated):
-    """Heads that give what the same heads of another model's layer make of the same input."""
+    """Heads replaced by the same heads of another model's layer, computed on the same input."""
 
     is_additive = False
     """Whether the heads of both layers are known to add up."""
@@ -307,9 +307,12 @@ _KINDS: Mapping[str, type[Ablated]] = {
 def _check_reconstruction(attention: Attention) -> None:
     """Refuse to exchange an attention that is not what the layer has computed."""
     compared = attention.discrepancy(None) if attention.gate is None else None
+    if compared is None:
+        return
+    difference, rounding = compared
     # Written so that a NaN is refused too.
-    if compared is not None and not bool(compared[0] <= compared[1]):
+    if not bool(difference <= rounding):
         raise ReconstructionError(
             f"attention of {type(attention.module).__name__} as rebuilt differs from the layer's own output by "
-            f"{float(compared[0]):.2g} of its largest value, so it cannot be exchanged"
+            f"{float(difference):.2g} of its largest value, so it cannot be exchanged"
         )

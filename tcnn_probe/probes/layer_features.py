@@ -108,13 +108,9 @@ def features(
         "prefix_tokens": prefix_tokens,
         "channel_axis": channel_axis,
     }
-    patterns = (
-        None
-        if layers is None
-        else [layers]
-        if isinstance(layers, str)
-        else list(layers)
-    )
+    if isinstance(layers, str):
+        layers = [layers]
+    patterns = None if layers is None else list(layers)
 
     def places(call: ForwardCall) -> Tensor:
         x = _places(call, channel_axis)

@@ -140,11 +140,10 @@ class LinearCKA:
                 f"expected features of the same number of images from all layers, got {counts or 'no layer'}"
             )
         for layer, values in batch.items():
-            channels = len(self._shift.get(layer, values[0]))
-            if channels != values.shape[1]:
-                got = f"as before, got {values.shape[1]}"
+            first_image = self._shift.get(layer, values[0])
+            if len(first_image) != len(values[0]):
                 raise ValueError(
-                    f"expected {channels} numbers per image of {layer[1]!r}, {got}"
+                    f"expected {len(first_image)} numbers per image of {layer[1]!r}, as before, got {len(values[0])}"
                 )
         self._names = names
         self._images += next(iter(counts.values()))

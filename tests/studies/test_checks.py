@@ -288,12 +288,10 @@ def dense(before: float = 0.5, fine: float = 0.4, top1: float = 0.5) -> tuple[An
     ]
     # NaN where a model is not trained for as long: the check takes the last epoch that each model has.
     iou = np.full((4, 3, 2), 0.5)
-    iou[0, 2], iou[1:, 0], iou[1:, 1], iou[1:, 2] = (
-        (0.5, 0.2),
-        (before, 0.3),
-        (0.6, fine),
-        np.nan,
-    )
+    iou[0, 2] = (0.5, 0.2)
+    iou[1:, 0] = (before, 0.3)
+    iou[1:, 1] = (0.6, fine)
+    iou[1:, 2] = np.nan
     top = (("model", "epoch"), np.where(np.isnan(iou[..., 0]), np.nan, top1))
     scores = {
         "iou": (("model", "epoch", "stage", "image"), iou[..., None].repeat(9, -1)),
@@ -476,15 +474,12 @@ def test_two_classes_cannot_pass_by_chance_and_can_be_learned() -> None:
         (40, 40, 0.9),
         (70, 70, 0.9),
     ):
-        tail = sum(
-            math.comb(images, k) * chance**k * (1 - chance) ** (images - k)
-            for k in range(right, images + 1)
-        )
-        assert learned("it", right / images, images, chance) == (tail < 0.01), (
-            right,
-            images,
-            chance,
-        )
+        tail = 0.0
+        for k in range(right, images + 1):
+            wrong = images - k
+            tail += math.comb(images, k) * chance**k * (1 - chance) ** wrong
+        verdict = learned("it", right / images, images, chance)
+        assert verdict == (tail < 0.01), (right, images, chance)
 
 
 def test_a_check_that_fails_is_an_error_on_the_digits_only(

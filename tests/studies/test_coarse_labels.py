@@ -7,26 +7,17 @@ import pytest
 import torch
 
 import coarse_labels
+from tests.tcnn_probe.representation.test_neighbors import cosine, precision
 
 M, N = 23, 7
 
 
-def cosine(a: np.ndarray, b: np.ndarray) -> float:
-    return float(a @ b) / math.sqrt(float(a @ a) * float(b @ b))
-
-
-def precision(scores: list[float], relevant: list[bool]) -> float:
-    """Mean over the relevant ones of the precision at their rank."""
-    order = sorted(range(len(scores)), key=lambda j: -scores[j])
-    hits = [relevant[j] for j in order]
-    ranks = [rank for rank in range(len(hits)) if hits[rank]]
-    return sum(sum(hits[: rank + 1]) / (rank + 1) for rank in ranks) / len(ranks)
-
-
 def test_training_images_are_ranked_by_eq_2_5_and_by_cosine() -> None:
     rng = np.random.default_rng(0)
-    known_digits, digits = np.arange(M) % 5, np.arange(N) % 5
-    known, queries = rng.standard_normal((M, 3)), rng.standard_normal((N, 3))
+    known_digits = np.arange(M) % 5
+    digits = np.arange(N) % 5
+    known = rng.standard_normal((M, 3))
+    queries = rng.standard_normal((N, 3))
     odd = rng.uniform(0.1, 0.9, N)
     parity = torch.from_numpy(np.stack([1 - odd, odd], 1))
     features = torch.from_numpy(known), torch.from_numpy(queries)
@@ -55,10 +46,8 @@ def test_training_images_are_ranked_by_eq_2_5_and_by_cosine() -> None:
 def test_random_labels_halve_each_coarse_class() -> None:
     parity = np.repeat([0, 1], [12, 8])
     # All images apart: a linear classifier fits any labels. Only the parities apart: it is right on one half of each.
-    alone, coarse = (
-        torch.eye(20),
-        torch.nn.functional.one_hot(torch.from_numpy(parity)).float(),
-    )
+    alone = torch.eye(20)
+    coarse = torch.nn.functional.one_hot(torch.from_numpy(parity)).float()
     assert (
         coarse_labels.random_labels(alone, parity, 3).tolist()
         == [1.0] * coarse_labels.SPLITS

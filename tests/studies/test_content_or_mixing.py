@@ -43,7 +43,8 @@ def test_trunk_and_tail_are_the_network(network: ResNet20, blocks: int) -> None:
 def test_the_shortcut_has_no_parameters_and_takes_every_second_pixel(
     network: ResNet20,
 ) -> None:
-    block, x = network.layer2[0], torch.randn(2, 3, 6, 10)
+    block = network.layer2[0]
+    x = torch.randn(2, 3, 6, 10)
     nn.init.zeros_(block.bn2.weight)  # leaves the shortcut
     y = block(x)
     assert y.shape == (2, 6, 3, 5)
@@ -65,35 +66,26 @@ def static_layer(size: tuple[int, int], stride: int = 1) -> StaticMapGPSA:
 @pytest.mark.parametrize("stride", [1, 2])
 def test_a_static_map_is_mixed_as_the_definition_says(stride: int) -> None:
     size = 4, 6
-    layer, x = static_layer(size, stride), torch.randn(3, 5, *size, dtype=torch.float64)
+    layer = static_layer(size, stride)
+    x = torch.randn(3, 5, *size, dtype=torch.float64)
     height, width = -(-size[0] // stride), -(-size[1] // stride)
-    expected = (
-        torch.zeros(3, 7, height, width, dtype=torch.float64)
-        + layer.bias[:, None, None]
-    )
+    expected = torch.zeros(3, 7, height, width, dtype=torch.float64)
+    expected += layer.bias[:, None, None]
     values = torch.einsum("oc,bcyx->boyx", layer.value, x)
     for head in range(9):
-        alpha, gate, center = (
-            layer.locality_strength[head],
-            layer.gate[head],
-            layer.center[head],
-        )
+        alpha = layer.locality_strength[head]
+        gate = layer.gate[head]
+        center = layer.center[head]
+        tap = layer.weight[:, :, head // 3, head % 3]
         for y, x_ in itertools.product(range(height), range(width)):
-            mixed = (1 - gate) * torch.softmax(
-                layer.query[head, y * width + x_], 0
-            ).view(size)
-            near = {}
-            for j, i in itertools.product(
-                range(-1, size[0] + 1), range(-1, size[1] + 1)
-            ):
-                offset = j - y * stride - center[0], i - x_ * stride - center[1]
-                near[j, i] = torch.exp(-alpha * (offset[0] ** 2 + offset[1] ** 2))
-            for j, i in itertools.product(range(size[0]), range(size[1])):
-                mixed[j, i] += gate * near[j, i] / sum(near.values())
-            gathered = (values * mixed).sum((2, 3))
-            expected[:, :, y, x_] += (
-                gathered @ layer.weight[:, :, head // 3, head % 3].T
-            )
+            # Keys, a ring of padding among them, from the query's place and the head's centre.
+            dy = torch.arange(-1, size[0] + 1)[:, None] - y * stride - center[0]
+            dx = torch.arange(-1, size[1] + 1) - x_ * stride - center[1]
+            near = torch.exp(-alpha * (dy**2 + dx**2))
+            position = near / near.sum()
+            static = torch.softmax(layer.query[head, y * width + x_], 0).view(size)
+            mixed = (1 - gate) * static + gate * position[1:-1, 1:-1]
+            expected[:, :, y, x_] += (values * mixed).sum((2, 3)) @ tap.T
     # Gates and strengths are widened to float32.
     torch.testing.assert_close(layer(x), expected, rtol=1e-6, atol=1e-6)
     torch.testing.assert_close(layer(x), GPSA.forward(layer, x))
@@ -106,7 +98,8 @@ def steps_of(features: torch.Tensor, count: int):
 
 @pytest.mark.parametrize("arm", ["B", "C", "D", "E"])
 def test_rates_of_an_arm(network: ResNet20, arm: str) -> None:
-    tail, features = Tail(network, 1), torch.randn(4, 12, 5, 3)
+    tail = Tail(network, 1)
+    features = torch.randn(4, 12, 5, 3)
     model = converted(tail, ARMS[arm], -1.0, features, seed=3)
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     options = {
@@ -126,11 +119,8 @@ def test_rates_of_an_arm(network: ResNet20, arm: str) -> None:
     gates: list[torch.Tensor] = []
 
     def after(step: int) -> None:
-        gates.append(
-            torch.cat(
-                [layer.gating.detach().clone() for layer in gpsa_layers(model).values()]
-            )
-        )
+        by_layer = [layer.gating.detach() for layer in gpsa_layers(model).values()]
+        gates.append(torch.cat(by_layer))
 
     sums = train_tail(model, steps_of(features, 8), ARMS[arm], options, after)
     factors = [rate_factor(step, 8) for step in range(8)]
@@ -167,7 +157,8 @@ def test_a_view_is_a_crop_of_the_padded_image_and_the_same_again() -> None:
         rng.integers(1, 255, (6, 11, 13, 3), dtype=np.uint8),
         np.arange(6),
     )
-    rows, number = np.array([4, 2, 4, 0]), np.array([0, 1, 2, 0])
+    rows = np.array([4, 2, 4, 0])
+    number = np.array([0, 1, 2, 0])
     crops_taken = views(images, rows, number)
     np.testing.assert_array_equal(crops_taken, views(images, rows, number))
     np.testing.assert_array_equal(
@@ -175,16 +166,10 @@ def test_a_view_is_a_crop_of_the_padded_image_and_the_same_again() -> None:
     )
     padded = np.pad(images.pixels, ((0, 0), (4, 4), (4, 4), (0, 0)))
     for row, view in zip(rows, crops_taken, strict=True):
-        crops = [
-            padded[row, y : y + 11, x : x + 13] for y in range(9) for x in range(9)
-        ]
-        assert (
-            sum(
-                np.array_equal(view, crop) or np.array_equal(view, crop[:, ::-1])
-                for crop in crops
-            )
-            == 1
-        )
+        crops = [padded[row, y : y + 11, x : x + 13] for y, x in np.ndindex(9, 9)]
+        mirrored = [crop[:, ::-1] for crop in crops]
+        # From one place, one way round.
+        assert sum(np.array_equal(view, crop) for crop in crops + mirrored) == 1
 
 
 def difference_of_two_models(
@@ -197,7 +182,8 @@ def difference_of_two_models(
     shift = rng.normal(0, spread, seeds)[:, None] / 2
     differ = rng.beta(0.15, 1.7, images)  # 8 % of images on average
     share = (1 + rng.normal(0, 0.5, images).clip(-1, 1)) / 2
-    up, draw = np.clip(differ * share + shift, 0, 1), rng.random((seeds, images))
+    up = np.clip(differ * share + shift, 0, 1)
+    draw = rng.random((seeds, images))
     down = np.clip(differ * (1 - share) - shift, 0, 1 - up)
     return (draw < up).astype(float) - ((draw >= up) & (draw < up + down))
 
@@ -223,7 +209,9 @@ def test_an_effect_of_seeds_alone_is_a_t_test() -> None:
         [effect.low, effect.high, effect.p_value], [*interval, expected.pvalue]
     )
     alone = crossed_effect(np.ones((1, 5)))
-    assert (alone.low, alone.high, alone.p_value) == (-np.inf, np.inf, 1)
+    assert alone.low == -np.inf
+    assert alone.high == np.inf
+    assert alone.p_value == 1
 
 
 def test_holm() -> None:

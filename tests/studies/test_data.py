@@ -18,10 +18,8 @@ from common.folder import open_folder
 def test_no_random_augmentation_fails() -> None:
     random.seed(0)
     np.random.seed(0)  # noqa: NPY002  (timm's)
-    image, augment = (
-        Image.fromarray(np.arange(7 * 5 * 3, dtype=np.uint8).reshape(7, 5, 3)),
-        rand_augment_transform(RAND_AUGMENT, {}),
-    )
+    image = Image.fromarray(np.arange(7 * 5 * 3, dtype=np.uint8).reshape(7, 5, 3))
+    augment = rand_augment_transform(RAND_AUGMENT, {})
     # Each draws two of fifteen operations; 700 images leave none out.
     for _ in range(700):
         assert augment(image).size == (5, 7)
@@ -39,7 +37,8 @@ def test_a_folder_of_ones_own_is_loaded_by_workers(image_folder: Path) -> None:
     for (images, labels), (expected, classes) in zip(*batches, strict=True):
         assert torch.equal(images, expected)
         assert torch.equal(labels, classes)
-    assert torch.cat([labels for _, labels in batches[0]]).tolist() == [0] * 4 + [1] * 4
+    read = torch.cat([labels for _, labels in batches[0]])
+    assert read.tolist() == [0] * 4 + [1] * 4
     shapes = [(tuple(images.shape), len(labels)) for images, labels in train]
     assert shapes == [((3, 3, 32, 32), 3)] * 2  # of eight images; the rest is dropped
 

@@ -45,6 +45,7 @@ def test_differing_by_hand() -> None:
     assert rates.group.values.tolist() == ["clean", "weather", "blur"]
     clean, corrupted = results.clean_prediction.values, results.prediction.values
     for nth, model, image in np.ndindex(2, 3, 7):
+        # Another start is the CNN of the other training.
         at = {TCNN: (nth, 1), ORDER: (nth, 2), START: (1 - nth, 0)}[
             str(rates.model.values[model])
         ]
@@ -152,6 +153,7 @@ def test_given_models_are_compared_as_they_are(
     assert results.model.values.tolist() == names
     np.testing.assert_array_equal(results.clean_prediction, expected)
     differ = np.mean(expected[0] != expected[1])
+    # Models that agree on all images, or on none, would not show whose decisions are compared.
     assert 0 < differ < 1
     (line,) = (
         line

@@ -73,7 +73,8 @@ def test_students_with_a_second_token_begin_with_the_same_weights() -> None:
 
 def test_all_arms_learn_from_their_teacher(monkeypatch: pytest.MonkeyPatch) -> None:
     """A teacher that names one class for every image is followed by its students alone."""
-    images, labels = torch.randn(96, 1, 8, 8), torch.zeros(96, dtype=torch.long)
+    images = torch.randn(96, 1, 8, 8)
+    labels = torch.zeros(96, dtype=torch.long)
     monkeypatch.setattr(
         plain_trainings, "plain_digits", lambda training: (images, labels)
     )

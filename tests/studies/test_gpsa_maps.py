@@ -31,34 +31,31 @@ def model_of_two_layers() -> nn.Module:
 
 def by_hand(
     layer: GPSA, x: torch.Tensor, head: int, query: tuple[int, int]
-) -> dict[tuple[int, int], float]:
-    """Return A_ij by key pixel (T-CNN Eqs. 3, 4, 7), padding included, of a query at a pixel of one image (C, H, W)."""
+) -> np.ndarray:
+    """Return A_ij (T-CNN Eqs. 3, 4, 7) of a query at a pixel of one image (C, H, W), over the padded image."""
     (py, px), (height, width) = layer.padding, x.shape[1:]
     of_head = slice(head * layer.qk_dim, (head + 1) * layer.qk_dim)
     q = layer.query[of_head] @ x[:, query[0], query[1]]
-    alpha, (dy, dx) = layer.locality_strength[head].item(), layer.center[head].tolist()
-    content, position = {}, {}
-    for y in range(-py, height + py):
-        for k in range(-px, width + px):
-            position[y, k] = math.exp(
-                -alpha * ((y - query[0] - dy) ** 2 + (k - query[1] - dx) ** 2)
-            )
-            if 0 <= y < height and 0 <= k < width:
-                content[y, k] = math.exp(
-                    (q @ (layer.key[of_head] @ x[:, y, k])).item()
-                    / math.sqrt(layer.qk_dim)
-                )
+    alpha = layer.locality_strength[head].item()
+    dy, dx = layer.center[head].tolist()
+    center = query[0] + dy, query[1] + dx
+    content = np.zeros((height + 2 * py, width + 2 * px))
+    position = np.zeros_like(content)
+    for row, column in np.ndindex(content.shape):
+        y, k = row - py, column - px
+        position[row, column] = math.exp(-alpha * math.dist((y, k), center) ** 2)
+        # Padding is attended to by position alone.
+        if 0 <= y < height and 0 <= k < width:
+            logit = (q @ (layer.key[of_head] @ x[:, y, k])).item()
+            content[row, column] = math.exp(logit / math.sqrt(layer.qk_dim))
     gate = torch.sigmoid(layer.gating[head]).item()
-    attention = {
-        key: gate * value / sum(position.values()) for key, value in position.items()
-    }
-    for key, value in content.items():
-        attention[key] += (1 - gate) * value / sum(content.values())
-    return attention
+    by_content = (1 - gate) * content / content.sum()
+    return by_content + gate * position / position.sum()
 
 
 def test_maps_are_those_of_the_equations() -> None:
-    model, images = model_of_two_layers(), torch.randn(2, 2, 11, 7, dtype=torch.float64)
+    model = model_of_two_layers()
+    images = torch.randn(2, 2, 11, 7, dtype=torch.float64)
     maps = maps_of(model, images, (9, 4))
     assert dict(maps.sizes) == {"layer": 2, "image": 2, "head": 15, "y": 11, "x": 7}
     inputs = {"0": images, "2": model[0](images).detach()}
@@ -66,25 +63,22 @@ def test_maps_are_those_of_the_equations() -> None:
     queries = {"0": (8, 4), "2": (4, 4)}
     for name, layer in (("0", model[0]), ("2", model[2])):
         in_layer = maps.sel(layer=name)
-        assert (int(in_layer.query_y), int(in_layer.query_x)) == queries[name]
+        query = queries[name]
+        assert (int(in_layer.query_y), int(in_layer.query_x)) == query
         height, width = inputs[name].shape[2:]
+        top, left = layer.padding
         for image in range(2):
             for head in range(layer.heads):
-                expected = by_hand(layer, inputs[name][image], head, queries[name])
+                expected = by_hand(layer, inputs[name][image], head, query)
                 cell = in_layer.isel(image=image, head=head)
-                inside = {
-                    key: value
-                    for key, value in expected.items()
-                    if 0 <= key[0] < height and 0 <= key[1] < width
-                }
-                for (y, x), value in inside.items():
-                    assert float(cell.attention[y, x]) == pytest.approx(value, abs=1e-9)
-                assert float(cell.outside) == pytest.approx(
-                    1 - sum(inside.values()), abs=1e-9
-                )
-                peak = max(expected, key=lambda key: expected[key])
-                offset = (peak[0] - queries[name][0], peak[1] - queries[name][1])
-                assert (float(cell.peak_y), float(cell.peak_x)) == offset
+                attention = cell.attention[:height, :width]
+                inside = expected[top : top + height, left : left + width]
+                np.testing.assert_allclose(attention, inside, rtol=0, atol=1e-9)
+                outside = 1 - inside.sum()
+                assert float(cell.outside) == pytest.approx(outside, abs=1e-9)
+                row, column = np.unravel_index(expected.argmax(), expected.shape)
+                assert float(cell.peak_y) == row - top - query[0]
+                assert float(cell.peak_x) == column - left - query[1]
         np.testing.assert_allclose(
             in_layer.center_y[: layer.heads], layer.center[:, 0].detach()
         )
@@ -99,6 +93,7 @@ def test_the_model_is_as_it_was() -> None:
     model = model_of_two_layers()
     model[0].eval()
     maps_of(model, torch.randn(1, 2, 5, 7, dtype=torch.float64), (0, 0))
+    # A forward that raises must not leave hooks, or layers in eval mode, behind.
     with pytest.raises(ValueError, match="expected an input of shape"):
         maps_of(model, torch.randn(1, 3, 5, 7, dtype=torch.float64), (0, 0))
     assert [module.training for module in model] == [False, True, True]

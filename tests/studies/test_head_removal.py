@@ -56,14 +56,15 @@ def test_random_heads_are_as_many_and_any() -> None:
     # 40 draws of 1 and 3 out of five heads: one that can be drawn is drawn.
     sets = heads_by_name(random_heads(TYPES, 40, np.random.default_rng(0)))
     counts = {"convolutional": 1, "content": 3}
-    assert {name: len(heads) for name, heads in sets.items()} == {
+    sizes = {name: len(heads) for name, heads in sets.items()}
+    assert sizes == {
         f"random for {kind}#{draw}": count
         for kind, count in counts.items()
         for draw in range(40)
     }
-    assert {head for heads in sets.values() for head in heads} == set(
-        heads_by_name({"": TYPES != ""})[""]
-    )
+    drawn = {head for heads in sets.values() for head in heads}
+    existing = heads_by_name({"": TYPES != ""})[""]
+    assert drawn == set(existing)
     assert (
         random_heads(TYPES.where(TYPES == "mixed", ""), 3, np.random.default_rng(0))
         == {}
@@ -72,6 +73,7 @@ def test_random_heads_are_as_many_and_any() -> None:
 
 @pytest.mark.filterwarnings("ignore:.*among images=")
 def test_without_takes_heads_away_for_the_call_alone() -> None:
+    # Without a bias, so that a layer whose heads are all gone gives exact zeros.
     model = torch.nn.Sequential(GPSA(3, 5, 3, padding=1, bias=False)).eval()
     heads = xr.DataArray(
         np.ones((1, 9), bool), {"layer": ["0"], "head": range(9)}, ("layer", "head")
@@ -135,6 +137,7 @@ def test_conditions_against_a_loop() -> None:
     for row, members in ((0, [0, 0]), (1, [1, 2]), (2, [3, 3])):
         for draw, m in enumerate(members):
             for image in range(7):
+                # Contrast and pixelate are the second and fourth corruption.
                 digital = np.mean([raw[m, c, s, image] for c in (1, 3) for s in (0, 1)])
                 contrast = np.mean([raw[m, 1, s, image] for s in (0, 1)])
                 clean = float(results.clean_correct.values[m, image])

@@ -67,6 +67,7 @@ def test_panels_show_both_trainings_limit_and_finding() -> None:
     trainings = [(sign, made_ill(sign), healthy()) for sign in signs]
     examples = find_examples(trainings)
     panels = draw_pictures(examples).axes
+    # Two signs a row: three leave the last two panels empty.
     assert len(panels) == 8
     for number, sign in enumerate(signs):
         left, right = panels[2 * number : 2 * number + 2]

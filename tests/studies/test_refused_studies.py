@@ -230,6 +230,7 @@ def test_a_killed_run_resumes_to_the_same_end(
 
     with monkeypatch.context() as patch:
         patch.setattr(torch, "save", dies)
+        # The status of a program that Ctrl-C ended: 128 + SIGINT.
         assert ended(attention_maps.main, [*tiny, "--out", str(killed)]) == 130
     assert (
         ended(attention_maps.main, ["--resume", "--epochs", "3", "--out", str(killed)])
@@ -257,7 +258,8 @@ def test_own_weights_data_and_image(tmp_path: Path, image_folder: Path) -> None:
         timm.create_model("test_resnet", num_classes=2).state_dict(),
         tmp_path / "own.pth",
     )
-    weights, image = tmp_path / "own.pth", image_folder / "val" / "dog" / "1.png"
+    weights = tmp_path / "own.pth"
+    image = image_folder / "val" / "dog" / "1.png"
     options = f"--model test_resnet --pretrained {weights} --data {image_folder}"
     options += f" --image {image} --epoch 0 1 --out {tmp_path / 'out'}"
     # The last row of the image, and its first column.
@@ -302,6 +304,7 @@ def test_saliency_of_a_trained_transformer(
     ]
     assert ds.attribution.values.tolist() == methods
     assert "pointing_game" not in ds
+    # The size that test_vit was made for.
     assert dict(ds.sizes)["y"] == 160
     assert "did NOT learn" not in capsys.readouterr().out  # nothing was trained
 
@@ -345,6 +348,7 @@ def test_the_trunk_behind_an_attention_pool_is_frozen() -> None:
         name.split(".")[0] for name, p in pooled.named_parameters() if p.requires_grad
     } == {"global_pool", "fc"}
     before = {name: buffer.clone() for name, buffer in pooled.named_buffers()}
+    # In train mode, where batch norms that are not frozen move their statistics.
     pooled(torch.randn(4, 3, 32, 32))
     torch.testing.assert_close(dict(pooled.named_buffers()), before, rtol=0, atol=0)
 
@@ -359,10 +363,8 @@ def test_a_trained_model_is_looked_at_as_it_is(
 ) -> None:
     # Under the name of a published model, whose weights nobody downloads here.
     create, narrow = timm.create_model, {"embed_dim": 12, "depth": 1}
-    model, weights = (
-        create("cait_xxs24_224", **narrow).eval(),
-        str(tmp_path / "own.pth"),
-    )
+    model = create("cait_xxs24_224", **narrow).eval()
+    weights = str(tmp_path / "own.pth")
     torch.save(model.state_dict(), weights)
     monkeypatch.setattr(
         timm, "create_model", lambda name, **options: create(name, **narrow, **options)
@@ -378,6 +380,7 @@ def test_a_trained_model_is_looked_at_as_it_is(
             expected = model(as_images([image], model)).softmax(1)
         # The study runs batches of another size, whose float32 sums are added in another order.
         np.testing.assert_allclose(results.probability, expected, rtol=1e-4)
+        # CaiT's two blocks of class attention, and 224 / 16 patches a side.
         assert dict(results.class_attention.sizes) == {
             "image": 1,
             "layer": 2,

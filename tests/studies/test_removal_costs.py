@@ -23,7 +23,9 @@ def costs_of_trainings(
 
 def test_t_interval_by_hand() -> None:
     values = costs_of_trainings(np.random.default_rng(0), 3, 0.2)
-    rows, columns = values.values.mean((1, 2)), values.values.mean((0, 1))
+    rows = values.values.mean((1, 2))
+    columns = values.values.mean((0, 1))
+    # Three trainings have two degrees of freedom; the 37 images add to the variance, not to these.
     half = (
         student.ppf(0.975, 2) * (rows.var(ddof=1) / 3 + columns.var(ddof=1) / 37) ** 0.5
     )
@@ -47,6 +49,7 @@ def test_false_claims_about_other_trainings_are_rare() -> None:
         beyond_zero(beyond_these_trainings(costs_of_trainings(random, 3, 0.2)))
         for _ in range(300)
     ]
+    # The level is 5 %, and of 300 draws the rate scatters by 1.3 %; the seed is fixed.
     assert sum(claims) <= 0.06 * 300
 
 
@@ -56,4 +59,5 @@ def test_interval_of_these_trainings_knows_nothing_of_their_spread() -> None:
     mean, low, high = mean_and_interval(values)
     assert mean == pytest.approx(float(values.mean()))
     assert low < mean < high
+    # Images and answers scatter by 0.1 each.
     assert high - low < 0.2

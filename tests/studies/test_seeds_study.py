@@ -19,28 +19,25 @@ def by_hand(x: list[float], y: list[float]) -> tuple[float, float, float]:
             for u in values
         ]
 
-    a, b = ranks(x), ranks(y)
     n = len(x)
-    mean = (n + 1) / 2
-    product = sum((p - mean) * (q - mean) for p, q in zip(a, b, strict=True))
-    spread = math.sqrt(
-        sum((p - mean) ** 2 for p in a) * sum((q - mean) ** 2 for q in b)
-    )
-    rho = product / spread
-    z, half = (
-        math.log((1 + rho) / (1 - rho)) / 2,
-        1.959963984540054 * math.sqrt((1 + rho**2 / 2) / (n - 3)),
-    )
+    a = np.array(ranks(x)) - (n + 1) / 2
+    b = np.array(ranks(y)) - (n + 1) / 2
+    rho = a @ b / math.sqrt((a @ a) * (b @ b))
+    # Bonett and Wright (2000): the variance of Fisher's z of ranks is (1 + rho^2 / 2) / (n - 3).
+    z = math.log((1 + rho) / (1 - rho)) / 2
+    half = 1.959963984540054 * math.sqrt((1 + rho**2 / 2) / (n - 3))
     return rho, math.tanh(z - half), math.tanh(z + half)
 
 
 def test_rank_correlation_with_ties() -> None:
     rng = np.random.default_rng(0)
+    # Twenty integers below nine cannot all differ.
     x = rng.integers(0, 9, 20).astype(float)
     y = x + rng.integers(0, 9, 20)
     assert seeds.rank_correlation(x, y) == pytest.approx(
         by_hand(x.tolist(), y.tolist()), rel=1e-12
     )
+    # Three pairs leave n - 3 = 0 degrees of freedom, and a constant has no ranks.
     assert all(math.isnan(number) for number in seeds.rank_correlation(x[:3], y[:3]))
     assert all(math.isnan(number) for number in seeds.rank_correlation(x, np.ones(20)))
 

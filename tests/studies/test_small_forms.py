@@ -57,7 +57,8 @@ def small_run(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Done]
     """
     runs: dict[str, Done] = {}
     trained: dict[str, list[tuple[EpochResult, dict[str, Tensor]]]] = {}
-    threads, train = torch.get_num_threads(), Study._train
+    threads = torch.get_num_threads()
+    train = Study._train
 
     def train_once(
         study: Study, model: nn.Module, file: str, title: str, **recipe: Any
@@ -78,7 +79,8 @@ def small_run(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Done]
 
     def run_once(name: str) -> Done:
         if name not in runs:
-            out, printed = tmp_path_factory.mktemp(name), io.StringIO()
+            out = tmp_path_factory.mktemp(name)
+            printed = io.StringIO()
             with (
                 contextlib.redirect_stdout(printed),
                 contextlib.redirect_stderr(printed),
@@ -192,7 +194,8 @@ def test_attention_maps_are_those_that_the_recorder_sees(
 def test_drawing_attention_maps_again_does_not_train(
     small_run: Callable[[str], Done], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    finished, out = small_run("attention_maps").out, tmp_path / "out"
+    finished = small_run("attention_maps").out
+    out = tmp_path / "out"
     shutil.copytree(finished, out)
     Image.new("RGB", (31, 17), (255, 255, 255)).save(tmp_path / "white.png")
 
@@ -275,7 +278,8 @@ def test_a_resumed_study_has_every_epoch_as_it_was(
     study: str, small_run: Callable[[str], Done], tmp_path: Path
 ) -> None:
     """A resumed study's model has the weights of the last epoch at each of them."""
-    finished, out = small_run(study).out, tmp_path / "out"
+    finished = small_run(study).out
+    out = tmp_path / "out"
     shutil.copytree(finished, out)
     assert (
         importlib.import_module(study).main([*SMALL, "--resume", "--out", str(out)])

@@ -185,12 +185,12 @@ def terms(
     query, key, values, position, gate = (
         tensors[name].detach().double() for name in NAMES
     )
-    parts, scale, upstream = (
-        attention(tensors, y, x),
-        query.shape[-1] ** -0.5,
-        upstream.double().abs(),
-    )
-    real, share, r = parts.real, gate[:, None, None], _r(parts.offset)
+    parts = attention(tensors, y, x)
+    scale = query.shape[-1] ** -0.5
+    upstream = upstream.double().abs()
+    real = parts.real
+    share = gate[:, None, None]
+    r = _r(parts.offset)
     of_query, of_key = (query.abs(), key.abs()) if sizes is None else sizes
     size = scale * of_query @ of_key.mT
     content = parts.content[..., real]
@@ -233,7 +233,8 @@ def _positional_size(position: Tensor, parts: Attention) -> Tensor:
     best = logits.argmax(-1)  # (heads, N_query)
     best_offset = parts.offset[torch.arange(len(parts.offset)), best][:, :, None]
     away = parts.offset - best_offset  # (heads, N_query, N_key, 2)
-    curvature, linear = position[:, None, None, :1], position[:, None, None, 1:]
+    curvature = position[:, None, None, :1]
+    linear = position[:, None, None, 1:]
     slope = 2 * curvature * best_offset + linear
     return (curvature.abs() * away.square() + (slope * away).abs()).sum(
         -1

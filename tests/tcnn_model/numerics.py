@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tcnn_model import gpsa_layers
 
-# The convolution itself, to float64 rounding.
+# The convolution itself, to float64 rounding: what other pixels and content add has a factor of exp(-40) = 4e-18.
 SHARP = {"locality_strength": 40.0, "gating": 40.0}
 # The same to float32 rounding.
 CONVOLUTIONAL = {"locality_strength": 20.0, "gating": 20.0}
@@ -93,7 +93,8 @@ def assert_refused(
 
     The change is made in place, which could leave more half-done; a copy of the model goes through the same steps.
     """
-    before, kind = snapshot(model), type(model)
+    before = snapshot(model)
+    kind = type(model)
     with pytest.raises(ValueError, match=message):
         change(model, **{"inplace": True, **options})
     assert snapshot(model) == before
@@ -166,6 +167,7 @@ def randomise_norms(model: nn.Module, seed: int = 0) -> nn.Module:
     generator = seeded(seed)
 
     def uniform(like: Tensor) -> Tensor:
+        # Between 0.5 and 1.5: neither a scale nor a variance is near zero.
         return 0.5 + torch.rand(
             like.shape, generator=generator, dtype=torch.float64
         ).to(like.dtype)
@@ -219,6 +221,7 @@ def snapshot(model: nn.Module) -> dict[str, object]:
     for name, module in model.named_modules(remove_duplicate=False):
         hooks = [list(v) for k, v in vars(module).items() if k.endswith("hooks")]
         tensors = [*module._parameters.items(), *module._buffers.items()]
+        # torch's _version counts writes in place, so a value that changed and changed back shows as well.
         identities = [
             (key, id(t), None if t is None else (t.requires_grad, t._version))
             for key, t in tensors

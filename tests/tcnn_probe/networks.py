@@ -18,6 +18,7 @@ def scatter(layer: GPSA, seed: int = 0) -> GPSA:
     # Shuffled, so that no head's alpha, gate and place rise together.
     order = torch.randperm(layer.heads)
     alpha = torch.logspace(-1.3, 1.6, layer.heads, dtype=torch.float64)[order]
+    # The inverse of a softplus with beta = 5.
     layer.raw_locality.copy_(alpha + torch.log(-torch.expm1(-5 * alpha)) / 5)
     layer.gating.copy_(torch.linspace(-3, 3, layer.heads)[torch.randperm(layer.heads)])
     layer.center.add_(0.7 * torch.randn_like(layer.center))
@@ -69,7 +70,8 @@ def small_resnet() -> nn.Module:
 
 def inputs_of(model: nn.Module, names: list[str], *args: Tensor) -> dict[str, Tensor]:
     """Return the inputs of the named layers in one forward of a copy of the model."""
-    model, layer_inputs = copy.deepcopy(model), {}
+    model = copy.deepcopy(model)
+    layer_inputs = {}
     for name in names:
         model.get_submodule(name).register_forward_pre_hook(
             lambda module, args, kwargs, name=name: layer_inputs.update(

@@ -71,7 +71,8 @@ def gpsa_statistics_of_qk(
     """The same from queries and keys as they were rounded, (B, heads, N, d), for layers in low precision."""
     bases, pixels, real = _grid(layer, x)
     logits = _logits(_double(query), _double(key))
-    content, positional = torch.softmax(logits, -1), _positional(layer, bases, pixels)
+    content = torch.softmax(logits, -1)
+    positional = _positional(layer, bases, pixels)
     gate = torch.sigmoid(_double(layer.gating))[:, None, None]
     # Eq. (7) over the extended grid: content attention has nothing on the padding.
     attention = (gate * positional).expand(len(x), *positional.shape).clone()
@@ -81,23 +82,18 @@ def gpsa_statistics_of_qk(
 
 
 def _entropy(attention: Tensor) -> Tensor:
-    return (
-        # 0 log 0 = 0: the logarithm is kept finite where it does not count.
-        -torch.where(attention > 0, attention * attention.clamp_min(1e-300).log(), 0.0)
-        .sum(-1)
-        .mean(-1)
-    )
+    # 0 log 0 = 0: the logarithm is kept finite where it does not count.
+    terms = attention * attention.clamp_min(1e-300).log()
+    return -terms.sum(-1).mean(-1)
 
 
 def _grid(layer: GPSA, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Base pixels of the queries (N_query, 2), pixels of the keys (N_key, 2), and which of these are real."""
     height, width = x.shape[-2:]
-    (py, px), (sy, sx), (dy, dx), (ky, kx) = (
-        layer.padding,
-        layer.stride,
-        layer.dilation,
-        layer.kernel_size,
-    )
+    py, px = layer.padding
+    sy, sx = layer.stride
+    dy, dx = layer.dilation
+    ky, kx = layer.kernel_size
     # Where a window of the convolution can begin.
     tops = range(-py, height + py - dy * (ky - 1), sy)
     lefts = range(-px, width + px - dx * (kx - 1), sx)
@@ -116,11 +112,8 @@ def _project(x: Tensor, pixels: Tensor, weight: Tensor, heads: int) -> Tensor:
         x[:, :, j, i] if j < height and i < width else torch.zeros_like(x[:, :, 0, 0])
         for j, i in pixels.tolist()
     ]
-    return (
-        (torch.stack(features, 1) @ _double(weight).T)
-        .unflatten(-1, (heads, -1))
-        .transpose(1, 2)
-    )
+    projected = torch.stack(features, 1) @ _double(weight).T
+    return projected.unflatten(-1, (heads, -1)).transpose(1, 2)
 
 
 def _logits(query: Tensor, key: Tensor) -> Tensor:
@@ -128,14 +121,15 @@ def _logits(query: Tensor, key: Tensor) -> Tensor:
 
 
 def _positional(layer: GPSA, bases: Tensor, pixels: Tensor) -> Tensor:
-    offset = (
-        pixels[None, None] - bases[None, :, None] - _double(layer.center)[:, None, None]
-    )
-    return torch.softmax(-_alpha(layer)[:, None, None] * offset.pow(2).sum(-1), -1)
+    center = _double(layer.center)[:, None, None]
+    offset = pixels[None, None] - bases[None, :, None] - center
+    squared = offset.pow(2).sum(-1)
+    return torch.softmax(-_alpha(layer)[:, None, None] * squared, -1)
 
 
 def _distance(bases: Tensor, pixels: Tensor) -> Tensor:
-    return (pixels[None] - bases[:, None]).double().pow(2).sum(-1).sqrt()
+    offset = (pixels[None] - bases[:, None]).double()
+    return offset.pow(2).sum(-1).sqrt()
 
 
 def _alpha(layer: GPSA) -> Tensor:

@@ -85,6 +85,7 @@ def test_info(
 ) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "13")
     monkeypatch.delenv("MKL_NUM_THREADS", raising=False)
+    # A name and a processor that no machine which runs this has.
     system = platform.uname_result("Linux", "a-host", "6.1-a-host", "#1 a-host", "z80")
     monkeypatch.setattr(platform, "uname", lambda: system)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
@@ -118,9 +119,8 @@ def test_scalars(stores: list[str]) -> None:
     )
     flat = tcnn_probe.scalars(ds)
     assert flat["top1"] == 0.6
-    assert flat[f"entropy/{LAYERS[1]}"] == pytest.approx(
-        ds.entropy.sel(epoch=1, layer=LAYERS[1]).mean().item()
-    )
+    entropies = ds.entropy.sel(epoch=1, layer=LAYERS[1])
+    assert flat[f"entropy/{LAYERS[1]}"] == pytest.approx(entropies.mean().item())
     by_head = tcnn_probe.scalars(ds.sel(epoch=[0]), heads=True)
     assert by_head["top1"] == 0.5
     assert by_head[f"gate/{LAYERS[0]}/8"] == ds.gate.sel(
@@ -142,10 +142,9 @@ def test_show(stores: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert "  top1 0.6" in lines
     row = next(line.split() for line in lines if line.startswith(LAYERS[0]))
     header = next(line.split() for line in lines if "locality_strength" in line)
+    gate = torch.sigmoid(torch.tensor(1.0)).item()
     # The table prints four digits.
-    assert float(row[1 + header.index("gate")]) == pytest.approx(
-        torch.sigmoid(torch.tensor(1.0)).item(), abs=1e-4
-    )
+    assert float(row[1 + header.index("gate")]) == pytest.approx(gate, abs=1e-4)
     assert any(line.startswith("types of heads: ") for line in lines)
 
 
@@ -269,6 +268,7 @@ def test_maps_to_click_around_in(tmp_path: Path) -> None:
     (layer,) = json.loads(about[1])["layers"]
     assert layer["name"] == "blocks.11.attn"
     assert layer["heads"] == [0, 2]
+    # 224 / 16 patches a side.
     assert layer["maps"]["attention"]["queries"] == [14, 14]
 
 

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 import tcnn_probe
 from tcnn_probe.images import as_images
 
+# A photograph that comes with scikit-learn, and is not square.
 ARRAY = load_sample_image("china.jpg")  # (427, 640, 3), uint8
 
 
@@ -61,6 +62,7 @@ def test_pictures_pass_through_the_models_transform(
     for name, image in as_people_have_them(tmp_path).items():
         torch.testing.assert_close(as_images(image, model), expected, msg=name)
     torch.testing.assert_close(as_images(ARRAY, nn.DataParallel(model)), expected)
+    # Grey, and of another size than the first.
     assert as_images([ARRAY, ARRAY[:200, :, 0]], model).shape == (2, 3, 64, 64)
     grey = as_images(Image.fromarray(ARRAY).convert("L"), model)
     assert grey.shape == (1, 3, 64, 64)
@@ -71,6 +73,7 @@ def test_tensors_pass_as_they_are(model: nn.Module) -> None:
     assert as_images(images, model) is images
     torch.testing.assert_close(as_images(images[0], model), images[:1])
     torch.testing.assert_close(as_images(list(images), model), images)
+    # A view with a negative stride, which torch.from_numpy refuses.
     torch.testing.assert_close(
         as_images(images.numpy()[:, ::-1], model), images.flip(1)
     )

@@ -69,8 +69,10 @@ def marks() -> Iterator[tcnn_probe.Recorder]:
         for epoch, factors in {3: (1, 1), 5: (9, 1), 7: (1, 9), 8: (1, 9)}.items():
             for weight, before, factor in zip(blocks, healthy, factors, strict=True):
                 weight.copy_(before)
+                # Of 36 rows the first 24 are queries and keys: logits grow by 81.
                 weight[:24] *= factor
             model(images(3, seed=epoch))
+            # Alarms are warnings too, and these would be errors.
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr("warnings.warn", lambda *_, **__: None)
                 recorder.mark(epoch=epoch, top1=0.5)
@@ -92,6 +94,7 @@ def check_picture(figure: Figure, recorder: tcnn_probe.Recorder, name: str) -> N
     picture = (picture - picture.min()) / (picture.max() - picture.min())
     for panel, expected in zip(panels, maps, strict=True):
         below, above = panel.images
+        # The picture is drawn from float32, and scaled here in float64.
         np.testing.assert_allclose(below.get_array(), picture, atol=1e-6)
         np.testing.assert_array_equal(above.get_array(), expected)
 
@@ -107,6 +110,7 @@ def test_tensorboard() -> None:
         assert writer.logged[f"entropy/{layer}"][0] == entropy
     alarms = tcnn_probe.health(recorder.dataset).alarms
     lasting = [alarm for alarm in alarms if alarm.until is None]
+    # The first block's alarm has ended before the last mark.
     assert 0 < len(lasting) < len(alarms)
     assert writer.logged["health/alarms"][0] == len(lasting)
     assert writer.logged["health/findings"][0] == "\n\n".join(map(str, lasting))
@@ -161,7 +165,8 @@ def test_wandb_before_anybody_imports_pyplot(
 
 
 def test_without_maps_layers_or_images(wandb: Run) -> None:
-    model, writer = vit(), Writer()
+    model = vit()
+    writer = Writer()
     with tcnn_probe.record(model, probes=[]) as recorder:
         recorder.mark(epoch=0, top1=0.5)
     tcnn_probe.log_to_tensorboard(writer, recorder, images(1))

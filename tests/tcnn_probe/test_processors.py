@@ -18,6 +18,7 @@ SIZES = {
     "intermediate_size": 17,
 }
 IMAGE = {"image_size": 24, "patch_size": 8}
+# More texts than images, so that a batch cut by the wrong one of the two has another shape.
 TEXTS, WORDS = 5, 7
 FLOAT32 = 1.2e-7
 """Its eps: transformers computes softmaxes in float32, whatever the model is in."""
@@ -49,8 +50,10 @@ def clip() -> nn.Module:
 @pytest.fixture
 def inputs() -> dict[str, Any]:
     generator = torch.Generator().manual_seed(7)
+    # From 3, to keep clear of eos_token_id=2.
     words = torch.randint(3, 19, (TEXTS, WORDS), generator=generator)
     mask = torch.ones(TEXTS, WORDS, dtype=torch.long)
+    # One text is shorter: a mask that gets lost changes its logits.
     mask[1, 4:] = 0
     images = torch.randn(2, 3, 24, 24, generator=generator, dtype=torch.float64)
     return {"input_ids": words, "attention_mask": mask, "pixel_values": images}
@@ -77,6 +80,7 @@ def test_saliency_for_a_text(
     images = inputs["pixel_values"]
     expected = tcnn_probe.saliency(bound, images, 3, method, **options)
     np.testing.assert_allclose(maps.values, expected.values, rtol=1e-12, atol=0)
+    # Maps of zeros alone would agree too.
     assert maps.values.std() > 0
     assert not clip._forward_pre_hooks
 
@@ -100,6 +104,7 @@ def test_maps_of_an_image_and_texts(
     inputs["input_ids"] = torch.randint(3, 19, (TEXTS, words))
     inputs["attention_mask"] = torch.ones(TEXTS, words, dtype=torch.long)
     maps = tcnn_probe.attention_maps(clip, inputs)
+    # Only the eager implementation returns its attention.
     clip.set_attn_implementation("eager")
     with torch.no_grad():
         attentions = clip.vision_model(
@@ -121,7 +126,10 @@ def test_ids_of_a_prompt_and_its_image() -> None:
         **SIZES, vocab_size=31, max_position_embeddings=41, pad_token_id=0
     )
     config = transformers.LlavaConfig(
-        vision_config=vision, text_config=text, image_token_index=30
+        # In the prompts, each of the 3 x 3 patches is a token of this id.
+        vision_config=vision,
+        text_config=text,
+        image_token_index=30,
     )
     llava = transformers.LlavaForConditionalGeneration(config).eval()
     # Of the two prompts the second has another word: ids have a row for each image.

@@ -48,6 +48,7 @@ class _Maximum(nn.Module):
 
 class _Blur(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
+        # timm's BlurPool2d of size 3: [1, 2, 1] / 4 along each axis, on a reflected border.
         x = F.pad(x, (1, 1, 1, 1), mode="reflect")
         rows = (x[:, :, :-2] + 2 * x[:, :, 1:-1] + x[:, :, 2:]) / 4
         return (rows[..., :-2] + 2 * rows[..., 1:-1] + rows[..., 2:]) / 4
@@ -143,6 +144,7 @@ def _assert_unstrided(cnn: Any, strides: Unstrided, x: Tensor, **layers: str) ->
 @torch.no_grad()
 def test_keep_is_the_cnn_and_unit_the_unstrided_one(name: str) -> None:
     cnn = build(name).double()
+    # 80 x 96 pixels reach the last stage as 5 x 6: an odd and an even side.
     x = random(1, 3, 64 if name in _NO_ODD_STAGES else 80, 96)
     same = reparameterize(cnn, stride="keep", **SHARP)
     assert_same(same(x), cnn(x))
@@ -154,7 +156,8 @@ def test_keep_is_the_cnn_and_unit_the_unstrided_one(name: str) -> None:
 @pytest.mark.parametrize("name", ["resnet18", "convnext_tiny"])
 @torch.no_grad()
 def test_keep_is_the_same_function_in_float32(name: str) -> None:
-    cnn, x = build(name), random(1, 3, 64, 96, dtype=torch.float32)
+    cnn = build(name)
+    x = random(1, 3, 64, 96, dtype=torch.float32)
     assert_same(reparameterize(cnn, stride="keep", **CONVOLUTIONAL)(x), cnn(x))
     # Where fine-tuning starts, the function is another one.
     assert relative_error(reparameterize(cnn, stride="keep")(x), cnn(x)) > 1e-3
@@ -203,10 +206,8 @@ def test_unit_passes_through_the_strided_grid(
     """
     cnn = build(name).double()
     phase = 1 if name.startswith("tf_") else 0
-    strided, unit = (
-        cnn.get_submodule(block),
-        reparameterize(cnn, **SHARP).get_submodule(block),
-    )
+    strided = cnn.get_submodule(block)
+    unit = reparameterize(cnn, **SHARP).get_submodule(block)
     first = next(m for m in strided.modules() if isinstance(m, nn.Conv2d))
     x = random(1, first.in_channels, *grid)
     assert unit(x).shape[-2:] == grid

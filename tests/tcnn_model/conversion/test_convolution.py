@@ -68,11 +68,9 @@ CONVOLUTIONS = {
 def test_layer_is_the_convolution_which_is_only_read(name: str) -> None:
     kind, *arguments = CONVOLUTIONS[name]
     conv = _convolution(kind, *arguments)
-    before, state, generator = (
-        repr(vars(conv)),
-        copy.deepcopy(conv.state_dict()),
-        torch.get_rng_state(),
-    )
+    before = repr(vars(conv))
+    state = copy.deepcopy(conv.state_dict())
+    generator = torch.get_rng_state()
     description = describe(conv)
     assert torch.equal(torch.get_rng_state(), generator)
     assert repr(vars(conv)) == before
@@ -110,12 +108,15 @@ def test_applied_parameters_stay_and_computed_ones_are_new() -> None:
     conv = _convolution(Conv2dSame, 3, 5, 3, 2)
     layer = _in_place(conv)
     assert isinstance(layer, GPSA)
-    assert (layer.weight is conv.weight, layer.bias is conv.bias) == (True, True)
+    assert layer.weight is conv.weight
+    assert layer.bias is conv.bias
     conv = _convolution(ScaledStdConv2d, 3, 5, 3)
     conv.gain.requires_grad_(False)  # type: ignore[union-attr]
     folded = _in_place(conv)
-    assert (folded.weight is conv.weight, folded.bias is conv.bias) == (False, True)
-    assert (folded.weight.requires_grad, folded.weight.is_leaf) == (True, True)
+    assert folded.weight is not conv.weight
+    assert folded.bias is conv.bias
+    assert folded.weight.requires_grad
+    assert folded.weight.is_leaf
     # The layer must hold the standardised weight, not the one it is computed from.
     assert relative_error(folded.weight, conv.weight) > 0.1
     assert not hasattr(folded, "gain")
@@ -125,11 +126,9 @@ def test_trainability_and_mode_carry_over() -> None:
     conv = _convolution(StdConv2d, 3, 5, 3).eval().half()
     conv.weight.requires_grad_(False)
     layer = GPSA.from_conv(conv)
-    assert (layer.training, layer.weight.requires_grad, layer.weight.dtype) == (
-        False,
-        False,
-        torch.float16,
-    )
+    assert not layer.training
+    assert not layer.weight.requires_grad
+    assert layer.weight.dtype == torch.float16
 
 
 # Each runs a convolution, and something that a GPSA layer would lose.
@@ -224,10 +223,8 @@ class _LowRank(nn.Conv2d):
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
         # As LoRA: only these are trained.
-        self.down, self.up = (
-            nn.Parameter(torch.ones(2, 27)),
-            nn.Parameter(torch.ones(5, 2)),
-        )
+        self.down = nn.Parameter(torch.ones(2, 27))
+        self.up = nn.Parameter(torch.ones(5, 2))
 
     def forward(self, x: Tensor) -> Tensor:
         return F.conv2d(
@@ -247,7 +244,8 @@ def test_trainable_update_of_a_frozen_weight_is_refused() -> None:
     conv.weight.requires_grad_(True)
     conv.bias.requires_grad_(False)  # type: ignore[union-attr]
     layer = GPSA.from_conv(conv)
-    assert (layer.weight.requires_grad, layer.bias.requires_grad) == (True, False)
+    assert layer.weight.requires_grad
+    assert not layer.bias.requires_grad
     for parameter in conv.parameters():
         parameter.requires_grad_(False)
     assert not GPSA.from_conv(conv).weight.requires_grad
@@ -263,4 +261,5 @@ def test_computed_bias_trains_if_its_parameter_does() -> None:
     conv = _convolution(_Shifted, 3, 5, 3)
     conv.weight.requires_grad_(False)
     layer = GPSA.from_conv(conv)
-    assert (layer.weight.requires_grad, layer.bias.requires_grad) == (False, True)
+    assert not layer.weight.requires_grad
+    assert layer.bias.requires_grad

@@ -124,9 +124,8 @@ def test_unit_stride_halves_the_reduction(
     features = tcnn.forward_intermediates(
         torch.zeros(1, 3, 64, 96), intermediates_only=True
     )
-    assert [(64 // f.shape[2], 96 // f.shape[3]) for f in features] == [
-        (r, r) for r in expected
-    ]
+    reductions = [(64 // f.shape[2], 96 // f.shape[3]) for f in features]
+    assert reductions == [(r, r) for r in expected]
     assert (
         _reductions(cnn)
         == _reductions(reparameterize(cnn, layers=layers, stride="keep"))

@@ -31,12 +31,14 @@ def test_input_model_is_untouched(cnn: nn.Module) -> None:
     # A mode that differs within the model, and a hook: what a careless copy loses.
     cnn.get_submodule("layer4.1").train()
     cnn.get_submodule("layer2").register_forward_hook(lambda *_: None)
-    before, values = snapshot(cnn), copy.deepcopy(cnn.state_dict())
+    before = snapshot(cnn)
+    values = copy.deepcopy(cnn.state_dict())
     tcnn = reparameterize(cnn)
     assert snapshot(cnn) == before
     assert all(
         torch.equal(value, values[name]) for name, value in cnn.state_dict().items()
     )
+    # Neither memory nor modules in common: training the T-CNN must leave the CNN alone.
     assert not {p.data_ptr() for p in cnn.parameters()} & {
         p.data_ptr() for p in tcnn.parameters()
     }
@@ -92,7 +94,9 @@ def test_arguments_reach_every_layer(cnn: nn.Module) -> None:
     # Drawn at random: of n weights the standard deviation scatters by 1 / sqrt(2 n) of itself.
     assert float(defaults.query.detach().std()) == pytest.approx(0.02, rel=0.1)
     assert torch.equal(defaults.gating, torch.ones(9))
-    assert (defaults.stride, defaults.padding, defaults.bias) == ((1, 1), (1, 1), None)
+    assert defaults.stride == (1, 1)
+    assert defaults.padding == (1, 1)
+    assert defaults.bias is None
 
 
 def test_checkpoint_of_the_cnn_fills_the_tcnn(cnn: nn.Module) -> None:

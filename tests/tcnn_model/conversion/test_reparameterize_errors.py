@@ -20,6 +20,8 @@ _refused = partial(assert_refused, reparameterize)
 @pytest.mark.parametrize(
     ("name", "message"),
     [
+        # A reason each: no convolutions; none in the last stage; layers that need the smaller grid, behind a
+        # convolution or a pool; weights that are computed.
         (
             "vit_tiny_patch16_224",
             "no convolution to reparameterize: the last stage of VisionTransformer",
@@ -43,6 +45,7 @@ _refused = partial(assert_refused, reparameterize)
     ],
 )
 def test_models_that_cannot_be_converted(name: str, message: str) -> None:
+    # On the meta device: a refusal depends on structure alone, and these models are full-size.
     _refused(on_meta(name, num_classes=3), message)
 
 
@@ -112,6 +115,7 @@ def test_layer_of_the_classifier() -> None:
 
 def test_convolution_with_a_hook() -> None:
     cnn = build("resnet18")
+    # torch keeps each kind of hook in another dict of the module.
     for attach in (
         "register_forward_hook",
         "register_forward_pre_hook",

@@ -33,7 +33,8 @@ def _call(module: nn.Module, grid: tuple[int, int], name: str = "operation") -> 
     return Call(name, meta, grid, (outputs.shape[2], outputs.shape[3]))
 
 
-# The operation, its stride, and the first pixel of its output in an even and in an odd image.
+# The operation, its stride s, and the first of the pixels, s apart, that its output has of the output at stride 1: for
+# even and for odd sides.
 OPERATIONS: dict[str, tuple[nn.Module, int, int, int]] = {
     # The first pixel is where the centre of the first window lies, rounded down where it lies between two.
     "1 x 1": (nn.Conv2d(3, 5, 1, 2), 2, 0, 0),
@@ -76,7 +77,8 @@ def test_strided_output_is_part_of_the_other(name: str) -> None:
     for grid, phase in (((12, 18), even), ((15, 9), odd)):
         call = _call(module, grid)
         x = random(1, getattr(module, "in_channels", 1), *grid)
-        strided, unit = module(x), at_unit_stride(call, module)(x)
+        strided = module(x)
+        unit = at_unit_stride(call, module)(x)
         assert unit.shape[-2:] == grid
         # At stride 1 there may be windows behind the last strided one.
         part = unit[:, :, phase::stride, phase::stride][
@@ -267,6 +269,7 @@ class _Nested(nn.Module):
 @torch.no_grad()
 def test_nested_pools_of_a_block() -> None:
     model = _network(_Nested())
+    # Behind the stem 13 x 17 pixels: odd, so that the pools leave a row and a column over.
     x = random(1, 3, 26, 34)
     unit = reparameterize(model, **SHARP)
     assert list(gpsa_layers(unit)) == ["1.conv"]
@@ -297,9 +300,10 @@ def test_parameters_keep_their_names(conv: nn.Conv2d) -> None:
     call = _call(conv, (12, 18))
     # The same parameters, not copies, so that an optimizer that holds them goes on.
     unit = at_unit_stride(call, conv)
-    assert {name: id(p) for name, p in unit.named_parameters()} == {
-        n: id(p) for n, p in conv.named_parameters()
-    }
+    shared = dict(conv.named_parameters())
+    parameters = dict(unit.named_parameters())
+    assert parameters.keys() == shared.keys()
+    assert all(parameters[name] is shared[name] for name in shared)
     assert vars(conv) == before
     check_phases([call])
     x = random(1, 3, 12, 18)

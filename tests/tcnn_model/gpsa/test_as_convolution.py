@@ -26,7 +26,7 @@ def test_limit_is_the_convolution(case: Case) -> None:
     conv = case.conv()
     x = random(2, conv.in_channels, *case.grid)
     assert_same(GPSA.from_conv(conv, qk_dim=case.qk_dim, **SHARP)(x), conv(x))
-    # Where fine-tuning starts, the function is another one.
+    # The default gates and spans, from which fine-tuning starts, let content and neighbouring pixels in.
     assert relative_error(GPSA.from_conv(conv, qk_dim=case.qk_dim)(x), conv(x)) > 0.05
     conv.float()
     assert_same(

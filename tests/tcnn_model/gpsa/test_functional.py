@@ -122,7 +122,8 @@ def _arguments(
 @pytest.mark.parametrize("backend", ["dense", "blocks", "fused"])
 def test_autocast(backend: Backend) -> None:
     """Autocast lowers queries, keys and values, also if part of them is lowered already, and leaves float64 alone."""
-    arguments, double = _arguments("per head", torch.float32), _arguments("per head")
+    arguments = _arguments("per head", torch.float32)
+    double = _arguments("per head")
     # Positions and gates stay in float32, as autocast must leave them.
     narrow = {name: arguments[name].bfloat16() for name in ("query", "key", "values")}
     lowered = arguments | {name: narrow[name] for name in ("query", "key")}

@@ -31,7 +31,8 @@ def test_first_values() -> None:
     assert torch.equal(layer.locality_strength, torch.ones(9))
     # sigmoid(1), the initial gate of the thesis.
     assert torch.allclose(layer.gate, torch.full((9,), 1 / (1 + math.exp(-1))))
-    assert (layer.heads, layer.qk_dim) == (9, 37 // 9)
+    assert layer.heads == 9
+    assert layer.qk_dim == 37 // 9
     for matrix in (layer.query, layer.key):
         assert matrix.shape == (9 * 4, 37)
         # 1,332 random weights: their standard deviation scatters by 2 % of itself.
@@ -51,6 +52,7 @@ def test_scale_of_queries_and_keys() -> None:
 
 
 def test_weight_and_bias_start_as_those_of_a_convolution() -> None:
+    # Groups divide the fan-in, and with it the range from which weight and bias are drawn.
     arguments: dict[str, Any] = {
         "in_channels": 6,
         "out_channels": 4,
@@ -69,12 +71,14 @@ def test_weight_and_bias_start_as_those_of_a_convolution() -> None:
 
 def test_values_per_head() -> None:
     # Another value for each head, so that a permutation would show.
-    alpha, gates = [0.5 + h for h in range(6)], [h - 2.0 for h in range(6)]
+    alpha = [0.5 + h for h in range(6)]
+    gates = [h - 2.0 for h in range(6)]
     layer = GPSA(
         2, 3, (2, 3), locality_strength=alpha, gating=gates, dtype=torch.float64
     )
     # In float16 a gate near 1 would be 1.
     assert GPSA(2, 3, 3, dtype=torch.float16).gate.dtype == torch.float32  # at least
+    # Stored through the inverse of softplus, hence rounded; gating is stored as it is.
     assert layer.locality_strength.tolist() == pytest.approx(alpha, rel=1e-9)
     assert layer.gating.tolist() == gates
     assert layer.gate.tolist() == pytest.approx(
@@ -124,7 +128,7 @@ def test_state_is_parameters_alone() -> None:
 
 @pytest.mark.parametrize("groups", [1, 3])
 @pytest.mark.parametrize(
-    # A hook on a seam must hold in a copy, too.
+    # A copy of a layer must pass its heads through head_outputs too, else hooks on it would do nothing.
     "copied",
     [copy.deepcopy, lambda layer: pickle.loads(pickle.dumps(layer))],
 )
@@ -180,7 +184,8 @@ def test_hooks_can_read_queries_and_keys() -> None:
 
 def test_a_function_mode_sees_the_gates() -> None:
     # A gate of e^-30 adds nothing, unless the mode opens it.
-    layer, x = GPSA(3, 5, 3, gating=-30.0), torch.zeros(1, 3, 5, 7)
+    layer = GPSA(3, 5, 3, gating=-30.0)
+    x = torch.zeros(1, 3, 5, 7)
 
     class OpenGates(TorchFunctionMode):
         calls = 0

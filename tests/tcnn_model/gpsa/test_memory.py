@@ -15,7 +15,8 @@ def test_large_maps_never_hold_n_by_n_weights(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(blocks, "_BLOCK_ELEMENTS_CPU", 2**17)
     # N x N weights of 48 x 48 pixels are 80 times the largest block, so any of them would show.
     side, heads, dim = 48, 2, 3
-    axis, tokens = Axis(side, 1, 1, 3), side * side
+    axis = Axis(side, 1, 1, 3)
+    tokens = side * side
     arguments = {
         "query": random(1, heads, tokens, dim, dtype=torch.float32).requires_grad_(),
         "key": random(

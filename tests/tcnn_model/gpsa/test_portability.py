@@ -25,6 +25,7 @@ def layer() -> GPSA:
 def test_compiles_without_graph_breaks(layer: GPSA) -> None:
     # Graphs of earlier tests would count against the limit of recompilations.
     torch.compiler.reset()
+    # aot_eager traces forward and backward as inductor does, without waiting for a C++ compiler.
     compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
     # Two grids, as the second one compiles for sizes that change.
     for grid in ((5, 7), (11, 3)):
@@ -38,6 +39,7 @@ def test_compiles_without_graph_breaks(layer: GPSA) -> None:
 def test_functions_compile_without_a_break(values_of: int) -> None:
     """These are the backends that the layer does not choose; "fused" needs values for each head."""
     axis = Axis(5, 1, 1, 3)
+    # Queries, keys and values (batch, heads, 25 pixels, channels), positions (heads, 3), gates (heads,).
     shapes = [(2, 2, 25, 3), (2, 2, 25, 3), (2, values_of, 25, 3), (2, 3), (2,)]
     leaves = [
         random(*shape, seed=seed).requires_grad_() for seed, shape in enumerate(shapes)

@@ -19,6 +19,7 @@ pytestmark = pytest.mark.numerical
 
 
 def test_queries_and_keys_are_those_of_the_convolution() -> None:
+    # Even and odd lengths, so that strides leave pixels over at the end, or none.
     for kernel, stride, padding, dilation, length in product(
         (1, 2, 3, 5), (1, 2, 3), (0, 1, 2), (1, 2), (11, 13, 16)
     ):
@@ -29,21 +30,19 @@ def test_queries_and_keys_are_those_of_the_convolution() -> None:
 
 
 def test_positions_are_in_input_pixels() -> None:
-    axis, like = (
-        Axis(length=5, stride=2, padding=1, extent=3),
-        torch.zeros(0, dtype=torch.float64),
-    )
+    axis = Axis(length=5, stride=2, padding=1, extent=3)
+    like = torch.zeros(0, dtype=torch.float64)
     assert axis.query_positions(like).tolist() == [0, 2, 4]
     assert axis.key_positions(like).tolist() == [-1, 0, 1, 2, 3, 4, 5]
     assert axis.key_positions(like).dtype == torch.float64
 
 
 def test_factors_are_the_dense_gaussian() -> None:
-    y, x = (
-        Axis(length=5, stride=2, padding=1, extent=3),
-        Axis(length=11, stride=3, padding=2, extent=5),
-    )
-    alpha, center = random(7, seed=1).abs() + 0.01, random(7, 2, seed=2)
+    y = Axis(length=5, stride=2, padding=1, extent=3)
+    x = Axis(length=11, stride=3, padding=2, extent=5)
+    # Strictly positive, as softplus gives strengths; centres lie between pixels.
+    alpha = random(7, seed=1).abs() + 0.01
+    center = random(7, 2, seed=2)
     rows, cols = positional_factors(gaussian_position(alpha, center), y, x)
 
     keys = [(j, i) for j in range(-1, 5 + 1) for i in range(-2, 11 + 2)]
@@ -64,13 +63,12 @@ def test_factors_are_the_dense_gaussian() -> None:
         assert_same(torch.kron(rows[h], cols[h]), dense)
 
 
+# Values that all heads share, which broadcast, or values of each head.
 @pytest.mark.parametrize("value_heads", [1, 7])
 def test_separable_application_is_the_dense_one(value_heads: int) -> None:
-    rows, cols, values = (
-        random(7, 3, 5, seed=1),
-        random(7, 2, 11, seed=2),
-        random(2, value_heads, 5, 11, 13, seed=3),
-    )
+    rows = random(7, 3, 5, seed=1)
+    cols = random(7, 2, 11, seed=2)
+    values = random(2, value_heads, 5, 11, 13, seed=3)
     # (heads, N_query, H * W).
     dense = torch.stack([torch.kron(rows[h], cols[h]) for h in range(7)])
     head_values = values.flatten(2, 3).expand(2, 7, 55, 13)
@@ -82,6 +80,7 @@ def test_separable_application_is_the_dense_one(value_heads: int) -> None:
 
 def test_far_centres_and_strong_locality_stay_finite() -> None:
     axis = Axis(length=13, stride=2, padding=1, extent=3)
+    # So far outside the map that exp(-alpha d^2) underflows at every key: without the shift of a softmax, 0 / 0.
     center = torch.tensor([[500.0, 0.0], [-500.0, 0.0]], dtype=torch.float64)
     position = gaussian_position(torch.tensor([1e4, 1e-4], dtype=torch.float64), center)
     attention = positional_factors(position, axis, axis)[0]
@@ -96,7 +95,8 @@ def test_same_padding_is_tensorflows() -> None:
     ):
         axis = Axis(length, stride, "same", extent=dilation * (kernel - 1) + 1)
         total = get_same_padding(length, kernel, stride, dilation)
-        assert (axis.before, axis.after) == (total // 2, total - total // 2)
+        assert axis.before == total // 2
+        assert axis.after == total - total // 2
         assert axis.queries == -(-length // stride)
         # queries sit at the centre of the kernel, so they are pixels of the image
         assert axis.first_query == (axis.extent - 1) // 2 - axis.before

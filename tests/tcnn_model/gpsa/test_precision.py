@@ -66,8 +66,10 @@ def _terms(layer: GPSA, x: Tensor) -> Tensor:
 @pytest.mark.parametrize("dtype", [torch.float32, *HALVES], ids=str)
 @pytest.mark.parametrize("seed", range(3))
 def test_output(dtype: torch.dtype, seed: int) -> None:
-    narrow, x = _layer().to(dtype), random(2, 3, 7, 11, seed=seed, dtype=dtype)
-    output, rounded = narrow(x), copy.deepcopy(narrow).double()
+    narrow = _layer().to(dtype)
+    x = random(2, 3, 7, 11, seed=seed, dtype=dtype)
+    output = narrow(x)
+    rounded = copy.deepcopy(narrow).double()
     assert output.dtype == dtype
     assert_rounding(
         output,
@@ -82,7 +84,8 @@ def test_output(dtype: torch.dtype, seed: int) -> None:
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
 def test_gradients_in_half(dtype: torch.dtype) -> None:
     """Gradients of the core are bounded in test_functional.py; here to 32 eps of the largest: a wrong sign gives 2."""
-    narrow, x = _layer().to(dtype), random(2, 3, 7, 11, dtype=dtype)
+    narrow = _layer().to(dtype)
+    x = random(2, 3, 7, 11, dtype=dtype)
     rounded = copy.deepcopy(narrow).double()
     narrow(x).float().square().mean().backward()
     _reference(rounded, x.double()).square().mean().backward()
@@ -99,11 +102,10 @@ def test_half_positions_reach_across_large_maps(dtype: torch.dtype) -> None:
     layer = GPSA(
         1, 1, (1, 3), padding=(0, 1), locality_strength=20.0, gating=20.0, dtype=dtype
     )
-    x, weight, bias = (
-        random(1, 1, 1, 521).to(dtype),
-        layer.weight.double(),
-        layer.bias.double(),
-    )
+    x = random(1, 1, 1, 521).to(dtype)
+    weight = layer.weight.double()
+    bias = layer.bias.double()
+    # Gates and strengths of 20 are a plain convolution, so torch's in float64 is the oracle.
     exact = torch.nn.functional.conv2d(x.double(), weight, bias, padding=(0, 1))
     bound = torch.nn.functional.conv2d(
         x.double().abs(), weight.abs(), bias.abs(), padding=(0, 1)
@@ -112,7 +114,8 @@ def test_half_positions_reach_across_large_maps(dtype: torch.dtype) -> None:
 
 
 def test_autocast_forward_and_backward() -> None:
-    layer, x = _layer().float(), random(2, 3, 7, 11, dtype=torch.float32)
+    layer = _layer().float()
+    x = random(2, 3, 7, 11, dtype=torch.float32)
     with torch.autocast("cpu", torch.bfloat16):
         output = layer(x)
     assert output.dtype == torch.bfloat16

@@ -12,6 +12,7 @@ from tests.tcnn_model.cases import CASES
 from tests.tcnn_model.dense import DEVICE, Case, Tensors, gradients
 from tests.tcnn_model.numerics import assert_same, disturb, random
 
+# Without a GPU these kernels run in Triton's interpreter, in Python: a few pixels have to do.
 CASE = Case(Axis(2, 1, 1, 3), Axis(3, 2, 1, 3), heads=1, dim=3, channels=5)
 
 
@@ -44,6 +45,7 @@ def test_any_strides() -> None:
         **{name: restrided(tensors[name]) for name in ("query", "key", "values")},
     }
     assert not strided["query"].is_contiguous()
+    # The same arithmetic at other addresses: equal to the last bit.
     for name, gradient in gradients(
         run(strided, case), strided, _upstream(output)
     ).items():
@@ -54,6 +56,7 @@ def test_upstream_gradient_with_strides_of_zero() -> None:
     tensors = CASE.inputs()
     upstream = torch.ones_like(run(tensors))
     expected = gradients(run(tensors), tensors, upstream)["query"]
+    # As of sum().backward(): a single number, expanded.
     expanded = upstream[:1, :1, :1, :1].expand_as(upstream)
     assert torch.equal(gradients(run(tensors), tensors, expanded)["query"], expected)
 
@@ -74,6 +77,7 @@ def test_only_the_required_gradients_are_computed(
     tensors = CASE.inputs()
     output = run(tensors)
     expected = gradients(output, tensors, _upstream(output))[name]
+    # None cannot be called: a kernel that runs needlessly raises.
     for kernel in unneeded:
         monkeypatch.setattr(backward, kernel, None)
     inputs = {key: tensor.detach() for key, tensor in tensors.items()}
@@ -144,8 +148,10 @@ def test_layer_on_the_kernels() -> None:
 
 def test_devices_without_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     assert kernels.available(DEVICE)
+    # Under this variable Triton interprets kernels, which is what makes them available on a CPU.
     monkeypatch.setenv("TRITON_INTERPRET", "0")
     assert not kernels.available(torch.device("cpu"))
+    # An import of what is None in sys.modules fails, as where Triton is not installed.
     monkeypatch.setitem(sys.modules, "triton", None)
     assert not kernels.available(torch.device("cuda"))
     layer = GPSA(2, 3, 3, padding=1, backend="triton")

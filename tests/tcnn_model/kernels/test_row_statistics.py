@@ -8,8 +8,10 @@ absolute values.
 import math
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from tcnn_model.kernels import TokenGrid, reference
@@ -80,68 +82,67 @@ def _distance(query: int, key: int) -> float:
     return math.dist(*places)
 
 
-def _softmax(logits: list[float]) -> list[float]:
-    largest = max(logits)
+def _softmax(logits: NDArray[np.float64]) -> NDArray[np.float64]:
+    largest = logits.max()
     if largest == -math.inf:
-        return [0.0] * len(logits)
-    weights = [math.exp(s - largest) for s in logits]
-    return [w / sum(weights) for w in weights]
+        return np.zeros(len(logits))
+    weights = np.exp(logits - largest)
+    return weights / weights.sum()
 
 
 def by_hand(case: Case) -> dict[str, tuple[Tensor, Tensor]]:
     """Return the exact statistics and the sums of the absolute values of their terms, query by query."""
-    logits, size = case.logits()
+    logits, size = (x.cpu() for x in case.logits())
     shape = ROWS, HEADS, N_QUERY
     names = ["largest", "log_sum_exp", "expected_logit", "prefix", "distance"]
-    values = {name: torch.zeros(2, *shape, dtype=torch.float64) for name in names}
-    values["received"] = torch.zeros(2, ROWS, HEADS, N_KEY, dtype=torch.float64)
+    values = {name: np.zeros((2, *shape)) for name in names}
+    values["received"] = np.zeros((2, ROWS, HEADS, N_KEY))
     for row in range(ROWS):
         for head in range(HEADS):
             for query in range(N_QUERY):
                 at = row, head, query
-                s, terms = logits[at].tolist(), size[at].tolist()
-                for name, numbers in _of_query(query, s, terms).items():
+                numbers = _of_query(query, logits[at].numpy(), size[at].numpy())
+                for name, (value, terms) in numbers.items():
                     where = (row, head) if name == "received" else at
-                    values[name][(slice(None), *where)] += torch.tensor(
-                        numbers, dtype=torch.float64
-                    )
-    return {name: (v[0].to(DEVICE), v[1].to(DEVICE)) for name, v in values.items()}
+                    values[name][0][where] += value
+                    values[name][1][where] += terms
+    return {
+        name: torch.from_numpy(array).to(DEVICE).unbind(0)
+        for name, array in values.items()
+    }
 
 
-def _of_query(query: int, s: list[float], size: list[float]) -> dict[str, Any]:
+def _of_query(
+    query: int, s: NDArray[np.float64], size: NDArray[np.float64]
+) -> dict[str, Any]:
     """Return the statistics of one query, each with the sum of the absolute values of its terms."""
-    largest, attention = max(s), _softmax(s)
+    largest = s.max()
+    attention = _softmax(s)
     if largest == -math.inf:
-        nothing = dict.fromkeys(["log_sum_exp", "expected_logit", "prefix"], (0.0, 0.0))
-        received = [[0.0] * N_KEY] * 2
-        return {
-            "largest": (largest, 1.0), **nothing, "distance": (0.0, 0.0), "received": received,
-        }  # fmt: skip
-    largest_size = max(size)
-    below = [max(x - largest, -1e4) for x in s]  # further down nothing counts
+        names = ("log_sum_exp", "expected_logit", "prefix", "distance")
+        nothing = dict.fromkeys(names, (0.0, 0.0))
+        return nothing | {"largest": (largest, 1.0), "received": (attention, attention)}
+    largest_size = size.max()
+    below = np.maximum(s - largest, -1e4)  # further down nothing counts
     # Rounding of a logit that is counted from the largest one, of weights, and of their mean.
-    shift = [t + largest_size + abs(x) for t, x in zip(size, below, strict=True)]
-    mean_shift = sum(a * t for a, t in zip(attention, shift, strict=True))
-    rounded = [a * (1 + t + mean_shift) for a, t in zip(attention, shift, strict=True)]
-    expected = [a * x for a, x in zip(attention, below, strict=True)]
-    terms = [r * abs(x) for r, x in zip(rounded, below, strict=True)]
-    log_sum = math.log(sum(map(math.exp, below)))
+    shift = size + largest_size + abs(below)
+    mean_shift = attention @ shift
+    rounded = attention * (1 + shift + mean_shift)
+    terms = rounded @ abs(below)
+    log_sum = math.log(np.exp(below).sum())
 
     prefix = KEYS.prefix
     on_grid = _softmax(s[prefix:])
-    lengths = [_distance(query, key) for key in range(prefix, N_KEY)]
-    grid_shift = sum(a * t for a, t in zip(on_grid, shift[prefix:], strict=True))
-    far = [a * length for a, length in zip(on_grid, lengths, strict=True)]
-    far_terms = [
-        x * (1 + t + grid_shift) for x, t in zip(far, shift[prefix:], strict=True)
-    ]
+    lengths = np.array([_distance(query, key) for key in range(prefix, N_KEY)])
+    grid_shift = shift[prefix:] + on_grid @ shift[prefix:]
+    far = on_grid * lengths
     return {
         "largest": (largest, largest_size + abs(largest)),
         "log_sum_exp": (log_sum, 1 + mean_shift + abs(log_sum)),
-        "expected_logit": (sum(expected), sum(terms) + mean_shift),
-        "prefix": (sum(attention[:prefix]), sum(rounded[:prefix])),
-        "distance": (sum(far), sum(far_terms)),
-        "received": [attention, rounded],
+        "expected_logit": (attention @ below, terms + mean_shift),
+        "prefix": (attention[:prefix].sum(), rounded[:prefix].sum()),
+        "distance": (far.sum(), far @ (1 + grid_shift)),
+        "received": (attention, rounded),
     }
 
 
@@ -239,7 +240,8 @@ def test_fused_attention(dtype: torch.dtype) -> None:
     key_y, key_x = KEYS.positions(N_KEY, torch.float64, DEVICE)
     dy = (key_y - query_y[:, None])[:, KEYS.prefix :]
     dx = (key_x - query_x[:, None])[:, KEYS.prefix :]
-    squared, manhattan = dy.square() + dx.square(), dy.abs() + dx.abs()
+    squared = dy.square() + dx.square()
+    manhattan = dy.abs() + dx.abs()
     entropy = -(attention * attention.log()).sum(-1)
     log_sum_exp = logits.logsumexp(-1)
     # The larger terms: those of q . (A K), which the keys' mean is part of no more.

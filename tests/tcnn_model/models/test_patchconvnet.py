@@ -49,7 +49,8 @@ def test_names_in_the_registry() -> None:
     with torch.device("meta"):
         for size, width in (("s20", 384), ("b36", 768), ("l60", 1024)):
             model = timm.create_model(f"patchconvnet_{size}")
-            assert (model.embed_dim, len(model.blocks)) == (width, int(size[1:]))
+            assert model.embed_dim == width
+            assert len(model.blocks) == int(size[1:])
 
 
 @pytest.mark.parametrize(
@@ -91,13 +92,16 @@ def test_a_patch_is_centred_at_its_cells_first_pixel() -> None:
         .sum((0, 1))
     )
     rows, columns = (gradient.sum(dim).nonzero()[:, 0].tolist() for dim in (1, 0))
-    assert (rows[0], rows[-1]) == (16 * 2 - 15, 16 * 2 + 15)
-    assert (columns[0], columns[-1]) == (16 * 3 - 15, 16 * 3 + 15)
+    assert rows[0] == 16 * 2 - 15
+    assert rows[-1] == 16 * 2 + 15
+    assert columns[0] == 16 * 3 - 15
+    assert columns[-1] == 16 * 3 + 15
 
 
 @torch.no_grad()
 def test_transposed_image_of_a_transposed_network() -> None:
-    model, x = _small(), torch.randn(2, 3, 48, 80)
+    model = _small()
+    x = torch.randn(2, 3, 48, 80)
     expected = model(x)
     for module in model.modules():
         if isinstance(module, nn.Conv2d):
@@ -123,7 +127,8 @@ def test_norms_of_the_trunk() -> None:
 @torch.no_grad()
 def test_average_pooling() -> None:
     """Table 5: the mean of the patches, normalised, and no attention; the pool stays with the classifier."""
-    model, x = _small(global_pool="avg"), torch.randn(2, 3, 48, 80)
+    model = _small(global_pool="avg")
+    x = torch.randn(2, 3, 48, 80)
     features = model.forward_features(x)
     mean = torch.stack([image.flatten(1).mean(1) for image in features])
     pooled = nn.functional.layer_norm(
@@ -141,7 +146,8 @@ def test_average_pooling() -> None:
 @torch.no_grad()
 def test_linear_stem() -> None:
     """Table 5: a single layer on the pixels of each patch; pixels beyond the last whole patch are left out."""
-    model, x = _small(stem="linear"), torch.randn(2, 3, 50, 71)
+    model = _small(stem="linear")
+    x = torch.randn(2, 3, 50, 71)
     (layer,) = model.stem
     expected = torch.empty(2, D, 3, 4)
     for row in range(3):
@@ -158,10 +164,8 @@ def test_linear_stem() -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_several_heads_have_the_parameters_of_one(kind: str) -> None:
     """Table 5: only how the channels are divided differs."""
-    single, multiple = (
-        _small(kind),
-        timm.create_model(kind, **SMALL, num_heads=4).eval(),
-    )
+    single = _small(kind)
+    multiple = timm.create_model(kind, **SMALL, num_heads=4).eval()
     multiple.load_state_dict(single.state_dict())
     assert (single.pool.num_heads, multiple.pool.num_heads) == (1, 4)
     x = torch.randn(2, 3, 48, 80)
@@ -179,8 +183,10 @@ def test_stochastic_depth_is_uniform() -> None:
 
 @torch.no_grad()
 def test_intermediates_are_those_of_a_loop() -> None:
-    model, x = _small(), torch.randn(2, 3, 48, 80)
-    y, expected = model.stem(x), []
+    model = _small()
+    x = torch.randn(2, 3, 48, 80)
+    y = model.stem(x)
+    expected = []
     for block in model.blocks:
         y = block(y)
         expected.append(y)
@@ -209,10 +215,8 @@ def test_features_only(kind: str) -> None:
     extractor = timm.create_model(
         kind, features_only=True, out_indices=(0, 1), embed_dim=D, depth=DEPTH
     )
-    assert (extractor.feature_info.channels(), extractor.feature_info.reduction()) == (
-        [D, D],
-        [16, 16],
-    )
+    assert extractor.feature_info.channels() == [D, D]
+    assert extractor.feature_info.reduction() == [16, 16]
     assert [tuple(y.shape) for y in extractor(x)] == [(2, D, 3, 5)] * 2
     names = dict(extractor.named_modules())
     assert "model.blocks.1" in names
@@ -225,7 +229,8 @@ def test_features_only(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_checkpointed_gradients_are_the_same(kind: str) -> None:
-    model, x = _small(kind).train(), torch.randn(2, 3, 48, 80)
+    model = _small(kind).train()
+    x = torch.randn(2, 3, 48, 80)
     gradients = []
     for enabled in (False, True):
         model.set_grad_checkpointing(enabled)
@@ -245,17 +250,17 @@ def test_checkpointed_gradients_are_the_same(kind: str) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 @torch.no_grad()
 def test_reset_of_the_classifier(kind: str) -> None:
-    model, x = _small(kind), torch.randn(2, 3, 48, 80)
-    pooled, pool, block = (
-        model.forward_head(model.forward_features(x), pre_logits=True),
-        model.pool,
-        model.pool.block,
-    )
+    model = _small(kind)
+    x = torch.randn(2, 3, 48, 80)
+    pooled = model.forward_head(model.forward_features(x), pre_logits=True)
+    pool = model.pool
+    block = model.pool.block
     model.reset_classifier(0)
     assert torch.equal(model(x), pooled)
     model.reset_classifier(7)
     assert model(x).shape == (2, 7)
-    assert (model.num_classes, model.head.training) == (7, False)
+    assert model.num_classes == 7
+    assert not model.head.training
     assert model.pool is pool
     assert model.pool.block is block
     assert model.pool.cls_token.shape == (1, 7 if model.per_class else 1, D)
@@ -333,7 +338,8 @@ def test_groups_for_training() -> None:
 
 
 def test_exports_with_any_batch() -> None:
-    model, x = _small(KINDS[1]), torch.randn(2, 3, 32, 48)
+    model = _small(KINDS[1])
+    x = torch.randn(2, 3, 32, 48)
     program = torch.export.export(
         model, (x,), dynamic_shapes={"x": {0: torch.export.Dim("batch", min=2, max=64)}}
     )

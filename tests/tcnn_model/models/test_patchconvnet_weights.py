@@ -89,19 +89,18 @@ def _original(w: dict[str, Tensor], x: Tensor) -> Tensor:
         squeezed = linear(f"{p}.4.conv_reduce", y.mean(1)).relu()
         y = y * linear(f"{p}.4.conv_expand", squeezed).sigmoid()[:, None]
         x = x + w[f"blocks.{i}.gamma_1"] * linear(f"{p}.5", y)
-    p, tokens = "blocks_token_only.0", w["cls_token"].expand(len(x), -1, -1)
+    p = "blocks_token_only.0"
+    tokens = w["cls_token"].expand(len(x), -1, -1)
     # A single token is among its keys; tokens of classes are not.
     single = tokens.shape[1] == 1
     query = linear(f"{p}.attn.q", norm(f"{p}.norm1", tokens))
     keys = norm(f"{p}.norm1", torch.cat([tokens, x], 1) if single else x)
-    attention = (query @ linear(f"{p}.attn.k", keys).transpose(1, 2) / D**0.5).softmax(
-        -1
-    )
-    tokens = tokens + w[f"{p}.gamma_1"] * linear(
-        f"{p}.attn.proj", attention @ linear(f"{p}.attn.v", keys)
-    )
+    logits = query @ linear(f"{p}.attn.k", keys).transpose(1, 2) / D**0.5
+    gathered = logits.softmax(-1) @ linear(f"{p}.attn.v", keys)
+    tokens = tokens + w[f"{p}.gamma_1"] * linear(f"{p}.attn.proj", gathered)
     hidden = F.gelu(linear(f"{p}.mlp.fc1", norm(f"{p}.norm2", tokens)))
-    tokens = norm("norm", tokens + w[f"{p}.gamma_2"] * linear(f"{p}.mlp.fc2", hidden))
+    tokens = tokens + w[f"{p}.gamma_2"] * linear(f"{p}.mlp.fc2", hidden)
+    tokens = norm("norm", tokens)
     if single:
         return linear("head", tokens[:, 0])
     return torch.cat(
@@ -122,14 +121,16 @@ def _load(kind: str, weights: dict[str, Tensor], path: Path, **options: Any) -> 
 def test_published_weights_give_the_published_function(
     kind: str, classes: int | None, tmp_path: Path
 ) -> None:
-    weights, x = _published(classes), random(2, 3, 48, 80, dtype=torch.float32)
+    weights = _published(classes)
+    x = random(2, 3, 48, 80, dtype=torch.float32)
     model = _load(kind, weights, tmp_path)
     assert_same(model(x), _original(weights, x))
 
 
 @torch.no_grad()
 def test_a_published_single_token_starts_a_token_a_class(tmp_path: Path) -> None:
-    weights, x = _published(None), torch.randn(2, 3, 48, 80)
+    weights = _published(None)
+    x = torch.randn(2, 3, 48, 80)
     model = _load(KINDS[1], weights, tmp_path)
     assert torch.equal(model(x), specialize(_load(KINDS[0], weights, tmp_path))(x))
 
@@ -152,17 +153,16 @@ def test_published_weights_for_other_classes(
 
 @torch.no_grad()
 def test_published_weights_without_a_classifier(tmp_path: Path) -> None:
-    weights, x = _published(None), torch.randn(2, 3, 48, 80)
+    weights = _published(None)
+    x = torch.randn(2, 3, 48, 80)
     model = _load(KINDS[0], weights, tmp_path)
     features = model.forward_features(x)
     headless = _load(KINDS[0], weights, tmp_path, num_classes=0)
     assert torch.equal(headless(x), model.forward_head(features, pre_logits=True))
-    assert torch.equal(
-        _load(KINDS[0], weights, tmp_path, num_classes=0, global_pool="")(x), features
-    )
-    assert torch.equal(
-        _load(KINDS[0], weights, tmp_path, features_only=True)(x)[0], features
-    )
+    trunk = _load(KINDS[0], weights, tmp_path, num_classes=0, global_pool="")
+    assert torch.equal(trunk(x), features)
+    extractor = _load(KINDS[0], weights, tmp_path, features_only=True)
+    assert torch.equal(extractor(x)[0], features)
 
 
 # Names that are ours must not be taken for the original's.

@@ -36,9 +36,11 @@ def test_model_is_its_cnn_converted(name: str) -> None:
     # Full width, which costs nothing without storage.
     tcnn = on_meta(name, **short)
     expected = reparameterize(on_meta(name.removeprefix("t_"), **short), inplace=True)
-    assert {k: v.shape for k, v in tcnn.state_dict().items()} == {
-        k: v.shape for k, v in expected.state_dict().items()
-    }
+    shapes, expected_shapes = (
+        {name: tensor.shape for name, tensor in model.state_dict().items()}
+        for model in (tcnn, expected)
+    )
+    assert shapes == expected_shapes
     assert all(layer.stride == (1, 1) for layer in gpsa_layers(tcnn).values())
 
 
@@ -102,7 +104,8 @@ def test_tags_point_at_the_weights_of_the_cnn() -> None:
             timm.list_models(f"{name}.*", pretrained=True)
         )
         for tag in tags:
-            config, expected = get_pretrained_cfg(f"t_{tag}"), get_pretrained_cfg(tag)
+            config = get_pretrained_cfg(f"t_{tag}")
+            expected = get_pretrained_cfg(tag)
             # What timm needs to fetch weights and to prepare images for them.
             for key in ("hf_hub_id", "url", "input_size", "mean", "std", "crop_pct"):
                 assert getattr(config, key) == getattr(expected, key), (tag, key)

@@ -43,7 +43,8 @@ def _images(batch: int = 2) -> torch.Tensor:
 
 @torch.no_grad()
 def test_old_weights_and_the_new_function() -> None:
-    cnn, x = tiny_cnn().eval(), _images()
+    cnn = tiny_cnn().eval()
+    x = _images()
     before = snapshot(cnn)
     pooled = pooled_cnn(cnn)
     assert snapshot(cnn) == before
@@ -128,7 +129,8 @@ def test_gflops_of_the_papers_resnet() -> None:
 @pytest.mark.parametrize("per_class", [False, True])
 @torch.no_grad()
 def test_copies_keep_the_interface(per_class: bool) -> None:
-    pooled, x = pooled_cnn(per_class=per_class), _images()
+    pooled = pooled_cnn(per_class=per_class)
+    x = _images()
     for duplicate in (
         copy.deepcopy(pooled),
         pickle.loads(pickle.dumps(pooled)),
@@ -146,7 +148,8 @@ def test_copies_keep_the_interface(per_class: bool) -> None:
 @torch.no_grad()
 def test_whole_graphs() -> None:
     """The model compiles without a graph break, and torch.fx traces it."""
-    pooled, x = pooled_cnn(per_class=True), _images()
+    pooled = pooled_cnn(per_class=True)
+    x = _images()
     compiled = torch.compile(pooled, backend="eager", fullgraph=True)
     assert_same(compiled(x), pooled(x))
     tracer = torch.fx.Tracer()
@@ -159,7 +162,8 @@ def test_whole_graphs() -> None:
 
 @torch.no_grad()
 def test_reset_keeps_the_pool() -> None:
-    pooled, x = pooled_cnn(), _images()
+    pooled = pooled_cnn()
+    x = _images()
     features = pooled.forward_head(pooled.forward_features(x), pre_logits=True)
     attention = pooled.global_pool.attention
     # None keeps the pool of timm's models, and so must its own name.
@@ -176,7 +180,8 @@ def test_reset_keeps_the_pool() -> None:
 
 @torch.no_grad()
 def test_reset_of_a_token_a_class_makes_new_tokens() -> None:
-    pooled, x = pooled_cnn(per_class=True), _images()
+    pooled = pooled_cnn(per_class=True)
+    x = _images()
     block = pooled.global_pool.attention.block
     tokens = pooled.forward_head(pooled.forward_features(x), pre_logits=True)
     pooled.reset_classifier(0)
@@ -191,7 +196,8 @@ def test_reset_of_a_token_a_class_makes_new_tokens() -> None:
 @pytest.mark.parametrize("per_class", [False, True])
 @torch.no_grad()
 def test_reset_to_another_pool_gives_timms_model_back(per_class: bool) -> None:
-    cnn, x = tiny_cnn().eval(), _images()
+    cnn = tiny_cnn().eval()
+    x = _images()
     # Another pool is timm's own again, without anything of ours left on the model.
     for pool in ("avg", "max", ""):
         pooled = pooled_cnn(cnn, per_class=per_class)
@@ -293,7 +299,8 @@ def test_of_a_model_outside_timm() -> None:
 
 @torch.no_grad()
 def test_specialized_as_made_per_class() -> None:
-    pooled, x = pooled_cnn(), _images()
+    pooled = pooled_cnn()
+    x = _images()
     before = snapshot(pooled)
     special: Any = specialize(pooled)
     assert snapshot(pooled) == before

@@ -1,5 +1,6 @@
 """Attention-based aggregation against a slow rewrite from the paper, in float64, and against timm's own block."""
 
+from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
@@ -26,6 +27,7 @@ def disturbed(pool: nn.Module) -> Any:
 def _norm(x: Tensor, norm: nn.LayerNorm) -> Tensor:
     deviation = ((x - x.mean()) ** 2).mean().sqrt()
     assert deviation > 1e-2, "eps would matter"
+    # timm's transformers, and so this block, have an eps of 1e-6; LayerNorm's default is 1e-5.
     return (x - x.mean()) / ((deviation**2 + 1e-6) ** 0.5) * norm.weight + norm.bias
 
 
@@ -52,24 +54,29 @@ def slow(pool: Any, features: Tensor, token: Tensor | None) -> Tensor:
     gathered = torch.empty_like(token)
     for head in range(attention.num_heads):
         part = slice(head * width, (head + 1) * width)
-        scores = [
-            query[part]
-            @ (attention.k.weight @ key + attention.k.bias)[part]
-            / width**0.5
-            for key in normed
-        ]
-        total = sum(score.exp() for score in scores)
-        gathered[part] = sum(
-            s.exp() / total * (attention.v.weight @ k + attention.v.bias)[part]
-            for s, k in zip(scores, normed, strict=True)
-        )
-    token = token + block.gamma_1 * (
-        attention.proj.weight @ gathered + attention.proj.bias
-    )
+        total = torch.zeros(())
+        weighted = torch.zeros_like(token[part])
+        for source in normed:
+            key = attention.k.weight @ source + attention.k.bias
+            value = attention.v.weight @ source + attention.v.bias
+            weight = (query[part] @ key[part] / width**0.5).exp()
+            total = total + weight
+            weighted = weighted + weight * value[part]
+        gathered[part] = weighted / total
+    projected = attention.proj.weight @ gathered + attention.proj.bias
+    token = token + block.gamma_1 * projected
     hidden = block.mlp.fc1.weight @ _norm(token, block.norm2) + block.mlp.fc1.bias
     hidden = hidden * (1 + torch.erf(hidden / 2**0.5)) / 2
     token = token + block.gamma_2 * (block.mlp.fc2.weight @ hidden + block.mlp.fc2.bias)
     return _norm(token, pool.norm)
+
+
+def slow_tokens(
+    pool: AttentionPool2d, x: Tensor, tokens: Iterable[Tensor | None]
+) -> Tensor:
+    """Pool each image (B, C, H, W) for each token by itself: (B, tokens, C)."""
+    rows = [torch.stack([slow(pool, image, token) for image in x]) for token in tokens]
+    return torch.stack(rows, 1)
 
 
 @torch.no_grad()
@@ -78,11 +85,7 @@ def test_pooling_is_the_papers() -> None:
     single = disturbed(AttentionPool2d(D))
     assert_same(single(x), torch.stack([slow(single, image, None) for image in x]))
     per_class = disturbed(AttentionPool2d(D, K))
-    expected = [
-        torch.stack([slow(per_class, image, token) for token in per_class.cls_token[0]])
-        for image in x
-    ]
-    assert_same(per_class(x), torch.stack(expected))
+    assert_same(per_class(x), slow_tokens(per_class, x, per_class.cls_token[0]))
 
 
 @pytest.mark.parametrize("classes", [None, K])
@@ -92,14 +95,12 @@ def test_pooling_with_several_heads(classes: int | None) -> None:
     pool = disturbed(AttentionPool2d(3 * D, classes, num_heads=3))
     assert pool.num_heads == 3
     tokens = [None] if classes is None else list(pool.cls_token[0])
-    expected = [
-        torch.stack([slow(pool, image, token) for token in tokens]) for image in x
-    ]
     result = pool(x).reshape(B, len(tokens), 3 * D)
-    assert_same(result, torch.stack(expected))
+    assert_same(result, slow_tokens(pool, x, tokens))
     if classes is None:
         pool.specialize(K)
-        assert (pool.num_heads, pool(x).shape) == (3, (B, K, 3 * D))
+        assert pool.num_heads == 3
+        assert pool(x).shape == (B, K, 3 * D)
 
 
 def test_heads_that_do_not_divide_the_channels() -> None:
@@ -109,7 +110,8 @@ def test_heads_that_do_not_divide_the_channels() -> None:
 
 @torch.no_grad()
 def test_block_is_that_of_timm() -> None:
-    pool, x = AttentionPool2d(D), random(B, D, H, W, dtype=torch.float32)
+    pool = AttentionPool2d(D)
+    x = random(B, D, H, W, dtype=torch.float32)
     norm = partial(nn.LayerNorm, eps=1e-6)
     block = LayerScaleBlockClassAttn(D, 1, mlp_ratio=3, qkv_bias=True, norm_layer=norm)
     # Fresh LayerScales would hide the block.
@@ -123,7 +125,8 @@ def test_block_is_that_of_timm() -> None:
 
 
 def test_fused_is_unfused() -> None:
-    pool, x = disturbed(AttentionPool2d(D, K)), random(B, D, H, W).requires_grad_()
+    pool = disturbed(AttentionPool2d(D, K))
+    x = random(B, D, H, W).requires_grad_()
     results = []
     for fused in (True, False):
         pool.block.attn.fused_attn = fused
@@ -138,7 +141,8 @@ def test_fused_is_unfused() -> None:
 @pytest.mark.parametrize("fused", [True, False])
 def test_dropout_is_of_training_only(fused: bool) -> None:
     # At a rate of 0.5 two draws of the same weights are as good as impossible.
-    pool, x = disturbed(AttentionPool2d(D, K, attn_drop=0.5)), random(B, D, H, W)
+    pool = disturbed(AttentionPool2d(D, K, attn_drop=0.5))
+    x = random(B, D, H, W)
     pool.block.attn.fused_attn = fused
     assert not torch.equal(pool(x), pool(x))
     pool.eval()
@@ -149,7 +153,8 @@ def test_dropout_is_of_training_only(fused: bool) -> None:
 @torch.no_grad()
 def test_multiple_heads(fused: bool) -> None:
     # Two tokens before five patches; 12 channels are three heads of four.
-    attention, x = PatchAttention(12, 3, tokens=2).double(), random(B, 2 + 5, 12)
+    attention = PatchAttention(12, 3, tokens=2).double()
+    x = random(B, 2 + 5, 12)
     attention.fused_attn = fused
     parts = []
     for head in range(3):
@@ -158,7 +163,9 @@ def test_multiple_heads(fused: bool) -> None:
             x @ m.weight[rows].T + m.bias[rows]
             for m in (attention.q, attention.k, attention.v)
         )
-        parts.append((q[:, :2] @ k[:, 2:].transpose(1, 2) / 2).softmax(-1) @ v[:, 2:])
+        # The tokens ask and the patches answer; 2 is the root of four channels.
+        logits = q[:, :2] @ k[:, 2:].transpose(1, 2) / 2
+        parts.append(logits.softmax(-1) @ v[:, 2:])
     assert_same(attention(x), attention.proj(torch.cat(parts, -1)))
 
 
@@ -179,7 +186,8 @@ def test_initial_values_are_the_papers() -> None:
 
 @torch.no_grad()
 def test_scores_are_of_their_own_tokens() -> None:
-    linear, tokens = nn.Linear(D, K).double(), random(B, K, D)
+    linear = nn.Linear(D, K).double()
+    tokens = random(B, K, D)
     scores = ClassScores.of(linear)
     expected = torch.stack([linear(tokens[:, k])[:, k] for k in range(K)], 1)
     # Heads of timm flatten tokens into the batch, some as 1 x 1 maps.
@@ -190,7 +198,8 @@ def test_scores_are_of_their_own_tokens() -> None:
 
 @torch.no_grad()
 def test_scores_of_other_classifiers() -> None:
-    conv, tokens = nn.Conv2d(D, K, 1).double(), random(B, K, D)
+    conv = nn.Conv2d(D, K, 1).double()
+    tokens = random(B, K, D)
     # Frozen in part, as for fine-tuning: the new form must keep it.
     conv.weight.requires_grad_(False)
     scores = ClassScores.of(conv)
@@ -198,7 +207,8 @@ def test_scores_of_other_classifiers() -> None:
         [conv(tokens[:, k, :, None, None])[:, k, 0, 0] for k in range(K)], 1
     )
     assert_same(scores(tokens), expected)
-    assert (scores.weight.requires_grad, scores.bias.requires_grad) == (False, True)
+    assert not scores.weight.requires_grad
+    assert scores.bias.requires_grad
     unbiased = nn.Linear(D, K, bias=False).double()
     assert_same(ClassScores.of(unbiased)(tokens), (tokens * unbiased.weight).sum(-1))
 
@@ -224,13 +234,13 @@ def test_no_scores_of_other_layers(layer: nn.Module) -> None:
 @torch.no_grad()
 def test_change_of_the_output_when_specialized() -> None:
     """The token is no longer among its keys: the output of attention moves away from its value, by w0 / (1 - w0)."""
-    pool, x = disturbed(AttentionPool2d(D)), random(B, D, H, W)
+    pool = disturbed(AttentionPool2d(D))
+    x = random(B, D, H, W)
     block, attention = pool.block, pool.block.attn
     token = pool.cls_token.expand(B, -1, -1)
     u = block.norm1(torch.cat([token, x.flatten(2).transpose(1, 2)], 1))
-    weights = (attention.q(u[:, :1]) @ attention.k(u).transpose(1, 2) / D**0.5).softmax(
-        -1
-    )
+    logits = attention.q(u[:, :1]) @ attention.k(u).transpose(1, 2) / D**0.5
+    weights = logits.softmax(-1)
     share = weights[..., :1]
     values = attention.v(u)
     assert share.min() > 1e-3, "the token should matter"
@@ -255,11 +265,9 @@ def test_specialized_pool_shares_the_weights() -> None:
     assert all(after[name] is before[name] for name in before if name != "cls_token")
     assert torch.equal(after["cls_token"], before["cls_token"].expand(1, K, D))
     assert not after["cls_token"].requires_grad
-    assert (pool.num_classes, pool.block.attn.tokens, pool.block.attn.fused_attn) == (
-        K,
-        K,
-        False,
-    )
+    assert pool.num_classes == K
+    assert pool.block.attn.tokens == K
+    assert not pool.block.attn.fused_attn
     assert pool.block.attn.attn_drop.p == 0.3
     assert not any(module.training for module in pool.modules())
 

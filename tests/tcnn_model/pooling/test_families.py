@@ -58,10 +58,8 @@ def _trains(model: Any, x: torch.Tensor) -> None:
         for name, gradient in gradients.items()
         if name.endswith("attention.cls_token")
     )
-    first, classifier = (
-        next(iter(gradients.values())),
-        model.get_classifier().weight.grad,
-    )
+    first = next(iter(gradients.values()))
+    classifier = model.get_classifier().weight.grad
     # The first layer, the token and the classifier: what lies between is then reached as well.
     assert token.any()
     assert first.any()
@@ -108,7 +106,8 @@ def test_family(name: str, per_class: bool) -> None:
 
 
 def test_export() -> None:
-    model, x = _pooled("resnet18", per_class=True), _images("resnet18")
+    model = _pooled("resnet18", per_class=True)
+    x = _images("resnet18")
     assert_same(torch.export.export(model, (x,)).module()(x), model(x))
 
 
@@ -118,14 +117,13 @@ def test_any_head_takes_each_token_by_itself(name: str) -> None:
     """Scores of a class are those of the same head with that class's token in place of the pool."""
     # The slow way: the head of the CNN once for each class, with that token as its pool.
     cnn = small(name).double()
-    model, x = _pooled(name, per_class=True).double(), _images(name).double()
+    model = _pooled(name, per_class=True).double()
+    x = _images(name).double()
     pool = next(module for module in model.modules() if hasattr(module, "replaced"))
     tokens = pool.attention(model.forward_features(x))
     assert tokens.shape[:2] == (2, K)
-    features, scores = (
-        model.forward_head(model.forward_features(x), pre_logits=True),
-        model(x),
-    )
+    features = model.forward_head(model.forward_features(x), pre_logits=True)
+    scores = model(x)
     for k in range(K):
         fixed = _Fixed(tokens[:, k], pool.flatten)
         cnn.set_submodule(model._pooled_at, fixed)

@@ -5,6 +5,7 @@ import signal
 import sys
 import traceback
 from collections.abc import Callable
+from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from tcnn_model.training.command import train
 from tcnn_model.training.config import Config
 
 TINY = {"layers": [1, 1, 1, 1], "channels": [8, 8, 16, 16]}
+# Three steps an epoch: a first, a last and one between.
 SMALL: dict[str, Any] = {
     "limit": 24,
     "batch_size": 8,
@@ -54,6 +56,8 @@ def fork(work: Callable[[], None]) -> int:
     """Do it in a process of its own, which has all imports already; its number."""
     if process := os.fork():
         return process
+    # Since Python 3.14 workers that load images come from a server, and only the process that began it can use it.
+    forkserver._forkserver.__init__()  # type: ignore[misc, attr-defined]
     # A rank waits half an hour for one that died.
     signal.alarm(120)
     status = 1

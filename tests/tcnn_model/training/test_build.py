@@ -57,10 +57,12 @@ def test_gates_have_a_schedule_of_their_own() -> None:
         for group in optimizer.param_groups:
             gates = group["name"] == "gates"
             peak, warmup, floor = (0.2, 21, 0.05) if gates else (4e-3, 7, 0.0)
-            cosine = floor + (peak - floor) * (1 + math.cos(math.pi * step / 35)) / 2
-            assert group["lr"] == pytest.approx(
-                peak * step / warmup if step < warmup else cosine
-            )
+            share = (1 + math.cos(math.pi * step / 35)) / 2
+            expected = floor + (peak - floor) * share
+            if step < warmup:
+                expected = peak * step / warmup
+            assert group["lr"] == pytest.approx(expected)
+    # Without a warm-up or floor of its own, the gates' rate keeps its ratio to the others.
     joint_schedules = create_schedules(optimizer, epochs=5, steps=7, warmup_epochs=2)
     for schedule in joint_schedules:
         schedule.step_update(34)
@@ -69,6 +71,7 @@ def test_gates_have_a_schedule_of_their_own() -> None:
 
 
 def test_accumulated_batches_are_one(tmp_path: Path) -> None:
+    # A transformer: batch norms would see parts of a batch, and compute something else.
     settings = config(
         tmp_path,
         "deit_tiny_patch16_224",
@@ -125,7 +128,8 @@ def test_ways_to_compute_the_same_gradient(
         # Never reached, but float16 then has to undo its scaling before the norm is taken.
         "clip_grad": 1e9,
     }
-    batch, gradients = _batch(4), []
+    batch = _batch(4)
+    gradients = []
     for further in ({}, ways):
         training = _training(
             config(tmp_path, "deit_tiny_patch16_224", **tiny, **further)
@@ -192,6 +196,7 @@ def test_moving_average_of_the_weights(tmp_path: Path) -> None:
 def test_conversion_keeps_the_momenta_of_what_survives(
     keep: bool, tmp_path: Path
 ) -> None:
+    # At 32 pixels the last stages of a ResNet are too small to be told apart.
     training = _training(
         settings := config(
             tmp_path, img_size=64, opt="momentum", keep_optimizer=keep, ema=0.5
@@ -234,6 +239,7 @@ def test_rates_scale_with_the_images_of_a_step() -> None:
         batch_size=64,
         accumulate=2,
     )
+    # 64 x 2 x 4 = 512 images a step, half of the paper's.
     scaled = settings.scaled(processes=4)
     assert (scaled.lr, scaled.gating_lr) == pytest.approx((0.5e-4, 0.05))
     assert Config("resnet18", batch_size=64).scaled(4).lr == 1e-4
@@ -258,12 +264,14 @@ def test_simple_random_crop_is_off_by_four_pixels_at_most() -> None:
     train, _ = create_transforms(settings, data)
     torch.manual_seed(0)
     shifts = set()
+    # Sixty draws of nine shifts, with a seed that is known to reach them all.
     for _ in range(30):
         rows, columns = (
             # Row and column of each pixel are its red and green value.
             (train(Image.fromarray(places.astype(np.uint8)))[:2] * 255).round().long()
         )
-        y, x = int(rows[16, 0]) - 16, int(columns[0, 16]) - 16
+        y = int(rows[16, 0]) - 16
+        x = int(columns[0, 16]) - 16
         # The mirror lies on the last pixel, 31, which is not repeated.
         mirrored = torch.as_tensor([min(abs(n), 62 - abs(n)) for n in range(x, x + 32)])
         assert torch.equal(columns[0], mirrored)
@@ -310,16 +318,15 @@ def test_teacher_of_other_classes_is_refused(tmp_path: Path) -> None:
 def test_distillation_by_hand(returns_object: bool, distillation: str) -> None:
     """Shares of the labels' loss and of the teacher's; the teacher sees images normalised as it wants."""
     pytest.importorskip("timm.task")
-    teacher, model = (
-        _Teacher(),
-        timm.create_model(
-            "resnet18", layers=[1, 1, 1, 1], channels=[8] * 4, num_classes=5
-        ),
+    teacher = _Teacher()
+    model = timm.create_model(
+        "resnet18", layers=[1, 1, 1, 1], channels=[8] * 4, num_classes=5
     )
     judge = Logits(teacher) if returns_object else teacher
     # Not the student's normalisation.
     judge.pretrained_cfg = {"mean": (0.5,) * 3, "std": (0.5,) * 3}
-    images, labels = torch.randn(4, 3, 32, 32), torch.tensor([0, 1, 2, 3])
+    images = torch.randn(4, 3, 32, 32)
+    labels = torch.tensor([0, 1, 2, 3])
     criterion = create_criterion("ce", label_smoothing=0.0, mixed=False)
     task = create_task(
         model, model.eval(), criterion, teacher=judge, distillation=distillation
@@ -336,6 +343,7 @@ def test_distillation_by_hand(returns_object: bool, distillation: str) -> None:
         target = torch.from_numpy(powers / powers.sum())
         distances = (target * (target.log() - (scores / 3).log_softmax(1))).sum(1)
         expected = 0.9 * of_labels + 0.1 * 9 * distances.mean()
+    # The loss is computed in float32.
     assert float(result["loss"].detach()) == pytest.approx(float(expected), rel=1e-5)
     mean, std = (
         torch.tensor(model.pretrained_cfg[name]).view(1, 3, 1, 1)
@@ -348,15 +356,14 @@ def test_distillation_by_hand(returns_object: bool, distillation: str) -> None:
 
 @pytest.mark.parametrize("mixed", [True, False])
 def test_losses_by_hand(mixed: bool) -> None:
-    scores, labels = torch.randn(3, 5, dtype=torch.float64), torch.tensor([1, 4, 0])
-    shares = torch.full((3, 5), 0.2 / 5, dtype=torch.float64) + 0.8 * F.one_hot(
-        labels, 5
-    )
+    scores = torch.randn(3, 5, dtype=torch.float64)
+    labels = torch.tensor([1, 4, 0])
+    shares = torch.full((3, 5), 0.2 / 5, dtype=torch.float64)
+    shares += 0.8 * F.one_hot(labels, 5)
     targets: Any = shares if mixed else labels
     cross = create_criterion("ce", label_smoothing=0.2, mixed=mixed)(scores, targets)
-    assert float(cross) == pytest.approx(
-        float(-(shares * scores.log_softmax(1)).sum(1).mean())
-    )
+    terms = shares * scores.log_softmax(1)
+    assert float(cross) == pytest.approx(float(-terms.sum(1).mean()))
     binary = create_criterion("bce", label_smoothing=0.2, mixed=mixed)(scores, targets)
     terms = shares * F.logsigmoid(scores) + (1 - shares) * F.logsigmoid(-scores)
     assert float(binary) == pytest.approx(float(-terms.mean()))

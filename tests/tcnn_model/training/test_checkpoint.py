@@ -67,7 +67,8 @@ def test_resumed_run_is_the_uninterrupted_one(
     tmp_path: Path, stop: int, uninterrupted: tuple[nn.Module, list[EpochResult]]
 ) -> None:
     """Also where nothing but the last validation is left to do."""
-    (expected_model, expected), model = uninterrupted, tiny_tcnn()
+    expected_model, expected = uninterrupted
+    model = tiny_tcnn()
     assert len(_run(tiny_tcnn(), tmp_path / "run.pt", stop=stop)) == stop + 1
     # Whatever the new process drew before must not matter.
     torch.manual_seed(stop)
@@ -80,7 +81,8 @@ def test_resumed_run_is_the_uninterrupted_one(
 def test_weights_at_each_resumed_epoch(tmp_path: Path) -> None:
     """The last epoch of the checkpoint is validated again: a recorder then sees the trained weights, in eval mode."""
     _run(tiny_tcnn(), tmp_path / "run.pt", stop=2)
-    model, modes = tiny_tcnn(), []
+    model = tiny_tcnn()
+    modes = []
     model.register_forward_hook(lambda *_: modes.append(model.training))
     run = finetune(
         model,
@@ -102,7 +104,8 @@ def test_interruption_within_an_epoch_repeats_it(
     class PowerCut(Exception):  # noqa: N818
         pass
 
-    model, calls = tiny_tcnn(), []
+    model = tiny_tcnn()
+    calls = []
 
     def cut(*_: object) -> None:
         calls.append(None)
@@ -113,7 +116,8 @@ def test_interruption_within_an_epoch_repeats_it(
     model.register_forward_hook(cut)
     with pytest.raises(PowerCut):
         _run(model, tmp_path / "run.pt")
-    (expected_model, expected), resumed_model = uninterrupted, tiny_tcnn()
+    expected_model, expected = uninterrupted
+    resumed_model = tiny_tcnn()
     assert repr(_run(resumed_model, tmp_path / "run.pt")) == repr(expected)
     _assert_same(resumed_model, expected_model)
 
@@ -142,8 +146,10 @@ SETTINGS_OF_ANOTHER_RUN: list[tuple[dict[str, Any], str]] = [
 def test_checkpoint_with_other_settings_is_refused(tmp_path: Path) -> None:
     _run(tiny_tcnn(), tmp_path / "run.pt", stop=0)
     # A refused run may change neither its file nor the model, whose stochastic depth it would set.
-    written, model = (tmp_path / "run.pt").read_bytes(), tiny_tcnn()
-    before, shown = copy.deepcopy(model.state_dict()), repr(model)
+    written = (tmp_path / "run.pt").read_bytes()
+    model = tiny_tcnn()
+    before = copy.deepcopy(model.state_dict())
+    shown = repr(model)
     for changed, message in SETTINGS_OF_ANOTHER_RUN:
         with pytest.raises(
             ValueError,
@@ -190,7 +196,8 @@ def test_resumed_run_draws_the_same_random_numbers(tmp_path: Path) -> None:
     def train(path: Path | None, stop: int) -> nn.Module:
         random.seed(stop)
         np.random.seed(stop)  # noqa: NPY002
-        model, loader = tiny_tcnn(), _augmented()
+        model = tiny_tcnn()
+        loader = _augmented()
         loader.generator.manual_seed(stop)  # type: ignore[union-attr]
         for result in finetune(
             model,
@@ -239,7 +246,8 @@ def test_each_flipped_bit_of_a_directory_entry_is_refused_or_harmless(
     tmp_path: Path,
 ) -> None:
     """Torch then takes the tensor for a folder, and gives memory as it is."""
-    path, values = tmp_path / "tensors.pt", torch.arange(7.0)
+    path = tmp_path / "tensors.pt"
+    values = torch.arange(7.0)
     write_checkpoint(path, {"values": values})
     written = path.read_bytes()
     name = b"archive/data/0"

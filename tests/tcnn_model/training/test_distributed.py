@@ -94,7 +94,8 @@ def test_two_processes_are_one(
     if distribute == "fsdp":
         _in_two(settings, stop=4)
     _in_two(settings, resume=distribute == "fsdp")
-    two, (expected, folder) = last_checkpoint(settings), single
+    two = last_checkpoint(settings)
+    expected, folder = single
     for actual, target in zip(two["history"][1:], expected["history"][1:], strict=True):
         # Two ranks add their gradients in another order than one process, and training amplifies the difference.
         assert actual == pytest.approx(target, rel=1e-4)

@@ -72,12 +72,15 @@ def test_training_learns() -> None:
 def test_models_that_return_an_object_with_logits() -> None:
     """Training and evaluation take the scores as they take a plain tensor."""
     # By their texts: from Python 3.13 on, dataclasses that hold the same NaN are not equal.
-    assert repr(_run(Logits(tiny_cnn()))[1:]) == repr(_run(tiny_cnn())[1:])
+    trained = _run(Logits(tiny_cnn()))[1:]
+    expected = _run(tiny_cnn())[1:]
+    assert repr(trained) == repr(expected)
 
 
 def test_training_figures_by_hand() -> None:
     """The first step of a warm-up has rate 0, so the first two batches meet the same weights."""
-    model, loader = tiny_tcnn(), batches(7, 4, shuffle=False)
+    model = tiny_tcnn()
+    loader = batches(7, 4, shuffle=False)
     twin = copy.deepcopy(model).train()
     losses, correct = [], 0
     for images, labels in loader:
@@ -187,7 +190,11 @@ def test_rates_are_warm_up_and_cosine() -> None:
 def test_sums_of_rates_are_recorded_and_printed(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    model, epochs, steps, peak, gating_peak = tiny_tcnn(), 4, 3, 0.004, 0.3
+    model = tiny_tcnn()
+    epochs = 4
+    steps = 3
+    peak = 0.004
+    gating_peak = 0.3
     layers = list(gpsa_layers(model).values())
     attention = {
         id(p) for layer in layers for p in (layer.query, layer.key, layer.gating)
@@ -208,9 +215,9 @@ def test_sums_of_rates_are_recorded_and_printed(
     }
     results = _run(model, progress=True, name="tiny", **options)
     factors = [step / steps for step in range(steps)]  # the warm-up, from 0
-    factors += [
-        0.5 * (1 + math.cos(math.pi * step / (3 * steps))) for step in range(3 * steps)
-    ]
+    for step in range(3 * steps):
+        angle = math.pi * step / (3 * steps)
+        factors.append(0.5 * (1 + math.cos(angle)))
     for result in results:
         total = sum(factors[: result.epoch * steps])
         units = [
@@ -305,10 +312,8 @@ def test_each_epoch_goes_through_each_loader_once() -> None:
             opened.append("train" if self.batch_size == 4 else "validate")
             return super().__iter__()
 
-    train, validate = (
-        Counted(batches().dataset, 4),
-        Counted(validation_batches().dataset, 7),
-    )
+    train = Counted(batches().dataset, 4)
+    validate = Counted(validation_batches().dataset, 7)
     list(
         finetune(tiny_cnn(), train, validate, epochs=2, warmup_epochs=0, progress=False)
     )

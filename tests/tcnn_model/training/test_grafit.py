@@ -65,21 +65,21 @@ def random(*shape: int, seed: int = 0) -> Tensor:
 
 
 def test_instance_loss_by_hand() -> None:
-    predictions, targets = random(5, 3, 7), random(5, 3, 7, seed=1)
+    predictions = random(5, 3, 7)
+    targets = random(5, 3, 7, seed=1)
+    # A mean of thirty cosines, none above 1.
     assert instance_loss(predictions, targets).item() == pytest.approx(
         instance_by_hand(predictions, targets), abs=1e-14
     )
-    assert instance_loss(
-        predictions[:, :1].expand(5, 3, 7), predictions[:, :1].expand(5, 3, 7)
-    ).item() == pytest.approx(-1)
+    # Views that are alike have a cosine of 1.
+    views = predictions[:, :1].expand(5, 3, 7)
+    assert instance_loss(views, views).item() == pytest.approx(-1)
 
 
 def test_neighbour_scores_by_hand() -> None:
-    embeddings, memory, labels = (
-        random(5, 7),
-        random(11, 7, seed=1),
-        torch.arange(11) % 3,
-    )
+    embeddings = random(5, 7)
+    memory = random(11, 7, seed=1)
+    labels = torch.arange(11) % 3
     # An image that is in the memory must not be its own neighbour.
     itself = torch.arange(11) == torch.tensor([4, 0, 10, 7, 1])[:, None]
     for mask in (None, itself):
@@ -116,14 +116,15 @@ def grafit(seed: int) -> Grafit:
 def test_task_is_the_sum_of_both_losses(weight: float) -> None:
     """4 images of 3 views; two images of an earlier batch are in the memory, one of which comes again."""
     # Other weights than the target's, so that the two cannot be exchanged.
-    model, target = grafit(0).float(), grafit(1).float().eval()
-    before, old, images = (
-        random(2, 3).float(),
-        torch.tensor([9, 4]),
-        random(12, 7, seed=2).float(),
-    )
-    model.memory[old], model.labels[old] = before, torch.tensor([1, 0])
-    labels, numbers = torch.tensor([1, 1, 0, 0]), torch.tensor([2, 12, 4, 0])
+    model = grafit(0).float()
+    target = grafit(1).float().eval()
+    before = random(2, 3).float()
+    old = torch.tensor([9, 4])
+    images = random(12, 7, seed=2).float()
+    model.memory[old] = before
+    model.labels[old] = torch.tensor([1, 0])
+    labels = torch.tensor([1, 1, 0, 0])
+    numbers = torch.tensor([2, 12, 4, 0])
     result = GrafitTask(model, target, 3, instance_weight=weight)(
         images, torch.stack([labels, numbers], 1).repeat_interleave(3, 0)
     )
@@ -197,9 +198,12 @@ def test_a_run_interrupted_or_not(tmp_path: Path) -> None:
 @torch.no_grad()
 def test_a_refreshed_memory_is_of_the_final_weights() -> None:
     """Eq. 2.3 of an image against embeddings that are all computed with the same weights."""
-    model, images = grafit(0).float().eval(), random(13, 7).float()
-    numbers, labels = torch.arange(13), torch.arange(13) % 2
+    model = grafit(0).float().eval()
+    images = random(13, 7).float()
+    numbers = torch.arange(13)
+    labels = torch.arange(13) % 2
     model.remember(numbers, labels, random(13, 3, seed=5).float())
+    # Out of order, and in unequal parts: embeddings are stored by number, not by place.
     order = torch.tensor([7, 2, 11, 0, 12, 5, 9, 1, 10, 3, 8, 6, 4])
     for part in (order[:5], order[5:]):
         model.refresh(part, labels[part], images[part])
@@ -227,6 +231,7 @@ def test_coarse_labels_from_a_file(tmp_path: Path) -> None:
     """A file that says which digits are even trains as the labels of even and odd do."""
     names = ("even", "odd")
     lines = [f"{digit}, {names[digit % 2]}" for digit in (7, 2, 9, 0, 1, 3, 8, 5, 4, 6)]
+    # An empty line, and a class that the data does not have, change nothing.
     (tmp_path / "parity.csv").write_text("\n".join([*lines, "", "ten,even"]))
     settings = GRAFIT | {
         "data": "digits",
@@ -263,6 +268,7 @@ def test_files_of_coarse_labels_that_do_not_fit(
 def test_settings_that_do_not_fit(tmp_path: Path, refusal: Callable[..., str]) -> None:
     run = tmp_path / "run"
     arguments = f"resnet18 --recipe grafit --out {run} --warmup-epochs 0".split()
+    # The recipe takes four views of an image: 6 is no multiple, and 4 are a single image without neighbours.
     for wrong in (
         "--ema 0",
         "--batch-size 6",
@@ -289,7 +295,6 @@ def test_an_image_finds_its_class_by_its_neighbours() -> None:
     )
     assert model.scores(centres).argmax(1).tolist() == [0, 1]
     # The memory has seen nothing yet.
-    assert (
-        grafit(0).scores(centres).tolist()
-        == [[math.log(torch.finfo(torch.float64).tiny)] * 2] * 2
-    )
+    scores = grafit(0).scores(centres)
+    lowest = math.log(torch.finfo(torch.float64).tiny)
+    assert scores.tolist() == [[lowest] * 2] * 2

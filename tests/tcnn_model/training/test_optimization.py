@@ -165,6 +165,7 @@ def test_pooled_image_reaches_the_classifier_at_every_drop() -> None:
     for norm in (m for m in model.modules() if isinstance(m, nn.BatchNorm2d)):
         # In training mode a batch norm mixes the images.
         norm.eval()
+    # 1 is refused; this drops as surely.
     assert set_drop_path(model, 1 - 1e-12, uniform=True) == 4
     images = torch.randn(2, 1, 64, 96)
     assert not torch.allclose(*model(images), atol=1e-6)

@@ -493,21 +493,17 @@ def test_options_win_over_a_file_and_that_over_the_recipe(tmp_path: Path) -> Non
     config, resume = parse(
         [*arguments, "--no-channels-last", "--model-options", "layers=[1,1]", "a=b"]
     )
-    assert (config.lr, config.epochs, config.weight_decay, resume) == (
-        3e-4,
-        9,
-        0.05,
-        False,
-    )
+    assert config.lr == 3e-4
+    assert config.epochs == 9
+    assert config.weight_decay == 0.05
+    assert not resume
     # Options of a model are joined by name: one that only the file has stays.
     (tmp_path / "options.toml").write_text("model_options = {layers = [1], b = 1}")
     options = [str(tmp_path / "options.toml"), "--model-options", "layers=[2]"]
     merged, _ = parse([*recipe, *options])
     assert merged.model_options == {"layers": [2], "b": 1}
-    assert (config.freeze, config.model_options) == (
-        ["stem"],
-        {"layers": [1, 1], "a": "b"},
-    )
+    assert config.freeze == ["stem"]
+    assert config.model_options == {"layers": [1, 1], "a": "b"}
     (tmp_path / "kept.toml").write_text(as_toml(config.as_dict()))
     assert Config(**read_toml(tmp_path / "kept.toml")) == config
 
@@ -568,11 +564,9 @@ def test_recipe_whose_bases_are_a_circle(
 
 def test_files_import_no_watcher(tmp_path: Path, refusal: Callable[..., str]) -> None:
     """A recipe, settings or a run of somebody else's; the command line may."""
-    recipe, settings, run = (
-        tmp_path / "recipe.toml",
-        tmp_path / "settings.toml",
-        tmp_path / "run",
-    )
+    recipe = tmp_path / "recipe.toml"
+    settings = tmp_path / "settings.toml"
+    run = tmp_path / "run"
     run.mkdir()
     # A module whose import shows itself.
     recipe.write_text('[settings]\nwatcher = "antigravity:fly"')

@@ -39,6 +39,7 @@ EVERYTHING: dict[str, Any] = {
     "accumulate": 2,
     "batch_size": 4,
     "checkpoint_steps": 1,
+    # Large, so that a step lost or made twice shows in the weights.
     "lr": 1e-2,
 }
 
@@ -49,6 +50,7 @@ def complete(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return finish(config(tmp_path_factory.mktemp("whole"), **EVERYTHING))
 
 
+# Not an Exception: no handler on the way may catch it and tidy up, as none could after a cut.
 class PowerCut(BaseException):
     pass
 
@@ -107,6 +109,7 @@ def test_run_cut_within_an_epoch_repeats_it(
 ) -> None:
     # Without checkpoints within epochs, so that the last one before is of an epoch.
     settings = config(tmp_path / "cut", **{**EVERYTHING, "checkpoint_steps": None})
+    # Of three steps an epoch, the fifth is in the middle of the second.
     _cut(monkeypatch, settings, 5)
     _disturb(1)
     assert_same_weights(finish(settings, resume=True), complete)
@@ -171,6 +174,7 @@ def test_loss_that_is_no_number(
 
     def breaks(scores: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         calls.append(None)
+        # Three steps an epoch: the fifth loss is that of epoch 2, step 2.
         return scores.sum() * (float("nan") if len(calls) == 5 else 1e-3)
 
     monkeypatch.setattr(criterion, lambda *_, **__: breaks)
@@ -180,7 +184,8 @@ def test_loss_that_is_no_number(
     ):
         finish(settings)
     batch = torch.load(tmp_path / "run" / "nonfinite-0.pt", weights_only=True)
-    assert (batch["images"].shape, batch["targets"].shape) == ((8, 3, 32, 32), (8,))
+    assert batch["images"].shape == (8, 3, 32, 32)
+    assert batch["targets"].shape == (8,)
     saved = torch.load(tmp_path / "run/checkpoints/within.pt", weights_only=True)
     # The step before the loss broke, from which the run can go on.
     assert (saved["epoch"], saved["step"]) == (2, 1)
@@ -199,9 +204,8 @@ def test_files_of_a_run(tmp_path: Path) -> None:
         "epochs.csv",
     ]
     # The rate of the last of 12 steps.
-    assert expected["history"][-1]["lr"] == pytest.approx(
-        1e-4 * (1 + math.cos(math.pi * 11 / 12)) / 2
-    )
+    rate = 1e-4 * (1 + math.cos(math.pi * 11 / 12)) / 2
+    assert expected["history"][-1]["lr"] == pytest.approx(rate)
     best = torch.load(tmp_path / "best.pt", weights_only=True)
     assert (
         best["epoch"]
@@ -223,7 +227,8 @@ def test_tensorboard(
 
     class Writer:
         def __init__(self, folder: str, purge_step: int) -> None:
-            assert (folder, purge_step) == (str(tmp_path / "run" / "tensorboard"), 0)
+            assert folder == str(tmp_path / "run" / "tensorboard")
+            assert purge_step == 0
             shown.clear()
 
         def add_scalar(self, name: str, value: float, step: int) -> None:
@@ -234,13 +239,15 @@ def test_tensorboard(
         close = flush
 
     module = "torch.utils.tensorboard"
+    # In place of the package, which is optional, so that it is tested without.
     monkeypatch.setitem(sys.modules, module, SimpleNamespace(SummaryWriter=Writer))
     settings = config(tmp_path / "run", tensorboard=True, epochs=2)
     _cut(monkeypatch, settings, 5)
     history = finish(settings, resume=True)["history"]
-    assert {
+    losses = {
         step: value for (name, step), value in shown.items() if name == "train_loss"
-    } == {step: history[step]["train_loss"] for step in (1, 2)}
+    }
+    assert losses == {step: history[step]["train_loss"] for step in (1, 2)}
     monkeypatch.setitem(sys.modules, module, None)
     out = tmp_path / "other"
     said = refusal("resnet18", "--tensorboard", "--limit", 64, "--out", out)

@@ -108,7 +108,9 @@ def test_folder_and_its_labels(val: str, tmp_path: Path) -> None:
     train, validate = open_sources(
         str(_folder(tmp_path, val=val)), "", ("train", "validation")
     )
-    assert (train.classes, len(train), len(validate)) == (("cat", "dog"), 16, 16)
+    assert train.classes == ("cat", "dog")
+    assert len(train) == 16
+    assert len(validate) == 16
     labels = {
         train.name(index).split("/")[-2]: train.read(index)[1] for index in range(16)
     }
@@ -136,12 +138,10 @@ def test_data_set_of_torchvision(tmp_path: Path) -> None:
     assert train.classes is not None
     assert len(train.classes) == 10
     image, label = train.read(5)
-    assert (image.mode, image.size, label, validate.read(2)[1]) == (
-        "RGB",
-        (28, 28),
-        5,
-        2,
-    )
+    assert image.mode == "RGB"
+    assert image.size == (28, 28)
+    assert label == 5
+    assert validate.read(2)[1] == 2
     assert train.name(5) == "5"
 
 
@@ -252,7 +252,8 @@ def test_processes_stay_in_step_when_a_batch_is_unreadable(tmp_path: Path) -> No
         <= {f"image {number}" for number in broken}
     )
     for name, reason in reasons.items():
-        assert reason == type(_Broken.errors[int(name.split()[1]) % 4]).__name__
+        number = int(name.split()[1])
+        assert reason == type(_Broken.errors[number % 4]).__name__
     validated = [number for part, _ in images.validation() for number in part.tolist()]
     assert validated == [number for number in range(1, 24, 2) if number not in broken]
 
@@ -272,7 +273,10 @@ def test_image_that_cannot_be_transformed_is_skipped(tmp_path: Path) -> None:
     images = Images(*sources, (transform, transform), settings, ranks)  # type: ignore[arg-type]
     images.begin(1)
     trained = [number for batch, _ in images.training(0) for number in batch.tolist()]
-    assert (len(trained), 5 in trained, trained.count(6)) == (24, False, 2)
+    # The next image takes the place of the one that is skipped.
+    assert len(trained) == 24
+    assert 5 not in trained
+    assert trained.count(6) == 2
     validated = [
         number for batch, _ in images.validation() for number in batch.tolist()
     ]

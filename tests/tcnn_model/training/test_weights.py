@@ -80,6 +80,7 @@ def _assert_named(report: str, model: nn.Module, weights: dict[str, Tensor]) -> 
     assert {word for word in re.split(r"[ ,:]+", report) if word in state} == changed
 
 
+# 21 and 10 classes stand for those of ImageNet-21k and ImageNet-1k.
 CHAINS: dict[
     str, tuple[str, dict[str, Any], str, dict[str, Any], tuple[str, ...], str]
 ] = {

@@ -89,6 +89,7 @@ def textbook(on_weights: Callable[[Tensor, Tensor], None]) -> Iterator[None]:
 
     original = torch.softmax
     with ExitStack() as stack:
+        # Models call it by any of these names.
         for owner in (torch, F, Tensor):
             stack.enter_context(mock.patch.object(owner, "softmax", softmax))
         stack.enter_context(
@@ -107,10 +108,13 @@ def attention_of(
     references: list[ReferenceAttention] = []
     modules = dict(twin.named_modules())
     for name, module in modules.items():
+        # A fused kernel has no softmax to replace.
         if hasattr(module, "fused_attn"):
             module.fused_attn = False
+        # An attention has the name of the layer around these.
         if not isinstance(module, (nn.Softmax, nn.Dropout)):
             module.register_forward_pre_hook(lambda *_, name=name: running.append(name))
+            # A hook that returned the name would replace the output by it.
             module.register_forward_hook(lambda *_: running.pop() and None)
 
     def add(weights: Tensor, logits: Tensor) -> None:

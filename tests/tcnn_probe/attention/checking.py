@@ -131,10 +131,8 @@ def expect(
     """Every number of every layer, and none that should not be there."""
     assert set(ds.layer.values) == {reference.layer for reference in references}
     for reference in references:
-        row, expected = (
-            ds.sel(layer=reference.layer),
-            layouts[reference.layer].expected(reference, images),
-        )
+        row = ds.sel(layer=reference.layer)
+        expected = layouts[reference.layer].expected(reference, images)
         got = {
             name: row[name].values[row[name].notnull().values]
             for name in NUMBERS
@@ -163,10 +161,8 @@ def check(
 ) -> None:
     """One batch of a model of one's own against its copy; ``options`` are those of ``record``."""
     batch = inputs if isinstance(inputs, tuple) else (inputs,)
-    model, batch = (
-        model.double(),
-        tuple(x.double() if x.is_floating_point() else x for x in batch),
-    )
+    model = model.double()
+    batch = tuple(x.double() if x.is_floating_point() else x for x in batch)
     references = attention_of(model, *batch)
     ds, layers, unsupported = recorded(model, [batch], **options)
     assert not unsupported
@@ -176,7 +172,8 @@ def check(
 
 def check_family(family: Family) -> None:
     """Fused attention, in two batches, against the copy without; in float32 that the output stays what it was."""
-    model, images = sharpen(family.make(), family.gain), family.images()
+    model = sharpen(family.make(), family.gain)
+    images = family.images()
     references = attention_of(model, images)
     layouts = {
         reference.layer: family.layout(reference.layer) for reference in references

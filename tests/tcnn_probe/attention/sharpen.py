@@ -21,7 +21,7 @@ def sharpen(
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             noise = torch.randn(parameter.shape, generator=generator)
-            # Swin's second version clamps it, and exponentiates what is left: it stays as it was made.
+            # Swin V2 takes the exponential of it, clamped: noise could make attention even or one-hot. So it is kept.
             if "logit_scale" in name or (only and not _QUERIES_AND_KEYS.search(name)):
                 continue
             if parameter.ndim < 2:

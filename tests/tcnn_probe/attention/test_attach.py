@@ -53,6 +53,7 @@ def test_left_as_it_was(name: str) -> None:
                 "global hooks are for the time of a forward"
             )
             assert torch.equal(model(images), expected)
+            # Two channels, which none of these models takes.
             with pytest.raises((RuntimeError, AssertionError)):
                 model(images[:, :2])
             assert global_state() == before.torch

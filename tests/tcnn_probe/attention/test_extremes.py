@@ -67,7 +67,8 @@ HOW = pytest.mark.parametrize("how", ["fused", "softmax"])
 @HOW
 def test_dtypes(dtype: torch.dtype, how: str) -> None:
     """Attention of queries and keys as they are; the softmax of logits in half precision is that of rounded logits."""
-    (q, k), model = tokens(dtype), Attend(how)
+    q, k = tokens(dtype)
+    model = Attend(how)
     logits = attention_of(model, q, k)[0].logits if how == "fused" else q @ k.mT * 0.5
     check(model, q, k, logits, rounding(q, k))
 
@@ -75,7 +76,8 @@ def test_dtypes(dtype: torch.dtype, how: str) -> None:
 @HOW
 def test_autocast(how: str) -> None:
     """Attention is computed of queries and keys rounded to bfloat16, and so it is recorded."""
-    (q, k), model = tokens(torch.float32), Attend(how)
+    q, k = tokens(torch.float32)
+    model = Attend(how)
     with torch.autocast("cpu", torch.bfloat16):
         logits = q @ k.mT * 0.5
     if how == "fused":
@@ -111,7 +113,8 @@ class Hidden(nn.Module):
 
 def test_class_tokens_among_keys_that_are_hidden_or_have_large_logits() -> None:
     """Between the grid and the tokens before it no digit is lost."""
-    model, x = Hidden(), torch.randn(B, HEADS, 17, D)
+    model = Hidden()
+    x = torch.randn(B, HEADS, 17, D)
     ds, _, _ = recorded(model, [(x,)])
     logits = model.mask.double().expand(B, HEADS, 17, 17)
     reference = ReferenceAttention("", model, logits.softmax(-1), logits)
@@ -126,7 +129,8 @@ def test_class_tokens_among_keys_that_are_hidden_or_have_large_logits() -> None:
 
 @HOW
 def test_inference_mode_and_strides(how: str) -> None:
-    (q, k), model = tokens(), Attend(how)
+    q, k = tokens()
+    model = Attend(how)
     (reference,) = attention_of(model, q, k)
     # The same numbers with their axes in another order in memory.
     q = q.permute(3, 2, 0, 1).contiguous().permute(2, 3, 1, 0)

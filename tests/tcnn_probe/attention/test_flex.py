@@ -111,7 +111,8 @@ class Model(nn.Module):
         self.embed = nn.Conv2d(3, 13, 8, 8)
         self.cls_token = nn.Parameter(torch.zeros(1, 1, 13))
         self.register = nn.Parameter(torch.zeros(1, 1, 13))
-        self.attn, self.behind = Flex(*options), behind
+        self.attn = Flex(*options)
+        self.behind = behind
 
     def tokens(self, images: Tensor) -> Tensor:
         patches = self.embed(images).flatten(2).transpose(1, 2)

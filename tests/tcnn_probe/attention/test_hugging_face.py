@@ -112,7 +112,8 @@ def test_equals_brute_force(
 ) -> None:
     torch.manual_seed(0)
     # Twice as sharp: as drawn, attention of models this small is even.
-    model, images = sharpen(make().eval(), 2.0), torch.randn(2, 3, *size)
+    model = sharpen(make().eval(), 2.0)
+    images = torch.randn(2, 3, *size)
     layers = {reference.layer for reference in attention_of(model, images)}
     assert len(layers) == 2
     check(model, images, dict.fromkeys(layers, layout))
@@ -155,10 +156,8 @@ def test_attention_interfaces(implementation: str) -> None:
 
 def test_maps_of_windows_and_of_what_is_behind_the_grid() -> None:
     torch.manual_seed(0)
-    model, images = (
-        CASES["yolos"][0]().double().eval(),
-        torch.randn(2, 3, *FLAT, dtype=torch.float64),
-    )
+    model = CASES["yolos"][0]().double().eval()
+    images = torch.randn(2, 3, *FLAT, dtype=torch.float64)
     weights = attention_of(model, images)[1].weights
     node = tcnn_probe.attention_maps(model, images)["3x4x6"]
     # 24 patches, without the class token before them and the seven tokens behind.
@@ -198,10 +197,8 @@ class Registers(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.patches, self.registers = (
-            nn.Conv2d(3, 12, 8, 8),
-            nn.Parameter(torch.randn(1, 5, 12)),
-        )
+        self.patches = nn.Conv2d(3, 12, 8, 8)
+        self.registers = nn.Parameter(torch.randn(1, 5, 12))
         self.attention = nn.MultiheadAttention(12, 3, batch_first=True)
 
     def forward(self, x: Tensor) -> Tensor:

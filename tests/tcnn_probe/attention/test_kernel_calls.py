@@ -42,6 +42,17 @@ SCHEMAS = {
         f"bool causal, float? scale) -> {FOUR}",
         "rms_norm_forward(Tensor x) -> Tensor",
     ],
+    # As the package kernels names what it loads, here for gpt-oss, whose sinks are an option.
+    "_vllm_flash_attn3_1a2b3c": [
+        f"fwd({_TOKENS}, float? softmax_scale=None, bool is_causal=False, Tensor? s_aux=None) -> (Tensor, Tensor)"
+    ],
+    # Of torch.nn.attention.varlen in torch 2.15, which attends on a GPU alone.
+    "torch_attn": [
+        "_varlen_attn(Tensor query, Tensor key, Tensor value, Tensor cu_seq_q, Tensor? cu_seq_k, SymInt max_q, "
+        "SymInt max_k, bool is_causal=False, float? scale=None, SymInt[]? window_size=None, bool enable_gqa=False, "
+        "Tensor? seqused_k=None, Tensor? block_table=None, SymInt? num_splits=None, SymInt backend=1) -> "
+        "(Tensor, Tensor, Tensor)"
+    ],
 }
 # 16 tokens are a class token and 3 x 5 patches; 5 channels are no multiple of 8, so that flash-attn pads them.
 B, N, HEADS, D = 2, 16, 3, 5
@@ -116,6 +127,18 @@ def xformers_flash(q, k, v, q_ends, k_ends, q_max, k_max, p, scale, causal, soft
     )[:2]
 
 
+def loaded_flash(q, k, v, scale=None, causal=False, sinks=None):  # type: ignore[no-untyped-def]
+    # What sinks do to the output is of no matter here: such a call is not read.
+    return attend(q, k, v, scale, causal=causal), q.new_zeros(1)
+
+
+def torch_varlen(q, k, v, q_ends, k_ends, q_max, k_max, causal, scale, window, *rest):  # type: ignore[no-untyped-def]
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    return flash_varlen(
+        q, k, v, q_ends, k_ends, q_max, k_max, 0.0, scale, causal, *window
+    )[:3]
+
+
 def cutlass(q, k, v, bias, q_ends, k_ends, q_max, p, lse, causal, scale):  # type: ignore[no-untyped-def]
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     return attend(q, k, v, scale, causal=causal, bias=bias), *(
@@ -130,6 +153,8 @@ def operators() -> Iterator[None]:
         "flash_attn": (flash, flash_varlen),
         "xformers_flash": (xformers_flash,),
         "xformers": (cutlass, torch.clone),
+        "_vllm_flash_attn3_1a2b3c": (loaded_flash,),
+        "torch_attn": (torch_varlen,),
     }
     with ExitStack() as stack:
         for package, schemas in SCHEMAS.items():
@@ -141,8 +166,11 @@ def operators() -> Iterator[None]:
             for schema, implementation in zip(
                 schemas, implementations[package], strict=True
             ):
-                library.define(schema)
-                library.impl(schema.split("(")[0], implementation, "CPU")
+                name = schema.split("(")[0]
+                # Torch has its own operator once it has imported what calls it; an older torch has none.
+                if not hasattr(getattr(torch.ops, package), name):
+                    library.define(schema)
+                library.impl(name, implementation, "CPU")
         yield
 
 
@@ -213,6 +241,41 @@ def call_xformers_flash(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tens
         *packed, ends, ends, q.shape[1], q.shape[1], 0.0, scale, False, False
     )
     return output[0].unflatten(0, q.shape[:2])
+
+
+def call_loaded_flash(
+    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None, **options: Any
+) -> Tensor:
+    operator = torch.ops._vllm_flash_attn3_1a2b3c.fwd
+    scale = options.get("scale", q.shape[-1] ** -0.5)
+    return operator(q, k, v, scale, options.get("causal", False), sinks)[0]
+
+
+def call_torch_varlen(
+    q: Tensor, k: Tensor, v: Tensor, window: tuple[int, int] = (-1, -1), **options: Any
+) -> Tensor:
+    ends = ends_of([q.shape[1]] * len(q))
+    packed = (x.flatten(0, 1) for x in (q, k, v))
+    output = torch.ops.torch_attn._varlen_attn(
+        *packed,
+        *(ends, ends, q.shape[1], q.shape[1]),
+        window == (-1, 0),
+        options.get("scale"),
+        list(window),
+        True,  # Grouped queries need no further argument.
+    )
+    return output[0].unflatten(0, q.shape[:2])
+
+
+def call_aten(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, **options: Any
+) -> Tensor:
+    """Torch's own operator behind scaled_dot_product_attention on a CPU, which takes heads before tokens."""
+    by_head = (x.transpose(1, 2) for x in (q, k, v))
+    output = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        *by_head, attn_mask=mask, scale=options.get("scale")
+    )
+    return output[0].transpose(1, 2)
 
 
 def call_cutlass(
@@ -293,6 +356,16 @@ BIAS = torch.randn(B, HEADS, N, N, generator=torch.Generator().manual_seed(1))
         (call_varlen, {}, {}),
         (call_varlen, {"causal": True}, {"causal": True}),
         (call_xformers_flash, {"scale": 0.3}, {}),
+        (call_loaded_flash, {"key_heads": 1}, {}),
+        (call_torch_varlen, {"key_heads": 1, "scale": 0.3}, {}),
+        (call_torch_varlen, {"window": (4, 2)}, {"window": (4, 2)}),
+        (
+            call_torch_varlen,
+            {"window": (-1, 0), "causal": True},
+            {"causal": True},
+        ),
+        (call_aten, {"scale": 0.7}, {}),
+        (call_aten, {"mask": BIAS}, {"bias": BIAS}),
         (call_cutlass, {}, {}),
         (call_cutlass, {"bias": BIAS}, {"bias": BIAS}),
         (call_cutlass, {"causal": True, "bias": BIAS}, {"causal": True, "bias": BIAS}),
@@ -347,7 +420,8 @@ def test_queries_and_keys_of_two_numbers() -> None:
             self.asked = x[:, :7], x
             return self.kernel(x[:, :7], x, x, causal=True)
 
-    x, rebuilt = torch.randn(B, 3, 3, 4), []
+    x = torch.randn(B, 3, 3, 4)
+    rebuilt = []
     model = Cross(call_flash)
     with (
         tcnn_probe.attention_stream(model, lambda a: rebuilt.append(a.weights()[:, 0])),
@@ -371,9 +445,18 @@ def test_queries_and_keys_of_two_numbers() -> None:
 @pytest.mark.parametrize(
     ("kernel", "options", "reason"),
     [
-        (call_flash, {"softcap": 30.0}, "the option softcap"),
+        (call_flash, {"softcap": 30.0}, "flash_attn with the option softcap"),
+        (
+            call_loaded_flash,
+            {"sinks": torch.ones(HEADS)},
+            "_vllm_flash_attn3_1a2b3c with the option s_aux",
+        ),
         # 19 and 13 make the 2 x 16 tokens of the model, so that nothing but the lengths tells.
-        (call_varlen, {"lengths": [19, 13]}, "sequences of several lengths"),
+        (
+            call_varlen,
+            {"lengths": [19, 13]},
+            "flash_attn with sequences of several lengths",
+        ),
     ],
 )
 def test_unknown_options_are_named(
@@ -384,7 +467,7 @@ def test_unknown_options_are_named(
         model(x)
     assert not stream.layers
     assert stream.unsupported["blocks.0"].startswith(
-        f"a kernel of flash_attn with {reason}, which is not read"
+        f"a kernel of {reason}, which is not read"
     )
 
 

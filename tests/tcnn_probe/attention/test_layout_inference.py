@@ -23,7 +23,8 @@ class Attend(nn.Module):
 
     def __init__(self, heads: int = HEADS) -> None:
         super().__init__()
-        self.qkv, self.num_heads = nn.Linear(DIM, 3 * DIM), heads
+        self.qkv = nn.Linear(DIM, 3 * DIM)
+        self.num_heads = heads
 
     def forward(self, x: Tensor, keys: Tensor | None = None) -> Tensor:
         # Queries from the tokens, keys and values from the keys, through one projection.
@@ -47,16 +48,12 @@ class Seeing(nn.Module):
         extra_tokens: int = 1,
     ) -> None:
         super().__init__()
-        self.stem, self.attend, self.among = (
-            nn.Conv2d(3, DIM, 8, 8),
-            Attend(heads),
-            Attend(heads),
-        )
-        self.norm, self.extra_tokens, self.way = (
-            nn.LayerNorm(DIM),
-            nn.Parameter(torch.randn(1, extra_tokens, DIM)),
-            way,
-        )
+        self.stem = nn.Conv2d(3, DIM, 8, 8)
+        self.attend = Attend(heads)
+        self.among = Attend(heads)
+        self.norm = nn.LayerNorm(DIM)
+        self.extra_tokens = nn.Parameter(torch.randn(1, extra_tokens, DIM))
+        self.way = way
         # As drawn, attention is even, and even attention has the right numbers on any grid.
         sharpen(self, 2.2)
 
@@ -111,10 +108,8 @@ def written(model: Seeing, x: Tensor, place: int = -1) -> Tensor:
     tokens = model.tokens(x)
     # Written by index, so that no concatenation shows which token came from where.
     sequence = tokens.new_zeros(len(x), 17, DIM)
-    sequence[:, 1 if place == 0 else 0 :][:, :16], sequence[:, place] = (
-        tokens,
-        model.extra_tokens[0, 0],
-    )
+    sequence[:, 1 if place == 0 else 0 :][:, :16] = tokens
+    sequence[:, place] = model.extra_tokens[0, 0]
     return model.attend(sequence)
 
 
@@ -130,7 +125,8 @@ class Text(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.embed, self.attend = nn.Embedding(50, DIM), Attend()
+        self.embed = nn.Embedding(50, DIM)
+        self.attend = Attend()
 
     def forward(self, words: Tensor) -> Tensor:
         return self.attend(self.embed(words))
@@ -139,7 +135,8 @@ class Text(nn.Module):
 class ImageAndText(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.image, self.text = Seeing(patches), Text()
+        self.image = Seeing(patches)
+        self.text = Text()
 
     def forward(self, x: Tensor, words: Tensor) -> tuple[Tensor, Tensor]:
         return self.image(x), self.text(words)
@@ -152,7 +149,8 @@ def square(images: int = 5) -> Tensor:
 
 # 9 words could be a grid of 3 x 3.
 WORDS = torch.randint(50, (5, 9), generator=torch.Generator().manual_seed(6))
-PATCHES, NOWHERE = same(grid(4, 4)), Layout(None, None)
+PATCHES = same(grid(4, 4))
+NOWHERE = Layout(None, None)
 
 
 def first_last(weights: Tensor, images: int) -> Tensor:
@@ -302,11 +300,9 @@ class Other(nn.Module):
 
     def __init__(self, way: Callable[["Other", Tensor], Tensor]) -> None:
         super().__init__()
-        self.qkv, self.codes, self.way = (
-            nn.Linear(DIM, 3 * DIM),
-            nn.Parameter(torch.randn(3 * DIM, DIM)),
-            way,
-        )
+        self.qkv = nn.Linear(DIM, 3 * DIM)
+        self.codes = nn.Parameter(torch.randn(3 * DIM, DIM))
+        self.way = way
 
     def heads(self, x: Tensor) -> Tensor:
         return self.qkv(x).unflatten(-1, (3, HEADS, -1)).permute(2, 0, 3, 1, 4)
@@ -424,11 +420,10 @@ def test_merged_heads_that_nobody_counts() -> None:
 
 def test_parts_called_one_after_another() -> None:
     """Whoever calls forward_features of a model of his own enters through its children."""
-    model, wide, narrow = (
-        Seeing(patches).double(),
-        square().double(),
-        square()[..., :24].double(),
-    )
+    model = Seeing(patches).double()
+    # The same images with and without their last column of patches.
+    wide = square().double()
+    narrow = square()[..., :24].double()
     with tcnn_probe.record(model) as recorder, torch.no_grad():
         for images in (wide, narrow):
             model.attend(model.stem(images).flatten(2).mT)

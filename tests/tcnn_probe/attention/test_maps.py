@@ -1,5 +1,6 @@
 """attention_maps: what a forward attends to, on the grid of the image, equals brute force in float64."""
 
+import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -61,13 +62,8 @@ def on_grid(
 ) -> np.ndarray:
     """(B, heads, N_query, N_key) without the tokens before the grids."""
     # Tokens without a place come first in all models that use this.
-    rows, columns = (
-        weights.shape[-2] - queries[0] * queries[1],
-        weights.shape[-1] - keys[0] * keys[1],
-    )
-    return (
-        weights[:, :, rows:, columns:].unflatten(-1, keys).unflatten(2, queries).numpy()
-    )
+    on_grids = weights[:, :, -math.prod(queries) :, -math.prod(keys) :]
+    return on_grids.unflatten(-1, keys).unflatten(2, queries).numpy()
 
 
 @pytest.mark.parametrize(
@@ -91,7 +87,8 @@ def test_equals_brute_force(name: str) -> None:
     } == expected.keys()
     for node in tree.children.values():
         for layer in node.layer.values:
-            maps, weights = node.dataset.sel(layer=layer), expected[layer]
+            maps = node.dataset.sel(layer=layer)
+            weights = expected[layer]
             if weights.shape[2] > 1:
                 np.testing.assert_allclose(
                     maps.attention, on_grid(weights, (4, 6), (4, 6)), atol=1e-9
@@ -145,10 +142,8 @@ def test_mixing_is_refused_where_no_heads_are_mixed() -> None:
 
 def test_fused_attention_in_float32() -> None:
     torch.manual_seed(0)
-    model, images = (
-        small("deit_tiny_patch16_224", **VIT)().eval(),
-        torch.randn(2, 3, *SIZE),
-    )
+    model = small("deit_tiny_patch16_224", **VIT)().eval()
+    images = torch.randn(2, 3, *SIZE)
     # Fused attention forms no softmax that could be heard: maps are rebuilt from its arguments.
     assert model.blocks[0].attn.fused_attn
     expected = {
@@ -204,7 +199,8 @@ def padded_then_rolled(grid, window, shift):  # type: ignore[no-untyped-def]  # 
 
 
 def neighbours(grid, window, cell):  # type: ignore[no-untyped-def]
-    tops, lefts = range(0, grid[0], window[0]), range(0, grid[1], window[1])
+    tops = range(0, grid[0], window[0])
+    lefts = range(0, grid[1], window[1])
     return [
         [cell(y + i, x + j) for i in range(window[0]) for j in range(window[1])]
         for y in tops
@@ -427,7 +423,8 @@ def test_windows_of_sam2_in_transformers() -> None:
     qkv = layer.qkv(tokens[0]).flatten(1, 2).unflatten(-1, (3, 2, 4))
     query, key, _ = qkv.permute(2, 0, 3, 1, 4)  # (B * windows, heads, N, 4) each
     # 2 is the square root of the 4 channels of a head.
-    weights = (query @ key.mT / 2).softmax(-1).unflatten(0, (2, -1)).detach().numpy()
+    of_windows = (query @ key.mT / 2).softmax(-1)
+    weights = of_windows.unflatten(0, (2, -1)).detach().numpy()
     expected = np.zeros((2, 2, 8, 10, 8, 10))
     cells = rolled_then_padded((8, 10), (3, 3), NO_SHIFT)
     for w, window in enumerate(cells):
@@ -505,7 +502,8 @@ def influence(
     model: nn.Module, cutter: str, images: Tensor, query: tuple[int, int]
 ) -> np.ndarray:
     """Return the tokens of a module's input that one token of its output depends on."""
-    module, calls = model.get_submodule(cutter), []
+    module = model.get_submodule(cutter)
+    calls = []
     handle = module.register_forward_pre_hook(lambda _, args: calls.append(args))
     model(images)
     handle.remove()

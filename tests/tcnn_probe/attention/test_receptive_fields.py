@@ -17,7 +17,8 @@ class Branches(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.conv, self.pool = nn.Conv2d(1, 1, 3, 2, 1), nn.AvgPool2d(2, ceil_mode=True)
+        self.conv = nn.Conv2d(1, 1, 3, 2, 1)
+        self.pool = nn.AvgPool2d(2, ceil_mode=True)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.conv(x) + self.pool(x)

@@ -43,7 +43,9 @@ class Attend(nn.Module):
 
     def __init__(self, how: str, factor: float) -> None:
         super().__init__()
-        self.how, self.factor, self.stem = how, factor, nn.Conv2d(3, 3 * DIM, 8, 8)
+        self.how = how
+        self.factor = factor
+        self.stem = nn.Conv2d(3, 3 * DIM, 8, 8)
         sharpen(self)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -95,7 +97,8 @@ def check(model: nn.Module, images: Tensor, **options: Any) -> None:
 @pytest.mark.parametrize("factor", [1.5, 1.01, 1.0])
 def test_another_attention_raises(how: str, factor: float) -> None:
     """1 in 100 is enough, where float32 is right to 1 in 10^6; a tensor's class alone is not."""
-    model, images = Attend(how, factor), torch.randn(3, 3, *SIZE)
+    model = Attend(how, factor)
+    images = torch.randn(3, 3, *SIZE)
     if factor == 1:
         check(model, images)
         return
@@ -111,7 +114,9 @@ def test_another_attention_raises(how: str, factor: float) -> None:
 def test_a_gated_layer_with_another_output_raises(kind: str) -> None:
     """These layers are measured from their input, so it is their own forward that has to be the one rebuilt."""
     if kind == "gpsa":
-        model, x, layer = Chain(), torch.randn(2, 2, 7, 11), "near"
+        model = Chain()
+        x = torch.randn(2, 2, 7, 11)
+        layer = "near"
     else:
         model = timm.create_model(
             "convit_tiny",
@@ -121,7 +126,9 @@ def test_a_gated_layer_with_another_output_raises(kind: str) -> None:
             patch_size=8,
             embed_dim=6,
         )
-        model, x, layer = model.eval(), torch.randn(2, 3, 32, 32), "blocks.0.attn"
+        model = model.eval()
+        x = torch.randn(2, 3, 32, 32)
+        layer = "blocks.0.attn"
     module = model.get_submodule(layer)
     # A tenth more than the parameters say.
     module.forward = lambda x: type(module).forward(module, x) * 1.1
@@ -137,7 +144,8 @@ def test_a_gated_layer_with_another_output_raises(kind: str) -> None:
 @EACH_FAMILY
 def test_precisions(family: Family, dtype: torch.dtype) -> None:
     """The layer's own, and that of autocast."""
-    model, images = sharpen(family.make()), family.images()
+    model = sharpen(family.make())
+    images = family.images()
     # Weights stay in float32, products do not.
     with torch.inference_mode(), torch.autocast("cpu", dtype):
         check(model, images)
@@ -148,7 +156,8 @@ def test_precisions(family: Family, dtype: torch.dtype) -> None:
 @EACH_FAMILY
 def test_training_with_dropout(family: Family) -> None:
     """Attention is recorded as it is before dropout, and gradients are what they are without a recorder."""
-    model, images = sharpen(family.make(attn_drop_rate=0.4)).train(), family.images()
+    model = sharpen(family.make(attn_drop_rate=0.4)).train()
+    images = family.images()
     torch.manual_seed(1)
     model(images).square().mean().backward()
     expected = [None if p.grad is None else p.grad.clone() for p in model.parameters()]

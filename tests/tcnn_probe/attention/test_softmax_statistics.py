@@ -5,6 +5,8 @@ sum of |scale q_d k_d| over d; so A_j, relatively, by that and its mean over the
 of absolute values. The factor is 4: dot products of 11 terms, exponentials and sums add up to less.
 """
 
+import math
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -34,14 +36,16 @@ def brute_force(logits: Tensor, size: Tensor, prefix: int) -> Bounded:
     """(B, heads, N, N) logits in float64 -> means over queries, pixel by pixel."""
     places = [(y, x) for y in range(GRID[0]) for x in range(GRID[1])]
     far = torch.tensor(
-        [[((y - b) ** 2 + (x - a) ** 2) ** 0.5 for b, a in places] for y, x in places]
-    ).double()
+        [[math.dist(query, key) for key in places] for query in places],
+        dtype=torch.float64,
+    )
 
     def mean(weights: Tensor, terms: Tensor, size: Tensor) -> tuple[Tensor, Tensor]:
+        # A weight is rounded by its own logit, and by the mean over the row, which normalises it.
         moved = 1 + size + (weights * size).sum(-1, keepdim=True)
-        return (weights * terms).sum(-1).mean(-1), 4 * EPS * (
-            (weights * terms * moved).sum(-1).mean(-1) + 1
-        )
+        products = weights * terms
+        rounding = (products * moved).sum(-1).mean(-1)
+        return products.sum(-1).mean(-1), 4 * EPS * (rounding + 1)
 
     attention = torch.softmax(logits, -1).nan_to_num(0)
     grid = torch.softmax(logits[..., prefix:, prefix:], -1).nan_to_num(0)
@@ -74,24 +78,22 @@ def attention_of(
 def case(form: str, prefix: int, windows: int = 1) -> tuple[SoftmaxAttention, Bounded]:
     torch.manual_seed(prefix)
     tokens = Tokens(prefix, *GRID)
-    count, lowest = tokens.count, torch.finfo(torch.float32).min
+    count = tokens.count
+    lowest = torch.finfo(torch.float32).min
     scale, mask = 2.0, None
     query, key = (torch.randn(2 * windows, HEADS, count, WIDTH) for _ in range(2))
     key[:, :, :prefix] *= 3  # class tokens that draw attention
     # Whole numbers up to +-1000, exact: attention is one key, or shared evenly by a few.
     if form == "huge":
-        query, key, scale = (
-            query[..., :1].round().clamp(-2, 2),
-            key[..., :1].round().clamp(-2, 2),
-            250.0,
-        )
-    logits, size = (
-        scale * query.double() @ key.double().mT,
-        scale * query.double().abs() @ key.double().abs().mT,
-    )
+        query = query[..., :1].round().clamp(-2, 2)
+        key = key[..., :1].round().clamp(-2, 2)
+        scale = 250.0
+    logits = scale * query.double() @ key.double().mT
+    size = scale * query.double().abs() @ key.double().abs().mT
     if form == "added":
         mask = torch.randn(HEADS, count, count)
-        logits, size = logits + mask, size + mask.abs()
+        logits = logits + mask
+        size = size + mask.abs()
     # The patches have exp(-300) of it; where a query looks among them is exact all the same.
     if form == "swallowed":
         mask = torch.zeros(count, count)
@@ -107,11 +109,9 @@ def case(form: str, prefix: int, windows: int = 1) -> tuple[SoftmaxAttention, Bo
         mask = torch.zeros(count, count).masked_fill(
             torch.rand(count, count) > 0.7, lowest
         )
-        mask[4], mask[prefix + 3, prefix:], mask[prefix + 3, :prefix] = (
-            lowest,
-            lowest,
-            0,
-        )
+        mask[4] = lowest
+        mask[prefix + 3, prefix:] = lowest
+        mask[prefix + 3, :prefix] = 0
         logits = logits + mask
     source = (
         ProductLogits(query, key, scale, mask)
@@ -144,6 +144,7 @@ def check(call: SoftmaxAttention, expected: Bounded) -> None:
         )
 
 
+# Blocks of one element, of a prime that cuts rows, and of everything.
 @pytest.mark.parametrize(("block", "table"), [(1, 0), (211, 1 << 20), (1 << 18, 0)])
 @pytest.mark.parametrize("prefix", [0, 5])
 @pytest.mark.parametrize(
@@ -175,7 +176,8 @@ def test_received_attention() -> None:
 
 def test_no_n_by_n_tensor() -> None:
     tokens = Tokens(1, 47, 61)
-    query, key = torch.randn(1, 2, tokens.count, 3), torch.randn(1, 2, tokens.count, 3)
+    query = torch.randn(1, 2, tokens.count, 3)
+    key = torch.randn(1, 2, tokens.count, 3)
     call = attention_of(ProductLogits(query, key, 1.0, None), tokens, images=1)
     with LargestTensor() as largest:
         softmax_statistics.measure_softmax(call)

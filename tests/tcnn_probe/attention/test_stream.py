@@ -29,7 +29,8 @@ class Several(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.stem, self.blocks = nn.Conv2d(2, 12, 4, 4), nn.ModuleList([Twice()])
+        self.stem = nn.Conv2d(2, 12, 4, 4)
+        self.blocks = nn.ModuleList([Twice()])
         self.gate = WeighsNothingAttention()
 
     def forward(self, x: Tensor) -> Tensor:
@@ -57,7 +58,9 @@ class WeighsNothingAttention(nn.Module):
 def test_every_attention_is_shown_as_the_model_has_it() -> None:
     torch.manual_seed(0)
     for model in (vit().double(), Several().eval().double()):
-        x, before, maps = images().double(), Trace(model), dict[str, Tensor]()
+        x = images().double()
+        before = Trace(model)
+        maps = dict[str, Tensor]()
         # The gate's softmax has three axes, and is no attention.
         expected = {
             reference.layer: reference.weights
@@ -101,7 +104,8 @@ def test_listeners_see_what_has_weighed_values_and_choose_layers() -> None:
         def fails(self) -> None:
             self.failed += 1
 
-    model, count = Several().eval(), Count()
+    model = Several().eval()
+    count = Count()
     stream = tcnn_probe.attention.stream.AttentionStream(
         model, count, layers=["blocks.0", "gate"]
     )
@@ -158,7 +162,8 @@ def test_each_layer_is_checked_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def whole_attention(layer: nn.Module, x: Tensor) -> Tensor:
     """A = (1 - g) C + g P by brute force, one query and key at a time along the grid, from the layer's parameters."""
-    layer, x = copy.deepcopy(layer).double(), x.double()
+    layer = copy.deepcopy(layer).double()
+    x = x.double()
     if isinstance(layer, GPSA):
         kernel, stride, padding = layer.kernel_size, layer.stride, layer.padding
         gate = 1 / (1 + torch.exp(-layer.gating))
@@ -186,17 +191,14 @@ def whole_attention(layer: nn.Module, x: Tensor) -> Tensor:
         key = torch.einsum("oc,bcyx->boyx", layer.key, x).flatten(2)
         query, key = (t.unflatten(1, (heads, -1)) for t in (query, key))
     else:
-        gate, heads, side = (
-            1 / (1 + torch.exp(-layer.gating_param)),
-            layer.num_heads,
-            math.isqrt(x.shape[1]),
-        )
+        gate = 1 / (1 + torch.exp(-layer.gating_param))
+        heads = layer.num_heads
+        side = math.isqrt(x.shape[1])
         weight = layer.pos_proj.weight
-        alpha, center = (
-            -weight[:, 2],
-            # ConViT has the centre in the linear weights: -alpha |d - c|^2 = -alpha d^2 + 2 alpha c d + constant.
-            torch.stack([weight[:, 1], weight[:, 0]], 1) / (-2 * weight[:, 2:]),
-        )
+        alpha = -weight[:, 2]
+        # ConViT has the centre in the linear weights: -alpha |d - c|^2 = -alpha d^2 + 2 alpha c d + constant.
+        linear = torch.stack([weight[:, 1], weight[:, 0]], 1)
+        center = linear / (2 * alpha[:, None])
         # Square by construction of timm's layer, which has no height and width.
         sources = keys = [(y, z) for y in range(side) for z in range(side)]
         real = [True] * len(keys)
@@ -253,7 +255,8 @@ def gated_models() -> dict[str, tuple[nn.Module, Tensor]]:
 def test_gated_attention_is_shown_whole_and_once(case: str) -> None:
     model, x = gated_models()[case]
     model, x = model.double(), x.double()
-    expected, handles = dict[str, Tensor](), []
+    expected = dict[str, Tensor]()
+    handles = []
     gated = {
         name: m for name, m in model.named_modules() if isinstance(m, GATED_LAYERS)
     }
@@ -269,7 +272,8 @@ def test_gated_attention_is_shown_whole_and_once(case: str) -> None:
         output = model(x)
         for handle in handles:
             handle.remove()
-        before, calls = Trace(model), list[tuple[str, Tensor]]()
+        before = Trace(model)
+        calls = list[tuple[str, Tensor]]()
         with tcnn_probe.attention_stream(
             model, lambda a: calls.append((a.name, a.weights()))
         ) as stream:

@@ -15,6 +15,7 @@ from tcnn_probe.attention.attention import Attention, WholeLayers
 from tcnn_probe.attention.layout import Layout, Tokens
 from tcnn_probe.attention.reconstruction import relative_difference, tolerance
 
+# All different, so that axes that are swapped have other shapes.
 IMAGES, HEADS, WIDTH, GRID = 2, 3, 5, (5, 7)
 
 
@@ -32,7 +33,8 @@ class KernelMixer(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = self.parts(x)
-        summary, total = k.mT @ v, k.sum(2)[..., None]
+        summary = k.mT @ v
+        total = k.sum(2)[..., None]
         return ((q @ summary) / (q @ total)).transpose(1, 2).flatten(2)
 
 
@@ -85,7 +87,8 @@ def describe(
 class Model(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.stem, self.mixer = nn.Conv2d(2, HEADS * WIDTH, 4, 4), KernelMixer()
+        self.stem = nn.Conv2d(2, HEADS * WIDTH, 4, 4)
+        self.mixer = KernelMixer()
 
     def forward(self, x: Tensor) -> Tensor:
         return self.mixer(self.stem(x).flatten(2).mT)
@@ -121,7 +124,8 @@ def test_it_is_streamed_recorded_and_drawn(monkeypatch: pytest.MonkeyPatch) -> N
         (*stream.WHOLE_LAYERS, WholeLayers((KernelMixer,), describe)),
     )
     torch.manual_seed(0)
-    model, x = Model().double().eval(), torch.randn(IMAGES, 2, 20, 28).double()
+    model = Model().double().eval()
+    x = torch.randn(IMAGES, 2, 20, 28).double()
     expected = brute_force(model, x)
     shown = {}
     with (

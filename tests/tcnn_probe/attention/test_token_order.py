@@ -73,7 +73,8 @@ class Attend(nn.Module):
 
     def __init__(self, attend: Callable[[Tensor, Tensor, Tensor], Tensor]) -> None:
         super().__init__()
-        self.qkv, self.attend = nn.Linear(12, 36), attend
+        self.qkv = nn.Linear(12, 36)
+        self.attend = attend
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = self.qkv(x).unflatten(-1, (3, 3, 4)).permute(2, 0, 3, 1, 4)
@@ -184,7 +185,8 @@ def test_places_are_those_of_the_patches(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_objections() -> None:
-    numbers, tokens = torch.arange(8.0), Tokens(2, 2, 3)
+    numbers = torch.arange(8.0)
+    tokens = Tokens(2, 2, 3)
     assert "beside the grid" in objection_to_order(numbers, tokens, 0)
     places = numbers.masked_fill(numbers < 2, torch.nan)
     assert objection_to_order(places, tokens, 0) == ""
@@ -195,6 +197,17 @@ def test_objections() -> None:
     assert objection_to_order(padded, tokens, 0) == ""
     assert objection_to_order(padded.flip(0), tokens, 0) == NOT_IN_ORDER
     assert objection_to_order(torch.full((8,), torch.nan), tokens, 0) == NO_IMAGE
+    # Where some tokens are unknown, the others are judged: they are in order, or are not, or are no image's.
+    unknown = torch.tensor([torch.nan, torch.nan, 0, torch.inf, 2, 3, torch.inf, 5])
+    assert objection_to_order(unknown, tokens, 0) == ""
+    assert objection_to_order(unknown.flip(0), tokens, 2) == NOT_IN_ORDER
+    prompts = torch.full((8,), torch.nan)
+    prompts[4:] = torch.inf
+    assert "some of the tokens are made of parameters" in objection_to_order(
+        prompts, tokens, 0
+    )
+    beside_unknown = unknown.masked_fill(unknown.isnan(), torch.inf)
+    assert objection_to_order(beside_unknown, tokens, 0) == ""
     # One token of the image, as a class token that is the mean of all patches.
     behind = torch.tensor([torch.nan, 0, 1, 2, 3, 4, 5, 0])
     assert objection_to_order(behind, tokens, 1) == ""
@@ -284,6 +297,37 @@ def test_object_queries_as_many_as_cells(name: str, attention: dict[str, str]) -
         assert layouts_of_layers[f"{layer}.encoder_attn"] == Layout(
             None, grid, NO_IMAGE
         )
+
+
+class Prompted(nn.Module):
+    """Two learned tokens and points of the user's, together as many as the cells of a window, as SAM's can be."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.patches = nn.Conv2d(3, 12, PATCH, PATCH)
+        self.window = nn.Identity()
+        self.learned = nn.Parameter(torch.randn(1, 2, 12))
+        self.points = nn.Linear(2, 12)
+        self.attend = Attend(fused)
+
+    def forward(self, image: Tensor, points: Tensor) -> Tensor:
+        self.window(self.patches(image)[:, :, :2, :3].repeat(2, 1, 1, 1))
+        # Where places of what is written here would come from is unknown.
+        points = torch.from_numpy(points.numpy())
+        tokens = [self.learned.expand(len(image), -1, -1), self.points(points)]
+        return self.attend(torch.cat(tokens, 1))
+
+
+def test_prompts_as_many_as_cells() -> None:
+    layouts_of_layers = []
+    model = Prompted()
+    with tcnn_probe.attention_stream(
+        model, lambda attention: layouts_of_layers.append(attention.layout)
+    ):
+        model(torch.randn(IMAGES), torch.rand(IMAGES[0], 4, 2))
+    (layout,) = layouts_of_layers
+    assert (layout.queries, layout.keys) == (None, None)
+    assert "some of the tokens are made of parameters" in layout.reason
 
 
 class Queries(nn.Module):
@@ -417,7 +461,8 @@ class Restless(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.norm, self.drop = nn.BatchNorm2d(3), nn.Dropout(0.3)
+        self.norm = nn.BatchNorm2d(3)
+        self.drop = nn.Dropout(0.3)
         self.model = Ordered(ORDERS["shuffled"])
         self.register_buffer("calls", torch.zeros(()))
         self.images: list[Tensor] = []
@@ -432,7 +477,8 @@ class Restless(nn.Module):
 def test_a_forward_leaves_the_traces_that_it_leaves_alone() -> None:
     torch.manual_seed(0)
     # Shuffled tokens, so that the tracker has something to say while it must not touch the forward.
-    alone, images = Restless().train(), torch.randn(IMAGES)
+    alone = Restless().train()
+    images = torch.randn(IMAGES)
     watched = copy.deepcopy(alone)
     heard: list[nn.Module] = []
     results = []

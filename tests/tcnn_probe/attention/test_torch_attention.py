@@ -21,7 +21,9 @@ PICTURES = torch.randn(B, 3, 12, 20, generator=GENERATOR)
 
 
 def of_heads(weights: Tensor, images: int) -> Tensor:
-    """(B * heads, N, N) or (B, heads, N, N) to (B, 1, heads, N, N)."""
+    """(B * heads, N, N), (B, heads, N, N) or (B, groups, heads, N, N) to (B, 1, heads, N, N)."""
+    if weights.ndim == 5:
+        weights = weights.flatten(1, 2)
     return (
         weights.unflatten(0, (images, -1))[:, None]
         if weights.ndim == 3
@@ -29,7 +31,8 @@ def of_heads(weights: Tensor, images: int) -> Tensor:
     )
 
 
-OWN, NOWHERE = same(grid(3, 5), arrange=of_heads), Layout(None, None, arrange=of_heads)
+OWN = same(grid(3, 5), arrange=of_heads)
+NOWHERE = Layout(None, None, arrange=of_heads)
 
 
 class Patches(nn.Module):
@@ -39,7 +42,9 @@ class Patches(nn.Module):
         self, attend: nn.Module, way: Callable[[nn.Module, Tensor], Any]
     ) -> None:
         super().__init__()
-        self.stem, self.attend, self.way = nn.Conv2d(3, DIM, 4, 4), attend, way
+        self.stem = nn.Conv2d(3, DIM, 4, 4)
+        self.attend = attend
+        self.way = way
         sharpen(self, 2.2)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -152,7 +157,8 @@ def test_encoder(norm_first: bool) -> None:
 @pytest.mark.filterwarnings("ignore:.*nothing was marked:RuntimeWarning")
 def test_output_of_an_encoder_is_that_without_the_fast_path(padded: bool) -> None:
     """Torch computes a layer in eval mode in one piece, with 0 at padding; it does not if the layer is recorded."""
-    model, x = encoder(), torch.randn(2, 7, DIM)
+    model = encoder()
+    x = torch.randn(2, 7, DIM)
     mask = torch.arange(7) > torch.tensor([[6], [4]]) if padded else None
     with torch.no_grad():
         fast = model(x, src_key_padding_mask=mask)
@@ -176,7 +182,8 @@ class Own(nn.Module):
     ) -> None:
         super().__init__()
         self.way, self.num_heads, self.kv_heads = way, heads, kv_heads
-        self.q, self.kv = nn.Linear(DIM, heads * 4), nn.Linear(DIM, kv_heads * 4 * 2)
+        self.q = nn.Linear(DIM, heads * 4)
+        self.kv = nn.Linear(DIM, kv_heads * 4 * 2)
 
     def forward(self, x: Tensor) -> Tensor:
         q = self.q(x).unflatten(-1, (self.num_heads, 4)).transpose(1, 2)
@@ -195,6 +202,18 @@ def einsum(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     )
 
 
+def in_groups(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """(B, groups, heads of a group, N, d) and (B, groups, N, d)."""
+    q = q.unflatten(1, (k.shape[1], -1))
+    weights = torch.einsum("bghid,bgjd->bghij", q, k).softmax(-1)
+    return torch.einsum("bghij,bgjd->bghid", weights, v)
+
+
+def in_groups_fused(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    q = q.unflatten(1, (k.shape[1], -1))
+    return F.scaled_dot_product_attention(q, k[:, :, None], v[:, :, None])
+
+
 def fused(**options: Any) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
     return lambda q, k, v: F.scaled_dot_product_attention(q, k, v, **options)
 
@@ -206,6 +225,8 @@ WAYS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
     "scale": fused(scale=0.9),
     "causal": fused(is_causal=True),
     "grouped queries": fused(enable_gqa=True),
+    "grouped queries, on axes of their own": in_groups,
+    "grouped queries, on axes of their own, fused": in_groups_fused,
     "queries of one image": lambda q, k, v: F.scaled_dot_product_attention(q[:1], k, v),
     "keys of one image": lambda q, k, v: F.scaled_dot_product_attention(
         q, k[:1], v[:1]
@@ -221,9 +242,21 @@ WAYS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
 
 @pytest.mark.parametrize("way", WAYS)
 def test_functions(way: str) -> None:
-    heads, kv_heads = (12, 4) if way == "grouped queries" else (HEADS, HEADS)
+    heads, kv_heads = (12, 4) if way.startswith("grouped") else (HEADS, HEADS)
     model = Patches(Own(WAYS[way], heads, kv_heads), nn.Module.__call__)
     check(model, PICTURES, {"attend": NOWHERE if way == "causal" else OWN})
+
+
+@pytest.mark.parametrize("way", [in_groups, in_groups_fused])
+def test_a_head_of_a_group_is_ablated(way: Callable[..., Tensor]) -> None:
+    model = Patches(Own(way, 12, 4), nn.Module.__call__)
+    with torch.no_grad():
+        expected = model(PICTURES)
+        expected[:, 2, 1] = (
+            0  # the eighth of twelve heads, of which each group has three
+        )
+        with tcnn_probe.ablate(model, {"attend": [7]}):
+            assert torch.equal(model(PICTURES), expected)
 
 
 @pytest.mark.parametrize("heads", [None, 3])

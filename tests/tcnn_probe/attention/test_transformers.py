@@ -31,7 +31,7 @@ def vit(
     model: str, prefix: int = 1, *, class_token: bool = True, gain: float = 1.7
 ) -> Family:
     """Patches with class and register tokens before them, or with registers alone."""
-    # The class token asks.
+    # Pools and class attention have a single query, the class token, which lies on no grid.
     layouts = {
         "*pool": Layout(None, grid(3, 5), class_query=True),
         "*token_only*": Layout(None, grid(3, 5, prefix=1), class_query=True),
@@ -49,7 +49,8 @@ def of_units(
 ) -> list[Place]:
     """Places of a unit's tokens, of a grid of ``pooled`` times as many rows, by timm's own change of their order."""
     unroll = Unroll((rows, columns), (1, 1), [(2, 2)] * pools)
-    cells = unroll(torch.arange(rows * columns).view(1, -1, 1)).view(-1, windows)[:, 0]
+    in_order = unroll(torch.arange(rows * columns).view(1, -1, 1))
+    cells = in_order.view(-1, windows)[:, 0]
     middle = (pooled - 1) / 2
     return [
         (pooled * (cell // columns) + middle, pooled * (cell % columns) + middle)
@@ -59,7 +60,8 @@ def of_units(
 
 def hiera(units: tuple[int, int], heads: int) -> Family:
     """Units of 32 x 32 pixels, and global attention in the end; queries are pooled three times."""
-    (high, wide), count = units, units[0] * units[1]
+    high, wide = units
+    count = units[0] * units[1]
     options = {"embed_dim": 24, "num_heads": heads, "stages": (1, 1, 2, 1)}
     size = 32 * high, 32 * wide
     model = partial(timm.create_model, "hiera_tiny_224", img_size=size, **options)
@@ -68,7 +70,8 @@ def hiera(units: tuple[int, int], heads: int) -> Family:
         side = 8 >> stage
         return of_units(side * high, side * wide, 3 - stage, windows, pooled)
 
-    last, first = tokens(2, 1), tokens(0, count)
+    last = tokens(2, 1)
+    first = tokens(0, count)
     layouts = {
         "blocks.0.*": Layout(first, first, arrange=windows_last),
         "blocks.1.*": Layout(tokens(1, count, 2), first, arrange=windows_last),
@@ -115,8 +118,10 @@ def test_equals_brute_force(family: Family) -> None:
 
 def test_what_is_captured_is_what_meets_the_values() -> None:
     """The oracle's attention is what timm gives to the dropout before the values, hooked as anyone would."""
-    model, images = sharpen(FAMILIES[0].make()), FAMILIES[0].images()
-    twin, inputs = copy.deepcopy(model).double(), []
+    model = sharpen(FAMILIES[0].make())
+    images = FAMILIES[0].images()
+    twin = copy.deepcopy(model).double()
+    inputs = []
     for block in twin.blocks:
         block.attn.fused_attn = False
         block.attn.attn_drop.register_forward_pre_hook(

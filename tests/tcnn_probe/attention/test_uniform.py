@@ -20,17 +20,14 @@ pytestmark = pytest.mark.numerical
 @pytest.mark.parametrize("geometry", GEOMETRIES)
 def test_of_a_layer_whose_attention_is_uniform(geometry: str) -> None:
     """Gates at 1 and no locality: the oracle's own distance and entropy are those of uniform attention."""
-    layer, x = (
-        # A gate of 1 - e^-60 leaves position alone, and a locality near zero makes that even.
-        GPSA(5, 3, **GEOMETRIES[geometry], gating=60.0).double(),
-        torch.randn(2, 5, 7, 11).double(),
-    )
+    # A gate of 1 - e^-60 leaves position alone, and a locality near zero makes that even.
+    layer = GPSA(5, 3, **GEOMETRIES[geometry], gating=60.0).double()
+    x = torch.randn(2, 5, 7, 11).double()
     with torch.no_grad():
+        # softplus(-200) is next to nothing, so that attention by position is even.
         layer.raw_locality.fill_(-40.0)
-    uniform, expected = (
-        gated_attention_of(layer, x).uniform_scales(),
-        gpsa_statistics(layer, x),
-    )
+    uniform = gated_attention_of(layer, x).uniform_scales()
+    expected = gpsa_statistics(layer, x)
     for name, of_heads in (
         ("uniform_entropy", "entropy"),
         # Scales are of images; all heads share them.
@@ -63,7 +60,8 @@ def test_of_many_tokens() -> None:
     """66,000 tokens: 4 * 10^9 pairs, which are not made."""
     # Two primes: 65,939 tokens. The sum goes over offsets, each of which occurs so many times.
     rows, columns = 233, 283
-    down, right = np.arange(rows)[:, None], np.arange(columns)
+    down = np.arange(rows)[:, None]
+    right = np.arange(columns)
     pairs = (rows - down) * (1 + (down > 0)) * (columns - right) * (1 + (right > 0))
     expected = (pairs * np.sqrt(down**2 + right**2)).sum() / (rows * columns) ** 2
     tokens = Tokens(0, rows, columns)

@@ -196,11 +196,9 @@ class Switched(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.stem, self.first, self.last = (
-            nn.Conv2d(3, 4, 8, 8),
-            Attention(),
-            Attention(),
-        )
+        self.stem = nn.Conv2d(3, 4, 8, 8)
+        self.first = Attention()
+        self.last = Attention()
         # Not called in every forward, as an expert or an auxiliary head.
         self.last.attends, self.all = False, False
 
@@ -211,7 +209,9 @@ class Switched(nn.Module):
 
 def test_reasons_are_stored_at_every_mark(tmp_path: Path) -> None:
     """Also by a run that goes on, and does not call the layer."""
-    model, x = Switched().eval(), torch.randn(2, 3, 24, 40)
+    model = Switched().eval()
+    x = torch.randn(2, 3, 24, 40)
+    # In the second run the last layer is not called.
     for epoch, model.all in enumerate((True, False)):
         with (
             tcnn_probe.record(model, tmp_path / "run.zarr") as recorder,
@@ -226,7 +226,8 @@ def test_reasons_are_stored_at_every_mark(tmp_path: Path) -> None:
 
 
 def test_a_layer_that_attends_after_all() -> None:
-    model, x = Switched().eval(), torch.randn(2, 3, 24, 40)
+    model = Switched().eval()
+    x = torch.randn(2, 3, 24, 40)
     model.all = True
     with tcnn_probe.record(model) as recorder, torch.no_grad():
         model(x)

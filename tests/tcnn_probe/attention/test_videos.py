@@ -57,7 +57,8 @@ def test_distances_in_space_and_in_time(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["VideoMAE", "Vivit"])
 def test_maps_by_frame(name: str) -> None:
-    model, prefix = video_model(name), int(name == "Vivit")
+    model = video_model(name)
+    prefix = int(name == "Vivit")
     first, *_ = attention_of(model, videos())
     on_grid = first.weights[:, :, prefix:, prefix:]
     expected = on_grid.unflatten(3, CELLS).unflatten(2, CELLS).numpy()
@@ -146,9 +147,8 @@ def test_patterns_shift_in_time_too() -> None:
     expected = [equivariance(head) for head in mean]
     np.testing.assert_allclose(layer.translation_equivariance, expected, atol=1e-9)
     # The middle frame, and in it the second row and column; frames are below each other.
-    row = mean[:, 1 * ROWS * COLUMNS + 1 * COLUMNS + 1].reshape(
-        3, FRAMES * ROWS, COLUMNS
-    )
+    query = 1 * ROWS * COLUMNS + 1 * COLUMNS + 1
+    row = mean[:, query].reshape(3, FRAMES * ROWS, COLUMNS)
     pattern = recorder.tree["mean-attention"].mean_attention.isel(
         epoch=0, layer=0, query=0
     )

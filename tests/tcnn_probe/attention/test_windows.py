@@ -79,11 +79,9 @@ def twins() -> Family:
         "sr_ratios": (7,),
         "wss": (7,),
     }
-    windows, pooled = (
-        # The middle of 7 x 7 tokens is the one at 3.
-        same(grid(7, 7), arrange=as_it_is),
-        grid(1, 2, spacing=(7, 7), origin=(3, 3)),
-    )
+    windows = same(grid(7, 7), arrange=as_it_is)
+    # The middle of 7 x 7 tokens is the one at 3.
+    pooled = grid(1, 2, spacing=(7, 7), origin=(3, 3))
     layouts = {"*0.attn": windows, "*1.attn": Layout(grid(7, 14), pooled)}
     return Family("twins", partial(Twins, **small), (28, 56), layouts)
 
@@ -174,11 +172,9 @@ def volo() -> Family:
         "stem_hidden_dim": 8,
         "use_mix_token": False,
     }
-    outlook, class_attention = (
-        same(grid(3, 3), arrange=windows_last),
-        # Class attention looks at two patches and the token itself.
-        Layout(None, grid(2, 1, prefix=1), class_query=True),
-    )
+    outlook = same(grid(3, 3), arrange=windows_last)
+    # Class attention looks at two patches and the token itself.
+    class_attention = Layout(None, grid(2, 1, prefix=1), class_query=True)
     layouts = {"network.0*": outlook, "post*": class_attention, "*": same(grid(2, 1))}
     return Family(
         "volo",
@@ -225,7 +221,8 @@ def test_equals_brute_force(family: Family) -> None:
 
 def test_maps_of_shifted_windows() -> None:
     """Each window of images 0 and 3: what its keys receive, and what its central query sees."""
-    model, images = sharpen(FAMILIES[0].make()).double(), FAMILIES[0].images().double()
+    model = sharpen(FAMILIES[0].make()).double()
+    images = FAMILIES[0].images().double()
     # Its windows are shifted, and hide what came in from the other side of the image.
     assert (model.layers[0].blocks[1].attn_mask < -10).any()
     references = {

@@ -35,6 +35,8 @@ POSITIONS = F.pad(
 class Block(nn.Module):
     """Attention with a residual, over parts that are joined before it, or inside of it, head by head."""
 
+    cached = False
+
     def __init__(self, inside: int | None) -> None:
         super().__init__()
         self.q, self.k, self.v, self.out = (nn.Linear(WIDTH, WIDTH) for _ in range(4))
@@ -44,6 +46,9 @@ class Block(nn.Module):
         self, parts: Sequence[Tensor], mask: Tensor | None = None
     ) -> list[Tensor]:
         q, k, v = (self._join(layer, parts) for layer in (self.q, self.k, self.v))
+        if self.cached:
+            # As transformers joins new keys to those of its cache, which begins without any axes of tokens.
+            k, v = (torch.cat([x.new_empty(0), x], -2) for x in (k, v))
         attended = F.scaled_dot_product_attention(q, k, v, attn_mask=mask).transpose(
             1, 2
         )
@@ -155,7 +160,8 @@ def test_joint_blocks(
     shares = recorder.tree["segments"].segment_attention.isel(epoch=0)
     assert shares.query_segment.values.tolist() == SEGMENTS
     for reference in references:
-        layer, weights = {"layer": reference.layer}, reference.weights.numpy()
+        layer = {"layer": reference.layer}
+        weights = reference.weights.numpy()
         # 1e-9 in float64, where sums of some twenty shares round to 1e-15 and sharpened logits to 1e-13.
         np.testing.assert_allclose(
             ds.entropy.sel(layer), entropy(weights).mean((0, 2)), atol=1e-9
@@ -223,7 +229,8 @@ def test_towers(texts: int, count: int) -> None:
     """Also of as many words as there are keys, and of several texts for each image."""
     torch.manual_seed(0)
     model = sharpen(Towers()).double()
-    images, words = IMAGES.double(), torch.randint(2, 90, (texts, count))
+    images = IMAGES.double()
+    words = torch.randint(2, 90, (texts, count))
     shown: dict[str, tuple[Any, ...]] = {}
 
     def keep(attention: Attention) -> None:
@@ -253,17 +260,35 @@ def test_towers(texts: int, count: int) -> None:
         np.testing.assert_allclose(shares.mean(0), np.nan_to_num(expected), atol=1e-9)
     # A tower of text alone has no grid, no class token and nothing to share with patches.
     count_of_rows, layout, class_query, shares = shown["text"]
-    assert (count_of_rows, layout.keys, class_query, shares) == (
-        texts,
-        None,
-        None,
-        None,
-    )
+    assert count_of_rows == texts
+    assert layout.keys is None
+    assert class_query is None
+    assert shares is None
     count_of_rows, layout, class_query, shares = shown["cross"]
-    assert (count_of_rows, layout.queries, class_query) == (texts, None, None)
+    assert count_of_rows == texts
+    assert layout.queries is None
+    assert class_query is None
     assert (layout.keys.prefix, *layout.keys.size) == (1, ROWS, COLUMNS)
     expected = brute_force(references["cross"], ["text"] * count, tokens)
     np.testing.assert_allclose(shares.mean(0), np.nan_to_num(expected), atol=1e-9)
+
+
+def test_keys_are_followed_through_an_empty_cache() -> None:
+    torch.manual_seed(0)
+    model = Joint(("class", "patch", "text"))
+    shown = []
+    for cached in (False, True):
+        for block in model.blocks:
+            block.cached = cached
+        with (
+            tcnn_probe.attention_stream(
+                model, lambda attention: shown.append(attention.layout)
+            ),
+            torch.no_grad(),
+        ):
+            model(IDS, IMAGES)
+    assert [layout.words for layout in shown] == [7] * 4
+    assert shown[:2] == shown[2:]
 
 
 @pytest.mark.parametrize("inside", [1, None])
@@ -286,7 +311,8 @@ def test_masks_of_words_are_no_grid() -> None:
     class Text(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.words, self.layer = nn.Embedding(90, WIDTH), Masked()
+            self.words = nn.Embedding(90, WIDTH)
+            self.layer = Masked()
 
         def forward(self, words: Tensor, mask: Tensor) -> Tensor:
             return self.layer(self.words(words), (1.0 - mask)[:, None, None] * -1e30)
@@ -302,6 +328,32 @@ def test_masks_of_words_are_no_grid() -> None:
         Text(), lambda attention: layouts.append(attention.layout)
     ) as stream:
         stream._model(IDS, torch.ones(2, 7))
+    assert [layout.keys for layout in layouts] == [None]
+
+
+def test_a_mask_is_no_feature_map() -> None:
+    """Nine keys that cannot be followed are no map of three rows because a mask has three."""
+
+    class Decoder(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.patches = nn.Conv2d(3, WIDTH, 16, 16)
+            self.mask = nn.Identity()
+
+        def forward(self, image: Tensor) -> Tensor:
+            self.mask(torch.zeros(len(image), 1, 3, 3))
+            tokens = self.patches(image).flatten(2).mT
+            keys = torch.from_numpy(tokens.numpy()[:, :9])
+            return F.scaled_dot_product_attention(tokens, keys, keys)
+
+    layouts = []
+    with (
+        tcnn_probe.attention_stream(
+            Decoder(), lambda attention: layouts.append(attention.layout)
+        ) as stream,
+        torch.no_grad(),
+    ):
+        stream._model(torch.randn(2, 3, 64, 64))
     assert [layout.keys for layout in layouts] == [None]
 
 

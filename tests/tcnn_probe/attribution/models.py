@@ -97,14 +97,12 @@ def bilinear(
             y = _cell(i, height / rows, rows, first)
             x = _cell(j, width / columns, columns, first)
             top, left = int(y), int(x)
-            bottom, right = min(top + 1, rows - 1), min(left + 1, columns - 1)
+            bottom = min(top + 1, rows - 1)
+            right = min(left + 1, columns - 1)
             dy, dx = y - top, x - left
-            images[:, i, j] = (
-                (1 - dy) * (1 - dx) * maps[:, top, left]
-                + (1 - dy) * dx * maps[:, top, right]
-                + dy * (1 - dx) * maps[:, bottom, left]
-                + dy * dx * maps[:, bottom, right]
-            )
+            above = (1 - dx) * maps[:, top, left] + dx * maps[:, top, right]
+            below = (1 - dx) * maps[:, bottom, left] + dx * maps[:, bottom, right]
+            images[:, i, j] = (1 - dy) * above + dy * below
     return images
 
 

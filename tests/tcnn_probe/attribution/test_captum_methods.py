@@ -77,7 +77,8 @@ GAUSS_LEGENDRE = {  # points from 0 to 1, and weights
 @pytest.mark.parametrize("steps", GAUSS_LEGENDRE)
 def test_integrated_gradients_are_the_sum_over_few_points(steps: int) -> None:
     """Integrated gradients of sum w tanh(x) + b equal a sum of its gradient by hand."""
-    linear, x = Linear(), images()
+    linear = Linear()
+    x = images()
     total = np.zeros(x.shape)
     for point, weight in zip(*GAUSS_LEGENDRE[steps], strict=True):
         # On the way from the baseline, 0.3, to the image.
@@ -107,9 +108,11 @@ def windows(side: int, window: int, stride: int) -> list[range]:
 def test_occlusion_of_linear_model(
     window: object, stride: object, used: tuple[tuple[int, int], ...]
 ) -> None:
-    model, x = Linear(), images(2)
+    model = Linear()
+    x = images(2)
     by_pixel = contributions(model, x, [2, 2])
-    total, times = np.zeros((2, 7, 11)), np.zeros((7, 11))
+    total = np.zeros((2, 7, 11))
+    times = np.zeros((7, 11))
     for rows, columns in itertools.product(
         windows(7, used[0][0], used[1][0]), windows(11, used[0][1], used[1][1])
     ):
@@ -123,10 +126,8 @@ def test_occlusion_of_linear_model(
 
 
 def test_default_window_is_an_eighth_in_steps_of_half() -> None:
-    tall, x = (
-        nn.Sequential(nn.AvgPool2d((5, 1)), Linear()),
-        torch.randn(1, 2, 35, 11, dtype=torch.float64),
-    )
+    tall = nn.Sequential(nn.AvgPool2d((5, 1)), Linear())
+    x = torch.randn(1, 2, 35, 11, dtype=torch.float64)
     stated = tcnn_probe.saliency(tall, x, 0, "occlusion", window=(4, 1), stride=(2, 1))
     np.testing.assert_array_equal(tcnn_probe.saliency(tall, x, 0, "occlusion"), stated)
 
@@ -249,7 +250,8 @@ TOKENS: dict[str, tuple[Any, tuple[int, int], str, Any]] = {  # model, images, i
 @pytest.mark.parametrize("name", TOKENS)
 def test_gradcam_of_tokens_by_hand(name: str) -> None:
     make, size, layer, as_maps = TOKENS[name]
-    model, x = make().eval().double(), torch.randn(2, 3, *size, dtype=torch.float64)
+    model = make().eval().double()
+    x = torch.randn(2, 3, *size, dtype=torch.float64)
     for p in model.parameters():
         p.data.add_(0.05 * torch.randn_like(p))
     by_hand = grad_cam(
@@ -326,7 +328,8 @@ def test_any_class_of_captum(
     method: Any, options: dict[str, Any], of_weights: Any
 ) -> None:
     """The gradient of a linear model is its weights."""
-    model, x = nn.Sequential(nn.Identity(), Linear()), images()
+    model = nn.Sequential(nn.Identity(), Linear())
+    x = images()
     maps = tcnn_probe.saliency(model, x, 1, method, **options)
     by_hand = of_weights(model[1].weight[1]).detach()
     np.testing.assert_allclose(maps, by_hand.expand(3, -1, -1), atol=1e-12)

@@ -53,7 +53,8 @@ CASES = {
 @pytest.mark.parametrize("case", CASES)
 def test_equals_brute_force(case: str) -> None:
     make, size, name, prefix, layer = CASES[case]
-    model, images = make(), torch.randn(2, 3, *size)
+    model = make()
+    images = torch.randn(2, 3, *size)
     attention = model.get_submodule(name)
     assert getattr(attention, "fused_attn", True)  # as timm makes it
     maps = tcnn_probe.saliency(model, images, layer=layer)
@@ -75,7 +76,8 @@ def test_equals_brute_force(case: str) -> None:
 
 def test_map_of_the_targets_own_token() -> None:
     """Fifteen classes: there are as many tokens as patches."""
-    model, images = patchconvnet("_multi", 15, gain=3), torch.randn(3, 3, *CONVOLVED)
+    model = patchconvnet("_multi", 15, gain=3)
+    images = torch.randn(3, 3, *CONVOLVED)
     maps = tcnn_probe.saliency(model, images, [6, 1, 4])
     by_hand = expected(model, images, "pool.block.attn", 0, [6, 1, 4])
     np.testing.assert_allclose(
@@ -88,7 +90,8 @@ def test_map_of_the_targets_own_token() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_dtype_of_the_model(dtype: torch.dtype) -> None:
-    model, images = transformer(DEIT), torch.randn(2, 3, *SIZE)
+    model = transformer(DEIT)
+    images = torch.randn(2, 3, *SIZE)
     by_hand = bilinear(expected(model, images, "blocks.1.attn", 1, [0, 0]), *SIZE)
     maps = tcnn_probe.saliency(model.to(dtype), images)
     assert maps.dtype == ("float64" if dtype == torch.float64 else "float32")

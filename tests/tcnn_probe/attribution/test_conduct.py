@@ -141,12 +141,11 @@ def test_nothing_is_left_by_faithfulness() -> None:
 @pytest.mark.parametrize("method", ["gradcam", backward])
 def test_threads_wait_for_each_other(method: Any) -> None:
     model, x = busy("gradcam")
-    before, expected = (
-        Everything(model, x),
-        tcnn_probe.saliency(model, x, 1, method).values,
-    )
+    before = Everything(model, x)
+    expected = tcnn_probe.saliency(model, x, 1, method).values
     # All begin together, or the first would be done before the second begins.
-    barrier, results = Barrier(3), []
+    barrier = Barrier(3)
+    results = []
 
     def attribute() -> None:
         barrier.wait()
@@ -180,7 +179,8 @@ def test_whatever_mode_the_caller_is_in(method: str, mode: Any) -> None:
 @pytest.mark.parametrize("method", METHODS)
 def test_half_precision(method: str) -> None:
     model, x = model_for(method)
-    usual, half = maps_of(model, x, method), maps_of(model.bfloat16(), x, method)
+    usual = maps_of(model, x, method)
+    half = maps_of(model.bfloat16(), x, method)
     assert half.dtype == "float32"
     # bfloat16 keeps 8 bits, and gradients amplify its rounding; maps of something else have a correlation near 0.
     assert np.corrcoef(half.values.ravel(), usual.values.ravel())[0, 1] > 0.9
@@ -212,6 +212,7 @@ def test_not_recorded_by_others(method: str) -> None:
             model(x[:1]).sum().backward()
             recorder.mark(epoch=0)
         trees.append(recorder.tree.load())
+    # Two images and one; those of the attribution are not among them.
     assert (
         max(int(node.images.max()) for node in trees[0].subtree if "images" in node)
         == 3

@@ -14,6 +14,7 @@ from tests.tcnn_probe.attribution.models import CONVOLVED, Linear, patchconvnet
 IMAGES = torch.randn(
     3, 2, 7, 11, dtype=torch.float64, generator=torch.Generator().manual_seed(1)
 )
+# Of both signs: metrics that sort, and those that take positive parts, are told apart.
 MAPS = torch.randn(
     3, 7, 11, dtype=torch.float64, generator=torch.Generator().manual_seed(2)
 )
@@ -145,17 +146,16 @@ def test_what_saliency_gave() -> None:
 
 
 def test_computed_now_is_what_saliency_gives() -> None:
-    model, x, layer = (
-        patchconvnet(),
-        torch.randn(3, 3, *CONVOLVED),
-        {"layer": "blocks.0.conv1"},
-    )
+    model = patchconvnet()
+    x = torch.randn(3, 3, *CONVOLVED)
+    layer = {"layer": "blocks.0.conv1"}
     maps = tcnn_probe.saliency(
         model, x, method=["class_attention", "gradcam"], gradcam=layer
     )
     precomputed = tcnn_probe.faithfulness(
         model, x, maps, metrics=["deletion_auc", "rank_correlation"]
     )
+    # Named "a" and "b", so that options must be found by the name and not by the method.
     now = tcnn_probe.faithfulness(
         model,
         x,

@@ -69,10 +69,8 @@ METHODS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("method", METHODS)
 def test_the_peak_is_at_the_pixel(method: str) -> None:
     for kernel, stride, padding in CASES:
-        model, image = (
-            Looks(kernel, stride, padding, last=stride == 4),
-            torch.zeros(1, 1, *SIZE),
-        )
+        model = Looks(kernel, stride, padding, last=stride == 4)
+        image = torch.zeros(1, 1, *SIZE)
         # The middle of what the cell sees.
         y, x = (stride * cell - padding + (kernel - 1) // 2 for cell in (3, 5))
         image[0, 0, y, x] = 1
@@ -85,6 +83,6 @@ def test_the_peak_is_at_the_pixel(method: str) -> None:
             padding,
         )
         peak = (maps > float(maps.max()) * (1 - 1e-6)).values.nonzero()
-        assert [
-            max(abs(at - place)) <= 1 for at, place in zip(peak, (y, x), strict=True)
-        ] == [True, True]
+        rows, columns = peak
+        assert max(abs(rows - y)) <= 1
+        assert max(abs(columns - x)) <= 1

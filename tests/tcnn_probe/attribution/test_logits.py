@@ -45,12 +45,14 @@ def test_saliency_is_that_of_the_logits(vit: nn.Module, method: str) -> None:
     maps = tcnn_probe.saliency(vit, images, method=method)
     assert maps.target.values.tolist() == class_scores(vit, images).argmax(1).tolist()
     expected = tcnn_probe.saliency(LogitsAlone(vit), images, method=method)
+    # To the bit: the same model computes both, in the same order.
     np.testing.assert_array_equal(maps.values, expected.values)
     assert not vit._forward_hooks
 
 
 def test_faithfulness_is_that_of_the_logits(vit: nn.Module) -> None:
-    images, options = torch.randn(2, 3, 24, 24), {"samples": 2, "steps": 3}
+    images = torch.randn(2, 3, 24, 24)
+    options = {"samples": 2, "steps": 3}
     scores = tcnn_probe.faithfulness(
         vit, images, ["class_attention", "gradcam"], **options
     )
@@ -62,7 +64,8 @@ def test_faithfulness_is_that_of_the_logits(vit: nn.Module) -> None:
 
 
 def test_attacks_are_those_on_the_logits(vit: nn.Module) -> None:
-    images, labels = torch.rand(2, 3, 24, 24), torch.tensor([1, 3])
+    images = torch.rand(2, 3, 24, 24)
+    labels = torch.tensor([1, 3])
     options = {"epsilon": 0.03, "normalization": (0.5, 0.5)}
     attacked = tcnn_probe.evaluation.fgsm(vit, images, labels, **options)
     assert torch.equal(

@@ -19,7 +19,9 @@ TARGETS = torch.tensor([2, 0, 1])
 def test_contributions_of_a_linear_model_are_faithful() -> None:
     model = Linear()
     maps = captum_maps("InputXGradient", model, IMAGES, TARGETS)[0]
+    # Rounding in float64: the map's share of a square is the score that it takes away.
     assert infidelity(model, IMAGES, maps, TARGETS).abs().max() < 1e-12
+    # A mean of squares of the rounding above.
     assert infidelity(model, IMAGES, maps, TARGETS, normalize=False).max() < 1e-24
     # Normalised, the scale of a map does not matter.
     assert infidelity(model, IMAGES, 5 * maps, TARGETS).abs().max() < 1e-12
@@ -32,7 +34,8 @@ def test_contributions_of_a_linear_model_are_faithful() -> None:
     ("batch_size", "normalize"), [(1, True), (4, False), (4, True), (50, True)]
 )
 def test_infidelity_by_hand(batch_size: int, normalize: bool) -> None:
-    model, x = OneBlock(), bright()
+    model = OneBlock()
+    x = bright()
     maps = torch.rand(3, 12, 20, generator=torch.Generator().manual_seed(4))
     target = torch.tensor([1, 0, 1])
     squares = random_squares(7, (12, 20), seed=9)
@@ -42,7 +45,8 @@ def test_infidelity_by_hand(batch_size: int, normalize: bool) -> None:
         for square in squares:
             covered = torch.where(square, torch.tensor(0.25), x[image])
             with torch.no_grad():
-                before, after = model(x[image][None]), model(covered[None])
+                before = model(x[image][None])
+                after = model(covered[None])
             predictions.append(float((maps[image] * square).sum()))
             fell.append(float((before - after)[0, target[image]]))
         a, b = np.array(predictions), np.array(fell)
@@ -59,7 +63,8 @@ def test_squares() -> None:
     squares = random_squares(100, (7, 11), seed=0)
     sides = set()
     for square in squares:
-        rows, columns = square.any(1).nonzero()[:, 0], square.any(0).nonzero()[:, 0]
+        rows = square.any(1).nonzero()[:, 0]
+        columns = square.any(0).nonzero()[:, 0]
         assert square.sum() == len(rows) ** 2 == len(columns) ** 2
         sides.add(len(rows))
     # Up to half of the shorter side.

@@ -58,8 +58,10 @@ def product(model: nn.Module, images: Tensor, prefix: int, token: int) -> np.nda
     ],
 )
 def test_equals_the_product(name: str, prefix: int, token: int) -> None:
-    model, images = transformer(name, depth=3), torch.randn(2, 3, *SIZE)
+    model = transformer(name, depth=3)
+    images = torch.randn(2, 3, *SIZE)
     by_hand = product(model, images, prefix, token)
+    # An even map would agree with any product.
     assert by_hand.std() > 0.005
     maps = tcnn_probe.saliency(model, images, method="rollout")
     # Three layers in float32 against float64, weights of at most 1.
@@ -68,7 +70,8 @@ def test_equals_the_product(name: str, prefix: int, token: int) -> None:
 
 
 def test_blocks_of_queries(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, images = transformer("deit_tiny_patch16_224"), torch.randn(2, 3, *SIZE)
+    model = transformer("deit_tiny_patch16_224")
+    images = torch.randn(2, 3, *SIZE)
     at_once = tcnn_probe.saliency(model, images, method="rollout")
     # Logits of 3 queries at a time.
     monkeypatch.setattr(tcnn_probe.Attention, "BLOCK", 300)

@@ -23,19 +23,19 @@ from tests.tcnn_probe.attribution.models import (
     patchconvnet,
 )
 
+# Five, so that of batches of three the last is smaller.
 IMAGES = torch.randn(
     5, 2, 7, 11, dtype=torch.float64, generator=torch.Generator().manual_seed(1)
 )
 
 
 def test_labels() -> None:
-    model, x = patchconvnet(), torch.randn(2, 3, *CONVOLVED)
+    model = patchconvnet()
+    x = torch.randn(2, 3, *CONVOLVED)
     maps = tcnn_probe.saliency(model, x)
-    assert (maps.name, maps.dims, maps.shape) == (
-        "saliency",
-        ("image", "y", "x"),
-        (2, *CONVOLVED),
-    )
+    assert maps.name == "saliency"
+    assert maps.dims == ("image", "y", "x")
+    assert maps.shape == (2, *CONVOLVED)
     assert maps.image.values.tolist() == [0, 1]
     assert maps.target.dims == ("image",)
     assert maps.target.values.tolist() == model(x).argmax(1).tolist()
@@ -96,7 +96,8 @@ def test_batches_do_not_matter(method: str) -> None:
 
 
 def test_targets_and_images_as_they_come() -> None:
-    model, x = Linear(), IMAGES[:3]
+    model = Linear()
+    x = IMAGES[:3]
     predicted = model(x).argmax(1)
     maps = tcnn_probe.saliency(model, x, method="input_x_gradient", batch_size=2)
     for targets in (predicted, predicted.tolist(), predicted.numpy()):
@@ -107,6 +108,7 @@ def test_targets_and_images_as_they_come() -> None:
     of_next_class = tcnn_probe.saliency(model, x, next_class, "input_x_gradient")
     assert of_next_class.target.values.tolist() == [next_class] * 3
     assert not np.allclose(of_next_class[0], maps[0])
+    # A float32 array for a float64 model: images take the model's type.
     single = tcnn_probe.saliency(
         model, x.float().numpy(), predicted, "input_x_gradient"
     )
@@ -137,7 +139,8 @@ def test_own_method(mode: type) -> None:
 
 
 def test_several_methods(tmp_path: Path) -> None:
-    model, x = patchconvnet(), torch.randn(2, 3, *CONVOLVED)
+    model = patchconvnet()
+    x = torch.randn(2, 3, *CONVOLVED)
     methods = ["class_attention", "gradcam", "Saliency", red]
     maps = tcnn_probe.saliency(
         model, x, method=methods, gradcam={"layer": "blocks.0.conv1"}
@@ -271,5 +274,6 @@ def test_names_are_functions_whatever_is_imported_first() -> None:
     for package in (attribution, tcnn_probe.evaluation, tcnn_probe.plot):
         for module in pkgutil.iter_modules(package.__path__):
             importlib.import_module(f"{package.__name__}.{module.name}")
+        # Classes and constants have capitals.
         functions = [name for name in package.__all__ if name.islower()]
         assert all(inspect.isfunction(getattr(package, name)) for name in functions)

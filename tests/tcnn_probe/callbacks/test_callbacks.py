@@ -30,7 +30,8 @@ def test_lightning(tmp_path: Path) -> None:
     class Classifier(pl.LightningModule):  # type: ignore[name-defined, misc]
         def __init__(self) -> None:
             super().__init__()
-            self.vit, self.truth = vit(), []
+            self.vit = vit()
+            self.truth = []
 
         def training_step(self, batch: Any, number: int) -> Tensor:
             return F.cross_entropy(self.vit(batch[0]), batch[1])
@@ -124,6 +125,7 @@ def test_hugging_face(tmp_path: Path) -> None:
         image_size=16, patch_size=4, num_channels=2, num_labels=3, **sizes
     )
     model = transformers.ViTForImageClassification(config)
+    # Evaluations after steps 2 and 4: a run that is cut after the first, and one with both.
     about = {
         "report_to": "none",
         "eval_strategy": "steps",

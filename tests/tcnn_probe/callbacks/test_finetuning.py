@@ -91,7 +91,8 @@ def test_heads_come_in_where_a_cnn_becomes_a_tcnn(
         )
     )
     tree = tcnn_probe.open([tmp_path / name / "recording.zarr" for name in "ab"])
-    assert (tree.seed.values.tolist(), tree.reparameterize_at.values[0]) == ([0, 1], 1)
+    assert tree.seed.values.tolist() == [0, 1]
+    assert tree.reparameterize_at.values[0] == 1
     assert tree.attrs["model"] == "resnet18"
     assert tree["heads"].gate.sel(run="b").isnull().all()
 
@@ -100,11 +101,10 @@ def test_model_that_has_heads_and_gets_others(tmp_path: Path) -> None:
     def build(*layers: nn.Module) -> nn.Module:
         return nn.Sequential(*layers).eval()
 
-    attention, convolution = GPSA(3, 3, 3, padding=1), nn.Conv2d(3, 3, 3, padding=1)
-    before, after = (
-        build(attention, convolution),
-        build(attention, GPSA.from_conv(convolution)),
-    )
+    attention = GPSA(3, 3, 3, padding=1)
+    convolution = nn.Conv2d(3, 3, 3, padding=1)
+    before = build(attention, convolution)
+    after = build(attention, GPSA.from_conv(convolution))
     for epoch, model in enumerate((before, after, after)):
         watcher = Recording(model, tmp_path, {"seed": 3, "out": "here"})
         with torch.no_grad():

@@ -130,7 +130,8 @@ class Soak:
     """Runs of each kind, one after the other; ``counts`` of what was done."""
 
     def __init__(self, folder: Path, seed: int) -> None:
-        self.folder, self.chance = folder, random.Random(seed)
+        self.folder = folder
+        self.chance = random.Random(seed)
         self.counts: Counter[str] = Counter()
         # As long as each kind takes uninterrupted, so that kills fall anywhere in it.
         self.seconds: dict[str, float] = {}
@@ -153,7 +154,8 @@ class Soak:
         """Train, kill, read and resume until the run is complete."""
         settings = settings_of(kind, out)
         patience = self.seconds[kind]
-        marks, announced = 0, set[int]()
+        marks = 0
+        announced = set[int]()
         while marks <= LAST_EPOCH:
             trainer = Child(run_to_the_end, settings)
             time.sleep(self.chance.uniform(0, patience))
@@ -195,9 +197,11 @@ class Soak:
 def main(minutes: float, seed: int) -> None:
     """Do rounds, and print what was done; after a failure the folder stays."""
     torch.set_num_threads(1)
-    folder, end = Path(tempfile.mkdtemp()), time.monotonic() + 60 * minutes
+    folder = Path(tempfile.mkdtemp())
+    end = time.monotonic() + 60 * minutes
     print(f"seed {seed}, in {folder}", flush=True)
-    soak, rounds = Soak(folder, seed), 0
+    soak = Soak(folder, seed)
+    rounds = 0
     while rounds == 0 or time.monotonic() < end:
         soak.round()
         rounds += 1

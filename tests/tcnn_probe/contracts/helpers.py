@@ -2,6 +2,7 @@
 
 import multiprocessing
 import os
+import sys
 from multiprocessing.pool import Pool
 from typing import Any
 
@@ -64,10 +65,8 @@ def images(count: int = 3, seed: int = 0) -> Tensor:
 
 def entropy(attention: Attention, tokens: Tensor) -> Tensor:
     """Entropies of a layer given its input (B, N, C): mean over queries, (B, heads), in float64 throughout."""
-    weight, bias = (
-        attention.qkv.weight.detach().double(),
-        attention.qkv.bias.detach().double(),
-    )
+    weight = attention.qkv.weight.detach().double()
+    bias = attention.qkv.bias.detach().double()
     q, k, _ = (
         (tokens.detach().double() @ weight.T + bias)
         .unflatten(-1, (3, attention.num_heads, -1))
@@ -82,7 +81,7 @@ def entropies(model: nn.Module, x: Tensor) -> Tensor:
     layer_entropies: list[Tensor] = []
     layers = [module for module in model.modules() if isinstance(module, Attention)]
     for layer in layers:
-
+        # Replaced, not hooked: hooks are what the recorder uses, and what is tested.
         def forward(
             tokens: Tensor, *args: Any, layer: Any = layer, **kwargs: Any
         ) -> Tensor:
@@ -156,6 +155,7 @@ class Trace:
             for place, value in containers.items()
             if "hooks" not in place[1]
         }
+        # torch has no public list of the hooks of a tensor.
         self.parameters = {
             name: (
                 id(p),
@@ -184,15 +184,20 @@ class Trace:
 
 def global_state() -> dict[str, Any]:
     """Hooks on all modules, modes and switches of torch, as they are in this thread."""
+    # torch keeps hooks on all modules in private dicts, which it names so.
     hooks = {
         name: list(value.items())
         for name, value in vars(global_hooks).items()
         if name.startswith("_global_") and isinstance(value, dict)
     }
+    frames = sys.modules.get("torch._dynamo.eval_frame")
+    eager = getattr(frames, "_force_eager_nested_compile", None)
     return {
         **hooks,
         "function modes": list(_get_current_function_mode_stack()),
         "dispatch modes": list(_get_current_dispatch_mode_stack()),
+        # Of torch 2.15: what is compiled runs eagerly.
+        "eager modes": getattr(eager, "depth", 0),
         "grad": torch.is_grad_enabled(),
         "inference": torch.is_inference_mode_enabled(),
         "autocast": torch.is_autocast_enabled("cpu"),

@@ -63,7 +63,8 @@ def wrapped(kind: str, model: nn.Module) -> nn.Module:
 def values(rank: int, folder: Path) -> None:
     """Sums over the ranks' images are those of one process, in training too; layers have the model's own names."""
     # A second epoch with other images, which the first one's sums must not enter.
-    x, second = images(5), images(5, seed=1)
+    x = images(5)
+    second = images(5, seed=1)
     expected = [entropies(vit(), batch) for batch in (x, second)]
     for kind in ("ddp", "fully_shard", "fsdp"):
         model = wrapped(kind, vit()).eval()
@@ -273,6 +274,7 @@ def main(rank: int, folder: Path) -> list[str]:
     """Every scenario, in each of two processes; the names of those that passed."""
     # Warnings of torch's own wrappers are none of the test's; errors are.
     warnings.simplefilter("ignore")
+    # Two ranks share the cores with whatever else is tested.
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo",

@@ -32,7 +32,8 @@ def test_several_recorders_removed_in_any_order(first: int) -> None:
     attached = list(recorders)
     for epoch in range(2):
         # Two forwards, of which every=2 takes the first.
-        model(images()), model(images())
+        model(images())
+        model(images())
         for recorder in attached:
             recorder.mark(epoch=epoch)
         # One after each epoch, in another order for each ``first``.
@@ -54,7 +55,8 @@ def test_several_recorders_removed_in_any_order(first: int) -> None:
 def test_attached_and_removed_in_the_middle_of_a_forward() -> None:
     """The one that is removed has nothing of it, the one that is attached begins with the next."""
     model = vit()
-    before, late = Trace(model), list[tcnn_probe.Recorder]()
+    before = Trace(model)
+    late = list[tcnn_probe.Recorder]()
     outer, inner = tcnn_probe.record(model), tcnn_probe.record(model)
     handles = [
         model.blocks[0].register_forward_hook(
@@ -144,6 +146,7 @@ def test_layer_called_twice_in_a_forward() -> None:
         recorder.mark(epoch=0)
         assert recorder.layers == ("parts.one", "parts.two")
         assert recorder.dataset.images.values.tolist() == [[6, 3]]
+        # The second layer is not in question here: its own number stands in for it.
         check_entropies(
             recorder,
             torch.stack(
@@ -154,9 +157,9 @@ def test_layer_called_twice_in_a_forward() -> None:
 
 def test_model_that_calls_itself() -> None:
     model = Around(lambda parts, x: parts.two(parts.one(x)))
-    expected = torch.stack(
-        [entropy(model.parts.one, TOKENS * 0.5**depth).mean(0) for depth in range(3)]
-    ).mean(0)
+    # The tokens, half of them and a quarter of them.
+    by_depth = [entropy(model.parts.one, TOKENS * 0.5**depth) for depth in range(3)]
+    expected = torch.stack(by_depth).mean((0, 1))
     before = Trace(model)
     with tcnn_probe.record(model, layers="parts.one") as recorder:
         model(TOKENS, again=2)
@@ -181,7 +184,9 @@ def test_called_in_the_handler_of_an_error_and_from_a_generator_that_is_left() -
         except ValueError:
             model(images())
         stream = outputs(model)
-        next(stream), next(stream)
+        next(stream)
+        next(stream)
+        # Closed between two forwards, at its yield.
         stream.close()
         recorder.mark(epoch=0)
     assert recorder.dataset.images.values.tolist() == [[9, 9]]
@@ -219,6 +224,7 @@ def test_checkpointing_counts_nothing_twice(how: str) -> None:
             recorder.mark(epoch=epoch)
             check_entropies(recorder, expected, images=3)
     assert before == Trace(model)
+    # The same passes without a recorder: gradients equal to the last bit.
     alone, call = checkpointed(how)
     for _ in range(2):
         call(x).sum().backward()

@@ -54,7 +54,9 @@ PLACES: dict[str, Callable[[nn.Module, Bomb], object]] = {
     [*((place, ValueError) for place in PLACES), ("in attention", KeyboardInterrupt)],
 )
 def test_in_a_forward_caught_and_not(place: str, error: type[BaseException]) -> None:
-    model, bomb, second_model = vit(), Bomb(error), vit(seed=1)
+    model = vit()
+    bomb = Bomb(error)
+    second_model = vit(seed=1)
     PLACES[place](model, bomb)
     expected = entropies(model, images(5, seed=1))
     before = Trace(model)
@@ -83,7 +85,8 @@ def test_in_a_forward_caught_and_not(place: str, error: type[BaseException]) -> 
 def test_of_user_code_and_of_hooks_added_while_recording(
     error: type[BaseException],
 ) -> None:
-    model, bomb = vit(), Bomb(error)
+    model = vit()
+    bomb = Bomb(error)
     before = Trace(model)
     with pytest.raises(error, match="mine"), tcnn_probe.record(model) as recorder:  # noqa: PT012
         handles = [
@@ -169,7 +172,8 @@ def probe_that_fails_in(function: str, bomb: Bomb) -> tcnn_probe.Probe:
     ],
 )
 def test_in_a_probe(function: str, error: type[BaseException]) -> None:
-    model, bomb = vit(), Bomb(error)
+    model = vit()
+    bomb = Bomb(error)
     before = Trace(model)
     with tcnn_probe.record(
         model, probes=["softmax", probe_that_fails_in(function, bomb)], images=[0]

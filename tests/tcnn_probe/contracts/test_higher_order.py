@@ -24,11 +24,9 @@ class FlexAttention(nn.Module):
 
     def __init__(self, width: int, attend: Callable[..., Tensor]) -> None:
         super().__init__()
-        self.qkv, self.proj, self.attend = (
-            nn.Linear(width, 3 * width),
-            nn.Linear(width, width),
-            attend,
-        )
+        self.qkv = nn.Linear(width, 3 * width)
+        self.proj = nn.Linear(width, width)
+        self.attend = attend
 
     def forward(self, x: Tensor, **kwargs: Any) -> Tensor:
         query, key, value = self.qkv(x).unflatten(-1, (3, 3, -1)).permute(2, 0, 3, 1, 4)
@@ -54,6 +52,10 @@ class Around(nn.Module):
 
 def of_cond(inner: nn.Module, x: Tensor) -> Tensor:
     return inner(cond(x.sum() > 0, torch.sin, torch.cos, (x,)))
+
+
+def of_cond_around(inner: nn.Module, x: Tensor) -> Tensor:
+    return cond(x.sum() > 0, inner, inner, (x,))
 
 
 def of_while_loop(inner: nn.Module, x: Tensor) -> Tensor:
@@ -113,14 +115,24 @@ def of_autograd_function(inner: nn.Module, x: Tensor) -> Tensor:
 
 
 compiled_sin = torch.compile(torch.sin, backend="eager")
+whole_sin = torch.compile(lambda x: x.sin(), backend="eager", fullgraph=True)
 
 
 def of_compiled_function(inner: nn.Module, x: Tensor) -> Tensor:
     return inner(compiled_sin(x))
 
 
+def of_fullgraph_function(inner: nn.Module, x: Tensor) -> Tensor:
+    return inner(whole_sin(x))
+
+
+def of_nothing(inner: nn.Module, x: Tensor) -> Tensor:
+    return inner(x)
+
+
 OPERATORS = {
     "cond": of_cond,
+    "cond around": of_cond_around,
     "while_loop": of_while_loop,
     "scan": of_scan,
     "checkpoint": of_checkpoint,
@@ -131,54 +143,97 @@ OPERATORS = {
     "jvp": of_jvp,
     "autograd function": of_autograd_function,
     "compiled function": of_compiled_function,
+    "fullgraph function": of_fullgraph_function,
+    "exported": of_nothing,
 }
+
+
+class Inner(nn.Module):
+    """Layer that torch.export takes."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x)
 
 
 @pytest.mark.filterwarnings(
     "ignore:.*flex_attention called without torch.compile",
     "ignore::DeprecationWarning",
+    # torch._dynamo hides this warning of its own, which a filter that raises undoes.
+    "ignore:The .grad attribute of a Tensor",
     # Of torch's own: without gradients, and in torch.func.jvp.
     "ignore:None of the inputs have requires_grad",
-    "ignore:`torch.jit.script` is deprecated:FutureWarning",
+    # "deprecated", and on Python 3.14 "not supported".
+    "ignore:`torch.jit.script` is:FutureWarning",
 )
-@pytest.mark.parametrize("kind", ["flex", "compiled flex", *OPERATORS])
+@pytest.mark.parametrize(
+    "kind", ["flex", "compiled flex", "fullgraph flex", *OPERATORS]
+)
 def test_runs_as_it_does_alone(kind: str) -> None:
     model, x = vit(), images()
     block = model.blocks[1]
-    is_flex, gradients = "flex" in kind, "checkpoint" in kind
+    is_flex = "flex" in kind
     if is_flex:
         attend = (
-            torch.compile(flex_attention, backend="eager")
-            if kind == "compiled flex"
-            else flex_attention
+            # Traced by dynamo, without the C++ compiler that inductor needs.
+            flex_attention
+            if kind == "flex"
+            else torch.compile(
+                flex_attention, backend="eager", fullgraph="fullgraph" in kind
+            )
         )
         block.attn = FlexAttention(block.attn.qkv.in_features, attend)
+    elif kind == "exported":
+        tokens = torch.randn(3, 36, 12)
+        block.attn = Around(
+            of_nothing, torch.export.export(Inner(block.attn), (tokens,)).module()
+        )
+        for module in model.modules():  # these refuse eval()
+            module.training = False
     else:
         block.attn = Around(OPERATORS[kind], block.attn)
-    with torch.set_grad_enabled(gradients):
-        expected, before = model(x), Trace(model)
-        # The layer that holds the operator is listened to, and is not.
-        for layers in (None, ["blocks.0.attn"]):
-            with tcnn_probe.record(model, layers=layers) as recorder:
-                output = model(x)
-                recorder.mark(epoch=0)
-            # Bit for bit: a recorder only listens.
-            torch.testing.assert_close(output, expected, rtol=0, atol=0)
-            if is_flex:
-                assert ("blocks.1.attn" in recorder.layers) == (layers is None)
-                assert not recorder.unsupported
-        with tcnn_probe.attention_stream(model, lambda attention: None) as stream:
-            torch.testing.assert_close(model(x), expected, rtol=0, atol=0)
-        assert ("blocks.1.attn" in stream.layers) == (kind not in OPERATORS)
-        maps = tcnn_probe.attention_maps(model, x, layers=["blocks.0.attn"])
-        assert maps.children
-        for layer in ("blocks.0.attn", *(["blocks.1.attn"] if is_flex else [])):
-            with tcnn_probe.ablate(model, {layer: [0]}):
-                ablated = model(x)
-            assert not torch.allclose(ablated, expected)
-        if gradients:
-            with tcnn_probe.ablate(model, {"blocks.0.attn": [0]}):
-                model(x).sum().backward()
-            model.zero_grad()
-        assert gradients or before == Trace(model)
+    # On a CPU flex_attention has no backward pass.
+    for gradients in (False, True)[: 1 if is_flex else 2]:
+        with torch.set_grad_enabled(gradients):
+            check_as_alone(model, x, kind, gradients=gradients)
     assert clean()
+
+
+def gradients_of(model: nn.Module, output: Tensor) -> list[Tensor | None]:
+    output.square().sum().backward()  # torch.autograd.grad is not for reentrant checkpoints
+    gradients = [parameter.grad for parameter in model.parameters()]
+    model.zero_grad()
+    return gradients
+
+
+def check_as_alone(model: nn.Module, x: Tensor, kind: str, *, gradients: bool) -> None:
+    is_flex = "flex" in kind
+    expected, before = model(x), Trace(model)
+    slopes = gradients_of(model, expected) if gradients else []
+    # The layer that holds the operator is listened to, and is not.
+    for layers in (None, ["blocks.0.attn"]):
+        with tcnn_probe.record(model, layers=layers) as recorder:
+            output = model(x)
+            recorder.mark(epoch=0)
+        # Bit for bit: a recorder only listens.
+        torch.testing.assert_close(output, expected, rtol=0, atol=0)
+        if gradients:
+            torch.testing.assert_close(gradients_of(model, output), slopes)
+        if is_flex:
+            assert ("blocks.1.attn" in recorder.layers) == (layers is None)
+            assert not recorder.unsupported
+    with tcnn_probe.attention_stream(model, lambda attention: None) as stream:
+        torch.testing.assert_close(model(x), expected, rtol=0, atol=0)
+    assert ("blocks.1.attn" in stream.layers) == (kind not in OPERATORS)
+    maps = tcnn_probe.attention_maps(model, x, layers=["blocks.0.attn"])
+    assert maps.children
+    for layer in ("blocks.0.attn", *(["blocks.1.attn"] if is_flex else [])):
+        with tcnn_probe.ablate(model, {layer: [0]}):
+            ablated = model(x)
+            if gradients:
+                gradients_of(model, ablated)
+        assert not torch.allclose(ablated, expected)
+    assert before == Trace(model)

@@ -90,6 +90,7 @@ def run_with(mode: Callable[[], Any], model: nn.Module, where: str) -> list[str]
         if where == "around":
             stack.enter_context(entered)
         else:
+            # What a hook returns replaces inputs or outputs, so it must return None.
             handles = [
                 model.blocks[0].register_forward_pre_hook(
                     lambda *_: (entered.__enter__(), None)[1]
@@ -126,7 +127,8 @@ def test_modes_of_others_see_no_more_than_the_model(
 
 @pytest.mark.parametrize("mode", [Counter, Operations])
 def test_mode_that_stays_on_after_the_forward(mode: Callable[[], Any]) -> None:
-    model, entered = vit(), mode()
+    model = vit()
+    entered = mode()
     with tcnn_probe.record(model) as recorder:
         handle = model.blocks[1].register_forward_pre_hook(
             lambda *_: (entered.__enter__(), None)[1]
@@ -150,6 +152,7 @@ def test_default_device() -> None:
     model, x = vit(), images()
     expected = entropies(model, x)
     with tcnn_probe.record(model, images=[0]) as recorder:
+        # A tensor that the recorder made without naming a device would be on meta, without values.
         with torch.device("meta"):
             model(x)
         recorder.mark(epoch=0)
@@ -183,6 +186,7 @@ def by_strict_export(model: nn.Module) -> None:
 
 
 def by_fake_make_fx(model: nn.Module) -> None:
+    # Parameters stay real; only images are fake, for which make_fx has no public option.
     make_fx(model, tracing_mode="fake", _allow_non_fake_inputs=True)(images())
 
 
@@ -294,7 +298,8 @@ def test_forward_mode_differentiation() -> None:
     model, x = vit(), images()
     for block in model.blocks:
         block.attn.fused_attn = False  # whose kernel has no tangents
-    expected, tangent = entropies(model, x), images(seed=1)
+    expected = entropies(model, x)
+    tangent = images(seed=1)
 
     def derivative() -> Tensor:
         with forward_ad.dual_level():

@@ -15,6 +15,7 @@ from tests.tcnn_probe.contracts.helpers import fresh_processes, images, vit
 def test_two_ranks(tmp_path: Path) -> None:
     """On the CPU, by gloo."""
     with fresh_processes(2) as pool:
+        # Minutes more than two busy cores need: a deadlock ends the test.
         passed = pool.starmap_async(
             ranks.main, [(rank, tmp_path) for rank in range(2)], chunksize=1
         ).get(timeout=300)
@@ -23,7 +24,8 @@ def test_two_ranks(tmp_path: Path) -> None:
 
 def hooks_of(file: Path) -> tuple[bool, bool, bool]:
     """Hooks of a model in a file: whether ours are called, whether they are all, and whether others stayed."""
-    model, calls = torch.load(file, weights_only=False), list[int]()
+    model = torch.load(file, weights_only=False)
+    calls = list[int]()
     modules = (model, *model.children())
     handles = [
         module.register_forward_pre_hook(lambda module, args: calls.append(len(args)))
@@ -49,7 +51,8 @@ def test_a_file_in_another_process(tmp_path: Path) -> None:
 
 def dispatch_modes() -> list[int]:
     """Return the number of modes that a recorded forward of a model runs under."""
-    model, modes = vit(), list[int]()
+    model = vit()
+    modes = list[int]()
     model.blocks[0].register_forward_hook(
         lambda *_: modes.append(torch._C._len_torch_dispatch_stack())
     )

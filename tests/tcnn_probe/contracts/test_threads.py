@@ -47,8 +47,10 @@ def no_modes() -> bool:
 
 def test_at_once() -> None:
     """Two threads run the recorded model, and one a model of its own; while one is measured, others go by."""
-    model, second = vit(), vit(seed=1)
-    expected, before = entropies(model, images()), Trace(model)
+    model = vit()
+    second = vit(seed=1)
+    expected = entropies(model, images())
+    before = Trace(model)
     left: list[bool] = []
     start = threading.Barrier(3)
 
@@ -83,13 +85,16 @@ def test_at_once() -> None:
 
 
 def test_other_threads_and_models_in_the_middle_of_a_forward() -> None:
-    model, second, modes = vit(), vit(seed=1), list[bool]()
+    model = vit()
+    second = vit(seed=1)
+    modes = list[bool]()
     expected = entropies(model, images())
 
     def elsewhere() -> None:
         with torch.no_grad():
             # Five images and not three, so that those measured by mistake are counted.
-            model(images(5)), second(images(5))
+            model(images(5))
+            second(images(5))
         modes.append(no_modes())
 
     def hook(*_: Any) -> None:
@@ -123,7 +128,8 @@ def test_removed_by_another_thread_in_the_middle_of_a_forward() -> None:
 def test_exceptions_that_torch_tells_no_hook_of(error: type[BaseException]) -> None:
     """The forward that one ends is let go, by the next forward of any thread and at the end of the ``with``."""
     model = vit()
-    expected, before = entropies(model, images()), Trace(model)
+    expected = entropies(model, images())
+    before = Trace(model)
 
     def fail(*_: Any) -> None:
         raise error("in a thread")
@@ -167,7 +173,9 @@ def test_removed_before_such_an_exception(finish: str) -> None:
 
 def test_mark_in_the_middle_of_another_thread_s_forward() -> None:
     """A forward under way at a mark belongs to no epoch: its numbers and maps are not split between two."""
-    model, entered, marked = vit(), threading.Event(), threading.Event()
+    model = vit()
+    entered = threading.Event()
+    marked = threading.Event()
     expected = entropies(model, images())
 
     def wait(*_: Any) -> None:
@@ -186,7 +194,8 @@ def test_mark_in_the_middle_of_another_thread_s_forward() -> None:
             recorder.mark(epoch=epoch)
             marked.set()
             thread.join()
-            entered.clear(), marked.clear()
+            entered.clear()
+            marked.clear()
         for mark in range(2):
             check_entropies(recorder, expected, mark, images=3)
         maps = recorder.tree["maps/3x5x7"].to_dataset().class_attention
@@ -198,17 +207,16 @@ def test_hooks_that_another_thread_is_adding_or_removing() -> None:
     """torch keeps a hook and its wish for keyword arguments apart: between the two it is called without them."""
     model = vit()
     with tcnn_probe.record(model) as recorder:
-        (
-            model._forward_hooks_with_kwargs.clear(),
-            model._forward_pre_hooks_with_kwargs.clear(),
-        )
+        model._forward_hooks_with_kwargs.clear()
+        model._forward_pre_hooks_with_kwargs.clear()
         model(images())
         recorder.mark(epoch=0)
     check_entropies(recorder, entropies(vit(), images()), images=3)
 
 
 def test_what_one_thread_does_aside_sees_no_other_s_forwards() -> None:
-    model, names = vit(), list[str]()
+    model = vit()
+    names = list[str]()
     with (
         torch.no_grad(),
         untouched(model),
@@ -222,7 +230,8 @@ def test_what_one_thread_does_aside_sees_no_other_s_forwards() -> None:
 
 def test_autograd_s_own_threads_are_aside_with_any_other() -> None:
     """Gradients of a GPU come in threads that Python did not start, and that know no context."""
-    depths, done = list[int](), threading.Event()
+    depths = list[int]()
+    done = threading.Event()
 
     def alien() -> None:
         depths.append(hidden_depth())
@@ -241,7 +250,9 @@ def test_autograd_s_own_threads_are_aside_with_any_other() -> None:
 
 def test_a_forward_that_goes_on_is_not_given_up() -> None:
     """Its stack changes while another thread reads it, to see whether the forward still runs."""
-    model, image, failed = vit(), images()[:1], []
+    model = vit()
+    image = images()[:1]
+    failed = []
 
     class Listener(AttentionListener):
         def fails(self) -> None:
@@ -252,7 +263,8 @@ def test_a_forward_that_goes_on_is_not_given_up() -> None:
         for _ in range(60):
             model(image)
 
-    stream, interval = AttentionStream(model, Listener()), sys.getswitchinterval()
+    stream = AttentionStream(model, Listener())
+    interval = sys.getswitchinterval()
     threads = [threading.Thread(target=work) for _ in range(4)]
     try:
         # Threads change over at nearly every instruction, while stacks are read.

@@ -101,9 +101,11 @@ def test_each_sign(sign: str) -> None:
         if finding.sign == sign
     )
     of_layer = sign in ("not finite", "tokens alike", "outlier tokens")
-    assert (finding.layer, finding.heads) == ("far", () if of_layer else (1,))
+    assert finding.layer == "far"
+    assert finding.heads == () if of_layer else (1,)
     lasts = sign != "logits jump"  # which is over at the next mark
-    assert (finding.since, finding.until) == (7, None if lasts else 7)
+    assert finding.since == 7
+    assert finding.until == (None if lasts else 7)
     # Entropies are told as shares of the largest possible one, 4.
     value = ILL[sign][1] / (4 if sign == "entropy collapse" else 1)
     assert finding.value == pytest.approx(value)
@@ -114,7 +116,8 @@ def test_each_sign(sign: str) -> None:
 
     over = tcnn_probe.health(make_ill(healthy(), sign, slice(1, 3)))
     spell = next(finding for finding in over if finding.sign == sign)
-    assert (spell.since, spell.until) == (3, 5 if lasts else 3)
+    assert spell.since == 3
+    assert spell.until == (5 if lasts else 3)
 
 
 def test_a_pretrained_model_may_have_been_so_from_the_start() -> None:
@@ -186,11 +189,9 @@ def test_gated_layers_by_their_content_part() -> None:
     ds["uniform_content_entropy"] = ds.uniform_entropy.where(ds.layer == "far")
     ds.content_entropy[2:, 1, 0] = 0.1
     (finding,) = tcnn_probe.health(ds)
-    assert (finding.sign, finding.layer, finding.heads) == (
-        "entropy collapse",
-        "far",
-        (0,),
-    )
+    assert finding.sign == "entropy collapse"
+    assert finding.layer == "far"
+    assert finding.heads == (0,)
     assert finding.value == pytest.approx(0.1 / 4)
 
 
@@ -243,7 +244,8 @@ def vit() -> Any:
 
 def record_illness(path: Path) -> None:
     """Three epochs; at the second the queries and keys of a block are scaled up, at the third they still are."""
-    model, x = vit(), torch.randn(5, 3, 32, 48)
+    model = vit()
+    x = torch.randn(5, 3, 32, 48)
     with tcnn_probe.record(model, path, health=True) as recorder, torch.no_grad():
         model(x)
         recorder.mark(epoch=0)
@@ -299,7 +301,8 @@ def test_recorded_warned_of_printed_and_drawn(
 
 def test_health_adds_the_probe_once() -> None:
     """To the probes that are named, and without a layer there is nothing to warn of."""
-    model, x = vit(), torch.randn(5, 3, 32, 48)
+    model = vit()
+    x = torch.randn(5, 3, 32, 48)
     with (
         tcnn_probe.record(model, probes="health", health=True) as recorder,
         torch.no_grad(),

@@ -62,11 +62,9 @@ def foolbox_attack(
 @pytest.mark.parametrize("channels", [2, 3])
 @pytest.mark.parametrize("epsilon", [1 / 255, 0.1])
 def test_fgsm_is_foolboxs(channels: int, epsilon: float) -> None:
-    model, x, y = (
-        Small(channels).double().eval(),
-        pixels(7, channels).double(),
-        labels(7),
-    )
+    model = Small(channels).double().eval()
+    x = pixels(7, channels).double()
+    y = labels(7)
     normalization = [numbers[:channels] for numbers in NORMALIZATION]
     adversarial = evaluation.fgsm(
         model, x, y, epsilon=epsilon, normalization=normalization
@@ -85,7 +83,9 @@ def test_pgd_is_foolboxs(
     epsilon: float, step: float, steps: int, random_start: bool
 ) -> None:
     """From the point where ours starts: that of an ascent whose first step is too small to matter."""
-    model, x, y = Small().double().eval(), pixels(7).double(), labels(7)
+    model = Small().double().eval()
+    x = pixels(7).double()
+    y = labels(7)
     options = {"epsilon": epsilon, "step": step, "steps": steps}
     adversarial = evaluation.pgd(
         model,
@@ -125,7 +125,8 @@ def test_pgd_is_foolboxs(
 # The papers' budget, one that float32 rounds away near 1, and one that reaches the ends of the range.
 @pytest.mark.parametrize("epsilon", [1 / 255, 1e-9, 0.7])
 def test_budget_and_range(epsilon: float, dtype: torch.dtype) -> None:
-    model, x = Small(), pixels(5, size=(29, 31)).to(dtype)
+    model = Small()
+    x = pixels(5, size=(29, 31)).to(dtype)
     for attack in ATTACKS.values():
         adversarial = attack(
             model, x, labels(5), epsilon=epsilon, normalization=NORMALIZATION
@@ -144,7 +145,9 @@ def test_budget_and_range(epsilon: float, dtype: torch.dtype) -> None:
 
 
 def test_batches_do_not_matter() -> None:
-    model, x, y = Small().double(), pixels(7).double(), labels(7)
+    model = Small().double()
+    x = pixels(7).double()
+    y = labels(7)
     x[1], y[1] = x[0], y[0]
     # A step so small that the result is where the ascent starts.
     options: dict[str, Any] = {"normalization": NORMALIZATION, "steps": 1, "step": 1e-9}
@@ -161,7 +164,9 @@ def test_batches_do_not_matter() -> None:
 
 def test_normalization() -> None:
     """timm's own, as given; numbers or one a channel."""
-    model, x, y = configured(), pixels(3), labels(3)
+    model = configured()
+    x = pixels(3)
+    y = labels(3)
     mean, std = model.pretrained_cfg["mean"], model.pretrained_cfg["std"]
     usual = evaluation.fgsm(model, x, y)
     assert torch.equal(
@@ -178,7 +183,8 @@ def test_normalization() -> None:
 
 @pytest.mark.parametrize("precision", ["float32", "autocast"])
 def test_functions_arrays_and_whatever_mode_the_caller_is_in(precision: str) -> None:
-    model, attack = Small().eval(), evaluation.pgd
+    model = Small().eval()
+    attack = evaluation.pgd
     x, y = pixels(3), labels(3)
     with torch.autocast("cpu", torch.bfloat16, enabled=precision == "autocast"):
         expected = attack(model, x, y, normalization=NORMALIZATION)
@@ -204,11 +210,9 @@ def test_small_gradients_of_a_half_precision_model_are_not_zero() -> None:
     x = torch.full((1, 1, 2, 3), 0.5)
     sure = nn.Sequential(nn.Flatten(), nn.Linear(6, 2)).half()
     with torch.no_grad():
-        sure[1].weight[0], sure[1].weight[1], sure[1].bias[:] = (
-            -1,
-            1,
-            torch.tensor([26.0, 0.0]),
-        )
+        sure[1].weight[0] = -1
+        sure[1].weight[1] = 1
+        sure[1].bias[:] = torch.tensor([26.0, 0.0])
     assert (
         # All weights push the same way: up.
         evaluation.fgsm(sure, x, [0], epsilon=0.25, normalization=NONE) == 0.75
@@ -244,7 +248,9 @@ class BrokenError(Exception):
 
 
 def test_a_model_is_as_it_was_and_in_eval_mode_meanwhile() -> None:
-    model, x, y = Small(), pixels(3), labels(3)
+    model = Small()
+    x = pixels(3)
+    y = labels(3)
     expected = evaluation.pgd(model.eval(), x, y, normalization=NORMALIZATION)
     # Dropout is off.
     assert torch.equal(
@@ -256,7 +262,8 @@ def test_a_model_is_as_it_was_and_in_eval_mode_meanwhile() -> None:
 
     # In the middle of a forward, with the model in eval mode and gradients of weights off.
     model.drop.register_forward_hook(fail)
-    before, random = Trace(model), torch.get_rng_state()
+    before = Trace(model)
+    random = torch.get_rng_state()
     with pytest.raises(BrokenError):
         evaluation.pgd(model, x, y, normalization=NORMALIZATION)
     assert Trace(model) == before

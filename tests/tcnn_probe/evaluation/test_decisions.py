@@ -119,6 +119,7 @@ def test_mcnemar_by_hand() -> None:
             Fraction(math.comb(won + lost, k), 2 ** (won + lost))
             for k in range(won + lost + 1)
         ]
+        # Exact fractions: outcomes as likely as this one compare as equal, which floats might not.
         expected = sum(chance for chance in chances if chance <= chances[won])
         assert (int(result.first_only[at]), int(result.second_only[at])) == (won, lost)
         assert float(result.p_value[at]) == pytest.approx(float(expected), rel=1e-12)
@@ -143,10 +144,8 @@ def test_calibration_error_by_brute_force(bins: int) -> None:
     errors = calibration_error(ds.confidence, ds.correct, bins)
     assert errors.dims == ds.confidence.dims[:-1]
     for at in np.ndindex(errors.shape):
-        sure, right = (
-            ds.confidence.values[at].astype(float).tolist(),
-            ds.correct.values[at].tolist(),
-        )
+        sure = ds.confidence.values[at].astype(float).tolist()
+        right = ds.correct.values[at].tolist()
         total = 0.0
         # Bins are open below and closed above, as in Guo et al. (2017), and the first holds 0.
         for m in range(bins):
@@ -155,10 +154,8 @@ def test_calibration_error_by_brute_force(bins: int) -> None:
                 n for n, c in enumerate(sure) if low < c <= high or (m == 0 and c == 0)
             ]
             if held:
-                accuracy, mean = (
-                    sum(right[n] for n in held) / len(held),
-                    sum(sure[n] for n in held) / len(held),
-                )
+                accuracy = sum(right[n] for n in held) / len(held)
+                mean = sum(sure[n] for n in held) / len(held)
                 total += len(held) / 23 * abs(accuracy - mean)
         # Mean confidence and mean accuracy, which is 1 at most.
         terms = sum(map(abs, sure)) / 23 + 1
@@ -174,10 +171,8 @@ def test_calibrated_and_overconfident() -> None:
         [[True] * 8 + [False] * 2, [False] * 10], dims=("model", "image")
     )
     np.testing.assert_allclose(calibration_error(sure, right), [0, 0.8], atol=1e-15)
-    at_bound, answers = (
-        xr.DataArray([0.5, 0.4, 0.6], dims="image"),
-        xr.DataArray([False, True, True], dims="image"),
-    )
+    at_bound = xr.DataArray([0.5, 0.4, 0.6], dims="image")
+    answers = xr.DataArray([False, True, True], dims="image")
     # 0.5 is in the first bin.
     assert float(calibration_error(at_bound, answers, 2)) == pytest.approx(
         (0.1 + 0.4) / 3
@@ -195,6 +190,7 @@ def test_runs_with_several_seeds_join(dim: str) -> None:
     ]
     ds = xr.concat(runs, dim, **({"data_vars": "all"} if dim == "seed" else {}))
     for by in (None, "group"):
+        # Runs of one size, so that the mean over all is the mean of their means.
         apart = [disagreement(run, by).disagreement for run in runs]
         np.testing.assert_allclose(
             disagreement(ds, by).disagreement,

@@ -70,7 +70,8 @@ def test_labels_are_those_of_the_folders(name: str, tmp_path: Path) -> None:
     variant = imagenet_variant(name, tmp_path, batch_size=3, **options)
     images, labels = read(variant)
     # The grey of an image is its number; ImageNet-C's are not resized, others are.
-    levels = (images[:, 0].amax((1, 2)) * 255).round().int() // 10 - 1
+    greys = (images[:, 0].amax((1, 2)) * 255).round().int()
+    levels = greys // 10 - 1
     indices = [
         int(folder) if folder.isdigit() else WNIDS.index(folder) for folder in classes
     ]

@@ -119,10 +119,8 @@ def test_training_leaves_no_trace() -> None:
 
 def test_the_model_is_as_it_was_and_the_tables_join() -> None:
     model = timm.create_model("vit_tiny_patch16_224", img_size=32, depth=1).train()
-    before, state = (
-        Trace(model).hooks,
-        {name: x.clone() for name, x in model.state_dict().items()},
-    )
+    before = Trace(model).hooks
+    state = {name: x.clone() for name, x in model.state_dict().items()}
     ds = quick({"vit": model}, 32)
     assert model.training
     assert Trace(model).hooks == before

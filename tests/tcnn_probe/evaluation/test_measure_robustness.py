@@ -64,7 +64,8 @@ def right(
 
 def test_by_hand() -> None:
     models = {"a": Small().double().eval(), "b": Small(seed=1).double().eval()}
-    x, y = pixels(7).double(), labels(7)
+    x = pixels(7).double()
+    y = labels(7)
     # Large enough that some decisions change and others do not, as asserted at the end.
     pgd = {"epsilon": 0.05, "step": 0.02, "steps": 3}
     attacks = {"pgd": pgd, "fgsm": {"epsilon": 0.04}}
@@ -75,10 +76,8 @@ def test_by_hand() -> None:
     assert ds.corruption.values.tolist() == ["gaussian_noise", "contrast", "pixelate"]
     assert ds.group.values.tolist() == ["noise", "digital", "digital"]
     assert (ds.severity.values.tolist(), ds.seed.values.tolist()) == ([5, 2], [3, 0])
-    assert (ds.label.values.tolist(), ds.attack.values.tolist()) == (
-        y.tolist(),
-        ["fgsm", "pgd"],
-    )
+    assert ds.label.values.tolist() == y.tolist()
+    assert ds.attack.values.tolist() == ["fgsm", "pgd"]
     assert dict(ds.sizes) == {
         "model": 2,
         "image": 7,
@@ -128,7 +127,8 @@ def test_by_hand() -> None:
 def test_predictions_and_confidences_by_hand() -> None:
     """One image at a time, the softmax in float64: scores are rounded to float32 first."""
     models = {"a": Small().double().eval(), "b": Small(seed=1).double().eval()}
-    x, y = pixels(7).double(), labels(7)
+    x = pixels(7).double()
+    y = labels(7)
     ds = evaluation.robustness(
         models, x, y, **SOME, attacks="fgsm", normalization=NONE, batch_size=3
     )
@@ -175,7 +175,8 @@ def sensitive(x: Tensor) -> Tensor:
 
 
 def test_batches_do_not_matter() -> None:
-    x, y = pixels(17, size=(9, 11)), labels(17)
+    x = pixels(17, size=(9, 11))
+    y = labels(17)
     options: dict[str, Any] = {**SOME, "normalization": NONE, "attacks": STARTS}
     expected = evaluation.robustness(sensitive, x, y, **options)
     loader = DataLoader(TensorDataset(x, y), batch_size=7)
@@ -192,7 +193,8 @@ def test_batches_do_not_matter() -> None:
 
 def test_seeds() -> None:
     """Each is its own measurement, whatever the others are; what is not random is measured once."""
-    x, y = pixels(31, size=(9, 11)), labels(31)
+    x = pixels(31, size=(9, 11))
+    y = labels(31)
     options: dict[str, Any] = {
         "corruptions": ["impulse_noise", "contrast"],
         "severities": 4,
@@ -207,6 +209,7 @@ def test_seeds() -> None:
     together = evaluation.robustness(
         {"a": model, "b": model}, x, y, seeds=(5, 1), normalization=NONE, **options
     )
+    # FGSM starts at the image, whatever the seed; PGD starts at random, so once for each of two seeds.
     once = {
         "clean": 1,
         "impulse_noise": 2,
@@ -214,10 +217,10 @@ def test_seeds() -> None:
         "gradient and answer": 2 * (1 + 2),
     }
     assert len(batches) == 2 * sum(once.values())
+    # After the clean batches, the next six are three corrupted ones, for one model and the other.
     # Each batch is corrupted once for both models.
-    assert all(
-        torch.equal(a, b) for a, b in zip(batches[2:8:2], batches[3:8:2], strict=True)
-    )
+    for first, second in zip(batches[2:8:2], batches[3:8:2], strict=True):
+        assert torch.equal(first, second)
     for seed in (5, 1):
         alone = evaluation.robustness(
             {"a": sensitive, "b": sensitive},
@@ -228,6 +231,7 @@ def test_seeds() -> None:
             **options,
         )
         xr.testing.assert_equal(together.sel(seed=[seed]), alone)
+    # Contrast and FGSM do not depend on the seed.
     for name, expected in (
         ("correct", [False, True]),
         ("adversarial_correct", [True, False]),
@@ -237,7 +241,9 @@ def test_seeds() -> None:
 
 
 def test_functions_and_normalization_by_model() -> None:
-    model, x, y = configured().eval(), pixels(5), labels(5)
+    model = configured().eval()
+    x = pixels(5)
+    y = labels(5)
     mean, std = ([*model.pretrained_cfg[key]] for key in ("mean", "std"))
     # A function has no ``pretrained_cfg``.
     models = {"own": model, "given": model, "function": lambda x: model(x)}
@@ -301,11 +307,14 @@ def test_frost_of_ones_own() -> None:
         ds = evaluation.robustness(
             bright, x, [0] * 3, frost=[np.full((31, 37, 3), white)], **options
         )
-        assert (ds.accuracy.item(), ds.attrs["frost"]) == (white, "given")
+        assert ds.accuracy.item() == white
+        assert ds.attrs["frost"] == "given"
 
 
 def test_ties_and_nan() -> None:
-    x, y = pixels(4), torch.tensor([0, 0, 1, 2])
+    # Of equal scores the first counts, so only label 0 is right.
+    x = pixels(4)
+    y = torch.tensor([0, 0, 1, 2])
     ties = evaluation.robustness(lambda x: torch.zeros(len(x), 3), x, y, **CLEAN)
     assert ties.clean_correct[0].values.tolist() == [True, True, False, False]
 
@@ -347,11 +356,9 @@ def test_to_zarr_as_it_is(tmp_path: Path) -> None:
 
 def test_variants() -> None:
     """Variants with their own classes, or several right answers, are measured as if they were the images."""
-    models, x, y = (
-        {"a": Small().eval(), "b": Small(seed=1).eval()},
-        pixels(9),
-        labels(9),
-    )
+    models = {"a": Small().eval(), "b": Small(seed=1).eval()}
+    x = pixels(9)
+    y = labels(9)
     any_of = (
         torch.nn.functional.one_hot(y, 5).bool()
         | torch.nn.functional.one_hot((y + 1) % 5, 5).bool()
@@ -393,7 +400,9 @@ class BrokenError(Exception):
 
 def test_models_are_as_they_were() -> None:
     """Also after an exception at any of the 6 forwards of each."""
-    model, calls, broken_at = Small().train(), 0, 0
+    model = Small().train()
+    calls = 0
+    broken_at = 0
     # A mode, a frozen weight and a gradient of the user's own, which a mere ``train()`` would lose.
     model.norm.eval()
     model.first.weight.requires_grad_(False)
@@ -407,11 +416,10 @@ def test_models_are_as_they_were() -> None:
 
     model.drop.register_forward_hook(fail)
     x, copy = pixels(3), pixels(3)
-    before, random, numpys = (
-        Trace(model),
-        torch.get_rng_state(),
-        np.random.get_state()[1].copy(),  # noqa: NPY002
-    )
+    before = Trace(model)
+    random = torch.get_rng_state()
+    numpys = np.random.get_state()[1].copy()  # noqa: NPY002
+    # No exception, and one at the first, a middle and the last forward.
     for number in (0, 1, 3, 6):
         calls, broken_at = 0, number
         with pytest.raises(BrokenError) if number else nullcontext():

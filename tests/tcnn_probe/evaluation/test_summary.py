@@ -73,10 +73,8 @@ def test_relative_interval_holds_what_a_t_test_does_not_refuse(
 ) -> None:
     result = improvement(results, "cnn", by)
     if by is None:
-        interval, pairs = (
-            result.interval.sel(model="tcnn"),
-            results.clean_correct.values[:2].astype(float),
-        )
+        interval = result.interval.sel(model="tcnn")
+        pairs = results.clean_correct.values[:2].astype(float)
     else:  # the mean over corruptions and seeds, of each image
         interval = result.interval.sel(model="tcnn", severity=5)
         pairs = results.correct.values[:2, :, 1].mean((1, 2))
@@ -131,10 +129,8 @@ def test_no_share_of_a_baseline_that_is_never_right(
 
 def test_mean_corruption_error_by_hand(results: xr.Dataset) -> None:
     result = mean_corruption_error(results, "cnn")
-    error, clean = (
-        1 - results.correct.values.mean((3, 4)),
-        1 - results.clean_correct.values.mean(1),
-    )
+    error = 1 - results.correct.values.mean((3, 4))
+    clean = 1 - results.clean_correct.values.mean(1)
     groups = list(CORRUPTIONS.values())
     for kind in ("", "relative_"):
         ratio = np.zeros((3, 5))
@@ -191,16 +187,15 @@ def test_no_error_relative_to_a_baseline_without_errors(results: xr.Dataset) -> 
 def test_what_was_selected(
     results: xr.Dataset, by: str | None, dim: str, label: str | int
 ) -> None:
-    scalar, listed = results.sel({dim: label}), results.sel({dim: [label]})
+    scalar = results.sel({dim: label})
+    listed = results.sel({dim: [label]})
     gain, expected = improvement(scalar, "cnn", by), improvement(listed, "cnn", by)
     assert gain.improvement.dims == (("model",) if by is None else ("model", by))
     xr.testing.assert_identical(
         gain.reset_coords(drop=True), expected.reset_coords(drop=True)
     )
-    errors, expected = (
-        mean_corruption_error(scalar, "cnn"),
-        mean_corruption_error(listed, "cnn"),
-    )
+    errors = mean_corruption_error(scalar, "cnn")
+    expected = mean_corruption_error(listed, "cnn")
     xr.testing.assert_allclose(
         errors.reset_coords(drop=True), expected.reset_coords(drop=True)
     )

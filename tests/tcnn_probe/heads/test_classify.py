@@ -94,7 +94,8 @@ def test_types_and_their_attributes(method: Any, tmp_path: Path) -> None:
     # The limits are named, so that the mixed head of this recording stays between them whatever the defaults are.
     types = tcnn_probe.head_types(ds, method, information=(0.03, 0.125))
     xr.testing.assert_identical(ds, before)
-    assert (types.name, types.dims) == ("head_type", ds.entropy.dims)
+    assert types.name == "head_type"
+    assert types.dims == ds.entropy.dims
     assert (types.sel(layer="pool") == "").all()
     assert json.loads(types.attrs["unlabelled"]) == {
         "pool": "nothing finite is recorded of it"

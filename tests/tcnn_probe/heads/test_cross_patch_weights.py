@@ -17,7 +17,8 @@ from tcnn_probe.heads import cross_patch, translation_equivariance
 
 H, W = 5, 7
 PLACES = list(product(range(H), range(W)))
-PAIRS, OFFSETS = (H * W) ** 2, (2 * H - 1) * (2 * W - 1)
+PAIRS = (H * W) ** 2
+OFFSETS = (2 * H - 1) * (2 * W - 1)
 DEVIATION = math.sqrt(2 * (OFFSETS - 1) / ((PAIRS - OFFSETS) * (PAIRS - 1)))
 """Standard deviation of 1 - W / T of random numbers: chi-squares of n - g and n - 1 degrees, W a part of T."""
 
@@ -67,19 +68,17 @@ def test_of_known_matrices() -> None:
     for layer in (identity, convolution):
         assert layer.translation_equivariance.item() == pytest.approx(1, abs=1e-12)
     assert 0 < convolution.attention_distance < math.sqrt(2)
-    assert float(convolution.near_zero) == pytest.approx(
-        # Below a twentieth of the largest weight, 4.
-        float((toeplitz().abs() < 0.05 * 4).double().mean())
-    )
+    # Below a twentieth of the largest weight, 4.
+    near_zero = (toeplitz().abs() < 0.05 * 4).double().mean()
+    assert float(convolution.near_zero) == pytest.approx(float(near_zero))
     # Four standard deviations: one matrix in 16,000 would miss them by chance, and the seed is fixed.
     assert abs(float(random.translation_equivariance)) < 4 * DEVIATION
     # 4,000 rows, so that their own mean is known ten times better than the tolerance below.
     rows = torch.randn(4000, H * W, generator=torch.Generator().manual_seed(2)).abs()
     shares = rows / rows.sum(1, keepdim=True)
+    entropies = -(shares * shares.log()).sum(1)
     # Another draw of random rows: their mean entropy scatters.
-    assert float(random.entropy) == pytest.approx(
-        float(-(shares * shares.log()).sum(1).mean()), abs=0.05
-    )
+    assert float(random.entropy) == pytest.approx(float(entropies.mean()), abs=0.05)
 
 
 def test_of_every_pair_of_patches() -> None:
@@ -87,17 +86,13 @@ def test_of_every_pair_of_patches() -> None:
     layers = cross_patch(model)
     assert layers.layer.values.tolist() == [f"blocks.{n}" for n in range(3)]
     for n, block in enumerate(model.blocks):
-        a, layer = (
-            block.linear_tokens.weight.detach().double().numpy(),
-            layers.isel(layer=n),
-        )
+        a = block.linear_tokens.weight.detach().double().numpy()
+        layer = layers.isel(layer=n)
         distance, entropy = 0.0, 0.0
         for i, (y, x) in enumerate(PLACES):
             shares = abs(a[i]) / abs(a[i]).sum()
-            distance += sum(
-                p * math.dist((y, x), key)
-                for p, key in zip(shares, PLACES, strict=True)
-            ) / len(PLACES)
+            lengths = [math.dist((y, x), key) for key in PLACES]
+            distance += shares @ lengths / len(PLACES)
             entropy -= sum(p * math.log(p) for p in shares if p > 0) / len(PLACES)
             np.testing.assert_array_equal(
                 layer.weight.sel(query_y=y, query_x=x), a[i].reshape(H, W)
@@ -131,12 +126,9 @@ def test_of_mlp_mixer_it_is_the_product() -> None:
     for key in (0, 9):
         patch = zero.clone()
         patch[..., key] = 1
-        effect = (
-            (block.mlp_tokens(patch) - block.mlp_tokens(zero)).detach().reshape(H, W)
-        )
-        np.testing.assert_allclose(
-            weight.sel(y=key // W, x=key % W), effect, atol=1e-12
-        )
+        effect = (block.mlp_tokens(patch) - block.mlp_tokens(zero)).detach()
+        column = weight.sel(y=key // W, x=key % W)
+        np.testing.assert_allclose(column, effect.reshape(H, W), atol=1e-12)
 
 
 def equivariance(pattern: np.ndarray, prefix: int) -> float:
@@ -166,10 +158,12 @@ def test_a_relative_position_bias_is_a_convolution(kind: str) -> None:
             "depths": (1,),
             "num_heads": (2,),
         }
-        model, prefix = timm.create_model("swin_tiny_patch4_window7_224", **shape), 0
+        model = timm.create_model("swin_tiny_patch4_window7_224", **shape)
+        prefix = 0
     else:
         shape |= {"img_size": (16 * H, 16 * W), "depth": 1, "num_heads": 2}
-        model, prefix = timm.create_model("beit_base_patch16_224", **shape), 1
+        model = timm.create_model("beit_base_patch16_224", **shape)
+        prefix = 1
     (layer,) = (
         module
         for module in model.modules()

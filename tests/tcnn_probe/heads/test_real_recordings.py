@@ -41,13 +41,11 @@ def test_a_tcnn_starts_convolutional_and_is_turned(tmp_path: Path) -> None:
     ds = recorded(model, *size, path=tmp_path / "run.zarr")
     # A low gate alone is no content.
     expected = [conv] * 2 + ["averaging"] * 2 + ["content"] + [conv] * 4
-    assert tcnn_probe.head_types(ds).values.tolist() == [
-        [expected, [conv] * 9, [conv] * 9]
-    ]
+    types = tcnn_probe.head_types(ds)
+    assert types.values.tolist() == [[expected, [conv] * 9, [conv] * 9]]
     by_gate = [conv] * 2 + ["content"] * 3 + [conv] * 4
-    assert tcnn_probe.head_types(ds, by="gate").values.tolist() == [
-        [by_gate, [conv] * 9, [conv] * 9]
-    ]
+    types = tcnn_probe.head_types(ds, by="gate")
+    assert types.values.tolist() == [[by_gate, [conv] * 9, [conv] * 9]]
     with torch.no_grad():
         first.gating.fill_(20.0)
         first.raw_locality.fill_(-4.0)  # no locality: averages
@@ -85,10 +83,8 @@ class Four(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         height, width = x.shape[2:]
-        y, x_ = (
-            torch.arange(height).repeat_interleave(width),
-            torch.arange(width).repeat(height),
-        )
+        y = torch.arange(height).repeat_interleave(width)
+        x_ = torch.arange(width).repeat(height)
         squared = (
             ((y[:, None] - y) ** 2 + (x_[:, None] - x_) ** 2)
             .to(x)

@@ -86,6 +86,7 @@ def test_types_by_the_gate_at_and_beside_every_threshold(
     values = list(
         itertools.product(
             [*around(*thresholds.gate), 0.0, 1.0, NAN, INF],
+            # The spread, and the reach of 1, are constants and no options.
             [*around(0.75), 0.0, 1.0, NAN],
             [*around(0.75, 1.0), 0.0, 1.5, NAN, INF],
         )

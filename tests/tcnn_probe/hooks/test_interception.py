@@ -145,7 +145,8 @@ def test_softmax(softmax: Callable[[], Tensor], is_attention: bool) -> None:
     ] * is_attention
 
 
-WEIGHTS, VALUES = tensor(B, QUERIES, KEYS), tensor(B, KEYS, SIZE, seed=1)
+WEIGHTS = tensor(B, QUERIES, KEYS)
+VALUES = tensor(B, KEYS, SIZE, seed=1)
 
 
 @pytest.mark.parametrize(

@@ -63,6 +63,7 @@ def test_modes_above_stay_on_in_their_order(kind: type) -> None:
     lower, middle, upper = (kind() for _ in range(3))
     for mode in (lower, middle, upper):
         mode.__enter__()
+    # Under another that stays on: leaving it would pop that one.
     modes = [middle]
     take_off(modes)
     assert not modes
@@ -138,7 +139,8 @@ def test_hidden_depth_is_that_of_the_nested_blocks() -> None:
 
 @pytest.mark.filterwarnings("ignore:.*jit.trace")
 def test_calls_that_are_not_on_numbers_of_the_users() -> None:
-    x, answers = torch.ones(3, 2), list[bool]()
+    x = torch.ones(3, 2)
+    answers = list[bool]()
 
     def ask(row: Tensor) -> Tensor:
         answers.append(is_transformed([row]))

@@ -19,4 +19,5 @@ def fused(request: pytest.FixtureRequest) -> Iterator[bool]:
     """Run with and without fused attention, as timm is asked to."""
     set_fused_attn(request.param, experimental=request.param)  # which Swin needs
     yield request.param
+    # timm's default.
     set_fused_attn(True)

@@ -74,6 +74,7 @@ def run(threads: list[threading.Thread]) -> None:
         thread.join()
 
 
+# Terms run their layers again, so that fewer forwards take as long.
 @pytest.mark.parametrize(
     ("terms", "forwards"), [(False, 8), (True, 3)], ids=["gates and heads", "terms too"]
 )
@@ -93,6 +94,7 @@ def test_three_threads(terms: bool, forwards: int) -> None:
             run([threading.Thread(target=work) for _ in range(3)])
             recorder.mark(epoch=0)
     assert equal == [True] * 6 * forwards  # in three threads, twice
+    # The first three heads attend by position, and the fourth by content.
     assert recorder.dataset.gate.sel(layer="gated").values[0, :4].tolist() == [
         1,
         1,
@@ -112,7 +114,9 @@ def test_a_thread_that_is_in_the_middle_of_a_forward(
 ) -> None:
     """When the ablation ends its layer ends as it began; one that was torn down leaves nothing behind."""
     model, outputs = Both(), []
-    before, inside, ended = Trace(model), threading.Event(), threading.Event()
+    before = Trace(model)
+    inside = threading.Event()
+    ended = threading.Event()
 
     def stop(module: nn.Module, args: tuple[Tensor]) -> None:
         if threading.current_thread() is not threading.main_thread():
@@ -149,7 +153,9 @@ def test_a_thread_that_is_in_the_middle_of_a_forward(
 
 def test_hooks_that_a_thread_has_left_go_at_the_next_call() -> None:
     """The forward was running when the ablation ended, and then ended by an exception that torch tells no hook of."""
-    model, inside, ended = Both(), threading.Event(), threading.Event()
+    model = Both()
+    inside = threading.Event()
+    ended = threading.Event()
     before = Trace(model)
 
     def stop(module: nn.Module, args: tuple[Tensor]) -> None:

@@ -40,10 +40,12 @@ class Stop(nn.Module):
 def test_nothing_is_left(case: str) -> None:
     """Neither of the ablation, while it is there but for its hooks, nor of exceptions in a forward or in the body."""
     make, make_images, options = CASES[case]
-    model, x = make(), make_images()
+    model = make()
+    x = make_images()
     stop = Stop(model)
     model(x).sum().backward()
-    plain, before = model(x).detach(), State(model)
+    plain = model(x).detach()
+    before = State(model)
     with tcnn_probe.ablate(model, **options):
         expected = model(x)
         # An ablation that does nothing would leave nothing either.
@@ -124,8 +126,11 @@ def test_images_that_are_no_batches(images: Any, message: str) -> None:
 @pytest.mark.parametrize("case", ["positional", "zero, vit"])
 def test_copies_are_not_ablated(case: str) -> None:
     make, make_images, options = CASES[case]
-    model, x = make(), make_images()
-    plain, file, before = model(x), io.BytesIO(), Trace(model)
+    model = make()
+    x = make_images()
+    plain = model(x)
+    file = io.BytesIO()
+    before = Trace(model)
     with tcnn_probe.ablate(model, **options):
         ablated = model(x)
         torch.save(model, file)
@@ -140,7 +145,8 @@ def test_copies_are_not_ablated(case: str) -> None:
 
 
 def test_what_did_not_happen_is_an_error() -> None:
-    model, x = Chain(), chain_images()
+    model = Chain()
+    x = chain_images()
     # A layer that no forward calls.
     model.unused = scatter(GPSA(2, 2, 3, padding=1))
     before = State(model)
@@ -178,8 +184,10 @@ def test_what_did_not_happen_is_an_error() -> None:
 @torch.no_grad()
 def test_without_a_with() -> None:
     """An ablation acts from the call until it is removed; a ``with`` around it ends it, and may begin it again."""
-    model, x = Chain(), chain_images()
-    plain, before = model(x), State(model)
+    model = Chain()
+    x = chain_images()
+    plain = model(x)
+    before = State(model)
     ablation = tcnn_probe.ablate(
         model, {"near": [1, 3]}, "mean", images=chain_images(5)
     )
@@ -187,7 +195,8 @@ def test_without_a_with() -> None:
     # Else the assertions below would hold of an ablation that does nothing.
     assert not torch.allclose(ablated, plain, atol=1e-4)
     # A second time does nothing.
-    ablation.remove(), ablation.remove()
+    ablation.remove()
+    ablation.remove()
     assert torch.equal(model(x), plain)
     before.check(model)
     for _ in range(2):

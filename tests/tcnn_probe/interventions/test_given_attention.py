@@ -37,11 +37,9 @@ class LayerCall:
         def keep(
             module: nn.Module, args: tuple[Any, ...], kwargs: Any, output: Any
         ) -> None:
-            self.args, self.kwargs, self.output = (
-                args,
-                kwargs,
-                output[0] if isinstance(output, tuple) else output,
-            )
+            self.args = args
+            self.kwargs = kwargs
+            self.output = output[0] if isinstance(output, tuple) else output
 
         with layer.register_forward_hook(keep, with_kwargs=True):
             model(x)
@@ -63,6 +61,7 @@ def of_softmax(layer: Any, call: LayerCall) -> tuple[Tensor, Tensor]:
         qkv = tokens @ layer.in_proj_weight.T + layer.in_proj_bias
     else:
         beit = getattr(layer, "q_bias", None) is not None
+        # BEiT's keys have no bias.
         bias = (
             torch.cat([layer.q_bias, 0 * layer.q_bias, layer.v_bias])
             if beit
@@ -91,14 +90,14 @@ def close(
     windows: int = 1,
 ) -> None:
     """The output of a layer is projection(weights @ values), to rounding of that sum."""
-    weight, bias = projection.weight.flatten(1), projection.bias
-    output = (weights @ values).transpose(1, 2).flatten(2) @ weight.T + bias  # type: ignore[operator]
-    size = (weights @ values.abs()).transpose(1, 2).flatten(
-        2
-    ) @ weight.abs().T + bias.abs()  # type: ignore[operator, union-attr]
-    assert ((actual - output).abs() <= ROUNDINGS * size).all(), (
-        (actual - output).abs() / size
-    ).max()
+    weight = projection.weight.flatten(1)
+    bias = projection.bias
+    gathered = (weights @ values).transpose(1, 2).flatten(2)
+    output = gathered @ weight.T + bias  # type: ignore[operator]
+    terms = (weights @ values.abs()).transpose(1, 2).flatten(2)
+    size = terms @ weight.abs().T + bias.abs()  # type: ignore[operator, union-attr]
+    roundings = (actual - output).abs() / size
+    assert (roundings <= ROUNDINGS).all(), roundings.max()
 
 
 @torch.no_grad()
@@ -113,11 +112,9 @@ def test_softmax_by_hand(name: str, mode: Any, fused: bool) -> None:
     make, shape, path, projection = MODELS[name]
     model = wide(make())
     layer = model.get_submodule(path)
-    x, references = (
-        torch.randn(4, *shape).double(),
-        # Three references for four images: the fourth gets the first one's attention.
-        torch.randn(REFERENCE_IMAGES, *shape).double(),
-    )
+    x = torch.randn(4, *shape).double()
+    # Three references for four images: the fourth gets the first one's attention.
+    references = torch.randn(REFERENCE_IMAGES, *shape).double()
     reference_attention, _ = of_softmax(layer, LayerCall(model, layer, references))
     attention, values = of_softmax(layer, LayerCall(model, layer, x))
     plain, seed = model(x), None
@@ -141,10 +138,8 @@ def test_gated_by_hand(mode: Any) -> None:
     torch.manual_seed(0)
     layer = scatter(GPSA(4, 6, (2, 3), (2, 1), (1, 1), dtype=torch.float64), seed=3)
     nn.init.normal_(layer.value)
-    x, references = (
-        torch.randn(4, 4, 5, 7).double(),
-        torch.randn(REFERENCE_IMAGES, 4, 5, 7).double(),
-    )
+    x = torch.randn(4, 4, 5, 7).double()
+    references = torch.randn(REFERENCE_IMAGES, 4, 5, 7).double()
     names = ("query", "key", "center", "gating", "locality_strength")
     options = {name: getattr(layer, name).detach() for name in names}
     places = {
@@ -159,10 +154,8 @@ def test_gated_by_hand(mode: Any) -> None:
     weights = exchange_heads(attention, reference_attention, mode)
     values = nn.functional.pad(x, (1, 1, 1, 1)).flatten(2).mT @ layer.value.T
     taps = nn.Linear(1, 1)
-    taps.weight, taps.bias = (
-        nn.Parameter(layer.weight.permute(0, 2, 3, 1).flatten(1)),
-        layer.bias,
-    )  # type: ignore[assignment]
+    taps.weight = nn.Parameter(layer.weight.permute(0, 2, 3, 1).flatten(1))
+    taps.bias = layer.bias  # type: ignore[assignment]
     with tcnn_probe.ablate(
         layer, {"": HEADS}, mode, images=[references[:1], references[1:]], seed=None
     ):
@@ -184,7 +177,8 @@ def test_its_own_attention_changes_nothing(name: str, fused: bool) -> None:
     make, shape, layer, _ = MODELS[name]
     model = wide(make())
     x = torch.randn(3, *shape).double()
-    plain, recordings = model(x), []
+    plain = model(x)
+    recordings = []
     for heads in ({}, None):
         with (
             tcnn_probe.ablate(
@@ -235,8 +229,9 @@ def test_attention_by_position_alone_stays(name: str, mode: Any) -> None:
     model, x, references = by_position(name)
     plain = model(x)
     with tcnn_probe.ablate(model, mode=mode, images=references):
-        # The mean of attentions that are all the same is off by rounding in float32 alone.
-        assert (model(x) - plain).abs().max() < 1e-6 * max(1, float(plain.abs().max()))
+        difference = (model(x) - plain).abs().max()
+    # The mean of attentions that are all the same is off by rounding in float32 alone.
+    assert difference < 1e-6 * max(1, float(plain.abs().max()))
 
 
 @torch.no_grad()
@@ -304,11 +299,9 @@ def test_who_gets_whose() -> None:
 
 def test_gradients_flow_through_the_values() -> None:
     """Gradients by hand treat the reference attention as constants: exchanged heads' queries and keys get none."""
-    model, x, references = (
-        vit().double(),
-        vit_images(4).double(),
-        vit_images(REFERENCE_IMAGES, seed=1).double(),
-    )
+    model = vit().double()
+    x = vit_images(4).double()
+    references = vit_images(REFERENCE_IMAGES, seed=1).double()
     layer: Any = model.blocks[1].attn
     reference_attention, _ = of_softmax(layer, LayerCall(model, layer, references))
     call = LayerCall(model, layer, x)
@@ -335,12 +328,11 @@ def test_gradients_flow_through_the_values() -> None:
 @torch.no_grad()
 def test_images_in_every_form() -> None:
     make, _, layer, _ = MODELS["vit"]
-    model, pictures = (
-        make(),
-        [Image.new("RGB", (40, 24), color) for color in ("red", "blue")],
-    )
+    model = make()
+    pictures = [Image.new("RGB", (40, 24), color) for color in ("red", "blue")]
     references = as_images(pictures, model)
-    x, outputs = torch.randn(3, 3, 24, 40), []
+    x = torch.randn(3, 3, 24, 40)
+    outputs = []
     for form in (
         references,
         [*references],
@@ -380,7 +372,8 @@ def test_a_layer_that_attends_anew_in_the_same_forward_is_refused(mode: Any) -> 
 
 @torch.no_grad()
 def test_errors() -> None:
-    model, x = Chain(), chain_images()
+    model = Chain()
+    x = chain_images()
     with pytest.raises(ValueError, match="mode='static' needs images="):
         tcnn_probe.ablate(model, mode="static")
     with pytest.raises(

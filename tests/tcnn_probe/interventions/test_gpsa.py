@@ -73,7 +73,8 @@ def close(actual: Tensor, expected: Tensor) -> None:
 )
 def test_gates(mode: str, gate: float, backend: str) -> None:
     """Forced heads equal the computation by hand; if all are forced not one bit of the other attention is left."""
-    model, x = layer(backend=backend), images()
+    model = layer(backend=backend)
+    x = images()
     gating = model.gating.detach().double()
     gating[[1, 4]] = gate
     with torch.no_grad():
@@ -91,7 +92,8 @@ def test_gates(mode: str, gate: float, backend: str) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
 def test_gates_in_other_precisions(dtype: torch.dtype) -> None:
-    model, x = layer(dtype=dtype), images().to(dtype)
+    model = layer(dtype=dtype)
+    x = images().to(dtype)
     twin = copy.deepcopy(model)
     with torch.no_grad():
         # The sigmoid of infinity is 1 exactly.
@@ -109,6 +111,7 @@ def test_all_gates_at_one_give_the_convnet_back() -> None:
         "zero_init_last": False,
     }
     cnn = ResNet(BasicBlock, [1, 1, 1, 2], **options).eval()
+    # At the stride of the convnet, which is the oracle.
     model = reparameterize(
         cnn, stride="keep", locality_strength=20.0, input_size=(2, 71, 103)
     )
@@ -145,6 +148,7 @@ def test_zeroed_and_averaged_heads() -> None:
     assert model.bias is not None
     with tcnn_probe.ablate(model):  # the bias is left, exactly
         assert torch.equal(model(x), model.bias[:, None, None].expand_as(model(x)))
+    # Zeroing by a product would not do: 0 times NaN is NaN.
     model.center[2] = math.nan
     with tcnn_probe.ablate(model, {"": 2}):
         assert model(x).isfinite().all()
@@ -153,7 +157,9 @@ def test_zeroed_and_averaged_heads() -> None:
 @torch.no_grad()
 def test_mean_over_images() -> None:
     """A mean over any number of batches, read once, of the heads as enclosing ablations have made them."""
-    model, x, references = nn.Sequential(layer()), images(), images(5, seed=1)
+    model = nn.Sequential(layer())
+    x = images()
+    references = images(5, seed=1)
     gpsa, calls = model[0], []
     handle = model.register_forward_hook(
         lambda module, args, output: calls.append(len(args[0]))
@@ -186,7 +192,8 @@ def test_mean_over_images() -> None:
 
 @torch.no_grad()
 def test_heads_of_another_layer_put_in() -> None:
-    model, x = nn.Sequential(layer(), nn.ReLU()), images()
+    model = nn.Sequential(layer(), nn.ReLU())
+    x = images()
     source = copy.deepcopy(model)
     for parameter in source.parameters():
         nn.init.normal_(parameter)
@@ -202,7 +209,8 @@ def test_heads_of_another_layer_put_in() -> None:
 @pytest.mark.parametrize("same", [True, False])
 def test_its_own_heads_put_in_change_nothing(same: bool) -> None:
     """The layer's own heads bring their own gates, so that nothing changes under other gates either."""
-    model, x = Chain(), torch.randn(2, 2, 7, 11)
+    model = Chain()
+    x = torch.randn(2, 2, 7, 11)
     source = model if same else copy.deepcopy(model)
     with torch.no_grad():
         expected = model(x)
@@ -213,6 +221,7 @@ def test_its_own_heads_put_in_change_nothing(same: bool) -> None:
             tcnn_probe.ablate(model, "near", "positional"),
         ):
             gated = model(x)
+        # The same gates in another way: float32 rounds elsewhere.
         with tcnn_probe.ablate(model, {"near": [0, 2, 3, 4, 6, 7, 8]}, "positional"):
             torch.testing.assert_close(model(x), gated, rtol=1e-4, atol=1e-4)
         with tcnn_probe.ablate(model, ["near", "far"], "replaced", source=source):
@@ -223,7 +232,8 @@ def test_its_own_heads_put_in_change_nothing(same: bool) -> None:
 
 def test_gradients_are_those_of_what_runs() -> None:
     """Input and every parameter, in float64, against the same model with zeroed taps and fixed gates."""
-    model, x = layer(dtype=torch.float64), images().double().requires_grad_()
+    model = layer(dtype=torch.float64)
+    x = images().double().requires_grad_()
     with (
         tcnn_probe.ablate(model, {"": [0, 2]}),
         tcnn_probe.ablate(model, {"": [2, 3]}, "positional"),
@@ -233,7 +243,8 @@ def test_gradients_are_those_of_what_runs() -> None:
     assert model.gating.grad is not None
     assert model.gating.grad[[0, 2, 3]].tolist() == [0, 0, 0]
     assert model.gating.grad[[1, 4, 5]].abs().min() > 0
-    twin, y = copy.deepcopy(model), x.detach().clone().requires_grad_()
+    twin = copy.deepcopy(model)
+    y = x.detach().clone().requires_grad_()
     taps = torch.ones(6, dtype=torch.float64)
     taps[[0, 2]] = 0
     twin.zero_grad()

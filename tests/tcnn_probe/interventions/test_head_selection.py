@@ -60,7 +60,8 @@ def mask(*layers: str, **true: list[int]) -> xr.DataArray:
 
 
 def test_by_array() -> None:
-    model, array = Chain(), mask(near=[1, 8], far=[24])
+    model = Chain()
+    array = mask(near=[1, 8], far=[24])
 
     def heads(selection: xr.DataArray) -> dict[str, tuple[int, ...]]:
         return tcnn_probe.ablate(model, selection).heads
@@ -86,7 +87,8 @@ def test_by_array() -> None:
 
 
 def test_an_empty_selection_ablates_nothing_and_is_warned_of() -> None:
-    model, x = Chain(), torch.randn(2, 2, 7, 11)
+    model = Chain()
+    x = torch.randn(2, 2, 7, 11)
     empty = pytest.warns(RuntimeWarning, match="no head is selected")
     with torch.no_grad():
         plain = model(x)
@@ -179,7 +181,8 @@ class Around(Own):
 
     def __init__(self, attends: bool) -> None:
         super().__init__()
-        self.attends, self.inner = attends, Own()
+        self.attends = attends
+        self.inner = Own()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         # A function between them, so that the inner attention's output is not the outer one's.
@@ -198,7 +201,8 @@ class Channels(nn.Module):
 
 
 def test_a_layer_of_ones_own_has_to_be_named() -> None:
-    model, x = nn.Sequential(nn.Linear(6, 6), Own()), torch.randn(2, 5, 6)
+    model = nn.Sequential(nn.Linear(6, 6), Own())
+    x = torch.randn(2, 5, 6)
     with pytest.raises(ValueError, match="One that is not called so has to be named"):
         tcnn_probe.ablate(model)
     plain = model(x)
@@ -218,7 +222,8 @@ def test_a_layer_of_ones_own_has_to_be_named() -> None:
 
 
 def test_attention_is_that_of_the_layer_itself() -> None:
-    model, x = nn.Sequential(Around(True)), torch.randn(2, 5, 6)
+    model = nn.Sequential(Around(True))
+    x = torch.randn(2, 5, 6)
     for outer, inner in (("0", "0.inner"), ("0.inner", "0")):
         with tcnn_probe.ablate(model, outer):
             torch.testing.assert_close(model(x), Own()(x))

@@ -28,8 +28,10 @@ def test_others_hooks_see_what_is_ablated() -> None:
 @torch.no_grad()
 def test_nested() -> None:
     """The ablation entered last decides a head's output; gates and outputs are apart; ablations end in any order."""
-    model, x = Chain(), chain_images()
-    before, heads = State(model), {"near": [0, 1]}
+    model = Chain()
+    x = chain_images()
+    before = State(model)
+    heads = {"near": [0, 1]}
 
     def output(*ablations: Any) -> Tensor:
         with ExitStack() as stack:
@@ -45,12 +47,10 @@ def test_nested() -> None:
     def replaced(heads: Any) -> Any:
         return ended(heads, "replaced", source=other_chain())
 
-    zero, mean, replacement, gates = (
-        ended(heads),
-        ended(heads, "mean"),
-        replaced(heads),
-        ended({"near": 1}, "positional"),
-    )
+    zero = ended(heads)
+    mean = ended(heads, "mean")
+    replacement = replaced(heads)
+    gates = ended({"near": 1}, "positional")
     torch.testing.assert_close(output(zero, mean, replacement), output(replacement))
     torch.testing.assert_close(output(zero, replacement, mean), output(mean))
     torch.testing.assert_close(output(mean, gates, replacement, zero), output(zero))
@@ -58,8 +58,10 @@ def test_nested() -> None:
     torch.testing.assert_close(
         output(replacement, second), output(replaced({"near": 0}), second)
     )
-    gated, content = output(gates), ended("near", "content")
+    gated = output(gates)
+    content = ended("near", "content")
     # By hand: all heads by content, but for head 1, whose ablation came last.
+    # sigmoid(40) is 1 and sigmoid(-40) 4e-18, in float32 as good as 0.
     model.near.gating[:] = torch.tensor([-40.0, 40, *[-40] * 7])
     torch.testing.assert_close(output(content, gates), model(x))
     model.near.load_state_dict(Chain().near.state_dict())
@@ -78,7 +80,8 @@ def test_nested() -> None:
 )
 def test_recorded(inside: bool) -> None:
     """Gates and entropies are those of what runs; what is run besides is not recorded."""
-    model, x = Chain(), chain_images()
+    model = Chain()
+    x = chain_images()
 
     def enter(stack: ExitStack) -> None:
         stack.enter_context(tcnn_probe.ablate(model, {"near": [1, 2]}, "positional"))
@@ -125,6 +128,7 @@ def test_a_layer_that_is_all_of_the_model_is_recorded_as_it_runs(inside: bool) -
         model(chain_images())
         recorder.mark(epoch=0)
     recorder.remove()
+    # With gates of 1 the whole attention is its positional part.
     assert (
         abs(recorder.dataset.entropy - recorder.dataset.positional_entropy).max() < 1e-6
     )
@@ -139,7 +143,8 @@ class Single(nn.Module):
 
 @torch.no_grad()
 def test_a_single_head_is_recorded_while_it_is_ablated() -> None:
-    model, x = nn.Sequential(Single()).eval(), torch.randn(2, 5, 7)
+    model = nn.Sequential(Single()).eval()
+    x = torch.randn(2, 5, 7)
     with tcnn_probe.ablate(model, "0"), tcnn_probe.record(model) as recorder:
         assert (model(x) == 0).all()
         recorder.mark(epoch=0)
@@ -147,13 +152,15 @@ def test_a_single_head_is_recorded_while_it_is_ablated() -> None:
 
 
 def test_explained() -> None:
-    model, x = vit(), vit_images(2)
+    model = vit()
+    x = vit_images(2)
     for method in ("class_attention", "rollout"):
         plain = tcnn_probe.saliency(model, x, target=1, method=method)
         with tcnn_probe.ablate(model, "blocks.0.attn"):
             ablated = tcnn_probe.saliency(model, x, target=1, method=method)
         with tcnn_probe.ablate(model, "blocks.0.attn", "replaced", source=model):
             replaced = tcnn_probe.saliency(model, x, target=1, method=method)
+        # Ten times what rounding is allowed below.
         assert abs(ablated - plain).max() > 1e-3 * abs(plain).max()
         # Its own heads change nothing but the rounding of float32.
         assert abs(replaced - plain).max() < 1e-4 * abs(plain).max()

@@ -48,8 +48,11 @@ def without(
 def test_zeroed_heads(name: str, fused: bool) -> None:
     """Nothing but the bias is left of all heads; a recorder sees attention as it is before heads are zeroed."""
     make, shape, layer, projection = MODELS[name]
-    model, x = make(), torch.randn(2, *shape)
-    count, plain, recordings = heads_of(model, layer), model(x), []
+    model = make()
+    x = torch.randn(2, *shape)
+    count = heads_of(model, layer)
+    plain = model(x)
+    recordings = []
     # None, the last one, and all: an index that is off by one shows at the end.
     for heads in ([], [count - 1], [*range(count)]):
         expected = without(model, layer, projection, heads)(x.double())
@@ -98,11 +101,13 @@ def by_hand_talking(
 
 @torch.no_grad()
 def test_talking_heads_are_zeroed_before_they_are_mixed() -> None:
-    model, x = MODELS["cait"][0](), torch.randn(2, *MODELS["cait"][1])
+    model = MODELS["cait"][0]()
+    x = torch.randn(2, *MODELS["cait"][1])
     layer = model.get_submodule("blocks.1.attn")
     assert isinstance(layer, TalkingHeadAttn)
     with tcnn_probe.ablate(model, {"blocks.1.attn": [0, 2]}):
         tokens, output = input_and_output(model, layer, x)
+    # The model runs in float32, the computation by hand in float64.
     torch.testing.assert_close(
         output.double(), by_hand_talking(layer, tokens, [0, 2]), rtol=1e-3, atol=1e-3
     )
@@ -141,7 +146,9 @@ def by_hand(layer: Attention, tokens: Tensor) -> Tensor:
 @torch.no_grad()
 @pytest.mark.parametrize("over", ["queries", "images"])
 def test_means(over: str, fused: bool) -> None:
-    model, x, references = vit(), vit_images(), vit_images(5, seed=1)
+    model = vit()
+    x = vit_images()
+    references = vit_images(5, seed=1)
     # Five references for two images: a mean over them has no axis that fits by accident.
     layer = model.blocks[0].attn
     heads = by_hand(layer, input_and_output(model, layer, x)[0])[:, :, [0, 2]]
@@ -172,7 +179,8 @@ def test_means(over: str, fused: bool) -> None:
 def test_means_of_windows_and_others(name: str) -> None:
     """A layer with every head averaged outputs its own mean: over the images, or over the queries of a window."""
     make, shape, layer, _ = MODELS[name]
-    model, references = make(), torch.randn(3, *shape)
+    model = make()
+    references = torch.randn(3, *shape)
     attention = model.get_submodule(layer)
 
     def output(x: Tensor) -> Tensor:
@@ -203,24 +211,28 @@ def test_means_of_windows_and_others(name: str) -> None:
 def test_heads_of_another_model(name: str, fused: bool) -> None:
     """Its own change nothing; of another one they are what the two give without each other's channels."""
     make, shape, layer, projection = MODELS[name]
-    model, x = wide(make()), torch.randn(2, *shape, dtype=torch.float64)
+    model = wide(make())
+    x = torch.randn(2, *shape, dtype=torch.float64)
     source = copy.deepcopy(model)
     for parameter in source.get_submodule(layer).parameters():
         # Far enough from the model that a head taken from the wrong one shows.
         parameter.mul_(1.3).add_(0.1)
-    count, plain = heads_of(model, layer), model(x)
+    count = heads_of(model, layer)
+    plain = model(x)
     size = float(plain.abs().max())
     with tcnn_probe.ablate(model, layer, "replaced", source=model):
         # Terms are differences of two outputs, and lose the digits that these have in common.
         # 1e-6 of float64: half of its digits are lost in the differences.
         torch.testing.assert_close(model(x), plain, rtol=1e-6, atol=1e-6 * size)
-    heads, rest = [count - 1], [*range(count - 1)]
+    heads = [count - 1]
+    rest = [*range(count - 1)]
     twins = [
         without(model, layer, projection, heads),
         without(source, layer, projection, rest),
     ]
     twins.append(without(source, layer, projection, [*heads, *rest]))
 
+    # What the source gives of these heads alone, less its bias, which it gives without any.
     def add(module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
         extra = [
             first(twin.get_submodule(layer)(*args, **kwargs)) for twin in twins[1:]
@@ -238,7 +250,8 @@ def test_heads_of_another_model(name: str, fused: bool) -> None:
 def test_heads_that_do_not_add_up_are_refused() -> None:
     # A norm over all heads makes the output of one depend on the others.
     model = vit(scale_attn_norm=True, norm_layer=nn.LayerNorm)
-    x, plain = vit_images(), model(vit_images())
+    x = vit_images()
+    plain = model(vit_images())
     for mode, options in (
         ("replaced", {"source": copy.deepcopy(model)}),
         ("mean", {"images": x}),
@@ -261,7 +274,8 @@ def test_heads_that_do_not_add_up_are_refused() -> None:
 @pytest.mark.parametrize("accelerated", [True, False])
 def test_gates_of_convit(mode: str, gate: float, accelerated: bool) -> None:
     make, shape, name, _ = MODELS["convit"]
-    model, x = make(), torch.randn(2, *shape)
+    model = make()
+    x = torch.randn(2, *shape)
     layer = model.get_submodule(name)
     tokens, _ = input_and_output(model, layer, x)
     wide = copy.deepcopy(layer).double()
@@ -313,12 +327,12 @@ class Twice(nn.Module):
 @torch.no_grad()
 # Five tokens of six channels: 2 x 3 and 3 x 2, so that heads and channels can be confused.
 def test_two_attentions_in_one_call() -> None:
-    model, x = nn.Sequential(Twice()), torch.randn(2, 5, 6)
-    q, k = (
-        x.unflatten(-1, (2, 3)).transpose(1, 2),
-        x.unflatten(-1, (3, 2)).transpose(1, 2),
-    )
-    parts = [(y @ y.mT * scale).softmax(-1) @ y for y, scale in ((q, 3**-0.5), (k, 1))]
+    model = nn.Sequential(Twice())
+    x = torch.randn(2, 5, 6)
+    q = x.unflatten(-1, (2, 3)).transpose(1, 2)
+    k = x.unflatten(-1, (3, 2)).transpose(1, 2)
+    # Attention of torch scales by the root of its three channels; the softmax by hand does not.
+    parts = [(q @ q.mT / 3**0.5).softmax(-1) @ q, (k @ k.mT).softmax(-1) @ k]
     parts[0][:, 1] = 0
     parts[1][:, 2] = 0
     expected = sum(
@@ -329,6 +343,7 @@ def test_two_attentions_in_one_call() -> None:
         tcnn_probe.ablate(model, {"0": 1}),
         tcnn_probe.ablate(model, {"0#1": 2}) as inner,
     ):
+        # In float32, with a second part that is ten times as large.
         torch.testing.assert_close(
             model(x), expected + x.softmax(-1), rtol=1e-4, atol=1e-4
         )

@@ -20,7 +20,8 @@ from tests.tcnn_probe.networks import scatter
 )
 def test_under_autocast_inference_and_channels_last(case: str) -> None:
     make, make_images, options = CASES[case]
-    model, x = make(), make_images()
+    model = make()
+    x = make_images()
     with tcnn_probe.ablate(model, **options):
         expected = model(x).detach()
         size = float(expected.abs().max())
@@ -38,7 +39,8 @@ def test_under_autocast_inference_and_channels_last(case: str) -> None:
 
 def test_training_with_dropout() -> None:
     """The additional forwards draw no random numbers, and have no dropout."""
-    model, x = vit(attn_drop_rate=0.4, proj_drop_rate=0.2), vit_images()
+    model = vit(attn_drop_rate=0.4, proj_drop_rate=0.2)
+    x = vit_images()
     source = vit(seed=2, attn_drop_rate=0.4).train()
     model.train()
     runs = []
@@ -60,7 +62,8 @@ def test_training_with_dropout() -> None:
 
 
 def test_a_checkpointed_layer() -> None:
-    model, x = vit(), vit_images().requires_grad_()
+    model = vit()
+    x = vit_images().requires_grad_()
     with tcnn_probe.ablate(model, **OF_VIT):
         model(x).sum().backward()
         expected, x.grad = x.grad, None
@@ -93,8 +96,11 @@ class Itself(nn.Module):
 
 @torch.no_grad()
 def test_layers_called_twice_and_by_themselves() -> None:
-    model, x = Again(), torch.randn(2, 3, 7, 11)
-    hand, plain = copy.deepcopy(model), model.layer(x)
+    model = Again()
+    x = torch.randn(2, 3, 7, 11)
+    hand = copy.deepcopy(model)
+    plain = model.layer(x)
+    # Head 7 of a 3 x 5 kernel is the tap (1, 2).
     hand.layer.weight[:, :, 1, 2] = 0
     tokens = hand.layer(hand.layer(x).tanh()).flatten(2).mT.clone()
     once = hand.itself(tokens, 0) * torch.tensor([0, 1, 1])
@@ -106,7 +112,8 @@ def test_layers_called_twice_and_by_themselves() -> None:
 
 @torch.no_grad()
 def test_compiled_inside() -> None:
-    model, x = vit(), vit_images()
+    model = vit()
+    x = vit_images()
     plain = model(x)
     with tcnn_probe.ablate(model, **OF_VIT):
         expected = model(x)
@@ -115,6 +122,7 @@ def test_compiled_inside() -> None:
     torch.testing.assert_close(compiled(x), plain)
     with pytest.raises(TypeError, match="is compiled"):
         tcnn_probe.ablate(compiled)
+    # Graphs that stay would count against the limit of recompilations of later tests.
     torch._dynamo.reset()
 
 
@@ -122,8 +130,10 @@ def test_compiled_inside() -> None:
 def test_torchs_encoder_has_no_fast_path_meanwhile() -> None:
     torch.manual_seed(0)
     layer = nn.TransformerEncoderLayer(12, 6, 24, dropout=0.0, batch_first=True)
-    model, x = nn.TransformerEncoder(layer, 2).eval(), torch.randn(2, 5, 12)
+    model = nn.TransformerEncoder(layer, 2).eval()
+    x = torch.randn(2, 5, 12)
     twin = copy.deepcopy(model)
+    # The two channels of head 1 in what the projection takes.
     twin.layers[1].self_attn.out_proj.weight.data.unflatten(1, (6, 2))[:, 1] = 0  # type: ignore[union-attr, operator]
     with tcnn_probe.ablate(model, {"layers.1.self_attn": 1}):
         torch.testing.assert_close(model(x), twin(x), rtol=1e-4, atol=1e-4)

@@ -50,13 +50,12 @@ def boxes(axes: Axes) -> list[tuple[float, ...]]:
 
 @pytest.mark.parametrize("shuffled", [False, True])
 def test_a_row_a_layer_and_a_column_a_head(shuffled: bool) -> None:
-    maps, gates = some_maps(), some_gates()
+    maps = some_maps()
+    gates = some_gates()
     if shuffled:
-        maps, gates = (
-            maps.transpose("x", "head", "layer", "y"),
-            # Values are found by label, whatever the order of dimensions and layers.
-            gates.isel(layer=[2, 1, 0]).T,
-        )
+        # Values are found by label, whatever the order of dimensions and layers.
+        maps = maps.transpose("x", "head", "layer", "y")
+        gates = gates.isel(layer=[2, 1, 0]).T
     figure = tcnn_probe.plot.attention_grid(maps, query=np.array([4, 6]), gate=gates)
     assert figure is plt.gcf()
     panels = with_pictures(figure)
@@ -102,7 +101,8 @@ def test_a_row_a_layer_and_a_column_a_head(shuffled: bool) -> None:
 def test_the_query_of_an_image_is_boxed_in_each_layers_grid(strided: bool) -> None:
     maps = some_maps()
     # 3 x 4 cells in the second layer.
-    maps[1, :, 3:], maps[1, :, :, 4:] = (np.nan, np.nan)
+    maps[1, :, 3:] = np.nan
+    maps[1, :, :, 4:] = np.nan
     first, second = (3, 6), (1, 3)
     if strided:  # where a layer with a stride has its query
         first, second = (2, 6), (0, 3)
@@ -114,9 +114,10 @@ def test_the_query_of_an_image_is_boxed_in_each_layers_grid(strided: bool) -> No
     assert picture.images[0].get_array().shape == (30, 56)
     # Row 3 of five of 6 pixels, column 6 of seven of 8.
     assert boxes(picture) == [(18, 48, 6, 8)]
-    assert [boxes(axes) for axes in panels] == [[(*first, 1, 1)]] * 3 + [
-        [(*second, 1, 1)]
-    ] * 3
+    for axes in panels[:3]:
+        assert boxes(axes) == [(*first, 1, 1)]
+    for axes in panels[3:]:
+        assert boxes(axes) == [(*second, 1, 1)]
     assert panels[3].images[0].get_array().shape == (3, 4)
     assert picture.get_xlabel() == "image"
 
@@ -163,7 +164,8 @@ def test_twelve_layers_of_twelve_heads_fit_a_page() -> None:
 
 
 def test_one_layer_one_head_and_heads_that_a_layer_lacks() -> None:
-    maps, grid = some_maps(), tcnn_probe.plot.attention_grid
+    maps = some_maps()
+    grid = tcnn_probe.plot.attention_grid
     assert (
         len(
             with_pictures(grid(maps.isel(layer=1, drop=True), gate=some_gates()[0, :3]))
@@ -222,7 +224,8 @@ def test_parts_of_a_figure_of_ones_own() -> None:
 
 
 def test_what_it_refuses() -> None:
-    maps, grid = some_maps(), tcnn_probe.plot.attention_grid
+    maps = some_maps()
+    grid = tcnn_probe.plot.attention_grid
     with pytest.raises(TypeError, match=r"expected maps as an xarray.DataArray"):
         grid(maps.values)
     with pytest.raises(
@@ -274,7 +277,8 @@ def test_maps_over_the_image() -> None:
     for panel, expected in zip(panels, maps.values.reshape(6, 5, 7), strict=True):
         background, attention = panel.images
         grey = np.asarray(background.get_array())
-        below, above = image.mean(0).min(), image.mean(0).max()
+        below = image.mean(0).min()
+        above = image.mean(0).max()
         expected_grey = (image.mean(0) - below) / (above - below)
         np.testing.assert_allclose(grey, expected_grey, atol=1e-6)
         assert background.get_extent() == attention.get_extent() == [0, 7, 5, 0]

@@ -26,6 +26,7 @@ def maps() -> xr.DataTree:
     model = timm.create_model(
         "deit_tiny_patch16_224", patch_size=8, img_size=SIZE, **options
     ).eval()
+    # The first pixel of the last row, and one of the last column: transposed, neither would lie in the image.
     return tcnn_probe.attention_maps(
         model, torch.randn(2, 3, *SIZE), queries=[(31, 0), (9, 47)]
     )
@@ -183,6 +184,7 @@ def test_a_notebook_shows_a_figure_once(maps: xr.DataTree, tmp_path: Path) -> No
         "ax = tcnn_probe.plot.evolution(gate)": 1,
         "figure.axes": 0,
     }
+    # The backend that Jupyter's kernels set, through which they show figures.
     ran = subprocess.run(
         [sys.executable, "-c", NOTEBOOK, str(file), *pictures],
         env={**os.environ, "MPLBACKEND": "module://matplotlib_inline.backend_inline"},
@@ -197,6 +199,7 @@ def test_a_notebook_shows_a_figure_once(maps: xr.DataTree, tmp_path: Path) -> No
 def test_figures_can_be_pickled(maps: xr.DataTree) -> None:
     """A method of the instance that refers to the figure would not pickle."""
     figure = pickle.loads(pickle.dumps(tcnn_probe.plot.attention_maps(maps)))
+    # Three layers of three heads, and the image.
     assert len(figure.axes) == 10
 
 

@@ -55,10 +55,9 @@ def test_a_thin_line_a_head_and_a_thick_one_a_layer(dims: tuple[str, ...]) -> No
     for layer, color in enumerate("rgb"):
         layer_lines = [line for line in lines if line[3] == to_rgba(color)]
         assert all(line[0] == [0, 2, 4, 6, 8] for line in layer_lines)
+        # Found by its width alone, as a reader finds it.
         thick = max(layer_lines, key=lambda line: line[2])
-        np.testing.assert_allclose(
-            thick[1], [sum(epoch[layer]) / 7 for epoch in values.values.tolist()]
-        )
+        np.testing.assert_allclose(thick[1], values.values[:, layer].sum(-1) / 7)
         thin = sorted(line[1] for line in layer_lines if line is not thick)
         np.testing.assert_array_equal(thin, sorted(values.values[:, layer].T.tolist()))
     assert (ax.get_xlabel(), ax.get_ylabel()) == ("epoch", "gate")
@@ -76,9 +75,9 @@ def test_without_heads_or_layers() -> None:
     assert of_heads.get_legend() is None
     scalar = values.mean(["layer", "head"]).rename(epoch="step")
     ax = tcnn_probe.plot.evolution(scalar, plt.figure().subplots(), ls="--")
-    assert [(line.get_ydata().tolist(), line.get_linestyle()) for line in ax.lines] == [
-        (scalar.values.tolist(), "--")
-    ]
+    (line,) = ax.lines
+    assert line.get_linestyle() == "--"
+    np.testing.assert_array_equal(line.get_ydata(), scalar)
     assert ax.get_xlabel() == "step"
 
 
@@ -106,7 +105,8 @@ def test_units(units: str, label: str) -> None:
 
 def test_heads_and_layers_without_values_are_left_out() -> None:
     values = recorded()
-    values[:, 1], values[:, 2, 5:] = np.nan, np.nan
+    values[:, 1] = np.nan
+    values[:, 2, 5:] = np.nan
     ax = tcnn_probe.plot.evolution(values, colors=["r", "g", "b"])
     lines = drawn(ax)
     assert len(lines) == 8 + 6
@@ -169,6 +169,7 @@ def test_whole_epochs_and_whole_numbers_beside_the_axis(marks: int) -> None:
     ax = tcnn_probe.plot.evolution(values.assign_attrs(GATE), plt.figure().subplots())
     ax.figure.draw_without_rendering()
     low, high = ax.get_xlim()
+    # Ticks beyond the axis's ends are there too, and not drawn.
     assert [tick for tick in ax.get_xticks() if low <= tick <= high] == [*range(marks)]
     assert ax.yaxis.get_offset_text().get_text() == ""
 
@@ -191,7 +192,9 @@ def seeds(marks: int = 5, **attrs: str) -> xr.DataArray:
     """Three runs, as ``tcnn_probe.open`` joins them: the last ends one mark earlier and lacks a layer and two heads."""
     runs = [recorded(marks) + shift for shift in (0.0, 0.3, 0.5)]
     values = xr.concat(runs, xr.DataArray(["a", "b", "c"], dims="run", name="run"))
-    values[2, -1], values[2, :, 2], values[2, :, :, 5:] = np.nan, np.nan, np.nan
+    values[2, -1] = np.nan
+    values[2, :, 2] = np.nan
+    values[2, :, :, 5:] = np.nan
     return values.assign_attrs(GATE | attrs)
 
 
@@ -202,11 +205,8 @@ def test_runs_are_a_band_from_the_smallest_to_the_largest() -> None:
     for layer, (line, band) in enumerate(zip(ax.lines, ax.collections, strict=True)):
         corners = band.get_paths()[0].vertices
         for mark, epoch in enumerate(values.epoch.values):
-            means = []
-            for run in range(3):
-                heads = values.values[run, mark, layer]
-                numbers = [value for value in heads.tolist() if value == value]
-                means += [sum(numbers) / len(numbers)] if numbers else []
+            runs = [heads[~np.isnan(heads)] for heads in values.values[:, mark, layer]]
+            means = [heads.mean() for heads in runs if len(heads)]
             at_mark = corners[corners[:, 0] == epoch, 1]
             np.testing.assert_allclose(at_mark.min(), min(means))
             np.testing.assert_allclose(at_mark.max(), max(means))
@@ -242,4 +242,5 @@ def test_recordings_opened_together_are_drawn(tmp_path: Path) -> None:
     ax = tcnn_probe.plot.evolution(tree["heads"].entropy)
     assert len(ax.collections) == 3
     ax = tcnn_probe.plot.evolution(tree.top1, plt.figure().subplots())
+    # The second run's score: it was marked with seed / 7.
     assert ax.collections[0].get_paths()[0].vertices[:, 1].max() == 1 / 7

@@ -22,6 +22,7 @@ def measured(trainings: int) -> xr.Dataset:
     )
     # Intervals depend on the number of images, which differs between the sets.
     images = np.array([17, 7])
+    # Shares that so many images can give.
     shares = random.integers(0, images + 1, (trainings, 3, 2)) / images
     ds["variant_accuracy"] = ("training", "model", "variant"), shares
     return ds.assign(
@@ -38,11 +39,11 @@ def drawn(axes: Axes) -> dict[str, tuple[list[float], list[float]]]:
 
 def wilson(p: float, n: int) -> list[float]:
     z = 1.959963984540054  # of 95 %
-    middle, half = (
-        p + z * z / (2 * n),
-        z * math.sqrt(p * (1 - p) / n + z * z / (4 * n * n)),
-    )
-    return [(middle - half) / (1 + z * z / n), (middle + half) / (1 + z * z / n)]
+    scale = 1 + z * z / n
+    middle = p + z * z / (2 * n)
+    variance = p * (1 - p) / n + z * z / (4 * n * n)
+    half = z * math.sqrt(variance)
+    return [(middle - half) / scale, (middle + half) / scale]
 
 
 @pytest.mark.parametrize("trainings", [1, 5])

@@ -15,7 +15,9 @@ from tcnn_probe import evaluation
 from tests.tcnn_probe.plot.layout import texts_within_and_apart
 
 MODELS = ["CNN", "control", "T-CNN"]
+# A prime, so that no mean over images can pass for one over conditions.
 IMAGES = 19
+# Long names, as timm has them: labels are to fit beside each other.
 TIMM = [
     "resnet50",
     "deit3_small_patch16_224",
@@ -28,7 +30,8 @@ def measured(
     models: list[str] = MODELS, corruptions: int = 4, *, plain: bool = False
 ) -> xr.Dataset:
     """Results like those of evaluation.robustness, of 5 severities, 2 seeds, 2 attacks."""
-    rng, count = np.random.default_rng(0), len(models)
+    rng = np.random.default_rng(0)
+    count = len(models)
     right = (
         rng.random((count, corruptions, 5, 2, IMAGES))
         # Models of unequal accuracy, so that bars that are swapped show.
@@ -171,6 +174,7 @@ def test_improvement_over_a_baseline_is_paired_by_image() -> None:
             )
             relative = (accuracies.mean() - baseline.mean()) / baseline.mean()
             assert drawn_heights[MODELS[model]][place] == pytest.approx(100 * relative)
+            # Images are drawn together for both models: the improvement is paired.
             drawn = np.random.default_rng(1).multinomial(
                 IMAGES, np.full(IMAGES, 1 / IMAGES), 4000
             )
@@ -224,6 +228,7 @@ def test_names_as_long_as_timms_beside_each_other(by: Any) -> None:
     tcnn_probe.plot.robustness(ds, left, by=by)
     tcnn_probe.plot.robustness(ds, right, by=by, baseline=TIMM[2])
     texts_within_and_apart(figure)
+    # Shares of the figure that its labels leave to the bars.
     for axes in (left, right):
         assert axes.get_position().width > 0.3
         assert axes.get_position().height > 0.2
@@ -239,6 +244,7 @@ def test_what_robustness_measures_can_be_drawn_from_a_store(tmp_path: Any) -> No
         "blind": lambda images: 0 * by_brightness(images) + torch.tensor([0.0, 1.0]),
     }
     images = torch.rand(7, 3, 17, 19, generator=torch.Generator().manual_seed(0))
+    # From dark to bright, so that a threshold in the middle is right about some.
     images = (images * torch.linspace(0.5, 1.5, 7).view(-1, 1, 1, 1)).clamp(0, 1)
     options: dict[str, Any] = {
         "corruptions": ["contrast", "gaussian_noise"],
@@ -266,7 +272,8 @@ def test_what_robustness_measures_can_be_drawn_from_a_store(tmp_path: Any) -> No
 
 
 def test_what_it_refuses() -> None:
-    ds, draw = measured(), tcnn_probe.plot.robustness
+    ds = measured()
+    draw = tcnn_probe.plot.robustness
     with pytest.raises(TypeError, match=r"an xarray.Dataset; got DataArray"):
         draw(ds.correct)
     with pytest.raises(ValueError, match=r"nothing to draw by None"):

@@ -12,6 +12,7 @@ import tcnn_probe
 
 
 def some_maps(method: str = "gradcam", count: int = 2) -> xr.DataArray:
+    # Other values for each method, so that columns that are swapped show.
     values = np.random.default_rng(len(method)).random((count, 3, 5))
     return xr.DataArray(
         values, dims=("image", "y", "x"), name="saliency", attrs={"method": method}
@@ -26,10 +27,8 @@ def test_a_row_an_image_and_a_column_a_method_beside_the_images() -> None:
     maps = xr.Dataset(
         {name: some_maps(name) for name in ("class_attention", "gradcam", "occlusion")}
     )
-    images, masks = (
-        torch.randn(2, 3, 11, 13),
-        torch.arange(11 * 13).view(11, 13).expand(2, -1, -1) > 40,
-    )
+    images = torch.randn(2, 3, 11, 13)
+    masks = torch.arange(11 * 13).view(11, 13).expand(2, -1, -1) > 40
     axes = tcnn_probe.plot.saliency_overlay(maps, images, masks=masks)
     assert axes.shape == (2, 4)
     assert [panel.get_title() for panel in axes[0]] == [
@@ -98,11 +97,9 @@ def test_two_lines_on_ones_own_model() -> None:
 
 
 def test_what_it_refuses() -> None:
-    overlay, maps, images = (
-        tcnn_probe.plot.saliency_overlay,
-        some_maps(),
-        np.zeros((2, 3, 6, 10)),
-    )
+    overlay = tcnn_probe.plot.saliency_overlay
+    maps = some_maps()
+    images = np.zeros((2, 3, 6, 10))
     with pytest.raises(
         TypeError, match=r"expected maps as an xarray.DataArray; got Tensor"
     ):

@@ -24,6 +24,7 @@ __all__ = [
 
 VIT = {
     "img_size": (32, 48),
+    # Seven channels a head, and an odd number in all.
     "embed_dim": 21,
     "depth": 2,
     "num_heads": 3,
@@ -62,12 +63,14 @@ def inputs_in_float64(
     model: nn.Module, batch: Tensor, which: Callable[[nn.Module], bool]
 ) -> dict[str, tuple[nn.Module, tuple[Any, ...], dict[str, Any]]]:
     """Return a float64 copy of each of the modules that ``which`` names, and the arguments it is called with."""
-    wide, calls = copy.deepcopy(model).double(), {}
+    wide = copy.deepcopy(model).double()
+    calls = {}
     for name, module in wide.named_modules():
         if which(module):
             keep = partial(_keep, calls, name)
             module.register_forward_pre_hook(keep, with_kwargs=True)
     with torch.no_grad():
+        # In float64, so that what an oracle computes from these inputs is exact beside float32.
         wide(batch.double())
     return calls
 

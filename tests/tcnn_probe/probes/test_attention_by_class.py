@@ -63,7 +63,8 @@ def check(
 
 @pytest.mark.numerical
 def test_best_classes_by_the_model_s_own_output() -> None:
-    model, x = network(), pictures()
+    model = network()
+    x = pictures()
     ds = maps_of(recorded(model, *x.split([2, 3, 2]), images=IMAGES))
     check(ds, model, x, IMAGES, None)
     assert ds["class"].values.tolist() == [0, 1, 2]
@@ -81,7 +82,8 @@ def test_best_classes_by_the_model_s_own_output() -> None:
     ids=["list", "array", "set"],
 )
 def test_classes_that_are_named(classes: Any, expected: list[int]) -> None:
-    model, x = network(), pictures()
+    model = network()
+    x = pictures()
     ds = maps_of(recorded(model, *x.split([2, 5]), images=IMAGES, classes=classes))
     check(ds, model, x, IMAGES, expected)
     assert ds["class"].values.tolist() == expected
@@ -90,14 +92,13 @@ def test_classes_that_are_named(classes: Any, expected: list[int]) -> None:
 @pytest.mark.numerical
 def test_numbers_of_a_layer_with_a_token_a_class() -> None:
     """Means over all tokens; none is taken for the class token, and nobody has a place."""
-    model, x = network(), pictures()
+    model = network()
+    x = pictures()
     expected = entropy(truth(copy.deepcopy(model), x)[0]).mean()
     recorder = recorded(model, x, images=1)
-    ds, tree, missing = (
-        recorder.dataset.squeeze().load(),
-        recorder.tree,
-        recorder.missing,
-    )
+    ds = recorder.dataset.squeeze().load()
+    tree = recorder.tree
+    missing = recorder.missing
     np.testing.assert_allclose([ds.entropy, ds.class_entropy], expected, atol=1e-4)
     assert not {"attention_distance", "prefix_attention", "class_prefix_attention"} & {
         n for n in ds if ds[n].notnull()
@@ -119,7 +120,8 @@ def test_numbers_of_a_layer_with_a_token_a_class() -> None:
 )
 def test_shapes_that_could_be_something_else(classes: int) -> None:
     """A token a class is known by its pool, not by how many there are: 15 patches, 24 channels."""
-    model, x = network(classes), pictures(3)
+    model = network(classes)
+    x = pictures(3)
     recorder = recorded(model, x, images=2)
     ds = maps_of(recorder)
     assert ds.sizes["class"] == min(classes, 3)
@@ -136,7 +138,8 @@ class Wrapped(nn.Module):
 
     def __init__(self, output: Any) -> None:
         super().__init__()
-        self.stem, self.output = nn.Conv2d(3, 24, 16, 16), output
+        self.stem = nn.Conv2d(3, 24, 16, 16)
+        self.output = output
         self.pools = nn.ModuleList(
             [nn.ModuleDict({"pool": AttentionPool2d(24, CLASSES, init_values=1.0)})]
         )
@@ -151,7 +154,8 @@ DEEP = "pools.0.pool.block.attn"
 
 
 def test_a_pool_anywhere_called_by_keyword() -> None:
-    model, x = Wrapped(lambda scores: scores), pictures(5)
+    model = Wrapped(lambda scores: scores)
+    x = pictures(5)
     ds = (
         recorded(model, x, images=5)
         .tree["maps/classes/2x4"]
@@ -167,7 +171,8 @@ def test_a_pool_anywhere_called_by_keyword() -> None:
     ids=["no tensor", "too few"],
 )
 def test_an_output_that_is_no_score_for_each_class(output: Any) -> None:
-    model, x = Wrapped(output), pictures(2)
+    model = Wrapped(output)
+    x = pictures(2)
     recorder = recorded(model, x, images=2)
     assert "classes" not in recorder.tree["maps"].children
     for name in ("attention_by_class", "class_index", "class_score"):
@@ -180,7 +185,8 @@ def test_an_output_that_is_no_score_for_each_class(output: Any) -> None:
 
 def test_a_part_of_the_model_called_by_itself() -> None:
     """forward_head() gives features first: no answer of the whole model, so no best classes; named ones are kept."""
-    model, x = network(), pictures()
+    model = network()
+    x = pictures()
     expected = truth(copy.deepcopy(model), x)[0]
     for classes in (3, [8, 2]):
         with (
@@ -208,10 +214,8 @@ class AttentionPooledViews(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.stem, self.pool = (
-            nn.Conv2d(3, 24, 16, 16),
-            AttentionPool2d(24, CLASSES, init_values=1.0),
-        )
+        self.stem = nn.Conv2d(3, 24, 16, 16)
+        self.pool = AttentionPool2d(24, CLASSES, init_values=1.0)
         self.head = ClassScores(24, CLASSES)
         self.eval()
 
@@ -231,7 +235,9 @@ def test_several_views_of_an_image_have_no_one_map() -> None:
 @pytest.mark.filterwarnings("ignore:no content_information")
 def test_two_grids() -> None:
     """Images of another shape have a group of their own."""
-    model, x, tall = network(), pictures(2), pictures(2, (79, 31))
+    model = network()
+    x = pictures(2)
+    tall = pictures(2, (79, 31))
     recorder = recorded(model, x, tall, images=4)
     for shape, batch, images in (("3x5", x, [0, 1]), ("5x2", tall, [2, 3])):
         ds = maps_of(recorder, shape)
@@ -242,7 +248,8 @@ def test_two_grids() -> None:
 
 
 def test_only_some_images_and_forwards() -> None:
-    model, x = network(), pictures()
+    model = network()
+    x = pictures()
     ds = maps_of(
         recorded(model, *x.split(1), images=[0, 2, 3, 5], max_images=3, every=2)
     )
@@ -255,7 +262,8 @@ def test_only_some_images_and_forwards() -> None:
 
 
 def test_classes_that_went_while_recording() -> None:
-    model, x = network(), pictures()
+    model = network()
+    x = pictures()
     with (
         torch.no_grad(),
         tcnn_probe.record(model, images=2, classes=[1, 9]) as recorder,
@@ -276,7 +284,9 @@ def test_classes_that_went_while_recording() -> None:
 
 
 def test_best_classes_change_from_epoch_to_epoch_and_run_to_run(tmp_path: Path) -> None:
-    model, x, path = network(), pictures(), tmp_path / "run.zarr"
+    model = network()
+    x = pictures()
+    path = tmp_path / "run.zarr"
     for epoch in range(3):
         with torch.no_grad(), tcnn_probe.record(model, path, images=IMAGES) as recorder:
             model.head.bias.copy_(
@@ -297,7 +307,8 @@ def test_best_classes_change_from_epoch_to_epoch_and_run_to_run(tmp_path: Path) 
 def test_a_store_of_other_classes_is_refused(
     tmp_path: Path, stored: Any, classes: Any
 ) -> None:
-    path, model = tmp_path / "run.zarr", network()
+    path = tmp_path / "run.zarr"
+    model = network()
     recorded(model, pictures(), store=path, images=2, classes=stored)
     with pytest.raises(tcnn_probe.StoreError) as raised:
         tcnn_probe.record(model, path, images=2, classes=classes)

@@ -123,7 +123,8 @@ def maps_of(model: nn.Module, pictures: Tensor) -> dict[str, xr.Dataset]:
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_equals_brute_force(case: Case) -> None:
     torch.manual_seed(0)
-    model, pictures = peaked(case.build()), torch.randn(5, 3, *case.size)
+    model = peaked(case.build())
+    pictures = torch.randn(5, 3, *case.size)
     references = {
         reference.layer: reference.weights.numpy()[IMAGES]
         for reference in attention_of(model, pictures)
@@ -204,10 +205,8 @@ def check(
 
 def test_numbers_of_the_distillation_token() -> None:
     torch.manual_seed(0)
-    model, pictures = (
-        peaked(transformer("deit_tiny_distilled_patch16_224")),
-        torch.randn(5, 3, *SIZE),
-    )
+    model = peaked(transformer("deit_tiny_distilled_patch16_224"))
+    pictures = torch.randn(5, 3, *SIZE)
     rows = np.stack(
         [
             reference.weights.numpy()[:, :, 1]

@@ -44,10 +44,8 @@ def test_share_of_small_weights(block: type[nn.Module], tmp_path: Path) -> None:
         ) as recorder:
             recorder.mark(epoch=epoch)  # nothing need have run
         for layer in ("blocks.0", "blocks.1"):
-            block_module, ds = (
-                model.get_submodule(layer),
-                recorder.tree["cross-patch"].to_dataset().sel(layer=layer, epoch=epoch),
-            )
+            block_module = model.get_submodule(layer)
+            ds = recorder.tree["cross-patch"].to_dataset().sel(layer=layer, epoch=epoch)
             between = (
                 [block_module.linear_tokens]
                 if block is ResBlock
@@ -60,6 +58,7 @@ def test_share_of_small_weights(block: type[nn.Module], tmp_path: Path) -> None:
             expected["fc2_sparsity"] = [block_module.mlp_channels.fc2]
             assert set(ds.data_vars) == set(expected)
             for name, layers in expected.items():
+                # Some weights are small and some are not, so that another threshold would show.
                 assert 0.1 < float(ds[name]) < 1
                 assert float(ds[name]) == pytest.approx(
                     share_of_small(*layers), rel=1e-12
@@ -76,6 +75,7 @@ def test_threshold_is_not_rounded_to_half_precision() -> None:
         model.blocks[0].linear_tokens.weight.fill_(0.05029296875)[0, 0] = 1.0078125
     with tcnn_probe.record(model, probes="cross-patch", layers="blocks.0") as recorder:
         recorder.mark(epoch=0)
+    # All of 6 x 6 weights but the large one.
     assert recorder.tree[
         "cross-patch"
     ].to_dataset().cross_patch_sparsity.item() == pytest.approx(35 / 36)

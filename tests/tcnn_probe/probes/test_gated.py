@@ -81,7 +81,8 @@ def test_means_over_images_equal_brute_force_whatever_the_batches(
 
 def test_reparameterized_resnet() -> None:
     # 71 x 103 pixels leave 5 x 7 cells in the last stage, after strides that do not divide them.
-    model, x = small_resnet(), torch.randn(5, 1, 71, 103)
+    model = small_resnet()
+    x = torch.randn(5, 1, 71, 103)
     ds = record_epoch(model, x, (2, 3))
     layers = gpsa_layers(model)
     assert (
@@ -132,13 +133,15 @@ def test_each_epoch_starts_anew_in_any_gradient_mode_without_training_forwards()
     None
 ):
     # Another scale for each epoch, so that an image in the wrong mean shows.
-    model, parts = Chain(), (images(3), 2 * images(2))
+    model = Chain()
+    parts = (images(3), 2 * images(2))
     with tcnn_probe.record(model) as recorder:
         for epoch, x in enumerate(parts):
             # Training forwards see other images; their statistics would differ.
             # Nine times as large: counted by mistake, they would move every entropy.
             model.train()(9 * x)
             model.eval()
+            # Not strict: the second epoch has an image fewer than there are modes.
             for mode, image in zip(
                 (torch.no_grad, torch.inference_mode, torch.enable_grad),
                 x,
@@ -178,7 +181,9 @@ def test_recording_changes_neither_outputs_nor_gradients_nor_random_numbers() ->
 
 
 def test_layers_called_by_keyword_with_different_numbers_of_images() -> None:
-    model, near, far = Branches(), images(3), images(4)
+    model = Branches()
+    near = images(3)
+    far = images(4)
     with tcnn_probe.record(model) as recorder:
         model(near=near, far=far)
         recorder.mark(epoch=0)
@@ -190,11 +195,9 @@ def test_layers_called_by_keyword_with_different_numbers_of_images() -> None:
 @pytest.mark.filterwarnings("ignore:no content_information")
 def test_called_twice_on_inputs_of_different_sizes_that_a_hook_has_changed() -> None:
     layer = scatter(GPSA(2, 2, 3, padding=1))
-    model, small, large = (
-        nn.Sequential(layer, nn.Tanh(), layer).eval(),
-        images(3),
-        torch.randn(2, 2, 13, 7),
-    )
+    model = nn.Sequential(layer, nn.Tanh(), layer).eval()
+    small = images(3)
+    large = torch.randn(2, 2, 13, 7)
     # The hook changes what the layer gets, and statistics are of that.
     layer.register_forward_pre_hook(lambda module, args: (3 * args[0],))
     with torch.no_grad():
@@ -202,7 +205,8 @@ def test_called_twice_on_inputs_of_different_sizes_that_a_hook_has_changed() -> 
             x for batch in (small, large) for x in (3 * batch, 3 * layer(batch).tanh())
         ]
         with tcnn_probe.record(model) as recorder:
-            model(small), model(large)
+            model(small)
+            model(large)
             recorder.mark(epoch=0)
     parts = [gpsa_statistics(layer, x) for x in layer_inputs]
     assert_layer(
@@ -217,12 +221,11 @@ def test_called_twice_on_inputs_of_different_sizes_that_a_hook_has_changed() -> 
 def test_autocast() -> None:
     """From queries and keys as they were rounded."""
     # qk_dim differs from the number of channels, so that a scale by the wrong one shows.
-    model, x = (
-        nn.Sequential(scatter(GPSA(2, 3, 3, padding=1, qk_dim=4))).eval(),
-        images(),
-    )
+    model = nn.Sequential(scatter(GPSA(2, 3, 3, padding=1, qk_dim=4))).eval()
+    x = images()
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        ds, attention = record_epoch(model, x, (3, 4)), model[0].gated_attention(x)
+        ds = record_epoch(model, x, (3, 4))
+        attention = model[0].gated_attention(x)
     # Otherwise autocast had no part in it.
     assert attention.query.dtype == torch.bfloat16
     assert_layer(
@@ -241,6 +244,7 @@ def convit(side: int = 5) -> nn.Module:
         "depth": 3,
         "local_up_to_layer": 2,
         "embed_dim": 6,
+        # timm multiplies embed_dim by it: 9 heads of 6 channels each.
         "num_heads": 9,
         "num_classes": 3,
     }
@@ -269,28 +273,28 @@ def tokens(side: int = 5) -> Tensor:
 def offsets(side: int) -> tuple[Tensor, Tensor]:
     """Return offsets of key from query, (N, N) along y and along x, for tokens row-major on a square."""
     index = torch.arange(side * side)
-    row, column = (index // side).double(), (index % side).double()
+    row = (index // side).double()
+    column = (index % side).double()
     return row[None] - row[:, None], column[None] - column[:, None]
 
 
 @torch.no_grad()
 def brute_force(layer: ConViTLayer, x: Tensor) -> dict[str, Tensor]:
     """Compute the statistics in float64 from what timm computes."""
-    layer, x = copy.deepcopy(layer).double(), x.double()
+    layer = copy.deepcopy(layer).double()
+    x = x.double()
     dy, dx = offsets(math.isqrt(x.shape[1]))
     weight = layer.pos_proj.weight[:, :, None, None]
-    positional = torch.softmax(
-        weight[:, 0] * dx + weight[:, 1] * dy + weight[:, 2] * (dy**2 + dx**2), -1
-    )
+    squared = dy**2 + dx**2
+    linear = weight[:, 0] * dx + weight[:, 1] * dy
+    positional = torch.softmax(linear + weight[:, 2] * squared, -1)
     query, key = (x @ w.T for w in layer.qk.weight.chunk(2))
     query, key = (t.unflatten(-1, (9, 6)).transpose(1, 2) for t in (query, key))
     content = torch.softmax(query @ key.transpose(2, 3) / math.sqrt(6), -1)
     # timm builds the offsets in the default dtype, so it has to be float64 while they are made again.
     with default_dtype(torch.float64):
         layer.rel_indices = layer.get_rel_indices(x.shape[1])
-    return summarise(
-        layer.get_attention(x), content, positional, torch.sqrt(dy**2 + dx**2)
-    )
+    return summarise(layer.get_attention(x), content, positional, torch.sqrt(squared))
 
 
 @pytest.mark.parametrize(
@@ -299,9 +303,11 @@ def brute_force(layer: ConViTLayer, x: Tensor) -> dict[str, Tensor]:
 def test_convit_equals_brute_force_on_each_layers_own_input(
     side: int, dtype: torch.dtype
 ) -> None:
-    model, x = convit(side).to(dtype), tokens(side).to(dtype)
+    model = convit(side).to(dtype)
+    x = tokens(side).to(dtype)
     with default_dtype(dtype):
-        ds, inputs = record_epoch(model, x, (2, 3)), inputs_of(model, LAYERS, x)
+        ds = record_epoch(model, x, (2, 3))
+        inputs = inputs_of(model, LAYERS, x)
     # The last one is softmax attention.
     assert ds.layer.values.tolist() == [*LAYERS, "blocks.2.attn"]
     assert ds.images.values.tolist() == [[5, 5, 5]]
@@ -326,9 +332,8 @@ def test_convit_s_parameters_rebuild_the_layers_own_positional_attention() -> No
             row[v].values[:, None, None]
             for v in ("locality_strength", "center_y", "center_x")
         )
-        rebuilt = torch.softmax(
-            torch.from_numpy(-alpha * ((dy - y) ** 2 + (dx - x) ** 2)), -1
-        )
+        logits = -alpha * ((dy - y) ** 2 + (dx - x) ** 2)
+        rebuilt = torch.softmax(torch.from_numpy(logits), -1)
         layer = copy.deepcopy(model.get_submodule(name)).double()
         # Not the layer's own buffer, which was made in float32.
         with default_dtype(torch.float64):
@@ -356,7 +361,8 @@ def test_convit_s_initial_heads_lie_on_a_kernel_column_by_column() -> None:
 
 @pytest.mark.filterwarnings("ignore:.*nothing was marked:RuntimeWarning")
 def test_hooks_inside_convit_fire_as_often_as_without_recording() -> None:
-    model, fired = convit(), list[Any]()
+    model = convit()
+    fired = list[Any]()
     # The probe must read what these parts gave, and not call them again.
     for part in ("qk", "v", "pos_proj"):
         model.blocks[0].attn.get_submodule(part).register_forward_hook(
@@ -375,10 +381,8 @@ def test_queries_and_keys_are_not_formed_again(
     of_convit: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, x = (convit(), tokens()) if of_convit else (Chain(), images())
-    formed, layers = (
-        list[Any](),
-        [m for m in model.modules() if isinstance(m, GPSA | ConViTLayer)],
-    )
+    formed = list[Any]()
+    layers = [m for m in model.modules() if isinstance(m, GPSA | ConViTLayer)]
     for layer in layers:
         owner, name = (
             (layer.qk, "forward") if of_convit else (layer, "_queries_and_keys")
@@ -401,6 +405,7 @@ def test_a_layer_whose_queries_and_keys_are_formed_more_than_once() -> None:
             )
             return output + super().forward(0 * x[:1])
 
-    layer, x = scatter(InParts(2, 3, 3, padding=1, bias=False)), images(5)
+    layer = scatter(InParts(2, 3, 3, padding=1, bias=False))
+    x = images(5)
     ds = record_epoch(nn.Sequential(layer).eval(), x, (2, 3))
     assert_layer(ds, "0", gpsa_statistics(layer, x))

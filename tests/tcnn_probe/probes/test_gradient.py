@@ -37,7 +37,8 @@ def grad(parameter: nn.Parameter) -> np.ndarray:
 def of_linear(layer: Any, head: int) -> float:
     """Rows of queries, keys and values and columns of the projection, one head's: (3, heads, d) and (heads, d)."""
     # Of the layouts that occur: one matrix for queries, keys and values, one each, or one for two of them.
-    size, grads = layer.proj.in_features // layer.num_heads, []
+    size = layer.proj.in_features // layer.num_heads
+    grads = []
     for name in ("qkv", "q", "k", "v", "qk"):
         for parameter in getattr(
             getattr(layer, name, None), "_parameters", {}
@@ -59,7 +60,8 @@ def of_linear(layer: Any, head: int) -> float:
 
 
 def of_multihead(layer: nn.MultiheadAttention, head: int) -> float:
-    size, grads = layer.embed_dim // layer.num_heads, []
+    size = layer.embed_dim // layer.num_heads
+    grads = []
     rows = slice(head * size, (head + 1) * size)
     if layer.in_proj_weight is not None:
         grads += [part[rows].numpy() for part in layer.in_proj_weight.grad.chunk(3)]
@@ -75,10 +77,8 @@ def of_multihead(layer: nn.MultiheadAttention, head: int) -> float:
 
 
 def of_gpsa(layer: GPSA, head: int) -> float:
-    rows, (_, width) = (
-        slice(head * layer.qk_dim, (head + 1) * layer.qk_dim),
-        layer.kernel_size,
-    )
+    rows = slice(head * layer.qk_dim, (head + 1) * layer.qk_dim)
+    _, width = layer.kernel_size
     grads = [
         layer.query.grad[rows],
         layer.key.grad[rows],
@@ -138,6 +138,7 @@ def compare(
 
 @pytest.mark.parametrize(
     ("name", "about"),
+    # Queries, keys and values in a matrix each; in one, with separate biases; in two, with positions and gates.
     [
         ("cait_xxs24_224", {}),
         ("beitv2_base_patch16_224", {}),
@@ -294,6 +295,7 @@ def test_heads_are_told_apart_by_what_they_compute(
     silence = Silence(monkeypatch)
     with tcnn_probe.record(model, probes="gradient") as recorder:
         heads = {name: model.get_submodule(name).num_heads for name in recorder.layers}
+        # In epoch n head n alone is heard.
         for silence.alive in range(max(heads.values())):
             step(model, images(1, *size))
             recorder.mark(epoch=silence.alive)
@@ -326,10 +328,8 @@ def test_dtypes(dtype: torch.dtype, rtol: float) -> None:
 
 def test_accumulated_passes_are_counted_each_but_not_those_that_overflowed() -> None:
     """The second before a step adds to .grad, and is measured by itself; after infinities a scaler does not step."""
-    model, x = (
-        Chain().train(),
-        torch.randn(3, 2, 5, 11, generator=torch.Generator().manual_seed(0)),
-    )
+    model = Chain().train()
+    x = torch.randn(3, 2, 5, 11, generator=torch.Generator().manual_seed(0))
     recordings = []
     # The same pass three times has the norm of a single one: they are averaged, not added up.
     for factors in ([1.0], [1.0, 1.0, 1.0], [1.0, float("inf")]):
@@ -345,6 +345,7 @@ def test_accumulated_passes_are_counted_each_but_not_those_that_overflowed() -> 
 
 def test_ranks_are_averaged() -> None:
     """Each process sees the gradient of its own images, before they are averaged."""
+    # Sums of squares of 2 and 6, each over two passes: 8 / 4.
     ranks = [EpochSums(squares={"x": (np.array([float(n)]), 2)}) for n in (2, 6)]
     assert EpochSums.together(ranks).means() == {"x": np.sqrt(2.0)}
 
@@ -393,7 +394,8 @@ def test_layers_that_are_known_and_were_changed_are_left_out() -> None:
 
 
 def test_training_alone_can_be_marked_from_when_parameters_are_trained() -> None:
-    model, batch = small("vit_tiny_patch16_224", **VIT).train(), images(2)
+    model = small("vit_tiny_patch16_224", **VIT).train()
+    batch = images(2)
     model.blocks[0].attn.requires_grad_(False)
     with tcnn_probe.record(model, probes="gradient") as recorder:
         with pytest.raises(
@@ -417,7 +419,8 @@ def test_training_alone_can_be_marked_from_when_parameters_are_trained() -> None
 @pytest.mark.filterwarnings("ignore:.*nothing was marked:RuntimeWarning")
 def test_beside_attention() -> None:
     """Before the first training gradients are NaN, without a warning; without evaluation a mark is refused."""
-    model, batch = small("vit_tiny_patch16_224", **VIT), images(2)
+    model = small("vit_tiny_patch16_224", **VIT)
+    batch = images(2)
     with tcnn_probe.record(model, probes=["softmax", "gradient"]) as recorder:
         step(model.train(), batch)
         with pytest.raises(
@@ -444,11 +447,9 @@ def test_beside_attention() -> None:
 
 
 def test_nothing_is_left_on_parameters_and_hooks_of_others_stay() -> None:
-    model, batch, gradients = (
-        small("vit_tiny_patch16_224", **VIT),
-        images(2),
-        list[Tensor](),
-    )
+    model = small("vit_tiny_patch16_224", **VIT)
+    batch = images(2)
+    gradients = list[Tensor]()
     weight = model.blocks[0].attn.qkv.weight
     weight.register_hook(lambda gradient: gradients.append(gradient.clone()))
     before = Trace(model)
@@ -471,13 +472,12 @@ def test_nothing_is_left_on_parameters_and_hooks_of_others_stay() -> None:
 
 
 def test_a_store_of_other_heads_is_refused_at_the_call(tmp_path: Path) -> None:
-    model, options = (
-        small("vit_tiny_patch16_224", **VIT),
-        {"probes": "gradient", "layers": "blocks.1.*"},
-    )
+    model = small("vit_tiny_patch16_224", **VIT)
+    options = {"probes": "gradient", "layers": "blocks.1.*"}
     with tcnn_probe.record(model, tmp_path / "run.zarr", **options) as recorder:
         step(model, images(2))
         recorder.mark(epoch=0)
+    # As many parameters of the same shapes, in seven heads and not three.
     seven_heads = small("vit_tiny_patch16_224", **VIT | {"num_heads": 7})
     with pytest.raises(tcnn_probe.StoreError, match="recording of other layers"):
         tcnn_probe.record(seven_heads, tmp_path / "run.zarr", **options)

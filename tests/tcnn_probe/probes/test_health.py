@@ -8,6 +8,7 @@ import copy
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import permutations
 from typing import Any
 
 import numpy as np
@@ -58,7 +59,8 @@ def of_timm(block: nn.Module, x: Tensor) -> Call:
 
 def of_torchvision(block: nn.Module, x: Tensor) -> Call:
     # torchvision normalises inside the block, so that tokens are those before it.
-    attention, normalised = block.self_attention, block.ln_1(x)
+    attention = block.self_attention
+    normalised = block.ln_1(x)
     projection = nn.functional.linear(
         normalised, attention.in_proj_weight, attention.in_proj_bias
     )
@@ -67,7 +69,8 @@ def of_torchvision(block: nn.Module, x: Tensor) -> Call:
 
 
 def of_transformers(block: nn.Module, x: Tensor) -> Call:
-    attention, normalised = block.attention, block.norm1(x)
+    attention = block.attention
+    normalised = block.norm1(x)
     parts = [
         layer(normalised).unflatten(-1, (-1, attention.head_dim))
         for layer in (attention.q_proj, attention.k_proj, attention.v_proj)
@@ -182,13 +185,7 @@ def of_values_and_tokens(call: Call, kinds: tuple[str, ...]) -> dict[str, np.nda
         is_patch = np.array([kind in ("border", "inner") for kind in kinds])
         patches = lengths[is_patch]
         directions = tokens[b][is_patch] / patches[:, None]
-        count = len(patches)
-        pairs = [
-            directions[i] @ directions[j]
-            for i in range(count)
-            for j in range(count)
-            if i != j
-        ]
+        pairs = [a @ b for a, b in permutations(directions, 2)]
         of_image |= {
             "token_norm": median(patches),
             "token_norm_max": patches.max(),
@@ -256,6 +253,7 @@ def test_values_outputs_and_tokens(name: str) -> None:
     for number, tokens in block_inputs(model, case, x).items():
         block = model.get_submodule(f"{case.blocks}{number}")
         expected = of_values_and_tokens(case.call(block, tokens), kinds)
+        # The model is in float64, whose rounding is far below a billionth.
         check(ds, f"{case.blocks}{number}.{case.layer}", expected, 1e-9)
         # Not all heads alike, else heads that were mixed up would not show.
         assert np.ptp(ds.output_rank.values) > 0.1
@@ -371,14 +369,17 @@ def test_gated_layers_by_their_content_part(
     if kind == "gpsa":
         # 5 x 7 with a padding of one: keys are 7 x 9.
         layer = scatter(GPSA(3, 4, 3, padding=1)).double()
-        model, x, name = nn.Sequential(layer).eval(), torch.randn(7, 3, 5, 7), "0"
+        model = nn.Sequential(layer).eval()
+        x = torch.randn(7, 3, 5, 7)
+        name = "0"
     else:
         model = sharpen(
             timm.create_model(
                 "convit_tiny", img_size=48, depth=2, local_up_to_layer=2, embed_dim=2
             )
         ).double()
-        x, name = torch.randn(7, 3, 48, 48), "blocks.1.attn"
+        x = torch.randn(7, 3, 48, 48)
+        name = "blocks.1.attn"
     x = x.double()
     attentions: dict[str, Any] = {}
     with (
@@ -405,10 +406,10 @@ def test_gated_layers_by_their_content_part(
         padded = values
     outputs = (attention @ padded).detach().numpy()
     singular = np.linalg.svd(outputs, compute_uv=False)
-    expected["output_rank"] = ((singular**2).sum(-1) ** 2 / (singular**4).sum(-1)).mean(
-        0
-    )
-    lengths, sinks = np.linalg.norm(values.detach().numpy(), axis=-1), weights.mean(-2)
+    ranks = (singular**2).sum(-1) ** 2 / (singular**4).sum(-1)
+    expected["output_rank"] = ranks.mean(0)
+    lengths = np.linalg.norm(values.detach().numpy(), axis=-1)
+    sinks = weights.mean(-2)
     ratios = [
         [
             lengths[b, h, j] / median(np.delete(lengths[b, h], j))
@@ -452,7 +453,8 @@ def test_one_pass_for_both_probes(monkeypatch: pytest.MonkeyPatch) -> None:
         "measure_softmax",
         lambda attention: passes.append(attention.name) or measure(attention),
     )
-    case, x = CASES["timm"], torch.randn(IMAGES, 3, 12, 20)
+    case = CASES["timm"]
+    x = torch.randn(IMAGES, 3, 12, 20)
     model = sharpen(case.make())
     first, second = (
         recorded(model, *x.split([2, 3]), probes=probes, max_images=4)
@@ -473,7 +475,8 @@ def test_one_pass_for_both_probes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_softmax_that_is_a_call_of_its_own_shows_no_values() -> None:
     """Other numbers are recorded; and a silent head has outputs of norm and rank 0, which is no missing number."""
-    case, x = CASES["timm"], torch.randn(IMAGES, 3, 12, 20)
+    case = CASES["timm"]
+    x = torch.randn(IMAGES, 3, 12, 20)
     model = sharpen(case.make())
     with torch.no_grad():
         attention = model.blocks[0].attn
@@ -497,7 +500,8 @@ def test_a_softmax_that_is_a_call_of_its_own_shows_no_values() -> None:
 
 def test_nan_is_seen() -> None:
     """An image of NaN makes the histogram NaN, and is counted."""
-    case, x = CASES["timm"], torch.randn(IMAGES, 3, 12, 20)
+    case = CASES["timm"]
+    x = torch.randn(IMAGES, 3, 12, 20)
     x[3] = torch.nan
     with pytest.warns(RuntimeWarning, match="NaN or infinite"):
         ds = recorded(case.make().eval(), x, probes="health").dataset

@@ -66,7 +66,8 @@ def cosines(tokens: np.ndarray) -> float:
 
 
 def test_of_feature_maps_beside_heads(tmp_path: Path) -> None:
-    model, x = tcnn(), images(5, 64, 96)
+    model = tcnn()
+    x = images(5, 64, 96)
     # One in each batch, and one that never comes.
     recorder = recorded(model, x, tmp_path / "run.zarr", images=[1, 4, 9])
     # The heads are recorded as ever.
@@ -75,7 +76,8 @@ def test_of_feature_maps_beside_heads(tmp_path: Path) -> None:
     assert features.layer.values.tolist() == [f"layer{n}" for n in range(1, 5)]
     assert features["image"].values.tolist() == [1, 4, 9]
     for layer, output in outputs(model, x, *features.layer.values).items():
-        row, channels = features.sel(layer=layer), output.shape[1]
+        row = features.sel(layer=layer)
+        channels = output.shape[1]
         rows = output[[1, 4]].reshape(2, channels, -1)
         feature = row.feature.sel(token="mean").values
         check(feature[:2, :channels], rows.mean(-1), abs(rows).mean(-1))
@@ -157,7 +159,8 @@ def test_cka_with_the_cnn_is_1_at_the_same_function() -> None:
     # Gates and localities of 40: position alone, on a single pixel each, which is the convolution.
     same = reparameterize(cnn, stride="keep", locality_strength=40, gating=40)
     blurred = reparameterize(cnn)
-    x, layers = images(7, 64, 96).double(), ["layer3", "layer4"]
+    x = images(7, 64, 96).double()
+    layers = ["layer3", "layer4"]
     of = {
         name: outputs(model, x, *layers)
         for name, model in {"cnn": cnn, "same": same, "other": blurred}.items()
@@ -178,7 +181,8 @@ def test_cka_with_the_cnn_is_1_at_the_same_function() -> None:
 
 def test_the_store_grows_by_what_was_said(tmp_path: Path) -> None:
     """Random features are hardly compressed; what is beside them is a few kilobytes."""
-    model, x = nn.Sequential(nn.Conv2d(3, 97, 1)).eval(), torch.randn(101, 3, 3, 5)
+    model = nn.Sequential(nn.Conv2d(3, 97, 1)).eval()
+    x = torch.randn(101, 3, 3, 5)
     sizes = []
     for epoch in range(2):
         with tcnn_probe.record(
@@ -194,6 +198,7 @@ def test_the_store_grows_by_what_was_said(tmp_path: Path) -> None:
                 if path.is_file()
             )
         )
+    # Two bytes for each of 97 channels of 89 images.
     said = 89 * 97 * 2
     # Random float16 still shrinks a little, as its exponents repeat.
     assert 0.7 * said < sizes[1] - sizes[0] < said + 4000
@@ -220,7 +225,8 @@ def test_layers_and_images_as_they_may_be_given(tmp_path: Path) -> None:
 
 
 def test_refusals(tmp_path: Path) -> None:
-    model, x = tcnn(), images(5, 64, 96)
+    model = tcnn()
+    x = images(5, 64, 96)
     with pytest.raises(
         TypeError, match=r"an integer from 0 for each of images, got 1.5"
     ):

@@ -42,7 +42,8 @@ def vit(block: Any, x: Tensor, **rest: Any) -> Pairs:
 
 
 def gammas(block: Any, x: Tensor, **positions: Any) -> Pairs:
-    first, unit = block.attn(block.norm1(x), **positions), torch.ones(1, dtype=x.dtype)
+    first = block.attn(block.norm1(x), **positions)
+    unit = torch.ones(1, dtype=x.dtype)
     # Without a weight the branch counts as it is.
     first = first * (unit if block.gamma_1 is None else block.gamma_1)
     then = x + first
@@ -248,7 +249,8 @@ def test_ratio_is_that_of_the_block_written_out(family: str) -> None:
     make, oracle, classes, size = BLOCKS[family]
     torch.manual_seed(0)
     # As made, weights of LayerScale are all alike, so that a wrong branch or block would have the right ratio.
-    model, batch = scattered(make().eval()), images(3, *size)
+    model = scattered(make().eval())
+    batch = images(3, *size)
     # One image, then two: batches of unlike size.
     ds = recorded(model, "layer-scale", batch[:1], batch[1:])
     truth = expected(model, batch, oracle, *classes)
@@ -282,10 +284,8 @@ def test_ratio_is_that_of_the_block_written_out(family: str) -> None:
 
 
 def test_scale_is_read_when_marked_and_is_1_without() -> None:
-    model, batch = (
-        small("vit_tiny_patch16_224", **VIT | {"init_values": 0.3}),
-        images(1),
-    )
+    model = small("vit_tiny_patch16_224", **VIT | {"init_values": 0.3})
+    batch = images(1)
     # A branch without LayerScale counts as 1.
     model.blocks[0].ls2 = nn.Identity()
     with tcnn_probe.record(model, probes="layer-scale") as recorder, torch.no_grad():
@@ -322,6 +322,7 @@ def test_layer_scale_in_place() -> None:
     )
 
 
+# Room for ten roundings in a row.
 @pytest.mark.parametrize(
     ("dtype", "rtol"), [(torch.bfloat16, 2e-2), (torch.float16, 3e-3)], ids=str
 )
@@ -405,7 +406,8 @@ def test_labels_and_resuming(tmp_path: Path) -> None:
         ("xcit_nano_12_p16_224", ["mixer", "mlp", "local"]),
         ("vit_tiny_patch16_224", ["mixer", "mlp"]),
     ):
-        model, path = small(name, **VIT), tmp_path / f"{name}.zarr"
+        model = small(name, **VIT)
+        path = tmp_path / f"{name}.zarr"
         for epoch in range(2):
             with tcnn_probe.record(
                 model, path, probes="layer-scale", layers="blocks.1"

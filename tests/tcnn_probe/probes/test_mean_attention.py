@@ -38,6 +38,7 @@ def test_of_a_vit_with_a_class_token() -> None:
     assert recording["query"].values.tolist() == ["0.5, 0.5", "0, 0.99"]
     assert (recording.images == 5).all()
     for reference in attention_of(model, x):  # grid of 3 x 5, after a class token
+        # After the class token: row 1 and column 2, the middle; row 0 and column 4, the corner.
         rows = reference.weights[:, :, [1 + 1 * 5 + 2, 1 + 4], 1:].mean(0).numpy()
         # Weights of at most 1, stored as float32.
         np.testing.assert_allclose(
@@ -59,6 +60,7 @@ def test_of_gated_attention() -> None:
     )
     # (B, heads, N_query, padded keys).
     padded = layer.double().attention(x.double()).detach()
+    # Without the padding: row 3 and column 2 of 7 x 5, the middle; column 4 of the first row, the corner.
     rows = padded.unflatten(-1, (9, 7))[:, :, [3 * 5 + 2, 4], 1:-1, 1:-1].mean(0)
     # Weights of at most 1, stored as float32.
     np.testing.assert_allclose(mean, rows, atol=1e-6)

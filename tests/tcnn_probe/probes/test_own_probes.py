@@ -53,11 +53,14 @@ def test_share_of_zeros_after_relu(tmp_path: Path) -> None:
         tcnn_probe.record(model, tmp_path / "run.zarr", probes=ZEROS) as recorder,
         torch.no_grad(),
     ):
-        model(X[:2]), model(X[2:])
+        # Batches of unequal size: their plain mean is not the mean over images.
+        model(X[:2])
+        model(X[2:])
         recorder.mark(epoch=0, top1=0.5)
     ds = tcnn_probe.open(tmp_path / "run.zarr")["zeros"].to_dataset()
     with torch.no_grad():
-        truth = [(model[: n + 1](X) == 0).double().mean() for n in (1, 3)]
+        outputs = [model[: n + 1](X) for n in (1, 3)]
+    truth = [(output == 0).double().mean() for output in outputs]
     # Counts, averaged in float64.
     np.testing.assert_allclose(ds.share.sel(epoch=0), truth, rtol=1e-12)
     assert list(ds["layer"].values) == ["1", "3"]
@@ -69,7 +72,8 @@ def test_share_of_zeros_after_relu(tmp_path: Path) -> None:
 
 
 def test_largest_weight_of_each_head_beside_the_built_in_ones_and_by_name() -> None:
-    model, batch = small("vit_tiny_patch16_224", **VIT), images(5)
+    model = small("vit_tiny_patch16_224", **VIT)
+    batch = images(5)
     tcnn_probe.register(LARGEST)
     try:
         tcnn_probe.register(LARGEST)
@@ -83,9 +87,11 @@ def test_largest_weight_of_each_head_beside_the_built_in_ones_and_by_name() -> N
             model, batch[:2], batch[2:], probes=[*tcnn_probe.DEFAULT, "largest"]
         )
     finally:
+        # The registry is the process's: other tests would find the probe.
         del tcnn_probe.PROBES["largest"]
     weights: list[Tensor] = []
     for block in model.blocks:
+        # The fused kernel never forms the weights.
         block.attn.fused_attn = False
         block.attn.attn_drop.register_forward_hook(lambda m, x, y: weights.append(y))
     with torch.no_grad():
@@ -155,12 +161,14 @@ def test_variables_that_some_layers_or_epochs_or_forwards_have() -> None:
     )
     model = network()
     with tcnn_probe.record(model, probes=probe) as recorder, torch.no_grad():
-        model(X[:3]), model(X[3:])
+        model(X[:3])
+        model(X[3:])
         recorder.mark(epoch=0)
         # Without a dimension, as the recording could not add one anyway.
         recorder._collector.accumulators["0", "own"].probe.variables["late"] = (
             variable()
         )
+        # From here on measure() gives one variable more.
         late.append(True)
         model(X[3:])
         with pytest.warns(
@@ -272,7 +280,8 @@ BAD: dict[str, tuple[tcnn_probe.Probe, type[Exception], str]] = {
 @pytest.mark.parametrize("case", BAD)
 def test_badly_written_ones_name_the_layer_and_leave_the_model_clean(case: str) -> None:
     probe, error, message = BAD[case]
-    model, batch = small("vit_tiny_patch16_224", **VIT), images(2)
+    model = small("vit_tiny_patch16_224", **VIT)
+    batch = images(2)
     before = Trace(model)
     with (  # noqa: PT012
         pytest.raises(error, match=message) as caught,

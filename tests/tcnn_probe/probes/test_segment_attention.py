@@ -113,6 +113,30 @@ def test_windows() -> None:
     check(sharpen(model), torch.randn(5, 3, 32, 48), [(tokens, tokens)] * 2)
 
 
+class Named(nn.Module):
+    """Attention of patches joined to three learnt tokens, in a parameter of some name."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.name, self.patches = name, nn.Conv2d(3, 12, 16, 16)
+        self.register_parameter(name, nn.Parameter(torch.randn(1, 3, 12)))
+        self.attend = nn.MultiheadAttention(12, 3, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.patches(x).flatten(2).mT
+        x = torch.cat([getattr(self, self.name).expand(len(x), -1, -1), x], 1)
+        return self.attend(x, x, x, need_weights=False)[0]
+
+
+@pytest.mark.parametrize(
+    ("name", "first"), [("register_tokens", "register"), ("tokens", "class")]
+)
+def test_registers_that_are_called_so(name: str, first: str) -> None:
+    torch.manual_seed(0)
+    tokens = [first, "register", "register", *PATCHES]
+    check(sharpen(Named(name)), torch.randn(5, 3, *SIDES), [(tokens, tokens)])
+
+
 class Joint(nn.Module):
     """Attention of patches joined to learnt words, or of learnt queries to both."""
 
@@ -129,7 +153,8 @@ class Joint(nn.Module):
         if self.asking is None:
             tokens = asking = torch.cat([self.words.expand(len(x), -1, -1), x], 1)
         else:
-            tokens, asking = x, self.asking.expand(len(x), -1, -1)
+            tokens = x
+            asking = self.asking.expand(len(x), -1, -1)
         return self.attention(asking, tokens, tokens, need_weights=False)[0]
 
 
@@ -149,7 +174,8 @@ def test_bfloat16() -> None:
     model = sharpen(
         timm.create_model("vit_small_patch16_dinov3", img_size=SIDES, **VIT)
     )
-    model, x = model.bfloat16(), torch.randn(2, 3, *SIDES).bfloat16()
+    model = model.bfloat16()
+    x = torch.randn(2, 3, *SIDES).bfloat16()
     weights = {}
 
     def keep(attention: Attention) -> None:

@@ -85,10 +85,8 @@ def test_pause() -> None:
 
 
 def test_gradients_in_a_pause_and_of_saliency_are_not_measured() -> None:
-    model, batch = (
-        small("vit_tiny_patch16_224", **VIT),
-        torch.rand(1, 3, *VIT["img_size"]),
-    )
+    model = small("vit_tiny_patch16_224", **VIT)
+    batch = torch.rand(1, 3, *VIT["img_size"])
 
     def backward(
         model: nn.Module, x: torch.Tensor, target: torch.Tensor
@@ -113,7 +111,9 @@ def test_gradients_in_a_pause_and_of_saliency_are_not_measured() -> None:
 
 def test_other_images_than_in_the_epochs_before(tmp_path: Path) -> None:
     """Warn once in a run, and again in a later one; neither the split into batches nor other images matter."""
-    model, path, x = vit(), tmp_path / "run.zarr", images(6)
+    model = vit()
+    path = tmp_path / "run.zarr"
+    x = images(6)
     with torch.no_grad(), tcnn_probe.record(model, path, images=[1, 4]) as recorder:
         for epoch, sizes in enumerate(((6,), (3, 3), (1, 5))):
             # Image 0, which is not asked for, may change.
@@ -182,7 +182,8 @@ def test_a_recorder_that_is_collected_in_zarrs_thread_frees_its_lock(
     tmp_path: Path,
 ) -> None:
     """The garbage collector runs wherever memory is allocated: also in the thread that does zarr's reading."""
-    model, place = vit(), tmp_path / "run.zarr"
+    model = vit()
+    place = tmp_path / "run.zarr"
     held = [tcnn_probe.record(model, place)]
     model(images())
     held[0].mark(epoch=0)

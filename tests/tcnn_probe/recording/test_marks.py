@@ -19,6 +19,7 @@ def recorder(tmp_path: Path) -> Iterator[tcnn_probe.Recorder]:
 
 
 def mark(recorder: tcnn_probe.Recorder, **values: Any) -> None:
+    # The fixture yields the recorder alone, which holds its model.
     recorder._model(images())
     recorder.mark(**values)
 

@@ -46,18 +46,21 @@ def test_recorded_as_nan_counted_and_told(value: float, dtype: torch.dtype) -> N
         ].to_array()
     ).all()
     assert np.isfinite(ds.entropy.sel(layer="near")[0, :9]).all()
+    # The gate is a parameter, whatever the images hold.
     assert np.isfinite(ds.gate.sel(layer="far")).all()
     assert ds.top1 == 0.5
 
 
 def test_next_epoch_is_clean_also_where_warnings_are_errors() -> None:
-    model, fine = Branches(), images()
+    model = Branches()
+    fine = images()
     with tcnn_probe.record(model) as recorder:
         model(near=fine, far=images(np.nan))
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             with pytest.raises(RuntimeWarning, match="far"):
                 recorder.mark(epoch=0)
+        # The warning comes when the mark is made, so that raising it loses none.
         assert recorder.epochs == (0,)
         model(near=fine, far=fine)
         recorder.mark(epoch=1)

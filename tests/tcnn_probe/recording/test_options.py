@@ -50,7 +50,8 @@ def test_max_images(max_images: int) -> None:
         check_entropies(
             recorder, entropies(vit(), x[:max_images]), mark, images=min(max_images, 9)
         )
-    ds, alone = recorder.dataset, recorded(vit(), x[:max_images]).dataset
+    ds = recorder.dataset
+    alone = recorded(vit(), x[:max_images]).dataset
     for name in (
         "content_information",
         "class_content_information",
@@ -76,7 +77,8 @@ def test_max_images_where_layers_see_different_numbers_of_them() -> None:
 def test_when(when: Any, count: int) -> None:
     model = vit()
     with tcnn_probe.record(model, when=when) as recorder:
-        model.eval()(images(3)), model.train()(images(5))
+        model.eval()(images(3))
+        model.train()(images(5))
         recorder.mark(epoch=0)
     assert recorder.dataset.images.values.tolist() == [[count] * 2]
 

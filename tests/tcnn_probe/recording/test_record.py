@@ -93,4 +93,5 @@ def test_store_tells_neither_paths_nor_host(
         for secret in (tmp_path, "somewhere", Path.home(), Path.cwd()):
             assert str(secret) not in text
         assert not re.search(rf"\b{re.escape(socket.gethostname())}\b", text)
+        # Any absolute path or file address, not only those of this machine.
         assert not re.search(r'"[^"]*file:|"/\w', text)

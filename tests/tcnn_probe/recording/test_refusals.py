@@ -391,7 +391,8 @@ def test_a_store_of_other_images_is_refused_at_the_call(
     model = vit()
     # Also with [0, 2], of which [0, 1] has as many: the numbers must be compared, not their count.
     marked(model, tmp_path / "run.zarr", 0, images(), images=images_before)
-    before, stored = Trace(model), files(tmp_path)
+    before = Trace(model)
+    stored = files(tmp_path)
     with pytest.raises(
         tcnn_probe.StoreError,
         match=r"keeps maps of the images .*, and images= asks for",

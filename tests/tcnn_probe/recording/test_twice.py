@@ -134,7 +134,8 @@ def one_epoch(model: nn.Module, recorder: tcnn_probe.Recorder, epoch: int) -> No
 @pytest.mark.parametrize("part", ["none", "seed", "one bias"])
 def test_a_training_that_goes_on_from_other_weights(part: str, tmp_path: Path) -> None:
     """Warned of before the first step; weights of the checkpoint, and a model of other shapes, are not."""
-    model, store = vit(), tmp_path / "run.zarr"
+    model = vit()
+    store = tmp_path / "run.zarr"
     with tcnn_probe.record(model, store) as recorder:
         one_epoch(model, recorder, 0)
         one_epoch(model, recorder, 1)
@@ -155,7 +156,8 @@ def test_a_training_that_goes_on_from_other_weights(part: str, tmp_path: Path) -
 
 
 def test_weights_that_are_put_in_for_validation_tell_nothing(tmp_path: Path) -> None:
-    model, store = vit(), tmp_path / "run.zarr"
+    model = vit()
+    store = tmp_path / "run.zarr"
     trained = {}
     with tcnn_probe.record(model, store) as recorder:
         for epoch in range(2):

@@ -27,7 +27,8 @@ def recording(
     grid: tuple[int, int] | None = (3, 5),
 ) -> Any:
     """A tree as ``tcnn_probe.open`` gives it: random numbers by layer and head, and maps of two images on a grid."""
-    rng, heads = np.random.default_rng(seed), max(layers.values())
+    rng = np.random.default_rng(seed)
+    heads = max(layers.values())
     coords = {"epoch": epochs, "layer": list(layers), "head": range(heads)}
     exists = np.arange(heads) < np.array([*layers.values()])[:, None]
     table = {
@@ -81,7 +82,8 @@ def held(page: str) -> tuple[dict[str, Any], np.ndarray, list[bytes]]:
     scripts = re.findall(
         r'<script type="application/json"[^>]*>(.*?)</script>', page, flags=re.DOTALL
     )
-    args = dict(_program(json.loads(html.unescape(scripts[0])))["args"]["entries"])
+    document = json.loads(html.unescape(scripts[0]))
+    args = dict(_program(document)["args"]["entries"])
     numbers = (
         np.frombuffer(_inflated(args["numbers"]), np.uint8)
         # Bytes are kept by their place in the number, which compresses better.

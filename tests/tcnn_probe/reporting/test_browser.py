@@ -46,6 +46,7 @@ def runs() -> list[xr.DataTree]:
     first = recording(LAYERS, EPOCHS)
     first["heads"]["entropy"][:, 1, 1] = np.nan
     maps = first["maps/class_attention"]
+    # One bright cell in the corner shows which way up a map is.
     maps[:, LAYER, 0, HEAD] = 0.01
     maps[:, LAYER, 0, HEAD, 0, 0] = 0.5
     two = recording(LAYERS, EPOCHS[:2], seed=1, grid=None)
@@ -96,6 +97,7 @@ def click(driver: Any, grid: int, row: int, column: int) -> None:
 def color(driver: Any, row: int, column: int) -> tuple[int, ...]:
     """The color of a cell, a little off its middle, after everything has been painted."""
     x, y = at(driver, 0, row, column)
+    # What is drawn in one frame is on the screen after the next.
     driver.execute_async_script(
         "requestAnimationFrame(() => requestAnimationFrame(() => setTimeout(arguments[0], 100)))"
     )
@@ -169,7 +171,8 @@ def test_colours_mean_the_same_at_every_epoch(
     for mark, (row, column) in ((0, (2, 4)), (1, (5, 0)), (2, (9, 2))):
         to(browser, mark, "entropy")
         click(browser, 0, LAYER, HEAD)
-        step = min(255, int((values[0][mark, row, column] - low) / (high - low) * 256))
+        share = (values[0][mark, row, column] - low) / (high - low)
+        step = min(255, int(share * 256))
         assert color(browser, row, column) == ImageColor.getrgb(Viridis256[step])
     assert color(browser, 1, 1) == ImageColor.getrgb(MISSING)
     to(browser, 1, "entropy")
@@ -191,6 +194,7 @@ def test_the_first_row_of_a_map_is_at_the_top(browser: Any) -> None:
         Image.open(io.BytesIO(frame.screenshot_as_png)).convert("L"), dtype=int
     )
     height, width = light.shape
+    # The middle of each of 3 x 5 cells.
     cells = light[height // 6 :: height // 3, width // 10 :: width // 5][:3, :5]
     assert cells[0, 0] > 200
     assert cells.ravel()[1:].max() < 60
@@ -198,6 +202,7 @@ def test_the_first_row_of_a_map_is_at_the_top(browser: Any) -> None:
 
 def test_the_table_is_sorted_and_copied(browser: Any, runs: list[xr.DataTree]) -> None:
     to(browser, 1, "gate")
+    # A clipboard needs a gesture of the user's, so what would be copied is kept.
     browser.execute_script(
         "document.execCommand = () => { window.copied = document.activeElement.value }"
     )

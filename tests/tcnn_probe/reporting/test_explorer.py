@@ -54,6 +54,7 @@ def dataset(
         shape = (IMAGES, len(layers), heads, *sizes, ROWS, COLUMNS)
         arrays[name] = (
             ("image", "layer", "head", *of_queries, "y", "x"),
+            # Cubed: maps with peaks, in which most cells are far from the largest.
             rng.random(shape, dtype=np.float32) ** 3,
         )
     coords = {"layer": layers, "head": range(heads)}
@@ -110,12 +111,11 @@ def click(driver: Any, y: int, x: int) -> None:
     from selenium.webdriver import ActionChains
 
     frame = driver.find_element("id", "map")
-    width, height = frame.size["width"], frame.size["height"]
-    ActionChains(driver).move_to_element_with_offset(
-        frame,
-        int((x + 0.5) / (COLUMNS * SIDE) * width - width / 2),
-        int((y + 0.5) / (ROWS * SIDE) * height - height / 2),
-    ).click().perform()
+    # Selenium counts from the middle of an element.
+    right = ((x + 0.5) / (COLUMNS * SIDE) - 0.5) * frame.size["width"]
+    down = ((y + 0.5) / (ROWS * SIDE) - 0.5) * frame.size["height"]
+    pointer = ActionChains(driver)
+    pointer.move_to_element_with_offset(frame, int(right), int(down)).click().perform()
 
 
 def opacity(driver: Any, frame: str = "#map") -> NDArray[Any]:
@@ -157,6 +157,7 @@ def test_a_click_shows_the_map_from_there(page: Any, maps: xr.DataTree) -> None:
         "const {top, left, width, height} = document.querySelector('#map .query').style;"
         "return [top, left, width, height].map(parseFloat)"
     )
+    # Row 1 of 3 and column 3 of 5, in per cent.
     assert box == pytest.approx([100 / 3, 60, 20, 100 / 3], rel=1e-4)
     choose(page, image="1")
     assert same(opacity(page), maps["first"].attention[1, 0, 1, 1, 3])
@@ -215,6 +216,7 @@ def test_keys_move_the_query_and_the_pointer_reads_values(
     text = page.find_element("id", "under").text
     assert text.startswith("under the pointer: row 2, column 2 of 3 x 5, attention ")
     value = float(text.rsplit(" ", 1)[1])
+    # Maps are kept in bytes, of which 255 is NaN.
     step = float(attention.max()) / 254
     assert value == pytest.approx(float(attention[2, 2]), abs=step)
 

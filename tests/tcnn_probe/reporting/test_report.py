@@ -36,8 +36,10 @@ class Tags(HTMLParser):
 def runs() -> list[xr.DataTree]:
     """Layers of 3 and 9 heads, one with a name that is markup; other epochs, and a layer more, in the second."""
     first = recording({"a.attn": 3, NAUGHTY: 9}, [0, 5, 7])
+    # One head's value alone: NaN must stay at its place, and not shift the numbers after it.
     first["heads"]["entropy"][0, 1, 4] = np.nan
     peaks = np.random.default_rng(2).random((3, 1, 4))
+    # A group besides "heads", with a layer of its own.
     first["peaks"] = xr.Dataset(
         {"peak": (("epoch", "layer", "head"), peaks)},
         {"layer": ["d"], "head": range(4)},
@@ -90,6 +92,7 @@ def test_numbers_are_those_of_the_recordings(
                     for n, dim in enumerate(("epoch", "layer", "head")[: len(at)])
                 }
                 exists = all(value in ds[dim].values for dim, value in place.items())
+                # By label: a place is compared with what xarray finds there, whatever the page's order.
                 expected = ds[about["name"]].sel(place).item() if exists else np.nan
                 assert np.array_equal(values[at], expected, equal_nan=True), (
                     about["name"],
@@ -169,9 +172,11 @@ def test_variables_without_a_value_are_named() -> None:
 def test_maps_are_thinned_and_said_to_be() -> None:
     run = recording({"a": 3, "b": 5}, list(range(40)), grid=(31, 37))
     complete = tcnn_probe.report(run)
+    # The default holds them all, so that what follows is max_mb's doing.
     assert "because max_mb" not in complete.html
     assert len(complete.html) <= run["maps/class_attention"].nbytes + 5e6
     # Room for ten of the forty epochs.
+    # Base64 takes four characters for three bytes; a cell has a byte, and a map four more for its largest value.
     room = 1.6 + 4 / 3 * 10.5 * 2 * 2 * 5 * (31 * 37 + 4) / 1e6
     thinned = tcnn_probe.report(run, max_mb=room)
     assert (
@@ -180,6 +185,7 @@ def test_maps_are_thinned_and_said_to_be() -> None:
     )
     marks = held(thinned.html)[0]["runs"][0]["kept"]
     assert len(marks) == 10
+    # 39 epochs in nine steps, each rounded.
     assert set(np.diff(marks)) <= {4, 5}
     assert marks[-1] == 39
     assert len(thinned.html) <= room * 1e6
@@ -191,6 +197,7 @@ def test_images_are_left_out_last() -> None:
     size = 4 / 3 * 2 * 5 * (31 * 37 + 4)  # bytes of the maps of one image at one epoch
     assert choose_maps(run, 40 * 2 * size) == Choice(list(range(40)), 2, 2)
     assert choose_maps(run, 2 * size) == Choice([39], 2, 2)
+    # A byte too few for both images.
     assert choose_maps(run, 2 * size - 1) == Choice([39], 1, 2)
     assert choose_maps(run, size - 1) == Choice([], 0, 2)
     assert choose_maps(read_run(recording({"a": 3}, [1], grid=None)), 0) == Choice(
@@ -221,6 +228,7 @@ def test_of_a_store_and_a_dataset(store: Path, tmp_path: Path) -> None:
         images=np.random.default_rng(0).random((2, 3, 32, 48)),
     )
     for page, maps in ((shown, 5), (tcnn_probe.report(ds), 0)):
+        # A dataset has no groups, and so no maps.
         facts, numbers, blocks = held(page.html)
         assert len(blocks) == maps
         start = next(

@@ -56,9 +56,11 @@ def test_lines_are_means_and_bands_ranges() -> None:
                 assert np.isnan([mean, low, high]).all()
                 continue
             assert (low, high) == (min(values), max(values))
+            # Three positive numbers at most are added up and divided.
             bound = 4 * np.finfo(float).eps * sum(values) / len(values)
             assert abs(mean - math.fsum(values) / len(values)) <= bound
             compared += len(values) > 1
+    # Numbers that single seeds have are their own mean, and would show nothing.
     assert compared > 20
 
 
@@ -67,6 +69,7 @@ def test_maps_are_those_of_the_first_seed_that_has_any() -> None:
     page = tcnn_probe.report({"arm": trees})
     facts, _, blocks = held(page.html)
     assert [tile["layer"] for tile in facts["tiles"]] == ["a", "b"]
+    # After four bytes for the largest value at each of 4 epochs, of 2 images and of 5 heads.
     cells = np.frombuffer(blocks[1], np.uint8, offset=4 * 4 * 2 * 5)
     missing = cells.reshape(4, 2, 5, 3, 5) == 255
     assert missing[[2, 3]].all()  # epochs that this seed has not

@@ -35,7 +35,8 @@ def patches(*shape: int, seed: int = 0) -> np.ndarray:
 
 
 def test_is_its_definition() -> None:
-    x, y = patches(3, 7, 5), patches(3, 7, 11, seed=1)
+    x = patches(3, 7, 5)
+    y = patches(3, 7, 11, seed=1)
     expected = [distance(*pair) for pair in zip(x, y, strict=True)]
     assert min(expected) > 0.05
     actual = gram_distance(x, y)
@@ -47,7 +48,8 @@ def test_is_its_definition() -> None:
 
 def test_its_square_is_the_loss_of_dinov3() -> None:
     """Its code computes a mean squared difference; by its configuration within images, with negative cosines kept."""
-    x, y = torch.from_numpy(patches(2, 13, 5)), torch.from_numpy(patches(2, 13, 5))
+    x = torch.from_numpy(patches(2, 13, 5))
+    y = torch.from_numpy(patches(2, 13, 5))
     y = y + 0.3 * torch.from_numpy(patches(2, 13, 5, seed=2))
     grams = [
         unit @ unit.mT for unit in (F.normalize(x, dim=-1), F.normalize(y, dim=-1))
@@ -60,6 +62,7 @@ def test_rotation_and_lengths_do_not_matter_and_small_distances_stay() -> None:
     x = patches(7, 5)
     rotation = np.linalg.qr(patches(5, 5, seed=3))[0]
     lengths = np.random.default_rng(4).uniform(0.1, 10, (7, 1))
+    # The bound above, at 5 channels.
     assert gram_distance(x, lengths * x @ rotation) < 2 * 14 * np.finfo(float).eps
     # To first order a change of 1e-9 changes cosines by as much; products of channels would lose it.
     near, nearer = (gram_distance(x, x + step * x[::-1]) for step in (1e-8, 1e-9))
@@ -111,8 +114,10 @@ def test_of_a_recording_by_epoch_and_between_all_epochs() -> None:
     drift = layer_drift(features, features.sel(epoch=0))
     assert drift.gram_distance.dims == ("epoch", "layer", "image")
     assert drift.cka.dims == ("epoch", "layer")
-    x, y = outputs[2].double().numpy(), outputs[0].double().numpy()
+    x = outputs[2].double().numpy()
+    y = outputs[0].double().numpy()
     expected = [distance(*pair) for pair in zip(x, y, strict=True)]
+    # Ten times the tolerance.
     assert min(expected) > 0.05
     # Stored as float16, each channel is off by 2**-11 of itself: a cosine by 4, a difference by 8 times as much.
     actual = drift.gram_distance.sel(epoch=2, layer="blocks.1")
@@ -125,6 +130,7 @@ def test_of_a_recording_by_epoch_and_between_all_epochs() -> None:
     table = layer_drift(features, features.rename(epoch="teacher")).gram_distance
     assert set(table.dims) == {"epoch", "teacher", "layer", "image"}
     xr.testing.assert_allclose(table.sel(teacher=0, drop=True), drift.gram_distance)
+    # Three images are one fewer than CKA needs.
     of_few = layer_drift(features[:, :, :3], features[0, :, :3])
     assert of_few.cka.isnull().all()
     assert of_few.gram_distance.notnull().all()

@@ -107,10 +107,8 @@ def go_on(store: EpochStore, pid: int, tell: Tell) -> None:
 
 def check(path: Path, seeds: list[int], tell: Tell) -> None:
     """Compare everything in a store with the seeds, as plain xarray reads it; looking at it changes nothing."""
-    before, expected = (
-        contents(path),
-        {f"phase{epoch // 5}": {} for epoch in range(len(seeds))} | {"top1": {}},
-    )
+    before = contents(path)
+    expected = {f"phase{epoch // 5}": {} for epoch in range(len(seeds))} | {"top1": {}}
     for epoch, seed in enumerate(seeds):
         for name, value in scalars(epoch, seed).items():
             expected[name][epoch] = value
@@ -174,12 +172,10 @@ class Soak:
 
     def __init__(self, folder: Path, seed: int) -> None:
         self.path, self.packed = folder / "run.zarr", folder / "packed.zarr"
-        self.chance, self.counts, self.seeds, self.runs = (
-            random.Random(seed),
-            Counter[str](),
-            list[int](),
-            0,
-        )
+        self.chance = random.Random(seed)
+        self.counts = Counter[str]()
+        self.seeds = list[int]()
+        self.runs = 0
 
     def round(self) -> None:
         """Do each operation once."""
@@ -315,8 +311,10 @@ def marks(path: Path, tell: Tell) -> None:
 
 def main(minutes: float, seed: int) -> None:
     """Do rounds, and print what was done; after a failure the folder stays."""
-    folder, end = Path(tempfile.mkdtemp()), time.monotonic() + 60 * minutes
-    soak, rounds = Soak(folder, seed), 0
+    folder = Path(tempfile.mkdtemp())
+    end = time.monotonic() + 60 * minutes
+    soak = Soak(folder, seed)
+    rounds = 0
     print(f"seed {seed}, in {folder}", flush=True)
     while rounds == 0 or time.monotonic() < end:
         soak.round()

@@ -154,7 +154,8 @@ def assert_holds(
             assert arrays.pop(f"{path}/{name}".strip("/"))[1].tolist() == list(expected)
         for name, about in group.variables.items():
             dims, array = arrays.pop(f"{path}/{name}".strip("/"))
-            assert (dims, array.dtype) == ((along, *about.dims), about.dtype)
+            assert dims == (along, *about.dims)
+            assert array.dtype == about.dtype
             np.testing.assert_array_equal(array, [row[path][name] for row in rows])
     if scalars is not None:
         assert arrays.keys() == scalars.keys()

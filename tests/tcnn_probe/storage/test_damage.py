@@ -33,14 +33,13 @@ def test_every_flipped_byte_of_every_chunk_is_noticed(
     path: Path, tmp_path: Path
 ) -> None:
     """Flip bits in each file at eight places: numbers, shards and their index, labels, the marks themselves."""
-    chance, files = (
-        random.Random(0),
-        [p for p in path.rglob("*") if p.is_file() and p.name != "zarr.json"],
-    )
+    chance = random.Random(0)
+    files = [p for p in path.rglob("*") if p.is_file() and p.name != "zarr.json"]
     # An empty list would pass everything that follows.
     assert len(files) > 18
     for file in files:
-        name, intact = str(file.relative_to(path)).split("/c/")[0], file.read_bytes()
+        name = str(file.relative_to(path)).split("/c/")[0]
+        intact = file.read_bytes()
         # The first and last byte, and six more: all bytes of all files would take minutes.
         places = [
             0,
@@ -101,7 +100,8 @@ def test_every_chunk_that_is_empty_or_not_there_is_noticed(
     files = [p for p in path.rglob("*") if p.is_file() and p.name != "zarr.json"]
     assert len(files) > 18
     for file in files:
-        name, data = str(file.relative_to(path)).split("/c/")[0], file.read_bytes()
+        name = str(file.relative_to(path)).split("/c/")[0]
+        data = file.read_bytes()
         # zarr itself reads a chunk that is not there as NaN.
         uses = [load, lambda path: repack(path, tmp_path / "packed.zarr")]
         if name in ("gate", "top1", "layer_scale/scale", "epoch"):
@@ -166,7 +166,9 @@ def test_single_flipped_bits_that_zarr_accepts(
 def test_damaged_roots_are_refused_or_read(path: Path) -> None:
     """A part of the root deleted, or something else in its place: no error but StoreError."""
     text = (path / "zarr.json").read_text()
-    root, chance, refused = json.loads(text), random.Random(1), 0
+    root = json.loads(text)
+    chance = random.Random(1)
+    refused = 0
     # Of hundreds of places; all of them take a minute.
     for at in chance.sample(sorted(places(root), key=str), 70):
         damaged = inner = copy.deepcopy(root)

@@ -70,7 +70,8 @@ def test_hundreds_of_marks_take_few_files(tmp_path: Path) -> None:
 
 
 def test_scalars_come_and_go() -> None:
-    store, expected = create(None), {"a": {}, "b": {}}
+    store = create(None)
+    expected = {"a": {}, "b": {}}
     # One comes late, one goes and comes again, and a mark has none.
     for mark, names in enumerate(["", "a", "ab", "b", "", "a"]):
         for name in names:
@@ -97,7 +98,8 @@ def test_marks_that_are_no_integers(tmp_path: Path, resumed: bool) -> None:
 
 
 def test_wrong_marks_and_values() -> None:
-    store, right = create(None), values(1)
+    store = create(None)
+    right = values(1)
     for mark in (0, 1):
         add(store, mark)
     for wrong, message in (

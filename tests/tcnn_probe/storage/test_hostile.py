@@ -42,6 +42,7 @@ def path(tmp_path: Path) -> Path:
 def refused(path: Path, message: str, *uses: Callable[[Path], object]) -> None:
     """Each use raises StoreError, within 20 seconds of the processor and 300 MiB."""
     for use in uses or (open_recording, EpochStore):
+        # The processor's time: on a loaded machine, the clock's would fail.
         start = time.process_time()
         tracemalloc.start()
         try:
@@ -132,6 +133,7 @@ def test_roots_that_are_deep_or_large(path: Path) -> None:
     (path / "zarr.json").write_text(DEEP)
     refused(path, "or a damaged one")
     with (path / "zarr.json").open("r+b") as file:
+        # Sparse: 1 TiB that takes no room on the disk.
         file.truncate(2**40)
     refused(path, "of more than 16777216 bytes")
 
@@ -178,10 +180,8 @@ def test_shard_with_ranges_beyond_it(path: Path) -> None:
 
 
 def test_files_that_are_larger_than_they_may_be(path: Path) -> None:
-    heads, maps = (
-        open_recording(path)["heads"].gate,
-        open_recording(path)[MAPS].saliency,
-    )
+    heads = open_recording(path)["heads"].gate
+    maps = open_recording(path)[MAPS].saliency
     for name in ("gate/c/0/0/0", MAP_SHARD):
         with (path / name).open("r+b") as file:
             file.truncate(2**40)

@@ -23,6 +23,7 @@ from tests.tcnn_probe.storage.tables import (
     recording,
 )
 
+# "20.*" is the century that the time begins with.
 HELD = "run.zarr is being written by process {} since 20.*: one recorder at a time"
 
 
@@ -215,7 +216,8 @@ def test_stale_lock_of_another_user(
     recording(path := tmp_path / "run.zarr")
     (path / LOCK).write_text("process 1 since 2026")
     # Root may open any file; permissions are played.
-    inode, open_as_owner = (path / LOCK).stat().st_ino, os.open
+    inode = (path / LOCK).stat().st_ino
+    open_as_owner = os.open
 
     def open_as_other(file: object, flags: int, *mode: int) -> int:
         if (

@@ -189,7 +189,9 @@ def test_recording_of_something_else() -> None:
 def test_nothing_is_there(tmp_path: Path) -> None:
     path = tmp_path / "a" / "run.zarr"
     store = EpochStore(path)
-    assert (store.groups, store.attrs, store.marks) == (None, None, ())
+    assert store.groups is None
+    assert store.attrs is None
+    assert store.marks == ()
     for use in (store.dataset, store.tree, lambda: add(store, 0)):
         with pytest.raises(StoreError, match=r"run.zarr holds nothing yet"):
             use()
@@ -396,9 +398,8 @@ def test_a_recording_of_other_shapes(tmp_path: Path) -> None:
     for path, (dims, sizes) in kinds.items():
         m = Variable(dims, "1", "m", "m", dtype="float32")
         groups[path] = Group({"m": m}, {"a": {}, "b": {}}, sizes, maps=True)
-        rows[path] = np.arange(2 * np.prod(groups[path].shape("m"))).reshape(
-            2, *groups[path].shape("m")
-        )
+        shape = (2, *groups[path].shape("m"))
+        rows[path] = np.arange(np.prod(shape)).reshape(shape)
     # Any name of a dimension, not epoch or step alone.
     store = EpochStore(tmp_path / "run.zarr", along="tokens")
     store.create(groups, {})

@@ -58,7 +58,8 @@ def test_a_recording_of_fewer_layers_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("again", [True, False], ids=["same recorder", "new recorder"])
 def test_crash_before_the_commit(tmp_path: Path, again: bool) -> None:
-    model, path = Chain(), tmp_path / "run.zarr"
+    model = Chain()
+    path = tmp_path / "run.zarr"
     expected = record_epochs(model, path, range(3)).load()
     recorder = tcnn_probe.record(model, path)
     model(7 * IMAGES)
@@ -85,7 +86,8 @@ def test_crash_before_the_commit(tmp_path: Path, again: bool) -> None:
 
 
 def test_store_deleted_between_resuming_and_the_next_mark(tmp_path: Path) -> None:
-    model, path = Chain(), tmp_path / "run.zarr"
+    model = Chain()
+    path = tmp_path / "run.zarr"
     record_epochs(model, path, range(3))
     with tcnn_probe.record(model, path) as recorder:
         path.rename(tmp_path / "away.zarr")

@@ -40,7 +40,8 @@ def _record(
         groups[MAPS] = Group(
             {"look": look}, {layers[0]: {}}, {"head": 3, "y": 2, "x": 5}, maps=True
         )
-    store, rng = EpochStore(path), np.random.default_rng(len(layers) + heads)
+    store = EpochStore(path)
+    rng = np.random.default_rng(len(layers) + heads)
     store.create(groups, about)
     for mark in marks:
         values = {
@@ -85,6 +86,7 @@ def three(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
             root / "seed5/recording.zarr",
             ["c", "b"],
             2,
+            # Two marks that the others have too, and one that they have not.
             [1, 3, 5],
             {**attributes, "lr": 0.2},
         ),
@@ -118,6 +120,7 @@ def test_runs_are_joined(three: list[Path]) -> None:
             aligned = expected[name].reindex_like(joined).transpose(*joined[name].dims)
             np.testing.assert_array_equal(joined[name], aligned)
             assert joined[name].dtype == aligned.dtype
+            # xarray has no public way to ask whether an array was read.
             assert not joined[name]._in_memory
     assert heads.best.sel(run="seed0", layer="c").values.tolist() == [-1] * 5
     assert maps.look.attrs["description"] == "A map."
@@ -133,6 +136,7 @@ def test_runs_are_joined(three: list[Path]) -> None:
     ],
 )
 def test_parts_are_the_same_parts(three: list[Path], key: dict[str, Any]) -> None:
+    # Taken lazily from the stores, against numpy's indexing of what was read whole.
     complete = open(three)["heads"].gate
     np.testing.assert_array_equal(complete.isel(key), complete.load().isel(key))
 

@@ -25,6 +25,7 @@ def server() -> Iterator[str]:
     _, _, moto = (
         pytest.importorskip(name) for name in ("s3fs", "obstore", "moto.server")
     )
+    # Port 0: whichever is free, as tests run side by side.
     server = moto.ThreadedMotoServer("127.0.0.1", port=0, verbose=False)
     server.start()
     host, port = server.get_host_and_port()
@@ -50,7 +51,8 @@ def url(server: str, request: pytest.FixtureRequest) -> str:
 
 def test_killed_and_resumed(url: str) -> None:
     """Two writers are killed at any moment; then plain xarray reads what the documents say that it reads."""
-    chance, seeds = random.Random(0), list[int]()
+    chance = random.Random(0)
+    seeds = list[int]()
     for first in (100, 200):
         writer = Child(write, url, first, 1000, False)
         announced = writer.numbers(1)

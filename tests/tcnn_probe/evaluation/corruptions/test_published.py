@@ -135,7 +135,8 @@ def elastic_transform(
     reference: Any, image: NDArray[Any], severity: int
 ) -> NDArray[Any]:
     """Rewritten from the published code, which is for square images; what it asks OpenCV for is done by hand."""
-    (height, width, _), third = image.shape, min(image.shape[:2]) // 3
+    height, width, _ = image.shape
+    third = min(image.shape[:2]) // 3
     # 244 is the published code's own, for images of 224.
     amplitude = 244 * [2, 2, 0.05, 0.07, 0.12][severity - 1]
     sigma = 244 * [0.7, 0.08, 0.01, 0.01, 0.01][severity - 1]
@@ -171,11 +172,17 @@ def bilinear(image: NDArray[Any], y: NDArray[Any], x: NDArray[Any]) -> NDArray[A
     values = np.zeros((len(y), image.shape[2]))
     for down in (0, 1):
         for right in (0, 1):
-            row, column = np.floor(y) + down, np.floor(x) + right
+            row = np.floor(y) + down
+            column = np.floor(x) + right
             weight = (1 - np.abs(y - row)) * (1 - np.abs(x - column))
-            row, column = (
-                np.abs((index + size - 1) % (2 * size - 2) - (size - 1)).astype(int)
-                for index, size in zip((row, column), image.shape, strict=False)
-            )
-            values += weight[:, None] * image[row, column]
+            pixels = image[
+                _mirrored(row, len(image)), _mirrored(column, image.shape[1])
+            ]
+            values += weight[:, None] * pixels
     return values
+
+
+def _mirrored(index: NDArray[Any], size: int) -> NDArray[Any]:
+    # Beyond the outermost pixels, which are not repeated, the pixels come back in reverse: a period of 2 size - 2.
+    last = size - 1
+    return np.abs((index + last) % (2 * last) - last).astype(int)

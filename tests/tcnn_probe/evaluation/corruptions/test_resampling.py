@@ -17,15 +17,12 @@ from tcnn_probe.evaluation.corruptions.resampling import (
 def slow_means(layer: NDArray[Any], shape: tuple[int, int]) -> NDArray[Any]:
     """Over 60 samples along each pixel of the coarse grid."""
     means = np.zeros((*shape, *layer.shape[2:]))
-    for y in range(shape[0]):
-        for x in range(shape[1]):
-            rows = (
-                (y + (np.arange(60) + 0.5) / 60) * layer.shape[0] / shape[0]
-            ).astype(int)
-            columns = (
-                (x + (np.arange(60) + 0.5) / 60) * layer.shape[1] / shape[1]
-            ).astype(int)
-            means[y, x] = layer[np.ix_(rows, columns)].mean((0, 1))
+    samples = (np.arange(60) + 0.5) / 60
+    for y, x in np.ndindex(shape):
+        rows = (y + samples) * layer.shape[0] / shape[0]
+        columns = (x + samples) * layer.shape[1] / shape[1]
+        pixels = layer[np.ix_(rows.astype(int), columns.astype(int))]
+        means[y, x] = pixels.mean((0, 1))
     return means
 
 
@@ -53,7 +50,8 @@ def test_area_weights_are_overlaps() -> None:
 def test_zoom_is_scipys_of_the_middle(factor: float) -> None:
     image = np.random.default_rng(0).random((23, 31, 3))
     sides = [int(np.ceil(size / factor)) for size in (23, 31)]
-    top, left = (23 - sides[0]) // 2, (31 - sides[1]) // 2
+    top = (23 - sides[0]) // 2
+    left = (31 - sides[1]) // 2
     middle = image[top : top + sides[0], left : left + sides[1]]
     np.testing.assert_allclose(
         zoom(image, factor),
