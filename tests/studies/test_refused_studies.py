@@ -74,6 +74,9 @@ def unwritten(monkeypatch: pytest.MonkeyPatch) -> None:
         ("gating_evolution", "--data . --model resnet18", "found in .: "),
         ("gating_evolution", "--num-classes 3", "goes with --data"),
         ("gating_evolution", "--device abacus", "no device 'abacus' here"),
+        # An option without effect would look as if it had one.
+        ("ablations", "--device cpu", "unrecognized arguments: --device cpu"),
+        ("cutmix_locality", "--amp", "unrecognized arguments: --amp"),
         (
             "gating_evolution",
             "--batch-size 0",

@@ -183,11 +183,11 @@ def test_imagenet_c_is_shown_as_it_is(tmp_path: Path) -> None:
 
 def test_no_other_image_stands_in_for_one_that_cannot_be_read(tmp_path: Path) -> None:
     by_class(tmp_path, [SHARK])
-    whole = BytesIO()
+    jpeg = BytesIO()
     noise = np.random.default_rng(0).integers(0, 256, (31, 37, 3), dtype=np.uint8)
-    Image.fromarray(noise).save(whole, "jpeg")
+    Image.fromarray(noise).save(jpeg, "jpeg")
     # timm's reader would show the next image in its place, and Pillow does not name a truncated one.
-    for content in (b"nothing", whole.getvalue()[:-500]):
+    for content in (b"nothing", jpeg.getvalue()[:-500]):
         (tmp_path / SHARK / "1.JPEG").write_bytes(content)
         with pytest.raises(OSError, match=rf"cannot read .*{SHARK}.1\.JPEG: "):
             read(imagenet_variant("imagenet", tmp_path, size=3))
