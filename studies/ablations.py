@@ -48,14 +48,14 @@ from torch import Tensor, nn
 from common.ending import ended, finish, side_of_zero
 from common.figures import STYLE, add_letters
 from common.options import (
-    add_machine,
     add_output,
+    add_seed,
     fill_in,
     from_least,
     parsed,
     study_parser,
 )
-from common.output import RunOutput, write_whole
+from common.output import RunOutput
 from common.plain_trainings import (
     SHAPE,
     accuracy,
@@ -81,14 +81,7 @@ def main(arguments: list[str] | None = None) -> int:
     args = parse(arguments)
     torch.set_num_threads(1)
     output = RunOutput.from_args(args, "ablations")
-    by_seed = []
-    for seed in range(args.seed, args.seed + args.seeds):
-        part = output.checkpoints / f"seed-{seed:04d}.zarr"
-        if not part.exists():
-            write_whole(one_seed(seed, args.epochs), part)
-        by_seed.append(xr.open_zarr(part, consolidated=False).load())
-        print(f"seed {seed} is done", flush=True)
-    results = xr.concat(by_seed, "seed")
+    results = output.by_seed(args, lambda seed: measure_seed(seed, args.epochs))
     output.save(results)
     draw(results.top1).savefig(output.figure, dpi=200)
     print(table(results.top1))
@@ -96,7 +89,7 @@ def main(arguments: list[str] | None = None) -> int:
     return finish(check(results.top1), "digits")
 
 
-def one_seed(seed: int, epochs: int) -> xr.Dataset:
+def measure_seed(seed: int, epochs: int) -> xr.Dataset:
     """Train every variant with one seed, and return their accuracies."""
     models: dict[str, nn.Module] = {}
     for variants in TABLES.values():
@@ -401,7 +394,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     group.add_argument(
         "--seeds", type=from_least(1), help="trainings of each (default: 5)"
     )
-    add_machine(group, small="1 seed, 2 epochs")
+    add_seed(group, small="1 seed, 2 epochs")
     add_output(parser)
     args = parsed(parser, arguments, "ablations")
     if args.small:

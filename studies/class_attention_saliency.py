@@ -81,6 +81,7 @@ from common.saliency_figures import draw_by_class, draw_faithfulness, draw_maps
 from common.saliency_report import report, several_heads
 from common.saliency_scores import logits, score, usable_methods
 from common.training import warmup
+from common.training_options import add_augment, settle_augment
 from tcnn_model import (
     AttentionPool2d,
     EpochResult,
@@ -376,6 +377,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         default=1e-4,
         help="of fine-tuning on --data (default: 1e-4)",
     )
+    add_augment(add)
     add_machine(training, small="6 epochs, 20 seconds")
     add(
         "--heads",
@@ -430,6 +432,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     if digits and args.boxes:
         parser.error("--boxes is for photographs: --data and --model")
     check_data_options(parser, args)
+    settle_augment(parser, args)
     defaults = {
         "img_size": 64,
         "batch_size": 32,

@@ -54,8 +54,9 @@ import tcnn_probe
 from common.ending import ended, finish, learned, side_of_zero
 from common.figures import STYLE, add_letters
 from common.options import (
-    add_machine,
+    add_device,
     add_output,
+    add_seed,
     fill_in,
     from_least,
     parsed,
@@ -438,7 +439,8 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         type=from_least(1),
         help="trainings of each kind, from --seed on (default: 3)",
     )
-    add_machine(group, small="1 seed, 2 epochs, 10 seconds")
+    add_device(group)
+    add_seed(group, small="1 seed, 2 epochs, 10 seconds")
     add_output(parser)
     args = parsed(parser, arguments, "coarse_labels")
     if args.small:

@@ -47,8 +47,9 @@ from common.ending import ended, finish, learned, side_of_zero
 from common.figures import STYLE, whole_ticks
 from common.image_sets import ImageSet, load_image_set
 from common.options import (
-    add_machine,
+    add_device,
     add_output,
+    add_seed,
     fill_in,
     from_least,
     parsed,
@@ -274,7 +275,8 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         type=from_least(40),
         help="use only so many of these, a quarter of them for validation",
     )
-    add_machine(group, small="1 seed, 9 epochs")
+    add_device(group)
+    add_seed(group, small="1 seed, 9 epochs")
     add_output(parser)
     args = parsed(parser, arguments, "cutmix_locality")
     if args.small:

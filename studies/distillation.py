@@ -43,14 +43,14 @@ import tcnn_probe
 from common.ending import ended, finish, side_of_zero
 from common.figures import STYLE, add_letters
 from common.options import (
-    add_machine,
     add_output,
+    add_seed,
     fill_in,
     from_least,
     parsed,
     study_parser,
 )
-from common.output import RunOutput, write_whole
+from common.output import RunOutput
 from common.plain_trainings import (
     SHAPE,
     accuracy,
@@ -88,14 +88,7 @@ def main(arguments: list[str] | None = None) -> int:
     output = RunOutput.from_args(args, "distillation")
 
     # Each seed has teachers of its own, so that intervals over seeds are over the whole chain.
-    by_seed = []
-    for seed in range(args.seed, args.seed + args.seeds):
-        part = output.checkpoints / f"seed-{seed:04d}.zarr"
-        if not part.exists():
-            write_whole(one_seed(seed, args), part)
-        by_seed.append(xr.open_zarr(part, consolidated=False).load())
-        print(f"seed {seed} is done", flush=True)
-    results = xr.concat(by_seed, "seed", combine_attrs="override")
+    results = output.by_seed(args, lambda seed: measure_seed(seed, args))
     output.save(results)
     draw(results).savefig(output.figure, dpi=200)
     print(table(results))
@@ -103,7 +96,7 @@ def main(arguments: list[str] | None = None) -> int:
     return finish(check(results), "digits")
 
 
-def one_seed(seed: int, args: argparse.Namespace) -> xr.Dataset:
+def measure_seed(seed: int, args: argparse.Namespace) -> xr.Dataset:
     """Train the two teachers and a student of each kind, and return what is measured of them."""
     torch.manual_seed(seed)
     teachers = {"CNN": small_cnn(), "transformer": small_vit()}
@@ -358,7 +351,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         type=from_least(1),
         help="students of each kind, from --seed on (default: 5)",
     )
-    add_machine(group, small="1 seed, 3 epochs")
+    add_seed(group, small="1 seed, 3 epochs")
     add_output(parser)
     args = parsed(parser, arguments, "distillation")
     if args.small:

@@ -58,6 +58,7 @@ from tcnn_model import reparameterize
 from tcnn_probe import evaluation
 
 IMAGES = 256
+NEIGHBORS = 20
 MODELS = {"T-CNN": "-", "CNN": ":"}
 SAME = 0.999  # CKA of features that differ by their rounding to float16 only
 
@@ -111,8 +112,12 @@ def compare(stores: list[Path], labels: np.ndarray) -> xr.Dataset:
     start = features[1].isel(epoch=0, drop=True)  # the CNN before fine-tuning
     by_model = []
     for model_features, tree in zip(features, trees, strict=True):
+        own_labels = labels[model_features["image"].values]
         scores = tcnn_probe.representation.layer_scores(
-            model_features, labels[model_features["image"].values]
+            model_features,
+            own_labels,
+            # A short look at a user's own images may have no more than a few.
+            neighbors=min(NEIGHBORS, len(own_labels) - 1),
         )
         cka = tcnn_probe.representation.layer_cka(model_features, start)
         by_model.append(

@@ -44,14 +44,14 @@ from common.ending import ended, finish, learned, side_of_zero
 from common.figures import STYLE, add_letters
 from common.models import small_patchconvnet
 from common.options import (
-    add_machine,
     add_output,
+    add_seed,
     fill_in,
     from_least,
     parsed,
     study_parser,
 )
-from common.output import RunOutput, write_whole
+from common.output import RunOutput
 from common.saliency_scores import on_object
 from common.small_trainings import rate_factor
 from tcnn_probe.evaluation import mean_interval
@@ -79,14 +79,7 @@ def main(arguments: list[str] | None = None) -> int:
     # More threads bring so small a model little, and cost it tenfold where the machine is shared.
     torch.set_num_threads(1)
     output = RunOutput.from_args(args, "segmentation_attention")
-    by_seed = []
-    for seed in range(args.seed, args.seed + args.seeds):
-        part = output.checkpoints / f"seed-{seed:04d}.zarr"
-        if not part.exists():
-            write_whole(one_seed(seed, args), part)
-        by_seed.append(xr.open_zarr(part, consolidated=False).load())
-        print(f"seed {seed} is done", flush=True)
-    results = xr.concat(by_seed, "seed")
+    results = output.by_seed(args, lambda seed: measure_seed(seed, args))
     output.save(results)
     draw(results).savefig(output.figure, dpi=200)
     print(table(results))
@@ -94,7 +87,7 @@ def main(arguments: list[str] | None = None) -> int:
     return finish(check(results), "digits")
 
 
-def one_seed(seed: int, args: argparse.Namespace) -> xr.Dataset:
+def measure_seed(seed: int, args: argparse.Namespace) -> xr.Dataset:
     """Train a classifier and fine-tune its trunk in both ways; return what is measured of the three."""
     train, validation = cluttered_digits(
         size=SIZE, limit=args.limit, seed=seed, fragments=FRAGMENTS
@@ -376,7 +369,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         type=from_least(40),
         help="use only so many digits, a quarter of them for validation",
     )
-    add_machine(group, small="1 seed, 6 and 3 epochs")
+    add_seed(group, small="1 seed, 6 and 3 epochs")
     add_output(parser)
     args = parsed(parser, arguments, "segmentation_attention")
     if args.small:

@@ -62,8 +62,9 @@ from common.ending import ended, finish
 from common.health_panels import draw_pictures, find_examples
 from common.image_sets import ImageSet, load_image_set
 from common.options import (
-    add_machine,
+    add_device,
     add_output,
+    add_seed,
     fill_in,
     from_least,
     parsed,
@@ -437,7 +438,8 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         type=from_least(40),
         help="use only so many of these, a quarter of them for validation",
     )
-    add_machine(
+    add_device(group)
+    add_seed(
         group,
         small="1 healthy training, 1 of each illness that is to be named, 4 epochs",
     )

@@ -16,8 +16,10 @@ __all__ = [
     "FEW_CORRUPTIONS",
     "add_corruptions",
     "add_data",
+    "add_device",
     "add_machine",
     "add_output",
+    "add_seed",
     "check_data_options",
     "fill_in",
     "from_least",
@@ -105,11 +107,8 @@ def add_corruptions(add: Callable[..., Any], *, severities: str) -> None:
 
 def add_machine(group: Any, *, small: str) -> None:
     """Add options for where and how the study runs; ``small`` says what ``--small`` changes."""
+    add_device(group)
     add = group.add_argument
-    default = "cuda" if torch.cuda.is_available() else "cpu"
-    add(
-        "--device", type=device, default=default, help="(default: cuda if there is one)"
-    )
     add("--amp", action="store_true", help="train in bfloat16 autocast")
     # More processes than four seldom load faster, and each takes memory.
     cores = min(4, os.cpu_count() or 1)
@@ -119,6 +118,20 @@ def add_machine(group: Any, *, small: str) -> None:
         default=cores,
         help="processes that load --data (default: a core each, 4 at most)",
     )
+    add_seed(group, small=small)
+
+
+def add_device(group: Any) -> None:
+    """Add the option for the device."""
+    default = "cuda" if torch.cuda.is_available() else "cpu"
+    group.add_argument(
+        "--device", type=device, default=default, help="(default: cuda if there is one)"
+    )
+
+
+def add_seed(group: Any, *, small: str) -> None:
+    """Add options for the seed and for a quick look; ``small`` says what ``--small`` changes."""
+    add = group.add_argument
     add("--seed", type=from_least(0), default=0, help="(default: 0)")
     add(
         "--small",

@@ -5,7 +5,7 @@ import json
 import os
 import shutil
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -141,6 +141,24 @@ class RunOutput:
             resume=args.resume,
             overwrite=args.overwrite,
         )
+
+    def by_seed(
+        self, args: argparse.Namespace, measure: Callable[[int], xr.Dataset]
+    ) -> xr.Dataset:
+        """Return what is measured with each seed, joined along ``seed``; seeds that a killed run has done are read.
+
+        Args:
+            args: Command line with ``seed``, the first one, and ``seeds``, their number.
+            measure: Function that trains with a seed, and returns a dataset with one place along ``seed``.
+        """
+        parts = []
+        for seed in range(args.seed, args.seed + args.seeds):
+            part = self.checkpoints / f"seed-{seed:04d}.zarr"
+            if not part.exists():
+                write_whole(measure(seed), part)
+            parts.append(xr.open_zarr(part, consolidated=False).load())
+            print(f"seed {seed} is done", flush=True)
+        return xr.concat(parts, "seed", combine_attrs="override")
 
     def save(self, results: xr.Dataset | xr.DataTree) -> None:
         """Write the numbers, with consolidated metadata: else xarray warns everyone who opens them."""

@@ -2,7 +2,7 @@
 
 import copy
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -39,7 +39,10 @@ __all__ = ["build_model", "build_training", "convert"]
 
 
 def build_model(
-    config: Config, classes: int, images: int = 0
+    config: Config,
+    classes: int,
+    images: int = 0,
+    report: Callable[[str], None] = lambda text: None,
 ) -> tuple[nn.Module, dict[str, Any]]:
     """Build the model of a run, and timm's configuration of its images.
 
@@ -47,6 +50,7 @@ def build_model(
         config: Settings of the run.
         classes: Number of classes in the data.
         images: Number of training images, all of which Grafit remembers.
+        report: Function of a line that says which weights of a file are not used as they are.
 
     Raises:
         ValueError: timm has no such model, it has fewer outputs than the data have classes, or a setting is without
@@ -66,6 +70,7 @@ def build_model(
                 config.weights,
                 outputs,
                 img_size=config.img_size,
+                report=report,
                 **options,
             )
         else:
@@ -326,13 +331,16 @@ def _attach(training: Training, config: Config, steps: int, ranks: Ranks) -> Non
 def _teacher(config: Config, model: nn.Module) -> nn.Module | None:
     if config.teacher is None:
         return None
+    teacher: nn.Module
     if config.teacher_weights is not None:
-        return create_from_weights(
-            config.teacher, config.teacher_weights, _outputs(model)
+        teacher = create_from_weights(config.teacher, config.teacher_weights, None)
+    else:
+        teacher = timm.create_model(config.teacher, pretrained=True)
+    # A classifier for the student's classes would be new, and its decisions random.
+    if _outputs(teacher) != _outputs(model):
+        raise ValueError(
+            f"teacher: expected the {_outputs(model)} classes of the model, got {_outputs(teacher)} of {config.teacher}"
         )
-    teacher: nn.Module = timm.create_model(
-        config.teacher, pretrained=True, num_classes=_outputs(model)
-    )
     return teacher
 
 

@@ -99,7 +99,12 @@ def _prepare(config: Config, ranks: Ranks) -> tuple[Training, Images]:
         (config.train_split, config.val_split),
         config.coarse_labels,
     )
-    model, data = build_model(config, _count(sources[0], config), len(sources[0]))
+    model, data = build_model(
+        config,
+        _count(sources[0], config),
+        len(sources[0]),
+        report=lambda text: say(text, ranks),
+    )
     images = Images(*sources, create_transforms(config, data), config, ranks)
     steps = images.per_epoch // config.accumulate
     scaled = config.scaled(ranks.count)

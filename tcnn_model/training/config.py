@@ -197,7 +197,7 @@ class Config:
     mixup: float = _option("regularization", "alpha of mixup", 0.0)
     cutmix: float = _option("regularization", "alpha of CutMix", 0.0)
     teacher: str | None = _option(
-        "regularization", "timm's name of a model to distil from"
+        "regularization", "timm's name of a model of the same classes to distil from"
     )
     teacher_weights: str | None = _option(
         "regularization", "its weights (default: timm's)"

@@ -144,7 +144,12 @@ def _read_coarse_labels(file: str, source: Source) -> dict[str, str]:
         raise ValueError(
             f"coarse_labels: expected lines of class,coarse in {file}, got {odd}"
         )
-    names = {fine.strip(): coarse.strip() for fine, coarse in rows}
+    names: dict[str, str] = {}
+    for fine, coarse in rows:
+        if names.setdefault(fine.strip(), coarse.strip()) != coarse.strip():
+            raise ValueError(
+                f"coarse_labels: {file} has two coarse labels of {fine.strip()}"
+            )
     missing = [name for name in source.classes if name not in names]
     if missing:
         raise ValueError(

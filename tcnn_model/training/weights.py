@@ -1,7 +1,7 @@
 """Models of timm with the weights of a file: for another size of images, for other classes, of a T-CNN, of Grafit."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -9,10 +9,11 @@ import timm
 from timm.layers import resample_abs_pos_embed
 from timm.models import get_pretrained_cfg, load_state_dict
 from timm.models.cait import Cait
-from torch import Tensor
+from torch import Tensor, nn
 
 from tcnn_model.conversion.reparameterize import reparameterize
 from tcnn_model.gpsa.layer import gpsa_layers
+from tcnn_model.models.patchconvnet import PatchConvNet
 from tcnn_model.pooling.add import add_attention_pool
 from tcnn_model.training.checkpoint import check_sums
 
@@ -35,9 +36,10 @@ def create_of_size(name: str, img_size: int | None, **options: Any) -> Any:
 def create_from_weights(
     name: str,
     path: str,
-    num_classes: int,
+    num_classes: int | None,
     *,
     img_size: int | None = None,
+    report: Callable[[str], None] = lambda text: None,
     **options: Any,
 ) -> Any:
     """Create a model of timm with all weights of a file. A classifier for other classes is replaced by a new one.
@@ -49,14 +51,15 @@ def create_from_weights(
     Args:
         name: timm's name of the model.
         path: Checkpoint of torch, with or without a moving average of the weights, or of safetensors.
-        num_classes: Outputs of the model.
+        num_classes: Outputs of the model; None for those of the file.
         img_size: Height and width of images.
+        report: Function of a line that names the weights that are new, have another shape, or are left out.
         options: Further options of ``timm.create_model``.
 
     Raises:
         ValueError: There is no such file, it holds more than weights, or these are not all for this model.
     """
-    state = _read_weights(path)
+    state = _read_weights(path, report)
     classes = _count_classes(name, state)
     try:
         model = create_of_size(name, img_size, num_classes=classes, **options)
@@ -78,10 +81,12 @@ def create_from_weights(
         if gated and not gpsa_layers(model):
             model = reparameterize(model, input_size=size, inplace=True)
         # timm resizes the position embeddings of its other transformers.
+        fitted = dict(state)
         if isinstance(model, Cait):
-            state = {**state, "pos_embed": _resized(state["pos_embed"], model)}
-        if gated or tokens is not None or _shapes(state) == _shapes(model.state_dict()):
-            model.load_state_dict(state)
+            fitted["pos_embed"] = _resized(state["pos_embed"], model)
+        fits = _shapes(fitted) == _shapes(model.state_dict())
+        if gated or tokens is not None or fits:
+            model.load_state_dict(fitted)
         else:
             # The classifier has the file's classes, so timm need not cut off the background class that some published
             # ones have.
@@ -103,12 +108,36 @@ def create_from_weights(
         raise ValueError(
             f"weights: those in {path} do not fit {name}: {error}"
         ) from error
-    if classes != num_classes:
-        model.reset_classifier(num_classes)
+    new = [] if num_classes in (None, classes) else _reset_classes(model, num_classes)
+    if new:
+        report(
+            f"weights: {', '.join(new)} are new: {path} has {classes} classes, not {num_classes}"
+        )
+    for key, shape in _shapes(model.state_dict()).items():
+        loaded = state.get(key)
+        if loaded is not None and loaded.shape != shape and key not in new:
+            report(f"weights: {key} is made {shape}, from {tuple(loaded.shape)}")
     return model
 
 
-def _read_weights(path: str) -> State:
+def _reset_classes(model: Any, num_classes: int) -> list[str]:
+    """Replace the classifier, and return the names of the parameters that are drawn anew."""
+    loaded = dict(model.named_parameters())
+    model.reset_classifier(num_classes)
+    if isinstance(model, PatchConvNet) and model.per_class:
+        tokens = loaded["pool.cls_token"]
+        # Copies of a single token belong to no class, so new classes get copies too.
+        if len(tokens[0].unique(dim=0)) == 1:
+            copies = tokens.detach()[:, :1].repeat(1, num_classes, 1)
+            loaded["pool.cls_token"] = model.pool.cls_token = nn.Parameter(copies)
+    return [
+        name
+        for name, parameter in model.named_parameters()
+        if loaded.get(name) is not parameter
+    ]
+
+
+def _read_weights(path: str, report: Callable[[str], None]) -> State:
     if not Path(path).is_file():
         raise ValueError(f"weights: there is no file {path}")
     try:
@@ -123,6 +152,10 @@ def _read_weights(path: str) -> State:
             f"weights: {path} is damaged, or holds more than weights: {reason}"
         ) from error
     if {"memory", "predictor.0.weight"} <= state.keys():
+        parts = {name.partition(".")[0] for name in state} - {"trunk"}
+        report(
+            f"weights: of the Grafit network in {path} {', '.join(sorted(parts))} are left out"
+        )
         return {
             name.removeprefix("trunk."): value
             for name, value in state.items()

@@ -143,8 +143,12 @@ class _Images(Dataset[tuple[Tensor, Any]]):
 
     def __getitem__(self, index: int) -> tuple[Tensor, Any]:
         path, label = self.samples[index]
-        with Image.open(path) as image:
-            pixels = self.transform(image.convert("RGB"))
+        try:
+            with Image.open(path) as image:
+                pixels = self.transform(image.convert("RGB"))
+        except OSError as error:
+            # Pillow does not name a truncated file, one of millions.
+            raise OSError(f"cannot read {path}: {error}") from error
         return pixels, label if isinstance(label, int) else torch.isin(
             torch.arange(_CLASSES), torch.tensor(label)
         )

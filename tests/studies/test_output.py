@@ -1,8 +1,11 @@
 """Output folders: what a run wrote is deleted when asked, and nothing else; runs are not mixed."""
 
+from argparse import Namespace
 from pathlib import Path
 
+import numpy as np
 import pytest
+import xarray as xr
 
 from common.ending import InputError
 from common.output import RunOutput
@@ -48,3 +51,27 @@ def test_a_run_with_other_options_is_not_resumed(tmp_path: Path) -> None:
     RunOutput(tmp_path, "study", {"lr": 0.1, "seed": 1})
     with pytest.raises(InputError, match=r"had other options \(lr was 0.1, is 0.2\)"):
         RunOutput(tmp_path, "study", {"lr": 0.2, "seed": 1}, resume=True)
+
+
+def test_seeds_that_are_done_are_not_measured_again(tmp_path: Path) -> None:
+    """A run that is killed in its third seed goes on with that one; attributes stay."""
+    output, args = RunOutput(tmp_path, "study", {}), Namespace(seed=3, seeds=3)
+    measured: list[int] = []
+
+    def measure(seed: int) -> xr.Dataset:
+        if len(measured) == 2:
+            measured.append(0)
+            raise KeyboardInterrupt
+        measured.append(seed)
+        values = {"top1": (("seed", "model"), [[seed / 8, 0.5]])}
+        names = {"seed": [seed], "model": np.array(["cnn", "vit"])}
+        return xr.Dataset(values, names, {"classes": 10})
+
+    with pytest.raises(KeyboardInterrupt):
+        output.by_seed(args, measure)
+    again = RunOutput(tmp_path, "study", {}, resume=True)
+    results = again.by_seed(args, measure)
+    assert measured == [3, 4, 0, 5]
+    assert results.top1.values.tolist() == [[3 / 8, 0.5], [4 / 8, 0.5], [5 / 8, 0.5]]
+    assert results.seed.values.tolist() == [3, 4, 5]
+    assert results.attrs == {"classes": 10}

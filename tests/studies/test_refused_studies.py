@@ -12,6 +12,7 @@ from matplotlib.figure import Figure
 
 import attention_maps
 import class_attention_saliency
+import representations
 from common.ending import ended
 from tcnn_probe.images import as_images
 from tests.studies.test_small_forms import STUDIES
@@ -73,6 +74,9 @@ def unwritten(monkeypatch: pytest.MonkeyPatch) -> None:
         ("gating_evolution", "--data . --model resnet18", "found in .: "),
         ("gating_evolution", "--num-classes 3", "goes with --data"),
         ("gating_evolution", "--device abacus", "no device 'abacus' here"),
+        # An option without effect would look as if it had one.
+        ("ablations", "--device cpu", "unrecognized arguments: --device cpu"),
+        ("cutmix_locality", "--amp", "unrecognized arguments: --amp"),
         (
             "gating_evolution",
             "--batch-size 0",
@@ -323,12 +327,23 @@ def test_a_convnet_gets_an_attention_pool(
     plans = [
         class_attention_saliency.plan(
             class_attention_saliency.parse([*options, "--seed", "7"])
-        )[0]
+        )
         for _ in "ab"
     ]
+    # Fine-tuned as in the papers, on mixed images: the targets are shares of the two classes.
+    _, shares = next(iter(plans[0][1][0]))
+    assert shares.shape == (4, 2)
     # A new classifier is that of the seed.
-    first, second = (runs[0].make({}) for runs in plans)
+    first, second = (runs[0].make({}) for runs, _ in plans)
     torch.testing.assert_close(first.state_dict(), second.state_dict(), rtol=0, atol=0)
+
+
+def test_few_images_have_few_neighbors(tmp_path: Path, image_folder: Path) -> None:
+    """Eight validation images have seven neighbours each, and no study ends in an error after its trainings."""
+    small = f"--model test_resnet --data {image_folder} --img-size 32 --epochs 1"
+    representations.main([*small.split(), *FEW, "--out", str(tmp_path / "out")])
+    ds = xr.open_zarr(tmp_path / "out" / "representations.zarr").load()
+    assert ds.knn_correct.isin([0, 1]).all()
 
 
 def test_the_trunk_behind_an_attention_pool_is_frozen() -> None:

@@ -30,6 +30,8 @@ STUDIES = sorted(
     path.stem for path in (Path(__file__).parents[2] / "studies").glob("*.py")
 )
 SMALL = ["--small", "--device", "cpu"]
+ON_THE_CPU = ("ablations", "distillation", "segmentation_attention")
+"""Studies of trainings of seconds, which have no option for the device."""
 LAYERS = [f"layer4.{block}.conv{n}" for block in (0, 1) for n in (1, 2)]
 
 
@@ -87,7 +89,8 @@ def small_run(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Done]
                 pytest.MonkeyPatch.context() as patch,
             ):
                 patch.setattr(Study, "_train", train_once)
-                code = importlib.import_module(name).main([*SMALL, "--out", str(out)])
+                options = ["--small"] if name in ON_THE_CPU else SMALL
+                code = importlib.import_module(name).main([*options, "--out", str(out)])
             # A study sets the number of threads for itself.
             torch.set_num_threads(threads)
             runs[name] = Done(code, printed.getvalue(), out)

@@ -1,6 +1,7 @@
 """Models and trainings that are built from the settings of a run."""
 
 import copy
+import json
 import math
 from functools import partial
 from pathlib import Path
@@ -13,6 +14,7 @@ import timm
 import torch
 import torch.nn.functional as F
 from PIL import Image
+from safetensors.torch import save_file
 from timm.data import resolve_model_data_config
 from torch import Tensor, nn
 
@@ -286,6 +288,29 @@ class _Teacher(nn.Module):
     def forward(self, images: Tensor) -> Tensor:
         self.seen.append(images)
         return F.one_hot(torch.full((len(images),), 2), 5).float() * self.scale
+
+
+def test_teacher_of_other_classes_is_refused(tmp_path: Path) -> None:
+    """Its classifier would be drawn anew, and the student learn from random decisions."""
+    teacher = timm.create_model("resnet10t", num_classes=21)
+    weights = {"state_dict": teacher.state_dict()}
+    torch.save(weights, tmp_path / "best.pt")
+    # What timm finds where its own weights are.
+    description = {"architecture": "resnet10t", "num_classes": 21}
+    (tmp_path / "config.json").write_text(json.dumps(description))
+    save_file(teacher.state_dict(), tmp_path / "model.safetensors")
+    for settings in (
+        {"teacher": "resnet10t", "teacher_weights": str(tmp_path / "best.pt")},
+        {"teacher": f"local-dir:{tmp_path}"},
+    ):
+        stage = config(tmp_path / "run", **settings)
+        with pytest.raises(
+            ValueError,
+            match="teacher: expected the 10 classes of the model, got 21 of",
+        ):
+            build_training(stage, build_model(stage, 10)[0], 3, ALONE)
+        # With its classes it teaches.
+        build_training(stage, build_model(stage, 21)[0], 3, ALONE)
 
 
 @pytest.mark.parametrize("distillation", ["hard", "soft"])

@@ -251,6 +251,7 @@ def test_coarse_labels_from_a_file(tmp_path: Path) -> None:
             r"expected lines of class,coarse in .*, got \['1', 'odd', '3'\]",
         ),
         ("0,even\n1,odd", "lacks 8 of 10 classes: 2, 3, 4, 5, 6"),
+        ("0,even\n1,odd\n0,even\n1,even", "has two coarse labels of 1"),
         (None, "coarse_labels: cannot read"),
     ],
 )

@@ -1,6 +1,7 @@
 """Second stages: a model begins with every weight of the first, at another size, with other classes or tokens."""
 
 import pickle
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -69,6 +70,14 @@ def _assert_loaded(
             )
         else:
             assert torch.equal(state[name], value), name
+
+
+def _assert_named(report: str, model: nn.Module, weights: dict[str, Tensor]) -> None:
+    """Every weight that is not that of the file is in the report, and no other; counted here."""
+    state = model.state_dict()
+    assert weights.keys() == state.keys()
+    changed = {name for name in state if not torch.equal(state[name], weights[name])}
+    assert {word for word in re.split(r"[ ,:]+", report) if word in state} == changed
 
 
 # 21 and 10 classes stand for those of ImageNet-21k and ImageNet-1k.
@@ -147,7 +156,9 @@ def _options(model: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("chain", CHAINS)
-def test_second_stage_has_all_weights_of_the_first(chain: str, tmp_path: Path) -> None:
+def test_second_stage_has_all_weights_of_the_first(
+    chain: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     first, settings, second, further, new, resized = CHAINS[chain]
     weights = _first(tmp_path, first, _options(first), **settings)
     stage = _second(tmp_path, second, _options(second), **further)
@@ -158,8 +169,10 @@ def test_second_stage_has_all_weights_of_the_first(chain: str, tmp_path: Path) -
         "state_dict" not in model.pretrained_cfg
         or model.pretrained_cfg["state_dict"] is None
     )
-    # The stage can be trained as it was built.
+    # The stage can be trained as it was built, and says first what is not as in the file.
+    capsys.readouterr()
     assert next(train(stage, progress=False)).epoch == 0
+    _assert_named(capsys.readouterr().err, model, weights)
 
 
 def test_single_token_becomes_a_token_for_each_class(tmp_path: Path) -> None:
@@ -170,6 +183,32 @@ def test_single_token_becomes_a_token_for_each_class(tmp_path: Path) -> None:
     for name, value in weights.items():
         assert torch.equal(state[name], value.expand_as(state[name])), name
     assert state["pool.cls_token"].shape[1] == 10
+
+
+def test_single_token_is_copied_for_other_classes(tmp_path: Path) -> None:
+    """From 21k to tokens of other classes: the classifier is new, the tokens are not."""
+    weights = _first(tmp_path, "patchconvnet_s60", CONVNET, num_classes=21)
+    stage = _second(tmp_path, "patchconvnet_s60_multi", CONVNET)
+    reports: list[str] = []
+    model, _ = build_model(stage, 10, report=reports.append)
+    state = model.state_dict()
+    tokens = state["pool.cls_token"]
+    assert torch.equal(tokens, weights["pool.cls_token"].expand(1, 10, -1))
+    _assert_named(" ".join(reports), model, weights)
+    assert any(
+        report.startswith("weights: head.weight, head.bias are new")
+        for report in reports
+    )
+    assert model(torch.zeros(2, 3, 32, 32)).shape == (2, 10)
+
+    # Tokens of classes that were trained belong to these, and new classes get new ones.
+    with torch.no_grad():
+        model.pool.cls_token.copy_(torch.randn(1, 10, 16))
+    torch.save({"state_dict": model.state_dict()}, tmp_path / "best.pt")
+    reports.clear()
+    again, _ = build_model(stage, 3, report=reports.append)
+    assert again.pool.cls_token.shape == (1, 3, 16)
+    assert any("pool.cls_token" in report and "are new" in report for report in reports)
 
 
 def test_tcnn_begins_with_the_weights_of_its_cnn(tmp_path: Path) -> None:
@@ -231,7 +270,9 @@ def test_trunk_of_grafit(tmp_path: Path) -> None:
     }
     finish(config(tmp_path, **{**FIRST, **grafit}))
     saved = torch.load(tmp_path / "best.pt", weights_only=True)["state_dict_ema"]
-    model, _ = build_model(_second(tmp_path, "resnet18", TINY), 10)
+    reports: list[str] = []
+    stage = _second(tmp_path, "resnet18", TINY)
+    model, _ = build_model(stage, 10, report=reports.append)
     state = model.state_dict()
     trunk = {
         name.removeprefix("trunk."): value
@@ -241,6 +282,10 @@ def test_trunk_of_grafit(tmp_path: Path) -> None:
     # Grafit's own heads are left out, and a classifier is new.
     assert state.keys() - trunk.keys() == {"fc.weight", "fc.bias"}
     assert all(torch.equal(state[name], value) for name, value in trunk.items())
+    heads = {name.partition(".")[0] for name in saved} - {"trunk"}
+    assert heads > {"memory", "predictor"}
+    assert f"{', '.join(sorted(heads))} are left out" in reports[0]
+    assert "fc.weight, fc.bias are new" in reports[1]
 
 
 @pytest.mark.parametrize(

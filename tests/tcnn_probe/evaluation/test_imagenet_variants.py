@@ -1,5 +1,6 @@
 """Published test sets in small, on disk: which images, labels and classes come out."""
 
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -7,7 +8,7 @@ import numpy as np
 import pytest
 import timm
 import torch
-from PIL import Image, UnidentifiedImageError
+from PIL import Image
 from timm.data import ImageNetInfo, RealLabelsImagenet
 from torch import Tensor
 
@@ -182,10 +183,14 @@ def test_imagenet_c_is_shown_as_it_is(tmp_path: Path) -> None:
 
 def test_no_other_image_stands_in_for_one_that_cannot_be_read(tmp_path: Path) -> None:
     by_class(tmp_path, [SHARK])
-    # timm's reader would show the next image in its place.
-    (tmp_path / SHARK / "1.JPEG").write_bytes(b"nothing")
-    with pytest.raises(UnidentifiedImageError):
-        read(imagenet_variant("imagenet", tmp_path, size=3))
+    jpeg = BytesIO()
+    noise = np.random.default_rng(0).integers(0, 256, (31, 37, 3), dtype=np.uint8)
+    Image.fromarray(noise).save(jpeg, "jpeg")
+    # timm's reader would show the next image in its place, and Pillow does not name a truncated one.
+    for content in (b"nothing", jpeg.getvalue()[:-500]):
+        (tmp_path / SHARK / "1.JPEG").write_bytes(content)
+        with pytest.raises(OSError, match=rf"cannot read .*{SHARK}.1\.JPEG: "):
+            read(imagenet_variant("imagenet", tmp_path, size=3))
 
 
 def test_reading_leaves_torchs_random_state(tmp_path: Path) -> None:
