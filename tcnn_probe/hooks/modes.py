@@ -3,6 +3,7 @@
 import sys
 import threading
 import traceback
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
@@ -98,7 +99,12 @@ class Uncompiled(TorchDispatchMode):
             for operator in torch._ops._higher_order_ops.values():
                 if type(self) not in operator.python_key_table:
                     operator.py_impl(type(self))(_without_mode(operator))
-        return super().__enter__()
+        super().__enter__()
+        if dispatch._get_current_dispatch_mode_stack() == [self]:
+            # The flags are of all threads, and a mode that is on in another thread alone may be left before this one.
+            for flags in _flags_to_restore(self):
+                flags[-1] = False
+        return self
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
@@ -201,12 +207,30 @@ def _take_off(mode: Mode) -> None:
     while stack() and stack()[-1] is not mode:
         above.append(pop())
     if stack():
+        if above and isinstance(mode, TorchDispatchMode):
+            _exchange_flags(mode, above[-1])
         try:
             mode.__exit__(None, None, None)
         except IndexError:  # a dispatch mode whose __exit__ was interrupted: its flags are restored, but it is still on
             pop()
     for mode_above in reversed(above):
         push(mode_above)
+
+
+def _flags_to_restore(mode: TorchDispatchMode) -> list[deque[bool]]:
+    """Return what a dispatch mode sets torch's flags to when it is left: the last entry of a queue for each flag."""
+    # torch.compile leaves all code as it is while one of them says that a mode is on (private, torch 2.8 to 2.15).
+    names = [name for name in vars(mode) if name.endswith("dispatch_mode_flags")]
+    return [vars(mode)[name] for name in sorted(names)]
+
+
+def _exchange_flags(mode: TorchDispatchMode, above: TorchDispatchMode) -> None:
+    """Let a mode and the one above it be left in the opposite order: the last of them restores what the first found."""
+    for found, found_above in zip(
+        _flags_to_restore(mode), _flags_to_restore(above), strict=True
+    ):
+        if found and found_above:
+            found[-1], found_above[-1] = found_above[-1], found[-1]
 
 
 @contextmanager

@@ -11,6 +11,7 @@ from timm.models.vision_transformer import Attention, VisionTransformer
 from torch import Tensor, nn
 from torch.nn.modules import module as global_hooks
 from torch.overrides import _get_current_function_mode_stack
+from torch.utils import _python_dispatch
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 import tcnn_probe
@@ -198,6 +199,12 @@ def global_state() -> dict[str, Any]:
         **hooks,
         "function modes": list(_get_current_function_mode_stack()),
         "dispatch modes": list(_get_current_dispatch_mode_stack()),
+        # While one is True, torch.compile leaves all code as it is.
+        "flags of modes": [
+            value
+            for name, value in vars(_python_dispatch).items()
+            if name.startswith("_is_in_") and value
+        ],
         # Of torch 2.15: what is compiled runs eagerly.
         "eager modes": getattr(eager, "depth", 0),
         "grad": torch.is_grad_enabled(),

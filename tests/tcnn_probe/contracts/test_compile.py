@@ -182,6 +182,21 @@ def test_training_forwards_stay_compiled_in_one_graph() -> None:
     assert backend.runs == (3 if OLD else 5)
 
 
+def test_what_is_compiled_after_a_recorder_and_a_stream() -> None:
+    original, x = vit(), images()
+    # From the first compiled function on, recorded forwards keep torch from compiling.
+    torch.compile(nn.Linear(2, 2), backend=Counting())(torch.ones(2))
+    with (
+        tcnn_probe.record(original) as recorder,
+        tcnn_probe.attention_stream(original, lambda attention: None),
+    ):
+        original(x)
+        recorder.mark(epoch=0)
+    backend = Counting()
+    torch.compile(original, backend=backend)(x)
+    assert backend.graphs == 1
+
+
 def test_fullgraph_of_the_forward() -> None:
     model, x = vit(), images()
     expected = entropies(model, x)

@@ -1,6 +1,7 @@
 """Modes that are entered and left in any order, and calls that are not the user's own."""
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -10,9 +11,11 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils._python_dispatch import (
     TorchDispatchMode,
     _get_current_dispatch_mode_stack,
+    is_in_torch_dispatch_mode,
 )
 
 from tcnn_probe.hooks.modes import (
+    Uncompiled,
     balanced_modes,
     hidden_depth,
     hidden_from_recorders,
@@ -71,6 +74,28 @@ def test_modes_above_stay_on_in_their_order(kind: type) -> None:
     # Once more: it is not on any longer.
     take_off([middle])
     take_off([lower, upper])
+    assert clean()
+
+
+def test_modes_that_are_left_in_their_order_leave_no_flag() -> None:
+    # A recorder and a stream that watch one model: the hook that came first also ends first.
+    lower, middle, upper = Dispatch(), Uncompiled(), Uncompiled()
+    for mode in (lower, middle, upper):
+        mode.__enter__()
+    for mode in (middle, lower, upper):
+        assert is_in_torch_dispatch_mode()
+        take_off([mode])
+    assert not is_in_torch_dispatch_mode()
+    assert clean()
+
+
+def test_modes_of_two_threads_leave_no_flag() -> None:
+    first, second = Uncompiled(), Uncompiled()
+    first.__enter__()
+    with ThreadPoolExecutor(1) as thread:
+        thread.submit(second.__enter__).result()
+        take_off([first])
+        thread.submit(take_off, [second]).result()
     assert clean()
 
 
