@@ -226,11 +226,12 @@ def _flags_to_restore(mode: TorchDispatchMode) -> list[deque[bool]]:
 
 def _exchange_flags(mode: TorchDispatchMode, above: TorchDispatchMode) -> None:
     """Let a mode and the one above it be left in the opposite order: the last of them restores what the first found."""
-    for found, found_above in zip(
+    for flags, flags_above in zip(
         _flags_to_restore(mode), _flags_to_restore(above), strict=True
     ):
-        if found and found_above:
-            found[-1], found_above[-1] = found_above[-1], found[-1]
+        # Both have entries, but for a mode whose __exit__ was interrupted.
+        if flags and flags_above:
+            flags[-1], flags_above[-1] = flags_above[-1], flags[-1]
 
 
 @contextmanager
