@@ -131,8 +131,8 @@ class FeatureMaps:
             if len(shape) == 4:
                 # (B, C, H, W), or (B, H, W, C).
                 self._maps[shape[1:3]] = None
-                # No map has a single channel that tokens are made of; masks, (B, 1, N_query, N_key), do.
-                if shape[1] > 1:
+                # A mask, (B, 1, N_query, N_key), is no map. Tokens have one channel in toys alone, of images with one.
+                if shape[1] > 1 or self._channels == 1:
                     self._maps[shape[2:]] = None
             elif len(shape) == 5 and self.is_deep:
                 # (B, C, T, H, W), or (B, T, H, W, C).

@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.modules import module as torch_module
 from torch.utils.hooks import RemovableHandle
 
-from tcnn_probe.hooks.modes import Mode, take_off
+from tcnn_probe.hooks.modes import Mode, restore_flags, take_off
 
 __all__ = [
     "Call",
@@ -103,6 +103,8 @@ class Calls(Generic[C]):
             for call in list(self._running.values()):
                 # A call that a thread has left without a hook would keep the hooks for ever.
                 call.over = not call.goes_on()
+                if call.over:
+                    restore_flags()
             # A call in another thread still needs the hook that ends it.
             while self._handles and all(
                 call.over for call in list(self._running.values())

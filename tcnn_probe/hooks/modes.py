@@ -37,6 +37,7 @@ __all__ = [
     "never_compiled_alone",
     "only_modes_from_here",
     "put_on",
+    "restore_flags",
     "take_off",
     "unseen",
 ]
@@ -215,6 +216,13 @@ def _take_off(mode: Mode) -> None:
             pop()
     for mode_above in reversed(above):
         push(mode_above)
+
+
+def restore_flags() -> None:
+    """Set torch's flags of dispatch modes back, after a thread that ended with one on; not while one is on in this."""
+    if not dispatch._get_current_dispatch_mode_stack():
+        with Uncompiled():
+            pass
 
 
 def _flags_to_restore(mode: TorchDispatchMode) -> list[deque[bool]]:
