@@ -1,6 +1,5 @@
 """Each attention of a model's forwards, whole and on its grid, handed to whoever wants to look at it or edit it."""
 
-import weakref
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
@@ -171,13 +170,12 @@ class _ShownSoftmax:
     operand: SeenOperand | None
     has_heads: bool
     objection: str = ""
-    output: weakref.ref[Tensor] | None = None
+    output: Tensor | None = None
 
     def note_copy(self, copy: SeenCopy) -> None:
         """Object if the model renormalizes what the attention gave: then further logits took part in its softmax."""
         # As transformers and torchtitan apply a sink's logit (s_aux) to the output of flex_attention.
-        output = None if self.output is None else self.output()
-        if output is not None and copy.scales_rows_of(output):
+        if self.output is not None and copy.scales_rows_of(self.output):
             self.objection = (
                 "its output is scaled afterwards by a factor for each query, as by the share of a sink: "
                 "the whole softmax is not seen"
@@ -400,7 +398,8 @@ class AttentionStream:
         )
         shown = _ShownSoftmax(layer, module, operand, has_heads)
         if request.gives_lse and request.output is not None:
-            shown.output = weakref.ref(request.output)
+            # Kept until the forward ends: the model itself may keep a view alone, and the place be given to another.
+            shown.output = request.output
         self._shown.append(shown)
         if edit is None:
             return None

@@ -160,6 +160,10 @@ class Inner(nn.Module):
         return self.inner(x)
 
 
+OLD = torch.__version__ < (2, 9)
+WITHOUT_GRADIENTS = ("cond", "cond around", "while_loop", "scan", "map")
+
+
 @pytest.mark.filterwarnings(
     "ignore:.*flex_attention called without torch.compile",
     "ignore::DeprecationWarning",
@@ -196,8 +200,9 @@ def test_runs_as_it_does_alone(kind: str) -> None:
             module.training = False
     else:
         block.attn = Around(OPERATORS[kind], block.attn)
-    # On a CPU flex_attention has no backward pass.
-    for gradients in (False, True)[: 1 if is_flex else 2]:
+    # On a CPU flex_attention has no backward pass, and in torch 2.8 some operators have none at all.
+    has_gradients = not is_flex and not (OLD and kind in WITHOUT_GRADIENTS)
+    for gradients in (False, True)[: 1 + has_gradients]:
         with torch.set_grad_enabled(gradients):
             check_as_alone(model, x, kind, gradients=gradients)
     assert clean()
