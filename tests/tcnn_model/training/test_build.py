@@ -292,6 +292,7 @@ class _Teacher(nn.Module):
 
 def test_teacher_of_other_classes_is_refused(tmp_path: Path) -> None:
     """Its classifier would be drawn anew, and the student learn from random decisions."""
+    pytest.importorskip("timm.task")
     teacher = timm.create_model("resnet10t", num_classes=21)
     weights = {"state_dict": teacher.state_dict()}
     torch.save(weights, tmp_path / "best.pt")
