@@ -105,19 +105,26 @@ def add_corruptions(add: Callable[..., Any], *, severities: str) -> None:
     )
 
 
-def add_machine(group: Any, *, small: str) -> None:
-    """Add options for where and how the study runs; ``small`` says what ``--small`` changes."""
+def add_machine(group: Any, *, small: str, loads: bool = True) -> None:
+    """Add options for where and how the study runs.
+
+    Args:
+        group: Group of options.
+        small: Words on ``--small``.
+        loads: Whether the study can read images from disk, for which ``--workers`` is.
+    """
     add_device(group)
     add = group.add_argument
     add("--amp", action="store_true", help="train in bfloat16 autocast")
-    # More processes than four seldom load faster, and each takes memory.
-    cores = min(4, os.cpu_count() or 1)
-    add(
-        "--workers",
-        type=from_least(0),
-        default=cores,
-        help="processes that load --data (default: a core each, 4 at most)",
-    )
+    if loads:
+        # More processes than four seldom load faster, and each takes memory.
+        cores = min(4, os.cpu_count() or 1)
+        add(
+            "--workers",
+            type=from_least(0),
+            default=cores,
+            help="processes that load --data (default: a core each, 4 at most)",
+        )
     add_seed(group, small=small)
 
 

@@ -95,7 +95,7 @@ def parse_single(
         default=lr,
         help=f"peak learning rate (default: {lr:g})",
     )
-    add_machine(training, small=f"{small_epochs} epochs, seconds")
+    add_machine(training, small=f"{small_epochs} epochs, seconds", loads=False)
     add_output(parser)
     args = parsed(parser, arguments, study)
     # Maps of random weights show nothing.
