@@ -347,14 +347,15 @@ def test_a_mask_is_no_feature_map() -> None:
             keys = torch.from_numpy(tokens.numpy()[:, :9])
             return F.scaled_dot_product_attention(tokens, keys, keys)
 
+    model = Decoder()
     layouts = []
     with (
         tcnn_probe.attention_stream(
-            Decoder(), lambda attention: layouts.append(attention.layout)
-        ) as stream,
+            model, lambda attention: layouts.append(attention.layout)
+        ),
         torch.no_grad(),
     ):
-        stream._model(torch.randn(2, 3, 64, 64))
+        model(torch.randn(2, 3, 64, 64))
     assert [layout.keys for layout in layouts] == [None]
 
 
