@@ -47,6 +47,8 @@ _CHOICES: dict[str, tuple[str | None, ...]] = {
     "objective": (CLASSES, GRAFIT),
     "projector": ("mlp", "linear"),
     "attention_pool": (None, "single", "class"),
+    "loss": ("ce", "bce"),
+    "distillation": ("hard", "soft", "token"),
 }
 
 
@@ -71,54 +73,60 @@ class Config:
 
     model: str = _option(
         "model",
-        "timm's name of it (t_resnetrs50, patchconvnet_s60, ... are registered too)",
+        "timm's name of the model; t_resnetrs50, patchconvnet_s60 and others are registered too",
         "",
     )
     recipe: str | None = _option(
         "model",
-        "one of RECIPES, or a TOML file: the command takes the settings from it",
+        "recipe that the settings come from: RECIPES, or a TOML file",
     )
     pretrained: bool = _option("model", "start from timm's weights", False)
     weights: str | None = _option("model", "start from the weights in this file")
     model_options: dict[str, Any] | None = _option(  # noqa: RUF009 (a field, which is made once)
-        "model", "further options of timm.create_model"
+        "model", "further arguments of timm.create_model"
     )
     num_classes: int | None = _option(
-        "model", "outputs (default: as many as the data has classes)"
+        "model", "number of outputs (default: the number of classes in the data)"
     )
     img_size: int | None = _option(
-        "model", "height and width of images (default: the recipe's, else the model's)"
+        "model",
+        "height and width of the images (default: the recipe's, else the model's)",
     )
     layer_scale: float | None = _option(
         "model", "initial value of every LayerScale (default: the model's own)"
     )
     attention_pool: str | None = _option(
-        "model", "pool by attention: single, one token; class, one for each class"
+        "model", "pool by attention: with a single token, or with one for each class"
     )
     reparameterize_at: int | None = _option(
-        "model", "make the CNN a T-CNN after so many epochs; 0: at the beginning"
+        "model",
+        "number of epochs after which the CNN becomes a T-CNN; 0: from the beginning",
     )
     keep_optimizer: bool = _option(
-        "model", "the optimizer keeps its state then, but for new weights", False
+        "model",
+        "keep the optimizer's state of all other weights when the CNN becomes a T-CNN",
+        False,
     )
     unstride: bool = _option(
         "model",
-        "take the last stage's stride out: the control without attention",
+        "remove the stride of the last stage: the control without attention",
         False,
     )
-    freeze: list[str] | None = _option("model", "names or globs of what is not trained")  # noqa: RUF009
+    freeze: list[str] | None = _option(  # noqa: RUF009 (as above)
+        "model", "names or globs of parameters that are not trained"
+    )
     grad_checkpointing: bool = _option(
-        "model", "keep less memory for the backward, and compute more", False
+        "model", "save memory: compute activations again in the backward pass", False
     )
 
     data: str = _option(
         "data",
-        "folder (or tar) with the images; digits: scikit-learn's; parity: the same, even or odd",
+        "folder or tar file of images; digits: those of scikit-learn; parity: the same, as even or odd",
         "digits",
     )
     dataset: str = _option(
         "data",
-        "timm's kind of data set: hfds/NAME, torch/NAME, wds/ (default: folder or tar)",
+        "kind of data set, as in timm: hfds/NAME, torch/NAME, wds/ (default: folder or tar file)",
         "",
     )
     train_split: str = _option(
@@ -129,126 +137,171 @@ class Config:
     )
     coarse_labels: str | None = _option(
         "data",
-        "file with a line class,coarse for each class: trains on the coarse ones",
+        "file with a line class,coarse for each class; the model is trained on the coarse ones",
     )
     limit: int | None = _option(
-        "data", "use only so many training images, and as many to validate on"
+        "data", "use only this many training images, and this many for validation"
     )
     max_unreadable: float = _option(
-        "data", "share of images that may be unreadable: named and skipped", 0.0
+        "data",
+        "share of images that may be unreadable; they are named and skipped",
+        0.0,
     )
-    workers: int = _option("data", "processes that load images", 0)
+    workers: int = _option("data", "number of processes that load images", 0)
 
-    epochs: int = _option("optimization", "to train", 10)
-    batch_size: int = _option("optimization", "images of a step in a process", 64)
+    epochs: int = _option("optimization", "number of epochs", 10)
+    batch_size: int = _option(
+        "optimization", "number of images in a batch of one process", 64
+    )
     accumulate: int = _option(
         "optimization",
-        "steps whose gradients are added up before the weights change",
+        "number of batches whose gradients are averaged in one update of the weights",
         1,
     )
     paper_batch: int | None = _option(
-        "optimization", "images that the rates are for: they scale with yours"
+        "optimization",
+        "batch size that the learning rates are given for; they are scaled to yours",
     )
-    opt: str = _option("optimization", "timm's name of an optimizer", "adamw")
+    opt: str = _option("optimization", "optimizer, by timm's name", "adamw")
     lr: float = _option("optimization", "peak learning rate", 1e-4)
-    momentum: float = _option("optimization", "of SGD", 0.9)
-    weight_decay: float = _option("optimization", "of matrices and filters", 0.05)
-    sched: str = _option("optimization", "timm's name of a schedule", "cosine")
-    warmup_epochs: int = _option("optimization", "of linear warm-up", 5)
-    warmup_lr: float = _option("optimization", "where it begins", 0.0)
-    min_lr: float = _option("optimization", "where the schedule ends", 0.0)
+    momentum: float = _option("optimization", "momentum of SGD", 0.9)
+    weight_decay: float = _option(
+        "optimization", "weight decay of matrices and filters", 0.05
+    )
+    sched: str = _option(
+        "optimization", "learning-rate schedule, by timm's name", "cosine"
+    )
+    warmup_epochs: int = _option("optimization", "epochs of linear warm-up", 5)
+    warmup_lr: float = _option(
+        "optimization", "learning rate at which the warm-up begins", 0.0
+    )
+    min_lr: float = _option(
+        "optimization", "learning rate at which the schedule ends", 0.0
+    )
     gating_lr: float = _option(
-        "optimization", "peak rate of the gates of GPSA layers", 0.1
+        "optimization", "peak learning rate of the gates of GPSA layers", 0.1
     )
     qk_lr: float | None = _option(
-        "optimization", "peak rate of GPSA's queries and keys (default: as the weights)"
+        "optimization",
+        "peak learning rate of the queries and keys of GPSA layers (default: that of the weights)",
     )
     gating_warmup_epochs: int | None = _option(
-        "optimization", "of the gates (default: as the weights)"
+        "optimization", "epochs of warm-up of the gates (default: those of the weights)"
     )
     gating_min_lr: float | None = _option(
-        "optimization", "rate that the gates end at (default: as the weights)"
+        "optimization",
+        "learning rate at which the gates end (default: that of the weights)",
     )
-    clip_grad: float | None = _option("optimization", "largest norm of the gradient")
+    clip_grad: float | None = _option(
+        "optimization",
+        "largest norm of the gradient; a larger one is scaled down (default: no limit)",
+    )
     ema: float | None = _option(
-        "optimization", "decay of a moving average of the weights, also validated"
+        "optimization",
+        "decay of a moving average of the weights, which is validated too (default: none is kept)",
     )
 
     objective: str = _option(
         "objective",
-        "classification, or grafit: fine representations from coarse labels",
+        "classification, or Grafit: fine representations from coarse labels",
         CLASSES,
     )
-    embedding_dim: int = _option("objective", "dimensions of Grafit's embeddings", 256)
-    temperature: float = _option("objective", "of Grafit's neighbours", 0.05)
-    projector: str = _option("objective", "mlp, or linear: Grafit FC", "mlp")
+    embedding_dim: int = _option("objective", "dimension of Grafit's embeddings", 256)
+    temperature: float = _option(
+        "objective", "temperature of Grafit's neighbours", 0.05
+    )
+    projector: str = _option(
+        "objective", "Grafit's projector: an MLP, or linear (Grafit FC)", "mlp"
+    )
     instance_weight: float = _option(
-        "objective", "of Grafit's instance loss; 0 is SNCA+", 1.0
+        "objective", "weight of Grafit's instance loss; 0 is SNCA+", 1.0
     )
 
-    loss: str = _option("regularization", "ce or bce", "ce")
-    label_smoothing: float = _option("regularization", "in [0, 1)", 0.1)
+    loss: str = _option(
+        "regularization",
+        "cross-entropy, or the binary cross-entropy of each class",
+        "ce",
+    )
+    label_smoothing: float = _option(
+        "regularization", "label smoothing, in [0, 1)", 0.1
+    )
     drop_path: float | None = _option(
-        "regularization", "stochastic depth (default: the model's own)"
+        "regularization", "rate of stochastic depth (default: the model's own)"
     )
     uniform_drop_path: bool = _option(
-        "regularization", "the same in every block, not a ramp from 0", False
+        "regularization",
+        "use the same rate of stochastic depth in every block, not a ramp from 0",
+        False,
     )
     mixup: float = _option("regularization", "alpha of mixup", 0.0)
     cutmix: float = _option("regularization", "alpha of CutMix", 0.0)
     teacher: str | None = _option(
-        "regularization", "timm's name of a model of the same classes to distil from"
+        "regularization",
+        "model to distil from, by timm's name; it has the same classes",
     )
     teacher_weights: str | None = _option(
-        "regularization", "its weights (default: timm's)"
+        "regularization", "file of the teacher's weights (default: timm's)"
     )
     distillation: str = _option(
         "regularization",
-        "hard, soft, or token for models that have a distillation token",
+        "kind of distillation; token: for models that have a distillation token",
         "hard",
     )
 
     crop: str = _option(
         "augmentation",
-        "rrc: random resized crop; simple: resize, then a crop 4 pixels off",
+        "rrc: random resized crop; simple: resize, pad by 4 pixels, crop",
         "rrc",
     )
-    hflip: float = _option("augmentation", "chance of a mirrored image", 0.5)
-    auto_augment: str | None = _option("augmentation", "timm's RandAugment, 3a, ...")
+    hflip: float = _option("augmentation", "probability of mirroring an image", 0.5)
+    auto_augment: str | None = _option(
+        "augmentation", "policy in timm's notation, such as rand-m9-mstd0.5-inc1 or 3a"
+    )
     color_jitter: float = _option(
-        "augmentation", "of brightness, contrast and saturation", 0.0
+        "augmentation",
+        "strength of random changes of brightness, contrast and saturation",
+        0.0,
     )
     random_erasing: float = _option(
-        "augmentation", "chance of an erased rectangle", 0.0
+        "augmentation", "probability of erasing a rectangle", 0.0
     )
     repeated_augmentation: int = _option(
-        "augmentation", "views of an image in an epoch, of a part of the images", 1
+        "augmentation",
+        "number of views of each image in an epoch, which then covers a part of the images",
+        1,
     )
     crop_pct: float | None = _option(
-        "augmentation", "share of the image in validation (default: the model's)"
+        "augmentation",
+        "share of the image that validation crops (default: the model's)",
     )
 
-    device: str | None = _option("machine", "(default: cuda if there is one)")
-    amp: str | None = _option("machine", "autocast: bfloat16 or float16")
-    channels_last: bool = _option("machine", "memory layout", False)
-    compile: bool = _option("machine", "torch.compile", False)
+    device: str | None = _option(
+        "machine", "device to train on (default: cuda if there is one, else cpu)"
+    )
+    amp: str | None = _option("machine", "dtype of autocast (default: no autocast)")
+    channels_last: bool = _option(
+        "machine", "use the channels_last memory format", False
+    )
+    compile: bool = _option("machine", "compile the model with torch.compile", False)
     distribute: str = _option(
         "machine",
-        "over processes: ddp, each has the model; fsdp, each has a part of it",
+        "how processes share the model: each has all of it (ddp) or a part of it (fsdp)",
         "ddp",
     )
-    sync_bn: bool = _option("machine", "batch norms over all processes", False)
+    sync_bn: bool = _option(
+        "machine", "synchronise batch norms over all processes", False
+    )
 
     out: str = _option("run", "folder of the run", "run")
-    seed: int = _option("run", "of everything that is random", 0)
+    seed: int = _option("run", "seed of everything that is random", 0)
     checkpoint_steps: int | None = _option(
-        "run", "a checkpoint each so many steps, beside those of epochs"
+        "run", "also write a checkpoint every so many steps"
     )
-    keep: int = _option("run", "so many epochs' checkpoints stay", 2)
-    tensorboard: bool = _option("run", "write the scalars for TensorBoard too", False)
+    keep: int = _option("run", "number of epochs whose checkpoints are kept", 2)
+    tensorboard: bool = _option("run", "also write the scalars for TensorBoard", False)
     watcher: str | None = _option(
         "run",
-        "module:class that watches; none for nobody",
+        "what watches the training, as module:class; none for nothing",
         "tcnn_probe.callbacks.finetuning:Recording",
     )
 
@@ -343,7 +396,9 @@ def parse(arguments: list[str] | None) -> tuple[Config, bool]:
         ValueError: A setting does not exist, or has a value that is out of range.
     """
     parser = argparse.ArgumentParser(
-        "tcnn-finetune", description="Train a model of timm as the papers do."
+        "tcnn-finetune",
+        usage="%(prog)s MODEL [--data FOLDER] [--recipe NAME] [options]",
+        description="Train a model of timm as the papers do.",
     )
     text = Config.__dataclass_fields__["model"].metadata["help"]
     parser.add_argument("model", nargs="?", default=argparse.SUPPRESS, help=text)
@@ -412,11 +467,15 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
         if group not in groups:
             groups[group] = parser.add_argument_group(group)
         text = setting.metadata["help"].replace("RECIPES", ", ".join(recipe_names()))
+        argument = _argument(kinds[setting.name])
+        if setting.name in _CHOICES:
+            choices = filter(None, _CHOICES[setting.name])
+            argument["metavar"] = "{" + ",".join(choices) + "}"
         if "default" not in text and setting.default not in (None, False, ""):
             text += f" (default: {setting.default})"
         flag = f"--{setting.name.replace('_', '-')}"
         groups[group].add_argument(
-            flag, default=argparse.SUPPRESS, help=text, **_argument(kinds[setting.name])
+            flag, default=argparse.SUPPRESS, help=text, **argument
         )
 
 
