@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import xarray as xr
 
 import tcnn_probe
+from tcnn_probe.command_options import create_parser
 from tcnn_probe.storage import StoreError, numbers
 
 if TYPE_CHECKING:
@@ -40,94 +41,7 @@ _SETTINGS = (
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command; return 1 for alarms of health, 2 for a recording or variable that cannot be used."""
-    parser = argparse.ArgumentParser(
-        prog="tcnn-probe", description="Look at recordings, and at attention."
-    )
-    parser.add_argument("--version", action="version", version=tcnn_probe.__version__)
-    commands = parser.add_subparsers(dest="command", required=True)
-    show = commands.add_parser(
-        "show",
-        help="layers, marks, the last mark's numbers, types of heads, what is missing",
-    )
-    show.add_argument("store", help="path or URL of a recording")
-    health = commands.add_parser(
-        "health", help="signs of illness, worst first; exits with 1 if there are alarms"
-    )
-    health.add_argument("store")
-    health.add_argument(
-        "--limit",
-        nargs=2,
-        action="append",
-        default=[],
-        metavar=("NAME", "VALUE"),
-        help="a limit in place of the default, such as --limit max_logit 200",
-    )
-    compare = commands.add_parser(
-        "compare", help="the numbers of two recordings at their last common mark"
-    )
-    compare.add_argument("stores", nargs=2, metavar="store")
-    plot = commands.add_parser("plot", help="a variable over the marks, as a figure")
-    plot.add_argument("store")
-    plot.add_argument("variable", help="such as entropy")
-    plot.add_argument(
-        "-o",
-        "--output",
-        required=True,
-        metavar="FILE",
-        help="of any kind that matplotlib writes",
-    )
-    plot.add_argument("--layers", default="*", metavar="GLOB", help="default: all")
-    report = commands.add_parser(
-        "report", help="one page to look at in a browser, of up to four recordings"
-    )
-    report.add_argument("stores", nargs="*", metavar="store")
-    report.add_argument(
-        "--seeds",
-        nargs="+",
-        action="append",
-        default=[],
-        metavar="STORE",
-        help="recordings of the same training, shown as means with bands; may be repeated",
-    )
-    report.add_argument(
-        "-o", "--output", required=True, metavar="FILE", help="such as report.html"
-    )
-    report.add_argument(
-        "--max-mb",
-        type=float,
-        default=100,
-        help="leave out maps until the page fits; default: 100",
-    )
-    maps = commands.add_parser(
-        "maps", help="where the heads of a model of timm look in a picture, as a figure"
-    )
-    maps.add_argument("model", help="name in timm, such as deit_tiny_patch16_224")
-    maps.add_argument("image", help="file of a picture")
-    maps.add_argument(
-        "-o",
-        "--output",
-        required=True,
-        metavar="FILE",
-        help="such as maps.png; maps.html, to click around in, has all queries",
-    )
-    maps.add_argument(
-        "--query",
-        nargs=2,
-        type=int,
-        metavar=("Y", "X"),
-        help="pixel of the image as the model takes it; default: the class token, or else the middle",
-    )
-    maps.add_argument("--layers", nargs="+", metavar="GLOB", help="default: all")
-    maps.add_argument("--heads", nargs="+", type=int, help="default: all")
-    maps.add_argument("--scale", choices=["own", "common"], default="own")
-    maps.add_argument("--weights", metavar="FILE", help="a checkpoint of the model")
-    maps.add_argument(
-        "--random", action="store_true", help="untrained: nothing is downloaded"
-    )
-    commands.add_parser(
-        "info", help="versions, device and threads, for a report of a bug"
-    )
-    options = parser.parse_args(arguments)
+    options = create_parser().parse_args(arguments)
     with warnings.catch_warnings():
         warnings.showwarning = _show_warning
         return _run(options)

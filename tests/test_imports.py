@@ -56,7 +56,8 @@ PARTS: dict[str, set[str]] = {
     "plot": {"diagnosis", "evaluation", "heads", "images", "schema"},
     "loggers": {"diagnosis", "plot", "recording"},
     "reporting": {"diagnosis", "heads", "plot", "storage"},
-    "command_line": {"plot", "reporting", "storage"},
+    "command_options": set(),
+    "command_line": {"command_options", "plot", "reporting", "storage"},
 }
 
 # The fine-tuning loop, and what the root of tcnn_model re-exports of it.

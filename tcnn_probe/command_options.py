@@ -1,0 +1,147 @@
+"""The commands of ``tcnn-probe`` and their options."""
+
+import argparse
+from typing import Any
+
+import tcnn_probe
+
+__all__ = ["create_parser"]
+
+_RECORDING = "path or URL of a recording"
+
+
+def create_parser() -> argparse.ArgumentParser:
+    """Create the parser of ``tcnn-probe``; the name of the command is in ``command``."""
+    parser = argparse.ArgumentParser(
+        prog="tcnn-probe", description="Look at recordings, and at attention."
+    )
+    parser.add_argument("--version", action="version", version=tcnn_probe.__version__)
+    commands = parser.add_subparsers(dest="command", required=True)
+
+    show = _add_command(
+        commands,
+        "show",
+        "show layers, marks, the last mark's numbers, types of heads, and what is missing",
+    )
+    show.add_argument("store", help=_RECORDING)
+
+    health = _add_command(
+        commands,
+        "health",
+        "list signs of illness, worst first; exit with 1 if there are alarms",
+    )
+    health.add_argument("store", help=_RECORDING)
+    health.add_argument(
+        "--limit",
+        nargs=2,
+        action="append",
+        default=[],
+        metavar=("NAME", "VALUE"),
+        help="another limit than the default, such as --limit max_logit 200",
+    )
+
+    compare = _add_command(
+        commands,
+        "compare",
+        "compare the numbers of two recordings at their last common mark",
+    )
+    compare.add_argument("stores", nargs=2, metavar="store", help=_RECORDING)
+
+    plot = _add_command(commands, "plot", "draw a variable over the marks")
+    plot.add_argument("store", help=_RECORDING)
+    plot.add_argument("variable", help="name of the variable, such as entropy")
+    _add_output(plot, "file of the figure, such as entropy.png")
+    plot.add_argument(
+        "--layers", default="*", metavar="GLOB", help="layers to draw (default: all)"
+    )
+
+    report = _add_command(
+        commands,
+        "report",
+        "write up to four recordings as one page to look at in a browser",
+    )
+    _add_report_options(report)
+
+    maps = _add_command(
+        commands, "maps", "draw where the heads of a model of timm look in a picture"
+    )
+    _add_map_options(maps)
+
+    _add_command(
+        commands, "info", "show versions, device and threads, for a report of a bug"
+    )
+    return parser
+
+
+def _add_command(commands: Any, name: str, text: str) -> argparse.ArgumentParser:
+    """Add a command; the list of commands and the command's own help say the same of it."""
+    parser: argparse.ArgumentParser = commands.add_parser(
+        name, help=text, description=f"{text[0].upper()}{text[1:]}."
+    )
+    return parser
+
+
+def _add_output(parser: argparse.ArgumentParser, text: str) -> None:
+    parser.add_argument("-o", "--output", required=True, metavar="FILE", help=text)
+
+
+def _add_report_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("stores", nargs="*", metavar="store", help=_RECORDING)
+    parser.add_argument(
+        "--seeds",
+        nargs="+",
+        action="append",
+        default=[],
+        metavar="STORE",
+        help="recordings of the same training, shown as means with bands; may be repeated",
+    )
+    _add_output(parser, "file of the page, such as report.html")
+    parser.add_argument(
+        "--max-mb",
+        type=float,
+        default=100,
+        metavar="MB",
+        help="largest size of the page; maps are left out until it fits (default: 100)",
+    )
+
+
+def _add_map_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "model", help="timm's name of the model, such as deit_tiny_patch16_224"
+    )
+    parser.add_argument("image", help="file of the picture")
+    _add_output(
+        parser,
+        "file of the figure, such as maps.png; an .html file has all queries, to click around in",
+    )
+    parser.add_argument(
+        "--query",
+        nargs=2,
+        type=int,
+        metavar=("Y", "X"),
+        help="pixel of the image as the model takes it (default: the class token, or else the middle)",
+    )
+    parser.add_argument(
+        "--layers", nargs="+", metavar="GLOB", help="layers to draw (default: all)"
+    )
+    parser.add_argument(
+        "--heads",
+        nargs="+",
+        type=int,
+        metavar="HEAD",
+        help="heads to draw (default: all)",
+    )
+    parser.add_argument(
+        "--scale",
+        choices=["own", "common"],
+        default="own",
+        help="scale of colours: of each map, or common to all (default: own)",
+    )
+    parser.add_argument(
+        "--weights", metavar="FILE", help="checkpoint of the model's weights"
+    )
+    parser.add_argument(
+        "--random",
+        action="store_true",
+        help="use random weights, so that nothing is downloaded",
+    )
