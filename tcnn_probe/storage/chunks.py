@@ -1,12 +1,12 @@
-"""Cutting arrays into chunks: the metadata documents (``zarr.json``) that say it, and the chunks checked by them.
+"""Chunking of arrays: the metadata documents (``zarr.json``) that define it, and checks of chunks against them.
 
-- Numbers: chunks of 64 marks and all layers and heads; of 16 where that is more than 256 kB. The chunk that grows is
-  written anew with each mark.
-- Maps: one shard a mark, in it one inner chunk for each layer and head, compressed. A shard is written once.
-- Labels, such as names of layers: text of fixed width, which xarray gives back as NumPy's own text. (zarr's variable
-  width comes back as a type that matplotlib refuses.)
+- Numbers: a chunk has up to 64 marks, fewer (but at least 16) if it would exceed 256 kB, and all layers and heads. The
+  last chunk is rewritten with each mark.
+- Maps: a shard for each mark, with a compressed inner chunk for each layer and head. A shard is written once.
+- Labels, such as names of layers: text of fixed width, which xarray returns as NumPy's text. (zarr's text of variable
+  width is returned as a type that matplotlib refuses.)
 
-Every chunk ends with its crc32c, so that a damaged one is an error when it is read.
+Every chunk ends with its crc32c, so that reading a damaged chunk raises an error.
 """
 
 import asyncio
@@ -47,10 +47,10 @@ Document = dict[str, Any]
 CHUNK_BYTES = 256 * 1024
 MARKS_PER_CHUNK = (16, 64)
 
-# zarr decodes chunks whole, ten at a time. One row of numbers, or a map of one head, is never larger in practice.
+# zarr decodes ten whole chunks at a time. In practice no row of numbers and no map of one head is larger than this.
 LARGEST_CHUNK = 256 * 2**20
 
-# A shard's index, 16 bytes a chunk, is read before anything else of it.
+# The index of a shard, 16 bytes for each chunk, is read before the chunks.
 MOST_INNER_CHUNKS = 2**18
 
 _CHECKED = (Crc32cCodec(),)
@@ -58,7 +58,7 @@ _COMPRESSED = (ZstdCodec(level=1), Crc32cCodec())
 _NUMBERS = ["bytes", "crc32c"]
 _MAPS = ["bytes", "zstd", "crc32c"]
 
-# zarr knows another separator, under which no chunk would be found, and all would be taken for fill values.
+# With zarr's other separator no chunk would be found, and fill values would be read.
 _KEYS = {"name": "default", "configuration": {"separator": "/"}}
 _FILL_VALUES = ("NaN", -1, "")
 
@@ -66,8 +66,8 @@ _FILL_VALUES = ("NaN", -1, "")
 def array_document(
     variable: Variable, shape: Sequence[int], along: str, *, maps: bool = False
 ) -> Document:
-    """Describe an array over the marks, of no length yet, with rows of this shape."""
-    # A dimension without length has chunks of one all the same.
+    """Describe an array over the marks that has no marks yet, with rows of this shape."""
+    # A chunk has at least the size 1, even along a dimension of size 0.
     row = [max(size, 1) for size in shape]
     if maps:
         cut = {
@@ -93,7 +93,7 @@ def array_document(
 
 
 def repacked(document: Document) -> Document:
-    """Describe the same maps cut for reading one head over all marks: 100 marks a shard, in it 25 of one head."""
+    """Describe the same maps with chunks for reading one head over marks: 25 marks of one head, in shards of 100."""
     dims, row = (
         document["dimension_names"][1:],
         [max(size, 1) for size in document["shape"][1:]],
@@ -113,10 +113,10 @@ def repacked(document: Document) -> Document:
 
 
 def label_document(name: str, labels: Sequence[Any]) -> tuple[Document, np.ndarray]:
-    """Return the document of a coordinate, and its values: int64 if all labels are ints, else text of a fixed width."""
+    """Return the document of a coordinate and its values: int64 if all labels are ints, else text of fixed width."""
     numbers = all(isinstance(label, int) for label in labels)
     values = np.array(labels, dtype=np.int64 if numbers else np.str_)
-    # zarr's specification does not have text of a fixed width yet.
+    # zarr warns that its specification does not include text of fixed width yet.
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         document = _document(
@@ -140,7 +140,7 @@ def with_length(document: Document, length: int) -> Document:
 
 
 def open_array(store: Store, path: str, document: Document) -> "zarr.AsyncArray[Any]":
-    """Open the array that a document describes; none of its chunks is left out, or deleted, for being empty."""
+    """Open the array that a document describes, so that chunks of fill values are written, too, and never deleted."""
     return zarr.AsyncArray(
         {**document}, StorePath(store, path), {"write_empty_chunks": True}
     )  # type: ignore[call-overload]
@@ -148,7 +148,7 @@ def open_array(store: Store, path: str, document: Document) -> "zarr.AsyncArray[
 
 @dataclass(frozen=True)
 class ChunkSize:
-    """Sizes that the chunks of an array have by its document. ValueError for a document that no recording has."""
+    """Sizes of an array's chunks according to its document. ValueError for a document that no recording has."""
 
     chunk: int  # bytes of a chunk of numbers, or of an inner chunk of maps, when it is decoded
     count: int  # inner chunks of a shard; 0 for numbers
@@ -157,7 +157,7 @@ class ChunkSize:
 
     @classmethod
     def of(cls, document: Document) -> Self:
-        """Read the sizes off a document."""
+        """Compute the sizes from a document."""
         codecs, outer = (
             document["codecs"],
             document["chunk_grid"]["configuration"]["chunk_shape"],
@@ -210,8 +210,9 @@ class ChunkSize:
 
     @property
     def stored(self) -> int:
-        """Bytes that a chunk takes at most as stored, or a shard."""
-        # 16 bytes a chunk for the index of a shard; 4 for the checksum of numbers, and one so that an excess shows.
+        """Largest number of bytes that a stored chunk or shard may have."""
+        # The index of a shard has 16 bytes for each chunk. A chunk of numbers has a checksum of 4 bytes; one byte more is
+        # read, so that a chunk that is too large is noticed.
         return (
             (2 * self.chunk + 1024) * self.count + 16 * self.count
             if self.count
@@ -220,15 +221,15 @@ class ChunkSize:
 
 
 class CheckedStore(WrapperStore[Store]):
-    """A recording's store, read by its metadata: chunks that are lacking, empty or too large raise StoreError.
+    """Store of a recording that checks what is read: missing, empty, damaged or too large chunks raise StoreError.
 
-    zarr takes a chunk that is not there for one of fill values, and as much memory as a compressed one says that it
-    needs. In a directory it also raises StoreError once the recording was replaced by another.
+    zarr itself takes a missing chunk for fill values, and allocates as much memory as a compressed chunk claims to
+    need. In a directory, StoreError is also raised after the recording was replaced by another one.
 
     Args:
         store: Store of the recording.
         sizes: Sizes of chunks, by the path of each array.
-        identity: Text that the root of this recording has, and of no other.
+        identity: Text that only the root of this recording has.
     """
 
     def __init__(
@@ -256,22 +257,23 @@ class CheckedStore(WrapperStore[Store]):
         size = None if cell.endswith(ROOT) else self._sizes.get(path)
         if size is None:
             return await read(self._store, key, ROOT_BYTES, byte_range, prototype)
-        # zstd makes what it cannot compress a little larger, never twice as large.
+        # Data that zstd cannot compress become only slightly larger, never twice as large.
         if (
             isinstance(byte_range, RangeByteRequest)
             and byte_range.end - byte_range.start > 2 * size.chunk + 1024
         ):
             raise self._damaged(key, "its shard says that it is too large")
         buffer = await read(self._store, key, size.stored, byte_range, prototype)
-        # After the read: a recording that is replaced in between would pass before it.
+        # This comes after the read, so that a recording that was replaced in between is noticed.
         await self._check_identity()
         if buffer is None or not len(buffer):
             raise self._damaged(key, "it is empty or not there")
-        # Not copied, as what is checked may be all that is read.
+        # The buffer is checked without a copy.
         self._check_whole(key, size, buffer.as_numpy_array(), byte_range)
         return buffer
 
-    # zarr 3.4 would ask the store inside for parts of a shard, and for whole chunks without a coroutine.
+    # Otherwise zarr 3.4 would read whole chunks from the inner store, without get(); get_ranges() is the same for parts
+    # of shards.
     _supports_sync_io = False
 
     async def get_ranges(
@@ -282,7 +284,7 @@ class CheckedStore(WrapperStore[Store]):
         prototype: BufferPrototype,
         **options: Any,
     ) -> AsyncIterator[Sequence[tuple[int, Buffer | None]]]:
-        """Read parts of an object, each by itself: joined to larger parts they could not be checked."""
+        """Read parts of an object one by one, as each is checked by itself."""
         parts = [self.get(key, prototype, byte_range) for byte_range in byte_ranges]
         yield list(enumerate(await asyncio.gather(*parts)))
 
@@ -293,9 +295,9 @@ class CheckedStore(WrapperStore[Store]):
         data: np.ndarray,
         byte_range: ByteRequest | None,
     ) -> None:
-        """Refuse checksums that do not match, and chunks that are of another size, or say so."""
+        """Raise StoreError if a checksum or the size of a chunk, stored or claimed, is wrong."""
         chunks, index = [data], data[:0]
-        # Offset and length of each inner chunk, 8 bytes each, and a crc32c.
+        # The index has the offset and length of each inner chunk, 8 bytes each, and a crc32c.
         index_bytes = 16 * size.count + 4
         if not size.count and len(data) != size.stored - 1:
             raise self._damaged(
@@ -310,12 +312,12 @@ class CheckedStore(WrapperStore[Store]):
             chunks = [data[start : start + length] for start, length in places]
         elif size.count and not is_part:
             chunks, index = [], data
-        # zarr compares them too, and raises an error that does not name the chunk.
+        # zarr compares checksums, too, but its error does not name the chunk.
         for part in (index, *chunks):
             checksum = int.from_bytes(part[-4:].tobytes(), "little")
             if google_crc32c.value(part[:-4]) != checksum:
                 raise self._damaged(key, "its checksum does not match")
-        # The header of a frame takes 18 bytes at most: 4 + 1 + 1 + 4 + 8.
+        # The header of a zstd frame has at most 4 + 1 + 1 + 4 + 8 = 18 bytes.
         for chunk in chunks if size.count else ():
             if frame_size(chunk[:18].tobytes()) != size.chunk:
                 raise self._damaged(
@@ -328,7 +330,7 @@ class CheckedStore(WrapperStore[Store]):
             return
         try:
             status = (self._store.root / ROOT).lstat()
-            # Marks and replacements make a new file of it; its inode alone may be given out again.
+            # Every mark and replacement creates a new file; inode numbers alone may be reused.
             state = status.st_ino, status.st_mtime_ns, status.st_size
         except OSError:
             state = None
@@ -345,7 +347,7 @@ class CheckedStore(WrapperStore[Store]):
 
 
 def frame_size(header: bytes) -> int | None:
-    """Return how many bytes a zstd frame says that it decodes to (RFC 8878, section 3.1.1); None if it does not."""
+    """Return the decoded size that the header of a zstd frame states (RFC 8878, section 3.1.1); None if it has none."""
     if len(header) < 6 or header[:4] != b"\x28\xb5\x2f\xfd":
         return None
     descriptor = header[4]
@@ -355,7 +357,7 @@ def frame_size(header: bytes) -> int | None:
     field = header[5 + window + dictionary :][:width]
     if not width or len(field) < width:
         return None
-    # A field of two bytes counts from 256.
+    # A field of two bytes has an offset of 256.
     return int.from_bytes(field, "little") + (256 if width == 2 else 0)
 
 
@@ -367,6 +369,6 @@ def _document(
     *, compressors: Sequence[BytesBytesCodec] = _CHECKED, **about: Any
 ) -> Document:
     objects: dict[str, Buffer] = {}
-    # zarr writes the document, so that none of its defaults are repeated here.
+    # zarr writes the document, so that its defaults need not be repeated here.
     zarr.create_array(MemoryStore(objects), compressors=compressors, **about)
     return json.loads(objects["zarr.json"].to_bytes())
