@@ -113,9 +113,7 @@ class SeenOperand:
         return cls(tensor.shape, place, shared)
 
     def is_in(self, operand: "SeenOperand", *, heads: bool) -> bool:
-        """Return whether an operand is this softmax or, with ``heads``, may be this softmax after dropout or a mixing
-        of heads.
-        """
+        """Return whether an operand is this softmax or, with ``heads``, may be it after dropout or mixing of heads."""
         # An attention sink is an extra logit whose column is cut off; the remaining view has the same address.
         without_sink = (*self.shape[:-1], self.shape[-1] - 1)
         if self.place == operand.place and operand.shape == without_sink:

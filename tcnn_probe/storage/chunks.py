@@ -211,8 +211,8 @@ class ChunkSize:
     @property
     def stored(self) -> int:
         """Largest number of bytes that a stored chunk or shard may have."""
-        # The index of a shard has 16 bytes for each chunk. A chunk of numbers has a checksum of 4 bytes; one byte more is
-        # read, so that a chunk that is too large is noticed.
+        # The index of a shard has 16 bytes for each chunk. A chunk of numbers has a checksum of 4 bytes; one more byte
+        # is read, so that a chunk that is too large is noticed.
         return (
             (2 * self.chunk + 1024) * self.count + 16 * self.count
             if self.count
