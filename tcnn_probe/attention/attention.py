@@ -196,7 +196,7 @@ class Attention(ABC):
 
     @property
     def in_windows(self) -> bool:
-        """Whether there are several windows, or one that is larger than the image."""
+        """True if there are several windows, or one that is larger than the image."""
         return self.windows > 1 or self.cut is not None
 
     @property

@@ -141,7 +141,7 @@ class Layout:
 
     @property
     def is_video(self) -> bool:
-        """Whether the keys span several frames."""
+        """True if the keys span several frames."""
         return self.keys is not None and self.keys.frames > 1
 
     @property

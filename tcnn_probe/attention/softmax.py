@@ -71,7 +71,7 @@ class Logits(ABC):
 
     @property
     def on_kernel(self) -> bool:
-        """Whether :meth:`statistics` and :meth:`select` are available, which need the kernel and a GPU."""
+        """True if :meth:`statistics` and :meth:`select` are available, which need the kernel and a GPU."""
         return False
 
     def statistics(
@@ -148,7 +148,7 @@ class ProductLogits(Logits):
 
     @property
     def on_kernel(self) -> bool:
-        """Whether the kernel supports these queries and keys. It does not support modifications."""
+        """True if the kernel supports these queries and keys. It does not support modifications."""
         is_product = self._modification is None
         return is_product and kernels.can_measure(self._query, self._key)
 

@@ -107,7 +107,7 @@ class AttentionListener:
     """Listener to the forwards of a model, one at a time. Its methods do nothing: override what you need."""
 
     may_edit = False
-    """Whether :meth:`attends` may return edits."""
+    """True if :meth:`attends` may return edits."""
 
     def begins(self, entry: nn.Module, inputs: Sequence[Any]) -> bool:
         """Return whether to follow the forward that begins with a call of ``entry``, the model or a part of it."""
@@ -241,7 +241,7 @@ class AttentionStream:
 
     @property
     def attached(self) -> bool:
-        """Whether forwards are still followed."""
+        """True while forwards are followed."""
         return self._forwards.attached
 
     def close(self) -> None:

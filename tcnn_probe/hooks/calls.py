@@ -79,7 +79,7 @@ class Calls(Generic[C]):
 
     @property
     def attached(self) -> bool:
-        """Whether calls are still followed."""
+        """True while calls are followed."""
         return self._attached
 
     def attach(self) -> None:

@@ -48,7 +48,7 @@ class ReferenceStatistics:
 
     @property
     def is_collecting(self) -> bool:
-        """Flag that the forward which runs here is one of the given images."""
+        """True while the forward that is running is one of the given images."""
         return not self.is_finished and self._thread == threading.get_ident()
 
     def begin(self, images: int) -> None:
