@@ -7,7 +7,6 @@ from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
-import timm
 import torch
 from timm.data import Mixup, resolve_model_data_config
 from timm.utils import ModelEmaV3, distribute_bn
@@ -332,10 +331,13 @@ def _teacher(config: Config, model: nn.Module) -> nn.Module | None:
     if config.teacher is None:
         return None
     teacher: nn.Module
+    # It is shown the student's images.
+    size = config.img_size
     if config.teacher_weights is not None:
-        teacher = create_from_weights(config.teacher, config.teacher_weights, None)
+        weights = config.teacher_weights
+        teacher = create_from_weights(config.teacher, weights, None, img_size=size)
     else:
-        teacher = timm.create_model(config.teacher, pretrained=True)
+        teacher = create_of_size(config.teacher, size, pretrained=True)
     # A classifier for the student's classes would be new, and its decisions random.
     if _outputs(teacher) != _outputs(model):
         raise ValueError(
