@@ -195,7 +195,7 @@ const shownColumns = variables.filter(one => one.of === "head")
 function rows() {
   const found = []
   runs.forEach((run, which) => layers.forEach((layer, row) => {
-    for (const column of run.marked[state.mark] ? columnsOf(row).filter(() => run.layers.includes(layer.name)) : [])
+    for (const column of run.marked[state.mark] ? columnsOf(row).filter(column => heads[column] < (run.heads[layer.name] ?? 0)) : [])
       found.push([...(several ? [run.name] : []), layer.name, heads[column],
         ...shownColumns.map(one => { const x = value(one, which, state.mark, row, column); return one.types ? types[x] ?? "" : x })])
   }))

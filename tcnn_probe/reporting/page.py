@@ -98,16 +98,21 @@ def page(runs: Sequence[Run], pictures: Sequence[str], max_mb: float) -> str:
     }
     return _html(
         _document(axes, runs, variables, args),
-        " and ".join(run.name for run in runs),
+        _join([run.name for run in runs]),
         text,
     )
+
+
+def _join(names: list[str]) -> str:
+    *first, last = names
+    return f"{', '.join(first)} and {last}" if first else last
 
 
 def _describe_run(run: Run, axes: Axes, choice: Choice) -> dict[str, Any]:
     marks = set(run.marks)
     return {
         "name": run.name,
-        "layers": list(run.heads),
+        "heads": run.heads,
         "images": run.images,
         "mapped": notes.mapped_seed(run),
         "marked": [mark in marks for mark in axes.marks],
