@@ -86,7 +86,9 @@ def explore(
         "palette": [to_hex(color) for color in mpl.colormaps["cividis"](range(256))],
         "missing": json.loads(maps.attrs["missing"]),
     }
-    template = Path(__file__).with_suffix(".html").read_text(encoding="utf-8")
+    template = (Path(__file__).parent / "browser" / "explorer.html").read_text(
+        encoding="utf-8"
+    )
     # No "<" in JSON: a layer's name must not end the script that holds it.
     text = {
         "{about}": json.dumps(about).replace("<", "\\u003c"),
