@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from tcnn_probe.models import unwrap
 
-__all__ = ["as_images", "beside_images", "calls_given", "channel_axis"]
+__all__ = ["as_images", "beside_images", "calls_given"]
 
 _CONVENTION = (
     "a floating-point tensor (B, C, H, W), normalised as the model takes it; or pictures: PIL images, "

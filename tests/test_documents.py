@@ -12,7 +12,7 @@ import pytest
 import timm
 import torch
 import xarray as xr
-from sources import examples, listed_names
+from sources import examples, listed_names, unlisted_names
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -126,6 +126,11 @@ def test_examples_of_functions_run_alone() -> None:
         plt.figure()
         exec(block, {})
         plt.close("all")
+
+
+def test_every_public_name_is_in_the_reference() -> None:
+    names = listed_names(ROOT / "docs/site/api.md")
+    assert unlisted_names(names) == []
 
 
 def test_each_function_has_an_example_that_runs_alone() -> None:

@@ -2,17 +2,36 @@
 
 import ast
 import builtins
+import importlib
 import re
 from collections import Counter, defaultdict
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["Example", "documents", "examples", "first_paragraph", "listed_names"]
+__all__ = [
+    "Example",
+    "documents",
+    "examples",
+    "first_paragraph",
+    "listed_names",
+    "unlisted_names",
+]
 
 
 def listed_names(path: Path) -> list[str]:
     """Return the names that the reference lists, in its order."""
     return re.findall(r"^   (tcnn_[\w.]+)$", path.read_text(), flags=re.MULTILINE)
+
+
+def unlisted_names(listed: list[str]) -> list[str]:
+    """Return the public names that the reference lists neither as such nor under another name."""
+    members = {}
+    for name in listed[listed.index("tcnn_probe") :]:  # modules are listed last
+        module = importlib.import_module(name)
+        for member in module.__all__:
+            members[f"{name}.{member}"] = getattr(module, member)
+    described = {id(value) for name, value in members.items() if name in listed}
+    return [name for name, value in members.items() if id(value) not in described]
 
 
 def documents(root: Path) -> list[Path]:

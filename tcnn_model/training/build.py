@@ -7,7 +7,6 @@ from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
-import timm
 import torch
 from timm.data import Mixup, resolve_model_data_config
 from timm.utils import ModelEmaV3, distribute_bn
@@ -333,10 +332,13 @@ def _teacher(config: Config, model: nn.Module) -> nn.Module | None:
     if config.teacher is None:
         return None
     teacher: nn.Module
+    # The teacher sees the same images as the student, so it is created for their size.
+    size = config.img_size
     if config.teacher_weights is not None:
-        teacher = create_from_weights(config.teacher, config.teacher_weights, None)
+        weights = config.teacher_weights
+        teacher = create_from_weights(config.teacher, weights, None, img_size=size)
     else:
-        teacher = timm.create_model(config.teacher, pretrained=True)
+        teacher = create_of_size(config.teacher, size, pretrained=True)
     # timm could give the teacher a classifier with the student's classes, but its weights would be random.
     if _outputs(teacher) != _outputs(model):
         raise ValueError(

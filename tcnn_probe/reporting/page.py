@@ -19,7 +19,9 @@ from tcnn_probe.reporting.variables import label, pack_variables
 
 __all__ = ["page"]
 
-_HERE = Path(__file__).parent
+_BROWSER = Path(__file__).with_name("browser")
+# Parts of one program, in this order: the last one starts the page.
+_PROGRAM = ("values", "grids", "curves", "maps", "table", "controls")
 _OVERHEAD = 1_600_000  # bytes of Bokeh's own program, 1.4 MB, and of the text
 
 # Numbers that are shown beside a map.
@@ -98,16 +100,21 @@ def page(runs: Sequence[Run], pictures: Sequence[str], max_mb: float) -> str:
     }
     return _html(
         _document(axes, runs, variables, args),
-        " and ".join(run.name for run in runs),
+        _join([run.name for run in runs]),
         text,
     )
+
+
+def _join(names: list[str]) -> str:
+    *first, last = names
+    return f"{', '.join(first)} and {last}" if first else last
 
 
 def _describe_run(run: Run, axes: Axes, choice: Choice) -> dict[str, Any]:
     marks = set(run.marks)
     return {
         "name": run.name,
-        "layers": list(run.heads),
+        "heads": run.heads,
         "images": run.images,
         "mapped": notes.mapped_seed(run),
         "marked": [mark in marks for mark in axes.marks],
@@ -173,7 +180,8 @@ def _document(
         "sources": sources,
         "plots": curves,
     }
-    program = CustomJS(args=args, code=(_HERE / "page.js").read_text(encoding="utf-8"))
+    code = [_read(f"{part}.js") for part in _PROGRAM]
+    program = CustomJS(args=args, code="\n".join(code))
     # An event of the document, which models do not receive.
     document.js_on_event("document_ready", program)
     names = [run.name for run in runs]
@@ -191,12 +199,15 @@ def _document(
 
 
 def _html(document: Document, title: str, text: dict[str, Any]) -> str:
-    template = (_HERE / "page.html").read_text(encoding="utf-8")
     variables = text | document.template_variables
     return file_html(
         document,
         INLINE,
         title=f"Attention heads: {title}",
-        template=template,
+        template=_read("page.html"),
         template_variables=variables,
     )
+
+
+def _read(name: str) -> str:
+    return (_BROWSER / name).read_text(encoding="utf-8")

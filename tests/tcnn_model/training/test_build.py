@@ -314,6 +314,23 @@ def test_teacher_of_other_classes_is_refused(tmp_path: Path) -> None:
         build_training(stage, build_model(stage, 21)[0], 3, ALONE)
 
 
+def test_transformer_teaches_at_the_size_of_the_images(tmp_path: Path) -> None:
+    pytest.importorskip("timm.task")
+    weights = tmp_path / "best.pt"
+    torch.save(timm.create_model("deit_tiny_patch16_224").state_dict(), weights)
+    settings = config(
+        tmp_path / "run",
+        img_size=96,
+        teacher="deit_tiny_patch16_224",
+        teacher_weights=str(weights),
+    )
+    model, _ = build_model(settings, 1000)
+    training = build_training(settings, model, 3, ALONE)
+    images = torch.randn(2, 3, 96, 96)  # its own are 224 pixels high and wide
+    loss = training.task(images, torch.tensor([3, 5]))["loss"]
+    assert loss.isfinite()
+
+
 @pytest.mark.parametrize("distillation", ["hard", "soft"])
 @pytest.mark.parametrize("returns_object", [False, True])
 def test_distillation_by_hand(returns_object: bool, distillation: str) -> None:

@@ -159,6 +159,7 @@ def test_of_three_runs_each_is_compared_with_the_others(
     facts, _, _ = held(page.html)
     assert [run["name"] for run in facts["runs"]] == ["Net (A)", "Net (B)", "Net (C)"]
     words = html.unescape(page.html)
+    assert "Attention heads: Net (A), Net (B) and Net (C)<" in words
     assert "Net (C): another run has layers that this one has not: c" in words
 
 
