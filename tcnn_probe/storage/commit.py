@@ -7,6 +7,7 @@ import uuid
 from collections.abc import Coroutine, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from pathlib import PurePosixPath
 from typing import Any
 
 import numpy as np
@@ -347,19 +348,12 @@ class Root:
             raise ValueError(
                 f"it has {len(self.documents)} arrays and groups, expected {MOST_ARRAYS} at most"
             )
-        self._check_sizes()
         for path, about in self.documents.items():
-            if not all(is_name(part) for part in path.split("/")):
-                raise ValueError(f"{path!r} is not a path in a recording")
-            if about["node_type"] == "array":
-                shape = open_array(store, path, about).shape
-                if (
-                    len(shape) != len(about["dimension_names"])
-                    or list(shape) != about["shape"]
-                ):
-                    raise ValueError(f"{path} has a shape that its names do not fit")
-            elif about["node_type"] != "group":
-                raise ValueError(f"{path} is a {about['node_type']!r}")
+            try:
+                _check_document(store, path, about)
+            except UNREADABLE as error:
+                raise ValueError(f"{path!r}: {error}") from error
+        self._check_sizes()
         lengths = {path: about["shape"][0] for path, about in self.growing.items()}
         if len(set(lengths.values())) != 1 or not all(
             _join(path, self.along) in lengths for path in self.groups
@@ -389,6 +383,19 @@ class Root:
         # Many small chunks cost as much as a few large ones: each is a request.
         if total > COORDINATE_BYTES or chunks > COORDINATE_CHUNKS:
             raise ValueError(f"its coordinates take {total} bytes in {chunks} chunks")
+
+
+def _check_document(store: Store, path: str, about: Document) -> None:
+    """Raise one of ``UNREADABLE`` for an array or group that no recording writes."""
+    if not all(is_name(part) for part in path.split("/")):
+        raise ValueError("this is not a path in a recording")
+    if about["node_type"] == "array":
+        ChunkSize.of(about)
+        shape = open_array(store, path, about).shape
+        if len(shape) != len(about["dimension_names"]) or list(shape) != about["shape"]:
+            raise ValueError("it has a shape that its names do not fit")
+    elif about["node_type"] != "group":
+        raise ValueError(f"it is a {about['node_type']!r}")
 
 
 def is_name(text: str) -> bool:
@@ -431,9 +438,7 @@ def check_replaceable(place: Place) -> None:
     """Refuse to delete what a recording has not written: StoreError for anything that its root does not speak of."""
     try:
         documents = json.loads(place.root() or b"")["consolidated_metadata"]["metadata"]
-        arrays = {
-            path for path, about in documents.items() if about["node_type"] == "array"
-        }
+        arrays = {path for path, about in documents.items() if _is_cut_here(about)}
     except (
         UNREADABLE
     ):  # damaged: only what every recording has can be told from the user's
@@ -448,7 +453,11 @@ def check_replaceable(place: Place) -> None:
     # A mark that was killed may have left scalars behind, and folders in which their metadata were being written.
     # Only scalars: other arrays are made with the recording, and never by a mark alone.
     arrays |= {path for path in metadata - documents.keys() if _is_scalar(place, path)}
-    folders = {*documents, *arrays}
+    folders = {
+        folder.as_posix()
+        for path in arrays
+        for folder in (PurePosixPath(path), *PurePosixPath(path).parents)
+    }
     for path, regular in paths.items():
         match, chunk = _METADATA.fullmatch(path), _CHUNK.fullmatch(path)
         known = path in folders | {LOCK, UNFINISHED} or (
@@ -460,6 +469,17 @@ def check_replaceable(place: Place) -> None:
             raise StoreError(
                 f"{place.name} holds more than a recording, and is not replaced: {path!r}"
             )
+
+
+def _is_cut_here(about: Document) -> bool:
+    """Return True for an array that is stored as a recording's are.
+
+    The root also names the arrays and groups of a user who adds to the store with xarray, or copies of a recording.
+    """
+    try:
+        return about["node_type"] == "array" and bool(ChunkSize.of(about))
+    except UNREADABLE:
+        return False
 
 
 def _is_scalar(place: Place, path: str) -> bool:
