@@ -362,10 +362,14 @@ class Root:
                 f"its arrays have unequal lengths along {self.along!r}: {lengths}"
             )
         for name, kind in _JSON.items():
-            if not isinstance(
-                json.loads(self.attributes.get(name, json.dumps(kind()))), kind
-            ):
+            value = json.loads(self.attributes.get(name, json.dumps(kind())))
+            if not isinstance(value, kind):
                 raise TypeError(f"its attribute {name!r} is no {kind.__name__}")
+            # Reasons by layer, for each variable.
+            if name == "missing" and not all(
+                isinstance(reasons, dict) for reasons in value.values()
+            ):
+                raise TypeError(f"its attribute {name!r} holds no tables")
 
     def _check_sizes(self) -> None:
         """Refuse arrays that take much memory or time before any of their values is looked at."""

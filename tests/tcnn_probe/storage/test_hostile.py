@@ -112,6 +112,7 @@ DEEP = "[" * 100_000 + "]" * 100_000
         attributed("layers", DEEP),
         attributed("missing", DEEP),
         attributed("missing", "[1]"),
+        attributed("missing", '{"gate": "no reason"}'),
         attributed("unsupported", 3),
         attributed("image_hashes", "{"),
         attributed("images", "null"),
