@@ -53,6 +53,9 @@ LARGEST_CHUNK = 256 * 2**20
 # The index of a shard, 16 bytes for each chunk, is read before the chunks.
 MOST_INNER_CHUNKS = 2**18
 
+# Largest header of a zstd frame, in bytes: 4 + 1 + 1 + 4 + 8.
+_FRAME_HEADER = 18
+
 _CHECKED = (Crc32cCodec(),)
 _COMPRESSED = (ZstdCodec(level=1), Crc32cCodec())
 _NUMBERS = ["bytes", "crc32c"]
@@ -257,12 +260,12 @@ class CheckedStore(WrapperStore[Store]):
         size = None if cell.endswith(ROOT) else self._sizes.get(path)
         if size is None:
             return await read(self._store, key, ROOT_BYTES, byte_range, prototype)
-        # Data that zstd cannot compress become only slightly larger, never twice as large.
-        if (
-            isinstance(byte_range, RangeByteRequest)
-            and byte_range.end - byte_range.start > 2 * size.chunk + 1024
-        ):
-            raise self._damaged(key, "its shard says that it is too large")
+        if isinstance(byte_range, RangeByteRequest):
+            length = byte_range.end - byte_range.start
+            # Data that zstd cannot compress become only slightly larger, never twice as large. zarr adds up the ends of
+            # ranges in 64 bits.
+            if not 0 <= length <= 2 * size.chunk + 1024 or byte_range.end >= 2**63:
+                raise self._damaged(key, "its shard says that it is too large")
         buffer = await read(self._store, key, size.stored, byte_range, prototype)
         # This comes after the read, so that a recording that was replaced in between is noticed.
         await self._check_identity()
@@ -317,9 +320,8 @@ class CheckedStore(WrapperStore[Store]):
             checksum = int.from_bytes(part[-4:].tobytes(), "little")
             if google_crc32c.value(part[:-4]) != checksum:
                 raise self._damaged(key, "its checksum does not match")
-        # The header of a zstd frame has at most 4 + 1 + 1 + 4 + 8 = 18 bytes.
         for chunk in chunks if size.count else ():
-            if frame_size(chunk[:18].tobytes()) != size.chunk:
+            if frame_size(chunk[:-4]) != size.chunk:
                 raise self._damaged(
                     key,
                     f"a chunk in it is compressed from other than {size.chunk} bytes",
@@ -346,19 +348,39 @@ class CheckedStore(WrapperStore[Store]):
         return StoreError(f"the chunk {key!r} in {self} is damaged: {reason}")
 
 
-def frame_size(header: bytes) -> int | None:
-    """Return the decoded size that the header of a zstd frame states (RFC 8878, section 3.1.1); None if it has none."""
+def frame_size(data: np.ndarray) -> int | None:
+    """Return the size of the content that a zstd frame declares (RFC 8878, section 3.1.1).
+
+    None if the frame declares no size, or if it ends before the data do: zstd would decode a second frame as well,
+    whose size is not checked.
+    """
+    header = data[:_FRAME_HEADER].tobytes()
     if len(header) < 6 or header[:4] != b"\x28\xb5\x2f\xfd":
         return None
     descriptor = header[4]
     single_segment = descriptor >> 5 & 1
     width = (single_segment, 2, 4, 8)[descriptor >> 6]
-    window, dictionary = 1 - single_segment, (0, 1, 2, 4)[descriptor & 3]
-    field = header[5 + window + dictionary :][:width]
+    start = 5 + (1 - single_segment) + (0, 1, 2, 4)[descriptor & 3]
+    field = header[start : start + width]
     if not width or len(field) < width:
         return None
-    # A field of two bytes has an offset of 256.
-    return int.from_bytes(field, "little") + (256 if width == 2 else 0)
+    # A field of two bytes counts from 256.
+    size = int.from_bytes(field, "little") + (256 if width == 2 else 0)
+    has_checksum = descriptor >> 2 & 1
+    end = _last_block_end(data, start + width, size)
+    return size if end is not None and end + 4 * has_checksum == len(data) else None
+
+
+def _last_block_end(data: np.ndarray, start: int, size: int) -> int | None:
+    """Return the end of the blocks of a zstd frame, which begin at ``start``; None if there are too many of them."""
+    # A block holds up to 128 KiB, and in practice all but the last hold several KiB. The limit bounds the time.
+    for _ in range(2 + size // 64):
+        header = int.from_bytes(data[start : start + 3].tobytes(), "little")
+        repeats_a_byte = header >> 1 & 3 == 1
+        start += 3 + (1 if repeats_a_byte else header >> 3)
+        if header & 1:
+            return start
+    return None
 
 
 def _ones_along(*cut: str, dims: Sequence[str], shape: Sequence[int]) -> list[int]:

@@ -7,6 +7,7 @@ import uuid
 from collections.abc import Coroutine, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from pathlib import PurePosixPath
 from typing import Any
 
 import numpy as np
@@ -348,19 +349,12 @@ class Root:
             raise ValueError(
                 f"it has {len(self.documents)} arrays and groups, expected {MOST_ARRAYS} at most"
             )
-        self._check_sizes()
         for path, about in self.documents.items():
-            if not all(is_name(part) for part in path.split("/")):
-                raise ValueError(f"{path!r} is not a path in a recording")
-            if about["node_type"] == "array":
-                shape = open_array(store, path, about).shape
-                if (
-                    len(shape) != len(about["dimension_names"])
-                    or list(shape) != about["shape"]
-                ):
-                    raise ValueError(f"{path} has a shape that its names do not fit")
-            elif about["node_type"] != "group":
-                raise ValueError(f"{path} is a {about['node_type']!r}")
+            try:
+                _check_document(store, path, about)
+            except UNREADABLE as error:
+                raise ValueError(f"{path!r}: {error}") from error
+        self._check_sizes()
         lengths = {path: about["shape"][0] for path, about in self.growing.items()}
         if len(set(lengths.values())) != 1 or not all(
             _join(path, self.along) in lengths for path in self.groups
@@ -369,10 +363,14 @@ class Root:
                 f"its arrays have unequal lengths along {self.along!r}: {lengths}"
             )
         for name, kind in _JSON.items():
-            if not isinstance(
-                json.loads(self.attributes.get(name, json.dumps(kind()))), kind
-            ):
+            value = json.loads(self.attributes.get(name, json.dumps(kind())))
+            if not isinstance(value, kind):
                 raise TypeError(f"its attribute {name!r} is no {kind.__name__}")
+            # Reasons by layer, for each variable.
+            if name == "missing" and not all(
+                isinstance(reasons, dict) for reasons in value.values()
+            ):
+                raise TypeError(f"its attribute {name!r} holds no tables")
 
     def _check_sizes(self) -> None:
         """Raise ValueError if opening would take much memory or time before any value is needed."""
@@ -390,6 +388,19 @@ class Root:
         # Many small chunks cost as much as a few large ones, because each is a request.
         if total > COORDINATE_BYTES or chunks > COORDINATE_CHUNKS:
             raise ValueError(f"its coordinates take {total} bytes in {chunks} chunks")
+
+
+def _check_document(store: Store, path: str, about: Document) -> None:
+    """Raise one of ``UNREADABLE`` for an array or group that no recording writes."""
+    if not all(is_name(part) for part in path.split("/")):
+        raise ValueError("this is not a path in a recording")
+    if about["node_type"] == "array":
+        ChunkSize.of(about)
+        shape = open_array(store, path, about).shape
+        if len(shape) != len(about["dimension_names"]) or list(shape) != about["shape"]:
+            raise ValueError("it has a shape that its names do not fit")
+    elif about["node_type"] != "group":
+        raise ValueError(f"it is a {about['node_type']!r}")
 
 
 def is_name(text: str) -> bool:
@@ -432,9 +443,7 @@ def check_replaceable(place: Place) -> None:
     """Raise StoreError if a place holds something that its recording has not written, as replacing would delete it."""
     try:
         documents = json.loads(place.root() or b"")["consolidated_metadata"]["metadata"]
-        arrays = {
-            path for path, about in documents.items() if about["node_type"] == "array"
-        }
+        arrays = {path for path, about in documents.items() if _is_cut_here(about)}
     except (
         UNREADABLE
     ):  # the root is damaged, so only files that every recording has are recognised
@@ -449,7 +458,11 @@ def check_replaceable(place: Place) -> None:
     # A mark that was killed may have left arrays of new scalars, or folders for their metadata. Other arrays are
     # created with the recording, never by a mark.
     arrays |= {path for path in metadata - documents.keys() if _is_scalar(place, path)}
-    folders = {*documents, *arrays}
+    folders = {
+        folder.as_posix()
+        for path in arrays
+        for folder in (PurePosixPath(path), *PurePosixPath(path).parents)
+    }
     for path, regular in paths.items():
         match, chunk = _METADATA.fullmatch(path), _CHUNK.fullmatch(path)
         known = path in folders | {LOCK, UNFINISHED} or (
@@ -461,6 +474,17 @@ def check_replaceable(place: Place) -> None:
             raise StoreError(
                 f"{place.name} holds more than a recording, and is not replaced: {path!r}"
             )
+
+
+def _is_cut_here(about: Document) -> bool:
+    """Return True for an array that is stored as a recording's are.
+
+    The root also names the arrays and groups of a user who adds to the store with xarray, or copies of a recording.
+    """
+    try:
+        return about["node_type"] == "array" and bool(ChunkSize.of(about))
+    except UNREADABLE:
+        return False
 
 
 def _is_scalar(place: Place, path: str) -> bool:
