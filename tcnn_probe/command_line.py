@@ -98,7 +98,7 @@ def _info() -> Iterator[str]:
     """Yield lines on the versions, the platform and the settings, without names of the host, the user or paths."""
     yield f"tcnn-probe {tcnn_probe.__version__}"
     yield f"Python {platform.python_version()} ({platform.python_implementation()})"
-    # Not platform.platform(): the release of a kernel may be named after the host that it was built for.
+    # platform.platform() is avoided, because it includes the kernel's release, which may contain a host name.
     yield f"platform: {platform.system()} {platform.machine()}, {os.cpu_count()} cores"
     for package in _PACKAGES:
         yield f"{package} {_installed_version(package)}"
@@ -268,7 +268,7 @@ def _with_weights(name: str, path: str) -> "nn.Module":
     if not Path(path).is_file():
         raise ValueError(f"--weights: there is no file {path}")
     try:
-        # By default timm 1.0.20, the oldest one supported, runs code that a file holds.
+        # By default timm 1.0.20, the oldest supported version, runs code in the file.
         state = load_state_dict(path, weights_only=True)
         classifier = getattr(get_pretrained_cfg(name), "classifier", None) or "head"
         # One name, or several (DeiT with distillation).

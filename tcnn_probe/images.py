@@ -151,7 +151,7 @@ def beside_images(images: Any) -> dict[str, Any]:
     """Return what a processor's output has beside its images: texts of CLIP, masks, the ids of a prompt."""
     if not isinstance(images, Mapping):
         return {}
-    # With labels, which a data set of transformers adds, the model would compute a loss as well.
+    # Labels, which a data set of transformers adds, are left out, because the model would also compute a loss.
     return {
         name: value
         for name, value in images.items()
@@ -161,7 +161,7 @@ def beside_images(images: Any) -> dict[str, Any]:
 
 @contextmanager
 def calls_given(model: nn.Module, inputs: Mapping[str, Any]) -> Iterator[None]:
-    """Give a model inputs beside its images, by name, in all calls with images alone."""
+    """Add inputs by name to all calls of a model with images only."""
     if not inputs:
         yield
         return

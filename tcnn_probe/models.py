@@ -113,7 +113,7 @@ def untouched(model: nn.Module) -> Iterator[None]:
 
         try:
             for module, _ in modes:
-                # Not eval(), which modules of torch.export refuse, and in which others merge weights.
+                # eval() is not called: modules of torch.export refuse it, and some modules merge weights in it.
                 module.training = False
             for parameter, _ in gradients:
                 # Backwards inside would add to the user's gradients.
@@ -227,6 +227,6 @@ def progress_bar(
 
 
 def _in_notebook() -> bool:
-    """Tell whether this is the kernel of a notebook, none of whose streams is a terminal."""
+    """Return whether this is a notebook's kernel, whose streams are no terminals."""
     get_shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)
     return hasattr(get_shell(), "kernel")

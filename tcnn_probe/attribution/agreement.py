@@ -54,7 +54,7 @@ def pointing_game(maps: Tensor, masks: Tensor, tolerance: float = 0.0) -> Tensor
     near = torch.stack([_within(mask, tolerance) for mask in masks])
     flat = maps.flatten(1)
     best = flat == flat.amax(1, keepdim=True)
-    # With a NaN there is no maximum: 0 / 0.
+    # A map with a NaN has no maximum, and the result is 0 / 0.
     hits = (best & near.flatten(1)).sum(1).double() / best.sum(1)
     return hits.masked_fill(~masks.flatten(1).any(1), torch.nan)
 

@@ -175,7 +175,7 @@ def _attribute(
 
 
 def _accepted(function: Any, values: dict[str, Any]) -> dict[str, Any]:
-    """Return those of the values that a function has a parameter for."""
+    """Return the values for which a function has a parameter."""
     return {
         name: values[name]
         for name in inspect.signature(function).parameters

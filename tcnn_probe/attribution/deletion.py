@@ -89,17 +89,17 @@ def area_under(shares: Tensor, curve: Tensor) -> Tensor:
 
 
 def pixel_order(maps: Tensor, seed: int = 0) -> Tensor:
-    """Return the place of each pixel in the order of saliency, the most salient first: (B, H, W) to (B, H * W).
+    """Return the rank of each pixel by saliency, 0 for the most salient one: (B, H, W) -> (B, H * W).
 
-    Pixels of equal saliency are in random order, the same for all images: a constant map gives a random order.
+    Ties are broken at random, in the same way for all images, so that a constant map gives a random order.
     """
     values = -maps.flatten(1).double().cpu().numpy()
     chance = np.broadcast_to(
         np.random.default_rng(seed).random(values.shape[1]), values.shape
     )
-    # By value, and by chance where values are equal: a stable order would begin at the top of each image.
+    # Pixels are sorted by value, and ties at random: a stable sort would put the top of the image first.
     order = np.lexsort((chance, values), axis=-1)
-    # The inverse of the permutation: from the pixels in order to the place of each pixel.
+    # The inverse permutation gives the rank of each pixel.
     return torch.from_numpy(np.argsort(order, axis=-1))
 
 

@@ -146,7 +146,7 @@ def faithfulness(
     seed: int = 0,
     progress: bool | None = None,
 ) -> xr.Dataset:
-    """Measure how well saliency says what a model's score depends on, or where the object is.
+    """Measure how well saliency maps show what a model's score depends on, or where the object is.
 
     ::
 
@@ -190,7 +190,7 @@ def faithfulness(
     """
     inputs, images = beside_images(images), as_images(images, model)
     batch_size = whole_number(batch_size, "batch_size", 1)
-    if inputs:  # which of them have a row for each image is unknown
+    if inputs:  # it is unknown which of them have a row for each image
         batch_size = len(images)
     attributions = _find_attributions(saliency, images, options or {})
     masks = None if masks is None else _as_masks(masks, images)
@@ -307,7 +307,7 @@ def _explain(
     images: Tensor,
     targets: Tensor,
 ) -> Tensor:
-    """Compute the maps of a method anew, in the order of arguments that :func:`sensitivity` calls."""
+    """Compute the maps of a method again, with its arguments in the order in which :func:`sensitivity` passes them."""
     assert attribution.explain is not None
     maps, _layer = attribution.explain(model, images, targets, batch_size)
     return maps

@@ -29,7 +29,7 @@ WITHOUT_CLASS_TOKEN = "'gradcam', 'integrated_gradients', 'input_x_gradient' and
 
 
 class UnsupportedMethodError(ValueError):
-    """The model lacks what the method needs; another method may do."""
+    """The model does not meet the requirements of the method; another method may work."""
 
 
 @dataclass(frozen=True)
@@ -234,7 +234,7 @@ class _Outputs(AttentionListener):
                     f"this model works on tokens ({output.name!r}), whose grid is not known: name a layer that gives a "
                     "feature map (B, C, H, W) with layer=, or use 'integrated_gradients' or 'occlusion'"
                 )
-            # After the last block of a ViT only the class token has a gradient: its patches show nothing.
+            # After the last block of a ViT only the class token has a gradient, so the patches give no map.
             if gradient.flatten(1, -2)[:, tokens.prefix : tokens.count].any():
                 return output
         if place < 0:
@@ -262,7 +262,7 @@ class _Outputs(AttentionListener):
         )
 
     def _is_map(self, x: Any) -> bool:
-        """Return whether this is a feature map (B, C, H, W) of more than one pixel."""
+        """Return whether ``x`` is a feature map (B, C, H, W) of more than one pixel."""
         return (
             isinstance(x, Tensor)
             and x.ndim == 4
@@ -270,7 +270,7 @@ class _Outputs(AttentionListener):
         )
 
     def _are_tokens(self, x: Any) -> bool:
-        """Return whether these are tokens: (B, N, C), or (B, H, W, C) as Swin has them."""
+        """Return whether ``x`` holds tokens: (B, N, C), or (B, H, W, C) as in Swin."""
         if not isinstance(x, Tensor):
             return False
         if x.ndim == 4:

@@ -178,7 +178,7 @@ def _list_images(folder: Path, classes: dict[str, int] | None) -> list[tuple[str
     from timm.data.readers import create_reader
 
     try:
-        # Without classes timm would number those folders that are there.
+        # Without `class_map`, timm would number the folders that exist.
         return create_reader("", str(folder), class_map=classes).samples
     except RuntimeError as error:
         raise ValueError(

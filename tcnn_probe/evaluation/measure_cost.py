@@ -181,7 +181,7 @@ def _training_step(model: nn.Module, images: Tensor) -> float:
     def step() -> None:
         outputs = tree_leaves(functional_call(model, buffers, images))
         trained = [x for x in outputs if isinstance(x, Tensor) and x.requires_grad]
-        # From ones, as a loss would add its own cost.
+        # The backward pass starts from ones, because a loss would add its own cost.
         torch.autograd.backward(trained, [torch.ones_like(x) for x in trained])
 
     random = torch.random.fork_rng([images.device] if images.is_cuda else [])

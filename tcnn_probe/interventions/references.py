@@ -62,7 +62,7 @@ class ReferenceStatistics:
         self.size = size
 
     def check(self, inputs: Iterable[Any]) -> None:
-        """Refuse images of another size than the given ones."""
+        """Raise ValueError if images differ in size from the given ones."""
         size = next((x.shape[1:] for x in inputs if isinstance(x, Tensor)), None)
         if self.is_finished and size is not None and self.size not in (None, size):
             raise ValueError(
@@ -95,7 +95,7 @@ class AttentionReference(ReferenceStatistics):
         super().__init__()
         self._shuffled = shuffled
         self._seed = seed
-        # By number of the attention in the layer's call; attention is (images, or 1 for all, windows, heads, Nq, Nk).
+        # Keys are numbers of attentions in the layer's call. Attention is (images or 1, windows, heads, Nq, Nk).
         self._heads: dict[int, Sequence[int]] = {}
         self._attention: dict[int, Tensor] = {}
         self._counts: dict[int, int] = {}

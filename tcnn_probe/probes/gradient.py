@@ -63,7 +63,8 @@ def _rows(part: Any, name: str, blocks: int, heads: int, output: Any) -> Paramet
     if not isinstance(part, nn.Linear):
         raise NotMeasuredError(f"{name} is {type(part).__name__}, not an nn.Linear")
     rows = part.out_features
-    # Where all are in one matrix their sizes follow; queries and keys by themselves may have another one.
+    # A joint matrix of queries, keys and values must have three times as many rows as the output projection has inputs.
+    # Separate queries and keys may have another size.
     if rows % (blocks * heads) or (
         blocks == 3 and isinstance(output, nn.Linear) and rows != 3 * output.in_features
     ):
@@ -108,7 +109,7 @@ class GradientProbe(Probe):
                 by_parameter.append(
                     (parameter, partial(_by_head, blocks=blocks, heads=heads))
                 )
-            # As under torch's parametrizations: no gradient arrives at a tensor that is no parameter.
+            # This is so under torch's parametrizations: a tensor that is not a parameter gets no gradient.
             elif parameter is not None:
                 raise NotMeasuredError("a weight is computed from other parameters")
         return {"gradient_norm": by_parameter}

@@ -137,7 +137,7 @@ def features(
     def maps(call: ForwardCall, rows: Sequence[int]) -> dict[str, Tensor]:
         x = places(call)
         if len(rows) < len(x):
-            # Only where some rows are left out, as indexing with a list copies.
+            # This is done only if rows are left out, because indexing with a list copies.
             x = x[rows]
         mean = x[:, prefix_tokens:].mean(1, keepdim=True)
         return {"feature": torch.cat([mean, x[:, tokens]], 1)}

@@ -82,7 +82,7 @@ def _of_sink(attention: Attention, received: Tensor) -> dict[str, Tensor]:
     without_sink = norms.scatter(-1, index[..., None], torch.nan)
     median = without_sink.nanmedian(-1).values
     ratio = of_sink[..., 0] / median
-    # Where most values vanish no ratio tells anything.
+    # If most values are zero, the ratio is meaningless.
     measured["sink_value_norm"] = torch.where(median == 0, 0, ratio).mean(1)
     return measured
 

@@ -30,7 +30,7 @@ __all__ = [
 PROBES: dict[str, "Probe"] = {}
 """The probes that :func:`tcnn_probe.record` finds by their names."""
 
-# They become names of folders in a store: no slash, and no dot at the beginning.
+# Names become folders in a store, so they contain no slash and do not begin with a dot.
 _NAME = re.compile(r"\w[\w-]*")
 
 GradientNorms = Mapping[str, Iterable[tuple[nn.Parameter, Callable[[Tensor], Tensor]]]]
@@ -136,7 +136,7 @@ class Probe:
     detailed: bool = False
 
     def __post_init__(self) -> None:
-        """Refuse what would fail, or be lost, when the first epoch is marked."""
+        """Raise an error for definitions that would fail, or lose values, when the first epoch is marked."""
         probe = f"the probe {self.kind!r}"
         # A subclass that overrides the method measures gradients: to call it would need a module.
         measures_gradients = type(self).gradients is not Probe.gradients
@@ -233,7 +233,7 @@ class Probe:
         """Return whether the module is of its type."""
         if self.module_type is None:
             return False
-        # Asked before predicates, since a class can be called too.
+        # Classes are checked before predicates, because a class is callable, too.
         if isinstance(self.module_type, (type, tuple)):
             return isinstance(module, self.module_type)
         return self.module_type(module)

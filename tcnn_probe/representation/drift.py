@@ -47,7 +47,7 @@ def gram_distance(tokens: ArrayLike, others: ArrayLike) -> NDArray[np.float64]:
             f"expected the same two or more tokens twice, shapes (..., N, C) and (..., N, C'), got {x.shape} and "
             f"{y.shape}"
         )
-    # Not from products of channels (C x C), which would cost less for many patches: there small distances cancel.
+    # Products of channels (C x C) would cost less for many patches, but small distances would cancel.
     distances = [
         np.sqrt(np.mean((_cosines(x[image]) - _cosines(y[image])) ** 2))
         for image in np.ndindex(x.shape[:-2])
@@ -106,7 +106,7 @@ def layer_drift(features: xr.DataArray, reference: xr.DataArray) -> xr.Dataset:
             input_core_dims=[["image", "channel"], ["image", "other_channel"]],
             vectorize=True,
         )
-    except ValueError as error:  # of xarray's alignment
+    except ValueError as error:  # xarray could not align the two
         raise ValueError(
             f"expected a reference of the same images, tokens and layers: {error}"
         ) from error

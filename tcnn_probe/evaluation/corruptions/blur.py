@@ -161,7 +161,7 @@ def zoom_blur(
     image: NDArray[Any], random: RandomState, scale: float, *, until: float, step: float
 ) -> NDArray[Any]:
     """Average the image and its middle enlarged by 1, 1 + step, ... below ``until``."""
-    # As the published code does: its sums round to float32.
+    # Sums are in float32, as in the published code.
     single = image.astype(np.float32)
     total, factors = single.copy(), np.arange(1, until, step)
     for factor in factors:
