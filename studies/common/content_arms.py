@@ -217,7 +217,7 @@ def train_tail(
         F.cross_entropy(
             scores.float(),
             targets,
-            # Shares of classes are smoothed by timm already.
+            # timm's Mixup has already smoothed class probabilities.
             label_smoothing=0.0 if arm.mixes else LABEL_SMOOTHING,
         ).backward()
         optimizer.step()

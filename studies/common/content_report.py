@@ -195,7 +195,7 @@ def _difference(
 ) -> NDArray[np.floating] | None:
     """Return first minus second of the seeds that both have, shape (seeds, ...); None if there are none."""
     seeds = sorted(first.keys() & second.keys())
-    # By seed, since runs of one seed share their images and initial weights.
+    # Differences are taken by seed, because runs of one seed share their images and initial weights.
     return np.stack([first[seed] - second[seed] for seed in seeds]) if seeds else None
 
 
@@ -278,7 +278,7 @@ def _endpoints(runs: list[xr.Dataset]) -> list[str]:
         for (key, effect), p_value in zip(of_endpoint.items(), adjusted, strict=True):
             answers.append(verdict(effect, MARGIN, p_value))
             row = f"  {name:13s}lambda = {key[1]:+g}, {key[2]:10s}{effect}  p (Holm) {p_value:.3f}  {answers[-1]}"
-            # Without a variance over seeds there is no saying how many would decide.
+            # Without a variance over seeds, the number of seeds for a decision cannot be estimated.
             if effect.seeds == 1:
                 row += "; one seed has no interval"
             elif answers[-1] == "undecided":
@@ -336,7 +336,7 @@ def _heads(runs: list[xr.Dataset]) -> list[str]:
         "heads of C, one by one static: rank correlation of the cost with what was recorded, by run"
     ]
     for run in of_c:
-        # Of the same images: single heads are tried on a part of them.
+        # The accuracy is for the images on which single heads were ablated.
         accuracy = run.clean.values[run.heads_rows.values].mean()
         cost = accuracy - run.heads_static.mean("head_image").values
         last = run.isel(mark=-1)

@@ -83,7 +83,7 @@ def train_and_measure(
         if arm.attends
         else copy.deepcopy(tail)
     )
-    # Before training, as the unit in which sums of rates are reported.
+    # Standard deviations before training are the unit of sums of learning rates.
     stds = _initial_stds(model, tail)
     if arm.mixes:
         # CutMix and mixup mix pixels, of which no features are kept.
@@ -147,7 +147,7 @@ def _measured(
     features: Features,
     options: Mapping[str, Any],
 ) -> dict[str, NDArray[Any]]:
-    """Tell for each test image whether it is classified correctly, with attention as it is and ablated."""
+    """Return for each test image whether it is classified correctly, without and with ablated attention."""
     labels = features.images.test.labels
     results = {
         "clean": _right(model, features.test, labels),
@@ -212,7 +212,7 @@ def _right(
 
 
 def _right_corrupted(model: nn.Module, features: Features) -> NDArray[np.bool_]:
-    """Tell which images are classified correctly under each corruption, shape (corruptions, n)."""
+    """Return which images are classified correctly under each corruption, shape (corruptions, n)."""
     parts = features.corrupted
     labels = features.images.test.labels[features.images.corrupted_rows]
     # All corruptions in one list: batches are full, however few images there are.

@@ -27,11 +27,11 @@ def refused(*kinds: type[Exception]) -> Iterator[None]:
 
 
 def ended(main: Any, arguments: list[str] | None = None) -> int:
-    """Run a study and return its exit code: that of ``main``; 2 with a sentence, and no traceback, for a refusal."""
+    """Run a study and return its exit code; for an InputError print its message without a traceback, and return 2."""
     try:
         return main(arguments)
     except InputError as error:
-        # From a loading process it comes with a traceback.
+        # An error from a worker of a DataLoader includes a traceback in its message.
         reason = str(error).rpartition("InputError: ")[2].strip()
         print(f"{Path(main.__code__.co_filename).name}: {reason}", file=sys.stderr)
         # argparse's own code for wrong options.

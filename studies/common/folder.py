@@ -64,7 +64,7 @@ class ClassFolders(ImageFolder):
         return names, {name: number for number, name in enumerate(known)}
 
     def keep(self, count: int) -> None:
-        """Leave so many images, spread evenly over the classes."""
+        """Keep only this number of images, spread evenly over the classes."""
         self.samples = [
             self.samples[number] for number in spread(len(self.samples), count)
         ]
@@ -112,7 +112,7 @@ def imagenet_rows(
 
 
 def spread(length: int, count: int) -> list[int]:
-    """Return so many numbers below ``length``, spread evenly, since folders are sorted by class."""
+    """Return ``count`` evenly spaced numbers below ``length``: the first ones would all be of the first classes."""
     count = min(count, length)
     return [round((i + 0.5) * length / count - 0.5) for i in range(count)]
 

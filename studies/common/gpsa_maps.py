@@ -83,14 +83,14 @@ def _of_layer(
     # The query whose cell of the image has the pixel.
     row = query[0] * rows.queries // size[0]
     column = query[1] * columns.queries // size[1]
-    # Where it lies among the keys.
+    # Position of the query in the coordinates of keys.
     query_y = rows.first_query + row * rows.stride
     query_x = columns.first_query + column * columns.stride
     # (B, heads, keys).
     attention = layer.attention(x)[:, :, row * columns.queries + column]
     padded_maps = attention.cpu().double()
     peak = padded_maps.argmax(-1)
-    # Counted from the query, as the centres of the heads are.
+    # Peaks are relative to the query, like the centres of heads.
     peak_y = peak // columns.keys - rows.before - query_y
     peak_x = peak % columns.keys - columns.before - query_x
     maps = padded_maps.unflatten(-1, (rows.keys, columns.keys))

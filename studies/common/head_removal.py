@@ -32,7 +32,7 @@ MODES = {
 }
 """What :func:`tcnn_probe.ablate` does to heads, and the words for it."""
 
-# A condition of its own as well: the paper guesses that faint images need content.
+# This corruption is also reported by itself, because the paper conjectures that faint images need content.
 _ALONE = ("contrast",)
 
 
@@ -53,7 +53,7 @@ def random_heads(
         count = int((types == kind).sum())
         for draw in range(draws if count else 0):
             mask = np.zeros(types.size, bool)
-            # Without replacement: a set has as many heads as the type.
+            # Heads are drawn without replacement, so that a set has as many heads as the type.
             mask[rng.choice(existing, count, replace=False)] = True
             sets[f"random for {kind}#{draw}"] = types.copy(
                 data=mask.reshape(types.shape)

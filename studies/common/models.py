@@ -154,7 +154,7 @@ def pretrained_model(args: Namespace, **options: Any) -> nn.Module:
 
 @torch.no_grad()
 def check_input(model: nn.Module, image: Tensor, classes: int) -> None:
-    """Refuse a model that does not take the images, shape (C, H, W), or gives no score for each class."""
+    """Raise InputError if a model does not take images (C, H, W), or does not return a score for each class."""
     size = " x ".join(map(str, image.shape[1:]))
     try:
         scores = model.eval()(image[None])
@@ -174,7 +174,7 @@ def _of_file(name: str, file: str) -> dict[str, Any]:
         raise FileNotFoundError(f"--pretrained: there is no file {file!r}")
     try:
         check_sums(file)
-        # By default timm 1.0.20, the oldest one supported, runs code that a file holds.
+        # By default timm 1.0.20, the oldest supported version, runs code in the file.
         weights = load_state_dict(file, weights_only=True)
     except Exception as error:
         raise InputError(f"--pretrained: {file!r} holds no weights: {error}") from error

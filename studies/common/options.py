@@ -193,7 +193,7 @@ def parsed(
 def check_data_options(
     parser: argparse.ArgumentParser, args: argparse.Namespace
 ) -> None:
-    """Refuse options of the digits beside the user's own images."""
+    """Exit with an error if options of the digits are combined with the user's own images."""
     # Ignored options would look as if they had an effect.
     if args.data != "digits" and (args.small or args.clutter is not None):
         parser.error(
@@ -204,7 +204,7 @@ def check_data_options(
 
 
 def need_model(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
-    """Refuse pretrained weights, or images of the user's own, without the name of a model."""
+    """Exit with an error for pretrained weights, or the user's own images, without the name of a model."""
     if args.model is None:
         parser.error(
             "--pretrained and --data need --model, the name of a timm CNN such as resnet50"

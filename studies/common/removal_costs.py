@@ -38,7 +38,7 @@ def costs(right: xr.DataArray, ablation: str) -> xr.DataArray:
 def differences(right: xr.DataArray) -> dict[str, xr.DataArray]:
     """Return, by type, how much more it costs than as many random heads: (training, draw, condition, image)."""
     return {
-        # As many random heads: a type with more heads would else cost more for their number alone.
+        # Costs are relative to as many random heads, as a type with more heads would cost more because of their number.
         kind: costs(right, kind) - costs(right, f"random for {kind}")
         for kind in PAIR
     }

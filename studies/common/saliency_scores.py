@@ -28,7 +28,7 @@ MASK_MEASURES = ("pointing_game", "energy_inside")
 def usable_methods(model: nn.Module, image: Tensor) -> list[str]:
     """Return the methods that fit this model: attention that leads to no class token, say, has no map."""
     usable, side = [], image.shape[-1] // 2
-    # As coarse as can be: only the refusal counts.
+    # Options are as coarse as possible, because only errors matter here.
     quick: Any = {
         "integrated_gradients": {"n_steps": 1},
         "occlusion": {"window": side, "stride": side},

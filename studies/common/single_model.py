@@ -157,7 +157,7 @@ class SingleModel:
         )
 
     def probed(self, count: int) -> Probed:
-        """Return so many validation scenes."""
+        """Return this number of validation scenes."""
         assert self.loaders is not None
         return probed_images(self.loaders[1].dataset, count)
 

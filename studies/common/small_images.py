@@ -106,7 +106,7 @@ def views(
         [_moves(seed, int(v), len(images)) for v in range(int(view.max()) + 1)]
     )[view, rows]
     crops = np.zeros((len(rows), height, width, 3), np.uint8)
-    # Only the images of this batch: a padded copy of all would take half as much memory again.
+    # Only images of this batch are padded: a padded copy of all would need 50 % more memory.
     padded = np.pad(
         images.pixels[rows], ((0, 0), (_BORDER, _BORDER), (_BORDER, _BORDER), (0, 0))
     )

@@ -57,7 +57,7 @@ def model_and_data(args: argparse.Namespace) -> tuple[nn.Module, Loaders]:
         clutter=args.clutter,
     )
     if args.model is None:
-        # More threads bring so small a model little, and cost it tenfold where the machine is shared.
+        # A model this small gains little from more threads, and is ten times slower with them on a shared machine.
         torch.set_num_threads(1)
         return small_resnet(getattr(args, "small_resnet", "ResNet")), loaders
     digits = [str(digit) for digit in range(10)]

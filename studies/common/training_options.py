@@ -95,7 +95,7 @@ def add_augment(add: Callable[..., Any]) -> None:
 
 
 def settle_augment(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
-    """Refuse an augmentation of the digits, which have none, and set that of photographs."""
+    """Exit with an error for an augmentation of the digits, which have none; set the default for photographs."""
     if args.data == "digits" and args.augment:
         parser.error("--augment goes with --data: the digits are drawn, not augmented")
     if args.data != "digits":
@@ -108,7 +108,7 @@ def settle(
     *,
     digits: Mapping[str, Any] | None = None,
 ) -> None:
-    """Refuse options that do not go together, and set those that the user left out.
+    """Exit with an error if options do not go together, and set those that the user left out.
 
     Args:
         parser, args: Parser and command line of the study.
