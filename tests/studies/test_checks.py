@@ -178,7 +178,7 @@ def knowledge(
 ) -> tuple[Any, ...]:
     """Return three stages and a hundred images: at the end neighbours know this share of them, at the start none."""
     dims = ("model", "epoch", "layer")
-    # Only the first stage, which stands before the attention, may be expected to equal the CNN's.
+    # Only the first stage, which comes before the attention, must equal the CNN's.
     cka = (
         np.array([[before, 0.4, 0.3], [0.9, 0.8, 0.8]])[None, :, :, None]
         .repeat(2, 0)

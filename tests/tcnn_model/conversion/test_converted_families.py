@@ -136,7 +136,7 @@ def _assert_unstrided(cnn: Any, strides: Unstrided, x: Tensor, **layers: str) ->
         == (2 if any(strides) else 1) * cnn.forward_features(x).shape[-1]
     )
     assert_same(tcnn(x), by_hand(x))
-    # A layer behind a norm of gain zero would agree whatever it computes.
+    # The comparison could not detect errors of a layer that is followed by a norm with a gain of zero.
     assert_every_layer_counts(tcnn, x)
 
 

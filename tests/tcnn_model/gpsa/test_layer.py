@@ -291,7 +291,7 @@ def test_map_smaller_than_the_kernel() -> None:
 def test_backend_is_kept_and_checked() -> None:
     layer = GPSA(3, 5, 3, padding=1, backend="dense")
     assert layer.backend == "dense"
-    # Set after it was made: the check is at the forward, when shapes are known.
+    # The backend is set after creation, because it is checked in the forward, when shapes are known.
     layer.backend = "fused"
     with pytest.raises(
         ValueError,

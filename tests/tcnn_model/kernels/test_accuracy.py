@@ -41,7 +41,7 @@ def test_blocks_of_the_gpu(dtype: torch.dtype) -> None:
     assert_as_the_equations(on_kernels, case.inputs(dtype), case.y, case.x)
 
 
-@pytest.mark.numerical  # alone: the interpreter computes with NumPy, and these are the most sensitive cases
+@pytest.mark.numerical  # only this test: the interpreter uses NumPy, and these cases are the most sensitive
 @pytest.mark.usefixtures("small_blocks", "nan_memory")
 @pytest.mark.parametrize("name", EXTREMES)
 def test_extremes(name: str) -> None:

@@ -214,7 +214,7 @@ def test_kernel_with_the_blocks_of_the_gpu_and_without_grids() -> None:
         measured = attention_statistics(part, key, 0.3)
         wide_query = part.double()
         exact = reference.attention_statistics(wide_query, wide_key, 0.3)
-        # Of a logit and of the largest: 2 * 0.3 times the products.
+        # A logit and the largest logit each contribute 0.3 times the products of absolute values.
         terms = 1 + 0.6 * wide_query.abs() @ wide_key.abs().mT
         bound = terms.amax(-1) * (2 + exact.log_sum_exp - exact.expected_logit)
         for name in ("largest", "log_sum_exp", "expected_logit", "prefix"):

@@ -149,7 +149,7 @@ def test_ways_to_compute_the_same_gradient(
             name for name, _ in training.model.named_parameters()
         }
     plain, changed = gradients
-    # Each way rounds a few times more or in another order; what is computed is the same.
+    # The ways round a few more times or in another order, but compute the same gradient.
     assert float((changed - plain).norm() / plain.norm()) < 8 * eps
 
 

@@ -25,8 +25,8 @@ from tests.tcnn_model.training.runs import (
 
 # Two epochs of one step, with a checkpoint after the step.
 SHORT: dict[str, Any] = {"limit": 8, "checkpoint_steps": 1, "lr": 1e-2}
-# By epoch, and scripted, as models this small learn nothing in two: the best weights change, and change again where
-# two epochs are equal.
+# Accuracies by epoch. They are scripted, because such small models learn nothing in two epochs. The best weights change
+# after epoch 1, and again after epoch 2, because the later one of two equal epochs counts as the best.
 ACCURACIES = [0.25, 0.5, 0.5]
 
 
@@ -44,7 +44,7 @@ def _scripted_accuracies(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _kill_at_change(number: int, settings: Config) -> None:
-    """Train, and end this process at a replacement or removal of a file: at even numbers before it, at odd after."""
+    """Train, and end this process before (even numbers) or after (odd numbers) a file is replaced or removed."""
     changes = iter(range(10**6))
 
     def killing(change: Callable[..., None]) -> Callable[..., None]:

@@ -15,7 +15,7 @@ from tests.tcnn_model.tiny_models import pooled_cnn, tiny_cnn, tiny_tcnn
 
 
 def _setting(model: nn.Module, **arguments: float) -> dict[str, tuple[float, float]]:
-    """(lr, weight decay) of each parameter; fails on one that is in two groups."""
+    """(lr, weight decay) of each parameter; fails if a parameter is in two groups."""
     names = {parameter: name for name, parameter in model.named_parameters()}
     settings: dict[str, tuple[float, float]] = {}
     for group in parameter_groups(model, **arguments):
