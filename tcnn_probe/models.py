@@ -150,7 +150,7 @@ def image_numbers(images: Any) -> tuple[int, ...]:
     """Return numbers of images in ascending order, from n for the first n images, or from numbers; None for none."""
     if images is None:
         return ()
-    if not isinstance(images, Collection):
+    if isinstance(images, str) or not isinstance(images, Collection):
         images = range(
             whole_number(images, "images, a number of them or a list of their numbers")
         )

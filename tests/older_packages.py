@@ -1,4 +1,4 @@
-"""Tests that timm 1.0.20, the oldest that is supported, cannot pass, for reasons of its own."""
+"""Tests that timm 1.0.20, the oldest supported version, cannot pass for reasons of its own."""
 
 import pytest
 import timm

@@ -56,7 +56,7 @@ def _draw_bars(panel: Axes, cost: xr.DataArray, place: int, name: str) -> None:
     """Draw a set of heads as a bar for each condition."""
     means = cost.mean(["training", *DRAWN]).values
     bounds = evaluation.mean_interval(cost.mean("training"), DRAWN).values
-    # Four bars of a fifth each, about the condition's tick.
+    # The four bars are a fifth of the distance of ticks apart, and centred on the condition's tick.
     x = np.arange(len(means)) + 0.2 * (place - 1.5)
     kind = name.removeprefix("random for ")
     label = f"{kind} heads" if name in PAIR else f"as many as {kind}, at random"

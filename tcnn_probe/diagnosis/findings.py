@@ -176,8 +176,10 @@ def health(ds: xr.Dataset, **limits: float) -> Findings:
         ValueError: The dataset is no recording, or has no layers.
     """
     if not isinstance(ds, xr.Dataset):
+        of_tree = ": take tree['heads'].dataset" if isinstance(ds, xr.DataTree) else ""
         raise TypeError(
-            f"expected a recording's dataset, recorder.dataset or xarray.open_zarr(path), got {type(ds).__name__}"
+            "expected a recording's dataset, recorder.dataset or xarray.open_zarr(path), "
+            f"got {type(ds).__name__}{of_tree}"
         )
     checked = HealthLimits(**limits)
     along = ds.attrs.get("along")

@@ -297,8 +297,7 @@ def _find_probe(name_or_probe: str | Probe) -> Probe:
             f"expected a tcnn_probe.Probe or the name of one, got {name_or_probe!r}"
         )
     if name_or_probe not in PROBES:
-        close = difflib.get_close_matches(name_or_probe, PROBES, n=1) or list(PROBES)
-        raise ValueError(
-            f"no probe {name_or_probe!r}; did you mean {' or '.join(map(repr, close))}?"
-        )
+        close = difflib.get_close_matches(name_or_probe, PROBES, n=1)
+        hint = f"did you mean {close[0]!r}?" if close else f"there are {list(PROBES)}"
+        raise ValueError(f"no probe {name_or_probe!r}; {hint}")
     return PROBES[name_or_probe]

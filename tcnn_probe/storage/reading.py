@@ -70,7 +70,8 @@ def open_tree(store: Store) -> xr.DataTree:
     groups["/"] = top
     if set(root.data_vars) - set(of_model):
         groups[f"/{HEADS}"] = heads = root.drop_vars(set(of_model) - {along})
-        heads.attrs = {"layers": root.attrs["layers"]}
+        # Enough for health, scalars and plots to take this node alone.
+        heads.attrs = {"layers": root.attrs["layers"], "along": along}
     return xr.DataTree.from_dict(groups)
 
 

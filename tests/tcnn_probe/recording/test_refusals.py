@@ -35,6 +35,18 @@ RECORD: dict[str, tuple[Callable[[], Any], dict[str, Any], type[Exception], str]
         ValueError,
         "no probe 'softmacks'; did you mean 'softmax'",
     ),
+    "no such probe": (
+        vit,
+        {"probes": "entropy"},
+        ValueError,
+        r"no probe 'entropy'; there are \['gpsa', .*'softmax'",
+    ),
+    "all images": (
+        vit,
+        {"images": "all"},
+        TypeError,
+        "for images, a number of them or a list of their numbers, got 'all'",
+    ),
     "no probe": (
         vit,
         {"probes": [3]},
