@@ -48,7 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(options: argparse.Namespace) -> int:
-    """Run the command that was asked for, and print what is wrong with its recordings."""
+    """Run the command, and print errors of its recordings."""
     try:
         if options.command == "info":
             print(_printable("\n".join(_info())))
@@ -82,7 +82,7 @@ def _run(options: argparse.Namespace) -> int:
 
 
 def _printable(text: str) -> str:
-    """Escape what a terminal would take for commands: names of layers and attributes are those of a foreign file."""
+    """Escape control characters of a terminal, because names of layers and attributes may come from a foreign file."""
     return "".join(
         letter if letter.isprintable() or letter == "\n" else repr(letter)[1:-1]
         for letter in text
@@ -261,7 +261,7 @@ def _maps(options: argparse.Namespace) -> None:
 
 
 def _with_weights(name: str, path: str) -> "nn.Module":
-    """Return a model of timm with the weights and the classes of a file, of which no code is run."""
+    """Return a model of timm with the weights and the classes of a file, without running code from it."""
     import timm
     from timm.models import get_pretrained_cfg, load_state_dict
 

@@ -70,7 +70,7 @@ def wanted_layers(
 
 
 def check_model(model: nn.Module, *, compiled_parts: bool = True) -> None:
-    """Raise TypeError for what hooks cannot follow: no module, or a compiled one.
+    """Raise TypeError if hooks cannot follow a model because it is compiled, or is not a module.
 
     Parts may be compiled where forwards of the whole are followed, in which all runs uncompiled; torch's own hooks on
     modules inside of such parts would be ignored.
@@ -212,7 +212,7 @@ def batches(
 def progress_bar(
     total: int | None, title: str, progress: bool | None, unit: str = "image"
 ) -> Any:
-    """Make a progress bar, shown at once (True), never (False) or after three seconds (None), to those who watch."""
+    """Create a progress bar: shown at once (True), never (False), or after 3 s in a terminal or notebook (None)."""
     disable = None if progress is None else not progress  # None: unless on a terminal
     if progress is None and _in_notebook():
         disable = False

@@ -62,9 +62,9 @@ class _TokenFlow:
     def __init__(self, images: int) -> None:
         self.layers: list[str] = []
         self._images = images
-        # (B, N, N): of each token, in terms of the first layer's tokens.
+        # (B, N, N): composition of each token from the first layer's tokens.
         self._shares: Tensor | None = None
-        # (B, 1 + N): of a class token outside of the N, by itself and these.
+        # (B, 1 + N): composition of a class token that is not among the N, from itself and these.
         self._class_row: Tensor | None = None
         self._last: Attention | None = None
 
@@ -125,7 +125,7 @@ class _TokenFlow:
                 attention.keys, dtype=attention.dtype, device=attention.device
             )
             before = eye.expand(self._images, -1, -1)
-        # Contiguous, as the first "before" is one identity expanded over images.
+        # The result is contiguous, although the first "before" is one identity expanded over images.
         after = torch.empty_like(before, memory_format=torch.contiguous_format)
         step = max(
             1, attention.block // (attention.images * attention.heads * attention.keys)

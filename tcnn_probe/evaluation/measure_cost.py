@@ -56,7 +56,7 @@ def cost(
     training: bool = False,
     progress: bool | None = None,
 ) -> xr.Dataset:
-    """Measure what models cost where they are: on their devices, in their precision, with their numbers of threads.
+    """Measure the cost of models on their devices, in their precision, and with the current number of threads.
 
     ::
 

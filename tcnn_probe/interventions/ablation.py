@@ -285,7 +285,7 @@ def _collect_references(
     images: Iterable[Tensor],
     seed: int | None,
 ) -> None:
-    """Run the model on the given images, and keep what each mode takes of them."""
+    """Run the model on the given images, and collect the statistics that each mode needs."""
     references = []
     for entry in ablated:
         entry.reference = entry.new_reference(seed)
@@ -308,7 +308,7 @@ def _collect_references(
 def _layer_of_source(
     entry: Ablated, source: nn.Module, layers: dict[str, nn.Module]
 ) -> nn.Module:
-    """Return the layer of another model whose heads are put in."""
+    """Return the layer of another model whose heads replace those of this model."""
     layer = layers.get(entry.layer.split("#")[0])
     if layer is None:
         raise ValueError(

@@ -84,7 +84,7 @@ def _columns(layer: nn.Linear, heads: int) -> Parameters:
     yield layer.weight, layer.out_features
 
 
-# Wider than what can be measured, so that an unknown kind of attention is named as missing, not passed over.
+# This includes layers that cannot be measured, so that unknown kinds of attention are listed as missing.
 def _is_expected(layer: nn.Module) -> bool:
     """Return whether the layer is known, or has heads and looks like attention."""
     if known(layer).head_parameters is not None:
@@ -102,7 +102,7 @@ class GradientProbe(Probe):
             raise NotMeasuredError(
                 f"how the heads of {type(module).__name__} share its parameters is not known"
             )
-        heads: Any = head_count(module)  # every layer with such a record says it
+        heads: Any = head_count(module)  # known for every layer with such a record
         by_parameter: list[tuple[nn.Parameter, Callable[[Tensor], Tensor]]] = []
         for parameter, blocks in _parameters(module, record, heads):
             if isinstance(parameter, nn.Parameter):

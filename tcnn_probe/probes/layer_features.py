@@ -114,7 +114,7 @@ def features(
 
     def places(call: ForwardCall) -> Tensor:
         x = _places(call, channel_axis)
-        # Two bytes each, in float16.
+        # Each value takes two bytes (float16).
         needed = len(numbers) * (1 + len(tokens)) * x.shape[-1] * 2
         if needed > max_bytes:
             raise ValueError(

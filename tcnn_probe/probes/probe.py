@@ -1,4 +1,4 @@
-"""The contract between the recorder and what it can measure, and the probes that are known by name."""
+"""The interface between the recorder and probes, and the registry of probes by name."""
 
 import difflib
 import re
@@ -64,7 +64,7 @@ class ForwardCall:
     verification: Verification | None = None
 
     def verify(self, rebuild: Callable[[], Tensor | None]) -> None:
-        """Compare an output rebuilt from what is measured with the true one, once for each layer.
+        """Compare an output that was reconstructed from measurements with the true one, once for each layer.
 
         The forward raises :class:`tcnn_probe.ReconstructionError` if they differ by more than rounding.
 
@@ -82,7 +82,7 @@ class ForwardCall:
 
 @dataclass(frozen=True)
 class Probe:
-    """Measurements of one kind of layer. Give any of the functions; each says what it hooks.
+    """Measurements of one kind of layer. Any of the functions may be given; each determines what is hooked.
 
     Measurements of a forward have one value (or array of values) for each image; the recorder keeps their mean over
     images. Functions run without gradients and must not change the layer. ``{variable: tensor}`` may leave a variable
@@ -152,7 +152,7 @@ class Probe:
             raise TypeError(
                 f"expected {probe} to have a class or a predicate for module_type, got {self.module_type!r}"
             )
-        # The paths of attention heads in a tree, and of maps in a store.
+        # These are the paths of attention heads in a tree, and of maps in a store.
         if self.place.split("/")[0] in ("heads", "maps"):
             raise ValueError(
                 f"{probe} would be recorded under {self.place!r}, like another probe: give it another name"
@@ -179,11 +179,11 @@ class Probe:
 
     @property
     def images(self) -> tuple[int, ...] | None:
-        """Images to keep maps of, in a group with the probe's numbers; None for those of ``record(images=)``."""
+        """Images whose maps are kept, in a group with the probe's numbers; None for those of ``record(images=)``."""
         return None
 
     def choose_layers(self, names: Iterable[str]) -> Collection[str]:
-        """Choose layers by name, among the names of all modules; ``module_type`` has its say as well."""
+        """Choose layers among the names of all modules; layers must also match ``module_type``."""
         return frozenset(names)
 
     def parts(self, module: nn.Module) -> Mapping[str, nn.Module]:
@@ -222,7 +222,7 @@ class Probe:
 
     @cached_property
     def class_variables(self) -> frozenset[str]:
-        """Names of those maps that are kept for a few classes."""
+        """Names of the maps that are kept for a few classes only."""
         return frozenset(
             name
             for name in self.image_variables

@@ -1,4 +1,4 @@
-"""Drift: distance of features from those of an earlier epoch, or of another model, for the same images."""
+"""Drift: distances between features of the same images in different epochs or models."""
 
 import numpy as np
 import xarray as xr
@@ -88,7 +88,7 @@ def layer_drift(features: xr.DataArray, reference: xr.DataArray) -> xr.Dataset:
                 "expected the mean and two patches or more along 'token', as of features(tokens=range(1, 197)), got "
                 f"{tokens}"
             )
-        # A label that one side alone has, such as the epoch that was selected, is no label of the distance.
+        # A coordinate of one side only, such as the selected epoch, does not belong to the distance.
         pair[number] = array.reset_coords(drop=True)
     x, y = pair[0], pair[1].rename(channel="other_channel")
     patches = [array.drop_sel(token="mean") for array in (x, y)]

@@ -92,7 +92,7 @@ def glass_blur(
 def _sources(
     height: int, width: int, random: RandomState, scale: float, reach: int
 ) -> NDArray[Any]:
-    """Return, for each pixel, the pixel whose value it has after a round, shape (H·W,), both counted by rows."""
+    """Return for each pixel the pixel whose value it has after one round, as row-major indices of shape (H·W,)."""
     margin = math.ceil(reach * scale)
     y, x = np.arange(height - margin, margin, -1), np.arange(width - margin, margin, -1)
     moves = random.randint(-reach, reach, size=(len(y), len(x), 2)).astype(float)
