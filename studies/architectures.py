@@ -96,7 +96,7 @@ def measure(study: Study, name: str) -> xr.Dataset:
     cnn = study.cnn
     study.train_cnn(f"cnn={slug}", f"training the {name}")
 
-    # What longer training brings, what the finer grid brings besides, and what attention brings.
+    # These separate the gains of longer training, of the finer grid and of attention.
     torch.manual_seed(study.args.seed)
     control, unstrided, tcnn = copy.deepcopy(cnn), unstride(cnn), reparameterize(cnn)
     runs = {
@@ -133,7 +133,7 @@ def draw(scores: xr.Dataset) -> Figure:
     a, b = figure.subplots(1, 2)
     gains, slowdown = relative(scores)
     variance = scores.top1 * (1 - scores.top1) / float(scores.images)
-    # As if the two models saw different images: too wide, since they see the same.
+    # The error is that of independent images, and too large, because both models see the same images.
     error = (variance + variance.sel(model=CNN)) ** 0.5
     for place, (arm, color) in enumerate(COLORS.items()):
         x = [row + 0.26 * (place - 1) for row in range(scores.sizes["architecture"])]

@@ -73,7 +73,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def only_cait(model: nn.Module) -> None:
-    """Refuse other models."""
+    """Raise ValueError for models other than CaiT."""
     if not isinstance(model, Cait):
         raise ValueError(f"--model: expected a CaiT, got {type(model).__name__}")
 
@@ -143,7 +143,7 @@ def draw(maps: xr.Dataset) -> Figure:
             sample.class_attention.stack(map=("layer", "head")).T,
             strict=True,
         ):
-            # From 0, so that an even map does not look as if it had a structure.
+            # The colour scale begins at 0, so that a uniform map does not appear to have structure.
             ax.imshow(values.transpose("y", "x"), cmap="viridis", vmin=0)
         draw_in_the_light(
             axes[-2], picture, sample.class_attention.isel(layer=0).mean("head")

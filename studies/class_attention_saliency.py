@@ -232,7 +232,7 @@ def plan(args: argparse.Namespace) -> tuple[list[Run], Loaders]:
     """Return the runs in the order of their training, and the images for them."""
     if args.data == "digits":
         return plan_digits(args)
-    torch.manual_seed(args.seed)  # of new classifiers and pools
+    torch.manual_seed(args.seed)  # for new classifiers and pools
     model, loaders = own_model_and_data(args, args.img_size)
     name = args.model
     recipe = {"epochs": args.epochs, "lr": args.lr}

@@ -161,7 +161,7 @@ def measure(
     parity: Tensor | None,
     seed: int,
 ) -> xr.Dataset:
-    """Ask features for the digits of images, among training images whose digits and parities are known.
+    """Classify the digits of images from their features, with training images of known digits and parities.
 
     Args:
         known, queried: Features of the training images and of the validation images, shapes (m, C) and (n, C).
@@ -262,7 +262,7 @@ def pooled(model: Any, images: Tensor) -> Tensor:
 
 @torch.no_grad()
 def outputs(model: Any, images: Tensor) -> Tensor:
-    """Return what a model or a part of it gives for images."""
+    """Return the outputs of a model, or of a part of it, for images."""
     return model(images)
 
 

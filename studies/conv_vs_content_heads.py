@@ -212,7 +212,7 @@ def ablate(
     """
     args = study.args
     reference = reference_images(study)
-    # Answers are kept under a name that tells the options they depend on, so that others are measured anew.
+    # The file name of stored answers includes a checksum of the options, so that other options are measured again.
     options = repr([getattr(args, name) for name in MEASURED[1:]])
     checksum = zlib.crc32(options.encode())
 
@@ -291,7 +291,7 @@ def without(
         return model
     images = {"mean": reference, "static": reference, "shuffled": reference[:1]}
     ablation = tcnn_probe.ablate(model, heads, mode, images=images.get(mode))  # type: ignore[arg-type]
-    ablation.remove()  # until it is entered: other sets of heads share the model
+    ablation.remove()  # it is entered later, because other sets of heads share the model
 
     def classify(images: Tensor) -> Tensor:
         with ablation:

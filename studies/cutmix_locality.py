@@ -123,7 +123,7 @@ def train(
                 done = epoch * steps + step
                 rate = LR * rate_factor(done, args.epochs * steps)
                 optimizer.param_groups[0]["lr"] = rate
-                # As in training_health.py: digits have 17 values, and few images are learned by heart.
+                # As in training_health.py, noise is added, as digits have 17 grey levels and few images are memorised.
                 batch = images[rows] + 0.1 * torch.randn_like(images[rows])
                 if args.data != "digits":
                     is_flipped = (torch.rand(len(rows)) < 0.5)[:, None, None, None]

@@ -108,7 +108,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def scenes_of(dataset: Any, count: int) -> Scenes:
-    """Return so many scenes, (N, 1, H, W), and the strokes of their digits, (N, H, W)."""
+    """Return N scenes, (N, 1, H, W), and the strokes of their digits, (N, H, W)."""
     probed = probed_images(dataset, count)
     assert probed.masks is not None
     return probed.images, probed.masks.numpy()
@@ -313,7 +313,7 @@ def check(scores: xr.Dataset, chance: float) -> bool:
     print(
         f"check: the T-CNN's stages before attention begin {verdict}: IoU apart by {apart:.4f}"
     )
-    # Without attention, so that it is the grid alone that is judged.
+    # The comparison is without attention, so that it shows the effect of the grid only.
     gain = (ends.sel(model=UNSTRIDED) - ends.sel(model=CNN)).isel(stage=-1)
     low, high = evaluation.mean_interval(gain).values
     verdict = "more" if low > 0 else "NOT clearly more"

@@ -105,7 +105,7 @@ def decide(study: Study, nth: int) -> xr.Dataset:
     args.seed += nth
     # The first CNN is that of the study itself.
     if nth:
-        # Data of another seed would be split anew: all are shown the same images.
+        # Data of another seed would be split differently, so all CNNs use the same loaders.
         study = replace(study.with_cnn(args), loaders=study.loaders)
     study.train_cnn(f"cnn_{nth}", f"CNN {nth}")
 

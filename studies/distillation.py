@@ -82,12 +82,12 @@ SIZES = {**SHAPE, "depth": 3, "num_heads": 3}
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the study; return 0 if it saw what it stands for, 3 if not."""
+    """Run the study; return 0 if its checks hold, else 3."""
     args = parse(arguments)
     torch.set_num_threads(1)
     output = RunOutput.from_args(args, "distillation")
 
-    # Each seed has teachers of its own, so that intervals over seeds are over the whole chain.
+    # Each seed has its own teachers, so that intervals over seeds include the teachers' trainings.
     results = output.by_seed(args, lambda seed: measure_seed(seed, args))
     output.save(results)
     draw(results).savefig(output.figure, dpi=200)

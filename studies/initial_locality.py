@@ -196,7 +196,7 @@ def table(scores: xr.Dataset) -> str:
     gate = float(best.gating[0])
     control = scores.control_top1.values
     images = int(scores.images.max())
-    error = (0.25 / images) ** 0.5  # of a share, largest at 1/2
+    error = (0.25 / images) ** 0.5  # standard error of a share, largest at 1/2
     lines += [
         f"the CNN, and when it goes on as it is: {control[0]:.3f}, {control[-1]:.3f}",
         f"most accurate: alpha = {alpha:g}, lambda = {gate:g}",

@@ -49,7 +49,7 @@ from common.single_model import SingleModel, begin_single, parse_single
 WITHOUT, WITH = "without LayerScale", "with LayerScale"
 COLORS = {WITHOUT: "Reds", WITH: "Blues"}
 BRANCHES = {"mixer": "attention", "mlp": "MLP"}
-ROUNDING = 1e-4  # of norms in float32
+ROUNDING = 1e-4  # rounding error of norms in float32
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -90,7 +90,7 @@ def small_vit(
 
 
 def has_blocks(model: nn.Module) -> None:
-    """Refuse a model without blocks that the probe knows."""
+    """Raise ValueError for a model without blocks that the probe knows."""
     tcnn_probe.record(model, probes="layer-scale").remove()
 
 
@@ -105,7 +105,7 @@ def record_training(run: SingleModel) -> xr.Dataset:
             warnings.catch_warnings(),
             tcnn_probe.record(model, store, probes="layer-scale") as recorder,
         ):
-            # One of the models has no LayerScale, whose weights the probe would read too.
+            # One of the models has no LayerScale, and the probe warns that it cannot read its weights.
             warnings.filterwarnings("ignore", ".*for the probe 'layer-scale' to read")
             # A resumed run has marked its first epochs before.
             for result in run.train(model, slug, name):
@@ -140,7 +140,7 @@ def draw(ratios: xr.DataArray) -> Figure:
     figure = Figure(figsize=(1 + 4 * len(models), 5), layout="constrained")
     panels = figure.subplots(len(BRANCHES), len(models), squeeze=False, sharex=True)
     for column, model in zip(panels.T, models, strict=True):
-        # From a quarter on: the first epochs would be white on white.
+        # Colours begin at a quarter of the map, as those of the first epochs would be nearly white.
         colors = mpl.colormaps[COLORS.get(model, "Blues")](
             np.linspace(0.25, 1, ratios.sizes["epoch"])
         )

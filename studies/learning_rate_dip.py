@@ -126,7 +126,7 @@ def extremes(scores: xr.Dataset) -> xr.Dataset:
 def table(scores: xr.Dataset) -> str:
     """Return the extremes by model and rate as a table."""
     by_model, images = extremes(scores), int(scores.images)
-    error = (0.25 / images) ** 0.5  # of a share, largest at 1/2
+    error = (0.25 / images) ** 0.5  # standard error of a share, largest at 1/2
     header = "".join(f"{name:>8}" for name in by_model.data_vars)
     lines = [
         f"\naccuracy on {images} validation images (one seed; a standard error is at most {error:.3f})",

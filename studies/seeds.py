@@ -53,7 +53,7 @@ from common.training_options import add_training, settle
 from tcnn_model import reparameterize
 from tcnn_probe.plot import OKABE_ITO
 
-# What the figure and the table need, out of all that is recorded.
+# Recorded variables that the figure and the table need.
 SAVED = ["gate", "content_information", "images"]
 
 
@@ -77,7 +77,7 @@ def main(arguments: list[str] | None = None) -> int:
 def train(first: Study, seed: int) -> xr.Dataset:
     """Train the CNN of a seed, convert it, and fine-tune and record the T-CNN."""
     args = argparse.Namespace(**{**vars(first.args), "seed": seed})
-    # Data of another seed would be split anew: all seeds are shown the same images.
+    # Data of another seed would be split differently, so all seeds use the loaders of the first.
     study = replace(first.with_cnn(args), loaders=first.loaders)
     before = [
         result.top1

@@ -74,9 +74,9 @@ Loss = Callable[[nn.Module, Tensor, Tensor, Tensor], Tensor]
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the study; return 0 if it saw what it stands for, 3 if not."""
+    """Run the study; return 0 if its checks hold, else 3."""
     args = parse(arguments)
-    # More threads bring so small a model little, and cost it tenfold where the machine is shared.
+    # A model this small gains little from more threads, and is ten times slower with them on a shared machine.
     torch.set_num_threads(1)
     output = RunOutput.from_args(args, "segmentation_attention")
     results = output.by_seed(args, lambda seed: measure_seed(seed, args))
@@ -213,7 +213,7 @@ def measure(model: nn.Module, scenes: list[Scene], labels: Tensor) -> xr.Dataset
     decided = model.eval()(images).argmax(1)
     return xr.Dataset(
         {
-            # Without what the token gives to itself.
+            # The attention of the token to itself is left out.
             "attention": maps / maps.sum(["y", "x"]),
             "on_digit": on_digit,
             "even": even,
@@ -275,7 +275,7 @@ def draw_maps(axes: np.ndarray, results: xr.Dataset) -> None:
         ax.imshow(results.input.isel(image=column), cmap="gray")
     for row, training in enumerate(results.training.values, 1):
         for column, ax in enumerate(axes[row]):
-            # From 0, so that an even map does not look as if it had a structure.
+            # The colour scale begins at 0, so that a uniform map does not appear to have structure.
             ax.imshow(
                 results.attention.sel(training=training).isel(image=column), vmin=0
             )
@@ -292,7 +292,7 @@ def label_row(ax: Axes, words: str) -> None:
 
 
 def differences(results: xr.Dataset) -> dict[str, xr.DataArray]:
-    """Return what is asked, by seed: means over the scenes."""
+    """Return the measures of the study by seed, as means over the scenes."""
     shares = (results.on_digit / results.even).mean("image")
     change = results.change.mean("image")
 

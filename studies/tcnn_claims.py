@@ -152,7 +152,7 @@ def convert(arm: str, study: Study, seed: int) -> nn.Module:
         if arm == UNGATED:
             tcnn.set_submodule(name, Ungated(layer))
         if arm == REDRAWN:
-            # As a convolution's own weights are drawn.
+            # This is the default initialisation of a convolution.
             nn.init.kaiming_uniform_(layer.weight, a=math.sqrt(5))
     return tcnn
 
@@ -167,7 +167,7 @@ def train(study: Study, arm: str, seed: int) -> xr.Dataset:
     file = f"{arm.replace(' ', '-').replace(',', '')}_{seed}"
     images = probed_images(study.validation, IMAGES).images.to(study.args.device)
     measurements = []
-    # What has no gates is not a layer that the recorder knows.
+    # The layer without gates is not one that the recorder knows.
     recorded = nullcontext() if arm == UNGATED else record(study, tcnn, file)
     with recorded as recorder:
         for result in study.finetune(
@@ -245,7 +245,7 @@ def entropy(shares: Tensor) -> Tensor:
 
 
 def differences(results: xr.Dataset) -> dict[str, xr.DataArray]:
-    """Return what the paper says is above zero, by seed: each claim as a difference."""
+    """Return each of the paper's claims as a difference that should be above zero, by seed."""
     last = results.isel(epoch=-1)
     gates = last.gate.sel(arm=GATED)
     off_center = gates.drop_sel(head=CENTER).mean("head")

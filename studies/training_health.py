@@ -102,7 +102,8 @@ SHORT_NAMES = {
 }
 """Titles of panels in which there is room for few words."""
 NAMED = ILLNESSES[1:6]
-"""Illnesses that are to be named. Whether qk-norm helps is asked, not checked; labels do not show in attention."""
+"""Illnesses that the check requires to be named. Whether qk-norm helps is an open question, and wrong labels do not
+show in attention."""
 
 
 @dataclass(frozen=True)
@@ -235,7 +236,7 @@ def train(
     rate = 10 * data.rate if is_too_fast else data.rate
     optimizer = torch.optim.AdamW(model.parameters(), lr=rate, weight_decay=0.05)
     if illness == "shuffled labels":
-        # Once, before the training: labels that changed by epoch could not even be learned by heart.
+        # Labels are shuffled once before the training: labels that changed in each epoch could not be memorised.
         labels = labels[torch.randperm(len(labels))]
     steps = math.ceil(len(labels) / data.batch)
     # Two epochs; a rate that is too high does its harm at once only without them.
@@ -274,7 +275,7 @@ def train(
                 loss.backward()
                 optimizer.step()
                 total += loss.item()
-                # After each step, as the optimizer would bring the values back.
+                # The head is cut after each step, because the optimizer would restore it.
                 if is_ill and illness == "cut head":
                     cut(model)
             mark(recorder, model, data, epoch + 1, total / steps, args.device)
@@ -344,7 +345,7 @@ def result(begin: int, ds: xr.Dataset) -> xr.Dataset:
 
 
 def warned_of(ds: xr.Dataset) -> list[Finding]:
-    """Return the alarms of a recording when they begin, as the recorder warns of them, in order of epochs."""
+    """Return all alarms in the order in which the recorder warns of them, each as it is at its first epoch."""
     alarms = []
     for marks in range(1, ds.sizes["epoch"] + 1):
         so_far = ds.isel(epoch=slice(marks))

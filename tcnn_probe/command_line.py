@@ -48,7 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(options: argparse.Namespace) -> int:
-    """Run the command that was asked for, and print what is wrong with its recordings."""
+    """Run the command, and print errors of its recordings."""
     try:
         if options.command == "info":
             print(_printable("\n".join(_info())))
@@ -82,7 +82,7 @@ def _run(options: argparse.Namespace) -> int:
 
 
 def _printable(text: str) -> str:
-    """Escape what a terminal would take for commands: names of layers and attributes are those of a foreign file."""
+    """Escape control characters of a terminal, because names of layers and attributes may come from a foreign file."""
     return "".join(
         letter if letter.isprintable() or letter == "\n" else repr(letter)[1:-1]
         for letter in text
@@ -98,7 +98,7 @@ def _info() -> Iterator[str]:
     """Yield lines on the versions, the platform and the settings, without names of the host, the user or paths."""
     yield f"tcnn-probe {tcnn_probe.__version__}"
     yield f"Python {platform.python_version()} ({platform.python_implementation()})"
-    # Not platform.platform(): the release of a kernel may be named after the host that it was built for.
+    # platform.platform() is avoided, because it includes the kernel's release, which may contain a host name.
     yield f"platform: {platform.system()} {platform.machine()}, {os.cpu_count()} cores"
     for package in _PACKAGES:
         yield f"{package} {_installed_version(package)}"
@@ -261,14 +261,14 @@ def _maps(options: argparse.Namespace) -> None:
 
 
 def _with_weights(name: str, path: str) -> "nn.Module":
-    """Return a model of timm with the weights and the classes of a file, of which no code is run."""
+    """Return a model of timm with the weights and the classes of a file, without running code from it."""
     import timm
     from timm.models import get_pretrained_cfg, load_state_dict
 
     if not Path(path).is_file():
         raise ValueError(f"--weights: there is no file {path}")
     try:
-        # By default timm 1.0.20, the oldest one supported, runs code that a file holds.
+        # By default timm 1.0.20, the oldest supported version, runs code in the file.
         state = load_state_dict(path, weights_only=True)
         classifier = getattr(get_pretrained_cfg(name), "classifier", None) or "head"
         # One name, or several (DeiT with distillation).

@@ -154,10 +154,10 @@ def channel_axis(images: Tensor) -> int:
 
 
 def beside_images(images: Any) -> dict[str, Any]:
-    """Return what a processor's output has beside its images: texts of CLIP, masks, the ids of a prompt."""
+    """Return a processor's outputs other than images, such as texts of CLIP, masks, or the ids of a prompt."""
     if not isinstance(images, Mapping):
         return {}
-    # With labels, which a data set of transformers adds, the model would compute a loss as well.
+    # Labels, which a data set of transformers adds, are left out, because the model would also compute a loss.
     return {
         name: value
         for name, value in images.items()
@@ -167,7 +167,7 @@ def beside_images(images: Any) -> dict[str, Any]:
 
 @contextmanager
 def calls_given(model: nn.Module, inputs: Mapping[str, Any]) -> Iterator[None]:
-    """Give a model inputs beside its images, by name, in all calls with images alone."""
+    """Add inputs by name to all calls of a model with images only."""
     if not inputs:
         yield
         return
@@ -238,7 +238,7 @@ def preparation(model: nn.Module) -> dict[str, Any]:
 
 
 def prepare(pictures: Sequence[Image.Image], config: Mapping[str, Any]) -> Tensor:
-    """Return pictures as a model takes them, (B, C, H, W), by options that :func:`preparation` gave."""
+    """Return pictures as a model takes them, (B, C, H, W), with options from :func:`preparation`."""
     transform = timm.data.create_transform(**config, is_training=False)
     return torch.stack([transform(picture) for picture in pictures])
 

@@ -70,7 +70,7 @@ def wanted_layers(
 
 
 def check_model(model: nn.Module, *, compiled_parts: bool = True) -> None:
-    """Raise TypeError for what hooks cannot follow: no module, or a compiled one.
+    """Raise TypeError if hooks cannot follow a model because it is compiled, or is not a module.
 
     Parts may be compiled where forwards of the whole are followed, in which all runs uncompiled; torch's own hooks on
     modules inside of such parts would be ignored.
@@ -113,7 +113,7 @@ def untouched(model: nn.Module) -> Iterator[None]:
 
         try:
             for module, _ in modes:
-                # Not eval(), which modules of torch.export refuse, and in which others merge weights.
+                # eval() is not called: modules of torch.export refuse it, and some modules merge weights in it.
                 module.training = False
             for parameter, _ in gradients:
                 # Backwards inside would add to the user's gradients.
@@ -212,7 +212,7 @@ def batches(
 def progress_bar(
     total: int | None, title: str, progress: bool | None, unit: str = "image"
 ) -> Any:
-    """Make a progress bar, shown at once (True), never (False) or after three seconds (None), to those who watch."""
+    """Create a progress bar: shown at once (True), never (False), or after 3 s in a terminal or notebook (None)."""
     disable = None if progress is None else not progress  # None: unless on a terminal
     if progress is None and _in_notebook():
         disable = False
@@ -227,6 +227,6 @@ def progress_bar(
 
 
 def _in_notebook() -> bool:
-    """Tell whether this is the kernel of a notebook, none of whose streams is a terminal."""
+    """Return whether this is a notebook's kernel, whose streams are no terminals."""
     get_shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)
     return hasattr(get_shell(), "kernel")

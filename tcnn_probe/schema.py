@@ -1,4 +1,4 @@
-"""The shape of a recording: groups of labelled arrays, all of which grow along the marks."""
+"""The schema of a recording: groups of labelled arrays that grow along the marks."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -71,7 +71,7 @@ class Group:
     coords: Mapping[str, Sequence[Any]] = field(default_factory=dict)
 
     def shape(self, variable: str) -> tuple[int, ...]:
-        """Return the lengths of a variable's dimensions, without that of the marks."""
+        """Return the sizes of a variable's dimensions except the marks."""
         lengths = {"layer": len(self.layers), **self.sizes}
         return tuple(lengths[dim] for dim in self.variables[variable].dims)
 

@@ -238,7 +238,7 @@ def test_only_studies_and_their_tests_import_studies() -> None:
         if f.relative_to(ROOT).parts[:2] != ("tests", "studies")
         and f.parent != ROOT / "tests"
     ]
-    # It makes a recording from a study's training.
+    # This script makes a recording from a study's training.
     files.remove(ROOT / "docs" / "example.py")
     assert [
         f"{f}: {name}" for f in files for name in _imports(f) if _within(name, STUDIES)

@@ -248,7 +248,7 @@ def _with_parameters_of(
 ) -> Convolution:
     """Return the description of a copy with the parameters of the original, if they are applied as they are."""
     originals = {
-        # By identity: parameters of equal values, such as two gains of 1, are not the same.
+        # Parameters are compared by identity, because different ones can have equal values, such as two gains of 1.
         id(copied): module.get_parameter(name)
         for name, copied in trial.named_parameters()
     }

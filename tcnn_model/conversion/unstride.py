@@ -100,7 +100,7 @@ def check_phases(steps: Iterable[Call]) -> None:
     Raises:
         ValueError: If an operation's strided output is not part of its output at stride 1, or two operations disagree.
     """
-    # For each step and residue, the name of its first operation and the phases of all so far.
+    # This holds, for each step and residue, the name of the first operation and the phases that all operations share.
     common: dict[tuple[object, object, int], tuple[str, set[Phase]]] = {}
     for call in steps:
         strided = _with_random_values(call.module)

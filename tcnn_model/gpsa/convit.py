@@ -67,7 +67,7 @@ class Acceleration:
             layer.__class__ = _ACCELERATED[type(layer)]
 
     def remove(self) -> None:
-        """Give the layers their own forward back. Further calls do nothing."""
+        """Restore the forward of the layers. Further calls do nothing."""
         for layer, original in self._classes:
             layer.__class__ = original
         self._classes = []

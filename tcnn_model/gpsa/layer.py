@@ -153,7 +153,7 @@ class GPSA(nn.Module):
         if self.bias is not None:
             bound = 1 / math.sqrt(math.prod(self.weight.shape[1:]))
             nn.init.uniform_(self.bias, -bound, bound)
-        # As linear layers of vision transformers are initialised, here and in the papers.
+        # This is the initialisation of linear layers in vision transformers, and in the papers.
         nn.init.trunc_normal_(self.query, std=0.02).mul_(qk_scale)
         nn.init.trunc_normal_(self.key, std=0.02).mul_(qk_scale)
         nn.init.eye_(self.value)

@@ -185,7 +185,7 @@ def positional_factors(
         # w_0 delta^2 + w_i delta of one axis, by Horner's rule.
         attention = normalize((squared * offset + linear) * offset, -1)
         if not padding and axis.keys > axis.length:
-            # After the softmax: what falls on the padding counts in the sum, and is lost.
+            # The padding is cut off after the softmax, so that attention to it counts in the sum and is lost.
             attention = attention.narrow(-1, axis.before, axis.length)
         return attention.to(dtype or squared.dtype)
 

@@ -140,7 +140,7 @@ class _PositionalBlock:
     """Positional attention of a block of queries, the same for all images."""
 
     attention: Tensor  # P at the real pixels, (heads, queries, H * W)
-    distance: Tensor  # from each query to each real pixel, (queries, H * W)
+    distance: Tensor  # distance from each query to each real pixel, (queries, H * W)
     entropy_on_padding: Tensor  # contribution of the padding, (heads, queries)
     distance_on_padding: Tensor
     gate: Tensor  # (heads, 1, 1)

@@ -107,13 +107,13 @@ def _mix(
     k += (b * k_b + h * k_h) * UNIT
     v += (b * v_b + h * v_h) * UNIT
     q_tile = load_tile(q, start_m, n_q - 1, q_n * UNIT, d, dim, QUERIES)
-    # What position needs of each query, and then what content needs.
+    # Load the tables of positional attention for each query, and then those of content attention.
     table += h * TABLE * n_q
     content += bh * n_q
     ref_y, ref_x, slope_y, slope_x, curvature, normaliser = query_tables(
         table, clamped, n_q
     )
-    g = tl.load(gate + h).to(tl.float64)  # for the digits of 1 - g, with a gate near 1
+    g = tl.load(gate + h).to(tl.float64)  # float64, as 1 - g loses digits near 0
     # A = 2^(s - highest) * share + 2^(position logit + log2 g) saves a product and a sum for each weight.
     normaliser += log2_of(g.to(ACC))
     highest = tl.load(content + clamped)

@@ -1,4 +1,4 @@
-"""Statistics of softmax attention from torch's fused attention alone: no kernel of one's own, and no N x N tensor.
+"""Statistics of softmax attention computed only with torch's fused attention, without an N x N tensor.
 
 Fused attention gives sum_j A_ij V_j for any V, and the log-sum-exp of each row. So
 
@@ -22,7 +22,7 @@ from tcnn_model.precision import at_least_float32
 
 __all__ = ["FusedStatistics", "fused_statistics"]
 
-# Channels of a head that any fused attention takes: a multiple of so many.
+# The number of channels of a head must be a multiple of this for any fused attention.
 _CHANNELS = 8
 
 
@@ -63,7 +63,7 @@ def fused_statistics(
     dtype = at_least_float32(q.dtype)
     wide_q = q.to(dtype)
     wide_k = k.to(dtype)
-    # What all keys have in common changes no attention; without it H is no difference of large numbers.
+    # Subtracting the mean key changes no attention, but H is then no longer a difference of large numbers.
     common = wide_k.mean(-2, keepdim=True)
     centred = (wide_k - common).to(k.dtype)
 

@@ -129,7 +129,7 @@ def padding_statistics(
 
 def _logits(q: Tensor, k: Tensor) -> Tensor:
     dtype = at_least_float32(q.dtype)
-    # To base 2, in which GPUs have an exponential.
+    # Logits are to base 2, because GPUs have an instruction for powers of 2.
     scale = q.shape[-1] ** -0.5 * _LOG2E
     return q.to(dtype) @ k.to(dtype).mT * scale
 
@@ -283,7 +283,7 @@ def attention_statistics(
     keys: TokenGrid | None = None,
     received: bool = False,
 ) -> RowStatistics:
-    """Return what ``row_statistics.attention_statistics`` returns."""
+    """Compute the same statistics as ``row_statistics.attention_statistics``, as its reference."""
     dtype = at_least_float32(q.dtype)
     s = scale * q.to(dtype) @ k.to(dtype).mT
     if mask is not None and mask.dtype == torch.bool:
@@ -292,7 +292,7 @@ def attention_statistics(
         s = s + mask.to(dtype)
     largest = s.amax(-1)
     hidden = largest == -torch.inf
-    # Counted from the largest, or from 0 where all keys are hidden.
+    # The largest logit is subtracted, or 0 if all keys are hidden.
     s = s - largest.masked_fill(hidden, 0)[..., None]
     log_sum_exp = s.logsumexp(-1).masked_fill(hidden, 0)
     a = torch.exp(s - log_sum_exp[..., None])

@@ -34,7 +34,7 @@ class TokenGrid(NamedTuple):
     def positions(
         self, count: int, dtype: torch.dtype, device: torch.device
     ) -> tuple[Tensor, Tensor]:
-        """Return row and column of ``count`` tokens; those before the grid are put on its first cell."""
+        """Return row and column of ``count`` tokens; tokens before the grid count as its first cell."""
         cell = torch.arange(-self.prefix, count - self.prefix, device=device)
         cell = cell.clamp(min=0)
         y = cell // self.width * self.spacing[0] + self.origin[0]

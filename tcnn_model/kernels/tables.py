@@ -165,7 +165,7 @@ def _padding(
             ty, tx, slope_y[:, None], slope_x[:, None], curvature, normaliser[:, None]
         )
         logit = tl.where(outside[None, :], logit + log_gate, -1e9)
-        # Of a gate of 0 the logarithm is -inf, which times a weight of 0 would be NaN.
+        # The logarithm of a gate of 0 is -inf, and -inf times a weight of 0 is NaN.
         logit = tl.maximum(logit, -1e9)
         weight = tl.exp2(logit)
         bits -= tl.sum(weight * logit, 1)

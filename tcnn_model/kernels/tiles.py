@@ -124,7 +124,7 @@ def query_tables(table, m, n_q):
 @triton.jit
 def position_logits(ty, tx, slope_y, slope_x, curvature, normaliser):
     """Return log2 P of keys ``t`` pixels from the reference."""
-    # Counted from the reference, logits are small where P is large, so that float32 keeps P to a few ulp.
+    # With coordinates relative to the reference, logits are small where P is large, so that P is accurate to a few ulp.
     along_y = ty * (curvature * ty + slope_y)
     along_x = tx * (curvature * tx + slope_x)
     return along_y + (along_x + normaliser)

@@ -228,7 +228,7 @@ class PatchConvNet(nn.Module):
         head = (ClassScores if self.per_class else nn.Linear)(
             self.embed_dim, self.num_classes
         )
-        # As the original implementation does, and timm's vision transformers.
+        # This initialisation is that of the original implementation and of timm's vision transformers.
         trunc_normal_(head.weight, std=0.02)
         nn.init.zeros_(head.bias)
         return head

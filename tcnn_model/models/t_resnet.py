@@ -53,8 +53,8 @@ def _entrypoint(base: str) -> Callable[..., nn.Module]:
             name: kwargs.pop(name) for name in _CONVERSION_ARGUMENTS if name in kwargs
         }
         cnn: Any = timm.models.model_entrypoint(base)(pretrained=pretrained, **kwargs)
-        # By name: with output_stride the last resolution has several stages, and the papers' models convert the last
-        # one only.
+        # The stage is given by name: with output_stride several stages have the last resolution, and the papers' models
+        # convert only the last stage.
         model: Any = reparameterize(cnn, layers="layer4", inplace=True, **options)
         # timm's push_to_hf_hub writes the architecture that is named here, by which a checkpoint is loaded again.
         config: dict[str, Any] = {**cnn.pretrained_cfg, "architecture": create.__name__}

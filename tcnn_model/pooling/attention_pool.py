@@ -55,7 +55,7 @@ class PatchAttention(nn.Module):
     def of(cls, attention: nn.Module, tokens: int) -> "PatchAttention":
         """Make a layer that shares the layers of a ``cait.ClassAttn``."""
         original: Any = attention
-        # On the meta device, as the layers made here are replaced at once.
+        # The layers are created on the meta device, because they are replaced at once.
         layer = cls(
             original.q.in_features, original.num_heads, tokens=tokens, device="meta"
         )
@@ -241,7 +241,7 @@ class ClassScores(nn.Linear):
         weight: Any = classifier.weight
         bias: Any = classifier.bias
         scores = cls(
-            # On the meta device, as the parameters made here are replaced at once, and no random numbers are drawn.
+            # Parameters are created on the meta device, without random numbers, because they are replaced at once.
             weight.shape[1],
             weight.shape[0],
             bias=bias is not None,

@@ -1,4 +1,4 @@
-"""Looks up what is known about a module, by its class."""
+"""Look-up of the facts that are known about a module's class."""
 
 import re
 from collections.abc import Sequence
@@ -34,7 +34,7 @@ RECORDS: dict[str, LayerRecord] = {
 }
 """By the qualified name of the class: a name imports nothing, so a library may be absent."""
 
-# These say how a forward uses parts of the layer, so another forward makes them false.
+# These facts describe how a forward uses parts of the layer, so they do not hold if another forward replaces it.
 _FACTS_OF_THE_FORWARD = frozenset({"branches", "head_parameters", "mixing"})
 
 # torch, timm and transformers each have their own name for it.
@@ -49,9 +49,9 @@ _HEAD_COUNTS = (
 
 
 def known(module: nn.Module) -> LayerRecord:
-    """Return what is known about a module; each fact from the nearest class that has it."""
+    """Return the known facts about a module, each from the nearest class in its hierarchy that has this fact."""
     cls: Any = type(module)
-    # A forward of the module's own is not handed on: the cache would keep the module alive.
+    # A forward that is set on the instance is not passed on, because the cache would keep the module alive.
     forward = None if "forward" in vars(module) else getattr(cls, "forward", None)
     return _record(cls, forward)
 
@@ -71,7 +71,7 @@ def _record(cls: type, forward: Any) -> LayerRecord:
 
 
 def looks_like_attention(module: nn.Module) -> bool:
-    """Tell whether a module's class is named as those of attention are."""
+    """Return whether a module's class is named like a class of attention."""
     return (
         # MHSA is what ConViT, BoTNet and others call it, XCA what XCiT does. A projection inside attention is not
         # itself attention.

@@ -48,7 +48,7 @@ def _every_second(layer: Any, keys: int) -> tuple[TokenGrid, TokenGrid]:
 
 
 def _padded_evenly(layer: Any) -> bool:
-    """Tell whether convolutions padded by 1 on each side make the keys, and the queries are not pooled."""
+    """Return whether keys come from convolutions padded by 1 on each side, and queries are not pooled."""
     # With padding "same", strided windows begin at another pixel for even sizes than for odd ones.
     pooling = getattr(layer.key, "down_conv", None)
     return (

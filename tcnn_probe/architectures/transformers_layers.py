@@ -44,7 +44,7 @@ TRANSFORMERS_LAYERS: Mapping[str, LayerRecord] = {
         heads_axis=1,
         not_in_raster_order="Hiera's tokens are ordered by mask unit, and where these lie is unknown",
     ),
-    # These blocks cut the windows, and their attention sees single windows only.
+    # The block cuts windows, so that its attention gets single windows.
     "transformers.models.sam2.modeling_sam2.Sam2MultiScaleBlock": LayerRecord(
         windows=_sam2
     ),

@@ -24,7 +24,7 @@ def energy_inside(maps: Tensor, masks: Tensor) -> Tensor:
     inside = masks.flatten(1)
     total = positive.sum(1)
     share = (positive * inside).sum(1) / total
-    # 0 / 0 would take such maps out of a mean over images, and favour methods that give them.
+    # With NaN (0 / 0), such maps would be left out of means over images, which would favour methods that return them.
     share = torch.where(total == 0, inside.double().mean(1), share)
     return share.masked_fill(~inside.any(1), torch.nan)
 
@@ -54,7 +54,7 @@ def pointing_game(maps: Tensor, masks: Tensor, tolerance: float = 0.0) -> Tensor
     near = torch.stack([_within(mask, tolerance) for mask in masks])
     flat = maps.flatten(1)
     best = flat == flat.amax(1, keepdim=True)
-    # With a NaN there is no maximum: 0 / 0.
+    # A map with a NaN has no maximum, and the result is 0 / 0.
     hits = (best & near.flatten(1)).sum(1).double() / best.sum(1)
     return hits.masked_fill(~masks.flatten(1).any(1), torch.nan)
 
@@ -85,7 +85,7 @@ def rank_correlation(maps: Tensor, others: Tensor) -> Tensor:
 
 def _within(mask: Tensor, distance: float) -> Tensor:
     """Return pixels no further than a distance from the mask, (H, W)."""
-    # scipy is imported where it is used: it takes a quarter of a second.
+    # The import is local, because it takes a quarter of a second.
     from scipy.ndimage import distance_transform_edt
 
     return torch.from_numpy(distance_transform_edt(~mask.cpu().numpy()) <= distance).to(

@@ -14,7 +14,7 @@ from tcnn_probe.attribution.pixels import background, to_pixels
 
 __all__ = ["captum_class", "captum_maps"]
 
-# Parameters of captum's that are filled in here, or that would change what is returned.
+# Parameters of captum that are set here, or that would change the type of the result.
 _FILLED_IN = {
     "self",
     "model",
@@ -32,7 +32,7 @@ _FILLED_IN |= {
     "return_convergence_delta",
     "verbose",
 }
-# Options, and the parameters of captum's that they stand for; "inputs" is a parameter of all methods.
+# Our options, with the parameters of captum that they set; "inputs" is a parameter of all methods.
 _OURS = {
     "layer": "layer",
     "interpolation": "layer",
@@ -70,7 +70,7 @@ def captum_maps(
     batch_size: int = 32,
     **options: Any,
 ) -> tuple[Tensor, str]:
-    """Sum over channels what a captum method attributes to each pixel; a layer's map is interpolated to pixels.
+    """Sum the attributions of a captum method over channels; the map of a layer is interpolated to pixels.
 
     Args:
         method: Class of ``captum.attr`` or its name: "IntegratedGradients", "GuidedBackprop", "LayerGradCam", ...
@@ -175,7 +175,7 @@ def _attribute(
 
 
 def _accepted(function: Any, values: dict[str, Any]) -> dict[str, Any]:
-    """Return those of the values that a function has a parameter for."""
+    """Return the values for which a function has a parameter."""
     return {
         name: values[name]
         for name in inspect.signature(function).parameters
@@ -187,7 +187,7 @@ def _windows(images: Tensor, window: Any, stride: Any) -> dict[str, tuple[int, .
     """Return the shape (C, height, width) of the windows and of the steps between them, named as captum does."""
     channels, *size = images.shape[1:]
     if window is None:
-        # As many windows on every image: 15 by 15 of them, at steps of half a window.
+        # Every image has about 15 x 15 windows, at steps of half a window.
         window = [max(1, round(length / 8)) for length in size]
     side = to_2tuple(window)
     if stride is None:

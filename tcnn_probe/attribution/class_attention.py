@@ -51,9 +51,9 @@ def class_attention(
     check_model(model)
     layer = find_layer(model, layer)[0] if isinstance(layer, nn.Module) else layer
     size = images.shape[2], images.shape[3]
-    # Class tokens alone, of all heads.
+    # Only class tokens are selected, in all heads.
     selection = MapSelection((), None, ReceptiveFields(size))
-    # Maps of this one forward, which are returned: no limit of memory applies.
+    # There is no limit of memory, as these are the maps of a single forward.
     keeper = MapKeeper(selection, copies=1, max_bytes=sys.maxsize)
     stream = AttentionStream(model, keeper)
     try:

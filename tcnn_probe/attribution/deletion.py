@@ -58,7 +58,7 @@ def insertion_curve(
     batch_size: int = 32,
     seed: int = 0,
 ) -> tuple[Tensor, Tensor]:
-    """Measure the probability of the target while the most salient pixels are put in, from a blurred image on.
+    """Measure the probability of the target while the most salient pixels are inserted into a blurred image.
 
     RISE's blur is Gaussian, 11 x 11 pixels with σ = 5, over zeros outside the image; here the image is mirrored at its
     border, and the kernel is no wider than the image allows. (Petsiuk et al. 2018, RISE, §3.4.)
@@ -89,17 +89,17 @@ def area_under(shares: Tensor, curve: Tensor) -> Tensor:
 
 
 def pixel_order(maps: Tensor, seed: int = 0) -> Tensor:
-    """Return the place of each pixel in the order of saliency, the most salient first: (B, H, W) to (B, H * W).
+    """Return the rank of each pixel by saliency, 0 for the most salient one: (B, H, W) -> (B, H * W).
 
-    Pixels of equal saliency are in random order, the same for all images: a constant map gives a random order.
+    Ties are broken at random, in the same way for all images, so that a constant map gives a random order.
     """
     values = -maps.flatten(1).double().cpu().numpy()
     chance = np.broadcast_to(
         np.random.default_rng(seed).random(values.shape[1]), values.shape
     )
-    # By value, and by chance where values are equal: a stable order would begin at the top of each image.
+    # Pixels are sorted by value, and ties at random: a stable sort would put the top of the image first.
     order = np.lexsort((chance, values), axis=-1)
-    # The inverse of the permutation: from the pixels in order to the place of each pixel.
+    # The inverse permutation gives the rank of each pixel.
     return torch.from_numpy(np.argsort(order, axis=-1))
 
 
@@ -118,7 +118,7 @@ def _curve(
     """Measure probabilities while pixels change from those of ``before`` to those of ``after``."""
     order, pixels = pixel_order(maps, seed), maps[0].numel()
     steps = min(whole_number(steps, "steps", 1), pixels)
-    # Rounded one by one, so that the last step takes all pixels where steps do not divide them.
+    # Counts are rounded one by one, so that the last step includes all pixels even if steps do not divide them.
     counts = [round(step * pixels / steps) for step in range(steps + 1)]
     curve = torch.empty(len(before), steps + 1, dtype=torch.float64)
     for rows, old in batches(model, before, batch_size):
@@ -138,6 +138,6 @@ def _curve(
             curve[rows, first : first + len(counts_of_batch)] = probabilities.view(
                 len(counts_of_batch), len(old)
             ).T
-    # A NaN sorts somewhere, and the curve would look valid.
+    # The curve of a map with NaN would look valid, as NaN has some position in the sorted order.
     curve[maps.flatten(1).isnan().any(1).cpu()] = torch.nan
     return torch.tensor(counts, dtype=torch.float64) / pixels, curve

@@ -146,7 +146,7 @@ def faithfulness(
     seed: int = 0,
     progress: bool | None = None,
 ) -> xr.Dataset:
-    """Measure how well saliency says what a model's score depends on, or where the object is.
+    """Measure how well saliency maps show what a model's score depends on, or where the object is.
 
     ::
 
@@ -190,12 +190,12 @@ def faithfulness(
     """
     inputs, images = beside_images(images), as_images(images, model)
     batch_size = whole_number(batch_size, "batch_size", 1)
-    if inputs:  # which of them have a row for each image is unknown
+    if inputs:  # it is unknown which of them have a row for each image
         batch_size = len(images)
     attributions = _find_attributions(saliency, images, options or {})
     masks = None if masks is None else _as_masks(masks, images)
     selected = _select_metrics(metrics, attributions, masks is not None)
-    # Maps of another class would be judged by a score that they do not explain.
+    # Maps must be judged by the score of the class that they explain.
     if target is None:
         target = _targets_of(attributions)
     settings = {
@@ -222,7 +222,7 @@ def faithfulness(
         ]
         for name, metric in selected.items():
             parameters = inspect.signature(metric.function).parameters
-            # A metric takes the options that its function has a parameter for.
+            # A metric gets the options for which its function has a parameter.
             used = {key: settings[key] for key in parameters if key in settings}
             scores = []
             for attribution, judged in zip(attributions, maps, strict=True):
@@ -307,7 +307,7 @@ def _explain(
     images: Tensor,
     targets: Tensor,
 ) -> Tensor:
-    """Compute the maps of a method anew, in the order of arguments that :func:`sensitivity` calls."""
+    """Compute the maps of a method again, with its arguments in the order in which :func:`sensitivity` passes them."""
     assert attribution.explain is not None
     maps, _layer = attribution.explain(model, images, targets, batch_size)
     return maps
@@ -331,7 +331,7 @@ def _find_attributions(
         if isinstance(value, str) or (
             callable(value) and not isinstance(value, (Tensor, xr.DataArray))
         ):
-            # The user's options go by the user's name for it.
+            # Options are looked up by the user's name of the method.
             own_options = {name_of(value): options[name]} if name in options else {}
             attributions.append(
                 replace(find_methods(value, own_options)[0], name=str(name))
@@ -348,7 +348,7 @@ def _find_attributions(
 
 
 def _targets_of(attributions: Sequence[Attribution]) -> Tensor | None:
-    """Return the classes that the user's maps explain, shape (B,); None if no map says."""
+    """Return the classes that the user's maps explain, shape (B,); None if no map has this coordinate."""
     known = [
         (attribution.name, attribution.targets)
         for attribution in attributions

@@ -29,7 +29,7 @@ WITHOUT_CLASS_TOKEN = "'gradcam', 'integrated_gradients', 'input_x_gradient' and
 
 
 class UnsupportedMethodError(ValueError):
-    """The model lacks what the method needs; another method may do."""
+    """The model does not meet the requirements of the method; another method may work."""
 
 
 @dataclass(frozen=True)
@@ -120,14 +120,14 @@ def map_layer(
     fields = ReceptiveFields((image.shape[2], image.shape[3]))
     outputs = _Outputs(model, module)
     with torch.enable_grad():
-        # Gradients have to reach every layer, also where all parameters are frozen.
+        # The image requires a gradient, so that gradients reach every layer even if all parameters are frozen.
         image = image.detach().clone().requires_grad_()
         outputs.maps.enter([image], whole_model=True)
         # The stream's hooks, as torch's own on each module could be left behind by an interruption.
         stream = AttentionStream(model, outputs, watched=outputs.names)
         try:
             with fields:
-                # Any score will do: which outputs it depends on is all that is asked.
+                # Any score will do, because only the outputs on which it depends are of interest.
                 score = class_scores(model, image).amax()
         finally:  # not closing(), whose __enter__ can be interrupted
             stream.close()
@@ -171,7 +171,7 @@ class _Outputs(AttentionListener):
             if isinstance(module, AttentionPool2d)
             for part in module.modules()
         }
-        # Layers inside of a block (norms, projections) give tokens too, but part of the score passes beside them.
+        # Layers inside a block (norms, projections) return tokens, too, but part of the score bypasses them.
         self._composite = {
             module for module in self.names if [*module.children()]
         } - pools
@@ -206,7 +206,7 @@ class _Outputs(AttentionListener):
             self.kept.append(_Output(self.names[module], module, output, is_map))
 
     def place_prefixes(self, stream: AttentionStream) -> None:
-        """Put tokens behind the grid where the model has them; attention has all of them before the grid."""
+        """Move tokens after the grid back to the model's order; in attention, all of them come before the grid."""
         for count, tokens in self._grids.items():
             around = stream.around(count)
             if around and around[1]:
@@ -234,7 +234,7 @@ class _Outputs(AttentionListener):
                     f"this model works on tokens ({output.name!r}), whose grid is not known: name a layer that gives a "
                     "feature map (B, C, H, W) with layer=, or use 'integrated_gradients' or 'occlusion'"
                 )
-            # After the last block of a ViT only the class token has a gradient: its patches show nothing.
+            # After the last block of a ViT only the class token has a gradient, so the patches give no map.
             if gradient.flatten(1, -2)[:, tokens.prefix : tokens.count].any():
                 return output
         if place < 0:
@@ -262,7 +262,7 @@ class _Outputs(AttentionListener):
         )
 
     def _is_map(self, x: Any) -> bool:
-        """Return whether this is a feature map (B, C, H, W) of more than one pixel."""
+        """Return whether ``x`` is a feature map (B, C, H, W) of more than one pixel."""
         return (
             isinstance(x, Tensor)
             and x.ndim == 4
@@ -270,7 +270,7 @@ class _Outputs(AttentionListener):
         )
 
     def _are_tokens(self, x: Any) -> bool:
-        """Return whether these are tokens: (B, N, C), or (B, H, W, C) as Swin has them."""
+        """Return whether ``x`` holds tokens: (B, N, C), or (B, H, W, C) as in Swin."""
         if not isinstance(x, Tensor):
             return False
         if x.ndim == 4:

@@ -102,7 +102,7 @@ def sensitivity(
     if not radius > 0:
         raise ValueError(f"expected a positive radius, got {radius!r}")
     samples = whole_number(samples, "samples", 1)
-    # Drawn once, so that a batch of any size has the same noise.
+    # The noise is drawn once, so that it does not depend on the batch size.
     noise = (
         torch.rand(
             samples, *images.shape[1:], generator=torch.Generator().manual_seed(seed)
@@ -112,9 +112,9 @@ def sensitivity(
     )
 
     def maps_of(inputs: Tensor | tuple[Tensor, ...], target: Tensor) -> tuple[Tensor]:
-        # captum gives a tensor for the original images, a tuple for the changed ones.
+        # captum passes a tensor for the original images, but a tuple for the perturbed ones.
         shaken = inputs[0] if isinstance(inputs, tuple) else inputs
-        # A copy, as a method of the user's may change its images.
+        # The images are copied, because the user's method may change them in place.
         return (explain(shaken.clone(), target).contiguous(),)
 
     values = []

@@ -29,7 +29,7 @@ def to_pixels(
     places = fields.places((maps.shape[1], maps.shape[2]))
     for dim, (length, (first, spacing)) in enumerate(zip(size, places, strict=True), 1):
         last = maps.shape[dim] - 1
-        # In float64, so that rounding moves no pixel in the middle between two cells from one to the other.
+        # This is in float64, so that rounding does not assign a pixel between two cells to the wrong one.
         at = ((torch.arange(length, dtype=torch.float64) - first) / spacing).clamp(
             0, last
         )

@@ -62,9 +62,9 @@ class _TokenFlow:
     def __init__(self, images: int) -> None:
         self.layers: list[str] = []
         self._images = images
-        # (B, N, N): of each token, in terms of the first layer's tokens.
+        # (B, N, N): composition of each token from the first layer's tokens.
         self._shares: Tensor | None = None
-        # (B, 1 + N): of a class token outside of the N, by itself and these.
+        # (B, 1 + N): composition of a class token that is not among the N, from itself and these.
         self._class_row: Tensor | None = None
         self._last: Attention | None = None
 
@@ -113,7 +113,7 @@ class _TokenFlow:
             )
 
     def _join_class_token(self) -> None:
-        """Put a class token, which is made of itself alone, before the tokens so far: ConViT's comes this late."""
+        """Prepend a class token that consists only of itself, as ConViT adds its class token after its first blocks."""
         assert self._shares is not None
         self._shares = pad(self._shares, (1, 0, 1, 0))
         self._shares[:, 0, 0] = 1
@@ -125,7 +125,7 @@ class _TokenFlow:
                 attention.keys, dtype=attention.dtype, device=attention.device
             )
             before = eye.expand(self._images, -1, -1)
-        # Contiguous, as the first "before" is one identity expanded over images.
+        # The result is contiguous, although the first "before" is one identity expanded over images.
         after = torch.empty_like(before, memory_format=torch.contiguous_format)
         step = max(
             1, attention.block // (attention.images * attention.heads * attention.keys)
@@ -140,14 +140,14 @@ class _TokenFlow:
         self._last = attention
 
     def _gather(self, attention: Attention) -> None:
-        """Follow a class token that alone asks: the patches stay as they are."""
+        """Update only the class token, for layers in which it is the only query and patches do not change."""
         assert self._shares is not None
         before = self._class_row
         if before is None:
-            # (B, 1 + N): the token begins as itself, and nothing of others.
+            # (B, 1 + N): at first the token consists only of itself.
             before = pad(torch.zeros_like(self._shares[:, 0]), (1, 0), value=1.0)
         weights = attention.weights(slice(0, 1))[:, 0].mean(1)  # (B, 1, keys)
-        # 1 if the class token attends to itself as well, as in CaiT, and 0 if to patches alone, as in attention pools.
+        # 1 if the class token is also a key, as in CaiT, and 0 if keys are only patches, as in attention pools.
         is_among_keys = attention.keys - self._shares.shape[1]
         gathered = pad(weights[..., is_among_keys:] @ self._shares, (1, 0))[:, 0]
         if is_among_keys:
@@ -166,7 +166,7 @@ class _TokenFlow:
                 f"the patches of {self._last.name!r} lie on no known grid: {self._last.layout.reason}"
             )
         if self._class_row is not None:
-            # Without the share of the token's own beginning.
+            # The share of the initial class token is left out.
             row = self._class_row[:, 1:]
         elif query is None:
             raise UnsupportedMethodError(

@@ -197,7 +197,7 @@ def saliency(
     drawn = {} if pictures is None else {"pictures": as_json(preparation(model))}
     inputs, images = beside_images(images), as_images(images, model)
     batch_size = whole_number(batch_size, "batch_size", 1)
-    if inputs:  # which of them have a row for each image is unknown
+    if inputs:  # it is unknown which of them have a row for each image
         batch_size = len(images)
     labelled, unsupported = {}, {}
     with untouched(model), calls_given(model, inputs):

@@ -196,7 +196,7 @@ def health(ds: xr.Dataset, **limits: float) -> Findings:
     names = {name for sign in SIGNS.values() for name in (sign.variable, *sign.needs)}
     # Recordings without gated layers lack these, so no sign needs them; conditions take them where they are.
     names |= {"content_entropy", "uniform_content_entropy"}
-    # Read once, as several conditions look at the same variable.
+    # Variables are loaded once, as several conditions use the same one.
     ds = ds[[name for name in ds.data_vars if name in names]].load()
     # Conditions speak of marks, whatever the recording calls them. Without labels, which xarray would align in every
     # operation: a recorder that watches health looks for all signs at each mark.

@@ -100,7 +100,7 @@ class Sign:
 
 
 def entropy_quantile(ds: xr.Dataset, q: float) -> xr.DataArray:
-    """Read a quantile of the queries' entropies off the histogram, as a share of that of uniform attention.
+    """Compute a quantile of the queries' entropies from the histogram, relative to that of uniform attention.
 
     ::
 
@@ -170,7 +170,7 @@ def _entropy_collapse(ds: xr.Dataset, limits: HealthLimits) -> xr.DataArray:
 
 
 def _normalised_entropy(ds: xr.Dataset) -> xr.DataArray:
-    """Return entropies as shares of those of uniform attention; of gated layers those of the content part."""
+    """Return entropies relative to uniform attention; in gated layers those of the content part."""
     share = ds.entropy / ds.uniform_entropy
     if "content_entropy" in ds:
         of_content = ds.content_entropy / ds.uniform_content_entropy

@@ -182,7 +182,7 @@ def _gradient(classifier: Classifier, images: Tensor, labels: Tensor) -> Tensor:
     images = images.detach().requires_grad_()
     scores = classifier(images)
     check_labels(labels, scores.shape[1])
-    # Only the sign is used, and gradients in half precision would underflow to 0 without a scale.
+    # Gradients in half precision would underflow to 0 without a scale, which does not change their sign.
     scale = 1024.0 if scores.dtype == torch.float16 else 1.0
     logits = scores.to(torch.promote_types(scores.dtype, torch.float32))
     # The sum: an image's gradient does not depend on the batch size. Labels are copied, since tensors that were made in

@@ -43,7 +43,7 @@ def as_pixels(images: Any, models: Iterable[Any]) -> Tensor:
 
 
 def as_labels(labels: Any, images: int) -> Tensor:
-    """Return the classes of so many images, shape (B,), int64."""
+    """Return the class indices of a number of images, shape (B,), int64."""
     indices = class_indices(labels, "labels")
     if indices.shape != (images,):
         raise ValueError(

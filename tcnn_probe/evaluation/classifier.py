@@ -54,7 +54,7 @@ class Classifier:
         return scores.masked_fill(excluded.to(scores.device), -torch.inf)
 
     def _reference(self, images: Tensor) -> Tensor:
-        """Return a tensor with the dtype and device that the model takes: of the model, or else the images."""
+        """Return a tensor with the dtype and device of the model's inputs: one of its own, or else the images."""
         tensor = (
             floating_tensor(self.model) if isinstance(self.model, nn.Module) else None
         )
@@ -68,7 +68,7 @@ def as_classifier(
     classes: tuple[int, ...] | None = None,
     device: torch.device | str | None = None,
 ) -> Classifier:
-    """Join a model with a normalization, None for that of timm's configuration."""
+    """Combine a model with a normalisation; None uses that of timm's configuration."""
     if not callable(model):
         raise TypeError(
             f"expected a module or a function from images to scores, got {type(model).__name__}"

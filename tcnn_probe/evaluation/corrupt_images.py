@@ -153,7 +153,7 @@ def _tensor_view(images: Tensor) -> Tensor:
             f"expected a tensor of shape {shapes}, got shape {tuple(images.shape)}"
         )
     return (
-        # To the CPU, where NumPy draws the same random numbers for every device.
+        # Images are moved to the CPU: NumPy draws random numbers, which are then the same for every device.
         (images if images.ndim == 4 else images[None])
         .detach()
         .permute(0, 2, 3, 1)

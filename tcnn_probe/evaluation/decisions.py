@@ -48,7 +48,7 @@ def disagreement(results: xr.Dataset, by: str | None = None) -> xr.Dataset:
     ).expand_dims(model=[GROUND_TRUTH])
     predictions = xr.concat([truth, predictions], "model")
     rows = []
-    # Not all pairs at once, which would be the square of the memory.
+    # Pairs are not computed all at once, which would take the square of the memory.
     for number in range(len(predictions.model)):
         row = predictions.isel(model=number, drop=True)
         # NaN differs from everything, itself included.
@@ -68,23 +68,23 @@ def disagreement(results: xr.Dataset, by: str | None = None) -> xr.Dataset:
 
 
 def mcnemar(first: xr.DataArray, second: xr.DataArray) -> xr.Dataset:
-    """Test by McNemar's exact test whether two models are right equally often on the same images.
+    """Test whether two models are right equally often on the same images, with McNemar's exact test.
 
     ::
 
         right = ds.correct.sel(severity=3, seed=0)
         tcnn_probe.evaluation.mcnemar(right.sel(model="tcnn"), right.sel(model="cnn")).p_value  # for each corruption
 
-    Only images that one of the two has right and the other wrong count. If both models are right equally often, each
-    of these is a throw of a fair coin (McNemar 1947): a two-sided binomial test, by SciPy. Each label of further
-    dimensions has a test of its own: correct for their number before you call one of many significant.
+    The test uses only images on which exactly one model is right. Under the null hypothesis each of the two is equally
+    likely to be the one (McNemar 1947), which SciPy's two-sided binomial test checks. There is a separate test for each
+    label of further dimensions: correct for multiple tests before you call one significant.
 
     Args:
-        first, second: Right answers of each model, bool, with the dimension "image": two of ``ds.correct``.
+        first, second: Whether each model is right, bool, with the dimension "image": two selections of ``ds.correct``.
 
     Returns:
-        ``first_only`` and ``second_only``, numbers of images that only this model has right, and ``p_value``, each with
-        the dimensions of the two but "image". 1 where the two differ in no image.
+        ``first_only`` and ``second_only``, the numbers of images on which only the first or the second model is right,
+        and ``p_value``, each over all dimensions but "image". ``p_value`` is 1 if the models differ on no image.
 
     Raises:
         TypeError: An argument is not bool.

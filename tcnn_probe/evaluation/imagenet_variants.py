@@ -178,7 +178,7 @@ def _list_images(folder: Path, classes: dict[str, int] | None) -> list[tuple[str
     from timm.data.readers import create_reader
 
     try:
-        # Without classes timm would number those folders that are there.
+        # Without `class_map`, timm would number the folders that exist.
         return create_reader("", str(folder), class_map=classes).samples
     except RuntimeError as error:
         raise ValueError(
@@ -211,7 +211,7 @@ def _samples_by_class(
 
 
 def _samples_of_real(folder: Path) -> list[tuple[str, list[int]]]:
-    """List images of the validation set with all right classes (ImageNet-ReaL), without those that have none."""
+    """List images of the validation set with all their right classes (ImageNet-ReaL), except images without any."""
     labels_by_number = json.loads(_read_timm_info("imagenet_real_labels.json"))
     labels = {
         f"ILSVRC2012_val_{number:08d}": classes

@@ -56,7 +56,7 @@ def cost(
     training: bool = False,
     progress: bool | None = None,
 ) -> xr.Dataset:
-    """Measure what models cost where they are: on their devices, in their precision, with their numbers of threads.
+    """Measure the cost of models on their devices, in their precision, and with the current number of threads.
 
     ::
 
@@ -181,7 +181,7 @@ def _training_step(model: nn.Module, images: Tensor) -> float:
     def step() -> None:
         outputs = tree_leaves(functional_call(model, buffers, images))
         trained = [x for x in outputs if isinstance(x, Tensor) and x.requires_grad]
-        # From ones, as a loss would add its own cost.
+        # The backward pass starts from ones, because a loss would add its own cost.
         torch.autograd.backward(trained, [torch.ones_like(x) for x in trained])
 
     random = torch.random.fork_rng([images.device] if images.is_cuda else [])

@@ -266,7 +266,7 @@ class _Measurement:
         for name, severity, seed in product(
             self.corruptions, self.severities, self.seeds
         ):
-            # What is not random is the same for all seeds.
+            # A corruption that is not random is the same for all seeds.
             if seed != self.seeds[0] and not CORRUPTIONS[name].random:
                 rows.append(rows[-1])
                 continue

@@ -114,7 +114,7 @@ def as_dataset(
 def _means(
     name: str, dims: tuple[str, ...], shares: Any, images: Any, subject: str
 ) -> dict[str, Any]:
-    """Describe the share of right answers and its binomial standard error, for so many images."""
+    """Describe the share of right answers and its binomial standard error for this number of images."""
     attrs = {
         "long_name": f"accuracy {subject}",
         "units": "1",

@@ -89,7 +89,7 @@ def features_of(ds: xr.Dataset, by: By, least_images: int = LEAST_IMAGES) -> Fea
             ds.uniform_entropy
         )
         scales["entropy"] = keys
-        # Not log min(images, keys), a tighter bound: by that, two images and many would type a head differently.
+        # log min(images, keys) is a tighter bound, but with it the type of a head would depend on the number of images.
         scales["content_information"] = keys.where(ds.images >= least_images)
     with np.errstate(divide="ignore", invalid="ignore"):
         shares = [

@@ -12,7 +12,7 @@ __all__ = ["fit_mixture"]
 
 _COMPONENTS = 3  # at most one for each of convolutional, averaging and content heads
 _INITIALISATIONS = 3  # EM ends in local optima
-_SMALLEST_DEVIATION = 0.03  # of shares: without it a few heads that are nearly equal would be a perfect component
+_SMALLEST_DEVIATION = 0.03  # in features in [0, 1]; without it a few nearly equal heads would form a component
 
 
 def fit_mixture(

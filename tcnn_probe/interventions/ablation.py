@@ -194,10 +194,10 @@ class Ablation:
     ) -> None:
         forwards = self._forwards
         self.remove()
-        # After an exception, or without a forward, it does not show which layers would have run.
+        # After an exception, or without a forward, it is unknown which layers would have run.
         if error is not None or forwards is None or not forwards.has_run:
             return
-        # By pattern: of the layers that a glob stands for, some may not run.
+        # This is checked by pattern, because some of the layers that a glob matches may not run.
         attended = {entry.pattern for entry in self._ablated if entry.has_attended}
         missed = [
             entry.pattern for entry in self._ablated if entry.pattern not in attended
@@ -209,16 +209,16 @@ class Ablation:
             )
 
     def _begin(self) -> None:
-        # What ran before this is entered again counts no longer.
+        # Calls from before the ablation is entered again are not counted.
         self._ablated = [entry.fresh() for entry in self._ablated]
         if (
-            # Taken once: an ablation that is entered again keeps what it has of the images.
+            # References are computed once, and kept if the ablation is entered again.
             self._images is not None
             and self._ablated
             and self._ablated[0].reference is None
         ):
             _collect_references(self._model, self._ablated, self._images, self._seed)
-            # What ran for the references is no sign that the user's forwards reach a layer.
+            # Calls for the references do not show that the user's forwards reach a layer, so they are not counted.
             self._ablated = [entry.fresh() for entry in self._ablated]
         self._forwards = self._exits.enter_context(
             _edited_model(self._model, self._ablated)
@@ -285,7 +285,7 @@ def _collect_references(
     images: Iterable[Tensor],
     seed: int | None,
 ) -> None:
-    """Run the model on the given images, and keep what each mode takes of them."""
+    """Run the model on the given images, and collect the statistics that each mode needs."""
     references = []
     for entry in ablated:
         entry.reference = entry.new_reference(seed)
@@ -296,7 +296,7 @@ def _collect_references(
         for batch in tqdm(images, "ablate: images", leave=False, delay=3, disable=None):
             prints = fingerprints(batch)
             for reference in references:
-                # Before the model runs: what it adds is counted against these images.
+                # This comes before the model runs, because its additions belong to these images.
                 reference.begin(len(batch))
                 reference.fingerprints += prints
             model(batch)
@@ -308,7 +308,7 @@ def _collect_references(
 def _layer_of_source(
     entry: Ablated, source: nn.Module, layers: dict[str, nn.Module]
 ) -> nn.Module:
-    """Return the layer of another model whose heads are put in."""
+    """Return the layer of another model whose heads replace those of this model."""
     layer = layers.get(entry.layer.split("#")[0])
     if layer is None:
         raise ValueError(

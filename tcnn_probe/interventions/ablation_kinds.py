@@ -1,4 +1,4 @@
-"""The kinds of ablation, a class each: what is answered to an attention of a layer, and what is done to its gates."""
+"""The kinds of ablation, one class for each: their edits of a layer's attention and of its gates."""
 
 import copy
 from collections.abc import Mapping, Sequence
@@ -30,22 +30,22 @@ Heads = tuple[int, ...] | slice
 
 
 class Ablated(HeadListener):
-    """Heads of one layer that are ablated; the base class of all kinds, which say in :meth:`edit` what they answer.
+    """Ablated heads of one layer; the base class of all kinds, which return their edit of an attention in :meth:`edit`.
 
     Args:
-        pattern: Name or glob that stands for the layer.
-        layer: Name of the layer as it is recorded.
+        pattern: Name or glob that matches the layer.
+        layer: Name of the layer in recordings.
         module: The layer.
-        number: Place of the attention among those of a call of the layer; None for all of them.
+        number: Position of the attention among those of a call of the layer; None for all of them.
         heads: Heads that are ablated.
         mode: Mode of the ablation.
-        strict: Whether the user named this layer, so that it must be able to.
-        count: Number of heads of the layer, if that is known.
-        source: Layer whose heads are put in, of mode "replaced".
+        strict: Whether the user named this layer, so that it is an error if it cannot be ablated.
+        count: Number of heads of the layer; None if unknown.
+        source: Layer whose heads replace those of this one, for the mode "replaced".
     """
 
     takes_images: ClassVar[bool] = False
-    """Whether the kind needs given images, of which :meth:`new_reference` keeps what it takes."""
+    """True if the kind needs given images, from which :meth:`new_reference` collects statistics."""
 
     reference: ReferenceStatistics | None = None
     """Statistics over given images; None for kinds that need none."""
@@ -76,29 +76,29 @@ class Ablated(HeadListener):
 
     @classmethod
     def reason_against(cls, module: nn.Module, mode: Mode) -> str | None:
-        """Return why a layer cannot be ablated so; None if it can."""
+        """Return the reason why a layer cannot be ablated in this mode; None if it can."""
         return None
 
     def edit(self, attention: Attention, heads: Sequence[int]) -> HeadEdit | None:
-        """Return the output to put in place of these heads'; None if this attention cannot be ablated so."""
+        """Return the edit of these heads; None if this attention cannot be ablated in this mode."""
         raise NotImplementedError
 
     def new_reference(self, seed: int | None) -> ReferenceStatistics:
-        """Return the statistics over given images, while there are none of them yet; of kinds that need images."""
+        """Return empty statistics over given images, for kinds that need images."""
         raise NotImplementedError
 
     def fresh(self) -> Self:
         """Return a copy that has not run yet."""
-        # Not deep: it shares the layer, and what was taken of given images.
+        # The copy is shallow, because it shares the layer and the statistics over given images.
         twin = copy.copy(self)
         twin.has_run = twin.has_attended = False
         return twin
 
     def among(self, count: int) -> tuple[int, ...]:
-        """Return the indices of the heads, of a layer with ``count`` heads.
+        """Return the indices of the ablated heads in a layer with ``count`` heads.
 
         Raises:
-            ValueError: The layer lacks one of them.
+            ValueError: The layer lacks one of these heads.
         """
         if isinstance(self.heads, slice):
             return tuple(range(count)[self.heads])
@@ -111,20 +111,20 @@ class Ablated(HeadListener):
 
     @property
     def indices(self) -> Sequence[int]:
-        """Indices of the heads, () while their number is not known."""
+        """Indices of the ablated heads; empty while the layer's number of heads is unknown."""
         return () if self.count is None else self.among(self.count)
 
     def attends(self, attention: Attention) -> HeadEdit | None:
-        """Answer an attention of the layer with this kind's edit."""
+        """Return this kind's edit of an attention of the layer."""
         if self.number not in (None, attention.number):
             return None
-        # Some layers do not say how many heads they have: their first attention does.
+        # Some layers have no attribute with their number of heads; their first attention shows it.
         heads, self.count = self.among(attention.heads), attention.heads
         return self.edit(attention, heads)
 
     def returned(self, call: LayerCall, output: Any) -> None:
         """Raise an error if the call that ends could not be edited, or computed no attention to edit."""
-        # Only the end of a call shows what its softmaxes have weighed.
+        # Only the end of a call shows whether its softmaxes were multiplied with values.
         if call.objection:
             raise RuntimeError(
                 f"{self.layer!r} edited {call.objection}: choose other layers"
@@ -142,7 +142,7 @@ class Ablated(HeadListener):
 
 
 class Zeroed(Ablated):
-    """Heads that give zero."""
+    """Heads whose output is replaced by zero."""
 
     def edit(self, attention: Attention, heads: Sequence[int]) -> HeadEdit:
         """Return zeros."""
@@ -150,7 +150,7 @@ class Zeroed(Ablated):
 
 
 class AveragedOverQueries(Ablated):
-    """Heads whose output is its mean over the queries, the same for all of them."""
+    """Heads whose output is replaced by its mean over the queries."""
 
     def edit(self, attention: Attention, heads: Sequence[int]) -> HeadEdit | None:
         """Return the mean over the queries; raise an error if the user named a layer with a single query."""
@@ -170,7 +170,7 @@ class GatesForced(Ablated):
 
     @classmethod
     def reason_against(cls, module: nn.Module, mode: Mode) -> str | None:
-        """Return why the gates of a layer cannot be forced; None if they can."""
+        """Return the reason why the gates of a layer cannot be set; None if they can."""
         if not isinstance(module, GATED_LAYERS):
             return f"mode={mode!r} needs gates (tcnn_model.GPSA, or timm's ConViT)"
         name = name_of_gating(module)
@@ -183,7 +183,7 @@ class GatesForced(Ablated):
         return dict.fromkeys(self.among(count), self.GATES[self.mode])
 
     def edit(self, attention: Attention, heads: Sequence[int]) -> HeadEdit:
-        """Return an edit of no heads: it is the gates that are edited."""
+        """Return an edit without heads, because only the gates are edited."""
         return HeadEdit(())
 
 
@@ -204,7 +204,7 @@ class GivenAttention(Ablated):
                 heads,
                 attention=self.reference.attention_for(attention, heads, self.layer),
             )
-        # In other threads, and once the images have passed, there is nothing to keep.
+        # In other threads, and after the given images, nothing is collected.
         if self.reference.is_collecting:
             with torch.no_grad():
                 _check_reconstruction(attention)
@@ -220,7 +220,7 @@ class AveragedOverImages(Ablated):
     takes_images = True
     reference: TermReference
     is_additive = False
-    """Whether the heads are known to add up."""
+    """True once a check has shown that the output is a sum over heads."""
 
     def new_reference(self, seed: int | None) -> TermReference:
         """Return a reference that keeps the mean terms of the heads."""
@@ -240,20 +240,20 @@ class AveragedOverImages(Ablated):
         return HeadEdit(heads, terms=add_means)
 
     def returned(self, call: LayerCall, output: Any) -> None:
-        """Take the terms of the given images."""
+        """Collect the terms of the given images."""
         super().returned(call, output)
         if not self.reference.is_collecting or not self.indices:
             return
         numbers = range(call.attentions) if self.number is None else [self.number]
-        # Terms are those of the layer as it runs, with the gates that are forced.
+        # Terms are computed with the gates that other ablations set.
         with_gates = [listener for listener in call.listeners if listener.gates()]
         for number in numbers:
             terms = Terms(
                 call.module, self.layer, number, call.args, call.kwargs, with_gates
             )
-            # Checked once, as it takes four runs of the layer.
+            # This is checked once, because it takes four runs of the layer.
             if not self.is_additive:
-                # One head is enough: a norm over heads that follows shows with any of them.
+                # One head suffices: if a norm over heads follows, the check fails for any head.
                 terms.check(self.indices[:1])
                 self.is_additive = True
             self.reference.add(
@@ -265,7 +265,7 @@ class Replaced(Ablated):
     """Heads replaced by the same heads of another model's layer, computed on the same input."""
 
     is_additive = False
-    """Whether the heads of both layers are known to add up."""
+    """True once a check has shown that the output of both layers is a sum over heads."""
 
     def edit(self, attention: Attention, heads: Sequence[int]) -> HeadEdit:
         """Return zeros, and the other layer's terms to add to the output."""
@@ -288,7 +288,7 @@ class Replaced(Ablated):
 
 
 def kind_of(mode: Mode, *, with_images: bool) -> type[Ablated]:
-    """Return the kind of ablation that a mode stands for, with or without given images."""
+    """Return the kind of ablation for a mode, with or without given images."""
     if mode == "mean":
         return AveragedOverImages if with_images else AveragedOverQueries
     return _KINDS[mode]
@@ -305,12 +305,12 @@ _KINDS: Mapping[str, type[Ablated]] = {
 
 
 def _check_reconstruction(attention: Attention) -> None:
-    """Refuse to exchange an attention that is not what the layer has computed."""
+    """Raise an error if the reconstructed attention differs from the layer's own, because it cannot be replaced."""
     compared = attention.discrepancy(None) if attention.gate is None else None
     if compared is None:
         return
     difference, rounding = compared
-    # Written so that a NaN is refused too.
+    # This is written so that NaN is an error, too.
     if not bool(difference <= rounding):
         raise ReconstructionError(
             f"attention of {type(attention.module).__name__} as rebuilt differs from the layer's own output by "

@@ -44,21 +44,21 @@ class Terms:
     gates: Sequence[HeadListener] = ()
 
     def of(self, *groups: Sequence[int]) -> list[Tensor]:
-        """Return the term of each group of heads, of the output's shape, with the images along its first axis."""
+        """Return the term of each group of heads in the output, with images along the first axis."""
         without_heads = self._run(only=())
-        # Without any heads a layer still gives biases and residual inputs, which belong to no head.
+        # Biases and residual inputs belong to no head: they are what remains without any heads, and are subtracted.
         return [self._run(only=heads) - without_heads for heads in groups]
 
     @torch.no_grad()
     def check(self, heads: Sequence[int]) -> None:
-        """Refuse a layer in which what some heads add depends on what the others give."""
-        # Their heads add up by construction (T-CNN Eq. 5).
+        """Raise ValueError if the term of these heads depends on the output of other heads."""
+        # In gated layers the output is a sum over heads by construction (T-CNN Eq. 5).
         if isinstance(self.module, GATED_LAYERS):
             return
         # f(all) - f(all without h) = f(only h) - f(none), if the layer's output is linear in its heads.
         output = self._run()
         difference = output - self._run(without=heads) - self.of(heads)[0]
-        # Not finite is what the model was given, not what the heads add.
+        # Values that are not finite come from the model's input, not from the heads.
         difference, size = (
             x.nan_to_num(0, 0, 0).abs().amax() for x in (difference, output)
         )
@@ -71,15 +71,15 @@ class Terms:
     def _run(
         self, *, only: Sequence[int] | None = None, without: Sequence[int] = ()
     ) -> Tensor:
-        """Return what the layer gives with ``only`` some of its heads, or all, and ``without`` others."""
+        """Return the layer's output with ``only`` some of its heads (None for all), and ``without`` others."""
         twin = _frozen(self.module, {})
         vars(twin).update(
-            # Hooks around the layer itself have run on the arguments; those of its parts belong to what it computes.
+            # Hooks of the layer itself have already run on the arguments; those of its submodules stay.
             _forward_pre_hooks=OrderedDict(),
             _forward_hooks=OrderedDict(),
         )
         listeners = [
-            # Gates are not the heads' outputs: they stay as the other ablation has them.
+            # Gates that another ablation sets stay set.
             *(_GatesOnly(listener) for listener in self.gates),
             _ZeroOthers(self.number, only, without),
         ]
@@ -89,7 +89,7 @@ class Terms:
 
 
 class _GatesOnly(HeadListener):
-    """The gates of another listener, without its edits of heads."""
+    """Listener with the gates of another listener, but without its edits of heads."""
 
     def __init__(self, listener: HeadListener) -> None:
         self._listener = listener
@@ -99,7 +99,7 @@ class _GatesOnly(HeadListener):
 
 
 class _ZeroOthers(HeadListener):
-    """Zeros for all heads of one attention but ``only`` some, and for those in ``without``."""
+    """Listener that sets all heads of one attention to zero except ``only`` some, and also those in ``without``."""
 
     def __init__(
         self, number: int, only: Sequence[int] | None, without: Sequence[int]

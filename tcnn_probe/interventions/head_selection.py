@@ -24,7 +24,7 @@ HeadSelection = str | Iterable[str] | Mapping[str, Any] | xr.DataArray | None
 def select_heads(
     model: nn.Module, heads: HeadSelection, mode: Mode, *, with_images: bool = False
 ) -> list[Ablated]:
-    """Return the ablated heads of each layer that ``heads`` stands for, see :func:`tcnn_probe.ablate`.
+    """Return the ablated heads of each layer that ``heads`` selects, see :func:`tcnn_probe.ablate`.
 
     Args:
         model: Model with attention.
@@ -200,7 +200,7 @@ def _split(pattern: str | None, modules: Mapping[str, nn.Module]) -> tuple[str, 
 
 
 def _attention_layers(modules: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
-    """Return the modules that look like attention between tokens; whether they are, forwards will show.
+    """Return the modules that look like attention between tokens; only forwards show whether they are.
 
     Their class is called so, or they have heads and neither contain nor belong to a module that is called so. Of
     several, inside of each other, it is the innermost.

@@ -1,4 +1,4 @@
-"""Statistics over given images, for ablations that put them in: attention, or the terms that heads add."""
+"""Statistics over given images that ablations use in place of heads: attention, or terms of heads in the output."""
 
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -27,12 +27,12 @@ GivenImages = Tensor | Iterable[Any]
 
 
 class ReferenceStatistics:
-    """Statistics of forwards in the thread that makes this, until :meth:`finish`.
+    """Statistics of forwards in the thread that creates this object, until :meth:`finish`.
 
     Attributes:
         is_finished: Whether all images have passed.
-        images: Number of images in the batch that is running.
-        total: Number of images so far, with those of that batch.
+        images: Number of images in the current batch.
+        total: Number of images so far, including the current batch.
         size: Size of one image, once finished.
         fingerprints: Fingerprint of each image, in the order in which they passed.
     """
@@ -43,7 +43,7 @@ class ReferenceStatistics:
         self.total = 0
         self.size: torch.Size | None = None
         self.fingerprints: list[bytes] = []
-        # Other threads may run the model meanwhile, on images of their own.
+        # Other threads may meanwhile run the model on other images.
         self._thread = threading.get_ident()
 
     @property
@@ -62,7 +62,7 @@ class ReferenceStatistics:
         self.size = size
 
     def check(self, inputs: Iterable[Any]) -> None:
-        """Refuse images of another size than the given ones."""
+        """Raise ValueError if images differ in size from the given ones."""
         size = next((x.shape[1:] for x in inputs if isinstance(x, Tensor)), None)
         if self.is_finished and size is not None and self.size not in (None, size):
             raise ValueError(
@@ -83,19 +83,19 @@ class ReferenceStatistics:
 
 
 class AttentionReference(ReferenceStatistics):
-    """Attention of some heads of a layer: its mean over the given images, or that of each.
+    """Attention of some heads of a layer: its mean over the given images, or the attention of each image.
 
     Args:
-        shuffled: Whether it is that of each.
-        seed: Seed of the order in which images get it: a random cycle, in which no image keeps its own; None for the
-            order in which they were given.
+        shuffled: Whether the attention of each image is kept, to be used for another image.
+        seed: Seed of the order in which images get the attention of others, a random cycle in which no image keeps its
+            own; None for the order of the given images.
     """
 
     def __init__(self, *, shuffled: bool, seed: int | None = None) -> None:
         super().__init__()
         self._shuffled = shuffled
         self._seed = seed
-        # By number of the attention in the layer's call; attention is (images, or 1 for all, windows, heads, Nq, Nk).
+        # Keys are numbers of attentions in the layer's call. Attention is (images or 1, windows, heads, Nq, Nk).
         self._heads: dict[int, Sequence[int]] = {}
         self._attention: dict[int, Tensor] = {}
         self._counts: dict[int, int] = {}
@@ -103,7 +103,7 @@ class AttentionReference(ReferenceStatistics):
     def add(
         self, number: int, heads: Sequence[int], weights: Tensor, layer: str
     ) -> None:
-        """Add the attention of the batch that is running, (images * windows, all heads, N_query, N_key)."""
+        """Add the attention of the current batch, (images * windows, all heads, N_query, N_key)."""
         attention = self._by_image(
             # Sums over images in half precision would round the last images away.
             weights[:, list(heads)].to(at_least_float32(weights.dtype)),
@@ -126,7 +126,7 @@ class AttentionReference(ReferenceStatistics):
             )
 
     def finish(self, size: torch.Size | None) -> None:
-        """End the collection: sums become means, if means are wanted."""
+        """End the collection; without ``shuffled``, turn sums into means."""
         super().finish(size)
         if not self._shuffled:
             self._attention = {
@@ -161,7 +161,7 @@ class AttentionReference(ReferenceStatistics):
     def attention_for(
         self, attention: Attention, heads: Sequence[int], layer: str
     ) -> Tensor:
-        """Return what some heads are to attend to in the place of their own attention.
+        """Return the attention that replaces that of some heads.
 
         Returns:
             Shape (images, or 1 for all alike, windows, heads, N_query, N_key).
@@ -206,7 +206,7 @@ class AttentionReference(ReferenceStatistics):
 
 
 class TermReference(ReferenceStatistics):
-    """Means over the given images of what single heads add to the output of their layer."""
+    """Means over the given images of the terms of single heads in the output of their layer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -225,13 +225,13 @@ class TermReference(ReferenceStatistics):
     def add_to(
         self, output: Tensor, number: int, places: Sequence[int], layer: str
     ) -> Tensor:
-        """Return the output, (B * windows, ...), with the means of the heads at some places added."""
+        """Return the output, (B * windows, ...), with the mean terms of heads at some positions added."""
         if number not in self._sums:
             raise ValueError(
                 f"{layer!r} did not run when means were taken over images="
             )
         sums, count = self._sums[number]
-        # Terms of heads add up, so that those of several are put in at once.
+        # The output is a sum over heads, so the terms of several heads are added at once.
         mean = (sums[list(places)].sum(0) / count).to(output)
         windows = mean.shape[0]
         if output.shape[0] % windows or output.shape[1:] != mean.shape[1:]:
@@ -255,7 +255,7 @@ def fingerprints(images: Tensor) -> list[bytes]:
 
 
 def as_batches(images: GivenImages, model: nn.Module) -> Iterator[Tensor]:
-    """Yield batches as the model takes them, made one at a time.
+    """Yield batches as the model takes them, which are prepared one at a time.
 
     Raises:
         TypeError, ValueError: A batch that holds no images, or images of several sizes.

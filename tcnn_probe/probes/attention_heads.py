@@ -49,7 +49,7 @@ def _statistics(attention: Attention) -> Mapping[str, Any]:
 
 
 def _statistics_of_softmax(attention: Attention) -> Mapping[str, Any]:
-    if attention.gate is not None:  # gated layers have probes of their own
+    if attention.gate is not None:  # gated layers have other probes
         return {}
     return attention.statistics()
 
@@ -218,7 +218,7 @@ def _probe_of_token(
     to_itself, to_others = f"{prefix}self_attention", f"{prefix}token_attention"
 
     def numbers(attention: Attention) -> Mapping[str, Tensor | Pattern]:
-        """Return the entropy of the token's row and what it keeps to the tokens before the grid, (B, heads)."""
+        """Return the entropy of the token's row and its attention to tokens before the grid, (B, heads)."""
         query = query_of(attention)
         if query is None:
             return {}
@@ -321,7 +321,7 @@ def _numbers_of_classes(attention: Attention) -> Mapping[str, Tensor | Pattern]:
 def _maps_of_classes(
     attention: Attention, images: Sequence[int]
 ) -> Mapping[str, Tensor]:
-    """Return maps of all classes, (images, K, height, width); the recorder keeps those of a few."""
+    """Return maps of all classes, (images, K, height, width), of which the recorder keeps a few."""
     # Rows of several windows are over different keys: they make no map of the image.
     if attention.layout.keys is None or attention.windows > 1:
         return {}

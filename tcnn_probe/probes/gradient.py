@@ -63,7 +63,8 @@ def _rows(part: Any, name: str, blocks: int, heads: int, output: Any) -> Paramet
     if not isinstance(part, nn.Linear):
         raise NotMeasuredError(f"{name} is {type(part).__name__}, not an nn.Linear")
     rows = part.out_features
-    # Where all are in one matrix their sizes follow; queries and keys by themselves may have another one.
+    # A joint matrix of queries, keys and values must have three times as many rows as the output projection has inputs.
+    # Separate queries and keys may have another size.
     if rows % (blocks * heads) or (
         blocks == 3 and isinstance(output, nn.Linear) and rows != 3 * output.in_features
     ):
@@ -83,7 +84,7 @@ def _columns(layer: nn.Linear, heads: int) -> Parameters:
     yield layer.weight, layer.out_features
 
 
-# Wider than what can be measured, so that an unknown kind of attention is named as missing, not passed over.
+# This includes layers that cannot be measured, so that unknown kinds of attention are listed as missing.
 def _is_expected(layer: nn.Module) -> bool:
     """Return whether the layer is known, or has heads and looks like attention."""
     if known(layer).head_parameters is not None:
@@ -101,14 +102,14 @@ class GradientProbe(Probe):
             raise NotMeasuredError(
                 f"how the heads of {type(module).__name__} share its parameters is not known"
             )
-        heads: Any = head_count(module)  # every layer with such a record says it
+        heads: Any = head_count(module)  # known for every layer with such a record
         by_parameter: list[tuple[nn.Parameter, Callable[[Tensor], Tensor]]] = []
         for parameter, blocks in _parameters(module, record, heads):
             if isinstance(parameter, nn.Parameter):
                 by_parameter.append(
                     (parameter, partial(_by_head, blocks=blocks, heads=heads))
                 )
-            # As under torch's parametrizations: no gradient arrives at a tensor that is no parameter.
+            # This is so under torch's parametrizations: a tensor that is not a parameter gets no gradient.
             elif parameter is not None:
                 raise NotMeasuredError("a weight is computed from other parameters")
         return {"gradient_norm": by_parameter}

@@ -114,7 +114,7 @@ def features(
 
     def places(call: ForwardCall) -> Tensor:
         x = _places(call, channel_axis)
-        # Two bytes each, in float16.
+        # Each value takes two bytes (float16).
         needed = len(numbers) * (1 + len(tokens)) * x.shape[-1] * 2
         if needed > max_bytes:
             raise ValueError(
@@ -137,7 +137,7 @@ def features(
     def maps(call: ForwardCall, rows: Sequence[int]) -> dict[str, Tensor]:
         x = places(call)
         if len(rows) < len(x):
-            # Only where some rows are left out, as indexing with a list copies.
+            # This is done only if rows are left out, because indexing with a list copies.
             x = x[rows]
         mean = x[:, prefix_tokens:].mean(1, keepdim=True)
         return {"feature": torch.cat([mean, x[:, tokens]], 1)}

@@ -1,4 +1,4 @@
-"""Signs of health: collapsed queries, sinks, heads and queries that are alike, silent heads, and outlier tokens.
+"""Measures of health: collapsed queries, sinks, similar heads and queries, silent heads, and outlier tokens.
 
 Of gated layers (GPSA, ConViT) all of this is of the content part C, which the images decide: their positional part is
 the same for all images, and its state is recorded as gate, locality strength and centre.
@@ -63,7 +63,7 @@ def _of_entropy(rows: ContentRows, keys: int) -> dict[str, Tensor]:
 
 
 def _of_sink(attention: Attention, received: Tensor) -> dict[str, Tensor]:
-    """Measure the key that receives most: its share, its kind, and its value's norm beside that of the others."""
+    """Measure the key that receives most attention: its share, its kind, and the relative norm of its value."""
     # (B, windows, heads): the sink of each window by itself.
     share, index = received.max(-1)
     measured = {"sink": share.mean(1)}
@@ -82,7 +82,7 @@ def _of_sink(attention: Attention, received: Tensor) -> dict[str, Tensor]:
     without_sink = norms.scatter(-1, index[..., None], torch.nan)
     median = without_sink.nanmedian(-1).values
     ratio = of_sink[..., 0] / median
-    # Where most values vanish no ratio tells anything.
+    # If most values are zero, the ratio is meaningless.
     measured["sink_value_norm"] = torch.where(median == 0, 0, ratio).mean(1)
     return measured
 
@@ -135,7 +135,7 @@ def _of_outputs(attention: Attention) -> dict[str, Tensor]:
 
 
 def _of_tokens(attention: Attention) -> dict[str, Tensor]:
-    """Measure the tokens that enter the block: their norms, and how alike they are."""
+    """Measure the norms and the similarity of the tokens that enter the block."""
     tokens = None if attention.residual is None else attention.residual()
     if tokens is None:
         return {}
@@ -146,7 +146,7 @@ def _of_tokens(attention: Attention) -> dict[str, Tensor]:
     classes = min(specials, attention.class_tokens)
     norms = torch.linalg.vector_norm(tokens, dim=-1)
     patches = norms[:, prefix:]
-    # The median, as a mean would grow with the outliers that it is to find.
+    # Outliers are relative to the median, because they would increase a mean.
     median = patches.median(1).values
     measured = {
         "token_norm": median,

@@ -35,7 +35,7 @@ def _state(block: nn.Module) -> dict[str, Tensor]:
     return {
         "scale": torch.stack(
             [
-                # A branch without LayerScale is added as it is.
+                # A branch without LayerScale has weights of 1.
                 torch.ones_like(scales[0]) if weight is None else weight
                 for weight in weights
             ]

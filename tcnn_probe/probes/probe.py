@@ -1,4 +1,4 @@
-"""The contract between the recorder and what it can measure, and the probes that are known by name."""
+"""The interface between the recorder and probes, and the registry of probes by name."""
 
 import difflib
 import re
@@ -30,7 +30,7 @@ __all__ = [
 PROBES: dict[str, "Probe"] = {}
 """The probes that :func:`tcnn_probe.record` finds by their names."""
 
-# They become names of folders in a store: no slash, and no dot at the beginning.
+# Names become folders in a store, so they contain no slash and do not begin with a dot.
 _NAME = re.compile(r"\w[\w-]*")
 
 GradientNorms = Mapping[str, Iterable[tuple[nn.Parameter, Callable[[Tensor], Tensor]]]]
@@ -64,7 +64,7 @@ class ForwardCall:
     verification: Verification | None = None
 
     def verify(self, rebuild: Callable[[], Tensor | None]) -> None:
-        """Compare an output rebuilt from what is measured with the true one, once for each layer.
+        """Compare an output that was reconstructed from measurements with the true one, once for each layer.
 
         The forward raises :class:`tcnn_probe.ReconstructionError` if they differ by more than rounding.
 
@@ -82,7 +82,7 @@ class ForwardCall:
 
 @dataclass(frozen=True)
 class Probe:
-    """Measurements of one kind of layer. Give any of the functions; each says what it hooks.
+    """Measurements of one kind of layer. Any of the functions may be given; each determines what is hooked.
 
     Measurements of a forward have one value (or array of values) for each image; the recorder keeps their mean over
     images. Functions run without gradients and must not change the layer. ``{variable: tensor}`` may leave a variable
@@ -136,7 +136,7 @@ class Probe:
     detailed: bool = False
 
     def __post_init__(self) -> None:
-        """Refuse what would fail, or be lost, when the first epoch is marked."""
+        """Raise an error for definitions that would fail, or lose values, when the first epoch is marked."""
         probe = f"the probe {self.kind!r}"
         # A subclass that overrides the method measures gradients: to call it would need a module.
         measures_gradients = type(self).gradients is not Probe.gradients
@@ -152,7 +152,7 @@ class Probe:
             raise TypeError(
                 f"expected {probe} to have a class or a predicate for module_type, got {self.module_type!r}"
             )
-        # The paths of attention heads in a tree, and of maps in a store.
+        # These are the paths of attention heads in a tree, and of maps in a store.
         if self.place.split("/")[0] in ("heads", "maps"):
             raise ValueError(
                 f"{probe} would be recorded under {self.place!r}, like another probe: give it another name"
@@ -179,11 +179,11 @@ class Probe:
 
     @property
     def images(self) -> tuple[int, ...] | None:
-        """Images to keep maps of, in a group with the probe's numbers; None for those of ``record(images=)``."""
+        """Images whose maps are kept, in a group with the probe's numbers; None for those of ``record(images=)``."""
         return None
 
     def choose_layers(self, names: Iterable[str]) -> Collection[str]:
-        """Choose layers by name, among the names of all modules; ``module_type`` has its say as well."""
+        """Choose layers among the names of all modules; layers must also match ``module_type``."""
         return frozenset(names)
 
     def parts(self, module: nn.Module) -> Mapping[str, nn.Module]:
@@ -222,7 +222,7 @@ class Probe:
 
     @cached_property
     def class_variables(self) -> frozenset[str]:
-        """Names of those maps that are kept for a few classes."""
+        """Names of the maps that are kept for a few classes only."""
         return frozenset(
             name
             for name in self.image_variables
@@ -233,7 +233,7 @@ class Probe:
         """Return whether the module is of its type."""
         if self.module_type is None:
             return False
-        # Asked before predicates, since a class can be called too.
+        # Classes are checked before predicates, because a class is callable, too.
         if isinstance(self.module_type, (type, tuple)):
             return isinstance(module, self.module_type)
         return self.module_type(module)

@@ -50,7 +50,7 @@ def layer_scores(
         matrix = own_channels(values)
         if matrix is None:
             return np.full(images, np.nan), np.nan
-        # As a float, since NaN stands for features that are missing.
+        # The result is a float, so that NaN can mark missing features.
         return knn_correct(matrix, labels, neighbors=neighbors).astype(
             float
         ), participation_ratio(matrix)

@@ -1,4 +1,4 @@
-"""Drift: distance of features from those of an earlier epoch, or of another model, for the same images."""
+"""Drift: distances between features of the same images in different epochs or models."""
 
 import numpy as np
 import xarray as xr
@@ -47,7 +47,7 @@ def gram_distance(tokens: ArrayLike, others: ArrayLike) -> NDArray[np.float64]:
             f"expected the same two or more tokens twice, shapes (..., N, C) and (..., N, C'), got {x.shape} and "
             f"{y.shape}"
         )
-    # Not from products of channels (C x C), which would cost less for many patches: there small distances cancel.
+    # Products of channels (C x C) would cost less for many patches, but small distances would cancel.
     distances = [
         np.sqrt(np.mean((_cosines(x[image]) - _cosines(y[image])) ** 2))
         for image in np.ndindex(x.shape[:-2])
@@ -88,7 +88,7 @@ def layer_drift(features: xr.DataArray, reference: xr.DataArray) -> xr.Dataset:
                 "expected the mean and two patches or more along 'token', as of features(tokens=range(1, 197)), got "
                 f"{tokens}"
             )
-        # A label that one side alone has, such as the epoch that was selected, is no label of the distance.
+        # A coordinate of one side only, such as the selected epoch, does not belong to the distance.
         pair[number] = array.reset_coords(drop=True)
     x, y = pair[0], pair[1].rename(channel="other_channel")
     patches = [array.drop_sel(token="mean") for array in (x, y)]
@@ -106,7 +106,7 @@ def layer_drift(features: xr.DataArray, reference: xr.DataArray) -> xr.Dataset:
             input_core_dims=[["image", "channel"], ["image", "other_channel"]],
             vectorize=True,
         )
-    except ValueError as error:  # of xarray's alignment
+    except ValueError as error:  # xarray could not align the two
         raise ValueError(
             f"expected a reference of the same images, tokens and layers: {error}"
         ) from error

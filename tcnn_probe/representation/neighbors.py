@@ -56,7 +56,7 @@ def knn_correct(
         # The distance is 1 - cos. A constant factor divides out; this one keeps the nearest weight from underflowing.
         return np.exp((distance.min(1, keepdims=True) - distance) / temperature)
 
-    # scikit-learn's trees have no cosine.
+    # scikit-learn's trees do not support cosine distances.
     model = KNeighborsClassifier(
         neighbors, weights=weights, metric="cosine", algorithm="brute"
     )

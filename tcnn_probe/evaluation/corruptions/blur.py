@@ -92,7 +92,7 @@ def glass_blur(
 def _sources(
     height: int, width: int, random: RandomState, scale: float, reach: int
 ) -> NDArray[Any]:
-    """Return, for each pixel, the pixel whose value it has after a round, shape (H·W,), both counted by rows."""
+    """Return for each pixel the pixel whose value it has after one round, as row-major indices of shape (H·W,)."""
     margin = math.ceil(reach * scale)
     y, x = np.arange(height - margin, margin, -1), np.arange(width - margin, margin, -1)
     moves = random.randint(-reach, reach, size=(len(y), len(x), 2)).astype(float)
@@ -161,7 +161,7 @@ def zoom_blur(
     image: NDArray[Any], random: RandomState, scale: float, *, until: float, step: float
 ) -> NDArray[Any]:
     """Average the image and its middle enlarged by 1, 1 + step, ... below ``until``."""
-    # As the published code does: its sums round to float32.
+    # Sums are in float32, as in the published code.
     single = image.astype(np.float32)
     total, factors = single.copy(), np.arange(1, until, step)
     for factor in factors:

@@ -56,7 +56,7 @@ def _as_picture(array: NDArray[Any]) -> NDArray[Any]:
         raise ValueError(
             f"expected a picture of frost of shape (H, W, 3), got {array.shape}"
         )
-    # Not `min < 0 or max > 1`, which lets NaN pass.
+    # `min < 0 or max > 1` would let NaN pass.
     if not (picture.min() >= 0 and picture.max() <= 1):
         raise ValueError(
             f"expected pictures of frost in [0, 1], or uint8; got {picture.min():.3g} to {picture.max():.3g}"

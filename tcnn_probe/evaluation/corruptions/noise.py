@@ -21,7 +21,7 @@ __all__ = ["gaussian_noise", "impulse_noise", "shot_noise"]
 def gaussian_noise(
     image: NDArray[Any], random: RandomState, scale: float, *, deviation: float
 ) -> NDArray[Any]:
-    """Add to every value a normal number of this standard deviation."""
+    """Add Gaussian noise with this standard deviation."""
     return image + random.normal(scale=deviation, size=image.shape)
 
 

@@ -51,7 +51,7 @@ def shrink(layer: NDArray[Any], shape: tuple[int, ...]) -> NDArray[Any]:
 
 def zoom(image: NDArray[Any], factor: float) -> NDArray[Any]:
     """Enlarge the middle of an image, (H, W) or (H, W, C), linearly to its size or up to ``factor`` pixels more."""
-    # As scipy.ndimage.zoom with order=1, which the published code calls, by two small products instead.
+    # The published code calls scipy.ndimage.zoom with order=1; two small matrix products give the same.
     crop, weights = [], []
     for size in image.shape[:2]:
         width = math.ceil(size / factor)

@@ -185,7 +185,7 @@ def health(weights: np.ndarray) -> dict[str, np.ndarray]:
 
 
 def information(weights: np.ndarray) -> np.ndarray:
-    """Content information: (B, windows, heads, N_query, N_key) -> (heads,), each position in each window a query."""
+    """Content information, (B, windows, heads, N_query, N_key) -> (heads,), over all positions in all windows."""
     divergence = (entropy(weights.mean(0)) - entropy(weights).mean(0)).mean((0, 2))
     # Corrected for n images, n / (n - 1).
     return divergence / (1 - 1 / len(weights))

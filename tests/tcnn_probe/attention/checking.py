@@ -96,7 +96,7 @@ def as_it_is(weights: Tensor, images: int) -> Tensor:
 
 
 def windows_last(weights: Tensor, images: int) -> Tensor:
-    """(B, heads, windows, N_query, N_key), or without windows."""
+    """Move windows before heads in weights (B, heads, windows, N_query, N_key); without windows, add their axis."""
     return weights.transpose(1, 2) if weights.ndim == 5 else weights[:, None]
 
 

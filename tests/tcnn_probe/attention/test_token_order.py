@@ -245,7 +245,7 @@ def transformers_model(name: str, config: str, **options: Any) -> nn.Module:
 def test_shuffled_tokens_of_a_masked_autoencoder() -> None:
     """Shuffled tokens are recorded without a grid; the decoder puts them in order again."""
     torch.manual_seed(0)
-    # Nothing is masked, so that tokens are shuffled and as many as patches: only their order can refuse them.
+    # Without masking there are as many tokens as patches, so that only their order shows that they are shuffled.
     options = {**TINY, "image_size": 40, "mask_ratio": 0.0}
     decoder = {
         "decoder_hidden_size": 24,
@@ -259,7 +259,7 @@ def test_shuffled_tokens_of_a_masked_autoencoder() -> None:
     encoder = ["vit.layers.0.attention", "vit.layers.1.attention"]
     with tcnn_probe.record(model) as recorder, torch.no_grad():
         model(torch.randn(2, 3, 40, 40))
-        # Twice: the order is drawn anew in each forward, and what the first one showed must hold.
+        # A second forward has another random order; the conclusion from the first one must still hold.
         model(torch.randn(2, 3, 40, 40))
         recorder.mark(epoch=0)
     assert recorder.missing["attention_distance"] == dict.fromkeys(

@@ -159,7 +159,7 @@ def nest() -> Family:
 
 
 def volo() -> Family:
-    """2 x 1 pixels, as many as heads, say how their 3 x 3 neighbours attend to each other; then 2 x 1 patches."""
+    """Outlook attention among the 3 x 3 neighbours of each of 2 x 1 pixels, with 2 heads, then 2 x 1 patches."""
     small = {
         "layers": (1, 1),
         "embed_dims": (16, 16),

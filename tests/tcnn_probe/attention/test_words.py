@@ -47,7 +47,7 @@ class Block(nn.Module):
     ) -> list[Tensor]:
         q, k, v = (self._join(layer, parts) for layer in (self.q, self.k, self.v))
         if self.cached:
-            # As transformers joins new keys to those of its cache, which begins without any axes of tokens.
+            # transformers concatenates new keys to those of its cache in this way; the empty cache has a single axis.
             k, v = (torch.cat([x.new_empty(0), x], -2) for x in (k, v))
         attended = F.scaled_dot_product_attention(q, k, v, attn_mask=mask).transpose(
             1, 2

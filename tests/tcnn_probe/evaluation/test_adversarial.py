@@ -49,7 +49,7 @@ def foolbox_attack(
             steps=options["steps"],
             random_start=start is not None,
         )
-        # Its own generator would draw another start.
+        # foolbox's own generator would draw another start.
         attack.get_random_start = lambda x, epsilon: eagerpy.astensor(start)
     mean, std = ([float(x) for x in numbers] for numbers in normalization)
     preprocessing = {"mean": mean, "std": std, "axis": -3}

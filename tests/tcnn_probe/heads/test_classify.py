@@ -274,7 +274,7 @@ def noisy(marks: int = 13) -> xr.Dataset:
 
 
 def test_mixture_of_known_clusters() -> None:
-    """Labels are known; posteriors are Bayes' rule by hand; the order of the heads does not matter."""
+    """Types match the known labels, posteriors match Bayes' rule, and the order of heads does not matter."""
     ds = noisy()
     types = tcnn_probe.head_types(ds, "mixture")
     assert (

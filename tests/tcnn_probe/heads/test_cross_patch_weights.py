@@ -115,7 +115,7 @@ def test_types_are_those_of_heads() -> None:
 
 
 def test_of_mlp_mixer_it_is_the_product() -> None:
-    """The matrix is what the block does to a single patch, with an identity for the GELU."""
+    """The matrix is the effect of the block on single patches, with an identity in place of the GELU."""
     block = mlp_model(MixerBlock).double().blocks[1]
     model = nn.Sequential(block)
     weight = cross_patch(model, grid=(H, W)).weight.isel(layer=0)

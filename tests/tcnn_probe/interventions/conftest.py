@@ -17,7 +17,7 @@ def nothing_left() -> Iterator[None]:
 @pytest.fixture(params=[True, False], ids=["fused", "plain"])
 def fused(request: pytest.FixtureRequest) -> Iterator[bool]:
     """Run with and without fused attention, as timm is asked to."""
-    set_fused_attn(request.param, experimental=request.param)  # which Swin needs
+    set_fused_attn(request.param, experimental=request.param)  # Swin needs experimental
     yield request.param
     # timm's default.
     set_fused_attn(True)

@@ -28,7 +28,7 @@ from tests.tcnn_probe.storage.tables import (
     values,
 )
 
-# 1 kills at all, in two minutes.
+# Kills happen at every 29th change; TCNN_PROBE_KILL_EVERY=1 tests all changes, in two minutes.
 EVERY = int(os.environ.get("TCNN_PROBE_KILL_EVERY", "29"))
 
 
@@ -40,7 +40,7 @@ def replace(path: Path) -> EpochStore:
 
 
 def changes_until(number: int | None, work: Callable[[], object]) -> list[str]:
-    """Do work in a process that ends, as if it were killed, before the change of this number; return all changes."""
+    """Run ``work`` in a process that exits before change number ``number``, as if killed; return the changes so far."""
     reader, writer = os.pipe()
     if pid := os.fork():
         os.close(writer)

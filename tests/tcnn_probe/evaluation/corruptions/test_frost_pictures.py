@@ -43,7 +43,7 @@ def test_what_is_no_frost(pictures: Any, error: type[Exception], message: str) -
 
 def test_parts_lie_anywhere_inside() -> None:
     y, x = np.mgrid[:11, :13]
-    # Each pixel tells its place.
+    # The value of each pixel is its position.
     picture = np.stack([y, x, 0 * x], -1) / 20
     corners = {
         tuple(np.rint(crop(picture, (7, 5), RandomState(n))[0, 0, :2] * 20))

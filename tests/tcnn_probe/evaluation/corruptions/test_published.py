@@ -52,7 +52,7 @@ def test_same_as_the_reference(
     image: NDArray[Any],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    # Impulse noise asks for one.
+    # Impulse noise calls default_rng.
     monkeypatch.setattr(np.random, "default_rng", lambda *_: Generator(MT19937(SEED)))
     # pixelate, as first published.
     monkeypatch.setattr(Image, "NEAREST", Image.Resampling.BOX)
