@@ -53,13 +53,13 @@ def known(module: nn.Module) -> LayerRecord:
     cls: Any = type(module)
     # A forward that is set on the instance is not passed on, because the cache would keep the module alive.
     forward = None if "forward" in vars(module) else getattr(cls, "forward", None)
-    return _record(cls, forward)
+    return _combined_record(cls, forward)
 
 
 # Bounded, because torch makes a class for each parametrized module. The forward is part of the key, because users
 # replace that of a class too.
 @lru_cache(maxsize=1024)
-def _record(cls: type, forward: Any) -> LayerRecord:
+def _combined_record(cls: type, forward: Any) -> LayerRecord:
     facts: dict[str, Any] = {}
     for base in reversed(cls.__mro__):
         record = RECORDS.get(f"{base.__module__}.{base.__qualname__}", LayerRecord())

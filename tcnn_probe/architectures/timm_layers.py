@@ -65,17 +65,17 @@ def _always(layer: Any) -> bool:
 # Windows that a layer cuts.
 
 
-def _channels_last(inputs: Sequence[Any]) -> tuple[int, int]:
+def _grid_of_channels_last(inputs: Sequence[Any]) -> tuple[int, int]:
     return inputs[0].shape[1], inputs[0].shape[2]
 
 
-def _channels_first(inputs: Sequence[Any]) -> tuple[int, int]:
+def _grid_of_channels_first(inputs: Sequence[Any]) -> tuple[int, int]:
     return inputs[0].shape[2], inputs[0].shape[3]
 
 
 def _swin(block: Any, inputs: Sequence[Any]) -> Windows:
     return Windows(
-        _channels_last(inputs),
+        _grid_of_channels_last(inputs),
         to_2tuple(block.window_size),
         to_2tuple(block.shift_size),
     )
@@ -98,11 +98,11 @@ def _maxvit(
 
 def _davit(block: Any, inputs: Sequence[Any]) -> Windows:
     # DaViT never shifts its windows.
-    return Windows(_channels_first(inputs), to_2tuple(block.window_size))
+    return Windows(_grid_of_channels_first(inputs), to_2tuple(block.window_size))
 
 
 def _sam2(block: Any, inputs: Sequence[Any]) -> Windows:
-    grid = _channels_last(inputs)
+    grid = _grid_of_channels_last(inputs)
     # Blocks of global attention have windows of no pixels.
     return Windows(grid, block.window_size if block.is_windowed else grid)
 
@@ -289,10 +289,10 @@ _BLOCKS: Mapping[str, LayerRecord] = {
     "timm.models.focalnet.FocalNetBlock": LayerRecord(branches=_layer_scales()),
     "timm.models.gcvit.GlobalContextVitBlock": LayerRecord(branches=_layer_scales()),
     "timm.models.maxxvit.PartitionAttentionCl": LayerRecord(
-        windows=_maxvit(_channels_last), branches=_layer_scales()
+        windows=_maxvit(_grid_of_channels_last), branches=_layer_scales()
     ),
     "timm.models.maxxvit.PartitionAttention2d": LayerRecord(
-        windows=_maxvit(_channels_first), branches=_layer_scales()
+        windows=_maxvit(_grid_of_channels_first), branches=_layer_scales()
     ),
     # The layers between tokens work on (B, C, N), so channels are on axis 1 there.
     "timm.models.mlp_mixer.MixerBlock": LayerRecord(

@@ -34,9 +34,9 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A record of a class in the tests, which has a fact that its base has too, and lacks the others."""
     name = f"{Derived.__module__}.{Derived.__qualname__}"
     monkeypatch.setitem(lookup.RECORDS, name, LayerRecord(heads_axis=2))
-    lookup._record.cache_clear()
+    lookup._combined_record.cache_clear()
     yield
-    lookup._record.cache_clear()
+    lookup._combined_record.cache_clear()
 
 
 @pytest.mark.usefixtures("recorded")
