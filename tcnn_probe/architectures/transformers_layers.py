@@ -12,7 +12,7 @@ __all__ = ["TRANSFORMERS_LAYERS"]
 
 
 def _swin(layer: Any, inputs: Sequence[Any]) -> Windows:
-    """Return the windows of tokens (B, N, C), padded before they are rolled; their grid is one of the inputs."""
+    """Return the windows of tokens (B, N, C), which are padded before they are rolled; the grid is an input."""
     size = next(
         pair for pair in inputs if isinstance(pair, (tuple, list)) and len(pair) == 2
     )
@@ -25,7 +25,7 @@ def _swin(layer: Any, inputs: Sequence[Any]) -> Windows:
 
 
 def _sam2(block: Any, inputs: Sequence[Any]) -> Windows:
-    """Return the windows of tokens (B, H, W, C); blocks of global attention have windows of no pixels."""
+    """Return the windows of tokens (B, H, W, C); blocks with global attention have a window size of 0."""
     grid = inputs[0].shape[1], inputs[0].shape[2]
     return Windows(grid, to_2tuple(block.window_size) if block.window_size else grid)
 
@@ -39,12 +39,12 @@ TRANSFORMERS_LAYERS: Mapping[str, LayerRecord] = {
     "transformers.models.hiera.modeling_hiera.HieraEncoder": LayerRecord(
         mask_units=_hiera
     ),
-    # (B, heads, windows, N, N), where the number of windows can be that of the heads.
+    # (B, heads, windows, N, N), where the number of windows may equal that of the heads.
     "transformers.models.hiera.modeling_hiera.HieraMaskUnitAttention": LayerRecord(
         heads_axis=1,
         not_in_raster_order="Hiera's tokens are ordered by mask unit, and where these lie is unknown",
     ),
-    # The block cuts windows, so that its attention gets single windows.
+    # These blocks cut the windows, so their attention sees single windows only.
     "transformers.models.sam2.modeling_sam2.Sam2MultiScaleBlock": LayerRecord(
         windows=_sam2
     ),
