@@ -102,7 +102,7 @@ def _davit(block: Any, inputs: Sequence[Any]) -> Windows:
 
 
 def _sam2(block: Any, inputs: Sequence[Any]) -> Windows:
-    grid = _channels_last(inputs)
+    grid = _grid_of_channels_last(inputs)
     # Blocks with global attention have a window size of 0.
     return Windows(grid, block.window_size if block.is_windowed else grid)
 
