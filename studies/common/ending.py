@@ -51,7 +51,7 @@ def finish(passed: bool, data: str) -> int:
     if data == "digits":
         return NOT_SEEN
     print(
-        "The checks state what the digits show. On your own data a failed check is a finding, not an error."
+        "The checks say what the digits show. On your own data they are findings, not errors."
     )
     return 0
 

@@ -125,7 +125,7 @@ def add_machine(group: Any, *, small: str, loads: bool = True) -> None:
             default=cores,
             help="processes that load --data (default: one for each core, 4 at most)",
         )
-    add_seed(group, small=small)
+    add_seed(group, small=f"few small images without clutter, {small}")
 
 
 def add_device(group: Any) -> None:
@@ -140,13 +140,13 @@ def add_device(group: Any) -> None:
 
 
 def add_seed(group: Any, *, small: str) -> None:
-    """Add options for the seed and for a quick look; ``small`` says what ``--small`` changes."""
+    """Add options for the seed and for a quick look; ``small`` lists what ``--small`` changes."""
     add = group.add_argument
     add("--seed", type=from_least(0), default=0, help="random seed (default: 0)")
     add(
         "--small",
         action="store_true",
-        help=f"a quick look: 32 x 32 pixels, few digits, no clutter, {small}",
+        help=f"a quick look: {small}",
     )
 
 

@@ -42,8 +42,8 @@ def draw(tree: xr.DataTree) -> Figure:
         frameon=False,
     )
     _draw_heads(axes["heads"], tree["heads"].dataset.load())
-    # Not strict: five letters for at most four modes and the heads.
-    for letter, (name, panel) in zip("ABCDE", axes.items(), strict=False):
+    # Six letters are enough for five modes and the heads; zip is not strict, since there may be fewer modes.
+    for letter, (name, panel) in zip("ABCDEF", axes.items(), strict=False):
         title = f"{name}; lines: 95 % intervals"
         if name == "heads":
             title = f"{modes[0]}, one head"
