@@ -107,6 +107,11 @@ def _sam2(block: Any, inputs: Sequence[Any]) -> Windows:
     return Windows(grid, block.window_size if block.is_windowed else grid)
 
 
+def _sam(block: Any, inputs: Sequence[Any]) -> Windows:
+    grid = _grid_of_channels_last(inputs)
+    return Windows(grid, to_2tuple(block.window_size) if block.window_size else grid)
+
+
 def _hiera(model: Any) -> Sequence[MaskUnits]:
     schedules = model.reroll.schedule.values()
     return [MaskUnits(tuple(size), strides) for strides, size in schedules]
@@ -320,6 +325,7 @@ _BLOCKS: Mapping[str, LayerRecord] = {
     "timm.models.vision_transformer_relpos.RelPosBlock": LayerRecord(
         branches=_layer_scales()
     ),
+    "timm.models.vision_transformer_sam.Block": LayerRecord(windows=_sam),
     "timm.models.xcit.XCABlock": LayerRecord(
         branches=(
             ResidualBranch("gamma1", "attn", "norm1"),

@@ -42,15 +42,22 @@ _ATTENTION = (
     "multi_head_attention_forward",
 )
 _PRODUCTS = ("matmul", "__matmul__", "bmm", "einsum")
-# Functions without tensor arguments whose outputs do not depend on the image, such as positions.
-_COUNTERS = ("arange", "linspace")
+_FILLED = ("zeros", "ones", "full", "empty", "rand", "randn")
+# The outputs of these functions do not depend on the image, even if a tensor argument gives their shape or device.
+_CONSTANTS = (
+    *("arange", "linspace"),
+    *_FILLED,
+    *(f"{name}_like" for name in _FILLED),
+    *(f"new_{name}" for name in _FILLED),
+)
 # Parts of the names of functions that resample feature maps, (B, C, H, W) or (B, C, T, H, W).
 _KERNELS = ("conv", "pool", "interpolate")
-_SCATTERS = (
-    "__setitem__",
-    *("scatter", "scatter_", "scatter_add", "scatter_add_", "masked_scatter_"),
-    *("index_copy", "index_copy_", "index_put", "index_put_", "index_add_"),
+# Functions that write into their first argument, or into a copy of it.
+_WRITES = (
+    *("__setitem__", "copy_", "masked_scatter", "masked_scatter_"),
+    *("scatter", "scatter_", "index_copy", "index_copy_", "index_put", "index_put_"),
 )
+_ADDITIONS = ("scatter_add", "scatter_add_", "index_add", "index_add_")
 
 
 def objection_to_order(places: Places, tokens: Tokens, behind: int) -> str:
@@ -232,13 +239,19 @@ class PlaceTracker(TorchFunctionMode):
     def _follow(self, call: "_Call") -> None:
         """Assign places to the outputs of a function."""
         name = _name(call.func)
-        if name in _SCATTERS:
-            # Overwriting parts of a map, as MViT does to add positional biases, moves no tokens. But an empty tensor
-            # may be filled with tokens in any order.
-            if call.places[0] is None or _is_nowhere(call.places[0]):
-                self._places.pop(call.inputs[0], None)
+        # A list holds constants, such as sizes of maps; an array of NumPy may hold the image itself.
+        is_list = name in ("tensor", "as_tensor") and isinstance(call.args[0], list)
+        if name in _CONSTANTS or (is_list and not call.inputs):
+            for output in call.outputs:
+                self._places[output] = _nowhere(output.shape)
+            return
+        if name in _WRITES or name in _ADDITIONS:
+            self._follow_writing(name, call)
             return
         logits = [x in self._keys for x in call.inputs]
+        if any(logits[:1]) and _is_transpose(call.outputs[0], call.inputs[0]):
+            self._exchange_sides(call.inputs[0], call.outputs[0])
+            return
         if any(logits) and name not in _PRODUCTS:
             # A mask that is added to logits does not change the places of queries.
             call = replace(
@@ -257,6 +270,34 @@ class PlaceTracker(TorchFunctionMode):
         ):
             if places is not None and places.shape == output.shape:
                 self._places[output] = places
+
+    def _follow_writing(self, name: str, call: "_Call") -> None:
+        """Follow tokens that are written into another tensor."""
+        target, places = call.inputs[0], call.places[0]
+        written = [target] if name.endswith("_") else call.outputs
+        # Overwriting parts of a map, as MViT does to add positional biases, moves no tokens. But an empty tensor may be
+        # filled with tokens in any order.
+        if places is not None and not bool(_slim(places).isnan().any()):
+            for output in written:
+                self._places[output] = places
+            return
+        for tensor in (*written, *self._sharing(target)):
+            self._places.pop(tensor, None)
+        if places is not None and name in _WRITES:
+            for output in written:
+                self._places[output] = _write(call)
+
+    def _sharing(self, target: Tensor) -> list[Tensor]:
+        """Return the tensors with places that share memory with this one, as views do."""
+        memory = target.untyped_storage().data_ptr()
+        return [x for x in self._places if x.untyped_storage().data_ptr() == memory]
+
+    def _exchange_sides(self, logits: Tensor, transpose: Tensor) -> None:
+        """Follow a transpose of logits, as Grounding DINO uses them in both directions between image and text."""
+        queries = _of_tokens(self._of(logits))
+        self._places[transpose] = self._keys[logits][:, None].expand(transpose.shape)
+        if queries is not None:
+            self._keys[transpose] = queries
 
     def _follow_keys(self, name: str, call: "_Call", output: Tensor) -> None:
         """Store the places of a product's keys, also after scaling, masking and reshaping."""
@@ -310,12 +351,12 @@ class _Call:
 def _places_after(name: str, call: _Call) -> Sequence[Places]:
     """Return the places of a function's outputs, as far as they are known."""
     of_parameters = all(x is not None and _is_nowhere(x) for x in call.places)
-    if of_parameters and (call.inputs or name in _COUNTERS):
+    if of_parameters and call.inputs:
         return [_nowhere(x.shape) for x in call.outputs]
     is_map = call.outputs[0].ndim in (4, 5)
     is_resampled = is_map and any(word in name for word in _KERNELS)
     rule = _resample if is_resampled else _RULES.get(name, _beside)
-    if rule not in (_join, _beside) and call.places[0] is None:
+    if rule not in (_join, _beside, _sample) and call.places[0] is None:
         return []
     return rule(call)
 
@@ -375,6 +416,32 @@ def _join(call: _Call) -> Sequence[Places]:
                 parts = [part.narrow(axis, 0, 1) for part in parts]
     places = call.func(parts, *call.args[1:], **call.kwargs)
     return [places.expand(call.shape)]
+
+
+def _sample(call: _Call) -> Sequence[Places]:
+    """Assign to samples the places of the queries that determine where deformable attention takes them."""
+    grid = call.places[1]
+    if grid is None:
+        return []
+    return [_slim(grid).nanmean(-1)[:, None].expand(call.shape)]
+
+
+def _write(call: _Call) -> Tensor:
+    """Write the places of tokens to the positions to which the tokens are written."""
+    assert call.places[0] is not None
+    canvas = call.places[0].clone()
+    *indices, value = call.args[1:]
+    if isinstance(value, Tensor):
+        places = next(
+            place
+            for tensor, place in zip(call.inputs, call.places, strict=True)
+            if tensor is value
+        )
+        value = _unknown(value.shape) if places is None else places
+    else:
+        value = torch.nan
+    filled = call.func(canvas, *_on_cpu(indices), value)
+    return canvas if filled is None else filled
 
 
 def _reduce(call: _Call) -> Sequence[Places]:
@@ -489,6 +556,17 @@ def _slim(places: Tensor) -> Tensor:
     return places
 
 
+def _is_transpose(view: Tensor, x: Tensor) -> bool:
+    """Return whether a tensor is a view of another with the last two axes exchanged."""
+    is_view = view.ndim == x.ndim and view.data_ptr() == x.data_ptr()
+    exchanged = x.mT
+    return (
+        is_view
+        and view.shape == exchanged.shape
+        and view.stride() == exchanged.stride()
+    )
+
+
 def _broadcasts(shape: torch.Size, to: torch.Size) -> bool:
     sides = zip(reversed(shape), reversed(to), strict=False)
     return len(shape) <= len(to) and all(side in (1, size) for side, size in sides)
@@ -537,6 +615,7 @@ _RULES: Mapping[str, Callable[[_Call], Sequence[Places]]] = {
     **dict.fromkeys(("matmul", "__matmul__", "bmm"), _multiply),
     **dict.fromkeys(_ATTENTION, _attend),
     "embedding": _embed,
+    "grid_sample": _sample,
     "unfold": _cut_patches,
     "pad": _pad,
 }
