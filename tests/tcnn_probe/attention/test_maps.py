@@ -502,7 +502,7 @@ def test_windows_of_transformers(  # type: ignore[no-untyped-def]
     images = torch.randn(2, 3, *size, dtype=torch.float64)
     with Softmaxes() as softmaxes:
         maps = tcnn_probe.attention_maps(model, images, layers=f"*{layer}")
-    # The maps are those of the second layer, which is the shifted one in a Swin. Heads have an axis of their own, or are
+    # The maps are those of the second layer, which is the shifted one in a Swin. Heads are an axis of their own, or
     # the last part of the batch axis.
     weights = softmaxes.outputs[1].flatten(0, -3).unflatten(0, (2, len(cells), 2))
     attention = next(iter(maps.children.values())).attention[:, 0]

@@ -457,11 +457,11 @@ def test_mask_units_of_a_class_without_a_record(
     encoder = "transformers.models.hiera.modeling_hiera.HieraEncoder"
     monkeypatch.delitem(lookup.RECORDS, encoder)
     # Records are cached by class, and models of other tests have the same class.
-    lookup._record.cache_clear()
+    lookup._combined_record.cache_clear()
     try:
         layouts_of_layers = layouts(model, torch.randn(1, 3, 64, 64))
     finally:
-        lookup._record.cache_clear()
+        lookup._combined_record.cache_clear()
     # 4 x 4 tokens are in units of 2 x 2.
     assert layouts_of_layers["encoder.stages.2.layers.1.attn"] == Layout(
         None, None, NOT_IN_ORDER
