@@ -234,7 +234,7 @@ def _choose(
     unused = [name for name in selected if name not in traced]
     if unused:
         raise ValueError(
-            f"not used by the model's feature extractor, so of unknown resolution: {unused}"
+            f"not used by the model's feature extractor, so their resolution is unknown: {unused}"
         )
     return selected
 
@@ -251,7 +251,7 @@ def _unsupported(calls: list[Call]) -> str:
         if convolves and call.outputs == calls[-1].outputs:
             layers.append(f"{call.name} ({type(call.module).__name__})")
     return (
-        f", and {_first_names(layers)} are no nn.Conv2d with filters of their own"
+        f", and {_first_names(layers)} are not nn.Conv2d layers with their own filters"
         if layers
         else ""
     )

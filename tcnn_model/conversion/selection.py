@@ -82,5 +82,5 @@ def _hint(pattern: str, names: Collection[str]) -> str:
     return (
         f"; did you mean {', '.join(map(repr, close))}?"
         if close
-        else f": the model has none, so {pattern!r} cannot"
+        else ": the model has none"
     )

@@ -108,7 +108,7 @@ def head_types(
     seed, least_images = operator.index(seed), operator.index(least_images)
     if least_images < 2:
         raise ValueError(
-            f"expected least_images of at least 2, got {least_images}: one image does not show what images change"
+            f"expected least_images of at least 2, got {least_images}: one image does not show differences of images"
         )
     features = features_of(ds, by, least_images)
     # The gate is a parameter, which is known without images.

@@ -314,5 +314,5 @@ def _check_reconstruction(attention: Attention) -> None:
     if not bool(difference <= rounding):
         raise ReconstructionError(
             f"attention of {type(attention.module).__name__} as rebuilt differs from the layer's own output by "
-            f"{float(difference):.2g} of its largest value, so it cannot be exchanged"
+            f"{float(difference):.2g} of its largest value, so it cannot be replaced"
         )
