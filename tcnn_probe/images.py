@@ -119,7 +119,13 @@ def as_batch(images: Any, expected: str, *, videos: bool = False) -> Tensor:
         images = torch.stack([torch.as_tensor(x) for x in images])
     if not isinstance(images, Tensor):
         # The array is copied because torch.from_numpy does not accept read-only arrays or negative strides.
-        array = np.array(images)
+        try:
+            array = np.array(images)
+        except ValueError as error:
+            kinds = ", ".join(dict.fromkeys(type(image).__name__ for image in images))
+            raise ValueError(
+                f"expected images, {expected}; got {kinds} in one list"
+            ) from error
         if array.dtype.kind not in "fiub":
             raise TypeError(f"expected images, {expected}; got {type(images).__name__}")
         images = torch.from_numpy(array)

@@ -230,6 +230,9 @@ def test_bad_arguments_are_refused(
         tcnn_probe.plot.attention_maps(maps, **options)  # type: ignore[arg-type]
 
 
-def test_another_tree_is_refused() -> None:
-    with pytest.raises(TypeError, match="maps, got DataTree"):
-        tcnn_probe.plot.attention_maps(xr.DataTree())
+def test_another_tree_is_refused(maps: xr.DataTree) -> None:
+    node = next(iter(maps.children.values()))
+    with pytest.raises(TypeError, match="as a whole, with its input; got a part of it"):
+        tcnn_probe.plot.attention_maps(node)
+    with pytest.raises(TypeError, match="attention_maps, got Dataset"):
+        tcnn_probe.plot.attention_maps(node.to_dataset())  # type: ignore[arg-type]
