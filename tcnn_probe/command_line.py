@@ -1,6 +1,7 @@
 """``tcnn-probe``: recordings in a shell, without torch; and the attention of a model in a picture, with it."""
 
 import argparse
+import difflib
 import json
 import os
 import platform
@@ -316,10 +317,9 @@ def _maps(options: argparse.Namespace) -> None:
 
     mpl.use("Agg")  # a shell may have no display
     import matplotlib.pyplot as plt
-    import timm
 
     if options.weights is None:
-        model = timm.create_model(options.model, pretrained=not options.random)
+        model = _with_timms_weights(options.model, pretrained=not options.random)
     else:
         model = _with_weights(options.model, options.weights)
     if options.output.endswith(".html"):
@@ -344,6 +344,23 @@ def _maps(options: argparse.Namespace) -> None:
     )
     figure.savefig(options.output, dpi=150)
     plt.close(figure)
+
+
+def _with_timms_weights(name: str, *, pretrained: bool) -> "nn.Module":
+    """Return a model of timm; with the way out where it is misspelt, or its weights cannot be downloaded."""
+    import timm
+
+    if not timm.is_model(name):
+        near = difflib.get_close_matches(name, timm.list_models(), n=1)
+        hint = f"; did you mean {near[0]}?" if near else ""
+        raise ValueError(f"timm has no model {name}{hint}")
+    try:
+        model: nn.Module = timm.create_model(name, pretrained=pretrained)
+    except OSError as error:  # no network, or no such file there
+        raise ValueError(
+            f"no weights of {name} could be downloaded: give a file, --weights FILE, or --random for none ({error})"
+        ) from error
+    return model
 
 
 def _with_weights(name: str, path: str) -> "nn.Module":
