@@ -1,6 +1,7 @@
 """``tcnn-probe``: commands for recordings, without torch; and for the attention of a model in a picture, with torch."""
 
 import argparse
+import difflib
 import json
 import os
 import platform
@@ -230,10 +231,9 @@ def _maps(options: argparse.Namespace) -> None:
 
     mpl.use("Agg")  # a shell may have no display
     import matplotlib.pyplot as plt
-    import timm
 
     if options.weights is None:
-        model = timm.create_model(options.model, pretrained=not options.random)
+        model = _create_timm_model(options.model, pretrained=not options.random)
     else:
         model = _with_weights(options.model, options.weights)
     if options.output.endswith(".html"):
@@ -258,6 +258,24 @@ def _maps(options: argparse.Namespace) -> None:
     )
     figure.savefig(options.output, dpi=150)
     plt.close(figure)
+
+
+def _create_timm_model(name: str, *, pretrained: bool) -> "nn.Module":
+    """Create a model of timm; the error for a misspelt name or missing weights says what to do."""
+    import timm
+
+    if not timm.is_model(name):
+        near = difflib.get_close_matches(name, timm.list_models(), n=1)
+        hint = f"; did you mean {near[0]}?" if near else ""
+        raise ValueError(f"timm has no model {name}{hint}")
+    try:
+        model: nn.Module = timm.create_model(name, pretrained=pretrained)
+    except OSError as error:  # there is no network, or no file for this model
+        raise ValueError(
+            f"no weights of {name} could be downloaded: give their file (--weights FILE), or use random ones "
+            f"(--random): {error}"
+        ) from error
+    return model
 
 
 def _with_weights(name: str, path: str) -> "nn.Module":
