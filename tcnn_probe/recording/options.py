@@ -179,6 +179,22 @@ def check_along(along: str) -> None:
         )
 
 
+# Attributes that say how a recording is stored and which images it is of; a user's would be lost, or misread.
+_OWN_ATTRIBUTES = {
+    "along",
+    "coords",
+    "image_hashes",
+    "images",
+    "layers",
+    "missing",
+    "recording_id",
+    "repacked",
+    "tcnn_probe_schema",
+    "unsupported",
+    "weights",
+}
+
+
 def check_mode(mode: str) -> None:
     """Refuse what is no way to open a store."""
     if mode not in get_args(Mode):
@@ -188,8 +204,12 @@ def check_mode(mode: str) -> None:
 
 
 def parse_attributes(attrs: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return further attributes of a recording, if they are plain JSON."""
+    """Return further attributes of a recording, if they are plain JSON and not among its own."""
     plain = dict(attrs or {})
+    if taken := sorted(_OWN_ATTRIBUTES & plain.keys()):
+        raise ValueError(
+            f"attrs: the recording keeps {taken} itself: give yours other names"
+        )
     try:
         # JSON has no NaN: Python writes one that other readers of zarr refuse.
         json.dumps(plain, allow_nan=False)

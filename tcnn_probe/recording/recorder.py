@@ -104,7 +104,7 @@ class Recorder:
         class_token: Place of the class token in such a model: the "first" or the "last" token, or "none".
         grid: Rows and columns of the patches of such a model, if all of its tokens see each other.
         attrs: Further attributes of a new recording, in plain JSON, such as the seed. If several recordings are opened
-            together, attributes that differ become coordinates.
+            together, attributes that differ become coordinates. The recording keeps some itself, such as "layers".
         health: Whether to measure the probe "health" too, and to warn at a mark of new alarms of
             :func:`tcnn_probe.health`.
         distributed: Whether all ranks call ``mark`` together, which adds up what they measured; rank 0 writes. None
