@@ -179,6 +179,22 @@ def check_along(along: str) -> None:
         )
 
 
+# The recording itself writes these attributes, so a user's attributes of these names would be lost or misread.
+_OWN_ATTRIBUTES = {
+    "along",
+    "coords",
+    "image_hashes",
+    "images",
+    "layers",
+    "missing",
+    "recording_id",
+    "repacked",
+    "tcnn_probe_schema",
+    "unsupported",
+    "weights",
+}
+
+
 def check_mode(mode: str) -> None:
     """Raise ValueError if this is not a mode of opening a store."""
     if mode not in get_args(Mode):
@@ -188,8 +204,12 @@ def check_mode(mode: str) -> None:
 
 
 def parse_attributes(attrs: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return the user's attributes of a recording after checking that they are plain JSON."""
+    """Return the user's attributes of a recording after checking that they are plain JSON and have free names."""
     plain = dict(attrs or {})
+    if taken := sorted(_OWN_ATTRIBUTES & plain.keys()):
+        raise ValueError(
+            f"attrs: the recording has attributes {taken} of its own: give yours other names"
+        )
     try:
         # JSON has no NaN. Python would write one, but other readers of zarr would refuse it.
         json.dumps(plain, allow_nan=False)

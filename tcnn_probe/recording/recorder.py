@@ -104,8 +104,9 @@ class Recorder:
         prefix_tokens: Number of class and register tokens before the patches, for a model that does not show it.
         class_token: Position of the class token in such a model: the "first" or the "last" token, or "none".
         grid: Rows and columns of the patches in such a model, if each token attends to all tokens.
-        attrs: Further attributes of a new recording, such as the seed, in plain JSON. If several recordings are opened
-            together, attributes that differ become coordinates.
+        attrs: Further attributes of a new recording, such as the seed, in plain JSON. Names of the recording's own
+            attributes, such as "layers", are not allowed. If several recordings are opened together, attributes that
+            differ become coordinates.
         health: Whether to measure the probe "health", too, and to warn at a mark of new alarms of
             :func:`tcnn_probe.health`.
         distributed: Whether all ranks call ``mark`` together, which combines their measurements; rank 0 writes. None

@@ -55,10 +55,10 @@ def open_recordings(
         tree["heads"].gate.groupby("recipe").mean(["run", "head"])
 
     Several recordings are joined along ``run``. Attributes that differ between them, such as the seed, become
-    coordinates on ``run`` (with the prefix ``run_`` if a variable or a group has the same name). Marks, layers, heads
-    and groups that only some runs have are kept; missing values are NaN, or -1 for integers, and ``attrs["absent"]``
-    names them, in JSON by run. Values are loaded lazily. ``tree.chunk(run=1)`` turns them into dask arrays, for
-    reductions that exceed the memory: ``pip install "tcnn-probe[dask]"``.
+    coordinates on ``run`` (with the prefix ``run_`` if a variable or a group has the same name, and with dots in place
+    of slashes). Marks, layers, heads and groups that only some runs have are kept; missing values are NaN, or -1 for
+    integers, and ``attrs["absent"]`` names them, in JSON by run. Values are loaded lazily. ``tree.chunk(run=1)`` turns
+    them into dask arrays, for reductions that exceed the memory: ``pip install "tcnn-probe[dask]"``.
 
     Args:
         target: Path, URL or zarr store of a recording, or several of them. Runs are named by the part of their paths in
@@ -134,15 +134,13 @@ def _joined(trees: Mapping[str, xr.DataTree]) -> xr.DataTree:
             for name, tree in trees.items()
         }
         group = _group(members, marks, absent, path.strip("/"))
-        names = {
-            name: f"run_{name}"
-            if name in group_names or name in group.variables
-            else name
-            for name in differing
-        }
-        groups[path] = group.assign_coords(
-            {names[name]: ("run", values) for name, values in differing.items()}
-        )
+        coordinates = {}
+        for name, values in differing.items():
+            is_taken = name in group_names or name in group.variables
+            # A name with a slash would be a path in a tree.
+            coordinate = f"run_{name}" if is_taken else name.replace("/", ".")
+            coordinates[coordinate] = ("run", values)
+        groups[path] = group.assign_coords(coordinates)
     shared = _shared(attributes)
     for name in _BY_RUN:
         if name not in shared:

@@ -113,6 +113,12 @@ RECORD: dict[str, tuple[Callable[[], Any], dict[str, Any], type[Exception], str]
         TypeError,
         r"attrs of plain JSON, got .*: Object of type set is not",
     ),
+    "an attribute of the recording": (
+        vit,
+        {"attrs": {"seed": 1, "layers": 12, "coords": 1}},
+        ValueError,
+        r"attrs: the recording has attributes \['coords', 'layers'\] of its own",
+    ),
     # "layer" would pass as a name of a variable, and clash with the dataset's own dimension.
     "layer as mark": (
         vit,
