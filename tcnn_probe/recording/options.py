@@ -180,7 +180,7 @@ def check_along(along: str) -> None:
 
 
 # The recording itself writes these attributes, so a user's attributes of these names would be lost or misread.
-_OWN_ATTRIBUTES = {
+_RESERVED_ATTRIBUTES = {
     "along",
     "coords",
     "image_hashes",
@@ -206,9 +206,9 @@ def check_mode(mode: str) -> None:
 def parse_attributes(attrs: Mapping[str, Any] | None) -> dict[str, Any]:
     """Return the user's attributes of a recording after checking that they are plain JSON and have free names."""
     plain = dict(attrs or {})
-    if taken := sorted(_OWN_ATTRIBUTES & plain.keys()):
+    if reserved := sorted(_RESERVED_ATTRIBUTES & plain.keys()):
         raise ValueError(
-            f"attrs: the recording has attributes {taken} of its own: give yours other names"
+            f"attrs: the recording has attributes {reserved} of its own: give yours other names"
         )
     try:
         # JSON has no NaN. Python would write one, but other readers of zarr would refuse it.
