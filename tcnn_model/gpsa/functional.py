@@ -237,8 +237,8 @@ def _blocks(
     attention: GatedAttention, values: Tensor, taps: Tensor | None = None
 ) -> Tensor:
     dtype = at_least_float32(values.dtype)
-    # The gradient of a logarithm is the gradient of the attention times the attention, so the backward pass needs no
-    # factor alone.
+    # The gradient of a logarithm is the gradient of the attention times the attention, so the backward pass needs only
+    # the product of both factors.
     log_rows, log_cols = attention.factors_on_pixels(dtype, logarithm=True)
     scaled = attention.query * attention.scale
     return mix_and_apply(

@@ -35,7 +35,7 @@ class Axis:
     """One spatial axis of a convolution-like layer: the pixels of its queries and of its keys.
 
     Positions are in input pixels. Query ``n`` sits at pixel ``first_query + n * stride``; keys are the pixels
-    ``-before, ..., length - 1 + after``, of which those outside ``[0, length)`` hold zeros.
+    ``-before, ..., length - 1 + after``, where pixels outside ``[0, length)`` are zero.
 
     Args:
         length: Number of pixels of the input along this axis.

@@ -187,7 +187,8 @@ def _positional_block(
 
 def _entropy(attention: Tensor) -> Tensor:
     """Return -sum A log A over the last dimension, with 0 log 0 = 0."""
-    # Several times faster than torch.special.entr. The smallest number stands for 0, whose logarithm is not finite.
+    # This is several times faster than torch.special.entr. Zeros are replaced by the smallest positive number in the
+    # logarithm, which would not be finite otherwise.
     return (
         -attention.clamp_min(torch.finfo(attention.dtype).tiny)
         .log_()

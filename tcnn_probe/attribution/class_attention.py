@@ -46,7 +46,7 @@ def class_attention(
         patches, not over pixels, to 1 minus the attention to class and register tokens.
 
     Raises:
-        ValueError: The model has no class token, or the layer is unknown or the grid of its patches is.
+        ValueError: The model has no class token, the layer is unknown, or the grid of its patches is unknown.
     """
     check_model(model)
     layer = find_layer(model, layer)[0] if isinstance(layer, nn.Module) else layer

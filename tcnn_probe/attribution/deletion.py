@@ -29,7 +29,7 @@ def deletion_curve(
     (Petsiuk et al. 2018, RISE, §3.4 and Alg. 1.)
 
     Args:
-        model: Model that gives class scores, before the softmax.
+        model: Model that returns class scores, before the softmax.
         images: Images, shape (B, C, H, W).
         maps: Saliency, shape (B, H, W).
         target: Classes, shape (B,).

@@ -223,7 +223,7 @@ def _tokens_alike(ds: xr.Dataset, limits: HealthLimits) -> xr.DataArray:
 
 
 def _sink(ds: xr.Dataset, limits: HealthLimits) -> xr.DataArray:
-    # A single query, as in class attention, may attend to one key. It has no diversity, which is NaN.
+    # A single query, as in class attention, may attend to one key. Its diversity is NaN.
     return (ds.sink > limits.sink) & ds.query_diversity.notnull()
 
 

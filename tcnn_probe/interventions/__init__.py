@@ -1,1 +1,1 @@
-"""Interventions on attention heads, which show what the heads cause."""
+"""Interventions on attention heads, which show the effect of heads on a model."""

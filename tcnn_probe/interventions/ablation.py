@@ -249,7 +249,7 @@ class _ModelCalls(Calls[Call]):
         """Warn once if evaluated images are among those over which attention was collected."""
         # Inputs with a single axis are labels or lengths.
         images = next((x for x in inputs if isinstance(x, Tensor) and x.ndim > 1), None)
-        # While statistics are collected, the images are the given images.
+        # While statistics are collected, the model runs on the given images themselves.
         if not reference.is_finished or self._has_warned or images is None:
             return
         # Function modes watch the operations of the model, to which reading the images does not belong.

@@ -122,8 +122,8 @@ class AttentionReference(ReferenceStatistics):
         # If more attentions than images have passed, the layer is shared by several blocks or called in a loop.
         if self._counts[number] > self.total:
             raise ValueError(
-                f"{layer!r} is called several times for the same images, so it is not known which attention replaces "
-                f"which"
+                f"{layer!r} is called several times for the same images: it is not known which attention to exchange "
+                f"for which"
             )
 
     def finish(self, size: torch.Size | None) -> None:

@@ -82,7 +82,7 @@ class ForwardCall:
 
 @dataclass(frozen=True)
 class Probe:
-    """Measurements of one kind of layer, by one or more functions, each of which hooks what it needs.
+    """Measurements of one kind of layer, by one or more of the functions below.
 
     Measurements of a forward have one value (or array of values) for each image; the recorder keeps their mean over
     images. Functions run without gradients and must not change the layer. They may omit a variable from
