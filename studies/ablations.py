@@ -77,7 +77,7 @@ Models = Mapping[str, nn.Module]
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the study; return 0 if it saw what it stands for, 3 if not."""
+    """Run the study; return 0 if its checks hold, else 3."""
     args = parse(arguments)
     torch.set_num_threads(1)
     output = RunOutput.from_args(args, "ablations")
@@ -352,7 +352,7 @@ def draw(top1: xr.DataArray) -> Figure:
 
 
 def table(top1: xr.DataArray) -> str:
-    """Return accuracies, and each variant's difference from its table's first with a 95 % interval over seeds."""
+    """Return accuracies, and differences from the first variant of each table with 95 % intervals over seeds."""
     lines = []
     for title, (first, *variants) in TABLES.items():
         reference = top1.sel(variant=first)

@@ -82,7 +82,7 @@ SIZES = {**SHAPE, "depth": 3, "num_heads": 3}
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the study; return 0 if it saw what it stands for, 3 if not."""
+    """Run the study; return 0 if its checks hold, else 3."""
     args = parse(arguments)
     torch.set_num_threads(1)
     output = RunOutput.from_args(args, "distillation")

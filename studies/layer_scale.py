@@ -90,7 +90,7 @@ def small_vit(
 
 
 def has_blocks(model: nn.Module) -> None:
-    """Refuse a model without blocks that the probe knows."""
+    """Raise ValueError for a model without blocks that the probe knows."""
     tcnn_probe.record(model, probes="layer-scale").remove()
 
 

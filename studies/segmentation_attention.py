@@ -74,7 +74,7 @@ Loss = Callable[[nn.Module, Tensor, Tensor, Tensor], Tensor]
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the study; return 0 if it saw what it stands for, 3 if not."""
+    """Run the study; return 0 if its checks hold, else 3."""
     args = parse(arguments)
     # More threads speed up so small a model little, and slow it down tenfold on a shared machine.
     torch.set_num_threads(1)

@@ -344,7 +344,7 @@ def result(begin: int, ds: xr.Dataset) -> xr.Dataset:
 
 
 def warned_of(ds: xr.Dataset) -> list[Finding]:
-    """Return the alarms of a recording when they begin, as the recorder warns of them, in order of epochs."""
+    """Return all alarms in the order in which the recorder warns of them, each as it is at its first epoch."""
     alarms = []
     for marks in range(1, ds.sizes["epoch"] + 1):
         so_far = ds.isel(epoch=slice(marks))

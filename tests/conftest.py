@@ -1,4 +1,4 @@
-"""Settings that must be made before torch, and Triton, are loaded; when garbage is looked for; no waiting for disks."""
+"""Settings made before torch and Triton are imported, and time saved on garbage collection and fsync."""
 
 import gc
 import os
@@ -13,29 +13,29 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import torch
 
-# The kernels are then tested through Triton's interpreter.
+# Without a GPU, the kernels are tested through Triton's interpreter.
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-gc.disable()  # until all is imported: half a million objects that stay, 0.3 s a time
+gc.disable()  # during collection: each run would visit half a million objects that stay, and take 0.3 s
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip what the installed timm is too old for."""
-    # Imports timm and so Triton, after the settings above.
+    """Skip tests that the installed timm is too old for."""
+    # This import loads timm and with it Triton, so it comes after the settings above.
     from tests.older_packages import skip_what_cannot_pass
 
     skip_what_cannot_pass(items)
 
 
 def pytest_collection_finish() -> None:
-    """From here on garbage is looked for as ever."""
+    """Enable garbage collection again after collection."""
     gc.enable()
 
 
 @pytest.fixture(autouse=True, scope="session")
 def _disk_without_waiting() -> Iterator[None]:
-    """Skip waiting for the disk: no test cuts the power, and the system has all that a killed process wrote."""
+    """Replace fsync by a no-op: no test cuts the power, and the system keeps everything that a killed process wrote."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "fsync", lambda file: None)
         yield

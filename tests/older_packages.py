@@ -1,4 +1,4 @@
-"""Tests that timm 1.0.20, the oldest that is supported, cannot pass, for reasons of its own."""
+"""Tests that timm 1.0.20, the oldest supported version, cannot pass for reasons of its own."""
 
 import pytest
 import timm
@@ -14,16 +14,16 @@ REASONS = {
     "test_recorded_classes_exist[timm.models.csatv2.": NOT_THERE,
     "test_recorded_classes_exist[timm.models.efficientvim.": NOT_THERE,
     "test_recorded_classes_exist[timm.models.vision_transformer.Diff": NOT_THERE,
-    "test_reasons[efficientvim_m1]": NOT_THERE,
-    "test_reasons[csatv2]": NOT_THERE,
-    "test_reasons[vit_dwee_patch16_reg1_gap_256]": NOT_THERE,
-    "test_reasons[vit_dpwee_patch16_reg1_gap_256]": NOT_THERE,
-    "test_differential_attention_is_named_fused_or_not": NOT_THERE,
+    "test_unsupported_layers_have_reasons[efficientvim_m1]": NOT_THERE,
+    "test_unsupported_layers_have_reasons[csatv2]": NOT_THERE,
+    "test_unsupported_layers_have_reasons[vit_dwee_patch16_reg1_gap_256]": NOT_THERE,
+    "test_unsupported_layers_have_reasons[vit_dpwee_patch16_reg1_gap_256]": NOT_THERE,
+    "test_differential_attention_is_listed_fused_or_not": NOT_THERE,
     "test_recipe_trains_a_small_model_of_its_family[deit_distilled]": "timm has no tasks yet",
     "test_gated_attention_is_shown_whole_and_once[convit]": IN_FLOAT32,
     "test_streams_that_edit_one_layer_nest[convit]": IN_FLOAT32,
-    "test_answers_edit_heads_as_ablations_do[convit]": IN_FLOAT32,
-    "test_answers_combine_with_ablations_and_recorders[convit]": IN_FLOAT32,
+    "test_edits_in_a_callback_equal_ablations[convit]": IN_FLOAT32,
+    "test_edits_combine_with_ablations_and_recorders[convit]": IN_FLOAT32,
     "test_gated_layers_by_their_content_part[convit]": IN_FLOAT32,
     "test_windows_are_put_in_their_places[swinv2-shifted]": SQUARES,
     "test_grids_of_ordinary_models_are_confirmed[windows]": SQUARES,

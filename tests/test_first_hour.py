@@ -67,7 +67,7 @@ def test_what_an_image_processor_gives() -> None:
 
 
 def test_a_remedy_that_a_warning_names_is_an_option_of_maps_too() -> None:
-    # The warning of this model names this option.
+    # The warning for this model recommends the option prefix_tokens.
     assert "3x4x6" in tcnn_probe.attention_maps(Written(), IMAGES, prefix_tokens=5)
 
 

@@ -219,6 +219,13 @@ def test_a_misspelt_name_is_answered() -> None:
         _ = tcnn_probe.zzz
 
 
+@pytest.mark.parametrize("folder", ["attribution", "heads", "images", "probes"])
+def test_folders_that_the_documents_name_need_no_import(folder: str) -> None:
+    program = f"import tcnn_probe; print(tcnn_probe.{folder}.__name__)"
+    printed = subprocess.check_output([sys.executable, "-c", program], text=True)
+    assert printed.strip() == f"tcnn_probe.{folder}"
+
+
 def test_only_studies_and_their_tests_import_studies() -> None:
     files = [
         f
@@ -231,7 +238,7 @@ def test_only_studies_and_their_tests_import_studies() -> None:
         if f.relative_to(ROOT).parts[:2] != ("tests", "studies")
         and f.parent != ROOT / "tests"
     ]
-    # It makes a recording from a study's training.
+    # This script makes a recording from a study's training.
     files.remove(ROOT / "docs" / "example.py")
     assert [
         f"{f}: {name}" for f in files for name in _imports(f) if _within(name, STUDIES)

@@ -175,7 +175,7 @@ def _of_file(name: str, file: str) -> dict[str, Any]:
         raise FileNotFoundError(f"--pretrained: there is no file {file!r}")
     try:
         check_sums(file)
-        # By default timm 1.0.20, the oldest one supported, runs code that a file holds.
+        # By default timm 1.0.20, the oldest supported version, runs code in the file.
         weights = load_state_dict(file, weights_only=True)
     except Exception as error:
         raise InputError(f"--pretrained: {file!r} holds no weights: {error}") from error

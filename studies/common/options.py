@@ -205,7 +205,7 @@ def check_data_options(
 
 
 def need_model(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
-    """Refuse pretrained weights, or images of the user's own, without the name of a model."""
+    """Exit with an error for pretrained weights, or the user's own images, without the name of a model."""
     if args.model is None:
         parser.error(
             "--pretrained and --data need --model, the name of a timm CNN such as resnet50"

@@ -109,7 +109,7 @@ def settle(
     *,
     digits: Mapping[str, Any] | None = None,
 ) -> None:
-    """Refuse options that do not go together, and set those that the user left out.
+    """Exit with an error if options do not go together, and set those that the user left out.
 
     Args:
         parser, args: Parser and command line of the study.

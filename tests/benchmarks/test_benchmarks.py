@@ -43,7 +43,7 @@ TINY: dict[str, dict[str, Any]] = {
 }
 
 
-def test_every_benchmark_is_here() -> None:
+def test_every_benchmark_is_tested() -> None:
     tested_below = {
         *("contest", "kernel_resources", "recorded_forward", "recording_epoch"),
         "training_budget",
@@ -64,7 +64,7 @@ def test_every_contestant_takes_a_step(
         return create(model, **{**options, **smaller})
 
     monkeypatch.setattr(timm, "create_model", tiny)
-    # The C++ compiler is not what is tested.
+    # torch.compile is replaced by the identity, as the C++ compiler is not under test.
     monkeypatch.setattr(torch, "compile", lambda module, **_: module)
     benchmark = importlib.import_module(name)
     contests = benchmark.contests(benchmark.parser().parse_args(SMALL[name]))
@@ -73,7 +73,7 @@ def test_every_contestant_takes_a_step(
     for contestants in list(contests.values())[:3]:
         assert len(contestants) > 1
         for prepare in contestants.values():
-            # The first call builds what the second one runs.
+            # The first call sets the contestant up, and the second one takes a step.
             prepare()()
 
 
@@ -88,7 +88,7 @@ def _main(monkeypatch: pytest.MonkeyPatch, *options: str) -> None:
 def test_table_of_ratios_and_memory(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    # Memory is measured in a process for each contestant; invented, its ratio is known.
+    # The benchmark measures memory in one process per contestant; invented numbers give a known ratio.
     monkeypatch.setattr(
         contest,
         "_memory_in_child",
@@ -116,13 +116,13 @@ def test_table_of_ratios_and_memory(
 def test_memory_against_resolution(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    """Tables and figure of a report on memory that grows like the area, in one model like its square."""
+    """Tables and figure report memory that grows with the area of the image, or with its square for one model."""
     benchmark = importlib.import_module("resolution_memory")
     arguments = benchmark.parser().parse_args(
         ["--sizes", "10", "20", "30", "--figure", str(tmp_path / "figure.png")]
     )
 
-    # Measured memory would depend on the machine; what is tested is the report.
+    # Measured memory would depend on the machine, and only the report is under test.
     def pretend(size: str, label: str) -> int:
         return 2**20 * (int(size) ** 4 if "not" in label else 3 * int(size) ** 2)
 
@@ -198,7 +198,7 @@ def test_both_models_are_recorded_in_turn(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_budget_of_a_training_by_hand() -> None:
-    """Autograd keeps, in a network of two matrices, the image and the features between them."""
+    """Autograd keeps the image and the features between two matrices."""
     benchmark = importlib.import_module("training_budget")
     layers = nn.Flatten(), nn.Linear(3 * 4 * 4, 7), nn.Sigmoid(), nn.Linear(7, 5)
     assert benchmark.kept_bytes(nn.Sequential(*layers).to("meta"), 4) == 2 * (
@@ -212,13 +212,13 @@ def test_budget_of_a_training_by_hand() -> None:
 
 
 def test_best_times_by_hand() -> None:
-    """128 tokens fill a tile; what is compiled is tested beside the kernel."""
+    """A tile holds 128 tokens; test_compiled.py tests the compiled kernel."""
     best_times = importlib.import_module("kernel_resources").best_times
     weights = 1000 * 128 * 128
-    # Each by what limits it: bytes over the bandwidth, products over tensor cores', exponentials and other arithmetic
-    # over units times clock.
-    # An H200: 4.8 TB/s, 989 TFLOP/s in bfloat16, and 132 multiprocessors at 1980 MHz, with 16 exponentials a cycle and
-    # 128 other operations.
+    # Each time is set by what limits it: bytes by the bandwidth, matrix products by the tensor cores, exponentials and
+    # other arithmetic by the number of units times the clock rate.
+    # An H200 has 4.8 TB/s, 989 TFLOP/s in bfloat16, and 132 multiprocessors at 1980 MHz, each with 16 exponentials and
+    # 128 other operations a cycle.
     microseconds = [
         1000 * 128 * (2 * 64 * 2 + 5 * 4) / 4.8e6,
         2 * 64 * weights / 989e6,
@@ -246,5 +246,5 @@ def test_memory_is_the_peak_of_a_step() -> None:
         torch.ones(2**25)
         tensors.append(torch.ones(2**24))
 
-    # The sum would be 192 MiB, what is kept 64; the allocator rounds to pages.
+    # The sum would be 192 MiB, and 64 MiB remain allocated; the allocator rounds to pages.
     assert 120 * 2**20 < contest._peak_memory(step, "cpu") < 140 * 2**20

@@ -1,4 +1,4 @@
-"""Variants of the ablations: layers beside loops in float64, and the check that ends the study."""
+"""Variants of the ablations against loops in float64, and the check that ends the study."""
 
 import math
 from typing import Any
@@ -14,7 +14,7 @@ import ablations
 from common import plain_trainings
 
 
-def test_a_token_before_the_first_block_is_timm_s() -> None:
+def test_a_token_before_the_first_block_gives_timms_model() -> None:
     torch.manual_seed(0)
     model = ablations.late_token({}, entry=0).double()
     reference = VisionTransformer(
@@ -39,7 +39,7 @@ def test_blocks_before_the_token_see_patches_alone(class_attention: bool) -> Non
 
 
 @torch.no_grad()
-def test_class_mlp_beside_its_equations() -> None:
+def test_class_mlp_matches_its_equations() -> None:
     torch.manual_seed(0)
     dim, patches = 3, 5
     block = ablations.ClassMLPBlock(dim, patches + 1).double()
@@ -56,7 +56,7 @@ def test_class_mlp_beside_its_equations() -> None:
         return layer.weight @ row + layer.bias
 
     aggregated = block.aggregate.bias.expand(dim)
-    # The token aggregates itself and the patches, each channel alike.
+    # The token aggregates itself and the patches, with the same weights in every channel.
     rows = [token[0, 0], *x[0]]
     for share, row in zip(block.aggregate.weight[0], rows, strict=True):
         aggregated = aggregated + share * affine(block.norm1, row)
@@ -68,7 +68,9 @@ def test_class_mlp_beside_its_equations() -> None:
 
 
 @pytest.mark.parametrize(("groups", "pointwise"), [(1, False), (48, False), (48, True)])
-def test_convolutions_are_of_the_grid_of_patches(groups: int, pointwise: bool) -> None:
+def test_convolutions_run_over_the_grid_of_patches(
+    groups: int, pointwise: bool
+) -> None:
     torch.manual_seed(0)
     layer: Any = ablations.convolution(groups, pointwise=pointwise).double()
     x = torch.randn(1, 48, 16).double()
@@ -100,7 +102,7 @@ def test_convolutions_are_of_the_grid_of_patches(groups: int, pointwise: bool) -
 def test_layer_norm_takes_the_place_of_affine_layers() -> None:
     build = ablations.TABLES["ResMLP"]["a matrix, and LayerNorm"]
     parts = [type(part) for part in build({}).modules()]
-    # Two in each of four blocks, and one after them.
+    # There are two in each of the four blocks, and one after the last block.
     assert parts.count(torch.nn.LayerNorm) == 9
     assert ablations.Affine not in parts
 
@@ -109,7 +111,7 @@ def scales(model: Any) -> list[Tensor]:
     return [layer.gamma.detach().clone() for layer in ablations.layer_scales(model)]
 
 
-def test_layer_scales_begin_as_their_names_say(
+def test_layer_scales_start_as_their_names_say(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     images = torch.randn(96, 1, 8, 8)
@@ -137,12 +139,12 @@ def test_layer_scales_begin_as_their_names_say(
     assert not begin["no LayerScale"]
     assert [len(gamma) for gamma in begin["one weight a branch"]] == [1] * 8
     drawn = torch.cat(begin["drawn from 0 to 0.2"])
-    # That none of 384 even draws lies in the lowest twentieth has a chance of 3e-9.
+    # The probability that none of 384 uniform draws lies in the lowest twentieth is 3e-9.
     assert 0 <= drawn.min() < 0.01
     assert 0.19 < drawn.max() <= 0.2
-    # Five standard errors of the mean of 384 even draws.
+    # The bound is five standard errors of the mean of 384 uniform draws.
     assert abs(float(drawn.mean()) - 0.1) < 5 * 0.2 / math.sqrt(12 * 384)
-    # Frozen ones are those that the first variant has learned; all others learn.
+    # The frozen scales are those that the first variant learned; all others are trained.
     frozen = "trained before, frozen"
     for name in begin:
         source = end["from 0.1"] if name == frozen else begin[name]
@@ -154,7 +156,7 @@ def test_layer_scales_begin_as_their_names_say(
 
 
 def results(alone: float = 0.4, top1: float = 0.8) -> xr.DataArray:
-    """Return three seeds of every variant, which differ by 0.01."""
+    """Return the accuracies of all variants for three seeds, which differ by 0.01."""
     names = [name for variants in ablations.TABLES.values() for name in variants]
     values = top1 + 0.01 * np.arange(3)[:, None] + np.zeros(len(names))
     values[:, names.index(ablations.SEPARATE)] = alone
@@ -169,7 +171,7 @@ def results(alone: float = 0.4, top1: float = 0.8) -> xr.DataArray:
         ({"top1": 0.05, "alone": 0.0}, "did NOT learn"),
     ],
 )
-def test_check(
+def test_the_check_can_fail(
     changes: dict[str, Any], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert ablations.check(results(**changes)) == (not changes)
@@ -179,7 +181,7 @@ def test_check(
 def test_variants_are_compared_seed_by_seed() -> None:
     lines = ablations.table(results()).splitlines()
     (line,) = [text for text in lines if text.startswith("  nothing")]
-    # 0.4 less 0.80, 0.81, 0.82: t of 2 degrees of freedom is 4.303, the standard error 0.01 / sqrt(3).
+    # 0.4 minus 0.80, 0.81, 0.82; 4.303, the quantile of t with 2 degrees of freedom, times 0.01 / sqrt(3).
     assert line.endswith("0.400   -0.410 [-0.435, -0.385] worse")
     (line,) = [text for text in lines if text.startswith("  an MLP")]
     assert "0.810   +0.000 [-" in line

@@ -1,4 +1,4 @@
-"""Check that ends each study, on numbers made by hand: it passes, and it fails where it has to."""
+"""The check that ends each study, on numbers made by hand: it passes, and it fails where it has to."""
 
 import math
 from argparse import Namespace
@@ -32,7 +32,7 @@ from common.ending import finish, learned
 HEADS = {"layer": ["first", "last"], "head": [0, 1]}
 
 
-# 0.73 is sigmoid(1): the gate that lambda = 1 gives every head before fine-tuning.
+# sigmoid(1) = 0.73 is the gate that lambda = 1 gives every head before fine-tuning.
 def gates(first: float, last: float) -> xr.DataArray:
     """Return gates of two layers of two heads at two epochs; all 0.73 at first."""
     values = np.full((2, 2, 2), 0.73)
@@ -45,7 +45,7 @@ def gating(
 ) -> tuple[xr.Dataset, float]:
     return xr.Dataset(
         {
-            # 99 images, so that an accuracy of 0.5 cannot come from ten classes by chance and one of 0.15 can.
+            # With 99 images, an accuracy of 0.5 cannot come from guessing among ten classes, and one of 0.15 can.
             "gate": gates(first, last),
             "top1": ("epoch", [0.3, top1]),
             "images": ("epoch", [99, 99]),
@@ -131,7 +131,7 @@ def rates(low: float = 0.5, high: float = 0.8) -> tuple[Any, ...]:
 
 def starts(low: float = 0.3, high: float = 0.9, top1: float = 0.5) -> tuple[Any, ...]:
     dims = ("locality_strength", "gating", "epoch", "layer", "head")
-    # One value of lambda, as the check compares runs of one locality whose gates start low and high.
+    # There is one value of lambda, as the check compares runs of equal locality whose gates start low and high.
     scores = {
         "gate": (dims, np.array([low, high]).reshape(1, 2, 1, 1, 1)),
         "top1": (dims[:3], np.full((1, 2, 1), top1)),
@@ -141,7 +141,7 @@ def starts(low: float = 0.3, high: float = 0.9, top1: float = 0.5) -> tuple[Any,
 
 
 def resolutions(small: float = 0.2, trained: float = 0.6) -> tuple[Any, ...]:
-    # Only the CNN: the check is asked of each model, and one suffices to see it fail.
+    # There is only the CNN: the check examines each model, and one suffices to see it fail.
     coords = {"resolution": [32, 64], "model": ["CNN"]}
     scores = xr.Dataset(
         {"top1": (("resolution", "model"), [[small], [trained]]), "images": 99}, coords
@@ -161,8 +161,8 @@ def costs(ratio: float = 2.0, top1: float = 0.5) -> tuple[Any, ...]:
 
 
 def times(heads: int = 18, top1: float = 0.5) -> tuple[Any, ...]:
-    """Return the hybrid and the CNN, of two epochs."""
-    # All the runs agree until the last epoch: the check must read that one.
+    """Return the hybrid and the CNN, each trained for two epochs."""
+    # The runs agree until the last epoch, because the check must read that one.
     accuracies = [[0.1, 0.3, top1], [0.1, 0.3, 0.5]]
     coords = {"t1": [0, 2], "epoch": [0, 1, 2]}
     scores = {
@@ -176,9 +176,9 @@ def times(heads: int = 18, top1: float = 0.5) -> tuple[Any, ...]:
 def knowledge(
     before: float = 1.0, gain: float = 0.9, top1: float = 0.5
 ) -> tuple[Any, ...]:
-    """Return three stages and a hundred images: at the end neighbours know this share of them, at the start none."""
+    """Return three stages and 100 images; neighbours find a share ``gain`` of them at the end, none at the start."""
     dims = ("model", "epoch", "layer")
-    # Only the first stage, which stands before the attention, may be expected to equal the CNN's.
+    # Only the first stage, which precedes the attention layers, may be expected to equal the CNN's.
     cka = (
         np.array([[before, 0.4, 0.3], [0.9, 0.8, 0.8]])[None, :, :, None]
         .repeat(2, 0)
@@ -207,7 +207,7 @@ def knowledge(
 
 
 class NotTrained(NamedTuple):
-    """Stand-in for a run: 99 images of ten classes."""
+    """Stand-in for a run with 99 images of ten classes."""
 
     args: Any = Namespace(model=None, init_values=0.1)
 
@@ -235,7 +235,7 @@ def matrices(
 
 def ratios(share: float = 0.1, top1: float = 0.5) -> tuple[Any, ...]:
     """Return two blocks at the start and at the end."""
-    # The model without LayerScale is the unit: the check compares ratios of the two at the start.
+    # The model without LayerScale is the unit: the check compares the ratios of the two models at the start.
     values = np.broadcast_to(np.array([1, share]).reshape(2, 1, 1, 1), (2, 2, 2, 2))
     coords = {
         "model": [layer_scale.WITHOUT, layer_scale.WITH],
@@ -280,7 +280,7 @@ def decisions(differ: float = 0.1, top1: float = 0.8) -> tuple[Any, ...]:
 
 
 def dense(before: float = 0.5, fine: float = 0.4, top1: float = 0.5) -> tuple[Any, ...]:
-    """Return two stages and nine scenes; the ResNet is trained for two epochs, and the others for one."""
+    """Return two stages and nine scenes; the ResNet is trained for two epochs, and the other models for one."""
     names = [
         dense_features.CNN,
         dense_features.TCNN,
@@ -320,7 +320,8 @@ def fine_digits(grafit: float = 0.8) -> tuple[Any, ...]:
         (
             dense_features,
             dense,
-            # Changes are as small as the check can tell, where it has a limit, so that a shifted limit is seen.
+            # Where a check has a limit, the changes are as small as it can detect, so that a shifted limit fails the
+            # test.
             {"before": 0.49},
             "begin NOT as the CNN's: IoU apart by 0.0100",
         ),
@@ -389,7 +390,7 @@ def fine_digits(grafit: float = 0.8) -> tuple[Any, ...]:
         (
             when_to_reparameterize,
             times,
-            # 12 of 99 images at ten classes: more than chance has, and not more than chance may have.
+            # 12 of 99 images with ten classes are more than the expected number, but within what guessing reaches.
             {"top1": 0.12},
             "the run of t1 = 0 did NOT learn",
         ),
@@ -419,7 +420,7 @@ def fine_digits(grafit: float = 0.8) -> tuple[Any, ...]:
         ),
         (resolution, resolutions, {"trained": 0.11, "small": 0.1}, "CNN did NOT learn"),
         (gating_evolution, gating, {"first": 0.73, "last": 0.73}, "did NOT move apart"),
-        # 15 of 99 are in reach of guessing: one guess in twenty does as well.
+        # 15 of 99 images are within reach of guessing: one guess in twenty does as well.
         (gating_evolution, gating, {"top1": 0.15}, "did NOT learn"),
         (attention_maps, maps, {"tap": 1}, "4 of 4 heads do NOT look at their tap"),
         (attention_maps, maps, {"peaks": (0.1, 0.5)}, "do NOT have fainter peaks"),
@@ -458,7 +459,7 @@ def test_the_check_can_fail(
     message: str,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    # First the results that pass: a check that never passes would pass the rest of this test.
+    # First come the results that pass: a check that never passes would pass the rest of this test.
     assert study.check(*make_results())
     assert "NOT" not in capsys.readouterr().out
     assert not study.check(*make_results(**changes))
@@ -466,8 +467,9 @@ def test_the_check_can_fail(
 
 
 def test_two_classes_cannot_pass_by_chance_and_can_be_learned() -> None:
-    """The verdict is that of the binomial distribution's upper tail, summed term by term."""
-    # Either side of 1 %, and samples so small or chances so large that even all right proves nothing.
+    """The verdict follows the upper tail of the binomial distribution, summed term by term."""
+    # These lie on both sides of 1 %, and include samples so small, or chances so large, that even all right proves
+    # nothing.
     for right, images, chance in (
         (29, 40, 0.5),
         (27, 40, 0.5),
@@ -487,7 +489,7 @@ def test_a_check_that_fails_is_an_error_on_the_digits_only(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     assert [
-        # Photographs are anybody's: that a study sees something else there is a finding.
+        # Anybody may bring photographs: if a study sees something else there, that is a finding.
         finish(True, "digits"),
         finish(True, "photos"),
         finish(False, "digits"),

@@ -1,4 +1,4 @@
-"""Measures of the study of coarse labels, beside loops over the thesis' equations."""
+"""Measures of the study of coarse labels against loops over the thesis' equations."""
 
 import math
 
@@ -45,7 +45,8 @@ def test_training_images_are_ranked_by_eq_2_5_and_by_cosine() -> None:
 
 def test_random_labels_halve_each_coarse_class() -> None:
     parity = np.repeat([0, 1], [12, 8])
-    # All images apart: a linear classifier fits any labels. Only the parities apart: it is right on one half of each.
+    # A linear classifier fits any labels if the features separate all images. If they separate only the parities, it is
+    # right on one half of each.
     alone = torch.eye(20)
     coarse = torch.nn.functional.one_hot(torch.from_numpy(parity)).float()
     assert (

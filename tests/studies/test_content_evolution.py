@@ -1,4 +1,4 @@
-"""Content information by epoch: the figure and the report of numbers made by hand; labels that say nothing."""
+"""Content information by epoch: the figure and the report for numbers made by hand, and shuffled labels."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ from common.head_types import COLORS
 
 
 def two_layers(start: float, end: float, *, gate: bool = True) -> xr.Dataset:
-    """Return two layers of three heads at epochs 0 and 1; the last head of the second is missing."""
+    """Return two layers of three heads at epochs 0 and 1; the second layer lacks its last head."""
     exists = np.array([[1, 1, 1], [1, 1, np.nan]])
     values = np.array([start, end])[:, None, None] * exists
     coords = {"epoch": [0, 1], "layer": ["a", "b"], "head": [0, 1, 2]}
@@ -27,7 +27,7 @@ def two_layers(start: float, end: float, *, gate: bool = True) -> xr.Dataset:
     )
 
 
-def test_gain_is_beside_both_controls() -> None:
+def test_gain_is_reported_against_both_controls() -> None:
     seeds = xr.DataArray([3, 4], dims="training", name="training")
     content = xr.concat([two_layers(0.1, 0.4), two_layers(0.1, 0.6)], seeds)
     shuffled = xr.concat([two_layers(0.1, 0.1), two_layers(0.1, 0.3)], seeds)
@@ -36,7 +36,7 @@ def test_gain_is_beside_both_controls() -> None:
         "  seed 3: trained 0.400 [0.400, 0.400], untrained 0.100 [0.100, 0.100], "
         "on shuffled labels 0.100 [0.100, 0.100]"
     )
-    # Student's t for one degree of freedom.
+    # 12.706 is the quantile of Student's t with one degree of freedom.
     half = 12.706204736 * np.std([0.3, 0.5], ddof=1) / 2**0.5
     assert (
         lines[3]
@@ -55,7 +55,7 @@ def test_gain_is_beside_both_controls() -> None:
     )
 
 
-def test_a_line_is_a_head_in_the_colour_of_its_type() -> None:
+def test_each_head_is_a_line_in_the_colour_of_its_type() -> None:
     figure = draw_content(
         {
             "one": two_layers(0.1, 1.4),
@@ -74,13 +74,13 @@ def test_a_line_is_a_head_in_the_colour_of_its_type() -> None:
     np.testing.assert_allclose(figure.axes[4].lines[2].get_ydata(), [0.2, 0.3])
 
 
-def test_shuffled_labels_are_the_same_labels_of_other_images() -> None:
+def test_shuffled_labels_are_a_permutation_of_the_labels() -> None:
     train, _ = digits_loaders(size=32, batch_size=16, seed=0, limit=400, clutter=0)
     first, second = (with_shuffled_labels(train, seed) for seed in (1, 2))
     labels = torch.as_tensor(train.dataset.labels)
     for shuffled in (first, second):
         assert shuffled.dataset.digits is train.dataset.digits
         assert torch.equal(shuffled.dataset.labels.bincount(), labels.bincount())
-        # Of ten classes a tenth agrees by chance.
+        # With ten classes, a tenth of the labels agrees by chance.
         assert (shuffled.dataset.labels == labels).double().mean() < 0.2
     assert not torch.equal(first.dataset.labels, second.dataset.labels)

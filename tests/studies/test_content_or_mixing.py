@@ -1,4 +1,4 @@
-"""Comparison of content and mixing: its arms, its intervals and verdicts, and a killed run."""
+"""Comparison of content and mixing: its arms, its intervals and verdicts, and the resumption of a killed run."""
 
 import itertools
 import shutil
@@ -33,10 +33,10 @@ def network() -> ResNet20:
 
 
 @pytest.mark.parametrize("blocks", [1, 2])
-def test_trunk_and_tail_are_the_network(network: ResNet20, blocks: int) -> None:
+def test_trunk_and_tail_compose_to_the_network(network: ResNet20, blocks: int) -> None:
     images = torch.randn(2, 3, 20, 28)
     scores = Tail(network, blocks)(Trunk(network, blocks)(images))
-    # Bit for bit, as both run the same operations in the same order.
+    # Equal bit for bit, as both run the same operations in the same order.
     torch.testing.assert_close(scores, network(images), rtol=0, atol=0)
 
 
@@ -45,26 +45,28 @@ def test_the_shortcut_has_no_parameters_and_takes_every_second_pixel(
 ) -> None:
     block = network.layer2[0]
     x = torch.randn(2, 3, 6, 10)
-    nn.init.zeros_(block.bn2.weight)  # leaves the shortcut
+    nn.init.zeros_(
+        block.bn2.weight
+    )  # the residual branch is zero, so that only the shortcut remains
     y = block(x)
     assert y.shape == (2, 6, 3, 5)
-    # There are 3 new channels: 1 before, 2 after.
+    # There are 3 new channels: 1 before the old ones, and 2 after them.
     torch.testing.assert_close(y[:, 1:4], x[:, :, ::2, ::2].relu())
     assert (y[:, [0, 4, 5]] == 0).all()
 
 
 def static_layer(size: tuple[int, int], stride: int = 1) -> StaticMapGPSA:
     torch.manual_seed(1)
-    # Another gate for each head, so that exchanged heads show.
+    # Each head has another gate, so that exchanged heads would show.
     layer = GPSA(5, 7, 3, stride, 1, gating=[0.1 * n for n in range(9)])
     static = StaticMapGPSA.of(layer, size)
-    # Fresh queries are zeros, a map that is even.
+    # New queries are zeros, which would give a uniform map.
     nn.init.normal_(static.query, std=2)
     return static.double()
 
 
 @pytest.mark.parametrize("stride", [1, 2])
-def test_a_static_map_is_mixed_as_the_definition_says(stride: int) -> None:
+def test_a_static_map_is_mixed_as_defined(stride: int) -> None:
     size = 4, 6
     layer = static_layer(size, stride)
     x = torch.randn(3, 5, *size, dtype=torch.float64)
@@ -78,7 +80,7 @@ def test_a_static_map_is_mixed_as_the_definition_says(stride: int) -> None:
         center = layer.center[head]
         tap = layer.weight[:, :, head // 3, head % 3]
         for y, x_ in itertools.product(range(height), range(width)):
-            # Keys, a ring of padding among them, from the query's place and the head's centre.
+            # Keys include one ring of padding; offsets are counted from the query and the head's centre.
             dy = torch.arange(-1, size[0] + 1)[:, None] - y * stride - center[0]
             dx = torch.arange(-1, size[1] + 1) - x_ * stride - center[1]
             near = torch.exp(-alpha * (dy**2 + dx**2))
@@ -86,7 +88,7 @@ def test_a_static_map_is_mixed_as_the_definition_says(stride: int) -> None:
             static = torch.softmax(layer.query[head, y * width + x_], 0).view(size)
             mixed = (1 - gate) * static + gate * position[1:-1, 1:-1]
             expected[:, :, y, x_] += (values * mixed).sum((2, 3)) @ tap.T
-    # Gates and strengths are widened to float32.
+    # The layer computes gates and strengths in float32.
     torch.testing.assert_close(layer(x), expected, rtol=1e-6, atol=1e-6)
     torch.testing.assert_close(layer(x), GPSA.forward(layer, x))
 
@@ -97,7 +99,7 @@ def steps_of(features: torch.Tensor, count: int):
 
 
 @pytest.mark.parametrize("arm", ["B", "C", "D", "E"])
-def test_rates_of_an_arm(network: ResNet20, arm: str) -> None:
+def test_learning_rates_of_an_arm(network: ResNet20, arm: str) -> None:
     tail = Tail(network, 1)
     features = torch.randn(4, 12, 5, 3)
     model = converted(tail, ARMS[arm], -1.0, features, seed=3)
@@ -132,16 +134,19 @@ def test_rates_of_an_arm(network: ResNet20, arm: str) -> None:
         assert all((layer.gate == 1).all() for layer in gpsa_layers(model).values())
     else:
         waits = [bool((now == gates[0]).all()) for now in gates[1:]]
-        # In the arms that learn content, gates wait for it a quarter of the steps.
+        # In the arms that learn content, the gates are fixed for the first quarter of the steps.
         assert waits == ([False] * 8 if arm == "B" else [True] * 2 + [False] * 6)
     buffers = dict(model.named_buffers())
-    for name, buffer in tail.named_buffers():  # statistics of batch norm stay
+    for (
+        name,
+        buffer,
+    ) in tail.named_buffers():  # the running statistics of batch norms are frozen
         torch.testing.assert_close(buffers[name], buffer, rtol=0, atol=0)
     assert not torch.equal(before["linear.weight"], model.linear.weight)
 
 
 def test_arms_see_the_same_images_and_each_image_once_an_epoch() -> None:
-    # Batches of 4 do not divide 10 images: one holds the end of an epoch and the beginning of the next.
+    # Batches of 4 do not divide 10 images: one batch spans the end of an epoch and the beginning of the next.
     steps = list(order_of_images(10, 5, 4, seed=2))
     rows, view = (np.concatenate([part[n] for part in steps]) for n in (0, 1))
     assert sorted(rows[:10]) == list(range(10))
@@ -150,10 +155,10 @@ def test_arms_see_the_same_images_and_each_image_once_an_epoch() -> None:
     np.testing.assert_array_equal(again, steps[0][0])
 
 
-def test_a_view_is_a_crop_of_the_padded_image_and_the_same_again() -> None:
+def test_a_view_is_a_reproducible_crop_of_the_padded_image() -> None:
     rng = np.random.default_rng(0)
     images = SmallImages(
-        # From 1, as 0 is the padding.
+        # Pixels start at 1, as padding is 0.
         rng.integers(1, 255, (6, 11, 13, 3), dtype=np.uint8),
         np.arange(6),
     )
@@ -168,7 +173,7 @@ def test_a_view_is_a_crop_of_the_padded_image_and_the_same_again() -> None:
     for row, view in zip(rows, crops_taken, strict=True):
         crops = [padded[row, y : y + 11, x : x + 13] for y, x in np.ndindex(9, 9)]
         mirrored = [crop[:, ::-1] for crop in crops]
-        # From one place, one way round.
+        # The view matches exactly one of the crops and their mirror images.
         assert sum(np.array_equal(view, crop) for crop in crops + mirrored) == 1
 
 
@@ -177,10 +182,10 @@ def difference_of_two_models(
 ) -> np.ndarray:
     """Return differences -1, 0 and 1 with mean 0.
 
-    Trainings differ, and few images are hard enough for models to differ.
+    Trainings differ from each other, and on most images two models agree.
     """
     shift = rng.normal(0, spread, seeds)[:, None] / 2
-    differ = rng.beta(0.15, 1.7, images)  # 8 % of images on average
+    differ = rng.beta(0.15, 1.7, images)  # 8 % of the images on average
     share = (1 + rng.normal(0, 0.5, images).clip(-1, 1)) / 2
     up = np.clip(differ * share + shift, 0, 1)
     draw = rng.random((seeds, images))
@@ -190,8 +195,8 @@ def difference_of_two_models(
 
 @pytest.mark.parametrize("seeds", [3, 5])
 @pytest.mark.parametrize("spread", [0.0, 0.004, 0.02])
-def test_intervals_cover(seeds: int, spread: float) -> None:
-    """Nearly 95 % of the intervals cover; of 600 at that coverage, fewer than 0.93 do so in one of 70 tests."""
+def test_intervals_have_their_nominal_coverage(seeds: int, spread: float) -> None:
+    """Coverage is nearly 95 %; at that coverage, fewer than 0.93 of 600 intervals cover in one of 70 tests."""
     rng = np.random.default_rng(seeds)
     effects = [
         crossed_effect(difference_of_two_models(rng, seeds, 1000, spread))
@@ -200,7 +205,7 @@ def test_intervals_cover(seeds: int, spread: float) -> None:
     assert np.mean([effect.low <= 0 <= effect.high for effect in effects]) >= 0.93
 
 
-def test_an_effect_of_seeds_alone_is_a_t_test() -> None:
+def test_an_effect_that_varies_by_seed_alone_is_a_t_test() -> None:
     by_seed = np.array([0.5, 0.25, 0.125])
     effect = crossed_effect(np.repeat(by_seed[:, None], 11, 1))
     expected = stats.ttest_1samp(by_seed, 0)
@@ -214,8 +219,8 @@ def test_an_effect_of_seeds_alone_is_a_t_test() -> None:
     assert alone.p_value == 1
 
 
-def test_holm() -> None:
-    # Times 4, 3, 2 and 1 in ascending order, and never less than the one before.
+def test_holm_adjusts_p_values() -> None:
+    # P-values in ascending order are multiplied by 4, 3, 2 and 1, and are never below the previous one.
     np.testing.assert_allclose(holm([0.01, 0.04, 0.03, 0.5]), [0.04, 0.09, 0.09, 0.5])
 
 
@@ -231,25 +236,25 @@ def effect_of(
     ("effect", "adjusted", "answer"),
     [
         (effect_of(0.02, 0.005, 1e-4), 1e-3, "yes"),
-        # The interval is above the margin of 0.01, but not after Holm.
+        # The interval is above the margin of 0.01, but the p-value is not significant after Holm's correction.
         (effect_of(0.02, 0.005, 0.03), 0.06, "undecided"),
-        # An effect, but all of its interval is below the margin.
+        # There is an effect, but its whole interval is below the margin.
         (effect_of(0.005, 0.004, 0.02), 0.02, "no"),
         (effect_of(-0.05, 0.005, 1e-4), 1e-3, "no"),
         (effect_of(0.005, 0.006, 0.1), 0.1, "undecided"),
     ],
 )
-def test_verdicts(effect: Effect, adjusted: float, answer: str) -> None:
+def test_verdict_on_one_effect(effect: Effect, adjusted: float, answer: str) -> None:
     assert verdict(effect, 0.01, adjusted) == answer
 
 
-def test_verdicts_together() -> None:
+def test_verdict_on_several_effects() -> None:
     assert _together(["no", "yes"]) == "YES"
     assert _together(["no", "undecided"]) == "UNDECIDED"
     assert _together(["no", "no"]) == "NO"
 
 
-def test_seeds_that_would_decide() -> None:
+def test_number_of_seeds_that_would_decide() -> None:
     effect = effect_of(0.02, 0.05, 0.3, seed_variance=4e-4)
     seeds = seeds_to_decide(effect, 0.01)
     assert seeds is not None
@@ -257,12 +262,12 @@ def test_seeds_that_would_decide() -> None:
         parts = np.array([4e-4 / count, 0.05 / 10_000])
         freedom = parts.sum() ** 2 / (parts**2 / [count - 1, 9_999]).sum()
         assert (stats.t.ppf(0.975, freedom) * np.sqrt(parts.sum()) < 0.02) == decided
-    # The images' share of the variance alone is too large: no number of seeds takes it away.
+    # The variance between images alone is too large, and more seeds do not reduce it.
     few_images = Effect(0.0095, -0.1, 0.12, 0.9, 1e-4, 0.05, 3, 1000)
     assert seeds_to_decide(few_images, 0.01) is None
 
 
-def test_a_killed_run_is_trained_again_and_no_other(
+def test_only_the_killed_run_is_trained_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out = tmp_path / "out"
@@ -271,7 +276,7 @@ def test_a_killed_run_is_trained_again_and_no_other(
     folder = out / "content_or_mixing_checkpoints"
     files = {file.name: file.read_bytes() for file in folder.glob("[0-9]_*.npz")}
     assert set(files) == {"1_frozen_C_+1_0.npz", "1_frozen_D_+1_0.npz"}
-    # As a kill leaves it.
+    # A kill leaves a partial file under this name.
     (folder / "1_frozen_C_+1_0.npz").rename(folder / "1_frozen_C_+1_0.npz.tmp")
     trained = []
     train = study.train_and_measure

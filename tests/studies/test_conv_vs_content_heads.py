@@ -1,4 +1,4 @@
-"""Conclusions of the study from answers made by hand: nothing that its intervals do not support."""
+"""Conclusions of the study from answers made by hand: they claim nothing that the intervals do not support."""
 
 from typing import Any
 
@@ -15,8 +15,8 @@ SOME = {"content": [0.1, 0.4, 0.1], "random": [0.1, 0.1, 0.3]}
 def answers(
     content: list[float], random: list[float], *, convolutional: float = 0.3
 ) -> xr.DataTree:
-    """Return two trainings of 200 images: 0.9 right, less by these losses for each condition when heads are removed."""
-    # One draw for all conditions: an image that a smaller loss takes, a larger one takes too.
+    """Return two trainings of 200 images: accuracy is 0.9 minus the loss of a condition when its heads are removed."""
+    # All conditions share one draw, so that an image lost at a smaller loss is lost at a larger one, too.
     draw = np.random.default_rng(0).random((2, 1, 1, 1, 200))
     losses = {
         "nothing": [0.0] * 3,
@@ -49,7 +49,7 @@ def answers(
         ],
         xr.DataArray(["nothing", "a:0", "a:1"], dims="ablation", name="ablation"),
     )
-    # The third head is missing, as where layers differ in their number of heads.
+    # The third head is missing, as in models whose layers differ in their number of heads.
     gate = xr.DataArray([[[0.9, 0.1, np.nan]]] * 2, types.coords, types.dims)
     modes = xr.DataArray(["zero", "static"], dims="mode", name="mode")
     right = xr.concat(
@@ -102,7 +102,7 @@ def answers(
     ],
     ids=["none", "either side", "less everywhere", "on clean images alike"],
 )
-def test_sentence(
+def test_sentence_claims_what_the_intervals_support(
     content: list[float], random: list[float], beside_random: str, beside_clean: str
 ) -> None:
     sentence = study.sentence(answers(content, random))
@@ -155,7 +155,7 @@ def test_table_and_figure_have_the_means() -> None:
         next(n for n, line in enumerate(lines) if "the outputs of one head" in line) :
     ]
     row = next(line for line in singles if "clean" in line).split()
-    # The one training with a convolutional head.
+    # This is the one training with a convolutional head.
     first = right.sel(condition="clean")[0]
     assert (
         row[1]
@@ -178,12 +178,12 @@ def test_table_and_figure_have_the_means() -> None:
         ["training", "draw", "image"]
     )
     np.testing.assert_allclose(heights["content heads"], lost)
-    # Two heads, twice; not the one that is missing.
+    # Two heads in two trainings; the missing third head has no dot.
     assert sum(len(dots.get_offsets()) for dots in points.collections) == 4
 
 
 @pytest.mark.parametrize("kind", study.PAIR)
-def test_a_type_that_no_training_has(
+def test_a_type_that_no_training_has_is_reported(
     kind: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     tree = answers(**SOME)
@@ -209,7 +209,7 @@ def test_a_type_that_no_training_has(
     [
         ({}, 0.1, None),
         ({"convolutional": 0.0}, 0.1, "does NOT hurt"),
-        # Chance above the accuracies made here, 0.9 and 0.8.
+        # Chance is above the accuracies made here, 0.9 and 0.8.
         ({}, 0.95, "did NOT learn"),
     ],
     ids=["seen", "no cost", "nothing learned"],

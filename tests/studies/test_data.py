@@ -1,4 +1,4 @@
-"""Images of one's own, as the studies load them."""
+"""A user's own images, as the studies load them."""
 
 import random
 from pathlib import Path
@@ -15,18 +15,18 @@ from common.ending import InputError
 from common.folder import open_folder
 
 
-def test_no_random_augmentation_fails() -> None:
+def test_random_augmentations_do_not_fail() -> None:
     random.seed(0)
-    np.random.seed(0)  # noqa: NPY002  (timm's)
+    np.random.seed(0)  # noqa: NPY002  (timm draws from the global generator)
     image = Image.fromarray(np.arange(7 * 5 * 3, dtype=np.uint8).reshape(7, 5, 3))
     augment = rand_augment_transform(RAND_AUGMENT, {})
-    # Each draws two of fifteen operations; 700 images leave none out.
+    # Each call draws two of fifteen operations, so 700 images leave none out.
     for _ in range(700):
         assert augment(image).size == (5, 7)
 
 
-def test_a_folder_of_ones_own_is_loaded_by_workers(image_folder: Path) -> None:
-    """The validation images are those that the main process loads; training images are shuffled and augmented."""
+def test_a_users_folder_is_loaded_by_workers(image_folder: Path) -> None:
+    """Validation images equal those that the main process loads; training images are shuffled and augmented."""
     model = timm.create_model("test_resnet", num_classes=2)
     folders = open_folder(str(image_folder), None)
     options = {"size": 32, "batch_size": 3}
@@ -40,11 +40,13 @@ def test_a_folder_of_ones_own_is_loaded_by_workers(image_folder: Path) -> None:
     read = torch.cat([labels for _, labels in batches[0]])
     assert read.tolist() == [0] * 4 + [1] * 4
     shapes = [(tuple(images.shape), len(labels)) for images, labels in train]
-    assert shapes == [((3, 3, 32, 32), 3)] * 2  # of eight images; the rest is dropped
+    assert (
+        shapes == [((3, 3, 32, 32), 3)] * 2
+    )  # two batches of three of the eight images; the last two are dropped
 
 
 def test_photographs_are_augmented_as_the_papers_did(image_folder: Path) -> None:
-    """Images come three times, mixed in pairs, with the shares of both classes; validation images as they are."""
+    """Each training image comes three times, mixed in pairs, with soft labels; validation images are unchanged."""
     model = timm.create_model("test_resnet", num_classes=2)
     folders = open_folder(str(image_folder), None)
     folders[0].samples = folders[0].samples[:7]
@@ -56,7 +58,7 @@ def test_photographs_are_augmented_as_the_papers_did(image_folder: Path) -> None
     ((images, shares),) = train
     assert images.shape == (6, 3, 32, 32)
     torch.testing.assert_close(shares.sum(1), torch.ones(6))
-    # Smoothing by 0.1 leaves 0.05 of each of two classes, whatever the mixture.
+    # Label smoothing by 0.1 leaves at least 0.05 for each of two classes, whatever the mixture.
     assert float(shares.min()) >= 0.05 - 1e-6
     assert all(labels.ndim == 1 for _, labels in validation)
     with pytest.raises(InputError, match="mixes images in pairs: got batches of 1"):

@@ -1,4 +1,4 @@
-"""The scenes of the studies: real digits, in a known place, without leakage between the splits."""
+"""Scenes of the studies: real digits in known places, without leakage between the splits."""
 
 import torch
 import torch.nn.functional as F
@@ -7,11 +7,11 @@ from common.digits import ClutteredDigits, cluttered_digits
 from tcnn_probe.representation import layer_dense_probe
 
 
-def test_no_digit_image_is_in_both_splits_and_all_are_used() -> None:
+def test_splits_share_no_digit_image_and_use_all() -> None:
     train, validation = cluttered_digits(size=41)
     assert len(train) + len(validation) == 1797
     known = {tuple(digit.flatten().tolist()) for digit in train.digits}
-    # Some digits of scikit-learn's are equal, pixel by pixel; those have to be in one split.
+    # Some images of scikit-learn's digits are equal pixel by pixel; these must be in the same split.
     assert len(known) > 1300
     assert not any(
         tuple(digit.flatten().tolist()) in known for digit in validation.digits
@@ -48,8 +48,8 @@ def test_validation_scenes_are_fixed_and_training_scenes_are_not() -> None:
     assert train[3][1] == int(train.labels[3])
 
 
-def test_a_dense_probe_finds_the_strokes_of_scenes_as_far_as_the_grid_lets_it() -> None:
-    """Strokes are what is bright where there is no clutter."""
+def test_a_dense_probe_finds_strokes_as_finely_as_its_grid_allows() -> None:
+    """Without clutter, the strokes are the bright pixels."""
     validation = cluttered_digits(size=32, limit=80, fragments=0)[1]
     scenes = [validation.scene(n) for n in range(20)]
     images = torch.stack([scene.image for scene in scenes])
@@ -60,11 +60,11 @@ def test_a_dense_probe_finds_the_strokes_of_scenes_as_far_as_the_grid_lets_it() 
         for part in (slice(10), slice(10, None))
     )
     iou = layer_dense_probe(judged, masks[10:], fit, masks[:10]).sel({"class": True})
-    # By pixels strokes are what is above a threshold, which a linear classifier finds. Cells of 4 x 4 blur them; naming
-    # every pixel a stroke would have their share as its IoU.
+    # The pixels of strokes are those above a threshold, which a linear classifier finds. Cells of 4 x 4 pixels blur
+    # them; a probe that calls every pixel a stroke would have their share as its IoU.
     assert iou.sel(layer="pixels") > 0.95
     assert 0.95 > iou.sel(layer="cells") > 2 * float(masks.double().mean())
-    # Masks of other scenes: a probe that finds these too finds nothing.
+    # As a control, the probe must not find the masks of other scenes.
     elsewhere = layer_dense_probe(judged, masks[10:].roll(1, 0), fit, masks[:10]).sel(
         {"class": True}
     )

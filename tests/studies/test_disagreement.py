@@ -1,4 +1,4 @@
-"""Verdicts of the study of disagreement on decisions made by hand."""
+"""Verdicts of the study of disagreement on predictions made by hand."""
 
 from pathlib import Path
 
@@ -16,7 +16,7 @@ from disagreement import CNN, ORDER, START, TCNN
 
 
 def decisions() -> xr.Dataset:
-    """Return 2 trainings of 3 models, 3 corruptions of 2 groups, 2 severities, 7 images."""
+    """Return predictions of 2 trainings of 3 models on 7 images, with 3 corruptions of 2 groups at 2 severities."""
     random = np.random.default_rng(0)
     coords = {
         "model": np.array([CNN, TCNN, ORDER], dtype=object),
@@ -37,7 +37,7 @@ def decisions() -> xr.Dataset:
     return ds
 
 
-def test_differing_by_hand() -> None:
+def test_rates_of_disagreement_by_hand() -> None:
     results = disagreement.with_other_start(decisions())
     assert results.model.values.tolist() == [CNN, TCNN, ORDER, START]
     rates = disagreement.differing(results, "group")
@@ -46,7 +46,7 @@ def test_differing_by_hand() -> None:
     clean = results.clean_prediction.values
     corrupted = results.prediction.values
     for nth, model, image in np.ndindex(2, 3, 7):
-        # Another start is the CNN of the other training.
+        # The "other start" is the CNN of the other training.
         at = {TCNN: (nth, 1), ORDER: (nth, 2), START: (1 - nth, 0)}[
             str(rates.model.values[model])
         ]
@@ -83,14 +83,14 @@ def test_verdicts_follow_the_intervals() -> None:
         assert next(line for line in lines if line.startswith(f"  {label}")).endswith(
             end
         )
-    # Once for each yardstick.
+    # The line appears once for each yardstick.
     assert sum(line.startswith("  clean ") for line in lines) == 2
 
 
-def test_given_models_are_compared_as_they_are(
+def test_models_of_the_user_are_compared_unchanged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Models have their own weights and normalisation, and a distilled one the mean of its two classifiers."""
+    """Each model has its own weights and normalisation; a distilled one averages its two classifiers."""
     create = timm.create_model
     names = ["deit_tiny_distilled_patch16_224", "test_vit"]
     narrow = {"embed_dim": 6, "depth": 1, "num_heads": 2}
@@ -104,14 +104,14 @@ def test_given_models_are_compared_as_they_are(
         timm.create_model(name, img_size=32, num_classes=2).eval() for name in names
     ]
     for model, name in zip(models, names, strict=True):
-        # So that images are told apart.
+        # Large random weights make the models tell images apart.
         for part, parameter in model.named_parameters():
             if "norm" not in part:
                 torch.nn.init.normal_(parameter, std=float(part.endswith("weight")))
         torch.save(model.state_dict(), tmp_path / f"{name}.pth")
     random = np.random.default_rng(0)
     pixels = (
-        # Noise of another brightness in each image, which even untrained models tell apart.
+        # The noise differs in brightness between images, which even untrained models tell apart.
         random.random((2, 2, 8, 37, 41, 3))
         * random.integers(0, 255, (2, 2, 8, 1, 1, 3))
     ).astype(np.uint8)
@@ -125,7 +125,7 @@ def test_given_models_are_compared_as_they_are(
     models_options = ["--model", *names, "--pretrained", *weights]
     assert ended(disagreement.main, [*models_options, *options.split()]) == 0
     results = xr.open_zarr(tmp_path / "out" / "disagreement.zarr")
-    # Those of the first model.
+    # All images are resized and cropped for the first model.
     plain = {
         "mean": (0, 0, 0),
         "std": (1, 1, 1),
@@ -155,7 +155,7 @@ def test_given_models_are_compared_as_they_are(
     assert results.model.values.tolist() == names
     np.testing.assert_array_equal(results.clean_prediction, expected)
     differ = np.mean(expected[0] != expected[1])
-    # Models that agree on all images, or on none, would not show whose decisions are compared.
+    # Models that agree on all images, or on none, would not show which predictions are compared.
     assert 0 < differ < 1
     (line,) = (
         line

@@ -1,4 +1,4 @@
-"""Losses of students beside sums in float64, their second token, and the check that ends the study."""
+"""Losses of students against sums in float64, their second token, and the check that ends the study."""
 
 import math
 from typing import Any
@@ -41,17 +41,17 @@ def test_losses_are_those_of_the_thesis() -> None:
         )
     expected = 0.9 * by_labels + 0.1 * 9 * divergence / images
     loss = distillation.loss_of(of_class, labels, taught, soft=True)
-    # Both are sums of some hundred terms.
+    # Both losses are sums of some hundred terms.
     assert float(loss) == pytest.approx(expected, rel=1e-13)
 
-    # Eq. 3.3: each token by its own.
+    # Eq. 3.3: each token has its own target.
     decided = [max(range(classes), key=row.__getitem__) for row in taught.tolist()]
     expected = (by_labels + cross_entropy(of_token.tolist(), decided)) / 2
     loss = distillation.loss_of((of_class, of_token), labels, taught, soft=False)
     assert float(loss) == pytest.approx(expected, rel=1e-13)
 
 
-def test_students_with_a_second_token_begin_with_the_same_weights() -> None:
+def test_students_with_a_second_token_start_with_the_same_weights() -> None:
     torch.manual_seed(0)
     model = distillation.small_vit()
     distilled = distillation.with_distillation_token(model)
@@ -72,8 +72,10 @@ def test_students_with_a_second_token_begin_with_the_same_weights() -> None:
     torch.testing.assert_close(places[2:], expected[1:], rtol=0, atol=0)
 
 
-def test_all_arms_learn_from_their_teacher(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A teacher that names one class for every image is followed by its students alone."""
+def test_the_second_token_learns_from_the_teacher(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A teacher names one class for every image: the distillation token learns it, and the class token the labels."""
     images = torch.randn(96, 1, 8, 8)
     labels = torch.zeros(96, dtype=torch.long)
     monkeypatch.setattr(
@@ -95,7 +97,7 @@ def test_all_arms_learn_from_their_teacher(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def results(token: float = 0.1, top1: float = 0.8, teacher: float = 0.9) -> xr.Dataset:
-    """Return three seeds and four kinds of students, of two heads."""
+    """Return results for three seeds and four kinds of students with two heads."""
     arms = list(distillation.TEACHERS)
     noise = 0.01 * np.array([-1.0, 0.0, 1.0])
     shares = np.broadcast_to(np.array([0.3, 0.2, token, 0.25])[:, None], (4, 3)) + 0.0
@@ -126,7 +128,7 @@ def results(token: float = 0.1, top1: float = 0.8, teacher: float = 0.9) -> xr.D
         ({"teacher": 0.1}, "CNN did NOT learn"),
     ],
 )
-def test_check(
+def test_the_check_can_fail(
     changes: dict[str, Any], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert distillation.check(results(**changes)) == (not changes)
@@ -137,11 +139,11 @@ def test_verdicts_follow_from_the_intervals() -> None:
     differences = distillation.differences(results())
     token = differences["decides as the CNN, token less labels alone"]
     assert token.values.tolist() == pytest.approx([0.21, 0.2, 0.19])
-    # t of 2 degrees of freedom, 4.303, times the standard error, 0.01 / sqrt(3).
+    # The margin is 4.303, the quantile of t with 2 degrees of freedom, times the standard error, 0.01 / sqrt(3).
     lines = distillation.table(results()).splitlines()
     (line,) = [text for text in lines if text.startswith("decides as the CNN, token")]
     assert line.endswith("+0.200 [+0.175, +0.225] above zero")
-    # Heads of the arms differ by 0.1: those of a CNN's student are less equivariant than those of a transformer's.
+    # The heads of the two students differ by 0.1: those of the CNN's student are less equivariant.
     (line,) = [text for text in lines if text.startswith("equivariance, of a CNN")]
     assert "-0.100 [" in line
     assert line.endswith("BELOW zero")

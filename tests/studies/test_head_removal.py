@@ -1,4 +1,4 @@
-"""Sets of heads to ablate, and means of answers by condition."""
+"""Sets of heads to ablate, and mean accuracies by condition."""
 
 from collections.abc import Mapping
 
@@ -36,7 +36,7 @@ def heads_by_name(
     }
 
 
-def test_heads_of_types_and_single_ones() -> None:
+def test_sets_of_heads_by_type_and_of_single_heads() -> None:
     assert heads_by_name(type_sets(TYPES)) == {
         "nothing": [],
         "convolutional": [("a", 1)],
@@ -52,8 +52,8 @@ def test_heads_of_types_and_single_ones() -> None:
     }
 
 
-def test_random_heads_are_as_many_and_any() -> None:
-    # 40 draws of 1 and 3 out of five heads: one that can be drawn is drawn.
+def test_random_sets_match_in_size_and_can_hold_any_head() -> None:
+    # In 40 draws of 1 and of 3 out of five heads, every head that can be drawn is drawn.
     sets = heads_by_name(random_heads(TYPES, 40, np.random.default_rng(0)))
     counts = {"convolutional": 1, "content": 3}
     sizes = {name: len(heads) for name, heads in sets.items()}
@@ -72,8 +72,8 @@ def test_random_heads_are_as_many_and_any() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*among images=")
-def test_without_takes_heads_away_for_the_call_alone() -> None:
-    # Without a bias, so that a layer whose heads are all gone gives exact zeros.
+def test_without_removes_heads_for_one_call() -> None:
+    # Without a bias, a layer whose heads are all removed outputs exact zeros.
     model = torch.nn.Sequential(GPSA(3, 5, 3, padding=1, bias=False)).eval()
     heads = xr.DataArray(
         np.ones((1, 9), bool), {"layer": ["0"], "head": range(9)}, ("layer", "head")
@@ -88,14 +88,17 @@ def test_without_takes_heads_away_for_the_call_alone() -> None:
         torch.testing.assert_close(
             averaged, model(images).mean(0).expand(3, -1, -1, -1)
         )
-        for mode in ("static", "shuffled"):  # over one image, its own
+        for mode in (
+            "static",
+            "shuffled",
+        ):  # the mean over one image is its own attention
             torch.testing.assert_close(
                 without(model, heads, mode, [images[:1]])(images[:1]), model(images[:1])
             )
         assert not model(images).eq(0).any()
 
 
-def test_conditions_against_a_loop() -> None:
+def test_means_by_condition_against_a_loop() -> None:
     random = np.random.default_rng(1)
     models = ["nothing", "random for x#0", "random for x#1", "x"]
     corruptions = {

@@ -1,4 +1,4 @@
-"""Pictures of the signs of health: the limit that is drawn is the one that health() applies."""
+"""Figures of the signs of ill health: the limit that is drawn is the one that health() applies."""
 
 import numpy as np
 import pytest
@@ -10,12 +10,12 @@ from tests.tcnn_probe.diagnosis.test_findings import healthy, make_ill
 
 
 def made_ill(sign: str) -> xr.Dataset:
-    """Head 1 of the second layer, or that layer, shows the sign from epoch 7 on, the fourth."""
+    """Return a recording in which the second layer, or its head 1, shows the sign from epoch 7, the fourth, on."""
     return make_ill(healthy(), sign, slice(3, None))
 
 
 def test_every_variable_with_a_limit_has_a_picture() -> None:
-    # Any image that is not finite is one too many, and large logits show the variable of logits that jump.
+    # A single image that is not finite is one too many, and the jump of logits shares the figure of large logits.
     assert SIGNS.keys() - PICTURES.keys() == {"not finite", "logits jump"}
 
 
@@ -53,8 +53,7 @@ def test_the_first_training_that_shows_a_sign_is_its_example() -> None:
 
 def test_the_head_is_the_one_furthest_beyond_its_limit() -> None:
     ds = made_ill("rank collapse")
-    # Head 0 has fallen less, and has a higher limit.
-    # A limit is a tenth of the way from 1 to the rank at the start.
+    # Head 0 falls less, and has a higher limit: a tenth of the way from 1 to the rank at the start.
     ds.output_rank[:3, 1, 0] = 31.0
     ds.output_rank[3:, 1, 0] = 3.9
     example = find_examples([("made ill", ds, healthy())])["rank collapse"]
@@ -63,12 +62,12 @@ def test_the_head_is_the_one_furthest_beyond_its_limit() -> None:
     assert example.head == np.argmin(np.array([3.9, 1.4]) - limits)
 
 
-def test_panels_show_both_trainings_limit_and_finding() -> None:
+def test_panels_show_both_trainings_the_limit_and_the_finding() -> None:
     signs = ["large logits", "queries alike", "tokens alike"]
     trainings = [(sign, made_ill(sign), healthy()) for sign in signs]
     examples = find_examples(trainings)
     panels = draw_pictures(examples).axes
-    # Two signs a row: three leave the last two panels empty.
+    # A row holds two signs of two panels each: three signs leave the last two panels empty.
     assert len(panels) == 8
     for number, sign in enumerate(signs):
         left, right = panels[2 * number : 2 * number + 2]

@@ -1,4 +1,4 @@
-"""Output folders: what a run wrote is deleted when asked, and nothing else; runs are not mixed."""
+"""Output folders: overwriting deletes only what a run wrote, and runs are not mixed."""
 
 from argparse import Namespace
 from pathlib import Path
@@ -11,12 +11,12 @@ from common.ending import InputError
 from common.output import RunOutput
 
 
-def test_overwriting_deletes_the_runs_files_only(tmp_path: Path) -> None:
+def test_overwriting_deletes_only_the_files_of_the_run(tmp_path: Path) -> None:
     output = RunOutput(tmp_path, "study", {"seed": 1})
     for path in (
         output.figure,
         output.beside("_maps.png"),
-        # Named like the study's own files, but none of them.
+        # These are named like the study's own files, but do not belong to the run.
         tmp_path / "study_notes.txt",
         tmp_path / "study.py",
     ):
@@ -40,7 +40,7 @@ def test_overwriting_deletes_the_runs_files_only(tmp_path: Path) -> None:
     ]
 
 
-def test_other_files_of_that_name_are_no_run(tmp_path: Path) -> None:
+def test_other_files_with_the_name_of_the_study_are_not_a_run(tmp_path: Path) -> None:
     (tmp_path / "study_notes.txt").write_text("mine")
     RunOutput(tmp_path, "study", {})
     with pytest.raises(InputError, match="already holds study_checkpoints"):
@@ -53,8 +53,8 @@ def test_a_run_with_other_options_is_not_resumed(tmp_path: Path) -> None:
         RunOutput(tmp_path, "study", {"lr": 0.2, "seed": 1}, resume=True)
 
 
-def test_seeds_that_are_done_are_not_measured_again(tmp_path: Path) -> None:
-    """A run that is killed in its third seed goes on with that one; attributes stay."""
+def test_finished_seeds_are_not_measured_again(tmp_path: Path) -> None:
+    """A run that was killed in its third seed resumes with that seed and keeps its attributes."""
     output, args = RunOutput(tmp_path, "study", {}), Namespace(seed=3, seeds=3)
     measured: list[int] = []
 

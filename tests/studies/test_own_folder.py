@@ -1,4 +1,4 @@
-"""Folder of one's own: its layout, its classes, and the classifier that they get."""
+"""A user's own folder of images: its layout, its classes, and the classifier for them."""
 
 import shutil
 from argparse import Namespace
@@ -66,9 +66,9 @@ def test_other_layouts_are_refused(
 def test_limit_and_batch_size(
     image_folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    # File managers leave hidden folders, which are no classes.
+    # File managers leave hidden folders, which are not classes.
     (image_folder / "train" / ".hidden").mkdir()
-    shutil.rmtree(image_folder / "val" / "cat")  # dogs are class 1 all the same
+    shutil.rmtree(image_folder / "val" / "cat")  # dogs must still be class 1
     train, validation = open_folder(str(image_folder), 8)
     assert train.targets == [0, 0, 0, 1, 1, 1]
     assert validation.targets == [1, 1]
@@ -95,28 +95,28 @@ def test_wordnet_ids_keep_their_rows(image_folder: Path, tmp_path: Path) -> None
     weights = timm.create_model("test_resnet").eval()
     torch.save(weights.state_dict(), tmp_path / "imagenet.pth")
     for split in ("train", "val"):
-        # Cock, class 7 of ImageNet; the other is goldfish, class 1.
+        # Cock is class 7 of ImageNet, goldfish class 1.
         (image_folder / split / "cat").rename(image_folder / split / "n01514668")
         (image_folder / split / "dog").rename(image_folder / split / "n01443537")
     args = options(data=str(image_folder), pretrained=str(tmp_path / "imagenet.pth"))
     model, loaders = own_model_and_data(args, 64)
     images, labels = next(iter(loaders[1]))
     with torch.no_grad():
-        # Folders are in the order of their names.
+        # Classes are in the order of the folders' names.
         torch.testing.assert_close(model(images), weights(images)[:, [1, 7]])
     assert model.num_classes == 2
     assert labels.tolist() == [0] * 4
     assert probed_images(loaders[1].dataset, 2).classes == ["goldfish", "cock"]
 
 
-def test_classifiers_of_ones_own_weights(
+def test_classifiers_of_the_users_own_weights(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     weights = timm.create_model("test_resnet", num_classes=3).state_dict()
     torch.save(weights, tmp_path / "own.pth")
     args = options(pretrained=str(tmp_path / "own.pth"))
     model = own_model(args, ["a", "b", "c"])
-    # timm alone would make a new classifier.
+    # timm itself would make a new classifier.
     torch.testing.assert_close(model.state_dict(), weights)
     assert capsys.readouterr().out == ""
     smaller = own_model(args, ["a", "b"])
@@ -134,7 +134,7 @@ def test_classifiers_of_ones_own_weights(
 
 
 class _Crafted:
-    """An object that runs code when it is unpickled."""
+    """Object that runs code when it is unpickled."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -145,7 +145,7 @@ class _Crafted:
 
 @pytest.mark.parametrize("legacy", [True, False])
 def test_crafted_weights_run_no_code(tmp_path: Path, legacy: bool) -> None:
-    """A file with more than weights is refused, also with timm 1.0.20, which would load all that it holds."""
+    """A file with more than weights is refused, also with timm 1.0.20, which would load everything in it."""
     state = {"fc.weight": torch.zeros(3, 2), "crafted": _Crafted(tmp_path / "ran")}
     torch.save(state, tmp_path / "a.pt", _use_new_zipfile_serialization=not legacy)
     with pytest.raises(InputError, match=r"a\.pt' holds no weights: "):
@@ -154,7 +154,7 @@ def test_crafted_weights_run_no_code(tmp_path: Path, legacy: bool) -> None:
 
 
 def test_damaged_weights_are_refused(tmp_path: Path) -> None:
-    """One bit of a weight is flipped."""
+    """A single bit of one weight is flipped."""
     weight = torch.arange(6.0).reshape(3, 2)
     torch.save({"fc.weight": weight}, tmp_path / "own.pth")
     content = bytearray((tmp_path / "own.pth").read_bytes())
@@ -164,7 +164,7 @@ def test_damaged_weights_are_refused(tmp_path: Path) -> None:
         own_model(options(pretrained=str(tmp_path / "own.pth")), ["a", "b"])
 
 
-def test_the_size_of_images_reaches_the_model() -> None:
+def test_image_size_reaches_the_model() -> None:
     assert own_model(options(model="vit_tiny_patch16_224", img_size=48), ["a", "b"])(
         torch.randn(1, 3, 48, 48)
     ).shape == (1, 2)
@@ -186,7 +186,7 @@ def test_a_damaged_image_is_named(
 
 
 def test_boxes_around_the_objects_of_photographs(image_folder: Path) -> None:
-    """A box that ends in the middle of the width ends there in what the model sees, cut as the photograph is."""
+    """A box that ends at half the width of a photograph ends there in the model's input, too."""
     model = timm.create_model("test_resnet", num_classes=2)
     validation = image_loaders(
         model, open_folder(str(image_folder), None), size=32, batch_size=4, workers=0
@@ -196,7 +196,7 @@ def test_boxes_around_the_objects_of_photographs(image_folder: Path) -> None:
     probed = boxed_images(str(table), validation, model)
     assert probed.images.shape == (2, 3, 32, 32)
     assert probed.masks is not None
-    # Half of 83 pixels is half of 32, but for the pixel that rounding may take.
+    # Half of 83 pixels is half of 32, except for one pixel of rounding.
     assert probed.masks[0, :, :15].all()
     assert not probed.masks[0, :, 17:].any()
     assert not probed.masks[1].any()
@@ -217,10 +217,10 @@ def test_boxes_around_the_objects_of_photographs(image_folder: Path) -> None:
 
 
 @torch.no_grad()
-def test_robustness_of_photographs_is_that_of_a_loop_by_hand(
+def test_robustness_on_photographs_matches_a_loop(
     image_folder: Path,
 ) -> None:
-    """Decisions and confidences are, file by file, those under each corruption."""
+    """Predictions and confidences under each corruption match those of a loop over the files."""
     model, (_, validation) = own_model_and_data(options(data=str(image_folder)), 32)
     model.eval()
     batches = PixelBatches(model, validation, None)
@@ -234,7 +234,7 @@ def test_robustness_of_photographs_is_that_of_a_loop_by_hand(
     assert len(files) == ds.sizes["image"]
     for number, file in enumerate(files):
         with Image.open(file) as image:
-            # Back to pixels, in which corruptions are defined.
+            # Corruptions are defined on pixels, so the normalisation is undone.
             pixels = (transform(image.convert("RGB")) * std + mean).clamp(0, 1)
         for name in evaluation.CORRUPTIONS:
             worse = evaluation.corrupt(pixels, name, 3, first=number)
@@ -243,7 +243,7 @@ def test_robustness_of_photographs_is_that_of_a_loop_by_hand(
             assert int(answer.correct) == (
                 int(scores.argmax()) == ["cat", "dog"].index(file.parent.name)
             )
-            # One image here, batches there: float32 sums in another order.
+            # The loop runs single images, the study batches: float32 sums have another order.
             np.testing.assert_allclose(
                 float(answer.confidence), float(scores.max()), atol=1e-5
             )

@@ -1,4 +1,4 @@
-"""Refusals of the studies before they train or write; a killed run; models of one's own."""
+"""Options that the studies refuse before they train or write; killed runs; a user's own models and images."""
 
 import importlib
 from pathlib import Path
@@ -38,7 +38,7 @@ QUICK = [*FEW, "--images", "2", "--steps", "3", "--batch-size", "4"]
 
 @pytest.fixture(autouse=True)
 def unwritten(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Draw no figures, which take long; test_small_forms.py writes those of every study."""
+    """Write no figures, which take long; test_small_forms.py writes those of every study."""
     monkeypatch.setattr(Figure, "savefig", lambda *_, **options: None)
     monkeypatch.setattr(attention_maps, "draw", lambda *_: Figure())
 
@@ -74,7 +74,7 @@ def unwritten(monkeypatch: pytest.MonkeyPatch) -> None:
         ("gating_evolution", "--data . --model resnet18", "found in .: "),
         ("gating_evolution", "--num-classes 3", "goes with --data"),
         ("gating_evolution", "--device abacus", "no device 'abacus' here"),
-        # An option without effect would look as if it had one.
+        # An option without effect would seem to have one.
         ("ablations", "--device cpu", "unrecognized arguments: --device cpu"),
         ("cutmix_locality", "--amp", "unrecognized arguments: --amp"),
         ("layer_scale", "--workers 0", "unrecognized arguments: --workers 0"),
@@ -206,7 +206,7 @@ def test_wrong_options_say_so_and_write_nothing(
     if "FOLDER" in options:
         arguments += ["--workers", "0"]
     try:
-        # Refusals come from argparse, which exits, or from the study, which returns.
+        # argparse refuses by exiting, the study itself by returning a code.
         code = ended(
             importlib.import_module(study).main, [*arguments, "--out", str(out)]
         )
@@ -217,7 +217,7 @@ def test_wrong_options_say_so_and_write_nothing(
     assert not out.exists()
 
 
-def test_a_killed_run_resumes_to_the_same_end(
+def test_a_killed_run_resumes_to_the_same_results(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     small = "--limit 80 --img-size 32 --batch-size 16 --epochs 2 --cnn-epochs 1"
@@ -228,21 +228,20 @@ def test_a_killed_run_resumes_to_the_same_end(
     save = torch.save
 
     def dies(state: object, path: Path) -> None:
-        # The loop has its checkpoint of this epoch, the recorder its mark.
-        # Ctrl-C between the two.
+        # Ctrl-C comes after the loop's checkpoint and the recorder's mark of epoch 1, but before this file is written.
         if path.name.startswith("tcnn-0001"):
             raise KeyboardInterrupt
         save(state, path)
 
     with monkeypatch.context() as patch:
         patch.setattr(torch, "save", dies)
-        # The status of a program that Ctrl-C ended: 128 + SIGINT.
+        # 128 + SIGINT is the exit status of a program that Ctrl-C ended.
         assert ended(attention_maps.main, [*tiny, "--out", str(killed)]) == 130
     assert (
         ended(attention_maps.main, ["--resume", "--epochs", "3", "--out", str(killed)])
         == 2
     )
-    # All other options are those of the run.
+    # All other options are read from the run.
     attention_maps.main(["--resume", "--out", str(killed)])
     stores = [
         xr.open_zarr(out / "attention_maps_recording.zarr").load()
@@ -259,7 +258,7 @@ def test_a_killed_run_resumes_to_the_same_end(
         )
 
 
-def test_own_weights_data_and_image(tmp_path: Path, image_folder: Path) -> None:
+def test_a_users_own_weights_data_and_image(tmp_path: Path, image_folder: Path) -> None:
     torch.save(
         timm.create_model("test_resnet", num_classes=2).state_dict(),
         tmp_path / "own.pth",
@@ -268,7 +267,7 @@ def test_own_weights_data_and_image(tmp_path: Path, image_folder: Path) -> None:
     image = image_folder / "val" / "dog" / "1.png"
     options = f"--model test_resnet --pretrained {weights} --data {image_folder}"
     options += f" --image {image} --epoch 0 1 --out {tmp_path / 'out'}"
-    # The last row of the image, and its first column.
+    # The query is in the last row and first column of the image.
     options += " --img-size 64 --epochs 1 --batch-size 4 --query 63,0"
     attention_maps.main([*options.split(), *FEW])
     ds = xr.open_zarr(tmp_path / "out" / "attention_maps.zarr").load()
@@ -311,7 +310,7 @@ def test_saliency_of_a_trained_transformer(
     ]
     assert ds.attribution.values.tolist() == methods
     assert "pointing_game" not in ds
-    # The size that test_vit was made for.
+    # This is the image size that test_vit was made for.
     assert dict(ds.sizes)["y"] == 160
     assert "did NOT learn" not in capsys.readouterr().out  # nothing was trained
 
@@ -319,7 +318,10 @@ def test_saliency_of_a_trained_transformer(
 def test_a_convnet_gets_an_attention_pool(
     tmp_path: Path, image_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for draw in ("draw_faithfulness", "draw_maps"):  # which the test above calls
+    for draw in (
+        "draw_faithfulness",
+        "draw_maps",
+    ):  # test_saliency_of_a_trained_transformer draws them
         monkeypatch.setattr(class_attention_saliency, draw, lambda *_: Figure())
     small = f"--model test_resnet --data {image_folder} --img-size 64 --epochs 1"
     options = [*small.split(), *QUICK]
@@ -332,16 +334,16 @@ def test_a_convnet_gets_an_attention_pool(
         )
         for _ in "ab"
     ]
-    # Fine-tuned as in the papers, on mixed images: the targets are shares of the two classes.
+    # Fine-tuning mixes images as in the papers: the targets are shares of the two classes.
     _, shares = next(iter(plans[0][1][0]))
     assert shares.shape == (4, 2)
-    # A new classifier is that of the seed.
+    # The new classifier is drawn from the seed.
     first, second = (runs[0].make({}) for runs, _ in plans)
     torch.testing.assert_close(first.state_dict(), second.state_dict(), rtol=0, atol=0)
 
 
-def test_few_images_have_few_neighbors(tmp_path: Path, image_folder: Path) -> None:
-    """Eight validation images have seven neighbours each, and no study ends in an error after its trainings."""
+def test_few_images_have_few_neighbours(tmp_path: Path, image_folder: Path) -> None:
+    """Each of eight validation images has seven neighbours, and the study does not fail after its trainings."""
     small = f"--model test_resnet --data {image_folder} --img-size 32 --epochs 1"
     representations.main([*small.split(), *FEW, "--out", str(tmp_path / "out")])
     ds = xr.open_zarr(tmp_path / "out" / "representations.zarr").load()
@@ -355,20 +357,20 @@ def test_the_trunk_behind_an_attention_pool_is_frozen() -> None:
         name.split(".")[0] for name, p in pooled.named_parameters() if p.requires_grad
     } == {"global_pool", "fc"}
     before = {name: buffer.clone() for name, buffer in pooled.named_buffers()}
-    # In train mode, where batch norms that are not frozen move their statistics.
+    # In training mode, batch norms that are not frozen would update their statistics.
     pooled(torch.randn(4, 3, 32, 32))
     torch.testing.assert_close(dict(pooled.named_buffers()), before, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("study", ["cait_attention", "layer_scale"])
-def test_a_trained_model_is_looked_at_as_it_is(
+def test_a_trained_model_is_analysed_unchanged(
     study: str,
     tmp_path: Path,
     image_folder: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    # Under the name of a published model, whose weights nobody downloads here.
+    # The model has the name of a published one, whose weights must not be downloaded here.
     create = timm.create_model
     narrow = {"embed_dim": 12, "depth": 1}
     model = create("cait_xxs24_224", **narrow).eval()
@@ -386,9 +388,9 @@ def test_a_trained_model_is_looked_at_as_it_is(
     if study == "cait_attention":
         with torch.no_grad():
             expected = model(as_images([image], model)).softmax(1)
-        # The study runs batches of another size, whose float32 sums are added in another order.
+        # The study runs batches of another size, so float32 sums have another order.
         np.testing.assert_allclose(results.probability, expected, rtol=1e-4)
-        # CaiT's two blocks of class attention, and 224 / 16 patches a side.
+        # CaiT has two blocks of class attention, and 224 / 16 = 14 patches a side.
         assert dict(results.class_attention.sizes) == {
             "image": 1,
             "layer": 2,
@@ -403,7 +405,7 @@ def test_a_trained_model_is_looked_at_as_it_is(
             "blocks_token_only.1",
         ]
         assert (results.residual_ratio < 1e-2).all()  # LayerScale begins at 1e-5
-    # A model without class attention and without LayerScale.
+    # This model has neither class attention nor LayerScale.
     torch.save(create("test_resnet").state_dict(), weights)
     monkeypatch.setattr(timm, "create_model", create)
     options = f"--model test_resnet {files} --out {tmp_path / 'other'}"

@@ -1,4 +1,4 @@
-"""Intervals for what taking heads away costs."""
+"""Confidence intervals for the costs of removing heads."""
 
 import numpy as np
 import pytest
@@ -11,7 +11,7 @@ from common.removal_costs import beyond_these_trainings, beyond_zero, mean_and_i
 def costs_of_trainings(
     random: np.random.Generator, trainings: int, between: float
 ) -> xr.DataArray:
-    """Return costs of true mean 0; trainings differ by ``between``, images by 0.1 and answers by 0.1."""
+    """Return costs with true mean 0; trainings scatter by ``between``, images by 0.1, and single answers by 0.1."""
     values = random.normal(0, between, (trainings, 1, 1)) + random.normal(
         0, 0.1, (1, 2, 37)
     )
@@ -25,7 +25,7 @@ def test_t_interval_by_hand() -> None:
     values = costs_of_trainings(np.random.default_rng(0), 3, 0.2)
     rows = values.values.mean((1, 2))
     columns = values.values.mean((0, 1))
-    # Three trainings have two degrees of freedom; the 37 images add to the variance, not to these.
+    # Three trainings have two degrees of freedom; the 37 images add to the variance, but not to the degrees of freedom.
     half = (
         student.ppf(0.975, 2) * (rows.var(ddof=1) / 3 + columns.var(ddof=1) / 37) ** 0.5
     )
@@ -49,15 +49,15 @@ def test_false_claims_about_other_trainings_are_rare() -> None:
         beyond_zero(beyond_these_trainings(costs_of_trainings(random, 3, 0.2)))
         for _ in range(300)
     ]
-    # The level is 5 %, and of 300 draws the rate scatters by 1.3 %; the seed is fixed.
+    # The level is 5 %, and the rate over 300 draws has a standard deviation of 1.3 %; the seed is fixed.
     assert sum(claims) <= 0.06 * 300
 
 
-def test_interval_of_these_trainings_knows_nothing_of_their_spread() -> None:
-    # Trainings that differ by 5, which an interval over images alone must not see.
+def test_interval_for_these_trainings_ignores_their_spread() -> None:
+    # Trainings differ by 5, which an interval over images alone must not include.
     values = costs_of_trainings(np.random.default_rng(2), 3, 5.0)
     mean, low, high = mean_and_interval(values)
     assert mean == pytest.approx(float(values.mean()))
     assert low < mean < high
-    # Images and answers scatter by 0.1 each.
+    # Images and single answers scatter by 0.1 each.
     assert high - low < 0.2

@@ -1,4 +1,4 @@
-"""Sentences of the study on results made by hand: no more than their intervals support."""
+"""Sentences of the study on results made by hand claim no more than the intervals support."""
 
 from argparse import Namespace
 
@@ -25,7 +25,7 @@ GROUPS = {"fog": "weather", "snow": "weather", "contrast": "digital"}
 
 
 def answers(chances: list[float], *, harder: float = 0.4) -> xr.Dataset:
-    """Return 150 images, the same for all models: so often right when clean, less by ``harder`` at severity 5."""
+    """Return answers on 150 images, the same for all models; severity 5 lowers the accuracy by ``harder``."""
     random = np.random.default_rng(0)
     by_severity = np.array([0.0, harder])[:, None, None]
     draw = random.random((1, 3, 2, 1, 150))
@@ -53,7 +53,7 @@ def answers(chances: list[float], *, harder: float = 0.4) -> xr.Dataset:
     )
 
 
-def test_verdicts_are_those_of_the_intervals() -> None:
+def test_verdicts_follow_from_the_intervals() -> None:
     lines = study.verdicts(answers([0.6, 0.8, 0.8]), 10).splitlines()
     control = lines.index(
         f"T-CNN against {study.CONTROL!r}, difference in accuracy with 95 % interval over images:"
@@ -66,11 +66,11 @@ def test_verdicts_are_those_of_the_intervals() -> None:
     assert [line.split()[0] for line in against_control] == names
     assert all(line.endswith("not distinguishable") for line in against_control)
     behind = study.verdicts(answers([0.8, 0.8, 0.6]), 10)
-    # Five conditions against each of the two others.
+    # Five conditions are compared with each of the two other models.
     assert behind.count("T-CNN behind") == 10
     assert "another training may differ" in behind
     assert "chance" not in behind
-    # All but clean images.
+    # All conditions but the clean images are near chance.
     assert study.verdicts(answers([0.4, 0.4, 0.3]), 4).count("(both near chance)") == 8
 
 
@@ -89,7 +89,7 @@ def test_table_has_the_means() -> None:
         weather,
         results.correct.values[2, 2].mean(),
     ]
-    # The table prints three digits after the point: half of the last one, and a little.
+    # The table prints three decimals: the tolerance is half a unit of the last one, and a little more.
     assert [float(cell) for cell in row[:3]] == pytest.approx(expected, abs=6e-4)
 
 
@@ -100,7 +100,7 @@ def test_the_check_can_fail(capsys: pytest.CaptureFixture[str]) -> None:
     assert not study.check(answers([0.6, 0.8, 0.8]), 0.6)
     assert "did NOT learn" in capsys.readouterr().out
     single = answers([0.6, 0.8, 0.8]).isel(severity=[1])
-    assert study.check(single, 0.1)  # against clean images
+    assert study.check(single, 0.1)  # compared with clean images
 
 
 def test_the_second_control_has_the_finer_grid_and_no_attention() -> None:
@@ -122,11 +122,11 @@ def test_the_second_control_has_the_finer_grid_and_no_attention() -> None:
 
 
 def test_imagenet_c_is_reported_and_drawn() -> None:
-    """The mCE needs every corruption and severity; a model that is always wrong has AlexNet's hundred and more."""
+    """The mCE needs every corruption and severity; a model that is always wrong has an mCE above AlexNet's 100."""
     names = list(evaluation.CORRUPTIONS)
     groups = [evaluation.CORRUPTIONS[name].group for name in names]
     right = np.zeros((2, 15, 5, 1, 7), bool)
-    # Four of seven images right: three sevenths of the errors of the first model.
+    # Four of seven images are right, which leaves three sevenths of the first model's errors.
     right[1, ..., ::2] = True
     dims = ("model", "corruption", "severity", "seed", "image")
     coords = {"model": ["CNN", "T-CNN"], "corruption": names, "severity": range(1, 6)}

@@ -1,4 +1,4 @@
-"""Sentences on one head and several: no more than the intervals over images support."""
+"""Sentences on one head and several heads claim no more than the intervals over images support."""
 
 import numpy as np
 import pytest
@@ -9,9 +9,9 @@ from common.saliency_report import beside_one_head, report, several_heads
 
 
 def scores(hits: float, insertion: float) -> xr.Dataset:
-    """Return scores of 40 images: so often on the object, and so much insertion above that of chance."""
+    """Return scores of 40 images, with a share of hits on the object and an insertion AUC above that of chance."""
     image = np.arange(40)
-    # Without scatter an interval would have no width.
+    # Without noise, the interval would have no width.
     noise = 0.01 * np.sin(image)
     chance = np.stack([image % 5 == 0, 0.3 + noise])
     attention = np.stack([image < 40 * hits, 0.3 + insertion - noise])

@@ -11,7 +11,7 @@ import seeds
 
 
 def by_hand(x: list[float], y: list[float]) -> tuple[float, float, float]:
-    """Spearman's correlation as Pearson's of mid-ranks, and its interval by Fisher's z."""
+    """Return Spearman's correlation as Pearson's correlation of mid-ranks, with Fisher's z interval."""
 
     def ranks(values: list[float]) -> list[float]:
         return [
@@ -23,7 +23,7 @@ def by_hand(x: list[float], y: list[float]) -> tuple[float, float, float]:
     a = np.array(ranks(x)) - (n + 1) / 2
     b = np.array(ranks(y)) - (n + 1) / 2
     rho = a @ b / math.sqrt((a @ a) * (b @ b))
-    # Bonett and Wright (2000): the variance of Fisher's z of ranks is (1 + rho^2 / 2) / (n - 3).
+    # The variance of Fisher's z for ranks is (1 + rho^2 / 2) / (n - 3) (Bonett and Wright, 2000).
     z = math.log((1 + rho) / (1 - rho)) / 2
     half = 1.959963984540054 * math.sqrt((1 + rho**2 / 2) / (n - 3))
     return rho, math.tanh(z - half), math.tanh(z + half)
@@ -31,7 +31,7 @@ def by_hand(x: list[float], y: list[float]) -> tuple[float, float, float]:
 
 def test_rank_correlation_with_ties() -> None:
     rng = np.random.default_rng(0)
-    # Twenty integers below nine cannot all differ.
+    # Twenty integers below nine must have ties.
     x = rng.integers(0, 9, 20).astype(float)
     y = x + rng.integers(0, 9, 20)
     assert seeds.rank_correlation(x, y) == pytest.approx(
@@ -43,7 +43,7 @@ def test_rank_correlation_with_ties() -> None:
 
 
 def results(last_gate: float = 0.2, top1: float = 0.8) -> tuple[xr.Dataset, float]:
-    """Five seeds, of which the T-CNN is that from epoch 3 on; accuracies rank seeds in reverse at epoch 0."""
+    """Return five seeds, which are T-CNNs from epoch 3 on; at epoch 0 the accuracies rank the seeds in reverse."""
     accuracies = np.empty((5, 5))
     accuracies[:] = top1 + 0.01 * np.arange(5)[:, None]
     accuracies[:, 0] = accuracies[::-1, 0]
@@ -69,7 +69,7 @@ def results(last_gate: float = 0.2, top1: float = 0.8) -> tuple[xr.Dataset, floa
     return ds, 0.1
 
 
-def test_epochs_rank_the_seeds_as_the_last_one_does_or_not() -> None:
+def test_epochs_are_compared_with_the_last_by_their_ranking_of_seeds() -> None:
     ds, _ = results()
     correlations = seeds.by_epoch(ds)
     assert [round(correlations[epoch][0], 6) for epoch in range(4)] == [-1, 1, 1, 1]
@@ -90,10 +90,10 @@ def test_epochs_rank_the_seeds_as_the_last_one_does_or_not() -> None:
         ({"top1": 0.05}, "the median T-CNN did NOT learn"),
     ],
 )
-def test_check(
+def test_the_check_can_fail(
     changes: dict[str, Any], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     ds, chance = results(**changes)
-    # More images than have right answers here, for a test of accuracy.
+    # The test of accuracy needs more images than the eight that have answers here.
     assert seeds.check(ds.isel(image=[0] * 99), chance) == (not changes)
     assert message in capsys.readouterr().out

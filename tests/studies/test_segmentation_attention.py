@@ -1,4 +1,4 @@
-"""Measures beside loops, the weights that a fine-tuning trains, and the check that ends the study."""
+"""Measures against loops, the weights that fine-tuning trains, and the check that ends the study."""
 
 from typing import Any
 
@@ -30,7 +30,7 @@ def test_pixels_have_the_class_of_their_digit() -> None:
     assert labels.tolist() == [[[1, 0, 1]], [[0, 0, 10]]]
 
 
-def test_share_of_attention_on_an_object_beside_loops() -> None:
+def test_share_of_attention_on_an_object_matches_loops() -> None:
     torch.manual_seed(0)
     attention = torch.rand(2, 3, 5, dtype=torch.float64)
     masks = torch.rand(2, 6, 20) < 0.4
@@ -49,7 +49,7 @@ def test_share_of_attention_on_an_object_beside_loops() -> None:
 
 
 class Named(torch.nn.Module):
-    """Segmenter that calls the upper half of each image the digit 3."""
+    """Segmenter that labels the upper half of each image as the digit 3."""
 
     def forward(self, images: Tensor) -> Tensor:
         scores = torch.zeros(len(images), 11, 32, 32)
@@ -58,7 +58,7 @@ class Named(torch.nn.Module):
         return scores
 
 
-def test_intersection_over_union_beside_loops() -> None:
+def test_intersection_over_union_matches_loops() -> None:
     samples = scenes(3)
     expected = []
     for scene in samples:
@@ -71,7 +71,7 @@ def test_intersection_over_union_beside_loops() -> None:
     )
 
 
-def test_segmentation_trains_the_trunk_that_the_classifier_has() -> None:
+def test_segmentation_trains_the_trunk_of_the_classifier() -> None:
     torch.manual_seed(0)
     model: Any = small_patchconvnet()
     segmenter = study.Segmenter(model)
@@ -89,7 +89,7 @@ def test_segmentation_trains_the_trunk_that_the_classifier_has() -> None:
         assert any(has) == bool(trained)
 
 
-def test_measures_are_those_of_the_pool() -> None:
+def test_measures_come_from_the_attention_pool() -> None:
     torch.manual_seed(0)
     model: Any = small_patchconvnet().eval()
     samples = scenes(3)
@@ -105,7 +105,7 @@ def test_measures_are_those_of_the_pool() -> None:
 
 
 def results(iou: float = 0.6, top1: float = 0.8, on_digit: float = 0.5) -> xr.Dataset:
-    """Return three seeds, of three trainings and 90 images."""
+    """Return results of three trainings for three seeds and 90 images."""
     noise = 0.01 * np.array([-1.0, 0.0, 1.0])[:, None, None]
     dims = ("seed", "training", "image")
     shares = np.full((3, 3, 90), 0.4) + np.zeros((3, 1, 1))
@@ -133,7 +133,7 @@ def results(iou: float = 0.6, top1: float = 0.8, on_digit: float = 0.5) -> xr.Da
         ({"top1": 0.12}, "a classifier did NOT learn"),
     ],
 )
-def test_check(
+def test_the_check_can_fail(
     changes: dict[str, Any], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert study.check(results(**changes)) == (not changes)
@@ -153,6 +153,6 @@ def test_verdicts_follow_from_the_intervals() -> None:
             if text.startswith("on strokes, by segmentation less before")
         ]
         assert line.endswith(verdict)
-    # 0.5 / 0.2 less 0.4 / 0.2; t of 2 degrees of freedom, 4.303, times 0.05 / sqrt(3).
+    # 0.5 / 0.2 minus 0.4 / 0.2; 4.303, the quantile of t with 2 degrees of freedom, times 0.05 / sqrt(3).
     text = study.table(results())
     assert "+0.500 [+0.376, +0.624] above zero" in text

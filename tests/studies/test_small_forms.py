@@ -1,4 +1,4 @@
-"""Small form of every study, run once: it ends well, leaves figures, and the right numbers."""
+"""The small form of every study, run once: it succeeds, writes its figures, and stores the right numbers."""
 
 import contextlib
 import copy
@@ -37,7 +37,7 @@ LAYERS = [f"layer4.{block}.conv{n}" for block in (0, 1) for n in (1, 2)]
 
 @pytest.fixture(autouse=True)
 def coarse(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Write figures as always, with few pixels."""
+    """Write all figures with few pixels."""
     write = Figure.savefig
     monkeypatch.setattr(
         Figure, "savefig", lambda figure, file, dpi: write(figure, file, dpi=dpi / 4)
@@ -52,10 +52,10 @@ class Done(NamedTuple):
 
 @pytest.fixture(scope="module")
 def small_run(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Done]:
-    """Return a function that runs ``python studies/NAME.py --small`` once, whoever asks, and returns what it left.
+    """Return a function that runs ``python studies/NAME.py --small`` only once and returns its results.
 
-    The CNN, its control and its T-CNN are the same for several studies: each is trained once, and the last two of
-    every epoch then validated again, for the recorder of the next study.
+    Several studies share the CNN, its control and its T-CNN: each is trained once. For later studies the weights of
+    every epoch are loaded, and the control and the T-CNN are validated again, for the study's recorder.
     """
     runs: dict[str, Done] = {}
     trained: dict[str, list[tuple[EpochResult, dict[str, Tensor]]]] = {}
@@ -74,7 +74,7 @@ def small_run(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Done]
             return
         for result, weights in trained[key]:
             model.load_state_dict(weights)
-            # Only these two are recorded.
+            # Studies record only the T-CNN and its control.
             if file.startswith(("tcnn", "control")):
                 evaluate(model.eval(), study.loaders[1])
             yield result
@@ -91,7 +91,7 @@ def small_run(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Done]
                 patch.setattr(Study, "_train", train_once)
                 options = ["--small"] if name in ON_THE_CPU else SMALL
                 code = importlib.import_module(name).main([*options, "--out", str(out)])
-            # A study sets the number of threads for itself.
+            # A study sets its own number of threads.
             torch.set_num_threads(threads)
             runs[name] = Done(code, printed.getvalue(), out)
         return runs[name]
@@ -100,7 +100,9 @@ def small_run(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Done]
 
 
 @pytest.mark.parametrize("study", STUDIES)
-def test_small_form(study: str, small_run: Callable[[str], Done]) -> None:
+def test_small_form_writes_figures_and_numbers(
+    study: str, small_run: Callable[[str], Done]
+) -> None:
     done = small_run(study)
     assert done.code == 0, done.printed
     assert "check: " in done.printed
@@ -108,13 +110,13 @@ def test_small_form(study: str, small_run: Callable[[str], Done]) -> None:
     assert figures, "no figure"
     for path in figures:
         with Image.open(path) as figure:
-            # At a quarter of the pixels an empty figure would be smaller.
+            # An empty figure would be smaller, with a quarter of the pixels a side.
             assert min(figure.size) > 100, path.name
     with xr.open_datatree(done.out / f"{study}.zarr", engine="zarr") as tree:
         assert any(node.data_vars for node in tree.subtree), "no numbers"
 
 
-def test_coarse_labels_asks_of_the_images_that_were_validated_on(
+def test_coarse_labels_are_tested_on_the_validation_images(
     small_run: Callable[[str], Done],
 ) -> None:
     out = small_run("coarse_labels").out
@@ -140,7 +142,7 @@ def test_gating_evolution_records_both_trainings(
         small_run("gating_evolution").out / "gating_evolution.zarr"
     ).load()
     assert dict(ds.sizes) == {"epoch": 5, "layer": 4, "head": 9}
-    # A quarter of 280: the whole validation set, once an epoch.
+    # 70 images are a quarter of 280: the whole validation set, once an epoch.
     assert (ds.images == 70).all()
     for name in ("top1", "control_top1", "train_top1", "val_loss"):
         assert np.isfinite(ds[name].values[1:]).all(), name
@@ -151,7 +153,7 @@ def attention_maps(out: Path) -> xr.Dataset:
     return xr.open_zarr(out / "attention_maps.zarr").load()
 
 
-def test_attention_maps_are_those_that_the_recorder_sees(
+def test_attention_maps_are_those_of_the_recorder(
     small_run: Callable[[str], Done],
 ) -> None:
     out = small_run("attention_maps").out
@@ -190,7 +192,7 @@ def test_attention_maps_are_those_that_the_recorder_sees(
         .squeeze(drop=True)
         .transpose("image", "layer", "head", "y", "x")
     )
-    # Maps are kept in float16.
+    # The study stores maps in float16.
     np.testing.assert_allclose(ds.attention.sel(epoch=4), expected, atol=1e-3)
 
 
@@ -213,7 +215,7 @@ def test_drawing_attention_maps_again_does_not_train(
     ds = attention_maps(out)
     assert ds.epoch.values.tolist() == [0, 3, 4]
     assert ds.name.values.tolist() == ["white.png"]
-    # Pixel 9 of 32 is in the second of four rows, pixel 30 in the last column.
+    # Of four rows and columns, pixel 9 of 32 is in the second row, and pixel 30 in the last column.
     assert set(ds.query_y.values.ravel()) == {1}
     assert set(ds.query_x.values.ravel()) == {3}
     assert (out / "attention_maps.png").read_bytes() != (
@@ -221,18 +223,20 @@ def test_drawing_attention_maps_again_does_not_train(
     ).read_bytes()
 
 
-def test_head_entropy_measures_the_parts(small_run: Callable[[str], Done]) -> None:
+def test_head_entropy_measures_the_parts_of_attention(
+    small_run: Callable[[str], Done],
+) -> None:
     heads = xr.open_zarr(small_run("head_entropy").out / "head_entropy.zarr").load()
     assert dict(heads.sizes) == {"epoch": 5, "layer": 4, "head": 9}
     parts = (
         heads.gate * heads.positional_distance
         + (1 - heads.gate) * heads.content_distance
     )
-    # Gates, parts and the whole are each measured in float32, the whole in one pass of its own.
+    # Gates, parts and the whole are measured in float32, the whole in a pass of its own.
     np.testing.assert_allclose(parts, heads.attention_distance, rtol=1e-4)
     distances = []
     for y in range(4):
-        # Head 0, alpha = 1, looks at (-1, -1); keys are 4 x 4 pixels and a ring of padding.
+        # Head 0, with alpha = 1, looks at (-1, -1); keys are 4 x 4 pixels and a ring of padding.
         for x in range(4):
             keys = [(j - y, i - x) for j in range(-1, 5) for i in range(-1, 5)]
             weights = [math.exp(-((dy + 1) ** 2) - (dx + 1) ** 2) for dy, dx in keys]
@@ -244,11 +248,11 @@ def test_head_entropy_measures_the_parts(small_run: Callable[[str], Done]) -> No
         heads.positional_distance[0, :, 0], sum(distances) / 16, rtol=1e-5
     )
     assert (heads.head_type[0] == "convolutional").all()
-    # The study types by the gate, as the papers do.
+    # The study assigns types by the gate, as the papers do.
     np.testing.assert_array_equal(heads.head_type == "content", heads.gate <= 1 / 3)
 
 
-def test_representations_are_of_the_images_with_these_labels(
+def test_representations_have_the_labels_of_their_images(
     small_run: Callable[[str], Done],
 ) -> None:
     out = small_run("representations").out
@@ -277,10 +281,10 @@ def test_representations_are_of_the_images_with_these_labels(
 
 
 @pytest.mark.parametrize("study", ["layer_scale", "resmlp_weights"])
-def test_a_resumed_study_has_every_epoch_as_it_was(
+def test_a_resumed_study_keeps_its_earlier_epochs(
     study: str, small_run: Callable[[str], Done], tmp_path: Path
 ) -> None:
-    """A resumed study's model has the weights of the last epoch at each of them."""
+    """The resumed model has its last weights, with which earlier epochs must not be measured again."""
     finished = small_run(study).out
     out = tmp_path / "out"
     shutil.copytree(finished, out)
@@ -295,7 +299,7 @@ def test_a_resumed_study_has_every_epoch_as_it_was(
     xr.testing.assert_allclose(*results, rtol=1e-6)
 
 
-CLASS_RUNS = {  # in the small form, with how long each trains
+CLASS_RUNS = {  # runs of the small form, with their numbers of epochs
     "ResNet, average pooling": 3,
     "ResNet, attention pooling": 3,
     "PatchConvNet": 6,
@@ -345,7 +349,9 @@ def test_class_attention_scores_every_model_and_method(
             ].dataset,
             8,
         ).masks
-        chance = ds.energy_inside.sel(attribution="chance")  # is the share of the image
+        chance = ds.energy_inside.sel(
+            attribution="chance"
+        )  # for chance, the share of the image that the mask covers
         np.testing.assert_allclose(chance[0], masks.double().mean((1, 2)))
 
 

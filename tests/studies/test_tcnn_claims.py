@@ -1,4 +1,4 @@
-"""The ungated layer, and information in attention, beside loops over the equations in float64."""
+"""The ungated layer and the information in attention against loops over the equations in float64."""
 
 import itertools
 import math
@@ -19,7 +19,7 @@ HEIGHT, WIDTH, CHANNELS, OUT = 3, 5, 7, 11
 
 def layer() -> GPSA:
     torch.manual_seed(0)
-    # Fresh queries and keys, of standard deviation 0.02, would leave content next to nothing beside position.
+    # New queries and keys, of standard deviation 0.02, would make content negligible beside position.
     gpsa = GPSA(CHANNELS, OUT, 3, padding=1, qk_scale=40.0).double()
     with torch.no_grad():
         gpsa.value.add_(0.3 * torch.randn_like(gpsa.value))
@@ -30,7 +30,7 @@ def layer() -> GPSA:
 
 
 def pixel(x: Tensor, y: int, column: int) -> Tensor:
-    """Features of a pixel of one image (C, H, W): zeros around the image."""
+    """Return the features of one pixel of an image (C, H, W), which is surrounded by zeros."""
     inside = 0 <= y < HEIGHT and 0 <= column < WIDTH
     return x[:, y, column] if inside else torch.zeros_like(x[:, 0, 0])
 
@@ -38,7 +38,7 @@ def pixel(x: Tensor, y: int, column: int) -> Tensor:
 def by_hand(
     gpsa: GPSA, x: Tensor, head: int, query: tuple[int, int]
 ) -> dict[tuple[int, int], float]:
-    """Eq. 3 for a query of one image: a softmax of q k^T / sqrt(d) - alpha ||delta - Delta||^2."""
+    """Return Eq. 3 for one query of one image: a softmax of q k^T / sqrt(d) - alpha ||delta - Delta||^2."""
     d = gpsa.qk_dim
     rows = slice(head * d, (head + 1) * d)
     q = gpsa.query[rows] @ pixel(x, *query)
@@ -62,7 +62,7 @@ def test_an_ungated_layer_is_eq_3_and_eq_5() -> None:
     attention = ungated.attention(images)
     output = ungated(images)
     assert output.shape == (2, OUT, HEIGHT, WIDTH)
-    # Two corners, from where keys lie on the padding, and the middle.
+    # The queries are two corners, where keys lie on the padding, and the middle.
     for image, (y, column) in ((0, (0, 4)), (1, (1, 2)), (1, (2, 0))):
         expected = gpsa.bias
         for head in range(9):
@@ -100,8 +100,8 @@ def test_information_by_position_and_by_content() -> None:
         assert content[head] == pytest.approx(
             (mean_entropy - by_image) * 5 / 4, rel=1e-12
         )
-    # What looks everywhere alike, or at one place whatever the query, is told nothing.
-    # Seven sevenths of float32 add up to within its eps, far below the bound.
+    # Attention that is uniform carries no information. In float32 seven sevenths add up to 1 within eps, far below the
+    # bound.
     even = torch.full((4, 1, 3, 7), 1 / 7)
     assert tcnn_claims.information(even).abs().max() < 1e-12
 
@@ -116,13 +116,13 @@ def test_information_by_content_is_what_the_recorder_keeps() -> None:
         recorder.mark(epoch=0)
     recorded = recorder.dataset.content_information.isel(epoch=0)
     assert measured.layer.values.tolist() == recorded.layer.values.tolist() == ["0"]
-    # Recorded in float32, from entropies of at most log 35.
+    # The recorder computes in float32, from entropies of at most log 35.
     np.testing.assert_allclose(measured.content, recorded, atol=1e-5)
     assert float(recorded.max()) > 0.01
 
 
 def results(**changes: Any) -> xr.Dataset:
-    """Two seeds, three epochs, arms whose accuracies and information are given at the end."""
+    """Return two seeds and three epochs of each arm, with the accuracies and information of the last epoch."""
     numbers: dict[str, Any] = {
         "gated": 0.9,
         "ungated": 0.8,
@@ -155,12 +155,12 @@ def results(**changes: Any) -> xr.Dataset:
     )
 
 
-def test_claims_are_differences_that_the_paper_says_are_above_zero() -> None:
+def test_differences_that_the_paper_claims_to_be_above_zero() -> None:
     means = {
         name: float(values.mean())
         for name, values in tcnn_claims.differences(results()).items()
     }
-    # The third is position's share of the information: 1 of 1.1 nat without gates, less 1 of 1.5 with them.
+    # The third is the share of position in the information: 1 of 1.1 nat without gates, minus 1 of 1.5 with gates.
     assert list(means.values()) == pytest.approx(
         [-0.2, -0.2, 1 / 1.1 - 1 / 1.5, 0.4, 0.1, 0.4, 0.2]
     )
@@ -172,9 +172,9 @@ def test_claims_are_differences_that_the_paper_says_are_above_zero() -> None:
     assert "in all layers in 0 of 2 trainings" in text
 
 
-def test_heads_that_change_sides_are_counted() -> None:
+def test_heads_that_switch_between_position_and_content_are_counted() -> None:
     ds = results()
-    # Two nat of content exceed one of position: three of eighteen heads change sides.
+    # Two nats of content exceed one of position: three of eighteen heads switch.
     ds.content[:, 1, -1, 0, :3] = 2.0
     assert tcnn_claims.kept_sides(ds, "ungated").values.tolist() == [15 / 18] * 2
     assert tcnn_claims.kept_sides(ds, "gated").values.tolist() == [1.0] * 2
@@ -188,7 +188,7 @@ def test_heads_that_change_sides_are_counted() -> None:
         ({"top1": 0.1}, "the median T-CNN did NOT learn"),
     ],
 )
-def test_check(
+def test_the_check_can_fail(
     changes: dict[str, float], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert tcnn_claims.check(results(**changes), 0.1) == (not changes)

@@ -1,4 +1,4 @@
-"""Results of a training in the study of health: when it was warned of, and when its loss rose."""
+"""Results of a training in the study of health: when it was warned about, and when its loss rose."""
 
 import numpy as np
 import pytest
@@ -7,11 +7,15 @@ from tests.tcnn_probe.diagnosis.test_findings import healthy, make_ill
 from training_health import Training, result
 
 
-def test_an_alarm_counts_from_the_begin_of_the_illness_on() -> None:
-    """Alarms that are over are counted as well, though ``health`` tells of a sign's last spell alone."""
+def test_alarms_count_from_the_start_of_the_illness() -> None:
+    """Alarms that have ended count as well, although ``health`` reports only the last spell of a sign."""
     ds = healthy()  # epochs 2, 3, 5, 7, 11
-    make_ill(ds, "large logits", slice(1, 2))  # two signs: they are large, and jump
-    make_ill(ds, "large logits", slice(3, None))  # no jump, after logits as large
+    make_ill(
+        ds, "large logits", slice(1, 2)
+    )  # two signs: the logits are large, and they jump
+    make_ill(
+        ds, "large logits", slice(3, None)
+    )  # no jump, as earlier logits were as large
     losses = np.array([1.0, 1.5, 1.0, 1.05, 1.2])
     ds = ds.assign(dict.fromkeys(("val_loss", "train_loss", "top1"), ("epoch", losses)))
     row = result(5, ds)
@@ -26,7 +30,7 @@ def test_an_alarm_counts_from_the_begin_of_the_illness_on() -> None:
     assert float(row.first_alarm) == 3
     assert float(row.first_rise) == 3
     assert row.signs.item() == "large logits, logits jump"
-    # Nothing begins at the last epoch, though alarms last.
+    # No alarm starts at the last epoch, although some last until then.
     row = result(11, ds)
     assert np.isnan(row.first_alarm)
 
@@ -34,5 +38,5 @@ def test_an_alarm_counts_from_the_begin_of_the_illness_on() -> None:
 @pytest.mark.parametrize(
     ("illness", "begin"), [("learning rate", 1), ("rate jumps", 6), ("cut head", 6)]
 )
-def test_begin(illness: str, begin: int) -> None:
+def test_start_of_the_illness(illness: str, begin: int) -> None:
     assert Training("class token", illness, 0).begin(10) == begin

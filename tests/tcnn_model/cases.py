@@ -1,4 +1,4 @@
-"""Geometries of convolutions that GPSA has to stand for, with the sizes (H, W) of feature maps to try them on."""
+"""Geometries of convolutions that GPSA must reproduce, with the sizes (H, W) of feature maps to try them on."""
 
 from typing import Any, NamedTuple
 

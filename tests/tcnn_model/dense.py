@@ -1,4 +1,4 @@
-"""Gated attention from the paper's equations in float64: slow, with every N x N tensor formed."""
+"""Gated attention from the paper's equations in float64, slowly, with all N x N tensors."""
 
 import itertools
 from collections.abc import Callable
@@ -26,7 +26,7 @@ Tensors = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class Case:
-    """Sizes of a gated attention, and its gates and v_pos unless they are random."""
+    """Sizes of a gated attention; gates and v_pos are random by default."""
 
     y: Axis
     x: Axis
@@ -37,10 +37,10 @@ class Case:
     batch: int = 1
     gate: tuple[float, ...] | None = None
     v_pos: tuple[tuple[float, float, float], ...] | None = None
-    sharpness: float = 1.0  # of the queries
+    sharpness: float = 1.0  # factor on the queries
 
     def inputs(self, dtype: torch.dtype = torch.float64) -> Tensors:
-        """Make the five arguments by name, leaves that require gradients; position in float64."""
+        """Return the five arguments by name, as leaves that require gradients; position is in float64."""
         n_q = self.y.queries * self.x.queries
         n_k = self.y.length * self.x.length
         alpha = 0.1 + random(self.heads, 1, seed=4).abs()
@@ -69,7 +69,8 @@ class Case:
         }
 
 
-# Content attention to a single key, logits of a few hundred; positions far outside the map, on an edge, and uniform.
+# Content attention goes to a single key, with logits of a few hundred; positional attention is centred far outside the
+# map or between two pixels, or is uniform.
 _FAR = ((-40.3, 80.6 * 301.7, -80.6 * 299.3), (-20.7, 41.4 * 1.5, 0.0), (0.0, 0.0, 0.0))
 _GATES = {
     "content": (0.0, 0.0, 0.0),
@@ -97,15 +98,15 @@ class Attention(NamedTuple):
     mixed: Tensor  # (B, heads, N_query, N_key)
     content: Tensor  # (B, heads, N_query, N_key)
     positional: Tensor  # (heads, N_query, N_key)
-    logits: Tensor  # of content, (B, heads, N_query, H * W)
-    offset: Tensor  # from query to key as (dy, dx), (N_query, N_key, 2)
-    real: Tensor  # mask of the keys that are pixels of the image, (N_key,)
+    logits: Tensor  # content logits, (B, heads, N_query, H * W)
+    offset: Tensor  # (dy, dx) from query to key, (N_query, N_key, 2)
+    real: Tensor  # whether a key is a pixel of the image, (N_key,)
 
 
 def attention(tensors: Tensors, y: Axis, x: Axis) -> Attention:
-    """Compute the attention by its definition, in float64."""
+    """Compute the attention from its definition, in float64."""
     query, key, _, position, gate = (tensors[name].double() for name in NAMES)
-    # Pixels (y, x) of the queries and, padding included, of the keys.
+    # These are the pixels (y, x) of the queries and of the keys, which include the padding.
     rows, columns = (
         [a.first_query + n * a.stride for n in range(a.queries)] for a in (y, x)
     )
@@ -143,7 +144,7 @@ def apply(tensors: Tensors, y: Axis, x: Axis) -> Tensor:
 
 
 def measure(tensors: Tensors, y: Axis, x: Axis) -> Tensors:
-    """Compute every statistic by its definition."""
+    """Compute every statistic from its definition."""
     parts = attention(tensors, y, x)
     lengths = parts.offset.norm(dim=-1)
     return {
@@ -164,17 +165,17 @@ def terms(
     upstream: Tensor,
     sizes: tuple[Tensor, Tensor] | None = None,
 ) -> Tensors:
-    """Return the sum of the absolute values of the terms of the output, of each gradient and of each statistic.
+    """Return the sums of absolute terms of the output, of each gradient and of each statistic, in float64.
 
-    A logit is rounded by eps times its terms, and its softmax by that share of itself: so each weight counts 1 + those
-    terms times. ``1 - gate`` is a sum of two terms as well. All in float64.
+    The rounding error of a logit is eps times the sum of its absolute terms, and that is the relative error of its
+    exponential: so each weight counts 1 + that sum times. ``1 - gate`` counts as a sum of two terms.
 
     Args:
         tensors: The five arguments by name.
         y: Vertical axis.
         x: Horizontal axis.
         upstream: Gradient of the output.
-        sizes: Sums of the absolute values of the terms of queries and keys, if these are computed themselves.
+        sizes: Sums of the absolute terms of queries and keys, if these are results of a matrix product themselves.
     """
     query, key, values, position, gate = (
         tensors[name].detach().double() for name in NAMES
@@ -188,27 +189,27 @@ def terms(
     of_query, of_key = (query.abs(), key.abs()) if sizes is None else sizes
     size = scale * of_query @ of_key.mT
     content = parts.content[..., real]
-    # A weight is rounded by its logit, and by the mean over the logits that it is divided by.
+    # A weight has the error of its own logit, and that of its normaliser, a mean over the logits.
     mean_size = (content * size).sum(-1, keepdim=True)
     rounded = torch.zeros_like(parts.content)
     rounded[..., real] = content * (1 + size + mean_size)
     positional = parts.positional * (1 + _positional_size(position, parts))
-    # Absolute values of the terms of (1 - g) C + g P.
+    # These are the absolute terms of (1 - g) C + g P.
     mixed = (1 + share) * rounded + share * positional
 
-    grad = upstream @ values.abs().mT  # of A, on real keys
+    grad = upstream @ values.abs().mT  # gradient of A, on real keys
     inner = rounded[..., real]
-    # The softmax's backward C (dC - sum C dC), in absolute values.
+    # The backward of the softmax is C (dC - sum C dC), here with absolute values.
     mean_grad = (inner * grad).sum(-1, keepdim=True)
     grad_logits = (1 + share) * inner * (grad + mean_grad)
-    # That of P is the same in r, its derivative by v_pos.
+    # The gradient of P by v_pos has the same form, with r in place of the logits' gradient.
     mean_r = torch.einsum("hqk,qkr->hqr", positional, r.abs())
     reach = r[:, real].abs() + mean_r[:, :, None]  # (heads, N_query, H * W, 3)
     real_positional = positional[..., real]
     weighted = (real_positional * grad).sum(0)
     real_mixed = mixed[..., real]
     lengths = parts.offset.norm(dim=-1)
-    # A weight of 0 has no entropy, whatever its logarithm.
+    # A weight of 0 contributes no entropy, so its logarithm is replaced by a finite number.
     log_c, log_p, log_a = (
         part.clamp(min=1e-300).log().abs()
         for part in (parts.content, parts.positional, parts.mixed)
@@ -230,7 +231,7 @@ def terms(
 
 
 def _positional_size(position: Tensor, parts: Attention) -> Tensor:
-    """Sum the terms of the positional logits, counted from each query's best key, and of their normaliser."""
+    """Sum the absolute terms of the positional logits, relative to each query's best key, and of their normaliser."""
     logits = torch.einsum("hr,qkr->hqk", position, _r(parts.offset))
     best = logits.argmax(-1)  # (heads, N_query)
     best_offset = parts.offset[torch.arange(len(parts.offset)), best][:, :, None]
@@ -239,7 +240,7 @@ def _positional_size(position: Tensor, parts: Attention) -> Tensor:
     linear = position[:, None, None, 1:]
     slope = 2 * curvature * best_offset + linear
     size = curvature.abs() * away.square() + (slope * away).abs()
-    # The best key's logit is 0, so its weight is 1 / sum of all: the normaliser is -log of that.
+    # Relative to the best key, whose logit is 0, the normaliser is -log of its weight.
     normaliser = -parts.positional.amax(-1, True).log()
     return size.sum(-1) + normaliser
 
@@ -260,8 +261,8 @@ def assert_as_the_equations(
 ) -> None:
     """Assert that output, statistics and gradients are at most c eps sum|terms| from the equations in float64.
 
-    Rounding was seen to reach c = 2, in float64, where it is partly that of the equations themselves. Statistics are in
-    float32 at least, gradients have the rounding of the queries.
+    The largest c seen was 2, in float64, where part of the error is that of the equations themselves. Statistics have
+    the rounding of float32 at least, gradients that of the queries' dtype.
     """
     dtype = tensors["query"].dtype
     output, statistics = function(*tensors.values(), y=y, x=x, statistics=True)

@@ -1,4 +1,4 @@
-"""timm convnets of different families, in their true structure but narrow and with short early stages."""
+"""Convnets of different timm families, with their true structure, but narrow and with short early stages."""
 
 from dataclasses import replace
 from typing import Any
@@ -52,7 +52,7 @@ NARROW: dict[str, dict[str, Any]] = {
         ),
     },
 }
-# These have no arguments that make them narrower, and are the smallest of their kind.
+# timm has no arguments that make these narrower; they are the smallest of their kind.
 _FULL_SIZE = (
     "efficientnet_b0",
     "mobilenetv3_small_050",
@@ -60,7 +60,7 @@ _FULL_SIZE = (
 
 
 def build(name: str, **options: Any) -> nn.Module:
-    """Build a small relative of a timm model, in eval mode, with 3 classes and random norms."""
+    """Build a small relative of a timm model in eval mode, with 3 classes and random norms."""
     torch.manual_seed(0)
     narrow = {} if name in _FULL_SIZE else NARROW.get(name, _BOTTLENECK)
     return randomise_norms(

@@ -1,4 +1,4 @@
-"""Helpers of the tests: distances between tensors, gradients, disturbed parameters, and models that hide nothing."""
+"""Helpers of the tests: distances between tensors, gradients, disturbed parameters, and checks on models."""
 
 import io
 from collections.abc import Callable, Iterator
@@ -13,16 +13,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tcnn_model import gpsa_layers
 
-# The convolution itself, to float64 rounding: what other pixels and content add has a factor of exp(-40) = 4e-18.
+# GPSA then equals the convolution up to float64 rounding: other pixels and content have a factor of exp(-40) = 4e-18.
 SHARP = {"locality_strength": 40.0, "gating": 40.0}
-# The same to float32 rounding.
+# GPSA then equals the convolution up to float32 rounding.
 CONVOLUTIONAL = {"locality_strength": 20.0, "gating": 20.0}
 
 M = TypeVar("M", bound=nn.Module)
 
 
 def relative_error(actual: Tensor, expected: Tensor) -> float:
-    """Return the largest absolute difference over the largest absolute value expected."""
+    """Return the largest absolute difference, divided by the largest absolute value expected."""
     assert actual.shape == expected.shape
     actual = actual.detach().double()
     expected = expected.detach().double()
@@ -30,14 +30,14 @@ def relative_error(actual: Tensor, expected: Tensor) -> float:
     return float((actual - expected).abs().max() / expected.abs().max())
 
 
-# Shares of the largest value, a hundred times what rounding takes of it.
+# Bounds relative to the largest value: a hundred times the usual rounding errors.
 _SAME = {torch.float64: 1e-8, torch.float32: 1e-4}
 
 
 def assert_same(actual: Tensor, expected: Tensor, what: str = "") -> None:
-    """Assert that two tensors are the same function, computed in two ways in the same dtype.
+    """Assert that two results of the same function, computed in two ways in the same dtype, agree.
 
-    Rounding stays a hundred times below the bound, also in whole networks; a mistake in any term is far above it.
+    Rounding stays a hundred times below the bound, even in whole networks, and an error in any term far exceeds it.
     """
     error = relative_error(actual, expected)
     assert error <= _SAME[expected.dtype], (
@@ -57,13 +57,13 @@ def assert_rounding(
 
     Args:
         exact: Result of an independent computation in float64.
-        terms: Sum of the absolute values of the terms that ``exact`` is the sum of, in float64.
-        dtype: Dtype of the computation, whose eps counts.
+        terms: Sums of the absolute terms of ``exact``, in float64.
+        dtype: Dtype of the computation, which sets eps.
     """
     assert actual.shape == exact.shape == terms.shape, what
     assert bool(actual.isfinite().all()), what
     error = (actual.detach().double() - exact.detach()).abs()
-    # A sum without terms has to be exact: next to nothing is allowed.
+    # A sum without terms has to be exact; the smallest bound only avoids a division by zero.
     allowed = (torch.finfo(dtype).eps * terms.detach()).clamp(min=1e-300)
     worst = float((error / allowed).max())
     assert worst <= c, (
@@ -82,7 +82,7 @@ def assert_same_gradients(
     for name, actual, exact in zip(
         leaves, actual_gradients, expected_gradients, strict=True
     ):
-        # A gradient of zero equals that of a layer which is cut off.
+        # A gradient of zero would also pass for a layer that is cut off.
         assert float(exact.abs().max()) > 0, f"{name} gets no gradient in the reference"
         assert_same(actual, exact, name)
 
@@ -92,7 +92,7 @@ def assert_refused(
 ) -> None:
     """Assert that a change raises a ValueError and leaves the model as it was.
 
-    The change is made in place, which could leave more half-done; a copy of the model goes through the same steps.
+    The change is made in place, where it could stop half-way; making it on a copy of the model takes the same steps.
     """
     before = snapshot(model)
     kind = type(model)
@@ -111,7 +111,7 @@ def saved_and_loaded(model: M) -> M:
 
 
 def on_meta(name: str, **options: Any) -> nn.Module:
-    """Create a timm model without storage; before timm 1.0.21 models can only be moved there."""
+    """Create a timm model on the meta device; before timm 1.0.21, it is created on the CPU and moved there."""
     try:
         return timm.create_model(name, device="meta", **options)
     except TypeError:
@@ -120,7 +120,7 @@ def on_meta(name: str, **options: Any) -> nn.Module:
 
 @contextmanager
 def default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    """Set torch's default dtype, which the positions of ConViT have before timm 1.0.21, whatever the model's dtype."""
+    """Set torch's default dtype, in which timm before 1.0.21 computes ConViT's positions whatever the model's dtype."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
@@ -134,7 +134,7 @@ def seeded(seed: int) -> torch.Generator:
 
 
 def random(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:
-    # Drawn in float64, so that all dtypes have the same numbers, rounded.
+    # Numbers are drawn in float64, so that all dtypes get the same numbers up to rounding.
     return torch.randn(*shape, generator=seeded(seed), dtype=torch.float64).to(dtype)
 
 
@@ -162,13 +162,13 @@ def disturb(model: M, seed: int = 0, *, scale: float = 0.3, part: str = "") -> M
 def randomise_norms(model: nn.Module, seed: int = 0) -> nn.Module:
     """Randomise the weights, biases and running statistics of norms, and other scales of a model.
 
-    timm initialises the last norm of each residual branch with zeros, so a fresh model hides its converted layers; so
-    do layer scales near zero and zero gains of normalisation-free networks.
+    timm initialises the last norm of each residual branch with zeros, so that a new model hides its converted layers;
+    LayerScale near zero and the zero gains of normalisation-free networks do so, too.
     """
     generator = seeded(seed)
 
     def uniform(like: Tensor) -> Tensor:
-        # Between 0.5 and 1.5: neither a scale nor a variance is near zero.
+        # Values are between 0.5 and 1.5, so that no scale or variance is near zero.
         return 0.5 + torch.rand(
             like.shape, generator=generator, dtype=torch.float64
         ).to(like.dtype)
@@ -202,13 +202,13 @@ def randomise_norms(model: nn.Module, seed: int = 0) -> nn.Module:
 
 @torch.no_grad()
 def assert_every_layer_counts(model: nn.Module, x: Tensor) -> None:
-    """Assert that each GPSA layer affects the output: an equivalence test that a dead layer passes proves nothing."""
+    """Assert that each GPSA layer affects the output: if a layer has no effect, its equivalence proves nothing."""
     layers = gpsa_layers(model)
     assert layers
     before = model(x)
     for name, layer in layers.items():
         original = layer.weight.clone()
-        # The same filters for other output channels.
+        # The filters are assigned to other output channels.
         layer.weight.copy_(original.roll(1, dims=0))
         assert relative_error(model(x), before) > 1e-3, (
             f"{name} does not reach the output"
@@ -222,7 +222,7 @@ def snapshot(model: nn.Module) -> dict[str, object]:
     for name, module in model.named_modules(remove_duplicate=False):
         hooks = [list(v) for k, v in vars(module).items() if k.endswith("hooks")]
         tensors = [*module._parameters.items(), *module._buffers.items()]
-        # torch's _version counts writes in place, so a value that changed and changed back shows as well.
+        # torch's _version counts writes in place, so that a value that was changed and restored shows as well.
         identities = [
             (key, id(t), None if t is None else (t.requires_grad, t._version))
             for key, t in tensors
@@ -248,7 +248,7 @@ def snapshot(model: nn.Module) -> dict[str, object]:
 
 
 class LargestTensor(TorchDispatchMode):
-    """Mode that counts the elements of the largest tensor that any operation makes."""
+    """Mode that records the number of elements of the largest tensor that any operation returns."""
 
     elements = 0
 

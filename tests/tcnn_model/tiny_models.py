@@ -1,4 +1,4 @@
-"""A tiny T-CNN, one that pools by attention, and tiny random data to train them on."""
+"""Tiny models, with attention layers or attention pooling, and random data to train them on."""
 
 import copy
 from functools import cache
@@ -14,11 +14,11 @@ from tcnn_model import add_attention_pool, reparameterize
 from tests.tcnn_model.numerics import disturb, random, randomise_norms, seeded
 
 CLASSES = 3
-POOL_SIZE = (1, 64, 96)  # input_size with which the pool of these models is found
+POOL_SIZE = (1, 64, 96)  # the input_size with which the pool of these models is found
 
 
 class Plain(nn.Module):
-    """A trunk, a pool and a classifier, without timm's interface: (B, 3, H, W) -> (B, 5)."""
+    """Trunk, pool and classifier without timm's interface: (B, 3, H, W) -> (B, 5)."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -31,7 +31,7 @@ class Plain(nn.Module):
 
 
 class Logits(nn.Module):
-    """A classifier whose forward returns an object with ``logits``, as those of transformers do."""
+    """Classifier whose forward returns an object with ``logits``, like those of transformers."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -65,7 +65,7 @@ def tiny_tcnn() -> nn.Module:
 
 
 def pooled_cnn(model: nn.Module | None = None, **options: Any) -> Any:
-    """Make a tiny ResNet that pools by attention, with a pool that is not at its initial values."""
+    """Return a tiny ResNet with attention pooling, whose pool is disturbed."""
     pooled: Any = add_attention_pool(
         model or tiny_cnn().eval(), input_size=POOL_SIZE, **options
     )
@@ -75,7 +75,7 @@ def pooled_cnn(model: nn.Module | None = None, **options: Any) -> Any:
 def batches(
     images: int = 11, batch_size: int = 4, *, shuffle: bool = True, seed: int = 0
 ) -> DataLoader:
-    """Make noise of 32 x 24 pixels with random labels; with 11 images the last of 3 batches is smaller."""
+    """Return batches of noise of 32 x 24 pixels with random labels; 11 images leave a smaller third batch."""
     labels = torch.randint(CLASSES, (images,), generator=seeded(seed))
     x = (
         random(images, 1, 32, 24, seed=seed, dtype=torch.float32)

@@ -1,4 +1,4 @@
-"""Small networks for the tests, whose attention is far from its initial state."""
+"""Small networks of the tests, with attention far from its initial state."""
 
 import copy
 
@@ -15,21 +15,21 @@ __all__ = ["Branches", "Chain", "inputs_of", "scatter", "small_resnet"]
 def scatter(layer: GPSA, seed: int = 0) -> GPSA:
     """Give each head its own alpha in 0.05 ... 40, gate in -3 ... 3 and centre, and peaked content attention."""
     torch.manual_seed(seed)
-    # Shuffled, so that no head's alpha, gate and place rise together.
+    # Heads are shuffled, so that alpha, gate and position do not increase together.
     order = torch.randperm(layer.heads)
     alpha = torch.logspace(-1.3, 1.6, layer.heads, dtype=torch.float64)[order]
-    # The inverse of a softplus with beta = 5.
+    # This is the inverse of a softplus with beta = 5.
     layer.raw_locality.copy_(alpha + torch.log(-torch.expm1(-5 * alpha)) / 5)
     layer.gating.copy_(torch.linspace(-3, 3, layer.heads)[torch.randperm(layer.heads)])
     layer.center.add_(0.7 * torch.randn_like(layer.center))
-    # Initial weights of 0.02 leave content attention uniform, which hides errors.
+    # Initial weights of 0.02 would leave content attention uniform, which hides errors.
     layer.query.normal_(std=0.8)
     layer.key.normal_(std=0.8)
     return layer
 
 
 class Chain(nn.Module):
-    """Two layers with 9 and 25 heads, one after the other: (B, 2, H, W) -> (B, 3)."""
+    """Two layers with 9 and 25 heads in sequence: (B, 2, H, W) -> (B, 3)."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -43,7 +43,7 @@ class Chain(nn.Module):
 
 
 class Branches(nn.Module):
-    """Two layers with 9 and 25 heads, each on an input of its own, given by keyword: two of shape (B, 2, H, W)."""
+    """Two layers with 9 and 25 heads, each on its own input, given by keyword: two of shape (B, 2, H, W)."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -57,7 +57,7 @@ class Branches(nn.Module):
 
 
 def small_resnet() -> nn.Module:
-    """A timm ResNet with four GPSA layers of 9 heads, which work on 5 x 7 pixels for a 71 x 103 image."""
+    """Return a timm ResNet with four GPSA layers of 9 heads, on 5 x 7 pixels for a 71 x 103 image."""
     torch.manual_seed(0)
     cnn = ResNet(
         BasicBlock, [1, 1, 1, 2], channels=(8, 8, 16, 16), in_chans=1, num_classes=3

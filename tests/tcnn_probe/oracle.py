@@ -1,4 +1,4 @@
-"""The probes' numbers, written out slowly in float64: the oracle of the tests, which calls no tcnn_probe."""
+"""Statistics of the probes, written out slowly in float64: the tests' oracle, which uses nothing of tcnn_probe."""
 
 import torch
 from torch import Tensor
@@ -19,11 +19,11 @@ Statistics = dict[str, Tensor]  # variable -> (B, heads), float64
 def summarise(
     attention: Tensor, content: Tensor, positional: Tensor, distance: Tensor
 ) -> Statistics:
-    """Means over queries of (B, heads, N_query, N_key) attention, (heads, N_query, N_key) if it is no image's own.
+    """Return means over queries of attention (B, heads, N_query, N_key), or (heads, N_query, N_key) for any image.
 
     Args:
         attention, content, positional: A, C and P.
-        distance: Distance between query and key, shape (N_query, N_key), the keys of ``attention``.
+        distance: Distance between query and key, shape (N_query, N_key), for the keys of ``attention``.
     """
     return {
         "entropy": _entropy(attention),
@@ -34,12 +34,12 @@ def summarise(
 
 
 def over_images(name: str, values: Tensor) -> Tensor:
-    """The number of an epoch from those of its images, (B, heads)."""
+    """Return the statistic of an epoch from those of its images, (B, heads)."""
     return values.amax(0) if name == "max_logit" else values.mean(0)
 
 
 def gpsa_statistics(layer: GPSA, x: Tensor) -> Statistics:
-    """For the weights of ``layer``, in float64 from beginning to end."""
+    """Return the statistics for the weights of ``layer``, entirely in float64."""
     x = x.detach().double()
     bases, pixels, real = _grid(layer, x)
     attention = gpsa_attention_reference(
@@ -68,13 +68,13 @@ def gpsa_statistics(layer: GPSA, x: Tensor) -> Statistics:
 def gpsa_statistics_of_qk(
     layer: GPSA, x: Tensor, query: Tensor, key: Tensor
 ) -> Statistics:
-    """The same from queries and keys as they were rounded, (B, heads, N, d), for layers in low precision."""
+    """Return the statistics for given queries and keys (B, heads, N, d), as rounded by layers in low precision."""
     bases, pixels, real = _grid(layer, x)
     logits = _logits(_double(query), _double(key))
     content = torch.softmax(logits, -1)
     positional = _positional(layer, bases, pixels)
     gate = torch.sigmoid(_double(layer.gating))[:, None, None]
-    # Eq. (7) over the extended grid: content attention has nothing on the padding.
+    # In Eq. (7) over the extended grid, the padding gets no content attention.
     attention = (gate * positional).expand(len(x), *positional.shape).clone()
     attention[..., real] += (1 - gate) * content
     means = summarise(attention, content, positional, _distance(bases, pixels))
@@ -82,19 +82,19 @@ def gpsa_statistics_of_qk(
 
 
 def _entropy(attention: Tensor) -> Tensor:
-    # 0 log 0 = 0: the logarithm is kept finite where it does not count.
+    # 0 log 0 = 0, so that the logarithm of 0 may be replaced by a finite number.
     terms = attention * attention.clamp_min(1e-300).log()
     return -terms.sum(-1).mean(-1)
 
 
 def _grid(layer: GPSA, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Base pixels of the queries (N_query, 2), pixels of the keys (N_key, 2), and which of these are real."""
+    """Return base pixels of queries (N_query, 2), pixels of keys (N_key, 2), and a mask of those in the image."""
     height, width = x.shape[-2:]
     py, px = layer.padding
     sy, sx = layer.stride
     dy, dx = layer.dilation
     ky, kx = layer.kernel_size
-    # Where a window of the convolution can begin.
+    # Windows of the convolution start at these pixels.
     tops = range(-py, height + py - dy * (ky - 1), sy)
     lefts = range(-px, width + px - dx * (kx - 1), sx)
     bases = torch.tensor([(top + py, left + px) for top in tops for left in lefts])
@@ -106,7 +106,7 @@ def _grid(layer: GPSA, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _project(x: Tensor, pixels: Tensor, weight: Tensor, heads: int) -> Tensor:
-    """Weight (heads * d, C) times the features at the pixels, zero outside the image: (B, heads, N, d)."""
+    """Multiply weight (heads * d, C) by the features at pixels, which are zero outside the image: (B, heads, N, d)."""
     height, width = x.shape[-2:]
     features = [
         x[:, :, j, i] if j < height and i < width else torch.zeros_like(x[:, :, 0, 0])
@@ -133,7 +133,7 @@ def _distance(bases: Tensor, pixels: Tensor) -> Tensor:
 
 
 def _alpha(layer: GPSA) -> Tensor:
-    # The softplus with beta = 5 as it is defined, not as torch computes it.
+    # The softplus with beta = 5 is computed from its definition, and not by torch.
     return torch.log1p(torch.exp(5 * _double(layer.raw_locality))) / 5
 
 

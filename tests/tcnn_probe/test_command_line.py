@@ -239,7 +239,10 @@ def test_refusals(
     "options", [[], ["--query", "9", "47", "--scale", "common", "--heads", "0", "2"]]
 )
 def test_maps_of_a_picture(
-    options: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    options: list[str],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A figure is drawn from a model's name and a file, with the weights of a checkpoint or none."""
     torch.manual_seed(0)
@@ -255,7 +258,16 @@ def test_maps_of_a_picture(
     assert drawn.std() > 0.05
     assert main([*name, "--random", "--layers", "neck"]) == 2
     assert "no such maps of the layer 'neck'" in capsys.readouterr().err
-    assert main(["maps", "no_such_model", str(picture), "-o", str(out)]) == 2
+    misspelt = ["maps", "deit_tiny_patch16_22", str(picture), "-o", str(out)]
+    assert main(misspelt) == 2
+    assert "did you mean deit_tiny_patch16_224?" in capsys.readouterr().err
+
+    def offline(*_: object, **__: object) -> None:
+        raise FileNotFoundError("cannot find the requested files")
+
+    monkeypatch.setattr("timm.create_model", offline)
+    assert main(name) == 2
+    assert "--weights FILE), or use random ones (--random)" in capsys.readouterr().err
 
 
 def test_maps_to_click_around_in(tmp_path: Path) -> None:

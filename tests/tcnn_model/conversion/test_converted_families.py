@@ -1,4 +1,4 @@
-"""Families of timm convnets: the CNN's function at its own stride, and at stride 1 that of a CNN un-strided by hand."""
+"""Families of timm convnets: stride "keep" gives the CNN's function, "unit" that of a CNN un-strided by hand."""
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
@@ -25,7 +25,7 @@ from tests.tcnn_model.numerics import (
 
 def _windows(x: Tensor) -> Tensor:
     """Stack the four pixels of every 2 x 2 window, with the last row and column repeated: (4, B, C, H, W)."""
-    # As pools of 2 x 2 at stride 1, which would lose the last row and column.
+    # Pools of 2 x 2 at stride 1 would lose the last row and column, so these are repeated.
     below = torch.cat([x[:, :, 1:], x[:, :, -1:]], dim=2)
     return torch.stack(
         [
@@ -48,7 +48,7 @@ class _Maximum(nn.Module):
 
 class _Blur(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
-        # timm's BlurPool2d of size 3: [1, 2, 1] / 4 along each axis, on a reflected border.
+        # This is timm's BlurPool2d of size 3: [1, 2, 1] / 4 along each axis, with a reflected border.
         x = F.pad(x, (1, 1, 1, 1), mode="reflect")
         rows = (x[:, :, :-2] + 2 * x[:, :, 1:-1] + x[:, :, 2:]) / 4
         return (rows[..., :-2] + 2 * rows[..., 1:-1] + rows[..., 2:]) / 4
@@ -108,7 +108,7 @@ BY_HAND = {
     "vgg11_bn": Unstrided(()),
     "densenet121": Unstrided(()),
 }
-_NO_ODD_STAGES = ("dla34", "resnetaa50")  # refused by the CNNs themselves
+_NO_ODD_STAGES = ("dla34", "resnetaa50")  # the CNNs themselves refuse odd sizes
 
 
 def _unstride_by_hand(cnn: nn.Module, strides: Unstrided) -> nn.Module:
@@ -136,15 +136,15 @@ def _assert_unstrided(cnn: Any, strides: Unstrided, x: Tensor, **layers: str) ->
         == (2 if any(strides) else 1) * cnn.forward_features(x).shape[-1]
     )
     assert_same(tcnn(x), by_hand(x))
-    # A layer behind a norm of gain zero would agree whatever it computes.
+    # If a layer precedes a norm of gain zero, the outputs agree whatever it computes.
     assert_every_layer_counts(tcnn, x)
 
 
 @pytest.mark.parametrize("name", BY_HAND)
 @torch.no_grad()
-def test_keep_is_the_cnn_and_unit_the_unstrided_one(name: str) -> None:
+def test_keep_gives_the_cnn_and_unit_the_unstrided_cnn(name: str) -> None:
     cnn = build(name).double()
-    # 80 x 96 pixels reach the last stage as 5 x 6: an odd and an even side.
+    # 80 x 96 pixels give 5 x 6 in the last stage: one odd and one even side.
     x = random(1, 3, 64 if name in _NO_ODD_STAGES else 80, 96)
     same = reparameterize(cnn, stride="keep", **SHARP)
     assert_same(same(x), cnn(x))
@@ -159,11 +159,11 @@ def test_keep_is_the_same_function_in_float32(name: str) -> None:
     cnn = build(name)
     x = random(1, 3, 64, 96, dtype=torch.float32)
     assert_same(reparameterize(cnn, stride="keep", **CONVOLUTIONAL)(x), cnn(x))
-    # Where fine-tuning starts, the function is another one.
+    # At the initial values of fine-tuning, the function differs.
     assert relative_error(reparameterize(cnn, stride="keep")(x), cnn(x)) > 1e-3
 
 
-# One of each way a stride is taken out: of convolutions, of a pool, of 2 x 2 windows.
+# There is one model for each way to remove a stride: of convolutions, of a pool, and of 2 x 2 windows.
 EARLIER = {
     "resnext50_32x4d": (
         "layer2",
@@ -179,7 +179,7 @@ EARLIER = {
 
 @pytest.mark.parametrize("name", EARLIER)
 @torch.no_grad()
-def test_earlier_stage(name: str) -> None:
+def test_earlier_stages_are_unstrided(name: str) -> None:
     """An earlier stage at stride 1 leaves the later ones on a grid twice as large."""
     layers, strides = EARLIER[name]
     _assert_unstrided(
@@ -191,13 +191,13 @@ def test_earlier_stage(name: str) -> None:
     ("name", "block", "grid"),
     [
         ("resnet50d", "layer4.0", (5, 7)),
-        ("resnetaa50", "layer4.0", (4, 6)),  # the CNN itself refuses odd ones
+        ("resnetaa50", "layer4.0", (4, 6)),  # the CNN itself refuses odd sizes
         ("convnext_tiny", "stages.3.downsample.1", (6, 4)),
         ("tf_efficientnetv2_s", "blocks.5.0.conv_dw", (6, 4)),
     ],
 )
 @torch.no_grad()
-def test_unit_passes_through_the_strided_grid(
+def test_unit_contains_the_strided_grid(
     name: str, block: str, grid: tuple[int, int]
 ) -> None:
     """After the first block of the last stage, every second pixel is the output of the strided block.

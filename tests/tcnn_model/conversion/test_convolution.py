@@ -1,4 +1,4 @@
-"""Subclasses of ``nn.Conv2d``: the convolution that each computes, or the reason why it computes none."""
+"""Subclasses of ``nn.Conv2d``: the convolution that each computes, or the reason why it is refused."""
 
 import copy
 import re
@@ -28,7 +28,7 @@ from tests.tcnn_model.numerics import (
 
 pytestmark = pytest.mark.numerical
 
-# "Same" padding depends on the size: odd and even along each axis.
+# "Same" padding depends on the size, so sides are odd and even along each axis.
 GRIDS = ((5, 7), (8, 11), (12, 6))
 
 
@@ -40,18 +40,18 @@ def _convolution(kind: type[nn.Conv2d], *arguments: Any, **options: Any) -> nn.C
     torch.manual_seed(0)
     conv = kind(*arguments, **options)
     for parameter in conv.parameters():
-        # Gains of one and biases of zero would be invisible.
+        # Gains of one and biases of zero would have no effect.
         nn.init.normal_(parameter, std=0.5)
     return conv
 
 
 CONVOLUTIONS = {
     "subclass": (_Plain, 3, 5, 3, 2, 1),
-    # Weights that are computed at each forward, as in BiT and NFNet.
+    # BiT and NFNet compute their weights at each forward.
     "standardised": (StdConv2d, 3, 5, 3),
     "standardised, grouped": (StdConv2d, 6, 9, 3, 2, 1, 1, 3),
     "scaled": (ScaledStdConv2d, 3, 5, 3, 2),
-    # TensorFlow's padding, as in its EfficientNets.
+    # timm's EfficientNets with TensorFlow's weights have this padding.
     "same": (Conv2dSame, 3, 5, 3, 2),
     "same, 1 x 4, stride 3 x 2": (Conv2dSame, 3, 5, (1, 4), (3, 2)),
     "same, dilated depthwise": (Conv2dSame, 6, 6, 3, 2, 0, 2, 6),
@@ -65,7 +65,7 @@ CONVOLUTIONS = {
 
 @pytest.mark.parametrize("name", CONVOLUTIONS)
 @torch.no_grad()
-def test_layer_is_the_convolution_which_is_only_read(name: str) -> None:
+def test_layer_equals_the_convolution_and_leaves_it_unchanged(name: str) -> None:
     kind, *arguments = CONVOLUTIONS[name]
     conv = _convolution(kind, *arguments)
     before = repr(vars(conv))
@@ -78,7 +78,9 @@ def test_layer_is_the_convolution_which_is_only_read(name: str) -> None:
         torch.equal(value, state[key]) for key, value in conv.state_dict().items()
     )
 
-    with torch.device("meta"):  # as around the construction of a model without values
+    with torch.device(
+        "meta"
+    ):  # a model may be built under the meta device, without values
         meta = describe(copy.deepcopy(conv).to("meta"))
         assert describe(conv).weight.device.type == "cpu"
     for field in ("stride", "padding", "dilation", "groups", "kernel_size"):
@@ -104,7 +106,7 @@ def _in_place(conv: nn.Conv2d) -> Any:
     )[0]
 
 
-def test_applied_parameters_stay_and_computed_ones_are_new() -> None:
+def test_unchanged_parameters_are_shared_and_computed_parameters_are_new() -> None:
     conv = _convolution(Conv2dSame, 3, 5, 3, 2)
     layer = _in_place(conv)
     assert isinstance(layer, GPSA)
@@ -117,7 +119,7 @@ def test_applied_parameters_stay_and_computed_ones_are_new() -> None:
     assert folded.bias is conv.bias
     assert folded.weight.requires_grad
     assert folded.weight.is_leaf
-    # The layer must hold the standardised weight, not the one it is computed from.
+    # The layer must hold the standardised weight, not the weight from which it is computed.
     assert relative_error(folded.weight, conv.weight) > 0.1
     assert not hasattr(folded, "gain")
 
@@ -131,7 +133,7 @@ def test_trainability_and_mode_carry_over() -> None:
     assert layer.weight.dtype == torch.float16
 
 
-# Each runs a convolution, and something that a GPSA layer would lose.
+# Each of these runs a convolution, and does something else that a GPSA layer would lose.
 class _Rectified(nn.Conv2d):
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x).relu()
@@ -186,8 +188,10 @@ def test_other_computations_are_refused(kind: type[nn.Conv2d], message: str) -> 
 
 
 @pytest.mark.parametrize("inplace", [False, True])
-def test_refusal_by_value_leaves_the_model(inplace: bool) -> None:
-    """The rehearsal has no values, so a layer that only its values betray is refused on the model itself."""
+def test_refusal_that_depends_on_values_leaves_the_model_unchanged(
+    inplace: bool,
+) -> None:
+    """The rehearsal has no values, so this layer is refused only when the model itself is converted."""
     model = nn.Sequential(
         nn.Conv2d(3, 3, 3, padding=1), _convolution(_Rectified, 3, 5, 3, padding=1)
     )
@@ -202,7 +206,7 @@ def test_refusal_by_value_leaves_the_model(inplace: bool) -> None:
 
 @pytest.mark.parametrize("name", ["forward", "_conv_forward"])
 def test_forward_of_an_instance_is_refused(name: str) -> None:
-    """Such a forward makes the images of a generator tile, for example."""
+    """Generators use such a forward to make images that tile."""
     conv = _convolution(nn.Conv2d, 3, 5, 3)
     setattr(
         conv,
@@ -222,7 +226,7 @@ def test_forward_of_an_instance_is_refused(name: str) -> None:
 class _LowRank(nn.Conv2d):
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
-        # As LoRA: only these are trained.
+        # LoRA trains only such factors.
         self.down = nn.Parameter(torch.ones(2, 27))
         self.up = nn.Parameter(torch.ones(5, 2))
 
@@ -240,7 +244,7 @@ def test_trainable_update_of_a_frozen_weight_is_refused() -> None:
         match=r"_LowRank has further trainable parameters \(down, up\).* merge them",
     ):
         GPSA.from_conv(conv)
-    # If the weight trains too, the sum of both may go on training as one.
+    # If the weight is trained as well, the sum may be trained as one parameter.
     conv.weight.requires_grad_(True)
     conv.bias.requires_grad_(False)  # type: ignore[union-attr]
     layer = GPSA.from_conv(conv)
@@ -253,7 +257,7 @@ def test_trainable_update_of_a_frozen_weight_is_refused() -> None:
 
 class _Shifted(nn.Conv2d):
     def forward(self, x: Tensor) -> Tensor:
-        # The parameter of the layer is twice the one it comes from.
+        # The bias of the layer is twice the parameter from which it is computed.
         return F.conv2d(x, self.weight, 2 * self.bias)  # type: ignore[operator]
 
 

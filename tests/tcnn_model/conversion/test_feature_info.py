@@ -1,4 +1,4 @@
-"""timm's ``feature_info`` after a conversion: updated if it is timm's, and left alone if it is something else."""
+"""Attribute ``feature_info`` after a conversion: timm's is updated, and any other is left alone."""
 
 import copy
 from collections import OrderedDict
@@ -21,7 +21,8 @@ def _network(info: Any) -> nn.Module:
 
 @pytest.mark.parametrize(
     "info",
-    # Nearly timm's: a list, a list of dictionaries without the key, and with a name that is none.
+    # These are nearly timm's: a list of numbers, entries without "reduction", other types, and a name that is not a
+    # string.
     [[64], [{"module": "2"}], {"a": 1}, "none", [{"module": 2, "reduction": 4}]],
     ids=str,
 )
@@ -43,14 +44,14 @@ class _Property(nn.Sequential):
 
 
 @pytest.mark.parametrize("inplace", [False, True])
-def test_class_is_left_alone(inplace: bool) -> None:
-    """Only the entry of the stage itself changes, not of one whose name begins or ends so."""
+def test_feature_info_of_the_class_is_left_alone(inplace: bool) -> None:
+    """Only the entry of the stage itself changes, not that of a module with a similar name."""
     before = copy.deepcopy(_OfTheClass.feature_info)
     for kind in (_OfTheClass, _Property):
         model = kind(
             OrderedDict(
                 {
-                    # "02" begins with "0": prefixes of names are no parents.
+                    # "02" begins with "0", but "0" is not its parent.
                     "0": nn.Conv2d(3, 5, 1, 2),
                     "02": nn.Sequential(nn.Conv2d(5, 7, 3, 2, 1)),
                 }
@@ -71,7 +72,7 @@ def test_class_is_left_alone(inplace: bool) -> None:
         ("convnext_atto", {"feature_cls": "getter"}),
         ("convnext_atto", {"feature_cls": "hook"}),
         ("edgenext_xx_small", {"depths": (1, 1, 1, 2)}),
-        # The ways timm extracts features, each with names of its own.
+        # Each of timm's ways to extract features has its own names of modules.
         ("resnet18", {"feature_cls": "fx"}),
     ],
 )
@@ -89,5 +90,5 @@ def test_feature_extractors_of_timm(name: str, options: dict[str, Any]) -> None:
     assert model.feature_info.reduction() == [
         96 // feature.shape[2] for feature in model(x)
     ]
-    # copy.deepcopy leaves a GraphModule in training mode.
+    # copy.deepcopy would leave a GraphModule in training mode.
     assert not any(module.training for module in tcnn.modules())

@@ -12,7 +12,7 @@ from tests.tcnn_model.families import NARROW, build
 from tests.tcnn_model.numerics import SHARP, assert_same, on_meta, random
 
 BOTTLENECKS = [f"layer4.{i}.conv2" for i in range(2)]
-# A model of each structure, narrow and shallow if timm can build it so.
+# There is one model for each structure, narrow and shallow where timm can build it so.
 LAST_STAGE = {
     "resnet18": [
         "layer4.0.conv1",
@@ -24,7 +24,7 @@ LAST_STAGE = {
     "resnetv2_50d_gn": [f"stages.3.blocks.{i}.conv2" for i in range(2)],
     "vgg11_bn": ["features.22", "features.25"],
     "densenet121": [f"features.denseblock4.denselayer{i}.conv2" for i in range(1, 3)],
-    # Without conv_head, which is 1 x 1.
+    # conv_head is missing, as it is 1 x 1.
     "efficientnet_b0": [
         *(f"blocks.5.{i}.conv_dw" for i in range(4)),
         "blocks.6.0.conv_dw",
@@ -60,7 +60,7 @@ LAST_STAGE = {
 }
 
 
-# The rest is checked in test_converted_families.py, where it is converted anyway.
+# test_converted_families.py converts the other models, and checks their layers.
 @pytest.mark.parametrize(
     "name", ["resnetrs50", "efficientnet_b0", "xception41", "pvt_v2_b0", "darknet53"]
 )
@@ -80,7 +80,7 @@ def test_last_stage_of_timm_models(name: str) -> None:
         ("layer3", ["layer3.0.conv2", "layer3.1.conv2"]),
         ("layer[34].0.*", ["layer3.0.conv2", "layer4.0.conv2"]),
         (["layer4.1", "layer2"], ["layer2.0.conv2", "layer4.1.conv2"]),
-        # A 1 x 1 convolution, which None leaves alone, by its own name.
+        # None leaves 1 x 1 convolutions alone, but they can be chosen by name.
         ({"layer4.0.conv1"}, ["layer4.0.conv1"]),
         (
             lambda name, conv: conv.in_channels == 32 and name.startswith("layer4"),
@@ -89,7 +89,7 @@ def test_last_stage_of_timm_models(name: str) -> None:
     ],
 )
 @torch.no_grad()
-def test_choosing(
+def test_layers_are_chosen_by_name_pattern_or_predicate(
     layers: str | Collection[str] | Callable[[str, nn.Module], bool],
     expected: list[str],
 ) -> None:
@@ -108,9 +108,12 @@ def _reductions(model: nn.Module) -> list[int]:
 @pytest.mark.parametrize(
     ("layers", "expected"),
     [
-        # Reductions of the stem and the four stages; 32 becomes 16.
+        # These are the reductions of the stem and the four stages; 32 becomes 16.
         (None, [2, 4, 8, 16, 16]),
-        ("layer4.1.conv2", [2, 4, 8, 16, 32]),  # carries no stride, nor does its block
+        (
+            "layer4.1.conv2",
+            [2, 4, 8, 16, 32],
+        ),  # neither the layer nor its block has a stride
         (["layer3", "layer4"], [2, 4, 8, 8, 8]),
     ],
 )
@@ -135,8 +138,8 @@ def test_unit_stride_halves_the_reduction(
 
 @torch.no_grad()
 @pytest.mark.parametrize("padding", [1, 0])
-def test_plain_sequential(padding: int) -> None:
-    """Without padding the last convolution shrinks its map by a border, which is no stride to be taken out."""
+def test_sequential_model_with_and_without_padding(padding: int) -> None:
+    """Without padding, the last convolution shrinks its map by a border, which must not count as a stride."""
     torch.manual_seed(0)
     stage = nn.Sequential(
         nn.Conv2d(5, 7, 3, stride=2, padding=1),
@@ -147,7 +150,7 @@ def test_plain_sequential(padding: int) -> None:
     cnn = nn.Sequential(
         nn.Conv2d(2, 5, 5, stride=2, padding=2), nn.ReLU(), stage, *head
     ).double()
-    # Odd sizes, on which the strided and the unstrided grid do not nest by luck.
+    # On even sizes, the strided and the unstrided grid could nest by accident.
     x = random(1, 2, 37, 53)
     if padding == 0:
         for stride in ("unit", "keep"):

@@ -1,4 +1,4 @@
-"""Effects of a conversion besides the function of the model: copies, modes, types, ties, files."""
+"""Effects of a conversion other than the model's function: copies, modes, dtypes, shared weights, checkpoints."""
 
 import copy
 from collections.abc import Callable
@@ -28,7 +28,7 @@ def cnn() -> nn.Module:
 
 
 def test_input_model_is_untouched(cnn: nn.Module) -> None:
-    # A mode that differs within the model, and a hook: what a careless copy loses.
+    # A careless copy would lose a hook, or a mode that differs within the model.
     cnn.get_submodule("layer4.1").train()
     cnn.get_submodule("layer2").register_forward_hook(lambda *_: None)
     before = snapshot(cnn)
@@ -38,7 +38,7 @@ def test_input_model_is_untouched(cnn: nn.Module) -> None:
     assert all(
         torch.equal(value, values[name]) for name, value in cnn.state_dict().items()
     )
-    # Neither memory nor modules in common: training the T-CNN must leave the CNN alone.
+    # They share neither memory nor modules, so that training the T-CNN leaves the CNN alone.
     assert not {p.data_ptr() for p in cnn.parameters()} & {
         p.data_ptr() for p in tcnn.parameters()
     }
@@ -46,12 +46,12 @@ def test_input_model_is_untouched(cnn: nn.Module) -> None:
     assert list(gpsa_layers(tcnn)) == CONVERTED
 
 
-def test_hooks_of_the_user_do_not_see_the_rehearsal(cnn: nn.Module) -> None:
+def test_the_users_hooks_do_not_see_the_rehearsal(cnn: nn.Module) -> None:
     cnn.get_submodule("layer2").register_forward_hook(lambda *_: pytest.fail("seen"))
     assert list(gpsa_layers(reparameterize(cnn))) == CONVERTED
 
 
-def test_in_place(cnn: nn.Module) -> None:
+def test_conversion_in_place_replaces_only_what_it_must(cnn: nn.Module) -> None:
     parameters = dict(cnn.named_parameters())
     modules = dict(cnn.named_modules())
     result = reparameterize(cnn, inplace=True)
@@ -59,7 +59,7 @@ def test_in_place(cnn: nn.Module) -> None:
     assert list(gpsa_layers(cnn)) == CONVERTED
     for name, parameter in parameters.items():
         assert cnn.get_parameter(name) is parameter
-    # resnet50d's shortcut pools at the stride, which has to go as well.
+    # The shortcut of resnet50d pools with the stride, so its pool is replaced, too.
     replaced = {*CONVERTED, "layer4.0.downsample.0"}
     assert {
         name
@@ -92,7 +92,7 @@ def test_arguments_reach_every_layer(cnn: nn.Module) -> None:
         assert not layer.query.any()
     defaults = gpsa_layers(reparameterize(cnn))["layer4.0.conv2"]
     assert torch.allclose(defaults.locality_strength, torch.ones(9))
-    # Drawn at random: of n weights the standard deviation scatters by 1 / sqrt(2 n) of itself.
+    # The standard deviation of n random weights has a relative error of 1 / sqrt(2 n).
     assert float(defaults.query.detach().std()) == pytest.approx(0.02, rel=0.1)
     assert torch.equal(defaults.gating, torch.ones(9))
     assert defaults.stride == (1, 1)
@@ -102,7 +102,7 @@ def test_arguments_reach_every_layer(cnn: nn.Module) -> None:
 
 def test_checkpoint_of_the_cnn_fills_the_tcnn(cnn: nn.Module) -> None:
     tcnn = reparameterize(cnn)
-    # Other weights than the conversion copied.
+    # These weights differ from those that the conversion copied.
     nn.init.normal_(cnn.get_submodule("layer4.1.conv2").weight)
     result = tcnn.load_state_dict(cnn.state_dict(), strict=False)
     assert result.unexpected_keys == []
@@ -137,7 +137,7 @@ def test_result_in_half_precision(cnn: nn.Module) -> None:
 
 
 @torch.no_grad()
-def test_converting_twice_converts_further(cnn: nn.Module) -> None:
+def test_a_second_conversion_adds_layers(cnn: nn.Module) -> None:
     cnn.double()
     once = reparameterize(cnn, stride="keep", **SHARP)
     twice = reparameterize(once, layers="layer3", stride="keep", **SHARP)
@@ -147,7 +147,7 @@ def test_converting_twice_converts_further(cnn: nn.Module) -> None:
 
 
 class _Shared(nn.Module):
-    """A convolution under two names, and two convolutions with a common weight."""
+    """Convolution under two names, and another convolution with the same weight."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -160,7 +160,7 @@ class _Shared(nn.Module):
         return self.third(self.second(self.first(x)))
 
 
-def test_sharing_stays_sharing() -> None:
+def test_shared_modules_and_weights_stay_shared() -> None:
     model = _Shared().double()
     result: Any = reparameterize(model, **SHARP)
     assert isinstance(result.first, GPSA)
@@ -172,7 +172,7 @@ def test_sharing_stays_sharing() -> None:
     assert_same(result(x), model(x))
 
 
-def test_a_convolution_by_itself() -> None:
+def test_a_model_that_is_a_convolution_is_converted() -> None:
     conv = nn.Conv2d(3, 5, 3, padding=1, dtype=torch.float64)
     x = random(1, 3, 7, 11)
     result = reparameterize(conv, **SHARP)

@@ -1,4 +1,4 @@
-"""Models and arguments that cannot be converted: a message with the reason, and a model that is as it was."""
+"""Models and arguments that cannot be converted: the message gives the reason, and the model stays as it was."""
 
 import re
 from functools import partial
@@ -20,8 +20,8 @@ _refused = partial(assert_refused, reparameterize)
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        # A reason each: no convolutions; none in the last stage; layers that need the smaller grid, behind a
-        # convolution or a pool; weights that are computed.
+        # The reasons are: no convolutions; none in the last stage; layers that need the smaller grid, after a
+        # convolution or after a pool; computed weights.
         (
             "vit_tiny_patch16_224",
             "no convolution to reparameterize: the last stage of VisionTransformer",
@@ -45,7 +45,7 @@ _refused = partial(assert_refused, reparameterize)
     ],
 )
 def test_models_that_cannot_be_converted(name: str, message: str) -> None:
-    # On the meta device: a refusal depends on structure alone, and these models are full-size.
+    # The meta device suffices, as a refusal depends on structure alone; these models have full size.
     _refused(on_meta(name, num_classes=3), message)
 
 
@@ -80,15 +80,15 @@ def test_model_that_cannot_be_unstrided_can_keep_its_stride() -> None:
         ),
     ],
 )
-def test_bad_arguments(arguments: dict[str, Any], message: str) -> None:
+def test_bad_arguments_are_refused(arguments: dict[str, Any], message: str) -> None:
     cnn = timm.create_model("resnet18", channels=(8, 8, 16, 16), num_classes=3)
     _refused(cnn, message, **arguments)
     assert gpsa_layers(cnn) == {}
 
 
-def test_size_of_an_image() -> None:
+def test_bad_image_sizes_are_refused() -> None:
     cnn = build("resnet18")
-    # A tensor that does not move with the model, and that no operation uses.
+    # This tensor does not move with the model, but no operation uses it.
     cnn.note = torch.zeros(3)
     _refused(
         cnn,
@@ -100,7 +100,7 @@ def test_size_of_an_image() -> None:
     )
 
 
-def test_a_second_time() -> None:
+def test_a_second_conversion_needs_layers() -> None:
     tcnn = reparameterize(build("resnet18"))
     _refused(tcnn, "already reparameterized .*name further convolutions with layers=")
     assert len(gpsa_layers(reparameterize(tcnn, layers="layer3"))) == 2 * len(
@@ -108,14 +108,14 @@ def test_a_second_time() -> None:
     )
 
 
-def test_layer_of_the_classifier() -> None:
+def test_a_layer_of_the_classifier_is_refused() -> None:
     message = r"not used by the model's feature extractor.*\['pre_logits\.fc1'\]"
     _refused(build("vgg11_bn"), message, layers="pre_logits.fc1")
 
 
-def test_convolution_with_a_hook() -> None:
+def test_a_convolution_with_hooks_is_refused() -> None:
     cnn = build("resnet18")
-    # torch keeps each kind of hook in another dict of the module.
+    # torch keeps each kind of hook in a separate dict of the module.
     for attach in (
         "register_forward_hook",
         "register_forward_pre_hook",
@@ -130,13 +130,13 @@ def test_convolution_with_a_hook() -> None:
     assert len(gpsa_layers(reparameterize(cnn))) == 4
 
 
-def test_convolution_with_a_computed_weight() -> None:
+def test_a_convolution_with_a_computed_weight_is_refused() -> None:
     cnn = build("resnet18")
     nn.utils.parametrizations.weight_norm(cnn.get_submodule("layer4.1.conv2"))
     _refused(cnn, r"cannot reparameterize 'layer4\.1\.conv2'.*(?i:parametrized)")
 
 
-def test_model_that_does_not_run_on_images() -> None:
+def test_a_model_that_does_not_run_on_images_is_refused() -> None:
     model = nn.Sequential(
         nn.Flatten(),
         nn.Linear(7, 5),
@@ -159,7 +159,7 @@ class _Normalising(nn.Module):
         return self.cnn(x - self.mean)
 
 
-def test_tensor_that_does_not_move_with_the_model() -> None:
+def test_a_tensor_that_does_not_move_with_the_model_is_refused() -> None:
     model = _Normalising()
     _refused(
         model,
@@ -171,7 +171,7 @@ def test_tensor_that_does_not_move_with_the_model() -> None:
     assert len(gpsa_layers(reparameterize(model))) == 4
 
 
-def test_pruned_model() -> None:
+def test_a_pruned_model_is_refused() -> None:
     cnn = build("resnet18")
     prune.random_unstructured(cnn.get_submodule("layer1.0.conv1"), "weight", amount=0.5)
     with pytest.raises(
@@ -183,7 +183,7 @@ def test_pruned_model() -> None:
     assert len(gpsa_layers(reparameterize(cnn))) == 4
 
 
-def test_types() -> None:
+def test_wrong_types_are_refused() -> None:
     with pytest.raises(
         TypeError, match=r"expected a torch\.nn\.Module, got str 'resnet18'"
     ):

@@ -1,4 +1,4 @@
-"""Operations at stride 1: on their input's grid, with the strided output in them, or else refused."""
+"""Operations at stride 1 keep the grid of their input and contain the strided output, or are refused."""
 
 import copy
 from collections.abc import Callable
@@ -19,7 +19,7 @@ from tests.tcnn_model.tiny_models import tiny_cnn
 
 
 def _call(module: nn.Module, grid: tuple[int, int], name: str = "operation") -> Call:
-    # On the meta device, as only shapes are asked for.
+    # The meta device suffices, as only shapes are needed.
     meta = copy.deepcopy(module).to("meta")
     outputs = meta(
         torch.empty(
@@ -33,17 +33,17 @@ def _call(module: nn.Module, grid: tuple[int, int], name: str = "operation") -> 
     return Call(name, meta, grid, (outputs.shape[2], outputs.shape[3]))
 
 
-# The operation, its stride s, and the first of the pixels, s apart, that its output has of the output at stride 1: for
-# even and for odd sides.
+# Entries are the operation, its stride s, and a phase for even and for odd sides: the strided output consists of every
+# s-th pixel of the output at stride 1, starting at the phase.
 OPERATIONS: dict[str, tuple[nn.Module, int, int, int]] = {
-    # The first pixel is where the centre of the first window lies, rounded down where it lies between two.
+    # The phase is the pixel at the centre of the first window, rounded down if the centre lies between two pixels.
     "1 x 1": (nn.Conv2d(3, 5, 1, 2), 2, 0, 0),
     "3 x 3": (nn.Conv2d(3, 5, 3, 2, 1), 2, 0, 0),
     "3 x 3 without padding": (nn.Conv2d(3, 5, 3, 2), 2, 1, 1),
     "2 x 2 windows": (nn.Conv2d(3, 5, 2, 2), 2, 0, 0),
     "3 x 3 windows": (nn.Conv2d(3, 5, 3, 3), 3, 1, 1),
     "7 x 7 depthwise, dilated": (nn.Conv2d(5, 5, 7, 2, 6, 2, 5), 2, 0, 0),
-    # "Same" padding depends on the size: on an even side it begins one pixel later.
+    # "Same" padding depends on the size: on an even side, the first window starts one pixel later.
     "3 x 3 same": (Conv2dSame(3, 5, 3, 2), 2, 1, 0),
     "1 x 1 same": (Conv2dSame(3, 5, 1, 2), 2, 0, 0),
     "average of 2 x 2": (nn.AvgPool2d(2, 2), 2, 0, 0),
@@ -70,28 +70,28 @@ OPERATIONS: dict[str, tuple[nn.Module, int, int, int]] = {
 
 @pytest.mark.parametrize("name", OPERATIONS)
 @torch.no_grad()
-def test_strided_output_is_part_of_the_other(name: str) -> None:
+def test_strided_output_is_part_of_the_output_at_stride_1(name: str) -> None:
     module, stride, even, odd = OPERATIONS[name]
     module = copy.deepcopy(module).double()
-    # Sides that strides of 2 and 3 divide, and sides that 3 alone divides.
+    # Strides of 2 and 3 divide the first sides; only 3 divides the second ones.
     for grid, phase in (((12, 18), even), ((15, 9), odd)):
         call = _call(module, grid)
         x = random(1, getattr(module, "in_channels", 1), *grid)
         strided = module(x)
         unit = at_unit_stride(call, module)(x)
         assert unit.shape[-2:] == grid
-        # At stride 1 there may be windows behind the last strided one.
+        # At stride 1 there may be windows after the last strided one.
         part = unit[:, :, phase::stride, phase::stride][
             :, :, : strided.shape[2], : strided.shape[3]
         ]
         assert_same(part, strided)
         check_phases([call])
-    assert module.stride in (stride, (stride, stride))  # as it was
+    assert module.stride in (stride, (stride, stride))  # unchanged
 
 
-def test_partners_that_start_at_the_same_pixel() -> None:
+def test_partners_that_start_at_the_same_pixel_are_accepted() -> None:
     for grid, names in (
-        # An even and an odd image, as "same" operations start elsewhere in each.
+        # "Same" operations start at different pixels of even and odd images.
         ((12, 18), ("3 x 3", "1 x 1", "blur", "average of 2 x 2")),
         ((15, 9), ("3 x 3 same", "maximum of 3 x 3 same")),
     ):
@@ -101,8 +101,10 @@ def test_partners_that_start_at_the_same_pixel() -> None:
 
 
 @pytest.mark.parametrize("grid", [(12, 18), (15, 9)])
-def test_partners_that_start_at_different_pixels(grid: tuple[int, int]) -> None:
-    """The trial images have both parities: in an odd image both operations start at the first pixel."""
+def test_partners_that_start_at_different_pixels_are_refused(
+    grid: tuple[int, int],
+) -> None:
+    """Trial images have both parities, as both operations start at the first pixel of an odd image."""
     calls = [
         _call(OPERATIONS[name][0].double(), grid, name)
         for name in ("3 x 3 same", "1 x 1 same")
@@ -115,13 +117,13 @@ def test_partners_that_start_at_different_pixels(grid: tuple[int, int]) -> None:
 @pytest.mark.parametrize(
     "pool",
     [
-        # In an even image the last window is an average of fewer pixels.
+        # On even images the last window averages fewer pixels.
         nn.AvgPool2d(3, 2, ceil_mode=True),
-        # In an odd one, of fewer pixels divided by four.
+        # On odd images the last window sums fewer pixels, and still divides by four.
         nn.AvgPool2d(2, 2, ceil_mode=True, divisor_override=4),
     ],
 )
-def test_output_that_is_lost(pool: nn.Module) -> None:
+def test_pools_whose_strided_output_would_be_lost_are_refused(pool: nn.Module) -> None:
     with pytest.raises(
         ValueError,
         match=r"\(AvgPool2d\): its output at stride 1 does not contain .* use stride='keep'",
@@ -130,8 +132,8 @@ def test_output_that_is_lost(pool: nn.Module) -> None:
 
 
 @pytest.mark.parametrize("module", [nn.Conv2d(3, 5, 3, 2, 2), nn.AvgPool2d(2, 2, 1)])
-def test_grid_that_would_grow(module: nn.Module) -> None:
-    # With so much padding, stride 1 gives a larger map than the input.
+def test_operations_that_would_enlarge_the_grid_are_refused(module: nn.Module) -> None:
+    # With this much padding, the map at stride 1 would be larger than the input.
     with pytest.raises(
         ValueError, match=r"at stride 1 would not keep the grid; use stride='keep'"
     ):
@@ -139,7 +141,7 @@ def test_grid_that_would_grow(module: nn.Module) -> None:
 
 
 class _Block(nn.Module):
-    """A convolution and a shortcut."""
+    """Block of a convolution and a shortcut."""
 
     def __init__(self, conv: nn.Module, shortcut: nn.Module) -> None:
         super().__init__()
@@ -151,14 +153,14 @@ class _Block(nn.Module):
 
 
 def _network(block: nn.Module) -> nn.Sequential:
-    """Put a block behind a stem, with random weights, in float64."""
+    """Return a stem and a block, with random weights, in float64."""
     return disturb(
         nn.Sequential(nn.Conv2d(3, 5, 5, stride=2, padding=2), block).double()
     )
 
 
 @torch.no_grad()
-def test_model_whose_branches_would_not_fit() -> None:
+def test_a_model_whose_branches_would_not_align_is_refused() -> None:
     """ "Same" convolutions of 3 x 3 and 1 x 1 start at different pixels of an even image."""
     model = _network(_Block(Conv2dSame(5, 7, 3, 2), Conv2dSame(5, 7, 1, 2)))
     with pytest.raises(
@@ -169,16 +171,16 @@ def test_model_whose_branches_would_not_fit() -> None:
     same = reparameterize(model, stride="keep", **SHARP)
     assert list(gpsa_layers(same)) == ["1.conv"]
     x = random(1, 3, 26, 34)
-    # At its own stride, both branches start where they did.
+    # At their own strides, the branches remain aligned.
     assert_same(same(x), model(x))
 
 
 class _Attention(nn.Module):
-    """Attention to a reduced map, with the resolution of the stage that follows; its softmax a module or a function."""
+    """Attention to a reduced map; its softmax is a module or a function."""
 
     def __init__(self, softmax: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
-        # As PVT reduces its keys: a stride that is a part of attention, not of a stage.
+        # PVT reduces its keys like this: the stride belongs to the attention, and does not start a stage.
         self.reduce = nn.Conv2d(5, 5, 2, stride=2)
         self.softmax = softmax
 
@@ -209,25 +211,25 @@ def test_convolutions_of_attention_layers_are_left_alone(
     unit = reparameterize(model)
     assert list(gpsa_layers(unit)) == ["2.0", "2.1"]
     assert unit.get_submodule("1.reduce").stride == (2, 2)
-    # Named by the user, it is converted all the same.
+    # A layer that the user names is converted all the same.
     assert list(
         gpsa_layers(reparameterize(model, layers="1.reduce", stride="keep"))
     ) == ["1.reduce"]
 
 
 class _Half(nn.Module):
-    """Operation that takes more than an image of one channel, a number that cannot be inferred."""
+    """Operation that needs channels 1 and 3 of its input, a number of channels that cannot be inferred."""
 
     stride = 2
 
     def forward(self, x: Tensor) -> Tensor:
-        # Channels 3 and 1: an input with one channel is refused by the operation itself.
+        # Indexing fails on an input with a single channel.
         return torch.stack([x[:, 3], x[:, 1]], dim=1)[
             :, :, :: self.stride, :: self.stride
         ]
 
 
-def test_operation_that_cannot_be_tried() -> None:
+def test_an_operation_that_cannot_be_tried_alone_is_refused() -> None:
     model = nn.Sequential(
         nn.Conv2d(3, 5, 5, padding=2),
         nn.Sequential(_Half(), nn.Conv2d(2, 3, 3, padding=1)),
@@ -241,11 +243,11 @@ def test_operation_that_cannot_be_tried() -> None:
 
 
 @torch.no_grad()
-def test_stride_of_a_converted_layer_is_taken_out_with_its_partners() -> None:
-    """A branch converted before, at its stride, goes with a branch that is converted now."""
+def test_the_stride_of_a_converted_layer_is_removed_with_its_partners() -> None:
+    """One branch was converted earlier with its stride, and the other is converted now."""
     block = _Block(nn.Conv2d(5, 7, 5, 2, 2), nn.Conv2d(5, 7, 3, 2, 1))
     model = _network(block)
-    # 5 x 5 and 3 x 3 with their paddings start at the same pixel.
+    # With their paddings, 5 x 5 and 3 x 3 start at the same pixel.
     once = reparameterize(model, layers="1.conv", stride="keep", **SHARP)
     twice = reparameterize(once, layers="1.shortcut", **SHARP)
     block.conv.stride = block.shortcut.stride = (1, 1)
@@ -254,7 +256,7 @@ def test_stride_of_a_converted_layer_is_taken_out_with_its_partners() -> None:
 
 
 class _Nested(nn.Module):
-    """A block whose pools stand in modules of their own, as CoAtNet's."""
+    """Block whose pools are nested in other modules, as in CoAtNet."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -267,15 +269,15 @@ class _Nested(nn.Module):
 
 
 @torch.no_grad()
-def test_nested_pools_of_a_block() -> None:
+def test_nested_pools_of_a_block_are_unstrided() -> None:
     model = _network(_Nested())
-    # Behind the stem 13 x 17 pixels: odd, so that the pools leave a row and a column over.
+    # The stem outputs 13 x 17 pixels: the sides are odd, so that the pools leave out a row and a column.
     x = random(1, 3, 26, 34)
     unit = reparameterize(model, **SHARP)
     assert list(gpsa_layers(unit)) == ["1.conv"]
     assert unit(x).shape[-2:] == (13, 17)
     middle = model[0](x)
-    # Stride 1 needs a further row and column, which are repeated from the border.
+    # At stride 1 the pool needs one more row and column, which repeat the border.
     average = nn.AvgPool2d(2, 1)(nn.ReplicationPad2d((0, 1, 0, 1))(middle))
     assert_same(unit(x), model[1].conv(average) + average)
 
@@ -284,21 +286,21 @@ def test_nested_pools_of_a_block() -> None:
     "conv",
     [
         nn.Conv2d(3, 5, 2, 2),
-        # An even side without padding and an odd one with it.
+        # One axis has an even size and no padding, the other an odd size and padding.
         nn.Conv2d(3, 5, (4, 3), 2, (0, 1)),
         nn.Conv2d(3, 5, 3, 2),
         nn.Conv2d(3, 5, 4, 2, 1, padding_mode="circular"),
-        # A convolution that standardises its weight at each forward.
+        # This convolution standardises its weight at each forward.
         StdConv2d(3, 5, 3, 2, padding=0),
     ],
 )
 @torch.no_grad()
 def test_parameters_keep_their_names(conv: nn.Conv2d) -> None:
-    """A checkpoint of the CNN therefore still fits."""
+    """A checkpoint of the CNN still fits."""
     conv = copy.deepcopy(conv).double()
     before = dict(vars(conv))
     call = _call(conv, (12, 18))
-    # The same parameters, not copies, so that an optimizer that holds them goes on.
+    # Parameters are shared, not copied, so that an optimizer that holds them stays valid.
     unit = at_unit_stride(call, conv)
     shared = dict(conv.named_parameters())
     parameters = dict(unit.named_parameters())
@@ -308,13 +310,13 @@ def test_parameters_keep_their_names(conv: nn.Conv2d) -> None:
     check_phases([call])
     x = random(1, 3, 12, 18)
     assert unit(x).shape[-2:] == (12, 18)
-    # A copy, as training makes one for averages of weights.
+    # Training makes such copies for the moving average of weights.
     assert torch.equal(copy.deepcopy(unit)(x), unit(x))
 
 
 @torch.no_grad()
 def test_extended_shortcut_can_be_converted_later() -> None:
-    # 5 x 5 is converted first, and the 2 x 2 shortcut is extended to keep its grid.
+    # The 5 x 5 convolution is converted first, and the 2 x 2 shortcut is extended to keep its grid.
     model = _network(_Block(nn.Conv2d(5, 7, 5, 2, 2), nn.Conv2d(5, 7, 2, 2)))
     once = reparameterize(model, layers="1.conv", **SHARP)
     result = once.load_state_dict(model.state_dict(), strict=False)
@@ -329,14 +331,14 @@ def test_extended_shortcut_can_be_converted_later() -> None:
 def test_unstrided_cnn_is_the_tcnn_at_its_convolutional_limit() -> None:
     """The control equals the T-CNN with sharp attention, and a CNN un-strided by hand."""
     cnn = tiny_cnn().double().eval()
-    # The state before, as conversion must not rename a parameter.
+    # A conversion must not rename a parameter, so its keys are compared.
     before = cnn.state_dict()
-    # 96 x 64 at a model that was traced at 64 x 64: a stride is not bound to a size.
+    # The stride is removed for all sizes, not just for the 64 x 64 pixels of the trace.
     x = random(2, 1, 96, 64)
     control = unstride(cnn, input_size=(1, 64, 64))
     by_hand: Any = copy.deepcopy(cnn)
     by_hand.layer4[0].conv1.stride = by_hand.layer4[0].downsample[0].stride = (1, 1)
-    # Bit by bit: the same operations at other strides.
+    # Bit for bit, because both run the same operations.
     assert torch.equal(control(x), by_hand(x))
     assert_same(reparameterize(cnn, input_size=(1, 64, 64), **SHARP)(x), control(x))
     assert not gpsa_layers(control)
@@ -348,8 +350,8 @@ def test_unstrided_cnn_is_the_tcnn_at_its_convolutional_limit() -> None:
     assert unstride(cnn, input_size=(1, 64, 64), inplace=True) is cnn
 
 
-def test_nothing_to_unstride() -> None:
-    """The stride is a pool in the block before the last stage."""
+def test_a_stage_without_a_stride_is_refused() -> None:
+    """A pool in the block before the last stage has the stride."""
     stage = nn.Sequential(nn.Conv2d(5, 5, 3, padding=1), nn.Conv2d(5, 5, 3, padding=1))
     before = nn.Sequential(nn.Conv2d(5, 5, 3, padding=1), nn.MaxPool2d(2))
     model = nn.Sequential(nn.Conv2d(3, 5, 3, stride=2, padding=1), before, stage)

@@ -1,4 +1,4 @@
-"""GPSA as the convolution it stands for: equal in the limit of large locality and gating, and made from it."""
+"""GPSA as a convolution: equal in the limit of large locality and gating, and built from one."""
 
 from collections.abc import Callable
 from typing import Literal
@@ -26,7 +26,7 @@ def test_limit_is_the_convolution(case: Case) -> None:
     conv = case.conv()
     x = random(2, conv.in_channels, *case.grid)
     assert_same(GPSA.from_conv(conv, qk_dim=case.qk_dim, **SHARP)(x), conv(x))
-    # The default gates and spans, from which fine-tuning starts, let content and neighbouring pixels in.
+    # The default gates and strengths, at which fine-tuning starts, let in content and neighbouring pixels.
     assert relative_error(GPSA.from_conv(conv, qk_dim=case.qk_dim)(x), conv(x)) > 0.05
     conv.float()
     assert_same(
@@ -35,28 +35,32 @@ def test_limit_is_the_convolution(case: Case) -> None:
     )
 
 
-def test_same_layer_at_several_resolutions() -> None:
+def test_one_layer_runs_at_several_resolutions() -> None:
     conv = nn.Conv2d(5, 3, 3, 2, 1, dtype=torch.float64)
     layer = GPSA.from_conv(conv, **SHARP)
-    # The first grid comes again: what was formed for the others must not stay.
+    # The first grid comes again, to show that nothing is cached from the other grids.
     for grid in ((7, 11), (13, 2), (1, 1), (7, 11)):
         x = random(2, 5, *grid)
         assert_same(layer(x), conv(x))
 
 
-# torch warns of the convolution itself.
+# torch itself warns about the convolution.
 @pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel")
 @pytest.mark.parametrize(
     ("kernel", "padding", "expected"),
     [
-        # With dilation (2, 1) the kernel reaches over 5 x 5 pixels, so two on each side.
+        # With dilation (2, 1) the kernel spans 5 x 5 pixels, which is two on each side.
         ((3, 5), "same", (2, 2)),
         ((3, 5), "valid", (0, 0)),
-        ((2, 2), "same", "same"),  # a pixel more at the end than at the beginning
+        (
+            (2, 2),
+            "same",
+            "same",
+        ),  # one more pixel of padding at the end than at the beginning
         ((6, 2), "same", "same"),
     ],
 )
-def test_padding_by_name(
+def test_padding_given_by_name(
     kernel: tuple[int, int], padding: Literal["same", "valid"], expected: object
 ) -> None:
     conv = nn.Conv2d(
@@ -68,7 +72,7 @@ def test_padding_by_name(
     assert_same(layer(x), conv(x))
 
 
-def test_other_stride_keeps_the_rest() -> None:
+def test_stride_1_contains_the_strided_output() -> None:
     conv = nn.Conv2d(3, 5, 3, stride=2, padding=1, dtype=torch.float64)
     x = random(2, 3, 7, 11)
     dense = GPSA.from_conv(conv, stride=1, **SHARP)(x)
@@ -82,14 +86,14 @@ def test_weights_are_copied() -> None:
     for copied, original in ((layer.weight, conv.weight), (layer.bias, conv.bias)):
         assert torch.equal(copied, original)
         assert copied.data_ptr() != original.data_ptr()
-    # A view of the CNN's filters would change the CNN when the T-CNN is trained.
+    # If the layer held a view of the CNN's filters, training the T-CNN would change the CNN.
     nn.init.zeros_(layer.weight)
     assert float(conv.weight.detach().abs().max()) > 0
     assert GPSA.from_conv(nn.Conv2d(3, 5, 3, bias=False)).bias is None
 
 
 def test_device_dtype_mode_and_trainability_carry_over() -> None:
-    # None of these is a default, so each is seen to carry over.
+    # None of these values is a default.
     conv = nn.Conv2d(3, 5, 3, device="meta", dtype=torch.float16).eval()
     conv.weight.requires_grad_(False)
     layer = GPSA.from_conv(conv)
@@ -122,7 +126,7 @@ def test_device_dtype_mode_and_trainability_carry_over() -> None:
             r"call torch\.nn\.utils\.parametrize",
         ),
         (
-            # The older of torch's two ways, a hook, which ``is_parametrized`` does not know.
+            # Modules with torch's older spectral norm, a hook, are unknown to ``is_parametrized``.
             lambda: nn.utils.spectral_norm(nn.Conv2d(3, 5, 3)),
             ValueError,
             "its weight is computed at each forward",
@@ -132,6 +136,6 @@ def test_device_dtype_mode_and_trainability_carry_over() -> None:
 def test_modules_other_than_plain_convolutions_are_refused(
     module: Callable[[], nn.Module], error: type[Exception], message: str
 ) -> None:
-    """Copying a weight that is computed from others would silently drop the computation."""
+    """Copying a weight that is computed from other parameters would silently drop the computation."""
     with pytest.raises(error, match=message):
         GPSA.from_conv(module())

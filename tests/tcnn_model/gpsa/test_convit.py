@@ -1,4 +1,4 @@
-"""timm's ConViT, accelerated: the same function, state and hooks, and timm's own layers again afterwards."""
+"""Accelerated ConViT of timm: the function, state and hooks stay the same, and removal restores timm's layers."""
 
 import copy
 import pickle
@@ -27,13 +27,13 @@ pytestmark = pytest.mark.numerical
 
 @pytest.fixture(autouse=True)
 def _double() -> Iterator[None]:
-    # timm forms ConViT's positions in the default dtype: in float32 they would hide errors under rounding.
+    # timm computes ConViT's positions in the default dtype; in float32, rounding would hide errors.
     with default_dtype(torch.float64):
         yield
 
 
 def _model(**options: Any) -> nn.Module:
-    """Make three blocks, two of them gated, on 4 x 4 tokens, whose attention is neither uniform nor Gaussian."""
+    """Return three blocks, two of them gated, on 4 x 4 tokens, with attention that is neither uniform nor Gaussian."""
     torch.manual_seed(0)
     small = {
         "img_size": 32,
@@ -41,7 +41,7 @@ def _model(**options: Any) -> nn.Module:
         "embed_dim": 12,
         "depth": 3,
         "num_heads": 3,
-        # The last block attends without gates, so that both kinds are accelerated.
+        # The last block has no gates, so that both kinds of attention are accelerated.
         "local_up_to_layer": 2,
     }
     model = (
@@ -49,12 +49,12 @@ def _model(**options: Any) -> nn.Module:
         .double()
         .eval()
     )
-    # At their initial values positions of all layers are the same, and gates too.
+    # Initially, all layers have the same positions and gates.
     disturb(model, 1, scale=0.5, part="attn")
     with torch.no_grad():
         for module in model.modules():
             if isinstance(module, convit.GPSA):
-                # Attention that grows with the distance: no Gaussian.
+                # Attention that grows with the distance is not Gaussian.
                 module.pos_proj.weight[0, 2] = 0.1
     return model
 
@@ -65,7 +65,7 @@ def _images(batch: int = 2) -> Tensor:
 
 @pytest.mark.parametrize(
     "options",
-    # All blocks gated, and none: a model without gates is accelerated too.
+    # Blocks may all be gated, or none: a model without gates is accelerated, too.
     [{}, {"qkv_bias": True}, {"local_up_to_layer": 3}, {"local_up_to_layer": 0}],
 )
 def test_same_output_and_gradients(options: dict[str, Any]) -> None:
@@ -91,12 +91,12 @@ def test_same_output_and_gradients(options: dict[str, Any]) -> None:
     for name, gradient, exact in zip(
         leaves, gradients, expected_gradients, strict=True
     ):
-        # Gradients are zero, or near 1.
+        # Some gradients are zero, and the others near 1.
         torch.testing.assert_close(gradient, exact, rtol=1e-8, atol=1e-9, msg=name)
 
 
 def test_gate_and_position_get_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The accelerated attention runs, in both gated layers, and differentiates their gates and positions."""
+    """Both gated layers run the accelerated attention, and their gates and positions get gradients."""
     calls: list[int] = []
     original = accelerated.attend
     monkeypatch.setattr(
@@ -109,7 +109,7 @@ def test_gate_and_position_get_gradients(monkeypatch: pytest.MonkeyPatch) -> Non
     layer = model.get_submodule("blocks.0.attn")
     for parameter in (layer.gating_param, layer.pos_proj.weight, layer.qk.weight):
         assert float(parameter.grad.abs().min()) > 0
-    # Softmax removes what all keys share.
+    # The softmax is invariant to a bias that all keys share.
     assert torch.equal(layer.pos_proj.bias.grad, torch.zeros(3, dtype=torch.float64))
 
 
@@ -147,7 +147,7 @@ def test_hooks_still_see_the_layers_and_weights_still_load() -> None:
     plain_runs = sorted(runs)
     runs.clear()
     with torch.no_grad():
-        # A weight that differs shows that the state is loaded into the layers that run.
+        # A weight that differs at first shows that the state is loaded into the layers that run.
         twin.get_parameter("blocks.0.attn.v.weight").zero_()
     with accelerate(twin):
         twin.load_state_dict(model.state_dict())
@@ -160,7 +160,7 @@ def test_copies_stay_accelerated_and_work() -> None:
     model = _model()
     with accelerate(model):
         expected = model(_images())
-        # Averages of weights copy a model, and processes pickle it, while it is accelerated.
+        # A model is copied for the average of its weights, and pickled for other processes, while it is accelerated.
         for duplicate in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
             assert torch.equal(duplicate(_images()), expected)
 
@@ -181,7 +181,7 @@ def test_attention_maps_are_those_of_timm() -> None:
 
 
 def test_attention_dropout_trains_as_before() -> None:
-    # Dropout acts on N x N weights, which the fast path never forms.
+    # Dropout acts on N x N weights, which the fast path never computes.
     model = _model(attn_drop_rate=0.5).train()
     torch.manual_seed(3)
     expected = model(_images())
@@ -204,7 +204,7 @@ def test_half_precision_and_autocast() -> None:
         assert model(x.bfloat16()).dtype == torch.bfloat16
 
 
-# Whatever its forward does besides would be lost.
+# The changes that a subclass makes to the forward would be lost.
 class _Subclass(convit.GPSA):
     pass
 

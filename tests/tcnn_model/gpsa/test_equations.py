@@ -1,4 +1,4 @@
-"""The layer against the equations of the paper, written out slowly in tcnn_model.gpsa.equations."""
+"""The layer against the equations of the paper, which tcnn_model.gpsa.equations computes slowly."""
 
 from typing import Any
 
@@ -63,36 +63,36 @@ def test_output_attention_and_gradients_are_those_of_the_paper(
     assert_same_gradients(output, expected, {"x": x, **dict(layer.named_parameters())})
 
 
-# Elements a block may hold: one row at a time, a few, and all at once.
+# Blocks hold one row at a time, a few rows, or all rows.
 @pytest.mark.parametrize("elements", [1, 300, 2**18])
 @pytest.mark.parametrize("multiplier", [1, 2])
-def test_depthwise_layers_weight_first(
+def test_depthwise_layers_weight_the_values_first(
     multiplier: int, elements: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Output and gradients are the same, in blocks of any size, and with a hook on the outputs of heads."""
-    # So small a map would take the other path, which is the faster one there.
+    """Output and gradients equal the equations for any block size, and with a hook on the outputs of heads."""
+    # The threshold is lowered, because so small a map would take the other path, which is faster there.
     monkeypatch.setattr(gpsa_layer, "_WEIGHTED_FROM", 0)
     monkeypatch.setattr(blocks, "_WEIGHTED_ELEMENTS", elements)
     monkeypatch.setattr(blocks, "_BLOCK_ELEMENTS_CPU", elements)
-    # The axes differ in every number: none can be taken for the other.
+    # The axes differ in every number, so that exchanged axes would show.
     geometry = {"stride": (1, 2), "padding": (1, 2), "dilation": (2, 1), "groups": 5}
     layer = disturb(GPSA(5, 5 * multiplier, (2, 3), **geometry, dtype=torch.float64))
     x = random(2, 5, 6, 7).requires_grad_()
     with LargestTensor() as largest:
         output = layer(x).flatten(2)
-    # Twice the outputs of single heads.
+    # Tensors stay smaller than the outputs of all heads, for both images.
     assert largest.elements < layer.heads * output[0, 0].numel() * 5 * 2
     expected = _reference_output(layer, x)
     assert_same(output, expected)
     assert_same_gradients(output, expected, {"x": x, **dict(layer.named_parameters())})
-    # A hook needs each head's output, which weighting first never forms.
+    # A hook needs the output of each head, which this path never computes otherwise.
     with layer.head_outputs.register_forward_hook(lambda *_: None):
         assert_same(layer(x).flatten(2), expected)
 
 
 @pytest.mark.parametrize("groups", [1, 2])
 @pytest.mark.parametrize("backend", ["dense", "blocks"])
-def test_gradients_are_the_numerical_ones(groups: int, backend: Backend) -> None:
+def test_gradients_match_finite_differences(groups: int, backend: Backend) -> None:
     torch.manual_seed(0)
     geometry = {"stride": (1, 2), "padding": (1, 0), "groups": groups}
     layer = GPSA(
@@ -128,8 +128,8 @@ def test_padding_gets_positional_attention_only() -> None:
         attention[..., 1:-1, 2:-2] = 0
         return attention.sum((-2, -1)).reshape(2, 9, 7, 13)
 
-    assert float(on_padding(-50.0).max()) < 1e-20  # content alone
-    # Position alone: the first tap looks one pixel up and two to the left.
+    assert float(on_padding(-50.0).max()) < 1e-20  # content attention alone
+    # Positional attention alone: the first tap looks one pixel up and two to the left.
     mass = on_padding(50.0)
     assert float(mass[:, 0, 0, 0].min()) > 0.9
     assert float(mass[:, 0, 3, 6].max()) < 0.1
@@ -139,7 +139,6 @@ def test_content_attention_reads_the_query_pixel_and_the_key_pixels() -> None:
     layer = GPSA(2, 3, 3, stride=2, padding=1, qk_dim=1, dtype=torch.float64)
     with torch.no_grad():
         layer.gating.fill_(-50.0)
-        # A gate of 2e-22 leaves content alone.
         layer.query.zero_()[:, 0] = 1.0  # queries read channel 0, keys channel 1
         layer.key.zero_()[:, 1] = 1.0
     x = random(1, 2, 5, 7)
@@ -150,21 +149,21 @@ def test_content_attention_reads_the_query_pixel_and_the_key_pixels() -> None:
         assert_same(actual[head], expected)
 
 
-def test_centre_of_position_at_the_papers_locality() -> None:
-    """Design, 3.1: the weight of the central pixel at alpha = 1, 2, 3, 5 and 10."""
+def test_central_weight_at_the_papers_locality_strengths() -> None:
+    """Section 3.1 of the design gives the weight of the central pixel at alpha = 1, 2, 3, 5 and 10."""
     layer = GPSA(
         1,
         1,
-        # A row of taps: their central weights lie on one line, and each head has a locality of its own.
+        # The taps form a row, so that their centres lie on one line; each head has its own locality.
         (1, 5),
         padding=(0, 2),
         locality_strength=[1, 2, 3, 5, 10],
         gating=50.0,
         dtype=torch.float64,
     )
-    # 13 pixels: at the centre nothing of a Gaussian of alpha = 1 is cut off by the border.
+    # On 13 pixels, the border cuts off nothing of a central Gaussian with alpha = 1.
     x = random(1, 1, 13, 13)
     attention = layer.attention(x).reshape(5, 13, 13, 13, 17).detach()
     weights = [float(attention[h, 6, 6, 6, 2 + 6 + (h - 2)]) for h in range(5)]
-    # To the digits that the documents print.
+    # The tolerance is that of the digits in the documents.
     assert weights == pytest.approx([0.318, 0.619, 0.827, 0.974, 0.9998], abs=5e-4)

@@ -1,4 +1,4 @@
-"""gpsa(): every backend against Eq. (7) in float64, in value, gradients and statistics, and its errors."""
+"""gpsa(): values, gradients and statistics of every backend against Eq. (7) in float64, and its errors."""
 
 from functools import partial
 from typing import Any
@@ -22,7 +22,7 @@ GRIDS = {
     "same padding": (Axis(6, 2, "same", 3), Axis(7, 2, "same", 5)),
 }
 VALUES = {"shared": (True, 11), "per head, wide": (False, 11), "per head": (False, 5)}
-# Fused attention needs values for each head, as wide as the queries.
+# Fused attention needs values for each head, with as many channels as the queries.
 BACKENDS: list[tuple[Backend, str]] = [
     (b, v) for b in ("dense", "blocks") for v in VALUES
 ] + [("fused", "per head")]
@@ -32,7 +32,7 @@ HALVES = [torch.bfloat16, torch.float16]
 def _case(grid: str, values: str, batch: int = 2) -> Case:
     shared, channels = VALUES[values]
     return Case(
-        # Gates away from 0 and 1, where content or position would not be seen.
+        # With gates near 0 or 1, errors of content or position would be invisible.
         *GRIDS[grid],
         3,
         5,
@@ -46,7 +46,7 @@ def _case(grid: str, values: str, batch: int = 2) -> Case:
 
 @pytest.mark.parametrize("grid", GRIDS)
 @pytest.mark.parametrize(("backend", "values"), [*BACKENDS, ("auto", "shared")])
-def test_equations(grid: str, backend: Backend, values: str) -> None:
+def test_backends_equal_the_equations(grid: str, backend: Backend, values: str) -> None:
     case = _case(grid, values)
     assert_as_the_equations(
         partial(gpsa, backend=backend), case.inputs(), case.y, case.x
@@ -56,7 +56,7 @@ def test_equations(grid: str, backend: Backend, values: str) -> None:
 @pytest.mark.parametrize(
     ("grid", "values", "elements"),
     [
-        ("padding", "shared", 1),  # a query at a time
+        ("padding", "shared", 1),  # one query at a time
         ("padding", "per head", 50),  # a few queries
         ("stride, no padding", "shared", 50),
         ("stride, no padding", "per head", 200),  # two heads
@@ -64,13 +64,13 @@ def test_equations(grid: str, backend: Backend, values: str) -> None:
         ("same padding", "per head", 1),
     ],
 )
-def test_equations_in_blocks(
+def test_blocks_of_any_size_equal_the_equations(
     grid: str, values: str, elements: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The blocks change nothing, also without gradients, where output and statistics come from a single pass."""
+    """Output and statistics also equal the equations without gradients, where a single pass computes both."""
     monkeypatch.setattr(blocks, "_BLOCK_ELEMENTS_CPU", elements)
     case = _case(grid, values)
-    # Without gradients another function runs.
+    # Another function runs without gradients.
     for enabled in (True, False):
         with torch.set_grad_enabled(enabled):
             assert_as_the_equations(
@@ -80,7 +80,7 @@ def test_equations_in_blocks(
 
 @pytest.mark.parametrize("dtype", [torch.float32, *HALVES], ids=str)
 @pytest.mark.parametrize(("backend", "values"), BACKENDS)
-def test_equations_in_narrower_types(
+def test_narrower_dtypes_equal_the_equations_up_to_rounding(
     backend: Backend, values: str, dtype: torch.dtype
 ) -> None:
     case = _case("padding", values)
@@ -91,7 +91,7 @@ def test_equations_in_narrower_types(
 
 @pytest.mark.parametrize("backend", ["dense", "blocks"])
 @pytest.mark.parametrize("name", EXTREMES)
-def test_extremes(name: str, backend: Backend) -> None:
+def test_extreme_gates_and_positions(name: str, backend: Backend) -> None:
     case = EXTREMES[name]
     assert_as_the_equations(
         partial(gpsa, backend=backend), case.inputs(torch.float32), case.y, case.x
@@ -99,7 +99,7 @@ def test_extremes(name: str, backend: Backend) -> None:
 
 
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
-def test_position_in_half_precision_loses_nothing_more(dtype: torch.dtype) -> None:
+def test_position_in_half_precision_has_no_further_rounding(dtype: torch.dtype) -> None:
     arguments = _arguments("shared")
     narrow = arguments["position"].to(dtype)
     expected = gpsa(**arguments | {"position": narrow.double()})
@@ -120,11 +120,11 @@ def _arguments(
 
 
 @pytest.mark.parametrize("backend", ["dense", "blocks", "fused"])
-def test_autocast(backend: Backend) -> None:
-    """Autocast lowers queries, keys and values, also if part of them is lowered already, and leaves float64 alone."""
+def test_autocast_lowers_queries_keys_and_values(backend: Backend) -> None:
+    """The same holds if part of them is lowered already; float64 is left alone."""
     arguments = _arguments("per head", torch.float32)
     double = _arguments("per head")
-    # Positions and gates stay in float32, as autocast must leave them.
+    # Autocast must leave positions and gates in float32.
     narrow = {name: arguments[name].bfloat16() for name in ("query", "key", "values")}
     lowered = arguments | {name: narrow[name] for name in ("query", "key")}
     with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -138,11 +138,11 @@ def test_autocast(backend: Backend) -> None:
     assert torch.equal(from_float64, gpsa(**double, backend=backend))
 
 
-# opcheck itself reads such attributes.
+# opcheck itself reads .grad of non-leaf tensors.
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
-# Taps are an optional argument, with a gradient of its own.
+# Taps are an optional argument, with their own gradient.
 @pytest.mark.parametrize("taps", [[], [torch.randn(3, 11, 2, dtype=torch.float64)]])
-def test_custom_operator_is_registered_well(taps: list[Tensor]) -> None:
+def test_custom_operator_passes_opcheck(taps: list[Tensor]) -> None:
     arguments = _arguments("shared")
     values = arguments.pop("values")
     rows, cols = GatedAttention(**arguments).factors_on_pixels(
@@ -162,8 +162,8 @@ def test_custom_operator_is_registered_well(taps: list[Tensor]) -> None:
     )
 
 
-# The blocks have a backward of their own, which cannot be differentiated and must say so.
-def test_second_derivatives() -> None:
+# The blocks have a backward of their own, which cannot be differentiated.
+def test_second_derivatives_are_refused_by_the_blocks_backend() -> None:
     arguments = _arguments("shared", grid="same padding", batch=1)
     values = arguments["values"].requires_grad_()
 
@@ -180,7 +180,7 @@ def test_second_derivatives() -> None:
 
 
 @pytest.mark.parametrize("backend", ["auto", "dense", "blocks", "fused"])
-def test_no_images(backend: Backend) -> None:
+def test_empty_batch_on_every_backend(backend: Backend) -> None:
     output, statistics = gpsa(
         **_arguments("per head", batch=0), backend=backend, statistics=True
     )
@@ -188,11 +188,11 @@ def test_no_images(backend: Backend) -> None:
     assert statistics.received.shape == (0, 3, 35)
 
 
-def test_fused_holds_no_matrix_whatever_the_strides() -> None:
-    # On 23 x 23 pixels a matrix of N x N is a hundred times as large as the queries.
+def test_fused_attention_holds_no_matrix_for_any_strides() -> None:
+    # On 23 x 23 pixels, an N x N matrix is a hundred times as large as the queries.
     case = Case(Axis(23, 1, 1, 3), Axis(23, 1, 1, 3), 3, 5, 5, shared=False, batch=2)
     arguments = {name: tensor.detach() for name, tensor in case.inputs().items()}
-    # Channels outside, as a convolution leaves them.
+    # In the output of a convolution, channels are the outer axis in memory.
     for name in ("query", "key", "values"):
         arguments[name] = arguments[name].mT.contiguous().mT
     with LargestTensor() as largest:
@@ -209,7 +209,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         {"query": _zeros(2, 45, 5)},
         r"queries of shape \(B, heads, 5 \* 9 = 45, d\), got \(2, 45, 5\)",
     ),
-    # Queries on 5 x 9 pixels, keys on 5 x 7, 3 heads of 5 channels: "padding" above.
+    # Shapes are those of "padding" above: queries on 5 x 9 pixels, keys on 5 x 7, 3 heads of 5 channels.
     ({"query": _zeros(2, 3, 44, 5)}, r"5 \* 9 = 45, d\), got \(2, 3, 44, 5\)"),
     (
         {"key": _zeros(2, 2, 35, 5)},

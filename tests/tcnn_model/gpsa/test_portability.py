@@ -1,4 +1,4 @@
-"""The layer through the machinery of PyTorch: compile, copy, save, load, memory formats."""
+"""The layer under PyTorch's machinery: compile, copy, save, load, and memory formats."""
 
 import copy
 import pickle
@@ -23,11 +23,11 @@ def layer() -> GPSA:
 
 
 def test_compiles_without_graph_breaks(layer: GPSA) -> None:
-    # Graphs of earlier tests would count against the limit of recompilations.
+    # Graphs of earlier tests would count towards the limit of recompilations.
     torch.compiler.reset()
-    # aot_eager traces forward and backward as inductor does, without waiting for a C++ compiler.
+    # aot_eager traces forward and backward as inductor does, without a C++ compiler.
     compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
-    # Two grids, as the second one compiles for sizes that change.
+    # The second grid is compiled for dynamic sizes.
     for grid in ((5, 7), (11, 3)):
         x = random(2, 5, *grid, dtype=torch.float32)
         assert_same(compiled(x), layer(x))
@@ -36,10 +36,11 @@ def test_compiles_without_graph_breaks(layer: GPSA) -> None:
 
 
 @pytest.mark.parametrize("values_of", [1, 2], ids=["dense", "fused"])
-def test_functions_compile_without_a_break(values_of: int) -> None:
-    """These are the backends that the layer does not choose; "fused" needs values for each head."""
+def test_functions_compile_without_graph_breaks(values_of: int) -> None:
+    """The layer does not choose these backends by itself; "fused" needs values for each head."""
     axis = Axis(5, 1, 1, 3)
-    # Queries, keys and values (batch, heads, 25 pixels, channels), positions (heads, 3), gates (heads,).
+    # Shapes are (batch, heads, 25 pixels, channels) of queries, keys and values, (heads, 3) of positions, (heads,) of
+    # gates.
     shapes = [(2, 2, 25, 3), (2, 2, 25, 3), (2, values_of, 25, 3), (2, 3), (2,)]
     leaves = [
         random(*shape, seed=seed).requires_grad_() for seed, shape in enumerate(shapes)
@@ -58,7 +59,7 @@ def test_functions_compile_without_a_break(values_of: int) -> None:
     )
 
 
-def test_copies(layer: GPSA) -> None:
+def test_copies_compute_the_same(layer: GPSA) -> None:
     x = random(2, 5, 7, 11, dtype=torch.float32)
     for twin in (
         copy.deepcopy(layer),
@@ -70,19 +71,19 @@ def test_copies(layer: GPSA) -> None:
         assert repr(twin) == repr(layer)
 
 
-def test_state_of_the_convolution_fills_its_own_names(layer: GPSA) -> None:
+def test_state_of_a_convolution_loads_into_the_layer(layer: GPSA) -> None:
     conv = torch.nn.Conv2d(5, 7, (3, 2), stride=(2, 1), padding=1)
     result = layer.load_state_dict(conv.state_dict(), strict=False)
     assert result.unexpected_keys == []
     assert torch.equal(layer.weight, conv.weight)
 
 
-def test_channels_last(layer: GPSA) -> None:
+def test_channels_last_input(layer: GPSA) -> None:
     x = random(2, 5, 7, 11, dtype=torch.float32)
     assert_same(layer(x.to(memory_format=torch.channels_last)), layer(x))
 
 
-def test_empty_batch(layer: GPSA) -> None:
+def test_empty_batch_has_the_shape_of_a_convolution(layer: GPSA) -> None:
     x = torch.zeros(0, 5, 7, 11)
     expected = torch.nn.functional.conv2d(x, layer.weight, stride=(2, 1), padding=1)
     assert layer(x).shape == expected.shape

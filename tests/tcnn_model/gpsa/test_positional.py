@@ -19,7 +19,7 @@ pytestmark = pytest.mark.numerical
 
 
 def test_queries_and_keys_are_those_of_the_convolution() -> None:
-    # Even and odd lengths, so that strides leave pixels over at the end, or none.
+    # Lengths are even and odd, so that some strides leave out pixels at the end.
     for kernel, stride, padding, dilation, length in product(
         (1, 2, 3, 5), (1, 2, 3), (0, 1, 2), (1, 2), (11, 13, 16)
     ):
@@ -40,7 +40,7 @@ def test_positions_are_in_input_pixels() -> None:
 def test_factors_are_the_dense_gaussian() -> None:
     y = Axis(length=5, stride=2, padding=1, extent=3)
     x = Axis(length=11, stride=3, padding=2, extent=5)
-    # Strictly positive, as softplus gives strengths; centres lie between pixels.
+    # Strengths are positive, as softplus gives them; centres lie between pixels.
     alpha = random(7, seed=1).abs() + 0.01
     center = random(7, 2, seed=2)
     rows, cols = positional_factors(gaussian_position(alpha, center), y, x)
@@ -64,13 +64,13 @@ def test_factors_are_the_dense_gaussian() -> None:
         assert_same(torch.kron(rows[h], cols[h]), dense)
 
 
-# Values that all heads share, which broadcast, or values of each head.
+# Values are shared by all heads and broadcast, or differ between heads.
 @pytest.mark.parametrize("value_heads", [1, 7])
-def test_separable_application_is_the_dense_one(value_heads: int) -> None:
+def test_separable_application_equals_the_dense_one(value_heads: int) -> None:
     rows = random(7, 3, 5, seed=1)
     cols = random(7, 2, 11, seed=2)
     values = random(2, value_heads, 5, 11, 13, seed=3)
-    # (heads, N_query, H * W).
+    # Shape (heads, N_query, H * W).
     dense = torch.stack([torch.kron(rows[h], cols[h]) for h in range(7)])
     head_values = values.flatten(2, 3).expand(2, 7, 55, 13)
     expected = torch.stack(
@@ -81,16 +81,17 @@ def test_separable_application_is_the_dense_one(value_heads: int) -> None:
 
 def test_far_centres_and_strong_locality_stay_finite() -> None:
     axis = Axis(length=13, stride=2, padding=1, extent=3)
-    # So far outside the map that exp(-alpha d^2) underflows at every key: without the shift of a softmax, 0 / 0.
+    # The centre is so far outside the map that exp(-alpha d^2) underflows at every key, and a softmax without shift
+    # gives 0 / 0.
     center = torch.tensor([[500.0, 0.0], [-500.0, 0.0]], dtype=torch.float64)
     position = gaussian_position(torch.tensor([1e4, 1e-4], dtype=torch.float64), center)
     attention = positional_factors(position, axis, axis)[0]
     assert_same(attention.sum(-1), torch.ones(2, axis.queries, dtype=torch.float64))
-    # The pixel nearest to the centre.
+    # The maximum is at the pixel nearest to the centre.
     assert attention[0].argmax(-1).tolist() == [axis.keys - 1] * axis.queries
 
 
-def test_same_padding_is_tensorflows() -> None:
+def test_same_padding_equals_tensorflows() -> None:
     for kernel, stride, dilation, length in product(
         (1, 2, 3, 5), (1, 2, 3), (1, 2), (5, 11, 12, 13, 16)
     ):
@@ -99,7 +100,7 @@ def test_same_padding_is_tensorflows() -> None:
         assert axis.before == total // 2
         assert axis.after == total - total // 2
         assert axis.queries == -(-length // stride)
-        # queries sit at the centre of the kernel, so they are pixels of the image
+        # Queries sit at the centre of the kernel, so they are pixels of the image.
         assert axis.first_query == (axis.extent - 1) // 2 - axis.before
         assert (
             0
@@ -114,7 +115,7 @@ def test_same_padding_is_tensorflows() -> None:
     [(-1,), (5, 0), (5, 1, -1), (5, 1, 1, 0), (5, 1, "valid"), (5, 1.5), (5, 1, 0.5)],
     ids=str,
 )
-def test_numbers_that_make_no_axis_are_refused(arguments: tuple[Any, ...]) -> None:
+def test_invalid_axes_are_refused(arguments: tuple[Any, ...]) -> None:
     with pytest.raises(
         ValueError, match=rf"all integers; got Axis\(length={arguments[0]}"
     ):

@@ -1,4 +1,4 @@
-"""Rounding: GPSA in a narrower dtype against the literal equations in float64, at the narrow inputs."""
+"""Rounding of GPSA in narrower dtypes, against the literal equations in float64 for the same narrow inputs."""
 
 import copy
 from typing import Any
@@ -38,9 +38,9 @@ def _reference(layer: GPSA, x: Tensor) -> Tensor:
 
 @torch.no_grad()
 def _terms(layer: GPSA, x: Tensor) -> Tensor:
-    """Return the sum of the absolute values of all terms of a layer's output, over every matrix product on the way.
+    """Return the sums of absolute terms of a layer's output, taken through all its matrix products.
 
-    It is a hundred times the output, and rounding was seen to reach a tenth of its eps in float32 and a fortieth in
+    They are a hundred times the output. Errors of up to a tenth of their eps were seen in float32 and a fortieth in
     half precision, so c is a quarter.
     """
     absolute = copy.deepcopy(layer)
@@ -55,7 +55,7 @@ def _terms(layer: GPSA, x: Tensor) -> Tensor:
         "position": attention.position,
         "gate": attention.gate,
     }
-    # Only the terms of the output are used.
+    # The upstream gradient is a placeholder, as only the terms of the output are used.
     upstream = x.new_zeros(*attention.query.shape[:3], x.shape[1])
     mixed = terms(
         tensors, attention.y, attention.x, upstream, sizes=(sizes.query, sizes.key)
@@ -65,7 +65,7 @@ def _terms(layer: GPSA, x: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("dtype", [torch.float32, *HALVES], ids=str)
 @pytest.mark.parametrize("seed", range(3))
-def test_output(dtype: torch.dtype, seed: int) -> None:
+def test_rounding_of_the_output(dtype: torch.dtype, seed: int) -> None:
     narrow = _layer().to(dtype)
     x = random(2, 3, 7, 11, seed=seed, dtype=dtype)
     output = narrow(x)
@@ -82,8 +82,8 @@ def test_output(dtype: torch.dtype, seed: int) -> None:
 
 
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
-def test_gradients_in_half(dtype: torch.dtype) -> None:
-    """Gradients of the core are bounded in test_functional.py; here to 32 eps of the largest: a wrong sign gives 2."""
+def test_rounding_of_gradients_in_half_precision(dtype: torch.dtype) -> None:
+    """The bound is 32 eps of the largest, and a wrong sign gives 2; test_functional.py has bounds for the core."""
     narrow = _layer().to(dtype)
     x = random(2, 3, 7, 11, dtype=dtype)
     rounded = copy.deepcopy(narrow).double()
@@ -105,7 +105,7 @@ def test_half_positions_reach_across_large_maps(dtype: torch.dtype) -> None:
     x = random(1, 1, 1, 521).to(dtype)
     weight = layer.weight.double()
     bias = layer.bias.double()
-    # Gates and strengths of 20 are a plain convolution, so torch's in float64 is the oracle.
+    # Gates and strengths of 20 make the layer a plain convolution, so torch's convolution in float64 is the oracle.
     exact = torch.nn.functional.conv2d(x.double(), weight, bias, padding=(0, 1))
     bound = torch.nn.functional.conv2d(
         x.double().abs(), weight.abs(), bias.abs(), padding=(0, 1)
@@ -134,5 +134,5 @@ def test_autocast_forward_and_backward() -> None:
 
 def test_content_attention_survives_large_features_in_half() -> None:
     layer = GPSA(5, 3, 3, padding=1, dtype=torch.float16)
-    # Products of such features exceed 65504, the largest number of float16.
+    # The products of such features exceed 65504, the largest number of float16.
     assert bool(layer(random(1, 5, 7, 11).half() * 1000).isfinite().all())

@@ -1,4 +1,4 @@
-"""Fixtures of the kernels, which without a GPU run through Triton's interpreter (see tests/conftest.py)."""
+"""Fixtures of the kernels, which run in Triton's interpreter without a GPU (see tests/conftest.py)."""
 
 from collections.abc import Iterator
 
@@ -8,7 +8,7 @@ import torch
 
 @pytest.fixture(autouse=True)
 def interpreter() -> None:
-    """Fail, rather than skip, if the kernels could not run: tests that silently did not run would prove nothing."""
+    """Fail, rather than skip, if the kernels cannot run: tests that silently did not run would prove nothing."""
     if not torch.cuda.is_available():
         triton = pytest.importorskip("triton", reason="no Triton on this platform")
         if (
@@ -26,7 +26,7 @@ def interpreter() -> None:
 
 @pytest.fixture
 def small_blocks() -> Iterator[None]:
-    """Use tiles so small that every loop over blocks runs more than once."""
+    """Use tiles that are small enough for every loop over blocks to run more than once."""
     from tcnn_model.kernels import launch
 
     with launch.using_blocks(launch.Blocks(16, 16, 32)):
@@ -35,7 +35,7 @@ def small_blocks() -> Iterator[None]:
 
 @pytest.fixture
 def nan_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fill results with NaN, so that elements that no kernel wrote are found."""
+    """Fill results with NaN, so that elements that no kernel writes are found."""
     from tcnn_model.kernels import launch
 
     empty = launch.empty

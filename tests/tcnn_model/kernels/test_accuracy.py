@@ -1,4 +1,4 @@
-"""gpsa() on the kernels against the equations in float64: output, statistics, every gradient, at every dtype."""
+"""gpsa() with the kernels against the equations in float64: output, statistics and every gradient, in every dtype."""
 
 from functools import partial
 
@@ -29,29 +29,29 @@ on_kernels = partial(gpsa, backend="triton")
 @pytest.mark.parametrize(
     ("name", "dtype"), [(name, torch.float64) for name in CASES] + NARROW, ids=str
 )
-def test_equations(name: str, dtype: torch.dtype) -> None:
+def test_kernels_equal_the_equations(name: str, dtype: torch.dtype) -> None:
     case = CASES[name]
     assert_as_the_equations(on_kernels, case.inputs(dtype), case.y, case.x)
 
 
 @pytest.mark.usefixtures("nan_memory")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_blocks_of_the_gpu(dtype: torch.dtype) -> None:
+def test_block_sizes_of_the_gpu(dtype: torch.dtype) -> None:
     case = Case(Axis(3, 1, 1, 3), Axis(5, 2, 1, 3), heads=2, dim=3, channels=5, batch=2)
     assert_as_the_equations(on_kernels, case.inputs(dtype), case.y, case.x)
 
 
-@pytest.mark.numerical  # alone: the interpreter computes with NumPy, and these are the most sensitive cases
+@pytest.mark.numerical  # no others: the interpreter uses NumPy, and these cases are most sensitive
 @pytest.mark.usefixtures("small_blocks", "nan_memory")
 @pytest.mark.parametrize("name", EXTREMES)
-def test_extremes(name: str) -> None:
+def test_extreme_gates_and_positions(name: str) -> None:
     case = EXTREMES[name]
     assert_as_the_equations(on_kernels, case.inputs(torch.float32), case.y, case.x)
 
 
 @pytest.mark.usefixtures("small_blocks")
-def test_gradients_are_the_numerical_ones() -> None:
-    """The check takes a random direction of each argument; test_equations covers every element."""
+def test_gradients_match_finite_differences() -> None:
+    """The check takes a random direction of each argument; test_kernels_equal_the_equations covers every element."""
     case = Case(Axis(1, 1, 1, 3), Axis(3, 2, 1, 3), 1, 1, 1)
     tensors = case.inputs()
 

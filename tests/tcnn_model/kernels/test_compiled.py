@@ -1,6 +1,6 @@
-"""The kernel of softmax statistics as compiled for compute capability 9.0, by Triton's own compiler and assembler.
+"""The kernel of softmax statistics, compiled for compute capability 9.0 by Triton's compiler and assembler.
 
-In a process of its own: this one has Triton's interpreter.
+Compilation runs in another process, because this one uses Triton's interpreter.
 """
 
 import json
@@ -15,10 +15,10 @@ import torch
 from tcnn_model.kernels import softmax
 
 ROOT = Path(__file__).parents[3]
-# Head sizes in each dtype: one that is padded, and the widest that recorders leave to the kernel. The command
-# benchmarks/kernel_resources.py compiles all that models have.
+# These are a head size that is padded and, in each dtype, the widest that recorders give to the kernel. The command
+# benchmarks/kernel_resources.py compiles all sizes that models have.
 HEADS = {"bfloat16": [80, 256], "float32": [128]}
-# Shared memory of a program on the GPUs of compute capability 8.6 and 8.9, the least since 8.0.
+# GPUs of compute capability 8.6 and 8.9 have the least shared memory per program of all since 8.0.
 SHARED = 99 * 1024
 
 COMPILE = f"""
@@ -47,14 +47,14 @@ def resources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, l
     return dict(map(json.loads, done.stdout.splitlines()))
 
 
-def test_no_spills_and_shared_memory_of_any_gpu(
+def test_kernels_do_not_spill_and_fit_the_shared_memory_of_any_gpu(
     resources: dict[str, dict[str, list]],
 ) -> None:
     for name, dims in HEADS.items():
         assert len(resources[name]) == 2 * len(dims)
         for kind, (registers, spilled, shared) in resources[name].items():
             assert 0 < registers <= 255
-            # Products in full float32 have no tensor cores, and take more registers.
+            # Products in full float32 do not use tensor cores, and need more registers.
             assert spilled == 0 or name == "float32", (name, kind)
             assert shared <= SHARED, (name, kind)
 

@@ -1,4 +1,4 @@
-"""The operators through the machinery of PyTorch: strides, compile, partial gradients, and devices without kernels."""
+"""Operators under PyTorch's machinery: strides, compile, partial gradients, and devices without kernels."""
 
 import sys
 
@@ -12,7 +12,7 @@ from tests.tcnn_model.cases import CASES
 from tests.tcnn_model.dense import DEVICE, Case, Tensors, gradients
 from tests.tcnn_model.numerics import assert_same, disturb, random
 
-# Without a GPU these kernels run in Triton's interpreter, in Python: a few pixels have to do.
+# Without a GPU these kernels run in Triton's interpreter, in Python, so there are only a few pixels.
 CASE = Case(Axis(2, 1, 1, 3), Axis(3, 2, 1, 3), heads=1, dim=3, channels=5)
 
 
@@ -29,14 +29,14 @@ def test_output_is_laid_out_for_one_product_over_heads_and_channels() -> None:
     assert run(case.inputs(torch.float32), case).transpose(1, 2).is_contiguous()
 
 
-def test_any_strides() -> None:
+def test_inputs_with_any_strides() -> None:
     case = Case(CASE.y, CASE.x, heads=2, dim=3, channels=5, batch=2)
     tensors = case.inputs()
     output = run(tensors, case)
     expected = gradients(output, tensors, _upstream(output))
 
     def restrided(tensor: Tensor) -> Tensor:
-        """Return the tensor in channel-major memory, at an odd address, with gaps."""
+        """Return the tensor in channel-major memory at an odd address, with gaps."""
         memory = tensor.new_empty(*tensor.mT.shape[:-1], 2 * tensor.shape[-2] + 1)
         return memory[..., 1::2].mT.copy_(tensor.detach()).requires_grad_()
 
@@ -45,7 +45,7 @@ def test_any_strides() -> None:
         **{name: restrided(tensors[name]) for name in ("query", "key", "values")},
     }
     assert not strided["query"].is_contiguous()
-    # The same arithmetic at other addresses: equal to the last bit.
+    # Equal to the last bit, as the arithmetic is the same at other addresses.
     for name, gradient in gradients(
         run(strided, case), strided, _upstream(output)
     ).items():
@@ -56,7 +56,7 @@ def test_upstream_gradient_with_strides_of_zero() -> None:
     tensors = CASE.inputs()
     upstream = torch.ones_like(run(tensors))
     expected = gradients(run(tensors), tensors, upstream)["query"]
-    # As of sum().backward(): a single number, expanded.
+    # sum().backward() passes such a gradient: a single number, expanded.
     expanded = upstream[:1, :1, :1, :1].expand_as(upstream)
     assert torch.equal(gradients(run(tensors), tensors, expanded)["query"], expected)
 
@@ -77,7 +77,7 @@ def test_only_the_required_gradients_are_computed(
     tensors = CASE.inputs()
     output = run(tensors)
     expected = gradients(output, tensors, _upstream(output))[name]
-    # None cannot be called: a kernel that runs needlessly raises.
+    # None cannot be called, so that a kernel that runs needlessly raises.
     for kernel in unneeded:
         monkeypatch.setattr(backward, kernel, None)
     inputs = {key: tensor.detach() for key, tensor in tensors.items()}
@@ -87,15 +87,15 @@ def test_only_the_required_gradients_are_computed(
     )
 
 
-# opcheck itself reads such attributes.
+# opcheck itself reads .grad of non-leaf tensors.
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
-def test_opcheck() -> None:
+def test_operator_passes_opcheck() -> None:
     arguments = (
         *CASE.inputs(torch.float32).values(),
         list(Line.of(CASE.y)),
         list(Line.of(CASE.x)),
     )
-    # The rest is compiled below.
+    # The other checks compile, which test_compiles_without_graph_breaks does.
     tests = [
         "test_schema",
         "test_autograd_registration",
@@ -118,7 +118,7 @@ def test_compiles_without_graph_breaks() -> None:
         function, backend="aot_eager", fullgraph=True
     )(**tensors)
     assert torch.equal(compiled, output)
-    assert torch.equal(output, run(tensors))  # without statistics
+    assert torch.equal(output, run(tensors))  # run() asks for no statistics
     assert torch.equal(compiled_statistics.entropy, statistics.entropy)
     expected = gradients(output, tensors, _upstream(output))
     for name, gradient in gradients(compiled, tensors, _upstream(output)).items():
@@ -137,7 +137,7 @@ def test_second_derivatives_are_refused() -> None:
         gradient.sum().backward()
 
 
-def test_layer_on_the_kernels() -> None:
+def test_layer_with_the_kernels() -> None:
     layer = disturb(CASES["queries on padding"].gpsa()).to(DEVICE)
     x = random(2, layer.in_channels, 5, 7).to(DEVICE)
     expected = layer(x)
@@ -146,12 +146,12 @@ def test_layer_on_the_kernels() -> None:
     assert layer(x[:0]).shape == (0, *expected.shape[1:])
 
 
-def test_devices_without_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_devices_without_kernels_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     assert kernels.available(DEVICE)
-    # Under this variable Triton interprets kernels, which is what makes them available on a CPU.
+    # Kernels are available on a CPU only while this variable makes Triton interpret them.
     monkeypatch.setenv("TRITON_INTERPRET", "0")
     assert not kernels.available(torch.device("cpu"))
-    # An import of what is None in sys.modules fails, as where Triton is not installed.
+    # Importing a module that is None in sys.modules fails, as if Triton were not installed.
     monkeypatch.setitem(sys.modules, "triton", None)
     assert not kernels.available(torch.device("cuda"))
     layer = GPSA(2, 3, 3, padding=1, backend="triton")

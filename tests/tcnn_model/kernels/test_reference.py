@@ -1,4 +1,4 @@
-"""The reference beside the kernels: against the equations, and function by function against the kernels."""
+"""The reference for the kernels: against the equations, and function by function against the kernels."""
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ from tests.tcnn_model.dense import DEVICE, Case, apply, gradients, measure, term
 from tests.tcnn_model.numerics import assert_rounding, random
 
 CASES = {
-    # Odd and unlike sides, strides of either axis, and padding on both sides, on one side or on none.
+    # Sides are odd and unequal; either axis has a stride; padding is on both sides, on one side or on none.
     "padded": Case(Axis(3, 1, 1, 3), Axis(7, 2, 1, 3), 2, 3, 5, batch=2),
     "strided": Case(
         Axis(7, 2, "same", 3), Axis(3, 2, "same", 3), 3, 7, 3, shared=False
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.parametrize("case", CASES.values(), ids=list(CASES))
 
 
 @pytest.mark.numerical
-def test_against_the_papers_equations(case: Case) -> None:
+def test_reference_equals_the_papers_equations(case: Case) -> None:
     grid = Grid(Line.of(case.y), Line.of(case.x))
     tensors = case.inputs()
     exact = apply(tensors, case.y, case.x)
@@ -60,15 +60,15 @@ def test_against_the_papers_equations(case: Case) -> None:
     results["values"] = reference.backward_values(
         q, k, v, normaliser, gate, table, grid, upstream
     )
-    # Bounds on rounding by the sums of absolute terms, of which the reference may use eight eps.
+    # Bounds on rounding are eight eps times the sums of absolute terms.
     bounds = terms(tensors, case.y, case.x, upstream)
     for name, actual in results.items():
         assert_rounding(actual, expected[name], bounds[name], 8, torch.float64, name)
 
 
 @pytest.mark.usefixtures("small_blocks", "nan_memory")
-def test_against_the_kernels(case: Case) -> None:
-    """Results agree to 1e-10 of the largest value: float64 rounds a hundred times finer, a mistake is far above."""
+def test_reference_equals_the_kernels(case: Case) -> None:
+    """Results agree to 1e-10 of the largest value: rounding is a hundred times smaller, and mistakes far larger."""
     from tcnn_model.kernels import backward, forward, tables
 
     grid = Grid(Line.of(case.y), Line.of(case.x))
@@ -84,7 +84,7 @@ def test_against_the_kernels(case: Case) -> None:
         (forward, "mix", (q, k, v, normaliser, gate, table, grid)),
         (backward, "backward_queries", (q, k, v, normaliser, gate, table, grid, out)),
         (backward, "backward_keys", (q, k, v, normaliser, gate, out, mean)),
-        # The output stands for an upstream gradient: any tensor of its shape serves.
+        # The output serves as the upstream gradient, for which any tensor of its shape would do.
         (backward, "backward_values", (q, k, v, normaliser, gate, table, grid, out)),
     ]
     for module, name, arguments in calls:
@@ -95,7 +95,7 @@ def test_against_the_kernels(case: Case) -> None:
             expected_results = [expected_results]
         for actual, expected in zip(results, expected_results, strict=True):
             if expected is not None:
-                # None stands for statistics that were not asked for.
+                # None stands for statistics that were not requested.
                 largest = float(expected.abs().max())
                 torch.testing.assert_close(
                     actual, expected, rtol=0, atol=1e-10 * largest, msg=name

@@ -1,4 +1,4 @@
-"""PatchConvNet: sizes as published, and timm's interface."""
+"""PatchConvNet: its published sizes, and timm's interface."""
 
 from typing import Any
 
@@ -28,20 +28,20 @@ def _small(name: str = KINDS[0], **options: Any) -> Any:
     [("s60", 25.2, 4.0), ("b60", 99.4, 15.8), ("s60_multi", 25.6, 5.3)],
 )
 def test_sizes_as_published(name: str, millions: float, billions: float) -> None:
-    """Table 1; the last is the original repository's."""
+    """Sizes are those of Table 1, and for "s60_multi" those of the original repository."""
     with torch.device("meta"):
         model = timm.create_model(f"patchconvnet_{name}").eval()
         with FlopCounterMode(display=False) as counter:
             model(torch.empty(1, 3, 224, 224))
-    # Published in tenths of a million.
+    # The paper gives them to a tenth of a million.
     assert sum(p.numel() for p in model.parameters()) / 1e6 == pytest.approx(
         millions, abs=0.051
     )
-    # torch counts a multiply-add as two operations, the paper as one.
+    # torch counts a multiply-add as two operations, but the paper counts it as one.
     assert counter.get_total_flops() / 2e9 == pytest.approx(billions, rel=0.01)
 
 
-def test_names_in_the_registry() -> None:
+def test_models_are_in_timms_registry() -> None:
     sizes = ("s20", "s36", "s60", "s120", "b36", "b60", "b120", "l60", "l120")
     assert set(timm.list_models("patchconvnet_*")) == {
         f"patchconvnet_{s}{k}" for s in sizes for k in ("", "_multi")
@@ -61,13 +61,13 @@ def test_initial_layer_scales(name: str, scale: float) -> None:
     gammas = [
         parameter for name, parameter in model.named_parameters() if "gamma" in name
     ]
-    # One of each block of the trunk, and two of the pooling block.
+    # There is one in each block of the trunk, and two in the pooling block.
     assert len(gammas) == 2 + 2
     assert {round(value, 9) for gamma in gammas for value in gamma.tolist()} == {scale}
 
 
 @pytest.mark.parametrize("kind", KINDS)
-# Whole patches, and images that end within a patch, down to one patch and a pixel.
+# The images consist of whole patches or end within a patch; the smallest is one patch and one pixel high.
 @pytest.mark.parametrize("size", [(48, 80), (50, 71), (17, 33)])
 @torch.no_grad()
 def test_images_of_any_size(kind: str, size: tuple[int, int]) -> None:
@@ -81,9 +81,9 @@ def test_images_of_any_size(kind: str, size: tuple[int, int]) -> None:
     assert torch.equal(model(x), model.get_classifier()(pooled))
 
 
-def test_a_patch_is_centred_at_its_cells_first_pixel() -> None:
-    """Its four convolutions of 3 x 3, stride 2 and padding 1 see 15 pixels to either side of pixel 16 i."""
-    # Without blocks, whose 3 x 3 convolutions would see further; float64 keeps small gradients from being 0.
+def test_a_patch_is_centred_on_the_first_pixel_of_its_cell() -> None:
+    """The stem's four convolutions of 3 x 3, stride 2 and padding 1 see 15 pixels on either side of pixel 16 i."""
+    # There are no blocks, as their 3 x 3 convolutions would see further; in float32 small gradients could be 0.
     model = _small(depth=0).double()
     image = torch.randn(1, 3, 80, 112, dtype=torch.float64, requires_grad=True)
     gradient = (
@@ -99,13 +99,13 @@ def test_a_patch_is_centred_at_its_cells_first_pixel() -> None:
 
 
 @torch.no_grad()
-def test_transposed_image_of_a_transposed_network() -> None:
+def test_transposed_network_gives_the_same_scores_for_transposed_images() -> None:
     model = _small()
     x = torch.randn(2, 3, 48, 80)
     expected = model(x)
     for module in model.modules():
         if isinstance(module, nn.Conv2d):
-            # Axes that are exchanged anywhere, as in the original, fail on 48 x 80 pixels.
+            # If axes were exchanged somewhere, as in the original, this would fail on 48 x 80 pixels.
             module.weight.copy_(module.weight.transpose(2, 3).clone())
     assert_same(model(x.transpose(2, 3)), expected)
 
@@ -119,14 +119,14 @@ def test_norms_of_the_trunk() -> None:
     )
     assert isinstance(batch.pool.norm, nn.LayerNorm)
     before = batch.blocks[0].norm.running_mean.clone()
-    # Running averages that move show that the norm trains as one of a batch.
+    # The running averages change, so the norm uses the statistics of its batch.
     batch.train()(torch.randn(3, 3, 48, 80)).sum().backward()
     assert not torch.equal(batch.blocks[0].norm.running_mean, before)
 
 
 @torch.no_grad()
 def test_average_pooling() -> None:
-    """Table 5: the mean of the patches, normalised, and no attention; the pool stays with the classifier."""
+    """Table 5: patches are averaged and normalised, without attention; the pool stays with the classifier."""
     model = _small(global_pool="avg")
     x = torch.randn(2, 3, 48, 80)
     features = model.forward_features(x)
@@ -145,7 +145,7 @@ def test_average_pooling() -> None:
 
 @torch.no_grad()
 def test_linear_stem() -> None:
-    """Table 5: a single layer on the pixels of each patch; pixels beyond the last whole patch are left out."""
+    """Table 5: one layer on the pixels of each patch; pixels beyond the last whole patch are left out."""
     model = _small(stem="linear")
     x = torch.randn(2, 3, 50, 71)
     (layer,) = model.stem
@@ -163,14 +163,14 @@ def test_linear_stem() -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_several_heads_have_the_parameters_of_one(kind: str) -> None:
-    """Table 5: only how the channels are divided differs."""
+    """Table 5: only the division of channels among heads differs."""
     single = _small(kind)
     multiple = timm.create_model(kind, **SMALL, num_heads=4).eval()
     multiple.load_state_dict(single.state_dict())
     assert single.pool.num_heads == 1
     assert multiple.pool.num_heads == 4
     x = torch.randn(2, 3, 48, 80)
-    # The same weights, so the heads must show in the function.
+    # The weights are equal, so the difference must come from the heads.
     assert not torch.allclose(single(x), multiple(x), atol=1e-3)
 
 
@@ -183,7 +183,7 @@ def test_stochastic_depth_is_uniform() -> None:
 
 
 @torch.no_grad()
-def test_intermediates_are_those_of_a_loop() -> None:
+def test_intermediates_equal_those_of_a_loop() -> None:
     model = _small()
     x = torch.randn(2, 3, 48, 80)
     y = model.stem(x)
@@ -195,7 +195,7 @@ def test_intermediates_are_those_of_a_loop() -> None:
     assert torch.equal(features, y)
     assert all(torch.equal(a, b) for a, b in zip(intermediates, expected, strict=True))
     assert len(model.forward_intermediates(x, indices=2, intermediates_only=True)) == 2
-    # timm stops early to save time: what comes after must not run.
+    # timm may stop early to save time: the blocks after the last requested one must not run.
     model.blocks[2].register_forward_pre_hook(
         lambda *_: pytest.fail("the last block ran")
     )
@@ -239,11 +239,13 @@ def test_checkpointed_gradients_are_the_same(kind: str) -> None:
         model(x).square().sum().backward()
         gradients.append([p.grad.clone() for p in model.parameters()])
     for plain, checkpointed in zip(*gradients, strict=True):
-        torch.testing.assert_close(checkpointed, plain, rtol=1e-4, atol=1e-4)  # near 1
+        torch.testing.assert_close(
+            checkpointed, plain, rtol=1e-4, atol=1e-4
+        )  # gradients are near 1
     runs: list[int] = []
     model.blocks[0].register_forward_pre_hook(lambda *_: runs.append(1))
     model(x).sum().backward()
-    assert len(runs) == 2  # once more in the backward
+    assert len(runs) == 2  # the backward runs it a second time
     model.forward_intermediates(x)[0].sum().backward()
     assert len(runs) == 4
 
@@ -295,13 +297,13 @@ def test_reset_of_the_classifier(kind: str) -> None:
         ),
     ],
 )
-def test_arguments_that_cannot_be(options: dict[str, Any], message: str) -> None:
+def test_invalid_arguments_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         timm.create_model("patchconvnet_s20", **SMALL | options)
 
 
 @pytest.mark.parametrize(("classes", "pool"), [(3, ""), (3, "avg"), (0, "max")])
-def test_reset_that_cannot_be(classes: int, pool: str) -> None:
+def test_invalid_resets_are_refused(classes: int, pool: str) -> None:
     model = _small()
     with pytest.raises(
         ValueError,
@@ -311,12 +313,12 @@ def test_reset_that_cannot_be(classes: int, pool: str) -> None:
     assert model(torch.randn(1, 3, 48, 32)).shape == (1, K)
 
 
-def test_groups_for_training() -> None:
+def test_parameter_groups_for_training() -> None:
     model = _small(KINDS[1])
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     for groups in (
         parameter_groups(model),
-        # Ours, and timm's, which asks ``no_weight_decay()``.
+        # These groups are ours, and those of timm, which calls ``no_weight_decay()``.
         create_optimizer_v2(model, weight_decay=0.1).param_groups,
     ):
         decay = {
@@ -335,15 +337,17 @@ def test_groups_for_training() -> None:
         scales[name]
         for name in ("stem.0.weight", *blocks, "pool.cls_token", "head.weight")
     ]
-    assert order == [0.5**n for n in (4, 3, 2, 1, 1, 0)]  # the pool with the last block
+    assert order == [
+        0.5**n for n in (4, 3, 2, 1, 1, 0)
+    ]  # the pool is in the group of the last block
 
 
-def test_exports_with_any_batch() -> None:
+def test_exports_with_a_dynamic_batch_size() -> None:
     model = _small(KINDS[1])
     x = torch.randn(2, 3, 32, 48)
     program = torch.export.export(
         model, (x,), dynamic_shapes={"x": {0: torch.export.Dim("batch", min=2, max=64)}}
     )
-    # Another batch than the traced one.
+    # The traced batch had another size.
     larger = torch.randn(3, 3, 32, 48)
     assert_same(program.module()(larger), model(larger))

@@ -1,4 +1,4 @@
-"""PatchConvNet's weights under the names of the original implementation, and the function they give."""
+"""PatchConvNet's weights under the names of the original implementation: they load and give the same function."""
 
 from collections.abc import Iterator
 from itertools import pairwise
@@ -18,8 +18,8 @@ from tests.tcnn_model.numerics import assert_same, random
 
 
 def _published_shapes(classes: int | None) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Yield names and shapes of the original implementation (facebookresearch/deit), small; with a token per class."""
-    # The stem's widths, as published.
+    """Yield names and shapes of a small original (facebookresearch/deit), with one token or a token per class."""
+    # The stem has the published proportions.
     widths = (3, D // 8, D // 4, D // 2, D)
     yield "cls_token", (1, classes or 1, D)
     for i, (width, next_width) in enumerate(pairwise(widths)):
@@ -45,7 +45,7 @@ def _published_shapes(classes: int | None) -> Iterator[tuple[str, tuple[int, ...
     layers |= {f"{token}.attn.{part}": (D, D) for part in ("q", "k", "v", "proj")}
     layers |= {f"{token}.mlp.fc1": (3 * D, D), f"{token}.mlp.fc2": (D, 3 * D)}
     if classes:
-        # A row of scores for each class, from its own token.
+        # Each class has a row of scores for its own token.
         layers |= {f"head.{k}": (1, D) for k in range(classes)}
     else:
         layers["head"] = (K, D)
@@ -57,14 +57,14 @@ def _published_shapes(classes: int | None) -> Iterator[tuple[str, tuple[int, ...
 def _published(classes: int | None) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(3)
     return {
-        # Large enough that no LayerScale hides its block.
+        # The weights are large, so that no LayerScale makes its block negligible.
         name: 0.4 * torch.randn(shape, generator=generator)
         for name, shape in _published_shapes(classes)
     }
 
 
 def _original(w: dict[str, Tensor], x: Tensor) -> Tensor:
-    """Compute the function of the original with its weights: images (B, 3, H, W) to scores (B, K)."""
+    """Compute the original's function with its weights: images (B, 3, H, W) to scores (B, K)."""
 
     def linear(name: str, y: Tensor) -> Tensor:
         return F.linear(y, w[f"{name}.weight"].flatten(1), w[f"{name}.bias"])
@@ -72,7 +72,7 @@ def _original(w: dict[str, Tensor], x: Tensor) -> Tensor:
     def norm(name: str, y: Tensor) -> Tensor:
         return F.layer_norm(y, (D,), w[f"{name}.weight"], w[f"{name}.bias"], 1e-6)
 
-    # The stem: four convolutions that halve the image, with GELU between them.
+    # The stem has four convolutions, each of which halves the image, with GELU between them.
     for i in range(4):
         if i:
             x = F.gelu(x)
@@ -81,26 +81,26 @@ def _original(w: dict[str, Tensor], x: Tensor) -> Tensor:
     grid = x.shape[2:]
     x = x.flatten(2).transpose(1, 2)
 
-    # The trunk, on tokens (B, N, D).
+    # The trunk works on tokens (B, N, D).
     for i in range(DEPTH):
         p = f"blocks.{i}.attn.qkv_pos"
         y = norm(f"blocks.{i}.norm1", x)
         y = F.gelu(linear(f"{p}.0", y))
-        # A depthwise convolution of 3 x 3 patches.
+        # This depthwise convolution covers 3 x 3 patches.
         image = y.transpose(1, 2).unflatten(2, grid)
         weight, bias = w[f"{p}.2.weight"], w[f"{p}.2.bias"]
         image = F.conv2d(image, weight, bias, padding=1, groups=D)
         y = F.gelu(image.flatten(2).transpose(1, 2))
-        # Squeeze and excitation.
+        # Squeeze-and-excitation.
         squeezed = linear(f"{p}.4.conv_reduce", y.mean(1)).relu()
         excitation = linear(f"{p}.4.conv_expand", squeezed).sigmoid()
         y = y * excitation[:, None]
         x = x + w[f"blocks.{i}.gamma_1"] * linear(f"{p}.5", y)
 
-    # Attention-based aggregation, by the tokens.
+    # Attention-based aggregation by one token or several.
     p = "blocks_token_only.0"
     tokens = w["cls_token"].expand(len(x), -1, -1)
-    # A single token is among its keys; tokens of classes are not.
+    # A single token is among its own keys, but tokens of classes are not.
     single = tokens.shape[1] == 1
     sources = torch.cat([tokens, x], 1) if single else x
     sources = norm(f"{p}.norm1", sources)
@@ -111,7 +111,7 @@ def _original(w: dict[str, Tensor], x: Tensor) -> Tensor:
     gathered = logits.softmax(-1) @ value
     tokens = tokens + w[f"{p}.gamma_1"] * linear(f"{p}.attn.proj", gathered)
 
-    # The MLP, and the classifier.
+    # The MLP and the classifier.
     hidden = linear(f"{p}.mlp.fc1", norm(f"{p}.norm2", tokens))
     tokens = tokens + w[f"{p}.gamma_2"] * linear(f"{p}.mlp.fc2", F.gelu(hidden))
     tokens = norm("norm", tokens)
@@ -144,7 +144,7 @@ def test_published_weights_give_the_published_function(
 
 
 @torch.no_grad()
-def test_a_published_single_token_starts_a_token_a_class(tmp_path: Path) -> None:
+def test_a_published_single_token_initialises_a_token_per_class(tmp_path: Path) -> None:
     weights = _published(None)
     x = torch.randn(2, 3, 48, 80)
     single = _load(KINDS[0], weights, tmp_path)
@@ -158,7 +158,7 @@ def test_published_weights_for_other_classes(
     classes: int | None, tmp_path: Path
 ) -> None:
     weights = _published(classes)
-    # The trunk is worth loading though the classifier does not fit.
+    # The trunk must load although the classifier does not fit.
     model = _load(KINDS[1], weights, tmp_path, num_classes=3)
     assert model(torch.randn(2, 3, 48, 80)).shape == (2, 3)
     published = weights["blocks.1.attn.qkv_pos.0.weight"]
@@ -182,8 +182,8 @@ def test_published_weights_without_a_classifier(tmp_path: Path) -> None:
     assert torch.equal(extractor(x)[0], features)
 
 
-# Names that are ours must not be taken for the original's.
-def test_own_weights_load_as_they_are(tmp_path: Path) -> None:
+# The model's own names must not be taken for the original's.
+def test_own_weights_load_unchanged(tmp_path: Path) -> None:
     state = timm.create_model(KINDS[1], **SMALL).state_dict()
     loaded = _load(KINDS[1], state, tmp_path)
     assert isinstance(loaded, PatchConvNet)

@@ -22,18 +22,18 @@ NAMES = {
     *(f"t_resnet{depth}d" for depth in (50, 101, 152, 200)),
     "t_resnet50",
 }
-# Two blocks in the last stage: the one with the stride, and one without.
+# The last stage has two blocks: the first has the stride, the second none.
 SMALL = {"layers": (1, 1, 1, 2), "channels": (8, 8, 16, 16)}
 
 
-def test_all_are_listed() -> None:
+def test_all_models_are_in_timms_registry() -> None:
     assert set(timm.list_models("t_resnet*")) == NAMES
 
 
 @pytest.mark.parametrize("name", ["t_resnetrs50", "t_resnet101d"])
-def test_model_is_its_cnn_converted(name: str) -> None:
+def test_model_is_its_converted_cnn(name: str) -> None:
     short = {"layers": (1, 1, 1, 2)}
-    # Full width, which costs nothing without storage.
+    # The model has its full width, which costs nothing without storage.
     tcnn = on_meta(name, **short)
     expected = reparameterize(on_meta(name.removeprefix("t_"), **short), inplace=True)
     shapes, expected_shapes = (
@@ -51,7 +51,7 @@ def test_model_is_its_cnn_converted(name: str) -> None:
 def test_parameters_as_published(name: str, millions: float, layers: int) -> None:
     with torch.device("meta"):
         model = timm.create_model(name)
-    # Published in tenths of a million.
+    # The paper gives them to a tenth of a million.
     assert sum(p.numel() for p in model.parameters()) / 1e6 == pytest.approx(
         millions, abs=0.1
     )
@@ -59,10 +59,10 @@ def test_parameters_as_published(name: str, millions: float, layers: int) -> Non
 
 
 @torch.no_grad()
-def test_arguments_of_both() -> None:
+def test_arguments_of_the_cnn_and_of_the_conversion() -> None:
     arguments = {"num_classes": 3, "in_chans": 1, **SMALL}
     cnn = randomise_norms(timm.create_model("resnet50", **arguments)).eval()
-    # None of these is the default, so each is seen to arrive.
+    # None of these is the default, so that a lost argument shows.
     options = {"stride": "keep", "qk_dim": 5, "backend": "dense"}
     tcnn = timm.create_model(
         "t_resnet50", **options, **CONVOLUTIONAL, **arguments
@@ -87,7 +87,7 @@ def test_pretrained_weights_are_those_of_the_cnn(tmp_path: Path) -> None:
     assert list(gpsa_layers(tcnn)) == ["layer4.0.conv2", "layer4.1.conv2"]
     for name, value in cnn.state_dict().items():
         assert torch.equal(tcnn.state_dict()[name], value), name
-    # Other classes than those of the checkpoint, as for fine-tuning.
+    # The number of classes differs from the checkpoint's, as in fine-tuning.
     smaller = timm.create_model("t_resnet50", num_classes=3, **pretrained)
     assert smaller.get_classifier().out_features == 3
     assert torch.equal(
@@ -106,27 +106,27 @@ def test_tags_point_at_the_weights_of_the_cnn() -> None:
         for tag in tags:
             config = get_pretrained_cfg(f"t_{tag}")
             expected = get_pretrained_cfg(tag)
-            # What timm needs to fetch weights and to prepare images for them.
+            # timm needs these to download weights and to prepare images for them.
             for key in ("hf_hub_id", "url", "input_size", "mean", "std", "crop_pct"):
                 assert getattr(config, key) == getattr(expected, key), (tag, key)
         assert get_pretrained_cfg(name).tag == get_pretrained_cfg(base).tag
     assert get_pretrained_cfg("t_resnet50.a1_in1k").hf_hub_id == "timm/resnet50.a1_in1k"
 
 
-def test_configuration_of_a_model() -> None:
+def test_configuration_names_the_tcnn() -> None:
     tcnn = on_meta("t_resnet50.a1_in1k")
     assert tcnn.pretrained_cfg["architecture"] == "t_resnet50"
     assert tcnn.pretrained_cfg["tag"] == "a1_in1k"
     assert tcnn.default_cfg is tcnn.pretrained_cfg
     assert timm.data.resolve_model_data_config(tcnn)["input_size"] == (3, 224, 224)
-    # The CNN's own configuration is not ours to change.
+    # The CNN's own configuration must stay unchanged.
     assert get_pretrained_cfg("resnet50.a1_in1k").architecture == "resnet50"
 
 
 @torch.no_grad()
-def test_as_a_feature_extractor() -> None:
+def test_feature_extractor_has_the_unstrided_reductions() -> None:
     model = timm.create_model(
-        # The stages on either side of the stride that is taken out.
+        # The outputs are the stages before and after the removed stride.
         "t_resnet50",
         features_only=True,
         out_indices=(3, 4),
@@ -139,7 +139,7 @@ def test_as_a_feature_extractor() -> None:
     ]
 
 
-def test_only_the_last_stage_also_where_others_share_its_resolution() -> None:
-    # timm then dilates layer3 and layer4 in place of their strides.
+def test_only_the_last_stage_is_converted_where_others_share_its_resolution() -> None:
+    # timm then replaces the strides of layer3 and layer4 by dilation.
     model = on_meta("t_resnet50", output_stride=8)
     assert list(gpsa_layers(model)) == [f"layer4.{block}.conv2" for block in range(3)]

@@ -1,4 +1,4 @@
-"""add_attention_pool and specialize: the unchanged part of a model, and timm's interface."""
+"""add_attention_pool and specialize: the rest of the model is unchanged, and so is timm's interface."""
 
 import copy
 import itertools
@@ -37,12 +37,12 @@ from tests.tcnn_model.tiny_models import (
 
 
 def _images(batch: int = 2) -> torch.Tensor:
-    # Not the size with which the pool was found.
+    # The size differs from that with which the pool was found.
     return random(batch, 1, 48, 80, dtype=torch.float32)
 
 
 @torch.no_grad()
-def test_old_weights_and_the_new_function() -> None:
+def test_pooled_model_keeps_the_weights_and_pools_by_attention() -> None:
     cnn = tiny_cnn().eval()
     x = _images()
     before = snapshot(cnn)
@@ -65,7 +65,7 @@ def test_old_weights_and_the_new_function() -> None:
     assert torch.equal(pooled(x), cnn.fc(expected))
 
 
-def test_in_place_or_not() -> None:
+def test_conversion_in_place_and_of_a_copy() -> None:
     cnn = tiny_cnn()
     weights = dict(cnn.named_parameters())
     assert add_attention_pool(cnn, input_size=POOL_SIZE) is not cnn
@@ -80,7 +80,7 @@ def test_in_place_or_not() -> None:
 def test_modes_dtype_and_class() -> None:
     cnn = tiny_cnn().eval().to(torch.bfloat16)
     cnn.get_submodule("layer1").train()
-    # The new pool takes the mode of the old one, also where the model is in another.
+    # The new pool takes its mode from the old one, even if the model is in another mode.
     for per_class, training_pool in itertools.product((False, True), (False, True)):
         cnn.get_submodule("global_pool").train(training_pool)
         pooled = add_attention_pool(cnn, input_size=POOL_SIZE, per_class=per_class)
@@ -97,11 +97,11 @@ def test_modes_dtype_and_class() -> None:
         assert isinstance(pooled, type(cnn))
 
 
-def test_trying_draws_no_random_numbers_and_arguments_reach_the_pool() -> None:
+def test_trial_draws_no_random_numbers_and_arguments_reach_the_pool() -> None:
     options: Any = {"num_heads": 2, "mlp_ratio": 2, "init_values": 0.5, "drop": 0.25}
     cnn = tiny_cnn()
     torch.manual_seed(3)
-    # Built first by hand: the conversion may draw these numbers and no others.
+    # This pool is built first: the conversion may draw its random numbers and no others.
     attention = AttentionPool2d(16, **options)
     expected = torch.rand(2)
     torch.manual_seed(3)
@@ -115,11 +115,11 @@ def test_trying_draws_no_random_numbers_and_arguments_reach_the_pool() -> None:
 
 @torch.no_grad()
 def test_gflops_of_the_papers_resnet() -> None:
-    """Thesis, 5.3: 4.6 against 4.1 without, in multiply-adds."""
+    """Thesis, Sec. 5.3: 4.6 billion multiply-adds, against 4.1 without the pool."""
     model = add_attention_pool(on_meta("resnet50"), inplace=True)
     with torch.enable_grad(), FlopCounterMode(display=False) as counter:
         model.eval()(torch.empty(1, 3, 224, 224, device="meta"))
-    # The thesis prints one digit after the point: 0.05.
+    # The thesis gives one decimal, so the tolerance is 0.05, and a little more.
     assert counter.get_total_flops() / 2e9 == pytest.approx(4.6, abs=0.06)
 
 
@@ -138,7 +138,7 @@ def test_copies_keep_the_interface(per_class: bool) -> None:
     ):
         assert type(duplicate) is type(pooled)
         assert torch.equal(duplicate(x), pooled(x))
-        # A copy whose methods were bound to the original would change that one.
+        # If the copy's methods were bound to the original, this call would change the original.
         duplicate.reset_classifier(4)
         assert duplicate(x).shape == (2, 4)
         assert isinstance(duplicate.global_pool.attention, AttentionPool2d)
@@ -146,7 +146,7 @@ def test_copies_keep_the_interface(per_class: bool) -> None:
 
 
 @torch.no_grad()
-def test_whole_graphs() -> None:
+def test_model_compiles_and_traces_as_one_graph() -> None:
     """The model compiles without a graph break, and torch.fx traces it."""
     pooled = pooled_cnn(per_class=True)
     x = _images()
@@ -166,7 +166,7 @@ def test_reset_keeps_the_pool() -> None:
     x = _images()
     features = pooled.forward_head(pooled.forward_features(x), pre_logits=True)
     attention = pooled.global_pool.attention
-    # None keeps the pool of timm's models, and so must its own name.
+    # timm's models keep their pool if None is given; the pool's own name must do the same.
     for keep in (None, "attn"):
         pooled.reset_classifier(4, keep)
         assert pooled.global_pool.attention is attention
@@ -179,7 +179,7 @@ def test_reset_keeps_the_pool() -> None:
 
 
 @torch.no_grad()
-def test_reset_of_a_token_a_class_makes_new_tokens() -> None:
+def test_reset_with_a_token_per_class_makes_new_tokens() -> None:
     pooled = pooled_cnn(per_class=True)
     x = _images()
     block = pooled.global_pool.attention.block
@@ -198,7 +198,7 @@ def test_reset_of_a_token_a_class_makes_new_tokens() -> None:
 def test_reset_to_another_pool_gives_timms_model_back(per_class: bool) -> None:
     cnn = tiny_cnn().eval()
     x = _images()
-    # Another pool is timm's own again, without anything of ours left on the model.
+    # The pool is timm's own again, and nothing of ours is left on the model.
     for pool in ("avg", "max", ""):
         pooled = pooled_cnn(cnn, per_class=per_class)
         classes = 0 if pool == "" else 4
@@ -218,14 +218,14 @@ def test_reset_to_another_pool_gives_timms_model_back(per_class: bool) -> None:
 def test_failed_reset_keeps_the_pool() -> None:
     pooled = pooled_cnn()
     with pytest.raises(AssertionError, match="Invalid pool type"):
-        # Another number of classes as well, which must not remain half set.
+        # The number of classes differs as well, and must not be changed by a failed reset.
         pooled.reset_classifier(CLASSES + 2, "median")
     assert pooled.num_classes == CLASSES
     assert isinstance(pooled.global_pool.attention, AttentionPool2d)
     assert pooled(_images()).shape == (2, CLASSES)
 
 
-def test_of_a_transformed_cnn_and_before_it() -> None:
+def test_pool_of_a_cnn_that_is_converted_before_or_afterwards() -> None:
     x = _images()
     for model in (
         pooled_cnn(tiny_tcnn()),
@@ -248,7 +248,7 @@ def test_of_a_transformed_cnn_and_before_it() -> None:
 
 
 @torch.no_grad()
-def test_of_a_vgg() -> None:
+def test_pool_of_a_vgg() -> None:
     vgg: Any = timm.create_model("vgg11", num_classes=3, mlp_ratio=0.01).eval()
     for per_class in (False, True):
         pooled: Any = add_attention_pool(vgg, per_class=per_class)
@@ -261,13 +261,13 @@ def test_of_a_vgg() -> None:
             pooled.forward_head(features, pre_logits=True), attention(features)
         )
         assert pooled(x).shape == (2, 3)
-        # VGG's own initialisation has a standard deviation of 0.01, torch's of a Linear here 0.026.
+        # VGG's initialisation has a standard deviation of 0.01, and torch's default for this Linear has 0.026.
         assert 0 < float(pooled.head.fc.weight.std()) < 0.015
         pooled.reset_classifier(5)
         assert pooled(x).shape == (2, 5)
         pooled.reset_classifier(4, "avg")
         assert torch.equal(pooled(x), pooled.head.fc(features.mean((2, 3))))
-    # The copy's became 512; the original must keep its own.
+    # The copy's attribute became 512; the original must keep its own.
     assert vgg.head_hidden_size == 4096
     headless: Any = add_attention_pool(
         timm.create_model("vgg11", num_classes=0, mlp_ratio=0.01)
@@ -276,7 +276,7 @@ def test_of_a_vgg() -> None:
 
 
 @torch.no_grad()
-def test_of_a_model_outside_timm() -> None:
+def test_pool_of_a_model_outside_timm() -> None:
     model = Plain()
     x = torch.randn(2, 3, 48, 80)
     pooled: Any = add_attention_pool(model)
@@ -284,7 +284,7 @@ def test_of_a_model_outside_timm() -> None:
     assert torch.equal(
         pooled(x), model.classifier(pooled.pool.attention(model.trunk(x)))
     )
-    # A model that begins with its pool has no module before it to learn the channels from.
+    # If a model begins with its pool, no module before it gives the number of channels.
     only_a_pool = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten())
     assert add_attention_pool(only_a_pool)(x).shape == (2, 3)
     with pytest.raises(
@@ -298,14 +298,14 @@ def test_of_a_model_outside_timm() -> None:
 
 
 @torch.no_grad()
-def test_specialized_as_made_per_class() -> None:
+def test_specialized_model_equals_one_built_per_class() -> None:
     pooled = pooled_cnn()
     x = _images()
     before = snapshot(pooled)
     special: Any = specialize(pooled)
     assert snapshot(pooled) == before
     expected = pooled_cnn(per_class=True)
-    # Strict: the keys are those of a model made with a token per class.
+    # Loading is strict: the keys must be those of a model that is built with a token per class.
     expected.load_state_dict(special.state_dict())
     assert torch.equal(expected(x), special(x))
     assert isinstance(special.global_pool.attention.block.attn, PatchAttention)
@@ -318,12 +318,12 @@ def test_specialized_as_made_per_class() -> None:
     assert pooled.global_pool.attention.per_class
 
 
-def test_specialized_tokens_are_trained_apart() -> None:
+def test_specialized_tokens_are_trained_separately() -> None:
     special: Any = specialize(pooled_cnn())
     token = special.global_pool.attention.cls_token
     before = token.detach().clone()
     special(_images())[:, 1].sum().backward()
     torch.optim.SGD([token], 0.1).step()
-    # Only the token of the class whose score was differentiated.
+    # Only the token of the class with the differentiated score moves.
     moved = (token != before).any(2)
     assert moved.tolist() == [[False, True, False]]

@@ -1,4 +1,4 @@
-"""Attention-based aggregation against a slow rewrite from the paper, in float64, and against timm's own block."""
+"""Attention pooling against a slow rewrite from the paper, in float64, and against timm's own block."""
 
 from collections.abc import Iterable
 from functools import partial
@@ -21,7 +21,7 @@ D, H, W, B, K = 11, 3, 5, 2, 7
 
 
 def disturbed(pool: nn.Module) -> Any:
-    """Return the pool in float64, with no parameter zero, one or tiny: fresh LayerScales would hide the block."""
+    """Return the pool in float64 with disturbed parameters, as the initial LayerScales would hide the block."""
     return disturb(pool.double(), scale=0.5)
 
 
@@ -29,7 +29,7 @@ def _norm(x: Tensor, norm: nn.LayerNorm) -> Tensor:
     centred = x - x.mean()
     variance = (centred**2).mean()
     assert variance > 1e-4, "eps would matter"
-    # timm's transformers, and so this block, have an eps of 1e-6; LayerNorm's default is 1e-5.
+    # timm's transformers and this block have an eps of 1e-6; LayerNorm's default is 1e-5.
     return centred / (variance + 1e-6).sqrt() * norm.weight + norm.bias
 
 
@@ -38,12 +38,12 @@ def _linear(x: Tensor, layer: nn.Linear) -> Tensor:
 
 
 def slow(pool: Any, features: Tensor, token: Tensor | None) -> Tensor:
-    """Pool a map (d, H, W) into the features (d,) of a token: the paper's Fig. 3, a pixel at a time.
+    """Pool a map (d, H, W) into the features (d,) of a token: the paper's Fig. 3, one pixel at a time.
 
     Args:
         pool: Pool with the weights.
         features: Feature map.
-        token: Token of a class, which is not among the keys; None for the single token, which is.
+        token: Token of a class, which is not among its keys; None for the single token, which is among them.
     """
     block = pool.block
     attention = pool.block.attn
@@ -52,7 +52,7 @@ def slow(pool: Any, features: Tensor, token: Tensor | None) -> Tensor:
         token = pool.cls_token[0, 0]
         sources = [token, *sources]
 
-    # Attention: the token asks, head by head.
+    # The token is the query of the attention, computed head by head.
     normed = [_norm(source, block.norm1) for source in sources]
     query = _linear(_norm(token, block.norm1), attention.q)
     width = len(token) // attention.num_heads
@@ -70,7 +70,7 @@ def slow(pool: Any, features: Tensor, token: Tensor | None) -> Tensor:
         gathered[part] = weighted / total
     token = token + block.gamma_1 * _linear(gathered, attention.proj)
 
-    # The MLP, with an exact GELU.
+    # The MLP has an exact GELU.
     hidden = _linear(_norm(token, block.norm2), block.mlp.fc1)
     hidden = hidden * (1 + torch.erf(hidden / 2**0.5)) / 2
     token = token + block.gamma_2 * _linear(hidden, block.mlp.fc2)
@@ -80,7 +80,7 @@ def slow(pool: Any, features: Tensor, token: Tensor | None) -> Tensor:
 def slow_tokens(
     pool: AttentionPool2d, x: Tensor, tokens: Iterable[Tensor | None]
 ) -> Tensor:
-    """Pool each image (B, C, H, W) for each token by itself: (B, tokens, C)."""
+    """Pool each image (B, C, H, W) for each token separately: (B, tokens, C)."""
     by_token = []
     for token in tokens:
         pooled = [slow(pool, image, token) for image in x]
@@ -89,7 +89,7 @@ def slow_tokens(
 
 
 @torch.no_grad()
-def test_pooling_is_the_papers() -> None:
+def test_pooling_equals_the_papers() -> None:
     x = random(B, D, H, W)
     single = disturbed(AttentionPool2d(D))
     assert_same(single(x), slow_tokens(single, x, [None])[:, 0])
@@ -113,18 +113,18 @@ def test_pooling_with_several_heads(classes: int | None) -> None:
         assert pool(x).shape == (B, K, 3 * D)
 
 
-def test_heads_that_do_not_divide_the_channels() -> None:
+def test_heads_that_do_not_divide_the_channels_are_refused() -> None:
     with pytest.raises(ValueError, match="divides 11 channels, got num_heads=3"):
         AttentionPool2d(D, num_heads=3)
 
 
 @torch.no_grad()
-def test_block_is_that_of_timm() -> None:
+def test_block_equals_timms() -> None:
     pool = AttentionPool2d(D)
     x = random(B, D, H, W, dtype=torch.float32)
     norm = partial(nn.LayerNorm, eps=1e-6)
     block = LayerScaleBlockClassAttn(D, 1, mlp_ratio=3, qkv_bias=True, norm_layer=norm)
-    # Fresh LayerScales would hide the block.
+    # The initial LayerScales would hide the block.
     disturb(pool)
     names = {f"block.{name}" for name in block.state_dict()}
     assert set(pool.state_dict()) == names | {"cls_token", "norm.weight", "norm.bias"}
@@ -134,7 +134,7 @@ def test_block_is_that_of_timm() -> None:
     assert_same(pool(x), pool.norm(token))
 
 
-def test_fused_is_unfused() -> None:
+def test_fused_attention_equals_unfused() -> None:
     pool = disturbed(AttentionPool2d(D, K))
     x = random(B, D, H, W).requires_grad_()
     results = []
@@ -144,13 +144,13 @@ def test_fused_is_unfused() -> None:
         gradients = torch.autograd.grad(y.square().sum(), [x, *pool.parameters()])
         results.append([y, *gradients])
     for fused, unfused in zip(*results, strict=True):
-        # Gradients are near 1, but one is zero.
+        # Gradients are near 1, except one that is zero.
         torch.testing.assert_close(fused, unfused, rtol=1e-8, atol=1e-9)
 
 
 @pytest.mark.parametrize("fused", [True, False])
-def test_dropout_is_of_training_only(fused: bool) -> None:
-    # At a rate of 0.5 two draws of the same weights are as good as impossible.
+def test_dropout_acts_in_training_only(fused: bool) -> None:
+    # At a rate of 0.5, two equal draws are practically impossible.
     pool = disturbed(AttentionPool2d(D, K, attn_drop=0.5))
     x = random(B, D, H, W)
     pool.block.attn.fused_attn = fused
@@ -161,8 +161,8 @@ def test_dropout_is_of_training_only(fused: bool) -> None:
 
 @pytest.mark.parametrize("fused", [True, False])
 @torch.no_grad()
-def test_multiple_heads(fused: bool) -> None:
-    # Two tokens before five patches; 12 channels are three heads of four.
+def test_attention_with_several_heads(fused: bool) -> None:
+    # Two tokens precede five patches; the 12 channels form three heads of four.
     attention = PatchAttention(12, 3, tokens=2).double()
     x = random(B, 2 + 5, 12)
     attention.fused_attn = fused
@@ -173,38 +173,38 @@ def test_multiple_heads(fused: bool) -> None:
             x @ m.weight[rows].T + m.bias[rows]
             for m in (attention.q, attention.k, attention.v)
         )
-        # The tokens ask and the patches answer.
+        # Tokens are the queries, and patches the keys and values.
         q = q[:, :2]
         k = k[:, 2:]
         v = v[:, 2:]
-        # 2 is the root of four channels.
+        # 2 is the square root of the four channels of a head.
         logits = q @ k.transpose(1, 2) / 2
         parts.append(logits.softmax(-1) @ v)
     assert_same(attention(x), attention.proj(torch.cat(parts, -1)))
 
 
 @torch.no_grad()
-def test_initial_values_are_the_papers() -> None:
-    # Sizes for which a standard deviation says something.
+def test_initial_values_equal_the_papers() -> None:
+    # The pool is large enough for standard deviations to be informative.
     pool = AttentionPool2d(64, 50, init_values=1e-6)
     assert pool.per_class
     assert pool.block.gamma_1.unique().tolist() == pytest.approx([1e-6])
     assert pool.block.gamma_2.unique().tolist() == pytest.approx([1e-6])
     for weight in (pool.cls_token, pool.block.attn.q.weight, pool.block.mlp.fc1.weight):
-        # 3,200 random weights at least: their standard deviation scatters by 1.3 % of itself.
+        # With at least 3,200 random weights, the standard deviation has a relative error of at most 1.3 %.
         assert float(weight.std()) == pytest.approx(0.02, rel=0.05)
     for name, parameter in pool.named_parameters():
         assert not (name.endswith("bias") and parameter.any()), name
 
 
 @torch.no_grad()
-def test_scores_are_of_their_own_tokens() -> None:
+def test_each_class_is_scored_by_its_own_token() -> None:
     linear = nn.Linear(D, K).double()
     tokens = random(B, K, D)
     scores = ClassScores.of(linear)
-    # Of each token the score of its own class.
+    # Each token gives the score of its own class.
     expected = torch.stack([linear(tokens[:, k])[:, k] for k in range(K)], 1)
-    # Heads of timm flatten tokens into the batch, some as 1 x 1 maps.
+    # Heads of timm flatten tokens into the batch, some of them as 1 x 1 maps.
     flat = tokens.flatten(0, 1)
     maps = flat[:, :, None, None]
     for form in (tokens, flat, maps):
@@ -213,10 +213,10 @@ def test_scores_are_of_their_own_tokens() -> None:
 
 
 @torch.no_grad()
-def test_scores_of_other_classifiers() -> None:
+def test_scores_of_a_convolutional_classifier() -> None:
     conv = nn.Conv2d(D, K, 1).double()
     tokens = random(B, K, D)
-    # Frozen in part, as for fine-tuning: the new form must keep it.
+    # Part of it is frozen, as in fine-tuning, and must stay so.
     conv.weight.requires_grad_(False)
     scores = ClassScores.of(conv)
     maps = tokens[..., None, None]
@@ -239,7 +239,7 @@ def test_scores_of_other_classifiers() -> None:
     ],
     ids=["3 x 3", "grouped", "none", "computed"],
 )
-def test_no_scores_of_other_layers(layer: nn.Module) -> None:
+def test_other_classifiers_are_refused(layer: nn.Module) -> None:
     with pytest.raises(
         ValueError,
         match="expected a classifier that is a Linear or a 1 x 1 convolution, got",
@@ -249,14 +249,14 @@ def test_no_scores_of_other_layers(layer: nn.Module) -> None:
 
 @torch.no_grad()
 def test_change_of_the_output_when_specialized() -> None:
-    """The token is no longer among its keys: the output of attention moves away from its value, by w0 / (1 - w0)."""
+    """The token leaves its keys, so the output of attention moves away from the token's value, by w0 / (1 - w0)."""
     pool = disturbed(AttentionPool2d(D))
     x = random(B, D, H, W)
     block = pool.block
     attention = pool.block.attn
     token = pool.cls_token.expand(B, -1, -1)
     patches = x.flatten(2).transpose(1, 2)
-    # The attention of the single token, which is among its keys.
+    # This is the attention of the single token, which is among its keys.
     u = block.norm1(torch.cat([token, patches], 1))
     logits = attention.q(u[:, :1]) @ attention.k(u).transpose(1, 2) / D**0.5
     weights = logits.softmax(-1)
@@ -264,7 +264,7 @@ def test_change_of_the_output_when_specialized() -> None:
     values = attention.v(u)
     assert share.min() > 1e-3, "the token should matter"
     gathered = weights @ values
-    # Without the token's own value, and renormalised.
+    # The token's own value is removed, and the rest renormalised.
     away = gathered - values[:, :1]
     moved = gathered + away * share / (1 - share)
     expected = token + block.gamma_1 * attention.proj(moved)
@@ -280,7 +280,7 @@ def test_change_of_the_output_when_specialized() -> None:
 def test_specialized_pool_shares_the_weights() -> None:
     pool = AttentionPool2d(D, attn_drop=0.3).eval()
     before = dict(pool.named_parameters())
-    # Not the defaults: settings of the old attention have to carry over.
+    # These are not the defaults: settings of the old attention have to carry over.
     pool.block.attn.fused_attn = False
     pool.cls_token.requires_grad_(False)
     pool.specialize(K)
@@ -295,7 +295,7 @@ def test_specialized_pool_shares_the_weights() -> None:
     assert not any(module.training for module in pool.modules())
 
 
-def test_errors() -> None:
+def test_bad_arguments_are_refused() -> None:
     for arguments in ((0,), (5, 0), (-1, 3)):
         with pytest.raises(
             ValueError, match="expected at least one channel and one class, got"

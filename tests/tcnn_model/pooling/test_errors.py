@@ -1,4 +1,4 @@
-"""Errors of add_attention_pool and specialize: a message with the reason, and a model that is as it was."""
+"""Errors of add_attention_pool and specialize: the message gives the reason, and the model stays as it was."""
 
 from functools import partial
 from typing import Any
@@ -43,7 +43,7 @@ _refused = partial(assert_refused, add_attention_pool)
             {"num_classes": 0, "global_pool": ""},
             "no module of ResNet pools .*made without a pool",
         ),
-        # It ends before the pool.
+        # This model ends before the pool.
         ("resnet18", {"features_only": True}, "no module of FeatureListNet pools"),
         (
             "resnet18",
@@ -57,13 +57,13 @@ _refused = partial(assert_refused, add_attention_pool)
         ),
     ],
 )
-def test_models_without_a_pool_to_replace(
+def test_models_without_a_pool_to_replace_are_refused(
     name: str, options: dict[str, Any], message: str
 ) -> None:
     _refused(on_meta(name, **options), message)
 
 
-def test_other_refusals() -> None:
+def test_other_models_and_arguments_are_refused() -> None:
     cnn = tiny_cnn()
     with pytest.raises(
         TypeError, match=r"expected a torch.nn.Module, got str 'resnet18'"
@@ -82,11 +82,11 @@ def test_other_refusals() -> None:
     )
 
 
-def test_hooks_would_be_lost() -> None:
-    # The two modules that are replaced, and below two that a VGG's head loses.
+def test_modules_with_hooks_are_refused() -> None:
+    # These two modules are replaced, and two modules of a VGG's head, below, are removed.
     for name in ("global_pool.pool", "fc"):
         cnn = tiny_cnn()
-        # Backward hooks are lost as well as forward hooks.
+        # Backward hooks would be lost as well as forward hooks.
         cnn.get_submodule(name).register_full_backward_hook(lambda *_: None)
         _refused(
             cnn,
@@ -95,13 +95,13 @@ def test_hooks_would_be_lost() -> None:
             input_size=POOL_SIZE,
         )
     for name in ("pre_logits.fc1", "head.drop"):
-        # Before timm 1.0.21 on_meta allocates the model, and VGG's own head has 120 million weights.
+        # Before timm 1.0.21 on_meta allocates the model, and the full head of VGG has 120 million weights.
         vgg = on_meta("vgg11", mlp_ratio=0.01)
         vgg.get_submodule(name).register_forward_hook(lambda *_: None)
         _refused(vgg, f"{name} carries hooks, which would be lost")
 
 
-def test_classifiers_without_rows() -> None:
+def test_classifiers_that_have_no_row_per_class_are_refused() -> None:
     cnn: Any = randomise_norms(tiny_cnn())
     cnn.fc = nn.Sequential(cnn.fc)
     _refused(
@@ -111,7 +111,7 @@ def test_classifiers_without_rows() -> None:
         input_size=POOL_SIZE,
     )
     pruned: Any = tiny_cnn()
-    # torch refuses to copy tensors that are no leaves.
+    # torch refuses to copy tensors that are not leaves.
     prune.l1_unstructured(pruned.fc, "weight", 0.5)
     _refused(
         pruned,
@@ -121,17 +121,17 @@ def test_classifiers_without_rows() -> None:
     )
 
 
-def test_not_the_pool_of_an_earlier_layer() -> None:
+def test_the_pool_of_an_earlier_layer_is_refused() -> None:
     class Squeezed(Plain):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             x = self.trunk[0](x)
-            # A pool of a squeeze: it pools a map, but not the last one.
+            # The pool of this squeeze pools a feature map, but not the last one.
             return self.classifier(self.trunk[1](x * self.pool(x)).mean((2, 3)))
 
     _refused(Squeezed(), "no module of Squeezed pools its last feature map")
 
 
-def test_models_that_cannot_be_specialized() -> None:
+def test_models_that_cannot_be_specialized_are_refused() -> None:
     refused = partial(assert_refused, specialize)
     refused(tiny_cnn(), "expected a model with one AttentionPool2d, got ResNet with 0")
     refused(

@@ -11,7 +11,7 @@ from tests.tcnn_model.families import build
 from tests.tcnn_model.numerics import assert_same, disturb, random
 
 K = 3
-HEADS = {  # layers after the pool, which have to take a pooled vector, or a vector for each class
+HEADS = {  # layers after the pool, which must accept a pooled vector, or one per class
     "a Linear": "resnet18",
     "a 1 x 1 convolution": "dla34",
     "norm, Linear": "convnext_tiny",
@@ -21,7 +21,7 @@ HEADS = {  # layers after the pool, which have to take a pooled vector, or a vec
 
 
 def small(name: str) -> Any:
-    """Build a narrow relative with 3 classes, in eval mode."""
+    """Build a narrow relative of a model, with 3 classes, in eval mode."""
     return build(name, **({"head_hidden_size": 24} if name == "convnext_atto" else {}))
 
 
@@ -44,7 +44,7 @@ def _pooled(name: str, *, per_class: bool) -> Any:
 def _trains(model: Any, x: torch.Tensor) -> None:
     """Assert that a small step lowers the loss of the same batch by about as much as the gradients predict.
 
-    The labels are the least likely classes: the loss of other classes may be 0 to float32 already.
+    The labels are the least likely classes, as the loss of other classes may already be 0 in float32.
     """
     model.train()
     scores = model(x)
@@ -60,11 +60,11 @@ def _trains(model: Any, x: torch.Tensor) -> None:
     )
     first = next(iter(gradients.values()))
     classifier = model.get_classifier().weight.grad
-    # The first layer, the token and the classifier: what lies between is then reached as well.
+    # If the first layer, the token and the classifier have gradients, the layers in between have them, too.
     assert token.any()
     assert first.any()
     assert classifier.any()
-    # A fall of a thousandth is a small step, which float32 still resolves.
+    # The step should lower the loss by a thousandth, which float32 still resolves.
     fall = 1e-3 * loss.item()
     slope = sum(
         float(gradient.square().sum(dtype=torch.float64))
@@ -73,7 +73,7 @@ def _trains(model: Any, x: torch.Tensor) -> None:
     torch.optim.SGD(model.parameters(), fall / slope).step()
     with torch.no_grad():
         after = nn.functional.cross_entropy(model(x), labels)
-    # Curvature takes or adds its share; gradients of the wrong sign give -1.
+    # Curvature changes the ratio; gradients of the wrong sign would give -1.
     assert 0.4 < (loss.item() - after.item()) / fall < 2.5
     model.eval()
 
@@ -82,7 +82,7 @@ def _trains(model: Any, x: torch.Tensor) -> None:
     ("name", "per_class"),
     [*((name, True) for name in HEADS.values()), ("convnext_tiny", False)],
 )
-def test_family(name: str, per_class: bool) -> None:
+def test_families_train_pool_and_reset(name: str, per_class: bool) -> None:
     model = _pooled(name, per_class=per_class)
     x = _images(name)
     _trains(model, x)
@@ -105,7 +105,7 @@ def test_family(name: str, per_class: bool) -> None:
         )
 
 
-def test_export() -> None:
+def test_pooled_model_exports() -> None:
     model = _pooled("resnet18", per_class=True)
     x = _images("resnet18")
     assert_same(torch.export.export(model, (x,)).module()(x), model(x))
@@ -113,9 +113,9 @@ def test_export() -> None:
 
 @pytest.mark.parametrize("name", HEADS.values(), ids=HEADS)
 @torch.no_grad()
-def test_any_head_takes_each_token_by_itself(name: str) -> None:
-    """Scores of a class are those of the same head with that class's token in place of the pool."""
-    # The slow way: the head of the CNN once for each class, with that token as its pool.
+def test_any_head_is_applied_to_each_token_separately(name: str) -> None:
+    """The score of a class equals that of the CNN's head with the class's token in place of the pooled vector."""
+    # This loop runs the CNN's head once for each class, with the class's token as its pool.
     cnn = small(name).double()
     model = _pooled(name, per_class=True).double()
     x = _images(name).double()

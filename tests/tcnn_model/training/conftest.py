@@ -1,4 +1,4 @@
-"""The command, run with what it refuses."""
+"""Fixture that runs the command with arguments that it refuses."""
 
 from collections.abc import Callable
 
@@ -9,7 +9,7 @@ from tcnn_model.training.command import main
 
 @pytest.fixture
 def refusal(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
-    """Run the command with arguments that it must refuse; what it says."""
+    """Return a function that runs the command, asserts that it refuses its arguments, and returns its message."""
 
     def run(*arguments: object) -> str:
         assert main([str(argument) for argument in arguments]) == 2

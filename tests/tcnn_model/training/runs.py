@@ -15,7 +15,7 @@ from tcnn_model.training.command import train
 from tcnn_model.training.config import Config
 
 TINY = {"layers": [1, 1, 1, 1], "channels": [8, 8, 16, 16]}
-# Three steps an epoch: a first, a last and one between.
+# An epoch has three steps, so there is one between the first and the last.
 SMALL: dict[str, Any] = {
     "limit": 24,
     "batch_size": 8,
@@ -32,7 +32,7 @@ def config(out: Path, model: str = "resnet18", **settings: Any) -> Config:
 
 
 def finish(settings: Config, *, resume: bool = False) -> dict[str, Any]:
-    """Train to the end; the last checkpoint."""
+    """Train to the end, and return the last checkpoint."""
     for _ in train(settings, resume=resume, progress=False):
         pass
     return last_checkpoint(settings)
@@ -51,14 +51,15 @@ def assert_same_weights(actual: dict[str, Any], expected: dict[str, Any]) -> Non
     assert repr(actual["history"]) == repr(expected["history"])
 
 
-# A fresh interpreter takes seconds to import torch.
+# A new interpreter would take seconds to import torch.
 def fork(work: Callable[[], None]) -> int:
-    """Do it in a process of its own, which has all imports already; its number."""
+    """Run a function in a fork of this process, which has imported all modules, and return the fork's process id."""
     if process := os.fork():
         return process
-    # Since Python 3.14 workers that load images come from a server, and only the process that began it can use it.
+    # Since Python 3.14, workers that load images are forked by a server, and only the process that started it can use
+    # it.
     forkserver._forkserver.__init__()  # type: ignore[misc, attr-defined]
-    # A rank waits half an hour for one that died.
+    # A rank waits half an hour for another one that died; this alarm ends it earlier.
     signal.alarm(120)
     status = 1
     try:

@@ -1,4 +1,4 @@
-"""Models and trainings that are built from the settings of a run."""
+"""Models and trainings built from the settings of a run."""
 
 import copy
 import json
@@ -40,8 +40,8 @@ def _batch(count: int, size: int = 32) -> tuple[Tensor, Tensor]:
     return torch.randn(count, 3, size, size), torch.arange(count) % 10
 
 
-def test_gates_have_a_schedule_of_their_own() -> None:
-    """Linear warm-up and cosine, computed here; the gates' goes on to a floor."""
+def test_gates_have_their_own_schedule() -> None:
+    """The schedule is a linear warm-up and a cosine; that of the gates has its own warm-up, and ends at a floor."""
     optimizer = create_optimizer(
         tiny_tcnn(), "adamw", lr=4e-3, gating_lr=0.2, weight_decay=0.1
     )
@@ -62,7 +62,7 @@ def test_gates_have_a_schedule_of_their_own() -> None:
             if step < warmup:
                 expected = peak * step / warmup
             assert group["lr"] == pytest.approx(expected)
-    # Without a warm-up or floor of its own, the gates' rate keeps its ratio to the others.
+    # Without their own warm-up or floor, the rate of the gates stays proportional to the other rates.
     joint_schedules = create_schedules(optimizer, epochs=5, steps=7, warmup_epochs=2)
     for schedule in joint_schedules:
         schedule.step_update(34)
@@ -70,8 +70,8 @@ def test_gates_have_a_schedule_of_their_own() -> None:
     assert rates["gates"] / rates["decayed"] == pytest.approx(0.2 / 4e-3)
 
 
-def test_accumulated_batches_are_one(tmp_path: Path) -> None:
-    # A transformer: batch norms would see parts of a batch, and compute something else.
+def test_accumulated_batches_equal_one_batch(tmp_path: Path) -> None:
+    # The model is a transformer, because batch norms would use the statistics of each part.
     settings = config(
         tmp_path,
         "deit_tiny_patch16_224",
@@ -82,18 +82,18 @@ def test_accumulated_batches_are_one(tmp_path: Path) -> None:
     for training, parts in zip(trainings, (1, 3), strict=True):
         training.train_mode()
         pieces = tuple(zip(images.chunk(parts), labels.chunk(parts), strict=True))
-        # Update 0 has a rate of 0: the warm-up's first.
+        # Update 0, the first of the warm-up, has a rate of 0.
         training.make_step(pieces, update=2)
         assert float(training.total[2]) == 6
     for actual, expected in zip(
         *(training.model.parameters() for training in trainings), strict=True
     ):
-        # Gradients of three parts are added in another order than those of one batch, in float32.
+        # The sum over three parts has another order than that of one batch, in float32.
         torch.testing.assert_close(actual.grad, expected.grad, rtol=1e-4, atol=1e-6)
 
 
-def test_clipped_gradient_has_this_norm(tmp_path: Path) -> None:
-    # Far below any gradient of a model that has just been built.
+def test_clipped_gradient_has_the_given_norm(tmp_path: Path) -> None:
+    # The limit is far below the norm of any gradient of a new model.
     training = _training(config(tmp_path, clip_grad=1e-3))
     training.make_step((_batch(4),), update=2)
     norm = torch.stack(
@@ -103,7 +103,7 @@ def test_clipped_gradient_has_this_norm(tmp_path: Path) -> None:
             if p.grad is not None
         ]
     )
-    # torch clips by the norm plus 1e-6.
+    # torch divides by the norm plus 1e-6.
     assert float(norm.sum().sqrt()) == pytest.approx(1e-3, rel=1e-4)
 
 
@@ -118,14 +118,14 @@ def test_clipped_gradient_has_this_norm(tmp_path: Path) -> None:
     ],
     ids=["grad_checkpointing", "compile", "channels_last", "bfloat16", "float16"],
 )
-def test_ways_to_compute_the_same_gradient(
+def test_equivalent_ways_to_compute_the_gradient(
     ways: dict[str, Any], eps: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Compiled without a compiler: what is captured runs as it is. float16 with a scaler, on the CPU too."""
+    """compile uses a backend that runs the captured graph eagerly; float16 uses a gradient scaler, even on the CPU."""
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
     tiny = {
         "model_options": {"embed_dim": 24, "depth": 2, "num_heads": 3},
-        # Never reached, but float16 then has to undo its scaling before the norm is taken.
+        # This limit is never reached, but with it float16 must undo its scaling before the norm is computed.
         "clip_grad": 1e9,
     }
     batch = _batch(4)
@@ -149,7 +149,7 @@ def test_ways_to_compute_the_same_gradient(
             name for name, _ in training.model.named_parameters()
         }
     plain, changed = gradients
-    # Each way rounds a few times more or in another order; what is computed is the same.
+    # The ways differ only in the number of roundings and in their order.
     assert float((changed - plain).norm() / plain.norm()) < 8 * eps
 
 
@@ -161,10 +161,10 @@ def test_batch_norms_are_synchronized_on_gpus_only(tmp_path: Path) -> None:
         )
 
 
-def test_what_is_frozen_stays_as_it_is(tmp_path: Path) -> None:
-    """Running statistics of frozen batch norms too."""
+def test_frozen_parameters_and_statistics_stay(tmp_path: Path) -> None:
+    """The running statistics of frozen batch norms stay as well."""
     training = _training(
-        # A part, a layer and a pattern; biases are left to change.
+        # A part, a layer and a pattern are frozen; some biases remain trainable.
         config(tmp_path, freeze=["layer1", "bn1", "*.weight"], lr=1e-2)
     )
     before = copy.deepcopy(training.model.state_dict())
@@ -193,10 +193,10 @@ def test_moving_average_of_the_weights(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("keep", [True, False])
-def test_conversion_keeps_the_momenta_of_what_survives(
+def test_conversion_keeps_the_optimizer_state_of_surviving_weights(
     keep: bool, tmp_path: Path
 ) -> None:
-    # At 32 pixels the last stages of a ResNet are too small to be told apart.
+    # At 32 pixels, the last stage of a ResNet has a single pixel, which is too few to tell stages apart.
     training = _training(
         settings := config(
             tmp_path, img_size=64, opt="momentum", keep_optimizer=keep, ema=0.5
@@ -209,7 +209,7 @@ def test_conversion_keeps_the_momenta_of_what_survives(
         for name, parameter in training.model.named_parameters()
     }
     assert convert(training, settings, 3, ALONE)
-    # A resumed run asks again.
+    # A resumed run converts again, which must change nothing.
     assert not convert(training, settings, 3, ALONE)
     assert len(gpsa_layers(training.model)) == 2
     names = dict(training.model.named_parameters())
@@ -230,7 +230,7 @@ def test_conversion_keeps_the_momenta_of_what_survives(
         assert torch.equal(training.ema.module.get_parameter(name), names[name])
 
 
-def test_rates_scale_with_the_images_of_a_step() -> None:
+def test_learning_rates_scale_with_the_images_of_a_step() -> None:
     settings = Config(
         "resnet18",
         lr=1e-4,
@@ -239,14 +239,14 @@ def test_rates_scale_with_the_images_of_a_step() -> None:
         batch_size=64,
         accumulate=2,
     )
-    # 64 x 2 x 4 = 512 images a step, half of the paper's.
+    # 64 x 2 x 4 = 512 images in a step are half of the paper's batch.
     scaled = settings.scaled(processes=4)
     assert (scaled.lr, scaled.gating_lr) == pytest.approx((0.5e-4, 0.05))
     assert Config("resnet18", batch_size=64).scaled(4).lr == 1e-4
 
 
-def test_simple_random_crop_is_off_by_four_pixels_at_most() -> None:
-    """An image with the place in each pixel: what comes out is a shift of it, mirrored where nothing is."""
+def test_simple_random_crop_shifts_by_at_most_four_pixels() -> None:
+    """Each pixel holds its own position, so the output shows the shift and the reflected border."""
     places = np.stack(
         [
             np.arange(32)[:, None].repeat(32, 1),
@@ -264,15 +264,15 @@ def test_simple_random_crop_is_off_by_four_pixels_at_most() -> None:
     train, _ = create_transforms(settings, data)
     torch.manual_seed(0)
     shifts = set()
-    # Sixty draws of nine shifts, with a seed that is known to reach them all.
+    # With this seed, sixty draws reach all nine shifts.
     for _ in range(30):
         rows, columns = (
-            # Row and column of each pixel are its red and green value.
+            # The red and green values of a pixel are its row and column.
             (train(Image.fromarray(places.astype(np.uint8)))[:2] * 255).round().long()
         )
         y = int(rows[16, 0]) - 16
         x = int(columns[0, 16]) - 16
-        # The mirror lies on the last pixel, 31, which is not repeated.
+        # Reflection is about the last pixel, 31, which is not repeated.
         mirrored = torch.as_tensor([min(abs(n), 62 - abs(n)) for n in range(x, x + 32)])
         assert torch.equal(columns[0], mirrored)
         shifts |= {y, x}
@@ -290,13 +290,13 @@ class _Teacher(nn.Module):
         return F.one_hot(torch.full((len(images),), 2), 5).float() * self.scale
 
 
-def test_teacher_of_other_classes_is_refused(tmp_path: Path) -> None:
-    """Its classifier would be drawn anew, and the student learn from random decisions."""
+def test_teacher_with_other_classes_is_refused(tmp_path: Path) -> None:
+    """timm would draw its classifier anew, and the student would learn from random decisions."""
     pytest.importorskip("timm.task")
     teacher = timm.create_model("resnet10t", num_classes=21)
     weights = {"state_dict": teacher.state_dict()}
     torch.save(weights, tmp_path / "best.pt")
-    # What timm finds where its own weights are.
+    # timm finds this description where the teacher's own weights are.
     description = {"architecture": "resnet10t", "num_classes": 21}
     (tmp_path / "config.json").write_text(json.dumps(description))
     save_file(teacher.state_dict(), tmp_path / "model.safetensors")
@@ -310,11 +310,11 @@ def test_teacher_of_other_classes_is_refused(tmp_path: Path) -> None:
             match="teacher: expected the 10 classes of the model, got 21 of",
         ):
             build_training(stage, build_model(stage, 10)[0], 3, ALONE)
-        # With its classes it teaches.
+        # The same teacher is accepted by a student with its classes.
         build_training(stage, build_model(stage, 21)[0], 3, ALONE)
 
 
-def test_transformer_teaches_at_the_size_of_the_images(tmp_path: Path) -> None:
+def test_transformer_teaches_at_the_students_image_size(tmp_path: Path) -> None:
     pytest.importorskip("timm.task")
     weights = tmp_path / "best.pt"
     torch.save(timm.create_model("deit_tiny_patch16_224").state_dict(), weights)
@@ -326,7 +326,7 @@ def test_transformer_teaches_at_the_size_of_the_images(tmp_path: Path) -> None:
     )
     model, _ = build_model(settings, 1000)
     training = build_training(settings, model, 3, ALONE)
-    images = torch.randn(2, 3, 96, 96)  # its own are 224 pixels high and wide
+    images = torch.randn(2, 3, 96, 96)  # the teacher was made for 224 pixels a side
     loss = training.task(images, torch.tensor([3, 5]))["loss"]
     assert loss.isfinite()
 
@@ -334,14 +334,14 @@ def test_transformer_teaches_at_the_size_of_the_images(tmp_path: Path) -> None:
 @pytest.mark.parametrize("distillation", ["hard", "soft"])
 @pytest.mark.parametrize("returns_object", [False, True])
 def test_distillation_by_hand(returns_object: bool, distillation: str) -> None:
-    """Shares of the labels' loss and of the teacher's; the teacher sees images normalised as it wants."""
+    """The loss combines those of labels and teacher; the teacher sees images with its own normalisation."""
     pytest.importorskip("timm.task")
     teacher = _Teacher()
     model = timm.create_model(
         "resnet18", layers=[1, 1, 1, 1], channels=[8] * 4, num_classes=5
     )
     judge = Logits(teacher) if returns_object else teacher
-    # Not the student's normalisation.
+    # The teacher's normalisation differs from the student's.
     judge.pretrained_cfg = {"mean": (0.5,) * 3, "std": (0.5,) * 3}
     images = torch.randn(4, 3, 32, 32)
     labels = torch.tensor([0, 1, 2, 3])
@@ -368,7 +368,7 @@ def test_distillation_by_hand(returns_object: bool, distillation: str) -> None:
         for name in ("mean", "std")
     )
     torch.testing.assert_close(teacher.seen[0], (images * std + mean - 0.5) / 0.5)
-    # The optimizer must not find a teacher's weights to train.
+    # The optimizer must not train the weights of the teacher.
     assert not teacher.scale.requires_grad
 
 
@@ -389,7 +389,7 @@ def test_losses_by_hand(mixed: bool) -> None:
         create_criterion("mse", label_smoothing=0.0, mixed=mixed)
 
 
-def test_options_of_the_model(tmp_path: Path) -> None:
+def test_options_reach_the_model(tmp_path: Path) -> None:
     settings = config(
         tmp_path, img_size=64, unstride=True, drop_path=0.2, uniform_drop_path=True
     )
@@ -400,7 +400,7 @@ def test_options_of_the_model(tmp_path: Path) -> None:
         for stage in (model.layer1, model.layer4)
         for block in stage
     ] == [0.2, 0.2]
-    # The seed of the run decides, not what was drawn before.
+    # Weights are drawn from the seed of the run, whatever was drawn before.
     torch.manual_seed(5)
     assert torch.equal(build_model(settings, 10)[0].fc.weight, model.fc.weight)
     with pytest.raises(ValueError, match="vgg11 has no block with a drop_path"):

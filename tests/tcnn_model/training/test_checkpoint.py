@@ -1,4 +1,4 @@
-"""Runs that were interrupted go on as if they had not been."""
+"""Interrupted runs resume as if they had not been interrupted."""
 
 import copy
 import os
@@ -26,7 +26,7 @@ SETTINGS: dict[str, Any] = {
     "warmup_epochs": 1,
     "lr": 1e-3,
     "seed": 5,
-    # Draws random numbers in each step, which a resumed run has to draw again.
+    # Stochastic depth draws random numbers in each step, which a resumed run has to draw again.
     "drop_path_rate": 0.2,
 }
 
@@ -34,7 +34,7 @@ SETTINGS: dict[str, Any] = {
 def _run(
     model: nn.Module, path: Path | None, *, stop: int = 99, **changed: Any
 ) -> list[EpochResult]:
-    """Train until epoch ``stop`` has been yielded, then leave as a user does who breaks out of the loop."""
+    """Train until epoch ``stop`` is yielded, then stop like a user who breaks out of the loop."""
     results = []
     settings = {**SETTINGS, **changed}
     for result in finetune(
@@ -63,23 +63,23 @@ def uninterrupted() -> tuple[nn.Module, list[EpochResult]]:
 
 
 @pytest.mark.parametrize("stop", [0, 2, 4])
-def test_resumed_run_is_the_uninterrupted_one(
+def test_resumed_run_equals_the_uninterrupted_one(
     tmp_path: Path, stop: int, uninterrupted: tuple[nn.Module, list[EpochResult]]
 ) -> None:
-    """Also where nothing but the last validation is left to do."""
+    """The last case has only the final validation left to do."""
     expected_model, expected = uninterrupted
     model = tiny_tcnn()
     assert len(_run(tiny_tcnn(), tmp_path / "run.pt", stop=stop)) == stop + 1
-    # Whatever the new process drew before must not matter.
+    # Numbers that the new process drew before must not matter.
     torch.manual_seed(stop)
     resumed = _run(model, tmp_path / "run.pt")
-    # Epoch 0 has NaNs, which equal each other only in print.
+    # Epoch 0 has NaNs, which are equal only in their printed form.
     assert repr(resumed) == repr(expected)
     _assert_same(model, expected_model)
 
 
-def test_weights_at_each_resumed_epoch(tmp_path: Path) -> None:
-    """The last epoch of the checkpoint is validated again: a recorder then sees the trained weights, in eval mode."""
+def test_resumed_epochs_have_the_weights_of_the_checkpoint(tmp_path: Path) -> None:
+    """The last epoch of the checkpoint is validated again, so that a recorder sees the trained weights in eval mode."""
     _run(tiny_tcnn(), tmp_path / "run.pt", stop=2)
     model = tiny_tcnn()
     modes = []
@@ -93,7 +93,7 @@ def test_weights_at_each_resumed_epoch(tmp_path: Path) -> None:
         **SETTINGS,
     )
     assert [next(run).epoch for _ in range(3)] == [0, 1, 2]
-    assert modes == [False, False]  # two batches, of epoch 2 alone
+    assert modes == [False, False]  # two batches of epoch 2, and none of earlier epochs
     assert next(run).epoch == 3
     assert modes[2:] == [True] * 3 + [False] * 2
 
@@ -109,7 +109,7 @@ def test_interruption_within_an_epoch_repeats_it(
 
     def cut(*_: object) -> None:
         calls.append(None)
-        # Two batches of validation before an epoch of three steps.
+        # Two batches of validation precede an epoch of three steps.
         if len(calls) == 2 + 3 + 2 + 2:  # the second step of epoch 2
             raise PowerCut
 
@@ -122,7 +122,7 @@ def test_interruption_within_an_epoch_repeats_it(
     _assert_same(resumed_model, expected_model)
 
 
-def test_checkpoint_is_one_whole_file(tmp_path: Path) -> None:
+def test_checkpoint_is_a_single_complete_file(tmp_path: Path) -> None:
     path = tmp_path / "new" / "run.pt"
     _run(tiny_tcnn(), path, stop=1)
     assert [file.name for file in path.parent.iterdir()] == ["run.pt"]
@@ -145,7 +145,7 @@ SETTINGS_OF_ANOTHER_RUN: list[tuple[dict[str, Any], str]] = [
 
 def test_checkpoint_with_other_settings_is_refused(tmp_path: Path) -> None:
     _run(tiny_tcnn(), tmp_path / "run.pt", stop=0)
-    # A refused run may change neither its file nor the model, whose stochastic depth it would set.
+    # A refused run must change neither the file nor the model, of which it would set the stochastic depth.
     written = (tmp_path / "run.pt").read_bytes()
     model = tiny_tcnn()
     before = copy.deepcopy(model.state_dict())
@@ -163,14 +163,14 @@ def test_checkpoint_with_other_settings_is_refused(tmp_path: Path) -> None:
     assert repr(model) == shown
 
 
-def test_checkpoint_of_another_model(tmp_path: Path) -> None:
+def test_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
     _run(tiny_cnn(), tmp_path / "run.pt", stop=0)
     with pytest.raises((RuntimeError, ValueError), match=r"layer4\.0\.conv1"):
         _run(tiny_tcnn(), tmp_path / "run.pt")
 
 
 class Augmented(Dataset[tuple[Tensor, int]]):
-    """Images that Python's and NumPy's global generators change, as much of today's augmentation does."""
+    """Data set that changes images with the global generators of Python and NumPy, as many augmentations do."""
 
     def __init__(self) -> None:
         self._images = torch.randn(
@@ -216,7 +216,7 @@ def test_resumed_run_draws_the_same_random_numbers(tmp_path: Path) -> None:
     _assert_same(train(tmp_path / "run.pt", 4), expected)
 
 
-def test_workers_that_persist_are_refused() -> None:
+def test_persistent_workers_are_refused() -> None:
     loader = _augmented(num_workers=1, persistent_workers=True)
     with pytest.raises(ValueError, match="persistent_workers=False, or no seed"):
         finetune(tiny_tcnn(), loader, validation_batches(), **SETTINGS)
@@ -229,7 +229,7 @@ def test_damaged_checkpoints_are_refused_by_name(tmp_path: Path) -> None:
     torch.save({"settings": {}}, tmp_path / "other.pt")
     for content in (
         b"",
-        # As after a copy that was cut off.
+        # A copy that was interrupted leaves such a file.
         written[: len(written) // 2],
         b"not a checkpoint",
         (tmp_path / "other.pt").read_bytes(),
@@ -245,14 +245,14 @@ def test_damaged_checkpoints_are_refused_by_name(tmp_path: Path) -> None:
 def test_each_flipped_bit_of_a_directory_entry_is_refused_or_harmless(
     tmp_path: Path,
 ) -> None:
-    """Torch then takes the tensor for a folder, and gives memory as it is."""
+    """Some of these bits make torch take the tensor for a folder, and return uninitialised memory."""
     path = tmp_path / "tensors.pt"
     values = torch.arange(7.0)
     write_checkpoint(path, {"values": values})
     written = path.read_bytes()
     name = b"archive/data/0"
     end = written.rindex(name) + len(name)
-    # The checksums of tensors do not cover the zip's directory, which says where they lie.
+    # The checksums of tensors do not cover the zip's directory, which holds their positions.
     entry = range(8 * written.rindex(b"PK\1\2", 0, end), 8 * end)
     refused = 0
     for bit in entry:
@@ -263,11 +263,11 @@ def test_each_flipped_bit_of_a_directory_entry_is_refused_or_harmless(
             assert torch.equal(load_tensors(path)["values"], values), bit
         except ValueError:
             refused += 1
-    # Bits of the date, for example, are harmless.
+    # Some bits, such as those of the date, are harmless.
     assert 0 < refused < len(entry)
 
 
-def test_checkpoint_is_on_the_disk_before_it_has_its_name(
+def test_checkpoint_is_on_the_disk_before_it_gets_its_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     done: list[str] = []

@@ -1,4 +1,4 @@
-"""Two processes that train as one: the same images, the same loss, each validation image once."""
+"""Two processes train like one: with the same images and the same loss, and each validation image once."""
 
 import os
 import socket
@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed.fsdp
-import torch.distributed.tensor  # by this process, for those that it forks
+import torch.distributed.tensor  # imported before processes are forked
 import xarray as xr
 
 from tcnn_model.training import command, loop
@@ -26,18 +26,19 @@ from tests.tcnn_model.training.runs import (
     last_checkpoint,
 )
 
-# Layer norms only: batch norms would see other batches. 27 images to validate on: 14 and 13.
+# The model has layer norms only, as batch norms would see other batches. The 27 validation images divide into 14 and
+# 13.
 PLAIN: dict[str, Any] = {
     "model": "deit_tiny_patch16_224",
     "limit": 27,
     "epochs": 2,
     "lr": 1e-3,
-    # Augmentation that draws numbers, which have to be the image's and not the process's.
+    # The augmentation draws random numbers, which have to depend on the image and not on the process.
     "random_erasing": 0.5,
 }
 PLAIN |= {
     "model_options": {"embed_dim": 24, "depth": 1, "num_heads": 3},
-    # Both copies of an image may lie in different processes.
+    # The two copies of an image may be in different processes.
     "repeated_augmentation": 2,
     "ema": 0.5,
 }
@@ -46,7 +47,7 @@ PLAIN |= {"watcher": Config.watcher, "clip_grad": 1.0}
 
 @pytest.fixture(scope="module")
 def single(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], Path]:
-    """A training in one process: its last checkpoint, and its folder."""
+    """Return the last checkpoint and the folder of a training in one process."""
     folder = tmp_path_factory.mktemp("one")
     return finish(config(folder, **PLAIN, batch_size=8)), folder
 
@@ -63,13 +64,15 @@ def _of_rank(
     steps = []
 
     def counted(self: Any, *arguments: Any) -> None:
-        # Ends like a killed process: nothing is written any more.
+        # Exit like a killed process, which writes nothing any more.
         if len(steps) == stop:
             os._exit(0)
         make_step(self, *arguments)
         steps.append(None)
 
-    loop.Training.make_step = counted  # type: ignore[method-assign]  # of a process that ends after this
+    loop.Training.make_step = (
+        counted  # the process ends after this call, so the patch is not undone
+    )
     finish(settings, resume=resume)
 
 
@@ -85,10 +88,10 @@ def _in_two(settings: Config, *, resume: bool = False, stop: int | None = None) 
 
 
 @pytest.mark.parametrize("distribute", ["ddp", "fsdp"])
-def test_two_processes_are_one(
+def test_two_processes_train_like_one(
     distribute: str, single: tuple[dict[str, Any], Path], tmp_path: Path
 ) -> None:
-    """Losses, weights and recorded statistics; with FSDP of a run that was killed and resumed."""
+    """Losses, weights and recorded statistics agree; with FSDP, the run is also killed and resumed."""
     settings = config(
         tmp_path, **PLAIN, batch_size=4, distribute=distribute, checkpoint_steps=1
     )
@@ -98,9 +101,9 @@ def test_two_processes_are_one(
     two = last_checkpoint(settings)
     expected, folder = single
     for actual, target in zip(two["history"][1:], expected["history"][1:], strict=True):
-        # Two ranks add their gradients in another order than one process, and training amplifies the difference.
+        # Two ranks add their gradients in another order than one process, and training amplifies the rounding.
         assert actual == pytest.approx(target, rel=1e-4)
-    # An image validated twice would give another denominator.
+    # If an image were validated twice, the denominator would differ.
     assert two["history"][0]["top1"] in [n / 27 for n in range(28)]
     for name, value in expected["ema"].items():
         torch.testing.assert_close(two["ema"][name], value, rtol=1e-3, atol=1e-4)
@@ -130,7 +133,7 @@ NORMED |= {"watcher": Config.watcher}
 def test_reported_saved_and_resumed_statistics_are_the_same(
     distribute: str, tmp_path: Path
 ) -> None:
-    """Reported losses are those of the saved weights alone, and a killed run goes on bit for bit."""
+    """Reported losses are those of the saved weights, and a killed run resumes bit for bit."""
     settings = config(tmp_path / "whole", **NORMED, distribute=distribute)
     _in_two(settings)
     complete = last_checkpoint(settings)
@@ -176,14 +179,14 @@ class _Numbers:
 
 
 @pytest.mark.parametrize("count", [1, 2, 3])
-def test_each_image_is_in_one_process(count: int, tmp_path: Path) -> None:
+def test_each_image_is_in_one_process_only(count: int, tmp_path: Path) -> None:
     settings = config(tmp_path, batch_size=4, limit=None, repeated_augmentation=2)
 
     def numbers(rank: int) -> Any:
         ranks = Ranks(rank, count, torch.device("cpu"))
         transform = torch.tensor
         images = Images(
-            # Primes: neither divides by the number of processes or the batch.
+            # Sizes are primes: neither the number of processes nor the batch size divides them.
             _Numbers(31),
             _Numbers(13),
             (transform, transform),
@@ -209,7 +212,7 @@ def test_each_image_is_in_one_process(count: int, tmp_path: Path) -> None:
     ]
     assert len(trained) == 31 // (4 * count) * 4 * count
     times = [trained.count(index) for index in {*trained}]
-    # As often as augmentation is repeated.
+    # Each image occurs as often as augmentation is repeated.
     assert max(times) == 2
     assert len({*trained}) == len(trained) // 2
     alone = Images(

@@ -1,4 +1,4 @@
-"""One run of the fine-tuning loop: its figures, rates, epochs and errors."""
+"""One run of the fine-tuning loop: its results, learning rates, epochs and errors."""
 
 import copy
 import math
@@ -34,7 +34,7 @@ def _log_probabilities(model: nn.Module, images: torch.Tensor) -> torch.Tensor:
     return logits - logits.exp().sum(1, keepdim=True).log()
 
 
-def test_epoch_zero_is_the_model_as_given() -> None:
+def test_epoch_zero_is_the_model_before_training() -> None:
     model = tiny_tcnn()
     before = copy.deepcopy(model.state_dict())
     run = finetune(
@@ -62,23 +62,23 @@ def test_training_learns() -> None:
     gates = [layer.gate.detach().clone() for layer in gpsa_layers(model).values()]
     results = _run(model, epochs=12, lr=3e-3, label_smoothing=0.0)
     assert [result.epoch for result in results] == list(range(13))
-    # Learning by heart eleven images: a loop that does not step, or ascends, keeps its loss.
+    # Eleven images can be learned by heart: without steps, or with steps uphill, the loss would not fall.
     assert results[-1].train_loss < 0.8 * results[1].train_loss
     for before, layer in zip(gates, gpsa_layers(model).values(), strict=True):
-        # Gates that learned at the weights' rate would have moved a thirtieth of theirs.
+        # At the rate of the weights, the gates would have moved a thirtieth as far.
         assert float((layer.gate - before).abs().max().detach()) > 0.01
 
 
 def test_models_that_return_an_object_with_logits() -> None:
-    """Training and evaluation take the scores as they take a plain tensor."""
-    # By their texts: from Python 3.13 on, dataclasses that hold the same NaN are not equal.
+    """Training and evaluation use its scores like a plain tensor."""
+    # Results are compared in printed form, as dataclasses with NaN are not equal from Python 3.13 on.
     trained = _run(Logits(tiny_cnn()))[1:]
     expected = _run(tiny_cnn())[1:]
     assert repr(trained) == repr(expected)
 
 
-def test_training_figures_by_hand() -> None:
-    """The first step of a warm-up has rate 0, so the first two batches meet the same weights."""
+def test_training_results_by_hand() -> None:
+    """The first step of a warm-up has rate 0, so that the first two batches meet the same weights."""
     model = tiny_tcnn()
     loader = batches(7, 4, shuffle=False)
     twin = copy.deepcopy(model).train()
@@ -86,7 +86,7 @@ def test_training_figures_by_hand() -> None:
     correct = 0
     for images, labels in loader:
         logs = _log_probabilities(twin, images)
-        # Label smoothing of 0.3 over three classes.
+        # Label smoothing is 0.3 over three classes.
         target = torch.full_like(logs, 0.3 / 3)
         target[range(len(labels)), labels] += 0.7
         losses += (-(target * logs).sum(1)).tolist()
@@ -101,17 +101,17 @@ def test_training_figures_by_hand() -> None:
         progress=False,
     )
     first = list(results)[1]
-    # Batches of 4 and 3: a mean of batch means would be another number.
+    # The batches have 4 and 3 images, so that a mean of batch means would differ.
     assert len(losses) == 7
     assert first.train_loss == pytest.approx(sum(losses) / 7, rel=1e-4)
     assert first.train_top1 == pytest.approx(correct / 7)
 
 
-def test_shares_of_classes_are_targets_as_they_are() -> None:
-    """Label smoothing is for indices: mixed targets are smoothed where they are mixed, or not at all."""
+def test_shares_of_classes_are_used_as_targets_unchanged() -> None:
+    """Label smoothing is for indices; mixed targets are smoothed, if at all, by the code that mixes them."""
     images, labels = next(iter(batches()))
     mixed_in = torch.roll(labels, 1)
-    # Its one step is taken with the weights that it has here, and with the statistics of this batch.
+    # The only step uses the loss at these weights, with the statistics of this batch.
     model = tiny_cnn().train()
     classes = model.num_classes
     shares = 0.7 * torch.eye(classes)[labels] + 0.3 * torch.eye(classes)[mixed_in]
@@ -148,14 +148,14 @@ def test_evaluation_by_hand() -> None:
         losses.append(-float(logs[label]))
         correct += int(logs.argmax()) == int(label)
     loss, top1 = evaluate(model, loader, progress=False)
-    # Batches add up in float32, in another order than image by image.
+    # float32 sums over batches have another order than sums over images.
     assert loss == pytest.approx(sum(losses) / 11, rel=1e-4)
     assert top1 == pytest.approx(correct / 11)
 
 
 def test_evaluation_restores_every_mode() -> None:
     model = tiny_tcnn().train()
-    model.get_submodule("layer1").eval()  # frozen norms
+    model.get_submodule("layer1").eval()  # some norms are frozen
     before = {name: module.training for name, module in model.named_modules()}
     buffers = copy.deepcopy(dict(model.named_buffers()))
     evaluate(model, batches(), progress=False)
@@ -166,14 +166,14 @@ def test_evaluation_restores_every_mode() -> None:
     with pytest.raises(RuntimeError):
         evaluate(
             model,
-            # Five channels: the forward fails, and modes have to be restored all the same.
+            # Five channels make the forward fail, and modes must be restored all the same.
             [(torch.zeros(2, 5, 32, 24), torch.zeros(2, dtype=torch.long))],
             progress=False,
         )
     assert {name: module.training for name, module in model.named_modules()} == before
 
 
-def test_rates_are_warm_up_and_cosine() -> None:
+def test_learning_rates_are_a_warm_up_and_a_cosine() -> None:
     epochs, warmup, steps, peak = 5, 2, 3, 0.004
     results = _run(tiny_tcnn(), epochs=epochs, warmup_epochs=warmup, lr=peak)
     assert results[0].lr == 0.0
@@ -189,7 +189,7 @@ def test_rates_are_warm_up_and_cosine() -> None:
     assert _run(tiny_cnn(), epochs=1, warmup_epochs=0, lr=peak)[0].lr == peak
 
 
-def test_sums_of_rates_are_recorded_and_printed(
+def test_sums_of_learning_rates_are_recorded_and_printed(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     model = tiny_tcnn()
@@ -204,7 +204,8 @@ def test_sums_of_rates_are_recorded_and_printed(
     weights = [
         p.detach().clone()
         for p in model.parameters()
-        # AdamW moves each weight by its rate, whatever its gradient: so sums are told in units of the weights' size.
+        # AdamW moves each weight by about its rate, whatever the gradient, so sums are given relative to the size of
+        # weights.
         if p.ndim > 1 and id(p) not in attention
     ]
     queries = [p.detach().clone() for layer in layers for p in (layer.query, layer.key)]
@@ -216,7 +217,7 @@ def test_sums_of_rates_are_recorded_and_printed(
         "qk_lr": "papers",
     }
     results = _run(model, progress=True, name="tiny", **options)
-    factors = [step / steps for step in range(steps)]  # the warm-up, from 0
+    factors = [step / steps for step in range(steps)]  # the warm-up from 0
     for step in range(3 * steps):
         angle = math.pi * step / (3 * steps)
         factors.append(0.5 * (1 + math.cos(angle)))
@@ -228,7 +229,7 @@ def test_sums_of_rates_are_recorded_and_printed(
         ]
         assert result.lr_sum == pytest.approx(peak * total / float(units[0]))
         assert result.qk_lr_sum == pytest.approx(
-            # 3.1 is the papers' sum; a cosine has half its peak on average.
+            # The papers' sum is 3.1, and the mean of a cosine is half its peak.
             2 * 3.1 / (epochs * steps) * total / float(units[1])
         )
         assert result.gating_lr_sum == pytest.approx(gating_peak * total)
@@ -240,19 +241,19 @@ def test_sums_of_rates_are_recorded_and_printed(
     assert control.lr_sum > 0
 
 
-def test_rates_of_queries_and_keys_that_are_the_papers() -> None:
-    # Epochs of the papers, and steps of 1,024 images of ImageNet in each.
+def test_papers_rate_of_queries_and_keys() -> None:
+    # The papers train for 50 epochs, each with 1,251 steps of 1,024 images of ImageNet.
     steps = 50 * 1251
-    # PAPERS_SUM is rounded to two digits, by 0.9 %.
+    # PAPERS_SUM is rounded to two digits, an error of 0.9 %.
     assert papers_qk_lr(steps) == pytest.approx(1e-4, rel=0.01)
     with pytest.raises(ValueError, match="expected at least one step, got 0"):
         papers_qk_lr(0)
 
 
-def test_gates_learn_at_their_own_rate() -> None:
+def test_gates_learn_at_their_own_learning_rate() -> None:
     gates = {"layer4.0.conv1.gating", "layer4.0.conv2.gating"}
     for rates, moving in (
-        # Each rate alone: the other's parameters stay where they are.
+        # If one rate is zero, its parameters must not move.
         ({"gating_lr": 0.0, "lr": 1e-3}, False),
         ({"gating_lr": 0.1, "lr": 0.0}, True),
     ):
@@ -265,7 +266,7 @@ def test_gates_learn_at_their_own_rate() -> None:
             if not torch.equal(p, before[name])
         }
         assert changed == gates if moving else not changed & gates
-    # Without a gate to train there is no group of gates, and the rate that is told is the weights'.
+    # Without a trainable gate there is no group of gates, and the rate that is reported is that of the weights.
     model.requires_grad_(False).get_submodule("fc").requires_grad_(True)
     before = copy.deepcopy(model.state_dict())
     assert _run(model, epochs=2, lr=0.004, warmup_epochs=0)[0].lr == 0.004
@@ -275,7 +276,7 @@ def test_gates_learn_at_their_own_rate() -> None:
 def test_seed_repeats_a_run() -> None:
     first, second, third = tiny_tcnn(), tiny_tcnn(), tiny_tcnn()
     results = _run(first, seed=3, drop_path_rate=0.3)
-    torch.manual_seed(17)  # what happened before does not matter
+    torch.manual_seed(17)  # numbers drawn before the run do not matter
     assert repr(_run(second, seed=3, drop_path_rate=0.3)) == repr(results)
     for name, value in first.state_dict().items():
         assert torch.equal(second.state_dict()[name], value), name
@@ -289,10 +290,10 @@ def test_each_epoch_has_its_own_order_and_modes() -> None:
         lambda module, inputs: forwards.append((module.training, inputs[0]))
     )
     _run(model, epochs=2, seed=3)
-    # Epoch 0 validates only.
+    # Epoch 0 only validates.
     expected = [(False, images) for images, _ in validation_batches()]
     for epoch in (1, 2):
-        # The order of an epoch follows from the seed and its number, so that a resumed run has it too.
+        # The order depends on the seed and the number of the epoch, so that a resumed run has it, too.
         torch.manual_seed(3 + epoch)
         expected += [(True, images) for images, _ in batches()]
         expected += [(False, images) for images, _ in validation_batches()]
@@ -306,7 +307,7 @@ def test_each_epoch_has_its_own_order_and_modes() -> None:
 
 
 def test_each_epoch_goes_through_each_loader_once() -> None:
-    """tqdm.auto opens a second iterator on what it wraps: workers start twice and load every image twice."""
+    """tqdm.auto opens a second iterator on its iterable, with which workers start twice and load every image twice."""
     opened: list[str] = []
 
     class Counted(DataLoader):
@@ -322,7 +323,7 @@ def test_each_epoch_goes_through_each_loader_once() -> None:
     assert opened == ["validate", "train", "validate", "train", "validate"]
 
 
-def test_bfloat16_autocast() -> None:
+def test_training_under_bfloat16_autocast() -> None:
     results = _run(tiny_tcnn(), amp=True)
     assert all(math.isfinite(result.val_loss) for result in results)
     # bfloat16 has 8 significant bits, and two epochs of training amplify its rounding.
@@ -346,8 +347,8 @@ def test_bfloat16_autocast() -> None:
         ({"lr": -1.0}, "lr|learning rate"),
     ],
 )
-def test_bad_settings(arguments: dict[str, Any], message: str) -> None:
-    # At the call, not where the iterator is first used.
+def test_bad_settings_are_refused(arguments: dict[str, Any], message: str) -> None:
+    # The error is raised by the call, not by the first use of the iterator.
     with pytest.raises(ValueError, match=message):
         finetune(
             tiny_cnn(),
@@ -357,7 +358,7 @@ def test_bad_settings(arguments: dict[str, Any], message: str) -> None:
         )
 
 
-def test_empty_loaders() -> None:
+def test_empty_loaders_are_refused() -> None:
     with pytest.raises(
         ValueError, match="empty loader: 0 training and 3 validation batches"
     ):
@@ -368,8 +369,8 @@ def test_empty_loaders() -> None:
         finetune(tiny_cnn(), batches(), batches(0, shuffle=False))
 
 
-def test_drop_path_for_a_model_that_has_none() -> None:
-    """A setting without effect is an error, never silence."""
+def test_drop_path_is_refused_for_a_model_without_it() -> None:
+    """A setting without effect is an error."""
     model = nn.Sequential(nn.Conv2d(1, 3, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten())
     with pytest.raises(ValueError, match="drop"):
         _run(model, drop_path_rate=0.1)

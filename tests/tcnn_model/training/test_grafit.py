@@ -1,4 +1,4 @@
-"""Grafit's losses against loops over Eqs. 2.1 to 2.4 in float64, and its training as a run."""
+"""Grafit: its losses against loops over Eqs. 2.1 to 2.4 in float64, and its runs."""
 
 import math
 from collections.abc import Callable
@@ -36,7 +36,7 @@ def by_hand(
     label: int,
     sigma: float,
 ) -> float:
-    """Eqs. 2.2 and 2.3 of one image, without itself among the others."""
+    """Return Eqs. 2.2 and 2.3 for one image, which is not among its neighbours."""
     weights = [
         math.exp(cosine(embedding, neighbour) / sigma) for neighbour, _ in neighbours
     ]
@@ -47,7 +47,7 @@ def by_hand(
 
 
 def instance_by_hand(predictions: Tensor, targets: Tensor) -> float:
-    """Eq. 2.1, mean over images."""
+    """Return Eq. 2.1 as a mean over images."""
     images, views, _ = predictions.shape
     pairs = [(i, j) for i in range(views) for j in range(views) if i != j]
     total = sum(
@@ -67,11 +67,11 @@ def random(*shape: int, seed: int = 0) -> Tensor:
 def test_instance_loss_by_hand() -> None:
     predictions = random(5, 3, 7)
     targets = random(5, 3, 7, seed=1)
-    # A mean of thirty cosines, none above 1.
+    # The loss is a mean of thirty cosines, none of which exceeds 1.
     assert instance_loss(predictions, targets).item() == pytest.approx(
         instance_by_hand(predictions, targets), abs=1e-14
     )
-    # Views that are alike have a cosine of 1.
+    # Equal views have a cosine of 1.
     views = predictions[:, :1].expand(5, 3, 7)
     assert instance_loss(views, views).item() == pytest.approx(-1)
 
@@ -80,7 +80,7 @@ def test_neighbour_scores_by_hand() -> None:
     embeddings = random(5, 7)
     memory = random(11, 7, seed=1)
     labels = torch.arange(11) % 3
-    # An image that is in the memory must not be its own neighbour.
+    # An image in the memory must not be its own neighbour.
     itself = torch.arange(11) == torch.tensor([4, 0, 10, 7, 1])[:, None]
     for mask in (None, itself):
         scores = neighbour_scores(
@@ -94,12 +94,12 @@ def test_neighbour_scores_by_hand() -> None:
                 for label in range(3)
             ]
             assert (-scores[image, :3]).tolist() == pytest.approx(expected, rel=1e-12)
-        # The fourth class has no neighbour.
+        # No neighbour belongs to the fourth class.
         assert scores[:, 3].tolist() == [math.log(torch.finfo(torch.float64).tiny)] * 5
 
 
 class Trunk(nn.Linear):
-    """The part of timm's models that Grafit needs."""
+    """Part of timm's interface that Grafit needs."""
 
     head_hidden_size = 5
 
@@ -114,8 +114,8 @@ def grafit(seed: int) -> Grafit:
 
 @pytest.mark.parametrize("weight", [0.0, 0.6, 1.0])
 def test_task_is_the_sum_of_both_losses(weight: float) -> None:
-    """4 images of 3 views; two images of an earlier batch are in the memory, one of which comes again."""
-    # Other weights than the target's, so that the two cannot be exchanged.
+    """There are 4 images with 3 views; the memory holds two images of an earlier batch, one of which comes again."""
+    # The target has other weights than the model, so that exchanging the two would show.
     model = grafit(0).float()
     target = grafit(1).float().eval()
     before = random(2, 3).float()
@@ -137,7 +137,7 @@ def test_task_is_the_sum_of_both_losses(weight: float) -> None:
     for n, (label, number) in enumerate(
         zip(labels.tolist(), numbers.tolist(), strict=True)
     ):
-        # The memory keeps half of what it had of an image.
+        # The new entry is half the embedding, plus half the old entry if there is one.
         half = ours[n, 0] / 2 + (before[1] / 2 if number == 4 else 0)
         remembered[number] = half.tolist(), label
         torch.testing.assert_close(model.memory[number], half)
@@ -148,7 +148,7 @@ def test_task_is_the_sum_of_both_losses(weight: float) -> None:
         ]
         losses.append(by_hand(ours[n, 0].tolist(), neighbours, int(labels[n]), 0.2))
     expected = sum(losses) / 4 + weight * instance_by_hand(predictions, goals)
-    # Cosines of at most 1 over a temperature of 0.2, in numerator and denominator.
+    # Cosines of at most 1 are divided by a temperature of 0.2, in numerator and denominator.
     terms = sum(map(abs, losses)) / 4 + 1 + 2 / 0.2
     assert result["loss"].item() == pytest.approx(
         expected, abs=16 * torch.finfo(torch.float32).eps * terms
@@ -157,11 +157,11 @@ def test_task_is_the_sum_of_both_losses(weight: float) -> None:
     assert result["output"].shape == (4, 2)
     result["loss"].backward()
     assert all(parameter.grad is not None for parameter in model.parameters())
-    # The target follows as a moving average, never by gradients.
+    # The target is a moving average and gets no gradients.
     assert all(parameter.grad is None for parameter in target.parameters())
 
 
-def test_views_that_are_apart_are_refused() -> None:
+def test_views_of_an_image_must_be_adjacent() -> None:
     targets = torch.tensor([[0, 3], [0, 3], [1, 4], [1, 5]])
     with pytest.raises(
         ValueError, match="expected 2 views of each image, one after the other"
@@ -169,8 +169,8 @@ def test_views_that_are_apart_are_refused() -> None:
         GrafitTask(grafit(0), grafit(0), 2)(random(4, 7), targets)
 
 
-def test_a_run_interrupted_or_not(tmp_path: Path) -> None:
-    """The memory and the target network are in the checkpoint; validation is by neighbours, on coarse labels."""
+def test_an_interrupted_run_resumes_to_the_same_weights(tmp_path: Path) -> None:
+    """The checkpoint holds the memory and the target network; validation uses neighbours, with coarse labels."""
     complete = finish(config(tmp_path / "whole", **GRAFIT))
     settings = config(tmp_path / "twice", **GRAFIT)
     for result in train(settings, progress=False):
@@ -179,7 +179,7 @@ def test_a_run_interrupted_or_not(tmp_path: Path) -> None:
     again = finish(settings, resume=True)
     assert_same_weights(again, complete)
     known = complete["model"]["labels"] >= 0
-    assert 12 < known.sum() <= 24  # of 24 images 12 in each of two epochs
+    assert 12 < known.sum() <= 24  # each of two epochs sees 12 of the 24 images
     parity = open_sources("parity", "", ("train", "validation"))[0]
     fine = open_sources("digits", "", ("train", "validation"))[0]
     for number in known.nonzero()[:, 0].tolist():
@@ -196,14 +196,14 @@ def test_a_run_interrupted_or_not(tmp_path: Path) -> None:
 
 
 @torch.no_grad()
-def test_a_refreshed_memory_is_of_the_final_weights() -> None:
-    """Eq. 2.3 of an image against embeddings that are all computed with the same weights."""
+def test_a_refreshed_memory_uses_the_final_weights() -> None:
+    """Eq. 2.3 is computed with embeddings that all come from the same weights."""
     model = grafit(0).float().eval()
     images = random(13, 7).float()
     numbers = torch.arange(13)
     labels = torch.arange(13) % 2
     model.remember(numbers, labels, random(13, 3, seed=5).float())
-    # Out of order, and in unequal parts: embeddings are stored by number, not by place.
+    # Images come out of order and in unequal parts, as embeddings are stored by the images' numbers.
     order = torch.tensor([7, 2, 11, 0, 12, 5, 9, 1, 10, 3, 8, 6, 4])
     for part in (order[:5], order[5:]):
         model.refresh(part, labels[part], images[part])
@@ -220,18 +220,18 @@ def test_a_refreshed_memory_is_of_the_final_weights() -> None:
 
 
 def test_a_linear_projector_is_one_matrix(tmp_path: Path) -> None:
-    """Grafit FC."""
+    """Grafit FC has a linear projector."""
     run = finish(config(tmp_path / "fc", **GRAFIT, projector="linear", epochs=2))
     projector = [name for name in run["model"] if name.startswith("projector.")]
     assert projector == ["projector.weight", "projector.bias"]
     assert run["model"]["projector.weight"].shape == (8, 16)
 
 
-def test_coarse_labels_from_a_file(tmp_path: Path) -> None:
-    """A file that says which digits are even trains as the labels of even and odd do."""
+def test_coarse_labels_are_read_from_a_file(tmp_path: Path) -> None:
+    """A file that says which digits are even trains like the built-in labels of even and odd."""
     names = ("even", "odd")
     lines = [f"{digit}, {names[digit % 2]}" for digit in (7, 2, 9, 0, 1, 3, 8, 5, 4, 6)]
-    # An empty line, and a class that the data does not have, change nothing.
+    # An empty line, or a class that the data do not have, changes nothing.
     (tmp_path / "parity.csv").write_text("\n".join([*lines, "", "ten,even"]))
     settings = GRAFIT | {
         "data": "digits",
@@ -255,7 +255,7 @@ def test_coarse_labels_from_a_file(tmp_path: Path) -> None:
         (None, "coarse_labels: cannot read"),
     ],
 )
-def test_files_of_coarse_labels_that_do_not_fit(
+def test_files_of_coarse_labels_that_do_not_fit_are_refused(
     text: str | None, message: str, tmp_path: Path
 ) -> None:
     path = tmp_path / "coarse.csv"
@@ -265,10 +265,12 @@ def test_files_of_coarse_labels_that_do_not_fit(
         open_sources("digits", "", ("train", "validation"), str(path))
 
 
-def test_settings_that_do_not_fit(tmp_path: Path, refusal: Callable[..., str]) -> None:
+def test_settings_that_do_not_fit_are_refused(
+    tmp_path: Path, refusal: Callable[..., str]
+) -> None:
     run = tmp_path / "run"
     arguments = f"resnet18 --recipe grafit --out {run} --warmup-epochs 0".split()
-    # The recipe takes four views of an image: 6 is no multiple, and 4 are a single image without neighbours.
+    # The recipe takes four views of an image: 6 is not a multiple of 4, and 4 leaves a single image without neighbours.
     for wrong in (
         "--ema 0",
         "--batch-size 6",
@@ -286,7 +288,7 @@ def test_settings_that_do_not_fit(tmp_path: Path, refusal: Callable[..., str]) -
 
 
 def test_an_image_finds_its_class_by_its_neighbours() -> None:
-    """Embeddings of two clusters: each image has the label of the other members of its own."""
+    """Embeddings form two clusters, and each image gets the label of the other members of its cluster."""
     model = grafit(0).eval()
     centres = F.normalize(random(2, 3), dim=-1)
     labels = torch.arange(13) % 2
@@ -294,7 +296,7 @@ def test_an_image_finds_its_class_by_its_neighbours() -> None:
         torch.arange(13), labels, centres[labels] + 0.01 * random(13, 3, seed=1)
     )
     assert model.scores(centres).argmax(1).tolist() == [0, 1]
-    # The memory has seen nothing yet.
+    # This memory is empty.
     scores = grafit(0).scores(centres)
     lowest = math.log(torch.finfo(torch.float64).tiny)
     assert scores.tolist() == [[lowest] * 2] * 2

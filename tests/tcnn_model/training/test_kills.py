@@ -1,4 +1,4 @@
-"""A run that is killed, stopped or out of disk: its files agree afterwards, and nothing is left over."""
+"""A run that is killed, stopped or out of disk space: its files remain consistent, and none is left over."""
 
 import csv
 import errno
@@ -23,10 +23,10 @@ from tests.tcnn_model.training.runs import (
     last_checkpoint,
 )
 
-# Two epochs of one step, with a checkpoint after the step.
+# Each of the two epochs has one step, after which a checkpoint is written.
 SHORT: dict[str, Any] = {"limit": 8, "checkpoint_steps": 1, "lr": 1e-2}
-# By epoch, and scripted, as models this small learn nothing in two: the best weights change, and change again where
-# two epochs are equal.
+# Accuracies by epoch are scripted, as models this small learn nothing in two epochs: the best weights change in epoch
+# 1, and again in epoch 2, which is as good.
 ACCURACIES = [0.25, 0.5, 0.5]
 
 
@@ -44,13 +44,13 @@ def _scripted_accuracies(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _kill_at_change(number: int, settings: Config) -> None:
-    """Train, and end this process at a replacement or removal of a file: at even numbers before it, at odd after."""
+    """Train, and kill this process at a change of a file: 2 n kills it before change n, and 2 n + 1 afterwards."""
     changes = iter(range(10**6))
 
     def killing(change: Callable[..., None]) -> Callable[..., None]:
         def changed(*names: Any, **options: Any) -> None:
             if next(changes) == number:
-                # As SIGKILL: neither finally blocks nor exit handlers run.
+                # As after SIGKILL, neither finally blocks nor exit handlers run.
                 os._exit(9)
             change(*names, **options)
             if next(changes) == number:
@@ -58,7 +58,7 @@ def _kill_at_change(number: int, settings: Config) -> None:
 
         return changed
 
-    # Patched for good, as this process is a fork that ends with the run.
+    # The patch is never undone, as this process is a fork that ends with the run.
     for name in ("replace", "unlink", "remove"):
         setattr(os, name, killing(getattr(os, name)))
     finish(settings)
@@ -70,10 +70,10 @@ def _files(run: Path) -> list[str]:
     )
 
 
-def test_files_agree_after_a_kill_at_any_change(
+def test_files_are_consistent_after_a_kill_at_any_change(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Each replacement and removal of a file, before and after it; the run is resumed, and then complete."""
+    """A run is killed before and after each replacement or removal of a file, and then resumed to its end."""
     one_epoch = {**SHORT, "epochs": 1, "warmup_epochs": 0, "keep": 1}
     complete = finish(config(tmp_path / "whole", **one_epoch))
     expected_files = _files(tmp_path / "whole")
@@ -103,22 +103,22 @@ def test_files_agree_after_a_kill_at_any_change(
             for name, value in complete["model"].items()
         )
         assert "best in epoch 1: 0.5000" in capfd.readouterr().err
-    # Nine files at least are replaced or removed in such a run; fewer means that a change was not seen.
+    # Such a run replaces or removes at least nine files; with fewer kills, a change was not seen.
     assert kills >= 2 * 9
 
 
-def test_best_of_two_equal_epochs_is_the_later(
+def test_later_of_two_equal_epochs_is_the_best(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Its weights are kept, and it is named."""
+    """Its weights are kept, and its number is printed."""
     finish(config(tmp_path, **SHORT))
     assert torch.load(tmp_path / "best.pt", weights_only=True)["epoch"] == 2
     assert "best in epoch 2: 0.5000" in capsys.readouterr().err
 
 
-def test_checkpoints_are_in_the_order_of_their_numbers(tmp_path: Path) -> None:
-    """Five digits after four, and a file that only looks like a checkpoint."""
-    # Sorted as text, epoch-10000 comes before epoch-9999.
+def test_checkpoints_are_sorted_by_number(tmp_path: Path) -> None:
+    """Numbers have four or five digits, and one file only looks like a checkpoint."""
+    # In alphabetical order, epoch-10000 would precede epoch-9999.
     settings = config(tmp_path, **{**SHORT, "epochs": 10_001, "keep": 2})
     run = train(settings, progress=False)
     next(run)
@@ -139,14 +139,14 @@ def test_checkpoints_are_in_the_order_of_their_numbers(tmp_path: Path) -> None:
 
 
 def test_damaged_checkpoint_is_refused(tmp_path: Path) -> None:
-    """Each bit of a weight that is flipped."""
+    """A run refuses a checkpoint with a single flipped bit in a weight."""
     settings = config(tmp_path, **SHORT)
     finish(settings)
     path = tmp_path / "checkpoints" / "epoch-0002.pt"
     content = path.read_bytes()
     weights = last_checkpoint(settings)["model"]["fc.weight"].numpy().tobytes()
     place = content.index(weights)
-    # A prime step: all eight bits of a byte, and all four bytes of a number, have their turn.
+    # The step is a prime, so that all eight bits of a byte and all four bytes of a number have their turn.
     for bit in range(0, 8 * len(weights), 997):
         damaged = bytearray(content)
         damaged[place + bit // 8] ^= 1 << bit % 8
@@ -177,7 +177,7 @@ def test_failed_checkpoint_leaves_nothing_behind(
             self.file = file
 
         def write(self, data: bytes) -> int:
-            # Within the file, so that part of it has been written.
+            # Part of the file has been written.
             if len(calls) == 3 and self.file.tell() > 1000:
                 raise failure
             return self.file.write(data)
@@ -213,7 +213,9 @@ def test_failed_checkpoint_leaves_nothing_behind(
 
 
 def _send(number: int) -> None:
-    signal.raise_signal(number)  # os.kill may reach another thread, and two become one
+    signal.raise_signal(
+        number
+    )  # os.kill may reach another thread, and can merge two signals into one
 
 
 @pytest.mark.parametrize(
@@ -227,7 +229,7 @@ def test_signals_end_the_run_with_a_checkpoint(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    # No checkpoint within epochs but the one that the signal causes.
+    # Only the signal causes a checkpoint within an epoch.
     settings = config(tmp_path, **{**SHORT, "checkpoint_steps": None})
     make_step = loop.Training.make_step
 
@@ -258,7 +260,7 @@ def test_second_interrupt_ends_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     settings = config(tmp_path, **SHORT)
-    # Where a shell began this process in the background, it ignores SIGINT.
+    # A process that a shell started in the background ignores SIGINT, so the handler is set.
     handler = signal.signal(signal.SIGINT, signal.default_int_handler)
 
     def interrupted(*_: Any) -> None:
@@ -276,13 +278,13 @@ def test_second_interrupt_ends_at_once(
         signal.signal(signal.SIGINT, handler)
 
 
-def test_two_processes_in_one_folder(
+def test_two_processes_cannot_share_a_folder(
     tmp_path: Path, refusal: Callable[..., str]
 ) -> None:
-    """The second is refused while the first trains, whether it resumes the run or begins it anew."""
+    """The second process is refused while the first one trains, whether it resumes the run or starts a new one."""
     settings = config(tmp_path, **SHORT)
     reading, writing = os.pipe()
-    # Pipes in place of sleeps: the first training waits as long as the test needs.
+    # The first training waits on a pipe for as long as the test needs, instead of sleeping.
     released, releasing = os.pipe()
 
     def train_slowly() -> None:
@@ -293,7 +295,9 @@ def test_two_processes_in_one_folder(
             os.read(released, 1)
             make_step(self, *arguments)
 
-        loop.Training.make_step = slow  # type: ignore[method-assign]  # of a process that ends after this
+        loop.Training.make_step = (
+            slow  # the process ends after this call, so the patch is not undone
+        )
         finish(settings)
 
     first = fork(train_slowly)
@@ -307,12 +311,12 @@ def test_two_processes_in_one_folder(
     finish(settings, resume=True)
 
 
-def test_two_trainings_of_one_process_in_one_folder(tmp_path: Path) -> None:
-    """The second is refused, and the first still keeps other processes out afterwards."""
+def test_two_trainings_of_one_process_cannot_share_a_folder(tmp_path: Path) -> None:
+    """The second training is refused, and the first one still keeps other processes out afterwards."""
     settings = config(tmp_path, **SHORT)
     training = train(settings, progress=False)
     next(training)
-    # A refused attempt must not release the lock, which a second one would then get.
+    # A refused attempt must not release the lock, or the second attempt would get it.
     for _ in range(2):
         with pytest.raises(ValueError, match="another training runs in"):
             finish(settings, resume=True)
@@ -324,10 +328,10 @@ def test_two_trainings_of_one_process_in_one_folder(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("available", [True, False])
 @pytest.mark.parametrize("damaged", [True, False])
-def test_best_weights_that_are_lost(
+def test_lost_best_weights_are_restored_or_reported(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], damaged: bool, available: bool
 ) -> None:
-    """The checkpoint of their epoch gives them back; where it is not kept, a warning says so."""
+    """Best weights are restored from the checkpoint of their epoch; if it is not kept, a warning says so."""
     settings = config(tmp_path, **SHORT)
     finish(settings)
     best = tmp_path / "best.pt"
@@ -345,7 +349,7 @@ def test_best_weights_that_are_lost(
         for name, value in intact["state_dict"].items():
             assert torch.equal(again["state_dict"][name], value), name
         return
-    # As if more epochs without a better one had followed, and their checkpoints were kept.
+    # The history is changed as if no later epoch were better, and the checkpoint of the best epoch is gone.
     path = tmp_path / "checkpoints" / "epoch-0002.pt"
     state = torch.load(path, weights_only=True)
     state["history"][2]["top1"] = 0.125
@@ -358,7 +362,7 @@ def test_best_weights_that_are_lost(
 
 
 class _Clock:
-    """Batches that ask for a stop after the first one of a validation."""
+    """Batches that request a stop after the first batch of a validation."""
 
     def __init__(self, batches: Any) -> None:
         self.batches = batches
@@ -371,10 +375,10 @@ class _Clock:
             assert number < 1, "a batch was validated after SIGTERM"
 
 
-def test_sigterm_during_validation(
+def test_sigterm_during_validation_ends_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.undo()  # validate as ever
+    monkeypatch.undo()  # accuracies are not scripted here
     settings = config(tmp_path / "run", **{**SHORT, "limit": 24})
     expected = finish(config(tmp_path / "whole", **{**SHORT, "limit": 24}))
     validate = loop.Training.validate

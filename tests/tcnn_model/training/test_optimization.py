@@ -15,7 +15,7 @@ from tests.tcnn_model.tiny_models import pooled_cnn, tiny_cnn, tiny_tcnn
 
 
 def _setting(model: nn.Module, **arguments: float) -> dict[str, tuple[float, float]]:
-    """(lr, weight decay) of each parameter; fails on one that is in two groups."""
+    """Return (lr, weight decay) of each parameter; fail if a parameter is in two groups."""
     names = {parameter: name for name, parameter in model.named_parameters()}
     settings: dict[str, tuple[float, float]] = {}
     for group in parameter_groups(model, **arguments):
@@ -30,14 +30,14 @@ def test_every_parameter_is_in_one_group() -> None:
     model = tiny_tcnn()
     assert set(_setting(model)) == {name for name, _ in model.named_parameters()}
     model.get_parameter("layer4.0.conv1.gating").requires_grad_(False)
-    # What is frozen is in no group, so that no optimizer decays it.
+    # Frozen parameters are in no group, so that no optimizer decays them.
     model.get_submodule("layer1").requires_grad_(False)
     assert set(_setting(model)) == {
         name for name, p in model.named_parameters() if p.requires_grad
     }
 
 
-def test_rates_and_decay() -> None:
+def test_learning_rates_and_weight_decay_of_groups() -> None:
     settings = _setting(tiny_tcnn(), lr=3e-4, gating_lr=0.2, weight_decay=0.07)
     gates = {"layer4.0.conv1.gating", "layer4.0.conv2.gating"}
     assert {name for name, (lr, _) in settings.items() if lr != 3e-4} == gates
@@ -52,7 +52,7 @@ def test_rates_and_decay() -> None:
         ), name
 
 
-def test_rate_of_queries_and_keys() -> None:
+def test_queries_and_keys_may_have_their_own_rate() -> None:
     separate = _setting(tiny_tcnn(), lr=3e-4, weight_decay=0.07, qk_lr=5e-3)
     common = _setting(tiny_tcnn(), lr=3e-4, weight_decay=0.07)
     moved = {name for name in common if separate[name] != common[name]}
@@ -60,7 +60,7 @@ def test_rate_of_queries_and_keys() -> None:
         f"layer4.0.conv{n}.{part}" for n in (1, 2) for part in ("query", "key")
     }
     assert {separate[name] for name in moved} == {(5e-3, 0.07)}
-    # A CNN has no queries, and its control must train alike.
+    # A CNN has no queries, so qk_lr must not change the training of the control.
     assert _setting(tiny_cnn(), qk_lr=5e-3) == _setting(tiny_cnn())
 
 
@@ -80,7 +80,7 @@ def test_group_names() -> None:
         }
 
 
-def test_the_model_may_be_a_layer() -> None:
+def test_a_single_layer_is_a_model() -> None:
     settings = _setting(GPSA(3, 5, 3), weight_decay=0.05)
     assert {name for name, (_, decay) in settings.items() if decay} == {
         "weight",
@@ -91,7 +91,7 @@ def test_the_model_may_be_a_layer() -> None:
     assert settings["gating"] == (0.1, 0.0)
 
 
-def test_what_the_model_exempts_is_exempt() -> None:
+def test_parameters_that_the_model_exempts_are_not_decayed() -> None:
     class Exempting(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -112,18 +112,18 @@ def _rates(model: nn.Module) -> list[float]:
 
 
 @pytest.mark.parametrize("name", ["resnet18", "resnetv2_50", "convnext_atto"])
-def test_drop_path_rates_are_those_timm_would_give(name: str) -> None:
+def test_drop_path_rates_equal_timms(name: str) -> None:
     model = on_meta(name)
     expected = _rates(timm.create_model(name, drop_path_rate=0.3))
     assert set_drop_path(model, 0.3) == len(expected) > 0
-    # timm takes its rates from a linspace in float32.
+    # timm computes its rates by a linspace in float32.
     assert _rates(model) == pytest.approx(expected, abs=1e-6)
     assert set_drop_path(model, 0.0) == len(expected)
     assert _rates(model) == [0.0] * len(expected)
 
 
-def _by_block(model: nn.Module) -> dict[str, float]:
-    """Drop rate of everything in a model whose name begins with drop_path."""
+def _drop_rates(model: nn.Module) -> dict[str, float]:
+    """Return the drop rate of each module with a name that starts with drop_path."""
     modules = {
         n: m
         for n, m in model.named_modules()
@@ -147,10 +147,10 @@ CLASS_ATTENTION = {
 def test_class_tokens_are_never_dropped(name: str) -> None:
     options, pool = CLASS_ATTENTION[name]
     model = timm.create_model(name, **options)
-    # Neither a uniform nor a rising rate may reach class attention.
+    # Class attention must not get a rate, uniform or rising.
     for uniform, expected in ((True, [0.2, 0.2, 0.2]), (False, [0.0, 0.1, 0.2])):
         assert set_drop_path(model, 0.2, uniform=uniform) == 3
-        rates = _by_block(model)
+        rates = _drop_rates(model)
         assert {rate for block, rate in rates.items() if pool in block} == {0.0}
         trunk = [block for block in rates if pool not in block]
         per_block = len(trunk) // 3
@@ -159,13 +159,13 @@ def test_class_tokens_are_never_dropped(name: str) -> None:
         )
 
 
-def test_pooled_image_reaches_the_classifier_at_every_drop() -> None:
-    """At a rate near 1 each block is dropped, and the pool still tells images apart."""
+def test_pooled_image_reaches_the_classifier_even_if_all_blocks_are_dropped() -> None:
+    """At a rate near 1 every block is dropped, and the model still tells images apart."""
     model = pooled_cnn(tiny_cnn().eval()).train()
     for norm in (m for m in model.modules() if isinstance(m, nn.BatchNorm2d)):
-        # In training mode a batch norm mixes the images.
+        # In training mode, batch norms would mix the images.
         norm.eval()
-    # 1 is refused; this drops as surely.
+    # A rate of 1 is refused; this rate drops every block in practice.
     assert set_drop_path(model, 1 - 1e-12, uniform=True) == 4
     images = torch.randn(2, 1, 64, 96)
     assert not torch.allclose(*model(images), atol=1e-6)
@@ -182,6 +182,6 @@ def test_drop_path_acts_in_training_only() -> None:
 
 
 @pytest.mark.parametrize("rate", [-0.1, 1.0, math.nan])
-def test_drop_path_rate_out_of_range(rate: float) -> None:
+def test_drop_path_rate_out_of_range_is_refused(rate: float) -> None:
     with pytest.raises(ValueError, match=r"expected a drop path rate in \[0, 1\), got"):
         set_drop_path(tiny_cnn(), rate)

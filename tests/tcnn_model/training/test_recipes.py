@@ -1,4 +1,4 @@
-"""Recipes say what the papers say, and train a small model of their family."""
+"""Recipes match the papers, and train a small model of their family."""
 
 import dataclasses
 import math
@@ -26,7 +26,7 @@ from tcnn_model.training.config import (
     recipe_settings,
 )
 
-# The narrowest and shallowest of each family: a recipe is about training, whatever the size.
+# Models are the narrowest and shallowest of each family, as a recipe does not depend on the size.
 RESNET = ["--model-options", "layers=[1,1,1,1]", "channels=[8,8,16,16]"]
 VIT = ["--model-options", "embed_dim=24", "depth=2", "num_heads=3"]
 CONVNET = ["--model-options", "embed_dim=16", "depth=2"]
@@ -34,16 +34,17 @@ CONVNET = ["--model-options", "embed_dim=16", "depth=2"]
 
 @register_model
 def resmlp_tiny(pretrained: bool = False, **options: Any) -> MlpMixer:
-    """timm's own cannot be made smaller by options."""
+    """Build a small ResMLP, as timm has no options that make its own smaller."""
     shape = {"patch_size": 8, "num_blocks": 2, "embed_dim": 16, "mlp_ratio": 4}
     shape |= {name: options[name] for name in ("num_classes", "img_size")}
     return MlpMixer(**shape, block_layer=ResBlock, norm_layer=Affine)
 
 
-# Typed from the papers: thesis Sec. 2.5.1, Tables 3.9, 3.16, 6.1, 6.14 and the texts that the recipes name.
+# These values are typed from the papers: thesis Sec. 2.5.1, Tables 3.9, 3.16, 6.1, 6.14, and the texts that the recipes
+# name.
 DEIT = {
     "opt": "adamw",
-    # A product, as DeiT states it: a rate for a batch of 512, times the batch of the paper.
+    # DeiT states a rate for a batch of 512, to be multiplied by the batch size.
     "lr": 5e-4 * 1024 / 512,
     "paper_batch": 1024,
     "weight_decay": 0.05,
@@ -106,7 +107,7 @@ CONV |= {
     "ema": None,
     "crop": "rrc",
 }
-# The fine-tuning at a larger size that DeiT, CaiT and DeiT III share.
+# DeiT, CaiT and DeiT III share this fine-tuning at a larger size.
 HIGHRES = {"lr": 1e-5, "paper_batch": 512, "img_size": 384}
 
 FAMILIES: dict[str, tuple[str, list[str], dict[str, Any]]] = {
@@ -322,20 +323,20 @@ FAMILIES: dict[str, tuple[str, list[str], dict[str, Any]]] = {
 }
 
 
-def test_every_recipe_is_here() -> None:
+def test_every_recipe_is_tested() -> None:
     assert set(FAMILIES) == {*recipe_names()}
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_recipe_is_the_papers(name: str) -> None:
+def test_recipe_matches_the_paper(name: str) -> None:
     model, _, expected = FAMILIES[name]
     config = Config(model=model, **recipe_settings(name, model))
     actual = {setting: getattr(config, setting) for setting in expected}
-    # Rates are products in floating point; all other settings are equal as they stand.
+    # Rates are floating-point products; all other settings are exactly equal.
     assert actual == pytest.approx(expected)
 
 
-# Each model, objective, loss, crop and optimizer once; the other recipes differ from one of these in numbers only.
+# Each model, objective, loss, crop and optimizer occurs once; the other recipes differ from these only in numbers.
 TRAINED = [
     "deit_distilled",
     "cait",
@@ -357,23 +358,23 @@ def test_recipe_trains_a_small_model_of_its_family(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
     model, options, _ = FAMILIES[name]
-    # A distilled model needs a teacher and a hybrid its moment; both would need hours at the recipe's own values.
+    # A distilled model needs a teacher, and a hybrid an epoch of conversion; the recipe's own values would take hours.
     further = ["--teacher", "tiny"] if name == "deit_distilled" else []
     further += ["--reparameterize-at", "1"] if name == "tcnn_scratch" else []
-    # The papers' teachers would have to be downloaded.
+    # A stand-in teacher saves downloading the papers' teachers.
     monkeypatch.setattr(
         build, "_teacher", lambda config, _: _tiny_teacher() if config.teacher else None
     )
-    # At 32 pixels a ResNet's last stages are too small to be told apart.
+    # At 32 pixels the last stage of a ResNet has a single pixel, which is too few to tell stages apart.
     size = "64" if "tcnn" in name else "32"
-    # 16 images in batches of 8: two steps an epoch, so that a schedule by steps differs from one by epochs.
+    # 16 images in batches of 8 are two steps an epoch, so that schedules by step and by epoch differ.
     small = f"--epochs 2 --warmup-epochs 1 --batch-size 8 --limit 16 --img-size {size}"
     out = ["--out", str(tmp_path), "--watcher", "none"]
     arguments = [model, "--recipe", name, *small.split(), *options, *further, *out]
     assert main(arguments) == 0
     lines = (tmp_path / "epochs.csv").read_text().splitlines()
     assert [line.split(",")[0] for line in lines] == ["epoch", "0", "1", "2"]
-    # Epoch 0 has no training loss; the last line has all figures.
+    # Epoch 0 has no training loss, but the last line is complete.
     assert "nan" not in lines[-1]
     assert "rates are scaled" in capfd.readouterr().err
 
@@ -384,7 +385,7 @@ def _tiny_teacher() -> Any:
     )
 
 
-# T-CNN paper, Tables 1 and 5; PatchConvNet, Table B.3; CaiT, thesis Table 3.16; DeiT III, Table 6.14.
+# Sources: T-CNN paper, Tables 1 and 5; PatchConvNet, Table B.3; CaiT, thesis Table 3.16; DeiT III, Table 6.14.
 BY_MODEL: dict[str, dict[str, tuple[float, int | None]]] = {
     "tcnn_finetune": {
         "t_resnet50d": (0.1, 320),
@@ -425,7 +426,7 @@ BY_MODEL: dict[str, dict[str, tuple[float, int | None]]] = {
 }
 
 
-def test_what_differs_between_models() -> None:
+def test_settings_that_differ_between_models() -> None:
     for recipe, models in BY_MODEL.items():
         for model, (drop_path, size) in models.items():
             settings = recipe_settings(recipe, model)
@@ -436,7 +437,8 @@ def test_what_differs_between_models() -> None:
             assert timm.is_model(model)
 
 
-# CaiT, thesis Table 3.16; ResMLP by CaiT's rule, Sec. 3.5.1: 0.1 until 18 layers, 1e-5 for 24, 1e-6 for more.
+# Sources: CaiT, thesis Table 3.16; ResMLP follows CaiT's rule, Sec. 3.5.1: 0.1 up to 18 layers, 1e-5 for 24, 1e-6 for
+# more.
 LAYER_SCALES = {
     "cait": {
         "cait_xxs24_224": 1e-5,
@@ -458,7 +460,7 @@ LAYER_SCALES = {
 
 
 def test_initial_layer_scale() -> None:
-    """The setting of each model, and the weights of a small one: two of each block, and those of class attention."""
+    """Models have the published setting, and small ones its value in each block and in class attention."""
     for recipe, models in LAYER_SCALES.items():
         for model, value in models.items():
             assert recipe_settings(recipe, model)["layer_scale"] == value, (
@@ -470,7 +472,7 @@ def test_initial_layer_scale() -> None:
         ("cait_xxs36_224", shape, 8),
         ("deit3_small_patch16_224", shape, 4),
     ):
-        # A power of two, which float32 holds exactly, and which no other parameter starts with.
+        # float32 holds this power of two exactly, and no other parameter starts with it.
         settings = Config(model, layer_scale=0.0625, model_options=options, img_size=32)
         parameters = build.build_model(settings, 10)[0].parameters()
         assert (
@@ -486,7 +488,9 @@ def test_initial_layer_scale() -> None:
         build.build_model(Config("resnet18", layer_scale=0.0625), 10)
 
 
-def test_options_win_over_a_file_and_that_over_the_recipe(tmp_path: Path) -> None:
+def test_options_override_a_file_and_a_file_overrides_the_recipe(
+    tmp_path: Path,
+) -> None:
     (tmp_path / "own.toml").write_text('lr = 3e-4\nepochs = 7\nfreeze = ["stem"]\n')
     recipe = ["resnet18", "--recipe", "tcnn_finetune", "--config"]
     arguments = [*recipe, str(tmp_path / "own.toml"), "--epochs", "9"]
@@ -497,7 +501,7 @@ def test_options_win_over_a_file_and_that_over_the_recipe(tmp_path: Path) -> Non
     assert config.epochs == 9
     assert config.weight_decay == 0.05
     assert not resume
-    # Options of a model are joined by name: one that only the file has stays.
+    # Options of the model are merged by name: those that only the file has are kept.
     (tmp_path / "options.toml").write_text("model_options = {layers = [1], b = 1}")
     options = [str(tmp_path / "options.toml"), "--model-options", "layers=[2]"]
     merged, _ = parse([*recipe, *options])
@@ -508,7 +512,7 @@ def test_options_win_over_a_file_and_that_over_the_recipe(tmp_path: Path) -> Non
     assert Config(**read_toml(tmp_path / "kept.toml")) == config
 
 
-def test_options_that_a_run_could_not_keep_are_refused() -> None:
+def test_options_that_a_file_cannot_store_are_refused() -> None:
     with pytest.raises(ValueError, match=r"no others, got \{'stem': \[1, None\]\}"):
         parse(["resnet18", "--model-options", "stem=[1,null]"])
 
@@ -519,7 +523,7 @@ def test_every_recipe_names_its_paper() -> None:
 
 
 def test_options_are_read_before_torch_is_imported() -> None:
-    """Help, a wrong option and a wrong value, each in a new process."""
+    """Help, an unknown option and a wrong value are each tested in a new process."""
     cases = [
         ("--help", 0, "--batch-size"),
         ("--nonsense", 2, "--nonsense"),
@@ -529,7 +533,7 @@ def test_options_are_read_before_torch_is_imported() -> None:
         "import sys, tcnn_finetune\n"
         "try:\n    status = tcnn_finetune.main(['resnet18', sys.argv[1]])\n"
         "except SystemExit as end:\n    status = end.code\n"
-        # torch takes two seconds to import, which help and a mistyped option should not cost.
+        # torch takes two seconds to import, which should not delay help or the report of a typing error.
         "print(status, 'torch' in sys.modules)"
     )
     for option, status, text in cases:
@@ -552,7 +556,7 @@ def test_help_is_in_groups(capsys: pytest.CaptureFixture[str]) -> None:
         assert f"\n{setting.metadata['group']}:\n" in shown
 
 
-def test_recipe_whose_bases_are_a_circle(
+def test_circular_bases_of_a_recipe_are_refused(
     tmp_path: Path, refusal: Callable[..., str]
 ) -> None:
     first = tmp_path / "first.toml"
@@ -563,13 +567,15 @@ def test_recipe_whose_bases_are_a_circle(
     assert f"its bases lead back to it: {first} -> {second} -> {first}" in said
 
 
-def test_files_import_no_watcher(tmp_path: Path, refusal: Callable[..., str]) -> None:
-    """A recipe, settings or a run of somebody else's; the command line may."""
+def test_files_may_not_import_a_watcher(
+    tmp_path: Path, refusal: Callable[..., str]
+) -> None:
+    """The command line may name a watcher; a recipe, settings or a run may come from somebody else."""
     recipe = tmp_path / "recipe.toml"
     settings = tmp_path / "settings.toml"
     run = tmp_path / "run"
     run.mkdir()
-    # A module whose import shows itself.
+    # This module's import would show.
     recipe.write_text('[settings]\nwatcher = "antigravity:fly"')
     for file in (settings, run / "config.toml"):
         file.write_text('model = "resnet18"\nwatcher = "antigravity:fly"')
@@ -583,14 +589,14 @@ def test_files_import_no_watcher(tmp_path: Path, refusal: Callable[..., str]) ->
         assert parse([*arguments, "--watcher", "none"])[0].watcher == "none"
 
 
-def test_files_name_no_weights_of_unknown_kind(
+def test_files_may_not_name_weights_of_unknown_kind(
     tmp_path: Path, refusal: Callable[..., str]
 ) -> None:
-    """Old versions of timm unpickle them; the command line may name them."""
+    """Old versions of timm unpickle such weights; the command line may name them."""
     recipe = tmp_path / "recipe.toml"
     settings = tmp_path / "settings.toml"
     recipe.write_text('[settings]\nteacher = "local-dir:folder"')
-    # In a spelling that a comparison with "hf-hub:" would pass over.
+    # A simple comparison with "hf-hub:" would miss this spelling.
     settings.write_text('model = "HF_hub:somebody/model"\npretrained = true')
     for arguments in (
         ["resnet18", "--recipe", str(recipe)],
@@ -646,14 +652,14 @@ def test_files_name_no_weights_of_unknown_kind(
         ),
     ],
 )
-def test_what_does_not_fit_is_said(
+def test_settings_that_do_not_fit_are_reported(
     arguments: list[str],
     message: str,
     tmp_path: Path,
     refusal: Callable[..., str],
 ) -> None:
     assert message in refusal(*arguments, "--out", tmp_path / "run")
-    # Refused before anything is written.
+    # The refusal comes before anything is written.
     assert not (tmp_path / "run").exists()
 
 
@@ -661,7 +667,7 @@ def test_what_does_not_fit_is_said(
     ("line", "message"),
     [
         ("epochs = 2.5", "epochs: expected a whole number, got 2.5"),
-        # Python's True is an integer.
+        # True is an integer in Python.
         ("epochs = true", "epochs: expected a whole number, got True"),
         ('lr = "fast"', "lr: expected a number, got 'fast'"),
         ("lr = 1979-05-27", r"lr: expected a number, got datetime\.date"),
@@ -684,7 +690,7 @@ def test_what_does_not_fit_is_said(
 def test_values_of_a_wrong_type_are_named(
     line: str, message: str, tmp_path: Path
 ) -> None:
-    """Settings of a file, of a recipe, of a recipe for some models, and of a run are checked."""
+    """Settings are checked in a file, in a recipe, in a recipe's settings for some models, and in a run."""
     file = tmp_path / "own.toml"
     run = tmp_path / "config.toml"
     run.write_text(line)
@@ -708,7 +714,7 @@ def test_values_of_a_wrong_type_are_named(
         ("models = [1]", r"models: expected a table, got \[1\]"),
         ("models.a = 3", "models: a: expected a table, got 3"),
         ("settings.lrr = 3", "no such setting: lrr"),
-        # TOML's parser recurses, and a settings file may be anybody's.
+        # TOML's parser is recursive, and settings files may come from anybody.
         ("x = " + "[" * 10_000, "recursion"),
     ],
 )
@@ -720,9 +726,9 @@ def test_parts_of_a_recipe_of_a_wrong_type_are_named(
         recipe_settings(str(tmp_path / "own.toml"), "resnet18")
 
 
-def test_settings_that_are_written_can_be_read(tmp_path: Path) -> None:
-    """Numbers and texts that JSON writes in another way than TOML; integers for numbers."""
-    # JSON writes Infinity, escapes a character beyond 16 bits as two, and TOML takes neither.
+def test_written_settings_can_be_read(tmp_path: Path) -> None:
+    """JSON and TOML write some numbers and strings differently; integers are valid for numbers."""
+    # JSON writes Infinity, and splits a character beyond 16 bits into two escapes; TOML accepts neither.
     settings = {"clip_grad": math.inf, "out": "läufe/🜚", "lr": 1, "min_lr": 1e-30}
     (tmp_path / "config.toml").write_text(as_toml(settings), encoding="utf-8")
     assert read_toml(tmp_path / "config.toml") == settings

@@ -1,4 +1,4 @@
-"""A run that was stopped at any moment, in any way, goes on as if it had not been."""
+"""A run that is stopped at any moment, in any way, resumes as if it had not been stopped."""
 
 import contextlib
 import math
@@ -26,7 +26,8 @@ from tests.tcnn_model.training.runs import (
     last_checkpoint,
 )
 
-# Python's generator (RandAugment, erasing), NumPy's (mixup) and torch's (drop path); optimizer, EMA and gates' state.
+# The settings use the generators of Python (RandAugment, erasing), NumPy (mixup) and torch (drop path), and the state
+# of the optimizer, the EMA and the gates.
 EVERYTHING: dict[str, Any] = {
     "auto_augment": "rand-m9-mstd0.5-mmax9-inc1",
     "random_erasing": 0.5,
@@ -35,22 +36,22 @@ EVERYTHING: dict[str, Any] = {
     "drop_path": 0.2,
     "repeated_augmentation": 3,
     "ema": 0.9,
-    # Two batches a step, which a run must not resume between.
+    # A step has two batches, and a run must not resume between them.
     "accumulate": 2,
     "batch_size": 4,
     "checkpoint_steps": 1,
-    # Large, so that a step lost or made twice shows in the weights.
+    # The rate is large, so that a step that is lost or repeated shows in the weights.
     "lr": 1e-2,
 }
 
 
 @pytest.fixture(scope="module")
 def complete(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """The last checkpoint of a run that is not interrupted; when else there is one does not matter to it."""
+    """Return the last checkpoint of an uninterrupted run, which does not depend on the number of checkpoints."""
     return finish(config(tmp_path_factory.mktemp("whole"), **EVERYTHING))
 
 
-# Not an Exception: no handler on the way may catch it and tidy up, as none could after a cut.
+# This is not an Exception, as no handler may catch it and clean up: after a power cut none could.
 class PowerCut(BaseException):
     pass
 
@@ -62,7 +63,7 @@ def _cut(
     *,
     resume: bool = False,
 ) -> None:
-    """Train until a step of this call has been made, and not its checkpoint, or to the end."""
+    """Train until a step of this call is done but its checkpoint is not written, or to the end."""
     steps: list[None] = []
     make_step = loop.Training.make_step
 
@@ -78,15 +79,15 @@ def _cut(
 
 
 def _disturb(number: int) -> None:
-    """Move the generators, whose state must not matter."""
+    """Change the state of the generators, which must not matter."""
     torch.manual_seed(number)
     random.seed(number)
 
 
-def test_run_cut_again_and_again(
+def test_run_that_is_cut_repeatedly(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """2 epochs of 3 steps, the T-CNN made after the first, with a checkpoint after each step."""
+    """The run has 2 epochs of 3 steps, converts to a T-CNN after the first, and writes a checkpoint after each step."""
     further = {
         **EVERYTHING,
         "img_size": 64,
@@ -97,28 +98,28 @@ def test_run_cut_again_and_again(
     assert [result["epoch"] for result in expected["history"]] == [0, 1, 2]
     settings = config(tmp_path / "cut", **further)
     for number in range(4):
-        # The second step of each call is lost.
+        # Each call loses its second step.
         _cut(monkeypatch, settings, 2, resume=number > 0)
         _disturb(number)
     assert_same_weights(finish(settings, resume=True), expected)
     assert not (Path(settings.out) / "checkpoints" / "within.pt").exists()
 
 
-def test_run_cut_within_an_epoch_repeats_it(
+def test_run_that_is_cut_within_an_epoch_repeats_the_epoch(
     complete: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # Without checkpoints within epochs, so that the last one before is of an epoch.
+    # There are no checkpoints within epochs, so that the last checkpoint is that of an epoch.
     settings = config(tmp_path / "cut", **{**EVERYTHING, "checkpoint_steps": None})
-    # Of three steps an epoch, the fifth is in the middle of the second.
+    # An epoch has three steps, so the fifth is in the middle of the second epoch.
     _cut(monkeypatch, settings, 5)
     _disturb(1)
     assert_same_weights(finish(settings, resume=True), complete)
 
 
-def test_killed_processes_with_workers(
+def test_killed_process_with_workers_resumes(
     complete: dict[str, Any], tmp_path: Path
 ) -> None:
-    """A process, and with it those that load its images, is killed at random moments after it has come further."""
+    """The process and its workers are killed at random moments after new checkpoints."""
     settings = config(tmp_path / "killed", **EVERYTHING, workers=1)
     generator = random.Random(0)
     for kill in range(2):
@@ -127,7 +128,7 @@ def test_killed_processes_with_workers(
         while _written(settings) == before:
             assert os.waitpid(process, os.WNOHANG) == (0, 0)
             time.sleep(0.002)
-        # Up to a tenth of a second: within a step, or in the writing of a checkpoint.
+        # The delay is up to a tenth of a second: the kill comes within a step, or while a checkpoint is written.
         time.sleep(generator.uniform(0, 0.1))
         os.kill(process, signal.SIGKILL)
         os.waitpid(process, 0)
@@ -135,7 +136,7 @@ def test_killed_processes_with_workers(
 
 
 def _written(settings: Config) -> set[tuple[str, int]]:
-    """Checkpoints, by name and time."""
+    """Return the names and times of checkpoints."""
     checkpoints = set()
     for path in Path(settings.out).glob("checkpoints/*.pt"):
         with contextlib.suppress(FileNotFoundError):
@@ -143,7 +144,7 @@ def _written(settings: Config) -> set[tuple[str, int]]:
     return checkpoints
 
 
-def test_sigterm_writes_a_checkpoint_and_ends_well(
+def test_sigterm_writes_a_checkpoint_and_exits_cleanly(
     complete: dict[str, Any],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -165,7 +166,7 @@ def test_sigterm_writes_a_checkpoint_and_ends_well(
     assert f"its weights: {tmp_path / 'stopped' / 'best.pt'}" in capsys.readouterr().err
 
 
-def test_loss_that_is_no_number(
+def test_nonfinite_loss_stops_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     settings = config(tmp_path / "run", epochs=3, checkpoint_steps=1)
@@ -174,7 +175,7 @@ def test_loss_that_is_no_number(
 
     def breaks(scores: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         calls.append(None)
-        # Three steps an epoch: the fifth loss is that of epoch 2, step 2.
+        # An epoch has three steps, so the fifth loss is that of step 2 of epoch 2.
         return scores.sum() * (float("nan") if len(calls) == 5 else 1e-3)
 
     monkeypatch.setattr(criterion, lambda *_, **__: breaks)
@@ -187,13 +188,13 @@ def test_loss_that_is_no_number(
     assert batch["images"].shape == (8, 3, 32, 32)
     assert batch["targets"].shape == (8,)
     saved = torch.load(tmp_path / "run/checkpoints/within.pt", weights_only=True)
-    # The step before the loss broke, from which the run can go on.
+    # The checkpoint is that of the step before, from which the run can continue.
     assert saved["epoch"] == 2
     assert saved["step"] == 1
     assert all(value.isfinite().all() for value in saved["model"].values())
 
 
-def test_files_of_a_run(tmp_path: Path) -> None:
+def test_files_that_a_run_leaves(tmp_path: Path) -> None:
     settings = config(tmp_path, epochs=4, keep=2)
     expected = finish(settings)
     assert sorted(path.name for path in tmp_path.rglob("*.*")) == [
@@ -204,7 +205,7 @@ def test_files_of_a_run(tmp_path: Path) -> None:
         "epoch-0004.pt",
         "epochs.csv",
     ]
-    # The rate of the last of 12 steps.
+    # This is the rate of the last of 12 steps.
     rate = 1e-4 * (1 + math.cos(math.pi * 11 / 12)) / 2
     assert expected["history"][-1]["lr"] == pytest.approx(rate)
     best = torch.load(tmp_path / "best.pt", weights_only=True)
@@ -214,16 +215,16 @@ def test_files_of_a_run(tmp_path: Path) -> None:
             expected["history"], key=lambda result: (result["top1"], result["epoch"])
         )["epoch"]
     )
-    # Best weights are told by what they reach again.
+    # The best weights reach the best accuracy again.
     again = config(tmp_path / "again", weights=str(tmp_path / "best.pt"))
     first = next(train(again, progress=False))
     assert first.top1 == max(result["top1"] for result in expected["history"])
 
 
-def test_tensorboard(
+def test_tensorboard_log(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refusal: Callable[..., str]
 ) -> None:
-    """Each epoch once, without NaN, also of a run that is resumed; the package is named where it is missing."""
+    """Each epoch is logged once, without NaN, also by a resumed run; a missing package is named."""
     shown: dict[tuple[str, int], float] = {}
 
     class Writer:
@@ -240,7 +241,7 @@ def test_tensorboard(
         close = flush
 
     module = "torch.utils.tensorboard"
-    # In place of the package, which is optional, so that it is tested without.
+    # A stand-in replaces the package, which is optional.
     monkeypatch.setitem(sys.modules, module, SimpleNamespace(SummaryWriter=Writer))
     settings = config(tmp_path / "run", tensorboard=True, epochs=2)
     _cut(monkeypatch, settings, 5)
@@ -263,5 +264,5 @@ def test_resume_with_other_settings_is_refused(
     assert message in refusal("--resume", "--out", tmp_path / "run", "--lr", 1)
     message = "already holds a run: --resume continues it"
     assert message in refusal("resnet18", "--out", tmp_path / "run")
-    # Another machine may have other cores; that changes no result.
+    # Another machine may have another number of cores, which changes no result.
     assert "workers" in session.FREE

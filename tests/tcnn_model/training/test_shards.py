@@ -1,4 +1,4 @@
-"""WebDataset shards, made here: the images are those that were written, each with its label and by its number."""
+"""WebDataset shards, made here: images are those that were written, with their labels, and are read by number."""
 
 import io
 import json
@@ -22,7 +22,7 @@ SPLITS = ("train", "validation")
 
 def _image(number: int, kind: str = "png") -> bytes:
     file = io.BytesIO()
-    # The number of an image is its colour, so a wrong one is told from a right one.
+    # The colour of an image is its number, so that a wrong image shows.
     Image.new("RGB", (9, 7), (number, 0, 0)).save(file, kind)
     return file.getvalue()
 
@@ -38,7 +38,7 @@ def _shard(path: Path, samples: Sequence[tuple[str, Mapping[str, bytes]]]) -> st
 
 
 def _numbered(folder: Path, split: str) -> list[str]:
-    """Shards of PNGs with ``.cls``; the red of an image is its number in the split."""
+    """Write shards of PNGs with ``.cls``; the red value of an image is its number in the split."""
     number = count()
     names = []
     for shard, labels in enumerate(LABELS[split]):
@@ -56,7 +56,7 @@ def test_images_and_labels(tmp_path: Path, named: str) -> None:
     names = {split: _numbered(tmp_path, split) for split in LABELS}
     splits = SPLITS
     if named == "by info":
-        for split in LABELS:  # names that say nothing
+        for split in LABELS:  # names that do not tell the split
             names[split] = [
                 Path(tmp_path / name).rename(tmp_path / f"{split[0]}{name[-8:]}").name
                 for name in names[split]
@@ -69,7 +69,7 @@ def test_images_and_labels(tmp_path: Path, named: str) -> None:
         }
         (tmp_path / "_info.json").write_text(json.dumps(info))
     elif named == "by pattern":
-        # timm's notation: the number of images may follow the shards.
+        # The number of images may follow the shards, as in timm.
         splits = ("photos-train-{0000..0001}.tar|9", "photos-val-{0000..0001}.tar")
     for source, labels in zip(
         open_sources(str(tmp_path), "wds/", splits), LABELS.values(), strict=True
@@ -77,7 +77,7 @@ def test_images_and_labels(tmp_path: Path, named: str) -> None:
         assert source.classes == ("0", "1", "2")
         expected = [label for shard in labels for label in shard]
         assert len(source) == len(expected)
-        # Out of order: shards are read by place, not as a stream.
+        # Images are read out of order, because shards are read by position and not as a stream.
         for index in np.random.default_rng(0).permutation(len(expected)):
             image, label = source.read(index)
             assert image.getpixel((3, 2)) == (index, 0, 0)
@@ -85,8 +85,8 @@ def test_images_and_labels(tmp_path: Path, named: str) -> None:
     assert source.name(2) == f"{tmp_path}/{names['val'][1]}/dir/002.png"
 
 
-def test_labels_in_json(tmp_path: Path) -> None:
-    """The field that ``_info.json`` names, else "label"; -1 is none, as in timm; endings in any case."""
+def test_labels_in_json_files(tmp_path: Path) -> None:
+    """The label is the field that ``_info.json`` names, else "label"; -1 means no label; extensions ignore case."""
     contents = [
         {"label": 1, "fine": 0},
         {"label": 0, "fine": 1},
@@ -132,14 +132,14 @@ GOOD = {"png": _image(0), "cls": b"0"}
         (None, "train.tar is not a whole, uncompressed tar file"),
     ],
 )
-def test_shards_that_are_none(
+def test_invalid_shards_are_refused(
     tmp_path: Path, samples: Sequence[tuple[str, Mapping[str, bytes]]], message: str
 ) -> None:
     for split in SPLITS:
         _shard(tmp_path / f"{split}.tar", [("a", GOOD)] if samples is None else samples)
     if samples is None:
         content = (tmp_path / "train.tar").read_bytes()
-        # Within the first file, after its header of 512 bytes.
+        # The cut is within the first file, after its header of 512 bytes.
         (tmp_path / "train.tar").write_bytes(content[:600])
     with pytest.raises(ValueError, match=message):
         open_sources(str(tmp_path), "wds/", SPLITS)
@@ -158,7 +158,7 @@ def test_shards_that_are_none(
         ("pipe:cat", "train.tar", "the shard train.tar"),
     ],
 )
-def test_shards_that_are_not_there(
+def test_missing_shards_are_refused(
     tmp_path: Path, data: str, split: str, missing: str
 ) -> None:
     message = f"expected {missing} in the folder .*: shards are read from a disk, so copy them there first"
@@ -166,13 +166,13 @@ def test_shards_that_are_not_there(
         open_sources(data or str(tmp_path), "wds/", (split, split))
 
 
-def test_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Taken up in the middle of an epoch it goes on with the same images; a broken one is named."""
+def test_run_on_shards_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run that resumes within an epoch has the same images, and names a broken one."""
     for split in LABELS:
         _numbered(tmp_path, split)
     shard = tmp_path / "photos-train-0001.tar"
     shard.write_bytes(
-        # Of the same length, so that the tar file stays whole.
+        # The length is unchanged, so that the tar file stays valid.
         shard.read_bytes().replace(_image(6), _image(6)[:30].ljust(len(_image(6))))
     )
     settings = {
@@ -190,5 +190,5 @@ def test_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         cut = config(tmp_path / "cut", **settings, max_unreadable=0.2)
         _cut(monkeypatch, cut, 4)
         assert_same_weights(finish(cut, resume=True), complete)
-    # Three images to validate on.
+    # There are three validation images.
     assert complete["history"][1]["top1"] in [n / 3 for n in range(4)]

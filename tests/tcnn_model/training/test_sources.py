@@ -1,4 +1,4 @@
-"""Errors name the data and the files that were found; an unreadable image is named."""
+"""Sources of images: errors name the data and the files that were found, and unreadable images are named."""
 
 import os
 import struct
@@ -91,20 +91,20 @@ def _file(root: Path) -> Path:
         (_file, "is one file: give a folder"),
     ],
 )
-def test_folder_that_is_none(
+def test_invalid_folders_are_refused(
     make: Callable[[Path], Path], message: str, tmp_path: Path
 ) -> None:
     with pytest.raises(ValueError, match=message):
         open_sources(str(make(tmp_path)), "", ("train", "validation"))
 
 
-def test_streams_are_refused() -> None:
+def test_streaming_data_sets_are_refused() -> None:
     with pytest.raises(ValueError, match=r"gives a stream of images, .* use hfds/"):
         open_sources("somewhere", "tfds/imagenet", ("train", "validation"))
 
 
 @pytest.mark.parametrize("val", ["val", "validation", "valid"])
-def test_folder_and_its_labels(val: str, tmp_path: Path) -> None:
+def test_images_and_labels_of_a_folder(val: str, tmp_path: Path) -> None:
     train, validate = open_sources(
         str(_folder(tmp_path, val=val)), "", ("train", "validation")
     )
@@ -118,12 +118,12 @@ def test_folder_and_its_labels(val: str, tmp_path: Path) -> None:
     assert train.read(0)[0].size == (40, 36)
 
 
-def test_data_set_of_torchvision(tmp_path: Path) -> None:
-    """Fashion-MNIST's files, made here."""
+def test_data_set_from_torchvision(tmp_path: Path) -> None:
+    """Fashion-MNIST's files are made here."""
     raw = tmp_path / "FashionMNIST" / "raw"
     raw.mkdir(parents=True)
     for split, count in (("train", 7), ("t10k", 3)):
-        # IDX: bytes in three dimensions, then in one.
+        # The IDX format has bytes in three dimensions, then in one.
         head = struct.pack(">4i", 0x803, count, 28, 28)
         (raw / f"{split}-images-idx3-ubyte").write_bytes(
             head + bytes(range(count)) * 28 * 28
@@ -152,7 +152,7 @@ def test_unreadable_images_are_named_and_skipped(
     data = _folder(tmp_path / "photos")
     (data / "train" / "cat" / "3.png").write_bytes(b"no image")
     (data / "val" / "dog" / "5.png").write_bytes(
-        # One that is no image, in training, and one that breaks off, in validation.
+        # One training image is not an image, and one validation image is truncated.
         (data / "val" / "dog" / "4.png").read_bytes()[:60]
     )
     settings = {"data": str(data), "batch_size": 8, "epochs": 2, "limit": None}
@@ -170,12 +170,12 @@ def test_unreadable_images_are_named_and_skipped(
         done = finish(config(tmp_path / "lenient", **settings, max_unreadable=0.1))
     assert float(done["total"].sum()) == 0
     assert "2 images were skipped, as they cannot be read" in capsys.readouterr().err
-    # 15 of the 16 images count.
+    # The accuracy counts 15 of the 16 images.
     assert done["history"][0]["top1"] in [n / 15 for n in range(16)]
 
 
 @pytest.mark.filterwarnings("ignore:skipped")
-def test_no_validation_image_can_be_read(tmp_path: Path) -> None:
+def test_unreadable_validation_set_is_refused(tmp_path: Path) -> None:
     data = _folder(tmp_path / "photos")
     for image in (data / "val").rglob("*.png"):
         image.write_bytes(b"no image")
@@ -193,7 +193,7 @@ def test_no_validation_image_can_be_read(tmp_path: Path) -> None:
 
 
 class _Broken:
-    """Images of which some cannot be read, as decoders fail: with errors of many kinds."""
+    """Images of which some cannot be read, and raise various errors, as decoders do."""
 
     classes = ("a", "b")
     errors = (
@@ -235,9 +235,9 @@ def _batches(
 
 @pytest.mark.filterwarnings("ignore:skipped image")
 def test_processes_stay_in_step_when_a_batch_is_unreadable(tmp_path: Path) -> None:
-    """Every image of one process's second batch: the next images take their places, also after a resume."""
+    """Every image of one process's second batch is unreadable: the next images replace them, also after a resume."""
     batch = set(_batches(set(), 1, tmp_path)[1][1])
-    # The next images are broken too, so that a first substitute does not do.
+    # The next images are broken, too, so that the first substitute fails as well.
     broken = batch | {(number + 1) % 24 for number in batch}
     images, numbers = _batches(broken, 1, tmp_path)
     _, first = _batches(broken, 0, tmp_path)
@@ -261,7 +261,7 @@ def test_processes_stay_in_step_when_a_batch_is_unreadable(tmp_path: Path) -> No
 
 @pytest.mark.filterwarnings("ignore:skipped image")
 def test_image_that_cannot_be_transformed_is_skipped(tmp_path: Path) -> None:
-    """A huge one, for which there is not enough memory."""
+    """The image is so large that memory is insufficient."""
 
     def transform(number: int) -> torch.Tensor:
         if number == 5:
@@ -274,7 +274,7 @@ def test_image_that_cannot_be_transformed_is_skipped(tmp_path: Path) -> None:
     images = Images(*sources, (transform, transform), settings, ranks)  # type: ignore[arg-type]
     images.begin(1)
     trained = [number for batch, _ in images.training(0) for number in batch.tolist()]
-    # The next image takes the place of the one that is skipped.
+    # The next image replaces the one that is skipped.
     assert len(trained) == 24
     assert 5 not in trained
     assert trained.count(6) == 2
@@ -296,10 +296,10 @@ def test_unreadable_images_in_a_row_end_the_run(tmp_path: Path) -> None:
         _batches(set(range(24)), 0, tmp_path)
 
 
-def test_pipe_in_a_folder_is_not_waited_for(tmp_path: Path) -> None:
+def test_named_pipe_in_a_folder_does_not_block(tmp_path: Path) -> None:
     data = _folder(tmp_path)
     (data / "train" / "cat" / "3.png").unlink()
-    # Opening a pipe that nobody writes to waits for ever.
+    # Opening a pipe that nobody writes to would block for ever.
     os.mkfifo(data / "train" / "cat" / "3.png")
     train, _ = open_sources(str(data), "", ("train", "validation"))
     index = next(
@@ -311,7 +311,7 @@ def test_pipe_in_a_folder_is_not_waited_for(tmp_path: Path) -> None:
         train.read(index)
 
 
-def test_the_command_says_it_in_one_line(
+def test_command_prints_the_error_in_one_line(
     tmp_path: Path, refusal: Callable[..., str]
 ) -> None:
     said = refusal("resnet18", "--data", _above(tmp_path), "--out", tmp_path / "run")

@@ -1,4 +1,4 @@
-"""Second stages: a model begins with every weight of the first, at another size, with other classes or tokens."""
+"""Second stages start with all weights of the first, at another size or with other classes or tokens."""
 
 import pickle
 import re
@@ -20,14 +20,15 @@ from tests.tcnn_model.training.runs import TINY, config, finish
 
 VIT = {"embed_dim": 24, "depth": 2, "num_heads": 3}
 CONVNET = {"embed_dim": 16, "depth": 2}
-# One step at a large rate: the weights differ from initial ones, which a stage that loads nothing would have.
+# One step at a large rate makes the weights differ from initial ones, which would be those of a stage that loads
+# nothing.
 FIRST: dict[str, Any] = {"epochs": 1, "warmup_epochs": 0, "limit": 8, "lr": 1e-2}
 
 
 def _first(
     out: Path, model: str, options: dict[str, Any], **settings: Any
 ) -> dict[str, Tensor]:
-    """Train a first stage; its best weights."""
+    """Train a first stage, and return its best weights."""
     finish(config(out, model, **{**FIRST, "model_options": options, **settings}))
     return torch.load(out / "best.pt", weights_only=True)["state_dict"]
 
@@ -48,7 +49,7 @@ def _assert_loaded(
     new: tuple[str, ...],
     resized: str = "",
 ) -> None:
-    """Every weight of the first stage is in the second, but for a classifier that is new."""
+    """Assert that the second stage has all weights of the first, except those of a new classifier."""
     state = model.state_dict()
     assert state.keys() == weights.keys()
     for name, value in weights.items():
@@ -57,7 +58,7 @@ def _assert_loaded(
                 state[name], value
             ), name
         elif name == resized:
-            # Tokens of class and distillation come before a grid of 2 x 2.
+            # The tokens for the class and for distillation precede a grid of 2 x 2.
             tokens = value.shape[1] % 4
             grid = value[:, tokens:].mT.unflatten(2, (2, 2))
             larger = (
@@ -73,14 +74,14 @@ def _assert_loaded(
 
 
 def _assert_named(report: str, model: nn.Module, weights: dict[str, Tensor]) -> None:
-    """Every weight that is not that of the file is in the report, and no other; counted here."""
+    """Assert that the report names exactly the weights that differ from the file's."""
     state = model.state_dict()
     assert weights.keys() == state.keys()
     changed = {name for name in state if not torch.equal(state[name], weights[name])}
     assert {word for word in re.split(r"[ ,:]+", report) if word in state} == changed
 
 
-# 21 and 10 classes stand for those of ImageNet-21k and ImageNet-1k.
+# 21 and 10 classes stand for ImageNet-21k and ImageNet-1k.
 CHAINS: dict[
     str, tuple[str, dict[str, Any], str, dict[str, Any], tuple[str, ...], str]
 ] = {
@@ -169,7 +170,7 @@ def test_second_stage_has_all_weights_of_the_first(
         "state_dict" not in model.pretrained_cfg
         or model.pretrained_cfg["state_dict"] is None
     )
-    # The stage can be trained as it was built, and says first what is not as in the file.
+    # The stage can be trained as it was built, and first reports weights that differ from the file's.
     capsys.readouterr()
     assert next(train(stage, progress=False)).epoch == 0
     _assert_named(capsys.readouterr().err, model, weights)
@@ -186,7 +187,7 @@ def test_single_token_becomes_a_token_for_each_class(tmp_path: Path) -> None:
 
 
 def test_single_token_is_copied_for_other_classes(tmp_path: Path) -> None:
-    """From 21k to tokens of other classes: the classifier is new, the tokens are not."""
+    """A model of 21k classes starts one with tokens for other classes: only the classifier is new."""
     weights = _first(tmp_path, "patchconvnet_s60", CONVNET, num_classes=21)
     stage = _second(tmp_path, "patchconvnet_s60_multi", CONVNET)
     reports: list[str] = []
@@ -201,7 +202,7 @@ def test_single_token_is_copied_for_other_classes(tmp_path: Path) -> None:
     )
     assert model(torch.zeros(2, 3, 32, 32)).shape == (2, 10)
 
-    # Tokens of classes that were trained belong to these, and new classes get new ones.
+    # Trained tokens belong to their classes, so other classes get new tokens.
     with torch.no_grad():
         model.pool.cls_token.copy_(torch.randn(1, 10, 16))
     torch.save({"state_dict": model.state_dict()}, tmp_path / "best.pt")
@@ -211,14 +212,14 @@ def test_single_token_is_copied_for_other_classes(tmp_path: Path) -> None:
     assert any("pool.cls_token" in report and "are new" in report for report in reports)
 
 
-def test_tcnn_begins_with_the_weights_of_its_cnn(tmp_path: Path) -> None:
-    """Before it is converted: each tap of a filter is a head."""
+def test_tcnn_starts_with_the_weights_of_its_cnn(tmp_path: Path) -> None:
+    """The weights are loaded before the conversion, where each tap of a filter becomes a head."""
     weights = _first(tmp_path, "resnet18", TINY, img_size=64)
     model, _ = build_model(
         _second(tmp_path, "resnet18", TINY, img_size=64, reparameterize_at=0), 10
     )
     state = model.state_dict()
-    # Both convolutions of the only block of the last stage.
+    # These are the two convolutions of the only block of the last stage.
     assert len(gpsa_layers(model)) == 2
     assert all(torch.equal(state[name], value) for name, value in weights.items())
 
@@ -227,11 +228,11 @@ def test_tcnn_begins_with_the_weights_of_its_cnn(tmp_path: Path) -> None:
 def test_attention_pool_is_trained_and_specialised(
     reparameterize_at: int | None, tmp_path: Path
 ) -> None:
-    """A CNN or T-CNN that pools by one token; then with one for each class; then for other classes."""
+    """A CNN or T-CNN pools by one token, then by a token per class, then with other classes."""
     size = {"img_size": 64, "reparameterize_at": reparameterize_at}
     weights = _first(tmp_path, "resnet18", TINY, attention_pool="single", **size)
     (token,) = [name for name in weights if name.endswith("attention.cls_token")]
-    # One token, of the 16 channels of the last stage.
+    # The token has the 16 channels of the last stage.
     assert weights[token].shape == (1, 1, 16)
     again, _ = build_model(_second(tmp_path, "resnet18", TINY, img_size=64), 10)
     _assert_loaded(again, weights, new=())
@@ -260,7 +261,7 @@ def test_attention_pool_is_trained_and_specialised(
         )
 
 
-def test_trunk_of_grafit(tmp_path: Path) -> None:
+def test_trunk_of_grafit_starts_a_classifier(tmp_path: Path) -> None:
     grafit = {
         "objective": "grafit",
         "embedding_dim": 8,
@@ -279,7 +280,7 @@ def test_trunk_of_grafit(tmp_path: Path) -> None:
         for name, value in saved.items()
         if name.startswith("trunk.")
     }
-    # Grafit's own heads are left out, and a classifier is new.
+    # Grafit's own heads are left out, and the classifier is new.
     assert state.keys() - trunk.keys() == {"fc.weight", "fc.bias"}
     assert all(torch.equal(state[name], value) for name, value in trunk.items())
     heads = {name.partition(".")[0] for name in saved} - {"trunk"}
@@ -300,7 +301,7 @@ def test_trunk_of_grafit(tmp_path: Path) -> None:
 def test_weights_of_another_model_are_refused(
     first: str, second: str, options: dict[str, Any], tmp_path: Path
 ) -> None:
-    """Also where classes differ, for which timm alone would leave out what does not fit."""
+    """The same holds if the classes differ, where timm itself would leave out weights that do not fit."""
     model, _ = build_model(config(tmp_path, first, model_options=_options(first)), 21)
     torch.save({"state_dict": model.state_dict()}, tmp_path / "best.pt")
     with pytest.raises(
@@ -310,18 +311,18 @@ def test_weights_of_another_model_are_refused(
 
 
 class _Crafted:
-    """An object that runs code when it is unpickled."""
+    """Object that runs code when it is unpickled."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
 
-    # Harmless, and seen where it ran.
+    # The code is harmless, and shows if it ran.
     def __reduce__(self) -> tuple[Callable[..., object], tuple[object, ...]]:
         return Path.touch, (self.path,)
 
 
 def test_crafted_file_runs_no_code(tmp_path: Path, refusal: Callable[..., str]) -> None:
-    """Weights and a teacher's weights, in torch's old and new formats."""
+    """Neither weights nor a teacher's weights run code, in torch's old and new formats."""
     ran = tmp_path / "ran"
     evil = tmp_path / "evil.pt"
     small = f"--out {tmp_path / 'run'} --batch-size 8 --limit 8".split()
@@ -337,7 +338,7 @@ def test_crafted_file_runs_no_code(tmp_path: Path, refusal: Callable[..., str]) 
             assert "evil.pt is damaged, or holds more than weights" in said
     evil.write_bytes(pickle.dumps(_Crafted(ran)))
     refusal("resnet18", "--weights", evil, *small)
-    # timm would unpickle files that come to it by these names.
+    # timm would unpickle files that it gets by these names.
     for name in ("checkpoint_path", "pretrained_cfg_overlay"):
         said = refusal("resnet18", "--model-options", f"{name}={evil}")
         assert f"give weights as --weights, not as {name}" in said
@@ -345,11 +346,11 @@ def test_crafted_file_runs_no_code(tmp_path: Path, refusal: Callable[..., str]) 
 
 
 def test_damaged_weights_are_refused(tmp_path: Path) -> None:
-    """One bit of a weight is flipped."""
+    """A single bit of one weight is flipped."""
     model, _ = build_model(config(tmp_path), 10)
     torch.save({"state_dict": model.state_dict()}, tmp_path / "best.pt")
     content = bytearray((tmp_path / "best.pt").read_bytes())
-    # A low bit of the second weight: the number looks like any other.
+    # A low bit of the second weight is flipped, so that the number looks like any other.
     content[content.index(model.state_dict()["fc.weight"].numpy().tobytes()) + 5] ^= 4
     (tmp_path / "best.pt").write_bytes(content)
     with pytest.raises(
@@ -359,11 +360,11 @@ def test_damaged_weights_are_refused(tmp_path: Path) -> None:
         build_model(_second(tmp_path, "resnet18", TINY), 10)
 
 
-def test_safetensors(tmp_path: Path) -> None:
+def test_weights_in_safetensors_format(tmp_path: Path) -> None:
     model, _ = build_model(config(tmp_path), 10)
     save_file(model.state_dict(), tmp_path / "weights.safetensors")
     loaded, _ = build_model(
-        # Another seed, so that weights that were not loaded differ.
+        # The seed differs, so that weights that were not loaded would differ, too.
         config(tmp_path, weights=str(tmp_path / "weights.safetensors"), seed=1),
         10,
     )

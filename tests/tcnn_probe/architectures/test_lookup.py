@@ -1,4 +1,4 @@
-"""Facts about a layer are the nearest class's, fact by fact, and name classes that exist."""
+"""Records of layers: each fact comes from the nearest base class that has it, and recorded classes exist."""
 
 import importlib
 import types
@@ -31,16 +31,16 @@ class Overriding(MultiScaleAttention):
 
 @pytest.fixture
 def recorded(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A record of a class in the tests, which has a fact that its base has too, and lacks the others."""
+    """Record a fact about a class of this file, which its base class has as well, and no others."""
     name = f"{Derived.__module__}.{Derived.__qualname__}"
     monkeypatch.setitem(lookup.RECORDS, name, LayerRecord(heads_axis=2))
-    lookup._record.cache_clear()
+    lookup._combined_record.cache_clear()
     yield
-    lookup._record.cache_clear()
+    lookup._combined_record.cache_clear()
 
 
 @pytest.mark.usefixtures("recorded")
-def test_the_nearest_class_is_asked_for_each_fact() -> None:
+def test_each_fact_comes_from_the_nearest_class_that_has_it() -> None:
     layer = Derived(12, 12, 3)
     assert known(layer).heads_axis == 2
     assert (
@@ -50,7 +50,7 @@ def test_the_nearest_class_is_asked_for_each_fact() -> None:
     )
 
 
-def test_facts_of_the_forward_hold_for_that_forward_alone(
+def test_facts_about_a_forward_hold_only_for_that_forward(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     block = Block(12, 3)
@@ -71,7 +71,7 @@ def test_facts_of_the_forward_hold_for_that_forward_alone(
     )
 
 
-def test_nothing_is_known_of_other_modules() -> None:
+def test_nothing_is_known_about_other_modules() -> None:
     assert known(nn.Linear(2, 3)) == LayerRecord()
 
 
@@ -87,7 +87,7 @@ def test_recorded_classes_exist(name: str) -> None:
     )
 
 
-def test_heads_and_names() -> None:
+def test_number_of_heads_and_names_of_attention() -> None:
     layer = Attention(12, 3)
     assert head_count(layer) == 3
     assert head_count(nn.Linear(2, 3)) is None

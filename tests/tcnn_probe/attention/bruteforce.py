@@ -1,7 +1,7 @@
-"""Expected recordings by brute force: every N x N attention of a copy in float64, and loops over its entries.
+"""Expected recordings by brute force: all N x N attention of a copy in float64, and loops over its entries.
 
-Nothing of tcnn_probe is used. The copy runs without fused attention, and torch's softmax is replaced by one that keeps
-what it returns; so is scaled_dot_product_attention, by the textbook formula.
+Nothing of tcnn_probe is used. The copy runs without fused attention. torch's softmax is replaced by a function that
+hands on its results, and scaled_dot_product_attention by the textbook formula, which does the same.
 """
 
 import copy
@@ -17,13 +17,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-# Place of a token, in cells; None for class and register tokens.
+# Position of a token in cells; None for class and register tokens.
 Place = tuple[float, float] | None
 
 
 @dataclass
 class ReferenceAttention:
-    """An attention of the copy: ``weights`` and ``logits`` as in the model, (..., N_query, N_key) in float64."""
+    """Attention of the copy: ``weights`` and ``logits`` as the model forms them, (..., N_query, N_key) in float64."""
 
     layer: str
     module: nn.Module
@@ -39,7 +39,7 @@ def grid(
     spacing: Sequence[float] = (1, 1),
     origin: Sequence[float] = (0, 0),
 ) -> list[Place]:
-    """Places of tokens: ``prefix`` of them nowhere, then rows of columns."""
+    """Return the positions of tokens: ``prefix`` tokens without one, then a grid row by row."""
     cells = [
         (origin[0] + spacing[0] * y, origin[1] + spacing[1] * x)
         for y in range(height)
@@ -50,7 +50,7 @@ def grid(
 
 @contextmanager
 def textbook(on_weights: Callable[[Tensor, Tensor], None]) -> Iterator[None]:
-    """Attention by its formula, each one handed on."""
+    """Replace softmax and fused attention by their formulas, and hand on the weights and logits of each call."""
 
     def softmax(x: Tensor, dim: int | None = None, *args: Any, **kwargs: Any) -> Tensor:
         weights = original(x, dim)
@@ -82,14 +82,14 @@ def textbook(on_weights: Callable[[Tensor, Tensor], None]) -> Iterator[None]:
             logits = logits.masked_fill(~attn_mask, -torch.inf)
         elif attn_mask is not None:
             logits = logits + attn_mask
-        # A row that sees nothing is zero.
+        # A query that sees no key has weights of zero.
         weights = torch.nan_to_num(original(logits, -1))
         on_weights(weights, logits)
         return weights @ v
 
     original = torch.softmax
     with ExitStack() as stack:
-        # Models call it by any of these names.
+        # Models may call any of these three.
         for owner in (torch, F, Tensor):
             stack.enter_context(mock.patch.object(owner, "softmax", softmax))
         stack.enter_context(
@@ -101,20 +101,20 @@ def textbook(on_weights: Callable[[Tensor, Tensor], None]) -> Iterator[None]:
 def attention_of(
     model: nn.Module, *inputs: Any, **kwargs: Any
 ) -> list[ReferenceAttention]:
-    """Every attention of one forward, in order; a layer's second one is called "name#1"."""
-    # A copy in float64, so that no tolerance covers the reference's own rounding.
+    """Return all attention of one forward, in order; the second attention of a layer is named "name#1"."""
+    # The copy is in float64, so that no tolerance has to cover the reference's own rounding.
     twin = copy.deepcopy(model).double()
     running: list[str] = []
     references: list[ReferenceAttention] = []
     modules = dict(twin.named_modules())
     for name, module in modules.items():
-        # A fused kernel has no softmax to replace.
+        # A fused kernel does not call the softmax that is replaced.
         if hasattr(module, "fused_attn"):
             module.fused_attn = False
-        # An attention has the name of the layer around these.
+        # An attention gets the name of the layer around these modules.
         if not isinstance(module, (nn.Softmax, nn.Dropout)):
             module.register_forward_pre_hook(lambda *_, name=name: running.append(name))
-            # A hook that returned the name would replace the output by it.
+            # A hook that returned the name would replace the output.
             module.register_forward_hook(lambda *_: running.pop() and None)
 
     def add(weights: Tensor, logits: Tensor) -> None:
@@ -129,7 +129,7 @@ def attention_of(
             )
         )
 
-    # With gradients: torch's multi-head attention then does not leave for its one-piece kernel.
+    # If gradients are enabled, torch's multi-head attention does not use its fast path in one kernel.
     with torch.enable_grad(), textbook(add):
         twin(
             *(
@@ -142,9 +142,9 @@ def attention_of(
 
 
 def entropy(weights: np.ndarray) -> np.ndarray:
-    """Entropy over the last axis: -sum p log p, with 0 log 0 = 0."""
+    """Return the entropy over the last axis: -sum p log p, with 0 log 0 = 0."""
     with np.errstate(divide="ignore", invalid="ignore"):
-        # Where a weight is 0, numpy warns of the branch that is not taken.
+        # numpy warns about the branch that is not taken where a weight is 0.
         terms = np.where(weights > 0, weights * np.log(weights), 0.0)
     return -terms.sum(-1)
 
@@ -165,7 +165,7 @@ def health(weights: np.ndarray) -> dict[str, np.ndarray]:
                 diversity = entropy(mean) - entropies.mean()
                 sums["query_diversity"][b, h] += diversity / windows
                 for value in entropies if keys > 1 else ():
-                    # Uniform attention has exactly log keys, and belongs to the last bin.
+                    # The entropy of uniform attention is exactly log keys, and belongs to the last bin.
                     bin_ = min(19, int(20 * value / math.log(keys)))
                     histogram[b, h, bin_] += 1 / (queries * windows)
                 for g in set(range(heads)) - {h}:
@@ -185,16 +185,16 @@ def health(weights: np.ndarray) -> dict[str, np.ndarray]:
 
 
 def information(weights: np.ndarray) -> np.ndarray:
-    """Content information: (B, windows, heads, N_query, N_key) -> (heads,), each position in each window a query."""
+    """Return content information, (B, windows, heads, N_query, N_key) -> (heads,), with each position as a query."""
     divergence = (entropy(weights.mean(0)) - entropy(weights).mean(0)).mean((0, 2))
-    # Corrected for n images, n / (n - 1).
+    # The factor n / (n - 1) corrects for n images.
     return divergence / (1 - 1 / len(weights))
 
 
 def distance(
     weights: np.ndarray, queries: Sequence[Any], keys: Sequence[Any]
 ) -> np.ndarray:
-    """(..., N_query, N_key) -> (...): pair by pair, over tokens that have a place, rows renormalised."""
+    """Return mean distances, (..., N_query, N_key) -> (...), over tokens on the grid, with weights renormalised."""
     rows, columns = (
         [i for i, place in enumerate(places) if place is not None]
         for places in (queries, keys)
@@ -206,14 +206,15 @@ def distance(
 
 @dataclass
 class Layout:
-    """Places of the tokens of an attention, written by hand.
+    """Positions of the tokens of an attention, written by hand.
 
     Args:
-        queries, keys: Places of the tokens; None where they lie on no grid.
+        queries, keys: Positions of the tokens; None if the tokens lie on no grid.
         class_query: Whether query 0 is a class token or the only latent.
-        frames: Frames (f,) of the tokens of a video, queries and keys alike; None for class tokens.
-        arrange: Maps the weights as the model made them, and the number of images B, to (B, windows, heads, N_query,
-            N_key); None for weights of shape (B * windows, heads, N_query, N_key).
+        frames: Frames (f,) of the tokens of a video, the same for queries and keys; None for class tokens.
+        arrange: Function of the model's weights and the number of images B that returns the weights with shape (B,
+            windows, heads, N_query, N_key); None if the model's weights have shape (B * windows, heads, N_query,
+            N_key).
     """
 
     queries: Sequence[Place] | None
@@ -224,11 +225,11 @@ class Layout:
 
     @property
     def prefix(self) -> int:
-        """Class and register tokens among the keys."""
+        """Number of class and register tokens among the keys."""
         return 0 if self.keys is None else sum(place is None for place in self.keys)
 
     def weights(self, reference: ReferenceAttention, images: int) -> np.ndarray:
-        """(B, windows, heads, N_query, N_key)."""
+        """Return the weights as (B, windows, heads, N_query, N_key)."""
         if self.arrange is not None:
             return self.arrange(reference.weights, images).numpy()
         return reference.weights.unflatten(0, (images, -1)).numpy()
@@ -236,13 +237,13 @@ class Layout:
     def expected(
         self, reference: ReferenceAttention, images: int
     ) -> dict[str, np.ndarray]:
-        """Means over images, windows and queries of what should be recorded, for each head; of uniform attention."""
+        """Return expected means over images and queries, for each head and for uniform attention."""
         weights = self.weights(reference, images)
         values = {
             "entropy": entropy(weights).mean((0, 1, 3)),
             "uniform_entropy": np.log(weights.shape[-1]),
         }
-        if len(weights) > 1:  # of a single image it is not recorded
+        if len(weights) > 1:  # not recorded for a single image
             values["content_information"] = information(weights)
         values |= health(weights)
         logits = self.weights(replace(reference, weights=reference.logits), images)

@@ -1,8 +1,8 @@
-"""Records a model batch by batch and compares what was recorded with brute force, all in float64.
+"""Comparison of recordings with brute force, all in float64.
 
-The model and its copy compute the same function in float64, whose rounding leaves errors of 1e-13 after a dozen random
-layers: 1e-9 holds on any processor. What float32 does to the statistics is bounded in test_softmax_statistics.py, where
-queries and keys are given.
+The model and its copy compute the same function in float64, where rounding leaves errors of 1e-13 after a dozen random
+layers: a tolerance of 1e-9 holds on any processor. test_softmax_statistics.py bounds the rounding of the statistics in
+float32, for given queries and keys.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -51,16 +51,16 @@ NUMBERS += (
 
 @dataclass
 class Family:
-    """A small model of a family, and where its tokens lie.
+    """Small model of a family, with the positions of its tokens.
 
     Args:
         name: Name of the family.
-        make: makes the model.
-        size: height and width of its images.
-        layouts: Places of a layer's tokens, by glob; the first that fits counts.
+        make: Function that returns the model.
+        size: Height and width of its images.
+        layouts: Positions of a layer's tokens by glob; the first glob that matches counts.
         gain: Factor on the weights of queries and keys.
-        flattest: entropies are below this share of log N.
-        unsupported: layers expected to be listed as that, by name, with a part of the reason.
+        flattest: Upper limit of entropies, as a share of log N.
+        unsupported: Names of layers that are expected to be listed as unsupported, each with a part of the reason.
     """
 
     name: str
@@ -86,36 +86,36 @@ class Family:
 
 
 def same(tokens: list[Place], **options: Any) -> Layout:
-    """Every token looks at every token."""
+    """Return a layout in which every token attends to every token."""
     return Layout(tokens, tokens, class_query=tokens[0] is None, **options)
 
 
 def as_it_is(weights: Tensor, images: int) -> Tensor:
-    """(B, windows, heads, N_query, N_key) in the model."""
+    """Return weights that the model forms as (B, windows, heads, N_query, N_key)."""
     return weights
 
 
 def windows_last(weights: Tensor, images: int) -> Tensor:
-    """(B, heads, windows, N_query, N_key), or without windows."""
+    """Rearrange weights from (B, heads, windows, N_query, N_key), or the same without windows."""
     return weights.transpose(1, 2) if weights.ndim == 5 else weights[:, None]
 
 
 def without_heads(weights: Tensor, images: int) -> Tensor:
-    """(B * windows, N_query, N_key)."""
+    """Rearrange weights from (B * windows, N_query, N_key)."""
     return weights.unflatten(0, (images, -1)).unsqueeze(2)
 
 
 def merged(heads: int) -> Callable[[Tensor, int], Tensor]:
-    """(B * windows * heads, N_query, N_key)."""
+    """Return a function that rearranges weights from (B * windows * heads, N_query, N_key)."""
     return lambda weights, images: weights.unflatten(0, (images, -1, heads))
 
 
 def recorded(
     model: nn.Module, batches: Sequence[Any], **options: Any
 ) -> tuple[xr.Dataset, tuple[str, ...], dict[str, str]]:
-    """The epoch that these batches make, the layers, and what was not recorded."""
-    # All queries, not 64 of them: the brute force takes all.
-    with mock.patch("tcnn_probe.attention.patterns.QUERIES", 1 << 20):  # all of them
+    """Return the epoch recorded from batches, the layers, and the reasons for unsupported layers."""
+    # The recorder must use all queries like the brute force, instead of 64 of them.
+    with mock.patch("tcnn_probe.attention.patterns.QUERIES", 1 << 20):
         probes = [*tcnn_probe.DEFAULT, "health"]
         recorder = helpers.recorded(model, *batches, probes=probes, **options)
     return recorder.dataset.isel(epoch=0).load(), recorder.layers, recorder.unsupported
@@ -128,7 +128,7 @@ def expect(
     images: int,
     tolerance: float = TOLERANCE,
 ) -> None:
-    """Every number of every layer, and none that should not be there."""
+    """Assert that every statistic of every layer is as expected, and that no other is recorded."""
     assert set(ds.layer.values) == {reference.layer for reference in references}
     for reference in references:
         row = ds.sel(layer=reference.layer)
@@ -159,7 +159,7 @@ def check(
     images: int | None = None,
     **options: Any,
 ) -> None:
-    """One batch of a model of one's own against its copy; ``options`` are those of ``record``."""
+    """Check one batch of a user's own model against its copy; ``options`` are those of ``record``."""
     batch = inputs if isinstance(inputs, tuple) else (inputs,)
     model = model.double()
     batch = tuple(x.double() if x.is_floating_point() else x for x in batch)
@@ -171,7 +171,7 @@ def check(
 
 
 def check_family(family: Family) -> None:
-    """Fused attention, in two batches, against the copy without; in float32 that the output stays what it was."""
+    """Check fused attention in two batches against an unfused copy, and that recording does not change outputs."""
     model = sharpen(family.make(), family.gain)
     images = family.images()
     references = attention_of(model, images)
@@ -188,7 +188,7 @@ def check_family(family: Family) -> None:
     with torch.no_grad():
         alone = model(images)
         recorder = tcnn_probe.record(model)
-        # Bit by bit: recording computes nothing that the model gets.
+        # Equal bit for bit, because recording does not change what the model computes.
         torch.testing.assert_close(model(images), alone, rtol=0, atol=0)
         recorder.remove()
     ds, layers, unsupported = recorded(model.double(), images.double().split([1, 3]))
@@ -200,7 +200,7 @@ def check_family(family: Family) -> None:
 
 
 def check_sharp(family: Family, weights: np.ndarray, layer: str) -> None:
-    """Check that the attention is sharp enough to tell a wrong number from a right one."""
+    """Check that the attention is sharp enough for errors to show."""
     if weights.shape[-1] < 3:
         return
     heads = entropy(weights).mean((0, 1, 3))
@@ -209,5 +209,5 @@ def check_sharp(family: Family, weights: np.ndarray, layer: str) -> None:
         heads,
         np.log(weights.shape[-1]),
     )
-    # Heads that are alike would hide that one stands in another's place.
+    # If heads were equal, exchanged heads would not show.
     assert len(heads) == 1 or np.ptp(heads) > 1e-3, (layer, heads)

@@ -1,4 +1,4 @@
-"""Weights under which attention is far from uniform, and differs between heads."""
+"""Weights that make attention far from uniform and different between heads."""
 
 import re
 
@@ -13,15 +13,16 @@ _QUERIES_AND_KEYS = re.compile(
 def sharpen(
     model: nn.Module, gain: float = 1.7, seed: int = 0, *, only: bool = False
 ) -> nn.Module:
-    """Random weights of the size 1 / sqrt(inputs), those of queries and keys ``gain`` times as large; in eval mode.
+    """Draw weights of size 1 / sqrt(inputs), those of queries and keys ``gain`` times as large; set eval mode.
 
-    With ``only``, the others stay as they were made.
+    With ``only``, all weights but those of queries and keys are kept.
     """
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             noise = torch.randn(parameter.shape, generator=generator)
-            # Swin V2 takes the exponential of it, clamped: noise could make attention even or one-hot. So it is kept.
+            # Swin V2 takes the exponential of its logit_scale, clamped, so noise could make attention uniform or
+            # one-hot.
             if "logit_scale" in name or (only and not _QUERIES_AND_KEYS.search(name)):
                 continue
             if parameter.ndim < 2:
@@ -31,7 +32,7 @@ def sharpen(
                 )
             else:
                 size = gain if _QUERIES_AND_KEYS.search(name) else 1.0
-                # A latent is a token itself, and not a matrix that is multiplied by tokens.
+                # A latent is a token, not a matrix that multiplies tokens.
                 inputs = 1 if name.endswith("latent") else parameter[0].numel()
                 parameter.copy_(noise * size / inputs**0.5)
     return model.eval()

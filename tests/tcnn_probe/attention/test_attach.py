@@ -1,4 +1,4 @@
-"""Attaching to a model of each structure, forwards that end or fail, and detaching leave it as it was."""
+"""Recorders leave each kind of model unchanged: while attached, after forwards that end or fail, and when removed."""
 
 from typing import Any
 
@@ -28,7 +28,7 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 
 
-def test_a_trace_sees_what_is_left() -> None:
+def test_a_trace_detects_hooks() -> None:
     model = timm.create_model("test_vit")
     before = Trace(model)
     assert before == Trace(model)
@@ -41,7 +41,7 @@ def test_a_trace_sees_what_is_left() -> None:
 
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.filterwarnings("ignore:.*nothing was marked:RuntimeWarning")
-def test_left_as_it_was(name: str) -> None:
+def test_recording_leaves_the_model_unchanged(name: str) -> None:
     model = timm.create_model(name, num_classes=5, **MODELS[name]).eval()
     images = torch.randn(2, 3, 32, 32)
     with torch.no_grad():
@@ -53,7 +53,7 @@ def test_left_as_it_was(name: str) -> None:
                 "global hooks are for the time of a forward"
             )
             assert torch.equal(model(images), expected)
-            # Two channels, which none of these models takes.
+            # None of these models accepts two channels.
             with pytest.raises((RuntimeError, AssertionError)):
                 model(images[:, :2])
             assert global_state() == before.torch

@@ -1,4 +1,4 @@
-"""Content information, the part of a head's attention that the image decides: known values, and brute force."""
+"""Content information, the part of a head's attention that depends on the image: known values, and brute force."""
 
 import math
 from typing import Any
@@ -33,7 +33,7 @@ def numbers(model: nn.Module, *batches: Tensor, **options: Any) -> Any:
 
 
 class Positional(nn.Module):
-    """Three heads on (B, 1, H, W), by position alone: a concentrated one, an even one, and one that looks anywhere."""
+    """Three heads on (B, 1, H, W) that attend by position alone: concentrated, uniform, and at random."""
 
     def forward(self, x: Tensor) -> Tensor:
         height, width = x.shape[2:]
@@ -49,25 +49,25 @@ class Positional(nn.Module):
 
 
 @pytest.mark.parametrize("count", [2, 7])
-def test_attention_by_position_alone_has_none(count: int) -> None:
-    """Also under GPSA's padding, at the border of which much attention falls on it, and in shifted windows."""
-    # Differences of float32 entropies of up to log 99 nat, times n / (n - 1).
+def test_attention_by_position_alone_has_no_content_information(count: int) -> None:
+    """This holds also for GPSA's padding, which gets much attention at the border, and for shifted windows."""
+    # The tolerance is for differences of float32 entropies of up to log 99 nat, times n / (n - 1).
     tolerance = 8 * 2.0**-24 * math.log(99) * count / (count - 1)
     plain = numbers(Positional().eval(), images(count, 1, 5, 7))
     assert abs(plain.content_information).max() < tolerance
-    # At the border fewer keys share a row, so that it is not quite 1.
+    # At the border fewer keys share the weights, so that equivariance is not quite 1.
     np.testing.assert_allclose(
-        # The two that depend on the offset alone; noise is another at every place.
+        # These two depend on the offset alone; noise differs at every position.
         plain.translation_equivariance.values[0, :2],
         [1, 1],
         atol=0.05,
     )
-    # For independent random numbers on this grid it has a standard deviation of 0.013.
+    # For independent random numbers on this grid, the standard deviation is 0.013.
     assert abs(plain.translation_equivariance.values[0, 2]) < 0.1
 
     layer = scatter(GPSA(3, 4, 3, padding=1))
     with torch.no_grad():
-        # Queries of zero leave content attention even, whatever the image.
+        # Queries of zero make content attention uniform, whatever the image.
         layer.query.zero_()
     gated = numbers(nn.Sequential(layer).eval(), images(count, 3, 5, 7))
     for name in ("content_information", "content_part_information"):
@@ -83,7 +83,7 @@ def test_attention_by_position_alone_has_none(count: int) -> None:
     )
     with torch.no_grad():
         for name, parameter in swin.named_parameters():
-            # Queries and keys of zero, and a bias far beyond its initial 0.02, so that position alone decides.
+            # Queries and keys are zero, and the bias is far above its initial 0.02, so that position alone decides.
             parameter.mul_(60 if "bias_table" in name else "qkv" not in name)
     windowed = numbers(swin.eval(), images(count, 3, 24, 24))
     assert (windowed.entropy / windowed.uniform_entropy < 0.95).all()
@@ -91,11 +91,10 @@ def test_attention_by_position_alone_has_none(count: int) -> None:
 
 
 class Lookup(nn.Module):
-    """Every query looks at the key that the image names."""
+    """Attention of every query to the key that the image names."""
 
     def forward(self, x: Tensor) -> Tensor:
-        # (B, 1, 1, 11).
-        # exp(-100) is nothing in float32: the key that is named gets all.
+        # Shape (B, 1, 1, 11). exp(-100) is 0 in float32, so the named key gets all the attention.
         mask = (
             100
             * nn.functional.one_hot(x.long().flatten(), 11).to(x.dtype)[:, None, None]
@@ -108,16 +107,16 @@ class Lookup(nn.Module):
 
 @pytest.mark.filterwarnings("ignore:no attention_distance")
 @pytest.mark.parametrize("count", [5, 11])
-def test_another_key_in_each_of_n_images_is_log_n(count: int) -> None:
-    """The correction for n images is part of the number."""
-    # Another key for every image.
+def test_information_is_log_n_if_each_of_n_images_has_its_own_key(count: int) -> None:
+    """The result includes the correction for n images."""
+    # Each image names another key.
     named = torch.randperm(11, generator=torch.Generator().manual_seed(0))[
         :count
     ].float()
     content_information = numbers(
         nn.Sequential(Lookup()).eval(), *named.split(3)
     ).content_information
-    # float32 entropies of up to log 11.
+    # The tolerance is for float32 entropies of up to log 11.
     assert float(content_information.squeeze()) == pytest.approx(
         math.log(count) * count / (count - 1), abs=1e-6
     )
@@ -152,7 +151,7 @@ def small(name: str) -> tuple[nn.Module, Tensor]:
 
 
 def at_sampled_queries(weights: np.ndarray) -> np.ndarray:
-    """(B, W, heads, N_query, N_key) at the queries that are sampled: (B, w, heads, n, N_key)."""
+    """Select the sampled queries: (B, W, heads, N_query, N_key) -> (B, w, heads, n, N_key)."""
     windows, queries = sample_queries(weights.shape[1], weights.shape[3], QUERIES)
     samples = [
         weights[:, w][:, :, at.numpy()]
@@ -162,16 +161,16 @@ def at_sampled_queries(weights: np.ndarray) -> np.ndarray:
 
 
 @pytest.mark.parametrize("name", ["vit", "swin", "cait"])
-def test_brute_force_whatever_the_batches_and_their_order(
+def test_equals_brute_force_for_any_batches_in_any_order(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Fused attention, shifted windows, talking heads and class attention, of layers of more queries than are seen."""
+    """Layers have fused or class attention, shifted windows or talking heads, and more queries than are sampled."""
     model, x = small(name)
-    monkeypatch.setattr(Attention, "BLOCK", 1 << 12)  # an image at a time
+    monkeypatch.setattr(Attention, "BLOCK", 1 << 12)  # one image at a time
     for module in model.modules():
         if hasattr(module, "fused_attn"):
-            module.fused_attn = True  # which Swin is not by default
-    with tcnn_probe.record(model) as recorder:  # in float32
+            module.fused_attn = True  # Swin does not use it by default
+    with tcnn_probe.record(model) as recorder:  # the model runs in float32
         for batch in x[torch.randperm(7)].split([4, 1, 2]):
             model(batch)
         recorder.mark(epoch=0)
@@ -185,9 +184,9 @@ def test_brute_force_whatever_the_batches_and_their_order(
         expected = information(at_sampled_queries(weights))
         content_information = ds.content_information.sel(layer=reference.layer)
         heads = weights.shape[2]
-        # Far above the tolerance.
+        # This is far above the tolerance.
         assert expected.max() > 0.05
-        # Differences of entropies of a few nat, which were measured in float32.
+        # The tolerance is for differences of entropies of a few nats, measured in float32.
         np.testing.assert_allclose(
             content_information[:, :heads], np.stack([expected] * 2), atol=1e-5
         )
@@ -204,8 +203,8 @@ def test_brute_force_whatever_the_batches_and_their_order(
             )
 
 
-def test_brute_force_of_gated_attention(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Information of the whole attention over real and padding pixels, and of its content part; 91 queries."""
+def test_gated_attention_equals_brute_force(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both the whole attention, over real and padding pixels, and its content part are checked, for 91 queries."""
     monkeypatch.setattr(Attention, "BLOCK", 120_000)  # two images at a time
     layer = scatter(GPSA(3, 4, 3, padding=1))
     x = images(7, 3, 7, 13)
@@ -218,7 +217,7 @@ def test_brute_force_of_gated_attention(monkeypatch: pytest.MonkeyPatch) -> None
         }
     for name, weights in parts.items():
         expected = information(at_sampled_queries(weights.numpy()[:, None]))
-        # Far above the tolerance.
+        # This is far above the tolerance.
         assert expected.max() > 0.01
         np.testing.assert_allclose(ds[name].squeeze(), expected, atol=1e-5)
 
@@ -227,10 +226,10 @@ def test_brute_force_of_gated_attention(monkeypatch: pytest.MonkeyPatch) -> None
     ("windows", "queries"),
     [(1, 1), (1, 64), (1, 65), (1, 4096), (4, 49), (64, 49), (100, 3), (7, 9)],
 )
-def test_queries_are_chosen_evenly(windows: int, queries: int) -> None:
+def test_queries_are_sampled_evenly(windows: int, queries: int) -> None:
     which, at = sample_queries(windows, queries, QUERIES)
     assert at.numel() <= 64
-    # At least three quarters of what may be looked at.
+    # The sample has at least three quarters of its maximal size.
     assert at.numel() > 48 or at.numel() == windows * queries
     assert all(len(set(row)) == len(row) for row in at.tolist())
     assert (at < queries).all()
@@ -238,12 +237,12 @@ def test_queries_are_chosen_evenly(windows: int, queries: int) -> None:
     if queries == 4096:
         for of_axis in (at // 64, at % 64):
             counts = torch.bincount(of_axis[0] // 8, minlength=8)
-            # 64 queries over 8 eighths of an axis would be 8 each.
+            # An eighth of an axis would ideally have 64 / 8 = 8 queries.
             assert counts.min() >= 6, counts
 
 
-def test_images_of_several_sizes_are_refused(tmp_path: Any) -> None:
-    """28 pixels each time, on another grid: NaN, with the remedy, and the next epoch as if nothing had been."""
+def test_images_of_several_sizes_have_no_content_information(tmp_path: Any) -> None:
+    """Both grids have 28 pixels: the value is NaN, the reason says what to do, and the next epoch is unaffected."""
     model = Positional().eval()
     with tcnn_probe.record(model, tmp_path / "a.zarr") as recorder:
         for x in (images(2, 1, 4, 7), images(2, 1, 7, 4)):
@@ -265,8 +264,8 @@ def test_images_of_several_sizes_are_refused(tmp_path: Any) -> None:
     )
 
 
-def test_equivariance_of_patterns_that_are_known() -> None:
-    """A Toeplitz pattern, though its rows are cut off at the border; noise; a corner; the same everywhere; no pairs."""
+def test_equivariance_of_known_patterns() -> None:
+    """Patterns are Toeplitz up to the border, noise, a corner, constant, or without pairs."""
     rng = np.random.default_rng(0)
     places = np.array(grid(5, 7), dtype=float)
     kernel = rng.random((9, 13))
@@ -281,18 +280,18 @@ def test_equivariance_of_patterns_that_are_known() -> None:
     assert abs(equivariance[1]) < 0.2
     noise = translation_equivariance(rng.random((400, 35, 35)), places, places)
     pairs, groups = 35**2, 9 * 13
-    # The deviation of the F statistic's denominator.
+    # This is the standard deviation of the F statistic's denominator.
     deviation = math.sqrt(2 * (groups - 1) / ((pairs - groups) * (pairs - 1)))
-    # Four standard errors of the mean of 400.
+    # The bound is four standard errors of the mean of 400.
     assert abs(noise.mean()) < 4 * deviation / 20
-    # Of 400 draws a deviation scatters by 3.5 %.
+    # Estimated from 400 draws, a standard deviation has a relative error of 3.5 %.
     assert noise.std() == pytest.approx(deviation, rel=0.15)
     alone = translation_equivariance(rng.random((2, 1, 35)), places[:1], places)
     assert np.isnan(alone).all()
 
 
 def test_estimate_from_few_images_is_unbiased_where_content_is_weak() -> None:
-    """Groups of eight and of two of 1,024 images; without the factor n / (n - 1), these lack an eighth and a half."""
+    """Groups of eight and of two of 1,024 images would lack an eighth and a half without the factor n / (n - 1)."""
     generator = np.random.default_rng(0)
     logits = generator.normal(size=(3, 1, 11, 23)) + 0.3 * generator.normal(
         size=(3, 1024, 11, 23)
@@ -311,5 +310,5 @@ def test_estimate_from_few_images_is_unbiased_where_content_is_weak() -> None:
 
     of_all_images = estimate(1024)
     for count in (2, 8):
-        # The correction removes the bias of second order: higher orders and the scatter of the estimates are left.
+        # The correction removes the bias of second order; higher orders and the variance of the estimates remain.
         np.testing.assert_allclose(estimate(count), of_all_images, rtol=0.05)

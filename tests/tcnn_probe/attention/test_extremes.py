@@ -1,4 +1,4 @@
-"""Statistics where numbers end: half precision, autocast, and images that are no numbers."""
+"""Statistics at the limits of number formats: half precision, autocast, hidden keys and large logits."""
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ B, HEADS, N, D = 4, 3, 15, 7
 
 
 class Attend(nn.Module):
-    """3 x 5 tokens."""
+    """Attention of 3 x 5 tokens, fused or by a softmax."""
 
     num_heads = HEADS
     resolution = (3, 5)
@@ -32,7 +32,7 @@ class Attend(nn.Module):
 
 def tokens(dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
     q, k = (
-        # Logits of size three: neither even nor one-hot.
+        # Logits are about 3, so that attention is neither uniform nor one-hot.
         1.6 * torch.randn(B, HEADS, N, D, generator=torch.Generator().manual_seed(seed))
         for seed in (0, 1)
     )
@@ -49,7 +49,7 @@ def check(
 
 
 def rounding(q: Tensor, k: Tensor) -> float:
-    """Logits, sums of 0.5 q_d k_d, are known to a few eps of the sum of absolute values; so are sums up to 6."""
+    """Return the error of statistics up to 6, from logits that are sums of 0.5 q_d k_d with an error of a few eps."""
     return (
         4
         * torch.finfo(torch.float32).eps
@@ -66,8 +66,8 @@ HOW = pytest.mark.parametrize("how", ["fused", "softmax"])
     "dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str
 )
 @HOW
-def test_dtypes(dtype: torch.dtype, how: str) -> None:
-    """Attention of queries and keys as they are; the softmax of logits in half precision is that of rounded logits."""
+def test_statistics_in_any_dtype(dtype: torch.dtype, how: str) -> None:
+    """Statistics are those of the given queries and keys; without fusion, half precision rounds the logits."""
     q, k = tokens(dtype)
     model = Attend(how)
     logits = attention_of(model, q, k)[0].logits if how == "fused" else q @ k.mT * 0.5
@@ -75,8 +75,8 @@ def test_dtypes(dtype: torch.dtype, how: str) -> None:
 
 
 @HOW
-def test_autocast(how: str) -> None:
-    """Attention is computed of queries and keys rounded to bfloat16, and so it is recorded."""
+def test_statistics_under_autocast(how: str) -> None:
+    """Attention is computed and recorded from queries and keys rounded to bfloat16."""
     q, k = tokens(torch.float32)
     model = Attend(how)
     with torch.autocast("cpu", torch.bfloat16):
@@ -88,7 +88,7 @@ def test_autocast(how: str) -> None:
 
 
 class Hidden(nn.Module):
-    """3 x 5 tokens behind two others, by a mask alone: its numbers are exact, and far from zero."""
+    """Attention of 3 x 5 tokens behind two others, given exactly by a mask."""
 
     num_heads = HEADS
     num_prefix_tokens = 2
@@ -96,13 +96,14 @@ class Hidden(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        # Parameters, as class tokens are: two further patches of the image would be an objection to the grid.
+        # Special tokens are parameters, like class tokens: as further patches of the image, they would contradict the
+        # grid.
         self.special = nn.Parameter(torch.randn(1, 1, 2, D))
-        # All keys hidden alike.
+        # All keys are hidden alike.
         self.mask = torch.full((17, 17), torch.finfo(torch.float32).min)
-        # As models in half precision hide keys.
+        # Models in half precision hide keys like this.
         self.mask[0] = torch.tensor([-65408.0] * 2 + [-torch.inf] * 15)
-        # Large logits of which differences are still exact in float32.
+        # Differences between these large logits are still exact in float32.
         self.mask[8] = torch.arange(17) % 3 + 2.0**20
         self.eval()
 
@@ -114,8 +115,8 @@ class Hidden(nn.Module):
         )
 
 
-def test_class_tokens_among_keys_that_are_hidden_or_have_large_logits() -> None:
-    """Between the grid and the tokens before it no digit is lost."""
+def test_class_tokens_beside_hidden_keys_or_large_logits() -> None:
+    """The tokens before the grid cost the grid no precision."""
     model = Hidden()
     x = torch.randn(B, HEADS, 17, D)
     ds, _, _ = recorded(model, [(x,)])
@@ -135,9 +136,9 @@ def test_inference_mode_and_strides(how: str) -> None:
     q, k = tokens()
     model = Attend(how)
     (reference,) = attention_of(model, q, k)
-    # The same numbers with their axes in another order in memory.
+    # The numbers are the same, with axes in another order in memory.
     q = q.permute(3, 2, 0, 1).contiguous().permute(2, 3, 1, 0)
-    # The same numbers with gaps between them.
+    # The numbers are the same, with gaps between them.
     k = k.repeat_interleave(2, -1)[..., ::2]
     assert not q.is_contiguous()
     assert not k.is_contiguous()

@@ -1,4 +1,4 @@
-"""flex_attention: the logits that it changes and masks are rebuilt in blocks, and equal loops over their entries."""
+"""flex_attention: logits that are changed and masked by functions are rebuilt in blocks, and equal loops."""
 
 import math
 from collections.abc import Mapping
@@ -19,7 +19,7 @@ from tests.tcnn_probe.attention.sharpen import sharpen
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*flex_attention called without torch.compile"),
-    # torch.compile's own, while flex_attention compiles itself.
+    # torch.compile raises this warning when it compiles flex_attention.
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
 ]
 
@@ -40,7 +40,7 @@ def tables() -> dict[str, Tensor]:
 
 def biased(score: Score, b: Any, h: Any, i: Any, j: Any, *, table: Any) -> Any:
     """Add a mask as transformers does, and a slope by head."""
-    # Masks have a single head, which stands for all.
+    # The mask has a single head that stands for all heads.
     bias = table["bias"][b][0][i][j]
     slope = table["slopes"][h]
     return score + bias - slope * (i - j)
@@ -53,7 +53,7 @@ def capped(score: Score, b: Any, h: Any, i: Any, j: Any, *, table: Any) -> Any:
 
 
 def visible(b: Any, h: Any, i: Any, j: Any) -> Any:
-    """Hide different keys in each image and head, but never the first two."""
+    """Hide other keys in each image and head, but never the first two."""
     return ((3 * i + j + b + h) % 7 != 0) | (j < 2)
 
 
@@ -63,7 +63,7 @@ def blind(b: Any, h: Any, i: Any, j: Any) -> Any:
 
 
 class Flex(nn.Module):
-    """Grouped-query attention through flex_attention, of 6 heads that share ``groups`` keys and values."""
+    """Grouped-query attention by flex_attention, with 6 heads and ``groups`` keys and values."""
 
     num_heads = HEADS
 
@@ -109,7 +109,7 @@ class Flex(nn.Module):
 
 
 class Model(nn.Module):
-    """Two tokens of its own before the patches of 24 x 40 pixels, or behind them."""
+    """Two tokens of the model's own before or behind the patches of 24 x 40 pixels."""
 
     def __init__(self, *options: Any, behind: bool = False) -> None:
         super().__init__()
@@ -132,11 +132,11 @@ class Model(nn.Module):
 
 
 def by_loops(model: Model, images: Tensor) -> ReferenceAttention:
-    """Logits entry by entry, from queries and keys in float64."""
+    """Compute logits entry by entry, from queries and keys in float64."""
     attn = model.attn
     query, key, _ = attn.split(model.tokens(images))
     table = tables()
-    # What no mask lets through stays at minus infinity.
+    # Logits that the mask hides stay at minus infinity.
     logits = torch.full((len(images), HEADS, TOKENS, TOKENS), -torch.inf).double()
     heads_per_key = HEADS // attn.groups
     for place in np.ndindex(logits.shape):
@@ -166,7 +166,7 @@ CASES: Mapping[str, tuple[Any, ...]] = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_numbers_equal_loops(case: str) -> None:
+def test_statistics_equal_loops(case: str) -> None:
     model, images = make(*CASES[case])
     with torch.no_grad():
         alone = model(images)
@@ -175,7 +175,7 @@ def test_numbers_equal_loops(case: str) -> None:
             recorder.mark(epoch=0)
         model, images = model.double(), images.double()
         reference = by_loops(model, images)
-        # Blocks of a few queries, whose indices begin anywhere.
+        # Blocks hold a few queries, so that their indices may begin anywhere.
         with mock.patch.object(Attention, "BLOCK", 700):
             ds, layers, unsupported = recorded(model, [images])
     assert layers == ("attn",)
@@ -197,16 +197,16 @@ def weights_and_loops(model: Model, images: Tensor) -> tuple[Tensor, Tensor]:
         return calls[0][:, 0], by_loops(model, images).weights
 
 
-def test_indices_follow_tokens_that_are_put_before_the_grid() -> None:
+def test_indices_follow_tokens_that_are_moved_before_the_grid() -> None:
     model, images = make(biased, visible, 3, False, behind=True)
     weights, expected = weights_and_loops(model.double(), images.double())
-    # A recorder has tokens behind the grid before it, the last one first.
+    # The recorder moves tokens behind the grid before it, the last one first.
     order = [TOKENS - 1, TOKENS - 2, *range(TOKENS - 2)]
     in_order = expected[..., order, :][..., order]
     torch.testing.assert_close(weights, in_order, rtol=0, atol=1e-12)
 
 
-def test_a_query_that_sees_nothing_attends_to_nothing() -> None:
+def test_a_query_that_sees_no_key_has_no_attention() -> None:
     model, images = make(biased, blind, HEADS, False)
     weights, expected = weights_and_loops(model.double(), images.double())
     assert not weights[0, :, 11].any()
@@ -224,16 +224,16 @@ def test_heads_are_ablated() -> None:
             ablated = model(images)
         torch.testing.assert_close(ablated, expected.flatten(2), rtol=0, atol=0)
 
-        # Other images than those that the model runs on.
+        # These images differ from those on which the model runs.
         references = images.roll(5, -1)
         weights = by_loops(model, references).weights.mean(0)
-        # Six heads share three keys and values: head 4 has the last.
+        # Six heads share three keys and values, and head 4 has the last of them.
         _, _, values = model.attn.split(model.tokens(images))
         expected = weights[4] @ values[:, 2]
         with tcnn_probe.ablate(model, {"attn": [4]}, mode="static", images=references):
             static = model(images).unflatten(-1, (HEADS, SIZE))
         torch.testing.assert_close(static[..., 4, :], expected, rtol=0, atol=1e-12)
-        # All other heads are as they were.
+        # All other heads are unchanged.
         static[..., 4, :] = alone.unflatten(-1, (HEADS, SIZE))[..., 4, :]
         torch.testing.assert_close(static.flatten(2), alone, rtol=0, atol=0)
 
@@ -241,7 +241,7 @@ def test_heads_are_ablated() -> None:
 def test_grid_of_shuffled_tokens_is_dropped() -> None:
     class Shuffled(Model):
         def tokens(self, images: Tensor) -> Tensor:
-            # The patches backwards, behind the two tokens of the model's own.
+            # The patches are in reverse order, behind the model's two own tokens.
             order = [0, 1, *range(TOKENS - 1, 1, -1)]
             return super().tokens(images)[:, torch.tensor(order)]
 
@@ -257,7 +257,7 @@ def check_reason(attention: Attention) -> None:
 
 
 class Renormalized(Flex):
-    """A sink's logit for each head, applied to the output as transformers and torchtitan do it."""
+    """Attention with a sink's logit per head that is applied to the output, as in transformers and torchtitan."""
 
     def __init__(self, compiled: bool, is_static: bool) -> None:
         super().__init__(None, None, HEADS, compiled)
@@ -277,7 +277,7 @@ class Renormalized(Flex):
 
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.filterwarnings("ignore:return_lse is deprecated")
-def test_a_sink_that_is_applied_to_the_output_is_refused_by_name(
+def test_a_sink_that_is_applied_to_the_output_is_refused_with_the_reason(
     compiled: bool,
 ) -> None:
     for is_static in (True, False):
@@ -289,6 +289,6 @@ def test_a_sink_that_is_applied_to_the_output_is_refused_by_name(
             alone = model(images)
             with tcnn_probe.attention_stream(model, lambda attention: None) as stream:
                 torch.testing.assert_close(model(images), alone, rtol=0, atol=0)
-        # A scale for each head is none of the softmax's.
+        # A constant scale per head is not a part of the softmax.
         assert list(stream.layers) == (["attn"] if is_static else [])
         assert ("a sink" in stream.unsupported.get("attn", "")) != is_static

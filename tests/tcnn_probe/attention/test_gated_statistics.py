@@ -1,4 +1,4 @@
-"""Statistics of gated positional attention equal brute force, whatever the geometry and the size of the blocks."""
+"""Statistics of gated positional attention equal brute force, for any geometry and size of blocks."""
 
 import pytest
 import torch
@@ -32,12 +32,14 @@ def make(geometry: str, qk_dim: int | None = None) -> tuple[GPSA, Tensor]:
     return layer, torch.randn(3, 5, 7, 11)
 
 
-@pytest.mark.parametrize("elements", [250, 10**6])  # a few queries, all heads at a time
+@pytest.mark.parametrize(
+    "elements", [250, 10**6]
+)  # a few queries, or all heads at a time
 @pytest.mark.parametrize("geometry", GEOMETRIES)
-def test_equal_brute_force(
+def test_statistics_equal_brute_force(
     geometry: str, elements: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Positional logits reach -8,000, which float64 knows to 1e-12."""
+    """Positional logits reach -8,000, which float64 represents to 1e-12."""
     monkeypatch.setattr(blocks, "_BLOCK_ELEMENTS_CPU", elements)
     layer, x = make(geometry)
     attention = layer.double().gated_attention(x.double().requires_grad_())
@@ -52,8 +54,10 @@ def test_equal_brute_force(
 @pytest.mark.parametrize(
     "dtype", [torch.float32, torch.bfloat16, torch.float16, "autocast"]
 )
-def test_nothing_is_lost_after_the_projections(dtype: torch.dtype | str) -> None:
-    """Layers in any precision are followed by float32, which moves a logit by a few eps of its terms."""
+def test_projections_in_any_dtype_are_followed_by_float32(
+    dtype: torch.dtype | str,
+) -> None:
+    """Statistics are computed in float32, with logits that err by a few eps of their terms."""
     layer, x = make("stride", qk_dim=3)
     with torch.autocast("cpu", torch.bfloat16, enabled=dtype == "autocast"):
         attention = (
@@ -79,7 +83,7 @@ def test_nothing_is_lost_after_the_projections(dtype: torch.dtype | str) -> None
         assert (difference <= rounding * (1 + value)).all()
 
 
-def test_oracle_sees_attention_that_is_neither_uniform_nor_local() -> None:
+def test_reference_attention_is_neither_uniform_nor_local() -> None:
     expected = gpsa_statistics(*make("same size"))
     uniform = torch.log(torch.tensor(77.0))
     assert (expected["content_entropy"] < 0.96 * uniform).all()

@@ -22,7 +22,7 @@ from tests.tcnn_probe.attention.sharpen import sharpen
 
 pytestmark = pytest.mark.numerical
 
-# Two layers of three heads in 12 channels: made in milliseconds, with every kind of module of the full model.
+# Two layers of three heads in 12 channels are built in milliseconds, and have every kind of module of the full model.
 TINY = {
     "hidden_size": 12,
     "num_hidden_layers": 2,
@@ -30,7 +30,7 @@ TINY = {
     "intermediate_size": 24,
     "patch_size": 8,
 }
-# A window of 3 on grids that it does not always divide, so that transformers pads; a depth of 2 shifts one layer.
+# The grids are not always multiples of the window of 3, so that transformers pads; a depth of 2 shifts one layer.
 WINDOWS = {
     "patch_size": 4,
     "embed_dim": 8,
@@ -42,7 +42,7 @@ WINDOWS = {
 
 def of(name: str, **options: Any) -> Callable[[], nn.Module]:
     def make() -> nn.Module:
-        # Not where tests are collected, which each of pytest's workers does.
+        # The import is not done while tests are collected, as each of pytest's workers would do it.
         transformers = pytest.importorskip("transformers")
         return getattr(transformers, f"{name}Model")(
             getattr(transformers, f"{name}Config")(**options)
@@ -52,8 +52,8 @@ def of(name: str, **options: Any) -> Callable[[], nn.Module]:
 
 
 def detections_first(weights: Tensor, images: int) -> Tensor:
-    """A class token, 7 for detection, then the patches."""
-    # YOLOS has detection tokens at the end; our layout has whatever is no patch first.
+    """Move YOLOS' detection tokens behind the class token, before the patches."""
+    # YOLOS has its detection tokens at the end, but our layouts have all tokens without a position first.
     order = [0, *range(25, 32), *range(1, 25)]
     return weights[..., order, :][..., order].unflatten(0, (images, 1))
 
@@ -62,11 +62,11 @@ def torchvision_vit() -> nn.Module:
     return torchvision.models.VisionTransformer(32, 8, 2, 3, 12, 24, num_classes=5)
 
 
-# A flat image where a class can have one, and a square one where its positions must be.
+# Images are flat for classes that accept them, and square for classes whose positions require it.
 FLAT, SQUARE = (32, 48), (32, 32)
 CASES: dict[str, tuple[Callable[[], nn.Module], tuple[int, int], Layout]] = {
     "vit": (of("ViT", **TINY, image_size=FLAT), FLAT, same(grid(4, 6, prefix=1))),
-    # A distillation token beside the class token.
+    # A distillation token follows the class token.
     "deit": (of("DeiT", **TINY, image_size=FLAT), FLAT, same(grid(4, 6, prefix=2))),
     "dinov2": (of("Dinov2", **TINY, image_size=32), SQUARE, same(grid(4, 4, prefix=1))),
     "dinov2 with registers": (
@@ -79,7 +79,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], tuple[int, int], Layout]] = {
         FLAT,
         same(grid(4, 6, prefix=5)),
     ),
-    # The only one of these whose further tokens lie behind the grid.
+    # Of these models, only YOLOS has further tokens behind the grid.
     "yolos": (
         of("Yolos", **TINY, image_size=list(FLAT), num_detection_tokens=7),
         FLAT,
@@ -87,7 +87,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], tuple[int, int], Layout]] = {
     ),
     "beit": (of("Beit", **TINY, image_size=FLAT), FLAT, same(grid(4, 6, prefix=1))),
     "swin": (of("Swin", **WINDOWS, image_size=(28, 40)), (28, 40), same(grid(3, 3))),
-    # A window as large as its grid: nothing is cut, and the layer must still have a window's grid.
+    # The window is as large as its grid: nothing is cut, and yet the layer must have the grid of a window.
     "swin, of which the second layer has a single window": (
         of(
             "Swin",
@@ -111,7 +111,7 @@ def test_equals_brute_force(
     make: Callable[[], nn.Module], size: tuple[int, int], layout: Layout
 ) -> None:
     torch.manual_seed(0)
-    # Twice as sharp: as drawn, attention of models this small is even.
+    # Weights are scaled up, as the initial attention of models this small is nearly uniform.
     model = sharpen(make().eval(), 2.0)
     images = torch.randn(2, 3, *size)
     layers = {reference.layer for reference in attention_of(model, images)}
@@ -122,7 +122,7 @@ def test_equals_brute_force(
 def by_einsum(
     module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: None, **options: Any
 ) -> tuple[Tensor, None]:
-    """Attend as a user's own function does, which is registered by its name."""
+    """Attend like a user's own function that is registered by name."""
     logits = torch.einsum("bhqd,bhkd->bhqk", q, k) * options["scaling"]
     return torch.einsum("bhqk,bhkd->bqhd", logits.softmax(-1), v), None
 
@@ -140,7 +140,7 @@ def test_attention_interfaces(implementation: str) -> None:
     make, size, layout = CASES["vit"]
     model = sharpen(make()).double()
     images = torch.randn(2, 3, *size, generator=torch.Generator().manual_seed(2))
-    # The reference listens to a softmax, which fused attention does not call.
+    # The reference intercepts the softmax, which fused attention does not call.
     model.set_attn_implementation("eager")
     references = attention_of(model, images)
     model.set_attn_implementation(implementation)
@@ -148,19 +148,19 @@ def test_attention_interfaces(implementation: str) -> None:
         ds, layers, unsupported = recorded(model, [images.double()])
     assert len(layers) == 2
     assert not unsupported
-    # Eager attention takes its softmax in float32, whose rounding (6e-8) the second layer gets.
+    # Eager attention computes its softmax in float32, with a rounding error of 6e-8 that reaches the second layer.
     tolerance = 1e-6 if implementation == "eager" else TOLERANCE
     layouts = dict.fromkeys(layers, layout)
     expect(ds, references, layouts, len(images), tolerance)
 
 
-def test_maps_of_windows_and_of_what_is_behind_the_grid() -> None:
+def test_maps_leave_out_tokens_before_and_behind_the_grid() -> None:
     torch.manual_seed(0)
     model = CASES["yolos"][0]().double().eval()
     images = torch.randn(2, 3, *FLAT, dtype=torch.float64)
     weights = attention_of(model, images)[1].weights
     node = tcnn_probe.attention_maps(model, images)["3x4x6"]
-    # 24 patches, without the class token before them and the seven tokens behind.
+    # The 24 patches stand between the class token and seven more tokens.
     np.testing.assert_allclose(
         node.attention[:, 1].values.reshape(2, 3, 24, 24),
         weights[:, :, 1:25, 1:25],
@@ -173,10 +173,10 @@ def test_maps_of_windows_and_of_what_is_behind_the_grid() -> None:
     )
 
 
-def test_projections_inside_of_an_attention_are_none() -> None:
-    """CvT calls its convolutions CvtSelfAttentionConvProjection, and the like."""
+def test_projections_inside_an_attention_are_not_attention_layers() -> None:
+    """CvT has convolutions called CvtSelfAttentionConvProjection, and the like."""
     torch.manual_seed(0)
-    # Depths 1, 2 and 3, so that one stage cannot be counted for another.
+    # Depths are 1, 2 and 3, so that stages cannot be confused in the count.
     model = of(
         "Cvt", depth=[1, 2, 3], embed_dim=[8, 12, 12], num_heads=[1, 3, 3]
     )().eval()
@@ -187,13 +187,13 @@ def test_projections_inside_of_an_attention_are_none() -> None:
         recorder.mark(epoch=0)
     assert not recorder.unsupported
     assert len(recorder.layers) == 6
-    # The number of layers says nothing of how they are read; an edit has to change the output.
+    # The number of layers does not show that they are read correctly, but an edit must change the output.
     with tcnn_probe.ablate(model, recorder.layers, "shuffled", images=images):
         assert not torch.equal(model(images).last_hidden_state, hidden_state)
 
 
 class Registers(nn.Module):
-    """Patches 4 x 6, and 5 registers behind them."""
+    """Patches of a grid of 4 x 6, with 5 registers behind them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -222,7 +222,7 @@ def groups_behind() -> nn.Module:
     return of("GroupViTVision", **options, **groups, image_size=32, patch_size=8)()
 
 
-# Neither has a class token: what is no patch must not be taken for one.
+# Neither model has a class token, and no other token must be taken for one.
 WITHOUT_CLASS_TOKEN: dict[str, tuple[Callable[[], nn.Module], tuple[int, int]]] = {
     "registers behind the grid": (Registers, FLAT),
     "group tokens": (groups_behind, SQUARE),
@@ -231,11 +231,11 @@ WITHOUT_CLASS_TOKEN: dict[str, tuple[Callable[[], nn.Module], tuple[int, int]]] 
 
 @pytest.mark.filterwarnings(
     "ignore:no attention_distance:RuntimeWarning"
-)  # of groups, which are no patches
+)  # groups are not patches
 @pytest.mark.parametrize(
     ("make", "size"), WITHOUT_CLASS_TOKEN.values(), ids=WITHOUT_CLASS_TOKEN
 )
-def test_other_tokens_are_no_class_token(
+def test_other_tokens_are_not_taken_for_a_class_token(
     make: Callable[[], nn.Module], size: tuple[int, int]
 ) -> None:
     torch.manual_seed(0)
@@ -249,13 +249,13 @@ def test_other_tokens_are_no_class_token(
     assert not [name for name in recorder.dataset if str(name).startswith("class_")]
 
 
-def test_queries_put_before_a_class_token_hide_it() -> None:
-    """EoMT puts its queries before all other tokens, in its last layers."""
+def test_queries_before_a_class_token_hide_it() -> None:
+    """EoMT puts its queries before all other tokens in its last layers."""
     torch.manual_seed(0)
     pytest.importorskip("transformers")
     import transformers
 
-    # Queries join in the last block only, so that it differs from those before.
+    # Only the last block has queries, so that it differs from those before it.
     options = TINY | {
         "num_hidden_layers": 3,
         "image_size": 32,
@@ -275,7 +275,7 @@ def test_queries_put_before_a_class_token_hide_it() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:no attention_distance:RuntimeWarning")
-def test_which_mask_units_are_left_is_unknown() -> None:
+def test_mask_units_that_are_kept_are_unknown() -> None:
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)
     options = {
@@ -283,7 +283,7 @@ def test_which_mask_units_are_left_is_unknown() -> None:
         "image_size": [64, 64],
         "depths": [1, 1, 1, 1],
         "num_heads": [4, 4, 4, 4],
-        # Half of the units are dropped at random, and the model tells nobody which.
+        # Half of the units are dropped at random, and the model does not tell which.
         "mask_ratio": 0.5,
         "decoder_hidden_size": 8,
         "decoder_num_heads": 2,
@@ -300,7 +300,7 @@ def test_which_mask_units_are_left_is_unknown() -> None:
     assert all("where these lie" in missing[layer] for layer in encoder)
 
 
-def test_pictures_are_refused_with_the_way_to_prepare_them() -> None:
+def test_raw_pictures_are_refused_with_the_way_to_prepare_them() -> None:
     with pytest.raises(TypeError, match="AutoImageProcessor"):
-        # An array of bytes is a picture that was not prepared: taken as pixels it would give maps without a meaning.
+        # An array of bytes is a picture that was not prepared, and its maps would be meaningless.
         tcnn_probe.attention_maps(CASES["vit"][0](), np.zeros((32, 48, 3), np.uint8))

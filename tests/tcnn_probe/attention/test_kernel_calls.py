@@ -1,6 +1,7 @@
-"""Stand-ins of the operators of flash-attn and xformers, called as these packages do, against loops in float64.
+"""Stand-ins for the operators of flash-attn and xformers, called as these packages do, against loops in float64.
 
-The packages need a GPU. The stand-ins have the signatures of flash-attn 2.7 and of xformers' two kinds of kernels.
+The packages need a GPU. The stand-ins have the signatures of flash-attn 2.7 and of the two kinds of kernels of
+xformers.
 """
 
 from collections.abc import Callable, Iterator
@@ -18,7 +19,7 @@ from tcnn_probe.attention.head_edit import HeadEdit
 
 Kernel = Callable[..., Tensor]
 
-# Schemas stand here as the packages register them, argument by argument: calls are read by these names.
+# Schemas are copied from the packages, as calls are read by the names of their arguments.
 _TOKENS = "Tensor q, Tensor k, Tensor v"
 _LENGTHS = "int max_seqlen_q, int max_seqlen_k"
 _OPTIONS = (
@@ -42,11 +43,11 @@ SCHEMAS = {
         f"bool causal, float? scale) -> {FOUR}",
         "rms_norm_forward(Tensor x) -> Tensor",
     ],
-    # As the package kernels names what it loads, here for gpt-oss, whose sinks are an option.
+    # The package kernels gives loaded kernels such names; here for gpt-oss, where sinks are an option.
     "_vllm_flash_attn3_1a2b3c": [
         f"fwd({_TOKENS}, float? softmax_scale=None, bool is_causal=False, Tensor? s_aux=None) -> (Tensor, Tensor)"
     ],
-    # Of torch.nn.attention.varlen in torch 2.15, which attends on a GPU alone.
+    # This is torch.nn.attention.varlen in torch 2.15, which runs only on a GPU.
     "torch_attn": [
         "_varlen_attn(Tensor query, Tensor key, Tensor value, Tensor cu_seq_q, Tensor? cu_seq_k, SymInt max_q, "
         "SymInt max_k, bool is_causal=False, float? scale=None, SymInt[]? window_size=None, bool enable_gqa=False, "
@@ -54,7 +55,7 @@ SCHEMAS = {
         "(Tensor, Tensor, Tensor)"
     ],
 }
-# 16 tokens are a class token and 3 x 5 patches; 5 channels are no multiple of 8, so that flash-attn pads them.
+# 16 tokens are a class token and 3 x 5 patches; 5 channels are not a multiple of 8, so that flash-attn pads them.
 B, N, HEADS, D = 2, 16, 3, 5
 
 
@@ -66,10 +67,10 @@ def weights_of(
     window: tuple[int, int] = (-1, -1),
     bias: Tensor | None = None,
 ) -> np.ndarray:
-    """(B, N, heads, d) -> (B, heads, N_query, N_key) in float64, key by key."""
+    """Return weights (B, heads, N_query, N_key) of tokens (B, N, heads, d), computed key by key in float64."""
     queries = q.shape[1]
     keys = k.shape[1]
-    # Grouped queries: neighbouring heads share a key.
+    # Neighbouring heads share a key in grouped-query attention.
     group = q.shape[2] // k.shape[2]
     weights = np.zeros((len(q), q.shape[2], queries, keys))
     for b in range(len(q)):
@@ -78,8 +79,8 @@ def weights_of(
                 for j in range(keys):
                     place = (
                         i + keys - queries
-                    )  # the last query stands beside the last key
-                    # Each side of a window counts from the query's own place, and -1 is no bound.
+                    )  # the last query is at the position of the last key
+                    # The two sides of a window are counted from the query's position, and -1 means no bound.
                     hidden = (
                         (causal and j > place)
                         or (window[0] >= 0 and j < place - window[0])
@@ -99,7 +100,7 @@ def weights_of(
 
 def attend(q: Tensor, k: Tensor, v: Tensor, scale: float, **options: Any) -> Tensor:
     weights = torch.from_numpy(weights_of(q, k, scale, **options))
-    # In float64, and rounded to the dtype of the model at the end only.
+    # The product is computed in float64, and rounded to the dtype of the model only at the end.
     v = v.double().repeat_interleave(q.shape[2] // v.shape[2], 2)
     return torch.einsum("bhqk,bkhd->bqhd", weights, v).to(q.dtype)
 
@@ -122,14 +123,14 @@ def flash_varlen(
 
 
 def xformers_flash(q, k, v, q_ends, k_ends, q_max, k_max, p, scale, causal, softmax):  # type: ignore[no-untyped-def]
-    # The kernel of xformers has no window and no softcap; the rest is flash-attn's packed one.
+    # The kernel of xformers is flash-attn's packed kernel without a window and softcap.
     return flash_varlen(
         q, k, v, q_ends, k_ends, q_max, k_max, p, scale, causal, -1, -1
     )[:2]
 
 
 def loaded_flash(q, k, v, scale=None, causal=False, sinks=None):  # type: ignore[no-untyped-def]
-    # What sinks do to the output is of no matter here: such a call is not read.
+    # The effect of sinks does not matter here, as such a call is not read.
     return attend(q, k, v, scale, causal=causal), q.new_zeros(1)
 
 
@@ -147,7 +148,7 @@ def cutlass(q, k, v, bias, q_ends, k_ends, q_max, p, lse, causal, scale):  # typ
     )
 
 
-# Registered for one test at a time, as the real packages may be installed beside these tests.
+# Operators are registered for one test at a time, as the real packages may be installed as well.
 @pytest.fixture(autouse=True)
 def operators() -> Iterator[None]:
     implementations = {
@@ -159,8 +160,8 @@ def operators() -> Iterator[None]:
     }
     with ExitStack() as stack:
         for package, schemas in SCHEMAS.items():
-            # "FRAGMENT" adds to a namespace that may be there. The function is private in torch 2.15; it takes back
-            # what it adds.
+            # "FRAGMENT" adds to a namespace that may exist. This function is private in torch 2.15, and removes its
+            # additions.
             library = stack.enter_context(
                 torch.library._scoped_library(package, "FRAGMENT")
             )
@@ -168,7 +169,7 @@ def operators() -> Iterator[None]:
                 schemas, implementations[package], strict=True
             ):
                 name = schema.split("(")[0]
-                # Torch has its own operator once it has imported what calls it; an older torch has none.
+                # torch has its own operator once its caller has been imported; older versions have none.
                 if not hasattr(getattr(torch.ops, package), name):
                     library.define(schema)
                 library.impl(name, implementation, "CPU")
@@ -176,7 +177,7 @@ def operators() -> Iterator[None]:
 
 
 class Flash(torch.autograd.Function):
-    """The package's own, in outline: heads are padded to eight channels, and the operator is called in forward."""
+    """Outline of the package's own function: it pads heads to eight channels and calls the operator in its forward."""
 
     @staticmethod
     def forward(
@@ -184,7 +185,7 @@ class Flash(torch.autograd.Function):
     ) -> Tensor:
         scale = options.get("scale", q.shape[-1] ** -0.5)
         left, right = options.get("window", (-1, -1))
-        # The scale is that of the channels before padding, which the package hands over.
+        # The package passes the scale for the channels before padding.
         padded = [nn.functional.pad(x, [0, 8 - x.shape[-1] % 8]) for x in (q, k, v)]
         output = torch.ops.flash_attn._flash_attn_forward(
             *padded,
@@ -213,7 +214,7 @@ def call_varlen(
 ) -> Tensor:
     lengths = lengths or [q.shape[1]] * len(q)
     ends = ends_of(lengths)
-    # Packed: sequences one behind the other, without an axis of images.
+    # Sequences are packed one after another, without an axis of images.
     packed = (x.flatten(0, 1) for x in (q, k, v))
     sizes = (ends, ends, max(lengths), max(lengths))
     scale = options.get("scale", q.shape[-1] ** -0.5)
@@ -271,7 +272,7 @@ def call_torch_varlen(
 def call_aten(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, **options: Any
 ) -> Tensor:
-    """Torch's own operator behind scaled_dot_product_attention on a CPU, which takes heads before tokens."""
+    """Call the CPU operator behind scaled_dot_product_attention, which has heads before tokens."""
     by_head = (x.transpose(1, 2) for x in (q, k, v))
     output = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
         *by_head, attn_mask=mask, scale=options.get("scale")
@@ -297,7 +298,7 @@ def call_cutlass(
     )[0]
 
 
-class Mixer(nn.Module):  # whose name says nothing
+class Mixer(nn.Module):  # a name that does not say attention
     def __init__(self, kernel: Kernel, key_heads: int = HEADS, **options: Any) -> None:
         super().__init__()
         self.q, self.k, self.v = (
@@ -310,13 +311,13 @@ class Mixer(nn.Module):  # whose name says nothing
         q, k, v = (
             layer(x).unflatten(-1, (-1, D)) for layer in (self.q, self.k, self.v)
         )
-        # The oracle needs queries and keys as the kernel gets them, and nothing else of the model.
+        # The oracle gets the kernel's queries and keys, and nothing else of the model.
         self.asked = q, k
         return self.kernel(q, k, v, **self.options).flatten(2)
 
 
 class Model(nn.Module):
-    """A class token and 3 x 5 patches, in two blocks."""
+    """Two blocks on a class token and 3 x 5 patches."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__()
@@ -325,7 +326,7 @@ class Model(nn.Module):
         self.blocks = nn.Sequential(Mixer(*args, **kwargs), Mixer(*args, **kwargs))
         with torch.no_grad():
             for block in self.blocks:
-                # As drawn, logits are so small that all attention is even, whatever the scale.
+                # Initially, logits are so small that all attention is uniform, whatever the scale.
                 block.q.weight *= 8
 
     def forward(self, x: Tensor) -> Tensor:
@@ -338,7 +339,7 @@ def model_of(*args: Any, **kwargs: Any) -> tuple[Model, Tensor]:
     return Model(*args, **kwargs).eval(), torch.randn(B, 3, 48, 80)
 
 
-# Another bias for each image and head, so that neither axis can be broadcast by mistake.
+# The bias differs between images and heads, so that a broadcast by mistake would show.
 BIAS = torch.randn(B, HEADS, N, N, generator=torch.Generator().manual_seed(1))
 
 
@@ -346,14 +347,14 @@ BIAS = torch.randn(B, HEADS, N, N, generator=torch.Generator().manual_seed(1))
     ("kernel", "options", "of_weights"),
     [
         (call_flash, {}, {}),
-        # Left and right differ, and so does the scale from the default.
+        # The two sides of the window differ, and the scale differs from the default.
         (call_flash, {"scale": 0.7, "window": (4, 2)}, {"window": (4, 2)}),
         (
             call_flash,
             {"causal": True, "window": (6, -1)},
             {"causal": True, "window": (6, -1)},
         ),
-        # One key head for three: multi-query attention.
+        # Three heads share one key head: multi-query attention.
         (call_flash, {"key_heads": 1}, {}),
         (call_varlen, {}, {}),
         (call_varlen, {"causal": True}, {"causal": True}),
@@ -373,7 +374,7 @@ BIAS = torch.randn(B, HEADS, N, N, generator=torch.Generator().manual_seed(1))
         (call_cutlass, {"causal": True, "bias": BIAS}, {"causal": True, "bias": BIAS}),
     ],
 )
-def test_kernels_are_seen(
+def test_kernel_calls_are_read(
     kernel: Kernel, options: dict[str, Any], of_weights: dict[str, Any]
 ) -> None:
     model, x = model_of(kernel, **options)
@@ -389,7 +390,7 @@ def test_kernels_are_seen(
         )
 
     with tcnn_probe.attention_stream(model, keep) as stream, torch.no_grad():
-        # Exactly equal: recording reads the call and does not replace it.
+        # Exactly equal, as recording reads the call without replacing it.
         torch.testing.assert_close(model(x), alone, rtol=0, atol=0)
     assert list(stream.layers) == ["blocks.0", "blocks.1"]
     assert not stream.unsupported
@@ -402,14 +403,14 @@ def test_kernels_are_seen(
         )
         assert values.shape[:3] == (B, HEADS, N)
         if options.get("causal"):
-            # Under a causal mask tokens are a sequence, of which no grid is shown.
+            # Under a causal mask, tokens are a sequence and not a grid.
             assert layout.keys is None
         else:
             assert (layout.keys.prefix, *layout.keys.size) == (1, 3, 5)
 
 
-def test_queries_and_keys_of_two_numbers() -> None:
-    """The last query of flash-attn sees the last key; of xformers this depends on the mask's class."""
+def test_causal_masks_of_fewer_queries_than_keys() -> None:
+    """The last query of flash-attn sees the last key; for xformers this depends on the class of the mask."""
 
     class Cross(nn.Module):
         def __init__(self, kernel: Kernel) -> None:
@@ -418,7 +419,7 @@ def test_queries_and_keys_of_two_numbers() -> None:
 
         def forward(self, x: Tensor) -> Tensor:
             x = x.flatten(2).mT.unflatten(-1, (3, 1))
-            # Seven of twelve tokens: fewer queries than keys, for which the packages differ.
+            # There are seven queries and twelve keys, a case in which the packages differ.
             self.asked = x[:, :7], x
             return self.kernel(x[:, :7], x, x, causal=True)
 
@@ -437,7 +438,7 @@ def test_queries_and_keys_of_two_numbers() -> None:
         tcnn_probe.attention_stream(Cross(call_cutlass), pytest.fail) as stream,
         torch.no_grad(),
     ):
-        # Refused, because a guess would be right for one of xformers' causal masks and wrong for the other.
+        # A guess would be right for one of xformers' causal masks and wrong for the other, so the layer is refused.
         stream._model(x)
     assert stream.unsupported[""].startswith(
         "a kernel of xformers with a causal mask of 7 queries and 12 keys"
@@ -453,7 +454,7 @@ def test_queries_and_keys_of_two_numbers() -> None:
             {"sinks": torch.ones(HEADS)},
             "_vllm_flash_attn3_1a2b3c with the option s_aux",
         ),
-        # 19 and 13 make the 2 x 16 tokens of the model, so that nothing but the lengths tells.
+        # The lengths 19 and 13 add up to the model's 2 x 16 tokens, so that only the lengths differ.
         (
             call_varlen,
             {"lengths": [19, 13]},
@@ -461,7 +462,7 @@ def test_queries_and_keys_of_two_numbers() -> None:
         ),
     ],
 )
-def test_unknown_options_are_named(
+def test_calls_with_unknown_options_are_refused_with_their_names(
     kernel: Kernel, options: dict[str, Any], reason: str
 ) -> None:
     model, x = model_of(kernel, **options)
@@ -473,7 +474,7 @@ def test_unknown_options_are_named(
     )
 
 
-def test_operators_that_do_not_attend_are_none() -> None:
+def test_other_operators_of_the_packages_are_ignored() -> None:
     model = nn.Sequential(nn.Conv2d(3, 4, 1))
     model.forward = lambda x: torch.ops.xformers.rms_norm_forward(model[0](x))
     with tcnn_probe.attention_stream(model, pytest.fail) as stream, torch.no_grad():

@@ -1,4 +1,4 @@
-"""The recorder's measurements by the GPU's kernel, through Triton's interpreter: against brute force and the blocks."""
+"""The recorder's statistics from the GPU's kernel, in Triton's interpreter, against brute force and the blocks."""
 
 from dataclasses import replace
 
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.numerical
         ("swallowed", 5, 1),
     ],
 )
-def test_measurements(
+def test_statistics_of_the_kernel(
     form: str, prefix: int, windows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if DEVICE.type == "cuda":
@@ -37,7 +37,7 @@ def test_measurements(
     monkeypatch.setattr(softmax_statistics, "_rows_by_blocks", None)
     check(attention, expected)
     by_kernel = softmax_statistics.measure_softmax(attention)
-    # Both are bounded by rounding above; sums of weights, at most 1 each, are close to each other by as much.
+    # The bounds above apply to both; sums of weights, each at most 1, differ by as little.
     close = {"rtol": 1e3 * EPS, "atol": 1e3 * EPS}
     assert by_kernel.pattern.images == by_blocks.pattern.images == 1
     assert by_kernel.rows is not None
@@ -52,8 +52,8 @@ def test_measurements(
                 torch.testing.assert_close(actual, blocks, **close, msg=name)
 
 
-def test_cases_that_are_left_to_the_blocks() -> None:
-    """Tensors on the CPU, whatever runs there, and logits that a model formed itself."""
+def test_cases_that_the_kernel_leaves_to_the_blocks() -> None:
+    """The blocks measure tensors on the CPU, and logits that the model forms itself."""
     query = torch.zeros(1, 2, 3, 8, device=DEVICE)
     assert ProductLogits(query, query, 1.0, None).on_kernel == (query.is_cuda)
     assert not GivenLogits(query).on_kernel

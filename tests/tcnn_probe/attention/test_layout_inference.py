@@ -1,4 +1,4 @@
-"""A grid that is not there is never reported, and heads, windows and images are not taken for each other."""
+"""Inference of layouts: grids are not invented, and heads, windows and images are not confused with each other."""
 
 from collections.abc import Callable
 from typing import Any
@@ -19,7 +19,7 @@ DIM, HEADS = 12, 3
 
 
 class Attend(nn.Module):
-    """(..., N, d) to itself, or to the keys."""
+    """Attention of (..., N, d) to itself, or to separate keys."""
 
     def __init__(self, heads: int = HEADS) -> None:
         super().__init__()
@@ -27,7 +27,7 @@ class Attend(nn.Module):
         self.num_heads = heads
 
     def forward(self, x: Tensor, keys: Tensor | None = None) -> Tensor:
-        # Queries from the tokens, keys and values from the keys, through one projection.
+        # One projection gives the queries from the tokens, and the keys and values from the keys.
         (q, _, _), (_, k, v) = (
             self.qkv(tokens)
             .unflatten(-1, (3, self.num_heads, -1))
@@ -39,7 +39,7 @@ class Attend(nn.Module):
 
 
 class Seeing(nn.Module):
-    """4 x 4 or 3 x 5 patches of 8 x 8 pixels, handed on in some way."""
+    """Model on 4 x 4 or 3 x 5 patches of 8 x 8 pixels, which reach its attention in some way."""
 
     def __init__(
         self,
@@ -54,7 +54,7 @@ class Seeing(nn.Module):
         self.norm = nn.LayerNorm(DIM)
         self.extra_tokens = nn.Parameter(torch.randn(1, extra_tokens, DIM))
         self.way = way
-        # As drawn, attention is even, and even attention has the right numbers on any grid.
+        # Initial attention is uniform, and uniform attention has the right statistics on any grid.
         sharpen(self, 2.2)
 
     def tokens(self, x: Tensor) -> Tensor:
@@ -76,14 +76,14 @@ def registers(model: Seeing, x: Tensor) -> Tensor:
 
 
 def at_the_end(model: Seeing, x: Tensor) -> Tensor:
-    """A class token behind the patches."""
+    """Put a class token behind the patches."""
     return model.attend(
         torch.cat([model.tokens(x), model.extra_tokens.expand(len(x), -1, -1)], 1)
     )
 
 
 def after_registers(model: Seeing, x: Tensor) -> Tensor:
-    """Registers before the patches, a class token behind them."""
+    """Put registers before the patches, and a class token behind them."""
     extra_tokens = model.extra_tokens.expand(len(x), -1, -1)
     return model.attend(
         torch.cat([extra_tokens[:, 1:], model.tokens(x), extra_tokens[:, :1]], 1)
@@ -91,11 +91,11 @@ def after_registers(model: Seeing, x: Tensor) -> Tensor:
 
 
 def joined_twice(model: Seeing, x: Tensor) -> Tensor:
-    """A class token, then registers between it and the patches, as in DINOv2."""
+    """Put a class token first, and then registers between it and the patches, as in DINOv2."""
     tokens = torch.cat(
         [model.extra_tokens[:, :1].expand(len(x), -1, -1), model.tokens(x)], 1
     )
-    # Between the class token and the patches: the grid is not what was joined last.
+    # The registers are joined last, but the grid was joined before.
     return model.attend(
         torch.cat(
             [tokens[:, :1], model.extra_tokens.expand(len(x), -1, -1), tokens[:, 1:]], 1
@@ -104,9 +104,9 @@ def joined_twice(model: Seeing, x: Tensor) -> Tensor:
 
 
 def written(model: Seeing, x: Tensor, place: int = -1) -> Tensor:
-    """A class token written into its place, so that nothing shows where it is."""
+    """Write a class token to its position by index, so that its position is unknown."""
     tokens = model.tokens(x)
-    # Written by index, so that no concatenation shows which token came from where.
+    # Without a concatenation, nothing shows which token came from where.
     sequence = tokens.new_zeros(len(x), 17, DIM)
     sequence[:, 1 if place == 0 else 0 :][:, :16] = tokens
     sequence[:, place] = model.extra_tokens[0, 0]
@@ -114,14 +114,14 @@ def written(model: Seeing, x: Tensor, place: int = -1) -> Tensor:
 
 
 def latents(model: Seeing, x: Tensor) -> Tensor:
-    """A Perceiver: latents look at the patches, then at each other."""
+    """Let latents attend to the patches, and then to each other, as in Perceiver."""
     return model.among(
         model.attend(model.extra_tokens.expand(len(x), -1, -1), model.tokens(x))
     )
 
 
 class Text(nn.Module):
-    """9 words."""
+    """Attention of 9 words to each other."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -142,7 +142,7 @@ class ImageAndText(nn.Module):
         return self.image(x), self.text(words)
 
 
-# Five images, which is no number of heads here.
+# Five images differ from the number of heads.
 def square(images: int = 5) -> Tensor:
     return torch.randn(images, 3, 32, 32, generator=torch.Generator().manual_seed(5))
 
@@ -154,8 +154,8 @@ NOWHERE = Layout(None, None)
 
 
 def first_last(weights: Tensor, images: int) -> Tensor:
-    """The last token before the others."""
-    # Rolled by one, so that the class token leads, as in all our layouts.
+    """Move the last token before the others."""
+    # Tokens are rolled by one, so that the class token leads, as in all our layouts.
     return weights.roll((1, 1), (-2, -1)).unflatten(0, (images, 1))
 
 
@@ -166,12 +166,12 @@ CASES = {
         Seeing(latents, extra_tokens=9),
         square(),
         NOWHERE,
-    ),  # no 3 x 3 of anything
+    ),  # nothing is a grid of 3 x 3
     "registers": (
         Seeing(registers, extra_tokens=9),
         square(),
         same(grid(4, 4, prefix=9)),
-    ),  # 25 tokens, no 5 x 5
+    ),  # 25 tokens are not a grid of 5 x 5
     "at the end": (Seeing(at_the_end), square(), BEHIND),
     "after registers": (
         Seeing(after_registers, extra_tokens=5),
@@ -185,25 +185,25 @@ CASES = {
     ),
     "text": (sharpen(Text()), WORDS, NOWHERE),
     "features": (sharpen(Attend()), torch.randn(5, 16, DIM), NOWHERE),
-    # Axial: the 4 pixels of each row attend to each other, in no 2 x 2 windows.
+    # In axial attention, the 4 pixels of each row attend to each other; they are not a window of 2 x 2.
     "rows": (
         Seeing(lambda m, x: m.attend(m.stem(x).permute(0, 2, 3, 1).flatten(0, 1))),
         square(),
         NOWHERE,
     ),
-    # 3 windows of 4 tokens, of which heads are next to the tokens, where they nearly always are.
+    # There are 3 windows of 4 tokens; the axis of heads is next to the tokens, where models nearly always have it.
     "windows": (
         Seeing(lambda m, x: m.attend(m.tokens(x)[:, :12].unflatten(1, (3, 4)))),
         square(),
         Layout(None, None, arrange=as_it_is),
     ),
-    # (B, T, N, C) with one frame: the layer is given (B, 1, 16, C), and 1 x 16 is no grid of these images.
+    # The layer gets (B, 1, 16, C), one frame, and 1 x 16 is not a grid of these images.
     "frames": (
         Seeing(lambda m, x: m.attend(m.tokens(x)[:, None])),
         square(),
         same(grid(4, 4), arrange=as_it_is),
     ),
-    # No module is given (B, C, H, W) after the images: (B, H, W, C) shows the grid.
+    # No module gets (B, C, H, W) after the images, so that (B, H, W, C) shows the grid.
     "channels last": (
         Seeing(
             lambda m, x: m.attend(
@@ -216,9 +216,9 @@ CASES = {
         PATCHES,
     ),
     "one head": (Seeing(patches, heads=1), square(), PATCHES),
-    # Three images and three heads: an axis of one must not be taken for the other.
+    # There are three images and three heads, and their axes must not be confused.
     "B = heads": (Seeing(patches), square(3), PATCHES),
-    # As many images as tokens.
+    # There are as many images as tokens.
     "B = N": (Seeing(patches), square(16), PATCHES),
     "N = 1": (Seeing(patches), square()[..., :8, :8], same(grid(1, 1))),
 }
@@ -226,26 +226,26 @@ CASES = {
 
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.filterwarnings("ignore:no attention_distance and no maps of among")
-def test_grids(case: str) -> None:
+def test_inferred_grids(case: str) -> None:
     model, inputs, layout = CASES[case]
     check(model, inputs, dict.fromkeys(("attend", "among", ""), layout))
 
 
-def test_image_and_text() -> None:
+def test_towers_of_an_image_and_a_text() -> None:
     model = sharpen(ImageAndText(), 2.2)
     check(model, (square(), WORDS), {"image.attend": PATCHES, "text.attend": NOWHERE})
 
 
-# 4 and 9 are squares, which could be taken for grids of their own.
+# 4 and 9 are squares, which could be taken for grids.
 @pytest.mark.parametrize("count", [4, 9])
-def test_registers_that_are_declared(count: int) -> None:
+def test_declared_prefix_tokens(count: int) -> None:
     model = Seeing(registers, extra_tokens=count)
     check(
         model, square(), {"attend": same(grid(4, 4, prefix=count))}, prefix_tokens=count
     )
 
 
-def test_reasons_of_what_is_missing() -> None:
+def test_reasons_for_missing_statistics() -> None:
     with pytest.warns(
         RuntimeWarning,
         match=r"no maps of among: 9 keys: no grid found; if they show the image, grid=\(rows, columns\)",
@@ -263,23 +263,23 @@ def test_reasons_of_what_is_missing() -> None:
         ({"class_token": "last"}, BEHIND),
         ({"class_token": "first"}, same(grid(4, 4, prefix=1))),
         ({"prefix_tokens": 1}, same(grid(4, 4, prefix=1))),
-        # Another grid than that of the image is taken at the user's word.
+        # The user may give a grid that differs from the image's.
         ({"grid": (2, 8), "prefix_tokens": 1}, same(grid(2, 8, prefix=1))),
     ],
 )
-def test_what_the_user_says(said: dict[str, Any], layout: Layout) -> None:
+def test_layouts_that_the_user_gives(said: dict[str, Any], layout: Layout) -> None:
     check(Seeing(written), square(), {"attend": layout}, **said)
 
 
-def test_a_token_of_which_nobody_says_where_it_is() -> None:
-    # The message names both ways out: a number of tokens before the grid, or the place of the class token.
+def test_a_token_at_an_unknown_position_is_reported() -> None:
+    # The message offers two remedies: a number of tokens before the grid, or the position of the class token.
     message = "17 keys: no grid found; .*, prefix_tokens=1 makes it 4 x 4 .* class_token='last'"
     with tcnn_probe.record(Seeing(written).eval()) as recorder, torch.no_grad():
         recorder._model(square())
         with pytest.warns(RuntimeWarning, match=message):
             recorder.mark(epoch=0)
         recorder._model(square())
-        recorder.mark(epoch=1)  # once is enough
+        recorder.mark(epoch=1)  # the warning comes only once
     assert recorder.dataset.attention_distance.isnull().all()
 
 
@@ -290,13 +290,13 @@ def test_a_token_of_which_nobody_says_where_it_is() -> None:
         ({"grid": 4}, r"grid=\(rows, columns\) of patches, got 4"),
     ],
 )
-def test_what_the_user_cannot_say(said: dict[str, Any], message: str) -> None:
+def test_invalid_layouts_are_refused(said: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         tcnn_probe.record(Seeing(patches), **said)
 
 
 class Other(nn.Module):
-    """A layer with a softmax that is no attention between tokens."""
+    """Layer with a softmax that is not attention between tokens."""
 
     def __init__(self, way: Callable[["Other", Tensor], Tensor]) -> None:
         super().__init__()
@@ -318,7 +318,7 @@ def linear_attention(m: Other, x: Tensor) -> Tensor:
 
 def linear_attention_by_einsum(m: Other, x: Tensor) -> Tensor:
     q, k, v = m.heads(x)
-    q = q.softmax(-1)  # which has the keys' shape
+    q = q.softmax(-1)  # with the shape of the keys
     summary = torch.einsum("bhnd,bhne->bhde", k.softmax(-2), v)
     return torch.einsum("bhnd,bhde->bhne", q, summary)
 
@@ -333,7 +333,7 @@ def soft_assignment(m: Other, x: Tensor) -> Tensor:
 
 
 def soft_assignment_expanded(m: Other, x: Tensor) -> Tensor:
-    # Expanded or repeated, codes have an axis of images, over which they are the same.
+    # Expanded or repeated codes have an axis of images, but are the same for all of them.
     return m.qkv(x).softmax(-1) @ m.codes.expand(len(x), -1, -1)
 
 
@@ -355,7 +355,7 @@ def soft_assignment_repeated(m: Other, x: Tensor) -> Tensor:
 def test_a_softmax_over_something_else_is_not_recorded(
     way: Callable[..., Tensor], reason: str
 ) -> None:
-    # Beside a layer that attends: what is refused must not take the other's place.
+    # Another layer attends, and must not be replaced by the one that is refused.
     model = Seeing(lambda m, x: m.attend(m.tokens(x)) + m.other(m.tokens(x)).sum())
     model.other = Other(way)
     recorder = recorded(model, square())
@@ -369,7 +369,7 @@ def test_a_softmax_over_something_else_is_not_recorded(
 
 
 def attention_of_attention(m: Seeing, x: Tensor) -> Tensor:
-    """The values of the second are what the first gives: tokens."""
+    """Apply attention to the output of attention, which consists of tokens."""
     q, k, v = (
         m.attend.qkv(m.tokens(x)).unflatten(-1, (3, HEADS, -1)).permute(2, 0, 3, 1, 4)
     )
@@ -377,12 +377,12 @@ def attention_of_attention(m: Seeing, x: Tensor) -> Tensor:
     return torch.softmax(k @ q.mT, -1) @ (weights @ v)
 
 
-def test_attention_over_what_attention_gives() -> None:
+def test_attention_to_the_output_of_attention() -> None:
     check(Seeing(attention_of_attention), square(), {"": PATCHES, "#1": PATCHES})
 
 
 class Merged(Seeing):
-    """(B * heads, N, d), as many write it by hand."""
+    """Attention of (B * heads, N, d), as many models write it by hand."""
 
     def __init__(self, name: str = "") -> None:
         super().__init__(patches)
@@ -402,13 +402,13 @@ class Merged(Seeing):
 @pytest.mark.parametrize(
     ("name", "images"), [("num_heads", 5), ("num_attention_heads", HEADS)]
 )
-def test_merged_heads(name: str, images: int) -> None:
-    """The layer says how many heads there are, also if there are as many images."""
+def test_merged_heads_are_counted_by_the_layer(name: str, images: int) -> None:
+    """The layer tells the number of heads, even if it equals the number of images."""
     check(Merged(name), square(images), {"": same(grid(4, 4), arrange=merged(HEADS))})
 
 
 @pytest.mark.filterwarnings("ignore:.*nothing was marked:RuntimeWarning")
-def test_merged_heads_that_nobody_counts() -> None:
+def test_merged_heads_of_unknown_number() -> None:
     model = Merged()
     with tcnn_probe.record(model) as recorder, torch.no_grad():
         model(square())
@@ -418,10 +418,10 @@ def test_merged_heads_that_nobody_counts() -> None:
         )
 
 
-def test_parts_called_one_after_another() -> None:
-    """Whoever calls forward_features of a model of his own enters through its children."""
+def test_children_called_instead_of_the_model() -> None:
+    """Users who call forward_features of their own model bypass its forward."""
     model = Seeing(patches).double()
-    # The same images with and without their last column of patches.
+    # The second batch lacks the last column of patches.
     wide = square().double()
     narrow = square()[..., :24].double()
     with tcnn_probe.record(model) as recorder, torch.no_grad():

@@ -1,5 +1,6 @@
-"""attention_maps: what a forward attends to, on the grid of the image, equals brute force in float64."""
+"""attention_maps: the attention of a forward on the grid of the image equals brute force in float64."""
 
+import importlib
 import math
 from collections.abc import Callable
 from functools import partial
@@ -9,12 +10,14 @@ import numpy as np
 import pytest
 import timm
 import torch
+import torch.nn.functional as F
 import transformers
 import xarray as xr
 from timm.models.davit import DaVit, SpatialBlock
 from timm.models.hiera import Unroll
 from timm.models.twins import Twins
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from torchvision.models.maxvit import MaxVit, PartitionAttentionLayer
 from torchvision.models.swin_transformer import SwinTransformer
 
@@ -24,7 +27,7 @@ from tcnn_model.gpsa.equations import gpsa_attention_reference
 from tests.tcnn_probe.attention.bruteforce import attention_of
 from tests.tcnn_probe.attention.sharpen import sharpen
 
-# Patches of 8 make 4 x 6 cells: an axis that is exchanged or transposed cannot have the right shape.
+# Patches of 8 make 4 x 6 cells, so that exchanged axes would have the wrong shape.
 SIZE = (32, 48)
 VIT = {
     "patch_size": 8,
@@ -52,7 +55,7 @@ def run(
 ) -> tuple[nn.Module, Tensor]:
     torch.manual_seed(0)
     model = make().double().eval()
-    # As drawn, attention is so even that a shifted map would pass a tolerance.
+    # Initial attention is so uniform that a shifted map would pass.
     sharpen(model, 1.7)
     return model, torch.randn(count, 3, *size, dtype=torch.float64)
 
@@ -60,8 +63,8 @@ def run(
 def on_grid(
     weights: Tensor, keys: tuple[int, int], queries: tuple[int, int]
 ) -> np.ndarray:
-    """(B, heads, N_query, N_key) without the tokens before the grids."""
-    # Tokens without a place come first in all models that use this.
+    """Select the tokens on the grids from (B, heads, N_query, N_key)."""
+    # In all models here, tokens without a position come first.
     on_grids = weights[:, :, -math.prod(queries) :, -math.prod(keys) :]
     return on_grids.unflatten(-1, keys).unflatten(2, queries).numpy()
 
@@ -80,7 +83,7 @@ def test_equals_brute_force(name: str) -> None:
     expected = {
         reference.layer: reference.weights for reference in attention_of(model, images)
     }
-    # Image by image, so that joining batches is part of what is compared.
+    # Single images make batches, so that the join of batches is tested as well.
     tree = tcnn_probe.attention_maps(model, images, batch_size=1)
     assert {
         layer for node in tree.children.values() for layer in node.layer.values
@@ -93,22 +96,22 @@ def test_equals_brute_force(name: str) -> None:
                 np.testing.assert_allclose(
                     maps.attention, on_grid(weights, (4, 6), (4, 6)), atol=1e-9
                 )
-            # 24 queries are the patches alone: CaiT's first layers have no class token.
-            if weights.shape[2] != 24:  # there is a class token among the queries
+            # CaiT's first layers have no class token, and their 24 queries are the patches.
+            if weights.shape[2] != 24:  # a class token is among the queries
                 row = weights[:, :, 0, -24:].unflatten(-1, (4, 6))
                 np.testing.assert_allclose(maps.class_attention, row, atol=1e-9)
 
 
-def test_mixed_heads_are_what_reaches_the_values() -> None:
-    """Talking heads: the sum over heads of the softmaxes, by a loop, for the head of each row of the mixing."""
+def test_mixed_heads_are_the_weights_of_the_values() -> None:
+    """For talking heads, a loop sums the softmaxes of all heads with the mixing weights of each head."""
     model, images = run(small("cait_xxs24_224", **VIT))
     for block in model.blocks:
-        # timm draws these biases as zero; then a bias that is left out would not show.
+        # timm initialises these biases with zeros, so that a missing bias would not show.
         nn.init.normal_(block.attn.proj_w.bias)
     softmaxes = {
         reference.layer: reference.weights for reference in attention_of(model, images)
     }
-    # Not in order: rows must be those that are named.
+    # Heads are not in order, so that other heads would show.
     selected = [2, 0]
     tree = tcnn_probe.attention_maps(
         model, images, heads=selected, mixed=True, batch_size=1
@@ -125,10 +128,10 @@ def test_mixed_heads_are_what_reaches_the_values() -> None:
             np.testing.assert_allclose(
                 maps.sel(layer=layer, head=head),
                 on_grid(expected[:, None], (4, 6), (4, 6))[:, 0],
-                # Maps are kept in float32; weights and biases are of the order of 1.
+                # Maps are stored in float32; weights and biases are of order 1.
                 atol=1e-5,
             )
-    # Class attention has no talking heads.
+    # Class attention does not mix its heads.
     plain = tcnn_probe.attention_maps(model, images, heads=selected, batch_size=1)
     for name, node in plain.children.items():
         if "class_attention" in node:
@@ -145,7 +148,7 @@ def test_fused_attention_in_float32() -> None:
     torch.manual_seed(0)
     model = small("deit_tiny_patch16_224", **VIT)().eval()
     images = torch.randn(2, 3, *SIZE)
-    # Fused attention forms no softmax that could be heard: maps are rebuilt from its arguments.
+    # Fused attention calls no softmax that could be intercepted, so maps are rebuilt from its arguments.
     assert model.blocks[0].attn.fused_attn
     expected = {
         reference.layer: reference.weights
@@ -161,7 +164,7 @@ def test_fused_attention_in_float32() -> None:
 
 
 def test_pooled_keys_and_strided_queries() -> None:
-    # 224 pixels, as LeViT's bias of positions is made for one size.
+    # LeViT's position biases are made for 224 pixels.
     model, images = run(small("levit_128s"), (224, 224), 1)
     weights = next(
         reference.weights
@@ -174,7 +177,8 @@ def test_pooled_keys_and_strided_queries() -> None:
     np.testing.assert_allclose(maps, on_grid(weights, (14, 14), (7, 7)), atol=1e-9)
 
 
-# Windows: (rows, columns) of the grid, of a window, shift, and which cell each token of each window is, by loops.
+# Windows are given by (rows, columns) of the grid and of a window, and the shift; loops find the cell of each token of
+# each window.
 
 
 def rolled_then_padded(grid, window, shift):  # type: ignore[no-untyped-def]  # timm's Swin
@@ -189,7 +193,7 @@ def rolled_then_padded(grid, window, shift):  # type: ignore[no-untyped-def]  # 
 
 
 def padded_then_rolled(grid, window, shift):  # type: ignore[no-untyped-def]  # torchvision's and transformers' Swin
-    # Rounded up: the grid is padded to whole windows before it is rolled.
+    # The grid is padded to whole windows before it is rolled.
     padded = [-(-n // side) * side for n, side in zip(grid, window, strict=True)]
 
     def cell(y: int, x: int) -> tuple[int, int] | None:
@@ -210,7 +214,7 @@ def neighbours(grid, window, cell):  # type: ignore[no-untyped-def]
 
 
 def dilated(grid, window):  # type: ignore[no-untyped-def]  # MaxViT's grid attention
-    # Tokens of one window lie a stride apart all over the grid.
+    # Tokens of a window are spread over the whole grid, with a stride.
     steps = grid[0] // window[0], grid[1] // window[1]
     tokens = [
         (i * steps[0], j * steps[1]) for i in range(window[0]) for j in range(window[1])
@@ -223,7 +227,7 @@ def dilated(grid, window):  # type: ignore[no-untyped-def]  # MaxViT's grid atte
 
 
 def twins() -> nn.Module:
-    # Windows of 7 on 10 x 13 cells: neither side is a multiple.
+    # Windows of 7 do not divide either side of 10 x 13 cells.
     return Twins(
         embed_dims=(8,),
         num_heads=(2,),
@@ -239,7 +243,7 @@ def davit() -> nn.Module:
 
 
 def torchvision_swin() -> nn.Module:
-    # A window that differs by side, since a single number would hide exchanged sides.
+    # The sides of a window differ, so that exchanged sides would show.
     return SwinTransformer(
         [4, 4], 8, [2], [2], [3, 4], num_classes=5, stochastic_depth_prob=0.0
     )
@@ -255,7 +259,7 @@ TIMM_SWIN = small(
 TIMM_SWIN_V2 = small(
     "swinv2_tiny_window8_256", **SWIN, img_size=(28, 40), window_size=(3, 4)
 )
-# A window larger than the grid, so that there is a single one with padding in it.
+# The window is larger than the grid, so that there is one window with padding.
 LARGE = small(
     "swin_tiny_patch4_window7_224",
     **SWIN,
@@ -269,21 +273,38 @@ MAXVIT = small(
 )
 
 
-# Windows of 3 on 8 x 10 cells are padded on both sides.
+# Windows of 3 are padded on both sides of 8 x 10 cells.
 SAM2 = small(
     "sam2_hiera_tiny",
     embed_dim=8,
     stages=(1, 2, 1, 1),
-    window_spec=(2, 3, 3, 3),  # the first divides its grid, for the sake of positions
+    window_spec=(
+        2,
+        3,
+        3,
+        3,
+    ),  # the first one must divide its grid because of the positions
     global_att_blocks=(),
     q_pool=0,
+)
+
+
+SAMVIT = small(
+    "samvit_base_patch16_224",
+    img_size=(28, 40),
+    patch_size=4,
+    embed_dim=8,
+    num_heads=2,
+    depth=1,
+    window_size=3,
+    global_attn_indexes=(),
 )
 
 
 BLOCKS, LAYERS = "layers.0.blocks", "blocks.0.layers.0.layers"
 NO_SHIFT, SWIN_GRID = (0, 0), ((7, 10), (3, 4))
 OF_SWIN = rolled_then_padded(*SWIN_GRID, (1, 2))
-CASES = {  # how to make the model, its images, the module that cuts windows, the attention in it, tokens of the windows
+CASES = {  # model, size of images, module that cuts windows, its attention, and the cells of each window's tokens
     "swin": (
         TIMM_SWIN,
         (28, 40),
@@ -349,6 +370,13 @@ CASES = {  # how to make the model, its images, the module that cuts windows, th
         ".attn",
         rolled_then_padded((8, 10), (3, 3), NO_SHIFT),
     ),
+    "samvit": (
+        SAMVIT,
+        (28, 40),
+        "blocks.0",
+        ".attn",
+        rolled_then_padded((7, 10), (3, 3), NO_SHIFT),
+    ),
     "twins": (
         twins,
         (40, 52),
@@ -365,7 +393,7 @@ CASES = {  # how to make the model, its images, the module that cuts windows, th
 def test_windows_are_put_in_their_places(make, size, cutter, attention, cells) -> None:  # type: ignore[no-untyped-def]
     model, images = run(make, size, 2)
     for module in model.modules():
-        # The block's convolutions carry neighbours into the window.
+        # Convolutions of the block would bring in pixels from beyond the window.
         if isinstance(module, SpatialBlock):
             for convolution in (module.cpe1.proj, module.cpe2.proj):
                 nn.init.zeros_(convolution.weight)
@@ -375,13 +403,12 @@ def test_windows_are_put_in_their_places(make, size, cutter, attention, cells) -
         for reference in attention_of(model, images)
         if reference.layer == layer
     )
-    # Libraries put the windows of an image into the batch, one image behind the other.
-    # (B, windows, heads, N, N).
-    weights = weights.flatten(0, -4).unflatten(0, (2, len(cells))).numpy()
+    # Libraries put the windows of an image into the batch, one image after another. Shape (B, windows, heads, N, N).
+    weights = weights.reshape(2, len(cells), -1, *weights.shape[-2:]).numpy()
     maps = next(
         iter(tcnn_probe.attention_maps(model, images, layers=layer).children.values())
     ).attention[:, 0]
-    # Pairs in different windows do not see each other: zero, not missing.
+    # Tokens in different windows do not see each other: their weights are zero, not missing.
     expected = np.zeros(maps.shape)
     for w, window in enumerate(cells):
         for q, query in enumerate(window):
@@ -389,11 +416,104 @@ def test_windows_are_put_in_their_places(make, size, cutter, attention, cells) -
                 if query is not None and key is not None:
                     expected[:, :, *query, *key] = weights[:, w, :, q, k]
     np.testing.assert_allclose(maps, expected, atol=1e-9)
-    # A token near the lower right corner, where windows are padded; weights that a mask hides are below 1e-20.
+    # The query is near the lower right corner, where windows are padded; masked weights are below 1e-20.
     attended = (maps[0, :, 5, 8].values > 1e-20).any(0)
     np.testing.assert_array_equal(
         attended, influence(model, cutter, images[:1], (5, 8))
     )
+
+
+class Softmaxes(TorchFunctionMode):
+    """Mode that keeps the output of each softmax."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.outputs: list[Tensor] = []
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        output = func(*args, **(kwargs or {}))
+        if func in (F.softmax, Tensor.softmax):
+            self.outputs.append(output)
+        return output
+
+
+MODULES = {  # of transformers.models
+    "DonutSwin": "donut",
+    "MaskFormerSwin": "maskformer",
+    "Sam3ViT": "sam3",
+    "SamHQVision": "sam_hq",
+    "SamVision": "sam",
+    "Swin2SR": "swin2sr",
+    "VitDet": "vitdet",
+}
+OF_TRANSFORMERS = {"num_hidden_layers": 2, "num_attention_heads": 2}
+SHIFTED = {"embed_dim": 8, "depths": [2], "num_heads": [2], "window_size": 3}
+UNSHIFTED = {**OF_TRANSFORMERS, "hidden_size": 8, "patch_size": 4, "window_size": 3}
+SHIFTED_CELLS = padded_then_rolled((7, 10), (3, 3), (1, 1))
+UNSHIFTED_CELLS = rolled_then_padded((10, 10), (3, 3), NO_SHIFT)
+OF_SAM = {**UNSHIFTED, "image_size": 40, "global_attn_indexes": [0]}
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "size", "layer", "cells"),
+    [
+        ("DonutSwinModel", SHIFTED, (28, 40), "blocks.1.attention.self", SHIFTED_CELLS),
+        (
+            "MaskFormerSwinBackbone",
+            {**SHIFTED, "out_features": ["stage1"]},
+            (28, 40),
+            "blocks.1.attention.self",
+            SHIFTED_CELLS,
+        ),
+        (
+            "Swin2SRModel",
+            # Swin2SR pads its images to whole windows, and its tokens are pixels.
+            {**SHIFTED, "window_size": 4},
+            (8, 12),
+            "layers.1.attention.self",
+            padded_then_rolled((8, 12), (4, 4), (2, 2)),
+        ),
+        ("SamVisionModel", OF_SAM, (40, 40), "layers.1.attn", UNSHIFTED_CELLS),
+        ("SamHQVisionModel", OF_SAM, (40, 40), "layers.1.attn", UNSHIFTED_CELLS),
+        (
+            "Sam3ViTModel",
+            {**UNSHIFTED, "image_size": 40, "global_attn_indexes": [0]},
+            (40, 40),
+            "layers.1.attention",
+            UNSHIFTED_CELLS,
+        ),
+        (
+            "VitDetModel",
+            {**UNSHIFTED, "image_size": (28, 40), "window_block_indices": [1]},
+            (28, 40),
+            "layer.1.attention",
+            rolled_then_padded((7, 10), (3, 3), NO_SHIFT),
+        ),
+    ],
+)
+def test_windows_of_transformers(  # type: ignore[no-untyped-def]
+    name, options, size, layer, cells
+) -> None:
+    torch.manual_seed(0)
+    kind = name.removesuffix("Model").removesuffix("Backbone")
+    modules = importlib.import_module(f"transformers.models.{MODULES[kind]}")
+    config = getattr(modules, f"{kind}Config")(**options, attn_implementation="eager")
+    model = sharpen(getattr(modules, name)(config).double().eval(), 1.7)
+    images = torch.randn(2, 3, *size, dtype=torch.float64)
+    with Softmaxes() as softmaxes:
+        maps = tcnn_probe.attention_maps(model, images, layers=f"*{layer}")
+    # The maps are those of the second layer, which is the shifted one in a Swin. Heads are an axis of their own, or
+    # the last part of the batch axis.
+    weights = softmaxes.outputs[1].flatten(0, -3).unflatten(0, (2, len(cells), 2))
+    attention = next(iter(maps.children.values())).attention[:, 0]
+    expected = np.zeros(attention.shape)
+    for w, window in enumerate(cells):
+        for q, query in enumerate(window):
+            for k, key in enumerate(window):
+                if query is not None and key is not None:
+                    expected[:, :, *query, *key] = weights[:, w, :, q, k].detach()
+    # Eager attention may take its softmax in float32.
+    np.testing.assert_allclose(attention, expected, atol=1e-6)
 
 
 def test_windows_of_sam2_in_transformers() -> None:
@@ -411,9 +531,9 @@ def test_windows_of_sam2_in_transformers() -> None:
     )
     model = transformers.Sam2HieraDetModel(config).double().eval()
     layer = model.blocks[2].attn
-    # As drawn, all weights are nearly even.
+    # Initially, all weights are nearly uniform.
     nn.init.normal_(layer.qkv.weight)
-    tokens: list[Tensor] = []  # of windows, (B * windows, 3, 3, C)
+    tokens: list[Tensor] = []  # tokens of windows, (B * windows, 3, 3, C)
     handle = layer.register_forward_pre_hook(
         lambda _, args, kwargs: tokens.append(kwargs["hidden_states"]),
         with_kwargs=True,
@@ -422,8 +542,8 @@ def test_windows_of_sam2_in_transformers() -> None:
     maps = tcnn_probe.attention_maps(model, images, layers="blocks.[23].attn")
     handle.remove()
     qkv = layer.qkv(tokens[0]).flatten(1, 2).unflatten(-1, (3, 2, 4))
-    query, key, _ = qkv.permute(2, 0, 3, 1, 4)  # (B * windows, heads, N, 4) each
-    # 2 is the square root of the 4 channels of a head.
+    query, key, _ = qkv.permute(2, 0, 3, 1, 4)  # each (B * windows, heads, N, 4)
+    # 2 is the square root of a head's 4 channels.
     of_windows = (query @ key.mT / 2).softmax(-1)
     weights = of_windows.unflatten(0, (2, -1)).detach().numpy()
     expected = np.zeros((2, 2, 8, 10, 8, 10))
@@ -434,7 +554,7 @@ def test_windows_of_sam2_in_transformers() -> None:
                 if at is not None and to is not None:
                     expected[:, :, *at, *to] = weights[:, w, :, q, k]
     attention = maps["2x8x10"].attention
-    assert attention.sizes["layer"] == 2  # the last has no windows
+    assert attention.sizes["layer"] == 2  # the last layer has no windows
     np.testing.assert_allclose(attention[:, 0], expected, atol=1e-9)
 
 
@@ -446,7 +566,7 @@ def timm_hiera() -> nn.Module:
 def transformers_hiera() -> nn.Module:
     transformers = pytest.importorskip("transformers")
     config = transformers.HieraConfig(
-        # Heads differ by stage, so that the axis of heads is filled up.
+        # Stages differ in their number of heads, so that the axis of heads is padded.
         embed_dim=8,
         image_size=[64, 96],
         depths=[1, 1, 2, 1],
@@ -457,19 +577,21 @@ def transformers_hiera() -> nn.Module:
 
 @pytest.mark.parametrize("make", [timm_hiera, transformers_hiera])
 def test_mask_units_of_hiera_are_put_in_their_places(make: Any) -> None:
-    """Cells by timm's own change of order, which both libraries have."""
+    """Cells are computed with timm's own reordering, which both libraries have."""
     torch.manual_seed(0)
     model = sharpen(make()).double().eval()
     images = torch.randn(2, 3, 64, 96, dtype=torch.float64)
     maps = tcnn_probe.attention_maps(model, images)
     compared = 0
     for reference in attention_of(model, images):
-        weights = reference.weights  # (B, heads, windows, N, N), or without windows
+        weights = (
+            reference.weights
+        )  # (B, heads, windows, N, N), or the same without windows
         weights = weights if weights.ndim == 5 else weights[:, :, None]
         _, heads, windows, *counts = weights.shape
         cells, grids = [], []
         for count in counts:
-            # Cells of the four stages: 16 x 24, halved along both sides by each pooling.
+            # The four stages have 16 x 24 cells, and half of them along both sides after each pooling.
             stage = [384, 96, 24, 6].index(count * windows)
             grids.append((16 >> stage, 24 >> stage))
             unroll = Unroll(grids[-1], (1, 1), [(2, 2)] * (3 - stage))
@@ -491,7 +613,7 @@ def test_mask_units_of_hiera_are_put_in_their_places(make: Any) -> None:
             "image", "head", "query_y", "query_x", "y", "x"
         )
         assert attention.shape[2:] == (*grids[0], *grids[1])
-        # Above, weights were put into a tensor of float32.
+        # The expected weights above were stored in a float32 tensor.
         np.testing.assert_allclose(
             attention.values.reshape(expected.shape), expected, atol=1e-6
         )
@@ -502,7 +624,7 @@ def test_mask_units_of_hiera_are_put_in_their_places(make: Any) -> None:
 def influence(
     model: nn.Module, cutter: str, images: Tensor, query: tuple[int, int]
 ) -> np.ndarray:
-    """Return the tokens of a module's input that one token of its output depends on."""
+    """Return the tokens of a module's input on which one token of its output depends."""
     module = model.get_submodule(cutter)
     calls = []
     handle = module.register_forward_pre_hook(lambda _, args: calls.append(args))
@@ -510,14 +632,14 @@ def influence(
     handle.remove()
     x, *arguments = calls[0]
     channels = -1
-    # Not in place: the input was computed by layers that are no part of the question.
+    # The input is detached, because gradients through earlier layers are not of interest.
     if isinstance(module, (SpatialBlock, PartitionAttentionLayer)):
         channels = 1
     x = x.detach().requires_grad_()
     output = module(x, *arguments)
     if x.ndim == 3:
         output = output.unflatten(1, arguments[0])
-    # A random direction: single channels can have a gradient of zero.
+    # The gradient is that of a random direction, as single channels can have a gradient of zero.
     at = output.movedim(channels, -1)[0, *query]
     grad = (
         torch.autograd.grad((at * torch.randn_like(at)).sum(), x)[0]
@@ -532,7 +654,7 @@ def test_gated_layers() -> None:
     torch.manual_seed(0)
     model = (
         tcnn_model.reparameterize(
-            # Kept strides: queries are then on a coarser grid than keys.
+            # Strides are kept, so that queries are on a coarser grid than keys.
             timm.create_model("resnet10t", num_classes=5),
             stride="keep",
         )
@@ -566,7 +688,7 @@ def test_gated_layers() -> None:
             maps = node.attention.sel(layer=name)
             height, width = layer_inputs[name].shape[2:]
             pixels = (
-                # The paper's formula has padding among its keys, one pixel on each side; maps show the image alone.
+                # The paper's formula has keys in a padding of one pixel on each side, but maps show only the image.
                 dense.unflatten(-1, (height + 2, width + 2))[..., 1:-1, 1:-1]
                 .flatten(2, -3)
                 .unflatten(2, maps.shape[2:4])
@@ -575,7 +697,7 @@ def test_gated_layers() -> None:
             np.testing.assert_allclose(node.gate.sel(layer=name), layer.gate.detach())
 
 
-def test_pool_with_a_token_for_each_class() -> None:
+def test_pool_with_a_token_per_class() -> None:
     torch.manual_seed(0)
     model = (
         tcnn_model.add_attention_pool(
@@ -589,13 +711,13 @@ def test_pool_with_a_token_for_each_class() -> None:
         iter(tcnn_probe.attention_maps(model, images).children.values())
     ).attention_by_class
     assert maps.dims == ("image", "layer", "head", "class", "y", "x")
-    # The pool is the last layer that attends.
+    # The pool is the last attention layer.
     weights = attention_of(model, images)[-1].weights
     np.testing.assert_allclose(maps[:, 0], weights.reshape(maps[:, 0].shape), atol=1e-9)
 
 
 def test_object_queries_of_a_decoder() -> None:
-    """Seven of them; transformers' own weights are the reference."""
+    """There are seven queries; the reference is the attention that transformers returns."""
     torch.manual_seed(0)
     stages = {"embedding_size": 8, "hidden_sizes": [8, 8, 8, 16], "depths": [1] * 4}
     sizes = {"d_model": 24, "encoder_ffn_dim": 24, "decoder_ffn_dim": 24}
@@ -617,17 +739,17 @@ def test_object_queries_of_a_decoder() -> None:
         references = model(images, output_attentions=True).cross_attentions
     for n, weights in enumerate(references):
         reference = weights.unflatten(-1, (2, 3))
-        # Eager attention of transformers takes its softmax in float32.
+        # Eager attention of transformers computes its softmax in float32.
         np.testing.assert_allclose(maps[:, n], reference, atol=1e-6)
     figure = tcnn_probe.plot.attention_maps(tree, query=3)
     assert "of query 3" in figure.get_suptitle()
     drawn = [image.get_array() for axes in figure.axes[1:] for image in axes.images[1:]]
-    # Two layers of three heads.
+    # There are two layers of three heads.
     assert len(drawn) == 2 * 3
     for picture, reference in zip(
         drawn, maps[0, :, :, 3].values.reshape(6, 2, 3), strict=True
     ):
-        # Each picture is scaled by its own maximum.
+        # Each panel is scaled by its own maximum.
         np.testing.assert_allclose(picture, reference / reference.max(), rtol=1e-6)
     with pytest.raises(
         ValueError, match="expected one of 7 queries that lie on no grid"
@@ -639,11 +761,11 @@ def test_object_queries_of_a_decoder() -> None:
         )
 
 
-def test_chosen_queries_heads_and_layers() -> None:
+def test_selected_queries_heads_and_layers() -> None:
     model, images = run(small("deit_tiny_patch16_224", **VIT))
     full = tcnn_probe.attention_maps(model, images)["3x4x6"]
     selection = tcnn_probe.attention_maps(
-        # Corners, the first head behind the last, and a layer by a glob: each axis is selected in its own order.
+        # Corners, heads in reverse order, and a layer by glob: each selection keeps its own order.
         model,
         images,
         layers="blocks.1*",
@@ -668,7 +790,7 @@ def test_chosen_queries_heads_and_layers() -> None:
     np.testing.assert_array_equal(only.class_attention, full.class_attention)
 
 
-def test_half_precision_and_numbers_of_numpy() -> None:
+def test_half_precision_and_numpy_numbers() -> None:
     model = small("deit_tiny_patch16_224", **VIT)().bfloat16()
     images = torch.randn(1, 3, *SIZE, dtype=torch.bfloat16)
     tree = tcnn_probe.attention_maps(
@@ -681,8 +803,8 @@ def test_half_precision_and_numbers_of_numpy() -> None:
     np.testing.assert_array_equal(head_map, tree["3x4x6"].attention.sel(head=[2]))
 
 
-def test_chosen_queries_of_shifted_windows() -> None:
-    # Corners of the image, which a shift has moved into the middle of a window.
+def test_selected_queries_of_shifted_windows() -> None:
+    # The shift has moved the corners of the image into the middle of a window.
     model, images = run(TIMM_SWIN, (28, 40))
     full = tcnn_probe.attention_maps(model, images)["2x7x10"].attention
     selection = tcnn_probe.attention_maps(model, images, queries=[(27, 1), (0, 39)])[
@@ -692,14 +814,14 @@ def test_chosen_queries_of_shifted_windows() -> None:
     np.testing.assert_array_equal(selection[:, :, :, 1], full.sel(query_y=0, query_x=9))
 
 
-def test_leaves_the_model_as_it_was_and_keeps_the_images() -> None:
+def test_model_is_left_unchanged_and_images_are_stored() -> None:
     model, images = run(small("deit_tiny_patch16_224", **VIT))
     model.train()
-    # A model whose parts are in other modes, as with frozen layers.
+    # The parts of the model are in different modes, as with frozen layers.
     model.blocks[0].eval()
     before = {name: dict(vars(module)) for name, module in model.named_modules()}
     tree = tcnn_probe.attention_maps(model, images)
-    # As strings, since tensors in them do not compare to one truth value.
+    # Images are compared as strings, because a comparison of tensors has no single truth value.
     assert all(
         str(vars(module)) == str(before[name]) for name, module in model.named_modules()
     )
@@ -711,7 +833,7 @@ def test_leaves_the_model_as_it_was_and_keeps_the_images() -> None:
     ("options", "message"),
     [
         (
-            # Pixels count from 0, so that 32 is the first row outside.
+            # Pixels count from 0, so that row 32 is the first one outside.
             {"queries": [(32, 0)]},
             r"queries \(y, x\) inside images of 32 x 48 pixels, got \(32, 0\)",
         ),
@@ -728,20 +850,20 @@ def test_leaves_the_model_as_it_was_and_keeps_the_images() -> None:
         ({"batch_size": 0}, "batch_size"),
     ],
 )
-def test_refusals(options: dict[str, object], message: str) -> None:
+def test_bad_arguments_are_refused(options: dict[str, object], message: str) -> None:
     model, images = run(small("deit_tiny_patch16_224", **VIT))
     with pytest.raises(ValueError, match=message):
         tcnn_probe.attention_maps(model, images, **options)  # type: ignore[arg-type]
 
 
-def test_says_which_layers_have_no_maps() -> None:
+def test_layers_without_maps_are_reported() -> None:
     with pytest.raises(
         ValueError, match="no layer of this Sequential has attention maps: no softmax"
     ):
         tcnn_probe.attention_maps(
             nn.Sequential(nn.Conv2d(3, 3, 1)), torch.randn(1, 3, 8, 8)
         )
-    # XCiT attends between channels, so that there is a softmax and yet no map.
+    # XCiT attends between channels, so that there is a softmax but no map.
     model = timm.create_model(
         "xcit_nano_12_p16_224", depth=1, num_classes=5, img_size=32
     ).eval()
@@ -749,15 +871,15 @@ def test_says_which_layers_have_no_maps() -> None:
     assert "between channels" in tree.attrs["missing"]
 
 
-def test_cells_lie_where_they_look() -> None:
-    """After convolutions with padding the first cell looks at the first pixel, not at the middle of a cell."""
+def test_cells_are_placed_at_the_centre_of_their_receptive_fields() -> None:
+    """After padded convolutions, the first cell is centred on the first pixel, not on the middle of a cell."""
     model = tcnn_model.reparameterize(
         timm.create_model("resnet18", num_classes=5)
     ).eval()
     maps = tcnn_probe.attention_maps(
         model, torch.randn(1, 3, 64, 96), queries=[(17, 94)]
     )["9x4x6"]
-    # resnet18 halves the size with kernels that are padded: its cells look at multiples of 16 exactly.
+    # Each stride in resnet18 has a padded kernel, so that its cells are centred on multiples of 16.
     np.testing.assert_array_equal(maps.pixel_y, [0, 16, 32, 48])
     np.testing.assert_array_equal(maps.pixel_x, [0, 16, 32, 48, 64, 80])
     assert maps.query_y.item() == 1
@@ -769,11 +891,11 @@ def test_cells_lie_where_they_look() -> None:
         patch.get_bbox().bounds
         for axes in figure.axes
         for patch in axes.patches
-        # A cell's frame is 16 pixels around where it looks: 64 + 16 - 8 + 0.5 along x.
+        # A cell is framed by 16 pixels around its centre: along x, 64 + 16 - 8 + 0.5.
     } == {(72.5, 8.5, 16.0, 16.0)}
     vit = small("deit_tiny_patch16_224", **VIT)()
     np.testing.assert_allclose(
         tcnn_probe.attention_maps(vit, torch.randn(1, 3, *SIZE))["3x4x6"].pixel_x,
-        # The middle of a patch of 8 pixels is at 3.5.
+        # The centre of a patch of 8 pixels is at 3.5.
         3.5 + 8 * np.arange(6),
     )

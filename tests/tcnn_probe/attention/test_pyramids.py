@@ -1,4 +1,4 @@
-"""Networks with stages and pooled queries or keys: what is recorded of each equals brute force in float64."""
+"""Networks with stages and pooled queries or keys: statistics equal brute force in float64."""
 
 from functools import partial
 
@@ -29,7 +29,7 @@ LAST_TWO = {"stages.2*": same(grid(4, 6)), "stages.3*": same(grid(2, 3))}
 
 
 def mvit() -> Family:
-    """Strided 3 x 3 convolutions pool: token i stands for pixel ``stride * i``, in cells of the finer grid."""
+    """Return MViTv2, pooled by strided convolutions of 3 x 3: token i is at cell ``stride * i`` of the finest grid."""
     options = {
         "depths": (1, 1),
         "embed_dim": (16, 32),
@@ -42,7 +42,7 @@ def mvit() -> Family:
         "expand_attn": False,
     }
     every_cell, every_2nd, every_4th = (
-        # 16 cells of the finest grid along a side: coarser tokens are told in its unit.
+        # The finest grid has 16 cells a side, and positions on coarser grids are given in its units.
         grid(n, n, prefix=1, spacing=(16 // n, 16 // n))
         for n in (16, 8, 4)
     )
@@ -56,12 +56,12 @@ def mvit() -> Family:
         img_size=(64, 64),
         num_classes=5,
     )
-    # Square, as timm's decomposed relative positions of MViT are made for one size.
+    # Images are square, as timm makes MViT's decomposed relative positions for one size.
     return Family("mvitv2", model, (64, 64), layouts, 2.2)
 
 
 def levit() -> Family:
-    """Every second row and column ask in each downsampling: 7 x 7 of 14 x 14 tokens, then 4 x 4 of 7 x 7."""
+    """Return LeViT: a downsampling has 7 x 7 queries for 14 x 14 tokens, or 4 x 4 for 7 x 7, two cells apart."""
     options = {
         "embed_dim": (32, 48, 64),
         "depth": (1, 1, 1),
@@ -79,7 +79,7 @@ def levit() -> Family:
     return Family(
         "levit",
         partial(Levit, num_classes=5, **options),
-        # 224 pixels: LeViT's biases are made for one size.
+        # LeViT's biases are made for 224 pixels.
         (224, 224),
         layouts,
         2.2,
@@ -88,7 +88,7 @@ def levit() -> Family:
 
 
 def efficientformer_v2() -> Family:
-    """4 x 6 tokens, of which the blocks make 2 x 3; in the downsampling every second row and column asks."""
+    """Return EfficientFormerV2: blocks pool 4 x 6 tokens to 2 x 3; a downsampling has queries two cells apart."""
     options = {
         "depths": (1, 1, 1, 1),
         "embed_dims": (8, 8, 16, 32),
@@ -109,7 +109,7 @@ def efficientformer_v2() -> Family:
 
 
 def pvt(*, linear: bool) -> Family:
-    """16 x 24 and 8 x 12 queries; keys pooled 8 x 8 and 4 x 4 in one, or to 7 x 7 whatever the size (``linear``)."""
+    """Return PVTv2 with 16 x 24 and 8 x 12 queries; keys are pooled by 8 x 8 and 4 x 4, or to 7 x 7 if ``linear``."""
     options = {
         "depths": (1, 1),
         "embed_dims": (16, 16),
@@ -119,7 +119,7 @@ def pvt(*, linear: bool) -> Family:
     }
     layouts = {
         "stages.0*": Layout(
-            # Keys are means of 8 x 8 cells, whose middle is at 3.5.
+            # Keys are means of 8 x 8 cells, with their centre at 3.5.
             grid(16, 24),
             grid(2, 3, spacing=(8, 8), origin=(3.5, 3.5)),
         ),
@@ -130,14 +130,14 @@ def pvt(*, linear: bool) -> Family:
         f"pvt_v2{'_linear' * linear}",
         model,
         SIZE,
-        # Pooled to 7 x 7 whatever the size, cells of keys overlap and lie on no grid of the image.
+        # Keys pooled to 7 x 7 for any size overlap, and lie on no grid of the image.
         {"*": Layout(None, None)} if linear else layouts,
         2.5,
     )
 
 
 def crossvit() -> Family:
-    """Two grids of the same image, whose class tokens look at each other's patches."""
+    """Return CrossViT: two grids of one image, with class tokens that attend to the other grid's patches."""
     options = {
         "img_size": 48,
         "patch_size": (8, 12),
@@ -148,7 +148,7 @@ def crossvit() -> Family:
     grids = grid(6, 6, prefix=1), grid(4, 4, prefix=1)
     layouts = {f"blocks.0.blocks.{i}*": same(places) for i, places in enumerate(grids)}
     layouts |= {
-        # Each class token looks at the patches of the other branch.
+        # Each class token attends to the patches of the other branch.
         f"*fusion.{i}*": Layout(None, places, class_query=True)
         for i, places in enumerate(reversed(grids))
     }
@@ -158,7 +158,7 @@ def crossvit() -> Family:
 
 
 def efficientvit() -> Family:
-    """Heads run one after another: each is a layer of one head. 14 x 14 tokens in windows of 7 x 7, then 7 x 7."""
+    """Return EfficientViT, with a layer per head: 14 x 14 tokens in windows of 7 x 7, then 7 x 7."""
     options = {
         "embed_dim": (16, 16),
         "key_dim": (8, 8),
@@ -176,14 +176,14 @@ def efficientvit() -> Family:
         "efficientvit_msra",
         model,
         (224, 224),
-        # A head is a module of its own here, so that weights have no axis of heads.
+        # Each head is a separate module, so that weights have no axis of heads.
         {"*": same(grid(7, 7), arrange=without_heads)},
         2.5,
     )
 
 
 def clip() -> Family:
-    """CLIP's convnets end so: a token, the mean of all features, looks at them."""
+    """Return a convnet with CLIP's pooling: a token, the mean of all features, attends to the features."""
     pool = partial(AttentionPool2d, 24, out_features=5, feat_size=(3, 5), head_dim=8)
     layouts = {"*": same(grid(3, 5, prefix=1))}
     return Family(
@@ -222,7 +222,7 @@ BOTNET = {
     "stages.3.1*": same(grid(2, 3), arrange=merged(4)),
     "*": same(grid(4, 6), arrange=merged(4)),
 }
-# Multi-query: strided 3 x 3 convolutions make 2 x 3 keys of 4 x 6 pixels.
+# In multi-query attention, strided 3 x 3 convolutions reduce 4 x 6 pixels to 2 x 3 keys.
 MOBILENET = {
     "blocks.2*": Layout(grid(4, 6), grid(2, 3, spacing=(2, 2))),
     "*": same(grid(2, 3)),
@@ -237,7 +237,7 @@ FAMILIES = [
     crossvit(),
     efficientvit(),
     clip(),
-    timms("shvit_s1", ONE_HEAD, 1.7, (128, 192)),  # no axis of heads
+    timms("shvit_s1", ONE_HEAD, 1.7, (128, 192)),  # without an axis of heads
     timms("mobilenetv4_hybrid_medium", MOBILENET, 1.5),
     timms("coatnet_pico_rw_224", LAST_TWO, 2.2, **COATNET),  # (B, C, H, W)
     timms("coatnet_0_224", LAST_TWO, 2.2, **COATNET),  # (B, H, W, C)

@@ -1,4 +1,4 @@
-"""Places of cells, equal to what each cell turns out to see when single rows and columns of the image are lit."""
+"""Positions of cells equal the centres of what they see when single rows and columns of the image are lit."""
 
 import pytest
 import timm.layers
@@ -13,7 +13,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:Using padding=.same")
 
 
 class Branches(nn.Module):
-    """The shortcut of a ResNet-D, beside a strided convolution."""
+    """Shortcut of a ResNet-D and a strided convolution in parallel."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -54,7 +54,7 @@ MODELS = {
 
 
 def seen_along(model: nn.Module, side: int) -> tuple[tuple[int, int], list[float]]:
-    """The map's size, and the middle of the rows (0) or columns (1) that each cell sees; NaN at the border."""
+    """Return the map's size and the centres of the rows (0) or columns (1) that cells see; NaN at the border."""
     length = SIZE[side]
     images = torch.zeros(length, 1, *SIZE, dtype=torch.float64)
     for place in range(length):
@@ -74,7 +74,7 @@ def seen_along(model: nn.Module, side: int) -> tuple[tuple[int, int], list[float
 
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-def test_cells_lie_in_the_middle_of_what_they_see(name: str, mode: type) -> None:
+def test_cells_lie_at_the_centre_of_what_they_see(name: str, mode: type) -> None:
     model = nn.Sequential(*MODELS[name]).double()
     for parameter in model.parameters():
         nn.init.ones_(parameter)
@@ -92,6 +92,6 @@ def test_cells_lie_in_the_middle_of_what_they_see(name: str, mode: type) -> None
             assert places[known].tolist() == torch.tensor(middles)[known].tolist()
 
 
-def test_a_map_that_no_convolution_made_divides_the_image() -> None:
+def test_a_map_without_convolutions_divides_the_image_evenly() -> None:
     fields = ReceptiveFields((28, 42))
     assert fields.places((4, 3)) == ((3, 7), (6.5, 14))

@@ -1,4 +1,4 @@
-"""Attention that is not what the model used raises; what it did use never does, in any precision or under dropout."""
+"""Reconstruction raises if the model used another attention, and never otherwise, in any precision and with dropout."""
 
 from typing import Any
 
@@ -20,7 +20,7 @@ DIM, HEADS = 12, 3
 
 
 class Other(Tensor):
-    """A tensor whose attention is not torch's: it is multiplied."""
+    """Tensor that replaces torch's attention by a multiple of it."""
 
     factor: float = 1.5
 
@@ -50,7 +50,7 @@ class Attend(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = self.stem(x).flatten(2).unflatten(1, (3, HEADS, -1)).mT.movedim(1, 0)
-        # A subclass of the queries is enough for torch to ask it what attention is.
+        # A subclass of the queries suffices for torch to call its __torch_function__.
         q = q.as_subclass(type("Mine", (Other,), {"factor": self.factor}))
         return (
             F.scaled_dot_product_attention(q, k, v)
@@ -96,7 +96,7 @@ def check(model: nn.Module, images: Tensor, **options: Any) -> None:
 @HOW
 @pytest.mark.parametrize("factor", [1.5, 1.01, 1.0])
 def test_another_attention_raises(how: str, factor: float) -> None:
-    """1 in 100 is enough, where float32 is right to 1 in 10^6; a tensor's class alone is not."""
+    """A deviation of 1 % suffices, as float32 is right to 1e-6; a tensor's subclass alone does not raise."""
     model = Attend(how, factor)
     images = torch.randn(3, 3, *SIZE)
     if factor == 1:
@@ -112,7 +112,7 @@ def test_another_attention_raises(how: str, factor: float) -> None:
 
 @pytest.mark.parametrize("kind", ["gpsa", "convit"])
 def test_a_gated_layer_with_another_output_raises(kind: str) -> None:
-    """These layers are measured from their input, so it is their own forward that has to be the one rebuilt."""
+    """These layers are measured from their input, so their forward must compute the attention that is rebuilt."""
     if kind == "gpsa":
         model = Chain()
         x = torch.randn(2, 2, 7, 11)
@@ -130,7 +130,7 @@ def test_a_gated_layer_with_another_output_raises(kind: str) -> None:
         x = torch.randn(2, 3, 32, 32)
         layer = "blocks.0.attn"
     module = model.get_submodule(layer)
-    # A tenth more than the parameters say.
+    # The output is a tenth larger than the parameters give.
     module.forward = lambda x: type(module).forward(module, x) * 1.1
     with (
         tcnn_probe.record(model),
@@ -142,11 +142,11 @@ def test_a_gated_layer_with_another_output_raises(kind: str) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 @EACH_FAMILY
-def test_precisions(family: Family, dtype: torch.dtype) -> None:
-    """The layer's own, and that of autocast."""
+def test_any_precision_is_accepted(family: Family, dtype: torch.dtype) -> None:
+    """Precision is lowered by the layer's dtype or by autocast."""
     model = sharpen(family.make())
     images = family.images()
-    # Weights stay in float32, products do not.
+    # Weights stay in float32, but products do not.
     with torch.inference_mode(), torch.autocast("cpu", dtype):
         check(model, images)
     with torch.no_grad():
@@ -154,15 +154,15 @@ def test_precisions(family: Family, dtype: torch.dtype) -> None:
 
 
 @EACH_FAMILY
-def test_training_with_dropout(family: Family) -> None:
-    """Attention is recorded as it is before dropout, and gradients are what they are without a recorder."""
+def test_training_with_dropout_is_accepted(family: Family) -> None:
+    """Attention is recorded before dropout, and gradients are the same as without a recorder."""
     model = sharpen(family.make(attn_drop_rate=0.4)).train()
     images = family.images()
     torch.manual_seed(1)
     model(images).square().mean().backward()
     expected = [None if p.grad is None else p.grad.clone() for p in model.parameters()]
     model.zero_grad()
-    # Dropout draws the same with a recorder as without, if that draws nothing.
+    # Dropout draws the same numbers with and without a recorder, unless the recorder draws some.
     torch.manual_seed(1)
     check(model, images, when="train")
     for parameter, gradient in zip(model.parameters(), expected, strict=True):

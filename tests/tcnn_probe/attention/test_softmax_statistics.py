@@ -1,8 +1,9 @@
-"""Statistics of softmax attention from plain tensors, against float64 brute force, whatever the size of the blocks.
+"""Statistics of softmax attention from plain tensors, against float64 brute force, for blocks of any size.
 
-Rounding by float32 is bounded term by term. Logit j of a row is off by no more than a few eps * size_j, with size_j the
-sum of |scale q_d k_d| over d; so A_j, relatively, by that and its mean over the row; and a sum over A_j by the same sum
-of absolute values. The factor is 4: dot products of 11 terms, exponentials and sums add up to less.
+The rounding of float32 is bounded term by term. The error of logit j of a row is at most a few eps * size_j, where
+size_j is the sum of |scale q_d k_d| over d. The relative error of A_j is that, plus its mean over the row; the error of
+a sum over A_j is the same sum of absolute values. The factor is 4, which exceeds the errors of dot products of 11
+terms, exponentials and sums together.
 """
 
 import math
@@ -28,12 +29,12 @@ pytestmark = pytest.mark.numerical
 HEADS, WIDTH, GRID = 3, 11, (5, 7)
 EPS = torch.finfo(torch.float32).eps
 
-# Values and bounds on their rounding, (B, heads) each.
+# Values and bounds on their rounding, each (B, heads).
 Bounded = dict[str, tuple[Tensor, Tensor]]
 
 
 def brute_force(logits: Tensor, size: Tensor, prefix: int) -> Bounded:
-    """(B, heads, N, N) logits in float64 -> means over queries, pixel by pixel."""
+    """Compute means over queries from logits (B, heads, N, N) in float64, pixel by pixel."""
     places = [(y, x) for y in range(GRID[0]) for x in range(GRID[1])]
     far = torch.tensor(
         [[math.dist(query, key) for key in places] for query in places],
@@ -41,7 +42,7 @@ def brute_force(logits: Tensor, size: Tensor, prefix: int) -> Bounded:
     )
 
     def mean(weights: Tensor, terms: Tensor, size: Tensor) -> tuple[Tensor, Tensor]:
-        # A weight is rounded by its own logit, and by the mean over the row, which normalises it.
+        # A weight has the error of its own logit, and that of the row's mean through the normaliser.
         moved = 1 + size + (weights * size).sum(-1, keepdim=True)
         products = weights * terms
         rounding = (products * moved).sum(-1).mean(-1)
@@ -82,8 +83,8 @@ def case(form: str, prefix: int, windows: int = 1) -> tuple[SoftmaxAttention, Bo
     lowest = torch.finfo(torch.float32).min
     scale, mask = 2.0, None
     query, key = (torch.randn(2 * windows, HEADS, count, WIDTH) for _ in range(2))
-    key[:, :, :prefix] *= 3  # class tokens that draw attention
-    # Whole numbers up to +-1000, exact: attention is one key, or shared evenly by a few.
+    key[:, :, :prefix] *= 3  # class tokens attract attention
+    # Logits are integers up to +-1000, which are exact: attention goes to one key, or equally to a few.
     if form == "huge":
         query = query[..., :1].round().clamp(-2, 2)
         key = key[..., :1].round().clamp(-2, 2)
@@ -94,17 +95,17 @@ def case(form: str, prefix: int, windows: int = 1) -> tuple[SoftmaxAttention, Bo
         mask = torch.randn(HEADS, count, count)
         logits = logits + mask
         size = size + mask.abs()
-    # The patches have exp(-300) of it; where a query looks among them is exact all the same.
+    # The patches get exp(-300) of the attention; its distribution among them is exact all the same.
     if form == "swallowed":
         mask = torch.zeros(count, count)
         mask[:, 0] = 300
         logits = logits + mask
     if form == "hidden":
         mask = torch.rand(count, count) > 0.3
-        # A query that sees nothing, and one that sees no patch.
+        # One query sees no key, and another no patch.
         mask[4], mask[prefix + 3, prefix:] = (False, False)
         logits = logits.masked_fill(~mask, -torch.inf)
-    # Lowered by the least number there is, as many models hide keys: rows all lowered are uniform.
+    # Many models hide keys by the lowest number of the dtype; a row with all keys lowered is uniform.
     if form == "lowered":
         mask = torch.zeros(count, count).masked_fill(
             torch.rand(count, count) > 0.7, lowest
@@ -146,13 +147,13 @@ def check(call: SoftmaxAttention, expected: Bounded) -> None:
         )
 
 
-# Blocks of one element, of a prime that cuts rows, and of everything.
+# Blocks have one element, a prime number that cuts rows, or all elements.
 @pytest.mark.parametrize(("block", "table"), [(1, 0), (211, 1 << 20), (1 << 18, 0)])
 @pytest.mark.parametrize("prefix", [0, 5])
 @pytest.mark.parametrize(
     "form", ["plain", "given", "added", "hidden", "lowered", "huge", "swallowed"]
 )
-def test_equals_brute_force(
+def test_statistics_equal_brute_force(
     form: str, prefix: int, block: int, table: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Attention, "BLOCK", block)
@@ -160,23 +161,23 @@ def test_equals_brute_force(
     check(*case(form, prefix))
 
 
-def test_windows_are_averaged_within_their_image() -> None:
+def test_windows_are_averaged_within_an_image() -> None:
     check(*case("plain", 0, windows=3))
 
 
 def test_received_attention() -> None:
-    """Attention that the keys of image 1 receive; a query that sees nothing looks at nothing."""
+    """Attention is summed over the keys of image 1; a query that sees no key has none."""
     call, _ = case("hidden", 1)
     attention = torch.softmax(
         call.logits(slice(None), slice(None)).double(), -1
     ).nan_to_num(0)
-    received = call.received([1])  # of 36 terms, each to an eps
+    received = call.received([1])  # sums of 36 terms, each with an error of eps
     torch.testing.assert_close(
         received.double(), attention[1:, None].mean(-2), rtol=36 * EPS, atol=0
     )
 
 
-def test_no_n_by_n_tensor() -> None:
+def test_no_n_by_n_tensor_is_made() -> None:
     tokens = Tokens(1, 47, 61)
     query = torch.randn(1, 2, tokens.count, 3)
     key = torch.randn(1, 2, tokens.count, 3)
@@ -184,12 +185,14 @@ def test_no_n_by_n_tensor() -> None:
     with LargestTensor() as largest:
         softmax_statistics.measure_softmax(call)
     assert tokens.count**2 > 8 * 10**6
-    # A block, or sums over images.
+    # The largest tensor is a block, or a sum over images.
     assert largest.elements <= max(Attention.BLOCK, 2 * QUERIES * tokens.count)
 
 
 @pytest.mark.parametrize(("device", "blocks"), [("cpu", 13), ("meta", 1)])
-def test_blocks_are_larger_where_each_is_a_launch(device: str, blocks: int) -> None:
+def test_blocks_are_larger_on_devices_with_kernel_launches(
+    device: str, blocks: int
+) -> None:
     query = torch.empty(64, HEADS, 257, WIDTH, device=device)
     call = attention_of(ProductLogits(query, query, 1.0, None), None, images=64)
     assert len(list(call.blocks())) == blocks

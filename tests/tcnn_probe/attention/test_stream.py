@@ -1,4 +1,4 @@
-"""Attention as a stream: every one of a forward, by name, as brute force has it; and nothing kept or left behind."""
+"""Attention as a stream: all attention of a forward, by name, equals brute force, and nothing is left behind."""
 
 import copy
 import gc
@@ -25,7 +25,7 @@ from tests.tcnn_probe.contracts.helpers import Trace, clean, images, vit
 
 
 class Several(nn.Module):
-    """Attends twice in one call, and takes a softmax that weighs nothing in a module named after attention."""
+    """Model that attends twice in one call, and whose module named after attention only gates."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -43,7 +43,7 @@ class Twice(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         for _ in range(2):
-            # Three times as large, so that attention is not even.
+            # Queries are three times as large, so that attention is not uniform.
             q = (3 * x).unflatten(-1, (3, 4)).transpose(1, 2)
             x = ((q @ q.mT).softmax(-1) @ q).transpose(1, 2).flatten(2)
         return x
@@ -51,17 +51,17 @@ class Twice(nn.Module):
 
 class WeighsNothingAttention(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
-        # A softmax of the input times the input is gating: there is no sum over keys.
+        # The product of the softmax and the input is gating: there is no sum over keys.
         return x * x.softmax(-1)
 
 
-def test_every_attention_is_shown_as_the_model_has_it() -> None:
+def test_every_attention_equals_the_models() -> None:
     torch.manual_seed(0)
     for model in (vit().double(), Several().eval().double()):
         x = images().double()
         before = Trace(model)
         maps = dict[str, Tensor]()
-        # The gate's softmax has three axes, and is no attention.
+        # The gate's softmax has three axes, but is not attention.
         expected = {
             reference.layer: reference.weights
             for reference in attention_of(model, x)
@@ -69,7 +69,7 @@ def test_every_attention_is_shown_as_the_model_has_it() -> None:
         }
         output = model(x)
         with tcnn_probe.attention_stream(
-            # Weights are taken in the call: nothing is kept of a forward after it.
+            # Weights are read during the call, as nothing is kept after the forward.
             model,
             lambda call, s=maps: s.update({call.name: call.weights(slice(None))}),
         ) as s:
@@ -78,9 +78,9 @@ def test_every_attention_is_shown_as_the_model_has_it() -> None:
         assert clean()
         assert list(s.layers) == list(expected)
         for layer, weights in expected.items():
-            # The second attention of a module has its name and a number.
+            # The second attention of a module has the module's name and a number.
             assert s.layers[layer] is model.get_submodule(layer.split("#")[0])
-            # In float64, where logits up to 1e3 are known to some 1e-13.
+            # In float64, logits up to 1e3 have errors of about 1e-13.
             np.testing.assert_allclose(
                 maps[layer][:, 0].detach(), weights, rtol=0, atol=1e-10
             )
@@ -90,14 +90,14 @@ def test_every_attention_is_shown_as_the_model_has_it() -> None:
     }
 
 
-def test_listeners_see_what_has_weighed_values_and_choose_layers() -> None:
+def test_listeners_see_the_model_output_and_choose_layers() -> None:
     class Count(tcnn_probe.attention.stream.AttentionListener):
         def __init__(self) -> None:
             self.kept: list[list[str]] = []
             self.failed = 0
 
         def ends(self, layers: Collection[str], output: Tensor) -> None:
-            # 35 tokens of 12 channels: the model's own output, not the one of the layer that was seen last.
+            # The output is the model's, 35 tokens of 12 channels, not that of the last layer.
             assert output.shape == (3, 35, 12)
             self.kept.append(list(layers))
 
@@ -111,7 +111,7 @@ def test_listeners_see_what_has_weighed_values_and_choose_layers() -> None:
     )
     model(images())
     with pytest.raises(RuntimeError):
-        # One channel instead of two: a forward that fails must end the stream's records of it.
+        # One channel instead of two makes the forward fail, which must end the stream's records of it.
         model(images()[:, :1])
     stream.close()
     model(images())
@@ -120,7 +120,7 @@ def test_listeners_see_what_has_weighed_values_and_choose_layers() -> None:
     assert not stream.attached
 
 
-def test_an_error_of_the_callback_names_the_layer_and_leaves_nothing() -> None:
+def test_an_error_in_the_callback_names_the_layer_and_leaves_nothing_behind() -> None:
     model = vit()
     before = Trace(model)
     with (
@@ -137,14 +137,14 @@ def test_nothing_of_a_forward_is_kept() -> None:
     model = vit()
     with torch.no_grad(), tcnn_probe.attention_stream(model, lambda call: call):
         model(images())
-        # Objects that hold each other are freed by the collector only.
+        # Objects with reference cycles are freed only by the collector.
         gc.collect()
         assert not any(type(x) is SoftmaxAttention for x in gc.get_objects())
 
 
-def test_each_layer_is_checked_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_layer_is_checked_only_once(monkeypatch: pytest.MonkeyPatch) -> None:
     checked: list[nn.Module] = []
-    # Counted where it is called: the check forms attention a second time, too dear for each forward.
+    # Calls are counted where they are made; the check computes attention a second time, too slow for every forward.
     monkeypatch.setattr(
         reconstruction,
         "discrepancy",
@@ -161,7 +161,7 @@ def test_each_layer_is_checked_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def whole_attention(layer: nn.Module, x: Tensor) -> Tensor:
-    """A = (1 - g) C + g P by brute force, one query and key at a time along the grid, from the layer's parameters."""
+    """Return A = (1 - g) C + g P by brute force, for single queries and keys, from the layer's parameters."""
     layer = copy.deepcopy(layer).double()
     x = x.double()
     if isinstance(layer, GPSA):
@@ -169,7 +169,7 @@ def whole_attention(layer: nn.Module, x: Tensor) -> Tensor:
         stride = layer.stride
         padding = layer.padding
         gate = 1 / (1 + torch.exp(-layer.gating))
-        # Written as the definition has it, softplus(5 a) / 5, not by the layer's own property.
+        # The definition softplus(5 a) / 5 is written out, instead of the layer's own property.
         alpha = torch.log1p(torch.exp(5 * layer.raw_locality)) / 5
         center = layer.center
         heads = layer.heads
@@ -178,11 +178,11 @@ def whole_attention(layer: nn.Module, x: Tensor) -> Tensor:
             (n + 2 * p - k) // s + 1
             for n, p, k, s in zip(x.shape[2:], padding, kernel, stride, strict=True)
         )
-        # Queries stand on the stride's positions only, keys on all pixels.
+        # Queries are only at positions of the stride, keys at all pixels.
         sources = [
             (y * stride[0], z * stride[1]) for y in range(rows) for z in range(columns)
         ]
-        # Padding is among the keys: ours may be attended to by position, and content gives it nothing.
+        # Keys on the padding get positional attention in our layer, but no content attention.
         keys = [
             (y, z)
             for y in range(-padding[0], height + padding[0])
@@ -200,16 +200,16 @@ def whole_attention(layer: nn.Module, x: Tensor) -> Tensor:
         side = math.isqrt(x.shape[1])
         weight = layer.pos_proj.weight
         alpha = -weight[:, 2]
-        # ConViT has the centre in the linear weights: -alpha |d - c|^2 = -alpha d^2 + 2 alpha c d + constant.
+        # ConViT's linear weights hold the centre: -alpha |d - c|^2 = -alpha d^2 + 2 alpha c d + constant.
         linear = torch.stack([weight[:, 1], weight[:, 0]], 1)
         center = linear / (2 * alpha[:, None])
-        # Square by construction of timm's layer, which has no height and width.
+        # timm's layer has no height and width, and assumes a square.
         sources = keys = [(y, z) for y in range(side) for z in range(side)]
         real = [True] * len(keys)
         query, key = (t.mT.unflatten(1, (heads, -1)) for t in layer.qk(x).chunk(2, -1))
     content = torch.einsum("bhdi,bhdj->bhij", query, key) / query.shape[2] ** 0.5
     content = content.exp() / content.exp().sum(-1, keepdim=True)
-    # (queries, keys, 2).
+    # Shape (queries, keys, 2).
     delta = torch.tensor(keys).double()[None] - torch.tensor(sources).double()[:, None]
     logits = -alpha[:, None, None] * (delta[None] - center[:, None, None]).square().sum(
         -1
@@ -221,10 +221,10 @@ def whole_attention(layer: nn.Module, x: Tensor) -> Tensor:
 
 
 def gated_models() -> dict[str, tuple[nn.Module, Tensor]]:
-    """A T-CNN on maps below and above the size from which attention is never formed, and timm's ConViT."""
+    """Return T-CNNs on maps below and above the size from which no N x N weights are formed, and timm's ConViT."""
     torch.manual_seed(0)
     tcnn = tcnn_model.reparameterize(
-        # With timm's default, zero-initialised norms would hide every converted layer behind its residual.
+        # With timm's default, zero-initialised norms would hide the converted layers behind their shortcuts.
         timm.create_model("resnet10t", num_classes=3, zero_init_last=False)
     ).eval()
     convit = timm.create_model(
@@ -239,17 +239,16 @@ def gated_models() -> dict[str, tuple[nn.Module, Tensor]]:
     with torch.no_grad():
         for name, parameter in tcnn.named_parameters():
             if name.endswith((".query", ".key")):
-                parameter.mul_(20)  # as drawn, content attention is even
+                parameter.mul_(20)  # initial content attention is uniform
             if name.endswith((".gating", ".raw_locality", ".center")):
-                # Heads as initialised share one gate and locality; a head that is taken for another would not be
-                # seen.
+                # Initially, all heads share one gate and locality, so that exchanged heads would not show.
                 parameter.add_(torch.rand_like(parameter) - 0.5)
         for name, parameter in convit.named_parameters():
             if "qk.weight" in name or "gating_param" in name:
                 parameter.normal_(std=0.5)
     return {
         "64 pixels": (tcnn, torch.randn(2, 3, 64, 96)),
-        # At 224 pixels a layer's map is larger than what is formed whole, so that the other path runs.
+        # At 224 pixels a layer's map is too large for N x N weights, so that the other path runs.
         "224 pixels": (tcnn, torch.randn(1, 3, 224, 224)),
         "convit": (convit, torch.randn(2, 3, 80, 80)),
     }
@@ -290,16 +289,15 @@ def test_gated_attention_is_shown_whole_and_once(case: str) -> None:
     )
     assert not stream.unsupported
     for name, weights in calls[: len(gated)]:
-        # float64 throughout, with logits of some hundred: 1e-10 is far above its rounding and below any slip.
+        # Logits are some hundred in float64: 1e-10 is far above rounding and below any mistake.
         np.testing.assert_allclose(weights[:, 0], expected[name], rtol=0, atol=1e-10)
-        # Even attention would be right whatever the parameters are.
-        # A model whose heads are all even passes whatever is shown.
+        # Uniform attention would be right for any parameters, so the model must not have it.
         assert (expected[name].std() > 1e-3 * expected[name].mean()).all()
 
 
 @pytest.mark.parametrize("case", ["64 pixels", "convit"])
-def test_answers_edit_heads_as_ablations_do(case: str) -> None:
-    """Zero, mean, given attention, and gradients through them; of softmax attention in the same model, too."""
+def test_edits_in_a_callback_equal_ablations(case: str) -> None:
+    """Edits are zero, mean and given attention, for softmax attention in the same model, too, and with gradients."""
     model, x = gated_models()[case]
     model, x = model.double(), x.double()
     heads = {layer: [0, 2] for layer in layers_of(model)}
@@ -321,7 +319,7 @@ def test_answers_edit_heads_as_ablations_do(case: str) -> None:
             gradients.append(
                 [p.grad.clone() for p in model.parameters() if p.grad is not None]
             )
-        # The two ways sum the same terms in another order, in float64.
+        # The two ways add up the same terms in different order, in float64.
         torch.testing.assert_close(*gradients, rtol=1e-9, atol=1e-12)
 
 
@@ -335,11 +333,11 @@ def layers_of(model: nn.Module) -> list[str]:
 
 
 @pytest.mark.parametrize("case", ["64 pixels", "convit"])
-def test_answers_combine_with_ablations_and_recorders(case: str) -> None:
-    """The others' heads and gates stay ablated; a recorder around or inside sees attention as it is before edits."""
+def test_edits_combine_with_ablations_and_recorders(case: str) -> None:
+    """Ablated heads and gates stay ablated; a recorder outside or inside sees attention before the edits."""
     model, x = gated_models()[case]
     model, x = model.double(), x.double()
-    # The first of the layers, so that all later ones feel the edit.
+    # The first layer is edited, so that all later layers are affected.
     layer = layers_of(model)[0]
 
     def answer(attention: tcnn_probe.Attention) -> tcnn_probe.HeadEdit | None:
@@ -350,7 +348,7 @@ def test_answers_combine_with_ablations_and_recorders(case: str) -> None:
 
     with torch.no_grad():
         plain = model(x)
-        # One that edits heads and one that edits gates: the two compose by different rules.
+        # One ablation edits heads and the other gates, which compose by different rules.
         for heads, mode in (({layer: [0]}, "zero"), (layer, "positional")):
             with (
                 tcnn_probe.ablate(model, heads, mode),
@@ -360,20 +358,20 @@ def test_answers_combine_with_ablations_and_recorders(case: str) -> None:
             with tcnn_probe.ablate(model, heads, mode), stream():
                 torch.testing.assert_close(model(x), expected, rtol=1e-9, atol=1e-12)
         with tcnn_probe.record(model) as recorder, stream():
-            # An edit that does nothing would pass the comparison below.
+            # An edit without effect would pass the comparison below.
             assert not torch.allclose(model(x), plain)
             recorder.mark(epoch=0)
         around = recorder.dataset.entropy.load()
         with stream(), tcnn_probe.record(model) as recorder:
             model(x)
             recorder.mark(epoch=0)
-        # Both recorders see the first layer before its edit and later ones after it, so that all numbers agree.
+        # Both recorders see the first layer before its edit and later layers after it, so that all statistics agree.
         np.testing.assert_allclose(around, recorder.dataset.entropy, rtol=1e-9)
 
 
 @pytest.mark.parametrize("case", ["64 pixels", "convit", "fused", "apart", "multihead"])
 def test_streams_that_edit_one_layer_nest(case: str) -> None:
-    """Each head is edited by the last stream that names it, as ablations have it; a third stream looks on."""
+    """Each head is edited by the last stream that names it, as with ablations; a third stream only observes."""
     torch.manual_seed(0)
     softmax_models = {
         "fused": (vit(), images()),
@@ -401,7 +399,7 @@ def test_streams_that_edit_one_layer_nest(case: str) -> None:
     with torch.no_grad():
         with (
             tcnn_probe.ablate(model, {layer: [0, 1]}),
-            # Head 1 is named twice, with another mode: the inner one decides.
+            # Head 1 is named twice, with different modes: the inner one decides.
             tcnn_probe.ablate(model, {layer: [1]}, "mean"),
         ):
             expected = model(x)
@@ -414,11 +412,11 @@ def test_streams_that_edit_one_layer_nest(case: str) -> None:
         ):
             torch.testing.assert_close(model(x), expected, rtol=1e-9, atol=1e-12)
     plain, edited = shown
-    # A stream inside must be shown what the model attends to, not what the others made of it.
+    # An inner stream must be shown the model's attention, not the result of outer edits.
     torch.testing.assert_close(edited, plain, rtol=1e-12, atol=0)
 
 
-def test_an_edited_multihead_attention_is_seen_once() -> None:
+def test_an_edited_multihead_attention_is_shown_once() -> None:
     torch.manual_seed(0)
     model = nn.TransformerEncoderLayer(12, 3, 17, batch_first=True).eval()
     with (
@@ -436,7 +434,7 @@ def test_an_edited_multihead_attention_is_seen_once() -> None:
     ("edit", "message"),
     [
         (tcnn_probe.HeadEdit([0, 7]), "distinct heads below 3 of 'blocks.0.attn'"),
-        # Each is refused for another reason: out of range, repeated, misspelled, of a wrong shape, of another
+        # Each edit is refused for its own reason: head out of range, repeated, wrong mode, wrong shape, or another
         # listener.
         (tcnn_probe.HeadEdit([1, 1]), "distinct heads"),
         (tcnn_probe.HeadEdit([1], "men"), "give='zero' or 'mean'"),  # type: ignore[arg-type]
@@ -450,9 +448,7 @@ def test_an_edited_multihead_attention_is_seen_once() -> None:
         ),
     ],
 )
-def test_edits_that_cannot_be_done_are_refused(
-    edit: tcnn_probe.HeadEdit, message: str
-) -> None:
+def test_invalid_edits_are_refused(edit: tcnn_probe.HeadEdit, message: str) -> None:
     model = vit()
     before = Trace(model)
     with (
@@ -464,15 +460,15 @@ def test_edits_that_cannot_be_done_are_refused(
     assert clean()
 
 
-def test_attention_given_to_mask_units_is_in_the_order_that_is_shown() -> None:
-    """Hiera's tokens lie unit by unit: its own attention, given back row by row, changes nothing."""
+def test_attention_given_to_mask_units_is_in_the_order_of_the_maps() -> None:
+    """Hiera orders tokens by unit: giving its own attention back, in rows, must change nothing."""
     torch.manual_seed(0)
-    # Not square, so that rows and columns of units cannot be exchanged unseen.
+    # The image is not square, so that exchanged rows and columns of units would show.
     sizes = {"img_size": (64, 96), "embed_dim": 16, "num_heads": 1}
     model = timm.create_model("hiera_tiny_224", stages=(1, 1, 1, 1), **sizes)
     model = model.eval().double()
     images = torch.randn(2, 3, 64, 96, dtype=torch.float64)
-    # As they are drawn, all weights are so small that attention is even, in whatever order.
+    # Initially, all weights are so small that attention is uniform, in any order.
     for parameter in model.parameters():
         if parameter.ndim > 1:
             torch.nn.init.normal_(parameter, std=0.3)
@@ -487,5 +483,5 @@ def test_attention_given_to_mask_units_is_in_the_order_that_is_shown() -> None:
         with tcnn_probe.attention_stream(model, give_back) as stream:
             output = model(images)
     assert len(stream.layers) == 4
-    # Twelve digits are lost neither in the softmax nor in four stages: 1e-10 leaves two for their depth.
+    # Rounding in the softmax and four stages is below 1e-12, so that 1e-10 leaves two digits.
     torch.testing.assert_close(output, expected, rtol=1e-10, atol=1e-10)

@@ -1,4 +1,4 @@
-"""A third kind of attention in one file, as the docstring of ``Attention`` says: the kernel of linear attention."""
+"""A third kind of attention in one file, as described by the docstring of ``Attention``: linear attention."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -15,12 +15,12 @@ from tcnn_probe.attention.attention import Attention, WholeLayers
 from tcnn_probe.attention.layout import Layout, Tokens
 from tcnn_probe.attention.reconstruction import relative_difference, tolerance
 
-# All different, so that axes that are swapped have other shapes.
+# Sizes differ, so that exchanged axes would have other shapes.
 IMAGES, HEADS, WIDTH, GRID = 2, 3, 5, (5, 7)
 
 
 class KernelMixer(nn.Module):
-    """A_ij = phi(q_i) . phi(k_j) / sum_j', phi = elu + 1 (Katharopoulos et al. 2020); no N x N matrix is formed."""
+    """Linear attention A_ij = phi(q_i) . phi(k_j) / sum_j', phi = elu + 1 (Katharopoulos et al. 2020)."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -64,7 +64,7 @@ class KernelAttention(Attention):
 
     def discrepancy(self, output: Any) -> tuple[Tensor, float]:
         rebuilt = (self.content() @ self.value).transpose(1, 2).flatten(2)
-        # The first image suffices: what is checked is the form of the attention.
+        # The first image suffices, as the check is on the form of the attention.
         return relative_difference(rebuilt[:1], output[:1]), tolerance(output.dtype)
 
 
@@ -95,13 +95,13 @@ class Model(nn.Module):
 
 
 def feature(x: Tensor) -> Tensor:
-    # Written apart from torch's elu.
+    # The function is written without torch's elu.
     return torch.where(x > 0, x + 1, x.exp())
 
 
 def brute_force(model: Model, x: Tensor) -> Tensor:
     tokens = model.stem(x).flatten(2).mT
-    # Filled entry by entry in float64; the layer itself never forms it.
+    # The matrix is filled entry by entry in float64; the layer itself never forms it.
     weights = torch.zeros(IMAGES, HEADS, 35, 35, dtype=torch.float64)
     projected = tokens @ model.mixer.qkv.weight.T + model.mixer.qkv.bias
     for image in range(IMAGES):
@@ -116,8 +116,10 @@ def brute_force(model: Model, x: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def test_it_is_streamed_recorded_and_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
-    # A kind is known by a line in this table, which the test adds and takes back.
+def test_a_new_kind_is_streamed_recorded_and_drawn(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # A kind is registered by an entry in this table, which the test adds and removes.
     monkeypatch.setattr(
         stream,
         "WHOLE_LAYERS",
@@ -147,7 +149,7 @@ def test_it_is_streamed_recorded_and_drawn(monkeypatch: pytest.MonkeyPatch) -> N
     drawn = expected.view(IMAGES, HEADS, *GRID, *GRID)
     np.testing.assert_allclose(maps, drawn, rtol=1e-6, atol=1e-9)
     with (
-        # Refused, since this class does not say how its heads are edited.
+        # The edit is refused, as this class does not say how to edit its heads.
         tcnn_probe.attention_stream(model, lambda _: tcnn_probe.HeadEdit([0])),
         pytest.raises(TypeError, match="KernelAttention cannot be edited"),
     ):

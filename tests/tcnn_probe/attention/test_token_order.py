@@ -1,4 +1,4 @@
-"""Orders of tokens that are known are seen in a forward, which is otherwise what it is without recorders."""
+"""Known orders of tokens are detected during a forward, which is otherwise the same as without recorders."""
 
 import copy
 from collections.abc import Callable
@@ -19,21 +19,21 @@ from tcnn_probe.attention.attention import Attention
 from tcnn_probe.attention.layout import Layout, Tokens
 from tcnn_probe.attention.token_order import PlaceTracker, objection_to_order
 
-# Two primes, so that rows cannot pass as columns; patches of 4 keep places apart by more than a pixel.
+# The sides are primes, so that exchanged rows and columns would show; patches of 4 are more than a pixel apart.
 ROWS, COLUMNS, PATCH = 5, 7, 4
 IMAGES = torch.Size((2, 3, ROWS * PATCH, COLUMNS * PATCH))
 RASTER = np.arange(ROWS * COLUMNS)
 ORDERS = {
     "raster": RASTER,
-    # Transposed: the right number of cells, nearly all of them elsewhere.
+    # The transposed order has the right number of cells, nearly all of them elsewhere.
     "columns": RASTER.reshape(ROWS, COLUMNS).T.ravel(),
     "backwards": RASTER[::-1].copy(),
     "shuffled": np.random.default_rng(0).permutation(ROWS * COLUMNS),
-    # The least that can be wrong: all distances but those of two columns are right.
+    # This is the smallest possible error: all distances are right but those of two tokens.
     "two tokens exchanged": RASTER.reshape(ROWS, COLUMNS)[
         :, [0, 1, 3, 2, 4, 5, 6]
     ].ravel(),
-    # A cyclic shift, as Swin's windows have it: neighbours stay neighbours all but everywhere.
+    # In a cyclic shift, as in Swin's windows, nearly all neighbours stay neighbours.
     "rolled": np.roll(RASTER.reshape(ROWS, COLUMNS), (2, 3), (0, 1)).ravel(),
 }
 NOT_IN_ORDER = "the tokens are not in the order of the image's rows"
@@ -45,7 +45,7 @@ def fused(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def unfused(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    # The constants scale and move all logits alike, and must not be taken for another mask or bias.
+    # The constants scale and shift all logits alike, and must not be taken for a mask or bias.
     return ((q / 2) @ k.transpose(-2, -1) + 0.1).softmax(-1) @ v
 
 
@@ -55,16 +55,15 @@ def by_einsum(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def merged(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    # Heads in the batch: the number of images is no longer the first axis of what is multiplied.
-    """Attend with heads as a part of the batch."""
+    """Attend with heads merged into the batch, so that its axis is no longer that of images."""
     q, k, v = (x.flatten(0, 1) for x in (q, k, v))
     return torch.bmm(F.softmax(torch.bmm(q, k.mT), -1), v).unflatten(0, (-1, 3))
 
 
 def mixed_heads(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Talking heads, whose logits are mixed along another axis."""
+    """Attend with talking heads, whose logits are mixed along another axis."""
     logits = (q @ k.mT).permute(0, 2, 3, 1)
-    # The identity keeps the weights; what is tested is that places survive a change of axes.
+    # The identity keeps the weights, as only the change of axes is under test.
     return F.linear(logits, torch.eye(3)).permute(0, 3, 1, 2).softmax(-1) @ v
 
 
@@ -91,7 +90,7 @@ class Multihead(nn.Module):
 
 
 class Ordered(nn.Module):
-    """Patches in some order behind a class token, and two layers without a residual."""
+    """Model with patches in some order behind a class token, and two layers without residuals."""
 
     def __init__(
         self,
@@ -102,7 +101,7 @@ class Ordered(nn.Module):
         self.patches = nn.Conv2d(3, 12, PATCH, PATCH)
         self.class_token = nn.Parameter(torch.randn(1, 1, 12))
         self.norm = nn.LayerNorm(12)
-        # Two layers, as places have to pass through the first layer's attention to reach the second.
+        # With two layers, positions must pass through the first layer's attention to reach the second.
         layers = [Multihead() if attend is None else Attend(attend) for _ in range(2)]
         self.blocks = nn.ModuleList(layers)
         self.order = torch.from_numpy(order)
@@ -119,7 +118,7 @@ class Ordered(nn.Module):
 
 
 def layouts(model: nn.Module, images: Tensor) -> dict[str, Layout]:
-    """Grids of the layers that attend in a forward."""
+    """Return the layouts of the attention layers in a forward."""
     by_name: dict[str, Layout] = {}
 
     def look(attention: Attention) -> None:
@@ -140,7 +139,7 @@ def test_a_grid_is_in_raster_order(
     torch.manual_seed(0)
     model = Ordered(ORDERS[order], attend).eval()
     layouts_of_layers = layouts(model, torch.randn(IMAGES))
-    # Else the loop below could be over nothing.
+    # Without layers, the loop below would check nothing.
     assert [name.split(".")[1] for name in layouts_of_layers] == ["0", "1"]
     for layout in layouts_of_layers.values():
         if order == "raster":
@@ -155,15 +154,53 @@ class ColumnMajor(Ordered):
 
 
 @pytest.mark.parametrize("size", [IMAGES, torch.Size((2, 3, 20, 20))])
-def test_columns_first(size: torch.Size) -> None:
-    """Also on a square, where rows and columns have as many cells."""
+def test_column_major_order_is_detected(size: torch.Size) -> None:
+    """The image may be square, with as many rows as columns."""
     layouts_of_layers = layouts(ColumnMajor(RASTER).eval(), torch.randn(size))
     assert [layout.reason for layout in layouts_of_layers.values()] == [
         NOT_IN_ORDER
     ] * 2
 
 
-def test_places_are_those_of_the_patches(monkeypatch: pytest.MonkeyPatch) -> None:
+class Written(Ordered):
+    """Module that writes its tokens into an empty tensor, each at its position."""
+
+    write = "zeros_like"
+
+    def arrange(self, x: Tensor) -> Tensor:
+        x = x.flatten(2).mT
+        place = self.order.argsort()
+        if self.write == "scatter":
+            index = place[:, None].expand(x.shape)
+            return torch.zeros(x.shape).scatter(1, index, x)
+        if self.write == "view":
+            canvas = torch.zeros(x.shape)
+            canvas[:, :].copy_(x[:, self.order])
+            return canvas
+        canvas = x.new_zeros(x.shape)
+        if self.write == "zeros_like":
+            canvas = torch.zeros_like(x)
+        canvas[:, place] = x
+        return canvas
+
+
+@pytest.mark.parametrize("write", ["zeros_like", "new_zeros", "scatter"])
+@pytest.mark.parametrize("order", ["raster", "shuffled"])
+def test_tokens_written_into_a_canvas(order: str, write: str) -> None:
+    model = Written(ORDERS[order]).eval()
+    model.write = write
+    for layout in layouts(model, torch.randn(IMAGES)).values():
+        assert layout.reason == ("" if order == "raster" else NOT_IN_ORDER)
+
+
+def test_tokens_written_through_a_view_are_not_taken_for_parameters() -> None:
+    model = Written(RASTER).eval()
+    model.write = "view"
+    for layout in layouts(model, torch.randn(IMAGES)).values():
+        assert layout.reason == ""
+
+
+def test_positions_equal_those_of_the_patches(monkeypatch: pytest.MonkeyPatch) -> None:
     followed: list[tuple[Tensor | None, int]] = []
 
     def spy(places: Tensor | None, tokens: Tokens, behind: int) -> str:
@@ -174,17 +211,17 @@ def test_places_are_those_of_the_patches(monkeypatch: pytest.MonkeyPatch) -> Non
     layouts(Ordered(ORDERS["shuffled"], unfused).eval(), torch.randn(IMAGES))
     height, width = IMAGES[2:]
     pixels = np.arange(height * width).reshape(ROWS, PATCH, COLUMNS, PATCH)
-    # Of a convolution whose kernel is its stride, a token's place is the mean of its pixels.
+    # A convolution with its kernel as stride puts a token at the mean of its pixels.
     centers = pixels.mean((1, 3)).ravel()[ORDERS["shuffled"]]
     assert len(followed) == 4, "queries and keys of two layers"
     for places, behind in followed:
         assert places is not None
         assert behind == 0
-        # Places are means in float64 of numbers up to 560: 1e-12 is some thousand roundings.
+        # Positions are means in float64 of numbers up to 560: 1e-12 allows for some thousand roundings.
         np.testing.assert_allclose(places, [np.nan, *centers], rtol=1e-12)
 
 
-def test_objections() -> None:
+def test_objections_to_positions() -> None:
     numbers = torch.arange(8.0)
     tokens = Tokens(2, 2, 3)
     assert "beside the grid" in objection_to_order(numbers, tokens, 0)
@@ -192,12 +229,12 @@ def test_objections() -> None:
     assert objection_to_order(places, tokens, 0) == ""
     assert objection_to_order(None, tokens, 0) == "", "unknown"
     assert objection_to_order(places[1:], tokens, 0) == "", "other tokens"
-    # Tokens without a place, such as pads, are left out of the comparison.
+    # Tokens without a position, such as padding, are left out of the comparison.
     padded = torch.tensor([torch.nan, torch.nan, 0, 1, torch.nan, 3, 4, torch.nan])
     assert objection_to_order(padded, tokens, 0) == ""
     assert objection_to_order(padded.flip(0), tokens, 0) == NOT_IN_ORDER
     assert objection_to_order(torch.full((8,), torch.nan), tokens, 0) == NO_IMAGE
-    # Where some tokens are unknown, the others are judged: they are in order, or are not, or are no image's.
+    # If some tokens are unknown, the others may be in order, not in order, or not of the image.
     unknown = torch.tensor([torch.nan, torch.nan, 0, torch.inf, 2, 3, torch.inf, 5])
     assert objection_to_order(unknown, tokens, 0) == ""
     assert objection_to_order(unknown.flip(0), tokens, 2) == NOT_IN_ORDER
@@ -208,7 +245,7 @@ def test_objections() -> None:
     )
     beside_unknown = unknown.masked_fill(unknown.isnan(), torch.inf)
     assert objection_to_order(beside_unknown, tokens, 0) == ""
-    # One token of the image, as a class token that is the mean of all patches.
+    # One token is of the image without being a patch, such as a class token that is the mean of all patches.
     behind = torch.tensor([torch.nan, 0, 1, 2, 3, 4, 5, 0])
     assert objection_to_order(behind, tokens, 1) == ""
     assert objection_to_order(behind, tokens, 0) == NOT_IN_ORDER
@@ -232,7 +269,7 @@ DETR = {
     "decoder_attention_heads": 3,
     "encoder_ffn_dim": 32,
     "decoder_ffn_dim": 32,
-    # As many queries as the encoder has cells (4 x 6): counting tokens cannot tell them apart.
+    # There are as many queries as cells of the encoder (4 x 6), so that their number cannot tell them apart.
     "num_queries": 24,
 }
 
@@ -245,7 +282,7 @@ def transformers_model(name: str, config: str, **options: Any) -> nn.Module:
 def test_shuffled_tokens_of_a_masked_autoencoder() -> None:
     """Shuffled tokens are recorded without a grid; the decoder puts them in order again."""
     torch.manual_seed(0)
-    # Nothing is masked, so that tokens are shuffled and as many as patches: only their order can refuse them.
+    # Nothing is masked, so that there are as many shuffled tokens as patches: only their order can be the objection.
     options = {**TINY, "image_size": 40, "mask_ratio": 0.0}
     decoder = {
         "decoder_hidden_size": 24,
@@ -259,7 +296,7 @@ def test_shuffled_tokens_of_a_masked_autoencoder() -> None:
     encoder = ["vit.layers.0.attention", "vit.layers.1.attention"]
     with tcnn_probe.record(model) as recorder, torch.no_grad():
         model(torch.randn(2, 3, 40, 40))
-        # Twice: the order is drawn anew in each forward, and what the first one showed must hold.
+        # The order is drawn anew in each forward, and the result of the first one must hold for the second.
         model(torch.randn(2, 3, 40, 40))
         recorder.mark(epoch=0)
     assert recorder.missing["attention_distance"] == dict.fromkeys(
@@ -281,7 +318,7 @@ def test_shuffled_tokens_of_a_masked_autoencoder() -> None:
     ],
     ids=["fused", "unfused", "heads merged"],
 )
-def test_object_queries_as_many_as_cells(name: str, attention: dict[str, str]) -> None:
+def test_as_many_object_queries_as_cells(name: str, attention: dict[str, str]) -> None:
     torch.manual_seed(0)
     transformers = pytest.importorskip("transformers")
     # The last stage has a 32nd of the size: 128 x 192 pixels become 4 x 6 cells.
@@ -300,7 +337,7 @@ def test_object_queries_as_many_as_cells(name: str, attention: dict[str, str]) -
 
 
 class Prompted(nn.Module):
-    """Two learned tokens and points of the user's, together as many as the cells of a window, as SAM's can be."""
+    """Two learned tokens and the user's points, together as many as the cells of a window, as is possible with SAM."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -312,13 +349,13 @@ class Prompted(nn.Module):
 
     def forward(self, image: Tensor, points: Tensor) -> Tensor:
         self.window(self.patches(image)[:, :, :2, :3].repeat(2, 1, 1, 1))
-        # Where places of what is written here would come from is unknown.
+        # After NumPy, the origin of the points is unknown.
         points = torch.from_numpy(points.numpy())
         tokens = [self.learned.expand(len(image), -1, -1), self.points(points)]
         return self.attend(torch.cat(tokens, 1))
 
 
-def test_prompts_as_many_as_cells() -> None:
+def test_as_many_prompts_as_cells() -> None:
     layouts_of_layers = []
     model = Prompted()
     with tcnn_probe.attention_stream(
@@ -332,7 +369,7 @@ def test_prompts_as_many_as_cells() -> None:
 
 
 class Queries(nn.Module):
-    """Learned queries, as many as patches, which attend to the patches with a mask of whatever origin."""
+    """Learned queries, as many as patches, which attend to the patches with a mask of unknown origin."""
 
     num_heads = 1
 
@@ -342,20 +379,74 @@ class Queries(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         patches = x.flatten(2).mT[:, None]
-        # A mask of ones moves all logits alike: it is made of nothing that was followed, as DETR's in transformers
-        # 5.0.
+        # A mask of ones shifts all logits alike; its origin is not followed, as in DETR in transformers 5.0.
         mask = torch.ones(1, 1, *self.query.shape[:1] * 2)
         query = self.query.expand(len(patches), 1, -1, -1)
         return (query @ patches.mT + mask).softmax(-1) @ patches
 
 
-def test_a_mask_does_not_hide_where_queries_are_from() -> None:
+class BothWays(nn.Module):
+    """Learned queries and patches that attend to each other with the same logits."""
+
+    num_heads = 1
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.query = nn.Parameter(torch.randn(ROWS * COLUMNS, 12))
+
+    def forward(self, x: Tensor) -> Tensor:
+        patches = x.flatten(2).mT
+        queries = self.query.expand(len(patches), -1, -1)
+        logits = queries @ patches.mT
+        # Values differ between images, because a product with values that all images share is not attention.
+        values = queries * patches.mean((1, 2), keepdim=True)
+        back = logits.transpose(1, 2).softmax(-1) @ values
+        return logits.softmax(-1) @ patches + back
+
+
+def test_logits_that_are_used_in_both_directions() -> None:
+    model = nn.Sequential(nn.Conv2d(3, 12, PATCH, PATCH), BothWays())
+    grid = Tokens(0, ROWS, COLUMNS)
+    back, forth = layouts(model, torch.randn(IMAGES)).values()
+    assert (back.queries, back.keys, back.reason) == (None, None, NO_IMAGE)
+    assert (forth.queries, forth.keys, forth.reason) == (None, grid, NO_IMAGE)
+
+
+@pytest.mark.parametrize("name", ["DeformableDetr", "DabDetr"])
+def test_object_queries_after_deformable_attention(name: str) -> None:
+    """Queries that start as zeros, and those that have gathered samples of the image, get no grid."""
+    torch.manual_seed(0)
+    transformers = pytest.importorskip("transformers")
+    sizes = {"embedding_size": 8, "hidden_sizes": [8] * 4, "depths": [1] * 4}
+    backbone = transformers.ResNetConfig(**sizes, out_features=["stage4"])
+    options: dict[str, Any] = {**DETR, "backbone_config": backbone}
+    if name == "DabDetr":
+        options["hidden_size"] = options.pop("d_model")
+        for option in ("use_timm_backbone", "use_pretrained_backbone", "backbone"):
+            del options[option]
+    else:
+        # A group norm divides them by 32.
+        options |= {"d_model": 32, "num_feature_levels": 1}
+        options |= {"encoder_attention_heads": 2, "decoder_attention_heads": 2}
+    model = transformers_model(f"{name}Model", f"{name}Config", **options)
+    layouts_of_layers = layouts(model, torch.randn(1, 3, 128, 192))
+    reasons = [
+        layout.reason
+        for layer, layout in layouts_of_layers.items()
+        if layer.startswith("decoder") and "self_attn" in layer
+    ]
+    assert reasons == [NO_IMAGE] * 2
+
+
+def test_a_mask_does_not_hide_the_origin_of_queries() -> None:
     model = nn.Sequential(nn.Conv2d(3, 12, PATCH, PATCH), Queries())
     by_layer = layouts(model, torch.randn(IMAGES))
     assert by_layer == {"1": Layout(None, Tokens(0, ROWS, COLUMNS), NO_IMAGE)}
 
 
-def test_mask_units_without_their_record(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mask_units_of_a_class_without_a_record(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     torch.manual_seed(0)
     sizes = {"embed_dim": 12, "image_size": [64, 64], "depths": [1, 1, 2, 1]}
     model = transformers_model(
@@ -365,13 +456,13 @@ def test_mask_units_without_their_record(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setitem(lookup.RECORDS, name, LayerRecord(heads_axis=1))
     encoder = "transformers.models.hiera.modeling_hiera.HieraEncoder"
     monkeypatch.delitem(lookup.RECORDS, encoder)
-    # Records are looked up once for each class, and the models of other tests are of this class too.
-    lookup._record.cache_clear()
+    # Records are cached by class, and models of other tests have the same class.
+    lookup._combined_record.cache_clear()
     try:
         layouts_of_layers = layouts(model, torch.randn(1, 3, 64, 64))
     finally:
-        lookup._record.cache_clear()
-    # 4 x 4 tokens in units of 2 x 2
+        lookup._combined_record.cache_clear()
+    # 4 x 4 tokens are in units of 2 x 2.
     assert layouts_of_layers["encoder.stages.2.layers.1.attn"] == Layout(
         None, None, NOT_IN_ORDER
     )
@@ -419,13 +510,13 @@ def test_grids_of_ordinary_models_are_confirmed(
         for x in layouts_of_layers.values()
         if x.reason in (NOT_IN_ORDER, NO_IMAGE)
     ]
-    # A window's tokens are known by the module that cuts it, so that nothing has to be followed.
+    # The module that cuts windows tells their tokens, so that nothing has to be followed.
     assert followed or case == "windows"
     assert all(followed)
 
 
 class Uncertain(Ordered):
-    """Shuffles its tokens, by a function that is not followed or in training only."""
+    """Model that shuffles its tokens, by a function that is not followed or in training only."""
 
     in_numpy = False
 
@@ -435,13 +526,13 @@ class Uncertain(Ordered):
             return x[:, self.order]
         if self.in_numpy:
             return torch.from_numpy(x.numpy()[:, self.order])
-        # By keyword: places are followed through positional arguments only, so that this order stays unknown.
+        # The argument is passed by keyword; only positional arguments are followed, so this order stays unknown.
         return torch.cat(tensors=[x, x[:, :0]], dim=1)
 
 
 @pytest.mark.parametrize("in_numpy", [False, True])
-def test_what_is_unknown_keeps_its_grid(in_numpy: bool) -> None:
-    """A forward goes on where a function is given what places cannot stand for."""
+def test_an_unknown_order_keeps_its_grid(in_numpy: bool) -> None:
+    """The forward must not fail if a function cannot be given positions in place of tensors."""
     model = Uncertain(ORDERS["shuffled"])
     model.in_numpy = in_numpy
     grid = Tokens(1, ROWS, COLUMNS)
@@ -458,7 +549,7 @@ def test_what_is_unknown_keeps_its_grid(in_numpy: bool) -> None:
 
 
 class Restless(nn.Module):
-    """A model whose forwards leave traces: counts, statistics of a batch, random numbers, gradients."""
+    """Model whose forwards leave traces: counts, batch statistics, random numbers, gradients."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -469,15 +560,15 @@ class Restless(nn.Module):
         self.images: list[Tensor] = []
 
     def forward(self, x: Tensor) -> Tensor:
-        # A forward that is run once more to follow pixels would count here, and move the norm's statistics.
+        # If a forward were repeated to follow pixels, it would count here and update the norm's statistics.
         self.calls += 1
         self.images.append(x)
         return self.model(self.drop(self.norm(x)))
 
 
-def test_a_forward_leaves_the_traces_that_it_leaves_alone() -> None:
+def test_a_forward_leaves_the_same_traces_as_without_a_recorder() -> None:
     torch.manual_seed(0)
-    # Shuffled tokens, so that the tracker has something to say while it must not touch the forward.
+    # Tokens are shuffled, so that the tracker has a finding, although it must not affect the forward.
     alone = Restless().train()
     images = torch.randn(IMAGES)
     watched = copy.deepcopy(alone)
@@ -485,7 +576,7 @@ def test_a_forward_leaves_the_traces_that_it_leaves_alone() -> None:
     results = []
     for model in (alone, watched):
         model.norm.register_forward_hook(lambda module, *_: heard.append(module))
-        # Dropout draws the same in both models.
+        # Dropout draws the same numbers in both models.
         torch.manual_seed(1)
         if model is watched:
             with tcnn_probe.record(model, when="always") as recorder:
@@ -499,7 +590,7 @@ def test_a_forward_leaves_the_traces_that_it_leaves_alone() -> None:
         else:
             results.append(model(images))
             results[-1].square().mean().backward()
-        # Dropout of a forward that ran twice would have drawn twice.
+        # If the forward ran twice, dropout would have drawn twice as many numbers.
         results.append(torch.get_rng_state())
     assert torch.equal(results[0], results[2])
     assert torch.equal(results[1], results[3])
@@ -532,8 +623,8 @@ def test_pixels_are_followed_once_for_each_size(
     model = Ordered(RASTER).eval()
     monkeypatch.setattr(model, "arrange", lambda x: x.flatten(2).mT)
     with tcnn_probe.attention_stream(model, lambda _: None), torch.no_grad():
-        # Two sizes, that take turns.
-        # The smaller comes again after the larger: one remembered size would be followed four times.
+        # Two sizes take turns, and the smaller one comes again after the larger: if only one were remembered, pixels
+        # would be followed four times.
         for height in (20, 20, 24, 20, 24):
             model(torch.randn(2, 3, height, 28))
     assert [shape[2] for shape in followed] == [20, 24]
@@ -555,11 +646,11 @@ def test_a_forward_that_fails_is_followed_again() -> None:
             model(torch.randn(IMAGES))
         handle.remove()
         model(torch.randn(IMAGES))
-    # The first layer of the forward that failed, and both of the next.
+    # These are the first layer of the forward that failed, and both layers of the next.
     assert call_layouts == [Layout(None, None, NOT_IN_ORDER)] * 3
 
 
-def test_maps_of_shuffled_tokens_are_refused_with_the_reason() -> None:
+def test_maps_of_shuffled_tokens_are_refused_with_a_reason() -> None:
     torch.manual_seed(0)
     model = Ordered(ORDERS["shuffled"]).eval()
     with pytest.raises(Exception, match="order of the image's rows"):

@@ -1,4 +1,4 @@
-"""torch's own multi-head attention and functions, in models of one's own: what is recorded equals brute force."""
+"""torch's own multi-head attention and functions, in a user's models: statistics equal brute force."""
 
 from collections.abc import Callable
 from typing import Any
@@ -21,7 +21,7 @@ PICTURES = torch.randn(B, 3, 12, 20, generator=GENERATOR)
 
 
 def of_heads(weights: Tensor, images: int) -> Tensor:
-    """(B * heads, N, N), (B, heads, N, N) or (B, groups, heads, N, N) to (B, 1, heads, N, N)."""
+    """Reshape (B * heads, N, N), (B, heads, N, N) or (B, groups, heads, N, N) to (B, 1, heads, N, N)."""
     if weights.ndim == 5:
         weights = weights.flatten(1, 2)
     return (
@@ -36,7 +36,7 @@ NOWHERE = Layout(None, None, arrange=of_heads)
 
 
 class Patches(nn.Module):
-    """3 x 5 patches, (B, N, d), handed to a layer in some way."""
+    """Model that passes 3 x 5 patches (B, N, d) to a layer in some way."""
 
     def __init__(
         self, attend: nn.Module, way: Callable[[nn.Module, Tensor], Any]
@@ -52,15 +52,15 @@ class Patches(nn.Module):
 
 
 padding = torch.zeros(B, N, dtype=torch.bool)
-# The last keys of all images, and one more of a single image: a mask for each.
+# The last keys of all images are hidden, and one more of a single image, so that masks differ between images.
 padding[:, 12:] = True
 padding[1, 3] = True
 hidden = torch.rand(N, N, generator=GENERATOR) < 0.4
-# No query is left without a key.
+# Each query sees at least one key.
 hidden.fill_diagonal_(False)
 bias = torch.randn(N, N, generator=GENERATOR, dtype=torch.float64)
 
-# options of the layer, and of its call
+# options of the layer and of its call
 CALLS = {
     "plain": ({}, {}),
     "padding": ({}, {"key_padding_mask": padding}),
@@ -73,7 +73,7 @@ CALLS = {
             "key_padding_mask": padding.double() * -3,
         },
     ),
-    # 16 keys are no class token and 3 x 5 patches here.
+    # These 16 keys are not a class token and 3 x 5 patches.
     "key of the layer's own": ({"add_bias_kv": True}, {}),
     "key of zeros": ({"add_zero_attn": True}, {}),
 }
@@ -82,7 +82,7 @@ CALLS = {
 @pytest.mark.parametrize(
     ("name", "batch_first"), [*((name, True) for name in CALLS), ("both", False)]
 )
-def test_multihead(name: str, batch_first: bool) -> None:
+def test_multihead_attention_equals_brute_force(name: str, batch_first: bool) -> None:
     options, call = CALLS[name]
 
     def attend(layer: nn.Module, x: Tensor) -> Any:
@@ -98,7 +98,7 @@ def of_other_width(layer: nn.Module, x: Tensor) -> Any:
 
 
 def with_class_token(layer: nn.Module, x: Tensor) -> Any:
-    """Concatenate a class token, then call MultiheadAttention, as torchvision does."""
+    """Prepend a class token, then call MultiheadAttention, as torchvision does."""
     x = torch.cat([torch.zeros_like(x[:, :1]), x], 1)
     return layer(x, x, x)
 
@@ -116,15 +116,15 @@ def without_batch(layer: nn.Module, x: Tensor) -> Any:
     ],
     ids=["other width", "class token", "no batch"],
 )
-def test_tokens(
+def test_layouts_of_tokens_in_models(
     way: Callable[[nn.Module, Tensor], Any], layout: Layout, images: int, options: Any
 ) -> None:
     layer = nn.MultiheadAttention(DIM, HEADS, batch_first=True, **options)
     check(Patches(layer, way), PICTURES[:images], {"attend": layout})
 
 
-def test_sequence_first() -> None:
-    """Features (N, B, d): 2 tokens of 4 images."""
+def test_features_with_the_sequence_first() -> None:
+    """Features have shape (N, B, d), with 2 tokens of 4 images."""
 
     class Encoder(nn.MultiheadAttention):
         def forward(self, x: Tensor) -> Any:
@@ -146,7 +146,7 @@ def encoder(*, norm_first: bool = False) -> nn.TransformerEncoder:
 
 
 @pytest.mark.parametrize("norm_first", [True, False])
-def test_encoder(norm_first: bool) -> None:
+def test_encoder_equals_brute_force(norm_first: bool) -> None:
     layouts = {f"attend.layers.{i}.self_attn": OWN for i in range(2)}
     check(
         Patches(encoder(norm_first=norm_first), nn.Module.__call__), PICTURES, layouts
@@ -155,8 +155,8 @@ def test_encoder(norm_first: bool) -> None:
 
 @pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.filterwarnings("ignore:.*nothing was marked:RuntimeWarning")
-def test_output_of_an_encoder_is_that_without_the_fast_path(padded: bool) -> None:
-    """Torch computes a layer in eval mode in one piece, with 0 at padding; it does not if the layer is recorded."""
+def test_recording_disables_the_fast_path_of_an_encoder(padded: bool) -> None:
+    """torch computes a layer in eval mode in one kernel, with 0 at padding; a recorded layer uses the ordinary path."""
     model = encoder()
     x = torch.randn(2, 7, DIM)
     mask = torch.arange(7) > torch.tensor([[6], [4]]) if padded else None
@@ -170,12 +170,12 @@ def test_output_of_an_encoder_is_that_without_the_fast_path(padded: bool) -> Non
         finally:
             torch.backends.mha.set_fastpath_enabled(True)
     tokens = slice(None) if mask is None else ~mask
-    # The same sums in another order.
+    # The same terms are added up in another order.
     torch.testing.assert_close(output[tokens], fast[tokens], rtol=1e-3, atol=1e-3)
 
 
 class Own(nn.Module):
-    """Projections, and an attention of one's own."""
+    """Model with projections and the user's own attention function."""
 
     def __init__(
         self, way: Callable[[Tensor, Tensor, Tensor], Tensor], heads: int, kv_heads: int
@@ -205,7 +205,7 @@ def einsum(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def in_groups(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """(B, groups, heads of a group, N, d) and (B, groups, N, d)."""
+    """Attend with queries (B, groups, heads of a group, N, d), and keys and values (B, groups, N, d)."""
     q = q.unflatten(1, (k.shape[1], -1))
     weights = torch.einsum("bghid,bgjd->bghij", q, k).softmax(-1)
     return torch.einsum("bghij,bgjd->bghid", weights, v)
@@ -220,7 +220,7 @@ def fused(**options: Any) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
     return lambda q, k, v: F.scaled_dot_product_attention(q, k, v, **options)
 
 
-# A sequence's mask: whatever its length, it is no image.
+# A causal mask means a sequence, which is not an image at any length.
 WAYS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
     "bool": fused(attn_mask=~hidden),
     "float": fused(attn_mask=bias),
@@ -243,7 +243,7 @@ WAYS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_functions(way: str) -> None:
+def test_functions_equal_brute_force(way: str) -> None:
     heads, kv_heads = (12, 4) if way.startswith("grouped") else (HEADS, HEADS)
     model = Patches(Own(WAYS[way], heads, kv_heads), nn.Module.__call__)
     check(model, PICTURES, {"attend": NOWHERE if way == "causal" else OWN})
@@ -254,15 +254,13 @@ def test_a_head_of_a_group_is_ablated(way: Callable[..., Tensor]) -> None:
     model = Patches(Own(way, 12, 4), nn.Module.__call__)
     with torch.no_grad():
         expected = model(PICTURES)
-        expected[:, 2, 1] = (
-            0  # the eighth of twelve heads, of which each group has three
-        )
+        expected[:, 2, 1] = 0  # the eighth of twelve heads, in groups of three
         with tcnn_probe.ablate(model, {"attend": [7]}):
             assert torch.equal(model(PICTURES), expected)
 
 
 @pytest.mark.parametrize("heads", [None, 3])
-def test_one_head_without_a_batch(heads: int | None) -> None:
+def test_one_head_without_a_batch_axis(heads: int | None) -> None:
     class Alone(nn.Module):
         num_heads = heads
 

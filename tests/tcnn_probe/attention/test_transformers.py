@@ -1,4 +1,4 @@
-"""Vision transformers of one resolution: what is recorded of each equals brute force in float64."""
+"""Vision transformers of one resolution: statistics equal brute force in float64."""
 
 import copy
 from functools import partial
@@ -30,7 +30,7 @@ HIERA = {"embed_dim": 16, "stages": (1, 1, 1, 1)}
 def vit(
     model: str, prefix: int = 1, *, class_token: bool = True, gain: float = 1.7
 ) -> Family:
-    """Patches with class and register tokens before them, or with registers alone."""
+    """Return a ViT, with class and register tokens before its patches, or with registers only."""
     # Pools and class attention have a single query, the class token, which lies on no grid.
     layouts = {
         "*pool": Layout(None, grid(3, 5), class_query=True),
@@ -47,7 +47,7 @@ def vit(
 def of_units(
     rows: int, columns: int, pools: int, windows: int, pooled: int = 1
 ) -> list[Place]:
-    """Places of a unit's tokens, of a grid of ``pooled`` times as many rows, by timm's own change of their order."""
+    """Return positions of a unit's tokens by timm's reordering, on a grid with ``pooled`` times as many rows."""
     unroll = Unroll((rows, columns), (1, 1), [(2, 2)] * pools)
     in_order = unroll(torch.arange(rows * columns).view(1, -1, 1))
     cells = in_order.view(-1, windows)[:, 0]
@@ -59,7 +59,7 @@ def of_units(
 
 
 def hiera(units: tuple[int, int], heads: int) -> Family:
-    """Units of 32 x 32 pixels, and global attention in the end; queries are pooled three times."""
+    """Return Hiera, with units of 32 x 32 pixels and global attention at the end; queries are pooled three times."""
     high, wide = units
     count = units[0] * units[1]
     options = {"embed_dim": 24, "num_heads": heads, "stages": (1, 1, 2, 1)}
@@ -86,21 +86,21 @@ def hiera(units: tuple[int, int], heads: int) -> Family:
 
 FAMILIES = [
     vit("vit_tiny_patch16_224"),
-    vit("vit_base_patch16_xp_224"),  # a block that is its own attention
+    vit("vit_base_patch16_xp_224"),  # the block itself is the attention
     vit("vit_medium_patch16_reg4_gap_256", 4, class_token=False),
-    vit("vit_so150m_patch16_reg4_map_256", 4, class_token=False),  # pooled by a latent
-    vit("vit_small_patch16_dinov3", 5),  # rotary embedding
+    vit("vit_so150m_patch16_reg4_map_256", 4, class_token=False),  # a latent pools
+    vit("vit_small_patch16_dinov3", 5),  # rotary position embedding
     vit("deit_tiny_distilled_patch16_224", 2),
-    vit("cait_xxs24_224", 0, gain=2.2),  # talking heads, and class attention
-    vit("beit_base_patch16_224"),  # a bias of relative positions
-    Family(  # its patches are cut by a reshape
+    vit("cait_xxs24_224", 0, gain=2.2),  # talking heads and class attention
+    vit("beit_base_patch16_224"),  # a relative position bias
+    Family(  # patches are cut by a reshape
         "naflexvit",
         partial(timm.create_model, "naflexvit_base_patch16_gap", **NAFLEX),
         (48, 80),
         {"*": Layout(*[grid(3, 5, prefix=4)] * 2)},
     ),
     hiera((2, 3), heads=6),  # as many units as heads
-    hiera((1, 1), heads=3),  # one unit
+    hiera((1, 1), heads=3),  # a single unit
     Family(
         "sam2",
         partial(timm.create_model, "sam2_hiera_tiny", **HIERA),
@@ -116,8 +116,8 @@ def test_equals_brute_force(family: Family) -> None:
     check_family(family)
 
 
-def test_what_is_captured_is_what_meets_the_values() -> None:
-    """The oracle's attention is what timm gives to the dropout before the values, hooked as anyone would."""
+def test_captured_attention_is_what_multiplies_the_values() -> None:
+    """The oracle's attention equals the input of the dropout before the values, which an ordinary hook reads."""
     model = sharpen(FAMILIES[0].make())
     images = FAMILIES[0].images()
     twin = copy.deepcopy(model).double()

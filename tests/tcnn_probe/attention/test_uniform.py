@@ -1,4 +1,4 @@
-"""Statistics of uniform attention, against every query and key in float64; of softmax attention, all families."""
+"""Statistics of uniform attention against all pairs in float64; families test those of softmax attention."""
 
 import math
 
@@ -18,19 +18,19 @@ pytestmark = pytest.mark.numerical
 
 
 @pytest.mark.parametrize("geometry", GEOMETRIES)
-def test_of_a_layer_whose_attention_is_uniform(geometry: str) -> None:
-    """Gates at 1 and no locality: the oracle's own distance and entropy are those of uniform attention."""
-    # A gate of 1 - e^-60 leaves position alone, and a locality near zero makes that even.
+def test_layer_with_uniform_attention(geometry: str) -> None:
+    """The gates are 1 and there is no locality, so the oracle's distance and entropy are those of uniform attention."""
+    # A gate of 1 - e^-60 leaves positional attention alone, and a locality near zero makes it uniform.
     layer = GPSA(5, 3, **GEOMETRIES[geometry], gating=60.0).double()
     x = torch.randn(2, 5, 7, 11).double()
     with torch.no_grad():
-        # softplus(-200) is next to nothing, so that attention by position is even.
+        # softplus(-200) is almost zero, so that positional attention is uniform.
         layer.raw_locality.fill_(-40.0)
     uniform = gated_attention_of(layer, x).uniform_scales()
     expected = gpsa_statistics(layer, x)
     for name, of_heads in (
         ("uniform_entropy", "entropy"),
-        # Scales are of images; all heads share them.
+        # These scales are of images, and the same for all heads.
         ("uniform_distance", "attention_distance"),
     ):
         assert uniform[name].shape == (2,)
@@ -42,10 +42,10 @@ def test_of_a_layer_whose_attention_is_uniform(geometry: str) -> None:
         )
 
 
-def test_of_padding_that_is_wider_behind() -> None:
-    """Queries 2 pixels apart on 7 x 11, from the pixel that is the kernel's centre; padding "same" of 3 x 2 pixels."""
+def test_asymmetric_padding() -> None:
+    """Padding "same" adds 3 x 2 pixels; queries are 2 pixels apart on 7 x 11, starting at the kernel's centre."""
     layer = GPSA(5, 3, (4, 3), padding="same", stride=2)
-    # 3 x 2 pixels of padding: 1 before and 2 behind along y, 1 and 1 along x.
+    # Of 3 x 2 pixels of padding, 1 is before and 2 are behind along y, and 1 on either side along x.
     uniform = gated_attention_of(layer, torch.randn(1, 5, 7, 11)).uniform_scales()
     queries = [(y, x) for y in range(0, 8, 2) for x in range(0, 12, 2)]
     keys = [(y, x) for y in range(-1, 7 + 2) for x in range(-1, 11 + 1)]
@@ -56,9 +56,9 @@ def test_of_padding_that_is_wider_behind() -> None:
     )
 
 
-def test_of_many_tokens() -> None:
-    """66,000 tokens: 4 * 10^9 pairs, which are not made."""
-    # Two primes: 65,939 tokens. The sum goes over offsets, each of which occurs so many times.
+def test_many_tokens() -> None:
+    """66,000 tokens have 4 * 10^9 pairs, which must not be formed."""
+    # The sides are primes, and give 65,939 tokens. The sum is over offsets, weighted by their number of pairs.
     rows, columns = 233, 283
     down = np.arange(rows)[:, None]
     right = np.arange(columns)
@@ -74,7 +74,7 @@ def test_mean_over_images_of_different_sizes() -> None:
             recorder._model(torch.randn(size))
         with pytest.warns(RuntimeWarning, match="images of several sizes"):
             recorder.mark(epoch=0)
-    # One image of 7 x 13 keys and three of 9 x 7, with a padding of 1.
+    # There is one image of 7 x 13 keys and three of 9 x 7, with a padding of 1.
     expected = (math.log(7 * 13) + 3 * math.log(9 * 7)) / 4
     assert float(
         recorder.dataset.uniform_entropy.sel(layer="near").item()

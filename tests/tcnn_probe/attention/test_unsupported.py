@@ -1,4 +1,4 @@
-"""Layers without attention between tokens are listed with the reason, and the layers beside them are recorded."""
+"""Layers without attention between tokens are listed with a reason, and layers beside them are recorded."""
 
 import json
 import re
@@ -15,11 +15,11 @@ from torch import Tensor, nn
 
 import tcnn_probe
 
-# The smallest of each family that keeps the layer in question.
+# Models are the smallest of each family that keep the layer in question.
 TINY = {"img_size": (32, 48), "embed_dim": 24, "depth": 2, "num_heads": 3}
 DAVIT = {"depths": (1, 1), "embed_dims": (32, 64), "num_heads": (2, 4)}
 
-# model, options, size; classes of the layers that are listed, a part of the reason, and classes of those recorded
+# Model: options, size, classes of listed layers with a part of the reason, and classes of recorded layers.
 CASES: dict[
     str, tuple[dict[str, Any], tuple[int, int], dict[str, str], dict[str, int]]
 ] = {
@@ -96,15 +96,15 @@ CASES: dict[
         {"DiffParallelScalingBlock": "A1 - lambda"},
         {},
     ),
-    # A CNN without any attention has an empty list.
+    # A CNN without attention has an empty list.
     "resnet18": ({}, (64, 96), {}, {}),
 }
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_reasons(name: str) -> None:
+def test_unsupported_layers_have_reasons(name: str) -> None:
     options, size, listed, recorded = CASES[name]
-    # Names of classes, as timm moves modules between files.
+    # Layers are named by class, as timm moves modules between files.
     model = timm.create_model(name, num_classes=5, **options).eval()
     modules = dict(model.named_modules())
 
@@ -128,11 +128,11 @@ def test_reasons(name: str) -> None:
     expected = [
         layer for layer, module in modules.items() if type(module).__name__ in listed
     ]
-    # In the order of the model, for a user who looks for the first layer that is missing.
+    # The order is that of the model, for users who look for the first missing layer.
     assert list(unsupported) == expected, "all of them, in the model's order"
     for layer, reason in unsupported.items():
         assert listed[classes([layer])[0]] in reason
-    # And no layer that calls itself attention is passed over in silence.
+    # No layer whose name says attention may be ignored silently.
     for layer, module in modules.items():
         if re.search("Attn|Attention", type(module).__name__):
             assert any(
@@ -141,10 +141,10 @@ def test_reasons(name: str) -> None:
 
 
 @pytest.mark.parametrize("fused", [True, False])
-def test_differential_attention_is_named_fused_or_not(fused: bool) -> None:
-    """Its two softmaxes were recorded as two attentions of half the width, or as a softmax that weighs no values."""
+def test_differential_attention_is_listed_fused_or_not(fused: bool) -> None:
+    """Its two softmaxes must not count as two layers of half the width, nor as a softmax that weighs no values."""
     model = timm.create_model("vit_dwee_patch16_reg1_gap_256", **TINY).eval()
-    # Both ways of computing show other functions to the recorder.
+    # The two implementations call different functions.
     for block in model.blocks:
         block.attn.fused_attn = fused
     with pytest.raises(ValueError, match="A1 - lambda A2 of two softmaxes"):
@@ -154,7 +154,7 @@ def test_differential_attention_is_named_fused_or_not(fused: bool) -> None:
 
 
 class Gate(nn.Module):
-    """Features (B, 4, 15), handed on in some way."""
+    """Layer on features (B, 4, 15) with a softmax."""
 
     def __init__(self, way: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
@@ -166,7 +166,7 @@ class Gate(nn.Module):
 
 GATES: dict[str, tuple[Callable[[Tensor], Tensor], tuple[str, ...]]] = {
     "a gate, as those of mixtures of experts": (lambda x: x * x.softmax(-1), ()),
-    # Softmax and product both occur, of which neither weighs the other's values.
+    # There are a softmax and a product, but the softmax does not weigh values.
     "a product of other matrices": (lambda x: x.mul(x.softmax(-1)).mT @ x, ()),
     "a product of what was gated": (lambda x: (x * x.softmax(-1)) @ x.mT, ()),
     "a product of the softmax": (lambda x: x.softmax(-1) @ x.mT, ("2",)),
@@ -175,12 +175,12 @@ GATES: dict[str, tuple[Callable[[Tensor], Tensor], tuple[str, ...]]] = {
 
 @pytest.mark.parametrize("gate", GATES)
 @pytest.mark.filterwarnings("ignore:.*nothing was marked:RuntimeWarning")
-def test_a_softmax_that_weighs_nothing(gate: str) -> None:
+def test_a_softmax_that_weighs_no_values_is_ignored(gate: str) -> None:
     way, layers = GATES[gate]
     model = nn.Sequential(nn.Conv2d(3, 4, 8, 8), nn.Flatten(2), Gate(way)).eval()
     with tcnn_probe.record(model) as recorder, torch.no_grad():
         model(torch.randn(2, 3, 24, 40))
-        # Only the last one is a weighted sum of values, and so attention.
+        # Only the last one is a weighted sum of values, and therefore attention.
         assert recorder.layers == layers
         assert layers or "weighs no values" in recorder.unsupported["2"]
 
@@ -193,14 +193,14 @@ class Attention(nn.Module):
 
 
 class Switched(nn.Module):
-    """A layer that attends, and one that never does and is not always called."""
+    """A layer that attends, and another that never attends and is not always called."""
 
     def __init__(self) -> None:
         super().__init__()
         self.stem = nn.Conv2d(3, 4, 8, 8)
         self.first = Attention()
         self.last = Attention()
-        # Not called in every forward, as an expert or an auxiliary head.
+        # Like an expert or an auxiliary head, it is not called in every forward.
         self.last.attends, self.all = False, False
 
     def forward(self, x: Tensor) -> Tensor:
@@ -209,10 +209,10 @@ class Switched(nn.Module):
 
 
 def test_reasons_are_stored_at_every_mark(tmp_path: Path) -> None:
-    """Also by a run that goes on, and does not call the layer."""
+    """This holds also for a resumed run that does not call the layer."""
     model = Switched().eval()
     x = torch.randn(2, 3, 24, 40)
-    # In the second run the last layer is not called.
+    # The second run does not call the last layer.
     for epoch, model.all in enumerate((True, False)):
         with (
             tcnn_probe.record(model, tmp_path / "run.zarr") as recorder,
@@ -226,14 +226,14 @@ def test_reasons_are_stored_at_every_mark(tmp_path: Path) -> None:
         }
 
 
-def test_a_layer_that_attends_after_all() -> None:
+def test_a_layer_that_attends_later_is_recorded() -> None:
     model = Switched().eval()
     x = torch.randn(2, 3, 24, 40)
     model.all = True
     with tcnn_probe.record(model) as recorder, torch.no_grad():
         model(x)
         assert list(recorder.unsupported) == ["last"]
-        # A layer that once did not attend is not refused for good.
+        # A layer that did not attend at first is not refused for ever.
         model.last.attends = True
         model(x)
         assert recorder.unsupported == {}

@@ -1,4 +1,4 @@
-"""Tokens of videos lie on a grid of frames, rows and columns: numbers and maps against brute force in float64."""
+"""Tokens of videos are on a grid of frames, rows and columns: statistics and maps against brute force in float64."""
 
 from collections import defaultdict
 from itertools import product
@@ -18,12 +18,12 @@ transformers = pytest.importorskip("transformers")
 
 FRAMES, ROWS, COLUMNS = 3, 2, 5
 CELLS = FRAMES, ROWS, COLUMNS
-TUBE, SIDE = 2, 8  # frames and pixels of a token
+TUBE, SIDE = 2, 8  # frames and pixels per token
 FLOAT32 = 1.2e-7
 
 
 def video_model(name: str, **options: Any) -> nn.Module:
-    """Return a small model: VideoMAE, VideoMAEForPreTraining or Vivit."""
+    """Return a small VideoMAE, VideoMAEForPreTraining or Vivit."""
     family = name.removesuffix("ForPreTraining")
     config = getattr(transformers, f"{family}Config")(
         hidden_size=12,
@@ -86,7 +86,7 @@ def test_maps_by_frame(name: str) -> None:
 
 
 def test_maps_of_videos_with_channels_first() -> None:
-    """Maps are as of frames first, as torchvision's models take videos; one frame is drawn and explored."""
+    """Maps equal those with frames first, as torchvision's models take videos; one frame is drawn and explored."""
 
     class ChannelsFirst(nn.Module):
         def __init__(self) -> None:
@@ -100,7 +100,7 @@ def test_maps_of_videos_with_channels_first() -> None:
     np.testing.assert_array_equal(maps.input, videos())
     frame = maps.isel(input_frame=3, frame=1, query_frame=2)
     figure = tcnn_probe.plot.attention_maps(frame, query=(9, 20))
-    # Panels: the image, and three heads of two layers, drawn by rows.
+    # Panels are the image and three heads of two layers, row by row.
     drawn = figure.axes[2].images[-1].get_array()
     values = maps["3x3x2x5"].attention[0, 0, 1, 2, 1, 2, 1]
     np.testing.assert_allclose(drawn, values / values.max(), atol=20 * FLOAT32)
@@ -122,7 +122,7 @@ def test_queries_in_videos_have_frames() -> None:
 
 
 def equivariance(mean: np.ndarray) -> float:
-    """Share of the variance of a pattern (tokens, tokens) that offsets in time, rows and columns explain."""
+    """Return the share of a pattern's variance (tokens, tokens) that offsets in time, rows and columns explain."""
     cells = list(product(*map(range, CELLS)))
     groups = defaultdict(list)
     for (i, query), (j, key) in product(enumerate(cells), repeat=2):
@@ -136,7 +136,7 @@ def equivariance(mean: np.ndarray) -> float:
     return 1 - within / (pairs - len(groups)) / (total / (pairs - 1))
 
 
-def test_patterns_shift_in_time_too() -> None:
+def test_equivariance_includes_time() -> None:
     model = video_model("VideoMAE").double()
     mean = attention_of(model, videos())[0].weights.mean(0).numpy()
     probes = [*tcnn_probe.DEFAULT, "health", tcnn_probe.mean_attention([(0.6, 0.3)])]
@@ -146,7 +146,7 @@ def test_patterns_shift_in_time_too() -> None:
     layer = recorder.dataset.isel(epoch=0, layer=0)
     expected = [equivariance(head) for head in mean]
     np.testing.assert_allclose(layer.translation_equivariance, expected, atol=1e-9)
-    # The middle frame, and in it the second row and column; frames are below each other.
+    # The query is in the middle frame, in its second row and column; frames are stacked vertically.
     query = 1 * ROWS * COLUMNS + 1 * COLUMNS + 1
     row = mean[:, query].reshape(3, FRAMES * ROWS, COLUMNS)
     pattern = recorder.tree["mean-attention"].mean_attention.isel(
@@ -158,8 +158,8 @@ def test_patterns_shift_in_time_too() -> None:
     assert (kinds.sel(token_kind="border") == 1).all()
 
 
-def test_orders_that_are_not_the_videos() -> None:
-    """VideoMAE's decoder puts mask tokens behind those that are seen; V-JEPA's predictor sorts them among these."""
+def test_other_orders_of_tokens_have_no_grid() -> None:
+    """VideoMAE's decoder puts mask tokens behind visible ones; V-JEPA's predictor sorts them in among these."""
     model = video_model(
         "VideoMAEForPreTraining",
         decoder_num_hidden_layers=1,

@@ -1,4 +1,4 @@
-"""Attention in windows, shifted, haloed or dilated: what is recorded of each equals brute force in float64."""
+"""Attention in windows, shifted, haloed or dilated: statistics equal brute force in float64."""
 
 from functools import partial
 
@@ -29,14 +29,14 @@ from tests.tcnn_probe.attention.sharpen import sharpen
 
 pytestmark = pytest.mark.numerical
 
-# Patches of 4 make 8 x 12 cells, which windows of 2 x 3 divide along both sides.
+# Patches of 4 make 8 x 12 cells, and windows of 2 x 3 divide both sides.
 SIZE = (32, 48)
 SMALL = {"num_classes": 5, "img_size": SIZE}
 SWIN = {
     **SMALL,
     "patch_size": 4,
     "embed_dim": 8,
-    # Two blocks a stage: the second one's windows are shifted.
+    # Each stage has two blocks, and the second one's windows are shifted.
     "depths": (2, 2),
     "num_heads": (2, 4),
     "window_size": (2, 3),
@@ -50,7 +50,7 @@ def swin(name: str, model: str) -> Family:
 
 
 def samvit() -> Family:
-    """5 x 7 patches in windows of 3 x 3, padded, and all of them in the last block."""
+    """Return SAM's encoder on 5 x 7 patches: windows of 3 x 3 with padding, and global attention in the last block."""
     options = {
         "img_size": (40, 56),
         "patch_size": 8,
@@ -70,7 +70,7 @@ def samvit() -> Family:
 
 
 def twins() -> Family:
-    """2 windows of 7 x 7, as many as heads, and 7 x 14 queries whose keys are pooled, 7 x 7 in one."""
+    """Return Twins: 2 windows of 7 x 7, as many as heads, and 7 x 14 queries with keys pooled by 7 x 7."""
     small = {
         "embed_dims": (8,),
         "num_heads": (2,),
@@ -80,19 +80,19 @@ def twins() -> Family:
         "wss": (7,),
     }
     windows = same(grid(7, 7), arrange=as_it_is)
-    # The middle of 7 x 7 tokens is the one at 3.
+    # The centre of 7 x 7 tokens is at 3.
     pooled = grid(1, 2, spacing=(7, 7), origin=(3, 3))
     layouts = {"*0.attn": windows, "*1.attn": Layout(grid(7, 14), pooled)}
     return Family("twins", partial(Twins, **small), (28, 56), layouts)
 
 
 def halo() -> Family:
-    """Blocks of 4 x 4 pixels that look at 6 x 6, zeros beyond the image; every second pixel asks."""
+    """Return HaloNet: blocks of 4 x 4 pixels see 6 x 6, with zeros beyond the image; every second pixel is a query."""
     layer = partial(
         HaloAttn, 12, stride=2, num_heads=3, dim_head=4, block_size=4, halo_size=1
     )
-    layout = Layout(  # (B * heads, blocks, N, N) in the layer
-        # Every second of 4 x 4 pixels asks: the origin is behind the halo of one.
+    layout = Layout(  # the layer has (B * heads, blocks, N, N)
+        # Every second of 4 x 4 pixels is a query, and the halo of one pixel shifts the origin.
         grid(2, 2, spacing=(2, 2), origin=(1, 1)),
         grid(6, 6),
         arrange=lambda weights, images: weights.unflatten(0, (images, 3)).transpose(
@@ -108,8 +108,8 @@ def halo() -> Family:
 
 
 def mobilevit() -> Family:
-    """A pixel sees those at the same place of every patch of 2 x 2: 64 x 96 / 16 pixels, 2 x 3 patches, 4 such sets."""
-    # Four sets of pixels, each of which is a grid by itself.
+    """Return MobileViT: a pixel sees those at the same place of every patch of 2 x 2 pixels, which makes 4 sets."""
+    # The four sets of pixels are separate grids.
     shapes = {"stages.2*": (4, 6), "stages.3*": (2, 3), "stages.4*": (1, 2)}
     layouts = {glob: same(grid(*shape)) for glob, shape in shapes.items()}
     return Family(
@@ -118,18 +118,18 @@ def mobilevit() -> Family:
         (64, 96),
         layouts,
         2.5,
-        # Its attention stays nearly even when sharpened, so that more is let pass as even.
+        # The attention is nearly uniform even with large weights, so that the limit is higher.
         flattest=0.97,
     )
 
 
 def gcvit() -> Family:
-    """Windows of each stage; queries that are global, of the whole image, stand for the window's own."""
+    """Return GCViT, with windows in each stage and global queries of the whole image in place of a window's own."""
     small = {
         "embed_dim": 8,
         "depths": (2, 1, 1, 1),
         "num_heads": (2, 2, 4, 4),
-        # The window is the image divided by these, so that all stages have windows of one size but the third.
+        # The window is the image divided by these numbers, so that all stages but the third have windows of one size.
         "window_ratio": (32, 32, 16, 32),
     }
     layouts = {"stages.2*": same(grid(4, 6)), **OF_SIX}
@@ -143,7 +143,7 @@ def gcvit() -> Family:
 
 
 def nest() -> Family:
-    """Windows of 4 x 4: 16 of them, 4, as many as heads, and 1, all of the image."""
+    """Return NesT with windows of 4 x 4: 16 of them, then 4, as many as heads, then 1, the whole image."""
     small = {
         "embed_dims": (8, 8, 8),
         "num_heads": (2, 4, 4),
@@ -159,7 +159,7 @@ def nest() -> Family:
 
 
 def volo() -> Family:
-    """2 x 1 pixels, as many as heads, say how their 3 x 3 neighbours attend to each other; then 2 x 1 patches."""
+    """Return VOLO: 2 x 1 pixels, as many as heads, give the attention of 3 x 3 neighbours; then 2 x 1 patches."""
     small = {
         "layers": (1, 1),
         "embed_dims": (16, 16),
@@ -173,7 +173,7 @@ def volo() -> Family:
         "use_mix_token": False,
     }
     outlook = same(grid(3, 3), arrange=windows_last)
-    # Class attention looks at two patches and the token itself.
+    # Class attention sees two patches and the class token itself.
     class_attention = Layout(None, grid(2, 1, prefix=1), class_query=True)
     layouts = {"network.0*": outlook, "post*": class_attention, "*": same(grid(2, 1))}
     return Family(
@@ -187,7 +187,7 @@ def volo() -> Family:
 
 
 def tnt() -> Family:
-    """Patches as one sentence; the 4 x 4 pixels of each as words, of which nobody says how they lie."""
+    """Return TNT, with patches as a sentence, and the 4 x 4 pixels of a patch as words in an unknown order."""
     small = {
         "embed_dim": 24,
         "inner_dim": 8,
@@ -195,7 +195,7 @@ def tnt() -> Family:
         "num_heads_inner": 2,
         "num_heads_outer": 3,
     }
-    # Words lie within a patch in an order that no layer tells.
+    # The order of the words within a patch is not known from any layer.
     layouts = {"*in": Layout(None, None), "*": same(grid(2, 3, prefix=1))}
     return Family("tnt", partial(TNT, **SMALL, **small), SIZE, layouts)
 
@@ -220,17 +220,17 @@ def test_equals_brute_force(family: Family) -> None:
 
 
 def test_maps_of_shifted_windows() -> None:
-    """Each window of images 0 and 3: what its keys receive, and what its central query sees."""
+    """Maps of images 0 and 3 have the attention that each window's keys receive, and that of its central query."""
     model = sharpen(FAMILIES[0].make()).double()
     images = FAMILIES[0].images().double()
-    # Its windows are shifted, and hide what came in from the other side of the image.
+    # Its windows are shifted, and mask what comes from the other side of the image.
     assert (model.layers[0].blocks[1].attn_mask < -10).any()
     references = {
         reference.layer: reference.weights.unflatten(0, (4, -1)).numpy()
         for reference in attention_of(model, images)
     }
     with tcnn_probe.record(model, images=[0, 3]) as recorder, torch.no_grad():
-        # Batches of 1 and 3: the images whose maps are kept are in different ones.
+        # Batches have 1 and 3 images, so that the images with maps are in different batches.
         for batch in images.split([1, 3]):
             model(batch)
         recorder.mark(epoch=0)
@@ -243,16 +243,16 @@ def test_maps_of_shifted_windows() -> None:
     }
     assert maps_of_layers.keys() == references.keys()
     for layer, layer_maps in maps_of_layers.items():
-        # (images, windows, heads, 6, 6) of 2 x 3 tokens.
+        # Shape (images, windows, heads, 6, 6), for windows of 2 x 3 tokens.
         weights = references[layer][[0, 3]]
         expected = {
             "attention_received": weights.mean(-2),
-            # The centre of 2 x 3 tokens is the lower middle one.
+            # The centre of 2 x 3 tokens is in the lower row, in the middle.
             "center_attention": weights[..., 1 * 3 + 1, :],
         }
         for name, value in expected.items():
             assert layer_maps[name].dims == ("image", "window", "head", "y", "x")
-            # Maps are kept in float16: 11 bits, or multiples of 2^-24.
+            # Maps are stored in float16: 11 significant bits, or multiples of 2^-24.
             value = value.reshape(*value.shape[:-1], 2, 3)
             np.testing.assert_allclose(
                 layer_maps[name], value, rtol=2**-11, atol=2**-25

@@ -1,4 +1,4 @@
-"""Words beside patches: joint blocks and towers of text, against brute force in float64."""
+"""Words beside patches: joint blocks and text towers, against brute force in float64."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -24,16 +24,16 @@ GENERATOR = torch.Generator().manual_seed(0)
 IMAGES = torch.randn(2, 3, ROWS * 16, COLUMNS * 16, generator=GENERATOR)
 PATCHES = torch.randn(2, ROWS * COLUMNS, WIDTH, generator=GENERATOR)
 IDS = torch.randint(2, 90, (2, 7), generator=GENERATOR)
-# Seven words, fewer than patches: the number of tokens alone must not decide which of them are the grid.
+# Seven words are fewer than the patches, and yet the number of tokens alone must not decide which are the grid.
 VECTORS = torch.randn(2, 7, WIDTH, generator=GENERATOR)
-# As FLUX has them: the number of the image, row and column.
+# Positions are those of FLUX: the number of the image, row and column.
 POSITIONS = F.pad(
     torch.cartesian_prod(torch.arange(ROWS), torch.arange(COLUMNS)), (1, 0)
 )
 
 
 class Block(nn.Module):
-    """Attention with a residual, over parts that are joined before it, or inside of it, head by head."""
+    """Attention with a residual, over parts that are joined before it, or inside it for each head."""
 
     cached = False
 
@@ -47,7 +47,7 @@ class Block(nn.Module):
     ) -> list[Tensor]:
         q, k, v = (self._join(layer, parts) for layer in (self.q, self.k, self.v))
         if self.cached:
-            # As transformers joins new keys to those of its cache, which begins without any axes of tokens.
+            # transformers joins new keys to those of its cache, which starts without any token axes.
             k, v = (torch.cat([x.new_empty(0), x], -2) for x in (k, v))
         attended = F.scaled_dot_product_attention(q, k, v, attn_mask=mask).transpose(
             1, 2
@@ -56,7 +56,7 @@ class Block(nn.Module):
         return [x + output for x, output in zip(parts, outputs, strict=True)]
 
     def _join(self, layer: nn.Linear, parts: Sequence[Tensor]) -> Tensor:
-        # Both layouts occur in libraries: joined before heads are moved to the front, and after.
+        # Libraries join parts before heads are moved to the front, or after.
         heads = [layer(x).unflatten(-1, (HEADS, -1)) for x in parts]
         if self.inside == 1:  # (B, N, heads, d)
             return torch.cat(heads, 1).transpose(1, 2)
@@ -95,7 +95,7 @@ class Joint(nn.Module):
                 "patch": mask.new_ones(len(mask), 15),
             }
             is_visible = torch.cat([visible[name] for name in self.order], 1)
-            # A large number instead of infinity, as models of text have it: a row that is hidden whole stays finite.
+            # Models of text use a large number instead of infinity, so that a row with all keys hidden stays finite.
             mask = (1 - is_visible.to(image.dtype))[:, None, None] * -1e30
         if self.inside is None:
             x = [torch.cat(x, 1)]
@@ -111,7 +111,7 @@ CASES: dict[str, tuple[Sequence[str], int | None, tuple[Any, ...]]] = {
         1,
         (VECTORS, PATCHES, None, POSITIONS),
     ),
-    # Nothing but their origin tells 15 words from 15 patches.
+    # Only their origin tells 15 words from 15 patches.
     "as many words as patches": (
         ("text", "patch"),
         1,
@@ -122,14 +122,14 @@ CASES: dict[str, tuple[Sequence[str], int | None, tuple[Any, ...]]] = {
     "words that images hide": (
         ("text", "patch", "class"),
         None,
-        # Ids differ from image to image, so that each hides other words.
+        # Ids differ between images, so that each hides other words.
         (IDS, IMAGES, (IDS < 60).long()),
     ),
 }
 
 
 @pytest.mark.parametrize(("order", "inside", "inputs"), CASES.values(), ids=CASES)
-def test_joint_blocks(
+def test_joint_blocks_equal_brute_force(
     order: Sequence[str], inside: int | None, inputs: tuple[Any, ...]
 ) -> None:
     torch.manual_seed(0)
@@ -138,7 +138,7 @@ def test_joint_blocks(
         x.double() if isinstance(x, Tensor) and x.is_floating_point() else x
         for x in inputs
     )
-    # All probes that read segments, in one recording: they must agree on which token is which.
+    # One recording has all probes that read segments, which must agree on the kinds of tokens.
     recorder = recorded(
         model, inputs, inputs, probes=[*tcnn_probe.DEFAULT, "segments", "health"]
     )
@@ -163,7 +163,7 @@ def test_joint_blocks(
     for reference in references:
         layer = {"layer": reference.layer}
         weights = reference.weights.numpy()
-        # 1e-9 in float64, where sums of some twenty shares round to 1e-15 and sharpened logits to 1e-13.
+        # In float64, sums of some twenty shares err by 1e-15, and sharpened logits by 1e-13, far below 1e-9.
         np.testing.assert_allclose(
             ds.entropy.sel(layer), entropy(weights).mean((0, 2)), atol=1e-9
         )
@@ -193,7 +193,7 @@ def test_joint_blocks(
                         if 0 < y < ROWS - 1 and 0 < x < COLUMNS - 1
                         else "border"
                     )
-                # Two images, of which each is a half.
+                # Each of the two images contributes a half.
                 expected[h, TOKEN_KINDS.index(kind)] += 0.5
         np.testing.assert_allclose(
             variable_of(recorder, "sink_kind").sel(layer).isel(epoch=0), expected
@@ -207,7 +207,7 @@ def variable_of(recorder: tcnn_probe.Recorder, name: str) -> Any:
 
 
 class Towers(nn.Module):
-    """A tower of images and one of texts, and words that ask for patches."""
+    """Tower of images, tower of texts, and words that attend to patches."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -219,15 +219,15 @@ class Towers(nn.Module):
     def forward(self, words: Tensor, image: Tensor) -> Tensor:
         patches = self.image(words, image)
         words = self.text([self.words(words)])[0]
-        # Several texts for an image: the batch of text is a multiple of the batch of images.
+        # An image has several texts: the text's batch is a multiple of the images'.
         repeated = patches.repeat_interleave(len(words) // len(patches), 0)
         return self.cross(words, repeated, repeated, need_weights=False)[0]
 
 
 # 16 words are as many as the tokens of the image, and 4 texts are twice the images.
 @pytest.mark.parametrize(("texts", "count"), [(2, 7), (2, 16), (4, 7)])
-def test_towers(texts: int, count: int) -> None:
-    """Also of as many words as there are keys, and of several texts for each image."""
+def test_towers_of_images_and_texts(texts: int, count: int) -> None:
+    """There may be as many words as keys, and several texts for each image."""
     torch.manual_seed(0)
     model = sharpen(Towers()).double()
     images = IMAGES.double()
@@ -259,7 +259,7 @@ def test_towers(texts: int, count: int) -> None:
         )
         expected = brute_force(references[name], tokens, tokens)
         np.testing.assert_allclose(shares.mean(0), np.nan_to_num(expected), atol=1e-9)
-    # A tower of text alone has no grid, no class token and nothing to share with patches.
+    # A text tower has no grid, no class token, and no share of patches.
     count_of_rows, layout, class_query, shares = shown["text"]
     assert count_of_rows == texts
     assert layout.keys is None
@@ -293,8 +293,8 @@ def test_keys_are_followed_through_an_empty_cache() -> None:
 
 
 @pytest.mark.parametrize("inside", [1, None])
-def test_words_that_may_be_patches(inside: int | None) -> None:
-    """Packed patches and as many vectors of words: nothing tells which are which."""
+def test_words_that_could_be_patches_have_no_grid(inside: int | None) -> None:
+    """Patches are packed, and there are as many vectors of words: nothing distinguishes them."""
     model = Joint(("text", "patch"), inside)
     layouts = []
     with (
@@ -303,12 +303,12 @@ def test_words_that_may_be_patches(inside: int | None) -> None:
         ),
         torch.no_grad(),
     ):
-        # Both inputs come as vectors, so that there are no pixels to follow.
+        # Both inputs are vectors, so that there are no pixels to follow.
         model(PATCHES.flip(0), PATCHES, None, POSITIONS)
     assert [layout.keys for layout in layouts] == [None, None]
 
 
-def test_masks_of_words_are_no_grid() -> None:
+def test_masks_of_words_are_not_grids() -> None:
     class Text(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -332,8 +332,8 @@ def test_masks_of_words_are_no_grid() -> None:
     assert [layout.keys for layout in layouts] == [None]
 
 
-def test_a_mask_is_no_feature_map() -> None:
-    """Nine keys that cannot be followed are no map of three rows because a mask has three."""
+def test_a_mask_is_not_a_feature_map() -> None:
+    """Nine keys that cannot be followed are not a map of three rows just because a mask has three."""
 
     class Decoder(nn.Module):
         def __init__(self) -> None:
@@ -360,7 +360,7 @@ def test_a_mask_is_no_feature_map() -> None:
 
 
 class Sink(nn.Module):
-    """Attention with an extra logit of each head, whose share no value gets."""
+    """Attention with an extra logit per head, whose share goes to no value."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -368,21 +368,21 @@ class Sink(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = x.unflatten(-1, (HEADS, -1)).transpose(1, 2)
-        # Appended, and cut off before the values, as gpt-oss has it: what reaches the values no longer sums to 1.
+        # As in gpt-oss, the logit is appended, and its weight cut off before the values: the others no longer sum to 1.
         logits = x @ x.mT
         sinks = self.sink.expand(len(x), -1, x.shape[2], -1)
         weights = torch.cat([logits, sinks], -1).softmax(-1)
         return weights[..., :-1] @ x
 
 
-def test_sinks_are_keys() -> None:
-    """A sink lies nowhere, and has its share of the entropy."""
+def test_sinks_are_counted_as_keys() -> None:
+    """A sink lies on no grid, and contributes to the entropy."""
     torch.manual_seed(0)
     model = nn.Sequential(Sink()).double().eval()
     recorder = recorded(model, VECTORS.double())
     assert recorder.layers == ("0",)
     (reference,) = attention_of(model, VECTORS)
-    # 7 queries and 8 keys: the last key is the sink.
+    # There are 7 queries and 8 keys, the last of which is the sink.
     assert reference.weights.shape == (2, HEADS, 7, 8)
     expected = entropy(reference.weights.numpy()).mean((0, 2))
     np.testing.assert_allclose(recorder.dataset.entropy[0, 0], expected, atol=1e-9)
@@ -390,15 +390,15 @@ def test_sinks_are_keys() -> None:
 
 
 @pytest.mark.parametrize("order", [("patch", "text"), ("text", "class", "patch")])
-def test_given_attention_is_in_the_order_that_is_shown(order: Sequence[str]) -> None:
-    """A head that is given its own attention gives what it gave."""
+def test_given_attention_is_in_the_order_of_the_stream(order: Sequence[str]) -> None:
+    """A head that is given its own attention has the same output."""
     torch.manual_seed(0)
     model = sharpen(Joint(order)).double()
     alone = model(IDS, IMAGES.double())
 
     def repeat(attention: Attention) -> HeadEdit:
         assert attention.is_moved
-        # One head of three, so that a transposed axis would put another's attention there.
+        # One head of three is edited, so that exchanged axes would show.
         return HeadEdit([1], attention=attention.weights()[:, :, [1]])
 
     with tcnn_probe.attention_stream(model, repeat):

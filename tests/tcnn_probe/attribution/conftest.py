@@ -4,5 +4,5 @@ import torch
 
 @pytest.fixture(autouse=True)
 def same_images_each_time() -> None:
-    # Models and images of this folder are drawn at random, many from the global generator.
+    # Tests in this folder draw models and images at random, many of them from the global generator.
     torch.manual_seed(11)

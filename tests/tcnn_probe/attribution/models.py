@@ -1,4 +1,4 @@
-"""Models whose right answers are known, and slow computations to compare with."""
+"""Models with known attributions, and slow computations to compare with."""
 
 import numpy as np
 import timm
@@ -20,7 +20,7 @@ SMALL = {
 
 
 class Linear(nn.Module):
-    """score_k = sum w_k x + b_k, of (B, 2, 7, 11)."""
+    """Linear model score_k = sum w_k x + b_k of images (B, 2, 7, 11)."""
 
     def __init__(self, classes: int = 3, dtype: torch.dtype = torch.float64) -> None:
         super().__init__()
@@ -35,7 +35,7 @@ class Linear(nn.Module):
 
 
 class OneBlock(nn.Module):
-    """Model of (B, 2, 12, 20) that sees rows 3 to 7, columns 10 to 16 alone: class 1 if they are bright, else 0."""
+    """Model of (B, 2, 12, 20) that sees only rows 3 to 7, columns 10 to 16: class 1 if they are bright, else 0."""
 
     rows, columns = slice(3, 8), slice(10, 17)
 
@@ -43,14 +43,14 @@ class OneBlock(nn.Module):
         super().__init__()
         self.features = nn.Conv2d(2, 1, 1, bias=False)
         nn.init.constant_(self.features.weight, 0.5)
-        # In place, as in most ResNets: it overwrites what a method may still need.
+        # Like most ResNets, it works in place, and overwrites what a method may still need.
         self.act = nn.ReLU(inplace=True)
 
     def forward(self, x: Tensor) -> Tensor:
         brightness = self.act(self.features(x))[:, 0, self.rows, self.columns].mean(
             (1, 2)
         )
-        # Brightness is about 1 in :func:`bright`, so that class 1 has 4 more; black gives class 0.
+        # Brightness is about 1 in :func:`bright`, so that class 1 scores 4 higher; in a black image class 0 does.
         return torch.stack([torch.zeros_like(brightness), 8 * brightness - 4], 1)
 
     def mask(self, images: int) -> Tensor:
@@ -60,7 +60,7 @@ class OneBlock(nn.Module):
 
 
 def bright(images: int = 3) -> Tensor:
-    """Images for :class:`OneBlock`, bright everywhere."""
+    """Return images for :class:`OneBlock` that are bright everywhere."""
     return 1 + 0.1 * torch.rand(
         images, 2, 12, 20, generator=torch.Generator().manual_seed(2)
     )
@@ -86,9 +86,9 @@ def patchconvnet(kind: str = "", classes: int = 5, gain: float = 1.7) -> nn.Modu
 def bilinear(
     maps: np.ndarray, height: int, width: int, first: float | None = None
 ) -> np.ndarray:
-    """(B, h, w) to (B, H, W), the border's values beyond the outermost; a loop over pixels.
+    """Interpolate (B, h, w) to (B, H, W) by a loop over pixels, with the border's values beyond the outermost cells.
 
-    Cells divide the image evenly, or the first one lies at pixel (first, first).
+    Cells divide the image evenly, unless ``first`` gives the pixel (first, first) of the first cell.
     """
     rows, columns = maps.shape[1:]
     images = np.empty((len(maps), height, width))
@@ -115,6 +115,6 @@ def nearest(maps: np.ndarray, height: int, width: int, first: float) -> np.ndarr
 
 
 def _cell(pixel: int, spacing: float, cells: int, first: float | None) -> float:
-    # The middle of the first cell.
+    # By default, the first cell is centred on its pixels.
     first = (spacing - 1) / 2 if first is None else first
     return min(max((pixel - first) / spacing, 0), cells - 1)

@@ -1,4 +1,4 @@
-"""Energy inside a mask, the pointing game, rank correlation, entry by entry."""
+"""Energy inside a mask, the pointing game and rank correlation, entry by entry."""
 
 import math
 
@@ -14,7 +14,7 @@ MASKS = torch.rand(5, 7, 11, generator=GENERATOR) < 0.3
 PIXELS = [(y, x) for y in range(7) for x in range(11)]
 
 
-def test_energy() -> None:
+def test_energy_inside_a_mask() -> None:
     by_hand = []
     for image, mask in zip(MAPS.double(), MASKS, strict=True):
         total, inside = 0.0, 0.0
@@ -26,20 +26,20 @@ def test_energy() -> None:
     np.testing.assert_allclose(energy_inside(MAPS, MASKS), by_hand, rtol=1e-12)
 
 
-# None, a neighbour, a diagonal one, and a disc.
+# Tolerances allow no neighbour, the four neighbours, the diagonal ones as well, and a disc.
 @pytest.mark.parametrize("tolerance", [0, 1, 1.5, 4])
-def test_pointing(tolerance: float) -> None:
+def test_pointing_game_with_a_tolerance(tolerance: float) -> None:
     by_hand = []
     for image, mask in zip(MAPS.tolist(), MASKS.tolist(), strict=True):
         y, x = max(PIXELS, key=lambda at: image[at[0]][at[1]])
         near = [math.hypot(j - y, i - x) for j, i in PIXELS if mask[j][i]]
         by_hand.append(float(min(near) <= tolerance))
     assert pointing_game(MAPS, MASKS, tolerance).tolist() == by_hand
-    # Counted once, so that the random masks are seen to tell these tolerances apart.
+    # These counts differ, which shows that the random masks tell the tolerances apart.
     assert sum(by_hand) == {0: 1, 1: 4, 1.5: 5, 4: 5}[tolerance]
 
 
-def test_pointing_with_several_maxima() -> None:
+def test_pointing_game_with_several_maxima() -> None:
     maps = torch.zeros(1, 7, 11)
     mask = torch.zeros(1, 7, 11, dtype=torch.bool)
     mask[0, 2] = True
@@ -74,7 +74,7 @@ def test_nan_maps_and_empty_masks() -> None:
     ]
 
 
-def test_bad_masks_and_tolerance() -> None:
+def test_bad_masks_and_tolerances_are_refused() -> None:
     for masks in (MASKS.float(), MASKS[:1]):
         for measure in (energy_inside, pointing_game):
             with pytest.raises(ValueError, match="expected masks of the maps' shape"):
@@ -84,7 +84,7 @@ def test_bad_masks_and_tolerance() -> None:
 
 
 def ranks(values: list[float]) -> list[float]:
-    """1 + how many are smaller + half of how many others are equal."""
+    """Return 1 + the number of smaller values + half the number of other equal values."""
     return [
         1 + sum(b < a for b in values) + (sum(b == a for b in values) - 1) / 2
         for a in values
@@ -92,7 +92,7 @@ def ranks(values: list[float]) -> list[float]:
 
 
 def test_rank_correlation() -> None:
-    comparisons = (MAPS.flip(2) + MAPS).round()  # with many ties
+    comparisons = (MAPS.flip(2) + MAPS).round()  # there are many ties
     by_hand = []
     for image, comparison in zip(MAPS, comparisons, strict=True):
         a = np.array(ranks(image.flatten().tolist()))
@@ -101,6 +101,6 @@ def test_rank_correlation() -> None:
     correlations = rank_correlation(MAPS, comparisons)
     np.testing.assert_allclose(correlations, by_hand, rtol=1e-12)
     assert not np.allclose(correlations, 1)
-    # Ranks know no monotone change of scale.
+    # Ranks are invariant to a monotone transformation.
     np.testing.assert_allclose(rank_correlation(MAPS, MAPS.exp() * 5), 1)
     np.testing.assert_allclose(rank_correlation(MAPS, -MAPS), -1)

@@ -1,4 +1,4 @@
-"""captum's methods, as they are called here, on models whose right answer is known."""
+"""captum's methods, as they are called here, on models with known attributions."""
 
 import itertools
 from typing import Any
@@ -32,7 +32,7 @@ def images(count: int = 3) -> Tensor:
 
 
 def contributions(model: Linear, x: Tensor, target: list[int]) -> np.ndarray:
-    """w x of each pixel, sum over channels, in a loop."""
+    """Compute w x of each pixel in a loop, summed over channels."""
     return np.stack(
         [
             (model.weight[k] * image).sum(0).detach().numpy()
@@ -42,7 +42,7 @@ def contributions(model: Linear, x: Tensor, target: list[int]) -> np.ndarray:
 
 
 @pytest.mark.parametrize("method", ["input_x_gradient", "integrated_gradients"])
-def test_linear_model_is_its_contributions(method: str) -> None:
+def test_attribution_of_a_linear_model_is_its_contributions(method: str) -> None:
     model, x = Linear(), images()
     by_hand = contributions(model, x, [2, 0, 1])
     maps = tcnn_probe.saliency(model, x, [2, 0, 1], method)
@@ -56,19 +56,19 @@ def test_linear_model_is_its_contributions(method: str) -> None:
     "baseline", [0.7, torch.linspace(-1, 1, 2 * 7 * 11).reshape(2, 7, 11)]
 )
 @pytest.mark.parametrize("method", ["integrated_gradients", "occlusion"])
-def test_baseline(method: str, baseline: float | Tensor) -> None:
+def test_baseline_is_subtracted(method: str, baseline: float | Tensor) -> None:
     model, x = Linear(), images()
     options = {"window": 1, "stride": 1} if method == "occlusion" else {}
     maps = tcnn_probe.saliency(
         model, x, 1, method, baseline=baseline, batch_size=2, **options
     )
-    # captum's weights of the steps are float32, whatever the model is in.
+    # captum computes the weights of steps in float32, whatever the dtype of the model.
     np.testing.assert_allclose(
         maps, contributions(model, x - baseline, [1, 1, 1]), atol=1e-6
     )
 
 
-GAUSS_LEGENDRE = {  # points from 0 to 1, and weights
+GAUSS_LEGENDRE = {  # points from 0 to 1, and their weights
     2: ((0.5 - 3**0.5 / 6, 0.5 + 3**0.5 / 6), (1 / 2, 1 / 2)),
     3: ((0.5 - 15**0.5 / 10, 0.5, 0.5 + 15**0.5 / 10), (5 / 18, 4 / 9, 5 / 18)),
 }
@@ -76,27 +76,29 @@ GAUSS_LEGENDRE = {  # points from 0 to 1, and weights
 
 @pytest.mark.parametrize("steps", GAUSS_LEGENDRE)
 def test_integrated_gradients_are_the_sum_over_few_points(steps: int) -> None:
-    """Integrated gradients of sum w tanh(x) + b equal a sum of its gradient by hand."""
+    """Integrated gradients of sum w tanh(x) + b equal the weighted sum of gradients by hand."""
     linear = Linear()
     x = images()
     total = np.zeros(x.shape)
     for point, weight in zip(*GAUSS_LEGENDRE[steps], strict=True):
-        # On the way from the baseline, 0.3, to the image.
+        # The points lie between the baseline, 0.3, and the image.
         at = 0.3 + point * (x.numpy() - 0.3)
         total += weight * linear.weight[1].detach().numpy() * (1 - np.tanh(at) ** 2)
     by_hand = ((x.numpy() - 0.3) * total).sum(1)
     model = nn.Sequential(nn.Tanh(), linear)
-    # "method" is a name of captum's, and of saliency's.
+    # "method" is an argument of captum, and of saliency.
     options = {"n_steps": steps, "baseline": 0.3, "method": "gausslegendre"}
     maps = tcnn_probe.saliency(
         model, x, 1, ["IntegratedGradients"], IntegratedGradients=options
     ).IntegratedGradients
-    np.testing.assert_allclose(maps, by_hand, atol=1e-6)  # captum's weights are float32
+    np.testing.assert_allclose(
+        maps, by_hand, atol=1e-6
+    )  # captum's weights are in float32
 
 
 def windows(side: int, window: int, stride: int) -> list[range]:
-    """Along one side, the last ones cut off by the border."""
-    # captum's: the last window begins within the image and may end beyond it.
+    """Return the windows along one side, of which the last are cut off by the border."""
+    # As in captum, the last window begins within the image and may end beyond it.
     starts = range(0, side - window + stride, stride)
     return [range(start, min(start + window, side)) for start in starts]
 
@@ -117,7 +119,7 @@ def test_occlusion_of_linear_model(
         windows(7, used[0][0], used[1][0]), windows(11, used[0][1], used[1][1])
     ):
         places = np.ix_(rows, columns)
-        # Each pixel has the mean over the windows that cover it.
+        # Each pixel gets the mean over the windows that cover it.
         times[places] += 1
         for image in range(2):
             total[image][places] += by_pixel[image][places].sum()
@@ -125,7 +127,7 @@ def test_occlusion_of_linear_model(
     np.testing.assert_allclose(maps, total / times, atol=1e-6)
 
 
-def test_default_window_is_an_eighth_in_steps_of_half() -> None:
+def test_default_window_is_an_eighth_of_the_side_in_steps_of_half_a_window() -> None:
     tall = nn.Sequential(nn.AvgPool2d((5, 1)), Linear())
     x = torch.randn(1, 2, 35, 11, dtype=torch.float64)
     stated = tcnn_probe.saliency(tall, x, 0, "occlusion", window=(4, 1), stride=(2, 1))
@@ -139,10 +141,10 @@ def grad_cam(
     target: list[int],
     as_maps: Any = lambda x: x,
 ) -> np.ndarray:
-    """Eq. 1 and 2 of the paper, by hand; ``as_maps`` makes feature maps of what the layer gives."""
+    """Compute Eqs. 1 and 2 of the paper by hand; ``as_maps`` turns the layer's output into feature maps."""
     outputs: list[Tensor] = []
     handle = layer.register_forward_hook(
-        # A copy, which the next ReLU does not overwrite.
+        # The output is copied before the next ReLU overwrites it.
         lambda module, inputs, output: outputs.append(output.clone()) or outputs[0]
     )
     scores = model(x)
@@ -166,7 +168,7 @@ def grad_cam(
     ("layer", "default"), [("layer4", True), ("layer3.0.conv1", False)]
 )
 def test_gradcam_by_hand(layer: str, default: bool) -> None:
-    """Grad-CAM equals the paper's equations, also if ReLUs work in place."""
+    """Grad-CAM equals the paper's equations, even if ReLUs work in place."""
     torch.manual_seed(0)
     model = timm.create_model("test_resnet", num_classes=5).eval().double()
     for p in model.parameters():
@@ -206,7 +208,7 @@ def test_gradcam_by_hand(layer: str, default: bool) -> None:
             lambda: timm.create_model("test_resnet"),
             (3, 32, 32),
             "layer3",
-        ),  # one pixel is left of the last stage
+        ),  # the last stage has a single pixel
         (patchconvnet, (3, *CONVOLVED), "blocks"),
         (OneBlock, (2, 12, 20), "act"),
     ],
@@ -221,16 +223,16 @@ def test_default_layer_of_gradcam(make: Any, size: tuple[int, ...], layer: str) 
     )
 
 
-# Windows of 7 x 7 on 14 x 21 tokens, then 7 x 10: the last ones are padded.
+# Windows of 7 x 7 on 14 x 21 and then 7 x 10 tokens: the last ones are padded.
 SWIN: dict[str, Any] = {
     "img_size": (56, 84),
     "depths": (1, 1),
     "embed_dim": 16,
     "num_heads": (1, 2),
 }
-TOKENS: dict[str, tuple[Any, tuple[int, int], str, Any]] = {  # model, images, its layer, maps of its tokens
+TOKENS: dict[str, tuple[Any, tuple[int, int], str, Any]] = {  # model, size of images, its layer, and maps of its tokens
     "class token": (
-        # The last block's patches no longer reach a class token, so it is the one before.
+        # The patches of the last block do not reach the class token any more, so the layer is the block before.
         lambda: transformer("deit_tiny_patch16_224", depth=3), (24, 40), "blocks.1",
         lambda x: x[:, 1:].unflatten(1, (3, 5)),
     ),
@@ -261,7 +263,7 @@ def test_gradcam_of_tokens_by_hand(name: str) -> None:
         [4, 1],
         lambda x: as_maps(x).movedim(-1, 1),
     )
-    # Ten thousand times the tolerance below.
+    # This is ten thousand times the tolerance below.
     assert abs(by_hand).max() > 1e-6
     maps = tcnn_probe.saliency(model, x, [4, 1], "gradcam", relu_attributions=False)
     assert maps.attrs["layer"] == layer
@@ -272,14 +274,14 @@ def test_gradcam_of_tokens_by_hand(name: str) -> None:
 
 
 class Lost(nn.Module):
-    """Tokens that lie on no grid, one after another."""
+    """Model whose tokens lie on no grid."""
 
     def __init__(self) -> None:
         super().__init__()
         self.mix = nn.Sequential(nn.Linear(6, 6))
 
     def forward(self, x: Tensor) -> Tensor:
-        # 17 is prime, so no grid has as many cells.
+        # 17 is prime, so that no grid has this number of cells.
         return self.mix(x.flatten(1)[:, :102].unflatten(1, (17, 6))).mean(1)
 
 
@@ -303,7 +305,7 @@ class Lost(nn.Module):
     ],
     ids=["no grid", "no grid, named", "no such layer", "no feature map"],
 )
-def test_gradcam_needs_a_map(
+def test_gradcam_without_a_feature_map_is_refused(
     make: Any, size: tuple[int, ...], layer: str | None, message: str
 ) -> None:
     with pytest.raises(ValueError, match=message):
@@ -315,7 +317,7 @@ def test_gradcam_needs_a_map(
 @pytest.mark.parametrize(
     ("method", "options", "of_weights"),
     [
-        # captum's own default: absolute values, before they are added up.
+        # captum's default takes absolute values before it sums over channels.
         ("Saliency", {}, lambda w: w.abs().sum(0)),
         ("Saliency", {"abs": False, "absolute": True}, lambda w: w.sum(0).abs()),
         (captum.attr.Saliency, {"abs": False}, lambda w: w.sum(0)),
@@ -351,7 +353,7 @@ def test_classes_of_every_kind_run(method: str) -> None:
         nn.Linear(4, 5),
     )
     x = torch.randn(3, 3, 11, 13)
-    # Four features of rows of pixels; one for each pixel would take 143 forwards.
+    # The mask has four features of rows of pixels; one per pixel would take 143 forwards.
     squares = torch.arange(11 * 13).view(1, 1, 11, 13) // 40
     options = {"feature_mask": squares} if method == "FeatureAblation" else {}
     maps = tcnn_probe.saliency(model, x, 2, method, batch_size=2, **options)
@@ -402,14 +404,14 @@ def test_classes_of_every_kind_run(method: str) -> None:
         ("NoiseTunnel", {}, ValueError, "one of .*'occlusion'.* got 'NoiseTunnel'"),
     ],
 )
-def test_bad_options(
+def test_bad_options_are_refused(
     method: str, options: dict[str, Any], error: type[Exception], message: str
 ) -> None:
     with pytest.raises(error, match=message):
         tcnn_probe.saliency(Linear(), images(), method=method, **options)
 
 
-def test_bad_interpolation() -> None:
+def test_bad_interpolation_is_refused() -> None:
     with pytest.raises(
         ValueError, match=r"interpolation='bilinear' or 'nearest', got 'bicubic'"
     ):

@@ -1,4 +1,4 @@
-"""Class attention as saliency: equal to brute force in float64, whichever the model."""
+"""Class attention as saliency equals brute force in float64, for any model."""
 
 from typing import Any
 
@@ -22,7 +22,7 @@ from tests.tcnn_probe.attribution.models import (
 def expected(
     model: nn.Module, images: Tensor, layer: str, prefix: int, query: list[int]
 ) -> np.ndarray:
-    """Rows of the queries, mean over heads, patches alone, by brute force: (B, 3, 5)."""
+    """Compute rows of the queries by brute force, as means over heads, for patches only: (B, 3, 5)."""
     weights = next(
         reference.weights
         for reference in attention_of(model, images)
@@ -56,14 +56,14 @@ def test_equals_brute_force(case: str) -> None:
     model = make()
     images = torch.randn(2, 3, *size)
     attention = model.get_submodule(name)
-    assert getattr(attention, "fused_attn", True)  # as timm makes it
+    assert getattr(attention, "fused_attn", True)  # timm's default
     maps = tcnn_probe.saliency(model, images, layer=layer)
     by_hand = expected(model, images, name, prefix, [0, 0])
-    # A hundred times the tolerance: an even map would agree with anything.
+    # This is a hundred times the tolerance: any map would agree with a uniform one.
     assert by_hand.std() > 0.01
-    # 3 x 3 convolutions, or patches of 8 x 8.
+    # The stem has 3 x 3 convolutions, or patches of 8 x 8.
     first = 0 if case == "patchconvnet" else 3.5
-    # Weights of at most 1, in float32 against float64.
+    # Weights are at most 1; maps are in float32, the reference in float64.
     np.testing.assert_allclose(maps.values, bilinear(by_hand, *size, first), atol=1e-5)
     assert maps.attrs["layer"] == name
     by_patch = tcnn_probe.saliency(
@@ -75,7 +75,7 @@ def test_equals_brute_force(case: str) -> None:
 
 
 def test_map_of_the_targets_own_token() -> None:
-    """Fifteen classes: there are as many tokens as patches."""
+    """There are fifteen classes, so that there are as many tokens as patches."""
     model = patchconvnet("_multi", 15, gain=3)
     images = torch.randn(3, 3, *CONVOLVED)
     maps = tcnn_probe.saliency(model, images, [6, 1, 4])
@@ -83,7 +83,7 @@ def test_map_of_the_targets_own_token() -> None:
     np.testing.assert_allclose(
         maps.values, bilinear(by_hand, *CONVOLVED, first=0), atol=1e-5
     )
-    # Each is one class off.
+    # These tokens belong to the classes before.
     of_wrong_targets = expected(model, images, "pool.block.attn", 0, [5, 0, 3])
     assert abs(by_hand - of_wrong_targets).max() > 0.01
 
@@ -95,7 +95,7 @@ def test_dtype_of_the_model(dtype: torch.dtype) -> None:
     by_hand = bilinear(expected(model, images, "blocks.1.attn", 1, [0, 0]), *SIZE)
     maps = tcnn_probe.saliency(model.to(dtype), images)
     assert maps.dtype == ("float64" if dtype == torch.float64 else "float32")
-    # bfloat16 keeps 8 bits of logits and of weights, which are at most 1.
+    # bfloat16 has 8 significant bits in logits and in weights, which are at most 1.
     np.testing.assert_allclose(
         maps.values, by_hand, atol=1e-10 if dtype == torch.float64 else 0.05
     )
@@ -117,24 +117,26 @@ def test_dtype_of_the_model(dtype: torch.dtype) -> None:
         (lambda: transformer(DEIT), nn.ReLU(), "no layer this ReLU"),
     ],
 )
-def test_no_class_attention(model: Any, layer: Any, message: str) -> None:
+def test_models_and_layers_without_class_attention_are_refused(
+    model: Any, layer: Any, message: str
+) -> None:
     with pytest.raises(ValueError, match=message):
         tcnn_probe.saliency(model(), torch.randn(2, 3, *SIZE), layer=layer)
 
 
 class Crops(nn.Module):
-    """Scores of the images and of what else is made of them, in one batch."""
+    """Model that runs on images and mirrored copies of them in one batch, and scores the images."""
 
     def __init__(self) -> None:
         super().__init__()
         self.model = patchconvnet()
 
     def forward(self, x: Tensor) -> Tensor:
-        # As test-time augmentation does.
+        # Test-time augmentation works like this.
         return self.model(torch.cat([x, x.flip(-1)]))[: len(x)]
 
 
-def test_other_images_than_those_given() -> None:
+def test_layers_that_run_on_other_images_are_refused() -> None:
     with pytest.raises(
         ValueError, match="where its 2 windows lie in the image is unknown"
     ):
@@ -142,7 +144,7 @@ def test_other_images_than_those_given() -> None:
 
 
 class Ring(nn.Module):
-    """A class token among 16 tokens that lie on no grid."""
+    """Model with a class token and tokens that lie on no grid."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -155,7 +157,7 @@ class Ring(nn.Module):
         return self.attention(token, patches, patches, need_weights=False)[0][:, 0]
 
 
-def test_patches_without_a_grid() -> None:
+def test_patches_without_a_grid_are_refused() -> None:
     with pytest.raises(
         ValueError, match=r"no layer has a map of class attention \(.*grid"
     ):

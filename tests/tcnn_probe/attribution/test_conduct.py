@@ -1,4 +1,4 @@
-"""The model, and torch, are afterwards as they were: after an exception, in any mode, and with several threads."""
+"""Attribution leaves the model and torch unchanged: after an exception, in any mode, and with several threads."""
 
 import sys
 from threading import Barrier, Thread
@@ -17,7 +17,7 @@ from tcnn_probe.models import progress_bar
 from tests.tcnn_probe.attribution.models import CONVOLVED, patchconvnet, transformer
 from tests.tcnn_probe.contracts.helpers import Trace
 
-# captum warns so of DeepLift.
+# captum gives this warning for DeepLift.
 pytestmark = pytest.mark.filterwarnings("ignore:Setting forward, backward hooks")
 METHODS = [
     "class_attention",
@@ -28,7 +28,7 @@ METHODS = [
     "DeepLift",
 ]
 OPTIONS: dict[str, dict[str, Any]] = {
-    # Few and large, so that each takes few forwards.
+    # Windows are few and large, so that the method takes few forwards.
     "occlusion": {"window": 24},
     "integrated_gradients": {"n_steps": 2},
 }
@@ -49,7 +49,7 @@ def maps_of(model: nn.Module, x: Tensor, method: str) -> xr.DataArray:
 
 
 def busy(method: str) -> tuple[nn.Module, Tensor]:
-    """Return a model with parts in training mode, dropout, frozen parameters, gradients and a hook of somebody else."""
+    """Return a model with parts in training mode, dropout, frozen parameters, gradients and a user's hook."""
     model, x = model_for(method)
     model.train()
     model.blocks[0].eval()
@@ -57,7 +57,7 @@ def busy(method: str) -> tuple[nn.Module, Tensor]:
         if isinstance(module, nn.Dropout):
             module.p = 0.5
     for name, parameter in model.named_parameters():
-        # Frozen in part, with gradients that an optimizer has not used yet.
+        # Some parameters are frozen, and there are gradients that an optimizer has not used yet.
         parameter.requires_grad_("bias" not in name)
         parameter.grad = torch.full_like(parameter, 0.5) if "weight" in name else None
     model.blocks.register_forward_hook(_nothing)
@@ -69,7 +69,7 @@ def _nothing(*args: Any) -> None:
 
 
 class Everything:
-    """State that a method could change: of the model, of torch, and of the images."""
+    """State that a method could change, in the model, in torch and in the images."""
 
     def __init__(self, model: nn.Module, images: Tensor) -> None:
         self.trace = Trace(model)
@@ -90,8 +90,8 @@ class BrokenError(Exception):
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_nothing_is_left(method: str) -> None:
-    """Also after an exception in the forward that finds the targets (1), or in the method's own (2)."""
+def test_attribution_leaves_no_trace(method: str) -> None:
+    """This holds also after an exception in the forward that finds the targets (1), or in the method's own (2)."""
     model, x = busy(method)
     calls = failing = 0
 
@@ -120,7 +120,7 @@ def backward(model: nn.Module, x: Tensor, target: Tensor) -> Tensor:
     return x.grad.sum(1)
 
 
-def test_nothing_is_left_by_faithfulness() -> None:
+def test_faithfulness_leaves_no_trace() -> None:
     model, x = busy("gradcam")
     before = Everything(model, x)
     masks = torch.zeros(2, *CONVOLVED, dtype=torch.bool)
@@ -144,7 +144,7 @@ def test_threads_wait_for_each_other(method: Any) -> None:
     model, x = busy("gradcam")
     before = Everything(model, x)
     expected = tcnn_probe.saliency(model, x, 1, method).values
-    # All begin together, or the first would be done before the second begins.
+    # All threads start together, or the first would end before the second starts.
     barrier = Barrier(3)
     results = []
 
@@ -162,14 +162,14 @@ def test_threads_wait_for_each_other(method: Any) -> None:
         thread.join()
     assert len(results) == 6
     for maps in results:
-        # Batches of one image add up in another order, in float32.
+        # Single images as batches change the order of float32 sums.
         np.testing.assert_allclose(maps, expected, atol=1e-5 * abs(expected).max())
     before.check(model, x)
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 @pytest.mark.parametrize("method", ["rollout", "gradcam", "occlusion"])
-def test_whatever_mode_the_caller_is_in(method: str, mode: Any) -> None:
+def test_gradient_mode_of_the_caller_does_not_matter(method: str, mode: Any) -> None:
     model, x = model_for(method)
     outside = maps_of(model, x, method)
     with mode():
@@ -178,18 +178,18 @@ def test_whatever_mode_the_caller_is_in(method: str, mode: Any) -> None:
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_half_precision(method: str) -> None:
+def test_attribution_in_half_precision(method: str) -> None:
     model, x = model_for(method)
     usual = maps_of(model, x, method)
     half = maps_of(model.bfloat16(), x, method)
     assert half.dtype == "float32"
-    # bfloat16 keeps 8 bits, and gradients amplify its rounding; maps of something else have a correlation near 0.
+    # bfloat16 has 8 significant bits, and gradients amplify its rounding; unrelated maps have a correlation near 0.
     assert np.corrcoef(half.values.ravel(), usual.values.ravel())[0, 1] > 0.9
 
 
 @pytest.mark.parametrize("method", ["class_attention", "rollout", "gradcam"])
-def test_not_recorded_by_others(method: str) -> None:
-    """Nor is anything of their forwards lost."""
+def test_attribution_is_not_recorded(method: str) -> None:
+    """Nor do recorders lose any of their own forwards."""
     model, x = model_for(method)
     probes = (
         ["softmax", "class-attention", "gradient"]
@@ -213,7 +213,7 @@ def test_not_recorded_by_others(method: str) -> None:
             model(x[:1]).sum().backward()
             recorder.mark(epoch=0)
         trees.append(recorder.tree.load())
-    # Two images and one; those of the attribution are not among them.
+    # Recorders saw two images and one, without those of the attribution.
     assert (
         max(int(node.images.max()) for node in trees[0].subtree if "images" in node)
         == 3
@@ -222,10 +222,10 @@ def test_not_recorded_by_others(method: str) -> None:
 
 
 @pytest.mark.parametrize("notebook", [False, True])
-def test_bars_of_long_calls_are_shown_in_notebooks(
+def test_progress_bars_of_long_calls_are_shown_in_notebooks(
     notebook: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # A shell in a terminal has no kernel.
+    # The shell of a terminal has no kernel.
     shell = SimpleNamespace(kernel=1) if notebook else None
     fake = SimpleNamespace(get_ipython=lambda: shell)
     monkeypatch.setitem(sys.modules, "IPython", fake)

@@ -1,4 +1,4 @@
-"""Deletion and insertion, by hand."""
+"""Deletion and insertion curves by hand."""
 
 import numpy as np
 import pytest
@@ -20,7 +20,7 @@ TARGETS = [2, 0, 1]
 def by_hand(
     model: Linear, start: Tensor, end: Tensor, steps: int
 ) -> tuple[list[float], list[list[float]]]:
-    """One image, one pixel at a time, most salient first."""
+    """Compute the curve of one image pixel by pixel, the most salient first."""
     curves = []
     for image in range(3):
         pixels = sorted(np.ndindex(7, 11), key=lambda at: -float(MAPS[image][at]))
@@ -41,10 +41,13 @@ def by_hand(
 
 @pytest.mark.parametrize(
     ("steps", "batch_size", "baseline"),
-    # All 77 pixels at once, a number that does not divide them, and one by one; a number and one for each channel.
+    # Steps take all 77 pixels at once, a number that does not divide them, or single pixels; baselines are a number, or
+    # one per channel.
     [(1, 100, 0.0), (5, 2, torch.tensor([[[0.0]], [[1.0]]])), (77, 1, 0.4)],
 )
-def test_deletion(steps: int, batch_size: int, baseline: float | Tensor) -> None:
+def test_deletion_by_hand(
+    steps: int, batch_size: int, baseline: float | Tensor
+) -> None:
     model = Linear()
     target = torch.tensor(TARGETS)
     end = torch.zeros_like(IMAGES) + baseline
@@ -65,7 +68,7 @@ def test_deletion(steps: int, batch_size: int, baseline: float | Tensor) -> None
     np.testing.assert_allclose(area_under(*result), areas, atol=1e-12)
 
 
-def test_insertion() -> None:
+def test_insertion_by_hand() -> None:
     model = Linear()
     target = torch.tensor(TARGETS)
     for start in (0.3, "blur"):
@@ -82,12 +85,12 @@ def test_insertion() -> None:
         np.testing.assert_allclose(result[1], curves, atol=1e-12)
 
 
-def test_blur() -> None:
-    """A Gaussian of 11 x 7 pixels (the image has 7 rows), mirrored at the border, in a loop."""
+def test_blur_by_hand() -> None:
+    """A loop applies a Gaussian of 11 x 7 pixels (the image has 7 rows), with a reflected border."""
     image = IMAGES[:1, :1]
     kernels = []
     for side in (7, 11):
-        # The paper's deviation of 5, over 11 pixels or as many as there are.
+        # The paper's standard deviation is 5, over 11 pixels or as many as there are.
         offsets = np.arange(side) - side // 2
         weights = np.exp(-0.5 * (offsets / 5.0) ** 2)
         kernels.append(weights / weights.sum())
@@ -108,16 +111,16 @@ def test_order_of_equal_pixels_is_random_and_the_same_for_all_images() -> None:
     assert sorted(order[0].tolist()) == list(range(77))
     assert torch.equal(order[0], order[1])
     rest = order[0][order[0] > 0]
-    # Reading order has a correlation of 1 or -1; 76 random ranks scatter by 0.11.
+    # Reading order would have a correlation of 1 or -1; 76 random ranks have a standard deviation of 0.11.
     assert abs(np.corrcoef(rest, np.arange(76))[0, 1]) < 0.3
     assert not torch.equal(order, pixel_order(maps, seed=1))
-    # The order among equals must not depend on the type.
+    # The order of equal values must not depend on the dtype.
     assert torch.equal(order, pixel_order(maps.half()))
 
 
 def test_nan_maps_have_no_area() -> None:
     maps = MAPS.clone()
-    # One pixel of one image: the other images keep their areas.
+    # One pixel of one image is NaN, and the other images keep their areas.
     maps[1, 2, 3] = torch.nan
     _, curve = deletion_curve(Linear(), IMAGES, maps, torch.tensor(TARGETS))
     assert curve.isnan().all(1).tolist() == [False, True, False]

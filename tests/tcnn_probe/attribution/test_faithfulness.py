@@ -1,4 +1,4 @@
-"""Inputs and results of faithfulness(); the numbers are those of the functions of plain tensors."""
+"""Inputs and results of faithfulness(), whose values are those of the functions of plain tensors."""
 
 import json
 
@@ -14,11 +14,11 @@ from tests.tcnn_probe.attribution.models import CONVOLVED, Linear, patchconvnet
 IMAGES = torch.randn(
     3, 2, 7, 11, dtype=torch.float64, generator=torch.Generator().manual_seed(1)
 )
-# Of both signs: metrics that sort, and those that take positive parts, are told apart.
+# Values have both signs, to tell apart metrics that sort from metrics that take positive parts.
 MAPS = torch.randn(
     3, 7, 11, dtype=torch.float64, generator=torch.Generator().manual_seed(2)
 )
-# Each image has the mask of another one's map, so that neither all of a map lies inside nor none.
+# Each image has the mask of another image's map, so that a part of each map lies inside.
 MASKS = MAPS.roll(1, 0) > 0.5
 
 
@@ -27,10 +27,10 @@ def first(model: nn.Module, x: Tensor, target: Tensor) -> Tensor:
     return x[:, 0]
 
 
-def test_numbers_are_those_of_the_functions() -> None:
+def test_values_are_those_of_the_functions() -> None:
     model = Linear()
     target = torch.tensor([2, 0, 1])
-    # None of them a default.
+    # None of these is a default.
     options = {"steps": 5, "baseline": 0.1, "samples": 3, "seed": 8}
     ds = tcnn_probe.faithfulness(
         model,
@@ -64,7 +64,7 @@ def test_numbers_are_those_of_the_functions() -> None:
             ),
         }
         for variable, values in expected.items():
-            # The same functions in the same order, in float64.
+            # The same functions run in the same order, in float64.
             np.testing.assert_allclose(row[variable], values, atol=1e-12)
             assert row[variable].dims == ("image",)
     sensitive = explaining.sensitivity(
@@ -86,7 +86,7 @@ def test_numbers_are_those_of_the_functions() -> None:
     np.testing.assert_allclose(ds.rank_correlation.sel(attribution="x", other="x"), 1)
 
 
-def test_every_variable_says_what_it_is() -> None:
+def test_every_variable_is_described() -> None:
     ds = tcnn_probe.faithfulness(
         Linear(), IMAGES, [first], masks=MASKS, metrics=list(explaining.METRICS)
     )
@@ -115,8 +115,8 @@ def test_every_variable_says_what_it_is() -> None:
     assert list(plain) == ["deletion_auc"]
 
 
-def test_what_saliency_gave() -> None:
-    """One method or several, in any order of dimensions: with the targets that the maps are of."""
+def test_results_of_saliency_as_input() -> None:
+    """Maps may be of one method or several, in any order of dimensions; targets are those of the maps."""
     model = Linear()
     maps = tcnn_probe.saliency(
         model, IMAGES, [1, 1, 0], ["occlusion", "input_x_gradient"]
@@ -129,12 +129,12 @@ def test_what_saliency_gave() -> None:
         "infidelity",
         "rank_correlation",
     }
-    # On a linear model these maps are exact.
+    # These maps are exact for a linear model.
     assert (expected.infidelity.sel(attribution="input_x_gradient") < 1e-12).all()
     turned = tcnn_probe.faithfulness(model, IMAGES, maps.transpose("x", "image", "y"))
     for name in expected:
         np.testing.assert_allclose(turned[name], expected[name], atol=1e-12)
-    # One method has no dimension of methods.
+    # A single method has no dimension of methods.
     alone = tcnn_probe.saliency(model, IMAGES, [1, 1, 0], "occlusion")
     single = tcnn_probe.faithfulness(model, IMAGES, alone, metrics="deletion_auc")
     assert single.attribution.values.tolist() == ["occlusion"]
@@ -145,7 +145,7 @@ def test_what_saliency_gave() -> None:
     assert of_class_2.target.values.tolist() == [2, 2, 2]
 
 
-def test_computed_now_is_what_saliency_gives() -> None:
+def test_methods_by_name_equal_the_results_of_saliency() -> None:
     model = patchconvnet()
     x = torch.randn(3, 3, *CONVOLVED)
     layer = {"layer": "blocks.0.conv1"}
@@ -155,7 +155,7 @@ def test_computed_now_is_what_saliency_gives() -> None:
     precomputed = tcnn_probe.faithfulness(
         model, x, maps, metrics=["deletion_auc", "rank_correlation"]
     )
-    # Named "a" and "b", so that options must be found by the name and not by the method.
+    # Names are "a" and "b", so that options must be found by the name and not by the method.
     now = tcnn_probe.faithfulness(
         model,
         x,
@@ -165,7 +165,7 @@ def test_computed_now_is_what_saliency_gives() -> None:
     )
     assert now.attribution.values.tolist() == ["a", "b"]
     for name in precomputed:
-        # Maps in float32, computed in other batches.
+        # Maps are in float32, and are computed in other batches.
         np.testing.assert_allclose(now[name], precomputed[name], atol=1e-5)
     assert now.sensitivity.notnull().all()
     assert "energy_inside" not in now
@@ -256,7 +256,7 @@ LABELLED = tcnn_probe.saliency(Linear(), IMAGES, [0, 1, 2], "input_x_gradient")
         (first, {"radius": -1}, ValueError, "positive radius, got -1"),
     ],
 )
-def test_errors(
+def test_bad_arguments_are_refused(
     saliency: object, options: dict, error: type[Exception], message: str
 ) -> None:
     with pytest.raises(error, match=message):

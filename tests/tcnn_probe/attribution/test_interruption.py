@@ -1,4 +1,4 @@
-"""Ctrl-C where a method enters or leaves a context manager or a mode: no mode and no hook stays behind."""
+"""Ctrl-C where a method enters or leaves a context manager or a mode must leave no mode and no hook behind."""
 
 import contextlib
 import gc
@@ -20,7 +20,8 @@ from tcnn_probe.models import untouched
 from tests.tcnn_probe.attribution.models import SIZE, transformer
 from tests.tcnn_probe.contracts.helpers import Trace
 
-# Python delivers a signal where a function begins. These functions begin with a mode or a hook half entered or left.
+# Python delivers a signal at the start of a function, and at the start of these functions a mode or a hook is half
+# entered or left.
 FILES = {
     contextlib.__file__,
     _python_dispatch.__file__,
@@ -42,7 +43,7 @@ Place = tuple[str, str, int]
 
 
 class Interruption:
-    """A trace that notes where context managers are called, and raises KeyboardInterrupt at one such place."""
+    """Trace function that notes where context managers are called, and raises KeyboardInterrupt at one such place."""
 
     def __init__(self, place: Place | None = None) -> None:
         self.places: dict[Place, None] = {}
@@ -52,7 +53,7 @@ class Interruption:
         caller = frame.f_back
         if frame.f_code.co_filename not in FILES or caller is None:
             return
-        # By line of the caller, not by call: a loop has one place.
+        # Places are lines of the caller, not calls, so that a loop counts once.
         place = (frame.f_code.co_name, caller.f_code.co_filename, caller.f_lineno)
         self.places[place] = None
         if place == self._place:
@@ -70,28 +71,28 @@ class Interruption:
 def test_nothing_is_left_by_an_interruption(method: str) -> None:
     model = transformer("deit_tiny_patch16_224", depth=1, embed_dim=12)
     images = torch.randn(1, 3, *SIZE)
-    # Imports captum, whose place is not of interest.
+    # The first call imports captum, which is not under test.
     tcnn_probe.saliency(model, images, 1, method)
     trace = Trace(model)
     with Interruption() as interruption:
         tcnn_probe.saliency(model, images, 1, method)
     places = [place for place in interruption.places if place[1].endswith(CALLERS)]
     assert places
-    gc.freeze()  # what is there already takes no time in the collections below
+    gc.freeze()  # objects that exist already take no time in the collections below
     for place in places:
         with pytest.raises(KeyboardInterrupt), Interruption(place):
             tcnn_probe.saliency(model, images, 1, method)
-        # What is only left until the garbage collector comes is no fault.
+        # Leftovers that the garbage collector removes are allowed.
         gc.collect()
         assert not _python_dispatch._get_current_dispatch_mode_stack(), place
         assert not _get_current_function_mode_stack(), place
         assert Trace(model) == trace, place
-        torch.zeros(1)  # fails where dispatch keys of a mode stay behind
+        torch.zeros(1)  # fails if dispatch keys of a mode are left behind
     gc.unfreeze()
 
 
 class Interrupting(nn.Module):
-    """Raises KeyboardInterrupt the first time that it is set back to training mode."""
+    """Module that raises KeyboardInterrupt the first time that it is set back to training mode."""
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name == "training" and value and not getattr(self, name, value):
@@ -100,7 +101,9 @@ class Interrupting(nn.Module):
         super().__setattr__(name, value)
 
 
-def test_flags_and_gradients_are_restored_though_that_is_interrupted() -> None:
+def test_flags_and_gradients_are_restored_even_if_the_restoration_is_interrupted() -> (
+    None
+):
     model = nn.Sequential(Interrupting(), nn.Linear(2, 2))
     for parameter in model.parameters():
         parameter.grad = torch.ones_like(parameter)

@@ -1,4 +1,4 @@
-"""The saliency of a model that looks at one known pixel peaks there, for each method with a grid."""
+"""The saliency of a model that attends to one known pixel peaks there, for each method with a grid."""
 
 import itertools
 from typing import Any
@@ -13,20 +13,20 @@ import tcnn_probe
 SIZE = (36, 50)
 CASES = [
     (kernel, stride, kernel // 2 - shortfall)
-    # Even and odd, overlapping, touching and apart; padded to the middle and a pixel less.
+    # Kernels are even and odd, and overlap, touch or lie apart; the padding is half the kernel, or one pixel less.
     for kernel, stride, shortfall in itertools.product((2, 4, 7), (2, 4, 7), (0, 1))
 ]
 
 
 class Attends(nn.Module):
-    """Each token looks at bright tokens."""
+    """Attention of each token to bright tokens."""
 
     def __init__(self) -> None:
         super().__init__()
         self.drop = nn.Identity()
 
     def forward(self, tokens: Tensor) -> Tensor:
-        # Sharp enough that the bright token has most of the weight.
+        # The query is large enough that the bright token gets most of the weight.
         query = torch.full_like(tokens, 4.0)[:, None]
         return tokens + self.drop(
             F.scaled_dot_product_attention(query, tokens[:, None], tokens[:, None])[
@@ -36,13 +36,13 @@ class Attends(nn.Module):
 
 
 class Looks(nn.Module):
-    """A class token, the first or the last, and patches that see their centre best."""
+    """Class token, first or last, and patches that respond most to their centre."""
 
     def __init__(self, kernel: int, stride: int, padding: int, *, last: bool) -> None:
         super().__init__()
         self.last = last
         self.embed = nn.Conv2d(1, 1, kernel, stride, padding, bias=False)
-        # Weights fall from the middle, so that a cell answers most to its central pixel.
+        # Weights fall off from the middle, so that a cell responds most to its central pixel.
         hat = kernel - (torch.arange(kernel) - (kernel - 1) / 2).abs()
         self.embed.weight.data.copy_(hat[:, None] * hat / hat.max() ** 2)
         self.blocks = nn.Sequential(Attends(), Attends())
@@ -53,14 +53,14 @@ class Looks(nn.Module):
         tokens = self.blocks(
             torch.cat([cells, token] if self.last else [token, cells], 1)
         )
-        # Class 0 has a score of 0.
+        # Class 0 scores 0.
         return F.pad(tokens[:, -1 if self.last else 0], (1, 0))
 
 
 METHODS: dict[str, dict[str, Any]] = {
     "class_attention": {},
     "rollout": {},
-    "gradcam": {},  # of tokens
+    "gradcam": {},  # on tokens
     "gradcam of a feature map": {"layer": "embed"},
     "LayerGradientXActivation": {"layer": "embed"},
 }
@@ -71,7 +71,7 @@ def test_the_peak_is_at_the_pixel(method: str) -> None:
     for kernel, stride, padding in CASES:
         model = Looks(kernel, stride, padding, last=stride == 4)
         image = torch.zeros(1, 1, *SIZE)
-        # The middle of what the cell sees.
+        # This is the centre of the cell's receptive field.
         y, x = (stride * cell - padding + (kernel - 1) // 2 for cell in (3, 5))
         image[0, 0, y, x] = 1
         maps = tcnn_probe.saliency(

@@ -12,7 +12,7 @@ transformers = pytest.importorskip("transformers")
 
 
 class LogitsAlone(nn.Module):
-    """The same classifier, returning a tensor."""
+    """The same classifier, which returns a tensor."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -45,7 +45,7 @@ def test_saliency_is_that_of_the_logits(vit: nn.Module, method: str) -> None:
     maps = tcnn_probe.saliency(vit, images, method=method)
     assert maps.target.values.tolist() == class_scores(vit, images).argmax(1).tolist()
     expected = tcnn_probe.saliency(LogitsAlone(vit), images, method=method)
-    # To the bit: the same model computes both, in the same order.
+    # Equal bit for bit, as the same model computes both in the same order.
     np.testing.assert_array_equal(maps.values, expected.values)
     assert not vit._forward_hooks
 

@@ -1,4 +1,4 @@
-"""Infidelity and sensitivity as captum is asked for them: by hand, one perturbation at a time."""
+"""Infidelity and sensitivity, as requested from captum, by hand for one perturbation at a time."""
 
 import numpy as np
 import pytest
@@ -19,11 +19,11 @@ TARGETS = torch.tensor([2, 0, 1])
 def test_contributions_of_a_linear_model_are_faithful() -> None:
     model = Linear()
     maps = captum_maps("InputXGradient", model, IMAGES, TARGETS)[0]
-    # Rounding in float64: the map's share of a square is the score that it takes away.
+    # The map's sum over a square is exactly the change of the score, up to rounding in float64.
     assert infidelity(model, IMAGES, maps, TARGETS).abs().max() < 1e-12
-    # A mean of squares of the rounding above.
+    # This is a mean of squares of the errors above.
     assert infidelity(model, IMAGES, maps, TARGETS, normalize=False).max() < 1e-24
-    # Normalised, the scale of a map does not matter.
+    # With normalisation, the scale of a map does not matter.
     assert infidelity(model, IMAGES, 5 * maps, TARGETS).abs().max() < 1e-12
     assert (infidelity(model, IMAGES, 5 * maps, TARGETS, normalize=False) > 1).all()
     assert (infidelity(model, IMAGES, maps.flip(2), TARGETS) > 0.1).all()
@@ -54,12 +54,12 @@ def test_infidelity_by_hand(batch_size: int, normalize: bool) -> None:
         by_hand.append(((scale * a - b) ** 2).mean())
     options = {"baseline": 0.25, "samples": 7, "seed": 9, "normalize": normalize}
     infidelities = infidelity(model, x, maps, target, batch_size=batch_size, **options)  # type: ignore[arg-type]
-    # Sums of 240 pixels and differences of scores near 4, in float32.
+    # These are sums of 240 pixels and differences of scores near 4, in float32.
     np.testing.assert_allclose(infidelities, by_hand, rtol=1e-4, atol=1e-4)
     assert infidelities[0] > 0.01
 
 
-def test_squares() -> None:
+def test_sides_of_perturbed_squares() -> None:
     squares = random_squares(100, (7, 11), seed=0)
     sides = set()
     for square in squares:
@@ -67,7 +67,7 @@ def test_squares() -> None:
         columns = square.any(0).nonzero()[:, 0]
         assert square.sum() == len(rows) ** 2 == len(columns) ** 2
         sides.add(len(rows))
-    # Up to half of the shorter side.
+    # Sides are up to half of the shorter side of the image.
     assert sides == {1, 2, 3}
     assert squares.any(0).all()
     assert torch.equal(squares, random_squares(100, (7, 11), seed=0))
@@ -114,7 +114,7 @@ def test_constant_explanation_is_not_sensitive() -> None:
     assert sensitivities.tolist() == [0, 0, 0]
 
 
-def test_a_method_that_changes_its_images_in_place() -> None:
+def test_a_method_may_change_its_images_in_place() -> None:
     explain = (lambda x, target: x.mul_(0.5)[:, 0]), (lambda x, target: (x * 0.5)[:, 0])
     in_place, expected = (
         sensitivity(Linear(), IMAGES, method, TARGETS, samples=3) for method in explain

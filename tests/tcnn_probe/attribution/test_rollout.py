@@ -1,4 +1,4 @@
-"""Rollout equals the product of all matrices, in float64."""
+"""Rollout equals the product of the attention matrices of all layers, in float64."""
 
 from collections.abc import Callable
 
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.numerical
 
 
 def product(model: nn.Module, images: Tensor, prefix: int, token: int) -> np.ndarray:
-    """Every layer's matrix multiplied, those of class attention over the token and the patches.
+    """Multiply the matrices of all layers, where class attention acts on the token and the patches.
 
     ``prefix`` counts class and register tokens of the trunk; ``token`` is 1 if the class token comes after the trunk.
     """
@@ -39,7 +39,7 @@ def product(model: nn.Module, images: Tensor, prefix: int, token: int) -> np.nda
                 full[0] = 0
                 full[0, count - mean.shape[1] :] = mean[0]
                 attention = (full + np.eye(count)) / 2
-                # Class attention leaves the patches as they are.
+                # Class attention leaves the patches unchanged.
                 attention[1:] = np.eye(count)[1:]
             else:
                 full[token:, token:] = mean
@@ -57,23 +57,23 @@ def product(model: nn.Module, images: Tensor, prefix: int, token: int) -> np.nda
         ("vit_base_patch16_siglip_224", 0, 1),
     ],
 )
-def test_equals_the_product(name: str, prefix: int, token: int) -> None:
+def test_rollout_equals_the_product(name: str, prefix: int, token: int) -> None:
     model = transformer(name, depth=3)
     images = torch.randn(2, 3, *SIZE)
     by_hand = product(model, images, prefix, token)
-    # An even map would agree with any product.
+    # Any product would agree with a uniform map.
     assert by_hand.std() > 0.005
     maps = tcnn_probe.saliency(model, images, method="rollout")
-    # Three layers in float32 against float64, weights of at most 1.
+    # Maps of three layers are in float32, the reference in float64, with weights of at most 1.
     np.testing.assert_allclose(maps.values, bilinear(by_hand, *SIZE), atol=1e-5)
     assert maps.attrs["layer"] == ""
 
 
-def test_blocks_of_queries(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_blocks_of_queries_do_not_matter(monkeypatch: pytest.MonkeyPatch) -> None:
     model = transformer("deit_tiny_patch16_224")
     images = torch.randn(2, 3, *SIZE)
     at_once = tcnn_probe.saliency(model, images, method="rollout")
-    # Logits of 3 queries at a time.
+    # Logits are computed for 3 queries at a time.
     monkeypatch.setattr(tcnn_probe.Attention, "BLOCK", 300)
     np.testing.assert_allclose(
         tcnn_probe.saliency(model, images, method="rollout"), at_once, atol=1e-7
@@ -96,7 +96,7 @@ def swin() -> nn.Module:
 
 
 def pvt() -> nn.Module:
-    # Its keys are reduced, so queries and keys are not the same tokens.
+    # The keys are reduced, so that queries and keys are different tokens.
     return timm.create_model("pvt_v2_b0", depths=(1, 1, 1, 1), num_classes=3)
 
 
@@ -130,7 +130,7 @@ def without_class_token() -> nn.Module:
         ),
     ],
 )
-def test_what_cannot_be_followed(
+def test_models_that_rollout_cannot_follow_are_refused(
     model: Callable[[], nn.Module], size: tuple[int, int], message: str
 ) -> None:
     with pytest.raises(ValueError, match=message):
@@ -142,7 +142,7 @@ def test_what_cannot_be_followed(
 
 
 class Gate(nn.Module):
-    """A softmax between tokens that weighs no values, before the transformer."""
+    """Model with a softmax between tokens that weighs no values, before the transformer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -154,7 +154,7 @@ class Gate(nn.Module):
         return self.model(x) * gate[:, None]
 
 
-def test_softmax_that_is_no_attention() -> None:
+def test_a_softmax_that_weighs_no_values_is_refused() -> None:
     with pytest.raises(
         ValueError, match=r"followed a softmax that weighs no values: \[''\]"
     ):

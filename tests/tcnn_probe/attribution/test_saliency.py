@@ -1,4 +1,4 @@
-"""Inputs and results of saliency(): labels, targets, batches, several methods, one's own method, errors."""
+"""Inputs and results of saliency(): labels, targets, batches, several methods, a user's own method, errors."""
 
 import importlib
 import inspect
@@ -23,13 +23,13 @@ from tests.tcnn_probe.attribution.models import (
     patchconvnet,
 )
 
-# Five, so that of batches of three the last is smaller.
+# There are five images, so that the last of batches of three is smaller.
 IMAGES = torch.randn(
     5, 2, 7, 11, dtype=torch.float64, generator=torch.Generator().manual_seed(1)
 )
 
 
-def test_labels() -> None:
+def test_result_has_dimensions_coordinates_and_attributes() -> None:
     model = patchconvnet()
     x = torch.randn(2, 3, *CONVOLVED)
     maps = tcnn_probe.saliency(model, x)
@@ -63,7 +63,7 @@ OPTIONS = {"integrated_gradients": {"n_steps": 3}, "occlusion": {"window": 5}}
 @pytest.mark.parametrize(
     "method", ["class_attention", "gradcam", "integrated_gradients", "occlusion"]
 )
-def test_batches_do_not_matter(method: str) -> None:
+def test_batch_size_does_not_matter(method: str) -> None:
     attends = method == "class_attention"
     model, x = (
         (patchconvnet("_multi", 3), torch.randn(3, 3, *CONVOLVED))
@@ -71,7 +71,7 @@ def test_batches_do_not_matter(method: str) -> None:
         else (OneBlock(), bright())
     )
     batch_sizes: list[int] = []
-    # Batches are counted in the model, where memory is taken.
+    # Batches are counted in the model, where memory is allocated.
     next(model.children()).register_forward_pre_hook(
         lambda module, inputs: batch_sizes.append(len(inputs[0]))
     )
@@ -82,7 +82,7 @@ def test_batches_do_not_matter(method: str) -> None:
         maps = tcnn_probe.saliency(
             model, x, method=method, batch_size=batch_size, **options
         )
-        # Batches of another size add up in another order, in float32.
+        # Other batch sizes change the order of float32 sums.
         np.testing.assert_allclose(
             maps, together, atol=1e-5 * abs(together).max().item()
         )
@@ -95,7 +95,7 @@ def test_batches_do_not_matter(method: str) -> None:
     assert max(batch_sizes) == 2
 
 
-def test_targets_and_images_as_they_come() -> None:
+def test_any_form_of_targets_and_images() -> None:
     model = Linear()
     x = IMAGES[:3]
     predicted = model(x).argmax(1)
@@ -108,7 +108,7 @@ def test_targets_and_images_as_they_come() -> None:
     of_next_class = tcnn_probe.saliency(model, x, next_class, "input_x_gradient")
     assert of_next_class.target.values.tolist() == [next_class] * 3
     assert not np.allclose(of_next_class[0], maps[0])
-    # A float32 array for a float64 model: images take the model's type.
+    # Images are converted to the model's dtype: here a float32 array for a float64 model.
     single = tcnn_probe.saliency(
         model, x.float().numpy(), predicted, "input_x_gradient"
     )
@@ -118,13 +118,13 @@ def test_targets_and_images_as_they_come() -> None:
 def red(model: nn.Module, x: Tensor, target: Tensor) -> Tensor:
     """First channel, times the class."""
     assert not model.training
-    # Whatever the caller's mode is: a method may differentiate.
+    # A method may differentiate, whatever the mode of the caller.
     assert torch.is_grad_enabled()
     return x[:, 0] * target[:, None, None]
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-def test_own_method(mode: type) -> None:
+def test_a_users_own_method(mode: type) -> None:
     with mode():
         maps = tcnn_probe.saliency(Linear(), IMAGES, [2, 0, 1, 1, 2], red, batch_size=3)
         # captum computes sensitivity under no_grad.
@@ -160,7 +160,7 @@ def test_several_methods(tmp_path: Path) -> None:
     }.items():
         alone = tcnn_probe.saliency(model, x, method=name, **options).rename(name)
         xr.testing.assert_identical(maps[name].drop_attrs(), alone.drop_attrs())
-    # Attributes have to be plain JSON.
+    # Attributes have to be plain JSON to be stored.
     maps.to_zarr(tmp_path / "maps.zarr", consolidated=False)
     with xr.open_zarr(tmp_path / "maps.zarr", consolidated=False) as read:
         xr.testing.assert_identical(read.load(), maps)
@@ -182,7 +182,7 @@ def test_an_unsupported_method_of_several_is_left_out() -> None:
         warnings, ("class_attention", "rollout", "gradcam"), reasons, strict=True
     ):
         assert str(warning.message).startswith(f"{name!r} is left out: {reason}")
-        # The line of the caller, not one of the library's.
+        # The warning points to the line of the caller, not to a line of the library.
         assert warning.filename == __file__
     with pytest.raises(ValueError, match="no layer has a map of class attention"):
         tcnn_probe.saliency(model, IMAGES, method=["class_attention", "rollout"])
@@ -260,7 +260,7 @@ def flat(model: nn.Module, x: Tensor, target: Tensor) -> Tensor:
         ({"model": torch.sum}, TypeError, "expected a torch.nn.Module, got builtin"),
     ],
 )
-def test_errors(
+def test_bad_arguments_are_refused(
     arguments: dict[str, Any], error: type[Exception], message: str
 ) -> None:
     with pytest.raises(error, match=message):
@@ -269,11 +269,11 @@ def test_errors(
         )
 
 
-def test_names_are_functions_whatever_is_imported_first() -> None:
-    """A module that is imported takes the place of a function of its name in the package, unless the package did it."""
+def test_modules_do_not_hide_functions_of_the_same_name() -> None:
+    """An imported module replaces a function of its name in the package, unless the package has imported it before."""
     for package in (attribution, tcnn_probe.evaluation, tcnn_probe.plot):
         for module in pkgutil.iter_modules(package.__path__):
             importlib.import_module(f"{package.__name__}.{module.name}")
-        # Classes and constants have capitals.
+        # Names of classes and constants have capitals.
         functions = [name for name in package.__all__ if name.islower()]
         assert all(inspect.isfunction(getattr(package, name)) for name in functions)

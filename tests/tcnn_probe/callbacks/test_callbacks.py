@@ -1,4 +1,4 @@
-"""Hugging Face's Trainer and Lightning, the real ones, for a few steps: each validation is a mark, its numbers true."""
+"""The real Trainer of Hugging Face and Lightning, for a few steps: each validation is a mark with the right numbers."""
 
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from tests.tcnn_probe.contracts.helpers import Trace, entropies, images, vit
 
-# Warnings of these packages are theirs; ours are still errors.
+# These packages may warn, but our own warnings are errors.
 pytestmark = pytest.mark.filterwarnings("ignore", "error::RuntimeWarning")
 
 
@@ -20,7 +20,7 @@ def data(count: int) -> TensorDataset:
     return TensorDataset(images(count), torch.arange(count) % 5)
 
 
-def test_lightning(tmp_path: Path) -> None:
+def test_lightning_marks_each_validation(tmp_path: Path) -> None:
     pl = pytest.importorskip(
         "lightning.pytorch",
         reason="Lightning is not installed: pip install 'lightning>=2.4'",
@@ -64,9 +64,9 @@ def test_lightning(tmp_path: Path) -> None:
     trainer = pl.Trainer(
         max_epochs=2, accelerator="cpu", devices=1, callbacks=[recording], **quiet
     )
-    # Seven images in batches of four: a count of batches, or of full ones, would not give 7.
+    # Seven images in batches of four: neither the number of batches nor that of full batches times four is 7.
     trainer.fit(model, DataLoader(data(5), 5), DataLoader(data(7), 4))
-    # A validation outside of fit(), which is not to be marked.
+    # A validation outside of fit() must not be marked.
     trainer.validate(model, DataLoader(data(3), 3), verbose=False)
     assert Trace(model.vit).hooks == before
     ds = xr.open_zarr(tmp_path / "run.zarr")
@@ -77,7 +77,7 @@ def test_lightning(tmp_path: Path) -> None:
     assert ds.sink.notnull().all()
     assert marked == [(0,), (0, 1)]
     assert "epochs: 2 (0, 1)" in repr(recording.recorder)
-    # The first forwards are the sanity check.
+    # The first forwards belong to the sanity check.
     for recorded, expected in zip(ds.entropy.values, model.truth[1:3], strict=True):
         torch.testing.assert_close(
             torch.as_tensor(recorded), expected, rtol=1e-5, atol=1e-6
@@ -95,7 +95,7 @@ class Pixels(Dataset[dict[str, Tensor]]):
         }
 
 
-def test_hugging_face(tmp_path: Path) -> None:
+def test_hugging_face_marks_each_evaluation(tmp_path: Path) -> None:
     pytest.importorskip(
         "accelerate",
         reason="accelerate is not installed, which Hugging Face's Trainer needs",
@@ -104,7 +104,7 @@ def test_hugging_face(tmp_path: Path) -> None:
     from tcnn_probe.callbacks.huggingface import RecordCallback
 
     class Interruption(transformers.TrainerCallback):  # type: ignore[misc]
-        """Ctrl-C after the first evaluation."""
+        """Callback that raises Ctrl-C after the first evaluation."""
 
         pressed = False
 
@@ -125,7 +125,7 @@ def test_hugging_face(tmp_path: Path) -> None:
         image_size=16, patch_size=4, num_channels=2, num_labels=3, **sizes
     )
     model = transformers.ViTForImageClassification(config)
-    # Evaluations after steps 2 and 4: a run that is cut after the first, and one with both.
+    # Evaluations are after steps 2 and 4: one run is interrupted after the first, and the other has both.
     about = {
         "report_to": "none",
         "eval_strategy": "steps",
@@ -151,9 +151,9 @@ def test_hugging_face(tmp_path: Path) -> None:
     )
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            # Named so in transformers 4 and 5.
+            # These are the names in transformers 4 and 5.
             if name.endswith(("query.weight", "q_proj.weight")):
-                # Logits far above the limit of health, so that there is an alarm to pass on.
+                # Logits far above the limit of health raise an alarm, which must be passed on.
                 parameter *= 1e5
     before = Trace(model).hooks
     with pytest.raises(KeyboardInterrupt), pytest.warns(RuntimeWarning):

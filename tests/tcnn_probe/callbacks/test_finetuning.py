@@ -14,7 +14,7 @@ from tcnn_model.training.command import train
 from tcnn_model.training.config import Config
 from tcnn_probe.callbacks.finetuning import Recording
 
-# A ResNet-18 of one block a stage: a run takes seconds, and its last stage still has two layers to convert.
+# ResNet-18 with one block a stage trains in seconds, and its last stage still has two layers to convert.
 TINY = {"layers": [1, 1, 1, 1], "channels": [8, 8, 16, 16]}
 
 
@@ -40,12 +40,12 @@ def _config(out: Path, **settings: Any) -> Config:
 def test_each_epoch_of_a_resumed_run_is_recorded_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Stopped between the checkpoint of an epoch and its mark."""
+    """The run stops between the checkpoint of an epoch and its mark."""
     settings = _config(tmp_path, reparameterize_at=0, ema=0.5)
     mark = Recording.__call__
 
     def interrupted(self: Recording, scalars: dict[str, float]) -> None:
-        # The checkpoint of this epoch is on disk by then.
+        # The checkpoint of this epoch has been written by then.
         if scalars["epoch"] == 1:
             raise KeyboardInterrupt
         mark(self, scalars)
@@ -63,10 +63,10 @@ def test_each_epoch_of_a_resumed_run_is_recorded_once(
     assert ds.gate.notnull().all()
 
 
-def test_heads_come_in_where_a_cnn_becomes_a_tcnn(
+def test_heads_are_recorded_once_a_cnn_becomes_a_tcnn(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Scalars and settings are recorded from the beginning; one seed is beside another as a run."""
+    """Scalars and settings are recorded from the start; two seeds are opened together as runs."""
     results = list(train(_config(tmp_path / "a", reparameterize_at=1), progress=False))
     ds = xr.open_zarr(tmp_path / "a" / "recording.zarr")
     assert ds.epoch.values.tolist() == [0, 1, 2]
@@ -83,7 +83,7 @@ def test_heads_come_in_where_a_cnn_becomes_a_tcnn(
         "no heads are recorded, only scalars: nothing to mark: no attention was seen in ResNet"
         in message
     )
-    # A header and three epochs.
+    # A header and three epochs are four lines.
     assert len((tmp_path / "a" / "epochs.csv").read_text().splitlines()) == 4
     list(
         train(
@@ -97,7 +97,9 @@ def test_heads_come_in_where_a_cnn_becomes_a_tcnn(
     assert tree["heads"].gate.sel(run="b").isnull().all()
 
 
-def test_model_that_has_heads_and_gets_others(tmp_path: Path) -> None:
+def test_a_model_with_heads_that_gets_more_is_recorded_in_a_second_store(
+    tmp_path: Path,
+) -> None:
     def build(*layers: nn.Module) -> nn.Module:
         return nn.Sequential(*layers).eval()
 
@@ -120,7 +122,7 @@ def test_model_that_has_heads_and_gets_others(tmp_path: Path) -> None:
     assert "out" not in recorded[0].attrs
 
 
-def test_a_watcher_that_is_not_there(
+def test_a_missing_watcher_is_reported(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     list(

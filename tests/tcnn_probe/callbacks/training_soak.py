@@ -1,10 +1,10 @@
-"""Fine-tuning runs that are killed at any moment, resumed, read meanwhile and recorded anew; all is compared.
+"""Fine-tuning runs that are killed at any moment, resumed, read meanwhile and recorded anew, and then compared.
 
     python -m tests.tcnn_probe.callbacks.training_soak --minutes 60
 
-Each round trains each kind of run to its end, through as many kills as it takes, and compares the checkpoint, the best
-weights, the table of epochs and the recording with those of a run that was never interrupted: they are equal. Then the
-finished recording is replaced with ``mode="w"``, by a process that may be killed: the old one is there, or the new.
+Each round trains each kind of run to its end, with as many kills and resumptions as it takes. The checkpoint, the best
+weights, the table of epochs and the recording must equal those of an uninterrupted run. Then a process that may be
+killed replaces the finished recording with ``mode="w"``: either the old or the new one must remain.
 """
 
 import argparse
@@ -57,14 +57,14 @@ def settings_of(kind: str, out: Path) -> Config:
 
 
 def run_to_the_end(settings: Config, tell: Tell) -> None:
-    """Begin or resume a run; tell each epoch once it is recorded."""
+    """Start or resume a run, and report each epoch once it is recorded."""
     resume = (Path(settings.out) / "config.toml").exists()
     for result in train(settings, resume=resume, progress=False):
         tell(result.epoch)
 
 
 def assert_recorded(out: Path, uninterrupted: Path, recorded: int, tell: Tell) -> None:
-    """Compare what is recorded with the uninterrupted run's; tell how many epochs there are."""
+    """Compare a recording with that of the uninterrupted run, and report its number of epochs."""
     expected = xr.open_datatree(uninterrupted / "recording.zarr", engine="zarr")
     actual = tcnn_probe.open(out / "recording.zarr")
     marks = actual.sizes["epoch"]
@@ -106,7 +106,7 @@ def assert_complete(settings: Config, uninterrupted: Path, tell: Tell) -> None:
 
 
 def record_anew(store: Path, tell: Tell) -> None:
-    """Replace a recording by one of a single mark of an untrained transformer."""
+    """Replace a recording by a new one, which has a single mark of an untrained transformer."""
     import timm
 
     model = timm.create_model(
@@ -120,20 +120,20 @@ def record_anew(store: Path, tell: Tell) -> None:
 
 
 def accuracies(store: Path, tell: Tell) -> None:
-    """Tell how many marks a recording has, and whether it is the new one."""
+    """Report the number of marks of a recording, and whether it is the new one."""
     top1 = tcnn_probe.open(store).top1.values
     tell(top1.size)
     tell(int(top1[0] == -1.0))
 
 
 class Soak:
-    """Runs of each kind, one after the other; ``counts`` of what was done."""
+    """Runs of each kind, one after the other, with ``counts`` of events."""
 
     def __init__(self, folder: Path, seed: int) -> None:
         self.folder = folder
         self.chance = random.Random(seed)
         self.counts: Counter[str] = Counter()
-        # As long as each kind takes uninterrupted, so that kills fall anywhere in it.
+        # Kills come within the time that each kind takes without interruption, so that they fall anywhere in it.
         self.seconds: dict[str, float] = {}
         for number, kind in enumerate(KINDS):
             begun = time.monotonic()
@@ -141,7 +141,7 @@ class Soak:
             self.seconds[kind] = time.monotonic() - begun
 
     def round(self) -> None:
-        """Do a run of each kind."""
+        """Run each kind once."""
         for number, kind in enumerate(KINDS):
             out = self.folder / "run"
             self.run(kind, out, self._uninterrupted(number))
@@ -159,9 +159,9 @@ class Soak:
         while marks <= LAST_EPOCH:
             trainer = Child(run_to_the_end, settings)
             time.sleep(self.chance.uniform(0, patience))
-            # A machine that has become busy would otherwise never come to the end of an epoch.
+            # On a machine that has become slower, a run would otherwise never finish an epoch.
             patience *= 1.1
-            if marks and self.chance.random() < 0.5:  # a reader beside the trainer
+            if marks and self.chance.random() < 0.5:  # a reader runs beside the trainer
                 Child(assert_recorded, out, uninterrupted, marks).end()
                 self.counts["reads beside a training"] += 1
             announced |= {*trainer.end(kill=True)}
@@ -176,15 +176,17 @@ class Soak:
                 marks = present
             else:
                 assert not announced
-        Child(run_to_the_end, settings).end()  # what the last kill left undone
+        Child(
+            run_to_the_end, settings
+        ).end()  # completes what the last kill left undone
         Child(assert_complete, settings, uninterrupted).end()
 
     def replace(self, store: Path) -> None:
-        """Record into the same store anew, perhaps killed meanwhile."""
+        """Replace a recording in its store, and sometimes kill the process meanwhile."""
         recorder = Child(record_anew, store)
         recorder.numbers(1)
         time.sleep(self.chance.uniform(0, 0.3))
-        # Some are left to end, so that both outcomes occur.
+        # Some processes may finish, so that both outcomes occur.
         recorder.end(kill=self.chance.random() < 0.7)
         marks, is_new = Child(accuracies, store).end()
         assert marks == (1 if is_new else LAST_EPOCH + 1)
@@ -195,7 +197,7 @@ class Soak:
 
 
 def main(minutes: float, seed: int) -> None:
-    """Do rounds, and print what was done; after a failure the folder stays."""
+    """Run rounds and print the counts; after a failure the folder is kept."""
     torch.set_num_threads(1)
     folder = Path(tempfile.mkdtemp())
     end = time.monotonic() + 60 * minutes

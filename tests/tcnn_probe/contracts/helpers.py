@@ -1,4 +1,4 @@
-"""A small vision transformer, its attention written out in float64, and all that a recorder could leave behind."""
+"""Small vision transformer, its attention written out in float64, and everything that a recorder could leave behind."""
 
 import multiprocessing
 import os
@@ -31,8 +31,8 @@ __all__ = [
 
 
 def fresh_processes(count: int) -> Pool:
-    """Processes that have imported torch and ours, and done nothing; imported once for all of them."""
-    # gloo looks for an interface by the host's name, which need not resolve.
+    """Return a pool of processes that have imported torch and this package, once for all, and done nothing else."""
+    # gloo looks up an interface by the host's name, which may not resolve.
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["tests.tcnn_probe.contracts.ranks"])
@@ -40,7 +40,7 @@ def fresh_processes(count: int) -> Pool:
 
 
 def vit(seed: int = 0, **options: Any) -> VisionTransformer:
-    """Two blocks of 3 heads on 1 + 5 x 7 tokens, with peaked attention that differs between the heads."""
+    """Return two blocks of 3 heads on 1 + 5 x 7 tokens, with peaked attention that differs between the heads."""
     torch.manual_seed(seed)
     model = VisionTransformer(
         img_size=(20, 28),
@@ -54,7 +54,7 @@ def vit(seed: int = 0, **options: Any) -> VisionTransformer:
     )
     with torch.no_grad():
         for block in model.blocks:
-            # timm's initial weights give attention so even that a wrong entropy would hardly differ.
+            # With timm's initial weights, attention is so uniform that a wrong entropy would hardly differ.
             block.attn.qkv.weight.normal_(std=0.7)
             block.attn.qkv.bias.normal_()
     return model.eval()
@@ -65,7 +65,7 @@ def images(count: int = 3, seed: int = 0) -> Tensor:
 
 
 def entropy(attention: Attention, tokens: Tensor) -> Tensor:
-    """Entropies of a layer given its input (B, N, C): mean over queries, (B, heads), in float64 throughout."""
+    """Return entropies (B, heads) of a layer for its input (B, N, C), as means over queries, in float64."""
     weight = attention.qkv.weight.detach().double()
     bias = attention.qkv.bias.detach().double()
     q, k, _ = (
@@ -78,11 +78,11 @@ def entropy(attention: Attention, tokens: Tensor) -> Tensor:
 
 
 def entropies(model: nn.Module, x: Tensor) -> Tensor:
-    """Return (layers, heads) entropies, means over images and queries, of inputs that replaced forwards see."""
+    """Return entropies (layers, heads) as means over images and queries, for the inputs of the layers in a forward."""
     layer_entropies: list[Tensor] = []
     layers = [module for module in model.modules() if isinstance(module, Attention)]
     for layer in layers:
-        # Replaced, not hooked: hooks are what the recorder uses, and what is tested.
+        # Forwards are replaced instead of hooked, because the recorder's hooks are under test.
         def forward(
             tokens: Tensor, *args: Any, layer: Any = layer, **kwargs: Any
         ) -> Tensor:
@@ -105,7 +105,7 @@ def check_entropies(
     mark: int = -1,
     images: int | None = None,
 ) -> None:
-    """Check a mark's number of images and its entropies, (layers, heads), to float32 of logits up to 10."""
+    """Check a mark's number of images and its entropies (layers, heads), up to the rounding of logits in float32."""
     ds = recorder.dataset.isel(epoch=mark)
     torch.testing.assert_close(
         torch.as_tensor(ds.entropy.values), expected, rtol=1e-5, atol=1e-6
@@ -115,7 +115,7 @@ def check_entropies(
 
 
 def recorded(model: nn.Module, *batches: Any, **options: Any) -> tcnn_probe.Recorder:
-    """Return a recorder after an epoch; a tuple is a batch of several inputs."""
+    """Return a recorder after one epoch; a tuple is a batch of several inputs."""
     with torch.no_grad(), tcnn_probe.record(model, **options) as recorder:
         for batch in batches:
             model(*batch) if isinstance(batch, tuple) else model(batch)
@@ -123,11 +123,11 @@ def recorded(model: nn.Module, *batches: Any, **options: Any) -> tcnn_probe.Reco
     return recorder
 
 
-_PLAIN = (dict, set, list, tuple)  # which torch.export makes anew
+_PLAIN = (dict, set, list, tuple)  # torch.export creates these anew
 
 
 class Trace:
-    """Everything in a model, and in torch itself, that a recorder could leave changed; objects by their identity."""
+    """Everything in a model and in torch that a recorder could leave changed, with objects by identity."""
 
     def __init__(self, model: nn.Module) -> None:
         modules = dict(model.named_modules())
@@ -147,7 +147,7 @@ class Trace:
             for key, value in vars(module).items()
             if isinstance(value, _PLAIN) and key not in ("_parameters", "_buffers")
         }
-        # In order.
+        # Hooks are compared in order.
         self.hooks = {
             place: value for place, value in containers.items() if "hooks" in place[1]
         }
@@ -164,7 +164,7 @@ class Trace:
                 None if not p._backward_hooks else list(p._backward_hooks.items()),
                 [
                     key for key in vars(p) if not key.startswith("_dynamo")
-                ],  # a mark that torch.compile leaves
+                ],  # torch.compile leaves this mark
             )
             for name, p in model.named_parameters()
         }
@@ -186,8 +186,8 @@ class Trace:
 
 
 def global_state() -> dict[str, Any]:
-    """Hooks on all modules, modes and switches of torch, as they are in this thread."""
-    # torch keeps hooks on all modules in private dicts, which it names so.
+    """Return the hooks on all modules, the modes and the switches of torch in this thread."""
+    # torch keeps hooks on all modules in private dicts with such names.
     hooks = {
         name: list(value.items())
         for name, value in vars(global_hooks).items()
@@ -199,13 +199,13 @@ def global_state() -> dict[str, Any]:
         **hooks,
         "function modes": list(_get_current_function_mode_stack()),
         "dispatch modes": list(_get_current_dispatch_mode_stack()),
-        # While one is True, torch.compile leaves all code as it is.
+        # While one of these flags is True, torch.compile compiles nothing.
         "flags of modes": [
             value
             for name, value in vars(_python_dispatch).items()
             if name.startswith("_is_in_") and value
         ],
-        # Of torch 2.15: what is compiled runs eagerly.
+        # In torch 2.15, compiled functions run eagerly inside such a mode.
         "eager modes": getattr(eager, "depth", 0),
         "grad": torch.is_grad_enabled(),
         "inference": torch.is_inference_mode_enabled(),
@@ -216,7 +216,7 @@ def global_state() -> dict[str, Any]:
 
 
 def clean() -> bool:
-    """Return whether torch is as a fresh interpreter has it."""
+    """Return whether torch is in the state of a new interpreter."""
     return not any(
         value
         for name, value in global_state().items()

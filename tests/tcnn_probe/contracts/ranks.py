@@ -1,4 +1,4 @@
-"""Scenarios that each process of test_processes.py runs, a function for each."""
+"""Scenarios that each process of test_processes.py runs, as one function each."""
 
 import re
 import warnings
@@ -31,7 +31,7 @@ from tests.tcnn_probe.probes.class_attention_models import (
     truth,
 )
 
-# Unequal shares: a mean of the ranks' means would be another number.
+# Unequal numbers of images make a mean of the ranks' means differ from the mean.
 COUNTS = 3, 2  # images of rank 0 and of rank 1
 
 
@@ -40,7 +40,7 @@ def images_of_rank(x: Tensor, rank: int) -> Tensor:
 
 
 def raises(action: Any, what: str) -> None:
-    """On this rank, with these words."""
+    """Assert that an action raises on this rank with the given words."""
     with pytest.raises(Exception, match=re.escape(what)):
         action()
 
@@ -50,19 +50,19 @@ def wrapped(kind: str, model: nn.Module) -> nn.Module:
         return DistributedDataParallel(model)
     mesh = init_device_mesh("cpu", (2,))
     if kind == "fully_shard":
-        # Each block by itself and then the whole, as torch's own guide does.
+        # Blocks are wrapped before the whole, as in torch's own guide.
         for block in model.children() if isinstance(model, Chain) else model.blocks:
             fully_shard(block, mesh=mesh)
         return fully_shard(model, mesh=mesh)
-    # Without use_orig_params parameters are flattened, and heads cannot be told apart in them.
+    # Without use_orig_params, parameters are flattened, and heads cannot be separated in them.
     return FullyShardedDataParallel(
         model, device_id=torch.device("cpu"), use_orig_params=True
     )
 
 
 def values(rank: int, folder: Path) -> None:
-    """Sums over the ranks' images are those of one process, in training too; layers have the model's own names."""
-    # A second epoch with other images, which the first one's sums must not enter.
+    """Check that sums over the ranks' images equal those of one process, and that layers have the model's names."""
+    # The second epoch has other images, and must not include sums of the first one.
     x = images(5)
     second = images(5, seed=1)
     expected = [entropies(vit(), batch) for batch in (x, second)]
@@ -91,7 +91,7 @@ def values(rank: int, folder: Path) -> None:
         if kind != "fsdp":
             model = wrapped(kind, vit()).train()
             with tcnn_probe.record(model, when="train") as recorder:
-                # Two steps before a mark: images count twice.
+                # There are two steps before a mark, so that images count twice.
                 for _ in range(2):
                     model(images_of_rank(x, rank)).sum().backward()
                 recorder.mark(epoch=0)
@@ -100,9 +100,9 @@ def values(rank: int, folder: Path) -> None:
 
 
 def resume(rank: int, folder: Path) -> None:
-    """Two ranks resume a recording, whatever the model was wrapped in before."""
+    """Check that two ranks resume a recording, whatever the model was wrapped in before."""
     x = images(5)
-    # Begun by one process without ranks, then resumed by two.
+    # One process without ranks starts the recording, and two ranks resume it.
     if rank == 0:
         model = vit()
         with tcnn_probe.record(
@@ -132,10 +132,10 @@ def resume(rank: int, folder: Path) -> None:
 
 
 def parameters(rank: int, folder: Path) -> None:
-    """Read off sharded parameters by all ranks together."""
+    """Check statistics of sharded parameters, which all ranks compute together."""
     x = torch.randn(5, 2, 7, 11, generator=torch.Generator().manual_seed(0))
     alone = Chain()
-    # Without ranks: the reference is what one process records.
+    # The reference is recorded by a single process.
     with tcnn_probe.record(alone, distributed=False) as recorder:
         alone(x)
         recorder.mark(epoch=0)
@@ -152,7 +152,7 @@ def parameters(rank: int, folder: Path) -> None:
                         torch.as_tensor(ds[name].values)
                         for ds in (recorder.dataset, expected)
                     )
-                    # Ranks see the images in other batches than one process: float32 sums in another order.
+                    # Ranks have other batches than one process, so float32 sums have another order.
                     torch.testing.assert_close(
                         actual,
                         reference,
@@ -164,7 +164,7 @@ def parameters(rank: int, folder: Path) -> None:
 
 
 def classes(rank: int, folder: Path) -> None:
-    """Maps of the best classes are of rank 0's images, whatever the model is wrapped in; entropies of all images."""
+    """Check that maps of the best classes are of rank 0's images, and entropies of all images."""
     x = pictures(5)
     maps, scores = truth(network(), x)
     for kind in ("ddp", "fully_shard"):
@@ -175,7 +175,7 @@ def classes(rank: int, folder: Path) -> None:
             recorder.mark(epoch=0)
             if rank == 0:
                 ds = classes_of(recorder.tree).isel(epoch=0)
-                # Rank 0 has three images of the four that are asked for; the fourth stays empty.
+                # Rank 0 has three of the four requested images, and the fourth stays empty.
                 assert ds.class_index.isel(**{"class": 0}).values.tolist() == [
                     *scores[:3].argmax(1),
                     -1,
@@ -191,12 +191,12 @@ def classes(rank: int, folder: Path) -> None:
 
 
 def errors(rank: int, folder: Path) -> None:
-    """An error on one rank is raised on all, and nobody waits for ever."""
+    """Check that an error on one rank is raised on all, and that no rank waits for ever."""
     x = images_of_rank(images(5), rank)
     (folder / "notes").mkdir(exist_ok=True)
-    # Both ranks write the same file, so that it does not matter which is first.
+    # Both ranks write the same file, so that their order does not matter.
     (folder / "notes" / "mine.txt").write_text("mine")
-    # A folder that is no store is never written into, and both ranks are told.
+    # A folder that is not a store must never be written into, and the error must reach both ranks.
     raises(lambda: tcnn_probe.record(vit(), folder / "notes"), "mine.txt")
 
     chain = folder / "chain.zarr"
@@ -206,7 +206,7 @@ def errors(rank: int, folder: Path) -> None:
             model(torch.randn(2, 2, 5, 7))
             recorder.mark(epoch=0)
     dist.barrier()
-    # Both must raise, whichever of them read the store.
+    # Both ranks must raise, whichever of them read the store.
     raises(lambda: tcnn_probe.record(vit(), chain), "another model")
 
     model = vit()
@@ -222,14 +222,14 @@ def errors(rank: int, folder: Path) -> None:
             lambda: recorder.mark(epoch=0, entropy=1.0),
             "is the name of a recorded variable",
         )
-        # Ranks that have lost step with each other.
+        # The ranks are out of step with each other.
         raises(lambda: recorder.mark(epoch=rank), "epoch 0 on rank 0, 1 on rank 1")
         recorder.mark(epoch=0)
         model(x)
         raises(lambda: recorder.mark(epoch=0), "already marked")
         put, recorder._store.append = (
             recorder._store.append,
-            # The disk of rank 0, which alone writes, is full.
+            # Only rank 0 writes, and its disk is full.
             full if rank == 0 else recorder._store.append,
         )
         raises(lambda: recorder.mark(epoch=1), "No space left")
@@ -246,10 +246,10 @@ def full(*args: Any, **kwargs: Any) -> None:
 
 
 def uneven(rank: int, folder: Path) -> None:
-    """A rank without images; and one that records by itself."""
+    """Check a rank without images, and a rank that records by itself."""
     model, x = vit(), images()
     expected = entropies(model, x)
-    # Each of the two ranks is without images in turn.
+    # Each of the two ranks in turn has no images.
     for idle in range(2):
         with tcnn_probe.record(model) as recorder:
             if rank != idle:
@@ -271,18 +271,18 @@ SCENARIOS = [values, resume, parameters, classes, errors, uneven]
 
 
 def main(rank: int, folder: Path) -> list[str]:
-    """Every scenario, in each of two processes; the names of those that passed."""
-    # Warnings of torch's own wrappers are none of the test's; errors are.
+    """Run every scenario in each of two processes, and return the names of those that passed."""
+    # Warnings of torch's wrappers are ignored, but errors are not.
     warnings.simplefilter("ignore")
-    # Two ranks share the cores with whatever else is tested.
+    # Two ranks share the cores with other tests.
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo",
-        # A file to meet at needs no free port.
+        # A file as meeting point needs no free port.
         init_method=f"file://{folder / 'meet'}",
         rank=rank,
         world_size=2,
-        # Ranks that wait for each other fail soon.
+        # A rank that waits for another one must fail soon.
         timeout=timedelta(seconds=20),
     )
     passed = []

@@ -1,4 +1,4 @@
-"""Ways to call a model: in parts, twice, by itself, by several recorders, under checkpointing."""
+"""Ways to call a model: in parts, twice, by itself, with several recorders, under checkpointing."""
 
 from collections.abc import Callable, Iterator
 
@@ -31,12 +31,12 @@ def test_several_recorders_removed_in_any_order(first: int) -> None:
     ]
     attached = list(recorders)
     for epoch in range(2):
-        # Two forwards, of which every=2 takes the first.
+        # There are two forwards, and every=2 takes the first.
         model(images())
         model(images())
         for recorder in attached:
             recorder.mark(epoch=epoch)
-        # One after each epoch, in another order for each ``first``.
+        # One recorder is removed after each epoch, in an order that depends on ``first``.
         attached.remove(recorders[(first + epoch) % 3])
         recorders[(first + epoch) % 3].remove()
     recorders[(first + 2) % 3].remove()
@@ -53,7 +53,7 @@ def test_several_recorders_removed_in_any_order(first: int) -> None:
 
 
 def test_attached_and_removed_in_the_middle_of_a_forward() -> None:
-    """The one that is removed has nothing of it, the one that is attached begins with the next."""
+    """A recorder removed during a forward records nothing of it; one attached during a forward starts with the next."""
     model = vit()
     before = Trace(model)
     late = list[tcnn_probe.Recorder]()
@@ -89,7 +89,7 @@ def test_parts_called_instead_of_the_model(what: str) -> None:
             model.forward_head(model.forward_features(x))
         elif what == "blocks":
             model.norm(model.blocks(tokens))
-        else:  # no direct part of the model: nobody looks
+        else:  # recorders do not watch calls of indirect parts
             model.blocks[1](model.blocks[0](tokens))
             with pytest.raises(RuntimeError, match="nothing to mark"):
                 recorder.mark(epoch=0)
@@ -99,10 +99,10 @@ def test_parts_called_instead_of_the_model(what: str) -> None:
 
 
 @pytest.mark.parametrize("training", [False, True])
-def test_the_flag_of_the_whole_model_decides(training: bool) -> None:
-    """Flags of its parts, which users set for frozen layers or forget, do not count."""
+def test_the_mode_of_the_whole_model_decides(training: bool) -> None:
+    """Modes of its parts, which users set for frozen layers or forget, do not count."""
     model = vit().train(training)
-    # The opposite flag in one part.
+    # One part has the opposite mode.
     model.blocks[0].train(not training)
     modes = [module.training for module in model.modules()]
     with tcnn_probe.record(model, when="train" if training else "eval") as recorder:
@@ -113,12 +113,12 @@ def test_the_flag_of_the_whole_model_decides(training: bool) -> None:
 
 
 class Around(nn.Module):
-    """Two attention layers, called as each test wants."""
+    """Two attention layers, which each test calls as it needs."""
 
     def __init__(self, forward: Callable[["Around", Tensor], Tensor]) -> None:
         super().__init__()
         blocks = vit().blocks
-        self.parts = nn.Module()  # which is never called itself
+        self.parts = nn.Module()  # this container is never called
         self.parts.one = blocks[0].attn
         self.parts.two = blocks[1].attn
         self._how = forward
@@ -135,8 +135,8 @@ class Around(nn.Module):
 TOKENS = torch.randn(3, 7, 12, generator=torch.Generator().manual_seed(0))
 
 
-def test_layer_called_twice_in_a_forward() -> None:
-    """Each call counts: the mean is over both, ``images`` is twice as many. A shared layer has its first name."""
+def test_layer_called_twice_in_a_forward_counts_twice() -> None:
+    """The mean is over both calls, and ``images`` is twice as many. A shared layer has its first name."""
     model = Around(lambda parts, x: parts.two(parts.one(x) + parts.one(0.3 * x)))
     model.parts.again = model.parts.one
     expected = (
@@ -147,7 +147,7 @@ def test_layer_called_twice_in_a_forward() -> None:
         recorder.mark(epoch=0)
         assert recorder.layers == ("parts.one", "parts.two")
         assert recorder.dataset.images.values.tolist() == [[6, 3]]
-        # The second layer is not in question here: its own number stands in for it.
+        # The second layer is not under test, so its own number serves as the expected one.
         check_entropies(
             recorder,
             torch.stack(
@@ -158,7 +158,7 @@ def test_layer_called_twice_in_a_forward() -> None:
 
 def test_model_that_calls_itself() -> None:
     model = Around(lambda parts, x: parts.two(parts.one(x)))
-    # The tokens, half of them and a quarter of them.
+    # The layer sees the tokens, half of them and a quarter of them.
     by_depth = [entropy(model.parts.one, TOKENS * 0.5**depth) for depth in range(3)]
     expected = torch.stack(by_depth).mean((0, 1))
     before = Trace(model)
@@ -173,7 +173,9 @@ def test_model_that_calls_itself() -> None:
     assert before == Trace(model)
 
 
-def test_called_in_the_handler_of_an_error_and_from_a_generator_that_is_left() -> None:
+def test_recording_in_the_handler_of_an_error_and_after_an_abandoned_generator() -> (
+    None
+):
     def outputs(model: nn.Module) -> Iterator[Tensor]:
         while True:
             yield model(images())
@@ -187,14 +189,14 @@ def test_called_in_the_handler_of_an_error_and_from_a_generator_that_is_left() -
         stream = outputs(model)
         next(stream)
         next(stream)
-        # Closed between two forwards, at its yield.
+        # The generator is closed at its yield, between two forwards.
         stream.close()
         recorder.mark(epoch=0)
     assert recorder.dataset.images.values.tolist() == [[9, 9]]
 
 
 class Inside(nn.Module):
-    """A model whose inner model is checkpointed as a whole."""
+    """Model whose inner model is checkpointed as a whole."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -225,7 +227,7 @@ def test_checkpointing_counts_nothing_twice(how: str) -> None:
             recorder.mark(epoch=epoch)
             check_entropies(recorder, expected, images=3)
     assert before == Trace(model)
-    # The same passes without a recorder: gradients equal to the last bit.
+    # Without a recorder, the same passes must give gradients that are equal bit for bit.
     alone, call = checkpointed(how)
     for _ in range(2):
         call(x).sum().backward()

@@ -1,4 +1,4 @@
-"""torch.compile: attach first, compile then; recorded forwards run uncompiled, all others as if nobody were there."""
+"""torch.compile after attaching: recorded forwards run uncompiled, and all others as if there were no recorder."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -18,24 +18,24 @@ from tests.tcnn_probe.contracts.helpers import (
     vit,
 )
 
-# torch._dynamo hides this warning of its own, which a filter that raises undoes.
+# torch._dynamo suppresses this warning of its own, but a filter that raises brings it back.
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
 
 
-# torch 2.8 compiles a forward no more once it was recorded through the compiled wrapper.
+# torch 2.8 does not compile a forward any more once it has been recorded through the compiled wrapper.
 OLD = torch.__version__ < (2, 9)
 
 
 @pytest.fixture(autouse=True)
 def fresh() -> Iterator[None]:
-    # Graphs of other tests count against dynamo's limit of recompilations.
+    # Graphs of other tests would count towards dynamo's limit of recompilations.
     torch._dynamo.reset()
     yield
     torch._dynamo.reset()
 
 
 class Counting:
-    """A backend that compiles nothing, counts graphs and their runs."""
+    """Backend that compiles nothing, and counts graphs and their runs."""
 
     def __init__(self) -> None:
         self.graphs = self.runs = 0
@@ -96,7 +96,7 @@ def test_a_compiled_model_is_refused(what: str) -> None:
     ],
 )
 @pytest.mark.parametrize("what", ["a part", "a part in place"])
-def test_parts_may_be_compiled_before(what: str, fullgraph: bool) -> None:
+def test_parts_may_be_compiled_before_attaching(what: str, fullgraph: bool) -> None:
     plain, x, backend = vit(), images(), Counting()
     model = compiled(what, backend, fullgraph=fullgraph)
     before = Trace(model)
@@ -111,7 +111,7 @@ def test_parts_may_be_compiled_before(what: str, fullgraph: bool) -> None:
         features = recorder.tree["features"].dataset
         assert (
             features["images"] == 3
-        ).all()  # a wrapper is no second call of the layer
+        ).all()  # a wrapper is not a second call of the layer
         maps = tcnn_probe.attention_maps(model, x, queries="class")
         of_plain = tcnn_probe.attention_maps(plain, x, queries="class")
         xr.testing.assert_equal(maps["3x5x7"].dataset, of_plain["3x5x7"].dataset)
@@ -147,7 +147,7 @@ def through(model: nn.Module, way: str, backend: Any, **options: Any) -> nn.Modu
         ("part", "train"),
     ],
 )
-def test_compiled_after_attaching(way: str, first: str) -> None:
+def test_model_may_be_compiled_after_attaching(way: str, first: str) -> None:
     original, x = vit(), images()
     expected = entropies(original, x)
     logits = original(x)
@@ -157,7 +157,7 @@ def test_compiled_after_attaching(way: str, first: str) -> None:
         for epoch in range(2):
             if first == "train" or epoch:
                 model.train()
-                # The first pass compiles, and the second runs what was compiled.
+                # The first pass compiles, and the second runs the compiled graph.
                 for _ in range(2):
                     model(x).sum().backward()
             model.eval()
@@ -194,9 +194,9 @@ def test_training_forwards_stay_compiled_in_one_graph() -> None:
     assert backend.runs == (3 if OLD else 5)
 
 
-def test_what_is_compiled_after_a_recorder_and_a_stream() -> None:
+def test_model_compiled_after_a_recorder_and_a_stream_have_ended() -> None:
     original, x = vit(), images()
-    # From the first compiled function on, recorded forwards keep torch from compiling.
+    # Once a function has been compiled, recorded forwards stop torch from compiling.
     torch.compile(nn.Linear(2, 2), backend=Counting())(torch.ones(2))
     with (
         tcnn_probe.record(original) as recorder,
@@ -207,11 +207,11 @@ def test_what_is_compiled_after_a_recorder_and_a_stream() -> None:
     backend = Counting()
     torch.compile(original, backend=backend)(x)
     assert backend.graphs == 1
-    # Of the flags by which torch 2.8 is kept from compiling, torch 2.15 only keeps count.
+    # torch 2.8 uses flags to stop compiling, of which torch 2.15 only keeps a count.
     assert clean()
 
 
-def test_fullgraph_of_the_forward() -> None:
+def test_fullgraph_with_recorded_forwards() -> None:
     model, x = vit(), images()
     expected = entropies(model, x)
     backend = Counting()
@@ -223,9 +223,9 @@ def test_fullgraph_of_the_forward() -> None:
         assert backend.graphs == 1
         assert backend.runs == 2
         model.eval()
-        model(x)  # the original: it shares the weights
+        model(x)  # the original, which shares the weights
         recorder.mark(epoch=0)
-        # fullgraph refuses the break that a recorded forward is.
+        # A recorded forward is a graph break, which fullgraph refuses.
         with torch.compiler.set_stance("force_eager"):
             compiled(x)
         recorder.mark(epoch=1)

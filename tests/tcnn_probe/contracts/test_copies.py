@@ -1,4 +1,4 @@
-"""Copies of a model that is being recorded work, record nothing, and carry nothing with them; memory does not grow."""
+"""Copies of a recorded model work, record nothing and keep nothing of the recorder; memory does not grow."""
 
 import copy
 import gc
@@ -57,11 +57,11 @@ def test_copies_record_nothing(make: Callable[[nn.Module], nn.Module]) -> None:
     expected = entropies(model, images())
     logits = model(images())
     before = Trace(model)
-    # The probe of gradients has hooks on parameters, which a copy could carry along.
+    # The probe of gradients has hooks on parameters, which a copy could keep.
     with tcnn_probe.record(
         model, probes=[*tcnn_probe.DEFAULT, "gradient"], when="always"
     ) as recorder:
-        # A key of the recorder's would be in every checkpoint.
+        # If the recorder added a key, every checkpoint would contain it.
         assert [*model.state_dict()] == [*before.state]
         twin = make(model).eval()
         torch.testing.assert_close(twin(images()), logits)
@@ -82,7 +82,7 @@ def test_copies_record_nothing(make: Callable[[nn.Module], nn.Module]) -> None:
     assert clean()
 
 
-def test_copy_can_be_recorded_itself() -> None:
+def test_a_copy_can_be_recorded() -> None:
     model = vit()
     with tcnn_probe.record(model) as outer:
         twin = copy.deepcopy(model)
@@ -105,7 +105,7 @@ def test_memory_does_not_grow() -> None:
     model = vit().train()
     with tcnn_probe.record(model, when="train", images=[0]) as recorder:
         held = []
-        # After two forwards all that is kept for good is there.
+        # After two forwards, everything that is kept permanently exists.
         for forwards in (2, 11):
             for _ in range(forwards):
                 model(images()).sum().backward()
@@ -116,14 +116,14 @@ def test_memory_does_not_grow() -> None:
         recorder.mark(epoch=0)
 
 
-def test_no_cycle_keeps_a_forward_or_the_model_alive() -> None:
-    """Without the garbage collector activations go when the forward ends; with it, recorder and model together."""
+def test_no_reference_cycle_keeps_a_forward_or_the_model_alive() -> None:
+    """Activations are freed at the end of a forward without the garbage collector, and recorder and model with it."""
     model, x = vit(), images()
     with tcnn_probe.record(model) as recorder:
         model(x)
         gc.collect()
         before = tensors()
-        # Reference counts alone have to free the activations.
+        # Reference counts alone must free the activations.
         gc.disable()
         try:
             for _ in range(5):

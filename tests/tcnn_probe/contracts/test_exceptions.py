@@ -1,4 +1,4 @@
-"""An exception anywhere: it passes through, nothing is left behind, and who catches it can go on."""
+"""An exception anywhere passes through and leaves nothing behind, and recording can continue after it is caught."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -22,7 +22,7 @@ from tests.tcnn_probe.contracts.helpers import (
 
 
 class Bomb:
-    """A hook that raises while it is armed."""
+    """Hook that raises while it is armed."""
 
     def __init__(self, error: type[BaseException]) -> None:
         self.error = error
@@ -34,7 +34,7 @@ class Bomb:
 
 
 def in_attention(model: nn.Module, bomb: Bomb) -> None:
-    # Unfused, so that a hook can raise between the softmax and its product with the values.
+    # Attention is not fused, so that a hook can raise between the softmax and the product with the values.
     model.blocks[1].attn.fused_attn = False
     model.blocks[1].attn.attn_drop.register_forward_hook(bomb)
 
@@ -54,7 +54,7 @@ PLACES: dict[str, Callable[[nn.Module, Bomb], object]] = {
     ("place", "error"),
     [*((place, ValueError) for place in PLACES), ("in attention", KeyboardInterrupt)],
 )
-def test_in_a_forward_caught_and_not(place: str, error: type[BaseException]) -> None:
+def test_exception_in_a_forward(place: str, error: type[BaseException]) -> None:
     model = vit()
     bomb = Bomb(error)
     second_model = vit(seed=1)
@@ -65,10 +65,11 @@ def test_in_a_forward_caught_and_not(place: str, error: type[BaseException]) -> 
         for epoch in range(2):
             bomb.armed = True
             with pytest.raises(error, match="boom"):
-                # Another number of other images than those that count: none of them may be left.
+                # This forward has other images, and more of them, than the forward that counts, so that leftovers would
+                # show.
                 model(images(7, seed=2))
             bomb.armed = False
-            second_model(images(2))  # what runs now is another model
+            second_model(images(2))  # another model runs next
             model(images(5, seed=1))
             assert global_state() == before.torch
             recorder.mark(epoch=epoch)
@@ -83,7 +84,7 @@ def test_in_a_forward_caught_and_not(place: str, error: type[BaseException]) -> 
 @pytest.mark.parametrize(
     "error", [ValueError, KeyboardInterrupt, SystemExit, GeneratorExit]
 )
-def test_of_user_code_and_of_hooks_added_while_recording(
+def test_exception_in_user_code_and_in_hooks_added_while_recording(
     error: type[BaseException],
 ) -> None:
     model = vit()
@@ -91,7 +92,7 @@ def test_of_user_code_and_of_hooks_added_while_recording(
     before = Trace(model)
     with pytest.raises(error, match="mine"), tcnn_probe.record(model) as recorder:  # noqa: PT012
         handles = [
-            # Before the recorder's own hooks, and after them.
+            # Hooks run before the recorder's own and after them.
             model.register_forward_pre_hook(bomb, prepend=True),
             model.register_forward_hook(bomb),
         ]
@@ -108,7 +109,7 @@ def test_of_user_code_and_of_hooks_added_while_recording(
     assert recorder.dataset.images.values.tolist() == [[3, 3]]
 
 
-def test_refused_or_failing_record_leaves_nothing(
+def test_record_that_is_refused_or_fails_leaves_nothing_behind(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = vit()
@@ -121,7 +122,7 @@ def test_refused_or_failing_record_leaves_nothing(
     def fail(*args: Any, **kwargs: Any) -> None:
         raise MemoryError("no room for a hook")
 
-    # The last block's neighbour: hooks of earlier modules are on by then.
+    # This module comes after the last block, so that hooks of earlier modules are registered by then.
     monkeypatch.setattr(type(model.norm), "register_forward_hook", fail)
     with pytest.raises(MemoryError, match="no room"):
         tcnn_probe.record(model, tmp_path / "run.zarr")
@@ -130,7 +131,7 @@ def test_refused_or_failing_record_leaves_nothing(
 
 
 def probe_that_fails_in(function: str, bomb: Bomb) -> tcnn_probe.Probe:
-    """A probe of the attention layers, one of whose functions is the bomb."""
+    """Return a probe of the attention layers with one function that is the bomb."""
 
     def number(call: Any) -> dict[str, Tensor]:
         if function in ("measure", "attention"):
@@ -172,7 +173,7 @@ def probe_that_fails_in(function: str, bomb: Bomb) -> tcnn_probe.Probe:
         ("state", ValueError),
     ],
 )
-def test_in_a_probe(function: str, error: type[BaseException]) -> None:
+def test_exception_in_a_probe(function: str, error: type[BaseException]) -> None:
     model = vit()
     bomb = Bomb(error)
     before = Trace(model)
@@ -188,7 +189,7 @@ def test_in_a_probe(function: str, error: type[BaseException]) -> None:
             for note in caught.value.__notes__
         )
         bomb.armed = False
-        # Where reading the parameters fails, the forwards are kept, and the epoch can be marked again.
+        # If reading the parameters fails, the forwards are kept, and the epoch can be marked again.
         if function != "state":
             model(images())
         recorder.mark(epoch=0)

@@ -1,4 +1,4 @@
-"""Models with higher-order operators run as they do alone, also those that compile themselves; flex is recorded."""
+"""Models with higher-order operators, or that compile themselves, run as they do alone; flex_attention is recorded."""
 
 from collections.abc import Callable
 from typing import Any
@@ -18,7 +18,7 @@ from tests.tcnn_probe.contracts.helpers import Trace, clean, images, vit
 
 
 class FlexAttention(nn.Module):
-    """ALiBi-like attention of 3 heads, as a user writes it."""
+    """ALiBi-like attention of 3 heads, as users write it."""
 
     num_heads = 3
 
@@ -40,7 +40,7 @@ class FlexAttention(nn.Module):
 
 
 class Around(nn.Module):
-    """An operator around an attention layer."""
+    """Attention layer inside an operator."""
 
     def __init__(self, operator: Callable[..., Tensor], inner: nn.Module) -> None:
         super().__init__()
@@ -150,7 +150,7 @@ OPERATORS = {
 
 
 class Inner(nn.Module):
-    """Layer that torch.export takes."""
+    """Layer that torch.export accepts."""
 
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()
@@ -167,23 +167,23 @@ WITHOUT_GRADIENTS = ("cond", "cond around", "while_loop", "scan", "map")
 @pytest.mark.filterwarnings(
     "ignore:.*flex_attention called without torch.compile",
     "ignore::DeprecationWarning",
-    # torch._dynamo hides this warning of its own, which a filter that raises undoes.
+    # torch._dynamo suppresses this warning of its own, but a filter that raises brings it back.
     "ignore:The .grad attribute of a Tensor",
-    # Of torch's own: without gradients, and in torch.func.jvp.
+    # torch gives this warning without gradients, and in torch.func.jvp.
     "ignore:None of the inputs have requires_grad",
-    # "deprecated", and on Python 3.14 "not supported".
+    # The warning says "deprecated", and on Python 3.14 "not supported".
     "ignore:`torch.jit.script` is:FutureWarning",
 )
 @pytest.mark.parametrize(
     "kind", ["flex", "compiled flex", "fullgraph flex", *OPERATORS]
 )
-def test_runs_as_it_does_alone(kind: str) -> None:
+def test_recorded_model_runs_as_it_does_alone(kind: str) -> None:
     model, x = vit(), images()
     block = model.blocks[1]
     is_flex = "flex" in kind
     if is_flex:
         attend = (
-            # Traced by dynamo, without the C++ compiler that inductor needs.
+            # dynamo traces it, without the C++ compiler that inductor needs.
             flex_attention
             if kind == "flex"
             else torch.compile(
@@ -196,11 +196,11 @@ def test_runs_as_it_does_alone(kind: str) -> None:
         block.attn = Around(
             of_nothing, torch.export.export(Inner(block.attn), (tokens,)).module()
         )
-        for module in model.modules():  # these refuse eval()
+        for module in model.modules():  # exported modules refuse eval()
             module.training = False
     else:
         block.attn = Around(OPERATORS[kind], block.attn)
-    # On a CPU flex_attention has no backward pass, and in torch 2.8 some operators have none at all.
+    # flex_attention has no backward pass on a CPU, and some operators have none in torch 2.8.
     has_gradients = not is_flex and not (OLD and kind in WITHOUT_GRADIENTS)
     for gradients in (False, True)[: 1 + has_gradients]:
         with torch.set_grad_enabled(gradients):
@@ -209,7 +209,7 @@ def test_runs_as_it_does_alone(kind: str) -> None:
 
 
 def gradients_of(model: nn.Module, output: Tensor) -> list[Tensor | None]:
-    output.square().sum().backward()  # torch.autograd.grad is not for reentrant checkpoints
+    output.square().sum().backward()  # torch.autograd.grad does not support reentrant checkpoints
     gradients = [parameter.grad for parameter in model.parameters()]
     model.zero_grad()
     return gradients
@@ -220,12 +220,12 @@ def check_as_alone(model: nn.Module, x: Tensor, kind: str, *, gradients: bool) -
     expected = model(x)
     before = Trace(model)
     slopes = gradients_of(model, expected) if gradients else []
-    # The layer that holds the operator is listened to, and is not.
+    # The layer that holds the operator is recorded, and then it is not.
     for layers in (None, ["blocks.0.attn"]):
         with tcnn_probe.record(model, layers=layers) as recorder:
             output = model(x)
             recorder.mark(epoch=0)
-        # Bit for bit: a recorder only listens.
+        # Equal bit for bit, as a recorder only observes.
         torch.testing.assert_close(output, expected, rtol=0, atol=0)
         if gradients:
             torch.testing.assert_close(gradients_of(model, output), slopes)

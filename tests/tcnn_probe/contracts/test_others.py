@@ -1,4 +1,4 @@
-"""Other people's hooks, modes, tracers and transforms do with a recorded model what they do with any other."""
+"""Hooks, modes, tracers and transforms of other code treat a recorded model like any other."""
 
 import contextlib
 from collections.abc import Callable
@@ -25,7 +25,7 @@ from tests.tcnn_probe.contracts.helpers import (
 
 
 @pytest.mark.filterwarnings("ignore:.*nothing was marked:RuntimeWarning")
-def test_hooks_of_others_fire_in_their_order() -> None:
+def test_hooks_of_the_user_run_in_their_order() -> None:
     def fire(model: nn.Module) -> list[str]:
         fired: list[str] = []
         model.register_forward_pre_hook(lambda *_: fired.append("model pre"))
@@ -54,13 +54,13 @@ def test_hooks_of_others_fire_in_their_order() -> None:
     with tcnn_probe.record(model):
         assert fire(model) == expected
     again = vit()
-    # With maps too, which take another path through attention.
+    # With maps, attention is read in another way.
     with tcnn_probe.record(again, when="always", images=[0]):
         assert fire(again) == expected
 
 
 class Counter(TorchFunctionMode):
-    """A user's mode that counts what it sees."""
+    """A user's mode that counts the calls it sees."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -74,7 +74,7 @@ class Counter(TorchFunctionMode):
 
 
 class Operations(TorchDispatchMode):
-    """The same, below autograd."""
+    """A user's mode that counts the calls it sees below autograd."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -84,13 +84,13 @@ class Operations(TorchDispatchMode):
 
 
 def run_with(mode: Callable[[], Any], model: nn.Module, where: str) -> list[str]:
-    """Return the calls that a mode sees around the forward, or entered in the middle of it."""
+    """Return the calls that a mode sees if it is entered around the forward, or in the middle of it."""
     with contextlib.ExitStack() as stack:
         entered = mode()
         if where == "around":
             stack.enter_context(entered)
         else:
-            # What a hook returns replaces inputs or outputs, so it must return None.
+            # A hook's return value replaces inputs or outputs, so it must be None.
             handles = [
                 model.blocks[0].register_forward_pre_hook(
                     lambda *_: (entered.__enter__(), None)[1]
@@ -107,7 +107,7 @@ def run_with(mode: Callable[[], Any], model: nn.Module, where: str) -> list[str]
 
 @pytest.mark.parametrize("where", ["around", "inside"])
 @pytest.mark.parametrize("mode", [Counter, Operations])
-def test_modes_of_others_see_no_more_than_the_model(
+def test_modes_of_the_user_see_only_the_calls_of_the_model(
     mode: Callable[[], Any], where: str
 ) -> None:
     if mode is Operations and where == "around" and torch.__version__ < (2, 9):
@@ -137,7 +137,7 @@ def test_mode_that_stays_on_after_the_forward(mode: Callable[[], Any]) -> None:
             model(images())
             handle.remove()
             count = len(entered.calls)
-            # An operation that the mode has to see, as it is still on.
+            # The mode is still on, and must see this operation.
             torch.ones(2) + 1
             assert len(entered.calls) > count
         finally:
@@ -147,12 +147,12 @@ def test_mode_that_stays_on_after_the_forward(mode: Callable[[], Any]) -> None:
         assert recorder.dataset.images.values.tolist() == [[6, 6]]
 
 
-def test_default_device() -> None:
-    """The device of tensors that name none is the user's, not the recorder's."""
+def test_default_device_does_not_apply_to_the_recorder() -> None:
+    """The default device applies to tensors of the user only."""
     model, x = vit(), images()
     expected = entropies(model, x)
     with tcnn_probe.record(model, images=[0]) as recorder:
-        # A tensor that the recorder made without naming a device would be on meta, without values.
+        # A tensor that the recorder creates without a device would be on meta, without values.
         with torch.device("meta"):
             model(x)
         recorder.mark(epoch=0)
@@ -171,7 +171,7 @@ def by_grad(model: nn.Module) -> None:
 
 
 def by_jit_trace(model: nn.Module) -> None:
-    torch.jit.trace(model, images(), check_trace=False)  # the check is a forward
+    torch.jit.trace(model, images(), check_trace=False)  # its check would run a forward
 
 
 def by_export(model: nn.Module) -> None:
@@ -180,13 +180,13 @@ def by_export(model: nn.Module) -> None:
 
 
 def by_strict_export(model: nn.Module) -> None:
-    # It takes no hook that looks at what is outside the model; older versions of torch go round it.
+    # Strict export refuses hooks that look outside the model; older versions of torch ignore them.
     with contextlib.suppress(torch._dynamo.exc.Unsupported):
         torch.export.export(model, (images(),), strict=True)
 
 
 def by_fake_make_fx(model: nn.Module) -> None:
-    # Parameters stay real; only images are fake, for which make_fx has no public option.
+    # Parameters stay real and only images are fake, which make_fx has no public option for.
     make_fx(model, tracing_mode="fake", _allow_non_fake_inputs=True)(images())
 
 
@@ -217,11 +217,11 @@ TRANSFORMS = [
     "ignore:.*jit.*", "ignore:There is a performance drop because"
 )
 @pytest.mark.parametrize("transform", TRANSFORMS)
-def test_transforms_go_through_and_record_nothing(
+def test_transforms_work_and_record_nothing(
     transform: Callable[[nn.Module], None],
 ) -> None:
     model = vit()
-    # Its check of the size is what some tracers do not take.
+    # Some tracers do not support its check of the size.
     model.patch_embed.strict_img_size = False
     expected = entropies(model, images())
     before = Trace(model)
@@ -235,21 +235,21 @@ def test_transforms_go_through_and_record_nothing(
 
 
 @pytest.mark.filterwarnings("ignore:.*since the last mark:RuntimeWarning")
-def test_functional_call_is_a_forward() -> None:
+def test_functional_call_is_recorded_as_a_forward() -> None:
     model = vit()
     halved = {name: p / 2 for name, p in model.named_parameters()}
     with tcnn_probe.record(model) as recorder:
         torch.func.functional_call(model, halved, (images(2),))
         recorder.mark(epoch=0)
         assert recorder.dataset.images.values.tolist() == [[2, 2]]
-        # Halved logits are flatter.
+        # Halved logits make attention more uniform.
         assert bool(
             (recorder.dataset.entropy > entropies(model, images(2)).numpy()).all()
         )
 
 
 class Traceable(nn.Module):
-    """Attention that fx can trace."""
+    """Attention that torch.fx can trace."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -281,7 +281,7 @@ def test_symbolic_trace() -> None:
     assert before == Trace(model)
 
 
-def test_graphs_made_while_recording_are_those_made_alone() -> None:
+def test_graphs_traced_while_recording_are_those_without_a_recorder() -> None:
     alone = [str(node.target) for node in make_fx(vit())(images()).graph.nodes]
     model = vit()
     with tcnn_probe.record(model):
@@ -292,12 +292,12 @@ def test_graphs_made_while_recording_are_those_made_alone() -> None:
 
 @pytest.mark.filterwarnings(
     "ignore:.*torch.jit.script.*:FutureWarning"
-)  # by which torch makes tangents
+)  # torch computes tangents by it
 def test_forward_mode_differentiation() -> None:
-    """Tangents are as without a recorder, and what is measured is the primal."""
+    """Tangents are the same as without a recorder, and the primal is recorded."""
     model, x = vit(), images()
     for block in model.blocks:
-        block.attn.fused_attn = False  # whose kernel has no tangents
+        block.attn.fused_attn = False  # the fused kernel has no tangents
     expected = entropies(model, x)
     tangent = images(seed=1)
 
@@ -307,7 +307,9 @@ def test_forward_mode_differentiation() -> None:
                 model(forward_ad.make_dual(x, tangent))
             ).tangent
 
-    modes = put_on()  # where something was compiled before: under any dispatch mode torch rounds tangents otherwise
+    modes = (
+        put_on()
+    )  # after a compilation, torch rounds tangents differently under any dispatch mode
     alone = derivative()
     take_off(modes)
     with tcnn_probe.record(model, images=[0]) as recorder:

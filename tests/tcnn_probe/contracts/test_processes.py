@@ -1,4 +1,4 @@
-"""Tests in separate processes: two that record together (ranks.py), and one that has done nothing before."""
+"""Tests in separate processes: two that record together (ranks.py), and one in a new state."""
 
 from pathlib import Path
 
@@ -12,10 +12,10 @@ from tests.tcnn_probe.contracts.helpers import fresh_processes, images, vit
 
 
 @pytest.mark.skipif(not dist.is_gloo_available(), reason="torch was built without gloo")
-def test_two_ranks(tmp_path: Path) -> None:
-    """On the CPU, by gloo."""
+def test_two_ranks_record_together(tmp_path: Path) -> None:
+    """The ranks run on the CPU, with gloo."""
     with fresh_processes(2) as pool:
-        # Minutes more than two busy cores need: a deadlock ends the test.
+        # The timeout is minutes more than two busy cores need, and ends a deadlock.
         passed = pool.starmap_async(
             ranks.main, [(rank, tmp_path) for rank in range(2)], chunksize=1
         ).get(timeout=300)
@@ -23,7 +23,7 @@ def test_two_ranks(tmp_path: Path) -> None:
 
 
 def hooks_of(file: Path) -> tuple[bool, bool, bool]:
-    """Hooks of a model in a file: whether ours are called, whether they are all, and whether others stayed."""
+    """Load a model; return whether new hooks are called, whether they are the only ones, and whether others stayed."""
     model = torch.load(file, weights_only=False)
     calls = list[int]()
     modules = (model, *model.children())
@@ -40,8 +40,10 @@ def hooks_of(file: Path) -> tuple[bool, bool, bool]:
     return len(calls) > 5, registered == len(handles), foreign
 
 
-def test_a_file_in_another_process(tmp_path: Path) -> None:
-    """A hook that is registered there first is called as torch calls hooks, and alone remains."""
+def test_a_model_saved_while_recording_is_loaded_in_another_process(
+    tmp_path: Path,
+) -> None:
+    """A hook that is registered there first is called with the usual arguments, and is the only one."""
     model = vit()
     with tcnn_probe.record(model):
         torch.save(model, tmp_path / "model.pt")
@@ -50,7 +52,7 @@ def test_a_file_in_another_process(tmp_path: Path) -> None:
 
 
 def dispatch_modes() -> list[int]:
-    """Return the number of modes that a recorded forward of a model runs under."""
+    """Return the number of dispatch modes during a recorded forward of a model."""
     model = vit()
     modes = list[int]()
     model.blocks[0].register_forward_hook(
@@ -61,7 +63,7 @@ def dispatch_modes() -> list[int]:
     return modes
 
 
-def test_nothing_more_than_needed_where_nothing_is_compiled() -> None:
-    """This process may have compiled things. A dispatch mode would slow down every operation."""
+def test_no_dispatch_mode_is_used_where_nothing_is_compiled() -> None:
+    """A dispatch mode would slow down every operation. This process may have compiled functions, so a new one runs."""
     with fresh_processes(1) as pool:
         assert pool.apply(dispatch_modes) == [0]

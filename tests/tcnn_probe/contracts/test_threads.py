@@ -1,4 +1,4 @@
-"""Several threads that run one model: one forward at a time is measured, and nothing is left in any of them."""
+"""Several threads run one model: one forward at a time is recorded, and nothing is left behind in any thread."""
 
 import _thread
 import sys
@@ -26,7 +26,7 @@ from tests.tcnn_probe.contracts.helpers import (
 
 
 def in_thread(action: Callable[[], Any]) -> list[BaseException]:
-    """Run to its end; what it raised."""
+    """Run an action to its end in another thread, and return the exceptions that it raised."""
     raised: list[BaseException] = []
 
     def run() -> None:
@@ -45,8 +45,8 @@ def no_modes() -> bool:
     return not torch.overrides._get_current_function_mode_stack()
 
 
-def test_at_once() -> None:
-    """Two threads run the recorded model, and one a model of its own; while one is measured, others go by."""
+def test_three_threads_at_once() -> None:
+    """Two threads run the recorded model, and one another model; during a recorded forward others are not recorded."""
     model = vit()
     second = vit(seed=1)
     expected = entropies(model, images())
@@ -57,7 +57,7 @@ def test_at_once() -> None:
     def run(which: nn.Module) -> None:
         start.wait()
         with torch.no_grad():
-            # Enough that forwards of the threads overlap.
+            # There are enough forwards for those of the threads to overlap.
             for _ in range(15):
                 which(images())
         left.append(not no_modes())
@@ -76,8 +76,8 @@ def test_at_once() -> None:
         assert recorder.layers == ("blocks.0.attn", "blocks.1.attn")
         check_entropies(recorder, expected)
         count = int(recorder.dataset.images[0, 0])
-    # How many forwards are measured depends on how the threads meet; each is measured whole, or not.
-    # Two threads with 15 forwards each, of three images.
+    # The number of recorded forwards depends on timing, but each is recorded completely or not at all. At most 2 x 15
+    # forwards of three images are.
     assert 0 < count <= 30 * 3
     assert count % 3 == 0
     assert before == Trace(model)
@@ -92,7 +92,7 @@ def test_other_threads_and_models_in_the_middle_of_a_forward() -> None:
 
     def elsewhere() -> None:
         with torch.no_grad():
-            # Five images and not three, so that those measured by mistake are counted.
+            # These are five images instead of three, so that they would show in the count.
             model(images(5))
             second(images(5))
         modes.append(no_modes())
@@ -100,7 +100,9 @@ def test_other_threads_and_models_in_the_middle_of_a_forward() -> None:
     def hook(*_: Any) -> None:
         if threading.current_thread() is threading.main_thread():
             assert not in_thread(elsewhere)
-            second(images(2))  # and this thread runs another model in the middle of it
+            second(
+                images(2)
+            )  # this thread also runs another model in the middle of the forward
 
     model.blocks[0].register_forward_hook(hook)
     with tcnn_probe.record(model) as recorder:
@@ -125,8 +127,8 @@ def test_removed_by_another_thread_in_the_middle_of_a_forward() -> None:
 
 
 @pytest.mark.parametrize("error", [SystemExit, KeyboardInterrupt])
-def test_exceptions_that_torch_tells_no_hook_of(error: type[BaseException]) -> None:
-    """The forward that one ends is let go, by the next forward of any thread and at the end of the ``with``."""
+def test_exceptions_for_which_torch_calls_no_hook(error: type[BaseException]) -> None:
+    """A forward that ends so is released by the next forward of any thread, or at the end of the ``with``."""
     model = vit()
     expected = entropies(model, images())
     before = Trace(model)
@@ -152,8 +154,8 @@ def test_exceptions_that_torch_tells_no_hook_of(error: type[BaseException]) -> N
 
 
 @pytest.mark.parametrize("finish", ["remove", "forward"])
-def test_removed_before_such_an_exception(finish: str) -> None:
-    """A second remove() finishes the job, and so does the next forward."""
+def test_recorder_removed_before_such_an_exception(finish: str) -> None:
+    """The removal is completed by a second remove() or by the next forward."""
     model = vit()
     before = Trace(model)
     recorder = tcnn_probe.record(model)
@@ -172,7 +174,7 @@ def test_removed_before_such_an_exception(finish: str) -> None:
 
 
 def test_mark_in_the_middle_of_another_thread_s_forward() -> None:
-    """A forward under way at a mark belongs to no epoch: its numbers and maps are not split between two."""
+    """A forward that is running at a mark belongs to no epoch: its statistics and maps are not split."""
     model = vit()
     entered = threading.Event()
     marked = threading.Event()
@@ -181,7 +183,7 @@ def test_mark_in_the_middle_of_another_thread_s_forward() -> None:
     def wait(*_: Any) -> None:
         if threading.current_thread() is not threading.main_thread():
             entered.set()
-            # A test that hangs would say nothing; a minute is beyond any load.
+            # The timeout ends a deadlock, and exceeds any delay under load.
             assert marked.wait(60)
 
     model.blocks[1].register_forward_pre_hook(wait)
@@ -204,7 +206,7 @@ def test_mark_in_the_middle_of_another_thread_s_forward() -> None:
 
 
 def test_hooks_that_another_thread_is_adding_or_removing() -> None:
-    """torch keeps a hook and its wish for keyword arguments apart: between the two it is called without them."""
+    """torch stores a hook and its request for keyword arguments separately: in between, it is called without them."""
     model = vit()
     with tcnn_probe.record(model) as recorder:
         model._forward_hooks_with_kwargs.clear()
@@ -214,7 +216,7 @@ def test_hooks_that_another_thread_is_adding_or_removing() -> None:
     check_entropies(recorder, entropies(vit(), images()), images=3)
 
 
-def test_what_one_thread_does_aside_sees_no_other_s_forwards() -> None:
+def test_a_stream_in_one_thread_sees_no_forwards_of_others() -> None:
     model = vit()
     names = list[str]()
     with (
@@ -228,8 +230,8 @@ def test_what_one_thread_does_aside_sees_no_other_s_forwards() -> None:
         assert names == ["blocks.0.attn", "blocks.1.attn"]
 
 
-def test_autograd_s_own_threads_are_aside_with_any_other() -> None:
-    """Gradients of a GPU come in threads that Python did not start, and that know no context."""
+def test_autograds_own_threads_inherit_the_hidden_depth() -> None:
+    """Gradients on a GPU are computed in threads that Python did not start, and that have no context."""
     depths = list[int]()
     done = threading.Event()
 
@@ -240,7 +242,7 @@ def test_autograd_s_own_threads_are_aside_with_any_other() -> None:
     for around in (nullcontext, hidden_from_recorders):
         done.clear()
         with around():
-            # Below threading, which would give the thread a context.
+            # threading would give the thread a context.
             _thread.start_new_thread(alien, ())
             assert done.wait(60)
     assert depths == [0, 1]
@@ -248,8 +250,8 @@ def test_autograd_s_own_threads_are_aside_with_any_other() -> None:
     assert depths[-1] == 0
 
 
-def test_a_forward_that_goes_on_is_not_given_up() -> None:
-    """Its stack changes while another thread reads it, to see whether the forward still runs."""
+def test_a_running_forward_is_not_taken_for_an_abandoned_one() -> None:
+    """The stack of the forward changes while another thread reads it to see whether the forward still runs."""
     model = vit()
     image = images()[:1]
     failed = []
@@ -267,7 +269,7 @@ def test_a_forward_that_goes_on_is_not_given_up() -> None:
     interval = sys.getswitchinterval()
     threads = [threading.Thread(target=work) for _ in range(4)]
     try:
-        # Threads change over at nearly every instruction, while stacks are read.
+        # Threads switch at nearly every instruction while stacks are read.
         sys.setswitchinterval(1e-6)
         for thread in threads:
             thread.start()

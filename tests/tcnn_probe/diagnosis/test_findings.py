@@ -1,4 +1,4 @@
-"""Findings of health: each sign in a recording made by hand, and in trainings that go wrong."""
+"""Findings of health: each sign in recordings made by hand, and in trainings that go wrong."""
 
 import re
 import warnings
@@ -17,7 +17,7 @@ from tcnn_probe.command_line import main
 from tcnn_probe.diagnosis import HealthLimits
 from tcnn_probe.diagnosis.signs import SIGNS
 
-# Marks need not count from 0, nor by one.
+# Epochs need neither start at 0 nor be consecutive.
 EPOCHS = [2, 3, 5, 7, 11]
 LAYERS = ["near", "far", "last"]
 HEADS = 2
@@ -25,7 +25,7 @@ DIMS = ("epoch", "layer", "head")
 
 
 def healthy() -> xr.Dataset:
-    """Five epochs of three layers of two heads, with nothing wrong."""
+    """Return a healthy recording of five epochs of three layers with two heads."""
     shape = len(EPOCHS), len(LAYERS), HEADS
     histogram = np.zeros((*shape, 20))
     histogram[..., 14:] = 1 / 6
@@ -51,10 +51,10 @@ def healthy() -> xr.Dataset:
     return xr.Dataset(variables, coords, {"along": "epoch"})
 
 
-# The value that makes a head, or a layer, ill from one epoch on.
+# Each sign has a variable, and a value of it that makes a head or a layer ill.
 ILL = {
     "not finite": ("nonfinite_images", 1.0),
-    # Each value lies just beyond its limit, so that a limit that moved shows.
+    # Values are just beyond the limits, so that a changed limit shows.
     "large logits": ("max_logit", 101.0),
     "logits jump": ("max_logit", 25.0),
     "entropy collapse": ("entropy", 0.3),
@@ -70,7 +70,7 @@ ILL = {
 
 
 def make_ill(ds: xr.Dataset, sign: str, epochs: slice) -> xr.Dataset:
-    """Head 1 of the second layer, or that layer."""
+    """Let head 1 of the second layer, or that layer, show a sign in the given epochs."""
     variable, value = ILL[sign]
     if variable == "entropy_histogram":
         ds[variable][epochs, 1, 1] = 0
@@ -83,7 +83,7 @@ def make_ill(ds: xr.Dataset, sign: str, epochs: slice) -> xr.Dataset:
     return ds
 
 
-def test_nothing_is_found_where_nothing_is_wrong() -> None:
+def test_healthy_recording_has_no_findings() -> None:
     findings = tcnn_probe.health(healthy())
     assert len(findings) == 0
     assert repr(findings) == "0 alarms, 0 notices in 5 epochs"
@@ -95,8 +95,8 @@ def test_every_sign_has_a_case() -> None:
 
 
 @pytest.mark.parametrize("sign", ILL)
-def test_each_sign(sign: str) -> None:
-    """A finding says where, since when and how much; a value just within the limit is none; it ends with its cause."""
+def test_each_sign_is_found(sign: str) -> None:
+    """A finding tells where, since when and how much, and it ends with its cause."""
     (finding,) = (
         finding
         for finding in tcnn_probe.health(make_ill(healthy(), sign, slice(3, None)))
@@ -105,15 +105,15 @@ def test_each_sign(sign: str) -> None:
     of_layer = sign in ("not finite", "tokens alike", "outlier tokens")
     assert finding.layer == "far"
     assert finding.heads == () if of_layer else (1,)
-    lasts = sign != "logits jump"  # which is over at the next mark
+    lasts = sign != "logits jump"  # a jump is over at the next mark
     assert finding.since == 7
     assert finding.until == (None if lasts else 7)
-    # Entropies are told as shares of the largest possible one, 4.
+    # Entropies are reported as shares of the largest possible one, 4.
     value = ILL[sign][1] / (4 if sign == "entropy collapse" else 1)
     assert finding.value == pytest.approx(value)
     assert finding.is_alarm == (sign not in ("sink", "outlier tokens"))
     assert "{" not in finding.usual
-    # Papers that describe the sign, and where its limit is from.
+    # The source names a paper that describes the sign, and the origin of the limit.
     assert re.fullmatch(r"arXiv \d{4}\.\d{5}.*; limit: .+", finding.source)
 
     over = tcnn_probe.health(make_ill(healthy(), sign, slice(1, 3)))
@@ -122,19 +122,19 @@ def test_each_sign(sign: str) -> None:
     assert spell.until == (5 if lasts else 3)
 
 
-def test_a_pretrained_model_may_have_been_so_from_the_start() -> None:
-    """One-hot heads, logits of 50, heads and tokens that are alike: no change, no alarm."""
+def test_signs_that_a_pretrained_model_may_have_from_the_start() -> None:
+    """One-hot heads, logits of 50, and heads or tokens that are alike raise no alarm unless they appear later."""
     ds = healthy()
-    # These three are ill at any time; the rest only if they come.
+    # These three signs are alarms at any time, the others only if they appear.
     for sign in ILL.keys() - {"not finite", "large logits", "silent head"}:
         ds = make_ill(ds, sign, slice(None))
     assert not tcnn_probe.health(ds).alarms
-    # A whole layer of one-hot heads is ill from the start.
+    # A whole layer of one-hot heads is an alarm from the start.
     ds.entropy[:, 0] = 0.3
     assert [alarm.layer for alarm in tcnn_probe.health(ds).alarms] == ["near"]
 
 
-def test_alarms_first_then_what_lasts() -> None:
+def test_alarms_come_first_then_lasting_signs() -> None:
     ds = healthy()
     for sign in ("sink", "heads alike", "large logits"):
         make_ill(ds, sign, slice(4, None))
@@ -148,7 +148,7 @@ def test_alarms_first_then_what_lasts() -> None:
     ]
 
 
-def test_limits() -> None:
+def test_limits_can_be_set() -> None:
     ds = make_ill(healthy(), "large logits", slice(3, None))
     signs = {f.sign for f in tcnn_probe.health(ds, max_logit=200, logit_jump=20)}
     assert not signs
@@ -168,7 +168,7 @@ def test_limits() -> None:
         tcnn_probe.health(xr.Dataset({"top1": ("epoch", [0.5])}, attrs=ds.attrs))
 
 
-def test_table() -> None:
+def test_table_of_findings() -> None:
     ds = make_ill(healthy(), "heads alike", slice(2, None))
     findings = tcnn_probe.health(ds)
     title, header, row, *notes = repr(findings).splitlines()
@@ -177,15 +177,15 @@ def test_table() -> None:
     assert row.split()[:6] == ["ALARM", "heads", "alike", "far", "1", "5"]
     assert notes[0].startswith("heads alike: a layer that has one head in effect")
     assert findings.to_dicts()[0]["layer"] == "far"
-    # Names come from a file, and a notebook would show them as HTML.
+    # Names come from a file, and a notebook would interpret them as HTML.
     renamed = ds.assign_coords(layer=["<b>", "<i>", "x"])
     page = tcnn_probe.health(renamed)._repr_html_()
     assert "&lt;i&gt;" in page
     assert "<i>" not in page
 
 
-def test_gated_layers_by_their_content_part() -> None:
-    """Attention that is half of it by position does not collapse as a whole."""
+def test_gated_layers_are_judged_by_their_content_part() -> None:
+    """The whole attention, half of which is positional, does not collapse."""
     ds = healthy()
     ds["content_entropy"] = ds.entropy.where(ds.layer == "far")
     ds["uniform_content_entropy"] = ds.uniform_entropy.where(ds.layer == "far")
@@ -197,7 +197,7 @@ def test_gated_layers_by_their_content_part() -> None:
     assert finding.value == pytest.approx(0.1 / 4)
 
 
-def test_default_recordings_show_what_they_can() -> None:
+def test_default_recordings_show_the_signs_they_can() -> None:
     names = ["entropy", "uniform_entropy", "max_logit", "nonfinite_images"]
     ds = make_ill(healthy(), "entropy collapse", slice(3, None))[names]
     findings = tcnn_probe.health(ds)
@@ -208,8 +208,8 @@ def test_default_recordings_show_what_they_can() -> None:
     )
 
 
-def test_entropy_quantile() -> None:
-    """Against quantiles of the entropies themselves, to the width of a bin; of empty bins and of no head."""
+def test_entropy_quantile_from_a_histogram() -> None:
+    """Quantiles equal those of the entropies up to the width of a bin, also for empty bins and missing heads."""
     rng = np.random.default_rng(0)
     values = rng.beta(5, 2, (3, 2, 997))
     counts = [[np.histogram(x, 20, (0, 1))[0] / 997 for x in row] for row in values]
@@ -223,7 +223,7 @@ def test_entropy_quantile() -> None:
         assert got.dims == ("layer", "head")
         assert np.isnan(got[2, 1])
         exact = np.quantile(values, q, axis=-1)
-        # Quantiles are read off bins that are 0.05 wide.
+        # Quantiles are read from bins of width 0.05.
         assert (abs(got - exact)[:2] <= 0.05 + 1e-9).all()
     with pytest.raises(ValueError, match="from 0 to 1"):
         tcnn_probe.entropy_quantile(ds, 5)
@@ -245,13 +245,13 @@ def vit() -> Any:
 
 
 def record_illness(path: Path) -> None:
-    """Three epochs; at the second the queries and keys of a block are scaled up, at the third they still are."""
+    """Record three epochs, where the queries and keys of a block are scaled up from the second on."""
     model = vit()
     x = torch.randn(5, 3, 32, 48)
     with tcnn_probe.record(model, path, health=True) as recorder, torch.no_grad():
         model(x)
         recorder.mark(epoch=0)
-        # The first 2 x 21 rows are queries and keys.
+        # The first 2 x 21 rows are those of queries and keys.
         model.blocks[1].attn.qkv.weight[:42] *= 60
         model(x)
         with pytest.warns(RuntimeWarning, match="blocks.1.attn") as caught:
@@ -260,10 +260,10 @@ def record_illness(path: Path) -> None:
         assert "large logits" in signs
         assert all("blocks.0" not in str(warning.message) for warning in caught)
         model(x)
-        recorder.mark(epoch=2)  # warned of once
+        recorder.mark(epoch=2)  # the warning is not repeated
 
 
-def test_recorded_warned_of_printed_and_drawn(
+def test_findings_of_a_training_are_warned_about_printed_and_drawn(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "run.zarr"
@@ -273,7 +273,7 @@ def test_recorded_warned_of_printed_and_drawn(
     assert {alarm.layer for alarm in alarms} == {"blocks.1.attn"}
     assert {alarm.since for alarm in alarms} == {1}
 
-    # As grep and diff do, so that a script can tell.
+    # A script can use this status, as with grep and diff.
     assert main(["health", str(path)]) == 1
     assert capsys.readouterr().out == repr(tcnn_probe.health(ds)) + "\n"
     healthy_limits = ["--limit", "max_logit", "1e9", "--limit", "logit_floor", "1e9"]
@@ -282,7 +282,7 @@ def test_recorded_warned_of_printed_and_drawn(
     assert main(["health", str(path), "--limit", "max_logits", "1"]) == 2
     assert "max_logits" in capsys.readouterr().err
 
-    plt.close("all")  # axes of other tests, on which it would draw
+    plt.close("all")  # close the axes of other tests, on which the plot would be drawn
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         axes = tcnn_probe.plot.health(ds)
@@ -292,7 +292,7 @@ def test_recorded_warned_of_printed_and_drawn(
         label
         == f"{alarms[0].sign}: blocks.1.attn ({', '.join(map(str, alarms[0].heads))})"
     )
-    # A bar begins half a mark before its epoch.
+    # A bar starts half a mark before its epoch.
     assert axes.patches[0].get_x() == 0.5
     assert axes.get_xlim() == (-0.5, 2.5)
     plt.close("all")
@@ -301,8 +301,8 @@ def test_recorded_warned_of_printed_and_drawn(
     plt.close("all")
 
 
-def test_health_adds_the_probe_once() -> None:
-    """To the probes that are named, and without a layer there is nothing to warn of."""
+def test_health_adds_its_probe_once() -> None:
+    """The probe joins those that are named; without a layer there is nothing to warn about."""
     model = vit()
     x = torch.randn(5, 3, 32, 48)
     with (
@@ -328,9 +328,9 @@ def test_health_adds_the_probe_once() -> None:
     ],
 )
 def test_large_architectures_raise_no_alarm_at_initialisation(name: str) -> None:
-    """Limits were set on small networks; these have the widths, heads and depths that people train."""
+    """Limits were set on small networks; these have the widths, numbers of heads and depths of common models."""
     torch.manual_seed(0)
-    # Small images: width and depth are what limits depend on, and what takes time is kept small.
+    # Limits depend on width and depth, so images are small to save time.
     model = timm.create_model(name, img_size=(64, 96)).eval()
     with tcnn_probe.record(model, health=True) as recorder, torch.no_grad():
         for epoch in range(2):

@@ -1,4 +1,4 @@
-"""FGSM and PGD against foolbox's, and what they promise of pixels, batches and models."""
+"""FGSM and PGD against foolbox, and their guarantees about pixels, batches and models."""
 
 import warnings
 from collections.abc import Callable
@@ -36,9 +36,9 @@ def foolbox_attack(
     start: Tensor | None = None,
     **options: Any,
 ) -> Tensor:
-    """FGSM or, of several steps, PGD from a given start, by foolbox."""
+    """Run foolbox's FGSM or, with several steps, its PGD from a given start."""
     with warnings.catch_warnings():
-        # foolbox, dormant since 2024, and eagerpy warn of what they import.
+        # foolbox, inactive since 2024, and eagerpy warn about their imports.
         warnings.simplefilter("ignore")
         import eagerpy
         import foolbox
@@ -49,7 +49,7 @@ def foolbox_attack(
             steps=options["steps"],
             random_start=start is not None,
         )
-        # Its own generator would draw another start.
+        # foolbox's own generator would draw another start.
         attack.get_random_start = lambda x, epsilon: eagerpy.astensor(start)
     mean, std = ([float(x) for x in numbers] for numbers in normalization)
     preprocessing = {"mean": mean, "std": std, "axis": -3}
@@ -61,7 +61,7 @@ def foolbox_attack(
 
 @pytest.mark.parametrize("channels", [2, 3])
 @pytest.mark.parametrize("epsilon", [1 / 255, 0.1])
-def test_fgsm_is_foolboxs(channels: int, epsilon: float) -> None:
+def test_fgsm_equals_foolbox(channels: int, epsilon: float) -> None:
     model = Small(channels).double().eval()
     x = pixels(7, channels).double()
     y = labels(7)
@@ -70,19 +70,19 @@ def test_fgsm_is_foolboxs(channels: int, epsilon: float) -> None:
         model, x, y, epsilon=epsilon, normalization=normalization
     )
     expected = foolbox_attack(model, x, y, normalization, epsilon=epsilon)
-    # foolbox passes through float32.
+    # foolbox converts to float32.
     torch.testing.assert_close(adversarial, expected, rtol=0, atol=1e-6)
-    assert ((adversarial == 0) & (x > 0)).any()  # cut off
+    assert ((adversarial == 0) & (x > 0)).any()  # clipped to the range
 
 
 @pytest.mark.parametrize("random_start", [True, False])
 @pytest.mark.parametrize(
     ("epsilon", "step", "steps"), [(1 / 255, 0.5 / 255, 5), (0.1, 0.07, 3)]
 )
-def test_pgd_is_foolboxs(
+def test_pgd_equals_foolbox(
     epsilon: float, step: float, steps: int, random_start: bool
 ) -> None:
-    """From the point where ours starts: that of an ascent whose first step is too small to matter."""
+    """The start of our PGD is the result of an ascent with a negligible first step."""
     model = Small().double().eval()
     x = pixels(7).double()
     y = labels(7)
@@ -115,16 +115,16 @@ def test_pgd_is_foolboxs(
             (moved.mean(), 0),
             (moved.square().mean(), 1 / 3),
         ):
-            assert abs(value - expected) < 0.03  # uniform
+            assert abs(value - expected) < 0.03  # uniform distribution
     reference = foolbox_attack(model, x, y, NORMALIZATION, start, **options)
     torch.testing.assert_close(adversarial, reference, rtol=0, atol=1e-6)
     assert ((adversarial == 1) & (x < 1)).any()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-# The papers' budget, one that float32 rounds away near 1, and one that reaches the ends of the range.
+# These are the papers' budget, one that float32 rounds away near 1, and one that exceeds the range.
 @pytest.mark.parametrize("epsilon", [1 / 255, 1e-9, 0.7])
-def test_budget_and_range(epsilon: float, dtype: torch.dtype) -> None:
+def test_budget_and_range_are_kept(epsilon: float, dtype: torch.dtype) -> None:
     model = Small()
     x = pixels(5, size=(29, 31)).to(dtype)
     for attack in ATTACKS.values():
@@ -144,13 +144,13 @@ def test_budget_and_range(epsilon: float, dtype: torch.dtype) -> None:
             assert (adversarial.double() - x.double()).abs().max() > 0.999 * epsilon
 
 
-def test_batches_do_not_matter() -> None:
+def test_batch_size_does_not_matter() -> None:
     model = Small().double()
     x = pixels(7).double()
     y = labels(7)
     x[1] = x[0]
     y[1] = y[0]
-    # A step so small that the result is where the ascent starts.
+    # The step is so small that the result is the start of the ascent.
     options: dict[str, Any] = {"normalization": NORMALIZATION, "steps": 1, "step": 1e-9}
     together = evaluation.pgd(model, x, y, seed=5, **options)
     parts = [
@@ -159,12 +159,12 @@ def test_batches_do_not_matter() -> None:
     ]
     torch.testing.assert_close(torch.cat(parts), together, rtol=0, atol=1e-12)
     assert not torch.equal(together, evaluation.pgd(model, x, y, seed=6, **options))
-    # Each image has a start of its own.
+    # Each image has its own start.
     assert (together[0] != together[1]).float().mean() > 0.9
 
 
-def test_normalization() -> None:
-    """timm's own, as given; numbers or one a channel."""
+def test_normalization_of_the_model_or_given() -> None:
+    """The normalisation is timm's own, or a number, or one number per channel."""
     model = configured()
     x = pixels(3)
     y = labels(3)
@@ -184,7 +184,7 @@ def test_normalization() -> None:
 
 
 @pytest.mark.parametrize("precision", ["float32", "autocast"])
-def test_functions_arrays_and_whatever_mode_the_caller_is_in(precision: str) -> None:
+def test_functions_arrays_and_any_gradient_mode(precision: str) -> None:
     model = Small().eval()
     attack = evaluation.pgd
     x, y = pixels(3), labels(3)
@@ -193,7 +193,7 @@ def test_functions_arrays_and_whatever_mode_the_caller_is_in(precision: str) -> 
         assert torch.equal(
             attack(model, x.numpy(), y.tolist(), normalization=NORMALIZATION), expected
         )
-        # Tensors made in inference mode can never be differentiated, weights in autocast's cache not here.
+        # Tensors made in inference mode, and weights in autocast's cache, cannot be differentiated.
         for mode in (torch.no_grad, torch.inference_mode):
             with mode():
                 x, y = pixels(3), labels(3)
@@ -208,7 +208,7 @@ def test_functions_arrays_and_whatever_mode_the_caller_is_in(precision: str) -> 
 
 
 def test_small_gradients_of_a_half_precision_model_are_not_zero() -> None:
-    """A model so sure of itself that its gradient, unscaled, is below the least float16."""
+    """The model is so confident that its gradient, without scaling, is below the smallest number of float16."""
     x = torch.full((1, 1, 2, 3), 0.5)
     sure = nn.Sequential(nn.Flatten(), nn.Linear(6, 2)).half()
     with torch.no_grad():
@@ -216,12 +216,12 @@ def test_small_gradients_of_a_half_precision_model_are_not_zero() -> None:
         sure[1].weight[1] = 1
         sure[1].bias[:] = torch.tensor([26.0, 0.0])
     assert (
-        # All weights push the same way: up.
+        # All weights have the same sign, so that all pixels go up.
         evaluation.fgsm(sure, x, [0], epsilon=0.25, normalization=NONE) == 0.75
     ).all()
 
 
-def test_gradients_that_are_nan_move_nothing() -> None:
+def test_nan_gradients_move_nothing() -> None:
     x = pixels(3)
     small = Small()
     adversarial = evaluation.pgd(
@@ -234,7 +234,7 @@ def test_gradients_that_are_nan_move_nothing() -> None:
     assert torch.equal(adversarial, x)
 
 
-def test_recorders_do_not_see_it() -> None:
+def test_recorders_do_not_record_attacks() -> None:
     model = vit()
     with tcnn_probe.record(model) as recorder:
         model(images(3))
@@ -250,7 +250,7 @@ class BrokenError(Exception):
     pass
 
 
-def test_a_model_is_as_it_was_and_in_eval_mode_meanwhile() -> None:
+def test_the_model_is_in_eval_mode_during_an_attack_and_restored_afterwards() -> None:
     model = Small()
     x = pixels(3)
     y = labels(3)
@@ -263,7 +263,7 @@ def test_a_model_is_as_it_was_and_in_eval_mode_meanwhile() -> None:
     def fail(*args: Any) -> None:
         raise BrokenError
 
-    # In the middle of a forward, with the model in eval mode and gradients of weights off.
+    # The hook raises in a forward, when the model is in eval mode and its weights need no gradients.
     model.drop.register_forward_hook(fail)
     before = Trace(model)
     random = torch.get_rng_state()
@@ -320,7 +320,7 @@ def test_a_model_is_as_it_was_and_in_eval_mode_meanwhile() -> None:
         ),
     ],
 )
-def test_what_is_refused(options: dict[str, Any], message: str) -> None:
+def test_bad_arguments_are_refused(options: dict[str, Any], message: str) -> None:
     arguments = {
         "model": Small(),
         "images": pixels(3),
@@ -331,9 +331,9 @@ def test_what_is_refused(options: dict[str, Any], message: str) -> None:
         evaluation.pgd(**arguments)
 
 
-def test_what_rounding_leaves_beyond_the_range_is_cut_off() -> None:
+def test_rounding_errors_beyond_the_range_are_clipped() -> None:
     x, y = pixels(3), labels(3)
-    # Half of what is allowed beyond the range, as resizing in float16 leaves it.
+    # Pixels exceed the range by half of the tolerance, as resizing in float16 leaves them.
     beyond = x + torch.where(x == 0, -5e-5, torch.where(x == 1, 5e-5, 0.0))
     adversarial, expected = (
         evaluation.pgd(Small(), values, y, normalization=NONE) for values in (beyond, x)

@@ -1,4 +1,4 @@
-"""corrupt(): what comes back, what is drawn, what does damage, what is refused; values are tested in corruptions/."""
+"""corrupt(): types of images, random draws, severities and errors; corruptions/ tests the values."""
 
 import random
 from pathlib import Path
@@ -22,10 +22,10 @@ KINDS = {
     ),
     "uint8": lambda x: x,
     "single, float32": lambda x: (x[0] / 255).astype(np.float32),
-    # As FITS and HDF5 files have it.
+    # FITS and HDF5 files have this byte order.
     "grey, big-endian": lambda x: (x[0, ..., 0] / 255).astype(">f4"),
     "grey channel": lambda x: x[..., 1:2],
-    # Negative strides, which torch cannot take.
+    # Mirrored arrays have negative strides, which torch cannot use.
     "mirrored": lambda x: x[:, ::-1, ::-1],
 }
 GREY = np.full((11, 13), 0.5)
@@ -33,11 +33,11 @@ GREY = np.full((11, 13), 0.5)
 
 @pytest.fixture
 def batch() -> NDArray[Any]:
-    """Uint8, (3, 23, 37, 3)."""
+    """Return a uint8 batch, (3, 23, 37, 3)."""
     from sklearn.datasets import load_sample_images
 
     china, flower = load_sample_images().images
-    # Photographs: many corruptions do nothing to noise.
+    # The images are photographs, as many corruptions do not change noise.
     views = (china[20:380, 20:600], flower[:360, 40:620], china[60:400, 200:640])
     return np.stack(
         [np.asarray(Image.fromarray(view).resize((37, 23))) for view in views]
@@ -45,10 +45,10 @@ def batch() -> NDArray[Any]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_same_kind_comes_back(kind: str, batch: NDArray[Any]) -> None:
+def test_result_has_the_type_of_the_input(kind: str, batch: NDArray[Any]) -> None:
     images: Any = KINDS[kind](batch)
     before = images.clone() if isinstance(images, torch.Tensor) else images.copy()
-    # Snow blurs, draws, and mixes channels.
+    # Snow blurs, draws random numbers, and mixes channels.
     corrupted = corrupt(images, "snow", 4)
     assert type(corrupted) is type(images)
     assert corrupted.shape == images.shape
@@ -84,12 +84,12 @@ def global_generators() -> list[Any]:
 
 
 @pytest.mark.parametrize("name", CORRUPTIONS)
-def test_draws_follow_from_the_seed_and_the_images_number(
+def test_draws_depend_on_the_seed_and_the_images_number(
     name: str, batch: NDArray[Any]
 ) -> None:
-    """Neither from the batch nor from global generators, of which no number is taken."""
+    """Draws depend neither on the batch nor on global generators, which stay unchanged."""
     before = global_generators()
-    # A number of NumPy's, as an image's index often is.
+    # The seed is a NumPy integer, as an image's index often is.
     together = corrupt(batch, name, 2, seed=np.int64(11), first=40)  # type: ignore[arg-type]
     np.testing.assert_array_equal(
         corrupt(batch[2], name, 2, seed=11, first=42), together[2]
@@ -100,22 +100,20 @@ def test_draws_follow_from_the_seed_and_the_images_number(
         assert differs == bool(CORRUPTIONS[name].random)
 
 
-def test_draws_of_every_version() -> None:
+def test_draws_are_the_same_in_every_version() -> None:
     grey = np.full((8, 9), 0.5)
     names = ("gaussian_noise", "shot_noise", "fog")
     corrupted = {name: corrupt(grey, name, 1, seed=3, first=2)[0, :3] for name in names}
     assert {name: values.round(9).tolist() for name, values in corrupted.items()} == {
-        # Written down: whoever publishes accuracies can draw the same images with a later version.
+        # The numbers are fixed, so that published accuracies can be reproduced with later versions.
         "gaussian_noise": [0.552024263, 0.463816824, 0.476168421],
         "shot_noise": [0.516666667, 0.466666667, 0.533333333],
         "fog": [0.125, 0.202326478, 0.260019185],
     }
 
 
-def test_corruptions_images_and_seeds_have_draws_of_their_own_and_severities_share_them() -> (
-    None
-):
-    # Seed and image; beyond 32 bits as well, where NumPy's older seeding ends.
+def test_draws_differ_between_corruptions_images_and_seeds_but_not_severities() -> None:
+    # Keys are seed and image, also beyond 32 bits, where NumPy's older seeding ends.
     keys = ((0, 0), (0, 1), (1, 0), (2**32, 0), (0, 2**32))
     draws = {
         _random_state(corruption, *key).random_sample()
@@ -124,11 +122,11 @@ def test_corruptions_images_and_seeds_have_draws_of_their_own_and_severities_sha
     }
     assert len(draws) == 15 * len(keys)
     noise = [(corrupt(GREY, "gaussian_noise", severity) - GREY) for severity in (1, 2)]
-    # Their published standard deviations at severities 1 and 2.
+    # 0.08 and 0.12 are the published standard deviations at severities 1 and 2.
     np.testing.assert_allclose(noise[0] / 0.08, noise[1] / 0.12, atol=1e-12)
 
 
-# Where the published parameters do less than those of the severity before, measured by squared differences.
+# In these cases the published parameters do less damage than at the severity before, in squared differences.
 LESS = {("glass_blur", 2), ("glass_blur", 4), ("frost", 4), ("elastic_transform", 3)}
 
 
@@ -155,7 +153,7 @@ def test_damage_grows_with_severity(name: str) -> None:
     assert growing == [
         severity for severity in (2, 3, 4, 5) if (name, severity) not in LESS
     ], damage
-    # The smallest size that is taken: kernels and displacements are larger.
+    # This is the smallest accepted size; kernels and displacements are larger.
     smallest = batch[:, :8, :9]
     assert np.isfinite(corrupt(smallest, name, 5)).all()
 
@@ -175,7 +173,7 @@ def test_pictures_of_frost_can_be_given(batch: NDArray[Any], tmp_path: Path) -> 
         )
     grey = corrupt(batch[..., :1] / 255, "frost", 2, frost=[blue, blue])
     np.testing.assert_allclose(
-        # 0.8 and 0.6 are severity 2; 0.114 is the share of blue in grey (ITU-R BT.601).
+        # Severity 2 has the factors 0.8 and 0.6; 0.114 is the weight of blue in grey (ITU-R BT.601).
         grey,
         np.clip(0.8 * batch[..., :1] / 255 + 0.6 * 0.114, 0, 1),
         atol=1e-12,
@@ -185,10 +183,10 @@ def test_pictures_of_frost_can_be_given(batch: NDArray[Any], tmp_path: Path) -> 
     )
 
 
-def test_rounding_beyond_the_range_is_cut_off() -> None:
+def test_rounding_errors_beyond_the_range_are_clipped() -> None:
     images = torch.full((3, 8, 11), 1 + 1e-6)
     assert corrupt(images, "contrast", 1).max() <= 1
-    # There are no negative counts.
+    # Counts cannot be negative.
     assert (corrupt(images - (1 + 2e-6), "shot_noise", 1) == 0).all()
 
 
@@ -232,7 +230,9 @@ TENSOR = torch.full((2, 3, 9, 11), 0.5)
         ),
     ],
 )
-def test_what_are_no_images(images: Any, error: type[Exception], message: str) -> None:
+def test_bad_images_are_refused(
+    images: Any, error: type[Exception], message: str
+) -> None:
     with pytest.raises(error, match=message):
         corrupt(images, "fog", 1)
 
@@ -258,7 +258,7 @@ def test_what_are_no_images(images: Any, error: type[Exception], message: str) -
         ),
     ],
 )
-def test_what_is_refused(
+def test_bad_arguments_are_refused(
     arguments: tuple[Any, Any],
     options: dict[str, Any],
     error: type[Exception],
@@ -268,7 +268,7 @@ def test_what_is_refused(
         corrupt(IMAGE, *arguments, **options)
 
 
-def test_an_image_of_pil_stays_one() -> None:
+def test_a_pil_image_stays_a_pil_image() -> None:
     array = np.random.default_rng(0).integers(0, 256, (31, 43, 3), dtype=np.uint8)
     blurred = corrupt(Image.fromarray(array), "defocus_blur", 2)
     assert isinstance(blurred, Image.Image)

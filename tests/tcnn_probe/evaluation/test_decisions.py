@@ -16,12 +16,12 @@ from tcnn_probe.evaluation import (
     mean_interval,
 )
 
-# The corruptions of a group do not lie side by side.
+# Corruptions of one group are not adjacent.
 CORRUPTIONS = {"fog": "weather", "shot_noise": "noise", "snow": "weather"}
 
 
 def make_results(run: int = 0) -> xr.Dataset:
-    """Results of 2 models, 3 corruptions, 2 severities, 1 seed, 2 attacks, 23 images and 4 classes."""
+    """Return results of 2 models, 3 corruptions, 2 severities, 1 seed, 2 attacks, 23 images and 4 classes."""
     random = np.random.default_rng(run)
     coords = {
         "model": ["cnn", "tcnn"],
@@ -34,14 +34,14 @@ def make_results(run: int = 0) -> xr.Dataset:
         "group": ("corruption", [*CORRUPTIONS.values()]),
         "image": range(23),
     }
-    # 4 does not divide 23: classes differ in size.
+    # 4 does not divide 23, so that classes differ in size.
     label = np.arange(23) % 4
     ds = xr.Dataset(coords=coords | {"label": ("image", label)})
     dims = {"clean_": ("model",), "": ("model", "corruption", "severity", "seed")}
     for kind, names in (dims | {"adversarial_": ("model", "attack", "seed")}).items():
         shape = (*(ds.sizes[name] for name in names), 23)
         predictions = np.where(
-            # Right more often than not, so that every kind of agreement occurs.
+            # Answers are more often right than wrong, so that every kind of agreement occurs.
             random.random(shape) < 0.6,
             label,
             random.integers(0, 4, shape),
@@ -49,7 +49,7 @@ def make_results(run: int = 0) -> xr.Dataset:
         ds[f"{kind}prediction"] = (*names, "image"), predictions
         ds[f"{kind}confidence"] = (
             (*names, "image"),
-            # float32, as softmax gives it.
+            # Confidences are in float32, like the output of a softmax.
             random.random(shape).astype(np.float32),
         )
         ds[f"{kind}correct"] = ds[f"{kind}prediction"] == ds.label
@@ -66,7 +66,7 @@ def test_disagreement_by_hand(by: str | None) -> None:
     names = ["ground truth", "cnn", "tcnn"]
     assert result.differ.dims == ("model", "other", *([by] if by else []), "image")
     assert result.model.values.tolist() == result.other.values.tolist() == names
-    # A group selects corruptions; every other way is a dimension of the results.
+    # A group selects corruptions; every other label is along a dimension of the results.
     for label in result[by].values.tolist() if by else [None]:
         axis = {"group": "corruption"}.get(by, by)
         indices = (
@@ -86,12 +86,12 @@ def test_disagreement_by_hand(by: str | None) -> None:
                 unequal = [
                     a != b for x, y in conditions for a, b in zip(x, y, strict=True)
                 ]
-                # Exact, so that the tolerance below is of the library alone.
+                # The fraction is exact, so that the tolerance below is for the library alone.
                 share = Fraction(sum(unequal), len(unequal))
                 assert float(pair.disagreement) == pytest.approx(
                     float(share), abs=1e-15
                 )
-                # One image by itself, for `differ` is for each image.
+                # `differ` is defined for each image, so one image is checked by itself.
                 third = [x[3] != y[3] for x, y in conditions]
                 assert float(pair.differ.sel(image=3)) == pytest.approx(
                     sum(third) / len(third)
@@ -104,7 +104,7 @@ def test_disagreement_by_hand(by: str | None) -> None:
 
 
 def test_mcnemar_by_hand() -> None:
-    """Beside the sum of all outcomes that are at most as likely, in exact fractions."""
+    """P-values equal the sum over all outcomes that are at most as likely, in exact fractions."""
     ds = make_results()
     result = mcnemar(ds.correct.sel(model="tcnn"), ds.correct.sel(model="cnn"))
     assert result.p_value.dims == ("corruption", "severity", "seed")
@@ -114,25 +114,25 @@ def test_mcnemar_by_hand() -> None:
         )
         won = sum(a and not b for a, b in zip(winning, losing, strict=True))
         lost = sum(b and not a for a, b in zip(winning, losing, strict=True))
-        # The binomial distribution of a fair coin over the discordant pairs.
+        # The number of wins among the discordant pairs has the binomial distribution of a fair coin.
         chances = [
             Fraction(math.comb(won + lost, k), 2 ** (won + lost))
             for k in range(won + lost + 1)
         ]
-        # Exact fractions: outcomes as likely as this one compare as equal, which floats might not.
+        # With exact fractions, equally likely outcomes compare as equal, unlike floats.
         expected = sum(chance for chance in chances if chance <= chances[won])
         assert int(result.first_only[at]) == won
         assert int(result.second_only[at]) == lost
         assert float(result.p_value[at]) == pytest.approx(float(expected), rel=1e-12)
-    # If all were 1, the comparison above would show little.
+    # If all p-values were 1, the comparison above would show little.
     assert float(result.p_value.min()) < 1
     same = mcnemar(ds.clean_correct[0], ds.clean_correct[0])
     assert float(same.p_value) == 1
     assert int(same.first_only) == 0
 
 
-def test_mcnemar_as_in_a_textbook() -> None:
-    """9 against 1: p = 2 (1 + 10) / 2^10."""
+def test_mcnemar_of_a_textbook_example() -> None:
+    """For 9 against 1, p = 2 (1 + 10) / 2^10."""
     first = xr.DataArray([True] * 9 + [False, True, True, False], dims="image")
     second = xr.DataArray([False] * 9 + [True, True, True, False], dims="image")
     assert float(mcnemar(first, second).p_value) == 22 / 1024
@@ -141,7 +141,7 @@ def test_mcnemar_as_in_a_textbook() -> None:
 @pytest.mark.parametrize("bins", [1, 4, 15])
 def test_calibration_error_by_brute_force(bins: int) -> None:
     ds = make_results()
-    # 0, 1 and what lies on a bound belong to one bin each.
+    # 0, 1 and the bounds of bins belong to one bin each.
     ds.confidence[0, 0, 0, 0, :4] = [0, 0.25, 0.5, 1]  # at the bounds of four bins
     errors = calibration_error(ds.confidence, ds.correct, bins)
     assert errors.dims == ds.confidence.dims[:-1]
@@ -149,7 +149,7 @@ def test_calibration_error_by_brute_force(bins: int) -> None:
         sure = ds.confidence.values[at].astype(float).tolist()
         right = ds.correct.values[at].tolist()
         total = 0.0
-        # Bins are open below and closed above, as in Guo et al. (2017), and the first holds 0.
+        # Bins are open below and closed above, as in Guo et al. (2017), and the first one includes 0.
         for m in range(bins):
             low, high = m / bins, (m + 1) / bins
             held = [
@@ -159,15 +159,15 @@ def test_calibration_error_by_brute_force(bins: int) -> None:
                 accuracy = sum(right[n] for n in held) / len(held)
                 mean = sum(sure[n] for n in held) / len(held)
                 total += len(held) / 23 * abs(accuracy - mean)
-        # Mean confidence and mean accuracy, which is 1 at most.
+        # The terms are the mean confidence and the mean accuracy, which is at most 1.
         terms = sum(map(abs, sure)) / 23 + 1
         assert float(errors[at]) == pytest.approx(
             total, abs=4 * np.finfo(float).eps * terms
         )
 
 
-def test_calibrated_and_overconfident() -> None:
-    """0.8 sure and right in 8 of 10: no error; wrong in all: 0.8."""
+def test_calibration_error_of_known_cases() -> None:
+    """Confidence 0.8 has no error if 8 of 10 are right, and an error of 0.8 if all are wrong."""
     sure = xr.DataArray(np.full((2, 10), 0.8), dims=("model", "image"))
     right = xr.DataArray(
         [[True] * 8 + [False] * 2, [False] * 10], dims=("model", "image")
@@ -184,15 +184,15 @@ def test_calibrated_and_overconfident() -> None:
 
 @pytest.mark.parametrize("dim", ["training", "seed"])
 def test_runs_with_several_seeds_join(dim: str) -> None:
-    """Along a dimension of their own, or that of the corruptions' seeds; means are then over both."""
+    """Runs join along a dimension of their own or along the corruptions' seeds, and means are over both."""
     runs = [
-        # A seed of its own for each run, or the same one in three trainings.
+        # Each run has its own seed, or three trainings have the same one.
         make_results(n).assign_coords(seed=[n if dim == "seed" else 0])
         for n in (0, 1, 2)
     ]
     ds = xr.concat(runs, dim, **({"data_vars": "all"} if dim == "seed" else {}))
     for by in (None, "group"):
-        # Runs of one size, so that the mean over all is the mean of their means.
+        # Runs have the same size, so that the mean over all is the mean of their means.
         apart = [disagreement(run, by).disagreement for run in runs]
         np.testing.assert_allclose(
             disagreement(ds, by).disagreement,
@@ -215,7 +215,7 @@ def test_runs_with_several_seeds_join(dim: str) -> None:
         "model",
         "corruption",
     )
-    # The mean lies in its interval; how wide that is has a test of its own.
+    # The mean lies in its interval; another test checks the width.
     differ = xr.concat([disagreement(run).differ for run in runs], dim).sel(
         model="cnn", other="tcnn"
     )
@@ -223,12 +223,12 @@ def test_runs_with_several_seeds_join(dim: str) -> None:
     assert low < float(differ.mean()) < high
 
 
-def test_of_results_that_are_not_loaded() -> None:
+def test_results_that_are_not_loaded() -> None:
     pytest.importorskip(
         "dask", reason="dask is an extra: pip install 'tcnn-probe[dask]'"
     )
     ds = make_results()
-    # 5 does not divide 23: the last chunk is shorter.
+    # 5 does not divide 23, so that the last chunk is shorter.
     lazy = ds.chunk(image=5)
     for of in (
         disagreement,
@@ -240,12 +240,12 @@ def test_of_results_that_are_not_loaded() -> None:
         xr.testing.assert_equal(of(lazy), of(ds))
 
 
-def test_of_a_model_that_saw_less() -> None:
-    """Merged with the others, it has NaN for what it did not see, which is neither agreement nor disagreement."""
+def test_a_model_that_saw_fewer_conditions() -> None:
+    """Merged results have NaN where a model has none, which is neither agreement nor disagreement."""
     ds = make_results()
     late = (
         make_results(1)
-        # Two of three corruptions and no attacks: what is missing must not count as wrong.
+        # It saw two of three corruptions and no attacks, and missing answers must not count as wrong.
         .isel(model=[1], corruption=[0, 2])
         .drop_dims("attack")
         .assign_coords(model=["late"])
@@ -273,7 +273,7 @@ def test_of_a_model_that_saw_less() -> None:
     ]
 
 
-def test_what_is_refused() -> None:
+def test_bad_arguments_are_refused() -> None:
     ds = make_results()
     with pytest.raises(TypeError, match=r"bool, as ds.correct; got ndarray"):
         mcnemar(ds.clean_correct[0].values, ds.clean_correct[1])
@@ -307,14 +307,14 @@ def test_what_is_refused() -> None:
     ):
         mcnemar(right.any("image"), right.any("image"))
     with pytest.raises(ValueError, match="cannot align"):
-        # Unlike numbers of images have no common index.
+        # Different numbers of images have no common index.
         mcnemar(right[0], right[1, :7])
     with pytest.raises(TypeError, match=r"bool, as ds.correct; got float32"):
         calibration_error(right, ds.clean_confidence)
     with pytest.raises(
         ValueError, match=r"expected confidences in \[0, 1\], as ds.confidence"
     ):
-        # Above 1: these are logits or percent.
+        # Values above 1 are logits or percentages.
         calibration_error(ds.clean_confidence * 3, right)
     with pytest.raises(ValueError, match="expected at least one bin, got 0"):
         calibration_error(ds.clean_confidence, right, 0)

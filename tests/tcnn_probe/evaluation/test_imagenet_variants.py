@@ -1,4 +1,4 @@
-"""Published test sets in small, on disk: which images, labels and classes come out."""
+"""Published test sets in small, on disk: their images, labels and classes."""
 
 from io import BytesIO
 from pathlib import Path
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.filterwarnings(
 )
 
 WNIDS = ImageNetInfo("imagenet-1k").label_names()
-# Classes 1, 2, 4 and 6 of ImageNet.
+# These are classes 1, 2, 4 and 6 of ImageNet.
 GOLDFISH, SHARK, HAMMERHEAD, STINGRAY = (
     "n01443537",
     "n01484850",
@@ -36,7 +36,7 @@ def picture(path: Path, level: int) -> Path:
 
 
 def by_class(root: Path, classes: list[str], count: int = 2) -> Path:
-    """Images of level 10, 20, ... in the order of the classes given."""
+    """Write images of level 10, 20, ... in the order of the given classes."""
     for number, name in enumerate(classes):
         for image in range(count):
             picture(root / name / f"{image}.JPEG", 10 * (number * count + image + 1))
@@ -51,10 +51,10 @@ def read(variant: evaluation.Variant) -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize(
     "name", ["imagenet", "imagenet-r", "imagenet-v2", "imagenet-c"]
 )
-def test_labels_are_those_of_the_folders(name: str, tmp_path: Path) -> None:
-    """Labels are class indices, not ranks among the folders; every image comes once."""
+def test_labels_are_class_indices(name: str, tmp_path: Path) -> None:
+    """Labels are not ranks among the folders; each image comes once."""
     classes = (
-        # Sorted as text, 10 and 100 come before 2.
+        # In alphabetical order, 10 and 100 precede 2.
         ["10", "9", "2", "100"]
         if name == "imagenet-v2"
         else [STINGRAY, GOLDFISH, HAMMERHEAD, SHARK]
@@ -65,11 +65,11 @@ def test_labels_are_those_of_the_folders(name: str, tmp_path: Path) -> None:
         else {"size": (5, 7)}
     )
     if name == "imagenet-r":
-        classes[0] = "n07873807"  # pizza: the stingray is no class of ImageNet-R
+        classes[0] = "n07873807"  # pizza, as ImageNet-R does not have the stingray
     by_class(tmp_path / "fog" / "3" if name == "imagenet-c" else tmp_path, classes)
     variant = imagenet_variant(name, tmp_path, batch_size=3, **options)
     images, labels = read(variant)
-    # The grey of an image is its number; ImageNet-C's are not resized, others are.
+    # An image's grey level is its number; images of ImageNet-C are not resized, unlike others.
     greys = (images[:, 0].amax((1, 2)) * 255).round().int()
     levels = greys // 10 - 1
     indices = [
@@ -86,8 +86,8 @@ def test_labels_are_those_of_the_folders(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("name", ["imagenet-a", "imagenet-r"])
-def test_the_200_classes(name: str, tmp_path: Path) -> None:
-    """There is no warning if all folders exist; files and hidden folders are no classes."""
+def test_variants_with_200_classes(name: str, tmp_path: Path) -> None:
+    """There is no warning if all folders exist; files and hidden folders are not classes."""
     listed = (
         Path(timm.__file__).parent
         / "data"
@@ -107,9 +107,9 @@ def test_the_200_classes(name: str, tmp_path: Path) -> None:
     assert read(variant)[1].tolist() == [indices[3]]
 
 
-def test_real_labels(tmp_path: Path) -> None:
-    """Any of the labels is right, images without labels are left out: as timm counts it."""
-    numbers = [1, 3, 6]  # of no class, of 230 and 231, of 57
+def test_real_labels_count_like_timms(tmp_path: Path) -> None:
+    """Any of the labels is right, and images without labels are left out."""
+    numbers = [1, 3, 6]  # their labels: none, 230 and 231, 57
     for number in numbers:
         picture(tmp_path / SHARK / f"ILSVRC2012_val_{number:08d}.JPEG", 10 * number)
     images, right = read(
@@ -121,13 +121,13 @@ def test_real_labels(tmp_path: Path) -> None:
     reference = RealLabelsImagenet(
         [f"ILSVRC2012_val_{number:08d}.JPEG" for number in numbers] + [""] * 49997
     )
-    # No answer for the first, a right one for the second, a wrong one for the third.
+    # The first image counts for nothing, the second prediction is right, and the third is wrong.
     reference.add_result(torch.eye(1000)[[795, 231, 58]])
     assert reference.is_correct[1] == [True, False] == right[[0, 1], [231, 58]].tolist()
 
 
-def test_pixels(tmp_path: Path) -> None:
-    """Resized and cropped as timm does for the model, in [0, 1]."""
+def test_pixels_are_prepared_like_timms(tmp_path: Path) -> None:
+    """Images are resized and cropped as timm does for the model, with values in [0, 1]."""
     path = tmp_path / GOLDFISH / "a.png"
     path.parent.mkdir()
     Image.fromarray(
@@ -136,7 +136,7 @@ def test_pixels(tmp_path: Path) -> None:
     model = timm.create_model("resnet10t", num_classes=3)
     sizes = {
         "input_size": (3, 31, 31),
-        # Models of timm that are tested at a larger size than they are trained at.
+        # Some models of timm are tested at a larger size than they are trained at.
         "test_input_size": (3, 37, 37),
         "crop_pct": 0.95,
         "mean": (0.1, 0.2, 0.3),
@@ -154,7 +154,7 @@ def test_pixels(tmp_path: Path) -> None:
         mean=(0, 0, 0),
         std=(1, 1, 1),
     )
-    # Bytes over 255 in float32, which is 6e-8 fine near 1.
+    # Bytes are divided by 255 in float32, with an error of 6e-8 near 1.
     torch.testing.assert_close(
         images[0], transform(Image.open(path)), rtol=0, atol=1e-7
     )
@@ -164,12 +164,12 @@ def test_pixels(tmp_path: Path) -> None:
     assert read(imagenet_variant("imagenet", tmp_path))[0].shape == (1, 3, 224, 224)
 
 
-def test_imagenet_c_is_shown_as_it_is(tmp_path: Path) -> None:
+def test_imagenet_c_is_not_resized(tmp_path: Path) -> None:
     path = tmp_path / "snow" / "5" / SHARK / "a.png"
     path.parent.mkdir(parents=True)
     pixels = np.random.default_rng(0).integers(0, 256, (224, 224, 3), dtype=np.uint8)
     Image.fromarray(pixels).save(path)
-    # A model for which pictures would be cut and resized, unlike those of ImageNet-C.
+    # For other images, this model needs resizing and cropping.
     model = timm.create_model("resnet10t", num_classes=3)
     images, labels = read(
         imagenet_variant(
@@ -181,12 +181,12 @@ def test_imagenet_c_is_shown_as_it_is(tmp_path: Path) -> None:
     assert labels.tolist() == [2]
 
 
-def test_no_other_image_stands_in_for_one_that_cannot_be_read(tmp_path: Path) -> None:
+def test_unreadable_images_are_errors_and_not_replaced(tmp_path: Path) -> None:
     by_class(tmp_path, [SHARK])
     jpeg = BytesIO()
     noise = np.random.default_rng(0).integers(0, 256, (31, 37, 3), dtype=np.uint8)
     Image.fromarray(noise).save(jpeg, "jpeg")
-    # timm's reader would show the next image in its place, and Pillow does not name a truncated one.
+    # timm's reader would return the next image, and Pillow's error does not name a truncated one.
     for content in (b"nothing", jpeg.getvalue()[:-500]):
         (tmp_path / SHARK / "1.JPEG").write_bytes(content)
         with pytest.raises(OSError, match=rf"cannot read .*{SHARK}.1\.JPEG: "):
@@ -194,7 +194,7 @@ def test_no_other_image_stands_in_for_one_that_cannot_be_read(tmp_path: Path) ->
 
 
 def test_reading_leaves_torchs_random_state(tmp_path: Path) -> None:
-    # A DataLoader draws a seed for its workers each time it is iterated.
+    # A DataLoader draws a seed for its workers whenever it is iterated.
     variant = imagenet_variant("imagenet", by_class(tmp_path, [SHARK]), size=3)
     before = torch.get_rng_state()
     assert all(
@@ -262,7 +262,7 @@ def test_reading_leaves_torchs_random_state(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_what_is_refused(
+def test_bad_arguments_are_refused(
     name: str,
     options: dict[str, Any],
     error: type[Exception],

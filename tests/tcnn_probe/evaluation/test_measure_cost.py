@@ -1,4 +1,4 @@
-"""Costs against arithmetic by hand and published numbers."""
+"""Costs against arithmetic by hand, and against published numbers."""
 
 import pytest
 import timm
@@ -12,7 +12,7 @@ from tests.tcnn_probe.contracts.helpers import Trace
 
 
 class Wide(nn.Module):
-    """3 x 4 x 4 values to 1,000, which are rectified, to 2. At its peak it holds the thousand twice."""
+    """Model from 3 x 4 x 4 values to 1,000, which are rectified, to 2; at its peak it holds 2,000 values."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -30,8 +30,8 @@ def quick(models: object, size: object = None, **options: object) -> xr.Dataset:
     )
 
 
-def test_by_hand() -> None:
-    # In float64 besides: a model's own dtype is what images are made in.
+def test_costs_by_hand() -> None:
+    # The models also differ in dtype: images are made in the dtype of each model, here float64.
     grouped = nn.Sequential(
         nn.Conv2d(3, 6, 3, 2, padding=1, groups=3),
         nn.AdaptiveAvgPool2d(1),
@@ -40,10 +40,10 @@ def test_by_hand() -> None:
     ds = quick({"wide": Wide(), "grouped": grouped}, 4)
     assert ds.parameters.values.tolist() == [48 * 1000 + 1000 + 2000 + 2, 6 * 9 + 6]
     assert ds.multiply_adds.values.tolist() == [48 * 1000 + 2000, 6 * 2 * 2 * 9]
-    # Before and after the rectifier, batch 8 in float32.
+    # The peak is before and after the rectifier, for a batch of 8 in float32.
     assert ds.peak_memory.sel(model="wide") * 2**20 == 2 * 8 * 1000 * 4
     assert (ds.images_per_second > 0).all()
-    # Height and width: three channels of 4 x 8 values, of which none is left over.
+    # The size is height and width: three channels of 4 x 8 values have no remainder.
     assert quick(grouped, (4, 8)).multiply_adds.item() == 6 * 2 * 4 * 9
     grey = nn.Sequential(nn.Conv2d(1, 5, 3, padding=1))
     assert quick(grey, (1, 4, 8)).multiply_adds.item() == 5 * 4 * 8 * 9
@@ -55,12 +55,13 @@ def test_attention_in_blocks_is_counted() -> None:
         for backend in ("dense", "blocks")
     }
     counted = quick(layers, (4, 14, 15)).multiply_adds.values
-    # Without padding 3 x 3 taps fit 12 x 13 times.
+    # Without padding, 3 x 3 taps fit 12 x 13 times.
     pixels, queries = 14 * 15, 12 * 13
     assert (
         counted[0]
         == counted[1]
-        # Nine heads: q k^T of one channel, and attention times four; then queries, keys and values; then W_out.
+        # Nine heads have q k^T with one channel, and attention with four; then come queries, keys and values, and
+        # W_out.
         == 9 * queries * pixels * (1 + 4)
         + pixels * (9 + 4) * 4
         + queries * (9 + 9 * 4) * 4
@@ -71,15 +72,15 @@ def test_attention_in_blocks_is_counted() -> None:
     ("name", "multiply_adds", "parameters"),
     [("resnet50", 4.1e9, 25.6e6), ("cait_xxs24_224", 2.5e9, 12.0e6)],
 )
-def test_published(name: str, multiply_adds: float, parameters: float) -> None:
-    """Thesis, Tables 5.1 and 3.15, to the digits that they print."""
+def test_published_costs(name: str, multiply_adds: float, parameters: float) -> None:
+    """Thesis, Tables 5.1 and 3.15, to their printed digits."""
     ds = evaluation.cost(timm.create_model(name), batch_size=1, rounds=1)
     assert ds.multiply_adds.item() == pytest.approx(multiply_adds, abs=0.05e9)
     assert ds.parameters.item() == pytest.approx(parameters, abs=0.06e6)
 
 
 class Steps(nn.Module):
-    """Counts forwards in training mode, and backwards."""
+    """Model that counts forwards in training mode, and backwards."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -102,7 +103,7 @@ def test_training_leaves_no_trace() -> None:
     state = {name: x.clone() for name, x in model.state_dict().items()}
     with torch.no_grad():
         ds = evaluation.cost(model, 8, batch_size=2, rounds=3, training=True)
-    # Three rounds, and one to warm up.
+    # There are three rounds, and one to warm up.
     assert model.forwards == 4
     assert model.backwards == 4
     assert 0 < ds.training_images_per_second.item() < float("inf")
@@ -118,7 +119,7 @@ def test_training_leaves_no_trace() -> None:
     assert torch.equal(*after)
 
 
-def test_the_model_is_as_it_was_and_the_tables_join() -> None:
+def test_the_model_is_unchanged_and_tables_can_be_joined() -> None:
     model = timm.create_model("vit_tiny_patch16_224", img_size=32, depth=1).train()
     before = Trace(model).hooks
     state = {name: x.clone() for name, x in model.state_dict().items()}
@@ -132,7 +133,7 @@ def test_the_model_is_as_it_was_and_the_tables_join() -> None:
     )
 
 
-def test_refusals() -> None:
+def test_bad_arguments_are_refused() -> None:
     for models, size, message in (
         ({}, 4, "at least one model"),
         ("resnet18", 4, r"expected a torch\.nn\.Module, got str"),

@@ -1,4 +1,4 @@
-"""ImageNet-C from disk, in small: every decision against a loop over files, and what compares models on it."""
+"""ImageNet-C from disk, in small: every decision against a loop over files, and the comparison of models."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -20,38 +20,38 @@ pytestmark = pytest.mark.filterwarnings(
 CLASSES = {"n01443537": 1, "n01484850": 2, "n01494475": 4}
 CORRUPTIONS = ("shot_noise", "fog")  # in the order of the published table
 FILES = [f"{wnid}/ILSVRC2012_val_{n:08d}.JPEG" for wnid in CLASSES for n in (2, 11)]
-EXTRA = "n01440764/ILSVRC2012_val_00000007.JPEG"  # of a class before the others
+EXTRA = "n01440764/ILSVRC2012_val_00000007.JPEG"  # of a class that precedes the others
 
 
 def level(file: str, corruption: str, severity: int) -> int:
-    """Return the grey of an image, a multiple of 10 that depends on its place, corruption and severity."""
+    """Return the grey level of an image, a multiple of 10 that depends on its position, corruption and severity."""
     place = FILES.index(file) if file in FILES else 9
-    # Modulo 23, a prime beyond all places: another place, corruption or severity gives another grey.
+    # 23 is a prime beyond all positions, so that another position, corruption or severity gives another level.
     return 10 * ((3 * place + 5 * CORRUPTIONS.index(corruption) + severity) % 23)
 
 
 def write(path: Path, grey: int, size: int) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    # Without losses, whatever the name says: the grey tells which image was shown.
+    # The format is lossless, whatever the file's name says, as the grey level identifies the image.
     Image.fromarray(np.full((size, size, 3), grey, np.uint8)).save(path, "PNG")
 
 
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
-    """Two corruptions at five severities of six images in three classes; and clean ones, one more, in ``val``."""
+    """Write two corruptions at five severities of six images in three classes, and seven clean images in ``val``."""
     for corruption in CORRUPTIONS:
         for severity in range(1, 6):
             for file in FILES:
                 path = tmp_path / "c" / corruption / str(severity) / file
                 write(path, level(file, corruption, severity), 224)
-    # An image more, first in order, shifts clean images against corrupted ones that are joined by number.
+    # The extra image comes first, and would shift clean images against corrupted ones that are matched by number.
     for number, file in enumerate([EXTRA, *FILES]):
         write(tmp_path / "val" / file, 20 * number, 31)
     return tmp_path
 
 
 def by_grey(factor: int) -> Callable[[Tensor], Tensor]:
-    """Return a classifier whose prediction follows from the grey of the first pixel."""
+    """Return a classifier that decides by the grey level of the first pixel."""
 
     def scores(images: Tensor) -> Tensor:
         greys = (images[:, 0, 0, 0] * 255).round().long()
@@ -78,7 +78,7 @@ def classify(root: Path, **options: object) -> object:
     )
 
 
-def test_every_decision_is_that_of_a_loop(root: Path) -> None:
+def test_every_decision_equals_that_of_a_loop(root: Path) -> None:
     ds = classify(root, clean=root / "val", size=17)
     assert ds.file.values.tolist() == FILES
     assert ds.label.values.tolist() == [CLASSES[file[:9]] for file in FILES]
@@ -87,7 +87,7 @@ def test_every_decision_is_that_of_a_loop(root: Path) -> None:
     for model, factor in (("cnn", 1), ("tcnn", 3)):
         for place, file in enumerate(FILES):
             image = ds.sel(model=model, image=place)
-            # The first grey is that of the image without corruptions.
+            # The first level is that of the clean image.
             clean = predicted(20 * (place + 1), factor)
             assert image.clean_prediction == clean
             assert image.clean_correct == (clean == CLASSES[file[:9]])
@@ -120,7 +120,7 @@ def test_models_are_compared_image_by_image(root: Path) -> None:
     ]
 
 
-def test_mean_corruption_error_by_published_errors(root: Path) -> None:
+def test_mean_corruption_error_with_published_errors(root: Path) -> None:
     """The sums of published errors over severities are five times their means."""
     published = {"fog": 0.7, "shot_noise": 0.9, "clean": 0.4}
     ds = classify(root, clean=root / "val", size=17)
@@ -149,15 +149,15 @@ def test_mean_corruption_error_by_published_errors(root: Path) -> None:
 
 
 def test_published_errors_are_those_of_alexnet() -> None:
-    """The mean over severities is that of the authors' own list of rates."""
+    """Means over severities equal those of the authors' own list of rates."""
     assert evaluation.ALEXNET_ERRORS.keys() == {*evaluation.CORRUPTIONS, "clean"}
-    # Gaussian noise by severity, from the authors' repository.
+    # These are the rates of Gaussian noise by severity, from the authors' repository.
     rates = (0.69528, 0.82542, 0.93554, 0.98138, 0.99452)
     mean = np.mean(rates)
     assert evaluation.ALEXNET_ERRORS["gaussian_noise"] == pytest.approx(mean, abs=1e-9)
 
 
-def test_folders_that_do_not_fit(root: Path) -> None:
+def test_folders_that_do_not_fit_are_refused(root: Path) -> None:
     (root / "val" / FILES[3]).unlink()
     with pytest.raises(ValueError, match=f"lacks 1: {FILES[3]}"):
         classify(root, clean=root / "val")

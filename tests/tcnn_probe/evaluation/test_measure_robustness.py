@@ -1,4 +1,4 @@
-"""robustness() against loops by hand, and on models whose accuracy is known."""
+"""robustness() against loops by hand, and on models of known accuracy."""
 
 import json
 import math
@@ -28,7 +28,7 @@ from tests.tcnn_probe.evaluation.classifiers import (
 
 SOME = {
     "corruptions": ["contrast", "gaussian_noise", "pixelate"],
-    # In an order that sorting would change.
+    # Sorting would change this order.
     "severities": (5, 2),
     "seeds": (3, 0),
 }
@@ -39,7 +39,7 @@ QUICK: dict[str, Any] = {
     "normalization": NONE,
 }
 CLEAN: dict[str, Any] = {"corruptions": (), "attacks": (), "normalization": NONE}
-# Attacks of which the starting point is almost all there is.
+# The result of these attacks is almost only their starting point.
 STARTS = {"fgsm": {"epsilon": 0.9}, "pgd": {"epsilon": 0.9, "step": 1e-6, "steps": 1}}
 
 
@@ -49,7 +49,7 @@ def right(
     labels: Tensor,
     normalization: Any,
 ) -> list[bool]:
-    """One image at a time."""
+    """Compute right answers one image at a time."""
     mean, std = (
         torch.as_tensor(numbers, dtype=images.dtype).view(-1, 1, 1)
         for numbers in normalization
@@ -62,17 +62,17 @@ def right(
     ]
 
 
-def test_by_hand() -> None:
+def test_robustness_equals_a_loop() -> None:
     models = {"a": Small().double().eval(), "b": Small(seed=1).double().eval()}
     x = pixels(7).double()
     y = labels(7)
-    # Large enough that some decisions change and others do not, as asserted at the end.
+    # The budget is large enough to change some decisions, and leaves others, as asserted at the end.
     pgd = {"epsilon": 0.05, "step": 0.02, "steps": 3}
     attacks = {"pgd": pgd, "fgsm": {"epsilon": 0.04}}
     ds = evaluation.robustness(
         models, x, y, **SOME, attacks=attacks, normalization=NORMALIZATION, batch_size=3
     )
-    # The published order.
+    # This is the published order.
     assert ds.corruption.values.tolist() == ["gaussian_noise", "contrast", "pixelate"]
     assert ds.group.values.tolist() == ["noise", "digital", "digital"]
     assert ds.severity.values.tolist() == [5, 2]
@@ -116,17 +116,17 @@ def test_by_hand() -> None:
     for name, mean in pairs.items():
         share = ds[name].values.astype(float).sum(-1) / 7
         assert ds[mean].dims == ds[name].dims[:-1] == ds[f"{mean}_se"].dims
-        # A division of whole numbers below 8 in float64.
+        # These are quotients of integers below 8, in float64.
         np.testing.assert_allclose(ds[mean], share, atol=1e-15)
         np.testing.assert_allclose(
             ds[f"{mean}_se"], (share * (1 - share) / 7) ** 0.5, atol=1e-15
         )
-        # Some are right and some are wrong: only then do the loops above tell anything.
+        # Some answers are right and some are wrong, or the loops above would show nothing.
         assert ds[name].values.any() > ds[name].values.all()
 
 
-def test_predictions_and_confidences_by_hand() -> None:
-    """One image at a time, the softmax in float64: scores are rounded to float32 first."""
+def test_predictions_and_confidences_equal_a_loop() -> None:
+    """The loop takes one image at a time, with the softmax in float64; scores are rounded to float32 first."""
     models = {"a": Small().double().eval(), "b": Small(seed=1).double().eval()}
     x = pixels(7).double()
     y = labels(7)
@@ -169,14 +169,14 @@ def test_predictions_and_confidences_by_hand() -> None:
 
 
 def sensitive(x: Tensor) -> Tensor:
-    """Scores that any noise changes, of images 9 x 11."""
+    """Return scores of images 9 x 11 that any noise changes."""
     weight = torch.randn(
         3 * 9 * 11, 5, generator=torch.Generator().manual_seed(0), dtype=torch.float64
     )
     return (x.double() - 0.5).flatten(1) @ weight
 
 
-def test_batches_do_not_matter() -> None:
+def test_batch_size_does_not_matter() -> None:
     x = pixels(17, size=(9, 11))
     y = labels(17)
     options: dict[str, Any] = {**SOME, "normalization": NONE, "attacks": STARTS}
@@ -184,7 +184,7 @@ def test_batches_do_not_matter() -> None:
     loader = DataLoader(TensorDataset(x, y), batch_size=7)
 
     def once() -> Iterator[list[Any]]:
-        # Batches of two sizes and kinds, that can be read once only.
+        # Batches have two sizes and types, and can be read only once.
         yield from ([x[:3].numpy(), y[:3].tolist()], [x[3:], y[3:]])
 
     for batches in (loader, once()):
@@ -193,8 +193,8 @@ def test_batches_do_not_matter() -> None:
         )
 
 
-def test_seeds() -> None:
-    """Each is its own measurement, whatever the others are; what is not random is measured once."""
+def test_seeds_are_independent_measurements() -> None:
+    """Results of a seed do not depend on the others, and conditions without randomness are measured once."""
     x = pixels(31, size=(9, 11))
     y = labels(31)
     options: dict[str, Any] = {
@@ -211,7 +211,7 @@ def test_seeds() -> None:
     together = evaluation.robustness(
         {"a": model, "b": model}, x, y, seeds=(5, 1), normalization=NONE, **options
     )
-    # FGSM starts at the image, whatever the seed; PGD starts at random, so once for each of two seeds.
+    # FGSM starts at the image for any seed; PGD starts at random, once for each of two seeds.
     once = {
         "clean": 1,
         "impulse_noise": 2,
@@ -219,8 +219,8 @@ def test_seeds() -> None:
         "gradient and answer": 2 * (1 + 2),
     }
     assert len(batches) == 2 * sum(once.values())
-    # After the clean batches, the next six are three corrupted ones, for one model and the other.
-    # Each batch is corrupted once for both models.
+    # The clean batches come first, and then three corrupted batches, each for one model and the other. Each batch is
+    # corrupted once for both models.
     for first, second in zip(batches[2:8:2], batches[3:8:2], strict=True):
         assert torch.equal(first, second)
     for seed in (5, 1):
@@ -242,7 +242,7 @@ def test_seeds() -> None:
         assert same.all("image").values.ravel().tolist() == expected
 
 
-def test_functions_and_normalization_by_model() -> None:
+def test_functions_and_normalization_per_model() -> None:
     model = configured().eval()
     x = pixels(5)
     y = labels(5)
@@ -268,7 +268,7 @@ def test_functions_and_normalization_by_model() -> None:
     assert json.loads(ds.attrs["normalization"])["own"] == [mean, std]
 
 
-def test_only_what_is_asked_for() -> None:
+def test_only_requested_conditions_are_measured() -> None:
     clean = evaluation.robustness(Small(), pixels(2), labels(2), **CLEAN)
     of_images = {f"clean_{name}" for name in ("prediction", "confidence", "correct")}
     assert set(clean.variables) == of_images | {
@@ -297,11 +297,11 @@ def test_only_what_is_asked_for() -> None:
     assert named_corruptions(None) == tuple(evaluation.CORRUPTIONS)
 
 
-def test_frost_of_ones_own() -> None:
+def test_a_users_own_frost() -> None:
     x = pixels(3, size=(11, 13)) * 0.2
 
     def bright(x: Tensor) -> Tensor:
-        # Right, as class 0, if the picture is bright: white frost makes it so, black frost does not.
+        # A bright picture is class 0, the right one: white frost makes it bright, but black frost does not.
         return torch.stack([x.mean((1, 2, 3)), torch.full((len(x),), 0.45)], 1)
 
     options: dict[str, Any] = CLEAN | {"corruptions": "frost", "severities": 2}
@@ -314,7 +314,7 @@ def test_frost_of_ones_own() -> None:
 
 
 def test_ties_and_nan() -> None:
-    # Of equal scores the first counts, so only label 0 is right.
+    # Among equal scores the first one counts, so only label 0 is right.
     x = pixels(4)
     y = torch.tensor([0, 0, 1, 2])
     ties = evaluation.robustness(lambda x: torch.zeros(len(x), 3), x, y, **CLEAN)
@@ -322,7 +322,7 @@ def test_ties_and_nan() -> None:
 
     def broken(x: Tensor) -> Tensor:
         scores = torch.eye(3)[[0, 0, 1, 2]]
-        scores[1, 2] = scores[2, 1] = torch.nan  # torch takes NaN for the highest
+        scores[1, 2] = scores[2, 1] = torch.nan  # torch takes NaN for the highest score
         return scores
 
     with pytest.warns(
@@ -336,7 +336,7 @@ def test_ties_and_nan() -> None:
     assert "NaN" in ds.attrs["prediction"]
 
 
-def test_to_zarr_as_it_is(tmp_path: Path) -> None:
+def test_results_can_be_stored_in_zarr(tmp_path: Path) -> None:
     variant = evaluation.Variant("mine", [(pixels(3), labels(3))])
     ds = evaluation.robustness(
         Small(),
@@ -356,8 +356,8 @@ def test_to_zarr_as_it_is(tmp_path: Path) -> None:
     assert all(again[name].attrs["long_name"] for name in again.data_vars)
 
 
-def test_variants() -> None:
-    """Variants with their own classes, or several right answers, are measured as if they were the images."""
+def test_variants_of_imagenet() -> None:
+    """Variants may have their own classes, or several right answers."""
     models = {"a": Small().eval(), "b": Small(seed=1).eval()}
     x = pixels(9)
     y = labels(9)
@@ -365,7 +365,7 @@ def test_variants() -> None:
         torch.nn.functional.one_hot(y, 5).bool()
         | torch.nn.functional.one_hot((y + 1) % 5, 5).bool()
     )
-    # Labels 0 and 3, the classes of the variant.
+    # Labels are 0 and 3, the classes of the variant.
     few = y % 2 * 3
     variants = [
         evaluation.Variant("plain", DataLoader(TensorDataset(x, y), batch_size=4)),
@@ -385,7 +385,7 @@ def test_variants() -> None:
     }
     masked = evaluation.robustness(best, x[:7], few[:7] // 3, **CLEAN).clean_accuracy
     np.testing.assert_allclose(
-        # A prediction equals one of two distinct labels as often as the one or the other.
+        # A prediction that equals one of two distinct labels equals either one or the other.
         ds.variant_accuracy,
         np.stack([plain, plain + shifted, masked], 1),
         atol=1e-15,
@@ -400,12 +400,12 @@ class BrokenError(Exception):
     pass
 
 
-def test_models_are_as_they_were() -> None:
-    """Also after an exception at any of the 6 forwards of each."""
+def test_models_are_left_unchanged() -> None:
+    """This holds also after an exception in any of each model's 6 forwards."""
     model = Small().train()
     calls = 0
     broken_at = 0
-    # A mode, a frozen weight and a gradient of the user's own, which a mere ``train()`` would lose.
+    # The model has a mode, a frozen weight and a gradient that a mere ``train()`` would lose.
     model.norm.eval()
     model.first.weight.requires_grad_(False)
     model.head.weight.grad = torch.full_like(model.head.weight, 0.5)
@@ -421,7 +421,7 @@ def test_models_are_as_they_were() -> None:
     before = Trace(model)
     random = torch.get_rng_state()
     numpys = np.random.get_state()[1].copy()  # noqa: NPY002
-    # No exception, and one at the first, a middle and the last forward.
+    # There is no exception, or one in the first, a middle or the last forward.
     for number in (0, 1, 3, 6):
         calls = 0
         broken_at = number
@@ -443,7 +443,7 @@ def test_progress_bar(capsys: pytest.CaptureFixture[str]) -> None:
             Small(), pixels(3), labels(3), **QUICK, batch_size=2, progress=shown
         )
         written = capsys.readouterr().err
-        # Two batches, each as it is, pixelated and attacked.
+        # There are two batches, each of them clean, pixelated and attacked.
         assert ("robustness" in written) == ("/6 [" in written) == shown
 
 
@@ -515,7 +515,7 @@ ONE = pixels(1)
         ),
     ],
 )
-def test_what_is_refused(options: dict[str, Any], message: str) -> None:
+def test_bad_arguments_are_refused(options: dict[str, Any], message: str) -> None:
     arguments = (
         {"models": Small(), "images": pixels(3), "labels": torch.tensor([0, 1, 3])}
         | QUICK

@@ -18,12 +18,12 @@ CORRUPTIONS = {
 
 @pytest.fixture
 def results() -> xr.Dataset:
-    """Results of 3 models, 5 corruptions, 2 severities, 7 seeds, 2 attacks, 23 images."""
+    """Return results of 3 models, 5 corruptions, 2 severities, 7 seeds, 2 attacks and 23 images."""
     random = np.random.default_rng(0)
     sizes = {"model": 3, "corruption": 5, "severity": 2, "seed": 7, "image": 23}
     chances = (
-        # One better and one worse than the baseline; chances differ between corruptions, so that means of groups do
-        # too.
+        # One model is better and one worse than the baseline; probabilities differ between corruptions, so that means
+        # of groups differ, too.
         np.array([0.6, 0.7, 0.3])[:, None, None, None, None]
         * np.linspace(0.5, 1, 5)[:, None, None, None]
     )
@@ -52,7 +52,7 @@ def results() -> xr.Dataset:
 
 def test_improvement_by_group(results: xr.Dataset) -> None:
     result = improvement(results, "cnn", "group")
-    # As they come.
+    # The order is that of the results.
     assert result.group.values.tolist() == ["noise", "weather", "digital", "blur"]
     assert result.model.values.tolist() == ["tcnn", "worse"]
     raw = results.correct.values
@@ -66,29 +66,29 @@ def test_improvement_by_group(results: xr.Dataset) -> None:
             assert low < accuracy / baseline - 1 < high
 
 
-# Decisions get Bonett and Price's two further pairs, means over conditions do not.
+# Decisions get Bonett and Price's two additional pairs, but means over conditions do not.
 @pytest.mark.parametrize(("by", "added"), [("severity", []), (None, [[1, 0], [0, 1]])])
-def test_relative_interval_holds_what_a_t_test_does_not_refuse(
+def test_relative_interval_contains_what_a_t_test_does_not_reject(
     results: xr.Dataset, by: str | None, added: list[list[int]]
 ) -> None:
     result = improvement(results, "cnn", by)
     if by is None:
         interval = result.interval.sel(model="tcnn")
         pairs = results.clean_correct.values[:2].astype(float)
-    else:  # the mean over corruptions and seeds, of each image
+    else:  # the mean over corruptions and seeds of each image
         interval = result.interval.sel(model="tcnn", severity=5)
         pairs = results.correct.values[:2, :, 1].mean((1, 2))
     baseline, ours = np.concatenate(
         [pairs.T, np.array(added, float).reshape(-1, 2)[:, ::-1]]
     ).T
-    # Fieller's interval, found by trying every ratio.
+    # Fieller's interval is found by trying every ratio.
     ratios = np.linspace(0.2, 4, 2001)
     compatible = [
         ratio
         for ratio in ratios
         if stats.ttest_1samp(ours - ratio * baseline, 0).pvalue >= 0.05
     ]
-    # The ratios that are tried are 0.0019 apart.
+    # The ratios are 0.0019 apart.
     np.testing.assert_allclose(
         interval, [min(compatible) - 1, max(compatible) - 1], atol=0.002
     )
@@ -111,10 +111,10 @@ def test_improvement_on_clean_and_attacked_images(
 
 
 @pytest.mark.parametrize("right", [0, 2])
-def test_no_share_of_a_baseline_that_is_never_right(
+def test_no_relative_improvement_over_a_baseline_that_is_never_right(
     results: xr.Dataset, right: int
 ) -> None:
-    """Right twice of 23, it could be right so rarely that any ratio is possible: there is no interval."""
+    """A baseline that is right twice in 23 may be right so rarely that any ratio is possible: it has no interval."""
     few = (results.model != "cnn") | (results.image < right)
     rare = xr.Dataset(
         {"clean_correct": (results.clean_correct | (results.image < 2)) & few}
@@ -160,8 +160,8 @@ def test_mean_corruption_error_by_hand(results: xr.Dataset) -> None:
 
 
 def test_no_error_relative_to_a_baseline_without_errors(results: xr.Dataset) -> None:
-    """And no mean over the rest of the corruptions in its place."""
-    # An error of 0 would be divided by.
+    """Nor is there a mean over the other corruptions."""
+    # The division would be by an error of 0.
     results.accuracy.loc[{"model": "cnn", "corruption": "snow"}] = 1
     result = mean_corruption_error(results, "cnn")
     assert result.corruption_error.isnull().sum("corruption").values.tolist() == [
@@ -184,7 +184,7 @@ def test_no_error_relative_to_a_baseline_without_errors(results: xr.Dataset) -> 
         (None, "seed", 3),
     ],
 )
-def test_what_was_selected(
+def test_selected_conditions_are_summarised(
     results: xr.Dataset, by: str | None, dim: str, label: str | int
 ) -> None:
     scalar = results.sel({dim: label})
@@ -202,7 +202,7 @@ def test_what_was_selected(
     )
 
 
-def test_what_is_refused(results: xr.Dataset) -> None:
+def test_bad_arguments_are_refused(results: xr.Dataset) -> None:
     for function in (improvement, mean_corruption_error):
         with pytest.raises(
             TypeError,

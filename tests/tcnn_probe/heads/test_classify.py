@@ -1,4 +1,4 @@
-"""Labels, posteriors and what is said of heads without a label, of recordings made by hand."""
+"""Labels and posteriors, and reasons for heads without a label, in recordings made by hand."""
 
 import itertools
 import json
@@ -17,19 +17,19 @@ import tcnn_probe
 
 NAN = math.nan
 BOTH = ("thresholds", "mixture")
-# 64 keys, as of 8 x 8 patches; 16 images are more than the 8 that types by content need.
-KEYS, DISTANCE, IMAGES = 64, 8.0, 16  # in every layer
-# Far inside of their types, so that no threshold in use decides about them.
+# There are 64 keys, as with 8 x 8 patches; 16 images are more than the 8 that types by content need.
+KEYS, DISTANCE, IMAGES = 64, 8.0, 16  # the same in every layer
+# These numbers are well inside of each type, so that thresholds near the defaults give the same types.
 CONV, AVERAGE, CONTENT = (
     (0.0, 0.5, 0.25, 0.9),
     (0.0, 1.0, 1.0, 0.1),
     (0.5, 0.6, 0.8, 0.2),
 )
-"""Shares that types depend on: information, entropy, distance, and equivariance."""
+"""Numbers that types depend on, as shares: information, entropy, distance, and equivariance."""
 
 
 def recording(layers: Mapping[str, Mapping[str, Any]], marks: int = 1) -> xr.Dataset:
-    """A dataset of these layers; each has variables of shape (marks, heads). Heads that a layer has not are NaN."""
+    """Return a dataset of layers with variables of shape (marks, heads); heads that a layer lacks are NaN."""
     names = list(dict.fromkeys(name for about in layers.values() for name in about))
     heads = max(np.shape(about["attention_distance"])[-1] for about in layers.values())
     values = {name: np.full((marks, len(layers), heads), NAN) for name in names}
@@ -39,7 +39,7 @@ def recording(layers: Mapping[str, Mapping[str, Any]], marks: int = 1) -> xr.Dat
     ds = xr.Dataset(
         {name: (("epoch", "layer", "head"), value) for name, value in values.items()},
         {
-            # From 2, so that an epoch's name is not its position.
+            # Epochs start at 2, so that they differ from their positions.
             "epoch": 2 + np.arange(marks),
             "layer": np.array(list(layers), dtype=object),
             "head": range(heads),
@@ -60,7 +60,7 @@ def recording(layers: Mapping[str, Mapping[str, Any]], marks: int = 1) -> xr.Dat
 
 
 def layer(*heads: Any, gate: Any = NAN) -> dict[str, np.ndarray]:
-    """By the shares that types depend on, (heads, 4) or (marks, heads, 4); and by gates."""
+    """Return the variables of a layer from shares (heads, 4) or (marks, heads, 4), and from gates."""
     information, entropy, distance, equivariance = np.moveaxis(
         np.array(heads, dtype=float), -1, 0
     )
@@ -71,14 +71,14 @@ def layer(*heads: Any, gate: Any = NAN) -> dict[str, np.ndarray]:
         "translation_equivariance": equivariance,
         "gate": np.broadcast_to(gate, information.shape),
         "positional_entropy": np.where(np.isnan(gate), NAN, 0.5 * math.log(KEYS))
-        # Added to zero times the information, so that a head which is missing there is missing here.
+        # Zero times the information is added, so that a head without information lacks this as well.
         + 0 * information,
     }
 
 
 def of_marks() -> xr.Dataset:
-    """Three marks of five heads, of which the last changes, and of a head without any place."""
-    # Between the two thresholds of information, and a convolution otherwise.
+    """Return three marks of five heads, of which the last one changes, and of a head without a position."""
+    # The information is between the two thresholds, and otherwise the head is convolutional.
     mixed = (0.05, 0.5, 0.25, 0.9)
     marks = [[CONV, AVERAGE, CONTENT, mixed, last] for last in (CONV, mixed, CONTENT)]
     about = {
@@ -91,7 +91,7 @@ def of_marks() -> xr.Dataset:
 def test_types_and_their_attributes(method: Any, tmp_path: Path) -> None:
     ds = of_marks()
     before = ds.copy(deep=True)
-    # The limits are named, so that the mixed head of this recording stays between them whatever the defaults are.
+    # Limits are given explicitly, so that the mixed head stays between them whatever the defaults are.
     types = tcnn_probe.head_types(ds, method, information=(0.03, 0.125))
     xr.testing.assert_identical(ds, before)
     assert types.name == "head_type"
@@ -108,10 +108,10 @@ def test_types_and_their_attributes(method: Any, tmp_path: Path) -> None:
             [conv, average, content, mixed, last] for last in (conv, mixed, content)
         ]
         assert types.sel(layer="conv").values.tolist() == expected
-        # The last mark changes a head: types of the first two must not depend on it.
+        # The last mark changes a head, on which types of the first two marks must not depend.
         first = tcnn_probe.head_types(ds[{"epoch": [0, 1]}], information=(0.03, 0.125))
         xr.testing.assert_identical(first, types[:2])
-    # zarr has no texts of variable length that xarray reads back as they were, unless they are objects.
+    # zarr returns strings of variable length unchanged to xarray only if they are objects.
     ds.assign(head_type=types).to_zarr(tmp_path / "typed.zarr", consolidated=False)
     again = xr.open_zarr(tmp_path / "typed.zarr", consolidated=False).head_type.load()
     assert again.values.tolist() == types.values.tolist()
@@ -119,9 +119,9 @@ def test_types_and_their_attributes(method: Any, tmp_path: Path) -> None:
     assert {*again.coords} == {*types.coords}
 
 
-def test_by_the_gate() -> None:
-    """Types by the gate alone, as in the papers; plain attention has no type."""
-    # The papers' thirds are among them: they belong to the outer types.
+def test_types_by_the_gate() -> None:
+    """Types depend on the gate alone, as in the papers; plain attention has no type."""
+    # The gates include the papers' thirds, which belong to the outer types.
     gates = [0.9, 0.1, 0.5, 1 / 3, 2 / 3]
     ds = recording({"gated": layer(*[AVERAGE] * 5, gate=gates), "plain": layer(CONV)})
     types = tcnn_probe.head_types(ds, by="gate")
@@ -142,14 +142,16 @@ def test_by_the_gate() -> None:
     assert (fuzzy[0, 0] != "").all()
 
 
-def test_of_gated_attention_entropies_and_information_count_over_real_pixels() -> None:
+def test_entropy_and_information_of_gated_attention_are_relative_to_real_pixels() -> (
+    None
+):
     ds = recording(
         {
             "a": layer(
-                # Below the even share of 64 keys, and even over 49: only the right scale makes it averaging.
-                # Even over 49 real pixels, of 64 with padding.
+                # The entropy is below that of uniform attention to 64 keys, and equals that to 49 real pixels without
+                # the padding: only the right scale makes the head averaging.
                 (0.0, math.log(49) / math.log(64), 0.9, NAN),
-                # Above the threshold for content by either scale.
+                # The information is above the threshold for content on either scale.
                 (0.15, 0.9, 0.9, NAN),
             )
         }
@@ -157,17 +159,17 @@ def test_of_gated_attention_entropies_and_information_count_over_real_pixels() -
     assert tcnn_probe.head_types(ds).values.tolist() == [[["mixed", "content"]]]
     real = ds.assign(uniform_content_entropy=ds.uniform_entropy * 0 + math.log(49))
     assert tcnn_probe.head_types(real).values.tolist() == [[["averaging", "content"]]]
-    for images in (8, 10**6):  # their number sets no scale
+    for images in (8, 10**6):  # the number of images does not change the scale
         counted = ds.assign(images=ds.images * 0 + images)
         assert tcnn_probe.head_types(counted).values.tolist() == [
             [["mixed", "content"]]
         ]
         assert tcnn_probe.head_types(
-            # Just above the head's 0.15, so that the limit alone decides.
+            # This is just above the head's 0.15, so that the limit alone decides.
             counted,
             information=(0.0, 0.1501),
         ).values.tolist() == [[["mixed", "mixed"]]]
-    # One fewer than the 8 images from which information decides about types.
+    # These are one fewer than the 8 images that are needed for types by information.
     few = ds.assign(images=ds.images * 0 + 7)
     with pytest.warns(RuntimeWarning, match="at least 8 images .* some have 7"):
         types = tcnn_probe.head_types(few)
@@ -185,7 +187,7 @@ def test_of_gated_attention_entropies_and_information_count_over_real_pixels() -
 
 @pytest.mark.parametrize("method", BOTH)
 def test_selections_keep_their_dimensions_and_coordinates(method: Any) -> None:
-    # Steps, and heads first: nothing may rest on the name or the place of a dimension.
+    # The dimension is renamed and heads come first, as nothing may depend on the name or position of a dimension.
     ds = of_marks().rename(epoch="step").transpose("head", "step", "layer")
     complete = tcnn_probe.head_types(ds, method)
     assert complete.dims == ("head", "step", "layer")
@@ -205,7 +207,7 @@ def test_selections_keep_their_dimensions_and_coordinates(method: Any) -> None:
 
 
 def test_numbers_that_are_not_finite_give_no_label() -> None:
-    """A number that is not finite matters only if the type depends on it: distance does not decide about content."""
+    """Such a number matters only if the type depends on it: the distance does not matter for content."""
     ds = recording({"a": layer(*[CONV] * 4, CONTENT, AVERAGE), "gone": layer(CONV)})
     names = (
         "content_information",
@@ -215,7 +217,7 @@ def test_numbers_that_are_not_finite_give_no_label() -> None:
     )
     # Each of the first four heads lacks another number.
     for head, name in enumerate(names):
-        # Infinite and NaN are refused alike.
+        # Infinity and NaN are treated alike.
         ds[name].values[0, 0, head] = math.inf if head == 2 else NAN
     for name in names[2:]:
         ds[name].values[0, 0, 4:] = NAN
@@ -231,7 +233,7 @@ def test_numbers_that_are_not_finite_give_no_label() -> None:
     )
     assert reasons["gone"] == "content_information / log keys is not finite (why not)"
     posterior = tcnn_probe.head_types(ds, "mixture")
-    assert (posterior == "").all()  # of which nothing is known in full
+    assert (posterior == "").all()  # no head has all its numbers
     nothing = tcnn_probe.head_types(ds * NAN, "mixture")
     assert (nothing == "").all()
     assert (
@@ -243,10 +245,10 @@ def test_numbers_that_are_not_finite_give_no_label() -> None:
 @pytest.mark.parametrize(
     ("head", "expected"), [(CONV, "convolutional"), (CONTENT, "content")]
 )
-def test_a_single_head_and_heads_that_are_alike(head: Any, expected: str) -> None:
+def test_a_single_head_and_equal_heads(head: Any, expected: str) -> None:
     for method, heads in itertools.product(BOTH, (1, 5)):
         types = tcnn_probe.head_types(
-            # As many marks as heads, so that a shape that is exchanged cannot be told by its size.
+            # There are as many marks as heads, so that exchanged axes would have the right shape.
             recording({"only": layer(*[head] * heads)}, marks=heads),
             method,
         )
@@ -255,9 +257,9 @@ def test_a_single_head_and_heads_that_are_alike(head: Any, expected: str) -> Non
 
 
 def noisy(marks: int = 13) -> xr.Dataset:
-    """Convolutional, content and averaging heads in turn, with noise."""
+    """Return convolutional, content and averaging heads in turn, with noise."""
     rng = np.random.default_rng(0)
-    # Apart by many of the deviations below, so that the labels are known.
+    # Means are many of the standard deviations below apart, so that the labels are known.
     means = np.array([(0.005, 0.5, 0.3, 0.9), CONTENT, (0.005, 1.03, 1.0, 0.1)] * 3)
     deviations = np.array(
         [(0.003, 0.04, 0.04, 0.03), (0.06, 0.04, 0.04, 0.1), (0.003, 0.01, 0.02, 0.1)]
@@ -274,7 +276,7 @@ def noisy(marks: int = 13) -> xr.Dataset:
 
 
 def test_mixture_of_known_clusters() -> None:
-    """Labels are known; posteriors are Bayes' rule by hand; the order of the heads does not matter."""
+    """Labels are known, posteriors follow Bayes' rule by hand, and the order of heads does not matter."""
     ds = noisy()
     types = tcnn_probe.head_types(ds, "mixture")
     assert (
@@ -306,18 +308,18 @@ def test_mixture_of_known_clusters() -> None:
     for weight, mean, covariance in zip(
         said["weights"], said["means"], said["covariances"], strict=True
     ):
-        # The inverse and the determinant, where the library has a Cholesky factor.
+        # This uses the inverse and the determinant, where the library has a Cholesky factor.
         exponent = -0.5 * (point - mean) @ np.linalg.inv(covariance) @ (point - mean)
         densities.append(
             weight * math.exp(exponent) / math.sqrt(np.linalg.det(covariance))
         )
     for name, density in zip(said["components"], densities, strict=True):
         probability = float(types[f"posterior_{name}"].sel(at))
-        # Densities of far components are zero to double precision.
+        # Densities of distant components are zero in double precision.
         assert probability == pytest.approx(
             density / sum(densities), rel=1e-9, abs=1e-300
         )
-    # Fits begin with random points, which sorting makes independent of the order.
+    # Fits start at random points, but heads are sorted before, so that their order does not matter.
     order = np.random.default_rng(1).permutation(9)
     xr.testing.assert_identical(
         tcnn_probe.head_types(ds.isel(head=order), "mixture"), types.isel(head=order)
@@ -325,9 +327,9 @@ def test_mixture_of_known_clusters() -> None:
 
 
 def test_two_components_of_one_type() -> None:
-    """Two clusters of content heads: their posteriors add up."""
+    """The posteriors of two clusters of content heads are added up."""
     rng = np.random.default_rng(0)
-    # Near and far in turn: two clusters that distance alone tells apart.
+    # Heads are near and far in turn, and only the distance separates the two clusters.
     reach = np.resize([0.3, 0.9], 10)
     marks = [
         layer(*((*rng.normal((0.3, 0.6, center), 0.03), 0.2) for center in reach))
@@ -341,9 +343,9 @@ def test_two_components_of_one_type() -> None:
     np.testing.assert_allclose(types.posterior_content, 1, rtol=1e-12)
 
 
-def test_of_types_equally_probable_it_is_mixed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_equally_probable_types_give_mixed(monkeypatch: pytest.MonkeyPatch) -> None:
     heads = layer(
-        # Three clusters apart in entropy alone: one below, one between and one above its thresholds.
+        # Three clusters differ only in entropy: one is below, one between and one above the thresholds.
         *[(0.0, entropy, 0.5, 0.9) for entropy in (0.2, 0.21, 0.9, 0.91, 1.5, 1.51)]
     )
     ds = recording({"a": heads}, 20)
@@ -352,7 +354,7 @@ def test_of_types_equally_probable_it_is_mixed(monkeypatch: pytest.MonkeyPatch) 
         "mixed",
         "averaging",
     }
-    # Equal posteriors do not come about with real numbers, so the mixture is told to give them.
+    # Real numbers do not give equal posteriors, so the mixture is patched.
     monkeypatch.setattr(
         GaussianMixture,
         "predict_proba",
@@ -431,7 +433,7 @@ def test_of_types_equally_probable_it_is_mixed(monkeypatch: pytest.MonkeyPatch) 
         "heads",
     ],
 )
-def test_what_is_refused(
+def test_bad_arguments_are_refused(
     ds: Any, options: dict[str, Any], error: type[Exception], message: str
 ) -> None:
     with pytest.raises(error, match=re.escape(message)):

@@ -1,4 +1,4 @@
-"""Layers between patches whose kind is known, and loops over pairs of patches."""
+"""Layers between patches of known types, and loops over pairs of patches."""
 
 import math
 from collections import defaultdict
@@ -37,8 +37,8 @@ def mlp_model(block: type[nn.Module] = ResBlock) -> MlpMixer:
 
 
 def toeplitz() -> torch.Tensor:
-    """A 3 x 3 convolution with weights of both signs."""
-    # Neither symmetric nor positive; the last weight is near zero, as ResMLP's figures count it.
+    """Return the matrix of a 3 x 3 convolution with weights of both signs."""
+    # The kernel is neither symmetric nor positive, and its last weight is near zero as defined by ResMLP's figures.
     kernel = {(-1, -1): 1.0, (-1, 0): -2, (0, 0): 4, (0, 1): -1, (1, 1): 0.01}
     return torch.tensor(
         [[kernel.get((v - y, u - x), 0.0) for v, u in PLACES] for y, x in PLACES]
@@ -59,7 +59,7 @@ def known() -> MlpMixer:
     return model
 
 
-def test_of_known_matrices() -> None:
+def test_statistics_of_known_matrices() -> None:
     identity, convolution, random = (
         cross_patch(known()).isel(layer=n, head=0) for n in range(3)
     )
@@ -68,20 +68,20 @@ def test_of_known_matrices() -> None:
     for layer in (identity, convolution):
         assert layer.translation_equivariance.item() == pytest.approx(1, abs=1e-12)
     assert 0 < convolution.attention_distance < math.sqrt(2)
-    # Below a twentieth of the largest weight, 4.
+    # These weights are below a twentieth of the largest one, 4.
     near_zero = (toeplitz().abs() < 0.05 * 4).double().mean()
     assert float(convolution.near_zero) == pytest.approx(float(near_zero))
-    # Four standard deviations: one matrix in 16,000 would miss them by chance, and the seed is fixed.
+    # The bound is four standard deviations, which one matrix in 16,000 exceeds by chance; the seed is fixed.
     assert abs(float(random.translation_equivariance)) < 4 * DEVIATION
-    # 4,000 rows, so that their own mean is known ten times better than the tolerance below.
+    # With 4,000 rows, the error of their mean is a tenth of the tolerance below.
     rows = torch.randn(4000, H * W, generator=torch.Generator().manual_seed(2)).abs()
     shares = rows / rows.sum(1, keepdim=True)
     entropies = -(shares * shares.log()).sum(1)
-    # Another draw of random rows: their mean entropy scatters.
+    # The matrix has other random rows, so that its mean entropy differs a little.
     assert float(random.entropy) == pytest.approx(float(entropies.mean()), abs=0.05)
 
 
-def test_of_every_pair_of_patches() -> None:
+def test_statistics_equal_loops_over_pairs_of_patches() -> None:
     model = known()
     layers = cross_patch(model)
     assert layers.layer.values.tolist() == [f"blocks.{n}" for n in range(3)]
@@ -104,7 +104,7 @@ def test_of_every_pair_of_patches() -> None:
     np.testing.assert_allclose(layers.uniform_entropy, math.log(H * W))
 
 
-def test_types_are_those_of_heads() -> None:
+def test_types_are_those_of_attention_heads() -> None:
     types = tcnn_probe.head_types(cross_patch(known()))
     assert types.dims == ("layer", "head")
     assert types.values[:2].tolist() == [["convolutional"], ["convolutional"]]
@@ -114,15 +114,15 @@ def test_types_are_those_of_heads() -> None:
     assert tcnn_probe.head_types(cross_patch(model)).values[2] == "averaging"
 
 
-def test_of_mlp_mixer_it_is_the_product() -> None:
-    """The matrix is what the block does to a single patch, with an identity for the GELU."""
+def test_matrix_of_mlp_mixer_is_the_product() -> None:
+    """The matrix equals the effect of the block on a single patch, with an identity in place of the GELU."""
     block = mlp_model(MixerBlock).double().blocks[1]
     model = nn.Sequential(block)
     weight = cross_patch(model, grid=(H, W)).weight.isel(layer=0)
     # Without the GELU, the effect of one patch is a column of the product.
     block.mlp_tokens.act = nn.Identity()
     zero = torch.zeros(1, 1, H * W, dtype=torch.float64)
-    # A corner, and a patch in the second row.
+    # The patches are a corner, and one in the second row.
     for key in (0, 9):
         patch = zero.clone()
         patch[..., key] = 1
@@ -132,7 +132,7 @@ def test_of_mlp_mixer_it_is_the_product() -> None:
 
 
 def equivariance(pattern: np.ndarray, prefix: int) -> float:
-    """By loops over pairs of patches."""
+    """Compute translation equivariance by loops over pairs of patches."""
     of_offset = defaultdict(list)
     for (q, (y, x)), (k, (v, u)) in product(enumerate(PLACES, prefix), repeat=2):
         of_offset[v - y, u - x].append(pattern[q, k])
@@ -145,10 +145,10 @@ def equivariance(pattern: np.ndarray, prefix: int) -> float:
 
 
 @pytest.mark.parametrize("kind", ["swin", "beit"])
-def test_a_relative_position_bias_is_a_convolution(kind: str) -> None:
-    """Tested on a Swin and a BEiT of one layer, whose queries are 0; backwards or random, it is no convolution.
+def test_a_relative_position_bias_is_convolutional(kind: str) -> None:
+    """The bias is that of a Swin and a BEiT of one layer with queries of 0; in reverse or random order, it is not.
 
-    The attention that it gives, recorded, is not quite one: at the border there are fewer keys to share it.
+    The recorded attention is not quite convolutional: at the border there are fewer keys.
     """
     shape: dict[str, Any] = {"embed_dim": 8, "num_classes": 2}
     if kind == "swin":
@@ -172,7 +172,7 @@ def test_a_relative_position_bias_is_a_convolution(kind: str) -> None:
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         layer.relative_position_bias_table.normal_(generator=generator)
-        layer.qkv.weight.zero_()  # the biases of queries are 0 already
+        layer.qkv.weight.zero_()  # biases of queries are 0 already
     bias = (
         layer.relative_position_bias_table[layer.relative_position_index]
         .permute(2, 0, 1)
@@ -183,7 +183,7 @@ def test_a_relative_position_bias_is_a_convolution(kind: str) -> None:
     np.testing.assert_allclose(
         translation_equivariance(bias.numpy(), places, places), 1, atol=1e-12
     )
-    # Patches in another order: the same numbers along no offset.
+    # Patches in reverse order have the same numbers, but not along offsets.
     backwards = np.concatenate([places[:prefix], places[prefix:][::-1]])
     assert (translation_equivariance(bias.numpy(), backwards, places) < 0.1).all()
     noise = torch.randn(bias.shape, generator=generator).numpy()
@@ -195,11 +195,11 @@ def test_a_relative_position_bias_is_a_convolution(kind: str) -> None:
     expected = [
         equivariance(attention, prefix) for attention in bias.softmax(-1).numpy()
     ]
-    # The bias alone would be 1; a border takes some away, and not much.
+    # The bias alone would give 1, and the border reduces it a little.
     assert 0.9 < min(expected) <= max(expected) < 0.99
     equivariances = recorder.dataset.translation_equivariance.squeeze()
     np.testing.assert_allclose(
-        # Sums in float32 over some hundred terms.
+        # These are float32 sums of some hundred terms.
         equivariances,
         expected,
         atol=32 * np.finfo(np.float32).eps,
@@ -208,8 +208,8 @@ def test_a_relative_position_bias_is_a_convolution(kind: str) -> None:
 
 @pytest.mark.parametrize("dtype", ["float16", "int16"])
 def test_equivariance_is_in_float64(dtype: str) -> None:
-    """Sums of so large squares are beyond float16 and int16."""
-    # 200^2 times 1,225 pairs is 5 x 10^7.
+    """Sums of such large squares exceed float16 and int16."""
+    # 200^2 times 1,225 pairs are 5 x 10^7.
     pattern = np.random.default_rng(0).integers(-200, 200, (1, H * W, H * W))
     expected = translation_equivariance(pattern.astype(float), PLACES, PLACES)
     np.testing.assert_array_equal(
@@ -217,7 +217,7 @@ def test_equivariance_is_in_float64(dtype: str) -> None:
     )
 
 
-def test_refusals() -> None:
+def test_bad_shapes_are_refused() -> None:
     with pytest.raises(
         ValueError,
         match=r"\(heads, 35, 34\), a row for each query and a column for each key, got \(1, 35, 35\)",

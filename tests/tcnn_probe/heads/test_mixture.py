@@ -1,4 +1,4 @@
-"""The mixture, on clusters that are known."""
+"""The mixture on known clusters."""
 
 import numpy as np
 import pytest
@@ -7,11 +7,11 @@ from tcnn_probe.heads import fit_mixture
 
 
 @pytest.mark.parametrize("number", [1, 2, 3])
-def test_clusters_that_are_known(number: int) -> None:
+def test_known_clusters_are_found(number: int) -> None:
     rng = np.random.default_rng(0)
     centers, sizes = (
         [(0.9, 0.4, 0.3), (0.1, 0.6, 0.8), (0.5, 0.2, 0.6)][:number],
-        # Of different sizes, by which components are told apart.
+        # Sizes differ, so that components can be told apart.
         [101, 53, 29][:number],
     )
     points = np.concatenate(
@@ -22,13 +22,13 @@ def test_clusters_that_are_known(number: int) -> None:
     assert len(criteria) == 3
     assert mixture.converged_
     order = np.argsort(-mixture.weights_)
-    # Fewer than two of the points may be shared out otherwise.
+    # Fewer than two of the points may be assigned to another cluster.
     np.testing.assert_allclose(
         mixture.weights_[order], np.array(sizes) / sum(sizes), atol=0.01
     )
-    # Three standard errors of the smallest cluster's mean, 0.05 / sqrt(29) each.
+    # The tolerance is three standard errors of the smallest cluster's mean, 0.05 / sqrt(29) each.
     np.testing.assert_allclose(mixture.means_[order], centers, atol=0.03)
-    # The floor of 0.03 is part of each variance.
+    # Each variance includes the floor of 0.03^2.
     deviations = np.sqrt(np.diagonal(mixture.covariances_, axis1=1, axis2=2) - 0.03**2)
     np.testing.assert_allclose(deviations, 0.05, atol=0.02)
     again, _ = fit_mixture(points[rng.permutation(len(points))])
@@ -42,7 +42,7 @@ def test_clusters_that_are_known(number: int) -> None:
     [[[0.5, 0.25]], [[0.5, 0.25], [0.5 + 1e-12, 0.25]] * 7],
     ids=["one", "nearly alike"],
 )
-def test_heads_that_are_alike_are_one_component(points: list[list[float]]) -> None:
+def test_equal_heads_are_one_component(points: list[list[float]]) -> None:
     mixture, criteria = fit_mixture(np.array(points))
     np.testing.assert_allclose(mixture.means_, [[0.5, 0.25]], rtol=1e-9)
     np.testing.assert_allclose(mixture.covariances_, [np.eye(2) * 0.03**2], atol=1e-12)
@@ -53,8 +53,8 @@ def test_heads_that_are_alike_are_one_component(points: list[list[float]]) -> No
 
 
 def test_few_points_and_small_differences() -> None:
-    """The nine taps of a new layer differ by a few hundredths in how far they look: they are one component."""
-    # No more components than points.
+    """The nine taps of a new layer differ by a few hundredths in their distance, and must be one component."""
+    # There are no more components than points.
     assert len(fit_mixture(np.array([[0.1, 0.2], [0.9, 0.8]]))[1]) == 2
     taps = np.array(
         [(0.73, 0.38, 0.36 + 0.04 * (k % 2) - 0.04 * (k == 4)) for k in range(9)]

@@ -1,4 +1,4 @@
-"""Types of heads whose attention was made so, recorded."""
+"""Types of heads in recordings of attention that is made for each type."""
 
 from pathlib import Path
 from typing import Any
@@ -21,8 +21,8 @@ def recorded(model: nn.Module, *size: int, path: Path | None = None) -> xr.Datas
     return recorder.dataset if path is None else xr.open_zarr(path)
 
 
-def test_a_tcnn_starts_convolutional_and_is_turned(tmp_path: Path) -> None:
-    """Three GPSA layers of 9 heads on 5 x 7 pixels, as the papers start them; then heads that are no convolution."""
+def test_heads_of_a_tcnn_start_convolutional_and_change(tmp_path: Path) -> None:
+    """Three GPSA layers of 9 heads on 5 x 7 pixels have the papers' initial values, and then other parameters."""
     torch.manual_seed(0)
     cnn = timm.create_model("resnet18", in_chans=1, num_classes=2)
     names = [f"layer4.{name}" for name in ("0.conv2", "1.conv1", "1.conv2")]
@@ -36,10 +36,10 @@ def test_a_tcnn_starts_convolutional_and_is_turned(tmp_path: Path) -> None:
     assert (types == conv).all()
     with torch.no_grad():
         first.gating[2:5] = -3.0
-        # Fresh queries give products so near zero that attention is even.
+        # New queries and keys have products near zero, so that attention is uniform.
         first.query.unflatten(0, (9, -1))[4] *= 1e5
     ds = recorded(model, *size, path=tmp_path / "run.zarr")
-    # A low gate alone is no content.
+    # A low gate alone does not make a content head.
     expected = [conv] * 2 + ["averaging"] * 2 + ["content"] + [conv] * 4
     types = tcnn_probe.head_types(ds)
     assert types.values.tolist() == [[expected, [conv] * 9, [conv] * 9]]
@@ -48,10 +48,10 @@ def test_a_tcnn_starts_convolutional_and_is_turned(tmp_path: Path) -> None:
     assert types.values.tolist() == [[by_gate, [conv] * 9, [conv] * 9]]
     with torch.no_grad():
         first.gating.fill_(20.0)
-        first.raw_locality.fill_(-4.0)  # no locality: averages
-        second.gating.fill_(-0.7)  # a third by position
+        first.raw_locality.fill_(-4.0)  # no locality, which averages
+        second.gating.fill_(-0.7)  # a third of the attention is positional
         third.gating.fill_(20.0)
-        third.center[8] = torch.tensor([40.0, 40.0])  # all queries look into one corner
+        third.center[8] = torch.tensor([40.0, 40.0])  # all queries attend to one corner
     types = tcnn_probe.head_types(recorded(model, *size))
     assert types.values.tolist() == [
         [["averaging"] * 9, ["mixed"] * 9, [conv] * 8 + ["mixed"]]
@@ -65,9 +65,9 @@ def test_a_tcnn_starts_convolutional_and_is_turned(tmp_path: Path) -> None:
 def test_convolutions_are_convolutional(
     kernel: int, size: tuple[int, int], strength: float
 ) -> None:
-    """At the papers' start, where content has a quarter of the weight, and where the layer is the convolution itself.
+    """Layers have the papers' initial values, where content has a quarter of the weight, or are convolutions.
 
-    Taps of 7 x 7 on 7 x 7 pixels look up to 4.2 pixels away, and uniform attention 5.5 on average.
+    Taps of 7 x 7 on 7 x 7 pixels attend up to 4.2 pixels away, and uniform attention 5.5 on average.
     """
     torch.manual_seed(0)
     layer = tcnn_model.GPSA(
@@ -79,7 +79,7 @@ def test_convolutions_are_convolutional(
 
 
 class Four(nn.Module):
-    """Heads on (B, 4, H, W) that look at neighbours, at all alike, at the brightest pixels, and into a corner."""
+    """Four heads on (B, 4, H, W) that attend to neighbours, uniformly, to the brightest pixels, and to a corner."""
 
     def forward(self, x: Tensor) -> Tensor:
         height, width = x.shape[2:]
@@ -91,14 +91,14 @@ class Four(nn.Module):
             .expand(len(x), -1, -1)
         )
         corner = (-(y**2) - x_**2).to(x).expand_as(squared)
-        # Depends on the image, and equally for all queries: content without any convolution.
+        # This depends on the image, in the same way for all queries: content without a convolution.
         bright = 5 * x[:, 0].flatten(1)[:, None].expand_as(squared)
         tokens = torch.stack([x.flatten(2).transpose(1, 2)] * 4, 1)
         bias = torch.stack([-squared, 0 * squared, bright, corner], 1)
         return scaled_dot_product_attention(0 * tokens, tokens, tokens, attn_mask=bias)
 
 
-def test_plain_attention() -> None:
+def test_types_of_plain_attention() -> None:
     four = nn.Sequential(nn.Conv2d(3, 4, 8, stride=8), Four()).eval()
     ds = recorded(four, 11, 3, 40, 56)
     assert tcnn_probe.head_types(ds).values.tolist() == [
@@ -108,11 +108,11 @@ def test_plain_attention() -> None:
         "cait_xxs24_224", img_size=(80, 112), depth=1, embed_dim=8, num_heads=2
     ).eval()
     types = tcnn_probe.head_types(recorded(cait, 11, 3, 80, 112)).isel(epoch=0)
-    # Class attention too, though it has no distance.
+    # Class attention has types, too, although it has no distance.
     assert (types == "averaging").all()
 
 
-def test_a_convit_has_both_kinds() -> None:
+def test_convit_has_both_kinds_of_layers() -> None:
     options: dict[str, Any] = {
         "depth": 3,
         "local_up_to_layer": 2,
@@ -131,14 +131,14 @@ def test_a_convit_has_both_kinds() -> None:
         ]
 
 
-def test_types_of_an_untrained_network_from_8_and_from_256_images() -> None:
-    """Its queries and keys are scaled, so that its heads are of several types."""
+def test_types_from_8_and_from_256_images_agree() -> None:
+    """Queries and keys of an untrained network are scaled, so that its heads have several types."""
     torch.manual_seed(0)
     options: dict[str, Any] = {"depth": 6, "embed_dim": 60, "num_heads": 10}
     model = timm.create_model("vit_tiny_patch16_224", img_size=(80, 112), **options)
     with torch.no_grad():
         for depth, block in enumerate(model.blocks):
-            # Queries and keys, 2 x 60 rows; sharper with depth.
+            # The first 2 x 60 rows are queries and keys; attention becomes sharper with depth.
             block.attn.qkv.weight[:120].mul_(2.0 ** (depth + 1))
     generator = torch.Generator().manual_seed(1)
     images = torch.randn(256, 3, 80, 112, generator=generator)
@@ -149,5 +149,5 @@ def test_types_of_an_untrained_network_from_8_and_from_256_images() -> None:
             recorder.mark(epoch=0)
         types.append(tcnn_probe.head_types(recorder.dataset).values)
     assert {"averaging", "mixed", "content"} <= {*types[0].flat}
-    # Heads that lie on a threshold may change: up to three of 60.
+    # Heads near a threshold may change their type: up to three of 60.
     assert (types[0] == types[1]).mean() >= 0.95

@@ -1,4 +1,4 @@
-"""Types by thresholds, number by number."""
+"""Types by thresholds, for single numbers."""
 
 import itertools
 import math
@@ -13,7 +13,7 @@ from tcnn_probe.heads import GATED, TYPES, Thresholds, content_types, gate_types
 NAN = math.nan
 INF = math.inf
 OWN = Thresholds()
-# Exact in binary, and none of them a default.
+# These numbers are exact in binary, and none is a default.
 SET = Thresholds((0.125, 0.25), (0.5, 0.75), 0.25, 0.375, gate=(0.25, 0.5))
 
 
@@ -21,8 +21,8 @@ def around(*thresholds: float) -> list[float]:
     return [
         np.nextafter(threshold, towards)
         for threshold in thresholds
-        # A comparison that is strict where it should not be differs at these floats alone.
-        # The floats just below and just above, and the threshold itself.
+        # These are the floats just below and just above a threshold, and the threshold itself. Only they reveal a
+        # comparison that is wrongly strict.
         for towards in (0, threshold, 2)
     ]
 
@@ -54,7 +54,7 @@ def by_content(
 def by_gate(gate: float, spread: float, reach: float, t: Thresholds) -> str:
     if not all(math.isfinite(number) for number in (gate, spread, reach)):
         return ""
-    # A gate that is NaN was refused above; "not greater" is here the same as "at most".
+    # NaN was excluded above, so "not greater" means "at most".
     if not gate > t.gate[0]:
         return "content"
     if gate < t.gate[1] or spread > 0.75 or reach > 1:
@@ -66,7 +66,7 @@ def by_gate(gate: float, spread: float, reach: float, t: Thresholds) -> str:
 def test_types_at_and_beside_every_threshold(thresholds: Thresholds) -> None:
     values = list(
         itertools.product(
-            # All combinations: types depend on the order in which numbers are asked.
+            # All combinations are needed, because types depend on the order in which numbers are tested.
             [*around(*thresholds.information), -1e-9, 1.0, NAN, INF],
             [*around(*thresholds.entropy), 0.0, 1.2, NAN],
             [*around(thresholds.distance), 0.0, NAN, INF],
@@ -76,7 +76,7 @@ def test_types_at_and_beside_every_threshold(thresholds: Thresholds) -> None:
     types = content_types(*np.array(values).T, thresholds)
     assert types.dtype == object
     assert types.tolist() == [by_content(*value, thresholds) for value in values]
-    # Every type occurs, so that no branch was left out.
+    # Every type occurs, so that no branch is untested.
     assert set(types) == {*TYPES, ""}
 
 
@@ -87,7 +87,7 @@ def test_types_by_the_gate_at_and_beside_every_threshold(
     values = list(
         itertools.product(
             [*around(*thresholds.gate), 0.0, 1.0, NAN, INF],
-            # The spread, and the reach of 1, are constants and no options.
+            # The limits for the spread, and of 1 for the reach, are constants and not options.
             [*around(0.75), 0.0, 1.0, NAN],
             [*around(0.75, 1.0), 0.0, 1.5, NAN, INF],
         )
@@ -138,7 +138,7 @@ def test_types_by_the_gate_at_and_beside_every_threshold(
         ),
     ],
 )
-def test_what_is_refused(
+def test_bad_arguments_are_refused(
     arguments: dict[str, Any], error: type[Exception], message: str
 ) -> None:
     with pytest.raises(error, match=re.escape(message)):

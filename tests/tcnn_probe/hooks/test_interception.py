@@ -1,4 +1,4 @@
-"""Calls of torch functions as they are described: what follows from the description is what torch gave."""
+"""Descriptions of calls of torch functions: a computation from the description gives torch's output."""
 
 from collections.abc import Callable
 from typing import Any
@@ -29,7 +29,7 @@ def tensor(*shape: int, seed: int = 0) -> Tensor:
 
 
 def requests(run: Callable[[], object]) -> list[Seen]:
-    """Return everything that is shown while a function runs."""
+    """Return all calls that are reported while a function runs."""
     shown: list[Seen] = []
     with Interception(shown.append):
         run()
@@ -37,7 +37,7 @@ def requests(run: Callable[[], object]) -> list[Seen]:
 
 
 def by_formula(attention: SeenAttention) -> Tensor:
-    """Compute softmax(scale Q K^T + mask) V from what is described."""
+    """Compute softmax(scale Q K^T + mask) V from a description."""
     assert attention.query is not None
     assert attention.key is not None
     assert attention.value is not None
@@ -51,7 +51,7 @@ def by_formula(attention: SeenAttention) -> Tensor:
 
 
 VISIBLE = tensor(QUERIES, KEYS) > -0.5
-# Every query sees a key, else its row would be NaN.
+# Every query sees a key, or its row would be NaN.
 VISIBLE[:, 0] = True
 
 
@@ -62,13 +62,15 @@ VISIBLE[:, 0] = True
         ({"scale": 0.3}, HEADS),
         ({"attn_mask": VISIBLE}, HEADS),
         ({"attn_mask": tensor(HEADS, QUERIES, KEYS, seed=4)}, HEADS),
-        # Fewer queries than keys: which corner the triangle begins in makes a difference.
+        # There are fewer queries than keys, so that the corner in which the causal triangle starts matters.
         ({"is_causal": True}, HEADS),
         ({"enable_gqa": True}, 2),
     ],
     ids=["plain", "scale", "bool", "float", "causal", "grouped"],
 )
-def test_fused_attention(options: dict[str, Any], key_heads: int) -> None:
+def test_description_of_fused_attention(
+    options: dict[str, Any], key_heads: int
+) -> None:
     query = tensor(B, HEADS, QUERIES, SIZE, seed=1)
     key, value = (tensor(B, key_heads, KEYS, SIZE, seed=seed) for seed in (2, 3))
     (attention,) = requests(
@@ -88,7 +90,7 @@ HIDDEN[1, 4:] = True
     [
         ({}, {}),
         ({"bias": False}, {}),
-        # Keys of the layer's own, which no mask hides.
+        # The layer adds its own key, which no mask hides.
         ({"add_bias_kv": True}, {"key_padding_mask": HIDDEN}),
         ({"add_zero_attn": True}, {"attn_mask": ~VISIBLE}),
         ({"kdim": 6, "vdim": 5}, {}),
@@ -96,7 +98,7 @@ HIDDEN[1, 4:] = True
     ],
     ids=["plain", "no bias", "key of its own", "key of zeros", "widths", "per head"],
 )
-def test_multihead_attention(
+def test_description_of_multihead_attention(
     layer_options: dict[str, Any], call_options: dict[str, Any]
 ) -> None:
     width = HEADS * SIZE
@@ -114,7 +116,7 @@ def test_multihead_attention(
     assert attention.heads == 1
 
 
-def test_dropout_leaves_no_output_to_compare_with() -> None:
+def test_attention_with_dropout_has_no_output_to_compare_with() -> None:
     x = tensor(B, HEADS, QUERIES, SIZE)
     (attention,) = requests(
         lambda: F.scaled_dot_product_attention(x, x, x, dropout_p=0.5)
@@ -133,12 +135,14 @@ SQUARE = tensor(B, QUERIES, QUERIES)
         (lambda: torch.softmax(SQUARE, dim=2), True),
         (lambda: F.softmax(SQUARE, -1), True),
         (lambda: SQUARE.softmax(1), False),
-        # Of classes, (B, C).
+        # The softmax is over classes, (B, C).
         (lambda: SQUARE[0].softmax(-1), False),
     ],
     ids=["method", "function", "functional", "other axis", "no images"],
 )
-def test_softmax(softmax: Callable[[], Tensor], is_attention: bool) -> None:
+def test_softmax_over_keys_is_described(
+    softmax: Callable[[], Tensor], is_attention: bool
+) -> None:
     shown = requests(softmax)
     assert [isinstance(entry, SeenAttention) for entry in shown] == [
         True
@@ -161,7 +165,7 @@ VALUES = tensor(B, KEYS, SIZE, seed=1)
     ],
     ids=["operator", "bmm", "matmul", "transposed", "einsum", "einsum, list"],
 )
-def test_products_name_what_could_be_attention(
+def test_products_name_candidates_for_attention(
     multiply: Callable[[], Tensor],
 ) -> None:
     (product,) = requests(multiply)
@@ -177,7 +181,9 @@ def test_products_name_what_could_be_attention(
 
 
 @pytest.mark.parametrize("equation", ["bqk,bqd->bkd", "bqk,bqk->bqk"])
-def test_what_is_not_summed_over_its_last_axis_weighs_nothing(equation: str) -> None:
+def test_product_that_does_not_sum_over_the_last_axis_weighs_nothing(
+    equation: str,
+) -> None:
     (product,) = requests(lambda: torch.einsum(equation, WEIGHTS, WEIGHTS))
     assert isinstance(product, SeenProduct)
     assert not product.pairs
@@ -189,7 +195,7 @@ def test_copies_and_joins() -> None:
     )
     assert isinstance(scaled, SeenCopy)
     assert scaled.sources == [SeenOperand.of(WEIGHTS)]
-    # Nobody holds the product any more, and what was shown does not either.
+    # Nothing holds the product any more, not even its description.
     assert scaled.output() is None
     assert joined == SeenJoin((KEYS, 2))
 
@@ -199,11 +205,11 @@ def test_operands_that_all_images_share() -> None:
     assert SeenOperand.of(weight).shared
     assert SeenOperand.of(weight.expand(B, -1, -1)).shared
     assert not SeenOperand.of(VALUES).shared
-    # The stride along an axis of one image says nothing.
+    # The stride along an axis of a single image does not matter.
     assert not SeenOperand.of(weight.expand(B, -1, -1)[:1]).shared
 
 
-def test_an_answer_takes_the_place_of_the_output() -> None:
+def test_an_answer_replaces_the_output() -> None:
     def double(request: Seen) -> Answer:
         return lambda func, args, kwargs, output: 2 * output
 
@@ -217,7 +223,7 @@ def test_an_answer_takes_the_place_of_the_output() -> None:
 def test_other_functions_are_not_described() -> None:
     assert describe(torch.exp, WEIGHTS.exp(), (WEIGHTS,), {}) is None
     assert not requests(lambda: WEIGHTS.exp())
-    # Numbers that are not there, as in a trace of shapes.
+    # Tensors on the meta device have no values, as in a trace of shapes.
     assert not requests(
         lambda: torch.empty(B, QUERIES, KEYS, device="meta").softmax(-1)
     )

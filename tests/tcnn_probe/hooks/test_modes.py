@@ -1,4 +1,4 @@
-"""Modes that are entered and left in any order, and calls that are not the user's own."""
+"""Modes that are entered and left in any order, and calls that are not on the user's own numbers."""
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -29,7 +29,7 @@ from tests.tcnn_probe.contracts.helpers import clean
 
 
 class Function(TorchFunctionMode):
-    """Counts the functions that it is shown."""
+    """Mode that counts the functions it sees."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -43,7 +43,7 @@ class Function(TorchFunctionMode):
 
 
 class Dispatch(TorchDispatchMode):
-    """The same, below autograd."""
+    """Mode that counts the functions it sees below autograd."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -66,19 +66,19 @@ def test_modes_above_stay_on_in_their_order(kind: type) -> None:
     lower, middle, upper = (kind() for _ in range(3))
     for mode in (lower, middle, upper):
         mode.__enter__()
-    # Under another that stays on: leaving it would pop that one.
+    # The mode is below another one that stays on, and that an ordinary exit would remove.
     modes = [middle]
     take_off(modes)
     assert not modes
     assert stack_of(kind) == [lower, upper]
-    # Once more: it is not on any longer.
+    # A second removal has no effect.
     take_off([middle])
     take_off([lower, upper])
     assert clean()
 
 
 def test_modes_that_are_left_in_their_order_leave_no_flag() -> None:
-    # A recorder and a stream that watch one model: the hook that came first also ends first.
+    # This is the order of a recorder and a stream on one model: the hook that came first also ends first.
     lower, middle, upper = Dispatch(), Uncompiled(), Uncompiled()
     for mode in (lower, middle, upper):
         mode.__enter__()
@@ -101,7 +101,7 @@ def test_modes_of_two_threads_leave_no_flag() -> None:
 
 @KINDS
 @pytest.mark.parametrize("error", [None, KeyboardInterrupt, ValueError])
-def test_what_is_left_on_is_taken_off(
+def test_modes_that_are_left_on_are_taken_off(
     kind: type, error: type[BaseException] | None
 ) -> None:
     outer = kind()
@@ -123,7 +123,7 @@ def test_what_is_left_on_is_taken_off(
 
 
 @pytest.mark.parametrize("hide", [only_modes_from_here, unseen])
-def test_modes_from_outside_see_nothing(hide: Callable[[], Any]) -> None:
+def test_outer_modes_see_nothing(hide: Callable[[], Any]) -> None:
     x = torch.ones(2)
     with Function() as outer:
         before = outer.count
@@ -134,13 +134,13 @@ def test_modes_from_outside_see_nothing(hide: Callable[[], Any]) -> None:
         assert outer.count > before
 
 
-def test_modes_from_inside_see_what_is_inside() -> None:
+def test_inner_modes_see_what_is_inside() -> None:
     with Function(), only_modes_from_here(), Function() as inner:
         torch.ones(2).exp()
     assert inner.count > 0
 
 
-def test_unseen_has_no_gradients_and_gives_the_flags_back() -> None:
+def test_unseen_disables_gradients_and_restores_the_flags() -> None:
     x = torch.ones(2, requires_grad=True)
     with torch.inference_mode(), unseen():
         total = 2 * x
@@ -150,7 +150,7 @@ def test_unseen_has_no_gradients_and_gives_the_flags_back() -> None:
     assert (2 * x).requires_grad
 
 
-def test_hidden_depth_is_that_of_the_nested_blocks() -> None:
+def test_hidden_depth_counts_nested_blocks() -> None:
     depths = [hidden_depth()]
     with hidden_from_recorders():
         depths.append(hidden_depth())
@@ -163,7 +163,7 @@ def test_hidden_depth_is_that_of_the_nested_blocks() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*jit.trace")
-def test_calls_that_are_not_on_numbers_of_the_users() -> None:
+def test_calls_under_transforms_are_recognised() -> None:
     x = torch.ones(3, 2)
     answers = list[bool]()
 
@@ -177,7 +177,7 @@ def test_calls_that_are_not_on_numbers_of_the_users() -> None:
     torch.func.grad(ask)(x)
     torch.jit.trace(ask, x, check_trace=False)
     assert answers == [True] * 3
-    # Checkpointing runs a forward again from within a backward pass.
+    # Checkpointing runs a forward again during a backward pass.
     y = x.clone().requires_grad_()
     y.register_hook(lambda gradient: answers.append(is_transformed([gradient])))
     y.sum().backward()

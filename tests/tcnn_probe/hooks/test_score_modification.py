@@ -1,4 +1,4 @@
-"""Logits of flex_attention, block by block, beside its functions called entry by entry."""
+"""Logits of flex_attention, block by block, against its functions called entry by entry."""
 
 import itertools
 
@@ -18,7 +18,7 @@ BIAS = torch.randn(QUERIES, KEYS, generator=torch.Generator().manual_seed(1))
 def biased(
     score: Tensor, image: Tensor, head: Tensor, query: Tensor, key: Tensor, bias: Tensor
 ) -> Tensor:
-    # Each index has a weight of its own, so that indices that are swapped show.
+    # Each index has its own weight, so that exchanged indices would show.
     return score + bias[query, key] + 10 * image + 100 * head
 
 
@@ -34,7 +34,7 @@ MODIFICATION = ScoreModification(
     (BIAS,),
     (torch.tensor(2),),
     torch.arange(QUERIES),
-    # Keys in another order than that of the user's indices, as where the class token was put last.
+    # Keys are in another order than the user's indices, as if the class token came last.
     torch.arange(KEYS).flip(0),
 )
 
@@ -48,7 +48,9 @@ MODIFICATION = ScoreModification(
     ],
     ids=["whole", "rows of queries", "block"],
 )
-def test_block_by_block(rows: slice, queries: slice, keys: slice) -> None:
+def test_logits_of_blocks_equal_those_of_entries(
+    rows: slice, queries: slice, keys: slice
+) -> None:
     block = MODIFICATION(SCORES[rows, :, queries, keys], rows, queries, keys)
     expected = torch.full_like(SCORES, -torch.inf)
     for place in itertools.product(*map(range, SCORES.shape)):

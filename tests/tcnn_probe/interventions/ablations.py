@@ -1,4 +1,4 @@
-"""Ablations of every mode, on a chain of GPSA layers and on a ViT; and all that one could leave changed in a model."""
+"""Ablations of every mode on a chain of GPSA layers and on a ViT, and all state that an ablation could change."""
 
 from typing import Any
 
@@ -15,7 +15,7 @@ OF_VIT: dict[str, Any] = {"heads": {"blocks.1.attn": [0, 2]}}
 
 
 def chain_images(count: int = 3) -> Tensor:
-    # Unequal primes, so that axes that are swapped show.
+    # Sides are unequal primes, so that exchanged axes would show.
     return torch.randn(count, 2, 7, 11, generator=torch.Generator().manual_seed(1))
 
 
@@ -75,7 +75,7 @@ CASES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
 
 
 class State:
-    """The model as it is, to the very parameters."""
+    """State of a model, with the identity of its parameters."""
 
     def __init__(self, model: nn.Module) -> None:
         self.trace = Trace(model)
@@ -83,14 +83,14 @@ class State:
         self.gradients = [
             None if p.grad is None else p.grad.clone() for p in model.parameters()
         ]
-        # An ablation draws no random numbers of the user's.
+        # An ablation must not draw random numbers from the user's generator.
         self.random = torch.random.get_rng_state()
 
     def check(self, model: nn.Module) -> None:
         now = State(model)
         assert now.trace == self.trace
         assert now.parameters == self.parameters
-        # Bit for bit: what is left of an ablation would show in any digit.
+        # Equal bit for bit, as a remainder of an ablation could show in any digit.
         torch.testing.assert_close(now.gradients, self.gradients, rtol=0, atol=0)
         assert torch.equal(now.random, self.random)
         assert clean()

@@ -1,4 +1,4 @@
-"""After each ablation torch is as a fresh interpreter has it."""
+"""Check after each test that torch is in the state of a new interpreter."""
 
 from collections.abc import Iterator
 
@@ -16,8 +16,8 @@ def nothing_left() -> Iterator[None]:
 
 @pytest.fixture(params=[True, False], ids=["fused", "plain"])
 def fused(request: pytest.FixtureRequest) -> Iterator[bool]:
-    """Run with and without fused attention, as timm is asked to."""
-    set_fused_attn(request.param, experimental=request.param)  # which Swin needs
+    """Run with and without fused attention, as set in timm."""
+    set_fused_attn(request.param, experimental=request.param)  # Swin needs this flag
     yield request.param
-    # timm's default.
+    # This is timm's default.
     set_fused_attn(True)

@@ -1,4 +1,4 @@
-"""Ablated models in several threads: outputs are as alone, and every model is left as it was."""
+"""Ablated models in several threads: outputs are the same as in one thread, and every model is restored."""
 
 import os
 import sys
@@ -17,7 +17,7 @@ from tcnn_model import GPSA
 from tests.tcnn_probe.contracts.helpers import Trace
 from tests.tcnn_probe.networks import scatter
 
-# Threads see the images that attention was taken over.
+# The models run on the images over which attention was averaged.
 pytestmark = pytest.mark.filterwarnings("ignore:.*among images=")
 
 
@@ -40,7 +40,7 @@ X = torch.randn(2, 2, 3, 5, generator=torch.Generator().manual_seed(0))
 
 
 def ablated(model: Both, *, terms: bool = True) -> ExitStack:
-    """Every mode at once, or those that do not run a layer again."""
+    """Combine all modes, or only those that do not run a layer again."""
     stack = ExitStack()
     stack.enter_context(tcnn_probe.ablate(model, {"gated": [0, 1, 2]}, "positional"))
     stack.enter_context(tcnn_probe.ablate(model, {"gated": 3}, "content"))
@@ -60,7 +60,7 @@ def ablated(model: Both, *, terms: bool = True) -> ExitStack:
 
 @pytest.fixture(autouse=True)
 def hurried() -> Iterator[None]:
-    """Threads take turns all the time."""
+    """Let threads switch very often."""
     before = sys.getswitchinterval()
     sys.setswitchinterval(1e-5)
     yield
@@ -74,11 +74,11 @@ def run(threads: list[threading.Thread]) -> None:
         thread.join()
 
 
-# Terms run their layers again, so that fewer forwards take as long.
+# Terms run their layers again, so there are fewer forwards.
 @pytest.mark.parametrize(
     ("terms", "forwards"), [(False, 8), (True, 3)], ids=["gates and heads", "terms too"]
 )
-def test_three_threads(terms: bool, forwards: int) -> None:
+def test_three_threads_at_once(terms: bool, forwards: int) -> None:
     model = Both()
     equal = []
     before = Trace(model)
@@ -94,8 +94,8 @@ def test_three_threads(terms: bool, forwards: int) -> None:
         with tcnn_probe.record(model) as recorder:
             run([threading.Thread(target=work) for _ in range(3)])
             recorder.mark(epoch=0)
-    assert equal == [True] * 6 * forwards  # in three threads, twice
-    # The first three heads attend by position, and the fourth by content.
+    assert equal == [True] * 6 * forwards  # two runs of three threads
+    # The first three heads attend by position, and the fourth one by content.
     assert recorder.dataset.gate.sel(layer="gated").values[0, :4].tolist() == [
         1,
         1,
@@ -110,10 +110,10 @@ def test_three_threads(terms: bool, forwards: int) -> None:
     [SystemExit(), KeyboardInterrupt(), None],
     ids=["exit", "interrupt", "returns"],
 )
-def test_a_thread_that_is_in_the_middle_of_a_forward(
+def test_a_thread_in_the_middle_of_a_forward_when_an_ablation_ends(
     error: BaseException | None,
 ) -> None:
-    """When the ablation ends its layer ends as it began; one that was torn down leaves nothing behind."""
+    """Its layer ends as it started, and a forward that was interrupted leaves nothing behind."""
     model = Both()
     outputs = []
     before = Trace(model)
@@ -153,8 +153,8 @@ def test_a_thread_that_is_in_the_middle_of_a_forward(
     assert before == Trace(model)
 
 
-def test_hooks_that_a_thread_has_left_go_at_the_next_call() -> None:
-    """The forward was running when the ablation ended, and then ended by an exception that torch tells no hook of."""
+def test_hooks_of_an_ended_thread_are_removed_at_the_next_call() -> None:
+    """The forward runs when the ablation ends, and then ends by an exception for which torch calls no hook."""
     model = Both()
     inside = threading.Event()
     ended = threading.Event()
@@ -180,7 +180,7 @@ def test_hooks_that_a_thread_has_left_go_at_the_next_call() -> None:
 
 
 def tiny_vit(seed: int) -> VisionTransformer:
-    """One block of 3 heads on 1 + 2 x 3 tokens."""
+    """Return a ViT with one block of 3 heads on 1 + 2 x 3 tokens."""
     torch.manual_seed(seed)
     model = VisionTransformer(
         img_size=(8, 12),
@@ -195,11 +195,11 @@ def tiny_vit(seed: int) -> VisionTransformer:
 
 
 def test_ablated_recorded_and_attributed_at_once() -> None:
-    """Three models, each in a thread of its own, for 50 forwards, or as many as TCNN_PROBE_FORWARDS says."""
+    """Three models run in three threads, for 50 forwards, or as many as TCNN_PROBE_FORWARDS says."""
     forwards = int(os.environ.get("TCNN_PROBE_FORWARDS", 50))
-    sys.setswitchinterval(1e-4)  # the threads take turns often enough
+    sys.setswitchinterval(1e-4)  # threads switch often enough
     models = ablated, recorded, attributed = [tiny_vit(seed) for seed in range(3)]
-    # Maps take a forward for each image, so that all three threads run as many forwards.
+    # Maps take a forward per image, so all three threads run as many forwards.
     x = torch.randn(25, 1, 8, 12, generator=torch.Generator().manual_seed(7))
     before = [Trace(model) for model in models]
 
@@ -208,7 +208,7 @@ def test_ablated_recorded_and_attributed_at_once() -> None:
             return model(x[:2])
 
     def maps(model: nn.Module) -> Tensor:
-        """A forward for each image."""
+        """Compute maps with one forward per image."""
         return torch.from_numpy(
             tcnn_probe.saliency(model, x, 1, batch_size=1, progress=False).values
         )
@@ -244,6 +244,6 @@ def test_ablated_recorded_and_attributed_at_once() -> None:
         recorder.mark(epoch=1)
     assert equal == [True] * sum(times for *_, times in jobs)
     first, second = recorder.dataset.entropy.values
-    # Threads bring the images in any order, in which they are summed.
+    # Statistics are summed in the order in which threads bring the images.
     np.testing.assert_allclose(second, first, rtol=1e-6)
     assert [Trace(model) for model in models] == before

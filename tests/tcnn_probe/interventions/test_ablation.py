@@ -1,4 +1,4 @@
-"""An ablation leaves nothing in the model and nothing in copies of it, and raises an error if it did nothing."""
+"""An ablation leaves nothing behind in the model or in copies of it, and raises an error if it had no effect."""
 
 import copy
 import io
@@ -18,7 +18,7 @@ from tests.tcnn_probe.networks import Chain, scatter
 
 
 class Stop(nn.Module):
-    """Raises in the middle of a model's last attention layer."""
+    """Module that raises in the middle of a model's last attention layer."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -37,8 +37,8 @@ class Stop(nn.Module):
 
 @pytest.mark.filterwarnings("ignore:.*among images=")
 @pytest.mark.parametrize("case", CASES)
-def test_nothing_is_left(case: str) -> None:
-    """Neither of the ablation, while it is there but for its hooks, nor of exceptions in a forward or in the body."""
+def test_ablation_leaves_no_trace(case: str) -> None:
+    """This holds also after exceptions in a forward or in the body; while it acts, there are only its hooks."""
     make, make_images, options = CASES[case]
     model = make()
     x = make_images()
@@ -48,7 +48,7 @@ def test_nothing_is_left(case: str) -> None:
     before = State(model)
     with tcnn_probe.ablate(model, **options):
         expected = model(x)
-        # An ablation that does nothing would leave nothing either.
+        # An ablation without effect would also leave no trace.
         assert not torch.allclose(expected, plain, atol=1e-4)
         assert [id(p) for p in model.parameters()] == [
             key for _, key in before.parameters
@@ -72,11 +72,11 @@ def test_nothing_is_left(case: str) -> None:
         before.check(model)
 
 
-def test_nothing_is_left_if_taking_means_fails() -> None:
+def test_failed_means_leave_no_trace() -> None:
     model = Chain()
     before = State(model)
     for bad, error in (
-        # Both fail at the second batch, when hooks are on and sums are half taken.
+        # Both fail at the second batch, when hooks are registered and sums are incomplete.
         ([chain_images(), "no images"], TypeError),
         ([chain_images(), torch.ones(1, 2, 5, 5)], ValueError),
     ):
@@ -116,8 +116,8 @@ def test_nothing_is_left_if_taking_means_fails() -> None:
     ],
     ids=["labels", "bytes", "dataset", "empty", "none"],
 )
-def test_images_that_are_no_batches(images: Any, message: str) -> None:
-    """Refused before the model has seen any."""
+def test_bad_images_are_refused(images: Any, message: str) -> None:
+    """Images are refused before the model has seen any."""
     with pytest.raises(TypeError, match=message):
         tcnn_probe.ablate(Chain(), "near", "mean", images=images)
 
@@ -144,10 +144,10 @@ def test_copies_are_not_ablated(case: str) -> None:
         assert Trace(twin).hooks == before.hooks
 
 
-def test_what_did_not_happen_is_an_error() -> None:
+def test_an_ablation_without_effect_is_an_error() -> None:
     model = Chain()
     x = chain_images()
-    # A layer that no forward calls.
+    # No forward calls this layer.
     model.unused = scatter(GPSA(2, 2, 3, padding=1))
     before = State(model)
     with (
@@ -165,7 +165,7 @@ def test_what_did_not_happen_is_an_error() -> None:
         pytest.raises(RuntimeError, match="already active"),
         ablation,
     ):
-        pass  # nothing ran
+        pass  # no forward ran
     assert entered is ablation
     with tcnn_probe.ablate(model, "*", "mean") as ablation:
         model(x)
@@ -182,8 +182,8 @@ def test_what_did_not_happen_is_an_error() -> None:
 
 
 @torch.no_grad()
-def test_without_a_with() -> None:
-    """An ablation acts from the call until it is removed; a ``with`` around it ends it, and may begin it again."""
+def test_ablation_without_a_with_statement() -> None:
+    """An ablation acts from the call until it is removed; a ``with`` statement ends it, and may start it again."""
     model = Chain()
     x = chain_images()
     plain = model(x)
@@ -192,9 +192,9 @@ def test_without_a_with() -> None:
         model, {"near": [1, 3]}, "mean", images=chain_images(5)
     )
     ablated = model(x)
-    # Else the assertions below would hold of an ablation that does nothing.
+    # An ablation without effect would pass the assertions below.
     assert not torch.allclose(ablated, plain, atol=1e-4)
-    # A second time does nothing.
+    # A second removal has no effect.
     ablation.remove()
     ablation.remove()
     assert torch.equal(model(x), plain)

@@ -1,4 +1,4 @@
-"""Attention taken from other images: what it gives, by hand in float64; and what it must leave as it is."""
+"""Attention taken from other images: its results by hand in float64, and what it must leave unchanged."""
 
 import copy
 from types import SimpleNamespace
@@ -24,7 +24,7 @@ from tests.tcnn_probe.networks import Chain, scatter
 
 pytestmark = pytest.mark.numerical
 
-# Rounding of sums of sums of at most 60 terms each, logits up to 30 among them.
+# Errors are those of nested sums of at most 60 terms each, with logits of up to 30.
 ROUNDINGS = 64 * torch.finfo(torch.float64).eps
 HEADS = [0, 2]
 REFERENCE_IMAGES = 3
@@ -46,7 +46,7 @@ class LayerCall:
 
 
 def exchange_heads(attention: Tensor, sources: Tensor, mode: str) -> Tensor:
-    """Replace the attention of HEADS (axis -3) in (images, ...) attention by that of the sources."""
+    """Replace the attention of HEADS, axis -3 of attention (images, ...), by that of the sources."""
     exchanged = attention.clone()
     for image in range(len(attention)):
         source = sources.mean(0) if mode == "static" else sources[image % len(sources)]
@@ -55,7 +55,7 @@ def exchange_heads(attention: Tensor, sources: Tensor, mode: str) -> Tensor:
 
 
 def of_softmax(layer: Any, call: LayerCall) -> tuple[Tensor, Tensor]:
-    """Attention and values, (rows, heads, N, N) and (rows, heads, N, d), of ViT, Swin, BEiT or torch's own layer."""
+    """Return attention (rows, heads, N, N) and values (rows, heads, N, d) of a layer of ViT, Swin, BEiT or torch."""
     tokens = call.args[0]
     heads = layer.num_heads
     if isinstance(layer, nn.MultiheadAttention):
@@ -90,7 +90,7 @@ def close(
     projection: nn.Module,
     windows: int = 1,
 ) -> None:
-    """The output of a layer is projection(weights @ values), to rounding of that sum."""
+    """Assert that a layer's output is projection(weights @ values), up to the rounding of that sum."""
     weight = projection.weight.flatten(1)
     bias = projection.bias
     gathered = (weights @ values).transpose(1, 2).flatten(2)
@@ -108,13 +108,13 @@ def close(
     [(n, True) for n in ("vit", "beit", "swin", "torch")] + [("swin", False)],
     indirect=["fused"],
 )
-def test_softmax_by_hand(name: str, mode: Any, fused: bool) -> None:
-    """Each window has its own, with its bias and mask, in batches of any size."""
+def test_softmax_attention_by_hand(name: str, mode: Any, fused: bool) -> None:
+    """Each window gets the attention of its own reference, with bias and mask, in batches of any size."""
     make, shape, path, projection = MODELS[name]
     model = wide(make())
     layer = model.get_submodule(path)
     x = torch.randn(4, *shape).double()
-    # Three references for four images: the fourth gets the first one's attention.
+    # There are three references for four images, so that the fourth image gets the attention of the first reference.
     references = torch.randn(REFERENCE_IMAGES, *shape).double()
     reference_attention, _ = of_softmax(layer, LayerCall(model, layer, references))
     attention, values = of_softmax(layer, LayerCall(model, layer, x))
@@ -135,8 +135,8 @@ def test_softmax_by_hand(name: str, mode: Any, fused: bool) -> None:
 
 @torch.no_grad()
 @pytest.mark.parametrize("mode", ["static", "shuffled"])
-def test_gated_by_hand(mode: Any) -> None:
-    """The whole attention of Eq. (7) exchanged: gates and positions are the same for all images."""
+def test_gated_attention_by_hand(mode: Any) -> None:
+    """The whole attention of Eq. (7) is exchanged; gates and positions are the same for all images."""
     torch.manual_seed(0)
     layer = scatter(GPSA(4, 6, (2, 3), (2, 1), (1, 1), dtype=torch.float64), seed=3)
     nn.init.normal_(layer.value)
@@ -175,7 +175,7 @@ def test_gated_by_hand(mode: Any) -> None:
 @pytest.mark.filterwarnings("ignore:.*among images=")
 @pytest.mark.filterwarnings("ignore:no head is selected")
 def test_its_own_attention_changes_nothing(name: str, fused: bool) -> None:
-    """Shuffled by the identity, and static over one image; a recorder sees attention as it is before."""
+    """Attention is shuffled by the identity, or static over one image; a recorder sees attention before the edit."""
     make, shape, layer, _ = MODELS[name]
     model = wide(make())
     x = torch.randn(3, *shape).double()
@@ -188,8 +188,7 @@ def test_its_own_attention_changes_nothing(name: str, fused: bool) -> None:
             ),
             tcnn_probe.record(model) as recorder,
         ):
-            # In float64: the attention that is put in was rebuilt, and weighs the values in another order of
-            # operations.
+            # In float64, attention that was rebuilt weighs the values in another order of operations.
             torch.testing.assert_close(
                 model(x), plain, rtol=0, atol=1e-11 * float(plain.abs().max())
             )
@@ -203,11 +202,11 @@ def test_its_own_attention_changes_nothing(name: str, fused: bool) -> None:
 
 
 def by_position(name: str) -> tuple[nn.Module, Tensor, Tensor]:
-    """A model that attends by position alone, and images of two sets."""
+    """Return a model with positional attention only, and two sets of images."""
     if name == "gpsa":
         model: nn.Module = Chain()
         for layer in tcnn_model.gpsa_layers(model).values():
-            # A gate of 1.
+            # sigmoid(40) is 1 in float32.
             nn.init.constant_(layer.gating, 40)
         return model, chain_images(), chain_images(5).flip(0)
     make, shape, _, _ = MODELS[name]
@@ -215,7 +214,7 @@ def by_position(name: str) -> tuple[nn.Module, Tensor, Tensor]:
     for module in model.modules():
         if hasattr(module, "relative_position_bias_table"):
             qkv: Any = module.qkv
-            # Queries, which have no bias of their own.
+            # Queries are zero, whether they have a bias of their own or not.
             nn.init.zeros_(qkv.weight[: len(qkv.weight) // 3])
             nn.init.zeros_(
                 module.q_bias if name == "beit" else qkv.bias[: len(qkv.weight) // 3]
@@ -227,20 +226,22 @@ def by_position(name: str) -> tuple[nn.Module, Tensor, Tensor]:
 @pytest.mark.parametrize("mode", ["static", "shuffled"])
 @pytest.mark.parametrize("name", ["gpsa", "beit", "swin"])
 @pytest.mark.filterwarnings("ignore:.*among images=")
-def test_attention_by_position_alone_stays(name: str, mode: Any) -> None:
+def test_positional_attention_is_not_changed(name: str, mode: Any) -> None:
     model, x, references = by_position(name)
     plain = model(x)
     with tcnn_probe.ablate(model, mode=mode, images=references):
         difference = (model(x) - plain).abs().max()
-    # The mean of attentions that are all the same is off by rounding in float32 alone.
+    # The mean of equal attention differs from it only by rounding in float32.
     assert difference < 1e-6 * max(1, float(plain.abs().max()))
 
 
 @torch.no_grad()
 @pytest.mark.parametrize("accelerated", [True, False])
 @pytest.mark.parametrize("name", ["gpsa", "convit"])
-def test_gates_of_other_ablations_count(name: str, accelerated: bool) -> None:
-    """Gates at 1 leave no content to be exchanged; a gate at 0 leaves the reference's content alone."""
+def test_given_attention_respects_the_gates_of_other_ablations(
+    name: str, accelerated: bool
+) -> None:
+    """A gate of 1 leaves no content to be exchanged; a gate of 0 leaves only the reference's content."""
     make, shape, path, _ = MODELS["convit"]
     model, x = (
         (Chain().double(), chain_images().double())
@@ -271,12 +272,12 @@ def test_gates_of_other_ablations_count(name: str, accelerated: bool) -> None:
         handle.remove()
 
 
-def test_who_gets_whose() -> None:
-    """A random cycle through the reference images, the same for every batch, decided by the seed."""
+def test_shuffling_is_a_random_cycle_through_the_references() -> None:
+    """The cycle depends on the seed, and is the same for every batch."""
     orders = set()
     for seed in range(4):
         reference = AttentionReference(shuffled=True, seed=seed)
-        for batch in ([0.0], [1.0, 2.0, 3.0]):  # of images with two windows each
+        for batch in ([0.0], [1.0, 2.0, 3.0]):  # each image has two windows
             reference.begin(len(batch))
             reference.add(
                 0,
@@ -295,12 +296,12 @@ def test_who_gets_whose() -> None:
         assert sorted(order[:4]) == [0, 1, 2, 3]
         assert all(source != place for place, source in enumerate(order[:4]))
         orders.add(tuple(order))
-    # Two seeds may draw the same of the six cycles, but hardly all four.
+    # Two seeds may draw the same one of six cycles, but four seeds hardly do.
     assert len(orders) > 1
 
 
-def test_gradients_flow_through_the_values() -> None:
-    """Gradients by hand treat the reference attention as constants: exchanged heads' queries and keys get none."""
+def test_gradients_flow_through_the_values_only() -> None:
+    """The reference attention is a constant, so that queries and keys of exchanged heads get no gradients."""
     model = vit().double()
     x = vit_images(4).double()
     references = vit_images(REFERENCE_IMAGES, seed=1).double()
@@ -323,12 +324,12 @@ def test_gradients_flow_through_the_values() -> None:
     ):
         layer(tokens).pow(2).sum().backward()
     torch.testing.assert_close([tokens.grad, layer.qkv.weight.grad], expected)
-    # Rows are queries, keys and values, then heads, then channels.
+    # Rows are ordered by queries, keys and values, then by heads, then by channels.
     assert layer.qkv.weight.grad.unflatten(0, (3, 3, 4))[:2, HEADS].abs().max() == 0
 
 
 @torch.no_grad()
-def test_images_in_every_form() -> None:
+def test_any_form_of_images() -> None:
     make, _, layer, _ = MODELS["vit"]
     model = make()
     pictures = [Image.new("RGB", (40, 24), color) for color in ("red", "blue")]
@@ -349,7 +350,7 @@ def test_images_in_every_form() -> None:
 
 
 class Twice(nn.Module):
-    """A layer that is called twice, as in models whose blocks share their weights."""
+    """Model that calls a layer twice, as models whose blocks share their weights."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -361,8 +362,8 @@ class Twice(nn.Module):
 
 @torch.no_grad()
 @pytest.mark.parametrize("mode", ["static", "shuffled"])
-def test_a_layer_that_attends_anew_in_the_same_forward_is_refused(mode: Any) -> None:
-    """The second call does not get the attention of the first one."""
+def test_a_layer_called_twice_in_a_forward_is_refused(mode: Any) -> None:
+    """The second call must not get the attention of the first one."""
     model = Twice().eval()
     with pytest.raises(
         ValueError,
@@ -373,7 +374,7 @@ def test_a_layer_that_attends_anew_in_the_same_forward_is_refused(mode: Any) -> 
 
 
 @torch.no_grad()
-def test_errors() -> None:
+def test_bad_arguments_are_refused() -> None:
     model = Chain()
     x = chain_images()
     with pytest.raises(ValueError, match="mode='static' needs images="):
@@ -399,8 +400,8 @@ def test_errors() -> None:
         model(x)
 
 
-def test_warns_where_an_image_gets_back_its_own_attention() -> None:
-    """Warn once for each ablation; not for new images, nor where the references' own order is asked for."""
+def test_warns_if_an_image_gets_its_own_attention() -> None:
+    """Warn once per ablation, but not for new images, nor if the references' own order is requested."""
     model = vit()
     references = torch.randn(5, 2, 20, 28)
     new_images = torch.randn(3, 2, 20, 28)
@@ -410,11 +411,11 @@ def test_warns_where_an_image_gets_back_its_own_attention() -> None:
             with pytest.warns(
                 RuntimeWarning, match="1 of 4 images .* are among images="
             ):
-                # The last reference among three new images.
+                # The last reference comes with three new images.
                 model(torch.cat([new_images, references[4:]]))
             model(references)
         with tcnn_probe.ablate(model, mode="shuffled", images=references):
-            model(references)  # each gets another's
+            model(references)  # each image gets the attention of another
         with (
             tcnn_probe.ablate(model, mode="shuffled", images=references[:1]),
             pytest.warns(RuntimeWarning, match="1 of 2 images .* their own attention"),

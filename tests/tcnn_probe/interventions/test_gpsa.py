@@ -1,4 +1,4 @@
-"""Our own layers: every mode equals the paper's equations, written out in float64."""
+"""Ablations of our own layers: every mode equals the paper's equations, written out in float64."""
 
 import copy
 import math
@@ -17,9 +17,9 @@ pytestmark = pytest.mark.numerical
 
 
 def layer(**options: object) -> GPSA:
-    """Six heads, stride (2, 1), (B, 4, H, W) -> (B, 6, H', W')."""
+    """Return a layer of six heads with stride (2, 1): (B, 4, H, W) -> (B, 6, H', W')."""
     torch.manual_seed(0)
-    # No size but the padding equals another that it could be swapped with.
+    # No size but the padding equals another one with which it could be exchanged.
     gpsa = GPSA(4, 6, (2, 3), (2, 1), (1, 1), groups=2, **options)  # type: ignore[arg-type]
     nn.init.normal_(gpsa.value)
     return scatter(gpsa, seed=3)
@@ -33,12 +33,12 @@ def by_hand(
     heads: list[int] | None = None,
     **changed: Tensor,
 ) -> Tensor:
-    """Eqs. (5) and (7) in float64, with changed parameters; of some heads only."""
+    """Compute Eqs. (5) and (7) in float64 with changed parameters, for all or some heads."""
     wide = copy.deepcopy(gpsa).double()
     weight = wide.weight.detach().clone()
     for head in range(wide.heads):
         if heads is not None and head not in heads:
-            # A head is a tap of the kernel of 2 x 3.
+            # Each head is a tap of the 2 x 3 kernel.
             weight[:, :, head // 3, head % 3] = 0
     parameters = {
         name: getattr(wide, name).detach()
@@ -61,7 +61,7 @@ def images(count: int = 3, seed: int = 0) -> Tensor:
 
 
 def close(actual: Tensor, expected: Tensor) -> None:
-    """Sums of a few hundred products of size one, in float32: 1e-4 is a thousand roundings."""
+    """Compare float32 sums of a few hundred products of order one: 1e-4 is a thousand roundings."""
     torch.testing.assert_close(
         actual.flatten(2).double(), expected, rtol=1e-4, atol=1e-4
     )
@@ -71,8 +71,8 @@ def close(actual: Tensor, expected: Tensor) -> None:
 @pytest.mark.parametrize(
     ("mode", "gate"), [("positional", math.inf), ("content", -math.inf)]
 )
-def test_gates(mode: str, gate: float, backend: str) -> None:
-    """Forced heads equal the computation by hand; if all are forced not one bit of the other attention is left."""
+def test_forced_gates_equal_the_equations(mode: str, gate: float, backend: str) -> None:
+    """Forced heads equal the computation by hand; if all heads are forced, nothing is left of the other part."""
     model = layer(backend=backend)
     x = images()
     gating = model.gating.detach().double()
@@ -80,29 +80,29 @@ def test_gates(mode: str, gate: float, backend: str) -> None:
     with torch.no_grad():
         with tcnn_probe.ablate(model, {"": [1, 4]}, mode):  # type: ignore[arg-type]
             close(model(x), by_hand(model, x, gating=gating))
-            # Between forwards it is the model's own.
+            # Between forwards, the gate is the model's own.
             assert torch.equal(model.gate, torch.sigmoid(model.gating))
         close(model(x), by_hand(model, x))
         with tcnn_probe.ablate(model, mode=mode):  # type: ignore[arg-type]
             expected = model(x)
-            # A parameter of the part that is left out: not even a bit may depend on it.
+            # Not a single bit of the output may depend on a parameter of the part that is left out.
             (model.query if mode == "positional" else model.center).mul_(-3)
             assert torch.equal(model(x), expected)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
-def test_gates_in_other_precisions(dtype: torch.dtype) -> None:
+def test_forced_gates_in_other_dtypes(dtype: torch.dtype) -> None:
     model = layer(dtype=dtype)
     x = images().to(dtype)
     twin = copy.deepcopy(model)
     with torch.no_grad():
-        # The sigmoid of infinity is 1 exactly.
+        # The sigmoid of infinity is exactly 1.
         twin.gating[[1, 4]] = math.inf
         with tcnn_probe.ablate(model, {"": [1, 4]}, "positional"):
             assert torch.equal(model(x), twin(x))
 
 
-def test_all_gates_at_one_give_the_convnet_back() -> None:
+def test_all_gates_at_one_restore_the_convnet() -> None:
     torch.manual_seed(1)
     options = {
         "channels": (4, 4, 6, 8),
@@ -111,21 +111,21 @@ def test_all_gates_at_one_give_the_convnet_back() -> None:
         "zero_init_last": False,
     }
     cnn = ResNet(BasicBlock, [1, 1, 1, 2], **options).eval()
-    # At the stride of the convnet, which is the oracle.
+    # The stride is that of the convnet, which is the oracle.
     model = reparameterize(
         cnn, stride="keep", locality_strength=20.0, input_size=(2, 71, 103)
     )
     for gpsa in gpsa_layers(model).values():
         nn.init.normal_(gpsa.gating, std=2)
-        # Content that is not even, so that it would show.
+        # Content attention is not uniform, so that it would show.
         nn.init.normal_(gpsa.query)
     x = torch.randn(2, 2, 71, 103)
     with torch.no_grad():
         expected = cnn(x)
-        # The content part counts before it is taken away.
+        # The content part has an effect before it is removed.
         assert (model(x) - expected).abs().max() > 1e-2
         with tcnn_probe.ablate(model, mode="positional") as ablation:
-            # alpha is large but finite, and a whole network rounds in float32.
+            # alpha is large but finite, and rounding in float32 goes through a whole network.
             torch.testing.assert_close(model(x), expected, rtol=1e-3, atol=1e-3)
     assert ablation.heads == {name: tuple(range(9)) for name in gpsa_layers(model)}
 
@@ -146,9 +146,9 @@ def test_zeroed_and_averaged_heads() -> None:
     mean = by_hand(model, x, heads=[1, 3], bias=False).mean(2, keepdim=True)
     close(output, by_hand(model, x, heads=[0, 2, 4, 5]) + mean)
     assert model.bias is not None
-    with tcnn_probe.ablate(model):  # the bias is left, exactly
+    with tcnn_probe.ablate(model):  # exactly the bias is left
         assert torch.equal(model(x), model.bias[:, None, None].expand_as(model(x)))
-    # Zeroing by a product would not do: 0 times NaN is NaN.
+    # Multiplication by zero would not do, as 0 times NaN is NaN.
     model.center[2] = math.nan
     with tcnn_probe.ablate(model, {"": 2}):
         assert model(x).isfinite().all()
@@ -156,7 +156,7 @@ def test_zeroed_and_averaged_heads() -> None:
 
 @torch.no_grad()
 def test_mean_over_images() -> None:
-    """A mean over any number of batches, read once, of the heads as enclosing ablations have made them."""
+    """The mean is over any number of batches, each read once, and of heads as outer ablations leave them."""
     model = nn.Sequential(layer())
     x = images()
     references = images(5, seed=1)
@@ -177,7 +177,7 @@ def test_mean_over_images() -> None:
             close(model(x), by_hand(gpsa, x, heads=[0, 2, 4, 5]) + mean)
             close(model(x[1:2]), by_hand(gpsa, x[1:2], heads=[0, 2, 4, 5]) + mean)
     handle.remove()
-    # The references once, in their two batches; then the model's own forwards.
+    # The two batches of references run once, and then the model's own forwards.
     assert calls == [2, 3, 3, 1, 3, 1]
     gating = torch.full((6,), math.inf, dtype=torch.float64)
     mean = by_hand(gpsa, references, heads=[1], bias=False, gating=gating).mean(
@@ -192,7 +192,7 @@ def test_mean_over_images() -> None:
 
 
 @torch.no_grad()
-def test_heads_of_another_layer_put_in() -> None:
+def test_heads_replaced_by_those_of_another_layer() -> None:
     model = nn.Sequential(layer(), nn.ReLU())
     x = images()
     source = copy.deepcopy(model)
@@ -208,8 +208,8 @@ def test_heads_of_another_layer_put_in() -> None:
 
 
 @pytest.mark.parametrize("same", [True, False])
-def test_its_own_heads_put_in_change_nothing(same: bool) -> None:
-    """The layer's own heads bring their own gates, so that nothing changes under other gates either."""
+def test_heads_replaced_by_themselves_change_nothing(same: bool) -> None:
+    """The layer's heads keep their own gates, so that nothing changes under forced gates, either."""
     model = Chain()
     x = torch.randn(2, 2, 7, 11)
     source = model if same else copy.deepcopy(model)
@@ -222,17 +222,17 @@ def test_its_own_heads_put_in_change_nothing(same: bool) -> None:
             tcnn_probe.ablate(model, "near", "positional"),
         ):
             gated = model(x)
-        # The same gates in another way: float32 rounds elsewhere.
+        # These are the same gates, computed in another way with other rounding errors.
         with tcnn_probe.ablate(model, {"near": [0, 2, 3, 4, 6, 7, 8]}, "positional"):
             torch.testing.assert_close(model(x), gated, rtol=1e-4, atol=1e-4)
         with tcnn_probe.ablate(model, ["near", "far"], "replaced", source=source):
             torch.testing.assert_close(model(x), expected, rtol=1e-4, atol=1e-4)
-    # The gates did change something.
+    # The gates had an effect.
     assert (gated - expected).abs().max() > 1e-3
 
 
-def test_gradients_are_those_of_what_runs() -> None:
-    """Input and every parameter, in float64, against the same model with zeroed taps and fixed gates."""
+def test_gradients_are_those_of_the_ablated_model() -> None:
+    """Gradients of the input and of every parameter equal those with zeroed taps and fixed gates, in float64."""
     model = layer(dtype=torch.float64)
     x = images().double().requires_grad_()
     with (
@@ -252,7 +252,7 @@ def test_gradients_are_those_of_what_runs() -> None:
     mask = torch.tensor([False, False, True, True, False, False])
     changed = {
         "weight": twin.weight * taps.view(2, 3),
-        # The sigmoid of 40 is 1 to the last bit of float64, and has a gradient of about 0.
+        # The sigmoid of 40 is 1 in float64, and has a gradient of almost 0.
         "gating": torch.where(mask, 40.0, twin.gating),
     }
     torch.func.functional_call(twin, changed, y).pow(2).sum().backward()

@@ -1,4 +1,4 @@
-"""Heads that a selection means, and selections that are refused before anything is changed."""
+"""Selections of heads and what they mean, and selections that are refused before anything is changed."""
 
 from typing import Any
 
@@ -14,7 +14,7 @@ from tcnn_model import GPSA
 from tests.tcnn_probe.contracts.helpers import Trace, vit
 from tests.tcnn_probe.networks import Branches, Chain
 
-# Two layers with 9 and 25 heads: a head of the second may not exist in the first.
+# The two layers have 9 and 25 heads, so that a head of the second may not exist in the first.
 NEAR = tuple(range(9))
 FAR = tuple(range(25))
 
@@ -31,10 +31,10 @@ FAR = tuple(range(25))
             {"near": [4, 1, 4], "far": slice(20, None)},
             {"near": (1, 4), "far": (20, 21, 22, 23, 24)},
         ),
-        # A glob over layers of unlike numbers of heads, with a slice that both have.
+        # A glob matches layers with different numbers of heads, and the slice exists in both.
         ({"*": slice(None, 7, 3)}, {"near": (0, 3, 6), "far": (0, 3, 6)}),
         ({"near": range(2, 4), "far": None}, {"near": (2, 3), "far": FAR}),
-        # Integers of NumPy and torch, as argsort and topk give them.
+        # argsort and topk return integers of NumPy and torch like these.
         ({"near": np.array([0, 2]), "far": np.int64(3)}, {"near": (0, 2), "far": (3,)}),
         ({"near": torch.tensor([0, 2])}, {"near": (0, 2)}),
         ({"near": []}, {}),
@@ -42,7 +42,9 @@ FAR = tuple(range(25))
     ],
 )
 @pytest.mark.filterwarnings("ignore:no head is selected")
-def test_by_name_and_index(heads: Any, expected: dict[str, tuple[int, ...]]) -> None:
+def test_heads_by_name_and_index(
+    heads: Any, expected: dict[str, tuple[int, ...]]
+) -> None:
     model = Chain()
     assert tcnn_probe.ablate(model, heads).heads == expected
 
@@ -60,7 +62,7 @@ def mask(*layers: str, **true: list[int]) -> xr.DataArray:
     return array
 
 
-def test_by_array() -> None:
+def test_heads_by_array() -> None:
     model = Chain()
     array = mask(near=[1, 8], far=[24])
 
@@ -69,10 +71,10 @@ def test_by_array() -> None:
 
     expected = {"near": (1, 8), "far": (24,)}
     assert (
-        # The order of layers, of heads and of dimensions does not matter, as names decide.
+        # Names decide, so that the order of layers, heads and dimensions does not matter.
         heads(array)
         == heads(array.isel(layer=[1, 0]).T)
-        # Backwards: heads are chosen by their coordinate and not by their place.
+        # Heads are chosen by their coordinate and not by their position, here in reverse order.
         == heads(array.isel(head=slice(None, None, -1)))
         == expected
     )
@@ -81,19 +83,19 @@ def test_by_array() -> None:
     assert heads(marks) == heads(marks.transpose("head", "step", "layer")) == expected
     assert heads(array.sel(layer="near")) == {"near": (1, 8)}
     assert heads(array.sel(layer="far", head=24)) == {"far": (24,)}
-    # A mask over layers alone means all of their heads.
+    # A mask over layers means all of their heads.
     assert heads(array.any("head")) == {"near": NEAR, "far": FAR}
-    # Without names, heads count from 0 if there are as many as the model has.
+    # Without a coordinate, heads count from 0 if there are as many as in the model.
     assert heads(array.drop_vars("head")) == expected
 
 
-def test_an_empty_selection_ablates_nothing_and_is_warned_of() -> None:
+def test_an_empty_selection_has_no_effect_and_warns() -> None:
     model = Chain()
     x = torch.randn(2, 2, 7, 11)
     empty = pytest.warns(RuntimeWarning, match="no head is selected")
     with torch.no_grad():
         plain = model(x)
-        # Modes that prepare something beforehand, and could fail on nothing.
+        # These modes prepare something beforehand, which could fail without heads.
         for mode, options in (("mean", {"images": x}), ("replaced", {"source": vit()})):
             with empty:
                 ablation = tcnn_probe.ablate(model, mask(), mode, **options)  # type: ignore[arg-type]
@@ -103,25 +105,25 @@ def test_an_empty_selection_ablates_nothing_and_is_warned_of() -> None:
     with empty:
         ablation = tcnn_probe.ablate(model, {"near": [], "far": ()})
     with ablation:
-        model.near(x)  # layers that are named need not even run
+        model.near(x)  # named layers need not run
     absent = (mask("blocks.0", "far"), mask("blocks.0").isel(layer=[]))
-    for selection in absent:  # nor be there
+    for selection in absent:  # they need not exist, either
         with empty:
             assert tcnn_probe.ablate(model, selection).heads == {}
 
 
-def test_a_cnn_has_no_attention_to_ablate() -> None:
+def test_a_cnn_without_attention_is_refused() -> None:
     cnn = nn.Sequential(nn.Conv2d(3, 4, 3))
     with pytest.raises(ValueError, match=r"none is called attention.*reparameterize"):
         tcnn_probe.ablate(cnn)
 
 
 @torch.no_grad()
-def test_all_of_timms_models() -> None:
+def test_all_layers_of_a_timm_model() -> None:
     model = timm.create_model(
-        # Self-attention and class attention in one model, so that both are found.
+        # This model has self-attention and class attention, which must both be found.
         "cait_xxs24_224",
-        # 24 x 40 pixels in patches of 8: no square grid.
+        # 24 x 40 pixels in patches of 8 are not a square grid.
         img_size=(24, 40),
         patch_size=8,
         embed_dim=24,
@@ -138,7 +140,7 @@ def test_all_of_timms_models() -> None:
     with tcnn_probe.ablate(model) as ablation:
         model(x)
     assert ablation.heads == dict.fromkeys(layers, (0, 1, 2))
-    # Where there are several queries.
+    # The mean over queries needs several queries.
     with tcnn_probe.ablate(model, mode="mean") as ablation:
         model(x)
     assert [*ablation.heads] == layers[:2]
@@ -151,7 +153,7 @@ def test_all_of_timms_models() -> None:
     ):
         model(x)
     convit = timm.create_model(
-        # Two layers with gates and one without, which mode="content" leaves out.
+        # Two layers have gates; mode="content" leaves out the third, which has none.
         "convit_tiny",
         img_size=32,
         patch_size=8,
@@ -166,7 +168,7 @@ def test_all_of_timms_models() -> None:
 
 
 class Own(nn.Module):
-    """Nothing but what it does says that it attends, with 2 heads."""
+    """Attention with 2 heads, for which neither its name nor its attributes show that it attends."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         q = x.unflatten(-1, (2, 3)).transpose(1, 2)
@@ -178,7 +180,7 @@ class Own(nn.Module):
 
 
 class Around(Own):
-    """Attends itself, and so does a layer inside of it."""
+    """Layer that attends itself, if asked to, and contains another layer that attends."""
 
     def __init__(self, attends: bool) -> None:
         super().__init__()
@@ -186,13 +188,13 @@ class Around(Own):
         self.inner = Own()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        # A function between them, so that the inner attention's output is not the outer one's.
+        # dropout keeps the inner attention's output from being the outer layer's output.
         inside = nn.functional.dropout(self.inner(x), 0.0)
         return inside + super().forward(x) if self.attends else inside
 
 
 class Channels(nn.Module):
-    """Attention between the 3 channels of each of 2 heads, of tokens (B, 5, 6)."""
+    """Attention between the 3 channels of each of 2 heads, for tokens (B, 5, 6)."""
 
     num_heads = 2
 
@@ -201,17 +203,17 @@ class Channels(nn.Module):
         return ((q @ q.mT).softmax(-1) @ q).flatten(1, 2).mT
 
 
-def test_a_layer_of_ones_own_has_to_be_named() -> None:
+def test_a_layer_that_is_not_recognised_has_to_be_named() -> None:
     model = nn.Sequential(nn.Linear(6, 6), Own())
     x = torch.randn(2, 5, 6)
     with pytest.raises(ValueError, match="One that is not called so has to be named"):
         tcnn_probe.ablate(model)
     plain = model(x)
     ablation = tcnn_probe.ablate(model, {"1": slice(1, None)})
-    # Heads of a layer that is not known by its class are counted when it runs.
+    # Heads of a layer of unknown class are counted when it runs.
     assert ablation.heads == {}
     with ablation:
-        # Six channels in two heads: the second one is silent.
+        # Six channels form two heads, the second of which is zeroed.
         assert torch.equal(model(x), plain * torch.tensor([1, 1, 1, 0, 0, 0]))
     assert ablation.heads == {"1": (1,)}
     with (
@@ -222,7 +224,7 @@ def test_a_layer_of_ones_own_has_to_be_named() -> None:
     assert torch.equal(model(x), plain)
 
 
-def test_attention_is_that_of_the_layer_itself() -> None:
+def test_edits_apply_to_the_attention_of_the_named_layer_itself() -> None:
     model = nn.Sequential(Around(True))
     x = torch.randn(2, 5, 6)
     for outer, inner in (("0", "0.inner"), ("0.inner", "0")):
@@ -241,7 +243,7 @@ def test_attention_is_that_of_the_layer_itself() -> None:
             model(x)
 
 
-def test_layers_that_cannot_do_it() -> None:
+def test_layers_that_cannot_be_ablated_are_refused() -> None:
     for heads in ("blocks.0.attn", "blocks.*", None):
         with pytest.raises(ValueError, match="mode='positional' needs gates"):
             tcnn_probe.ablate(vit(), heads, "positional")
@@ -253,7 +255,7 @@ def test_layers_that_cannot_do_it() -> None:
     with pytest.raises(ValueError, match="no layer of this model can do mode='zero'"):
         tcnn_probe.ablate(timm.create_model("resnet10t"))
     layer = GPSA(2, 3, 3)
-    # A parametrization computes the gate anew at each forward, so that setting it would have no effect.
+    # A parametrization computes the gate at each forward, so that setting it would have no effect.
     nn.utils.parametrize.register_parametrization(layer, "gating", nn.Identity())
     with pytest.raises(ValueError, match="its 'gating' is parametrized"):
         tcnn_probe.ablate(layer, "", "positional")
@@ -273,7 +275,7 @@ BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"heads": {"fra": []}}, ValueError, "no attention layers match 'fra'"),
     ({"heads": {"*": 9}}, ValueError, "'near' has 9 heads, from 0 to 8; got head 9"),
     ({"heads": {"near": -1}}, ValueError, NO_INDEX.format("-1")),
-    # Counted from the end, a head would be another one in each layer.
+    # Counted from the end, the slice would mean different heads in each layer.
     ({"heads": {"near": slice(-2, None)}}, ValueError, "counted from 0"),
     ({"heads": {"near": True}}, TypeError, NO_INDEX.format("True")),
     ({"heads": {"near": [1.0]}}, TypeError, NO_INDEX.format("1.0")),
@@ -293,7 +295,7 @@ BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
         "expected a boolean DataArray.*got dtype int64",
     ),
     (
-        # Over two dimensions there is no last mark.
+        # With two dimensions there is no last mark.
         {"heads": MASK.expand_dims(epoch=[0], run=[1])},
         ValueError,
         "over one more dimension at most",
@@ -345,11 +347,11 @@ BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
     BAD,
     ids=[str(number) for number in range(len(BAD))],
 )
-def test_bad_input(
+def test_bad_selections_are_refused(
     arguments: dict[str, Any], error: type[Exception], match: str
 ) -> None:
     model = Chain()
-    # All checks come before the first change.
+    # All checks precede the first change.
     before = Trace(model)
     with pytest.raises(error, match=match):
         tcnn_probe.ablate(**{"model": model, **arguments})

@@ -1,4 +1,4 @@
-"""Ablations inside of each other, recorded, explained, and seen by other hooks."""
+"""Nested ablations, which are recorded, explained, and seen by other hooks."""
 
 from contextlib import ExitStack
 from typing import Any
@@ -15,7 +15,7 @@ from tests.tcnn_probe.interventions.ablations import State, chain_images, other_
 from tests.tcnn_probe.networks import Chain, scatter
 
 
-def test_others_hooks_see_what_is_ablated() -> None:
+def test_hooks_of_the_user_see_the_ablated_output() -> None:
     model = Chain()
     outputs = []
     model.near.register_forward_hook(
@@ -27,8 +27,8 @@ def test_others_hooks_see_what_is_ablated() -> None:
 
 
 @torch.no_grad()
-def test_nested() -> None:
-    """The ablation entered last decides a head's output; gates and outputs are apart; ablations end in any order."""
+def test_nested_ablations() -> None:
+    """The last ablation decides a head's output, independently of gates; ablations may end in any order."""
     model = Chain()
     x = chain_images()
     before = State(model)
@@ -61,12 +61,12 @@ def test_nested() -> None:
     )
     gated = output(gates)
     content = ended("near", "content")
-    # By hand: all heads by content, but for head 1, whose ablation came last.
-    # sigmoid(40) is 1 and sigmoid(-40) 4e-18, in float32 as good as 0.
+    # By hand, all heads attend by content but head 1, whose ablation came last. In float32, sigmoid(40) is 1, and
+    # sigmoid(-40) = 4e-18 is negligible.
     model.near.gating[:] = torch.tensor([-40.0, 40, *[-40] * 7])
     torch.testing.assert_close(output(content, gates), model(x))
     model.near.load_state_dict(Chain().near.state_dict())
-    # The first to begin is the first to end.
+    # The ablation that starts first also ends first.
     zero.__enter__()
     gates.__enter__()
     zero.__exit__(None, None, None)
@@ -79,8 +79,8 @@ def test_nested() -> None:
 @pytest.mark.parametrize(
     "inside", [True, False], ids=["recorded inside", "ablated inside"]
 )
-def test_recorded(inside: bool) -> None:
-    """Gates and entropies are those of what runs; what is run besides is not recorded."""
+def test_ablated_models_are_recorded(inside: bool) -> None:
+    """Gates are recorded as ablated, and entropies of the attention that runs; additional forwards are not recorded."""
     model = Chain()
     x = chain_images()
 
@@ -107,7 +107,7 @@ def test_recorded(inside: bool) -> None:
     gates[[1, 2, 5]] = torch.tensor([1.0, 1, 0])
     torch.testing.assert_close(torch.tensor(near.gate.values[:9]), gates.double())
     assert near.gate.values[[1, 2, 5]].tolist() == [1, 1, 0]
-    # A gate of 1 or 0 leaves A = P or A = C: the same numbers by another path in float32.
+    # Gates of 1 or 0 give A = P or A = C, computed in another way in float32.
     assert abs(near.entropy - near.positional_entropy).values[[1, 2]].max() < 1e-6
     assert abs(near.entropy - near.content_entropy).values[5] < 1e-6
     assert near.images == 3
@@ -117,7 +117,7 @@ def test_recorded(inside: bool) -> None:
 @pytest.mark.parametrize(
     "inside", [True, False], ids=["recorded inside", "ablated inside"]
 )
-def test_a_layer_that_is_all_of_the_model_is_recorded_as_it_runs(inside: bool) -> None:
+def test_a_model_that_is_a_single_layer_is_recorded_as_ablated(inside: bool) -> None:
     model = scatter(GPSA(2, 5, 3, padding=1)).eval()
     ablations = [
         tcnn_probe.ablate(model, mode="positional"),
@@ -129,14 +129,14 @@ def test_a_layer_that_is_all_of_the_model_is_recorded_as_it_runs(inside: bool) -
         model(chain_images())
         recorder.mark(epoch=0)
     recorder.remove()
-    # With gates of 1 the whole attention is its positional part.
+    # With gates of 1, the whole attention is its positional part.
     assert (
         abs(recorder.dataset.entropy - recorder.dataset.positional_entropy).max() < 1e-6
     )
 
 
 class Single(nn.Module):
-    """One head, which a softmax shows by where its result is stored."""
+    """Attention with one head, which a softmax gives away by the storage of its result."""
 
     def forward(self, x: Tensor) -> Tensor:
         return torch.softmax(x @ x.mT, -1) @ x
@@ -152,7 +152,7 @@ def test_a_single_head_is_recorded_while_it_is_ablated() -> None:
     assert recorder.layers == ("0",)
 
 
-def test_explained() -> None:
+def test_ablated_models_are_explained() -> None:
     model = vit()
     x = vit_images(2)
     for method in ("class_attention", "rollout"):
@@ -161,7 +161,7 @@ def test_explained() -> None:
             ablated = tcnn_probe.saliency(model, x, target=1, method=method)
         with tcnn_probe.ablate(model, "blocks.0.attn", "replaced", source=model):
             replaced = tcnn_probe.saliency(model, x, target=1, method=method)
-        # Ten times what rounding is allowed below.
+        # This is ten times the tolerance below.
         assert abs(ablated - plain).max() > 1e-3 * abs(plain).max()
-        # Its own heads change nothing but the rounding of float32.
+        # Heads replaced by themselves change the result only by rounding in float32.
         assert abs(replaced - plain).max() < 1e-4 * abs(plain).max()

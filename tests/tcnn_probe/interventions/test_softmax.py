@@ -1,4 +1,4 @@
-"""Softmax attention of any kind: what zeroing, averaging and replacing heads gives, by hand and in float64."""
+"""Softmax attention of any kind: zeroed, averaged and replaced heads equal a computation by hand in float64."""
 
 import copy
 from typing import Any
@@ -25,19 +25,19 @@ from tests.tcnn_probe.interventions.softmax_models import (
 
 pytestmark = pytest.mark.numerical
 
-# Names of models, and whether timm fuses their attention.
+# Names of models, with whether timm fuses their attention.
 BUILT = [*((name, True) for name in MODELS), ("vit", False), ("swin", False)]
 
 
 def without(
     model: nn.Module, layer: str, projection: str, heads: list[int]
 ) -> nn.Module:
-    """A copy in float64 whose projection does not take these heads' channels: what zeroing them comes to."""
+    """Return a copy in float64 whose projection ignores the channels of heads, as if they were zeroed."""
     twin = wide(copy.deepcopy(model))
     linear = twin.get_submodule(f"{layer}.{projection}")
     with torch.no_grad():
         columns = linear.weight.unflatten(1, (heads_of(twin, layer), -1))  # type: ignore[operator, union-attr]
-        # Heads are added up by the projection, so that a silenced head is one whose columns are zero.
+        # The projection adds up the heads, so that a head is zeroed by zeros in its columns.
         columns[:, heads] = 0
     return twin
 
@@ -45,15 +45,15 @@ def without(
 @torch.no_grad()
 @pytest.mark.parametrize(("name", "fused"), BUILT, indirect=["fused"])
 @pytest.mark.filterwarnings("ignore:no head is selected")
-def test_zeroed_heads(name: str, fused: bool) -> None:
-    """Nothing but the bias is left of all heads; a recorder sees attention as it is before heads are zeroed."""
+def test_zeroed_heads_equal_a_projection_without_them(name: str, fused: bool) -> None:
+    """Zeroing all heads leaves only the bias; a recorder sees attention before the edit."""
     make, shape, layer, projection = MODELS[name]
     model = make()
     x = torch.randn(2, *shape)
     count = heads_of(model, layer)
     plain = model(x)
     recordings = []
-    # None, the last one, and all: an index that is off by one shows at the end.
+    # Heads are none, the last one, and all, so that an index that is off by one shows.
     for heads in ([], [count - 1], [*range(count)]):
         expected = without(model, layer, projection, heads)(x.double())
         with (
@@ -70,14 +70,14 @@ def test_zeroed_heads(name: str, fused: bool) -> None:
             rtol=1e-3,
             atol=1e-3 * float(expected.abs().max()),
         )
-        # Otherwise zeroing nothing would pass.
+        # A head that was not zeroed would pass otherwise.
         assert not heads or (plain - output).abs().max() > 1e-3 * expected.abs().max()
         recordings.append(recorder.dataset)
-    # The recorder looks before heads are edited.
+    # The recorder sees attention before the edit.
     assert recordings[0].equals(recordings[1])
     assert recordings[0].equals(recordings[2])
     bias = model.get_submodule(f"{layer}.{projection}").bias
-    # Their projection's bias is a norm's, or along another axis.
+    # In these models the bias is that of a norm, or along another axis.
     if name not in ("levit", "coatnet"):
         with tcnn_probe.ablate(model, layer):
             output = input_and_output(model, model.get_submodule(layer), x)[1]
@@ -87,11 +87,11 @@ def test_zeroed_heads(name: str, fused: bool) -> None:
 def by_hand_talking(
     layer: TalkingHeadAttn, tokens: Tensor, zeroed: list[int]
 ) -> Tensor:
-    """Talking heads (arXiv:2003.02436) in float64."""
+    """Compute talking heads (arXiv:2003.02436) in float64."""
     wide = copy.deepcopy(layer).double()
     q, k, v = wide.qkv(tokens.double()).unflatten(-1, (3, wide.num_heads, -1)).unbind(2)
     logits = torch.einsum("bqhd,bkhd->bqkh", q, k) * wide.scale
-    # Logits are mixed before the softmax and weights after it; a head is what leaves the softmax.
+    # Logits are mixed before the softmax and weights after it; a head is an output of the softmax.
     weights = wide.proj_l(logits).softmax(2)
     weights[..., zeroed] = 0
     return wide.proj(
@@ -114,11 +114,11 @@ def test_talking_heads_are_zeroed_before_they_are_mixed() -> None:
 
 
 @torch.no_grad()
-def test_heads_before_windows() -> None:
-    """The output channels of HaloNet's heads lie side by side, and an image has six windows."""
+def test_heads_of_layers_with_windows() -> None:
+    """HaloNet's heads have adjacent output channels, and an image has six windows."""
     torch.manual_seed(0)
     model = (
-        # 8 x 12 cells in blocks of 4: six windows, and two images, make twelve.
+        # 8 x 12 cells in blocks of 4 are six windows, so that two images have twelve.
         nn.Sequential(HaloAttn(12, num_heads=3, dim_head=4, block_size=4, halo_size=1))
         .double()
         .eval()
@@ -130,13 +130,13 @@ def test_heads_before_windows() -> None:
             model(x),
             plain * torch.tensor([0, 1, 0]).repeat_interleave(4)[:, None, None],
         )
-    # Shuffled without a seed keeps the order, so that the output must stay as it was.
+    # Shuffling without a seed keeps the order, so that the output must not change.
     with tcnn_probe.ablate(model, "0", "shuffled", images=x, seed=None):
         torch.testing.assert_close(model(x), plain)
 
 
 def by_hand(layer: Attention, tokens: Tensor) -> Tensor:
-    """Outputs of the heads of a timm layer, (B, N, heads, d), in float64."""
+    """Compute the outputs of heads of a timm layer, (B, N, heads, d), in float64."""
     wide = copy.deepcopy(layer).double()
     q, k, v = wide.qkv(tokens.double()).unflatten(-1, (3, wide.num_heads, -1)).unbind(2)
     weights = (torch.einsum("bqhd,bkhd->bhqk", q, k) * q.shape[-1] ** -0.5).softmax(-1)
@@ -145,11 +145,11 @@ def by_hand(layer: Attention, tokens: Tensor) -> Tensor:
 
 @torch.no_grad()
 @pytest.mark.parametrize("over", ["queries", "images"])
-def test_means(over: str, fused: bool) -> None:
+def test_means_over_queries_or_images(over: str, fused: bool) -> None:
     model = vit()
     x = vit_images()
     references = vit_images(5, seed=1)
-    # Five references for two images: a mean over them has no axis that fits by accident.
+    # There are five references for two images, so that no axis of their mean fits by accident.
     layer = model.blocks[0].attn
     heads = by_hand(layer, input_and_output(model, layer, x)[0])[:, :, [0, 2]]
     terms = by_hand(layer, input_and_output(model, layer, references)[0])[:, :, [0, 2]]
@@ -168,7 +168,7 @@ def test_means(over: str, fused: bool) -> None:
     expected = by_hand(layer, tokens)
     expected[:, :, [0, 2]] = mean
     expected = copy.deepcopy(layer.proj).double()(expected.flatten(2))
-    # float32 against float64, through one block.
+    # The model is in float32, the reference in float64, and there is one block between them.
     torch.testing.assert_close(output.double(), expected, rtol=1e-4, atol=1e-4)
 
 
@@ -176,8 +176,8 @@ def test_means(over: str, fused: bool) -> None:
 @pytest.mark.parametrize(
     "name", ["swin", "cait", "torch", "tokens first", "convit", "levit"]
 )
-def test_means_of_windows_and_others(name: str) -> None:
-    """A layer with every head averaged outputs its own mean: over the images, or over the queries of a window."""
+def test_means_of_layers_with_windows_and_others(name: str) -> None:
+    """A layer with every head averaged outputs its mean over images, or over the queries of a window."""
     make, shape, layer, _ = MODELS[name]
     model = make()
     references = torch.randn(3, *shape)
@@ -188,14 +188,14 @@ def test_means_of_windows_and_others(name: str) -> None:
         return result.transpose(0, 1) if name == "tokens first" else result
 
     plain = output(references)
-    # Windows of one image stand beside those of the next in the first axis.
+    # The windows of the images follow one another along the first axis.
     mean = plain.unflatten(0, (3, -1)).mean(0)
     with tcnn_probe.ablate(model, layer, "mean", images=references):
         result = output(torch.randn(2, *shape))
     torch.testing.assert_close(
         result, mean.repeat(2, *[1] * (mean.ndim - 1)), rtol=1e-3, atol=1e-3
     )
-    # Of a whole window or sequence, which these have; others pool or have a class token.
+    # These layers attend within a window or sequence; others pool or have a class token.
     if name in ("swin", "torch", "tokens first"):
         with tcnn_probe.ablate(model, layer, "mean"):
             torch.testing.assert_close(
@@ -208,21 +208,21 @@ def test_means_of_windows_and_others(name: str) -> None:
 
 @torch.no_grad()
 @pytest.mark.parametrize(("name", "fused"), BUILT, indirect=["fused"])
-def test_heads_of_another_model(name: str, fused: bool) -> None:
-    """Its own change nothing; of another one they are what the two give without each other's channels."""
+def test_heads_replaced_by_those_of_another_model(name: str, fused: bool) -> None:
+    """A model's own heads change nothing; those of another model equal the sum of two projections."""
     make, shape, layer, projection = MODELS[name]
     model = wide(make())
     x = torch.randn(2, *shape, dtype=torch.float64)
     source = copy.deepcopy(model)
     for parameter in source.get_submodule(layer).parameters():
-        # Far enough from the model that a head taken from the wrong one shows.
+        # The parameters differ enough for a head of the wrong model to show.
         parameter.mul_(1.3).add_(0.1)
     count = heads_of(model, layer)
     plain = model(x)
     size = float(plain.abs().max())
     with tcnn_probe.ablate(model, layer, "replaced", source=model):
-        # Terms are differences of two outputs, and lose the digits that these have in common.
-        # 1e-6 of float64: half of its digits are lost in the differences.
+        # Replaced heads are differences of two outputs, which lose the digits that these have in common: half of
+        # float64's.
         torch.testing.assert_close(model(x), plain, rtol=1e-6, atol=1e-6 * size)
     heads = [count - 1]
     rest = [*range(count - 1)]
@@ -232,7 +232,7 @@ def test_heads_of_another_model(name: str, fused: bool) -> None:
     ]
     twins.append(without(source, layer, projection, [*heads, *rest]))
 
-    # What the source gives of these heads alone, less its bias, which it gives without any.
+    # This adds the source's output with these heads alone, less its bias, which is its output without any head.
     def add(module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
         extra = [
             first(twin.get_submodule(layer)(*args, **kwargs)) for twin in twins[1:]
@@ -248,7 +248,7 @@ def test_heads_of_another_model(name: str, fused: bool) -> None:
 
 @torch.no_grad()
 def test_heads_that_do_not_add_up_are_refused() -> None:
-    # A norm over all heads makes the output of one depend on the others.
+    # A norm over all heads makes the output of each head depend on the others.
     model = vit(scale_attn_norm=True, norm_layer=nn.LayerNorm)
     x = vit_images()
     plain = model(vit_images())
@@ -264,7 +264,7 @@ def test_heads_that_do_not_add_up_are_refused() -> None:
         ):
             model(x)
         assert torch.equal(model(x), plain)
-    # The mean over queries needs no terms of other images, and works.
+    # The mean over queries needs no other images, and works.
     with tcnn_probe.ablate(model, {"blocks.1.attn": [1]}, "mean"):
         assert not torch.equal(model(x), plain)
 
@@ -287,7 +287,7 @@ def test_gates_of_convit(mode: str, gate: float, accelerated: bool) -> None:
         .softmax(-1)
     )
     gates = wide.gating_param.sigmoid()
-    # One head of three: the gates of the others stay.
+    # The gate of one head in three changes.
     gates[1] = gate
     weights = (1 - gates)[:, None, None] * content + gates[:, None, None] * positional
     values = wide.v(tokens.double()).unflatten(-1, (3, -1))
@@ -304,14 +304,14 @@ def test_gates_of_convit(mode: str, gate: float, accelerated: bool) -> None:
             atol=1e-3,
         )
         recorder.mark(epoch=0)
-    # Gates are recorded as the ablation sets them, where heads are recorded as they were.
+    # Gates are recorded as ablated, and heads before the ablation.
     assert recorder.dataset.gate.sel(layer=name).values[0, 1] == gate
     if handle is not None:
         handle.remove()
 
 
 class Twice(nn.Module):
-    """Two attentions in one call, of 2 and 3 heads, the second by a softmax; then a softmax that is none."""
+    """Model with two attentions in one call, of 2 and 3 heads, and then a softmax that does not attend."""
 
     num_heads = 2
 
@@ -320,18 +320,18 @@ class Twice(nn.Module):
         first = F.scaled_dot_product_attention(q, q, q).transpose(1, 2).flatten(2)
         k = x.unflatten(-1, (3, 2)).transpose(1, 2)
         second = (torch.softmax(k @ k.mT, -1) @ k).transpose(1, 2).flatten(2)
-        # Ten times the second, so that the two cannot be taken for each other.
+        # The second attention is multiplied by ten, so that the two cannot be confused.
         return first + 10 * second + torch.softmax(x, -1)
 
 
 @torch.no_grad()
-# Five tokens of six channels: 2 x 3 and 3 x 2, so that heads and channels can be confused.
+# Five tokens have six channels, as 2 x 3 and 3 x 2, so that confused heads and channels would show.
 def test_two_attentions_in_one_call() -> None:
     model = nn.Sequential(Twice())
     x = torch.randn(2, 5, 6)
     q = x.unflatten(-1, (2, 3)).transpose(1, 2)
     k = x.unflatten(-1, (3, 2)).transpose(1, 2)
-    # Attention of torch scales by the root of its three channels; the softmax by hand does not.
+    # torch's attention scales by the root of three channels, and the softmax by hand does not.
     parts = [(q @ q.mT / 3**0.5).softmax(-1) @ q, (k @ k.mT).softmax(-1) @ k]
     parts[0][:, 1] = 0
     parts[1][:, 2] = 0
@@ -343,7 +343,7 @@ def test_two_attentions_in_one_call() -> None:
         tcnn_probe.ablate(model, {"0": 1}),
         tcnn_probe.ablate(model, {"0#1": 2}) as inner,
     ):
-        # In float32, with a second part that is ten times as large.
+        # The computation is in float32, with a second part that is ten times as large.
         torch.testing.assert_close(
             model(x), expected + x.softmax(-1), rtol=1e-4, atol=1e-4
         )

@@ -1,4 +1,4 @@
-"""Models that run in other ways while they are ablated: in low precision, trained, checkpointed, compiled, again."""
+"""Ways to run an ablated model: in low precision, in training, checkpointed, compiled, and with repeated calls."""
 
 import copy
 
@@ -26,18 +26,18 @@ def test_under_autocast_inference_and_channels_last(case: str) -> None:
         expected = model(x).detach()
         size = float(expected.abs().max())
         with torch.inference_mode():
-            # Inference mode and channels_last take other kernels, which add up in another order.
+            # Inference mode and channels_last use other kernels, which add up in another order.
             torch.testing.assert_close(model(x), expected, rtol=1e-4, atol=1e-4 * size)
         output = model(x.to(memory_format=torch.channels_last))
         torch.testing.assert_close(output, expected, rtol=1e-4, atol=1e-4 * size)
         with torch.autocast("cpu", torch.bfloat16):
-            # bfloat16 has 8 significant bits, and rounds in every layer.
+            # bfloat16 has 8 significant bits, and is rounded in every layer.
             torch.testing.assert_close(
                 model(x).float(), expected, rtol=0.1, atol=0.1 * size
             )
 
 
-def test_training_with_dropout() -> None:
+def test_training_an_ablated_model_with_dropout() -> None:
     """The additional forwards draw no random numbers, and have no dropout."""
     model = vit(attn_drop_rate=0.4, proj_drop_rate=0.2)
     x = vit_images()
@@ -51,7 +51,7 @@ def test_training_with_dropout() -> None:
     ):
         torch.manual_seed(0)
         with tcnn_probe.ablate(model, "blocks.1.attn", **options):  # type: ignore[arg-type]
-            # The next random number tells whether the ablation has drawn any.
+            # The next random number shows whether the ablation has drawn any.
             runs.append((model(x), torch.rand(1)))
     assert torch.equal(runs[1][0], runs[2][0])
     assert runs[0][1] == runs[1][1]
@@ -61,7 +61,7 @@ def test_training_with_dropout() -> None:
     assert model.blocks[0].attn.qkv.weight.grad is not None
 
 
-def test_a_checkpointed_layer() -> None:
+def test_ablation_of_a_checkpointed_layer() -> None:
     model = vit()
     x = vit_images().requires_grad_()
     with tcnn_probe.ablate(model, **OF_VIT):
@@ -75,7 +75,7 @@ def test_a_checkpointed_layer() -> None:
 
 
 class Again(nn.Module):
-    """Calls its layer twice; the second layer calls itself."""
+    """Model that calls its layer twice, and then a layer that calls itself."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -87,7 +87,7 @@ class Again(nn.Module):
 
 
 class Itself(nn.Module):
-    """Three heads of one channel, of the tokens and then of what it makes of them."""
+    """Attention with three heads of one channel, which is applied to its own output as well."""
 
     def forward(self, x: Tensor, depth: int = 1) -> Tensor:
         q = x.mT[..., None]
@@ -96,7 +96,7 @@ class Itself(nn.Module):
 
 
 @torch.no_grad()
-def test_layers_called_twice_and_by_themselves() -> None:
+def test_layers_called_twice_or_by_themselves() -> None:
     model = Again()
     x = torch.randn(2, 3, 7, 11)
     hand = copy.deepcopy(model)
@@ -112,7 +112,7 @@ def test_layers_called_twice_and_by_themselves() -> None:
 
 
 @torch.no_grad()
-def test_compiled_inside() -> None:
+def test_ablated_model_may_be_compiled() -> None:
     model = vit()
     x = vit_images()
     plain = model(x)
@@ -123,18 +123,18 @@ def test_compiled_inside() -> None:
     torch.testing.assert_close(compiled(x), plain)
     with pytest.raises(TypeError, match="is compiled"):
         tcnn_probe.ablate(compiled)
-    # Graphs that stay would count against the limit of recompilations of later tests.
+    # Remaining graphs would count towards the limit of recompilations in later tests.
     torch._dynamo.reset()
 
 
 @torch.no_grad()
-def test_torchs_encoder_has_no_fast_path_meanwhile() -> None:
+def test_fast_path_of_torchs_encoder_is_disabled_by_an_ablation() -> None:
     torch.manual_seed(0)
     layer = nn.TransformerEncoderLayer(12, 6, 24, dropout=0.0, batch_first=True)
     model = nn.TransformerEncoder(layer, 2).eval()
     x = torch.randn(2, 5, 12)
     twin = copy.deepcopy(model)
-    # The two channels of head 1 in what the projection takes.
+    # Head 1 has these two input channels of the projection.
     twin.layers[1].self_attn.out_proj.weight.data.unflatten(1, (6, 2))[:, 1] = 0  # type: ignore[union-attr, operator]
     with tcnn_probe.ablate(model, {"layers.1.self_attn": 1}):
         torch.testing.assert_close(model(x), twin(x), rtol=1e-4, atol=1e-4)

@@ -1,4 +1,4 @@
-"""Plots without a screen, and none left open."""
+"""Plots without a screen, which leave no figure open."""
 
 from collections.abc import Iterator
 
@@ -9,11 +9,11 @@ import pytest
 
 @pytest.fixture(autouse=True)
 def no_screen() -> Iterator[None]:
-    plt.close("all")  # what other tests left open
+    plt.close("all")  # closes what other tests left open
     before = mpl.get_backend()
     plt.switch_backend("Agg")
     settings = dict(mpl.rcParams)
     yield
-    assert dict(mpl.rcParams) == settings  # no plot changes the user's settings
+    assert dict(mpl.rcParams) == settings  # plots must not change the user's settings
     plt.close("all")
     plt.switch_backend(before)

@@ -1,4 +1,4 @@
-"""Checks that a figure can be read."""
+"""Checks that a figure is legible."""
 
 from matplotlib.figure import Figure
 from matplotlib.text import Text
@@ -8,7 +8,7 @@ __all__ = ["texts_within_and_apart"]
 
 
 def texts_within_and_apart(figure: Figure) -> None:
-    """Every text but the numbers of y axes lies within the figure, and over no other; turned ones by their distance."""
+    """Assert that texts, except numbers of y axes, lie within the figure and do not overlap."""
     figure.draw_without_rendering()
     # Some ticks are not drawn.
     numbers = {tick.label1 for axes in figure.axes for tick in axes.yaxis.majorTicks}
@@ -25,8 +25,8 @@ def texts_within_and_apart(figure: Figure) -> None:
         assert room.contains(*span.max), text.get_text()
         for label, its in spans[:nth]:
             overlap = span.overlaps(its)
-            # Boxes of turned texts overlap where the texts do not: what counts is the distance of their lines, sin 60
-            # degrees of that along the axis.
+            # Boxes of rotated texts overlap where the texts do not. Their distance counts, which is sin 60 degrees
+            # times that along the axis.
             if text.get_rotation() == label.get_rotation() == 60:
                 overlap = (
                     abs(span.x1 - its.x1) * 3**0.5 / 2

@@ -1,4 +1,4 @@
-"""The grid of attention maps: which panels, what is boxed, which numbers are written; what is refused."""
+"""Grid of attention maps: its panels, boxes and numbers, and arguments that it refuses."""
 
 from typing import Any
 
@@ -28,7 +28,7 @@ def some_maps() -> xr.DataArray:
 
 
 def some_gates() -> xr.DataArray:
-    # A layer and a head more than the maps have, whose gates must not be written anywhere.
+    # There is one layer and one head more than in the maps, whose gates must not be written.
     values = [[0.11, 0.22, 0.33, 0.9], [0.44, 0.55, 0.66, 0.9], [0.7, 0.7, 0.7, 0.7]]
     return xr.DataArray(
         values, {"layer": [*LAYERS, "other"], "head": range(4)}, ("layer", "head")
@@ -40,7 +40,7 @@ def with_pictures(figure: Figure) -> list[Axes]:
 
 
 def boxes(axes: Axes) -> list[tuple[float, ...]]:
-    """(y, x, height, width) of each red box."""
+    """Return (y, x, height, width) of each red box."""
     rectangles = [patch for patch in axes.patches if isinstance(patch, Rectangle)]
     assert all(to_hex(patch.get_edgecolor()).upper() == RED for patch in rectangles)
     return [
@@ -50,11 +50,11 @@ def boxes(axes: Axes) -> list[tuple[float, ...]]:
 
 
 @pytest.mark.parametrize("shuffled", [False, True])
-def test_a_row_a_layer_and_a_column_a_head(shuffled: bool) -> None:
+def test_rows_are_layers_and_columns_are_heads(shuffled: bool) -> None:
     maps = some_maps()
     gates = some_gates()
     if shuffled:
-        # Values are found by label, whatever the order of dimensions and layers.
+        # Values are found by label, in any order of dimensions and layers.
         maps = maps.transpose("x", "head", "layer", "y")
         gates = gates.isel(layer=[2, 1, 0]).T
     figure = tcnn_probe.plot.attention_grid(maps, query=np.array([4, 6]), gate=gates)
@@ -99,13 +99,13 @@ def test_a_row_a_layer_and_a_column_a_head(shuffled: bool) -> None:
 
 
 @pytest.mark.parametrize("strided", [False, True])
-def test_the_query_of_an_image_is_boxed_in_each_layers_grid(strided: bool) -> None:
+def test_the_query_of_an_image_is_boxed_on_each_layers_grid(strided: bool) -> None:
     maps = some_maps()
-    # 3 x 4 cells in the second layer.
+    # The second layer has 3 x 4 cells.
     maps[1, :, 3:] = np.nan
     maps[1, :, :, 4:] = np.nan
     first, second = (3, 6), (1, 3)
-    if strided:  # where a layer with a stride has its query
+    if strided:  # the query's position in a layer with a stride
         first, second = (2, 6), (0, 3)
         maps = maps.assign_coords(query_y=("layer", [2, 0]), query_x=("layer", [6, 3]))
     figure = tcnn_probe.plot.attention_grid(
@@ -113,7 +113,7 @@ def test_the_query_of_an_image_is_boxed_in_each_layers_grid(strided: bool) -> No
     )
     *panels, picture = with_pictures(figure)
     assert picture.images[0].get_array().shape == (30, 56)
-    # Row 3 of five of 6 pixels, column 6 of seven of 8.
+    # The query is in row 3 of five of 6 pixels, and in column 6 of seven of 8.
     assert boxes(picture) == [(18, 48, 6, 8)]
     for axes in panels[:3]:
         assert boxes(axes) == [(*first, 1, 1)]
@@ -129,11 +129,11 @@ def test_the_query_of_an_image_is_boxed_in_each_layers_grid(strided: bool) -> No
         (1, {}),
         (12, {"image": torch.rand(3, 40, 56), "title": "epoch 7"}),
         (25, {}),
-        # 25 heads are those of a 5 x 5 convolution, the most that one row was seen to need.
+        # 25 heads are those of a 5 x 5 convolution, the most that one row needed so far.
         (25, {"image": torch.rand(3, 40, 56)}),
     ],
 )
-def test_texts_lie_within_the_figure_and_apart(
+def test_texts_lie_within_the_figure_and_do_not_overlap(
     heads: int, options: dict[str, Any]
 ) -> None:
     names = ["stages.3.blocks.10.attention.conv", "stages.3.blocks.11.attention.conv"]
@@ -155,7 +155,7 @@ def test_twelve_layers_of_twelve_heads_fit_a_page() -> None:
     figure = tcnn_probe.plot.attention_grid(
         maps, gate=maps.mean(["y", "x"]), image=torch.rand(1, 30, 50)
     )
-    # A page in landscape, and a little.
+    # This is a page in landscape format, and a little more.
     assert figure.get_size_inches().max() < 13
     texts_within_and_apart(
         tcnn_probe.plot.attention_grid(
@@ -188,7 +188,7 @@ def test_one_layer_one_head_and_heads_that_a_layer_lacks() -> None:
     ]
 
 
-def test_more_heads_than_fit_beside_each_other_are_below() -> None:
+def test_many_heads_are_wrapped_into_rows() -> None:
     panels = with_pictures(
         tcnn_probe.plot.attention_grid(some_maps(), gate=some_gates(), col_wrap=2)
     )
@@ -201,7 +201,7 @@ def test_more_heads_than_fit_beside_each_other_are_below() -> None:
     np.testing.assert_allclose(shown, some_maps().values.reshape(6, *shown[0].shape))
 
 
-def test_parts_of_a_figure_of_ones_own() -> None:
+def test_grid_on_a_part_of_the_users_figure() -> None:
     parent = Figure(figsize=(7, 9), layout="constrained")
     upper, lower = parent.subfigures(2)
     assert (
@@ -220,11 +220,11 @@ def test_parts_of_a_figure_of_ones_own() -> None:
     assert tcnn_probe.plot.attention_grid(some_maps(), query=(1, 2)) is current
     assert current.get_suptitle() == "attention from pixel (y, x) = (1, 2)"
     texts_within_and_apart(current)
-    # The current figure is not empty.
+    # The current figure is not empty, so a new one is made.
     assert tcnn_probe.plot.attention_grid(some_maps()) is not current
 
 
-def test_what_it_refuses() -> None:
+def test_bad_arguments_are_refused() -> None:
     maps = some_maps()
     grid = tcnn_probe.plot.attention_grid
     with pytest.raises(TypeError, match=r"expected maps as an xarray.DataArray"):

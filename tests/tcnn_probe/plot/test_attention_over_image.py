@@ -1,4 +1,4 @@
-"""plot.attention_maps: each map lies on its layer's row and head's column, over the image, with the query boxed."""
+"""plot.attention_maps: each map is in its layer's row and its head's column, over the image, with the query boxed."""
 
 import os
 import pickle
@@ -26,14 +26,15 @@ def maps() -> xr.DataTree:
     model = timm.create_model(
         "deit_tiny_patch16_224", patch_size=8, img_size=SIZE, **options
     ).eval()
-    # The first pixel of the last row, and one of the last column: transposed, neither would lie in the image.
+    # The queries are the first pixel of the last row, and a pixel of the last column; transposed, neither would be in
+    # the image.
     return tcnn_probe.attention_maps(
         model, torch.randn(2, 3, *SIZE), queries=[(31, 0), (9, 47)]
     )
 
 
 def drawn(figure: plt.Figure) -> list[np.ndarray]:
-    """Return the maps over the image in each panel, in order."""
+    """Return the map over the image in each panel, in order."""
     return [
         np.asarray(axes.images[1].get_array())
         for axes in figure.axes
@@ -61,7 +62,7 @@ def test_rows_are_layers_and_columns_heads(maps: xr.DataTree) -> None:
     assert titles == ["head 0", "head 1", "head 2"]
 
 
-def test_class_token_and_choices(maps: xr.DataTree) -> None:
+def test_maps_of_the_class_token_and_selections(maps: xr.DataTree) -> None:
     figure = tcnn_probe.plot.attention_maps(
         maps, query="class", layers="*.2.*", heads=[0, 2]
     )
@@ -77,8 +78,8 @@ def drawn_titles(figure: plt.Figure) -> list[str]:
     return [axes.get_title() for axes in figure.axes if len(axes.images) == 2]
 
 
-def test_many_heads_are_wrapped_and_legible() -> None:
-    """Rows of 9, 9 and 7 heads for 25, on a page, each named where the panel above shows another."""
+def test_many_heads_are_wrapped_into_rows() -> None:
+    """25 heads have rows of 9, 9 and 7, on a page, with names where the panel above has another head."""
     options = {"patch_size": 8, "img_size": SIZE, "embed_dim": 50, "depth": 1}
     model = timm.create_model("deit_tiny_patch16_224", **options, num_heads=25).eval()
     maps = tcnn_probe.attention_maps(model, torch.randn(1, 3, *SIZE), queries=[(9, 47)])
@@ -103,7 +104,7 @@ def test_layers_of_different_numbers_of_heads() -> None:
         "embed_dim": 30,
         "window_size": 4,
         "depths": (1, 1, 1),
-        # More and fewer heads than columns.
+        # There are more and fewer heads than columns.
         "num_heads": (2, 5, 3),
     }
     swin = timm.create_model("swin_tiny_patch4_window7_224", **options).eval()
@@ -125,7 +126,7 @@ def test_layers_of_different_numbers_of_heads() -> None:
     texts_within_and_apart(figure)
 
 
-def test_scales_are_said(maps: xr.DataTree) -> None:
+def test_scales_are_stated(maps: xr.DataTree) -> None:
     values = maps["3x4x6"].attention[0, :, :, 1].values.reshape(-1, 4, 6)
     figure = tcnn_probe.plot.attention_maps(maps, query=(9, 47), scale="common")
     for panel, expected in zip(drawn(figure), values, strict=True):
@@ -138,12 +139,12 @@ def test_scales_are_said(maps: xr.DataTree) -> None:
     assert figure.get_supxlabel().endswith("each map from 0 to its own largest value")
 
 
-def test_the_query_by_default(maps: xr.DataTree) -> None:
+def test_default_query(maps: xr.DataTree) -> None:
     assert boxes(tcnn_probe.plot.attention_maps(maps)) == {(0.0, 24.0, 8.0, 8.0)}
 
 
-def test_what_is_drawn_next_has_a_figure_of_its_own(maps: xr.DataTree) -> None:
-    """README's curves were drawn over the last head's map; pyplot's titles belong to the image."""
+def test_the_next_plot_has_its_own_figure(maps: xr.DataTree) -> None:
+    """Curves in README were once drawn over the last head's map; pyplot's titles belong to the image."""
     figure = tcnn_probe.plot.attention_maps(maps)
     assert plt.gca() is figure.axes[0]
     panels = [len(axes.lines) for axes in figure.axes]
@@ -151,10 +152,12 @@ def test_what_is_drawn_next_has_a_figure_of_its_own(maps: xr.DataTree) -> None:
     ax = tcnn_probe.plot.evolution(curves)
     assert ax.figure is not figure
     assert [len(axes.lines) for axes in figure.axes] == panels
-    assert tcnn_probe.plot.evolution(curves) is ax  # as before, on the current axes
+    assert (
+        tcnn_probe.plot.evolution(curves) is ax
+    )  # on the current axes, as without maps
 
 
-# A cell's outputs, as a notebook shows them: pictures, by the key of their type.
+# This prints, for each cell, the number of pictures among its outputs.
 NOTEBOOK = """
 import pickle, sys
 from IPython.core.interactiveshell import InteractiveShell
@@ -172,19 +175,19 @@ for cell in sys.argv[2:]:
 
 
 def test_a_notebook_shows_a_figure_once(maps: xr.DataTree, tmp_path: Path) -> None:
-    """The inline backend shows the figures that a cell leaves open; IPython shows the cell's value beside them."""
+    """The inline backend shows figures that a cell leaves open, and IPython also shows the cell's value."""
     file = tmp_path / "maps.pickle"
     file.write_bytes(pickle.dumps(maps))
     pictures = {
         "tcnn_probe.plot.attention_maps(maps)": 1,
         "figure = tcnn_probe.plot.attention_maps(maps)": 1,
-        # It has been shown, and is shown again as any figure is.
+        # A figure that was shown can be shown again.
         "display(figure)": 1,
         "tcnn_probe.plot.evolution(gate)": 1,
         "ax = tcnn_probe.plot.evolution(gate)": 1,
         "figure.axes": 0,
     }
-    # The backend that Jupyter's kernels set, through which they show figures.
+    # Jupyter's kernels set this backend to show figures.
     ran = subprocess.run(
         [sys.executable, "-c", NOTEBOOK, str(file), *pictures],
         env={**os.environ, "MPLBACKEND": "module://matplotlib_inline.backend_inline"},
@@ -197,9 +200,9 @@ def test_a_notebook_shows_a_figure_once(maps: xr.DataTree, tmp_path: Path) -> No
 
 
 def test_figures_can_be_pickled(maps: xr.DataTree) -> None:
-    """A method of the instance that refers to the figure would not pickle."""
+    """A method of the instance that refers to the figure could not be pickled."""
     figure = pickle.loads(pickle.dumps(tcnn_probe.plot.attention_maps(maps)))
-    # Three layers of three heads, and the image.
+    # There are three layers of three heads, and the image.
     assert len(figure.axes) == 10
 
 
@@ -214,16 +217,22 @@ def test_figures_can_be_pickled(maps: xr.DataTree) -> None:
         ({"query": "cls"}, "'class', got 'cls'"),
         ({"query": 5}, "two integers"),
         ({"layers": "head"}, "no such maps of the layer 'head'"),
+        ({"layers": -1}, r"no such maps of the layer -1; there are of \['blocks"),
         ({"heads": 3}, "heads of the layers, got 3"),
         ({"scale": "each"}, "scale 'own' or 'common' .* got 'each'"),
         ({"col_wrap": 0}, "col_wrap from 1, got 'own' and 0"),
     ],
 )
-def test_refusals(maps: xr.DataTree, options: dict[str, object], message: str) -> None:
+def test_bad_arguments_are_refused(
+    maps: xr.DataTree, options: dict[str, object], message: str
+) -> None:
     with pytest.raises(ValueError, match=message):
         tcnn_probe.plot.attention_maps(maps, **options)  # type: ignore[arg-type]
 
 
-def test_refuses_another_tree() -> None:
-    with pytest.raises(TypeError, match="maps, got DataTree"):
-        tcnn_probe.plot.attention_maps(xr.DataTree())
+def test_another_tree_is_refused(maps: xr.DataTree) -> None:
+    node = next(iter(maps.children.values()))
+    with pytest.raises(TypeError, match="as a whole, with its input; got a part of it"):
+        tcnn_probe.plot.attention_maps(node)
+    with pytest.raises(TypeError, match="attention_maps, got Dataset"):
+        tcnn_probe.plot.attention_maps(node.to_dataset())  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""Evolution by head: which lines are drawn, in which colours, and what their axes say."""
+"""Evolution by head: the lines, their colours, and the labels of the axes."""
 
 from pathlib import Path
 from typing import NamedTuple
@@ -21,7 +21,7 @@ def recorded(
 ) -> xr.DataArray:
     values = np.random.default_rng(0).random((marks, layers, heads))
     coords = {
-        # Not 0, 1, 2: positions must not pass for epochs.
+        # Epochs are not 0, 1, 2, so that positions taken for epochs would show.
         "epoch": np.arange(marks) * 2,
         "layer": [f"stage.{n}.conv" for n in range(layers)],
         "head": range(heads),
@@ -57,7 +57,7 @@ def legend_texts(ax: plt.Axes) -> list[str]:
 @pytest.mark.parametrize(
     "dims", [("epoch", "layer", "head"), ("head", "epoch", "layer")]
 )
-def test_a_thin_line_a_head_and_a_thick_one_a_layer(dims: tuple[str, ...]) -> None:
+def test_heads_are_thin_lines_and_layers_are_thick_ones(dims: tuple[str, ...]) -> None:
     values = recorded()
     ax = tcnn_probe.plot.evolution(values.transpose(*dims), colors=["r", "g", "b", "k"])
     lines = drawn(ax)
@@ -66,7 +66,7 @@ def test_a_thin_line_a_head_and_a_thick_one_a_layer(dims: tuple[str, ...]) -> No
         layer_lines = [line for line in lines if line.color == to_rgba(color)]
         assert all(line.x == [0, 2, 4, 6, 8] for line in layer_lines)
         by_head = values.values[:, layer]  # (marks, heads)
-        # Found by its width alone, as a reader finds it.
+        # The line is found by its width, as a reader would find it.
         thick = max(layer_lines, key=lambda line: line.width)
         np.testing.assert_allclose(thick.y, by_head.sum(-1) / 7)
         thin = sorted(line.y for line in layer_lines if line is not thick)
@@ -76,7 +76,7 @@ def test_a_thin_line_a_head_and_a_thick_one_a_layer(dims: tuple[str, ...]) -> No
     assert legend_texts(ax) == list(values.layer.values)
 
 
-def test_without_heads_or_layers() -> None:
+def test_variables_without_heads_or_layers() -> None:
     values = recorded()
     of_layers = tcnn_probe.plot.evolution(values.mean("head"), plt.figure().subplots())
     assert len(of_layers.lines) == 3
@@ -91,7 +91,7 @@ def test_without_heads_or_layers() -> None:
     assert ax.get_xlabel() == "step"
 
 
-def test_on_the_current_axes_or_given_ones() -> None:
+def test_plot_on_current_or_given_axes() -> None:
     values = recorded()
     ax = tcnn_probe.plot.evolution(values, legend=False)
     assert ax.figure.get_layout_engine() is not None
@@ -107,10 +107,10 @@ def test_on_the_current_axes_or_given_ones() -> None:
     ("units", "label"),
     [("1", "span"), ("nat", "span (nat)"), ("pixel-2", "span (pixel$^{-2}$)")],
 )
-def test_units(units: str, label: str) -> None:
+def test_units_label_the_axis(units: str, label: str) -> None:
     ax = tcnn_probe.plot.evolution(recorded(long_name="span", units=units))
     assert ax.get_ylabel() == label
-    ax.figure.draw_without_rendering()  # matplotlib can set it
+    ax.figure.draw_without_rendering()  # matplotlib can typeset the label
 
 
 def test_heads_and_layers_without_values_are_left_out() -> None:
@@ -121,17 +121,17 @@ def test_heads_and_layers_without_values_are_left_out() -> None:
     lines = drawn(ax)
     assert len(lines) == 8 + 6
     assert to_rgba("g") not in [line.color for line in lines]
-    # The last line is the mean over the heads that are left.
+    # The last line is the mean over the remaining heads.
     np.testing.assert_allclose(lines[-1].y, values.values[:, 2, :5].mean(1))
     assert legend_texts(ax) == ["stage.0.conv", "stage.2.conv"]
 
 
-def test_one_mark_is_a_point() -> None:
+def test_a_single_mark_is_a_point() -> None:
     ax = tcnn_probe.plot.evolution(recorded(marks=1))
     assert {line.get_marker() for line in ax.lines} == {"o"}
 
 
-def test_what_it_refuses() -> None:
+def test_bad_arguments_are_refused() -> None:
     values = recorded()
     evolution = tcnn_probe.plot.evolution
     with pytest.raises(
@@ -153,11 +153,11 @@ def test_what_it_refuses() -> None:
         evolution(values, colors=["r", "g"])
     with pytest.raises(ValueError, match=r"gate are all NaN"):
         evolution(values * np.nan)
-    assert plt.get_fignums() == []  # and leaves no empty figure
+    assert plt.get_fignums() == []  # no empty figure is left
 
 
 @pytest.mark.parametrize("layout", [None, "constrained"])
-def test_the_legend_covers_nothing(layout: str | None) -> None:
+def test_the_legend_covers_no_line(layout: str | None) -> None:
     figure, (ax, neighbour) = plt.subplots(1, 2, figsize=(9, 4), layout=layout)
     tcnn_probe.plot.evolution(recorded(layers=12), ax)
     tcnn_probe.plot.evolution(recorded(layers=2), neighbour)
@@ -170,18 +170,18 @@ def test_the_legend_covers_nothing(layout: str | None) -> None:
 
 
 @pytest.mark.parametrize("marks", [1, 2, 5])
-def test_whole_epochs_and_whole_numbers_beside_the_axis(marks: int) -> None:
-    # Values for which matplotlib writes an offset above the axis.
+def test_ticks_are_whole_epochs_and_full_numbers(marks: int) -> None:
+    # For such values, matplotlib by default writes an offset above the axis.
     values = 1000 + 1e-4 * recorded(5)[:marks].assign_coords(epoch=range(marks))
     ax = tcnn_probe.plot.evolution(values.assign_attrs(GATE), plt.figure().subplots())
     ax.figure.draw_without_rendering()
     low, high = ax.get_xlim()
-    # Ticks beyond the axis's ends are there too, and not drawn.
+    # Ticks beyond the ends of the axis exist, but are not drawn.
     assert [tick for tick in ax.get_xticks() if low <= tick <= high] == [*range(marks)]
     assert ax.yaxis.get_offset_text().get_text() == ""
 
 
-def test_a_title_where_there_is_none() -> None:
+def test_default_title() -> None:
     ax = tcnn_probe.plot.evolution(recorded())
     assert ax.get_title() == "gate by head (thin), and mean (thick)"
     plt.figure()
@@ -190,12 +190,12 @@ def test_a_title_where_there_is_none() -> None:
     assert ax.get_title() == "mine"
 
 
-def test_the_package_shows_its_plots() -> None:
+def test_the_package_exports_its_plots() -> None:
     assert dir(tcnn_probe.plot) == sorted(tcnn_probe.plot.__all__)
 
 
 def seeds(marks: int = 5, **attrs: str) -> xr.DataArray:
-    """Three runs, as ``tcnn_probe.open`` joins them: the last ends one mark earlier and lacks a layer and two heads."""
+    """Return three runs as ``tcnn_probe.open`` joins them; the last is shorter and lacks a layer and two heads."""
     runs = [recorded(marks) + shift for shift in (0.0, 0.3, 0.5)]
     values = xr.concat(runs, xr.DataArray(["a", "b", "c"], dims="run", name="run"))
     values[2, -1] = np.nan
@@ -204,7 +204,7 @@ def seeds(marks: int = 5, **attrs: str) -> xr.DataArray:
     return values.assign_attrs(GATE | attrs)
 
 
-def test_runs_are_a_band_from_the_smallest_to_the_largest() -> None:
+def test_runs_form_a_band_from_the_smallest_to_the_largest() -> None:
     values = seeds()
     ax = tcnn_probe.plot.evolution(values, colors=["r", "g", "b"])
     assert len(ax.lines) == len(ax.collections) == 3
@@ -212,7 +212,7 @@ def test_runs_are_a_band_from_the_smallest_to_the_largest() -> None:
     for layer, (line, band) in enumerate(drawings):
         corners = band.get_paths()[0].vertices
         for mark, epoch in enumerate(values.epoch.values):
-            # Of each run, the heads that it has at this mark.
+            # Each run has these heads at this mark.
             runs = [heads[~np.isnan(heads)] for heads in values.values[:, mark, layer]]
             means = [heads.mean() for heads in runs if len(heads)]
             mean = sum(means) / len(means)
@@ -227,13 +227,15 @@ def test_runs_are_a_band_from_the_smallest_to_the_largest() -> None:
     )
 
 
-def test_scores_of_runs_have_a_band() -> None:
+def test_scores_of_runs_form_a_band() -> None:
     scores = seeds().mean(["layer", "head"]).rename("top1")
     ax = tcnn_probe.plot.evolution(scores)
     assert len(ax.lines) == len(ax.collections) == 1
     assert ": mean over runs (line)" in ax.get_title()
     ax = tcnn_probe.plot.evolution(scores.isel(epoch=[0]), plt.figure().subplots())
-    assert ax.collections[0].get_linewidth() > 0  # a single mark's band has no area
+    assert (
+        ax.collections[0].get_linewidth() > 0
+    )  # the band of a single mark has no area
 
 
 def test_recordings_opened_together_are_drawn(tmp_path: Path) -> None:
@@ -250,5 +252,5 @@ def test_recordings_opened_together_are_drawn(tmp_path: Path) -> None:
     assert len(ax.collections) == 3
     ax = tcnn_probe.plot.evolution(tree.top1, plt.figure().subplots())
     (band,) = ax.collections[0].get_paths()
-    # The second run's score: it was marked with seed / 7.
+    # The score of the second run was marked as seed / 7.
     assert band.vertices[:, 1].max() == 1 / 7

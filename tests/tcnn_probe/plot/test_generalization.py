@@ -1,4 +1,4 @@
-"""The scatter of two test sets: its points, and its intervals by Wilson's formula."""
+"""Scatter plot of two test sets: its points, and its intervals by Wilson's formula."""
 
 import math
 
@@ -13,7 +13,7 @@ from tests.tcnn_probe.plot.layout import texts_within_and_apart
 
 
 def measured(trainings: int) -> xr.Dataset:
-    """3 models, each trained so often, on 23 images and on variants of 17 and 7."""
+    """Return results of 3 models and the given number of trainings, on 23 images and on variants of 17 and 7."""
     random = np.random.default_rng(0)
     right = random.random((trainings, 3, 23)) < np.array([0.5, 0.7, 0.9])[:, None]
     ds = xr.Dataset(
@@ -22,7 +22,7 @@ def measured(trainings: int) -> xr.Dataset:
     )
     # Intervals depend on the number of images, which differs between the sets.
     images = np.array([17, 7])
-    # Shares that so many images can give.
+    # These are possible accuracies for these numbers of images.
     shares = random.integers(0, images + 1, (trainings, 3, 2)) / images
     ds["variant_accuracy"] = ("training", "model", "variant"), shares
     return ds.assign(
@@ -38,7 +38,7 @@ def drawn(axes: Axes) -> dict[str, tuple[list[float], list[float]]]:
 
 
 def wilson(p: float, n: int) -> list[float]:
-    z = 1.959963984540054  # of 95 %
+    z = 1.959963984540054  # the quantile for 95 %
     scale = 1 + z * z / n
     middle = p + z * z / (2 * n)
     variance = p * (1 - p) / n + z * z / (4 * n * n)
@@ -86,10 +86,10 @@ def test_one_model_on_given_axes() -> None:
     assert drawn(axes) == {
         "a": ([float(ds.clean_accuracy)], [float(ds.variant_accuracy[0])])
     }
-    assert len(axes.lines) == 1  # no line through one point
+    assert len(axes.lines) == 1  # a single point has no line
 
 
-def test_what_is_refused() -> None:
+def test_bad_arguments_are_refused() -> None:
     ds = measured(1)
     for variant in (None, "v3"):
         with pytest.raises(

@@ -1,4 +1,4 @@
-"""Bars of robustness: their heights and errors against sums by hand."""
+"""Bars of robustness: their heights and errors equal sums by hand."""
 
 from typing import Any
 
@@ -15,9 +15,9 @@ from tcnn_probe import evaluation
 from tests.tcnn_probe.plot.layout import texts_within_and_apart
 
 MODELS = ["CNN", "control", "T-CNN"]
-# A prime, so that no mean over images can pass for one over conditions.
+# The number is a prime, so that means over images and over conditions cannot be confused.
 IMAGES = 19
-# Long names, as timm has them: labels are to fit beside each other.
+# timm has such long names, and labels must still fit beside each other.
 TIMM = [
     "resnet50",
     "deit3_small_patch16_224",
@@ -29,12 +29,12 @@ TIMM = [
 def measured(
     models: list[str] = MODELS, corruptions: int = 4, *, plain: bool = False
 ) -> xr.Dataset:
-    """Results like those of evaluation.robustness, of 5 severities, 2 seeds, 2 attacks."""
+    """Return results like those of evaluation.robustness, with 5 severities, 2 seeds and 2 attacks."""
     rng = np.random.default_rng(0)
     count = len(models)
     right = (
         rng.random((count, corruptions, 5, 2, IMAGES))
-        # Models of unequal accuracy, so that bars that are swapped show.
+        # Models differ in accuracy, so that exchanged bars would show.
         < np.linspace(0.5, 0.8, count)[:, None, None, None, None]
     )
     names = [
@@ -67,7 +67,7 @@ def measured(
 
 
 def bars(axes: Axes) -> dict[str, Any]:
-    """The bars of each model, from left to right."""
+    """Return the bars of each model, from left to right."""
     return {
         container.get_label(): container
         for container in axes.containers
@@ -83,7 +83,7 @@ def heights(axes: Axes) -> dict[str, list[float]]:
 
 
 def error_bars(axes: Axes) -> list[list[list[float]]]:
-    """[low, high] of each bar, by model."""
+    """Return [low, high] of each bar, by model."""
     return [
         [[end[1] for end in segment] for segment in lines.get_segments()]
         for lines in axes.collections
@@ -93,7 +93,7 @@ def error_bars(axes: Axes) -> list[list[list[float]]]:
 def by_hand(
     ds: xr.Dataset, model: int, corruptions: list[int], severities: list[int]
 ) -> list[float]:
-    """Every image's share of right answers."""
+    """Return every image's share of right answers."""
     right = ds.correct.values
     shares = []
     for image in range(IMAGES):
@@ -145,7 +145,7 @@ def test_accuracies_and_standard_errors(by: Any, parts: dict[str, Any]) -> None:
             )
 
 
-def test_clean_images_first_and_attacks() -> None:
+def test_clean_images_come_first_and_attacks_last() -> None:
     ds = measured()
     axes = tcnn_probe.plot.robustness(ds, by="attack")
     assert [label.get_text() for label in axes.get_xticklabels()] == [
@@ -175,14 +175,15 @@ def test_improvement_over_a_baseline_is_paired_by_image() -> None:
             )
             relative = (accuracies.mean() - baseline.mean()) / baseline.mean()
             assert drawn_heights[MODELS[model]][place] == pytest.approx(100 * relative)
-            # Images are drawn together for both models: the improvement is paired.
+            # The same images are drawn for both models, as the improvement is paired.
             drawn = np.random.default_rng(1).multinomial(
                 IMAGES, np.full(IMAGES, 1 / IMAGES), 4000
             )
             low, high = np.quantile(
                 (drawn @ accuracies) / (drawn @ baseline) - 1, [0.025, 0.975]
             )
-            # In per cent: Fieller's interval and a bootstrap's quantiles agree roughly for so few images.
+            # Values are in per cent; Fieller's interval and a bootstrap's quantiles agree only roughly for so few
+            # images.
             np.testing.assert_allclose(
                 error_bars(axes)[bar][place], [100 * low, 100 * high], atol=3
             )
@@ -209,8 +210,8 @@ def test_a_models_colour_does_not_depend_on_the_baseline() -> None:
 def test_bars_without_an_interval_are_hatched() -> None:
     ds = measured(plain=True)
     ds.correct[1, 3] = False
-    ds.correct[1, 3, 0, 0, 5] = True  # in one image: many a resample lacks it
-    ds.correct[1, 1] = False  # never: there is no bar either
+    ds.correct[1, 3, 0, 0, 5] = True  # right on one image, which many resamples lack
+    ds.correct[1, 1] = False  # never right, so that there is no bar, either
     axes = tcnn_probe.plot.robustness(ds, plt.figure().subplots(), baseline="control")
     for container in bars(axes).values():
         assert [bar.get_hatch() for bar in container] == [None, None, "///"]
@@ -223,19 +224,19 @@ def test_bars_without_an_interval_are_hatched() -> None:
 
 
 @pytest.mark.parametrize("by", ["group", "corruption", "severity"])
-def test_names_as_long_as_timms_beside_each_other(by: Any) -> None:
+def test_names_as_long_as_timms_fit_beside_each_other(by: Any) -> None:
     ds = measured(TIMM, corruptions=15)
     figure, (left, right) = plt.subplots(1, 2, figsize=(9, 3.5), layout="constrained")
     tcnn_probe.plot.robustness(ds, left, by=by)
     tcnn_probe.plot.robustness(ds, right, by=by, baseline=TIMM[2])
     texts_within_and_apart(figure)
-    # Shares of the figure that its labels leave to the bars.
+    # These are the shares of the figure that labels leave to the bars.
     for axes in (left, right):
         assert axes.get_position().width > 0.3
         assert axes.get_position().height > 0.2
 
 
-def test_what_robustness_measures_can_be_drawn_from_a_store(tmp_path: Any) -> None:
+def test_stored_results_of_robustness_can_be_drawn(tmp_path: Any) -> None:
     def by_brightness(images: torch.Tensor) -> torch.Tensor:
         mean = images.mean((1, 2, 3))
         return torch.stack([0.5 - mean, mean - 0.5], 1)
@@ -245,7 +246,7 @@ def test_what_robustness_measures_can_be_drawn_from_a_store(tmp_path: Any) -> No
         "blind": lambda images: 0 * by_brightness(images) + torch.tensor([0.0, 1.0]),
     }
     images = torch.rand(7, 3, 17, 19, generator=torch.Generator().manual_seed(0))
-    # From dark to bright, so that a threshold in the middle is right about some.
+    # Images go from dark to bright, so that a threshold in the middle is right about some.
     images = (images * torch.linspace(0.5, 1.5, 7).view(-1, 1, 1, 1)).clamp(0, 1)
     options: dict[str, Any] = {
         "corruptions": ["contrast", "gaussian_noise"],
@@ -272,7 +273,7 @@ def test_what_robustness_measures_can_be_drawn_from_a_store(tmp_path: Any) -> No
     np.testing.assert_allclose(heights(single)["mine"][1], ds.correct[0, 1].mean())
 
 
-def test_what_it_refuses() -> None:
+def test_bad_arguments_are_refused() -> None:
     ds = measured()
     draw = tcnn_probe.plot.robustness
     with pytest.raises(TypeError, match=r"an xarray.Dataset; got DataArray"):

@@ -1,4 +1,4 @@
-"""Saliency over images: where maps lie, and how much of the image is seen through them."""
+"""Saliency over images: positions of maps, and their opacity."""
 
 import matplotlib.pyplot as plt
 import numpy as np
@@ -12,7 +12,7 @@ import tcnn_probe
 
 
 def some_maps(method: str = "gradcam", count: int = 2) -> xr.DataArray:
-    # Other values for each method, so that columns that are swapped show.
+    # Values differ between methods, so that exchanged columns would show.
     values = np.random.default_rng(len(method)).random((count, 3, 5))
     return xr.DataArray(
         values, dims=("image", "y", "x"), name="saliency", attrs={"method": method}
@@ -23,7 +23,7 @@ def outlines(axes: Axes) -> int:
     return len(axes.findobj(ContourSet))
 
 
-def test_a_row_an_image_and_a_column_a_method_beside_the_images() -> None:
+def test_rows_are_images_and_columns_are_methods() -> None:
     maps = xr.Dataset(
         {name: some_maps(name) for name in ("class_attention", "gradcam", "occlusion")}
     )
@@ -48,16 +48,16 @@ def test_a_row_an_image_and_a_column_a_method_beside_the_images() -> None:
             below, above = axes[row, column].images
             np.testing.assert_allclose(below.get_array(), scaled, atol=1e-6)
             np.testing.assert_array_equal(above.get_array(), maps[name].values[row])
-            # The whole image, its first row at the top.
+            # The map covers the whole image, with its first row at the top.
             assert above.get_extent() == [0, 13, 11, 0]
             values = maps[name].values[row]
             share = (values - values.min()) / (values.max() - values.min())
-            # Opacity by saliency: what is not salient shows the image.
+            # Saliency sets the opacity, so that the image shows where it is not salient.
             np.testing.assert_allclose(above.get_alpha(), 0.8 * share, atol=1e-12)
             assert outlines(axes[row, column]) == 1
 
 
-def test_on_given_axes() -> None:
+def test_plot_on_given_axes() -> None:
     panels = plt.figure().subplots(2)
     axes = tcnn_probe.plot.saliency_overlay(
         some_maps(), np.zeros((2, 1, 6, 10)), panels, alpha=1
@@ -72,7 +72,7 @@ def test_on_given_axes() -> None:
     assert len(alone.images) == 2
 
 
-def test_the_outline_lies_on_the_mask() -> None:
+def test_the_outline_follows_the_mask() -> None:
     mask = np.zeros((1, 11, 13), dtype=bool)
     mask[0, 2:4, 6:11] = True
     axes = plt.figure().subplots()
@@ -81,12 +81,12 @@ def test_the_outline_lies_on_the_mask() -> None:
     )
     (outline,) = axes.findobj(ContourSet)
     points = np.concatenate([path.vertices for path in outline.get_paths()])
-    # Pixel n reaches from n to n + 1.
+    # Pixel n extends from n to n + 1.
     np.testing.assert_allclose(points.min(0), [6, 2])
     np.testing.assert_allclose(points.max(0), [11, 4])
 
 
-def test_two_lines_on_ones_own_model() -> None:
+def test_two_lines_plot_a_users_own_model() -> None:
     model = torch.nn.Sequential(
         torch.nn.Conv2d(3, 4, 3), torch.nn.AdaptiveAvgPool2d(1), torch.nn.Flatten()
     )
@@ -96,7 +96,7 @@ def test_two_lines_on_ones_own_model() -> None:
     assert [panel.get_title() for panel in axes[0]] == ["image", "input x gradient"]
 
 
-def test_what_it_refuses() -> None:
+def test_bad_arguments_are_refused() -> None:
     overlay = tcnn_probe.plot.saliency_overlay
     maps = some_maps()
     images = np.zeros((2, 3, 6, 10))

@@ -1,4 +1,4 @@
-"""Maps of single classes: of the right ones, of the right images, equal to brute force."""
+"""Maps of single classes: they are of the right classes and images, and equal brute force."""
 
 import copy
 from collections.abc import Sequence
@@ -26,7 +26,7 @@ from tests.tcnn_probe.probes.class_attention_models import (
     truth,
 )
 
-# In other batches, and not the first of any.
+# The images are in different batches, and none is the first of its batch.
 IMAGES = [1, 3, 6]
 
 
@@ -37,7 +37,7 @@ def maps_of(recorder: tcnn_probe.Recorder, shape: str = "3x5") -> xr.Dataset:
 def check(
     ds: xr.Dataset, model: nn.Module, x: Tensor, images: Sequence[int], classes: Any
 ) -> None:
-    """Entry by entry. ``classes`` are those expected of each image, None for the best three."""
+    """Compare maps entry by entry; ``classes`` are the expected classes of all images, or None for the best three."""
     maps, scores = truth(copy.deepcopy(model), x)
     assert ds.attention_by_class.dims == ("image", "class", "y", "x")
     assert ds.attention_by_class.dtype == ds.class_score.dtype == np.float32
@@ -52,7 +52,7 @@ def check(
         assert ds.class_index[place].values.tolist() == best
         for rank, c in enumerate(best):
             attention = ds.attention_by_class[place, rank].values
-            # Weights of at most 1, in float32 against float64; scores are not bounded by 1.
+            # Weights are at most 1; maps are in float32, the reference in float64. Scores are not bounded by 1.
             np.testing.assert_allclose(
                 attention, maps[image, c].reshape(attention.shape), atol=1e-5
             )
@@ -62,26 +62,26 @@ def check(
 
 
 @pytest.mark.numerical
-def test_best_classes_by_the_model_s_own_output() -> None:
+def test_best_classes_are_those_of_the_models_output() -> None:
     model = network()
     x = pictures()
     ds = maps_of(recorded(model, *x.split([2, 3, 2]), images=IMAGES))
     check(ds, model, x, IMAGES, None)
     assert ds["class"].values.tolist() == [0, 1, 2]
-    # Images of which all had the same best classes would not show whose map is whose.
+    # If all images had the same best classes, exchanged maps would not show.
     assert len({tuple(row) for row in ds.class_index.values}) > 1
-    # Far above even attention, 1/15.
+    # This is far above uniform attention, 1/15.
     assert float(ds.attention_by_class.max()) > 0.5
     np.testing.assert_allclose(ds.attention_by_class.sum(("y", "x")), 1, atol=1e-6)
 
 
 @pytest.mark.parametrize(
     ("classes", "expected"),
-    # Out of order, with one twice; a set has no order, and is sorted.
+    # Classes are out of order, with one twice; a set has no order, and is sorted.
     [([9, 0, 4, 9], [9, 0, 4]), (np.array([4, 1]), [4, 1]), ({10, 1, 8}, [1, 8, 10])],
     ids=["list", "array", "set"],
 )
-def test_classes_that_are_named(classes: Any, expected: list[int]) -> None:
+def test_maps_of_named_classes(classes: Any, expected: list[int]) -> None:
     model = network()
     x = pictures()
     ds = maps_of(recorded(model, *x.split([2, 5]), images=IMAGES, classes=classes))
@@ -90,8 +90,8 @@ def test_classes_that_are_named(classes: Any, expected: list[int]) -> None:
 
 
 @pytest.mark.numerical
-def test_numbers_of_a_layer_with_a_token_a_class() -> None:
-    """Means over all tokens; none is taken for the class token, and nobody has a place."""
+def test_statistics_of_a_layer_with_a_token_per_class() -> None:
+    """Statistics are means over all tokens, none of which is the class token or has a position."""
     model = network()
     x = pictures()
     expected = entropy(truth(copy.deepcopy(model), x)[0]).mean()
@@ -118,8 +118,8 @@ def test_numbers_of_a_layer_with_a_token_a_class() -> None:
 @pytest.mark.parametrize(
     "classes", [1, 15, 24], ids=["one", "as many as patches", "as many as channels"]
 )
-def test_shapes_that_could_be_something_else(classes: int) -> None:
-    """A token a class is known by its pool, not by how many there are: 15 patches, 24 channels."""
+def test_number_of_classes_may_equal_other_sizes(classes: int) -> None:
+    """A token per class is recognised by its pool, not by its number: there are 15 patches and 24 channels."""
     model = network(classes)
     x = pictures(3)
     recorder = recorded(model, x, images=2)
@@ -134,7 +134,7 @@ def test_shapes_that_could_be_something_else(classes: int) -> None:
 
 
 class Wrapped(nn.Module):
-    """A pool that is called with a keyword, deep inside, in a model whose output is what you like."""
+    """Model with a pool deep inside that is called with a keyword, and with any output."""
 
     def __init__(self, output: Any) -> None:
         super().__init__()
@@ -153,7 +153,7 @@ class Wrapped(nn.Module):
 DEEP = "pools.0.pool.block.attn"
 
 
-def test_a_pool_anywhere_called_by_keyword() -> None:
+def test_a_nested_pool_called_by_keyword() -> None:
     model = Wrapped(lambda scores: scores)
     x = pictures(5)
     ds = (
@@ -170,7 +170,7 @@ def test_a_pool_anywhere_called_by_keyword() -> None:
     [lambda s: {"logits": s}, lambda s: s[:, :5]],
     ids=["no tensor", "too few"],
 )
-def test_an_output_that_is_no_score_for_each_class(output: Any) -> None:
+def test_an_output_that_is_not_a_score_per_class(output: Any) -> None:
     model = Wrapped(output)
     x = pictures(2)
     recorder = recorded(model, x, images=2)
@@ -183,8 +183,8 @@ def test_an_output_that_is_no_score_for_each_class(output: Any) -> None:
     assert ds.attention_by_class.notnull().all()
 
 
-def test_a_part_of_the_model_called_by_itself() -> None:
-    """forward_head() gives features first: no answer of the whole model, so no best classes; named ones are kept."""
+def test_a_part_of_the_model_called_by_itself_has_no_best_classes() -> None:
+    """forward_head() gives features, from which best classes cannot be known; maps of named classes are kept."""
     model = network()
     x = pictures()
     expected = truth(copy.deepcopy(model), x)[0]
@@ -210,7 +210,7 @@ def test_a_part_of_the_model_called_by_itself() -> None:
 
 
 class AttentionPooledViews(nn.Module):
-    """Two views of each image, pooled one by one, in a model that looks like attention by its name."""
+    """Model that pools two views of each image separately, with a name that suggests attention."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -225,7 +225,7 @@ class AttentionPooledViews(nn.Module):
         return self.head(self.pool(views)).unflatten(0, (-1, 2)).mean(1)
 
 
-def test_several_views_of_an_image_have_no_one_map() -> None:
+def test_several_views_of_an_image_have_no_single_map() -> None:
     recorder = recorded(AttentionPooledViews(), pictures(2), images=2)
     assert "classes" not in recorder.tree["maps"].children
     assert LAYER in recorder.missing["attention_by_class"]
@@ -233,8 +233,8 @@ def test_several_views_of_an_image_have_no_one_map() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:no content_information")
-def test_two_grids() -> None:
-    """Images of another shape have a group of their own."""
+def test_two_grids_have_two_groups() -> None:
+    """Images of another shape have their own group."""
     model = network()
     x = pictures(2)
     tall = pictures(2, (79, 31))
@@ -247,7 +247,7 @@ def test_two_grids() -> None:
         )
 
 
-def test_only_some_images_and_forwards() -> None:
+def test_selected_images_and_forwards_only() -> None:
     model = network()
     x = pictures()
     ds = maps_of(
@@ -261,7 +261,7 @@ def test_only_some_images_and_forwards() -> None:
     ).values.tolist() == [False, False, True]
 
 
-def test_classes_that_went_while_recording() -> None:
+def test_classes_that_disappear_while_recording() -> None:
     model = network()
     x = pictures()
     with (
@@ -270,7 +270,7 @@ def test_classes_that_went_while_recording() -> None:
     ):
         model(x)
         recorder.mark(epoch=0)
-        # Class 9, which was asked for, is gone.
+        # Class 9, which was requested, no longer exists.
         model.reset_classifier(5)
         with pytest.raises(
             ValueError,
@@ -283,14 +283,14 @@ def test_classes_that_went_while_recording() -> None:
             recorder.mark(epoch=1)
 
 
-def test_best_classes_change_from_epoch_to_epoch_and_run_to_run(tmp_path: Path) -> None:
+def test_best_classes_change_between_epochs_and_runs(tmp_path: Path) -> None:
     model = network()
     x = pictures()
     path = tmp_path / "run.zarr"
     for epoch in range(3):
         with torch.no_grad(), tcnn_probe.record(model, path, images=IMAGES) as recorder:
             model.head.bias.copy_(
-                # A bias far above all scores decides which two classes are the best.
+                # A bias far above all scores determines the two best classes.
                 torch.zeros(CLASSES).scatter(0, torch.tensor([epoch, epoch + 4]), 50.0)
             )
             model(x)
@@ -319,7 +319,7 @@ def test_a_store_of_other_classes_is_refused(
 
 
 @pytest.mark.filterwarnings("ignore:.*nothing was marked:RuntimeWarning")
-def test_only_maps_of_images_that_were_chosen_are_made(
+def test_only_maps_of_selected_images_are_computed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     requests: list[int | None] = []
@@ -339,5 +339,5 @@ def test_only_maps_of_images_that_were_chosen_are_made(
         ),
     ):
         model(pictures())
-    # Rows of other images would cost as much, and be thrown away.
+    # Rows of other images would cost as much, and be discarded.
     assert requests == [2, 5]

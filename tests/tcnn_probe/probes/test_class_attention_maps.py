@@ -1,4 +1,4 @@
-"""Parts of the class token's row, map, itself and other tokens, equal brute force in float64 to 1e-5."""
+"""Parts of the class token's row: its map, itself and other tokens, equal to brute force in float64 up to 1e-5."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -25,7 +25,7 @@ SMALL = {
     "num_heads": 3,
     "num_classes": 7,
 }
-# In the first, second and third of the batches of 1, 3 and 1.
+# The images are in the first, second and third of the batches of 1, 3 and 1.
 IMAGES = [0, 3, 4]
 
 pytestmark = pytest.mark.numerical
@@ -33,7 +33,7 @@ pytestmark = pytest.mark.numerical
 
 @dataclass(frozen=True)
 class Row:
-    """Place of a class token among the queries and among the keys, and the number of keys that lie on no grid."""
+    """Position of a class token among the queries and the keys, and the number of keys that lie on no grid."""
 
     prefix: int
     key: int | None
@@ -63,7 +63,7 @@ def with_latents(count: int, pool_type: str = "token") -> nn.Module:
 
 
 def unpadded() -> nn.Module:
-    """5 x 14 patches of 23 x 41 pixels, which no patch side gives: the grid is known by the pool's input alone."""
+    """Return a model with 5 x 14 patches for 23 x 41 pixels, whose grid only the input of its pool shows."""
     return nn.Sequential(
         nn.Conv2d(3, 12, 15, stride=2), AttentionPool2d(12, init_values=1.0)
     )
@@ -105,12 +105,12 @@ CASES = [
 
 
 def peaked(model: nn.Module) -> nn.Module:
-    """Return the model with attention that float16 cannot hold to 1e-5."""
+    """Return the model with attention that float16 cannot represent to 1e-5."""
     return sharpen(model, gain=3.0)
 
 
 def maps_of(model: nn.Module, pictures: Tensor) -> dict[str, xr.Dataset]:
-    """The maps of each layer that has some."""
+    """Return the maps of each layer that has some."""
     tree = recorded(model, *pictures.split([1, 3, 1]), images=IMAGES).tree
     groups = [group.to_dataset().load() for group in tree["maps"].leaves]
     return {
@@ -154,7 +154,7 @@ def test_equals_brute_force(case: Case) -> None:
                 row.distillation,
                 case.grid,
             )
-    # A row that is nearly even would agree with a mean, or with another row.
+    # A nearly uniform row would agree with a mean, or with another row.
     assert largest > 0.5 or not case.rows
     for layer in maps.keys() - case.rows.keys():
         assert all(
@@ -177,14 +177,14 @@ def check(
     key: int | None,
     grid: tuple[int, int],
 ) -> None:
-    """A row (images, heads, N_key) in its three parts."""
+    """Check the three parts of a row (images, heads, N_key)."""
     parts = {
         "attention": maps[f"{token}_attention"],
         "token_attention": maps[f"{prefix}token_attention"],
     }
     assert parts["attention"].dims == ("image", "head", "y", "x")
     assert parts["attention"].dtype == parts["token_attention"].dtype == np.float32
-    # Weights of at most 1, in float32 against float64.
+    # Weights are at most 1; maps are in float32, the reference in float64.
     np.testing.assert_allclose(
         parts["attention"], row[..., count:].reshape(*row.shape[:2], *grid), atol=2e-5
     )
@@ -203,7 +203,7 @@ def check(
     np.testing.assert_allclose(total, 1, atol=1e-6)
 
 
-def test_numbers_of_the_distillation_token() -> None:
+def test_statistics_of_the_distillation_token() -> None:
     torch.manual_seed(0)
     model = peaked(transformer("deit_tiny_distilled_patch16_224"))
     pictures = torch.randn(5, 3, *SIZE)
@@ -222,8 +222,10 @@ def test_numbers_of_the_distillation_token() -> None:
     )
 
 
-def test_a_user_s_distillation_token_has_a_name_and_a_latent_no_place() -> None:
-    """Two tokens before the grid, of which the model says by ``dist_token`` that the second is one."""
+def test_a_users_distillation_token_is_recognised_and_a_latent_has_no_position() -> (
+    None
+):
+    """There are two tokens before the grid; the model has ``dist_token``, so the second one is for distillation."""
     model = peaked(transformer("vit_tiny_patch16_224", reg_tokens=1))
     pictures = torch.randn(5, 3, *SIZE)
     assert "distillation_attention" not in maps_of(model, pictures)["blocks.0.attn"]

@@ -1,4 +1,4 @@
-"""Sparsity of the layers between patches, counted weight by weight."""
+"""Sparsity of layers between patches, counted weight by weight."""
 
 from pathlib import Path
 
@@ -11,7 +11,7 @@ import tcnn_probe
 
 
 def mlp_model(block: type[nn.Module]) -> nn.Module:
-    """Two blocks on 2 x 3 patches of 7 channels, with weights of very different sizes."""
+    """Return two blocks on 2 x 3 patches of 7 channels, with weights of very different sizes."""
     torch.manual_seed(0)
     about = {"mlp_ratio": 3, "norm_layer": Affine} if block is ResBlock else {}
     model = MlpMixer(
@@ -19,7 +19,7 @@ def mlp_model(block: type[nn.Module]) -> nn.Module:
     ).eval()
     with torch.no_grad():
         for parameter in model.parameters():
-            # Fifth powers: many are small beside the largest, and none lies at the limit.
+            # Of fifth powers, many are small beside the largest, and none is near the limit.
             parameter.copy_(torch.randn_like(parameter) ** 5)
     return model
 
@@ -42,7 +42,7 @@ def test_share_of_small_weights(block: type[nn.Module], tmp_path: Path) -> None:
         with tcnn_probe.record(
             model, tmp_path / "run.zarr", probes="cross-patch"
         ) as recorder:
-            recorder.mark(epoch=epoch)  # nothing need have run
+            recorder.mark(epoch=epoch)  # no forward is needed
         for layer in ("blocks.0", "blocks.1"):
             block_module = model.get_submodule(layer)
             ds = recorder.tree["cross-patch"].to_dataset().sel(layer=layer, epoch=epoch)
@@ -58,24 +58,24 @@ def test_share_of_small_weights(block: type[nn.Module], tmp_path: Path) -> None:
             expected["fc2_sparsity"] = [block_module.mlp_channels.fc2]
             assert set(ds.data_vars) == set(expected)
             for name, layers in expected.items():
-                # Some weights are small and some are not, so that another threshold would show.
+                # Some weights are small and others are not, so that another threshold would show.
                 assert 0.1 < float(ds[name]) < 1
                 assert float(ds[name]) == pytest.approx(
                     share_of_small(*layers), rel=1e-12
                 )
         with torch.no_grad():
-            # One large weight makes all others small, in the next epoch alone.
+            # One large weight makes all others small, only in the next epoch.
             model.blocks[1].mlp_channels.fc2.weight[0, 0] = 1e6
 
 
 def test_threshold_is_not_rounded_to_half_precision() -> None:
-    """5 % of 1.0078125 is 0.0504; bfloat16 would round it down to 0.0503, a weight that is below it."""
+    """5 % of 1.0078125 is 0.0504, which bfloat16 would round to 0.0503, the value of the weights below."""
     model = mlp_model(ResBlock).to(torch.bfloat16)
     with torch.no_grad():
         model.blocks[0].linear_tokens.weight.fill_(0.05029296875)[0, 0] = 1.0078125
     with tcnn_probe.record(model, probes="cross-patch", layers="blocks.0") as recorder:
         recorder.mark(epoch=0)
-    # All of 6 x 6 weights but the large one.
+    # All 6 x 6 weights but the large one are small.
     assert recorder.tree[
         "cross-patch"
     ].to_dataset().cross_patch_sparsity.item() == pytest.approx(35 / 36)

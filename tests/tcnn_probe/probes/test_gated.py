@@ -1,4 +1,4 @@
-"""Recorded statistics of gated layers, ours and timm's ConViT's, against brute force on each layer's own input."""
+"""Recorded statistics of gated layers, ours and timm's ConViT, against brute force on each layer's own input."""
 
 import copy
 import math
@@ -31,7 +31,7 @@ MEASURED = ("entropy", "content_entropy", "positional_entropy", "attention_dista
 
 
 def images(count: int = 7, channels: int = 2) -> Tensor:
-    # 5 x 11: not square, both prime.
+    # 5 x 11 pixels are not square, and both sides are prime.
     return torch.randn(
         count, channels, 5, 11, generator=torch.Generator().manual_seed(3)
     )
@@ -46,9 +46,9 @@ def record_epoch(
 def assert_layer(
     ds: xr.Dataset, layer: str, expected: dict[str, Tensor], tolerance: float = 1e-5
 ) -> None:
-    """The last epoch holds the means over images of ``expected``, and NaN for heads that the layer has not.
+    """Assert that the last epoch has the means over images of ``expected``, and NaN for heads that the layer lacks.
 
-    1e-5 nat or pixel is what float32 leaves of sums over some hundred pixels with logits up to some ten.
+    Rounding of 1e-5 nat or pixel is that of float32 sums over some hundred pixels, with logits of up to about ten.
     """
     for name in expected:
         got = ds[name].sel(layer=layer).values[-1]
@@ -60,16 +60,16 @@ def assert_layer(
 
 
 @pytest.mark.parametrize(
-    # 1e-11 in float64: a small term that is left out would be hidden by float32's rounding.
+    # In float64 the tolerance is 1e-11, because float32's rounding could hide that a small term is missing.
     ("dtype", "tolerance"),
     [(torch.float32, 1e-5), (torch.float64, 1e-11)],
     ids=str,
 )
-def test_means_over_images_equal_brute_force_whatever_the_batches(
+def test_means_over_images_equal_brute_force_for_any_batches(
     dtype: torch.dtype, tolerance: float
 ) -> None:
     model, x = Chain().to(dtype), images().to(dtype)
-    # An empty batch first, as loaders of a split data set may give one; then an uneven split.
+    # An empty batch comes first, as from a loader of a split data set, and then an uneven split.
     ds = record_epoch(model, x, (0, 3, 4))
     for name, layer_input in inputs_of(model, ["near", "far"], x).items():
         assert_layer(
@@ -79,8 +79,8 @@ def test_means_over_images_equal_brute_force_whatever_the_batches(
     assert ds.nonfinite_images.values.tolist() == [[0, 0]]
 
 
-def test_reparameterized_resnet() -> None:
-    # 71 x 103 pixels leave 5 x 7 cells in the last stage, after strides that do not divide them.
+def test_statistics_of_a_reparameterized_resnet() -> None:
+    # 71 x 103 pixels give 5 x 7 cells in the last stage, after strides that do not divide them.
     model = small_resnet()
     x = torch.randn(5, 1, 71, 103)
     ds = record_epoch(model, x, (2, 3))
@@ -95,14 +95,14 @@ def test_reparameterized_resnet() -> None:
         assert_layer(ds, name, gpsa_statistics(layers[name], layer_input))
 
 
-def test_parameters_are_those_of_the_layers_as_marked() -> None:
+def test_parameters_are_recorded_at_the_mark() -> None:
     model = Chain()
     with tcnn_probe.record(model) as recorder:
         for epoch in range(2):
             model(images())
             model.far.gating.data += 1
-            # After the forward, as an optimizer's step: what is marked are the parameters at the mark.
-            # Times 1.5, so that heads with other centres move differently.
+            # The parameters change after the forward, as by an optimizer's step, and those at the mark are recorded.
+            # The factor of 1.5 moves heads with different centres differently.
             model.near.center.data *= 1.5
             recorder.mark(epoch=epoch)
             for name, layer in gpsa_layers(model).items():
@@ -118,7 +118,7 @@ def test_parameters_are_those_of_the_layers_as_marked() -> None:
                 np.testing.assert_array_equal(row.center_y, layer.center[:, 0].detach())
                 np.testing.assert_array_equal(row.center_x, layer.center[:, 1].detach())
     ds = recorder.dataset
-    # 25 heads of a 5 x 5 kernel, beside 9 of a 3 x 3 one: rows are filled up with NaN.
+    # 25 heads of a 5 x 5 kernel join 9 heads of a 3 x 3 kernel, so that rows are padded with NaN.
     assert ds.sizes == {"epoch": 2, "layer": 2, "head": 25}
     assert (
         ds[["gate", "attention_span", "center_y"]]
@@ -129,19 +129,18 @@ def test_parameters_are_those_of_the_layers_as_marked() -> None:
     )
 
 
-def test_each_epoch_starts_anew_in_any_gradient_mode_without_training_forwards() -> (
+def test_epochs_are_separate_in_any_gradient_mode_and_without_training_forwards() -> (
     None
 ):
-    # Another scale for each epoch, so that an image in the wrong mean shows.
+    # The scale differs between epochs, so that an image in the wrong mean would show.
     model = Chain()
     parts = (images(3), 2 * images(2))
     with tcnn_probe.record(model) as recorder:
         for epoch, x in enumerate(parts):
-            # Training forwards see other images; their statistics would differ.
-            # Nine times as large: counted by mistake, they would move every entropy.
+            # Training forwards see images nine times as large: if they counted, every entropy would change.
             model.train()(9 * x)
             model.eval()
-            # Not strict: the second epoch has an image fewer than there are modes.
+            # The second epoch has fewer images than there are modes, so zip is not strict.
             for mode, image in zip(
                 (torch.no_grad, torch.inference_mode, torch.enable_grad),
                 x,
@@ -162,7 +161,7 @@ def test_each_epoch_starts_anew_in_any_gradient_mode_without_training_forwards()
 @pytest.mark.filterwarnings("ignore:.*nothing was marked:RuntimeWarning")
 def test_recording_changes_neither_outputs_nor_gradients_nor_random_numbers() -> None:
     def run(model: nn.Module, x: Tensor) -> list[Tensor]:
-        # The random numbers drawn at the end show whether as many were drawn before.
+        # Random numbers drawn at the end show whether recording draws any.
         torch.manual_seed(5)
         output = model(x)
         output.square().sum().backward()
@@ -174,7 +173,7 @@ def test_recording_changes_neither_outputs_nor_gradients_nor_random_numbers() ->
 
     for make, x in ((Chain, images()), (convit, tokens())):
         watched = make()
-        # Maps of two images are kept as well, which is the part that copies.
+        # Maps of two images are recorded as well, which needs copies.
         with tcnn_probe.record(watched, images=2):
             for expected, got in zip(run(make(), x), run(watched, x), strict=True):
                 assert torch.equal(expected, got)
@@ -193,12 +192,12 @@ def test_layers_called_by_keyword_with_different_numbers_of_images() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:no content_information")
-def test_called_twice_on_inputs_of_different_sizes_that_a_hook_has_changed() -> None:
+def test_layer_called_twice_on_inputs_of_different_sizes_changed_by_a_hook() -> None:
     layer = scatter(GPSA(2, 2, 3, padding=1))
     model = nn.Sequential(layer, nn.Tanh(), layer).eval()
     small = images(3)
     large = torch.randn(2, 2, 13, 7)
-    # The hook changes what the layer gets, and statistics are of that.
+    # The hook changes the input of the layer, from which statistics are computed.
     layer.register_forward_pre_hook(lambda module, args: (3 * args[0],))
     with torch.no_grad():
         layer_inputs = [
@@ -214,19 +213,19 @@ def test_called_twice_on_inputs_of_different_sizes_that_a_hook_has_changed() -> 
         "0",
         {name: torch.cat([p[name] for p in parts]) for name in MEASURED},
     )
-    # Two calls of each forward: (3 + 2) x 2 images.
+    # Each forward makes two calls: (3 + 2) x 2 images.
     assert recorder.dataset.images.values.tolist() == [[10]]
 
 
-def test_autocast() -> None:
-    """From queries and keys as they were rounded."""
-    # qk_dim differs from the number of channels, so that a scale by the wrong one shows.
+def test_statistics_under_autocast() -> None:
+    """Statistics are those of the rounded queries and keys."""
+    # qk_dim differs from the number of channels, so that scaling by the wrong one would show.
     model = nn.Sequential(scatter(GPSA(2, 3, 3, padding=1, qk_dim=4))).eval()
     x = images()
     with torch.autocast("cpu", dtype=torch.bfloat16):
         ds = record_epoch(model, x, (3, 4))
         attention = model[0].gated_attention(x)
-    # Otherwise autocast had no part in it.
+    # This shows that autocast has an effect.
     assert attention.query.dtype == torch.bfloat16
     assert_layer(
         ds, "0", gpsa_statistics_of_qk(model[0], x, attention.query, attention.key)
@@ -238,13 +237,13 @@ LAYERS = ["blocks.0.attn", "blocks.1.attn"]
 
 @torch.no_grad()
 def convit(side: int = 5) -> nn.Module:
-    """Two GPSA blocks of 9 heads on side x side tokens and one block with a class token; scattered weights."""
-    # 9 heads, as ConViT's initial heads are a square kernel.
+    """Return a ConViT of two GPSA blocks with 9 heads on side x side tokens, and one block with a class token."""
+    # ConViT's initial heads form a square kernel, here of 9 heads.
     options = {
         "depth": 3,
         "local_up_to_layer": 2,
         "embed_dim": 6,
-        # timm multiplies embed_dim by it: 9 heads of 6 channels each.
+        # timm multiplies embed_dim by this number: 9 heads have 6 channels each.
         "num_heads": 9,
         "num_classes": 3,
     }
@@ -252,26 +251,26 @@ def convit(side: int = 5) -> nn.Module:
     model = timm.create_model("convit_tiny", img_size=16 * side, **options).eval()
     for name in LAYERS:
         layer = model.get_submodule(name)
-        # As drawn, content attention is even, and right for any query and key.
+        # Initial content attention is uniform, and would be right for any queries and keys.
         layer.qk.weight.normal_(std=0.5)
         layer.pos_proj.weight.add_(0.5 * torch.randn_like(layer.pos_proj.weight))
-        # Localities from wide to sharp, all negative: others have no Gaussian.
+        # Localities go from wide to sharp, and are all negative, as others have no Gaussian.
         layer.pos_proj.weight[:, 2] = -torch.logspace(-1.3, 1, 9)[torch.randperm(9)]
         layer.pos_proj.bias.normal_()
-        # Gates from 0.05 to 0.95; permuted, so that heads lie in no order of gate or locality.
+        # Gates go from 0.05 to 0.95, permuted, so that heads are not ordered by gate or locality.
         layer.gating_param.copy_(torch.linspace(-3, 3, 9)[torch.randperm(9)])
     return model
 
 
 def tokens(side: int = 5) -> Tensor:
-    # Square images: timm's ConViT has no other grids.
+    # Images are square, as timm's ConViT has no other grids.
     return torch.randn(
         5, 3, 16 * side, 16 * side, generator=torch.Generator().manual_seed(1)
     )
 
 
 def offsets(side: int) -> tuple[Tensor, Tensor]:
-    """Return offsets of key from query, (N, N) along y and along x, for tokens row-major on a square."""
+    """Return offsets of keys from queries, (N, N) along y and x, for row-major tokens on a square."""
     index = torch.arange(side * side)
     row = (index // side).double()
     column = (index % side).double()
@@ -280,7 +279,7 @@ def offsets(side: int) -> tuple[Tensor, Tensor]:
 
 @torch.no_grad()
 def brute_force(layer: ConViTLayer, x: Tensor) -> dict[str, Tensor]:
-    """Compute the statistics in float64 from what timm computes."""
+    """Compute the statistics in float64 from the quantities that timm computes."""
     layer = copy.deepcopy(layer).double()
     x = x.double()
     dy, dx = offsets(math.isqrt(x.shape[1]))
@@ -291,7 +290,7 @@ def brute_force(layer: ConViTLayer, x: Tensor) -> dict[str, Tensor]:
     query, key = (x @ w.T for w in layer.qk.weight.chunk(2))
     query, key = (t.unflatten(-1, (9, 6)).transpose(1, 2) for t in (query, key))
     content = torch.softmax(query @ key.transpose(2, 3) / math.sqrt(6), -1)
-    # timm builds the offsets in the default dtype, so it has to be float64 while they are made again.
+    # timm computes offsets in the default dtype, which must be float64 while they are recomputed.
     with default_dtype(torch.float64):
         layer.rel_indices = layer.get_rel_indices(x.shape[1])
     return summarise(layer.get_attention(x), content, positional, torch.sqrt(squared))
@@ -300,7 +299,7 @@ def brute_force(layer: ConViTLayer, x: Tensor) -> dict[str, Tensor]:
 @pytest.mark.parametrize(
     ("side", "dtype"), [(7, torch.float32), (5, torch.bfloat16)], ids=str
 )
-def test_convit_equals_brute_force_on_each_layers_own_input(
+def test_convit_equals_brute_force_on_each_layers_input(
     side: int, dtype: torch.dtype
 ) -> None:
     model = convit(side).to(dtype)
@@ -308,11 +307,11 @@ def test_convit_equals_brute_force_on_each_layers_own_input(
     with default_dtype(dtype):
         ds = record_epoch(model, x, (2, 3))
         inputs = inputs_of(model, LAYERS, x)
-    # The last one is softmax attention.
+    # The last layer has softmax attention.
     assert ds.layer.values.tolist() == [*LAYERS, "blocks.2.attn"]
     assert ds.images.values.tolist() == [[5, 5, 5]]
     for name, layer_input in inputs.items():
-        # timm's layer rounds its weights and products to bfloat16, of which brute force knows the inputs alone.
+        # timm's layer rounds its weights and products to bfloat16, and brute force knows only its inputs.
         assert_layer(
             ds,
             name,
@@ -322,7 +321,7 @@ def test_convit_equals_brute_force_on_each_layers_own_input(
 
 
 @torch.no_grad()
-def test_convit_s_parameters_rebuild_the_layers_own_positional_attention() -> None:
+def test_convits_recorded_parameters_give_its_positional_attention() -> None:
     model = convit()
     ds = record_epoch(model, tokens(), (5,))
     dy, dx = (offset.numpy()[None] for offset in offsets(5))
@@ -335,7 +334,7 @@ def test_convit_s_parameters_rebuild_the_layers_own_positional_attention() -> No
         logits = -alpha * ((dy - y) ** 2 + (dx - x) ** 2)
         rebuilt = torch.softmax(torch.from_numpy(logits), -1)
         layer = copy.deepcopy(model.get_submodule(name)).double()
-        # Not the layer's own buffer, which was made in float32.
+        # The layer's own buffer is not used, as it was computed in float32.
         with default_dtype(torch.float64):
             indices = layer.get_rel_indices(25)
         positional = layer.pos_proj(indices).permute(0, 3, 1, 2).softmax(-1)[0]
@@ -347,23 +346,23 @@ def test_convit_s_parameters_rebuild_the_layers_own_positional_attention() -> No
         )
 
 
-def test_convit_s_initial_heads_lie_on_a_kernel_column_by_column() -> None:
-    # Nothing is scattered: this is what convit_tiny has before training.
+def test_convits_initial_heads_lie_on_a_kernel_column_by_column() -> None:
+    # Nothing is scattered: this is the state of convit_tiny before training.
     model = timm.create_model(
         "convit_tiny", img_size=80, depth=1, embed_dim=6, num_heads=9, num_classes=3
     ).eval()
     row = record_epoch(model, tokens(), (5,)).isel(epoch=0, layer=0)
-    # ConViT counts its kernel by columns, a convolution by rows.
+    # ConViT counts its kernel by columns, but a convolution by rows.
     assert row.center_y.values.tolist() == [-1, 0, 1] * 3
     assert row.center_x.values.tolist() == [-1, -1, -1, 0, 0, 0, 1, 1, 1]
     assert row.locality_strength.values.tolist() == [1] * 9
 
 
 @pytest.mark.filterwarnings("ignore:.*nothing was marked:RuntimeWarning")
-def test_hooks_inside_convit_fire_as_often_as_without_recording() -> None:
+def test_hooks_inside_convit_run_as_often_as_without_recording() -> None:
     model = convit()
     fired = list[Any]()
-    # The probe must read what these parts gave, and not call them again.
+    # The probe must read the outputs of these parts, and not call them again.
     for part in ("qk", "v", "pos_proj"):
         model.blocks[0].attn.get_submodule(part).register_forward_hook(
             lambda *args, part=part: fired.append(part)
@@ -377,7 +376,7 @@ def test_hooks_inside_convit_fire_as_often_as_without_recording() -> None:
 
 
 @pytest.mark.parametrize("of_convit", [False, True])
-def test_queries_and_keys_are_not_formed_again(
+def test_queries_and_keys_are_not_computed_again(
     of_convit: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, x = (convit(), tokens()) if of_convit else (Chain(), images())
@@ -392,15 +391,16 @@ def test_queries_and_keys_are_not_formed_again(
             owner, name, lambda x, form=form: formed.append(1) or form(x)
         )
     recorded(model, x, x)
-    # Once for each of two forwards: forming them is a twentieth of a forward.
+    # They are computed once in each of two forwards, which takes a twentieth of the forward.
     assert len(formed) == 2 * len(layers)
 
 
-def test_a_layer_whose_queries_and_keys_are_formed_more_than_once() -> None:
+def test_a_layer_that_computes_queries_and_keys_in_parts() -> None:
     class InParts(GPSA):
         def forward(self, x: Tensor) -> Tensor:
             output = torch.cat(
-                # Image by image, as memory may demand; what was formed last is not of all images.
+                # The images are processed in parts, as memory may require; the last queries and keys are not those of
+                # all images.
                 [super(InParts, self).forward(part) for part in x.split(2)]
             )
             return output + super().forward(0 * x[:1])

@@ -1,4 +1,4 @@
-"""Gradients of the parameters that belong to one head, counted row by row and column by column."""
+"""Gradients of the parameters of single heads, collected row by row and column by column."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -35,8 +35,8 @@ def grad(parameter: nn.Parameter) -> np.ndarray:
 
 
 def of_linear(layer: Any, head: int) -> float:
-    """Rows of queries, keys and values and columns of the projection, one head's: (3, heads, d) and (heads, d)."""
-    # Of the layouts that occur: one matrix for queries, keys and values, one each, or one for two of them.
+    """Return the sum of squares for one head: its rows of queries, keys and values, and columns of the projection."""
+    # Layers have one matrix for queries, keys and values, one for each, or one for two of them.
     size = layer.proj.in_features // layer.num_heads
     grads = []
     for name in ("qkv", "q", "k", "v", "qk"):
@@ -101,8 +101,8 @@ def of_gpsa(layer: GPSA, head: int) -> float:
 def compare(
     model: nn.Module, batch: Tensor, oracle: Callable[..., float], *, rtol: float = 1e-5
 ) -> None:
-    """Three backward passes in two epochs; the norms are the root mean square of those of each epoch."""
-    # Of both signs and other sizes: means of squares, not of gradients.
+    """Compare three backward passes in two epochs; norms are root mean squares over those of an epoch."""
+    # Factors differ in sign and size, as squares are averaged, and not gradients.
     weights = (1.0, -3.0)
     truth = {}
     with tcnn_probe.record(model, probes="gradient") as recorder:
@@ -131,7 +131,7 @@ def compare(
     for (epoch, name), rows in truth.items():
         expected = np.sqrt(np.mean(rows, 0))
         recorded_norms = ds.gradient_norm.sel(epoch=epoch, layer=name).values
-        # No head is like another.
+        # All heads differ.
         assert len(set(np.round(expected / expected.max(), 6))) == len(expected)
         np.testing.assert_allclose(recorded_norms[: len(expected)], expected, rtol=rtol)
         assert np.isnan(recorded_norms[len(expected) :]).all()
@@ -139,14 +139,14 @@ def compare(
 
 @pytest.mark.parametrize(
     ("name", "about"),
-    # Queries, keys and values in a matrix each; in one, with separate biases; in two, with positions and gates.
+    # Queries, keys and values have a matrix each, or one with separate biases, or two with positions and gates.
     [
         ("cait_xxs24_224", {}),
         ("beitv2_base_patch16_224", {}),
         ("convit_tiny", {"img_size": (32, 32), "local_up_to_layer": 1}),
     ],
 )
-def test_timm_models(name: str, about: dict[str, Any]) -> None:
+def test_gradients_of_timm_models(name: str, about: dict[str, Any]) -> None:
     model = small(name, **VIT | about)
     layers = {
         name
@@ -175,11 +175,11 @@ class Multihead(nn.Module):
 
 @pytest.mark.parametrize(
     "about",
-    # The first has parameters outside of the matrices, the second a matrix for each of queries, keys and values.
+    # The first has parameters outside the matrices, and the second separate matrices for queries, keys and values.
     [{"add_bias_kv": True}, {"kdim": 7, "vdim": 7}],
     ids=["bias", "other sizes"],
 )
-def test_torch_multihead_attention(about: dict[str, Any]) -> None:
+def test_gradients_of_torchs_multihead_attention(about: dict[str, Any]) -> None:
     compare(
         Multihead(**about),
         torch.randn(2, 11, 15, generator=torch.Generator().manual_seed(0)),
@@ -187,8 +187,8 @@ def test_torch_multihead_attention(about: dict[str, Any]) -> None:
     )
 
 
-def test_gpsa() -> None:
-    """9 and 25 heads."""
+def test_gradients_of_gpsa_layers() -> None:
+    """The layers have 9 and 25 heads."""
     compare(
         Chain(),
         torch.randn(2, 2, 7, 11, generator=torch.Generator().manual_seed(0)),
@@ -197,7 +197,7 @@ def test_gpsa() -> None:
 
 
 class Silence:
-    """Attention of one head alone: the parameters of all other heads get no gradient, however they lie."""
+    """Patch that zeroes all heads but one, so that parameters of the other heads get no gradient in any layout."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.alive = 0
@@ -209,13 +209,15 @@ class Silence:
 
     def of(self, output: Tensor) -> Tensor:
         mask = torch.zeros(output.shape[-3], 1, 1)
-        # Layers with fewer heads begin again.
+        # Layers with fewer heads start again from their first head.
         mask[self.alive % len(mask)] = 1
         return output * mask
 
 
 def multiscale() -> nn.Module:
-    about = {"residual_pooling": False}  # which hears the queries of silent heads
+    about = {
+        "residual_pooling": False
+    }  # a residual would use the queries of zeroed heads
     cfg = MultiScaleVitCfg(
         depths=(1, 1),
         embed_dim=(9, 18),
@@ -237,7 +239,7 @@ def volo() -> nn.Module:
     )
 
 
-# No two families lay out heads alike in their matrices; what they compute shows which rows are whose.
+# Each family lays out heads differently in its matrices; zeroed heads show which rows belong to which head.
 LAYOUTS = {
     "swin_tiny_patch4_window7_224": (
         {"embed_dim": 12, "depths": (1, 1), "num_heads": (3, 6)},
@@ -283,7 +285,7 @@ LAYOUTS = {
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_heads_are_told_apart_by_what_they_compute(
+def test_layouts_of_heads_agree_with_what_heads_compute(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     about, size = LAYOUTS[name]
@@ -296,7 +298,7 @@ def test_heads_are_told_apart_by_what_they_compute(
     silence = Silence(monkeypatch)
     with tcnn_probe.record(model, probes="gradient") as recorder:
         heads = {name: model.get_submodule(name).num_heads for name in recorder.layers}
-        # In epoch n head n alone is heard.
+        # In epoch n, only head n is not zeroed.
         for silence.alive in range(max(heads.values())):
             step(model, images(1, *size))
             recorder.mark(epoch=silence.alive)
@@ -317,8 +319,8 @@ def norms(recorder: tcnn_probe.Recorder) -> xr.DataArray:
 @pytest.mark.parametrize(
     ("dtype", "rtol"), [(torch.bfloat16, 1e-5), (torch.float64, 1e-12)], ids=str
 )
-def test_dtypes(dtype: torch.dtype, rtol: float) -> None:
-    """Gradients in half precision stay as they are, and their norm is in float32."""
+def test_gradients_in_any_dtype(dtype: torch.dtype, rtol: float) -> None:
+    """Gradients in half precision are not changed, and their norm is computed in float32."""
     compare(
         small("vit_tiny_patch16_224", **VIT).to(dtype),
         images(2).to(dtype),
@@ -327,12 +329,12 @@ def test_dtypes(dtype: torch.dtype, rtol: float) -> None:
     )
 
 
-def test_accumulated_passes_are_counted_each_but_not_those_that_overflowed() -> None:
-    """The second before a step adds to .grad, and is measured by itself; after infinities a scaler does not step."""
+def test_accumulated_passes_count_separately_and_overflows_not_at_all() -> None:
+    """The second pass before a step adds to .grad, but is measured alone; after infinities a scaler makes no step."""
     model = Chain().train()
     x = torch.randn(3, 2, 5, 11, generator=torch.Generator().manual_seed(0))
     recordings = []
-    # The same pass three times has the norm of a single one: they are averaged, not added up.
+    # Three equal passes have the norm of one, because norms are averaged and not added up.
     for factors in ([1.0], [1.0, 1.0, 1.0], [1.0, float("inf")]):
         with tcnn_probe.record(model, probes="gradient") as recorder:
             for factor in factors:
@@ -345,16 +347,16 @@ def test_accumulated_passes_are_counted_each_but_not_those_that_overflowed() -> 
 
 
 def test_ranks_are_averaged() -> None:
-    """Each process sees the gradient of its own images, before they are averaged."""
-    # Sums of squares of 2 and 6, each over two passes: 8 / 4.
+    """Each process sees the gradient of its own images, before gradients are averaged."""
+    # Sums of squares are 2 and 6, each over two passes: 8 / 4 = 2.
     ranks = [EpochSums(squares={"x": (np.array([float(n)]), 2)}) for n in (2, 6)]
     assert EpochSums.together(ranks).means() == {"x": np.sqrt(2.0)}
 
 
 @pytest.mark.parametrize("name", ["levit_128s", "nest_tiny_jx"])
 def test_layouts_that_are_not_known_are_left_out_and_named(name: str) -> None:
-    """LeViT interleaves queries, keys and values head by head, Nest the heads in each channel."""
-    # Without values: only the layout is looked at.
+    """LeViT interleaves queries, keys and values of each head, and NesT the heads in each channel."""
+    # Values are not needed, as only the layout is examined.
     with torch.device("meta"):
         model = timm.create_model(name)
     with pytest.raises(
@@ -373,13 +375,13 @@ def test_layouts_that_are_not_known_are_left_out_and_named(name: str) -> None:
         assert set(recorder.missing["gradient_norm"]) == attention
 
 
-def test_layers_that_are_known_and_were_changed_are_left_out() -> None:
+def test_known_layers_that_were_changed_are_left_out() -> None:
     model = small("vit_tiny_patch16_224", **VIT | {"depth": 5})
     attention = [block.attn for block in model.blocks]
     attention[0].qkv = nn.Sequential(attention[0].qkv)
     nn.utils.parametrizations.weight_norm(attention[1].qkv)
     attention[2].forward = lambda x, **rest: x
-    # 3 x 21 rows, which five heads do not divide.
+    # Five heads do not divide the 3 x 21 rows.
     attention[3].num_heads = 5
     with tcnn_probe.record(model, probes="gradient") as recorder:
         reasons = recorder.missing["gradient_norm"]
@@ -394,7 +396,7 @@ def test_layers_that_are_known_and_were_changed_are_left_out() -> None:
         assert words in reasons[f"blocks.{number}.attn"]
 
 
-def test_training_alone_can_be_marked_from_when_parameters_are_trained() -> None:
+def test_an_epoch_of_training_only_can_be_marked_once_parameters_are_trained() -> None:
     model = small("vit_tiny_patch16_224", **VIT).train()
     batch = images(2)
     model.blocks[0].attn.requires_grad_(False)
@@ -418,8 +420,8 @@ def test_training_alone_can_be_marked_from_when_parameters_are_trained() -> None
 
 
 @pytest.mark.filterwarnings("ignore:.*nothing was marked:RuntimeWarning")
-def test_beside_attention() -> None:
-    """Before the first training gradients are NaN, without a warning; without evaluation a mark is refused."""
+def test_gradients_and_attention_in_one_recording() -> None:
+    """Before the first training, gradients are NaN without a warning; without an evaluation, a mark is refused."""
     model = small("vit_tiny_patch16_224", **VIT)
     batch = images(2)
     with tcnn_probe.record(model, probes=["softmax", "gradient"]) as recorder:
@@ -434,7 +436,7 @@ def test_beside_attention() -> None:
             with torch.no_grad():
                 model.eval()(batch)
             if epoch == 1:
-                # In eval mode, and in the same forward: a gradient all the same.
+                # The model is in eval mode, but gradients of the same forward count.
                 step(model, batch)
             recorder.mark(epoch=epoch)
         step(model.train(), batch)
@@ -447,7 +449,7 @@ def test_beside_attention() -> None:
     assert recorder.dataset.entropy.notnull().all()
 
 
-def test_nothing_is_left_on_parameters_and_hooks_of_others_stay() -> None:
+def test_recorder_leaves_no_hooks_on_parameters_and_keeps_those_of_others() -> None:
     model = small("vit_tiny_patch16_224", **VIT)
     batch = images(2)
     gradients = list[Tensor]()
@@ -468,7 +470,7 @@ def test_nothing_is_left_on_parameters_and_hooks_of_others_stay() -> None:
         raise RuntimeError("of the user")
     assert before == Trace(model)
     step(model, batch)
-    # One for each of three passes: the user's hook has neither gone nor doubled.
+    # Each of three passes calls the user's hook once, so it was neither removed nor doubled.
     assert len(gradients) == 3
 
 
@@ -478,7 +480,7 @@ def test_a_store_of_other_heads_is_refused_at_the_call(tmp_path: Path) -> None:
     with tcnn_probe.record(model, tmp_path / "run.zarr", **options) as recorder:
         step(model, images(2))
         recorder.mark(epoch=0)
-    # As many parameters of the same shapes, in seven heads and not three.
+    # The parameters have the same shapes, but seven heads instead of three.
     seven_heads = small("vit_tiny_patch16_224", **VIT | {"num_heads": 7})
     with pytest.raises(tcnn_probe.StoreError, match="recording of other layers"):
         tcnn_probe.record(seven_heads, tmp_path / "run.zarr", **options)

@@ -250,7 +250,7 @@ def test_ratio_is_that_of_the_block_written_out(family: str) -> None:
     # As made, weights of LayerScale are all alike, so that a wrong branch or block would have the right ratio.
     model = scattered(make().eval())
     batch = images(3, *size)
-    # One image, then two: batches of unlike size.
+    # Batches have different sizes: one image, then two.
     ds = recorded(model, "layer-scale", batch[:1], batch[1:])
     truth = expected(model, batch, oracle, *classes)
     assert list(ds["layer"].values) == list(truth)

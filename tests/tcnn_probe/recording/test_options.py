@@ -64,7 +64,7 @@ def test_max_images(max_images: int) -> None:
 
 
 def test_max_images_where_layers_see_different_numbers_of_them() -> None:
-    """One layer is called twice; it is full while the other is not, also for a whole forward."""
+    """A layer that is called twice reaches the limit earlier than the other one, even by a whole forward."""
     model = vit()
     model.blocks[0].attn = model.blocks[1].attn
     # A third block, called once a forward.

@@ -126,7 +126,7 @@ def test_labelled_is_the_same_and_has_nan_where_features_are_missing() -> None:
     padded[0, 0] = x
     padded[0, 1, :, :3] = y
     padded[1, 0] = 2 * x
-    padded[1, 1, :4, :3] = y[:4]  # the other images did not come
+    padded[1, 1, :4, :3] = y[:4]  # the other images are missing
     dims = ("epoch", "layer", "image", "channel")
     features = xr.DataArray(padded, {"epoch": [0, 1], "layer": ["a", "b"]}, dims)
     cka = layer_cka(features)

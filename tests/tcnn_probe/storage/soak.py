@@ -39,14 +39,14 @@ Tell = Callable[[int], object]
 
 
 class Child:
-    """A process that does some work and tells numbers; the process that forks it has not opened a store."""
+    """A forked process that does some work and sends numbers; the parent process has not opened a store."""
 
     def __init__(self, work: Callable[..., None], *arguments: Any) -> None:
         announced, tell = os.pipe()
         with warnings.catch_warnings():
             # Python 3.12 warns of zarr's thread, where a writer forks.
             warnings.simplefilter("ignore")
-            # A fork copies no threads; zarr's has to be begun anew in the child, which is a part of what is tested.
+            # A fork copies no threads, so zarr must start its thread again in the child, which is tested, too.
             self.pid = os.fork()
         if not self.pid:
             # Two minutes: an operation takes a fraction of a second.
@@ -63,7 +63,7 @@ class Child:
         self._told = os.fdopen(announced)
 
     def numbers(self, count: int) -> list[int]:
-        """The next numbers that it tells."""
+        """The next numbers that the process sends."""
         return [int(self._told.readline()) for _ in range(count)]
 
     def end(self, *, kill: bool = False) -> list[int]:

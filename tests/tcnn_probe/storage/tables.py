@@ -20,8 +20,7 @@ from tcnn_probe.storage.place import run
 MAPS = "maps/5x3x11"
 LAYERS = {
     name: {"kind": "gpsa", "heads": heads}
-    # Names beyond ASCII, and one that a path or URL could take for a fragment; a layer with fewer heads than the
-    # others.
+    # Two names are not ASCII, and one has a "#", which could be taken for a URL's fragment. One layer has fewer heads.
     for name, heads in (("a.conv", 5), ("слой#1", 3), ("層", 5))
 }
 GROUPS = {

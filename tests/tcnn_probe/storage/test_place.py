@@ -295,7 +295,7 @@ def test_targets_that_cannot_be(
     ):
         with pytest.raises(StoreError, match=message):
             EpochStore(target)
-    # Only the folder that may be written is left: the check does not refuse everything.
+    # The check must not refuse a folder that can be written.
     assert EpochStore(tmp_path / "c" / "run.zarr").marks == ()
 
 

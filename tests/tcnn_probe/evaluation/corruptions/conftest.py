@@ -1,4 +1,4 @@
-"""Images, and the reference package, brought to run on today's numpy and scikit-image."""
+"""Images, and the reference package, patched to run with today's NumPy and scikit-image."""
 
 import importlib.util
 import sys
@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 @pytest.fixture
 def image() -> NDArray[Any]:
-    """Uint8 (43, 61, 3), with edges, flat parts and all grey levels."""
+    """Uint8 image (43, 61, 3) with edges, flat regions and all grey levels."""
     from sklearn.datasets import load_sample_image
 
     return np.ascontiguousarray(
@@ -25,7 +25,7 @@ def image() -> NDArray[Any]:
 
 @pytest.fixture
 def frost_folder() -> Path:
-    """Folder where the reference package keeps the published pictures of frost."""
+    """Folder in which the reference package keeps the published pictures of frost."""
     spec = importlib.util.find_spec("imagecorruptions")
     if spec is None or spec.origin is None:
         pytest.skip(
@@ -36,8 +36,10 @@ def frost_folder() -> Path:
 
 @pytest.fixture
 def reference(frost_folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """The module ``imagecorruptions.corruptions``; numpy's global generator is afterwards as it was."""
-    resources = types.ModuleType("pkg_resources")  # which setuptools no longer has
+    """Module ``imagecorruptions.corruptions``; NumPy's global generator is restored afterwards."""
+    resources = types.ModuleType(
+        "pkg_resources"
+    )  # setuptools no longer has this module
     resources.resource_filename = lambda _, name: str(frost_folder.parent / name)  # type: ignore[attr-defined]
     if "pkg_resources" not in sys.modules:
         monkeypatch.setitem(sys.modules, "pkg_resources", resources)
@@ -45,7 +47,7 @@ def reference(frost_folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[A
         warnings.simplefilter("ignore")
         try:
             from imagecorruptions import corruptions
-        except ImportError as error:  # OpenCV needs libraries of the system
+        except ImportError as error:  # OpenCV needs system libraries
             pytest.skip(f"the reference package cannot be imported here: {error}")
     gaussian = corruptions.gaussian
 
@@ -62,7 +64,7 @@ def reference(frost_folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[A
 
     monkeypatch.setattr(corruptions, "resource_filename", resources.resource_filename)
     monkeypatch.setattr(corruptions, "gaussian", as_formerly)
-    # NumPy 2 has it no longer.
+    # NumPy 2 has removed this name.
     if not hasattr(np, "float_"):
         monkeypatch.setattr(np, "float_", np.float64, raising=False)
     state = np.random.get_state()  # noqa: NPY002

@@ -1,7 +1,7 @@
-"""The corruptions against the package imagecorruptions, which is fed the same random numbers.
+"""Corruptions against the package imagecorruptions, with the same random numbers.
 
-It is the published code ported to any image size. Where it departs from that (elastic_transform; boxes in pixelate),
-the published code is rewritten here.
+The package is the published code, ported to any image size. Where it departs from the published code
+(elastic_transform; boxes in pixelate), that code is rewritten here.
 """
 
 from pathlib import Path
@@ -16,7 +16,8 @@ from PIL import Image
 from tcnn_probe.evaluation import CORRUPTIONS, corrupt
 from tcnn_probe.evaluation.corrupt_images import _random_state
 
-# Largest difference in levels of 256. Where it is 1 the reference rounds to whole levels on the way, and ours does not.
+# These are the largest differences in levels of 256. For those of 1, the reference rounds to whole levels on the way,
+# and ours does not.
 DIFFERENCE = dict.fromkeys(CORRUPTIONS, 1e-3) | {
     "glass_blur": 1.0,
     "snow": 1.0,
@@ -28,7 +29,7 @@ SEED = 5
 def damaged(
     reference: Any, name: str, image: NDArray[Any], severity: int, random: RandomState
 ) -> NDArray[Any]:
-    """Corrupt by the reference, before it cuts off fractions; it draws from NumPy's global generator."""
+    """Corrupt an image by the reference, which draws from NumPy's global generator; its result is not rounded."""
     np.random.set_state(random.get_state())  # noqa: NPY002
     function = (
         elastic_transform if name == "elastic_transform" else getattr(reference, name)
@@ -45,16 +46,16 @@ def damaged(
 @pytest.mark.parametrize(
     "name", [name for name in CORRUPTIONS if name not in ("frost", "elastic_transform")]
 )
-def test_same_as_the_reference(
+def test_corruptions_equal_the_reference(
     name: str,
     severity: int,
     reference: Any,
     image: NDArray[Any],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    # Impulse noise asks for one.
+    # Impulse noise creates a generator.
     monkeypatch.setattr(np.random, "default_rng", lambda *_: Generator(MT19937(SEED)))
-    # pixelate, as first published.
+    # The published pixelate used boxes.
     monkeypatch.setattr(Image, "NEAREST", Image.Resampling.BOX)
     corruption = CORRUPTIONS[name]
     ours = corruption.function(
@@ -64,21 +65,21 @@ def test_same_as_the_reference(
     np.testing.assert_allclose(
         np.clip(ours, 0, 1) * 255, expected, rtol=0, atol=DIFFERENCE[name]
     )
-    assert np.abs(expected - image).mean() > 1  # it did something
+    assert np.abs(expected - image).mean() > 1  # the corruption changes the image
 
 
 @pytest.mark.parametrize("name", ["shot_noise", "motion_blur", "snow", "contrast"])
-def test_whole_images_at_the_published_size(
+def test_corrupt_equals_the_reference_at_the_published_size(
     name: str, reference: Any, image: NDArray[Any]
 ) -> None:
-    """Test the rest of corrupt(): random numbers, the scale, rounding to uint8."""
+    """This tests the rest of corrupt(): random numbers, the scale, and rounding to uint8."""
     large = np.asarray(
         Image.fromarray(image).resize((227, 224), Image.Resampling.BICUBIC)
     )
     draws = _random_state(CORRUPTIONS[name], 3, 7)
     ours = corrupt(large, name, 2, seed=3, first=7)
     expected = damaged(reference, name, large, 2, draws)
-    # corrupt() rounds to bytes: half a level.
+    # corrupt() rounds to bytes, which costs half a level.
     np.testing.assert_allclose(ours, expected, rtol=0, atol=0.502 + DIFFERENCE[name])
 
 
@@ -86,7 +87,7 @@ def test_whole_images_at_the_published_size(
 def test_frost_with_the_published_pictures(
     severity: int, reference: Any, frost_folder: Path, image: NDArray[Any]
 ) -> None:
-    pictures = []  # the reference enlarges all of them by a tenth, and never uses the sixth
+    pictures = []  # the reference enlarges all pictures by a tenth, and never uses the sixth
     for number in range(1, 6):
         (file,) = frost_folder.glob(f"frost{number}.*")
         picture = reference.cv2.imread(str(file))
@@ -98,7 +99,7 @@ def test_frost_with_the_published_pictures(
         )
     parameters = CORRUPTIONS["frost"].at(severity)
     random = RandomState(MT19937(SEED))
-    # Larger than the reference's least crop, and not square.
+    # The image is larger than the reference's smallest crop, and not square.
     large = np.asarray(Image.fromarray(image).resize((229, 241)))
     ours = CORRUPTIONS["frost"].function(
         large / 255,
@@ -115,7 +116,7 @@ def test_frost_with_the_published_pictures(
 def test_elastic_transform_as_published(
     severity: int, reference: Any, image: NDArray[Any]
 ) -> None:
-    # Larger than the fixture: displacements of up to 24 pixels would leave that one.
+    # The image is larger than the fixture, as displacements of up to 24 pixels would leave that one.
     image = np.asarray(Image.fromarray(image).resize((137, 131)))
     corruption = CORRUPTIONS["elastic_transform"]
     ours = (
@@ -134,10 +135,10 @@ def test_elastic_transform_as_published(
 def elastic_transform(
     reference: Any, image: NDArray[Any], severity: int
 ) -> NDArray[Any]:
-    """Rewritten from the published code, which is for square images; what it asks OpenCV for is done by hand."""
+    """Apply the published code, which is for square images, rewritten without OpenCV."""
     height, width, _ = image.shape
     third = min(image.shape[:2]) // 3
-    # 244 is the published code's own, for images of 224.
+    # 244 is a constant of the published code, for images of 224.
     amplitude = 244 * [2, 2, 0.05, 0.07, 0.12][severity - 1]
     sigma = 244 * [0.7, 0.08, 0.01, 0.01, 0.01][severity - 1]
     reach = 244 * [0.1, 0.2, 0.02, 0.02, 0.02][severity - 1]
@@ -146,7 +147,7 @@ def elastic_transform(
     moved = corners.copy()
     moved[:, :2] += np.random.uniform(-reach, reach, size=(3, 2))  # noqa: NPY002
     y, x = np.mgrid[:height, :width]
-    # The affine map of three corners, inverted: where each pixel comes from.
+    # The inverse of the affine map of three corners gives the source of each pixel.
     from_x, from_y, _ = np.linalg.inv(moved.T @ np.linalg.inv(corners.T)) @ [
         x.ravel(),
         y.ravel(),
@@ -168,7 +169,7 @@ def elastic_transform(
 
 
 def bilinear(image: NDArray[Any], y: NDArray[Any], x: NDArray[Any]) -> NDArray[Any]:
-    """Values at places, (n, C), of an image mirrored about its outermost pixels."""
+    """Interpolate an image, mirrored about its outermost pixels, at the given positions: (n, C)."""
     values = np.zeros((len(y), image.shape[2]))
     for down in (0, 1):
         for right in (0, 1):
@@ -183,6 +184,6 @@ def bilinear(image: NDArray[Any], y: NDArray[Any], x: NDArray[Any]) -> NDArray[A
 
 
 def _mirrored(index: NDArray[Any], size: int) -> NDArray[Any]:
-    # Beyond the outermost pixels, which are not repeated, the pixels come back in reverse: a period of 2 size - 2.
+    # Pixels beyond the border repeat in reverse order without the outermost ones, with a period of 2 size - 2.
     last = size - 1
     return np.abs((index + last) % (2 * last) - last).astype(int)

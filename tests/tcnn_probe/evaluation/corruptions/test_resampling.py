@@ -15,7 +15,7 @@ from tcnn_probe.evaluation.corruptions.resampling import (
 
 
 def slow_means(layer: NDArray[Any], shape: tuple[int, int]) -> NDArray[Any]:
-    """Over 60 samples along each pixel of the coarse grid."""
+    """Compute means over 60 samples along each pixel of the coarse grid."""
     means = np.zeros((*shape, *layer.shape[2:]))
     samples = (np.arange(60) + 0.5) / 60
     for y, x in np.ndindex(shape):
@@ -26,9 +26,9 @@ def slow_means(layer: NDArray[Any], shape: tuple[int, int]) -> NDArray[Any]:
     return means
 
 
-def test_shrink_averages() -> None:
+def test_shrink_equals_means_over_samples() -> None:
     layer = np.random.default_rng(0).random((23, 29, 3))
-    # The slow means take 60 x 60 points of each cell, so that the edges of pixels are off by up to 1 / 120 of a cell.
+    # The slow means take 60 x 60 points of each cell, so that edges of pixels are off by up to 1 / 120 of a cell.
     np.testing.assert_allclose(
         shrink(layer, (11, 7)), slow_means(layer, (11, 7)), atol=0.01
     )
@@ -45,9 +45,9 @@ def test_area_weights_are_overlaps() -> None:
     )
 
 
-# Published factors are 1 to 1.31; the rest leaves less than half of the image.
+# The published factors are 1 to 1.31; larger ones leave less than half of the image.
 @pytest.mark.parametrize("factor", [1.0, 1.07, 1.31, 2.5, 4.5])
-def test_zoom_is_scipys_of_the_middle(factor: float) -> None:
+def test_zoom_equals_scipys_zoom_of_the_centre(factor: float) -> None:
     image = np.random.default_rng(0).random((23, 31, 3))
     sides = [int(np.ceil(size / factor)) for size in (23, 31)]
     top = (23 - sides[0]) // 2
@@ -60,7 +60,7 @@ def test_zoom_is_scipys_of_the_middle(factor: float) -> None:
     )
 
 
-def test_the_shorter_side_gives_the_scale() -> None:
+def test_the_shorter_side_sets_the_scale() -> None:
     assert scale_of((64, 48, 3)) == 48 / 224
     assert reference_shape((64, 48, 3), 48 / 224) == (299, 224)
     assert reference_shape((300, 400), 1.0) == (300, 400)

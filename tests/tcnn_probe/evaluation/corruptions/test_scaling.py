@@ -1,7 +1,7 @@
-"""A small image is treated as one of the published size, seen at a lower resolution.
+"""A small image is treated as an image of the published size that is seen at a lower resolution.
 
-Each image is enlarged by boxes, seven times, and given what is published; the corruption of the small one has to be
-what one then sees at the lower resolution.
+Each image is enlarged seven times by boxes and corrupted as published. The corruption of the small image must equal the
+result, seen at the lower resolution.
 """
 
 from typing import Any
@@ -15,7 +15,7 @@ from PIL import Image
 from tcnn_probe.evaluation import CORRUPTIONS
 from tcnn_probe.evaluation.corruptions.resampling import scale_of
 
-# 32 pixels times 7 are 224; and odd, so that each pixel of the small image has a middle one in the large.
+# 32 pixels times 7 are 224; 7 is odd, so that each pixel of the small image has a central one in the large image.
 TIMES = 7
 
 
@@ -47,7 +47,9 @@ def averaged(image: NDArray[Any]) -> NDArray[Any]:
 
 @pytest.mark.parametrize("severity", [1, 5])
 @pytest.mark.parametrize("name", ["snow", "frost"])
-def test_layers_are_averaged(name: str, severity: int, small: NDArray[Any]) -> None:
+def test_added_layers_are_averaged(
+    name: str, severity: int, small: NDArray[Any]
+) -> None:
     large = enlarged(small)
     assert scale_of(small.shape) == pytest.approx(1 / TIMES)
     assert scale_of(large.shape) == 1
@@ -57,27 +59,29 @@ def test_layers_are_averaged(name: str, severity: int, small: NDArray[Any]) -> N
 
 
 @pytest.mark.parametrize("severity", [1, 2, 3, 4, 5])
-def test_discs_are_averaged(severity: int, small: NDArray[Any]) -> None:
+def test_discs_of_defocus_blur_are_averaged(severity: int, small: NDArray[Any]) -> None:
     half = TIMES // 2
     expected = run("defocus_blur", enlarged(small), severity)[half::TIMES, half::TIMES]
     blurred = run("defocus_blur", small, severity)
-    inside = np.s_[2:-2, 2:-2]  # borders are mirrored at another place
+    inside = np.s_[2:-2, 2:-2]  # the border is mirrored at another position
     np.testing.assert_allclose(blurred[inside], expected[inside], atol=1e-12)
-    # A disc of radius 3 lies within seven pixels.
+    # A disc of radius 3 lies within the seven pixels.
     assert (np.abs(blurred - small).mean() > 1e-3) == (severity > 1)
 
 
 @pytest.mark.parametrize("severity", [1, 3, 5])
-def test_motion_is_shortened(severity: int, small: NDArray[Any]) -> None:
+def test_strokes_of_motion_blur_are_shortened(
+    severity: int, small: NDArray[Any]
+) -> None:
     half = TIMES // 2
-    for seed in range(5):  # so many directions
+    for seed in range(5):  # each seed gives another direction
         expected = run("motion_blur", enlarged(small), severity, seed)[
             half::TIMES, half::TIMES
         ]
         blurred = run("motion_blur", small, severity, seed)
         assert (
             np.square(blurred - expected).mean()
-            # Shorter strokes are drawn with fewer samples: what is left is at most a twentieth of the blur itself.
+            # Shorter strokes have fewer samples, so the error may be a twentieth of the blur itself.
             < 0.05 * np.square(expected - small).mean()
         )
 
@@ -87,7 +91,7 @@ def test_motion_is_shortened(severity: int, small: NDArray[Any]) -> None:
 def test_pixels_are_displaced_one_by_one(
     severity: int, scale: float, small: NDArray[Any]
 ) -> None:
-    # Without the blurs before and after, so that pixels are moved and not mixed.
+    # There is no blur before and after, so that pixels are moved but not mixed.
     parameters = CORRUPTIONS["glass_blur"].at(severity) | {"deviation": 1e-6}
     displaced = CORRUPTIONS["glass_blur"].function(
         small, RandomState(MT19937(5)), scale, **parameters
@@ -101,7 +105,7 @@ def test_pixels_are_displaced_one_by_one(
         moves = random.randint(
             -reach, reach, size=(height - 2 * margin, width - 2 * margin, 2)
         )
-        # Parts of a pixel are rounded up or down at random, so that they count on average.
+        # Fractions of a pixel are rounded up or down at random, so that they are right on average.
         up = random.random_sample(moves.shape) if scale < 1 else np.zeros(moves.shape)
         for i, y in enumerate(range(height - margin, margin, -1)):
             for j, x in enumerate(range(width - margin, margin, -1)):
@@ -117,7 +121,7 @@ def test_elastic_displacements_are_scaled(severity: int) -> None:
     sizes = []
     for size in (224, 112):
         ramp = np.broadcast_to(
-            # A ramp shows by how much each pixel was moved.
+            # A ramp shows how far each pixel was moved.
             np.arange(float(size))[:, None, None],
             (size, size + 3, 1),
         )
@@ -127,7 +131,7 @@ def test_elastic_displacements_are_scaled(severity: int) -> None:
             ramp, RandomState(MT19937(5)), scale_of(ramp.shape), **parameters
         )
         sizes.append((warped - ramp)[8:-8, 8:-8].std())
-    # Standard deviations of smooth random fields, of which an image holds few independent parts.
+    # Smooth random fields have few independent parts, so that their standard deviations scatter.
     assert sizes[1] / sizes[0] == pytest.approx(0.5, rel=0.1)
 
 
@@ -144,7 +148,7 @@ def test_corners_of_the_elastic_map_are_scaled(small: NDArray[Any]) -> None:
     )
     half = TIMES // 2
     inside = np.s_[8:-8, 8:-8]
-    # The middles of the large pixels, in pixels of the small image.
+    # These are the centres of the large pixels, in pixels of the small image.
     scaled = large[half::TIMES, half::TIMES] / TIMES
     assert np.abs(scaled - little)[inside].max() < 0.8
     assert np.abs(little - ramps[1])[inside].max() > 1.5
@@ -152,10 +156,10 @@ def test_corners_of_the_elastic_map_are_scaled(small: NDArray[Any]) -> None:
 
 @pytest.mark.parametrize(
     ("name", "tolerance"),
-    # Zooming interpolates between pixels, of which the small image has fewer; the others act on each pixel by itself.
+    # Zooming interpolates between pixels, of which the small image has fewer; the others act on single pixels.
     [("zoom_blur", 0.25), ("contrast", 1e-9), ("brightness", 1e-9)],
 )
-def test_the_rest_knows_no_lengths(
+def test_corruptions_without_lengths_do_not_depend_on_the_scale(
     name: str, tolerance: float, small: NDArray[Any]
 ) -> None:
     expected = averaged(run(name, enlarged(small), 3))
@@ -172,5 +176,7 @@ def test_large_images_get_the_published_lengths() -> None:
     point = np.zeros((301, 331, 1))
     point[150, 160] = 1
     disc = run("defocus_blur", point, 3) > 1e-9
-    assert disc.any(0).sum() == 13 + 2  # radius 6, and what smoothing adds
+    assert (
+        disc.any(0).sum() == 13 + 2
+    )  # radius 6, and one pixel of smoothing on each side
     assert disc.any(1).sum() == 13 + 2
