@@ -15,7 +15,7 @@ from tcnn_model import gpsa
 from tcnn_model.gpsa.functional import Backend
 from tcnn_model.gpsa.positional import Axis, gaussian_position
 
-# Those of a 3 x 3 kernel.
+# A 3 x 3 kernel gives nine heads.
 _HEADS = 9
 
 
@@ -50,7 +50,7 @@ def _contest(
     position = gaussian_position(
         alpha, torch.randn(_HEADS, 2, dtype=torch.float64, device=arguments.device)
     )
-    # Between 0 and 1, so that content and position both take part.
+    # The gate lies between 0 and 1, so that content and position both take part.
     gate = torch.full((_HEADS,), 0.7, device=arguments.device, requires_grad=True)
     leaves = (query, key, v, position.requires_grad_(), gate)
 

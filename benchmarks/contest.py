@@ -1,4 +1,4 @@
-"""Ways to compute the same thing, side by side in a run: time as a ratio, peak memory in a separate process.
+"""Comparison of several ways to compute the same result: time as a ratio, peak memory in a separate process.
 
 A benchmark passes its contests to :func:`main`. Contestants take turns, in an order drawn anew each time, so that other
 load on the machine and the contents of its caches affect all of them alike; a ratio is the median over rounds of the
@@ -20,7 +20,7 @@ import torch
 from tqdm.auto import tqdm
 
 Step = Callable[[], object]
-# Contestants by name, the peer first; each call prepares one.
+# Functions that prepare the step of a contestant, by name; the first is the peer.
 Contest = Mapping[str, Callable[[], Step]]
 
 __all__ = [
@@ -43,12 +43,12 @@ def options(description: str) -> argparse.ArgumentParser:
     parser.add_argument(
         "--rounds", type=int, default=7, help="turns that each contestant gets"
     )
-    parser.add_argument("--threads", type=int, default=1, help="of torch")
+    parser.add_argument("--threads", type=int, default=1, help="threads of torch")
     parser.add_argument("--device", default="cpu")
     parser.add_argument(
         "--dtype", default="float32", choices=("float32", "bfloat16", "float16")
     )
-    # Contest and contestant of which a child process measures the memory.
+    # A child process measures the memory of this contestant in this contest.
     parser.add_argument("--child", nargs=2, help=argparse.SUPPRESS)
     return parser
 
@@ -104,7 +104,7 @@ def compare(arguments: argparse.Namespace, contests: Mapping[str, Contest]) -> N
                 if contestant == peer
                 else f"{_figure(min(ratios))} - {_figure(max(ratios))}"
             )
-            # A step may fit into memory in use before.
+            # The peak is 0 if a step fits into memory that was in use before.
             saving = _figure(peaks[peer] / max(peaks[contestant], 1))
             rows.append(
                 (
@@ -142,7 +142,7 @@ def memory(contests: Mapping[str, Contest]) -> dict[str, dict[str, int]]:
 
 
 def training_step(forward: Callable[..., torch.Tensor], *leaves: torch.Tensor) -> Step:
-    """Return a step of forward and backward, of the sum of squares of the output; gradients are dropped."""
+    """Return a step of forward and backward with the output's sum of squares as the loss; gradients are dropped."""
 
     def step() -> None:
         forward(*leaves).square().sum().backward()

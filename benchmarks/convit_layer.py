@@ -21,7 +21,7 @@ def contests(arguments: argparse.Namespace) -> Mapping[str, contest.Contest]:
     """Return the contests."""
     torch.manual_seed(0)
     dtype = getattr(torch, arguments.dtype)
-    # local_init() needs a square number of heads, a place of the kernel each.
+    # local_init() needs a square number of heads, one for each tap of the kernel.
     timm_layer = GPSA(144, num_heads=9).to(arguments.device, dtype)
     timm_layer.local_init()  # as ConViT starts, with heads on the nine neighbours
     accelerated = copy.deepcopy(timm_layer)

@@ -1,4 +1,4 @@
-"""(k) The kernel of softmax statistics as compiled for compute capability 9.0, and the best times that it could have.
+"""(k) Resources of the softmax statistics kernel, compiled for compute capability 9.0, and lower bounds of its time.
 
     python benchmarks/kernel_resources.py      registers, spills, shared memory, roofline; a minute on one core, no GPU
 
@@ -19,18 +19,19 @@ from torch import Tensor
 import contest
 
 # An H200 (SXM), from NVIDIA's data sheet and the CUDA programming guide's table of throughputs for 9.0.
-BYTES = 4.8e12  # of memory, a second
-MATRIX = 989e12  # FLOP of bfloat16 products, a second
-LANES = 132 * 128 * 1.98e9  # float32 operations a second, a multiply-add being one
-SPECIAL = 132 * 16 * 1.98e9  # exponentials and square roots a second
+BYTES = 4.8e12  # bytes of memory per second
+MATRIX = 989e12  # FLOP of bfloat16 products per second
+LANES = 132 * 128 * 1.98e9  # float32 operations per second, where a multiply-add is one
+SPECIAL = 132 * 16 * 1.98e9  # exponentials and square roots per second
 
-# Operations on each weight of a tile besides the product, counted in row_statistics.py: the scale, the last key, the
-# largest, two to subtract it, one of the exponential, two sums; and for the distance two differences, squares, the sum.
+# Operations on each weight of a tile besides the product, counted in row_statistics.py: the scale, the test for the
+# last key, the maximum, two to subtract it, one of the exponential, two sums; and for the distance two differences,
+# squares, the sum.
 OPERATIONS = 14
 # An exponential and the square root of the distance.
 SPECIALS = 2
 
-# Images, tokens of each and on the grid, heads, and channels of a head.
+# Images, tokens, heads, channels of a head, and channels of the transformer block (None for a T-ResNet).
 SHAPES = {
     "ViT-S/16 at 224": (64, 197, 6, 64, 384),
     "ViT-B/16 at 224": (64, 197, 12, 64, 768),
@@ -49,7 +50,7 @@ class Resources(NamedTuple):
 
 
 class _Hopper:
-    """Triton's driver as far as compiling asks for one: that of a GPU of compute capability 9.0."""
+    """The part of Triton's driver that compiling needs, for a GPU of compute capability 9.0."""
 
     def get_current_target(self) -> Any:
         from triton.backends.compiler import GPUTarget
@@ -65,11 +66,11 @@ class _Hopper:
 
 @contextmanager
 def compiling() -> Iterator[list[Resources]]:
-    """Compile the kernels that are launched inside and launch none; give the resources of each."""
+    """Compile the kernels of the block without launching them, and yield the list of their resources."""
     from triton.runtime.driver import driver
     from triton.runtime.jit import JITFunction
 
-    # Where the driver is kept: asking for it would look for a GPU. Triton 3.4 has another name for it.
+    # The attribute of the driver, which would look for a GPU if it were read, has another name in Triton 3.4.
     place = "_active" if hasattr(driver, "_active") else "active"
     launch, active, compiled = JITFunction.run, vars(driver)[place], []
 
@@ -106,7 +107,7 @@ def statistics_of(dim: int, dtype: torch.dtype, *, full: bool) -> Callable[[], o
     Args:
         dim: Channels of a head.
         dtype: Dtype of queries and keys.
-        full: Whether with an additive mask and the columns' sums, too.
+        full: Whether the call has an additive mask and returns the columns' sums.
     """
     from tcnn_model.kernels import TokenGrid, attention_statistics
 
@@ -135,7 +136,8 @@ def best_times(
 
     Args:
         images, tokens, heads, dim: Shape of the queries and the keys.
-        width: Channels of the transformer block around the layer, whose own products are the last number.
+        width: Channels of the transformer block around the layer, the products of which are the last number; None for a
+            layer without such a block.
     """
     from tcnn_model.kernels.launch import blocks, power_of_two
 
@@ -145,7 +147,7 @@ def best_times(
     weights = images * heads * of_queries * of_keys
     rows = images * heads * tokens
     seconds = {
-        # Queries and keys once, as the keys of a head stay in the cache, and five numbers of each query.
+        # Queries and keys are read once, as the keys of a head stay in the cache; five numbers are written per query.
         "memory": (2 * rows * dim * 2 + 5 * rows * 4) / BYTES,
         "products": 2 * weights * power_of_two(dim) / MATRIX,
         "special": SPECIALS * weights / SPECIAL,
@@ -182,7 +184,7 @@ def main() -> None:
     header = ["memory", "products", "special", "other", "at best", "block, at best"]
     rows = [(name, *best_times(*shape)) for name, shape in SHAPES.items()]
     contest.print_table(("", *header), rows)
-    print("\nmicroseconds a layer on an H200, on paper: not measured on a GPU")
+    print("\nmicroseconds per layer on an H200, on paper: not measured on a GPU")
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
-"""(j) A recorded forward beside a plain one, in the processor's time.
+"""(j) The processor time of a recorded forward, relative to a plain one.
 
     python benchmarks/recorded_forward.py      DeiT-S and T-ResNet50, batch 8 at 224; about 5 minutes on one core
 
-Two equal models take turns, first with the one recorded, then with the other: the place of a model in memory makes a
-difference of a hundredth, which this cancels. On the CPU the processor's time is measured, so that other load on the
+Two equal models take turns, and each is the recorded one in half of the rounds: the place of a model in memory makes a
+difference of a hundredth, which this cancels. On the CPU the processor time is measured, so that other load on the
 machine does not count.
 """
 
@@ -25,7 +25,7 @@ import tcnn_probe
 
 
 def forward(model: nn.Module, images: Tensor) -> float:
-    """Measure the seconds of a forward."""
+    """Measure the time of a forward in seconds."""
     clock = time.perf_counter if images.is_cuda else time.process_time
     start = clock()
     with torch.inference_mode():
@@ -38,18 +38,18 @@ def forward(model: nn.Module, images: Tensor) -> float:
 def ratios(
     recorded: nn.Module, plain: nn.Module, images: Tensor, rounds: int, **options: Any
 ) -> list[float]:
-    """Measure, in each round, the time of the recorded model over that of the plain model.
+    """Return the ratio, in each round, of the time of the recorded model to that of the plain model.
 
     Args:
         recorded, plain: Two equal models.
         images: Images of a forward.
-        rounds: Forwards of each.
+        rounds: Number of forwards of each model.
         **options: Options of ``record``.
     """
     with tcnn_probe.record(recorded, **options) as recorder:
         measured = []
         for turn in range(rounds + 1):
-            # The order alternates, so that it is not always the same model that finds the images in the caches.
+            # The order alternates, so that each model finds the images in the caches equally often.
             order = (recorded, plain) if turn % 2 else (plain, recorded)
             seconds = {model: forward(model, images) for model in order}
             measured.append(seconds[recorded] / seconds[plain])

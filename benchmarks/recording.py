@@ -1,4 +1,4 @@
-"""(e) The cost of recording: a recorded forward beside a plain one, and beside other ways to observe attention.
+"""(e) The cost of recording: a recorded forward against a plain one, and against other ways to observe attention.
 
     python benchmarks/recording.py             DeiT-S and T-ResNet50, batch 8 at 224; about 6 minutes on one core
 
@@ -57,7 +57,7 @@ def contests(arguments: argparse.Namespace) -> Mapping[str, contest.Contest]:
             )
         result[f"{name}, forward"] = ways
         result[f"{name}, training"] = {
-            # A copy each, as training changes the running statistics of batch norms in place.
+            # Each step has a copy, as training changes the running statistics of batch norms in place.
             "step": lambda model=model: _training(
                 copy.deepcopy(model), x, record=False
             ),
@@ -71,7 +71,7 @@ def contests(arguments: argparse.Namespace) -> Mapping[str, contest.Contest]:
 def _model(
     name: str, arguments: argparse.Namespace, *, fused: bool = True
 ) -> nn.Module:
-    # ViTs are built for a size of the image, ResNets take any.
+    # ViTs are built for one image size, ResNets take any.
     options = (
         {"img_size": arguments.size} if arguments.size and "resnet" not in name else {}
     )
@@ -101,7 +101,7 @@ def _hooked(
     model: nn.Module, x: torch.Tensor, hook: Callable[..., None]
 ) -> contest.Step:
     model = copy.deepcopy(model)
-    # A hook on every module, as a tool has that does not know where attention is computed.
+    # Every module has a hook, as in a tool that does not know where attention is computed.
     for module in model.modules():
         module.register_forward_hook(hook)
     return _forward(model, x)
@@ -151,7 +151,7 @@ def _training(model: nn.Module, x: torch.Tensor, *, record: bool) -> contest.Ste
 def marking(epochs: int) -> None:
     """Print the time of mark() with 12 layers of 6 heads, in the first and in the last tenth of the epochs."""
     model = timm.create_model(
-        # A single patch, and one channel a head: the forward between two marks costs next to nothing.
+        # With a single patch and one channel per head, the forward between two marks costs next to nothing.
         "vit_tiny_patch16_224",
         img_size=16,
         num_heads=6,
@@ -172,7 +172,7 @@ def marking(epochs: int) -> None:
                     start = time.perf_counter()
                     recorder.mark(epoch=epoch, top1=0.5)
                     milliseconds.append(1e3 * (time.perf_counter() - start))
-            # Medians, as one slow write to a busy disk would dominate a mean.
+            # Medians are used, as one slow write to a busy disk would dominate a mean.
             tenth = max(1, epochs // 10)
             first = statistics.median(milliseconds[:tenth])
             last = statistics.median(milliseconds[-tenth:])

@@ -1,10 +1,10 @@
-"""(h) The cost of recording a whole epoch with ImageNet's proportions: 25.6 training images to a validation image.
+"""(h) The cost of recording a whole epoch with ImageNet's proportions: 25.6 training images per validation image.
 
     python benchmarks/recording_epoch.py       T-ResNet50 at 224; about 5 minutes on one core
 
 Two copies of a model, the second recorded to disk, take turns: a training step with AdamW, and a validation batch of
-the same number of images. An epoch has 25.6 of the former to each of the latter. On the CPU the processor's time is
-measured, so that other load on the machine does not count. mark() is called once an epoch; its time is printed beside.
+the same number of images. An epoch has 25.6 training steps for each validation batch. On the CPU the processor time is
+measured, so that other load on the machine does not count. mark() is called once per epoch; its time is printed too.
 """
 
 import argparse
@@ -63,7 +63,7 @@ class Training:
         return self._since(start)
 
     def mark(self, epoch: int) -> float:
-        """Close an epoch and return the seconds, with the wait for the disk."""
+        """Close an epoch and return the seconds, including the wait for the disk."""
         start = time.perf_counter()
         if self._recorder is not None:
             self._recorder.mark(epoch=epoch)
@@ -103,7 +103,7 @@ def compare(arguments: argparse.Namespace, folder: Path) -> tuple[np.ndarray, fl
 
 
 def longer(seconds: np.ndarray) -> float:
-    """Return the share by which an epoch is longer, with 25.6 steps to a validation batch, from median ratios."""
+    """Return the share by which an epoch is longer, with 25.6 steps per validation batch, from median ratios."""
     times = np.array([PROPORTION, 1]) * np.median(seconds[:, :, 0], axis=0)
     ratios = np.median(seconds[:, :, 1] / seconds[:, :, 0], axis=0)
     return float(times @ ratios / times.sum() - 1)

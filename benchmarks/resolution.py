@@ -2,7 +2,7 @@
 
     python benchmarks/resolution.py            14, 28, 56 and 112 squared tokens; about 4 minutes on one core
 
-Dense attention is beside it as far as its N x N matrices fit: up to 56 squared tokens.
+Dense attention is measured too as long as its N x N matrices fit, up to 56 squared tokens.
 """
 
 import argparse

@@ -45,7 +45,7 @@ def contests(arguments: argparse.Namespace) -> Mapping[str, contest.Contest]:
 
 
 def _step(label: str, size: int, arguments: argparse.Namespace) -> contest.Step:
-    # ViTs are built for a size of the image, the others take any.
+    # ViTs are built for one image size, the others take any.
     options = {"img_size": size} if label.startswith("ViT") else {}
     model: nn.Module = timm.create_model(MODELS[label], **options)
     for module in model.modules():

@@ -1,4 +1,4 @@
-"""(b) A T-CNN's layer, 3 x 3 and 512 channels, against Eq. (7) written literally, the same under torch.compile too.
+"""(b) A T-CNN's layer, 3 x 3 and 512 channels, against a literal form of Eq. (7), with and without torch.compile.
 
     python benchmarks/tcnn_layer.py            196 and 400 tokens, the papers' sizes; about 2 minutes on one core
 
@@ -26,7 +26,7 @@ class Literal(nn.Module):
         pixels = torch.arange(-1, side + 1)
         keys = torch.cartesian_prod(pixels, pixels)
         real = ((keys >= 0) & (keys < side)).all(1)
-        # Queries are pixels of the image, keys also those of its padding.
+        # Queries are the pixels of the image; keys include the pixels of its padding.
         delta = (keys[None] - keys[real][:, None]).to(layer.weight)
         # (N, (side + 2)^2, 3)
         self.register_buffer(

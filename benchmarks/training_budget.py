@@ -2,11 +2,11 @@
 
     python benchmarks/training_budget.py
 
-Nothing is trained, and models have no values, so that it takes about a minute. hours = 6 x multiply-adds x images x
-epochs / (GPUs x peak x utilisation): a multiply-add is 2 FLOPs, and the backward takes twice the forward. Peaks are
-those of dense bfloat16 products in the vendors' data sheets. The utilisation is ASSUMED. Memory = 16 bytes per
-parameter (weight, gradient and two moments in float32) + bytes that autograd keeps of an image's forward in bfloat16 x
-images per GPU.
+Nothing is trained, and models are on the meta device, so that it takes about a minute. Hours = 6 x multiply-adds x
+images x epochs / (GPUs x peak x utilisation): a multiply-add is 2 FLOPs, and the backward takes twice the time of the
+forward. Peaks are those of dense bfloat16 products in the vendors' data sheets. The utilisation is ASSUMED. Memory = 16
+bytes per parameter (weight, gradient and two moments in float32) + bytes that autograd saves in an image's forward in
+bfloat16 x images per GPU.
 """
 
 import argparse
@@ -36,7 +36,7 @@ SETTINGS = [
 
 
 def model_on_paper(name: str) -> nn.Module:
-    """Create a timm model without values."""
+    """Create a timm model on the meta device, where parameters have no values."""
     with torch.device("meta"):
         return timm.create_model(name)
 
@@ -49,7 +49,7 @@ def hours(
 
 
 def kept_bytes(model: nn.Module, size: int) -> int:
-    """Count the bytes, in 16 bits, that autograd keeps of a training forward of an image, without the parameters."""
+    """Count the bytes that autograd saves in an image's training forward, in 16 bits and without the parameters."""
     parameters = {parameter.untyped_storage() for parameter in model.parameters()}
     storages = set()
 
@@ -76,7 +76,7 @@ def main() -> None:
         "--utilisation",
         type=float,
         default=0.2,
-        help="share of the peak that is reached: assumed",
+        help="share of the peak that is assumed to be reached",
     )
     arguments = parser.parse_args()
     rows = []
@@ -117,7 +117,7 @@ def main() -> None:
             "epochs",
             "10^9 multiply-adds",
             *columns,
-            "GiB a GPU",
+            "GiB per GPU",
         ),
         rows,
     )

@@ -1,6 +1,6 @@
-"""Which layers of other libraries are known by their class: writes ``architectures.md`` beside it.
+"""Write ``architectures.md``, the table of layers of other libraries that are known by their class.
 
-python docs/architectures.py  # at once; --out says where to
+python docs/architectures.py  # at once; --out names another file
 """
 
 import argparse
@@ -33,7 +33,7 @@ HEADS = {
 
 
 def facts(record: LayerRecord) -> Iterable[str]:
-    """Yield what a record says, in words."""
+    """Yield the facts of a record in words."""
     if record.no_attention_matrix:
         yield f"not recorded: {record.no_attention_matrix}"
     if record.heads_axis is not None:

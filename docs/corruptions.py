@@ -1,7 +1,7 @@
 """Draw every corruption at every severity as ``corruptions.png``, and print the table of ``corruptions.md``.
 
-python docs/corruptions.py                  # a few seconds; --size is that of the image, --out another file
-python docs/corruptions.py --milliseconds   # print how long each takes instead
+python docs/corruptions.py                  # a few seconds; --size is the image's, --out names another file
+python docs/corruptions.py --milliseconds   # print the time of each corruption instead
 """
 
 import argparse
@@ -30,25 +30,32 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("--out", type=Path, default=Path(__file__).with_suffix(".png"))
     parser.add_argument("--milliseconds", action="store_true")
-    given = parser.parse_args(arguments)
-    if given.milliseconds:
-        print_milliseconds(photograph(given.size))
+    options = parser.parse_args(arguments)
+    if options.milliseconds:
+        print_milliseconds(photograph(options.size))
     else:
-        draw(photograph(given.size)).save(given.out, optimize=True)
+        draw(photograph(options.size)).save(options.out, optimize=True)
         print(table())
 
 
 def table() -> str:
-    """Markdown table of names and parameters."""
+    """Return a Markdown table of names and parameters."""
     lines = [
         "| group | corruption | what it does | parameters at severities 1 to 5 | random |"
     ]
     lines.append("|---|---|---|---|---|")
-    for each in CORRUPTIONS.values():
+    for corruption in CORRUPTIONS.values():
         parameters = "; ".join(
-            f"{name} {_values(values)}" for name, values in each.parameters.items()
+            f"{name} {_values(values)}"
+            for name, values in corruption.parameters.items()
         )
-        cells = each.group, f"`{each.name}`", each.description, parameters, each.random
+        cells = (
+            corruption.group,
+            f"`{corruption.name}`",
+            corruption.description,
+            parameters,
+            corruption.random,
+        )
         lines.append(
             f"| {' | '.join(cells)} |".replace("|  |", "| |").replace("``", "`")
         )
@@ -64,7 +71,7 @@ def _values(values: tuple[float, ...]) -> str:
 
 
 def photograph(size: int) -> NDArray[Any]:
-    """Middle of scikit-learn's sample image china.jpg, shape (size, size, 3)."""
+    """Return the middle of scikit-learn's sample image china.jpg, shape (size, size, 3)."""
     from sklearn.datasets import load_sample_image
 
     middle = Image.fromarray(load_sample_image("china.jpg")).crop((130, 0, 557, 427))
@@ -72,7 +79,7 @@ def photograph(size: int) -> NDArray[Any]:
 
 
 def draw(image: NDArray[Any]) -> Image.Image:
-    """Figure with a column for each corruption and a row for each severity, images not resized."""
+    """Draw a column for each corruption and a row for each severity; images are not resized."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -80,10 +87,10 @@ def draw(image: NDArray[Any]) -> Image.Image:
     width, height = LEFT + step * len(CORRUPTIONS), TOP + step * len(SEVERITIES)
     figure = Figure(figsize=(width / 100, height / 100), dpi=100, facecolor="white")
     groups: dict[str, list[int]] = {}
-    for column, each in enumerate(CORRUPTIONS.values()):
+    for column, corruption in enumerate(CORRUPTIONS.values()):
         left = LEFT + column * step
-        groups.setdefault(each.group, []).append(left)
-        name = each.name.replace("_", "\n")
+        groups.setdefault(corruption.group, []).append(left)
+        name = corruption.name.replace("_", "\n")
         figure.text(
             (left + size / 2) / width,
             1 - 33 / height,
@@ -95,7 +102,7 @@ def draw(image: NDArray[Any]) -> Image.Image:
         for row, severity in enumerate(SEVERITIES):
             below = height - TOP - row * step - size
             figure.figimage(
-                corrupt(image, each.name, severity), left, below, origin="upper"
+                corrupt(image, corruption.name, severity), left, below, origin="upper"
             )
     for name, lefts in groups.items():
         middle = (lefts[0] + lefts[-1] + size) / 2 / width
@@ -129,7 +136,7 @@ def draw(image: NDArray[Any]) -> Image.Image:
 def print_milliseconds(image: NDArray[Any]) -> None:
     """Print the mean time of each corruption over the severities."""
     for name in CORRUPTIONS:
-        corrupt(image, name, 1)  # makes what later calls reuse
+        corrupt(image, name, 1)  # fills caches that later calls reuse
         start = time.perf_counter()
         for severity in SEVERITIES:
             corrupt(image, name, severity)

@@ -4,9 +4,9 @@
         --limit 1600 --epochs 5 --batch-size 32 --augment light --lr 1e-4 --gating-lr 0.1 --out results/photos
     python docs/example.py results/photos
 
-At each epoch the validation photographs of the study are recorded, and before them one whose maps are kept. The file in
-the package is from the weights and scores of ``gating_evolution.py --unstrided`` with these options, which trains the
-same T-CNN, so it has the accuracies of two controls as well.
+At each epoch a photograph whose maps are saved is recorded first, and then the validation photographs of the study.
+The file in the package was made from the weights and scores of ``gating_evolution.py --unstrided`` with these options,
+which trains the same T-CNN, so that it has the accuracies of two controls as well.
 """
 
 import argparse
@@ -75,19 +75,19 @@ def main(arguments: Sequence[str] | None = None) -> None:
             recorder.mark(
                 epoch=epoch,
                 **{
-                    name: float(of.sel(epoch=epoch))
-                    for name, of in trained.data_vars.items()
+                    name: float(values.sel(epoch=epoch))
+                    for name, values in trained.data_vars.items()
                 },
             )
     pack(store, given.out)
 
 
 def pack(store: Path, out: Path) -> None:
-    """Write a recording to the file that the package holds."""
+    """Write a recording to the zip file of the package."""
     files = [path for path in store.rglob("*") if path.is_file()]
     with zipfile.ZipFile(out, "w", zipfile.ZIP_DEFLATED) as packed:
         for file in sorted(files):
-            # The lock and other files of the writer's.
+            # The lock and other files of the writer are left out.
             if not file.name.startswith("."):
                 packed.write(file, file.relative_to(store))
     print(f"wrote {out}: {out.stat().st_size / 1e6:.2f} MB")

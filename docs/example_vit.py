@@ -2,10 +2,10 @@
 
     python docs/example_vit.py
 
-Takes two minutes on a core. A ViT of four blocks of four heads, with a class token, learns scikit-learn's handwritten
-digits, 8 x 8 pixels in 4 x 4 patches. Four fifths of them train it, the others are recorded; of three of these the
-maps are kept. The seed fixes images and initial weights; on another processor the training ends with other digits of
-the accuracy.
+This takes two minutes on one core. A ViT of four blocks of four heads, with a class token, learns scikit-learn's
+handwritten digits, 8 x 8 pixels in 4 x 4 patches. Four fifths of the digits are for training and the others are
+recorded, three of them with their maps. The seed fixes images and initial weights; on another processor the training
+ends with other digits of the accuracy.
 """
 
 import argparse
@@ -28,10 +28,10 @@ SIDE = 8
 VIT = {"img_size": SIDE, "patch_size": 2, "in_chans": 1, "num_classes": 10}
 VIT |= {"embed_dim": 32, "depth": 4, "num_heads": 4, "mlp_ratio": 2}
 BATCH, LR, WEIGHT_DECAY = 64, 3e-3, 0.05
-# Denser where training is fast: maps of every epoch would take more room than the package has for them.
+# Epochs that are recorded, denser where training is fast: maps of every epoch would make the package too large.
 MARKS = (0, 1, 2, 3, 4, 6, 8, 12, 16, 22, 30, 40)
 KEPT = 3
-"""Images whose maps are kept."""
+"""Number of images with saved maps."""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -109,7 +109,7 @@ def train_epoch(
 
 @torch.no_grad()
 def accuracy(model: VisionTransformer, images: Tensor, labels: Tensor) -> float:
-    """Return the share of images that the model gets right, which are recorded."""
+    """Return the share of images that the model classifies correctly; the recorder sees these forward passes."""
     model.eval()
     return (model(images).argmax(1) == labels).float().mean().item()
 

@@ -1,11 +1,11 @@
-"""Which of timm's convnets can be reparameterized, and how exactly: writes the table in ``families.md`` beside it.
+"""Write ``families.md``, the table of timm's convnets that can be reparameterized, with the errors.
 
     python docs/families.py                          # every family, about ten minutes on one core
-    python docs/families.py --families vgg resnet    # some of them; --out says where to
+    python docs/families.py --families vgg resnet    # some of them; --out names another file
 
-Of every family, a module of timm, its smallest member is taken, in full width and with random weights, norms, layer
-scales and gains. With ``stride="keep"`` and locality strength and gating at 20 it has to give what the CNN gives.
-Beside these stand members of large families that are built differently.
+A family is a module of timm. Its smallest member is tested, in full width and with random weights, norms, layer scales
+and gains: with ``stride="keep"`` and locality strength and gating at 20 the T-CNN must have the outputs of the CNN. The
+table also has members of large families that are built differently.
 """
 
 import argparse
@@ -24,7 +24,7 @@ from tqdm import tqdm
 from tcnn_model import GPSA, gpsa_layers, reparameterize
 from tcnn_model.conversion.tracing import InputSize, find_input_size, meta_copy, trace
 
-PIXELS = 96  # image of the comparison, where the model takes it
+PIXELS = 96  # size of the image in the comparison, if the model takes it
 NO_CONVOLUTION = "no convolution to reparameterize"
 FURTHER = (
     "resnext50_32x4d",
@@ -66,7 +66,7 @@ module of timm that holds models, and members of large families that are built d
 
 
 class Row(NamedTuple):
-    """One line of the table, or (``reason``) why there is none."""
+    """One line of the table, or the ``reason`` why there is none."""
 
     family: str
     model: str
@@ -79,12 +79,12 @@ class Row(NamedTuple):
 
 
 def timm_families() -> list[str]:
-    """Modules of timm that hold models; models registered by others do not count."""
+    """Return the modules of timm that hold models, without models that other packages register."""
     return [m for m in timm.list_modules() if hasattr(timm.models, m)]
 
 
 def smallest_member(family: str) -> str:
-    """Name the model of a family with the fewest parameters; timm's own test models do not count."""
+    """Return the name of the model of a family with the fewest parameters, except timm's own test models."""
 
     def parameters(name: str) -> int:
         return sum(
@@ -100,11 +100,11 @@ def smallest_member(family: str) -> str:
 
 @torch.no_grad()
 def randomise(model: nn.Module, images: Tensor) -> nn.Module:
-    """Random norms, layer scales and gains, so that no converted layer is hidden behind a zero.
+    """Randomise norms, layer scales and gains in place, so that no converted layer is hidden behind a zero.
 
-    Running statistics are those of the activations that random images cause, disturbed, one norm after the other: with
-    statistics that have nothing to do with the activations these grow so much in deep networks that float32 does not
-    give the CNN's own function.
+    Running statistics are set, one norm after the other, to those of the activations of random images, with a random
+    disturbance. With unrelated statistics, activations would grow so much in deep networks that float32 could not
+    reproduce the CNN's own function.
     """
     norms = [m for m in model.modules() if hasattr(m, "running_mean")]
     for module in model.modules():
@@ -128,7 +128,7 @@ def randomise(model: nn.Module, images: Tensor) -> nn.Module:
 
 
 def image_size(model: nn.Module) -> InputSize:
-    """Return the size of a small image that the model takes, or else the one it is made for."""
+    """Return the size of a small image if the model takes it, or else the size that the model is made for."""
     meta = meta_copy(model)
     size = find_input_size(meta)
     try:
@@ -139,14 +139,14 @@ def image_size(model: nn.Module) -> InputSize:
 
 @torch.no_grad()
 def same_function_error(cnn: nn.Module, x: Tensor) -> float:
-    """Largest absolute difference over the largest absolute value expected."""
+    """Return the largest difference from the CNN's outputs, divided by the largest output of the CNN."""
     tcnn = reparameterize(cnn, stride="keep", locality_strength=20.0, gating=20.0)
     expected = cnn(x)
     return float((tcnn(x) - expected).abs().max() / expected.abs().max())
 
 
 def last_grid(tcnn: nn.Module, image: InputSize) -> str:
-    """Resolution at which the last GPSA layer works."""
+    """Return the resolution at which the last GPSA layer works."""
     grids = [
         call.outputs
         for call in trace(meta_copy(tcnn), image)
@@ -164,7 +164,7 @@ def unit_grid(model: nn.Module, image: InputSize) -> str:
 
 
 def describe(family: str, name: str) -> Row:
-    """One line of the table."""
+    """Return the line of a model in the table."""
     torch.manual_seed(0)
     model: Any = timm.create_model(name, num_classes=10)
     try:
@@ -209,7 +209,7 @@ def _brief(message: str) -> str:
 
 
 def table(rows: Sequence[Row]) -> str:
-    """Write the document."""
+    """Return the document."""
     shown = [row for row in rows if NO_CONVOLUTION not in row.reason]
     without = [row for row in rows if NO_CONVOLUTION in row.reason]
     lines = [
@@ -237,14 +237,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, default=Path(__file__).with_suffix(".md"))
     options = parser.parse_args(arguments)
     families = timm_families()
-    asked = options.families or [*families, *FURTHER]
+    names = options.families or [*families, *FURTHER]
     if unknown := [
-        name for name in asked if name not in families and not timm.is_model(name)
+        name for name in names if name not in families and not timm.is_model(name)
     ]:
         parser.error(f"neither a module of timm nor a model: {', '.join(unknown)}")
-    warnings.simplefilter("ignore")  # of timm's models about their own arguments
+    warnings.simplefilter("ignore")  # timm's models warn about their own arguments
     rows = {}
-    progress = tqdm(asked)
+    progress = tqdm(names)
     for name in progress:
         progress.set_postfix_str(name)
         family = next(

@@ -24,7 +24,7 @@ BOXES: dict[str, tuple[float, float, str, str]] = {
     ),
     "epoch": (13.3, 0.7, "mark: an epoch on disk", "storage/commit.py"),
 }
-# From, the side that it leaves; to, the side that it reaches; and what it says. Sides are (right, up) of the centre.
+# Start, side of the start, end, side of the end, and label. Sides are (right, up) of the centre.
 ARROWS = [
     ("forward", (1, 0), "follow", (-1, 0), ""),
     ("follow", (1, 0), "event", (-1, 0), ""),
@@ -39,7 +39,7 @@ WIDTH, HEIGHT = 3.0, 1.05
 
 
 def main() -> None:
-    """Draw it, in a second."""
+    """Draw the picture, which takes a second."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -58,7 +58,7 @@ def main() -> None:
 
 
 def draw_box(axes: Axes, x: float, y: float, title: str, files: str) -> None:
-    """Draw a box with a title and the place where to read on."""
+    """Draw a box with a title and the file to read."""
     corner = (x - WIDTH / 2, y - HEIGHT / 2)
     style = "round,pad=0.05,rounding_size=0.12"
     axes.add_patch(
@@ -93,7 +93,7 @@ def side_of(name: str, side: tuple[float, float]) -> tuple[float, float]:
 def draw_arrow(
     axes: Axes, start: tuple[float, float], end: tuple[float, float], label: str
 ) -> None:
-    """Draw an arrow and what it says."""
+    """Draw an arrow and its label."""
     is_bent = start[0] - end[0] > WIDTH  # back to the forward, around the boxes between
     style = "angle,angleA=180,angleB=90,rad=12" if is_bent else "arc3"
     axes.add_patch(

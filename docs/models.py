@@ -1,10 +1,11 @@
-"""What is recorded of vision models: writes the table in ``models.md`` beside it.
+"""Write ``models.md``, the table of the layers that are recorded in vision models.
 
     python docs/models.py                          # all models, about four minutes on one core
-    python docs/models.py --models vit_tiny swin   # anew the rows of those whose names contain a word
+    python docs/models.py --models vit_tiny swin   # rewrite the rows of models whose names contain a word
 
 Weights are random and nothing is downloaded. A forward shows which layers attend, and on which grids their tokens lie.
-Whether maps show the image as it is, an experiment says that knows nothing of grids: it changes the pixels of a square.
+An experiment that does not know the grids tells whether maps show the image as it is: it changes the pixels of a
+square.
 """
 
 import argparse
@@ -50,8 +51,8 @@ Written by `python docs/models.py` with {versions}, from random weights.
 # Centres of the squares, as shares of the image's height and width: none lies on a diagonal or mirrors another, so that
 # tokens in another order are noticed.
 SQUARES = ((0.2, 0.4), (0.35, 0.85), (0.6, 0.15), (0.85, 0.7))
-# Queries lie around each square, as shares of the image's sides from its centre, and not in it: those near it share
-# its window, where there are windows.
+# Distances of the queries from the centre of each square, as shares of the image's sides. Queries lie around a square
+# and not in it; in layers with windows, those nearby share the window of the square.
 AROUND = (0.065, 0.09, 0.12, 0.16)
 
 
@@ -64,7 +65,7 @@ class Model(NamedTuple):
     width: int
     options: Mapping[str, Any] = {}
     fits_norms: bool = False
-    """Whether batch norms take statistics of images first: with those that they begin with, all features vanish."""
+    """Whether batch norms take their statistics from images first: with the initial ones all features vanish."""
 
     def build(self) -> nn.Module:
         """Return the model with random weights."""
@@ -258,10 +259,10 @@ class Row(NamedTuple):
 
 
 def describe(model: Model) -> Row:
-    """Watch a forward of a model."""
+    """Return the row of a model, after one forward pass and the experiment."""
     torch.manual_seed(0)
     options = dict(model.options)
-    if model.name == "DetrModel":  # its backbone is a model too
+    if model.name == "DetrModel":  # the backbone of DETR is a model, too
         sizes = {
             "embedding_size": 32,
             "hidden_sizes": [32, 48, 64, 96],
@@ -296,7 +297,7 @@ def describe(model: Model) -> Row:
 def layouts_of(
     module: nn.Module, image: Tensor
 ) -> tuple[AttentionStream, Mapping[str, Layout]]:
-    """Return the grids on which the tokens of each layer lie."""
+    """Return the stream of a forward pass, and the grids on which the tokens of each layer lie."""
     layouts: dict[str, Layout] = {}
 
     def look(attention: Attention) -> None:
@@ -308,9 +309,9 @@ def layouts_of(
 
 
 def squares_found(module: nn.Module, image: Tensor, layers: Iterable[str]) -> str:
-    """Return in how many layers maps change where the image does, of those where one place does; "" without maps.
+    """Return in how many layers maps change where the image does, and of how many decided layers; "" without maps.
 
-    The module gives other outputs afterwards.
+    The module is modified: its attention layers return zeros afterwards.
     """
     for name in {layer.split("#")[0] for layer in layers}:
         module.get_submodule(name).register_forward_hook(
@@ -341,7 +342,7 @@ def squares_found(module: nn.Module, image: Tensor, layers: Iterable[str]) -> st
     for node in maps.children.values():
         for layer in node.layer.values:
             ds = node.dataset.sel(layer=layer)
-            # Maps of a class token, which may be zero before training, come first: they count where no others are.
+            # Maps of a class token, which may be zero before training, come first, and count only without others.
             maps_of_layer = [
                 values
                 for values in ds.data_vars.values()
@@ -368,14 +369,14 @@ def _finds_squares(
     centres: Sequence[tuple[int, int]],
     size: tuple[int, int],
 ) -> bool | None:
-    """Tell whether the place whose attention changes most is each square; None where no place stands out."""
+    """Return whether attention changes most at each square; None if no place stands out."""
     others = [dim for dim in values.dims if dim not in ("image", "y", "x")]
     logarithms = np.log(values.where(values > 0))  # 0 outside of a window
     changes = (logarithms - logarithms.isel(image=0)).isel(image=slice(1, None))
-    # What all keys of a query lose to the square's says nothing of their own places.
+    # The attention that all keys of a query lose to those in the square says nothing about their own places.
     changes = abs(changes - changes.median(("y", "x"))).sum(others)
     pixels = values.pixel_y.values[:, None], values.pixel_x.values[None]
-    # A square's side, and a cell.
+    # The reach of a square is its side plus the side of a cell.
     reach = [
         side / 12 + side / cells.size for side, cells in zip(size, pixels, strict=True)
     ]
@@ -396,7 +397,7 @@ def _finds_squares(
             abs(place - pixel) <= length - side / 24
             for place, pixel, length, side in zip(at, centre, reach, size, strict=True)
         )
-    # A place that stands out wherever the square is says nothing of it.
+    # A place that stands out wherever the square lies says nothing about the square.
     return is_there if len(peaks) == len(centres) else None
 
 
@@ -406,7 +407,7 @@ def _grid(tokens: Tokens) -> str:
 
 
 def counted(texts: Iterable[str], between: str = ", ") -> str:
-    """Return each text once, with how often it is there if that is more than once."""
+    """Return each text once, with its count if that is more than one."""
     counts = collections.Counter(texts)
     return between.join(
         f"{text} ({count} times)" if count > 1 else text
@@ -445,7 +446,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "--models",
         nargs="+",
         default=[""],
-        help="words of which the names contain one; default: all",
+        help="use models whose names contain one of these words; default: all",
     )
     parser.add_argument("--out", type=Path, default=Path(__file__).with_suffix(".md"))
     options = parser.parse_args(arguments)
@@ -456,12 +457,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
         parser.error(
             f"expected words of names of models, got {options.models}; there are {[m.name for m in MODELS]}"
         )
-    warnings.simplefilter("ignore")  # of models about their own arguments
+    warnings.simplefilter("ignore")  # models warn about their own arguments
     rows = rows_of(options.out)
     for model in tqdm(chosen):
         rows[model.library, model.name] = describe(model)
         order = [(model.library, model.name) for model in MODELS]
-        # After each model: a run that was stopped has not been in vain.
+        # The document is written after each model, so that a run that is interrupted keeps its rows.
         options.out.write_text(page([rows[name] for name in order if name in rows]))
 
 

@@ -3,7 +3,7 @@
     pip install -e ".[report]" selenium
     python docs/report.py
 
-It needs Chromium and its driver (``apt install chromium chromium-driver``).
+The script needs Chromium and its driver (``apt install chromium chromium-driver``).
 """
 
 import argparse
@@ -36,7 +36,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("--out", type=Path, default=HERE / "report.png")
     out = parser.parse_args(arguments).out
-    # As timm prepares images for this model: 128 x 128 pixels from the middle, the smaller side resized to 146.
+    # As in timm for this model, the smaller side is resized to 146 pixels, and the middle is cropped to 128 x 128.
     photograph = Image.fromarray(load_sample_image("china.jpg"))
     scale = 146 / min(photograph.size)
     width, height = (round(length * scale) for length in photograph.size)
@@ -54,7 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def take_picture(page: Path, out: Path) -> None:
-    """Open a page without a screen, choose a head with the arrow keys, and save what is seen."""
+    """Open a page in a headless browser, choose a head with the arrow keys, and save a screenshot."""
     options = webdriver.ChromeOptions()
     options.binary_location = shutil.which("chromium") or ""
     for argument in ("--headless=new", "--no-sandbox", "--hide-scrollbars"):

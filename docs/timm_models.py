@@ -1,12 +1,12 @@
-"""What is recorded of every kind of model that timm registers: writes the table in ``timm_models.md`` beside it.
+"""Write ``timm_models.md``, the table of the layers that are recorded in every kind of model that timm registers.
 
     python docs/timm_models.py                                # all names, about ten minutes on one core
-    python docs/timm_models.py --models convit_tiny cait_m36  # those that contain a word; --out says where to
+    python docs/timm_models.py --models convit_tiny cait_m36  # names that contain a word; --out names another file
 
-Weights are random and nothing is downloaded. Names are of one kind if timm builds them of the same class with the same
-switches, and only numbers differ: widths, heads, blocks, sizes of images. The smallest model of each kind runs once, on
-one image of its own size, with at most two blocks in a row if timm can build such a model. ``--rows`` names a file that
-keeps each row when it is done: a run that was stopped goes on there.
+Weights are random and nothing is downloaded. Names are of one kind if timm builds them from the same class with the
+same switches, and only numbers differ: widths, heads, blocks, sizes of images. The smallest model of each kind runs
+once, on one image of its own size, with at most two blocks in a row if timm can build such a model. ``--rows`` names a
+file to which each row is written when it is done, and from which an interrupted run resumes.
 """
 
 import argparse
@@ -55,7 +55,7 @@ registers have no module that computes a softmax or is called attention.
 | model | class | image | layers | difference | not recorded | the same kind |
 |---|---|---|---|---|---|---|"""
 
-# Two blocks: Swin's windows are shifted in every second one.
+# There are two blocks, because Swin's windows are shifted in every second block.
 BLOCKS = 2
 # The names of timm's arguments for numbers of blocks, and of the fields of its configurations.
 DEPTHS = (
@@ -68,7 +68,7 @@ Build = Callable[..., nn.Module]
 
 
 class Differences(Verification):
-    """Comparisons of a forward, which are kept.
+    """Verification that keeps the comparisons of a forward pass.
 
     Attributes:
         by_layer: {layer: largest difference}.
@@ -86,12 +86,12 @@ class Differences(Verification):
 
 
 class ArgumentsError(Exception):
-    """Arguments with which timm would build a model: its class, and those of the class by name."""
+    """Raised with the class of a model that timm would build, and the arguments of the class by name."""
 
 
 @contextmanager
 def built_by(make: Callable[[Build], Build]) -> Iterator[None]:
-    """Build timm's models inside with what ``make`` returns of timm's own function."""
+    """Build timm's models in the block by the function that ``make`` returns for timm's own function."""
     modules = [
         module
         for name, module in sys.modules.items()
@@ -108,7 +108,7 @@ def built_by(make: Callable[[Build], Build]) -> Iterator[None]:
 
 
 def show_arguments(build: Build) -> Build:
-    """Return a function that raises the arguments in the place of building a model."""
+    """Return a function that raises the arguments instead of building a model."""
 
     def raise_arguments(
         model_class: Any, variant: str, pretrained: bool = False, **arguments: Any
@@ -127,7 +127,7 @@ def build_shallow(build: Build) -> Build:
 
     def build_with_few_blocks(model_class: Any, *args: Any, **kwargs: Any) -> nn.Module:
         parameters = inspect.signature(model_class).parameters
-        # SAM names the blocks whose attention is global: the first of them is to be there.
+        # SAM lists the blocks with global attention; there must be enough blocks to include the first of them.
         blocks = max(BLOCKS, 1 + min(kwargs.get("global_attn_indexes") or [0]))
         few = {}
         for name in DEPTHS:
@@ -146,21 +146,21 @@ def build_shallow(build: Build) -> Build:
         try:
             return build(model_class, *args, **kwargs | few)
         except (AssertionError, IndexError):
-            # Some models need as many blocks as they have: IFormer's come in threes, NextViT's channels by stage.
+            # Some models need all their blocks: IFormer's come in threes, and NextViT's channels are listed by stage.
             return build(model_class, *args, **kwargs)
 
     return build_with_few_blocks
 
 
 def at_most(blocks: int, number: Any) -> Any:
-    """Return numbers of blocks, one or one for each stage, that are no larger than ``blocks``."""
+    """Return the number of blocks, or the numbers by stage, limited to ``blocks``."""
     if isinstance(number, (list, tuple)):
         return type(number)(at_most(blocks, entry) for entry in number)
     return min(blocks, number) if isinstance(number, int) else number
 
 
 def switches(value: Any) -> Any:
-    """Return what is left of arguments without the sizes of numbers: whether they are zero, and all the rest."""
+    """Return arguments with each number replaced by whether it is positive, so that kinds of models can be compared."""
     if dataclasses.is_dataclass(value):
         value = vars(value)
     if isinstance(value, dict):
@@ -219,7 +219,7 @@ def has_candidates(model: nn.Module) -> bool:
 
 
 def describe(name: str) -> Row | None:
-    """Watch a forward of a model; return None if it has no module that could attend."""
+    """Return the row of a model after one forward pass; None if it has no module that could attend."""
     with built_by(build_shallow):
         with torch.device("meta"):
             shapes = timm.create_model(name)
@@ -241,7 +241,7 @@ def describe(name: str) -> Row | None:
             reasons = [*stream.unsupported.values()]
         except ReconstructionError:
             reasons = ["what is rebuilt differs from what the model computed"]
-        except Exception as error:  # one model is not to end the table
+        except Exception as error:  # one model must not end the table
             reasons = [f"its forward raises {type(error).__name__}: {error}"]
     layers = list(stream.layers)
     counts = collections.Counter(reasons)
@@ -295,10 +295,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "--models",
         nargs="+",
         default=[""],
-        help="words of which the names contain one; default: all",
+        help="use models whose names contain one of these words; default: all",
     )
     parser.add_argument("--out", type=Path, default=Path(__file__).with_suffix(".md"))
-    parser.add_argument("--rows", type=Path, help="file that keeps rows, to go on with")
+    parser.add_argument(
+        "--rows", type=Path, help="file of finished rows, to resume from"
+    )
     options = parser.parse_args(arguments)
     names = [
         name
@@ -307,7 +309,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     ]
     if not names:
         parser.error(f"expected words of names of timm's models, got {options.models}")
-    warnings.simplefilter("ignore")  # of models about their own arguments
+    warnings.simplefilter("ignore")  # models warn about their own arguments
     rows: dict[str, Row | None] = {}
     if options.rows is not None and options.rows.exists():
         rows = dict(map(json.loads, options.rows.read_text().splitlines()))

@@ -1,10 +1,11 @@
-"""Draw docs/what_heads_see.png: where heads of a vision transformer look, and since when the image decides it.
+"""Draw docs/what_heads_see.png: where heads of a vision transformer look, and how far the image decides it by epoch.
 
     python docs/what_heads_see.py
 
-Takes ten seconds. All is in the recording that ``tcnn_probe.load_example("vit")`` opens, of a vision transformer that
-learned scikit-learn's digits: the attention of the class token in three digits that it was not trained on, and the
-content information of its attention over all 360 validation digits, in all heads and at each recorded epoch.
+This takes ten seconds. All data are in the recording that ``tcnn_probe.load_example("vit")`` opens, of a vision
+transformer that learned scikit-learn's digits: the attention of the class token in three digits that it was not
+trained on, and the content information of its attention over all 360 validation digits, in all heads and at each
+recorded epoch.
 """
 
 import argparse
@@ -35,7 +36,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--out", type=Path, default=ROOT / "docs/what_heads_see.png")
-    given = parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
     example = tcnn_probe.load_example("vit")
     digits = load_digits().images[example.attrs["digits"]]
     maps = example["maps/4x4x4"].dataset.class_attention.isel(epoch=-1)
@@ -55,12 +56,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for panel in panels.flat:
         panel.set(xticks=[], yticks=[])
     draw_information(right.subplots(), example["heads"].dataset, heads)
-    figure.savefig(given.out, dpi=130)
+    figure.savefig(options.out, dpi=130)
 
 
 def draw_attention(panel: Axes, digit: object, attention: xr.DataArray) -> None:
-    """Draw a map, 4 x 4, and over it where the digit is dark."""
-    extent = (-0.5, SIDE - 0.5, SIDE - 0.5, -0.5)  # both on the pixels of the digit
+    """Draw a 4 x 4 map, and over it the outline of the dark pixels of the digit."""
+    extent = (-0.5, SIDE - 0.5, SIDE - 0.5, -0.5)  # the map covers the digit's pixels
     panel.imshow(attention, cmap="viridis", vmin=0, extent=extent)
     panel.contour(digit, levels=[6], colors="white", linewidths=1.2)
 

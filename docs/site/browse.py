@@ -1,10 +1,10 @@
-"""Look at the built site in a browser without network: on a phone and a desktop, light and dark.
+"""Check the built site in a browser without network: on a phone and a desktop, light and dark.
 
     python docs/site/browse.py build/site screenshots
 
-Takes a minute, and needs selenium and Chrome or Chromium with its driver (``apt install chromium chromium-driver``).
-Pages are opened as files. It fails where a page, a title or a table of names is wider than the screen, an image is
-missing, a script reports an error, dark pages are light, or the search finds nothing.
+This takes a minute, and needs selenium and Chrome or Chromium with its driver (``apt install chromium
+chromium-driver``). Pages are opened as files. The check fails if a page, a title or a table of names is wider than the
+screen, an image is missing, a script reports an error, dark pages are light, or the search finds nothing.
 """
 
 import argparse
@@ -30,7 +30,7 @@ PAGES = (
 SCREENS = {"phone": (390, 844), "desktop": (1400, 1000)}
 SCHEMES = ("light", "dark")
 QUERY = "attention_maps"
-SECONDS = 30  # for a page that is slow on a machine with other work
+SECONDS = 30  # limit for a page, which may be slow on a machine with other work
 MISSING_IMAGES = """return [...document.images].filter(image => image.complete && !image.naturalWidth)
     .map(image => image.src)"""
 OVERFLOW = """return [...document.querySelectorAll("html, h1, table.autosummary")]
@@ -47,19 +47,21 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("site", type=Path)
     parser.add_argument("screenshots", type=Path)
-    given = parser.parse_args(arguments)
-    given.screenshots.mkdir(parents=True, exist_ok=True)
+    options = parser.parse_args(arguments)
+    options.screenshots.mkdir(parents=True, exist_ok=True)
     faults = []
     for (screen, size), scheme in itertools.product(SCREENS.items(), SCHEMES):
         browser = open_browser(size, scheme)
         try:
             for page in PAGES:
-                address = (given.site / f"{page}.html").resolve().as_uri()
-                picture = given.screenshots / f"{Path(page).name}-{screen}-{scheme}.png"
+                address = (options.site / f"{page}.html").resolve().as_uri()
+                picture = (
+                    options.screenshots / f"{Path(page).name}-{screen}-{scheme}.png"
+                )
                 place = f"{page}, {screen}, {scheme}"
-                found = look_at(browser, address, scheme, picture)
-                faults += [f"{place}: {fault}" for fault in found]
-            if not search(browser, given.site):
+                page_faults = look_at(browser, address, scheme, picture)
+                faults += [f"{place}: {fault}" for fault in page_faults]
+            if not search(browser, options.site):
                 faults.append(f"search, {screen}, {scheme}: nothing found")
         finally:
             browser.quit()
@@ -70,12 +72,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def open_browser(size: tuple[int, int], scheme: str) -> Any:
     """Open a browser that finds no network, with a screen of width x height pixels and a colour scheme."""
     options = webdriver.ChromeOptions()
-    # Hosted runners have Chrome and its driver of one version, and perhaps a Chromium of another.
+    # Hosted runners have Chrome and a driver of the same version, and perhaps a Chromium of another version.
     binary = shutil.which("google-chrome") or shutil.which("chromium")
     options.binary_location = binary or ""
     for argument in (
         "--headless=new",
-        "--no-sandbox",  # which containers do not have
+        "--no-sandbox",  # containers do not have a sandbox
         "--disable-dev-shm-usage",
         "--host-resolver-rules=MAP * ~NOTFOUND",
     ):
@@ -94,7 +96,7 @@ def open_browser(size: tuple[int, int], scheme: str) -> Any:
 
 
 def look_at(browser: Any, address: str, scheme: str, picture: Path) -> list[str]:
-    """Open a page, save what is seen, and return what is wrong with it."""
+    """Open a page, save a screenshot, and return the faults of the page."""
     browser.get(address)
     faults = []
     wide = browser.execute_script(OVERFLOW)

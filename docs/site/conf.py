@@ -2,8 +2,8 @@
 
 Its pages are the repository's own Markdown at its own paths, so a link that works on GitHub works here. The examples of
 docs/*.md are run by tests/test_documents.py; the build runs docs/notebooks, or with ``-D nb_execution_mode=off`` shows
-them without their output. Pages of names, the gallery of studies and llms.txt are made of docs/site/api.md,
-the documents and studies/.
+them without their output. Pages of names, the gallery of studies and llms.txt are generated from docs/site/api.md, the
+documents and studies/.
 """
 
 import ast
@@ -81,7 +81,7 @@ PICTURES = {
         "Accuracy, attention spans, gates and entropies while a T-CNN is fine-tuned",
     ),
 }
-"""Pictures beside the first lines of pages: their paths in docs/, and what they show."""
+"""Pictures beside the first lines of pages, by page: path in docs/, and description."""
 
 project = "tcnn-probe"
 author = "The tcnn-probe developers"
@@ -104,20 +104,20 @@ include_patterns = [
     "studies/pages/*.md",
 ]
 exclude_patterns = [".*", "build", "docs/site/contents.md", "docs/site/templates"]
-# Absolute: autosummary looks from the sources, Sphinx from here.
+# The path is absolute, because autosummary resolves it from the sources and Sphinx from this folder.
 templates_path = [str(HERE / "templates")]
 
 myst_enable_extensions = ["colon_fence"]
 myst_heading_anchors = 4
 # Notebooks show their figures, wherever the site is built.
 os.environ.pop("MPLBACKEND", None)
-# Their models are small: more threads mostly wait for each other.
+# The notebooks' models are small, so that more threads mostly wait for each other.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 nb_execution_raise_on_error = True
 nb_output_stderr = "remove"  # such as tqdm's advice to install widgets
-nb_execution_timeout = 300  # seconds a cell, on a machine with other work
+nb_execution_timeout = 300  # seconds per cell, on a machine with other work
 
-# Sphinx ends a summary at a full stop, and knows fewer abbreviations than papers have.
+# Sphinx ends a summary at a full stop, and does not know these abbreviations.
 sphinx.ext.autosummary.WELL_KNOWN_ABBREVIATIONS += (
     "Alg.",
     "Eq.",
@@ -130,25 +130,26 @@ SUMMARIES: dict[str, str] = {}
 """First paragraphs of docstrings, by full name."""
 LISTED = listed_names(HERE / "api.md")
 autosummary_context = {"listed": LISTED, "examples": examples(ROOT, LISTED)}
-autodoc_mock_imports = ["lightning", "transformers"]  # to describe their callbacks
+# The callbacks for these packages are described without installing them.
+autodoc_mock_imports = ["lightning", "transformers"]
 autosummary_imported_members = True
 autosummary_ignore_module_all = False
-autodoc_typehints = "none"  # docstrings say what is expected; signatures stay short
+autodoc_typehints = "none"  # docstrings give the types; signatures stay short
 autodoc_default_options = {"no-value": True}
 napoleon_numpy_docstring = False
 napoleon_use_rtype = False  # "Shape (B, H, W): the maps" stays one line
 napoleon_custom_sections = ["Shape"]
 nitpicky = True
 suppress_warnings = [
-    "ref.python",  # one name in two classes: words of docstrings that napoleon takes for types
+    "ref.python",  # napoleon takes some words of docstrings for types, and two classes may have such a name
     "myst-nb.lexer",  # without execution the language of the cells is unknown
 ]
-# The documentation of others is not at hand offline.
+# The documentation of other packages is not available offline.
 nitpick_ignore_regex = [(r"py:.*", r"(?!tcnn_).*")]
 
 html_theme = "pydata_sphinx_theme"
 html_title = "tcnn-probe"
-html_context = {"default_mode": "auto"}  # as the system has it: light or dark
+html_context = {"default_mode": "auto"}  # light or dark as set in the system
 html_static_path = [str(HERE / "static")]
 html_css_files = ["site.css"]
 html_additional_pages = {"index": "to_readme.html"}
@@ -161,7 +162,7 @@ def write_gallery(_: Sphinx) -> None:
     """Write the gallery, a card for each study: its first line and, where docs/ has it, its figure."""
     GENERATED.mkdir(parents=True, exist_ok=True)
     for page in GENERATED.glob("tcnn_*.rst"):
-        if page.stem not in LISTED:  # of an earlier build
+        if page.stem not in LISTED:  # left by an earlier build
             page.unlink()
     cards = []
     for path in STUDIES:
@@ -176,15 +177,15 @@ def write_gallery(_: Sphinx) -> None:
     pages = sorted(ROOT.glob("studies/pages/*.md"))
     names = "\n".join(f"/studies/pages/{page.stem}" for page in pages)
     (GENERATED / "gallery.md").write_text(
-        "# Studies\n\nEach is one command and stands for a figure or table of the papers, or for a question that they "
-        "leave open. [What they found](/studies/README.md).\n\n"
+        "# Studies\n\nEach study is one command and stands for a figure or table of the papers, or for a question that "
+        "they leave open. [Findings](/studies/README.md).\n\n"
         f"::::{{grid}} 1 1 2 2\n:gutter: 3\n\n{''.join(cards)}::::\n\n"
         f"```{{toctree}}\n:hidden:\n\n/studies/README\n{names}\n```\n"
     )
 
 
 def add_contents(_: Sphinx, docname: str, source: list[str]) -> None:
-    """Add what a page has on the site alone: contents, a picture, code of a study, the file of a notebook."""
+    """Add the parts that a page has on the site only: contents, a picture, code of a study, a notebook's file."""
     name = Path(docname).name
     if docname in PICTURES:
         picture, description = PICTURES[docname]
@@ -207,7 +208,7 @@ def add_contents(_: Sphinx, docname: str, source: list[str]) -> None:
 
 
 def write_llms_txt(app: Sphinx, exception: Exception | None) -> None:
-    """Write llms.txt (llmstxt.org): what there is, in plain text, with the Markdown source of each page."""
+    """Write llms.txt (llmstxt.org): a list of the pages in plain text, with the Markdown source of each."""
     if exception is not None:
         return
     readme = (ROOT / "README.md").read_text()
@@ -237,7 +238,7 @@ def write_notebooks(app: Sphinx, exception: Exception | None) -> None:
 
 
 def check_names(app: Sphinx, *_: Any) -> None:
-    """Fail, as -W makes it, where a public name is not in the reference under this or another name."""
+    """Warn of public names that the reference does not list under this or another name; with -W the build fails."""
     for name in unlisted_names(LISTED):
         getLogger(__name__).warning("%s is not in docs/site/api.md", name)
 
@@ -245,15 +246,15 @@ def check_names(app: Sphinx, *_: Any) -> None:
 def describe_constants(
     _: Sphinx, what: str, name: str, value: Any, options: Any, lines: list[str]
 ) -> None:
-    """Describe a constant, all of which hold names, by these names, and not by what a dict is."""
+    """Describe a constant by the names that it holds, and not by the docstring of its type."""
     if what == "data":
-        lines[:] = [", ".join(f"``{each}``" for each in value)]
+        lines[:] = [", ".join(f"``{member}``" for member in value)]
     paragraph = " ".join(lines).partition("  ")[0]
     SUMMARIES[name] = re.sub(r":\w+:`~?([^`]*)`", r"`\1`", paragraph)
 
 
 def setup(app: Sphinx) -> None:
-    """Connect what is above."""
+    """Connect the functions above to Sphinx's events."""
     app.connect("builder-inited", write_gallery, priority=0)
     app.connect("source-read", add_contents)
     app.connect("env-check-consistency", check_names)

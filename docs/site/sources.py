@@ -1,4 +1,4 @@
-"""What the site takes from the documents: examples for the reference, first paragraphs for llms.txt."""
+"""Extracts from the documents for the site: examples for the reference, first paragraphs for llms.txt."""
 
 import ast
 import builtins
@@ -24,7 +24,7 @@ def listed_names(path: Path) -> list[str]:
 
 
 def unlisted_names(listed: list[str]) -> list[str]:
-    """Return the public names that the reference lists neither as such nor under another name."""
+    """Return the public names that the reference does not list, under this or another name."""
     members = {}
     for name in listed[listed.index("tcnn_probe") :]:  # modules are listed last
         module = importlib.import_module(name)
@@ -48,9 +48,9 @@ class Example:
     """Code of a document.
 
     Args:
-        page: Page without its suffix, from the root.
+        page: Path of the page from the root, without its suffix.
         code: Block of code.
-        alone: Whether it needs no name of the lines above it.
+        alone: Whether the block runs alone, without names from earlier blocks.
     """
 
     page: str
@@ -61,14 +61,14 @@ class Example:
 def examples(root: Path, names: list[str]) -> dict[str, Example]:
     """Find an example of each name in the documents, if possible one that runs alone.
 
-    Of the pages that use a name, the one with the most such blocks is taken to be about it.
+    The page with the most blocks that use a name is taken to be the page about it.
 
     Args:
         root: Root of the repository.
         names: Full names, such as ``tcnn_probe.plot.health``.
 
     Returns:
-        The first block of code that suits, for each name that a document uses.
+        The first suitable block of code for each name that a document uses.
     """
     uses: dict[str, list[Example]] = defaultdict(list)
     for page in documents(root):
@@ -80,16 +80,16 @@ def examples(root: Path, names: list[str]) -> dict[str, Example]:
             example = Example(place, block, not unbound_names(tree))
             for name in sorted(used_names(tree, imported) & set(names)):
                 uses[name].append(example)
-    found = {}
+    chosen = {}
     for name, all_uses in uses.items():
         number = Counter(example.page for example in all_uses)
         alone = [example for example in all_uses if example.alone]
-        found[name] = max(alone or all_uses, key=lambda example: number[example.page])
-    return found
+        chosen[name] = max(alone or all_uses, key=lambda example: number[example.page])
+    return chosen
 
 
 def code_blocks(text: str) -> list[str]:
-    """Return the Python code of a document or notebook, without what only IPython understands."""
+    """Return the blocks of Python code of a document or notebook, without blocks of IPython's magics."""
     blocks = re.findall(
         r"^```(?:python|\{code-cell\} ipython3)\n(.*?)^```",
         text,
@@ -99,7 +99,7 @@ def code_blocks(text: str) -> list[str]:
 
 
 def imported_names(tree: ast.AST) -> dict[str, str]:
-    """Return the full names of what code imports by ``from``."""
+    """Return the full names of the objects that code imports by ``from``."""
     return {
         alias.asname or alias.name: f"{node.module}.{alias.name}"
         for node in ast.walk(tree)
@@ -119,7 +119,7 @@ def used_names(tree: ast.AST, imported: dict[str, str]) -> set[str]:
 
 
 def unbound_names(tree: ast.AST) -> set[str]:
-    """Return the names that code uses and does not bind, in whatever order."""
+    """Return the names that code uses but does not bind anywhere, whatever the order."""
     bound = set(dir(builtins))
     used = set()
     for node in ast.walk(tree):
