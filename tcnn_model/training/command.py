@@ -61,8 +61,8 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _command() -> str:
     """Return the command without its options; a run of several processes goes on with as many."""
-    several = int(os.environ.get("WORLD_SIZE", "1")) > 1
-    return "torchrun ... -m tcnn_model.training" if several else "tcnn-finetune"
+    processes = int(os.environ.get("WORLD_SIZE", "1"))
+    return "torchrun ... -m tcnn_model.training" if processes > 1 else "tcnn-finetune"
 
 
 def train(

@@ -206,9 +206,9 @@ def check_mode(mode: str) -> None:
 def parse_attributes(attrs: Mapping[str, Any] | None) -> dict[str, Any]:
     """Return further attributes of a recording, if they are plain JSON and not among its own."""
     plain = dict(attrs or {})
-    if taken := sorted(_OWN_ATTRIBUTES & plain.keys()):
+    if clashes := sorted(_OWN_ATTRIBUTES & plain.keys()):
         raise ValueError(
-            f"attrs: the recording keeps {taken} itself: give yours other names"
+            f"attrs: the recording keeps {clashes} itself: give yours other names"
         )
     try:
         # JSON has no NaN: Python writes one that other readers of zarr refuse.

@@ -243,13 +243,13 @@ def test_what_a_user_has_added_to_the_root_is_refused_at_the_call(
     """xarray's ``to_zarr`` consolidates the metadata, so the root speaks of what it has written."""
     recording(path := tmp_path / "run.zarr")
     attributes = xr.open_zarr(path).attrs
-    mine = xr.Dataset({"mine": ("x", [1.0, 2.0])}, attrs=attributes)
+    dataset = xr.Dataset({"mine": ("x", [1.0, 2.0])}, attrs=attributes)
     if kind == "array":
-        mine.to_zarr(path, mode="a")
+        dataset.to_zarr(path, mode="a")
     elif kind == "group":
-        mine.to_zarr(path, mode="a", group="mine")
+        dataset.to_zarr(path, mode="a", group="mine")
     else:
-        mine.to_zarr(path := tmp_path / "summary.zarr")
+        dataset.to_zarr(path := tmp_path / "summary.zarr")
     before = contents(path)
     with pytest.raises(StoreError, match=r"more than a recording.*: '(mine|x)"):
         create(path, mode="w")
