@@ -1,5 +1,6 @@
 """``tcnn-finetune MODEL --data FOLDER --recipe NAME``: train a model of timm as the papers do."""
 
+import os
 import signal
 import sys
 from collections.abc import Iterator
@@ -41,7 +42,7 @@ def main(arguments: list[str] | None = None) -> int:
         return 3
     except StopRequested as stop:
         print(
-            f"stopped {stop}; go on with: tcnn-finetune --resume --out {folder}",
+            f"stopped {stop}; go on with: {_command()} --resume --out {folder}",
             file=sys.stderr,
         )
         # 130 is the status that shells give after Ctrl-C. A job that a scheduler asked to stop has not failed.
@@ -49,13 +50,19 @@ def main(arguments: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         begun = folder is not None and (folder / "config.toml").exists()
         hint = (
-            f"; go on from the last checkpoint with: tcnn-finetune --resume --out {folder}"
+            f"; go on from the last checkpoint with: {_command()} --resume --out {folder}"
             if begun
             else ""
         )
         print(f"tcnn-finetune: interrupted{hint}", file=sys.stderr)
         return 130
     return 0
+
+
+def _command() -> str:
+    """Return the command without its options; a run of several processes goes on with as many."""
+    processes = int(os.environ.get("WORLD_SIZE", "1"))
+    return "torchrun ... -m tcnn_model.training" if processes > 1 else "tcnn-finetune"
 
 
 def train(

@@ -256,6 +256,21 @@ def test_signals_end_the_run_with_a_checkpoint(
     )
 
 
+def test_what_goes_on_is_a_run_of_as_many_processes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A checkpoint of two processes is refused by one."""
+
+    def stopped(*_: object, **__: object) -> Any:
+        raise loop.StopRequested("in epoch 1", signal.SIGTERM)
+
+    monkeypatch.setattr("tcnn_model.training.command.train", stopped)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert main(["resnet18", "--out", str(tmp_path)]) == 0
+    hint = f"torchrun ... -m tcnn_model.training --resume --out {tmp_path}"
+    assert hint in capsys.readouterr().err
+
+
 def test_second_interrupt_ends_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
