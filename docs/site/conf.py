@@ -7,6 +7,7 @@ documents and studies/.
 """
 
 import ast
+import inspect
 import os
 import re
 import sys
@@ -16,6 +17,7 @@ from typing import Any
 import jupytext
 import sphinx.ext.autosummary
 from sphinx.application import Sphinx
+from sphinx.ext.autosummary import Autosummary, extract_summary
 from sphinx.util.logging import getLogger
 
 import tcnn_probe
@@ -48,13 +50,37 @@ PICTURES = {
         "thumbnails/attention_maps.png",
         "Attention of each head in four layers of a T-CNN, from one pixel",
     ),
+    "docs/coming_from": (
+        "thumbnails/cait_attention.png",
+        "Attention of the heads of CaiT",
+    ),
+    "docs/dense_tasks": (
+        "thumbnails/segmentation_attention.png",
+        "Attention of a T-CNN that was trained for segmentation",
+    ),
     "docs/families": (
         "thumbnails/architectures.png",
         "Gain of T-CNNs made from several convnets, and its cost",
     ),
+    "docs/health": (
+        "thumbnails/training_health.png",
+        "Findings of health while a training goes wrong",
+    ),
     "docs/heads": (
         "thumbnails/head_entropy.png",
         "Heads of each type by epoch, with their entropies and distances",
+    ),
+    "docs/papers": (
+        "thumbnails/tcnn_claims.png",
+        "Claims of the T-CNN paper, measured",
+    ),
+    "docs/plots": (
+        "plots.png",
+        "Gates of the shipped recording by epoch, and the attention maps of a layer",
+    ),
+    "docs/recipes": (
+        "thumbnails/seeds.png",
+        "Numbers of several trainings with different seeds",
     ),
     "docs/recording": (
         "what_heads_see.png",
@@ -158,6 +184,24 @@ html_theme_options: dict[str, Any] = {
 }
 
 
+class Table(Autosummary):
+    """Names with their summaries; autosummary has none for a class under another name, such as ``record``."""
+
+    def get_items(self, names: list[str]) -> list[tuple[str, str | None, str, str]]:
+        """Return name, signature, summary and full name of each; warn of one without a summary."""
+        items = []
+        for name, signature, summary, full_name in super().get_items(names):
+            if not summary:
+                _, value, _, _ = self.import_by_name(full_name, [None])
+                lines = (inspect.getdoc(value) or "").splitlines()
+                summary = extract_summary(lines, self.state.document.settings)
+                SUMMARIES[full_name] = summary
+            if not summary:
+                getLogger(__name__).warning("%s has no summary", full_name)
+            items.append((name, signature, summary, full_name))
+        return items
+
+
 def write_gallery(_: Sphinx) -> None:
     """Write the gallery, a card for each study: its first line and, where docs/ has it, its figure."""
     GENERATED.mkdir(parents=True, exist_ok=True)
@@ -255,6 +299,7 @@ def describe_constants(
 
 def setup(app: Sphinx) -> None:
     """Connect the functions above to Sphinx's events."""
+    app.add_directive("autosummary", Table, override=True)
     app.connect("builder-inited", write_gallery, priority=0)
     app.connect("source-read", add_contents)
     app.connect("env-check-consistency", check_names)

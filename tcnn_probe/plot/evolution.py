@@ -103,7 +103,8 @@ def _label(axes: "Axes", along: xr.DataArray, values: xr.DataArray) -> None:
         lines = " by head (thin), and mean (thick)" if "head" in values.dims else ""
         if "run" in values.dims:
             averaged = "heads and runs" if "head" in values.dims else "runs"
-            lines = f": mean over {averaged} (line), smallest to largest of {values.sizes['run']} runs (band)"
+            # Two lines, as one is wider than an axes of two beside each other.
+            lines = f": mean over {averaged} (line),\nsmallest to largest of {values.sizes['run']} runs (band)"
         axes.set_title(axis_label(values).split(" (")[0] + lines, fontsize="small")
     locator, formatter = (
         axes.xaxis.get_major_locator(),

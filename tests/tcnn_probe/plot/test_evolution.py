@@ -223,8 +223,16 @@ def test_runs_form_a_band_from_the_smallest_to_the_largest() -> None:
         assert to_rgba(line.get_color()) == to_rgba("rgb"[layer])
         assert tuple(band.get_facecolor()[0]) == to_rgba("rgb"[layer], 0.2)
     assert ax.get_title() == (
-        "gate: mean over heads and runs (line), smallest to largest of 3 runs (band)"
+        "gate: mean over heads and runs (line),\nsmallest to largest of 3 runs (band)"
     )
+    figure, panels = plt.subplots(1, 2, figsize=(11, 4), layout="constrained")
+    long_name = values.assign_attrs(long_name="content information of attention")
+    for panel in panels:
+        tcnn_probe.plot.evolution(long_name, panel, legend=False)
+    figure.draw_without_rendering()
+    titles = [panel.title.get_window_extent() for panel in panels]
+    assert titles[0].x1 < titles[1].x0
+    assert titles[1].x1 < figure.bbox.x1
 
 
 def test_scores_of_runs_form_a_band() -> None:
