@@ -13,13 +13,13 @@ from tcnn_model import reparameterize
 from tests.tcnn_probe.attention.sharpen import sharpen
 from tests.tcnn_probe.probes.scattered_models import images, scattered
 
-FLOAT16 = 2.0**-11  # This is the relative rounding error.
-SMALL = 2.0**-25  # This is the absolute error below the smallest normal number.
+FLOAT16 = 2.0**-11  # the relative rounding error
+SMALL = 2.0**-25  # the absolute error below the smallest normal number
 
 
 def tcnn() -> nn.Module:
     torch.manual_seed(0)
-    # # Every stage has a different width.
+    # Every stage has a different width.
     channels = {"channels": (5, 7, 11, 13), "num_classes": 3}
     return reparameterize(
         scattered(timm.create_model("resnet10t", **channels)), layers="layer4.0.conv1"
@@ -68,9 +68,9 @@ def cosines(tokens: np.ndarray) -> float:
 def test_features_of_feature_maps_next_to_heads(tmp_path: Path) -> None:
     model = tcnn()
     x = images(5, 64, 96)
-    # # Each batch contains one of the chosen images; the third never comes.
+    # Each batch contains one of the chosen images; the third never comes.
     recorder = recorded(model, x, tmp_path / "run.zarr", images=[1, 4, 9])
-    # # The heads are recorded as without features.
+    # The heads are recorded as without features.
     assert recorder.dataset.layer.values.tolist() == ["layer4.0.conv1"]
     features = recorder.tree["features"].dataset.isel(epoch=0)
     assert features.layer.values.tolist() == [f"layer{n}" for n in range(1, 5)]
@@ -85,7 +85,7 @@ def test_features_of_feature_maps_next_to_heads(tmp_path: Path) -> None:
         assert np.isnan(feature[:, channels:]).all()
         tokens = output.reshape(5, channels, -1).swapaxes(1, 2)
         expected = cosines(tokens) if tokens.shape[1] > 1 else 1
-        # # The mean of float32 cosines of both signs cancels in part.
+        # The mean of float32 cosines of both signs cancels in part.
         np.testing.assert_allclose(row.token_cosine, expected, rtol=1e-4)
         assert row.images == 5
 
@@ -109,11 +109,11 @@ def test_features_of_tokens() -> None:
         np.testing.assert_allclose(
             features.token_cosine.sel(layer=layer), cosines(output[:, 2:]), rtol=1e-4
         )
-        # # The first two tokens are the class and the distillation token.
+        # The first two tokens are the class and the distillation token.
         similarity = tcnn_probe.representation.token_cosine(
             feature[:, 1:].astype(float)
         )
-        # # Each of the two tokens, stored as float16, is off by up to 2^-11 of its length.
+        # Each of the two tokens, stored as float16, is off by up to 2^-11 of its length.
         np.testing.assert_allclose(
             similarity.mean(), cosines(output[:4, :2]), atol=2e-3
         )
@@ -133,7 +133,7 @@ def test_features_of_layers_with_channels_last() -> None:
         with tcnn_probe.record(model, probes=probe) as recorder:
             model(x)
             recorder.mark(epoch=0)
-        # # Features are stored as float16, with a relative rounding error of 2^-11.
+        # Features are stored as float16, with a relative rounding error of 2^-11.
         np.testing.assert_allclose(
             recorder.tree["features"].feature[0, 0, :, 0],
             expected,
@@ -156,7 +156,7 @@ def test_cka_with_the_cnn_is_1_for_the_same_function() -> None:
         .double()
         .eval()
     )
-    # # Gates and localities of 40 leave attention by position, on a single pixel per head: the convolution.
+    # Gates and localities of 40 leave attention by position, on a single pixel per head: the convolution.
     same = reparameterize(cnn, stride="keep", locality_strength=40, gating=40)
     blurred = reparameterize(cnn)
     x = images(7, 64, 96).double()
@@ -175,7 +175,7 @@ def test_cka_with_the_cnn_is_1_for_the_same_function() -> None:
             pooled["cnn"], pooled["same"]
         ) == pytest.approx(1, abs=1e-6)
         far = tcnn_probe.representation.linear_cka(pooled["cnn"], pooled["other"])
-        # # Only the last stage is converted.
+        # Only the last stage is converted.
         assert (abs(far - 1) < 1e-6) == (layer == "layer3")
 
 
@@ -198,9 +198,9 @@ def test_the_store_grows_by_the_documented_size(tmp_path: Path) -> None:
                 if path.is_file()
             )
         )
-    # # Features take two bytes for each of 97 channels of 89 images.
+    # Features take two bytes for each of 97 channels of 89 images.
     said = 89 * 97 * 2
-    # # Random float16 numbers shrink a little, as their exponents repeat.
+    # Random float16 numbers shrink a little, as their exponents repeat.
     assert 0.7 * said < sizes[1] - sizes[0] < said + 4000
 
 

@@ -13,7 +13,7 @@ from tcnn_model import GPSA
 from tests.tcnn_probe.attention.bruteforce import attention_of
 from tests.tcnn_probe.attention.sharpen import sharpen
 
-# # The queries are the middle and a corner in the last column, which begins below 1.
+# The queries are the middle and a corner in the last column, which begins below 1.
 QUERIES = [(0.5, 0.5), (0.0, 0.99)]
 
 
@@ -22,7 +22,7 @@ def recorded(model: nn.Module, x: Tensor) -> tcnn_probe.Recorder:
         tcnn_probe.record(model, probes=tcnn_probe.mean_attention(QUERIES)) as recorder,
         torch.no_grad(),
     ):
-        # # Batches are uneven, so the plain mean of the batch means would be wrong.
+        # Batches are uneven, so the plain mean of the batch means would be wrong.
         for batch in x.split([3, 2]):
             model(batch)
         recorder.mark(epoch=0)
@@ -37,10 +37,10 @@ def test_mean_attention_of_a_vit_with_a_class_token() -> None:
     recording = recorded(model, x).tree["mean-attention"].dataset.isel(epoch=0)
     assert recording["query"].values.tolist() == ["0.5, 0.5", "0, 0.99"]
     assert (recording.images == 5).all()
-    for reference in attention_of(model, x):  # The grid is 3 x 5, after a class token.
-        # # After the class token, the middle is row 1 and column 2, the corner row 0 and column 4.
+    for reference in attention_of(model, x):  # the grid is 3 x 5, after a class token
+        # After the class token, the middle is row 1 and column 2, the corner row 0 and column 4.
         rows = reference.weights[:, :, [1 + 1 * 5 + 2, 1 + 4], 1:].mean(0).numpy()
-        # # Weights are at most 1 and stored as float32.
+        # Weights are at most 1 and stored as float32.
         np.testing.assert_allclose(
             recording.mean_attention.sel(layer=reference.layer),
             rows.reshape(3, 2, 3, 5),
@@ -50,7 +50,7 @@ def test_mean_attention_of_a_vit_with_a_class_token() -> None:
 
 def test_mean_attention_of_gated_layers() -> None:
     torch.manual_seed(0)
-    # # The gate is about a quarter and the content sharp, so that both parts contribute.
+    # The gate is about a quarter and the content sharp, so that both parts contribute.
     layer = GPSA(3, 4, 3, padding=1, gating=-1.0, qk_scale=50.0)
     x = torch.randn(5, 3, 7, 5)
     mean = (
@@ -58,11 +58,11 @@ def test_mean_attention_of_gated_layers() -> None:
         .tree["mean-attention"]
         .mean_attention[0, 0]
     )
-    # # The axes are (B, heads, N_query, padded keys).
+    # The axes are (B, heads, N_query, padded keys).
     padded = layer.double().attention(x.double()).detach()
-    # # Without the padding, the middle of 7 x 5 is row 3 and column 2, the corner column 4 of the first row.
+    # Without the padding, the middle of 7 x 5 is row 3 and column 2, the corner column 4 of the first row.
     rows = padded.unflatten(-1, (9, 7))[:, :, [3 * 5 + 2, 4], 1:-1, 1:-1].mean(0)
-    # # Weights are at most 1 and stored as float32.
+    # Weights are at most 1 and stored as float32.
     np.testing.assert_allclose(mean, rows, atol=1e-6)
 
 

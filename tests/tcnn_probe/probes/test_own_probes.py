@@ -39,7 +39,7 @@ X = torch.randn(7, 2, 11, 13, generator=torch.Generator().manual_seed(0))
 def network() -> nn.Sequential:
     torch.manual_seed(0)
     return nn.Sequential(
-        # # The second ReLU overwrites its input, so a probe must read the input before.
+        # The second ReLU overwrites its input, so a probe must read the input before.
         nn.Conv2d(2, 3, 3),
         nn.ReLU(),
         nn.Conv2d(3, 5, 3),
@@ -53,7 +53,7 @@ def test_share_of_zeros_after_relu(tmp_path: Path) -> None:
         tcnn_probe.record(model, tmp_path / "run.zarr", probes=ZEROS) as recorder,
         torch.no_grad(),
     ):
-        # # Batches are uneven, so the plain mean of the batch means is not the mean over images.
+        # Batches are uneven, so the plain mean of the batch means is not the mean over images.
         model(X[:2])
         model(X[2:])
         recorder.mark(epoch=0, top1=0.5)
@@ -61,7 +61,7 @@ def test_share_of_zeros_after_relu(tmp_path: Path) -> None:
     with torch.no_grad():
         outputs = [model[: n + 1](X) for n in (1, 3)]
     truth = [(output == 0).double().mean() for output in outputs]
-    # # Shares of counts are averaged in float64.
+    # Shares of counts are averaged in float64.
     np.testing.assert_allclose(ds.share.sel(epoch=0), truth, rtol=1e-12)
     assert list(ds["layer"].values) == ["1", "3"]
     assert ds.share.attrs == {
@@ -87,11 +87,11 @@ def test_largest_weight_of_each_head_next_to_built_in_probes_and_by_name() -> No
             model, batch[:2], batch[2:], probes=[*tcnn_probe.DEFAULT, "largest"]
         )
     finally:
-        # # The registry belongs to the process, so other tests would find the probe.
+        # The registry belongs to the process, so other tests would find the probe.
         del tcnn_probe.PROBES["largest"]
     weights: list[Tensor] = []
     for block in model.blocks:
-        # # The fused kernel never computes the weights.
+        # The fused kernel never computes the weights.
         block.attn.fused_attn = False
         block.attn.attn_drop.register_forward_hook(lambda m, x, y: weights.append(y))
     with torch.no_grad():
@@ -114,9 +114,8 @@ def test_two_probes_may_want_the_same_submodules() -> None:
         }
 
     model = network()
-    model[
-        3
-    ].inplace = False  # In place, the ReLU would overwrite the convolution's output.
+    # In place, the ReLU would overwrite the convolution's output.
+    model[3].inplace = False
 
     class OfPart(tcnn_probe.Probe):
         def parts(self, module: Any) -> dict[str, nn.Module]:
@@ -143,7 +142,7 @@ def test_variables_that_only_some_layers_epochs_or_forwards_have() -> None:
     def measure(call: Any) -> Mapping[str, Tensor]:
         mean = call.output.mean((2, 3))
         last = {"last": mean[:, :2]} if call.name == "2" else {}
-        # # The variable comes only in the forward of three images, not in that of four.
+        # The variable comes only in the forward of three images, not in that of four.
         at_times = {"at_times": torch.full((len(mean),), 3.0)} if len(mean) == 3 else {}
         return {
             "mean": mean,
@@ -166,11 +165,11 @@ def test_variables_that_only_some_layers_epochs_or_forwards_have() -> None:
         model(X[:3])
         model(X[3:])
         recorder.mark(epoch=0)
-        # # The variable has no dimension, as the recording could not add one anyway.
+        # The variable has no dimension, as the recording could not add one anyway.
         recorder._collector.accumulators["0", "own"].probe.variables["late"] = (
             variable()
         )
-        # # From here on measure() returns one variable more.
+        # From here on measure() returns one variable more.
         late.append(True)
         model(X[3:])
         with pytest.warns(
@@ -237,7 +236,7 @@ class BadGradients(tcnn_probe.Probe):
 
 
 def bad(**functions: Callable[..., Any]) -> tcnn_probe.Probe:
-    # # A probe of attention finds its layers by itself.
+    # A probe of attention finds its layers by itself.
     of_module = {} if "attention" in functions else {"module_type": nn.Conv2d}
     return tcnn_probe.Probe("bad", {"share": variable()}, **of_module, **functions)
 
@@ -313,7 +312,7 @@ def test_after_an_error_the_next_epoch_is_right() -> None:
     probe = tcnn_probe.Probe("own", ZEROS.variables, nn.ReLU, measure=measure)
     with tcnn_probe.record(model, probes=probe) as recorder, torch.no_grad():
         with pytest.raises(ZeroDivisionError):
-            # # Values from before the error would show, as they have another scale.
+            # Values from before the error would show, as they have another scale.
             model(9 * X)
         fail.clear()
         model(X[:3])

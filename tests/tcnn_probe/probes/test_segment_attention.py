@@ -28,7 +28,7 @@ from tests.tcnn_probe.contracts.helpers import recorded
 SEGMENTS = ["class", "register", "patch", "text", "other"]
 VIT: dict[str, Any] = {"embed_dim": 12, "depth": 2, "num_heads": 3}
 SIDES = (48, 80)
-PATCHES = ["patch"] * 15  # The grid is 3 x 5 patches of 16 x 16 pixels.
+PATCHES = ["patch"] * 15  # 3 x 5 patches of 16 x 16 pixels
 
 
 def brute_force(
@@ -45,7 +45,7 @@ def brute_force(
             for b in range(images):
                 for i in range(len(queries)):
                     if queries[i] == segment:
-                        # # A query that sees nothing has a row of zeros and is left out of the average.
+                        # A query that sees nothing has a row of zeros and is left out of the average.
                         seeing += weights[b, h, i].any()
                         for j in range(len(keys)):
                             sums[SEGMENTS.index(keys[j])] += weights[b, h, i, j]
@@ -70,7 +70,7 @@ def check(
     references = attention_of(model, x)
     assert ds["layer"].values.tolist() == [ref.layer for ref in references]
     for reference, tokens in zip(references, segments, strict=True):
-        # # Rows of several windows follow each other; all windows of an image have equal weight.
+        # Rows of several windows follow each other; all windows of an image have equal weight.
         expected = brute_force(reference.weights.numpy(), *tokens)
         actual = ds.segment_attention.sel(layer=reference.layer)[: len(expected)]
         np.testing.assert_allclose(actual, expected, atol=1e-5)
@@ -90,9 +90,8 @@ def test_vits(name: str, special: list[str]) -> None:
     model = sharpen(timm.create_model(name, img_size=SIDES, **VIT))
     tokens = special + PATCHES
     layers = [(tokens, tokens)] * 2
-    if (
-        not special
-    ):  # The pool's query is a single latent, which counts as a class token.
+    # The pool's query is a single latent, which counts as a class token.
+    if not special:
         layers.append((["class"], tokens))
     recorder = check(model, torch.randn(5, 3, *SIDES), layers)
     assert recorder.missing == {}
@@ -147,7 +146,7 @@ class Joint(nn.Module):
     def __init__(self, *, cross: bool = False) -> None:
         super().__init__()
         self.patches = nn.Conv2d(3, 12, 16, stride=16)
-        # # The lengths are neither 15 patches nor one more, so they tell words and patches apart.
+        # The lengths are neither 15 patches nor one more, so they tell words and patches apart.
         self.words = nn.Parameter(torch.randn(1, 17, 12))
         self.asking = nn.Parameter(torch.randn(1, 11, 12)) if cross else None
         self.attention = nn.MultiheadAttention(12, 3, batch_first=True)
@@ -214,10 +213,10 @@ def test_masked_queries_and_keys(
     """Queries that see nothing are left out, on the path of the kernel and on that of the blocks."""
     if kernel:
         monkeypatch.setattr(ProductLogits, "on_kernel", True)
-        # # The path of the blocks would raise if it were taken.
+        # The path of the blocks would raise if it were taken.
         monkeypatch.setattr(softmax_statistics, "_rows_by_blocks", None)
     attention, _ = case(form, 5)
-    # # Words follow the special tokens and precede the grid.
+    # Words follow the special tokens and precede the grid.
     attention = replace(attention, layout=replace(attention.layout, words=words))
     logits = attention.logits(slice(None), slice(None)).double()
     weights = torch.softmax(logits, -1).nan_to_num(0).numpy()
@@ -227,7 +226,7 @@ def test_masked_queries_and_keys(
     tokens = special + ["patch"] * (GRID[0] * GRID[1])
     total = shares.double().sum(0)
     total = total / total.sum(-1, keepdim=True)
-    # # The kernel recomputes the logits, sums of up to 80 in absolute terms, with as many eps of error.
+    # The kernel recomputes the logits, sums of up to 80 in absolute terms, with as many eps of error.
     np.testing.assert_allclose(total, brute_force(weights, tokens, tokens), atol=1e-5)
 
 
@@ -245,7 +244,7 @@ def test_nan_stays_nan() -> None:
 def test_sums_of_ranks_add_up() -> None:
     """Ranks have several images, one or none; the queries of a segment see nothing in one image."""
     shares = torch.rand(5, 3, 5, 5)
-    # # No image has registers.
+    # No image has registers.
     shares[:, :, 1] = 0
     shares[2, :, 2] = 0
     ranks = []
@@ -267,7 +266,7 @@ class Blind(nn.Module):
     """Attention of tokens whose grid cannot be known."""
 
     def forward(self, x: Tensor) -> Tensor:
-        # # 7 keys do not form a grid of 7 x 5 pixels.
+        # 7 keys do not form a grid of 7 x 5 pixels.
         x = x.flatten(1)[:, None, :35].unflatten(-1, (7, 5))
         return scaled_dot_product_attention(x, x, x)
 

@@ -27,5 +27,5 @@ def test_maps_keep_nothing_else_alive(dtype: str, itemsize: int) -> None:
     for image, row in zip(sums.maps, (2, 3), strict=True):
         stored = sums.maps[image]["map"]
         assert torch.equal(stored, batch[row].to(stored.dtype))
-        # # A view would hold the whole batch until the end of the epoch.
+        # A view would hold the whole batch until the end of the epoch.
         assert stored.untyped_storage().nbytes() == 3 * 5 * itemsize

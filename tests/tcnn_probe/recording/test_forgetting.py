@@ -58,7 +58,7 @@ def test_leaving_without_a_mark_warns() -> None:
     model.eval()
     leave(model, 0)
     leave(model, 0, marks=True)
-    with pytest.raises(ZeroDivisionError):  # An error is raised without the warning.
+    with pytest.raises(ZeroDivisionError):  # without the warning
         leave(model, 1, error=ZeroDivisionError)
 
 
@@ -67,7 +67,7 @@ def test_forwards_in_a_pause_are_not_measured() -> None:
 
     def fail(recorder: tcnn_probe.Recorder) -> None:
         with recorder.pause():
-            # # A batch nine times as large and with other images would change the count and the entropies if measured.
+            # A batch nine times as large and with other images would change the count and the entropies if measured.
             model(9 * images(5))
             raise ZeroDivisionError
 
@@ -75,7 +75,7 @@ def test_forwards_in_a_pause_are_not_measured() -> None:
         model(images())
         with pytest.raises(ZeroDivisionError):
             fail(recorder)
-        # # The end of the inner pause must not end the outer one.
+        # The end of the inner pause must not end the outer one.
         with recorder.pause(), recorder.pause():
             model(images(5))
         recorder.mark(epoch=0)
@@ -101,11 +101,11 @@ def test_gradients_in_a_pause_and_of_saliency_are_not_measured() -> None:
             if interrupted:
                 tcnn_probe.saliency(model, batch, 0, backward)
                 with recorder.pause():
-                    # # These gradients differ greatly from those of the batch.
+                    # These gradients differ greatly from those of the batch.
                     step(model, 5 * batch)
             recorder.mark(epoch=0)
         norms.append(torch.as_tensor(recorder.tree["gradient"].gradient_norm.values))
-    # # Norms are equal to the bit, as both measure the same step.
+    # Norms are equal to the bit, as both measure the same step.
     assert torch.equal(*norms)
 
 
@@ -116,13 +116,13 @@ def test_other_images_than_in_earlier_epochs_are_warned_about(tmp_path: Path) ->
     x = images(6)
     with torch.no_grad(), tcnn_probe.record(model, path, images=[1, 4]) as recorder:
         for epoch, sizes in enumerate(((6,), (3, 3), (1, 5))):
-            # # Image 0 is not among the chosen images and may change.
+            # Image 0 is not among the chosen images and may change.
             x[0] += 1
             for batch in x.split(sizes):
                 model(batch)
             recorder.mark(epoch=epoch)
     with torch.no_grad(), tcnn_probe.record(model, path, images=[1, 4]) as recorder:
-        # # Images 4 and 5 swap places.
+        # Images 4 and 5 swap places.
         model(x[[0, 1, 2, 3, 5, 4]])
         with pytest.warns(
             RuntimeWarning,
@@ -130,7 +130,7 @@ def test_other_images_than_in_earlier_epochs_are_warned_about(tmp_path: Path) ->
         ) as warnings:
             recorder.mark(epoch=3)
         model(x.flip(0))
-        recorder.mark(epoch=4)  # The warning is not repeated.
+        recorder.mark(epoch=4)  # the warning is not repeated
     assert warnings[0].filename == __file__
 
 
@@ -139,7 +139,7 @@ def test_repr_of_a_recorder(tmp_path: Path) -> None:
         "xcit_nano_12_p16_224", depth=1, cls_attn_layers=1, img_size=32
     ).eval()
     with torch.no_grad(), tcnn_probe.record(model, tmp_path / "a.zarr") as recorder:
-        # # More than three epochs are abbreviated.
+        # More than three epochs are abbreviated.
         for epoch in range(5):
             model(torch.randn(1, 3, 32, 32))
             recorder.mark(epoch=epoch)
@@ -173,7 +173,7 @@ def test_a_dropped_recorder_leaves_no_hooks(tmp_path: Path) -> None:
     del recorder
     gc.collect()
     assert before == Trace(model)
-    # # The lock is free as well.
+    # The lock is free as well.
     with tcnn_probe.record(model, tmp_path / "run.zarr") as recorder:
         assert recorder.epochs == (0,)
 
@@ -198,8 +198,6 @@ def test_a_recorder_collected_in_zarrs_thread_frees_its_lock(
             with tcnn_probe.record(model, place) as recorder:
                 assert recorder.epochs == (0,)
             return
-        except (
-            tcnn_probe.StoreError
-        ):  # The store is still locked, as the thread that frees it is not done.
+        except tcnn_probe.StoreError:  # still locked by the thread that frees it
             time.sleep(0.1)
     raise AssertionError("the lock was never free")

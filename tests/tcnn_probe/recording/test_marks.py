@@ -19,7 +19,7 @@ def recorder(tmp_path: Path) -> Iterator[tcnn_probe.Recorder]:
 
 
 def mark(recorder: tcnn_probe.Recorder, **values: Any) -> None:
-    # # The fixture yields the recorder alone, which holds its model.
+    # The fixture yields the recorder alone, which holds its model.
     recorder._model(images())
     recorder.mark(**values)
 
@@ -27,7 +27,7 @@ def mark(recorder: tcnn_probe.Recorder, **values: Any) -> None:
 def test_epochs_of_any_integer_kind_negative_and_far_apart(
     recorder: tcnn_probe.Recorder,
 ) -> None:
-    # # True is 1, as in Python and NumPy.
+    # True is 1, as in Python and NumPy.
     for epoch in (-5, np.int16(-1), np.uint8(0), True, torch.tensor(7), np.array(1000)):
         mark(recorder, epoch=epoch)
     assert recorder.dataset.epoch.values.tolist() == [-5, -1, 0, 1, 7, 1000]
@@ -81,12 +81,12 @@ def test_skip_drops_the_sums_since_a_marked_epoch(
     recorder: tcnn_probe.Recorder,
 ) -> None:
     mark(recorder, epoch=1, top1=0.25, if_marked="skip")
-    # # The sums of other images would change the next epoch if they were kept.
+    # The sums of other images would change the next epoch if they were kept.
     recorder._model(9 * images())
     mark(recorder, epoch=1, top1=0.5, if_marked="skip")
     mark(recorder, epoch=2, if_marked="skip")
     assert recorder.dataset.top1.values.tolist()[0] == 0.25
-    # # Values are equal to the bit, as both epochs saw the same images.
+    # Values are equal to the bit, as both epochs saw the same images.
     np.testing.assert_array_equal(*recorder.dataset.entropy.values)
     with pytest.raises(ValueError, match="later than"):
         recorder.mark(epoch=0, if_marked="skip")

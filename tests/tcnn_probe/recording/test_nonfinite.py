@@ -21,7 +21,7 @@ def images(*broken: float) -> Tensor:
 
 
 @pytest.mark.parametrize(
-    # # An infinity becomes NaN in the softmax; bfloat16 is widened before it is summed.
+    # An infinity becomes NaN in the softmax; bfloat16 is widened before it is summed.
     ("value", "dtype"),
     [(np.nan, torch.float32), (-np.inf, torch.bfloat16)],
     ids=str,
@@ -32,7 +32,7 @@ def test_nonfinite_images_are_recorded_as_nan_counted_and_warned_about(
     model = Branches().to(dtype)
     fine = images().to(dtype)
     with tcnn_probe.record(model) as recorder:
-        # # Images 0 and 2 of five are not finite, so the count differs from that of the batch.
+        # Images 0 and 2 of five are not finite, so the count differs from that of the batch.
         model(near=fine, far=images(value, 0.0, value).to(dtype))
         model(near=fine, far=fine)
         with pytest.warns(
@@ -49,7 +49,7 @@ def test_nonfinite_images_are_recorded_as_nan_counted_and_warned_about(
         ].to_array()
     ).all()
     assert np.isfinite(ds.entropy.sel(layer="near")[0, :9]).all()
-    # # The gate is a parameter and does not depend on the images.
+    # The gate is a parameter and does not depend on the images.
     assert np.isfinite(ds.gate.sel(layer="far")).all()
     assert ds.top1 == 0.5
 
@@ -63,7 +63,7 @@ def test_next_epoch_is_clean_even_if_warnings_are_errors() -> None:
             warnings.simplefilter("error")
             with pytest.raises(RuntimeWarning, match="far"):
                 recorder.mark(epoch=0)
-        # # The warning comes after the mark is made, so raising it loses no mark.
+        # The warning comes after the mark is made, so raising it loses no mark.
         assert recorder.epochs == (0,)
         model(near=fine, far=fine)
         recorder.mark(epoch=1)

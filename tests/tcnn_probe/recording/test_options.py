@@ -29,7 +29,7 @@ def test_every_counts_forwards_from_the_start_of_an_epoch() -> None:
                 model.train()(x)
                 model.eval()(x)
             recorder.mark(epoch=epoch)
-    # # Forwards 0 and 3 of five are measured; if the count went on, the second epoch would have 1 and 4.
+    # Forwards 0 and 3 of five are measured; if the count went on, the second epoch would have 1 and 4.
     measured = torch.cat(batches[::3])
     for mark in range(2):
         check_entropies(
@@ -37,7 +37,7 @@ def test_every_counts_forwards_from_the_start_of_an_epoch() -> None:
         )
 
 
-# # 5 ends within a batch of two; 100 is more than there are images.
+# 5 ends within a batch of two; 100 is more than there are images.
 @pytest.mark.parametrize("max_images", [5, 100])
 def test_max_images_stops_within_a_batch(max_images: int) -> None:
     model, x = vit(), images(9)
@@ -57,7 +57,7 @@ def test_max_images_stops_within_a_batch(max_images: int) -> None:
         "class_content_information",
         "translation_equivariance",
     ):
-        # # Other batches of the same images have float32 sums in another order.
+        # Other batches of the same images have float32 sums in another order.
         np.testing.assert_allclose(
             ds[name], alone[name].isel(epoch=[0, 0]), atol=1e-5, err_msg=name
         )
@@ -67,7 +67,7 @@ def test_max_images_for_layers_that_see_different_numbers_of_images() -> None:
     """A layer that is called twice is full while the other is not, even for a whole forward."""
     model = vit()
     model.blocks[0].attn = model.blocks[1].attn
-    # # The third block is called once per forward.
+    # The third block is called once per forward.
     model.blocks.append(vit(seed=1).blocks[0])
     recorder = recorded(model, images(3), images(2), max_images=5)
     assert recorder.dataset.images.values.tolist() == [[5, 5]]
@@ -105,7 +105,7 @@ def maps_of(recorder: tcnn_probe.Recorder) -> xr.DataArray:
 
 @pytest.mark.parametrize(
     ("selection", "numbers"),
-    # # The selection is unsorted and repeats a number.
+    # The selection is unsorted and repeats a number.
     [(2, [0, 1]), (np.array([5, 0, 2, 2]), [0, 2, 5])],
     ids=["count", "numbers"],
 )
@@ -125,9 +125,8 @@ def test_images_are_numbered_in_the_order_of_the_forwards(
     maps = maps_of(recorder)
     assert maps.image.values.tolist() == numbers
     expected = maps_of(complete).sel(epoch=0, image=numbers)
-    for mark in range(
-        2
-    ):  # One batch and three batches agree to the precision of float32.
+    # One batch and three batches agree to the precision of float32.
+    for mark in range(2):
         np.testing.assert_allclose(maps[mark], expected, rtol=1e-5, atol=1e-6)
 
 
@@ -165,7 +164,7 @@ def test_maps_of_another_size_than_in_the_first_epoch(
         if resumed:
             recorder.remove()
             recorder = tcnn_probe.record(model, tmp_path / "run.zarr", images=1)
-        # # These images have 2 x 3 patches instead of 2 x 2.
+        # These images have 2 x 3 patches instead of 2 x 2.
         model(torch.randn(1, 3, 32, 48))
         with pytest.warns(
             RuntimeWarning,
@@ -183,7 +182,7 @@ def test_maps_of_another_size_than_in_the_first_epoch(
 
 
 @pytest.mark.parametrize(
-    # # Marks are far apart, or fractions, as they are values and not positions.
+    # Marks are far apart, or fractions, as they are values and not positions.
     ("along", "marks"),
     [("step", [10, 25, 1000]), ("images_seen", [0.5, 1.25, 3e5])],
 )

@@ -45,7 +45,7 @@ def test_every_variable_is_described() -> None:
     )
     assert {name: array.units for name, array in ds.data_vars.items()} == units
     for array in (*ds.data_vars.values(), *ds.coords.values()):
-        # # The description must be more than a repetition of the name.
+        # The description must be more than a repetition of the name.
         assert len(array.description) > 15
         assert array.long_name
     for name, array in ds.data_vars.items():
@@ -86,12 +86,12 @@ def test_store_reveals_neither_paths_nor_host(
         model(IMAGES)
         recorder.mark(epoch=0, top1=1.0)
     metadata = list(tmp_path.rglob("*.json"))
-    # # In an empty or packed store the search below would find nothing.
+    # In an empty or packed store the search below would find nothing.
     assert len(metadata) > 10
     for file in metadata:
         text = file.read_text()
         for secret in (tmp_path, "somewhere", Path.home(), Path.cwd()):
             assert str(secret) not in text
         assert not re.search(rf"\b{re.escape(socket.gethostname())}\b", text)
-        # # Any absolute path or file URL is searched for, not only those of this machine.
+        # Any absolute path or file URL is searched for, not only those of this machine.
         assert not re.search(r'"[^"]*file:|"/\w', text)

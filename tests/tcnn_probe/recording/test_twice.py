@@ -38,12 +38,10 @@ def test_modes_continue_replace_or_refuse(kind: str, tmp_path: Path) -> None:
     ):
         script(store, 0, mode="x")
     assert script(store, 2) == [0, 1, 2]
-    assert (
-        script(store, mode="w") == []
-    )  # The script marks nothing, and so deletes nothing.
+    assert script(store, mode="w") == []  # without a mark nothing is deleted
     assert xr.open_zarr(store).top1.values.tolist() == [0, 0.5, 1]
     assert script(store, 1, 3, mode="w", layers="blocks.1") == [1, 3]
-    # # Nothing is left of the old recording, which had two layers.
+    # Nothing is left of the old recording, which had two layers.
     assert xr.open_zarr(store).entropy.sizes == {"epoch": 2, "layer": 1, "head": 3}
 
 
@@ -80,7 +78,7 @@ def test_foreign_or_locked_stores_are_not_replaced(tmp_path: Path) -> None:
     zarr.open_group(path, mode="w")
     with pytest.raises(tcnn_probe.StoreError, match="something else than a recording"):
         script(path, 0, mode="w")
-    # # The recording is of another version.
+    # The recording is of another version.
     (path / "zarr.json").write_text('{"attributes": {"tcnn_probe_schema": "0"}}')
     assert script(path, 0, mode="w") == [0]
     model = vit()
@@ -96,7 +94,7 @@ def test_replacing_deletes_no_files_of_the_user(tmp_path: Path) -> None:
     path = tmp_path / "run.zarr"
     assert script(path, 0) == [0]
     (path / "ckpt").mkdir()
-    # # The name is that of a file that this package itself writes and removes.
+    # The name is that of a file that this package itself writes and removes.
     (path / "ckpt" / "model.pt.partial").write_text("mine")
     with pytest.raises(
         tcnn_probe.StoreError,
@@ -148,14 +146,14 @@ def test_a_training_that_continues_with_other_weights_is_warned_about(
     if part != "seed":
         resumed.load_state_dict(model.state_dict())
     if part == "one bias":
-        # # The change is far smaller than that of a training step.
+        # The change is far smaller than that of a training step.
         resumed.blocks[1].mlp.fc2.bias.data += 1e-6
     caught = pytest.warns(RuntimeWarning, match="continues from weights other")
     with tcnn_probe.record(resumed, store) as recorder:
         with caught if part != "none" else nullcontext():
             resumed.train()(images())
         one_epoch(resumed, recorder, 2)
-    # # The number of heads is the same, so the store accepts the model, but its weights have another shape.
+    # The number of heads is the same, so the store accepts the model, but its weights have another shape.
     with tcnn_probe.record(vit(mlp_ratio=3), store) as recorder:
         one_epoch(recorder._model, recorder, 3)
 
@@ -170,7 +168,7 @@ def test_weights_swapped_in_for_validation_cause_no_warning(tmp_path: Path) -> N
             model.train()(images())
             trained = copy.deepcopy(model.state_dict())
             with torch.no_grad():
-                model.head.bias += 1  # The change stands for averaged weights.
+                model.head.bias += 1  # stands for averaged weights
             model.eval()(images())
             recorder.mark(epoch=epoch)
     model.load_state_dict(trained)
@@ -201,7 +199,7 @@ def test_resuming_with_a_checkpoint(lost: str, tmp_path: Path) -> None:
                 progress=False,
             )
             for result in itertools.islice(results, stop):
-                # # The checkpoint is written and the mark is not.
+                # The checkpoint is written and the mark is not.
                 if lost == "mark" and stop == 2 and result.epoch == 1:
                     break
                 recorder.mark(
@@ -212,7 +210,7 @@ def test_resuming_with_a_checkpoint(lost: str, tmp_path: Path) -> None:
                 )
         return xr.open_zarr(store).loss.values.tolist()
 
-    # # This is more than there are epochs.
+    # This is more than there are epochs.
     uninterrupted = train(9)
     for path in (checkpoint, store):
         path.rename(path.with_name(f"whole {path.name}"))

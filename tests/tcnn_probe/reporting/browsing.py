@@ -24,7 +24,7 @@ def open_browser() -> Iterator[Any]:
 
     options = webdriver.ChromeOptions()
     options.binary_location = CHROMIUM or ""
-    # # Containers have no user namespaces for Chromium's sandbox, and little memory in /dev/shm.
+    # Containers have no user namespaces for Chromium's sandbox, and little memory in /dev/shm.
     for argument in (
         "--headless=new",
         "--no-sandbox",
@@ -32,7 +32,7 @@ def open_browser() -> Iterator[Any]:
         "--window-size=1400,1200",
     ):
         options.add_argument(argument)
-    # # No name resolves, so a page that requests anything fails.
+    # No name resolves, so a page that requests anything fails.
     options.add_argument("--host-resolver-rules=MAP * ~NOTFOUND")
     options.set_capability(
         "goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"}

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import xarray as xr
 
-# # If it is not escaped, this text ends a script and begins an image with code.
+# If it is not escaped, this text ends a script and begins an image with code.
 NAUGHTY = "</script><img src=x onerror=alert(1)>"
 ABOUT = {
     "units": "nat",
@@ -67,7 +67,7 @@ def recording(
     )
     groups = {"/": root, "/heads": numbers}
     if grid is not None:
-        # # The axes are (epoch, layer, image, head, y, x).
+        # The axes are (epoch, layer, image, head, y, x).
         maps = np.moveaxis(of_heads(2, *grid), -1, 3).astype(np.float16)
         groups["/maps"] = xr.Dataset(
             {"class_attention": (("epoch", "layer", "image", "head", "y", "x"), maps)},
@@ -86,7 +86,7 @@ def held(page: str) -> tuple[dict[str, Any], np.ndarray, list[bytes]]:
     args = dict(_program(document)["args"]["entries"])
     numbers = (
         np.frombuffer(_inflated(args["numbers"]), np.uint8)
-        # # Bytes are grouped by their position in the number, which compresses better.
+        # Bytes are grouped by their position in the number, which compresses better.
         .reshape(8, -1)
         .T.copy()
         .view("<f8")

@@ -47,11 +47,11 @@ def runs() -> list[xr.DataTree]:
     first = recording(LAYERS, EPOCHS)
     first["heads"]["entropy"][:, 1, 1] = np.nan
     maps = first["maps/class_attention"]
-    # # The bright cell in the corner shows the orientation of a map.
+    # The bright cell in the corner shows the orientation of a map.
     maps[:, LAYER, 0, HEAD] = 0.01
     maps[:, LAYER, 0, HEAD, 0, 0] = 0.5
     two = recording(FEWER_HEADS, EPOCHS[:2], seed=1, grid=None)
-    two["heads"]["entropy"] *= 2  # The range of colours must extend to these values.
+    two["heads"]["entropy"] *= 2  # the range of colours must extend to these values
     return [first, two]
 
 
@@ -98,7 +98,7 @@ def click(driver: Any, grid: int, row: int, column: int) -> None:
 def color(driver: Any, row: int, column: int) -> tuple[int, ...]:
     """Return the color of a cell, slightly off its middle, after everything has been painted."""
     x, y = at(driver, 0, row, column)
-    # # The drawing of one frame is on the screen after the next frame.
+    # The drawing of one frame is on the screen after the next frame.
     driver.execute_async_script(
         "requestAnimationFrame(() => requestAnimationFrame(() => setTimeout(arguments[0], 100)))"
     )
@@ -133,7 +133,7 @@ def test_a_click_shows_the_numbers_of_its_head(
 ) -> None:
     for mark, epoch in enumerate(EPOCHS):
         to(browser, mark, "gate")
-        # # The click is in the grid of either run or of the difference.
+        # The click is in the grid of either run or of the difference.
         click(browser, mark % 3, LAYER, HEAD)
         assert (
             browser.execute_script(
@@ -195,7 +195,7 @@ def test_the_first_row_of_a_map_is_at_the_top(browser: Any) -> None:
         Image.open(io.BytesIO(frame.screenshot_as_png)).convert("L"), dtype=int
     )
     height, width = light.shape
-    # # These are the middles of 3 x 5 cells.
+    # These are the middles of 3 x 5 cells.
     cells = light[height // 6 :: height // 3, width // 10 :: width // 5][:3, :5]
     assert cells[0, 0] > 200
     assert cells.ravel()[1:].max() < 60
@@ -203,7 +203,7 @@ def test_the_first_row_of_a_map_is_at_the_top(browser: Any) -> None:
 
 def test_the_table_is_sorted_and_copied(browser: Any, runs: list[xr.DataTree]) -> None:
     to(browser, 1, "gate")
-    # # A clipboard requires a gesture of the user, so the copied text is intercepted.
+    # A clipboard requires a gesture of the user, so the copied text is intercepted.
     browser.execute_script(
         "document.execCommand = () => { window.copied = document.activeElement.value }"
     )
@@ -250,12 +250,10 @@ def test_arrow_keys_choose_heads(browser: Any, runs: list[xr.DataTree]) -> None:
     click(browser, 1, LAYER, HEAD)
     assert press(browser, "ArrowRight") == f"blocks.11, head {HEAD + 1}"
     assert press(browser, "ArrowLeft") == f"blocks.11, head {HEAD}"
-    assert (
-        press(browser, "ArrowDown") == f"blocks.11, head {HEAD}"
-    )  # This is the last layer.
+    assert press(browser, "ArrowDown") == f"blocks.11, head {HEAD}"  # the last layer
     for _ in range(5):
         press(browser, "ArrowRight")
-    # # The layer above has fewer heads.
+    # The layer above has fewer heads.
     assert press(browser, "ArrowUp") == "blocks.10, head 4"
     shown = browser.execute_script(
         "return document.querySelector('[id=\"value gate\"] data').value"
@@ -263,9 +261,8 @@ def test_arrow_keys_choose_heads(browser: Any, runs: list[xr.DataTree]) -> None:
     gates = runs[0]["heads"].gate
     assert float(shown) == gates.sel(epoch=5, layer="blocks.10", head=4).item()
     browser.execute_script("document.getElementById('colour').focus()")
-    assert (
-        press(browser, "ArrowLeft") == "blocks.10, head 4"
-    )  # The list handles this key itself.
+    # The list handles this key itself.
+    assert press(browser, "ArrowLeft") == "blocks.10, head 4"
 
 
 def test_charts_have_labels_and_names(browser: Any) -> None:
@@ -333,7 +330,7 @@ def test_a_dark_page_has_light_lines(browser: Any) -> None:
         for scheme in ("dark", "light"):
             emulate(browser, scheme)
             until(browser, f"matchMedia('(prefers-color-scheme: {scheme})').matches")
-            # # The page is notified of the change at its next frame.
+            # The page is notified of the change at its next frame.
             browser.execute_async_script(
                 "requestAnimationFrame(() => requestAnimationFrame(() => setTimeout(arguments[0], 100)))"
             )

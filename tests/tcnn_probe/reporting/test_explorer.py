@@ -20,7 +20,7 @@ from tests.tcnn_probe.reporting.browsing import (
 )
 from tests.tcnn_probe.reporting.made import NAUGHTY
 
-IMAGES, ROWS, COLUMNS, SIDE = 2, 3, 5, 13  # Cells have 13 x 13 pixels.
+IMAGES, ROWS, COLUMNS, SIDE = 2, 3, 5, 13  # cells have 13 x 13 pixels
 PIXELS = [(2, 60), (30, 20)]
 
 
@@ -54,9 +54,8 @@ def dataset(
         shape = (IMAGES, len(layers), heads, *sizes, ROWS, COLUMNS)
         arrays[name] = (
             ("image", "layer", "head", *of_queries, "y", "x"),
-            # # Maps of cubes have peaks, and most cells are far below the largest value, which is at most a half, so
-            # that
-            # # a value differs from its share of the largest.
+            # Maps of cubes have peaks, and most cells are far below the largest value, which is at most a half, so that
+            # a value differs from its share of the largest.
             rng.random(shape, dtype=np.float32) ** 3 / 2,
         )
     coords = {"layer": layers, "head": range(heads)}
@@ -68,7 +67,7 @@ def dataset(
 @pytest.fixture(scope="module")
 def maps() -> xr.DataTree:
     """Return two layers with maps of every query, one with a class token, and a third with queries off the grid."""
-    # # The queries of the second layer are pooled to 1 x 5.
+    # The queries of the second layer are pooled to 1 x 5.
     first = dataset([NAUGHTY], 2, {"attention": (ROWS, COLUMNS), "class_attention": ()})
     second = dataset(["pooled"], 7, {"attention": (1, COLUMNS)})
     third = dataset(["queries"], 3, {"attention_by_query": (4,)})
@@ -114,7 +113,7 @@ def click(driver: Any, y: int, x: int) -> None:
     from selenium.webdriver import ActionChains
 
     frame = driver.find_element("id", "map")
-    # # Selenium counts from the middle of an element.
+    # Selenium counts from the middle of an element.
     right = ((x + 0.5) / (COLUMNS * SIDE) - 0.5) * frame.size["width"]
     down = ((y + 0.5) / (ROWS * SIDE) - 0.5) * frame.size["height"]
     pointer = ActionChains(driver)
@@ -140,14 +139,14 @@ def expected(values: xr.DataArray, largest: float | None = None) -> NDArray[Any]
 def same(
     drawn: NDArray[Any], values: xr.DataArray, largest: float | None = None
 ) -> bool:
-    # # The tolerance covers one step of the map's bytes and the rounding of the opacity.
+    # The tolerance covers one step of the map's bytes and the rounding of the opacity.
     return bool(abs(drawn - expected(values, largest)).max() < 1)
 
 
 @needs_browser
 def test_a_click_shows_the_map_of_the_query_there(page: Any, maps: xr.DataTree) -> None:
     choose(page, layer=NAUGHTY, head="1")
-    click(page, 14, 40)  # This is row 1 and column 3.
+    click(page, 14, 40)  # row 1 and column 3
     attention = maps["first"].attention[0, 0]
     assert same(opacity(page), attention[1, 1, 3])
     assert not same(opacity(page), attention[1, 3 % ROWS, 1])
@@ -160,7 +159,7 @@ def test_a_click_shows_the_map_of_the_query_there(page: Any, maps: xr.DataTree) 
         "const {top, left, width, height} = document.querySelector('#map .query').style;"
         "return [top, left, width, height].map(parseFloat)"
     )
-    # # Row 1 of 3 and column 3 of 5 are given in per cent.
+    # Row 1 of 3 and column 3 of 5 are given in per cent.
     assert box == pytest.approx([100 / 3, 60, 20, 100 / 3], rel=1e-4)
     choose(page, image="1")
     assert same(opacity(page), maps["first"].attention[1, 0, 1, 1, 3])
@@ -209,7 +208,7 @@ def test_keys_move_the_query_and_the_pointer_reads_values(
             page.execute_cdp_cmd("Input.dispatchKeyEvent", {"type": kind, "key": key})
     attention = maps["first"].attention[0, 0, 0, 0, 1]
     assert same(opacity(page), attention)
-    click(page, 14, 40)  # The pointer is over the image now.
+    click(page, 14, 40)  # the pointer is over the image now
     attention = maps["first"].attention[0, 0, 0, 1, 3]
     page.execute_script(
         """const {left, top, width, height} = document.getElementById("map").getBoundingClientRect()
@@ -219,7 +218,7 @@ def test_keys_move_the_query_and_the_pointer_reads_values(
     text = page.find_element("id", "under").text
     assert text.startswith("under the pointer: row 2, column 2 of 3 x 5, attention ")
     value = float(text.rsplit(" ", 1)[1])
-    # # Maps are stored as bytes, of which 255 is NaN.
+    # Maps are stored as bytes, of which 255 is NaN.
     step = float(attention.max()) / 254
     assert value == pytest.approx(float(attention[2, 2]), abs=step)
 
@@ -233,7 +232,7 @@ def test_maps_of_listed_pixels(browser: Any, tmp_path: Path) -> None:
     )
     page = show(browser, tree(node=node), tmp_path)
     assert "(y, x) = (2, 60)" in page.find_element("id", "chosen").text
-    click(page, 36, 25)  # The second pixel is the nearest.
+    click(page, 36, 25)  # the second pixel is the nearest
     assert "(y, x) = (30, 20)" in page.find_element("id", "chosen").text
     assert same(opacity(page), node.attention[0, 0, 0, 1])
 
@@ -243,7 +242,7 @@ def test_nothing_is_requested_and_nothing_fails(page: Any) -> None:
     click(page, 14, 40)
     assert errors(page) == []
     page.switch_to.default_content()
-    assert page.execute_script(  # The frame with its border is as wide as the notebook.
+    assert page.execute_script(  # the frame with its border is as wide as the notebook
         "const page = document.documentElement; return page.scrollWidth <= page.clientWidth"
     )
     assert [

@@ -33,8 +33,8 @@ def rows(page: str) -> list[str]:
 
 def test_findings_lead_to_their_heads_worst_first() -> None:
     tree = with_logits()
-    tree["heads"].max_logit[2:, 1, [4, 6]] = 131.0  # This finding lasts.
-    tree["heads"].max_logit[1, 2, 3] = 29.0  # This is a temporary jump.
+    tree["heads"].max_logit[2:, 1, [4, 6]] = 131.0  # this finding lasts
+    tree["heads"].max_logit[1, 2, 3] = 29.0  # a temporary jump
     page = tcnn_probe.report(tree).html
     findings = tcnn_probe.health(tree["heads"].to_dataset().assign_attrs(along="epoch"))
     assert len(findings) == len(rows(page)) == 3
@@ -43,7 +43,7 @@ def test_findings_lead_to_their_heads_worst_first() -> None:
         for words in (finding.sign, finding.layer, finding.usual, finding.leads_to):
             assert words in text
     links = [tuple(map(html.unescape, link)) for link in LINK.findall(rows(page)[0])]
-    # # The layer's link leads to its first ill head; epoch 4 is the third epoch.
+    # The layer's link leads to its first ill head; epoch 4 is the third epoch.
     assert links == [
         ("2", "1", "4", NAUGHTY),
         ("2", "1", "4", "4"),

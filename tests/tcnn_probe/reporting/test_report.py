@@ -36,10 +36,10 @@ class Tags(HTMLParser):
 def runs() -> list[xr.DataTree]:
     """Return runs of layers of 3 and 9 heads, one named by markup; the second has other epochs and a layer more."""
     first = recording({"a.attn": 3, NAUGHTY: 9}, [0, 5, 7])
-    # # Only one head's value is NaN, which must stay in its place and not shift the numbers after it.
+    # Only one head's value is NaN, which must stay in its place and not shift the numbers after it.
     first["heads"]["entropy"][0, 1, 4] = np.nan
     peaks = np.random.default_rng(2).random((3, 1, 4))
-    # # The group next to "heads" has a layer of its own.
+    # The group next to "heads" has a layer of its own.
     first["peaks"] = xr.Dataset(
         {"peak": (("epoch", "layer", "head"), peaks)},
         {"layer": ["d"], "head": range(4)},
@@ -92,14 +92,14 @@ def test_numbers_equal_those_of_the_recordings(
                     for n, dim in enumerate(("epoch", "layer", "head")[: len(at)])
                 }
                 exists = all(value in ds[dim].values for dim, value in place.items())
-                # # Values are looked up in xarray by label, independently of the page's order.
+                # Values are looked up in xarray by label, independently of the page's order.
                 expected = ds[about["name"]].sel(place).item() if exists else np.nan
                 assert np.array_equal(values[at], expected, equal_nan=True), (
                     about["name"],
                     place,
                 )
                 compared[about["name"], exists] = True
-    # # There are five variables, each at places that exist and at places that do not.
+    # There are five variables, each at places that exist and at places that do not.
     assert len(compared) == 10
 
 
@@ -112,14 +112,14 @@ def test_maps_equal_those_of_the_recording(runs: list[xr.DataTree], page: str) -
         shape = 3, 2, 9, 3, 5
         assert tile["shape"] == list(shape) == list(expected.shape)
         largest = np.frombuffer(block, "<f4", 54).reshape(shape[:3])
-        # # The cells, a byte each with 255 for NaN, follow 54 largest values of 4 bytes.
+        # The cells, a byte each with 255 for NaN, follow 54 largest values of 4 bytes.
         cells = np.frombuffer(block, np.uint8, offset=216).reshape(shape)
         assert np.array_equal(largest, np.nan_to_num(expected).max((-2, -1)))
         assert np.array_equal(cells == 255, np.isnan(expected))
         shown = np.where(cells == 255, np.nan, cells / 254 * largest[..., None, None])
         assert (
             np.nanmax(np.abs(shown - expected) / largest.max())
-            # # The tolerance is half a step of 254 and the rounding of two float32 numbers.
+            # The tolerance is half a step of 254 and the rounding of two float32 numbers.
             <= 0.5 / 254 + 4 * np.finfo("f4").eps
         )
 
@@ -136,9 +136,7 @@ def test_names_are_text_and_nothing_is_loaded(page: str) -> None:
         "base",
     }
     assert not [attrs for _, attrs in tags if {"src", "href", "onerror"} & attrs.keys()]
-    assert (
-        html.escape(NAUGHTY) in page
-    )  # The name appears in the list of missing parts.
+    assert html.escape(NAUGHTY) in page  # the name appears in the list of missing parts
 
 
 def test_missing_parts_are_listed(page: str) -> None:
@@ -175,11 +173,11 @@ def test_variables_without_a_value_are_named() -> None:
 def test_maps_are_thinned_with_a_notice() -> None:
     run = recording({"a": 3, "b": 5}, list(range(40)), grid=(31, 37))
     complete = tcnn_probe.report(run)
-    # # The default holds all maps, so the thinning below is due to max_mb.
+    # The default holds all maps, so the thinning below is due to max_mb.
     assert "because max_mb" not in complete.html
     assert len(complete.html) <= run["maps/class_attention"].nbytes + 5e6
-    # # There is room for ten of the forty epochs.
-    # # Base64 takes four characters for three bytes; a cell has a byte, and a map four more for its largest value.
+    # There is room for ten of the forty epochs. Base64 takes four characters for three bytes; a cell has a byte, and a
+    # map four more for its largest value.
     room = 1.6 + 4 / 3 * 10.5 * 2 * 2 * 5 * (31 * 37 + 4) / 1e6
     thinned = tcnn_probe.report(run, max_mb=room)
     assert (
@@ -188,7 +186,7 @@ def test_maps_are_thinned_with_a_notice() -> None:
     )
     marks = held(thinned.html)[0]["runs"][0]["kept"]
     assert len(marks) == 10
-    # # Nine rounded steps span 39 epochs.
+    # Nine rounded steps span 39 epochs.
     assert set(np.diff(marks)) <= {4, 5}
     assert marks[-1] == 39
     assert len(thinned.html) <= room * 1e6
@@ -197,12 +195,10 @@ def test_maps_are_thinned_with_a_notice() -> None:
 
 def test_images_are_left_out_last() -> None:
     run = read_run(recording({"a": 3, "b": 5}, list(range(40)), grid=(31, 37)))
-    size = (
-        4 / 3 * 2 * 5 * (31 * 37 + 4)
-    )  # These are the bytes of the maps of one image at one epoch.
+    size = 4 / 3 * 2 * 5 * (31 * 37 + 4)  # bytes of the maps of one image at one epoch
     assert choose_maps(run, 40 * 2 * size) == Choice(list(range(40)), 2, 2)
     assert choose_maps(run, 2 * size) == Choice([39], 2, 2)
-    # # The limit is a byte too small for both images.
+    # The limit is a byte too small for both images.
     assert choose_maps(run, 2 * size - 1) == Choice([39], 1, 2)
     assert choose_maps(run, size - 1) == Choice([], 0, 2)
     assert choose_maps(read_run(recording({"a": 3}, [1], grid=None)), 0) == Choice(
@@ -233,7 +229,7 @@ def test_report_of_a_store_and_of_a_dataset(store: Path, tmp_path: Path) -> None
         images=np.random.default_rng(0).random((2, 3, 32, 48)),
     )
     for page, maps in ((shown, 5), (tcnn_probe.report(ds), 0)):
-        # # A dataset has no groups and therefore no maps.
+        # A dataset has no groups and therefore no maps.
         facts, numbers, blocks = held(page.html)
         assert len(blocks) == maps
         start = next(
@@ -318,7 +314,7 @@ def test_bad_arguments_are_refused(
         match=r"expected the images \[0, 3\], whose maps were recorded; got 3",
     ):
         tcnn_probe.report(runs[0], images=np.zeros((3, 1, 5, 7)))
-    # # Modules that have already imported Bokeh would not notice its absence.
+    # Modules that have already imported Bokeh would not notice its absence.
     for name in [
         name
         for name in sys.modules

@@ -23,7 +23,7 @@ def hsic(x: np.ndarray, y: np.ndarray) -> float:
             triples += gram_x[i, j] * gram_y[i, q]
             for r in set(range(n)) - {i, j, q}:
                 quadruples += gram_x[i, j] * gram_y[q, r]
-    # # The means are over pairs, triples and quadruples of different images.
+    # The means are over pairs, triples and quadruples of different images.
     pairs /= math.perm(n, 2)
     triples /= math.perm(n, 3)
     quadruples /= math.perm(n, 4)
@@ -37,7 +37,7 @@ def cka_by_hand(x: np.ndarray, y: np.ndarray) -> float:
 
 def make_features(*channels: int, n: int = 11, seed: int = 0) -> list[np.ndarray]:
     rng = np.random.default_rng(seed)
-    # # Two common directions keep CKA away from 0 and 1; a mean of 5 makes centring matter.
+    # Two common directions keep CKA away from 0 and 1; a mean of 5 makes centring matter.
     shared = rng.standard_normal((n, 2))
     features = []
     for c in channels:
@@ -55,13 +55,13 @@ def test_cka_equals_the_u_statistic() -> None:
 
 
 def test_whole_feature_maps_need_no_matrix_of_channels() -> None:
-    # # A matrix of the channels would take 8 MB; the features take 56 kB each.
+    # A matrix of the channels would take 8 MB; the features take 56 kB each.
     x, y = make_features(1009, 1013, n=7)
     tracemalloc.start()
     cka = linear_cka(x, y.reshape(7, -1, 1))
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
-    # # Both ignore a shift; without the mean of 5 the sums of the definition cancel less.
+    # Both ignore a shift; without the mean of 5 the sums of the definition cancel less.
     assert cka == pytest.approx(cka_by_hand(x - 5, y - 5), rel=1e-10)
     assert peak < 20 * x.nbytes < 1009 * 1013 * 8
 
@@ -80,7 +80,7 @@ def test_batch_size_shift_rotation_and_scale_do_not_matter() -> None:
     (square,) = make_features(7, n=7)
     rotation, _ = np.linalg.qr(square)
     moved = 3 * (y + 1e4) @ rotation
-    # # Adding 1e4 costs features of size one four digits.
+    # Adding 1e4 costs features of size one four digits.
     assert linear_cka(x, moved) == pytest.approx(at_once, rel=1e-6)
     assert linear_cka(x, -2 * x + 1e3) == pytest.approx(1, rel=1e-10)
 
@@ -115,7 +115,7 @@ def test_bad_arguments_are_refused() -> None:
     ):
         cka.add({"a": x}, {"b": y[:, :6]})
     assert cka.result().identical(before)
-    # # The mean of five copies of the second number differs from the number.
+    # The mean of five copies of the second number differs from the number.
     for images, value in ((11, 1.0), (5, 123456.789)):
         assert math.isnan(linear_cka(x[:images], np.full((images, 7), value)))
 
@@ -126,19 +126,18 @@ def test_labelled_cka_is_the_same_and_nan_for_missing_features() -> None:
     padded[0, 0] = x
     padded[0, 1, :, :3] = y
     padded[1, 0] = 2 * x
-    padded[1, 1, :4, :3] = y[:4]  # The other images are missing.
+    padded[1, 1, :4, :3] = y[:4]  # the other images are missing
     dims = ("epoch", "layer", "image", "channel")
     features = xr.DataArray(padded, {"epoch": [0, 1], "layer": ["a", "b"]}, dims)
     cka = layer_cka(features)
-    # # The labelled features are float32.
+    # The labelled features are float32.
     labelled = cka.sel(epoch=0, layer="a", other_layer="b").item()
     assert labelled == pytest.approx(linear_cka(x, y), rel=1e-4)
     assert cka.sel(epoch=1).isnull().values.tolist() == [[False, True], [True, True]]
     fixed = layer_cka(features, features.sel(epoch=0, drop=True))
     np.testing.assert_allclose(fixed.sel(layer="a", other_layer="a"), 1, rtol=1e-5)
-    features[0, 0, 3, 2] = (
-        np.inf
-    )  # Numbers beyond the range of float16 are stored as infinities.
+    # Numbers beyond the range of float16 are stored as infinities.
+    features[0, 0, 3, 2] = np.inf
     missing = layer_cka(features).sel(epoch=0).isnull()
     assert missing.values.tolist() == [[True, True], [True, False]]
     with pytest.raises(ValueError, match="with the dims 'image' and 'channel', got"):

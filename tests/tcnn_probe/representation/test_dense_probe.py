@@ -8,7 +8,7 @@ from sklearn.linear_model import LogisticRegression
 
 from tcnn_probe.representation import dense_probe, layer_dense_probe
 
-# # The sides of grid and cell differ, so that swapped axes change the result.
+# The sides of grid and cell differ, so that swapped axes change the result.
 CHANNELS, GRID, CELL = 3, (2, 5), (3, 2)
 
 
@@ -40,7 +40,7 @@ def test_dense_probe_is_a_classifier_of_pixels() -> None:
     x, y = pixels(*train)
     mean = x.mean(0)
     deviation = x.std(0)
-    # # The classifier converges in 5000 steps, and may not in its default of 100.
+    # The classifier converges in 5000 steps, and may not in its default of 100.
     classifier = LogisticRegression(C=1 / 500, max_iter=5000).fit(
         (x - mean) / deviation, y
     )
@@ -51,7 +51,7 @@ def test_dense_probe_is_a_classifier_of_pixels() -> None:
         intersection = sum((y == label) & (named == label))
         union = sum((y == label) | (named == label))
         expected.append(intersection / union)
-    # # Scores are neither perfect nor at chance, so the comparison is meaningful.
+    # Scores are neither perfect nor at chance, so the comparison is meaningful.
     assert 0.3 < min(expected) < max(expected) < 1
     np.testing.assert_allclose(
         dense_probe(features, masks, *train, regularization=500), expected, rtol=1e-12
@@ -63,18 +63,18 @@ def test_masks_unrelated_to_the_features_are_at_chance() -> None:
     features, masks = make_features(40, 0)
     train, known = make_features(40, 1)
     share = (masks == 4).mean()
-    # # The probe finds most pixels of the class that the features encode.
+    # The probe finds most pixels of the class that the features encode.
     assert dense_probe(features, masks == 4, train, known == 4)[1] > 0.6
     unrelated = np.random.default_rng(2).random(known.shape) < 0.5
     chance = dense_probe(features, masks == 4, train, unrelated)[1]
-    # # The margin is three standard deviations of the class's share of the cells.
+    # The margin is three standard deviations of the class's share of the cells.
     assert chance < share + 3 * math.sqrt(share * (1 - share) / features[:, 0].size)
 
 
 def test_scores_by_image_are_of_each_image_alone() -> None:
     features, masks = make_features(7, 0)
     train = make_features(11, 1)
-    # # The image has a single class; the two others have no IoU in it unless they are predicted.
+    # The image has a single class; the two others have no IoU in it unless they are predicted.
     masks[2] = 4
     iou = dense_probe(features, masks, *train, by_image=True)
     assert iou.shape == (7, 3)
@@ -89,7 +89,7 @@ def test_scores_by_image_are_of_each_image_alone() -> None:
 def test_labelled_probe_scores_grids_on_the_same_pixels() -> None:
     features, masks = make_features(7, 0)
     train, known = make_features(11, 1)
-    # # A single column instead of five, stretched over the image, must do worse.
+    # A single column instead of five, stretched over the image, must do worse.
     fine = features.repeat(CELL[0], 2).repeat(CELL[1], 3)
     coarse = features[..., :1]
     iou = layer_dense_probe(

@@ -44,10 +44,10 @@ def test_knn_follows_the_thesis() -> None:
     expected = [
         voted(query, gallery, known) == label for query, label in zip(x, y, strict=True)
     ]
-    # # Some predictions are right and some wrong, as otherwise any vote would pass.
+    # Some predictions are right and some wrong, as otherwise any vote would pass.
     assert len({*expected}) == 2
     assert knn_correct(x, y, gallery, known, neighbors=K).tolist() == expected
-    # # As the temperature approaches 0, the nearest neighbour outvotes all others.
+    # As the temperature approaches 0, the nearest neighbour outvotes all others.
     nearest = [np.argmax([cosine(query, image) for image in gallery]) for query in x]
     correct = knn_correct(x, y, gallery, known, neighbors=K, temperature=1e-4)
     assert correct.tolist() == (known[nearest] == y).tolist()
@@ -70,7 +70,7 @@ def precision(scores: list[float], relevant: list[bool]) -> float:
 def test_retrieval_follows_the_thesis() -> None:
     x, y = make_features(Q, 0)
     gallery, known = make_features(G, 1)
-    y[2] = 99  # The gallery lacks this class.
+    y[2] = 99  # the gallery lacks this class
     coarse = (known == 30).astype(int)
     rng = np.random.default_rng(2)
     p = rng.uniform(0.1, 0.9, Q)
@@ -96,7 +96,7 @@ def test_retrieval_follows_the_thesis() -> None:
 
 def test_images_with_equal_scores_share_a_rank() -> None:
     x, y = make_features(G, 1)
-    # # All cosines are equal, so the precision is the share of the class, in any order.
+    # All cosines are equal, so the precision is the share of the class, in any order.
     (precision_of_one,) = average_precision(x[:1], y[:1], np.ones((G, 3)), y)
     assert precision_of_one == pytest.approx(np.mean(y == y[0]), rel=1e-12)
 
@@ -119,7 +119,7 @@ def test_an_oracle_ranks_its_coarse_class_first_and_by_cosine_within_it() -> Non
 
 def test_shuffled_labels_are_at_chance_and_true_ones_are_not() -> None:
     x, y = load_iris(return_X_y=True)
-    # # The features of Iris are positive, so all cosines would be near 1 without centring.
+    # The features of Iris are positive, so all cosines would be near 1 without centring.
     x = x - x.mean(0)
     shuffled = [np.random.default_rng(seed).permutation(y) for seed in range(4)]
     train = slice(0, None, 2)
@@ -135,9 +135,9 @@ def test_shuffled_labels_are_at_chance_and_true_ones_are_not() -> None:
         (linear, 1 / 3),
     ):
         scores = [measure(labels) for labels in shuffled]
-        # # Two of the three classes of Iris overlap a little.
+        # Two of the three classes of Iris overlap a little.
         assert measure(y) > 0.85
-        # # The margin is three standard deviations of a share of as many draws.
+        # The margin is three standard deviations of a share of as many draws.
         assert abs(np.mean(scores) - chance) < 3 * math.sqrt(
             chance * (1 - chance) / (75 * len(scores))
         )
@@ -151,10 +151,10 @@ def test_shuffled_labels_are_at_chance_and_true_ones_are_not() -> None:
 def test_labelled_scores_are_the_same() -> None:
     x, y = make_features(G, 1)
     features_by_layer = np.full((3, G, 5), np.nan)
-    # # The second layer lacks an image.
+    # The second layer lacks an image.
     features_by_layer[0, :, :3] = x
     features_by_layer[1, 1:, :] = 1.0
-    # # This imitates large numbers in float16.
+    # This imitates large numbers in float16.
     features_by_layer[2, :, :3] = x
     features_by_layer[2, 5, 1] = np.inf
     features = xr.DataArray(
@@ -205,10 +205,8 @@ def test_coarse_labels_require_their_probabilities() -> None:
         ValueError, match="coarse_probabilities and gallery_coarse together"
     ):
         average_precision(features, labels, gallery_coarse=labels)
-    for wrong in (
-        labels - 11,
-        labels,
-    ):  # As an index, -7 would give the seventh class from the end.
+    # As an index, -7 would give the seventh class from the end.
+    for wrong in (labels - 11, labels):
         with pytest.raises(
             ValueError, match=r"expected gallery_coarse from 0 to 29, got \["
         ):
