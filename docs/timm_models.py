@@ -5,7 +5,7 @@
 
 Weights are random and nothing is downloaded. Names are of one kind if timm builds them of the same class with the same
 switches, and only numbers differ: widths, heads, blocks, sizes of images. The smallest model of each kind runs once, on
-one image of its own size, with at most two blocks in a row where timm takes so few. ``--rows`` names a file that
+one image of its own size, with at most two blocks in a row if timm can build such a model. ``--rows`` names a file that
 keeps each row when it is done: a run that was stopped goes on there.
 """
 
@@ -42,7 +42,7 @@ Written by `python docs/timm_models.py` with timm {timm} and torch {torch}, from
 
 Names are of one kind if timm builds them of the same class with the same switches, and only numbers differ: widths,
 heads, blocks, sizes of images. The smallest model of each kind ran: one forward of one image, with at most two blocks
-in a row where timm takes so few. The others of its kind, in the last column, did not run.
+in a row if timm can build such a model. The others of its kind, in the last column, did not run.
 
 - *layers*: attention layers of which numbers are recorded; in brackets those of them whose keys lie on a grid.
 - *difference*: largest difference between what is rebuilt and what the model computed, as a share of the latter's

@@ -16,11 +16,11 @@ that begin at 0, weights drawn evenly from 0 to 0.2, one weight for all channels
 trained before and are not trained again.
 
 Class token (Sec. 3.6): it enters before the first block, as in ViT, before the third or the last; there is none, and
-patches are averaged; or the last block is one of class attention, in which patches stay as they are (CaiT).
+patches are averaged; or the last block is one of class attention, which leaves the patches unchanged (CaiT).
 
 ResMLP (Sec. 4.3): the layer between patches is a matrix, nothing, an MLP, or a 3 x 3 convolution, also depth-wise or
-depth-separable; LayerNorm in the place of affine layers; and two layers of a class token, which aggregate the patches
-by learned weights, in place of their average (class-MLP, built here from the paragraph in Sec. 4.2).
+depth-separable; LayerNorm in place of affine layers; and, in place of the average of the patches, two layers of a class
+token that aggregate them by learned weights (class-MLP, built here from the paragraph in Sec. 4.2).
 
 Writes into results/:
 ablations.png     accuracy of each variant, a point for each seed and the mean
@@ -77,7 +77,7 @@ Models = Mapping[str, nn.Module]
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the study; return 0 if it saw what it stands for, 3 if not."""
+    """Run the study; return 0 if its checks hold, else 3."""
     args = parse(arguments)
     torch.set_num_threads(1)
     output = RunOutput.from_args(args, "ablations")
@@ -140,7 +140,7 @@ def layer_scales(model: nn.Module) -> list[nn.Module]:
 
 
 def with_trained_scales(models: Models) -> nn.Module:
-    """Return a new transformer whose LayerScale has the weights that another learned, and keeps them."""
+    """Return a new transformer whose LayerScale is frozen at the weights that another transformer learned."""
     model = scaled_vit(models)
     trained = layer_scales(models[SCALED])
     for layer, source in zip(layer_scales(model), trained, strict=True):
@@ -153,12 +153,12 @@ class LateTokenViT(VisionTransformer):
 
     Args:
         entry: Number of blocks before the class token.
-        class_attention: Whether patches stay as they are from then on (class attention of CaiT, with LayerScale that
-            begins at 1).
+        class_attention: Whether later blocks leave the patches unchanged (class attention of CaiT, with LayerScale
+            that begins at 1).
     """
 
     def __init__(self, entry: int, *, class_attention: bool = False) -> None:
-        # Class tokens have no place.
+        # A class token has no position embedding.
         super().__init__(**SHAPE, depth=DEPTH, num_heads=HEADS, no_embed_class=True)
         self.entry = entry
         self.class_blocks = nn.ModuleList()
@@ -187,14 +187,14 @@ class LateTokenViT(VisionTransformer):
 def late_token(
     models: Models, entry: int, *, class_attention: bool = False
 ) -> nn.Module:
-    """Return a vision transformer whose class token enters after so many blocks."""
+    """Return a vision transformer whose class token enters after ``entry`` blocks."""
     return widened(LateTokenViT(entry, class_attention=class_attention))
 
 
 class ClassMLPBlock(nn.Module):
-    """Layer of class-MLP: the class token takes up a weighted sum of all tokens, and an MLP of its own.
+    """Layer of class-MLP: a weighted sum of all tokens is added to the class token, and then the output of an MLP.
 
-    Where class attention weighs tokens by their content, the weights are learned, and the same for every image.
+    Class attention weighs tokens by their content; here the weights are learned, and the same for every image.
     """
 
     def __init__(self, dim: int, tokens: int) -> None:
@@ -224,7 +224,7 @@ class ClassMLP(nn.Module):
         self.layers = nn.ModuleList(ClassMLPBlock(dim, patches + 1) for _ in range(2))
 
     def forward(self, patches: Tensor) -> Tensor:
-        """Return the class token, whose average over one token is itself."""
+        """Return the class token, (B, 1, D)."""
         token = self.token.expand(len(patches), -1, -1)
         for layer in self.layers:
             token = layer(patches, token)
@@ -258,7 +258,7 @@ def resmlp(
         **SHAPE,
         num_blocks=DEPTH,
         mlp_ratio=4,
-        # Learned in full from the beginning, as the training is short.
+        # LayerScale begins at 1, so that branches count in full from the start of so short a training.
         block_layer=partial(ResBlock, init_values=1.0),
         norm_layer=norm,
     )
@@ -266,13 +266,13 @@ def resmlp(
         if between is not None:
             block.linear_tokens = between()
     if class_mlp:
-        # Its output is a single token, so that the average that follows has nothing to do.
+        # ClassMLP returns a single token, so that the average that follows has no effect.
         model.norm = nn.Sequential(ClassMLP(model.embed_dim, GRID**2), model.norm)
     return widened(model)
 
 
 def mlp_between() -> nn.Module:
-    """Return an MLP between patches, four times as wide, as that on channels."""
+    """Return an MLP between patches, whose hidden layer is four times as wide, as in that on channels."""
     patches = GRID**2
     return nn.Sequential(
         nn.Linear(patches, 4 * patches), nn.GELU(), nn.Linear(4 * patches, patches)
@@ -352,7 +352,7 @@ def draw(top1: xr.DataArray) -> Figure:
 
 
 def table(top1: xr.DataArray) -> str:
-    """Return accuracies, and each variant's difference from its table's first with a 95 % interval over seeds."""
+    """Return accuracies, and differences from the first variant of each table with 95 % intervals over seeds."""
     lines = []
     for title, (first, *variants) in TABLES.items():
         reference = top1.sel(variant=first)
@@ -369,7 +369,7 @@ def table(top1: xr.DataArray) -> str:
 
 
 def check(top1: xr.DataArray) -> bool:
-    """Return whether all networks learned, and patches have to communicate."""
+    """Return whether all networks learned, and a ResMLP needs patches that communicate."""
     worst = top1.min("seed")
     has_learned = all_learned(
         (str(name), float(worst.sel(variant=name))) for name in worst.variant.values
@@ -389,10 +389,10 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = study_parser(__doc__)
     group = parser.add_argument_group("training")
     group.add_argument(
-        "--epochs", type=from_least(1), help="of each network (default: 6)"
+        "--epochs", type=from_least(1), help="epochs of each network (default: 6)"
     )
     group.add_argument(
-        "--seeds", type=from_least(1), help="trainings of each (default: 5)"
+        "--seeds", type=from_least(1), help="trainings of each network (default: 5)"
     )
     add_seed(group, small="1 seed, 2 epochs")
     add_output(parser)

@@ -5,17 +5,17 @@
 Takes about 8 minutes on one CPU core.
 
 What one should see (architectures.png): every CNN can be made a T-CNN and fine-tuned with one recipe. The paper's gains
-over the CNN are the sum of three things: the longer training, the last stage's doubled grid, and attention. The two
-controls tell them apart: the CNN that goes on, and the CNN whose last stage has lost its stride (``unstride``) and has
-no attention.
+over the CNN are the sum of three effects: longer training, the last stage's doubled grid, and attention. The two
+controls tell them apart: the CNN that is trained further, and the CNN whose last stage has lost its stride
+(``unstride``) but has no attention.
 
 How: for each architecture a CNN is trained, and then fine-tuned for as long in three ways. On the digits these are
 small versions of the papers' architectures: ResNet, ResNet-D (pools in its shortcuts) and ResNet-RS (squeeze and
 excitation too).
 
 Writes into results/:
-architectures.png    A gain in accuracy over the CNN, by architecture, with standard errors over images (too wide: all
-                     models see the same), B gain and time of a training step of each model, relative to its CNN
+architectures.png    A gain in accuracy over the CNN, by architecture, with standard errors over images (too wide, since
+                     all models see the same images), B gain and time of a training step, relative to the CNN
 architectures.zarr   accuracy, parameters, multiply-adds, memory and speed, by (architecture, model): xarray.open_zarr
 
 It ends by checking that all models learned, and that T-CNNs need more multiply-adds than their CNNs.
@@ -68,7 +68,7 @@ def main(arguments: list[str] | None = None) -> int:
     first = begin("architectures", first_args, stages=4)
     studies = [first, *(first.with_cnn(further) for further in further_args)]
 
-    # Train each, fine-tune it in three ways, and measure what these cost.
+    # Train each CNN, fine-tune it in three ways, and measure the cost of the models.
     by_architecture = [
         measure(study, name) for study, name in zip(studies, args.models, strict=True)
     ]
@@ -91,12 +91,12 @@ def args_of(name: str, args: argparse.Namespace) -> argparse.Namespace:
 
 
 def measure(study: Study, name: str) -> xr.Dataset:
-    """Return accuracy and cost of the CNN and of its three successors, (architecture, model)."""
+    """Return accuracy and cost of the CNN and of the three models fine-tuned from it, (architecture, model)."""
     slug = name.lower().replace(" ", "-")
     cnn = study.cnn
     study.train_cnn(f"cnn={slug}", f"training the {name}")
 
-    # What longer training brings, what the finer grid brings besides, and what attention brings.
+    # They show the effect of longer training, that of the finer grid besides, and that of attention besides.
     torch.manual_seed(study.args.seed)
     control, unstrided, tcnn = copy.deepcopy(cnn), unstride(cnn), reparameterize(cnn)
     runs = {
@@ -133,7 +133,7 @@ def draw(scores: xr.Dataset) -> Figure:
     a, b = figure.subplots(1, 2)
     gains, slowdown = relative(scores)
     variance = scores.top1 * (1 - scores.top1) / float(scores.images)
-    # As if the two models saw different images: too wide, since they see the same.
+    # This is the error for two sets of images, and too wide, since both models see the same images.
     error = (variance + variance.sel(model=CNN)) ** 0.5
     for place, (arm, color) in enumerate(COLORS.items()):
         x = [row + 0.26 * (place - 1) for row in range(scores.sizes["architecture"])]
@@ -237,7 +237,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     add(
         "--models",
         nargs="+",
-        help=f"names of timm's (default: {', '.join(SMALL_RESNETS)}, small, for the digits)",
+        help=f"timm names of CNNs (default: {', '.join(SMALL_RESNETS)}, small, for the digits)",
     )
     add_output(parser)
     args = parsed(parser, arguments, "architectures")

@@ -10,8 +10,8 @@ query pixel and any images, can be drawn again in seconds, without training:
 
 What one should see (attention_maps.png): at epoch 0 each head looks most at the pixel of its own kernel tap, next to
 the query. At the end the heads of the first layer still do, with gates near 1. The lower a gate is, the fainter is the
-tap, and the more evenly the head looks at the rest of the image. How far maps differ between two images is printed:
-after so short a training by nothing in the first layers, and by a small share of the attention in the last.
+tap, and the more evenly the head looks at the rest of the image. The study prints how far maps differ between two
+images: after so short a training not at all in the first layers, and by a small share of the attention in the last.
 
 How: a small ResNet learns handwritten digits in cluttered scenes; its last stage is reparameterized as gated positional
 self-attention (GPSA) and fine-tuned.
@@ -20,8 +20,8 @@ Writes into results/:
 attention_maps.png              for each epoch and image that was asked for: the image with its query pixel boxed, and a
                                 row of maps for each layer, one for each head, sigma(lambda) above it
 attention_maps.zarr             what is drawn: maps (epoch, image, layer, head, y, x), the share of attention that falls
-                                on zero padding (``outside``; with it a map sums to one), gates, and where the query is
-attention_maps_recording.zarr   what tcnn_probe recorded of every epoch
+                                on zero padding (``outside``; with it a map sums to one), gates, and the query
+attention_maps_recording.zarr   the recording of every epoch by tcnn_probe
 attention_maps_checkpoints/     weights of every epoch, tcnn-0000.pt and so on, each as large as the model
 
 It ends by checking that every head peaks at its tap at epoch 0, and that at the end the maps of the half of the heads
@@ -61,7 +61,7 @@ def main(arguments: list[str] | None = None) -> int:
     """Run the study; return 0 if its checks hold or the images are your own, else 3."""
     args = parse(arguments)
 
-    # Load the CNN, the digits, and the images that are looked at.
+    # Load the CNN, the digits, and the images whose attention is drawn.
     later = ("epoch", "query", "image", "images")
     study = begin("attention_maps", args, stages=2, later=later)
     images, names = open_or_pick_images(args, study)
@@ -69,7 +69,7 @@ def main(arguments: list[str] | None = None) -> int:
     # Train the CNN, convert it and fine-tune it, unless that is done: the weights of every epoch are kept.
     if not weights_file(study, args.epochs).exists():
         study.train_cnn()
-        torch.manual_seed(args.seed)  # queries and keys are new
+        torch.manual_seed(args.seed)  # for the new queries and keys
         tcnn = reparameterize(study.cnn)
         store = study.output.beside("_recording.zarr")
         with tcnn_probe.record(tcnn, store) as recorder:
@@ -101,7 +101,7 @@ def weights_file(study: Study, epoch: int) -> Path:
 
 
 def save_weights(model: nn.Module, file: Path) -> None:
-    """Write the weights whole or not at all, unless they are there."""
+    """Write the weights atomically, unless their file exists."""
     if not file.exists():
         # A run may be killed while it writes.
         partial = file.with_suffix(".partial")
@@ -112,7 +112,7 @@ def save_weights(model: nn.Module, file: Path) -> None:
 def open_or_pick_images(
     args: argparse.Namespace, study: Study
 ) -> tuple[Tensor, list[str]]:
-    """Return the images that the heads look at and their names: the user's files, or images of the validation set."""
+    """Return the images whose attention is drawn, and their names: the user's files, or validation images."""
     dataset = study.validation
     if args.image:
         names = [Path(file).name for file in args.image]
@@ -129,14 +129,14 @@ def describe(maps: xr.Dataset, query: tuple[int, int], names: list[str]) -> xr.D
     """Add units, descriptions and the names of the images."""
     about = {
         "attention": ("1", "A_ij of the query over the real keys (T-CNN Eq. 7)"),
-        "outside": ("1", "what falls on zero padding; with it a map sums to one"),
+        "outside": ("1", "attention on zero padding; with it a map sums to one"),
         "peak_y": (
             "pixel",
-            "the key, padding included, that is looked at most, relative to the query",
+            "the key with the most attention, padding included, relative to the query",
         ),
         "peak_x": (
             "pixel",
-            "the key, padding included, that is looked at most, relative to the query",
+            "the key with the most attention, padding included, relative to the query",
         ),
         "gate": ("1", "sigma(lambda), share of positional attention"),
         "center_y": (
@@ -147,8 +147,8 @@ def describe(maps: xr.Dataset, query: tuple[int, int], names: list[str]) -> xr.D
             "pixel",
             "Delta_x of the positional attention, relative to the query",
         ),
-        "query_y": ("pixel", "where the query lies in the layer's map"),
-        "query_x": ("pixel", "where the query lies in the layer's map"),
+        "query_y": ("pixel", "position of the query in the layer's map"),
+        "query_x": ("pixel", "position of the query in the layer's map"),
     }
     for name, (units, description) in about.items():
         maps[name].attrs = {"units": units, "description": description}
@@ -188,10 +188,7 @@ def draw(
 
 
 def differences_between_images(maps: xr.Dataset) -> xr.DataArray:
-    """Return how much attention a head spends elsewhere in another image, (layer, head).
-
-    It is the total variation between the two maps, mean over pairs of images.
-    """
+    """Return the total variation distance of a head's maps of two images, mean over pairs of images, (layer, head)."""
     last = maps.attention.isel(epoch=-1)
     pairs = [(i, j) for i in range(last.sizes["image"]) for j in range(i)]
     moved = [
@@ -210,7 +207,7 @@ def head_table(maps: xr.Dataset) -> str:
     """Return gates at the end, peaks of the maps and, with several images, how far maps differ, as a table."""
     last = maps.isel(epoch=-1)
     parts = {"gate": last.gate, "peak": peaks(maps)}
-    # One image has no other to differ from.
+    # One image has no other image to differ from.
     if maps.sizes["image"] > 1:
         parts["differs"] = differences_between_images(maps)
     width = max(len(str(name)) for name in last.layer.values)
@@ -234,7 +231,7 @@ def check(maps: xr.Dataset) -> bool:
     far = np.fmax(
         abs(start.peak_y - start.center_y), abs(start.peak_x - start.center_x)
     )
-    # Taps lie on whole pixels, so half a pixel tells a neighbour.
+    # Taps lie on whole pixels, so a peak more than half a pixel away is not at the head's tap.
     count = int((far > 0.5).any("image").sum())
     heads = int(start.gate.notnull().sum())
     verdict = (
@@ -249,7 +246,7 @@ def check(maps: xr.Dataset) -> bool:
     # Layers with fewer heads have NaN.
     exists = np.isfinite(gate)
     order = gate[exists].argsort()
-    # Halves: so short a training leaves few gates low enough for a type.
+    # Halves are compared, not types, since so short a training leaves few gates low enough for a content head.
     low, high = (peak[exists][half].mean() for half in np.array_split(order, 2))
     fainter = low < high
     verdict = "have fainter peaks" if fainter else "do NOT have fainter peaks"
@@ -270,26 +267,26 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         type=from_least(0),
         nargs="+",
         metavar="N",
-        help="which to draw, 0 is before fine-tuning (default: the last)",
+        help="epochs to draw; 0 is before fine-tuning (default: the last)",
     )
     add(
         "--query",
         type=pixel,
         metavar="Y,X",
-        help="the pixel of the images whose attention is drawn (default: the middle)",
+        help="pixel of the images whose attention is drawn (default: the middle)",
     )
     add(
         "--image",
         type=image_file,
         nargs="+",
         metavar="FILE",
-        help="images of one's own (default: some of the validation set)",
+        help="your own images (default: some validation images)",
     )
     add(
         "--images",
         type=from_least(1),
         default=2,
-        help="how many of the validation set (default: 2)",
+        help="number of validation images (default: 2)",
     )
     add_output(parser)
     args = parsed(parser, arguments, "attention_maps")

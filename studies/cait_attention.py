@@ -4,10 +4,10 @@
 
 Takes about a minute on one CPU core.
 
-What one should see (cait_attention.png): in a CaiT the class token meets the patches in two class-attention layers
-alone. The first looks at the digit, as in the thesis. The thesis sees the second look at more of the image. The lines
-that are printed compare both with even attention and with each other, image by image. studies/pages/cait_attention.md
-says what several seeds agree on.
+What one should see (cait_attention.png): in a CaiT the class token meets the patches only in the two class-attention
+layers. The first looks at the digit, as in the thesis. In the thesis the second looks at more of the image. The lines
+that are printed compare both with uniform attention and with each other, image by image.
+studies/pages/cait_attention.md says what several seeds agree on.
 
 How: a small CaiT (two blocks of self-attention, two of class attention, four heads) learns handwritten digits, each
 somewhere in a scene. Its patches are embedded by the convolutions of timm's XCiT in place of a single layer, so that it
@@ -15,14 +15,14 @@ learns from few images, and LayerScale begins at 1.
 
 Writes into results/:
 cait_attention.png     for each image: the image; the heads of the first and of the second class-attention layer, each
-                       from 0 to its largest weight (Fig. 3.9); the image in the light of the first layer's mean over
-                       heads, and the classes above 10 % (Fig. 3.10)
-cait_attention.zarr    the numbers behind it, of all images that were looked at: xarray.open_zarr
+                       from 0 to its largest weight (Fig. 3.9); the image times the first layer's mean over heads, and
+                       the classes above 10 % (Fig. 3.10)
+cait_attention.zarr    the numbers behind the figure, for all images: xarray.open_zarr
 
 It ends by checking that the model learned, and that the first class-attention layer looks at the digit's strokes more
-than even attention would.
+than uniform attention would.
 
-With timm's weights, on images of yours, nothing is trained:
+With timm's weights, on your own images, nothing is trained:
 
     python studies/cait_attention.py --model cait_xxs24_224 --pretrained --image photograph.jpg another.jpg
 """
@@ -73,13 +73,13 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def only_cait(model: nn.Module) -> None:
-    """Refuse other models."""
+    """Refuse a model that is not a CaiT."""
     if not isinstance(model, Cait):
         raise ValueError(f"--model: expected a CaiT, got {type(model).__name__}")
 
 
 class ConvolutionalPatches(ConvPatchEmbed):
-    """Patches by 3 x 3 convolutions of stride 2, as tokens."""
+    """Patch embedding by 3 x 3 convolutions of stride 2 that returns tokens alone."""
 
     def forward(self, x: Tensor) -> Tensor:
         """Map (B, C, H, W) to (B, N, D)."""
@@ -112,7 +112,7 @@ def class_attention(model: nn.Module, images: Tensor) -> xr.Dataset:
     maps = tcnn_probe.attention_maps(
         model,
         images.to(device),
-        # The layers before have no class token.
+        # The layers before class attention have no class token.
         layers=lambda name, layer: isinstance(layer, ClassAttn),
         queries="class",
     )
@@ -143,7 +143,7 @@ def draw(maps: xr.Dataset) -> Figure:
             sample.class_attention.stack(map=("layer", "head")).T,
             strict=True,
         ):
-            # From 0, so that an even map does not look as if it had a structure.
+            # The scale starts at 0, so that a uniform map does not look structured.
             ax.imshow(values.transpose("y", "x"), cmap="viridis", vmin=0)
         draw_in_the_light(
             axes[-2], picture, sample.class_attention.isel(layer=0).mean("head")
@@ -181,7 +181,7 @@ def draw_in_the_light(ax: Axes, picture: np.ndarray, attention: xr.DataArray) ->
 
 
 def likely(probabilities: np.ndarray) -> list[str]:
-    """Return names and probabilities of the classes above 10 %, the likeliest first."""
+    """Return names and probabilities of the classes above 10 %, the most probable first."""
     lines = []
     for label in (-probabilities).argsort().tolist():
         if probabilities[label] > LIKELY:
@@ -194,10 +194,10 @@ def likely(probabilities: np.ndarray) -> list[str]:
 
 
 def check(maps: xr.Dataset, run: SingleModel) -> bool:
-    """Return whether the model learned, and its first class-attention layer prefers the digit; print the second's."""
+    """Return whether the model learned, and its first class-attention layer prefers the digit; print both shares."""
     has_learned = run.learned("the CaiT", float(maps.top1))
     layers = maps.on_digit.mean("head").transpose("layer", "image")
-    # Image by image, since objects differ in size.
+    # Gains are taken image by image, since objects differ in size.
     gains = layers - maps.even
     low, high = evaluation.mean_interval(gains[0]).values
     verdict = "more" if low > 0 else "NOT more"

@@ -6,21 +6,22 @@ Takes about 3 minutes on one CPU core.
 
 What one should see: class attention of the PatchConvNet, on 16 x 16 patches and without any gradient, comes within 4
 pixels (one patch) of the digit far more often than chance, and more often than Grad-CAM. Gradients of single pixels
-meet the very strokes more often. In the ResNet, whose last feature map has 4 x 4 cells, class attention finds the digit
+fall on the strokes themselves more often. In the ResNet, with 4 x 4 cells in its last map, attention finds the digit
 less often; its accuracy is about the same with the learned pooling as without.
 studies/pages/class_attention_saliency.md has the ranges of several seeds; the table that is printed has this run's
 numbers, and the last lines compare class attention with Grad-CAM, image by image, with intervals. After so short a
 training the tokens of the classes look at almost the same places.
 
 How: a small ResNet with average pooling and a small PatchConvNet learn handwritten digits in cluttered scenes. The
-ResNet is trained on with a learned pooling in place of its average (``tcnn_model.add_attention_pool``) and, as the
-control, as it is; the PatchConvNet is trained on with one token for each class (``tcnn_model.specialize``). Every few
-epochs the saliency of each method is compared with where the digit is, and with what the model does when pixels are
-removed. Occlusion is coarse here (windows of a quarter of the image), and integrated gradients take 12 steps.
+ResNet is trained further with a learned pooling in place of its average (``tcnn_model.add_attention_pool``) and, as the
+control, unchanged; the PatchConvNet is trained further with one token for each class (``tcnn_model.specialize``). Every
+few epochs the saliency of each method is compared with the place of the digit, and with the response of the model when
+pixels are removed. Occlusion is coarse here (windows of a quarter of the image), and integrated gradients take 12
+steps.
 
 Writes into results/:
 class_attention_saliency_maps.png       images, and maps of the models side by side (Fig. 1 of the paper)
-class_attention_saliency_classes.png    maps of the three likeliest classes of each image (Fig. 2)
+class_attention_saliency_classes.png    maps of the three most probable classes of each image (Fig. 2)
 class_attention_saliency.png            faithfulness by epoch and method, with 95 % intervals over images
 class_attention_saliency.zarr           the numbers behind it, a group for each model: xarray.open_datatree
 class_attention_saliency_*.zarr         what tcnn_probe recorded of each model's pooling, at every epoch
@@ -31,8 +32,8 @@ last lines say whether the map of one head is a better explanation than the mean
 It ends by checking that the models learned, and that the class attention of the PatchConvNet comes near the digit more
 often than chance.
 
-On your own model and images: a trained model (maps alone, in a minute or so), or with --epochs one to be
-fine-tuned; and of a convnet its trunk once more, frozen, with attention in place of its pooling:
+On your own model and images: a trained model is explained as it is (in a minute or so), or with --epochs fine-tuned
+first; on the frozen trunk of a convnet, attention is then trained in place of the pooling:
 
     python studies/class_attention_saliency.py --model deit_small_patch16_224 --pretrained --data path/to/imagenet
     python studies/class_attention_saliency.py --model resnet50 --pretrained --data path/to/imagenet --epochs 10
@@ -96,7 +97,7 @@ Models = Mapping[str, nn.Module]
 
 @dataclass(frozen=True)
 class Run:
-    """Model and its training; ``make`` builds it from the models trained before."""
+    """Model and its training; ``make`` builds the model from those that were trained before."""
 
     name: str
     make: Callable[[Models], nn.Module]
@@ -114,7 +115,7 @@ def main(arguments: list[str] | None = None) -> int:
     """Run the study; return 0 if its checks hold or the images are your own, else 3."""
     args = parse(arguments)
 
-    # Load models and data, and the images that are looked at.
+    # Load models and data, and the images to explain.
     with refused(ValueError, RuntimeError, OSError):
         runs, loaders = plan(args)
         validation = loaders[1].dataset
@@ -144,7 +145,7 @@ def main(arguments: list[str] | None = None) -> int:
     draw_maps(tree, probed, shown).savefig(output.beside("_maps.png"), dpi=200)
     files = [output.store, output.figure, output.beside("_maps.png")]
     for run in runs:
-        # Photographs of one's own are not validated on, so nothing is recorded of them.
+        # Photographs of --boxes are not validation images, so nothing is recorded of them.
         if run.probed and probed.numbers and attends_by_class(models[run.name]):
             files.append(output.beside("_classes.png"))
             recording = tcnn_probe.open(output.beside(f"_{run.slug}.zarr"))
@@ -165,7 +166,7 @@ def train(
     output: RunOutput,
     args: argparse.Namespace,
 ) -> Iterator[EpochResult]:
-    """Train the model and yield after each epoch; without epochs, look at the probed images as it is."""
+    """Train the model and yield after each epoch; without epochs, evaluate it on the probed images as it is."""
     if run.epochs:
         with refused(ValueError):
             yield from finetune(
@@ -181,7 +182,7 @@ def train(
                 name=title,
             )
         return
-    # In eval mode, as a recorder takes forwards of validation.
+    # The model is in eval mode, in which a recorder takes forward passes as validation.
     answers = logits(model.eval(), probed, args)
     loss = float(F.cross_entropy(answers, probed.labels))
     top1 = float((answers.argmax(1) == probed.labels).float().mean())
@@ -200,7 +201,7 @@ def record(
     # Heads are compared by their attention alone: gradients would take most of the time.
     compared = ["class_attention"] if args.heads else None
     methods = compared or usable_methods(model, probed.images[:1])
-    # Maps are kept of images of the validation set, or of the probed images where nothing else is looked at.
+    # Maps are kept of validation images, or of the probed images if the model is not trained.
     numbers = probed.numbers if run.epochs else list(range(len(probed.images)))
     recording: Any = nullcontext()
     if "class_attention" in methods:
@@ -210,9 +211,9 @@ def record(
     with recording as recorder:
         for result in results:
             if recorder is not None:
-                # A resumed run has marked its first epochs before.
+                # A resumed run has marked its first epochs already.
                 recorder.mark(if_marked="skip", **asdict(result))
-            # Saliency takes longer than an epoch, so not every one is scored.
+            # Saliency takes longer than an epoch, so not every epoch is scored.
             if result.epoch % args.every == 0 or result.epoch == run.epochs:
                 part = output.checkpoints / f"{run.slug}-{result.epoch:04d}.zarr"
                 if not part.exists():
@@ -232,7 +233,7 @@ def plan(args: argparse.Namespace) -> tuple[list[Run], Loaders]:
     """Return the runs in the order of their training, and the images for them."""
     if args.data == "digits":
         return plan_digits(args)
-    torch.manual_seed(args.seed)  # of new classifiers and pools
+    torch.manual_seed(args.seed)  # for new classifiers and pools
     model, loaders = own_model_and_data(args, args.img_size)
     name = args.model
     recipe = {"epochs": args.epochs, "lr": args.lr}
@@ -244,7 +245,7 @@ def plan(args: argparse.Namespace) -> tuple[list[Run], Loaders]:
         try:
             add_attention_pool(model)
         except ValueError:
-            return runs, loaders  # a transformer: its own class token will do
+            return runs, loaders  # a transformer has a class token of its own
 
         def pooled(models: Models) -> nn.Module:
             return with_attention_pool(models[name])
@@ -260,8 +261,8 @@ def plan(args: argparse.Namespace) -> tuple[list[Run], Loaders]:
 
 
 def plan_digits(args: argparse.Namespace) -> tuple[list[Run], Loaders]:
-    """Return the runs of small models on the digits, whose lengths are in proportion to ``--epochs``."""
-    # More threads bring so small a model little, and cost it tenfold where the machine is shared.
+    """Return the runs of small models on the digits; their lengths are in proportion to ``--epochs``."""
+    # More threads speed up so small a model little, and slow it down tenfold on a shared machine.
     torch.set_num_threads(1)
     size = args.img_size
     loaders = digits_loaders(
@@ -303,7 +304,7 @@ def plan_digits(args: argparse.Namespace) -> tuple[list[Run], Loaders]:
             return small_patchconvnet(args.heads)
 
         name = several_heads(args.heads)
-        # The question is about these two alone.
+        # The option compares these two models alone.
         patchconvnet = next(run for run in runs if run.name == "PatchConvNet")
         return [
             patchconvnet,
@@ -313,7 +314,7 @@ def plan_digits(args: argparse.Namespace) -> tuple[list[Run], Loaders]:
 
 
 def with_attention_pool(model: nn.Module) -> nn.Module:
-    """Return the network with an attention pool in place of its average; all but that and the classifier is frozen."""
+    """Return the network with an attention pool in place of its average; only the pool and classifier are trained."""
     pooled = add_attention_pool(model, init_values=0.1)
     (pool,) = (part for part in pooled.modules() if isinstance(part, AttentionPool2d))
     trained = {pool, pooled.get_classifier()}
@@ -338,7 +339,7 @@ def check(tree: xr.DataTree, trained: tuple[int, float] | None) -> bool:
         last = node.dataset.isel(epoch=-1)
         if trained and not learned(name, float(last.top1), *trained):
             passed = False
-        # The study stands for the PatchConvNet's own class attention; other pools are shown beside it.
+        # Of several models only the PatchConvNet is judged, which has class attention of its own.
         is_judged = name == "PatchConvNet" or len(tree.children) == 1
         if "class_attention" not in last["attribution"] or not is_judged:
             continue
@@ -368,14 +369,14 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     )
     training = parser.add_argument_group("training")
     add = training.add_argument
-    epochs = "of the PatchConvNet, others in proportion (default: 14); of fine-tuning on --data (default: 0)"
+    epochs = "epochs of the PatchConvNet, others in proportion (default: 14); of fine-tuning on --data (default: 0)"
     add("--epochs", type=from_least(0), help=epochs)
     add("--batch-size", type=from_least(1), help="images per step (default: 32)")
     add(
         "--lr",
         type=positive_number,
         default=1e-4,
-        help="of fine-tuning on --data (default: 1e-4)",
+        help="peak learning rate of fine-tuning on --data (default: 1e-4)",
     )
     add_augment(add)
     add_machine(training, small="6 epochs, 20 seconds")
@@ -383,7 +384,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         "--heads",
         type=int,
         choices=(2, 4, 8, 16),
-        help="of the pooling of a PatchConvNet, compared with one with a single head; no other models",
+        help="heads of the pooling of a PatchConvNet that is compared with one of a single head; no other models",
     )
     add = parser.add_argument_group("saliency").add_argument
     add(
@@ -399,23 +400,23 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     add(
         "--show",
         type=from_least(1),
-        help="of these, how many are drawn and recorded (default: 5)",
+        help="number of these that are drawn and recorded (default: 5)",
     )
     add(
         "--every",
         type=from_least(1),
-        help="epochs from one look to the next; the first and the last are looked at (default: 5)",
+        help="epochs from one scoring of saliency to the next; the first and the last are scored (default: 5)",
     )
     add(
         "--steps",
         type=from_least(1),
-        help="of deletion and insertion, and of integrated gradients (default: 12)",
+        help="steps of deletion, insertion and integrated gradients (default: 12)",
     )
     add(
         "--tolerance",
         type=positive_number,
         default=4.0,
-        help="of the pointing game, in pixels (default: 4)",
+        help="tolerance of the pointing game, in pixels (default: 4)",
     )
 
     add_output(parser)
@@ -425,7 +426,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     # The digits have small models of their own.
     if digits == bool(args.model) or (digits and args.pretrained):
         parser.error(
-            "--data and --model belong together, and --pretrained goes with them; without, it is the digits"
+            "--data and --model belong together, and --pretrained goes with them; without them the digits are used"
         )
     if args.heads and not digits:
         parser.error("--heads is for the small PatchConvNet of the digits")
@@ -452,7 +453,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         }
         defaults |= {"images": 8, "show": 2, "steps": 2}
     if not digits:
-        # A trained model is looked at as it is.
+        # A trained model is explained as it is.
         defaults = {"batch_size": 32, "epochs": 0, "images": 32, "every": 5}
     fill_in(args, defaults)
     fill_in(args, {"show": 5, "steps": 12})

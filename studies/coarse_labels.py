@@ -4,20 +4,20 @@
 
 Takes about 3 minutes on one CPU core.
 
-What one should see (coarse_labels.png): whether features of a network that was told only whether a digit is even or
-odd tell the ten digits apart, beside features of random weights. In the thesis, on ImageNet and with 600 epochs,
+What one should see (coarse_labels.png): whether the features of a network that was told only whether a digit is even or
+odd tell the ten digits apart, compared with features of random weights. In the thesis, on ImageNet and with 600 epochs,
 Grafit's are better at this than those of plain training. The last lines that are printed say what 10 epochs show here.
 
 How: with each seed a narrow ResNet-18 is trained on digits of 32 x 32 pixels, labelled even or odd: as a classifier
 (cross-entropy), and with Grafit's losses (instance loss and kNN loss, with a moving average of the weights as the
-target), for as many views and at the same rate. Of each, the epoch is taken that is best at even and odd, and Grafit's
-memory is computed anew with its weights. Features of the validation images are then asked for the digit among the
-training images: by the 20 nearest (Eq. 2.6), by average precision where training images are ranked by the cosine, and
-where they are ranked by the cosine and by how likely the image is even or odd (Eq. 2.5). Grafit has features of its
-trunk, and embeddings.
+target), for the same number of views and at the same rate. Each training is judged at its epoch that is best at even
+and odd, and Grafit's memory is recomputed with the weights of that epoch. The digit of a validation image is then
+predicted from the training images: by the 20 nearest (Eq. 2.6), by average precision where training images are ranked
+by the cosine, and where they are ranked by the cosine and by how likely the image is even or odd (Eq. 2.5). Grafit has
+features of its trunk, and embeddings.
 
-Two measures say how much a space holds, whatever its classes: the share of the variance in the first principal
-components (Fig. 2.1), and how many training images a linear classifier gets right if each coarse class is split at
+Two measures describe the space of the features, whatever the classes: the share of the variance in the first principal
+components (Fig. 2.1), and the accuracy of a linear classifier on the training images if each coarse class is split at
 random (Table 2.1).
 
 Writes into results/:
@@ -91,7 +91,7 @@ SPLITS = 5
 """Random splits of the coarse classes; the thesis has 10."""
 RETRIEVED = 8
 FRAMES = {"fine": "#009E73", "coarse": "#E69F00", "none": "0.6"}
-"""Colours of frames: the same digit, another one that is even or odd alike, and all others."""
+"""Colours of frames: the same digit, another digit of the same parity, and all others."""
 OVER = ("training", "image")
 
 
@@ -117,7 +117,7 @@ def score_seed(args: argparse.Namespace, output: RunOutput, seed: int) -> xr.Dat
     torch.manual_seed(seed)
     model = network()  # random weights first
     features = [(pooled(model, gallery.images), pooled(model, queries.images))]
-    # Random weights know of no coarse label.
+    # Random weights give no probabilities of even and odd.
     parities: list[Tensor | None] = [None]
     top1 = []
     for arm in ARMS:
@@ -134,10 +134,10 @@ def score_seed(args: argparse.Namespace, output: RunOutput, seed: int) -> xr.Dat
             model = loaded(
                 Grafit(network(), 2, len(weights["labels"]), dim=DIM), weights
             )
-            # As the thesis does at test time: the memory still holds means over the weights of many epochs.
+            # The memory still averages over the weights of many epochs; the thesis recomputes it at test time, too.
             digits = torch.from_numpy(gallery.digits)
             model.refresh(torch.arange(len(digits)), digits % 2, gallery.images)
-            # Grafit's instance loss is on embeddings, so the trunk may know what they have dropped.
+            # Grafit's instance loss is on embeddings, so the trunk may know details that they have dropped.
             for part in (model.trunk, model.embed):
                 features.append(
                     (outputs(part, gallery.images), outputs(part, queries.images))
@@ -161,13 +161,13 @@ def measure(
     parity: Tensor | None,
     seed: int,
 ) -> xr.Dataset:
-    """Ask features for the digits of images, among training images whose digits and parities are known.
+    """Measure how well features tell the digits of images, from training images with known digits and parities.
 
     Args:
         known, queried: Features of the training images and of the validation images, shapes (m, C) and (n, C).
-        known_digits, digits: Their digits, shapes (m,) and (n,).
-        parity: Probabilities of even and odd of the validation images, shape (n, 2), by the network that made the
-            features; None if it has none.
+        known_digits, digits: Digits of these images, shapes (m,) and (n,).
+        parity: Probabilities of even and odd for the validation images, shape (n, 2), by the network that made the
+            features; None for a network without such outputs.
         seed: Seed of the random labels.
     """
     representation = tcnn_probe.representation
@@ -211,25 +211,25 @@ def random_labels(features: Tensor, parity: np.ndarray, seed: int) -> np.ndarray
 def trained(
     args: argparse.Namespace, output: RunOutput, arm: str, seed: int
 ) -> tuple[float, dict[str, Tensor]]:
-    """Train, or go on with it; return the best epoch's accuracy at even and odd, and its weights."""
+    """Train, or resume the training; return the best epoch's accuracy at even and odd, and its weights."""
     folder = output.beside("_runs") / f"{arm}_{seed}"
     config = Config(
         "resnet18",
         data="parity",
         img_size=SIDE,
         model_options=SHAPE,
-        # A mirrored digit is no digit.
+        # A mirrored digit is not a digit.
         hflip=0.0,
         crop="simple",
         opt="adamw",
         lr=args.lr,
-        # The same recipe for both, so that losses alone differ.
+        # Both trainings have one recipe, so that they differ in their losses alone.
         weight_decay=1e-4,
         epochs=args.epochs,
         warmup_epochs=1,
         batch_size=64,
         watcher="none",
-        # Digits lie in memory, where loading processes only cost time.
+        # Digits are in memory, where loading processes only cost time.
         workers=0,
         device=args.device,
         seed=seed,
@@ -237,7 +237,7 @@ def trained(
         # The recipe's decay of the target network, 0.996, is for far more steps.
         **ARMS[arm] | ({"ema": args.ema} if arm == "grafit" else {}),
     )
-    # By even and odd alone: the ten digits are not looked at before the end.
+    # The epoch is chosen by even and odd alone: the ten digits are not used before the end.
     best = max(result.top1 for result in train(config, resume=folder.exists()))
     return best, torch.load(folder / "best.pt", weights_only=True)["state_dict"]
 
@@ -262,7 +262,7 @@ def pooled(model: Any, images: Tensor) -> Tensor:
 
 @torch.no_grad()
 def outputs(model: Any, images: Tensor) -> Tensor:
-    """Return what a model or a part of it gives for images."""
+    """Return the outputs of a model, or of a part of it, for images."""
     return model(images)
 
 
@@ -295,9 +295,9 @@ def draw(scores: xr.Dataset) -> Figure:
     colors = ["0.7", *(tcnn_probe.plot.OKABE_ITO[name] for name in color_of)]
     for letter, (name, words) in zip("ABC", MEASURES.items(), strict=True):
         draw_bars(axes[letter], scores[name].mean("image"), colors, named=letter == "A")
-        axes[letter].set_xlabel(f"{words}; a dot a training", fontsize=8)
+        axes[letter].set_xlabel(f"{words}; a dot per training", fontsize=8)
     draw_bars(axes["E"], scores.random_labels.mean("split"), colors, named=True)
-    axes["E"].set_xlabel("accuracy on 4 random classes; a dot a training", fontsize=8)
+    axes["E"].set_xlabel("accuracy on 4 random classes; a dot per training", fontsize=8)
     for kind, color in zip(FEATURES, colors, strict=True):
         curves = scores.energy.sel(features=kind).transpose("component", "training")
         axes["D"].plot(curves.component, curves, color=color, lw=0.6)
@@ -321,7 +321,7 @@ def draw_bars(
     for values in means:
         panel.plot(values, rows, "o", color="0.2", ms=3)
     panel.set_yticks(rows, means.features.values if named else [])
-    # The first kind on top, as in the table.
+    # The first kind is on top, as in the table.
     panel.invert_yaxis()
     panel.set_xlim(0, 1)
 
@@ -367,7 +367,7 @@ def draw_neighbours(nearest: xr.DataArray, count: int = 5) -> Figure:
 
 
 def table(scores: xr.Dataset) -> str:
-    """Return each training's numbers, and what intervals over trainings and images say."""
+    """Return each training's numbers, and comparisons with intervals over trainings and images."""
     lines = [
         f"\nwhich of ten digits, from networks that were told even or odd; {scores.sizes['image']} images"
     ]
@@ -381,7 +381,7 @@ def table(scores: xr.Dataset) -> str:
     half = (scores.energy < 0.9).sum("component") + 1
     rows["energy"] = "principal components with 0.9 of the variance", half
     for words, means in rows.values():
-        lines.append(f"{words}, a column a training:")
+        lines.append(f"{words}, a column per training:")
         lines += [
             f"  {kind:20}"
             + "".join(f"{value:8.3f}" for value in means.sel(features=kind).values)
@@ -425,7 +425,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = study_parser(__doc__)
     group = parser.add_argument_group("training")
     add = group.add_argument
-    add("--epochs", type=from_least(2), help="of each training (default: 10)")
+    add("--epochs", type=from_least(2), help="epochs of each training (default: 10)")
     add(
         "--lr", type=positive_number, help="peak learning rate of both (default: 0.008)"
     )

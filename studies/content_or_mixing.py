@@ -2,14 +2,14 @@
 
     python studies/content_or_mixing.py
 
-Takes some minutes on one CPU core with the digits, which only show that it works. On photographs, such as CIFAR-10 as
-folders of images, from a ResNet-20 that was trained on it:
+Takes some minutes on one CPU core with the digits, which only show that the code works. On photographs, such as
+CIFAR-10 as folders of images, from a ResNet-20 that was trained on them:
 
     python studies/content_or_mixing.py --data cifar10 --weights resnet20.safetensors --amp --out results/content
 
-Stands for the question that the T-CNN paper leaves open (Secs. 4 and 6): whether what content attention adds to a
-convolution is content. Content attention does two things at once. It lets the image decide where a head looks, and it
-mixes over the whole image, which a learned map that is the same for every image could do too. Arm D has such a map.
+The T-CNN paper leaves a question open (Secs. 4 and 6): whether what content attention adds to a convolution is content.
+Content attention does two things at once. It lets the image decide where a head looks, and it mixes over the whole
+image, which a learned map that is the same for every image could do too. Arm D has such a map.
 
 The protocol, committed before any arm was trained:
 
@@ -96,18 +96,18 @@ from common.resnet20 import ResNet20, Tail, Trunk, load_weights
 from common.small_trainings import fine_tune_cnn
 
 LATER = ("arms", "starts", "seeds", "blocks", "batch_norm")
-"""Options that choose runs, and leave each of them as it is."""
+"""Options that choose runs without a change to any of them."""
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the study; return 0 if its checks hold or the images are your own, else 3."""
     args = parse(arguments)
-    # A run then has the same numbers whatever else the machine does.
+    # With one thread a run has the same numbers whatever else the machine does.
     torch.set_num_threads(1)
     output = RunOutput.from_args(
         args, "content_or_mixing", later=LATER, unsaved=("report",)
     )
-    # Runs are files: a killed command trains those that are missing, and any number can be tabulated.
+    # Each run has a file: a resumed command trains those that are missing, and any number can be tabulated.
     if not args.report:
         train(args, output.checkpoints)
     tree = tree_of(output.checkpoints)
@@ -121,7 +121,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def train(args: argparse.Namespace, folder: Path) -> None:
-    """Train what is not there yet: the CNN, then each run."""
+    """Train the CNN and then each run, unless their files exist."""
     options = {
         "held_out": args.held_out,
         "corrupted": args.corrupted,
@@ -132,7 +132,7 @@ def train(args: argparse.Namespace, folder: Path) -> None:
         images = load_images(args.data, folder / "images", **options)
     cnn = fine_tuned_cnn(args, images, folder / "cnn.pt")
     for blocks in args.blocks:
-        # Features take minutes and gigabytes, so they are made for runs that are still to come.
+        # Features take minutes and gigabytes, so they are computed only if runs are missing.
         runs = [run for run in planned(args, blocks) if not run.file(folder).exists()]
         if not runs:
             continue
@@ -143,7 +143,7 @@ def train(args: argparse.Namespace, folder: Path) -> None:
         features = Features(Trunk(cnn, blocks), images, cache, count=views, **sizes)
         for run in runs:
             train_and_measure(
-                # In eval mode each arm starts from the CNN's function as it is measured.
+                # Each arm starts from the CNN in eval mode, in which accuracy is measured.
                 run,
                 Tail(cnn, blocks).eval(),
                 features,
@@ -159,7 +159,7 @@ def planned(args: argparse.Namespace, blocks: int) -> list[Run]:
     for batch_norm, seed, arm in itertools.product(
         args.batch_norm, args.seeds, args.arms
     ):
-        # Where no gate is trained, its start is no choice.
+        # An arm without trained gates has no choice of start.
         has_gates = ARMS[arm].attends and not ARMS[arm].gate_at_one
         runs += [
             Run(arm, start, seed, blocks, batch_norm)
@@ -187,7 +187,7 @@ def fine_tuned_cnn(args: argparse.Namespace, images: Images, file: Path) -> ResN
             )
 
         options: dict[str, Any] = {
-            # As the protocol says.
+            # These values are the protocol's.
             "batch_size": 2 * args.batch_size,
             "lr": 2e-3,
             "weight_decay": 0.05,
@@ -216,11 +216,11 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     add(
         "--data",
         default="digits",
-        help="folder with train/ and val/, in each a folder a class (default: digits)",
+        help="folder with train/ and val/, in each a folder for every class (default: digits)",
     )
     add("--weights", help="weights of a ResNet-20 to start from (default: random)")
-    add("--width", type=from_least(1), help="channels of its first stage (default: 16)")
-    add("--limit", type=from_least(40), help="use only so many digits")
+    add("--width", type=from_least(1), help="channels of the first stage (default: 16)")
+    add("--limit", type=from_least(40), help="number of digits to use (default: all)")
     add(
         "--held-out",
         type=from_least(1),
@@ -233,10 +233,14 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     )
     add = parser.add_argument_group("training").add_argument
     add(
-        "--cnn-epochs", type=from_least(1), help="of the CNN (default: 8; 20 of digits)"
+        "--cnn-epochs",
+        type=from_least(1),
+        help="epochs of the CNN (default: 8; 20 of digits)",
     )
     add(
-        "--steps", type=from_least(4), help="of each arm (default: 1400; 200 of digits)"
+        "--steps",
+        type=from_least(4),
+        help="steps of each arm (default: 1400; 200 of digits)",
     )
     add("--batch-size", type=from_least(2), help="images of a step (default: 64)")
     add(
@@ -272,19 +276,35 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         "--papers-gating-lr",
         type=positive_number,
         default=0.1,
-        help="peak rate of its gates (default: 0.1)",
+        help="peak rate of the gates of arm B (default: 0.1)",
     )
-    add("--weight-decay", type=positive_number, default=0.05, help="(default: 0.05)")
+    add(
+        "--weight-decay",
+        type=positive_number,
+        default=0.05,
+        help="weight decay (default: 0.05)",
+    )
     add("--amp", action="store_true", help="train in bfloat16 autocast")
     add = parser.add_argument_group("runs").add_argument
-    add("--arms", nargs="+", choices=ARMS, default=list(ARMS), help="(default: all)")
+    add(
+        "--arms",
+        nargs="+",
+        choices=ARMS,
+        default=list(ARMS),
+        help="arms to train (default: all)",
+    )
     add(
         "--starts",
         nargs="+",
         type=float,
         help="initial lambda of the gates (default: 1 -1)",
     )
-    add("--seeds", nargs="+", type=from_least(0), help="(default: 0 1 2)")
+    add(
+        "--seeds",
+        nargs="+",
+        type=from_least(0),
+        help="seeds of the runs (default: 0 1 2)",
+    )
     add(
         "--blocks",
         nargs="+",
@@ -299,12 +319,12 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         nargs="+",
         choices=("frozen", "free"),
         default=["frozen"],
-        help="(default: frozen)",
+        help="statistics of batch norm (default: frozen)",
     )
     add(
         "--report",
         action="store_true",
-        help="train nothing: tabulate the runs that are there",
+        help="train nothing, and tabulate the runs that exist",
     )
     # Autocast and the layout of images are those of the CPU.
     add("--device", choices=["cpu"], default="cpu", help="only the CPU")
@@ -317,7 +337,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     args = parsed(parser, arguments, "content_or_mixing")
     if args.data != "digits" and (args.small or args.limit is not None):
         parser.error("--small and --limit are for the digits")
-    # Refused now, before images are decoded.
+    # A missing file is refused now, before images are decoded.
     if args.weights is not None and not Path(args.weights).is_file():
         raise InputError(f"--weights: there is no file {args.weights!r}")
     defaults = {
@@ -344,7 +364,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
             "steps": 4,
             "batch_size": 16,
             "width": 4,
-            # As few as let every step of the code run.
+            # These are the fewest with which every step of the code runs.
             "limit": 320,
         }
         defaults |= {"cnn_epochs": 6, "seeds": [0, 1], "starts": [1.0]}

@@ -5,29 +5,30 @@
 Takes about 14 minutes on two CPU cores.
 
 What one should see (conv_vs_content_heads.png): without the convolutional heads accuracy falls, but it stays if these
-look where they look on average ("static"). What the content heads are worth, and what content is worth to them, is said
-by the last sentences that are printed, and by no other: more or less than as many random heads, on which images, and
-whether other trainings would agree.
+look where they look on average ("static"). Only the last sentences that are printed say what the content heads are
+worth, and what content is worth to them: more or less than as many random heads, on which images, and whether other
+trainings would agree.
 
 How: a small ResNet learns handwritten digits in cluttered scenes. With several seeds its last stage is reparameterized
 as gated positional self-attention (GPSA) and fine-tuned. The papers' start, all gates at 0.73 and one rate for all
-weights, gives no content heads within so few epochs: where gates fall, heads look everywhere alike. So on the digits
-this departs from it: every second head starts with a gate of 0.05, queries and keys five times as large, and these
-learn five times as fast. Heads are then typed by ``tcnn_probe.head_types``: the image decides where a "content" head
-looks, by its content information. The paper guesses that heads which leave convolution bring the robustness.
-All heads of a type are ablated at once, and as the control as many heads drawn at random; likewise each head by itself.
+weights, gives no content heads within so few epochs: where gates fall, heads look everywhere alike. On the digits the
+study therefore departs from it: every second head starts with a gate of 0.05, and queries and keys start five times as
+large and learn five times as fast. Heads are then typed by ``tcnn_probe.head_types``: the content information of a
+"content" head shows that the image decides where it looks. The paper guesses that heads which leave convolution bring
+the robustness.
+All heads of a type are ablated at once and, as the control, as many heads drawn at random; and each head by itself.
 Their outputs are zeroed; or their attention is replaced by its mean over training images, so that they look at places
-and not at content ("static"); or by that of a training image, whose content is another ("shuffled"); or their gates are
-set to 1, which leaves the positional part of attention alone ("positional"). Accuracy is measured on the same images
-with and without: clean, in the four groups of ImageNet-C's corruptions, on contrast alone (faint images), and under PGD
-attacks on the model whose heads are ablated.
+and not at content ("static"); or by that of a training image, which has other content ("shuffled"); or their gates are
+set to 1, so that only the positional part of attention remains ("positional"). Accuracy is measured on the same images
+with and without the ablation: clean, in the four groups of ImageNet-C's corruptions, on contrast alone (faint images),
+and under PGD attacks on the model whose heads are ablated.
 Content information is compared with that of the same heads untrained, and of trainings on shuffled labels. A ViT, plain
-attention on the ResNet's features, is fine-tuned on the same scenes and recorded beside it.
-Intervals over random draws and images are for these trainings as they are; t intervals, wide as they are
-with three trainings, are for others. The types may sit in different layers, so this does not tell type from place.
+attention on the ResNet's features, is fine-tuned on the same scenes and recorded for comparison.
+Intervals over random draws and images hold for these trainings only; t intervals, which are wide with three trainings,
+hold for others. The types may lie in different layers, so the study does not separate the effect of type from depth.
 
 Writes into results/:
-conv_vs_content_heads.png            what ablating each type costs, a row a mode, beside random heads; and single heads
+conv_vs_content_heads.png            cost of ablating each type, a row per mode, beside random heads; and single heads
 conv_vs_content_heads_evolution.png  gates and content information of each head by epoch, T-CNN (first seed) and ViT
 conv_vs_content_heads.txt            the table of differences, with 95 % intervals over draws and images
 conv_vs_content_heads.zarr           every answer: xarray.open_datatree
@@ -90,7 +91,7 @@ from tcnn_model import reparameterize
 from tcnn_probe import evaluation
 
 SETS = [NOTHING, *PAIR, *(f"random for {kind}" for kind in PAIR)]
-# Options that are no part of training, and so may change when a run is resumed.
+# Options that do not affect training, and so may change when a run is resumed.
 MEASURED = (
     "modes",
     "draws",
@@ -127,12 +128,12 @@ def main(arguments: list[str] | None = None) -> int:
     trainings = xr.DataArray(list(seeds), dims="training", name="training")
     types = xr.concat(by_type, trainings, join="outer")
     parts = {
-        "types": types.reindex(ablation=SETS),  # NaN of types that no training has
+        "types": types.reindex(ablation=SETS),  # NaN for types that no training has
         "heads": xr.concat(by_head, trainings, join="outer"),
         "content": xr.concat(contents, trainings),
     }
 
-    # The controls of content information: labels that no image tells, and plain attention.
+    # The controls of content information: permuted labels, which no image tells, and plain attention.
     if has_shuffled:
         recordings = [record_shuffled(study, seed) for seed in seeds]
         shuffled = [typed(recording) for recording in recordings]
@@ -165,13 +166,13 @@ def record_tcnn(
     title = f"the T-CNN,{labels.replace('_', ' ')} seed {seed}"
     with tcnn_probe.record(tcnn, study.output.beside(f"{name}.zarr")) as recorder:
         for result in study.finetune(tcnn, f"tcnn{name}", title, seed=seed):
-            # A resumed run has marked its first epochs before.
+            # A resumed run has marked its first epochs already.
             recorder.mark(if_marked="skip", **asdict(result))
         return tcnn, recorder.dataset.load()
 
 
 def record_shuffled(study: Study, seed: int) -> xr.Dataset:
-    """Fine-tune the T-CNN on labels dealt out anew, from which no head can learn what is in an image."""
+    """Fine-tune the T-CNN on permuted labels, from which no head can learn what is in an image."""
     train, validation = study.loaders
     loaders = with_shuffled_labels(train, seed), validation
     return record_tcnn(replace(study, loaders=loaders), seed, "_shuffled_labels")[1]
@@ -198,11 +199,11 @@ def typed(recording: xr.Dataset) -> xr.Dataset:
 def ablate(
     study: Study, tcnn: nn.Module, types: xr.DataArray, seed: int
 ) -> tuple[xr.Dataset, xr.Dataset]:
-    """Measure what the T-CNN gets right without the heads of each type, in each mode, and without each single head.
+    """Measure the T-CNN's right answers without the heads of each type, in each mode, and without each single head.
 
     Args:
         study: Data, command line and output folder.
-        tcnn: Model in eval mode, which stays as it is.
+        tcnn: Model in eval mode, which is left unchanged.
         types: Type of each head, (layer, head).
         seed: Seed of the random heads, of corruptions and of attacks.
 
@@ -212,14 +213,14 @@ def ablate(
     """
     args = study.args
     reference = reference_images(study)
-    # Answers are kept under a name that tells the options they depend on, so that others are measured anew.
+    # The name of saved answers depends on the options that affect them, so that other options are measured anew.
     options = repr([getattr(args, name) for name in MEASURED[1:]])
     checksum = zlib.crc32(options.encode())
 
     def measure(title: str, sets: HeadSets, images: int, mode: str) -> xr.Dataset:
         part = study.output.checkpoints / f"{title}_{mode}_{seed}_{checksum:08x}.zarr"
         if not part.exists():
-            model = copy.deepcopy(tcnn)  # each thread ablates heads of its own
+            model = copy.deepcopy(tcnn)  # each thread ablates its own copy
             ablated = {
                 name: without(model, heads, mode, reference)
                 for name, heads in sets.items()
@@ -248,7 +249,7 @@ def ablate(
     singles: HeadSets = {NOTHING: None} | single_heads(types)
     jobs = [("heads", singles, args.head_images, args.modes[0])]
     jobs += [("types", sets, args.images, mode) for mode in args.modes]
-    with ThreadPoolExecutor(2) as pool:  # a core each
+    with ThreadPoolExecutor(2) as pool:  # one thread for each core
         by_head, *by_mode = pool.map(measure, *zip(*jobs, strict=True))
     modes = xr.Variable("mode", np.array(args.modes, object))
     by_type = xr.concat(by_mode, modes)
@@ -261,7 +262,7 @@ def reference_images(study: Study) -> list[Tensor]:
     images = 32 if study.args.small else 128
     batches = -(-images // study.args.batch_size)
     train = study.loaders[0]
-    # A loader of its own: that of the training mixes photographs, and shows the same ones several times.
+    # A separate loader is used: that of the training mixes photographs, and shows the same ones several times.
     loader = DataLoader(
         train.dataset,
         train.batch_size,
@@ -281,7 +282,7 @@ def without(
     """Return the model with some of its heads ablated, as a function of images.
 
     Args:
-        model: Model, which is as it was after each call.
+        model: Model, which is restored after each call.
         heads: Booleans (layer, head), True for heads to ablate; None for none.
         mode: Mode of :func:`tcnn_probe.ablate`.
         reference: Batches of images, as the model takes them, over which means are taken; in the mode "shuffled" the
@@ -291,7 +292,7 @@ def without(
         return model
     images = {"mean": reference, "static": reference, "shuffled": reference[:1]}
     ablation = tcnn_probe.ablate(model, heads, mode, images=images.get(mode))  # type: ignore[arg-type]
-    ablation.remove()  # until it is entered: other sets of heads share the model
+    ablation.remove()  # it is entered for each call, since other sets of heads share the model
 
     def classify(images: Tensor) -> Tensor:
         with ablation:
@@ -323,7 +324,7 @@ def report(study: Study, tree: xr.DataTree) -> None:
 def check(tree: xr.DataTree, chance: float, *, small: bool = False) -> bool:
     """Return whether the models learned, both types were found and removing the convolutional heads hurt.
 
-    The few images of the small form do not tell the last, so there it is printed only.
+    In the small form the last is only printed, because its few images cannot decide it.
     """
     by_type = tree["types"].dataset.load()
     right, types = by_type.right.isel(mode=0), by_type.head_type
@@ -370,7 +371,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         "--modes",
         nargs="+",
         choices=MODES,
-        help="of tcnn_probe.ablate, the first for single heads too (default: zero static shuffled positional)",
+        help="modes of tcnn_probe.ablate, the first for single heads too (default: zero static shuffled positional)",
     )
     add(
         "--draws",
@@ -385,14 +386,14 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     add(
         "--head-images",
         type=from_least(2),
-        help="and for single heads (default: 16; 200 of --data)",
+        help="validation images for single heads (default: 16; 200 of --data)",
     )
     add_corruptions(add, severities="1")
     add(
         "--epsilon",
         type=positive_number,
         default=1 / 255,
-        help="of PGD, in pixels of 0 to 1 (default: 1/255)",
+        help="size of PGD's perturbations, for pixels in [0, 1] (default: 1/255)",
     )
     add_output(parser)
     args = parsed(parser, arguments, "conv_vs_content_heads")

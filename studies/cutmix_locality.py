@@ -8,15 +8,15 @@ The first takes four minutes on one CPU core, the second about fifteen.
 The paper trains ViTs on CIFAR-100 from scratch: with CutMix the most local head of the early layers ends at a mean
 attention distance of at most 0.024, without it of at least 0.210.
 
-What one should see (cutmix_locality.png): nothing in particular, the study asks. It prints the difference between
-trainings with CutMix and without, at the end and by epoch, with its interval over seeds, and says "undecided" where the
-interval holds zero.
+What one should see (cutmix_locality.png): no outcome in particular, since the study asks a question. It prints the
+difference between trainings with CutMix and without at the end, and draws it by epoch, with its interval over seeds,
+and says "undecided" where the interval contains zero.
 
 How: small ViTs learn handwritten digits of 8 x 8 pixels, in patches of 2 x 2 pixels, so on a grid of 4 x 4; or
 photographs of a folder, in patches of 4 x 4, flipped at random in both arms. Each seed gives a network that is trained
 twice from the same weights: on the images as they are, and with CutMix (timm's Mixup, alpha 1, of every batch). Both
-see as many images. Distances and entropies of the first layer's heads are given as shares of those of uniform
-attention: 1 if a head looks everywhere alike.
+see the same number of images. Distances and entropies of the first layer's heads are given as shares of those of
+uniform attention: 1 if a head looks everywhere alike.
 
 Writes into results/:
 cutmix_locality.png    top: the distance of the most local head, the mean distance and the mean entropy of the first
@@ -65,7 +65,7 @@ ARMS = {"plain": "#0072B2", "CutMix": "#D55E00"}
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the study; 0 if all networks learned, 3 if not."""
+    """Run the study; return 0 if all networks learned or the images are your own, else 3."""
     args = parse(arguments)
     output = RunOutput.from_args(args, "cutmix_locality")
     data = load_image_set(args.data, args.limit, output.beside("_images"))
@@ -94,7 +94,7 @@ def train(
     """Train and record, or read what was recorded."""
     if store.exists():
         ds = xr.open_zarr(store)
-        # A training that was interrupted has fewer epochs, and is begun anew.
+        # A training that was interrupted has fewer epochs, and starts anew.
         if ds.sizes["epoch"] == args.epochs + 1:
             return ds.load()
     torch.manual_seed(seed)
@@ -108,7 +108,7 @@ def train(
         depth=3,
         num_heads=3,
     ).to(args.device)
-    # Without timm's label smoothing, which its mixing adds by default and the plain arm would lack.
+    # timm's Mixup smooths labels by default, which is switched off because the plain arm has no smoothing.
     mix = Mixup(mixup_alpha=0, cutmix_alpha=1, label_smoothing=0, num_classes=10)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=WEIGHT_DECAY)
     images, labels = data.images, data.labels
@@ -123,12 +123,12 @@ def train(
                 done = epoch * steps + step
                 rate = LR * rate_factor(done, args.epochs * steps)
                 optimizer.param_groups[0]["lr"] = rate
-                # As in training_health.py: digits have 17 values, and few images are learned by heart.
+                # As in training_health.py, noise is added: so few images, of 17 values, are learned by heart.
                 batch = images[rows] + 0.1 * torch.randn_like(images[rows])
                 if args.data != "digits":
                     is_flipped = (torch.rand(len(rows)) < 0.5)[:, None, None, None]
                     batch = torch.where(is_flipped, batch.flip(-1), batch)
-                # Both arms give the loss probabilities, so that they differ in CutMix alone.
+                # Both arms give class probabilities to the loss, so that they differ in CutMix alone.
                 target = F.one_hot(labels[rows], 10).float()
                 if arm == "CutMix":
                     batch, target = mix(batch, labels[rows])
@@ -238,7 +238,7 @@ def table(measures: xr.Dataset) -> str:
 def check(results: xr.Dataset, data: ImageSet) -> bool:
     """Return whether each network learned."""
     labels = data.validation_labels
-    # By chance: always the commonest digit.
+    # Chance is the accuracy of always naming the most frequent digit.
     chance = float(labels.bincount().max() / len(labels))
     top1 = results.top1.isel(epoch=-1)
     has_learned = [
@@ -260,20 +260,22 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = study_parser(__doc__)
     group = parser.add_argument_group("training")
     group.add_argument(
-        "--epochs", type=from_least(1), help="of each training (default: 30)"
+        "--epochs", type=from_least(1), help="epochs of each training (default: 30)"
     )
     group.add_argument(
-        "--seeds", type=from_least(1), help="of each arm, from --seed on (default: 3)"
+        "--seeds",
+        type=from_least(1),
+        help="trainings of each arm, from --seed on (default: 3)",
     )
     group.add_argument(
         "--data",
         default="digits",
-        help="folder with train/ and val/, and in each a folder a class, of small images of one size (default: digits)",
+        help="folder with train/ and val/, each with a folder per class, of small images of one size (default: digits)",
     )
     group.add_argument(
         "--limit",
         type=from_least(40),
-        help="use only so many of these, a quarter of them for validation",
+        help="number of images of --data to use, a quarter of them for validation (default: all)",
     )
     add_device(group)
     add_seed(group, small="1 seed, 9 epochs")

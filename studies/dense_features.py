@@ -8,11 +8,11 @@ The paper fine-tunes its trunks within a segmentation network. Here the trunk st
 linear classifier of each place's features has to tell the strokes of the whole digit from background and from the
 fragments of other digits around it (``tcnn_probe.representation.dense_probe``).
 
-What one should see (dense_features.png): while it learns the labels alone, the first stages of the ResNet come to find
-more of the strokes. The blocks of the PatchConvNet, all on one grid, find most of them before training. A coarse grid
-cannot follow strokes: the short line is what a grid allows, found by a classifier that is told the share of strokes in
-each cell. So the last stage of the T-CNN, on twice the grid, finds far more than that of the ResNet; most of that the
-ResNet at stride 1 does as well, which has its grid and no attention.
+What one should see (dense_features.png): while the ResNet learns from labels alone, its first stages come to find more
+of the strokes. The blocks of the PatchConvNet, all on one grid, find most of them before training. A coarse grid cannot
+follow strokes: the short line is what a grid allows, found by a classifier that is told the share of strokes in each
+cell. So the last stage of the T-CNN, on twice the grid, finds far more than that of the ResNet; most of this gain is
+also that of the ResNet at stride 1, which has the T-CNN's grid and no attention.
 
 How: a small ResNet and a small PatchConvNet learn handwritten digits in cluttered scenes. The last stage
 of the ResNet becomes gated positional self-attention (GPSA), or is set to stride 1, and both are fine-tuned with one
@@ -56,9 +56,9 @@ from tcnn_probe.plot import OKABE_ITO
 
 CNN, TCNN, UNSTRIDED, PATCH = "ResNet", "T-CNN", "ResNet at stride 1", "PatchConvNet"
 STAGES = 4
-# Its training from scratch takes a higher rate than fine-tuning.
+# The PatchConvNet is trained from scratch, which takes a higher rate than fine-tuning.
 PATCH_LR = 2e-3
-SAME = 1e-3  # IoU: the same features, but for rounding
+SAME = 1e-3  # difference in IoU of features that are equal up to rounding
 COLORS = {
     CNN: OKABE_ITO["black"],
     TCNN: OKABE_ITO["vermillion"],
@@ -85,7 +85,7 @@ def main(arguments: list[str] | None = None) -> int:
     results = study.cnn_epochs("cnn", CNN)
     by_model = {CNN: probe_epochs(study, cnn, results, "cnn", scenes)}
 
-    # Convert it, or set it to stride 1, fine-tune both and probe them; and a PatchConvNet, trained from scratch.
+    # Convert it, or set it to stride 1, fine-tune both and probe them; do the same with a PatchConvNet from scratch.
     torch.manual_seed(args.seed)
     tcnn, unstrided = reparameterize(cnn), unstride(cnn)
     patchconvnet = small_patchconvnet()
@@ -108,7 +108,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def scenes_of(dataset: Any, count: int) -> Scenes:
-    """Return so many scenes, (N, 1, H, W), and the strokes of their digits, (N, H, W)."""
+    """Return ``count`` scenes, (N, 1, H, W), and the strokes of their digits, (N, H, W)."""
     probed = probed_images(dataset, count)
     assert probed.masks is not None
     return probed.images, probed.masks.numpy()
@@ -121,7 +121,7 @@ def probe_epochs(
     file: str,
     scenes: list[Scenes],
 ) -> xr.Dataset:
-    """Probe a model at each epoch of its training; a resumed run keeps what it has."""
+    """Probe a model at each epoch of its training; a resumed run keeps the scores that it has."""
     by_epoch = []
     for result in results:
         path = study.output.checkpoints / f"{file}-{result.epoch:04d}.npy"
@@ -154,7 +154,7 @@ def probe_epochs(
 def features(model: nn.Module, images: Tensor) -> list[np.ndarray]:
     """Return the outputs of the last four stages or blocks, (N, C, h, w) each."""
     device = next(model.parameters()).device
-    # timm's name for what all its backbones have in common.
+    # timm's backbones share this method.
     outputs = model.eval().forward_intermediates(
         images.to(device), indices=STAGES, intermediates_only=True
     )
@@ -162,7 +162,7 @@ def features(model: nn.Module, images: Tensor) -> list[np.ndarray]:
 
 
 def of_grid(masks: np.ndarray, maps: np.ndarray) -> np.ndarray:
-    """Return the share of strokes in each cell of a grid, (N, 1, h, w): all that a grid can tell."""
+    """Return the share of strokes in each cell of a grid, (N, 1, h, w), which is all that a grid can tell."""
     return F.adaptive_avg_pool2d(
         torch.tensor(masks, dtype=torch.float64)[:, None], maps.shape[-2:]
     ).numpy()
@@ -189,7 +189,7 @@ def draw(scores: xr.Dataset) -> Figure:
     a, b, c = figure.subplots(1, 3, sharey=True, width_ratios=[1.5, 1, 1.3])
     mean = scores.iou.mean("image")
     colors = mpl.colormaps["viridis"](np.linspace(0, 0.85, STAGES))
-    # The successors' epochs follow those of the CNN in the figure.
+    # In the figure the epochs of fine-tuning follow those of the CNN.
     trained = int(mean.sel(model=CNN).dropna("epoch", how="all").epoch[-1])
     for axes, name, part in ((a, CNN, "stage"), (b, PATCH, "block")):
         for color, stage in zip(colors, mean.stage.values, strict=True):
@@ -211,7 +211,7 @@ def draw(scores: xr.Dataset) -> Figure:
     a.set(title="ResNet, then fine-tuned", ylabel="IoU of the digit's strokes")
     ends, ceilings = at_end(scores.iou), scores.ceiling.mean("image")
     for number, name in enumerate(scores.model.values):
-        # Four bars of a fifth each, about the stage's tick.
+        # The four bars are a fifth of the distance of ticks wide, and centred on the stage's tick.
         places = np.arange(STAGES) + (number - 1.5) * 0.2
         values = ends.sel(model=name)
         reach = abs(
@@ -227,7 +227,7 @@ def draw(scores: xr.Dataset) -> Figure:
             yerr=reach,
             error_kw={"elinewidth": 0.8},
         )
-        # One entry in the legend for all lines.
+        # All lines share one entry in the legend.
         allowed = {} if number else {"label": "what the grid allows"}
         c.hlines(
             ceilings.sel(model=name),
@@ -255,7 +255,7 @@ def at_end(values: xr.DataArray) -> xr.DataArray:
 
 
 def table(scores: xr.Dataset) -> str:
-    """Return IoU by stage at the start and at the end, beside that which the grid allows; and intervals of gains."""
+    """Return IoU by stage at the start and at the end, with the IoU that the grid allows, and intervals of gains."""
     ends, starts = at_end(scores.iou), scores.iou.isel(epoch=0)
     lines = [f"\nIoU of the digit's strokes; {scores.sizes['image']} scenes"]
     lines.append(
@@ -305,7 +305,7 @@ def check(scores: xr.Dataset, chance: float) -> bool:
         int(scores.images),
         chance,
     )
-    # All stages but the last: those before attention.
+    # All stages but the last lie before attention.
     apart = float(
         abs(ends.sel(model=CNN) - starts.sel(model=TCNN)).isel(stage=slice(-1)).max()
     )
@@ -313,7 +313,7 @@ def check(scores: xr.Dataset, chance: float) -> bool:
     print(
         f"check: the T-CNN's stages before attention begin {verdict}: IoU apart by {apart:.4f}"
     )
-    # Without attention, so that it is the grid alone that is judged.
+    # The ResNet at stride 1 has no attention, so that the grid alone is judged.
     gain = (ends.sel(model=UNSTRIDED) - ends.sel(model=CNN)).isel(stage=-1)
     low, high = evaluation.mean_interval(gain).values
     verdict = "more" if low > 0 else "NOT clearly more"
@@ -332,16 +332,16 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     add(
         "--patch-epochs",
         type=from_least(2),
-        help="of training the PatchConvNet (default: 10)",
+        help="epochs of training the PatchConvNet (default: 10)",
     )
     add(
         "--images",
         type=from_least(10),
-        help="scenes to fit the probe, and as many to judge (default: 80)",
+        help="scenes to fit the probe to, and as many to judge it on (default: 80)",
     )
     add_output(parser)
     args = parsed(parser, arguments, "dense_features")
-    # Masks of strokes are known of the digits alone, and pretrained weights are not made for them.
+    # Masks of strokes are known for the digits alone, and no pretrained weights are made for the digits.
     if args.data != "digits" or args.pretrained:
         words = "the masks are those of the digits, which a CNN has to learn; docs/representation.md has your own"
         parser.error(f"--data, --pretrained: {words}")

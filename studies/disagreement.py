@@ -11,24 +11,24 @@ would make them. The last lines that are printed say where the T-CNN departs fur
 do, as far as the intervals support it. A less accurate model also disagrees more: compare the accuracies.
 
 How: several small ResNets learn handwritten digits in cluttered scenes, each from its own seed. Each is then fine-tuned
-for as long in three ways: as it is, as it is with images in another order, and as a T-CNN, which sees them in the order
-of the first. All are shown the same validation images, clean and corrupted as those of ImageNet-C.
+for as long in three ways: unchanged, unchanged with the images in another order, and as a T-CNN, with the images in the
+first order. All are shown the same validation images, clean and corrupted as those of ImageNet-C.
 
 Writes into results/:
 disagreement.png    A share of images that a model and the CNN classify differently, clean and by group of corruptions;
-                    B by corruption, how much more often the T-CNN differs than the CNN of another order
+                    B by corruption, how much more often the T-CNN differs from it than the CNN of another order does
 disagreement.zarr   every decision of every model, and its confidence: xarray.open_zarr
 
 It ends by checking that the models learned, and that the CNN of another order disagrees with the CNN less often than
-independent errors would make them.
+independent errors would make it.
 
-Models that are trained already, two or more, are compared with each other as they are, as in the thesis; in eval mode
-timm's distilled DeiT gives the mean of its two classifiers, which is the row "class+distil." of that table:
+Two or more models that are trained already are compared with each other as they are, as in the thesis; in eval mode
+timm's distilled DeiT returns the mean of its two classifiers, which is the row "class+distil." of that table:
 
     python studies/disagreement.py --model deit_small_patch16_224 deit_small_distilled_patch16_224 regnety_160 \
         --pretrained --data path/to/imagenet --out results/deit
 
-On your own images, with a GPU. Fine-tuned from the same weights, there is no yardstick of another start:
+On your own images, with a GPU. There is then no yardstick of another start, since all start from the same weights:
 
     python studies/disagreement.py --model resnetrs50 --pretrained --data path/to/imagenet --img-size 224 \
         --epochs 50 --batch-size 1024 --drop-path 0.1 --device cuda --amp --workers 16 --out results/imagenet
@@ -73,7 +73,7 @@ COLORS = {
 }
 OVER = ("training", "image")
 LATER = ("corruptions", "severities", "images")
-FAR = 1000  # seeds of other orders begin so far from those of trainings
+FAR = 1000  # distance of the seeds of other orders from those of trainings
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -105,7 +105,7 @@ def decide(study: Study, nth: int) -> xr.Dataset:
     args.seed += nth
     # The first CNN is that of the study itself.
     if nth:
-        # Data of another seed would be split anew: all are shown the same images.
+        # Another seed would split the data anew, and all models must be shown the same images.
         study = replace(study.with_cnn(args), loaders=study.loaders)
     study.train_cnn(f"cnn_{nth}", f"CNN {nth}")
 
@@ -147,7 +147,7 @@ def with_other_start(results: xr.Dataset) -> xr.Dataset:
 
 
 def differing(results: xr.Dataset, by: str) -> xr.DataArray:
-    """Return whether each model decides otherwise than the CNN of its training: (training, model, by, image).
+    """Return whether each model decides differently from the CNN of its training: (training, model, by, image).
 
     Labels of ``by`` begin with "clean".
     """
@@ -192,7 +192,7 @@ def draw(by_group: xr.DataArray, by_corruption: xr.DataArray) -> Figure:
         )
     a.set_xticks(range(by_group.sizes["group"]), by_group.group.values)
     a.set(
-        ylabel="decided otherwise than by the CNN",
+        ylabel="share decided differently from the CNN",
         title="clean and by group of corruptions",
     )
     a.legend(frameon=False)
@@ -239,7 +239,7 @@ def table(by_group: xr.DataArray, results: xr.Dataset) -> str:
     """Return disagreement with the CNN by model and condition, and accuracies, as a table."""
     trainings = f"{results.sizes['training']} trainings"
     lines = [
-        f"\nshare of {results.sizes['image']} images decided otherwise than by the CNN; {trainings}"
+        f"\nshare of {results.sizes['image']} images decided differently from the CNN; {trainings}"
     ]
     lines.append(
         f"{'':<18}"
@@ -265,7 +265,7 @@ def verdicts(rates: dict[str, xr.DataArray]) -> str:
         )
         for by in ("group", "corruption"):
             mean, interval = surplus(rates[by], than)
-            # Clean images are in both.
+            # Clean images are in both tables, and printed once.
             for label in mean[by].values[by == "corruption" :]:
                 low, high = interval.sel({by: label}).values
                 verdict = side_of_zero(
@@ -275,7 +275,7 @@ def verdicts(rates: dict[str, xr.DataArray]) -> str:
                     f"  {label:<18}{float(mean.sel({by: label})):+.3f} [{low:+.3f}, {high:+.3f}]  {verdict}"
                 )
     lines.append(
-        "Intervals are over these images and trainings, few of which say little about other trainings."
+        "Intervals are over these images and trainings; so few trainings say little about other trainings."
     )
     return "\n".join(lines)
 
@@ -330,7 +330,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
 
 
 def one_or_several(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
-    """Parse names and weights: of one model a name and a file, of several models lists of them."""
+    """Turn names and weights into a name and a file for one model, and into lists of them for several models."""
     names = args.model if isinstance(args.model, list) else [args.model]
     weights = (
         args.pretrained if isinstance(args.pretrained, list) else [args.pretrained]

@@ -5,19 +5,19 @@
 Takes about 3 minutes on one CPU core.
 
 What one should see (distillation.png): a CNN is the better teacher of a transformer, as in the thesis (Table 3.2). The
-thesis also finds that its student decides as a CNN does more often (Table 3.4), and supposes that it "benefits more
-from the inductive bias of convnets" (Sec. 3.3). Whether it does, and has heads that are more convolutional than those
-of a student of a transformer, is asked and printed, with intervals over trainings. studies/pages/distillation.md has
-the answers.
+thesis also finds that the CNN's student more often decides as a CNN does (Table 3.4), and supposes that it "benefits
+more from the inductive bias of convnets" (Sec. 3.3). The study prints whether it does here, and whether its heads are
+more convolutional than those of a transformer's student, with intervals over trainings. studies/pages/distillation.md
+has the answers.
 
 How: with each seed a small CNN and a small vision transformer learn handwritten digits of 8 x 8 pixels, as teachers.
 Vision transformers are trained from the same weights by labels alone, by the CNN's scores (Eq. 3.2, soft), and with
 DeiT's distillation token by the decisions of either teacher (Eq. 3.3, hard; timm's model). The attention of the trained
-students is recorded on the validation images. A head is the more convolutional the more its mean attention depends on
-the offset between query and key alone (translation equivariance, 1 for a convolution), and the nearer it looks.
+students is recorded on the validation images. A head is more convolutional if its mean attention depends more on the
+offset between query and key alone (translation equivariance, 1 for a convolution), and if it looks at nearer places.
 
 Writes into results/:
-distillation.png    A accuracy, B share of images decided otherwise than by each teacher, C translation equivariance and
+distillation.png    A accuracy, B share of images decided differently from each teacher, C translation equivariance and
                     D distance of attention, as a share of that of uniform attention; a point for each seed
 distillation.zarr   the same by (arm, seed), and heads by (arm, seed, layer, head): xarray.open_zarr
 
@@ -82,12 +82,12 @@ SIZES = {**SHAPE, "depth": 3, "num_heads": 3}
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the study; return 0 if it saw what it stands for, 3 if not."""
+    """Run the study; return 0 if its checks hold, else 3."""
     args = parse(arguments)
     torch.set_num_threads(1)
     output = RunOutput.from_args(args, "distillation")
 
-    # Each seed has teachers of its own, so that intervals over seeds are over the whole chain.
+    # Each seed has teachers of its own, so that intervals over seeds cover the whole chain of trainings.
     results = output.by_seed(args, lambda seed: measure_seed(seed, args))
     output.save(results)
     draw(results).savefig(output.figure, dpi=200)
@@ -97,7 +97,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def measure_seed(seed: int, args: argparse.Namespace) -> xr.Dataset:
-    """Train the two teachers and a student of each kind, and return what is measured of them."""
+    """Train the two teachers and a student of each kind, and return the students' measurements and the accuracies."""
     torch.manual_seed(seed)
     teachers = {"CNN": small_cnn(), "transformer": small_vit()}
     for teacher in teachers.values():
@@ -125,7 +125,7 @@ def small_cnn() -> nn.Module:
     """Return a ResNet of one block in each stage, for 8 x 8 pixels."""
     shape = {"channels": (16, 24, 32, 32), "stem_type": "deep", "stem_width": 8}
     model = ResNet(BasicBlock, (1, 1, 1, 1), in_chans=1, num_classes=10, **shape)
-    # The stem halves the pixels already.
+    # The stem halves the resolution already.
     model.maxpool = nn.Identity()
     return model
 
@@ -137,7 +137,7 @@ def small_vit() -> VisionTransformer:
 
 @torch.no_grad()
 def with_distillation_token(model: VisionTransformer) -> VisionTransformerDistilled:
-    """Return the transformer with a second token and its classifier, and else with the same weights."""
+    """Return the transformer with a second token and its classifier, and otherwise the same weights."""
     distilled = VisionTransformerDistilled(**SIZES)
     weights = model.state_dict()
     places = weights.pop("pos_embed")
@@ -177,7 +177,7 @@ def learn_from(
 ) -> None:
     """Train a student in place, by labels and by a teacher's scores (soft) or decisions."""
     if isinstance(model, VisionTransformerDistilled):
-        # It then returns the scores of both tokens.
+        # In this mode the model returns the scores of both tokens.
         model.set_distilled_training(True)
 
     def loss(student: nn.Module, images: Tensor, labels: Tensor) -> Tensor:
@@ -201,7 +201,7 @@ def loss_of(
         scores: Scores of the student, (B, K); those of the class token and of the distillation token, if it has one.
         labels: Classes, (B,).
         taught: Scores of the teacher, (B, K).
-        soft: Whether the teacher's scores are learned (Eq. 3.2); else its decisions are (Eq. 3.3).
+        soft: Whether the student learns the teacher's scores (Eq. 3.2), and not its decisions (Eq. 3.3).
     """
     if isinstance(scores, tuple):
         of_class, of_token = scores
@@ -226,7 +226,7 @@ def draw(results: xr.Dataset) -> Figure:
     for teacher, marker in (("CNN", "o"), ("transformer", "x")):
         draw_points(panels[1], results.disagreement.sel(teacher=teacher), "", marker)
     panels[1].set_xlabel(
-        "share decided otherwise than by the CNN (o), the transformer (x)"
+        "share decided differently from the CNN (o), the transformer (x)"
     )
     draw_points(
         panels[2],
@@ -262,7 +262,7 @@ def draw_points(panel: Axes, values: xr.DataArray, words: str, marker: str) -> N
 
 
 def differences(results: xr.Dataset) -> dict[str, xr.DataArray]:
-    """Return what the thesis would have above zero, by seed."""
+    """Return the differences that the thesis expects to be above zero, by seed."""
     heads = ["layer", "head"]
     top1, from_cnn = results.top1, results.disagreement.sel(teacher="CNN")
     equivariance, nearness = (
@@ -327,7 +327,7 @@ def table(results: xr.Dataset) -> str:
 
 
 def check(results: xr.Dataset) -> bool:
-    """Return whether all teachers and students learned; what else is asked may have any answer."""
+    """Return whether all teachers and students learned; the other questions may have any answer."""
     worst = [
         (str(name), float(of_name.min()))
         for values, dim in ((results.top1, "arm"), (results.teacher_top1, "teacher"))
@@ -344,7 +344,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = study_parser(__doc__)
     group = parser.add_argument_group("training")
     group.add_argument(
-        "--epochs", type=from_least(1), help="of each network (default: 10)"
+        "--epochs", type=from_least(1), help="epochs of each network (default: 10)"
     )
     group.add_argument(
         "--seeds",

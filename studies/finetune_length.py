@@ -5,11 +5,11 @@
 Takes about 4 minutes on one CPU core.
 
 What one should see (finetune_length.png): fine-tuned for longer, the T-CNN ends more accurate, as in the paper. The
-control shows what the paper's table leaves open: whether the CNN, trained on for as long, gains as much.
+control shows what the paper's table leaves open: whether the CNN, trained further for as long, gains as much.
 
 How: a small ResNet learns handwritten digits in cluttered scenes. From there the CNN as it is (control) and its
-T-CNN are fine-tuned for several numbers of epochs, each with its own warm-up and cosine decay, as the paper does: a
-shorter run is no longer one that was stopped.
+T-CNN are fine-tuned for several numbers of epochs, each with its own warm-up and cosine decay, as in the paper: a
+shorter run is not a longer run that was stopped early.
 
 Writes into results/:
 finetune_length.png    A accuracy at the end by the number of epochs, B accuracy by epoch of each run
@@ -72,7 +72,7 @@ def main(arguments: list[str] | None = None) -> int:
         top1 = [[result.top1 for result in results] for results in runs.values()]
         coords = {"model": list(runs), "epoch": range(length + 1)}
         by_length.append(xr.DataArray(top1, coords, ("model", "epoch"), name="top1"))
-    # Shorter runs have NaN at the epochs that they do not have.
+    # Shorter runs have NaN at later epochs.
     lengths = xr.Variable("length", args.lengths)
     scores = xr.concat(by_length, lengths, join="outer").to_dataset()
     scores["images"] = len(study.validation)
@@ -95,7 +95,7 @@ def draw(scores: xr.Dataset) -> Figure:
     figure = Figure(figsize=(9, 3.8), layout="constrained")
     a, b = figure.subplots(1, 2, sharey=True)
     for name, color in COLORS.items():
-        # Runs of all lengths start alike.
+        # Runs of all lengths start with the same accuracy.
         start = float(scores.top1.sel(model=name, epoch=0)[0])
         ends = end(scores).sel(model=name)
         a.plot(
@@ -114,7 +114,7 @@ def draw(scores: xr.Dataset) -> Figure:
         ylabel="validation accuracy",
         title="accuracy at the end",
     )
-    b.set(xlabel="epoch", title="accuracy by epoch, a line a run")
+    b.set(xlabel="epoch", title="accuracy by epoch, a line per run")
     a.legend(frameon=False)
     for panel in (a, b):
         whole_ticks(panel)
@@ -171,7 +171,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     )
     add_output(parser)
     args = parsed(parser, arguments, "finetune_length")
-    # Two options for one thing could contradict each other.
+    # Two options for the number of epochs could contradict each other.
     if args.epochs is not None:
         parser.error(
             "--epochs: here --lengths says how long, such as --lengths 10 20 50"

@@ -5,8 +5,8 @@
 Takes about 2 minutes on one CPU core.
 
 What one should see (gating_evolution.png): all gates start at sigma(1) = 0.73. Those of the first GPSA layer rise: it
-goes on convolving. Those of the last layer fall: it hardly uses position any more, and after so short a training its
-content attention is still spread almost evenly over the image (D; log 64 = 4.16 nat is even). The two layers between
+continues to convolve. Those of the last layer fall: it hardly uses position any more, and after so short a training its
+content attention is still spread almost evenly over the image (D; log 64 = 4.16 nat is uniform). The two layers between
 differ from seed to seed (studies/pages/gating_evolution.md has the ranges).
 
 How: a small ResNet learns handwritten digits in cluttered scenes. Its last stage is then reparameterized as gated
@@ -68,18 +68,18 @@ def main(arguments: list[str] | None = None) -> int:
     cnn, output = study.cnn, study.output
     cnn_results = study.train_cnn()
 
-    # The controls first, so that their accuracies can stand in the recording of the T-CNN.
+    # The controls are trained first, so that the recording of the T-CNN can include their accuracies.
     control_results: dict[str, EpochResults] = {}
     for name, control in control_models(cnn, args).items():
         results = study.finetune(control, name, TRAINING_TITLES[name])
         control_results[name] = list(results)
 
     # Convert the CNN's last stage to attention and fine-tune it, with every head recorded.
-    torch.manual_seed(args.seed)  # queries and keys are new
+    torch.manual_seed(args.seed)  # for the new queries and keys
     tcnn = reparameterize(cnn)
     with tcnn_probe.record(tcnn, output.store) as recorder:
         for result in study.finetune(tcnn, "tcnn", "the T-CNN"):
-            # A resumed run has marked its first epochs before.
+            # A resumed run has marked its first epochs already.
             recorder.mark(
                 if_marked="skip",
                 **accuracies(control_results, result.epoch),
@@ -87,7 +87,7 @@ def main(arguments: list[str] | None = None) -> int:
             )
         dataset = recorder.dataset.load()
 
-    # Type the heads, and draw how they got there.
+    # Type the heads, and draw their evolution.
     types = tcnn_probe.head_types(dataset.isel(epoch=-1), by="gate")
     draw(dataset, cnn_results).savefig(output.figure, dpi=200)
     print(head_table(dataset))
@@ -100,7 +100,7 @@ def main(arguments: list[str] | None = None) -> int:
 def accuracies(
     control_results: Mapping[str, EpochResults], epoch: int
 ) -> dict[str, float]:
-    """Return the accuracies of the controls after an epoch, under the names that the recording has for them."""
+    """Return the accuracies of the controls after an epoch, by their names in the recording."""
     return {
         f"{name}_top1": results[epoch].top1 for name, results in control_results.items()
     }
@@ -152,7 +152,7 @@ def draw_accuracies(
     panel: Axes, dataset: xr.Dataset, cnn_results: EpochResults
 ) -> None:
     """Draw the accuracies of the CNN, its controls and its T-CNN, at negative epochs before reparameterization."""
-    if cnn_results:  # none if it came with weights
+    if cnn_results:  # empty if the CNN came with weights
         last = cnn_results[-1].epoch
         panel.plot(
             [result.epoch - last for result in cnn_results],
@@ -210,7 +210,7 @@ def head_table(dataset: xr.Dataset) -> str:
     columns = ["gate", "attention_span", "content_entropy", "positional_entropy"]
     for layer in last.layer.values:
         row = last.sel(layer=layer)
-        # NaN of heads that this layer does not have
+        # NaN marks heads that this layer does not have
         gates = " ".join("    " if g != g else f"{g:4.2f}" for g in row.gate.values)
         gate, span, content, position = (float(row[name].mean()) for name in columns)
         lines.append(

@@ -4,24 +4,24 @@
 
 Takes about 2 minutes on one CPU core.
 
-What one should see (head_entropy.png): before fine-tuning every head is convolutional. In the first GPSA layer heads
-stay so; in the last one gates fall, and low-gate heads appear. The positional part of every head remains as narrow as
-that of a convolution, a pixel or two; the content part of every head is spread over the whole image and, after so short
-a training, hardly narrower than even attention. So the types differ in which of the two parts the gate lets through,
-and much less in what these parts are: a low-gate head here looks everywhere alike.
+What one should see (head_entropy.png): before fine-tuning every head is convolutional. Heads of the first GPSA layer
+stay convolutional; in the last one gates fall, and low-gate heads appear. The positional part of every head remains as
+narrow as that of a convolution, a pixel or two; the content part of every head is spread over the whole image and,
+after so short a training, hardly narrower than uniform attention. So the types differ in which of the two parts the
+gate lets through, and much less in these parts themselves: a low-gate head here looks everywhere alike.
 
 How: a small ResNet learns handwritten digits in cluttered scenes; its last stage is then reparameterized as gated
 positional self-attention (GPSA) and fine-tuned. At each epoch every head is typed (``tcnn_probe.head_types(...,
 by="gate")``; its type "content", a gate of at most 1/3, is called "low-gate" here), and the positional and the content
-part of its attention (Eq. 7) are measured apart: their entropy, and the mean distance from a query to what it attends
-to.
+part of its attention (Eq. 7) are measured separately: their entropy, and the mean distance from a query to the keys
+that it attends to.
 
 Writes into results/:
 head_entropy.png              a column for each layer: A heads of each type, B entropy and C distance of the two parts,
-                              means over the heads of each type; dotted: even attention, to padding too (content
+                              means over the heads of each type; dotted: uniform attention, padding included (content
                               attends to real pixels only: log 64 = 4.16 nat at most)
 head_entropy.zarr             the numbers behind it, by head, with the types: xarray.open_zarr
-head_entropy_recording.zarr   what tcnn_probe recorded, the distances of the parts among it: tcnn_probe.open
+head_entropy_recording.zarr   the recording of tcnn_probe, with the distances of the parts: tcnn_probe.open
 
 It ends by checking that all heads start convolutional and some end with a low gate, and that the whole attention of
 these is more spread out and reaches further than that of convolutional heads.
@@ -73,14 +73,14 @@ def main(arguments: list[str] | None = None) -> int:
     study = begin("head_entropy", args, stages=2)
     study.train_cnn()
 
-    # Convert it and fine-tune it, with every head recorded, and how far the two parts of its attention reach.
-    torch.manual_seed(args.seed)  # queries and keys are new
+    # Convert it and fine-tune it, and record every head and the distances of the two parts of its attention.
+    torch.manual_seed(args.seed)  # for the new queries and keys
     tcnn = reparameterize(study.cnn)
     store = study.output.beside("_recording.zarr")
     probes = [*tcnn_probe.DEFAULT, DISTANCES]
     with tcnn_probe.record(tcnn, store, probes=probes) as recorder:
         for result in study.finetune(tcnn, "tcnn", "the T-CNN"):
-            # A resumed run has marked its first epochs before.
+            # A resumed run has marked its first epochs already.
             recorder.mark(if_marked="skip", **asdict(result))
         recording = recorder.dataset.load()
         distances = recorder.tree[DISTANCES.kind].dataset.load()
@@ -107,7 +107,7 @@ def distances_of_parts(call: ForwardCall) -> dict[str, Tensor]:
         ("positional", torch.ones_like(attention.gate)),
         ("content", torch.zeros_like(attention.gate)),
     ):
-        values = attention.key[:, :1, :, :1]  # any will do
+        values = attention.key[:, :1, :, :1]  # statistics do not depend on values
         statistics = gpsa(
             attention.query,
             attention.key,
@@ -130,8 +130,8 @@ DISTANCES = tcnn_probe.Probe(
             ("layer", "head"),
             "pixel",
             f"distance of {part} attention",
-            f"Mean distance from a query to what the {part} part of attention (T-CNN Eq. 7) attends to, over images "
-            "and queries.",
+            f"Mean distance from a query to the keys that the {part} part of its attention (T-CNN Eq. 7) attends to, "
+            "over images and queries.",
         )
         for part in PARTS
     },
@@ -162,7 +162,7 @@ def draw(heads: xr.Dataset) -> Figure:
     names = [
         *(f"{words} heads" for words in BY_GATE.values()),
         *(f"{part} part" for part in PARTS),
-        "if attention were even, to padding too",
+        "uniform attention, padding included",
     ]
     figure.legend(handles, names, loc="outside lower center", ncols=3, frameon=False)
     return figure
@@ -182,7 +182,7 @@ def counts(axes: Axes, heads: xr.Dataset) -> None:
 
 
 def parts(axes: Axes, heads: xr.Dataset, measure: str, uniform: xr.DataArray) -> None:
-    """Draw a line for each part and type, the mean over its heads; none where no head is of the type."""
+    """Draw a line for each part and type, the mean over its heads; it has gaps where no head is of the type."""
     for part, ls in PARTS.items():
         for name in BY_GATE:
             mean = (
@@ -223,13 +223,13 @@ def table(heads: xr.Dataset) -> str:
         )
     uniform = [float(last[name].mean()) for name in UNIFORM]
     lines.append(
-        f"if attention were even, to padding too: {uniform[0]:.2f} nat and {uniform[1]:.2f} pixels, mean over layers"
+        f"uniform attention, padding included: {uniform[0]:.2f} nat and {uniform[1]:.2f} pixels, mean over layers"
     )
     return "\n".join(lines)
 
 
 def check(heads: xr.Dataset) -> bool:
-    """Return whether all heads start convolutional, and low-gate heads end looking further and more evenly."""
+    """Return whether all heads start convolutional, and low-gate heads end with larger entropy and distance."""
     first, last = heads.isel(epoch=0), heads.isel(epoch=-1)
     count = int(first.gate.notnull().sum())
     start = int((first.head_type == "convolutional").sum())

@@ -6,8 +6,8 @@ Takes about 8 minutes on one CPU core.
 
 What one should see (initial_locality.png): the higher gates start, the higher they end. The paper names a trade-off:
 heads that start strictly local "may stay stuck in the convolutional configuration", and heads that start with a low
-gate or a wide positional attention give up the CNN's function. The accuracy at the start shows the second. Whether the
-start between the extremes, the paper's alpha = lambda = 1, ends as the most accurate is printed.
+gate or a wide positional attention give up the CNN's function. The accuracy at the start shows the second. The study
+prints whether the start between the extremes, the paper's alpha = lambda = 1, ends as the most accurate.
 
 How: a small ResNet learns handwritten digits in cluttered scenes. Its last stage is reparameterized as gated positional
 self-attention (GPSA), starting from each pair of a locality strength alpha and a gating parameter lambda. All are
@@ -17,7 +17,7 @@ Writes into results/:
 initial_locality.png    for each start: A accuracy before and B after fine-tuning, C mean gate and D content information
                         after it, E gates by epoch for the paper's alpha
 initial_locality.zarr   heads and accuracies by (locality_strength, gating, epoch), and the accuracy of the CNN
-                        that goes on as it is (control): xarray.open_zarr
+                        that is trained further (control): xarray.open_zarr
 
 It ends by checking that the T-CNNs learned, and that gates which start higher end higher.
 
@@ -74,9 +74,9 @@ def main(arguments: list[str] | None = None) -> int:
         by_strength.append(stack(recordings, "gating", args.gatings))
     scores = stack(by_strength, "locality_strength", args.strengths)
 
-    # The control: the CNN goes on as it is, for as long.
+    # As the control, the CNN is trained further for as long.
     control = copy.deepcopy(study.cnn)
-    results = study.finetune(control, "control", "the CNN goes on (control)")
+    results = study.finetune(control, "control", "the CNN, trained further (control)")
     scores["control_top1"] = "epoch", [result.top1 for result in results]
 
     study.output.save(scores)
@@ -94,7 +94,7 @@ def record_start(study: Study, strength: float, gating: float) -> xr.Dataset:
     tcnn = reparameterize(study.cnn, locality_strength=strength, gating=gating)
     with tcnn_probe.record(tcnn, study.output.beside(f"_{name}.zarr")) as recorder:
         for result in study.finetune(tcnn, name, title):
-            # A resumed run has marked its first epochs before.
+            # A resumed run has marked its first epochs already.
             recorder.mark(if_marked="skip", **asdict(result))
         return recorder.dataset[list(SAVED)].load()
 
@@ -110,7 +110,7 @@ def draw(scores: xr.Dataset) -> Figure:
     first, last = scores.isel(epoch=0), scores.isel(epoch=-1)
     heads = ["layer", "head"]
     content = last.content_information.max(heads)
-    # Colours end at 0.1 nat at least, from where on a head counts as one of content.
+    # Colours end at 0.1 nat at least, above which a head counts as one of content.
     content_end = max(0.1, float(content.max()))
     tables = [
         (first.top1, "accuracy at the start", 1),
@@ -196,9 +196,9 @@ def table(scores: xr.Dataset) -> str:
     gate = float(best.gating[0])
     control = scores.control_top1.values
     images = int(scores.images.max())
-    error = (0.25 / images) ** 0.5  # of a share, largest at 1/2
+    error = (0.25 / images) ** 0.5  # standard error of a share, largest at 1/2
     lines += [
-        f"the CNN, and when it goes on as it is: {control[0]:.3f}, {control[-1]:.3f}",
+        f"the CNN, and the CNN trained further: {control[0]:.3f}, {control[-1]:.3f}",
         f"most accurate: alpha = {alpha:g}, lambda = {gate:g}",
         f"(one seed, {images} validation images; a standard error is at most {error:.3f})",
     ]

@@ -4,25 +4,25 @@
 
 Takes about a minute on one CPU core.
 
-What one should see (layer_scale.png): for each block the norm of what a residual branch adds, divided by the norm of
-what it is added to. With LayerScale it starts ten times smaller, and training decides how far each branch opens. The
-last lines that are printed say how much the ratio varies over the blocks, which in the thesis is less with LayerScale;
-studies/pages/layer_scale.md says what several seeds agree on.
+What one should see (layer_scale.png): for each block the norm of a residual branch, divided by the norm of the main
+branch that it is added to. With LayerScale the ratio starts ten times smaller, and training decides how far each branch
+opens. The last lines that are printed say how much the ratio varies over the blocks, which in the thesis is less with
+LayerScale; studies/pages/layer_scale.md says what several seeds agree on.
 
 How: two vision transformers of 12 blocks learn handwritten digits from the same initial weights and the same images.
 One has LayerScale, whose weights start at 0.1, the thesis' number for up to 18 blocks. After each epoch the probe
 "layer-scale" measures the ratio on the validation images, before stochastic depth.
 
 Writes into results/:
-layer_scale.png             the ratio by block, darker with each epoch: above of attention, below of the MLP; left
-                            without and right with LayerScale, on scales of their own
+layer_scale.png             the ratio by block, darker with each epoch: attention at the top, the MLP at the bottom;
+                            without LayerScale on the left, with LayerScale on the right, on scales of their own
 layer_scale.zarr            the numbers behind it, (model, epoch, layer, branch): xarray.open_zarr
-layer_scale_*.zarr          what was recorded of each model
+layer_scale_*.zarr          the recording of each model
 
 It ends by checking that both models learned, and that at the start the first branch with LayerScale is 0.1 times that
 without, as it must be.
 
-With timm's weights nothing is trained, and there is one model, shown images of yours:
+With timm's weights nothing is trained, and one model is shown your own images:
 
     python studies/layer_scale.py --model cait_xxs24_224 --pretrained --image photograph.jpg another.jpg
 """
@@ -49,7 +49,7 @@ from common.single_model import SingleModel, begin_single, parse_single
 WITHOUT, WITH = "without LayerScale", "with LayerScale"
 COLORS = {WITHOUT: "Reds", WITH: "Blues"}
 BRANCHES = {"mixer": "attention", "mlp": "MLP"}
-ROUNDING = 1e-4  # of norms in float32
+ROUNDING = 1e-4  # relative rounding of norms in float32
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -69,7 +69,7 @@ def main(arguments: list[str] | None = None) -> int:
 def small_vit(
     size: int, args: argparse.Namespace, *, scaled: bool = False
 ) -> nn.Module:
-    """Return blocks of width 48 and four heads, on 4 x 4 patches; 3 of them in the small form, else 12."""
+    """Return a transformer of width 48 with four heads, on 4 x 4 patches: 3 blocks in the small form, else 12."""
     model = VisionTransformer(
         img_size=size,
         patch_size=size // 4,
@@ -90,7 +90,7 @@ def small_vit(
 
 
 def has_blocks(model: nn.Module) -> None:
-    """Refuse a model without blocks that the probe knows."""
+    """Raise ValueError for a model without blocks that the probe knows."""
     tcnn_probe.record(model, probes="layer-scale").remove()
 
 
@@ -98,16 +98,17 @@ def record_training(run: SingleModel) -> xr.Dataset:
     """Train both models, and return their ratios at each epoch and their accuracy."""
     by_model = []
     for name, slug in ((WITHOUT, "without"), (WITH, "with")):
-        torch.manual_seed(run.args.seed)  # LayerScale draws nothing: both start alike
+        # LayerScale draws no random numbers, so that both models have the same initial weights.
+        torch.manual_seed(run.args.seed)
         model = small_vit(run.args.img_size, run.args, scaled=name == WITH)
         store = run.output.beside(f"_{slug}.zarr")
         with (
             warnings.catch_warnings(),
             tcnn_probe.record(model, store, probes="layer-scale") as recorder,
         ):
-            # One of the models has no LayerScale, whose weights the probe would read too.
+            # The probe warns that one of the models has no LayerScale for it to read.
             warnings.filterwarnings("ignore", ".*for the probe 'layer-scale' to read")
-            # A resumed run has marked its first epochs before.
+            # A resumed run has marked its first epochs already.
             for result in run.train(model, slug, name):
                 recorder.mark(if_marked="skip", **asdict(result))
         tree = tcnn_probe.open(store)
@@ -140,7 +141,7 @@ def draw(ratios: xr.DataArray) -> Figure:
     figure = Figure(figsize=(1 + 4 * len(models), 5), layout="constrained")
     panels = figure.subplots(len(BRANCHES), len(models), squeeze=False, sharex=True)
     for column, model in zip(panels.T, models, strict=True):
-        # From a quarter on: the first epochs would be white on white.
+        # Colours start at a quarter of the map, because the first epochs would be white on white.
         colors = mpl.colormaps[COLORS.get(model, "Blues")](
             np.linspace(0.25, 1, ratios.sizes["epoch"])
         )
@@ -154,7 +155,7 @@ def draw(ratios: xr.DataArray) -> Figure:
             whole_ticks(axes)
         handles, labels = column[0].get_legend_handles_labels()
         column[0].legend(
-            # The first and the last epoch; the shades between explain themselves.
+            # The legend has the first and the last epoch only; the shades between explain themselves.
             handles[:: len(handles) - 1 or 1],
             labels[:: len(labels) - 1 or 1],
             frameon=False,
@@ -200,7 +201,7 @@ def check(scores: xr.Dataset, run: SingleModel) -> bool:
     first = scores.residual_ratio.isel(epoch=0, layer=0).sel(branch="mixer")
     share = float(first.sel(model=WITH) / first.sel(model=WITHOUT))
     expected = run.args.init_values
-    # Relative to the weight, which is small.
+    # The tolerance is relative to the weight, which is small.
     scaled = abs(share - expected) < ROUNDING * expected
     print(
         f"check: at the start the first branch with LayerScale is {share:.6g} times that without: "

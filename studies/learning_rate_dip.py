@@ -6,13 +6,13 @@ Takes about 7 minutes on one CPU core.
 
 What one should see (learning_rate_dip.png): with the largest rate the T-CNN climbs furthest from its lowest accuracy.
 In the paper, whose CNN is fully trained, accuracy dips first, lower with a larger rate. The table that is printed says
-whether it did here, and how deep, beside the CNN that goes on.
+whether it did here, and how far, for the T-CNN and for the CNN that is trained further.
 
 How: a small ResNet learns handwritten digits in cluttered scenes. From there the CNN as it is (control) and its T-CNN
 are fine-tuned with several peak learning rates, all with the same warm-up and cosine decay.
 
 Writes into results/:
-learning_rate_dip.png    A the T-CNN, B the control: validation accuracy by epoch, a line a rate; grey: warm-up
+learning_rate_dip.png    A the T-CNN, B the control: validation accuracy by epoch, a line per rate; grey: warm-up
 learning_rate_dip.zarr   accuracies and losses by (model, lr, epoch): xarray.open_zarr
 
 It ends by checking that the models learned, and that the T-CNN climbs higher from its lowest accuracy with the largest
@@ -92,7 +92,7 @@ def draw(scores: xr.Dataset, warmup_epochs: int) -> Figure:
     figure = Figure(figsize=(9, 3.8), layout="constrained")
     panels = figure.subplots(1, 2, sharey=True)
     colors = ordered_colors(scores.sizes["lr"])
-    titles = {TCNN: "T-CNN", CONTROL: "CNN goes on (control)"}
+    titles = {TCNN: "T-CNN", CONTROL: "CNN, trained further (control)"}
     for panel, (model, title) in zip(panels, titles.items(), strict=True):
         panel.axvspan(0, warmup_epochs, color="0.93", zorder=0)
         for row, lr in enumerate(scores.lr.values):
@@ -126,7 +126,7 @@ def extremes(scores: xr.Dataset) -> xr.Dataset:
 def table(scores: xr.Dataset) -> str:
     """Return the extremes by model and rate as a table."""
     by_model, images = extremes(scores), int(scores.images)
-    error = (0.25 / images) ** 0.5  # of a share, largest at 1/2
+    error = (0.25 / images) ** 0.5  # standard error of a share, largest at 1/2
     header = "".join(f"{name:>8}" for name in by_model.data_vars)
     lines = [
         f"\naccuracy on {images} validation images (one seed; a standard error is at most {error:.3f})",
@@ -144,7 +144,7 @@ def check(scores: xr.Dataset, chance: float) -> bool:
     """Return whether the models learned, and the T-CNN climbs higher with the largest rate than with the smallest."""
     best = scores.top1.isel(epoch=-1).max("lr")
     images = int(scores.images)
-    # A list: each model that did not learn says so.
+    # This is a list, so that each model that did not learn is printed.
     have_learned = [
         learned(f"the {model}", float(best.sel(model=model)), images, chance)
         for model in best.model.values
@@ -173,12 +173,12 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     args = parsed(parser, arguments, "learning_rate_dip")
     if args.small:
         fill_in(args, {"epochs": 2})
-    # Longer than most studies, so that the warm-up takes two epochs and a dip has time to show.
+    # Trainings are longer than in most studies, so that the warm-up takes two epochs and a dip has time to show.
     settle(parser, args, digits={"epochs": 10})
     # The check needs the smallest and the largest rate only.
     shares = (0.25, 4) if args.small else (0.25, 1, 4)
     fill_in(args, {"rates": [share * args.lr for share in shares]})
-    # Ascending, as the check compares the first with the last.
+    # Rates ascend, as the check compares the first with the last.
     args.rates = sorted({*args.rates})
     if len(args.rates) < 2:
         parser.error("--rates: expected at least two")

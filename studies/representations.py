@@ -1,4 +1,4 @@
-"""Knowledge and likeness of the stages of a CNN and of its T-CNN, epoch by epoch (T-CNN paper, Sec. 4).
+"""Knowledge and similarity of the stages of a CNN and of its T-CNN, epoch by epoch (T-CNN paper, Sec. 4).
 
     python studies/representations.py
 
@@ -10,18 +10,18 @@ the representations themselves.
 What one should see (representations.png): the stages before the converted one begin as the CNN's own (CKA 1). The last
 stage does not: attention at the paper's start, on twice the grid, does not compute what the convolutions computed. Its
 nearest neighbours know more of the digit after fine-tuning than before. CKA shows how far it returns to what the CNN
-computed, beside the CNN that was trained for as long.
+computed, compared with the CNN that was trained for as long.
 
 How: a small ResNet learns handwritten digits in cluttered scenes. Its last stage becomes gated positional
-self-attention (GPSA), and both are fine-tuned with one recipe. At each epoch the means over places of each stage's
-output are kept, of at most 256 validation images (``tcnn_probe.features``).
+self-attention (GPSA), and both are fine-tuned with one recipe. At each epoch the mean over places of each stage's
+output is recorded, for at most 256 validation images (``tcnn_probe.features``).
 
 Writes into results/:
 representations.png             by epoch and stage: A CKA with the CNN before fine-tuning, B kNN accuracy with 95 %
                                 intervals, C participation ratio; D CKA of all pairs of stages at the end
 representations.zarr            the numbers behind it: xarray.open_zarr
-representations_tcnn.zarr       what was recorded of the T-CNN, and of the CNN that goes on in
-representations_control.zarr    this one: tcnn_probe.open(...)["features"]
+representations_tcnn.zarr       the recording of the T-CNN: tcnn_probe.open(...)["features"]
+representations_control.zarr    that of the CNN that is trained further
 
 It ends by checking that the T-CNN learned, that the stages before those with attention begin as the CNN's, and that
 nearest neighbours by the last stage know more of the digit after fine-tuning than before.
@@ -77,18 +77,20 @@ def main(arguments: list[str] | None = None) -> int:
     }
 
     # Convert it and fine-tune it, with every head and the features of each stage recorded.
-    torch.manual_seed(args.seed)  # queries and keys are new
+    torch.manual_seed(args.seed)  # for the new queries and keys
     tcnn = reparameterize(study.cnn)
     probes = [*tcnn_probe.DEFAULT, features]
     with tcnn_probe.record(tcnn, stores["tcnn"], probes=probes) as recorder:
         for result in study.finetune(tcnn, "tcnn", "the T-CNN"):
-            # A resumed run has marked its first epochs before.
+            # A resumed run has marked its first epochs already.
             recorder.mark(if_marked="skip", **asdict(result))
 
-    # The control, which has no heads: the CNN goes on as it is, for as long.
+    # As the control, the CNN is trained further for as long; it has no heads to record.
     control = copy.deepcopy(study.cnn)
     with tcnn_probe.record(control, stores["control"], probes=features) as recorder:
-        for result in study.finetune(control, "control", "the CNN goes on (control)"):
+        for result in study.finetune(
+            control, "control", "the CNN, trained further (control)"
+        ):
             recorder.mark(if_marked="skip", **asdict(result))
 
     scores = compare(list(stores.values()), labels_of(dataset))
@@ -100,7 +102,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def compare(stores: list[Path], labels: np.ndarray) -> xr.Dataset:
-    """Return CKA, neighbours and participation ratio, (model, epoch, layer), of the images whose features are kept."""
+    """Return CKA, neighbours and participation ratio, (model, epoch, layer), for the images with recorded features."""
     trees = [tcnn_probe.open(store) for store in stores]
     features = [
         tree["features"]
@@ -116,7 +118,7 @@ def compare(stores: list[Path], labels: np.ndarray) -> xr.Dataset:
         scores = tcnn_probe.representation.layer_scores(
             model_features,
             own_labels,
-            # A short look at a user's own images may have no more than a few.
+            # A run on a user's own images may have only a few.
             neighbors=min(NEIGHBORS, len(own_labels) - 1),
         )
         cka = tcnn_probe.representation.layer_cka(model_features, start)
@@ -139,7 +141,7 @@ def compare(stores: list[Path], labels: np.ndarray) -> xr.Dataset:
 
 
 def same_layer(scores: xr.Dataset) -> xr.DataArray:
-    """Return the CKA of each stage with the same one of the CNN, (model, epoch, layer)."""
+    """Return the CKA of each stage with the same stage of the CNN, (model, epoch, layer)."""
     pairs = [
         scores.cka.sel(layer=name, other_layer=name, drop=True)
         for name in scores.layer.values
@@ -168,7 +170,7 @@ def draw(scores: xr.Dataset) -> Figure:
         axes[letter].imshow(end, vmin=0, vmax=1, cmap="viridis")
         for row, column in np.ndindex(end.shape):
             number = float(end[row, column])
-            # viridis is dark below.
+            # viridis is dark for small values.
             color = "w" if number < 0.6 else "k"
             axes[letter].text(
                 column,
@@ -193,7 +195,7 @@ def draw(scores: xr.Dataset) -> Figure:
             title=f"{model}, at the end", xlabel="CNN before fine-tuning", ylabel=model
         )
     for model, ls in MODELS.items():
-        # Entries of the legend for the two kinds of lines.
+        # Empty lines put the two line styles into the legend.
         axes["A"].plot([], [], color="0.4", ls=ls, label=model)
     figure.legend(
         *axes["A"].get_legend_handles_labels(),
@@ -222,7 +224,7 @@ def curves(axes: Axes, values: xr.DataArray, label: str, interval: Any = None) -
                 ms=3,
                 label=name,
             )
-            # Bands of all stages would hide each other; the last is the one that is judged.
+            # Bands of all stages would hide each other; only the last stage is judged.
             if interval is not None and number == values.sizes["layer"] - 1:
                 bounds = interval.sel(model=model, layer=layer).transpose(
                     "bound", "epoch"
@@ -256,7 +258,7 @@ def table(scores: xr.Dataset) -> str:
 
 
 def check(scores: xr.Dataset, chance: float) -> bool:
-    """Return whether the T-CNN learned, begins as the CNN before attention, and its last stage gains knowledge."""
+    """Return whether the T-CNN learned, starts as the CNN before attention, and its last stage gains kNN accuracy."""
     tcnn = scores.sel(model="T-CNN")
     cka = same_layer(scores).sel(model="T-CNN").isel(epoch=0)
     has_learned = learned(
@@ -270,7 +272,7 @@ def check(scores: xr.Dataset, chance: float) -> bool:
         f"check: at the start the stages before those with attention {verdict}: CKA of at least {lowest:.4f}"
     )
     correct = tcnn.knn_correct.isel(layer=-1)
-    # Image by image, since both epochs saw the same.
+    # The gain is taken image by image, since both epochs have the same images.
     gain = correct.isel(epoch=-1, drop=True) - correct.isel(epoch=0, drop=True)
     low, high = evaluation.mean_interval(gain).values
     verdict = "know more" if low > 0 else "do NOT clearly know more"
@@ -279,7 +281,7 @@ def check(scores: xr.Dataset, chance: float) -> bool:
         f"{float(gain.mean()):+.2f} [{low:.2f}, {high:.2f}]"
     )
     control = scores.knn_correct.isel(layer=-1, epoch=-1)
-    # Printed only: the study stands for the gain, whoever leads.
+    # This is only printed: the study stands for the gain, whichever model leads.
     lead = control.sel(model="T-CNN") - control.sel(model="CNN")
     low, high = evaluation.mean_interval(lead).values
     print(

@@ -6,11 +6,11 @@ Takes about a minute on one CPU core.
 
 What one should see (resmlp_weights.png): rows of the matrix between patches, drawn as images, resemble shifted versions
 of each other (Fig. 4.2). Training makes the matrices depend on the offset between two patches: translation
-equivariance, 0 for a random matrix but for chance, rises in every block.
+equivariance, which is 0 on average for a random matrix, rises in every block.
 
 How: a small ResMLP (four blocks, 8 x 8 patches) learns handwritten digits, each somewhere in a scene. Its matrices
-begin with a hundredth of timm's initial weights: else what so short a training teaches is hidden under these random
-numbers. LayerScale begins at 1, so that the model learns in this time.
+begin with a hundredth of timm's initial weights, because these random numbers would otherwise hide the effect of so
+short a training. LayerScale begins at 1, so that the model learns in this time.
 
 Writes into results/:
 resmlp_weights.png     A rows of the matrix of each block, of the 4 x 4 patches in the middle; by epoch and block:
@@ -18,7 +18,7 @@ resmlp_weights.png     A rows of the matrix of each block, of the 4 x 4 patches 
                        largest, beside that of the layers on channels (Fig. 4.3)
 resmlp_weights.zarr    the numbers and matrices behind it: xarray.open_zarr
 
-It ends by checking that the model learned, and that translation equivariance is within what random matrices have at
+It ends by checking that the model learned, and that translation equivariance is within the range of random matrices at
 the start and above it in every block at the end.
 
 With timm's weights nothing is trained, and B and C are by block:
@@ -85,13 +85,13 @@ def small_resmlp(size: int) -> nn.Module:
         norm_layer=mixer.Affine,
     )
     for block in model.blocks:
-        # Otherwise random weights hide what so short a training teaches.
+        # Otherwise random weights hide the effect of so short a training.
         block.linear_tokens.weight.mul_(0.01)
     return model
 
 
 def read_epochs(run: SingleModel) -> xr.Dataset:
-    """Train the model, and return its weights at each epoch; a resumed run has kept those of its first."""
+    """Train the model, and return its weights at each epoch; a resumed run reads those of its first epochs."""
     parts = []
     for result in run.train(run.model, "resmlp", "a ResMLP"):
         part = run.output.checkpoints / f"resmlp-{result.epoch:04d}.zarr"
@@ -119,8 +119,8 @@ def read_weights(model: nn.Module, epoch: int) -> xr.Dataset:
 def limit(weights: xr.Dataset) -> float:
     """Return four standard deviations of the equivariance of random matrices, whose mean is 0.
 
-    It is 1 - [W / (n - g)] / [T / (n - 1)] of sums of squares of n weights with g offsets: chi-squares of n - g and
-    n - 1 degrees of freedom, of which the first is a part of the second.
+    Equivariance is 1 - [W / (n - g)] / [T / (n - 1)] for n weights with g offsets. The sums of squares W and T are
+    chi-squares of n - g and n - 1 degrees of freedom, and W is a part of T.
     """
     height, width = weights.weight.shape[-2:]
     size = (height * width) ** 2
@@ -130,9 +130,9 @@ def limit(weights: xr.Dataset) -> float:
 
 @mpl.rc_context(STYLE)
 def draw(weights: xr.Dataset) -> Figure:
-    """Draw rows of the matrices of some blocks, and below them the measures by epoch; of a trained model by block."""
+    """Draw rows of some blocks' matrices, and below them the measures by epoch, or by block for a trained model."""
     layers = weights.layer.values
-    # Six blocks at most, spread evenly, have room beside each other.
+    # There is room for six blocks side by side, which are spread evenly over the model.
     blocks = layers[np.unique(np.linspace(0, len(layers) - 1, 6).round().astype(int))]
     figure = Figure(figsize=(9, 5.5), layout="constrained")
     above, below = figure.subfigures(2, 1)
@@ -140,7 +140,7 @@ def draw(weights: xr.Dataset) -> Figure:
         above.subplots(1, len(blocks), squeeze=False)[0], blocks, strict=True
     ):
         picture = rows_of_matrix(weights.weight.isel(epoch=-1).sel(layer=block))
-        # Symmetric, so that white is a weight of 0.
+        # The scale is symmetric, so that white is a weight of 0.
         largest = np.nanmax(abs(picture))
         axes.imshow(picture, cmap="RdBu_r", vmin=-largest, vmax=largest)
         axes.set_title(block)
@@ -188,8 +188,8 @@ def rows_of_matrix(weight: xr.DataArray) -> np.ndarray:
 
 
 def curves(axes: Axes, values: xr.DataArray, label: str) -> None:
-    """Draw a line for each block by epoch, or one by block."""
-    # A trained model has no course of training to show.
+    """Draw a line for each block by epoch, or a single line by block."""
+    # A trained model has no epochs to show.
     if values.sizes["epoch"] == 1:
         axes.plot(values[0], color="k", marker="o", ms=3, lw=1.5)
         axes.set(xlabel="block", ylabel=label)
@@ -231,7 +231,7 @@ def table(weights: xr.Dataset) -> str:
 
 
 def check(weights: xr.Dataset, run: SingleModel) -> bool:
-    """Return whether the model learned, and equivariance rose in every block from that of random matrices."""
+    """Return whether the model learned, and every block's equivariance rose from the range of random matrices."""
     threshold, values = limit(weights), weights.translation_equivariance
     # A model that came with weights was not trained here.
     passed = (
@@ -245,7 +245,7 @@ def check(weights: xr.Dataset, run: SingleModel) -> bool:
         verdict = "" if start < threshold else "NOT "
         print(
             f"check: at the start equivariance is {verdict}that of random matrices: at most "
-            f"{start:.3f} from 0, where four standard deviations of theirs are {threshold:.3f}"
+            f"{start:.3f} from 0, where four of their standard deviations are {threshold:.3f}"
         )
     above = bool((values[-1] > threshold).all())
     print(

@@ -99,11 +99,11 @@ def main(arguments: list[str] | None = None) -> int:
         models[CONTROLS[name]] = control
 
     # Convert the CNN and fine-tune it, with every head recorded.
-    torch.manual_seed(args.seed)  # queries and keys are new
+    torch.manual_seed(args.seed)  # for the new queries and keys
     tcnn = models[TCNN] = reparameterize(study.cnn)
     with tcnn_probe.record(tcnn, study.output.beside("_heads.zarr")) as recorder:
         for result in study.finetune(tcnn, "tcnn", "the T-CNN"):
-            # A resumed run has marked its first epochs before.
+            # A resumed run has marked its first epochs already.
             recorder.mark(if_marked="skip", **asdict(result))
 
     # Show all of them the same images: clean, corrupted and attacked.
@@ -139,7 +139,7 @@ def main(arguments: list[str] | None = None) -> int:
 def open_variants(
     model: nn.Module, args: argparse.Namespace
 ) -> list[evaluation.Variant]:
-    """Return the further test sets but ImageNet-C, whose first folder is opened to see that it is there."""
+    """Return the further test sets except ImageNet-C, whose first folder is opened to check that it exists."""
     if args.variant and model.num_classes != 1000:
         raise InputError(
             f"--variant: needs a model with ImageNet's 1000 classes, this has {model.num_classes}"
@@ -167,7 +167,7 @@ def draw(results: xr.Dataset, classes: int) -> Figure:
     axes = figure.subplot_mosaic(
         "AAAABB;CCCDDD", gridspec_kw={"height_ratios": [1, 1.1]}
     )
-    # Panel A has the accuracies on clean images.
+    # Panel B leaves out the accuracies on clean images, which are in panel A.
     attacks = results.drop_vars("clean_correct")
     panels = [
         ("A", results, {}, "accuracy on clean and corrupted images"),
@@ -186,9 +186,9 @@ def draw(results: xr.Dataset, classes: int) -> Figure:
         legend = panel.get_legend()
         if not options.get("baseline"):
             panel.axhline(1 / classes, color="0.3", lw=1, ls=":", label="chance")
-        # One legend for all panels, whose colours are the same.
+        # All panels share one legend, since their colours are the same.
         if name == "A":
-            # Lines come first.
+            # Handles of lines come before those of bars.
             (chance, *bars), (_, *names) = panel.get_legend_handles_labels()
             figure.legend(
                 [*bars, chance],
@@ -200,7 +200,7 @@ def draw(results: xr.Dataset, classes: int) -> Figure:
         legend.remove()
         panel.set_title(f"{name}  {title}", loc="left", fontsize=10)
         panel.spines[["top", "right"]].set_visible(False)
-    # Accuracies of both panels can be compared.
+    # With a shared axis the accuracies of both panels can be compared.
     axes["B"].sharey(axes["A"])
     axes["B"].set(ylabel="", xlabel="")
     return figure
@@ -242,7 +242,7 @@ def table(results: xr.Dataset) -> str:
 
 
 def verdicts(results: xr.Dataset, classes: int) -> str:
-    """Return what the intervals say of the T-CNN against the CNN, and against those that were trained for as long."""
+    """Return lines on what the intervals say about the T-CNN against the CNN, and against each control."""
     lines, by_condition = [], accuracies(results)
     # The T-CNN is the last model.
     for baseline in results.model.values[:-1].tolist():
@@ -264,7 +264,7 @@ def verdicts(results: xr.Dataset, classes: int) -> str:
                 verdict = side_of_zero(
                     (low, high), "T-CNN ahead", "T-CNN behind", "not distinguishable"
                 )
-                # Where both models guess, a difference between them says nothing of robustness.
+                # Where both models guess, a difference between them says nothing about robustness.
                 best = float(by_condition[label].sel(model=[baseline, TCNN]).max())
                 verdict += " (both near chance)" if best < 1.5 / classes else ""
                 lines.append(
@@ -310,7 +310,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         "--epsilon",
         type=positive_number,
         default=1 / 255,
-        help="of the attacks, in pixels of 0 to 1 (default: 1/255)",
+        help="size of the attacks' perturbations, for pixels in [0, 1] (default: 1/255)",
     )
     add(
         "--variant",
@@ -328,7 +328,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     if args.small:
         fill_in(args, {"severities": [1, 5], "corruptions": FEW_CORRUPTIONS})
     fill_in(args, {"severities": [1, 2, 3, 4, 5]})
-    # Few scenes: fifteen corruptions at five severities take minutes.
+    # Few scenes are used, since fifteen corruptions at five severities take minutes.
     if args.data == "digits":
         fill_in(args, {"images": 24 if args.small else 150})
         if args.variant:

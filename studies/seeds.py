@@ -6,8 +6,8 @@ Takes about 4 minutes on one CPU core.
 
 What one should see (seeds.png): accuracies spread widely early, and less at the end. In the thesis, with a hundred
 seeds of a ResNet-50, "it is only towards the end of the training that one can determine the most interesting seeds",
-and a seed that is lucky on one test set need not be so on another. Whether this holds here is printed, as rank
-correlations with intervals over seeds. Of the heads it is asked what the seeds agree on: gates, content information and
+and a seed that is lucky on one test set need not be so on another. The study prints whether this holds here, as rank
+correlations with intervals over seeds, and what the seeds agree on about the heads: gates, content information and
 types.
 
 How: with each seed a small ResNet learns handwritten digits in cluttered scenes, is reparameterized as a T-CNN, and
@@ -53,7 +53,7 @@ from common.training_options import add_training, settle
 from tcnn_model import reparameterize
 from tcnn_probe.plot import OKABE_ITO
 
-# What the figure and the table need, out of all that is recorded.
+# Recorded variables that the figure and the table need.
 SAVED = ["gate", "content_information", "images"]
 
 
@@ -77,21 +77,21 @@ def main(arguments: list[str] | None = None) -> int:
 def train(first: Study, seed: int) -> xr.Dataset:
     """Train the CNN of a seed, convert it, and fine-tune and record the T-CNN."""
     args = argparse.Namespace(**{**vars(first.args), "seed": seed})
-    # Data of another seed would be split anew: all seeds are shown the same images.
+    # Another seed would split the data anew, and all seeds must be shown the same images.
     study = replace(first.with_cnn(args), loaders=first.loaders)
     before = [
         result.top1
         for result in study.train_cnn(f"cnn_{seed}", f"the CNN, seed {seed}")
     ]
-    # The same seed again: queries and keys are drawn when the CNN is converted.
+    # The seed is set again, because queries and keys are drawn when the CNN is converted.
     torch.manual_seed(seed)
     tcnn = reparameterize(study.cnn)
     with tcnn_probe.record(tcnn, study.output.beside(f"_{seed}.zarr")) as recorder:
         for result in study.finetune(tcnn, f"tcnn_{seed}", f"the T-CNN, seed {seed}"):
-            # A resumed run has marked its first epochs before.
+            # A resumed run has marked its first epochs already.
             recorder.mark(if_marked="skip", **asdict(result))
         recording = recorder.dataset.load()
-    # The T-CNN's epochs go on where the CNN's end.
+    # The T-CNN's epochs are numbered on from the CNN's.
     heads = recording[SAVED].assign_coords(epoch=recording.epoch + len(before))
     heads["head_type"] = (
         heads.gate.dims,
@@ -101,7 +101,7 @@ def train(first: Study, seed: int) -> xr.Dataset:
     accuracies = xr.DataArray(
         top1, {"epoch": range(len(top1))}, ("epoch",), name="top1"
     )
-    # Outer: the CNN's epochs have accuracies and no heads.
+    # The join is outer, since the CNN's epochs have accuracies but no heads.
     return xr.merge([heads, accuracies], join="outer").assign(
         correct=("image", right(tcnn, study))
     )
@@ -109,7 +109,7 @@ def train(first: Study, seed: int) -> xr.Dataset:
 
 @torch.no_grad()
 def right(model: nn.Module, study: Study) -> np.ndarray:
-    """Return whether each validation image is classified right, (image,)."""
+    """Return whether each validation image is classified correctly, (image,)."""
     model.eval()
     device = study.args.device
     return np.concatenate(
@@ -126,9 +126,9 @@ def rank_correlation(x: np.ndarray, y: np.ndarray) -> tuple[float, float, float]
     if len(x) < 4 or not np.ptp(x) or not np.ptp(y):
         return np.nan, np.nan, np.nan
     rho = float(spearmanr(x, y).statistic)
-    # 1 + rho^2 / 2 is what Bonett and Wright put into Fisher's variance for the sake of ranks.
+    # For ranks, Bonett and Wright multiply Fisher's variance by 1 + rho^2 / 2.
     half = norm.ppf(0.975) * np.sqrt((1 + rho**2 / 2) / (len(x) - 3))
-    # A correlation of 1 has no Fisher transform.
+    # The Fisher transform of a correlation of 1 is infinite.
     low, high = np.tanh(
         np.arctanh(np.clip(rho, -1 + 1e-12, 1 - 1e-12)) + np.array([-half, half])
     )
@@ -165,7 +165,7 @@ def draw(results: xr.Dataset) -> Figure:
     draw_spread(panels[0], results)
     last = results.isel(epoch=-1)
     begin_at, end_at = converted(results), int(results.epoch[-1])
-    # Halfway through the CNN's training, where it is converted, and just before the end.
+    # The epochs are halfway through the CNN's training, at its conversion, and just before the end.
     shown = sorted({begin_at // 2, begin_at, end_at - 1})
     for color, epoch in zip(ordered_colors(len(shown)), shown, strict=True):
         panels[1].plot(
@@ -219,7 +219,7 @@ def draw_spread(panel: Axes, results: xr.Dataset) -> None:
     top1, epochs = results.top1, results.epoch
     mean, deviation = (
         top1.mean("seed"),
-        # Of a single seed there is no standard deviation: 0 draws no band.
+        # A single seed has no standard deviation; with ddof=0 it is 0, which draws no band.
         top1.std("seed", ddof=1 if top1.sizes["seed"] > 1 else 0),
     )
     panel.fill_between(
@@ -267,7 +267,7 @@ def draw_types(panel: Axes, types: xr.DataArray) -> None:
         )
     panel.set(
         ylabel="share of heads",
-        # A little beyond 0 and 1, where most shares lie.
+        # The axis extends a little beyond 0 and 1, where most shares lie.
         ylim=(-0.05, 1.05),
         title="types by gate, and their range",
     )
@@ -301,7 +301,7 @@ def table(results: xr.Dataset) -> str:
         f"at the end, even images rank the seeds as odd ones do by {rho:+.2f} [{low:+.2f}, {high:+.2f}]"
     )
     accuracy = float(top1.isel(epoch=-1).mean())
-    # The spread that the choice of images alone would give, to compare the seeds' with.
+    # The spread that the choice of images alone would give, for comparison with that of the seeds.
     by_chance = (accuracy * (1 - accuracy) / results.sizes["image"]) ** 0.5
     lines.append(
         f"a standard error over {results.sizes['image']} images is {by_chance:.3f}"
@@ -338,7 +338,7 @@ def table(results: xr.Dataset) -> str:
 def check(results: xr.Dataset, chance: float) -> bool:
     """Return whether the median training learned, and the first layer's mean gate ends above the last one's."""
     last = results.isel(epoch=-1)
-    # The median, as a single training may fail.
+    # The median is judged, as a single training may fail.
     median = float(last.top1.median())
     has_learned = learned("the median T-CNN", median, results.sizes["image"], chance)
     gates = last.gate.mean(["head", "seed"]).values

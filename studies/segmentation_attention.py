@@ -5,13 +5,13 @@
 Takes about 2 minutes on one CPU core.
 
 The paper shows where the class attention of a classifier looks, and fine-tunes the same trunk within UperNet. Does that
-change where it looks? Nothing tells the trunk of a segmenter any more which patches tell the class.
+change where it looks? The loss of a segmenter no longer tells its trunk which patches tell the class.
 
-How: a small PatchConvNet learns handwritten digits in cluttered scenes of 32 x 32 pixels. Its trunk is fine-tuned in
-two ways, each from there: within UperNet, to name the digit of every pixel of its strokes and to tell them from
-background and fragments of other digits; and, as the control, by labels for as long. Pooling and classifier are frozen
-in both, so that what changes is what the trunk gives them. Class attention is then read on validation scenes: the share
-of it that falls on the digit's strokes, and how far each map is from that before (total variation, 0 to 1).
+How: a small PatchConvNet learns handwritten digits in cluttered scenes of 32 x 32 pixels. From there its trunk is
+fine-tuned in two ways: within UperNet, to name the digit of every pixel of its strokes and to tell them from background
+and fragments of other digits; and, as the control, by labels for as long. Pooling and classifier are frozen in both, so
+that only their inputs from the trunk change. Class attention is then measured on validation scenes: the share of it
+that falls on the digit's strokes, and how far each map is from that before (total variation, 0 to 1).
 
 Writes into results/:
 segmentation_attention.png     A share of class attention on the strokes, B change of the maps, C accuracy of the
@@ -19,7 +19,7 @@ segmentation_attention.png     A share of class attention on the strokes, B chan
 segmentation_attention.zarr    the numbers behind it by (seed, training), and maps of the first seed: xarray.open_zarr
 
 It ends by checking that the classifiers learned, and that the segmenters find strokes: their intersection over union is
-above that of calling every pixel a stroke.
+more than twice that of calling every pixel a stroke.
 """
 
 import argparse
@@ -68,15 +68,15 @@ COLORS = {
     LABELED: OKABE_ITO["blue"],
 }
 SHOWN = 4
-"""Scenes that are drawn."""
+"""Half the number of scenes that are drawn."""
 
 Loss = Callable[[nn.Module, Tensor, Tensor, Tensor], Tensor]
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the study; return 0 if it saw what it stands for, 3 if not."""
+    """Run the study; return 0 if its checks hold, else 3."""
     args = parse(arguments)
-    # More threads bring so small a model little, and cost it tenfold where the machine is shared.
+    # More threads speed up so small a model little, and slow it down tenfold on a shared machine.
     torch.set_num_threads(1)
     output = RunOutput.from_args(args, "segmentation_attention")
     results = output.by_seed(args, lambda seed: measure_seed(seed, args))
@@ -88,7 +88,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def measure_seed(seed: int, args: argparse.Namespace) -> xr.Dataset:
-    """Train a classifier and fine-tune its trunk in both ways; return what is measured of the three."""
+    """Train a classifier and fine-tune its trunk in both ways; return the measurements of the three models."""
     train, validation = cluttered_digits(
         size=SIZE, limit=args.limit, seed=seed, fragments=FRAGMENTS
     )
@@ -127,16 +127,16 @@ def measure_seed(seed: int, args: argparse.Namespace) -> xr.Dataset:
 
 
 class Segmenter(nn.Module):
-    """UperNet's head on the blocks of a PatchConvNet, whose trunk it trains.
+    """UperNet's head on the blocks of a PatchConvNet, whose trunk is trained with it.
 
     Args:
-        classifier: PatchConvNet, of which pooling and classifier are left out.
+        classifier: PatchConvNet, without use of its pooling and classifier.
     """
 
     def __init__(self, classifier: nn.Module) -> None:
         super().__init__()
         self.trunk = classifier
-        # Strokes of each digit, and all else.
+        # The classes are the strokes of each digit, and all other pixels.
         config = UperNetConfig(num_labels=CLASSES + 1, hidden_size=32)
         widths = [info["num_chs"] for info in classifier.feature_info]
         self.head = UperNetHead(config, in_channels=widths)
@@ -149,7 +149,7 @@ class Segmenter(nn.Module):
 
 
 def by_label(model: nn.Module, images: Tensor, labels: Tensor, masks: Tensor) -> Tensor:
-    """Return the loss of a classifier, which the masks have no part in."""
+    """Return the loss of a classifier, which does not depend on the masks."""
     return F.cross_entropy(model(images), labels)
 
 
@@ -159,7 +159,7 @@ def by_pixel(model: nn.Module, images: Tensor, labels: Tensor, masks: Tensor) ->
 
 
 def pixel_labels(labels: Tensor, masks: Tensor) -> Tensor:
-    """Return the class of each pixel, (B, H, W): 0 for all but strokes, which have that of their digit, from 1 on."""
+    """Return the class of each pixel, (B, H, W): the digit plus 1 on strokes, and 0 elsewhere."""
     return masks * (labels + 1)[:, None, None]
 
 
@@ -172,7 +172,7 @@ def fit(
     loss_of: Loss,
 ) -> None:
     """Train weights of a model in place, on scenes that are drawn anew at each visit, and leave it in eval mode."""
-    # Fused: one pass over all weights instead of several for each tensor.
+    # The fused optimizer makes one pass over all weights, instead of several for each tensor.
     optimizer = torch.optim.AdamW(weights, lr, weight_decay=WEIGHT_DECAY, fused=True)
     steps = len(digits) // BATCH
     model.train()
@@ -203,7 +203,7 @@ def masks_of(scenes: list[Scene]) -> Tensor:
 
 @torch.no_grad()
 def measure(model: nn.Module, scenes: list[Scene], labels: Tensor) -> xr.Dataset:
-    """Return class attention (image, y, x), its share on the strokes beside the even share, and the accuracy."""
+    """Return class attention (image, y, x), its share on the strokes, that of uniform attention, and the accuracy."""
     images = images_of(scenes)
     tree = tcnn_probe.attention_maps(model, images, queries="class", progress=False)
     (node,) = tree.children.values()  # there is one pool
@@ -213,7 +213,7 @@ def measure(model: nn.Module, scenes: list[Scene], labels: Tensor) -> xr.Dataset
     decided = model.eval()(images).argmax(1)
     return xr.Dataset(
         {
-            # Without what the token gives to itself.
+            # Attention of the token to itself is left out.
             "attention": maps / maps.sum(["y", "x"]),
             "on_digit": on_digit,
             "even": even,
@@ -224,7 +224,7 @@ def measure(model: nn.Module, scenes: list[Scene], labels: Tensor) -> xr.Dataset
 
 @torch.no_grad()
 def stroke_iou(segmenter: nn.Module, scenes: list[Scene]) -> np.ndarray:
-    """Return the intersection over union of pixels that are called strokes, of any digit, and strokes, by image."""
+    """Return the intersection over union of predicted strokes, of any digit, with the strokes, by image."""
     named = segmenter(images_of(scenes)).argmax(1) > 0
     masks = masks_of(scenes)
     common, union = ((part).sum((1, 2)) for part in (named & masks, named | masks))
@@ -243,7 +243,7 @@ def draw(results: xr.Dataset) -> Figure:
         trainings, shares.transpose("training", "seed"), "o-", color="0.4", alpha=0.6
     )
     panels[0].axhline(1, color="0.6", ls=":")
-    panels[0].set(ylabel="attention on strokes,\nas a share of even attention's")
+    panels[0].set(ylabel="attention on strokes,\nrelative to uniform attention")
     for panel, name, label in (
         (panels[1], "change", "change of class attention\n(total variation)"),
         (panels[2], "top1", "accuracy of the classifier"),
@@ -275,7 +275,7 @@ def draw_maps(axes: np.ndarray, results: xr.Dataset) -> None:
         ax.imshow(results.input.isel(image=column), cmap="gray")
     for row, training in enumerate(results.training.values, 1):
         for column, ax in enumerate(axes[row]):
-            # From 0, so that an even map does not look as if it had a structure.
+            # The scale starts at 0, so that a uniform map does not look structured.
             ax.imshow(
                 results.attention.sel(training=training).isel(image=column), vmin=0
             )
@@ -292,7 +292,7 @@ def label_row(ax: Axes, words: str) -> None:
 
 
 def differences(results: xr.Dataset) -> dict[str, xr.DataArray]:
-    """Return what is asked, by seed: means over the scenes."""
+    """Return the differences that the study asks about, by seed, as means over the scenes."""
     shares = (results.on_digit / results.even).mean("image")
     change = results.change.mean("image")
 
@@ -340,7 +340,7 @@ def table(results: xr.Dataset) -> str:
 def check(results: xr.Dataset) -> bool:
     """Return whether the classifiers learned, and segmenters find strokes."""
     worst = float(results.top1.sel(training=BEFORE).min())
-    # Ten classes of nearly equal size.
+    # Chance is that of ten classes of nearly equal size.
     has_learned = learned("a classifier", worst, results.sizes["image"], 0.11)
     iou, even = float(results.iou.mean("image").min()), float(results.even.mean())
     finds = iou > 2 * even
@@ -356,10 +356,12 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = study_parser(__doc__)
     group = parser.add_argument_group("training")
     group.add_argument(
-        "--epochs", type=from_least(1), help="of the classifier (default: 6)"
+        "--epochs", type=from_least(1), help="epochs of the classifier (default: 6)"
     )
     group.add_argument(
-        "--fine-epochs", type=from_least(1), help="of each fine-tuning (default: 3)"
+        "--fine-epochs",
+        type=from_least(1),
+        help="epochs of each fine-tuning (default: 3)",
     )
     group.add_argument(
         "--seeds", type=from_least(1), help="trainings of the whole chain (default: 3)"
@@ -367,7 +369,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     group.add_argument(
         "--limit",
         type=from_least(40),
-        help="use only so many digits, a quarter of them for validation",
+        help="number of digits to use, a quarter of them for validation (default: all)",
     )
     add_seed(group, small="1 seed, 6 and 3 epochs")
     add_output(parser)

@@ -4,20 +4,20 @@
 
 Takes about 4 minutes on one CPU core.
 
-What one should see (tcnn_claims.png): nothing in particular, the study asks. For each claim it prints a difference with
-its interval over trainings, and says "undecided" where the interval holds zero.
+What one should see (tcnn_claims.png): no outcome in particular, since the study asks questions. For each claim it
+prints a difference with its interval over trainings, and says "undecided" where the interval contains zero.
 
 - The centre tap: "the attention head initially focusing on the query pixel (head 5) stays convolutional in all layers"
   (Sec. 4). Its gate, less the mean gate of the eight other heads, in each layer.
 - The gate: without it, content and position share one softmax, which "ignores the smallest of the two", and heads
   choose one and stick to it (Sec. 2). How one-sided heads are: the larger of the two kinds of information in their
-  attention, as a share of both. Information is what an image, or the place of a query, tells of where a head looks.
+  attention, as a share of both. Information is what an image, or the place of a query, tells about where a head looks.
 - The filters: W_out begins as the CNN's filters (Eq. 6). The accuracy at the end, less that from a W_out drawn anew.
 - The optimizer: "we obtained worse results with SGD" (footnote 3). The accuracy at the end, less that of the better of
   several rates of SGD.
 
 How: with each seed a small ResNet learns handwritten digits in cluttered scenes. Its last stage is reparameterized as
-gated positional self-attention (GPSA), and fine-tuned in each of the ways. Queries and keys learn faster than the
+gated positional self-attention (GPSA), and fine-tuned in each of these ways. Queries and keys learn faster than the
 other weights: in so few steps, heads could not learn content otherwise.
 
 Writes into results/:
@@ -77,7 +77,7 @@ COLORS = {
 }
 CENTER = 4
 """Head of the centre tap of a 3 x 3 kernel, head 5 of the paper."""
-# Enough that the mean over images is not an image's own; attention of all of them fits into memory at once.
+# Enough that no single image dominates the mean; the attention of all of them fits into memory at once.
 IMAGES = 48
 """Validation images whose attention is measured."""
 
@@ -90,12 +90,12 @@ def main(arguments: list[str] | None = None) -> int:
     seeds = range(args.seed, args.seed + args.seeds)
     by_seed = []
     for seed in seeds:
-        # Each seed has a split of its own, and a CNN.
+        # Each seed has its own split and its own CNN.
         study = first.with_cnn(argparse.Namespace(**{**vars(args), "seed": seed}))
         study.train_cnn(f"cnn_{seed}")
         trained = [train(study, arm, seed) for arm in arms]
         by_seed.append(
-            # Outer, since arms without gates lack what is recorded of gates.
+            # The join is outer, since arms without gates lack the variables of gates.
             xr.concat(trained, xr.Variable("arm", np.array(arms, object)), join="outer")
         )
     results = xr.concat(by_seed, xr.Variable("seed", list(seeds)))
@@ -110,8 +110,8 @@ def main(arguments: list[str] | None = None) -> int:
 class Ungated(nn.Module):
     """Positional self-attention without a gate: one softmax of content and position (T-CNN paper, Eq. 3).
 
-    It forms the whole attention, and has the parameters of a GPSA layer, of which the gates are without effect. The
-    zeros around the image are keys without content, so their logits are those of their place alone.
+    It forms the whole attention, and has the parameters of a GPSA layer, whose gates have no effect. The zeros around
+    the image are keys without content, so that their logits depend on their place alone.
 
     Args:
         layer: GPSA layer to take the parameters from.
@@ -129,7 +129,7 @@ class Ungated(nn.Module):
         on_grid = content.unflatten(-1, (parts.y.length, parts.x.length))
         content = F.pad(on_grid, padding).flatten(-2)
         # The logarithm of the positional attention is its logits, up to a constant of the row.
-        # Of a factor that is zero in float32 the logarithm would be minus infinity.
+        # The logarithm of a factor that is zero in float32 would be minus infinity.
         rows, columns = (factor.clamp_min(1e-30).log() for factor in parts.factors())
         position = rows[:, :, None, :, None] + columns[:, None, :, None, :]
         position = position.flatten(3).flatten(1, 2)
@@ -145,14 +145,14 @@ class Ungated(nn.Module):
 
 def convert(arm: str, study: Study, seed: int) -> nn.Module:
     """Convert the CNN to the T-CNN of an arm; all arms of a seed have the same queries and keys."""
-    # The seed decides about queries and keys, so that arms of a seed differ in their treatment alone.
+    # The seed determines queries and keys, so that arms of a seed differ in their treatment alone.
     torch.manual_seed(seed)
     tcnn = reparameterize(study.cnn)
     for name, layer in gpsa_layers(tcnn).items():
         if arm == UNGATED:
             tcnn.set_submodule(name, Ungated(layer))
         if arm == REDRAWN:
-            # As a convolution's own weights are drawn.
+            # torch draws the weights of a convolution in this way.
             nn.init.kaiming_uniform_(layer.weight, a=math.sqrt(5))
     return tcnn
 
@@ -162,12 +162,12 @@ def train(study: Study, arm: str, seed: int) -> xr.Dataset:
     tcnn = convert(arm, study, seed)
     recipe: dict[str, Any] = {}
     if arm.startswith("SGD"):
-        # A rate of their own for queries and keys is for AdamW, whose steps do not grow with the gradient.
+        # A separate rate for queries and keys is meant for AdamW, whose steps do not grow with the gradient.
         recipe = {"opt": "momentum", "lr": float(arm.split()[-1]), "qk_lr": None}
     file = f"{arm.replace(' ', '-').replace(',', '')}_{seed}"
     images = probed_images(study.validation, IMAGES).images.to(study.args.device)
     measurements = []
-    # What has no gates is not a layer that the recorder knows.
+    # The recorder does not know layers without gates.
     recorded = nullcontext() if arm == UNGATED else record(study, tcnn, file)
     with recorded as recorder:
         for result in study.finetune(
@@ -199,7 +199,7 @@ def record(study: Study, tcnn: nn.Module, file: str) -> tcnn_probe.Recorder:
 
 @torch.no_grad()
 def measured(model: nn.Module, images: Tensor) -> xr.Dataset:
-    """Return what the place of a query, and the image, tell of where each head looks, (layer, head), in nat."""
+    """Return the information by position and by content in the attention of each head, (layer, head), in nat."""
     # An ungated layer has a GPSA layer inside.
     names = [name.removesuffix(".layer") for name in gpsa_layers(model)]
     parts: list[Tensor] = []
@@ -210,7 +210,7 @@ def measured(model: nn.Module, images: Tensor) -> xr.Dataset:
     hooks = [
         model.get_submodule(name).register_forward_pre_hook(keep) for name in names
     ]
-    # Hooks run on the model whose training goes on: they are taken off whatever happens.
+    # Hooks are removed whatever happens, because the training of the model continues.
     try:
         model.eval()(images)
     finally:
@@ -227,11 +227,11 @@ def measured(model: nn.Module, images: Tensor) -> xr.Dataset:
 def information(attention: Tensor) -> Tensor:
     """Return the information in attention (B, heads, N_query, N_key), shape (2, heads), in nat.
 
-    By position: the entropy of all keys' mean attention, less the mean entropy of a query's. By content: the mean
-    entropy of a query's attention, mean over images, less that in an image, times B / (B - 1) against its bias, as
-    tcnn_probe records it.
+    By position: the entropy of the mean attention of all queries, less the mean entropy of a query's. By content: the
+    mean entropy of a query's attention, averaged over images, less that in an image, times B / (B - 1) against its
+    bias, as tcnn_probe records it.
     """
-    # float64, as the information is a small difference of entropies.
+    # Entropies are in float64, as the information is a small difference of them.
     attention = attention.double()
     by_query = attention.mean(0)
     position = entropy(by_query.mean(1)) - entropy(by_query).mean(1)
@@ -245,7 +245,7 @@ def entropy(shares: Tensor) -> Tensor:
 
 
 def differences(results: xr.Dataset) -> dict[str, xr.DataArray]:
-    """Return what the paper says is above zero, by seed: each claim as a difference."""
+    """Return each claim as a difference that is above zero according to the paper, by seed."""
     last = results.isel(epoch=-1)
     gates = last.gate.sel(arm=GATED)
     off_center = gates.drop_sel(head=CENTER).mean("head")
@@ -276,8 +276,8 @@ def differences(results: xr.Dataset) -> dict[str, xr.DataArray]:
 
 
 def one_sided(ds: xr.Dataset) -> xr.DataArray:
-    """Return the larger of the two kinds of information as a share of both: 1/2 if equal, 1 if there is one alone."""
-    # Content information may come out below zero by its correction, and a share of a negative number has no meaning.
+    """Return the larger of the two kinds of information as a share of both: 1/2 if equal, 1 if one of them is zero."""
+    # The bias correction may bring content information below zero, and a share of a negative number has no meaning.
     position, content = ds.position.clip(0), ds.content.clip(0)
     return np.maximum(position, content) / (position + content)
 
@@ -317,7 +317,7 @@ def draw(results: xr.Dataset) -> Figure:
     panels[1].set(
         xlabel="information by position (nat)",
         ylabel="information by content (nat)",
-        title="a point a head",
+        title="a point per head",
     )
     for arm in (GATED, REDRAWN):
         curves = results.top1.sel(arm=arm).transpose("epoch", "seed")
@@ -337,11 +337,11 @@ def draw(results: xr.Dataset) -> Figure:
 
 def draw_gates(panel: Axes, gates: xr.DataArray) -> None:
     """Draw the gates of the centre tap and of the other heads by layer, a point for each training."""
-    # All heads but the centre's in one row, as the claim is about the difference.
+    # The other heads are drawn in one row, as the claim is about their difference from the centre tap.
     off_center = gates.drop_sel(head=CENTER).transpose("layer", "seed", "head")
     for row, layer in enumerate(gates.layer.values):
         rest = off_center.sel(layer=layer).values.ravel()
-        # The first layer alone is in the legend, as all rows look alike.
+        # Only the first layer is in the legend, as all rows look alike.
         panel.plot(
             np.full(rest.size, row - 0.12),
             rest,
@@ -385,7 +385,7 @@ def table(results: xr.Dataset) -> str:
     ]
     for name, values in differences(results).items():
         low, high = mean_interval(values, "seed").values.tolist()
-        # Above zero is what the paper claims: an interval that holds zero leaves it open.
+        # The paper claims a difference above zero; an interval that contains zero leaves it open.
         verdict = side_of_zero((low, high), "as the paper says", "the OPPOSITE")
         lines.append(
             f"{name:60} {float(values.mean()):+.3f} [{low:+.3f}, {high:+.3f}] {verdict}"
@@ -411,7 +411,7 @@ def table(results: xr.Dataset) -> str:
 
 def check(results: xr.Dataset, chance: float) -> bool:
     """Return whether the T-CNNs learned, and all heads start by position, with a gate and without."""
-    # The median: one training that failed must not hide behind the others, nor decide for them.
+    # The median is judged: one training that failed must not decide for the others.
     median = float(results.top1.sel(arm=GATED).isel(epoch=-1).median())
     has_learned = learned("the median T-CNN", median, int(results.images), chance)
     start = results.sel(arm=[GATED, UNGATED]).isel(epoch=0)
@@ -446,7 +446,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     if args.small:
         fill_in(args, {"seeds": 1, "epochs": 2, "sgd_lrs": [0.1]})
     digits = {"img_size": 32, "clutter": 3, "limit": 600, "batch_size": 16}
-    # 0.005 lets queries and keys move 14 times as far as they are from zero at first; the rate of the weights, 3 times.
+    # A rate of 0.005 lets queries and keys move 14 times their initial distance from zero, that of the weights 3 times.
     digits |= {"cnn_epochs": 6, "epochs": 4, "qk_lr": 5e-3}
     settle(parser, args, digits=digits)
     fill_in(args, {"seeds": 5, "sgd_lrs": [0.01, 0.1]})

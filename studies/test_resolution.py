@@ -10,16 +10,16 @@ covers a smaller part of the image, as a convolution does; the content part cove
 
 How: a small ResNet learns handwritten digits in cluttered scenes. It is fine-tuned for as long in two ways: as it is
 (the control), and with its last stage reparameterized as gated positional self-attention (T-CNN). --unstrided adds a
-control with the T-CNN's finer grid and without its attention, --matched-start the T-CNN that starts as this control, so
-that neither grid nor start tells them apart. The models are shown the same validation images at
-several resolutions, and every head is recorded along the resolution. Nothing is adapted: the positional encodings are
-functions of the distance between two pixels (Eq. 4).
+control with the T-CNN's finer grid and without its attention, --matched-start a T-CNN that starts as this control, so
+that the two differ in neither grid nor start. The models are shown the same validation images at several resolutions,
+and every head is recorded along the resolution. Nothing is adapted: the positional encodings are functions of the
+distance between two pixels (Eq. 4).
 
 Writes into results/:
-test_resolution.png          A accuracy of the models, B entropy of the two parts of attention and of even attention,
-                             C mean distance of attention as a part of the image's side; thin lines are heads
+test_resolution.png          A accuracy of the models, B entropy of the two parts of attention and of uniform attention,
+                             C mean distance of attention as a share of that of uniform attention; thin lines are heads
 test_resolution.zarr         accuracies and heads by resolution: xarray.open_zarr
-test_resolution_tcnn.zarr    what tcnn_probe recorded during fine-tuning
+test_resolution_tcnn.zarr    the recording of tcnn_probe during fine-tuning
 
 It ends by checking that the models learned, and are better at the resolution of training than at the lowest.
 
@@ -87,11 +87,11 @@ def main(arguments: list[str] | None = None) -> int:
         models[CONTROLS[name]] = control
 
     # Convert the CNN and fine-tune it, with every head recorded.
-    torch.manual_seed(args.seed)  # queries and keys are new
+    torch.manual_seed(args.seed)  # for the new queries and keys
     tcnn = models[TCNN] = reparameterize(study.cnn)
     with tcnn_probe.record(tcnn, study.output.beside("_tcnn.zarr")) as recorder:
         for result in study.finetune(tcnn, "tcnn", "the T-CNN"):
-            # A resumed run has marked its first epochs before.
+            # A resumed run has marked its first epochs already.
             recorder.mark(if_marked="skip", **asdict(result))
 
     # Show all of them the validation images at each resolution, and record the heads along it.
@@ -121,10 +121,10 @@ def record_resolutions(study: Study, models: dict[str, nn.Module]) -> xr.Dataset
             recorder.mark(resolution=size)
         heads = recorder.dataset.load()
     scores = heads.assign(top1=(("resolution", "model"), top1), images=count)
-    # Relative to even attention, since a larger map has larger distances.
+    # Distances are relative to uniform attention, since a larger map has larger distances.
     scores["reach"] = heads.attention_distance / heads.uniform_distance
     scores["reach"].attrs = {
-        "long_name": "mean distance of attention, in those of even attention"
+        "long_name": "mean distance of attention, relative to uniform attention"
     }
     return scores.assign_coords(model=[*models])
 
@@ -145,11 +145,11 @@ def draw(scores: xr.Dataset, trained_at: int) -> Figure:
         )
     a.set(ylabel="validation accuracy", ylim=(0, 1), title="accuracy")
     for variable, color in PARTS.items():
-        heads = scores[variable].stack(each=("layer", "head"))
+        heads = scores[variable].stack(heads=("layer", "head"))
         b.plot(scores.resolution, heads, color=color, lw=0.4, alpha=0.5)
         b.plot(
             scores.resolution,
-            heads.mean("each"),
+            heads.mean("heads"),
             color=color,
             lw=2.2,
             label=variable.replace("_entropy", " part"),
@@ -160,7 +160,7 @@ def draw(scores: xr.Dataset, trained_at: int) -> Figure:
         uniform,
         color="0.3",
         ls=":",
-        label="content part, if it were even",
+        label="content part, if it were uniform",
     )
     b.set(ylabel="entropy (nat)", ylim=(0, None), title="entropy of the two parts")
     colors = ordered_colors(scores.sizes["layer"])
@@ -175,7 +175,7 @@ def draw(scores: xr.Dataset, trained_at: int) -> Figure:
             label=layer,
         )
     c.set(
-        ylabel="mean distance (of even attention)",
+        ylabel="mean distance (of uniform attention's)",
         ylim=(0, 1.1),
         title="how far heads look",
     )
@@ -183,7 +183,7 @@ def draw(scores: xr.Dataset, trained_at: int) -> Figure:
         panel.axvline(trained_at, color="0.8", lw=1, zorder=0)
         panel.set_xlabel("test resolution (pixel)")
         panel.legend(frameon=False, fontsize=8)
-    # Lines of the layers fill the last panel: its legend stands beside it.
+    # The lines of the layers fill the last panel, so that its legend stands beside it.
     c.legend(frameon=False, fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5))
     add_letters([a, b, c])
     return figure
@@ -235,7 +235,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         "--sizes",
         type=from_least(1),
         nargs="+",
-        help="of the test images (default: 1/2 to 2 times the training's)",
+        help="resolutions of the test images (default: 1/2 to 2 times that of training)",
     )
     add_output(parser)
     args = parsed(parser, arguments, "test_resolution")

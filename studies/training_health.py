@@ -1,4 +1,4 @@
-"""Health: the signs that recordings show in trainings that go well, and in trainings that are made ill.
+"""Training health: the signs that recordings show in trainings that go well, and in trainings that are made ill.
 
     python studies/training_health.py
     python studies/training_health.py --data cifar10-jpeg --limit 8000 --seeds 1 --out results/photos
@@ -6,10 +6,10 @@
 The first takes four minutes on one CPU core, the second half an hour.
 
 What one should see (training_health.png): queries and keys that are scaled up, a learning rate that jumps, and a head
-whose values are cut, raise alarms at the epoch in which that is done. A learning rate that is ten times too high,
+whose values are cut, raise alarms at the epoch in which this is done. A learning rate that is ten times too high,
 without warm-up, raises them in the first epochs. None of these is named later than the validation loss rises by a
 tenth, if it does. Healthy trainings raise fewer than one alarm each. Shuffled labels raise none: attention does not
-tell what the labels are worth, the validation loss does.
+tell whether labels are right, but the validation loss does.
 
 How: small networks of several kinds (ViTs with a class token, with registers, with the mean of the patches and with
 qk-norm, a Swin, a CaiT with talking heads, and on photographs a T-CNN) learn handwritten digits of 8 x 8 pixels, or
@@ -23,8 +23,8 @@ cut head                 values of a head of the second block are zero from the 
 qk-norm                  as "learning rate", with qk-norm
 shuffled labels          from the start
 
-An alarm counts from the epoch in which its illness begins; one before it is a false alarm, as one of a healthy training
-is. Alarms are those of which the recorder warns at that epoch, without a look at later ones.
+An alarm counts from the epoch in which the illness begins; an earlier one is a false alarm, as is any alarm of a
+healthy training. Alarms are those of which the recorder warns at their epoch, without knowledge of later epochs.
 
 Writes into results/:
 training_health.png        the validation loss of each training, and its first alarm
@@ -100,9 +100,9 @@ SHORT_NAMES = {
     "cut head": "a head cut",
     "growing queries and keys": "growing q and k",
 }
-"""Titles of panels in which there is room for few words."""
+"""Titles of panels that have room for few words only."""
 NAMED = ILLNESSES[1:6]
-"""Illnesses that are to be named. Whether qk-norm helps is asked, not checked; labels do not show in attention."""
+"""Illnesses that must be named. Whether qk-norm helps is asked, not checked; labels do not show in attention."""
 
 
 @dataclass(frozen=True)
@@ -113,14 +113,14 @@ class Training:
     illness: str
     seed: int
 
-    # A name without blanks: it becomes the name of a folder.
+    # The name has no blanks, because it becomes that of a folder.
     @property
     def name(self) -> str:
-        """Name of its recording."""
+        """Name of the recording."""
         return f"{self.illness}, {self.kind}, {self.seed}".replace(" ", "-")
 
     def begin(self, epochs: int) -> int:
-        """Return the first epoch that ends with the illness; healthy trainings have none."""
+        """Return the first epoch that ends with the illness; 1 for a healthy training."""
         return 1 if self.illness in FROM_THE_START else epochs // 2 + 1
 
 
@@ -169,7 +169,7 @@ def plan(args: argparse.Namespace) -> list[Training]:
         for number in range(args.healthy)
     ]
     for seed in seeds:
-        # The last two are asked about, and not checked.
+        # The small form leaves out the last two, which are not checked.
         for illness in NAMED if args.small else ILLNESSES[1:]:
             kind = "qk-norm" if illness == "qk-norm" else "class token"
             trainings.append(Training(kind, illness, seed))
@@ -199,7 +199,7 @@ def network(kind: str, data: ImageSet) -> nn.Module:
     shape = {"img_size": side, "patch_size": data.patch, "in_chans": channels}
     shape |= {"num_classes": 10}
     if kind == "Swin":
-        # Two stages, with half of the width in the first, so that the second has that of the others.
+        # The first of two stages has half of the width, so that the second has that of the other networks.
         return SwinTransformer(
             **shape,
             embed_dim=DIM // 2,
@@ -235,23 +235,23 @@ def train(
     rate = 10 * data.rate if is_too_fast else data.rate
     optimizer = torch.optim.AdamW(model.parameters(), lr=rate, weight_decay=0.05)
     if illness == "shuffled labels":
-        # Once, before the training: labels that changed by epoch could not even be learned by heart.
+        # Labels are shuffled once: labels that change with the epoch could not even be learned by heart.
         labels = labels[torch.randperm(len(labels))]
     steps = math.ceil(len(labels) / data.batch)
-    # Two epochs; a rate that is too high does its harm at once only without them.
+    # The warm-up takes two epochs; a rate that is too high does harm at once only without it.
     warmup = 0 if is_too_fast else 2 * steps
     with (
         warnings.catch_warnings(),
         tcnn_probe.record(model, store, mode="w", health=True) as recorder,
     ):
-        # The alarms, which the study is about; they are read off the recording.
+        # The recorder warns of alarms, which the study reads off the recording instead.
         warnings.simplefilter("ignore", RuntimeWarning)
         # The untrained network has no training loss.
         mark(recorder, model, data, 0, math.nan, args.device)
         for epoch in range(args.epochs):
             is_ill = epoch + 1 >= training.begin(args.epochs)
             if is_ill and illness == "growing queries and keys":
-                # Times 9 in the logits at each epoch, where one step of times 36 is the illness beside it.
+                # Logits grow ninefold at each epoch, while "scaled queries and keys" makes them 36 times as large once.
                 scale_up(model, 3)
             if illness == "scaled queries and keys" and epoch == args.epochs // 2:
                 scale_up(model, 6)
@@ -274,7 +274,7 @@ def train(
                 loss.backward()
                 optimizer.step()
                 total += loss.item()
-                # After each step, as the optimizer would bring the values back.
+                # Values are cut after each step, as the optimizer would bring them back.
                 if is_ill and illness == "cut head":
                     cut(model)
             mark(recorder, model, data, epoch + 1, total / steps, args.device)
@@ -331,7 +331,7 @@ def result(begin: int, ds: xr.Dataset) -> xr.Dataset:
     first = min((alarm.since for alarm in named), default=math.nan)
     signs = sorted({alarm.sign for alarm in named if alarm.since == first})
     loss = ds.val_loss.values
-    # Losses do not fall evenly: only a tenth above the lowest so far counts as a rise.
+    # Losses do not fall evenly, so that only a tenth above the lowest so far counts as a rise.
     risen = ds.epoch.values[loss > 1.1 * np.minimum.accumulate(loss)]
     risen = risen[risen >= begin]
     return ds[["train_loss", "val_loss", "top1"]].assign(
@@ -344,7 +344,7 @@ def result(begin: int, ds: xr.Dataset) -> xr.Dataset:
 
 
 def warned_of(ds: xr.Dataset) -> list[Finding]:
-    """Return the alarms of a recording when they begin, as the recorder warns of them, in order of epochs."""
+    """Return all alarms in the order in which the recorder warns of them, each as it is at its first epoch."""
     alarms = []
     for marks in range(1, ds.sizes["epoch"] + 1):
         so_far = ds.isel(epoch=slice(marks))
@@ -372,12 +372,12 @@ def draw(results: xr.Dataset, epochs: int) -> Figure:
             panel.axvline(epochs // 2 + 1, color="0.7", lw=0.8, zorder=0)
         panel.set(title=illness, xlabel="epoch", ylabel="validation loss")
         panel.label_outer()
-    figure.supxlabel("triangle: first alarm; line: begin of the illness", fontsize=8)
+    figure.supxlabel("triangle: first alarm; line: onset of the illness", fontsize=8)
     return figure
 
 
 def table(results: xr.Dataset) -> str:
-    """Write a line for each training."""
+    """Return a line for each training."""
     lines = [
         f"{'training':48}{'top-1':>7}{'alarms':>8}{'early':>7}{'first':>7}{'loss +10 %':>12}  signs"
     ]
@@ -402,7 +402,7 @@ def check(results: xr.Dataset) -> bool:
         rows = results.isel(training=results.illness.values == illness)
         in_time = np.isfinite(rows.first_alarm) & ~(rows.first_alarm > rows.first_rise)
         is_named.append(bool(in_time.all()))
-        # A rise is no sooner than NaN, which is none.
+        # Comparisons with NaN, which stands for no alarm or no rise, are False.
         risen, sooner = np.isfinite(rows.first_rise), rows.first_alarm < rows.first_rise
         print(
             f"check: {illness}: named in time in {int(in_time.sum())} of {len(in_time)}; the validation loss rose by "
@@ -417,11 +417,11 @@ def check(results: xr.Dataset) -> bool:
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
-    """Read the command line."""
+    """Parse the command line."""
     parser = study_parser(__doc__)
     group = parser.add_argument_group("training")
     add = group.add_argument
-    add("--epochs", type=from_least(4), help="of each training (default: 10)")
+    add("--epochs", type=from_least(4), help="epochs of each training (default: 10)")
     add("--healthy", type=from_least(1), help="healthy trainings (default: 10)")
     add(
         "--seeds",
@@ -431,17 +431,17 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     add(
         "--data",
         default="digits",
-        help="folder with train/ and val/, and in each a folder a class, of small images of one size (default: digits)",
+        help="folder with train/ and val/, each with a folder per class, of small images of one size (default: digits)",
     )
     add(
         "--limit",
         type=from_least(40),
-        help="use only so many of these, a quarter of them for validation",
+        help="number of images of --data to use, a quarter of them for validation (default: all)",
     )
     add_device(group)
     add_seed(
         group,
-        small="1 healthy training, 1 of each illness that is to be named, 4 epochs",
+        small="1 healthy training, 1 of each illness that must be named, 4 epochs",
     )
     add_output(parser)
     args = parsed(parser, arguments, "training_health")

@@ -6,19 +6,19 @@ Takes about 6 minutes on one CPU core.
 
 What one should see (when_to_reparameterize.png): in the paper, a ResNet-50 trained for 400 epochs in all does best when
 it becomes a T-CNN after 100 of them (80.44 %), better than from scratch (79.95 %) and than late (79.28 % after 300).
-Here the same question is asked of a small ResNet on handwritten digits. One run each, which do not tell starts apart
-that are closer than two standard errors; the last line that is printed says which are.
+Here the same question is asked of a small ResNet on handwritten digits. There is one run for each t1, and runs that are
+closer than two standard errors are not told apart; the last line that is printed says which lie further behind.
 
 How: the loop of ``tcnn-finetune`` trains a CNN with SGD and momentum for t1 epochs, converts its last stage to gated
-positional self-attention (GPSA), and goes on with the same optimizer and schedule for t2 epochs, t1 + t2 being the same
-in all runs (the paper's T-CNN*). t1 = 0 is the hybrid trained from scratch, t1 = all the CNN.
+positional self-attention (GPSA), and continues with the same optimizer and schedule for t2 epochs, where t1 + t2 is the
+same in all runs (the paper's T-CNN*). With t1 = 0 the hybrid is trained from scratch; with t2 = 0 the CNN alone.
 
 Writes into results/:
 when_to_reparameterize.png    A accuracy at the end by t1, B accuracy by epoch of each run
 when_to_reparameterize.zarr   accuracies and losses by (t1, epoch): xarray.open_zarr
 when_to_reparameterize_runs   the folder of each run: its settings, checkpoints, and recording.zarr with its heads
 
-It ends by checking that each run learned, and went on as a T-CNN where it should.
+It ends by checking that each run learned, and continued as a T-CNN where it should.
 
 On your own images, as the paper did on ImageNet with a GPU:
 
@@ -61,10 +61,10 @@ def main(arguments: list[str] | None = None) -> int:
     args = parse(arguments)
     output = RunOutput.from_args(args, "when_to_reparameterize")
 
-    # Train each run with the library's own command, or go on with it.
+    # Train each run with the library's own command, or resume it.
     runs = [train_run(args, output, t1) for t1 in args.times]
     scores = xr.concat(runs, "t1", join="outer")
-    # All runs see the same validation images, but without heads none are counted.
+    # All runs have the same validation images, but recordings without heads do not count them.
     scores["images"] = scores.images.max()
 
     output.save(scores)
@@ -90,9 +90,9 @@ def train_run(args: argparse.Namespace, output: RunOutput, t1: int) -> xr.Datase
         lr=args.lr,
         weight_decay=1e-4,
         reparameterize_at=t1 if t1 < args.epochs else None,
-        # The paper's T-CNN* goes on with the optimizer and the schedule of the CNN.
+        # The paper's T-CNN* continues with the optimizer and the schedule of the CNN.
         keep_optimizer=True,
-        # Digits lie in memory, where loading processes only cost time.
+        # Digits are in memory, where loading processes only cost time.
         workers=args.workers if args.data != "digits" else 0,
         device=args.device,
         amp="bfloat16" if args.amp else None,
@@ -108,7 +108,7 @@ def train_run(args: argparse.Namespace, output: RunOutput, t1: int) -> xr.Datase
     }
     heads = images = 0
     recording = tcnn_probe.open(folder / "recording.zarr")
-    if "heads" in recording.children:  # the CNN has none
+    if "heads" in recording.children:  # the CNN has no heads
         last = recording["heads"].dataset.isel(epoch=-1)
         heads = int(last.gate.notnull().sum())
         images = int(last.images.max())
@@ -150,7 +150,7 @@ def draw(scores: xr.Dataset) -> Figure:
             lw=1.6,
             label=f"{t1}" if scores.heads[row] else f"{t1}: the CNN",
         )
-        # The CNN becomes nothing else.
+        # The CNN is not converted.
         if scores.heads[row]:
             b.plot([t1], [float(curve.sel(epoch=t1))], "o", color=colors[row], ms=5)
     b.set(xlabel="epoch", title="accuracy by epoch; dots: becomes a T-CNN")
@@ -193,7 +193,7 @@ def check(scores: xr.Dataset) -> bool:
     checks = []
     for t1, group in scores.groupby("t1"):
         run = group.squeeze("t1")
-        # Chance would be too easy: a run must beat its own start, which may have no right answer.
+        # Chance is too low a bar: a run must beat its own start, which may have no right answer.
         untrained = max(float(run.top1[0]), 1 / float(scores.images))
         checks.append(
             learned(
@@ -222,7 +222,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     add(
         "--data",
         default="digits",
-        help="folder with train/ and val/, and in each a folder a class (default: digits)",
+        help="folder with train/ and val/, and in each a folder for every class (default: digits)",
     )
     add(
         "--img-size",
@@ -232,16 +232,20 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     add(
         "--limit",
         type=from_least(4),
-        help="use only so many training images, and as many to validate on",
+        help="number of training images, and as many to validate on (default: all)",
     )
     group = parser.add_argument_group("training")
     add = group.add_argument
-    add("--epochs", type=from_least(2), help="t1 + t2 (default: 12; 400 for --data)")
+    add(
+        "--epochs",
+        type=from_least(2),
+        help="epochs in all, t1 + t2 (default: 12; 400 for --data)",
+    )
     add(
         "--times",
         type=from_least(0),
         nargs="+",
-        help="t1 (default: 0, 1/4, 1/2, 3/4 and all of --epochs)",
+        help="values of t1 (default: 0, 1/4, 1/2, 3/4 and all of --epochs)",
     )
     add(
         "--batch-size",
@@ -250,7 +254,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     )
     add("--lr", type=positive_number, help="peak learning rate (default: 0.1)")
     add_augment(add)
-    add_machine(group, small="2 of 4 epochs, 20 seconds")
+    add_machine(group, small="2 runs of 3 epochs, 20 seconds")
     add_output(parser)
     args = parsed(parser, arguments, "when_to_reparameterize")
     defaults: dict[str, Any] = {

@@ -1,4 +1,4 @@
-"""Scores of classes in the outputs of models, of timm, of transformers or a user's own."""
+"""Class scores in the outputs of models of timm, of transformers or of the user."""
 
 from collections.abc import Callable
 from typing import Any
@@ -9,16 +9,17 @@ __all__ = ["class_scores", "scores_of"]
 
 
 def scores_of(output: Any) -> Any:
-    """Return the scores in a model's output: the ``logits`` of transformers' ImageClassifierOutput, or itself.
+    """Return the class scores in a model's output.
 
-    Of CLIP and its like, whose classes are texts, ``logits_per_image``.
+    They are the ``logits`` of transformers' ImageClassifierOutput, the ``logits_per_image`` of CLIP and similar models,
+    which describe classes by texts, or the output itself.
     """
     output = getattr(output, "logits_per_image", output)
     return getattr(output, "logits", output)
 
 
 def class_scores(model: Callable[[Tensor], Any], images: Tensor) -> Tensor:
-    """Return the model's scores, shape (B, K), or its output's ``logits``; raise TypeError for anything else."""
+    """Return the class scores of images, shape (B, K); raise TypeError if the model returns anything else."""
     scores = scores_of(model(images))
     if not isinstance(scores, Tensor) or scores.ndim != 2 or len(scores) != len(images):
         got = (

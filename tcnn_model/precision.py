@@ -36,7 +36,7 @@ def widest(x: Tensor) -> Tensor:
 
 
 def autocast_dtype(x: Tensor) -> torch.dtype:
-    """Return the dtype in which a matrix product of ``x`` is computed, autocast considered."""
+    """Return the dtype in which a matrix product of ``x`` is computed, which autocast may lower."""
     device = x.device.type
     # torch.is_autocast_enabled raises for "meta"; autocast lowers float32 only, so float64 stays as it is.
     enabled = device != "meta" and torch.is_autocast_enabled(device)

@@ -1,6 +1,6 @@
 """See, while a vision model trains, which of its heads convolve and which attend to content.
 
-Every public name is listed in ``__init__.pyi``, beside this file, and imported when it is first used: reading a
+Every public name is listed in ``__init__.pyi``, beside this file, and imported when it is first used, so that reading a
 recording needs neither torch nor timm.
 """
 
@@ -15,7 +15,7 @@ _get, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
 
 
 def __getattr__(name: str) -> Any:
-    """Import a public name; of a name that is misspelt, say which is near, and of one that needs torch, how to get it.
+    """Import a public name; errors suggest the nearest name, or how to install torch for a name that needs it.
 
     Raises:
         AttributeError: There is no such name.

@@ -1,6 +1,10 @@
+from . import attribution as attribution
 from . import diagnosis as diagnosis
 from . import evaluation as evaluation
+from . import heads as heads
+from . import images as images
 from . import plot as plot
+from . import probes as probes
 from . import representation as representation
 from .attention.attention import Attention as Attention
 from .attention.attention_maps import attention_maps as attention_maps

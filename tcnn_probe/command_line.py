@@ -1,6 +1,7 @@
-"""``tcnn-probe``: recordings in a shell, without torch; and the attention of a model in a picture, with it."""
+"""``tcnn-probe``: commands for recordings, without torch; and for the attention of a model in a picture, with torch."""
 
 import argparse
+import difflib
 import json
 import os
 import platform
@@ -28,19 +29,19 @@ _COLUMNS = (
     "attention_distance", "prefix_attention", "class_entropy",
 )  # fmt: skip
 
-# The libraries that have most to do with what goes wrong: those measured, those that compute, those that store.
+# Packages whose versions matter most for errors: those that are measured, that compute and that store.
 _PACKAGES = (
     "torch", "timm", "torchvision", "transformers", "lightning", "captum", "triton", "numpy", "xarray", "zarr",
     "matplotlib", "bokeh", "dask",
 )  # fmt: skip
-# Read by OpenMP, MKL and torch when they are loaded; numbers and speed may depend on them.
+# Variables that OpenMP, MKL, oneDNN and torch read when they are loaded, and on which numbers and speed may depend.
 _SETTINGS = (
     "OMP_NUM_THREADS", "MKL_NUM_THREADS", "ATEN_CPU_CAPABILITY", "MKL_CBWR", "ONEDNN_MAX_CPU_ISA",
 )  # fmt: skip
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command; return 1 for alarms of health, 2 for a recording or variable that cannot be used."""
+    """Run a command; return 1 if health finds alarms, 2 after an error, such as an unusable recording, and else 0."""
     options = create_parser().parse_args(arguments)
     with warnings.catch_warnings():
         warnings.showwarning = _show_warning
@@ -48,7 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(options: argparse.Namespace) -> int:
-    """Run the command that was asked for, and print what is wrong with its recordings."""
+    """Run the requested command, and print errors of its recordings and options."""
     try:
         if options.command == "info":
             print(_printable("\n".join(_info())))
@@ -82,7 +83,7 @@ def _run(options: argparse.Namespace) -> int:
 
 
 def _printable(text: str) -> str:
-    """Escape what a terminal would take for commands: names of layers and attributes are those of a foreign file."""
+    """Escape control characters of a terminal, which names of layers and attributes of a foreign file may contain."""
     return "".join(
         letter if letter.isprintable() or letter == "\n" else repr(letter)[1:-1]
         for letter in text
@@ -90,7 +91,7 @@ def _printable(text: str) -> str:
 
 
 def _show_warning(message: Warning | str, *_: object, **__: object) -> None:
-    """Print a warning: matplotlib's have letters of names in them that it cannot draw."""
+    """Print a warning, escaped because matplotlib's warnings contain letters of names that it cannot draw."""
     print(_printable(f"tcnn-probe: {message}"), file=sys.stderr)
 
 
@@ -98,7 +99,7 @@ def _info() -> Iterator[str]:
     """Yield lines on the versions, the platform and the settings, without names of the host, the user or paths."""
     yield f"tcnn-probe {tcnn_probe.__version__}"
     yield f"Python {platform.python_version()} ({platform.python_implementation()})"
-    # Not platform.platform(): the release of a kernel may be named after the host that it was built for.
+    # platform.platform() is avoided, because the release of a kernel may contain the name of a host.
     yield f"platform: {platform.system()} {platform.machine()}, {os.cpu_count()} cores"
     for package in _PACKAGES:
         yield f"{package} {_installed_version(package)}"
@@ -106,7 +107,7 @@ def _info() -> Iterator[str]:
         yield f"{setting}: {os.environ.get(setting, 'not set')}"
     try:
         import torch
-    # Absent, or without a library that it needs.
+    # torch is not installed, or lacks a library that it needs.
     except (ImportError, OSError) as error:
         yield f"device: unknown, as importing torch raises {type(error).__name__}"
         return
@@ -230,10 +231,9 @@ def _maps(options: argparse.Namespace) -> None:
 
     mpl.use("Agg")  # a shell may have no display
     import matplotlib.pyplot as plt
-    import timm
 
     if options.weights is None:
-        model = timm.create_model(options.model, pretrained=not options.random)
+        model = _create_timm_model(options.model, pretrained=not options.random)
     else:
         model = _with_weights(options.model, options.weights)
     if options.output.endswith(".html"):
@@ -260,18 +260,36 @@ def _maps(options: argparse.Namespace) -> None:
     plt.close(figure)
 
 
+def _create_timm_model(name: str, *, pretrained: bool) -> "nn.Module":
+    """Create a model of timm; the error for a misspelt name or missing weights says what to do."""
+    import timm
+
+    if not timm.is_model(name):
+        near = difflib.get_close_matches(name, timm.list_models(), n=1)
+        hint = f"; did you mean {near[0]}?" if near else ""
+        raise ValueError(f"timm has no model {name}{hint}")
+    try:
+        model: nn.Module = timm.create_model(name, pretrained=pretrained)
+    except OSError as error:  # there is no network, or no file for this model
+        raise ValueError(
+            f"no weights of {name} could be downloaded: give their file (--weights FILE), or use random ones "
+            f"(--random): {error}"
+        ) from error
+    return model
+
+
 def _with_weights(name: str, path: str) -> "nn.Module":
-    """Return a model of timm with the weights and the classes of a file, of which no code is run."""
+    """Return a model of timm with the weights and the classes of a file, without running code from the file."""
     import timm
     from timm.models import get_pretrained_cfg, load_state_dict
 
     if not Path(path).is_file():
         raise ValueError(f"--weights: there is no file {path}")
     try:
-        # By default timm 1.0.20, the oldest one supported, runs code that a file holds.
+        # By default timm 1.0.20, the oldest supported version, runs code that a file contains.
         state = load_state_dict(path, weights_only=True)
         classifier = getattr(get_pretrained_cfg(name), "classifier", None) or "head"
-        # One name, or several (DeiT with distillation).
+        # timm has one name, or several (DeiT with distillation).
         first = classifier if isinstance(classifier, str) else classifier[0]
         bias = state.get(f"{first}.bias")
         options = {} if bias is None else {"num_classes": len(bias)}
@@ -279,7 +297,7 @@ def _with_weights(name: str, path: str) -> "nn.Module":
         model.load_state_dict(state)
     except (
         Exception
-    ) as error:  # torch and safetensors raise many kinds for damaged files
+    ) as error:  # torch and safetensors raise many types for damaged files
         reason = next(iter(str(error).splitlines()), type(error).__name__)
         raise ValueError(
             f"{path} is damaged, or holds more than weights, or those of another model: {reason}"

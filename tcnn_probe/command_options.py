@@ -11,9 +11,9 @@ _RECORDING = "path or URL of a recording"
 
 
 def create_parser() -> argparse.ArgumentParser:
-    """Create the parser of ``tcnn-probe``; the name of the command is in ``command``."""
+    """Create the parser of ``tcnn-probe``, which stores the name of the command as ``command``."""
     parser = argparse.ArgumentParser(
-        prog="tcnn-probe", description="Look at recordings, and at attention."
+        prog="tcnn-probe", description="Inspect recordings and attention."
     )
     parser.add_argument("--version", action="version", version=tcnn_probe.__version__)
     commands = parser.add_subparsers(dest="command", required=True)
@@ -37,7 +37,7 @@ def create_parser() -> argparse.ArgumentParser:
         action="append",
         default=[],
         metavar=("NAME", "VALUE"),
-        help="another limit than the default, such as --limit max_logit 200",
+        help="limit that replaces the default, such as --limit max_logit 200",
     )
 
     compare = _add_command(
@@ -58,12 +58,12 @@ def create_parser() -> argparse.ArgumentParser:
     report = _add_command(
         commands,
         "report",
-        "write up to four recordings as one page to look at in a browser",
+        "write up to four recordings as one page for a browser",
     )
     _add_report_options(report)
 
     maps = _add_command(
-        commands, "maps", "draw where the heads of a model of timm look in a picture"
+        commands, "maps", "draw the attention of a timm model's heads in a picture"
     )
     _add_map_options(maps)
 
@@ -74,7 +74,7 @@ def create_parser() -> argparse.ArgumentParser:
 
 
 def _add_command(commands: Any, name: str, text: str) -> argparse.ArgumentParser:
-    """Add a command; the list of commands and the command's own help say the same of it."""
+    """Add a command with the same description in the list of commands and in the command's own help."""
     parser: argparse.ArgumentParser = commands.add_parser(
         name, help=text, description=f"{text[0].upper()}{text[1:]}."
     )

@@ -25,7 +25,7 @@ _LARGEST = 20
 
 
 def _is_picture(image: Any) -> bool:
-    """Recognise a single picture: PIL, a file name, or bytes (H, W), (H, W, C) or (C, H, W)."""
+    """Return whether this is a single picture: PIL, a file name, or bytes (H, W), (H, W, C) or (C, H, W)."""
     if isinstance(image, (str, os.PathLike, Image.Image)):
         return True
     return (
@@ -36,7 +36,7 @@ def _is_picture(image: Any) -> bool:
 
 
 def as_pictures(images: Any) -> list[Image.Image] | None:
-    """Return pictures as RGB images of PIL; None if these are no pictures. Raise OSError for unreadable files."""
+    """Return pictures as RGB images of PIL, or None for other images. Raise OSError for unreadable files."""
     if _is_picture(images):
         images = [images]
     elif isinstance(images, (np.ndarray, Tensor)):
@@ -67,16 +67,16 @@ def as_images(images: Any, model: nn.Module, *, videos: bool = False) -> Tensor:
         images: A floating-point tensor or array (B, C, H, W) or (C, H, W), normalised as the model takes it, which is
             not copied; or one or several pictures: PIL images, names of files, uint8 of shape (H, W), (H, W, C) or
             (C, H, W); or the output of a processor of transformers.
-        model: Model that takes the images; a model of timm, for pictures.
-        videos: Whether to take videos, of five axes, too.
+        model: Model that takes the images; pictures need a model of timm.
+        videos: Whether to accept videos, which have five axes, too.
 
     Returns:
         Images, shape (B, C, H, W), floating point.
 
     Raises:
-        TypeError: These are no images, or they are pictures for a model without a transform of timm.
+        TypeError: ``images`` are not images, or are pictures for a model without a transform of timm.
         ValueError: The shape is wrong, or values are not finite or as large as bytes.
-        OSError: A file does not exist or is no picture.
+        OSError: A file does not exist or is not a picture.
     """
     pictures = as_pictures(images)
     if pictures is not None:
@@ -94,11 +94,11 @@ def as_images(images: Any, model: nn.Module, *, videos: bool = False) -> Tensor:
 
 
 def as_batch(images: Any, expected: str, *, videos: bool = False) -> Tensor:
-    """Return images (or ``videos``) as a floating-point tensor (B, C, H, W), which is copied only if it must be.
+    """Return images (or ``videos``) as a floating-point tensor (B, C, H, W), which is copied only if necessary.
 
-    Raise TypeError or ValueError, with ``expected`` in the message, if these are no images.
+    Raise TypeError or ValueError, with ``expected`` in the message, if they are not images.
     """
-    if isinstance(images, Mapping):  # of a processor of transformers
+    if isinstance(images, Mapping):  # the output of a processor of transformers
         images = images.get("pixel_values", images)
         if getattr(images, "ndim", 4) == 3:
             raise ValueError(
@@ -118,8 +118,14 @@ def as_batch(images: Any, expected: str, *, videos: bool = False) -> Tensor:
             )
         images = torch.stack([torch.as_tensor(x) for x in images])
     if not isinstance(images, Tensor):
-        # A copy: torch.from_numpy takes no array that is read-only or has negative strides.
-        array = np.array(images)
+        # The array is copied because torch.from_numpy does not accept read-only arrays or negative strides.
+        try:
+            array = np.array(images)
+        except ValueError as error:
+            kinds = ", ".join(dict.fromkeys(type(image).__name__ for image in images))
+            raise ValueError(
+                f"expected images, {expected}; got {kinds} in one list"
+            ) from error
         if array.dtype.kind not in "fiub":
             raise TypeError(f"expected images, {expected}; got {type(images).__name__}")
         images = torch.from_numpy(array)
@@ -148,10 +154,10 @@ def channel_axis(images: Tensor) -> int:
 
 
 def beside_images(images: Any) -> dict[str, Any]:
-    """Return what a processor's output has beside its images: texts of CLIP, masks, the ids of a prompt."""
+    """Return the entries of a processor's output other than its images: texts of CLIP, masks, the ids of a prompt."""
     if not isinstance(images, Mapping):
         return {}
-    # With labels, which a data set of transformers adds, the model would compute a loss as well.
+    # With labels, which a data set of transformers adds, the model would also compute a loss.
     return {
         name: value
         for name, value in images.items()
@@ -161,7 +167,7 @@ def beside_images(images: Any) -> dict[str, Any]:
 
 @contextmanager
 def calls_given(model: nn.Module, inputs: Mapping[str, Any]) -> Iterator[None]:
-    """Give a model inputs beside its images, by name, in all calls with images alone."""
+    """Add inputs by name to all calls of a model that have images only."""
     if not inputs:
         yield
         return
@@ -169,7 +175,7 @@ def calls_given(model: nn.Module, inputs: Mapping[str, Any]) -> Iterator[None]:
     def add(
         module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[()], dict[str, Any]]:
-        # By name: models of images and text have the text's ids for their first argument.
+        # All inputs are passed by name, because the first argument of models of images and text is the text's ids.
         images = args[0] if args else kwargs["pixel_values"]
         placed = {
             name: value.to(images.device) if isinstance(value, Tensor) else value
@@ -197,14 +203,14 @@ def _as_pil(image: Any) -> Image.Image:
         raise ValueError(
             f"expected bytes of shape (H, W), (H, W, C) or (C, H, W), C of 1, 3 or 4; got {image.shape}"
         )
-    # PIL takes grey images without the axis of channels.
+    # PIL takes grey images without a channel axis.
     if array.ndim == 3 and array.shape[-1] == 1:
         array = array[..., 0]
     return Image.fromarray(array).convert("RGB")
 
 
 def _config(model: nn.Module) -> dict[str, Any]:
-    """Return input size, mean and std of a model of timm; nothing for others."""
+    """Return input size, mean and std of a model of timm; an empty dictionary for other models."""
     return (
         timm.data.resolve_model_data_config(model)
         if getattr(model, "pretrained_cfg", None)
@@ -213,7 +219,7 @@ def _config(model: nn.Module) -> dict[str, Any]:
 
 
 def preparation(model: nn.Module) -> dict[str, Any]:
-    """Return the options of timm's evaluation transform for a model; TypeError for a model that is not timm's."""
+    """Return the options of timm's evaluation transform for a model; raise TypeError if it is not a model of timm."""
     model = unwrap(model)
     config = _config(model)
     if not config:
@@ -232,7 +238,7 @@ def preparation(model: nn.Module) -> dict[str, Any]:
 
 
 def prepare(pictures: Sequence[Image.Image], config: Mapping[str, Any]) -> Tensor:
-    """Return pictures as a model takes them, (B, C, H, W), by options that :func:`preparation` gave."""
+    """Return pictures as a model takes them, (B, C, H, W), with the options of :func:`preparation`."""
     transform = timm.data.create_transform(**config, is_training=False)
     return torch.stack([transform(picture) for picture in pictures])
 
@@ -244,11 +250,11 @@ def prepare_pixels(
 
     Args:
         pictures: Pictures, RGB.
-        models: Models, whose transforms of timm have to agree; or the options of one transform. Of models that timm
+        models: Models, whose transforms of timm have to agree; or the options of one transform. For models that timm
             does not know, the pictures keep their size.
 
     Raises:
-        ValueError: The transforms differ, or pictures that keep their size have several.
+        ValueError: The transforms differ, or pictures that keep their size have several sizes.
     """
     configs = [models] if isinstance(models, Mapping) else _known_preparations(models)
     unnormalised = {"mean": (0.0,) * 3, "std": (1.0,) * 3}

@@ -16,10 +16,10 @@ if TYPE_CHECKING:
 
 __all__ = ["log_to_tensorboard", "log_to_wandb", "scalars"]
 
-# Maps that a picture is made of. Where there is a class token, its map is what most people ask for; the central query
-# alone tells little about an image.
+# Maps that are drawn in pictures. If there is a class token, its map is the most useful; the map of the central query
+# shows little of an image.
 _MAPS = ("class_attention", "attention_received")
-_HEADS_BESIDE = 12  # heads in a row of a picture
+_HEADS_BESIDE = 12  # number of heads in a row of a picture
 
 
 def scalars(ds: xr.Dataset, *, heads: bool = False) -> dict[str, float]:
@@ -32,13 +32,14 @@ def scalars(ds: xr.Dataset, *, heads: bool = False) -> dict[str, float]:
 
     Args:
         ds: A recording: ``recorder.dataset``, or ``xr.open_zarr(path)``.
-        heads: Return a number for each head, ``"entropy/blocks.3.attn/0"``, not the mean over a layer's heads.
+        heads: Whether to return a number for each head, ``"entropy/blocks.3.attn/0"``, instead of the mean over a
+            layer's heads.
 
     Returns:
-        Numbers by variable, layer and head; scalars that were given to ``mark`` by their name.
+        Numbers by variable, layer and head; scalars that were passed to ``mark`` by their name.
 
     Raises:
-        ValueError: The dataset is no recording.
+        ValueError: The dataset is not a recording.
     """
     along = ds.attrs.get("along")
     if along not in ds.dims:
@@ -49,7 +50,7 @@ def scalars(ds: xr.Dataset, *, heads: bool = False) -> dict[str, float]:
     for name, values in ds.isel({along: -1}).data_vars.items():
         if not heads and "head" in values.dims:
             values = values.mean("head")
-        # Histograms and kinds of tokens are no scalars of a layer or head.
+        # Histograms and kinds of tokens are not scalars of a layer or head.
         if values.dtype.kind not in "fiu" or not {"layer", "head"} >= {*values.dims}:
             continue
         labels = product(*(map(str, values[dim].values) for dim in values.dims))
@@ -71,11 +72,11 @@ def log_to_tensorboard(
 
     Args:
         writer: A ``torch.utils.tensorboard.SummaryWriter``; the mark is its step.
-        recorder: The recorder, after a mark. Numbers that were given to ``mark`` are left out, as the training loop
-            logs them itself.
-        images: Images whose maps are recorded (``record(images=)``), in the same order, shape (B, C, H, W), to draw
-            these maps over; None for no pictures. Maps of windows are left out.
-        heads: Whether to write a number for each head, not the mean over a layer's heads.
+        recorder: The recorder, after a mark. Numbers that were passed to ``mark`` are left out, because the training
+            loop logs them itself.
+        images: Images whose maps are recorded (``record(images=)``), in the same order, shape (B, C, H, W), on which
+            these maps are drawn; None for no pictures. Maps of windows are left out.
+        heads: Whether to write a number for each head, instead of the mean over a layer's heads.
 
     Raises:
         RuntimeError: Nothing is marked yet.
@@ -104,18 +105,18 @@ def log_to_wandb(
         recorder.mark(epoch=epoch)
         tcnn_probe.log_to_wandb(run, recorder, images[:4])
 
-    The x axis of these charts is the mark, under the name ``recording/epoch``, whatever steps the run counts otherwise.
+    The x axis of these charts is the mark, under the name ``recording/epoch``, and does not depend on the run's steps.
 
     Args:
         run: A run of wandb.
         recorder: The recorder, after a mark.
-        images: Images to draw the recorded maps over, as :func:`log_to_tensorboard` takes them.
-        heads: Whether to log a number for each head, not the mean over a layer's heads.
+        images: Images on which the recorded maps are drawn, as in :func:`log_to_tensorboard`.
+        heads: Whether to log a number for each head, instead of the mean over a layer's heads.
 
     Raises:
-        RuntimeError, ValueError: As :func:`log_to_tensorboard` does.
+        RuntimeError, ValueError: As in :func:`log_to_tensorboard`.
     """
-    # wandb 0.31 takes a figure only if somebody has imported pyplot.
+    # wandb 0.31 accepts a figure only if pyplot is imported.
     import matplotlib.pyplot  # noqa: F401
     import wandb
 
@@ -142,7 +143,7 @@ def _layer_scalars(recorder: "Recorder", heads: bool) -> dict[str, Any]:
 
 
 def _alarms(recorder: "Recorder") -> list[Finding]:
-    """Return the alarms that last at the last mark."""
+    """Return the alarms that are seen at the last mark."""
     ds = recorder.dataset
     if "layer" not in ds.dims:
         return []
@@ -174,7 +175,7 @@ def _pictures(recorder: "Recorder", images: Any) -> Iterator[tuple[str, "Figure"
             rows = layers * -(-heads // _HEADS_BESIDE)
             size = 1.1 * min(heads, _HEADS_BESIDE) + 3, 1.35 * rows + 0.8
             for number in range(maps.sizes["image"] if layers else 0):
-                # A figure of its own: pyplot's current figure belongs to the user.
+                # The figure is separate from pyplot, whose current figure belongs to the user.
                 figure = Figure(figsize=size, layout="constrained")
                 attention_grid(
                     maps.isel(image=number),

@@ -70,10 +70,10 @@ def wanted_layers(
 
 
 def check_model(model: nn.Module, *, compiled_parts: bool = True) -> None:
-    """Raise TypeError for what hooks cannot follow: no module, or a compiled one.
+    """Raise TypeError for models that hooks cannot follow: objects that are not modules, and compiled modules.
 
-    Parts may be compiled where forwards of the whole are followed, in which all runs uncompiled; torch's own hooks on
-    modules inside of such parts would be ignored.
+    Compiled parts are allowed if forwards of the whole model are followed, in which everything runs uncompiled; torch's
+    own hooks on modules inside such parts would be ignored.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"expected a torch.nn.Module, got {type(model).__name__}")
@@ -95,12 +95,12 @@ def check_model(model: nn.Module, *, compiled_parts: bool = True) -> None:
 def untouched(model: nn.Module) -> Iterator[None]:
     """Run a model in eval mode, outside of inference mode; restore every flag and gradient afterwards.
 
-    Code inside is hidden from recorders that are attached to the model. Threads wait for each other. Raise TypeError if
-    this is no module.
+    Forwards inside are hidden from recorders that are attached to the model. Threads wait for each other. Raise
+    TypeError if the model is not a module.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"expected a torch.nn.Module, got {type(model).__name__}")
-    # Flags and gradients belong to the model, not to a thread: two calls at once would restore each other's changes.
+    # Flags and gradients belong to the model, not to a thread, so two calls at once would restore each other's changes.
     with _LOCKS.setdefault(unwrap(model), RLock()):
         modes = [(module, module.training) for module in model.modules()]
         gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
@@ -113,10 +113,10 @@ def untouched(model: nn.Module) -> Iterator[None]:
 
         try:
             for module, _ in modes:
-                # Not eval(), which modules of torch.export refuse, and in which others merge weights.
+                # eval() is avoided, because modules of torch.export refuse it, and other modules merge weights in it.
                 module.training = False
             for parameter, _ in gradients:
-                # Backwards inside would add to the user's gradients.
+                # Backward passes inside would add to the user's gradients.
                 parameter.grad = None
             with (
                 balanced_hooks(model),
@@ -130,14 +130,14 @@ def untouched(model: nn.Module) -> Iterator[None]:
             try:
                 restore()
             except KeyboardInterrupt:
-                restore()  # Ctrl-C fell in the middle of it
+                restore()  # Ctrl-C interrupted the first attempt
                 raise
 
 
 def whole_number(number: Any, noun: str, low: int = 0, high: int | None = None) -> int:
-    """Return the number as an int; raise TypeError if it is none, ValueError if it is out of range."""
+    """Return the number as an int; raise TypeError if it is not an integer, ValueError if it is out of range."""
     expected = f"expected an integer from {low}{'' if high is None else f' to {high}'} for {noun}, got {number!r}"
-    # True is an Integral in Python, and never meant as 1 here.
+    # True is an Integral in Python, but is never meant as 1 here.
     if not isinstance(number, Integral) or isinstance(number, bool):
         raise TypeError(expected)
     value = int(number)
@@ -147,10 +147,10 @@ def whole_number(number: Any, noun: str, low: int = 0, high: int | None = None) 
 
 
 def image_numbers(images: Any) -> tuple[int, ...]:
-    """Return numbers of images in ascending order, from n for the first n images, or from numbers; None for none."""
+    """Return indices of images in ascending order, given a number n for the first n, indices, or None for none."""
     if images is None:
         return ()
-    if not isinstance(images, Collection):
+    if isinstance(images, str) or not isinstance(images, Collection):
         images = range(
             whole_number(images, "images, a number of them or a list of their numbers")
         )
@@ -160,14 +160,14 @@ def image_numbers(images: Any) -> tuple[int, ...]:
 def class_indices(labels: Any, noun: str, classes: int | None = None) -> Tensor:
     """Copy indices of classes, of any shape, to an int64 tensor on the CPU.
 
-    Raise TypeError if these are no integers, ValueError if they are not below ``classes``.
+    Raise TypeError if they are not integers, ValueError if they are negative or not below ``classes``.
     """
     try:
         indices = torch.as_tensor(labels).detach().cpu()
     except (TypeError, ValueError, RuntimeError) as error:
         raise TypeError(f"expected class indices for {noun}, got {labels!r}") from error
     if (
-        # Probabilities or masks in the place of indices would be truncated without a word.
+        # Probabilities or masks instead of indices would be truncated silently.
         indices.is_floating_point()
         or indices.is_complex()
         or indices.dtype == torch.bool
@@ -183,7 +183,7 @@ def class_indices(labels: Any, noun: str, classes: int | None = None) -> Tensor:
 
 
 def floating_tensor(model: nn.Module) -> Tensor | None:
-    """Return a parameter or buffer, for the dtype and device of the model's images; None if it has none."""
+    """Return a floating-point parameter or buffer, which gives the dtype and device of images; None without any."""
     return next(
         (
             tensor
@@ -204,7 +204,7 @@ def batches(
         rows = slice(start, min(start + batch_size, len(images)))
         yield (
             rows,
-            # A copy also where dtype and device agree: methods such as PGD change their images.
+            # Images are copied even if dtype and device agree, because methods such as PGD change their images.
             images[rows].detach().to(reference.device, reference.dtype, copy=True),
         )
 
@@ -212,7 +212,7 @@ def batches(
 def progress_bar(
     total: int | None, title: str, progress: bool | None, unit: str = "image"
 ) -> Any:
-    """Make a progress bar, shown at once (True), never (False) or after three seconds (None), to those who watch."""
+    """Create a progress bar, shown at once (True), never (False), or on a screen after three seconds (None)."""
     disable = None if progress is None else not progress  # None: unless on a terminal
     if progress is None and _in_notebook():
         disable = False
@@ -227,6 +227,6 @@ def progress_bar(
 
 
 def _in_notebook() -> bool:
-    """Tell whether this is the kernel of a notebook, none of whose streams is a terminal."""
+    """Return whether this is the kernel of a notebook, whose streams are not terminals."""
     get_shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)
     return hasattr(get_shell(), "kernel")

@@ -1,4 +1,4 @@
-"""Attributes that say where a recording comes from, without paths and host names."""
+"""Attributes that describe the origin of a recording, without paths and host names."""
 
 import platform
 from datetime import UTC, datetime
@@ -13,7 +13,7 @@ __all__ = ["provenance", "versions"]
 
 
 def provenance(model: "nn.Module", *packages: str) -> dict[str, str]:
-    """Return attributes that say when, by which versions (of further packages too) and in which model it was found."""
+    """Return attributes with the time, the versions (also of further packages) and the class of the model."""
     from tcnn_probe.models import unwrap
 
     inner = unwrap(model)
@@ -24,7 +24,7 @@ def provenance(model: "nn.Module", *packages: str) -> dict[str, str]:
 
 
 def versions(*packages: str) -> dict[str, str]:
-    """Return attributes that say when, and by which versions (of further packages too), something was made."""
+    """Return attributes with the time and the versions, also of further packages."""
     return {
         "created_at": datetime.now(UTC).isoformat(timespec="seconds"),
         "creation_library": "tcnn_probe",
@@ -38,7 +38,7 @@ def versions(*packages: str) -> dict[str, str]:
 
 
 def _class(model: "nn.Module") -> type:
-    """Return the user's own class of a model, of which torch's fully_shard makes a subclass."""
+    """Return the user's own class of a model, from which torch's fully_shard creates a subclass."""
     return next(
         cls
         for cls in type(model).__mro__

@@ -1,4 +1,4 @@
-"""The shape of a recording: groups of labelled arrays, all of which grow along the marks."""
+"""The schema of a recording: groups of labelled arrays, all of which grow along the marks."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -27,14 +27,14 @@ class Variable:
     """A recorded variable.
 
     Args:
-        dims: Names of its dimensions after that of the marks (which is called "epoch" unless the user names another):
-            ("layer", "head") for a number of each head, () for one of the whole model.
+        dims: Names of its dimensions without that of the marks, which is "epoch" unless the user gives another name:
+            ("layer", "head") for a number for each head, () for a number for the whole model.
         units: "1", "nat", "pixel", "cell" (of the layer's token grid) or powers of these.
         long_name: Short label, for plots.
         description: Meaning, with its source.
         dtype: Type as stored: "float64" or, for maps, "float16" or "float32"; integers are -1 where there is no value.
-        over_images: Summary of the images of an epoch: their "mean", the "largest" value of any, or "shares": the mean,
-            divided by its sum along the last dimension, NaN where that is 0.
+        over_images: Summary over the images of an epoch: the "mean", the "largest" value, or "shares": the mean divided
+            by its sum along the last dimension, NaN where this sum is 0.
     """
 
     dims: tuple[str, ...]
@@ -58,20 +58,20 @@ class Variable:
 class Group:
     """Variables that share their layers and sizes; the root group, "", holds the numbers of attention heads.
 
-    The layer table, in the order of the dimension "layer", has in plain JSON what is known of each module, by its name.
+    The layer table has the facts about each module in plain JSON, by its name, in the order of the dimension "layer".
     """
 
     variables: Mapping[str, Variable]
     layers: Mapping[str, Mapping[str, Any]]
     # Length of each further dimension, such as {"head": 6}.
     sizes: Mapping[str, int] = field(default_factory=dict)
-    # Whether the variables are maps, much larger than numbers: one shard for each mark.
+    # Whether the variables are maps, which are much larger than numbers and have one shard for each mark.
     maps: bool = False
     # Labels along some dimensions; others count from 0.
     coords: Mapping[str, Sequence[Any]] = field(default_factory=dict)
 
     def shape(self, variable: str) -> tuple[int, ...]:
-        """Return the lengths of a variable's dimensions, without that of the marks."""
+        """Return the lengths of a variable's dimensions, except that of the marks."""
         lengths = {"layer": len(self.layers), **self.sizes}
         return tuple(lengths[dim] for dim in self.variables[variable].dims)
 
@@ -79,7 +79,7 @@ class Group:
 def difference(
     stored: Mapping[str, Group], measured: Mapping[str, Group]
 ) -> str | None:
-    """Name the first difference between the groups of a store and those to be recorded; None if they agree."""
+    """Describe the first difference between the groups of a store and those to be recorded; None if they agree."""
     for old, new in zip(_facts(stored), _facts(measured), strict=True):
         for fact in {**old, **new}:
             if fact not in old or fact not in new or old[fact] != new[fact]:
@@ -89,7 +89,7 @@ def difference(
 
 def _facts(groups: Mapping[str, Group]) -> list[dict[str, Any]]:
     """Return the facts that two recordings must share, from the coarse to the fine."""
-    # In this order the first difference is the cause of the others, and the one to be told.
+    # In this order the first difference is the cause of the others, and is the one that is reported.
     kinds: list[dict[str, Any]] = [
         {f"group {path!r}": "present" for path in groups},
         {},
@@ -100,7 +100,7 @@ def _facts(groups: Mapping[str, Group]) -> list[dict[str, Any]]:
     ]
     for path, group in groups.items():
         in_group = f"in group {path!r}, " if path else ""
-        # Through JSON and back, as a store has it: tuples become lists, and keys strings.
+        # After a round trip through JSON, as in a store, tuples are lists and keys are strings.
         layers = json.loads(
             json.dumps({name: dict(about) for name, about in group.layers.items()})
         )

@@ -67,7 +67,7 @@ def test_output_of_an_image_processor_is_accepted() -> None:
 
 
 def test_option_named_by_a_warning_is_accepted_by_maps() -> None:
-    # The warning about this model names this option.
+    # The warning for this model recommends the option prefix_tokens.
     assert "3x4x6" in tcnn_probe.attention_maps(Written(), IMAGES, prefix_tokens=5)
 
 

@@ -221,6 +221,13 @@ def test_a_misspelt_name_is_answered_with_a_suggestion() -> None:
         _ = tcnn_probe.zzz
 
 
+@pytest.mark.parametrize("folder", ["attribution", "heads", "images", "probes"])
+def test_folders_that_the_documents_name_need_no_import(folder: str) -> None:
+    program = f"import tcnn_probe; print(tcnn_probe.{folder}.__name__)"
+    printed = subprocess.check_output([sys.executable, "-c", program], text=True)
+    assert printed.strip() == f"tcnn_probe.{folder}"
+
+
 def test_only_studies_and_their_tests_import_studies() -> None:
     files = [
         f

@@ -1,4 +1,4 @@
-"""The arms that tell content from mixing over the image: what is trained, at which rates, and for how long."""
+"""Arms that separate the effect of content from that of mixing over the image: their models, rates and training."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping
@@ -22,14 +22,15 @@ QK_STD = 0.02
 
 @dataclass(frozen=True)
 class Arm:
-    """A training of the comparison.
+    """A kind of training in the comparison.
 
     Attributes:
         title: Title of the arm in tables.
-        attends: Whether convolutions become attention.
-        papers_rates: Whether all weights have one rate, and gates 0.1 from the first step.
+        attends: Whether convolutions are converted to attention.
+        papers_rates: Whether all weights share a learning rate and gates are trained from the first step, as in the
+            papers.
         static_map: Whether content attention is a learned map, the same for every image.
-        gate_at_one: Whether heads attend by position alone; the gate is not trained.
+        gate_at_one: Whether gates are fixed at 1, so that heads attend by position alone.
         mixes: Whether images are mixed by CutMix and mixup.
     """
 
@@ -54,17 +55,17 @@ ARMS = {
 class StaticMapGPSA(GPSA):
     """GPSA with ``C_h = softmax(L_h)`` for its content part: a learned N_query x N_key map, the same for every image.
 
-    ``query`` holds L, shape (heads, N_query, N_key), and ``key`` the identity, so that what records or ablates a GPSA
-    layer sees the logits L as products of queries and keys. All else is GPSA's: gate, positional part, W_val, W_out.
+    ``query`` holds L, shape (heads, N_query, N_key), and ``key`` the identity, so that recordings and ablations, which
+    multiply queries and keys, see the logits L. The gate, the positional part, W_val and W_out are those of GPSA.
     """
 
     @classmethod
     def of(cls, layer: GPSA, size: tuple[int, int]) -> Self:
-        """Return the layer with an even map in place of its queries and keys.
+        """Return the layer with a uniform map in place of its queries and keys.
 
         Args:
             layer: Layer whose other parameters are copied.
-            size: Height and width of its input.
+            size: Height and width of the layer's input.
         """
         shape = (
             layer.in_channels,
@@ -86,13 +87,13 @@ class StaticMapGPSA(GPSA):
         static_layer.query = nn.Parameter(
             torch.zeros(static_layer.heads, y.queries * x.queries, keys)
         )
-        # Products with the identity are the map's own logits.
+        # The products of L with an identity as keys are L itself.
         static_layer.key = nn.Parameter(torch.eye(keys), requires_grad=False)
         return static_layer
 
     def forward(self, x: Tensor) -> Tensor:
-        """Apply the layer to images, (B, C_in, H, W) -> (B, C_out, H_out, W_out), with attention formed once."""
-        # One image will do: neither part depends on it.
+        """Apply the layer, (B, C_in, H, W) -> (B, C_out, H_out, W_out); attention is computed once for all images."""
+        # One image is enough, because neither part of the attention depends on the image.
         attention = self.gated_attention(x[:1])
         content = attention.content()
         rows, cols = attention.factors_on_pixels(content.dtype)
@@ -105,7 +106,7 @@ class StaticMapGPSA(GPSA):
         )
 
     def _queries_and_keys(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        # GPSA divides products by the root of their length, which here is the number of keys.
+        # GPSA divides products by the square root of the length of queries and keys, which here is the number of keys.
         logits = self.query * math.sqrt(self.query.shape[-1])
         return logits.expand(len(x), -1, -1, -1), self.key.expand(
             len(x), self.heads, -1, -1
@@ -115,18 +116,18 @@ class StaticMapGPSA(GPSA):
 def converted(
     tail: nn.Module, arm: Arm, start: float, features: Tensor, seed: int
 ) -> nn.Module:
-    """Return a copy of the CNN's tail as the arm begins with it.
+    """Return a copy of the CNN's tail in the initial state of an arm.
 
     Args:
         tail: Tail of the CNN.
         arm: Arm that the copy is for.
         start: Initial lambda of the gates.
-        features: Batch of features as the tail takes them, for its size.
-        seed: Seed of queries and keys.
+        features: Batch of the tail's input features, which tells the size of the input.
+        seed: Seed of the initial queries and keys.
     """
     # Queries and keys are drawn from torch's global generator.
     torch.manual_seed(seed)
-    # Named one by one: without names only the last stage of a known model would be converted.
+    # Every convolution is named, because reparameterize converts only the last stage by default.
     convolutions = [
         name for name, module in tail.named_modules() if isinstance(module, nn.Conv2d)
     ]
@@ -135,7 +136,7 @@ def converted(
         tail, layers=convolutions, stride="keep", gating=start, input_size=size
     )
     if arm.static_map:
-        # A map belongs to positions, so its size is that of the layer's input.
+        # A map has an entry for each query and key, so its shape depends on the size of the layer's input.
         sizes = input_sizes(model, features)
         for name, layer in gpsa_layers(model).items():
             # torch has no public way to replace a module by its dotted name.
@@ -182,12 +183,12 @@ def train_tail(
 
     Args:
         model: Tail of the network.
-        batches: Features and targets of each step: classes (B,) or shares of classes (B, K).
-        arm: Arm whose rates and targets are used.
-        options: Mapping with ``steps``, ``lr`` of the weights, ``qk_sum`` of the rates of queries and keys, ``map_sum``
-            of static maps, ``gating_lr``, ``papers_lr``, ``papers_gating_lr``, ``weight_decay``, ``frozen_statistics``,
-            ``amp``.
-        after: Function of the number of steps done, called before the first step and after each.
+        batches: Features and targets of each step: classes (B,) or class probabilities (B, K).
+        arm: Arm whose learning rates and targets are used.
+        options: Mapping with ``steps``; ``lr`` of the weights; ``qk_sum`` and ``map_sum``, sums over the steps of the
+            learning rates of queries and keys, and of static maps; ``gating_lr``, ``papers_lr``, ``papers_gating_lr``,
+            ``weight_decay``, ``frozen_statistics`` and ``amp``.
+        after: Function that is called with the number of steps done, before the first step and after each.
 
     Returns:
         Sum of the learning rates over the steps, by group.
@@ -195,7 +196,7 @@ def train_tail(
     steps = options["steps"]
     factors = [rate_factor(step, steps) for step in range(steps)]
     groups = _groups(model, arm, options, sum(factors))
-    # Fused: one pass over all weights instead of several for each tensor.
+    # The fused optimizer makes one pass over all weights, instead of several for each tensor.
     optimizer = torch.optim.AdamW(groups, fused=True)
     peaks = {group["name"]: group["lr"] for group in optimizer.param_groups}
     sums = dict.fromkeys(peaks, 0.0)
@@ -217,7 +218,7 @@ def train_tail(
         F.cross_entropy(
             scores.float(),
             targets,
-            # Shares of classes are smoothed by timm already.
+            # timm's Mixup has smoothed the class probabilities already.
             label_smoothing=0.0 if arm.mixes else LABEL_SMOOTHING,
         ).backward()
         optimizer.step()
@@ -234,7 +235,7 @@ def mixed_batches(
         batches: Images and classes.
         trunk: Frozen trunk.
         classes: Number of classes.
-        seed: Seed of the mixing; timm draws it from NumPy's global generator.
+        seed: Seed of NumPy's global generator, from which timm draws the mixing.
     """
     mix = Mixup(
         # DeiT's values.
@@ -254,7 +255,7 @@ def mixed_batches(
 def _groups(
     model: nn.Module, arm: Arm, options: Mapping[str, Any], total: float
 ) -> list[dict[str, Any]]:
-    """Return the optimizer's groups; ``total``, the sum of the schedule's factors, makes a peak of a sum of rates."""
+    """Return the optimizer's groups; a sum of rates divided by ``total``, the sum of the factors, is a peak rate."""
     decay = options["weight_decay"]
     if arm.papers_rates:
         lr = options["papers_lr"]
@@ -267,7 +268,7 @@ def _groups(
 
 
 def _freeze_statistics(model: nn.Module) -> None:
-    """Keep the means and variances that batch norm learned with the CNN."""
+    """Put batch norms in eval mode, so that they keep the means and variances of the CNN."""
     for module in model.modules():
         if isinstance(module, nn.BatchNorm2d):
             module.eval()

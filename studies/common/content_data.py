@@ -1,4 +1,4 @@
-"""Images of the comparison of content and mixing, and the features of a frozen trunk, computed once."""
+"""Images of the comparison of content and mixing, and the features of a frozen trunk, which are computed once."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -32,11 +32,11 @@ class Images:
     """Images of a run.
 
     Attributes:
-        train: Images of the trainings.
+        train: Training images.
         held_out: Images of the training folder that no training sees.
-        test: Images of the endpoints.
+        test: Test images, on which the endpoints are measured.
         corrupted: Test images under each corruption, shape (corruptions, N, H, W, 3).
-        corrupted_rows: Indices of these in ``test``.
+        corrupted_rows: Indices in ``test`` of the images that are corrupted, shape (N,).
     """
 
     train: SmallImages
@@ -67,7 +67,7 @@ def load_images(
     """
     all_images, test = _scenes(limit) if data == "digits" else decoded(data, cache)
     train, held_out_images = split(all_images, held_out, seed)
-    # Spread evenly over the test images, which are sorted by class.
+    # The rows are spread evenly over the test images, because those are sorted by class.
     rows = np.array(spread(len(test), corrupted))
     file = cache / f"corrupted_{len(rows)}.npz"
     if not file.exists():
@@ -89,7 +89,8 @@ class Features:
         images: Images of the run.
         cache: Folder of the files.
         count: Number of views of each training image.
-        reference, probed: Number of training images for static attention, and of held-out ones for recordings.
+        reference, probed: Number of training images over which static attention is averaged, and of held-out images
+            that are recorded.
     """
 
     def __init__(
@@ -130,7 +131,7 @@ class Features:
 
     @staticmethod
     def as_given(features: NDArray[np.float16]) -> Tensor:
-        """Return features as the tail takes them, in float32."""
+        """Return features as a float32 tensor, the input of the tail."""
         return torch.from_numpy(np.array(features, np.float32))
 
     def batches(
@@ -166,7 +167,7 @@ class Features:
     ) -> NDArray[np.float16]:
         with torch.inference_mode():
             parts = [
-                # Half precision takes half the disk, and its rounding is far below a batch's noise.
+                # Half precision takes half the space on disk, and its rounding is far below the noise of a batch.
                 self.trunk(normalized(pixels[start : start + batch_size]))
                 .half()
                 .contiguous()
@@ -177,7 +178,7 @@ class Features:
 
 
 def _cached(file: Path, parts, shape: tuple[int, ...]) -> NDArray[np.float16]:
-    """Return an array that is read from the disk as needed; make it part by part the first time."""
+    """Return a memory-mapped array; compute it part by part if its file does not exist."""
     if not file.exists():
         file.parent.mkdir(parents=True, exist_ok=True)
         temporary = file.with_name(f"{file.name}.tmp")
@@ -185,7 +186,7 @@ def _cached(file: Path, parts, shape: tuple[int, ...]) -> NDArray[np.float16]:
         for number, part in enumerate(parts()):
             if array is None:
                 full_shape = (*shape, *part.shape[1:])
-                # Features of all views need not fit into memory.
+                # The file is mapped, because the features of all views may not fit into memory.
                 array = np.lib.format.open_memmap(
                     temporary, "w+", np.float16, full_shape
                 )
@@ -194,12 +195,12 @@ def _cached(file: Path, parts, shape: tuple[int, ...]) -> NDArray[np.float16]:
         array.flush()
         # A file of this name is complete, even if the run was killed while it was written.
         temporary.replace(file)
-    # Training reads rows in random order, of which the system keeps the recent ones in memory.
+    # Training reads rows in random order; the operating system keeps recently read rows in memory.
     return np.load(file, mmap_mode="r")
 
 
 def _scenes(limit: int | None) -> tuple[SmallImages, SmallImages]:
-    """Return training and test scenes of digits, grey as three channels."""
+    """Return training and test scenes of digits, with grey repeated in three channels."""
     # Training scenes are drawn from torch's global generator.
     torch.manual_seed(0)
     parts = []
@@ -211,7 +212,7 @@ def _scenes(limit: int | None) -> tuple[SmallImages, SmallImages]:
             (torch.cat(images) * STD + MEAN).clamp(0, 1).mul(255).round().byte().numpy()
         )
         parts.append(
-            # The network takes colours.
+            # The network takes three colour channels.
             SmallImages(np.repeat(grey[..., None], 3, -1), np.array(labels, np.int64))
         )
     return parts[0], parts[1]

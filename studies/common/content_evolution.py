@@ -18,10 +18,11 @@ SHOWN = {"gate": "gate", "content_information": "content information (nat)"}
 
 @mpl.rc_context(STYLE)
 def draw_content(models: dict[str, xr.Dataset]) -> Figure:
-    """Draw a panel for each layer, a row for each model, and a row above for its gates; a line is a head.
+    """Draw a row of panels for each variable of each model, and in it a panel for each layer; a line is a head.
 
     Args:
-        models: Gates, content information and types of each model, (epoch, layer, head), by its name.
+        models: Datasets by name of the model: gates and content information (epoch, layer, head), and the types of
+            heads (layer, head). A model without gates has no row for them.
     """
     rows = [
         (f"{name}\n{words}", ds, v)
@@ -67,11 +68,11 @@ def draw_content(models: dict[str, xr.Dataset]) -> Figure:
 
 
 def gain(content: xr.Dataset, shuffled: xr.Dataset | None) -> str:
-    """Return content information at the end, beside that of the same heads untrained and trained on shuffled labels.
+    """Return a text that compares content information with that of untrained heads, and of shuffled labels.
 
     Args:
-        content: Datasets as for :func:`draw_content`, with the dimension training.
-        shuffled: The same of trainings on shuffled labels; None without these.
+        content: Dataset as for :func:`draw_content`, with the dimension training.
+        shuffled: Dataset of trainings on shuffled labels; None if there are none.
     """
     information = content.content_information
     end, controls = information.isel(epoch=-1), {"untrained": information.isel(epoch=0)}
@@ -89,16 +90,16 @@ def gain(content: xr.Dataset, shuffled: xr.Dataset | None) -> str:
         lines.append(f"  seed {training}: " + ", ".join(words))
     for name, values in controls.items():
         difference = end - values
-        within = "t interval over trainings [{:+.3f}, {:+.3f}]".format(
+        interval = "t interval over trainings [{:+.3f}, {:+.3f}]".format(
             *_over_trainings(difference)
         )
-        within = (
-            within
+        interval = (
+            interval
             if difference.sizes["training"] > 1
             else "one training gives no t interval"
         )
         lines.append(
-            f"  trained less {name}: {float(difference.mean()):+.3f}, {within}"
+            f"  trained less {name}: {float(difference.mean()):+.3f}, {interval}"
         )
     largest = {
         name: values.max(["layer", "head"]).values for name, values in trainings.items()
@@ -120,12 +121,11 @@ def _interval(values: xr.DataArray) -> str:
 
 
 def _over_trainings(values: xr.DataArray) -> tuple[float, float]:
-    """Return a t interval for the mean over trainings; NaN of one training, which has no spread."""
+    """Return a t interval for the mean over trainings; NaN for one training, which has no spread."""
     means = values.mean(["layer", "head"])
-    # One training has no spread.
     if means.size < 2:
         return np.nan, np.nan
-    # Student's t: two or three trainings are too few to resample.
+    # The interval is Student's t, because two or three trainings are too few to resample.
     half = (
         float(student.ppf(0.975, means.size - 1))
         * float(means.std(ddof=1))

@@ -25,9 +25,9 @@ from tcnn_probe import evaluation
 
 __all__ = ["MARGIN", "check", "draw", "report", "tree_of"]
 
-# Laid down in the protocol before any run was seen.
+# The protocol fixed this margin before any run was seen.
 MARGIN = 0.01
-"""Differences of accuracy that are smaller are of no interest."""
+"""Margin of equivalence: smaller differences in accuracy are of no interest."""
 
 # Grey for the CNN, so that colours are left for arms with attention.
 COLORS = {
@@ -41,11 +41,11 @@ COLORS = {
 GROUPS = sorted({corruption.group for corruption in evaluation.CORRUPTIONS.values()})
 
 Table = tuple[str, str]
-"""Number of converted blocks, and how batch norm ran."""
+"""Number of converted blocks, and mode of batch norm."""
 
 
 def tree_of(folder: Path) -> xr.DataTree:
-    """Return all finished runs: a node for each table (blocks, batch norm), and in it one for each run."""
+    """Return all finished runs as a tree: a node for each table (blocks, batch norm), with a child for each run."""
     nodes: dict[str, xr.Dataset] = {}
     # Names of runs begin with the number of blocks.
     for file in sorted(folder.glob("[0-9]_*.npz")):
@@ -59,7 +59,7 @@ def tree_of(folder: Path) -> xr.DataTree:
             "title": ARMS[arm].title,
         }
         nodes[f"{blocks}_{batch_norm}/{arm}_{start}_{seed}"] = dataset
-    # A tree, as tables have other layers and cannot be one dataset.
+    # The tables differ in their layers, so that one dataset cannot hold them.
     return xr.DataTree.from_dict(nodes)
 
 
@@ -85,16 +85,17 @@ def check(tree: xr.DataTree) -> bool:
         arm = run.attrs["arm"]
         name = f"{arm}, start {run.attrs['start']:+g}, seed {run.attrs['seed']}"
         if arm == "D":
-            # The largest over heads: a single one that looks at the image is too many.
+            # The maximum over heads is checked: no head at all may depend on the image.
             information = float(np.nanmax(run.content_part_information[-1]))
             changed = float((run.clean != run.clean_static).mean())
-            # More than rounding: bfloat16 may change the answer on a few of thousands of images.
+            # The limits allow for rounding: bfloat16 may change the answer on a few images in thousands.
             if information > 1e-3 or changed > 0.002:
                 print(
-                    f"check: {name}: a static map has {information:.1e} nat, and static changes {changed:.4f}: NO"
+                    f"check: {name}: a static map has {information:.1e} nat of content information, and static "
+                    f"attention changes {changed:.4f} of the answers: NO"
                 )
                 passed = False
-        # The sigmoid of their lambda is 1 up to rounding in float32.
+        # Their lambda is 40; its sigmoid is 1 up to rounding in float32.
         if arm == "E" and float(abs(run.gate - 1).max()) > 1e-6:
             print(f"check: {name}: the gate moved: NO")
             passed = False
@@ -108,7 +109,7 @@ def draw(tree: xr.DataTree) -> Figure:
     """Draw content information and gates by step, accuracy by arm, and the endpoints with their intervals."""
     figure = Figure(figsize=(9.5, 6.8), layout="constrained")
     panels = figure.subplots(2, 2).ravel()
-    # The first table: the last block converted, which most runs are for.
+    # Only the first table is drawn, in which the last block is converted: most runs belong to it.
     runs = _runs(next(iter(tree.children.values())))
     for variable, panel, label in (
         ("gate", panels[0], "gate, mean of heads"),
@@ -116,9 +117,9 @@ def draw(tree: xr.DataTree) -> Figure:
     ):
         for run in runs:
             arm = run.attrs["arm"]
-            # A has no gates, and those of E stay at 1.
+            # Arm A has no gates, and those of E stay at 1.
             if arm in "BCDF":
-                # Dashed for the lower start, as triangles below.
+                # Runs from the lower start are dashed here, and triangles in the panel of accuracies.
                 style = "-" if run.attrs["start"] > 0 else "--"
                 panel.plot(
                     run.mark,
@@ -145,7 +146,7 @@ def _runs(table: xr.DataTree) -> list[xr.Dataset]:
 
 
 def _dataset(arrays: Mapping[str, NDArray[Any]]) -> xr.Dataset:
-    """Name the dimensions of a run's arrays."""
+    """Return the arrays of a run as a dataset with named dimensions."""
     dims = dict.fromkeys((*RECORDED, "head_type"), ("mark", "layer", "head"))
     dims |= {
         "clean": ("image",),
@@ -166,7 +167,7 @@ def _dataset(arrays: Mapping[str, NDArray[Any]]) -> xr.Dataset:
         {name: (dims[name], arrays[name]) for name in dims if name in arrays}
     )
     labels = {"mark": arrays["marks"], "group": arrays["rate_groups"].astype(object)}
-    # In the order in which images were corrupted.
+    # Images were corrupted in the order of CORRUPTIONS.
     labels["corruption"] = np.array(list(evaluation.CORRUPTIONS), object)
     if "layer" in arrays:
         labels["layer"] = arrays["layer"].astype(object)
@@ -177,12 +178,12 @@ def _dataset(arrays: Mapping[str, NDArray[Any]]) -> xr.Dataset:
 def _stacked(
     runs: list[xr.Dataset], arm: str, start: float, variable: str
 ) -> dict[int, NDArray[np.floating]]:
-    """Return whether images are right, by seed; of corrupted images by corruption."""
+    """Return whether each image is classified correctly, by seed: (image,), or (corruption, image) if corrupted."""
     by_seed = {}
     for run in runs:
         if (
             run.attrs["arm"] == arm
-            # Arms without a choice of start have 0, and serve both.
+            # Arms without a choice of start have 0, and are compared with both starts.
             and (run.attrs["start"] in (start, 0.0))
             and variable in run
         ):
@@ -193,14 +194,14 @@ def _stacked(
 def _difference(
     first: dict[int, NDArray[np.floating]], second: dict[int, NDArray[np.floating]]
 ) -> NDArray[np.floating] | None:
-    """Return first minus second of the seeds that both have, shape (seeds, ...); None if there are none."""
+    """Return first minus second for the seeds that both have, shape (seeds, ...); None if there are none."""
     seeds = sorted(first.keys() & second.keys())
-    # By seed, since runs of one seed share their images and initial weights.
+    # Runs are paired by seed, since those of one seed share their images and initial weights.
     return np.stack([first[seed] - second[seed] for seed in seeds]) if seeds else None
 
 
 def _accuracies(runs: list[xr.Dataset]) -> list[str]:
-    """Return lines on the accuracy of every arm, mean over its seeds, and the sums of its learning rates."""
+    """Return lines on the mean accuracy of every arm over its seeds, and on the sums of its learning rates."""
     lines = [
         "accuracy (mean over seeds)                 seeds  clean   corrupted  C static  C by position"
     ]
@@ -210,7 +211,7 @@ def _accuracies(runs: list[xr.Dataset]) -> list[str]:
             for run in runs
             if (run.attrs["arm"], run.attrs["start"]) == (arm, start)
         ]
-        # Arms without gates have a start of 0, which is no value of lambda.
+        # A start of 0 marks an arm without a choice of start, and is not a value of lambda.
         words = f"{arm} {ARMS[arm].title}" + (f", lambda = {start:+g}" if start else "")
         means = [
             float(np.mean([run[name].mean() for run in of_arm]))
@@ -255,30 +256,30 @@ def primary_effects(runs: list[xr.Dataset]) -> dict[tuple[str, float, str], Effe
                 "C - A": _stacked(runs, "A", 0.0, kind),
             }
             for name, comparison in comparisons.items():
-                # None while no seed is finished in both arms.
+                # The difference is None while no seed is finished in both arms.
                 difference = _difference(c, comparison)
                 if difference is not None:
-                    # The value of a corrupted image is its mean over corruptions.
+                    # A corrupted image counts with its mean over corruptions.
                     by_image = difference if kind == "clean" else difference.mean(1)
                     effects[name, start, kind] = crossed_effect(by_image)
     return effects
 
 
 def _endpoints(runs: list[xr.Dataset]) -> list[str]:
-    """Return lines on differences with their intervals and verdicts, and the families of corruptions."""
+    """Return lines on differences with their intervals and verdicts, and on the families of corruptions."""
     effects = primary_effects(runs)
     lines = [
         f"endpoints: difference in accuracy [95 % interval over seeds and images]; margin {MARGIN}"
     ]
     for name in ("C - D", "C - C static", "C - A"):
         of_endpoint = {key: effect for key, effect in effects.items() if key[0] == name}
-        # The protocol adjusts within each endpoint: two starts, clean and corrupted.
+        # The protocol adjusts p-values within each endpoint, over its starts and over clean and corrupted images.
         adjusted = holm([effect.p_value for effect in of_endpoint.values()])
         answers = []
         for (key, effect), p_value in zip(of_endpoint.items(), adjusted, strict=True):
             answers.append(verdict(effect, MARGIN, p_value))
             row = f"  {name:13s}lambda = {key[1]:+g}, {key[2]:10s}{effect}  p (Holm) {p_value:.3f}  {answers[-1]}"
-            # Without a variance over seeds there is no saying how many would decide.
+            # One seed gives no variance over seeds, from which to tell how many would decide.
             if effect.seeds == 1:
                 row += "; one seed has no interval"
             elif answers[-1] == "undecided":
@@ -297,8 +298,8 @@ def _endpoints(runs: list[xr.Dataset]) -> list[str]:
 
 
 def _together(answers: list[str]) -> str:
-    """Return the verdict of several: yes if any is, no if all are."""
-    # One effect that is clear answers the question; to say no needs all of them.
+    """Return the verdict on several answers: YES if any is yes, NO if all are no."""
+    # One clear effect answers the question; only all effects together can deny it.
     if "yes" in answers:
         return "YES"
     return "NO" if set(answers) == {"no"} else "UNDECIDED"
@@ -315,7 +316,7 @@ def _families(runs: list[xr.Dataset], start: float) -> list[str]:
         [corruption.group for corruption in evaluation.CORRUPTIONS.values()]
     )
     effects = {
-        # The mean over the corruptions of a family, each of which counts the same.
+        # All corruptions of a family have the same weight.
         group: crossed_effect(difference[:, groups == group].mean(1))
         for group in GROUPS
     }
@@ -328,15 +329,15 @@ def _families(runs: list[xr.Dataset], start: float) -> list[str]:
 
 
 def _heads(runs: list[xr.Dataset]) -> list[str]:
-    """Return lines on the heads of C one by one: the cost of static attention, against what was recorded of them."""
+    """Return lines on single heads of C: the cost of their static attention, compared with recorded variables."""
     of_c = [run for run in runs if run.attrs["arm"] == "C" and "heads_static" in run]
     if not of_c:
         return []
     lines = [
-        "heads of C, one by one static: rank correlation of the cost with what was recorded, by run"
+        "heads of C, one at a time static: rank correlation of the cost with recorded variables, by run"
     ]
     for run in of_c:
-        # Of the same images: single heads are tried on a part of them.
+        # Accuracy is that on the same images: single heads are ablated on a part of the test images.
         accuracy = run.clean.values[run.heads_rows.values].mean()
         cost = accuracy - run.heads_static.mean("head_image").values
         last = run.isel(mark=-1)
@@ -370,7 +371,7 @@ def _draw_accuracies(panel: Any, runs: list[xr.Dataset]) -> None:
         # A triangle points down to the lower start.
         marker = "o" if run.attrs["start"] >= 0 else "v"
         arm = run.attrs["arm"]
-        # Starts of an arm side by side.
+        # The starts of an arm are drawn side by side.
         shift = 0.12 * np.sign(run.attrs["start"])
         panel.plot(
             places[arm] - shift,
@@ -412,6 +413,6 @@ def _draw_effects(panel: Any, runs: list[xr.Dataset]) -> None:
     panel.set(xlabel="difference in accuracy (grey: margin)")
     limits = [abs(effect.mean) for effect in effects.values()]
     if limits:
-        # Around zero, wide enough to show the margin and the largest effect.
+        # The axis is centred on zero, and wide enough to show the margin and the largest effect.
         reach = 3 * max(MARGIN, *limits)
         panel.set_xlim(-reach, reach)

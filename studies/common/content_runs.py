@@ -1,4 +1,4 @@
-"""A training of an arm of the comparison, and what is measured of it: one file each, written whole or not at all."""
+"""Runs of the comparison: training of an arm, its measurements, and the file of its results, written atomically."""
 
 import copy
 from collections.abc import Mapping
@@ -32,7 +32,7 @@ RECORDED = (
     "center_y",
     "center_x",
 )
-"""Variables that are kept of each recording."""
+"""Variables of a recording that are saved."""
 
 
 @dataclass(frozen=True)
@@ -41,9 +41,9 @@ class Run:
 
     Attributes:
         arm: Key of :data:`ARMS`.
-        start: Initial lambda of the gates; 0 where there is none to choose.
+        start: Initial lambda of the gates; 0 for arms without a choice of start.
         seed: Seed of queries, keys and the order of images.
-        blocks: Number of blocks of the last stage that are converted, from its end.
+        blocks: Number of blocks at the end of the last stage that are converted.
         batch_norm: Statistics of batch norm, "frozen" or "free".
     """
 
@@ -54,7 +54,7 @@ class Run:
     batch_norm: str
 
     def file(self, folder: Path) -> Path:
-        """Return the file of its results."""
+        """Return the path of the run's results."""
         return (
             folder
             / f"{self.blocks}_{self.batch_norm}_{self.arm}_{self.start:+g}_{self.seed}.npz"
@@ -70,11 +70,14 @@ def train_and_measure(
 ) -> None:
     """Train the run and write its results.
 
-    The file has, for each test image, whether the model is right: ``clean`` (N,), ``corrupted`` (corruptions, n), and
-    of arms with content the same with static attention, ``clean_static`` and ``corrupted_static``, and by position
-    alone, ``clean_positional``; of arm C in the first table ``heads_static`` (layer, head, n), with one head static.
-    Recorded variables are (mark, layer, head), ``marks`` the steps and ``held_out`` the accuracy there. ``rate_sums``
-    are those of ``rate_groups``, ``rate_stds`` the standard deviations of the weights of these at the start.
+    The file tells whether each test image is classified correctly: ``clean`` (N,) and ``corrupted`` (corruptions, n).
+    Arms with content have the same with static attention, ``clean_static`` and ``corrupted_static``, and with the
+    positional part alone, ``clean_positional``; arm D has ``clean_static`` only. Arm C in the first table also has
+    ``heads_static`` (layer, head, m), with static attention in one head, for the m images ``heads_rows``.
+
+    Recorded variables have shape (mark, layer, head); ``marks`` are the steps, and ``held_out`` is the accuracy on
+    held-out images at these. ``rate_sums`` are the sums of the learning rates of ``rate_groups``, and ``rate_stds`` the
+    initial standard deviations of their weights.
     """
     arm = ARMS[run.arm]
     steps, batch_size = options["steps"], options["batch_size"]
@@ -83,17 +86,17 @@ def train_and_measure(
         if arm.attends
         else copy.deepcopy(tail)
     )
-    # Before training, as the unit in which sums of rates are reported.
+    # Sums of learning rates are reported in units of these, so they are taken before training.
     stds = _initial_stds(model, tail)
     if arm.mixes:
-        # CutMix and mixup mix pixels, of which no features are kept.
+        # CutMix and mixup change the pixels, so that cached features cannot be used.
         images = features.pixel_batches(steps, batch_size, run.seed)
         batches = mixed_batches(
             images, features.trunk, model.linear.out_features, run.seed
         )
     else:
         batches = features.batches(steps, batch_size, run.seed)
-    # Five marks show the course; each costs an evaluation.
+    # Five marks show the course of training; each costs an evaluation.
     marks = {round(share * steps): share for share in (0, 0.25, 0.5, 0.75, 1)}
     results: dict[str, NDArray[Any]] = {}
     held_out: list[float] = []
@@ -112,7 +115,7 @@ def train_and_measure(
                 recorder.mark(epoch=step, held_out=held_out[-1])
 
         training = options | {"frozen_statistics": run.batch_norm == "frozen"}
-        # The recorder sees the evaluations that ``after`` does.
+        # The recorder sees the forward passes of the evaluations in ``after``.
         sums = train_tail(model, batches, arm, training, after)
         dataset = recorder.dataset.load()
     results["marks"], results["held_out"] = np.array(list(marks)), np.array(held_out)
@@ -131,7 +134,7 @@ def train_and_measure(
         features,
         options,
     )
-    # Its content part is static already, which the check at the end of the study confirms.
+    # The content part of arm D is static by construction, which the study checks at its end.
     if arm.static_map:
         with tcnn_probe.ablate(model, mode="static", images=features.reference):
             results["clean_static"] = _right(
@@ -147,7 +150,7 @@ def _measured(
     features: Features,
     options: Mapping[str, Any],
 ) -> dict[str, NDArray[Any]]:
-    """Tell for each test image whether it is classified correctly, with attention as it is and ablated."""
+    """Return whether each test image is classified correctly, with unchanged and with ablated attention."""
     labels = features.images.test.labels
     results = {
         "clean": _right(model, features.test, labels),
@@ -158,10 +161,10 @@ def _measured(
     with tcnn_probe.ablate(model, mode="static", images=features.reference):
         results["clean_static"] = _right(model, features.test, labels)
         results["corrupted_static"] = _right_corrupted(model, features)
-    # Gates of 1 leave the positional part alone.
+    # The mode sets gates to 1, so that only the positional part of attention remains.
     with tcnn_probe.ablate(model, mode="positional"):
         results["clean_positional"] = _right(model, features.test, labels)
-    # Single heads are asked of the first table alone: the 54 of the second take as long as all of its trainings.
+    # Single heads are ablated in the first table only: the 54 of the second would take as long as all its trainings.
     if run.arm == "C" and run.blocks == 1 and run.batch_norm == "frozen":
         rows = np.array(spread(len(labels), options["head_images"]))
         features_of_rows = features.test[rows]
@@ -179,7 +182,7 @@ def _measured(
 
 
 def _initial_stds(model: nn.Module, tail: nn.Module) -> dict[str, float]:
-    """Return the standard deviation of each group's weights before training; 1 of gates, in the unit of lambda."""
+    """Return the standard deviation of each group's weights before training; 1 for gates, in the unit of lambda."""
     # Weight decay is for matrices and filters, not for biases and norms.
     filters = [p.detach().flatten() for p in tail.parameters() if p.ndim > 1]
     vectors = [p.detach().flatten() for p in tail.parameters() if p.ndim == 1]
@@ -212,9 +215,9 @@ def _right(
 
 
 def _right_corrupted(model: nn.Module, features: Features) -> NDArray[np.bool_]:
-    """Tell which images are classified correctly under each corruption, shape (corruptions, n)."""
+    """Return whether images are classified correctly under each corruption, shape (corruptions, n)."""
     parts = features.corrupted
     labels = features.images.test.labels[features.images.corrupted_rows]
-    # All corruptions in one list: batches are full, however few images there are.
+    # All corruptions are evaluated in one list, so that batches are full even with few images.
     images = parts.reshape(-1, *parts.shape[2:])
     return _right(model, images, np.tile(labels, len(parts))).reshape(parts.shape[:2])

@@ -1,4 +1,4 @@
-"""Controls of a T-CNN: models without its attention, or from its start, that are fine-tuned for as long."""
+"""Controls for a T-CNN: CNNs without its attention, and a T-CNN with another start, fine-tuned for as long."""
 
 import argparse
 import copy
@@ -21,17 +21,17 @@ CONTROLS = {
     "unstrided": "CNN at stride 1, fine-tuned",
     "matched": "T-CNN from the CNN at stride 1, fine-tuned",
 }
-"""Names of :func:`control_models` in figures and tables."""
+"""Names of the models of :func:`control_models` in figures and tables."""
 
 TRAINING_TITLES = {
-    "control": "the CNN goes on (control)",
-    "unstrided": "the CNN goes on at stride 1 (control)",
+    "control": "the CNN, trained further (control)",
+    "unstrided": "the CNN at stride 1, trained further (control)",
     "matched": "the T-CNN from the CNN at stride 1 (control)",
 }
-"""Titles of their progress bars."""
+"""Titles of the controls' progress bars."""
 
 STRICT_START = {"locality_strength": 20.0, "gating": 20.0}
-"""Start at which a head attends to its kernel tap alone, up to rounding: the T-CNN then is the CNN at stride 1."""
+"""Initial values with which a head attends to its kernel tap alone, up to rounding, as in the CNN at stride 1."""
 
 
 def add_controls(parser: argparse.ArgumentParser) -> None:
@@ -49,17 +49,17 @@ def count_controls(args: argparse.Namespace) -> int:
 
 
 def control_models(cnn: nn.Module, args: argparse.Namespace) -> dict[str, nn.Module]:
-    """Return the CNN as it is, "control", and the models that ``--unstrided`` and ``--matched-start`` ask for.
+    """Return a copy of the CNN, "control", and the models that ``--unstrided`` and ``--matched-start`` ask for.
 
-    The CNN tells what longer training brings, "unstrided" what the T-CNN's finer grid brings, and "matched" what its
-    attention brings where start and grid are the same.
+    The CNN shows the effect of longer training, "unstrided" that of the T-CNN's finer grid, and "matched" that of its
+    attention where start and grid are the same.
     """
-    # A copy, since models are trained in place.
+    # The CNN is copied, since models are trained in place.
     models = {"control": copy.deepcopy(cnn)}
     if args.unstrided:
         models["unstrided"] = unstride(cnn)
     if args.matched_start:
-        # The same queries and keys as the T-CNN beside it.
+        # The same seed gives the same initial queries and keys as in the T-CNN of the study.
         torch.manual_seed(args.seed)
         models["matched"] = reparameterize(cnn, **STRICT_START)
     return models

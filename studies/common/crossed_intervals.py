@@ -18,7 +18,7 @@ class Effect:
         mean: Mean over all seeds and images.
         low, high: Bounds of the interval.
         p_value: P-value of a mean of zero, two-sided.
-        seed_variance: Sample variance of the means by seed; NaN of one seed.
+        seed_variance: Sample variance of the means by seed; NaN for one seed.
         image_variance: Sample variance of the means by image.
         seeds, images: Numbers of seeds and images.
     """
@@ -45,7 +45,7 @@ def crossed_effect(values: NDArray[np.floating], level: float = 0.95) -> Effect:
     average (Owen 2007, The pigeonhole bootstrap, Sec. 3). Degrees of freedom are Satterthwaite's (1946).
 
     Args:
-        values: Values of shape (seeds, images), such as differences between two models' being right.
+        values: Values of shape (seeds, images), such as the difference between two models in being right.
         level: Level of the interval.
 
     Returns:
@@ -89,7 +89,7 @@ def holm(p_values: Sequence[float]) -> NDArray[np.floating]:
 
 
 def verdict(effect: Effect, margin: float, p_value: float | None = None) -> str:
-    """Return "yes", "no" or "undecided" on whether an effect is positive and larger than nothing of interest.
+    """Return "yes", "no" or "undecided" on whether there is a positive effect that may be of interest.
 
     Args:
         effect: Effect with a 95 % interval.
@@ -113,9 +113,9 @@ def seeds_to_decide(effect: Effect, margin: float, max_seeds: int = 1000) -> int
     """Return the number of seeds with which this mean and these variances would be decided.
 
     Returns:
-        Number of seeds; None if not even ``max_seeds`` of them decide, on so many images.
+        Number of seeds; None for an effect of one seed, or if ``max_seeds`` would not decide on the same images.
     """
-    # The variance over seeds is not known.
+    # One seed gives no variance over seeds.
     if effect.seeds < 2:
         return None
     for seeds in range(effect.seeds, max_seeds + 1):
@@ -136,7 +136,7 @@ def _error(
     parts = np.array([seed_variance / seeds, image_variance / images])
     freedoms = np.array([seeds - 1, images - 1])
     total = parts.sum()
-    # Values that are all alike have no error, and no degrees of freedom either.
+    # The formula for the degrees of freedom divides by zero if all values are equal.
     if total == 0:
         return 0.0, float(seeds - 1)
     return float(np.sqrt(total)), float(total**2 / (parts**2 / freedoms).sum())

@@ -38,10 +38,10 @@ __all__ = [
 ]
 
 RAND_AUGMENT = "rand-m9-mstd0.5-mmax9-inc1"
-"""DeiT's, but for magnitudes above 9: at 10, images would be posterized to no bits, which Pillow refuses since 13."""
+"""DeiT's, without magnitudes above 9: at 10, images would be posterized to zero bits, which Pillow refuses since 13."""
 
 VIEWS = 3
-"""Views of an image in an epoch, DeiT's."""
+"""Number of views of an image in an epoch, as in DeiT."""
 
 Loaders = tuple[DataLoader[Any], DataLoader[Any]]
 
@@ -53,7 +53,7 @@ def digits_loaders(
     train, validation = cluttered_digits(
         size=size, limit=limit, seed=seed, fragments=clutter
     )
-    # drop_last would else leave no batch at all.
+    # Otherwise drop_last would leave no batch of a small training set.
     batch_size = min(batch_size, len(train))
     return DataLoader(train, batch_size, shuffle=True, drop_last=True), DataLoader(
         validation, 2 * batch_size
@@ -61,7 +61,7 @@ def digits_loaders(
 
 
 def with_shuffled_labels(loader: DataLoader[Any], seed: int) -> DataLoader[Any]:
-    """Return a loader of digits whose labels are dealt out anew, so that nothing in an image tells its label."""
+    """Return a loader of digits with permuted labels, so that nothing in an image tells its label."""
     dataset = copy.copy(loader.dataset)
     generator = torch.Generator().manual_seed(seed)
     dataset.labels = dataset.labels[torch.randperm(len(dataset), generator=generator)]
@@ -79,10 +79,10 @@ def image_loaders(
 ) -> Loaders:
     """Return training and validation batches of the user's images, as timm prepares them.
 
-    Training images are augmented as DeiT's are, whose recipe the T-CNN paper follows: random resized crop, flip,
-    RandAugment, random erasing; and, if ``augment`` is "papers", repeated augmentation, mixup and CutMix. Batches then
-    have shares of classes (B, K) for labels, smoothed by 0.1. Mixed images take longer to learn from, so that they are
-    for trainings of the papers' length.
+    Training images are augmented as in DeiT, whose recipe the T-CNN paper follows: random resized crop, flip,
+    RandAugment and random erasing; if ``augment`` is "papers", also repeated augmentation, mixup and CutMix. The labels
+    of a batch are then class probabilities (B, K), smoothed by 0.1. Mixed images take longer to learn from, so that
+    they suit trainings as long as the papers'.
 
     Args:
         model: Model whose normalisation and interpolation are used.
@@ -128,12 +128,12 @@ def image_loaders(
 
 
 class RepeatedViews(Sampler[int]):
-    """Numbers of the images of an epoch: a third of them, three times each and one after the other, in random order.
+    """Indices of the images of an epoch: a random third of them in random order, each three times in a row.
 
-    timm's ``RepeatAugSampler`` has the same order in each epoch, unless the loop tells it the epoch.
+    timm's ``RepeatAugSampler`` draws the same order in each epoch unless the training loop sets its epoch.
 
     Args:
-        count: Number of training images, and of numbers in an epoch.
+        count: Number of training images, and of indices in an epoch.
     """
 
     def __init__(self, count: int) -> None:
@@ -143,23 +143,23 @@ class RepeatedViews(Sampler[int]):
         return self._count
 
     def __iter__(self) -> Iterator[int]:
-        # From torch's global generator, which finetune seeds for each epoch.
+        # The order is drawn from torch's global generator, which finetune seeds for each epoch.
         order = torch.randperm(self._count).repeat_interleave(VIEWS)
         return iter(order[: self._count].tolist())
 
 
 class Mixing:
-    """Function that makes a batch of samples, and mixes it by timm's mixup or CutMix with DeiT's strengths.
+    """Collate function that mixes the images of a batch by timm's mixup or CutMix, with DeiT's strengths.
 
     Args:
-        model: Model whose classes are those of the targets.
+        model: Model, with the number of classes of the targets.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self._mix = Mixup(0.8, 1.0, label_smoothing=0.1, num_classes=model.num_classes)
 
     def __call__(self, samples: list[Any]) -> tuple[Tensor, Tensor]:
-        """Return images (B, C, H, W) and shares of classes (B, K)."""
+        """Return images (B, C, H, W) and class probabilities (B, K)."""
         images, labels = default_collate(samples)
         return self._mix(images, labels)
 
@@ -172,7 +172,7 @@ def at_resolution(
     Photographs are read again, and cropped and resized as timm does for this size.
     """
     if isinstance(loader.dataset, ClutteredDigits):
-        # Scenes are drawn at one size only.
+        # Scenes are drawn at one size only, so they are resized.
         shape = (size, size)
         for images, labels in loader:
             yield (
@@ -188,15 +188,15 @@ def at_resolution(
 
 
 def own_model_and_data(args: Namespace, size: int | None) -> tuple[nn.Module, Loaders]:
-    """Return the user's model and images; of the model's own size if ``size`` is None.
+    """Return the user's model and images; images have the model's own size if ``size`` is None.
 
     Raises:
-        InputError, RuntimeError, OSError: One of them cannot be used, or not with the other.
+        InputError, RuntimeError, OSError: The model or the images cannot be used, or not together.
     """
     folders = open_folder(args.data, args.limit)
     classes = folders[0].classes
     model = own_model(args, classes)
-    # A transformer takes no other size than its own.
+    # A transformer takes images of its own size only.
     size = size or timm.data.resolve_model_data_config(model)["input_size"][-1]
     loaders = image_loaders(
         model,
@@ -204,10 +204,10 @@ def own_model_and_data(args: Namespace, size: int | None) -> tuple[nn.Module, Lo
         size=size,
         batch_size=args.batch_size,
         workers=args.workers,
-        # Studies that train little, or nothing, do not ask.
+        # Studies that train little or nothing do not have --augment.
         augment=getattr(args, "augment", "light"),
     )
-    # Refused now, and not after the first epoch.
+    # A model that does not take the images is refused now, and not after the first epoch.
     check_input(model, folders[1][0][0], args.num_classes or len(classes))
     return model, loaders
 
@@ -232,9 +232,9 @@ class Probed:
     Args:
         images: Images of shape (B, C, H, W), as the model takes them.
         labels: Classes, shape (B,).
-        numbers: Indices in the validation set; empty if the images are others.
-        classes: Names by label.
-        masks: Places of the objects, shape (B, H, W), bool, if they are known.
+        numbers: Indices in the validation set; empty if the images are not from it.
+        classes: Names of the classes by label.
+        masks: Masks of the objects, shape (B, H, W), bool, if they are known.
     """
 
     images: Tensor
@@ -245,7 +245,7 @@ class Probed:
 
 
 def probed_images(dataset: Any, count: int) -> Probed:
-    """Return so many images of a validation set, spread evenly over it, since folders are sorted by class."""
+    """Return ``count`` images of a validation set, spread evenly over it, since folders are sorted by class."""
     numbers = spread(len(dataset), count)
     masks = None
     if isinstance(dataset, ClutteredDigits):
@@ -271,23 +271,23 @@ def probed_images(dataset: Any, count: int) -> Probed:
 
 @torch.no_grad()
 def boxed_images(file: str, validation: ClassFolders, model: nn.Module) -> Probed:
-    """Return photographs with a box around the object in each; their labels are what the model says.
+    """Return photographs with a box around the object in each; their labels are the predictions of the model.
 
     Args:
-        file: Table without a header, of comma-separated file name, left, top, right and bottom, in pixels. Names are
-            relative to the table's folder.
+        file: Comma-separated table without a header: file name, and left, top, right and bottom of the box in pixels.
+            Names are relative to the table's folder.
         validation: Images whose transform and classes are used.
-        model: Model that labels them.
+        model: Model that predicts the labels.
 
     Raises:
-        InputError: There is no such table, or no such image.
+        InputError: The table or an image does not exist or cannot be read.
     """
     images, masks = [], []
     try:
         for name, *box in csv.reader(Path(file).read_text().splitlines()):
             left, top, right, bottom = map(float, box)
             photograph = validation.loader(str(Path(file).parent / name))
-            # A box becomes a picture of itself, so that it is resized and cropped exactly as the photograph is.
+            # The box is drawn as an image, so that it is resized and cropped exactly as the photograph is.
             mask = Image.new("RGB", photograph.size)
             mask.paste("white", (round(left), round(top), round(right), round(bottom)))
             images.append(validation.transform(photograph))
@@ -298,14 +298,14 @@ def boxed_images(file: str, validation: ClassFolders, model: nn.Module) -> Probe
         raise InputError(
             f"--boxes: expected lines of file,left,top,right,bottom in {file!r}: {error}"
         ) from None
-    # Normalised, as masks are: half way between is the edge of the box.
+    # Masks are normalised by the transform; the edge of a box is halfway between normalised black and white.
     black, white = (
         validation.transform(Image.new("RGB", photograph.size, color))[0]
         for color in ("black", "white")
     )
     inside = torch.stack(masks) > (black + white) / 2
     batch = torch.stack(images)
-    # A copy: the model of the study stays in its mode.
+    # The model is copied, so that eval() does not change the mode of the study's model.
     labels = copy.deepcopy(model).eval()(batch).argmax(1)
     return replace(
         probed_images(validation, 1),
@@ -317,7 +317,7 @@ def boxed_images(file: str, validation: ClassFolders, model: nn.Module) -> Probe
 
 
 class PixelBatches:
-    """Batches of images in [0, 1], as they were before normalisation, and labels; each pass gives the same.
+    """Batches of images in [0, 1], before normalisation, with their labels; every pass yields the same batches.
 
     Args:
         model: Model whose normalisation the images have, unless they are digits.
@@ -355,5 +355,5 @@ class PixelBatches:
             for of_channels in self.normalization
         )
         for images, labels in self._loader:
-            # Rounding may leave [0, 1] by a little, which corruptions do not take.
+            # Rounding may take pixels slightly out of [0, 1], which the corruptions do not accept.
             yield (images * std + mean).clamp_(0, 1), labels

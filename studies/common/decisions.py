@@ -1,4 +1,4 @@
-"""Disagreement of models, clean and corrupted; and the user's own models, compared as they are."""
+"""Disagreement of models on clean and corrupted images, and the comparison of the user's own models."""
 
 import argparse
 from itertools import combinations
@@ -19,10 +19,10 @@ __all__ = ["agree_on_errors", "by_condition", "compare_given"]
 
 
 def compare_given(args: argparse.Namespace, later: tuple[str, ...]) -> bool:
-    """Compare the models of ``--model`` as they come; return whether the two models of every pair share errors.
+    """Compare the models of ``--model`` without training; return whether the models of every pair share errors.
 
     Args:
-        args: Command line of the study; ``model`` is a list, and ``pretrained`` one of files, or of True.
+        args: Command line of the study; ``model`` is a list of names, and ``pretrained`` a list of files, or of True.
         later: Options that may change with ``--resume``.
     """
     results, output = decide(args, later)
@@ -46,17 +46,17 @@ def decide(
 ) -> tuple[xr.Dataset, RunOutput]:
     """Return the decisions of the models on the same validation images, and the output folder.
 
-    Images are resized and cropped as the first model wants it, and normalised for each.
+    Images are resized and cropped as the first model expects them, and normalised for each model.
     """
     models: dict[str, nn.Module] = {}
     loaders = []
     with refused(ValueError, RuntimeError, OSError):
-        # Each model with the command line that a single one would have.
+        # Each model is loaded by the command line that it would have alone.
         for name, weights in zip(args.model, args.pretrained, strict=True):
             model_args = argparse.Namespace(
                 **{**vars(args), "model": name, "pretrained": weights}
             )
-            # Weights tell apart two models of one name.
+            # Models of the same name are told apart by their weights.
             label = name if args.model.count(name) == 1 else f"{name}, {weights}"
             # New classifiers are drawn at random.
             torch.manual_seed(args.seed)
@@ -65,7 +65,7 @@ def decide(
             )
             loaders.append(validation)
         output = RunOutput.from_args(args, "disagreement", later=later)
-    # All see the same pixels, and normalise them each in its own way.
+    # All models see the same pixels, which each normalises in its own way.
     images = PixelBatches(next(iter(models.values())), loaders[0], args.images)
     conditions = {"corruptions": args.corruptions, "severities": args.severities}
     models = {name: model.to(args.device) for name, model in models.items()}
@@ -90,8 +90,8 @@ def by_condition(results: xr.Dataset, by: str) -> xr.DataArray:
 def agree_on_errors(
     differ: float, first: xr.DataArray, second: xr.DataArray, names: str
 ) -> bool:
-    """Print and return whether two models differ less than independent errors of their accuracies would make them."""
-    # Exactly one of the two is right, if no image is harder than another.
+    """Print and return whether two models differ less than models of their accuracies with independent errors."""
+    # The probability that exactly one model is right, if no image is harder than another.
     independent = float((first * (1 - second) + second * (1 - first)).mean())
     verdict = "less" if differ < independent else "NOT less"
     print(
@@ -102,7 +102,7 @@ def agree_on_errors(
 
 @mpl.rc_context({"font.size": 9})
 def draw_pairs(disagreement: xr.DataArray) -> Figure:
-    """Draw how often each two models disagree, on clean and on corrupted images; the ground truth is one of them."""
+    """Draw how often the models of each pair disagree, on clean and on corrupted images; the truth counts as one."""
     names = disagreement.model.values.tolist()
     figure = Figure(
         figsize=(4 + 1.6 * len(names), 2 + 0.6 * len(names)), layout="constrained"
@@ -131,10 +131,10 @@ def draw_pairs(disagreement: xr.DataArray) -> Figure:
 
 
 def pair_table(disagreement: xr.DataArray) -> str:
-    """Return the disagreement of each pair by condition, with 95 % intervals over images; error rates for the truth."""
+    """Return the disagreement of each pair by condition, with 95 % intervals; with the truth it is the error rate."""
     rates, intervals = (
         disagreement.mean("image"),
-        # No share is below 0.
+        # A share is never below 0.
         evaluation.mean_interval(disagreement).clip(0),
     )
     pairs = list(combinations(disagreement.model.values.tolist(), 2))

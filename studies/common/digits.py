@@ -24,7 +24,7 @@ __all__ = [
 ]
 
 MEAN, STD = 0.2, 0.3
-"""Subtracted from pixels in [0, 1], and divided by."""
+"""Mean that is subtracted from pixels in [0, 1], and standard deviation that they are divided by."""
 
 
 class Scene(NamedTuple):
@@ -93,7 +93,7 @@ class ClutteredDigits(Dataset[tuple[Tensor, int]]):
             ).tolist()
             return drawn
 
-        # Noise of a tenth of the digit's contrast, so that the background is not one value.
+        # Noise of a tenth of the digit's contrast keeps the background from being constant.
         canvas = 0.1 * torch.rand(self.size, self.size, generator=generator)
         piece = self.digit_size // 2
         sources = draw(len(self), self.fragments)
@@ -113,7 +113,7 @@ class ClutteredDigits(Dataset[tuple[Tensor, int]]):
             self.digits[index], canvas[box[0] : box[2], box[1] : box[3]] * 0.2
         )
         mask = torch.zeros(self.size, self.size, dtype=torch.bool)
-        # Half of full ink: enlarged digits have soft edges.
+        # The mask is cut at half of full ink, because enlarged digits have soft edges.
         mask[box[0] : box[2], box[1] : box[3]] = self.digits[index] > 0.5
         return Scene((canvas[None] - MEAN) / STD, box, mask)
 
@@ -121,12 +121,12 @@ class ClutteredDigits(Dataset[tuple[Tensor, int]]):
 def cluttered_digits(
     *, size: int = 64, limit: int | None = None, seed: int = 0, fragments: int = 6
 ) -> tuple[ClutteredDigits, ClutteredDigits]:
-    """Return training and validation scenes, three quarters and one quarter of the digits, classes in equal shares.
+    """Return training and validation scenes: three quarters and one quarter of the digits, stratified by class.
 
     Args:
         size: Height and width of the scenes, in pixels.
         limit: Number of the 1,797 digits to use; None for all.
-        seed: Seed of the split. The validation scene of a digit is drawn by the digit's place in its split alone.
+        seed: Seed of the split. The validation scene of a digit depends only on the digit's index in the split.
         fragments: Number of pieces of other digits in each scene.
     """
     # The digit itself is enlarged to 28 pixels.
@@ -161,7 +161,7 @@ def cluttered_digits(
 
 
 def plain_digits(*, training: bool) -> tuple[Tensor, Tensor]:
-    """Return four fifths of the digits as they are, or the others: images (N, 1, 8, 8) in [-1, 1], and labels."""
+    """Return four fifths of the digits, without clutter, or the others: images (N, 1, 8, 8) in [-1, 1], and labels."""
     data = load_digits()
     images = torch.tensor(data.images, dtype=torch.float32)[:, None] / 8 - 1
     labels = torch.tensor(data.target)

@@ -19,7 +19,7 @@ class InputError(Exception):
 
 @contextmanager
 def refused(*kinds: type[Exception]) -> Iterator[None]:
-    """Turn errors of these kinds, which the user's input brought, into refusals."""
+    """Turn exceptions of these types, which the user's input caused, into refusals."""
     try:
         yield
     except kinds as error:
@@ -27,17 +27,19 @@ def refused(*kinds: type[Exception]) -> Iterator[None]:
 
 
 def ended(main: Any, arguments: list[str] | None = None) -> int:
-    """Run a study and return its exit code: that of ``main``; 2 with a sentence, and no traceback, for a refusal."""
+    """Run a study and return the exit code of ``main``, or 2 for a refusal, with a message but no traceback."""
     try:
         return main(arguments)
     except InputError as error:
-        # From a loading process it comes with a traceback.
+        # The message of an error in a loading process begins with its traceback.
         reason = str(error).rpartition("InputError: ")[2].strip()
         print(f"{Path(main.__code__.co_filename).name}: {reason}", file=sys.stderr)
-        # argparse's own code for wrong options.
+        # argparse exits with the same code for wrong options.
         return REFUSED
     except KeyboardInterrupt:
-        print("\ninterrupted; the same command with --resume goes on", file=sys.stderr)
+        print(
+            "\ninterrupted; the same command with --resume continues", file=sys.stderr
+        )
         return INTERRUPTED
 
 
@@ -57,7 +59,7 @@ def finish(passed: bool, data: str) -> int:
 def side_of_zero(
     interval: Iterable[float], above: str, below: str, neither: str = "undecided"
 ) -> str:
-    """Return the word for an interval that lies above zero, below it, or holds it."""
+    """Return the word for an interval that lies above zero, lies below it, or contains it."""
     low, high = interval
     if low > 0:
         return above
@@ -65,11 +67,11 @@ def side_of_zero(
 
 
 def learned(model: str, accuracy: float, images: int, chance: float) -> bool:
-    """Return whether more answers are right than chance gives (one-sided binomial test, 1 %); say so if not.
+    """Return whether accuracy is above chance (one-sided binomial test, 1 %); print a line if it is not.
 
     Args:
         model: Name of the model.
-        accuracy: Accuracy on so many images.
+        accuracy: Accuracy on the images.
         images: Number of images.
         chance: Accuracy of always naming the most frequent class.
     """
@@ -81,7 +83,7 @@ def learned(model: str, accuracy: float, images: int, chance: float) -> bool:
     ):
         return True
     print(
-        f"check: {model} did NOT learn: accuracy {accuracy:.3f} on {images} images; always the same class gives "
-        f"{chance:.3f}, and by chance some more"
+        f"check: {model} did NOT learn: accuracy {accuracy:.3f} on {images} images is not significantly above the "
+        f"{chance:.3f} of always naming the most frequent class"
     )
     return False

@@ -14,7 +14,7 @@ RGBA = tuple[float, float, float, float]
 
 
 def add_letters(panels: Iterable[Axes], first: str = "A") -> None:
-    """Letter the panels, by which a study's docstring names them."""
+    """Letter the panels, so that a study's docstring can refer to them."""
     for number, panel in enumerate(panels):
         letter = chr(ord(first) + number)
         panel.set_title(letter, loc="left", fontweight="bold")
@@ -28,5 +28,5 @@ def ordered_colors(count: int) -> list[RGBA]:
 
 
 def whole_ticks(panel: Axes) -> None:
-    """Put the ticks of the x axis at whole numbers: there is no half an epoch or block."""
+    """Put the ticks of the x axis at whole numbers, because it counts epochs or blocks."""
     panel.xaxis.get_major_locator().set_params(integer=True)

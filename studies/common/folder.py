@@ -1,4 +1,4 @@
-"""Folder of the user's own images: ``train/`` and ``val/``, in each a folder for every class."""
+"""Folder of the user's own images: ``train/`` and ``val/``, with a folder for every class in each."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,15 +15,16 @@ SPLITS = ("train", "training"), ("val", "validation", "valid")
 
 
 class ClassFolders(ImageFolder):
-    """Images in a folder for each class; hidden folders are no classes.
+    """Images in a folder for each class; hidden folders are ignored.
 
     Args:
         folder: Folder of the split.
         data: Folder that the user named, for messages.
-        classes: Classes of the training images; None if these are they.
+        classes: Classes of the training images; None for the training images themselves.
 
     Raises:
-        InputError: There are no folders of classes, one alone, an empty one, or others than those for training.
+        InputError: There are no images or, for training, fewer than two folders of classes or an empty one; or, for
+            validation, a class that the training images do not have.
     """
 
     def __init__(
@@ -32,7 +33,7 @@ class ClassFolders(ImageFolder):
         self._data = data
         self._known = classes
         try:
-            # A validation folder may lack images of some classes; classes keep the numbers of training.
+            # A validation folder may lack images of some classes; classes keep their numbers from training.
             super().__init__(str(folder), loader=_read, allow_empty=classes is not None)
         except FileNotFoundError as error:
             raise InputError(f"--data: {error}") from None
@@ -47,7 +48,7 @@ class ClassFolders(ImageFolder):
             for path in Path(directory).iterdir()
             if path.is_dir() and path.name[0] != "."
         )
-        # One class leaves nothing to tell apart; of validation images it is allowed.
+        # With one class there is nothing to learn; validation images may all be of one class.
         if len(names) < 2 and self._known is None:
             raise _layout(
                 self._data,
@@ -56,7 +57,7 @@ class ClassFolders(ImageFolder):
             )
         # Validation images have the numbers of the training classes.
         known = names if self._known is None else self._known
-        # Labels of classes that no one trained would be wrong throughout.
+        # Images of a class that was not trained would always be classified wrongly.
         if unknown := [name for name in names if name not in known]:
             raise InputError(
                 f"--data: {directory} has classes that the training images do not have: {_some(unknown)}"
@@ -64,11 +65,11 @@ class ClassFolders(ImageFolder):
         return names, {name: number for number, name in enumerate(known)}
 
     def keep(self, count: int) -> None:
-        """Leave so many images, spread evenly over the classes."""
+        """Keep ``count`` of the images, spread evenly over the classes."""
         self.samples = [
             self.samples[number] for number in spread(len(self.samples), count)
         ]
-        # torchvision keeps labels twice.
+        # torchvision also stores the labels in a list of their own.
         self.targets = [label for _, label in self.samples]
 
 
@@ -76,11 +77,11 @@ def open_folder(data: str, limit: int | None) -> tuple[ClassFolders, ClassFolder
     """Return training and validation images.
 
     Args:
-        data: Folder of the layout above.
+        data: Folder with ``train/`` and ``val/``, and a folder for every class in each.
         limit: Number of images to use, a quarter of them for validation; None for all.
 
     Raises:
-        InputError: It is no folder of this layout.
+        InputError: There is no such folder, or it has another layout.
     """
     root = Path(data)
     if not root.is_dir():
@@ -105,20 +106,20 @@ def open_folder(data: str, limit: int | None) -> tuple[ClassFolders, ClassFolder
 def imagenet_rows(
     classes: Sequence[str], subset: str | None = "imagenet-1k"
 ) -> list[int] | None:
-    """Return the classes' rows in a classifier of ImageNet, if all are WordNet ids of it; else None."""
+    """Return the rows of the classes in an ImageNet classifier if all are WordNet ids of its classes, else None."""
     names = timm.data.ImageNetInfo(subset).label_names() if subset else []
     rows = {name: row for row, name in enumerate(names)}
     return [rows[name] for name in classes] if rows.keys() >= set(classes) else None
 
 
 def spread(length: int, count: int) -> list[int]:
-    """Return so many numbers below ``length``, spread evenly, since folders are sorted by class."""
+    """Return ``count`` indices below ``length``, spread evenly, since folders are sorted by class."""
     count = min(count, length)
     return [round((i + 0.5) * length / count - 0.5) for i in range(count)]
 
 
 def _read(path: str) -> Image.Image:
-    """Open an image, or refuse it by its name: timm's loader would fail without it."""
+    """Open an image as RGB, or refuse it with a message that names the file."""
     try:
         with Image.open(path) as image:
             return image.convert("RGB")
@@ -129,7 +130,7 @@ def _read(path: str) -> Image.Image:
 
 
 def _layout(data: str, content: str, folder: str | Path) -> InputError:
-    """Return the refusal of a folder, with the layout that is expected and its content."""
+    """Return the refusal of a folder, which states the expected layout and what the folder contains."""
     lines = "".join(
         f"    {data}/{split}/cat/*.jpg, {data}/{split}/dog/*.jpg, ...\n"
         for split in ("train", "val")

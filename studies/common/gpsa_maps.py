@@ -1,4 +1,4 @@
-"""Attention of every head of a Transformed CNN from one pixel of the input, and images of the user's to look at."""
+"""Attention of every head of a Transformed CNN for the query at one pixel, and loading of the user's images."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,20 +17,21 @@ __all__ = ["maps_of", "open_images"]
 
 
 def maps_of(model: nn.Module, images: Tensor, query: tuple[int, int]) -> xr.Dataset:
-    """Return the attention of every head of every GPSA layer, from the query of its grid that has the input pixel.
+    """Return the attention of every head of every GPSA layer for the query at a pixel of the input.
 
-    Pixel y of H lies in row ``y * rows // H`` of a layer's queries. Keys on zero padding are cut off from the maps;
-    where layers differ in heads or in size, NaN fills up.
+    Pixel y of H lies in row ``y * rows // H`` of a layer's queries. Keys on zero padding are cut off the maps. Where
+    layers differ in heads or in size, missing entries are NaN.
 
     Args:
-        model: Model, in eval mode afterwards as before.
+        model: Model, which is evaluated in eval mode; its modules keep their modes.
         images: Images of shape (B, C, H, W), as the model takes them.
         query: Pixel (y, x) of the images.
 
     Returns:
-        ``attention`` (image, layer, head, y, x); ``outside`` (image, layer, head), what falls on padding; ``peak_y``
-        and ``peak_x``, the key, padding included, that is looked at most, relative to the query; of the layers
-        ``gate``, ``center_y``, ``center_x`` (layer, head) and ``query_y``, ``query_x`` (layer), a pixel of the map.
+        ``attention`` (image, layer, head, y, x); ``outside`` (image, layer, head), the attention on padding; ``peak_y``
+        and ``peak_x`` (image, layer, head), the position relative to the query of the key, padding included, with the
+        most attention; ``gate``, ``center_y`` and ``center_x`` (layer, head); ``query_y`` and ``query_x`` (layer), the
+        position of the query in the map.
     """
     layers = gpsa_layers(model)
     inputs = _inputs_of(model, layers, images)
@@ -50,7 +51,7 @@ def maps_of(model: nn.Module, images: Tensor, query: tuple[int, int]) -> xr.Data
 def _inputs_of(
     model: nn.Module, layers: dict[str, GPSA], images: Tensor
 ) -> dict[str, Tensor]:
-    """Return the input of each layer in a forward in eval mode."""
+    """Return the input of each layer in a forward pass in eval mode."""
     layer_inputs: dict[str, Tensor] = {}
     modes = {module: module.training for module in model.modules()}
 
@@ -68,7 +69,7 @@ def _inputs_of(
     finally:
         for handle in handles:
             handle.remove()
-        # Module by module: frozen parts may be in eval mode in a model that trains.
+        # Modes are restored module by module, because frozen parts of a model in training may be in eval mode.
         for module, training in modes.items():
             module.training = training
     return layer_inputs
@@ -78,23 +79,23 @@ def _inputs_of(
 def _of_layer(
     layer: GPSA, x: Tensor, query: tuple[int, int], size: Sequence[int]
 ) -> xr.Dataset:
-    """Return what :func:`maps_of` does, for one layer and its input (B, C, H, W)."""
+    """Return the dataset of :func:`maps_of` for one layer and its input (B, C, H, W)."""
     rows, columns = layer.axes(x.shape[2], x.shape[3])
-    # The query whose cell of the image has the pixel.
+    # Row and column of the query whose cell of the image contains the pixel.
     row = query[0] * rows.queries // size[0]
     column = query[1] * columns.queries // size[1]
-    # Where it lies among the keys.
+    # Position of the query among the keys without padding.
     query_y = rows.first_query + row * rows.stride
     query_x = columns.first_query + column * columns.stride
-    # (B, heads, keys).
+    # Attention of this query has shape (B, heads, keys).
     attention = layer.attention(x)[:, :, row * columns.queries + column]
     padded_maps = attention.cpu().double()
     peak = padded_maps.argmax(-1)
-    # Counted from the query, as the centres of the heads are.
+    # Peaks are relative to the query, as the centres of the heads are.
     peak_y = peak // columns.keys - rows.before - query_y
     peak_x = peak % columns.keys - columns.before - query_x
     maps = padded_maps.unflatten(-1, (rows.keys, columns.keys))
-    # Padding is dropped from the maps; what falls on it is their distance from 1.
+    # Padding is dropped from the maps; the attention on it is what they lack to a sum of 1.
     maps = maps.narrow(2, rows.before, rows.length).narrow(
         3, columns.before, columns.length
     )
@@ -122,10 +123,10 @@ def _of_layer(
 
 
 def open_images(files: Sequence[str], dataset: Any, size: int) -> Tensor:
-    """Return files as images of the validation set, (B, C, H, W), prepared as that prepares its own.
+    """Return the images of files, (B, C, H, W), prepared in the same way as those of the validation set.
 
     Raises:
-        OSError: A file is missing, or no image.
+        OSError: A file is missing, or is not an image.
     """
     opened = []
     for file in files:

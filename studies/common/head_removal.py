@@ -19,7 +19,7 @@ __all__ = [
 ]
 
 HeadSets = Mapping[str, xr.DataArray | None]
-"""Boolean arrays (layer, head) by name; True is a head that is taken away, None takes nothing away."""
+"""Boolean arrays (layer, head) by name, with True for heads to ablate; None ablates nothing."""
 
 NOTHING, CLEAN = "nothing", "clean"
 
@@ -30,14 +30,14 @@ MODES = {
     "shuffled": "giving another image's attention to",
     "positional": "setting to 1 the gates of",
 }
-"""What :func:`tcnn_probe.ablate` does to heads, and the words for it."""
+"""Modes of :func:`tcnn_probe.ablate`, and the words for each in printed results."""
 
-# A condition of its own as well: the paper guesses that faint images need content.
+# Contrast is also a condition of its own, because the paper guesses that faint images need content.
 _ALONE = ("contrast",)
 
 
 def type_sets(types: xr.DataArray) -> dict[str, xr.DataArray | None]:
-    """Return all heads of each type that the model has, and none; ``types`` has the dims (layer, head)."""
+    """Return the heads of each type that the model has, and the empty set; ``types`` has the dims (layer, head)."""
     return {NOTHING: None} | {
         kind: types == kind for kind in PAIR if bool((types == kind).any())
     }
@@ -53,7 +53,7 @@ def random_heads(
         count = int((types == kind).sum())
         for draw in range(draws if count else 0):
             mask = np.zeros(types.size, bool)
-            # Without replacement: a set has as many heads as the type.
+            # Heads are drawn without replacement, so that a set has as many as the type.
             mask[rng.choice(existing, count, replace=False)] = True
             sets[f"random for {kind}#{draw}"] = types.copy(
                 data=mask.reshape(types.shape)
@@ -65,7 +65,7 @@ def single_heads(types: xr.DataArray) -> dict[str, xr.DataArray | None]:
     """Return one set for each head, named "layer:head"."""
     sets = {}
     for (row, column), kind in np.ndenumerate(types.values):
-        # Layers with fewer heads have empty types.
+        # The type of a head that a layer lacks is empty.
         if kind != "":
             mask = np.zeros(types.shape, bool)
             mask[row, column] = True
@@ -75,8 +75,8 @@ def single_heads(types: xr.DataArray) -> dict[str, xr.DataArray | None]:
 
 
 def mean_by_condition(results: xr.Dataset) -> xr.Dataset:
-    """Return means of the answers by condition; where nothing is drawn at random, all draws are the same."""
-    # Booleans have no mean over severities.
+    """Return the mean correctness by condition; sets that are not drawn at random have the same value in each draw."""
+    # Correctness becomes a number, because it is averaged over severities and seeds.
     corrupted = results.correct.astype(float).mean(["severity", "seed"])
     groups = list(dict.fromkeys(results.group.values.tolist()))
     parts = {CLEAN: results.clean_correct.astype(float)}
@@ -103,7 +103,7 @@ def mean_by_condition(results: xr.Dataset) -> xr.Dataset:
         draws.setdefault(name.partition("#")[0], []).append(name)
     draw_count = max(map(len, draws.values()))
     rows = [
-        # A set that is not drawn is the same in every draw, so that all have one length.
+        # A set that is not drawn at random is repeated, so that all sets have the same number of draws.
         right.sel(model=(names * draw_count)[:draw_count]).rename(model="draw")
         for names in draws.values()
     ]

@@ -13,5 +13,5 @@ COLORS = {
 }
 
 BY_GATE = {"convolutional": "convolutional", "mixed": "mixed", "content": "low-gate"}
-"""Words for the types of ``by="gate"``. Its "content" is a gate of at most 1/3: such a head attends little by position,
-and whether it then follows what is in the image is another question."""
+"""Words for the types of ``by="gate"``. Type "content" then means a gate of at most 1/3: such a head attends little by
+position, which does not tell whether it follows the content of the image."""

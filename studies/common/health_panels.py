@@ -1,4 +1,4 @@
-"""Pictures of the variables of health: a healthy training beside an ill one, with the limit and the alarm."""
+"""Figures of the variables of training health: a healthy training beside an ill one, with the limit and the alarm."""
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -21,7 +21,7 @@ ALARM = "#D55E00"
 LIMITS = HealthLimits()
 
 Limit = Callable[[xr.DataArray], xr.DataArray | float]
-"""Function that returns the limit for the values of a layer, (epoch, head) or (epoch,): a number, or one by epoch."""
+"""Function of the values of a layer, (epoch, head) or (epoch,), that returns the limit: a number, or one by epoch."""
 
 
 @dataclass(frozen=True)
@@ -29,10 +29,10 @@ class Picture:
     """Panels of a sign: a variable, its limit and its scale.
 
     Args:
-        label: Name of the variable in the recording, as readers look for it.
+        label: Name of the variable in the recording, for the y axis.
         values: Function of a recording that returns the values, (epoch, layer, head) or (epoch, layer).
         limit: Function of the values of a layer that returns the sign's limit.
-        is_minimum: Whether values below the limit are the sign; else values above it.
+        is_minimum: Whether values below the limit are the sign, and not those above it.
         scale: Scale of the y axis.
         scale_options: Options of ``matplotlib.axes.Axes.set_yscale``.
     """
@@ -48,9 +48,9 @@ class Picture:
 def best_so_far(values: xr.DataArray) -> xr.DataArray:
     """Return the largest value at earlier epochs, NaN at the first."""
     by_epoch = values.transpose("epoch", ...)
-    # fmax passes over NaN, which maximum would carry through all later epochs.
+    # fmax ignores NaN, which maximum would carry through all later epochs.
     largest = np.fmax.accumulate(by_epoch.values, axis=0)
-    # Shifted, as an epoch is compared with those before it.
+    # The maximum is shifted by an epoch, because an epoch is compared with those before it.
     return by_epoch.copy(data=largest).shift(epoch=1)
 
 
@@ -79,7 +79,7 @@ PICTURES: Mapping[str, Picture] = {
         lambda ds: ds.output_norm,
         lambda values: LIMITS.silent * values.median("head"),
         is_minimum=True,
-        # A head that is cut has a norm of zero, which a logarithm cannot show.
+        # A head that is cut off has a norm of zero, which a logarithmic axis cannot show.
         scale="symlog",
         scale_options={"linthresh": 0.01},
     ),
@@ -108,7 +108,7 @@ PICTURES: Mapping[str, Picture] = {
         "token_outliers", lambda ds: ds.token_outliers, lambda _: LIMITS.token_outliers
     ),
 }
-"""Pictures by the sign whose limit they draw. Large logits and logits that jump are of one variable."""
+"""Pictures by sign. "logits jump" has no picture, because it is a sign of the same variable as "large logits"."""
 
 
 @dataclass(frozen=True)
@@ -117,7 +117,7 @@ class Example:
 
     Args:
         name: Name of the ill training.
-        ill: Its recording.
+        ill: Recording of the ill training.
         healthy: Recording of a healthy training of the same architecture.
         finding: Finding of the sign in the ill training.
         head: Head that shows it most clearly; None for a sign of the layer.
@@ -140,7 +140,7 @@ def find_examples(
     """
     examples: dict[str, Example] = {}
     for name, ill, healthy in trainings:
-        # The earliest finding, from which on the training can be called ill.
+        # Findings are sorted, so that the example is the earliest finding of its sign.
         for finding in sorted(
             tcnn_probe.health(ill), key=lambda finding: finding.since
         ):
@@ -172,7 +172,7 @@ def draw_pictures(examples: Mapping[str, Example]) -> Figure:
     panels = figure.subplots(rows, 4, sharex=True, squeeze=False)
     pairs = panels.reshape(-1, 2)
     for (left, right), (sign, example) in zip(pairs, examples.items(), strict=False):
-        # One scale for both, as an ill training would else look as level as a healthy one.
+        # Both panels have one scale; otherwise an ill training could look as level as a healthy one.
         right.sharey(left)
         draw_training(left, example.healthy, example)
         draw_training(right, example.ill, example)
@@ -200,7 +200,7 @@ def draw_pictures(examples: Mapping[str, Example]) -> Figure:
 
 
 def draw_training(panel: Axes, ds: xr.Dataset, example: Example) -> None:
-    """Draw a line for each head, or layer, in the layer's colour; the example's head thick, and its limit."""
+    """Draw a line for each head or layer in the layer's colour, a thick one for the example, and its limit."""
     picture = PICTURES[example.finding.sign]
     values = picture.values(ds)
     colors = ordered_colors(ds.sizes["layer"])

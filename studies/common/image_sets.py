@@ -1,4 +1,4 @@
-"""Images of the trainings from scratch, in memory: scikit-learn's digits, or small photographs of a folder."""
+"""Images in memory for trainings from scratch: scikit-learn's digits, or small photographs from a folder."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,12 +14,12 @@ __all__ = ["ImageSet", "load_image_set"]
 
 @dataclass(frozen=True)
 class ImageSet:
-    """Images to train on and to validate on, and how small transformers learn them.
+    """Training and validation images, with the settings by which small transformers learn them.
 
     Args:
-        images, labels: Images to train on, (N, C, H, H), and their classes.
-        validation, validation_labels: Those to validate on.
-        patch: Side of a patch.
+        images, labels: Training images, (N, C, H, H), and their classes.
+        validation, validation_labels: Validation images and their classes.
+        patch: Side of a patch, in pixels.
         rate, batch: Learning rate and batch size.
     """
 

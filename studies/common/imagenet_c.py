@@ -29,7 +29,7 @@ def measure_imagenet_c(
     normalization: tuple[tuple[float, ...], tuple[float, ...]],
     args: argparse.Namespace,
 ) -> xr.Dataset:
-    """Classify the published images of ImageNet-C, at 224 x 224 as they come."""
+    """Classify the published images of ImageNet-C, at their own size of 224 x 224."""
     return evaluation.imagenet_c(
         models,
         folder,
@@ -52,10 +52,10 @@ def draw_imagenet_c(results: xr.Dataset, baseline: str) -> Figure:
 
 def imagenet_c_report(results: xr.Dataset) -> str:
     """Return the accuracy on ImageNet-C and, if all of it was measured, the mCE relative to AlexNet's."""
-    # A mean of equal parts, as ImageNet-C has the same images in each corruption and severity.
+    # A plain mean is right, as ImageNet-C has the same images in each corruption and severity.
     accuracy = results.accuracy.mean(["corruption", "severity", "seed"])
     names = {*results.corruption.values.tolist()}
-    # The mCE is defined over all corruptions and severities: a part of them has no comparable number.
+    # The mCE is defined over all corruptions and severities: a mean over a part of them is not comparable.
     complete = names == {*evaluation.CORRUPTIONS} and results.sizes["severity"] == 5
     lines = [f"\nImageNet-C, {results.sizes['image']} images from disk"]
     for model in results.model.values.tolist():

@@ -48,7 +48,7 @@ def small_resnet(kind: str = "ResNet") -> nn.Module:
         "stem_width": 4,
     }
     model = ResNet(BasicBlock, (1, 1, 1, 2), **shape, **SMALL_RESNETS[kind])
-    # Without pooling the last stage, un-strided, works on 8 x 8 pixels.
+    # Without max-pooling, the last stage works on 8 x 8 pixels once its stride is taken out.
     model.maxpool = nn.Identity()
     return model
 
@@ -71,7 +71,7 @@ def small_patchconvnet(num_heads: int = 1) -> nn.Module:
         convolution.stride = 1, 1
     for layer in model.modules():
         if isinstance(layer, nn.Linear):
-            layer.reset_parameters()  # the published initial values, of width 384 and more, are too small for 32
+            layer.reset_parameters()  # the published initial values, for widths of 384 and more, are too small for 32
     return model
 
 
@@ -93,10 +93,10 @@ def small_vit(cnn: nn.Module, size: int) -> nn.Module:
 
 
 def own_model(args: Namespace, classes: Sequence[str], **options: Any) -> nn.Module:
-    """Return the model of timm's that the user named, with an output for each class.
+    """Return the timm model that the user named, with an output for each class.
 
     Pretrained weights keep their classifier if it has as many classes as the images. If all classes are WordNet ids of
-    ImageNet, a classifier of ImageNet keeps their rows. Else the classifier is new, which is printed.
+    ImageNet, a classifier of ImageNet keeps their rows. Otherwise the classifier is new, and a line says so.
 
     Args:
         args: Command line of the study.
@@ -104,8 +104,9 @@ def own_model(args: Namespace, classes: Sequence[str], **options: Any) -> nn.Mod
         **options: Options of ``timm.create_model``.
 
     Raises:
-        InputError: ``--num-classes`` is below that of the images; rows of the classifier cannot be kept.
-        RuntimeError, OSError: timm has no such model, or the weights are not there or do not fit.
+        InputError: ``--num-classes`` is below the number of classes of the images, or rows of the classifier cannot be
+            kept.
+        RuntimeError, OSError: timm has no such model, or the weights are missing or do not fit.
     """
     class_count = args.num_classes or len(classes)
     if class_count < len(classes):
@@ -120,7 +121,7 @@ def own_model(args: Namespace, classes: Sequence[str], **options: Any) -> nn.Mod
         else None
     )
     if rows is not None and class_count == len(classes):
-        # All 1,000 classes in order need no change.
+        # A classifier of the same classes in the same order needs no change.
         if rows != list(range(model_classes)):
             _keep_rows(model, rows)
             print(
@@ -136,16 +137,16 @@ def own_model(args: Namespace, classes: Sequence[str], **options: Any) -> nn.Mod
 
 
 def pretrained_model(args: Namespace, **options: Any) -> nn.Module:
-    """Return the model of timm's that the user named, with its own classifier; with weights if asked for.
+    """Return the timm model that the user named, with its own classifier, and with weights if asked for.
 
     Args:
         args: Command line of the study.
         **options: Options of ``timm.create_model``.
 
     Raises:
-        InputError, RuntimeError, OSError: timm has no such model, or the weights are not there or do not fit.
+        InputError, RuntimeError, OSError: timm has no such model, or the weights are missing or do not fit.
     """
-    # A file's name is true too.
+    # --pretrained is False, True or the name of a file.
     options["pretrained"] = bool(args.pretrained)
     if isinstance(args.pretrained, str):
         options |= _of_file(args.model, args.pretrained)
@@ -154,7 +155,7 @@ def pretrained_model(args: Namespace, **options: Any) -> nn.Module:
 
 @torch.no_grad()
 def check_input(model: nn.Module, image: Tensor, classes: int) -> None:
-    """Refuse a model that does not take the images, shape (C, H, W), or gives no score for each class."""
+    """Refuse a model that does not take an image, shape (C, H, W), or does not return a score for each class."""
     size = " x ".join(map(str, image.shape[1:]))
     try:
         scores = model.eval()(image[None])
@@ -169,12 +170,12 @@ def check_input(model: nn.Module, image: Tensor, classes: int) -> None:
 
 
 def _of_file(name: str, file: str) -> dict[str, Any]:
-    """Return timm's options for weights in a file, with as many classes as they have."""
+    """Return timm's options for weights in a file, with the number of classes of the weights."""
     if not Path(file).is_file():
         raise FileNotFoundError(f"--pretrained: there is no file {file!r}")
     try:
         check_sums(file)
-        # By default timm 1.0.20, the oldest one supported, runs code that a file holds.
+        # By default timm 1.0.20, the oldest supported version, runs code in the file.
         weights = load_state_dict(file, weights_only=True)
     except Exception as error:
         raise InputError(f"--pretrained: {file!r} holds no weights: {error}") from error
@@ -182,7 +183,7 @@ def _of_file(name: str, file: str) -> dict[str, Any]:
         get_pretrained_cfg(name, allow_unregistered=True), "classifier", None
     )
     layer = layer if isinstance(layer, str | None) else layer[0]
-    if layer is None:  # no model of timm's, as create_model will say
+    if layer is None:  # timm has no such model, as create_model will say
         return {}
     if not isinstance(weights, dict) or f"{layer}.weight" not in weights:
         raise InputError(
@@ -196,22 +197,22 @@ def _of_file(name: str, file: str) -> dict[str, Any]:
 
 
 def _of_size(name: str, size: int | None, options: dict[str, Any]) -> nn.Module:
-    """Return the model for images of a size; timm's convnets take any and have no such option."""
+    """Return the model for images of a size; timm's CNNs take any size and have no option for it."""
     if size is not None:
         try:
             model = timm.create_model(name, img_size=size, **options)
-        # timm tells no other way that a model has no such option.
+        # timm tells in no other way that a model has no such option.
         except TypeError:
             return timm.create_model(name, **options)
         config = model.pretrained_cfg
         channels = options.get("in_chans", config["input_size"][0])
-        config["input_size"] = channels, size, size  # it takes no other now
+        config["input_size"] = channels, size, size  # the only size that it now takes
         return model
     return timm.create_model(name, **options)
 
 
 def _keep_rows(model: nn.Module, rows: list[int]) -> None:
-    """Drop all outputs of the classifier but these."""
+    """Keep these outputs of the classifier only."""
     # timm's distilled models have two classifiers.
     layers = model.get_classifier()
     for layer in layers if isinstance(layers, tuple) else (layers,):
@@ -228,5 +229,5 @@ def _keep_rows(model: nn.Module, rows: list[int]) -> None:
             "out_features" if isinstance(layer, nn.Linear) else "out_channels",
             len(rows),
         )
-    # timm reads the number from the model.
+    # timm reads the number of classes from the model.
     model.num_classes = len(rows)

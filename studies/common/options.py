@@ -31,14 +31,14 @@ __all__ = [
 ]
 
 FEW_CORRUPTIONS = ["shot_noise", "defocus_blur", "fog", "contrast"]
-"""One of each group: for ``--small``."""
+"""One corruption of each group, for ``--small``."""
 
 
 def study_parser(document: str | None) -> argparse.ArgumentParser:
     """Return a parser that shows the study's own docstring."""
-    # The first line says what the study is, and the rest what one sees.
+    # The first line names the study; the rest says what one should see.
     description, _, rest = (document or "").partition("\n\n")
-    # argparse's own list of thirty options hides the message of an error.
+    # argparse's own usage would list some thirty options and hide the message of an error.
     usage = "%(prog)s [options]; --help lists them"
     return argparse.ArgumentParser(
         usage=usage,
@@ -56,7 +56,7 @@ def add_data(
     img_size: str,
     many_models: bool = False,
 ) -> None:
-    """Add options for the model, or several, and the images; texts are the help that differs between studies."""
+    """Add options for one or several models and the images; texts are the help that differs between studies."""
     add = parser.add_argument_group("model and data").add_argument
     add("--model", nargs="+" if many_models else None, help=model)
     # A flag without a value means timm's own weights.
@@ -67,18 +67,18 @@ def add_data(
     add(
         "--data",
         default="digits",
-        help="folder with train/ and val/, and in each a folder a class (default: digits)",
+        help="folder with train/ and val/, and in each a folder for every class (default: digits)",
     )
     add(
         "--num-classes",
         type=from_least(2),
-        help="if not those that --data has folders for",
+        help="number of classes (default: that of the folders in --data)",
     )
     add("--img-size", type=from_least(1), help=img_size)
     add(
         "--limit",
         type=from_least(4),
-        help="use only so many images, a quarter of them for validation",
+        help="number of images to use, a quarter of them for validation (default: all)",
     )
     add(
         "--clutter",
@@ -88,69 +88,72 @@ def add_data(
 
 
 def add_corruptions(add: Callable[..., Any], *, severities: str) -> None:
-    """Add options for ImageNet-C's corruptions; ``severities`` are the study's own default, for the help."""
+    """Add options for ImageNet-C's corruptions; ``severities`` is the study's default, for the help."""
     add(
         "--corruptions",
         nargs="+",
         choices=evaluation.CORRUPTIONS,
         metavar="NAME",
-        help="(default: all 15)",
+        help="corruptions of ImageNet-C (default: all 15)",
     )
     add(
         "--severities",
         type=int,
         nargs="+",
         choices=range(1, 6),
-        help=f"of the corruptions (default: {severities})",
+        help=f"severities of the corruptions (default: {severities})",
     )
 
 
 def add_machine(group: Any, *, small: str, loads: bool = True) -> None:
-    """Add options for where and how the study runs.
+    """Add options for the device, the precision, loading processes, the seed and ``--small``.
 
     Args:
         group: Group of options.
-        small: Words on ``--small``.
-        loads: Whether the study can read images from disk, for which ``--workers`` is.
+        small: Changes that ``--small`` makes, for its help.
+        loads: Whether the study can read images from disk, and so has ``--workers``.
     """
     add_device(group)
     add = group.add_argument
     add("--amp", action="store_true", help="train in bfloat16 autocast")
     if loads:
-        # More processes than four seldom load faster, and each takes memory.
+        # More than four processes are seldom faster, and each takes memory.
         cores = min(4, os.cpu_count() or 1)
         add(
             "--workers",
             type=from_least(0),
             default=cores,
-            help="processes that load --data (default: a core each, 4 at most)",
+            help="processes that load --data (default: one for each core, 4 at most)",
         )
-    add_seed(group, small=small)
+    add_seed(group, small=f"few small images without clutter, {small}")
 
 
 def add_device(group: Any) -> None:
     """Add the option for the device."""
     default = "cuda" if torch.cuda.is_available() else "cpu"
     group.add_argument(
-        "--device", type=device, default=default, help="(default: cuda if there is one)"
+        "--device",
+        type=device,
+        default=default,
+        help="device of torch (default: cuda if there is one)",
     )
 
 
 def add_seed(group: Any, *, small: str) -> None:
-    """Add options for the seed and for a quick look; ``small`` says what ``--small`` changes."""
+    """Add options for the seed and for a quick look; ``small`` lists what ``--small`` changes."""
     add = group.add_argument
-    add("--seed", type=from_least(0), default=0, help="(default: 0)")
+    add("--seed", type=from_least(0), default=0, help="random seed (default: 0)")
     add(
         "--small",
         action="store_true",
-        help=f"a quick look: 32 x 32 pixels, few digits, no clutter, {small}",
+        help=f"a quick look: {small}",
     )
 
 
 def add_output(parser: argparse.ArgumentParser) -> None:
-    """Add options for the output folder, and for a run that is there already."""
+    """Add options for the output folder, and for a run that it already holds."""
     parser.add_argument_group("output").add_argument(
-        "--out", default="results", help="folder (default: results)"
+        "--out", default="results", help="output folder (default: results)"
     )
     exclusive = parser.add_mutually_exclusive_group()
     exclusive.add_argument(
@@ -173,17 +176,15 @@ def fill_in(args: argparse.Namespace, defaults: Mapping[str, Any]) -> None:
 def parsed(
     parser: argparse.ArgumentParser, arguments: list[str] | None, study: str
 ) -> argparse.Namespace:
-    """Parse the command line; with ``--resume``, options that are left out are as they were in the run."""
+    """Parse the command line; with ``--resume``, options that are left out take their values from the run."""
     args = parser.parse_args(arguments)
     if args.resume:
         saved = saved_options(args.out, study)
-        # So that one command line serves a job that may be killed at any time.
+        # This is not an error, so that one command line serves a job that may be killed at any time.
         if not saved:
-            print(
-                f"there is no run of {study} in {args.out} yet: this is its beginning"
-            )
+            print(f"there is no run of {study} in {args.out} yet: starting a new one")
         parser.set_defaults(
-            # An older run may have options that are gone.
+            # An older run may have options that no longer exist.
             **{name: value for name, value in saved.items() if name in args}
         )
         args = parser.parse_args(arguments)
@@ -193,7 +194,7 @@ def parsed(
 def check_data_options(
     parser: argparse.ArgumentParser, args: argparse.Namespace
 ) -> None:
-    """Refuse options of the digits beside the user's own images."""
+    """Refuse options for the digits together with the user's own images, and the reverse."""
     # Ignored options would look as if they had an effect.
     if args.data != "digits" and (args.small or args.clutter is not None):
         parser.error(
@@ -204,7 +205,7 @@ def check_data_options(
 
 
 def need_model(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
-    """Refuse pretrained weights, or images of the user's own, without the name of a model."""
+    """Exit with an error for pretrained weights, or the user's own images, without the name of a model."""
     if args.model is None:
         parser.error(
             "--pretrained and --data need --model, the name of a timm CNN such as resnet50"
@@ -212,7 +213,7 @@ def need_model(parser: argparse.ArgumentParser, args: argparse.Namespace) -> Non
 
 
 def from_least(minimum: int) -> Callable[[str], int]:
-    """Return the type of an option that takes integers from a minimum on."""
+    """Return the type of an option that takes integers of at least a minimum."""
 
     def integer(text: str) -> int:
         if (number := int(text)) < minimum:

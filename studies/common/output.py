@@ -1,4 +1,4 @@
-"""Files of a run: never two runs mixed in one place."""
+"""Output files of a run, which are never mixed with those of another run."""
 
 import argparse
 import json
@@ -16,11 +16,11 @@ from common.ending import InputError
 __all__ = ["RunOutput", "saved_options", "write_whole"]
 
 NOT_SAVED = ("out", "resume", "overwrite", "device", "workers")
-"""Options that have nothing to do with a study's results."""
+"""Options that do not affect a study's results."""
 
 
 def saved_options(folder: str | Path, study: str) -> dict[str, Any]:
-    """Return the options of the run that is in a folder; none if there is no run.
+    """Return the options of the run in a folder; empty if there is no run.
 
     Raises:
         InputError: The options cannot be read.
@@ -48,7 +48,8 @@ class RunOutput:
         overwrite: Whether to delete the run that is there first.
 
     Raises:
-        InputError: There is output already and neither was asked for, or it is of a run with other options.
+        InputError: There is output already and neither ``resume`` nor ``overwrite`` is set, or the run to resume had
+            other options.
     """
 
     def __init__(
@@ -66,7 +67,7 @@ class RunOutput:
         self.store = self.folder / f"{study}.zarr"
         self.figure = self.folder / f"{study}.png"
         self.checkpoints = self.folder / f"{study}_checkpoints"
-        # Options as the file gives them back: tuples become lists.
+        # Options take the form in which the file returns them: tuples become lists.
         options = json.loads(json.dumps(options))
         options_file = self.checkpoints / "options.json"
         # Names of further files are kept on the disk, since another process may overwrite the run.
@@ -84,7 +85,7 @@ class RunOutput:
         if overwrite:
             for path in existing:
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
-        # Hours of training are not deleted unasked.
+        # Output may be hours of training, and is deleted only on request.
         elif existing and not resume:
             names = ", ".join(path.name for path in existing)
             raise InputError(
@@ -95,7 +96,7 @@ class RunOutput:
             fixed = {
                 name: value for name, value in options.items() if name not in later
             }
-            # Another recipe would continue checkpoints that it did not make.
+            # Otherwise checkpoints of one recipe would be continued with another.
             if differing := [
                 f"{k} was {before.get(k)}, is {v}"
                 for k, v in fixed.items()
@@ -123,10 +124,10 @@ class RunOutput:
             args: Command line of the study.
             study: Name of the study.
             later: Options that may change when the run is resumed.
-            unsaved: Options, besides those of every study, that have nothing to do with the results.
+            unsaved: Options that do not affect the results, besides those of every study.
 
         Raises:
-            InputError: The folder cannot be used, as the class says.
+            InputError: The folder cannot be used; see the class.
         """
         options = {
             name: value
@@ -145,11 +146,11 @@ class RunOutput:
     def by_seed(
         self, args: argparse.Namespace, measure: Callable[[int], xr.Dataset]
     ) -> xr.Dataset:
-        """Return what is measured with each seed, joined along ``seed``; seeds that a killed run has done are read.
+        """Measure with each seed and return the results along ``seed``; seeds of a killed run are read from disk.
 
         Args:
             args: Command line with ``seed``, the first one, and ``seeds``, their number.
-            measure: Function that trains with a seed, and returns a dataset with one place along ``seed``.
+            measure: Function that trains with a seed, and returns a dataset of length 1 along ``seed``.
         """
         parts = []
         for seed in range(args.seed, args.seed + args.seeds):
@@ -161,13 +162,13 @@ class RunOutput:
         return xr.concat(parts, "seed", combine_attrs="override")
 
     def save(self, results: xr.Dataset | xr.DataTree) -> None:
-        """Write the numbers, with consolidated metadata: else xarray warns everyone who opens them."""
+        """Write the numbers with consolidated metadata, without which xarray warns everyone who opens them."""
         if isinstance(results, xr.DataTree):
             plain = results.map_over_datasets(_with_plain_text)
         else:
             plain = _with_plain_text(results)
         with warnings.catch_warnings():
-            # zarr warns that its format 3 does not specify them yet.
+            # zarr warns that its format 3 does not specify consolidated metadata yet.
             warnings.filterwarnings("ignore", "Consolidated metadata")
             plain.to_zarr(self.store, mode="w", consolidated=True)
 
@@ -176,9 +177,9 @@ class RunOutput:
         print(f"wrote {self.store} and {self.figure}")
 
     def beside(self, ending: str) -> Path:
-        """Return a further file or folder of the run: its study's name with an ending.
+        """Return the path of a further file or folder of the run: the study's name with an ending.
 
-        Its name is noted, so that ``--overwrite`` can delete it.
+        The name is saved, so that ``--overwrite`` can delete the file.
         """
         path = self.folder / f"{self.study}{ending}"
         if path.name not in self._further:
@@ -188,7 +189,7 @@ class RunOutput:
 
 
 def write_whole(dataset: xr.Dataset, path: Path) -> None:
-    """Write a dataset whole or not at all: what has this name after a run was killed is complete."""
+    """Write a dataset atomically, so that a store of this name is complete even if the run is killed."""
     partial = path.with_suffix(".partial")
     shutil.rmtree(partial, ignore_errors=True)
     _with_plain_text(dataset).to_zarr(partial, consolidated=False)
@@ -196,11 +197,11 @@ def write_whole(dataset: xr.Dataset, path: Path) -> None:
 
 
 def _with_plain_text(dataset: xr.Dataset) -> xr.Dataset:
-    """Return the dataset with its texts as objects, which zarr keeps without warning of fixed widths."""
+    """Return the dataset with strings as objects, which zarr stores without a warning about fixed widths."""
     texts = {
         name: variable.astype(object)
         for name, variable in dataset.variables.items()
-        if variable.dtype.kind in "UT"  # NumPy's texts of fixed and of variable width
+        if variable.dtype.kind in "UT"  # NumPy's strings of fixed and variable width
     }
-    # Encodings are those of the stores that the numbers come from, whose chunks need not fit these.
+    # Encodings come from the stores that were read, and their chunks may not fit these arrays.
     return dataset.drop_encoding().assign(texts)

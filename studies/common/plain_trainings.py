@@ -1,4 +1,4 @@
-"""Trainings of small networks on the digits as they are, 8 x 8 pixels: seconds each."""
+"""Trainings of small networks on digits of 8 x 8 pixels without clutter, which take seconds each."""
 
 from collections.abc import Callable, Iterable
 
@@ -26,7 +26,7 @@ Loss = Callable[[nn.Module, Tensor, Tensor], Tensor]
 
 
 def by_labels(model: nn.Module, images: Tensor, labels: Tensor) -> Tensor:
-    """Return the loss of a model's scores, by labels alone."""
+    """Return the cross-entropy of a model's scores with the labels."""
     return F.cross_entropy(model(images), labels)
 
 
@@ -40,7 +40,7 @@ def fit(model: nn.Module, epochs: int, seed: int, loss_of: Loss = by_labels) -> 
         loss_of: Function of the model, a batch of images and their labels.
     """
     trained = [value for value in model.parameters() if value.requires_grad]
-    # Fused: one pass over all weights instead of several for each tensor.
+    # The fused optimizer makes one pass over all weights, instead of several for each tensor.
     optimizer = torch.optim.AdamW(trained, LR, weight_decay=WEIGHT_DECAY, fused=True)
     images, labels = plain_digits(training=True)
     torch.manual_seed(seed)
@@ -51,7 +51,7 @@ def fit(model: nn.Module, epochs: int, seed: int, loss_of: Loss = by_labels) -> 
         for step, rows in enumerate(order[: steps * BATCH].split(BATCH)):
             done = epoch * steps + step
             optimizer.param_groups[0]["lr"] = LR * rate_factor(done, epochs * steps)
-            # Pixels have 17 values, and so few images would be learned by heart.
+            # Without noise so few images, whose pixels have 17 values, would be learned by heart.
             noisy = images[rows] + 0.1 * torch.randn(len(rows), 1, 8, 8)
             loss = loss_of(model, noisy, labels[rows])
             optimizer.zero_grad()
@@ -61,7 +61,7 @@ def fit(model: nn.Module, epochs: int, seed: int, loss_of: Loss = by_labels) -> 
 
 
 def widened(model: nn.Module) -> nn.Module:
-    """Draw the linear layers of a model anew, in place, with torch's initial values, and return it."""
+    """Reinitialise the linear layers of a model in place with torch's defaults, and return the model."""
     for layer in model.modules():
         if isinstance(layer, nn.Linear):
             # timm's initial values, for widths of 192 and more, are too small for 48.
@@ -77,13 +77,13 @@ def decisions(model: nn.Module) -> Tensor:
 
 
 def accuracy(decided: Tensor) -> float:
-    """Return the share of validation images that are decided rightly."""
+    """Return the share of validation images that are classified correctly."""
     _, labels = plain_digits(training=False)
     return float((decided == labels).float().mean())
 
 
 def all_learned(accuracies: Iterable[tuple[str, float]]) -> bool:
-    """Return whether all models, given by name and accuracy, do better than chance; say so of each that does not."""
+    """Return whether all models, given by name and accuracy, beat chance; print a line for each that does not."""
     _, labels = plain_digits(training=False)
     chance = float(labels.bincount().max() / len(labels))
     verdicts = [learned(name, top1, len(labels), chance) for name, top1 in accuracies]

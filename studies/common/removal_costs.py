@@ -25,7 +25,7 @@ __all__ = [
 DRAWN = ("draw", "image")
 
 WITHIN = "contrast"
-"""A condition that the digital group holds as well: left out of means over conditions."""
+"""Condition that is also part of the digital group, and so is left out of means over conditions."""
 
 
 def costs(right: xr.DataArray, ablation: str) -> xr.DataArray:
@@ -36,16 +36,16 @@ def costs(right: xr.DataArray, ablation: str) -> xr.DataArray:
 
 
 def differences(right: xr.DataArray) -> dict[str, xr.DataArray]:
-    """Return, by type, how much more it costs than as many random heads: (training, draw, condition, image)."""
+    """Return, by type, the cost in excess of that of as many random heads: (training, draw, condition, image)."""
     return {
-        # As many random heads: a type with more heads would else cost more for their number alone.
+        # Otherwise a type with more heads would cost more for their number alone.
         kind: costs(right, kind) - costs(right, f"random for {kind}")
         for kind in PAIR
     }
 
 
 def head_costs(heads: xr.Dataset) -> xr.DataArray:
-    """Return what each head by itself costs: (training, layer, head, draw, condition, image)."""
+    """Return the cost of each head by itself: (training, layer, head, draw, condition, image)."""
     names = [
         [f"{layer}:{head}" for head in heads["head"].values]
         for layer in heads.layer.values
@@ -53,7 +53,7 @@ def head_costs(heads: xr.Dataset) -> xr.DataArray:
     labels = xr.DataArray(
         names, {"layer": heads.layer, "head": heads["head"]}, ("layer", "head")
     )
-    # NaN of heads that a layer lacks.
+    # Heads that a layer lacks become NaN.
     right = heads.right.reindex(ablation=[NOTHING, *labels.values.ravel()])
     cost = right.sel(ablation=NOTHING, drop=True) - right.sel(
         ablation=labels
@@ -62,7 +62,7 @@ def head_costs(heads: xr.Dataset) -> xr.DataArray:
 
 
 def mean_and_interval(values: xr.DataArray) -> tuple[float, float, float]:
-    """Return the mean, and an interval over random draws of heads and images, for these trainings as they are."""
+    """Return the mean, and an interval over random draws of heads and over images, for these trainings only."""
     low, high = evaluation.mean_interval(values.mean("training"), DRAWN).values
     return float(values.mean()), float(low), float(high)
 
@@ -70,7 +70,7 @@ def mean_and_interval(values: xr.DataArray) -> tuple[float, float, float]:
 def interval_in_words(values: xr.DataArray) -> str:
     """Return the mean and the interval as text."""
     mean, low, high = mean_and_interval(values)
-    # NaN, the only value that differs from itself, is the mean of no head at all.
+    # The mean of no head is NaN, the only value that differs from itself.
     return f"{mean:+.3f} [{low:+.3f}, {high:+.3f}]" if mean == mean else "none"
 
 
@@ -80,10 +80,10 @@ def beyond_these_trainings(values: xr.DataArray) -> tuple[float, float]:
     Two or three trainings are too few to resample; trainings and images each add their variance.
     """
     by_training = values.mean(DRAWN).dropna("training")
-    # Trainings without heads of the type have dropped out.
+    # dropna has removed trainings without heads of the type.
     count = by_training.sizes["training"]
     if count < 2:
-        # One training says nothing of how trainings differ.
+        # One training says nothing about how trainings differ.
         return np.nan, np.nan
     by_image = values.mean(["training", "draw"])
     # Trainings and images are both samples, so the variances of their means add up.
@@ -98,7 +98,7 @@ def beyond_these_trainings(values: xr.DataArray) -> tuple[float, float]:
 def by_side(
     values: xr.DataArray, above: str, below: str, neither: str
 ) -> list[tuple[str, str]]:
-    """Return the conditions whose interval lies above zero, below it or about it, with the words for it."""
+    """Return the conditions whose interval lies above zero, lies below it or contains it, with the words for each."""
     conditions: dict[str, list[str]] = {above: [], below: [], neither: []}
     for condition in values.condition.values:
         _, low, high = mean_and_interval(values.sel(condition=condition))

@@ -42,8 +42,8 @@ def draw(tree: xr.DataTree) -> Figure:
         frameon=False,
     )
     _draw_heads(axes["heads"], tree["heads"].dataset.load())
-    # Not strict: five letters for at most four modes and the heads.
-    for letter, (name, panel) in zip("ABCDE", axes.items(), strict=False):
+    # Six letters are enough for five modes and the heads; zip is not strict, since there may be fewer modes.
+    for letter, (name, panel) in zip("ABCDEF", axes.items(), strict=False):
         title = f"{name}; lines: 95 % intervals"
         if name == "heads":
             title = f"{modes[0]}, one head"
@@ -56,7 +56,7 @@ def _draw_bars(panel: Axes, cost: xr.DataArray, place: int, name: str) -> None:
     """Draw a set of heads as a bar for each condition."""
     means = cost.mean(["training", *DRAWN]).values
     bounds = evaluation.mean_interval(cost.mean("training"), DRAWN).values
-    # Four bars of a fifth each, about the condition's tick.
+    # The four bars are a fifth of the distance of ticks apart, and centred on the condition's tick.
     x = np.arange(len(means)) + 0.2 * (place - 1.5)
     kind = name.removeprefix("random for ")
     label = f"{kind} heads" if name in PAIR else f"as many as {kind}, at random"

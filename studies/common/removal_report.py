@@ -70,7 +70,7 @@ def table(tree: xr.DataTree) -> str:
 
 
 def sentence(tree: xr.DataTree) -> str:
-    """Return what the intervals support, and nothing more."""
+    """Return a sentence for each mode on what the intervals support."""
     right = tree["types"].right.load()
     return "\n".join(
         _sentence(right.sel(mode=mode, drop=True), words)
@@ -86,7 +86,7 @@ def _sentence(right: xr.DataArray, words: str) -> str:
     # A sentence about heads that do not exist would be true and misleading.
     if not bool(has_content.any()):
         return f"\nNo training had content heads: nothing can be said of {words} them."
-    # A head that costs more on corrupted images may cost as much more on clean ones.
+    # Content heads that cost more on corrupted images may cost as much more on clean ones.
     excess = (difference - difference.sel(condition=CLEAN)).drop_sel(condition=CLEAN)
     beside_random = by_side(difference, "more on", "less on", "not distinguishable on")
     beside_clean = by_side(excess, "larger on", "smaller on", "not distinguishable on")

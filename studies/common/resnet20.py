@@ -27,7 +27,7 @@ class BasicBlock(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Map (B, C_in, H, W) to (B, C, H / stride, W / stride)."""
         residual = self.bn2(self.conv2(F.relu(self.bn1(self.conv1(x)))))
-        # Half of the zeros on either side, as in the published weights' network.
+        # Half of the zeros come before the channels and half after, as in the network of the published weights.
         before = self.new_channels // 2
         shortcut = F.pad(
             x[:, :, :: self.stride, :: self.stride],
@@ -64,7 +64,7 @@ class Trunk(nn.Module):
     """A ResNet-20 up to its tail: images (B, 3, H, W) -> feature maps.
 
     Args:
-        model: Network whose modules these are.
+        model: Network that the modules are taken from.
         blocks: Number of the last stage's blocks that belong to the tail.
     """
 
@@ -83,7 +83,7 @@ class Tail(nn.Module):
     """The last blocks of a ResNet-20 and its classifier: feature maps of :class:`Trunk` -> scores (B, classes).
 
     Args:
-        model: Network whose modules these are.
+        model: Network that the modules are taken from.
         blocks: Number of blocks of the last stage.
     """
 
@@ -105,13 +105,13 @@ def load_weights(model: ResNet20, file: str | Path) -> ResNet20:
     """Load a checkpoint (.safetensors or torch's) into the model.
 
     Raises:
-        InputError: There is no such file, or it is of another network.
+        InputError: There is no such file, or it does not have the weights of this network.
     """
     if not Path(file).is_file():
         raise InputError(f"--weights: there is no file {str(file)!r}")
     try:
         model.load_state_dict(timm.models.load_state_dict(str(file)))
-    # torch raises many kinds for damaged files.
+    # torch raises many types of errors for damaged files.
     except Exception as error:
         raise InputError(
             f"--weights: expected weights of ResNet-20 in {str(file)!r}: {error}"

@@ -65,7 +65,7 @@ def draw_faithfulness(tree: xr.DataTree) -> Figure:
                     method,
                     place - middle,
                 )
-            # Rows share their axis.
+            # The panels of a row share their y axis.
             if column == 0:
                 tolerance = json.loads(scores[measure].attrs.get("options", "{}")).get(
                     "tolerance", 0
@@ -103,8 +103,8 @@ def _line(panel: Axes, values: xr.DataArray, method: str, place: float) -> None:
             panel.axhline(mean.item(), color=COLORS[method], ls="--", lw=1)
         return
     interval = evaluation.mean_interval(values).transpose(..., "epoch").values
-    # Side by side, so that bars do not hide each other.
-    # 0.06 of an epoch in a course of four, and in proportion in a longer one.
+    # Methods are drawn side by side, so that their bars do not hide each other: 0.06 epochs apart if the axis spans up
+    # to four epochs, and in proportion if it spans more.
     aside = 0.06 * place * max(1, (epochs[-1] - epochs[0]) / 4)
     panel.errorbar(
         epochs + aside,
@@ -119,7 +119,7 @@ def _line(panel: Axes, values: xr.DataArray, method: str, place: float) -> None:
 
 
 def draw_maps(tree: xr.DataTree, probed: Probed, count: int) -> Figure:
-    """Draw images beside what the trained models look at: class attention where there is any, and Grad-CAM (Fig. 1)."""
+    """Draw images beside the saliency maps of the trained models, such as class attention and Grad-CAM (Fig. 1)."""
     columns = list(_columns(tree))
     figure = Figure(
         figsize=(1.75 * (1 + len(columns)), 1.75 * count + 0.9), layout="constrained"
@@ -142,7 +142,7 @@ def draw_maps(tree: xr.DataTree, probed: Probed, count: int) -> Figure:
 
 
 def _columns(tree: xr.DataTree) -> Iterator[tuple[str, xr.DataArray]]:
-    """Yield the title and the maps of each column; of several models, two methods at most each."""
+    """Yield the title and the maps of each column; several models have two methods each at most."""
     for name, node in tree.children.items():
         last = node.dataset.saliency.isel(epoch=-1)
         methods = [m for m in last.attribution.values if m != "chance"]
@@ -160,7 +160,7 @@ def _columns(tree: xr.DataTree) -> Iterator[tuple[str, xr.DataArray]]:
 def draw_by_class(
     recording: xr.DataTree, scores: xr.Dataset, probed: Probed, count: int
 ) -> Figure:
-    """Draw images, and the attention of their three likeliest classes' own tokens (Fig. 2)."""
+    """Draw images, and the attention of the class tokens of their three most probable classes (Fig. 2)."""
     nodes = [
         node.dataset
         for node in recording.subtree
@@ -192,7 +192,7 @@ def draw_by_class(
 
 
 def _image(panel: Axes, image: Tensor) -> None:
-    """Draw an image (C, H, W), from its least value (black) to its largest."""
+    """Draw an image (C, H, W), scaled from its smallest value (black) to its largest (white)."""
     # Normalised pixels are not in [0, 1].
     pixels = ((image - image.min()) / (image.max() - image.min())).permute(1, 2, 0)
     panel.imshow(pixels.squeeze(2).numpy(), cmap="gray", vmin=0, vmax=1)
@@ -200,19 +200,21 @@ def _image(panel: Axes, image: Tensor) -> None:
 
 
 def _map(panel: Axes, values: xr.DataArray, probed: Probed, index: int) -> None:
-    """Draw a map over the whole image, which it hides, with the object's outline."""
+    """Draw a map in place of the image, with the object's outline."""
     batch = slice(index, index + 1)
     masks = None if probed.masks is None else probed.masks[batch]
-    # Opaque: under a veil of colours neither map nor image can be read.
+    # The map is opaque, because neither map nor image can be read if they are blended.
     tcnn_probe.plot.saliency_overlay(
         values, probed.images[batch], panel, masks=masks, alpha=1
     )
 
 
 def _legend(probed: Probed) -> str:
-    # On a line of its own: a figure of few columns is narrow.
+    # The outline is explained on a line of its own, because a figure of few columns is narrow.
     outline = "\nwhite: outline of the object" if probed.masks is not None else ""
-    return f"each map from its least (dark blue) to its largest value (yellow){outline}"
+    return (
+        f"each map from its smallest (dark blue) to its largest value (yellow){outline}"
+    )
 
 
 def _short(name: str) -> str:

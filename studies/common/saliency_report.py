@@ -39,7 +39,7 @@ def report(tree: xr.DataTree, tolerance: float) -> str:
     # All models explain the same images.
     count = next(iter(tree.children.values())).sizes["image"]
     lines.append(f"\nmeans over {count} images, 95 % intervals over them; one seed")
-    # Without masks or boxes nobody knows where the object is.
+    # Without masks or boxes the place of the object is not known.
     if any("pointing_game" in node for node in tree.children.values()):
         lines.append(
             f"pointing: is the most salient pixel on the object, or within {tolerance:g} pixels of it"
@@ -66,9 +66,9 @@ def several_heads(number: int) -> str:
 
 
 def beside_one_head(single: xr.Dataset, multiple: xr.Dataset, name: str) -> list[str]:
-    """Return sentences on the class attention of one head beside that of several, image by image.
+    """Return sentences that compare the class attention of one head with that of several, image by image.
 
-    Deletion and insertion depend on the model, so that each model's gain over a map of chance is compared.
+    Insertion depends on the model, so that each model's gain over a map of chance is compared.
     """
     lines = [f"\nclass attention of one head, minus that of {name}, by image:"]
     measures = {
@@ -83,7 +83,7 @@ def beside_one_head(single: xr.Dataset, multiple: xr.Dataset, name: str) -> list
         for scores in (single, multiple):
             of_attention = scores[measure].sel(attribution="class_attention")
             chance = scores[measure].sel(attribution="chance")
-            # Pointing and energy depend on map and object alone, insertion on the scores of the model as well.
+            # Pointing and energy depend on the map and the object alone, insertion also on the scores of the model.
             values.append(of_attention - chance * (measure == "insertion_auc"))
         difference = values[0] - values[1]
         low, high = evaluation.mean_interval(difference).values
@@ -96,13 +96,13 @@ def beside_one_head(single: xr.Dataset, multiple: xr.Dataset, name: str) -> list
 
 
 def beside_gradcam(hits: xr.DataArray) -> str:
-    """Return a sentence on class attention's hits beside Grad-CAM's, image by image."""
+    """Return a sentence that compares the hits of class attention with those of Grad-CAM, image by image."""
     attention_hits, gradcam_hits = (
         hits.sel(attribution=method) for method in ("class_attention", "gradcam")
     )
     difference = attention_hits - gradcam_hits
     low, high = evaluation.mean_interval(difference).values
-    # Zero inside the interval: the images do not tell them apart.
+    # If the interval contains zero, the images do not tell the methods apart.
     verdict = side_of_zero(
         (low, high), "is ahead", "is behind", "and Grad-CAM are not distinguishable"
     )

@@ -1,4 +1,4 @@
-"""Scores of saliency by every method, of the images that a study looks at closely."""
+"""Saliency maps of every method for the probed images of a study, and scores of their faithfulness."""
 
 import argparse
 import copy
@@ -26,9 +26,9 @@ MASK_MEASURES = ("pointing_game", "energy_inside")
 
 
 def usable_methods(model: nn.Module, image: Tensor) -> list[str]:
-    """Return the methods that fit this model: attention that leads to no class token, say, has no map."""
+    """Return the methods that work for this model: class attention, for instance, needs a class token."""
     usable, side = [], image.shape[-1] // 2
-    # As coarse as can be: only the refusal counts.
+    # The options are as coarse as can be, since only a refusal matters.
     quick: Any = {
         "integrated_gradients": {"n_steps": 1},
         "occlusion": {"window": side, "stride": side},
@@ -50,7 +50,7 @@ def score(
 
     Args:
         model: Model to explain.
-        methods: Methods of saliency that fit it.
+        methods: Saliency methods that work for the model.
         probed: Images to explain.
         args: Command line of the study.
     """
@@ -84,7 +84,7 @@ def score(
     # Single precision is enough to draw maps, which are the largest part of the file.
     stacked = maps.to_dataarray("attribution").astype("float32")
     scores["saliency"] = stacked.reindex(attribution=scores.attribution)
-    # A forward of the model itself would be recorded as one of validation.
+    # A forward pass of the model itself would be recorded as one of validation.
     unrecorded = copy.deepcopy(model).eval()
     probability = logits(unrecorded, probed, args).softmax(1).numpy()
     scores["probability"] = ("image", "class"), probability
@@ -94,13 +94,13 @@ def score(
 def on_object(
     attention: xr.DataArray, masks: Tensor
 ) -> tuple[xr.DataArray, xr.DataArray]:
-    """Return the share of attention to patches that falls on the object, (image, layer, head), and the even share.
+    """Return the share of attention that falls on the object, (image, layer, head), and that of uniform attention.
 
-    Attention of a patch is spread evenly over its pixels.
+    Shares are of the attention to patches; that of a patch is spread evenly over its pixels.
 
     Args:
         attention: Attention, (image, layer, head, y, x).
-        masks: Places of the objects, shape (image, H, W), bool.
+        masks: Masks of the objects, shape (image, H, W), bool.
     """
     # The share of each patch that the object covers.
     cells = F.adaptive_avg_pool2d(masks[:, None].double(), attention.shape[-2:])[:, 0]
@@ -120,7 +120,7 @@ def _method_options(
     methods: list[str], size: int, args: argparse.Namespace
 ) -> dict[str, dict[str, int]]:
     """Return the options of the methods that have any."""
-    # Windows of a quarter of the image, half over each other but in the small form.
+    # Windows have a quarter of the image's size, and overlap by half except in the small form.
     window = max(2, size // 4)
     stride = window if args.small else window // 2
     options = {
@@ -131,5 +131,5 @@ def _method_options(
 
 
 def _chance(model: nn.Module, images: Tensor, target: Tensor) -> Tensor:
-    """Return maps that say nothing: the same everywhere, with which every measure comes out as chance has it."""
+    """Return maps that are the same everywhere, for which every measure has its value at chance."""
     return torch.zeros(len(images), *images.shape[2:])

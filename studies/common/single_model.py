@@ -1,4 +1,4 @@
-"""Studies of one architecture: a small model of it, trained on the digits, or a model of timm's with its weights."""
+"""Studies of one architecture: a small model that is trained on the digits, or a timm model with its weights."""
 
 import argparse
 from collections.abc import Callable, Iterator
@@ -46,16 +46,16 @@ def parse_single(
         parser: Parser with the study's own options.
         arguments: Arguments of the command line; None for those that the user typed.
         study: Name of the study.
-        example: timm's name of a model.
-        lr, epochs: Peak rate and length of training the small model, by default.
-        small_epochs: Epochs of ``--small``.
-        size: Height and width of the scenes, by default.
-        images: Whether a trained model has to be shown images.
+        example: Name of a timm model, for the help.
+        lr, epochs: Default peak learning rate and number of epochs for the training of the small model.
+        small_epochs: Number of epochs with ``--small``.
+        size: Default height and width of the scenes.
+        images: Whether a trained model needs images of the user.
     """
     add = parser.add_argument_group("model and images").add_argument
     add(
         "--model",
-        help=f"timm name of a model with weights, such as {example} (default: a small one is trained)",
+        help=f"timm name of a model with weights, such as {example} (default: a small model is trained)",
     )
     help_ = "the weights of --model: timm's, or those in FILE; nothing is trained"
     add(
@@ -67,18 +67,18 @@ def parse_single(
             type=image_file,
             nargs="+",
             metavar="FILE",
-            help="images for --model",
+            help="images to show --model",
         )
     add(
         # 28 pixels is the size of the digit itself.
         "--img-size",
         type=from_least(28),
-        help=f"height and width of the images (default: {size}; of --model its own)",
+        help=f"height and width of the images (default: {size}; with --model, that of its weights)",
     )
     add(
         "--limit",
         type=from_least(40),
-        help="use only so many digits, a quarter of them for validation",
+        help="number of digits to use, a quarter of them for validation (default: all)",
     )
     add(
         "--clutter",
@@ -87,7 +87,7 @@ def parse_single(
     )
     training = parser.add_argument_group("training on the digits")
     add = training.add_argument
-    add("--epochs", type=from_least(2), help=f"(default: {epochs})")
+    add("--epochs", type=from_least(2), help=f"epochs of training (default: {epochs})")
     add("--batch-size", type=from_least(1), help="images per step (default: 32)")
     add(
         "--lr",
@@ -101,12 +101,12 @@ def parse_single(
     # Maps of random weights show nothing.
     if bool(args.model) != bool(args.pretrained):
         parser.error(
-            "--model and --pretrained belong together: no model of timm's is trained here"
+            "--model and --pretrained belong together: no timm model is trained here"
         )
     # The digits have images of their own.
     if images and bool(args.model) != bool(args.image):
         parser.error(
-            "--model and --image belong together: a trained model is shown images of yours"
+            "--model and --image belong together: a trained model is shown your own images"
         )
     if not args.model:
         defaults = {"img_size": size, "clutter": 0, "batch_size": 32, "epochs": epochs}
@@ -127,7 +127,7 @@ class SingleModel:
 
     Args:
         args: Command line of the study.
-        model: Trained model, as the user asked for it, or the small one, not trained yet.
+        model: Trained model that the user named, or the small model before its training.
         output: Output folder.
         loaders: Training and validation batches of the digits; None for a trained model.
         images: Images of the user, as the trained model takes them, shape (B, C, H, W).
@@ -157,12 +157,12 @@ class SingleModel:
         )
 
     def probed(self, count: int) -> Probed:
-        """Return so many validation scenes."""
+        """Return ``count`` validation scenes."""
         assert self.loaders is not None
         return probed_images(self.loaders[1].dataset, count)
 
     def learned(self, name: str, accuracy: float) -> bool:
-        """Return whether a model knows the digits better than chance, or was not trained; say so if not."""
+        """Return whether a model beats chance on the digits, or was not trained here; print a line if it does not."""
         if self.loaders is None:
             return True
         dataset = self.loaders[1].dataset
@@ -181,7 +181,7 @@ def begin_single(
     Args:
         study: Name of the study.
         args: Command line of the study, settled.
-        small_model: Function that builds the small model for scenes of so many pixels.
+        small_model: Function that builds the small model for scenes of a height and width.
         before: Function of the model, called before anything is written; its ValueErrors are refusals.
 
     Raises:
@@ -192,13 +192,13 @@ def begin_single(
     loaders = images = None
     with refused(ValueError, RuntimeError, OSError):
         if args.model:
-            # A trained model is looked at as it classifies.
+            # A trained model is examined as it classifies, in eval mode.
             model = pretrained_model(args).eval()
             images = (
                 as_images(args.image, model) if getattr(args, "image", None) else None
             )
         else:
-            # More threads bring so small a model little, and cost it tenfold where the machine is shared.
+            # More threads speed up so small a model little, and slow it down tenfold on a shared machine.
             torch.set_num_threads(1)
             sizes = {
                 "size": args.img_size,

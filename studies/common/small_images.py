@@ -1,4 +1,4 @@
-"""Small photographs, such as CIFAR-10's, decoded once; the crops and flips of their training are numbered views."""
+"""Small photographs, such as CIFAR-10's, decoded once; their crops and flips for training are numbered views."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,10 +24,10 @@ __all__ = [
 ]
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
-"""ImageNet's, with which the published weights were trained."""
+"""Mean and standard deviation of ImageNet, with which the published weights were trained."""
 
 _BORDER = 4
-"""Pixels of zeros around an image of which crops are taken (He et al. 2016, Sec. 4.2)."""
+"""Width of the border of zeros around an image from which crops are taken (He et al. 2016, Sec. 4.2)."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ def decoded(
 
     Args:
         folder: Folder of images.
-        cache: Folder of the decoded images, for these images alone.
+        cache: Folder of the decoded images, which other images must not share.
         limit: Number of images to use, a quarter of them for tests; None for all.
 
     Raises:
@@ -77,7 +77,7 @@ def decoded(
 def split(
     images: SmallImages, held_out: int, seed: int = 0
 ) -> tuple[SmallImages, SmallImages]:
-    """Return the training images without some of them, and those, for choices that must not look at test images."""
+    """Split off held-out images, for choices that must not depend on test images; return the rest and these."""
     # Files are sorted by class.
     order = np.random.default_rng(seed).permutation(len(images))
     return images.part(np.sort(order[held_out:])), images.part(
@@ -88,13 +88,13 @@ def split(
 def views(
     images: SmallImages, rows: NDArray[np.int64], view: NDArray[np.int64], seed: int = 0
 ) -> NDArray[np.uint8]:
-    """Return crops of 32 x 32 from images with a border of 4 zeros, half of them flipped.
+    """Return random crops of images with a border of 4 zeros, at the size of the images, half of them flipped.
 
-    View v of image i is the same whenever it is asked for, so that features of it can be kept.
+    View v of image i is always the same, so that its features can be cached.
 
     Args:
-        images: Images, all of them.
-        rows: Indices of images, shape (B,).
+        images: All images.
+        rows: Indices of the images of the batch, shape (B,).
         view: Number of the view of each, shape (B,).
         seed: Seed of all views.
 
@@ -106,7 +106,7 @@ def views(
         [_moves(seed, int(v), len(images)) for v in range(int(view.max()) + 1)]
     )[view, rows]
     crops = np.zeros((len(rows), height, width, 3), np.uint8)
-    # Only the images of this batch: a padded copy of all would take half as much memory again.
+    # Only the images of this batch are padded: a padded copy of all 32 x 32 images would take 1.6 times their memory.
     padded = np.pad(
         images.pixels[rows], ((0, 0), (_BORDER, _BORDER), (_BORDER, _BORDER), (0, 0))
     )
@@ -117,7 +117,7 @@ def views(
 
 
 def normalized(pixels: NDArray[np.uint8]) -> Tensor:
-    """Return pixels (B, H, W, 3) of uint8 as the network takes them, (B, 3, H, W) in float32, channels last."""
+    """Convert uint8 pixels (B, H, W, 3) to the network's input, (B, 3, H, W) in float32, channels last in memory."""
     images = torch.from_numpy(pixels).permute(0, 3, 1, 2).float().div(255)
     mean, std = (torch.tensor(values)[:, None, None] for values in (MEAN, STD))
     # Convolutions on the CPU are faster in this layout.
@@ -125,7 +125,7 @@ def normalized(pixels: NDArray[np.uint8]) -> Tensor:
 
 
 def atomic_save(file: Path, **arrays: NDArray[np.generic]) -> None:
-    """Write a .npz file, whole or not at all."""
+    """Write a .npz file atomically."""
     file.parent.mkdir(parents=True, exist_ok=True)
     temporary = file.with_name(f"{file.name}.tmp")
     with temporary.open("wb") as stream:
@@ -134,7 +134,7 @@ def atomic_save(file: Path, **arrays: NDArray[np.generic]) -> None:
     temporary.replace(file)
 
 
-# Each batch asks for the moves of all images, of which few views are in use.
+# Each batch needs the moves of all images for a few views, so they are cached.
 _MOVES: dict[tuple[int, int, int], NDArray[np.int64]] = {}
 
 
@@ -152,7 +152,7 @@ def _read(images: ClassFolders) -> SmallImages:
     for path, _ in images.samples:
         with Image.open(path) as image:
             pixels.append(np.asarray(image.convert("RGB")))
-    # They are stacked in one array.
+    # All images are stacked in one array.
     if len({picture.shape for picture in pixels}) > 1:
         raise InputError("--data: expected images of one size, got several")
     return SmallImages(np.stack(pixels), np.array(images.targets, np.int64))

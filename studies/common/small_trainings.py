@@ -1,4 +1,4 @@
-"""Trainings on small photographs: the CNN to its plateau, and steps that all arms of a comparison share."""
+"""Trainings on small photographs: the CNN's fine-tuning, and a schedule and image order that all arms share."""
 
 from collections.abc import Callable, Iterator
 
@@ -20,7 +20,7 @@ __all__ = [
 
 LABEL_SMOOTHING = 0.1  # DeiT's, whose recipe the T-CNN paper follows
 WARMUP = 0.05
-"""Share of the steps in which rates rise from zero to their peak."""
+"""Share of the steps in which learning rates rise from zero to their peak."""
 
 
 def rate_factor(step: int, steps: int) -> float:
@@ -38,15 +38,15 @@ def order_of_images(
 
     Args:
         count: Number of images.
-        steps: Steps of the training.
-        batch_size: Images of a step.
+        steps: Number of steps of the training.
+        batch_size: Number of images in a step.
         seed: Seed of the permutations.
 
     Yields:
         Rows and views, shape (batch_size,) each.
     """
     rng = np.random.default_rng(seed)
-    # Rounded up: the last permutation may be used in part.
+    # The number is rounded up, since the last permutation may be used in part.
     epochs = -(-steps * batch_size // count)
     rows = np.concatenate([rng.permutation(count) for _ in range(epochs)])
     view = np.repeat(np.arange(epochs), count)
@@ -67,7 +67,7 @@ def fine_tune_cnn(
     amp: bool,
     report: Callable[[int, float], None],
 ) -> None:
-    """Fine-tune the whole CNN in place with AdamW; ``report`` gets each epoch and the accuracy on held-out images."""
+    """Fine-tune the CNN in place with AdamW; ``report`` takes each epoch's number and accuracy on held-out images."""
     # Convolutions on the CPU are faster in this layout.
     model.to(memory_format=torch.channels_last)
     optimizer = torch.optim.AdamW(
@@ -85,7 +85,7 @@ def fine_tune_cnn(
         optimizer.zero_grad()
         with torch.autocast("cpu", torch.bfloat16, enabled=amp):
             scores = model(pixels)
-        # In float32: the loss of bfloat16 scores has three digits.
+        # The loss is computed in float32, because that of bfloat16 scores has three digits.
         F.cross_entropy(
             scores.float(), labels, label_smoothing=LABEL_SMOOTHING
         ).backward()
@@ -96,7 +96,7 @@ def fine_tune_cnn(
 
 @torch.inference_mode()
 def accuracy(model: nn.Module, images: SmallImages, batch_size: int = 250) -> float:
-    """Return the share of images that the model, in eval mode, gets right."""
+    """Return the share of images that the model classifies correctly in eval mode."""
     model.eval()
     right = 0
     for start in range(0, len(images), batch_size):

@@ -32,7 +32,7 @@ def begin(
         name: Name of the study.
         args: Command line of the study, settled.
         stages: Number of trainings to come, for the progress bars.
-        later: Options that leave the training as it is, and so may change when a run is resumed.
+        later: Options that do not affect training, and so may change when a run is resumed.
         before: Function of the CNN, called before anything is written; its ValueErrors and OSErrors are refusals.
 
     Raises:
@@ -57,12 +57,12 @@ def model_and_data(args: argparse.Namespace) -> tuple[nn.Module, Loaders]:
         clutter=args.clutter,
     )
     if args.model is None:
-        # More threads bring so small a model little, and cost it tenfold where the machine is shared.
+        # More threads speed up so small a model little, and slow it down tenfold on a shared machine.
         torch.set_num_threads(1)
         return small_resnet(getattr(args, "small_resnet", "ResNet")), loaders
     digits = [str(digit) for digit in range(10)]
     cnn = own_model(args, digits, in_chans=1)
-    # Refused now, and not after the first epoch.
+    # A model that does not take the images is refused now, and not after the first epoch.
     check_input(cnn, loaders[1].dataset[0][0], len(digits))
     return cnn, loaders
 
@@ -74,7 +74,7 @@ def warmup(epochs: int) -> int:
 
 @dataclass
 class Study:
-    """CNN, data and output folder of a study, whose trainings go on where a killed run left them.
+    """CNN, data and output folder of a study; its trainings resume where a killed run stopped.
 
     Args:
         args: Command line of the study.
@@ -94,7 +94,7 @@ class Study:
 
     @property
     def validation(self) -> Any:
-        """Images of the validation set, of which each has a label."""
+        """Validation set, with a label for each image."""
         return self.loaders[1].dataset
 
     @property
@@ -103,7 +103,7 @@ class Study:
         return chance(self.validation)
 
     def with_cnn(self, args: argparse.Namespace) -> "Study":
-        """Return the study with the CNN and the data of another command line, refused as by :func:`begin`."""
+        """Return the study with the CNN and the data of another command line; raise as :func:`begin` does."""
         with refused(ValueError, RuntimeError, OSError):
             cnn, loaders = _convertible_cnn_and_data(args)
         return replace(self, args=args, cnn=cnn, loaders=loaders)
@@ -117,11 +117,11 @@ class Study:
     def cnn_epochs(self, file: str, title: str) -> Iterator[EpochResult]:
         """Train the CNN and yield after each epoch; a CNN that came with weights is left as it is.
 
-        With SGD and momentum, as the T-CNN paper has it (Sec. 5). On the digits with AdamW: in 15 epochs it came to an
-        accuracy of 0.89, SGD to 0.26 at a rate of 0.1 and to 0.20 at 0.05 (one run each).
+        The optimizer is SGD with momentum, as in the T-CNN paper (Sec. 5), and AdamW on the digits: in 15 epochs AdamW
+        reached an accuracy of 0.89, and SGD 0.26 at a learning rate of 0.1 and 0.20 at 0.05 (one run each).
         """
         if self.args.pretrained:
-            next(self._numbers)  # stages count this training all the same
+            next(self._numbers)  # the number of stages includes this training
             return
         recipe = {
             "epochs": self.args.cnn_epochs,
@@ -129,7 +129,7 @@ class Study:
             "seed": self.args.seed,
         }
         if self.args.data != "digits":
-            # The paper's optimizer of the CNN.
+            # The paper's optimizer for the CNN.
             recipe |= {"opt": "momentum", "weight_decay": 1e-4}
         yield from self._train(self.cnn, file, title, **recipe)
 
@@ -145,8 +145,8 @@ class Study:
         """Fine-tune a model in place with the recipe of the command line; see :func:`tcnn_model.finetune`.
 
         Args:
-            model: CNN, or what it was converted to.
-            file: Name of the checkpoint, from which a killed run goes on.
+            model: CNN, or a model that was converted from it.
+            file: Name of the checkpoint, from which a killed run resumes.
             title: Title of the progress bar.
             seed: Seed of the training; None for ``--seed``.
             **changes: Options of the recipe to change, such as ``epochs``, where a study compares recipes.
@@ -154,7 +154,7 @@ class Study:
         args = self.args
         qk_lr = args.qk_lr
         if qk_lr is None and args.data != "digits":
-            # Few steps of the paper's rate would leave queries and keys where they start.
+            # A few steps at the paper's rate would leave queries and keys where they start.
             qk_lr = "papers"
         recipe = {
             "epochs": args.epochs,
@@ -171,7 +171,7 @@ class Study:
         self, model: nn.Module, file: str, title: str, *, epochs: int, **recipe: Any
     ) -> Iterator[EpochResult]:
         number = next(self._numbers)
-        # Such as a damaged checkpoint, or a share that is none.
+        # Examples are a damaged checkpoint, and a --drop-path outside [0, 1).
         with refused(ValueError):
             yield from finetune(
                 model,
@@ -187,7 +187,7 @@ class Study:
 
 
 def _convertible_cnn_and_data(args: argparse.Namespace) -> tuple[nn.Module, Loaders]:
-    """Return the CNN of the seed and its data; a CNN that cannot be made a T-CNN raises now and not after hours."""
+    """Return the CNN of the seed and its data; raise now, not after hours, if the CNN cannot be made a T-CNN."""
     torch.manual_seed(args.seed)
     cnn, loaders = model_and_data(args)
     reparameterize(cnn.to(args.device))

@@ -17,7 +17,7 @@ from common.options import (
 __all__ = ["add_augment", "add_training", "settle", "settle_augment"]
 
 PAPER_BATCH = 1024
-"""Images of a step that the paper's rates of 1e-4 and 0.1 are for."""
+"""Batch size for which the paper's learning rates are 1e-4 and 0.1."""
 
 
 def add_training(
@@ -42,12 +42,12 @@ def add_training(
     add(
         "--epochs",
         type=from_least(1),
-        help="of fine-tuning (default: 6; 50 for --data)",
+        help="epochs of fine-tuning (default: 6; 50 for --data)",
     )
     add(
         "--cnn-epochs",
         type=from_least(1),
-        help="of the CNN before, unless --pretrained (default: 15; --epochs for --data)",
+        help="epochs of training the CNN first, unless --pretrained (default: 15; --epochs for --data)",
     )
     add(
         "--batch-size",
@@ -57,24 +57,24 @@ def add_training(
     add(
         "--lr",
         type=positive_number,
-        help="of fine-tuning (default: 1e-3; for --data the paper's, 1e-4 for batches of 1024, less for smaller ones)",
+        help="rate of fine-tuning (default: 1e-3; for --data the paper's, 1e-4 for batches of 1024, less for smaller)",
     )
     add(
         "--cnn-lr",
         type=positive_number,
-        help="of training the CNN (default: 1e-2; for --data 0.1 for batches of 256)",
+        help="rate of training the CNN (default: 1e-2; for --data 0.1 for batches of 256)",
     )
-    qk_lr = "of queries and keys (default: --lr; for --data what sums to the paper's 3.1, however few the steps)"
+    qk_lr = "rate of queries and keys (default: --lr; for --data the rate whose sum over all steps is the paper's, 3.1)"
     add("--qk-lr", type=positive_number, help=qk_lr)
     add(
         "--gating-lr",
         type=positive_number,
-        help="of the gates (default: 0.1; for --data the paper's, as --lr)",
+        help="rate of the gates (default: 0.1; for --data the paper's, which depends on the batch as --lr does)",
     )
     add(
         "--gating-min-lr",
         type=positive_number,
-        help="rate that the gates end at (default: annealed as the weights')",
+        help="final rate of the gates (default: annealed like that of the weights)",
     )
     add_augment(add)
     add(
@@ -90,12 +90,13 @@ def add_augment(add: Callable[..., Any]) -> None:
     add(
         "--augment",
         choices=("papers", "light"),
-        help="of --data: papers, with mixup, CutMix and repeated views (default); light, without, for short trainings",
+        help="augmentation of --data: papers (default), or light, without mixup, CutMix and repeated views, for short "
+        "trainings",
     )
 
 
 def settle_augment(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
-    """Refuse an augmentation of the digits, which have none, and set that of photographs."""
+    """Refuse ``--augment`` for the digits, which are not augmented, and set its default for photographs."""
     if args.data == "digits" and args.augment:
         parser.error("--augment goes with --data: the digits are drawn, not augmented")
     if args.data != "digits":
@@ -108,7 +109,7 @@ def settle(
     *,
     digits: Mapping[str, Any] | None = None,
 ) -> None:
-    """Refuse options that do not go together, and set those that the user left out.
+    """Exit with an error if options do not go together, and set those that the user left out.
 
     Args:
         parser, args: Parser and command line of the study.
@@ -116,7 +117,7 @@ def settle(
     """
     on_digits = args.data == "digits"
     if args.pretrained or not on_digits:
-        # The small ResNet is for the digits, and has no weights.
+        # The small ResNet is for the digits, and has no pretrained weights.
         need_model(parser, args)
     check_data_options(parser, args)
     settle_augment(parser, args)
@@ -130,7 +131,7 @@ def settle(
     defaults |= {"lr": 1e-3, "gating_lr": 0.1, "cnn_lr": 1e-2}
     # Some studies need easier scenes or longer trainings to see what they stand for.
     defaults |= digits or {}
-    # Seconds instead of minutes: enough to see that all works, and on most runs the effect.
+    # Seconds instead of minutes are enough to see that everything works and, in most runs, the effect.
     if args.small:
         defaults |= {
             "img_size": 32,
@@ -144,7 +145,7 @@ def settle(
         defaults |= {"lr": 3e-3, "cnn_lr": 2e-2}
     if not on_digits:
         defaults = {"img_size": 224, "epochs": 50, "batch_size": 256}
-        # Rates fall with the batch: as many images then move the weights as far.
+        # Rates are in proportion to the batch size, so that as many images move the weights as far.
         share = (args.batch_size or defaults["batch_size"]) / PAPER_BATCH
         defaults |= {
             "lr": 1e-4 * share,
@@ -153,6 +154,6 @@ def settle(
             "cnn_lr": 0.4 * share,
         }
     fill_in(args, defaults)
-    # --data has no default of its own: the CNN then trains for as long as the T-CNN.
+    # With --data the CNN trains for as many epochs as the T-CNN by default.
     if args.cnn_epochs is None:
         args.cnn_epochs = args.epochs

@@ -1,7 +1,7 @@
 """The convolution that a module computes: its filters, bias, stride and padding, taken from its call of ``conv2d``.
 
-Weight-standardised and "same"-padded layers are subclasses of ``nn.Conv2d`` with a forward of their own. Rather than
-retyping their formulas, we run the forward and take the arguments that it passes to ``conv2d``.
+Weight-standardised and "same"-padded layers are subclasses of ``nn.Conv2d`` with their own forward method. Rather than
+repeating their formulas, we run this method and take the arguments that it passes to ``conv2d``.
 """
 
 import copy
@@ -25,14 +25,14 @@ class Convolution:
     """``conv2d(x, weight, bias, stride, padding, dilation, groups)``, as a module computes it in eval mode.
 
     Args:
-        weight: Filters, shape (C_out, C_in / groups, k_h, k_w): the module's own parameter if it is applied as it is,
-            else the tensor computed from it (a standardised weight).
+        weight: Filters, shape (C_out, C_in / groups, k_h, k_w): the module's parameter if it is applied unchanged, else
+            the tensor computed from the parameter (a standardised weight).
         bias: Bias, shape (C_out,), or None.
         stride, dilation: Steps along y and x.
         padding: Zeros on either side along y and x; or "same", TensorFlow's rule for any stride.
         groups: The argument of ``nn.Conv2d``.
         trainable: Whether filters and bias require gradients.
-        training: Mode of the module.
+        training: Whether the module is in training mode.
     """
 
     weight: Tensor
@@ -70,18 +70,18 @@ class Convolution:
 def describe(module: nn.Module) -> Convolution:
     """Describe the convolution that a module computes.
 
-    A subclass of ``nn.Conv2d`` is run in float64, on a copy, over small random images of every residue of its stride;
-    its output has to equal that of the description. (Values on the meta device cannot be compared.) If it computes its
-    filters or its bias, the parameters that they are computed from are dropped, and filters and bias are trainable if
-    any of those was.
+    A copy of a subclass of ``nn.Conv2d`` is run in float64 on small random images, whose sizes have every residue of
+    the stride, and its output must equal that of the description. (Values on the meta device cannot be compared.) If
+    the module computes its filters or its bias from other parameters, these are dropped, and filters and bias are
+    trainable if any of these parameters was.
 
     Raises:
         TypeError: If ``module`` is not an ``nn.Conv2d``.
-        ValueError: If GPSA cannot stand for it: its padding is not zeros, its weight is parametrized or computed in a
-            hook, its forward was replaced or does anything else than one convolution with filters that do not depend
-            on the image, or trainable parameters of its own (as LoRA's) are applied to a frozen weight.
+        ValueError: If GPSA cannot replace the module: its padding is not zeros, its weight is parametrized or computed
+            in a hook, its forward method was replaced or does anything else than one convolution with filters that do
+            not depend on the image, or additional trainable parameters (such as LoRA's) are applied to a frozen weight.
     """
-    # First, as torch gives a parametrized module a class of its own.
+    # This check comes first, because torch gives a parametrized module a class of its own.
     if nn.utils.parametrize.is_parametrized(module):
         raise ValueError(
             "its weight is parametrized: call torch.nn.utils.parametrize.remove_parametrizations first"
@@ -94,7 +94,7 @@ def describe(module: nn.Module) -> Convolution:
         raise ValueError(
             "its weight is computed at each forward (weight or spectral norm): remove the norm first"
         )
-    # Libraries such as accelerate assign a forward to the instance, which hides that of the class.
+    # Libraries such as accelerate assign a forward method to the instance, which hides that of the class.
     for name in ("forward", "_conv_forward"):
         if name in vars(module):
             raise ValueError(
@@ -112,7 +112,7 @@ def _from_trial(module: nn.Conv2d) -> Convolution:
     on_meta = module.weight.device.type == "meta"
     trial = copy.deepcopy(module).eval()
     if not on_meta:
-        # In float64 the comparison below tells a different function from rounding.
+        # In float64 the comparison below distinguishes a different function from rounding errors.
         trial = trial.to("cpu", torch.float64)
     images = _images(trial)
     outputs = []
@@ -131,7 +131,7 @@ def _from_trial(module: nn.Conv2d) -> Convolution:
     )
     if padded and any(_zeros(call["padding"]) != (0, 0) for call in calls):
         raise ValueError(f"{kind} pads its input twice")
-    # timm's Conv2dSame pads in its forward; whether it pads by that rule the comparison shows.
+    # timm's Conv2dSame pads in its forward method. The comparison below shows whether it follows the "same" rule.
     convolution = _from_call(
         trial, {**calls[0], "padding": "same"} if padded else calls[0]
     )
@@ -147,12 +147,12 @@ def _from_trial(module: nn.Conv2d) -> Convolution:
 
 
 def _images(module: nn.Conv2d) -> list[Tensor]:
-    """Make small random images, one of each residue of the stride and at least two."""
+    """Create small random images, whose sizes have each residue of the stride; at least two images."""
     generator = torch.Generator("cpu").manual_seed(0)
     dilation, kernel_size, stride = (
         _pair(size) for size in (module.dilation, module.kernel_size, module.stride)
     )
-    # Large enough for windows with and without padding.
+    # The images are large enough for windows with and without padding.
     height, width = (
         2 * d * (k - 1) + 2 * s
         for d, k, s in zip(dilation, kernel_size, stride, strict=True)
@@ -222,7 +222,7 @@ def _from_call(module: nn.Conv2d, call: dict[str, Any]) -> Convolution:
     padding = call["padding"]
     dilation = _pair(call["dilation"])
     if padding == "same":
-        # At stride 1 and with odd extents TensorFlow's rule is symmetric padding, whatever the size of the image.
+        # At stride 1 and with odd extents, TensorFlow's rule gives symmetric padding for every image size.
         total_y, total_x = (
             d * (k - 1) for d, k in zip(dilation, call["weight"].shape[2:], strict=True)
         )
@@ -246,9 +246,9 @@ def _from_call(module: nn.Conv2d, call: dict[str, Any]) -> Convolution:
 def _with_parameters_of(
     module: nn.Conv2d, trial: nn.Module, convolution: Convolution
 ) -> Convolution:
-    """Return the description of a copy with the parameters of the original, if they are applied as they are."""
+    """Replace the parameters of a copy by those of the original in a description, if they are applied unchanged."""
     originals = {
-        # By identity: parameters of equal values, such as two gains of 1, are not the same.
+        # Parameters are compared by identity, because different parameters can have equal values (two gains of 1).
         id(copied): module.get_parameter(name)
         for name, copied in trial.named_parameters()
     }
@@ -277,10 +277,10 @@ def _with_parameters_of(
 
 
 def _computed_trains(module: nn.Conv2d, dropped: dict[str, nn.Parameter]) -> bool:
-    """Return whether filters computed from the dropped parameters train: in GPSA they are a single parameter.
+    """Return whether filters computed from the dropped parameters, a single parameter in GPSA, should be trainable.
 
-    A gain may be frozen. But if the weight is frozen while a parameter that is applied to it trains, the result could
-    do neither.
+    A frozen gain is allowed. But if the weight is frozen while another parameter that is applied to it is trainable, a
+    single parameter cannot be both.
     """
     base = []
     extra = []
@@ -305,5 +305,5 @@ def _pair(value: Any) -> Pair:
     if isinstance(value, int):
         return value, value
     values = [int(v) for v in value]
-    # torch takes [3] for [3, 3].
+    # torch accepts [3] for [3, 3].
     return values[0], values[-1]

@@ -14,20 +14,20 @@ __all__ = ["updated_feature_info"]
 def updated_feature_info(
     model: nn.Module, before: Iterable[Call], after: Iterable[Call]
 ) -> Any:
-    """Return the ``feature_info`` of a converted model: stages on a doubled grid reduce half as much.
+    """Return the ``feature_info`` of a converted model, in which stages on a doubled grid reduce half as much.
 
     Args:
-        model: The model before its conversion. Neither it nor its class is changed.
+        model: The model before its conversion. Neither the model nor its class is changed.
         before: Runs of its modules before the conversion.
         after: Runs of its modules after the conversion.
 
     Returns:
-        A changed copy; None if nothing changes, or if ``feature_info`` is not as timm makes it: a list of dictionaries,
-        or an object with such a list as ``info``.
+        A changed copy; None if nothing changes, or if ``feature_info`` does not have timm's form, which is a list of
+        dictionaries or an object with such a list as ``info``.
     """
     info = getattr(model, "feature_info", None)
     if isinstance(
-        # A property computes its value, and cannot be set.
+        # A property computes its value and cannot be set.
         getattr(type(model), "feature_info", None),
         property,
     ) or not isinstance(_entries(info), list | tuple):
@@ -35,7 +35,7 @@ def updated_feature_info(
     rows_before, rows_after = (
         {call.name: call.outputs[0] for call in calls} for calls in (before, after)
     )
-    # The list can be that of the class, which other models share.
+    # The list may be an attribute of the class, which other models share.
     info = copy.deepcopy(info)
     changed = False
     for entry in _entries(info):
@@ -44,7 +44,7 @@ def updated_feature_info(
         module = entry.get("module")
         reduction = entry.get("reduction")
         if isinstance(module, str) and isinstance(reduction, int):
-            # A grid that doubles may be a row short of twice the rows where sizes are odd.
+            # With odd sizes, a doubled grid may have one row less than twice the rows, so the ratio is rounded.
             growth = round(_rows(rows_after, module) / _rows(rows_before, module))
             if growth > 1:
                 entry["reduction"] = reduction // growth
@@ -68,7 +68,7 @@ def _rows(grids: Mapping[str, int], module: str) -> int:
     for name in names:
         if name in grids:
             return grids[name]
-    # FeatureGraphNet, of torch.fx, does not call a stage as a module: its last operation stands for it.
+    # FeatureGraphNet, which uses torch.fx, does not call a stage as a module: the map of its last operation is taken.
     children = tuple(f"{name}." for name in names)
     inside = [rows for name, rows in grids.items() if name.startswith(children)]
     return inside[-1] if inside else 1

@@ -1,6 +1,6 @@
-"""Conversion of a CNN into a Transformed CNN: choice of convolutions, their stride, and the exchange itself.
+"""Conversion of a CNN into a Transformed CNN: choice of the convolutions, their stride, and their replacement.
 
-Everything is planned and tried on a copy without storage first, so that a model is converted whole or not at all.
+The conversion is planned and tried on a copy without storage first, so that an error leaves the model unchanged.
 """
 
 from collections.abc import Callable, Collection, Sequence
@@ -46,29 +46,29 @@ def reparameterize(
     """Replace convolutions of a CNN by :class:`~tcnn_model.GPSA` layers loaded with their filters (T-CNN, Sec. 2).
 
     The defaults are the paper's: the k x k convolutions of the last stage, that stage at stride 1, alpha = lambda = 1.
-    The result then *starts near* the CNN's function, not at it. ``stride="keep", locality_strength=20, gating=20``
-    gives the same function to float32 rounding.
+    The result then *starts near* the CNN's function, but does not equal it. With ``stride="keep",
+    locality_strength=20, gating=20`` both are the same function up to float32 rounding.
 
     The last stage consists of the k x k convolutions, depthwise ones included, that work at the network's final
     resolution or in the block that reduces to it; those inside attention layers are left out. In a network built with
     timm's ``output_stride`` several stages share the final resolution, and all are converted.
 
-    ``stride="unit"`` takes out the stride of a chosen convolution, or else that of its block: the module around it
-    that makes the step in resolution, which may be the stage. Every operation that makes the same step (1 x 1 shortcut,
-    parallel branch, average, max or blur pool) is set to stride 1 too, and the grid doubles. Operations whose output
+    ``stride="unit"`` removes the stride of a chosen convolution, or else that of its block, which is the module around
+    it that makes the step in resolution and may be the stage. Every operation that makes the same step (1 x 1 shortcut,
+    parallel branch, average, max or blur pool) is set to stride 1, too, and the grid doubles. Operations whose output
     would then be too small for the grid are extended at the border. For the 2 x 2 convolutions of ConvNeXt's
-    downsampling this is one pixel of zeros to the right and down: windows overlap, and every second one is a window of
-    the CNN. An error is raised if operations would no longer fit together. Where the stride stands in a separate
-    layer before the chosen ones and their blocks (the pools of VGG and DenseNet), there is nothing to take out, and
-    both settings give the same model.
+    downsampling this is one pixel of zeros to the right and at the bottom: windows overlap, and every second window is
+    one of the CNN. An error is raised if operations would no longer fit together. If the stride is in a separate layer
+    before the chosen layers and their blocks (the pools of VGG and DenseNet), there is no stride to remove, and both
+    settings give the same model.
 
     A weight-standardised convolution becomes a layer with the standardised weight, which is a new parameter; a
-    checkpoint of the CNN has to be loaded before the conversion. Plain convolutions keep their weight, and its name.
+    checkpoint of the CNN has to be loaded before the conversion. Plain convolutions keep their weight and its name.
 
     Args:
         model: Any module with a 2-D feature extractor, which is its ``forward_features`` if it has that method.
-        layers: None for the last stage, of a model that has no GPSA layers yet; else a convolution's name, the name of
-            a module (all k x k convolutions in it), a glob over k x k convolutions, a collection of these, or a
+        layers: None for the last stage, if the model has no GPSA layers yet; else a convolution's name, the name of a
+            module (for all k x k convolutions in it), a glob over k x k convolutions, a collection of these, or a
             predicate ``(name, conv) -> bool``, which is called for k x k convolutions only.
         stride: "unit" or "keep".
         locality_strength: Initial alpha of every head, in 1 / pixel^2.
@@ -76,8 +76,8 @@ def reparameterize(
         qk_dim: Channels of queries and keys per head, see :class:`~tcnn_model.GPSA`.
         qk_scale: Initial scale of the weights of queries and keys, see :class:`~tcnn_model.GPSA`. The papers use 1.
         backend: Algorithm of the layers' attention, see :func:`~tcnn_model.gpsa`.
-        input_size: Size (C, H, W) at which stages are told apart; by default that of timm's ``pretrained_cfg``, or
-            3 x 224 x 224.
+        input_size: Size (C, H, W) of the image with which stages are identified; by default that of timm's
+            ``pretrained_cfg``, or 3 x 224 x 224.
         inplace: Whether to convert ``model`` itself rather than a copy.
 
     Returns:
@@ -85,10 +85,10 @@ def reparameterize(
         The parameters that attention adds (query, key, value, locality, centre, gating) require gradients.
 
     Raises:
-        TypeError: If ``model`` is not a module, or ``layers`` none of the above.
-        ValueError: If there is no convolution to reparameterize; a name, glob or predicate matches none; a convolution
-            does something else as well, or its weight is parametrized, pruned or partly frozen; or a stride cannot be
-            taken out (the error names ``stride="keep"``). The model is then unchanged.
+        TypeError: If ``model`` is not a module, or ``layers`` has another type.
+        ValueError: If there is no convolution to reparameterize; a name, glob or predicate matches no convolution; a
+            module computes more than a convolution, or its weight is parametrized, pruned or partly frozen; or a stride
+            cannot be removed (the error suggests ``stride="keep"``). The model is then unchanged.
     """
     if stride not in ("unit", "keep"):
         raise ValueError(f"expected stride='unit' or 'keep', got {stride!r}")
@@ -110,12 +110,12 @@ def unstride(
     input_size: InputSize | None = None,
     inplace: bool = False,
 ) -> nn.Module:
-    """Take the stride out of a CNN's last stage, as :func:`reparameterize` does, and leave its convolutions.
+    """Remove the stride of a CNN's last stage, as :func:`reparameterize` does, but keep its convolutions.
 
-    This is a control that the T-CNN paper lacks: its T-CNNs have attention and a last stage on twice the grid at once
-    ("Without SA" in its Table 1 is the CNN at its own stride). Every operation that makes the stage's step in
-    resolution is set to stride 1, with the same filters. The layers thus see the pixels that they saw before, and
-    others between them.
+    This is a control that the T-CNN paper lacks: its T-CNNs differ from the CNN both by attention and by a last stage
+    on twice the grid ("Without SA" in its Table 1 is the CNN at its own stride). Every operation that makes the stage's
+    step in resolution is set to stride 1, with the same filters. The layers thus see the same pixels as before, and the
+    pixels between them.
 
     Args:
         model, layers, input_size, inplace: The arguments of :func:`reparameterize`.
@@ -124,7 +124,7 @@ def unstride(
         The CNN at stride 1, with the parameters of ``model`` under their names.
 
     Raises:
-        TypeError, ValueError: As :func:`reparameterize`; also if there is no stride to take out.
+        TypeError, ValueError: As in :func:`reparameterize`; also if there is no stride to remove.
     """
     return _converted(model, layers, "unit", input_size, inplace, None)
 
@@ -137,9 +137,9 @@ def _converted(
     inplace: bool,
     convert: Callable[[str, Any, Call | None], nn.Module] | None,
 ) -> nn.Module:
-    """Return the model with its layers replaced by ``convert(name, convolution, step to take out)``.
+    """Return the model with its layers replaced by ``convert(name, convolution, step to remove)``.
 
-    With ``convert=None`` the convolutions stay, and only the steps in resolution are taken out.
+    With ``convert=None`` the convolutions stay, and only the steps in resolution are removed.
     """
     _check_types(model, layers)
     rehearsal = meta_copy(model)
@@ -158,7 +158,7 @@ def _converted(
             for name, call in steps.items()
         }
         if convert is not None:
-            # Conversion comes second: a chosen convolution whose stride goes is replaced, not only un-strided.
+            # Conversion comes second, so that a chosen convolution at unit stride is itself replaced.
             modules |= {
                 name: convert(name, source.get_submodule(name), steps.get(name))
                 for name in selected
@@ -223,8 +223,8 @@ def _choose(
     elif callable(layers):
         selected = list(select_layers(spatial, layers, noun="k x k convolutions"))
     else:
-        # A 1 x 1 convolution has to be selected by its own name: the name of a module around it stands for the k x k
-        # convolutions in it.
+        # A 1 x 1 convolution can only be selected by its own name, because the name of a module around it selects the
+        # k x k convolutions in that module.
         names = (layers,) if isinstance(layers, str) else tuple(layers)
         named = {name: convolutions[name] for name in names if name in convolutions}
         selected = list(
@@ -234,13 +234,13 @@ def _choose(
     unused = [name for name in selected if name not in traced]
     if unused:
         raise ValueError(
-            f"not used by the model's feature extractor, so of unknown resolution: {unused}"
+            f"not used by the model's feature extractor, so their resolution is unknown: {unused}"
         )
     return selected
 
 
 def _unsupported(calls: list[Call]) -> str:
-    """Name, for an error, the layers that convolve at the final resolution but are no nn.Conv2d (CondConv2d)."""
+    """Describe, for an error, layers that convolve at the final resolution but are not nn.Conv2d (CondConv2d)."""
     layers = []
     for call in calls:
         convolves = (
@@ -251,7 +251,7 @@ def _unsupported(calls: list[Call]) -> str:
         if convolves and call.outputs == calls[-1].outputs:
             layers.append(f"{call.name} ({type(call.module).__name__})")
     return (
-        f", and {_first_names(layers)} are no nn.Conv2d with filters of their own"
+        f", and {_first_names(layers)} are not nn.Conv2d layers with their own filters"
         if layers
         else ""
     )
@@ -269,14 +269,14 @@ def _last_stage(calls: list[Call]) -> list[str]:
             raise ValueError(
                 f"the image is too small to tell stages apart: {call.name} works on 1 x 1; pass input_size="
             )
-        # Any other 1 x 1 map is a pooled vector (squeeze-and-excitation), not a resolution of the network.
+        # A 1 x 1 convolution on a 1 x 1 map works on a pooled vector (squeeze-and-excitation), not on the feature map.
     if not convolutions:
         return []
     final = convolutions[-1].outputs
     reductions = [call for call in calls if is_strided(call) and call.outputs == final]
     previous = {call.inputs for call in reductions}
-    # The stride of a block may be a pool behind its convolution (ResNet-D, anti-aliased networks), which itself works
-    # at the previous resolution.
+    # The stride of a block may be in a pool after its convolution (ResNet-D, anti-aliased networks), so that the
+    # convolution works at the previous resolution.
     blocks = {_parent(call.name) for call in reductions}
     reducing_blocks = {
         c.name
@@ -285,21 +285,21 @@ def _last_stage(calls: list[Call]) -> list[str]:
     }
 
     def belongs(call: Call) -> bool:
-        # A stage reduces by 2, or nearly 3 where sizes are odd; the patch embedding of a transformer is no stage.
+        # A stage reduces by 2, or by nearly 3 if sizes are odd; larger steps are patch embeddings of transformers.
         rows, columns = call.inputs
         one_step = max(rows / final[0], columns / final[1]) <= 3
         in_block = not reducing_blocks.isdisjoint(_ancestors(call.name))
         return _is_spatial(call) and one_step and (call.outputs == final or in_block)
 
-    # A convolution that runs more than once is converted once.
+    # A convolution that runs several times appears only once.
     return list(dict.fromkeys(call.name for call in convolutions if belongs(call)))
 
 
 def _strided_steps(calls: list[Call], selected: list[str]) -> dict[str, Call]:
-    """Return the operations to set to stride 1: those that make the same step in resolution as a chosen layer's block.
+    """Return the operations to set to stride 1, which make the same step in resolution as a chosen layer's block.
 
-    The block of an operation is the smallest module around it with a k x k convolution in it: a module that has only
-    pools and 1 x 1 convolutions is a part of the module around it.
+    The block of an operation is the smallest module around it that contains a k x k convolution: a module with only
+    pools and 1 x 1 convolutions belongs to the block of the module around it.
     """
     strided = [
         call
@@ -310,14 +310,14 @@ def _strided_steps(calls: list[Call], selected: list[str]) -> dict[str, Call]:
     spatial = [
         c.name
         for c in calls
-        # A blur pool calls conv2d too, but its filters are a buffer. Layers converted earlier count as convolutions.
+        # A blur pool calls conv2d, too, but its filters are a buffer. Layers converted earlier count as convolutions.
         if (c.convolves and c.module._parameters) or isinstance(c.module, GPSA)
     ]
     blocks = around_selected.union(*map(_ancestors, spatial))
     runs = {(call.name, call.inputs, call.outputs) for call in calls}
 
     def in_selected_block(call: Call) -> bool:
-        # All are ancestors of one module, so the longest name is the innermost.
+        # All of them are ancestors of the same module, so the longest name is that of the innermost.
         block = max(_ancestors(call.name) & blocks, key=len)
         return block in around_selected and (block, call.inputs, call.outputs) in runs
 
@@ -330,7 +330,7 @@ def _strided_steps(calls: list[Call], selected: list[str]) -> dict[str, Call]:
 
 
 def _convert(name: str, conv: nn.Module, step: Call | None, **options: Any) -> GPSA:
-    """Return the GPSA layer for a convolution, at stride 1 if it makes a step in resolution that is taken out."""
+    """Return the GPSA layer for a convolution, at stride 1 if it makes a step in resolution that is removed."""
     try:
         if carries_hooks(conv):
             raise ValueError(
@@ -340,13 +340,13 @@ def _convert(name: str, conv: nn.Module, step: Call | None, **options: Any) -> G
         if step is not None:
             convolution = replace(convolution, stride=(1, 1))
             y, x = convolution.axes(*step.inputs)
-            # Zeros on both sides cannot keep the grid of an even kernel, nor of one that had no padding.
+            # Symmetric padding cannot keep the grid with an even kernel, and a kernel may have had no padding.
             if (y.queries, x.queries) != step.inputs:
                 convolution = replace(convolution, padding="same")
         layer = GPSA.from_conv(convolution, **options)
     except (TypeError, ValueError) as error:
         raise ValueError(f"cannot reparameterize {name!r}: {error}") from error
-    # The layer takes over the parameters of the convolution: ties, and an optimizer's state for them, stay.
+    # The layer takes over the parameters of the convolution, so that ties and an optimizer's state stay valid.
     for key, applied in (("weight", convolution.weight), ("bias", convolution.bias)):
         if applied is conv._parameters[key]:
             setattr(layer, key, applied)
@@ -354,11 +354,11 @@ def _convert(name: str, conv: nn.Module, step: Call | None, **options: Any) -> G
 
 
 def _exchange(model: nn.Module, replacements: dict[str, nn.Module]) -> nn.Module:
-    """Replace modules of a model by name; a module shared under several names stays shared."""
+    """Replace modules of a model by name; a module that is shared under several names stays shared."""
     if "" in replacements:
         return replacements[""]
     aliases = dict(model.named_modules(remove_duplicate=False))
-    # A module has one of its names in the plan, and may have others.
+    # The replacements have one name per module, but a module may have several names.
     by_module = {id(aliases[name]): module for name, module in replacements.items()}
     for alias, module in aliases.items():
         if id(module) in by_module:
@@ -374,7 +374,7 @@ def _check_grids(
     try:
         calls = trace(model, size)
     except FAILURES as error:
-        if not steps:  # the error is a bug of ours then, and not due to a stride
+        if not steps:  # no stride was removed, so the error is a bug of ours
             raise
         reason = f"{type(error).__name__}: {error}"
         raise ValueError(
@@ -397,7 +397,7 @@ def _first_names(names: list[str]) -> str:
 
 
 def _is_spatial(call: Call) -> bool:
-    """Return whether a call is that of a k x k convolution, k > 1."""
+    """Return whether the module of a call is a k x k convolution, k > 1."""
     return isinstance(call.module, nn.Conv2d) and max(call.module.kernel_size) > 1
 
 

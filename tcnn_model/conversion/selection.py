@@ -26,8 +26,8 @@ def select_layers(
         noun: Description of the candidates, in the plural, for error messages.
 
     Raises:
-        TypeError: If ``layers`` is none of these, such as a number.
-        ValueError: If a name or glob matches no candidate, or the predicate matches none.
+        TypeError: If ``layers`` has another type, such as a number.
+        ValueError: If a name, a glob or the predicate matches no candidate.
     """
     if callable(layers):
         selected = {
@@ -41,7 +41,7 @@ def select_layers(
     if not isinstance(layers, Collection) or not all(
         isinstance(pattern, str) for pattern in layers
     ):
-        # Layers have names, not numbers; of attention there may be a layer called so.
+        # The error shows the last name as an example: that of a layer called attention, if there is one.
         called_attention = [
             name for name in candidates if name.endswith(("attn", "attention"))
         ]
@@ -64,7 +64,7 @@ def select_layers(
 
 
 def matching(names: Iterable[str], pattern: str) -> list[str]:
-    """Return the names that are the pattern, lie in a module of that name, or match it as a glob."""
+    """Return the names that equal the pattern, belong to a module of that name, or match the pattern as a glob."""
     return [
         n
         for n in names
@@ -75,12 +75,12 @@ def matching(names: Iterable[str], pattern: str) -> list[str]:
 
 
 def _hint(pattern: str, names: Collection[str]) -> str:
-    # Lower than difflib's 0.6: a user may give no more than the end of a long path.
+    # The cutoff is lower than difflib's 0.6, because a user may give only the end of a long path.
     close = (
         difflib.get_close_matches(pattern, names, n=3, cutoff=0.5) or list(names)[-3:]
     )
     return (
         f"; did you mean {', '.join(map(repr, close))}?"
         if close
-        else f": the model has none, so {pattern!r} cannot"
+        else ": the model has none"
     )

@@ -24,10 +24,11 @@ __all__ = [
 Grid = tuple[int, int]
 InputSize = tuple[int, int, int]
 
-# Norms keep the shape. On the meta device PyTorch runs them step by step in Python, most of the time of a conversion.
+# Norms keep the shape. On the meta device PyTorch runs them step by step in Python, which would take most of the time
+# of a conversion.
 _NORMS = ("batch_norm", "group_norm", "instance_norm", "layer_norm")
 
-# Errors of networks on an image that they do not take, or whose resolution has changed.
+# Errors that networks raise on an image that they do not accept, or after a change of resolution.
 FAILURES = (RuntimeError, ValueError, TypeError, IndexError, AssertionError)
 
 
@@ -39,8 +40,8 @@ class Call:
         name: Name of the module in the model.
         module: The module, on the meta device.
         inputs, outputs: Sizes (H, W) of the feature maps.
-        in_attention: Whether it runs inside an attention layer: its resolution need not be that of the network.
-        convolves: Whether it calls conv2d itself, with a k x k kernel, k > 1.
+        in_attention: Whether the module is inside an attention layer, whose resolution may differ from the network's.
+        convolves: Whether the module itself calls conv2d with a k x k kernel, k > 1.
     """
 
     name: str
@@ -58,10 +59,10 @@ class Call:
 
 
 def copy_in_its_modes(model: nn.Module) -> nn.Module:
-    """Return a deep copy, every module in the mode of its original.
+    """Return a deep copy in which every module has the mode of its original.
 
     Raises:
-        ValueError: If an attribute of a module is a tensor computed from others, which cannot be copied.
+        ValueError: If an attribute of a module is a tensor computed from other tensors, which cannot be copied.
     """
     try:
         duplicate = copy.deepcopy(model)
@@ -75,7 +76,7 @@ def copy_in_its_modes(model: nn.Module) -> nn.Module:
             f"cannot copy {type(model).__name__}: {computed[0]} is computed from other tensors; if it is pruned or "
             f"normed, call torch.nn.utils.prune.remove, remove_weight_norm or remove_spectral_norm first"
         ) from error
-    # copy.deepcopy leaves extractors made by torch.fx (timm's, torchvision's) in training mode (seen with torch 2.15).
+    # copy.deepcopy returns feature extractors made by torch.fx (timm's, torchvision's) in training mode (torch 2.15).
     modes = {name: module.training for name, module in model.named_modules()}
     for name, module in duplicate.named_modules():
         module.training = modes.get(name, module.training)
@@ -83,9 +84,9 @@ def copy_in_its_modes(model: nn.Module) -> nn.Module:
 
 
 def meta_copy(model: nn.Module) -> nn.Module:
-    """Return a copy without storage or hooks, in eval mode: running it costs no memory and calls no user code."""
+    """Return a copy in eval mode without storage or hooks, which runs without memory for values or calls of hooks."""
     duplicate = copy_in_its_modes(model).to("meta").eval()
-    # Hooks of the user may record or print what they see, which a rehearsal must not add to.
+    # Hooks of the user may record or print, which a trial run must not cause.
     for module in duplicate.modules():
         for hooks in (module._forward_hooks, module._forward_pre_hooks):
             hooks.clear()
@@ -93,7 +94,7 @@ def meta_copy(model: nn.Module) -> nn.Module:
 
 
 def _plain_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Return the tensors that are attributes of a module, neither parameters nor buffers, by their dotted names."""
+    """Return tensors that are plain attributes of a module, not parameters or buffers, by their dotted names."""
     tensors = {}
     for name, module in model.named_modules():
         for key, value in vars(module).items():
@@ -112,14 +113,14 @@ def trace(model: nn.Module, input_size: InputSize) -> list[Call]:
         input_size: Size of the image, (C, H, W).
 
     Returns:
-        A :class:`Call` for each run of each module with one feature map in and one out, in the order they ended.
+        A :class:`Call` for each run of a module that maps a feature map to a feature map, in the order of their ends.
     """
     calls: list[Call] = []
     names = {module: name for name, module in model.named_modules()}
     operations = _Operations()
 
     def enter(module: nn.Module, inputs: tuple[object, ...]) -> None:
-        # An nn.Softmax is a function of the layer around it, which is the attention layer.
+        # An nn.Softmax is treated as a function called by the module around it, which is the attention layer.
         if not isinstance(module, nn.Softmax):
             operations.running.append(names[module])
 
@@ -167,7 +168,7 @@ def trace(model: nn.Module, input_size: InputSize) -> list[Call]:
 
 
 class Shapes(TorchFunctionMode):
-    """Mode in which norms return their input, so that a network without storage gives its shapes much sooner."""
+    """Mode in which norms return their input, which makes a run on the meta device much faster."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
@@ -178,7 +179,7 @@ class Shapes(TorchFunctionMode):
 
 
 class _Operations(Shapes):
-    """Mode that collects modules that call conv2d, and those with a softmax over the last axis: attention layers."""
+    """Mode that collects modules that call conv2d, and attention layers: modules with a softmax over the last axis."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -199,7 +200,7 @@ class _Operations(Shapes):
         attends = name == "scaled_dot_product_attention"
         if name == "softmax":
             dim = kwargs.get("dim", args[1] if len(args) > 1 else None)
-            # The softmax of a classifier has two axes, (B, K).
+            # The input of a classifier's softmax has only two axes, (B, K).
             axes = args[0].ndim
             attends = axes > 2 and dim in (-1, axes - 1)
         if module and attends:
@@ -215,15 +216,15 @@ def find_input_size(model: nn.Module, input_size: InputSize | None = None) -> In
         input_size: Size to try. By default H and W are those of timm's ``pretrained_cfg``, or 224 x 224.
 
     Raises:
-        ValueError: If the model does not run on it, nor (by default) with as many channels as its first convolution
-            takes or its ``pretrained_cfg`` says; or if a tensor of its own does not move with the model.
+        ValueError: If the model does not run on an image of this size (by default neither with the input channels of
+            its first convolution nor with those of its ``pretrained_cfg``), or if a tensor does not move with it.
     """
     config = getattr(model, "pretrained_cfg", None) or {}
     channels, height, width = config.get("input_size") or (3, 224, 224)
     first = next(
         (m.in_channels for m in model.modules() if isinstance(m, nn.Conv2d)), channels
     )
-    # The channels differ for in_chans=1, and for stems that turn space into depth before their first convolution.
+    # The two differ for in_chans=1, and for stems that turn space into depth before their first convolution.
     candidates = (
         [(first, height, width), (channels, height, width)]
         if input_size is None
@@ -255,7 +256,7 @@ def find_input_size(model: nn.Module, input_size: InputSize | None = None) -> In
 
 
 def carries_hooks(module: nn.Module) -> bool:
-    """Return whether hooks are attached to a module, which would be lost with it."""
+    """Return whether a module has hooks, which would be lost if it were replaced."""
     return bool(
         module._forward_hooks
         or module._forward_pre_hooks

@@ -15,24 +15,24 @@ __all__ = ["at_unit_stride", "check_phases", "is_strided"]
 Phase = tuple[int, int]
 
 _POOLS = (nn.AvgPool2d, nn.MaxPool2d)
-# Pixels, at least, along each axis of the images on which an operation is compared with itself at stride 1: more than
-# kernels of strided operations have, so that windows without padding are compared too.
+# Smallest height and width of the images on which an operation is compared with itself at stride 1. It exceeds the
+# kernels of strided operations, so that windows without padding are compared, too.
 _TRIAL_PIXELS = 24
 
 
 def is_strided(call: Call) -> bool:
-    """Return whether a call is a single operation (not a block of them) that reduces resolution by its own stride."""
+    """Return whether a call is a single operation, not a block of them, and reduces resolution by its own stride."""
     children = nn.ModuleList(call.module.children())
     has_layers = any(True for _ in children.parameters())
     return call.reduces and max(_stride(call.module)) > 1 and not has_layers
 
 
 def at_unit_stride(call: Call, module: nn.Module) -> nn.Module:
-    """Make an operation of stride 1 on the same grid, whose output at every s-th pixel is the strided output.
+    """Create an operation of stride 1 that keeps the grid, and whose output at every s-th pixel is the strided output.
 
     If its output would be smaller than the grid (2 x 2 convolutions and pools, or 3 x 3 without padding), its input is
-    extended equally on both sides, an odd pixel to the right and down: for a pool the border is repeated, so that its
-    windows hold real pixels only; for a convolution by its own kind of padding, as a rule zeros.
+    extended equally on both sides, with an odd pixel to the right and at the bottom. A pool repeats the border, so that
+    its windows contain real values only; a convolution uses its own padding mode, which is usually zeros.
 
     Args:
         call: Run of the operation, as traced on the meta device.
@@ -42,10 +42,10 @@ def at_unit_stride(call: Call, module: nn.Module) -> nn.Module:
         A new module that has the parameters of ``module``, under their names.
 
     Raises:
-        ValueError: If it would not keep the grid at stride 1.
+        ValueError: If the operation would not keep the grid at stride 1.
     """
     rows, cols = _missing_pixels(call)
-    # Shallow: the parameters are shared, which keeps ties and an optimizer's state.
+    # A shallow copy shares the parameters, which keeps ties and an optimizer's state.
     unit = copy.copy(module)
     _set_unit_stride(unit)
     if (rows, cols) == (0, 0):
@@ -61,24 +61,24 @@ def at_unit_stride(call: Call, module: nn.Module) -> nn.Module:
 
 
 def _both_sides(rows: int, cols: int) -> tuple[int, int, int, int]:
-    """Split rows and columns of padding into (left, right, top, bottom), the odd pixel to the right and down."""
+    """Split rows and columns of padding into (left, right, top, bottom), with odd pixels right and at the bottom."""
     left = cols // 2
     top = rows // 2
     return left, cols - left, top, rows - top
 
 
 def _padded_to_its_grid(conv: nn.Conv2d) -> nn.Conv2d:
-    """Change a convolution of stride 1 so that its padding keeps the grid; a wrapper would rename its parameters."""
+    """Set the padding of a convolution of stride 1 so that it keeps the grid; a wrapper would rename its parameters."""
     axes = zip(conv.dilation, conv.kernel_size, strict=True)
     rows, cols = (d * (k - 1) for d, k in axes)
-    # nn.Conv2d computes this in its constructor, and its forward reads it for padding modes other than zeros.
+    # nn.Conv2d computes this attribute in its constructor, and uses it for padding modes other than zeros.
     conv._reversed_padding_repeated_twice = list(_both_sides(rows, cols))
     if rows % 2 == cols % 2 == 0:
         conv.padding = (rows // 2, cols // 2)
     elif type(conv) is not nn.Conv2d or conv.padding_mode != "zeros":
         conv.padding = "same"
     else:
-        # torch's own padding="same" warns about even kernels. The constructor would allocate a weight.
+        # torch's padding="same" warns about even kernels, and the constructor of Conv2dSame would allocate a weight.
         same = Conv2dSame.__new__(Conv2dSame)
         vars(same).update(vars(conv))
         return same
@@ -89,18 +89,20 @@ def _padded_to_its_grid(conv: nn.Conv2d) -> nn.Conv2d:
 def check_phases(steps: Iterable[Call]) -> None:
     """Check that operations which make the same step in resolution still fit together at stride 1.
 
-    Un-striding is sound only if the strided output of each operation is its output at stride 1 at every s-th pixel,
-    counted from the same first pixel in all operations that make the same step: else branches would be added out of
-    place. With "same" padding a 3 x 3 convolution of stride 2 looks from pixels 1, 3, 5, ... of an even image, a 1 x 1
-    convolution from 0, 2, 4. Values do not matter, so they are random, and images have every residue of the stride.
+    The stride can be removed only if the strided output of each operation is its output at stride 1 at every s-th
+    pixel, starting from the same first pixel in all operations that make the same step: otherwise branches would be
+    added with an offset. With "same" padding the windows of a 3 x 3 convolution of stride 2 are centred at pixels 1, 3,
+    5, ... of an even image, those of a 1 x 1 convolution at 0, 2, 4. Values do not matter, so they are random, and
+    image sizes have every residue of the stride.
 
     Args:
         steps: Runs of strided operations, as traced on the meta device.
 
     Raises:
-        ValueError: If an operation's strided output is not part of its output at stride 1, or two operations disagree.
+        ValueError: If an operation's strided output is not part of its output at stride 1, or the first pixels of two
+            operations differ.
     """
-    # For each step and residue, the name of its first operation and the phases of all so far.
+    # For each step and residue: the name of its first operation, and the phases common to all operations so far.
     common: dict[tuple[object, object, int], tuple[str, set[Phase]]] = {}
     for call in steps:
         strided = _with_random_values(call.module)
@@ -123,7 +125,7 @@ def check_phases(steps: Iterable[Call]) -> None:
 
 def _phases(call: Call, strided: nn.Module, pixels: int) -> set[Phase]:
     """Return the first pixels (y, x) from which every s-th output at stride 1 is the strided output."""
-    # Every device is named: the caller may have set torch.set_default_device.
+    # Devices are given explicitly, because the caller may have set torch.set_default_device.
     generator = torch.Generator("cpu").manual_seed(0)
     x = torch.randn(
         1, _channels(strided), pixels, pixels, generator=generator, device="cpu"
@@ -139,7 +141,7 @@ def _phases(call: Call, strided: nn.Module, pixels: int) -> set[Phase]:
         part = every_sth[:, :, :height, :width]
         if part.shape != sparse.shape:
             return False
-        # Outputs at a wrong phase differ by about their size; float32 rounding stays a thousand times below 1e-3.
+        # Outputs at a wrong phase differ by about their magnitude; rounding in float32 is a thousand times below 1e-3.
         error = (part - sparse).abs().max()
         return bool(error <= 1e-3 * sparse.abs().max())
 
@@ -148,7 +150,7 @@ def _phases(call: Call, strided: nn.Module, pixels: int) -> set[Phase]:
 
 
 def _with_random_values(module: nn.Module) -> nn.Module:
-    """Copy an operation from the meta device, where it has no values, to the CPU, with random values."""
+    """Copy an operation from the meta device, where it has no values, to the CPU with random values."""
     duplicate = copy.deepcopy(module).to_empty(device="cpu").float()
     generator = torch.Generator("cpu").manual_seed(0)
     tensors: list[Tensor] = [*duplicate.parameters(), *duplicate.buffers()]
@@ -158,7 +160,7 @@ def _with_random_values(module: nn.Module) -> nn.Module:
 
 
 def _missing_pixels(call: Call) -> tuple[int, int]:
-    """Return the rows and columns by which the operation at stride 1 falls short of its input's grid."""
+    """Return the numbers of rows and columns that the output at stride 1 lacks to the grid of the input."""
     unit = copy.copy(call.module)
     _set_unit_stride(unit)
     tensors = itertools.chain(unit.parameters(), unit.buffers())
@@ -181,11 +183,11 @@ def _run(call: Call, operation: nn.Module, x: Tensor) -> Tensor:
 
 
 def _channels(module: nn.Module) -> int:
-    """Return the channels of an image that the operation takes."""
+    """Return the number of input channels of an operation."""
     weight = getattr(module, "weight", None)
     if weight is not None:
         return int(weight.shape[1] * getattr(module, "groups", 1))
-    # timm's BlurPool2d has filters for its channels; other pools take any number.
+    # timm's BlurPool2d has one filter per channel; other pools accept any number of channels.
     return getattr(module, "channels", None) or 1
 
 

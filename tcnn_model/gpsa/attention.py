@@ -19,7 +19,7 @@ __all__ = ["GatedAttention"]
 class GatedAttention:
     """``A_h = (1 - gate_h) softmax(q k^T / sqrt(d)) + gate_h softmax(position_h · r)``.
 
-    The content part attends to real pixels only; the positional part to the real grid extended by the padding.
+    The content part attends to real pixels only, the positional part to the grid extended by the padding.
 
     Args:
         query: Queries, shape (B, heads, N_query, d), row-major over the y.queries x x.queries grid.
@@ -81,7 +81,8 @@ class GatedAttention:
         _check_shape("position", self.position, (heads, 3))
         _check_shape("gate", self.gate, (heads,))
         check_alike(self.query, keys=self.key)
-        # Position and gate may be wider than the queries: far pixels need the range, gates near 1 the digits.
+        # Position and gate may have a wider dtype than the queries: positional logits of far pixels need its range, and
+        # gates near 1 its precision.
         device = self.query.device
         for name, tensor in (("position", self.position), ("gate", self.gate)):
             if tensor.device != device:
@@ -103,7 +104,7 @@ class GatedAttention:
     ) -> tuple[Tensor, Tensor]:
         """Return the factors, or their logarithms, without the padding.
 
-        Values on the padding are zero, so attention that falls there contributes nothing to the output.
+        Values on the padding are zero, so attention to the padding contributes nothing to the output.
 
         Returns:
             Factors of shapes (heads, y.queries, H) and (heads, x.queries, W).
@@ -124,7 +125,7 @@ class GatedAttention:
             queries: Indices of the queries, shape (n,).
 
         Returns:
-            Attention of shape (B, heads, n, H * W). The mass that a row lacks to 1 lies on the padding.
+            Attention of shape (B, heads, n, H * W). A row that sums to less than 1 has the rest on the padding.
         """
         with without_autocast(self.query):
             content = self.content(queries)
@@ -137,7 +138,7 @@ class GatedAttention:
         # The default is None because torch 2.8 cannot compile a slice as a default argument.
         query = self.query if queries is None else self.query[:, :, queries]
         with without_autocast(self.query):
-            # Queries rather than logits are scaled: they are fewer numbers.
+            # Scaling the queries is cheaper than scaling the logits, of which there are more.
             scaled = widen(query) * self.scale
             return torch.softmax(scaled @ widen(self.key).mT, dim=-1)
 
@@ -156,8 +157,8 @@ class GatedAttention:
     def dense(self) -> Tensor:
         """Return the whole attention A over the extended grid, shape (B, heads, N_query, N_key); rows sum to one.
 
-        Keys are row-major over a grid of ``y.keys`` by ``x.keys`` pixels, padding included. Meant for pictures and
-        tests: the layer itself never forms this matrix.
+        Keys are row-major over a grid of ``y.keys`` by ``x.keys`` pixels, padding included. This is meant for pictures
+        and tests: the layer itself never forms the matrix.
         """
         content = self.content()
         gate = self.gate[:, None, None]
@@ -173,7 +174,7 @@ def product(rows: Tensor, cols: Tensor) -> Tensor:
 
 
 def check_values(attention: GatedAttention, values: Tensor) -> None:
-    """Raise unless ``values`` are of shape (B, 1, H * W, C) or (B, heads, H * W, C), and like the queries."""
+    """Raise unless values have shape (B, 1 or heads, H * W, C), and the device and dtype of the queries."""
     batch, heads = attention.query.shape[:2]
     y, x = attention.y, attention.x
     pixels = y.length * x.length

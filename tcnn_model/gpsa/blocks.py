@@ -1,11 +1,12 @@
 """Gated attention applied in memory linear in the number of tokens: one block of queries at a time.
 
-A block's attention is formed, mixed and multiplied by the values while it is in a core's cache, and formed again in
-the backward. The positional part comes as the logarithms of its two factors, whose product is taken within the block.
+A block's attention is formed, mixed and multiplied by the values while it is in a core's cache, and is formed again in
+the backward pass. The positional part is given by the logarithms of its two factors, which are multiplied within each
+block.
 
-In a depthwise layer W_out of a head is a weight for each channel, so it can be applied before attention gathers the
-values: sum over heads of A_h (v * w_h). The gathered values of the heads, heads x tokens x channels, are then never
-held, and all heads are one matrix product.
+In a depthwise layer, W_out of a head is one weight per channel and can be applied before attention gathers the values:
+the output is the sum over heads of A_h (v * w_h). The gathered values of all heads, heads x tokens x channels, are then
+never stored, and one matrix product computes the sum.
 """
 
 import math
@@ -31,13 +32,14 @@ def blocks_of_queries(query: Tensor, key: Tensor) -> Iterator[tuple[int, slice, 
     """Iterate over blocks with a bounded number of attention weights, each as (image, heads, queries)."""
     batch, heads, queries, _ = query.shape
     elements = _BLOCK_ELEMENTS_CPU if query.device.type == "cpu" else _BLOCK_ELEMENTS
-    # Rows of attention that fit: of several heads, or some queries of one.
+    # Rows of attention in a block: all queries of one or several heads, or some queries of one head.
     rows = max(1, elements // key.shape[2])
     heads_per_block = min(heads, max(1, rows // queries))
-    # Blocks of equal size, rather than full ones and a small rest.
+    # Blocks have about equal sizes, so that no small block is left at the end.
     num_blocks = math.ceil(queries / min(rows, queries))
     block = math.ceil(queries / num_blocks)
-    # Images are innermost: positional attention, the same for all of them, is formed at the first and reused.
+    # The loop over images is innermost: positional attention is the same for all images, so it is formed for the first
+    # image and reused.
     for head in range(0, heads, heads_per_block):
         for start in range(0, queries, block):
             for image in range(batch):
@@ -76,7 +78,7 @@ def mix_and_apply(
     """
     output = _empty_output(query, values, taps)
     if taps is not None:
-        # Heads are added up in float32, and rounded once.
+        # Heads are summed in float32, so that the sum is rounded only once.
         output = widen(output).zero_()
     wide_query = widen(query)
     wide_key = widen(key)
@@ -94,15 +96,15 @@ def mix_and_apply(
         mixed = content.lerp_(positional, share).to(values.dtype)
         if taps is None:
             for head, weights in enumerate(mixed, heads.start):
-                # Head 0 stands for all where values are shared.
+                # Shared values have one head, whose index is 0.
                 value_head = head % values.shape[1]
-                of_block = output[image, head, queries]
-                _product(weights, values[image, value_head], out=of_block)
+                block_output = output[image, head, queries]
+                _product(weights, values[image, value_head], out=block_output)
         else:
-            of_block = output[image, 0, queries]
+            block_output = output[image, 0, queries]
             for attention, group_taps in _head_groups(mixed, taps[heads]):
                 weighted = _weighted(values[image, 0], group_taps)
-                _add_product(_side_by_side(attention), weighted, to=of_block)
+                _add_product(_side_by_side(attention), weighted, to=block_output)
     return output.to(values.dtype)
 
 
@@ -121,7 +123,7 @@ def _(
 
 @register_flop_formula(torch.ops.tcnn_model.mix_and_apply)
 def _flops(query, key, values, *rest, out_shape, **options) -> int:  # type: ignore[no-untyped-def]
-    """Count twice the multiply-adds of the products with keys and with values; arguments are shapes, not tensors."""
+    """Return twice the multiply-adds of the products with keys and with values; arguments are shapes, not tensors."""
     batch, heads, queries, dim = query
     channels = out_shape[-1]
     weights = batch * heads * queries * key[2]
@@ -139,7 +141,7 @@ def _backward(
     gate: Tensor,
     taps: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Return the gradients of the arguments of :func:`mix_and_apply`; an empty tensor where there are no taps."""
+    """Return the gradients of the arguments of :func:`mix_and_apply`, an empty tensor for taps that are None."""
     wide_query = widen(query)
     wide_key = widen(key)
     rows = log_rows.exp()
@@ -176,8 +178,8 @@ def _backward(
             upstream = d_output[image, 0, queries].contiguous()
             groups = _head_groups(mixed, taps[heads], d_mixed, d_taps[heads])
             for attention, group_taps, d_attention, d_group_taps in groups:
-                # O = sum_h A_h (v w_h): of the weighted values A_h^T dO, from which dv sums over heads and outputs and
-                # dw_h over keys.
+                # O = sum_h A_h (v w_h): the gradient of the weighted values is A_h^T dO, from which dv is a sum over
+                # heads and outputs, and dw_h a sum over keys.
                 d_weighted = _side_by_side(attention).T @ upstream
                 shape = (len(attention), key.shape[2], *group_taps.shape[1:])
                 d_weighted = d_weighted.view(shape)
@@ -190,7 +192,7 @@ def _backward(
                 d_attention.copy_(by_head.transpose(0, 1))
         d_mixed = widen(d_mixed)
 
-        # The factor 1 - share is the same for all logits of a head, and so is applied to the products instead.
+        # The factor 1 - share is the same for all logits of a head, so it is applied to the smaller products instead.
         d_logits = content * d_mixed
         # Softmax: dS = C (dC - sum_j C_j dC_j), with dC = (1 - g) dA.
         content_sums = d_logits.sum(2, keepdim=True)
@@ -199,7 +201,7 @@ def _backward(
         d_keys_of_block = d_logits.transpose(1, 2) @ q
         d_key[image, heads] += d_keys_of_block.mul_(1 - share)
 
-        # P = exp(log rows + log cols): the gradient of either logarithm is g dA P, summed over the other axis.
+        # P = exp(log rows + log cols): the gradient of each logarithm is g dA P, summed over the other axis.
         grid = (rows.shape[2], cols.shape[2])
         on_grid = d_mixed.mul_(positional).unflatten(2, grid)
         along_y = on_grid.sum(3)  # (heads, queries, H)
@@ -248,9 +250,9 @@ _backward.register_autograd(_refuse)
 
 
 def _product(left: Tensor, right: Tensor, *, out: Tensor) -> None:
-    """Write ``left @ right`` to ``out``, whose rows may lie apart in memory."""
+    """Write ``left @ right`` to ``out``, which need not be contiguous."""
     if out.dtype in (torch.float16, torch.bfloat16):
-        # torch 2.8 mishandles mm(out=...) of a half-precision vector whose elements lie apart.
+        # torch 2.8 mishandles mm(out=...) of a half-precision vector whose elements are not adjacent in memory.
         out.copy_(left.contiguous() @ right)
     else:
         torch.mm(left, right, out=out)
@@ -275,14 +277,14 @@ def _head_groups(
 
 
 def _weighted(values: Tensor, taps: Tensor) -> Tensor:
-    """Weight values (N_key, C) by W_out of each head, (heads, C, C_out / C): (heads * N_key, C_out)."""
+    """Multiply values (N_key, C) by W_out of each head, (heads, C, C_out / C), into (heads * N_key, C_out)."""
     # (heads, N_key, C, C_out / C).
     by_head = values[:, :, None] * taps[:, None]
     return by_head.flatten(2).flatten(0, 1)
 
 
 def _side_by_side(attention: Tensor) -> Tensor:
-    """Lay the heads of (heads, n, N_key) side by side: (n, heads * N_key)."""
+    """Lay the heads of (heads, n, N_key) side by side in a tensor (n, heads * N_key)."""
     return attention.transpose(0, 1).flatten(1)
 
 
@@ -301,5 +303,5 @@ def _empty_output(query: Tensor, values: Tensor, taps: Tensor | None) -> Tensor:
     if taps is not None:
         channels = taps.shape[1] * taps.shape[2]
         return values.new_empty(batch, 1, queries, channels)
-    # In memory (B, N_query, heads, C), so that W_out is one matrix product.
+    # The memory layout is (B, N_query, heads, C), so that W_out is one matrix product.
     return values.new_empty(batch, queries, heads, values.shape[3]).transpose(1, 2)

@@ -1,6 +1,6 @@
 """GPSA written literally from the T-CNN paper: slow, dense, one head at a time.
 
-The oracle of the tests, which shares no code with the layer. Nothing outside the tests should call it.
+This module is the oracle of the tests and shares no code with the layer. Nothing outside the tests should call it.
 """
 
 import itertools
@@ -45,7 +45,7 @@ def gpsa_attention_reference(
     (top, bottom), (left, right) = zero_padding(
         (height, width), kernel_size, stride, padding, dilation
     )
-    # The kernel reaches over this many pixels.
+    # Numbers of pixels that the dilated kernel spans.
     reach_y = dy * (ky - 1) + 1
     reach_x = dx * (kx - 1) + 1
     out_h = math.floor((height + top + bottom - reach_y) / sy + 1)
@@ -53,7 +53,7 @@ def gpsa_attention_reference(
     pixel_rows = range(-top, height + bottom)
     pixel_columns = range(-left, width + right)
     pixels = list(itertools.product(pixel_rows, pixel_columns))
-    # "same" puts the query at the centre of the kernel; with numeric padding its base is the pixel s (y, x).
+    # "same" puts the query at the centre of the kernel; with numeric padding, query (y, x) is at the pixel s (y, x).
     y0, x0 = 0, 0
     if padding == "same":
         y0 = (reach_y - 1) // 2 - top
@@ -112,7 +112,7 @@ def zero_padding(
     padding: tuple[int, int] | str,
     dilation: tuple[int, int],
 ) -> list[tuple[int, int]]:
-    """Return the zeros before and after each axis; "same" is TensorFlow's rule."""
+    """Return the numbers of zeros before and after each axis; "same" follows TensorFlow's rule."""
     if not isinstance(padding, str):
         return [(p, p) for p in padding]
     sides = []
@@ -144,7 +144,7 @@ def gpsa_reference(
         bias: Bias, shape (C_out,), or None.
         value: W_val, shape (C_in, C_in).
         stride, padding, dilation, groups: Geometry of the convolution.
-        attention: Remaining arguments of :func:`gpsa_attention_reference`, ``kernel_size`` excepted.
+        attention: Remaining arguments of :func:`gpsa_attention_reference`, except ``kernel_size``.
 
     Returns:
         Output of shape (B, C_out, N_query), flattened row-major over the output grid.
@@ -170,7 +170,7 @@ def gpsa_reference(
     out_per_group = c_out // groups
     output = x.new_zeros(x.shape[0], a.shape[2], c_out)
     for h in range(heads):
-        # Block-diagonal if the convolution is grouped.
+        # W_out is block-diagonal if the convolution is grouped.
         w_out = x.new_zeros(x.shape[1], c_out)
         for g in range(groups):
             inputs = slice(g * in_per_group, (g + 1) * in_per_group)

@@ -82,21 +82,23 @@ def gpsa(
         key: Keys, shape (B, heads, N_key, d), row-major over the ``y.length`` x ``x.length`` pixels of the image.
         values: Values, shape (B, 1, N_key, C), shared by the heads, or (B, heads, N_key, C).
         position: v_pos, shape (heads, 3): ``-alpha (1, -2 Delta_1, -2 Delta_2)`` for a Gaussian of strength alpha at
-            Delta (:func:`~tcnn_model.gaussian_position`). Best in float64.
-        gate: sigma(lambda), share of positional attention, shape (heads,).
+            Delta (:func:`~tcnn_model.gaussian_position`), preferably in float64.
+        gate: sigma(lambda), the share of positional attention, shape (heads,).
         y: Vertical :class:`~tcnn_model.Axis`: size, stride, padding.
         x: Horizontal :class:`~tcnn_model.Axis`.
-        backend: Algorithm. All give the same to rounding, with gradients to every tensor ("dense" also second ones):
+        backend: Algorithm. All algorithms agree up to rounding and give gradients of every tensor, "dense" also second
+            derivatives:
 
-            - "dense": both attentions as matrices, mixed and applied once. Memory O(heads N^2).
-            - "blocks": the same for one block of queries at a time, formed again in the backward. Memory O(heads N C).
-            - "fused": torch's fused attention for the content part, and the factors of the positional part. Needs
-              values for each head that are as wide as the queries. Memory O(heads N d).
-            - "triton": CUDA kernels that form attention in registers (tcnn_model/kernels).
-            - "auto": the fastest that is applicable, as measured on a CPU; on CUDA (not measured yet) "fused" where it
-              is applicable, else the kernels.
-        statistics: Whether to return :class:`~tcnn_model.AttentionStatistics` as well, without gradients. Where no
-            gradient is needed they come from the pass that computes the output.
+            - "dense": Forms both attentions as matrices, mixes them and applies the mixture. Memory O(heads N^2).
+            - "blocks": Does the same for one block of queries at a time, which is formed again in the backward pass.
+              Memory O(heads N C).
+            - "fused": Uses torch's fused attention for the content part, and the factors of the positional part. Needs
+              separate values for each head, as wide as the queries. Memory O(heads N d).
+            - "triton": Uses CUDA kernels that form attention in registers (tcnn_model/kernels).
+            - "auto": Chooses the fastest applicable algorithm, as measured on a CPU; on CUDA (not measured yet) "fused"
+              where it is applicable, else the kernels.
+        statistics: Whether to return :class:`~tcnn_model.AttentionStatistics` as well, without gradients. If no
+            gradient is needed, they are computed in the same pass as the output.
 
     Returns:
         Output of shape (B, heads, N_query, C), with the dtype of the values; with ``statistics``, the output and the
@@ -123,7 +125,7 @@ def attend(
 
 
 def attend_weighted(attention: GatedAttention, values: Tensor, taps: Tensor) -> Tensor:
-    """Apply an attention and W_out of a depthwise layer, without the outputs of single heads: Eq. (5), no bias.
+    """Apply an attention and W_out of a depthwise layer, Eq. (5) without bias, without forming outputs of heads.
 
     Args:
         attention: Attention of all heads.
@@ -167,8 +169,8 @@ def attend_and_measure(
 def _prepare(
     attention: GatedAttention, values: Tensor, backend: Backend
 ) -> tuple[GatedAttention, Tensor, Backend]:
-    """Return the arguments as autocast lowers them and the backend to use; raise if that is not applicable."""
-    # Position and gate are not lowered: softmaxes over far pixels need the range, gates near 1 the digits.
+    """Return the arguments, cast as under autocast, and the backend to use; raise if the backend is not applicable."""
+    # Position and gate are not cast: positional logits of far pixels need the range, and gates near 1 the precision.
     dtype = autocast_dtype(attention.query)
     if dtype != attention.query.dtype:
         attention = replace(
@@ -184,7 +186,7 @@ def _prepare(
         raise ValueError(
             f"backend='triton' needs Triton and a CUDA device; the tensors are on {values.device}"
         )
-    # Blocks and kernels are not launched on an empty batch; matrices of no rows need no special case.
+    # Blocks and kernels cannot be launched on an empty batch, but "dense" needs no special case for it.
     return attention, values, backend if len(values) else "dense"
 
 
@@ -200,7 +202,7 @@ def check_backend(backend: Backend) -> Backend:
 def _choose(attention: GatedAttention, values: Tensor) -> Backend:
     if _why_not_fused(attention, values) is None:
         return "fused"
-    # The kernels take float64 too, but their tiles are not tuned for it (kernels/launch.py).
+    # The kernels accept float64, too, but their tiles are not tuned for it (kernels/launch.py).
     if (
         values.is_cuda
         and kernels.available(values.device)
@@ -211,7 +213,7 @@ def _choose(attention: GatedAttention, values: Tensor) -> Backend:
 
 
 def _why_not_fused(attention: GatedAttention, values: Tensor) -> str | None:
-    """Return why torch's fused attention is not applicable, or None if it is."""
+    """Return the reason why torch's fused attention is not applicable, or None if it is applicable."""
     query = attention.query
     expected = (query.shape[1], query.shape[3])
     actual = (values.shape[1], values.shape[3])
@@ -235,7 +237,8 @@ def _blocks(
     attention: GatedAttention, values: Tensor, taps: Tensor | None = None
 ) -> Tensor:
     dtype = at_least_float32(values.dtype)
-    # Logarithms: their gradients are those of the attention times the attention, so the backward needs no factor alone.
+    # The gradient of a logarithm is the gradient of the attention times the attention, so the backward pass needs no
+    # factor alone.
     log_rows, log_cols = attention.factors_on_pixels(dtype, logarithm=True)
     scaled = attention.query * attention.scale
     return mix_and_apply(
@@ -253,7 +256,7 @@ def _fused(attention: GatedAttention, values: Tensor) -> Tensor:
     rows, cols = attention.factors_on_pixels(values.dtype)
     on_grid = values.unflatten(2, (attention.y.length, attention.x.length))
     positional = apply_separable(rows, cols, on_grid).flatten(2, 3)
-    # Where channels are not the innermost, torch falls back to an N x N matrix.
+    # If channels are not innermost in memory, torch falls back to forming the N x N matrix.
     q, k, v = (
         t if t.stride(-1) == 1 else t.contiguous()
         for t in (attention.query, attention.key, values)

@@ -1,4 +1,4 @@
-"""Gated positional self-attention that stands for a convolution (T-CNN paper, Eqs. 4-7)."""
+"""Gated positional self-attention that replaces a convolution (T-CNN paper, Eqs. 4-7)."""
 
 import math
 from collections.abc import Sequence
@@ -16,15 +16,15 @@ from tcnn_model.precision import widen, widest
 
 __all__ = ["GPSA", "gpsa_layers", "inverse_softplus"]
 
-# Footnote 1 of the paper, whose printed e^{-beta a} is decreasing: a misprint for e^{+beta a}.
+# From footnote 1 of the paper, which prints e^{-beta a}: that would be decreasing, and is a misprint for e^{+beta a}.
 _SOFTPLUS_BETA = 5.0
-# Numbers in the feature map of an image from which weighting values before attention gathers them is the faster order
-# in a depthwise layer (benchmarks/depthwise_layer.py).
+# Size C * H * W of a feature map from which a depthwise layer is faster if values are weighted before attention gathers
+# them (benchmarks/depthwise_layer.py).
 _WEIGHTED_FROM = 2**14
 
 
 class GPSA(nn.Module):
-    """Gated positional self-attention with the shapes of the ``nn.Conv2d`` it stands for.
+    """Gated positional self-attention with the shapes of the ``nn.Conv2d`` that it replaces.
 
     A ``k_h x k_w`` convolution becomes ``k_h * k_w`` heads, one per kernel tap in row-major order. With
     ``g_h = sigma(lambda_h)``, base pixel ``b = stride * (y, x)`` of a query and offset ``delta`` of a key from it::
@@ -32,25 +32,25 @@ class GPSA(nn.Module):
         A_h    = (1 - g_h) softmax(q k^T / sqrt(d)) + g_h softmax(-alpha_h ||delta - Delta_h||^2)     (Eq. 7)
         output = sum_h A_h X W_val W_out^h + bias                                                   (Eq. 5)
 
-    It starts from W_val = I, W_out^h = tap h of ``weight`` (Eq. 6) and Delta_h = the offset of tap h (Eq. 4). It
-    equals the convolution in the limit of large alpha and lambda (``locality_strength=20, gating=20`` is exact to
-    float32 rounding); the papers start fine-tuning at 1 and 1, "on the verge of locality", where it does not.
+    The layer starts from W_val = I, W_out^h = tap h of ``weight`` (Eq. 6) and Delta_h = the offset of tap h (Eq. 4). It
+    equals the convolution in the limit of large alpha and lambda (``locality_strength=20, gating=20`` is exact up to
+    float32 rounding). The papers start fine-tuning at 1 and 1, "on the verge of locality", where the two differ.
 
-    Positional attention looks at the real pixels and the zero padding; content attention at real pixels only. A
-    query that itself falls on padding (possible only if the kernel exceeds ``padding + 1`` on one side) has zero
-    features and attends to content uniformly.
+    Positional attention covers the real pixels and the zero padding, content attention real pixels only. A query that
+    itself falls on the padding (possible only if the kernel exceeds ``padding + 1`` on one side) has zero features and
+    attends uniformly by content.
 
     Args:
         in_channels, out_channels, kernel_size, stride, dilation, bias: The arguments of ``nn.Conv2d``.
-        padding: Zeros on either side; "same" goes with any stride, as in TensorFlow.
-        groups: The argument of ``nn.Conv2d``. With groups, W_out^h is block-diagonal.
+        padding: Number of zeros on either side; "same" is possible with any stride, as in TensorFlow.
+        groups: The argument of ``nn.Conv2d``. With several groups, W_out^h is block-diagonal.
         qk_dim: Channels d of queries and keys per head; ``max(1, in_channels // heads)`` by default.
         locality_strength: Initial alpha > 0, after the softplus, in 1 / pixel^2: one number, or one per head.
         gating: Initial lambda, before the sigmoid (``gate`` is after it): one number, or one per head.
-        qk_scale: Initial scale of the weights of queries and keys: their standard deviation is 0.02 times this. The
-            papers use 1, with which content attention starts out uniform over the image; its logits grow with the
-            square.
-        backend: Algorithm of attention, as in :func:`~tcnn_model.gpsa`; an attribute that may be changed later.
+        qk_scale: Initial scale of the weights of queries and keys, whose standard deviation is 0.02 times this factor.
+            The papers use 1, with which content attention is uniform over the image at first; its logits grow with the
+            square of the factor.
+        backend: Algorithm of attention, as in :func:`~tcnn_model.gpsa`. The attribute may be changed later.
         device: Device of the parameters.
         dtype: Dtype of the parameters.
 
@@ -63,8 +63,8 @@ class GPSA(nn.Module):
         gating: lambda, shape (heads,).
         raw_locality: alpha before the softplus, shape (heads,).
         head_queries, head_keys: ``nn.Identity`` modules through which the queries of all heads pass, shape
-            (B, heads, N_query, d), and the keys, (B, heads, H * W, d). Register a forward hook here to read them. The
-            layer uses what a hook returns in their place, but a recorder of tcnn_probe does not see it.
+            (B, heads, N_query, d), and the keys, (B, heads, H * W, d). Register a forward hook here to read them. If a
+            hook returns a tensor, the layer uses it instead, but a recorder of tcnn_probe does not see it.
         head_outputs: ``nn.Identity`` module through which A_h X W_val of all heads pass, shape
             (B, heads, N_query, C_in), before W_out. Register a forward hook here to read or edit heads.
 
@@ -148,18 +148,18 @@ class GPSA(nn.Module):
 
     @torch.no_grad()
     def _initialise(self, alpha: Tensor, gating: Tensor, qk_scale: float) -> None:
-        # Weight and bias as nn.Conv2d.reset_parameters draws them.
+        # Weight and bias are drawn as in nn.Conv2d.reset_parameters.
         nn.init.kaiming_uniform_(self.weight, a=math.sqrt(5))
         if self.bias is not None:
             bound = 1 / math.sqrt(math.prod(self.weight.shape[1:]))
             nn.init.uniform_(self.bias, -bound, bound)
-        # As linear layers of vision transformers are initialised, here and in the papers.
+        # Queries and keys are initialised like linear layers of vision transformers, as in the papers.
         nn.init.trunc_normal_(self.query, std=0.02).mul_(qk_scale)
         nn.init.trunc_normal_(self.key, std=0.02).mul_(qk_scale)
         nn.init.eye_(self.value)
-        # alpha and gating are float64 on the CPU up to here: they are rounded once, to the layer's dtype.
+        # alpha and gating are float64 on the CPU up to here, so that they are rounded only once, to the layer's dtype.
         self.raw_locality.copy_(inverse_softplus(alpha))
-        # With "same" padding queries sit at the centre of the kernel, whatever the size of the image.
+        # With "same" padding, queries are at the centre of the kernel for every image size.
         center = [
             d * (k - 1) // 2
             for d, k in zip(self.dilation, self.kernel_size, strict=True)
@@ -184,11 +184,11 @@ class GPSA(nn.Module):
         qk_scale: float = 1.0,
         backend: Backend = "auto",
     ) -> Self:
-        """Make the layer that stands for ``conv``: weight and bias copied (Eq. 6), device, dtype and mode kept.
+        """Create the layer that replaces ``conv``, with copies of its weight and bias (Eq. 6), device, dtype and mode.
 
-        ``weight`` and ``bias`` require gradients as the convolution's do; the parameters that attention adds are
-        trainable. Of a weight-standardised convolution the layer takes the standardised weight, which is not
-        standardised again when it trains.
+        ``weight`` and ``bias`` require gradients if those of the convolution do; the parameters that attention adds are
+        trainable. From a weight-standardised convolution the layer takes the standardised weight, which is not
+        standardised again in training.
 
         Args:
             conv: A convolution, or its ``tcnn_model.conversion.convolution.Convolution``: an ``nn.Conv2d``, or a
@@ -198,7 +198,8 @@ class GPSA(nn.Module):
 
         Raises:
             TypeError: If ``conv`` is not an ``nn.Conv2d``.
-            ValueError: If it pads with anything but zeros, its weight is parametrized, or it computes something else.
+            ValueError: If ``conv`` pads with anything but zeros, has a parametrized weight, or does not compute a plain
+                convolution.
         """
         description = conv if isinstance(conv, Convolution) else describe(conv)
         weight, bias = description.weight, description.bias
@@ -294,7 +295,7 @@ class GPSA(nn.Module):
         else:
             gathered = attend(attention, values, backend=self.backend)
             output = self.combine(gathered, attention)
-        # A convolution's output has the memory format of its input, which later layers may rely on (channels_last).
+        # A convolution's output has the memory format of its input, and later layers may rely on it (channels_last).
         return output.contiguous(memory_format=_memory_format(x))
 
     def values(self, x: Tensor) -> Tensor:
@@ -311,17 +312,17 @@ class GPSA(nn.Module):
             # (B, heads, H_out, W_out, C_in) to (B, H_out, W_out, heads * C_in).
             side_by_side = gathered.permute(0, 2, 3, 1, 4).flatten(3)
             return F.linear(side_by_side, taps, self.bias).permute(0, 3, 1, 2)
-        # With channels before heads this is the "soft" counterpart of F.unfold, and takes the convolution's weight.
+        # With channels before heads this is the "soft" counterpart of F.unfold, and fits the convolution's weight.
         unfolded = gathered.permute(0, 4, 1, 2, 3).flatten(1, 2)
-        # A convolution of 1 x 1 pixels.
+        # The weight of a 1 x 1 convolution.
         taps = self.weight.flatten(1)[:, :, None, None]
         return F.conv2d(unfolded, taps, self.bias, groups=self.groups)
 
     def _weights_first(self, x: Tensor) -> bool:
         """Return whether W_out is applied to the values before attention gathers them.
 
-        Only in a depthwise layer, on a CPU and for large inputs, where it is faster, and only if no hook needs the
-        outputs of single heads, which are then never formed.
+        This is done only in a depthwise layer, on a CPU and for large inputs, where it is faster, and only if no hook
+        needs the outputs of single heads, which are never formed in this order.
         """
         seam = self.head_outputs
         hooked = (
@@ -358,7 +359,7 @@ class GPSA(nn.Module):
         return self._split_heads(query), self._split_heads(key)
 
     def _split_heads(self, features: Tensor) -> Tensor:
-        """Split the heads of (B, heads * d, H, W): (B, heads, H * W, d)."""
+        """Split the heads of (B, heads * d, H, W) into (B, heads, H * W, d)."""
         tokens = features.flatten(2)
         by_head = tokens.unflatten(1, (self.heads, self.qk_dim))
         return by_head.transpose(2, 3)
@@ -387,12 +388,12 @@ def _project(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def _at_queries(x: Tensor, y_axis: Axis, x_axis: Axis) -> Tensor:
-    """Return the pixels of (B, C, H, W) at the queries: every stride-th, with zeros for queries on the padding."""
+    """Return the pixels of (B, C, H, W) at the queries, which are stride apart; queries on the padding are zero."""
     for dim, axis in ((2, y_axis), (3, x_axis)):
         extent = (axis.queries - 1) * axis.stride + 1
         missing = axis.first_query + extent - axis.length
         if missing > 0:
-            # A query can fall on the padding behind the last pixel: its features are zero.
+            # A query can fall on the padding after the last pixel, where features are zero.
             x = F.pad(x, (0, missing) if dim == 3 else (0, 0, 0, missing))
         x = x.narrow(dim, axis.first_query, extent)
     return x[:, :, :: y_axis.stride, :: x_axis.stride]
@@ -409,7 +410,7 @@ def _memory_format(x: Tensor) -> torch.memory_format:
 
 def inverse_softplus(y: Tensor) -> Tensor:
     """Return the ``raw_locality`` of a locality strength ``y`` > 0, of the same shape."""
-    # log(exp(beta y) - 1) / beta, in a form that neither overflows for large y nor loses the digits of small ones.
+    # log(exp(beta y) - 1) / beta, in a form that neither overflows for large y nor loses the precision of small y.
     return y + torch.log(-torch.expm1(-_SOFTPLUS_BETA * y)) / _SOFTPLUS_BETA
 
 

@@ -38,11 +38,11 @@ class Axis:
     ``-before, ..., length - 1 + after``, of which those outside ``[0, length)`` hold zeros.
 
     Args:
-        length: Pixels of the input along this axis.
-        stride: Pixels between neighbouring queries.
-        padding: Zero pixels on either side; or "same", TensorFlow's rule: as few as give ``ceil(length / stride)``
-            queries, the odd pixel at the end.
-        extent: Pixels spanned by the kernel, ``dilation * (kernel_size - 1) + 1``.
+        length: Number of pixels of the input along this axis.
+        stride: Distance between neighbouring queries in pixels.
+        padding: Number of zero pixels on either side; or "same", TensorFlow's rule: the fewest that give
+            ``ceil(length / stride)`` queries, with an odd pixel at the end.
+        extent: Number of pixels spanned by the kernel, ``dilation * (kernel_size - 1) + 1``.
 
     Raises:
         ValueError: If a number is not an integer or is too small.
@@ -71,12 +71,12 @@ class Axis:
 
     @property
     def before(self) -> int:
-        """Zero pixels before the first pixel."""
+        """Number of zero pixels before the first pixel."""
         return self._same // 2 if isinstance(self.padding, str) else self.padding
 
     @property
     def after(self) -> int:
-        """Zero pixels after the last pixel."""
+        """Number of zero pixels after the last pixel."""
         return (
             self._same - self._same // 2
             if isinstance(self.padding, str)
@@ -85,7 +85,7 @@ class Axis:
 
     @property
     def _same(self) -> int:
-        """Zero pixels that "same" padding adds in all."""
+        """Number of zero pixels that "same" padding adds in total."""
         queries = math.ceil(self.length / self.stride)
         return max(0, (queries - 1) * self.stride + self.extent - self.length)
 
@@ -103,8 +103,8 @@ class Axis:
     def first_query(self) -> int:
         """Pixel of the first query.
 
-        It is 0 with numeric padding. With "same" padding, whose width depends on the image, it is the centre of the
-        kernel.
+        It is 0 with numeric padding. With "same" padding, whose width depends on the image size, it is the pixel under
+        the centre of the kernel.
         """
         return (
             (self.extent - 1) // 2 - self.before if isinstance(self.padding, str) else 0
@@ -162,20 +162,20 @@ def positional_factors(
 ) -> tuple[Tensor, Tensor]:
     """Return the two one-dimensional factors of ``softmax_j(v_pos · r_ij)``.
 
-    They are computed in float64 where the device has it: logits grow with the square of the distance, but the softmax
-    depends on their differences.
+    The factors are computed in float64 where the device supports it: logits grow with the square of the distance, but
+    the softmax depends on their differences.
 
     Args:
         position: v_pos, the weights of r = (||delta||^2, delta_1, delta_2), shape (heads, 3).
         y: Vertical axis.
         x: Horizontal axis.
         logarithm: Whether to return the logarithms of the factors.
-        padding: Whether to return the columns of the padding too.
-        dtype: Dtype of the result; that of the computation by default.
+        padding: Whether to return the keys on the padding, too.
+        dtype: Dtype of the result; by default that of the computation.
 
     Returns:
-        Rows, shape (heads, y.queries, y.keys), and columns, shape (heads, x.queries, x.keys): distributions over the
-        keys, padding included.
+        Rows, shape (heads, y.queries, y.keys), and columns, shape (heads, x.queries, x.keys). With the padding they are
+        distributions over the keys.
     """
     squared, along_y, along_x = widest(position)[:, :, None, None].unbind(1)
     normalize = torch.log_softmax if logarithm else torch.softmax
@@ -185,12 +185,12 @@ def positional_factors(
         # w_0 delta^2 + w_i delta of one axis, by Horner's rule.
         attention = normalize((squared * offset + linear) * offset, -1)
         if not padding and axis.keys > axis.length:
-            # After the softmax: what falls on the padding counts in the sum, and is lost.
+            # The padding is cut off after the softmax, because attention to the padding counts in its normalisation.
             attention = attention.narrow(-1, axis.before, axis.length)
         return attention.to(dtype or squared.dtype)
 
-    # On equal axes both factors are computed at once: at 14 x 14 tokens the number of operations takes the time. Under
-    # torch.compile the branch would give one graph for square images and another for the rest.
+    # On equal axes both factors are computed at once: at 14 x 14 tokens the number of operations, not their size, takes
+    # the time. Under torch.compile this branch would give one graph for square images and another for the rest.
     if not torch.compiler.is_compiling() and y == x:
         rows, cols = factor(torch.stack([along_y, along_x]), y)
         return rows, cols
@@ -209,13 +209,13 @@ def apply_separable(rows: Tensor, cols: Tensor, values: Tensor) -> Tensor:
         Output of shape (B, heads, queries_y, queries_x, C).
     """
     if values.shape[1] == 1:
-        # Shared values come from a feature map, whose channels are first in memory: kept so, nothing is copied.
+        # Shared values come from a feature map, whose channels are first in memory. Keeping this order avoids copies.
         along_rows = torch.einsum("hyj,bjic->bchyi", rows, values[:, 0])
         return torch.einsum("hxi,bchyi->bchyx", cols, along_rows).permute(0, 2, 3, 4, 1)
     batch, heads, height, width, channels = values.shape
     queries_y = rows.shape[1]
     queries_x = cols.shape[1]
-    # One matrix product per head and axis: everything that the axis does not touch becomes columns.
+    # One matrix product per head and axis, in which all other dimensions are flattened into columns.
     columns = values.permute(1, 2, 0, 3, 4).reshape(
         heads, height, batch * width * channels
     )

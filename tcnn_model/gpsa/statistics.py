@@ -16,9 +16,9 @@ __all__ = ["AttentionStatistics", "apply_and_measure", "measure"]
 class AttentionStatistics:
     """Entropies, distances and sums of a gated attention, for every query.
 
-    In float32, or float64 where the attention is in float64, and without gradients.
-    A is the whole attention, C its content and P its positional part. A and P are distributions over the real pixels
-    and the zero padding, C over real pixels only. Entropies are in nats, distances in input pixels of the layer.
+    All are in float32, or in float64 if the attention is, and have no gradients. A is the whole attention, C its
+    content part and P its positional part. A and P are distributions over the real pixels and the zero padding, C over
+    real pixels only. Entropies are in nats, distances in input pixels of the layer.
 
     Args:
         log_sum_exp: Log-sum-exp over keys of the content logits q k^T / sqrt(d), shape (B, heads, N_query).
@@ -27,8 +27,9 @@ class AttentionStatistics:
         positional_entropy: -sum_j P_ij log P_ij, which does not depend on the image, shape (heads, N_query).
         attention_distance: sum_j A_ij ||delta_ij||, ConViT's non-locality, shape (B, heads, N_query).
         received: sum_i A_ij, the attention that each real pixel receives, shape (B, heads, H * W).
-        largest_logit: Largest content logit of each query, shape (B, heads, N_query); None from the GPU's kernels.
-        content_received: sum_i C_ij, shape (B, heads, H * W); None unless asked for.
+        largest_logit: Largest content logit of each query, shape (B, heads, N_query); None if the Triton kernels
+            computed the statistics.
+        content_received: sum_i C_ij, shape (B, heads, H * W); None unless requested.
     """
 
     log_sum_exp: Tensor
@@ -44,11 +45,11 @@ class AttentionStatistics:
 def measure(
     attention: GatedAttention, *, content_received: bool = False
 ) -> AttentionStatistics:
-    """Measure an attention, without an N x N tensor.
+    """Measure an attention without forming an N x N tensor.
 
     Args:
         attention: Attention of a batch of B images.
-        content_received: Whether to sum up the content attention that each pixel receives, too.
+        content_received: Whether to compute the content attention that each pixel receives, too.
     """
     return _measure(attention, None, content_received)[1]
 
@@ -90,7 +91,7 @@ def _measure_in_blocks(
         query.new_empty(per_query) for _ in range(5)
     )
     received = query.new_zeros(*per_query[:2], key.shape[2])
-    of_content = torch.zeros_like(received) if content_received else None
+    content_sums = torch.zeros_like(received) if content_received else None
     output = None if values is None else values.new_empty(*per_query, values.shape[3])
     for block in blocks_of_queries(query, key):
         image, heads, queries = block
@@ -98,7 +99,7 @@ def _measure_in_blocks(
             position = _positional_block(attention, rows, cols, heads, queries, dtype)
         logits = query[block] @ key[image, heads].transpose(1, 2)
         content = torch.softmax(logits, -1)
-        # log C = logit - highest + log of the highest C: no second pass over the logits for their log-sum-exp.
+        # log C = logit - highest + log of the highest C, so the log-sum-exp needs no second pass over the logits.
         highest = logits.amax(-1, keepdim=True)
         log_largest = content.amax(-1).log()
         largest_logit[block] = highest[..., 0]
@@ -106,14 +107,14 @@ def _measure_in_blocks(
         content_entropy[block] = -log_largest - content.mul(logits.sub_(highest)).sum(
             -1
         )
-        if of_content is not None:
-            of_content[image, heads] += content.sum(1)
-        # In place, after all that is needed of C was taken.
+        if content_sums is not None:
+            content_sums[image, heads] += content.sum(1)
+        # C is not needed any more, so it can be overwritten.
         mixed = content.lerp_(position.attention, position.gate)
         if output is not None and values is not None:
             value_heads = heads if values.shape[1] > 1 else slice(None)
             output[block] = mixed.to(values.dtype) @ values[image, value_heads]
-        # Entropies and distances are sums over keys: of real pixels, and of the padding, which no image changes.
+        # Entropies and distances are sums over real pixels and over the padding, whose part is the same for all images.
         entropy[block] = _entropy(mixed) + position.entropy_on_padding
         distance[block] = (mixed * position.distance).sum(
             -1
@@ -130,7 +131,7 @@ def _measure_in_blocks(
         attention_distance=distance,
         received=received,
         largest_logit=largest_logit,
-        content_received=of_content,
+        content_received=content_sums,
     )
     return output, statistics
 
@@ -140,7 +141,7 @@ class _PositionalBlock:
     """Positional attention of a block of queries, the same for all images."""
 
     attention: Tensor  # P at the real pixels, (heads, queries, H * W)
-    distance: Tensor  # from each query to each real pixel, (queries, H * W)
+    distance: Tensor  # distance from each query to each real pixel, (queries, H * W)
     entropy_on_padding: Tensor  # contribution of the padding, (heads, queries)
     distance_on_padding: Tensor
     gate: Tensor  # (heads, 1, 1)
@@ -172,7 +173,7 @@ def _positional_block(
         slice(y.before, y.before + y.length),
         slice(x.before, x.before + x.length),
     )
-    # On the padding A = gate * P, as content attention does not reach it.
+    # On the padding A = gate * P, because content attention is zero there.
     on_padding = gate[..., None] * extended
     on_padding[real] = 0
     return _PositionalBlock(

@@ -42,9 +42,9 @@ def _grad_attention(
     channels: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, CHANNELS: tl.constexpr,
     ACC: tl.constexpr, PRECISION: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
-    """Form ``left @ right^T`` over all channels, (LEFT, RIGHT): the gradient dA; 0 past the ends.
+    """Form ``left @ right^T`` over all channels, (LEFT, RIGHT): the gradient dA, with zeros past the last rows.
 
-    ``left`` has the rows of gradients and ``right`` those of values; the other way round, it is the transpose.
+    ``left`` has the rows of gradients and ``right`` those of values. If the two are exchanged, the result is dA^T.
     """
     rows = block(left, start_l, l_rows - 1, l_stride, LEFT)[:, None]
     cols = block(right, start_r, r_rows - 1, r_stride, RIGHT)[:, None]
@@ -95,7 +95,7 @@ def _queries(
     mean_y = tl.load(table + MEAN_Y * n_q + clamped)
     mean_x = tl.load(table + MEAN_X * n_q + clamped)
     variance = tl.load(table + VARIANCE * n_q + clamped)
-    # Sum over keys of P dA and, with u = t - E[t], its covariances with u and |u|^2. Centred, they do not cancel.
+    # Sum over keys of P dA and, with u = t - E[t], its covariances with u and |u|^2. Centring avoids cancellation.
     mass = tl.zeros((QUERIES,), ACC)
     cov_y = tl.zeros((QUERIES,), ACC)
     cov_x = tl.zeros((QUERIES,), ACC)
@@ -161,7 +161,7 @@ def _queries(
     cov_square += 2 * (offset_y + mean_y) * cov_y
     cov_square += 2 * (offset_x + mean_x) * cov_x
     partial += index.to(tl.int64) * 4
-    # dA is zero for queries past the end, and so are these sums: no mask is needed.
+    # dA and therefore these sums are zero for queries past the end, so no mask is needed.
     tl.store(partial, tl.sum(cov_square, 0))
     tl.store(partial + 1, tl.sum(cov_y, 0))
     tl.store(partial + 2, tl.sum(cov_x, 0))
@@ -204,12 +204,12 @@ def _keys(
             channels, KEYS, QUERIES, CHANNELS,
             ACC, PRECISION, INTERPRETED,
         )  # fmt: skip
-        # C and dA are transposed here: a row for each key.
+        # C and dA are transposed here, with one row per key.
         s = product(k_tile, q_tile, ACC, PRECISION, INTERPRETED)
         clamped = tl.minimum(m, n_q - 1)
         highest = tl.load(content + clamped)
         share = 1 / tl.load(content + rows + clamped)
-        # Past the end da is zero too.
+        # Past the end da is zero, too.
         mean = tl.load(content_mean + m, mask=m < n_q, other=0.0)
         weight = tl.exp2(s * scale - highest[None, :])
         c = weight * share[None, :]
@@ -236,14 +236,14 @@ def _values(
     tiles_c = tl.cdiv(channels, CHANNELS)
     tile = tl.program_id(0) % tiles_c
     index = tl.program_id(0) // tiles_c
-    # Image and, unless the values are shared, head.
+    # The group is an image and, unless the values are shared, a head.
     _, _, group, start_n = place_of_program(index, n_k, heads, KEYS)
     n = start_n + tl.arange(0, KEYS)
     d = tl.arange(0, DIM)
     c = tile * CHANNELS + tl.arange(0, CHANNELS)
     y, x = key_pixels(start_n, n_k - 1, width, KEYS, ACC)
     acc = tl.zeros((KEYS, CHANNELS), ACC)
-    # The gradient of values that heads share is a sum over these.
+    # The gradient of shared values is a sum over the heads that share them.
     for shared in range(shared_by):
         bh = group * shared_by + shared
         b = bh // heads
@@ -269,7 +269,7 @@ def _values(
             highest = tl.load(content + bh * n_q + clamped)
             total = tl.load(content + rows + bh * n_q + clamped)
             share = (1 - g).to(ACC) / total
-            # A as the forward forms it, transposed: a row for each key.
+            # A is formed as in the forward pass, but transposed, with one row per key.
             s = product(k_tile, q_tile, ACC, PRECISION, INTERPRETED)
             ty = y[:, None] - ref_y[None, :]
             tx = x[:, None] - ref_x[None, :]
@@ -402,7 +402,7 @@ def backward_values(
     grid: Grid,
     grad: Tensor,
 ) -> Tensor:
-    """Compute the gradient of v, in its shape: summed over the heads that share it.
+    """Compute the gradient of v, in the shape of v: a sum over heads if they share the values.
 
     Args:
         q, k, v, normaliser, gate, table, grid, grad: The arguments of :func:`backward_queries`.

@@ -1,6 +1,6 @@
-"""Forward kernels (Triton): the row statistic of content attention, then the mixed attention times the values."""
+"""Forward kernels (Triton): the normaliser of content attention, then the mixed attention times the values."""
 
-# ruff: noqa: N803, SIM102 (Triton's compile-time constants are upper case; it decides on them in an if of their own)
+# ruff: noqa: N803, SIM102 (Triton's compile-time constants are upper case, and each is tested in a separate if)
 # mypy: disable-error-code="import-untyped, import-not-found, no-untyped-def, untyped-decorator"
 
 import triton
@@ -46,7 +46,7 @@ def _lse(
     q += (b * q_b + h * q_h) * UNIT
     k += (b * k_b + h * k_h) * UNIT
     q_tile = load_tile(q, start_m, n_q - 1, q_n * UNIT, d, dim, QUERIES)
-    # An online softmax: sums over the keys so far are counted from their highest logit, and rescaled when it rises.
+    # An online softmax: sums over the keys so far are relative to their highest logit, and rescaled when it rises.
     highest = tl.full((QUERIES,), -1e30, ACC)  # finite: -inf - (-inf) would be NaN
     total = tl.zeros((QUERIES,), ACC)
     logits = tl.zeros((QUERIES,), ACC)  # sum of weight * (logit - highest)
@@ -63,7 +63,7 @@ def _lse(
         lower = highest - new_highest
         rescale = tl.exp2(lower)
         if STATISTICS:
-            # Logits so far are counted from a lower highest one.
+            # Previous logits are relative to a lower maximum.
             recounted = logits + lower * total
             logits = rescale * recounted
             logits += tl.sum(weight * s, 1)
@@ -94,7 +94,7 @@ def _mix(
     UNIT: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr, INTERPRETED: tl.constexpr,
     QUERIES: tl.constexpr, KEYS: tl.constexpr, CHANNELS: tl.constexpr, DIM: tl.constexpr,
 ):  # fmt: skip
-    # Neighbouring programs have the same queries, and write different channels of the output.
+    # Neighbouring programs have the same queries but write different channels of the output.
     tiles_c = tl.cdiv(channels, CHANNELS)
     tile = tl.program_id(0) % tiles_c
     index = tl.program_id(0) // tiles_c
@@ -107,14 +107,15 @@ def _mix(
     k += (b * k_b + h * k_h) * UNIT
     v += (b * v_b + h * v_h) * UNIT
     q_tile = load_tile(q, start_m, n_q - 1, q_n * UNIT, d, dim, QUERIES)
-    # What position needs of each query, and then what content needs.
+    # Parameters of the queries for the positional part, then for the content part.
     table += h * TABLE * n_q
     content += bh * n_q
     ref_y, ref_x, slope_y, slope_x, curvature, normaliser = query_tables(
         table, clamped, n_q
     )
-    g = tl.load(gate + h).to(tl.float64)  # for the digits of 1 - g, with a gate near 1
-    # A = 2^(s - highest) * share + 2^(position logit + log2 g) saves a product and a sum for each weight.
+    # float64 keeps the precision of 1 - g if the gate is near 1.
+    g = tl.load(gate + h).to(tl.float64)
+    # A = 2^(s - highest) * share + 2^(position logit + log2 g) saves a product and a sum per weight.
     normaliser += log2_of(g.to(ACC))
     highest = tl.load(content + clamped)
     total = tl.load(content + rows + clamped)
@@ -140,20 +141,20 @@ def _mix(
         p = position_logits(
             ty, tx, slope_y[:, None], slope_x[:, None], curvature, normaliser[:, None]
         )
-        # Content: (1 - g) C. Their sum is Eq. (7).
+        # Content: (1 - g) C. The sum of both is Eq. (7).
         content_weight = tl.exp2(s * scale - highest[:, None])
         content_part = content_weight * share[:, None]
         a = content_part + tl.exp2(p)
         acc = dot(a.to(v_tile.dtype), v_tile, acc, PRECISION, INTERPRETED)
         if STATISTICS:
-            # Programs that differ only in their channels form the same attention; the first of them measures it.
+            # Programs that differ only in their channels form the same attention, which the first of them measures.
             if tile == 0:
                 valid_pairs = (n < n_k)[None, :] & (m < n_q)[:, None]
                 a = tl.where(valid_pairs, a, 0.0)
-                # About the least normal float32 number: 0 times the logarithm of 0 would be NaN.
+                # 1e-37 is about the smallest normal float32 number: 0 times the logarithm of 0 would be NaN.
                 logarithm = tl.log2(tl.maximum(a, 1e-37))
                 bits -= tl.sum(a * logarithm, 1)
-                # Distances are from the query: t is from its reference.
+                # Distances are from the query, but t is relative to the query's reference.
                 dy = ty + offset_y[:, None]
                 dx = tx + offset_x[:, None]
                 lengths = tl.sqrt(dy * dy + dx * dx)
@@ -162,7 +163,7 @@ def _mix(
                 tl.atomic_add(
                     received + bh * n_k + n, by_key, mask=n < n_k, sem="relaxed"
                 )
-    # Rows of a head lie apart in memory, (B, N_q, heads, C).
+    # The rows of a head are not adjacent in memory, (B, N_q, heads, C).
     step = o_n * UNIT
     out_rows = (
         out
@@ -175,10 +176,10 @@ def _mix(
     tl.store(places, acc.to(v.dtype.element_ty), mask=written)
     if STATISTICS:
         if tile == 0:
-            # The padding's share is the same for all images.
-            of_head = h * n_q + clamped
-            nats = bits / LOG2E + tl.load(padding_entropy + of_head)
-            far += tl.load(padding_distance + of_head)
+            # The contribution of the padding is the same for all images.
+            head_row = h * n_q + clamped
+            nats = bits / LOG2E + tl.load(padding_entropy + head_row)
+            far += tl.load(padding_distance + head_row)
             at = bh * n_q + m
             tl.store(entropy + at, nats, mask=m < n_q)
             tl.store(distance + at, far, mask=m < n_q)
@@ -195,9 +196,9 @@ def content_normaliser(
         statistics: Whether to compute the entropy.
 
     Returns:
-        Normaliser, shape (2, B, heads, N_q): of each query the highest logit to base 2, and the sum over keys of
-        2^(logit - highest). Kept apart: as a single number they would cost a rounding as large as the logit. With
-        ``statistics`` also the entropy in nats, (B, heads, N_q).
+        Normaliser, shape (2, B, heads, N_q): the highest logit of each query to base 2, and the sum over keys of
+        2^(logit - highest). They are kept separate, because the rounding error of a single number would be as large as
+        that of the logit. With ``statistics`` also the entropy in nats, (B, heads, N_q).
     """
     batch, heads, n_q, dim = q.shape
     n_k = k.shape[2]
@@ -258,14 +259,14 @@ def mix(
     v = launch.aligned(v)
     size = launch.blocks("mix", q, dim, channels)
     out = launch.empty(batch, n_q, heads, v.shape[3], like=v).transpose(1, 2)
-    # A kernel needs a pointer for each argument; without statistics it reads none of these.
+    # A kernel needs a pointer for each argument, but does not use these without statistics.
     measured = (normaliser,) * 3
     padding = (normaliser,) * 2
     if statistics:
         entropy, distance = (
             launch.empty(batch, heads, n_q, like=normaliser) for _ in range(2)
         )
-        # Zeros, as programs add to it.
+        # Programs add to this tensor, so it starts from zeros.
         received = normaliser.new_zeros(batch, heads, n_k)
         measured = (entropy, distance, received)
         padding = padding_statistics(gate, table, grid)

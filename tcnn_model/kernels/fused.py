@@ -1,14 +1,14 @@
-"""Statistics of softmax attention from torch's fused attention alone: no kernel of one's own, and no N x N tensor.
+"""Statistics of softmax attention from torch's fused attention, without a custom kernel and without an N x N tensor.
 
-Fused attention gives sum_j A_ij V_j for any V, and the log-sum-exp of each row. So
+Fused attention gives sum_j A_ij V_j for any V, and the log-sum-exp of each row. This suffices for
 
-- with V = K, the entropy H_i = lse_i - scale q_i . (A K)_i;
-- with the rows and columns of the grid as one-hot V, the marginals of A over the grid, from which distances follow that
-  are sums over the axes: squared and Manhattan distance;
-- with queries and keys exchanged, and -lse_i as a further channel, what each key receives.
+- the entropy H_i = lse_i - scale q_i . (A K)_i, with V = K;
+- the marginals of A over the rows and columns of the grid, with one-hot V, and therefore the distances that are sums
+  over the axes: the squared and the Manhattan distance;
+- the attention that each key receives, with queries and keys exchanged and -lse_i as an additional channel.
 
-Not to be had so: attention with an additive bias, the Euclidean distance, the largest logit. It runs wherever torch has
-a fused attention, and checks the kernel independently.
+It does not suffice for attention with an additive bias, the Euclidean distance or the largest logit. The functions run
+wherever torch has a fused attention, and are an independent check of the kernel.
 """
 
 from typing import NamedTuple
@@ -22,7 +22,7 @@ from tcnn_model.precision import at_least_float32
 
 __all__ = ["FusedStatistics", "fused_statistics"]
 
-# Channels of a head that any fused attention takes: a multiple of so many.
+# Every fused attention takes heads whose number of channels is a multiple of this.
 _CHANNELS = 8
 
 
@@ -33,7 +33,7 @@ class FusedStatistics(NamedTuple):
         log_sum_exp: log sum_j exp(s_ij).
         entropy: -sum_j A_ij log A_ij in nats.
         prefix: Sum of A_ij over the class and register tokens.
-        squared_distance: Mean of the squared distance to the keys on the grid, weighted by A, renormalised over these.
+        squared_distance: Mean of the squared distance to the keys on the grid, weighted by A renormalised over them.
         manhattan_distance: Mean of |dy| + |dx| with the same weights.
         received: sum_i A_ij, shape (rows, heads, N_key).
     """
@@ -51,23 +51,23 @@ def fused_statistics(
 ) -> FusedStatistics:
     """Measure softmax attention with logits ``scale * q k^T``.
 
-    Entropy and distances have the rounding of A in the dtype of the queries, as the fused kernels round it: in
-    half precision it is far above that of the log-sum-exp.
+    The fused kernels round A to the dtype of the queries. In half precision, the rounding errors of entropy and
+    distances are therefore far above that of the log-sum-exp.
 
     Args:
         q: Queries, shape (rows, heads, N_query, d).
         k: Keys, shape (rows, heads, N_key, d).
         scale: Factor of the products.
-        queries, keys: Places of the tokens.
+        queries, keys: Positions of the tokens.
     """
     dtype = at_least_float32(q.dtype)
     wide_q = q.to(dtype)
     wide_k = k.to(dtype)
-    # What all keys have in common changes no attention; without it H is no difference of large numbers.
+    # Subtracting the mean key from all keys does not change A, and then H is not a difference of large numbers.
     common = wide_k.mean(-2, keepdim=True)
     centred = (wide_k - common).to(k.dtype)
 
-    # Values whose weighted sums are the mean key, and the attention to each row, to each column and before the grid.
+    # Values whose sums weighted by A are the mean key and the attention to each row, each column and the prefix.
     rows, columns, before = _one_hot(keys, k)
     places = (rows, columns, before)
     by_head = [place.expand(*k.shape[:3], -1) for place in places]
@@ -91,15 +91,17 @@ def fused_statistics(
     absolute_y = (by_row * dy.abs()).sum(-1)
     absolute_x = (by_column * dx.abs()).sum(-1)
 
-    # Keys ask queries: the softmax over queries of s_ij - lse_i has sum_i A_ij for its normaliser.
+    # Queries and keys exchange their roles: the softmax over queries of s_ij - lse_i has the normaliser sum_i A_ij.
     unit = torch.ones_like(wide_k[..., :1])
-    asking = torch.cat([wide_k, unit], -1)
+    keys_as_queries = torch.cat([wide_k, unit], -1)
     common_logit = scale * (wide_q * common).sum(-1)
     whole_lse = lse + common_logit
-    # The further channel is multiplied by the scale as the others are.
+    # The products of the additional channel are multiplied by the scale, too, so the offsets are divided by it.
     offsets = -whole_lse[..., None] / scale
-    answering = torch.cat([wide_q, offsets], -1)
-    _, log_received = _attend(asking, answering, answering[..., :1], scale)
+    queries_as_keys = torch.cat([wide_q, offsets], -1)
+    _, log_received = _attend(
+        keys_as_queries, queries_as_keys, queries_as_keys[..., :1], scale
+    )
     return FusedStatistics(
         log_sum_exp=whole_lse,
         entropy=entropy,
@@ -113,14 +115,14 @@ def fused_statistics(
 def _attend(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     """Return A v and the log-sum-exp of the rows of A.
 
-    Fused kernels want as many channels of v as of q and k: v goes through in parts of this width.
+    Fused kernels need as many channels in v as in q and k, so v is split into parts of this width.
     """
     dim = q.shape[-1]
-    further = -dim % _CHANNELS
-    width = dim + further
-    # Channels of zeros change no logit.
-    q = F.pad(q, (0, further))
-    k = F.pad(k, (0, further))
+    padding = -dim % _CHANNELS
+    width = dim + padding
+    # Zero channels do not change the logits.
+    q = F.pad(q, (0, padding))
+    k = F.pad(k, (0, padding))
     parts = []
     for part in v.split(width, -1):
         padded = F.pad(part, (0, width - part.shape[-1]))
@@ -129,7 +131,7 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tens
                 q, k, padded, scale=scale
             )
         else:
-            # Not run on a GPU yet. Its log-sum-exp is padded to whole blocks of queries.
+            # This branch was not run on a GPU yet. Its log-sum-exp is padded to whole blocks of queries.
             output, lse, *_ = torch.ops.aten._scaled_dot_product_efficient_attention(
                 q, k, padded, None, True, scale=scale
             )
@@ -139,10 +141,10 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tens
 
 
 def _one_hot(tokens: TokenGrid, like: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return whether each key lies in each row, in each column, and before the grid: (N_key, n) each, 0 or 1."""
+    """Return one-hot rows and columns of the keys, and whether keys are before the grid: (N_key, n) each, 0 or 1."""
     index = torch.arange(like.shape[2], device=like.device)
     cell = index[tokens.prefix :] - tokens.prefix
-    # Class and register tokens lie in no row and no column.
+    # Class and register tokens have no row and no column.
     prefix = (0, 0, tokens.prefix, 0)
     rows = F.pad(F.one_hot(cell // tokens.width), prefix).to(like.dtype)
     columns = F.pad(F.one_hot(cell % tokens.width), prefix).to(like.dtype)

@@ -45,14 +45,14 @@ class Line(NamedTuple):
 
 
 class Grid(NamedTuple):
-    """Vertical and horizontal line. Queries and keys are row-major."""
+    """Vertical and horizontal axis of a layer. Queries and keys are row-major."""
 
     y: Line
     x: Line
 
     @classmethod
     def unpack(cls, y: list[int], x: list[int]) -> "Grid":
-        """Make the grid from the two lists of integers that an operator receives."""
+        """Create the grid from the two lists of integers that an operator receives."""
         return cls(Line(*y), Line(*x))
 
     @property

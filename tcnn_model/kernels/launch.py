@@ -1,4 +1,4 @@
-"""Launching kernels: memory for their results, and the sizes of their tiles."""
+"""Launch options of the kernels: memory for their results, and the sizes of their tiles."""
 
 # mypy: disable-error-code="import-untyped, import-not-found"
 
@@ -29,7 +29,7 @@ Pass = Literal["lse", "mix", "queries", "keys", "values", "statistics"]
 
 
 class Blocks(NamedTuple):
-    """Tile of a program: ``queries`` x ``keys`` attention weights, ``channels`` of the values at a time."""
+    """Tile of a program: ``queries`` x ``keys`` attention weights, and ``channels`` of the values at a time."""
 
     queries: int
     keys: int
@@ -45,8 +45,8 @@ class Blocks(NamedTuple):
         return {**sizes, "num_warps": self.warps, "num_stages": self.stages}
 
 
-# Tile sizes by bytes per element of q, k and v. Chosen by reasoning and by the compiler's report of registers (README,
-# "Blocks"), to be tuned on a GPU.
+# Tile sizes by bytes per element of q, k and v. They were chosen by reasoning and by the compiler's report of registers
+# (README, "Blocks"), and are still to be tuned on a GPU.
 _BLOCKS: dict[int, dict[Pass, Blocks]] = {
     2: {
         "lse": Blocks(128, 128, 0, warps=8, stages=3),
@@ -69,7 +69,7 @@ _BLOCKS: dict[int, dict[Pass, Blocks]] = {
         Blocks(32, 32, 32, warps=4, stages=1),
     ),
 }
-# Bytes of shared memory that the sizes above may take: Hopper has 227 KB, Ampere 99 or 163.
+# Bytes of shared memory that a GPU needs for the sizes above: Hopper has 227 KB, Ampere 99 or 163.
 _ROOMY = 200_000
 _forced: list[Blocks] = []
 
@@ -112,12 +112,12 @@ def using_blocks(forced: Blocks) -> Iterator[None]:
 
 def empty(*shape: int, like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """Allocate uninitialised memory on the device of ``like``."""
-    # All kernels allocate here, so that tests can replace it by NaN and find elements that no kernel wrote.
+    # All results of kernels are allocated here, so that tests can fill them with NaN and find elements never written.
     return torch.empty(shape, dtype=dtype or like.dtype, device=like.device)
 
 
 def padded_empty(*shape: int, like: Tensor) -> Tensor:
-    """Allocate uninitialised memory with rows that lie a multiple of 16 bytes apart."""
+    """Allocate uninitialised memory with a row stride that is a multiple of 16 bytes."""
     *outer, row = shape
     whole_units = row + -row % unit(like.dtype)
     return empty(*outer, whole_units, like=like)[..., :row]
@@ -131,7 +131,7 @@ def triton_dtype(dtype: torch.dtype) -> Any:
 
 
 def numerics(dtype: torch.dtype) -> dict[str, Any]:
-    """Return a kernel's arguments for ``dtype``: of sums, of float32 products (PyTorch's setting) and of strides."""
+    """Return a kernel's numeric options for ``dtype``; float32 products follow PyTorch's setting of TF32."""
     import triton
 
     return {
@@ -150,15 +150,15 @@ def power_of_two(size: int) -> int:
 
 def unit(dtype: torch.dtype) -> int:
     """Return the number of elements in 16 bytes, the widest load."""
-    # Kernels take strides in these units: so the compiler knows that rows are aligned, whatever their length.
+    # Kernels take strides in these units, so that the compiler knows that rows of any length are aligned.
     return 16 // dtype.itemsize
 
 
 def aligned(tensor: Tensor) -> Tensor:
     """Return a tensor of 4 dimensions whose rows can be read 16 bytes at a time.
 
-    The tensor itself if possible, else a copy with zeros at the end of the rows: ``d = C // heads`` is often odd, and
-    rows of odd length would be read element by element.
+    This is the tensor itself if possible, else a copy with zeros at the end of the rows: ``d = C // heads`` is often
+    odd, and rows of odd length would be read element by element.
     """
     step = unit(tensor.dtype)
     strides_fit = tensor.stride(3) == 1 and all(
@@ -166,14 +166,14 @@ def aligned(tensor: Tensor) -> Tensor:
     )
     if strides_fit and tensor.shape[3] % step == 0 and tensor.data_ptr() % 16 == 0:
         return tensor
-    further = (0, -tensor.shape[3] % step)
-    return torch.nn.functional.pad(tensor, further).contiguous()
+    padding = (0, -tensor.shape[3] % step)
+    return torch.nn.functional.pad(tensor, padding).contiguous()
 
 
 def strides(tensor: Tensor) -> tuple[int, int, int]:
-    """Return the strides of image, head and row in units; 0 between heads that share the tensor."""
+    """Return the strides of image, head and row in units; that of heads is 0 if they share the tensor."""
     step = unit(tensor.dtype)
     image, head, row = (stride // step for stride in tensor.stride()[:3])
-    # torch gives a dimension of one any stride.
+    # The stride of a dimension of size one is arbitrary in torch.
     shared = tensor.shape[1] == 1
     return image, 0 if shared else head, row

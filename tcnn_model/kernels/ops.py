@@ -24,7 +24,7 @@ __all__ = ["available", "gated_attention"]
 
 
 def available(device: torch.device) -> bool:
-    """Return whether the kernels run on ``device``: with Triton, and a GPU or (TRITON_INTERPRET=1) its interpreter."""
+    """Return whether the kernels run on ``device``, by Triton on a GPU or its interpreter (TRITON_INTERPRET=1)."""
     if find_spec("triton") is None:
         return False
     return device.type == "cuda" or (
@@ -37,20 +37,20 @@ def gated_attention(
 ) -> tuple[Tensor, AttentionStatistics | None]:
     """Apply an attention to values and optionally measure it, without an N x N tensor.
 
-    Differentiable once in query, key, values, position and gate. ``received`` is summed in no fixed order on a GPU;
-    everything else repeats bit by bit.
+    The output is differentiable once in query, key, values, position and gate. On a GPU ``received`` is summed in no
+    fixed order; everything else is reproducible bit by bit.
 
     Args:
         attention: Attention in float16, bfloat16, float32 or float64, for at least one image, on a device where the
             kernels are :func:`available`.
-        values: Values, shape (B, 1, H * W, C), shared by all heads, or (B, heads, H * W, C), checked already.
+        values: Values, shape (B, 1, H * W, C), shared by all heads, or (B, heads, H * W, C). They are not checked here.
         statistics: Whether to measure the attention.
 
     Returns:
         Output, shape (B, heads, N_query, C), in memory (B, N_query, heads, C); and the statistics, or None.
 
     Raises:
-        ValueError: If there are more than 2^22 keys: their rows are found by a division in float32.
+        ValueError: If there are more than 2^22 keys, whose rows are computed by a division in float32.
     """
     y = list(Line.of(attention.y))
     x = list(Line.of(attention.x))
@@ -74,7 +74,7 @@ def gated_attention(
     out, normaliser, table, entropy, content_entropy, distance, received = (
         _forward_with_statistics(*arguments)
     )
-    # Kernels count in bits; statistics are in nats.
+    # The kernels use logarithms to base 2; statistics are in nats.
     highest, total = normaliser.detach()
     return out, AttentionStatistics(
         log_sum_exp=highest * _LN2 + total.log(),
@@ -92,7 +92,7 @@ _MAX_KEYS = 2**22  # tiles.key_pixels
 
 def _output(q: Tensor, v: Tensor) -> Tensor:
     """Allocate the output of ``forward.mix``."""
-    # torch.compile relies on the strides of a fake result, which therefore are those of the real output.
+    # torch.compile relies on the strides of a fake result, so they must be those of the real output.
     return launch.padded_empty(
         q.shape[0], q.shape[2], q.shape[1], v.shape[3], like=v
     ).transpose(1, 2)
@@ -233,7 +233,7 @@ def _(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Any:
     ]
 )
 def _flops(q: Any, k: Any, v: Any, *rest: Any, **options: Any) -> int:
-    """Count twice the multiply-adds of the products with keys and with values; arguments are shapes, not tensors."""
+    """Return twice the multiply-adds of the products with keys and with values; arguments are shapes, not tensors."""
     weights = math.prod(q[:3]) * k[2]
     return int(2 * weights * (q[3] + v[3]))
 
@@ -273,7 +273,7 @@ def _gradients(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
     q, k, v, normaliser, gate, table = ctx.saved_tensors
     needs_q, needs_k, needs_v, needs_position, needs_gate, *_ = ctx.needs_input_grad
     dq = dk = dv = dposition = dgate = None
-    # k needs the mean that comes with the other three.
+    # The gradient of k needs the mean that is computed with the gradients of q, position and gate.
     if needs_q or needs_k or needs_position or needs_gate:
         dq, dposition, dgate, mean = _backward_queries(
             q, k, v, normaliser, gate, table, grad, ctx.y, ctx.x

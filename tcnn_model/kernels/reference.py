@@ -1,7 +1,7 @@
 """The functions of the kernels in dense PyTorch, with the same signatures.
 
-To read beside the derivation, and to test against. Everything is formed in the dtype of sums (float32, or float64 for
-float64), N x N tensors included.
+They are meant to be read beside the derivation, and to test the kernels against. Everything is computed in the dtype of
+sums (float32, or float64 for float64), with N x N tensors.
 """
 
 import math
@@ -31,7 +31,8 @@ def _line(curvature: Tensor, slope: Tensor, line: Line) -> tuple[Tensor, ...]:
     """Measure positional attention along an axis.
 
     Returns:
-        Reference, slope there, log2 normaliser, E[t], Var[t], reference - query and entropy: each (heads, queries).
+        Reference, slope at the reference, log2 normaliser, E[t], Var[t], reference - query and entropy, each of shape
+        (heads, queries).
     """
     query = line.query_positions(curvature.device)
     key = line.key_positions(curvature.device)
@@ -42,11 +43,11 @@ def _line(curvature: Tensor, slope: Tensor, line: Line) -> tuple[Tensor, ...]:
     reference = key[logits.argmax(-1)]
     offset = reference - query
 
-    # The same logits, counted from the reference: t pixels from it.
+    # The same logits for keys t pixels from the reference, relative to the logit there.
     slope = (2 * curvature * offset[..., None] + slope).squeeze(-1)
     t = key - reference[..., None]
     logits = t * (curvature * t + slope[..., None])
-    # In nats and back, as torch has no logsumexp to base 2.
+    # Converted to nats and back, because torch has no logsumexp to base 2.
     normaliser = torch.logsumexp(logits / _LOG2E, -1) * _LOG2E
     p = torch.exp2(logits - normaliser[..., None])
 
@@ -96,7 +97,7 @@ def _keys(grid: Grid, like: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _positional(table: Tensor, y: Tensor, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return positional attention on the keys at (y, x), and t_y, t_x from the reference: each (heads, N_q, keys)."""
+    """Return positional attention to the keys at (y, x), and t_y, t_x from the reference, (heads, N_q, keys) each."""
     columns = table[:, :6, :, None].unbind(1)
     reference_y, reference_x, slope_y, slope_x, curvature, normaliser = columns
     ty = y - reference_y
@@ -129,7 +130,7 @@ def padding_statistics(
 
 def _logits(q: Tensor, k: Tensor) -> Tensor:
     dtype = at_least_float32(q.dtype)
-    # To base 2, in which GPUs have an exponential.
+    # Logits are to base 2, because GPUs compute exponentials to base 2.
     scale = q.shape[-1] ** -0.5 * _LOG2E
     return q.to(dtype) @ k.to(dtype).mT * scale
 
@@ -160,7 +161,7 @@ def _attention(
     y, x, real = _keys(grid, table)
     p, ty, tx = _positional(table, y[real], x[real])
     c = _content(q, k, normaliser)
-    # 1 - gate in the gate's own dtype: near a gate of 1 a narrower one would lose it.
+    # 1 - gate is computed in the gate's dtype, because a narrower one would lose its precision for gates near 1.
     position_share = gate[:, None, None]
     content_share = 1 - position_share
     # Eq. (7).
@@ -213,7 +214,8 @@ def backward_queries(
     content_scale = _content_scale(q, gate, c.dtype)
     dq = content_scale * ds @ k.to(c.dtype)
 
-    # P is a softmax in position, whose gradient is a covariance under P: of dA with |delta|^2, delta_y and delta_x.
+    # P is a softmax of logits linear in position, so the gradient is the covariance under P of dA with |delta|^2,
+    # delta_y and delta_x.
     mean_y, mean_x, variance, offset_y, offset_x = table[:, 6:11].unbind(1)
     uy = ty - mean_y[..., None]
     ux = tx - mean_x[..., None]
@@ -267,7 +269,7 @@ def backward_values(
     grid: Grid,
     grad: Tensor,
 ) -> Tensor:
-    """Return the gradient of v, in its shape: summed over the heads that share it."""
+    """Return the gradient of v, in the shape of v: a sum over heads if they share the values."""
     a, *_ = _attention(q, k, normaliser, gate, table, grid)
     dv = a.mT @ grad.to(a.dtype)
     return dv.sum_to_size(v.shape).to(v.dtype)
@@ -283,7 +285,7 @@ def attention_statistics(
     keys: TokenGrid | None = None,
     received: bool = False,
 ) -> RowStatistics:
-    """Return what ``row_statistics.attention_statistics`` returns."""
+    """Measure softmax attention as ``row_statistics.attention_statistics`` does."""
     dtype = at_least_float32(q.dtype)
     s = scale * q.to(dtype) @ k.to(dtype).mT
     if mask is not None and mask.dtype == torch.bool:
@@ -292,7 +294,7 @@ def attention_statistics(
         s = s + mask.to(dtype)
     largest = s.amax(-1)
     hidden = largest == -torch.inf
-    # Counted from the largest, or from 0 where all keys are hidden.
+    # Logits are relative to the largest, or to 0 if all keys are hidden.
     s = s - largest.masked_fill(hidden, 0)[..., None]
     log_sum_exp = s.logsumexp(-1).masked_fill(hidden, 0)
     a = torch.exp(s - log_sum_exp[..., None])

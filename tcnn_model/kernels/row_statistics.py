@@ -1,7 +1,7 @@
 """Statistics of softmax attention in one pass over tiles of its logits (Triton), without an N x N tensor.
 
-The columns' sums need the normalised attention, so each program forms its tiles again once it knows the sums of its
-queries: twice the products, still a single kernel. Programs add to the columns with atomics.
+Sums over columns need the normalised attention, so each program forms its tiles again once it knows the sums of its
+queries. This takes twice the products, but a single kernel. Programs add to the columns by atomic additions.
 """
 
 # ruff: noqa: N803 (Triton's compile-time constants are upper case)
@@ -21,11 +21,12 @@ from tcnn_model.precision import at_least_float32
 
 __all__ = ["attention_statistics"]
 
-# In place of minus infinity, which times an attention of zero would be NaN.
+# Replaces minus infinity, whose product with an attention of zero would be NaN.
 _LOWEST = tl.constexpr(-1e30)
 _HIDDEN = tl.constexpr(float("-inf"))
 
-# The addresses of a mask's tile take two registers each: 64 keys spill at 128 channels (Triton 3.9, for 9.0).
+# The addresses of a mask's tile take two registers each, so that tiles of 64 keys spill registers at 128 channels
+# (Triton 3.9, for compute capability 9.0).
 _KEYS_WITH_MASK = 32
 
 # Kinds of masks.
@@ -41,7 +42,7 @@ def _logits(
     QUERIES: tl.constexpr, KEYS: tl.constexpr, DIM: tl.constexpr,
     ACC: tl.constexpr, PRECISION: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
-    """Return the logits of keys from ``start``, -inf after the last and where a mask hides them."""
+    """Return the logits of keys from ``start`` on: -inf for hidden keys and after the last key."""
     d = tl.arange(0, DIM)
     n = start + tl.arange(0, KEYS)
     k_tile = load_tile(k, start, last, k_n * UNIT, d, dim, KEYS)
@@ -58,13 +59,13 @@ def _logits(
 
 @triton.jit
 def _bounded(x):
-    """Return x, but at least :data:`_LOWEST`; NaN stays NaN, which the hardware's maximum would pass over."""
+    """Return x, but at least :data:`_LOWEST`; NaN stays NaN, which the hardware's maximum would ignore."""
     return tl.maximum(x, _LOWEST, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit
 def _from_hidden(highest):
-    """Return the number to subtract from logits: the highest, or 0 if all are hidden, as -inf - -inf is NaN."""
+    """Return the number to subtract from logits: the highest, or 0 if all are hidden, because -inf - -inf is NaN."""
     return tl.where(highest == _HIDDEN, 0.0, highest)
 
 
@@ -80,9 +81,9 @@ def _sums(
     QUERIES: tl.constexpr, KEYS: tl.constexpr, DIM: tl.constexpr,
     ACC: tl.constexpr, PRECISION: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
-    """Return the highest logit of keys ``first`` to ``last``, and sums over them of w = exp(s - highest).
+    """Return the highest logit of the keys ``first`` to ``last``, and three sums over these keys.
 
-    These are the sums of w, of w (s - highest), and of w times the distance.
+    With w = exp(s - highest), they are the sums of w, of w (s - highest), and of w times the distance.
     """
     highest = tl.full((QUERIES,), _HIDDEN, ACC)
     total = tl.zeros((QUERIES,), ACC)
@@ -102,13 +103,13 @@ def _sums(
         weight = tl.exp(s)
         lower = _bounded(highest - base)
         rescale = tl.exp(lower)
-        # Sums so far are counted from a lower highest logit.
+        # Previous sums are relative to a lower maximum.
         recounted = logits + lower * total
         logits = rescale * recounted + tl.sum(weight * s, 1)
         total = rescale * total + tl.sum(weight, 1)
         if DISTANCE:
             y, x = key_pixels(start - first, last - first, width, KEYS, ACC)
-            # Places in the image, of keys that lie on the grid.
+            # Positions of the keys in the image; all of these keys are on the grid.
             key_y = y * grid_y + first_y
             key_x = x * grid_x + first_x
             dy = key_y[None, :] - query_y[:, None]
@@ -152,7 +153,7 @@ def _statistics(
     query_y = y * query_grid[0] + query_grid[2]
     query_x = x * query_grid[1] + query_grid[3]
 
-    # The keys on the grid first, as the distance is a mean over these alone.
+    # The keys on the grid come first, because the distance is a mean over these keys only.
     highest, total, logits, far = _sums(
         q_tile, k, mask_rows,
         prefix, n_k - 1, k_n, mask_k,
@@ -181,7 +182,7 @@ def _statistics(
             QUERIES, PREFIX_KEYS, DIM,
             ACC, PRECISION, INTERPRETED,
         )  # fmt: skip
-        # Both counted from the higher of their highest logits.
+        # The sums of both parts are made relative to the higher of the two maxima.
         grid_highest = highest
         highest = tl.maximum(grid_highest, prefix_highest)
         base = _from_hidden(highest)
@@ -197,14 +198,14 @@ def _statistics(
         total = grid_scale * total + prefix_total
         share = prefix_total / tl.where(total == 0, 1.0, total)
         tl.store(prefix_share + at, share, mask=written)
-    # A maximum passes NaN over, which no sum does.
+    # A maximum ignores NaN, but a sum does not: the largest logit of a row with NaN is NaN.
     broken = (total != total) & (highest < float("inf"))
     tl.store(largest + at, tl.where(broken, total, highest), mask=written)
     total = tl.where(total == 0, 1.0, total)  # where all keys are hidden
     tl.store(log_sum + at, tl.log(total), mask=written)
     tl.store(expected + at, logits / total, mask=written)
     if RECEIVED:
-        # The tiles once more, now that the sums of their rows are known.
+        # The tiles are formed again, now that the sums of their rows are known.
         base = _from_hidden(highest)
         share = tl.where(written, 1.0 / total, 0.0)
         for start in range(0, n_k, KEYS):
@@ -238,8 +239,8 @@ def attention_statistics(
         q: Queries, shape (rows, heads, N_q, d).
         k: Keys, shape (rows, heads, N_k, d).
         scale: Factor of the products.
-        mask: Numbers to add, or True where a query may see a key; broadcasts to (rows, heads, N_q, N_k).
-        queries, keys: Places of the tokens; None where they are not known.
+        mask: Numbers to add, or True where a query may attend to a key; broadcasts to (rows, heads, N_q, N_k).
+        queries, keys: Positions of the tokens; None if they are not known.
         received: Whether to sum the columns, too.
     """
     rows, heads, n_q, dim = q.shape
@@ -263,12 +264,12 @@ def attention_statistics(
     distance = None
     if queries is not None and keys is not None:
         distance = launch.empty(rows, heads, n_q, like=largest)
-    # Zeros, as programs add to it.
+    # Programs add to this tensor, so it starts from zeros.
     columns = largest.new_zeros(rows, heads, n_k) if received else None
     query_width, query_grid = _places(queries)
     key_width, key_grid = _places(keys)
     kind, mask, mask_strides = _prepared(mask, (rows, heads, n_q, n_k))
-    # A kernel needs a pointer for each argument; it reads and writes those that it was asked for.
+    # A kernel needs a pointer for each argument, but uses only those that its options ask for.
     pointers = (
         q,
         k,
@@ -279,7 +280,7 @@ def attention_statistics(
     blocks_of_queries = triton.cdiv(n_q, size.queries)
     programs = rows * heads * blocks_of_queries
     query_prefix = queries.prefix if queries is not None else 0
-    # A prefix is a tile of its own, as small as can be.
+    # The prefix has separate tiles, as small as possible.
     prefix_keys = launch.power_of_two(prefix) if prefix < size.keys else size.keys
     _statistics[(programs,)](
         *pointers,
@@ -298,7 +299,7 @@ def attention_statistics(
 
 
 def _places(tokens: TokenGrid | None) -> tuple[int, tuple[float, ...]]:
-    """Return the width, and spacing and origin as compile-time constants: as arguments they would be float32."""
+    """Return the width, and spacing and origin for compile-time constants; as arguments they would be float32."""
     if tokens is None:
         return 1, (0.0, 0.0, 0.0, 0.0)
     numbers = (*tokens.spacing, *tokens.origin)
@@ -308,7 +309,7 @@ def _places(tokens: TokenGrid | None) -> tuple[int, tuple[float, ...]]:
 def _prepared(
     mask: Tensor | None, shape: tuple[int, int, int, int]
 ) -> tuple[int, Tensor | None, tuple[Any, ...]]:
-    """Return the kind of a mask, its memory without a copy, and its strides, 0 where it is broadcast."""
+    """Return the kind of a mask, a view of its memory, and its strides, which are 0 in broadcast dimensions."""
     if mask is None:
         return 0, None, (0, 0, 0, 0)
     mask = mask.expand(shape)

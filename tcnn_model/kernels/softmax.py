@@ -1,4 +1,4 @@
-"""Statistics of plain softmax attention: of which tokens, which they are, and on which tensors the kernel runs.
+"""Statistics of plain softmax attention: their arguments and results, and the tensors on which the kernel runs.
 
 The kernel itself is imported when it first runs, so that importing this file needs neither Triton nor a GPU.
 """
@@ -12,12 +12,13 @@ from tcnn_model.kernels.ops import available
 
 __all__ = ["RowStatistics", "TokenGrid", "attention_statistics", "can_measure"]
 
-# Bytes of a head's channels up to which the tiles take less than 99 KB, the shared memory of any GPU since Ampere.
+# Largest size of a head's channels in bytes for which the tiles take less than 99 KB, the shared memory that every GPU
+# since Ampere has.
 _WIDEST_HEAD = 512
 
 
 class TokenGrid(NamedTuple):
-    """Class and register tokens, then a grid of tokens in raster order.
+    """Sequence of class and register tokens, followed by a grid of tokens in raster order.
 
     Args:
         prefix: Number of class and register tokens before the grid.
@@ -34,7 +35,7 @@ class TokenGrid(NamedTuple):
     def positions(
         self, count: int, dtype: torch.dtype, device: torch.device
     ) -> tuple[Tensor, Tensor]:
-        """Return row and column of ``count`` tokens; those before the grid are put on its first cell."""
+        """Return the row and column of ``count`` tokens; tokens before the grid have those of its first cell."""
         cell = torch.arange(-self.prefix, count - self.prefix, device=device)
         cell = cell.clamp(min=0)
         y = cell // self.width * self.spacing[0] + self.origin[0]
@@ -45,18 +46,18 @@ class TokenGrid(NamedTuple):
 class RowStatistics(NamedTuple):
     """Statistics of softmax attention A with logits s, in float32, or float64 for float64.
 
-    A query to which a mask hides all keys attends to nothing: its A is 0, as torch's own attention has it.
+    A query for which a mask hides all keys attends to nothing: its A is 0, as in torch's own attention.
 
     Args:
         largest: max_j s_ij, shape (rows, heads, N_query); minus infinity where all keys are hidden.
-        log_sum_exp: log sum_j exp(s_ij - largest), of the same shape. It is counted from the largest logit: added to
-            it, the sum would have a rounding as large as that of the logit.
+        log_sum_exp: log sum_j exp(s_ij - largest), of the same shape. It does not include the largest logit, because
+            their sum would have a rounding error as large as that of the logit.
         expected_logit: sum_j A_ij (s_ij - largest), of the same shape.
         prefix: Sum of A_ij over the class and register tokens, of the same shape.
-        distance: Mean distance to the keys on the grid, weighted by A, of the same shape; 0 where all of these are
-            hidden. Rows are renormalised over the grid, without a subtraction: so it is precise where nearly all
-            attention goes to the prefix. None without grids.
-        received: sum_i A_ij, shape (rows, heads, N_key); None unless it was asked for.
+        distance: Mean distance to the keys on the grid, weighted by A, of the same shape; 0 if all of these keys are
+            hidden. Rows are renormalised over the grid without a subtraction, so that the distance is precise even if
+            nearly all attention goes to the prefix. None without grids.
+        received: sum_i A_ij, shape (rows, heads, N_key); None unless requested.
     """
 
     largest: Tensor
@@ -73,10 +74,10 @@ class RowStatistics(NamedTuple):
 
 
 def can_measure(q: Tensor, k: Tensor) -> bool:
-    """Return whether the kernel measures such queries and keys on their GPU.
+    """Return whether the kernel can measure the attention of these queries and keys on their GPU.
 
-    It needs Triton, an NVIDIA GPU of compute capability 8.0 or later, one dtype of both, and heads of at most 512
-    bytes: 256 channels in half precision, 128 in float32.
+    The kernel needs Triton, an NVIDIA GPU of compute capability 8.0 or later, the same dtype for queries and keys, and
+    heads of at most 512 bytes: 256 channels in half precision, 128 in float32.
     """
     if q.device.type != "cuda" or torch.version.cuda is None:
         return False
@@ -100,14 +101,14 @@ def attention_statistics(
 ) -> RowStatistics:
     """Measure softmax attention with logits ``scale * q k^T + mask``, without an N x N tensor.
 
-    ``received`` is summed in no fixed order on a GPU; everything else repeats bit by bit.
+    On a GPU ``received`` is summed in no fixed order; everything else is reproducible bit by bit.
 
     Args:
         q: Queries, shape (rows, heads, N_query, d); a row is an image, or a window of an image.
         k: Keys, shape (rows, heads, N_key, d).
         scale: Factor of the products.
-        mask: Numbers to add, or True where a query may see a key; broadcasts to (rows, heads, N_query, N_key).
-        queries, keys: Places of the tokens; None where they are not known. Distances need both.
+        mask: Numbers to add, or True where a query may attend to a key; broadcasts to (rows, heads, N_query, N_key).
+        queries, keys: Positions of the tokens; None if they are not known. Distances need both.
         received: Whether to sum the attention that each key receives, too, which takes twice the products.
     """
     from tcnn_model.kernels import row_statistics

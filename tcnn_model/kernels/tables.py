@@ -1,4 +1,4 @@
-"""Tables of positional attention for each query, and its statistics on the padding (Triton).
+"""Table of the positional attention of each query, and its statistics on the padding (Triton).
 
 Neither depends on the image. ``reference.py`` has the same functions in PyTorch.
 """
@@ -46,8 +46,8 @@ def _line(
     before, keys,
     QUERIES: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
-    """Measure an axis in float64: reference pixel, slope there, log2 normaliser, mean and variance of t, entropy."""
-    # The reference is the key of the highest logit: counted from it, no exponential overflows.
+    """Measure an axis in float64: reference pixel, its slope, log2 normaliser, mean and variance of t, entropy."""
+    # The reference is the key with the highest logit. Logits relative to it have no exponential that overflows.
     best = tl.full((QUERIES,), float("-inf"), tl.float64)
     reference = tl.zeros((QUERIES,), tl.float64)
     for start in range(0, keys, KEYS):
@@ -56,13 +56,13 @@ def _line(
         delta = key[None, :] - query[:, None]
         logit = delta * (curvature * delta + slope)
         highest = tl.max(logit, 1)
-        # The first of several keys with the highest logit, as torch.argmax takes it.
+        # Of several keys with the highest logit the first is taken, as by torch.argmax.
         is_highest = logit == highest[:, None]
         first_key = tl.min(tl.where(is_highest, key[None, :], float("inf")), 1)
         reference = tl.where(highest > best, first_key, reference)
         best = tl.maximum(best, highest)
     reference_slope = 2 * curvature * (reference - query) + slope
-    # Sums over the keys of 2^logit, and of that times t, t^2 and the logit.
+    # Sums over the keys of 2^logit, and of 2^logit times t, t^2 and the logit.
     total = tl.zeros((QUERIES,), tl.float64)
     first = tl.zeros((QUERIES,), tl.float64)
     second = tl.zeros((QUERIES,), tl.float64)
@@ -93,7 +93,7 @@ def _table(
     stride_x, first_x, before_x, keys_x,
     QUERIES: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
-    # One row of the table for each parameter of the positional attention of a query, in the order of the constants.
+    # The table has one row per parameter of a query's positional attention, in the order of the constants in tiles.py.
     h = tl.program_id(1).to(tl.int64)
     m = tl.program_id(0) * QUERIES + tl.arange(0, QUERIES)
     position += 3 * h
@@ -105,7 +105,7 @@ def _table(
     column = m % queries_x
     query_y = (row * stride_y + first_y).to(tl.float64)
     query_x = (column * stride_x + first_x).to(tl.float64)
-    # Positional attention is a product of two factors, of which each has its own axis.
+    # Positional attention is a product of two factors, one per axis.
     ref_y, slope_at_ref_y, norm_y, mean_y, variance_y, entropy_y = _line(
         curvature, slope_y, query_y, before_y, keys_y, QUERIES, KEYS
     )
@@ -165,7 +165,7 @@ def _padding(
             ty, tx, slope_y[:, None], slope_x[:, None], curvature, normaliser[:, None]
         )
         logit = tl.where(outside[None, :], logit + log_gate, -1e9)
-        # Of a gate of 0 the logarithm is -inf, which times a weight of 0 would be NaN.
+        # The logarithm of a gate of 0 is -inf, whose product with a weight of 0 would be NaN.
         logit = tl.maximum(logit, -1e9)
         weight = tl.exp2(logit)
         bits -= tl.sum(weight * logit, 1)
@@ -223,7 +223,7 @@ def padding_statistics(
     )
     programs = (triton.cdiv(grid.queries, _QUERIES), len(gate))
     y, x = grid
-    # Without padding there is nothing to loop over.
+    # Without padding the kernel need not loop over any keys.
     extended = grid.extended if grid.extended > grid.pixels else 0
     _padding[programs](
         table, gate,

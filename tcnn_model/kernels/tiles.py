@@ -1,6 +1,6 @@
 """Functions on tiles that all kernels share (Triton).
 
-Logarithms are to base 2 throughout, which the hardware computes directly.
+All logarithms are to base 2, which the hardware computes directly.
 """
 
 # ruff: noqa: N803 (Triton's compile-time constants are upper case)
@@ -9,20 +9,21 @@ Logarithms are to base 2 throughout, which the hardware computes directly.
 import triton
 import triton.language as tl
 
-# Names that all kernels share, short so that an equation fits on a line:
-# - b, h, bh: image, head, and the two as one index. m: queries of the program's tile; n: keys; clamped: m, but at most
-#   the last query, so that what is read there is finite and can be masked.
+# Names that all kernels share, which are short so that an equation fits on a line:
+# - b, h, bh: image, head, and both as one index. m: queries of the program's tile; n: keys; clamped: m, but at most the
+#   last query, so that values read there are finite and can be masked.
 # - d: channels of queries and keys; c: channels of values.
-# - q_b, q_h, q_n: strides of q from image to image, head to head and token to token, in units of UNIT elements; so for
-#   k, v and o (the output, or its gradient).
-# - n_q, n_k: numbers of queries and keys; rows: of queries of all images and heads, the distance between the two tables
-#   in content (highest logits, sums).
-# - s: logits of content; p: of position, or their exponentials; a: attention; da, ds: gradients.
-# - ty, tx: from a query's reference to a key; dy, dx: from the query to the key; uy, ux: ty, tx less their means.
+# - q_b, q_h, q_n: strides of q from image to image, head to head and token to token, in units of UNIT elements;
+#   likewise for k, v and o (the output, or its gradient).
+# - n_q, n_k: numbers of queries and keys; rows: number of queries in all images and heads, which is the distance
+#   between the two tables in content (highest logits, sums).
+# - s: content logits; p: position logits, or their exponentials; a: attention; da, ds: gradients.
+# - ty, tx: offset from a query's reference to a key; dy, dx: offset from the query to the key; uy, ux: ty, tx minus
+#   their means.
 
 LOG2E = tl.constexpr(1.4426950408889634)
 
-# Rows of the table that tables.py makes, (heads, TABLE, N_q): the parameters of a query's positional attention.
+# Rows of the table of tables.py, (heads, TABLE, N_q): the parameters of a query's positional attention.
 REFERENCE_Y = tl.constexpr(0)  # pixel of the highest positional attention
 REFERENCE_X = tl.constexpr(1)
 # Logit of a key t pixels from the reference: t (curvature t + slope), along each axis.
@@ -42,7 +43,7 @@ TABLE = tl.constexpr(12)
 @triton.jit
 def dot(a, b, acc, PRECISION: tl.constexpr, INTERPRETED: tl.constexpr):
     """Return ``acc + a @ b``."""
-    # Triton's interpreter keeps bfloat16 as integers and would multiply those, so it gets a wider dtype.
+    # Triton's interpreter stores bfloat16 as integers and would multiply these, so operands are converted.
     if INTERPRETED:
         a = a.to(acc.dtype)
         b = b.to(acc.dtype)
@@ -51,16 +52,16 @@ def dot(a, b, acc, PRECISION: tl.constexpr, INTERPRETED: tl.constexpr):
 
 @triton.jit
 def product(left, right, ACC: tl.constexpr, PRECISION: tl.constexpr, INTERPRETED: tl.constexpr):  # fmt: skip
-    """Return ``left @ right^T``, the products of rows with rows."""
+    """Return ``left @ right^T``."""
     zeros = tl.zeros((left.shape[0], right.shape[0]), ACC)
     return dot(left, tl.trans(right), zeros, PRECISION, INTERPRETED)
 
 
 @triton.jit
 def place_of_program(index, count, heads, BLOCK: tl.constexpr):
-    """Return image, head, the two as one index, and the first of the program's ``BLOCK`` tokens of ``count``."""
+    """Return image, head, both as one index, and the first of the program's ``BLOCK`` tokens out of ``count``."""
     blocks = tl.cdiv(count, BLOCK)
-    # 64 bits, as the offset of a head is this times a stride.
+    # 64 bits are needed because the offset of a head is this index times a stride.
     bh = (index // blocks).to(tl.int64)
     start = (index % blocks) * BLOCK
     return bh // heads, bh % heads, bh, start
@@ -69,7 +70,7 @@ def place_of_program(index, count, heads, BLOCK: tl.constexpr):
 @triton.jit
 def block(base, start, last, stride, BLOCK: tl.constexpr):
     """Return pointers to ``BLOCK`` rows from ``start``."""
-    # Rows past the last are read as the last, so that masked results are finite: 0 * NaN would not vanish in a product.
+    # Rows past the last repeat the last, so that values to be masked are finite: 0 * NaN is NaN, not 0.
     rows = tl.minimum(start + tl.arange(0, BLOCK), last) - start
     return base + tl.cast(start, tl.int64) * stride + rows * stride
 
@@ -94,7 +95,7 @@ def store_tile(base, start, columns, width, tile, valid):
 @triton.jit
 def log2_of(x):
     """Return log2, with -inf at 0."""
-    # numpy, which runs the interpreter, warns of a logarithm of 0 even where tl.where drops it.
+    # NumPy, on which the interpreter runs, warns of a logarithm of 0 even if tl.where discards the result.
     positive = tl.where(x > 0, x, 1.0)
     return tl.where(x > 0, tl.log2(positive), float("-inf"))
 
@@ -102,7 +103,7 @@ def log2_of(x):
 @triton.jit
 def key_pixels(start, last, width, BLOCK: tl.constexpr, ACC: tl.constexpr):
     """Return the pixels (y, x) of the row-major keys from ``start``."""
-    # Half a pixel away from the steps of floor(), a division in float32 is exact below 2^22 keys.
+    # The quotient is half a pixel from the steps of floor(), so float32 gives the exact row for up to 2^22 keys.
     n = tl.minimum(start + tl.arange(0, BLOCK), last).to(tl.float32)
     y = tl.floor((n + 0.5) * (1.0 / width))
     return y.to(ACC), (n - y * width).to(ACC)
@@ -124,7 +125,7 @@ def query_tables(table, m, n_q):
 @triton.jit
 def position_logits(ty, tx, slope_y, slope_x, curvature, normaliser):
     """Return log2 P of keys ``t`` pixels from the reference."""
-    # Counted from the reference, logits are small where P is large, so that float32 keeps P to a few ulp.
+    # Logits relative to the reference are small where P is large, so that float32 keeps P within a few ulp.
     along_y = ty * (curvature * ty + slope_y)
     along_x = tx * (curvature * tx + slope_x)
     return along_y + (along_x + normaliser)

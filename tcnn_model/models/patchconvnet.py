@@ -1,4 +1,4 @@
-"""PatchConvNet in timm's registry: a convnet of one resolution, with attention-based pooling (PatchConvNet paper, §3).
+"""PatchConvNet in timm's registry: a convnet of a single resolution with attention pooling (PatchConvNet paper, §3).
 
 ``timm.create_model("patchconvnet_s60")``, likewise ``s20``, ``s36``, ``s120``, ``b36`` to ``b120``, ``l60`` and
 ``l120``; with ``_multi``, a token for each class. ``norm_layer="batchnorm2d"`` gives the trunk of Table B.3, and
@@ -74,26 +74,26 @@ class PatchConvNet(nn.Module):
     """A trunk of residual blocks at one resolution, pooled by attention (PatchConvNet paper, Fig. 3).
 
     Images of any height and width are split into one patch for every 16 x 16 pixels. Patch (i, j) is centred at pixel
-    (16 i, 16 j), as the strided convolutions of the stem are, not in the middle of its pixels. With the linear stem it
-    consists of its 16 x 16 pixels alone, and pixels beyond the last whole patch are left out.
+    (16 i, 16 j), like the strided convolutions of the stem, and not in the middle of its pixels. With the linear stem a
+    patch depends on its 16 x 16 pixels only, and pixels beyond the last whole patch are ignored.
 
     Args:
         embed_dim, depth: d and N, the two parameters of the family.
         num_classes: Number of classes; 0 for no classifier.
         per_class: Whether each class has a token.
         in_chans: Channels of the images.
-        norm_layer: Normalisation of the trunk, a layer or timm's name of it.
+        norm_layer: Normalisation of the trunk: a layer, or timm's name of a layer.
         drop_path_rate: Rate of stochastic depth, the same in every block.
         drop_rate: Dropout rate before the classifier.
         init_values: Initial value of every LayerScale.
         stem: "conv", four convolutions of 3 x 3, or "linear", a single layer on each patch, as in ViT.
         num_heads: Number of heads of the pooling.
-        mlp_ratio: Width of the pooling's FFN, in d.
-        global_pool: "attn"; "avg", the mean of the patches and a LayerNorm, which the attention pool ends with too and
-            without which the residual trunk would be classified unnormalised; or "" for the feature map as it is.
+        mlp_ratio: Width of the pooling's FFN as a multiple of d.
+        global_pool: "attn"; "avg" for the mean of the patches and a LayerNorm, which also ends the attention pool, and
+            without which the output of the residual trunk would not be normalised; or "" for the feature map itself.
 
     Raises:
-        ValueError: If ``global_pool`` or ``stem`` is unknown, the width is no multiple of 8, or ``per_class`` is set
+        ValueError: If ``global_pool`` or ``stem`` is unknown, the width is not a multiple of 8, or ``per_class`` is set
             without classes or without attention.
     """
 
@@ -134,7 +134,7 @@ class PatchConvNet(nn.Module):
         self.num_classes = num_classes
         self.global_pool = global_pool
         self.embed_dim = embed_dim
-        # The names that timm reads.
+        # Attributes that timm reads.
         self.num_features = self.head_hidden_size = embed_dim
         self.grad_checkpointing = False
         self.stem = _create_stem(stem, in_chans, embed_dim)
@@ -168,7 +168,7 @@ class PatchConvNet(nn.Module):
 
     @property
     def per_class(self) -> bool:
-        """True if each class has a token of its own."""
+        """True if each class has its own token."""
         return isinstance(self.pool, AttentionPool2d) and self.pool.per_class
 
     @torch.jit.ignore
@@ -187,7 +187,7 @@ class PatchConvNet(nn.Module):
 
     @torch.jit.ignore
     def set_grad_checkpointing(self, enable: bool = True) -> None:
-        """Keep no activations inside blocks, and compute them again in the backward."""
+        """Enable gradient checkpointing: activations inside blocks are computed again in the backward pass."""
         self.grad_checkpointing = enable
 
     @torch.jit.ignore
@@ -201,8 +201,8 @@ class PatchConvNet(nn.Module):
         """Replace the classifier, and with ``per_class`` the tokens, by untrained ones.
 
         Args:
-            num_classes: Number of classes; with 0, features are (B, d), or (B, K, d) of the tokens as they are.
-            global_pool: "" to remove the pooling as well; None, or what it is, to keep it.
+            num_classes: Number of classes; with 0 the features are (B, d), or (B, K, d) with the present tokens.
+            global_pool: "" to remove the pooling as well; None or its present value to keep it.
 
         Raises:
             ValueError: If ``global_pool`` is unknown, or there are classes without pooling.
@@ -228,7 +228,7 @@ class PatchConvNet(nn.Module):
         head = (ClassScores if self.per_class else nn.Linear)(
             self.embed_dim, self.num_classes
         )
-        # As the original implementation does, and timm's vision transformers.
+        # As in the original implementation and in timm's vision transformers.
         trunc_normal_(head.weight, std=0.02)
         nn.init.zeros_(head.bias)
         return head
@@ -247,14 +247,14 @@ class PatchConvNet(nn.Module):
         Args:
             x: Images, shape (B, C, H, W).
             indices: Indices of the blocks; an integer n for the last n blocks; None for all.
-            norm: Without effect, as nothing normalises the trunk's output.
+            norm: Has no effect, because the trunk has no final norm.
             stop_early: Whether to stop after the last selected block.
             output_fmt: "NCHW".
-            intermediates_only: Whether to leave the features out.
+            intermediates_only: Whether to return the outputs of blocks only, without the features.
         """
         if output_fmt != "NCHW":
             raise ValueError(f"expected output_fmt='NCHW', got {output_fmt!r}")
-        # timm's own helper, private as it is: indices mean what they mean for timm's models.
+        # timm's private helper is used so that indices have the same meaning as in timm's models.
         selected, last = feature_take_indices(len(self.blocks), indices)
         x = self.stem(x)
         intermediates = []
@@ -285,7 +285,7 @@ class PatchConvNet(nn.Module):
         return checkpoint_seq(self.blocks, x) if self._checkpoints else self.blocks(x)
 
     def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor:
-        """Compute class scores of patches, (B, K); pooled features, (B, d) or (B, K, d), if ``pre_logits``."""
+        """Compute class scores of patches, (B, K), or with ``pre_logits`` pooled features, (B, d) or (B, K, d)."""
         x = self.head_drop(self.pool(x))
         return x if pre_logits else self.head(x)
 
@@ -299,7 +299,7 @@ class PatchConvNet(nn.Module):
 
 
 def _create_stem(kind: str, in_chans: int, embed_dim: int) -> nn.Sequential:
-    """Create the layers that make patches of an image: (B, C, H, W) -> (B, d, H / 16, W / 16)."""
+    """Create the layers that map an image to patches: (B, C, H, W) -> (B, d, H / 16, W / 16)."""
     if kind == "linear":
         return nn.Sequential(nn.Conv2d(in_chans, embed_dim, 16, 16))
     if kind != "conv":
@@ -334,9 +334,9 @@ def checkpoint_filter_fn(
 ) -> dict[str, Tensor]:
     """Rename weights of the original implementation (facebookresearch/deit); weights under our names stay.
 
-    Its K classifiers ``head.k`` become the rows of one. If the model has a token for each class, weights of a single
-    token give a copy for each (see :func:`tcnn_model.specialize`), and tokens of other classes are left out, as timm
-    leaves out the classifier.
+    The K classifiers ``head.k`` of the original become the rows of one classifier. If the model has a token per class,
+    a single token in the weights is copied for each class (see :func:`tcnn_model.specialize`), and tokens for another
+    number of classes are ignored, as timm ignores such a classifier.
     """
     # Published checkpoints wrap the weights.
     state = state.get("model", state)  # type: ignore[assignment]
@@ -389,7 +389,7 @@ def _entrypoint(size: str, kind: str) -> Callable[..., nn.Module]:
             "embed_dim": _WIDTHS[size[0]],
             "depth": depth,
             "per_class": bool(kind),
-            # As published: smaller in deeper and wider models.
+            # The published values are smaller in deeper and wider models.
             "init_values": 1e-4 if size in ("s20", "s36", "s60") else 1e-6,
             **kwargs,
         }

@@ -1,8 +1,8 @@
 """The papers' Transformed CNNs in timm's registry: ``timm.create_model("t_resnetrs50", num_classes=10)``.
 
-``pretrained=True`` loads the CNN's own weights through timm, then converts. Keyword arguments of
+``pretrained=True`` loads the CNN's own weights through timm and then converts the CNN. Keyword arguments of
 :func:`~tcnn_model.reparameterize` (``stride``, ``locality_strength``, ``gating``, ``qk_dim``, ``backend``) are
-accepted beside those of the CNN.
+accepted in addition to those of the CNN.
 """
 
 from collections.abc import Callable
@@ -36,8 +36,8 @@ def _tagged(base: str, tag: str) -> str:
     return f"{base}.{tag}" if tag else base
 
 
-# The CNN's own pretrained configurations, which locate its weights, under the T-CNN's name: timm reads the
-# configuration of a model by the name that it was created under.
+# The CNN's own pretrained configurations, which locate its weights, are registered under the T-CNN's name, because timm
+# looks up a configuration by the name with which a model is created.
 default_cfgs = generate_default_cfgs(
     {
         _tagged(f"t_{base}", tag): get_pretrained_cfg(_tagged(base, tag))
@@ -53,10 +53,10 @@ def _entrypoint(base: str) -> Callable[..., nn.Module]:
             name: kwargs.pop(name) for name in _CONVERSION_ARGUMENTS if name in kwargs
         }
         cnn: Any = timm.models.model_entrypoint(base)(pretrained=pretrained, **kwargs)
-        # By name: with output_stride the last resolution has several stages, and the papers' models convert the last
-        # one only.
+        # The stage is given by name, because with output_stride several stages have the last resolution, and the
+        # papers' models convert the last stage only.
         model: Any = reparameterize(cnn, layers="layer4", inplace=True, **options)
-        # timm's push_to_hf_hub writes the architecture that is named here, by which a checkpoint is loaded again.
+        # timm's push_to_hf_hub writes this architecture, by which the checkpoint is loaded again.
         config: dict[str, Any] = {**cnn.pretrained_cfg, "architecture": create.__name__}
         model.pretrained_cfg = model.default_cfg = config
         return model

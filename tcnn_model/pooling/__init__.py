@@ -1,1 +1,1 @@
-"""Attention-based aggregation: learned pooling in place of a convnet's average pooling."""
+"""Attention-based aggregation: learned pooling instead of a convnet's average pooling."""

@@ -1,6 +1,6 @@
-"""Attention-based aggregation for any convnet (PatchConvNet paper, §3; thesis, 5.3): exchange of its pooling module.
+"""Attention-based aggregation for any convnet (PatchConvNet paper, §3; thesis, 5.3): replacement of its pooling module.
 
-Everything is planned and tried on a copy without storage first, so that a model is changed whole or not at all.
+The change is planned and tried on a copy without storage first, so that an error leaves the model unchanged.
 """
 
 from typing import Any, NamedTuple
@@ -40,36 +40,36 @@ def add_attention_pool(
     input_size: InputSize | None = None,
     inplace: bool = False,
 ) -> nn.Module:
-    """Replace the pooling of a convnet by :class:`~tcnn_model.AttentionPool2d`, with all other weights kept.
+    """Replace the pooling of a convnet by :class:`~tcnn_model.AttentionPool2d`, and keep all other weights.
 
     The model is a timm model, or any other in which a module without parameters pools the last feature map. The pool is
     new and has to be trained. With ``per_class`` there is a token and a map for each class: the layers of the head
-    between pool and classifier are applied to each token, and the classifier's rows become the scores of their tokens.
+    between pool and classifier are applied to each token, and each row of the classifier scores the token of its class.
 
-    timm's methods stay: ``forward_features``, ``forward_head``, whose features with ``pre_logits`` are (B, K, d) per
-    class, ``get_classifier``, and ``reset_classifier``, which keeps the pool (``reset_classifier(n, "avg")`` does not)
-    and, per class, makes new tokens. They are those of a subclass of the model's own class.
+    timm's methods still work, by a subclass of the model's own class: ``forward_features``, ``forward_head``, whose
+    features with ``pre_logits`` and ``per_class`` have shape (B, K, d), ``get_classifier``, and ``reset_classifier``,
+    which keeps the pool (unless called as ``reset_classifier(n, "avg")``) and with ``per_class`` creates new tokens.
 
-    A VGG has a single pixel left, at 224 x 224, after the 7 x 7 convolution that is its first fully connected layer.
-    There the pool stands before it, at 7 x 7 pixels; both such layers are removed, and the classifier behind them is
-    new.
+    In a VGG the first fully connected layer is a 7 x 7 convolution, after which an image of 224 x 224 has a single
+    pixel. The pool is therefore inserted before this layer, at 7 x 7 pixels; both fully connected layers are removed,
+    and the classifier after them is new.
 
     Args:
-        model: A convnet that pools.
+        model: A convnet with a pooling module.
         per_class: Whether each class gets a token.
         num_heads, mlp_ratio, init_values, drop: The arguments of :class:`~tcnn_model.AttentionPool2d`.
-        input_size: Size (C, H, W) of the image with which the pool is found; by default that of timm's
+        input_size: Size (C, H, W) of the image with which the pool is located; by default that of timm's
             ``pretrained_cfg``, or 3 x 224 x 224.
         inplace: Whether to change ``model`` itself rather than a copy.
 
     Returns:
-        The model with its pool exchanged, in the mode, on the device and with the dtype of ``model``.
+        The model with the new pool, in the mode, on the device and with the dtype of ``model``.
 
     Raises:
         TypeError: If ``model`` is not a module.
-        ValueError: If it pools no feature map (B, d, H, W), as transformers; it pools by attention already; the heads
-            do not divide its channels; or ``per_class`` is set for a model without classes or with another classifier
-            than a linear one. The model is then unchanged.
+        ValueError: If the model does not pool a feature map (B, d, H, W), such as a transformer; it pools by attention
+            already; ``num_heads`` does not divide its channels; or ``per_class`` is set for a model without classes or
+            with a classifier that is not linear. The model is then unchanged.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(
@@ -90,13 +90,13 @@ def add_attention_pool(
         "init_values": init_values,
         "drop": drop,
     }
-    # The rehearsal decides and is checked before the first change to the user's model.
+    # The change is tried and checked on the rehearsal before the user's model is changed.
     rehearsal = meta_copy(model)
     size = find_input_size(rehearsal, input_size)
     _without_conv_mlp(rehearsal)
     place = _find_pool(rehearsal, size)
     before = _shapes(rehearsal, size)
-    # On the meta device the rehearsal's pool draws no random numbers, so that seeds give what they gave without it.
+    # On the meta device the rehearsal's pool draws no random numbers, so that it does not change the random state.
     with torch.device("meta"):
         _install(rehearsal, place, per_class, options)
     _check(rehearsal, size, before, per_class)
@@ -110,10 +110,11 @@ def add_attention_pool(
 def specialize(model: nn.Module, *, inplace: bool = False) -> nn.Module:
     """Turn a trained single token into one token for each class, to be fine-tuned (PatchConvNet paper, §3.1).
 
-    Each class gets a copy of the token, and the classifier's row as its score; all else stays. The maps of all classes
-    are then the same, until they are trained. The output changes at once, as with a token per class only patches are
-    among the keys: if the single token gave a share w₀ of its attention to itself, its weights w_j of the patches
-    become w_j / (1 − w₀), and its output moves from v to v + (v − v₀) w₀ / (1 − w₀), where v₀ is its own value.
+    Each class gets a copy of the token, which the classifier's row of this class scores; all other weights stay. The
+    maps of all classes are the same until they are trained. The output changes at once, because with a token per class
+    only patches are among the keys: if the single token gave a share w₀ of its attention to itself, its weights w_j of
+    the patches become w_j / (1 − w₀), and its output moves from v to v + (v − v₀) w₀ / (1 − w₀), where v₀ is its own
+    value.
 
     Args:
         model: A PatchConvNet, or a result of :func:`add_attention_pool`.
@@ -168,13 +169,13 @@ def _find_pool(model: nn.Module, size: InputSize) -> _Place:
         name = names[module]
         spatial = x.ndim == 4 and max(x.shape[2:]) > 1
         pooled = output.shape in (x.shape[:2], (*x.shape[:2], 1, 1))
-        # A layer with weights may reduce a map to 1 x 1 too, as the 7 x 7 convolution of a VGG does, and is no pool.
+        # A layer with weights may also reduce a map to 1 x 1, like the 7 x 7 convolution of a VGG, but is not a pool.
         if spatial and pooled and not module.state_dict():
             contains_pool = places and (
                 not name or places[-1].name.startswith(f"{name}.")
             )
-            # Modules end after those inside them. timm's SelectAdaptivePool2d is exchanged whole; any other module
-            # around a pool is a head without a classifier, or a model that is nothing but a pool.
+            # A module ends after the modules inside it. timm's SelectAdaptivePool2d is replaced as a whole; any other
+            # module around a pool is a head without a classifier, or a model that consists of the pool.
             if contains_pool and not isinstance(module, SelectAdaptivePool2d):
                 return
             places.append(_Place(name, x.shape[1], output.ndim == 2))
@@ -227,13 +228,13 @@ def _without_conv_mlp(model: nn.Module) -> None:
         nn.init.zeros_(head.fc.bias)
     model.head = head.to(_like(model)).train(old.training)
     model.pre_logits = nn.Identity().train(old.training)
-    # In timm the width of the fully connected layers.
+    # In timm this is the width of the fully connected layers.
     model.head_hidden_size = model.num_features
 
 
 def _check_hooks(model: Any, place: _Place, per_class: bool) -> None:
-    """Raise if a module that is removed carries hooks: they would be lost."""
-    # add_attention_pool moves no hooks to the new modules: a hook may depend on the outputs of the old ones.
+    """Raise if a module that is removed has hooks, which would be lost."""
+    # Hooks are not moved to the new modules, because they may depend on the outputs of the old ones.
     removed = list(model.get_submodule(place.name).modules())
     if per_class:
         removed.append(model.get_classifier())
@@ -276,7 +277,7 @@ def _like(model: nn.Module) -> Tensor:
 
 
 def _images(model: nn.Module, size: InputSize) -> Tensor:
-    # Two images, so that shapes show where images and tokens are mixed up.
+    # With two images, wrong shapes show if images and tokens are mixed up.
     return torch.empty(2, *size, dtype=_like(model).dtype, device="meta")
 
 
@@ -297,7 +298,7 @@ def _shapes(model: Any, size: InputSize) -> list[tuple[int, ...]]:
 def _check(
     model: nn.Module, size: InputSize, before: list[tuple[int, ...]], per_class: bool
 ) -> None:
-    """Run the rehearsal again, and raise unless all shapes but those of the tokens' features are as before."""
+    """Run the rehearsal again; raise unless all shapes are as before, except that each token has features."""
     expected = list(before)
     if per_class and len(before) > 1:
         features = torch.Size(before[1][1:]).numel()

@@ -13,12 +13,12 @@ __all__ = ["AttentionPool2d", "ClassScores", "PatchAttention"]
 
 
 class PatchAttention(nn.Module):
-    """Attention of class tokens to the patches, and not to themselves: timm's ``cait.ClassAttn`` for a token per class.
+    """Attention of class tokens to patches, but not to tokens: timm's ``cait.ClassAttn`` for a token per class.
 
     Args:
         dim: Channels d of tokens and patches.
         num_heads: Number of heads.
-        tokens: Number K of class tokens, the first of the input's tokens.
+        tokens: Number K of class tokens, which come first in the input.
         qkv_bias: Whether queries, keys and values have a bias.
         attn_drop: Dropout rate of the attention.
         proj_drop: Dropout rate of the output.
@@ -42,7 +42,7 @@ class PatchAttention(nn.Module):
         self.num_heads = num_heads
         self.tokens = tokens
         self.scale = (dim // num_heads) ** -0.5
-        # timm's switch, also set by TIMM_FUSED_ATTN=0.
+        # timm's switch, which TIMM_FUSED_ATTN=0 turns off.
         self.fused_attn = use_fused_attn()
         self.q = nn.Linear(dim, dim, bias=qkv_bias, **factory)
         self.k = nn.Linear(dim, dim, bias=qkv_bias, **factory)
@@ -53,9 +53,9 @@ class PatchAttention(nn.Module):
 
     @classmethod
     def of(cls, attention: nn.Module, tokens: int) -> "PatchAttention":
-        """Make a layer that shares the layers of a ``cait.ClassAttn``."""
+        """Create a layer that shares the submodules of a ``cait.ClassAttn``."""
         original: Any = attention
-        # On the meta device, as the layers made here are replaced at once.
+        # The meta device suffices, because the submodules created here are replaced at once.
         layer = cls(
             original.q.in_features, original.num_heads, tokens=tokens, device="meta"
         )
@@ -76,7 +76,7 @@ class PatchAttention(nn.Module):
             dropout = self.attn_drop.p if self.training else 0.0
             gathered = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout)
         else:
-            # Precedence: (q * scale) @ k^T, the queries being fewer numbers than the logits.
+            # Evaluated as (q * scale) @ k^T: scaling the queries is cheaper than scaling the logits.
             attention = (q * self.scale @ k.transpose(-2, -1)).softmax(-1)
             gathered = self.attn_drop(attention) @ v
         return self.proj_drop(self.proj(gathered.transpose(1, 2).flatten(2)))
@@ -85,20 +85,20 @@ class PatchAttention(nn.Module):
 class AttentionPool2d(nn.Module):
     """Learned pooling of a feature map: one block of class attention, then a LayerNorm (PatchConvNet paper, Fig. 3).
 
-    A token c attends to the patches X: c' = c + γ₁ ⊙ A(LN(c, X)), c'' = c' + γ₂ ⊙ FFN(LN(c')). There is one head, so
-    that its softmax is the weight of each patch; several heads, as the paper's Table 5 has them, each have their own.
-    The block is timm's ``cait.LayerScaleBlockClassAttn``. (timm's own ``AttentionPool2d`` is a different layer, that of
-    CLIP.)
+    A token c attends to the patches X: c' = c + γ₁ ⊙ A(LN(c, X)), c'' = c' + γ₂ ⊙ FFN(LN(c')). By default there is one
+    head, whose softmax gives the weight of each patch; with several heads, as in the paper's Table 5, each head has its
+    own weights. The block is timm's ``cait.LayerScaleBlockClassAttn``. (timm's own ``AttentionPool2d`` is a different
+    layer, that of CLIP.)
 
-    With a single token the token is among the keys, as published. With ``num_classes=K`` there is a token for each
-    class, which gives K maps; only patches are among the keys then.
+    With a single token, the token is among the keys, as published. With ``num_classes=K`` there is a token for each
+    class, which gives K maps, and only patches are among the keys.
 
     Args:
         channels: Channels d of the feature map.
         num_classes: Number of classes, each with a token; None for a single token.
         num_heads: Number of heads, a divisor of d.
-        mlp_ratio: Width of the FFN, in d.
-        init_values: Initial value of γ₁ and γ₂. Published are 1e-4 and, for the deeper models, 1e-6.
+        mlp_ratio: Width of the FFN as a multiple of d.
+        init_values: Initial value of γ₁ and γ₂. The published values are 1e-4 and, for the deeper models, 1e-6.
         drop: Dropout rate of the outputs of attention and FFN.
         attn_drop: Dropout rate of the attention.
 
@@ -157,7 +157,7 @@ class AttentionPool2d(nn.Module):
 
     @property
     def per_class(self) -> bool:
-        """True if each class has a token of its own."""
+        """True if each class has its own token."""
         return self.num_classes is not None
 
     def reset_tokens(self, num_classes: int) -> None:
@@ -189,13 +189,13 @@ class AttentionPool2d(nn.Module):
         if num_classes < 1:
             raise ValueError(f"expected at least one class, got {num_classes}")
         self.block.attn = PatchAttention.of(self.block.attn, num_classes)
-        # Copies, not views: each class trains its own.
+        # These are copies rather than views, so that each class trains its own token.
         tokens = self.cls_token.detach().repeat(1, num_classes, 1)
         self.cls_token = nn.Parameter(tokens, self.cls_token.requires_grad)
         self.num_classes = num_classes
 
     def reset_parameters(self) -> None:
-        """Draw tokens and weights from a normal distribution of standard deviation 0.02, cut at 2; set biases to 0."""
+        """Draw tokens and weights from a truncated normal distribution of standard deviation 0.02; set biases to 0."""
         nn.init.trunc_normal_(self.cls_token, std=0.02)
         for module in self.modules():
             if isinstance(module, nn.Linear):
@@ -212,20 +212,20 @@ class AttentionPool2d(nn.Module):
 
 
 class ClassScores(nn.Linear):
-    """Linear score of each class from its own token: ``weight`` (K, d) and ``bias`` (K,), as of a Linear.
+    """Linear score of each class from its own token, with ``weight`` (K, d) and ``bias`` (K,) as in a Linear.
 
     The published form is K layers ``Linear(d, 1)``, whose weights are the rows of ``weight``.
     """
 
     @classmethod
     def of(cls, classifier: nn.Module) -> "ClassScores":
-        """Make the scores from a classifier's rows; the parameters of a Linear are shared.
+        """Create the scores from a classifier's rows; the parameters of a Linear are shared.
 
         Args:
             classifier: A Linear or a 1 x 1 convolution.
 
         Raises:
-            ValueError: If it is any other layer, or its weight is computed from other parameters.
+            ValueError: If the classifier is any other layer, or its weight is computed from other parameters.
         """
         pointwise = isinstance(classifier, nn.Conv2d) and (
             *classifier.kernel_size,
@@ -241,7 +241,7 @@ class ClassScores(nn.Linear):
         weight: Any = classifier.weight
         bias: Any = classifier.bias
         scores = cls(
-            # On the meta device, as the parameters made here are replaced at once, and no random numbers are drawn.
+            # On the meta device no random numbers are drawn. The parameters created here are replaced at once.
             weight.shape[1],
             weight.shape[0],
             bias=bias is not None,
@@ -259,7 +259,7 @@ class ClassScores(nn.Linear):
         """Score tokens, shape (B, K).
 
         Args:
-            x: Tokens, shape (B, K, d); or (B K, d) or (B K, d, 1, 1), the tokens of an image one after the other.
+            x: Tokens, shape (B, K, d); or (B K, d) or (B K, d, 1, 1), with the tokens of an image in succession.
         """
         tokens = x.reshape(-1, self.out_features, self.in_features)
         scores = torch.einsum("bkd,kd->bk", tokens, self.weight)

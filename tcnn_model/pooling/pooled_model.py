@@ -1,4 +1,4 @@
-"""A timm model that pools by attention: its pool, and the methods of its class that depend on the pool."""
+"""The pool of a timm model that pools by attention, and the methods of its class that depend on the pool."""
 
 from functools import cache
 from typing import Any
@@ -17,12 +17,12 @@ __all__ = [
 
 
 class GlobalAttentionPool(nn.Module):
-    """An :class:`~tcnn_model.AttentionPool2d` in the place of timm's ``SelectAdaptivePool2d``.
+    """An :class:`~tcnn_model.AttentionPool2d` that replaces timm's ``SelectAdaptivePool2d``.
 
     Args:
         attention: The pool.
-        replaced: The module in whose place it stands.
-        flatten: Whether that module's output was (B, d), not (B, d, 1, 1).
+        replaced: The module that is replaced.
+        flatten: Whether the output of the replaced module was (B, d) instead of (B, d, 1, 1).
     """
 
     pool_type = "attn"
@@ -32,23 +32,23 @@ class GlobalAttentionPool(nn.Module):
     ) -> None:
         super().__init__()
         self.attention = attention
-        # In a tuple, as it does not run and must not become a submodule.
+        # The tuple prevents that the replaced module, which does not run, becomes a submodule.
         self.replaced = (replaced,)
         self.flatten = flatten
 
     def is_identity(self) -> bool:
-        """Return False: features do not stay unpooled (timm's interface of a pool)."""
+        """Return False, because features are pooled (timm's interface of a pool)."""
         return False
 
     def feat_mult(self) -> int:
-        """Return 1, the factor of output channels (timm's interface of a pool)."""
+        """Return 1, the ratio of output to input channels (timm's interface of a pool)."""
         return 1
 
     def forward(self, x: Tensor) -> Tensor:
         """Pool a feature map: (B, d, H, W) -> (B, d) or (B, d, 1, 1).
 
-        With a token per class the K tokens of an image follow one another, shape (B K, d) or (B K, d, 1, 1): the layers
-        between the pool and the classifier, whatever they are, take each token as they took an image's features.
+        With a token per class the K tokens of an image follow one another, shape (B K, d) or (B K, d, 1, 1), so that
+        the layers between the pool and the classifier treat each token like the features of an image.
         """
         y = self.attention(x)
         if self.attention.per_class:
@@ -57,7 +57,7 @@ class GlobalAttentionPool(nn.Module):
 
 
 class AttentionPooled(nn.Module):
-    """Methods of a timm model that depend on its :class:`GlobalAttentionPool`; the rest is the model's own class."""
+    """Methods of a timm model that depend on its :class:`GlobalAttentionPool`; all others are of the model's class."""
 
     num_classes: int
     _base: type[nn.Module]
@@ -65,7 +65,7 @@ class AttentionPooled(nn.Module):
 
     def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor:
         """Return class scores, (B, K), as timm does; with ``pre_logits`` and a token per class, features (B, K, d)."""
-        # Written out, as torch 2.15 cannot compile super() without arguments on Python 3.14.
+        # super() has arguments because torch 2.15 cannot compile it without arguments on Python 3.14.
         base: Any = super(AttentionPooled, self)  # noqa: UP008
         y = base.forward_head(x, pre_logits=pre_logits)
         attention = self._pool.attention
@@ -76,12 +76,12 @@ class AttentionPooled(nn.Module):
     def reset_classifier(
         self, num_classes: int, global_pool: str | None = None, **options: Any
     ) -> None:
-        """Replace the classifier, as timm does; the attention pool stays, with new tokens if each class has one.
+        """Replace the classifier, as timm does; the attention pool stays, with new tokens if there is one per class.
 
         Args:
-            num_classes: Number of classes, 0 for no classifier; tokens of classes are then left as they are.
-            global_pool: None or "attn" to keep the pool. With any other, timm's own method makes it, and the model is
-                what it was before :func:`~tcnn_model.add_attention_pool`.
+            num_classes: Number of classes, 0 for no classifier; tokens of classes are then left unchanged.
+            global_pool: None or "attn" to keep the pool. Any other pool is created by timm's own method, and the model
+                has its original class again, as before :func:`~tcnn_model.add_attention_pool`.
             options: Further arguments of timm's method.
         """
         name = self._pooled_at
@@ -91,7 +91,7 @@ class AttentionPooled(nn.Module):
         pool_type = getattr(original, "pool_type", "avg") if keep else global_pool
         base: Any = super()
         classes = self.num_classes
-        # timm's method changes or replaces its own kind of pool, so that one is put back for its time.
+        # timm's method changes or replaces its own pool, so the original is put back for the duration of the call.
         self.set_submodule(name, original.train(pool.training))
         try:
             base.reset_classifier(num_classes, pool_type, **options)
@@ -100,7 +100,7 @@ class AttentionPooled(nn.Module):
             self.num_classes = classes
             raise
         if not keep:
-            # The model pools as timm's own again, and so becomes of timm's own class.
+            # The model has timm's own pool again, so it gets timm's own class back.
             del self._pooled_at
             self.__class__ = self._base  # type: ignore[assignment]
             return
@@ -117,16 +117,16 @@ class AttentionPooled(nn.Module):
         return pool
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        # The class is made at run time, so pickle cannot import it: the base is pickled, and makes it again.
-        # From protocol 2 on the state stands apart from the class in the result.
+        # The class is created at run time, so pickle cannot import it: the base class is pickled instead, from which
+        # _restore creates it again. From protocol 2 on, the state is separate from the class in the result.
         reduced: Any = super().__reduce_ex__(max(int(protocol), 2))
         return (_restore, (self._base,), *reduced[2:])
 
 
-# Cached, so that a model and its copies are of the same class.
+# The cache gives a model and its copies the same class.
 @cache
 def pooled_class(base: Any) -> Any:
-    """Return the subclass of a timm model's class that pools by attention; any other class is returned itself."""
+    """Return the subclass of a timm model's class that pools by attention; return any other class unchanged."""
     if not hasattr(base, "reset_classifier") or not hasattr(base, "forward_head"):
         return base
     return type(
@@ -143,7 +143,7 @@ def exchange_classifier(model: Any) -> None:
     """Replace the classifier by :class:`ClassScores` with the classifier's rows.
 
     Raises:
-        ValueError: If the model has no ``get_classifier``, or its classifier has no rows or carries hooks.
+        ValueError: If the model has no ``get_classifier``, or its classifier is not linear or has hooks.
     """
     if not hasattr(model, "get_classifier"):
         raise ValueError(

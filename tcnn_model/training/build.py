@@ -43,17 +43,17 @@ def build_model(
     images: int = 0,
     report: Callable[[str], None] = lambda text: None,
 ) -> tuple[nn.Module, dict[str, Any]]:
-    """Build the model of a run, and timm's configuration of its images.
+    """Build the model of a run; return it with timm's data configuration.
 
     Args:
         config: Settings of the run.
         classes: Number of classes in the data.
         images: Number of training images, all of which Grafit remembers.
-        report: Function of a line that says which weights of a file are not used as they are.
+        report: Function that is called with a line of text for weights of the file that are not used as they are.
 
     Raises:
-        ValueError: timm has no such model, it has fewer outputs than the data have classes, or a setting is without
-            effect on it.
+        ValueError: timm has no such model, the model would have fewer outputs than the data have classes, or a
+            setting has no effect on the model.
     """
     if config.num_classes is not None and config.num_classes < classes:
         raise ValueError(
@@ -91,7 +91,7 @@ def build_model(
     ):
         _set_layer_scale(model, config.layer_scale)
     data = resolve_model_data_config(model)
-    # The digits have 8 pixels a side; a CNN's last stage still needs a few pixels to attend to.
+    # The digits are 8 x 8 pixels; they are enlarged so that a CNN's last stage still has a few pixels to attend to.
     size = config.img_size or (64 if config.data in DIGITS else data["input_size"][-1])
     data["input_size"] = (data["input_size"][0], size, size)
     if config.data in DIGITS and config.crop_pct is None:
@@ -109,7 +109,7 @@ def build_model(
                 f"drop_path={config.drop_path}, but {config.model} has no block with a drop_path"
             )
     if config.reparameterize_at is not None and not gpsa_layers(model):
-        # A model that cannot be converted at this size is refused now, by a trial on a copy, before the CNN is trained.
+        # A copy is converted now, so that a model that cannot be converted at this size is refused before training.
         _reparameterize(
             model if config.reparameterize_at == 0 else copy.deepcopy(model), config
         )
@@ -130,7 +130,7 @@ def build_model(
 def _pool_by_attention(
     model: nn.Module, tokens: str, input_size: InputSize
 ) -> nn.Module:
-    """Pool by attention, with a single token or with one for each class; a single one that was trained is copied."""
+    """Add attention pooling with one token, or with one per class; a trained single token is copied to each class."""
     pools = [
         module for module in model.modules() if isinstance(module, AttentionPool2d)
     ]
@@ -150,12 +150,12 @@ def _pool_by_attention(
 
 
 def _set_layer_scale(model: nn.Module, value: float) -> None:
-    """Begin with this value in every LayerScale.
+    """Initialise every LayerScale with this value.
 
     Raises:
-        ValueError: The model has none.
+        ValueError: The model has no LayerScale.
     """
-    # The names in timm: a layer's gamma (ViT, ConvNeXt, PatchConvNet), gamma_1 (CaiT), ls1 (ResMLP).
+    # Names of LayerScale in timm: a layer's gamma (ViT, ConvNeXt, PatchConvNet), gamma_1 (CaiT), ls1 (ResMLP).
     names = re.compile(r"(.*\.)?(gamma(_\d)?|ls\d)")
     scales = [
         parameter
@@ -173,13 +173,13 @@ def _set_layer_scale(model: nn.Module, value: float) -> None:
 def build_training(
     config: Config, model: nn.Module, steps: int, ranks: Ranks
 ) -> Training:
-    """Build a training of the model; rates are those of the settings as they are.
+    """Build the training of a model; learning rates are taken from the settings without scaling.
 
     Args:
-        config: Settings of the run, with scaled rates.
+        config: Settings of the run, with learning rates that are scaled already.
         model: Model of :func:`build_model`.
         steps: Number of the optimizer's steps in an epoch.
-        ranks: This process.
+        ranks: Rank of this process.
 
     Raises:
         ValueError: A setting does not work on this device, or with several processes.
@@ -191,7 +191,7 @@ def build_training(
     model.to(ranks.device)
     if config.channels_last:
         model.to(memory_format=torch.channels_last)
-    # torch's SyncBatchNorm is written for GPUs.
+    # torch implements SyncBatchNorm for GPUs only.
     if config.sync_bn and ranks.count > 1:
         if ranks.device.type == "cpu":
             raise ValueError(
@@ -200,13 +200,13 @@ def build_training(
         model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
     frozen = _freeze(model, config.freeze or [])
     sharded = config.distribute == "fsdp" and ranks.count > 1
-    # torch's foreach functions refuse lists that mix sharded weights with the buffers of batch norms, which are whole.
+    # torch's foreach functions refuse lists that mix sharded weights with the unsharded buffers of batch norms.
     ema = (
         ModelEmaV3(model, decay=config.ema, foreach=not sharded) if config.ema else None
     )
     if sharded:
-        # After the average is made, as torch refuses to copy what is sharded; and before the optimizer, as it replaces
-        # parameters.
+        # Sharding comes after the moving average, because torch refuses to copy a sharded model, and before the
+        # optimizer, because sharding replaces the parameters.
         for module in _with_average(model, ema):
             shard(module)
     mix = None
@@ -244,21 +244,22 @@ def build_training(
 
 
 def convert(training: Training, config: Config, steps: int, ranks: Ranks) -> bool:
-    """Convert the CNN to a T-CNN, in place; change nothing, and return False, if it is one.
+    """Convert the CNN to a T-CNN in place; return False, without a change, if it is a T-CNN already.
 
-    With ``keep_optimizer`` weights that survive keep their momenta: "we keep the same optimizer and learning rate after
-    the reparametrization" (T-CNN paper, Sec. 5). Otherwise the optimizer is fresh, as in fine-tuning.
+    With ``keep_optimizer``, weights that survive the conversion keep their optimizer state: "we keep the same optimizer
+    and learning rate after the reparametrization" (T-CNN paper, Sec. 5). Otherwise the optimizer starts anew, as in
+    fine-tuning.
     """
     if gpsa_layers(training.model):
         return False
     for model in _with_average(training.model, training.ema):
-        # With the same seed: the moving average gets the same new weights.
+        # Both use the same seed, so that the moving average gets the same new weights as the model.
         _reparameterize(model, config)
     state = training.optimizer.state
     training.optimizer = _optimizer(config, training.model)
     if config.keep_optimizer:
         for parameter in training.model.parameters():
-            # By identity: the conversion keeps the parameters of all layers but the convolutions that it replaces.
+            # State is looked up by the parameter object, which the conversion keeps except in replaced convolutions.
             if parameter in state:
                 training.optimizer.state[parameter] = state[parameter]
     _attach(training, config, steps, ranks)
@@ -288,7 +289,7 @@ def _optimizer(config: Config, model: nn.Module) -> torch.optim.Optimizer:
 
 
 def _attach(training: Training, config: Config, steps: int, ranks: Ranks) -> None:
-    """Give a training schedules, wrappers and a task for the model and the optimizer as they now are."""
+    """Set the schedules, the wrapped model and the task of a training, from its current model and optimizer."""
     training.schedules = create_schedules(
         training.optimizer,
         epochs=config.epochs,
@@ -301,7 +302,7 @@ def _attach(training: Training, config: Config, steps: int, ranks: Ranks) -> Non
         gating_min_lr=config.gating_min_lr,
     )
     if isinstance(training.model, Grafit):
-        assert training.ema is not None  # its settings demand one
+        assert training.ema is not None  # Config._check_grafit demands ema
         training.task = GrafitTask(
             training.model,
             training.ema.module,
@@ -331,14 +332,14 @@ def _teacher(config: Config, model: nn.Module) -> nn.Module | None:
     if config.teacher is None:
         return None
     teacher: nn.Module
-    # It is shown the student's images.
+    # The teacher sees the same images as the student, so it is created for their size.
     size = config.img_size
     if config.teacher_weights is not None:
         weights = config.teacher_weights
         teacher = create_from_weights(config.teacher, weights, None, img_size=size)
     else:
         teacher = create_of_size(config.teacher, size, pretrained=True)
-    # A classifier for the student's classes would be new, and its decisions random.
+    # timm could give the teacher a classifier with the student's classes, but its weights would be random.
     if _outputs(teacher) != _outputs(model):
         raise ValueError(
             f"teacher: expected the {_outputs(model)} classes of the model, got {_outputs(teacher)} of {config.teacher}"
@@ -354,7 +355,7 @@ def _freeze(model: nn.Module, patterns: list[str]) -> list[nn.Module]:
     """Freeze parameters.
 
     Returns:
-        the modules all of whose parameters are frozen, whose running statistics must not move either.
+        Modules in which every parameter is frozen; their running statistics must stay fixed, too.
     """
     parameters: Mapping[str, nn.Parameter] = dict(model.named_parameters())
     for pattern in patterns:

@@ -1,4 +1,4 @@
-"""Checkpoints of a training run: on the disk whole or not at all, and read back or refused."""
+"""Checkpoints of a training run, which are written atomically and checked when they are read."""
 
 import os
 import zipfile
@@ -16,7 +16,7 @@ __all__ = [
     "write_file",
 ]
 
-_FOLDER_ATTRIBUTE = 0x10  # of MS-DOS, in the directory of a zip file
+_FOLDER_ATTRIBUTE = 0x10  # MS-DOS attribute of a folder in a zip file's directory
 
 
 def write_checkpoint(path: str | Path, state: dict[str, Any]) -> None:
@@ -28,7 +28,7 @@ def _save(state: dict[str, Any], file: BinaryIO) -> None:
     try:
         torch.save(state, file)
     except RuntimeError as error:
-        # torch closes its archive after a failed write, and complains of that in place of the full disk or the Ctrl-C.
+        # After a failed write torch closes its archive, which fails too and hides the cause: a full disk, or Ctrl-C.
         cause = error.__context__
         if isinstance(cause, OSError | KeyboardInterrupt):
             raise cause from error
@@ -39,7 +39,7 @@ def write_file(path: str | Path, write: Callable[[BinaryIO], object]) -> None:
     """Replace the file in one step. When this returns, the file survives a loss of power.
 
     Raises:
-        OSError: The disk is full, or the file cannot be written. The file that was there before stays.
+        OSError: The disk is full, or the file cannot be written. The previous file is then unchanged.
     """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -48,8 +48,8 @@ def write_file(path: str | Path, write: Callable[[BinaryIO], object]) -> None:
         with partial.open("wb") as file:
             write(file)
             file.flush()
-            # Before the renaming, or a loss of power could leave the new name on a file whose bytes never reached the
-            # disk.
+            # Without fsync before the renaming, a loss of power could leave a file with the new name but without its
+            # bytes.
             os.fsync(file.fileno())
         os.replace(partial, path)
     except BaseException as error:
@@ -60,19 +60,19 @@ def write_file(path: str | Path, write: Callable[[BinaryIO], object]) -> None:
     if hasattr(os, "O_DIRECTORY"):  # not on Windows
         folder = os.open(path.parent, os.O_DIRECTORY)
         try:
-            # The folder holds the name: without this the renaming may be lost, though the bytes are not.
+            # The name is stored in the folder: without this fsync a loss of power could undo the renaming.
             os.fsync(folder)
         finally:
             os.close(folder)
 
 
 def check_sums(path: str | Path) -> None:
-    """Compare the checksums that torch writes for each tensor, and does not look at when it reads.
+    """Verify the checksums of the tensors, which torch writes but does not verify when it reads.
 
-    Safetensors and torch's format before 1.6, which are no zip files, have none.
+    Safetensors files and files in torch's format before 1.6 are not zip files and have no checksums.
 
     Raises:
-        BadZipFile: One does not fit.
+        BadZipFile: A checksum does not match.
     """
     if not zipfile.is_zipfile(path):
         return
@@ -81,7 +81,7 @@ def check_sums(path: str | Path) -> None:
         entries = archive.infolist()
     if damaged is not None:
         raise zipfile.BadZipFile(f"the checksum of {damaged} does not match")
-    # torch reads nothing of an entry with the attribute of a folder, and gives memory as it is for the tensor.
+    # torch reads no bytes of an entry that is marked as a folder, and returns uninitialised memory as the tensor.
     folders = [
         entry.filename for entry in entries if entry.external_attr & _FOLDER_ATTRIBUTE
     ]
@@ -90,7 +90,7 @@ def check_sums(path: str | Path) -> None:
 
 
 def load_tensors(path: str | Path, device: torch.device | str = "cpu") -> Any:
-    """Load what torch saved, without running code from it, and only if no bit of it has changed.
+    """Load a file that torch saved, after its checksums are verified, and without running code from it.
 
     Raises:
         ValueError: The file is damaged, or holds more than tensors and plain values.
@@ -98,7 +98,7 @@ def load_tensors(path: str | Path, device: torch.device | str = "cpu") -> Any:
     try:
         check_sums(path)
         return torch.load(path, map_location=device, weights_only=True)
-    except Exception as error:  # torch and zipfile raise many kinds for damaged files
+    except Exception as error:  # torch and zipfile raise many types for damaged files
         raise ValueError(
             f"{Path(path).name} is damaged, or is not a checkpoint of tcnn_model: {error!r}"
         ) from error
@@ -107,7 +107,7 @@ def load_tensors(path: str | Path, device: torch.device | str = "cpu") -> Any:
 def read_checkpoint(
     path: str | Path, settings: dict[str, Any], device: torch.device
 ) -> dict[str, Any] | None:
-    """Return the state that was written, or None if there is no file.
+    """Return the state in a checkpoint, or None if the file does not exist.
 
     Args:
         path: Path of the file.
@@ -115,7 +115,7 @@ def read_checkpoint(
         device: Device to load tensors to.
 
     Raises:
-        ValueError: The file is damaged, is no checkpoint of this package, or belongs to a run with other settings.
+        ValueError: The file is damaged, is not a checkpoint of this package, or belongs to a run with other settings.
     """
     path = Path(path)
     if not path.exists():

@@ -24,8 +24,8 @@ def main(arguments: list[str] | None = None) -> int:
     """Run the command.
 
     Returns:
-        Its exit status: 0 if it trained to the end or was asked to stop, 130 if that was by Ctrl-C, 2 if settings, data
-        or the disk did not allow it to go on, 3 if the loss was no number.
+        The exit status: 0 if the training ended or was stopped by a signal, 130 if it was stopped by Ctrl-C, 2 if
+        settings, data or the disk do not allow it to continue, 3 if the loss is not finite.
     """
     folder: Path | None = None
     try:
@@ -44,7 +44,7 @@ def main(arguments: list[str] | None = None) -> int:
             f"stopped {stop}; go on with: tcnn-finetune --resume --out {folder}",
             file=sys.stderr,
         )
-        # 130 is what shells give after Ctrl-C; a job that was asked to make room has ended well.
+        # 130 is the status that shells give after Ctrl-C. A job that a scheduler asked to stop has not failed.
         return 130 if stop.signal == signal.SIGINT else 0
     except KeyboardInterrupt:
         begun = folder is not None and (folder / "config.toml").exists()
@@ -61,18 +61,18 @@ def main(arguments: list[str] | None = None) -> int:
 def train(
     config: Config, *, resume: bool = False, progress: bool = True
 ) -> Iterator[EpochResult]:
-    """Run a training in its folder; yield each result once the watchers have seen it.
+    """Run a training in its folder; yield each result after the watcher has received it.
 
     Args:
-        config: Settings, before rates are scaled.
-        resume: Go on with the run that is in the folder.
-        progress: Whether to show bars.
+        config: Settings, with learning rates that are not scaled yet.
+        resume: Whether to resume the run that is in the folder.
+        progress: Whether to show progress bars.
 
     Raises:
-        ValueError: Settings, data or a folder do not fit together.
+        ValueError: The settings, the data and the folder do not fit together.
         OSError: More images are unreadable than ``max_unreadable`` allows, or a checkpoint cannot be written.
-        NonFiniteLossError: The loss is no number; the batch is then in the folder.
-        StopRequested: SIGTERM, SIGUSR1 or Ctrl-C came, and a checkpoint is written.
+        NonFiniteLossError: The loss is not finite; the batch is then saved in the folder.
+        StopRequested: SIGTERM, SIGUSR1 or Ctrl-C was received, and a checkpoint was written.
     """
     with joined(config.device) as ranks, ExitStack() as stack:
         folder = Folder(config, ranks)
@@ -141,7 +141,7 @@ def _epochs(
     def before_epoch(epoch: int) -> None:
         due = config.reparameterize_at is not None and epoch > config.reparameterize_at
         if due and convert(training, folder.scaled, steps, folder.ranks):
-            # The GPSA layers are new modules, and no hooks are on them yet.
+            # The GPSA layers are new modules, which have no hooks yet.
             watching.attach()
 
     watching = Watching(training, config, folder)

@@ -1,6 +1,6 @@
-"""The settings of a training: their names, groups and defaults, and where they come from.
+"""The settings of a training: their names, groups, defaults and sources.
 
-Only the standard library is imported here: ``tcnn-finetune --help`` runs this file before torch is there.
+Only the standard library is imported here, so that ``tcnn-finetune --help`` need not import torch.
 """
 
 import argparse
@@ -60,7 +60,7 @@ _TYPES = {
     list: "a list of strings",
     dict: "a table",
 }
-"""Types of settings, in the words of messages."""
+"""Types of settings, as error messages call them."""
 
 
 def _option(group: str, text: str, default: Any = None) -> Any:
@@ -330,7 +330,7 @@ class Config:
                     f"{name}: expected one of {', '.join(map(str, choices))}, got {getattr(self, name)!r}"
                 )
 
-        # timm may run code from files that these name; --weights does not.
+        # timm may run code from the files that these arguments name; --weights does not.
         loading = {"checkpoint_path", "pretrained_cfg", "pretrained_cfg_overlay"} & set(
             self.model_options or {}
         )
@@ -344,7 +344,7 @@ class Config:
                 f"got {self.model_options}"
             )
 
-        # FSDP's parameters are sharded by then, and cannot be exchanged.
+        # The conversion cannot replace parameters that FSDP has sharded.
         if self.distribute == "fsdp" and self.reparameterize_at:
             raise ValueError(
                 f"reparameterize_at: with distribute=fsdp expected 0, got {self.reparameterize_at}: train the CNN "
@@ -367,11 +367,11 @@ class Config:
 
     @property
     def mixed(self) -> bool:
-        """True if targets are shares of classes."""
+        """True if mixup or CutMix is on, so that targets are class probabilities."""
         return self.mixup > 0 or self.cutmix > 0
 
     def scaled(self, processes: int) -> "Config":
-        """Scale the rates to the images of a step, linearly, as DeiT does (thesis, Sec. 3.3)."""
+        """Scale the learning rates linearly with the number of images in a step, as DeiT does (thesis, Sec. 3.3)."""
         if self.paper_batch is None:
             return self
         share = self.batch_size * self.accumulate * processes / self.paper_batch
@@ -388,9 +388,9 @@ class Config:
 
 
 def parse(arguments: list[str] | None) -> tuple[Config, bool]:
-    """Read the settings of a command line, and whether it resumes a run.
+    """Return the settings of a command line, and whether it resumes a run.
 
-    Options win over the file of ``--config``, and that over the recipe.
+    Options take precedence over the file of ``--config``, which takes precedence over the recipe.
 
     Raises:
         ValueError: A setting does not exist, or has a value that is out of range.
@@ -436,7 +436,10 @@ def parse(arguments: list[str] | None) -> tuple[Config, bool]:
 
 
 def _trusted(settings: dict[str, Any], options: dict[str, Any]) -> Config:
-    """Put options of the command line in settings of files, which may be somebody else's and import nothing."""
+    """Merge options of the command line into settings from files.
+
+    A file may come from somebody else: it may not name code to import, or a source of weights that could run code.
+    """
     watcher = settings.get("watcher")
     if "watcher" not in options and watcher not in (None, "none", Config.watcher):
         raise ValueError(
@@ -444,7 +447,7 @@ def _trusted(settings: dict[str, Any], options: dict[str, Any]) -> Config:
         )
     for name in ("model", "teacher"):
         source = str(settings.get(name) or "")
-        # Such as local-dir: and hf-hub:, in whatever spelling. timm 1.0.20 unpickles what is there.
+        # A colon ends a source such as local-dir: or hf-hub:, in any case. timm 1.0.20 unpickles the weights there.
         if name not in options and ":" in source:
             raise ValueError(
                 f"{name}: a file may not name {source!r}, whose weights could run code: give it on the command line"
@@ -456,7 +459,7 @@ def _trusted(settings: dict[str, Any], options: dict[str, Any]) -> Config:
 def _add_options(parser: argparse.ArgumentParser) -> None:
     """Add an option for each setting but ``model``, in groups.
 
-    The options have no defaults: the parsed ones win over files, and a default must not.
+    The options have no defaults, because parsed options take precedence over files, which a default must not do.
     """
     groups: dict[str, Any] = {}
     kinds = typing.get_type_hints(Config)
@@ -481,7 +484,7 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
 
 def _argument(kind: Any) -> dict[str, Any]:
     """Return the arguments of ``add_argument`` for a setting of this type."""
-    # None is the default of such a setting, and cannot be given.
+    # In a type such as "int | None", None is only the default, and cannot be given as an option.
     if isinstance(kind, types.UnionType):
         kind = next(
             member for member in typing.get_args(kind) if member is not type(None)
@@ -512,7 +515,7 @@ def _pair(text: str) -> tuple[str, Any]:
         raise argparse.ArgumentTypeError(f"expected NAME=VALUE, got {text!r}")
     try:
         return name, json.loads(value)
-    except ValueError:  # a text without quotation marks, which a shell would take away
+    except ValueError:  # a string without quotation marks, which the shell removes
         return name, value
 
 
@@ -520,7 +523,7 @@ def read_toml(path: Path) -> dict[str, Any]:
     """Read the settings of a file.
 
     Raises:
-        ValueError: The file is no TOML, or has a setting that does not exist, or a value of a wrong type.
+        ValueError: The file is not TOML, or has an unknown setting or a value of a wrong type.
     """
     return _known(_load(path), str(path))
 
@@ -528,13 +531,13 @@ def read_toml(path: Path) -> dict[str, Any]:
 def _load(path: Path) -> dict[str, Any]:
     try:
         return tomllib.loads(path.read_text(encoding="utf-8"))
-    # ValueError: no TOML, or no UTF-8. RecursionError: tables within tables, thousands of them.
+    # ValueError: not TOML, or not UTF-8. RecursionError: thousands of nested tables.
     except (OSError, ValueError, RecursionError) as error:
         raise ValueError(f"cannot read the settings in {path}: {error}") from error
 
 
 def _known(settings: Mapping[str, Any], source: str) -> dict[str, Any]:
-    """Return the settings of a file if they exist, and have values of their types."""
+    """Return the settings of a file after checking that they exist and that their values have the right types."""
     kinds = typing.get_type_hints(Config)
     unknown = sorted(settings.keys() - kinds.keys())
     if unknown:
@@ -549,7 +552,7 @@ def _known(settings: Mapping[str, Any], source: str) -> dict[str, Any]:
 
 
 def _check_type(value: Any, kind: Any, setting: str) -> None:
-    """Refuse a value that TOML gave another type than a setting has.
+    """Check that a value of a TOML file has the type of its setting.
 
     Raises:
         ValueError: The message names the setting, what was expected and what was given.
@@ -557,8 +560,8 @@ def _check_type(value: Any, kind: Any, setting: str) -> None:
     kinds = typing.get_args(kind) if isinstance(kind, types.UnionType) else (kind,)
     classes = tuple(typing.get_origin(member) or member for member in kinds)
     if float in classes:
-        classes += (int,)  # 1 for 1.0
-    # True is an int in Python, and 1 in no setting.
+        classes += (int,)  # a user may write 1 for 1.0
+    # In Python True is an int, but no setting takes it for 1.
     fits = bool in classes if isinstance(value, bool) else isinstance(value, classes)
     if list in classes and isinstance(value, list):
         fits = all(isinstance(element, str) for element in value)
@@ -568,7 +571,7 @@ def _check_type(value: Any, kind: Any, setting: str) -> None:
 
 
 def _is_plain(value: Any) -> bool:
-    # Dates and times are for no model, and TOML has no null.
+    # No argument of a model is a date or time, and TOML has no null.
     if isinstance(value, dict):
         return all(map(_is_plain, value.values()))
     if isinstance(value, list):
@@ -606,7 +609,7 @@ def recipe_settings(name: str, model: str) -> dict[str, Any]:
     settings: dict[str, Any] = {}
     for recipe in chain:
         settings |= recipe.get("settings", {})
-    # A base's rule for this model is closer to it than a recipe's setting for all models.
+    # A rule for this model takes precedence over a setting for all models, even if the rule is in a base.
     for recipe in chain:
         for glob, further in recipe.get("models", {}).items():
             if fnmatchcase(model, glob):
@@ -615,7 +618,7 @@ def recipe_settings(name: str, model: str) -> dict[str, Any]:
 
 
 def _recipe(name: str) -> dict[str, Any]:
-    """Read a recipe; all of its values are of their types."""
+    """Read a recipe, and check the types of all its values."""
     if name.endswith(".toml"):
         path = Path(name)
     elif name in recipe_names():
@@ -649,6 +652,6 @@ def _value(value: Any) -> str:
     if isinstance(value, list):
         return "[" + ", ".join(map(_value, value)) + "]"
     if isinstance(value, float):
-        return repr(value)  # inf and nan, which JSON lacks
+        return repr(value)  # JSON has no inf and nan
     # TOML writes text, integers and truth values as JSON does.
     return json.dumps(value, ensure_ascii=False)

@@ -1,4 +1,4 @@
-"""Batches of a run, the same ones whatever process or worker loads them, and wherever the run is taken up again."""
+"""Batches of a run, which depend neither on the process or worker that loads them nor on where a run is resumed."""
 
 import signal
 import warnings
@@ -20,9 +20,9 @@ from tcnn_model.training.sources import Source
 __all__ = ["Images", "create_transforms"]
 
 STAND_INS = 20
-"""Images that are tried in the place of one that cannot be read, as in timm; more in a row are no accident."""
+"""Number of images that are tried in place of an unreadable one, as in timm: longer series point to a broken source."""
 
-Key = tuple[int, int, int]  # epoch, place in it, number of the image
+Key = tuple[int, int, int]  # epoch, position in the epoch, number of the image
 Transform = Callable[[Image.Image], Tensor]
 
 
@@ -36,7 +36,7 @@ def create_transforms(
 
     Args:
         config: Settings of the run.
-        model_data: The model's configuration of ``resolve_model_data_config``, at the run's image size.
+        model_data: Data configuration of the model from ``resolve_model_data_config``, with the run's image size.
     """
     from timm.data import create_transform
 
@@ -58,7 +58,7 @@ def create_transforms(
         resize = transforms.Resize(
             size, transforms.InterpolationMode(shared["interpolation"])
         )
-        # timm's first transform is the random resized crop.
+        # timm's first transform is the random resized crop, which these two replace.
         train.transforms[:1] = [
             resize,
             transforms.RandomCrop(size, padding=4, padding_mode="reflect"),
@@ -77,7 +77,7 @@ class _Unreadable:
 
 @dataclass(frozen=True)
 class _Sample:
-    """An image and its label, or its label and number; and the images that could not be read in its place."""
+    """An image with its label, or with its label and number, and the unreadable images that it stands in for."""
 
     image: Tensor | None
     label: int | tuple[int, int]
@@ -85,17 +85,18 @@ class _Sample:
 
 
 class _Seeded(Dataset[_Sample]):
-    """Images by key. Each draws its augmentation from generators of its own, seeded by the key.
+    """Images by key. The augmentation of each image is drawn from generators that are seeded by its key.
 
     In training the next image stands in for one that cannot be read or transformed, so that batches keep their size:
-    processes stay in step, and a resumed run counts the steps that were made. In validation there is no image then.
+    processes stay in step, and a resumed run finds its position by counting steps. In validation such an image is
+    left out.
 
     Args:
         source: Images by number.
         transform: Function from an image to a tensor.
         seed: Seed of the run.
         training: Whether another image stands in for one that cannot be read.
-        numbered: Whether a label has the number of its image beside it.
+        numbered: Whether each label comes with the number of its image, as Grafit needs.
     """
 
     def __init__(
@@ -122,8 +123,8 @@ class _Seeded(Dataset[_Sample]):
                 image, label = self.source.read(number)
                 with own_randomness(seed_of(self.seed, epoch, place)):
                     tensor = self.transform(image)
-            # Decoders raise many kinds for damaged files, AttributeError among them; the transform of a huge image may
-            # raise MemoryError.
+            # Decoders raise many types of errors for damaged files, such as AttributeError; the transform of a huge
+            # image may raise MemoryError.
             except Exception as error:
                 unreadable.append(
                     _Unreadable(
@@ -138,7 +139,7 @@ class _Seeded(Dataset[_Sample]):
 
 
 def _ignore_ctrl_c(_: int) -> None:
-    # A terminal sends it to all processes, and a worker that ends takes the run with it before the checkpoint.
+    # A terminal sends SIGINT to all processes; a worker that dies of it would end the run before its checkpoint.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
@@ -155,7 +156,7 @@ def _collate(samples: Sequence[_Sample]) -> tuple[Tensor, Tensor, list[_Unreadab
 
 @dataclass(frozen=True)
 class _Counted:
-    """Batches, and how many there are, for progress bars."""
+    """Iterator over batches with a length, which progress bars show."""
 
     batches: Iterator[tuple[Tensor, Tensor]]
     count: int
@@ -171,15 +172,15 @@ class _Counted:
 class Images:
     """The batches of a training on several processes.
 
-    The images of a batch of all processes are the same for any number of them: process r takes each r-th. With
-    repeated augmentation (thesis, Table 3.9, after Hoffer et al.) a part of the images is seen several times in an
-    epoch, each time augmented anew, in one batch of all processes.
+    A global batch holds the same images for any number n of processes: process r takes images r, r + n, r + 2n, ... of
+    it. With repeated augmentation (thesis, Table 3.9, after Hoffer et al.) an epoch shows only a part of the images,
+    but each several times in the same global batch, with different augmentations.
 
     Args:
         train, validate: Images by number.
-        transforms: Transforms of both.
+        transforms: Transforms for training and validation.
         config: Settings of the run.
-        ranks: This process.
+        ranks: Rank of this process.
     """
 
     train: Source
@@ -202,17 +203,17 @@ class Images:
                 f"a step of {together} images ({config.batch_size} x {config.accumulate} accumulated x {count} "
                 f"processes) is more than the {self._sizes[0]} to train on: give a smaller batch_size"
             )
-        # Whole steps only: a smaller last batch would have a noisier gradient at the same rate.
+        # Incomplete steps are dropped: a smaller last batch would have a noisier gradient at the same learning rate.
         self.per_epoch = self._sizes[0] // together * config.accumulate
         self.unreadable: dict[str, str] = {}
         self._epoch = 0
 
     def begin(self, epoch: int) -> None:
-        """Take the order of this epoch from now on."""
+        """Use the order of images of this epoch from now on."""
         self._epoch = epoch
 
     def order(self, epoch: int) -> Tensor:
-        """Return the numbers of the training images, as many as there are, in the order of an epoch."""
+        """Return the numbers of the training images in the order of an epoch."""
         generator = torch.Generator().manual_seed(seed_of(self.config.seed, epoch))
         numbers = _spread(len(self.train), self._sizes[0])
         shuffled = numbers[torch.randperm(len(numbers), generator=generator)]
@@ -221,12 +222,12 @@ class Images:
         ]
 
     def training(self, first: int) -> Iterable[tuple[Tensor, Tensor]]:
-        """Return the batches of the epoch for this process, without the first ones."""
+        """Return this process's batches of the epoch, from batch number ``first`` on."""
         order = self.order(self._epoch)
         keys: list[list[Key]] = []
         for batch in range(first, self.per_epoch):
             start = batch * self._batch
-            # Each count-th place, so that the images of a batch do not depend on the number of processes.
+            # Processes take turns, so that the images of a global batch do not depend on the number of processes.
             places = range(
                 start + self.ranks.rank, start + self._batch, self.ranks.count
             )
@@ -234,11 +235,11 @@ class Images:
         return _Counted(self._load(self.train, self.transforms[0], keys), len(keys))
 
     def validation(self) -> Iterable[tuple[Tensor, Tensor]]:
-        """Return the validation batches of this process; every image is in exactly one process."""
+        """Return the validation batches of this process; every image goes to exactly one process."""
         numbers = _spread(len(self.validate), self._sizes[1])[
             self.ranks.rank :: self.ranks.count
         ].tolist()
-        # A key is epoch, place and number: validation is the same in every epoch, and in the order of the numbers.
+        # The epoch and the position in a key only seed the augmentation: validation is the same in every epoch.
         keys = [(0, number, number) for number in numbers]
         size = self.config.batch_size
         batches = [keys[start : start + size] for start in range(0, len(keys), size)]
@@ -263,7 +264,7 @@ class Images:
             num_workers=self.config.workers,
             collate_fn=_collate,
             pin_memory=self.ranks.device.type == "cuda",
-            generator=torch.Generator(),  # of its own: opening a loader draws from it
+            generator=torch.Generator(),  # a DataLoader draws from its generator, by default torch's global one
             worker_init_fn=_ignore_ctrl_c,
         )
         for images, labels, unreadable in loader:
@@ -293,5 +294,5 @@ class Images:
 
 
 def _spread(length: int, count: int) -> Tensor:
-    """Return ``count`` numbers below ``length``, spread evenly, since folders are sorted by class."""
+    """Return ``count`` evenly spaced numbers below ``length``: the first ones would all be of the first classes."""
     return ((torch.arange(count) + 0.5) * length / count - 0.5).round().long()

@@ -1,4 +1,4 @@
-"""Several processes train one model: ``torchrun --nproc-per-node N -m tcnn_model.training ...``."""
+"""Training on several processes: ``torchrun --nproc-per-node N -m tcnn_model.training ...``."""
 
 import os
 from collections.abc import Iterator
@@ -14,7 +14,7 @@ __all__ = ["Ranks", "joined"]
 
 @dataclass(frozen=True)
 class Ranks:
-    """The place of a process among those that train together.
+    """Rank of this process among those that train together.
 
     Args:
         rank: Number of the process.
@@ -28,14 +28,14 @@ class Ranks:
 
     @property
     def first(self) -> bool:
-        """True for the process that writes."""
+        """True for rank 0, the process that writes files."""
         return self.rank == 0
 
     def total(self, tensor: Tensor) -> Tensor:
-        """Add a tensor up over processes."""
+        """Return the sum of a tensor over processes."""
         if self.count == 1:
             return tensor
-        shared = tensor.detach().to(self.device, copy=True)  # NCCL adds up on GPUs only
+        shared = tensor.detach().to(self.device, copy=True)  # NCCL reduces on GPUs only
         dist.all_reduce(shared)
         return shared
 
@@ -46,14 +46,14 @@ class Ranks:
         )
 
     def wait(self) -> None:
-        """Wait until all processes have come here."""
+        """Wait until all processes have reached this call."""
         if self.count > 1:
             dist.barrier()
 
 
 @contextmanager
 def joined(device: str | None) -> Iterator[Ranks]:
-    """Join the processes that ``torchrun`` started, or be alone.
+    """Join the processes that ``torchrun`` started; without it, this process trains alone.
 
     Raises:
         ValueError: The device is not on this machine.

@@ -1,4 +1,4 @@
-"""Losses and accuracies of an epoch, and how they are counted."""
+"""Losses and accuracies of an epoch, and their computation."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from dataclasses import dataclass
@@ -25,10 +25,10 @@ __all__ = [
 class EpochResult:
     """Losses and accuracies of an epoch. Accuracies are top-1 in [0, 1]; losses are means per image in nats.
 
-    ``lr`` is that of the weights, not of the gates, at the epoch's last step. Where images are mixed, the training
-    accuracy counts the class that has the larger share.
+    ``lr`` is the learning rate of the weights, not of the gates, at the epoch's last step. With mixup or CutMix, the
+    training accuracy counts a prediction as right if it is the class with the larger share.
 
-    Epoch 0 is the model as it was given: nothing was trained, and its training figures are NaN.
+    Epoch 0 is the model before training; its training loss and accuracy are NaN.
     """
 
     epoch: int
@@ -41,14 +41,14 @@ class EpochResult:
 
 @dataclass(frozen=True)
 class AveragedResult(EpochResult):
-    """The result of an epoch with a moving average of the weights, whose own loss and accuracy are here too."""
+    """Result of an epoch, with the loss and accuracy of the moving average of the weights as well."""
 
     ema_val_loss: float
     ema_top1: float
 
 
 def best_result(history: Sequence[EpochResult]) -> EpochResult:
-    """Return the result with the best accuracy; of several that are equal, the last."""
+    """Return the result with the best accuracy, the latest one if several are equal."""
     return max(history, key=lambda result: (result.top1, result.epoch))
 
 
@@ -63,26 +63,26 @@ def evaluate(
     over_ranks: Callable[[Tensor], Tensor] = lambda total: total,
     after_batch: Callable[[], None] = lambda: None,
 ) -> tuple[float, float]:
-    """Compute mean cross-entropy (nats) and top-1 accuracy of ``model``, in eval mode; all modes are restored.
+    """Compute mean cross-entropy (nats) and top-1 accuracy of ``model`` in eval mode, and restore its modes.
 
     Args:
-        model: Any classifier, of transformers too.
+        model: Any classifier, also one of the package transformers.
         loader: Batches of images (B, C, H, W) and class indices (B,).
         device: Device to validate on; None for the model's.
-        amp: Dtype of autocast; True for bfloat16, False or None for none.
-        progress: Whether to show a bar.
-        over_ranks: Function that adds up the totals of several processes, shape (3,), each with a part of the images.
+        amp: Dtype of autocast; True for bfloat16, False or None for no autocast.
+        progress: Whether to show a progress bar.
+        over_ranks: Function that sums the totals, shape (3,), over processes that each validate a part of the images.
         after_batch: Function that is called after each batch.
 
     Raises:
-        ValueError: There is no image, as none can be read.
+        ValueError: The loader has no images, or none of them can be read.
     """
     target = next(model.parameters()).device if device is None else torch.device(device)
-    # Not model.train() afterwards: frozen norms of a training are in eval mode.
+    # Modes are saved by module, as model.train() afterwards would also switch frozen norms, which stay in eval mode.
     modes = {module: module.training for module in model.modules()}
     model.eval()
     try:
-        # float64 sums the losses of 50,000 images with no rounding to be seen, whatever their batches.
+        # In float64 the sum over 50,000 images has no visible rounding error, whatever the batch size.
         total = torch.zeros(3, dtype=torch.float64, device=target)
         for images, labels in with_bar(loader, "validating", progress):
             images = images.to(target, non_blocking=True)
@@ -93,9 +93,9 @@ def evaluate(
                 enabled=bool(amp),
             ):
                 logits = class_scores(model, images)
-            # A loss in bfloat16 would have 8 significant bits.
+            # In bfloat16 the loss would have only 8 significant bits.
             loss = F.cross_entropy(logits.float(), labels)
-            # No .item(): on a GPU it would wait for each batch.
+            # No .item() here: it would make the CPU wait for the GPU in each batch.
             total += totals(logits, loss, labels)
             after_batch()
     finally:
@@ -114,10 +114,10 @@ def totals(logits: Tensor, loss: Tensor, targets: Tensor) -> Tensor:
     Args:
         logits: Scores, shape (B, K).
         loss: Mean loss of the images, shape ().
-        targets: Class indices (B,) or shares of classes (B, K).
+        targets: Class indices (B,) or class probabilities (B, K).
     """
     labels = targets if targets.ndim == 1 else targets.argmax(1)
-    # For mixed images, the class with the larger share counts as right.
+    # For mixed images, the class with the larger share is the label.
     correct = (logits.argmax(1) == labels).sum()
     return torch.stack(
         [
@@ -129,8 +129,8 @@ def totals(logits: Tensor, loss: Tensor, targets: Tensor) -> Tensor:
 
 
 def with_bar(batches: Iterable[Any], description: str, progress: bool) -> Iterator[Any]:
-    """Yield the batches, with a bar that shows how many there are."""
-    # Not tqdm(loader): tqdm.auto opens a second iterator on what it wraps, and every image would be loaded twice.
+    """Yield the batches, and show a progress bar."""
+    # Not tqdm(loader), because tqdm.auto opens a second iterator on the loader, and every image would be loaded twice.
     count = len(batches) if isinstance(batches, Sized) else None
     with tqdm(total=count, desc=description, leave=False, disable=not progress) as bar:
         for batch in batches:

@@ -32,11 +32,12 @@ Loader = DataLoader[tuple[Tensor, Tensor]]
 
 @dataclass(frozen=True)
 class FinetuningResult(EpochResult):
-    """The result of an epoch, with the sums of learning rates until its end.
+    """Result of an epoch, with the sums of learning rates over all steps so far.
 
-    Adam and its kin move a weight by no more than about the sum of its learning rates. ``lr_sum`` is that of filters
-    and matrices and ``qk_lr_sum`` that of GPSA's queries and keys, in units of the standard deviation that they had
-    before the training; ``gating_lr_sum`` that of the gates, in units of lambda. NaN if the model has no such weights.
+    Adam and its variants move a weight by no more than about the sum of its learning rates. ``lr_sum`` is the sum for
+    filters and matrices and ``qk_lr_sum`` the sum for GPSA's queries and keys, both in units of the weights' standard
+    deviation before training; ``gating_lr_sum`` is the sum for the gates, in units of lambda. A sum is NaN if the model
+    has no such weights.
     """
 
     lr_sum: float
@@ -67,43 +68,44 @@ def finetune(
     progress: bool = True,
     name: str = "fine-tuning",
 ) -> Iterator[FinetuningResult]:
-    """Train ``model`` in place with AdamW, warm-up and cosine decay; yield after each epoch's validation.
+    """Train ``model`` in place with AdamW, warm-up and cosine decay; yield a result after each epoch's validation.
 
-    The model is validated in eval mode just before each yield, so whatever records eval-mode forwards has then seen
+    The model is validated in eval mode just before each yield, so that a recorder of eval-mode forwards has then seen
     exactly that epoch::
 
         with tcnn_probe.record(model, "run.zarr") as recorder:
             for result in finetune(model, train_loader, val_loader):
                 recorder.mark(**dataclasses.asdict(result))
 
-    Epoch 0, before any training, is yielded first. The defaults are the paper's, but for the weight decay, which it
-    does not state (0.05 is DeiT's, whose recipe it follows). Its rates are for 1,024 images a step: give smaller ones
-    for smaller batches. Recipes, data and everything else that the papers have are in the command ``tcnn-finetune``,
-    which runs the same loop.
+    Epoch 0, before any training, is yielded first. The defaults are the paper's, except for the weight decay, which the
+    paper does not state (0.05 is that of DeiT, whose recipe the paper follows). The paper's learning rates are for
+    1,024 images per step: use smaller ones for smaller batches. The command ``tcnn-finetune``, which runs the same
+    loop, also has the papers' recipes, data loading and augmentation.
 
     Args:
-        model: Any classifier, trained in place; its gates are those of its GPSA layers.
-        train_loader, val_loader: Batches of images (B, C, H, W) and class indices (B,); for training, shares of
-            classes (B, K) too, as timm's ``Mixup`` gives them, smoothed by it or not at all.
+        model: Any classifier, which is trained in place. GPSA layers have gates, which get their own learning rate.
+        train_loader, val_loader: Batches of images (B, C, H, W) and class indices (B,). Targets for training may also
+            be class probabilities (B, K), as timm's ``Mixup`` returns them; ``label_smoothing`` does not apply to them.
         epochs: Number of training epochs.
         opt: timm's name of an optimizer. The paper has "momentum", SGD with momentum 0.9, for CNNs (Sec. 5).
         lr, gating_lr: Peak learning rates of the weights and of the gates, reached at the end of the warm-up, where
             the cosine begins.
-        qk_lr: Peak rate of GPSA's queries and keys; None for ``lr``, as in the paper; "papers" for that with which
-            their rates sum to the paper's 3.1, however short the training (``papers_qk_lr`` of
-            ``tcnn_model.training.optimization``).
+        qk_lr: Peak learning rate of GPSA's queries and keys; None for ``lr``, as in the paper; "papers" for the rate
+            with which the rates of all steps sum to 3.1, as in the paper's training, however short this one is
+            (``papers_qk_lr`` of ``tcnn_model.training.optimization``).
         weight_decay: Weight decay of matrices and filters, see :func:`~tcnn_model.parameter_groups`.
         warmup_epochs: Epochs of linear warm-up from 0; must be fewer than ``epochs``.
-        gating_warmup_epochs, gating_min_lr: Warm-up and last rate of the gates; None for those of the weights.
-        label_smoothing: Share of class indices that is spread over all classes, in [0, 1).
-        drop_path_rate: Stochastic depth, as a ramp (``tcnn_model.training.optimization.set_drop_path``); None to
-            leave the model's as it is.
+        gating_warmup_epochs, gating_min_lr: Warm-up epochs and final learning rate of the gates; None for those of the
+            weights.
+        label_smoothing: Probability that is spread over all classes, in [0, 1), if targets are class indices.
+        drop_path_rate: Rate of stochastic depth, increasing linearly over the blocks
+            (``tcnn_model.training.optimization.set_drop_path``); None to leave the model's as it is.
         device: Device to train on; None for the model's.
         amp: Whether to use bfloat16 autocast.
-        seed: Seed of Python's, NumPy's and torch's global generators and of those of the loaders, set anew in each
-            epoch, so that a resumed run repeats an uninterrupted one. None leaves them alone.
-        checkpoint: File written to the disk after each epoch, whole or not at all. If it exists the run resumes from
-            it: its epochs are yielded again without being trained, the last one after a fresh validation.
+        seed: Seed of the global generators of Python, NumPy and torch and of the loaders' generators. They are seeded
+            in each epoch, so that a resumed run repeats an uninterrupted one. None leaves them alone.
+        checkpoint: File that is replaced atomically after each epoch. If it exists, the run resumes from it: epochs
+            that are done are yielded again without training, the last one after a new validation.
         progress: Whether to show progress bars.
         name: Name of the progress bar.
 
@@ -111,8 +113,8 @@ def finetune(
         :class:`FinetuningResult`, epochs 0 to ``epochs``.
 
     Raises:
-        ValueError: A setting is out of range; the checkpoint is damaged or of a run with other settings; a loader
-            has no batches; with a seed, the workers of the training loader persist.
+        ValueError: A setting is out of range; the checkpoint is damaged or belongs to a run with other settings; a
+            loader has no batches; ``seed`` is given and the training loader has persistent workers.
     """
     if epochs < 1 or not 0 <= warmup_epochs < epochs:
         raise ValueError(
@@ -192,7 +194,7 @@ def finetune(
 
 
 def _criterion(label_smoothing: float) -> Criterion:
-    """Return the loss of class indices (B,), which are smoothed, and of shares of classes (B, K) as they are."""
+    """Return a loss that smooths class indices (B,), and takes class probabilities (B, K) as they are."""
     of_indices = LabelSmoothingCrossEntropy(label_smoothing)
     of_shares = SoftTargetCrossEntropy()
 
@@ -206,7 +208,7 @@ def _criterion(label_smoothing: float) -> Criterion:
 def _with_sums(
     results: Iterator[EpochResult], sums: list[dict[str, float]], name: str | None
 ) -> Iterator[FinetuningResult]:
-    """Add the sums of learning rates to the results; print the last ones under a name."""
+    """Add the sums of learning rates to the results; if there is a name, print the final sums after it."""
     for result in results:
         yield FinetuningResult(**(asdict(result) | sums[result.epoch]))
     if name is not None:
@@ -225,7 +227,7 @@ def _with_sums(
 
 
 class _Loaders:
-    """The user's own loaders. Their generators are seeded for each epoch."""
+    """The user's loaders, whose generators are seeded in each epoch."""
 
     def __init__(self, train: Loader, validate: Loader, seed: int | None) -> None:
         self.per_epoch = len(train)
@@ -238,7 +240,7 @@ class _Loaders:
             seed_everything(self._seed + epoch, self._train, self._validate)
 
     def training(self, first: int) -> Iterable[tuple[Tensor, Tensor]]:
-        assert first == 0  # checkpoints are of whole epochs
+        assert first == 0  # finetune() writes checkpoints only at the end of an epoch
         return self._train
 
     def validation(self) -> Iterable[tuple[Tensor, Tensor]]:

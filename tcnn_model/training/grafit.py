@@ -11,14 +11,14 @@ __all__ = ["Grafit", "GrafitTask", "instance_loss", "neighbour_scores"]
 
 
 def instance_loss(predictions: Tensor, targets: Tensor) -> Tensor:
-    """Compute how badly the views of an image predict each other's embeddings (Eq. 2.1).
+    """Compute the instance loss: minus the cosine between predictions and targets of different views (Eq. 2.1).
 
     Args:
         predictions: Predictions q(g(t_i(x))), shape (B, T, D), T views of each image.
         targets: Embeddings of the same views by the target network, shape (B, T, D).
 
     Returns:
-        the mean over images of minus the cosine, from -1 to 1.
+        Minus the cosine, averaged over images and pairs of different views, between -1 and 1.
     """
     cosines = F.normalize(predictions, dim=-1) @ F.normalize(targets, dim=-1).mT
     views = cosines.shape[-1]
@@ -36,10 +36,10 @@ def neighbour_scores(
     temperature: float = 0.05,
     itself: Tensor | None = None,
 ) -> Tensor:
-    """Compute log-probabilities of classes by all neighbours, shape (B, K): log of the sum of p_ij over j of the class.
+    """Compute log-probabilities of classes from all neighbours, shape (B, K): the log of p_ij summed over a class's j.
 
-    p_ij is a softmax of cosines over neighbours (Eq. 2.2). The negative log-likelihood of the label is the kNN loss
-    (Eq. 2.3). A class without neighbours has the logarithm of the dtype's smallest normal number.
+    p_ij is a softmax of cosines over neighbours j (Eq. 2.2). The negative log-likelihood of the label is the kNN loss
+    (Eq. 2.3). For a class without neighbours, the probability is the dtype's smallest normal number.
 
     Args:
         embeddings: Embeddings of images, shape (B, D).
@@ -47,7 +47,7 @@ def neighbour_scores(
         labels: Labels of the neighbours, shape (N,).
         classes: Number of classes.
         temperature: The thesis's sigma.
-        itself: True where a neighbour is the image itself, shape (B, N): it is left out.
+        itself: Mask, shape (B, N), True where a neighbour is the image itself, which is then left out.
     """
     scaled = (
         F.normalize(embeddings, dim=-1) @ F.normalize(memory, dim=-1).T / temperature
@@ -56,20 +56,21 @@ def neighbour_scores(
         scaled = scaled.masked_fill(itself, -torch.inf)
     shares = scaled.softmax(-1)
     masses = shares.new_zeros(len(embeddings), classes).index_add(1, labels, shares)
-    # For a class without neighbours the logarithm would be -inf, and the gradient NaN.
+    # Without the clamp, a class without neighbours would have a logarithm of -inf and a gradient of NaN.
     return masses.clamp_min(torch.finfo(masses.dtype).tiny).log()
 
 
 class Grafit(nn.Module):
-    """A trunk, a projector, a predictor, and a memory of embeddings, which classifies by neighbours.
+    """A trunk, a projector, a predictor, and a memory of embeddings for classification by nearest neighbours.
 
-    The thesis does not give the widths of projector and predictor. Here they are BYOL's (arXiv:2006.07733) for 256
-    dimensions: one hidden layer, 16 times as wide. Its variant Grafit FC has a linear projector.
+    The thesis does not give the widths of projector and predictor. Here they are MLPs with one hidden layer that is 16
+    times as wide as the output, as in BYOL (arXiv:2006.07733) for 256 dimensions. The variant Grafit FC has a linear
+    projector.
 
     Args:
         trunk: Model of timm; its classifier is removed.
         classes: Number of coarse classes, those of the labels.
-        images: Size of the training set; each image has a place in the memory.
+        images: Size of the training set; each image has an entry in the memory.
         dim: Dimension of the embeddings.
         temperature: The thesis's sigma.
         projector: "mlp", or "linear" for Grafit FC.
@@ -103,16 +104,16 @@ class Grafit(nn.Module):
         self.register_buffer("labels", torch.full((images,), -1))  # -1: not seen yet
 
     def embed(self, images: Tensor) -> Tensor:
-        """Compute embeddings g(x) of length 1, shape (B, D), by which neighbours are found, coarse or fine."""
+        """Compute embeddings g(x) of norm 1, shape (B, D), with which coarse and fine neighbours are searched."""
         return F.normalize(self.projector(self.trunk(images)), dim=-1)
 
     def forward(self, images: Tensor) -> Tensor:
-        """Compute log-probabilities of the coarse classes by the images in the memory, shape (B, K)."""
-        # In bfloat16 cosines near 1 are 0.004 apart, of which the temperature makes 0.08 in a logit.
+        """Compute log-probabilities of the coarse classes from the images in the memory, shape (B, K)."""
+        # In bfloat16 cosines just below 1 are 0.004 apart, which the temperature turns into 0.08 in a logit.
         return self.scores(self.embed(images).float())
 
     def scores(self, embeddings: Tensor, numbers: Tensor | None = None) -> Tensor:
-        """Score embeddings, shape (B, D); those of training images, with their numbers (B,), without themselves."""
+        """Score embeddings (B, D); with numbers (B,) of training images, no image is its own neighbour."""
         known = (self.labels >= 0).nonzero()[:, 0]
         return neighbour_scores(
             embeddings,
@@ -125,21 +126,21 @@ class Grafit(nn.Module):
 
     @torch.no_grad()
     def remember(self, numbers: Tensor, labels: Tensor, embeddings: Tensor) -> None:
-        """Move the images' memory half of the way to these embeddings (thesis, "Memory of embeddings")."""
-        # The first mean is with zeros, and later ones are shorter than 1 too: cosines do not see lengths.
+        """Replace the images' memory entries by their mean with these embeddings (thesis, "Memory of embeddings")."""
+        # The means have norms below 1, at first because the memory starts with zeros; cosines ignore norms.
         self.memory[numbers] = (self.memory[numbers] + embeddings) / 2
         self.labels[numbers] = labels
 
     @torch.no_grad()
     def refresh(self, numbers: Tensor, labels: Tensor, images: Tensor) -> None:
-        """Put the embeddings of training images into the memory as they are now.
+        """Replace memory entries of training images by their current embeddings.
 
-        The thesis does so with the final weights and all training images ("Adapting the architecture at test-time"),
-        as the memory holds means over older weights. Call it in eval mode, with images as they are validated.
+        The memory holds means over older weights, so the thesis recomputes it with the final weights for all training
+        images ("Adapting the architecture at test-time"). Call this in eval mode, with the transforms of validation.
 
         Args:
             numbers: Numbers of the images, shape (B,).
-            labels: Their coarse labels, shape (B,).
+            labels: Coarse labels of the images, shape (B,).
             images: Images, shape (B, C, H, W).
         """
         self.memory[numbers] = self.embed(images).to(self.memory)
@@ -147,15 +148,16 @@ class Grafit(nn.Module):
 
 
 class GrafitTask:
-    """The sum of both losses (Eq. 2.4, Table 2.11), of batches in which the views of an image follow each other.
+    """The sum of both losses (Eq. 2.4, Table 2.11), for batches in which the views of an image are consecutive.
 
-    The kNN loss takes the first view. A batch enters the memory before its loss, so that the first one has neighbours.
+    The kNN loss uses the first view only. A batch is added to the memory before its loss is computed, so that even the
+    first batch has neighbours.
 
     Args:
         model: Network that is trained.
         target: Moving average of the model, the target network.
         views: Number of views of each image, T.
-        instance_weight: Weight lambda of the instance loss; 0 leaves the kNN loss, as SNCA+ does.
+        instance_weight: Weight lambda of the instance loss; 0 leaves only the kNN loss, as in SNCA+.
     """
 
     def __init__(
@@ -187,7 +189,7 @@ class GrafitTask:
             goals = self.target.embed(images)
         embeddings = self.model.embed(images)
         predictions = self.model.predictor(embeddings)
-        # The memory has float32, and so do the cosines with it.
+        # The memory is in float32, so cosines with it are computed in float32.
         with torch.autocast(images.device.type, enabled=False):
             first = self._by_image(embeddings)[:, 0]
             self.model.remember(numbers[:, 0], labels[:, 0], first.detach())

@@ -1,7 +1,7 @@
-"""The training loop: every training of this package, of its command and of the studies runs through it.
+"""The training loop, which ``finetune``, the command ``tcnn-finetune`` and the studies share.
 
-Random numbers come from generators that are seeded for each step with the run's seed, the epoch and the step. So no
-generator has a state worth keeping, and a run that goes on from any step is the run that was not interrupted.
+Random number generators are seeded in each step with the run's seed, the epoch and the step. Their state therefore
+need not be saved, and a run that is resumed at any step gives the same results as one that was not interrupted.
 """
 
 import math
@@ -26,7 +26,7 @@ Batch = tuple[Tensor, Tensor]
 
 
 class StopRequested(Exception):  # noqa: N818 (nothing went wrong)
-    """The training was asked to stop, and what is needed to go on is on the disk; ``signal`` is what asked."""
+    """The training was asked to stop, and a checkpoint to resume it is on disk; ``signal`` is the signal's number."""
 
     def __init__(self, message: str, signal: int | None = None) -> None:
         super().__init__(message)
@@ -34,7 +34,7 @@ class StopRequested(Exception):  # noqa: N818 (nothing went wrong)
 
 
 class NonFiniteLossError(ArithmeticError):
-    """A loss that is infinite or no number; ``images`` and ``targets`` are the batch that gave it."""
+    """The loss is infinite or NaN; ``images`` and ``targets`` are the batch with this loss."""
 
     def __init__(self, message: str, images: Tensor, targets: Tensor) -> None:
         super().__init__(message)
@@ -43,19 +43,19 @@ class NonFiniteLossError(ArithmeticError):
 
 
 class Batches(Protocol):
-    """The images of a training, in batches."""
+    """Batches of images for training and validation."""
 
     per_epoch: int
-    """Batches in an epoch."""
+    """Number of batches in an epoch."""
 
     def begin(self, epoch: int) -> None:
-        """Prepare an epoch, before its batches are drawn."""
+        """Prepare an epoch before its batches are drawn."""
 
     def training(self, first: int) -> Iterable[Batch]:
-        """Return the epoch's batches from this one on."""
+        """Return the epoch's batches from batch number ``first`` on."""
 
     def validation(self) -> Iterable[Batch]:
-        """Return the batches to validate on, the same in each epoch."""
+        """Return the validation batches, which are the same in each epoch."""
 
 
 @dataclass
@@ -64,26 +64,28 @@ class Training:
 
     Args:
         model: Model without wrappers.
-        task: Function from images and targets to a mapping with "loss", and "output", the class scores; and with
-            "targets", if these are others than those of the batch.
+        task: Function from images and targets to a mapping with "loss", "output" (the class scores) and, if they differ
+            from the batch's, "targets".
         optimizer: Optimizer of the model's parameters.
-        schedules: Schedules of timm, updated before each step of the optimizer.
+        schedules: Learning-rate schedules of timm, updated before each step of the optimizer.
         device: Device of the model.
-        amp: Dtype of autocast; None for none.
+        amp: Dtype of autocast; None for no autocast.
         accumulate: Number of batches in a step of the optimizer.
-        clip_grad: Largest norm of the gradient; None for any.
-        mix: Function that mixes a batch, and gives shares of classes for class indices (timm's ``Mixup``).
-        seed: Seed of the random numbers in steps; None to leave the generators alone.
+        clip_grad: Largest norm of the gradient; None for no limit.
+        mix: Function that mixes the images of a batch and turns class indices into class probabilities (timm's
+            ``Mixup``).
+        seed: Seed of the random numbers in each step; None to leave the generators alone.
         ema: Moving average of the weights.
         frozen: Modules that stay in eval mode, so that their running statistics stay as they are.
         channels_last: Whether images have this memory layout.
-        no_sync: Context of a distributed model, entered for all batches of a step but the last.
-        gathered: Context to validate a model in that is spread over processes.
-        over_ranks: Function that adds up totals of several processes.
-        agree: Function that gives a model the running statistics of the first process, in all of them.
-        rank: Number of this process.
+        no_sync: Context manager that suspends the synchronisation of gradients; entered for all batches of a step
+            but the last.
+        gathered: Context manager that gathers the parameters of a sharded model for validation.
+        over_ranks: Function that sums totals over processes.
+        agree: Function that makes the model's running statistics equal in all processes.
+        rank: Rank of this process.
         history: Results so far.
-        epoch, step: The epoch that is being trained, and the steps of the optimizer made in it.
+        epoch, step: The epoch that is being trained, and the number of optimizer steps made in it.
         total: [sum of losses, number correct, number of images] in this epoch.
     """
 
@@ -111,14 +113,14 @@ class Training:
     total: Tensor = field(default_factory=lambda: torch.zeros(3, dtype=torch.float64))
 
     def __post_init__(self) -> None:
-        # Gradients of float16 would underflow; bfloat16 has the range of float32.
+        # Gradients in float16 underflow without scaling; bfloat16 has the range of float32.
         self.scaler = torch.amp.GradScaler(
             self.device.type, enabled=self.amp == torch.float16
         )
 
     @property
     def lr(self) -> float:
-        """Rate of the weights, now; NaN if only gates are trained."""
+        """Current learning rate of the weights; NaN if only gates are trained."""
         names = ("decayed", "undecayed")
         rates = [
             group["lr"]
@@ -128,7 +130,7 @@ class Training:
         return rates[0] if rates else math.nan
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of the training, in tensors and plain values; all processes call this together."""
+        """Return the state of the training as tensors and plain values; all processes must call this together."""
         return {
             "model": gather_state(self.model.state_dict()),
             "optimizer": gather_state(self.optimizer.state_dict()),
@@ -144,9 +146,9 @@ class Training:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a state."""
+        """Restore a state."""
         self.model.load_state_dict(shard_state(state["model"], self.model))
-        # torch casts the state to the parameters' dtype and device, and leaves it whole: it is sharded afterwards.
+        # torch casts the state to the dtype and device of the parameters but does not shard it.
         self.optimizer.load_state_dict(state["optimizer"])
         shard_optimizer(self.optimizer)
         for schedule, saved in zip(self.schedules, state["schedules"], strict=True):
@@ -158,7 +160,7 @@ class Training:
         self.history = [kind(**result) for result in state["history"]]
         self.epoch = state["epoch"]
         self.step = state["step"]
-        # It is the sum over processes, to be counted once.
+        # The saved total is the sum over processes, so only the first process takes it.
         self.total = state["total"].to("cpu") * (self.rank == 0)
 
     def train_mode(self) -> None:
@@ -174,9 +176,9 @@ class Training:
         progress: bool,
         after_batch: Callable[[], None] = lambda: None,
     ) -> tuple[float, float]:
-        """Compute loss and accuracy of the model, or of the average of its weights."""
-        # Each process has seen different images in its batch norms. Checkpoints keep the first process's statistics, so
-        # every process validates with these.
+        """Compute the validation loss and accuracy of the model, or of the moving average of its weights."""
+        # Batch norms of each process have seen different images. Their statistics are made equal, so that every process
+        # validates the same model.
         self.agree(model)
         with self.gathered(model):
             return evaluate(
@@ -190,27 +192,27 @@ class Training:
             )
 
     def make_step(self, batches: tuple[Batch, ...], update: int) -> None:
-        """Make one step of the optimizer, from the mean gradient of these batches."""
+        """Make one optimizer step with the mean gradient of these batches."""
         for schedule in self.schedules:
             schedule.step_update(update)
         self.optimizer.zero_grad(set_to_none=True)
         for number, (images, targets) in enumerate(batches):
             if self.seed is not None:
                 seed_everything(
-                    # With the rank, or all processes would mix and drop the same places of their batches.
+                    # The rank is included, as otherwise mixup and dropout would be the same in all processes.
                     seed_of(self.seed, self.epoch, self.step, number, self.rank)
                 )
             last = number == len(batches) - 1
-            # Gradients are added up over processes once a step.
+            # Gradients are synchronised once per step, in the backward pass of the last batch.
             with nullcontext() if last else self.no_sync():
                 self._backward(images, targets, len(batches))
         if self.clip_grad is not None:
-            # The norm is that of the true gradient, not of the scaled one.
+            # The limit applies to the true gradient, not to the scaled one.
             self.scaler.unscale_(self.optimizer)
             nn.utils.clip_grad_norm_(self.model.parameters(), self.clip_grad)
         self.scaler.step(self.optimizer)
         self.scaler.update()
-        # After the step, so that the average has the newest weights.
+        # The average is updated after the step, so that it includes the newest weights.
         if self.ema is not None:
             self.ema.update(self.model)
         self.step += 1
@@ -225,15 +227,15 @@ class Training:
             result = self.task(images, targets)
         loss = result["loss"]
         logits = result["output"]
-        # All processes stop together; one alone would leave the others waiting for its gradient.
+        # All processes stop together, because the others would wait for the gradient of one that stops alone.
         total_loss = float(self.over_ranks(loss.detach()))
         if not math.isfinite(total_loss):
             place = f"epoch {self.epoch}, step {self.step + 1}"
             raise NonFiniteLossError(
                 f"the loss is {total_loss:g} in {place}", images, targets
             )
-        # Divided by the number of parts, the gradients add up to their mean, so clipping sees the norm that one large
-        # batch would have.
+        # After the division the accumulated gradient is a mean, so that clipping sees the norm that one large batch
+        # would have.
         self.scaler.scale(loss / parts).backward()
         self.total += totals(logits, loss, result.get("targets", targets)).cpu()
 
@@ -250,23 +252,23 @@ def run(
     progress: bool = True,
     name: str = "training",
 ) -> Iterator[EpochResult]:
-    """Train and validate, epoch by epoch, from the state of the training; yield results.
+    """Train and validate epoch by epoch, starting from the state of the training; yield results.
 
-    Epochs that are in the history are yielded again without being trained, the last one after a fresh validation, for
-    recorders.
+    Results in the history are yielded again without training, the last one after a new validation, which recorders
+    need.
 
     Args:
         training: Training, changed in place.
         batches: Batches of images.
         epochs: Number of the last epoch.
-        before_epoch: Called with an epoch that is about to be trained from its beginning or from a step of it.
-        after_step: Called after each step of the optimizer.
-        while_validating: Called after each batch of a validation.
-        after_epoch: Called when an epoch's result is in the history.
-        progress: Whether to show bars.
-        name: Name of the bar.
+        before_epoch: Function that is called with the number of an epoch before its training begins or is resumed.
+        after_step: Function that is called after each step of the optimizer.
+        while_validating: Function that is called after each validation batch.
+        after_epoch: Function that is called after an epoch's result is added to the history.
+        progress: Whether to show progress bars.
+        name: Name of the progress bar.
     """
-    # After a step the model is no longer that of the last epoch of the history.
+    # In the middle of an epoch, the model is no longer that of the last result in the history.
     within = training.step > 0
     first = max(len(training.history) - (not within), 0)
     yield from training.history[:first]
@@ -297,7 +299,7 @@ def run(
                     **asdict(result), ema_val_loss=average[0], ema_top1=average[1]
                 )
             bar.set_postfix(top1=f"{result.top1:.3f}", refresh=False)
-            # The first one is an epoch of the history, which `initial` counts, or epoch 0, in which nothing is trained.
+            # The first epoch here is in the history, which `initial` counts, or is epoch 0, which has no training.
             bar.update(epoch > first)
             if known is None:
                 training.history.append(result)
@@ -330,7 +332,7 @@ def _train_epoch(
         while group := tuple(islice(images, training.accumulate)):
             training.make_step(group, (epoch - 1) * steps + training.step)
             bar.update()
-            rate = bar.format_dict["rate"]  # of steps; None in the first moments
+            rate = bar.format_dict["rate"]  # steps per second; None at first
             if rate and progress:
                 loss, top1, _ = (training.total / training.total[2]).tolist()
                 images_a_step = sum(len(targets) for _, targets in group)
@@ -344,13 +346,13 @@ def _train_epoch(
 
 
 def _means(training: Training) -> tuple[float, float]:
-    # Sums and not means are added up: processes may have seen different numbers of images.
+    # Sums are added over processes, not means, as processes may have seen different numbers of images.
     loss, correct, count = training.over_ranks(training.total).tolist()
     return loss / count, correct / count
 
 
 def _plain(state: Mapping[str, Any]) -> dict[str, Any]:
-    # Checkpoints are read with weights_only, which refuses the objects that a schedule may hold.
+    # Checkpoints are read with weights_only=True, which refuses other objects that a schedule may hold.
     return {
         key: value
         for key, value in state.items()

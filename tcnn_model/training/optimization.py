@@ -1,4 +1,4 @@
-"""Optimizer, learning rates and stochastic depth."""
+"""Optimizers, learning-rate schedules and stochastic depth."""
 
 import math
 import re
@@ -26,12 +26,13 @@ __all__ = [
 ]
 
 PAPERS_SUM = 3.1
-"""Sum of the T-CNN paper's learning rates: 50 epochs of 1,251 steps, a peak of 1e-4 and a cosine, half of it on
-average. Queries and keys start with a standard deviation of 0.02, so this is 156 times where they start."""
+"""Sum of the learning rates in the T-CNN paper's training: 50 epochs of 1,251 steps, with half of the peak rate 1e-4 on
+average (cosine). This is 156 times the standard deviation with which queries and keys are initialised, 0.02."""
 
 
 _FUSED = ("adam", "adamw")
-"""These update all weights in one pass, six times as fast for small models on a CPU. SGD's takes no new weights."""
+"""Optimizers whose fused form is used: it is six times as fast for small models on a CPU. Fused SGD cannot mix weights
+with and without a momentum buffer, as there are after a conversion that keeps the optimizer's state."""
 
 
 def parameter_groups(
@@ -42,24 +43,24 @@ def parameter_groups(
     *,
     qk_lr: float | None = None,
 ) -> list[dict[str, Any]]:
-    """Return the optimizer groups of a T-CNN (paper, Sec. 3): the gates learn at their own, much larger rate.
+    """Return the optimizer groups of a T-CNN (paper, Sec. 3), with a separate, much larger learning rate for gates.
 
-    Weight decay is left out for gates, locality strengths, centres of attention, the tokens of attention pools, norms
-    and biases, and for what the model's own ``no_weight_decay()`` names.
+    Gates, locality strengths, centres of attention, tokens of attention pools, norms, biases and the parameters that
+    the model's ``no_weight_decay()`` names have no weight decay.
 
     Args:
         model: Any module; without GPSA layers there is no group of gates.
-        lr: Rate of everything but the gates.
-        gating_lr: Rate of the gating parameters lambda.
-        weight_decay: Weight decay of the matrices and filters.
-        qk_lr: Rate of GPSA's queries and keys, in a group of their own; None for ``lr``, as in the papers. AdamW moves
-            a weight by no more than about the sum of its learning rates. So with the papers' rate and a hundredth of
-            their steps, heads cannot learn to attend to content: give ``papers_qk_lr(steps)``, of
+        lr: Learning rate of all parameters but the gates.
+        gating_lr: Learning rate of the gating parameters lambda.
+        weight_decay: Weight decay of matrices and filters.
+        qk_lr: Learning rate of GPSA's queries and keys, which then form a group; None for ``lr``, as in the papers.
+            AdamW moves a weight by no more than about the sum of its learning rates. With the papers' rate and a
+            hundredth of their steps, heads therefore cannot learn to attend to content: use ``papers_qk_lr(steps)`` of
             ``tcnn_model.training.optimization``.
 
     Returns:
-        groups for any torch or timm optimizer, each with "params", "lr", "weight_decay" and a "name"; every parameter
-        that requires a gradient is in exactly one, empty groups are left out.
+        Groups for any optimizer of torch or timm, each with "params", "lr", "weight_decay" and a "name". Every
+        parameter that requires a gradient is in exactly one group; empty groups are left out.
     """
     layers = gpsa_layers(model)
     gates = [layer.gating for layer in layers.values() if layer.gating.requires_grad]
@@ -111,7 +112,7 @@ def parameter_groups(
 
 
 def papers_qk_lr(steps: int) -> float:
-    """Return the peak rate of queries and keys for which their rates sum to the papers', under a cosine.
+    """Return the peak rate of queries and keys with which a cosine schedule sums to the paper's 3.1.
 
     Args:
         steps: Number of steps in the whole training.
@@ -127,10 +128,10 @@ def rate_sums(
     schedules: Sequence[Any],
     marks: Sequence[int],
 ) -> list[dict[str, float]]:
-    """Sum the learning rates that a training will have, in units of the standard deviation that weights have now.
+    """Sum the learning rates of a training in advance, in units of the weights' initial standard deviation.
 
-    Adam and its kin move a weight by no more than about the sum of its learning rates. Weights whose sum is far below
-    1 cannot have learned much.
+    Adam and its variants move a weight by no more than about the sum of its learning rates. If this sum is far below 1,
+    the weights cannot have learned much.
 
     Args:
         model: Model before the training.
@@ -139,8 +140,8 @@ def rate_sums(
         marks: Numbers of steps, ascending, after which to return the sums.
 
     Returns:
-        for each mark ``lr_sum`` of filters and matrices, ``qk_lr_sum`` of GPSA's queries and keys, and
-        ``gating_lr_sum`` of its gates, whose unit is that of lambda; NaN for parameters that the model lacks.
+        For each mark, ``lr_sum`` of filters and matrices, ``qk_lr_sum`` of GPSA's queries and keys, and
+        ``gating_lr_sum`` of the gates, which is in units of lambda; NaN for parameters that the model lacks.
     """
     layers = gpsa_layers(model).values()
     gates = [layer.gating for layer in layers]
@@ -165,11 +166,11 @@ def rate_sums(
         for name in trained
     }
     before = [group["lr"] for group in optimizer.param_groups]
-    # The schedules run dry, and set the rates that the training will have.
+    # This is a dry run: the schedules set the rates of each step, and no weight is updated.
     totals = dict.fromkeys(trained, 0.0)
     sums = []
     for step in range(marks[-1] + 1):
-        # Before the step's own rate is added, so that mark n sums the rates of n steps.
+        # The sum is read before the rate of this step is added, so that mark n sums the rates of n steps.
         if step in marks:
             known = {
                 name: total / units[name] if units[name] else math.nan
@@ -186,7 +187,7 @@ def rate_sums(
 
 
 def _deviation(parameters: Sequence[Tensor]) -> float:
-    """Compute the standard deviation of all numbers of several tensors about zero."""
+    """Compute the root mean square of all elements of several tensors."""
     squares = sum(
         float(parameter.detach().double().square().sum()) for parameter in parameters
     )
@@ -203,9 +204,9 @@ def create_optimizer(
     qk_lr: float | None = None,
     momentum: float = 0.9,
 ) -> torch.optim.Optimizer:
-    """Create timm's optimizer of this name with the groups of :func:`parameter_groups`.
+    """Create an optimizer by timm's name, with the groups of :func:`parameter_groups`.
 
-    "momentum" is SGD with plain momentum, not Nesterov's.
+    "momentum" is SGD with classical momentum, not with Nesterov momentum.
     """
     groups = parameter_groups(model, lr, gating_lr, weight_decay, qk_lr=qk_lr)
     kinds = {parameter.device.type for group in groups for parameter in group["params"]}
@@ -217,7 +218,7 @@ def create_optimizer(
 
 
 class _Groups:
-    """An optimizer as a scheduler sees it: with the gates alone, or without them."""
+    """View of an optimizer for a scheduler: only the group of gates, or only the other groups."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, gates: bool) -> None:
         self._optimizer = optimizer
@@ -245,26 +246,27 @@ def create_schedules(
     gating_min_lr: float | None = None,
     reaching_peak: bool = False,
 ) -> list[Any]:
-    """Create timm's schedule for the weights, and another for the gates, each to be updated before every step.
+    """Create timm's schedules for the weights and for the gates, to be updated before every step.
 
-    The T-CNN paper gives the gates a rate of 0.1 and is silent on its course. Unless told otherwise it goes with the
-    weights': so gates cannot move in the last steps. A floor (``gating_min_lr``) lets them.
+    The T-CNN paper gives the gates a learning rate of 0.1 and does not say how it changes. By default it follows the
+    schedule of the weights, so that gates hardly move in the last steps; with a floor (``gating_min_lr``) they do.
 
     Args:
         optimizer: Optimizer of :func:`create_optimizer`.
-        epochs, steps: Number of epochs, and of steps in an epoch.
-        warmup_epochs, warmup_lr, min_lr: Linear warm-up from ``warmup_lr``, and the rate at the schedule's end.
+        epochs, steps: Number of epochs, and number of steps in an epoch.
+        warmup_epochs, warmup_lr, min_lr: Epochs of linear warm-up, its initial rate, and the schedule's final rate.
         sched: timm's name of a schedule.
-        gating_warmup_epochs, gating_min_lr: Warm-up and last rate of the gates; None for those of the weights.
-        reaching_peak: Start the schedule after the warm-up, at the peak. Timm, and so the published recipes, have it
-            begin with the first step, and go on from there: a training of few epochs then never reaches the peak.
+        gating_warmup_epochs, gating_min_lr: Warm-up epochs and final rate of the gates; None for those of the weights.
+        reaching_peak: Whether the schedule starts after the warm-up, at the peak. By default in timm, and so in the
+            published recipes, it starts with the first step, and the warm-up hides its first part: a training of few
+            epochs then never reaches the peak.
     """
     weights = (warmup_epochs, min_lr)
     gates = (
         warmup_epochs if gating_warmup_epochs is None else gating_warmup_epochs,
         min_lr if gating_min_lr is None else gating_min_lr,
     )
-    # A schedule of timm has one warm-up and one floor for all groups of its optimizer, so the gates need their own.
+    # A schedule of timm has one warm-up and one floor for all groups of an optimizer, so the gates need another one.
     schedules = []
     for view, (warmup, floor) in (
         (_Groups(optimizer, False), weights),
@@ -287,12 +289,12 @@ def create_schedules(
 
 
 def set_drop_path(model: nn.Module, rate: float, *, uniform: bool = False) -> int:
-    """Set stochastic depth: the chance with which a residual branch is dropped, for an image, in training.
+    """Set stochastic depth: the probability of dropping a residual branch for an image in training.
 
-    "We adopt a uniform drop rate for all layers" (PatchConvNet paper, Sec. 3.3; CaiT, thesis Table 3.16, and DeiT III,
-    Sec. 6.2.1, too). The T-CNN paper gives one number a model and builds on timm, whose ResNets ramp: linearly, from 0
-    at the first residual block to ``rate`` at the last. Attention pools and class-attention blocks keep 0: there are
-    one or two of them, and a class token whose block is dropped has seen nothing of the image.
+    "We adopt a uniform drop rate for all layers" (PatchConvNet paper, Sec. 3.3; also CaiT, thesis Table 3.16, and DeiT
+    III, Sec. 6.2.1). The T-CNN paper gives one number per model and builds on timm, in whose ResNets the rate increases
+    linearly from 0 at the first residual block to ``rate`` at the last. Attention pools and class-attention blocks keep
+    0: there are only one or two of them, and without them the class token would see nothing of the image.
 
     Args:
         model: Model to change in place; timm's blocks carry a ``drop_path`` (also ``drop_path1``, ``drop_path2``).
@@ -300,7 +302,7 @@ def set_drop_path(model: nn.Module, rate: float, *, uniform: bool = False) -> in
         uniform: Whether every block gets the same rate.
 
     Returns:
-        the number of residual blocks set; 0 where the model has none, and is unchanged.
+        The number of residual blocks that were set; 0 if the model has none, and is unchanged.
 
     Raises:
         ValueError: The rate is outside [0, 1).
@@ -310,7 +312,7 @@ def set_drop_path(model: nn.Module, rate: float, *, uniform: bool = False) -> in
     modules = [(module, _drop_paths(module)) for module in model.modules()]
     blocks = [(block, names) for block, names in modules if names]
     trunk = [block for block, _ in blocks if not _is_class_attention(block)]
-    # A single block gets the rate of the first, 0, and no division by zero.
+    # A single block gets 0, the rate of the first block; max(..., 1) avoids a division by zero.
     last = max(len(trunk) - 1, 1)
     rates = {
         id(block): rate if uniform else rate * number / last
@@ -319,7 +321,7 @@ def set_drop_path(model: nn.Module, rate: float, *, uniform: bool = False) -> in
     for block, names in blocks:
         p = rates.get(id(block), 0.0)
         for name in names:
-            # New modules are in training mode, and the model may not be.
+            # A new module starts in training mode, even if the model is in eval mode.
             setattr(
                 block, name, DropPath(p).train(block.training) if p else nn.Identity()
             )
@@ -327,10 +329,10 @@ def set_drop_path(model: nn.Module, rate: float, *, uniform: bool = False) -> in
 
 
 def _drop_paths(block: nn.Module) -> list[str]:
-    """Return the names of a residual block's stochastic depths, set or not (None in timm's ResNets)."""
+    """Return the names of a block's attributes for stochastic depth, even if unset (None in timm's ResNets)."""
     names = [
         name
-        # torch keeps None among the plain attributes, and modules apart.
+        # torch keeps an attribute that is None in __dict__, but modules in _modules.
         for name in {**vars(block), **block._modules}
         if re.fullmatch(r"drop_path\d?", name)
     ]
@@ -342,7 +344,7 @@ def _drop_paths(block: nn.Module) -> list[str]:
 
 
 def _is_class_attention(block: nn.Module) -> bool:
-    """Return True if attention updates class tokens alone: in blocks of CaiT, XCiT, VOLO and attention pools."""
+    """Return True if the block's attention updates class tokens only (CaiT, XCiT, VOLO and attention pools)."""
     return any(
         isinstance(child, ClassAttn | VOLOClassAttention | PatchAttention)
         for child in block.children()

@@ -1,4 +1,4 @@
-"""Every source of random numbers that a training run draws from, set to one seed."""
+"""Seeding of all random number generators that a training run uses."""
 
 import hashlib
 import random
@@ -16,34 +16,33 @@ Batches = DataLoader[tuple[Tensor, Tensor]]
 
 
 def seed_everything(seed: int, *loaders: Batches) -> None:
-    """Seed Python, NumPy, torch, and the generators that the loaders and their samplers have of their own.
+    """Seed the global generators of Python, NumPy and torch, and those of the loaders and their samplers.
 
-    Workers of a loader follow: torch seeds them from the loader's generator, or else from its own, when an epoch
-    begins.
+    Workers need no seeding: torch seeds them when an epoch begins, from the loader's generator or else its global one.
     """
     random.seed(seed)
-    np.random.seed(seed % 2**32)  # noqa: NPY002 (what augmentation draws from is the global generator)
+    np.random.seed(seed % 2**32)  # noqa: NPY002 (augmentations draw from NumPy's global generator)
     if torch.accelerator.is_available():
         torch.manual_seed(seed)
-    else:  # the same, without the stack trace that torch keeps for each kind of device that is not there
+    else:  # manual_seed without the stack trace that torch keeps for each absent type of device
         torch.default_generator.manual_seed(seed)
     for loader in loaders:
-        for part in (loader, loader.sampler):  # often one generator for both
+        for part in (loader, loader.sampler):  # they often share one generator
             generator = getattr(part, "generator", None)
             if isinstance(generator, torch.Generator):
                 generator.manual_seed(seed)
 
 
 def seed_of(*parts: int) -> int:
-    """Derive a seed of 63 bits from numbers, such as a run's seed, an epoch and a step; others from other numbers."""
-    # A sum of the numbers would give step 1 of epoch 2 the randomness of step 2 of epoch 1.
+    """Hash numbers, such as a run's seed, an epoch and a step, to a seed of 63 bits."""
+    # With a sum, step 1 of epoch 2 would have the same seed as step 2 of epoch 1.
     digest = hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
 
 
 @contextmanager
 def own_randomness(seed: int) -> Iterator[None]:
-    """Draw from generators of this seed, on the CPU, and leave the global ones as they were."""
+    """Seed the global CPU generators inside the ``with``, and restore their states afterwards."""
     python, array, tensor = (
         random.getstate(),
         np.random.get_state(),  # noqa: NPY002 (the state that is put back)
@@ -64,7 +63,7 @@ def check_repeatable(loader: Batches) -> None:
     """Refuse a loader that cannot repeat an epoch.
 
     Raises:
-        ValueError: Its workers live longer than an epoch, and draw from generators that are not seeded again.
+        ValueError: The loader's workers persist over epochs, so that their generators are not seeded again.
     """
     if loader.num_workers and loader.persistent_workers:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""A run in its folder: settings, checkpoints, table of epochs, and how the run is resumed."""
+"""The folder of a run: settings, checkpoints, table of epochs, and resuming."""
 
 import csv
 import io
@@ -30,16 +30,16 @@ from tcnn_model.training.loop import StopRequested, Training
 __all__ = ["Folder", "Stopping", "say"]
 
 FREE = ("device", "workers", "out", "compile", "keep", "checkpoint_steps", "watcher")
-"""Settings that may change when a run is resumed: they have nothing to do with the weights."""
+"""Settings that may change when a run is resumed, because they do not influence the weights."""
 
 _EPOCH = re.compile(r"epoch-(\d+)\.pt")
 
-# Files that this process holds a lock of, with its number, as a forked process holds none of them.
+# Locked files, each with the number of the process that holds the lock, since a forked process holds none of them.
 _held: set[tuple[int, Path]] = set()
 
 
 class Stopping:
-    """A request to stop, noticed between two batches: SIGTERM or SIGUSR1, as clusters send them, or Ctrl-C."""
+    """Signals that ask a training to stop between two batches: Ctrl-C, and SIGTERM or SIGUSR1 from clusters."""
 
     SIGNALS = ("SIGINT", "SIGTERM", "SIGUSR1")
 
@@ -50,7 +50,7 @@ class Stopping:
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        """Let a signal ask for a stop instead of ending the process; a second Ctrl-C ends it."""
+        """Turn signals into requests to stop; a second Ctrl-C interrupts at once."""
         for name in self.SIGNALS:
             if hasattr(signal, name):  # Windows has no SIGUSR1
                 number = getattr(signal, name)
@@ -68,19 +68,19 @@ class Stopping:
             say("stopping after this step; Ctrl-C again stops at once", self._ranks)
 
     def asked(self) -> bool:
-        """Return True if any process was asked to stop; all processes call this together."""
+        """Return True if any process was asked to stop; all processes must call this together."""
         return self._ranks.any(self.signal is not None)
 
 
 class Folder:
     """The files of a run.
 
-    ``config.toml``, ``epochs.csv``, ``best.pt`` (weights of the epoch with the best accuracy), ``checkpoints/``, and
-    the files of watchers.
+    These are ``config.toml``, ``epochs.csv``, ``best.pt`` (weights of the epoch with the best accuracy),
+    ``checkpoints/``, and the files of watchers.
 
     Args:
         config: Settings of the run.
-        ranks: This process; the first one writes.
+        ranks: Rank of this process; rank 0 writes the files.
     """
 
     def __init__(self, config: Config, ranks: Ranks) -> None:
@@ -93,7 +93,7 @@ class Folder:
         self._settings = {
             name: value for name, value in config.as_dict().items() if name not in FREE
         }
-        # Random numbers and batch norms are those of a process, so a run goes on with as many as before.
+        # Random numbers and batch norms differ between processes, so a run must be resumed with as many as before.
         self._settings["processes"] = ranks.count
         self._steps = 0
         self._best: int | None = None
@@ -103,7 +103,7 @@ class Folder:
         """Keep other trainings out of this folder.
 
         Raises:
-            ValueError: There is one already, in this process or in another.
+            ValueError: Another training, in this process or another one, uses the folder.
         """
         with ExitStack() as stack:
             refused = False
@@ -113,7 +113,7 @@ class Folder:
                     stack.enter_context(_file_lock(self.path / ".lock"))
                 except BlockingIOError:
                     refused = True
-            # The first one alone knows: the others would wait for it.
+            # Only rank 0 knows of the refusal; without any(), the other ranks would go on and wait for it.
             if self.ranks.any(refused):
                 raise ValueError(
                     f"another training runs in {self.path}: wait until it ends, or give another --out"
@@ -124,7 +124,7 @@ class Folder:
         """Refuse a folder that holds a run.
 
         Raises:
-            ValueError: It does.
+            ValueError: The folder holds a run.
         """
         if (self.path / "config.toml").exists():
             raise ValueError(
@@ -132,26 +132,26 @@ class Folder:
             )
 
     def begin(self) -> None:
-        """Write the settings, once all processes have looked at what was there."""
+        """Write the settings, after all processes have checked the folder."""
         self.ranks.wait()
         if self.ranks.first:
             _write(self.path / "config.toml", as_toml(self.config.as_dict()))
 
     def load(self, training: Training, steps: int) -> None:
-        """Go on from the latest checkpoint, or from the beginning if there is none.
+        """Restore the latest checkpoint, if there is one.
 
-        A process may have been killed after it wrote the checkpoint of an epoch, and before the other files. They are
-        then written here.
+        A process may have been killed after it had written the checkpoint of an epoch but before the other files, which
+        are then written here.
 
         Raises:
-            ValueError: The checkpoint is damaged, or of a run with other settings.
+            ValueError: The checkpoint is damaged, or belongs to a run with other settings.
         """
         state = self._latest(training.device)
         if state is not None:
             if state["converted"]:
                 convert(training, self.scaled, steps, self.ranks)
             training.load_state_dict(state)
-        self.ranks.wait()  # other processes may still be reading what is deleted next
+        self.ranks.wait()  # other processes may still read files that are deleted next
         if self.ranks.first:
             partials = [
                 self.path / f"{name}.partial"
@@ -171,14 +171,14 @@ class Folder:
                     )
 
     def has_best(self, training: Training) -> bool:
-        """Return True if ``best.pt`` has the weights of the best epoch; for the first process."""
+        """Return True if ``best.pt`` has the weights of the best epoch; only rank 0 knows."""
         return self._best == best_result(training.history).epoch
 
     def after_step(self, training: Training, stopping: Stopping) -> None:
-        """Write a checkpoint if it is time for one, or if the run is to stop.
+        """Write a checkpoint if one is due or the run should stop.
 
         Raises:
-            StopRequested: The run is to stop.
+            StopRequested: The run should stop.
         """
         self._steps += 1
         if stopping.asked():
@@ -190,12 +190,12 @@ class Folder:
             self._write_checkpoint(training, self._within)
 
     def while_validating(self, training: Training, stopping: Stopping) -> None:
-        """Stop between two batches of a validation, if the run is to stop.
+        """Stop between two validation batches if the run should stop.
 
-        Several processes do not: they have different numbers of batches, and could not agree. They stop afterwards.
+        Several processes stop only after validation: with different numbers of batches, they could not agree earlier.
 
         Raises:
-            StopRequested: The run is to stop.
+            StopRequested: The run should stop.
         """
         if self.ranks.count == 1 and stopping.asked():
             self._stop(training, stopping)
@@ -204,7 +204,7 @@ class Folder:
         """Write a checkpoint, the best weights, and the table of epochs.
 
         Raises:
-            StopRequested: The run is to stop, and has epochs to go.
+            StopRequested: The run should stop before its last epoch.
         """
         epoch = training.history[-1].epoch
         state = self._write_checkpoint(
@@ -218,7 +218,7 @@ class Folder:
     def keep_batch(
         self, images: torch.Tensor, targets: torch.Tensor, where: str
     ) -> Path:
-        """Write the batch that gave a loss that is no number."""
+        """Write the batch for which the loss is not finite."""
         path = self.path / f"nonfinite-{self.ranks.rank}.pt"
         write_checkpoint(
             path, {"images": images.cpu(), "targets": targets.cpu(), "where": where}
@@ -226,18 +226,18 @@ class Folder:
         return path
 
     def _stop(self, training: Training, stopping: Stopping) -> None:
-        if training.step > 0:  # otherwise the checkpoint of the last epoch has it all
+        if training.step > 0:  # otherwise the last epoch's checkpoint suffices
             self._write_checkpoint(training, self._within)
         raise StopRequested(
             f"in epoch {training.epoch}, after step {training.step}", stopping.signal
         )
 
     def _settle(self, training: Training, state: dict[str, Any] | None = None) -> None:
-        """Bring the other files in line with the checkpoints of epochs, in an order in which nothing can get lost.
+        """Update the other files from the checkpoints of epochs, in an order that loses nothing if it is interrupted.
 
         Args:
-            training: Training with the history that the files are to show.
-            state: State of its last epoch, if it is at hand.
+            training: Training whose history the files will show.
+            state: State at the end of the last epoch; None to read it from its checkpoint.
         """
         checkpoints = self._epochs()
         best = best_result(training.history).epoch
@@ -258,7 +258,7 @@ class Folder:
         writer.writerows(asdict(result) for result in training.history)
         _write(self.path / "epochs.csv", table.getvalue())
 
-        # Otherwise this checkpoint is later than that of the last epoch.
+        # In the middle of an epoch, this checkpoint is newer than that of the last epoch and is kept.
         if training.step == 0:
             self._within.unlink(missing_ok=True)
         for epoch in sorted(checkpoints)[: -self.config.keep]:
@@ -282,7 +282,7 @@ class Folder:
         return state
 
     def _epochs(self) -> dict[int, Path]:
-        """Find the checkpoints, by epoch; other files in their folder are left alone."""
+        """Find the checkpoints by epoch, and ignore other files in the folder."""
         matches = [
             (_EPOCH.fullmatch(path.name), path)
             for path in self._checkpoints.glob("epoch-*.pt")
@@ -290,7 +290,7 @@ class Folder:
         return {int(match[1]): path for match, path in matches if match}
 
     def _latest(self, device: torch.device) -> dict[str, Any] | None:
-        """Read the checkpoint within an epoch, unless that epoch has a checkpoint of its own, or the last epoch's."""
+        """Read the newest checkpoint: one within an epoch, unless that epoch has ended, or else the last epoch's."""
         epochs = self._epochs()
         last = max(epochs, default=-1)
         within = read_checkpoint(self._within, self._settings, device)
@@ -301,12 +301,12 @@ class Folder:
 
 @contextmanager
 def _file_lock(path: Path) -> Iterator[None]:
-    """Hold a lock that the system frees when this process ends, and that forked workers do not inherit.
+    """Hold a lock that the system releases when this process ends, and that forked workers do not inherit.
 
     Raises:
-        BlockingIOError: It is held, by this process or another.
+        BlockingIOError: This process or another one holds the lock.
     """
-    # POSIX gives a process a lock that it holds already, and frees it as soon as the file is closed once.
+    # POSIX grants a process a lock that it already holds, and releases it when any handle of the file is closed.
     holder = os.getpid(), path.resolve()
     if holder in _held:
         raise BlockingIOError(f"this process holds {path}")
@@ -322,7 +322,7 @@ def _file_lock(path: Path) -> Iterator[None]:
 def _system_lock(path: Path) -> Iterator[None]:
     try:
         import fcntl
-    except ImportError:  # Windows: there a second process is not noticed
+    except ImportError:  # Windows, where a second process is not noticed
         yield
         return
     with path.open("a") as file:
@@ -330,7 +330,7 @@ def _system_lock(path: Path) -> Iterator[None]:
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except (
             PermissionError
-        ) as error:  # what POSIX also allows for a lock that is held
+        ) as error:  # POSIX allows this error, too, for a lock that is held
             raise BlockingIOError(*error.args) from error
         except BlockingIOError:
             raise
@@ -344,6 +344,6 @@ def _write(path: Path, text: str) -> None:
 
 
 def say(text: str, ranks: Ranks) -> None:
-    """Print a line, once for all processes."""
+    """Print a line, on rank 0 only."""
     if ranks.first:
         print(text, file=sys.stderr)

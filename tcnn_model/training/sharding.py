@@ -1,6 +1,6 @@
-"""FSDP2: every process has a part of each parameter, its gradient and its optimizer's state.
+"""Sharding by FSDP2: every process holds a part of each parameter, of its gradient and of its optimizer state.
 
-Checkpoints hold whole tensors, as those of a training that is not sharded.
+Checkpoints hold full tensors, like those of an unsharded training.
 """
 
 from collections.abc import Iterator, Mapping
@@ -22,47 +22,48 @@ __all__ = [
 
 
 def shard(model: nn.Module) -> None:
-    """Spread a model over the processes, in place: its blocks, each gathered when it runs, and all that remains."""
-    # Slow to import, and needed by no run on one process.
+    """Shard a model over the processes in place: each block by itself, then all other parameters."""
+    # This import is slow, and runs on one process do not need it.
     from torch.distributed.fsdp import fully_shard
 
     for child in model.children():
-        # timm keeps blocks in either.
+        # timm keeps the blocks of a model in one of these two types.
         if not isinstance(child, nn.Sequential | nn.ModuleList):
             continue
         for block in child:
             # A block without parameters has nothing to gather, and would only get hooks.
             if next(block.parameters(), None) is not None:
                 fully_shard(block)
-    # The root comes last: it takes the parameters that no block has.
+    # The root is sharded last: it takes the parameters that belong to no block.
     fully_shard(model)
 
 
 @contextmanager
 def gathered(model: nn.Module) -> Iterator[None]:
-    """Keep the whole model in each process, within; all processes enter and leave together.
+    """Hold the full model in each process inside the ``with``; all processes enter and leave together.
 
-    They validate different numbers of batches, so no forward may gather parameters.
+    Processes may validate different numbers of batches. A forward that gathers parameters would wait for processes that
+    have finished.
     """
     from torch.distributed.fsdp import FSDPModule
 
     parts = [module for module in model.modules() if isinstance(module, FSDPModule)]
     for part in parts:
-        # Otherwise the first forward would give the parameters back.
+        # By default FSDP reshards the parameters after a forward, and the next forward would have to gather them.
         part.set_reshard_after_forward(False, recurse=False)
         part.unshard()
     try:
         yield
     finally:
         for part in parts:
-            # torch's default, for a root and for the others.
+            # These are torch's defaults: the root stays unsharded after a forward, other modules are resharded.
             part.set_reshard_after_forward(part is not model, recurse=False)
             part.reshard()
 
 
 @contextmanager
 def without_sync(model: Any) -> Iterator[None]:
-    """Add gradients up in each process and not over processes, within."""
+    """Accumulate gradients in each process without reducing them over processes, inside the ``with``."""
     model.set_requires_gradient_sync(False)
     try:
         yield
@@ -71,7 +72,7 @@ def without_sync(model: Any) -> Iterator[None]:
 
 
 def gather_state(state: Any) -> Any:
-    """Return a state with the whole of each tensor, in every process; all call it together."""
+    """Return a state with full tensors in every process; all processes must call this together."""
 
     def gather(value: Any) -> Any:
         return value.full_tensor() if hasattr(value, "full_tensor") else value
@@ -80,7 +81,7 @@ def gather_state(state: Any) -> Any:
 
 
 def shard_state(state: Mapping[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
-    """Return a state for a model, each tensor spread as the model's is."""
+    """Return a state with its tensors sharded like those of a model."""
     pattern = model.state_dict()
     return {
         name: _like(value, pattern[name]) if name in pattern else value
@@ -89,16 +90,16 @@ def shard_state(state: Mapping[str, Tensor], model: nn.Module) -> dict[str, Tens
 
 
 def shard_optimizer(optimizer: torch.optim.Optimizer) -> None:
-    """Spread the state that an optimizer has loaded as its parameters are."""
+    """Shard the state that an optimizer has loaded, like its parameters."""
     for parameter, state in optimizer.state.items():
         for name, value in state.items():
-            # Adam's step, a whole scalar beside the moments, is not spread.
+            # Adam also keeps the number of steps, a scalar, which is not sharded.
             if isinstance(value, Tensor) and value.shape == parameter.shape:
                 state[name] = _like(value, parameter)
 
 
 def _like(value: Tensor, pattern: Tensor) -> Tensor:
-    # A DTensor has this method; buffers are plain tensors.
+    # Only a DTensor has this method; buffers are plain tensors.
     if not hasattr(pattern, "full_tensor"):
         return value
     from torch.distributed.tensor import distribute_tensor

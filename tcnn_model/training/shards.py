@@ -1,8 +1,8 @@
-"""WebDataset shards on a disk, whose images are read by number.
+"""Random access to the images of WebDataset shards on a local disk.
 
-The package ``webdataset`` reads shards as a stream, in which no run can be resumed exactly. Here the headers of each
-tar file are read once, with the labels; an image is then read from its place in the file. The files of a split and the
-names of samples are as in ``timm.data.readers.reader_wds``.
+The package ``webdataset`` reads shards as a stream, with which no run can be resumed exactly. Here the headers and
+labels of each tar file are read once; an image is then read from its offset in the file. Files of a split and names of
+samples are found as in ``timm.data.readers.reader_wds``.
 """
 
 import io
@@ -22,23 +22,23 @@ __all__ = ["ShardReader"]
 _INFO = ("_info.json", "info.json")
 _IMAGES = ("jpg", "jpeg", "png", "webp")
 
-# A sample's files share all that stands before the first dot of their name: dir/000.jpg, dir/000.cls.
+# The files of a sample have the same path up to the first dot of the name: dir/000.jpg, dir/000.cls.
 _SAMPLE = re.compile(r"((?:.*/)?[^/.]+)\.([^/]*)")
 
-# webdataset's short form for many shards: photos-{0000..0123}.tar.
+# webdataset's notation for many shards: photos-{0000..0123}.tar.
 _RANGE = re.compile(r"\{(\d+)\.\.(\d+)\}")
 
 
 class ShardReader(Reader):  # type: ignore[misc]  # timm has no types
-    """The images of a split, in the order of the shards, as files with their labels.
+    """Image files of a split with their labels, in the order of the shards.
 
     Args:
         root: Folder of the shards, and of ``_info.json`` if there is one.
-        splits: Names of the split, of which one is in ``_info.json``, or in the names of its shards; or one pattern
-            such as "photos-train-{0000..0123}.tar".
+        splits: Synonyms of the split's name, one of which is in ``_info.json`` or in the names of the shards; or a
+            single pattern such as "photos-train-{0000..0123}.tar".
 
     Raises:
-        ValueError: There is no such split, a shard is no tar file, or a sample has no image or no label.
+        ValueError: There is no such split, a shard is not a tar file, or a sample has no image or no label.
     """
 
     def __init__(self, root: str, splits: Sequence[str]) -> None:
@@ -47,11 +47,11 @@ class ShardReader(Reader):  # type: ignore[misc]  # timm has no types
         places = []
         for number, shard in enumerate(self._shards):
             places += [(number, *sample) for sample in _samples(shard, field)]
-        # An array, because workers of a DataLoader would copy the pages of a list of tuples as they count references.
+        # An array, not a list of tuples, whose pages the workers of a DataLoader would copy by counting references.
         # Columns: shard, first byte, size, label.
         self._places = np.array(places, dtype=np.int64).reshape(-1, 4)
         labels = np.unique(self._places[:, 3]).tolist()
-        # Labels with gaps have no names: timm would take their places for the labels.
+        # Labels with gaps get no names, because timm would take their positions for the labels.
         self.class_to_idx = (
             {str(label): label for label in labels}
             if labels == [*range(len(labels))]
@@ -63,7 +63,7 @@ class ShardReader(Reader):  # type: ignore[misc]  # timm has no types
 
     def __getitem__(self, index: int) -> tuple[io.BytesIO, int]:
         shard, first, size, label = self._places[index].tolist()
-        # Opened for each image: workers that are forked would share the place in a file that stays open.
+        # The file is opened for each image: forked workers would share the position in a file that stays open.
         with self._shards[shard].open("rb") as file:
             file.seek(first)
             return io.BytesIO(file.read(size)), label
@@ -71,7 +71,7 @@ class ShardReader(Reader):  # type: ignore[misc]  # timm has no types
     def _filename(
         self, index: int, basename: bool = False, absolute: bool = False
     ) -> str:
-        """Return the shard, and the name of the image in it."""
+        """Return the path of the shard, followed by the name of the image in it."""
         shard = self._shards[self._places[index, 0]]
         first = self._places[index, 1]
         with tarfile.open(shard, "r:") as tar:
@@ -84,13 +84,13 @@ class ShardReader(Reader):  # type: ignore[misc]  # timm has no types
 
 
 def _shards_of(root: str, splits: Sequence[str]) -> tuple[list[Path], str]:
-    """Find the tar files of a split, and the field of a sample's JSON that has its label; "" for its ``.cls``."""
+    """Return the tar files of a split, and the field of a sample's JSON that holds its label ("" for ``.cls``)."""
     folder = Path(root)
     info = _split_info(folder, splits)
     if info:
         names = info.get("filenames", [])
     elif ".tar" in splits[0]:
-        # timm allows the number of images behind a bar.
+        # timm allows the number of images after a "|".
         names = _expanded(splits[0].partition("|")[0])
     else:
         synonyms = "|".join(map(re.escape, splits))
@@ -112,7 +112,7 @@ def _shards_of(root: str, splits: Sequence[str]) -> tuple[list[Path], str]:
 
 
 def _split_info(folder: Path, splits: Sequence[str]) -> dict[str, Any]:
-    """Read what the folder says of a split; nothing, if it says nothing."""
+    """Return the entry of a split in ``_info.json``; an empty one if there is none."""
     known: dict[str, Any] = {}
     for path in map(folder.joinpath, _INFO):
         if path.is_file():
@@ -127,16 +127,16 @@ def _expanded(pattern: str) -> list[str]:
     first, last = match.groups()
     names = []
     for number in range(int(first), int(last) + 1):
-        # Leading zeros belong to the names of the files.
+        # File names keep the leading zeros of the pattern.
         digits = str(number).zfill(len(first))
         names += _expanded(pattern.replace(match[0], digits, 1))
     return names
 
 
 def _samples(shard: Path, field: str) -> Iterator[tuple[int, int, int]]:
-    """Yield first byte, size and label of each image."""
+    """Yield the offset, size and label of each image."""
     try:
-        # "r:" takes no compressed file, in which an image has no place of its own to be read from.
+        # "r:" refuses compressed files, in which an image cannot be read from its offset.
         with tarfile.open(shard, "r:") as tar:
             matches = [
                 (_SAMPLE.fullmatch(member.name), member)
@@ -148,7 +148,7 @@ def _samples(shard: Path, field: str) -> Iterator[tuple[int, int, int]]:
                 for match, member in matches
                 if match
             ]
-            # The files of a sample stand together, as webdataset needs it to read them in a stream.
+            # The files of a sample are adjacent: webdataset, which reads a stream, relies on this, too.
             for key, group in groupby(files, key=lambda file: file[0]):
                 parts = {ending: member for _, ending, member in group}
                 image = next(
@@ -169,7 +169,7 @@ def _samples(shard: Path, field: str) -> Iterator[tuple[int, int, int]]:
                     raise ValueError(
                         f"expected {missing} for {key} in {shard}, found {', '.join(parts)}"
                     )
-                if label >= 0:  # timm, too, leaves out the others
+                if label >= 0:  # timm leaves out negative labels, too
                     yield image.offset_data, image.size, label
     except tarfile.TarError as error:
         raise ValueError(
@@ -180,7 +180,7 @@ def _samples(shard: Path, field: str) -> Iterator[tuple[int, int, int]]:
 def _label(
     tar: tarfile.TarFile, parts: Mapping[str, tarfile.TarInfo], field: str
 ) -> int | None:
-    """Read the label of a sample: its ``.cls``, unless a field of its JSON is named."""
+    """Read the label of a sample from ``.cls``, or from JSON if a field is named or there is no ``.cls``."""
     ending = "json" if field or "cls" not in parts else "cls"
     if ending not in parts:
         return None
@@ -188,7 +188,7 @@ def _label(
     if file is None:
         return None
     try:
-        content = json.loads(file.read())  # the number of a .cls is JSON as well
+        content = json.loads(file.read())  # a .cls file is valid JSON, too
     except ValueError:
         return None
     label = content.get(field or "label") if isinstance(content, dict) else content

@@ -1,4 +1,4 @@
-"""Images and labels by number: scikit-learn's digits, and every data set of timm's that has numbers."""
+"""Images and labels by index, from scikit-learn's digits and from the map-style data sets of timm."""
 
 import csv
 import stat
@@ -14,13 +14,13 @@ __all__ = ["DIGITS", "Source", "open_sources"]
 
 DIGITS = ("digits", "parity")
 
-# The names that timm takes for each other in `create_dataset`, the first as our documents write it.
+# Names that timm's `create_dataset` treats as synonyms; the first is the one that our documents use.
 SPLITS = {
     "train": ("train", "training"),
     "validation": ("val", "validation", "valid", "eval", "evaluation"),
 }
 
-# timm's data sets whose images come in a stream, without numbers.
+# timm's data sets that are streams of images, without an index.
 _STREAMS = ("tfds", "hfids")
 
 
@@ -29,12 +29,12 @@ class Source(Protocol):
 
     @property
     def classes(self) -> Sequence[str] | None:
-        """Names by label, if they are known."""
+        """Names of the classes in the order of labels; None if they are unknown."""
 
     def __len__(self) -> int: ...
 
     def read(self, index: int) -> tuple[Image.Image, int]:
-        """Return an image in colour, and its label; raise an exception, of whatever kind, if it cannot be read."""
+        """Return an RGB image and its label; any exception means that the image cannot be read."""
 
     def name(self, index: int) -> str:
         """Return the name of the image's file."""
@@ -44,13 +44,13 @@ class _Digits:
     """scikit-learn's ``load_digits``: 1,797 images of 8 x 8 pixels, three quarters for training."""
 
     def __init__(self, training: bool, *, parity: bool = False) -> None:
-        # scikit-learn is slow to import, and runs on other data need not wait for it.
+        # scikit-learn is slow to import, and runs on other data do not need it.
         from sklearn.datasets import load_digits
         from sklearn.model_selection import train_test_split
 
         digits = load_digits()
         numbers = range(len(digits.target))
-        # The same split in all runs, whatever their seed, so that their accuracies compare.
+        # The split is the same in all runs, whatever their seed, so that their accuracies can be compared.
         split = train_test_split(
             numbers, test_size=0.25, random_state=0, stratify=digits.target
         )
@@ -73,11 +73,11 @@ class _Digits:
 
 
 class _Timm:
-    """A data set of ``timm.data.create_dataset``, read here: timm's own way replaces unreadable images in silence."""
+    """A data set of ``timm.data.create_dataset``. Its own reading would silently replace unreadable images."""
 
     def __init__(self, dataset: Any) -> None:
         self._dataset = dataset
-        # torchvision's data sets have none.
+        # torchvision's data sets have no reader.
         self._reader = getattr(dataset, "reader", None)
         labels = getattr(self._reader, "class_to_idx", None) or getattr(
             dataset, "class_to_idx", None
@@ -93,7 +93,7 @@ class _Timm:
             image, label = self._dataset[index]
             return image.convert("RGB"), int(label)
         file, label = self._reader[index][:2]
-        if isinstance(file, Image.Image):  # as Hugging Face's data sets decode it
+        if isinstance(file, Image.Image):  # data sets of Hugging Face decode images
             with file:
                 return file.convert("RGB"), int(label)
         with closing(file):
@@ -103,7 +103,7 @@ class _Timm:
         return str(index) if self._reader is None else str(self._reader.filename(index))
 
     def _check_regular(self, index: int) -> None:
-        # To open a pipe would be to wait for somebody who writes to it.
+        # Opening a named pipe would block until another process writes to it.
         samples = getattr(self._reader or self._dataset, "samples", None)
         path = samples[index][0] if samples else None
         if isinstance(path, str) and not stat.S_ISREG(Path(path).stat().st_mode):
@@ -111,7 +111,7 @@ class _Timm:
 
 
 class _Coarse:
-    """Images under coarser labels."""
+    """A source with coarse labels in place of its fine ones."""
 
     def __init__(self, source: Source, coarse_names: dict[str, str]) -> None:
         self._source = source
@@ -132,7 +132,7 @@ class _Coarse:
 
 
 def _read_coarse_labels(file: str, source: Source) -> dict[str, str]:
-    """Read the coarse name of each class, from a table of two columns without a header."""
+    """Read the coarse name of each class from a CSV file with two columns and no header."""
     if source.classes is None:
         raise ValueError("coarse_labels: the data does not say what its classes are")
     try:
@@ -155,7 +155,7 @@ def _read_coarse_labels(file: str, source: Source) -> dict[str, str]:
         raise ValueError(
             f"coarse_labels: {file} lacks {len(missing)} of {len(source.classes)} classes: {', '.join(missing[:5])}"
         )
-    # Names of classes that these data do not have may stand in the file.
+    # The file may also name classes that are not in these data.
     return {name: names[name] for name in source.classes}
 
 
@@ -171,10 +171,10 @@ def open_sources(
         data: "digits", "parity" (the same digits, as even or odd), or a folder or tar file.
         dataset: timm's name of a kind of data set; "" for folders and tar files, "wds/" for WebDataset shards.
         splits: Names of the splits for training and for validation.
-        coarse_labels: File with a line ``class,coarse`` for each class, whose coarse names are then the labels.
+        coarse_labels: File with a line ``class,coarse`` for each class; the coarse names replace the classes as labels.
 
     Raises:
-        ValueError: The data or the file are not as expected; the message says what was found.
+        ValueError: The data or the file are not as expected.
     """
     sources = _open_fine(data, dataset, splits)
     if coarse_labels is None:
@@ -232,11 +232,11 @@ def _open(root: str, dataset: str, split: str) -> _Timm:
             from tcnn_model.training.shards import ShardReader
 
             return _Timm(ImageDataset(root, reader=ShardReader(root, _names(split))))
-        # The folder of a split was found above, so timm need not look for one inside of it.
+        # The root is the split's folder already, so timm must not search for a split inside it.
         return _Timm(
             create_dataset(dataset, root=root, split=split, search_split=False)
         )
-    # timm checks paths and kinds with assert, and hfds/ needs a package that may be missing.
+    # timm checks paths and types of data sets with assert, and hfds/ needs a package that may be missing.
     except (RuntimeError, OSError, AssertionError, ImportError) as error:
         raise ValueError(
             f"cannot open the split {split!r} of {dataset or 'the folder'} in {root}: {error}"
@@ -244,7 +244,7 @@ def _open(root: str, dataset: str, split: str) -> _Timm:
 
 
 def _roots(data: str, splits: tuple[str, str]) -> tuple[str, str]:
-    """Find the folders of the splits, each with a folder for every class."""
+    """Return the folders of the splits, which have a folder for every class."""
     root = Path(data)
     if not root.exists():
         raise ValueError(f"there is no folder {data}")
@@ -256,7 +256,7 @@ def _roots(data: str, splits: tuple[str, str]) -> tuple[str, str]:
     validation = _split(root, splits[1])
     if train is None or validation is None:
         names = " and ".join(f"{SPLITS.get(split, (split,))[0]}/" for split in splits)
-        # An archive often unpacks to a folder in a folder.
+        # Archives often unpack to a folder inside a folder.
         inner = [
             folder
             for folder in _folders(root)
@@ -278,7 +278,7 @@ def _split(root: Path, split: str) -> Path | None:
 
 
 def _names(split: str) -> tuple[str, ...]:
-    """Return the name of a split, and its synonyms."""
+    """Return the name of a split and its synonyms."""
     for synonyms in SPLITS.values():
         if split in synonyms:
             return (split, *synonyms)
@@ -308,7 +308,7 @@ def _folders(root: Path) -> list[Path]:
 
 
 def _listing(folder: Path) -> str:
-    """Name the first files of a folder, for messages."""
+    """List the first files of a folder for a message."""
     names = sorted(
         f"{path.name}/" if path.is_dir() else path.name for path in folder.iterdir()
     )

@@ -1,4 +1,4 @@
-"""The task of a model in a step: its loss, with a teacher's part in it."""
+"""Tasks, which compute a model's loss in a step, with or without a teacher."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -20,15 +20,15 @@ __all__ = ["Classification", "Criterion", "create_criterion", "create_task"]
 Criterion = Callable[[Tensor, Tensor], Tensor]
 
 SOFT_TEMPERATURE, SOFT_WEIGHT = 3.0, 0.1
-"""tau and lambda of soft distillation: the thesis's, Section 3.4."""
+"""tau and lambda of soft distillation, from the thesis, Section 3.4."""
 
 
 class Classification:
-    """The loss of the class scores.
+    """Classification loss of the class scores.
 
     Args:
-        forward: Function from images (B, C, H, W) to scores (B, K), or to an output of transformers with ``logits``:
-            the model, compiled or distributed.
+        forward: The model, plain, compiled or distributed: a function from images (B, C, H, W) to scores (B, K), or to
+            an output of transformers with ``logits``.
         criterion: Function from scores and targets to a loss.
     """
 
@@ -43,15 +43,15 @@ class Classification:
 
 
 class _LogitDistillation(Classification):
-    """The labels' loss, and the distance of the scores from those of a teacher.
+    """Weighted mean of the labels' loss and of the distance between the scores and those of a teacher.
 
     Args:
-        forward: Function from images to scores, as that of :class:`Classification`.
+        forward: Function from images to scores, as in :class:`Classification`.
         criterion: Function from scores and targets to the labels' loss.
         teacher: timm's ``DistillationTeacher``.
-        norm: Mean and standard deviation, (1, C, 1, 1), by which the student's images are normalised.
+        norm: Mean and standard deviation, (1, C, 1, 1), with which the student's images are normalised.
         imitation: Function from scores and the teacher's scores, both (B, K), to a loss.
-        weight: Share of the imitation in the loss.
+        weight: Weight of the imitation loss, in [0, 1].
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class _LogitDistillation(Classification):
     def __call__(self, images: Tensor, targets: Tensor) -> Mapping[str, Tensor]:
         result = super().__call__(images, targets)
         with torch.no_grad():
-            # The images are normalised for the student: the teacher undoes it, and applies its own mean and deviation.
+            # The images are normalised for the student: normalize_input replaces this by the teacher's normalisation.
             normalized = self.teacher.normalize_input(images, *self._norm)
             judged = class_scores(self.teacher, normalized).float()
         imitation = self._imitation(result["output"].float(), judged)
@@ -81,12 +81,12 @@ class _LogitDistillation(Classification):
 
 
 def _hard_imitation(scores: Tensor, judged: Tensor) -> Tensor:
-    """Return the cross-entropy with the teacher's decisions (thesis, Eq. 3.3)."""
+    """Return the cross-entropy with the teacher's predicted classes (thesis, Eq. 3.3)."""
     return F.cross_entropy(scores, judged.argmax(1))
 
 
 def _soft_imitation(scores: Tensor, judged: Tensor) -> Tensor:
-    """Return the divergence from the teacher's probabilities, both softened by a temperature (thesis, Eq. 3.2)."""
+    """Return the KL divergence from the teacher's probabilities, both at a temperature of tau (thesis, Eq. 3.2)."""
     soft = (scores / SOFT_TEMPERATURE).log_softmax(1)
     target = (judged / SOFT_TEMPERATURE).log_softmax(1)
     divergence = F.kl_div(soft, target, reduction="batchmean", log_target=True)
@@ -97,12 +97,12 @@ _IMITATIONS = {"hard": (_hard_imitation, 0.5), "soft": (_soft_imitation, SOFT_WE
 
 
 def create_criterion(loss: str, *, label_smoothing: float, mixed: bool) -> nn.Module:
-    """Create timm's loss. If images are mixed, smoothing is in the targets already.
+    """Create timm's loss function. If images are mixed, the targets are smoothed already.
 
     Args:
         loss: "ce" for cross-entropy, or "bce" for the binary cross-entropy of each class.
-        label_smoothing: Share of the targets that is spread over all classes, in [0, 1).
-        mixed: Whether targets are shares of classes (B, K).
+        label_smoothing: Probability that is spread over all classes, in [0, 1).
+        mixed: Whether targets are class probabilities (B, K).
 
     Raises:
         ValueError: The loss is unknown.
@@ -128,15 +128,16 @@ def create_task(
     teacher: nn.Module | None = None,
     distillation: str = "hard",
 ) -> Callable[[Tensor, Tensor], Mapping[str, Tensor]]:
-    """Create a task: classification, or distillation from a teacher by timm's tasks.
+    """Create a task: classification, or distillation from a teacher, for which timm has the parts.
 
     Args:
         model: Model without wrappers.
         forward: The model, compiled or distributed.
         criterion: Loss of the labels.
-        teacher: Model of the same classes.
-        distillation: "hard" from the teacher's decisions (Eq. 3.3), "soft" from its probabilities (Eq. 3.2), or
-            "token" by the distillation token of a DeiT, hard too: "our distillation" of the paper.
+        teacher: Model with the same classes.
+        distillation: "hard" for distillation from the teacher's predicted classes (Eq. 3.3), "soft" from its
+            probabilities (Eq. 3.2), "token" for hard distillation with the distillation token of a DeiT, which the
+            thesis calls "our distillation".
 
     Raises:
         ValueError: The distillation is unknown, or the model has no distillation token.

@@ -12,7 +12,9 @@ __all__ = ["Watching"]
 
 
 class Watching:
-    """A watcher and TensorBoard, which are shown each epoch's scalars; neither, where they are not installed.
+    """Pass each epoch's scalars to a watcher, such as tcnn_probe's recorder, and to TensorBoard.
+
+    If the watcher is not installed, a line says so, and the training goes on without it.
 
     Args:
         training: Training whose model is watched.
@@ -20,7 +22,7 @@ class Watching:
         folder: Folder of the run.
 
     Raises:
-        ValueError: TensorBoard is not installed, and the settings ask for it.
+        ValueError: The settings ask for TensorBoard, which is not installed.
     """
 
     def __init__(self, training: Training, config: Config, folder: Folder) -> None:
@@ -33,7 +35,7 @@ class Watching:
             try:
                 self._create = pkgutil.resolve_name(config.watcher)
             except ImportError as error:
-                # tcnn_probe watches by default, and tcnn_model can be installed without it.
+                # The default watcher is in tcnn_probe, without which tcnn_model can be installed.
                 say(
                     f"nobody watches this run ({error}): epochs.csv has what it comes to",
                     folder.ranks,
@@ -44,7 +46,7 @@ class Watching:
         self.attach()
 
     def attach(self) -> None:
-        """Watch the model as it now is."""
+        """Attach a new watcher to the model, whose modules may have been replaced."""
         self._leave()
         if self._create is not None:
             self._watcher = self._create(
@@ -52,17 +54,17 @@ class Watching:
             )
 
     def __call__(self, scalars: dict[str, float]) -> None:
-        """Show an epoch."""
+        """Report an epoch."""
         if self._watcher is not None:
             self._watcher(scalars)
         if self._board is not None:
             for name, value in scalars.items():
-                if not math.isnan(value):  # nothing was trained before epoch 1
+                if not math.isnan(value):  # epoch 0 has no training loss
                     self._board.add_scalar(name, value, scalars["epoch"])
             self._board.flush()
 
     def close(self) -> None:
-        """Leave the model."""
+        """Detach the watcher and close TensorBoard."""
         self._leave()
         if self._board is not None:
             self._board.close()
@@ -80,5 +82,5 @@ def _board(folder: Folder) -> Any:
         raise ValueError(
             f"--tensorboard needs the package tensorboard: pip install tensorboard ({error})"
         ) from error
-    # A resumed run shows all of its epochs again.
+    # A resumed run reports all of its epochs again.
     return SummaryWriter(str(folder.path / "tensorboard"), purge_step=0)

@@ -1,4 +1,4 @@
-"""Models of timm with the weights of a file: for another size of images, for other classes, of a T-CNN, of Grafit."""
+"""Models of timm with weights from a file, also of T-CNNs and Grafit networks, other image sizes or other classes."""
 
 import re
 from collections.abc import Callable, Mapping
@@ -23,11 +23,11 @@ State = dict[str, Tensor]
 
 
 def create_of_size(name: str, img_size: int | None, **options: Any) -> Any:
-    """Create a model of timm for a size of images: transformers have such an option, and convnets take any size."""
+    """Create a model of timm for an image size, which transformers have as an option; convnets take any size."""
     if img_size is not None:
         try:
             return timm.create_model(name, img_size=img_size, **options)
-        # timm hands the option on to the model, and a convnet's constructor does not know it.
+        # timm passes img_size on to the model, and the constructor of a convnet does not know it.
         except TypeError:
             pass
     return timm.create_model(name, **options)
@@ -42,22 +42,22 @@ def create_from_weights(
     report: Callable[[str], None] = lambda text: None,
     **options: Any,
 ) -> Any:
-    """Create a model of timm with all weights of a file. A classifier for other classes is replaced by a new one.
+    """Create a model of timm with all weights of a file.
 
-    The model is made with the classes of the file, so that no weight can be left out in silence, and gets its own
-    classifier afterwards. It becomes a T-CNN, or pools by attention, if the weights are of such a model. Position
-    embeddings are resized. Of a Grafit network the trunk is taken.
+    The model is first created with as many classes as the file has, so that no weight is left out silently; if
+    ``num_classes`` differs, its classifier is replaced afterwards. It becomes a T-CNN or gets attention pooling if the
+    weights belong to such a model. Position embeddings are resized. Only the trunk of a Grafit network is used.
 
     Args:
         name: timm's name of the model.
-        path: Checkpoint of torch, with or without a moving average of the weights, or of safetensors.
-        num_classes: Outputs of the model; None for those of the file.
-        img_size: Height and width of images.
-        report: Function of a line that names the weights that are new, have another shape, or are left out.
+        path: Checkpoint file of torch or safetensors; a moving average of the weights in it is preferred.
+        num_classes: Number of outputs of the model; None for that of the file.
+        img_size: Height and width of the images.
+        report: Function that is called with a line of text for weights that are new, resized or left out.
         options: Further options of ``timm.create_model``.
 
     Raises:
-        ValueError: There is no such file, it holds more than weights, or these are not all for this model.
+        ValueError: The file does not exist, holds more than weights, or its weights do not all fit this model.
     """
     state = _read_weights(path, report)
     classes = _count_classes(name, state)
@@ -77,10 +77,10 @@ def create_from_weights(
                 model, per_class=tokens.shape[1] > 1, input_size=size, inplace=True
             )
         gated = any(key.endswith(".raw_locality") for key in state)
-        # A model such as t_resnetrs50 is made with its GPSA layers.
+        # A model such as t_resnetrs50 has GPSA layers from the start.
         if gated and not gpsa_layers(model):
             model = reparameterize(model, input_size=size, inplace=True)
-        # timm resizes the position embeddings of its other transformers.
+        # timm resizes the position embeddings of all its transformers but CaiT.
         fitted = dict(state)
         if isinstance(model, Cait):
             fitted["pos_embed"] = _resized(state["pos_embed"], model)
@@ -88,8 +88,8 @@ def create_from_weights(
         if gated or tokens is not None or fits:
             model.load_state_dict(fitted)
         else:
-            # The classifier has the file's classes, so timm need not cut off the background class that some published
-            # ones have.
+            # label_offset is 0 because the model has as many classes as the file: timm need not remove the background
+            # class that some published classifiers have.
             overlay = {"state_dict": state, "num_classes": classes, "label_offset": 0}
             model = create_of_size(
                 name,
@@ -99,7 +99,7 @@ def create_from_weights(
                 num_classes=classes,
                 **options,
             )
-            # Otherwise timm keeps all weights in there, and copies them with the model.
+            # Otherwise pretrained_cfg would keep all weights of the file, and copies of the model would copy them.
             model.pretrained_cfg = model.default_cfg = {
                 **model.pretrained_cfg,
                 "state_dict": None,
@@ -121,12 +121,12 @@ def create_from_weights(
 
 
 def _reset_classes(model: Any, num_classes: int) -> list[str]:
-    """Replace the classifier, and return the names of the parameters that are drawn anew."""
+    """Replace the classifier, and return the names of the parameters that are new."""
     loaded = dict(model.named_parameters())
     model.reset_classifier(num_classes)
     if isinstance(model, PatchConvNet) and model.per_class:
         tokens = loaded["pool.cls_token"]
-        # Copies of a single token belong to no class, so new classes get copies too.
+        # Equal tokens are copies of a single token and belong to no class, so the new classes get copies, too.
         if len(tokens[0].unique(dim=0)) == 1:
             copies = tokens.detach()[:, :1].repeat(1, num_classes, 1)
             loaded["pool.cls_token"] = model.pool.cls_token = nn.Parameter(copies)
@@ -146,7 +146,7 @@ def _read_weights(path: str, report: Callable[[str], None]) -> State:
         state: State = load_state_dict(path, weights_only=True)
     except (
         Exception
-    ) as error:  # torch and safetensors raise many kinds for damaged files
+    ) as error:  # torch and safetensors raise many types for damaged files
         reason = next(iter(str(error).splitlines()), type(error).__name__)
         raise ValueError(
             f"weights: {path} is damaged, or holds more than weights: {reason}"
@@ -165,12 +165,12 @@ def _read_weights(path: str, report: Callable[[str], None]) -> State:
 
 
 def _count_classes(name: str, state: Mapping[str, Tensor]) -> int:
-    """Count the outputs of the classifier in the weights; 0 if there is none."""
+    """Return the number of outputs of the classifier in the weights, 0 if there is no classifier."""
     classifier = getattr(get_pretrained_cfg(name), "classifier", None) or "head"
     layer = classifier if isinstance(classifier, str) else classifier[0]
     if f"{layer}.weight" in state:
         return len(state[f"{layer}.weight"])
-    # The published PatchConvNets with a token for each class have a classifier for each.
+    # The published PatchConvNets with a token per class also have a classifier per class.
     return sum(
         re.fullmatch(rf"{re.escape(layer)}\.\d+\.weight", key) is not None
         for key in state

@@ -1,1 +1,1 @@
-"""Facts about layers of timm, transformers and torchvision that no attention call shows: a record for each class."""
+"""Facts about layers of timm, transformers and torchvision that attention calls do not show, recorded by class."""

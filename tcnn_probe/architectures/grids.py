@@ -34,8 +34,8 @@ class Windows:
         grid: Rows and columns of the image's grid.
         window: Rows and columns of each window.
         shift: Rows and columns by which the grid is rolled up and to the left before it is cut.
-        padded_first: Whether the grid is filled up to whole windows before it is rolled, not afterwards.
-        spread: Whether each window holds every n-th row and column of the grid, rather than neighbours.
+        padded_first: Whether the grid is padded to whole windows before it is rolled rather than afterwards.
+        spread: Whether each window holds every n-th row and column of the grid rather than neighbours.
     """
 
     grid: tuple[int, int]
@@ -54,8 +54,8 @@ class Windows:
         cells = cells.roll((-self.shift[0], -self.shift[1]), (0, 1))
         if not self.padded_first:
             cells = F.pad(cells, padding, value=-1)
-        # A row index is (place in the window, window) where windows are spread, and (window, place) where they are
-        # compact.
+        # A row index splits into (place in the window, window) if windows are spread, and into (window, place) if they
+        # are compact.
         if self.spread:
             cut = (
                 cells.unflatten(0, (high, -1))
@@ -73,11 +73,11 @@ class Windows:
 
 @dataclass(frozen=True)
 class MaskUnits:
-    """Tokens of an image in Hiera's order, which brings those that are pooled together to the same place of each unit.
+    """Order of an image's tokens in Hiera: by their place within each pooling, and then by mask unit.
 
     Args:
         grid: Rows and columns of the image's grid.
-        strides: Rows and columns that are pooled by each pooling still to come.
+        strides: Rows and columns that each of the remaining poolings combines.
     """
 
     grid: tuple[int, int]

@@ -1,4 +1,4 @@
-"""Looks up what is known about a module, by its class."""
+"""Lookup of the facts that are known about a module, by its class."""
 
 import re
 from collections.abc import Sequence
@@ -32,12 +32,12 @@ RECORDS: dict[str, LayerRecord] = {
     **TORCHVISION_LAYERS,
     **TRANSFORMERS_LAYERS,
 }
-"""By the qualified name of the class: a name imports nothing, so a library may be absent."""
+"""Records by the qualified name of the class. Names import nothing, so a library need not be installed."""
 
-# These say how a forward uses parts of the layer, so another forward makes them false.
+# These facts describe how the forward method uses parts of the layer, so they do not hold if it is replaced.
 _FACTS_OF_THE_FORWARD = frozenset({"branches", "head_parameters", "mixing"})
 
-# torch, timm and transformers each have their own name for it.
+# Attributes with the number of heads, whose name differs between torch, timm and transformers.
 _HEAD_COUNTS = (
     "num_heads",
     "n_heads",
@@ -49,17 +49,17 @@ _HEAD_COUNTS = (
 
 
 def known(module: nn.Module) -> LayerRecord:
-    """Return what is known about a module; each fact from the nearest class that has it."""
+    """Return what is known about a module; each fact comes from the nearest class that has it."""
     cls: Any = type(module)
-    # A forward of the module's own is not handed on: the cache would keep the module alive.
+    # A forward method of the instance is not passed on, because the cache would keep the module alive.
     forward = None if "forward" in vars(module) else getattr(cls, "forward", None)
-    return _record(cls, forward)
+    return _combined_record(cls, forward)
 
 
-# Bounded, because torch makes a class for each parametrized module. The forward is part of the key, because users
-# replace that of a class too.
+# The cache is bounded because torch creates a class for each parametrized module. The forward method is part of the key
+# because users may also replace that of a class.
 @lru_cache(maxsize=1024)
-def _record(cls: type, forward: Any) -> LayerRecord:
+def _combined_record(cls: type, forward: Any) -> LayerRecord:
     facts: dict[str, Any] = {}
     for base in reversed(cls.__mro__):
         record = RECORDS.get(f"{base.__module__}.{base.__qualname__}", LayerRecord())
@@ -71,9 +71,9 @@ def _record(cls: type, forward: Any) -> LayerRecord:
 
 
 def looks_like_attention(module: nn.Module) -> bool:
-    """Tell whether a module's class is named as those of attention are."""
+    """Return whether a module's class has a name that is usual for attention."""
     return (
-        # MHSA is what ConViT, BoTNet and others call it, XCA what XCiT does. A projection inside attention is not
+        # ConViT, BoTNet and others call attention MHSA, and XCiT calls it XCA. A projection inside attention is not
         # itself attention.
         re.search("(Attn|Attention|MHSA|XCA)(?!.*Projection)", type(module).__name__)
         is not None
@@ -81,7 +81,7 @@ def looks_like_attention(module: nn.Module) -> bool:
 
 
 def head_count(module: nn.Module) -> int | None:
-    """Return the number of heads that a module says it has, None if it does not say."""
+    """Return the number of heads according to a module's attributes, or None if it has no such attribute."""
     sizes = (getattr(module, name, 0) for name in _HEAD_COUNTS)
     return next((n for n in sizes if isinstance(n, int) and n), None)
 
@@ -93,12 +93,12 @@ def heads_axis(
 
     Args:
         leading: Sizes before (N_query, d).
-        module: Module that attends.
-        known_axis: The axis, where the call says so.
+        module: Module that computes the attention.
+        known_axis: Axis of the heads, if it is known from the call.
 
     Returns:
-        The axis, "merged" if heads are part of the first axis, "grouped" if they are all axes after it, or "one" if
-        there is none; and the number of heads.
+        The axis, "merged" if heads are part of the first axis, "grouped" if all axes after the first are heads, or
+        "one" if there is no axis of heads; and the number of heads.
     """
     axis: int | str | None = (
         known_axis if known_axis is not None else known(module).heads_axis
@@ -106,14 +106,14 @@ def heads_axis(
     count = head_count(module) or 0
     if axis is None:
         if count and count in leading[1:]:
-            # The last such axis: windows of the same number come before the heads.
+            # Of several axes of this size, the last is taken, because windows come before the heads.
             axis = len(leading) - 1 - leading[::-1].index(count)
         elif len(leading) > 2 and count == prod(leading[1:]):
-            axis = "grouped"  # (B, groups, heads of a group, ...): those of a group have the same keys
+            axis = "grouped"  # (B, groups, heads of a group, ...): the heads of a group share their keys
         elif len(leading) > 1:
             axis = 1
         else:
-            # (B * heads, N, N), as torch.bmm takes it.
+            # (B * heads, N, N), the form that torch.bmm takes.
             axis = "merged" if count and leading[0] % count == 0 else "one"
     if axis == "one":
         return axis, 1
@@ -121,7 +121,7 @@ def heads_axis(
 
 
 def as_rows(x: Tensor, module: nn.Module, known_axis: int | None = None) -> Tensor:
-    """Return (..., N, d) as (rows, heads, N, d), a view where strides allow it."""
+    """Return (..., N, d) as (rows, heads, N, d), which is a view if strides allow it."""
     axis, count = heads_axis(x.shape[:-2], module, known_axis)
     if axis == "one":
         return x.flatten(0, -3).unsqueeze(1)

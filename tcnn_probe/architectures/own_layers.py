@@ -6,11 +6,11 @@ from tcnn_probe.architectures.record import HeadParameters, LayerRecord
 
 __all__ = ["OWN_LAYERS"]
 
-_OF_GPSA = ("query", "key", "raw_locality", "center", "gating")
+_GPSA_ROWS = ("query", "key", "raw_locality", "center", "gating")
 
 OWN_LAYERS: Mapping[str, LayerRecord] = {
-    # A tap of the weight stands where other layers have columns of the output projection: each head is a tap.
+    # The output projection of a head is a tap of the weight, instead of columns of a matrix as in other layers.
     "tcnn_model.gpsa.layer.GPSA": LayerRecord(
-        head_parameters=HeadParameters(dict.fromkeys(_OF_GPSA, 1), taps="weight"),
+        head_parameters=HeadParameters(dict.fromkeys(_GPSA_ROWS, 1), taps="weight"),
     ),
 }

@@ -14,11 +14,11 @@ class ResidualBranch:
     """A residual branch of a block, ``x' = x + scale * g(x)``.
 
     Args:
-        scale: Name of the LayerScale module or parameter; the module, or an identity in its place, returns the whole
-            branch. "" if the class has none.
+        scale: Name of the LayerScale, a module or a parameter. A module, or the identity that replaces it, returns the
+            whole branch. "" if the class has no LayerScale.
         output: Name of the submodule whose output the parameter multiplies; "" for a LayerScale module.
-        main: Name of the submodule that takes the main branch; with ":" in front, that returns it; a number, the place
-            of the main branch among the block's inputs.
+        main: Name of the submodule whose input is the main branch; with a leading ":", of the submodule whose output is
+            the main branch; or the index of the main branch among the block's inputs.
         axis: Axis of the channels in ``output``, or a function of the block that gives it.
         main_axis: Axis of the channels in the main branch.
     """
@@ -48,27 +48,27 @@ class HeadParameters:
 
 @dataclass(frozen=True)
 class LayerRecord:
-    """The facts known about a class of layers, None where nothing is known.
+    """Facts about a class of layers; None where nothing is known.
 
-    A class has the facts of the classes that it derives from, except where it has its own.
+    A class inherits the facts of its base classes, unless its own record has them.
 
     Args:
         no_attention_matrix: Reason why the layer has no attention matrix between tokens, though it is called attention
             or computes a softmax.
-        heads_axis: Axis of the heads in (..., N_query, N_key), where neither the number of heads nor axis 1 tells;
-            "merged" if heads are part of the first axis, "one" if there is no such axis.
-        not_in_raster_order: Reason why the tokens are in another order than row by row.
-        own_grids: Function of the layer and the number of its keys that gives the grids of queries and keys.
-        latent_queries: Reason why the queries lie on no grid.
-        strided: Function of the layer that tells whether pooled queries or keys stand for the first pixel of their
-            cell, as those of strided 3 x 3 convolutions do.
-        spread_evenly: Whether tokens are spread evenly over the image, though no feature map shows their grid. True if
-            those of each window are, False if only those of whole images are.
-        mask_units: Function of the model that gives the order of its tokens, for each number of these.
-        windows: Function of the layer and its inputs that gives the windows into which it cuts its input.
-        branches: Residual branches of the block. Known only while ``forward`` is that of the recorded class.
-        head_parameters: Parameters of single heads. Known only while ``forward`` is that of the recorded class.
-        mixing: Name of the linear layer that mixes the heads after the softmax, before the values are weighted. Known
+        heads_axis: Axis of the heads in (..., N_query, N_key), if it is neither identified by the number of heads nor
+            axis 1; "merged" if heads are part of the first axis, "one" if there is no axis of heads.
+        not_in_raster_order: Reason why the tokens are not ordered row by row.
+        own_grids: Function of the layer and the number of its keys that returns the grids of queries and keys.
+        latent_queries: Reason why the queries are not on a grid.
+        strided: Function of the layer that returns whether pooled queries or keys are centred at the first pixel of
+            their cell, like those of strided 3 x 3 convolutions.
+        spread_evenly: Whether the tokens of each window (True), or only those of whole images (False), are spread
+            evenly over the image, in layers for which no feature map shows the grid.
+        mask_units: Function of the model that returns the order of its tokens for each number of tokens.
+        windows: Function of the layer and its inputs that returns the windows into which it cuts its input.
+        branches: Residual branches of the block. Used only while ``forward`` is that of the recorded class.
+        head_parameters: Parameters of single heads. Used only while ``forward`` is that of the recorded class.
+        mixing: Name of the linear layer that mixes the heads after the softmax, before the values are weighted. Used
             only while ``forward`` is that of the recorded class.
     """
 

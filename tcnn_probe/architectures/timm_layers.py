@@ -17,7 +17,7 @@ __all__ = ["TIMM_LAYERS"]
 def _square(
     side: Callable[[Any, int], int],
 ) -> Callable[[Any, int], tuple[TokenGrid, TokenGrid]]:
-    """Give queries and keys the same square grid, whose side is a function of the layer and the number of keys."""
+    """Return a function that gives queries and keys the same square grid, from a function that returns its side."""
 
     def grids(layer: Any, keys: int) -> tuple[TokenGrid, TokenGrid]:
         rows = side(layer, keys)
@@ -27,7 +27,7 @@ def _square(
 
 
 def _halo(layer: Any, keys: int) -> tuple[TokenGrid, TokenGrid]:
-    """Put a block of queries, which can be strided, in the middle of its window of keys."""
+    """Place a block of queries, which may be strided, in the middle of its window of keys."""
     side, stride, halo = (
         layer.block_size_ds,
         float(layer.block_stride),
@@ -39,7 +39,7 @@ def _halo(layer: Any, keys: int) -> tuple[TokenGrid, TokenGrid]:
 
 
 def _every_second(layer: Any, keys: int) -> tuple[TokenGrid, TokenGrid]:
-    """Put the queries on every ``stride``-th row and column of the keys."""
+    """Place the queries on every ``stride``-th row and column of the keys."""
     (height, width), stride = layer.resolution, layer.stride
     spacing = float(stride), float(stride)
     return TokenGrid(-(-height // stride), -(-width // stride), spacing), TokenGrid(
@@ -48,8 +48,8 @@ def _every_second(layer: Any, keys: int) -> tuple[TokenGrid, TokenGrid]:
 
 
 def _padded_evenly(layer: Any) -> bool:
-    """Tell whether convolutions padded by 1 on each side make the keys, and the queries are not pooled."""
-    # With padding "same", strided windows begin at another pixel for even sizes than for odd ones.
+    """Return whether keys come from a convolution padded by 1 on each side, and queries are not pooled."""
+    # With padding "same", strided windows begin at different pixels for even and odd sizes.
     pooling = getattr(layer.key, "down_conv", None)
     return (
         pooling is not None
@@ -65,17 +65,17 @@ def _always(layer: Any) -> bool:
 # Windows that a layer cuts.
 
 
-def _channels_last(inputs: Sequence[Any]) -> tuple[int, int]:
+def _grid_of_channels_last(inputs: Sequence[Any]) -> tuple[int, int]:
     return inputs[0].shape[1], inputs[0].shape[2]
 
 
-def _channels_first(inputs: Sequence[Any]) -> tuple[int, int]:
+def _grid_of_channels_first(inputs: Sequence[Any]) -> tuple[int, int]:
     return inputs[0].shape[2], inputs[0].shape[3]
 
 
 def _swin(block: Any, inputs: Sequence[Any]) -> Windows:
     return Windows(
-        _channels_last(inputs),
+        _grid_of_channels_last(inputs),
         to_2tuple(block.window_size),
         to_2tuple(block.shift_size),
     )
@@ -84,7 +84,7 @@ def _swin(block: Any, inputs: Sequence[Any]) -> Windows:
 def _maxvit(
     grid: Callable[[Sequence[Any]], tuple[int, int]],
 ) -> Callable[[Any, Sequence[Any]], Windows]:
-    """Cut blocks, or grids of every n-th row and column."""
+    """Return a function that describes the windows of a block: compact, or of every n-th row and column."""
 
     def windows(block: Any, inputs: Sequence[Any]) -> Windows:
         return Windows(
@@ -98,13 +98,18 @@ def _maxvit(
 
 def _davit(block: Any, inputs: Sequence[Any]) -> Windows:
     # DaViT never shifts its windows.
-    return Windows(_channels_first(inputs), to_2tuple(block.window_size))
+    return Windows(_grid_of_channels_first(inputs), to_2tuple(block.window_size))
 
 
 def _sam2(block: Any, inputs: Sequence[Any]) -> Windows:
-    grid = _channels_last(inputs)
-    # Blocks of global attention have windows of no pixels.
+    grid = _grid_of_channels_last(inputs)
+    # Blocks with global attention have a window size of 0.
     return Windows(grid, block.window_size if block.is_windowed else grid)
+
+
+def _sam(block: Any, inputs: Sequence[Any]) -> Windows:
+    grid = _grid_of_channels_last(inputs)
+    return Windows(grid, to_2tuple(block.window_size) if block.window_size else grid)
 
 
 def _hiera(model: Any) -> Sequence[MaskUnits]:
@@ -113,7 +118,7 @@ def _hiera(model: Any) -> Sequence[MaskUnits]:
 
 
 def _twins(layer: Any, inputs: Sequence[Any]) -> Windows:
-    # The second input is the grid, as its tokens come without one, (B, N, C).
+    # The second input is the grid, which the shape of the tokens, (B, N, C), does not show.
     return Windows(to_2tuple(inputs[1]), to_2tuple(layer.ws))
 
 
@@ -141,7 +146,7 @@ def _of_cait(main: str | int = "norm1") -> Sequence[ResidualBranch]:
 _CONVNEXT = ResidualBranch(
     "gamma",
     "mlp",
-    ":shortcut",  # which also downsamples, where there is no stem for it
+    ":shortcut",  # the shortcut may downsample
     axis=lambda block: 1 if block.use_conv_mlp else -1,
     main_axis=1,
 )
@@ -158,10 +163,10 @@ _QKV = HeadParameters(
     },
     output="proj",
 )
-"""Rows of qkv are (3, heads, d), of kv (2, heads, d), and so on; columns of proj are (heads, d).
+"""Rows of qkv are (3, heads, d), those of kv (2, heads, d), and so on; columns of proj are (heads, d).
 
-Layers that look alike differ in this: LeViT interleaves queries, keys and values head by head, Nest the heads in each
-channel. So a class is listed here once its source was read.
+Similar layers may have another order: LeViT interleaves queries, keys and values head by head, and Nest interleaves the
+heads in each channel. A class is therefore listed here only if its source was read.
 """
 _QKV_OF_CONVIT = HeadParameters(
     {**_QKV.rows, "pos_proj": 1, "gating_param": 1}, output="proj"
@@ -177,7 +182,7 @@ _LATENTS = "the queries are latents, which lie on no grid"
 _ATTENTION: Mapping[str, LayerRecord] = {
     "timm.layers.attention.Attention": LayerRecord(head_parameters=_QKV),
     "timm.layers.attention.AttentionRope": LayerRecord(head_parameters=_QKV),
-    # The query is a parameter of the layer, so no patch asks.
+    # The query is a parameter of the layer and does not belong to a patch.
     "timm.layers.attention_pool.AttentionPoolLatent": LayerRecord(
         latent_queries=_LATENTS, head_parameters=_QKV
     ),
@@ -195,17 +200,17 @@ _ATTENTION: Mapping[str, LayerRecord] = {
     "timm.models.convit.GPSA": LayerRecord(head_parameters=_QKV_OF_CONVIT),
     "timm.models.convit.MHSA": LayerRecord(head_parameters=_QKV),
     "timm.models.davit.WindowAttention": LayerRecord(head_parameters=_QKV),
-    # Queries come from a strided convolution plus the pixel that it is centred at.
+    # Queries come from a strided convolution plus the pixel at its centre.
     "timm.models.efficientformer_v2.Attention2dDownsample": LayerRecord(
         strided=_always
     ),
-    # A loop over heads, in each of which the softmax has no axis of heads; it has num_heads all the same.
+    # The layer loops over its heads, so the softmax has no axis of heads, although the layer has num_heads.
     "timm.models.efficientvit_msra.CascadedGroupAttention": LayerRecord(
         heads_axis="one"
     ),
     "timm.models.eva.EvaAttention": LayerRecord(head_parameters=_QKV),
     "timm.models.fastvit.Attention": LayerRecord(head_parameters=_QKV),
-    # (B, heads, windows, N, N), where the number of windows can be that of the heads.
+    # (B, heads, windows, N, N), where the number of windows may equal that of the heads.
     "timm.models.hiera.MaskUnitAttention": LayerRecord(
         heads_axis=1,
         not_in_raster_order="Hiera's tokens are ordered by mask unit, and where these lie is unknown",
@@ -233,7 +238,7 @@ _ATTENTION: Mapping[str, LayerRecord] = {
         windows=_twins,
         head_parameters=_QKV,
     ),
-    # Older versions of timm define here what is now timm.layers.attention.Attention.
+    # In older versions of timm, timm.layers.attention.Attention is defined here.
     "timm.models.vision_transformer.Attention": LayerRecord(head_parameters=_QKV),
     "timm.models.vision_transformer_relpos.RelPosAttention": LayerRecord(
         head_parameters=_QKV
@@ -241,7 +246,7 @@ _ATTENTION: Mapping[str, LayerRecord] = {
     "timm.models.vision_transformer_sam.Attention": LayerRecord(head_parameters=_QKV),
     "timm.models.volo.Attention": LayerRecord(head_parameters=_QKV),
     "timm.models.volo.ClassAttention": LayerRecord(head_parameters=_QKV),
-    # (B, heads, places, k * k, k * k): each place weighs the values in its own neighbourhood.
+    # (B, heads, places, k * k, k * k): each place weights the values in its own neighbourhood.
     "timm.models.volo.OutlookAttention": LayerRecord(
         heads_axis=1,
         own_grids=_square(lambda layer, keys: layer.kernel_size),
@@ -251,7 +256,7 @@ _ATTENTION: Mapping[str, LayerRecord] = {
 _WITHOUT_ATTENTION_MATRIX: Mapping[str, str] = {
     "timm.layers.cbam.ChannelAttn": "a gate on channels, not attention between tokens",
     "timm.layers.cbam.SpatialAttn": "a gate on pixels, not attention between tokens",
-    # Each of its two softmaxes has half of the width of a head, and neither is what weighs the values.
+    # Each of the two softmaxes uses half of the channels of a head, and neither alone weights the values.
     "timm.layers.diff_attention.DiffAttention": _DIFFERENCE,
     "timm.layers.global_context.GlobalContext": "one global context vector, no N x N matrix",
     "timm.layers.lambda_layer.LambdaLayer": "lambda layer: keys are summarised before queries meet them",
@@ -275,13 +280,13 @@ _WITHOUT_ATTENTION_MATRIX: Mapping[str, str] = {
 _BLOCKS: Mapping[str, LayerRecord] = {
     "timm.models.beit.Block": LayerRecord(branches=_of_cait()),
     "timm.models.cait.LayerScaleBlock": LayerRecord(branches=_of_cait()),
-    # Its first norm takes class token and patches together, and the token alone, the second input, is added to.
+    # The first norm takes class token and patches together, but the main branch is the token alone, the second input.
     "timm.models.cait.LayerScaleBlockClassAttn": LayerRecord(branches=_of_cait(main=1)),
     "timm.models.convnext.ConvNeXtBlock": LayerRecord(branches=(_CONVNEXT,)),
-    # The block cuts the windows, and its attention sees single windows only; so do those of Swin and MaxViT.
+    # The block cuts the windows, so its attention sees single windows only; the same holds for Swin and MaxViT.
     "timm.models.davit.SpatialBlock": LayerRecord(windows=_davit),
     "timm.models.efficientformer.MetaBlock1d": LayerRecord(branches=_layer_scales()),
-    # It has no norms: the mixer and the MLP take the main branch themselves.
+    # The block has no norms: the mixer and the MLP take the main branch directly.
     "timm.models.efficientformer.MetaBlock2d": LayerRecord(
         branches=_layer_scales("token_mixer", "mlp")
     ),
@@ -289,10 +294,10 @@ _BLOCKS: Mapping[str, LayerRecord] = {
     "timm.models.focalnet.FocalNetBlock": LayerRecord(branches=_layer_scales()),
     "timm.models.gcvit.GlobalContextVitBlock": LayerRecord(branches=_layer_scales()),
     "timm.models.maxxvit.PartitionAttentionCl": LayerRecord(
-        windows=_maxvit(_channels_last), branches=_layer_scales()
+        windows=_maxvit(_grid_of_channels_last), branches=_layer_scales()
     ),
     "timm.models.maxxvit.PartitionAttention2d": LayerRecord(
-        windows=_maxvit(_channels_first), branches=_layer_scales()
+        windows=_maxvit(_grid_of_channels_first), branches=_layer_scales()
     ),
     # The layers between tokens work on (B, C, N), so channels are on axis 1 there.
     "timm.models.mlp_mixer.MixerBlock": LayerRecord(
@@ -305,7 +310,7 @@ _BLOCKS: Mapping[str, LayerRecord] = {
     ),
     "timm.models.hiera.Hiera": LayerRecord(mask_units=_hiera),
     "timm.models.hieradet_sam2.MultiScaleBlock": LayerRecord(windows=_sam2),
-    # Windows hold every n-th pixel of the map, which is cut inside of the block.
+    # The block itself cuts its map into windows of every n-th pixel.
     "timm.models.mobilevit.MobileVitBlock": LayerRecord(spread_evenly=True),
     "timm.models.swin_transformer.SwinTransformerBlock": LayerRecord(windows=_swin),
     "timm.models.swin_transformer_v2.SwinTransformerV2Block": LayerRecord(
@@ -314,12 +319,13 @@ _BLOCKS: Mapping[str, LayerRecord] = {
     "timm.models.swin_transformer_v2_cr.SwinTransformerV2CrBlock": LayerRecord(
         windows=_swin
     ),
-    # Patches come from unfolded pixels: no feature map has their grid. The pixels inside a patch have none either.
+    # Patches come from unfolded pixels, so no feature map shows their grid, nor that of the pixels inside a patch.
     "timm.models.tnt.Block": LayerRecord(spread_evenly=False),
     "timm.models.vision_transformer.Block": LayerRecord(branches=_layer_scales()),
     "timm.models.vision_transformer_relpos.RelPosBlock": LayerRecord(
         branches=_layer_scales()
     ),
+    "timm.models.vision_transformer_sam.Block": LayerRecord(windows=_sam),
     "timm.models.xcit.XCABlock": LayerRecord(
         branches=(
             ResidualBranch("gamma1", "attn", "norm1"),

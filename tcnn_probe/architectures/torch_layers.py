@@ -6,7 +6,7 @@ from tcnn_probe.architectures.record import HeadParameters, LayerRecord
 
 __all__ = ["TORCH_LAYERS"]
 
-# Queries, keys and values are in one matrix where their widths agree, and in three where they do not.
+# Queries, keys and values are in one matrix if their widths agree, and in three matrices otherwise.
 _TOGETHER = ("in_proj_weight", "in_proj_bias")
 _APART = ("q_proj_weight", "k_proj_weight", "v_proj_weight", "bias_k", "bias_v")
 

@@ -18,7 +18,7 @@ def _swin(layer: Any, inputs: Sequence[Any]) -> Windows:
         (inputs[0].shape[1], inputs[0].shape[2]),
         to_2tuple(layer.window_size),
     )
-    # Along an axis that one window covers, nothing is shifted.
+    # Windows are not shifted along an axis that a single window covers.
     shifts = [
         0 if side >= length else shift
         for side, length, shift in zip(window, grid, layer.shift_size, strict=True)
@@ -27,7 +27,7 @@ def _swin(layer: Any, inputs: Sequence[Any]) -> Windows:
 
 
 def _maxvit(layer: Any, inputs: Sequence[Any]) -> Windows:
-    """Return the windows of an input (B, C, H, W): blocks, or grids where the axes of each partition are swapped."""
+    """Return the windows of an input (B, C, H, W): blocks, or grids if the axes of each partition are swapped."""
     spread = not isinstance(layer.partition_swap, nn.Identity)
     side = layer.g if spread else layer.p
     return Windows(
@@ -36,10 +36,10 @@ def _maxvit(layer: Any, inputs: Sequence[Any]) -> Windows:
 
 
 TORCHVISION_LAYERS: Mapping[str, LayerRecord] = {
-    # The attention cuts its own windows; the version 2 derives from it.
+    # The attention itself cuts the windows; version 2 is a subclass.
     "torchvision.models.swin_transformer.ShiftedWindowAttention": LayerRecord(
         windows=_swin
     ),
-    # The softmax is in a layer inside, which sees single windows only.
+    # The softmax is in a submodule, which sees single windows only.
     "torchvision.models.maxvit.PartitionAttentionLayer": LayerRecord(windows=_maxvit),
 }

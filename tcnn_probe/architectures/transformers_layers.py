@@ -12,7 +12,7 @@ __all__ = ["TRANSFORMERS_LAYERS"]
 
 
 def _swin(layer: Any, inputs: Sequence[Any]) -> Windows:
-    """Return the windows of tokens (B, N, C), padded before they are rolled; their grid is one of the inputs."""
+    """Return the windows of tokens (B, N, C), which are padded before they are rolled; the grid is an input."""
     size = next(
         pair for pair in inputs if isinstance(pair, (tuple, list)) and len(pair) == 2
     )
@@ -24,9 +24,18 @@ def _swin(layer: Any, inputs: Sequence[Any]) -> Windows:
     )
 
 
-def _sam2(block: Any, inputs: Sequence[Any]) -> Windows:
-    """Return the windows of tokens (B, H, W, C); blocks of global attention have windows of no pixels."""
-    grid = inputs[0].shape[1], inputs[0].shape[2]
+def _sam(block: Any, inputs: Sequence[Any]) -> Windows:
+    """Return the windows of tokens (B, H, W, C); blocks with global attention have a window size of 0."""
+    return _unshifted(block, inputs[0].shape[1:3])
+
+
+def _vitdet(block: Any, inputs: Sequence[Any]) -> Windows:
+    """Return the windows of tokens (B, C, H, W)."""
+    return _unshifted(block, inputs[0].shape[2:])
+
+
+def _unshifted(block: Any, size: Sequence[int]) -> Windows:
+    grid = size[0], size[1]
     return Windows(grid, to_2tuple(block.window_size) if block.window_size else grid)
 
 
@@ -39,17 +48,37 @@ TRANSFORMERS_LAYERS: Mapping[str, LayerRecord] = {
     "transformers.models.hiera.modeling_hiera.HieraEncoder": LayerRecord(
         mask_units=_hiera
     ),
-    # (B, heads, windows, N, N), where the number of windows can be that of the heads.
+    # (B, heads, windows, N, N), where the number of windows may equal that of the heads.
     "transformers.models.hiera.modeling_hiera.HieraMaskUnitAttention": LayerRecord(
         heads_axis=1,
         not_in_raster_order="Hiera's tokens are ordered by mask unit, and where these lie is unknown",
     ),
-    # These blocks cut the windows, and their attention sees single windows only.
+    # These blocks cut the windows, so their attention sees single windows only.
+    "transformers.models.donut.modeling_donut_swin.DonutSwinLayer": LayerRecord(
+        windows=_swin
+    ),
+    "transformers.models.got_ocr2.modeling_got_ocr2.GotOcr2VisionLayer": LayerRecord(
+        windows=_sam
+    ),
+    "transformers.models.maskformer.modeling_maskformer_swin.MaskFormerSwinLayer": LayerRecord(
+        windows=_swin
+    ),
+    "transformers.models.sam.modeling_sam.SamVisionLayer": LayerRecord(windows=_sam),
     "transformers.models.sam2.modeling_sam2.Sam2MultiScaleBlock": LayerRecord(
-        windows=_sam2
+        windows=_sam
+    ),
+    "transformers.models.sam3.modeling_sam3.Sam3ViTLayer": LayerRecord(windows=_sam),
+    "transformers.models.sam_hq.modeling_sam_hq.SamHQVisionLayer": LayerRecord(
+        windows=_sam
     ),
     "transformers.models.swin.modeling_swin.SwinLayer": LayerRecord(windows=_swin),
+    "transformers.models.swin2sr.modeling_swin2sr.Swin2SRLayer": LayerRecord(
+        windows=_swin
+    ),
     "transformers.models.swinv2.modeling_swinv2.Swinv2Layer": LayerRecord(
         windows=_swin
+    ),
+    "transformers.models.vitdet.modeling_vitdet.VitDetLayer": LayerRecord(
+        windows=_vitdet
     ),
 }

@@ -1,1 +1,1 @@
-"""Attention of any model, seen while it runs: rebuilt from what torch was asked for, on its grid, and measured."""
+"""Attention of any model: reconstructed from calls of torch during a forward, arranged on its grid, and measured."""

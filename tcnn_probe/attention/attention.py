@@ -1,4 +1,4 @@
-"""An attention of a forward: who attends, from where, to what, and with which weights."""
+"""The attention of one call of a layer: its module, queries, keys, grids and weights."""
 
 import math
 from abc import ABC, abstractmethod
@@ -18,13 +18,13 @@ __all__ = ["Attention", "ContentRows", "WholeLayers", "weigh"]
 
 @dataclass(frozen=True)
 class ContentRows:
-    """Attention that images decide, the content part of gated layers, query by query and key by key.
+    """Statistics of content attention by query and by key: of A, or of the content part of gated layers.
 
     Args:
         entropy: -sum_j A_ij log A_ij of each query, shape (B, windows, heads, N_query).
         received: Mean over queries of A_ij, shape (B, windows, heads, N_key).
-        similarity: Mean cosine of a head's rows A_i with those of the layer's other heads, of a sample of the queries,
-            shape (B, heads); zeros for images beyond :attr:`Attention.limit`.
+        similarity: Mean cosine between a head's rows A_i and those of the layer's other heads, over a sample of the
+            queries, shape (B, heads); zeros for images beyond :attr:`Attention.limit`.
     """
 
     entropy: Tensor
@@ -36,13 +36,13 @@ class ContentRows:
 class Attention(ABC):
     """The attention A of one call of a layer: B images, each in one or more windows, and a softmax for each head.
 
-    A forward shows two kinds, ``SoftmaxAttention`` and ``GatedAttention``; readers such as recorders, maps and rollout
-    work on what is below and need not tell them apart. A third kind (the kernel of linear attention, say) takes one
-    file: a subclass with :attr:`shape`, :attr:`source`, :meth:`weights`, :meth:`statistics` and :meth:`discrepancy`,
-    and a :class:`WholeLayers` that says of which layers it is and how it is described once they have run. The stream
-    shows those that are listed in its ``WHOLE_LAYERS``.
+    There are two kinds, ``SoftmaxAttention`` and ``GatedAttention``. Recorders, maps and rollout use the interface of
+    this class and need not tell them apart. A third kind, such as the kernel of linear attention, needs one file: a
+    subclass with :attr:`shape`, :attr:`source`, :meth:`weights`, :meth:`statistics` and :meth:`discrepancy`, and a
+    :class:`WholeLayers` that names its layers and describes their attention after they have run. The stream handles the
+    kinds that are listed in its ``WHOLE_LAYERS``.
 
-    The tensors behind it are the model's own, valid while the layer runs: read what you need, and keep copies.
+    The underlying tensors belong to the model and are valid only while the layer runs: keep copies of what you need.
 
     Args:
         module: Module that attends.
@@ -51,16 +51,16 @@ class Attention(ABC):
         windows: Number of windows of each image, 1 for attention over the whole image. Row b * windows + w of
             ``shape[0]`` is window w of image b.
         layout: Grids on which queries and keys lie.
-        number: Place of this attention among those of one call of the module, counted from 0.
-        cut: Places of the windows in the image; None if unknown, or if the only window is the image.
-        query_cut: The same of the queries' windows, where these lie on a grid of their own.
-        order: Indices of the model's queries and keys in the order in which they are here, row by row, where that is
-            another one; shapes (N_query,) and (N_key,).
-        limit: Number of images, the first ones, that count in sums over images; None for all.
-        detailed: Whether the pass over the logits keeps :meth:`content_rows`, too.
-        residual: Function that returns the tokens that enter the block around the layer, (B, N, C), with class and
-            register tokens where the model has them; it returns None where they are not found.
-        shared: Results that the listeners of one forward share; copies of this attention share them too.
+        number: Position of this attention among those of one call of the module, counted from 0.
+        cut: Positions of the windows in the image; None if unknown, or if the only window is the image.
+        query_cut: Positions of the queries' windows, if these lie on another grid than the keys.
+        order: Indices of the model's queries and keys in row-by-row order, shapes (N_query,) and (N_key,); None if the
+            model's order is not changed in this way.
+        limit: Number of first images that count in sums over images; None for all.
+        detailed: Whether the pass over the logits also computes :meth:`content_rows`.
+        residual: Function that returns the tokens that enter the block around the layer, (B, N, C), including class and
+            register tokens; it returns None if they are not found.
+        shared: Results that the listeners of one forward share, also in copies of this attention.
     """
 
     BLOCK: ClassVar[int] = 1 << 20
@@ -88,7 +88,7 @@ class Attention(ABC):
     @property
     @abstractmethod
     def source(self) -> Tensor:
-        """A tensor that A is made of, for its device and dtype."""
+        """A tensor from which A is computed, for its device and dtype."""
 
     @abstractmethod
     def weights(self, queries: slice = slice(None), image: int | None = None) -> Tensor:
@@ -99,44 +99,44 @@ class Attention(ABC):
             image: Index of one image; None for all.
 
         Returns:
-            Shape (B or 1, windows, heads, queries, N_key), in float32 at least. Rows sum to one, but for queries that
-            may see no key at all: these are 0, as torch's own attention has it.
+            Shape (B or 1, windows, heads, queries, N_key), at least in float32. Rows sum to one, except for queries
+            from which all keys are hidden: their rows are 0, as in torch's fused attention.
         """
 
     @abstractmethod
     def statistics(self) -> Mapping[str, Any]:
-        """Return what recordings keep of A, exact and without an N x N tensor.
+        """Return the statistics of A that recordings keep, computed exactly and without an N x N tensor.
 
         Returns:
-            ``{variable: tensor}``, shape (B, heads) or, for the scales of uniform attention, (B,); and for variables
-            that need sums over images a ``Pattern``.
+            Values by variable: tensors of shape (B, heads) or, for the scales of uniform attention, (B,), and a
+            ``Pattern`` for variables that need sums over images.
         """
 
     @abstractmethod
     def discrepancy(self, output: Any) -> tuple[Tensor, float] | None:
-        """Compare A with what the model computed from it, for the first image.
+        """Compare A with the model's own computation, for the first image.
 
         Args:
-            output: Output of the layer, for kinds that are compared with it.
+            output: Output of the layer, for kinds of attention that are compared with it.
 
         Returns:
-            The largest difference as a share of the largest value, shape () in float32, and the largest share that
-            rounding explains; None if nothing can be compared, as under dropout.
+            The largest difference relative to the largest value, shape () in float32, and the largest relative
+            difference that rounding explains; None if nothing can be compared, for example under dropout.
         """
 
     def content_rows(self) -> ContentRows | None:
-        """Return entropies and received attention of the part of A that images decide, for :attr:`detailed` ones.
+        """Return statistics of content attention if this attention is :attr:`detailed`.
 
-        None for kinds that do not measure them.
+        None for kinds of attention that do not measure them.
         """
         return None
 
     def values(self) -> Tensor | None:
-        """Return the values, (rows, heads or 1, content_keys, d); None where they do not show."""
+        """Return the values, (rows, heads or 1, content_keys, d); None if they are unknown."""
         return None
 
     def head_outputs(self) -> Tensor | None:
-        """Return the heads' outputs A v, (rows, heads, N_query, d); None where they do not show."""
+        """Return the heads' outputs A v, (rows, heads, N_query, d); None if they are unknown."""
         return None
 
     def segment_attention(self) -> Tensor | None:
@@ -144,8 +144,8 @@ class Attention(ABC):
 
         Returns:
             Shape (B, heads, segments of queries, segments of keys), see
-            ``tcnn_probe.attention.segments.SEGMENTS``; 0 for segments without queries. None where the segments
-            are unknown.
+            ``tcnn_probe.attention.segments.SEGMENTS``; 0 for segments without queries. None if the segments are
+            unknown.
         """
         return None
 
@@ -166,12 +166,12 @@ class Attention(ABC):
 
     @property
     def rows(self) -> int:
-        """Number of rows: of windows of all images."""
+        """Number of rows, which are the windows of all images."""
         return self.shape[0]
 
     @property
     def content_keys(self) -> int:
-        """Number of keys of the part that images decide, see :meth:`content`."""
+        """Number of keys of content attention, see :meth:`content`."""
         return self.keys
 
     @property
@@ -181,27 +181,27 @@ class Attention(ABC):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Float32, or float64 where the model is in float64."""
+        """Float32, or float64 if the model is in float64."""
         return at_least_float32(self.source.dtype)
 
     @property
     def block(self) -> int:
-        """Number of logits to form at a time on this device."""
+        """Number of logits to compute at a time on this device."""
         return self.block_on(self.device)
 
     @classmethod
     def block_on(cls, device: torch.device) -> int:
-        """Return how many logits to form at a time: 64 MiB on a GPU, where each block is a dozen kernel launches."""
+        """Return how many logits to compute at a time: 64 MiB on a GPU, where a block takes a dozen kernel launches."""
         return cls.BLOCK << (0 if device.type == "cpu" else 4)
 
     @property
     def in_windows(self) -> bool:
-        """Flag that there are several windows, or one that is larger than the image."""
+        """True if there are several windows, or one that is larger than the image."""
         return self.windows > 1 or self.cut is not None
 
     @property
     def class_query(self) -> int | None:
-        """Index of the class token among the queries; None without one, or with one for each class."""
+        """Index of the class token among the queries; None if there is none, or one for each class."""
         return None
 
     @property
@@ -221,14 +221,14 @@ class Attention(ABC):
 
     @property
     def map_size(self) -> tuple[int, int] | None:
-        """Rows and columns of the maps that :meth:`on_grid` gives; None where no grid is known."""
+        """Rows and columns of the maps that :meth:`on_grid` returns; None if no grid is known."""
         return None if self.layout.keys is None else self.layout.keys.size
 
     def uniform_scales(self) -> dict[str, Tensor]:
-        """Return what entropy and distance would be if every query attended to all keys alike, for each image: (B,).
+        """Return entropy and distance of uniform attention, for each image: (B,).
 
-        Keys that a mask hides from a query count as keys, and so does padding. Where no grid is known there is no
-        distance. Gated attention has ``uniform_content_entropy`` too, over real pixels.
+        Masked keys and padding count as keys. Without a known grid there is no distance. Gated attention also has
+        ``uniform_content_entropy``, over real pixels.
         """
         scales = {"uniform_entropy": math.log(self.keys)}
         if self.gate is not None:
@@ -251,7 +251,7 @@ class Attention(ABC):
         )
 
     def content(self) -> Tensor:
-        """Return the part of A that images decide: (rows, heads, N_query, keys). All of it, but for gated attention."""
+        """Return content attention, (rows, heads, N_query, keys): all of A, or the content part of gated attention."""
         return self.weights().flatten(0, 1)
 
     def row(self, query: int, images: Sequence[int]) -> Tensor:
@@ -262,8 +262,8 @@ class Attention(ABC):
         )
 
     def received(self, images: Sequence[int]) -> Tensor:
-        """Return the mean over queries of A_ij, how much each key is looked at: (images, windows, heads, N_key)."""
-        # In blocks of queries: all of A at once can be gigabytes for an image of many patches.
+        """Return the attention that keys receive, the mean of A_ij over queries: (images, windows, heads, N_key)."""
+        # The sum is over blocks of queries, because all of A can take gigabytes if an image has many patches.
         step = max(1, self.block // (self.windows * self.heads * self.keys))
         blocks = [slice(start, start + step) for start in range(0, self.queries, step)]
         received = []
@@ -273,7 +273,7 @@ class Attention(ABC):
         return torch.stack(received)
 
     def on_grid(self, rows: Tensor) -> Tensor:
-        """Return the keys on the grid of (..., N_key): shape (..., height, width), without those of the padding."""
+        """Return the values (..., N_key) of the keys on the grid, without padding: shape (..., height, width)."""
         keys = self.layout.keys
         assert keys is not None
         return rows[..., keys.prefix :].unflatten(-1, (keys.height, keys.width))
@@ -281,13 +281,13 @@ class Attention(ABC):
 
 @dataclass(frozen=True)
 class WholeLayers:
-    """Layers whose attention is shown as a whole once they have run; softmaxes inside are parts of it.
+    """Layers whose attention is described as a whole after they have run; softmaxes inside are only parts of it.
 
     Args:
         classes: Classes of the layers.
-        describe: Function (layer, input, formed, name, running) of a call that has returned, which gives its attention.
-            ``formed`` has the outputs of the seams in this call, by role.
-        seams: Function of a layer that gives the submodules whose outputs ``describe`` needs, with their roles.
+        describe: Function (layer, input, formed, name, running) -> attention of a call that has returned. ``formed``
+            has the outputs of the seams in this call, by role.
+        seams: Function that returns the submodules of a layer whose outputs ``describe`` needs, with their roles.
     """
 
     classes: tuple[type[nn.Module], ...]
@@ -296,13 +296,13 @@ class WholeLayers:
 
 
 def weigh(attention: Tensor, values: Tensor) -> Tensor:
-    """Weigh values, (rows, heads or 1, N_key, d), by attention, (images or 1, windows, heads, N_query, N_key).
+    """Multiply attention, (images or 1, windows, heads, N_query, N_key), by values, (rows, heads or 1, N_key, d).
 
     Returns:
         Shape (rows, heads, N_query, d).
     """
-    # (rows, heads, N_key, d) to (B, windows, heads, N_key, d); einsum repeats axes of length 1, of B and of shared
-    # heads.
+    # (rows, heads, N_key, d) -> (B, windows, heads, N_key, d). einsum broadcasts axes of length 1: images of the
+    # attention, and heads that share their values.
     by_image = values.unflatten(0, (-1, attention.shape[1]))
     return torch.einsum(
         "bwhqk,bwhkd->bwhqd", attention.to(values.dtype), by_image

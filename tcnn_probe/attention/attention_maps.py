@@ -94,7 +94,7 @@ def attention_maps(
     max_bytes: int = 1 << 30,
     progress: bool | None = None,
 ) -> xr.DataTree:
-    """Compute where every head of a model looks in these images, on the grid of its layer.
+    """Compute the attention maps of every head of a model for these images, on the grids of the layers.
 
     ::
 
@@ -102,48 +102,50 @@ def attention_maps(
         tcnn_probe.plot.attention_maps(maps)
         maps["12x14x14"].attention.sel(layer="blocks.11.attn", head=3)  # (image, query, y, x)
 
-    Any model will do that can be recorded; fused attention is left on. The model runs once, in eval mode, and is then
-    as it was.
+    This works for any model that can be recorded; fused attention is left on. The model runs once, in eval mode, and is
+    unchanged afterwards.
 
     Args:
         model: Any module, not compiled.
         images: Images as the model takes them, shape (B, C, H, W); or videos, (B, T, C, H, W) or (B, C, T, H, W); or
             pictures (PIL images, file names, bytes), which pass through timm's evaluation transform for the model; or
-            all that a processor of transformers gives, text and masks too, which the model then gets in one batch.
+            all outputs of a processor of transformers, including text and masks, which are one batch.
         layers: Names, globs or a predicate ``(name, module) -> bool``; None for all layers.
         heads: Indices of the heads to keep; None for all heads.
-        queries: Places to look from, (y, x) in pixels of the images as the model takes them, (frame, y, x) of videos,
-            or "class" for class tokens alone. None for all places: 22 MB an image for 12 layers of 12 heads and 196
-            patches.
+        queries: Pixels whose attention is returned, (y, x) in the images as the model takes them, or (frame, y, x) in
+            videos; "class" for class tokens only. None for all queries: 22 MB per image for 12 layers of 12 heads and
+            196 patches.
         prefix_tokens, class_token, grid: Facts about the tokens, as for :func:`tcnn_probe.record`.
-        mixed: Whether to return what reaches the values where a layer mixes its heads after the softmax (the talking
-            heads of CaiT). Rows then sum to anything, and weights may be negative. Other layers are as they are.
+        mixed: Whether to return the weights after heads are mixed, for layers that mix them after the softmax (the
+            talking heads of CaiT). Their rows need not sum to one, and weights may be negative. Other layers are not
+            affected.
         batch_size: Number of images at a time.
         max_bytes: Largest size of the result; a larger result raises an error.
-        progress: Whether to show a bar; None to show it after three seconds, on a terminal or in a notebook.
+        progress: Whether to show a progress bar; None to show it after three seconds, on a terminal or in a notebook.
 
     Returns:
-        A tree. Its root holds the images as the model saw them, ``input``, and each further node the layers of one
-        grid, named "heads x rows x columns": ``attention``, dims (image, layer, head, query, y, x), or (image, layer,
-        head, query_y, query_x, y, x) from everywhere; ``class_attention``, dims (image, layer, head, y, x), where there
-        is a class token; ``attention_by_class``, dims (image, layer, head, class, y, x), of pools with a token for
-        each class; ``attention_by_query``, dims (image, layer, head, query, y, x), in the layer's order, of queries
-        that lie on no grid while the keys do, as DETR's object queries; ``gate``, dims (layer, head), of gated layers.
-        Windows (Swin, MaxViT) are put in their places in the image, with 0 outside of the query's window. ``query_y``
-        and ``query_x`` are then the cell of each layer's keys nearest to the query, which is at the pixel ``from_y``,
-        ``from_x``; ``pixel_y`` and ``pixel_x`` are the centres of what the cells of the keys see. Maps of videos have a
-        dimension ``frame`` before ``y``, the frames of tokens, and ``query_frame`` before ``query_y``; ``input`` has
-        ``input_frame``. Layers without maps are named in ``attrs["missing"]``, with the reason.
+        A tree. Its root holds the images as the model saw them, ``input``. Each other node holds the layers of one
+        grid, and is named "heads x rows x columns". Its variables are ``attention``, dims (image, layer, head, query,
+        y, x), or (image, layer, head, query_y, query_x, y, x) for all queries; ``class_attention``, dims (image, layer,
+        head, y, x), if there is a class token; ``attention_by_class``, dims (image, layer, head, class, y, x), for
+        pools with a token for each class; ``attention_by_query``, dims (image, layer, head, query, y, x), in the
+        layer's order, for queries that lie on no grid although the keys do, such as DETR's object queries; and
+        ``gate``, dims (layer, head), for gated layers. Attention in windows (Swin, MaxViT) is placed in the whole
+        image, with 0 outside the query's window. For chosen queries, ``query_y`` and ``query_x`` are the cell nearest
+        to the query's pixel, ``from_y`` and ``from_x``; ``pixel_y`` and ``pixel_x`` are the centres of the cells'
+        receptive fields. Maps of videos have a dimension ``frame`` before ``y``, the frames of tokens, and
+        ``query_frame`` before ``query_y``; ``input`` has ``input_frame``. ``attrs["missing"]`` names layers without
+        maps, with the reason.
 
     Raises:
-        ValueError: No layer has attention whose grid is known; queries lie outside of the images; the result takes more
-            than ``max_bytes``; no layer mixes its heads, with ``mixed``.
-        TypeError: ``model`` is no module, ``images`` are no images, or a head is no integer.
+        ValueError: No layer has attention on a known grid; queries lie outside the images; the result takes more than
+            ``max_bytes``; with ``mixed``, no layer mixes its heads.
+        TypeError: ``model`` is not a module, ``images`` are not images, or a head is not an integer.
     """
     check_model(model)
     inputs, images = beside_images(images), as_images(images, model, videos=True)
     batch_size = whole_number(batch_size, "batch_size", 1)
-    if inputs:  # which of them have a row for each image is unknown
+    if inputs:  # it is unknown which of them have a row for each image
         batch_size = len(images)
     # (B, C, H, W) or (B, T, C, H, W).
     shown = images.movedim(channel_axis(images), -3)
@@ -176,21 +178,20 @@ def attention_maps(
     bar = progress_bar(len(images), "attention maps", progress)
     with untouched(model), torch.no_grad(), calls_given(model, inputs), bar:
         for which, batch in batches(model, images, batch_size):
-            # It is told the number of batches, so that too large a result is refused within the first.
+            # The listener gets the number of batches, so that a result that is too large is refused in the first one.
             listener = MapKeeper(
                 selection, copies=-(-len(images) // len(batch)), max_bytes=max_bytes
             )
             stream = AttentionStream(
                 model, listener, layers=selected_layers, tokens=tokens
             )
-            # Fields of convolutions and pools come from the same forward, so that pixels of cells are right for any
-            # stem.
+            # Receptive fields are computed in the same forward, so that the pixels of cells are right for any stem.
             with closing(stream), selection.fields:
                 model(batch)
             listener.check()
             maps_by_batch.append(listener.maps)
             bar.update(which.stop - which.start)
-    # Both are the same for every batch, so those of the last one are all.
+    # The missing and unsupported layers are the same in every batch, so the last batch suffices.
     missing = listener.missing | stream.unsupported
     if not any(maps_by_batch[0]):
         reasons = "".join(f"\n  {layer}: {reason}" for layer, reason in missing.items())
@@ -208,12 +209,13 @@ def attention_maps(
         )
     order = {name: place for place, name in enumerate(names.values())}
     maps_by_layer = [_joined(parts) for parts in zip(*maps_by_batch, strict=True)]
-    # In the order of the model, and not of the first call: a layer's second attention, name#1, follows its first.
+    # Layers are sorted in the model's order, not by their first call; a layer's second attention, name#1, follows its
+    # first.
     maps_by_layer.sort(key=lambda maps: (order[maps.layer.split("#")[0]], maps.layer))
     datasets = _by_grid(maps_by_layer, selection)
-    # numpy has no bfloat16.
+    # NumPy has no bfloat16.
     shown = shown.float() if images.dtype == torch.bfloat16 else shown
-    # A dimension of the root can be selected in the whole tree if it has a coordinate.
+    # With a coordinate, a dimension of the root can be selected in the whole tree.
     frames = {"input_frame": range(size[0])} if len(size) == 3 else {}
     dims = "image", *frames, "channel", "input_y", "input_x"
     root = xr.Dataset({"input": (dims, shown.cpu().numpy(), _ATTRS["input"])}, frames)
@@ -231,7 +233,7 @@ def _checked_queries(queries: Any, size: tuple[int, ...]) -> Pixels | None:
     if queries is None or (isinstance(queries, str) and queries == "class"):
         return None if queries is None else ()
     try:
-        # Integers of any library, and no floats, which lie between two pixels.
+        # operator.index accepts integers of any library, but no floats, which could lie between two pixels.
         pixels = [
             tuple(operator.index(at) for at, _ in zip(pixel, size, strict=True))
             for pixel in queries
@@ -255,7 +257,7 @@ def _checked_queries(queries: Any, size: tuple[int, ...]) -> Pixels | None:
 
 
 def _joined(parts: Sequence[LayerMaps]) -> LayerMaps:
-    """Return the maps of all batches."""
+    """Concatenate a layer's maps from all batches."""
     arrays = {
         name: torch.cat([part.arrays[name] for part in parts])
         for name in parts[0].arrays
@@ -266,7 +268,7 @@ def _joined(parts: Sequence[LayerMaps]) -> LayerMaps:
 def _by_grid(
     maps_by_layer: Sequence[LayerMaps], selection: MapSelection
 ) -> dict[str, xr.Dataset]:
-    """Return a dataset for each grid; layers whose queries lie on no grid are apart."""
+    """Return a dataset for each grid; layers whose queries lie on no grid get datasets of their own."""
     nodes: dict[tuple[Any, ...], list[LayerMaps]] = {}
     for maps in maps_by_layer:
         has_queries, off_grid = (
@@ -278,12 +280,12 @@ def _by_grid(
         key = (not has_queries, maps.heads, maps.keys, queries)
         nodes.setdefault(key, []).append(maps)
     tree: dict[str, xr.Dataset] = {}
-    # Sorted, so that layers with maps of queries get the plain name.
+    # Layers with maps of queries come first, so that they get the plain name.
     for (_, heads, keys, queries), layers in sorted(
         nodes.items(), key=lambda node: node[0][0]
     ):
         name = "x".join(map(str, (heads, *keys)))
-        # Pooled keys or queries (MViT, PVT) have grids of their own, and share no node with layers where both agree.
+        # Layers whose queries and keys have different grids (MViT, PVT) get a node of their own.
         if isinstance(queries, int):
             name += f"_from_{queries}"
         elif queries not in (keys, None):
@@ -295,7 +297,7 @@ def _by_grid(
 
 
 def _dataset(layers: Sequence[LayerMaps], selection: MapSelection) -> xr.Dataset:
-    """Return the layers of one grid as a dataset; NaN where a layer lacks what another has."""
+    """Return the layers of one grid as a dataset, with NaN where a layer lacks a variable."""
     first = layers[0]
     heads = selection.heads_of(first.heads)
     coords: dict[str, Any] = {"layer": [maps.layer for maps in layers], "head": heads}

@@ -1,4 +1,4 @@
-"""Gated positional self-attention, of our own layers and of timm's ConViT: A = (1 - g) C + g P (T-CNN Eq. 7)."""
+"""Gated positional self-attention of our GPSA layers and of timm's ConViT: A = (1 - g) C + g P (T-CNN Eq. 7)."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -47,10 +47,10 @@ GATED_LAYERS = (GPSALayer, ConViTLayer)
 
 @dataclass(frozen=True, kw_only=True)
 class GatedAttention(Attention):
-    """The whole attention of a gated layer, over the real grid extended by the zero padding, so that rows sum to one.
+    """Attention of a gated layer over the grid with its zero padding, so that rows sum to one.
 
     Args:
-        describe: Function that gives queries, keys, positions and gates; it is called once, when one of them is needed.
+        describe: Function that returns queries, keys, positions and gates; it is called once, when they are needed.
         sizes: Sizes (B, heads, N_query).
         x: Input of the layer.
     """
@@ -66,7 +66,7 @@ class GatedAttention(Attention):
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
-        """Sizes (B, heads, N_query, N_key), padding included."""
+        """Sizes (B, heads, N_query, N_key), including padding."""
         return *self.sizes, self.parts.y.keys * self.parts.x.keys
 
     @property
@@ -103,16 +103,16 @@ class GatedAttention(Attention):
         """Return the attention of some queries, see :class:`~tcnn_probe.attention.attention.Attention`.
 
         Returns:
-            Shape (B or 1, 1, heads, queries, N_key); keys are row-major over the extended grid, as in
-            :meth:`tcnn_model.GPSA.attention`. :meth:`on_grid` cuts out the real pixels.
+            Shape (B or 1, 1, heads, queries, N_key), with keys in row-major order over the padded grid, as in
+            :meth:`tcnn_model.GPSA.attention`. :meth:`on_grid` selects the real pixels.
         """
         parts = self._of_image(image)
-        # Autocast would round the products of queries and keys, which the layer computes in float32 at least.
+        # Autocast would round the products of queries and keys, which the layer computes at least in float32.
         with without_autocast(parts.query):
             content = parts.content(queries)
             y, x = parts.y, parts.x
-            # F.pad counts axes from the last: columns before rows. Content attention has no keys in the padding, so it
-            # is 0 there.
+            # F.pad starts with the last axis, the columns. Content attention has no keys in the padding, so it is 0
+            # there.
             padding = (x.before, x.after, y.before, y.after)
             content = F.pad(
                 content.unflatten(-1, (y.length, x.length)), padding
@@ -131,7 +131,7 @@ class GatedAttention(Attention):
             ).unsqueeze(1)
 
     def statistics(self) -> Mapping[str, Any]:
-        """Return entropies of A and its parts, distances, the scale on which to read them, and sums over images."""
+        """Return entropies of A and its parts, distances, their values for uniform attention, and sums over images."""
         attention, content = gated_patterns(self.parts, self.limit, self.block)
         patterns = {
             "content_information": attention,
@@ -140,7 +140,7 @@ class GatedAttention(Attention):
         return {**gated_means(self._measured()), **self.uniform_scales(), **patterns}
 
     def content_rows(self) -> ContentRows:
-        """Return entropies and received attention of the content part C, over real pixels."""
+        """Return the statistics of the content part C, over real pixels."""
         measured = self._measured()
         assert measured.content_received is not None
         return ContentRows(
@@ -150,13 +150,13 @@ class GatedAttention(Attention):
         )
 
     def values(self) -> Tensor:
-        """Return the values, (B, heads or 1, H * W, d): those of the padding are zero, and left out."""
+        """Return the values, (B, heads or 1, H * W, d), without those of the padding, which are zero."""
         return _values(self.module, self.x)
 
     def discrepancy(self, output: Any) -> tuple[Tensor, float] | None:
-        """Compare the layer's output for the first image with what A makes of the values."""
+        """Compare the layer's output for the first image with the output computed from A and the values."""
         layer: Any = self.module
-        # Dropout of ConViT's attention or output leaves nothing that A alone could reproduce.
+        # With dropout of its attention or output, ConViT's output cannot be reproduced.
         of_convit = isinstance(layer, ConViTLayer)
         if (
             of_convit
@@ -170,9 +170,9 @@ class GatedAttention(Attention):
         )
 
     def received(self, images: Sequence[int]) -> Tensor:
-        """Return the mean over queries of A_ij, how much each key is looked at: (images, 1, heads, N_key).
+        """Return the attention that keys receive, the mean of A_ij over queries: (images, 1, heads, N_key).
 
-        Padding, which no output depends on, holds zeros.
+        The padding is set to zero, because no output depends on it.
         """
         which = torch.as_tensor(images, device=self.source.device)
         parts = replace(
@@ -194,7 +194,7 @@ class GatedAttention(Attention):
         return self.parts.y.length, self.parts.x.length
 
     def on_grid(self, rows: Tensor) -> Tensor:
-        """Return the real pixels of (..., N_key): shape (..., height, width)."""
+        """Return the values (..., N_key) of the real pixels: shape (..., height, width)."""
         y, x = self.parts.y, self.parts.x
         extended = rows.unflatten(-1, (y.keys, x.keys))
         return extended[
@@ -210,7 +210,7 @@ class GatedAttention(Attention):
 
         Args:
             heads: Indices of the heads.
-            content: C, shape (B or 1, 1, len(heads), N_query, H * W), perhaps of further images, which do not count.
+            content: C, shape (B or 1, 1, len(heads), N_query, H * W); further images are ignored.
 
         Returns:
             Shape (B, len(heads), N_query, d).
@@ -228,20 +228,20 @@ class GatedAttention(Attention):
             return torch.lerp(weigh(content[: len(self.x)], values), positional, gate)
 
     def head_outputs(self) -> Tensor:
-        """Return what the heads give, A v, shape (B, heads, N_query, d), differentiable."""
+        """Return the heads' outputs A v, shape (B, heads, N_query, d), differentiable."""
         return attend(self.parts, _values(self.module, self.x))
 
     def output(self, heads: Tensor) -> Tensor:
         """Return the layer's output for outputs of the heads, (B, heads, N_query, d)."""
         layer: Any = self.module
         if isinstance(layer, ConViTLayer):
-            # forward, as a call would run hooks that others have on the projection once more.
+            # forward() is used, because a call would run hooks on the projection a second time.
             return layer.proj.forward(heads.transpose(1, 2).flatten(2))
         return layer.combine(heads, self.parts)
 
     def _measured(self) -> AttentionStatistics:
         """Measure once for all listeners."""
-        # Without the limit of images, unlike softmax attention: it is applied later, to the sums.
+        # All images are measured; unlike in softmax attention, the limit of images is applied later, to the sums.
         key = "measured", self.detailed
         if key not in self.shared:
             self.shared[key] = measure(self.parts, content_received=self.detailed)
@@ -260,7 +260,7 @@ class GatedAttention(Attention):
 def gated_means(measured: AttentionStatistics) -> dict[str, Tensor]:
     """Return entropies, mean distance and largest logit of gated positional attention.
 
-    These are means over the queries of what :class:`~tcnn_model.AttentionStatistics` defines, of logits the largest.
+    These are means over queries of the fields of :class:`~tcnn_model.AttentionStatistics`; of logits, the maximum.
 
     Args:
         measured: Statistics of the attention of a batch of B images.
@@ -296,12 +296,12 @@ def gated_attention_of(
 
     Args:
         layer: GPSA or ConViT layer.
-        x: Its input.
-        formed: Outputs of the layer's seams in this call, by role. Queries and keys that the layer has formed just once
-            are taken as they are; otherwise they are formed anew, by ``forward`` of the parts, so that hooks which
-            others have on these do not run twice.
+        x: Input of the layer.
+        formed: Outputs of the layer's seams in this call, by role. If each seam has run exactly once, they are used;
+            otherwise queries and keys are computed again by ``forward`` of the submodules, so that hooks on these do
+            not run twice.
         name: Name of the layer.
-        running: Modules that are running around it, and their inputs.
+        running: Modules that are running around the layer, and their inputs.
     """
     formed_once = {
         role: tensors[0]
@@ -360,4 +360,4 @@ def _values(layer: Any, x: Tensor) -> Tensor:
 
 
 GATED = WholeLayers(GATED_LAYERS, gated_attention_of, _seams_of)
-"""GPSA and ConViT layers, for the stream."""
+"""GPSA and ConViT layers, whose attention the stream describes as a whole."""

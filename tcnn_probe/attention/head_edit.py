@@ -1,4 +1,4 @@
-"""Edits of heads, applied where the heads of a layer lie side by side, before they are added up."""
+"""Edits of heads, applied to the separate outputs of a layer's heads, before the projection adds them up."""
 
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, replace
@@ -36,7 +36,7 @@ __all__ = [
 
 @dataclass(frozen=True)
 class HeadEdit:
-    """Outputs that heads give instead of their own: a listener's answer to an attention.
+    """Edit of the outputs of heads, which a listener returns for an attention.
 
     ::
 
@@ -45,11 +45,11 @@ class HeadEdit:
 
     Args:
         heads: Indices of the heads.
-        give: Their output: "zero", or the "mean" over the queries of an image or window.
-        attention: Attention that takes the place of theirs, shape (B or 1, windows, len(heads), N_query, N_key); in
-            gated layers it takes the place of the content part, over H * W real pixels.
-        terms: Function (call, output, heads) -> output that puts something in the place of the heads' terms in the
-            layer's output; the heads give zero before. For listeners to single layers.
+        give: New output of the heads: "zero", or the "mean" over the queries of an image or window.
+        attention: Attention that replaces that of the heads, shape (B or 1, windows, len(heads), N_query, N_key); in
+            gated layers it replaces the content part, over H * W real pixels.
+        terms: Function (call, output, heads) -> output that adds other terms to the layer's output in place of the
+            heads' terms, which are zero by then. Only for listeners to single layers.
     """
 
     heads: Sequence[int]
@@ -58,12 +58,12 @@ class HeadEdit:
     terms: Callable[[Any, Tensor, Sequence[int]], Tensor] | None = None
 
     def check(self, attention: Attention) -> None:
-        """Refuse what cannot be done to an attention.
+        """Check that this edit can be applied to an attention.
 
         Raises:
-            TypeError: Heads are no integers.
-            ValueError: A head that the attention lacks or that is named twice, another value of ``give``, or an
-                attention of another shape.
+            TypeError: Heads are not integers.
+            ValueError: A head does not exist or is named twice, ``give`` has another value, or ``attention`` has
+                another shape.
         """
         heads = [
             whole_number(head, f"heads of {attention.name!r}") for head in self.heads
@@ -94,31 +94,31 @@ class HeadEdit:
             )
 
     def only(self, heads: Sequence[int]) -> "HeadEdit":
-        """Return the edit of some of its heads."""
+        """Return the edit restricted to some of its heads."""
         if self.attention is None or [*heads] == [*self.heads]:
             return replace(self, heads=heads)
         places = [[*self.heads].index(head) for head in heads]
         return replace(self, heads=heads, attention=self.attention[:, :, places])
 
 
-# Edits that outputs have had, for streams above those that made them: an edited output is nothing to compare with, and
-# what is computed again, to be edited, is to have all of its edits.
+# Edits that were applied to outputs, for outer streams: an edited output cannot verify a reconstruction, and when an
+# output is computed again to be edited, all edits must be applied again.
 _EDITS: MutableMapping[Tensor, Sequence[HeadEdit]] = WeakTensorKeyDictionary()
 
 
 def edits_of(output: Any) -> Sequence[HeadEdit]:
-    """Return the edits that streams have made to what a function or layer gave the model."""
+    """Return the edits that streams have made to an output of a function or layer."""
     first = _first(output)
     return () if first is None else _EDITS.get(first, ())
 
 
 def _first(output: Any) -> Any:
-    """Return an output, or the first of several."""
+    """Return the output, or the first one of a tuple."""
     return output[0] if isinstance(output, tuple) else output
 
 
 def owned_edits(edits: Sequence[HeadEdit]) -> list[HeadEdit]:
-    """Give each head to the last edit that names it."""
+    """Restrict edits so that each head belongs only to the last edit that names it."""
     owners = {head: edit for edit in edits for head in edit.heads}
     by_edit = [
         (edit, [head for head in edit.heads if owners[head] is edit]) for edit in edits
@@ -127,19 +127,19 @@ def owned_edits(edits: Sequence[HeadEdit]) -> list[HeadEdit]:
 
 
 class AttendingCall:
-    """A call of a torch function in which a module attends, ready to be edited.
+    """A call of a torch function that computes attention, with outputs of heads that can be edited.
 
     Args:
         func, args, kwargs: Call of ``scaled_dot_product_attention``, flex_attention, a softmax, or torch's multi-head
-            attention, which is run with the identity for its projection, so that the heads can be edited before they
+            attention, which is run with the identity as its projection, so that the heads can be edited before they
             are mixed.
-        output: Output of the function, if it has run; it is run otherwise.
+        output: Output of the function if it has run already; otherwise it is run here.
 
     Attributes:
-        heads: Outputs of the heads, (..., N_query, d), or the attention itself, (..., N_query, N_key), of a softmax:
-            what is done to it is done to what it makes of the values, as that is linear.
+        heads: Outputs of the heads, (..., N_query, d); for a softmax, the attention itself, (..., N_query, N_key),
+            whose edits carry over to attention times values, as this is linear.
         keys: Number of keys.
-        known_axis: Axis of the heads, where the function says so.
+        known_axis: Axis of the heads, if the function determines it.
     """
 
     def __init__(
@@ -157,11 +157,11 @@ class AttendingCall:
             return
         returned = func(*args, **kwargs) if output is None else output
         self._describe = partial(describe, func, returned, args, dict(kwargs))
-        # Beside the heads' outputs, flex_attention returns numbers of the rows of its logits, which stay.
+        # flex_attention also returns statistics of its logits' rows, which are not edited.
         self._output, *self._beside = (
             returned if isinstance(returned, tuple) else (returned,)
         )
-        # A single head without images has no axis of heads: (N_query, d).
+        # A single head without images, (N_query, d), gets an axis of heads.
         self.heads = self._output if self._output.ndim > 2 else self._output[None]
         self.is_softmax = func not in FUSED
         if self.is_softmax:
@@ -172,20 +172,20 @@ class AttendingCall:
 
     @cached_property
     def request(self) -> SeenAttention:
-        """The attention as torch was asked for it, described once it is needed."""
+        """Description of the call, computed when it is needed."""
         request = self._describe()
         assert isinstance(request, SeenAttention)
         return request
 
     def finish(self, edited: Tensor) -> Any:
-        """Return what the function gives for edited heads."""
+        """Return the function's output for edited heads."""
         if self._project is not None:
             return self._project(edited)
         if edited is self.heads:
             return self._whole(self._output)
         edited = edited.view(self._output.shape)
         if self.is_softmax and not self._output.requires_grad:
-            # In place, where whoever follows it to the values knows it to be.
+            # The softmax is edited in place, because its memory address identifies it in the product with the values.
             return self._output.copy_(edited)
         return self._whole(edited)
 
@@ -194,8 +194,7 @@ class AttendingCall:
 
     def _run_multihead(self, func: Any, arguments: dict[str, Any]) -> None:
         weight, bias = arguments["out_proj_weight"], arguments["out_proj_bias"]
-        # The identity leaves the heads side by side in the output; the true projection is applied to them once they are
-        # edited.
+        # With the identity, the output is the concatenation of heads; the true projection is applied after the edit.
         arguments["out_proj_weight"] = torch.eye(
             weight.shape[1], dtype=weight.dtype, device=weight.device
         )
@@ -218,7 +217,7 @@ class AttendingCall:
 
 
 def edit_call(call: AttendingCall, module: nn.Module, edits: Sequence[HeadEdit]) -> Any:
-    """Return what a torch function gives the module that attends, edited; differentiable wherever it was."""
+    """Return the edited output of a torch function, which is differentiable if the original is."""
     rows = as_rows(call.heads, module, call.known_axis)
 
     def exchange(edit: HeadEdit) -> Tensor:
@@ -249,13 +248,13 @@ def edit_function(
     module: nn.Module,
     edit: HeadEdit,
 ) -> Any:
-    """Return the output of a torch function in which a module attends, edited above the edits of other streams."""
+    """Return the output of a torch function with this edit after the edits of other streams."""
     earlier = edits_of(output)
     if earlier:
-        # Run again without the earlier edits: the mean of a head that was set to zero says nothing about the head.
+        # The function runs again without the earlier edits, as a mean over a head that was set to zero is meaningless.
         result = func(*args, **kwargs)
         is_kept = isinstance(result, Tensor) and not result.requires_grad
-        # Others may follow a softmax to the values by the place where it is stored.
+        # The memory address stays the same, because it identifies a softmax in the product with the values.
         output = output.copy_(result) if is_kept else result
     edits = owned_edits([*earlier, edit])
     edited = edit_call(AttendingCall(func, args, kwargs, output), module, edits)
@@ -278,8 +277,8 @@ def edit_gated(
 def edit_gated_output(
     layer: nn.Module, x: Tensor, output: Tensor, edit: HeadEdit
 ) -> Tensor:
-    """Return the output of a gated layer, edited above the edits of other streams: computed again, differentiable."""
-    # The names of ConViT's two; a GPSA layer has none.
+    """Compute the output of a gated layer again, with this edit after those of other streams; differentiable."""
+    # These are names of ConViT; a GPSA layer has no dropout.
     drops = [
         getattr(layer, name)
         for name in ("attn_drop", "proj_drop")
@@ -299,9 +298,9 @@ def edit_gated_output(
 def _edit_rows(
     heads: Tensor, edits: Sequence[HeadEdit], exchange: Callable[[HeadEdit], Tensor]
 ) -> Tensor:
-    """Edit (rows, heads, N_query, d); ``exchange`` gives what heads with another attention give."""
+    """Edit outputs of heads (rows, heads, N_query, d); ``exchange`` returns the outputs for an edit's attention."""
     for edit in edits:
-        # Never in place: these are the model's own tensors, which its backward pass may need.
+        # Nothing is edited in place, because the model's backward pass may need these tensors.
         index = torch.tensor(list(edit.heads), device=heads.device)
         if edit.attention is not None:
             heads = heads.index_copy(1, index, exchange(edit).to(heads.dtype))

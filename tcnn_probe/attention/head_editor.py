@@ -1,4 +1,4 @@
-"""Asks listeners what the heads of a layer are to give while it runs, and edits them: no parameter is exchanged."""
+"""Editing of a layer's heads while it runs, as listeners decide, without changing any parameter."""
 
 import math
 import sys
@@ -51,9 +51,9 @@ from tcnn_probe.hooks.modes import EDITORS, edited, never_compiled_alone, put_on
 
 __all__ = ["HeadEditor", "HeadListener", "LayerCall", "name_of_gating"]
 
-# Edits need no grids: where queries and keys lie is not looked for.
+# Edits need no grids, so that the grids of queries and keys are not determined.
 _UNKNOWN = Layout(None, None, "edits of heads need no grid")
-# All spellings of the function that makes gates of lambda, in GPSA, in ConViT and in layers derived from them.
+# Aliases of the function that computes gates from lambda, in GPSA, in ConViT and in layers derived from them.
 _SIGMOID = {torch.sigmoid, Tensor.sigmoid, torch.special.expit}
 # Functions through which lambda may pass before the sigmoid: they keep the order of the heads.
 _SAME_NUMBERS = {
@@ -64,40 +64,41 @@ _SAME_NUMBERS = {
     Tensor.float,
     Tensor.double,
 }
-# Ablations begin and end in any thread, and may share the editor of a layer.
+# Ablations may begin and end in any thread and share the editor of a layer.
 _LOCK = threading.RLock()
 
 
 class HeadListener:
-    """A listener to the calls of one layer, which may answer each attention with an edit. Override what you need."""
+    """Listener to the calls of one layer, which may return an edit of each attention. Override what you need."""
 
     layer = ""
     """Name of the layer, for errors."""
 
     def gates(self) -> Mapping[int, float]:
-        """Return the gates of heads that are to have another value, for the call that begins."""
+        """Return new gates by head, for the call that begins; other heads keep theirs."""
         return {}
 
     def attends(self, attention: Attention) -> HeadEdit | None:
-        """Answer an attention of the layer; with an edit of no heads, to say that it is what was waited for."""
+        """Return an edit of an attention, or None. An edit without heads means that the expected attention was seen."""
         return None
 
     def returned(self, call: "LayerCall", output: Any) -> None:
-        """Hear of the end of a call of the layer."""
+        """Handle the end of a call of the layer."""
 
 
 @dataclass(eq=False)
 class LayerCall(Call):
-    """A call of a layer, and what listeners have answered in it.
+    """A call of a layer, with the edits that listeners have returned in it.
 
     Attributes:
         listeners: Listeners, in the order in which they began.
-        attentions: How many attentions there were.
-        edits: Edits by number of the attention, with an owner for each head.
-        answered: Listeners that have answered.
-        objection: Why something that was edited is no attention between tokens; "" without a reason.
-        waiting: Edited softmaxes that have weighed nothing yet, by number, and whether they have an axis of heads.
-        tracker: Products of the call, to tell what softmaxes weigh.
+        attentions: Number of attentions so far.
+        edits: Edits by number of the attention; each head belongs to one edit.
+        answered: Listeners that have returned an edit.
+        objection: Reason why an edited softmax is not attention between tokens; "" if there is none.
+        waiting: Edited softmaxes that were not multiplied with values yet, by number, and whether each has an axis of
+            heads.
+        tracker: Products of the call, which show what softmaxes are multiplied with.
     """
 
     listeners: Sequence[HeadListener] = ()
@@ -109,7 +110,7 @@ class LayerCall(Call):
     tracker: ValueProductTracker = field(default_factory=ValueProductTracker)
 
     def ask(self, attention: Attention) -> list[HeadEdit]:
-        """Ask the listeners once for each attention."""
+        """Return the edits of an attention, for which each listener is asked once."""
         if attention.number not in self.edits:
             answers = [
                 (listener, listener.attends(attention)) for listener in self.listeners
@@ -123,7 +124,7 @@ class LayerCall(Call):
         return self.edits[attention.number]
 
     def gates(self) -> "_GateEditor | None":
-        """Return what edits the gates; None if they stay. Of several listeners the last counts."""
+        """Return the editor of the gates; None if they are not changed. The last listener takes precedence."""
         forced: dict[int, float] = {}
         for listener in self.listeners:
             forced |= listener.gates()
@@ -135,7 +136,7 @@ class LayerCall(Call):
 
 
 class HeadEditor(Calls[LayerCall]):
-    """Edits heads and gates in each call of a layer, for all its listeners together."""
+    """Editor of heads and gates in each call of a layer, shared by all listeners to the layer."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__(module, LayerCall)
@@ -143,17 +144,17 @@ class HeadEditor(Calls[LayerCall]):
 
     @classmethod
     def add(cls, module: nn.Module, listener: HeadListener) -> None:
-        """Ask one more listener."""
+        """Add a listener to a layer."""
         with _LOCK:
             editor = EDITORS.setdefault(module, cls(module))
-            # A new tuple: calls that are running keep those that they began with.
+            # The tuple is replaced, so that running calls keep the listeners with which they began.
             editor._listeners = (*editor._listeners, listener)
             if len(editor._listeners) == 1:
                 editor.attach()
 
     @classmethod
     def remove(cls, module: nn.Module, listener: HeadListener) -> None:
-        """Ask a listener no longer; may be called in the middle of a forward, and again."""
+        """Remove a listener. This may be called during a forward, and more than once."""
         with _LOCK:
             editor = EDITORS.get(module)
             if editor is not None and listener in editor._listeners:
@@ -169,7 +170,7 @@ class HeadEditor(Calls[LayerCall]):
     def attached_to(
         cls, module: nn.Module, listeners: Sequence[HeadListener]
     ) -> Iterator[None]:
-        """Ask these listeners, inside."""
+        """Add listeners to a layer inside the ``with``."""
         try:
             for listener in listeners:
                 cls.add(module, listener)
@@ -179,7 +180,7 @@ class HeadEditor(Calls[LayerCall]):
                 cls.remove(module, listener)
 
     def attach(self) -> None:
-        """Add hooks to the layer and, of a GPSA layer, the seam at which its heads lie side by side."""
+        """Add hooks to the layer and, in a GPSA layer, to the submodule that outputs its separate heads."""
         super().attach()
         if isinstance(self.module, GPSA):
             self._handles.append(
@@ -187,12 +188,12 @@ class HeadEditor(Calls[LayerCall]):
             )
 
     def begins(self, call: LayerCall) -> None:
-        """Begin to edit."""
+        """Start editing in this call."""
         call.listeners = self._listeners
         call.modes = put_on(_EditingMode(call))
 
     def returns(self, call: LayerCall, output: Any) -> Any:
-        """Tell the listeners, and put terms into the output."""
+        """Notify the listeners, and add terms to the output."""
         if call.waiting:
             call.objection = (
                 call.objection or "a softmax that weighs no values in a matrix product"
@@ -217,11 +218,11 @@ class HeadEditor(Calls[LayerCall]):
 
     @contextmanager
     def reading(self) -> Iterator[None]:
-        """Treat whatever is computed of the layer inside the ``with`` as computed by its forwards."""
+        """Apply the edits of a call to computations with the layer's parameters inside the ``with``."""
         running, frame = self.current(), sys._getframe()
-        # No call is running. One that stays on the stack for as long as the reading is made up, in the outermost frame.
+        # If no call is running, one is made up in the outermost frame, which stays on the stack during the reading.
         while frame.f_back is not None:
-            frame = frame.f_back  # to the outermost, which outlives the reading
+            frame = frame.f_back
         call = running or LayerCall(
             self.module, (), {}, frame, listeners=self._listeners
         )
@@ -241,7 +242,7 @@ class HeadEditor(Calls[LayerCall]):
 
 
 class _EditingMode(TorchFunctionMode):
-    """Shows the attentions of a call to its listeners, and gives the module what they answer."""
+    """Mode that passes the attentions of a call to its listeners, and returns edited outputs to the module."""
 
     def __init__(self, call: LayerCall) -> None:
         super().__init__()
@@ -257,14 +258,14 @@ class _EditingMode(TorchFunctionMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs, call = kwargs or {}, self._call
-        # flex_attention compiles itself, through this mode, and is edited when it runs.
+        # flex_attention compiles itself under this mode, and is edited when it runs.
         if call.over or torch.compiler.is_compiling():
             return func(*args, **kwargs)
         if self._gates is not None and self._gates.is_given_gates(func, args):
             return self._gates(func, args, kwargs)
         if (
-            # ConViT has no module between heads and projection: its F.linear is known by its weight. (B, N, heads * d)
-            # to (B, heads, N, d), and back.
+            # ConViT has no module between heads and projection, whose F.linear is recognised by its weight. The heads
+            # are reshaped from (B, N, heads * d) to (B, heads, N, d), and back.
             isinstance(call.module, ConViTLayer)
             and func is F.linear
             and args[1] is call.module.proj.weight
@@ -273,10 +274,10 @@ class _EditingMode(TorchFunctionMode):
             edited_heads = _edit_gated_heads(call, heads)
             side_by_side = edited_heads.transpose(1, 2).flatten(2)
             return func(side_by_side, *args[1:], **kwargs)
-        # Softmaxes inside of gated attention are parts of A: heads are edited at the seam, once C and P are added up.
+        # Softmaxes inside gated attention are only parts of A: its heads are edited after C and P are combined.
         if isinstance(call.module, GATED_LAYERS):
             return func(*args, **kwargs)
-        # Not run here: the edit runs them itself, with another projection or as they are.
+        # Fused functions are run by AttendingCall, perhaps with the identity as projection.
         if func in FUSED:
             return (
                 self._edit(AttendingCall(func, args, kwargs))
@@ -284,7 +285,7 @@ class _EditingMode(TorchFunctionMode):
                 else func(*args, **kwargs)
             )
         output = func(*args, **kwargs)
-        # Describing reads and reshapes tensors, which other function modes would see as the model's own work.
+        # describe() reads and reshapes tensors, which other function modes would take for operations of the model.
         with torch._C.DisableTorchFunction():
             request = describe(func, output, args, kwargs)
         if isinstance(request, SeenProduct):
@@ -306,7 +307,7 @@ class _EditingMode(TorchFunctionMode):
     def _edit(self, attending: AttendingCall) -> Any:
         call, module = self._call, self._call.module
         leading, queries = attending.heads.shape[:-2], attending.heads.shape[-2]
-        # Attention between channels (XCiT) has heads of another kind; listeners are not asked about it.
+        # Attention between channels (XCiT) is not edited.
         heads = heads_axis(leading, module, attending.known_axis)[1]
         if queries == attending.keys and is_between_channels(
             attending.keys, heads, call.inputs
@@ -327,14 +328,14 @@ class _EditingMode(TorchFunctionMode):
         call.attentions += 1
         edits = call.ask(attention)
         output = edit_call(attending, module, edits)
-        # Whether this softmax is attention shows only when it weighs values, in a product that comes later.
+        # A later product with values will show whether this softmax is attention.
         if edits and attending.is_softmax:
             has_heads = heads > 1 or len(leading) > 1
             call.waiting[attention.number] = SeenOperand.of(output), has_heads
         return output
 
     def _is_asking(self) -> bool:
-        """Return whether it is the layer itself that calls torch, and not a layer inside of it."""
+        """Return whether the layer itself calls torch, not a layer inside it."""
         frame: FrameType | None = sys._getframe()
         while (frame := innermost_call(frame)) is not None:
             module = frame.f_locals.get("self")
@@ -345,7 +346,7 @@ class _EditingMode(TorchFunctionMode):
 
 
 def _edit_gated_heads(call: LayerCall, heads: Tensor) -> Tensor:
-    """Edit the heads of a gated layer, which lie side by side, (B, heads, N_query, d)."""
+    """Edit the outputs of a gated layer's heads, (B, heads, N_query, d)."""
     x = next((x for x in call.inputs if isinstance(x, Tensor)), heads)[: len(heads)]
 
     def describe() -> Any:
@@ -367,23 +368,23 @@ def _edit_gated_heads(call: LayerCall, heads: Tensor) -> Tensor:
 
 
 class _GateEditor:
-    """Follows the gating parameter of a layer to its sigmoid, and gives the gates of some heads another value.
+    """Follows the gating parameter of a layer to its sigmoid, and replaces the gates of some heads.
 
-    The other gates stay differentiable with respect to the parameter, lambda of shape (heads,), which is never touched.
+    The other gates stay differentiable with respect to the parameter, lambda of shape (heads,), which is not changed.
 
     Args:
-        gating: The parameter.
-        forced: Gates by head.
+        gating: The parameter lambda.
+        forced: New gates by head.
     """
 
     def __init__(self, gating: Tensor, forced: Mapping[int, float]) -> None:
         self._forms = [gating]
-        # NaN stands for gates that stay as they are.
+        # NaN marks gates that are not changed.
         self._forced = torch.full((len(gating),), math.nan)
         self._forced[list(forced)] = torch.tensor(list(forced.values()))
 
     def is_given_gates(self, func: Callable[..., Any], args: tuple[Any, ...]) -> bool:
-        """Return whether a function is given the parameter, in one of its forms, on its way to the sigmoid."""
+        """Return whether a function gets the parameter, or a view or cast of it, on its way to the sigmoid."""
         if func not in _SIGMOID and func not in _SAME_NUMBERS:
             return False
         return bool(args) and any(args[0] is form for form in self._forms)
@@ -391,12 +392,12 @@ class _GateEditor:
     def __call__(
         self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """Return what such a function gives, edited."""
+        """Run such a function, and replace the gates in the output of a sigmoid."""
         output = func(*args, **kwargs)
         if func in _SAME_NUMBERS:
             self._forms.append(output)
             return output
-        # ConViT gives lambda the shape (1, heads, 1, 1) before its sigmoid.
+        # ConViT reshapes lambda to (1, heads, 1, 1) before its sigmoid.
         forced = self._forced.to(output).view(output.shape)
         return torch.where(forced.isnan(), output, forced)
 
@@ -407,7 +408,7 @@ def name_of_gating(module: nn.Module) -> str:
 
 
 def first_tensor(output: Any, layer: str) -> Tensor:
-    """Return the output of a layer, or the first of several."""
+    """Return the output of a layer, or the first of several outputs."""
     first = output[0] if isinstance(output, (tuple, list)) and output else output
     if not isinstance(first, Tensor):
         raise TypeError(
@@ -417,12 +418,12 @@ def first_tensor(output: Any, layer: str) -> Tensor:
 
 
 def with_first_tensor(output: Any, first: Tensor) -> Any:
-    """Return the output of a layer with another first tensor."""
+    """Return the output of a layer with its first tensor replaced."""
     return first if isinstance(output, Tensor) else type(output)([first, *output[1:]])
 
 
 def images_first(module: nn.Module, output: Tensor) -> Tensor:
-    """Return a layer's output with the images along its first axis; applied again, as it was."""
+    """Return a layer's output with the images along its first axis; a second call restores the original axes."""
     is_swapped = (
         isinstance(module, nn.MultiheadAttention)
         and not module.batch_first

@@ -1,6 +1,6 @@
 """Layout of the tokens of an attention: class and register tokens first, then words, then a grid in raster order.
 
-Tokens are put in this order when an attention is rebuilt.
+Tokens are put in this order when an attention is reconstructed.
 """
 
 from collections.abc import Iterable
@@ -26,10 +26,10 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Arrangement:
-    """Places of patches, words, and tokens of the model's own among tokens, in the model's order.
+    """Positions of patches, words and special tokens in the model's order of tokens.
 
     Args:
-        specials, words, patches: Indices of class and register tokens, of words, and of patches, which are neighbours.
+        specials, words, patches: Indices of class and register tokens, of words, and of patches, which are contiguous.
     """
 
     specials: tuple[int, ...]
@@ -43,7 +43,7 @@ class Arrangement:
 
     @property
     def around(self) -> tuple[int, int]:
-        """Numbers of tokens before the patches, and after them."""
+        """Numbers of tokens before and after the patches."""
         return self.patches[0], len(self.order) - 1 - self.patches[-1]
 
 
@@ -51,8 +51,8 @@ class Arrangement:
 class Tokens:
     """Tokens of an image: class and register tokens, then a grid in raster order.
 
-    Positions are in cells of the finer of the two grids, that of the queries and that of the keys. Frames of a video
-    lie below each other in one grid, and have the same positions.
+    Positions are in cells of the finer one of the grids of queries and keys. Frames of a video are stacked vertically
+    in one grid, and have the same positions.
 
     Args:
         prefix: Number of class and register tokens before the grid.
@@ -85,18 +85,18 @@ class Tokens:
         return self.height // self.frames
 
     def index(self, row: float, column: float) -> int:
-        """Return the index of the token at shares of the height and the width, of the middle frame of a video."""
+        """Return the index of the token at fractions of height and width, in the middle frame of a video."""
         above = self.frames // 2 * self.rows + int(row * self.rows)
         return self.prefix + above * self.width + int(column * self.width)
 
     def frame_numbers(self, device: torch.device) -> Tensor:
-        """Return the frame of each token, shape (count,); those before the grid are put on its first cell."""
+        """Return the frame of each token, shape (count,); tokens before the grid count as its first cell."""
         return self._places(device) // (self.rows * self.width)
 
     def positions(
         self, dtype: torch.dtype, device: torch.device
     ) -> tuple[Tensor, Tensor]:
-        """Return row and column of each token, shape (count,); those before the grid are put on its first cell."""
+        """Return row and column of each token, shape (count,); tokens before the grid count as its first cell."""
         place = self._places(device)
         y, x = place // self.width % self.rows, place % self.width
         return (y * self.spacing[0] + self.origin[0]).to(dtype), (
@@ -119,12 +119,12 @@ class Layout:
     """Grids of the queries and the keys of an attention.
 
     Args:
-        queries, keys: Their grids; None where no grid is known.
+        queries, keys: Grids of queries and keys; None if a grid is unknown.
         reason: Reason why one of them is None; empty if both are known.
-        advice: Options by which the user can give a grid that was not found; empty if there are none.
-        asking: Kind of the queries: tokens of the image (or its class token alone), learnt latents, words, or class
+        advice: Options with which the user can give a grid that was not found; empty if there are none.
+        asking: Kind of the queries: tokens of the image (or only its class token), learnt latents, words, or class
             tokens, one for each class.
-        words: Number of words among the tokens before the grid of keys, the last ones of these.
+        words: Number of words, which are the last ones of the tokens before the grid of keys.
     """
 
     queries: Tokens | None
@@ -141,12 +141,12 @@ class Layout:
 
     @property
     def is_video(self) -> bool:
-        """Flag that the keys are those of several frames."""
+        """True if the keys span several frames."""
         return self.keys is not None and self.keys.frames > 1
 
     @property
     def uniform_distance(self) -> float | None:
-        """Mean distance between all queries and all keys on the grids, in float64; None where one is unknown."""
+        """Mean distance between all queries and all keys on the grids, in float64; None if a grid is unknown."""
         if self.queries is None or self.keys is None:
             return None
         return _mean_distance(self.queries, self.keys)
@@ -158,7 +158,7 @@ class Layout:
 
         Rows and columns of class and register tokens hold meaningless numbers.
         """
-        # Callers ask for distances only where both grids are known.
+        # Callers need distances only if both grids are known.
         assert self.queries is not None
         assert self.keys is not None
         query_y, query_x = self.queries.positions(dtype, device)
@@ -170,7 +170,7 @@ class Layout:
     def frame_distances(
         self, queries: slice, dtype: torch.dtype, device: torch.device
     ) -> Tensor:
-        """Return the numbers of frames from some queries to all keys, as :meth:`distances` does."""
+        """Return distances in frames from some queries to all keys, like :meth:`distances`."""
         assert self.queries is not None
         assert self.keys is not None
         asking, keys = (
@@ -189,7 +189,7 @@ def _mean_distance(queries: Tokens, keys: Tokens) -> float:
 
 
 def _offsets(queries: np.ndarray, keys: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the distances along one axis and the number of pairs at each: no N x N table for a grid of N."""
+    """Return the distinct distances along one axis and their numbers of pairs, which avoids an N x N table."""
     distances, pairs = np.unique(
         np.abs(keys[None, :] - queries[:, None]), return_counts=True
     )
@@ -198,15 +198,15 @@ def _offsets(queries: np.ndarray, keys: np.ndarray) -> tuple[np.ndarray, np.ndar
 
 @dataclass(frozen=True)
 class GivenTokens:
-    """Facts about a model's tokens that the user gives, where the model does not show them.
+    """Facts about a model's tokens that the user gives because the model does not show them.
 
     Args:
         prefix: Number of class and register tokens before the grid.
-        class_token: Place of the class token, the "first" or the "last" of all tokens, or "none".
+        class_token: Position of the class token, the "first" or the "last" of all tokens, or "none".
         grid: Rows and columns of patches.
 
     Raises:
-        TypeError, ValueError: Facts that cannot be.
+        TypeError, ValueError: A fact has an invalid type or value.
     """
 
     prefix: int | None = None
@@ -230,9 +230,9 @@ class GivenTokens:
 
     @property
     def around(self) -> tuple[int, int] | None:
-        """Numbers of tokens before the grid, and after it; None if nothing is said."""
+        """Numbers of tokens before and after the grid; None if the user does not give them."""
         if self.class_token == "last":
-            # The class token is behind the grid, and registers that are counted by prefix_tokens stand before it.
+            # The class token comes after the grid, and prefix_tokens counts registers before the grid.
             return self.prefix or 0, 1
         if self.prefix is None:
             return (1, 0) if self.class_token == "first" else None
@@ -241,12 +241,12 @@ class GivenTokens:
 
 @dataclass(frozen=True)
 class SpecialTokens:
-    """Tokens of a model that are no patches.
+    """Tokens of a model other than patches.
 
     Args:
-        around: Numbers of them before the grid, and after it; None if nobody says.
-        class_token: Whether the first of them is a class token.
-        distillation_token: Whether the second of them is a distillation token, as in DeiT.
+        around: Numbers of these tokens before and after the grid; None if unknown.
+        class_token: Whether the first of these tokens is a class token.
+        distillation_token: Whether the second of these tokens is a distillation token, as in DeiT.
         user_facts: Facts that the user gives.
     """
 
@@ -257,17 +257,17 @@ class SpecialTokens:
 
 
 def special_tokens(modules: Iterable[nn.Module], user: GivenTokens) -> SpecialTokens:
-    """Read off a model which tokens are no patches; facts that the user gives come first."""
+    """Find the tokens of a model other than patches; facts that the user gives take precedence."""
     modules = list(modules)
-    # timm's name: its transformers count class and register tokens in this attribute.
+    # In timm, transformers count class and register tokens in this attribute.
     model = next((m for m in modules if hasattr(m, "num_prefix_tokens")), None)
     count = getattr(model, "num_prefix_tokens", None)
     around = user.around or ((count, 0) if isinstance(count, int) else None)
     class_token = bool(
         getattr(model, "has_class_token", getattr(model, "cls_token", True) is not None)
     )
-    # A model that names its registers and no other tokens, as AuraFlow does, has no class token among them. Those that
-    # have one call it "cls" or "class_token" or, in one's own model, "token".
+    # A model with parameters for registers but no other tokens, such as AuraFlow, has no class token. Models with a
+    # class token call it "cls", "class_token" or, in users' models, "token".
     parameters = {x for m in modules for x, _ in m.named_parameters(recurse=False)}
     registers = {name for name in parameters if "register" in name}
     tokens = " ".join(parameters - registers)
@@ -275,7 +275,7 @@ def special_tokens(modules: Iterable[nn.Module], user: GivenTokens) -> SpecialTo
         class_token = False
     if user.class_token is not None:
         class_token = user.class_token != "none"
-    # The names in timm and in transformers.
+    # These are the names in timm and in transformers.
     names = ("dist_token", "distillation_token")
     distilled = any(
         isinstance(getattr(m, name, None), Tensor) for m in modules for name in names

@@ -1,4 +1,4 @@
-"""Keeps the attention of one forward, of chosen heads and queries, on the grids of the layers."""
+"""Listener that keeps the attention maps of chosen heads and queries in one forward, on the grids of the layers."""
 
 import math
 from collections.abc import Collection, Mapping, Sequence
@@ -17,26 +17,25 @@ from tcnn_probe.attention.stream import AttentionListener
 
 __all__ = ["LayerMaps", "MapKeeper", "MapSelection"]
 
-# Rows and columns, or frames, rows and columns.
+# A grid has rows and columns, or frames, rows and columns.
 Grid = tuple[int, ...]
 Pixels = Sequence[tuple[int, ...]]
 Indices = range | list[int]
 
-# Queries whose weights are formed at once when all are kept: heads that are not wanted then need no room.
+# Number of queries whose weights are computed at once if all are kept, so that unselected heads take little memory.
 _QUERIES_AT_ONCE = 64
 
 
 @dataclass(frozen=True)
 class MapSelection:
-    """Queries and heads of which maps are kept.
+    """Selection of queries and heads whose maps are kept.
 
     Args:
-        queries: Pixels (y, x) of images, or (frame, y, x) of videos; None for all queries, empty for class tokens
-            alone.
+        queries: Pixels (y, x) of images, or (frame, y, x) of videos; None for all queries, empty for class tokens only.
         heads: Indices of heads; None for all.
-        fields: Receptive fields, which tell where the cells of a grid lie in the images.
+        fields: Receptive fields, which give the positions of cells in the images.
         frames: Number of frames of the videos; 1 for images.
-        mixing: Linear layers that mix the heads of a layer, by its name; heads of other layers are not mixed.
+        mixing: Linear layers that mix heads, by name of the layer with these heads; others are not mixed.
     """
 
     queries: Pixels | None
@@ -46,7 +45,7 @@ class MapSelection:
     mixing: Mapping[str, nn.Linear] = field(default_factory=dict)
 
     def cells(self, grid: Grid) -> list[Grid]:
-        """Return the cells of a grid over the images in which the queries lie."""
+        """Return the cells of the queries in a grid over the images."""
         assert self.queries is not None
         cells = []
         for *frame, y, x in self.queries:
@@ -71,18 +70,18 @@ class MapSelection:
         ]
 
     def mixed(self, weights: Tensor, layer: str) -> Tensor:
-        """Return attention (B, heads, n, keys) as it reaches the values, if the heads of the layer are mixed."""
-        # A layer's second attention is "name#1".
+        """Return attention (B, heads, n, keys) after the layer's mixing of heads, if it has one."""
+        # The second attention of a layer is called "name#1".
         mixing = self.mixing.get(layer.split("#")[0])
         if mixing is None:
             return weights
-        # Not by a call of the layer, whose hooks would take it for a part of the forward.
+        # The linear layer is not called, because its hooks would take the call for a part of the forward.
         bias = None if mixing.bias is None else mixing.bias.to(weights)
         by_head = F.linear(weights.movedim(1, -1), mixing.weight.to(weights), bias)
         return by_head.movedim(-1, 1)
 
     def select_heads(self, values: Tensor) -> Tensor:
-        """Return the values of the selected heads, dimension 1."""
+        """Return values of the selected heads, which are along dimension 1."""
         return (
             values if self.heads is None else values[:, self.heads_of(values.shape[1])]
         )
@@ -95,9 +94,9 @@ class LayerMaps:
     Args:
         layer: Name of the layer.
         heads: Number of heads of the layer, selected or not.
-        keys, queries: Grids over the image or video; ``queries`` is None without such a grid.
+        keys, queries: Grids over the image or video; ``queries`` is None if the queries have no grid.
         arrays: Maps by variable, shape (B, heads, ..., *keys).
-        gate: Gates of the selected heads, shape (heads,); None without gates.
+        gate: Gates of the selected heads, shape (heads,); None if there are no gates.
     """
 
     layer: str
@@ -113,8 +112,8 @@ class MapKeeper(AttentionListener):
 
     Args:
         selection: Queries and heads to keep.
-        copies: Number of forwards that there will be.
-        max_bytes: Bytes of maps that all of them may give.
+        copies: Number of forwards over all batches.
+        max_bytes: Largest size of the maps of all these forwards.
     """
 
     def __init__(self, selection: MapSelection, *, copies: int, max_bytes: int) -> None:
@@ -127,7 +126,7 @@ class MapKeeper(AttentionListener):
         self._bytes = 0
 
     def check(self) -> None:
-        """Refuse what is too large, after the forward, when it is known how large all of it is."""
+        """Raise ValueError, after the forward, if all maps together are too large."""
         if self._bytes > self._max_bytes:
             raise ValueError(
                 f"expected maps of at most {self._max_bytes / 1e9:.2f} GB (max_bytes), got {self._bytes / 1e9:.2f} GB: "
@@ -145,7 +144,7 @@ class MapKeeper(AttentionListener):
             self.missing[attention.name] = reason or "it has no class token"
             return
         values_per_image = len(heads) * sum(map(len, rows.values())) * math.prod(keys)
-        # Maps are in float32. Counting goes on beyond the limit, so that the error can name the whole size.
+        # Maps are in float32. Counting continues beyond the limit, so that the error can give the total size.
         self._bytes += 4 * self._copies * attention.images * values_per_image
         if self._bytes > self._max_bytes:
             return
@@ -154,7 +153,7 @@ class MapKeeper(AttentionListener):
         for name, indices in rows.items():
             values = maps_of(attention, indices, self._selection)
             arrays[name] = values.flatten(-2).unflatten(-1, keys)
-        # The class token is a single query: (B, heads, 1, rows, columns) without that axis.
+        # The class token is a single query, whose axis is removed.
         if "class_attention" in arrays:
             arrays["class_attention"] = arrays["class_attention"][:, :, 0]
         if (
@@ -171,23 +170,23 @@ class MapKeeper(AttentionListener):
         )
 
     def ends(self, layers: Collection[str], output: Any) -> None:
-        """Keep what turned out to be attention."""
+        """Keep the maps of softmaxes that turned out to be attention."""
         self.maps += [maps for maps in self._shown if maps.layer in layers]
         self._shown = []
-        # The stream says of other softmaxes why they are no attention.
+        # The stream gives the reasons why other softmaxes are not attention.
         self.missing = {
             layer: reason for layer, reason in self.missing.items() if layer in layers
         }
 
     def _rows(self, attention: Attention, queries: Grid | None) -> dict[str, Indices]:
-        """Return the queries to keep, by variable: their indices or, in windows, their cells in the image."""
+        """Return the queries to keep by variable, as indices or, in windows, as cells in the image."""
         rows: dict[str, Indices] = {}
         token = attention.class_query
         if token is not None and not attention.in_windows:
             rows["class_attention"] = range(token, token + 1)
         if attention.layout.asking == "classes":
             rows["attention_by_class"] = range(attention.queries)
-        # Object queries, latents, words: what they attend to can be drawn, though they lie nowhere in the image.
+        # The attention of object queries, latents and words can be drawn although these have no place in the image.
         elif (
             queries is None
             and token is None
@@ -203,7 +202,7 @@ class MapKeeper(AttentionListener):
 
 
 def _grids(attention: Attention) -> tuple[Grid | None, Grid | None, str]:
-    """Return the grids of keys and queries over the whole image; and why there is none."""
+    """Return the grids of keys and queries over the whole image, and the reason if a grid is unknown."""
     layout, cut = attention.layout, attention.cut
     if not attention.in_windows:
         queries = layout.queries
@@ -212,7 +211,7 @@ def _grids(attention: Attention) -> tuple[Grid | None, Grid | None, str]:
             _with_frames(queries.size if queries else None, queries),
             layout.reason,
         )
-    # Windows that are recorded for the class, but not those of this call, would put keys in the wrong places.
+    # If the windows known for the module's class are not those of this call, keys would be placed wrongly.
     if cut is None or cut.cells().shape != (attention.windows, attention.keys):
         return (
             None,
@@ -220,13 +219,13 @@ def _grids(attention: Attention) -> tuple[Grid | None, Grid | None, str]:
             f"where its {attention.windows} windows lie in the image is unknown",
         )
     asking = attention.query_cut
-    # Pooled queries lie on a grid of their own, which not all layers show.
+    # Pooled queries have another grid than the keys, which is not known for all layers.
     has_queries = asking is not None and attention.queries == asking.cells().shape[1]
     return cut.grid, asking.grid if asking and has_queries else None, layout.reason
 
 
 def _with_frames(size: Grid | None, tokens: Tokens | None) -> Grid | None:
-    """Return the size of a grid whose frames, if it has several, are below each other."""
+    """Return the size of a grid, with the number of frames if these are stacked vertically in it."""
     if size is None or tokens is None or tokens.frames == 1:
         return size
     return tokens.frames, size[0] // tokens.frames, size[1]
@@ -236,7 +235,7 @@ def _maps_of_images(
     attention: Attention, queries: Indices, selection: MapSelection
 ) -> Tensor:
     """Return attention of some queries to all cells of the image's grid: (B, heads, queries, rows, columns)."""
-    # Chosen queries are scattered over the image; all queries follow each other, and are taken many at a time.
+    # Chosen queries are processed one by one; if all queries are kept, many consecutive ones are processed at a time.
     slices = [slice(index, index + 1) for index in queries]
     if isinstance(queries, range):
         slices = [
@@ -260,16 +259,16 @@ def _maps_in_windows(
     cells, asking = attention.cut.cells(), attention.query_cut.cells()
     rows, columns = attention.cut.grid
     is_real, is_asking = cells >= 0, asking >= 0
-    # Place of each cell among the queries of all windows.
+    # For each cell, this is its index among the queries of all windows.
     place = torch.empty(int(is_asking.sum()), dtype=torch.long)
     place[asking[is_asking]] = torch.arange(asking.numel()).view_as(asking)[is_asking]
     tokens = place[list(queries)]
     window, token = tokens // attention.queries, tokens % attention.queries
-    # Two index tensors apart from each other move their axis to the front: (queries, B, heads, tokens).
+    # Index tensors that are not adjacent move their axis to the front: (queries, B, heads, tokens).
     by_query = attention.weights().cpu()[:, window, :, token]
     weights = by_query.permute(1, 2, 0, 3)
     weights = selection.select_heads(weights)
-    # One cell more than the grid has takes the padding, and is cut off at the end.
+    # An additional cell collects the attention to padding, and is removed at the end.
     maps = weights.new_zeros(*weights.shape[:3], rows * columns + 1)
     seen_cells = cells[window].where(is_real[window], rows * columns)
     maps.scatter_(-1, seen_cells.expand_as(weights), weights)

@@ -1,4 +1,4 @@
-"""Finds the order in which tokens of Hiera's mask units lie row by row."""
+"""Row-by-row order of tokens that Hiera orders by mask units."""
 
 from dataclasses import dataclass
 from math import prod
@@ -15,11 +15,11 @@ __all__ = ["UnitOrder", "find_unit_order"]
 
 @dataclass(frozen=True)
 class UnitOrder:
-    """Order of the queries and keys of each window that brings them to the rows of a grid.
+    """Row-by-row order of the queries and keys of each window.
 
     Args:
-        queries, keys: Indices of the model's queries and keys, row by row, shapes (N_query,) and (N_key,).
-        layout: Their grids, in that order.
+        queries, keys: Indices of the model's queries and keys in row-by-row order, shapes (N_query,) and (N_key,).
+        layout: Grids of queries and keys in this order.
         cut, query_cut: Windows of the grids of keys and of queries.
     """
 
@@ -33,7 +33,7 @@ class UnitOrder:
 def find_unit_order(
     queries: int, keys: int, windows: int, running: Running
 ) -> UnitOrder | None:
-    """Find the order of tokens in units; None if no module that runs has units, or if some of these are left out."""
+    """Find the order of tokens in units; None if no running module has units, or if some units are left out."""
     records = [(known(module).mask_units, module) for module, _ in running]
     stages = [units for find, model in records if find for units in find(model)]
     queries_side, keys_side = (
@@ -46,7 +46,7 @@ def find_unit_order(
         length / pooled_length
         for length, pooled_length in zip(cut.window, query_cut.window, strict=True)
     ]
-    # A query is the largest of the tokens that are pooled, and stands for the middle of these.
+    # A query is a maximum over tokens, and is placed at their centre.
     pooled = Tokens(
         0,
         *query_cut.window,
@@ -60,7 +60,7 @@ def find_unit_order(
 def _side(
     count: int, windows: int, stages: list[MaskUnits]
 ) -> tuple[Tensor, Windows] | None:
-    """Return the order of the tokens of a window, and the windows."""
+    """Return the order of the tokens of a window, and the windows; None if no stage has such tokens."""
     for units in stages:
         is_unit = windows == 1 or count == prod(map(prod, units.strides))
         if is_unit and prod(units.grid) == count * windows:

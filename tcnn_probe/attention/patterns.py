@@ -1,4 +1,4 @@
-"""Sums over images of what a head's attention is: from them its static pattern and its content information."""
+"""Sums over images of the attention of each head, from which static pattern and content information are computed."""
 
 import math
 from collections.abc import Sequence
@@ -30,7 +30,8 @@ __all__ = [
     "similarity_of_heads",
 ]
 
-# Queries of a layer whose attention is summed: the sums take QUERIES * N_key numbers a head, 100 kB at 196 keys.
+# Largest number of queries whose attention is summed. The sums take QUERIES * N_key numbers per head, in float64 100 kB
+# for 196 keys.
 QUERIES = 64
 
 _GOLDEN_RATIO = (math.sqrt(5) - 1) / 2
@@ -38,15 +39,15 @@ _GOLDEN_RATIO = (math.sqrt(5) - 1) / 2
 
 @dataclass(frozen=True)
 class Pattern:
-    """Sums over images of the attention A of some queries: all that content information needs of them.
+    """Sums over images of the attention A of some queries, which content information is computed from.
 
     Args:
         attention: Sum of A, shape (heads, queries, keys); a tensor in float64 (float32 on MPS), or an array.
         entropy: Sum over images of the mean over queries of -sum_j A_ij log A_ij, shape (heads,).
         images: Number of images.
-        queries, keys: Row and column of each on the layer's grid, shape (n, 2), NaN for class and register tokens; None
-            where no grid is known.
-        size: Value that patterns must share to be added: the size of the images.
+        queries, keys: Row and column of each query and key on the layer's grid, shape (n, 2), NaN for class and
+            register tokens; None if no grid is known.
+        size: Size of the images; only patterns with the same size can be added.
     """
 
     attention: Any
@@ -57,7 +58,7 @@ class Pattern:
     size: object = None
 
     def plus(self, pattern: "Pattern") -> "Pattern | None":
-        """Return the sums over the images of both; None if these have different sizes."""
+        """Return the sums over the images of both patterns; None if these have different sizes."""
         if self.size != pattern.size or self.attention.shape != pattern.attention.shape:
             return None
         attention, entropy = (
@@ -74,16 +75,16 @@ class Pattern:
 
 @lru_cache(maxsize=64)
 def sample_queries(windows: int, queries: int, limit: int) -> tuple[Tensor, Tensor]:
-    """Choose queries of an image evenly, and always the same ones.
+    """Sample queries of an image evenly and deterministically.
 
-    Windows are taken at equal distances, and in each window other queries. Every s-th query is taken, round and round,
-    for an s near 0.618 N that has no divisor in common with N (a golden-ratio sequence): so rows, and columns, all have
-    their share.
+    Windows are sampled at equal distances, with different queries in each. The sampled queries are the multiples of s
+    modulo N, for an s near 0.618 N that is coprime to N (a golden-ratio sequence), so that all rows and columns are
+    represented.
 
     Args:
         windows: Number of windows.
         queries: Number of queries of each window.
-        limit: Number of queries to choose at most.
+        limit: Largest number of queries to sample.
 
     Returns:
         Indices of windows, shape (w,), and of queries in each of these, shape (w, n).
@@ -100,7 +101,7 @@ def sample_queries(windows: int, queries: int, limit: int) -> tuple[Tensor, Tens
 
 
 class PatternSum:
-    """Sums over images, block by block, of the attention of at most 64 queries; a place in a window is a query.
+    """Sums over images of the attention of at most 64 queries, which are added block by block.
 
     Args:
         attention: Attention whose first ``limit`` images are added.
@@ -114,7 +115,7 @@ class PatternSum:
         self._windows, self._queries = sample_queries(*self._sampling)
         shape = attention.heads, self._queries.numel(), attention.keys
         self._sum = torch.zeros(shape, dtype=widest_dtype(device), device=device)
-        # Products A_ih . A_ig of the rows of two heads, for each image and sampled query.
+        # Dot products A_ih . A_ig of the rows of heads h and g, for each image and sampled query i.
         self._products = None
         if attention.detailed:
             self._products = torch.zeros(
@@ -128,7 +129,8 @@ class PatternSum:
 
         Args:
             block: Block of the attention.
-            weights: A but for a factor, 0 for class and register tokens, shape (rows, heads, queries, keys).
+            weights: A without a factor of each query, 0 for class and register tokens, shape (rows, heads, queries,
+                keys).
             factor: Factor of each query, shape (rows, heads, queries).
         """
         images = max(0, min(block.images.stop, self._images) - block.images.start)
@@ -139,7 +141,7 @@ class PatternSum:
         if not index.numel():
             return
         rows = weights.flatten(0, 2).index_select(0, index)
-        # In place: index_select has made a copy.
+        # This is in place on a copy that index_select has made.
         rows.mul_(factor.flatten().index_select(0, index)[:, None])
         by_image = rows.view(images, len(self._sum), -1, rows.shape[1])
         # (images, heads, queries, keys) summed over images; a sum over one image would only copy it.
@@ -149,7 +151,7 @@ class PatternSum:
             self._products[of_block, sampled] = row_products(by_image)
 
     def add_sampled(self) -> None:
-        """Add the sampled queries of all images, where the rest of the attention is not formed."""
+        """Add the sampled queries of all images, if the rest of the attention is not computed."""
         attention, windows = self._attention, len(self._windows)
         at_once = max(1, attention.block // self._sum.numel())
         for start in range(0, self._images, at_once):
@@ -165,10 +167,10 @@ class PatternSum:
                 self._products[images.to(weights.device)] = row_products(by_image)
 
     def add_prefix(self, prefix: Tensor) -> None:
-        """Add the attention to class and register tokens, which blocks leave out, after all blocks.
+        """Add the attention to class and register tokens, which blocks leave out. Call this after all blocks.
 
         Args:
-            prefix: Attention to each of them, shape (rows, heads, N_query, prefix).
+            prefix: Attention to each of these tokens, shape (rows, heads, N_query, prefix).
         """
         self._sum[..., : prefix.shape[-1]] = self._sum_of_sampled(prefix)
         if self._products is not None:
@@ -176,7 +178,7 @@ class PatternSum:
             self._products[: self._images] += row_products(by_image)
 
     def similarity(self) -> Tensor:
-        """Return the mean cosine of each head's rows with those of the other heads: shape (B, heads)."""
+        """Return the mean cosine between each head's rows and those of the other heads: shape (B, heads)."""
         assert self._products is not None
         return similarity_of_heads(self._products)
 
@@ -211,25 +213,25 @@ class PatternSum:
             self._queries.to(values.device),
         )
         by_image = self._attention.by_image(values)
-        # Two index tensors apart from each other move their axes to the front: (w, q, images, heads, n).
+        # Index tensors that are not adjacent move their axes to the front: (w, q, images, heads, n).
         sampled = by_image[: self._images, windows, :, queries]
         return sampled.flatten(0, 1)
 
 
 def row_products(rows: Tensor) -> Tensor:
-    """Return the products of the heads' rows: (images, heads, queries, keys) -> (images, queries, heads, heads)."""
+    """Return dot products of the heads' rows: (images, heads, queries, keys) -> (images, queries, heads, heads)."""
     by_query = rows.transpose(1, 2)
     return by_query @ by_query.mT
 
 
 def similarity_of_heads(products: Tensor) -> Tensor:
-    """Return the mean cosine of each head's rows with those of the layer's other heads.
+    """Return the mean cosine between each head's rows and those of the layer's other heads.
 
-    The cosine between attention maps is that of DeepViT (Zhou et al. 2021, arXiv 2103.11886), there between layers. A
-    row that sees no key has the cosine 0.
+    DeepViT (Zhou et al. 2021, arXiv 2103.11886) uses this cosine between attention maps, there between layers. The
+    cosine is 0 for a row from which all keys are hidden.
 
     Args:
-        products: Products of the rows of two heads, shape (images, queries, heads, heads).
+        products: Dot products of the rows of two heads, shape (images, queries, heads, heads).
 
     Returns:
         Shape (images, heads); NaN for a single head.
@@ -251,12 +253,12 @@ def _rows_of_block(
     queries: tuple[int, int],
     device: torch.device,
 ) -> tuple[slice, Tensor]:
-    """Return the sampled queries that a block has, and their rows in its attention, image by image, head by head.
+    """Return the sampled queries in a block, and their rows in its attention, by image and head.
 
     Args:
         sampling: Arguments of :func:`sample_queries`.
         images, heads: Numbers of images and heads of the block.
-        windows, queries: First window and query of the block, and the first after it.
+        windows, queries: Start and stop of the block's windows and of its queries.
         device: Device of the rows.
     """
     window, query = sample_queries(*sampling)
@@ -268,7 +270,7 @@ def _rows_of_block(
         & (query >= 0)
         & (query < block_queries)
     )
-    # Neighbours, as blocks cut windows and queries in order.
+    # The sampled queries of a block are contiguous, as blocks cut windows and queries in order.
     sampled = in_block.flatten().nonzero()[:, 0].tolist()
     row = (
         torch.arange(images)[:, None] * block_windows
@@ -285,12 +287,12 @@ def _rows_of_block(
 def pattern_of_query(
     attention: "Attention", weights: Tensor, entropy: Tensor
 ) -> Pattern:
-    """Return sums over the images that count for one query of each window, such as a class token.
+    """Return sums over the images within the limit for one query of each window, such as a class token.
 
     Args:
-        attention: Attention that the query belongs to.
+        attention: Attention with this query.
         weights: A of the query, shape (B, windows, heads, N_key).
-        entropy: Entropy of the same, shape (B, windows, heads).
+        entropy: Entropy of these rows, shape (B, windows, heads).
     """
     counted, dtype = weights[: attention.limit], widest_dtype(weights.device)
     total_entropy = entropy[: attention.limit].mean(1).sum(0, dtype=dtype)
@@ -305,16 +307,16 @@ def gated_patterns(
 ) -> tuple[Pattern, Pattern]:
     """Return sums over the first ``limit`` images, or all, of gated attention A and of its content part C.
 
-    Over the real pixels: what A has on the padding is the same for all images, and counts for nothing.
+    Only real pixels count: the attention to padding is the same for all images.
 
     Args:
         attention: Attention of a batch.
         limit: Number of images; None for all.
-        block: Number of weights to form at a time.
+        block: Number of weights to compute at a time.
     """
     query, images = attention.query, len(attention.query[:limit])
     y, x = attention.y, attention.x
-    # One window, the image: its queries are the first row of indices.
+    # The image is the only window, so its queries are in the first row of indices.
     sampled = sample_queries(1, query.shape[2], QUERIES)[1][0]
     query_cells = np.indices((y.queries, x.queries)).reshape(2, -1).T[sampled.numpy()]
     query_places = query_cells * [y.stride, x.stride] + [y.first_query, x.first_query]
@@ -332,7 +334,7 @@ def gated_patterns(
         ).content(sampled)
         scratch = torch.empty_like(weights)
         content_sum.add(weights, scratch)
-        # A = (1 - g) C + g P (T-CNN Eq. 7), in place: C has been added by now.
+        # A = (1 - g) C + g P (T-CNN Eq. 7) overwrites C, which has been added by now.
         weights.lerp_(positional, attention.gate.to(weights)[:, None, None])
         whole_sum.add(weights, scratch)
     pattern = replace(whole_sum.pattern(images), queries=query_places, keys=key_places)
@@ -343,12 +345,12 @@ def gated_patterns(
 def content_similarity(
     attention: GatedAttention, limit: int | None, block: int
 ) -> Tensor:
-    """Return the mean cosine of each head's rows of C with those of the other heads, of the sampled queries.
+    """Return the mean cosine between each head's rows of C and those of the other heads, over the sampled queries.
 
     Args:
         attention: Attention of a batch of B images.
-        limit: Number of images, the first ones, to compare; None for all.
-        block: Number of weights to form at a time.
+        limit: Number of first images to compare; None for all.
+        block: Number of weights to compute at a time.
 
     Returns:
         Shape (B, heads), zeros for images beyond the limit.
@@ -369,11 +371,11 @@ def content_similarity(
 
 
 class _AttentionSum:
-    """Sum of attention, (B, heads, queries, keys) at a time, in float64.
+    """Sum of attention over images in float64, to which (B, heads, queries, keys) are added.
 
     Args:
         shape: Sizes (heads, queries, keys).
-        like: Tensor on the device.
+        like: Tensor on the device of the sums.
     """
 
     def __init__(self, shape: Sequence[int], like: Tensor) -> None:
@@ -383,9 +385,9 @@ class _AttentionSum:
         self._entropy = self._attention.new_zeros(len(self._attention))
 
     def add(self, weights: Tensor, scratch: Tensor) -> None:
-        """Add the attention of some images; ``scratch`` has as many elements and is overwritten."""
+        """Add the attention of some images; ``scratch``, with as many elements, is overwritten."""
         self._attention += weights[0] if len(weights) == 1 else weights.sum(0)
-        # 0 log 0 = 0: the logarithm of the smallest normal number is finite, and times 0 it is 0.
+        # The clamp gives 0 log 0 = 0, because the logarithm of the smallest normal number is finite.
         smallest = torch.finfo(weights.dtype).tiny
         logarithms = (
             scratch.view(weights.shape).copy_(weights).clamp_(min=smallest).log_()
@@ -393,7 +395,7 @@ class _AttentionSum:
         self._entropy -= logarithms.mul_(weights).sum((0, 2, 3))
 
     def pattern(self, images: int) -> Pattern:
-        """Return the sums over so many images."""
+        """Return the sums as a pattern over this number of images."""
         return Pattern(
             self._attention, self._entropy / self._attention.shape[1], images
         )
@@ -401,13 +403,13 @@ class _AttentionSum:
 
 @lru_cache(maxsize=64)
 def _places(tokens: Tokens) -> np.ndarray:
-    """Return row and column of each token, (count, 2); NaN for those before the grid."""
+    """Return row and column of each token, (count, 2); NaN for tokens before the grid."""
     places = torch.stack(
         tokens.positions(torch.float64, torch.device("cpu")), 1
     ).numpy()
     frames = tokens.frame_numbers(torch.device("cpu")).numpy()
-    # Frames twice as far from each other as they are high: then no two offsets in time and space are alike.
+    # Frames are placed at distances of twice their height, so that different offsets in space and time stay different.
     places[:, 0] += 2 * tokens.spacing[0] * tokens.rows * frames
     places[: tokens.prefix] = np.nan
-    places.flags.writeable = False  # all attentions with this grid share it
+    places.flags.writeable = False  # all attentions with this grid share the cache
     return places

@@ -1,4 +1,4 @@
-"""Receptive fields of the cells of feature maps: the pixels of the image that they look at."""
+"""Receptive fields of the cells of feature maps in the image."""
 
 import math
 from collections.abc import Sequence
@@ -15,14 +15,14 @@ aten = torch.ops.aten
 
 
 class Places(NamedTuple):
-    """Places of cells along one side of the image: cell n is at pixel ``first + n * spacing``, counted from 0."""
+    """Positions of cells along one side of the image: cell n is at pixel ``first + n * spacing``, counted from 0."""
 
     first: float
     spacing: float
 
 
 class _Fields(NamedTuple):
-    """Pixels that cells see along one side: cell n those from ``low + n * spacing`` to ``high + n * spacing``."""
+    """Receptive fields along one side: that of cell n is from ``low + n * spacing`` to ``high + n * spacing``."""
 
     low: float
     high: float
@@ -30,7 +30,7 @@ class _Fields(NamedTuple):
 
 
 class ReceptiveFields(Uncompiled):
-    """Receptive fields of feature maps, by their sizes, from the convolutions and pools that a forward computes.
+    """Receptive fields of feature maps, by map size, derived from the convolutions and pools of a forward.
 
     ::
 
@@ -38,8 +38,8 @@ class ReceptiveFields(Uncompiled):
             model(images)
         rows, columns = fields.places((7, 7))
 
-    Where several paths lead to maps of one size, the field is all that these see (a strided shortcut and the
-    convolutions beside it). Padding counts as pixels of the image.
+    If several paths lead to maps of one size (a strided shortcut and the convolutions beside it), the receptive field
+    is the union over the paths. Padding counts as pixels of the image.
 
     Args:
         size: Height and width of the images.
@@ -51,7 +51,7 @@ class ReceptiveFields(Uncompiled):
         self._fields: dict[Grid, list[_Fields]] = {size: [_Fields(0, 0, 1)] * 2}
 
     def places(self, grid: Grid) -> tuple[Places, Places]:
-        """Return the centres of the fields of a map's rows and columns; an unknown map divides the image evenly."""
+        """Return the centres of the receptive fields of rows and columns; an unknown map divides the image evenly."""
         fields = self._fields.get(grid)
         if fields is None:
             steps = [
@@ -79,18 +79,18 @@ class ReceptiveFields(Uncompiled):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        """Let torch compute, and follow operations that change where cells look."""
-        # Higher-order operators, such as flex_attention, have neither a packet nor a decomposition.
+        """Run an operation, and follow convolutions, pools and padding."""
+        # Higher-order operators, such as flex_attention, have neither an overload packet nor a decomposition.
         if not isinstance(func, torch._ops.OpOverload):
             return func(*args, **(kwargs or {}))
-        # In inference mode a convolution comes as a whole, and not as its parts.
+        # In inference mode operations arrive without being decomposed.
         with self:
             output = func.decompose(*args, **(kwargs or {}))
         if output is not NotImplemented:
             return output
         output = func(*args, **(kwargs or {}))
         operation = func.overloadpacket
-        # args[6] says that it is transposed: its cells are finer than those of its input, which no kernel slides over.
+        # args[6] is True for a transposed convolution, which is not followed: its cells are finer than its input's.
         if operation is aten.convolution and args[0].ndim == 4 and not args[6]:
             self._slides(args[0], output, args[1].shape[2:], *args[3:6])
         elif operation is aten.max_pool2d_with_indices:
@@ -98,7 +98,7 @@ class ReceptiveFields(Uncompiled):
         elif operation is aten.avg_pool2d:
             self._slides(args[0], output, *args[1:4])
         elif operation in _PADS and args[0].ndim == 4:
-            # Pads are (left, right, top, bottom), of the last axis alone if there are two.
+            # Pads are (left, right, top, bottom), or (left, right) of the last axis.
             pads = [*args[1], 0, 0]
             left, top = pads[0], pads[2]
             self._slides(args[0], output, 1, 1, (top, left))
@@ -113,7 +113,7 @@ class ReceptiveFields(Uncompiled):
         padding: Any = 0,
         dilation: Any = 1,
     ) -> None:
-        """Note the fields of a map over which a kernel has slid."""
+        """Note the receptive fields of the output of a sliding kernel."""
         input_fields = self._fields.get((x.shape[2], x.shape[3]))
         if input_fields is None:
             return
@@ -121,18 +121,18 @@ class ReceptiveFields(Uncompiled):
         fields: list[_Fields] = []
         by_side = zip(
             input_fields,
-            # torch's pools without a stride step by their kernel.
+            # In torch, the default stride of a pool is its kernel size.
             *map(_pair, (kernel, stride or kernel, padding, dilation)),
             strict=True,
         )
         for (low, high, spacing), size, step, pad, spread in by_side:
-            # Cell n of the output sees cells n s - p to n s - p + d (k - 1) of the input.
+            # Cell n of the output depends on cells n s - p to n s - p + d (k - 1) of the input.
             reach = spread * (size - 1) - pad
             fields.append(
                 _Fields(low - pad * spacing, high + reach * spacing, spacing * step)
             )
         earlier_fields = self._fields.get(grid, fields)
-        # A map of the same size with another spacing belongs to another path or forward: the latest one counts.
+        # An earlier map of this size with another spacing belongs to another path or forward, and is replaced.
         if [field.spacing for field in earlier_fields] == [
             field.spacing for field in fields
         ]:
@@ -148,7 +148,7 @@ _PADS = {aten.constant_pad_nd, aten.reflection_pad2d, aten.replication_pad2d}
 
 
 def _pair(values: int | Sequence[int]) -> Sequence[int]:
-    """Return values for rows and columns, of a number that torch takes for both."""
+    """Return values for rows and columns; torch accepts one number for both."""
     return (
         (values, values)
         if isinstance(values, int)

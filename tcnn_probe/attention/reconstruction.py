@@ -1,7 +1,7 @@
-"""Rebuilds softmax attention from what torch was asked for, tells it from other softmaxes, and checks it.
+"""Reconstruction of softmax attention from calls of torch, its distinction from other softmaxes, and its verification.
 
-An attention is rebuilt as (rows, heads, N_query, N_key), and compared once with what the model used. Whether a softmax
-weighs values of tokens shows only later, in a matrix product.
+An attention is reconstructed as (rows, heads, N_query, N_key), and compared once with the model's own. Only a later
+matrix product shows whether a softmax is multiplied with values of tokens.
 """
 
 import weakref
@@ -54,36 +54,36 @@ __all__ = [
     "values_of",
 ]
 
-# Queries that are compared with the model's own softmax: a slip in scale, mask or order of axes shows in any of them.
+# Number of queries that are compared with the model's own softmax: a wrong scale, mask or order of axes shows in any.
 _QUERIES_TO_CHECK = 64
 Key = TypeVar("Key")
 
-# In half precision fused kernels round the attention, too, before it weighs the values.
+# In half precision, fused kernels also round the attention before it is multiplied with the values.
 _TOLERANCE = {torch.float16: 0.05, torch.bfloat16: 0.1}
 
 
 class NoTokenAttentionError(Exception):
-    """A softmax that is no attention between tokens; the message says what it is."""
+    """The softmax is not attention between tokens; the message says what it is."""
 
 
 class ReconstructionError(RuntimeError):
-    """Attention as it is rebuilt for measuring is not the attention that the model used."""
+    """The attention that was reconstructed for measuring differs from the model's own."""
 
 
 def softmax_attention_of(
     request: SeenAttention, name: str, number: int, running: Running, maps: FeatureMaps
 ) -> SoftmaxAttention:
-    """Describe what the last of the running modules asked torch for as an attention between tokens on their grids.
+    """Describe a call of torch in the innermost running module as an attention between tokens on their grids.
 
     Args:
-        request: Attention as torch was asked for it.
+        request: Description of the call.
         name: Name of the layer.
-        number: Place of this attention among those of the module's call.
-        running: Modules that are running, and their inputs.
+        number: Position of this attention among those of the module's call.
+        running: Running modules and their inputs.
         maps: Feature maps of the forward so far, which show the grids.
 
     Raises:
-        NoTokenAttentionError: It is no attention between tokens.
+        NoTokenAttentionError: The call is not attention between tokens.
     """
     module, inputs = running[-1]
     if reason := known(module).no_attention_matrix:
@@ -92,11 +92,11 @@ def softmax_attention_of(
     rows, heads, queries, keys = logits.shape
     in_order, is_moved, fused = request, False, request.value is not None
     layout = pool_layout(queries, keys, running, maps)
-    # Pools are known by their class, before shapes are judged: a pool can have as many classes as patches.
+    # Pools are recognised by their class, before shapes are compared, as a pool can have as many classes as patches.
     if layout is None and queries == keys and is_between_channels(keys, heads, inputs):
         raise NoTokenAttentionError("attention between channels, not between tokens")
-    # Rows that are no multiple of the images, as where a model repeats or selects some, count as images themselves.
-    # So do rows of texts, of which there can be more than images.
+    # If the rows are not a multiple of the images, for example because a model repeats or selects some, each row counts
+    # as an image. So does each row of texts, of which there can be more than images.
     is_of_images = maps.images and rows % maps.images == 0 and not maps.words_ask
     images = maps.images if maps.images and is_of_images else rows
     windows = rows // images
@@ -115,12 +115,12 @@ def softmax_attention_of(
             and cut is not None
             and queries == keys == cut.window[0] * cut.window[1]
         ):
-            # No feature map is as small as a window, but the block that cuts windows knows their rows and columns.
+            # No feature map has the size of a window, but the block that cuts windows has their rows and columns.
             layout = Layout(Tokens(0, *cut.window), Tokens(0, *cut.window))
         is_moved = any(maps.order(count) != range(count) for count in (queries, keys))
         is_moved = is_moved and layout.keys is not None and windows == 1
         if is_moved:
-            # Whatever reads an attention expects class and register tokens first: it is reordered once, here.
+            # Users of an attention expect class and register tokens first, so tokens are reordered here.
             in_order = _grid_last(request, maps)
             logits = logits_of(in_order, module)
         if maps.words_ask:
@@ -129,7 +129,7 @@ def softmax_attention_of(
             layout = Layout(None, layout.keys, reason, "words")
         layout = replace(layout, words=maps.words(keys) if layout.keys else 0)
     if windows == 1 and cut is not None and cut.grid == cut.window:
-        cut = None  # the window is the image: no part of it has to be put anywhere
+        cut = None  # the only window is the image
     return SoftmaxAttention(
         module=module,
         name=name,
@@ -154,7 +154,7 @@ def softmax_attention_of(
 
 
 def _find_windows(running: Running) -> Windows | None:
-    """Return the windows of the innermost module that is known to cut its input; None if there is none."""
+    """Return the windows of the innermost module that cuts its input into windows; None if no module does."""
     for module, inputs in reversed(running):
         if cut := known(module).windows:
             return cut(module, inputs)
@@ -162,7 +162,7 @@ def _find_windows(running: Running) -> Windows | None:
 
 
 def _grid_last(request: SeenAttention, maps: FeatureMaps) -> SeenAttention:
-    """Return the attention with the tokens that are behind the grid in front of it."""
+    """Return the description with tokens that come after the grid moved before it."""
 
     def ordered_matrix(x: Tensor | None) -> Tensor | None:
         return (
@@ -195,7 +195,7 @@ def _grid_last(request: SeenAttention, maps: FeatureMaps) -> SeenAttention:
 
 
 def _units_in_order(request: SeenAttention, units: UnitOrder) -> SeenAttention:
-    """Return the attention with the tokens of each unit row by row."""
+    """Return the description with tokens of mask units in row-by-row order."""
 
     def ordered(x: Tensor | None, dim: int, order: Tensor) -> Tensor | None:
         return None if x is None else x.index_select(dim, order.to(x.device))
@@ -212,7 +212,7 @@ def _units_in_order(request: SeenAttention, units: UnitOrder) -> SeenAttention:
 def _put_grid_last(x: Tensor, dim: int, maps: FeatureMaps) -> Tensor:
     """Put tokens in the order of a layout, along one axis."""
     order = maps.order(x.shape[dim])
-    # Whole runs of neighbours are moved: an index would have to go to the device first.
+    # Runs of consecutive tokens are concatenated, because an index would first have to be copied to the device.
     starts = [i for i, place in enumerate(order) if i == 0 or place != order[i - 1] + 1]
     ends = [*starts[1:], len(order)]
     runs = [
@@ -225,7 +225,7 @@ def _put_grid_last(x: Tensor, dim: int, maps: FeatureMaps) -> Tensor:
 def _residual_in_order(
     running: Running, images: int, count: int, maps: FeatureMaps
 ) -> Tensor | None:
-    """Return the tokens that enter the block, those before and behind the grid first."""
+    """Return the tokens that enter the block, with those before and after the grid first."""
     tokens = residual_tokens(running, images, count)
     return None if tokens is None else _put_grid_last(tokens, 1, maps)
 
@@ -234,11 +234,11 @@ def _residual_in_order(
 def discrepancy(
     request: SeenAttention, module: nn.Module
 ) -> tuple[Tensor, float] | None:
-    """Compare the first row of the rebuilt attention with what torch gave the model.
+    """Compare the first row of the reconstructed attention with torch's own output.
 
     Returns:
-        The largest difference as a share of torch's largest value, shape () in float32, and the largest share that
-        rounding explains; None if dropout leaves nothing to compare with.
+        The largest difference relative to torch's largest value, shape () in float32, and the largest relative
+        difference that rounding explains; None if nothing can be compared because of dropout.
     """
     if request.output is None:
         return None
@@ -250,7 +250,7 @@ def discrepancy(
         expected = as_rows(request.output, module, None)[first, :, queries]
     else:
         values = values_of(request, module)[first].to(rebuilt.dtype)
-        # A query that may see no key is NaN here, and zero in torch's fused attention.
+        # A query from which all keys are hidden is NaN here, but zero in torch's fused attention.
         rebuilt = torch.nan_to_num(rebuilt) @ values
         if request.finish is not None:
             rebuilt = request.finish(rebuilt)
@@ -264,13 +264,13 @@ def discrepancy(
 
 
 def values_of(request: SeenAttention, module: nn.Module) -> Tensor:
-    """Return the values that are weighed, shape (rows, heads, N_key, d_value)."""
+    """Return the values of fused attention, shape (rows, heads, N_key, d_value)."""
     return as_rows(_broadcast(request)[2], module, request.heads)
 
 
 def _outputs_of(request: SeenAttention, module: nn.Module) -> Tensor:
-    """Return what the heads make of the values, shape (rows, heads, N_query, d_value), without dropout."""
-    # The output of multi-head attention is mixed by its projection; after dropout there is none to read.
+    """Return the outputs of the heads, shape (rows, heads, N_query, d_value), without dropout."""
+    # They are computed again if the projection of multi-head attention has mixed them, or after dropout.
     if request.output is None or request.finish is not None or request.output.ndim < 3:
         query, key, value = _broadcast(request)
         output = F.scaled_dot_product_attention(
@@ -281,7 +281,7 @@ def _outputs_of(request: SeenAttention, module: nn.Module) -> Tensor:
 
 
 def logits_of(request: SeenAttention, module: nn.Module) -> Logits:
-    """Return the logits of an attention as torch was asked for it."""
+    """Return the logits of a described call."""
     if request.logits is not None:
         return GivenLogits(as_rows(request.logits, module, request.heads))
     query, key, _ = _broadcast(request)
@@ -300,7 +300,7 @@ def logits_of(request: SeenAttention, module: nn.Module) -> Logits:
 
 
 def _broadcast(request: SeenAttention) -> tuple[Tensor, Tensor, Tensor]:
-    """Return queries, keys and values with the same leading dimensions, of which there is at least one."""
+    """Return queries, keys and values broadcast to common leading dimensions, at least one."""
     query, key, value = request.query, request.key, request.value
     assert query is not None
     assert key is not None
@@ -308,55 +308,56 @@ def _broadcast(request: SeenAttention) -> tuple[Tensor, Tensor, Tensor]:
     shapes = [(1,), query.shape[:-2], key.shape[:-2], value.shape[:-2]]
     if request.mask is not None:
         shapes.append(request.mask.shape[:-2])
-    # torch broadcasts images and heads of all four, such as a query without images that a pool has learned.
+    # torch broadcasts images and heads of all four tensors, for example of a pool's learned query without images.
     leading = np.broadcast_shapes(*shapes)
     query, key, value = (x.expand(*leading, *x.shape[-2:]) for x in (query, key, value))
     return query, key, value
 
 
 def is_between_channels(keys: int, heads: int, inputs: Sequence[Any]) -> bool:
-    """Return whether the keys can only be the channels of each head, by the shapes of the layer's inputs."""
-    # Inputs are (B, N, C) or (B, C, H, W). In attention between channels, the matrix of a head has the sides C / heads.
+    """Return whether, by the shapes of the layer's inputs, the keys can only be the channels of each head."""
+    # Inputs are (B, N, C) or (B, C, H, W). In attention between channels, the matrix of each head has the size
+    # C / heads.
     features = [x for x in inputs if isinstance(x, Tensor) and x.ndim in (3, 4)]
     channels = {x.shape[-1] if x.ndim == 3 else x.shape[1] for x in features}
     return keys * heads in channels and keys not in token_counts(inputs)
 
 
 def tolerance(dtype: torch.dtype) -> float:
-    """Return the largest share of the output's largest value that rounding explains."""
-    # Far above rounding in float32, fused or not: what is looked for is another scale, mask or order, not precision.
+    """Return the largest relative difference that rounding explains."""
+    # In float32 this is far above rounding, because the comparison looks for a wrong scale, mask or order.
     return _TOLERANCE.get(dtype, 5e-3)
 
 
 def relative_difference(rebuilt: Tensor, expected: Tensor) -> Tensor:
-    """Return the largest difference as a share of the largest finite expected value, shape () in float32."""
-    # What is not finite comes from the model's inputs, and is no fault of the rebuilding.
+    """Return the largest difference relative to the largest finite expected value, shape () in float32."""
+    # Values that are not finite come from the model, not from an error of the reconstruction.
     nonfinite = ~expected.isfinite()
     difference, size = (
         x.masked_fill(nonfinite, 0).abs().amax().float()
         for x in (rebuilt - expected, expected)
     )
-    # An output of zeros, such as that of a projection that starts at zero, must not cause a division by zero.
+    # The output can be zero, for example if a projection is initialised with zeros.
     return difference / size.clamp_min(torch.finfo(torch.float32).tiny)
 
 
 class Verification:
-    """Comparisons of a forward, which are looked at when it has ended: reading one waits for the device."""
+    """Comparisons of reconstructed attention in a forward. They are read when it has ended, as this waits for a GPU."""
 
     def __init__(self) -> None:
         self._passed: set[str] = set()
         self._open: list[tuple[str, Tensor, float]] = []
 
     def begin(self) -> None:
-        """Forget the comparisons of a forward that did not end."""
+        """Discard the comparisons of a forward that did not end."""
         self._open = []
 
     def needed(self, layer: str) -> bool:
-        """Return whether no forward has shown yet that the layer is rebuilt rightly."""
+        """Return whether the layer's reconstruction was not verified yet."""
         return layer not in self._passed
 
     def add(self, layer: str, compared: tuple[Tensor, float] | None) -> None:
-        """Add a relative difference and the largest that may be; None where nothing could be compared."""
+        """Add a relative difference and its tolerance; None if nothing could be compared."""
         if compared is not None:
             self._open.append((layer, *compared))
 
@@ -364,15 +365,15 @@ class Verification:
         """Read all comparisons.
 
         Raises:
-            ReconstructionError: One is larger than rounding explains.
+            ReconstructionError: A difference is larger than rounding explains.
         """
-        # Cleared before the check, because its error ends the forward.
+        # The list is cleared before the check, because an error ends the forward.
         compared, self._open = self._open, []
         shares = {layer: float(difference) for layer, difference, _ in compared}
         mismatches = {
             layer: shares[layer]
             for layer, _, largest in compared
-            # Not written with ">", so that NaN counts as a mismatch too.
+            # This is not written with ">", so that NaN counts as a mismatch, too.
             if not shares[layer] <= largest
         }
         if mismatches:
@@ -385,10 +386,10 @@ class Verification:
 
 
 class ValueProductTracker:
-    """Tells, in one forward, whether a softmax weighs the values of tokens.
+    """Tells, in one forward, whether a softmax is multiplied with values of tokens.
 
-    It does not if what it weighs is the same for all images (a codebook, the classes' embeddings), or a product of keys
-    and values: then its last axis is an axis of channels, as in linear attention.
+    It is not attention between tokens if its factor is the same for all images (a codebook, or embeddings of classes),
+    or a product of keys and values: then its last axis is an axis of channels, as in linear attention.
     """
 
     def __init__(self) -> None:
@@ -396,7 +397,7 @@ class ValueProductTracker:
         self._shared: list[tuple[SeenOperand, weakref.ref[Tensor]]] = []
 
     def copied(self, copy: SeenCopy) -> None:
-        """Note a copy: what holds of a tensor holds of its copy."""
+        """Note a copy, which has the properties of its sources."""
         output = copy.output()
         if output is None:
             return
@@ -409,14 +410,15 @@ class ValueProductTracker:
     def weighed_by(
         self, product: SeenProduct, softmaxes: Mapping[Key, tuple[SeenOperand, bool]]
     ) -> dict[Key, str]:
-        """Return which softmaxes weigh something in a product.
+        """Return the softmaxes that are factors of a product.
 
         Args:
             product: Matrix product.
-            softmaxes: Softmaxes that have weighed nothing yet, and whether each has an axis of heads.
+            softmaxes: Softmaxes that were not multiplied yet, each with whether it has an axis of heads.
 
         Returns:
-            By the softmax's key: "" if it weighs values of tokens, else why it is no attention between tokens.
+            By the softmax's key: "" if it is multiplied with values of tokens, else the reason why it is not attention
+            between tokens.
         """
         reasons = {}
         for key, (softmax, has_heads) in softmaxes.items():
@@ -426,7 +428,7 @@ class ValueProductTracker:
                     break
         output = product.output()
         is_shared = any(operand.shared for pair in product.pairs for operand in pair)
-        # A product of two activations, neither of them a softmax that waits: perhaps keys times values.
+        # A product of two activations, none of which is such a softmax, may be a product of keys and values.
         if not reasons and output is not None and not is_shared:
             self._summaries.append((SeenOperand.of(output), product.output))
         return reasons
@@ -442,9 +444,9 @@ class ValueProductTracker:
 def _contains(
     tensors: list[tuple[SeenOperand, weakref.ref[Tensor]]], operand: SeenOperand
 ) -> bool:
-    """Return whether an operand is one of the tensors that are still alive, perhaps with its axes in another order."""
+    """Return whether an operand is one of the tensors that are still alive, even with its axes in another order."""
     return any(
-        # Once a tensor is gone, another one may have its address.
+        # After a tensor is freed, another one may have its address.
         tensor.place == operand.place
         and tensor.shape.numel() == operand.shape.numel()
         and alive() is not None

@@ -1,4 +1,4 @@
-"""Finds the tokens of the residual stream that enter the block around an attention."""
+"""Tokens of the residual stream that enter the block around an attention."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -13,18 +13,18 @@ __all__ = ["residual_tokens"]
 def residual_tokens(running: Running, images: int, count: int) -> Tensor | None:
     """Return the tokens that enter the block around an attention, before the block normalises them.
 
-    A block of a transformer hands its attention a normalised copy of its own input. So the modules that are running
-    are looked through from the inside out, for an input of as many tokens that is another tensor. The search ends at
-    the stack of blocks, whose input is that of the first block. Where there is no such input, as in blocks that
-    normalise after the attention, or inside of it, the layer's own input is the residual stream.
+    A transformer block passes a normalised copy of its input to its attention. The running modules are therefore
+    searched from the inside out for an input that has as many tokens and is another tensor. The search ends at the
+    stack of blocks, whose input is that of the first block. If there is no such input, because the block normalises
+    after or inside the attention, the layer's own input is the residual stream.
 
     Args:
-        running: Modules that are running and their inputs, the attending one last.
+        running: Running modules and their inputs, with the attention layer last.
         images: Number of images B.
         count: Number of tokens N of each image.
 
     Returns:
-        Shape (B, N, C); None where no input has that many tokens.
+        Shape (B, N, C); None if no input has that many tokens.
     """
     layer, inputs = running[-1]
     own_input = _first_tensor(inputs)
@@ -32,7 +32,7 @@ def residual_tokens(running: Running, images: int, count: int) -> Tensor | None:
         if _stacks(module, layer):
             break
         x = _first_tensor(inputs_of_module)
-        # A wrapper around the layer hands on the same tensor, which is normalised already.
+        # A wrapper around the layer has the same tensor as its input, which is normalised already.
         tokens = None if x is own_input else _as_tokens(x, images, count)
         if tokens is not None:
             return tokens
@@ -44,7 +44,7 @@ def _first_tensor(inputs: Sequence[Any]) -> Tensor | None:
 
 
 def _as_tokens(x: Tensor | None, images: int, count: int) -> Tensor | None:
-    """Return (B, N, C), (B, H, W, C) or (B, C, H, W) as (B, N, C); None if it is none of these."""
+    """Return a tensor (B, N, C), (B, H, W, C) or (B, C, H, W) as (B, N, C); None if it has another shape."""
     if x is None or len(x) != images:
         return None
     if x.ndim == 3 and x.shape[1] == count:
@@ -57,7 +57,7 @@ def _as_tokens(x: Tensor | None, images: int, count: int) -> Tensor | None:
 
 
 def _stacks(module: nn.Module, layer: nn.Module) -> bool:
-    """Return whether a module holds a list of several blocks, with the layer in one of them."""
+    """Return whether a module has a list of several blocks, one of which contains the layer."""
     return any(
         isinstance(part, (nn.ModuleList, nn.Sequential))
         and len(part) > 1

@@ -1,4 +1,4 @@
-"""Segments of the tokens of an attention, and how attention is shared between them."""
+"""Attention between segments: groups of tokens such as class tokens, registers and patches."""
 
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 __all__ = ["SEGMENTS", "share_between_segments"]
 
 SEGMENTS = ("class", "register", "patch", "text", "other")
-"""Kinds of tokens: class and distillation tokens, registers, patches on the grid, words that the model is given beside
-images, and latents or queries."""
+"""The segments: class and distillation tokens, registers, patches on the grid, words that the model gets beside images,
+and other tokens, such as latents or queries."""
 
 
 @torch.no_grad()
@@ -27,30 +27,30 @@ def share_between_segments(
 
     Args:
         attention: Attention of B images.
-        rows: Its rows.
+        rows: Statistics of the attention's rows.
 
     Returns:
-        Shape (B, heads, segments of queries, segments of keys), 0 for segments without queries; None where no grid of
-        the keys is known.
+        Shape (B, heads, segments of queries, segments of keys), 0 for segments without queries; None if the grid of
+        keys is unknown.
     """
     if attention.layout.keys is None:
         return None
-    # Not zeros: where the attention is NaN, so are its shares.
+    # This is 0, but NaN where the attention is NaN.
     none = 0 * rows.entropy
     prefix = none if rows.prefix is None else rows.prefix
 
     def first(count: int) -> Tensor:
-        """Return the share of the first tokens before the grid."""
+        """Return the attention to the first ``count`` tokens before the grid."""
         if rows.find_first is None or count == attention.layout.prefix:
             return prefix
         return rows.find_first(count) if count else none
 
     classes, specials = first(attention.class_tokens), first(_special_tokens(attention))
-    # A query that sees no key attends to nothing, patches included.
+    # A query from which all keys are hidden does not attend to patches, either.
     blind = (rows.largest == LOWEST) | (rows.largest == -torch.inf)
     shares = dict.fromkeys(SEGMENTS, none)
     shares["class"] = classes
-    # Rounding can leave a negative number where a segment gets nothing.
+    # The clamps remove negative numbers, which rounding can leave if a segment gets no attention.
     shares[_unplaced(attention)] = (specials - classes).clamp_(min=0)
     shares["text"] = (prefix - specials).clamp_(min=0)
     shares["patch"] = (1 - prefix).clamp_(min=0).masked_fill_(blind, 0)
@@ -62,18 +62,18 @@ def share_between_segments(
 
 
 def _special_tokens(attention: "SoftmaxAttention") -> int:
-    """Return how many tokens before the grid are no words."""
+    """Return the number of tokens before the grid that are not words."""
     return attention.layout.prefix - attention.layout.words
 
 
 def _unplaced(attention: "SoftmaxAttention") -> str:
-    """Return the segment of the tokens that are before the grid and neither class tokens nor known to be words."""
-    # So many are words, prompts or the queries of a detector.
+    """Return the segment of tokens before the grid that are neither class tokens nor known to be words."""
+    # More than MOST_SPECIAL tokens must be words, prompts or the queries of a detector.
     return "register" if _special_tokens(attention) <= MOST_SPECIAL else "other"
 
 
 def _queries(attention: "SoftmaxAttention") -> Iterator[tuple[str, slice]]:
-    """Yield the segments that have queries, and these, which are neighbours."""
+    """Yield each segment that has queries, with the slice of its queries, which are contiguous."""
     layout, count = attention.layout, attention.queries
     patches, words, unplaced = 0, 0, "other"
     if layout.queries is not None:
@@ -86,7 +86,7 @@ def _queries(attention: "SoftmaxAttention") -> Iterator[tuple[str, slice]]:
     elif layout.asking == "words":
         classes, words = 0, count
     elif layout.asking == "tokens" and count <= layout.prefix:
-        # The tokens before the grid ask alone.
+        # All queries are tokens before the grid.
         classes = min(count, attention.class_tokens)
         unplaced = _unplaced(attention)
     else:

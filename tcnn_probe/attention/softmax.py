@@ -1,4 +1,4 @@
-"""Softmax attention, fused or not, in whatever module it is; its logits are formed part by part."""
+"""Softmax attention, fused or not, in any module. Its logits are computed part by part."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
@@ -27,7 +27,7 @@ __all__ = [
     "SoftmaxAttention",
 ]
 
-# Up to so many rows one product for each row is quicker than a batched one, which copies queries and keys first.
+# Up to this number of rows, one product per row is faster than a batched product, which first copies queries and keys.
 _FEW_ROWS = 32
 _ALL = slice(None)
 
@@ -40,7 +40,7 @@ class Logits(ABC):
 
     Args:
         shape: Sizes (rows, heads, N_query, N_key).
-        source: Tensor that they are made of, for its device and dtype.
+        source: Tensor from which the logits are computed, for its device and dtype.
         masked: Whether logits may be minus infinity.
     """
 
@@ -59,22 +59,25 @@ class Logits(ABC):
         *,
         out: Tensor | None = None,
     ) -> Tensor:
-        """Return a part of them, float32 or float64, contiguous, and free to be overwritten; in ``out`` if given."""
+        """Return a part of the logits in a contiguous tensor, float32 or float64, that the caller may overwrite.
+
+        If ``out`` is given, it is this tensor.
+        """
         return self._form((rows, queries, keys), out)
 
     @abstractmethod
     def _form(self, part: Part, out: Tensor | None) -> Tensor:
-        """Form a part of the logits, in ``out`` if given."""
+        """Compute a part of the logits, in ``out`` if given."""
 
     @property
     def on_kernel(self) -> bool:
-        """Flag that :meth:`statistics` measures these logits on their GPU, and :meth:`select` forms some of them."""
+        """True if :meth:`statistics` and :meth:`select` are available, which need the kernel and a GPU."""
         return False
 
     def statistics(
         self, queries: TokenGrid | None, keys: TokenGrid | None, received: bool
     ) -> RowStatistics:
-        """Measure the rows of their softmax with the kernel, see :func:`tcnn_model.kernels.attention_statistics`."""
+        """Measure the rows of the softmax with the kernel, see :func:`tcnn_model.kernels.attention_statistics`."""
         raise NotImplementedError
 
     def select(self, rows: Tensor, queries: Tensor) -> "Logits":
@@ -82,24 +85,24 @@ class Logits(ABC):
 
         Args:
             rows: Indices of the rows, shape (r,), on the CPU.
-            queries: Indices of the queries of each of them, shape (r, n).
+            queries: Indices of the queries of each of these rows, shape (r, n).
         """
         raise NotImplementedError
 
     def weights(self, rows: slice = _ALL, queries: slice = _ALL) -> Tensor:
-        """Return their softmax; 0 for queries that may see no key at all, as torch's own attention has it."""
+        """Return the softmax; 0 for queries from which all keys are hidden, as in torch's fused attention."""
         logits = self(rows, queries)
         weights = torch.softmax(logits, -1)
         return (
             weights.masked_fill_(logits.amax(-1, keepdim=True) == -torch.inf, 0)
-            # A row of minus infinity alone has the softmax NaN.
+            # The softmax of a row of minus infinity is NaN.
             if self.masked
             else weights
         )
 
     @property
     def dtype(self) -> torch.dtype:
-        """Float32, or float64 where the model is in float64."""
+        """Float32, or float64 if the model is in float64."""
         return at_least_float32(self.source.dtype)
 
     @property
@@ -119,8 +122,8 @@ class ProductLogits(Logits):
         query: Shape (rows, heads, N_query, d).
         key: Shape (rows, heads, N_key, d).
         scale: Factor of the products.
-        mask: Numbers to add, or True where a query may see a key; broadcasts to (rows, heads, N_query, N_key).
-        modification: Function of flex_attention that changes the products, in the place of a mask.
+        mask: Numbers to add, or True where a query may attend to a key; broadcasts to (rows, heads, N_query, N_key).
+        modification: Function of flex_attention that changes the products, in place of a mask.
     """
 
     def __init__(
@@ -145,14 +148,14 @@ class ProductLogits(Logits):
 
     @property
     def on_kernel(self) -> bool:
-        """Flag that the kernel takes these queries and keys; it takes no functions that change the products."""
+        """True if the kernel supports these queries and keys. It does not support modifications."""
         is_product = self._modification is None
         return is_product and kernels.can_measure(self._query, self._key)
 
     def statistics(
         self, queries: TokenGrid | None, keys: TokenGrid | None, received: bool
     ) -> RowStatistics:
-        """Measure the rows of their softmax with the kernel, see :class:`Logits`."""
+        """Measure the rows of the softmax with the kernel, see :class:`Logits`."""
         return kernels.attention_statistics(
             self._query,
             self._key,
@@ -175,7 +178,7 @@ class ProductLogits(Logits):
 
     def _form(self, part: Part, out: Tensor | None) -> Tensor:
         rows, queries, keys = part
-        # Only now, block by block: a copy of all queries and keys in float32 could be larger than the model's own.
+        # Queries and keys are cast block by block, as float32 copies of all could be larger than the model's own.
         query = self._query[rows, :, queries].to(self.dtype)
         key = self._key[rows, :, keys].to(self.dtype)
         logits = query.new_empty(*query.shape[:3], key.shape[2]) if out is None else out
@@ -187,7 +190,7 @@ class ProductLogits(Logits):
                 key.flatten(0, 1)[None],
             )
         for row, q, k in zip(*by_row, strict=True):
-            # With beta=0 what lies in the buffer counts for nothing, not even NaN; alpha scales without another pass.
+            # With beta=0 the contents of the buffer are ignored, even NaN; alpha scales without another pass.
             torch.baddbmm(row, q, k.transpose(1, 2), beta=0, alpha=self._scale, out=row)
         if self._modification is not None:
             return logits.copy_(self._modification(logits, rows, queries, keys))
@@ -205,7 +208,7 @@ class GivenLogits(Logits):
     """Logits that a model gave to a softmax.
 
     Args:
-        logits: Shape (rows, heads, N_query, N_key); perhaps with minus infinity, as nothing says that there is none.
+        logits: Shape (rows, heads, N_query, N_key). They may contain minus infinity, as the model may have masked them.
     """
 
     def __init__(self, logits: Tensor) -> None:
@@ -219,12 +222,12 @@ class GivenLogits(Logits):
 
 
 class DeferredLogits(Logits):
-    """Logits that are rebuilt once they are asked for: most edits of heads never ask.
+    """Logits that are reconstructed when they are needed, which most edits of heads never do.
 
     Args:
         shape: Sizes (rows, heads, N_query, N_key).
-        source: Tensor for their device and dtype.
-        rebuild: Function that gives the logits.
+        source: Tensor with the device and dtype of the logits.
+        rebuild: Function that returns the logits.
     """
 
     def __init__(
@@ -246,7 +249,7 @@ class DeferredLogits(Logits):
 
 @dataclass(frozen=True)
 class Block:
-    """Images, windows of each of them, and queries of each window, whose attention is formed at once."""
+    """A block of images, windows of each image, and queries of each window, whose attention is computed at once."""
 
     images: slice
     windows: slice
@@ -255,17 +258,17 @@ class Block:
 
 @dataclass(frozen=True, kw_only=True)
 class SoftmaxAttention(Attention):
-    """The softmax of logits, fused or not, in whatever module it is.
+    """The softmax of logits, fused or not, in any module.
 
-    Talking heads (CaiT) mix the heads after the softmax: A is the softmax's, before that.
+    If heads are mixed after the softmax, as in talking heads (CaiT), A is the attention before mixing.
 
     Args:
         logits: Logits of some rows and queries at a time.
-        is_moved: Whether its tokens are in another order than the model's.
-        class_token: Whether the first token before the grid, if there is any, is a class token, and no register.
-        distillation_token: Whether the second one, if there is one, is a distillation token.
-        compare: Comparison with what torch gave the model, see :meth:`discrepancy`; None without one.
-        find_values, find_outputs: Functions behind :meth:`values` and :meth:`head_outputs`; None without values.
+        is_moved: Whether tokens after the grid were moved before it, so that their order differs from the model's.
+        class_token: Whether the first token before the grid, if there is one, is a class token, not a register.
+        distillation_token: Whether the second token before the grid, if there is one, is a distillation token.
+        compare: Function for :meth:`discrepancy`, which compares A with torch's output; None if there is none.
+        find_values, find_outputs: Functions for :meth:`values` and :meth:`head_outputs`; None if there are no values.
     """
 
     logits: Logits
@@ -288,23 +291,22 @@ class SoftmaxAttention(Attention):
 
     @property
     def class_query(self) -> int | None:
-        """Index of the class token among the queries; None without one, or with one for each class.
+        """Index of the class token among the queries; None if there is none, or one for each class.
 
-        Also of a single latent, and of the first of several if the layer hands on that one alone.
+        A single latent counts as a class token, and so does the first latent if the layer returns only this one.
         """
         if self.layout.asking in ("classes", "words"):
             return None
-        # Class-attention layers (CaiT) ask for the class token alone; a window can have a single pixel without being
-        # one, and a grid a single pooled query.
+        # In class-attention layers (CaiT) the class token is the only query. The single pixel of a window, or the
+        # single pooled query of a grid, is not a class token.
         is_single_query = self.queries == 1 and self.keys > 1 and self.windows == 1
         is_single_query &= self.layout.queries is None
         if self.layout.asking == "latents":
-            # timm's AttentionPoolLatent: with pool="token" it hands on the first latent alone, with "avg" the mean of
-            # all.
+            # timm's AttentionPoolLatent returns the first latent with pool="token", and the mean with pool="avg".
             hands_on_first_latent = getattr(self.module, "pool", None) == "token"
             return 0 if is_single_query or hands_on_first_latent else None
         queries = self.layout.queries
-        # Queries that lie on no grid, and are no more than the tokens before the grid of the keys, are these tokens.
+        # Queries without a grid are the tokens before the grid of keys if there are no more than these.
         starts_with_specials = (
             queries.prefix > 0
             if queries is not None
@@ -340,7 +342,7 @@ class SoftmaxAttention(Attention):
         return self.logits.weights(rows, queries).unflatten(0, (-1, self.windows))
 
     def statistics(self) -> dict[str, Any]:
-        """Return entropies and distances, the scale on which to read them, and sums for content information."""
+        """Return entropies, distances, their values for uniform attention, and sums for content information."""
         measured = self._measurements()
         information = {"content_information": measured.pattern}
         return {**measured.means, **self.uniform_scales(), **information}
@@ -352,32 +354,32 @@ class SoftmaxAttention(Attention):
         return rows
 
     def segment_attention(self) -> Tensor | None:
-        """Return the attention between segments, see :class:`Attention`; None where no grid of the keys is known."""
+        """Return the attention between segments, see :class:`Attention`; None if the grid of keys is unknown."""
         return share_between_segments(self, self._measurements().by_query)
 
     def values(self) -> Tensor | None:
-        """Return the values, see :class:`Attention`; None for a softmax that is a call of its own."""
+        """Return the values, see :class:`Attention`; None if the softmax is not fused with the values."""
         return None if self.find_values is None else self.find_values()
 
     def head_outputs(self) -> Tensor | None:
-        """Return the heads' outputs, see :class:`Attention`; None for a softmax that is a call of its own."""
+        """Return the heads' outputs, see :class:`Attention`; None if the softmax is not fused with the values."""
         return None if self.find_outputs is None else self.find_outputs()
 
     def discrepancy(self, output: Any = None) -> tuple[Tensor, float] | None:
-        """Compare A with what torch gave the model: the output of the layer has nothing to say here."""
+        """Compare A with the output of torch's function; the output of the layer is not used."""
         return None if self.compare is None else self.compare()
 
     def _measurements(self) -> SoftmaxMeasurements:
-        """Measure once for all listeners that count the same images."""
-        # What was measured depends on both of these: listeners that differ in them share nothing.
+        """Measure once for all listeners with the same limit of images and the same details."""
+        # Measurements depend on the limit and on details, so listeners that differ in them cannot share these.
         key = "measurements", self.limit, self.detailed
         if key not in self.shared:
             self.shared[key] = measure_softmax(self)
         return self.shared[key]
 
     def blocks(self) -> Iterator[Block]:
-        """Yield rows and queries that belong together: a block, or the logits of one query where these are more."""
-        # So many queries of one row at a time, or so many queries of rows that are taken whole.
+        """Yield blocks with at most as many logits as a block may have, or with a single query if this has more."""
+        # A block has this number of queries: of one window, or of several complete windows or images.
         at_once = max(1, self.block // (self.heads * self.keys))
         windows = min(self.windows, max(1, at_once // self.queries))
         images = (
@@ -394,7 +396,7 @@ class SoftmaxAttention(Attention):
             yield Block(*map(slice, starts, ends))
 
     def rows_of(self, block: Block) -> slice:
-        """Return the rows of a block, which are neighbours."""
+        """Return the rows of a block, which are contiguous."""
         first = block.images.start * self.windows + block.windows.start
         last = (block.images.stop - 1) * self.windows + block.windows.stop
         return slice(first, last)

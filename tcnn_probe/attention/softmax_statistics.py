@@ -1,4 +1,4 @@
-"""Statistics of softmax attention, in one pass: by the kernel on a GPU, or a block of queries at a time."""
+"""Statistics of softmax attention in one pass, by the kernel on a GPU or by blocks of queries."""
 
 import math
 from collections.abc import Callable
@@ -19,10 +19,10 @@ if TYPE_CHECKING:
 
 __all__ = ["LOWEST", "SoftmaxMeasurements", "SoftmaxRows", "measure_softmax"]
 
-# In place of minus infinity, which times an attention of zero would be NaN.
+# This replaces minus infinity, because minus infinity times an attention of zero is NaN.
 LOWEST = -1e30
 
-# Up to so many distances (4 MiB in float32) are kept from forward to forward; more are computed block by block.
+# Tables of up to this number of distances (4 MiB in float32) are cached; larger ones are computed block by block.
 _SMALL_TABLE = 1 << 20
 _LN2 = math.log(2)
 
@@ -32,15 +32,15 @@ class SoftmaxRows:
     """Statistics of each row of the attention A over all keys, shape (rows, heads, N_query) each.
 
     Args:
-        entropy: -sum_j A_j log A_j in nats; 0 for queries that can see no key at all, as torch's own attention has it.
-        largest: Largest logit, at most :data:`LOWEST` or minus infinity where all keys are hidden.
+        entropy: -sum_j A_j log A_j in nats; 0 for queries from which all keys are hidden, as in torch's fused
+            attention.
+        largest: Largest logit, at most :data:`LOWEST` or minus infinity if all keys are hidden.
         prefix: Sum of A_j over class and register tokens; None if there are none.
-        distance: Mean distance to the keys on the grid, with rows renormalised over these; None where it is unknown
-            where the queries lie.
-        frame_distance: The same over the frames of a video, in frames; None for images.
-        received: sum_i A_ij over whole columns, shape (rows, heads, N_key); None unless the attention is to be measured
-            in detail.
-        find_first: Function that returns the sum of A_j over the first of so many keys; None if there are no tokens
+        distance: Mean distance to the keys on the grid, with A renormalised over these keys; None if the queries' grid
+            is unknown.
+        frame_distance: Mean distance over the frames of a video, in frames; None for images.
+        received: sum_i A_ij over the queries, shape (rows, heads, N_key); None unless the attention is ``detailed``.
+        find_first: Function that returns the sum of A_j over the first ``count`` keys; None if there are no tokens
             before the grid.
     """
 
@@ -55,14 +55,14 @@ class SoftmaxRows:
 
 @dataclass(frozen=True)
 class SoftmaxMeasurements:
-    """Measurements of a softmax attention, formed in one pass over its logits.
+    """Measurements of a softmax attention, computed in one pass over its logits.
 
     Args:
-        means: ``entropy`` of all queries over all keys, in nats; where the grids are known ``attention_distance``, from
-            queries to keys on the grid, with rows renormalised over these, in cells of the finer grid, and for videos
-            ``frame_distance``; where there are class or register tokens ``prefix_attention``, the attention that
-            queries on the grid pay to them: means over the queries and windows of each image, shape (B, heads), in
-            float32 (float64 for float64). And ``max_logit``, the largest logit of all queries and keys.
+        means: Means over the queries and windows of each image, shape (B, heads), in float32 (float64 for float64):
+            ``entropy`` over all keys, in nats; if the grids are known, ``attention_distance`` from queries to keys on
+            the grid, with A renormalised over these keys, in cells of the finer grid, and for videos
+            ``frame_distance``; if there are class or register tokens, ``prefix_attention``, the attention that they
+            receive from queries on the grid. ``max_logit`` is the largest logit of all queries and keys.
         pattern: Sum over images of the attention of some queries.
         by_query: Statistics of each row.
         rows: Rows of the attention; None unless :attr:`~tcnn_probe.attention.attention.Attention.detailed`.
@@ -76,20 +76,20 @@ class SoftmaxMeasurements:
 
 @torch.no_grad()
 def measure_softmax(attention: "SoftmaxAttention") -> SoftmaxMeasurements:
-    """Measure softmax attention, exact: on a GPU with the kernel where it can, else a block of queries at a time.
+    """Measure softmax attention exactly: by the kernel if it supports this attention, else by blocks of queries.
 
     Args:
         attention: Attention of B images.
     """
     layout, patterns = attention.layout, PatternSum(attention)
-    # The kernel knows no frames.
+    # The kernel does not support frames.
     on_kernel = attention.logits.on_kernel and not layout.is_video
     measure = _rows_by_kernel if on_kernel else _rows_by_blocks
     rows = measure(attention, patterns)
     by_query = {"entropy": rows.entropy}
     pattern = patterns.pattern(rows.entropy)
     largest = attention.by_image(rows.largest.amax(-1)).amax(1)
-    if attention.logits.masked:  # masked logits can all be hidden
+    if attention.logits.masked:  # a mask can hide all logits
         largest = largest.masked_fill(largest <= LOWEST, -torch.inf)
     if layout.queries is not None:
         on_grid = slice(layout.queries.prefix, None)
@@ -115,10 +115,10 @@ def measure_softmax(attention: "SoftmaxAttention") -> SoftmaxMeasurements:
 
 
 def _rows_by_kernel(attention: "SoftmaxAttention", patterns: PatternSum) -> SoftmaxRows:
-    """Measure the rows in one pass of the kernel; of the sampled queries alone the attention is formed.
+    """Measure the rows in one pass of the kernel, and compute the attention of the sampled queries only.
 
     Args:
-        attention: Attention whose logits say that the kernel takes them.
+        attention: Attention whose logits are :attr:`~tcnn_probe.attention.softmax.Logits.on_kernel`.
         patterns: Sums over images, to which the sampled queries are added.
     """
     layout = attention.layout
@@ -140,7 +140,7 @@ def _rows_by_kernel(attention: "SoftmaxAttention", patterns: PatternSum) -> Soft
 
 
 def _first_by_kernel(logits: "Logits", keys: TokenGrid | None, count: int) -> Tensor:
-    """Return the sum of A_j over some keys, in a pass of its own, in which they are all that is before the grid."""
+    """Return the sum of A_j over the first keys, in another pass in which only these count as the prefix."""
     assert keys is not None
     return logits.statistics(None, keys._replace(prefix=count), False).prefix
 
@@ -152,10 +152,10 @@ def _token_grid(tokens: Tokens | None) -> TokenGrid | None:
 
 
 def _rows_by_blocks(attention: "SoftmaxAttention", patterns: PatternSum) -> SoftmaxRows:
-    """Measure the rows a block of queries at a time.
+    """Measure the rows by blocks of queries.
 
-    The class and register tokens are added to the keys on the grid, not taken away from whole rows: so the distance
-    stays exact where nearly all attention goes to them.
+    The sums over keys on the grid are computed first, and class and register tokens are added afterwards. If they were
+    subtracted from sums over all keys, the distance would be inaccurate when they get nearly all attention.
 
     Args:
         attention: Attention to measure.
@@ -171,7 +171,7 @@ def _rows_by_blocks(attention: "SoftmaxAttention", patterns: PatternSum) -> Soft
     patterns.add_prefix(to_prefix)
     if grid.received is not None:
         grid.received[..., : to_prefix.shape[-1]] = to_prefix.sum(-2)
-    # The attention keeps its rows: a function that held the attention would be a cycle, and keep activations alive.
+    # The lambda does not refer to the attention, which keeps these rows: a cycle would keep activations alive.
     return SoftmaxRows(
         entropy=grid.zero_if_empty(entropy),
         largest=torch.maximum(grid.top, prefix_logits.amax(-1)),
@@ -185,19 +185,19 @@ def _rows_by_blocks(attention: "SoftmaxAttention", patterns: PatternSum) -> Soft
 
 @dataclass(frozen=True)
 class _GridRows:
-    """Sums over the keys on the grid of each query's attention A, shape (rows, heads, N_query) each.
+    """Sums over the keys on the grid, with A normalised over these keys, shape (rows, heads, N_query) each.
 
-    Logits s_j are counted from the largest one, m: so all sums are precise, however large the logits are.
+    The largest logit m is subtracted from the logits s_j, so that all sums are accurate for logits of any size.
 
     Args:
         top: m.
         lse: log sum_j exp(s_j - m).
         expected: sum_j A_j (s_j - m).
-        distance: sum_j A_j ||delta_j||; None where it is unknown where the queries lie.
-        frame_distance: sum_j A_j |f_j|, f_j counting the frames from the query to key j; None for images.
+        distance: sum_j A_j ||delta_j||; None if the queries' grid is unknown.
+        frame_distance: sum_j A_j |f_j|, where f_j is the number of frames from the query to key j; None for images.
         empty: Whether a mask hides all of these keys; None without a mask.
-        received: sum_i A_ij over whole rows, shape (rows, heads, N_key), 0 for class and register tokens; None unless
-            the attention is to be measured in detail.
+        received: sum_i A_ij with A normalised over all keys, shape (rows, heads, N_key), 0 for class and register
+            tokens; None unless the attention is ``detailed``.
     """
 
     top: Tensor
@@ -214,7 +214,7 @@ class _GridRows:
         return self.lse - self.expected
 
     def zero_if_empty(self, values: Tensor) -> Tensor:
-        """Return values of rows, 0 for those that can see no key at all, as torch's own attention has it."""
+        """Return values of rows, 0 for rows from which all keys are hidden, as in torch's fused attention."""
         return (
             values
             if self.empty is None
@@ -227,7 +227,7 @@ def _rows_over_grid(
 ) -> tuple[_GridRows, Tensor | None]:
     """Sum over the keys on the grid.
 
-    The only large tensors are two buffers, which hold one block; the rest is done for all rows at once.
+    The only large tensors are two buffers for one block; everything else is computed for all rows at once.
 
     Args:
         attention: Attention to sum over.
@@ -268,16 +268,16 @@ def _rows_over_grid(
         logits(rows, queries, out=s)
         if prefix_logits is not None:
             prefix_logits[at] = s[..., :prefix]
-            # No attention, in the sums that follow.
+            # These keys get no attention in the following sums.
             s[..., :prefix] = -torch.inf if logits.masked else LOWEST
         m = s.amax(-1, keepdim=True)
         top[at] = m[..., 0]
-        # Rows that see none of these keys, and keys that a row does not see.
+        # In masked logits, a maximum of minus infinity (all keys hidden) becomes 0, and hidden keys become LOWEST.
         if logits.masked:
             s.sub_(m.masked_fill_(m == -torch.inf, 0)).clamp_(min=LOWEST)
         else:
             s.sub_(m)
-        # From here on in bits: torch.exp takes twice the time of torch.exp2 (torch 2.13 on a CPU).
+        # Logits are in bits from here on, because torch.exp takes twice as long as torch.exp2 (torch 2.13 on a CPU).
         torch.exp2(s.mul_(1 / _LN2), out=weights)
         z = weights.sum(-1)
         total[at] = z
@@ -297,7 +297,7 @@ def _rows_over_grid(
             if prefix_logits is None
             else (z.log() - (prefix_logits[at] - m).logsumexp(-1)).sigmoid_()
         )
-        factor = (grid_share / z).nan_to_num_()  # 0 / 0 where a mask hides all
+        factor = (grid_share / z).nan_to_num_()  # 0 / 0 if a mask hides all keys
         patterns.add(block, weights, factor)
         if received is not None:
             received[rows] += (factor[..., None, :] @ weights)[..., 0, :]
@@ -315,16 +315,16 @@ def _rows_over_grid(
 
 
 def _with_prefix(grid: _GridRows, logits: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the entropy of whole rows, and their attention to each class and register token, shaped as ``logits``.
+    """Return the entropy over all keys, and the attention to each class and register token, shaped as ``logits``.
 
-    With m the largest logit of a whole row and lse = log(sum over the grid + sum over the prefix), again counted from
-    m, the grid has the share exp(lse_grid - lse) of the row, and H = lse - sum_j A_j (s_j - m).
+    Let m be the largest logit of the row and lse = log sum_j exp(s_j - m) over all keys, lse_grid the same over the
+    grid. Then the grid gets the attention exp(lse_grid - lse), and the entropy is lse - sum_j A_j (s_j - m).
 
     Args:
-        grid: Sums of the same rows over the keys on the grid.
-        logits: Logits of the other keys, shape (rows, heads, N_query, prefix).
+        grid: Sums of the rows over the keys on the grid.
+        logits: Logits of class and register tokens, shape (rows, heads, N_query, prefix).
     """
-    # A mask can hide keys with the least of all numbers.
+    # The clamp is needed for masks that hide keys with the smallest finite number.
     top = torch.maximum(grid.top, logits.amax(-1))
     lower = (grid.top - top).clamp_(min=LOWEST)
     logits, lse_grid = logits - top[..., None], grid.lse + lower
@@ -339,5 +339,5 @@ def _with_prefix(grid: _GridRows, logits: Tensor) -> tuple[Tensor, Tensor]:
 
 @lru_cache(maxsize=16)
 def _table(layout: Layout, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return all distances of a small grid, shape (N_query, N_key)."""
+    """Return the cached table of distances of a small grid, shape (N_query, N_key)."""
     return layout.distances(slice(None), dtype, device)

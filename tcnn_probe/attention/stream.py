@@ -1,4 +1,4 @@
-"""Each attention of a model's forwards, whole and on its grid, handed to whoever wants to look at it or edit it."""
+"""The stream of all attentions in a model's forwards, which listeners can read and edit."""
 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -57,14 +57,14 @@ from tcnn_probe.models import check_model, layer_names
 __all__ = ["WHOLE_LAYERS", "AttentionListener", "AttentionStream", "attention_stream"]
 
 WHOLE_LAYERS: tuple[WholeLayers, ...] = (GATED,)
-"""Layers whose attention is shown as a whole."""
+"""Layers whose attention is described as a whole."""
 
 
 @contextmanager
 def attention_stream(
     model: nn.Module, on_attention: Callable[[Attention], HeadEdit | None]
 ) -> Iterator["AttentionStream"]:
-    """Show ``on_attention`` every attention of the forwards that run inside, in whatever module it is.
+    """Call ``on_attention`` with every attention of the forwards inside the ``with``, in any module.
 
     ::
 
@@ -77,22 +77,23 @@ def attention_stream(
             model(images)
         print({name: largest[name] for name in stream.layers}, stream.unsupported)
 
-    Softmax attention is shown whether fused or not, and gated attention (GPSA, timm's ConViT) as a whole. Fused
-    attention is left on, and what the model computes is not changed, unless ``on_attention`` returns a
-    :class:`~tcnn_probe.attention.head_edit.HeadEdit`. Streams nest: each head is edited by the last one begun that
-    names it. Each layer's reconstruction is compared once with what the model got. Nothing is kept: the tensors behind
-    an attention are the model's own.
+    This covers softmax attention, fused or not, and gated attention (GPSA, timm's ConViT), which is passed as a whole.
+    Fused attention is left on, and the model's outputs do not change unless ``on_attention`` returns a
+    :class:`~tcnn_probe.attention.head_edit.HeadEdit`. Streams can be nested: each head is edited by the innermost
+    stream that names it. The reconstruction of each layer is compared once with the model's own output. Nothing is
+    stored: the tensors of an attention belong to the model.
 
     Args:
-        model: Any module, not compiled.
+        model: Any module that is not compiled.
         on_attention: Function that is called with each attention while the forward runs, without gradients. It is not
-            known yet whether a softmax will weigh values; :attr:`AttentionStream.layers` says so afterwards.
+            known by then whether a softmax will be multiplied with values: :attr:`AttentionStream.layers` has the
+            layers for which it was.
 
     Yields:
-        :class:`AttentionStream`, with the names of the ``layers`` and of what is ``unsupported``.
+        :class:`AttentionStream`, with ``layers`` and, for those that cannot be shown, ``unsupported``.
 
     Raises:
-        ReconstructionError: By a forward whose attention is not what it is taken for.
+        ReconstructionError: The reconstructed attention of a forward differs from the model's own.
     """
     check_model(model)
     stream = AttentionStream(model, _Callback(on_attention))
@@ -103,31 +104,31 @@ def attention_stream(
 
 
 class AttentionListener:
-    """A listener to the forwards of a model, of one at a time. It does nothing: override what you need."""
+    """Listener to the forwards of a model, one at a time. Its methods do nothing: override what you need."""
 
     may_edit = False
-    """Flag that answers of :meth:`attends` can be edits."""
+    """True if :meth:`attends` may return edits."""
 
     def begins(self, entry: nn.Module, inputs: Sequence[Any]) -> bool:
         """Return whether to follow the forward that begins with a call of ``entry``, the model or a part of it."""
         return True
 
     def attends(self, attention: Attention) -> HeadEdit | None:
-        """Look at an attention; answer with an edit of its heads, if they are to be edited."""
+        """Handle an attention, and return an edit of its heads, or None."""
 
     def returned(self, module: nn.Module, inputs: Sequence[Any], output: Any) -> None:
-        """Hear that a watched module has returned."""
+        """Handle the return of a watched module."""
 
     def ends(self, layers: Collection[str], output: Any) -> None:
-        """Hear that a forward has ended, without an exception.
+        """Handle the end of a forward without an exception.
 
         Args:
-            layers: Names of the layers whose attention has weighed values in it.
+            layers: Names of the layers whose attention was multiplied with values in this forward.
             output: Output of the model, or of the part of it that was called.
         """
 
     def fails(self) -> None:
-        """Hear that a forward was ended by an exception."""
+        """Handle a forward that an exception has ended."""
 
 
 class _Callback(AttentionListener):
@@ -154,15 +155,15 @@ class _Callback(AttentionListener):
 
 @dataclass(eq=False)
 class _ShownSoftmax:
-    """A softmax that a listener was shown.
+    """A softmax that was passed to the listener.
 
     Args:
-        layer: Name of its layer.
-        module: Module that asked for it.
-        operand: The softmax, while it is unknown whether it weighs values; None once that is known.
-        has_heads: Whether it has an axis of heads.
-        objection: Why it is not measured; "" if it is.
-        output: Output of attention whose log-sum-exp the model has, which may renormalize it.
+        layer: Name of the layer.
+        module: Module that called the softmax.
+        operand: The softmax, as long as it is unknown whether it is multiplied with values; None afterwards.
+        has_heads: Whether the softmax has an axis of heads.
+        objection: Reason why the softmax is not attention between tokens; "" if there is none.
+        output: Output of attention if the model also gets the log-sum-exp, with which it may renormalise the output.
     """
 
     layer: str
@@ -173,8 +174,8 @@ class _ShownSoftmax:
     output: Tensor | None = None
 
     def note_copy(self, copy: SeenCopy) -> None:
-        """Object if the model renormalizes what the attention gave: then further logits took part in its softmax."""
-        # As transformers and torchtitan apply a sink's logit (s_aux) to the output of flex_attention.
+        """Note an objection if the model renormalises the output, because its softmax then includes other logits."""
+        # transformers and torchtitan do this to apply the logit of a sink (s_aux) to the output of flex_attention.
         if self.output is not None and copy.scales_rows_of(self.output):
             self.objection = (
                 "its output is scaled afterwards by a factor for each query, as by the share of a sink: "
@@ -183,19 +184,19 @@ class _ShownSoftmax:
 
 
 class AttentionStream:
-    """The attentions of a model's forwards, from its making until :meth:`close`.
+    """The attentions of a model's forwards, until :meth:`close`.
 
     Attributes:
-        layers: Layers that have attended, {name: module}, in the order in which they did. The second attention within
-            one call of a module is called ``name#1``.
-        unsupported: {name: reason} of layers that look like attention and are none between tokens.
-        verification: Comparisons of what is rebuilt with what the model has got.
+        layers: Layers with attention, {name: module}, in the order of their calls. The second attention within one call
+            of a module is called ``name#1``.
+        unsupported: {name: reason} of layers that look like attention but are not attention between tokens.
+        verification: Comparisons of reconstructed attention with the model's own.
 
     Args:
         model: Any module, not compiled.
-        listener: Listener to its attentions.
-        layers: Names of the layers to show; None for all.
-        watched: Modules whose calls the listener hears of.
+        listener: Listener to the attentions.
+        layers: Names of the layers whose attention is passed to the listener; None for all.
+        watched: Modules whose calls are reported to the listener.
         tokens: Facts about the tokens that the user gives.
     """
 
@@ -226,34 +227,35 @@ class AttentionStream:
                         self._seams[seam] = layer, role
         self._maps = FeatureMaps(special_tokens(self._names, tokens or GivenTokens()))
         self._explained: set[nn.Module] = set()
-        # Part of the model that was called, its mode and the sizes of its inputs: one forward of each is followed.
+        # A call is identified by the part of the model that was called, its mode and the sizes of its inputs. Places of
+        # tokens are tracked in one forward for each of these.
         self._call: tuple[Any, ...] = ()
         self._followed: set[tuple[Any, ...]] = set()
         self._places: PlaceTracker | None = None
         self._objections: dict[tuple[Any, str], tuple[str, str]] = {}
-        # Where words stand among the keys of a layer, and whether its queries are words.
+        # Positions of words among the keys of a layer, and whether its queries are words.
         self._words: dict[tuple[Any, str], tuple[Arrangement | None, bool]] = {}
         self._reset()
-        # A stream that may edit follows forwards above those who only look: these see attention as it is before.
+        # Hooks of a stream that may edit come first, so that streams that only read see attention before the edits.
         self._forwards = Forwards(model, self, first=not listener.may_edit)
 
     @property
     def attached(self) -> bool:
-        """Flag that forwards are still followed."""
+        """True while forwards are followed."""
         return self._forwards.attached
 
     def close(self) -> None:
-        """Detach; may be called more than once, also in the middle of a forward."""
+        """Detach from the model. This may be called more than once, and during a forward."""
         self._forwards.detach()
 
     def around(self, count: int) -> tuple[int, int] | None:
-        """Return how many of ``count`` tokens stand before the grid, and after it; None if nothing shows it."""
+        """Return how many of ``count`` tokens come before and after the grid; None if this is unknown."""
         return self._maps.around(count)
 
-    # The listener of Forwards: see tcnn_probe.hooks.forwards.Listener.
+    # The following methods implement tcnn_probe.hooks.forwards.Listener.
 
     def begins(self, entry: nn.Module, inputs: Sequence[Any]) -> bool:
-        """Ask the listener; a forward of no images shows nothing."""
+        """Ask the listener whether to follow the forward; a forward without images is not followed."""
         if any(isinstance(x, Tensor) and x.numel() == 0 for x in inputs):
             return False
         if not self._listener.begins(entry, inputs):
@@ -261,7 +263,7 @@ class AttentionStream:
         self._reset()
         self.verification.begin()
         self._maps.enter(inputs, whole_model=entry is self._model)
-        # Without the number of images, on which the order of tokens does not depend.
+        # The number of images is left out, because the order of tokens does not depend on it.
         shapes = [tuple(x.shape[1:]) for x in inputs if isinstance(x, Tensor)]
         self._call = (entry, entry.training, *shapes)
         if self._call not in self._followed:
@@ -269,11 +271,11 @@ class AttentionStream:
         return True
 
     def modes(self) -> Sequence[TorchFunctionMode]:
-        """Follow pixels in the first forward of each size of images."""
+        """Return a mode that tracks the places of tokens, in the first forward of each kind."""
         return [] if self._places is None else [self._places]
 
     def asked(self, forward: Forward, request: Seen) -> Answer | None:
-        """Rebuild a softmax attention, or see whether a softmax weighs values."""
+        """Reconstruct a softmax attention, or check whether a softmax is multiplied with values."""
         if isinstance(request, SeenJoin):
             self._maps.joins(request.lengths)
         elif isinstance(request, SeenCopy):
@@ -300,7 +302,7 @@ class AttentionStream:
     def returned(
         self, forward: Forward, module: nn.Module, inputs: Sequence[Any], output: Any
     ) -> Any:
-        """Take note of feature maps and of the seams of layers that are shown as a whole, and show those."""
+        """Note feature maps and outputs of seams, and describe the attention of layers with whole attention."""
         self._counts.pop(module, None)
         self._ran.add(module)
         self._maps.passes([*inputs, output])
@@ -315,11 +317,11 @@ class AttentionStream:
         return None
 
     def ends(self, output: Any) -> None:
-        """Settle what is known now, and tell the listener."""
+        """Update ``layers`` and ``unsupported``, and notify the listener."""
         shown, ran = self._shown, self._ran
         self._followed.add(self._call)
         self._reset()
-        # May raise: what the forward left behind is cleared before, so that the next one begins anew.
+        # settle() may raise, so the state of the forward is cleared before.
         self.verification.settle()
         confirmed = {}
         for softmax in shown:
@@ -328,9 +330,9 @@ class AttentionStream:
         self.layers |= confirmed
         for softmax in shown:
             if softmax.layer in confirmed:
-                # An earlier forward may have ended before this softmax weighed anything, or taken another branch.
+                # An earlier forward may have ended before this softmax was multiplied, or taken another branch.
                 self.unsupported.pop(softmax.layer, None)
-            # One forward in which a layer attends is enough: others may skip what its softmax weighs.
+            # A layer needs to attend in only one forward; others may skip the product with the values.
             elif softmax.layer not in self.layers:
                 self.unsupported[softmax.layer] = (
                     softmax.objection
@@ -340,14 +342,14 @@ class AttentionStream:
         self._listener.ends(confirmed.keys(), output)
 
     def fails(self) -> None:
-        """Forget the forward, and tell the listener."""
+        """Discard the forward, and notify the listener."""
         self._reset()
         self.verification.begin()
         self._listener.fails()
 
     def _reset(self) -> None:
         self._shown: list[_ShownSoftmax] = []
-        # Numbers of attentions in the calls of modules that are running.
+        # Numbers of attentions so far in the calls of running modules.
         self._counts: Counter[nn.Module] = Counter()
         self._ran: set[nn.Module] = set()
         self._tracker = ValueProductTracker()
@@ -360,7 +362,7 @@ class AttentionStream:
     def _show_softmax(self, forward: Forward, request: SeenAttention) -> Answer | None:
         running = forward.running
         if any(module in self._whole for module, _ in running):
-            return None  # a part of an attention that is shown as a whole
+            return None  # a part of an attention that is described as a whole
         module = running[-1][0]
         name = self._names[module]
         if not self._wants(name):
@@ -379,7 +381,7 @@ class AttentionStream:
                     softmax_attention_of(request, layer, number, running, self._maps)
                 )
             except NoTokenAttentionError as reason:
-                # What is known of the class holds for all that it asks for.
+                # A reason that is known for the class holds for all attentions of the module.
                 known_reason = known(module).no_attention_matrix
                 self.unsupported[name if known_reason else layer] = str(reason)
                 return None
@@ -387,7 +389,7 @@ class AttentionStream:
                 if self.verification.needed(layer) and not edits_of(request.output):
                     self.verification.add(layer, attention.discrepancy())
                 edit = self._listener.attends(attention)
-        # Fused attention has weighed values already; only a softmax by itself is waited for.
+        # Fused attention includes the product with values; a plain softmax has to wait for it.
         operand = (
             None
             if request.logits is None or request.output is None
@@ -398,7 +400,7 @@ class AttentionStream:
         )
         shown = _ShownSoftmax(layer, module, operand, has_heads)
         if request.gives_lse and request.output is not None:
-            # Kept until the forward ends: the model itself may keep a view alone, and the place be given to another.
+            # The output is kept until the forward ends, because otherwise its memory could be reused by another tensor.
             shown.output = request.output
         self._shown.append(shown)
         if edit is None:
@@ -416,16 +418,16 @@ class AttentionStream:
         def answer(
             func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
         ) -> Any:
-            # Multi-head attention runs a second time, which no other listener is to see.
+            # Multi-head attention runs a second time here, which no other listener must see.
             with torch._C.DisableTorchFunction():
                 return edit_function(func, args, kwargs, output, module, edit)
 
         return answer
 
     def _ordered(self, attention: SoftmaxAttention) -> SoftmaxAttention:
-        """Return an attention without the grids on which its tokens were not when they were followed."""
+        """Return an attention without the grids that contradict the tracked places of its tokens."""
         call, layout = (self._call, attention.name), attention.layout
-        # Windows are cut by classes that are known, and rolled before.
+        # Windows are not checked, as they are cut by known classes, after a roll.
         if self._places is not None and attention.windows == 1:
             queries, keys = self._places.queries, self._places.keys
             if attention.order is not None:
@@ -436,7 +438,7 @@ class AttentionStream:
                     )
                 )
             if keys is None and layout.queries == layout.keys:
-                keys = queries  # talking heads (CaiT) mix the logits, whose keys are lost then
+                keys = queries  # talking heads (CaiT) mix the logits, which loses the keys' places
             self._objections[call] = (
                 self._objection(queries, layout.queries),
                 self._objection(keys, layout.keys),
@@ -444,7 +446,7 @@ class AttentionStream:
         to_queries, to_keys = self._objections.get(call, ("", ""))
         if not to_queries and not to_keys:
             return attention
-        # Without a grid of queries there are no distances; maps of class tokens need the grid of the keys only.
+        # Distances need both grids, but maps of class tokens need only the grid of keys.
         changed = replace(
             layout,
             queries=None,
@@ -464,7 +466,7 @@ class AttentionStream:
     def _show_whole(
         self, forward: Forward, layer: nn.Module, inputs: Sequence[Any], output: Any
     ) -> Tensor | None:
-        """Show the whole attention of a layer that has run; return what it gives instead, if it is edited."""
+        """Pass the whole attention of a layer to the listener after its call; return its output if it is edited."""
         name, formed = self._names[layer], self._formed.pop(layer, None)
         with forward.unseen(), named_in_errors(name), edited(layer):
             attention = self._whole[layer].describe(
@@ -480,22 +482,22 @@ class AttentionStream:
             raise TypeError(
                 f"expected no edit of {name!r}: {type(attention).__name__} cannot be edited"
             )
-        with edited(layer):  # with the gates and heads that ablations of the layer have
+        with edited(layer):  # with the ablations of the layer's gates and heads
             return edit_gated_output(layer, inputs[0], output, edit)
 
     def _explain(self, ran: Collection[nn.Module]) -> None:
-        """Say why modules that look like attention showed none while they ran; once for each."""
+        """Note once for each module that looks like attention why none was seen while it ran."""
         new = set(ran) - self._explained
         self._explained |= new
         named = {layer.split("#")[0] for layer in (*self.layers, *self.unsupported)}
         named |= {self._names[layer] for layer in self._whole}
-        # Names are many and new modules few: after the first forwards there is nothing to go through.
+        # After the first forwards there are no new modules, and the loop over all names is skipped.
         for module, name in self._names.items() if new else ():
             if module not in new or name in named or not self._wants(name):
                 continue
             if reason := known(module).no_attention_matrix:
                 self.unsupported[name] = reason
-            # A wrapper is explained by the layer inside it that attends, or by the model itself, whose name is "".
+            # A wrapper needs no reason if a layer inside it attends, or if the model itself, named "", does.
             elif looks_like_attention(module) and not any(
                 not name or x.startswith(f"{name}.") for x in named
             ):

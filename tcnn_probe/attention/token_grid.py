@@ -1,4 +1,4 @@
-"""Finds the layout of an attention: which grids its queries and keys lie on.
+"""Layout of an attention: the grids of its queries and keys.
 
 Feature maps of the forward show grids, and so do attributes and inputs of the layer.
 """
@@ -30,21 +30,21 @@ __all__ = [
 ]
 
 Grid = tuple[int, int]  # rows and columns
-# A model with more class and register tokens than this is not guessed at: DINOv3 has 5, the largest in timm 13.
+# Largest number of class and register tokens that is guessed: DINOv3 has 5, and the largest number in timm is 13.
 MOST_SPECIAL = 16
 
 
 class FeatureMaps:
-    """Images of a forward and sizes of the feature maps made of them so far.
+    """Images of a forward, and sizes of its feature maps so far.
 
     Attributes:
         images: Number of images in the batch; None if unknown.
         size: Height and width of the images; None if unknown.
-        is_deep: Whether the model was called with videos or volumes, of shape (B, T, C, H, W), say.
-        patches: Number of patches that the model was given in the place of an image; None if it was given an image.
-        special: Class and register tokens, as far as the model or the user says.
-        arrangement: Places of words and patches among the keys of the attention that is being looked at, if known.
-        words_ask: Whether its queries are known to be words.
+        is_deep: Whether the model was called with videos or volumes, for example of shape (B, T, C, H, W).
+        patches: Number of patches if the model was called with patches in place of an image, else None.
+        special: Class and register tokens, as far as the model shows them or the user gives them.
+        arrangement: Positions of words and patches among the keys of the current attention, if known.
+        words_ask: Whether the queries of the current attention are known to be words.
     """
 
     def __init__(self, special: SpecialTokens) -> None:
@@ -63,14 +63,14 @@ class FeatureMaps:
         self._numberings: dict[tuple[int, ...], Grid | None] = {}
 
     def enter(self, inputs: Sequence[Any], *, whole_model: bool) -> None:
-        """Begin a forward: of the model, or of one part, which may go on with the images of a part called before."""
+        """Begin a forward of the model, or of a part that may continue with the images of an earlier part."""
         tensors = [x for x in inputs if isinstance(x, Tensor)]
         x = tensors[0] if tensors else None
         if whole_model and x is not None and x.ndim < 4:
-            # Words can come before the images. Masks have a single channel.
+            # Words can come before the images. A tensor with a single channel is a mask.
             x = next((x for x in tensors if x.ndim == 4 and x.shape[1] > 1), x)
-        # Images of a size that no feature map had are new ones; a part such as the head is given maps of the part
-        # before it.
+        # An input with the size of an earlier feature map continues the forward, as in a head that is called by itself;
+        # other images start a new one.
         is_map = x is not None and x.ndim == 4
         self.is_deep = x is not None and x.ndim > 4
         if whole_model or (
@@ -91,7 +91,7 @@ class FeatureMaps:
                 self._maps[self.size] = None
         elif x is not None and x.ndim > 4:
             self.images = len(x)
-        # The first axis of tokens may be that of windows: only a number that is known already says that it is images.
+        # The first axis of tokens may be windows: it counts images only if it has the known number of images.
         elif whole_model or x is None or self.images != len(x):
             self.images = None
         if whole_model and self.size is None:
@@ -101,9 +101,9 @@ class FeatureMaps:
             self.patches = self.size[0] * self.size[1]
 
     def _numbered(self, inputs: Sequence[Tensor]) -> Grid | None:
-        """Return the grid of patches that a model is given with their rows and columns, as FLUX is."""
+        """Return the grid of patches if the model gets their rows and columns as an input, as FLUX does."""
         for positions in inputs:
-            # (N, 3) or (B, N, 4), say: beside row and column stand numbers of images or frames.
+            # Positions are (N, 3) or (B, N, 4), for example, with numbers of images or frames beside row and column.
             if positions.ndim not in (2, 3) or positions.shape[-1] not in (2, 3, 4):
                 continue
             count = positions.shape[-2]
@@ -112,18 +112,18 @@ class FeatureMaps:
                 for x in inputs
                 if x.ndim == 3 and x.shape[1] == count and x is not positions
             ]
-            # Words of the same number would be mistaken for them.
+            # If there are as many words as patches, it is unknown which tokens are the patches.
             if len(tokens) != 1:
                 continue
             if positions.shape not in self._numberings:
-                # Read once for each shape, as reading waits for the device.
+                # Positions are read once for each shape, as reading waits for the device.
                 self._numberings[positions.shape] = _raster(positions)
             if grid := self._numberings[positions.shape]:
                 return grid
         return None
 
     def passes(self, values: Iterable[Any]) -> None:
-        """Take note of the inputs and outputs of a module."""
+        """Note the shapes of inputs and outputs of a module."""
         for value in values:
             if not isinstance(value, Tensor) or (shape := value.shape) in self._shapes:
                 continue
@@ -131,7 +131,8 @@ class FeatureMaps:
             if len(shape) == 4:
                 # (B, C, H, W), or (B, H, W, C).
                 self._maps[shape[1:3]] = None
-                # A mask, (B, 1, N_query, N_key), is no map. Tokens have one channel in toys alone, of images with one.
+                # A mask, (B, 1, N_query, N_key), is not a map. Only toy models, for images with one channel, have maps
+                # with one channel.
                 if shape[1] > 1 or self._channels == 1:
                     self._maps[shape[2:]] = None
             elif len(shape) == 5 and self.is_deep:
@@ -141,25 +142,25 @@ class FeatureMaps:
                 self._maps[grid] = None
 
     def joins(self, lengths: tuple[int, ...]) -> None:
-        """Take note of the numbers of tokens in each part of tokens that are put behind each other."""
-        # A masked autoencoder that masks nothing puts no mask tokens behind its tokens.
+        """Note the numbers of tokens of parts that are concatenated."""
+        # A masked autoencoder without masked patches concatenates an empty tensor of mask tokens.
         lengths = tuple(length for length in lengths if length)
         if len(lengths) > 1:
             self._joins[sum(lengths)] = lengths
 
     def around(self, count: int) -> tuple[int, int] | None:
-        """Return how many of ``count`` tokens stand before the grid, and after it; None if nothing shows it."""
+        """Return how many of ``count`` tokens come before and after the grid; None if this is unknown."""
         if arrangement := self._arranged(count):
             return arrangement.around
         joined = self._joined_around(count)
-        # What the user says comes first, then what the forward shows, then what the model's attributes say.
+        # The user's facts take precedence over those of the forward, and these over the model's attributes.
         if not joined or self.special.user_facts.around:
             return self.special.around
         before, after = joined
         return sum(before), sum(after)
 
     def has_class_token(self, count: int) -> bool:
-        """Tell whether the first of so many tokens, or the last, is a class token, as far as it shows."""
+        """Return whether the first or the last of ``count`` tokens is a class token, as far as this is known."""
         if arrangement := self._arranged(count):
             return self.special.class_token and bool(arrangement.specials)
         joined = self._joined_around(count)
@@ -169,9 +170,9 @@ class FeatureMaps:
             or self.special.user_facts.class_token is not None
         ):
             return self.special.class_token
-        # A model can hold its class token and its registers in a single parameter, which is no longer than those: a
-        # longer part is words. If several parts stand before the grid, the first one is a class token only if it is a
-        # single token: EoMT puts its queries before it.
+        # A model can have one parameter for its class token and registers; a part longer than MOST_SPECIAL is words.
+        # If there are several parts before the grid, the first one is a class token only if it is a single token: EoMT
+        # puts its queries before the class token.
         before, _ = joined
         can_be_first = before[:1] == (1,) or (
             len(before) == 1 and before[0] <= MOST_SPECIAL
@@ -181,7 +182,7 @@ class FeatureMaps:
         )
 
     def class_token_is_last(self, count: int) -> bool:
-        """Return whether the last of ``count`` tokens is the class token: put behind the grid alone, none before."""
+        """Return whether the last of ``count`` tokens is the class token: a single one after the grid, none before."""
         if self.special.user_facts.around:
             return self.special.user_facts.class_token == "last"
         before, after = self._joined_around(count) or ((), ())
@@ -201,17 +202,17 @@ class FeatureMaps:
         return [*indices[:before], *behind, *grid]
 
     def in_model_order(self, x: Tensor, dim: int) -> Tensor:
-        """Return what is in the order of a layout along one axis in that of the model."""
+        """Reorder one axis from the order of a layout to the model's order."""
         order = torch.tensor(self.order(x.shape[dim]), device=x.device)
         return x.index_select(dim, order.argsort())
 
     def words(self, count: int) -> int:
-        """Return how many of ``count`` tokens are words, as far as it shows."""
+        """Return how many of ``count`` tokens are known to be words."""
         arrangement = self._arranged(count)
         return len(arrangement.words) if arrangement else 0
 
     def _arranged(self, count: int) -> Arrangement | None:
-        # What the user says comes first.
+        # The user's facts take precedence.
         if self.arrangement is None or self.special.user_facts.around:
             return None
         return self.arrangement if len(self.arrangement.order) == count else None
@@ -219,9 +220,9 @@ class FeatureMaps:
     def _joined_around(
         self, count: int
     ) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
-        """Return the lengths of the parts that were joined before the grid and after it."""
+        """Return the lengths of the concatenated parts before and after the grid; None if they are unknown."""
         parts = self._parts(count)
-        # The grid is the longest part with as many tokens as a feature map has cells: registers and masks are fewer.
+        # The grid is the longest part that has as many tokens as a feature map has cells; other parts are shorter.
         cells = {prod(size) for size in (*self.grids(), *self._videos)}
         largest = max((length for length in parts if length in cells), default=0)
         if len(parts) < 2 or not largest:
@@ -230,32 +231,32 @@ class FeatureMaps:
         return parts[:place], parts[place + 1 :]
 
     def _parts(self, count: int) -> tuple[int, ...]:
-        """Return the lengths of the parts that ``count`` tokens were joined of, down to parts that were not joined."""
+        """Return the lengths of the parts of which ``count`` tokens were concatenated, with nested parts resolved."""
         lengths: list[int] = []
         for length in self._joins.get(count, ()):
             lengths += self._parts(length) or (length,)
         return tuple(lengths)
 
     def grids(self) -> Iterator[tuple[int, int]]:
-        """Yield sizes of the maps that have the images' shape, the best match first, after what the user says."""
+        """Yield the user's grid, then sizes of maps with the images' aspect ratio, the best match first."""
         if self.special.user_facts.grid is not None:
             yield self.special.user_facts.grid
         if self.size is not None:
             yield from self._sorted(self._maps, self.size)
 
     def frames(self, count: int, prefixes: Sequence[int]) -> Tokens | None:
-        """Return the grid of a video's tokens, if as many were made of a map of it."""
+        """Return the grid of a video's tokens if a map of the video has as many cells; else None."""
         parts = self._parts(count)
         for prefix in prefixes:
             for frames, rows, columns in self._videos:
                 cells = frames * rows * columns
-                # Patches that a masked autoencoder sees and its mask tokens are as many as all patches.
+                # Visible patches and mask tokens of a masked autoencoder are together as many as all patches.
                 if count - prefix == cells and (not parts or cells in parts):
                     return Tokens(prefix, frames * rows, columns, frames=frames)
         return None
 
     def divisions(self, count: int) -> Iterator[tuple[int, int]]:
-        """Yield grids of ``count`` tokens with the images' shape, the best match first."""
+        """Yield grids of ``count`` tokens with the images' aspect ratio, the best match first."""
         if self.size is not None and count > 0:
             pairs = [
                 (rows, count // rows)
@@ -265,18 +266,18 @@ class FeatureMaps:
             yield from self._sorted(pairs, self.size)
 
     def shows(self, grid: tuple[int, int]) -> bool:
-        """Return whether the images can be divided into such a grid of pixels or patches."""
+        """Return whether the images can be divided into this grid of square pixels or patches."""
         return self.size is None or _covers(*grid, *self.size)
 
     def _sorted(
         self, pairs: Iterable[tuple[int, int]], size: tuple[int, int]
     ) -> list[tuple[int, int]]:
         fits = [pair for pair in pairs if self.shows(pair)]
-        # Patches are square in nearly all models, so the likeliest are those with the most equal sides.
+        # Patches are square in nearly all models, so grids with the most nearly square patches come first.
         return sorted(fits, key=lambda pair: abs(size[0] / pair[0] - size[1] / pair[1]))
 
     def _cut(self, shape: tuple[int, ...]) -> tuple[int, int] | None:
-        """Return the grid of patches, if this is the shape of images cut into patches: (B, N, side * side * C)."""
+        """Return the grid of patches if the shape is that of images cut into patches, (B, N, side * side * C)."""
         if self.size is None or not self._channels:
             return None
         side = max(1, isqrt(shape[2] // self._channels))
@@ -290,7 +291,7 @@ class FeatureMaps:
 
 
 def _raster(positions: Tensor) -> Grid | None:
-    """Return the grid whose rows and columns are the columns of a matrix that change; None if they are no grid's."""
+    """Return the grid if positions, except for constant columns, are rows and columns in raster order; else None."""
     if positions.ndim == 3:
         if bool((positions != positions[:1]).any()):
             return None
@@ -306,9 +307,9 @@ def _raster(positions: Tensor) -> Grid | None:
 
 
 def _covers(rows: int, columns: int, height: int, width: int) -> bool:
-    """Return whether a patch side s exists with rows = height / s and columns = width / s, both rounded the same way.
+    """Return whether rows = height / s and columns = width / s for some patch side s, both rounded in the same way.
 
-    Convolutions without padding round down, those with padding up.
+    Convolutions without padding round down, those with padding round up.
     """
     if min(rows, columns) < 1:
         return False
@@ -328,13 +329,13 @@ def find_layout(
 ) -> Layout:
     """Find the grids of an attention.
 
-    A grid is reported only where something shows it: attributes or inputs of the layer or, if each token can see the
-    whole image, a feature map of this forward. A square number of tokens alone does not show a square grid.
+    A grid is reported only if there is evidence for it: attributes or inputs of the layer or, if each token attends to
+    the whole image, a feature map of this forward. A square number of tokens is no evidence of a square grid.
 
     Args:
         queries, keys: Numbers of queries and keys of each window.
         windows: Number of windows of an image.
-        running: Modules that are running, and their inputs.
+        running: Running modules and their inputs.
         maps: Feature maps of the forward so far.
     """
     module, inputs = running[-1]
@@ -358,16 +359,16 @@ def find_layout(
                 f"{queries} queries and {keys} keys: not the layer's own grids",
             )
         )
-    # Windows are cut out of the grid, without class and register tokens.
+    # Windows are cut from the grid and contain no class and register tokens.
     prefixes = _prefixes(maps, keys) if windows == 1 else (0,)
-    # A mask of queries and keys, (B, 1, N_query, N_key), is no map.
+    # A mask of queries and keys, (B, 1, N_query, N_key), is not a map.
     no_masks = [
         x
         for x in inputs
         if not (isinstance(x, Tensor) and x.ndim == 4 and x.shape[1::2] == (1, keys))
     ]
     grids = list(_shown(module, no_masks, windows, maps))
-    # The innermost module that says anything decides.
+    # The innermost module with a known value decides.
     spreads = [known(outer).spread_evenly for outer, _ in reversed(running)]
     spread = next((value for value in spreads if value is not None), None)
     if spread or (spread is not None and windows == 1):
@@ -390,7 +391,7 @@ def find_layout(
     if queries == keys:
         return Layout(key_tokens, key_tokens)
     strided = record.strided is not None and record.strided(module)
-    # Queries that are no input of the layer were pooled inside of it, in a way that nothing shows.
+    # If no input of the layer has the number of queries, they were pooled inside the layer in an unknown way.
     if not strided and queries not in token_counts(inputs):
         return Layout(
             None,
@@ -419,7 +420,7 @@ def find_layout(
 def pool_layout(
     queries: int, keys: int, running: Running, maps: FeatureMaps
 ) -> Layout | None:
-    """Return the grids of an attention inside of a :class:`tcnn_model.AttentionPool2d`; None if it is not inside."""
+    """Return the grids of an attention inside a :class:`tcnn_model.AttentionPool2d`; None for other attention."""
     pools = [
         (module, inputs)
         for module, inputs in running
@@ -447,7 +448,7 @@ def pool_layout(
 
 
 def token_counts(inputs: Iterable[Any]) -> set[int]:
-    """Return the numbers of tokens that the inputs of a layer can hold."""
+    """Return all possible numbers of tokens of a layer's inputs."""
     counts: set[int] = set()
     for x in inputs:
         if isinstance(x, Tensor) and x.ndim == 3:
@@ -461,7 +462,7 @@ def token_counts(inputs: Iterable[Any]) -> set[int]:
 def _no_grid(
     queries: int, keys: int, windows: int, maps: FeatureMaps, *, words: bool
 ) -> Layout:
-    """Return a layout without grids; with advice where all tokens of images look at each other."""
+    """Return a layout without grids, with advice if the tokens of an image all attend to each other."""
     reason = f"{keys} keys: no grid found"
     if maps.is_deep:
         reason += " (the input is a video or a volume)"
@@ -492,7 +493,7 @@ def _no_grid(
 
 
 def _is_given_words(running: Running) -> bool:
-    """Return whether a module inside of the model works on integers, as those of text do."""
+    """Return whether a module inside the model has integer inputs, as text models do."""
     tensors = (x for _, inputs in running[1:] for x in inputs if isinstance(x, Tensor))
     return any(not x.is_floating_point() and x.ndim > 1 for x in tensors)
 
@@ -500,9 +501,9 @@ def _is_given_words(running: Running) -> bool:
 def _aligned(
     queries: Tokens, keys: Tokens, *, strided: bool
 ) -> tuple[Tokens, Tokens] | None:
-    """Return both in cells of the finer grid; None if the cells of the coarser grid do not all have the same size.
+    """Return both grids in cells of the finer one; None if the cells of the coarser grid differ in size.
 
-    A coarse token stands for the first pixel of its cell if it is strided, and else for the centre of the cell.
+    A coarse token is placed at the first pixel of its cell if it is strided, else at the centre of the cell.
     """
     finer = max(queries.height, keys.height), max(queries.width, keys.width)
     aligned = []
@@ -525,8 +526,8 @@ def _aligned(
 
 
 def _prefixes(maps: FeatureMaps, tokens: int) -> Sequence[int]:
-    """Return how many of so many tokens can stand before or after the grid, the likeliest number first."""
-    # 0 as well: in CaiT the class token joins the patches in the last blocks only.
+    """Return the possible numbers of special tokens among these tokens, the most likely number first."""
+    # 0 is always possible: in CaiT the class token joins the patches only in the last blocks.
     special = sum(maps.around(tokens) or ())
     return (special, 0) if special else (0,)
 
@@ -543,7 +544,7 @@ def _find(count: int, grids: Iterable[Grid], prefixes: Sequence[int]) -> Tokens 
 def _shown(
     module: nn.Module, inputs: Sequence[Any], windows: int, maps: FeatureMaps
 ) -> Iterator[Grid]:
-    """Yield grids that something shows, the surest first."""
+    """Yield the grids for which there is evidence, the strongest evidence first."""
     for name in ("window_size", "resolution"):
         if (pair := _pair(getattr(module, name, None))) is not None:
             yield pair

@@ -1,7 +1,7 @@
-"""Maps of the pixels that a model's decision depends on, and measures of how far such maps can be believed.
+"""Maps of the pixels on which a model's decision depends, and measures of how faithful such maps are.
 
-:func:`tcnn_probe.saliency` and :func:`tcnn_probe.faithfulness` give labelled arrays; the functions here are what they
-consist of, with plain tensors.
+:func:`tcnn_probe.saliency` and :func:`tcnn_probe.faithfulness` return labelled arrays; the functions here are their
+parts, which work on plain tensors.
 """
 
 from tcnn_probe.attribution.agreement import (

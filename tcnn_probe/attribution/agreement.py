@@ -9,8 +9,8 @@ __all__ = ["energy_inside", "pointing_game", "rank_correlation"]
 def energy_inside(maps: Tensor, masks: Tensor) -> Tensor:
     """Compute the share of the positive saliency that lies inside the mask: sum_M max(s, 0) / sum max(s, 0).
 
-    A map without positive saliency says as little as a constant one, and has what a constant one has: the mask's share
-    of the image. (Wang et al. 2020, Score-CAM, §4.3, the energy-based pointing game.)
+    A map without positive saliency is as uninformative as a constant map and gets the same score, the mask's share of
+    the image. (Wang et al. 2020, Score-CAM, §4.3, the energy-based pointing game.)
 
     Args:
         maps: Saliency, shape (B, H, W).
@@ -24,27 +24,27 @@ def energy_inside(maps: Tensor, masks: Tensor) -> Tensor:
     inside = masks.flatten(1)
     total = positive.sum(1)
     share = (positive * inside).sum(1) / total
-    # 0 / 0 would take such maps out of a mean over images, and favour methods that give them.
+    # With 0 / 0, means over images would leave out such maps, which would favour methods that return them.
     share = torch.where(total == 0, inside.double().mean(1), share)
     return share.masked_fill(~inside.any(1), torch.nan)
 
 
 def pointing_game(maps: Tensor, masks: Tensor, tolerance: float = 0.0) -> Tensor:
-    """Test if the most salient pixel lies on the object: 1 or 0; of several such pixels, the share that does.
+    """Test if the most salient pixel lies on the object, as 1 or 0; of several such pixels, take the share that does.
 
-    So a constant map has the mask's share of the image, which is what pointing at random gives. (Zhang et al. 2018,
+    A constant map therefore scores the mask's share of the image, as pointing at random does. (Zhang et al. 2018,
     Top-down Neural Attention by Excitation Backprop, §4.1, where the tolerance is 15 pixels.)
 
     Args:
         maps: Saliency, shape (B, H, W).
         masks: Masks, shape (B, H, W), bool, True on the object.
-        tolerance: Distance in pixels; a maximum no further than this from the object counts as on it.
+        tolerance: Distance in pixels; a maximum no further than this from the object counts as a hit.
 
     Returns:
         Shape (B,), 0 to 1, float64; NaN for a map with a NaN and for an empty mask.
 
     Raises:
-        ValueError: A negative tolerance, or masks of another shape or dtype.
+        ValueError: The tolerance is negative, or masks have another shape or dtype.
     """
     _check(maps, masks)
     if not tolerance >= 0:
@@ -54,13 +54,13 @@ def pointing_game(maps: Tensor, masks: Tensor, tolerance: float = 0.0) -> Tensor
     near = torch.stack([_within(mask, tolerance) for mask in masks])
     flat = maps.flatten(1)
     best = flat == flat.amax(1, keepdim=True)
-    # With a NaN there is no maximum: 0 / 0.
+    # A map with a NaN has no maximum, so that its score is 0 / 0.
     hits = (best & near.flatten(1)).sum(1).double() / best.sum(1)
     return hits.masked_fill(~masks.flatten(1).any(1), torch.nan)
 
 
 def rank_correlation(maps: Tensor, others: Tensor) -> Tensor:
-    """Compute Spearman's correlation of two maps of each image, over pixels; equal values share their mean rank.
+    """Compute Spearman's correlation over pixels of two maps of each image; equal values share their mean rank.
 
     Values keep their sign. (Adebayo et al. 2018, Sanity Checks for Saliency Maps, §4.)
 
@@ -69,7 +69,7 @@ def rank_correlation(maps: Tensor, others: Tensor) -> Tensor:
         others: Maps of the same images, shape (B, H, W).
 
     Returns:
-        Shape (B,), -1 to 1, float64; NaN where one of the two is constant or has a NaN.
+        Shape (B,), -1 to 1, float64; NaN if one of the two maps is constant or has a NaN.
     """
     from scipy.stats import rankdata
 
@@ -84,8 +84,8 @@ def rank_correlation(maps: Tensor, others: Tensor) -> Tensor:
 
 
 def _within(mask: Tensor, distance: float) -> Tensor:
-    """Return pixels no further than a distance from the mask, (H, W)."""
-    # scipy is imported where it is used: it takes a quarter of a second.
+    """Return the pixels no further than a distance from the mask, (H, W)."""
+    # scipy is imported here because its import takes a quarter of a second.
     from scipy.ndimage import distance_transform_edt
 
     return torch.from_numpy(distance_transform_edt(~mask.cpu().numpy()) <= distance).to(

@@ -14,7 +14,7 @@ from tcnn_probe.attribution.pixels import background, to_pixels
 
 __all__ = ["captum_class", "captum_maps"]
 
-# Parameters of captum's that are filled in here, or that would change what is returned.
+# Parameters of captum that are filled in here, or that would change the type of the result.
 _FILLED_IN = {
     "self",
     "model",
@@ -32,7 +32,7 @@ _FILLED_IN |= {
     "return_convergence_delta",
     "verbose",
 }
-# Options, and the parameters of captum's that they stand for; "inputs" is a parameter of all methods.
+# Our options, and the parameters of captum to which they belong; "inputs" is a parameter of all methods.
 _OURS = {
     "layer": "layer",
     "interpolation": "layer",
@@ -44,7 +44,7 @@ _OURS = {
 
 
 def captum_class(method: Any) -> Any:
-    """Return a class of captum that attributes, from itself or its name; None for anything else."""
+    """Return an attribution class of captum, given the class or its name; None for anything else."""
     if not isinstance(method, (str, type)):
         return None
     from captum import attr  # a second to import, as it needs matplotlib's pyplot
@@ -52,7 +52,7 @@ def captum_class(method: Any) -> Any:
     cls = getattr(attr, method, None) if isinstance(method, str) else method
     if not isinstance(cls, type) or not issubclass(cls, attr.Attribution):
         return None
-    # Abstract classes of captum's take neither a model nor a function.
+    # Abstract classes of captum take neither a model nor a function.
     return (
         cls
         if {"forward_func", "model"} & inspect.signature(cls).parameters.keys()
@@ -70,18 +70,18 @@ def captum_maps(
     batch_size: int = 32,
     **options: Any,
 ) -> tuple[Tensor, str]:
-    """Sum over channels what a captum method attributes to each pixel; a layer's map is interpolated to pixels.
+    """Sum the attributions of a captum method over channels; a layer's map is interpolated to pixels.
 
     Args:
         method: Class of ``captum.attr`` or its name: "IntegratedGradients", "GuidedBackprop", "LayerGradCam", ...
-        model: Model that gives class scores, with a gradient where the method needs one.
+        model: Model that returns class scores, with a gradient if the method needs it.
         images: Images, shape (B, C, H, W).
         target: Classes, shape (B,).
-        batch_size: Images in the model at a time, where captum lets one say it.
-        **options: Options of captum's class and of its ``attribute``; ``absolute=False``, whether to give the
-            magnitude of the sum; and where captum has the like
+        batch_size: Number of images in the model at a time, if captum has such an option.
+        **options: Options of captum's class and of its ``attribute``; ``absolute=False``, whether to return the
+            magnitude of the sum; and if captum has a corresponding parameter
 
-            - ``layer=None``: Module or its name; None for the last one with a map of several pixels on which the
+            - ``layer=None``: Module or its name; None for the last layer with a map of several pixels on which the
               score depends: a feature map, or tokens on a known grid;
             - ``interpolation="bilinear"`` (or "nearest"): Interpolation between the layer's pixels;
             - ``baseline=0.0``: Reference of the images, a number, 0 being the grey of images normalised by their
@@ -93,8 +93,9 @@ def captum_maps(
         Shape (B, H, W), and the layer's name, or "".
 
     Raises:
-        ValueError: An unknown method, layer or interpolation; no map (B, C, H, W); a window or stride that cannot be.
-        TypeError: An option that the method does not have.
+        ValueError: The method, layer or interpolation is unknown; the layer has no map (B, C, H, W); or a window or
+            stride is out of range.
+        TypeError: The method does not have an option.
     """
     cls = captum_class(method)
     if cls is None:
@@ -112,13 +113,13 @@ def captum_maps(
             f"captum's {cls.__name__} has no option {strange[0]!r} here; it has {sorted(allowed)}"
         )
     layer, occludes = None, "sliding_window_shapes" in known
-    # captum takes from these what a class or its ``attribute`` has a parameter for.
+    # A class and its ``attribute`` get those of the values for which they have a parameter.
     values = {
         "target": target,
         "baselines": background(options.get("baseline", 0.0), images),
         **options,
     }
-    # captum warns of anything below one step of all images.
+    # captum warns if this is smaller than the number of images.
     values["internal_batch_size"] = max(batch_size, len(images))
     # captum repeats all images for each perturbation.
     values["perturbations_per_eval"] = max(1, batch_size // len(images))
@@ -140,7 +141,7 @@ def captum_maps(
             f"expected a layer that gives a feature map (B, C, H, W), or tokens on a known grid; {name!r} gives {got}"
         )
     maps = attributions.detach().to(torch.promote_types(images.dtype, torch.float32))
-    # A window covers all channels, each of which has its whole effect: it counts once.
+    # A window covers all channels, each of which gets the whole effect, so only one channel is used.
     maps = maps[:, 0] if occludes else maps.sum(1)
     if layer is not None:
         size = images.shape[2], images.shape[3]
@@ -153,12 +154,12 @@ def captum_maps(
 def _attribute(
     cls: Any, model: nn.Module, images: Tensor, values: dict[str, Any]
 ) -> Any:
-    """Run a captum method, and remove the attributes that DeepLift and LRP leave on modules, after exceptions too."""
+    """Run a captum method, and remove the attributes that DeepLift and LRP leave on modules, also after exceptions."""
     from captum.attr import PerturbationAttribution
 
     by_gradient = not issubclass(cls, PerturbationAttribution)
     before = [(module, {*vars(module)}) for module in model.modules()]
-    # captum knows no outputs but tensors, and some of its classes take modules alone.
+    # captum accepts no other outputs than tensors, and some of its classes accept only modules, so a hook is needed.
     handle = model.register_forward_hook(
         lambda module, inputs, output: scores_of(output)
     )
@@ -175,7 +176,7 @@ def _attribute(
 
 
 def _accepted(function: Any, values: dict[str, Any]) -> dict[str, Any]:
-    """Return those of the values that a function has a parameter for."""
+    """Return the values for which a function has a parameter."""
     return {
         name: values[name]
         for name in inspect.signature(function).parameters
@@ -184,10 +185,10 @@ def _accepted(function: Any, values: dict[str, Any]) -> dict[str, Any]:
 
 
 def _windows(images: Tensor, window: Any, stride: Any) -> dict[str, tuple[int, ...]]:
-    """Return the shape (C, height, width) of the windows and of the steps between them, named as captum does."""
+    """Return the shape (C, height, width) of the windows and of the steps between them, by captum's names."""
     channels, *size = images.shape[1:]
     if window is None:
-        # As many windows on every image: 15 by 15 of them, at steps of half a window.
+        # This gives about 15 x 15 windows on images of any size, at steps of half a window.
         window = [max(1, round(length / 8)) for length in size]
     side = to_2tuple(window)
     if stride is None:

@@ -28,32 +28,32 @@ def class_attention(
     layer: str | nn.Module | None = None,
     interpolation: str = "bilinear",
 ) -> tuple[Tensor, str]:
-    """Average the class token's attention to the patches over heads, with no post-processing but the interpolation.
+    """Average the class token's attention to the patches over heads, without post-processing except interpolation.
 
-    If each class has a token of its own (:class:`tcnn_model.AttentionPool2d`, ``per_class``), the map is that of the
+    If each class has its own token (:class:`tcnn_model.AttentionPool2d`, ``per_class``), the map is that of the
     target's token; otherwise it does not depend on the target. (PatchConvNet paper, §4; thesis, 3.7.2.5.)
 
     Args:
         model: Model with class attention, an attention pool, or class tokens.
         images: Images, shape (B, C, H, W).
         target: Classes, shape (B,).
-        layer: Attention layer, or its name; None for the first layer in which class tokens alone ask (CaiT's first
-            block of class attention, an attention pool), else the last one with a class token.
+        layer: Attention layer, or its name; None for the first layer in which only class tokens are queries (CaiT's
+            first block of class attention, an attention pool), else the last layer with a class token.
         interpolation: Interpolation between patches, "bilinear" or "nearest".
 
     Returns:
-        Shape (B, H, W): the weight of the patch at each pixel, so that it is the patches' weights that sum to 1, less
-        what class and register tokens get; and the layer's name.
+        Map of shape (B, H, W) and the layer's name. Each pixel has the weight of its patch, so that weights sum over
+        patches, not over pixels, to 1 minus the attention to class and register tokens.
 
     Raises:
-        ValueError: No class token, an unknown layer, or one whose patches lie on no known grid.
+        ValueError: The model has no class token, or the layer is unknown or the grid of its patches is.
     """
     check_model(model)
     layer = find_layer(model, layer)[0] if isinstance(layer, nn.Module) else layer
     size = images.shape[2], images.shape[3]
-    # Class tokens alone, of all heads.
+    # Only class tokens are selected, with all heads.
     selection = MapSelection((), None, ReceptiveFields(size))
-    # Maps of this one forward, which are returned: no limit of memory applies.
+    # The maps of this single forward are returned, so no limit of memory applies.
     keeper = MapKeeper(selection, copies=1, max_bytes=sys.maxsize)
     stream = AttentionStream(model, keeper)
     try:
@@ -92,7 +92,7 @@ def _choose(
             f"no layer has a map of class attention ({reasons}); {WITHOUT_CLASS_TOKEN}"
         )
     for name, maps in maps_by_layer.items():
-        # Class tokens alone ask: the layer was made to be looked at.
+        # Only class tokens are queries, so the layer was designed for such maps.
         if maps.queries is None:
             return name
     return list(maps_by_layer)[-1]

@@ -1,4 +1,4 @@
-"""Deletion and insertion: the probability of a class while pixels go, or come, in the order of their saliency."""
+"""Deletion and insertion: the probability of a class while pixels are replaced in the order of their saliency."""
 
 from typing import Literal
 
@@ -58,17 +58,17 @@ def insertion_curve(
     batch_size: int = 32,
     seed: int = 0,
 ) -> tuple[Tensor, Tensor]:
-    """Measure the probability of the target while the most salient pixels are put in, from a blurred image on.
+    """Measure the probability of the target while the most salient pixels are inserted, starting from a blurred image.
 
-    RISE's blur is Gaussian, 11 x 11 pixels with σ = 5, over zeros outside the image; here the image is mirrored at its
-    border, and the kernel is no wider than the image allows. (Petsiuk et al. 2018, RISE, §3.4.)
+    RISE blurs by a Gaussian of 11 x 11 pixels with σ = 5, with zeros outside the image; here the image is mirrored at
+    its border, and the kernel is no wider than the image allows. (Petsiuk et al. 2018, RISE, §3.4.)
 
     Args:
         model, images, maps, target, steps, batch_size, seed: The arguments of :func:`deletion_curve`.
         start: Image to start from: "blur", a number or an image.
 
     Returns:
-        Share of pixels put in, (S + 1,), and probabilities, (B, S + 1), as of :func:`deletion_curve`.
+        Share of pixels inserted, (S + 1,), and probabilities, (B, S + 1), as in :func:`deletion_curve`.
     """
     beginning = background(start, images)
     return _curve(
@@ -84,22 +84,22 @@ def insertion_curve(
 
 
 def area_under(shares: Tensor, curve: Tensor) -> Tensor:
-    """Compute the area under curves, (B, S + 1) over (S + 1,) from 0 to 1, by trapezia: (B,), the mean height."""
+    """Compute the area under curves (B, S + 1) over shares (S + 1,) from 0 to 1 by the trapezoidal rule: (B,)."""
     return torch.trapezoid(curve, shares, dim=-1)
 
 
 def pixel_order(maps: Tensor, seed: int = 0) -> Tensor:
-    """Return the place of each pixel in the order of saliency, the most salient first: (B, H, W) to (B, H * W).
+    """Return the rank of each pixel in the order of saliency, the most salient first: (B, H, W) to (B, H * W).
 
-    Pixels of equal saliency are in random order, the same for all images: a constant map gives a random order.
+    Pixels of equal saliency are in a random order, the same for all images, so that a constant map gives this order.
     """
     values = -maps.flatten(1).double().cpu().numpy()
     chance = np.broadcast_to(
         np.random.default_rng(seed).random(values.shape[1]), values.shape
     )
-    # By value, and by chance where values are equal: a stable order would begin at the top of each image.
+    # Equal values are ordered at random, because a stable order would begin at the top of each image.
     order = np.lexsort((chance, values), axis=-1)
-    # The inverse of the permutation: from the pixels in order to the place of each pixel.
+    # The inverse permutation has the rank of each pixel.
     return torch.from_numpy(np.argsort(order, axis=-1))
 
 
@@ -118,13 +118,13 @@ def _curve(
     """Measure probabilities while pixels change from those of ``before`` to those of ``after``."""
     order, pixels = pixel_order(maps, seed), maps[0].numel()
     steps = min(whole_number(steps, "steps", 1), pixels)
-    # Rounded one by one, so that the last step takes all pixels where steps do not divide them.
+    # Counts are rounded one by one, so that the last step has all pixels even if steps do not divide their number.
     counts = [round(step * pixels / steps) for step in range(steps + 1)]
     curve = torch.empty(len(before), steps + 1, dtype=torch.float64)
     for rows, old in batches(model, before, batch_size):
         new = after[rows].to(old)
         place = order[rows].to(old.device).view(len(old), 1, *old.shape[2:])
-        # Several steps of few images fill a batch.
+        # With few images, a batch has several steps.
         at_once = max(1, batch_size // len(old))
         for first in range(0, steps + 1, at_once):
             counts_of_batch = counts[first : first + at_once]
@@ -138,6 +138,6 @@ def _curve(
             curve[rows, first : first + len(counts_of_batch)] = probabilities.view(
                 len(counts_of_batch), len(old)
             ).T
-    # A NaN sorts somewhere, and the curve would look valid.
+    # Sorting accepts a NaN, so that its curve would look valid.
     curve[maps.flatten(1).isnan().any(1).cpu()] = torch.nan
     return torch.tensor(counts, dtype=torch.float64) / pixels, curve

@@ -1,4 +1,4 @@
-"""``faithfulness()``: measures of how well maps show the pixels that the model depends on, labelled."""
+"""``faithfulness()``: labelled measures of how well maps show the pixels on which a model depends."""
 
 import inspect
 import json
@@ -42,8 +42,8 @@ class Metric:
     """A measure of maps. Its definition is the first paragraph of its function's docstring.
 
     Args:
-        function: Function that gives a number for each image, (B,), or a curve: shares and values.
-        takes: Its input: "maps" of a model, maps and "masks", maps and "others", or a "method" that makes maps.
+        function: Function that returns a number for each image, (B,), or a curve: shares and values.
+        takes: Its input: "maps" of a model, maps and "masks", maps and "others", or a "method" that computes maps.
         long_name: Name in words.
         range: Possible values.
         better: Direction of better maps.
@@ -146,7 +146,7 @@ def faithfulness(
     seed: int = 0,
     progress: bool | None = None,
 ) -> xr.Dataset:
-    """Measure how well saliency says what a model's score depends on, or where the object is.
+    """Measure how well saliency shows the pixels on which a model's score depends, or the position of the object.
 
     ::
 
@@ -156,46 +156,46 @@ def faithfulness(
 
     The metrics are "deletion_auc", "insertion_auc", "energy_inside", "pointing_game", "infidelity", "sensitivity" and
     "rank_correlation". The functions of these names in :mod:`tcnn_probe.attribution` (``deletion_curve`` and
-    ``insertion_curve`` with ``area_under`` for the first two) take plain tensors. A constant map scores as chance does,
-    and its correlation is NaN. A map with a NaN has NaN for scores.
+    ``insertion_curve`` with ``area_under`` for the first two) take plain tensors. A constant map scores at chance
+    level, and its correlation is NaN. The scores of a map with a NaN are NaN.
 
     Args:
-        model: Model that gives a score for each class, shape (B, K), or an object with such ``logits``.
-        images: Images that the model takes, shape (B, C, H, W), or all that a processor of transformers gives, see
+        model: Model that returns a score for each class, shape (B, K), or an object with such ``logits``.
+        images: Images that the model takes, shape (B, C, H, W), or the output of a processor of transformers, see
             :func:`tcnn_probe.saliency`.
-        saliency: Maps from :func:`tcnn_probe.saliency`; or methods that it takes, to compute now; or a mapping from
-            names to any of these, or to maps of shape (B, H, W).
-        target: Classes, see :func:`tcnn_probe.saliency`; None for those that the given maps name, where they do.
+        saliency: Maps from :func:`tcnn_probe.saliency`; or methods that it takes, which are computed now; or a mapping
+            from names to any of these, or to maps of shape (B, H, W).
+        target: Classes, see :func:`tcnn_probe.saliency`; None for those of the given maps, if they have targets.
         masks: Masks of the objects, shape (B, H, W), bool; "energy_inside" and "pointing_game" need them.
-        metrics: Names; None for all that can be computed from what is given.
+        metrics: Names; None for all metrics that can be computed from the other arguments.
         options: Options of the methods that are computed now, by name.
-        batch_size: Images in the model at a time.
-        steps: Steps of the deletion and insertion curves.
+        batch_size: Number of images in the model at a time.
+        steps: Number of steps of the deletion and insertion curves.
         baseline: Background that replaces pixels, in deletion and infidelity: a number, or an image (C, H, W).
         start: Image at which insertion starts: "blur", or a number or an image.
         tolerance: Tolerance of the pointing game, in pixels.
         samples: Number of random changes of each image, for infidelity and sensitivity.
-        radius: Largest change of a number of the image, for sensitivity.
-        seed: Seed of all that is random; the same for each image, whatever the batches are.
+        radius: Largest change of an entry of the image, for sensitivity.
+        seed: Seed of all random numbers, which are the same for each image and do not depend on batches.
         progress: Whether to show a progress bar, see :func:`tcnn_probe.saliency`.
 
     Returns:
-        Dims (attribution, image), and (attribution, other, image) of "rank_correlation", float64; ``attrs`` say what
-        each variable is, and ``attrs["missing"]`` of sensitivity, in JSON, why it is NaN for some: it needs a method
-        that can be computed again.
+        Dataset with the dims (attribution, image), and (attribution, other, image) for "rank_correlation", float64. The
+        ``attrs`` define each variable. Sensitivity needs a method that can be computed again; its ``attrs["missing"]``
+        has the reasons, in JSON, why it is NaN for some attributions.
 
     Raises:
-        ValueError, TypeError: Images, maps, masks, methods, metrics or options of another kind or out of range; a
-            metric that was asked for, and lacks masks or a method that can be computed again.
+        ValueError, TypeError: Images, maps, masks, methods, metrics or options have another type or are out of range;
+            or a requested metric lacks masks, or a method that can be computed again.
     """
     inputs, images = beside_images(images), as_images(images, model)
     batch_size = whole_number(batch_size, "batch_size", 1)
-    if inputs:  # which of them have a row for each image is unknown
+    if inputs:  # it is not known which of them have a row for each image
         batch_size = len(images)
     attributions = _find_attributions(saliency, images, options or {})
     masks = None if masks is None else _as_masks(masks, images)
     selected = _select_metrics(metrics, attributions, masks is not None)
-    # Maps of another class would be judged by a score that they do not explain.
+    # Maps must be judged by the score of the class that they explain.
     if target is None:
         target = _targets_of(attributions)
     settings = {
@@ -207,7 +207,7 @@ def faithfulness(
     }
     settings |= {"radius": radius, "seed": seed}
     variables: dict[str, xr.Variable] = {}
-    # The maps count as one metric more.
+    # Computing the maps counts as one more metric.
     total = len(attributions) * (1 + len(selected)) * len(images)
     with (
         untouched(model),
@@ -215,14 +215,14 @@ def faithfulness(
         progress_bar(total, "faithfulness", progress) as bar,
     ):
         targets = find_targets(model, images, target, batch_size)
-        # Computed once, for all metrics.
+        # Maps are computed once for all metrics.
         maps = [
             maps_of(x, model, images, targets, batch_size, bar.update)[0]
             for x in attributions
         ]
         for name, metric in selected.items():
             parameters = inspect.signature(metric.function).parameters
-            # A metric takes the options that its function has a parameter for.
+            # A metric gets the settings for which its function has a parameter.
             used = {key: settings[key] for key in parameters if key in settings}
             scores = []
             for attribution, judged in zip(attributions, maps, strict=True):
@@ -307,7 +307,7 @@ def _explain(
     images: Tensor,
     targets: Tensor,
 ) -> Tensor:
-    """Compute the maps of a method anew, in the order of arguments that :func:`sensitivity` calls."""
+    """Compute the maps of a method again, with the order of arguments in which :func:`sensitivity` calls it."""
     assert attribution.explain is not None
     maps, _layer = attribution.explain(model, images, targets, batch_size)
     return maps
@@ -319,7 +319,7 @@ def _find_attributions(
     """Return the attributions to judge: the user's maps, and methods to compute now."""
     if isinstance(saliency, xr.DataArray):
         saliency = {saliency.attrs.get("method", "saliency"): saliency}
-    # Results are labelled by name, and an array has none.
+    # Results are labelled by name, but an array has no name.
     if isinstance(saliency, (Tensor, np.ndarray)):
         raise TypeError("maps without a name: give them as {'name': maps}")
     if not isinstance(saliency, Mapping):
@@ -331,7 +331,7 @@ def _find_attributions(
         if isinstance(value, str) or (
             callable(value) and not isinstance(value, (Tensor, xr.DataArray))
         ):
-            # The user's options go by the user's name for it.
+            # Options are given under the user's name of the method.
             own_options = {name_of(value): options[name]} if name in options else {}
             attributions.append(
                 replace(find_methods(value, own_options)[0], name=str(name))
@@ -348,7 +348,7 @@ def _find_attributions(
 
 
 def _targets_of(attributions: Sequence[Attribution]) -> Tensor | None:
-    """Return the classes that the user's maps explain, shape (B,); None if no map says."""
+    """Return the classes that the user's maps explain, shape (B,), or None if no map has targets."""
     known = [
         (attribution.name, attribution.targets)
         for attribution in attributions
@@ -373,7 +373,7 @@ def _as_masks(masks: Any, images: Tensor) -> Tensor:
 
 
 def _user_maps(maps: Any, images: Tensor, name: str) -> Attribution:
-    """Return maps of the user's, which cannot be computed again, as an attribution."""
+    """Return the user's maps as an attribution that cannot be computed again."""
     targets = None
     if isinstance(maps, xr.DataArray):
         if {*maps.dims} != {"image", "y", "x"}:
@@ -381,7 +381,7 @@ def _user_maps(maps: Any, images: Tensor, name: str) -> Attribution:
                 f"expected maps of {name!r} with the dims (image, y, x), got {maps.dims}"
             )
         targets = (
-            # A copy, as torch warns of arrays that cannot be written to.
+            # The array is copied because torch warns of arrays that are not writable.
             torch.from_numpy(np.array(maps.target)) if "target" in maps.coords else None
         )
         maps = maps.transpose("image", "y", "x")
@@ -393,7 +393,7 @@ def _user_maps(maps: Any, images: Tensor, name: str) -> Attribution:
 
 
 def _as_tensor(values: Any, images: Tensor, noun: str) -> Tensor:
-    """Return a tensor on the CPU, shape (B, H, W) as the images."""
+    """Return a tensor on the CPU, with the shape (B, H, W) of the images."""
     try:
         tensor = (
             values.detach().cpu()

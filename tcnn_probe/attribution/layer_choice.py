@@ -1,4 +1,4 @@
-"""Choice of the layer to explain: the named layer, or the last one that gives a map of the image."""
+"""Choice of the layer to explain: the named layer, or the last layer that returns a map of the image."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -29,7 +29,7 @@ WITHOUT_CLASS_TOKEN = "'gradcam', 'integrated_gradients', 'input_x_gradient' and
 
 
 class UnsupportedMethodError(ValueError):
-    """The model lacks what the method needs; another method may do."""
+    """The model does not support the method; another method may work."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class MapLayer:
         name: Name of the layer.
         module: The layer.
         fields: Receptive fields of the cells of maps.
-        tokens: Grid of its tokens; None if it gives feature maps (B, C, H, W), or something else.
+        tokens: Grid of its tokens; None if it returns feature maps (B, C, H, W), or something else.
     """
 
     name: str
@@ -50,9 +50,9 @@ class MapLayer:
 
     @contextmanager
     def as_feature_map(self) -> Iterator[nn.Module]:
-        """Provide a module through which the map (B, C, h, w) passes: a stand-in, if the layer gives tokens.
+        """Provide a module through which the map (B, C, h, w) passes: a stand-in, if the layer returns tokens.
 
-        Tokens before and after the grid pass beside it.
+        Tokens before and after the grid bypass the stand-in.
         """
         if self.tokens is None:
             yield self.module
@@ -60,7 +60,8 @@ class MapLayer:
         tokens, stand_in = self.tokens, nn.Identity()
 
         def pass_through(module: nn.Module, inputs: Any, output: Tensor) -> Tensor:
-            # (B, N, C) cut in three; the cells become (B, C, rows, columns), pass through the stand-in and come back.
+            # (B, N, C) is split in three. The cells become (B, C, rows, columns), pass through the stand-in, and are
+            # reshaped back.
             before, cells, after = output.flatten(1, -2).tensor_split(
                 (tokens.prefix, tokens.count), 1
             )
@@ -80,7 +81,7 @@ class MapLayer:
 
 @dataclass
 class _Output:
-    """Tensor that a module has returned.
+    """Tensor that a module returned.
 
     Args:
         name: Name of the module.
@@ -96,7 +97,7 @@ class _Output:
 
 
 def find_layer(model: nn.Module, layer: str | nn.Module) -> tuple[str, nn.Module]:
-    """Return a layer's name and module, from either."""
+    """Return the name and the module of a layer, given one of them."""
     for module, name in layer_names(model).items():
         if module is layer or name == layer:
             return name, module
@@ -111,23 +112,23 @@ def map_layer(
 ) -> MapLayer:
     """Find the named layer, or the last one with a map of more than one pixel on which the score depends.
 
-    Feature maps (B, C, H, W) are such maps, and tokens, (B, N, C) or (B, H, W, C), whose grid is known. After the last
-    block of most vision transformers the score depends on the class token alone: theirs is the block before. The model
-    is run once on the image, shape (1, C, H, W). ValueError if there is no such layer, or none gives such a map.
+    Such maps are feature maps (B, C, H, W), and tokens, (B, N, C) or (B, H, W, C), if their grid is known. After the
+    last block of most vision transformers the score depends only on the class token, so the block before is chosen. The
+    model runs once on the image, shape (1, C, H, W). A ValueError is raised if there is no such layer.
     """
-    check_model(model, compiled_parts=False)  # captum adds hooks of its own
+    check_model(model, compiled_parts=False)  # captum adds its own hooks
     name, module = (None, None) if layer is None else find_layer(model, layer)
     fields = ReceptiveFields((image.shape[2], image.shape[3]))
     outputs = _Outputs(model, module)
     with torch.enable_grad():
-        # Gradients have to reach every layer, also where all parameters are frozen.
+        # Gradients have to reach every layer, even if all parameters are frozen.
         image = image.detach().clone().requires_grad_()
         outputs.maps.enter([image], whole_model=True)
-        # The stream's hooks, as torch's own on each module could be left behind by an interruption.
+        # The stream's hooks are used because an interruption could leave torch's own hooks on modules.
         stream = AttentionStream(model, outputs, watched=outputs.names)
         try:
             with fields:
-                # Any score will do: which outputs it depends on is all that is asked.
+                # Any score will do, because it only matters on which outputs it depends.
                 score = class_scores(model, image).amax()
         finally:  # not closing(), whose __enter__ can be interrupted
             stream.close()
@@ -151,11 +152,11 @@ def map_layer(
 
 
 class _Outputs(AttentionListener):
-    """Feature maps and tokens that modules have returned in a forward, in this order, and the grids of attention.
+    """Feature maps and tokens that modules returned in a forward, in their order, and the grids of attention.
 
     Args:
         model: Model to listen to.
-        layer: Module whose output to keep, even if it is neither a map nor tokens.
+        layer: Module whose output is kept, even if it is neither a map nor tokens.
     """
 
     def __init__(self, model: nn.Module, layer: nn.Module | None) -> None:
@@ -164,25 +165,25 @@ class _Outputs(AttentionListener):
         self.kept: list[_Output] = []
         self._layer = layer
         self._grids: dict[int, Tokens] = {}
-        # The patches inside of an attention pool are projected for its queries: the map is what enters the pool.
+        # The patches inside an attention pool are projected for its queries, so the map is the input of the pool.
         pools = {
             part
             for module in self.names
             if isinstance(module, AttentionPool2d)
             for part in module.modules()
         }
-        # Layers inside of a block (norms, projections) give tokens too, but part of the score passes beside them.
+        # Layers inside a block (norms, projections) return tokens, too, but part of the score bypasses them.
         self._composite = {
             module for module in self.names if [*module.children()]
         } - pools
 
     def attends(self, attention: Attention) -> None:
-        """Keep the grids of an attention in the image, by their numbers of tokens."""
+        """Keep the grids that an attention has in the image, by their numbers of tokens."""
         grids: list[tuple[int, int]] = []
         if attention.cut is not None:
             grids.append(attention.cut.grid)
         elif attention.gate is not None and attention.map_size is not None:
-            # The layout's grid of keys has the padding, which is no token.
+            # The layout's grid of keys includes the padding, which has no tokens.
             grids.append(attention.map_size)
         elif attention.windows == 1:
             layout = attention.layout
@@ -196,7 +197,7 @@ class _Outputs(AttentionListener):
         }
 
     def returned(self, module: nn.Module, inputs: Sequence[Any], output: Any) -> None:
-        """Keep a feature map, tokens that a composite module has made of tokens, and the layer's output."""
+        """Keep feature maps, tokens that a composite module computes from tokens, and the given layer's output."""
         self.maps.passes([*inputs, output])
         is_map = self._is_map(output)
         is_kept = is_map or (module is self._layer and isinstance(output, Tensor))
@@ -206,7 +207,7 @@ class _Outputs(AttentionListener):
             self.kept.append(_Output(self.names[module], module, output, is_map))
 
     def place_prefixes(self, stream: AttentionStream) -> None:
-        """Put tokens behind the grid where the model has them; attention has all of them before the grid."""
+        """Place special tokens after the grid if the model has them there; attention places all before the grid."""
         for count, tokens in self._grids.items():
             around = stream.around(count)
             if around and around[1]:
@@ -221,8 +222,8 @@ class _Outputs(AttentionListener):
         candidates = self.kept[place + 1 :]
         values = [output.value for output in candidates]
         gradients = (
-            # grad, as backward would add to the gradients of parameters. An output that the score does not depend on
-            # has None.
+            # backward() would add to the gradients of parameters, but grad() does not. It returns None for an output on
+            # which the score does not depend.
             torch.autograd.grad(score, values, allow_unused=True) if values else ()
         )
         for output, gradient in reversed([*zip(candidates, gradients, strict=True)]):
@@ -234,7 +235,7 @@ class _Outputs(AttentionListener):
                     f"this model works on tokens ({output.name!r}), whose grid is not known: name a layer that gives a "
                     "feature map (B, C, H, W) with layer=, or use 'integrated_gradients' or 'occlusion'"
                 )
-            # After the last block of a ViT only the class token has a gradient: its patches show nothing.
+            # After the last block of a ViT only the class token has a gradient, so its patches show nothing.
             if gradient.flatten(1, -2)[:, tokens.prefix : tokens.count].any():
                 return output
         if place < 0:
@@ -244,7 +245,7 @@ class _Outputs(AttentionListener):
         return self.kept[place]
 
     def tokens(self, value: Tensor) -> Tokens | None:
-        """Return the grid of tokens (B, N, C) or (B, H, W, C); None if it is not known, or if these are none."""
+        """Return the grid of tokens (B, N, C) or (B, H, W, C); None if it is unknown, or for other tensors."""
         if not self._are_tokens(value):
             return None
         if value.ndim == 4:
@@ -262,7 +263,7 @@ class _Outputs(AttentionListener):
         )
 
     def _is_map(self, x: Any) -> bool:
-        """Return whether this is a feature map (B, C, H, W) of more than one pixel."""
+        """Return whether ``x`` is a feature map (B, C, H, W) of more than one pixel."""
         return (
             isinstance(x, Tensor)
             and x.ndim == 4
@@ -270,7 +271,7 @@ class _Outputs(AttentionListener):
         )
 
     def _are_tokens(self, x: Any) -> bool:
-        """Return whether these are tokens: (B, N, C), or (B, H, W, C) as Swin has them."""
+        """Return whether ``x`` has tokens: (B, N, C), or (B, H, W, C) as in Swin."""
         if not isinstance(x, Tensor):
             return False
         if x.ndim == 4:

@@ -27,26 +27,26 @@ def infidelity(
     batch_size: int = 32,
     seed: int = 0,
 ) -> Tensor:
-    """Average (I · s - (f(x) - f(x_I)))² over random squares I, that are covered in x_I; f is the target's score.
+    """Average (I · s - (f(x) - f(x_I)))² over random squares I, which are covered in x_I; f is the target's score.
 
     I · s is the sum of the saliency s over the square's pixels. Squares have a side of 1 pixel to half of the image's
-    shorter side, at random places, the same for all images. By captum's ``infidelity``. (Yeh et al. 2019, On the
-    (In)fidelity and Sensitivity of Explanations, Definition 2.1; square removal, §2.3.)
+    shorter side and random positions, and are the same for all images. The computation is captum's ``infidelity``. (Yeh
+    et al. 2019, On the (In)fidelity and Sensitivity of Explanations, Definition 2.1; square removal, §2.3.)
 
     Args:
-        model: Model that gives class scores.
+        model: Model that returns class scores.
         images: Images, shape (B, C, H, W).
         maps: Saliency, shape (B, H, W).
         target: Classes, shape (B,).
-        baseline: Cover: a number, 0 being the grey of images normalised by their mean; or an image.
+        baseline: Value of covered pixels: a number, 0 being the grey of images normalised by their mean; or an image.
         samples: Number of squares.
-        normalize: Whether each map is first scaled by the factor that suits it best, as it must be if maps with
-            different units are compared.
-        batch_size: Images in the model at a time.
+        normalize: Whether each map is first scaled by its optimal factor, which is necessary to compare maps with
+            different units.
+        batch_size: Number of images in the model at a time.
         seed: Seed of the squares.
 
     Returns:
-        Shape (B,), from 0, in squares of the model's score; NaN for a map with a NaN.
+        Shape (B,), at least 0, in units of the squared score; NaN for a map with a NaN.
     """
     from captum import metrics  # a second to import
 
@@ -55,7 +55,7 @@ def infidelity(
     values = []
     for rows, batch in batches(model, images, batch_size):
         cover = partial(_cover, iter(squares), len(batch), baseline)
-        # captum asks for an attribution of each channel: equal shares, as a square covers all of them.
+        # captum needs an attribution of each channel. Channels get equal shares, because a square covers all of them.
         by_channel = maps[rows].to(batch)[:, None].expand_as(batch) / batch.shape[1]
         common = _common_options(batch, target[rows], samples, batch_size)
         values.append(
@@ -79,30 +79,30 @@ def sensitivity(
 ) -> Tensor:
     """Find the largest ‖s(x + δ) - s(x)‖ / ‖s(x)‖ over random δ with entries within ± radius; s is the map.
 
-    The target stays what it was. By captum's ``sensitivity_max``. (Yeh et al. 2019, Definition 3.1.)
+    The target does not change. The computation is captum's ``sensitivity_max``. (Yeh et al. 2019, Definition 3.1.)
 
     Args:
-        model: Model; the images are put on its device, with its dtype.
+        model: Model; the images are moved to its device and dtype.
         images: Images, shape (B, C, H, W).
         target: Classes, shape (B,).
         explain: Function from images (B, C, H, W) and targets (B,) to maps (B, H, W).
-        radius: Largest change of a number of the image, in its units.
-        samples: Number of δ, the same for all images.
-        batch_size: Images at a time.
+        radius: Largest change of an entry of the image, in its units.
+        samples: Number of δ, which are the same for all images.
+        batch_size: Number of images at a time.
         seed: Seed of δ.
 
     Returns:
-        Shape (B,), from 0; where the map is zero, the norm is not divided.
+        Shape (B,), at least 0; if the map is zero, the norm of the difference is not divided.
 
     Raises:
-        ValueError: A radius or a number of samples that is not positive.
+        ValueError: The radius or the number of samples is not positive.
     """
     from captum import metrics
 
     if not radius > 0:
         raise ValueError(f"expected a positive radius, got {radius!r}")
     samples = whole_number(samples, "samples", 1)
-    # Drawn once, so that a batch of any size has the same noise.
+    # The noise is drawn once, so that batches of any size have the same noise.
     noise = (
         torch.rand(
             samples, *images.shape[1:], generator=torch.Generator().manual_seed(seed)
@@ -112,9 +112,9 @@ def sensitivity(
     )
 
     def maps_of(inputs: Tensor | tuple[Tensor, ...], target: Tensor) -> tuple[Tensor]:
-        # captum gives a tensor for the original images, a tuple for the changed ones.
+        # captum passes a tensor for the original images and a tuple for the changed ones.
         shaken = inputs[0] if isinstance(inputs, tuple) else inputs
-        # A copy, as a method of the user's may change its images.
+        # The images are copied because a method of the user may change them.
         return (explain(shaken.clone(), target).contiguous(),)
 
     values = []
@@ -126,7 +126,7 @@ def sensitivity(
 
 
 def random_squares(samples: int, size: tuple[int, int], seed: int) -> Tensor:
-    """Draw squares of random side and place: shape (samples, H, W), True inside."""
+    """Draw squares of random side and position: shape (samples, H, W), True inside."""
     samples = whole_number(samples, "samples", 1)
     generator = torch.Generator().manual_seed(seed)
     squares = torch.zeros(samples, *size, dtype=torch.bool)
@@ -145,7 +145,7 @@ def random_squares(samples: int, size: tuple[int, int], seed: int) -> Tensor:
 def _cover(
     squares: Iterator[Tensor], count: int, baseline: Any, images: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Return the next squares, and the images that they cover."""
+    """Return the next squares, and the images with these squares covered."""
     covered = _next(squares, count, images).expand_as(images)
     return covered.to(images.dtype), torch.where(
         covered, background(baseline, images), images
@@ -171,7 +171,7 @@ def _common_options(
     images: Tensor, target: Tensor, samples: int, batch_size: int
 ) -> dict[str, Any]:
     """Return the options that both of captum's metrics share."""
-    # captum takes whole repetitions of the batch, one at least; beyond all samples there is nothing to take.
+    # captum computes whole repetitions of the batch, at least one, and at most one per sample.
     at_once = min(max(batch_size, len(images)), len(images) * samples)
     return {
         "target": target.to(images.device),

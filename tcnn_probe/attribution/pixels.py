@@ -1,4 +1,4 @@
-"""Arrays of the images' size: maps of cells interpolated to pixels, and backgrounds that replace pixels."""
+"""Arrays of the image size: maps of cells interpolated to pixels, and backgrounds that replace pixels."""
 
 from typing import Any
 
@@ -17,7 +17,7 @@ def to_pixels(
 ) -> Tensor:
     """Interpolate maps of cells, shape (B, h, w), to the images' resolution: (B, H, W), float32 at least.
 
-    A cell lies at the centre of its receptive field. Beyond the outermost cells their values go on.
+    A cell lies at the centre of its receptive field. Beyond the outermost cells, their values are continued.
     """
     if interpolation not in ("bilinear", "nearest"):
         raise ValueError(
@@ -29,7 +29,7 @@ def to_pixels(
     places = fields.places((maps.shape[1], maps.shape[2]))
     for dim, (length, (first, spacing)) in enumerate(zip(size, places, strict=True), 1):
         last = maps.shape[dim] - 1
-        # In float64, so that rounding moves no pixel in the middle between two cells from one to the other.
+        # In float64, rounding does not move a pixel that is midway between two cells from one cell to the other.
         at = ((torch.arange(length, dtype=torch.float64) - first) / spacing).clamp(
             0, last
         )
@@ -66,7 +66,8 @@ def _blurred(images: Tensor) -> Tensor:
     from torchvision.transforms.functional import gaussian_blur
 
     width, sigma = _BLUR
-    # Kernels of torchvision are odd, give x first, and reflect: no wider than the image.
+    # torchvision's kernel sizes are odd and have x first. Its padding reflects, so kernels cannot be wider than the
+    # image.
     kernel = [
         min(width, 2 * ((side - 1) // 2) + 1)
         for side in (images.shape[3], images.shape[2])

@@ -1,4 +1,4 @@
-"""Attention rollout: attention followed from layer to layer, back to the input."""
+"""Attention rollout: attention traced from layer to layer, back to the input."""
 
 import torch
 from torch import Tensor, nn
@@ -22,12 +22,12 @@ __all__ = ["rollout"]
 def rollout(
     model: nn.Module, images: Tensor, target: Tensor, *, interpolation: str = "bilinear"
 ) -> tuple[Tensor, str]:
-    """Compute the class token's row of A_L ... A_1; A_l = (W_l + I) / 2, W_l the attention of layer l, mean over heads.
+    """Compute the class token's row of A_L ... A_1, where A_l = (W_l + I) / 2 and W_l is layer l's mean over heads.
 
-    One N x N matrix an image is held, whatever the depth. Class attention with the token as its only query (CaiT,
-    attention pools) is a layer that leaves the patches as they are; a class token that joins the patches after some
-    layers (ConViT) is made of itself alone before. For CaiT's talking heads W is the softmax, before the heads are
-    mixed. (Abnar & Zuidema 2020, Quantifying Attention Flow in Transformers, §3.)
+    Only one N x N matrix per image is stored, for any depth. A layer of class attention with the token as its only
+    query (CaiT, attention pools) leaves the patches unchanged; a class token that joins the patches after some layers
+    (ConViT) consists only of itself before. For CaiT's talking heads W is the softmax, before the heads are mixed.
+    (Abnar & Zuidema 2020, Quantifying Attention Flow in Transformers, §3.)
 
     Args:
         model: Vision transformer of one resolution with a class token.
@@ -36,10 +36,10 @@ def rollout(
         interpolation: Interpolation between patches, "bilinear" or "nearest".
 
     Returns:
-        Shape (B, H, W): the share of the patch at each pixel; and "".
+        Map of shape (B, H, W), with the share of the patch at each pixel, and "" in place of a layer's name.
 
     Raises:
-        ValueError: Attention in windows, or between different numbers of tokens, or no class token.
+        ValueError: Attention is in windows or between different numbers of tokens, or there is no class token.
     """
     flow = _TokenFlow(len(images))
     size = images.shape[2], images.shape[3]
@@ -62,9 +62,9 @@ class _TokenFlow:
     def __init__(self, images: int) -> None:
         self.layers: list[str] = []
         self._images = images
-        # (B, N, N): of each token, in terms of the first layer's tokens.
+        # (B, N, N): shares of the first layer's tokens in each token.
         self._shares: Tensor | None = None
-        # (B, 1 + N): of a class token outside of the N, by itself and these.
+        # (B, 1 + N): shares of the initial class token and of these tokens in a class token that is not among the N.
         self._class_row: Tensor | None = None
         self._last: Attention | None = None
 
@@ -113,7 +113,7 @@ class _TokenFlow:
             )
 
     def _join_class_token(self) -> None:
-        """Put a class token, which is made of itself alone, before the tokens so far: ConViT's comes this late."""
+        """Prepend a class token, which consists only of itself, to the tokens; that of ConViT joins them late."""
         assert self._shares is not None
         self._shares = pad(self._shares, (1, 0, 1, 0))
         self._shares[:, 0, 0] = 1
@@ -125,14 +125,14 @@ class _TokenFlow:
                 attention.keys, dtype=attention.dtype, device=attention.device
             )
             before = eye.expand(self._images, -1, -1)
-        # Contiguous, as the first "before" is one identity expanded over images.
+        # The format has to be contiguous because the first "before" is an identity expanded over images.
         after = torch.empty_like(before, memory_format=torch.contiguous_format)
         step = max(
             1, attention.block // (attention.images * attention.heads * attention.keys)
         )
         for start in range(0, attention.queries, step):
             rows = slice(start, start + step)
-            # (W + I) / 2, for the residual branch, in blocks of queries: (heads, N, N) is never held.
+            # (W + I) / 2, where I is the residual branch, in blocks of queries, so that (heads, N, N) is never stored.
             after[:, rows] = (
                 attention.weights(rows)[:, 0].mean(1) @ before + before[:, rows]
             ) / 2
@@ -140,14 +140,14 @@ class _TokenFlow:
         self._last = attention
 
     def _gather(self, attention: Attention) -> None:
-        """Follow a class token that alone asks: the patches stay as they are."""
+        """Follow a class token that is the only query; the patches do not change."""
         assert self._shares is not None
         before = self._class_row
         if before is None:
-            # (B, 1 + N): the token begins as itself, and nothing of others.
+            # (B, 1 + N): the token initially consists only of itself.
             before = pad(torch.zeros_like(self._shares[:, 0]), (1, 0), value=1.0)
         weights = attention.weights(slice(0, 1))[:, 0].mean(1)  # (B, 1, keys)
-        # 1 if the class token attends to itself as well, as in CaiT, and 0 if to patches alone, as in attention pools.
+        # 1 if the class token attends to itself, too, as in CaiT, and 0 if only to patches, as in attention pools.
         is_among_keys = attention.keys - self._shares.shape[1]
         gathered = pad(weights[..., is_among_keys:] @ self._shares, (1, 0))[:, 0]
         if is_among_keys:
@@ -166,7 +166,7 @@ class _TokenFlow:
                 f"the patches of {self._last.name!r} lie on no known grid: {self._last.layout.reason}"
             )
         if self._class_row is not None:
-            # Without the share of the token's own beginning.
+            # The share of the initial class token is left out.
             row = self._class_row[:, 1:]
         elif query is None:
             raise UnsupportedMethodError(

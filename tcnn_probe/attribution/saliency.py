@@ -1,4 +1,4 @@
-"""``saliency()``: maps of chosen images by chosen methods, labelled; and the table of the methods."""
+"""``saliency()``: labelled maps of images by one or several methods; and the table of methods."""
 
 import difflib
 import inspect
@@ -49,7 +49,7 @@ __all__ = [
 ]
 
 OwnMethod = Callable[[nn.Module, Tensor, Tensor], Tensor]
-"""Method of the user's: model, images (B, C, H, W) and targets (B,) to maps (B, H, W)."""
+"""Method of the user: a function from model, images (B, C, H, W) and targets (B,) to maps (B, H, W)."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class Method:
         source: Publication.
         definition: Definition in a sentence; "" for the first paragraph of the docstring.
         units: Units of the maps.
-        options: Defaults that are not captum's.
+        options: Defaults that differ from captum's.
     """
 
     computed_by: Callable[..., Any] | str
@@ -111,14 +111,14 @@ METHODS: Mapping[str, Method] = {
 
 @dataclass(frozen=True)
 class Attribution:
-    """A method with its options, or maps of the user's.
+    """A method with its options, or maps of the user.
 
     Args:
         name: Name among the attributions.
         about: Attributes of its maps.
         explain: Function from model, images, target and batch size to maps and the layer's name; None for maps.
         maps: The user's maps, shape (B, H, W).
-        targets: Classes that the user's maps explain, shape (B,), where they say so.
+        targets: Classes that the user's maps explain, shape (B,), if they have targets.
     """
 
     name: str
@@ -151,37 +151,36 @@ def saliency(
         maps.gradcam.sel(image=0).plot(yincrease=False)
 
     Methods are "class_attention", "rollout", "gradcam", "integrated_gradients", "input_x_gradient", "occlusion" and the
-    classes of captum.attr that attribute, or their names ("GuidedBackprop"). Their options are those of the functions
+    attribution classes of captum.attr, or their names ("GuidedBackprop"). Their options are those of the functions
     :func:`class_attention`, :func:`rollout` and :func:`captum_maps` in :mod:`tcnn_probe.attribution`.
 
-    The model runs in eval mode and is afterwards as it was: flags, gradients, hooks. Calls on one model from several
+    The model runs in eval mode; its flags, gradients and hooks are restored afterwards. Calls on one model from several
     threads wait for each other.
 
     Args:
-        model: Model that gives a score for each class, shape (B, K), or an object with such ``logits``.
+        model: Model that returns a score for each class, shape (B, K), or an object with such ``logits``.
         images: Images that the model takes, shape (B, C, H, W), a tensor or an array, on any device; or pictures, see
-            :func:`tcnn_probe.images.as_images`; or all that a processor of transformers gives, with the texts of CLIP
-            for classes, say: the model then gets all images in one batch.
-        target: Class to explain: one for all, or one an image; None for the model's own prediction.
-        method: Name or class, as above; a function of yours ``(model, images, target) -> maps`` with tensors
+            :func:`tcnn_probe.images.as_images`; or the output of a processor of transformers, for example with the
+            texts of CLIP as classes. The model then gets all images in one batch.
+        target: Class to explain, for all images or for each image; None for the model's own prediction.
+        method: Name or class, as above; your own function ``(model, images, target) -> maps`` with tensors
             (B, C, H, W), (B,) and (B, H, W); or several of these.
-        batch_size: Images in the model at a time.
-        progress: Whether to show a progress bar; None: once it takes more than three seconds, on a terminal or
-            in a notebook.
-        **options: Options of the method, such as ``layer``, the layer whose attention or feature map is shown, if it
-            is not the method's own choice; with several methods, ``name={...}`` for each.
+        batch_size: Number of images in the model at a time.
+        progress: Whether to show a progress bar; None to show it after three seconds, on a terminal or in a notebook.
+        **options: Options of the method, such as ``layer``, the layer whose attention or feature map is shown instead
+            of that of the method's own choice; with several methods, ``name={...}`` for each.
 
     Returns:
-        An ``xarray.DataArray``, dims (image, y, x) with the coordinate ``target``, its ``attrs`` saying what it is
-        (method, layer, units, definition, source, options) and by which versions it was made; of several methods an
-        ``xarray.Dataset`` of these, by name. float64 for a float64 model, else float32. Of several methods, one that
-        the model does not support is left out, with a warning.
+        An ``xarray.DataArray`` with the dims (image, y, x) and the coordinate ``target``, whose ``attrs`` describe it
+        (method, layer, units, definition, source, options) and give the versions of software. For several methods, an
+        ``xarray.Dataset`` of such arrays by name; a method that the model does not support is left out, with a warning.
+        The dtype is float64 for a float64 model, else float32.
 
     Raises:
-        ValueError, TypeError: Images, targets, a method or an option of another kind or out of range; a model without
-            what the method needs, or without scores.
+        ValueError, TypeError: Images, targets, a method or an option have another type or are out of range; or the
+            model does not support the method, or does not return scores.
     """
-    # A class of captum is callable too.
+    # A class of captum is callable, too.
     is_single = isinstance(method, str) or callable(method)
     if is_single:
         options = {name_of(method): options} if options else {}
@@ -192,12 +191,12 @@ def saliency(
                 f"got {name}={value!r}"
             )
     methods = find_methods(method, options)
-    # For plot.saliency_overlay, which is given the same pictures.
+    # The preparation is kept for plot.saliency_overlay, which gets the same pictures.
     pictures = as_pictures(images)
     drawn = {} if pictures is None else {"pictures": as_json(preparation(model))}
     inputs, images = beside_images(images), as_images(images, model)
     batch_size = whole_number(batch_size, "batch_size", 1)
-    if inputs:  # which of them have a row for each image is unknown
+    if inputs:  # it is not known which of them have a row for each image
         batch_size = len(images)
     labelled, unsupported = {}, {}
     with untouched(model), calls_given(model, inputs):
@@ -241,7 +240,7 @@ def find_targets(
     target: int | Sequence[int] | Tensor | None,
     batch_size: int,
 ) -> Tensor:
-    """Return classes, shape (B,): the user's, one for all images or one an image, or the model's prediction."""
+    """Return classes, shape (B,): the user's, for all images or for each image, or the model's prediction."""
     if target is None:
         predictions = [
             class_scores(model, batch).argmax(1).cpu()
@@ -257,7 +256,7 @@ def find_targets(
         raise ValueError(
             f"expected one target, or {len(images)}, one for each image; got shape {tuple(indices.shape)}"
         )
-    # expand gives one element for all: a coordinate needs memory of its own.
+    # expand() shares one element between all images, but a coordinate needs its own memory.
     return indices.expand(len(images)).clone()
 
 
@@ -279,7 +278,7 @@ def maps_of(
         maps, layer = attribution.explain(
             model, batch, targets[rows].to(batch.device), batch_size
         )
-        # Batch by batch, so that maps of all images need not fit on the device.
+        # Maps are moved batch by batch, so that maps of all images need not fit on the device.
         parts.append(maps.to(torch.promote_types(maps.dtype, torch.float32)).cpu())
         done(len(batch))
     return torch.cat(parts), layer
@@ -288,7 +287,7 @@ def maps_of(
 def find_methods(
     method: Any, options: Mapping[str, Mapping[str, Any]]
 ) -> list[Attribution]:
-    """Return the methods for a name, a class of captum or a function, or a list of these; options go by name."""
+    """Return the methods for a name, a class of captum or a function, or a list of these; options are by name."""
     methods = method
     if (
         isinstance(method, str)
@@ -372,7 +371,7 @@ def _about(method: Method, options: Mapping[str, Any], by: str = "") -> dict[str
         or "a method of the user's",
         "source": "; by ".join(part for part in (method.source, by) if part),
         "options": as_json(
-            # The layer has an attribute of its own, with its name where a module was given.
+            # The layer has its own attribute, with its name even if a module was given.
             {name: value for name, value in options.items() if name != "layer"}
         ),
     }
@@ -384,7 +383,7 @@ def first_paragraph(described: object) -> str:
 
 
 def as_json(options: Mapping[str, Any]) -> str:
-    """Encode options as an attribute; arrays by their shape."""
+    """Encode options as JSON for an attribute; arrays are described by their shape."""
     return json.dumps(
         options,
         default=lambda x: (
@@ -401,7 +400,7 @@ def _by_user(
     target: Tensor,
     batch_size: int,
 ) -> tuple[Tensor, str]:
-    # Methods of the user may need gradients, whatever is set around the call.
+    # Methods of the user may need gradients, even if they are disabled around the call.
     with torch.enable_grad():
         maps = method(model, images, target)
     expected = (len(images), *images.shape[2:])

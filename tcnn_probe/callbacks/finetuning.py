@@ -14,8 +14,9 @@ __all__ = ["Recording"]
 class Recording:
     """Recording of each validation of a run, in ``recording.zarr`` in its folder, with its scalars and settings.
 
-    If a model has no heads yet, as a CNN before it is a T-CNN, only the scalars are recorded, and its heads once it has
-    some. A model whose heads are replaced by others continues in a second recording, ``recording-converted.zarr``.
+    While a model has no heads, as a CNN before its conversion to a T-CNN, only scalars are recorded, and heads as soon
+    as there are any. A model whose heads are replaced by others continues in a second recording,
+    ``recording-converted.zarr``.
 
     Args:
         model: Model that is trained.
@@ -26,7 +27,7 @@ class Recording:
     def __init__(self, model: Any, folder: Path, settings: Mapping[str, Any]) -> None:
         self._model = model
         self._store = folder / "recording.zarr"
-        # Meaningless elsewhere, or private.
+        # These settings are meaningless on other machines, or private.
         local = (
             "data",
             "weights",
@@ -43,7 +44,7 @@ class Recording:
         except OtherLayersError:
             self._store = folder / "recording-converted.zarr"
             self._recorder = Recorder(model, self._store, attrs=self._attrs)
-        # The command resumes from checkpoints of its own, also within an epoch.
+        # The command resumes from its own checkpoints, also within an epoch.
         self._recorder.trust_weights()
 
     def __call__(self, scalars: Mapping[str, float]) -> None:

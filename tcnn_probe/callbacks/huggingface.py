@@ -14,7 +14,8 @@ __all__ = ["RecordCallback"]
 class RecordCallback(TrainerCallback):  # type: ignore[misc]
     """Callback that records each evaluation and marks its step: ``Trainer(callbacks=[RecordCallback(...)])``.
 
-    The Trainer does not tell callbacks of exceptions: after one, or Ctrl-C, the recorder stays until the next training.
+    The Trainer does not inform callbacks of exceptions: after an exception or Ctrl-C, the recorder stays attached until
+    the next training.
 
     Args:
         store, options: Arguments of :func:`tcnn_probe.record`; marks are global steps.

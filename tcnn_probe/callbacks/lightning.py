@@ -59,7 +59,7 @@ class RecordCallback(pl.Callback):  # type: ignore[misc]
                 self._on_mark(self.recorder)
 
     def on_train_end(self, *_: Any) -> None:
-        """Detach the recorder, after an exception too."""
+        """Detach the recorder, also after an exception."""
         if self.recorder is not None:
             self.recorder.remove()
 

@@ -10,7 +10,7 @@ __all__ = ["float_metrics"]
 
 
 def float_metrics(metrics: Mapping[str, Any]) -> dict[str, float]:
-    """Return the metrics that are a number; ``val/acc`` becomes ``val_acc``, and names of coordinates are left out."""
+    """Return the metrics that are numbers; ``val/acc`` becomes ``val_acc``, and names of coordinates are left out."""
     numbers = {
         re.sub(r"\W", "_", name): value
         for name, value in metrics.items()

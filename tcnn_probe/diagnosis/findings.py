@@ -15,20 +15,20 @@ __all__ = ["Finding", "Findings", "health", "severity"]
 
 @dataclass(frozen=True)
 class Finding:
-    """A sign of illness in a layer, over marks that follow each other.
+    """A sign of illness in a layer, over consecutive marks.
 
     Args:
         sign: Name of the sign, such as "entropy collapse".
-        is_alarm: Whether it is an alarm; else a notice.
+        is_alarm: Whether it is an alarm rather than a notice.
         layer: Name of the layer.
-        heads: Heads that showed it; none for a sign of the layer.
-        since: First mark at which it was seen.
-        until: Last mark at which it was seen; None if it was seen at the recording's last mark.
-        measure: Name of what shows it, mostly a variable.
-        value: Its worst value.
-        usual: Usual values.
+        heads: Heads that showed the sign; empty for a sign of the layer.
+        since: First mark at which the sign was seen.
+        until: Last mark at which the sign was seen; None if it was seen at the recording's last mark.
+        measure: Name of the measured quantity, usually a variable.
+        value: Worst value of the measure.
+        usual: Usual values of the measure.
         leads_to: Known consequences, causes or remedies.
-        source: Paper that says so.
+        source: Papers that describe the sign, and the source of its limit.
     """
 
     sign: str
@@ -54,12 +54,12 @@ class Finding:
 
 @dataclass(frozen=True, repr=False)
 class Findings(Sequence[Finding]):
-    """Findings, worst first: a sequence that prints as a table.
+    """Findings, worst first, as a sequence that prints as a table.
 
     Args:
         findings: The findings.
         along: Name of the marks, such as "epoch".
-        marks: Number of marks that were looked at.
+        marks: Number of marks in the recording.
         unseen: Signs that the recording cannot show, with the variables that it lacks.
     """
 
@@ -157,27 +157,30 @@ def health(ds: xr.Dataset, **limits: float) -> Findings:
             ...
         print(tcnn_probe.health(recorder.dataset))
 
-    Alarms are what precedes divergence, or dead parts; notices are what healthy models can have, and what spoils maps
-    or dense features. A sign is reported for each layer with the heads that show it, from the first to the last mark of
-    its last spell. Most signs need the probe "health", as ``record(..., health=True)`` has it; signs of logits and
-    entropies are seen in any recording. Their limits are those of the literature, or relative to the best that the same
-    head had before, see :class:`~tcnn_probe.diagnosis.HealthLimits`.
+    Alarms are signs that precede divergence, and dead parts; notices are signs that healthy models can have, but that
+    spoil maps or dense features. A sign is reported for each layer with the heads that show it, from the first to the
+    last mark of its last spell. Most signs need the probe "health", which ``record(..., health=True)`` adds; signs of
+    logits and entropies are found in any recording. Limits are those of the literature, or are relative to the best
+    value that the same head had before, see :class:`~tcnn_probe.diagnosis.HealthLimits`.
 
     Args:
         ds: A recording: ``recorder.dataset``, ``xarray.open_zarr(path)``, or a selection of marks.
-        **limits: Limits in place of the defaults, such as ``max_logit=200``; see
+        **limits: Limits that replace the defaults, such as ``max_logit=200``; see
             :class:`~tcnn_probe.diagnosis.HealthLimits`.
 
     Returns:
-        Findings, alarms first, of these the gravest and the earliest first; a sequence that prints as a table.
+        Findings, as a sequence that prints as a table. Alarms come before notices, then signs that last before signs
+        that ended, and then the most serious and the earliest first.
 
     Raises:
-        TypeError: ``ds`` is no dataset, or a limit is unknown or no number.
-        ValueError: The dataset is no recording, or has no layers.
+        TypeError: ``ds`` is not a dataset, or a limit is unknown or not a number.
+        ValueError: The dataset is not a recording, or has no layers.
     """
     if not isinstance(ds, xr.Dataset):
+        of_tree = ": take tree['heads'].dataset" if isinstance(ds, xr.DataTree) else ""
         raise TypeError(
-            f"expected a recording's dataset, recorder.dataset or xarray.open_zarr(path), got {type(ds).__name__}"
+            "expected a recording's dataset, recorder.dataset or xarray.open_zarr(path), "
+            f"got {type(ds).__name__}{of_tree}"
         )
     checked = HealthLimits(**limits)
     along = ds.attrs.get("along")
@@ -192,12 +195,12 @@ def health(ds: xr.Dataset, **limits: float) -> Findings:
             "the recording has no layers: it was made without probes of attention"
         )
     names = {name for sign in SIGNS.values() for name in (sign.variable, *sign.needs)}
-    # Recordings without gated layers lack these, so no sign needs them; conditions take them where they are.
+    # Recordings without gated layers lack these variables, so no sign needs them, but conditions use them if present.
     names |= {"content_entropy", "uniform_content_entropy"}
-    # Read once, as several conditions look at the same variable.
+    # Variables are read once, because several conditions use the same variable.
     ds = ds[[name for name in ds.data_vars if name in names]].load()
-    # Conditions speak of marks, whatever the recording calls them. Without labels, which xarray would align in every
-    # operation: a recorder that watches health looks for all signs at each mark.
+    # Conditions use the name "mark" for any kind of mark. Labels are dropped, because xarray would align them in every
+    # operation, and a recorder that watches health looks for all signs at each mark.
     by_mark = ds.drop_vars(list(ds.coords)).rename({along: "mark"})
     marks, layers = ds[along].values.tolist(), ds.layer.values.tolist()
     findings: list[Finding] = []
@@ -213,7 +216,7 @@ def health(ds: xr.Dataset, **limits: float) -> Findings:
 
 
 def severity(finding: Finding) -> tuple[bool, bool, int, float]:
-    """Return a key that sorts findings: alarms first, of these those that last, the gravest and the earliest first."""
+    """Return the sort key of a finding: alarms, signs that last, the most serious and the earliest come first."""
     return (
         not finding.is_alarm,
         finding.until is not None,
@@ -229,7 +232,7 @@ def _findings_of(
     layers: Sequence[str],
     limits: HealthLimits,
 ) -> Iterator[Finding]:
-    """Yield a finding for each layer that shows a sign: its last spell."""
+    """Yield a finding for each layer that shows a sign, from the last spell of the sign."""
     shown = sign.condition(ds, limits)
     name, measure = sign.measure or (sign.variable, lambda ds: ds[sign.variable])
     values = measure(ds).transpose(*shown.dims)
@@ -249,7 +252,7 @@ def _findings_of(
         if has_heads:
             heads = tuple(np.flatnonzero(in_spell.any("mark").values).tolist())
         worst: Callable[[Any], Any] = np.max if sign.worst == "largest" else np.min
-        # Where the sign is seen, as the worst of healthy heads is no news.
+        # Only values at which the sign is seen count, not those of healthy heads.
         at_spell = values.isel(layer=row).isel(spell).values[in_spell.values]
         yield Finding(
             sign=sign.name,

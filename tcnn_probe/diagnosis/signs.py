@@ -13,32 +13,32 @@ __all__ = ["SIGNS", "HealthLimits", "Sign", "entropy_quantile"]
 class HealthLimits:
     """Limits beyond which a number is a sign of illness.
 
-    Where the literature has no limit, a number is compared with the best that the same head or layer had at earlier
-    marks of the same run.
+    If the literature has no limit, a number is compared with the best value of the same head or layer at earlier marks
+    of the same run.
 
     Args:
         max_logit: Largest attention logit. 100 is where Kimi K2 began to rescale queries and keys (arXiv 2507.20534).
         logit_jump: Growth of the largest logit over the largest of all earlier marks, from one mark to the next.
-        logit_floor: Largest logit below which no growth counts: early in a training logits grow tenfold from nearly 0.
-            At 20 the smallest weight in a row can be e^-40 of the largest, beyond what float32 resolves.
+        logit_floor: Largest logit below which growth is ignored, because early in training logits grow tenfold from
+            nearly 0. At 20 the smallest weight in a row can be e^-40 of the largest, beyond what float32 resolves.
         entropy: Entropy of a head, as a share of that of uniform attention. At 0.1 a head of 197 keys attends to 1.7
             of them on average.
-        entropy_loss: Entropy of a head, as a share of its largest so far. Heads that begin as one-hot, as in a
-            pretrained model, are no collapse; a whole layer of them is.
+        entropy_loss: Entropy of a head, as a share of its largest so far. Single heads that are one-hot from the start,
+            as in a pretrained model, do not count as a collapse, but a whole layer of them does.
         collapsed: Share of a head's queries in the lowest bin of the histogram (below 0.05 of uniform entropy).
         silent: Norm of a head's output, as a share of the median of the layer's heads.
         diversity_loss: Diversity of queries, and rank of outputs above 1, as a share of their largest so far.
-        diversity_floor: Diversity of queries, as a share of log keys, that a head must have had to lose it.
-        rank_floor: Rank of outputs that a head must have had to lose it.
+        diversity_floor: Diversity of queries, as a share of log keys, that a head must have had before its loss counts.
+        rank_floor: Rank of outputs that a head must have had before its loss counts.
         head_similarity: Similarity to the other heads, after the head had been below ``head_difference``.
-        head_difference: Similarity below which a head is itself.
+        head_difference: Similarity below which a head differs from the others.
         token_cosine: Cosine between patch tokens.
         token_cosine_rise: Growth of that cosine over its smallest so far.
-        sink: Share of the attention that one key receives (Gu et al. 2024, arXiv 2410.10781, take 0.3).
-        token_outliers: Share of patch tokens of outlying norm, of which DINOv2 had about 0.02 (arXiv 2309.16588).
+        sink: Share of the attention that one key receives (Gu et al. 2024, arXiv 2410.10781, use 0.3).
+        token_outliers: Share of patch tokens with an outlying norm, which is about 0.02 in DINOv2 (arXiv 2309.16588).
 
     Raises:
-        TypeError: A limit is no number.
+        TypeError: A limit is not a number.
     """
 
     max_logit: float = 100.0
@@ -71,16 +71,16 @@ class Sign:
 
     Args:
         name: Name in the table.
-        variable: Variable that shows it.
-        is_alarm: Whether it is an alarm; else a notice, of what is usual in some healthy models.
-        condition: Function of a recording, whose marks are along "mark", and limits. It returns where the sign is seen,
-            (mark, layer, head) or (mark, layer).
+        variable: Variable that shows the sign.
+        is_alarm: Whether it is an alarm rather than a notice, which is usual in some healthy models.
+        condition: Function of a recording, whose marks are along "mark", and limits. It returns booleans that show
+            where the sign is seen, (mark, layer, head) or (mark, layer).
         usual: Usual values, with the limits by name in braces.
         leads_to: Known consequences, causes or remedies.
-        source: Papers that describe the sign, then where its limit is from.
-        needs: Further variables.
-        worst: The worst of values: "largest" or "smallest".
-        measure: Name and function of the values that are quoted; None for those of the variable.
+        source: Papers that describe the sign, and then the source of its limit.
+        needs: Further variables that the condition needs.
+        worst: Worst values: "largest" or "smallest".
+        measure: Name and function of the values that a finding reports; None for those of the variable.
     """
 
     name: str
@@ -95,19 +95,19 @@ class Sign:
     measure: tuple[str, Callable[[xr.Dataset], xr.DataArray]] | None = None
 
     def missing(self, ds: xr.Dataset) -> list[str]:
-        """Return the variables that it needs and a recording lacks."""
+        """Return the variables that the sign needs but a recording lacks."""
         return [name for name in (self.variable, *self.needs) if name not in ds]
 
 
 def entropy_quantile(ds: xr.Dataset, q: float) -> xr.DataArray:
-    """Read a quantile of the queries' entropies off the histogram, as a share of that of uniform attention.
+    """Compute a quantile of the queries' entropies from their histogram, as a share of uniform attention's entropy.
 
     ::
 
         tcnn_probe.entropy_quantile(recorder.dataset, 0.05).plot.line(x="epoch")
 
-    Queries are taken to be spread evenly within their bin, so the quantile is off by no more than the width of a bin,
-    0.05 of the entropy of uniform attention.
+    Queries are assumed to be spread evenly within their bin, so the error of the quantile is at most the width of a
+    bin, 0.05 of the entropy of uniform attention.
 
     Args:
         ds: A recording with the probe "health".
@@ -117,7 +117,7 @@ def entropy_quantile(ds: xr.Dataset, q: float) -> xr.DataArray:
         Quantiles, with the dims of ``ds.sink``; NaN where there is no histogram.
 
     Raises:
-        ValueError: The recording has no histogram, or ``q`` is no share.
+        ValueError: The recording has no histogram, or ``q`` is not between 0 and 1.
     """
     if not 0 <= q <= 1:
         raise ValueError(f"expected a share from 0 to 1 for q, got {q!r}")
@@ -143,8 +143,8 @@ def entropy_quantile(ds: xr.Dataset, q: float) -> xr.DataArray:
 
 
 def _so_far(values: xr.DataArray, best: np.ufunc) -> xr.DataArray:
-    """Return the largest value at earlier marks (np.fmax), or the smallest (np.fmin); NaN counts for nothing."""
-    # accumulate works along an axis and not along a name.
+    """Return the largest value at earlier marks (np.fmax), or the smallest (np.fmin); NaN is ignored."""
+    # accumulate() takes the number of an axis instead of its name.
     by_mark = values.transpose("mark", ...)
     return by_mark.copy(data=best.accumulate(by_mark.values, axis=0)).shift(mark=1)
 
@@ -165,16 +165,16 @@ def _logit_jump(ds: xr.Dataset, limits: HealthLimits) -> xr.DataArray:
 def _entropy_collapse(ds: xr.Dataset, limits: HealthLimits) -> xr.DataArray:
     share = _normalised_entropy(ds)
     has_fallen = share < limits.entropy_loss * _so_far(share, np.fmax)
-    of_whole_layer = share.mean("head") < limits.entropy
-    return (share < limits.entropy) & (has_fallen | of_whole_layer)
+    in_whole_layer = share.mean("head") < limits.entropy
+    return (share < limits.entropy) & (has_fallen | in_whole_layer)
 
 
 def _normalised_entropy(ds: xr.Dataset) -> xr.DataArray:
-    """Return entropies as shares of those of uniform attention; of gated layers those of the content part."""
+    """Return entropies as shares of those of uniform attention; for gated layers, those of the content part."""
     share = ds.entropy / ds.uniform_entropy
     if "content_entropy" in ds:
-        of_content = ds.content_entropy / ds.uniform_content_entropy
-        share = of_content.where(ds.content_entropy.notnull(), share)
+        content_share = ds.content_entropy / ds.uniform_content_entropy
+        share = content_share.where(ds.content_entropy.notnull(), share)
     return share
 
 
@@ -186,17 +186,17 @@ def _collapsed_queries(ds: xr.Dataset, limits: HealthLimits) -> xr.DataArray:
     # The lowest bin, from 0 to 0.05 of uniform entropy.
     share = _one_hot_queries(ds)
     has_grown = share > _so_far(share, np.fmin) + limits.collapsed
-    of_whole_layer = share.mean("head") > limits.collapsed
-    return (share > limits.collapsed) & (has_grown | of_whole_layer)
+    in_whole_layer = share.mean("head") > limits.collapsed
+    return (share > limits.collapsed) & (has_grown | in_whole_layer)
 
 
 def _silent_head(ds: xr.Dataset, limits: HealthLimits) -> xr.DataArray:
-    # The median, which a few silent heads hardly move.
+    # The reference is the median, which a few silent heads hardly change.
     return ds.output_norm < limits.silent * ds.output_norm.median("head")
 
 
 def _queries_alike(ds: xr.Dataset, limits: HealthLimits) -> xr.DataArray:
-    # In units of log keys, so that one floor serves all sizes of images.
+    # Diversity is in units of log keys, so that one floor applies to all image sizes.
     diversity = ds.query_diversity / ds.uniform_entropy
     best = _so_far(diversity, np.fmax)
     return (diversity < limits.diversity_loss * best) & (best > limits.diversity_floor)
@@ -204,9 +204,9 @@ def _queries_alike(ds: xr.Dataset, limits: HealthLimits) -> xr.DataArray:
 
 def _rank_collapse(ds: xr.Dataset, limits: HealthLimits) -> xr.DataArray:
     best = _so_far(ds.output_rank, np.fmax)
-    # 1 is the least rank of an output, so a fall counts from there.
+    # The smallest rank of an output is 1, so ranks are compared by their excess over 1.
     has_fallen = ds.output_rank - 1 < limits.diversity_loss * (best - 1)
-    # A silent head, whose rank is 0, is a sign of its own.
+    # A silent head, whose rank is 0, is a separate sign.
     return has_fallen & (best > limits.rank_floor) & (ds.output_rank > 0)
 
 
@@ -223,7 +223,7 @@ def _tokens_alike(ds: xr.Dataset, limits: HealthLimits) -> xr.DataArray:
 
 
 def _sink(ds: xr.Dataset, limits: HealthLimits) -> xr.DataArray:
-    # A single query, as in class attention, may look where it likes: it has no diversity.
+    # A single query, as in class attention, may attend to one key. It has no diversity, which is NaN.
     return (ds.sink > limits.sink) & ds.query_diversity.notnull()
 
 
@@ -355,4 +355,4 @@ SIGNS: Mapping[str, Sign] = {
         ),
     )
 }
-"""Signs by name: alarms from the most to the least grave, then notices."""
+"""Signs by name: alarms from the most to the least serious, then notices."""

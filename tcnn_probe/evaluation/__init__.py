@@ -1,6 +1,7 @@
 """The evaluation of classifiers: corruptions, attacks and other test sets, agreement, calibration and cost.
 
-Nothing here looks at attention. Names are imported when they are first used: results are read and drawn without torch.
+None of these functions needs attention. Names are imported when they are first used, so that results can be read and
+plotted without torch.
 """
 
 import lazy_loader

@@ -1,4 +1,4 @@
-"""Adversarial images, by small steps of all pixels in the direction that raises the model's loss."""
+"""Adversarial images, by small steps of all pixels in the direction that increases the model's loss."""
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
@@ -72,8 +72,8 @@ def pgd(
     """Attack by projected gradient ascent on the cross-entropy, within ε of each pixel and in [0, 1].
 
     (Madry et al. 2018, Towards deep learning models resistant to adversarial attacks, §2.1, in the L∞ norm.)
-    Untargeted. No pixel moves by more than ε: x ± ε is rounded towards x. A pixel whose gradient is 0 or NaN stays
-    where it is.
+    The attack is untargeted. No pixel changes by more than ε: x ± ε is rounded towards x. A pixel whose gradient is 0
+    or NaN does not change.
 
     ::
 
@@ -89,20 +89,21 @@ def pgd(
         epsilon: Largest change of a pixel, at most 1.
         step: Length of a step, at most 1.
         steps: Number of steps.
-        random_start: Start at a uniformly random point within ε of the image, not at the image itself.
-        seed: Seed of that point, which for image i of the batch depends on (seed, first + i) alone.
+        random_start: Whether to start at a uniformly random point within ε of the image, instead of the image itself.
+        seed: Seed of the random start, which for image i of the batch depends only on (seed, first + i).
         first: Number of the batch's first image.
         normalization: Mean and standard deviation, applied before the model, each a number or one for each channel;
             None for those of timm's ``pretrained_cfg``; ((0,), (1,)) for no normalisation.
 
     Returns:
-        Adversarial images, shape (B, C, H, W), in pixel space, on the device of ``images``; float64 if those are, else
-        float32.
+        Adversarial images, shape (B, C, H, W), in pixel space, on the device of ``images``; float64 if the images are,
+        else float32.
 
     Raises:
-        ValueError: Images are outside of [0, 1], the model lacks a label's class or does not say how its images are
-            normalised, or an option is out of range.
-        TypeError: These are no images or labels, or the model returns no scores or none that can be differentiated.
+        ValueError: Images are outside of [0, 1], the model lacks the class of a label or a known normalisation, or an
+            option is out of range.
+        TypeError: The arguments are not images or labels, or the model does not return scores that can be
+            differentiated.
     """
     ascent = Ascent(epsilon, step, steps, random_start)
     seed, first = whole_number(seed, "seed"), whole_number(first, "first")
@@ -117,7 +118,7 @@ def pgd(
 class Ascent:
     """Projected gradient ascent with these options; see :func:`pgd`."""
 
-    # Those of the T-CNN paper's ICLR submission, after Mao et al. 2021, Towards Robust Vision Transformer.
+    # Defaults of the T-CNN paper's ICLR submission, after Mao et al. 2021, Towards Robust Vision Transformer.
     epsilon: float = 1 / 255
     step: float = 0.5 / 255
     steps: int = 5
@@ -141,7 +142,7 @@ class Ascent:
         seed: int,
         first: int,
     ) -> Tensor:
-        """Attack images that were checked, shape (B, C, H, W). Call it within ``restored``."""
+        """Attack images that were checked, shape (B, C, H, W). Must be called within ``restored``."""
         adversarial = classifier.place(images)
         low, high = _box(adversarial, self.epsilon)
         if self.random_start:
@@ -150,7 +151,7 @@ class Ascent:
             )
             adversarial = (adversarial + offset).clamp(low, high)
         for _ in range(self.steps):
-            # sign(NaN) is 0 in torch: no step there.
+            # sign(NaN) is 0 in torch, so a pixel with a gradient of NaN does not change.
             direction = _gradient(classifier, adversarial, labels).sign()
             adversarial = (adversarial + self.step * direction).clamp(low, high)
         return adversarial.to(images.device)
@@ -178,14 +179,14 @@ def as_attacks(
 
 
 def _gradient(classifier: Classifier, images: Tensor, labels: Tensor) -> Tensor:
-    """Differentiate the cross-entropy with respect to the images, leaving the parameters' gradients alone."""
+    """Differentiate the cross-entropy with respect to the images, without changing the parameters' gradients."""
     images = images.detach().requires_grad_()
     scores = classifier(images)
     check_labels(labels, scores.shape[1])
-    # Only the sign is used, and gradients in half precision would underflow to 0 without a scale.
+    # Gradients in half precision would underflow to 0 without a scale, which does not change their sign.
     scale = 1024.0 if scores.dtype == torch.float16 else 1.0
     logits = scores.to(torch.promote_types(scores.dtype, torch.float32))
-    # The sum: an image's gradient does not depend on the batch size. Labels are copied, since tensors that were made in
+    # With the sum, an image's gradient does not depend on the batch size. Labels are copied, because tensors created in
     # inference mode cannot be saved for backward.
     loss = scale * F.cross_entropy(
         logits, labels.to(scores.device, copy=True), reduction="sum"
@@ -203,7 +204,7 @@ def _gradient(classifier: Classifier, images: Tensor, labels: Tensor) -> Tensor:
 
 
 def _box(images: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
-    """Return the lowest and highest value of each pixel: in [0, 1] and, rounding included, within epsilon of it."""
+    """Return the lowest and highest value of each pixel, in [0, 1] and, including rounding, within epsilon of it."""
     # x ± ε in the images' dtype may round away from x; such a bound is replaced by its neighbour towards x.
     exact = images.double()
     low, high = (exact - epsilon).to(images), (exact + epsilon).to(images)
@@ -213,9 +214,9 @@ def _box(images: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
 
 
 def _random_start(shape: torch.Size, epsilon: float, seed: int, first: int) -> Tensor:
-    """Draw offsets uniformly from [-epsilon, epsilon), float64, each image from a generator of its own."""
+    """Draw offsets uniformly from [-epsilon, epsilon), float64, with a separate generator for each image."""
     generators = [
-        # NumPy's generators, because torch's draw different numbers on different devices.
+        # NumPy's generators are used, because torch's draw different numbers on different devices.
         np.random.default_rng((seed, number))
         for number in range(first, first + shape[0])
     ]

@@ -17,7 +17,7 @@ __all__ = [
     "whole_numbers",
 ]
 
-_SLACK = 1e-4  # undoing a normalisation in float32 leaves values this far outside of [0, 1], by rounding
+_SLACK = 1e-4  # by rounding, undoing a normalisation in float32 gives values about this far outside of [0, 1]
 
 
 def check_range(low: float, high: float) -> None:
@@ -38,12 +38,12 @@ def as_pixels(images: Any, models: Iterable[Any]) -> Tensor:
     images = as_batch(images, expected).detach()
     low, high = float(images.amin()), float(images.amax())
     check_range(low, high)
-    # No copy of images that are in range.
+    # Images that are in range are not copied.
     return images if low >= 0 and high <= 1 else images.clamp(0, 1)
 
 
 def as_labels(labels: Any, images: int) -> Tensor:
-    """Return the classes of so many images, shape (B,), int64."""
+    """Return the classes of a number of images, shape (B,), int64."""
     indices = class_indices(labels, "labels")
     if indices.shape != (images,):
         raise ValueError(
@@ -68,7 +68,7 @@ def check_labels(labels: Tensor, classes: int, name: str = "the model") -> None:
 def whole_numbers(
     numbers: Any, name: str, low: int = 0, high: int | None = None
 ) -> tuple[int, ...]:
-    """Check an integer, or several that differ; return them as a tuple."""
+    """Check one integer or several distinct integers; return them as a tuple."""
     if not isinstance(numbers, Collection) or isinstance(numbers, str):
         numbers = (numbers,)
     if not numbers:

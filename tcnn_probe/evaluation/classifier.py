@@ -1,4 +1,4 @@
-"""A user's model as a function from images in pixel space to scores of classes."""
+"""A user's model as a function from images in pixel space to class scores."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -32,14 +32,14 @@ class Classifier:
     device: torch.device | str | None = None
 
     def place(self, images: Tensor) -> Tensor:
-        """Copy images to the model's device, in float32 or more: attacks need steps that half precision rounds away."""
+        """Copy images to the model's device, in float32 at least: the steps of attacks vanish in half precision."""
         device = self._reference(images).device if self.device is None else self.device
         return images.detach().to(
             device, torch.promote_types(images.dtype, torch.float32), copy=True
         )
 
     def __call__(self, images: Tensor) -> Tensor:
-        """Score placed images (B, C, H, W) in [0, 1]: shape (B, K), -inf for classes that do not count."""
+        """Score placed images (B, C, H, W) in [0, 1]: shape (B, K), -inf for excluded classes."""
         mean = images.new_tensor(self.mean).view(-1, 1, 1)
         std = images.new_tensor(self.std).view(-1, 1, 1)
         scores = class_scores(
@@ -50,11 +50,11 @@ class Classifier:
         classes = torch.tensor(self.classes)
         check_labels(classes, scores.shape[1])
         excluded = torch.isin(torch.arange(scores.shape[1]), classes, invert=True)
-        # -inf takes a class out of the best one and out of the softmax, and keeps the indices of the others.
+        # With -inf a class is never the best and has no share of the softmax, and indices of other classes stay.
         return scores.masked_fill(excluded.to(scores.device), -torch.inf)
 
     def _reference(self, images: Tensor) -> Tensor:
-        """Return a tensor with the dtype and device that the model takes: of the model, or else the images."""
+        """Return a tensor with the dtype and device that the model takes: one of the model's, or else the images."""
         tensor = (
             floating_tensor(self.model) if isinstance(self.model, nn.Module) else None
         )
@@ -68,7 +68,7 @@ def as_classifier(
     classes: tuple[int, ...] | None = None,
     device: torch.device | str | None = None,
 ) -> Classifier:
-    """Join a model with a normalization, None for that of timm's configuration."""
+    """Combine a model with a normalization, None for that of timm's configuration."""
     if not callable(model):
         raise TypeError(
             f"expected a module or a function from images to scores, got {type(model).__name__}"
@@ -96,7 +96,7 @@ def as_classifier(
         valid = {len(mean), len(std)} <= {1, channels} and bool(
             (mean.isfinite() & std.isfinite() & (std > 0)).all()
         )
-    except (TypeError, ValueError):  # no two values, or none that are numbers
+    except (TypeError, ValueError):  # not two values, or not numbers
         valid = False
     if not valid:
         raise ValueError(
@@ -114,6 +114,6 @@ def restored(*models: Model) -> Iterator[None]:
             if isinstance(model, nn.Module):
                 stack.enter_context(untouched(model))
         stack.enter_context(hidden_from_recorders())
-        # Attacks need gradients, whatever mode the caller is in.
+        # Attacks need gradients, even if the caller is in inference mode.
         stack.enter_context(torch.inference_mode(False))
         yield

@@ -21,7 +21,7 @@ from tcnn_probe.models import whole_number
 
 __all__ = ["corrupt"]
 
-_SMALLEST_SIDE = 8  # pixels: at severity 5 pixelate leaves a quarter of them
+_SMALLEST_SIDE = 8  # in pixels: at severity 5 pixelate reduces each side to a quarter
 
 Images = TypeVar("Images", Tensor, NDArray[Any], Image.Image)
 
@@ -44,9 +44,9 @@ def corrupt(
             print(corruption.group, name, corruption.at(severity=5))
 
     At 224 x 224 the parameters are the published ones, which are for that size. In smaller images lengths are scaled by
-    the shorter side over 224; larger ones get the published lengths, as they are. An image's random draws follow from
-    the seed, the corruption and the image's number alone. Global random number generators are not touched.
-    (Hendrycks & Dietterich 2019, §3 and their code; ``docs/corruptions.md`` says where ours departs from it.)
+    the shorter side over 224; larger images get the published lengths without scaling. An image's random draws depend
+    only on the seed, the corruption and the image's number. Global random number generators are not used.
+    (Hendrycks & Dietterich 2019, §3 and their code; ``docs/corruptions.md`` lists where ours differs from it.)
 
     Args:
         images: Images in [0, 1], before normalisation: a floating-point tensor of shape (C, H, W) or (B, C, H, W), on
@@ -55,16 +55,16 @@ def corrupt(
         corruption: Name of the corruption, in ``tcnn_probe.evaluation.CORRUPTIONS``.
         severity: Severity, 1 to 5.
         seed: Seed of the random draws, from 0.
-        first: Number of the first image in the data set, from 0; the others follow.
+        first: Number of the first image in the data set, from 0; the numbers of other images follow.
         frost: Pictures for the corruption "frost": a folder of .png or .jpg files, or arrays (H, W, 3), each in [0, 1]
-            or uint8. None for a texture of our own.
+            or uint8. None for our own texture.
 
     Returns:
-        Corrupted images of the same kind, shape, dtype and device: new, in range, and without gradient. uint8 is
-        rounded to nearest.
+        New images of the same type, shape, dtype and device, in the same range and without gradient. uint8 is rounded
+        to the nearest integer.
 
     Raises:
-        TypeError: The images, the name, the severity or a number is of another type.
+        TypeError: The images, the name, the severity or a number have another type.
         ValueError: The images have another shape, or values out of range or NaN; or the corruption or the severity is
             unknown.
     """
@@ -90,7 +90,7 @@ def corrupt(
     )
     scale, in_bytes = scale_of(batch.shape[1:]), batch.dtype == np.uint8
     for number, image in enumerate(batch):
-        # In float64, whatever the images are in: arrays and tensors of one image are corrupted alike.
+        # Corruptions are computed in float64 for all dtypes, so that an array and a tensor of an image agree.
         values = (
             image.double().numpy()
             if isinstance(image, Tensor)
@@ -100,7 +100,7 @@ def corrupt(
         random = _random_state(method, seed, first + number)
         result = np.clip(method.function(pixels, random, scale, **options), 0, 1)
         if in_bytes:
-            # A cast alone would cut off, and darken images by half a level.
+            # A cast alone would truncate, and darken images by half a level.
             result = np.rint(result * 255)
         corrupted[number] = (
             torch.from_numpy(result) if isinstance(batch, Tensor) else result
@@ -116,14 +116,14 @@ def corrupt(
 
 
 def _random_state(corruption: Corruption, seed: int, number: int) -> RandomState:
-    """Return the source of an image's random numbers: ``RandomState`` draws the same in every version of numpy."""
+    """Return the generator of an image: a ``RandomState``, whose numbers are the same in every version of NumPy."""
     place = list(CORRUPTIONS).index(corruption.name)
-    # No two corruptions or images share random numbers, and none depend on the batch or the severity.
+    # Each corruption and image has its own random numbers, which do not depend on the batch or the severity.
     return RandomState(MT19937(SeedSequence(seed, spawn_key=(place, number))))
 
 
 def _as_batch(images: Any) -> Any:
-    """View a tensor, on the CPU, or an array as (B, H, W, C)."""
+    """View an array, or a tensor on the CPU, as (B, H, W, C)."""
     if not isinstance(images, Tensor | np.ndarray):
         raise TypeError(
             f"expected a tensor, an array or a PIL image, got {type(images).__name__}"
@@ -153,7 +153,7 @@ def _tensor_view(images: Tensor) -> Tensor:
             f"expected a tensor of shape {shapes}, got shape {tuple(images.shape)}"
         )
     return (
-        # To the CPU, where NumPy draws the same random numbers for every device.
+        # NumPy corrupts images on the CPU, with the same random numbers for every device.
         (images if images.ndim == 4 else images[None])
         .detach()
         .permute(0, 2, 3, 1)

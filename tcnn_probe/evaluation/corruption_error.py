@@ -1,4 +1,4 @@
-"""Corruption errors of ImageNet-C, relative to a baseline's or to AlexNet's published ones; needs no torch."""
+"""Corruption errors of ImageNet-C, relative to those of a baseline or to AlexNet's published errors; without torch."""
 
 from collections.abc import Mapping
 
@@ -25,22 +25,22 @@ ALEXNET_ERRORS = {
     "elastic_transform": 0.646056,
     "pixelate": 0.717840,
     "jpeg_compression": 0.606500,
-    # The accuracy that torchvision gives for its weights; the paper prints 43.5 %.
+    # From the accuracy that torchvision reports for its weights; the paper prints 43.5 %.
     "clean": 0.434780,
 }
-"""AlexNet's error on ImageNet-C by corruption, mean over severities 1 to 5 (github.com/hendrycks/robustness)."""
+"""AlexNet's mean error over severities 1 to 5 of each corruption of ImageNet-C (github.com/hendrycks/robustness)."""
 
 
 def mean_corruption_error(
     ds: xr.Dataset, baseline: str | Mapping[str, float]
 ) -> xr.Dataset:
-    """Compute corruption errors relative to a baseline's, and their mean, the mCE, as a ratio (in papers: per cent).
+    """Compute corruption errors relative to those of a baseline, and their mean, the mCE, as ratios (papers: per cent).
 
-    With the error rates E of model f at corruption c and severity s, means over seeds:
+    With the error rates E of model f at corruption c and severity s, averaged over seeds:
 
-    - CE_c = Σ_s E_{s,c}^f / Σ_s E_{s,c}^baseline: below 1, fewer errors than the baseline's;
+    - CE_c = Σ_s E_{s,c}^f / Σ_s E_{s,c}^baseline: below 1, there are fewer errors than with the baseline;
     - relative CE_c = Σ_s (E_{s,c}^f - E_clean^f) / Σ_s (E_{s,c}^baseline - E_clean^baseline): the loss by corruption,
-      whatever the clean accuracy is.
+      without the effect of the clean accuracy.
 
     (Hendrycks & Dietterich 2019, Benchmarking neural network robustness to common corruptions and perturbations, §4.2;
     their baseline is AlexNet on ImageNet, ``evaluation.ALEXNET_ERRORS``.)
@@ -49,23 +49,23 @@ def mean_corruption_error(
         ds: Results of :func:`tcnn_probe.evaluation.robustness` or :func:`tcnn_probe.evaluation.imagenet_c`, or a
             selection of severities and seeds.
         baseline: Name of the model to compare the others with; or published errors by corruption, means over all five
-            severities, with that on clean images as "clean" if relative errors are to be computed.
+            severities, and the error on clean images as "clean", which relative errors need.
 
     Returns:
         ``corruption_error`` and ``relative_corruption_error`` (model, corruption); their means over the corruptions of
-        each group, ``group_corruption_error`` and ``relative_group_corruption_error`` (model, group), and over all of
-        them, ``mean_corruption_error`` and ``relative_mean_corruption_error`` (model). NaN where the baseline makes no
-        errors, or loses nothing. Relative ones are left out if clean images were not measured.
+        each group, ``group_corruption_error`` and ``relative_group_corruption_error`` (model, group), and over all
+        corruptions, ``mean_corruption_error`` and ``relative_mean_corruption_error`` (model). NaN where the baseline
+        makes no errors, or loses nothing. Relative errors are left out if clean images were not measured.
 
     Raises:
-        TypeError: The results are no Dataset.
-        ValueError: They have no accuracies under corruption, or no such model; with published errors, they have other
-            severities or corruptions than these.
+        TypeError: The results are not a Dataset.
+        ValueError: The results have no accuracies under corruption, or lack the baseline; or they have other severities
+            or corruptions than the published errors.
     """
     check_results(ds, "accuracy", "group")
     errors = 1 - ds.accuracy
     models = model_names(errors)
-    if "corruption" not in errors.dims:  # a single one was selected
+    if "corruption" not in errors.dims:  # a single corruption was selected
         errors = errors.expand_dims("corruption")
     errors = errors.assign_coords(group=("corruption", np.atleast_1d(ds.group.values)))
     errors = errors.mean({"seed"} & set(errors.dims))
@@ -87,12 +87,12 @@ def mean_corruption_error(
             for prefix, total in sums.items()
         }
     summary = xr.Dataset(attrs=ds.attrs | {"baseline": baseline_name})
-    # Published errors may have none of clean images, to which relative ones are.
+    # Published errors may lack the clean error, without which there are no relative errors.
     for prefix in [name for name in sums if name in baseline_sums]:
         divisor = baseline_sums[prefix]
         ratio = sums[prefix] / divisor.where(divisor != 0)
         ratio = ratio.transpose("model", "corruption", ...)
-        # skipna=False: a corruption under which the baseline makes no errors must not drop out of the means.
+        # With skipna=False, a corruption under which the baseline makes no errors is not dropped from the means.
         summary[f"{prefix}corruption_error"] = ratio
         summary[f"{prefix}group_corruption_error"] = ratio.groupby("group").mean(
             "corruption", skipna=False
@@ -111,8 +111,8 @@ def mean_corruption_error(
 def _published(
     errors: xr.DataArray, published: Mapping[str, float]
 ) -> dict[str, xr.DataArray]:
-    """Return published errors summed over severities, (corruption), and relative ones if clean images have one."""
-    # Sums are compared, so that those of other severities would look like other models.
+    """Return published errors summed over severities, (corruption), and relative errors if there is a clean error."""
+    # Sums over severities are compared, so with other severities models would seem to differ from the published one.
     severities = np.atleast_1d(errors.coords.get("severity", [])).tolist()
     if sorted(severities) != [1, 2, 3, 4, 5]:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""Decisions of models compared: disagreement, McNemar's test, calibration; needs no torch."""
+"""Comparison of models by their decisions: disagreement, McNemar's test, calibration; without torch."""
 
 import numpy as np
 import xarray as xr
@@ -12,7 +12,7 @@ GROUND_TRUTH = "ground truth"
 
 
 def disagreement(results: xr.Dataset, by: str | None = None) -> xr.Dataset:
-    """Count the images that two models classify differently, as a share (Touvron's thesis, Table 3.4).
+    """Compute the share of images that two models classify differently (Touvron's thesis, Table 3.4).
 
     ::
 
@@ -20,8 +20,8 @@ def disagreement(results: xr.Dataset, by: str | None = None) -> xr.Dataset:
         pairs.disagreement.sel(group="noise").to_pandas()
         tcnn_probe.evaluation.mean_interval(pairs.differ)
 
-    The labels stand among the models as "ground truth", so its row has the error rates. Two predictions of -1 (scores
-    with NaN) do not differ. NaNs, of a model that did not see these images, are left out.
+    The labels are included as a model named "ground truth", so its row has the error rates. Two predictions of -1
+    (scores with NaN) do not differ. NaN predictions, of a model that did not see these images, are left out.
 
     Args:
         results: Results of :func:`tcnn_probe.evaluation.robustness`.
@@ -33,7 +33,7 @@ def disagreement(results: xr.Dataset, by: str | None = None) -> xr.Dataset:
         over images, ``disagreement`` (model, other, by), both in units of 1.
 
     Raises:
-        TypeError: The results are no Dataset.
+        TypeError: The results are not a Dataset.
         ValueError: ``by`` is unknown or was not measured, or the predictions are those of a single model.
     """
     name = f"{prefix_of(by)}prediction"
@@ -48,10 +48,10 @@ def disagreement(results: xr.Dataset, by: str | None = None) -> xr.Dataset:
     ).expand_dims(model=[GROUND_TRUTH])
     predictions = xr.concat([truth, predictions], "model")
     rows = []
-    # Not all pairs at once, which would be the square of the memory.
+    # All pairs at once would need memory quadratic in the number of models.
     for number in range(len(predictions.model)):
         row = predictions.isel(model=number, drop=True)
-        # NaN differs from everything, itself included.
+        # NaN differs from everything, even from itself.
         differ = (predictions != row).where(predictions.notnull() & row.notnull())
         rows.append(mean_by(differ.rename(name), by))
     names = predictions.model.rename(model="other").variable
@@ -68,23 +68,23 @@ def disagreement(results: xr.Dataset, by: str | None = None) -> xr.Dataset:
 
 
 def mcnemar(first: xr.DataArray, second: xr.DataArray) -> xr.Dataset:
-    """Test by McNemar's exact test whether two models are right equally often on the same images.
+    """Test whether two models are right equally often on the same images, with McNemar's exact test.
 
     ::
 
         right = ds.correct.sel(severity=3, seed=0)
         tcnn_probe.evaluation.mcnemar(right.sel(model="tcnn"), right.sel(model="cnn")).p_value  # for each corruption
 
-    Only images that one of the two has right and the other wrong count. If both models are right equally often, each
-    of these is a throw of a fair coin (McNemar 1947): a two-sided binomial test, by SciPy. Each label of further
-    dimensions has a test of its own: correct for their number before you call one of many significant.
+    Only images that one model has right and the other has wrong count. If both models are right equally often, each of
+    these images is like the toss of a fair coin (McNemar 1947), so SciPy's two-sided binomial test applies. Each label
+    of further dimensions has its own test: correct for their number before you call one of many significant.
 
     Args:
-        first, second: Right answers of each model, bool, with the dimension "image": two of ``ds.correct``.
+        first, second: Whether each model is right, bool, with the dimension "image": two selections of ``ds.correct``.
 
     Returns:
-        ``first_only`` and ``second_only``, numbers of images that only this model has right, and ``p_value``, each with
-        the dimensions of the two but "image". 1 where the two differ in no image.
+        ``first_only`` and ``second_only``, the numbers of images that only this model has right, and ``p_value``, which
+        is 1 where the models differ in no image; each with the dimensions of the arguments except "image".
 
     Raises:
         TypeError: An argument is not bool.
@@ -120,9 +120,9 @@ def calibration_error(
 
         errors = tcnn_probe.evaluation.calibration_error(ds.confidence, ds.correct)  # (model, corruption, ...)
 
-    Images are put into bins by their confidence: of equal width, the m-th from (m - 1) / bins, without this bound, to
-    m / bins. The error is the mean over images of abs(accuracy - mean confidence) of their bin. It depends on the
-    bins, and is above 0 in a small sample of a calibrated model too: compare at equal numbers of both.
+    Images are assigned by their confidence to bins of equal width, the m-th of which is ((m - 1) / bins, m / bins]. The
+    error is the mean over images of abs(accuracy - mean confidence) of their bin. It depends on the bins, and is above
+    0 even for a calibrated model if the sample is small: compare errors at equal numbers of bins and images.
 
     Args:
         confidence: Confidence of each prediction, in [0, 1], with the dimension "image": ``ds.confidence``.
@@ -130,7 +130,7 @@ def calibration_error(
         bins: Number of bins.
 
     Returns:
-        The errors, in units of 1, with the dimensions of the two but "image"; NaN where a confidence is NaN.
+        Errors, in units of 1, with the dimensions of the arguments except "image"; NaN where a confidence is NaN.
 
     Raises:
         TypeError: ``correct`` is not bool.
@@ -143,11 +143,11 @@ def calibration_error(
         raise ValueError(
             "expected confidences in [0, 1], as ds.confidence: the softmax of scores, not scores"
         )
-    # Inner edges alone: a confidence of 0 is in the first bin, and one of 1 in the last.
+    # With only the inner edges, a confidence of 0 is in the first bin, and a confidence of 1 in the last.
     edges = np.linspace(0, 1, bins + 1)[1:-1]
 
     def error(confidence: NDArray[np.floating], correct: NDArray[np.bool_]) -> float:
-        # n_m (accuracy - mean confidence) of each bin m, which is the sum of the differences in it.
+        # n_m (accuracy - mean confidence) of each bin m, which is the sum of the differences in the bin.
         gaps = np.bincount(
             np.searchsorted(edges, confidence), correct - confidence.astype(float), bins
         )

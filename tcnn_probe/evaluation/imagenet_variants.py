@@ -30,12 +30,12 @@ _CLASSES = 1000
 
 @dataclass(frozen=True)
 class Variant:
-    """A test set for :func:`tcnn_probe.evaluation.robustness`; make one of your own from a name and batches.
+    """A test set for :func:`tcnn_probe.evaluation.robustness`; your own needs only a name and batches.
 
     Attributes:
         name: Label of the test set in the results.
-        loader: Batches of images in pixel space, (B, C, H, W) in [0, 1], and labels: (B,), or, where several classes
-            are right, (B, K), bool.
+        loader: Batches of images in pixel space, (B, C, H, W) in [0, 1], and labels: (B,), or (B, K), bool, if several
+            classes can be right.
         classes: Classes of the model among which it predicts; None for all.
     """
 
@@ -57,17 +57,17 @@ def imagenet_variant(
 ) -> Variant:
     """Open a published variant of ImageNet's validation set on disk, for :func:`tcnn_probe.evaluation.robustness`.
 
-    Under ``root`` lie
+    The folder ``root`` contains
 
     - "imagenet": ``n01440764/``, ..., a folder for each of 1000 classes;
-    - "imagenet-a", "imagenet-r": the same for 200 classes, of which the prediction is the best;
+    - "imagenet-a", "imagenet-r": the same for 200 classes, to which predictions are restricted;
     - "imagenet-v2": ``0/`` to ``999/``, named by class indices;
     - "imagenet-c": ``<corruption>/<severity>/n01440764/``, ...;
     - "imagenet-real": ``ILSVRC2012_val_*.JPEG``, in any folders. Any of an image's labels is right; images without
       labels are left out.
 
     Folders are read by timm, which also has the classes and labels. Images are resized and cropped as in timm's
-    validation of the model, and stay in pixel space. Those of ImageNet-C are 224 x 224 and shown as they are.
+    validation of the model, and stay in pixel space. Images of ImageNet-C are 224 x 224 and are not resized or cropped.
 
     Sources: ImageNet-A, Natural Adversarial Examples, and -R, The Many Faces of Robustness (Hendrycks et al. 2021);
     -C, Benchmarking Neural Network Robustness (Hendrycks & Dietterich 2019); -ReaL, Are we done with ImageNet? (Beyer
@@ -76,8 +76,8 @@ def imagenet_variant(
     Args:
         name: Name of the test set, as above.
         root: Folder with its images, as above.
-        model: A model of timm, whose configuration says how images are resized and cropped; None for timm's default.
-        size: Height and width of the images; None for that of the model, or 224.
+        model: A model of timm, whose configuration defines how images are resized and cropped; None for timm's default.
+        size: Height and width of the images; None for those of the model, or 224.
         batch_size: Number of images in a batch.
         workers: Number of processes that read images.
         corruption, severity: Names of the folders of ImageNet-C; None for the other test sets.
@@ -87,7 +87,7 @@ def imagenet_variant(
 
     Raises:
         FileNotFoundError: The folder does not exist.
-        ValueError: The name is unknown, the variant lacks an option, or the folders are not those above.
+        ValueError: The name is unknown, the variant does not have an option, or the folders are not those above.
 
     Warns:
         UserWarning: Folders of some classes are missing.
@@ -100,7 +100,7 @@ def imagenet_variant(
             folder / str(corruption) / str(severity),
             f"{name}/{corruption}/{severity}",
         )
-        # Published at this size: any other would rescale the corruptions.
+        # The images are published at this size; any other size would rescale the corruptions.
         model, size = None, 224
     elif corruption is not None or severity is not None:
         raise ValueError(f"only imagenet-c has a corruption and a severity, not {name}")
@@ -114,7 +114,7 @@ def imagenet_variant(
         else _samples_by_class(folder, classes, name)
     )
     batch_size = whole_number(batch_size, "batch_size", 1)
-    # A generator of its own: without one, each iteration of a DataLoader advances torch's global state.
+    # Without a separate generator, each iteration of a DataLoader advances torch's global state.
     loader = DataLoader(
         _Images(samples, transform),
         batch_size,
@@ -131,7 +131,7 @@ def imagenet_variant(
 class _Images(Dataset[tuple[Tensor, Any]]):
     """Images by path, with their class or a mask of all right classes, bool (K,).
 
-    An image that cannot be read is an error. timm's ImageDataset would return the next image in its place.
+    An image that cannot be read raises an error. timm's ImageDataset would return the next image instead.
     """
 
     def __init__(self, samples: list[tuple[str, Any]], transform: Any) -> None:
@@ -147,7 +147,7 @@ class _Images(Dataset[tuple[Tensor, Any]]):
             with Image.open(path) as image:
                 pixels = self.transform(image.convert("RGB"))
         except OSError as error:
-            # Pillow does not name a truncated file, one of millions.
+            # Pillow does not name a truncated file, which may be one of millions.
             raise OSError(f"cannot read {path}: {error}") from error
         return pixels, label if isinstance(label, int) else torch.isin(
             torch.arange(_CLASSES), torch.tensor(label)
@@ -178,7 +178,7 @@ def _list_images(folder: Path, classes: dict[str, int] | None) -> list[tuple[str
     from timm.data.readers import create_reader
 
     try:
-        # Without classes timm would number those folders that are there.
+        # Without classes timm would number the folders that exist.
         return create_reader("", str(folder), class_map=classes).samples
     except RuntimeError as error:
         raise ValueError(
@@ -189,7 +189,7 @@ def _list_images(folder: Path, classes: dict[str, int] | None) -> list[tuple[str
 def _samples_by_class(
     folder: Path, classes: dict[str, int], name: str
 ) -> list[tuple[str, int]]:
-    """List images of folders named by class; refuse other folders, and warn of missing ones."""
+    """List images of folders named by class; raise for other folders, and warn of missing ones."""
     present = sorted(
         path.name
         for path in folder.iterdir()
@@ -211,7 +211,7 @@ def _samples_by_class(
 
 
 def _samples_of_real(folder: Path) -> list[tuple[str, list[int]]]:
-    """List images of the validation set with all right classes (ImageNet-ReaL), without those that have none."""
+    """List images of the validation set with all right classes (ImageNet-ReaL), if they have any."""
     labels_by_number = json.loads(_read_timm_info("imagenet_real_labels.json"))
     labels = {
         f"ILSVRC2012_val_{number:08d}": classes
@@ -219,7 +219,7 @@ def _samples_of_real(folder: Path) -> list[tuple[str, list[int]]]:
     }
     samples = []
     for path, _ in _list_images(folder, None):
-        # Folders say nothing here: labels are published by the number in the file's name.
+        # Folders are irrelevant here, because labels are published by the number in the file's name.
         name = Path(path).stem
         if name not in labels:
             raise ValueError(
@@ -234,7 +234,7 @@ def _samples_of_real(folder: Path) -> list[tuple[str, list[int]]]:
 def _transform(
     model: nn.Module | None, size: int | tuple[int, int] | None, uncropped: bool
 ) -> Any:
-    """Build timm's transform from a PIL image to a tensor (3, H, W) in [0, 1]: uncropped or as configured."""
+    """Create timm's transform from a PIL image to a tensor (3, H, W) in [0, 1], uncropped or as configured."""
     from timm.data import create_transform, resolve_data_config
 
     pretrained_cfg = (
@@ -249,9 +249,9 @@ def _transform(
     args: dict[str, Any] = {"crop_pct": 1.0 if uncropped else None}
     if size is not None:
         args["input_size"] = (3, size, size) if isinstance(size, int) else (3, *size)
-    # Many models are validated at a larger size than that of their training.
+    # Many models are validated at a larger size than they are trained.
     config = resolve_data_config(
         args, pretrained_cfg=pretrained_cfg, use_test_size=True
     )
-    # No normalisation: corruptions and attacks work in pixel space, and the model's is applied after them.
+    # Corruptions and attacks work in pixel space, and the model's normalisation is applied after them.
     return create_transform(**config | {"mean": (0.0,) * 3, "std": (1.0,) * 3})

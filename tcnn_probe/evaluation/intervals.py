@@ -1,4 +1,4 @@
-"""Confidence intervals for means over images, and over trainings and images, that cover as often as they say."""
+"""Confidence intervals with the stated coverage for means over images, or over trainings and images."""
 
 from collections.abc import Sequence
 
@@ -9,8 +9,9 @@ from numpy.typing import NDArray
 __all__ = ["mean_interval"]
 
 LEAST_FOR_SKEWNESS = 8
-"""Values whose skewness is estimated. Of fewer, the estimate only adds noise: from 8 on it raised the coverage of every
-skewed distribution that was simulated, and left that of the normal at 0.945 to 0.95."""
+"""Smallest number of values whose skewness is estimated. With fewer values, the estimate only adds noise. From 8 on it
+raised the coverage for every skewed distribution that was simulated, and left that for the normal distribution at 0.945
+to 0.95."""
 
 
 def mean_interval(
@@ -19,35 +20,35 @@ def mean_interval(
     *,
     confidence: float = 0.95,
 ) -> xr.DataArray:
-    """Compute a confidence interval for the mean along a dimension, or along several that cross.
+    """Compute a confidence interval for the mean along a dimension, or along several crossed dimensions.
 
-    The kind follows from the values:
+    The type of interval depends on the values:
 
     - bool, such as ``ds.correct``: Clopper and Pearson's exact interval for a proportion (1934).
-    - -1, 0 and 1, such as the difference of two models' being right on the same images: Bonett and Price's interval for
-      paired proportions (2012, Adjusted Wald confidence interval for a difference of binomial proportions based on
-      paired data), with t for the normal distribution: as if there were two more images, of 1 and of -1. So models that
-      differ on few images, or none, do not seem to be equal.
-    - others: Student's t, from 8 values on with Hall's transformation, which removes the effect of their skewness
-      (1992, On the removal of skewness by transformation): t alone holds the mean of skewed measures of 16 images in
-      0.90 to 0.92 of the samples. Fewer values, such as three seeds, say next to nothing about their skewness.
+    - -1, 0 and 1, such as the difference between two models' right answers on the same images: Bonett and Price's
+      interval for paired proportions (2012, Adjusted Wald confidence interval for a difference of binomial proportions
+      based on paired data), with Student's t instead of the normal distribution. It adds two images, with 1 and -1, so
+      that models that differ on few images, or none, do not seem to be equal.
+    - other values: Student's t, from 8 values on with Hall's transformation, which removes the effect of their skewness
+      (1992, On the removal of skewness by transformation): t alone covers the mean of skewed measures of 16 images in
+      0.90 to 0.92 of the samples. Fewer values, such as three seeds, contain almost no information on their skewness.
 
-    Several dimensions cross if, for example, each seed saw the same images: ("seed", "image"). Then the variances of
-    the means by label add, ``sum_d s_d^2 / n_d`` over the dimensions d, which is never too small on average (Owen 2007,
-    The pigeonhole bootstrap, Sec. 3), with Satterthwaite's degrees of freedom (1946). So the interval is wide if any of
-    the dimensions matters, and of three seeds as wide as three seeds ask for. A dimension with a single label adds
-    nothing: the interval is for that label as it is.
+    Several dimensions are crossed if, for example, each seed saw the same images: ("seed", "image"). Then the variances
+    of the means by label add, ``sum_d s_d^2 / n_d`` over the dimensions d, which is never too small on average (Owen
+    2007, The pigeonhole bootstrap, Sec. 3), with Satterthwaite's degrees of freedom (1946). The interval is therefore
+    wide if any of the dimensions matters, and as wide for three seeds as three seeds require. A dimension with a single
+    label adds nothing: the interval is for this label only.
 
     Args:
         values: Measurements, such as ``tcnn_probe.faithfulness(...).pointing_game``; NaNs are left out.
         dim: Dimension, or dimensions, whose labels are a sample.
-        confidence: Share of samples whose interval holds the mean, between 0 and 1.
+        confidence: Share of samples whose interval covers the mean, between 0 and 1.
 
     Returns:
         ``values`` without ``dim`` and with a dimension "bound": "low" and "high". NaN for fewer than two values.
 
     Raises:
-        ValueError: no such dimension, or a confidence that is not between 0 and 1.
+        ValueError: There is no such dimension, or the confidence is not between 0 and 1.
     """
     dims = [dim] if isinstance(dim, str) else list(dim)
     for name in dims:
@@ -77,7 +78,7 @@ def _interval(
     """Return the low and high bound for a table with an axis for each dimension."""
     from scipy.stats import beta, t
 
-    # A dimension with a single label is no sample.
+    # A dimension with a single label is not a sample.
     table = table.squeeze()
     known = table[~np.isnan(table)]
     if len(known) < 2:
@@ -85,7 +86,7 @@ def _interval(
     quantile = (1 + confidence) / 2
     if decisions and table.ndim == 1:
         right, wrong = known.sum(), (1 - known).sum()
-        # Quantiles of beta distributions, which do not exist where all are right, or none.
+        # The bounds are quantiles of beta distributions, which do not exist if all or no values are right.
         low = beta.ppf(1 - quantile, right, wrong + 1) if right else 0
         high = beta.ppf(quantile, right + 1, wrong) if wrong else 1
         return np.array([low, high])
@@ -99,9 +100,9 @@ def _interval(
     center, variances, freedoms = known.mean(), [], []
     for axis in range(table.ndim):
         means = _means_by_label(table, axis)
-        # The images, of which there are the most.
+        # The longest axis is taken to be that of the images.
         if bounds is not None and axis == np.argmax(table.shape):
-            # The two further images of Bonett and Price, one at each bound.
+            # Bonett and Price add two images, one at each bound.
             means = np.append(means, bounds)
             center = means.mean()
         if len(means) > 1:
@@ -109,7 +110,7 @@ def _interval(
             freedoms.append(len(means) - 1)
     parts = np.array(variances)
     total = parts.sum()
-    # Satterthwaite: the square of the sum over the sum of squares, each by its degrees of freedom.
+    # Satterthwaite: the square of the sum over the sum of squares, each divided by its degrees of freedom.
     freedom = total**2 / (parts**2 / freedoms).sum() if total else 1
     half = t.ppf(quantile, freedom) * np.sqrt(total)
     return np.clip([center - half, center + half], *(bounds or (None, None)))
@@ -130,7 +131,7 @@ def _corrected_for_skewness(
     scaled = quantile / np.sqrt(count) * np.array([1, -1]) - third_of_skewness / (
         2 * count
     )
-    # The limit for symmetric values, where the formula divides by 0.
+    # For symmetric values the formula would divide by 0; its limit is ``scaled`` itself.
     if abs(third_of_skewness) > 1e-6:
         scaled = (np.cbrt(1 + 3 * third_of_skewness * scaled) - 1) / third_of_skewness
     return mean - deviation * scaled

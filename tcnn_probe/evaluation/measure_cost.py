@@ -56,16 +56,16 @@ def cost(
     training: bool = False,
     progress: bool | None = None,
 ) -> xr.Dataset:
-    """Measure what models cost where they are: on their devices, in their precision, with their numbers of threads.
+    """Measure the cost of models on their devices, in their precision, and with the current number of threads.
 
     ::
 
         cost = tcnn_probe.evaluation.cost({"cnn": cnn, "tcnn": tcnn}, 224)
         print(xr.merge([ds[["clean_accuracy"]], cost]).to_pandas())  # ds of tcnn_probe.evaluation.robustness
 
-    Counted are the products that the implementation forms; not sums, activations, normalisations and the softmax. The
-    thesis prints multiply-adds as "FLOPs" (Tables 3.15 and 5.1): 4.1e9 for a ResNet-50, 4.6e9 for a DeiT-S at 224. So
-    does Table 2 of the T-CNN paper for these two, but its 4.6e9 for ResNet50-RS at 160 is twice the multiply-adds.
+    Products that the implementation computes are counted, but not sums, activations, normalisations and the softmax.
+    The thesis prints multiply-adds as "FLOPs" (Tables 3.15 and 5.1): 4.1e9 for a ResNet-50, 4.6e9 for a DeiT-S at 224.
+    So does Table 2 of the T-CNN paper for these two, but its 4.6e9 for ResNet50-RS at 160 is twice the multiply-adds.
 
     Args:
         models: A model that takes images, or several, by name. Each is restored afterwards.
@@ -73,17 +73,16 @@ def cost(
             for that of timm's configuration.
         batch_size: Batch size of the forwards whose time and memory are measured.
         rounds: Number of timed forwards, after one that is not timed; models take turns.
-        training: Time training too: forward and backward, without the optimizer's step.
-        progress: Show a progress bar; None: once it takes more than three seconds, on a terminal or
-            in a notebook.
+        training: Whether to time training, too: forward and backward, without the optimizer's step.
+        progress: Whether to show a progress bar; None to show it after three seconds, on a terminal or in a notebook.
 
     Returns:
         A dataset over ``model``: ``parameters``, ``multiply_adds``, ``peak_memory`` in MiB (on the CPU without the
         workspace of operators) and ``images_per_second``; with ``training`` also ``training_images_per_second``.
 
     Raises:
-        TypeError: A model is no module, or a size no integer.
-        ValueError: A size is out of range, or missing where timm does not know it.
+        TypeError: A model is not a module, or a size is not an integer.
+        ValueError: A size is out of range, or is missing and unknown to timm.
     """
     members = dict(models) if isinstance(models, Mapping) else {"model": models}
     if not members:
@@ -102,18 +101,18 @@ def cost(
     ) as bar:
         for name, model in members.items():
             with untouched(model), FlopCounterMode(display=False) as counter:
-                # A single image: each multiply-add is counted once for every image.
+                # A single image is used, because multiply-adds are counted for each image of a batch.
                 model(images[name][:1])
             costs["parameters"].append(
                 sum(parameter.numel() for parameter in model.parameters())
             )
-            # torch counts two for each multiply-add.
+            # torch counts two operations for each multiply-add.
             costs["multiply_adds"].append(counter.get_total_flops() / 2)
             costs["peak_memory"].append(_peak(model, images[name]) / 2**20)
             bar.update(2)
         for speed, run in speeds.items():
-            # Models take turns, so that a slow moment of the machine meets all of them. The first round warms up:
-            # caches are filled, and cuDNN chooses its kernels.
+            # Models take turns, so that a slow moment of the machine affects all of them. The first round is a warm-up,
+            # in which caches are filled and cuDNN chooses its kernels.
             seconds: dict[str, list[float]] = {name: [] for name in members}
             for _ in range(rounds + 1):
                 for name, model in members.items():
@@ -175,13 +174,13 @@ def _forward(model: nn.Module, images: Tensor) -> float:
 
 def _training_step(model: nn.Module, images: Tensor) -> float:
     """Time a forward in training mode and its backward, in seconds; restore random numbers and buffers."""
-    # Batch norms update their statistics in place: in copies, through functional_call.
+    # Batch norms update their statistics in place, so functional_call gets copies of the buffers.
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
 
     def step() -> None:
         outputs = tree_leaves(functional_call(model, buffers, images))
         trained = [x for x in outputs if isinstance(x, Tensor) and x.requires_grad]
-        # From ones, as a loss would add its own cost.
+        # Gradients start from ones, because a loss would add its own cost.
         torch.autograd.backward(trained, [torch.ones_like(x) for x in trained])
 
     random = torch.random.fork_rng([images.device] if images.is_cuda else [])
@@ -194,7 +193,7 @@ def _seconds(run: Callable[[], object], device: torch.device) -> float:
     start = time.perf_counter()
     run()
     if device.type == "cuda":
-        # CUDA returns before it has computed.
+        # CUDA calls return before the computation is finished.
         torch.cuda.synchronize(device)
     return time.perf_counter() - start
 
@@ -202,7 +201,7 @@ def _seconds(run: Callable[[], object], device: torch.device) -> float:
 def _peak(model: nn.Module, images: Tensor) -> int:
     """Measure the bytes that a forward adds at its peak."""
     if images.is_cuda:
-        # Allocates workspaces and caches, which stay and are no cost of a further forward.
+        # The first forward allocates workspaces and caches, which stay and are not a cost of further forwards.
         _forward(model, images)
         before = torch.cuda.memory_allocated(images.device)
         torch.cuda.reset_peak_memory_stats(images.device)
@@ -214,11 +213,11 @@ def _peak(model: nn.Module, images: Tensor) -> int:
 
 
 class _PeakMemory(TorchDispatchMode):
-    """Peak of the bytes of all living storages that operators make (torch counts none on a CPU)."""
+    """Peak size in bytes of all live storages that operators allocate, which torch does not count on a CPU."""
 
     def __init__(self, uncounted: list[Tensor]) -> None:
         super().__init__()
-        # Storages, not tensors: views and reshaped tensors share the memory of others.
+        # Storages are counted instead of tensors, because views and reshaped tensors share memory.
         self._known = weakref.WeakSet(tensor.untyped_storage() for tensor in uncounted)
         self._now = self.peak = 0
 
@@ -234,7 +233,7 @@ class _PeakMemory(TorchDispatchMode):
                 self._known.add(storage)
                 self._now += storage.nbytes()
                 self.peak = max(self.peak, self._now)
-                # The storage is freed with the last tensor that shares it, in the middle of a forward too.
+                # The storage is freed with the last tensor that shares it, even in the middle of a forward.
                 weakref.finalize(storage, self._freed, storage.nbytes())
         return output
 

@@ -48,14 +48,14 @@ def imagenet_c(
         errors = evaluation.mean_corruption_error(ds, evaluation.ALEXNET_ERRORS)
         print(100 * errors.mean_corruption_error.to_pandas())  # mCE, as papers print it
 
-    An image has the same place in every corruption and severity, and among the clean images, so that all that compares
-    models image by image works: :func:`improvement`, :func:`mcnemar`, :func:`disagreement`, ``plot.robustness``.
+    An image has the same index in every corruption and severity, and among the clean images, so that comparisons of
+    models by image work: :func:`improvement`, :func:`mcnemar`, :func:`disagreement`, ``plot.robustness``.
 
     Args:
-        models: Models of ImageNet's 1000 classes, as those of :func:`robustness`.
-        root: Folder with ``<corruption>/<severity>/n01440764/``, ... Images are 224 x 224 and shown as they are.
+        models: Models with ImageNet's 1000 classes, as in :func:`robustness`.
+        root: Folder with ``<corruption>/<severity>/n01440764/``, ... Images are 224 x 224 and not resized or cropped.
         clean: Folder of ImageNet's validation images, ``n01440764/``, ..., of which those with the names of the
-            corrupted ones are classified too; None for none.
+            corrupted images are classified, too; None for no clean images.
         corruptions: Names in ``tcnn_probe.evaluation.CORRUPTIONS``, or groups of them; None for all.
         severities: Severities of the corruptions, 1 to 5.
         model, size: Options of :func:`imagenet_variant` for the clean images.
@@ -64,8 +64,8 @@ def imagenet_c(
         workers: Number of processes that read images.
 
     Returns:
-        A dataset like that of :func:`robustness`, without attacks, and with a single seed, 0: the images were made by
-        others. The coordinate ``file`` (image) has the folder and the name of each image.
+        A dataset like that of :func:`robustness`, without attacks, and with the single seed 0, because the corruptions
+        are given. The coordinate ``file`` (image) has the folder and the name of each image.
 
     Raises:
         FileNotFoundError: A folder does not exist.
@@ -120,7 +120,7 @@ def imagenet_c(
     for ds in results:
         nan_scores.update(json.loads(ds.attrs["nan_scores"]))
     attrs = results[0].attrs | {"nan_scores": json.dumps(nan_scores)}
-    del attrs["frost"], attrs["attacks"]  # none was drawn here
+    del attrs["frost"], attrs["attacks"]  # neither was computed here
     decisions["label"] = results[0].label.values
     ds = as_dataset(decisions, {}, coordinates, attrs)
     return ds.assign_coords(file=("image", np.array(files, dtype=object)))
@@ -131,7 +131,7 @@ def _open(
 ) -> Variant:
     corruption, severity = condition
     with warnings.catch_warnings():
-        # Only the first condition warns, of missing classes above all: all others lack the same ones.
+        # Only the first condition warns, mainly of missing classes, because all others lack the same classes.
         if not warn:
             warnings.simplefilter("ignore", UserWarning)
         return imagenet_variant(
@@ -142,8 +142,8 @@ def _open(
 def _files_of_all(root: str | Path, conditions: list[tuple[str, int]]) -> list[str]:
     """Return the files that every condition has; raise unless they are the same, in the same order.
 
-    All folders are read before the first image is classified, and again when it is their turn: the lists of 75
-    conditions of 50,000 images would take half a gigabyte.
+    All folders are read before the first image is classified, and are read again when their images are, because the
+    lists of 75 conditions of 50,000 images would take half a gigabyte.
     """
     files = _files(_open(root, conditions[0], warn=True))
     for condition in conditions[1:]:
@@ -179,5 +179,5 @@ def _selected(variant: Variant, files: list[str]) -> DataLoader[Any]:
         Subset(loader.dataset, [numbers[file] for file in files]),
         loader.batch_size,
         num_workers=loader.num_workers,
-        generator=torch.Generator(),  # of its own, as the variant's loader has
+        generator=torch.Generator(),  # separate, as in the variant's loader
     )

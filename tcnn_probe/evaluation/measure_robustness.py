@@ -42,7 +42,7 @@ __all__ = ["robustness"]
 
 Classifiers = Mapping[str, Classifier]
 Decisions = tuple[NDArray[Any], NDArray[Any]]
-"""Predictions and confidences, images last."""
+"""Predictions and confidences, whose last axis is that of the images."""
 
 
 def robustness(
@@ -61,17 +61,17 @@ def robustness(
     device: torch.device | str | None = None,
     progress: bool | None = None,
 ) -> xr.Dataset:
-    """Classify images as they are, corrupted, attacked, and from other test sets; record each decision.
+    """Classify clean, corrupted and attacked images, and images of other test sets; record each decision.
 
     ::
 
         ds = tcnn_probe.evaluation.robustness({"cnn": cnn, "tcnn": tcnn}, images, labels, severities=(1, 3, 5))
         print(ds.accuracy.groupby("group").mean(["corruption", "severity", "seed"]).to_pandas())
 
-    A prediction is the class of the highest score, the first of equal ones; its confidence is the softmax of the scores
-    there. With a NaN among the scores the prediction is -1, which is wrong, and the confidence NaN; this is counted in
-    ``attrs["nan_scores"]`` and warned of. Each model is attacked itself, with the true classes, and also on images that
-    it had wrong before.
+    A prediction is the class with the highest score, the first of several equal ones; its confidence is its softmax
+    probability. With a NaN among the scores the prediction is -1, which is wrong, and the confidence NaN; such images
+    are counted in ``attrs["nan_scores"]``, with a warning. Each model gets its own attacks, with the true classes, even
+    on images that it classified wrongly before.
 
     Args:
         models: A module, which runs in eval mode and is restored afterwards, or a function, which is called as it is
@@ -79,36 +79,35 @@ def robustness(
         images: Images in pixel space, in [0, 1], before normalisation: a tensor or an array, shape (N, C, H, W), with
             ``labels``; or pictures (:func:`tcnn_probe.images.as_images`) with ``labels``, which pass through the
             models' transform of timm without its normalisation; or batches (images, labels), such as a DataLoader,
-            which is read once: each batch is corrupted once for each setting and shown to all models.
+            which is read once: each batch is corrupted once for each setting and passed to all models.
         labels: Classes of the images, shape (N,).
         corruptions: Names in ``tcnn_probe.evaluation.CORRUPTIONS``, or groups of them; None for all, () for none.
         severities: Severities of the corruptions, 1 to 5.
         attacks: "fgsm" and "pgd", or one of them; () for none. With options:
             ``{"pgd": {"epsilon": 2 / 255, "steps": 10}}``.
-        seeds: Seeds of corruptions and attacks. Image i depends on (seed, i) alone, not on the batches.
+        seeds: Seeds of corruptions and attacks. Image i depends only on (seed, i), not on the batches.
         variants: Other test sets (:func:`tcnn_probe.evaluation.imagenet_variant`).
         normalization: Argument of :func:`tcnn_probe.evaluation.pgd`; or a mapping by the models' names.
         frost: Argument of :func:`tcnn_probe.evaluation.corrupt`.
         batch_size: Size of the batches of a tensor or an array.
-        device: Device to put images on; None for that of each module, and for functions, that of the images.
-        progress: Show a progress bar; None: once it takes more than three seconds, on a terminal or
-            in a notebook.
+        device: Device on which images are placed; None for that of each module, and for functions, that of the images.
+        progress: Whether to show a progress bar; None to show it after three seconds, on a terminal or in a notebook.
 
     Returns:
-        A dataset. Per image: ``prediction`` (int32), ``confidence`` (float32) and ``correct``
+        A dataset. For each image it has ``prediction`` (int32), ``confidence`` (float32) and ``correct``
         (bool), each (model, corruption, severity, seed, image); ``clean_prediction``, ... (model, image) and
-        ``adversarial_prediction``, ... (model, attack, seed, image). Means of correct over images: ``accuracy``,
+        ``adversarial_prediction``, ... (model, attack, seed, image). Means of correct over images are ``accuracy``,
         ``clean_accuracy``, ``adversarial_accuracy``; and ``variant_accuracy`` (model, variant) over ``variant_images``
         (variant). Each mean has its binomial standard error √(p(1 - p)/n), with ``_se`` added to its name.
         Coordinates: ``group`` of each corruption, ``label`` of each image.
 
     Raises:
-        ValueError, TypeError: Models, images, labels or options are of another kind or out of range.
+        ValueError, TypeError: Models, images, labels or options have another type or are out of range.
     """
     members = dict(models) if isinstance(models, Mapping) else {"model": models}
     if not members:
         raise ValueError("expected at least one model, got none")
-    # Checked before the first forward, as they are classified last.
+    # Variants are classified last, but checked before the first forward.
     test_sets = _as_variants(variants)
     measurement = _Measurement(
         members,
@@ -141,7 +140,7 @@ def robustness(
         for pixels, targets in batches:
             for name, part in measurement.batch(pixels, targets, first).items():
                 parts[name].append(part)
-            # Numbers of images go on over batches, so that random draws do not depend on the batch size.
+            # Images are numbered across batches, so that random draws do not depend on the batch size.
             first += len(pixels)
         if not first:
             raise ValueError("expected batches (images, labels), got none")
@@ -177,7 +176,7 @@ class _Measurement:
     normalized: dict[str, Any] = field(default_factory=dict)
 
     def passes(self) -> int:
-        """Count the passes of an image through a model; what is not random is measured once for all seeds."""
+        """Count the passes of an image through a model; conditions that are not random run once for all seeds."""
         random = [bool(CORRUPTIONS[name].random) for name in self.corruptions] * len(
             self.severities
         )
@@ -207,7 +206,7 @@ class _Measurement:
     def variant(self, variant: Variant) -> NDArray[Any]:
         """Return the right answers to a test set, bool (model, image)."""
         rows = []
-        # The batch size is of no account: a loader has its own.
+        # The batch size has no effect, because a loader has its own.
         for images, labels in _as_batches(variant.loader, None, 1, self.models)[0]:
             predictions, _ = self._decide(
                 self._classifiers(images, variant.classes), images, labels
@@ -221,7 +220,7 @@ class _Measurement:
 
     def coordinates(self) -> dict[str, Any]:
         """Return the coordinates of the conditions."""
-        # Strings of dtype object come back from zarr as they were; fixed-width ones change their dtype.
+        # Strings of dtype object are the same after a round trip through zarr; fixed-width strings change their dtype.
         groups = [CORRUPTIONS[name].group for name in self.corruptions]
         return {
             "model": np.array(list(self.models), dtype=object),
@@ -266,7 +265,7 @@ class _Measurement:
         for name, severity, seed in product(
             self.corruptions, self.severities, self.seeds
         ):
-            # What is not random is the same for all seeds.
+            # A corruption that is not random is the same for all seeds.
             if seed != self.seeds[0] and not CORRUPTIONS[name].random:
                 rows.append(rows[-1])
                 continue
@@ -288,7 +287,7 @@ class _Measurement:
                 rows.append(rows[-1])
                 continue
             predictions, confidences = [], []
-            # Each model is shown the images that fool this model.
+            # Each model gets the images that are attacked against this model.
             for name, classifier in classifiers.items():
                 adversarial = ascent(classifier, images, labels, seed, first)
                 prediction, confidence = self._decide(
@@ -308,11 +307,11 @@ class _Measurement:
         for name, classifier in classifiers.items():
             scores = classifier(classifier.place(images))
             check_labels(labels, scores.shape[1], f"the model {name!r}")
-            # int32, as there is a decision for every image, model and condition.
+            # int32 saves memory, because there is a decision for every image, model and condition.
             prediction = scores.argmax(1).int()
-            # In half precision confidences near 1 would come in steps of up to 0.004.
+            # In half precision confidences near 1 would have steps of up to 0.004.
             confidence = scores.float().softmax(1).amax(1)
-            # argmax takes NaN for the largest, which would count as a decision.
+            # argmax treats NaN as the largest score, which would count as a decision.
             nan = scores.isnan().any(1)
             if nan.any():
                 self.nan_scores[name] += int(nan.sum())
@@ -342,7 +341,7 @@ def _right(predictions: NDArray[Any], labels: NDArray[Any]) -> NDArray[Any]:
     """Compare predictions (model, B) with labels (B,), or with the set of labels of each image, bool (B, K)."""
     if labels.ndim == 1:
         return predictions == labels
-    # Beside the look-up, as -1, for scores with NaN, takes the last class.
+    # Scores with NaN need a separate condition, because their prediction of -1 would look up the last class.
     return np.take_along_axis(labels.T, predictions, 0) & (predictions >= 0)
 
 
@@ -373,7 +372,7 @@ def _as_variants(variants: Any) -> tuple[Variant, ...]:
 def _as_batches(
     images: Any, labels: Any, batch_size: int, models: Mapping[str, Model]
 ) -> tuple[Iterator[tuple[Tensor, Tensor]], int | None]:
-    """Iterate over batches of images and labels, checked one by one; return their number too, None if unknown."""
+    """Return an iterator over checked batches of images and labels, and their number, or None if it is unknown."""
     pictures = as_pictures(images)
     if pictures is not None or isinstance(images, Tensor | np.ndarray):
         step = whole_number(batch_size, "batch_size", 1)

@@ -1,4 +1,4 @@
-"""Results of :func:`tcnn_probe.evaluation.robustness` as a dataset, and its summaries in papers; needs no torch."""
+"""Results of :func:`tcnn_probe.evaluation.robustness` as a dataset, and their summaries in papers; without torch."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -22,7 +22,7 @@ __all__ = [
 
 _RULE = "the highest score is the label's; of equal scores the first is the highest; a NaN among them is wrong"
 
-# By the prefix of the variables ("clean_correct", ...): dimensions of their means over images, and a description.
+# Dimensions of means over images and a description, by the prefix of the variables ("clean_correct", ...).
 _KINDS = {
     "clean_": (("model",), "of the images as they are"),
     "": (
@@ -47,10 +47,10 @@ def as_dataset(
     """Collect decisions, right answers, accuracies and standard errors in a dataset.
 
     Args:
-        decisions: Predictions and confidences by the name of their variable, images last; and "label", the class of
-            each image.
+        decisions: Predictions and confidences by the name of their variable, with images on the last axis; and "label",
+            the class of each image.
         variants: Right answers on other test sets, bool, shape (model, image), by the name of the set.
-        coordinates: Coordinates of the dimensions other than "image" and "variant". Those of dimensions that no
+        coordinates: Coordinates of the dimensions other than "image" and "variant". Coordinates of dimensions that no
             variable has are dropped.
         attrs: Attributes of the dataset.
     """
@@ -60,7 +60,7 @@ def as_dataset(
         predictions = decisions.get(f"{prefix}prediction")
         if predictions is None:
             continue
-        # A prediction of -1, of scores with NaN, is no label, so it is wrong.
+        # A prediction of -1, for scores with NaN, is not a label and therefore wrong.
         correct = predictions == label
         arrays = {
             "prediction": (
@@ -82,7 +82,7 @@ def as_dataset(
             f"{prefix}accuracy", dims, correct.mean(-1), len(label), subject
         )
     if variants:
-        # Test sets differ in size, so that only their means fit into one array.
+        # Test sets differ in size, so only their means fit into one array.
         images = np.array([correct.shape[1] for correct in variants.values()])
         shares = np.stack([correct.mean(1) for correct in variants.values()], 1)
         variables |= _means(
@@ -114,7 +114,7 @@ def as_dataset(
 def _means(
     name: str, dims: tuple[str, ...], shares: Any, images: Any, subject: str
 ) -> dict[str, Any]:
-    """Describe the share of right answers and its binomial standard error, for so many images."""
+    """Describe the share of right answers and its binomial standard error for a number of images."""
     attrs = {
         "long_name": f"accuracy {subject}",
         "units": "1",
@@ -145,7 +145,7 @@ def improvement(
         baseline: Name of the model to compare the others with.
         by: "group" of corruptions, "corruption" or "severity" (averaged over the others); "attack"; None for clean
             images.
-        relative: Divide the difference by the baseline's accuracy.
+        relative: Whether to divide the difference by the baseline's accuracy.
 
     Returns:
         ``improvement`` (model, by) of the other models, in units of 1, and ``interval`` (model, by, bound) with bound
@@ -154,8 +154,8 @@ def improvement(
         the images, and, if relative, where the baseline is never right, or so rarely that any ratio is possible.
 
     Raises:
-        TypeError: The results are no Dataset.
-        ValueError: The baseline is no model or the only one, or ``by`` is unknown or was not measured.
+        TypeError: The results are not a Dataset.
+        ValueError: The baseline is not a model or is the only one, or ``by`` is unknown or was not measured.
     """
     right = share_right(results, by)
     models = model_names(right)
@@ -169,7 +169,7 @@ def improvement(
         difference = accuracy - baseline_accuracy
         if not relative:
             return difference
-        # A baseline that is never right has no ratio: NaN, below.
+        # With a baseline that is never right, the ratio becomes NaN below.
         with np.errstate(divide="ignore", invalid="ignore"):
             ratio = difference / baseline_accuracy
         return np.where(np.isfinite(ratio), ratio, np.nan)
@@ -197,11 +197,11 @@ def improvement(
 
 
 def _ratio_interval(answers: NDArray[Any], baseline: NDArray[Any]) -> NDArray[Any]:
-    """Return Fieller's interval for mean(answers) / mean(baseline) - 1, of two arrays (N,) of the same images.
+    """Return Fieller's interval for mean(answers) / mean(baseline) - 1, of two arrays (N,) for the same images.
 
-    It holds each ratio q for which a t test finds the mean of ``answers - q baseline`` compatible with 0. If answers
-    are right or wrong, two images are added, one that only the model has right and one that only the baseline has, as
-    in Bonett and Price's interval for the difference.
+    It contains each ratio q for which a t test finds the mean of ``answers - q baseline`` compatible with 0. If answers
+    are right or wrong, two images are added, as in Bonett and Price's interval for the difference: only the model has
+    the first right, and only the baseline the second.
     """
     from scipy.stats import t
 
@@ -218,14 +218,14 @@ def _ratio_interval(answers: NDArray[Any], baseline: NDArray[Any]) -> NDArray[An
     square = second**2 - covariance[1, 1]
     middle = first * second - covariance[0, 1]
     discriminant = middle**2 - square * (first**2 - covariance[0, 0])
-    # The baseline's accuracy is compatible with 0: any ratio is possible.
+    # The baseline's accuracy is compatible with 0, so any ratio is possible.
     if square <= 0 or discriminant < 0:
         return np.full(2, np.nan)
     return (middle + np.array([-1, 1]) * np.sqrt(discriminant)) / square - 1
 
 
 def share_right(results: xr.Dataset, by: str | None) -> xr.DataArray:
-    """Return the share of right answers to each image, (model, by, image) or (model, image); see `improvement`."""
+    """Return the share of right answers for each image, (model, by, image) or (model, image); see `improvement`."""
     name = f"{prefix_of(by)}correct"
     check_results(results, name)
     for dim in ("model", "image"):
@@ -246,7 +246,7 @@ def prefix_of(by: str | None) -> str:
 
 
 def mean_by(values: xr.DataArray, by: str | None) -> xr.DataArray:
-    """Average over all dimensions but ``by``, "model" and "image", with the groups as published: (..., by, image)."""
+    """Average over all dimensions but ``by``, "model" and "image", with groups in published order: (..., by, image)."""
     if by is not None and by not in values.coords:
         raise ValueError(
             f"expected {values.name!r} with the coordinate {by!r}, got {tuple(values.coords)}"
@@ -262,13 +262,13 @@ def mean_by(values: xr.DataArray, by: str | None) -> xr.DataArray:
             .groupby("group")
             .mean("corruption")
         )
-        # groupby sorts the groups: back to the published order.
+        # groupby sorts the groups, so their published order is restored.
         means = means.sel(group=list(dict.fromkeys(groups.tolist())))
     return means.mean(set(means.dims) - {"model", "image", by}).transpose(..., "image")
 
 
 def check_results(results: object, *names: str) -> None:
-    """Raise unless these are a Dataset (not a variable of it) with all of the variables."""
+    """Raise unless the results are a Dataset (not one of its variables) with all of the variables."""
     if not isinstance(results, xr.Dataset):
         got = type(results).__name__
         raise TypeError(

@@ -76,29 +76,29 @@ def head_types(
     limits. Distances and entropies are divided by those of uniform attention on the same grid (for the entropies of
     GPSA and ConViT: over the real pixels), and information by log keys.
 
-    "thresholds" classifies each head and mark by itself: later marks change no label. "mixture" fits one to three
-    Gaussians to the same numbers of all heads and marks at once. Each component has the type that its mean has by the
-    thresholds, and each head the type that is most probable. So a type means the same at all marks, but more marks can
-    move the fit, and with it labels. Several components can have the same type.
+    "thresholds" classifies each head and mark separately, so that later marks do not change labels. "mixture" fits one
+    to three Gaussians to the same numbers of all heads and marks together. Each component has the type that its mean
+    has by the thresholds, and each head has the most probable type. A type then has the same meaning at all marks, but
+    further marks can change the fit and therefore the labels. Several components can have the same type.
 
     Args:
         ds: A recording: ``recorder.dataset``, ``xarray.open_zarr(path)``, or a selection of one.
         method: "thresholds", or "mixture" for scikit-learn's Gaussian mixture.
         by: "content" for types by measured attention, "gate" for types by the gate.
         information, entropy, distance, equivariance, gate: Thresholds; see :class:`~tcnn_probe.heads.Thresholds`.
-        least_images: Number of images that types by attention need at each mark: of fewer, content information is too
-            uncertain, and a head has no type. At least 2.
+        least_images: Number of images that types by attention need at each mark. With fewer images, content information
+            is too uncertain, and heads have no type. At least 2.
         seed: Seed of the mixture.
 
     Returns:
-        Types as strings, with the dims of ``ds.attention_distance``, dtype object, named "head_type". "" where there is
-        no head, or where a number that is needed is not finite: ``attrs["unlabelled"]`` names the layers and the
-        reasons, in JSON. A mixture adds the coordinates ``posterior_convolutional``, ...: they sum to one over the
-        types, and are NaN where there is no label; ``attrs["mixture"]`` has the components, in JSON.
+        Types as strings, with the dims of ``ds.attention_distance``, dtype object, named "head_type". The type is ""
+        where there is no head, or where a required number is not finite: ``attrs["unlabelled"]`` has the layers and the
+        reasons, in JSON. A mixture adds the coordinates ``posterior_convolutional``, ..., which sum to one over the
+        types and are NaN where there is no label; ``attrs["mixture"]`` has the components, in JSON.
 
     Raises:
-        ValueError: A variable that is needed is missing, the method is unknown, or thresholds do not ascend.
-        TypeError: ``ds`` is no dataset, or an argument has another type.
+        ValueError: A required variable is missing, the method is unknown, or thresholds do not ascend.
+        TypeError: ``ds`` is not a dataset, or an argument has another type.
     """
     if method not in ("thresholds", "mixture"):
         raise ValueError(f"expected method='thresholds' or 'mixture', got {method!r}")
@@ -108,10 +108,10 @@ def head_types(
     seed, least_images = operator.index(seed), operator.index(least_images)
     if least_images < 2:
         raise ValueError(
-            f"expected least_images of at least 2, got {least_images}: one image does not show what images change"
+            f"expected least_images of at least 2, got {least_images}: one image does not show differences of images"
         )
     features = features_of(ds, by, least_images)
-    # The gate is a parameter, and known without images.
+    # The gate is a parameter, which is known without images.
     if by == "content" and (ds.images < least_images).any():
         warnings.warn(
             f"types need at least {least_images} images at each mark, and some have {int(ds.images.min())}: "
@@ -130,7 +130,7 @@ def head_types(
     types.attrs = attrs | {"unlabelled": json.dumps(features.reasons(labels == ""))}
     for name, probability in posterior.items():
         types.coords[f"posterior_{name}"] = types.dims, probability, _about(name)
-    # A selection of one layer or head has lost its dimension, and gets its types without it.
+    # If a single layer or head was selected, the dataset lacks this dimension, and so do the types.
     dims = ds.attention_distance.dims
     return types.isel(
         {dim: 0 for dim in ("layer", "head") if dim not in dims}
@@ -139,7 +139,7 @@ def head_types(
 
 def _attrs(method: str, by: By, thresholds: Thresholds) -> dict[str, Any]:
     values = asdict(thresholds) | {"concentrated": CONCENTRATED}
-    # With the numbers, so that labels that were saved say what they mean.
+    # Definitions contain the numbers, so that saved labels can be understood by themselves.
     definitions = {
         name: text.format(**values) for name, text in _DEFINITIONS[by].items()
     } | _OTHER_LABELS
@@ -170,17 +170,17 @@ def _by_mixture(
 ) -> tuple[np.ndarray, dict[str, np.ndarray], dict[str, Any]]:
     """Return labels, the posterior of each type, and the mixture in plain JSON."""
     finite = np.isfinite(features.points).all(-1)
-    # NumPy's own strings would be cut to one character, the length that is there.
+    # The dtype is object because NumPy's own strings would be cut to one character, the length of the initial ones.
     labels = np.full(finite.shape, "", dtype=object)
     if not finite.any():
         return labels, {}, {}
     points, names = features.points[finite], _TYPES[by][0]
     mixture, criteria = fit_mixture(points, seed=seed)
-    # Components come in no order: what they mean is read off their means.
+    # Components have no fixed order, so each gets its type from its mean.
     components = _types(by, mixture.means_, thresholds)
     probabilities = mixture.predict_proba(points)
     by_type = {name: probabilities[:, components == name].sum(1) for name in names}
-    # argmax takes the first of equal probabilities: a head between two types is mixed.
+    # argmax takes the first of equal probabilities, so that a head between two types is mixed.
     order = ("mixed", *(name for name in names if name != "mixed"))
     labels[finite] = np.array(order, dtype=object)[
         np.argmax([by_type[name] for name in order], axis=0)

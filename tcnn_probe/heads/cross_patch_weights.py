@@ -1,7 +1,8 @@
 """Weights of the layers between the patches of ResMLP and MLP-Mixer, as static attention.
 
-The weight from key patch j to query patch i does not depend on the image. So each such layer is a head whose content
-information is 0, and types of heads apply (Touvron's thesis, Section 4.3.3, compares these layers with convolutions).
+The weight from key patch j to query patch i does not depend on the image. Each such layer is therefore treated as a
+head with a content information of 0, which has a type like any head (Touvron's thesis, Section 4.3.3, compares these
+layers with convolutions).
 """
 
 import math
@@ -50,10 +51,10 @@ def cross_patch(model: nn.Module, grid: tuple[int, int] | None = None) -> xr.Dat
 
         layers = cross_patch(model)
         layers.weight.sel(layer="blocks.0", query_y=7, query_x=7).plot()  # a row of the matrix (thesis, Fig. 4.2)
-        tcnn_probe.head_types(layers)  # convolutional, averaging or mixed, as of heads of attention
+        tcnn_probe.head_types(layers)  # convolutional, averaging or mixed, as for heads of attention
 
-    Signs count for ``translation_equivariance`` only. MLP-Mixer has a GELU between its two layers: their product is
-    what the block would do without it.
+    Only ``translation_equivariance`` depends on the signs of the weights. MLP-Mixer has a GELU between its two layers;
+    the product of their weights ignores it.
 
     Args:
         model: Model with blocks of timm's ResMLP or MLP-Mixer.
@@ -114,7 +115,7 @@ def _measure(matrix: np.ndarray, grid: tuple[int, int]) -> xr.Dataset:
     )
     distances = np.linalg.norm(places[:, None] - places, axis=-1)
     magnitudes = np.abs(matrix)
-    # Weights have signs, and shares of attention have none.
+    # Unlike attention, weights have signs.
     total = magnitudes.sum(1, keepdims=True)
     # A query whose weights are all 0 has no distribution.
     shares = magnitudes / np.where(total > 0, total, np.nan)
@@ -131,7 +132,7 @@ def _measure(matrix: np.ndarray, grid: tuple[int, int]) -> xr.Dataset:
         "near_zero": (magnitudes < NEAR_ZERO * magnitudes.max()).mean(),
         "uniform_distance": distances.mean(),
         "uniform_entropy": math.log(len(matrix)),
-        # No number of images would change it, so no threshold on images leaves it out.
+        # The measures do not depend on images, so they pass every threshold on the number of images.
         "images": math.inf,
     }
     weight = {

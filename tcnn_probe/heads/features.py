@@ -1,4 +1,4 @@
-"""Features of heads that types depend on: information, entropies and distances, as shares of their bounds."""
+"""Features of heads on which types depend: information, entropies and distances, as shares of their bounds."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -27,12 +27,12 @@ FEATURES: Mapping[By, Sequence[str]] = {
         "attention_distance / uniform_distance",
     ),
 }
-"""Features that types depend on, in the order of the points."""
+"""Features on which types depend, in the order of the points."""
 LEAST_IMAGES = 8
-"""Number of images from which types do not depend on their number.
+"""Number of images from which on types do not depend on the number of images.
 
-In untrained networks and in simulated logits, the estimate of content information scatters little over eight images,
-and of strong content it lacks a quarter; over two it can be half, or twice, what it is.
+In untrained networks and with simulated logits, the estimate of content information from eight images has little
+scatter, and is a quarter too low for strong content; from two images it can be half or twice the true value.
 """
 _SCALES = ("uniform_entropy", "uniform_distance")
 _RECORD = "tcnn_probe.record(model) records it of GPSA, ConViT and softmax attention"
@@ -50,7 +50,7 @@ class Features:
     names: Sequence[str]  # names of the features
 
     def reasons(self, unlabelled: np.ndarray) -> dict[str, str]:
-        """Explain by layer why heads have no label."""
+        """Return the reasons why heads have no label, by layer."""
         by_layer = {}
         for number, layer in enumerate(map(str, self.exists.layer.values)):
             exists = self.exists.values[..., number, :]
@@ -71,7 +71,7 @@ class Features:
 
 
 def features_of(ds: xr.Dataset, by: By, least_images: int = LEAST_IMAGES) -> Features:
-    """Take the features out of a recording; raise ValueError if a variable or coordinate is missing.
+    """Extract the features of a recording; raise ValueError if a variable or coordinate is missing.
 
     Content information is NaN where it was measured from fewer than ``least_images`` images.
     """
@@ -84,12 +84,12 @@ def features_of(ds: xr.Dataset, by: By, least_images: int = LEAST_IMAGES) -> Fea
         "attention_distance": ds.uniform_distance,
     }
     if by == "content":
-        # GPSA's content part is over real pixels, without the padding; log of their number.
+        # For GPSA this is the log of the number of real pixels, because its content part does not reach the padding.
         keys = ds.get("uniform_content_entropy", ds.uniform_entropy).fillna(
             ds.uniform_entropy
         )
         scales["entropy"] = keys
-        # Not log min(images, keys), a tighter bound: by that, two images and many would type a head differently.
+        # log min(images, keys) would be a tighter bound, but types would then depend on the number of images.
         scales["content_information"] = keys.where(ds.images >= least_images)
     with np.errstate(divide="ignore", invalid="ignore"):
         shares = [
@@ -123,7 +123,7 @@ def features_of(ds: xr.Dataset, by: By, least_images: int = LEAST_IMAGES) -> Fea
 
 
 def _load(ds: xr.Dataset, required: Sequence[str], by: By) -> xr.Dataset:
-    """Load the variables that count, with the dims (marks, "layer", "head")."""
+    """Load the required variables, with the dims (marks, "layer", "head")."""
     if not isinstance(ds, xr.Dataset):
         hint = (
             "; of a tree, tree['heads'].dataset" if isinstance(ds, xr.DataTree) else ""
@@ -149,6 +149,6 @@ def _load(ds: xr.Dataset, required: Sequence[str], by: By) -> xr.Dataset:
         [*dict.fromkeys(required), *({"uniform_content_entropy"} & set(ds.data_vars))]
     ].compute()
     for dim in ("head", "layer"):
-        if dim not in ds.dims:  # a single one was selected
+        if dim not in ds.dims:  # a single layer or head was selected
             ds = ds.expand_dims(dim)
     return ds.transpose(..., "layer", "head")

@@ -12,7 +12,8 @@ __all__ = ["fit_mixture"]
 
 _COMPONENTS = 3  # at most one for each of convolutional, averaging and content heads
 _INITIALISATIONS = 3  # EM ends in local optima
-_SMALLEST_DEVIATION = 0.03  # of shares: without it a few heads that are nearly equal would be a perfect component
+# Without this bound, a few nearly equal heads would be a perfect component.
+_SMALLEST_DEVIATION = 0.03
 
 
 def fit_mixture(
@@ -20,21 +21,21 @@ def fit_mixture(
 ) -> "tuple[GaussianMixture, list[float]]":
     """Fit one to three Gaussians with full covariances, as many as the Bayesian information criterion selects.
 
-    Features are shares of the same size and are not rescaled: scaled to unit variance, heads that differ by a
-    hundredth would be three kinds. No component is narrower than a standard deviation of 0.03, and there are no more
-    components than different points. The order of the points does not matter.
+    Features are shares of similar size and are not rescaled: scaled to unit variance, heads that differ by a hundredth
+    would form three types. No component is narrower than a standard deviation of 0.03, and there are no more components
+    than distinct points. The order of the points does not matter.
 
     Args:
         points: Finite points, shape (n, F), n >= 1.
-        seed: Seed of the three initialisations, of which the best counts.
+        seed: Seed of the three initialisations, of which the best is used.
 
     Returns:
-        The :class:`sklearn.mixture.GaussianMixture`; and the criteria of 1, 2, ... components, of which it has the
-        smallest.
+        The :class:`sklearn.mixture.GaussianMixture`, and the criteria of mixtures of 1, 2, ... components, the smallest
+        of which belongs to the returned mixture.
 
     Raises:
         ModuleNotFoundError: scikit-learn is not installed; ``pip install "tcnn-probe[stats]"``.
-        ValueError: There are no points, or one is not finite.
+        ValueError: There are no points, or not all points are finite.
     """
     try:
         from sklearn.mixture import GaussianMixture
@@ -46,9 +47,9 @@ def fit_mixture(
         raise ValueError(
             f"expected finite points of shape (n, F), n >= 1, got the shape {points.shape}"
         )
-    # The initialisation draws points by number: sorted ones make it independent of the order of the heads.
+    # The initialisation draws points by index. Sorting makes it independent of the order of the heads.
     ordered = points[np.lexsort(points.T)].astype(np.float64)
-    # More components than different points would be degenerate; a millionth is far below what recorded shares resolve.
+    # More components than distinct points would be degenerate; 1e-6 is far below the resolution of recorded shares.
     distinct = len(np.unique(ordered.round(6), axis=0))
     if len(ordered) == 1:
         ordered = ordered.repeat(2, axis=0)  # GaussianMixture.fit requires two samples
@@ -59,7 +60,7 @@ def fit_mixture(
         "random_state": seed,
     }
     with warnings.catch_warnings():
-        # ConvergenceWarning, which the recorded `converged_` says as well.
+        # A ConvergenceWarning is redundant, because `converged_` is recorded.
         warnings.simplefilter("ignore")
         counts = range(1, min(_COMPONENTS, distinct) + 1)
         mixtures = [GaussianMixture(count, **options).fit(ordered) for count in counts]

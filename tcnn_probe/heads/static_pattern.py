@@ -1,6 +1,6 @@
-"""Measures of a head's mean attention over images: its dependence on content, and its likeness to a convolution.
+"""Measures of a head's mean attention over images: its dependence on content, and its similarity to a convolution.
 
-They take plain arrays and return a number for each head, in float64.
+The functions take plain arrays and return one number per head, in float64.
 """
 
 from functools import lru_cache
@@ -16,16 +16,16 @@ def information(mean: np.ndarray, entropy: np.ndarray, images: int) -> np.ndarra
 
     I = n / (n - 1) times the mean over queries i of [H(mean over images b of A_b(i, .)) - mean over b of
     H(A_b(i, .))]: the mutual information of image and key given the query, or the Jensen-Shannon divergence of the
-    images' attentions. It is 0 where attention does not depend on the image.
+    images' attentions. It is 0 if attention does not depend on the image.
 
     Without the factor, the estimate from n images is too low on average, because the mean of more images is more even:
-    to second order in what images change, it lacks 1/2n sum_j Var_b(A_b(i, j)) / A(i, j), and the whole is 1/2 of that
-    sum, so the factor removes this bias. Where attention depends strongly on the image, the estimate is still too low:
-    n images cannot show more than n / (n - 1) log min(n, keys).
+    to second order in the differences between images, it is too low by 1/2n sum_j Var_b(A_b(i, j)) / A(i, j), while the
+    true value is 1/2 of that sum, so the factor removes this bias. If attention depends strongly on the image, the
+    estimate is still too low: from n images it is at most n / (n - 1) log min(n, keys).
 
     Args:
-        mean: Mean over images of A, shape (heads, queries, keys). Keys whose attention no image changes, such as
-            padding, may be left out of both.
+        mean: Mean over images of A, shape (heads, queries, keys). Keys that receive the same attention in all images,
+            such as padding, may be left out of mean and entropy.
         entropy: Mean over images and queries of H(A_b(i, .)), over the same keys, shape (heads,).
         images: Number n of images, at least 2.
 
@@ -41,12 +41,12 @@ def information(mean: np.ndarray, entropy: np.ndarray, images: int) -> np.ndarra
 def translation_equivariance(
     mean: ArrayLike, queries: ArrayLike, keys: ArrayLike
 ) -> np.ndarray:
-    """Compute the share of a static pattern that depends on the offset from query to key alone, as in a convolution.
+    """Compute the share of a static pattern that depends only on the offset from query to key, as in a convolution.
 
-    This is the variance that the means over pairs of equal offset explain, corrected for chance: 1 - [W / (n - g)] /
-    [T / (n - 1)], for n pairs of query and key with g different offsets, W being the sum of squares around the mean of
-    each offset, and T that around the mean of all. It is 1 for a Toeplitz pattern and on average 0 for independent
-    random numbers, of which the offsets explain (g - 1) / (n - 1) without the correction.
+    This is the share of the variance that the means over pairs of equal offset explain, corrected for chance:
+    1 - [W / (n - g)] / [T / (n - 1)], for n pairs of query and key with g different offsets, where W is the sum of
+    squares around the mean of each offset, and T the sum of squares around the overall mean. It is 1 for a Toeplitz
+    pattern and on average 0 for independent random numbers, for which the uncorrected share is (g - 1) / (n - 1).
 
     Args:
         mean: Mean over images of A, shape (heads, queries, keys); numbers of any dtype.
@@ -54,11 +54,10 @@ def translation_equivariance(
             grid.
 
     Returns:
-        Equivariances, shape (heads,); 1 for a pattern that is the same everywhere, NaN where no two pairs have an
-        offset in common.
+        Equivariances, shape (heads,); 1 for a constant pattern, NaN if no two pairs have the same offset.
 
     Raises:
-        ValueError: The numbers of places and of queries or keys differ.
+        ValueError: The number of positions differs from that of queries or keys.
     """
     mean = np.asarray(mean)
     queries, keys = np.asarray(queries, dtype=float), np.asarray(keys, dtype=float)
@@ -74,13 +73,13 @@ def translation_equivariance(
     shares = np.ones(len(mean))
     for head, pattern in enumerate(mean.reshape(len(mean), -1)):
         values = pattern[pairs].astype(np.float64, copy=False)
-        # Centred first: with a mean far from 0, differences of large sums would lose digits.
+        # Values are centred first: with a mean far from 0, differences of large sums would lose precision.
         values -= values.mean()
         total = values @ values
         if total > 0:
             # Sum over offsets of n_g times the squared mean of the group.
             explained = (np.bincount(group, values) ** 2 / count).sum()
-            # Rounding can make the explained sum the larger one.
+            # By rounding, the explained sum can exceed the total.
             residual = max(total - explained, 0)
             residual_variance = residual / degrees_of_freedom
             shares[head] = 1 - residual_variance / (total / (group.size - 1))
@@ -93,11 +92,11 @@ def translation_equivariance(
 def _offsets_of_pairs(
     queries: bytes, keys: bytes
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Group pairs of places on the grid by offset: their indices, the group of each, and the size of each group.
+    """Group pairs of tokens on the grid by offset; return their indices, the group of each, and the group sizes.
 
-    Places are the bytes of float64 arrays, which can be keys of the cache.
+    Positions are passed as the bytes of float64 arrays, which can be keys of the cache.
     """
-    rows = np.frombuffer(queries).view(complex)  # a place as a single number, y + ix
+    rows = np.frombuffer(queries).view(complex)  # a position as a single number, y + ix
     columns = np.frombuffer(keys).view(complex)
     offsets = (columns - rows[:, None]).ravel()
     pairs = np.flatnonzero(np.isfinite(offsets))

@@ -21,7 +21,10 @@ GATED = ("convolutional", "content", "mixed")
 """Types of heads by their gate."""
 
 CONCENTRATED = 0.75
-"""Largest entropy of a convolutional head's positional part, as a share of uniform attention's: 27 of 81 pixels."""
+"""Largest entropy of a convolutional head's positional part, as a share of that of uniform attention.
+
+On a grid of 81 pixels this is the entropy of uniform attention to 27 pixels.
+"""
 _UPPER_BOUNDS = {"information": 1.0, "entropy": np.inf, "gate": 1.0}
 
 
@@ -30,20 +33,21 @@ class Thresholds:
     """Limits between the types of heads. A head exactly at a threshold is not "mixed".
 
     Args:
-        information: Content information as a share of log keys, whatever the number of images: up to the first a head
-            is static, from the second on it is "content".
+        information: Content information as a share of log keys, for any number of images: up to the first threshold a
+            head is static, from the second on it is "content".
         entropy: Share of the entropy of uniform attention, up to which a static head can be "convolutional", and from
-            which it is "averaging": 0.95 is, in effect, N^0.95 keys, 151 of 197.
+            which on it is "averaging": a share of 0.95 corresponds to N^0.95 keys, 151 of 197.
         distance: Largest distance of a convolutional head, as a share of that of uniform attention.
         equivariance: Smallest equivariance of a convolutional head: half of the variance of its static pattern.
-        gate: Share of positional attention, up to which a head is "content" by its gate, and from which it can be
-            "convolutional" by its gate. By default, either part has at least twice the weight of the other.
+        gate: Share of positional attention, up to which a head is "content" by its gate, and from which on it can be
+            "convolutional" by its gate. By default, one part then has at least twice the weight of the other.
 
     Raises:
-        TypeError, ValueError: These are no numbers, or they do not ascend.
+        TypeError, ValueError: Thresholds are not numbers, or do not ascend.
     """
 
-    # Our conventions. Between the two of a pair a head is mixed, so that no type hangs on the last digit of a number.
+    # These values are our conventions. Between the two thresholds of a pair a head is mixed, so that small differences
+    # do not turn one type into the other.
     information: Sequence[float] = (0.02, 0.1)
     entropy: Sequence[float] = (0.85, 0.95)
     distance: float = 0.8
@@ -74,7 +78,7 @@ class Thresholds:
                 raise ValueError(
                     f"expected two thresholds for {name}, ascending and between {span}, got {limits!r}"
                 )
-            # The class is frozen; lists and arrays that users give become tuples of floats.
+            # Lists and arrays of the user become tuples of floats. The class is frozen, so setattr() would raise.
             object.__setattr__(self, name, (low, high))
 
 
@@ -87,8 +91,9 @@ def content_types(
 ) -> np.ndarray:
     """Classify heads by their attention; arrays have the same shape.
 
-    ``content``: attention depends on the image. ``averaging``: it does not, and is nearly even. ``convolutional``: it
-    does not, is neither even nor far, and depends on the offset from query to key. ``mixed``: all others.
+    The attention of a ``content`` head depends on the image. That of an ``averaging`` head does not, and is nearly
+    even. That of a ``convolutional`` head does not, is neither even nor far, and depends on the offset from query to
+    key. All other heads are ``mixed``.
 
     Args:
         information: Content information, as a share of log keys.
@@ -98,7 +103,7 @@ def content_types(
         thresholds: Thresholds between the types.
 
     Returns:
-        Strings of :data:`TYPES`, dtype object; "" where a number on which the type depends is not finite.
+        Strings from :data:`TYPES`, dtype object; "" where a number on which the type depends is not finite.
     """
     static, dynamic = (
         information <= thresholds.information[0],
@@ -113,7 +118,7 @@ def content_types(
         & (reach <= thresholds.distance)
         & (equivariance >= thresholds.equivariance)
     ] = "convolutional"
-    # Evenness decides about static heads only, reach and equivariance about those that are uneven.
+    # Evenness matters for static heads only, and reach and equivariance for uneven static heads only.
     defined = np.isfinite(information) & (dynamic | ~static | np.isfinite(evenness))
     types[~(defined & (~uneven | (np.isfinite(reach) & np.isfinite(equivariance))))] = (
         ""
@@ -126,10 +131,10 @@ def gate_types(
 ) -> np.ndarray:
     """Classify heads by their gate (T-CNN, Eq. 7); arrays have the same shape.
 
-    ``content``: the gate is at or below the first threshold, which does not show that attention depends on the image.
-    ``convolutional``: it is at or above the second, the positional part is concentrated, as that of a kernel tap is,
-    and the head looks no farther than uniform attention does, which excludes a corner that all queries look into.
-    ``mixed``: all others.
+    The gate of a ``content`` head is at or below the first threshold, which does not show that attention depends on the
+    image. The gate of a ``convolutional`` head is at or above the second threshold; its positional part is
+    concentrated, like that of a kernel tap, and its attention is no farther than uniform attention, which excludes
+    heads whose queries all attend to one corner. All other heads are ``mixed``.
 
     Args:
         gate: Gate sigma(lambda).
@@ -138,7 +143,7 @@ def gate_types(
         thresholds: Thresholds between the types.
 
     Returns:
-        Strings of :data:`GATED`, dtype object; "" where any of the three is not finite.
+        Strings from :data:`GATED`, dtype object; "" where gate, spread or reach is not finite.
     """
     types = np.full(np.shape(gate), "mixed", dtype=object)
     near = (spread <= CONCENTRATED) & (reach <= 1)

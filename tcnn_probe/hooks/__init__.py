@@ -1,1 +1,1 @@
-"""Following a forward of somebody else's model without changing it: hooks, function modes and dispatch modes."""
+"""Following a forward of a user's model without changing it, with hooks, function modes and dispatch modes."""

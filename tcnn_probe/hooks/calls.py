@@ -1,4 +1,4 @@
-"""Following the calls of a module, each thread by itself, with hooks that act on no copy of the module."""
+"""Following the calls of a module, separately in each thread, with hooks that have no effect in copies of it."""
 
 import sys
 import threading
@@ -28,7 +28,7 @@ __all__ = [
 
 @dataclass(eq=False)
 class Call:
-    """A call of a module, or of a replica of it, in a frame of torch; ``modes`` are left when it is over."""
+    """A call of a module or of its replica, in a frame of torch; ``modes`` are left when the call is over."""
 
     module: nn.Module
     args: tuple[Any, ...]
@@ -37,15 +37,15 @@ class Call:
     thread: int = field(default_factory=threading.get_ident)
     modes: list[Mode] = field(default_factory=list)
     over: bool = False
-    depth: int = 0  # calls of the module that are running within this one, of a module that calls itself
+    depth: int = 0  # number of calls within this one, if the module calls itself
 
     @property
     def inputs(self) -> list[Any]:
-        """Arguments, by position and then by keyword."""
+        """Positional arguments, followed by keyword arguments."""
         return [*self.args, *self.kwargs.values()]
 
     def goes_on(self) -> bool:
-        """Return whether its thread is still in it."""
+        """Return whether the call's thread is still in it."""
         return not self.over and thread_is_under(self.thread, self.frame)
 
 
@@ -53,10 +53,10 @@ C = TypeVar("C", bound=Call)
 
 
 class Calls(Generic[C]):
-    """Follows the calls of a module between :meth:`attach` and :meth:`detach`; calls within a call belong to it.
+    """Follows the calls of a module between :meth:`attach` and :meth:`detach`; a nested call belongs to the outer one.
 
-    Torch tells hooks of no ``KeyboardInterrupt`` and the like: what a call that ends so leaves in its thread is cleared
-    by the module's next call there, or by :meth:`detach`.
+    Torch runs no hooks after a ``KeyboardInterrupt`` or ``SystemExit``. A call that ends in this way is cleaned up by
+    the module's next call in the same thread, or by :meth:`detach`.
     """
 
     def __init__(self, module: nn.Module, kind: type[C]) -> None:
@@ -64,7 +64,7 @@ class Calls(Generic[C]):
         self._kind = kind
         self._running: dict[int, C] = {}  # by thread
         self._handles: list[RemovableHandle] = []
-        # Reentrant: detach() leaves the running call, and Forwards takes the lock for that, too.
+        # The lock is reentrant, because detach() calls _leave(), in which Forwards takes it again.
         self._attached = False
         self._lock = threading.RLock()
 
@@ -72,14 +72,14 @@ class Calls(Generic[C]):
         """Prepare, before the module runs."""
 
     def returns(self, call: C, output: Any) -> Any:
-        """React to the output, which anything but None replaces."""
+        """React to the output; a result other than None replaces it."""
 
     def ends(self, call: C, output: Any) -> None:
-        """Clean up when the call is over, also by an exception."""
+        """Clean up when the call is over, also after an exception."""
 
     @property
     def attached(self) -> bool:
-        """Flag that calls are still followed."""
+        """True while calls are followed."""
         return self._attached
 
     def attach(self) -> None:
@@ -87,25 +87,27 @@ class Calls(Generic[C]):
         self._attached = True
         self._handles.append(add_hook(self.module, self._begin))
         self._handles.append(
-            # Before all other hooks: they run without our modes, and see the edited output. The cleaning up comes last.
+            # This hook runs before all others, which then run without our modes and see the edited output. The hook
+            # that cleans up runs last.
             add_hook(self.module, self._return, after=True, first=True)
         )
         self._handles.append(add_hook(self.module, self._end, after=True, always=True))
 
     def detach(self) -> None:
-        """Remove the hooks, once calls that other threads are in the middle of have ended; may be repeated.
+        """Remove the hooks, as soon as calls that still run in other threads have ended. This may be repeated.
 
-        If an exception ends one of these that torch tells no hook of (SystemExit), the module's next call removes them.
+        If such a call ends by an exception after which torch runs no hooks (SystemExit), the module's next call removes
+        them.
         """
         with self._lock:
             self._attached = False
             self._leave()
             for call in list(self._running.values()):
-                # A call that a thread has left without a hook would keep the hooks for ever.
+                # If a thread has left a call without running a hook, the hooks would otherwise never be removed.
                 call.over = not call.goes_on()
                 if call.over:
                     restore_flags()
-            # A call in another thread still needs the hook that ends it.
+            # While a call runs in another thread, the hook that ends it is still needed.
             while self._handles and all(
                 call.over for call in list(self._running.values())
             ):
@@ -124,7 +126,7 @@ class Calls(Generic[C]):
         if (call := self.current()) is not None:
             call.depth += call.module is module
             return
-        self._leave()  # what was interrupted
+        self._leave()  # an earlier call that was interrupted
         if not self._attached:
             self.detach()
         elif (frame := innermost_call(sys._getframe())) is not None:
@@ -133,7 +135,7 @@ class Calls(Generic[C]):
             )
             try:
                 self.begins(call)
-            # torch calls no hooks after a KeyboardInterrupt, so what has begun is undone here.
+            # torch runs no hooks after a KeyboardInterrupt, so the call is ended here.
             except BaseException:
                 self._leave()
                 raise
@@ -171,8 +173,8 @@ class Calls(Generic[C]):
                 self.detach()
 
     def _is_of(self, call: C, module: nn.Module) -> bool:
-        """Return whether a hook is that of the call, not of one within it."""
-        # Frames are compared only where they must be: torch.compile may end a call in another frame.
+        """Return whether a hook runs for this call, not for a nested one."""
+        # Frames are compared only for nested calls, because torch.compile may end a call in another frame.
         return call.module is module and (
             not call.depth or innermost_call(sys._getframe()) is call.frame
         )
@@ -185,7 +187,7 @@ class Calls(Generic[C]):
 
 
 class CopySafeHook:
-    """Hook that does nothing in a copy or a pickle of its module but go away when it is called there."""
+    """Hook that has no effect in a copy or pickle of its module, and removes itself when it is called there."""
 
     def __init__(self, act: Callable[..., Any] | None, *, after: bool = False) -> None:
         self._act = act
@@ -195,12 +197,12 @@ class CopySafeHook:
 
     @torch.compiler.disable
     def __call__(self, module: nn.Module, *call: Any) -> Any:
-        """Act, as torch asks."""
+        """Run the hook."""
         return self._do(module, *call)
 
     def _do(self, module: nn.Module, *call: Any) -> Any:
         if self._act is not None:
-            # Torch leaves keyword arguments out while another thread adds or removes the hook.
+            # Torch leaves out the keyword arguments while another thread adds or removes the hook.
             if len(call) == 1 + self._after:
                 call = (call[0], {}, *call[1:])
             return self._act(module, *call)
@@ -223,7 +225,7 @@ class _CompiledAway(CopySafeHook):
 
 
 def _without_effect(kind: type[CopySafeHook], number: int) -> CopySafeHook:
-    """Return a hook from a pickle, under a number that this process is to give to no other hook."""
+    """Return a hook without effect for a copy, and reserve its number, so that no new hook of this process gets it."""
     RemovableHandle.next_id = max(RemovableHandle.next_id, number + 1)
     hook = kind(None)
     hook.number = number
@@ -239,15 +241,15 @@ def add_hook(
     always: bool = False,
     compiled: bool = False,
 ) -> RemovableHandle:
-    """Call ``act(module, args, kwargs)`` before each call of a module, or ``act(module, args, kwargs, output)`` after.
+    """Call ``act(module, args, kwargs)`` before a module is called, or ``act(module, args, kwargs, output)`` after it.
 
     Args:
         module: Module to hook.
-        act: Function to call; a tensor that it returns after the call replaces the output.
-        after: Whether to call it after the module, not before.
-        first: Whether to call it before the hooks that are there.
-        always: Whether to call it, after the module, also if the module raised an exception.
-        compiled: Whether torch.compile may leave the hook out.
+        act: Function to call; after the module, a result other than None replaces the output.
+        after: Whether the function is called after the module, not before it.
+        first: Whether the function is called before the existing hooks.
+        always: Whether a function after the module is also called if the module raised an exception.
+        compiled: Whether torch.compile may leave out the hook.
     """
     hook = (_CompiledAway if compiled else CopySafeHook)(act, after=after)
     if after:
@@ -261,9 +263,9 @@ def add_hook(
 
 
 def _forward_hooks(module: nn.Module) -> list[dict[int, Any]]:
-    """Return the tables in which torch keeps what it knows of a module's hooks, by their numbers."""
+    """Return torch's tables of a module's hooks and of their options, which are keyed by the hooks' numbers."""
     return [
-        # Private names of torch 2: RemovableHandle.remove() clears them all, but a copy of a hook has no handle.
+        # These are private names of torch 2. RemovableHandle.remove() clears them, but a copied hook has no handle.
         module._forward_pre_hooks,
         module._forward_pre_hooks_with_kwargs,
         module._forward_hooks,
@@ -274,7 +276,7 @@ def _forward_hooks(module: nn.Module) -> list[dict[int, Any]]:
 
 @contextmanager
 def balanced_hooks(model: nn.Module) -> Iterator[None]:
-    """Take off all hooks that code inside leaves on a model: Ctrl-C can fall where they are taken off."""
+    """Remove hooks that the code inside leaves on a model when Ctrl-C interrupts it, even while it removes hooks."""
     before = [
         (hooks, set(hooks))
         for module in model.modules()
@@ -289,33 +291,33 @@ def balanced_hooks(model: nn.Module) -> Iterator[None]:
         raise
 
 
-# A stack is read while its thread runs on: a look that breaks off in the middle is repeated, and a few suffice.
+# A stack is read while its thread keeps running: if frames vanish meanwhile, reading is repeated, at most this often.
 _LOOKS = 100
 
 
 def innermost_call(frame: FrameType | None) -> FrameType | None:
-    """Return the innermost frame, from ``frame`` outwards, in which torch calls a module, its local ``self``."""
+    """Return the innermost frame, from ``frame`` outwards, in which torch calls a module (the frame's ``self``)."""
     while frame is not None and not _calls_a_module(frame):
         frame = frame.f_back
     return frame
 
 
 def is_under(frame: FrameType | None, call: FrameType | None) -> bool:
-    """Return whether a frame was called, directly or not, from the frame of a call: then that call is running."""
+    """Return whether a frame was called, directly or indirectly, from the frame of a call, which then still runs."""
     while frame is not None and frame is not call:
         frame = frame.f_back
     return frame is call
 
 
 def thread_is_under(thread: int, call: FrameType) -> bool:
-    """Return whether a thread is in a call; it goes on meanwhile, and may break off its stack while that is read."""
+    """Return whether a thread is in a call. The thread keeps running while its stack is read."""
     for _ in range(_LOOKS):
         frame = sys._current_frames().get(thread)
         if frame is None:
             return False
         if is_under(frame, call):
             return True
-        # The stack was read down to its outermost frame, without a break, and the call is not in it.
+        # The stack was read completely, to its outermost frame, and the call is not in it.
         if _bottom(frame) is _bottom(call):
             return False
     return False  # the call has ended
@@ -328,7 +330,8 @@ def _bottom(frame: FrameType) -> FrameType:
 
 
 def _calls_a_module(frame: FrameType) -> bool:
-    # By file, as torch.compile resumes _call_impl under other names; not "inner", which ends before the last hooks run.
+    # Frames are recognised by their file, because torch.compile resumes _call_impl under other names. "inner" is
+    # excluded, because it ends before the last hooks run.
     return (
         frame.f_code.co_filename == torch_module.__file__
         and frame.f_code.co_name != "inner"

@@ -1,9 +1,9 @@
-"""Following the forwards of a model: when one begins and ends, which module is running, and what it asked torch for.
+"""Following the forwards of a model: their beginning and end, the modules that run, and the calls of torch in them.
 
-Hooks stay on the model and its direct children only (whoever calls ``model.forward_features`` enters through these),
-so forwards that nobody wants to see cost nothing more. While one is followed, torch's global module hooks tell which
-module runs, and :class:`Interception` sees what it asks for. Both are taken away when the forward ends, however it
-does.
+Permanent hooks are only on the model and its direct children (through which a call of ``model.forward_features``
+enters), so that forwards that are not followed are not slowed down. While a forward is followed, torch's global module
+hooks tell which module runs, and :class:`Interception` sees its calls of torch. Both are removed when the forward
+ends, also after an exception.
 """
 
 import sys
@@ -35,31 +35,31 @@ Running = Sequence[tuple[nn.Module, Sequence[Any]]]
 
 
 class Listener(Protocol):
-    """Whoever is told of the forwards of a model, of one at a time."""
+    """Interface of an object that is notified of the forwards of a model, one at a time."""
 
     def begins(self, entry: nn.Module, inputs: Sequence[Any]) -> bool:
         """Return whether to follow the forward that begins with a call of ``entry``, the model or a part of it."""
 
     def modes(self) -> Sequence[TorchFunctionMode]:
-        """Return modes to enter for the forward that has begun."""
+        """Return function modes to enter during the forward that has begun."""
 
     def asked(self, forward: "Forward", request: Seen) -> Answer | None:
-        """Hear that the last of the running modules asked torch for something; perhaps answer with an edit."""
+        """Handle a call of torch in the innermost running module, and return an edit of its output, or None."""
 
     def returned(
         self, forward: "Forward", module: nn.Module, inputs: Sequence[Any], output: Any
     ) -> Any:
-        """Hear that a module has returned; anything but None replaces its output."""
+        """Handle the return of a module; a result other than None replaces its output."""
 
     def ends(self, output: Any) -> None:
-        """Hear that the forward has ended, with the output of its entry."""
+        """Handle the end of the forward, with the output of its entry."""
 
     def fails(self) -> None:
-        """Hear that the forward was ended by an exception."""
+        """Handle a forward that an exception has ended."""
 
 
 class Forwards(Calls["Forward"]):
-    """Tells a listener of each forward of a model that it wants, from its making until :meth:`detach`."""
+    """Notifies a listener of the forwards of a model that it wants to follow, until :meth:`detach`."""
 
     def __init__(
         self, model: nn.Module, listener: Listener, *, first: bool = True
@@ -68,7 +68,7 @@ class Forwards(Calls["Forward"]):
         self._listener = listener
         self._first = first
         self._names = {module: name for name, module in model.named_modules()}
-        self._followed: Forward | None = None  # of those that are running, at most one
+        self._followed: Forward | None = None  # at most one forward at a time
         self._depth = hidden_depth()
         try:
             self.attach()
@@ -80,7 +80,7 @@ class Forwards(Calls["Forward"]):
         """Add hooks to the model and its parts."""
         self._attached = True
         for entry, is_whole in dict(_entries(self.module)).items():
-            # Compiled away from parts, it breaks no graph; the hook of the whole model stops to look.
+            # torch.compile leaves out hooks of parts, which would break graphs; only the whole model keeps its hook.
             self._handles.append(
                 add_hook(entry, self._begin, first=self._first, compiled=not is_whole)
             )
@@ -91,8 +91,8 @@ class Forwards(Calls["Forward"]):
             )
 
     def begins(self, call: "Forward") -> None:
-        """Follow the forward if no other is followed, and the listener wants it."""
-        # Reading whether a tensor is meta or wrapped is a call that function modes see: theirs is not to see ours.
+        """Follow the forward if no other one is followed and the listener wants it."""
+        # Reading properties of tensors is a call of a torch function, which the user's modes must not see.
         with self._lock, torch._C.DisableTorchFunction():
             call.over = self._followed is not None or is_transformed(call.inputs)
             if call.over:
@@ -105,17 +105,17 @@ class Forwards(Calls["Forward"]):
         call.follow(self._names, self._listener)
 
     def ends(self, call: "Forward", output: Any) -> None:
-        """Tell the listener how it ended, if it was followed to its end."""
+        """Notify the listener of the end of a followed forward."""
         if call is not self._followed or not self._attached:
             return
-        # An exception that was being handled when the model was called is no failure of the model.
+        # An exception that was already being handled when the model was called is not a failure of the forward.
         has_failed, is_told = sys.exc_info()[1] is not call.handled, False
         call.leave()
         with call.unseen():
             try:
                 if not has_failed:
-                    # Here and not from torch's global hook, which runs before the entry's own hooks: these may change
-                    # the output.
+                    # The entry is reported here, not by torch's global hook, which runs before the entry's own hooks,
+                    # which may change the output.
                     self._listener.returned(call, call.module, call.inputs, output)
                     is_told = True
             finally:
@@ -128,7 +128,7 @@ class Forwards(Calls["Forward"]):
     def _begin(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> None:
-        # A shallow copy of the module carries the hook too, but does not belong to the model.
+        # A shallow copy of a module has the hook, too, but does not belong to the model.
         if module in self._names and hidden_depth() == self._depth:
             super()._begin(module, args, kwargs)
 
@@ -136,7 +136,7 @@ class Forwards(Calls["Forward"]):
         with self._lock:
             super()._leave()
             followed = self._followed
-            # Also a forward that was interrupted by what torch tells no hook of: Ctrl-C, SystemExit in a thread.
+            # This includes a forward that was interrupted without running hooks: by Ctrl-C, or SystemExit in a thread.
             if followed is not None and (
                 followed.thread == threading.get_ident() or not followed.goes_on()
             ):
@@ -148,7 +148,7 @@ class Forwards(Calls["Forward"]):
 
 @dataclass(eq=False)
 class Forward(Call):
-    """A forward of the model or of a part of it; if it is followed, with the stack of running modules."""
+    """A forward of the model or of a part of it; if it is followed, it has the stack of running modules."""
 
     handled: BaseException | None = field(default_factory=lambda: sys.exc_info()[1])
     """The exception in whose handler the model was called, if any."""
@@ -163,18 +163,18 @@ class Forward(Call):
 
     @property
     def running(self) -> Running:
-        """The modules that are running; without the nn.Softmax or nn.Dropout through which one of them asks torch."""
+        """The running modules, without an innermost nn.Softmax or nn.Dropout, which belongs to the module around it."""
         end = len(self._stack)
         while end > 1 and isinstance(self._stack[end - 1][0], (nn.Softmax, nn.Dropout)):
             end -= 1
         return self._stack[:end]
 
     def follow(self, names: Mapping[nn.Module, str], listener: Listener) -> None:
-        """Tell a listener of what runs in it."""
+        """Notify a listener of the modules and calls of torch in this forward."""
         self._names = names
         self._listener = listener
         self._handles.append(
-            # Global hooks, added for this forward only: hooks on each module would cost all forwards, and break
+            # Global hooks are added for this forward only. Hooks on each module would slow down all forwards and break
             # compiled graphs.
             global_hooks.register_module_forward_pre_hook(self._called)
         )
@@ -183,12 +183,12 @@ class Forward(Call):
                 self._returned, with_kwargs=True, always_call=True
             )
         )
-        # The mode entered last sees a call first, so a listener's modes know a call before the attention in it is
-        # shown.
+        # The mode that is entered last sees a call first, so the listener's modes have seen a call before the listener
+        # is notified of its attention.
         self.modes = put_on(Interception(self._asked), *listener.modes())
 
     def leave(self) -> None:
-        """Stop to tell."""
+        """Stop notifying the listener."""
         for handle in self._handles:
             handle.remove()
             # Removing the handle of a global hook leaves this flag behind (torch 2.8 to 2.15).
@@ -198,7 +198,7 @@ class Forward(Call):
 
     @contextmanager
     def unseen(self) -> Iterator[None]:
-        """Follow nothing of what the listener itself computes inside the ``with``."""
+        """Hide computations of the listener inside the ``with`` from this forward."""
         self._is_quiet = True
         try:
             with unseen():
@@ -206,7 +206,8 @@ class Forward(Call):
         finally:
             self._is_quiet = False
 
-    # Higher-order operators compile what they are given, hooks included, and ask for a whole graph.
+    # Higher-order operators compile their arguments, including these hooks, to an unbroken graph, so hooks do nothing
+    # while compiling.
     def _called(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         if not torch.compiler.is_compiling() and self._is_followed(module):
             self._stack.append((module, args))
@@ -218,15 +219,15 @@ class Forward(Call):
 
     @torch.compiler.disable
     def _hand_on(self, module: nn.Module, args: tuple[Any, ...], *rest: Any) -> Any:
-        # With an exception torch leaves out the keyword arguments, and the output may be None.
+        # After an exception torch passes no keyword arguments, and the output may be None.
         if not self._is_followed(module) or not any(
             running is module for running, _ in self._stack[:0:-1]
         ):
             return None
-        # What lies above ended without a hook, by an exception that torch tells none of.
+        # Modules above this one in the stack have ended by an exception after which torch ran no hooks.
         while self._stack.pop()[0] is not module:
             pass
-        # What torch.compile wraps has been told of already.
+        # The module inside a wrapper of torch.compile has been reported already.
         is_wrapper = "_orig_mod" in module._modules
         if len(rest) != 2 or is_wrapper or module not in self._names:
             return None
@@ -237,7 +238,7 @@ class Forward(Call):
     def _asked(self, request: Seen) -> Answer | None:
         if self._is_quiet or hidden_depth() > self._depth:
             return None
-        # A call from outside this forward's frame: the forward was interrupted, and something else runs now.
+        # If the call is outside this forward's frame, the forward was interrupted, and other code runs now.
         if not is_under(sys._getframe(), self.frame):
             return None
         if self.running[-1][0] not in self._names:
@@ -246,19 +247,19 @@ class Forward(Call):
             return self._listener.asked(self, request)
 
     def _is_followed(self, module: nn.Module) -> bool:
-        """Return whether it is a module of the model, or one with weights of its own that runs in the middle of it."""
+        """Return whether a module belongs to the model, or has weights and runs inside the model's forward."""
         if (
             self._is_quiet
             or self.thread != threading.get_ident()
             or hidden_depth() > self._depth
         ):
             return False
-        # One without weights that was made on the spot, such as nn.Softmax(-1)(x), belongs to the layer that made it.
+        # A module without weights that was created in the forward, such as nn.Softmax(-1)(x), belongs to its layer.
         return module in self._names or next(module.parameters(), None) is not None
 
 
 def _entries(model: nn.Module) -> Iterator[tuple[nn.Module, bool]]:
-    """Yield the model, and the parts of it that may be called by themselves; and whether it is the whole of it."""
+    """Yield the model and its parts that may be called by themselves, each with whether it is the whole model."""
     yield model, True
     inner = list(model.children())
     while inner:
@@ -271,6 +272,6 @@ def _entries(model: nn.Module) -> Iterator[tuple[nn.Module, bool]]:
 
 
 def _wraps(model: nn.Module, part: nn.Module) -> bool:
-    """Return whether ``model`` is but a wrapper of ``part``, as those of torch.nn.parallel are."""
+    """Return whether ``model`` is only a wrapper of ``part``, as in torch.nn.parallel."""
     # DataParallel, DistributedDataParallel and FullyShardedDataParallel all call it "module".
     return len(list(model.children())) == 1 and getattr(model, "module", None) is part

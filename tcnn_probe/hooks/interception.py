@@ -1,8 +1,8 @@
-"""Seeing every attention that torch is asked for while a layer runs, fused or not.
+"""Interception of every attention that a layer computes with torch, fused or not.
 
-A :class:`torch.overrides.TorchFunctionMode` is shown each call of a torch function with its true arguments: scale, mask
-and bias as they are, queries and keys after rotary embedding and normalisation. What the model gets is torch's own
-result, untouched, unless whoever looks answers with another.
+A :class:`torch.overrides.TorchFunctionMode` sees each call of a torch function with its actual arguments: scale, mask
+and bias, and queries and keys after rotary embedding and normalisation. The model gets torch's own result, unless the
+observer returns an edit.
 """
 
 import inspect
@@ -40,7 +40,7 @@ __all__ = [
 ]
 
 Answer = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any], Any], Any]
-"""Function (func, args, kwargs, output) -> output that edits what a torch function gives the model."""
+"""Edit of a torch function's output: a function (func, args, kwargs, output) -> output."""
 
 _MULTIHEAD = inspect.signature(F.multi_head_attention_forward)
 _CAUSAL = "causal: the tokens are a sequence"
@@ -48,21 +48,22 @@ _CAUSAL = "causal: the tokens are a sequence"
 
 @dataclass(frozen=True)
 class SeenAttention:
-    """Attention as torch was asked for it.
+    """Arguments and output of a call of torch that computes attention.
 
     Args:
-        logits: Input of a softmax, shape (..., N_query, N_key); None for fused attention, which has instead
-        query, key, value: Tensors of shapes (..., N_query, d), (..., N_key, d) and (..., N_key, d_value),
-        scale: Factor of the products, and
-        mask: Numbers to add, or True where a query may see a key.
+        logits: Input of a softmax, shape (..., N_query, N_key); None for fused attention.
+        query, key, value: Tensors of fused attention, shapes (..., N_query, d), (..., N_key, d) and
+            (..., N_key, d_value); None for a softmax.
+        scale: Factor of the products of fused attention.
+        mask: Mask of fused attention: numbers to add to the logits, or True where a query may attend to a key.
         modification: Function of flex_attention that changes the products, if there is one.
-        output: Output of torch: the attention itself if ``logits`` is given, else what ``finish`` makes of the
-            attention times the values; None if dropout took part in it.
-        finish: Function from (..., N_query, d_value) to the output.
-        heads: Axis of the heads in (..., N_query, N_key), if the call says so.
-        not_on_grid: Reason why queries or keys are surely no image's, if the call says so.
+        output: Output of torch: the attention itself if ``logits`` is given, else the result of ``finish`` for
+            attention times values; None if dropout was applied.
+        finish: Function from attention times values, shape (..., N_query, d_value), to the output.
+        heads: Axis of the heads in (..., N_query, N_key), if the call shows it.
+        not_on_grid: Reason why queries or keys cannot lie on an image's grid, if the call shows it.
         read_only: Reason why the output cannot be edited; "" if it can.
-        gives_lse: Whether torch gives the log-sum-exp of the logits beside the output.
+        gives_lse: Whether torch returns the log-sum-exp of the logits beside the output.
     """
 
     logits: Tensor | None = None
@@ -82,19 +83,19 @@ class SeenAttention:
 
 @dataclass(frozen=True)
 class SeenJoin:
-    """Tokens put behind each other, by the number of tokens in each part."""
+    """Concatenation of tokens, with the number of tokens in each part."""
 
     lengths: tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class SeenOperand:
-    """A tensor, by its shape and where it is stored: it is not kept.
+    """Shape and storage address of a tensor, which itself is not kept.
 
     Args:
         shape: Shape of the tensor.
         place: Address of its storage.
-        shared: Whether all images have the same, as they have a weight.
+        shared: Whether the tensor is the same for all images, as a weight is.
     """
 
     shape: torch.Size
@@ -104,16 +105,16 @@ class SeenOperand:
     @classmethod
     def of(cls, tensor: Tensor) -> "SeenOperand":
         """Describe a tensor."""
-        # A matrix without an axis of images, or a tensor that is expanded over them, is the same for all.
+        # A matrix has no axis of images, and an expanded tensor is the same along that axis.
         shared = tensor.ndim < 3 or (tensor.shape[0] > 1 and tensor.stride(0) == 0)
-        # Tensors that torch.vmap maps, as in masks of flex_attention, have no address.
+        # Tensors inside torch.vmap, as in masks of flex_attention, have no address.
         is_mapped = torch._C._functorch.is_functorch_wrapped_tensor(tensor)
         place = id(tensor) if is_mapped else tensor.data_ptr()
         return cls(tensor.shape, place, shared)
 
     def is_in(self, operand: "SeenOperand", *, heads: bool) -> bool:
-        """Return whether an operand is this softmax or, with ``heads``, may be made of it by dropout or mixing them."""
-        # A sink is an extra logit, whose share is cut off: what is left begins at the same address.
+        """Return whether an operand is this softmax or, with ``heads``, may be it after dropout or mixing of heads."""
+        # An attention sink is an extra logit whose column is cut off; the remaining view has the same address.
         without_sink = (*self.shape[:-1], self.shape[-1] - 1)
         if self.place == operand.place and operand.shape == without_sink:
             return True
@@ -129,8 +130,8 @@ class SeenProduct:
     """A matrix product.
 
     Args:
-        pairs: Each operand that could be attention in it, and what it would weigh.
-        output: The product, which lives as long as the model keeps it.
+        pairs: Pairs of an operand that could be attention and the operand that it would weight.
+        output: Weak reference to the product.
     """
 
     pairs: Sequence[tuple[SeenOperand, SeenOperand]]
@@ -139,13 +140,13 @@ class SeenProduct:
 
 @dataclass(frozen=True)
 class SeenCopy:
-    """A tensor, ``output``, that is scaled or repeated from ``sources``."""
+    """A tensor, ``output``, that was computed by scaling or repeating ``sources``."""
 
     sources: Sequence[SeenOperand]
     output: weakref.ref[Tensor]
 
     def scales_rows_of(self, tensor: Tensor) -> bool:
-        """Return whether it is a tensor with each row multiplied or divided by a number of its own."""
+        """Return whether the output is this tensor with each row multiplied or divided by a factor of that row."""
         rows = tensor.numel() // tensor.shape[-1]
         return any(
             source.place == tensor.data_ptr() and source.shape.numel() == tensor.numel()
@@ -167,11 +168,11 @@ Seen = SeenAttention | SeenProduct | SeenCopy | SeenJoin | SeenUnmeasured
 
 
 class Interception(TorchFunctionMode):
-    """Mode that shows every attention, matrix product, scaling and joining of tokens to a function, while entered.
+    """Mode that passes every attention, matrix product, scaling and concatenation of tokens to a function.
 
     Args:
-        on_request: Function that is called with each, without gradients, autocast or any function mode. What it
-            returns, if anything, edits the output, where gradients and autocast are the model's.
+        on_request: Function that is called with a description of each such call, without gradients, autocast or any
+            function mode. It may return an edit of the output, which runs with the model's gradients and autocast.
     """
 
     def __init__(self, on_request: Callable[[Seen], Answer | None]) -> None:
@@ -187,9 +188,8 @@ class Interception(TorchFunctionMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
-        # flex_attention compiles itself, through this mode; what it has compiled passes here once more when it runs.
-        # Tested first, so that torch.compile guards nothing of what follows: guards would make it compile again in each
-        # forward.
+        # flex_attention compiles itself under this mode, and its compiled call passes here again when it runs. This
+        # test comes first, because guards on later values would make torch.compile recompile in each forward.
         if torch.compiler.is_compiling():
             return func(*args, **kwargs)
         output = func(*args, **kwargs)
@@ -205,7 +205,7 @@ class Interception(TorchFunctionMode):
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
-        # Reading properties of tensors is itself a call of a torch function, which outer modes would see.
+        # Reading a property of a tensor is also a call of a torch function, which outer modes would see.
         with torch._C.DisableTorchFunction():
             if is_transformed(args):
                 return output
@@ -218,7 +218,7 @@ class Interception(TorchFunctionMode):
 def describe(
     func: Callable[..., Any], output: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Seen | None:
-    """Describe a call of a torch function as attention, a product, a scaled tensor or tokens joined; else None."""
+    """Describe a torch call as attention, product, scaled tensor or concatenated tokens; None if it is none of them."""
     describe_call = _describer(func)
     return None if describe_call is None else describe_call(output, *args, **kwargs)
 
@@ -234,12 +234,12 @@ def _fused(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> SeenAttention:
-    dtype = autocast_dtype(query)  # in which the fused kernel has computed
+    dtype = autocast_dtype(query)  # the dtype in which the fused kernel has computed
     query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
     if enable_gqa:
         key, value = (_repeat_for_groups(x, query) for x in (key, value))
     if is_causal:
-        # torch aligns it with the upper left corner, also where there are more keys than queries.
+        # torch aligns a causal mask with the upper left corner, even if there are more keys than queries.
         attn_mask = torch.ones(
             query.shape[-2], key.shape[-2], dtype=torch.bool, device=query.device
         ).tril()
@@ -255,7 +255,7 @@ def _fused(
 
 
 def _repeat_for_groups(x: Tensor, query: Tensor) -> Tensor:
-    """Return keys or values of grouped-query attention, where each serves several heads of queries, for every head."""
+    """Repeat keys or values of grouped-query attention, each of which serves several query heads, for every head."""
     groups = query.shape[-3] // x.shape[-3]
     return x if groups == 1 else x.repeat_interleave(groups, -3)
 
@@ -268,8 +268,8 @@ def _softmax(
     **kwargs: Any,
 ) -> SeenAttention | None:
     if (
-        # Attention has an axis of images, windows or heads beside its matrix; a softmax over classes or channels has
-        # not.
+        # Attention has an axis of images, windows or heads in addition to its matrix, unlike a softmax over classes or
+        # channels.
         input.ndim < 3
         or dim not in (-1, input.ndim - 1)
         or not input.is_floating_point()
@@ -288,7 +288,7 @@ def multihead_arguments(*args: Any, **kwargs: Any) -> dict[str, Any]:
 def _multihead(
     output: tuple[Tensor, Tensor | None], *args: Any, **kwargs: Any
 ) -> SeenAttention:
-    """Repeat what torch's multi-head attention does before it attends; tokens come first, (N, B, d)."""
+    """Describe torch's multi-head attention by repeating its projections; tokens come first, (N, B, d)."""
     arguments = SimpleNamespace(**multihead_arguments(*args, **kwargs))
     tokens, attn_mask = (
         [arguments.query, arguments.key, arguments.value],
@@ -325,7 +325,7 @@ def _multihead(
     )
     if arguments.add_zero_attn:
         k, v = (F.pad(x, (0, 0, 0, 1)) for x in (k, v))
-    # Keys that the layer adds follow those of tokens, and no mask hides them.
+    # Keys that the layer adds come after those of tokens, and no mask hides them.
     extra = k.shape[2] - len(tokens[1])
 
     def finish(attended: Tensor) -> Tensor:
@@ -339,7 +339,7 @@ def _multihead(
     if attn_mask is not None:
         attn_mask = _additive(F.pad(attn_mask, (0, extra)), q.dtype)
         masks.append(
-            # torch takes masks (N_query, N_key) and (B * heads, N_query, N_key).
+            # torch accepts masks of shape (N_query, N_key) and (B * heads, N_query, N_key).
             attn_mask.unflatten(0, (-1, arguments.num_heads))
             if attn_mask.ndim == 3
             else attn_mask
@@ -371,7 +371,7 @@ def _multihead(
 
 
 def _additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return a mask to be added, of a mask in which True hides a key."""
+    """Convert a mask in which True hides a key to one that is added to the logits."""
     if mask.dtype != torch.bool:
         return mask
     return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(
@@ -380,14 +380,14 @@ def _additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _product(output: Tensor, first: Tensor, *rest: Any, **kwargs: Any) -> SeenProduct:
-    # The names of torch.matmul and of torch.bmm.
+    # The second argument is "other" in torch.matmul and "mat2" in torch.bmm.
     second = rest[0] if rest else kwargs.get("other", kwargs.get("mat2"))
-    # A vector is neither attention nor values of tokens.
+    # A vector can be neither attention nor values of tokens.
     if not isinstance(second, Tensor) or second.ndim < 2 or first.ndim < 2:
         return SeenProduct([], weakref.ref(output))
     left, right = SeenOperand.of(first), SeenOperand.of(second)
     transposed = SeenOperand(second.mT.shape, right.place)
-    # Attention times values; or values times attention, both transposed.
+    # The product is attention times values, or transposed values times transposed attention.
     pairs = [(left, right), (transposed, left)]
     return SeenProduct(pairs, weakref.ref(output))
 
@@ -403,11 +403,11 @@ def _einsum(
     pairs = list(
         permutations([SeenOperand.of(x) for x in flat if isinstance(x, Tensor)], 2)
     )
-    # Operands and sublists of axes may stand in the place of an equation: then any pair could be attention.
+    # If operands and lists of axes are given in place of an equation, any pair could be attention.
     if isinstance(equation, str):
         inputs, _, result = equation.replace(" ", "").partition("->")
         labels = permutations(inputs.split(","), 2)
-        # Attention weighs values where the sum is over its last axis.
+        # An operand can be attention if the sum runs over its last axis.
         is_summed = [
             left[-1:] in right and left[-1:] not in result for left, right in labels
         ]
@@ -417,7 +417,7 @@ def _einsum(
 
 def _copy(output: Tensor, *inputs: Any, **kwargs: Any) -> SeenCopy:
     sources = [(x, SeenOperand.of(x)) for x in inputs if isinstance(x, Tensor)]
-    # A parameter, such as a temperature, is the same for all images, whatever its shape.
+    # A parameter, such as a temperature, is shared by all images, whatever its shape.
     operands = [
         replace(operand, shared=operand.shared or isinstance(x, nn.Parameter))
         for x, operand in sources
@@ -428,7 +428,7 @@ def _copy(output: Tensor, *inputs: Any, **kwargs: Any) -> SeenCopy:
 def _join(
     output: Tensor, tensors: Sequence[Tensor], dim: int = 0, *args: Any, **kwargs: Any
 ) -> SeenJoin | None:
-    # Tokens are (B, N, C), or (N, B, C) as torch's own layers have them.
+    # Tokens have the shape (B, N, C), or (N, B, C) in torch's own layers.
     if output.ndim != 3 or dim not in (0, 1, -2, -3):
         return None
     return SeenJoin(tuple(x.shape[dim] for x in tensors if x.ndim == 3))
@@ -446,13 +446,13 @@ def _flex(
     score_buffers: tuple[Any, ...] = (),
     mask_buffers: tuple[Any, ...] = (),
 ) -> SeenAttention:
-    # Outputs of the heads, (B, heads, N_query, d_value), are the first; log-sum-exp and largest logits follow.
+    # The outputs are those of the heads, (B, heads, N_query, d_value), the log-sum-exp and the largest logits.
     output = outputs[0]
-    # In which dtype autocast has it computed depends on torch's version.
+    # The dtype in which it is computed under autocast depends on torch's version.
     query, key, value = (x.to(output.dtype) for x in (query, key, value))
     modification = ScoreModification(
         score_mod,
-        block_mask[-1],  # before it come blocks that kernels need not look at
+        block_mask[-1],  # the mask function, after tables of blocks
         score_buffers,
         mask_buffers,
         torch.arange(query.shape[-2], device=query.device),
@@ -466,7 +466,7 @@ def _flex(
         modification=modification,
         output=output,
         heads=1,
-        # On a GPU also wherever gradients are on, whether or not the model asked for it.
+        # On a GPU this is also True if gradients are on, whether or not the model asks for it.
         gives_lse=kernel_options.get("OUTPUT_LOGSUMEXP", False),
     )
 
@@ -476,10 +476,10 @@ FUSED: Mapping[Any, Callable[..., SeenAttention]] = {
     F.scaled_dot_product_attention: _fused,
     F.multi_head_attention_forward: _multihead,
 }
-"""Functions that attend and weigh values at once, and what describes a call of them."""
+"""Fused functions, which compute attention times values, with the functions that describe their calls."""
 
-# A mode sees the function that was called and none that it calls, so each spelling needs its entry and none counts
-# twice.
+# A mode sees the function that the model calls but not the functions inside it. So each alias needs an entry, and no
+# call counts twice.
 _DESCRIBE: dict[Any, Callable[..., Seen | None]] = {
     **FUSED,
     **dict.fromkeys(
@@ -498,7 +498,7 @@ _DESCRIBE: dict[Any, Callable[..., Seen | None]] = {
 
 
 def _describer(func: Callable[..., Any]) -> Callable[..., Seen | None] | None:
-    """Return what describes a call of a torch function; None if nobody needs to know of it."""
+    """Return the function that describes calls of a torch function; None if these are not needed."""
     return partial(_kernel, func) if is_kernel(func) else _DESCRIBE.get(func)
 
 
@@ -519,6 +519,6 @@ def _kernel(
         output=None if call.dropout else call.output,
         heads=1,
         not_on_grid=_CAUSAL if call.is_causal else "",
-        # The package's backward pass reads the output that it has kept, not another.
+        # The backward pass of the package uses the output that it has saved, not an edited one.
         read_only="the output of a fused kernel that is called directly cannot be edited",
     )

@@ -1,8 +1,8 @@
-"""Calls of fused attention kernels that Python code makes itself: flash-attn's, xformers' and torch's own.
+"""Direct calls of fused attention kernels of flash-attn, xformers and torch.
 
-The packages call them from inside of their autograd functions. Their arguments are read by the names in the operator's
-schema, which differ from version to version less than their places do. A call with an option that is not known here is
-not described: the reason names the option.
+The packages call these operators inside their autograd functions. Arguments are read by the names in the operator's
+schema, which change less from version to version than their positions do. A call with an unknown option is not
+described; the reason names the option.
 """
 
 import re
@@ -15,14 +15,14 @@ from torch import Tensor
 
 __all__ = ["KernelCall", "is_kernel", "read_kernel"]
 
-# Those of flash-attn 2.7 and later, also under the names by which the package kernels loads them, and of xformers.
-# Earlier versions of flash-attn call an extension of Python that shows itself to no mode.
+# Operators of flash-attn 2.7 and later, also under the names of the package "kernels", of xformers and of torch.
+# Earlier versions of flash-attn call an extension module that modes cannot see.
 _KERNELS = re.compile(
     r"(\w*flash_?attn\w*\.\w*|xformers\w*\.\w*|aten\._(efficient|flash)_attention_)(fwd|forward)"
-    # What torch.nn.attention.varlen calls, and what scaled_dot_product_attention chooses from.
+    # Operators behind torch.nn.attention.varlen and behind scaled_dot_product_attention.
     r"|torch_attn\._varlen_attn|aten\._scaled_dot_product_(?!\w*backward)"
 )
-# Sizes for allocation, what is returned beside the output, and hints: they change no attention.
+# Options that do not change the attention: sizes for allocation, further return values, and hints.
 _HARMLESS = re.compile(
     r"max_\w+|return_\w+|compute_log_?sumexp|num_splits|\w+_gqa|\w*_margin|backend"
 )
@@ -31,14 +31,14 @@ _OFF = (None, False, 0, -1)
 
 @dataclass(frozen=True)
 class KernelCall:
-    """Arguments of a kernel: query, key, value and output have the shape (B, heads, N, d).
+    """Arguments of a kernel. Query, key, value and output have the shape (B, heads, N, d).
 
     Args:
-        query, key, value, output: Tensors; those of keys and values may have fewer heads.
+        query, key, value, output: Tensors; key and value may have fewer heads than query.
         scale: Factor of the products.
-        mask: Numbers to add, or True where a query may see a key; None without any.
-        dropout: Share of the attention that is dropped.
-        is_causal: Whether queries see no later keys.
+        mask: Numbers to add to the logits, or True where a query may attend to a key; None for no mask.
+        dropout: Probability of dropout.
+        is_causal: Whether queries attend to no later keys.
     """
 
     query: Tensor
@@ -52,23 +52,23 @@ class KernelCall:
 
 
 def is_kernel(func: Callable[..., Any]) -> bool:
-    """Return whether a function is an operator whose name is that of a forward kernel of attention."""
+    """Return whether a function is an operator with the name of an attention kernel's forward."""
     is_operator = isinstance(func, (torch._ops.OpOverload, torch._ops.OpOverloadPacket))
     return is_operator and _KERNELS.match(str(func)) is not None
 
 
 class _UnknownError(Exception):
-    """An option that is not known here; the message names it."""
+    """A call has an option that is not known here; the message names it."""
 
 
 def read_kernel(
     func: Any, output: Any, args: Sequence[Any], kwargs: dict[str, Any]
 ) -> KernelCall | str | None:
-    """Read a call; return the reason if it is not known what it computes, or None if it is no attention.
+    """Read a call; return a reason if the call cannot be interpreted, or None if it is not attention.
 
     Args:
         func: Operator, see :func:`is_kernel`.
-        output: Tensor that it returned, or several.
+        output: Tensor that the operator returned, or a sequence of tensors.
         args, kwargs: Arguments of the call.
     """
     overload = func.default if isinstance(func, torch._ops.OpOverloadPacket) else func
@@ -79,7 +79,7 @@ def read_kernel(
     values |= dict(zip(names, args, strict=False)) | kwargs
 
     def take(*spellings: str) -> Any:
-        """Return the argument that has one of these names, which is known from now on; None if there is none."""
+        """Return the argument that has one of these names, and count it as known; None if there is none."""
         present = [values.pop(name) for name in spellings if name in values]
         return present[0] if present else None
 
@@ -96,7 +96,7 @@ def read_kernel(
         ]
         first = output if isinstance(output, Tensor) else output[0]
         query, key, value, attended = (*tokens, first)
-        if "scaled_dot_product" not in str(func):  # whose heads come before the tokens
+        if "scaled_dot_product" not in str(func):  # which has (B, heads, N, d) already
             query, key, value, attended = (
                 _by_head(x, *lengths[side])
                 for x, side in zip((*tokens, first), (0, 1, 1, 0), strict=True)
@@ -112,7 +112,8 @@ def read_kernel(
             key,
             before=_reach(left),
             behind=0 if is_causal else _reach(right),
-            # flash-attn says that the last query sees the last key; of the others this depends on version and mask.
+            # In flash-attn's documentation the last query sees the last key; in others this depends on version and
+            # mask.
             is_aligned=re.search("flash_?attn", str(func)) is not None,
         )
         bias = take("bias", "attn_bias", "attn_mask")
@@ -134,11 +135,12 @@ def read_kernel(
 
 
 def _by_head(x: Tensor, ends: Tensor | None, longest: int | None) -> Tensor:
-    """Return (B, N, heads, d), or as many sequences of equal length behind each other, as (B, heads, N, d)."""
+    """Return tokens (B, N, heads, d), or B packed sequences of equal length, as (B, heads, N, d)."""
     if ends is not None:
         sequences = ends.numel() - 1
         packed = x[0] if x.ndim == 4 and len(x) == 1 else x
-        # Where the longest would fill them all, all are as long: so nothing waits for the numbers of the device.
+        # If all sequences together have the number of tokens of as many longest ones, all are equally long. This check
+        # does not read lengths from the device.
         if packed.ndim != 3 or len(packed) != sequences * int(longest or 0):
             raise _UnknownError("sequences of several lengths")
         x = packed.unflatten(0, (sequences, -1))
@@ -148,7 +150,7 @@ def _by_head(x: Tensor, ends: Tensor | None, longest: int | None) -> Tensor:
 
 
 def _reach(size: int | None) -> int | None:
-    """Return how many neighbours are seen on one side; None if all are."""
+    """Return the number of neighbours that are visible on one side; None for all."""
     return None if size is None or size < 0 else size
 
 
@@ -160,7 +162,7 @@ def _visible(
     behind: int | None,
     is_aligned: bool,
 ) -> Tensor | None:
-    """Return whether each query sees each key, (N_query, N_key); None if all do."""
+    """Return a mask (N_query, N_key), True where a query may attend to a key; None if all may attend to all."""
     if before is None and behind is None:
         return None
     queries, keys = query.shape[-2], key.shape[-2]

@@ -1,4 +1,4 @@
-"""Function and dispatch modes: entering and leaving them, and hiding our own computations from all others."""
+"""Function and dispatch modes: entering and leaving them, and hiding our own computations from other modes."""
 
 import sys
 import threading
@@ -45,20 +45,20 @@ __all__ = [
 Mode = TorchFunctionMode | TorchDispatchMode
 Function = TypeVar("Function", bound=Callable[..., Any])
 
-# The modes of make_fx and torch.export, of fake tensors and of functionalization (private in torch 2.8 to 2.15).
+# Keys of the modes of make_fx and torch.export, of fake tensors and of functionalization (private, torch 2.8 to 2.15).
 _KEY = torch._C._TorchDispatchModeKey
 _TRACERS = (_KEY.PROXY, _KEY.FAKE, _KEY.FUNCTIONAL)
 _FLEX = "torch.nn.attention.flex_attention"
 _OPERATORS = (_FLEX, "torch._higher_order_ops.")
-# Each thread and each asynchronous task of the user hides its own code.
+# This is a context variable, so that each thread and asynchronous task of the user hides its own code.
 _HIDDEN = ContextVar("tcnn_probe_hidden", default=0)
 _DEPTHS: list[int] = []
-"""Depths of all code that is hidden now, in any thread."""
+"""Depths of the code that is currently hidden, in all threads."""
 
 
 @contextmanager
 def hidden_from_recorders() -> Iterator[None]:
-    """Hide code from recorders attached outside: only recorders that are attached inside see it."""
+    """Hide the code inside from all recorders except those that are attached inside."""
     depth = _HIDDEN.get() + 1
     token = _HIDDEN.set(depth)
     _DEPTHS.append(depth)
@@ -70,23 +70,23 @@ def hidden_from_recorders() -> Iterator[None]:
 
 
 def hidden_depth() -> int:
-    """Return how deep inside of :func:`hidden_from_recorders` this is; in a thread of autograd's own, anywhere."""
-    # A thread that torch started in C++ has no context of ours, and works for whatever is hidden anywhere.
+    """Return how many :func:`hidden_from_recorders` are active here; in autograd's threads, the maximum anywhere."""
+    # A thread that torch has started in C++ does not inherit the context variable, and may work for any thread.
     if isinstance(threading.current_thread(), threading._DummyThread):
         return max(_DEPTHS, default=0)
     return _HIDDEN.get()
 
 
 class Uncompiled(TorchDispatchMode):
-    """Mode that changes nothing; but while any dispatch mode is on, torch.compile leaves Python code as it is."""
+    """Dispatch mode without effect, under which torch.compile does not compile Python code."""
 
-    # Without this, flex_attention, cond, while_loop and scan raise NotImplementedError inside any dispatch mode.
+    # Otherwise flex_attention, cond, while_loop and scan would raise NotImplementedError in this mode.
     supports_higher_order_operators = True
     _thread: int | None = None
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Let higher-order operators compile: they ask for a whole graph even in eager mode (torch 2.15)."""
+        """Let higher-order operators compile, because they need a full graph even in eager mode (torch 2.15)."""
         frame: Any = sys._getframe()
         while frame is not None and not frame.f_globals.get("__name__", "").startswith(
             _OPERATORS
@@ -96,13 +96,13 @@ class Uncompiled(TorchDispatchMode):
 
     def __enter__(self) -> Any:
         if not hasattr(TorchDispatchMode, "supports_higher_order_operators"):
-            # Older torch (2.8) asks each of these operators for a rule of its own.
+            # In older torch (2.8), each of these operators needs a rule for the mode.
             for operator in torch._ops._higher_order_ops.values():
                 if type(self) not in operator.python_key_table:
                     operator.py_impl(type(self))(_without_mode(operator))
         super().__enter__()
         if dispatch._get_current_dispatch_mode_stack() == [self]:
-            # The flags are of all threads, and a mode that is on in another thread alone may be left before this one.
+            # The flags are shared by all threads, and a mode in another thread may be left before this one.
             for flags in _flags_to_restore(self):
                 flags[-1] = False
         return self
@@ -113,25 +113,25 @@ class Uncompiled(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
     def __exit__(self, *error: Any) -> None:
-        # After a Ctrl-C other modes may lie above, or this one may be hidden by code that was interrupted.
+        # After Ctrl-C other modes may be on top of this one, or interrupted code may have hidden this one.
         if dispatch._get_current_dispatch_mode_stack()[-1:] == [self]:
             super().__exit__(*error)
 
     def hold(self) -> None:
-        """Let what was compiled with ``fullgraph=True``, which raises in any dispatch mode, run as it was written."""
+        """Run functions that were compiled with ``fullgraph=True`` eagerly: they would raise in a dispatch mode."""
         self._thread = threading.get_ident()
         _run_eagerly(+1)
 
     def release(self) -> None:
-        """Let this thread compile again; the second call does nothing."""
+        """Let this thread compile again; a second call has no effect."""
         if self._thread == threading.get_ident():
             self._thread = None
             _run_eagerly(-1)
 
 
 def _run_eagerly(step: int) -> None:
-    """Count, in this thread, who wants compiled functions to run as they were written."""
-    # torch's own switch, for code that it traces itself (private, torch 2.15).
+    """Change the number of requests, in this thread, to run compiled functions eagerly."""
+    # torch has this switch for code that it traces (private, torch 2.15).
     frames = sys.modules.get("torch._dynamo.eval_frame")
     switch = getattr(frames, "_force_eager_nested_compile", None)
     if switch is not None:
@@ -139,14 +139,14 @@ def _run_eagerly(step: int) -> None:
 
 
 def _without_mode(operator: Callable[..., Any]) -> Callable[..., Any]:
-    """Return an operator's rule for a dispatch mode, which torch has taken off by then: it runs as ever."""
+    """Return an operator's rule for a dispatch mode: run the operator, as torch has disabled the mode by then."""
     return lambda mode, *args, **kwargs: operator(*args, **kwargs)
 
 
 def never_compiled_alone(function: Function) -> Function:
-    """Return a mode's ``__torch_function__``, which torch.compile then traces only as a part of what calls it."""
-    # Otherwise torch.compile compiles one version for each kind of call, up to 256 of them. torch.compiler.disable
-    # would break the graphs that flex_attention asks to be whole.
+    """Mark a mode's ``__torch_function__``, so that torch.compile traces it only as a part of its caller."""
+    # Otherwise torch.compile would compile one version for each kind of call, up to 256 of them. torch.compiler.disable
+    # would break graphs that flex_attention requires to be unbroken.
     frames = torch._C._dynamo.eval_frame
     strategy = frames._FrameExecStrategy(
         frames._FrameAction.SKIP, frames._FrameAction.DEFAULT
@@ -157,13 +157,13 @@ def never_compiled_alone(function: Function) -> Function:
 
 def may_compile() -> bool:
     """Return whether torch.compile was called in this process, or a forward may call it, as flex_attention does."""
-    # transformers compiles flex_attention in the first forward: if that one is recorded, the call comes too late.
+    # transformers compiles flex_attention in the first forward, perhaps after the recorder has asked.
     if _FLEX in sys.modules:
         return True
     backends = sys.modules.get("torch._dynamo.eval_frame")
     frames = sys.modules.get("torch._dynamo.utils")
     has_compiled = frames is not None and frames.counters["frames"]["total"] > 0
-    # What torch.compiler.disable was called on has None for a backend.
+    # Functions under torch.compiler.disable have None as their backend.
     return has_compiled or any(
         backend is not None
         for backend in getattr(backends, "cached_backends", {}).values()
@@ -171,7 +171,7 @@ def may_compile() -> bool:
 
 
 def put_on(*modes: Mode) -> list[Mode]:
-    """Enter modes, and :class:`Uncompiled` where something may be compiled; return them for :func:`take_off`."""
+    """Enter modes, and also :class:`Uncompiled` if code may be compiled; return them for :func:`take_off`."""
     entered: list[Mode] = []
     for mode in (*modes, *([Uncompiled()] if may_compile() else [])):
         mode.__enter__()
@@ -182,7 +182,7 @@ def put_on(*modes: Mode) -> list[Mode]:
 
 
 def take_off(modes: list[Mode]) -> None:
-    """Leave modes that others may have been entered after and not left. The list is empty afterwards."""
+    """Leave modes, even if modes that were entered later are still on. The list is empty afterwards."""
     while modes:
         mode = modes.pop()
         _take_off(mode)
@@ -204,7 +204,7 @@ def _take_off(mode: Mode) -> None:
             dispatch._push_mode,
         )
     stack, pop, push = functions
-    # torch leaves only the mode on top: those above are set aside, and put back in their order.
+    # torch can only leave the mode on top, so modes above are set aside and then put back in their order.
     while stack() and stack()[-1] is not mode:
         above.append(pop())
     if stack():
@@ -212,55 +212,56 @@ def _take_off(mode: Mode) -> None:
             _exchange_flags(mode, above[-1])
         try:
             mode.__exit__(None, None, None)
-        except IndexError:  # a dispatch mode whose __exit__ was interrupted: its flags are restored, but it is still on
+        except IndexError:  # its __exit__ was interrupted after it had restored the flags: the mode is still on
             pop()
     for mode_above in reversed(above):
         push(mode_above)
 
 
 def restore_flags() -> None:
-    """Set torch's flags of dispatch modes back, after a thread that ended with one on; not while one is on in this."""
+    """Reset torch's flags after a thread ended with a dispatch mode on, unless this thread has one on."""
     if not dispatch._get_current_dispatch_mode_stack():
         with Uncompiled():
             pass
 
 
 def _flags_to_restore(mode: TorchDispatchMode) -> list[deque[bool]]:
-    """Return what a dispatch mode sets torch's flags to when it is left: the last entry of a queue for each flag."""
-    # torch.compile leaves all code as it is while one of them says that a mode is on (private, torch 2.8 to 2.15).
+    """Return the queues whose last entries are the values that a dispatch mode restores when it is left, by flag."""
+    # While a flag says that a mode is on, torch.compile does not compile (private, torch 2.8 to 2.15).
     names = [name for name in vars(mode) if name.endswith("dispatch_mode_flags")]
     return [vars(mode)[name] for name in sorted(names)]
 
 
 def _exchange_flags(mode: TorchDispatchMode, above: TorchDispatchMode) -> None:
-    """Let a mode and the one above it be left in the opposite order: the last of them restores what the first found."""
+    """Exchange the flags that two modes restore, so that the lower mode can be left before the one above it."""
     for flags, flags_above in zip(
         _flags_to_restore(mode), _flags_to_restore(above), strict=True
     ):
-        # Both have entries, but for a mode whose __exit__ was interrupted.
+        # A queue is empty if the mode's __exit__ was interrupted.
         if flags and flags_above:
             flags[-1], flags_above[-1] = flags_above[-1], flags[-1]
 
 
 @contextmanager
 def balanced_modes() -> Iterator[None]:
-    """Take off all modes that code inside leaves on: Ctrl-C can fall between a mode's entry and its ``with`` block."""
+    """Leave all modes that the code inside leaves on, for example when Ctrl-C comes just after a mode was entered."""
     before = {id(mode) for mode in _modes()}
     has_gradients = torch.is_grad_enabled()
-    # It restores the flag that torch functions are shown, for which torch has no setter.
+    # This guard restores the flag that enables __torch_function__, for which torch has no setter.
     shown = (
         torch._C._EnableTorchFunction()
         if torch._C._is_torch_function_enabled()
         else nullcontext()
     )
     try:
-        # Leaving inference mode late also brings back dispatch keys of modes that are off by then.
+        # The second guard is needed because leaving inference mode late restores dispatch keys of modes that are off.
         with shown, torch._C._PreserveDispatchKeyGuard():
             try:
                 yield
             except KeyboardInterrupt as error:
-                # It can also fall in the __exit__ of a context manager, which is then resumed when its frame is
-                # cleared: after those around it, so that it brings back what was set inside of them.
+                # If Ctrl-C interrupts the __exit__ of a context manager, it is resumed when its frame is cleared, after
+                # the outer context managers have ended, and restores a state from inside them. So frames are cleared
+                # first.
                 traceback.clear_frames(error.__traceback__)
                 torch.set_grad_enabled(has_gradients)
                 raise
@@ -269,7 +270,7 @@ def balanced_modes() -> Iterator[None]:
 
 
 def _modes() -> list[Any]:
-    """Return the function modes and dispatch modes that are on in this thread."""
+    """Return the function and dispatch modes that are on in this thread."""
     return [
         *_get_current_function_mode_stack(),
         *dispatch._get_current_dispatch_mode_stack(),
@@ -278,7 +279,7 @@ def _modes() -> list[Any]:
 
 @contextmanager
 def only_modes_from_here() -> Iterator[None]:
-    """Hide torch functions inside from all modes but those that are entered inside."""
+    """Disable all function modes inside the ``with``, except those that are entered inside it."""
     outer: list[Any] = []
     try:
         while torch._C._len_torch_function_stack():
@@ -291,7 +292,7 @@ def only_modes_from_here() -> Iterator[None]:
 
 
 def is_transformed(inputs: Iterable[Any]) -> bool:
-    """Return whether a call is not the user's own on numbers: run again by checkpointing, traced or transformed."""
+    """Return whether a call is a recomputation of checkpointing, or is traced or transformed by torch."""
     if torch._C._current_graph_task_id() != -1:  # in a backward pass
         return True
     if (
@@ -313,16 +314,16 @@ def is_transformed(inputs: Iterable[Any]) -> bool:
 
 @contextmanager
 def unseen() -> Iterator[None]:
-    """Run operations inside without gradients of either mode, hidden from every function and dispatch mode."""
+    """Run operations without forward- or reverse-mode gradients, hidden from all function and dispatch modes."""
     with (
-        # inference_mode(False) comes first, as it turns gradients on; without it, sums made here could not be changed
-        # outside.
+        # In inference mode, sums that are created here could not be changed in place outside. inference_mode(False)
+        # turns gradients on, so no_grad() comes after it.
         torch._C.DisableTorchFunction(),
         torch.inference_mode(False),
         torch.no_grad(),
         forward_ad._set_fwd_grad_enabled(False),
     ):
-        # Disabling modes takes 0.1 ms even where none is on; asking whether one is takes next to nothing.
+        # Disabling modes takes 0.1 ms even if none is on, so it is checked first whether one is.
         if not torch._C._len_torch_dispatch_stack():
             yield
             return
@@ -341,15 +342,14 @@ def named_in_errors(layer: str) -> Iterator[None]:
 
 
 EDITORS: WeakKeyDictionary[nn.Module, Any] = WeakKeyDictionary()
-"""Editors of modules, whose method ``reading()`` enters what they edit. A copy of a module has none."""
+"""Editors of modules. Their method ``reading()`` is a context manager that applies the edits. Copies have no editor."""
 
 
 @contextmanager
 def edited(module: nn.Module) -> Iterator[None]:
-    """Compute inside what a layer's forwards compute of its parameters, ablations included.
+    """Apply the edits of a layer's parameters, such as ablations, that are active in its forwards.
 
-    Function modes that the edit enters are in effect, also where torch functions are hidden from all modes; nobody
-    else's are.
+    Inside, only function modes that the edit enters are active, even if torch functions are hidden from all modes.
     """
     editor = EDITORS.get(module)
     if editor is None:

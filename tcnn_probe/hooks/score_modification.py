@@ -1,4 +1,4 @@
-"""The logits of flex_attention: products of queries and keys, changed by a function of the user's and masked."""
+"""The logits of flex_attention: products of queries and keys that are changed by the user's function and masked."""
 
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -12,8 +12,7 @@ from tcnn_probe.hooks.modes import only_modes_from_here
 
 __all__ = ["ScoreModification"]
 
-# in_dims of nested vmaps over (score, image, head, query, key), the last axis first: 0 for the arguments that have the
-# axis.
+# in_dims of nested vmaps over (score, image, head, query, key), last axis first: 0 for arguments that have the axis.
 _AXES = (
     (0, None, None, None, 0),
     (0, None, None, 0, None),
@@ -24,15 +23,15 @@ _AXES = (
 
 @dataclass(frozen=True)
 class ScoreModification:
-    """Change that flex_attention makes to the scaled products of queries and keys, a block of them at a time.
+    """The change that flex_attention makes to scaled products of queries and keys, computed for a block of them.
 
-    Torch's eager flex_attention maps both functions in the same way over all the products at once.
+    Torch's eager flex_attention maps the two functions in the same way, but over all products at once.
 
     Args:
-        score_mod: Function (score, image, head, query, key, *buffers) -> score of scalar tensors.
-        mask_mod: Function (image, head, query, key, *buffers) -> whether the query may see the key.
-        score_buffers, mask_buffers: Tensors that the functions use.
-        queries, keys: Indices that the functions are given for the queries and keys, shapes (N_query,) and (N_key,).
+        score_mod: Function (score, image, head, query, key, *buffers) -> score, of scalar tensors.
+        mask_mod: Function (image, head, query, key, *buffers) -> whether the query may attend to the key.
+        score_buffers, mask_buffers: Tensors that are passed to the functions.
+        queries, keys: Indices of queries and keys that are passed to the functions, shapes (N_query,) and (N_key,).
     """
 
     score_mod: Callable[..., Tensor]
@@ -49,7 +48,7 @@ class ScoreModification:
 
         Args:
             scores: Scaled products of the block's queries and keys.
-            rows, queries, keys: Place of the block.
+            rows, queries, keys: Position of the block.
         """
         first = rows.start or 0  # rows of flex_attention are images
         images = torch.arange(first, first + len(scores), device=scores.device)
@@ -69,8 +68,8 @@ class ScoreModification:
 
 
 def _indexing() -> Any:
-    """Return torch's own mode in which ``bias[query, key]`` can be mapped over indices, as flex_attention enters it."""
-    # Imported late: torch.compile's modules take a second to import, and are there once flex_attention has run.
+    """Return the mode of torch in which vmap can map ``bias[query, key]``, which flex_attention enters, too."""
+    # The import is local, because torch.compile's modules take a second to import unless flex_attention has run.
     from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
 
     return TransformGetItemToIndex()

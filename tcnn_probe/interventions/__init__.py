@@ -1,1 +1,1 @@
-"""Interventions on heads, to see what they cause."""
+"""Interventions on attention heads, which show what the heads cause."""

@@ -1,4 +1,4 @@
-"""``ablate()``: run a model without some of its heads, or with other attention."""
+"""``ablate()``: run a model without some of its heads, or with different attention."""
 
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
@@ -40,7 +40,7 @@ def ablate(
     images: GivenImages | None = None,
     seed: int | None = 0,
 ) -> "Ablation":
-    """Change what some heads of a model do, from this call to the end of a ``with``, or to :meth:`Ablation.remove`.
+    """Ablate heads of a model, from this call to the end of a ``with`` statement or to :meth:`Ablation.remove`.
 
     ::
 
@@ -48,56 +48,57 @@ def ablate(
             accuracy = validate(model)
 
     ============ ====================================================================================================
-    mode         what it does
+    mode         effect
     ============ ====================================================================================================
-    "zero"       The heads give zero, where their outputs lie side by side before the layer's projection; its bias
-                 stays. With talking heads (CaiT) the softmax is zeroed, before heads are mixed.
-    "mean"       Each query gets what these heads give on average: their mean over the queries of the same image (or
-                 window), or with ``images=`` the mean over these of what they add to the layer's output, position by
-                 position. Never the mean of the batch that is running: one image's result must not depend on another.
-    "positional" Gates are 1: attention is by position alone. For GPSA and timm's ConViT (T-CNN Eq. 7).
-    "content"    Gates are 0: attention is by content alone. For GPSA and timm's ConViT.
-    "static"     Attention is its mean over ``images=``: each query looks where it does on average, whatever the image.
-                 The loss of accuracy is what it is worth that these heads look at content. A head whose attention does
-                 not depend on the image, such as a convolution, stays as it is.
-    "shuffled"   Attention is that of another image. The image at place i of a batch gets the attention of image o(i) of
-                 ``images=``: o is a random cycle given by ``seed``, or o(i) = i if ``seed`` is None. In batches larger
-                 than ``images=``, places begin again at 0. So attention is as peaked as before, with wrong content.
-    "replaced"   What the heads add to the layer's output is what the same heads of ``source``'s layer of that name
-                 make of the same input.
+    "zero"       The outputs of the heads are zero where they are concatenated, before the layer's projection, whose
+                 bias stays. With talking heads (CaiT) the softmax is set to zero, before heads are mixed.
+    "mean"       Each query gets the mean output of these heads over the queries of the same image (or window), or with
+                 ``images=`` the mean over these images of the term that the heads add to the layer's output at each
+                 position. The running batch is never averaged: the result of an image must not depend on others.
+    "positional" Gates are 1: attention is by position only. For GPSA and timm's ConViT (T-CNN Eq. 7).
+    "content"    Gates are 0: attention is by content only. For GPSA and timm's ConViT.
+    "static"     Attention is replaced by its mean over ``images=``, the same for every image. The loss of accuracy
+                 shows the value of these heads' dependence on content. A head whose attention does not depend on the
+                 image, such as a convolution, does not change.
+    "shuffled"   Attention is that of another image: image i of a batch gets the attention of image o(i) of
+                 ``images=``, where o is a random cycle given by ``seed``, or o(i) = i if ``seed`` is None. In batches
+                 larger than ``images=``, i starts again at 0. Attention is as peaked as before, but for wrong content.
+    "replaced"   The term that the heads add to the layer's output is computed by the same heads of the layer of
+                 ``source`` with the same name, from the same input.
     ============ ====================================================================================================
 
-    The model runs as it likes: in eval or training mode, under autocast, recorded, explained, trained (go backward
-    inside, if it is checkpointed), in several threads at once. Parameters, ``state_dict``, methods and optimizers stay
-    the user's own at all times, and copies made meanwhile are not ablated. Ablations nest: each head is edited by the
-    last one begun that names it, gates and output apart. Recorders record gates as ablated, and attention as it is
-    before heads are zeroed, averaged or replaced.
+    The model may run in eval or training mode, under autocast and in several threads at once, and may be recorded,
+    explained and trained (with checkpointing, call backward before the ablation ends). Parameters, ``state_dict``,
+    methods and optimizers are never changed, and copies of the model are not ablated. Ablations can be nested: each
+    head is edited by the most recent ablation that names it, separately for gates and outputs. Recorders record gates
+    as ablated, but attention as it is before heads are zeroed, averaged or replaced.
 
     Args:
-        model: Any module with attention that can be recorded; not compiled, nor compiled inside.
+        model: Any module with attention that can be recorded. Neither it nor a part of it may be compiled.
         heads: A layer's name as in recordings, or a glob, for all its heads; several of these; a mapping from names or
             globs to an index, indices, a slice or None for all; a boolean DataArray over layer, head or both, and
-            perhaps epochs, of which the last counts; None for all heads of all layers that look like attention and can
-            do this. An empty selection ablates nothing, with a warning.
+            possibly epochs, of which the last is used; None for all heads of all layers that look like attention and
+            support the mode. An empty selection ablates nothing, with a warning.
         mode: Name of a mode in the table above.
-        source: Model with the same layers, for mode "replaced". It runs in eval mode, without gradients of its own.
-        images: Images for modes "mean", "static" and "shuffled": a batch as the model takes it, floating point, or
-            several (of a loader's pairs the first is taken), or pictures as :func:`tcnn_probe.images.as_images` takes
-            them. The model sees them at this call, in eval mode. Take them from images that are not evaluated: a
-            RuntimeWarning tells where an image gets back its own attention. For every head "mean" holds one map of the
+        source: Model with the same layers, for mode "replaced". It runs in eval mode, and its parameters get no
+            gradients.
+        images: Images for modes "mean", "static" and "shuffled": a floating-point batch as the model takes it, several
+            batches (the first item of a loader's pairs is used), or pictures as :func:`tcnn_probe.images.as_images`
+            takes them. The model runs on them during this call, in eval mode. They should not be evaluated: a
+            RuntimeWarning is given if an image gets its own attention. For every head "mean" stores one map of the
             layer's output, "static" one attention (windows x N_query x N_key), and "shuffled" one for each image.
         seed: Seed of mode "shuffled".
 
     Returns:
-        :class:`Ablation`, a context manager, which ``with ... as`` gives.
+        :class:`Ablation`, a context manager that returns itself.
 
     Raises:
-        ValueError: The model lacks a layer or head, a layer cannot do this, an option is missing or needless, or the
-            source has no such layers. In a forward: a layer turns out to lack a head, heads do not add up, or images
-            have another size than ``images``.
-        TypeError: ``model`` is no module, or compiled; ``heads`` are of a kind that is not listed above; or ``images``
-            are no batches.
-        RuntimeError: In a forward, a layer that was named asked for no attention; at the end, it did not run though
+        ValueError: The model lacks a layer or head, a layer does not support the mode, an option is missing or unused,
+            or the source has no such layers. In a forward: a layer turns out to lack a head, heads do not add up, or
+            images have another size than ``images``.
+        TypeError: ``model`` is not a module, or is compiled; ``heads`` have a type that is not listed above; or
+            ``images`` are not batches.
+        RuntimeError: In a forward, a layer that was named computed no attention; at the end, it did not run although
             the model did.
     """
     check_model(model)
@@ -133,7 +134,7 @@ def ablate(
 
 
 class Ablation:
-    """The handle of :func:`ablate`. It acts at once, and again when it is entered after its end."""
+    """Handle of :func:`ablate`, which is active at once, and again when it is entered after its end."""
 
     def __init__(
         self,
@@ -155,12 +156,12 @@ class Ablation:
 
     @property
     def mode(self) -> Mode:
-        """The mode that was chosen."""
+        """Mode of the ablation."""
         return self._mode
 
     @property
     def heads(self) -> dict[str, tuple[int, ...]]:
-        """The heads that are ablated, by layer; of a layer that does not say how many it has, once it has run."""
+        """Ablated heads by layer; if a layer does not state its number of heads, they are known once it has run."""
         heads: dict[str, set[int]] = {}
         for entry in self._ablated:
             if entry.indices and not (entry.has_run and not entry.has_attended):
@@ -171,7 +172,7 @@ class Ablation:
         return f"Ablation(mode={self._mode!r}, heads={self.heads})"
 
     def remove(self) -> None:
-        """End it; may be called again."""
+        """End the ablation. Further calls do nothing."""
         self._forwards = None
         self._entered = False
         self._exits.close()
@@ -194,10 +195,10 @@ class Ablation:
     ) -> None:
         forwards = self._forwards
         self.remove()
-        # After an exception, or without a forward, it does not show which layers would have run.
+        # After an exception, or without a forward, it is not known which layers would have run.
         if error is not None or forwards is None or not forwards.has_run:
             return
-        # By pattern: of the layers that a glob stands for, some may not run.
+        # Patterns are checked instead of layers, because some layers of a glob may not run.
         attended = {entry.pattern for entry in self._ablated if entry.has_attended}
         missed = [
             entry.pattern for entry in self._ablated if entry.pattern not in attended
@@ -209,16 +210,16 @@ class Ablation:
             )
 
     def _begin(self) -> None:
-        # What ran before this is entered again counts no longer.
+        # Earlier runs do not count when the ablation is entered again.
         self._ablated = [entry.fresh() for entry in self._ablated]
         if (
-            # Taken once: an ablation that is entered again keeps what it has of the images.
+            # Statistics over images are collected once, and kept when the ablation is entered again.
             self._images is not None
             and self._ablated
             and self._ablated[0].reference is None
         ):
             _collect_references(self._model, self._ablated, self._images, self._seed)
-            # What ran for the references is no sign that the user's forwards reach a layer.
+            # A layer that ran for the references need not run in the user's forwards.
             self._ablated = [entry.fresh() for entry in self._ablated]
         self._forwards = self._exits.enter_context(
             _edited_model(self._model, self._ablated)
@@ -226,7 +227,7 @@ class Ablation:
 
 
 class _ModelCalls(Calls[Call]):
-    """Forwards of the whole model: uncompiled where something is compiled, as compiled code heeds no hooks."""
+    """Forwards of the whole model, in which compiled parts run uncompiled, because compiled code ignores hooks."""
 
     has_run = False
 
@@ -239,20 +240,19 @@ class _ModelCalls(Calls[Call]):
         if self._reference is not None:
             self._reference.check(call.inputs)
             self._warn_of_overlap(self._reference, call.inputs)
-        # No mode of its own; but where something is compiled, one that keeps torch from running compiled code, without
-        # hooks.
+        # If anything may be compiled, this enters a mode that keeps torch from running compiled code without hooks.
         call.modes = put_on()
 
     def _warn_of_overlap(
         self, reference: ReferenceStatistics, inputs: Sequence[Any]
     ) -> None:
-        """Warn once, where images come again over which attention was taken."""
+        """Warn once if evaluated images are among those over which attention was collected."""
         # Inputs with a single axis are labels or lengths.
         images = next((x for x in inputs if isinstance(x, Tensor) and x.ndim > 1), None)
-        # While statistics are taken, the images are the given ones.
+        # While statistics are collected, the images are the given images.
         if not reference.is_finished or self._has_warned or images is None:
             return
-        # Reading the images is no work of the model's, which function modes watch.
+        # Function modes watch the operations of the model, to which reading the images does not belong.
         with torch._C.DisableTorchFunction():
             reason = "" if is_transformed(inputs) else reference.overlap(images)
         if reason:
@@ -285,18 +285,18 @@ def _collect_references(
     images: Iterable[Tensor],
     seed: int | None,
 ) -> None:
-    """Run the model on the given images, and keep what each mode takes of them."""
+    """Run the model on the given images, and collect the statistics that each mode needs."""
     references = []
     for entry in ablated:
         entry.reference = entry.new_reference(seed)
         references.append(entry.reference)
     size = None
     with _edited_model(model, ablated), untouched(model), torch.no_grad():
-        # disable=None shows no bar where the output is no terminal, such as in a log.
+        # disable=None shows no bar if the output is not a terminal, for example in a log.
         for batch in tqdm(images, "ablate: images", leave=False, delay=3, disable=None):
             prints = fingerprints(batch)
             for reference in references:
-                # Before the model runs: what it adds is counted against these images.
+                # The reference needs the number of images before the model runs.
                 reference.begin(len(batch))
                 reference.fingerprints += prints
             model(batch)
@@ -308,7 +308,7 @@ def _collect_references(
 def _layer_of_source(
     entry: Ablated, source: nn.Module, layers: dict[str, nn.Module]
 ) -> nn.Module:
-    """Return the layer of another model whose heads are put in."""
+    """Return the layer of the source model whose heads are used."""
     layer = layers.get(entry.layer.split("#")[0])
     if layer is None:
         raise ValueError(
@@ -318,7 +318,7 @@ def _layer_of_source(
         {name: tuple(p.shape) for name, p in m.named_parameters()}
         for m in (entry.module, layer)
     )
-    # Equal shapes of parameters do not tell the number of heads, by which channels are cut.
+    # Equal shapes of parameters do not imply equal numbers of heads, into which channels are split.
     if expected != got or head_count(entry.module) != head_count(layer):
         different = (
             sorted({*expected.items()} ^ {*got.items()}) or "another number of heads"

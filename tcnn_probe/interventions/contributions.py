@@ -1,4 +1,4 @@
-"""Terms that heads add to the output of their layer, measured by running a copy of it without the others."""
+"""Terms that heads add to the output of their layer, measured by running a copy of the layer without other heads."""
 
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
@@ -26,12 +26,12 @@ __all__ = ["Terms"]
 
 @dataclass
 class Terms:
-    """Terms that heads of a layer add to its output in a call: in eval mode, for constant parameters, and unseen.
+    """Terms that heads add to the output of their layer in a call: in eval mode, with constant parameters, unrecorded.
 
     Args:
         module: The layer.
         layer: Name of the layer.
-        number: Place of the attention in question among those of a call.
+        number: Index of the attention in the call.
         args, kwargs: Arguments of the call.
         gates: Listeners that force gates.
     """
@@ -44,21 +44,21 @@ class Terms:
     gates: Sequence[HeadListener] = ()
 
     def of(self, *groups: Sequence[int]) -> list[Tensor]:
-        """Return the term of each group of heads, of the output's shape, with the images along its first axis."""
+        """Return the term of each group of heads, in the shape of the output, with images along the first axis."""
         without_heads = self._run(only=())
-        # Without any heads a layer still gives biases and residual inputs, which belong to no head.
+        # Without any heads, the output still has biases and residual inputs, which belong to no head.
         return [self._run(only=heads) - without_heads for heads in groups]
 
     @torch.no_grad()
     def check(self, heads: Sequence[int]) -> None:
-        """Refuse a layer in which what some heads add depends on what the others give."""
-        # Their heads add up by construction (T-CNN Eq. 5).
+        """Raise for a layer in which the term of some heads depends on the other heads."""
+        # The heads of gated layers add up by construction (T-CNN Eq. 5).
         if isinstance(self.module, GATED_LAYERS):
             return
         # f(all) - f(all without h) = f(only h) - f(none), if the layer's output is linear in its heads.
         output = self._run()
         difference = output - self._run(without=heads) - self.of(heads)[0]
-        # Not finite is what the model was given, not what the heads add.
+        # Values that are not finite come from the model's input, not from the heads.
         difference, size = (
             x.nan_to_num(0, 0, 0).abs().amax() for x in (difference, output)
         )
@@ -71,15 +71,16 @@ class Terms:
     def _run(
         self, *, only: Sequence[int] | None = None, without: Sequence[int] = ()
     ) -> Tensor:
-        """Return what the layer gives with ``only`` some of its heads, or all, and ``without`` others."""
+        """Return the layer's output with ``only`` some of its heads (None for all), and ``without`` others."""
         twin = _frozen(self.module, {})
         vars(twin).update(
-            # Hooks around the layer itself have run on the arguments; those of its parts belong to what it computes.
+            # Hooks of the layer itself have run on the arguments already; hooks of its submodules are part of its
+            # computation.
             _forward_pre_hooks=OrderedDict(),
             _forward_hooks=OrderedDict(),
         )
         listeners = [
-            # Gates are not the heads' outputs: they stay as the other ablation has them.
+            # Gates stay as other ablations force them.
             *(_GatesOnly(listener) for listener in self.gates),
             _ZeroOthers(self.number, only, without),
         ]
@@ -89,7 +90,7 @@ class Terms:
 
 
 class _GatesOnly(HeadListener):
-    """The gates of another listener, without its edits of heads."""
+    """Listener with the gates of another listener, but without its edits of heads."""
 
     def __init__(self, listener: HeadListener) -> None:
         self._listener = listener
@@ -99,7 +100,7 @@ class _GatesOnly(HeadListener):
 
 
 class _ZeroOthers(HeadListener):
-    """Zeros for all heads of one attention but ``only`` some, and for those in ``without``."""
+    """Listener that sets all heads of one attention to zero except ``only`` some, and those in ``without``."""
 
     def __init__(
         self, number: int, only: Sequence[int] | None, without: Sequence[int]
@@ -111,19 +112,19 @@ class _ZeroOthers(HeadListener):
     def attends(self, attention: Attention) -> HeadEdit | None:
         if attention.number != self._number:
             return None
-        audible = range(attention.heads) if self._only is None else self._only
+        included = range(attention.heads) if self._only is None else self._only
         return HeadEdit(
             [
                 head
                 for head in range(attention.heads)
-                if head not in audible or head in self._without
+                if head not in included or head in self._without
             ]
         )
 
 
 def _frozen(module: nn.Module, copies: dict[nn.Module, nn.Module]) -> nn.Module:
-    """Return a copy in eval mode with constants for parameters: it shares their memory, and its writes are its own."""
-    # A module that occurs twice stays one module.
+    """Return a copy in eval mode with constants for parameters, which shares their memory, but not its attributes."""
+    # A module that occurs twice has a single copy.
     if module not in copies:
         copies[module] = twin = module.__new__(type(module))
         vars(twin).update(vars(module))
@@ -143,11 +144,11 @@ def _frozen(module: nn.Module, copies: dict[nn.Module, nn.Module]) -> nn.Module:
         )
         for name, hooks in vars(module).items():
             if name.startswith(("_forward_", "_backward_")):
-                # Hooks before and after a forward can be part of it (spectral norm, quantisation); our own are not.
+                # Forward hooks can be part of the computation (spectral norm, quantisation), but our own are not.
                 foreign = [
                     (n, h)
                     for n, h in hooks.items()
-                    # Backward hooks are the user's, and a measurement is no backward pass of theirs.
+                    # Backward hooks are left out, because a measurement is not a backward pass of the user.
                     if "back" not in name and not isinstance(h, CopySafeHook)
                 ]
                 vars(twin)[name] = OrderedDict(foreign)

@@ -1,4 +1,4 @@
-"""Reads ``heads=`` of :func:`tcnn_probe.ablate`: names or globs, a mapping, or a boolean DataArray."""
+"""Parsing of ``heads=`` of :func:`tcnn_probe.ablate`: names or globs, a mapping, or a boolean DataArray."""
 
 import reprlib
 import warnings
@@ -24,7 +24,7 @@ HeadSelection = str | Iterable[str] | Mapping[str, Any] | xr.DataArray | None
 def select_heads(
     model: nn.Module, heads: HeadSelection, mode: Mode, *, with_images: bool = False
 ) -> list[Ablated]:
-    """Return the ablated heads of each layer that ``heads`` stands for, see :func:`tcnn_probe.ablate`.
+    """Return the ablated heads of each layer that ``heads`` selects, see :func:`tcnn_probe.ablate`.
 
     Args:
         model: Model with attention.
@@ -33,8 +33,9 @@ def select_heads(
         with_images: Whether there are given images.
 
     Raises:
-        ValueError: A layer or head that the model lacks, a layer that cannot do this, a DataArray of other dimensions.
-        TypeError: ``heads`` is none of what it may be.
+        ValueError: The model lacks a layer or head, a layer does not support the mode, or a DataArray has other
+            dimensions.
+        TypeError: ``heads`` has another type.
     """
     modules = {name: module for module, name in layer_names(model).items()}
     kind = kind_of(mode, with_images=with_images)
@@ -55,7 +56,7 @@ def select_heads(
 
 
 def _by_layer(heads: HeadSelection) -> Iterable[tuple[str | None, Any]]:
-    """Return names or globs, None for all layers, and the heads of each."""
+    """Return names or globs (None for all layers), each with its heads."""
     if heads is None or isinstance(heads, str):
         return [(heads, None)]
     if isinstance(heads, xr.DataArray):
@@ -91,12 +92,12 @@ def _of_array(array: xr.DataArray) -> Iterator[tuple[str, Any]]:
             f"most, whose last mark counts; got dims {array.dims} with coordinates {tuple(array.coords)}"
         )
     array = array.isel(dict.fromkeys(marks, -1))
-    # A mask over layers alone stands for all of their heads.
+    # A mask over layers only selects all of their heads.
     is_by_layer = "head" not in array.dims and "head" not in array.coords
     array = array.expand_dims(
         [dim for dim in ("layer", "head") if dim not in array.dims]
     )
-    numbers = array["head"].values  # positions where there is no coordinate
+    numbers = array["head"].values  # positions if there is no coordinate
     for layer, row in zip(
         array["layer"].values, array.transpose("layer", "head").values, strict=True
     ):
@@ -109,7 +110,7 @@ def _as_heads(heads: Any, layer: str | None) -> Heads:
     if heads is None:
         return slice(None)
     if isinstance(heads, slice):
-        # How many heads there are may not be known before a forward, so none are counted from the end.
+        # The number of heads may be unknown before a forward, so heads cannot be counted from the end.
         if any(
             part is not None and part < 0
             for part in (heads.start, heads.stop, heads.step)
@@ -119,7 +120,7 @@ def _as_heads(heads: Any, layer: str | None) -> Heads:
             )
         return heads
     are_several = isinstance(heads, Iterable) and not isinstance(heads, str)
-    # To plain integers, from those of numpy, torch or pandas.
+    # Integers of NumPy, torch or pandas become plain integers.
     indices = np.array([*heads] if are_several else [heads]).tolist()
     noun = f"heads of {layer!r} (an index, indices or a slice)"
     return tuple(dict.fromkeys(whole_number(head, noun) for head in indices))
@@ -132,10 +133,10 @@ def _ablated_layers(
     mode: Mode,
     kind: type[Ablated],
 ) -> Iterator[Ablated]:
-    """Yield these heads of each layer of a name or glob, or of all layers that can be ablated so."""
+    """Yield the ablated heads of each layer that a name or glob selects, or of all layers that support the mode."""
     attention = _attention_layers(modules)
     name, number = _split(pattern, modules)
-    # The name of a block stands for the attention inside of it, any other name for the module itself.
+    # The name of a block selects the attention inside it, and any other name selects the module itself.
     if name in modules and (
         name in attention or not any(_within(layer, name) for layer in attention)
     ):
@@ -183,7 +184,7 @@ def _ablated_layers(
 
 
 def _known_count(module: nn.Module) -> int | None:
-    # Where a layer loops over its heads, each attention has one of them.
+    # If a layer loops over its heads, each attention has a single head.
     return None if known(module).heads_axis == "one" else head_count(module)
 
 
@@ -200,10 +201,10 @@ def _split(pattern: str | None, modules: Mapping[str, nn.Module]) -> tuple[str, 
 
 
 def _attention_layers(modules: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
-    """Return the modules that look like attention between tokens; whether they are, forwards will show.
+    """Return the modules that look like attention between tokens, which only a forward can confirm.
 
-    Their class is called so, or they have heads and neither contain nor belong to a module that is called so. Of
-    several, inside of each other, it is the innermost.
+    Either their class is named like attention, or they have heads and neither contain nor belong to a module that is
+    named like attention. Of nested modules, the innermost is returned.
     """
     by_class = [
         name

@@ -1,4 +1,4 @@
-"""Statistics over given images, for ablations that put them in: attention, or the terms that heads add."""
+"""Statistics over given images, by which ablations replace attention or the terms that heads add."""
 
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -27,12 +27,12 @@ GivenImages = Tensor | Iterable[Any]
 
 
 class ReferenceStatistics:
-    """Statistics of forwards in the thread that makes this, until :meth:`finish`.
+    """Statistics of forwards in the thread that creates the object, until :meth:`finish`.
 
     Attributes:
         is_finished: Whether all images have passed.
-        images: Number of images in the batch that is running.
-        total: Number of images so far, with those of that batch.
+        images: Number of images in the running batch.
+        total: Number of images so far, including the running batch.
         size: Size of one image, once finished.
         fingerprints: Fingerprint of each image, in the order in which they passed.
     """
@@ -43,12 +43,12 @@ class ReferenceStatistics:
         self.total = 0
         self.size: torch.Size | None = None
         self.fingerprints: list[bytes] = []
-        # Other threads may run the model meanwhile, on images of their own.
+        # Other threads may run the model at the same time, on other images.
         self._thread = threading.get_ident()
 
     @property
     def is_collecting(self) -> bool:
-        """Flag that the forward which runs here is one of the given images."""
+        """True if forwards in this thread are those of the given images."""
         return not self.is_finished and self._thread == threading.get_ident()
 
     def begin(self, images: int) -> None:
@@ -62,7 +62,7 @@ class ReferenceStatistics:
         self.size = size
 
     def check(self, inputs: Iterable[Any]) -> None:
-        """Refuse images of another size than the given ones."""
+        """Raise for images of another size than the given images."""
         size = next((x.shape[1:] for x in inputs if isinstance(x, Tensor)), None)
         if self.is_finished and size is not None and self.size not in (None, size):
             raise ValueError(
@@ -70,7 +70,7 @@ class ReferenceStatistics:
             )
 
     def overlap(self, images: Tensor) -> str:
-        """Explain how evaluated images bias the result, being among the given ones; "" if they do not."""
+        """Describe the bias by evaluated images that are among the given images; "" if there is none."""
         return ""
 
     def _by_image(self, rows: Tensor, layer: str) -> Tensor:
@@ -83,19 +83,20 @@ class ReferenceStatistics:
 
 
 class AttentionReference(ReferenceStatistics):
-    """Attention of some heads of a layer: its mean over the given images, or that of each.
+    """Attention of some heads of a layer: its mean over the given images, or the attention of each image.
 
     Args:
-        shuffled: Whether it is that of each.
-        seed: Seed of the order in which images get it: a random cycle, in which no image keeps its own; None for the
-            order in which they were given.
+        shuffled: Whether the attention of each image is kept, instead of the mean.
+        seed: Seed of the order in which images get this attention: a random cycle, in which no image keeps its own;
+            None for the order of the given images.
     """
 
     def __init__(self, *, shuffled: bool, seed: int | None = None) -> None:
         super().__init__()
         self._shuffled = shuffled
         self._seed = seed
-        # By number of the attention in the layer's call; attention is (images, or 1 for all, windows, heads, Nq, Nk).
+        # Keys are indices of the attention in the layer's call. Attention has the shape (images, or 1 for the sum or
+        # mean, windows, heads, N_query, N_key).
         self._heads: dict[int, Sequence[int]] = {}
         self._attention: dict[int, Tensor] = {}
         self._counts: dict[int, int] = {}
@@ -103,9 +104,9 @@ class AttentionReference(ReferenceStatistics):
     def add(
         self, number: int, heads: Sequence[int], weights: Tensor, layer: str
     ) -> None:
-        """Add the attention of the batch that is running, (images * windows, all heads, N_query, N_key)."""
+        """Add the attention of the current batch, (images * windows, all heads, N_query, N_key)."""
         attention = self._by_image(
-            # Sums over images in half precision would round the last images away.
+            # In a sum in half precision, the last images would be lost by rounding.
             weights[:, list(heads)].to(at_least_float32(weights.dtype)),
             layer,
         )
@@ -118,15 +119,15 @@ class AttentionReference(ReferenceStatistics):
             heads,
             self._counts.get(number, 0) + self.images,
         )
-        # More rows than images have passed: a layer shared by several blocks, or called in a loop.
+        # If more attentions than images have passed, the layer is shared by several blocks or called in a loop.
         if self._counts[number] > self.total:
             raise ValueError(
-                f"{layer!r} is called several times for the same images: it is not known which attention to exchange "
-                f"for which"
+                f"{layer!r} is called several times for the same images, so it is not known which attention replaces "
+                f"which"
             )
 
     def finish(self, size: torch.Size | None) -> None:
-        """End the collection: sums become means, if means are wanted."""
+        """End the collection, and turn sums into means unless the attention of each image is kept."""
         super().finish(size)
         if not self._shuffled:
             self._attention = {
@@ -135,7 +136,7 @@ class AttentionReference(ReferenceStatistics):
             }
 
     def overlap(self, images: Tensor) -> str:
-        """Explain how evaluated images bias the result, being among the given ones; "" if they do not."""
+        """Describe the bias by evaluated images that are among the given images; "" if there is none."""
         prints = fingerprints(images)
         if not self._shuffled:
             reference_prints = set(self.fingerprints)
@@ -154,17 +155,17 @@ class AttentionReference(ReferenceStatistics):
         return (
             f"{count} of {len(prints)} images of a forward get their own attention: they are among images=, at the "
             "place that they are given. Take images= from others, or choose another seed="
-            if count and self._seed is not None  # None asks for the order as it is
+            if count and self._seed is not None  # None asks for the given order
             else ""
         )
 
     def attention_for(
         self, attention: Attention, heads: Sequence[int], layer: str
     ) -> Tensor:
-        """Return what some heads are to attend to in the place of their own attention.
+        """Return the attention that replaces that of some heads.
 
         Returns:
-            Shape (images, or 1 for all alike, windows, heads, N_query, N_key).
+            Shape (images, or 1 for the mean, windows, heads, N_query, N_key).
         """
         number, rows, queries, keys = (
             attention.number,
@@ -206,7 +207,7 @@ class AttentionReference(ReferenceStatistics):
 
 
 class TermReference(ReferenceStatistics):
-    """Means over the given images of what single heads add to the output of their layer."""
+    """Means over the given images of the terms that single heads add to the output of their layer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -225,13 +226,13 @@ class TermReference(ReferenceStatistics):
     def add_to(
         self, output: Tensor, number: int, places: Sequence[int], layer: str
     ) -> Tensor:
-        """Return the output, (B * windows, ...), with the means of the heads at some places added."""
+        """Return the output, (B * windows, ...), with the mean terms of heads at some positions added."""
         if number not in self._sums:
             raise ValueError(
                 f"{layer!r} did not run when means were taken over images="
             )
         sums, count = self._sums[number]
-        # Terms of heads add up, so that those of several are put in at once.
+        # Terms of heads add up, so that several heads are replaced at once.
         mean = (sums[list(places)].sum(0) / count).to(output)
         windows = mean.shape[0]
         if output.shape[0] % windows or output.shape[1:] != mean.shape[1:]:
@@ -247,18 +248,18 @@ class TermReference(ReferenceStatistics):
 
 
 def fingerprints(images: Tensor) -> list[bytes]:
-    """Return a fingerprint of each image, (B, ...): its values at 64 places, which no two photographs share."""
+    """Return a fingerprint of each image, (B, ...): its values at 64 positions, which no two photographs share."""
     values = images.detach().flatten(1)
-    # Evenly over all channels and rows, so that crops and colour changes differ too.
+    # Positions are spread evenly over channels and rows, so that crops and colour changes differ, too.
     places = torch.linspace(0, values.shape[1] - 1, 64).long().to(values.device)
     return [row.numpy().tobytes() for row in values[:, places].float().cpu()]
 
 
 def as_batches(images: GivenImages, model: nn.Module) -> Iterator[Tensor]:
-    """Yield batches as the model takes them, made one at a time.
+    """Yield batches as the model takes them, one at a time.
 
     Raises:
-        TypeError, ValueError: A batch that holds no images, or images of several sizes.
+        TypeError, ValueError: A batch does not hold images, or images have several sizes.
     """
     if isinstance(images, Dataset) and not isinstance(images, IterableDataset):
         raise TypeError(
@@ -282,7 +283,7 @@ def as_batches(images: GivenImages, model: nn.Module) -> Iterator[Tensor]:
 
 
 def _as_batch(item: Any, model: nn.Module) -> Tensor:
-    """Return images, or the first of a loader's pair; a batch of one, of one image for a model of feature maps."""
+    """Return images, or the first item of a loader's pair; a single image of a convnet becomes a batch."""
     batch = item[0] if isinstance(item, (tuple, list)) and item else item
     if not isinstance(batch, Tensor) or not batch.numel():
         got = (

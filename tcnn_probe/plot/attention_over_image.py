@@ -131,9 +131,12 @@ def attention_maps(
 
 def check_maps(maps: object) -> None:
     """Raise TypeError if these are no maps of attention, ValueError if they have frames."""
-    if not isinstance(maps, xr.DataTree) or "input" not in maps:
+    expected = "expected the xarray.DataTree of tcnn_probe.attention_maps"
+    if not isinstance(maps, xr.DataTree):
+        raise TypeError(f"{expected}, got {type(maps).__name__}")
+    if "input" not in maps:
         raise TypeError(
-            f"expected the xarray.DataTree of tcnn_probe.attention_maps, got {type(maps).__name__}"
+            f"{expected} as a whole, with its input; got a part of it, or another tree"
         )
     dims = {dim for node in maps.subtree for dim in node.dims}
     frames = sorted({"input_frame", "query_frame", "frame"} & dims)
@@ -192,10 +195,10 @@ def _rows(
         for layer in values.layer.values.tolist():
             if values.sel(layer=layer).notnull().any():
                 by_layer[layer] = values.sel(layer=layer)
-    globs = [layers] if isinstance(layers, str) else list(layers or [])
+    globs = [layers] if isinstance(layers, (str, int)) else list(layers or [])
     names = [layer for layer in json.loads(maps.attrs["layers"]) if layer in by_layer]
     for glob in globs:
-        if not fnmatch.filter(names, glob):
+        if not isinstance(glob, str) or not fnmatch.filter(names, glob):
             raise ValueError(
                 f"no such maps of the layer {glob!r}; there are of {sorted(by_layer)}"
             )

@@ -21,7 +21,7 @@ def health(ds: xr.Dataset, ax: "Axes | None" = None, **limits: float) -> "Axes":
 
         tcnn_probe.plot.health(xr.open_zarr("run.zarr"))
 
-    Alarms are red and at the top, notices orange. A bar that reaches the last mark lasts on.
+    Alarms are red and at the top, notices orange. If a bar reaches the last mark, the finding has not ended.
 
     Args:
         ds: A recording: ``recorder.dataset``, ``xarray.open_zarr(path)``, or a selection of marks.
@@ -29,7 +29,7 @@ def health(ds: xr.Dataset, ax: "Axes | None" = None, **limits: float) -> "Axes":
         **limits: Limits in place of the defaults, see :class:`~tcnn_probe.diagnosis.HealthLimits`.
 
     Returns:
-        The axes, with a row for each finding; with a title, if they had none.
+        The axes, with a row for each finding, and with a title if they had none.
 
     Raises:
         TypeError, ValueError: As :func:`tcnn_probe.health` does.
@@ -37,7 +37,7 @@ def health(ds: xr.Dataset, ax: "Axes | None" = None, **limits: float) -> "Axes":
     findings = diagnosis.health(ds, **limits)
     axes, along = axes_or_current(ax), ds[findings.along]
     marks = along.values
-    # A mark alone has a width too: half of the least distance between marks, on both sides.
+    # Bars extend beyond their marks by half of the smallest distance of marks, so that a single mark is visible.
     half = np.diff(marks).min() / 2 if len(marks) > 1 else 0.5
     labels = []
     for row, finding in enumerate(findings):

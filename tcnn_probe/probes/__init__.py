@@ -1,4 +1,4 @@
-"""Measurements that can be recorded: one file a kind, each ending in a :class:`Probe`."""
+"""Measurements that can be recorded, one file per kind; each file ends in a :class:`Probe`."""
 
 from tcnn_probe.probes.built_in import DEFAULT
 from tcnn_probe.probes.layer_features import features

@@ -1,8 +1,8 @@
-"""Attention heads of any model: of GPSA and ConViT layers, of softmax attention, and of its class tokens apart.
+"""Probes of attention heads: in GPSA and ConViT layers, in softmax attention, and separately for its class tokens.
 
-ConViT's positional logits are ``w_0 dx + w_1 dy + w_2 (dx^2 + dy^2) + b``, (w_0, w_1, w_2) being rows of ``pos_proj``.
-That is ``-alpha ||delta - Delta||^2`` up to a constant, with ``alpha = -w_2`` and ``Delta = -(w_1, w_0) / (2 w_2)``
-(ConViT, Eqs. 5-7).
+The positional logits of a head in ConViT are ``w_0 dx + w_1 dy + w_2 (dx^2 + dy^2) + b``, where (w_0, w_1, w_2) is the
+head's row of ``pos_proj``. They are ``-alpha ||delta - Delta||^2`` up to a constant, with ``alpha = -w_2`` and
+``Delta = -(w_1, w_0) / (2 w_2)`` (ConViT, Eqs. 5-7).
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -49,20 +49,20 @@ def _statistics(attention: Attention) -> Mapping[str, Any]:
 
 
 def _statistics_of_softmax(attention: Attention) -> Mapping[str, Any]:
-    if attention.gate is not None:  # gated layers have probes of their own
+    if attention.gate is not None:  # gated layers have their own probes
         return {}
     return attention.statistics()
 
 
 def _maps(attention: Attention, images: Sequence[int]) -> dict[str, Tensor]:
-    """Return maps over the grid of keys of some images: (images, windows, heads, height, width)."""
+    """Return maps over the grid of keys for selected images: (images, windows, heads, height, width)."""
     queries = attention.layout.queries
-    # Without a grid of keys there is no place to draw attention at.
+    # Without a grid of keys there is no map.
     if attention.map_size is None:
         return {}
     maps = {"attention_received": attention.on_grid(attention.received(images))}
     if queries is not None:
-        # The first row and column after the middle, where their number is even.
+        # If the number of rows or columns is even, the first one after the middle is taken.
         center = queries.index(0.5, 0.5)
         maps["center_attention"] = attention.on_grid(attention.row(center, images))
     return maps
@@ -205,26 +205,26 @@ def _probe_of_token(
     entropy: Variable,
     query_of: Callable[[Attention], int | None],
 ) -> Probe:
-    """Return a probe of a class token of all classes, the latent of an attention pool, or a distillation token.
+    """Return a probe of a class token shared by all classes, the latent of an attention pool, or a distillation token.
 
     Args:
         kind: Name of the probe.
-        token: The token in words.
-        prefix: Beginning of the variables' names; "" for the class token.
-        entropy: Description of its entropy.
-        query_of: Function that finds the token among the queries.
+        token: Name of the token in descriptions.
+        prefix: Prefix of the variables' names; "" for the class token.
+        entropy: Variable of the token's entropy.
+        query_of: Function that returns the index of the token among the queries, or None.
     """
     name = prefix or "class_"
     to_itself, to_others = f"{prefix}self_attention", f"{prefix}token_attention"
 
     def numbers(attention: Attention) -> Mapping[str, Tensor | Pattern]:
-        """Return the entropy of the token's row and what it keeps to the tokens before the grid, (B, heads)."""
+        """Return entropy, content information and attention to the tokens before the grid of the token's row."""
         query = query_of(attention)
         if query is None:
             return {}
         # (B, windows, heads, 1, N_key), without the axis of the single query.
         weights = attention.weights(slice(query, query + 1))[:, :, :, 0]
-        # 0 log 0 is 0: the logarithm has to be finite where the weight is 0.
+        # 0 log 0 is 0, so the logarithm has to be finite where the weight is 0.
         smallest = torch.finfo(weights.dtype).tiny
         row_entropy = -(weights * weights.clamp_min(smallest).log()).sum(-1)
         measured: dict[str, Tensor | Pattern] = {f"{name}entropy": row_entropy.mean(1)}
@@ -236,7 +236,7 @@ def _probe_of_token(
         return measured
 
     def maps(attention: Attention, images: Sequence[int]) -> Mapping[str, Tensor]:
-        """Cut the token's row in three: the grid (images, windows, heads, height, width), itself, other tokens."""
+        """Split the token's row into the grid (images, windows, heads, height, width), itself and other tokens."""
         query, keys = query_of(attention), attention.layout.keys
         if query is None or keys is None:
             return {}
@@ -321,11 +321,11 @@ def _numbers_of_classes(attention: Attention) -> Mapping[str, Tensor | Pattern]:
 def _maps_of_classes(
     attention: Attention, images: Sequence[int]
 ) -> Mapping[str, Tensor]:
-    """Return maps of all classes, (images, K, height, width); the recorder keeps those of a few."""
-    # Rows of several windows are over different keys: they make no map of the image.
+    """Return maps of all classes, (images, K, height, width); the recorder keeps those of a few classes."""
+    # Rows of several windows have different keys, and do not form a map of the image.
     if attention.layout.keys is None or attention.windows > 1:
         return {}
-    # (heads, K, N_key) to (K, N_key): a pool has one head, and of several the mean is the map.
+    # (heads, K, N_key) to (K, N_key): a pool usually has one head; the map of several heads is their mean.
     rows = [attention.weights(slice(None), image)[0, 0].mean(0) for image in images]
     return {"attention_by_class": attention.on_grid(torch.stack(rows))}
 

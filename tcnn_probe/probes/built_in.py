@@ -1,4 +1,4 @@
-"""The probes that the library comes with, registered by their names."""
+"""Built-in probes, which are registered by name."""
 
 from tcnn_probe.probes.attention_heads import (
     ATTENTION_BY_CLASS,

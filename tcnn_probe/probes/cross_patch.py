@@ -1,4 +1,4 @@
-"""Sparsity of the layers between patches, of ResMLP and MLP-Mixer (Touvron's thesis, Fig. 4.3)."""
+"""Sparsity of the layers between patches in ResMLP and MLP-Mixer (Touvron's thesis, Fig. 4.3)."""
 
 import torch
 from timm.models.mlp_mixer import MixerBlock, ResBlock
@@ -25,14 +25,14 @@ def _state(block: ResBlock | MixerBlock) -> dict[str, Tensor]:
 
 
 def _share_of_small(module: nn.Module) -> Tensor | None:
-    """Return the share of weights in linear layers below 5 % of their layer's largest; None without such layers."""
+    """Return the share of weights below 5 % of the largest in their linear layer; None without linear layers."""
     weights = [
         layer.weight for layer in module.modules() if isinstance(layer, nn.Linear)
     ]
     # In bfloat16 the limit itself would be rounded, by up to 0.2 %.
     sizes = [weight.to(at_least_float32(weight.dtype)).abs() for weight in weights]
     small = [(size < NEAR_ZERO * size.amax()).flatten() for size in sizes]
-    # float32 counts no further than 2^24.
+    # In float32 a count above 2^24 would be inexact.
     return torch.cat(small).double().mean() if small else None
 
 

@@ -1,8 +1,8 @@
-"""Gradient norm of each attention head: how strongly the parameters that are its own are being trained.
+"""Gradient norm of each attention head, which shows how strongly the head's own parameters are trained.
 
-How queries, keys and values of the heads lie in one matrix differs between layers that look alike (LeViT interleaves
-them head by head; Nest interleaves the heads in each channel). So a layer is read by its class, whose source was read;
-one that is not known here is left out, and named in ``recorder.missing``.
+The order of queries, keys and values of the heads in a matrix differs between similar layers (LeViT interleaves them
+head by head; Nest interleaves the heads in each channel). Parameters are therefore assigned to heads by the class of a
+layer, whose source was read. Unknown classes are left out and named in ``recorder.missing``.
 """
 
 from collections.abc import Callable, Iterator
@@ -28,7 +28,7 @@ Parameters = Iterator[tuple[Tensor | None, int]]
 def _by_head(gradient: Tensor, blocks: int, heads: int) -> Tensor:
     """Return the sum of squares of each head: shape (blocks * heads * d, ...) or (blocks, heads * d) -> (heads,)."""
     by_head = gradient.reshape(blocks, heads, -1)
-    # In float32 at least: squares of half-precision gradients underflow.
+    # Squares of half-precision gradients would underflow, so they are computed in float32 at least.
     return torch.linalg.vector_norm(
         by_head, dim=(0, 2), dtype=at_least_float32(gradient.dtype)
     ).square()
@@ -55,7 +55,7 @@ def _parameters(layer: nn.Module, record: HeadParameters, heads: int) -> Paramet
         yield from _columns(output, heads)
     if record.taps:
         weight = getattr(layer, record.taps)
-        # (C_out, C_in, k_h, k_w) has C_out * C_in blocks of heads, as each tap is a head.
+        # (C_out, C_in, k_h, k_w) has C_out * C_in blocks of heads, because each tap belongs to a head.
         yield weight, weight.shape[:2].numel()
 
 
@@ -63,7 +63,7 @@ def _rows(part: Any, name: str, blocks: int, heads: int, output: Any) -> Paramet
     if not isinstance(part, nn.Linear):
         raise NotMeasuredError(f"{name} is {type(part).__name__}, not an nn.Linear")
     rows = part.out_features
-    # Where all are in one matrix their sizes follow; queries and keys by themselves may have another one.
+    # The rows of a single matrix qkv follow from the output projection; separate queries and keys may have other sizes.
     if rows % (blocks * heads) or (
         blocks == 3 and isinstance(output, nn.Linear) and rows != 3 * output.in_features
     ):
@@ -83,7 +83,7 @@ def _columns(layer: nn.Linear, heads: int) -> Parameters:
     yield layer.weight, layer.out_features
 
 
-# Wider than what can be measured, so that an unknown kind of attention is named as missing, not passed over.
+# Layers that cannot be measured are included, so that an unknown kind of attention is reported as missing.
 def _is_expected(layer: nn.Module) -> bool:
     """Return whether the layer is known, or has heads and looks like attention."""
     if known(layer).head_parameters is not None:
@@ -101,14 +101,14 @@ class GradientProbe(Probe):
             raise NotMeasuredError(
                 f"how the heads of {type(module).__name__} share its parameters is not known"
             )
-        heads: Any = head_count(module)  # every layer with such a record says it
+        heads: Any = head_count(module)  # known for every such layer
         by_parameter: list[tuple[nn.Parameter, Callable[[Tensor], Tensor]]] = []
         for parameter, blocks in _parameters(module, record, heads):
             if isinstance(parameter, nn.Parameter):
                 by_parameter.append(
                     (parameter, partial(_by_head, blocks=blocks, heads=heads))
                 )
-            # As under torch's parametrizations: no gradient arrives at a tensor that is no parameter.
+            # A tensor that is not a parameter, as under torch's parametrizations, accumulates no gradient.
             elif parameter is not None:
                 raise NotMeasuredError("a weight is computed from other parameters")
         return {"gradient_norm": by_parameter}

@@ -1,4 +1,4 @@
-"""Features of chosen images, layer by layer, for :mod:`tcnn_probe.representation`."""
+"""Features of selected images in each layer, for :mod:`tcnn_probe.representation`."""
 
 import re
 from collections.abc import Collection, Iterable, Sequence
@@ -24,10 +24,10 @@ _STAGE = re.compile(r"(.+[._])?(layers?|stages|blocks|features)[._]?\d+|(.+\.)?s
 
 @dataclass(frozen=True)
 class FeatureProbe(Probe):
-    """Features of layers that are chosen by name, of images of its own.
+    """Features of layers that are selected by name, for the probe's own images.
 
     Args:
-        images: Images to keep features of.
+        images: Indices of the images whose features are kept.
         patterns: Names and globs of the layers; None for stages and blocks.
     """
 
@@ -35,7 +35,7 @@ class FeatureProbe(Probe):
     patterns: Sequence[str] | None = None
 
     def choose_layers(self, names: Iterable[str]) -> Collection[str]:
-        """Return the names that the patterns match; ValueError for a pattern that matches none."""
+        """Return the names that the patterns match; raise ValueError for a pattern without a match."""
         names = list(names)
         if self.patterns is None:
             return {name for name in names if _STAGE.fullmatch(name)}
@@ -61,7 +61,7 @@ def features(
     channel_axis: int | None = None,
     max_bytes: int = 2**24,
 ) -> Probe:
-    """Record the features of chosen images: the mean over the places of a layer's output, and single tokens.
+    """Record the features of selected images: the mean over the positions of a layer's output, and single tokens.
 
     ::
 
@@ -70,31 +70,31 @@ def features(
             ...
         recorder.tree["features"].feature.sel(layer="layer4", token="mean")  # (epoch, image, channel)
 
-    In the group "features": ``feature`` (epoch, layer, image, token, channel), NaN beyond a layer's own channels; and
-    ``token_cosine`` (epoch, layer), the mean over all images of :func:`tcnn_probe.representation.token_cosine` of the
-    places of the output. Features are stored as float16: a number between 6e-5 and 65504 is off by 5e-4 of itself at
-    most, a smaller one by 3e-8; a larger one becomes infinite. Each epoch takes images * (1 + tokens) * channels * 2
-    bytes for each layer, in memory and at most on disk, where NaN are compressed. Once read, each layer takes as much
-    as that of most channels.
+    The group "features" has ``feature`` (epoch, layer, image, token, channel), with NaN beyond a layer's own channels;
+    and ``token_cosine`` (epoch, layer), the mean over all images of :func:`tcnn_probe.representation.token_cosine` of
+    the positions of the output. Features are stored as float16: a number between 6e-5 and 65504 has a relative error of
+    at most 5e-4, a smaller number an absolute error of at most 3e-8; a larger number becomes infinite. Each epoch takes
+    images * (1 + tokens) * channels * 2 bytes for each layer in memory, and at most as much on disk, where NaN are
+    compressed. When features are read, each layer takes as much memory as the layer with the most channels.
 
     Args:
         layers: Names or globs of modules that return feature maps or tokens; None for stages and blocks, by their names
             (layer4, stages.3, blocks.11, encoder_layer_11).
-        images: Images to keep features of: the first n of each epoch, or a list of indices, counted from 0.
-        tokens: Indices of single tokens to keep beside the mean: 0 is the class token of a ViT; in a feature map, an
-            index is a place.
-        prefix_tokens: Number of class and register tokens at the front, which the mean and the cosine leave out.
-        channel_axis: Axis of the channels; None for 1 in (B, C, H, W) and the last one in (B, N, C). Swin's
-            (B, H, W, C) needs -1, and is refused without it where H = W.
-        max_bytes: Largest size for each layer and epoch; the first forward refuses more.
+        images: Images whose features are kept: the first n of each epoch, or a list of indices, counted from 0.
+        tokens: Indices of single tokens to keep in addition to the mean: 0 is the class token of a ViT; in a feature
+            map, an index counts positions row by row.
+        prefix_tokens: Number of leading class and register tokens, which the mean and the cosine leave out.
+        channel_axis: Axis of the channels; None for axis 1 of (B, C, H, W) and the last axis of (B, N, C). Swin's
+            (B, H, W, C) needs -1; without it, H = W raises an error.
+        max_bytes: Largest size for each layer and epoch; the first forward raises an error if more is needed.
 
     Returns:
         A probe, for ``record(probes=)``.
 
     Raises:
-        TypeError: Numbers of images that are no integers.
-        ValueError: No images or no layers; in ``record``, names that the model lacks; in a forward, an output of
-            another shape, with fewer tokens, or more than ``max_bytes``.
+        TypeError: Numbers of images are not integers.
+        ValueError: There are no images or no layers; in ``record``, the model lacks a name; in a forward, an output has
+            another shape, fewer tokens, or needs more than ``max_bytes``.
     """
     numbers = image_numbers(images)
     if not numbers:
@@ -114,7 +114,7 @@ def features(
 
     def places(call: ForwardCall) -> Tensor:
         x = _places(call, channel_axis)
-        # Two bytes each, in float16.
+        # Each value takes two bytes (float16).
         needed = len(numbers) * (1 + len(tokens)) * x.shape[-1] * 2
         if needed > max_bytes:
             raise ValueError(
@@ -137,7 +137,7 @@ def features(
     def maps(call: ForwardCall, rows: Sequence[int]) -> dict[str, Tensor]:
         x = places(call)
         if len(rows) < len(x):
-            # Only where some rows are left out, as indexing with a list copies.
+            # Indexing with a list copies, so it is used only if some rows are left out.
             x = x[rows]
         mean = x[:, prefix_tokens:].mean(1, keepdim=True)
         return {"feature": torch.cat([mean, x[:, tokens]], 1)}
@@ -146,7 +146,7 @@ def features(
         "features",
         _VARIABLES,
         nn.Module,
-        # In the layer table, so that other tokens are not written into the same store.
+        # These facts are in the layer table, so that features of other tokens are not written into the same store.
         facts=lambda _: facts,
         measure=measure,
         maps=maps,
@@ -157,7 +157,7 @@ def features(
 
 
 def _places(call: ForwardCall, channel_axis: int | None) -> Tensor:
-    """Return all places of the output, shape (B, N, C)."""
+    """Return the output at all positions, shape (B, N, C)."""
     x = call.output
     if not isinstance(x, Tensor) or x.ndim < 3:
         got = f"shape {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
@@ -165,7 +165,8 @@ def _places(call: ForwardCall, channel_axis: int | None) -> Tensor:
             f"expected layers that return (B, C, H, W) or (B, N, C), got {got} from {call.name!r}"
         )
     if channel_axis is None:
-        # Channels last where H = W; but a narrow convnet on oblong images may have as many channels as rows.
+        # Equal axes 1 and 2 are probably H = W, with channels last; but a narrow convnet on oblong images may have as
+        # many channels as rows.
         looks_last = x.ndim == 4 and x.shape[1] == x.shape[2] != x.shape[3]
         if looks_last and not any(
             isinstance(module, nn.Conv2d) for module in call.module.modules()

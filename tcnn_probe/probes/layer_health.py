@@ -1,7 +1,7 @@
-"""Signs of health: collapsed queries, sinks, heads and queries that are alike, silent heads, and outlier tokens.
+"""Signs of health: collapsed queries, sinks, similar heads and queries, silent heads, and outlier tokens.
 
-Of gated layers (GPSA, ConViT) all of this is of the content part C, which the images decide: their positional part is
-the same for all images, and its state is recorded as gate, locality strength and centre.
+In gated layers (GPSA, ConViT) all of these measure the content part C, which depends on the images: the positional part
+is the same for all images, and its state is recorded as gate, locality strength and centre.
 """
 
 import math
@@ -22,12 +22,13 @@ from tcnn_probe.schema import Variable
 __all__ = ["ENTROPY_BINS", "HEALTH", "OUTLIER", "TOKEN_KINDS"]
 
 ENTROPY_BINS = 20
-"""Bins of the histogram of entropies, each 0.05 wide: a quantile read from it is off by 0.05 at most."""
+"""Number of bins of the histogram of entropies: with a width of 0.05, quantiles have an error of at most 0.05."""
 TOKEN_KINDS = ("class", "register", "border", "inner", "text")
-"""Kinds of keys that can be a sink; distillation tokens count as class tokens, border and inner ones are patches."""
+"""Kinds of keys that can be a sink; distillation tokens count as class tokens, border and inner tokens are patches."""
 OUTLIER = 3.0
-"""Norm of an outlier token, in medians. Darcet et al. (arXiv 2309.16588) cut the norms of DINOv2-g at 150, between its
-two modes, which lie a factor of ten apart; a multiple of the median, which is ours, serves models of any scale."""
+"""Norm above which a token is an outlier, as a multiple of the median norm. Darcet et al. (arXiv 2309.16588) use a norm
+of 150 for DINOv2-g, between its two modes, which differ by a factor of ten; a multiple of the median, which is our
+choice, applies to models of any scale."""
 
 
 def _measure(attention: Attention) -> Mapping[str, Tensor]:
@@ -53,18 +54,18 @@ def _of_entropy(rows: ContentRows, keys: int) -> dict[str, Tensor]:
     if keys < 2:
         return {}
     normalised = rows.entropy.transpose(1, 2).flatten(2) / math.log(keys)
-    # The last bin takes what rounding leaves above 1.
+    # Values that exceed 1 by rounding belong to the last bin.
     index = (normalised * ENTROPY_BINS).long().clamp(0, ENTROPY_BINS - 1)
     counts = normalised.new_zeros(*normalised.shape[:2], ENTROPY_BINS)
     counts.scatter_add_(2, index, torch.ones_like(normalised))
     shares = counts / normalised.shape[2]
-    # A NaN has no bin: it makes the histogram NaN.
+    # A NaN belongs to no bin, so it makes the histogram NaN.
     return {"entropy_histogram": shares + 0 * normalised.mean(2, keepdim=True)}
 
 
 def _of_sink(attention: Attention, received: Tensor) -> dict[str, Tensor]:
-    """Measure the key that receives most: its share, its kind, and its value's norm beside that of the others."""
-    # (B, windows, heads): the sink of each window by itself.
+    """Measure the key that receives the most attention: its share, its kind, and the relative norm of its value."""
+    # (B, windows, heads): each window has its own sink.
     share, index = received.max(-1)
     measured = {"sink": share.mean(1)}
     kinds = _token_kinds(attention)
@@ -77,18 +78,18 @@ def _of_sink(attention: Attention, received: Tensor) -> dict[str, Tensor]:
     dtype = at_least_float32(values.dtype)
     norms = torch.linalg.vector_norm(values, dim=-1, dtype=dtype)
     norms = norms.unflatten(0, received.shape[:2]).expand_as(received)
-    of_sink = norms.gather(-1, index[..., None])
-    # NaN takes the sink out of the median of the others.
+    sink_norm = norms.gather(-1, index[..., None])
+    # NaN excludes the sink from the median.
     without_sink = norms.scatter(-1, index[..., None], torch.nan)
     median = without_sink.nanmedian(-1).values
-    ratio = of_sink[..., 0] / median
-    # Where most values vanish no ratio tells anything.
+    ratio = sink_norm[..., 0] / median
+    # If most values vanish, the ratio has no meaning.
     measured["sink_value_norm"] = torch.where(median == 0, 0, ratio).mean(1)
     return measured
 
 
 def _token_kinds(attention: Attention) -> Tensor | None:
-    """Return the kind of each key as an index into TOKEN_KINDS, shape (N_key,); None where no grid is known."""
+    """Return the kind of each key as an index into TOKEN_KINDS, shape (N_key,), or None if the grid is unknown."""
     if attention.map_size is None:
         return None
     height, width = attention.map_size
@@ -107,12 +108,12 @@ def _query_diversity(rows: ContentRows) -> Tensor:
     """Return H(mean over queries of A_i) - mean over queries of H(A_i), shape (B, heads)."""
     smallest = torch.finfo(rows.received.dtype).tiny  # 0 log 0 is 0
     logarithms = rows.received.clamp_min(smallest).log()
-    of_mean = -(rows.received * logarithms).sum(-1)
-    return (of_mean - rows.entropy.mean(-1)).mean(1)
+    entropy_of_mean = -(rows.received * logarithms).sum(-1)
+    return (entropy_of_mean - rows.entropy.mean(-1)).mean(1)
 
 
 def _of_outputs(attention: Attention) -> dict[str, Tensor]:
-    """Measure the norm of the heads' outputs and the number of directions that they fill."""
+    """Measure the norm of the heads' outputs, and the number of directions that they span."""
     outputs = attention.head_outputs()
     if outputs is None:
         return {}
@@ -121,10 +122,10 @@ def _of_outputs(attention: Attention) -> dict[str, Tensor]:
     # All windows of an image together: (B, heads, windows * N_query, d).
     outputs = by_image.transpose(1, 2).flatten(2, 3)
     squares = outputs.square().sum((2, 3))
-    # Scaled first, so that no fourth power leaves the range of float32.
+    # Outputs are scaled first, so that their fourth powers stay in the range of float32.
     scale = squares.sqrt().clamp_min(torch.finfo(squares.dtype).tiny)
     outputs = outputs / scale[..., None, None]
-    # sum_k s_k^4 is the squared norm of o^T o, a d x d matrix: no decomposition is needed.
+    # sum_k s_k^4 is the squared norm of o^T o, a d x d matrix, so no decomposition is needed.
     products = outputs.mT @ outputs
     fourth_powers = products.square().sum((2, 3))
     rank = torch.where(squares == 0, 0, 1 / fourth_powers)
@@ -135,7 +136,7 @@ def _of_outputs(attention: Attention) -> dict[str, Tensor]:
 
 
 def _of_tokens(attention: Attention) -> dict[str, Tensor]:
-    """Measure the tokens that enter the block: their norms, and how alike they are."""
+    """Measure the norms and the similarity of the tokens that enter the block."""
     tokens = None if attention.residual is None else attention.residual()
     if tokens is None:
         return {}
@@ -146,7 +147,7 @@ def _of_tokens(attention: Attention) -> dict[str, Tensor]:
     classes = min(specials, attention.class_tokens)
     norms = torch.linalg.vector_norm(tokens, dim=-1)
     patches = norms[:, prefix:]
-    # The median, as a mean would grow with the outliers that it is to find.
+    # The reference is the median, because a mean would grow with the outliers.
     median = patches.median(1).values
     measured = {
         "token_norm": median,

@@ -1,7 +1,7 @@
-"""LayerScale weights, and residual branches compared with what they are added to (Touvron's thesis, Fig. 3.6).
+"""LayerScale weights, and the norms of residual branches relative to the main branch (Touvron's thesis, Fig. 3.6).
 
 A block computes ``x' = x + lambda * g(x)`` for each of its branches g, with a weight lambda for each channel
-(thesis, Section 3.5.1). Blocks are known by their class; one whose forward was replaced is left alone.
+(thesis, Section 3.5.1). Blocks are recognised by their class; blocks whose forward method was replaced are ignored.
 """
 
 from collections.abc import Mapping, Sequence
@@ -35,7 +35,7 @@ def _state(block: nn.Module) -> dict[str, Tensor]:
     return {
         "scale": torch.stack(
             [
-                # A branch without LayerScale is added as it is.
+                # A branch without LayerScale is added with the weight 1.
                 torch.ones_like(scales[0]) if weight is None else weight
                 for weight in weights
             ]
@@ -51,7 +51,7 @@ def _main(call: ForwardCall, branch: ResidualBranch) -> Tensor:
 
 
 def _added(call: ForwardCall, branch: ResidualBranch) -> Tensor:
-    """Return the branch's part of the sum, before stochastic depth, in the layout of the main branch."""
+    """Return the term that the branch adds, before stochastic depth, in the layout of the main branch."""
     if not branch.output:
         return call.parts[branch.scale].output
     added, weights = call.parts[branch.output].output, _weights(call.module, branch)
@@ -59,7 +59,7 @@ def _added(call: ForwardCall, branch: ResidualBranch) -> Tensor:
     if weights is not None:
         shape = [1] * added.ndim
         shape[axis] = -1
-        # The block multiplies by its parameter after the submodule, whose output alone is seen.
+        # The block multiplies by its parameter after the submodule, so the observed output does not include it.
         added = added * weights.view(shape)
     return added.movedim(axis, branch.main_axis)
 
@@ -81,22 +81,22 @@ def _measure(call: ForwardCall) -> dict[str, Tensor]:
 
 
 def _rebuild(call: ForwardCall) -> Tensor | None:
-    """Return the sum of the main branch and all residual ones, which shows that the table above is right."""
+    """Return the sum of the main branch and all residual branches, which verifies the block's record."""
     block, branches = call.module, _branches(call.module)
-    # In training, stochastic depth leaves out the branches of some images.
+    # In training, stochastic depth drops the branches of some images.
     if block.training and any(
         getattr(child, "drop_prob", 0) for child in block.children()
     ):
         return None
     return sum(
-        # Branches follow each other: the first one's main branch and all that is added to it are the block's output.
+        # Branches are added in sequence, so the block's output is the first main branch plus all residual branches.
         (_added(call, branch)[:1] for branch in branches),
         _main(call, branches[0])[:1],
     )
 
 
 class LayerScaleProbe(Probe):
-    """Residual branches of blocks, read off the calls of their submodules."""
+    """Residual branches of blocks, measured in the calls of their submodules."""
 
     def parts(self, module: nn.Module) -> Mapping[str, nn.Module]:
         """Return the submodules that make up the branches."""

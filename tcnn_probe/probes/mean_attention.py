@@ -1,4 +1,4 @@
-"""Mean attention maps of chosen queries: the static pattern of each head, on the layer's grid."""
+"""Mean attention maps of selected queries, which are the static pattern of each head on the layer's grid."""
 
 from collections.abc import Sequence
 
@@ -14,7 +14,7 @@ __all__ = ["MEAN_ATTENTION", "mean_attention"]
 
 
 def mean_attention(queries: Sequence[tuple[float, float]] = ((0.5, 0.5),)) -> Probe:
-    """Record the mean over images of the attention of chosen queries: the static pattern of each head.
+    """Record the mean over images of the attention of selected queries, which is the static pattern of each head.
 
     ::
 
@@ -23,19 +23,19 @@ def mean_attention(queries: Sequence[tuple[float, float]] = ((0.5, 0.5),)) -> Pr
             ...
         recorder.tree["mean-attention"].mean_attention.sel(query="0.1, 0.9")
 
-    In the group "mean-attention": ``mean_attention`` (epoch, layer, head, query, y, x) over the keys on the grid, and
-    ``images``, the number of images in the mean. Rows sum to one, less what goes to class and register tokens, or to
-    padding. NaN beyond the grids of layers that are smaller than others. Layers whose attention is in windows are left
-    out. Images have to be of one size.
+    The group "mean-attention" has ``mean_attention`` (epoch, layer, head, query, y, x) over the keys on the grid, and
+    ``images``, the number of images in the mean. Rows sum to one minus the attention to class and register tokens or to
+    padding. Layers with smaller grids than others have NaN beyond their grids. Layers with attention in windows are
+    left out. All images must have the same size.
 
     Args:
-        queries: Rows and columns, as shares of the height and the width: (0.5, 0.5) is the middle, in all layers.
+        queries: Rows and columns, as fractions of height and width: (0.5, 0.5) is the middle in all layers.
 
     Returns:
         A probe, for ``record(probes=)``.
 
     Raises:
-        ValueError: No query, a query that is no pair, or a query outside of the grid.
+        ValueError: There is no query, or a query is not a pair or is outside of the grid.
     """
     places = np.asarray(queries, dtype=float)
     if (
@@ -49,10 +49,10 @@ def mean_attention(queries: Sequence[tuple[float, float]] = ((0.5, 0.5),)) -> Pr
 
     def measure(attention: Attention) -> dict[str, Tensor]:
         grid = attention.layout.queries
-        # A query in a window sees that window alone: there is no map over the image.
+        # A query in a window attends to this window only, so there is no map of the image.
         if grid is None or attention.map_size is None or attention.in_windows:
             return {}
-        # Shares are below 1, so no token lies outside.
+        # Fractions are below 1, so every token is on the grid.
         tokens = [grid.index(row, column) for row, column in places.tolist()]
         rows = [attention.weights(slice(token, token + 1))[:, 0] for token in tokens]
         return {"mean_attention": attention.on_grid(torch.cat(rows, 2))}

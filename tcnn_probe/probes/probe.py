@@ -1,4 +1,4 @@
-"""The contract between the recorder and what it can measure, and the probes that are known by name."""
+"""The interface between the recorder and its measurements, and the registry of probes by name."""
 
 import difflib
 import re
@@ -30,7 +30,7 @@ __all__ = [
 PROBES: dict[str, "Probe"] = {}
 """The probes that :func:`tcnn_probe.record` finds by their names."""
 
-# They become names of folders in a store: no slash, and no dot at the beginning.
+# Names become folders in a store, so they must not contain a slash or begin with a dot.
 _NAME = re.compile(r"\w[\w-]*")
 
 GradientNorms = Mapping[str, Iterable[tuple[nn.Parameter, Callable[[Tensor], Tensor]]]]
@@ -42,16 +42,16 @@ class NotMeasuredError(Exception):
 
 @dataclass(frozen=True)
 class ForwardCall:
-    """A call of a module in a forward.
+    """A call of a module in a forward pass.
 
     Args:
         module: Module that was called.
         name: Name of its layer.
         inputs: Its inputs, by position and then by keyword.
         output: Its output.
-        parts: Last calls, inside this call, of the submodules that :meth:`Probe.parts` names. Their tensors are the
-            model's own, as they are when the module returns: operations in place have changed them.
-        limit: Number of images, the first ones, that count in sums over images; None for all.
+        parts: Last calls, inside this call, of the submodules that :meth:`Probe.parts` names. Their tensors are those
+            of the model at the end of this call, including changes in place.
+        limit: Number of leading images that are included in sums over images; None for all.
         verification: Comparisons of the layers so far, see :meth:`verify`.
     """
 
@@ -64,13 +64,13 @@ class ForwardCall:
     verification: Verification | None = None
 
     def verify(self, rebuild: Callable[[], Tensor | None]) -> None:
-        """Compare an output rebuilt from what is measured with the true one, once for each layer.
+        """Compare an output that is rebuilt from the measured quantities with the true output, once for each layer.
 
         The forward raises :class:`tcnn_probe.ReconstructionError` if they differ by more than rounding.
 
         Args:
-            rebuild: Function that rebuilds the output of the first image; it returns None if that cannot be compared,
-                as under dropout.
+            rebuild: Function that rebuilds the output of the first image, or returns None if the output cannot be
+                compared, for example because of dropout.
         """
         if self.verification is None or not self.verification.needed(self.name):
             return
@@ -82,21 +82,22 @@ class ForwardCall:
 
 @dataclass(frozen=True)
 class Probe:
-    """Measurements of one kind of layer. Give any of the functions; each says what it hooks.
+    """Measurements of one kind of layer, by one or more functions, each of which hooks what it needs.
 
     Measurements of a forward have one value (or array of values) for each image; the recorder keeps their mean over
-    images. Functions run without gradients and must not change the layer. ``{variable: tensor}`` may leave a variable
-    out, which is then NaN for that layer. In place of a tensor there may be a
+    images. Functions run without gradients and must not change the layer. They may omit a variable from
+    ``{variable: tensor}``, which is then NaN for that layer. A tensor may be replaced by a
     ``tcnn_probe.attention.patterns.Pattern`` of the first :attr:`ForwardCall.limit` images: the variable is then
-    the content information of each head, of all images of the epoch.
+    the content information of each head over all images of the epoch.
 
     A probe that needs more is a subclass that overrides :meth:`choose_layers`, :attr:`images`, :meth:`parts` or
     :meth:`gradients`.
 
     Args:
-        kind: Short name, kept in the dataset's layer table.
+        kind: Short name, which is kept in the dataset's layer table.
         variables: Descriptions by name, whose ``dims`` are "layer" and then those of the tensors.
-        module_type: Modules to measure: a class, several, or a predicate on a module; for ``attention`` as well.
+        module_type: Modules to measure: a class, a tuple of classes, or a predicate on a module. If it is given, it
+            selects the modules of ``attention``, too.
         group: Path of the group that holds the variables: "" for the root, with the numbers of attention heads; None
             for a group named after the kind.
         facts: Function of a module that returns further entries of the layer table, in plain JSON; it is called before
@@ -105,17 +106,17 @@ class Probe:
         measure: Function of a :class:`ForwardCall` that returns ``{variable: (B, *dims)}``; it is called after each
             forward of the layer, under the autocast that the layer ran in.
         attention: Function of an :class:`Attention` that returns ``{variable: (B, *dims)}``; it is called for each
-            attention in the model, in whatever module it is. It may raise :class:`NotMeasuredError`, whose message is
-            then the reason in ``Recorder.missing``.
+            attention in the model, in any module. It may raise :class:`NotMeasuredError`, whose message is then the
+            reason in ``Recorder.missing``.
         maps: Function of the same call and of indices of images; it returns ``{variable: (images, [windows,] heads,
-            height, width)}``, for variables with the dims ("layer", "image", ["window",] "head", "y", "x"). Beside
-            these maps there may be numbers of each head, without "y" and "x".
-        detailed: Whether ``attention`` asks for :meth:`Attention.content_rows`.
-        coords: Labels along dimensions of its own, such as {"branch": ["attention", "mlp"]}; the layers use as many of
-            them, from the first, as they have values.
+            height, width)}``, for variables with the dims ("layer", "image", ["window",] "head", "y", "x"). In addition
+            to these maps there may be numbers of each head, without "y" and "x".
+        detailed: Whether ``attention`` needs :meth:`Attention.content_rows`.
+        coords: Labels along the probe's own dimensions, such as {"branch": ["attention", "mlp"]}; a layer with fewer
+            values has the first labels.
 
     Raises:
-        ValueError, TypeError: The probe cannot be recorded, or cannot be told apart from what else is recorded.
+        ValueError, TypeError: The probe cannot be recorded, or conflicts with other records.
     """
 
     kind: str
@@ -136,9 +137,9 @@ class Probe:
     detailed: bool = False
 
     def __post_init__(self) -> None:
-        """Refuse what would fail, or be lost, when the first epoch is marked."""
+        """Raise for a probe that would fail, or whose data would be lost, when the first epoch is marked."""
         probe = f"the probe {self.kind!r}"
-        # A subclass that overrides the method measures gradients: to call it would need a module.
+        # A subclass measures gradients if it overrides the method, which cannot be called without a module.
         measures_gradients = type(self).gradients is not Probe.gradients
         if not any((self.state, self.measure, self.attention, measures_gradients)):
             raise ValueError(
@@ -152,7 +153,7 @@ class Probe:
             raise TypeError(
                 f"expected {probe} to have a class or a predicate for module_type, got {self.module_type!r}"
             )
-        # The paths of attention heads in a tree, and of maps in a store.
+        # These are the paths of attention heads in a tree, and of maps in a store.
         if self.place.split("/")[0] in ("heads", "maps"):
             raise ValueError(
                 f"{probe} would be recorded under {self.place!r}, like another probe: give it another name"
@@ -162,7 +163,7 @@ class Probe:
             if isinstance(variable.dims, tuple):
                 names += variable.dims
         for name in names:
-            # A group may be a path, whose parts are checked one by one.
+            # A group may be a path, whose parts are checked separately.
             if name != self.group and not _NAME.fullmatch(name):
                 raise ValueError(
                     f"expected names of letters, digits, '_' and '-' in {probe}, got {name!r}"
@@ -179,19 +180,19 @@ class Probe:
 
     @property
     def images(self) -> tuple[int, ...] | None:
-        """Images to keep maps of, in a group with the probe's numbers; None for those of ``record(images=)``."""
+        """Images whose maps are kept, in a group with the probe's numbers; None for those of ``record(images=)``."""
         return None
 
     def choose_layers(self, names: Iterable[str]) -> Collection[str]:
-        """Choose layers by name, among the names of all modules; ``module_type`` has its say as well."""
+        """Choose layers by name, among the names of all modules; ``module_type`` must match, too."""
         return frozenset(names)
 
     def parts(self, module: nn.Module) -> Mapping[str, nn.Module]:
-        """Return submodules, by name, whose calls ``measure`` needs in :attr:`ForwardCall.parts`."""
+        """Return the submodules, by name, whose calls ``measure`` needs in :attr:`ForwardCall.parts`."""
         return {}
 
     def gradients(self, module: nn.Module) -> GradientNorms:
-        """Return parameters whose gradients to measure, by variable, each with a function of its gradient.
+        """Return the parameters whose gradients are measured, by variable, each with a function of its gradient.
 
         The functions return tensors of shape ``(*dims)``. The recorded value is the square root of the mean, over
         backward passes, of their sum.
@@ -203,17 +204,17 @@ class Probe:
 
     @cached_property
     def place(self) -> str:
-        """Path of its group."""
+        """Path of the probe's group."""
         return self.kind if self.group is None else self.group
 
     @cached_property
     def runs(self) -> bool:
-        """True if it measures forwards."""
+        """True if the probe measures forward passes."""
         return self.measure is not None or self.attention is not None
 
     @cached_property
     def image_variables(self) -> frozenset[str]:
-        """Names of its maps."""
+        """Names of the variables that are kept for single images."""
         return frozenset(
             name
             for name, variable in self.variables.items()
@@ -222,7 +223,7 @@ class Probe:
 
     @cached_property
     def class_variables(self) -> frozenset[str]:
-        """Names of those maps that are kept for a few classes."""
+        """Names of the variables that are kept for single images and a few classes."""
         return frozenset(
             name
             for name in self.image_variables
@@ -230,20 +231,20 @@ class Probe:
         )
 
     def applies_to(self, module: nn.Module) -> bool:
-        """Return whether the module is of its type."""
+        """Return whether ``module_type`` selects the module."""
         if self.module_type is None:
             return False
-        # Asked before predicates, since a class can be called too.
+        # Classes are checked before predicates, because a class is callable, too.
         if isinstance(self.module_type, (type, tuple)):
             return isinstance(module, self.module_type)
         return self.module_type(module)
 
 
 def register(probe: Probe) -> Probe:
-    """Make a probe known by its kind, so that ``record(model, probes=[..., kind])`` finds it.
+    """Register a probe by its kind, so that ``record(model, probes=[..., kind])`` finds it.
 
     Args:
-        probe: A new probe, of a kind of its own.
+        probe: New probe, whose kind no other probe has.
 
     Returns:
         The probe.
@@ -251,7 +252,7 @@ def register(probe: Probe) -> Probe:
     Raises:
         ValueError: Another probe has this kind.
     """
-    # The same probe may come again, as when a module is reloaded or a cell of a notebook runs twice.
+    # The same object may be registered again, for example if a cell of a notebook runs twice.
     if PROBES.get(probe.kind, probe) is not probe:
         raise ValueError(
             f"there is a probe of the kind {probe.kind!r} already: give yours another name"
@@ -261,11 +262,11 @@ def register(probe: Probe) -> Probe:
 
 
 def find_probes(names_or_probes: Iterable[str | Probe] | str | Probe) -> list[Probe]:
-    """Return probes, by kind or as they are.
+    """Return probes that are given by kind or as objects.
 
     Raises:
         ValueError: A kind is unknown, or two probes cannot be recorded together.
-        TypeError: Something is neither a name nor a probe.
+        TypeError: An argument is neither a name nor a probe.
     """
     if isinstance(names_or_probes, (str, Probe)):
         names_or_probes = [names_or_probes]
@@ -280,7 +281,7 @@ def find_probes(names_or_probes: Iterable[str | Probe] | str | Probe) -> list[Pr
     dims: dict[tuple[str, str], tuple[str, ...]] = {}
     for probe in probes:
         for name, variable in probe.variables.items():
-            # Probes may share a variable, as those of gated and of softmax attention do; an array has one set of
+            # Probes may share a variable, as those of gated and of softmax attention do, but an array has one set of
             # dimensions.
             if dims.setdefault((probe.place, name), variable.dims) != variable.dims:
                 raise ValueError(
@@ -297,8 +298,7 @@ def _find_probe(name_or_probe: str | Probe) -> Probe:
             f"expected a tcnn_probe.Probe or the name of one, got {name_or_probe!r}"
         )
     if name_or_probe not in PROBES:
-        close = difflib.get_close_matches(name_or_probe, PROBES, n=1) or list(PROBES)
-        raise ValueError(
-            f"no probe {name_or_probe!r}; did you mean {' or '.join(map(repr, close))}?"
-        )
+        close = difflib.get_close_matches(name_or_probe, PROBES, n=1)
+        hint = f"did you mean {close[0]!r}?" if close else f"there are {list(PROBES)}"
+        raise ValueError(f"no probe {name_or_probe!r}; {hint}")
     return PROBES[name_or_probe]

@@ -58,10 +58,10 @@ DISTANCE = Variable(
 
 
 def content_information(attention: str) -> Variable:
-    """Describe how strongly a head's attention depends on the image.
+    """Describe the variable that measures how strongly a head's attention depends on the image.
 
     Args:
-        attention: The attention that is meant, as a phrase that begins with "of".
+        attention: Phrase that names the attention and begins with "of".
     """
     return Variable(
         HEAD,
@@ -101,7 +101,7 @@ UNIFORM = {
         f"queries and keys of which that is made, whatever a mask hides. {IMAGE_MEAN}",
     ),
 }
-# Maps are most of a recording's bytes, and a colour shows less than the 11 bits of float16.
+# Maps take most of a recording's bytes, and colours show fewer than the 11 bits of float16.
 MAPS = {
     "attention_received": Variable(
         MAP_DIMS,

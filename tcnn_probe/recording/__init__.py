@@ -1,6 +1,7 @@
-"""Recording what probes measure, forward by forward, until an epoch is marked.
+"""Recording of a model: probes measure its forwards until an epoch is marked and stored.
 
-``recorder`` parses its arguments (``options``) and has a ``collector`` listen to the attention stream of the model
-(:mod:`tcnn_probe.attention.stream`). Probes measure each attention, an ``accumulator`` adds up. At a mark the collector
-closes the epoch: its report is checked (``epoch``) and laid out as arrays (``groups``), which the storage keeps.
+``recorder`` parses its arguments (``options``) and creates a ``collector``, which listens to the attention stream of
+the model (:mod:`tcnn_probe.attention.stream`). Probes measure each attention, and an ``accumulator`` sums up their
+measurements. At a mark the collector closes the epoch: its report is checked (``epoch``) and laid out as arrays
+(``groups``), which the storage keeps.
 """

@@ -1,4 +1,4 @@
-"""Sums of a layer between two marks, on the layer's device, and maps of chosen images."""
+"""Sums of a layer's measurements between two marks, on the layer's device, and maps of chosen images."""
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -30,21 +30,21 @@ __all__ = [
 _Value = TypeVar("_Value", bound=Tensor | Pattern)
 _Sums = dict[str, tuple[np.ndarray, int]]
 MAPS_BY_CLASS = "attention_by_class"
-"""Variable that has maps of all classes when it is measured, and of a few when it is recorded."""
+"""Variable with maps of all classes when it is measured, and only of the chosen classes when it is recorded."""
 
 
 @dataclass
 class EpochSums:
-    """Sums of a layer when an epoch is marked: plain arrays by variable, which ranks can send each other.
+    """Sums of a layer when an epoch is marked, as plain arrays by variable that ranks can exchange.
 
     Attributes:
         images: Number of images that the layer saw.
-        nonfinite: Number of those that gave a NaN or an infinity.
+        nonfinite: Number of images with a value that is NaN or infinite.
         sums: Sums over images, each with the number of images.
-        largest: Largest values of any image.
-        squares: Sums over backward passes, each with the number of passes.
-        patterns: Sums of attention; None where images have several sizes.
-        state: Values read off the layer's parameters.
+        largest: Maxima over images.
+        squares: Sums of squares over backward passes, each with the number of passes.
+        patterns: Sums of attention over images; None if images have several sizes.
+        state: Values that are read from the layer's parameters.
     """
 
     images: int = 0
@@ -62,31 +62,31 @@ class EpochSums:
         for rank in ranks:
             total.images += rank.images
             total.nonfinite += rank.nonfinite
-            # Parameters are the same on all ranks, or were gathered from all of them.
+            # All ranks have the same parameters, or have gathered them.
             total.state = total.state or rank.state
             _add_patterns(total.patterns, rank.patterns)
             _add_sums(total.sums, rank.sums)
             for name, value in rank.largest.items():
-                # np.maximum, not fmax: a NaN on any rank is a NaN of the epoch.
+                # np.maximum, not fmax, so that a NaN on any rank makes the epoch's value NaN.
                 total.largest[name] = np.maximum(total.largest.get(name, value), value)
-            # Passes count on each rank: hooks see a rank's own gradients, before they are averaged.
+            # Passes of all ranks are counted, because hooks see a rank's gradients before they are averaged.
             _add_sums(total.squares, rank.squares)
         return total
 
     def means(self) -> dict[str, np.ndarray]:
-        """Return summaries of the images, root mean squares over backward passes, and what patterns show."""
+        """Return means and maxima over images, root mean squares over backward passes, and statistics of patterns."""
         means = {name: total / number for name, (total, number) in self.sums.items()}
         for name, value in self.largest.items():
-            # The largest of nothing, as where a mask hides all keys from all queries, is minus infinity.
+            # The maximum is minus infinity if a mask hides all keys from all queries.
             means[name] = np.where(np.isneginf(value), np.nan, value)
         for name, (total, number) in self.squares.items():
-            # Without a pass the mean is unknown, and 0 would look measured.
+            # Without a backward pass the value is NaN, as 0 would look like a measurement.
             means[name] = np.sqrt(total / (number or np.nan))
         for name, pattern in self.patterns.items():
             if pattern is None:
                 continue
             mean = pattern.attention / pattern.images
-            # A single image does not show what depends on the image.
+            # Content information compares images, so it needs more than one.
             if pattern.images > 1:
                 means[name] = information(
                     mean, pattern.entropy / pattern.images, pattern.images
@@ -95,18 +95,18 @@ class EpochSums:
                 equivariance = translation_equivariance(
                     mean, pattern.queries, pattern.keys
                 )
-                if not np.isnan(equivariance).all():  # as on a grid of a single cell
+                if not np.isnan(equivariance).all():  # it is NaN on a grid of one cell
                     means["translation_equivariance"] = equivariance
         return means
 
 
 class GradientSums:
-    """Sums over backward passes of what a probe makes of gradients.
+    """Sums over backward passes of the squares that a probe computes from gradients.
 
     Args:
         layer: Name of the layer, for errors.
         gradients: Parameters and functions of their gradients, see :meth:`tcnn_probe.Probe.gradients`.
-        ignores: Function that says whether gradients that arrive now are left out.
+        ignores: Function that returns True while gradients are to be left out.
     """
 
     def __init__(
@@ -124,11 +124,11 @@ class GradientSums:
         ]
 
     def follow(self) -> None:
-        """Add hooks to the parameters; to frozen parameters once they are no longer frozen."""
+        """Add hooks to all parameters that are not frozen; frozen ones get theirs in a later call, once unfrozen."""
         frozen = []
         for parameter, variable, squares in self._unhooked:
             if parameter.requires_grad:
-                # Several parameters can belong to one variable: passes are counted for each.
+                # Several parameters can belong to one variable, so passes are counted for each parameter.
                 hook = partial(self._add, variable, squares, id(parameter))
                 self._hooked.append((parameter, parameter.register_hook(hook)))
             else:
@@ -140,7 +140,7 @@ class GradientSums:
         for parameter, handle in self._hooked:
             handle.remove()
             if not parameter._backward_hooks:
-                # As torch leaves it where no hook ever was.
+                # None is the value of a parameter that never had a hook.
                 parameter._backward_hooks = None
         self._hooked = []
         self._unhooked = []
@@ -153,7 +153,7 @@ class GradientSums:
 
     def read(self) -> _Sums:
         """Return the sums and the numbers of passes."""
-        # A pass may reach some parameters of a variable and not others: it counts once.
+        # A pass may reach only some parameters of a variable, so the largest count is the number of passes.
         passes: dict[str, int] = {}
         for (variable, _), number in self._passes.items():
             passes[variable] = max(int(number), passes.get(variable, 0))
@@ -176,7 +176,7 @@ class GradientSums:
             return
         with named_in_errors(self._layer):
             total = squares(gradient)
-            # A tensor still: to read it would wait for the device.
+            # This stays a tensor, because reading its value would wait for the device.
             finite = total.isfinite().all()
             _add_tensor(self._sums, variable, widest(torch.where(finite, total, 0)))
             self._passes[variable, parameter] = (
@@ -185,7 +185,7 @@ class GradientSums:
 
 
 class Accumulator:
-    """Sums over images, in float64 (float32 where the device has no float64), and maps of chosen images.
+    """Sums over images, in float64 (float32 on devices without float64), and maps of chosen images.
 
     Args:
         name: Name of the layer.
@@ -223,16 +223,16 @@ class Accumulator:
         self._largest.clear()
         self._patterns.clear()
         self.gradients.reset()
-        # Zeroed rather than deleted: values of later epochs are refused unless they have the same shapes.
+        # Sums are zeroed, not deleted, so that values of another shape are refused in later epochs, too.
         for total in self._sums.values():
             total.zero_()
 
     def add(self, measured: Mapping[str, Tensor]) -> None:
-        """Add the images of a forward, (B, *dims) of each variable."""
+        """Add the measurements of a forward, of shape (B, *dims) for each variable."""
         tensors = list(measured.values())
         if not tensors or not len(tensors[0]):
             return
-        # All variables side by side: one sum and one test for NaN in a forward, not two for each variable.
+        # The variables are concatenated: one sum and one test for NaN per forward, not two for each variable.
         rows = torch.cat(
             [widest(tensor.reshape(len(tensor), -1)) for tensor in tensors], 1
         )
@@ -245,7 +245,7 @@ class Accumulator:
                 continue
             _add_tensor(self._sums, name, total.view(tensor.shape[1:]))
             self._counts[name] += len(rows)
-        # Counted and still added: the mean of an epoch with a NaN is NaN, and says so.
+        # Images with a NaN are counted and still added, so that the mean of the epoch shows a NaN.
         nonfinite = rows.isfinite().logical_not_().any(1).sum()
         self._nonfinite = (
             nonfinite if self._nonfinite is None else self._nonfinite + nonfinite
@@ -253,11 +253,11 @@ class Accumulator:
         self.images += len(rows)
 
     def add_patterns(self, patterns: Mapping[str, Pattern]) -> None:
-        """Add sums over images of a forward."""
+        """Add the sums of attention over the images of a forward."""
         _add_patterns(self._patterns, patterns)
 
     def add_maps(self, images: Sequence[int], maps: Mapping[str, Tensor]) -> None:
-        """Keep copies of maps, as narrow as they are stored.
+        """Keep copies of maps, in the dtype in which they are stored.
 
         Args:
             images: Numbers of the images in the epoch.
@@ -268,11 +268,11 @@ class Accumulator:
             # MPS has no float64.
             dtype = widest_dtype(values.device) if dtype == torch.float64 else dtype
             for image, value in zip(images, values, strict=True):
-                # to() alone would return the model's own tensor where the dtype is the same.
+                # Without copy=True, to() would return the model's own tensor if the dtype is the same.
                 self.maps.setdefault(image, {})[name] = value.to(dtype, copy=True)
 
     def read(self) -> EpochSums:
-        """Return everything but the maps. Where parameters are spread over ranks, all ranks call this together."""
+        """Return everything but the maps. If parameters are sharded over ranks, all ranks must call this together."""
         patterns: dict[str, Pattern | None] = {}
         for name, pattern in self._patterns.items():
             if pattern is not None:
@@ -297,7 +297,7 @@ class Accumulator:
 
     @torch.no_grad()
     def _read_state(self) -> dict[str, np.ndarray]:
-        """Read the layer's parameters, as its forwards see them."""
+        """Read values from the layer's parameters, with the edits under which its forwards run."""
         if self.probe.state is None:
             return {}
         arrays = {}
@@ -306,7 +306,7 @@ class Accumulator:
                 self.probe, self.probe.state(self.module), by_image=False
             )
             for name, value in state.items():
-                # A DTensor, which is spread over ranks.
+                # This is a DTensor, which is sharded over ranks.
                 if hasattr(value, "full_tensor"):
                     value = value.full_tensor()
                 arrays[name] = _as_array(value)
@@ -316,16 +316,16 @@ class Accumulator:
 def check_measured(
     probe: Probe, measured: Mapping[str, _Value], *, by_image: bool
 ) -> Mapping[str, _Value]:
-    """Return what a probe has measured, if it is what the probe's variables say.
+    """Return a probe's measurements after checking them against the probe's variables.
 
     Args:
         probe: Probe that measured.
         measured: Tensors by variable.
-        by_image: Whether their first axis is that of images.
+        by_image: Whether the first axis of the tensors is that of images.
 
     Raises:
-        TypeError: These are no tensors by variable.
-        ValueError: A variable is unknown, has other dimensions, or another number of images.
+        TypeError: The measurements are not a mapping from variables to tensors.
+        ValueError: A variable is unknown, or has other dimensions or another number of images.
     """
     if not isinstance(measured, Mapping):
         raise TypeError(
@@ -365,18 +365,18 @@ def select_classes(
     rows: Sequence[int],
     images: int,
 ) -> tuple[Mapping[str, Tensor], str]:
-    """Leave out the maps of classes that are not kept, and add the index and the score of each class that stays.
+    """Keep only the maps of the chosen classes, and add the index and the score of each of these classes.
 
     Args:
         maps: Maps by variable; ``attention_by_class`` has those of all K classes, shape (n, K, height, width).
         classes: Classes to keep.
-        output: Output of the model; None if it was not called as a whole.
-        rows: Indices of these n images in the forward.
+        output: Output of the model; None if only parts of the model were called.
+        rows: Indices of the n images in the forward.
         images: Number of images in the forward.
 
     Returns:
-        The maps of k classes, with ``class_index`` and ``class_score``, shape (n, k); and the reason why there are no
-        maps of classes, "" if there are.
+        The maps of k classes, with ``class_index`` and ``class_score``, shape (n, k); and the reason if there are no
+        maps of classes, else "".
     """
     maps = dict(maps)
     all_maps = maps.pop(MAPS_BY_CLASS)
@@ -405,7 +405,7 @@ def select_classes(
         else scores.gather(1, index)
     )
     rows_of_maps = torch.arange(len(all_maps), device=all_maps.device)[:, None]
-    # (n, 1) and (n, k) index (n, K, height, width): each image has classes of its own, (n, k, height, width).
+    # Indices of shape (n, 1) and (n, k) select k classes for each image: (n, k, height, width).
     selected = all_maps[rows_of_maps, index]
     return {
         **maps,

@@ -1,4 +1,4 @@
-"""Shows the probes what happens in the forwards of a model, and adds up what they measure."""
+"""The collector, which calls the probes in the forwards of a model and adds up their measurements."""
 
 import threading
 from collections import Counter
@@ -39,7 +39,7 @@ class RankSums:
 
     Args:
         sums: Sums by layer and kind of probe.
-        missed_attention: Whether attention is to be measured and no forward that could show any has begun.
+        missed_attention: Whether attention should be measured, but no forward with attention to measure has begun.
     """
 
     sums: Mapping[Key, EpochSums]
@@ -54,12 +54,12 @@ class _Measured:
         layer: Name of the layer.
         module: Module that was measured.
         probe: Probe that measured it.
-        values: Values by variable, of the images that count.
+        values: Values by variable, of the images within ``max_images``.
         patterns: Sums over these images.
         images: Number of images in the forward.
-        before: Number of images of the layer that came earlier in the epoch.
-        rows: Indices of the images of this forward that maps are kept of.
-        maps: Maps of these.
+        before: Number of images that the layer has seen earlier in the epoch.
+        rows: Indices in the forward of the images whose maps are kept.
+        maps: Maps of the images in ``rows``.
     """
 
     layer: str
@@ -74,18 +74,18 @@ class _Measured:
 
 
 class Collector(AttentionListener):
-    """Measurements of a model between two marks.
+    """Listener that collects measurements of a model between two marks.
 
     Attributes:
         accumulators: Sums by layer and kind of probe.
-        missing: Layers that are recorded without a variable, and why: {variable: {layer: reason}}.
-        advice: What the user can say where no grid was found, by layer.
-        order: Places of the layers in the model, by name.
+        missing: Reasons why layers are recorded without a variable: {variable: {layer: reason}}.
+        advice: Arguments that the user can give for layers without a known grid, by layer.
+        order: Positions of the layers in the model, by name.
         model_class: Name of the model's class.
         training_forwards: Number of forwards that began in training mode since the previous mark.
-        on_training: Called before the first of them.
-        pauses: Number of pauses that are under way; nothing is measured in them.
-        lock: Held while a forward is added up; to be held from :meth:`read_sums` to :meth:`reset`.
+        on_training: Function that is called before the first of these forwards.
+        pauses: Number of active pauses, in which nothing is measured.
+        lock: Lock that is held while a forward is added; hold it from :meth:`read_sums` to :meth:`reset`.
 
     Args:
         model: Any module, not compiled.
@@ -119,7 +119,7 @@ class Collector(AttentionListener):
         self.training_forwards = 0
         self.pauses = 0
         self.on_training: Callable[[], None] = lambda: None
-        # Gradients of code that is hidden from this recorder come from deeper inside.
+        # Code that is hidden from this recorder runs at a greater depth, and its gradients are ignored.
         self._depth = hidden_depth()
         self._map_images: dict[str, frozenset[int]] = {}
         for probe in probes:
@@ -157,17 +157,17 @@ class Collector(AttentionListener):
     @property
     def unmarked_images(self) -> int:
         """Number of images that were measured since the previous mark."""
-        # Layers may see different numbers of images, as in a model that skips some.
+        # Layers see different numbers of images if the model skips layers for some images.
         return max((accumulator.images for accumulator in self._all()), default=0)
 
     def remove(self) -> None:
-        """Detach; may be called more than once."""
+        """Detach from the model. This may be called more than once."""
         self.stream.close()
         for accumulator in self._all():
             accumulator.gradients.remove()
 
     def reset(self) -> None:
-        """Start the next epoch. A forward that is running now belongs to no epoch."""
+        """Start the next epoch. A forward that is still running belongs to no epoch."""
         self._epoch += 1
         self.training_forwards = 0
         self._entered.clear()
@@ -176,8 +176,8 @@ class Collector(AttentionListener):
             accumulator.reset()
 
     def read_sums(self) -> RankSums:
-        """Read the sums of this process. Where parameters are spread over ranks, all ranks call this together."""
-        # In one order on all ranks, as reading the parameters of a sharded layer waits for the others.
+        """Read the sums of this process. If parameters are sharded over ranks, all ranks must call this together."""
+        # All ranks use the same order, because reading the parameters of a sharded layer waits for the other ranks.
         sums = {key: self.accumulators[key].read() for key in sorted(self.accumulators)}
         return RankSums(sums, bool(self._attention_probes) and not self._entered)
 
@@ -185,9 +185,9 @@ class Collector(AttentionListener):
         """Return the report of the epoch.
 
         Args:
-            ranks: Sums of all ranks; none for what is known before the first forward.
+            ranks: Sums of all ranks; empty for a report before the first forward, of the layers that are known by then.
         """
-        # All ranks report the same layers, also a rank that has seen no image.
+        # Every rank reports the layers of all ranks, even if it has seen no image.
         for rank in ranks:
             for layer, kind in rank.sums:
                 self._expect(layer, kind)
@@ -228,10 +228,10 @@ class Collector(AttentionListener):
             attention_like=[] if layers or not ranks else self._attention_like(),
         )
 
-    # The listener of AttentionStream: see tcnn_probe.attention.stream.AttentionListener.
+    # The following methods implement tcnn_probe.attention.stream.AttentionListener.
 
     def begins(self, entry: nn.Module, inputs: Sequence[Any]) -> bool:
-        """Return whether this forward is to be measured, and prepare for it."""
+        """Return whether to measure this forward, and prepare for it."""
         if self.pauses:
             return False
         training = self._model.training
@@ -241,7 +241,7 @@ class Collector(AttentionListener):
         self._follow_gradients()
         if not self._measures_forwards() or training not in self._sampling.training:
             return False
-        # A model whose parts are called one by one has a count for each part.
+        # If parts of a model are called one by one, the forwards of each part are counted.
         number = self._entered[entry]
         self._entered[entry] += 1
         if number % self._sampling.every or self._is_full():
@@ -249,16 +249,16 @@ class Collector(AttentionListener):
         self._clear()
         self._image_hashes.begins(inputs)
         self._image_size = tuple(x.shape[1:] for x in inputs if isinstance(x, Tensor))
-        # Another thread may mark this epoch before the forward ends.
+        # This is compared when the forward ends, as another thread may mark the epoch before.
         self._begun_in = self._epoch
-        # True for the model, and for a wrapper around all of it.
+        # The name is empty for the model and for a wrapper around it.
         self._whole_model = self._names[entry] == ""
         return True
 
     def attends(self, attention: Attention) -> None:
         """Measure an attention."""
         if any(probe.detailed for probe in self._attention_probes):
-            # Once for all probes, which share one pass over the logits.
+            # All probes get a detailed attention, so that they share one pass over the logits.
             attention = replace(attention, detailed=True)
         for probe in self._attention_probes:
             if probe.module_type is not None and not probe.applies_to(attention.module):
@@ -288,7 +288,7 @@ class Collector(AttentionListener):
             )
 
     def returned(self, module: nn.Module, inputs: Sequence[Any], output: Any) -> None:
-        """Measure a module that has run, or keep a part's call for the probes that need it."""
+        """Measure a module that has run, or keep its call if it is a part that probes of its parent need."""
         if module in self._watched_parts:
             self._calls[module] = ForwardCall(
                 module, self._names[module], inputs, output
@@ -304,7 +304,7 @@ class Collector(AttentionListener):
         }
         for accumulator in accumulators:
             probe, layer = accumulator.probe, accumulator.name
-            # Parameters count as the forward had them, ablations included.
+            # The probe sees the parameters that the forward used, including the edits of ablations.
             with named_in_errors(layer), edited(module):
                 limit = self._room(layer, probe)
                 call = ForwardCall(
@@ -320,12 +320,12 @@ class Collector(AttentionListener):
                 values = check_measured(probe, probe.measure(call), by_image=True)
                 if values:
                     self._pending.append(self._measured(probe, values, call))
-        # Their tensors may be large, and another call of the module has calls of its own.
+        # Calls of the parts are dropped: their tensors may be large, and the next call of the module has new ones.
         for part in submodules.values():
             self._calls.pop(part, None)
 
     def ends(self, layers: Collection[str], output: Any) -> None:
-        """Add up what was measured, unless the epoch was marked meanwhile."""
+        """Add the measurements of the forward, unless the epoch was marked meanwhile."""
         pending = self._pending
         self._clear()
         with self.lock:
@@ -333,12 +333,12 @@ class Collector(AttentionListener):
                 return
             self._image_hashes.ends()
             for measured in pending:
-                # A softmax that weighed no values was no attention; the stream knows at the end.
+                # A softmax whose result was multiplied with no values is not attention: `layers` lacks it.
                 if measured.probe.attention is None or measured.layer in layers:
                     self._add(measured, output if self._whole_model else None)
 
     def fails(self) -> None:
-        """Forget what was measured."""
+        """Discard the measurements of the forward."""
         self._clear()
 
     def _attach_probes(self) -> None:
@@ -353,7 +353,7 @@ class Collector(AttentionListener):
             for probe in self._probes:
                 if name not in names[probe.kind] or not probe.applies_to(module):
                     continue
-                # Two probes of the heads of a kind of layer would count its heads twice: the first one measures.
+                # Of several probes that measure a layer's heads only the first is attached, as heads would count twice.
                 measures_heads = probe.place == "" and probe.runs
                 if measures_heads and has_heads:
                     continue
@@ -376,12 +376,12 @@ class Collector(AttentionListener):
             self.accumulators[key] = Accumulator(
                 layer, module, probe, self._ignores_gradients
             )
-            # "name#1" has the place of its module.
+            # "name#1" has the position of the module "name".
             self.order.setdefault(layer, self.order[self._names[module]])
         return self.accumulators[key]
 
     def _expect(self, layer: str, kind: str) -> None:
-        """Make an accumulator for a layer that only another rank has measured."""
+        """Create an accumulator for a layer that only another rank has measured."""
         if (layer, kind) not in self.accumulators:
             probe = next(
                 probe for probe in self._attention_probes if probe.kind == kind
@@ -395,7 +395,7 @@ class Collector(AttentionListener):
             self._accumulator(layer, module, probe)
 
     def _all(self) -> list[Accumulator]:
-        # A copy, as a forward in another thread may add accumulators meanwhile.
+        # This is a copy, as a forward in another thread may add accumulators during an iteration.
         return list(self.accumulators.values())
 
     def _note_missing(
@@ -422,7 +422,7 @@ class Collector(AttentionListener):
         self._pending_images: Counter[Key] = Counter()
 
     def _is_full(self) -> bool:
-        # Layers may see different numbers of images; a forward is skipped once all have enough.
+        # Layers may see different numbers of images; forwards are skipped once all layers have enough.
         counts = [
             accumulator.images for accumulator in self._all() if accumulator.probe.runs
         ]
@@ -430,13 +430,13 @@ class Collector(AttentionListener):
         return limit is not None and bool(counts) and min(counts) >= limit
 
     def _images_before(self, layer: str, probe: Probe) -> int:
-        """Return the number of images that came earlier in the epoch."""
+        """Return the number of images that the layer has seen earlier in the epoch."""
         key = layer, probe.kind
         accumulator = self.accumulators.get(key)
         return self._pending_images[key] + (accumulator.images if accumulator else 0)
 
     def _room(self, layer: str, probe: Probe) -> int | None:
-        """Return the number of further images that count; None for all."""
+        """Return how many further images ``max_images`` allows; None for any number."""
         limit = self._sampling.max_images
         return (
             None if limit is None else max(0, limit - self._images_before(layer, probe))
@@ -448,13 +448,13 @@ class Collector(AttentionListener):
         measured: Mapping[str, Tensor | Pattern],
         call: Attention | ForwardCall,
     ) -> _Measured:
-        """Complete the measurements of a call with maps of the images that are chosen."""
+        """Return the measurements of a call with the maps of chosen images."""
         layer, patterns, values, images = call.name, {}, {}, 0
         for name, value in measured.items():
             if isinstance(value, Pattern):
                 patterns[name] = replace(value, size=self._image_size)
             else:
-                # Images beyond max_images count in the numbering of images, not in the sums.
+                # Images beyond max_images are numbered, but not added to the sums.
                 values[name], images = value[: call.limit], len(value)
         before = self._images_before(layer, probe)
         self._pending_images[layer, probe.kind] += images
@@ -468,9 +468,9 @@ class Collector(AttentionListener):
             if rows:
                 maps = probe.maps(call, rows)
         if MAPS_BY_CLASS in maps:
-            # The model may have another classifier than when it was checked.
+            # The classifier may have been replaced since the first check.
             self._sampling.classes.check(layer, maps[MAPS_BY_CLASS].shape[1])
-        # Without a grid there are no maps. Maps of classes are lacking for reasons of their own.
+        # Without a grid there are no maps. If maps of classes are missing, select_classes gives the reason.
         if rows and isinstance(call, Attention) and call.layout.reason:
             lacking = probe.image_variables - maps.keys()
             self._note_missing(
@@ -496,13 +496,13 @@ class Collector(AttentionListener):
         accumulator.add_maps([measured.before + row for row in measured.rows], maps)
 
     def _class_counts(self) -> dict[str, int]:
-        """Return the number of classes of each pool with a token for each class, if it or a part of it is measured."""
+        """Return the number of classes of each pool with a token per class, if it or a part of it is measured."""
         layers = self.order if self._layers is None else self._layers
         counts = {}
         for module, name in self._names.items():
             if not isinstance(module, AttentionPool2d) or module.num_classes is None:
                 continue
-            # With the dot, so that "pool" is not taken for a part of "pool2", nor the other way round.
+            # The dots prevent that "pool2" is taken for a part of "pool".
             if any(f"{layer}.".startswith(f"{name}.") for layer in layers):
                 counts[name] = module.num_classes
         return counts

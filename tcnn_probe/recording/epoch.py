@@ -1,4 +1,4 @@
-"""The report of an epoch, with all that was measured since the previous mark, and the checks before it is marked."""
+"""The report of an epoch, with the measurements since the previous mark, and the checks before it is stored."""
 
 import json
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -32,7 +32,7 @@ __all__ = [
 ]
 
 MAPS_OF_CLASSES = "maps/classes/"
-"""Beginning of the paths of groups with maps of classes."""
+"""Prefix of the paths of groups with maps of classes."""
 
 MIXED_SIZES = (
     "images of several sizes came between two marks: mark() after those of each size"
@@ -43,7 +43,7 @@ Groups = Mapping[str, Group]
 
 
 class OtherLayersError(StoreError):
-    """A store is a recording of other layers than the model has."""
+    """The store holds a recording of layers that the model does not have."""
 
 
 @dataclass(frozen=True)
@@ -54,9 +54,9 @@ class LayerReport:
         name: Name of the layer.
         probe: Probe that measured it.
         facts: Further entries of the layer table.
-        sums: Sums, those of all ranks added up.
+        sums: Sums over all ranks.
         images: Number of images that this process saw.
-        maps: Maps by variable, of each image of this process that maps are kept of.
+        maps: Maps by variable, for each chosen image that this process saw.
     """
 
     name: str
@@ -76,14 +76,14 @@ class EpochReport:
         probes: Probes of the recording.
         sampling: Forwards, images and classes to measure.
         model_class: Name of the model's class.
-        order: Places of the layers in the model, by name.
-        missing: Layers that are recorded without a variable, and why: {variable: {layer: reason}}.
-        unsupported: Layers that look like attention and cannot be recorded, and why.
+        order: Positions of the layers in the model, by name.
+        missing: Reasons why layers are recorded without a variable: {variable: {layer: reason}}.
+        unsupported: Reasons why layers that look like attention cannot be recorded, by layer.
         class_counts: Number of classes of each pool that has a token for each class.
-        image_hashes: Hashes of the images that maps are kept of, by number.
+        image_hashes: Hashes of the images whose maps are kept, by number.
         training_forwards: Number of forwards in training mode.
-        missed_attention: Whether attention is to be measured and no forward that could show any has begun.
-        attention_like: Names of layers that look like attention; looked up only if nothing was measured.
+        missed_attention: Whether attention should be measured, but no forward with attention to measure has begun.
+        attention_like: Names of layers that look like attention; empty if something was measured.
     """
 
     layers: Sequence[LayerReport]
@@ -101,7 +101,7 @@ class EpochReport:
 
 
 def check_probes(report: EpochReport, *, chose_layers: bool) -> None:
-    """Refuse probes without a layer, as far as this is known before a forward, and maps that no probe has."""
+    """Raise an error if it is known before a forward that probes have no layer, or if no probe has the wanted maps."""
     probes, sampling, classes = report.probes, report.sampling, report.sampling.classes
     kinds = [probe.kind for probe in probes]
     if sampling.images and not any(
@@ -119,7 +119,7 @@ def check_probes(report: EpochReport, *, chose_layers: bool) -> None:
             )
         for pool, count in report.class_counts.items():
             classes.check(pool, count)
-    # Attention is found in the first forward.
+    # Probes of attention are not checked, as attention is found only in the first forward.
     if probes and not report.layers and not any(probe.attention for probe in probes):
         scope = " among those asked for" if chose_layers else ""
         reasons = f": {report.missing}" if report.missing else ""
@@ -131,7 +131,7 @@ def check_probes(report: EpochReport, *, chose_layers: bool) -> None:
 def check_same_recording(
     store: EpochStore, provenance: Mapping[str, str], report: EpochReport
 ) -> None:
-    """Refuse a store of another model, other layers, images or classes, as far as these are known before a forward."""
+    """Raise an error if the store is known, before a forward, to be of another model, layers, images or classes."""
     groups, attrs, sampling = store.groups, store.attrs, report.sampling
     if groups is None or attrs is None:
         return
@@ -149,7 +149,7 @@ def check_same_recording(
         raise StoreError(
             f"the store keeps maps of the images {images}, and images= asks for {list(sampling.images)}"
         )
-    # A recording of scalars alone may get its layers now, as when a CNN becomes a T-CNN.
+    # A recording that has only scalars may get layers, for example when a CNN has become a T-CNN.
     if not store.has_layers:
         return
     for path, group in groups.items():
@@ -188,7 +188,7 @@ def _check_same_layer(entry: LayerReport, groups: Groups) -> None:
     current = {"kind": probe.kind, **entry.facts}
     stored: Any = "absent"
     if layer in group.layers:
-        # The table has further facts, of which a model knows nothing before a forward.
+        # Only facts that are known before a forward are compared; the stored table has more.
         stored = {fact: group.layers[layer].get(fact) for fact in current}
     if stored != current:
         reason = f"{layer!r}: {stored} there, {current} here"
@@ -196,8 +196,8 @@ def _check_same_layer(entry: LayerReport, groups: Groups) -> None:
 
 
 def check_resumed(stored: Groups, current: Groups) -> None:
-    """Refuse to add layers or numbers to a store that has others. Maps of a further size are no difference."""
-    # Sizes of maps come with the sizes of images, of which there may be others in each run.
+    """Raise an error if the store has other layers or numbers. Maps of another size are allowed."""
+    # Sizes of maps follow from sizes of images, which may differ from run to run.
     numbers = [
         {path: group for path, group in groups.items() if not group.maps}
         for groups in (stored, current)
@@ -210,9 +210,9 @@ def check_resumed(stored: Groups, current: Groups) -> None:
 
 
 def check_scalars(scalars: Iterable[str], groups: Groups) -> None:
-    """Refuse names of scalars that stand for something else in the recording."""
+    """Raise an error if a scalar's name is already used in the recording."""
     variables = {name for group in groups.values() for name in group.variables}
-    # A tree has its heads and groups as children and its dimensions as coordinates: xarray has one name space for all.
+    # The root of the tree has groups as children and dimensions as coordinates, and xarray requires distinct names.
     paths_and_dims = {"heads"}
     for path, group in groups.items():
         paths_and_dims |= {path.split("/")[0], *group.sizes}
@@ -228,8 +228,8 @@ def check_scalars(scalars: Iterable[str], groups: Groups) -> None:
 
 
 def check_order(along: str, number: int | float, marks: Sequence[int | float]) -> None:
-    """Refuse an epoch that is marked already, or that comes before the last mark."""
-    # Checked first: this is the usual mistake of a resumed run, and it has its own remedy.
+    """Raise an error if an epoch is marked already, or comes before the last mark."""
+    # This is checked first, because it is the usual mistake of a resumed run and needs other advice.
     if number in marks:
         raise ValueError(
             f"{along} {number} is already marked: record(..., mode='w') replaces the recording that is there; to "
@@ -244,7 +244,7 @@ def check_order(along: str, number: int | float, marks: Sequence[int | float]) -
 def check_epoch(
     report: EpochReport, layer_filter: LayerFilter | None, groups: Groups | None
 ) -> None:
-    """Refuse to mark an epoch that lacks something, with the reason, and what to do.
+    """Raise an error that gives a reason and advice if an epoch lacks something.
 
     Args:
         report: Report of the epoch.
@@ -254,7 +254,7 @@ def check_epoch(
     Raises:
         RuntimeError: Something was not measured.
     """
-    # A recording of scalars alone lacks nothing.
+    # A recording without probes has only scalars.
     if not report.probes:
         return
     _check_forwards(report, groups)
@@ -265,7 +265,7 @@ def check_epoch(
     )
     counts = [entry.images for entry in report.layers if entry.probe.maps is not None]
     images = report.sampling.images
-    # How large maps are, and so which groups they need, is not known before the first of them.
+    # The first mark creates the groups of maps, so it needs a map to know their size.
     if groups is None and images and counts and max(counts) <= images[0]:
         raise RuntimeError(
             f"nothing to mark: of the images asked for, {list(images)}, none was among the {max(counts)} seen"
@@ -273,7 +273,7 @@ def check_epoch(
 
 
 def _check_forwards(report: EpochReport, groups: Groups | None) -> None:
-    """Refuse an epoch in which no forward, or no backward pass, reached what is to be measured."""
+    """Raise an error if no forward, or no backward pass, reached the layers to measure."""
     mode, training = (
         report.sampling.mode,
         f"{report.training_forwards} forwards in training mode",
@@ -286,7 +286,7 @@ def _check_forwards(report: EpochReport, groups: Groups | None) -> None:
         entry.name for entry in layers if entry.probe.runs and not entry.sums.images
     )
     if groups is not None:
-        # A layer that the recording began without is not written, so it may be idle.
+        # Layers that the recording began without are not written, so they may be idle.
         recorded = {layer for group in groups.values() for layer in group.layers}
         idle = {layer: None for layer in idle if layer in recorded}
     if idle:
@@ -294,7 +294,7 @@ def _check_forwards(report: EpochReport, groups: Groups | None) -> None:
             f"nothing to mark: no image in {mode} reached {_shorten(idle)} since the previous mark ({training}); "
             f"{advice}"
         )
-    # Probes of gradients alone have neither forwards nor a state by which one could tell.
+    # If all probes measure only gradients, there are neither images nor a state, so backward passes are checked.
     if layers and not any(
         entry.probe.runs or entry.probe.state or entry.sums.squares for entry in layers
     ):
@@ -337,7 +337,7 @@ def _check_layer_filter(
     layer_filter: LayerFilter | None,
     unsupported: Mapping[str, str],
 ) -> None:
-    """Refuse names and globs that chose nothing that was recorded."""
+    """Raise an error if a name or glob matches no recorded layer."""
     if layer_filter is None or callable(layer_filter):
         return
     # "name#1" is the second attention in a call of the module that the user names.
@@ -358,12 +358,12 @@ def _check_layer_filter(
 
 
 def warn_of_idle_probes(kinds: Collection[str], report: EpochReport) -> list[str]:
-    """Name the probes without a layer, or without parameters to read, among those that the user has named.
+    """Return warnings of probes that the user has named and that have no layer, or no parameters to read.
 
     If one of the default probes has a layer, no warning is given for the other default probes.
     """
     kinds_with_layers = {entry.probe.kind for entry in report.layers}
-    # GPSA and softmax are both default probes, and few models have both.
+    # The default probes include GPSA and softmax, and few models have both.
     idle = [
         kind
         for kind in kinds
@@ -379,7 +379,7 @@ def warn_of_idle_probes(kinds: Collection[str], report: EpochReport) -> list[str
             for name in (*entry.sums.sums, *entry.sums.largest)
         }
         unread = sorted(probe.variables.keys() - probe.image_variables - measured)
-        # A probe that reads something fits the model, as far as the model has it.
+        # A probe that has read some of its variables fits the model.
         has_state = any(entry.sums.state for entry in entries)
         if probe.kind in kinds and probe.state and entries and unread and not has_state:
             warned.append(
@@ -409,7 +409,7 @@ def warn_of_mixed_sizes(report: EpochReport) -> list[str]:
 def warn_of_changed_images(
     hashes: Mapping[str, str], stored: Mapping[str, str]
 ) -> list[str]:
-    """Name the images that are not those whose hashes were stored."""
+    """Return a warning if images differ from those whose hashes were stored, else an empty list."""
     numbers = [
         int(number)
         for number, image_hash in hashes.items()

@@ -1,4 +1,4 @@
-"""Fingerprints of images and weights, by which a recording notices that others have come than before."""
+"""Fingerprints of images and weights, which show that a recording is continued with other images or weights."""
 
 import hashlib
 import warnings
@@ -11,22 +11,22 @@ from torch import Tensor, nn
 __all__ = ["WEIGHTS", "ImageHashes", "ResumedWeights", "weights_fingerprint"]
 
 WEIGHTS = "weights"
-"""Attribute of the recording that holds the fingerprint."""
+"""Attribute of the recording that holds the fingerprint of the weights."""
 
-# Values of each parameter that tell one state of a model from another. A step of an optimizer moves nearly all values,
-# so a few would do; more cost no more.
+# About the number of values of each parameter in the fingerprint. A step of an optimizer changes nearly all values, so
+# even fewer would do, but would not be faster.
 _SAMPLED = 16
 
 
 class ImageHashes:
-    """Hashes of images that maps are kept of, by number in the epoch: of some values, which are copied as they pass.
+    """Hashes of the images whose maps are kept, by number in the epoch, from a sample of their values.
 
     Args:
         numbers: Numbers of the images.
     """
 
     SAMPLES = 512
-    """Number of values of each image: few enough to copy in each forward, and enough to tell images apart."""
+    """Approximate sample size: small enough to copy in each forward, and large enough to tell images apart."""
 
     def __init__(self, numbers: Collection[int]) -> None:
         self._numbers = sorted(numbers)
@@ -39,8 +39,8 @@ class ImageHashes:
         self._pending: tuple[int, dict[int, Tensor]] = (0, {})
 
     def begins(self, inputs: Sequence[Any]) -> None:
-        """Copy values of the chosen images among the inputs of a forward that is measured."""
-        # Images have more than two axes; masks and labels that come with them have not.
+        """Copy values of the chosen images from the inputs of a measured forward."""
+        # Images have more than two axes, unlike the masks and labels that come with them.
         batch = next((x for x in inputs if isinstance(x, Tensor) and x.ndim > 2), None)
         if batch is None:
             self._pending = (0, {})
@@ -50,28 +50,28 @@ class ImageHashes:
         for number in self._numbers:
             row = number - self._passed
             if 0 <= row < len(batch):
-                # A copy: a view would keep the whole batch.
+                # The values are copied, because a view would keep the whole batch in memory.
                 samples[number] = batch[row].detach().flatten()[::step].clone()
         self._pending = len(batch), samples
 
     def ends(self) -> None:
-        """Count the images of the forward that began last."""
+        """Count the images of the forward that has ended, and keep its samples."""
         count, samples = self._pending
         self._passed += count
         self._samples |= samples
 
     def read(self) -> dict[str, str]:
-        """Return the hashes of the images that came, by number."""
+        """Return the hashes of the images seen so far, by number."""
         hashes = {}
         for number, sample in self._samples.items():
-            # In float32, so that a later epoch under autocast has the same hash where its images are the same.
+            # Values are hashed in float32, so that equal values have the same hash, whatever their dtype.
             values = sample.cpu().float().numpy()
             hashes[str(number)] = hashlib.sha256(values.tobytes()).hexdigest()[:16]
         return hashes
 
 
 class ResumedWeights:
-    """Fingerprints of a model's weights, by which a training that continues a recording is seen to be another's.
+    """Fingerprints of a model's weights, which show if a recording is continued by another training.
 
     Args:
         model: Model that is recorded.
@@ -81,31 +81,31 @@ class ResumedWeights:
     def __init__(self, model: nn.Module, attrs: Mapping[str, Any]) -> None:
         self._model = model
         self._marked = attrs.get(WEIGHTS, "")
-        # Nothing is marked yet by this recorder.
+        # True until this recorder has marked an epoch.
         self._resumes = True
         self._swapped = False
 
     def trust(self) -> None:
-        """Let the training go on from any weights."""
+        """Accept any weights until the next mark."""
         self._marked = ""
 
     def mark(self) -> str:
-        """Return the fingerprint to keep with a mark; "" if weights are others in validation than in training."""
+        """Return the fingerprint to store with a mark; "" if validation and training use different weights."""
         self._resumes = False
         self._marked = "" if self._swapped else weights_fingerprint(self._model)
         return self._marked
 
     def check(self) -> None:
-        """Compare the weights before the first forward in training mode after a mark with those that were marked."""
+        """Warn if the weights before the first training forward after a mark are not those of the mark."""
         if not self._marked:
             return
         current = weights_fingerprint(self._model)
         shapes, _, _ = current.partition("-")
-        # A model of other shapes was converted meanwhile.
+        # Other shapes show that the model was converted meanwhile.
         if current == self._marked or not self._marked.startswith(f"{shapes}-"):
             return
         if not self._resumes:
-            # Validated with averaged weights, say, which are put in for the validation: they tell nothing.
+            # The validation used other weights, such as a moving average, so their fingerprint says nothing.
             self._swapped = True
             return
         self._marked = ""
@@ -121,9 +121,10 @@ class ResumedWeights:
 def weights_fingerprint(model: nn.Module) -> str:
     """Return a hash of the parameters' names and shapes and one of a sample of their values, joined by a dash.
 
-    "" where parameters are spread over processes, or of a kind whose values cannot be sampled, such as quantised ones.
+    The result is "" if parameters are sharded over processes, or of a type other than ``nn.Parameter``, such as
+    quantised ones, whose values cannot be sampled.
     """
-    # Both kinds of FSDP: wrappers, and fully_shard, which gives modules a class of such a name.
+    # These are the classes of FSDP's wrappers, and of modules that fully_shard has changed.
     names = [type(module).__name__ for module in model.modules()]
     sharded = any(name.startswith(("FSDP", "FullySharded")) for name in names)
     parameters = dict(model.named_parameters())

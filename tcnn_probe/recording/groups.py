@@ -1,4 +1,4 @@
-"""The groups of a recording and their values, from the report of an epoch."""
+"""Conversion of an epoch's report to the groups of a recording and the values of their arrays."""
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -26,7 +26,7 @@ Image = tuple[Variable, np.ndarray]
 
 @dataclass
 class LayerValues:
-    """Values of a layer that one group is to hold.
+    """Values of a layer in one group.
 
     Args:
         place: Path of the group.
@@ -34,7 +34,7 @@ class LayerValues:
         maps: Whether the values are maps.
         table: Entries of the layer table.
         variables: Variables that the layer's probes have in this group.
-        values: Values of those that were measured, (*dims) without "layer".
+        values: Values of the variables that were measured, with their dimensions but "layer".
         coords: Labels along dimensions.
     """
 
@@ -60,11 +60,11 @@ class LayerValues:
         self.coords |= {
             dim: labels for dim, labels in probe.coords.items() if dim in sizes
         }
-        if "head" in sizes:  # a layer may have fewer heads than its group has room for
+        if "head" in sizes:  # a layer may have fewer heads than its group
             self.table["heads"] = sizes["head"]
 
     def sizes(self) -> dict[str, int]:
-        """Return the lengths of the dimensions that the values show."""
+        """Return the sizes of dimensions, as far as the values determine them."""
         sizes: dict[str, int] = {}
         for name, value in self.values.items():
             dims = self.variables[name].dims[1:]
@@ -80,7 +80,7 @@ class LayerValues:
         if "heads" in self.table and any(
             "head" in variable.dims for variable in self.variables.values()
         ):
-            # A layer that has no value yet shows no size.
+            # A layer without values yet has its number of heads in the table only.
             sizes.setdefault("head", self.table["heads"])
         return sizes
 
@@ -91,9 +91,9 @@ def number_values(layers: Iterable[LayerReport]) -> list[LayerValues]:
     for layer in layers:
         probe, sums = layer.probe, layer.sums
         key = probe.place, layer.name
-        # Several probes of one group can measure the same layer, and share its entry.
+        # Several probes of one group can measure the same layer; they share its entry.
         entry = entries.setdefault(key, LayerValues(*key, maps=False))
-        # State, such as gates, is read at the mark; means are over the images since the last one.
+        # State, such as gates, is read at the mark; means are over the images since the previous mark.
         values = sums.state | sums.means()
         variables = {
             name: probe.variables[name]
@@ -112,7 +112,7 @@ def number_values(layers: Iterable[LayerReport]) -> list[LayerValues]:
 
 
 def map_values(report: EpochReport) -> list[LayerValues]:
-    """Return the maps of chosen images, and numbers beside them; layers whose maps have one shape share a group."""
+    """Return the maps of chosen images and their numbers; layers whose maps have the same shape share a group."""
     entries: dict[tuple[str, str], LayerValues] = {}
     for layer in report.layers:
         probe = layer.probe
@@ -121,7 +121,7 @@ def map_values(report: EpochReport) -> list[LayerValues]:
                 name: _as_image(probe.variables[name], value)
                 for name, value in maps.items()
             }
-            # Maps of classes have an axis that other maps lack, so their group is another one.
+            # Maps of classes have an axis that other maps lack, so they belong to another group.
             for names in (
                 maps.keys() - probe.class_variables,
                 maps.keys() & probe.class_variables,
@@ -169,7 +169,7 @@ def _add_image(
 def _as_image(variable: Variable, value: Tensor) -> Image:
     """Return a map of one image, without the axis of a single window."""
     dims, array = variable.dims, value.cpu().numpy()
-    # The whole image is a single window.
+    # The axis is dropped if the whole image is a single window.
     if "window" in dims[2:3] and len(array) == 1:
         return replace(variable, dims=(*dims[:2], *dims[3:])), array[0]
     if "window" not in dims and array.ndim == len(dims) - 1 and len(array) == 1:
@@ -190,7 +190,7 @@ def _place_of_maps(images: Iterable[Image]) -> str:
 
 
 def _empty(shape: tuple[int, ...], variable: Variable) -> np.ndarray:
-    # Integers have no NaN, and 0 would be a class.
+    # Integers have no NaN, and 0 is the index of a class.
     fill = np.nan if np.dtype(variable.dtype).kind == "f" else -1
     return np.full(shape, fill, dtype=variable.dtype)
 
@@ -201,7 +201,7 @@ def groups_of(
     """Return the groups that hold these layers, in the model's order."""
     groups = {"": Group({}, {})}
     places: dict[str, list[LayerValues]] = {}
-    # By name too, as several attentions of a module have one place.
+    # Several attentions of a module have the same position, and are sorted by name.
     for entry in sorted(entries, key=lambda entry: (order[entry.layer], entry.layer)):
         places.setdefault(entry.place, []).append(entry)
     for place, members in places.items():
@@ -210,19 +210,19 @@ def groups_of(
         variables: dict[str, Variable] = {}
         table: dict[str, dict[str, Any]] = {}
         for entry in members:
-            # Entries of its numbers, and of its maps.
+            # A group can have one entry of the layer's numbers and another of its maps.
             table[entry.layer] = table.get(entry.layer, {}) | entry.table
             variables |= entry.variables
             coords |= entry.coords
             for dim, size in entry.sizes().items():
                 sizes[dim] = max(size, sizes.get(dim, 0))
-        # A variable that no layer has a value of lacks the sizes of its dimensions.
+        # Variables without a value in any layer are left out, because the sizes of their dimensions are unknown.
         variables = {
             name: variable
             for name, variable in variables.items()
             if {*variable.dims} <= {"layer", *sizes}
         }
-        # A probe may name more labels than a layer has values.
+        # A probe may have more labels than its layers have values.
         coords = {dim: labels[: sizes[dim]] for dim, labels in coords.items()}
         groups[place] = Group(
             variables, table, sizes, any(entry.maps for entry in members), coords
@@ -233,7 +233,7 @@ def groups_of(
 def drop_unknown_layers(
     entries: Iterable[LayerValues], groups: Mapping[str, Group]
 ) -> tuple[list[LayerValues], list[str]]:
-    """Return the layers and variables that the recording began with, and warnings of the others."""
+    """Return the entries without layers and variables that the recording began without, and warnings of these."""
     known, unknown, warned = [], [], []
     for entry in entries:
         if entry.place not in groups or entry.layer not in groups[entry.place].layers:
@@ -261,10 +261,10 @@ def drop_unknown_layers(
 
 
 def warn_of_nonfinite(entries: Iterable[LayerValues]) -> list[str]:
-    """Name the layers with numbers that are not finite."""
+    """Return a warning that names the layers with NaN or infinite numbers; an empty list if there are none."""
     counts = {}
     for entry in entries:
-        # Maps are NaN for images that have not come.
+        # Maps are not checked: they are NaN for images that were not seen.
         if not entry.maps and not all(
             np.isfinite(value).all() for value in entry.values.values()
         ):
@@ -280,7 +280,7 @@ def warn_of_nonfinite(entries: Iterable[LayerValues]) -> list[str]:
 def assemble(
     entries: Collection[LayerValues], groups: Mapping[str, Group]
 ) -> dict[str, dict[str, np.ndarray]]:
-    """Return values of every variable of every group; NaN, or -1 of integers, where a layer has none."""
+    """Return arrays of every variable of every group, filled with NaN (integers: -1) where a layer has no value."""
     arrays: dict[str, dict[str, np.ndarray]] = {}
     rows: dict[str, dict[str, int]] = {}
     for place, group in groups.items():
@@ -292,11 +292,11 @@ def assemble(
     for entry in entries:
         row = rows[entry.place][entry.layer]
         for name, value in entry.values.items():
-            # Divided only here, after the warning of values that are not finite: shares of nothing are meant to be NaN.
+            # Shares are divided after the warning of NaN values, because shares of a total of 0 are NaN on purpose.
             if entry.variables[name].over_images == "shares":
                 total = value.sum(-1, keepdims=True)
                 value = value / np.where(total == 0, np.nan, total)
-            # A layer can have fewer heads or classes than its group has room for: the rest stays empty.
+            # A layer can have fewer heads or classes than its group: the rest keeps the fill value.
             region: tuple[int | slice, ...] = (
                 row,
                 *(slice(0, size) for size in value.shape),

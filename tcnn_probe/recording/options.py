@@ -1,4 +1,4 @@
-"""Parses what users give to ``record()`` and ``mark()``: forwards, images, classes, marks, scalars, attributes."""
+"""Parsing of the arguments of ``record()`` and ``mark()``: forwards, images, classes, marks, scalars, attributes."""
 
 import json
 import operator
@@ -40,7 +40,7 @@ _TRAINING = {"eval": (False,), "train": (True,), "always": (False, True)}
 
 @dataclass(frozen=True)
 class Classes:
-    """Classes to keep maps of, where there is a token for each class.
+    """Classes whose maps are kept, for pools with a token for each class.
 
     Args:
         top: Number of classes that the model's output ranks first; 0 for none.
@@ -66,18 +66,18 @@ class Classes:
             raise ValueError(
                 f"expected the indices of classes, or None for no maps of classes; got {classes!r}"
             )
-        if isinstance(classes, Set):  # which has no order of its own
+        if isinstance(classes, Set):  # a set has no order
             indices.sort()
-        # Without repetitions, in the order given.
+        # dict.fromkeys removes repetitions and keeps the order.
         return cls(0, tuple(dict.fromkeys(indices)))
 
     @property
     def plain(self) -> int | list[int] | None:
-        """The classes as users give them, and as a recording keeps them."""
+        """The classes in the form in which users give them and recordings store them."""
         return list(self.indices) or self.top or None
 
     def check(self, layer: str, count: int) -> None:
-        """Refuse indices that are not below the number of classes of a layer."""
+        """Raise ValueError if an index is not below the number of classes of a layer."""
         if self.indices and max(self.indices) >= count:
             raise ValueError(
                 f"expected indices of classes below {count}, for {layer!r}, got {max(self.indices)}"
@@ -90,11 +90,11 @@ class Sampling:
 
     Args:
         training: Values of ``model.training`` in which forwards are measured.
-        mode: The same in words.
-        every: Measure every n-th of these forwards.
+        mode: Name of this mode for messages.
+        every: Step between measured forwards: every n-th one is measured.
         max_images: Largest number of images in an epoch; None for all.
-        images: Numbers of the images to keep maps of, ascending.
-        classes: Classes to keep maps of.
+        images: Numbers of the images whose maps are kept, ascending.
+        classes: Classes whose maps are kept.
     """
 
     training: tuple[bool, ...]
@@ -129,9 +129,9 @@ class Mark:
     """An epoch that is to be marked.
 
     Args:
-        number: Epoch, or value of the coordinate of marks.
-        scalars: Further numbers to keep with it.
-        skips: Whether nothing is done if the epoch is marked already.
+        number: Epoch, or value of another coordinate of marks.
+        scalars: Further numbers to store with the mark.
+        skips: Whether the mark is skipped if the epoch is marked already.
     """
 
     number: int | float
@@ -154,7 +154,7 @@ def parse_mark(
         raise TypeError(f"mark() needs the {along}: mark({along}=..., top1=...){hint}")
     number = _parse_number(along, scalars.pop(along))
     for name in scalars:
-        # Names become folders of a store and attributes of a dataset.
+        # Names become folders of the store and attributes of the dataset, hence identifiers.
         if not name.isidentifier():
             raise ValueError(
                 f"expected letters, digits and underscores in a scalar's name, got {name!r}"
@@ -168,7 +168,7 @@ def parse_mark(
 
 
 def check_along(along: str) -> None:
-    """Refuse what is no name for the coordinate of marks."""
+    """Raise ValueError if this cannot be the name of the coordinate of marks."""
     if (
         not isinstance(along, str)
         or not along.isidentifier()
@@ -179,8 +179,24 @@ def check_along(along: str) -> None:
         )
 
 
+# The recording itself writes these attributes, so a user's attributes of these names would be lost or misread.
+_RESERVED_ATTRIBUTES = {
+    "along",
+    "coords",
+    "image_hashes",
+    "images",
+    "layers",
+    "missing",
+    "recording_id",
+    "repacked",
+    "tcnn_probe_schema",
+    "unsupported",
+    "weights",
+}
+
+
 def check_mode(mode: str) -> None:
-    """Refuse what is no way to open a store."""
+    """Raise ValueError if this is not a mode of opening a store."""
     if mode not in get_args(Mode):
         raise ValueError(
             f"expected mode='a' (continue), 'w' (replace) or 'x' (only if nothing is there), got {mode!r}"
@@ -188,10 +204,14 @@ def check_mode(mode: str) -> None:
 
 
 def parse_attributes(attrs: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return further attributes of a recording, if they are plain JSON."""
+    """Return the user's attributes of a recording after checking that they are plain JSON and have free names."""
     plain = dict(attrs or {})
+    if reserved := sorted(_RESERVED_ATTRIBUTES & plain.keys()):
+        raise ValueError(
+            f"attrs: the recording has attributes {reserved} of its own: give yours other names"
+        )
     try:
-        # JSON has no NaN: Python writes one that other readers of zarr refuse.
+        # JSON has no NaN. Python would write one, but other readers of zarr would refuse it.
         json.dumps(plain, allow_nan=False)
     except (TypeError, ValueError) as error:
         raise TypeError(
@@ -201,8 +221,8 @@ def parse_attributes(attrs: Mapping[str, Any] | None) -> dict[str, Any]:
 
 
 def _parse_number(along: str, value: SupportsFloat | SupportsIndex) -> int | float:
-    """Parse an epoch or a value of another coordinate: integers stay integers."""
-    # Tensors of floats also count as SupportsIndex, though index() fails on them.
+    """Parse an epoch or a value of another coordinate; integers stay integers."""
+    # Tensors of floats are instances of SupportsIndex, too, although index() fails on them.
     is_float = isinstance(value, Tensor) and value.dtype.is_floating_point
     if along == "epoch" or (isinstance(value, SupportsIndex) and not is_float):
         try:
@@ -224,7 +244,7 @@ def _parse_number(along: str, value: SupportsFloat | SupportsIndex) -> int | flo
 
 def _parse_float(name: str, value: SupportsFloat) -> float:
     try:
-        if isinstance(value, str | bytes | bytearray):  # which float() would take
+        if isinstance(value, str | bytes | bytearray):  # float() would parse them
             raise TypeError("text")
         return float(value.detach() if isinstance(value, Tensor) else value)
     except (TypeError, ValueError, RuntimeError, OverflowError) as error:

@@ -1,4 +1,4 @@
-"""Recording with all ranks of a distributed training together."""
+"""Recording on all ranks of a distributed training."""
 
 import sys
 from collections.abc import Iterator
@@ -14,10 +14,10 @@ T = TypeVar("T")
 
 
 class Ranks:
-    """The processes that record together, or this one alone.
+    """The ranks that record together, or this process alone.
 
     Args:
-        together: Whether to record with the others; None if torch.distributed is initialised.
+        together: Whether to record on all ranks together; None to do so if torch.distributed is initialised.
     """
 
     def __init__(self, together: bool | None) -> None:
@@ -32,11 +32,11 @@ class Ranks:
 
     @property
     def writes(self) -> bool:
-        """True if this process keeps the recording."""
+        """True if this process stores the recording."""
         return not self.together or dist.get_rank() == 0
 
     def gather(self, value: T) -> list[T]:
-        """Return the values of all ranks, in their order."""
+        """Return the values of all ranks, in the order of ranks."""
         if not self.together:
             return [value]
         values: list[Any] = [None] * dist.get_world_size()
@@ -45,10 +45,12 @@ class Ranks:
 
     @contextmanager
     def agreed(self) -> Iterator[None]:
-        """Do something on all ranks together, so that none waits for a rank that failed.
+        """Run the code inside the ``with`` on all ranks, and fail on all of them if it fails on one.
+
+        Otherwise the other ranks would wait for the one that failed.
 
         Raises:
-            RuntimeError: On all ranks, if one fails, which raises its own error.
+            RuntimeError: Another rank failed. The rank that failed raises its own error.
         """
         problem: Exception | None = None
         try:
@@ -57,7 +59,7 @@ class Ranks:
             if not self.together:
                 raise
             problem = error
-        # Also where all is well: a rank that failed would leave the others waiting for its next message.
+        # A rank that has succeeded takes part, too: it must learn whether another one failed.
         messages = self.gather(
             None if problem is None else f"{type(problem).__name__}: {problem}"
         )
@@ -70,20 +72,20 @@ class Ranks:
 
 @contextmanager
 def whole_parameters(model: nn.Module) -> Iterator[None]:
-    """Give the layers of a model that is sharded over ranks their parameters; all ranks enter it together."""
+    """Gather the parameters of a sharded model inside the ``with``; all ranks must enter it together."""
     running = dist.is_available() and dist.is_initialized()
-    # Not imported here: whoever shards a model has imported it.
+    # The module is not imported here: if a model is sharded, it has been imported already.
     fsdp: Any = sys.modules.get("torch.distributed.fsdp") if running else None
-    # Both of torch's kinds: wrappers that keep flat parameters, and fully_shard, which changes a module's class.
+    # torch has two implementations: FullyShardedDataParallel wraps modules, and fully_shard changes their class.
     modules = [] if fsdp is None else list(model.modules())
     with ExitStack() as stack:
         if any(isinstance(module, fsdp.FullyShardedDataParallel) for module in modules):
             stack.enter_context(
-                # Read only: without writeback nothing is copied to the shards again.
+                # The parameters are only read, so nothing needs to be written back to the shards.
                 fsdp.FullyShardedDataParallel.summon_full_params(model, writeback=False)
             )
         for module in modules:
-            if isinstance(module, fsdp.FSDPModule):  # made by fully_shard
+            if isinstance(module, fsdp.FSDPModule):  # the class that fully_shard gives
                 module.unshard()
                 stack.callback(module.reshard)
         yield

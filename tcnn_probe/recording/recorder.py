@@ -1,4 +1,4 @@
-"""``record(model)``: attach to the model, close epochs, keep them, detach."""
+"""``record(model)``: attach to a model, mark and store epochs, and detach."""
 
 import json
 import logging
@@ -77,42 +77,45 @@ class Recorder:
                 recorder.mark(epoch=epoch, top1=accuracy)
         recorder.dataset.entropy.sel(layer="blocks.3.attn").plot.line(x="epoch")
 
-    Every softmax attention is measured as it happens, with torch's fused attention left on, and only sums over images
-    are kept: memory does not grow with the number of images. What the model computes is not changed. Everything that is
-    attached is removed at the end of the ``with``, also through an exception, or by :meth:`remove`.
+    Every softmax attention is measured during the forward, with torch's fused attention left on, and only sums over
+    images are kept, so that memory does not grow with the number of images. The model's outputs do not change. All
+    hooks are removed at the end of the ``with``, also after an exception, or by :meth:`remove`.
 
     Args:
-        model: Any module, not compiled (compile it after this call if you like), in a wrapper such as
-            DistributedDataParallel or not.
-        store: Place of the recording: a path, a URL or a zarr store object; every marked epoch is safe once ``mark``
-            has returned. None keeps it in memory.
-        mode: Treatment of a recording that is there: "a" continues a recording of the same layers; "w" replaces any,
-            when the first epoch is marked; "x" refuses it.
-        layers: Names, globs or a predicate ``(name, module) -> bool``; None for all that can be recorded.
-        probes: Measurements: names of ``tcnn_probe.PROBES`` or probes of your own; None for attention heads
+        model: Any module that is not compiled (it can be compiled after this call), with or without a wrapper such as
+            DistributedDataParallel.
+        store: Place of the recording: a path, a URL or a zarr store object; every marked epoch is stored when ``mark``
+            returns. None keeps the recording in memory.
+        mode: Treatment of an existing recording: "a" continues a recording of the same layers; "w" replaces any
+            recording when the first epoch is marked; "x" raises an error.
+        layers: Names, globs or a predicate ``(name, module) -> bool``; None for all layers that can be recorded.
+        probes: Measurements: names of ``tcnn_probe.PROBES`` or your own probes; None for attention heads
             (``tcnn_probe.DEFAULT``). With ``[]`` only scalars are kept, for a CNN that gets its heads later. A
-            recorder that continues the recording adds these heads, with NaN for the marks before.
+            recorder that continues the recording adds these heads, with NaN for earlier marks.
         when: Forwards to measure, by ``model.training``: "eval", "train" or "always".
         every: Measure every n-th forward.
-        images: Images to keep maps for: the first n of each epoch, or a list of indices in the order in which the
+        images: Images whose maps are kept: the first n of each epoch, or a list of indices in the order in which the
             images are measured. None for no maps.
-        classes: Classes to keep maps of, for pools with a token for each class (:class:`tcnn_model.AttentionPool2d`):
-            the first n by the model's own output, of each image, or a list of indices. None for no maps of classes.
+        classes: Classes whose maps are kept, for pools with a token for each class
+            (:class:`tcnn_model.AttentionPool2d`): for each image the n classes with the highest scores, or a list of
+            indices. None for no maps of classes.
         max_images: Largest number of images to measure in each epoch.
-        along: Name of the coordinate of marks: "epoch", "step", or any coordinate that only grows.
+        along: Name of the coordinate of marks: "epoch", "step", or any increasing coordinate.
         prefix_tokens: Number of class and register tokens before the patches, for a model that does not show it.
-        class_token: Place of the class token in such a model: the "first" or the "last" token, or "none".
-        grid: Rows and columns of the patches of such a model, if all of its tokens see each other.
-        attrs: Further attributes of a new recording, in plain JSON, such as the seed. If several recordings are opened
-            together, attributes that differ become coordinates.
-        health: Whether to measure the probe "health" too, and to warn at a mark of new alarms of
+        class_token: Position of the class token in such a model: the "first" or the "last" token, or "none".
+        grid: Rows and columns of the patches in such a model, if each token attends to all tokens.
+        attrs: Further attributes of a new recording, such as the seed, in plain JSON. Names of the recording's own
+            attributes, such as "layers", are not allowed. If several recordings are opened together, attributes that
+            differ become coordinates.
+        health: Whether to measure the probe "health", too, and to warn at a mark of new alarms of
             :func:`tcnn_probe.health`.
-        distributed: Whether all ranks call ``mark`` together, which adds up what they measured; rank 0 writes. None
-            if torch.distributed is initialised. Give False if a single rank records alone.
+        distributed: Whether all ranks call ``mark`` together, which combines their measurements; rank 0 writes. None
+            to do so if torch.distributed is initialised; False if a single rank records alone.
 
     Raises:
-        ValueError: A layer, a probe or an option is unknown; a store holds something else (StoreError).
-        TypeError: ``model`` is no module, or is compiled, so that hooks cannot see it; or a number is none.
+        ValueError: A layer, a probe or an option is unknown; the store holds something else (StoreError).
+        TypeError: ``model`` is not a module, or is compiled, so that hooks cannot see it; or an argument that should
+            be a number is not one.
     """
 
     def __init__(
@@ -159,7 +162,7 @@ class Recorder:
         self._warned: set[str] = set()
         self._alarms: set[tuple[str, str, int | float]] = set()
         self._ranks = Ranks(distributed)
-        # Leaves no hook and no lock behind if anything in it fails.
+        # If anything fails here, hooks and locks are removed again.
         with ExitStack() as undo:
             with self._ranks.agreed():
                 self._store = EpochStore(
@@ -175,7 +178,7 @@ class Recorder:
             check_probes(report, chose_layers=layers is not None)
             with self._ranks.agreed():
                 if self._store.groups is not None:
-                    # Checked before anything is locked or written, so that a refusal leaves the store as it was.
+                    # This is checked before anything is locked or written, so that an error leaves the store unchanged.
                     check_same_recording(self._store, provenance(model), report)
                 self._store.hold()
             self._weights = ResumedWeights(model, self._store.attrs or {})
@@ -184,12 +187,12 @@ class Recorder:
         if self._marks:
             count = _count(len(self._marks), along)
             _LOG.info("%s holds %s: continuing", self._store.name, count)
-        # A recorder that is dropped without remove(), as in a notebook's cell that runs twice, leaves no hooks.
+        # Remove the hooks of a recorder that is dropped without remove(), as when a notebook cell runs twice.
         weakref.finalize(self, _release, self._collector, self._store).atexit = False
 
     @property
     def layers(self) -> tuple[str, ...]:
-        """Names of the layers recorded, in the model's order; attention is found in the first forward."""
+        """Names of the recorded layers, in the model's order; attention layers are known after the first forward."""
         names = {name for name, _ in self._collector.accumulators}
         return tuple(
             sorted(names, key=lambda name: (self._collector.order[name], name))
@@ -197,12 +200,12 @@ class Recorder:
 
     @property
     def unsupported(self) -> dict[str, str]:
-        """Layers that look like attention and cannot be recorded, and why; known after the first forward."""
+        """Reasons why layers that look like attention cannot be recorded, by layer; known after the first forward."""
         return dict(self._collector.stream.unsupported)
 
     @property
     def missing(self) -> dict[str, dict[str, str]]:
-        """Layers that are recorded without some variable, and why: {variable: {layer: reason}}."""
+        """Reasons why layers are recorded without a variable: {variable: {layer: reason}}."""
         return {
             variable: dict(layers)
             for variable, layers in self._collector.missing.items()
@@ -210,24 +213,24 @@ class Recorder:
 
     @property
     def epochs(self) -> tuple[int | float, ...]:
-        """Marks so far, with those of a continued store: epochs, steps or what ``along`` names."""
+        """Marks so far, including those of a continued store: epochs, steps or values of the ``along`` coordinate."""
         return self._store.marks if self._ranks.writes else self._marks
 
     @property
     def dataset(self) -> xr.Dataset:
-        """The marked epochs: attention heads over (epoch, layer, head), described in their ``attrs``, and scalars.
+        """The marked epochs: variables of attention heads over (epoch, layer, head), and scalars.
 
-        Loaded lazily, from the store.
+        Values are loaded lazily from the store; the ``attrs`` of each variable describe it.
 
         Raises:
-            RuntimeError: nothing is marked yet.
+            RuntimeError: Nothing is marked yet.
         """
         self._check_marked()
         return self._store.dataset()
 
     @property
     def tree(self) -> xr.DataTree:
-        """The whole recording: scalars at the root, ``tree["heads"]``, ``tree["maps"]``, and probes by their kinds."""
+        """The whole recording: scalars at the root, ``tree["heads"]``, ``tree["maps"]``, and other probes by kind."""
         self._check_marked()
         return self._store.tree()
 
@@ -237,30 +240,31 @@ class Recorder:
         if_marked: IfMarked = "error",
         **values: SupportsFloat,
     ) -> None:
-        """Close an epoch: ``mark(epoch=3, top1=0.8)`` stores its statistics and ``top1``, and starts the next.
+        """Close an epoch: ``mark(epoch=3, top1=0.8)`` stores its statistics and ``top1``, and starts the next one.
 
         Means are over all images and queries seen since the previous mark; gate, locality strength and centre are read
-        off the layers now. When this returns the epoch is in the store. A forward that another thread is in the middle
-        of belongs to no epoch.
+        from the layers at this moment. When this returns, the epoch is stored. A forward that still runs in another
+        thread belongs to no epoch.
 
         Args:
-            unnamed: Nothing: all numbers have names.
-            if_marked: Treatment of an epoch that the store holds already, as it may after resuming: "error", or "skip"
-                to drop what was seen for it. To know it before: ``if epoch in recorder.epochs``.
-            **values: The epoch (or the coordinate that ``along`` names), a number greater than every mark before, and
-                further numbers to keep with it. A new name is NaN for earlier epochs.
+            unnamed: Not allowed: all numbers are given by name.
+            if_marked: Treatment of an epoch that the store already holds, for example after resuming: "error", or
+                "skip" to discard its new measurements. ``epoch in recorder.epochs`` tells in advance.
+            **values: The epoch (or the coordinate that ``along`` names), a number greater than all previous marks, and
+                further numbers to store with it. A new name gets NaN for earlier epochs.
 
         Raises:
-            ValueError: The epoch is marked already, or earlier than the last; a scalar has a recorded variable's name.
-            TypeError: The epoch is missing, or something is no number.
-            RuntimeError: Nothing was measured since the previous mark, or not what was asked for; or the recorder
-                was removed.
+            ValueError: The epoch is marked already, or earlier than the last mark; or a scalar has the name of a
+                recorded variable.
+            TypeError: The epoch is missing, or a value is not a number.
+            RuntimeError: Nothing was measured since the previous mark, or not the layers or images that were chosen;
+                or the recorder was removed.
         """
         if unnamed:
             number: object = unnamed[0]
             along = self._along
             raise TypeError(f"mark() takes the {along} by name: mark({along}={number})")
-        # An error on one rank is raised on all: the others would wait for it in the next exchange.
+        # An error on one rank is raised on all ranks, as the others would wait for this rank in the next exchange.
         with self._ranks.agreed():
             if self._is_removed:
                 raise RuntimeError(
@@ -269,8 +273,8 @@ class Recorder:
             mark = parse_mark(values, self._along, if_marked)
         self._check_same_on_all_ranks(mark)
         warned: list[str] = []
-        # A forward of another thread ends before the sums are read or after they are reset, and is in one epoch or
-        # none.
+        # With the lock, a forward in another thread ends before the sums are read, and belongs to this epoch, or after
+        # they are reset, and belongs to none.
         with self._collector.lock:
             with whole_parameters(self._model), self._ranks.agreed():
                 sums = self._collector.read_sums()
@@ -298,21 +302,21 @@ class Recorder:
             for layer, reason in self.unsupported.items():
                 _LOG.info("not recorded: %s (%s)", layer, reason)
         self._has_marked = True
-        # Idle probes are named once.
+        # Warnings of idle probes are given once.
         self._named_kinds = []
         for text in self._warn_of_missing_grids() + warned:
             warnings.warn(text, RuntimeWarning, stacklevel=2)
 
     def trust_weights(self) -> None:
-        """Let a training go on from weights that are not those of the last mark, without a warning.
+        """Accept, without a warning, that a training continues from weights other than those of the last mark.
 
-        Such are those of a checkpoint within an epoch.
+        An example are the weights of a checkpoint within an epoch.
         """
         self._weights.trust()
 
     @contextmanager
     def pause(self) -> Iterator[None]:
-        """Measure nothing inside of a ``with``, in any thread: for a second evaluation in the same epoch."""
+        """Measure nothing inside the ``with``, in any thread, for example during a second evaluation in an epoch."""
         self._collector.pauses += 1
         try:
             yield
@@ -320,9 +324,9 @@ class Recorder:
             self._collector.pauses -= 1
 
     def remove(self) -> None:
-        """Detach from the model, and finish writing. What was marked stays available; may be called more than once."""
+        """Detach from the model, and finish writing. Marked epochs stay available. This may be called repeatedly."""
         self._is_removed = True
-        # The hooks go first: the model is free of them even if the store cannot be finished.
+        # Hooks are removed first, so that the model is clean even if the store cannot be closed.
         self._collector.remove()
         self._store.close()
 
@@ -340,7 +344,7 @@ class Recorder:
         except Exception as problem:
             if error is None:
                 raise
-            # The exception that ended the block is the one to be seen.
+            # The exception that ended the block is more important and is the one that is raised.
             error.add_note(f"besides, the recording could not be finished: {problem!r}")
         text = self._warn_of_unmarked()
         if text and error is None:
@@ -381,12 +385,12 @@ class Recorder:
             )
 
     def _write(self, mark: Mark, report: EpochReport) -> list[str]:
-        """Store an epoch, and return warnings; nothing is changed where it is refused."""
-        # All that may refuse the epoch comes before the first write.
+        """Store an epoch, and return warnings; an error leaves the store unchanged."""
+        # All checks of the epoch come before the first write.
         check_order(self._along, mark.number, self.epochs)
         check_epoch(report, self._layer_filter, self._groups)
         entries = number_values(report.layers) + map_values(report)
-        # The first mark settles the groups: later ones fill them, also where a layer did not run.
+        # The first mark fixes the groups; later marks fill them, even if a layer did not run.
         groups = self._groups or groups_of(entries, report.order)
         stored = self._store.groups
         if self._groups is None and stored is not None and self._store.has_layers:
@@ -395,14 +399,14 @@ class Recorder:
         check_scalars(mark.scalars, groups)
         entries, warned = drop_unknown_layers(entries, groups)
         warned += warn_of_nonfinite(entries) + warn_of_mixed_sizes(report)
-        # Hashes of the first epoch that had each image, perhaps of an earlier run.
+        # Each image has the hash of the first epoch that had it, perhaps in an earlier run.
         stored_hashes = json.loads((self._store.attrs or {}).get("image_hashes", "{}"))
         if "images" not in self._warned:
             changed = warn_of_changed_images(report.image_hashes, stored_hashes)
             self._warned |= {"images"} if changed else set()
             warned += changed
         attrs = self._attributes(report)
-        # Only a forward shows how many heads, and maps of what size, there are to make room for.
+        # Groups are created now, because numbers of heads and sizes of maps are known only after a forward.
         if not self._store.has_layers:
             maps_of = {"images": json.dumps(report.sampling.images)}
             self._store.create(
@@ -411,12 +415,12 @@ class Recorder:
         self._store.append(
             mark.number, assemble(entries, groups), mark.scalars, attrs=attrs
         )
-        # Set only now, after the write: a mark that failed has settled nothing.
+        # This is set after the write, so that a mark that failed does not fix the groups.
         self._groups = groups
         return warned
 
     def _attributes(self, report: EpochReport) -> dict[str, str]:
-        """Return why layers or variables are not recorded, and which images came, in this run or in earlier ones."""
+        """Return the reasons why layers or variables are not recorded, and the hashes of images, of all runs so far."""
         attrs = self._store.attrs or {}
         unsupported, missing, hashes = (
             json.loads(attrs.get(name, "{}"))
@@ -425,7 +429,7 @@ class Recorder:
         unsupported = {
             layer: reason
             for layer, reason in unsupported.items()
-            # What could not be recorded in an earlier run may be now.
+            # A layer that an earlier run could not record may be recorded now.
             if layer not in self.layers
         }
         for variable, layers in report.missing.items():
@@ -433,7 +437,7 @@ class Recorder:
         return {
             "unsupported": json.dumps({**unsupported, **report.unsupported}),
             "missing": json.dumps(missing),
-            # The hash of the first epoch stays, so that all later ones are compared with the same image.
+            # The first hash of an image is kept, so that all later epochs are compared with the same image.
             "image_hashes": json.dumps({**report.image_hashes, **hashes}),
             WEIGHTS: self._weights.mark(),
         }
@@ -449,7 +453,7 @@ class Recorder:
             )
 
     def _warn_of_missing_grids(self) -> list[str]:
-        """Say once which layers lack distances and maps, and what would help."""
+        """Return warnings of layers that lack distances and maps, with advice, once for each layer."""
         layers: dict[str, list[str]] = {}
         for layer, advice in self._collector.advice.items():
             if layer in self.layers and layer not in self._warned:
@@ -461,21 +465,21 @@ class Recorder:
         ]
 
     def _warn_of_alarms(self) -> list[str]:
-        """Describe the alarms that the last mark shows, once for each spell."""
+        """Return the alarms at the last mark, each one once."""
         dataset = self._store.dataset()
         if "layer" not in dataset.dims:
             return []
         texts = []
         for alarm in find_illness(dataset).alarms:
             key = alarm.sign, alarm.layer, alarm.since
-            # An alarm that has ended is no news; one that comes again has another beginning.
+            # Alarms that have ended are left out. An alarm that comes again has another `since`, and is reported again.
             if alarm.until is None and key not in self._alarms:
                 self._alarms.add(key)
                 texts.append(str(alarm))
         return texts
 
     def _warn_of_unmarked(self) -> str:
-        """Return what to warn of when the recording ends; "" if nothing is lost."""
+        """Return a warning if measurements are lost because they were not marked, else ""."""
         images = self._collector.unmarked_images
         advice = f"call mark({self._along}=...) after each validation"
         if images:
@@ -492,10 +496,10 @@ class Recorder:
 
 
 def _release(collector: Collector, store: EpochStore) -> None:
-    """Detach from the model, and let the store go."""
+    """Detach from the model, and close the store."""
     collector.remove()
     if in_zarr_thread():
-        # The garbage collector runs in any thread; this one cannot wait for what itself would have to do.
+        # The garbage collector runs in any thread. In zarr's own thread, close() would wait for itself.
         threading.Thread(target=store.close).start()
     else:
         store.close()

@@ -86,9 +86,11 @@ def explore(
         "palette": [to_hex(color) for color in mpl.colormaps["cividis"](range(256))],
         "missing": json.loads(maps.attrs["missing"]),
     }
-    template = Path(__file__).with_suffix(".html").read_text(encoding="utf-8")
+    browser = Path(__file__).with_name("browser")
+    template = (browser / "explorer.html").read_text(encoding="utf-8")
     # No "<" in JSON: a layer's name must not end the script that holds it.
     text = {
+        "{program}": (browser / "explorer.js").read_text(encoding="utf-8"),
         "{about}": json.dumps(about).replace("<", "\\u003c"),
         "{largest}": base64.b64encode(b"".join(packer.largest)).decode(),
         "{cells}": base64.b64encode(b"".join(packer.cells)).decode(),

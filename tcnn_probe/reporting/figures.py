@@ -52,7 +52,7 @@ BORDER = 8
 
 _CELL = 24  # pixels
 _FONT = "12px"
-_LETTERS = 14  # of a line beside the vertical axis of a curve
+_LETTERS = 14  # letters in a line beside the vertical axis
 _DOTS = 40  # marks; with more of them, dots would merge into a thick line
 
 

@@ -37,7 +37,7 @@ class Choice:
 
 
 def choose_maps(run: Run, max_bytes: float) -> Choice:
-    """Thin the maps of a recording until their base64, not compressed, fits into so many bytes.
+    """Thin the maps of a recording until their uncompressed base64 fits into a number of bytes.
 
     Images are dropped only if a single mark of all of them does not fit. Marks that stay are evenly spread, the last
     among them.

@@ -19,7 +19,9 @@ from tcnn_probe.reporting.variables import label, pack_variables
 
 __all__ = ["page"]
 
-_HERE = Path(__file__).parent
+_BROWSER = Path(__file__).with_name("browser")
+# Parts of one program, in this order: the last one starts the page.
+_PROGRAM = ("values", "grids", "curves", "maps", "table", "controls")
 _OVERHEAD = 1_600_000  # bytes of Bokeh's own program, 1.4 MB, and of the text
 
 # Numbers that are shown beside a map.
@@ -178,7 +180,8 @@ def _document(
         "sources": sources,
         "plots": curves,
     }
-    program = CustomJS(args=args, code=(_HERE / "page.js").read_text(encoding="utf-8"))
+    code = [_read(f"{part}.js") for part in _PROGRAM]
+    program = CustomJS(args=args, code="\n".join(code))
     # An event of the document, which models do not receive.
     document.js_on_event("document_ready", program)
     names = [run.name for run in runs]
@@ -196,12 +199,15 @@ def _document(
 
 
 def _html(document: Document, title: str, text: dict[str, Any]) -> str:
-    template = (_HERE / "page.html").read_text(encoding="utf-8")
     variables = text | document.template_variables
     return file_html(
         document,
         INLINE,
         title=f"Attention heads: {title}",
-        template=template,
+        template=_read("page.html"),
         template_variables=variables,
     )
+
+
+def _read(name: str) -> str:
+    return (_BROWSER / name).read_text(encoding="utf-8")

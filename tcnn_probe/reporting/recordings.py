@@ -29,7 +29,7 @@ class Run:
     along: str  # dimension of the marks
     marks: list[Any]  # labels of the marks, such as epochs
     numbers: xr.Dataset  # variables (marks, layer, head) and (marks, layer); TYPE is among them if a head has a type
-    scalars: xr.Dataset  # variables (marks,)
+    scalars: xr.Dataset  # variables of shape (marks,)
     maps: list[xr.Dataset]  # groups of maps: (marks, layer, image, ...)
     images: list[int]  # labels of the images that have maps
     heads: dict[str, int]  # number of heads of each layer, in the model's order

@@ -41,7 +41,7 @@ def layer_scores(
 
     Returns:
         ``knn_correct`` with the dim "image" and the others, ``participation_ratio`` with the others. NaN where the
-        features of an image are missing, or infinite: large numbers overflow in float16.
+        features of an image are missing, or infinite because large numbers overflow in float16.
     """
     features = load_features(features)
     images = features.sizes["image"]
@@ -50,7 +50,7 @@ def layer_scores(
         matrix = own_channels(values)
         if matrix is None:
             return np.full(images, np.nan), np.nan
-        # As a float, since NaN stands for features that are missing.
+        # The result is a float, because NaN stands for missing features.
         return knn_correct(matrix, labels, neighbors=neighbors).astype(
             float
         ), participation_ratio(matrix)
@@ -79,8 +79,8 @@ def layer_cka(
 
     Args:
         features: Features with the dims "layer", "image" and "channel", and any others, such as "epoch".
-        others: Features of the same images, for example from another model; None for the same features. Dims that both
-            have, such as "epoch", are paired; features without "epoch" are compared with all epochs.
+        others: Features of the same images, for example from another model; None for the same features. Common dims,
+            such as "epoch", are paired; features without "epoch" are compared with all epochs.
 
     Returns:
         CKA with the dims "layer", "other_layer" and the others; NaN where the features of an image are missing or
@@ -109,8 +109,8 @@ def layer_cka(
 
 
 def own_channels(values: np.ndarray) -> np.ndarray | None:
-    """Drop the channels beyond a layer's own, (image, channel); None if a number is missing or infinite."""
-    # Padding is NaN for all images; a channel that is NaN for some is missing.
+    """Drop the channels beyond a layer's own, (image, channel); return None if a number is missing or infinite."""
+    # Padding is NaN for all images; a channel that is NaN for some images has missing features.
     matrix = values[:, ~np.isnan(values).all(0)]
     return matrix if matrix.size and np.isfinite(matrix).all() else None
 

@@ -12,22 +12,22 @@ from tcnn_probe.representation.arrays import feature_matrix
 
 __all__ = ["LinearCKA", "linear_cka"]
 
-# The side, 0 or 1, and the layer's name: two models may have layers of one name.
+# The side, 0 or 1, and the layer's name, because two models may have layers with the same name.
 _Layer = tuple[int, str]
 
 
 def linear_cka(features: ArrayLike, others: ArrayLike) -> float:
     """Compute the debiased linear CKA of two representations of the same images.
 
-    It is 1 if they are equal up to a rotation, a scale and a shift; and 0 on average, so sometimes below, if they are
-    unrelated. The usual estimate, without the correction, is near 1 for any two representations of few images with many
+    It is 1 if they are equal up to a rotation, a scale and a shift; if they are unrelated it is 0 on average, and can
+    be negative. The usual estimate without debiasing is near 1 for any two representations of few images with many
     channels.
 
     Args:
         features, others: Features of the same images, shapes (n, ...) and (n, ...), n >= 4.
 
     Returns:
-        The CKA; NaN if either has no structure that n images could show.
+        The CKA; NaN if one of the two has no structure that n images could show.
     """
     cka = LinearCKA()
     cka.add({"": _reduce_channels(features)}, {"": _reduce_channels(others)})
@@ -35,10 +35,10 @@ def linear_cka(features: ArrayLike, others: ArrayLike) -> float:
 
 
 def _reduce_channels(features: ArrayLike) -> np.ndarray:
-    """Shift and rotate features into at most as many channels as images, which changes no CKA."""
+    """Shift and rotate features into at most as many channels as images, which does not change the CKA."""
     x = feature_matrix(features)
     x = x - x[0]
-    # x = R^T Q^T, and Q is a rotation: products of images stay.
+    # x = R^T Q^T, where Q is a rotation, which does not change the products between images.
     return np.asarray(np.linalg.qr(x.T, mode="r")).T if x.shape[1] > len(x) else x
 
 
@@ -73,7 +73,7 @@ class _Sums:
 
         [tr(KL) + 1K1 1L1 / ((n - 1)(n - 2)) - 2 1KL1 / (n - 2)] / (n(n - 3))
         """
-        # tr(KL) = |x^T y|^2, less the diagonals, which are K_ii = |x_i|^2 and L_ii = |y_i|^2; likewise below.
+        # tr(KL) = |x^T y|^2 minus the diagonals, which are K_ii = |x_i|^2 and L_ii = |y_i|^2; likewise below.
         trace = (self.xy**2).sum() - self.xx_yy
         means = (self.x @ self.x - self.xx) * (self.y @ self.y - self.yy)
         rows = (
@@ -98,9 +98,9 @@ class LinearCKA:
         cka.result()  # (layer, other_layer)
 
     CKA(x, y) = HSIC(x, y) / sqrt(HSIC(x, x) HSIC(y, y)) (Kornblith et al. 2019), with the unbiased estimate of HSIC
-    (Song et al. 2012) that Nguyen et al. 2021 use for batches. They average HSIC over batches; here it is that of all
-    images together, and the batch size does not matter. It keeps sums: C * C' * 8 bytes for each pair of layers of C
-    and C' channels, whatever the number of images. So pool feature maps first.
+    (Song et al. 2012) that Nguyen et al. 2021 use for batches. They average HSIC over batches; here HSIC is computed
+    over all images together, and the batch size does not matter. Only sums are stored: C * C' * 8 bytes for each pair
+    of layers with C and C' channels, for any number of images. Feature maps should therefore be pooled first.
     """
 
     def __init__(self) -> None:
@@ -122,7 +122,7 @@ class LinearCKA:
                 the same layers.
 
         Raises:
-            ValueError: Layers have different numbers of images, or layers or channels differ from the batch before.
+            ValueError: Layers have different numbers of images, or layers or channels differ from previous batches.
         """
         sides = [features] if others is None else [features, others]
         names = [list(side) for side in sides]
@@ -148,8 +148,8 @@ class LinearCKA:
         self._names = names
         self._images += next(iter(counts.values()))
         for layer, values in batch.items():
-            # CKA does not depend on a shift. With the first image subtracted, a large mean costs no digits, and equal
-            # features are exactly 0.
+            # CKA does not depend on a shift. If the first image is subtracted, a large mean does not cost precision,
+            # and equal features are exactly 0.
             batch[layer] = values - self._shift.setdefault(layer, values[0].copy())
         for row, column in {*self._pairs(), *((layer, layer) for layer in batch)}:
             self._sums.setdefault((row, column), _Sums()).add(batch[row], batch[column])
@@ -193,5 +193,5 @@ class LinearCKA:
 
 def _normalize(hsic: float, hsic_x: float, hsic_y: float) -> float:
     product = hsic_x * hsic_y
-    # An unbiased estimate can be negative, even of a matrix with itself: then the images show no structure.
+    # An unbiased estimate can be negative, even for a matrix with itself. Then the images show no structure.
     return hsic / product**0.5 if hsic_x > 0 and product > 0 else float("nan")

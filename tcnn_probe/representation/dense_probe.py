@@ -23,7 +23,7 @@ def dense_probe(
     """Measure the intersection over union of each class, segmented by a linear classifier; the mean is the mIoU.
 
     The classifier is scikit-learn's logistic regression on features of zero mean and unit variance. A pixel has the
-    features of its cell, so each cell counts once for each class in it, weighted by its number of pixels of the class.
+    features of its cell, so each cell counts once for each class in it, weighted by its number of pixels in the class.
 
     ::
 
@@ -36,11 +36,12 @@ def dense_probe(
         masks: Class of each pixel, integers or booleans, shape (n, H, W); H and W are multiples of h and w.
         train_features, train_masks: Feature maps and masks to fit, shapes (m, C, h, w) and (m, H, W).
         regularization: Weight of the L2 penalty, 1 / C of scikit-learn, on a loss that is summed over pixels.
-        by_image: Score each image, for :func:`tcnn_probe.evaluation.mean_interval`, not all pixels together.
+        by_image: Whether to score each image, for :func:`tcnn_probe.evaluation.mean_interval`, instead of all pixels
+            together.
 
     Returns:
         Intersection over union from 0 to 1, shape (K,), or (n, K) by image, for the classes of both masks in ascending
-        order. By image NaN where neither the mask nor the classifier has the class.
+        order. Scores by image are NaN where neither the mask nor the classifier has the class.
 
     Raises:
         ValueError: Shapes do not fit, features are not finite, or there is a single class.
@@ -57,12 +58,12 @@ def dense_probe(
     counts = np.stack([(train_pixels == label).sum(1) for label in classes], 1)
     cell, label_index = counts.nonzero()
     weight = counts[cell, label_index]
-    # 5000: lbfgs stops when it has converged; with its default of 100 iterations, many channels do not.
+    # lbfgs stops when it has converged, for which its default of 100 iterations is too low with many channels.
     scaler, classifier = (
         StandardScaler(),
         LogisticRegression(C=1 / regularization, max_iter=5000),
     )
-    # A cell with pixels of several classes stands for all of these, as often as it has such pixels.
+    # A cell with pixels of several classes is a sample of each of them, weighted by the number of these pixels.
     weights = {
         "standardscaler__sample_weight": weight,
         "logisticregression__sample_weight": weight,
@@ -73,7 +74,7 @@ def dense_probe(
     predictions = np.repeat(model.predict(cells), pixels.shape[1])
     groups = len(np.asarray(masks)) if by_image else 1
     labels = np.union1d(classes, pixels)
-    # A column for each image and class: one call of jaccard_score instead of one for each image.
+    # With a column for each image and class, jaccard_score is called once instead of once for each image.
     truth, predicted = (
         (values.reshape(groups, -1).T[:, :, None] == labels).reshape(
             -1, groups * len(labels)
@@ -85,7 +86,7 @@ def dense_probe(
     )
     if not by_image:
         return np.asarray(iou[0])
-    # 0 / 0 is no failure.
+    # A score of 0 / 0 is not a failure, and becomes NaN.
     return np.where((truth | predicted).any(0).reshape(iou.shape), iou, np.nan)
 
 
@@ -97,7 +98,7 @@ def layer_dense_probe(
     *,
     regularization: float = 1.0,
 ) -> xr.DataArray:
-    """Apply :func:`dense_probe` to each layer; all layers are judged by the same pixels, whatever their grids.
+    """Apply :func:`dense_probe` to each layer; all layers are evaluated on the same pixels, for any grids.
 
     Args:
         features, train_features: Feature maps by the layer's name.
@@ -107,7 +108,7 @@ def layer_dense_probe(
         Intersection over union, with the dims "layer" and "class".
 
     Raises:
-        ValueError: The layers to fit and to judge differ; or see :func:`dense_probe`.
+        ValueError: The layers to fit and to evaluate differ; or see :func:`dense_probe`.
     """
     if not features or features.keys() != train_features.keys():
         raise ValueError(

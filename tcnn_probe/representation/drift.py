@@ -1,4 +1,4 @@
-"""Drift: distance of features from those of an earlier epoch, or of another model, for the same images."""
+"""Drift: distances between features of the same images in different epochs or models."""
 
 import numpy as np
 import xarray as xr
@@ -20,16 +20,16 @@ _ABOUT = {
         "Debiased linear CKA of a layer's mean features with those of the reference.",
     ),
 }
-# The estimate of HSIC divides by n - 3.
+# The estimate of HSIC divides by n - 3, so it needs four images.
 _CKA_IMAGES = 4
 
 
 def gram_distance(tokens: ArrayLike, others: ArrayLike) -> NDArray[np.float64]:
     """Compute how much the cosines between the patches of an image differ between two representations.
 
-    It is ``|G(x) - G(y)|_F / N``, with the N x N matrix G(x) of cosines between the N patches of an image: the root
-    mean square difference of these cosines, from 0 to 2. Rotating or scaling all features does not change it.
-    Its square is the Gram loss of DINOv3 (arXiv 2508.10104, Section 4.2), as a mean over pairs of patches.
+    The distance is ``|G(x) - G(y)|_F / N``, where G(x) is the N x N matrix of cosines between the N patches of an
+    image: the root mean square difference of these cosines, from 0 to 2. It does not change if all features are rotated
+    or scaled. Its square is the Gram loss of DINOv3 (arXiv 2508.10104, Section 4.2), as a mean over pairs of patches.
 
     Args:
         tokens, others: The same N >= 2 patches in two representations, shapes (..., N, C) and (..., N, C').
@@ -39,7 +39,7 @@ def gram_distance(tokens: ArrayLike, others: ArrayLike) -> NDArray[np.float64]:
         all patches.
 
     Raises:
-        ValueError: There are fewer than two patches, or the images or patches are not as many.
+        ValueError: There are fewer than two patches, or the numbers of images or patches differ.
     """
     x, y = np.asarray(tokens, np.float64), np.asarray(others, np.float64)
     if x.ndim < 2 or x.shape[-2] < 2 or x.shape[:-1] != y.shape[:-1]:
@@ -47,7 +47,7 @@ def gram_distance(tokens: ArrayLike, others: ArrayLike) -> NDArray[np.float64]:
             f"expected the same two or more tokens twice, shapes (..., N, C) and (..., N, C'), got {x.shape} and "
             f"{y.shape}"
         )
-    # Not from products of channels (C x C), which would cost less for many patches: there small distances cancel.
+    # Products of channels (C x C) would cost less for many patches, but small distances would be lost by cancellation.
     distances = [
         np.sqrt(np.mean((_cosines(x[image]) - _cosines(y[image])) ** 2))
         for image in np.ndindex(x.shape[:-2])
@@ -68,17 +68,17 @@ def layer_drift(features: xr.DataArray, reference: xr.DataArray) -> xr.Dataset:
 
     Args:
         features: Features with the dims "image", "token" and "channel", and any others, as the probe ``features``
-            records them: the mean over places, and two patches or more. A class token does not belong among them.
-        reference: Features of the same images and tokens, of an epoch or of another model. Dims that both have, such
-            as "layer", are paired; an "epoch" that is named otherwise makes a table of all pairs of epochs.
+            records them: the mean over positions, and two patches or more. They should not include a class token.
+        reference: Features of the same images and tokens, of an epoch or of another model. Common dims, such as
+            "layer", are paired; if the dim "epoch" of the reference is renamed, all pairs of epochs are compared.
 
     Returns:
         ``gram_distance`` with the dim "image" and the others (:func:`gram_distance`), ``cka`` with the others
         (:func:`linear_cka`, of the mean features). NaN where the features of an image are missing or infinite; the CKA
-        also where there are fewer than four images.
+        also if there are fewer than four images.
 
     Raises:
-        ValueError: These are no such features, or of other images, tokens or layers than the reference.
+        ValueError: The features lack these dims or tokens, or have other images, tokens or layers than the reference.
     """
     pair = [load_features(features), load_features(reference)]
     for number, array in enumerate(pair):
@@ -88,7 +88,7 @@ def layer_drift(features: xr.DataArray, reference: xr.DataArray) -> xr.Dataset:
                 "expected the mean and two patches or more along 'token', as of features(tokens=range(1, 197)), got "
                 f"{tokens}"
             )
-        # A label that one side alone has, such as the epoch that was selected, is no label of the distance.
+        # A label that only one side has, such as the selected epoch, is not a label of the distance.
         pair[number] = array.reset_coords(drop=True)
     x, y = pair[0], pair[1].rename(channel="other_channel")
     patches = [array.drop_sel(token="mean") for array in (x, y)]
@@ -106,7 +106,7 @@ def layer_drift(features: xr.DataArray, reference: xr.DataArray) -> xr.Dataset:
             input_core_dims=[["image", "channel"], ["image", "other_channel"]],
             vectorize=True,
         )
-    except ValueError as error:  # of xarray's alignment
+    except ValueError as error:  # from xarray's alignment
         raise ValueError(
             f"expected a reference of the same images, tokens and layers: {error}"
         ) from error

@@ -22,7 +22,7 @@ def knn_correct(
 ) -> np.ndarray:
     """Classify each image by its nearest neighbours; the mean of the result is the kNN accuracy.
 
-    The k neighbours x_j of the largest cosine vote, each with the weight exp(cos(x, x_j) / sigma) (thesis, Eq. 2.6).
+    The k neighbours x_j with the largest cosines vote, each with the weight exp(cos(x, x_j) / sigma) (thesis, Eq. 2.6).
 
     Args:
         features: Features of the images, shape (n, ...).
@@ -53,15 +53,15 @@ def knn_correct(
         )
 
     def weights(distance: np.ndarray) -> np.ndarray:
-        # The distance is 1 - cos. A constant factor divides out; this one keeps the nearest weight from underflowing.
+        # The distance is 1 - cos. A constant factor has no effect; this factor keeps the nearest weight from underflow.
         return np.exp((distance.min(1, keepdims=True) - distance) / temperature)
 
-    # scikit-learn's trees have no cosine.
+    # scikit-learn's trees do not support cosine distances.
     model = KNeighborsClassifier(
         neighbors, weights=weights, metric="cosine", algorithm="brute"
     )
     model.fit(searched, searched_labels)
-    # None searches the fitted images, each without itself; given as queries, each would find itself first.
+    # With None the fitted images are searched, each without itself; as queries, images would find themselves first.
     return np.asarray(model.predict(None if gallery is None else queries) == labels)
 
 
@@ -78,7 +78,7 @@ def average_precision(
 
     The score is the cosine, or, with coarse labels, cos(x', x) + log(p / (1 - p)), where p is the probability that the
     query x' has the coarse label of the gallery's image x (thesis, Eq. 2.5). Probabilities of 0 and 1, such as those of
-    the thesis' oracle, are moved by the machine epsilon: images of that label then come first, ranked by cosine.
+    the thesis' oracle, are changed by the machine epsilon, so that images of that label come first, ranked by cosine.
 
     Args:
         features: Features of the queries, shape (n, ...).
@@ -86,7 +86,7 @@ def average_precision(
         gallery, gallery_labels: Features and classes of the images to rank, shapes (m, ...) and (m,); None for the
             n - 1 other images.
         coarse_probabilities: Probability of each coarse label for each query, shape (n, K).
-        gallery_coarse: Coarse labels of the images to rank, from 0 and below K, shape (m,).
+        gallery_coarse: Coarse labels of the images to rank, from 0 to K - 1, shape (m,).
 
     Returns:
         Average precisions, shape (n,); NaN for a query whose class the gallery lacks.
@@ -123,12 +123,12 @@ def average_precision(
 
 
 def _precision(scores: np.ndarray, relevant: np.ndarray) -> float:
-    """Return the mean, over the relevant images, of the precision at their rank; images of one score share a rank.
+    """Return the mean over the relevant images of the precision at their rank; equal scores share a rank.
 
-    As scikit-learn's average_precision_score, whose checks of its input take most of its time for one query.
+    This is scikit-learn's average_precision_score, whose input checks take most of its time for a single query.
     """
     order = np.argsort(-scores)
-    # The last image of each score: images of one score are counted together, in whatever order they come.
+    # Index of the last image of each score: images with equal scores are counted together, in any order.
     last = np.append(np.flatnonzero(np.diff(scores[order])), len(scores) - 1)
     hits = np.cumsum(relevant[order])[last]
     precisions = hits / (last + 1)
@@ -170,6 +170,6 @@ def _log_odds(probabilities: ArrayLike, queries: np.ndarray) -> np.ndarray:
         raise ValueError(
             f"expected coarse_probabilities from 0 to 1 of shape ({len(queries)}, K), got {p.shape}"
         )
-    # Log odds of at most 36, large beside cosines; infinite ones would hide the cosines.
+    # Log odds are at most 36, which is large compared with cosines; infinite log odds would hide the cosines.
     eps = np.finfo(p.dtype).eps
     return np.asarray(logit(p.clip(eps, 1 - eps)))

@@ -1,4 +1,4 @@
-"""Spectra of features: the number of directions that they fill."""
+"""Spectra of features: the number of directions that they span."""
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -11,10 +11,10 @@ __all__ = ["participation_ratio", "pca_energy"]
 def pca_energy(features: ArrayLike) -> np.ndarray:
     """Compute the share of the variance in the first 1, 2, ... principal components (Touvron's thesis, Fig. 2.1).
 
-    The lower the curve, the more directions the features fill.
+    The lower the curve, the more directions the features span.
 
     Args:
-        features: Features of the images, shape (n, ...), C numbers an image, n >= 2.
+        features: Features of the images, shape (n, ...), C numbers per image, n >= 2.
 
     Returns:
         Shares, shape (min(n, C),), ascending to 1; NaN if all images have the same features.
@@ -30,8 +30,9 @@ def pca_energy(features: ArrayLike) -> np.ndarray:
 def participation_ratio(features: ArrayLike) -> float:
     """Compute the effective number of principal components, (sum of variances)^2 / sum of squared variances.
 
-    It is 1 if a single direction has all the variance, C if all C have the same; at most n - 1. With few images it is
-    too low. Gao et al. 2017, "A theory of multineuronal dimensionality, dynamics and measurement".
+    It is 1 if a single direction has all the variance, and C if all C directions have the same variance, but at most
+    n - 1. With few images it is too low. (Gao et al. 2017, A theory of multineuronal dimensionality, dynamics and
+    measurement.)
 
     Args:
         features: Features of the images, shape (n, ...), n >= 2.
@@ -43,6 +44,6 @@ def participation_ratio(features: ArrayLike) -> float:
     if not np.ptp(x, axis=0).any():
         return float("nan")
     x = x - x.mean(0)
-    # The smaller of x^T x and x x^T, which have the same eigenvalues apart from zeros.
+    # The smaller of x^T x and x x^T is used, which have the same eigenvalues apart from zeros.
     products = x.T @ x if x.shape[0] > x.shape[1] else x @ x.T
     return float(np.trace(products) ** 2 / (products**2).sum())

@@ -10,8 +10,8 @@ __all__ = ["token_cosine"]
 def token_cosine(tokens: Any) -> Any:
     """Average the cosine over pairs of different tokens of an image.
 
-    For a class and a distillation token, Touvron's thesis follows it through the layers of DeiT (Section 3.3: 0.06 in
-    the first, 0.93 in the last). For all tokens it shows whether they become similar with depth.
+    Touvron's thesis reports this cosine for the class and the distillation token in the layers of DeiT (Section 3.3:
+    0.06 in the first, 0.93 in the last). For all tokens it shows whether they become similar with depth.
 
     Args:
         tokens: N >= 2 tokens of C channels, shape (..., N, C): an array, which is converted to float64, or a tensor,
@@ -24,7 +24,7 @@ def token_cosine(tokens: Any) -> Any:
     Raises:
         ValueError: There are fewer than two tokens.
     """
-    # A tensor, without an import of torch; squares of half precision would overflow.
+    # This recognises a tensor without importing torch. Squares in half precision would overflow.
     if hasattr(tokens, "element_size"):
         tokens = tokens.float() if tokens.element_size() < 4 else tokens
     else:

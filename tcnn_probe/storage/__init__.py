@@ -1,13 +1,13 @@
-"""A recording in zarr, to which marks are added, each in one step: the only package that knows zarr.
+"""Storage of recordings in zarr, to which marks are added atomically; the only package that uses zarr.
 
-A mark becomes durable in :mod:`tcnn_probe.storage.commit`: every chunk of the mark is written first, each to a
-temporary name that is then renamed, and brought to the disk. Then the root ``zarr.json`` is replaced in one step. It
-states how long every array of every group is, so this replacement is the commit: before it nobody sees the mark,
-after it everybody sees all of it. A run that is killed, or a machine that loses power, keeps each mark whose
-``append`` returned; a reader never sees half a mark. Nothing in a recording is ever deleted, but all of it with
-``mode="w"``, after the recording that replaces it has its first mark.
+A mark becomes durable in :mod:`tcnn_probe.storage.commit`: first every chunk of the mark is written to a temporary
+file, flushed to the disk and renamed. Then the root ``zarr.json``, which states the length of every array of every
+group, is replaced atomically. This replacement is the commit: before it no reader sees the mark, after it every reader
+sees all of it. After a kill or a loss of power, each mark whose ``append`` returned is still there; a reader never sees
+half a mark. Nothing in a recording is ever deleted, except that ``mode="w"`` deletes all of it, after the new recording
+has its first mark.
 
-One recorder writes at a time. In a directory a lock sees to that; everywhere the root is compared before each mark
+One recorder writes at a time. A directory has a lock for this; in all places the root is compared, before each mark,
 with the one that this recorder wrote last.
 """
 

@@ -1,12 +1,12 @@
-"""Cutting arrays into chunks: the metadata documents (``zarr.json``) that say it, and the chunks checked by them.
+"""Chunking of arrays: the metadata documents (``zarr.json``) that define it, and checks of chunks against them.
 
-- Numbers: chunks of 64 marks and all layers and heads; of 16 where that is more than 256 kB. The chunk that grows is
-  written anew with each mark.
-- Maps: one shard a mark, in it one inner chunk for each layer and head, compressed. A shard is written once.
-- Labels, such as names of layers: text of fixed width, which xarray gives back as NumPy's own text. (zarr's variable
-  width comes back as a type that matplotlib refuses.)
+- Numbers: a chunk has up to 64 marks, fewer (but at least 16) if it would exceed 256 kB, and all layers and heads. The
+  last chunk is rewritten with each mark.
+- Maps: a shard for each mark, with a compressed inner chunk for each layer and head. A shard is written once.
+- Labels, such as names of layers: text of fixed width, which xarray returns as NumPy's text. (zarr's text of variable
+  width is returned as a type that matplotlib refuses.)
 
-Every chunk ends with its crc32c, so that a damaged one is an error when it is read.
+Every chunk ends with its crc32c, so that reading a damaged chunk raises an error.
 """
 
 import asyncio
@@ -47,18 +47,21 @@ Document = dict[str, Any]
 CHUNK_BYTES = 256 * 1024
 MARKS_PER_CHUNK = (16, 64)
 
-# zarr decodes chunks whole, ten at a time. One row of numbers, or a map of one head, is never larger in practice.
+# zarr decodes ten whole chunks at a time. In practice no row of numbers and no map of one head is larger than this.
 LARGEST_CHUNK = 256 * 2**20
 
-# A shard's index, 16 bytes a chunk, is read before anything else of it.
+# The index of a shard, 16 bytes for each chunk, is read before the chunks.
 MOST_INNER_CHUNKS = 2**18
+
+# Largest header of a zstd frame, in bytes: 4 + 1 + 1 + 4 + 8.
+_FRAME_HEADER = 18
 
 _CHECKED = (Crc32cCodec(),)
 _COMPRESSED = (ZstdCodec(level=1), Crc32cCodec())
 _NUMBERS = ["bytes", "crc32c"]
 _MAPS = ["bytes", "zstd", "crc32c"]
 
-# zarr knows another separator, under which no chunk would be found, and all would be taken for fill values.
+# With zarr's other separator no chunk would be found, and fill values would be read.
 _KEYS = {"name": "default", "configuration": {"separator": "/"}}
 _FILL_VALUES = ("NaN", -1, "")
 
@@ -66,8 +69,8 @@ _FILL_VALUES = ("NaN", -1, "")
 def array_document(
     variable: Variable, shape: Sequence[int], along: str, *, maps: bool = False
 ) -> Document:
-    """Describe an array over the marks, of no length yet, with rows of this shape."""
-    # A dimension without length has chunks of one all the same.
+    """Describe an array over the marks that has no marks yet, with rows of this shape."""
+    # A chunk has at least the size 1, even along a dimension of size 0.
     row = [max(size, 1) for size in shape]
     if maps:
         cut = {
@@ -93,7 +96,7 @@ def array_document(
 
 
 def repacked(document: Document) -> Document:
-    """Describe the same maps cut for reading one head over all marks: 100 marks a shard, in it 25 of one head."""
+    """Describe the same maps with chunks for reading one head over marks: 25 marks of one head, in shards of 100."""
     dims, row = (
         document["dimension_names"][1:],
         [max(size, 1) for size in document["shape"][1:]],
@@ -113,10 +116,10 @@ def repacked(document: Document) -> Document:
 
 
 def label_document(name: str, labels: Sequence[Any]) -> tuple[Document, np.ndarray]:
-    """Return the document of a coordinate, and its values: int64 if all labels are ints, else text of a fixed width."""
+    """Return the document of a coordinate and its values: int64 if all labels are ints, else text of fixed width."""
     numbers = all(isinstance(label, int) for label in labels)
     values = np.array(labels, dtype=np.int64 if numbers else np.str_)
-    # zarr's specification does not have text of a fixed width yet.
+    # zarr warns that its specification does not include text of fixed width yet.
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         document = _document(
@@ -140,7 +143,7 @@ def with_length(document: Document, length: int) -> Document:
 
 
 def open_array(store: Store, path: str, document: Document) -> "zarr.AsyncArray[Any]":
-    """Open the array that a document describes; none of its chunks is left out, or deleted, for being empty."""
+    """Open the array that a document describes, so that chunks of fill values are written, too, and never deleted."""
     return zarr.AsyncArray(
         {**document}, StorePath(store, path), {"write_empty_chunks": True}
     )  # type: ignore[call-overload]
@@ -148,7 +151,7 @@ def open_array(store: Store, path: str, document: Document) -> "zarr.AsyncArray[
 
 @dataclass(frozen=True)
 class ChunkSize:
-    """Sizes that the chunks of an array have by its document. ValueError for a document that no recording has."""
+    """Sizes of an array's chunks according to its document. ValueError for a document that no recording has."""
 
     chunk: int  # bytes of a chunk of numbers, or of an inner chunk of maps, when it is decoded
     count: int  # inner chunks of a shard; 0 for numbers
@@ -157,7 +160,7 @@ class ChunkSize:
 
     @classmethod
     def of(cls, document: Document) -> Self:
-        """Read the sizes off a document."""
+        """Compute the sizes from a document."""
         codecs, outer = (
             document["codecs"],
             document["chunk_grid"]["configuration"]["chunk_shape"],
@@ -210,8 +213,9 @@ class ChunkSize:
 
     @property
     def stored(self) -> int:
-        """Bytes that a chunk takes at most as stored, or a shard."""
-        # 16 bytes a chunk for the index of a shard; 4 for the checksum of numbers, and one so that an excess shows.
+        """Largest number of bytes that a stored chunk or shard may have."""
+        # The index of a shard has 16 bytes for each chunk. A chunk of numbers has a checksum of 4 bytes; one more byte
+        # is read, so that a chunk that is too large is noticed.
         return (
             (2 * self.chunk + 1024) * self.count + 16 * self.count
             if self.count
@@ -220,15 +224,15 @@ class ChunkSize:
 
 
 class CheckedStore(WrapperStore[Store]):
-    """A recording's store, read by its metadata: chunks that are lacking, empty or too large raise StoreError.
+    """Store of a recording that checks what is read: missing, empty, damaged or too large chunks raise StoreError.
 
-    zarr takes a chunk that is not there for one of fill values, and as much memory as a compressed one says that it
-    needs. In a directory it also raises StoreError once the recording was replaced by another.
+    zarr itself takes a missing chunk for fill values, and allocates as much memory as a compressed chunk claims to
+    need. In a directory, StoreError is also raised after the recording was replaced by another one.
 
     Args:
         store: Store of the recording.
         sizes: Sizes of chunks, by the path of each array.
-        identity: Text that the root of this recording has, and of no other.
+        identity: Text that only the root of this recording has.
     """
 
     def __init__(
@@ -256,22 +260,23 @@ class CheckedStore(WrapperStore[Store]):
         size = None if cell.endswith(ROOT) else self._sizes.get(path)
         if size is None:
             return await read(self._store, key, ROOT_BYTES, byte_range, prototype)
-        # zstd makes what it cannot compress a little larger, never twice as large.
-        if (
-            isinstance(byte_range, RangeByteRequest)
-            and byte_range.end - byte_range.start > 2 * size.chunk + 1024
-        ):
-            raise self._damaged(key, "its shard says that it is too large")
+        if isinstance(byte_range, RangeByteRequest):
+            length = byte_range.end - byte_range.start
+            # Data that zstd cannot compress become only slightly larger, never twice as large. zarr adds up the ends of
+            # ranges in 64 bits.
+            if not 0 <= length <= 2 * size.chunk + 1024 or byte_range.end >= 2**63:
+                raise self._damaged(key, "its shard says that it is too large")
         buffer = await read(self._store, key, size.stored, byte_range, prototype)
-        # After the read: a recording that is replaced in between would pass before it.
+        # This comes after the read, so that a recording that was replaced in between is noticed.
         await self._check_identity()
         if buffer is None or not len(buffer):
             raise self._damaged(key, "it is empty or not there")
-        # Not copied, as what is checked may be all that is read.
+        # The buffer is checked without a copy.
         self._check_whole(key, size, buffer.as_numpy_array(), byte_range)
         return buffer
 
-    # zarr 3.4 would ask the store inside for parts of a shard, and for whole chunks without a coroutine.
+    # Otherwise zarr 3.4 would read whole chunks from the inner store, without get(); get_ranges() is the same for parts
+    # of shards.
     _supports_sync_io = False
 
     async def get_ranges(
@@ -282,7 +287,7 @@ class CheckedStore(WrapperStore[Store]):
         prototype: BufferPrototype,
         **options: Any,
     ) -> AsyncIterator[Sequence[tuple[int, Buffer | None]]]:
-        """Read parts of an object, each by itself: joined to larger parts they could not be checked."""
+        """Read parts of an object one by one, as each is checked by itself."""
         parts = [self.get(key, prototype, byte_range) for byte_range in byte_ranges]
         yield list(enumerate(await asyncio.gather(*parts)))
 
@@ -293,9 +298,9 @@ class CheckedStore(WrapperStore[Store]):
         data: np.ndarray,
         byte_range: ByteRequest | None,
     ) -> None:
-        """Refuse checksums that do not match, and chunks that are of another size, or say so."""
+        """Raise StoreError if a checksum or the size of a chunk, stored or claimed, is wrong."""
         chunks, index = [data], data[:0]
-        # Offset and length of each inner chunk, 8 bytes each, and a crc32c.
+        # The index has the offset and length of each inner chunk, 8 bytes each, and a crc32c.
         index_bytes = 16 * size.count + 4
         if not size.count and len(data) != size.stored - 1:
             raise self._damaged(
@@ -310,14 +315,13 @@ class CheckedStore(WrapperStore[Store]):
             chunks = [data[start : start + length] for start, length in places]
         elif size.count and not is_part:
             chunks, index = [], data
-        # zarr compares them too, and raises an error that does not name the chunk.
+        # zarr compares checksums, too, but its error does not name the chunk.
         for part in (index, *chunks):
             checksum = int.from_bytes(part[-4:].tobytes(), "little")
             if google_crc32c.value(part[:-4]) != checksum:
                 raise self._damaged(key, "its checksum does not match")
-        # The header of a frame takes 18 bytes at most: 4 + 1 + 1 + 4 + 8.
         for chunk in chunks if size.count else ():
-            if frame_size(chunk[:18].tobytes()) != size.chunk:
+            if frame_size(chunk[:-4]) != size.chunk:
                 raise self._damaged(
                     key,
                     f"a chunk in it is compressed from other than {size.chunk} bytes",
@@ -328,7 +332,7 @@ class CheckedStore(WrapperStore[Store]):
             return
         try:
             status = (self._store.root / ROOT).lstat()
-            # Marks and replacements make a new file of it; its inode alone may be given out again.
+            # Every mark and replacement creates a new file; inode numbers alone may be reused.
             state = status.st_ino, status.st_mtime_ns, status.st_size
         except OSError:
             state = None
@@ -344,19 +348,39 @@ class CheckedStore(WrapperStore[Store]):
         return StoreError(f"the chunk {key!r} in {self} is damaged: {reason}")
 
 
-def frame_size(header: bytes) -> int | None:
-    """Return how many bytes a zstd frame says that it decodes to (RFC 8878, section 3.1.1); None if it does not."""
+def frame_size(data: np.ndarray) -> int | None:
+    """Return the size of the content that a zstd frame declares (RFC 8878, section 3.1.1).
+
+    None if the frame declares no size, or if it ends before the data do: zstd would decode a second frame as well,
+    whose size is not checked.
+    """
+    header = data[:_FRAME_HEADER].tobytes()
     if len(header) < 6 or header[:4] != b"\x28\xb5\x2f\xfd":
         return None
     descriptor = header[4]
     single_segment = descriptor >> 5 & 1
     width = (single_segment, 2, 4, 8)[descriptor >> 6]
-    window, dictionary = 1 - single_segment, (0, 1, 2, 4)[descriptor & 3]
-    field = header[5 + window + dictionary :][:width]
+    start = 5 + (1 - single_segment) + (0, 1, 2, 4)[descriptor & 3]
+    field = header[start : start + width]
     if not width or len(field) < width:
         return None
     # A field of two bytes counts from 256.
-    return int.from_bytes(field, "little") + (256 if width == 2 else 0)
+    size = int.from_bytes(field, "little") + (256 if width == 2 else 0)
+    has_checksum = descriptor >> 2 & 1
+    end = _last_block_end(data, start + width, size)
+    return size if end is not None and end + 4 * has_checksum == len(data) else None
+
+
+def _last_block_end(data: np.ndarray, start: int, size: int) -> int | None:
+    """Return the end of the blocks of a zstd frame, which begin at ``start``; None if there are too many of them."""
+    # A block holds up to 128 KiB, and in practice all but the last hold several KiB. The limit bounds the time.
+    for _ in range(2 + size // 64):
+        header = int.from_bytes(data[start : start + 3].tobytes(), "little")
+        repeats_a_byte = header >> 1 & 3 == 1
+        start += 3 + (1 if repeats_a_byte else header >> 3)
+        if header & 1:
+            return start
+    return None
 
 
 def _ones_along(*cut: str, dims: Sequence[str], shape: Sequence[int]) -> list[int]:
@@ -367,6 +391,6 @@ def _document(
     *, compressors: Sequence[BytesBytesCodec] = _CHECKED, **about: Any
 ) -> Document:
     objects: dict[str, Buffer] = {}
-    # zarr writes the document, so that none of its defaults are repeated here.
+    # zarr writes the document, so that its defaults need not be repeated here.
     zarr.create_array(MemoryStore(objects), compressors=compressors, **about)
     return json.loads(objects["zarr.json"].to_bytes())

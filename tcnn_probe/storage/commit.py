@@ -1,4 +1,4 @@
-"""The root ``zarr.json``, which says what a recording is and how many marks it has; replacing it commits a mark."""
+"""The root ``zarr.json``, which describes a recording and its number of marks; replacing it commits a mark."""
 
 import asyncio
 import json
@@ -7,6 +7,7 @@ import uuid
 from collections.abc import Coroutine, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from pathlib import PurePosixPath
 from typing import Any
 
 import numpy as np
@@ -58,7 +59,7 @@ VERSION, ALONG, LAYERS, COORDS, REPACKED = (
 IDENTITY = "recording_id"
 GIVEN = "As given to mark()."
 HEADS = "heads"
-"""Where a tree has the numbers of the root."""
+"""Name of the node of a tree with the arrays of the root group."""
 
 UNREADABLE = (
     ArithmeticError,
@@ -69,14 +70,15 @@ UNREADABLE = (
     TypeError,
     ValueError,
 )
-"""Errors of metadata that are not as they should be."""
+"""Errors that invalid metadata can raise when they are read."""
 
-# What opening costs grows with these, so a crafted root must not choose them. Recordings have a few hundred arrays.
+# The cost of opening a recording grows with these, so they are limited for crafted roots. Recordings have a few hundred
+# arrays.
 MOST_ARRAYS = 4000
 COORDINATE_BYTES = 256 * 2**20
 COORDINATE_CHUNKS = 2**18
 
-# Attributes of the recorder, in JSON, that are read when a recording is opened, continued or shown.
+# JSON attributes that the recorder writes and that are read when a recording is opened, continued or shown.
 _JSON = {"images": list, "image_hashes": dict, "missing": dict, "unsupported": dict}
 
 _METADATA = re.compile(rf"(?:(.+)/)?(?:{re.escape(ROOT)}|\.{re.escape(ROOT)}\.partial)")
@@ -88,10 +90,10 @@ class Root:
     """The root metadata of a recording."""
 
     attributes: Mapping[str, Any]  # of the root group
-    # zarr.json of each array and further group by path, with the committed lengths.
+    # The zarr.json of each array and of each other group, by path, with the committed lengths.
     documents: Mapping[str, Document]
     text: bytes  # the object as stored
-    # Labels of the coordinates that are not stored yet.
+    # Labels of coordinates that are not stored yet.
     labels: Mapping[str, np.ndarray] = field(default_factory=dict)
 
     @classmethod
@@ -101,14 +103,14 @@ class Root:
         documents: Mapping[str, Document],
         **labels: Any,
     ) -> "Root":
-        """Make the root to be written; ValueError if it could not be read again."""
+        """Create a root to be written; ValueError if it could not be read again."""
         consolidated = {
             "kind": "inline",
             "must_understand": False,
             "metadata": documents,
         }
         document = _group_document(attributes) | {"consolidated_metadata": consolidated}
-        # NaN is no JSON, and other readers would refuse the whole recording.
+        # NaN is not valid JSON, and other readers would refuse the whole recording.
         text = json.dumps(document, allow_nan=False).encode()
         if len(text) > ROOT_BYTES or len(documents) > MOST_ARRAYS:
             raise ValueError(
@@ -125,7 +127,7 @@ class Root:
         along: str,
         dtype: str,
     ) -> "Root":
-        """Make the root of a recording without marks, which are to be of this dtype."""
+        """Create the root of a recording without marks, whose marks will have this dtype."""
         documents: dict[str, Document] = {}
         labels: dict[str, np.ndarray] = {}
         mark = Variable(
@@ -137,9 +139,9 @@ class Root:
         for path, group in groups.items():
             parts = path.split("/")
             for count in range(1, len(parts)):
-                # zarr looks for every group on the way.
+                # zarr needs every parent group.
                 documents.setdefault("/".join(parts[:count]), _group_document({}))
-            # That of the root is the object in which all of these are.
+            # The document of the root group is the object that contains all of these.
             documents |= {path: _group_document(_tables(group))} if path else {}
             documents[_join(path, along)] = array_document(mark, (), along)
             for name, variable in group.variables.items():
@@ -152,7 +154,7 @@ class Root:
                 inner = _join(path, name)
                 documents[inner], labels[inner] = label_document(name, values)
         fixed = {IDENTITY: uuid.uuid4().hex, VERSION: SCHEMA_VERSION, ALONG: along}
-        # The user's attributes come first, and replace none of these.
+        # The user's attributes come first, so that they cannot replace the fixed ones.
         root = cls.of(
             {**attrs, **fixed, **_tables(groups[""])}, documents, labels=labels
         )
@@ -161,18 +163,18 @@ class Root:
 
     @staticmethod
     def is_at(place: Place) -> bool:
-        """Return True for a recording, of any schema version, damaged or not; StoreError for something else."""
+        """Return True for a recording of any schema version, even a damaged one; StoreError for something else."""
         text = place.root()
-        # The text is not parsed, because a damaged root of ours must also be told from a file of the user's.
+        # The text is not parsed, because even a damaged root of ours must be told from a user's file.
         if text is not None and VERSION not in text.decode(errors="replace"):
             raise place.something_else(f"a {ROOT} of something else")
         return text is not None
 
     @classmethod
     def read(cls, place: Place) -> "Root | None":
-        """Read the root at a place, None if nothing is there.
+        """Read the root at a place; None if the place is empty.
 
-        StoreError for something else, a recording of another schema version, or a damaged one.
+        StoreError for something else, a recording of another schema version, or a damaged recording.
         """
         text = place.root()
         if text is None:
@@ -217,7 +219,7 @@ class Root:
 
     @cached_property
     def sizes(self) -> dict[str, ChunkSize]:
-        """Sizes of the chunks of all arrays; one of ``UNREADABLE`` if they are not cut as a recording's are."""
+        """Sizes of the chunks of all arrays; an error of ``UNREADABLE`` if no recording has such chunks."""
         return {path: ChunkSize.of(about) for path, about in self.arrays.items()}
 
     @cached_property
@@ -231,7 +233,7 @@ class Root:
 
     @cached_property
     def scalars(self) -> set[str]:
-        """Names of the numbers that came with marks."""
+        """Names of the scalars that were given to ``mark()``."""
         marked = {
             path
             for path, about in self.growing.items()
@@ -245,7 +247,7 @@ class Root:
 
     @cached_property
     def groups(self) -> dict[str, Group]:
-        """The groups as they were created; units, names and descriptions as stored."""
+        """The groups as they were created, with units, names and descriptions as stored."""
         attributes = {"": self.attributes}
         for path, about in self.documents.items():
             if about["node_type"] == "group" and LAYERS in about["attributes"]:
@@ -265,11 +267,11 @@ class Root:
         }
 
     def checked(self, store: Store) -> CheckedStore:
-        """Wrap a store with this root, so that what is read of it is what the root says."""
+        """Wrap a store so that its chunks are checked against this root when they are read."""
         return CheckedStore(store, self.sizes, self.attributes.get(IDENTITY, ""))
 
     def with_mark(self, scalars: Iterable[str], attrs: Mapping[str, Any]) -> "Root":
-        """Return the root that commits a further mark, which came with these numbers and attributes."""
+        """Return the root that commits one more mark, with these scalars and attributes."""
         documents = dict(self.documents)
         for name in [name for name in scalars if name not in documents]:
             documents[name] = array_document(
@@ -282,9 +284,9 @@ class Root:
         return Root.of({**self.attributes, **attrs}, documents, labels=self.labels)
 
     def with_groups(self, groups: Mapping[str, Group]) -> "Root":
-        """Return the root of the same marks with groups, of which there were none: fill values so far.
+        """Return the root with groups added to a recording that had only scalars: earlier marks get fill values.
 
-        ValueError if a name is that of a scalar.
+        ValueError if a variable has the name of a scalar.
         """
         new = Root.new(
             groups, self.attributes, self.along, self.documents[self.along]["data_type"]
@@ -298,7 +300,7 @@ class Root:
         growing = {
             path: with_length(about, self.length) for path, about in new.growing.items()
         }
-        # The same recording goes on: readers from before are not refused.
+        # The identity is kept, because this is the same recording and open readers remain valid.
         attributes = {**new.attributes, IDENTITY: self.attributes.get(IDENTITY, "")}
         return Root.of(
             attributes,
@@ -342,24 +344,17 @@ class Root:
         return group
 
     def _check(self, store: Store) -> None:
-        """Raise one of ``UNREADABLE`` for what no recording writes."""
+        """Raise an error of ``UNREADABLE`` if no recording has such metadata."""
         if len(self.documents) > MOST_ARRAYS:
             raise ValueError(
                 f"it has {len(self.documents)} arrays and groups, expected {MOST_ARRAYS} at most"
             )
-        self._check_sizes()
         for path, about in self.documents.items():
-            if not all(is_name(part) for part in path.split("/")):
-                raise ValueError(f"{path!r} is not a path in a recording")
-            if about["node_type"] == "array":
-                shape = open_array(store, path, about).shape
-                if (
-                    len(shape) != len(about["dimension_names"])
-                    or list(shape) != about["shape"]
-                ):
-                    raise ValueError(f"{path} has a shape that its names do not fit")
-            elif about["node_type"] != "group":
-                raise ValueError(f"{path} is a {about['node_type']!r}")
+            try:
+                _check_document(store, path, about)
+            except UNREADABLE as error:
+                raise ValueError(f"{path!r}: {error}") from error
+        self._check_sizes()
         lengths = {path: about["shape"][0] for path, about in self.growing.items()}
         if len(set(lengths.values())) != 1 or not all(
             _join(path, self.along) in lengths for path in self.groups
@@ -368,14 +363,18 @@ class Root:
                 f"its arrays have unequal lengths along {self.along!r}: {lengths}"
             )
         for name, kind in _JSON.items():
-            if not isinstance(
-                json.loads(self.attributes.get(name, json.dumps(kind()))), kind
-            ):
+            value = json.loads(self.attributes.get(name, json.dumps(kind())))
+            if not isinstance(value, kind):
                 raise TypeError(f"its attribute {name!r} is no {kind.__name__}")
+            # Reasons by layer, for each variable.
+            if name == "missing" and not all(
+                isinstance(reasons, dict) for reasons in value.values()
+            ):
+                raise TypeError(f"its attribute {name!r} holds no tables")
 
     def _check_sizes(self) -> None:
-        """Refuse arrays that take much memory or time before any of their values is looked at."""
-        # xarray reads the labels of dimensions when a recording is opened.
+        """Raise ValueError if opening would take much memory or time before any value is needed."""
+        # xarray reads the labels of dimensions when it opens a recording.
         labels = [
             path
             for path, about in self.arrays.items()
@@ -386,13 +385,26 @@ class Root:
             sum(size.array for size in coordinates),
             sum(size.chunks for size in coordinates),
         )
-        # Many small chunks cost as much as a few large ones: each is a request.
+        # Many small chunks cost as much as a few large ones, because each is a request.
         if total > COORDINATE_BYTES or chunks > COORDINATE_CHUNKS:
             raise ValueError(f"its coordinates take {total} bytes in {chunks} chunks")
 
 
+def _check_document(store: Store, path: str, about: Document) -> None:
+    """Raise one of ``UNREADABLE`` for an array or group that no recording writes."""
+    if not all(is_name(part) for part in path.split("/")):
+        raise ValueError("this is not a path in a recording")
+    if about["node_type"] == "array":
+        ChunkSize.of(about)
+        shape = open_array(store, path, about).shape
+        if len(shape) != len(about["dimension_names"]) or list(shape) != about["shape"]:
+            raise ValueError("it has a shape that its names do not fit")
+    elif about["node_type"] != "group":
+        raise ValueError(f"it is a {about['node_type']!r}")
+
+
 def is_name(text: str) -> bool:
-    """Return True for a text that may be a part of a path, never for one that leads out of the store."""
+    """Return True for a text that may be a part of a path; such a text cannot lead out of the store."""
     return (
         bool(text)
         and not text.startswith(".")
@@ -402,10 +414,10 @@ def is_name(text: str) -> bool:
 
 
 def check_names(groups: Mapping[str, Group], along: str) -> None:
-    """Require names that are used once, and groups that lie directly in the root, not in each other.
+    """Check that each name is used once, and that no group lies inside another one.
 
     Raises:
-        ValueError: A path or name stands for two things, or a group lies inside another one.
+        ValueError: A path or name is used twice, or a group lies inside another one.
     """
     nodes = [HEADS, *(path for path in groups if path)]
     for path, group in groups.items():
@@ -416,7 +428,7 @@ def check_names(groups: Mapping[str, Group], along: str) -> None:
             *group.variables,
         ]
         nodes += [_join(path, name) for name in names]
-    # A tree of xarray has the children of a node beside its variables, under the same names.
+    # In an xarray tree, children and variables of a node share one namespace.
     duplicates = [path for path in nodes if nodes.count(path) > 1]
     nested = [
         path for path in groups if any(path.startswith(f"{node}/") for node in nodes)
@@ -428,15 +440,13 @@ def check_names(groups: Mapping[str, Group], along: str) -> None:
 
 
 def check_replaceable(place: Place) -> None:
-    """Refuse to delete what a recording has not written: StoreError for anything that its root does not speak of."""
+    """Raise StoreError if a place holds something that its recording has not written, as replacing would delete it."""
     try:
         documents = json.loads(place.root() or b"")["consolidated_metadata"]["metadata"]
-        arrays = {
-            path for path, about in documents.items() if about["node_type"] == "array"
-        }
+        arrays = {path for path, about in documents.items() if _is_cut_here(about)}
     except (
         UNREADABLE
-    ):  # damaged: only what every recording has can be told from the user's
+    ):  # the root is damaged, so only files that every recording has are recognised
         documents, arrays = {}, set[str]()
     if place.directory is None:
         paths = dict.fromkeys(run(listed(place.store.list)), True)
@@ -445,10 +455,14 @@ def check_replaceable(place: Place) -> None:
     metadata = {
         match.group(1) or "" for path in paths if (match := _METADATA.fullmatch(path))
     }
-    # A mark that was killed may have left scalars behind, and folders in which their metadata were being written.
-    # Only scalars: other arrays are made with the recording, and never by a mark alone.
+    # A mark that was killed may have left arrays of new scalars, or folders for their metadata. Other arrays are
+    # created with the recording, never by a mark.
     arrays |= {path for path in metadata - documents.keys() if _is_scalar(place, path)}
-    folders = {*documents, *arrays}
+    folders = {
+        folder.as_posix()
+        for path in arrays
+        for folder in (PurePosixPath(path), *PurePosixPath(path).parents)
+    }
     for path, regular in paths.items():
         match, chunk = _METADATA.fullmatch(path), _CHUNK.fullmatch(path)
         known = path in folders | {LOCK, UNFINISHED} or (
@@ -460,6 +474,17 @@ def check_replaceable(place: Place) -> None:
             raise StoreError(
                 f"{place.name} holds more than a recording, and is not replaced: {path!r}"
             )
+
+
+def _is_cut_here(about: Document) -> bool:
+    """Return True for an array that is stored as a recording's are.
+
+    The root also names the arrays and groups of a user who adds to the store with xarray, or copies of a recording.
+    """
+    try:
+        return about["node_type"] == "array" and bool(ChunkSize.of(about))
+    except UNREADABLE:
+        return False
 
 
 def _is_scalar(place: Place, path: str) -> bool:
@@ -474,13 +499,13 @@ async def commit(
     values: Mapping[str, np.ndarray],
     precondition: dict[str, Any] | None = None,
 ) -> None:
-    """Write a mark: first everything that it consists of, then the root that counts it, if the condition holds.
+    """Write the arrays of a mark, then the root that commits it, if the precondition holds.
 
-    Values are by path, of the mark, or of all marks for a new array; an array that has none gets its fill value.
-    StoreError if the chunk to which the mark is added is damaged, or the condition does not hold.
+    Values are given by path: those of the mark, or those of all marks for a new array; an array without values gets its
+    fill value. StoreError if the chunk to which the mark is added is damaged, or if the precondition does not hold.
     """
     known = {} if old is None else old.documents
-    # Written before the chunks, so that what a killed mark leaves behind can be told from the user's own files.
+    # Metadata are written before chunks, so that remains of a killed mark can be told from the user's files.
     await all_of(
         documents_beside(
             store,
@@ -492,7 +517,7 @@ async def commit(
         open_array(store, path, new.documents[path]).setitem(..., labels[path])
         for path in labels
     ]
-    # This recorder holds the lock, so nobody else replaces anything in the recording.
+    # The identity is not checked, because this recorder holds the lock and nobody else replaces the recording.
     checked = store if old is None else CheckedStore(store, old.sizes, "")
     for path, about in new.growing.items():
         row = values.get(path)
@@ -502,14 +527,14 @@ async def commit(
             else _begin(store, path, about, row)
         )
     await all_of(writes)
-    # The root last: until then the mark is not there for any reader.
+    # The root is written last: until then no reader sees the mark.
     await put_if(store, ROOT, new.text, precondition)
 
 
 async def _begin(
     store: Store, path: str, document: Document, row: np.ndarray | None
 ) -> None:
-    """Write all rows of a new array, or its last row and fill values before it."""
+    """Write all rows of a new array, or its last row after fill values."""
     before, fill = document["shape"][0] - 1, float(document["fill_value"])
     array = open_array(store, path, document)
     if row is not None and row.ndim == len(document["shape"]):
@@ -527,13 +552,13 @@ async def _append(
 ) -> None:
     """Write the last row of an array.
 
-    Chunks are as good as not there beyond the rows that are committed: what a killed run has left is written over.
+    Rows beyond the committed ones are ignored: remains of a killed run are overwritten.
     """
     before = document["shape"][0] - 1
     begins_chunk = (
         before % document["chunk_grid"]["configuration"]["chunk_shape"][0] == 0
     )
-    # A chunk that begins with this row has no earlier rows to read and check.
+    # A chunk that begins with this row has no earlier rows that need to be read and checked.
     array = open_array(store if begins_chunk else checked, path, document)
     value = float(document["fill_value"]) if row is None else row[None]
     await array.setitem((slice(before, before + 1), ...), value)
@@ -542,7 +567,7 @@ async def _append(
 def documents_beside(
     store: Store, documents: Mapping[str, Document]
 ) -> list[Coroutine[Any, Any, None]]:
-    """Write the objects beside the chunks of arrays, for those who read without the root's metadata."""
+    """Return coroutines that write each array's own ``zarr.json``, for readers without consolidated metadata."""
     return [
         put(store, f"{path}/{ROOT}", json.dumps(about).encode())
         for path, about in documents.items()
@@ -550,7 +575,7 @@ def documents_beside(
 
 
 async def all_of(work: Iterable[Coroutine[Any, Any, None]]) -> None:
-    """Do all, and raise the first error when none is under way any more: it would land on what is done about it."""
+    """Run all coroutines, and raise the first error only after all have ended, so that none writes later."""
     for ended in await asyncio.gather(*work, return_exceptions=True):
         if isinstance(ended, BaseException):
             raise ended

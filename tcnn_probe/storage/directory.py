@@ -1,4 +1,4 @@
-"""Recordings in directories: objects that survive a loss of power, one writer, creation and replacement in one step."""
+"""Recordings in directories: durable writes, a lock for one writer, and atomic creation and replacement."""
 
 import asyncio
 import ctypes
@@ -38,7 +38,7 @@ __all__ = [
 
 LOCK = ".tcnn_probe.lock"
 
-# Links would lead out of the recording, and opening a FIFO would wait for its other end. Windows has no such flags.
+# Links could lead out of the recording, and opening a FIFO would block. Windows lacks these flags.
 _SAFELY = (
     getattr(os, "O_NOFOLLOW", 0)
     | getattr(os, "O_NONBLOCK", 0)
@@ -49,18 +49,18 @@ _HERE = -100  # AT_FDCWD
 
 
 class Folder(WrapperStore[LocalStore]):
-    """A directory in which an object is on the disk, whole and under its name, when ``set`` returns.
+    """Directory store whose ``set`` returns only when the complete object is on the disk under its name.
 
-    zarr's own store leaves it to the system when data reach the disk, which may be half a minute later. The directory
-    is never made here: if it is gone, ``set`` raises FileNotFoundError. Only regular files are read and written, and
-    no link is followed; StoreError for anything else under the name of an object.
+    With zarr's own store, the operating system may write data to the disk half a minute later. The directory is never
+    created here: if it does not exist, ``set`` raises FileNotFoundError. Only regular files are read and written, and
+    links are not followed; StoreError if anything else has the name of an object.
     """
 
     def __init__(self, root: Path, *, read_only: bool = True) -> None:
         super().__init__(LocalStore(root, read_only=read_only))
-        self._store._is_open = True  # opening would make the directory
+        self._store._is_open = True  # opening would create the directory
         self.root = root
-        self._folders = set[Path]()  # without a link among them
+        self._folders = set[Path]()  # folders that are known to be no links
 
     def _with_store(self, store: LocalStore) -> Self:
         return type(self)(store.root, read_only=store.read_only)
@@ -74,12 +74,12 @@ class Folder(WrapperStore[LocalStore]):
         prototype: BufferPrototype,
         byte_range: ByteRequest | None = None,
     ) -> Buffer | None:
-        """Read an object or a part of it, None if it is not there."""
+        """Read an object or a part of it; None if it does not exist."""
         data = await asyncio.to_thread(self._read, self.root / key, byte_range)
         return None if data is None else prototype.buffer.from_bytes(data)
 
     async def set(self, key: str, value: Buffer) -> None:
-        """Write an object to a temporary name, rename it, and wait until the disk has it and its new folders."""
+        """Write an object to a temporary file, rename it, and wait until it and its new folders are on the disk."""
         await asyncio.to_thread(self._write, self.root / key, value.to_bytes())
 
     def _read(self, path: Path, byte_range: ByteRequest | None) -> bytes | None:
@@ -107,40 +107,40 @@ class Folder(WrapperStore[LocalStore]):
                 with suppress(FileExistsError):
                     folder.mkdir()
                     changed.add(folder.parent)
-        # A fixed name, so that a killed run's is written over.
+        # The temporary name is fixed, so that a killed run's file is overwritten.
         partial = path.with_name(f".{path.name}.partial")
         try:
             with os.fdopen(_new_file(partial), "wb") as file:
                 file.write(data)
                 file.flush()
-                # Flushed before the renaming: else a loss of power could leave the name on a file without its bytes.
+                # Without fsync before the renaming, a loss of power could leave a renamed file without its bytes.
                 os.fsync(file.fileno())
             os.replace(partial, path)
         except BaseException:
             partial.unlink(missing_ok=True)
             raise
         for folder in changed:
-            # A new name is on the disk when the folder that holds it is.
+            # A new name is on the disk once its folder is.
             _sync_folder(folder)
 
     def _check_folder(self, folder: Path) -> None:
-        """Refuse a path with a link among its folders: StoreError."""
+        """Raise StoreError if a folder of the path is a link."""
         if folder not in self._folders:
-            # Once for each folder, as it looks at every one on the way, and chunks are many.
+            # Results are cached, because realpath checks every parent, and there are many chunks.
             if os.path.realpath(folder) != str(folder):
                 raise StoreError(f"expected folders on the way to {folder}, got a link")
             self._folders.add(folder)
 
 
 class Lock:
-    """The right to write to a directory. The system frees it when its process ends, however that comes.
+    """Lock of a directory for one writer. The system releases it when the process ends, in whatever way.
 
-    A file in the directory names the holder; it goes when the lock is released. Forked processes do not inherit it.
-    StoreError if another recorder holds it, or the directory is gone.
+    A file in the directory names the holder; releasing the lock deletes it. Forked processes do not inherit the lock.
+    StoreError if another recorder holds it, or if the directory does not exist.
     """
 
     def __init__(self, folder: Path, name: str) -> None:
-        import fcntl  # not on Windows, where recordings can be read
+        import fcntl  # missing on Windows, where recordings can only be read
 
         self._paths = [folder / LOCK]
         while True:
@@ -157,16 +157,16 @@ class Lock:
                         f"{name} is being written by {holder}: one recorder at a time"
                     ) from None
                 except OSError:
-                    pass  # a file system without locks: what another recorder commits is noticed all the same
+                    pass  # the file system has no locks; commits of another recorder are noticed nevertheless
                 if _is_same(self._paths[0], self._file):
                     if writable:
                         break
-                    # Left by a process of another user that was killed: the file is not ours to write, the folder is.
+                    # A killed process of another user has left this file, which we cannot write but may delete.
                     self._paths[0].unlink()
             except BaseException:
                 os.close(self._file)
                 raise
-            os.close(self._file)  # its former holder deleted it meanwhile
+            os.close(self._file)  # the former holder has deleted the file meanwhile
         self._free = weakref.finalize(self, _free, self._paths, self._file)
         _held.add(self)
         os.ftruncate(self._file, 0)
@@ -175,19 +175,19 @@ class Lock:
 
     @property
     def held(self) -> bool:
-        """True until it is released, and in the process that took it."""
+        """True until the lock is released, in the process that took it."""
         return self._free.alive
 
     def release(self) -> None:
-        """Free it; may be called again."""
+        """Release the lock. This may be called more than once."""
         self._free()
 
     def moved(self, folder: Path) -> None:
-        """Take note that the directory has another name."""
+        """Update the path of the lock after the directory was renamed."""
         self._paths[0] = folder / LOCK
 
     def forget(self) -> None:
-        """Leave it to the parent, in a forked process."""
+        """Leave the lock to the parent process, in a forked one."""
         if self._free.detach():
             os.close(self._file)
 
@@ -197,7 +197,7 @@ _held: weakref.WeakSet[Lock] = weakref.WeakSet()
 
 def _free(paths: list[Path], file: int) -> None:
     try:
-        # Deleted while the lock is held: afterwards the file could be that of the next holder.
+        # The file is deleted while the lock is held, because afterwards it could belong to the next holder.
         if _is_same(paths[0], file):
             paths[0].unlink()
     finally:
@@ -205,7 +205,7 @@ def _free(paths: list[Path], file: int) -> None:
 
 
 def _forget_all() -> None:
-    # A list, as locks that are collected meanwhile leave the set.
+    # The set is copied, because locks may be garbage-collected during the loop.
     for lock in list(_held):
         lock.forget()
 
@@ -218,20 +218,22 @@ if hasattr(os, "register_at_fork"):
 def new_directory(
     directory: Path, *, replace: bool = False
 ) -> Iterator[tuple[Folder, Lock]]:
-    """Fill a directory under another name; it gets its own at the end, in one step, with the lock still held.
+    """Create a directory under a temporary name, and rename it atomically at the end, with its lock still held.
 
-    After an exception everything is as before; after a kill a folder is left beside it, which the next attempt deletes.
+    After an exception everything is as before. A kill leaves a folder beside the directory, which the next attempt
+    deletes.
 
     Args:
-        directory: Path that the directory gets.
-        replace: Exchange it with the directory that has this path, which is then left for :func:`delete_unfinished`.
+        directory: Final path of the directory.
+        replace: Whether to exchange it with the existing directory of this path, which remains under the temporary name
+            for :func:`delete_unfinished`.
 
     Raises:
-        StoreError: somebody else has made the directory meanwhile, or writes to the one that is to be replaced.
+        StoreError: Another recorder has created the directory meanwhile, or writes to the one to be replaced.
     """
     missing = [folder for folder in directory.parents if not folder.exists()]
     filled = _unfinished(directory)
-    # First of all, so that nothing is made beside a recording that somebody is writing.
+    # The lock comes first, so that nothing is created beside a recording that is being written.
     old = Lock(directory, directory.name) if replace else None
     lock: Lock | None = None
     exchanged = False
@@ -251,7 +253,7 @@ def new_directory(
         for folder in (directory, *missing):
             _sync_folder(folder.parent)
     except BaseException:
-        # It is not announced yet, so the old recording is the one that counts.
+        # The new recording is not announced yet, so the old one is restored.
         if exchanged and old is not None:
             _exchange(filled, directory)
             old.moved(directory)
@@ -265,25 +267,26 @@ def new_directory(
         raise
     finally:
         if old is not None:
-            # Its directory is replaced already, or stays as it was: the mark is not to fail for a file beside it.
+            # The old directory is replaced by now or unchanged, so the mark must not fail because of its lock file.
             with suppress(OSError):
                 old.release()
 
 
 def delete_unfinished(directory: Path) -> None:
-    """Delete folders that killed runs filled to become this directory, and those that such folders have replaced."""
+    """Delete temporary folders of killed runs that were creating or replacing this directory."""
     replaced = _beside(directory, "old") if directory.exists() else []
     for folder in _beside(directory, "init") + replaced:
-        with suppress(StoreError, OSError):  # its maker lives
-            # Released first: some network file systems keep a name for a deleted file that is open, and so its folder.
+        with suppress(StoreError, OSError):  # the run that fills the folder is alive
+            # The lock is released first: some network file systems keep a name for a deleted file while it is open, so
+            # that its folder could not be deleted.
             Lock(folder, folder.name).release()
             shutil.rmtree(folder, ignore_errors=True)
 
 
 def restore(directory: Path) -> None:
-    """Put a directory back that a killed run had renamed, where two directories cannot be exchanged in one step."""
+    """Restore a directory that a killed run has renamed, on systems that cannot exchange directories atomically."""
     for folder in () if directory.exists() else _beside(directory, "old"):
-        with suppress(StoreError, OSError):  # it is being replaced now
+        with suppress(StoreError, OSError):  # another run is replacing it now
             lock = Lock(folder, folder.name)
             _rename(folder, directory)
             lock.moved(directory)
@@ -291,7 +294,7 @@ def restore(directory: Path) -> None:
 
 
 def entries(directory: Path) -> Iterator[tuple[str, bool]]:
-    """Yield the path of everything in a directory, and whether it is a regular file or a folder."""
+    """Yield all paths in a directory, each with whether it is a regular file or a folder."""
     for folder, folders, files in os.walk(directory):
         for name in (*folders, *files):
             path = Path(folder, name)
@@ -303,12 +306,12 @@ def entries(directory: Path) -> Iterator[tuple[str, bool]]:
 
 
 def _open_file(path: Path, flags: int) -> int:
-    """Open a regular file that is no link; StoreError for something else, IsADirectoryError for a folder."""
+    """Open a regular file that is not a link; StoreError for something else, IsADirectoryError for a folder."""
     try:
-        # The mode is less the user's umask, as that of open().
+        # The user's umask applies to the mode, as in open().
         descriptor = os.open(path, flags | _SAFELY, 0o666)
     except OSError as error:
-        # ELOOP for a link; ENXIO for a socket, or a FIFO that nobody reads.
+        # ELOOP is raised for a link, and ENXIO for a socket or a FIFO without a reader.
         if error.errno in (errno.ELOOP, errno.ENXIO):
             raise StoreError(
                 f"expected a regular file at {path}, got a link or a pipe"
@@ -324,7 +327,7 @@ def _open_file(path: Path, flags: int) -> int:
 
 
 def _new_file(path: Path) -> int:
-    """Make a file; what has its name is deleted, and not written to: it may be a link, or have a second name."""
+    """Create a file. An existing one is deleted, not overwritten, because it may be a link or have a second name."""
     while True:
         try:
             return _open_file(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
@@ -333,7 +336,7 @@ def _new_file(path: Path) -> int:
 
 
 def _open_lock(path: Path, name: str) -> tuple[int, bool]:
-    """Open or make the file of a lock, and say whether it can be written."""
+    """Open or create the file of a lock; return it with whether it can be written."""
     try:
         try:
             file, writable = _open_file(path, os.O_RDWR | os.O_CREAT), True
@@ -343,7 +346,7 @@ def _open_lock(path: Path, name: str) -> tuple[int, bool]:
         raise StoreError(
             f"{name} was deleted or moved while it was recorded"
         ) from error
-    # The name of the holder is written to it, and would end in the other file.
+    # The holder's name, which is written to the file, would appear in the linked file.
     if os.fstat(file).st_nlink > 1:
         os.close(file)
         raise StoreError(
@@ -363,7 +366,7 @@ def _rename(folder: Path, directory: Path) -> None:
     try:
         os.replace(folder, directory)
     except OSError as error:
-        # A folder with files in its place: an empty one is replaced. Systems report either number.
+        # The target is a folder with files; an empty folder would be replaced. Systems report either number.
         if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
             raise
         raise StoreError(
@@ -372,13 +375,13 @@ def _rename(folder: Path, directory: Path) -> None:
 
 
 def _exchange(new: Path, old: Path) -> None:
-    """Exchange the names of two directories, in one step where the system can: Linux, but not on network disks."""
+    """Exchange the names of two directories, atomically where possible (on Linux, except on network disks)."""
     libc: Any = ctypes.CDLL(None, use_errno=True)
     if hasattr(libc, "renameat2") and not libc.renameat2(
         _HERE, os.fsencode(new), _HERE, os.fsencode(old), _EXCHANGE
     ):
         return
-    # In three steps otherwise; a run that is killed between them leaves a name that `restore` knows.
+    # Otherwise this takes three steps; a run that is killed between them leaves a name that `restore` recognises.
     temporary = old.with_name(f"{new.name.removesuffix('.init')}.old")
     os.replace(old, temporary)
     try:
@@ -390,12 +393,12 @@ def _exchange(new: Path, old: Path) -> None:
 
 
 def _unfinished(directory: Path) -> Path:
-    """Return a new name beside a directory, of what is to become it."""
+    """Return a new temporary path beside a directory, for the directory that will replace it."""
     return directory.with_name(f".{directory.name}.{uuid.uuid4().hex}.init")
 
 
 def _beside(directory: Path, suffix: str) -> list[Path]:
-    """Return the folders beside a directory whose names are of its runs."""
+    """Return the temporary folders of a directory's runs, which lie beside it."""
     pattern = re.compile(rf"\.{re.escape(directory.name)}\.[0-9a-f]{{32}}\.{suffix}")
     try:
         folders = [
@@ -404,7 +407,7 @@ def _beside(directory: Path, suffix: str) -> list[Path]:
             if pattern.fullmatch(folder.name)
         ]
         return [folder for folder in folders if not folder.is_symlink()]
-    except OSError:  # the parent is not there, or cannot be listed
+    except OSError:  # the parent does not exist, or cannot be listed
         return []
 
 

@@ -1,4 +1,4 @@
-"""The store of one recording: resumed or begun, extended mark by mark, read, closed."""
+"""The store of one recording, which is created or continued, extended mark by mark, read and closed."""
 
 import uuid
 from collections.abc import Mapping
@@ -50,12 +50,12 @@ Mode = Literal["a", "w", "x"]
 
 
 class EpochStore:
-    """The marks of one recording; one writer at a time.
+    """Store of one recording, for one writer at a time.
 
-    Looks at what is there and changes nothing before :meth:`hold` or :meth:`append`. The mode "a" continues a recording
-    that is there, "w" replaces it with the first mark, and "x" refuses it. StoreError if something else is there, or a
-    recording that cannot be continued: of another schema version, along another coordinate, repacked, or damaged; or if
-    the path cannot be written.
+    Creating the object only reads the place; nothing changes before :meth:`hold` or :meth:`append`. The mode "a"
+    continues an existing recording, "w" replaces it with the first mark, and "x" raises an error. StoreError if the
+    path cannot be written, if the place holds something else, or if its recording cannot be continued because it has
+    another schema version or coordinate, is repacked or is damaged.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class EpochStore:
                 raise StoreError(
                     f"{self._place.name} already exists: mode='a' continues it, mode='w' replaces it"
                 )
-            # Checked here too: the first mark, which replaces it, comes only after an epoch of training.
+            # The check is made here and again at the first mark, which comes only after an epoch of training.
             check_replaceable(self._place)
             self._replaces = True
         self._root = None if self._replaces else Root.read(self._place)
@@ -87,8 +87,8 @@ class EpochStore:
             if directory is None
             else Folder(directory, read_only=False)
         )
-        # Two recorders that add the same mark to a remote store must write different roots, so that each can recognise
-        # its own.
+        # If two recorders add the same mark to a remote store, their roots must differ, so that each can recognise its
+        # own.
         self._writer = (
             {} if target is None or directory else {"writer": uuid.uuid4().hex}
         )
@@ -96,17 +96,17 @@ class EpochStore:
 
     @property
     def name(self) -> str:
-        """Name of the place, for people."""
+        """Name of the place for messages."""
         return self._place.name
 
     @property
     def groups(self) -> Mapping[str, Group] | None:
-        """The groups as stored, None before the first mark."""
+        """The stored groups; None before the first mark."""
         return None if self._root is None else self._root.groups
 
     @property
     def attrs(self) -> Mapping[str, Any] | None:
-        """The attributes of the root as stored, None before the first mark."""
+        """The stored attributes of the root; None before the first mark."""
         return None if self._root is None else self._root.attributes
 
     @property
@@ -120,11 +120,11 @@ class EpochStore:
         return self._marks
 
     def create(self, groups: Mapping[str, Group], attrs: Mapping[str, Any]) -> None:
-        """Define the groups of a recording that is new, or has no layers yet: they are NaN for the marks before.
+        """Define the groups of a recording that is new or has no layers yet; earlier marks get NaN.
 
-        It is made with the next mark; until then this may be said again. Paths of groups are "" for the root, and such
-        as "layer_scale" or "maps/6x14x14". StoreError if there is a recording with layers already; ValueError if a name
-        is used twice.
+        The groups are created with the next mark; until then this may be called again. The path of a group is "" for
+        the root, or a name such as "layer_scale" or "maps/6x14x14". StoreError if the recording has layers already;
+        ValueError if a name is used twice.
         """
         if self._root is not None and self.has_layers:
             raise StoreError(f"{self._place.name} holds a recording already")
@@ -133,26 +133,27 @@ class EpochStore:
         self._created = (dict(groups), dict(attrs))
 
     def hold(self) -> None:
-        """Become the one that writes to the recording, if there is one yet; :meth:`append` does it otherwise.
+        """Take the lock of an existing recording; for a new recording, :meth:`append` takes it.
 
-        A recording that is to be replaced is not held: this only checks that nobody writes to it. StoreError if
-        somebody does, or if it is not as this one left it.
+        The lock of a recording that will be replaced is not kept: this only checks that no other recorder holds it.
+        StoreError if another recorder holds the lock, or if the recording has changed since this store read or wrote
+        it.
         """
         directory = self._place.directory
         if self._root is None:
             if self._replaces and directory is not None:
                 Lock(directory, self._place.name).release()
             return
-        self._check_unchanged()  # before anything is made there
+        self._check_unchanged()  # before a lock file is created
         if directory is not None and not self._holds:
             self._lock = Lock(directory, self._place.name)
             try:
-                # Checked again, because the former holder of the lock may have added a mark.
+                # This is checked again, because the former holder of the lock may have added a mark.
                 self._check_unchanged()
             except BaseException:
                 self._lock.release()
                 raise
-            # The former holder may have been killed while it closed the recording.
+            # The former holder may have been killed before it had updated the arrays' own metadata.
             self._outdated = True
             delete_unfinished(directory)
 
@@ -164,18 +165,18 @@ class EpochStore:
         *,
         attrs: Mapping[str, Any] | None = None,
     ) -> None:
-        """Commit one mark: it is durable when this returns.
+        """Commit one mark, which is durable when this returns.
 
         Args:
-            mark: Number later than every mark before. If the first is an integer, all are stored as integers.
-            values: Arrays by group and variable, of the shape that :meth:`Group.shape` gives.
-            scalars: Further root variables, NaN for the marks that they do not come with.
-            attrs: Attributes of the root, plain JSON, in place of those of the same names.
+            mark: Number greater than all previous marks. If the first mark is an integer, all are stored as integers.
+            values: Arrays by group and variable, with the shapes that :meth:`Group.shape` returns.
+            scalars: Further variables of the root, NaN for marks without them.
+            attrs: Attributes of the root, in plain JSON; they replace attributes of the same names.
 
-        StoreError if the mark is not later, or no integer where integers are stored; if another recorder writes to the
-        store; if it was deleted, damaged or closed, or nothing was created. ValueError for values of another shape, and
-        a scalar with the name of something else. After these and all that the store raises itself, the marks before are
-        as they were, and the same mark can be tried again.
+        StoreError if the mark is not greater than the last one, or not an integer where integers are stored; if another
+        recorder writes to the store; if the store was deleted, damaged or closed; or if :meth:`create` was not called.
+        ValueError for values of another shape, and for a scalar whose name is already used. After these errors, and
+        after errors of the store itself, earlier marks are unchanged, and the same mark can be tried again.
         """
         if self._closed:
             raise StoreError(
@@ -183,7 +184,7 @@ class EpochStore:
             )
         mark = self._as_stored(mark)
         directory = self._place.directory
-        # Read before the root is compared, so that a change in between is noticed when the root is written.
+        # The precondition is read before the root is compared, so that a later change makes the write of the root fail.
         precondition = (
             None if directory is not None else run(condition(self._place.store, ROOT))
         )
@@ -208,7 +209,7 @@ class EpochStore:
                 rows[path] = np.array(mark if path in stored else [*self._marks, mark])
         new = root.with_mark(scalars, {**(attrs or {}), **self._writer})
         if self._replaces:
-            check_replaceable(self._place)  # once more: an epoch may have passed
+            check_replaceable(self._place)  # again, as an epoch may have passed
         if self._root is None and directory is not None:
             with new_directory(directory, replace=self._replaces) as (store, lock):
                 run(commit(store, None, new, rows))
@@ -224,19 +225,19 @@ class EpochStore:
                     f"another recorder writes to {self._place.name}: it was created in the meantime"
                 )
             run(put(self._place.store, UNFINISHED, b""))
-        # A store may write the root and report that it failed: this text is then taken for our own.
+        # If a store writes the root but reports a failure, this text is recognised as our own.
         self._attempted = new.text
         run(self._write(mark, new, rows, precondition))
         if len(self._marks) == 1:
-            with suppress(Exception):  # harmless where it stays
+            with suppress(Exception):  # it is harmless if it stays
                 run(self._place.store.delete(UNFINISHED))
 
     def close(self) -> None:
-        """Let others write. What is there can still be read; may be called again."""
+        """Release the lock. The recording can still be read. This may be called more than once."""
         root = (
             self._root if self._outdated and not self._closed and self._holds else None
         )
-        # A full disk: these are for those who read without the root's metadata.
+        # An error, such as a full disk, is ignored, because only readers without consolidated metadata need these.
         with suppress(OSError, StoreError):
             if root is not None:
                 self._check_unchanged()
@@ -246,11 +247,11 @@ class EpochStore:
             self._lock.release()
 
     def dataset(self) -> xr.Dataset:
-        """Open the root group: the committed marks, read when looked at."""
+        """Open the root group with the committed marks; values are read lazily."""
         return open_dataset(self._existing().checked(self._place.store))
 
     def tree(self) -> xr.DataTree:
-        """Open all groups, as :func:`open_recording` does: the committed marks, read when looked at."""
+        """Open all groups, as :func:`open_recording` does, with the committed marks; values are read lazily."""
         return open_tree(self._existing().checked(self._place.store))
 
     @property
@@ -267,7 +268,7 @@ class EpochStore:
         return self._root
 
     def _resumed(self, root: Root) -> tuple[Mark, ...]:
-        """Return the marks of a recording that is to be continued."""
+        """Return the marks of a recording that will be continued."""
         if root.along != self._along:
             raise StoreError(
                 f"{self._place.name} has its marks along {root.along!r}, expected {self._along!r}"
@@ -294,7 +295,7 @@ class EpochStore:
         precondition: dict[str, Any] | None,
     ) -> None:
         await commit(self._store, self._root, new, rows, precondition)
-        # Inside the coroutine, because Ctrl-C may come before run() returns.
+        # This is inside the coroutine, because Ctrl-C may come before run() returns.
         self._committed(mark, new)
 
     def _committed(self, mark: Mark, new: Root) -> None:
@@ -304,7 +305,7 @@ class EpochStore:
         self._replaces = False
 
     async def _deleted(self) -> dict[str, Any] | None:
-        """Delete a recording where nothing can be renamed: the root first, so that no reader takes the rest for it."""
+        """Delete a recording in a store without renaming; the root goes first, so that no reader opens the rest."""
         store = self._place.store
         await put(store, UNFINISHED, b"")
         await store.delete(ROOT)
@@ -315,9 +316,9 @@ class EpochStore:
         return await condition(store, ROOT)
 
     def _check_unchanged(self) -> None:
-        """Refuse a root that is not as this store left it: StoreError.
+        """Raise StoreError if the root has changed since this store read or wrote it.
 
-        A root that was written and reported as failed is taken as not written: its mark is written again.
+        The exception is a root of our own whose write was reported as failed: its mark will be written again.
         """
         text, root = self._place.root(), self._existing()
         if text is None:
@@ -332,7 +333,7 @@ class EpochStore:
             )
 
     def _as_stored(self, mark: Mark) -> Mark:
-        """Return an integer if all marks before are, else a float; StoreError for a mark that is not later."""
+        """Return the mark in the type of earlier marks; StoreError if it is not greater than the last one."""
         last = self._marks[-1] if self._marks else None
         if isinstance(last, int) and isinstance(mark, float):
             raise StoreError(
@@ -350,7 +351,7 @@ class EpochStore:
         values: Mapping[str, Mapping[str, np.ndarray]],
         scalars: Mapping[str, float],
     ) -> dict[str, np.ndarray]:
-        """Return the values by path and as stored."""
+        """Return the values by path, in the dtypes in which they are stored."""
         rows: dict[str, np.ndarray] = {}
         for path, group in root.groups.items():
             for name, variable in group.variables.items():
@@ -374,11 +375,11 @@ class EpochStore:
         return rows
 
     def _is_foreign(self, name: str) -> bool:
-        """Return True if somebody else has an array or a group of this name in the store."""
+        """Return True if an array or a group of this name in the store was not written by a recorder's mark."""
         text = (
             run(get(self._place.store, f"{name}/{ROOT}"))
             if self._root is not None and is_name(name)
             else None
         )
-        # Otherwise it is of a run that was killed.
+        # A scalar with this description was left by a run that was killed.
         return text is not None and GIVEN not in text.decode(errors="replace")

@@ -1,4 +1,4 @@
-"""Places of recordings: memory, a directory, a URL or a zarr store; and single objects read and written in them."""
+"""Places of recordings (memory, a directory, a URL or a zarr store), with reading and writing of single objects."""
 
 import asyncio
 import errno
@@ -17,7 +17,7 @@ from zarr.abc.buffer import Buffer, BufferPrototype
 from zarr.abc.store import ByteRequest, RangeByteRequest, Store
 from zarr.buffer import default_buffer_prototype
 
-# zarr's own event loop: the connections of a remote store belong to the loop that zarr reads them in.
+# zarr's own event loop is used, because the connections of a remote store belong to the loop in which zarr reads.
 from zarr.core.sync import _get_loop, sync
 from zarr.storage import FsspecStore, LocalStore, MemoryStore, ObjectStore, ZipStore
 
@@ -46,16 +46,17 @@ T = TypeVar("T")
 ROOT = "zarr.json"
 UNFINISHED = ".tcnn_probe.init"
 
-# A root describes a few hundred arrays in about a kilobyte each. The bound keeps a crafted one from filling the memory.
+# A root describes a few hundred arrays with about a kilobyte each. The limit keeps a crafted root from filling the
+# memory.
 ROOT_BYTES = 16 * 2**20
 
 
-# What zipfile raises for files that are damaged.
+# Errors that zipfile raises for damaged files.
 _ZIP_ERRORS = (BadZipFile, EOFError, OSError, RuntimeError, ValueError, zlib.error)
 
 
 def run(work: Coroutine[Any, Any, T]) -> T:
-    """Run a coroutine in zarr's thread. Interrupted from the keyboard, it ends first: nothing is written later."""
+    """Run a coroutine in zarr's thread. After Ctrl-C, wait until it has ended, so that nothing is written later."""
     ended = threading.Event()
 
     async def watched() -> T:
@@ -67,7 +68,7 @@ def run(work: Coroutine[Any, Any, T]) -> T:
     try:
         return sync(watched())
     except BaseException:
-        # A disk or server that takes longer is given up: the user wants to leave.
+        # If a disk or server takes longer, do not wait: the user wants to stop.
         ended.wait(60)
         raise
 
@@ -81,7 +82,7 @@ def in_zarr_thread() -> bool:
 
 
 async def get(store: Store, key: str) -> bytes | None:
-    """Read an object, at most one byte more of it than a root may have; None if it is not there."""
+    """Read an object, up to one byte more than a root may have; None if it does not exist."""
     buffer = await read(store, key, ROOT_BYTES + 1)
     return None if buffer is None else buffer.to_bytes()
 
@@ -98,10 +99,10 @@ async def read(
     Args:
         store: Store of the object.
         key: Name of the object.
-        limit: Number of bytes to read at most of a whole object. Files may be larger than they should be. Servers
-            differ in what they make of a range beyond the end of an object, so there nothing is cut short.
+        limit: Largest number of bytes to read of a whole object, as files may be larger than they should be. It does
+            not apply to servers, which differ in their treatment of ranges beyond the end of an object.
         byte_range: Part of the object; None for all of it.
-        prototype: Kind of buffer to return.
+        prototype: Type of buffer to return.
     """
     if byte_range is None and isinstance(store, Folder | ZipStore):
         byte_range = RangeByteRequest(0, limit)
@@ -119,9 +120,9 @@ async def put(store: Store, key: str, data: bytes) -> None:
 
 
 async def condition(store: Store, key: str) -> dict[str, Any] | None:
-    """Return the arguments of a write that fails once the object has changed; None where a store has no such writes.
+    """Return arguments for a write that fails if the object has changed; None if the store has no conditional writes.
 
-    S3 through s3fs has them (``If-Match``), and every store of obstore with conditional writes.
+    S3 has them through s3fs (``If-Match``), and so have stores of obstore.
     """
     try:
         if isinstance(store, FsspecStore) and "s3" in store.fs.protocol:
@@ -137,7 +138,7 @@ async def condition(store: Store, key: str) -> dict[str, Any] | None:
                 "mode": {"e_tag": (await obstore.head_async(store.store, key))["e_tag"]}
             }
     except FileNotFoundError:
-        # In both libraries this fails if the object is there by then.
+        # In both libraries such a write fails if the object exists by then.
         return {"mode": "create"}
     return None
 
@@ -145,7 +146,7 @@ async def condition(store: Store, key: str) -> dict[str, Any] | None:
 async def put_if(
     store: Store, key: str, data: bytes, precondition: dict[str, Any] | None
 ) -> None:
-    """Write an object on a :func:`condition`, or just write it; StoreError if the condition does not hold."""
+    """Write an object, if given under a :func:`condition`; StoreError if the condition does not hold."""
     try:
         if isinstance(store, FsspecStore) and precondition is not None:
             await store.fs._pipe_file(f"{store.path}/{key}", data, **precondition)
@@ -158,15 +159,15 @@ async def put_if(
     except Exception as error:
         if precondition is None:
             raise
-        # The condition holds, so it is no reason.
+        # If the condition still holds, the write has failed for another reason.
         if await condition(store, key) == precondition:
-            # Some servers have no conditional writes, and say so: the mark is then written without.
+            # Some servers report that they have no conditional writes: the object is then written without a condition.
             if getattr(error, "errno", None) != errno.ENOSYS and not isinstance(
                 error, NotImplementedError
             ):
                 raise
             await put(store, key, data)
-        # Equal if an earlier try has written it, and its answer was lost.
+        # The data are equal if an earlier attempt has written them, and its response was lost.
         elif await get(store, key) != data:
             raise StoreError(
                 f"another recorder writes to {store}: it was written to in the meantime"
@@ -174,13 +175,13 @@ async def put_if(
 
 
 async def listed(keys: Callable[..., AsyncIterator[str]], *prefix: str) -> list[str]:
-    """List keys of a store. Some stores look for a running event loop when they are asked, so it is done in one."""
+    """List keys of a store, in a coroutine, because some stores need a running event loop."""
     return [key async for key in keys(*prefix)]
 
 
 @dataclass(frozen=True)
 class Place:
-    """A store to read from, the directory it is in if it is in one, and its name for messages."""
+    """A store to read from, its directory if it has one, and its name for messages."""
 
     store: Store
     directory: Path | None
@@ -188,7 +189,7 @@ class Place:
     writable: bool = True
 
     def root(self) -> bytes | None:
-        """Read the root ``zarr.json``; None if nothing is there, StoreError if something is, and no group of zarr 3."""
+        """Read the root ``zarr.json``; None if the place is empty, StoreError if it holds something else."""
         if self.directory is not None and not self.directory.is_dir():
             if self.directory.exists():
                 raise self.something_else("a file")
@@ -203,7 +204,7 @@ class Place:
         return text
 
     def something_else(self, content: str) -> StoreError:
-        """Return the error for a place that holds no recording."""
+        """Return the error for a place that holds something else than a recording."""
         advice = (
             "choose another path"
             if self.writable
@@ -214,11 +215,11 @@ class Place:
         )
 
     def check_writable(self, *, continued: bool) -> None:
-        """Refuse a directory that cannot be written, or made, as far as this shows without a try: StoreError.
+        """Raise StoreError if a directory evidently cannot be written or created; nothing is written for this check.
 
         Args:
-            continued: Whether marks are added to the recording that is there. Otherwise the first mark fills a folder
-                beside the directory, which then takes its place.
+            continued: Whether marks are added to an existing recording. Otherwise the first mark is written to a folder
+                beside the directory, which then replaces it.
         """
         if self.directory is None:
             return
@@ -230,7 +231,7 @@ class Place:
             )
         written = [folder]
         if folder == self.directory and not continued:
-            # It could not be renamed.
+            # A mount point cannot be renamed.
             if os.path.ismount(folder):
                 raise StoreError(
                     f"{self.directory} is where a disk is mounted: choose a path inside it"
@@ -244,13 +245,13 @@ class Place:
 
 
 def find(target: Target, *, writable: bool = True) -> Place:
-    """Return the place of a target: None is memory, a string with "://" a URL, other strings are paths.
+    """Return the place of a target: memory for None, a URL for a string with "://", a path for other strings.
 
-    StoreError for an empty path, a URL or store that cannot be opened, a store that cannot be written.
+    StoreError for an empty path, for a URL or store that cannot be opened, and for a store that cannot be written.
     """
     if target is None:
         return Place(MemoryStore(), None, "memory")
-    # A directory of zarr's gets the lock, the durable writes and the checks of a path.
+    # A LocalStore of zarr is treated as a path, with its lock, durable writes and checks.
     if type(target) is LocalStore and not (writable and target.read_only):
         target = target.root
     if isinstance(target, Store):
@@ -274,7 +275,7 @@ def find(target: Target, *, writable: bool = True) -> Place:
         raise StoreError(
             "expected the path of a directory, got an empty path; None keeps the recording in memory"
         )
-    # The working directory may change while recording.
+    # The path is made absolute, because the working directory may change while recording.
     directory = Path(text).expanduser().resolve()
     return Place(Folder(directory), directory, str(directory), writable)
 

@@ -1,4 +1,4 @@
-"""Recordings for their readers: opened with xarray, the example, and copies repacked for reading."""
+"""Reading of recordings: opening them with xarray, the examples, and copies that are repacked for reading."""
 
 import os
 import uuid
@@ -43,25 +43,25 @@ def open_recording(target: str | os.PathLike[str] | Store) -> xr.DataTree:
     try:
         return open_tree(root.checked(place.store))
     except StoreError:
-        raise  # names the chunk of a label that is damaged
+        raise  # this error names the damaged chunk of a label
     except UNREADABLE as error:
         raise StoreError(f"{place.name} has damaged metadata: {error!r}") from error
 
 
 def open_dataset(store: Store) -> xr.Dataset:
     """Open the root group: numbers of heads, and scalars."""
-    # chunks=None, as the default takes dask where it is installed: `tree.chunk()` is there for who wants it.
+    # The default of chunks would use dask if it is installed; users who want dask call `tree.chunk()`.
     return xr.open_zarr(store, chunks=None, consolidated=True)
 
 
 def open_tree(store: Store) -> xr.DataTree:
-    """Open all groups, from one look at the root, so that all are of the same marks."""
+    """Open all groups with a single read of the root, so that all have the same marks."""
     groups = xr.open_groups(
         cast("Any", store), engine="zarr", chunks=None, consolidated=True
     )
     root = groups.pop("/")
     along = root.attrs["along"]
-    # A tree has below a node only what is aligned with it, so what has layers cannot stay at the root.
+    # In a tree, children must be aligned with their parents, so variables with layers cannot stay at the root.
     of_model = [
         name for name, values in root.variables.items() if values.dims == (along,)
     ]
@@ -70,12 +70,13 @@ def open_tree(store: Store) -> xr.DataTree:
     groups["/"] = top
     if set(root.data_vars) - set(of_model):
         groups[f"/{HEADS}"] = heads = root.drop_vars(set(of_model) - {along})
-        heads.attrs = {"layers": root.attrs["layers"]}
+        # Enough for health, scalars and plots to take this node alone.
+        heads.attrs = {"layers": root.attrs["layers"], "along": along}
     return xr.DataTree.from_dict(groups)
 
 
 def numbers(tree: xr.DataTree) -> xr.Dataset:
-    """Return heads and scalars of an opened recording in one dataset, as ``xr.open_zarr`` gives them."""
+    """Return heads and scalars of an opened recording in one dataset, as ``xr.open_zarr`` returns them."""
     heads = tree[HEADS].to_dataset() if HEADS in tree.children else xr.Dataset()
     return heads.assign(tree.to_dataset().data_vars).assign_attrs(
         tree.attrs | heads.attrs
@@ -83,7 +84,7 @@ def numbers(tree: xr.DataTree) -> xr.Dataset:
 
 
 def load_example(name: str = "tcnn") -> xr.DataTree:
-    """Open a recording that comes with the package, to try plots on.
+    """Open an example recording, which comes with the package, for example to try plots.
 
     ::
 
@@ -99,13 +100,13 @@ def load_example(name: str = "tcnn") -> xr.DataTree:
     Numbers of heads are from 360 digits that it was not trained on, and maps from three of these,
     ``load_digits().images[tree.attrs["digits"]]``. ``docs/example_vit.py`` made it.
 
-    The attributes say with which options.
+    The attributes of the tree give the options of the training.
 
     Args:
         name: "tcnn" or "vit".
 
     Returns:
-        A tree of lazily loaded groups, as :func:`tcnn_probe.open` gives it.
+        A tree of lazily loaded groups, as :func:`tcnn_probe.open` returns it.
 
     Raises:
         ValueError: There is no example of this name.
@@ -119,17 +120,17 @@ def load_example(name: str = "tcnn") -> xr.DataTree:
 def repack(
     source: str | os.PathLike[str] | Store, target: str | os.PathLike[str] | Store
 ) -> None:
-    """Copy a recording so that one head over all marks is quick to read.
+    """Copy a recording so that the maps of one head over all marks can be read quickly.
 
-    While training, the maps of each mark are an object of their own. In the copy 100 marks of a layer are one, in
-    pieces of 25 marks of one head. The copy has the same values and is opened in the same way; it cannot be continued.
+    A recording stores the maps of each mark in a separate object. In the copy, an object holds 100 marks of a layer, in
+    chunks of 25 marks of one head. The copy has the same values and is opened in the same way; it cannot be continued.
 
     Args:
         source: Path, URL or zarr store of a recording.
-        target: Path, URL or zarr store where nothing is yet.
+        target: Path, URL or zarr store of the copy, which must be empty.
 
     Raises:
-        StoreError: There is no recording, it is damaged, or something is at the target.
+        StoreError: There is no recording at the source, it is damaged, or the target is not empty.
     """
     old, new = find(source, writable=False), find(target)
     root = _existing(old)
@@ -140,7 +141,7 @@ def repack(
     documents |= {
         path: repacked(about) for path, about in root.arrays.items() if is_map(about)
     }
-    # An identity of its own: chunks of the source do not fit the metadata of the copy.
+    # The copy gets a new identity, because its metadata do not fit the chunks of the source.
     copy = Root.of(
         {**root.attributes, REPACKED: True, IDENTITY: uuid.uuid4().hex}, documents
     )
@@ -161,7 +162,7 @@ async def _copy(root: Root, source: Place, copy: Root, target: Store) -> None:
             open_array(checked, path, about),
             open_array(target, path, copy.documents[path]),
         )
-        # A shard at a time, as a part of one is written by writing all of it again.
+        # Whole shards are copied, because writing a part of a shard rewrites all of it.
         steps = (new.shards or new.chunks)[:2]  # marks and, of maps, layers
         ranges = [
             range(0, size, step)
@@ -173,12 +174,12 @@ async def _copy(root: Root, source: Place, copy: Root, target: Store) -> None:
                 for start, step in zip(starts, steps, strict=True)
             )
             await new.setitem(part, await old.getitem(part))
-    # Last, so that a copy that breaks off is no recording.
+    # The root is written last, so that an interrupted copy is not a recording.
     await put(target, ROOT, copy.text)
 
 
 def _existing(place: Place) -> Root:
-    """Return the root of a recording that is to be read; StoreError if nothing is there, or something else."""
+    """Return the root of a recording to be read; StoreError if the place is empty or holds something else."""
     root = Root.read(place)
     if root is None:
         raise StoreError(f"{place.name} holds no recording: nothing is there")

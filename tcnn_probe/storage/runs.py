@@ -1,4 +1,4 @@
-"""Several recordings as one, along ``run``, read when looked at."""
+"""Several recordings joined along ``run``, with values that are read lazily."""
 
 import json
 import os
@@ -10,7 +10,7 @@ import numpy as np
 import xarray as xr
 from xarray.backends import BackendArray
 
-# xarray has no public names for arrays that are read when they are indexed; its documentation uses these.
+# xarray has no public names for lazily indexed arrays; its documentation uses these.
 from xarray.core.indexing import (
     IndexingSupport,
     LazilyIndexedArray,
@@ -26,9 +26,9 @@ __all__ = ["open_recordings"]
 
 Target = str | os.PathLike[str] | Store
 _RunVariable = tuple[xr.Variable | None, Mapping[str, np.ndarray]]
-"""A variable of a run, None if it lacks it; for each label of all runs, by dimension, its place in this run or -1."""
+"""A variable of a run, or None; and by dimension, for each label of the joined runs, its index in this run or -1."""
 
-# Attributes that stay apart by run, in JSON, and those that say nothing of how a run differs from another.
+# Attributes that are kept separately for each run, in JSON, and attributes whose differences do not matter.
 _BY_RUN = ("missing", "unsupported")
 _NOT_OF_A_RUN = (
     ALONG,
@@ -46,7 +46,7 @@ _NOT_OF_A_RUN = (
 def open_recordings(
     target: Target | Mapping[str, Target] | Iterable[Target],
 ) -> xr.DataTree:
-    """Open a recording, or several as one, for reading; nothing of them is changed. Others may be writing to them.
+    """Open a recording, or several joined, for reading. They are not changed, and may be written meanwhile.
 
     ::
 
@@ -54,27 +54,27 @@ def open_recordings(
         tree = tcnn_probe.open(sorted(Path("seeds").glob("*/recording.zarr")))
         tree["heads"].gate.groupby("recipe").mean(["run", "head"])
 
-    Several are joined along ``run``. Attributes that differ between them, such as the seed, become coordinates on
-    ``run`` (with ``run_`` before the name if a variable or a group has the same one). Marks, layers, heads and groups
-    that only some runs have are kept. What a run lacks is NaN, or -1 for integers; ``attrs["absent"]`` names it, in
-    JSON by run. Nothing is loaded before it is looked at. ``tree.chunk(run=1)`` makes dask arrays of it, for reductions
-    that are larger than memory: ``pip install "tcnn-probe[dask]"``.
+    Several recordings are joined along ``run``. Attributes that differ between them, such as the seed, become
+    coordinates on ``run`` (with the prefix ``run_`` if a variable or a group has the same name, and with dots in place
+    of slashes). Marks, layers, heads and groups that only some runs have are kept; missing values are NaN, or -1 for
+    integers, and ``attrs["absent"]`` names them, in JSON by run. Values are loaded lazily. ``tree.chunk(run=1)`` turns
+    them into dask arrays, for reductions that exceed the memory: ``pip install "tcnn-probe[dask]"``.
 
     Args:
-        target: Path, URL or zarr store of a recording; or several of them. Runs are called after that part of their
-            paths in which they differ; a mapping gives other names.
+        target: Path, URL or zarr store of a recording, or several of them. Runs are named by the part of their paths in
+            which they differ; a mapping gives other names.
 
     Returns:
-        A tree of lazily loaded groups, all over the same marks (and runs, of several). At its root are the attributes
-        and the scalars that came with marks; in "heads" the numbers of each head; under their own paths, such as
-        "maps/6x14x14", the other groups. ``xr.open_zarr`` alone gives scalars and numbers of heads of one recording as
-        one dataset, which cannot be the root here: a :class:`xarray.DataTree` holds below a node only what is aligned
-        with it, and maps are of other layers.
+        A tree of lazily loaded groups, all over the same marks (and runs, if there are several). The root has the
+        attributes and the scalars that were given to ``mark()``, "heads" has the variables of heads, and other groups
+        have their own paths, such as "maps/6x14x14". ``xr.open_zarr`` returns scalars and variables of heads of one
+        recording as one dataset. This dataset cannot be the root here: a :class:`xarray.DataTree` requires children
+        that are aligned with their parents, and maps have other layers.
 
     Raises:
-        StoreError: Nothing is there, or no recording, or a damaged one, or one of another schema version; several
-            whose marks or variables are of different kinds.
-        ValueError: No recording, or two runs of one name.
+        StoreError: A place is empty, holds something else, or holds a recording that is damaged or has another schema
+            version; or marks or variables of several recordings cannot be joined.
+        ValueError: No recording is given, or two runs have the same name.
     """
     if isinstance(target, str | os.PathLike | Store) or target is None:
         return open_recording(target)
@@ -87,7 +87,7 @@ def open_recordings(
 
 
 def _by_name(targets: Sequence[Target]) -> dict[str, Target]:
-    """Call recordings after that part of their paths in which they differ."""
+    """Name recordings by the part of their paths in which they differ."""
     if any(isinstance(target, Store) for target in targets):
         raise ValueError(
             "stores have no names: give a mapping, open({'seed 0': store, ...})"
@@ -116,7 +116,7 @@ def _joined(trees: Mapping[str, xr.DataTree]) -> xr.DataTree:
         {str(name): value for name, value in tree.attrs.items()}
         for tree in trees.values()
     ]
-    # Epochs and steps cannot share an axis.
+    # Recordings along epochs and recordings along steps cannot be joined.
     alongs = [attrs[ALONG] for attrs in attributes]
     if len({*alongs}) > 1:
         raise StoreError(f"expected the same marks in all, got marks along {alongs}")
@@ -134,15 +134,13 @@ def _joined(trees: Mapping[str, xr.DataTree]) -> xr.DataTree:
             for name, tree in trees.items()
         }
         group = _group(members, marks, absent, path.strip("/"))
-        names = {
-            name: f"run_{name}"
-            if name in group_names or name in group.variables
-            else name
-            for name in differing
-        }
-        groups[path] = group.assign_coords(
-            {names[name]: ("run", values) for name, values in differing.items()}
-        )
+        coordinates = {}
+        for name, values in differing.items():
+            is_taken = name in group_names or name in group.variables
+            # A name with a slash would be a path in a tree.
+            coordinate = f"run_{name}" if is_taken else name.replace("/", ".")
+            coordinates[coordinate] = ("run", values)
+        groups[path] = group.assign_coords(coordinates)
     shared = _shared(attributes)
     for name in _BY_RUN:
         if name not in shared:
@@ -161,11 +159,11 @@ def _group(
     absent: Mapping[str, dict[str, list[Any]]],
     path: str,
 ) -> xr.Dataset:
-    """Join a group of all runs, on the labels of all; note what a run lacks."""
+    """Join a group of all runs on the union of their labels, and note in ``absent`` what a run lacks."""
     present = {name: ds for name, ds in members.items() if ds is not None}
     datasets = [*present.values()]
     dims = dict.fromkeys(str(dim) for ds in datasets for dim in ds.dims)
-    # The marks of all runs in every group, as a tree aligns its nodes with the root.
+    # Every group gets the marks of all runs, because a tree aligns its nodes with the root.
     labels = {
         dim: _union([ds[dim].values for ds in datasets if dim in ds.dims])
         for dim in dims
@@ -197,7 +195,7 @@ def _group(
         json.loads(ds.attrs[LAYERS]) for ds in datasets if LAYERS in ds.attrs
     ]:
         layers = dict.fromkeys(layer for table in tables for layer in table)
-        # A fact in which runs differ, such as a number of classes, would be wrong for one of them.
+        # Facts that differ between runs, such as a number of classes, are left out, as they would be wrong for some.
         facts = {
             layer: _shared([table[layer] for table in tables if layer in table])
             for layer in layers
@@ -221,7 +219,7 @@ def _variable(
 
 
 class _Joined(BackendArray):
-    """A variable of several runs; a part of it is read from the runs that have it."""
+    """A variable of several runs; indexing reads only the runs and parts that are needed."""
 
     def __init__(self, runs: Sequence[_RunVariable], shape: Sequence[int]) -> None:
         self._runs = runs
@@ -240,7 +238,7 @@ class _Joined(BackendArray):
             np.atleast_1d(np.arange(size)[index])
             for size, index in zip(self.shape, key, strict=True)
         )
-        # As xarray's own joins fill: integers have no NaN, and -1 stands for no value in recordings.
+        # Missing values are NaN, as in xarray's joins. Integers have no NaN, and recordings use -1 for a missing value.
         fill = np.nan if self.dtype.kind == "f" else -1
         values = np.full([len(rows), *map(len, indices_by_dim)], fill, self.dtype)
         for row, run in enumerate(rows):
@@ -258,7 +256,7 @@ class _Joined(BackendArray):
             values[row][np.ix_(*(source >= 0 for source in sources))] = part.isel(
                 present
             ).values
-        # Dimensions that are indexed by an integer were kept as one row, so that all runs are read alike.
+        # Dimensions indexed by an integer were kept with size 1 so far, so that all runs are read in the same way.
         return values.squeeze(
             tuple(
                 axis
@@ -269,13 +267,13 @@ class _Joined(BackendArray):
 
 
 def _as_slice(places: np.ndarray) -> Any:
-    """Return a slice for places that lie together, which are then read at one go."""
+    """Return a slice for consecutive indices, which can be read at once; else the indices."""
     together = len(places) > 0 and (np.diff(places) == 1).all()
     return slice(int(places[0]), int(places[-1]) + 1) if together else places
 
 
 def _union(labels: Sequence[np.ndarray]) -> np.ndarray:
-    """Join labels of all runs: numbers ascending, text in the order in which it comes."""
+    """Return the union of the labels of all runs: numbers ascending, text in the order of appearance."""
     joined = np.concatenate(labels)
     return (
         np.unique(joined)
@@ -285,7 +283,7 @@ def _union(labels: Sequence[np.ndarray]) -> np.ndarray:
 
 
 def _shared(tables: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the entries that are the same in all."""
+    """Return the entries that are the same in all tables."""
     first, *rest = tables
     return {
         name: value
@@ -295,7 +293,7 @@ def _shared(tables: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def _differing(attributes: Sequence[Mapping[str, Any]]) -> dict[str, np.ndarray]:
-    """Return the attributes that are not the same in all runs: numbers, or else text."""
+    """Return the attributes that differ between runs, as arrays of numbers or else of text."""
     shared = _shared(attributes)
     names = dict.fromkeys(name for attrs in attributes for name in attrs)
     differing = {}

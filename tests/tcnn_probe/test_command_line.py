@@ -243,7 +243,10 @@ def test_bad_arguments_are_refused_in_a_sentence(
     "options", [[], ["--query", "9", "47", "--scale", "common", "--heads", "0", "2"]]
 )
 def test_maps_of_a_picture(
-    options: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    options: list[str],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A figure is drawn for a model's name and an image file, with the weights of a checkpoint or none."""
     torch.manual_seed(0)
@@ -259,7 +262,16 @@ def test_maps_of_a_picture(
     assert drawn.std() > 0.05
     assert main([*name, "--random", "--layers", "neck"]) == 2
     assert "no such maps of the layer 'neck'" in capsys.readouterr().err
-    assert main(["maps", "no_such_model", str(picture), "-o", str(out)]) == 2
+    misspelt = ["maps", "deit_tiny_patch16_22", str(picture), "-o", str(out)]
+    assert main(misspelt) == 2
+    assert "did you mean deit_tiny_patch16_224?" in capsys.readouterr().err
+
+    def offline(*_: object, **__: object) -> None:
+        raise FileNotFoundError("cannot find the requested files")
+
+    monkeypatch.setattr("timm.create_model", offline)
+    assert main(name) == 2
+    assert "--weights FILE), or use random ones (--random)" in capsys.readouterr().err
 
 
 def test_maps_as_an_interactive_page(tmp_path: Path) -> None:

@@ -99,6 +99,7 @@ def test_tensors_pass_as_they_are(model: nn.Module) -> None:
         (torch.rand(0, 3, 8, 8), ValueError, r"got shape \(0, 3"),
         ("nowhere.png", FileNotFoundError, "nowhere.png"),
         ({"a": 1}, TypeError, "got dict"),
+        (["a.png", torch.rand(3, 8, 8)], ValueError, "got str, Tensor in one list"),
         (np.zeros((5, 6, 7), np.uint8), ValueError, "C of 1, 3 or 4"),
     ],
 )

@@ -50,7 +50,7 @@ class Run:
 
 @pytest.fixture
 def wandb(monkeypatch: pytest.MonkeyPatch) -> Run:
-    """Return a run, next to a module wandb whose pictures are the figures themselves."""
+    """Return a run, with a fake wandb module whose ``Image`` returns the figure itself."""
     module = ModuleType("wandb")
     module.Image = lambda figure: figure  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "wandb", module)

@@ -1,1 +1,1 @@
-"""The fifteen corruptions of ImageNet-C, on arrays; :func:`tcnn_probe.evaluation.corrupt` takes images of any kind."""
+"""The fifteen corruptions of ImageNet-C, on arrays; :func:`tcnn_probe.evaluation.corrupt` takes other images, too."""

@@ -1,6 +1,6 @@
 """Blur: out of focus, through frosted glass, by motion, by zooming.
 
-Arguments and results are as in ``noise.py``: ``scale`` is the shorter side of the image / 224, at most 1, and
+Arguments and results are described in ``noise.py``: ``scale`` is the shorter side of the image / 224, at most 1, and
 parameters are in pixels of 224 x 224.
 """
 
@@ -37,10 +37,10 @@ def defocus_blur(
 
 @lru_cache(maxsize=32)
 def _disc(radius: int, smoothing: float, scale: float) -> NDArray[Any]:
-    """Make the kernel, shape (k, k), k odd; it sums to 1, except for the smoothing at its border."""
+    """Create the kernel, shape (k, k), k odd; it sums to 1, except for the smoothing at its border."""
     from scipy.ndimage import correlate1d
 
-    # Sizes of the published kernels: OpenCV takes 3 or 5 taps.
+    # These are the sizes of the published kernels, for which OpenCV uses 3 or 5 taps.
     half = max(8, radius)
     taps_each_side = 1 if radius <= 8 else 2
     squares = np.arange(-half, half + 1) ** 2
@@ -70,11 +70,11 @@ def glass_blur(
 ) -> NDArray[Any]:
     """Blur, replace each pixel by one nearby, and blur again.
 
-    Pixels are replaced in sequence, from the last to the first, so that some travel far. (The published code means to
-    swap two pixels; on an image with channels its second assignment does nothing.)
+    Pixels are replaced in sequence, from the last to the first, so that some values travel far. (The published code
+    intends to swap two pixels, but on an image with channels its second assignment does nothing.)
 
     Displacements are from -reach to reach - 1 along each axis, times the scale, rounded up or down at random.
-    ``deviation`` is the Gaussian's, and ``rounds`` the number of times that all pixels are replaced.
+    ``deviation`` is that of the Gaussian, and ``rounds`` the number of times that all pixels are replaced.
     """
     from scipy.ndimage import gaussian_filter
 
@@ -92,20 +92,20 @@ def glass_blur(
 def _sources(
     height: int, width: int, random: RandomState, scale: float, reach: int
 ) -> NDArray[Any]:
-    """Return, for each pixel, the pixel whose value it has after a round, shape (H·W,), both counted by rows."""
+    """Return for each pixel the index of the pixel whose value it has after a round, row-major, shape (H·W,)."""
     margin = math.ceil(reach * scale)
     y, x = np.arange(height - margin, margin, -1), np.arange(width - margin, margin, -1)
     moves = random.randint(-reach, reach, size=(len(y), len(x), 2)).astype(float)
     if scale < 1:
-        # Up or down at random: displacements below a pixel would all vanish, or all become one.
+        # With deterministic rounding, all displacements below a pixel would vanish, or all would become one pixel.
         moves = np.floor(moves * scale + random.random_sample(moves.shape))
     from_y = np.clip(y[:, None] + moves[..., 1], 0, height - 1)
     from_x = np.clip(x + moves[..., 0], 0, width - 1)
     target = (y[:, None] * width + x).ravel()
     origin = (from_y * width + from_x).astype(int).ravel()
 
-    # A pixel takes the value that its origin has at that time. An origin further on in the image was replaced before,
-    # and has the value of its own origin by then. Such chains are followed to their ends, twice as far each time.
+    # A pixel takes the value that its origin has at that time. An origin further on in the image was replaced earlier,
+    # and has the value of its own origin. Such chains are followed to their ends, in steps that double each time.
     source = np.arange(height * width)
     source[target] = origin
     replaced = np.zeros(height * width, dtype=bool)
@@ -132,7 +132,7 @@ def motion_blur(
 def along_a_line(
     image: NDArray[Any], radius: int, deviation: float, angle: float, scale: float = 1.0
 ) -> NDArray[Any]:
-    """Blur (H, W) or (H, W, C) along a line from each pixel on, by a half Gaussian; border values go on outside.
+    """Blur (H, W) or (H, W, C) along a line that starts at each pixel, by a half Gaussian; borders are repeated.
 
     The line has 2 radius + 1 points, one published pixel apart, at an angle in degrees.
     """
@@ -161,7 +161,7 @@ def zoom_blur(
     image: NDArray[Any], random: RandomState, scale: float, *, until: float, step: float
 ) -> NDArray[Any]:
     """Average the image and its middle enlarged by 1, 1 + step, ... below ``until``."""
-    # As the published code does: its sums round to float32.
+    # Sums are rounded to float32, as in the published code.
     single = image.astype(np.float32)
     total, factors = single.copy(), np.arange(1, until, step)
     for factor in factors:

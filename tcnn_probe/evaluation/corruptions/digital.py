@@ -1,6 +1,6 @@
 """Digital: contrast, elastic distortion, pixelation, JPEG.
 
-``noise.py`` says what the functions have in common.
+``noise.py`` describes the arguments and results of the functions.
 """
 
 import io
@@ -37,8 +37,8 @@ def elastic_transform(
     """Apply a random affine map, then displace by two smooth fields; linear interpolation, mirrored borders.
 
     The map moves three points by up to ``corners`` along each axis. A field is uniform noise from -1 to 1, smoothed by
-    a Gaussian of this deviation, times the amplitude. White noise averaged over larger pixels is weaker by as much, so
-    that the amplitude is multiplied by the square of the scale.
+    a Gaussian of this deviation, times the amplitude. The amplitude is multiplied by the square of the scale: once as a
+    length, and once because white noise is weaker after it is averaged over larger pixels.
     """
     from scipy.ndimage import map_coordinates
 
@@ -58,7 +58,8 @@ def elastic_transform(
     )
     channels = []
     for channel in np.moveaxis(image, -1, 0):
-        # OpenCV's BORDER_REFLECT_101, which the published code has here; its displacement has SciPy's "reflect".
+        # "mirror" is OpenCV's BORDER_REFLECT_101, which the published code uses for the map; for the displacement it
+        # uses SciPy's "reflect".
         warped = map_coordinates(channel, (from_y, from_x), order=1, mode="mirror")
         channels.append(
             map_coordinates(warped, (y + down, x + right), order=1, mode="reflect")
@@ -71,7 +72,7 @@ def _inverse_affine(
 ) -> NDArray[Any]:
     """Invert an affine map that moves three corners of a square within ± reach; (2, 3), takes (x, y, 1)."""
     middle = np.array([shape[1] // 2, shape[0] // 2], dtype=float)
-    # The third, its rounding and the choice of corners are those of the published code.
+    # The division by three, its rounding and the choice of corners are those of the published code.
     half = min(reference_shape(shape, scale)) // 3 * scale
     before = middle + half * np.array([[1, 1], [1, -1], [-1, -1]])
     after = before + random.uniform(-reach, reach, size=before.shape)
@@ -83,8 +84,8 @@ def _smoothing(size: int, deviation: float) -> NDArray[Any]:
     """Return the Gaussian filter along an axis as a matrix (size, size); it may be much wider than the image."""
     from scipy.ndimage import gaussian_filter1d
 
-    # The filter is linear, so its matrix is what it makes of unit vectors. truncate is the published code's; SciPy has
-    # 4.
+    # The filter is linear, so its matrix is its result for the unit vectors. truncate is that of the published code;
+    # SciPy's default is 4.
     return gaussian_filter1d(
         np.eye(size), deviation, axis=0, mode="reflect", truncate=3.0
     )

@@ -1,7 +1,7 @@
-"""Pictures of frost: the user's photographs, or a texture in their place.
+"""Pictures of frost: the user's photographs, or a texture that replaces them.
 
-The published photographs are not ours to distribute. The texture has their mean colour and contrast, but accuracies
-under it are not those of ImageNet-C's frost.
+We may not distribute the published photographs. The texture has their mean colour and contrast, but accuracies under it
+differ from those under ImageNet-C's frost.
 """
 
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ from PIL import Image
 
 __all__ = ["crop", "read_photographs", "texture"]
 
-# Twice the published size: a crop of 224 x 224 differs from image to image.
+# The texture is twice as large as images, so that the crop of 224 x 224 differs from image to image.
 _HEIGHT, _WIDTH = 448, 512
 _DIRECTIONS = 6
 # Mean and standard deviation of the published photographs.
@@ -56,7 +56,7 @@ def _as_picture(array: NDArray[Any]) -> NDArray[Any]:
         raise ValueError(
             f"expected a picture of frost of shape (H, W, 3), got {array.shape}"
         )
-    # Not `min < 0 or max > 1`, which lets NaN pass.
+    # The condition `min < 0 or max > 1` would let NaN pass.
     if not (picture.min() >= 0 and picture.max() <= 1):
         raise ValueError(
             f"expected pictures of frost in [0, 1], or uint8; got {picture.min():.3g} to {picture.max():.3g}"
@@ -67,7 +67,7 @@ def _as_picture(array: NDArray[Any]) -> NDArray[Any]:
 def crop(
     picture: NDArray[Any], shape: tuple[int, int], random: RandomState
 ) -> NDArray[Any]:
-    """Cut a random part (h, w, 3) out of a picture (H, W, 3), enlarged first if it is too small."""
+    """Crop a random part (h, w, 3) of a picture (H, W, 3), which is enlarged first if it is too small."""
     factor = max(1.0, shape[0] / picture.shape[0], shape[1] / picture.shape[1])
     if factor > 1:
         size = (
@@ -83,9 +83,9 @@ def crop(
 
 @lru_cache(maxsize=1)
 def texture() -> NDArray[Any]:
-    """Make our picture of frost, always the same: needles of ice in patches of several directions; (448, 512, 3).
+    """Create our picture of frost, (448, 512, 3), which is always the same: needles of ice in several directions.
 
-    In each direction, the needles are where filtered white noise changes its sign; a second, smoother noise decides
+    In each direction, the needles are where filtered white noise changes its sign; a second, smoother noise determines
     where the direction prevails.
     """
     random = RandomState(0)

@@ -1,8 +1,8 @@
 """Lengths of the corruptions for images of any size, and resampling of arrays from one grid to another.
 
-The published parameters are for images of 224 x 224. A smaller image is treated as one of that size seen at a lower
-resolution: kernels are averaged over its larger pixels, and layers (snow, frost) are made at the published size and
-then averaged. A larger one is treated as published, in its own pixels.
+The published parameters are for images of 224 x 224. A smaller image is treated as an image of that size at a lower
+resolution: kernels are averaged over its larger pixels, and layers (snow, frost) are computed at the published size and
+then averaged. For a larger image the published lengths are used in its own pixels.
 """
 
 import math
@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 __all__ = ["area_weights", "reference_shape", "scale_of", "shrink", "zoom"]
 
-_REFERENCE = 224  # pixels: ImageNet-C was made from images of 224 x 224
+_REFERENCE = 224  # in pixels: ImageNet-C was made from images of 224 x 224
 
 
 def scale_of(shape: tuple[int, ...]) -> float:
@@ -22,14 +22,14 @@ def scale_of(shape: tuple[int, ...]) -> float:
 
 
 def reference_shape(shape: tuple[int, ...], scale: float) -> tuple[int, int]:
-    """Return (H, W) in published pixels, ``scale`` being the length of one."""
+    """Return (H, W) in published pixels, whose length is ``scale``."""
     return round(shape[0] / scale), round(shape[1] / scale)
 
 
 def area_weights(centres: NDArray[Any], width: float, count: int) -> NDArray[Any]:
     """Compute the overlap of cells with ``count`` pixels, 1 wide and centred at 0, 1, ...; shape (cells, count).
 
-    ``centres`` and ``width`` are the cells'. A row sums to ``width`` where its cell lies among the pixels.
+    ``centres`` and ``width`` are those of the cells. A row sums to ``width`` if its cell lies within the pixels.
     """
     cells, pixels = np.asarray(centres)[:, None], np.arange(count)[None]
     ends = np.minimum(cells + width / 2, pixels + 0.5)
@@ -51,13 +51,13 @@ def shrink(layer: NDArray[Any], shape: tuple[int, ...]) -> NDArray[Any]:
 
 def zoom(image: NDArray[Any], factor: float) -> NDArray[Any]:
     """Enlarge the middle of an image, (H, W) or (H, W, C), linearly to its size or up to ``factor`` pixels more."""
-    # As scipy.ndimage.zoom with order=1, which the published code calls, by two small products instead.
+    # Two small products replace scipy.ndimage.zoom with order=1, which the published code calls.
     crop, weights = [], []
     for size in image.shape[:2]:
         width = math.ceil(size / factor)
         start = (size - width) // 2
         crop.append(slice(start, start + width))
-        # scipy rounds the size, which can be a pixel short of the image's.
+        # SciPy rounds the size, which can be a pixel less than that of the image.
         places = np.linspace(0, width - 1, max(size, round(width * factor)))
         weights.append(
             np.clip(1 - np.abs(places[:, None] - np.arange(width)), 0, None).astype(

@@ -18,8 +18,8 @@ class Corruption:
     """A corruption of ImageNet-C.
 
     Attributes:
-        function: Function that computes it, on an array (H, W, C).
-        random: Description of what is drawn anew for every image; "" if nothing is.
+        function: Function that computes the corruption of an array (H, W, C).
+        random: Description of the random draws for every image; "" if there are none.
         parameters: Values at severities 1 to 5 by name; lengths are in pixels of a 224 x 224 image.
     """
 
@@ -80,7 +80,7 @@ _ALL = (
     _corruption(weather.brightness, added=(0.1, 0.2, 0.3, 0.4, 0.5)),
     _corruption(digital.contrast, kept=(0.4, 0.3, 0.2, 0.1, 0.05)),
     _corruption(
-        # Multiples of 244 (2, 0.7, 0.1 and so on): the published code has this number, not 224.
+        # These are multiples of 244 (by 2, 0.7, 0.1 and so on), because the published code has this number, not 224.
         digital.elastic_transform, "the map and the displacements",
         amplitude=(488, 488, 12.2, 17.08, 29.28), deviation=(170.8, 19.52, 2.44, 2.44, 2.44),
         corners=(24.4, 48.8, 4.88, 4.88, 4.88),
@@ -95,7 +95,7 @@ CORRUPTIONS: Mapping[str, Corruption] = {
 
 
 def named_corruption(name: str) -> Corruption:
-    """Look a corruption up; raise TypeError, or ValueError that suggests the nearest name."""
+    """Look up a corruption; raise TypeError, or a ValueError that suggests the nearest name."""
     if not isinstance(name, str):
         raise TypeError(f"expected the name of a corruption, got {name!r}")
     if name not in CORRUPTIONS:

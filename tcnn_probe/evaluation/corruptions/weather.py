@@ -1,6 +1,6 @@
 """Weather: snow, frost, fog, brightness.
 
-``noise.py`` says what the functions have in common.
+``noise.py`` describes the arguments and results of the functions.
 """
 
 from collections.abc import Sequence
@@ -39,9 +39,9 @@ def snow(
 ) -> NDArray[Any]:
     """Whiten the image and add flakes, blurred along their fall of 45 to 135 degrees, from two sides.
 
-    Flakes are made at the published size and averaged: a normal value for each pixel, of this mean and deviation,
-    enlarged by ``size``; values below the threshold are no flake. ``streak`` is the deviation of the motion blur of
-    this radius, and ``kept`` the share of the image that is not whitened.
+    Flakes are computed at the published size and averaged. They are normal values with this mean and deviation, one per
+    pixel, enlarged by ``size``; values below the threshold are set to 0. ``streak`` is the deviation of the motion blur
+    with this radius, and ``kept`` the share of the image that is not whitened.
     """
     height, width = reference_shape(image.shape, scale)
     flakes = zoom(random.normal(mean, deviation, size=(height, width)), size)
@@ -65,8 +65,8 @@ def frost(
 ) -> NDArray[Any]:
     """Multiply the image by ``kept`` and add a part of a picture of frost times ``added``.
 
-    The picture is one of the photographs, each of shape (H', W', 3) in [0, 1], or without these our own texture. Its
-    pixels are published pixels.
+    The picture is one of the photographs, each of shape (H', W', 3) in [0, 1], or our own texture if there are none.
+    Its pixels are published pixels.
     """
     pictures = photographs or [texture()]
     layer = crop(
@@ -88,10 +88,10 @@ def fog(
 ) -> NDArray[Any]:
     """Add a fractal height map times ``added``, and scale the sum to the image's maximum.
 
-    The map's detail weakens by ``decay`` at each halving of its length.
+    The amplitude of the map's detail decreases by the factor ``decay`` at each halving of its length.
     """
     height, width, _ = image.shape
-    # Squares are halved down to a pixel: the side is the next power of two.
+    # Squares are halved down to a pixel, so the side is the next power of two.
     fractal = _plasma(1 << (max(height, width) - 1).bit_length(), decay, random)[
         :height, :width, None
     ]
@@ -100,9 +100,9 @@ def fog(
 
 
 def _plasma(size: int, decay: float, random: RandomState) -> NDArray[Any]:
-    """Make a height map by the diamond-square algorithm: periodic, from 0 to 1, (size, size), a power of two."""
+    """Create a periodic height map in [0, 1] by the diamond-square algorithm, (size, size); size is a power of two."""
     heights = np.zeros((size, size))
-    # The published start; heights are scaled to [0, 1] in the end.
+    # The initial strength is the published one, although heights are scaled to [0, 1] in the end.
     step, strength = size, 100.0
     while step >= 2:
         half = step // 2
@@ -124,7 +124,7 @@ def _plasma(size: int, decay: float, random: RandomState) -> NDArray[Any]:
 def _roughened(
     sums: NDArray[Any], strength: float, random: RandomState
 ) -> NDArray[Any]:
-    # The strength counts twice, as in the published code.
+    # The strength enters twice, as in the published code.
     return sums / 4 + strength * random.uniform(-strength, strength, sums.shape)
 
 
@@ -134,7 +134,7 @@ def brightness(
     """Add to V of HSV, the largest of the channels; hue and saturation stay."""
     value = image.max(axis=2, keepdims=True)
     brighter = np.clip(value + added, 0, 1)
-    # A black pixel has no hue, and becomes grey.
+    # A black pixel has no hue and becomes grey.
     return np.where(
         value > 0, image * (brighter / np.where(value > 0, value, 1)), brighter
     )

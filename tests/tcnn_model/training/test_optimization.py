@@ -122,7 +122,7 @@ def test_drop_path_rates_equal_timms(name: str) -> None:
     assert _rates(model) == [0.0] * len(expected)
 
 
-def _by_block(model: nn.Module) -> dict[str, float]:
+def _drop_rates(model: nn.Module) -> dict[str, float]:
     """Return the drop rate of each module with a name that starts with drop_path."""
     modules = {
         n: m
@@ -150,7 +150,7 @@ def test_class_tokens_are_never_dropped(name: str) -> None:
     # Class attention must not get a rate, uniform or rising.
     for uniform, expected in ((True, [0.2, 0.2, 0.2]), (False, [0.0, 0.1, 0.2])):
         assert set_drop_path(model, 0.2, uniform=uniform) == 3
-        rates = _by_block(model)
+        rates = _drop_rates(model)
         assert {rate for block, rate in rates.items() if pool in block} == {0.0}
         trunk = [block for block in rates if pool not in block]
         per_block = len(trunk) // 3

@@ -34,9 +34,9 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Record a fact about a class of this file, which its base class has as well, and no others."""
     name = f"{Derived.__module__}.{Derived.__qualname__}"
     monkeypatch.setitem(lookup.RECORDS, name, LayerRecord(heads_axis=2))
-    lookup._record.cache_clear()
+    lookup._combined_record.cache_clear()
     yield
-    lookup._record.cache_clear()
+    lookup._combined_record.cache_clear()
 
 
 @pytest.mark.usefixtures("recorded")

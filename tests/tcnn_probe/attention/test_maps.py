@@ -1,5 +1,6 @@
 """attention_maps: the attention of a forward on the grid of the image equals brute force in float64."""
 
+import importlib
 import math
 from collections.abc import Callable
 from functools import partial
@@ -9,12 +10,14 @@ import numpy as np
 import pytest
 import timm
 import torch
+import torch.nn.functional as F
 import transformers
 import xarray as xr
 from timm.models.davit import DaVit, SpatialBlock
 from timm.models.hiera import Unroll
 from timm.models.twins import Twins
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from torchvision.models.maxvit import MaxVit, PartitionAttentionLayer
 from torchvision.models.swin_transformer import SwinTransformer
 
@@ -282,6 +285,18 @@ SAM2 = small(
 )
 
 
+SAMVIT = small(
+    "samvit_base_patch16_224",
+    img_size=(28, 40),
+    patch_size=4,
+    embed_dim=8,
+    num_heads=2,
+    depth=1,
+    window_size=3,
+    global_attn_indexes=(),
+)
+
+
 BLOCKS, LAYERS = "layers.0.blocks", "blocks.0.layers.0.layers"
 NO_SHIFT, SWIN_GRID = (0, 0), ((7, 10), (3, 4))
 OF_SWIN = rolled_then_padded(*SWIN_GRID, (1, 2))
@@ -351,6 +366,13 @@ CASES = {  # model, size of images, module that cuts windows, its attention, and
         ".attn",
         rolled_then_padded((8, 10), (3, 3), NO_SHIFT),
     ),
+    "samvit": (
+        SAMVIT,
+        (28, 40),
+        "blocks.0",
+        ".attn",
+        rolled_then_padded((7, 10), (3, 3), NO_SHIFT),
+    ),
     "twins": (
         twins,
         (40, 52),
@@ -378,7 +400,7 @@ def test_windows_are_put_in_their_places(make, size, cutter, attention, cells) -
         if reference.layer == layer
     )
     # Libraries put the windows of an image into the batch, one image after another. Shape (B, windows, heads, N, N).
-    weights = weights.flatten(0, -4).unflatten(0, (2, len(cells))).numpy()
+    weights = weights.reshape(2, len(cells), -1, *weights.shape[-2:]).numpy()
     maps = next(
         iter(tcnn_probe.attention_maps(model, images, layers=layer).children.values())
     ).attention[:, 0]
@@ -395,6 +417,99 @@ def test_windows_are_put_in_their_places(make, size, cutter, attention, cells) -
     np.testing.assert_array_equal(
         attended, influence(model, cutter, images[:1], (5, 8))
     )
+
+
+class Softmaxes(TorchFunctionMode):
+    """Mode that keeps the output of each softmax."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.outputs: list[Tensor] = []
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        output = func(*args, **(kwargs or {}))
+        if func in (F.softmax, Tensor.softmax):
+            self.outputs.append(output)
+        return output
+
+
+MODULES = {  # of transformers.models
+    "DonutSwin": "donut",
+    "MaskFormerSwin": "maskformer",
+    "Sam3ViT": "sam3",
+    "SamHQVision": "sam_hq",
+    "SamVision": "sam",
+    "Swin2SR": "swin2sr",
+    "VitDet": "vitdet",
+}
+OF_TRANSFORMERS = {"num_hidden_layers": 2, "num_attention_heads": 2}
+SHIFTED = {"embed_dim": 8, "depths": [2], "num_heads": [2], "window_size": 3}
+UNSHIFTED = {**OF_TRANSFORMERS, "hidden_size": 8, "patch_size": 4, "window_size": 3}
+SHIFTED_CELLS = padded_then_rolled((7, 10), (3, 3), (1, 1))
+UNSHIFTED_CELLS = rolled_then_padded((10, 10), (3, 3), NO_SHIFT)
+OF_SAM = {**UNSHIFTED, "image_size": 40, "global_attn_indexes": [0]}
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "size", "layer", "cells"),
+    [
+        ("DonutSwinModel", SHIFTED, (28, 40), "blocks.1.attention.self", SHIFTED_CELLS),
+        (
+            "MaskFormerSwinBackbone",
+            {**SHIFTED, "out_features": ["stage1"]},
+            (28, 40),
+            "blocks.1.attention.self",
+            SHIFTED_CELLS,
+        ),
+        (
+            "Swin2SRModel",
+            # Swin2SR pads its images to whole windows, and its tokens are pixels.
+            {**SHIFTED, "window_size": 4},
+            (8, 12),
+            "layers.1.attention.self",
+            padded_then_rolled((8, 12), (4, 4), (2, 2)),
+        ),
+        ("SamVisionModel", OF_SAM, (40, 40), "layers.1.attn", UNSHIFTED_CELLS),
+        ("SamHQVisionModel", OF_SAM, (40, 40), "layers.1.attn", UNSHIFTED_CELLS),
+        (
+            "Sam3ViTModel",
+            {**UNSHIFTED, "image_size": 40, "global_attn_indexes": [0]},
+            (40, 40),
+            "layers.1.attention",
+            UNSHIFTED_CELLS,
+        ),
+        (
+            "VitDetModel",
+            {**UNSHIFTED, "image_size": (28, 40), "window_block_indices": [1]},
+            (28, 40),
+            "layer.1.attention",
+            rolled_then_padded((7, 10), (3, 3), NO_SHIFT),
+        ),
+    ],
+)
+def test_windows_of_transformers(  # type: ignore[no-untyped-def]
+    name, options, size, layer, cells
+) -> None:
+    torch.manual_seed(0)
+    kind = name.removesuffix("Model").removesuffix("Backbone")
+    modules = importlib.import_module(f"transformers.models.{MODULES[kind]}")
+    config = getattr(modules, f"{kind}Config")(**options, attn_implementation="eager")
+    model = sharpen(getattr(modules, name)(config).double().eval(), 1.7)
+    images = torch.randn(2, 3, *size, dtype=torch.float64)
+    with Softmaxes() as softmaxes:
+        maps = tcnn_probe.attention_maps(model, images, layers=f"*{layer}")
+    # The maps are those of the second layer, which is the shifted one in a Swin. Heads are an axis of their own, or
+    # the last part of the batch axis.
+    weights = softmaxes.outputs[1].flatten(0, -3).unflatten(0, (2, len(cells), 2))
+    attention = next(iter(maps.children.values())).attention[:, 0]
+    expected = np.zeros(attention.shape)
+    for w, window in enumerate(cells):
+        for q, query in enumerate(window):
+            for k, key in enumerate(window):
+                if query is not None and key is not None:
+                    expected[:, :, *query, *key] = weights[:, w, :, q, k].detach()
+    # Eager attention may take its softmax in float32.
+    np.testing.assert_allclose(attention, expected, atol=1e-6)
 
 
 def test_windows_of_sam2_in_transformers() -> None:

@@ -162,6 +162,44 @@ def test_column_major_order_is_detected(size: torch.Size) -> None:
     ] * 2
 
 
+class Written(Ordered):
+    """Module that writes its tokens into an empty tensor, each at its position."""
+
+    write = "zeros_like"
+
+    def arrange(self, x: Tensor) -> Tensor:
+        x = x.flatten(2).mT
+        place = self.order.argsort()
+        if self.write == "scatter":
+            index = place[:, None].expand(x.shape)
+            return torch.zeros(x.shape).scatter(1, index, x)
+        if self.write == "view":
+            canvas = torch.zeros(x.shape)
+            canvas[:, :].copy_(x[:, self.order])
+            return canvas
+        canvas = x.new_zeros(x.shape)
+        if self.write == "zeros_like":
+            canvas = torch.zeros_like(x)
+        canvas[:, place] = x
+        return canvas
+
+
+@pytest.mark.parametrize("write", ["zeros_like", "new_zeros", "scatter"])
+@pytest.mark.parametrize("order", ["raster", "shuffled"])
+def test_tokens_written_into_a_canvas(order: str, write: str) -> None:
+    model = Written(ORDERS[order]).eval()
+    model.write = write
+    for layout in layouts(model, torch.randn(IMAGES)).values():
+        assert layout.reason == ("" if order == "raster" else NOT_IN_ORDER)
+
+
+def test_tokens_written_through_a_view_are_not_taken_for_parameters() -> None:
+    model = Written(RASTER).eval()
+    model.write = "view"
+    for layout in layouts(model, torch.randn(IMAGES)).values():
+        assert layout.reason == ""
+
+
 def test_positions_equal_those_of_the_patches(monkeypatch: pytest.MonkeyPatch) -> None:
     followed: list[tuple[Tensor | None, int]] = []
 
@@ -347,6 +385,59 @@ class Queries(nn.Module):
         return (query @ patches.mT + mask).softmax(-1) @ patches
 
 
+class BothWays(nn.Module):
+    """Learned queries and patches that attend to each other with the same logits."""
+
+    num_heads = 1
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.query = nn.Parameter(torch.randn(ROWS * COLUMNS, 12))
+
+    def forward(self, x: Tensor) -> Tensor:
+        patches = x.flatten(2).mT
+        queries = self.query.expand(len(patches), -1, -1)
+        logits = queries @ patches.mT
+        # Values differ between images, because a product with values that all images share is not attention.
+        values = queries * patches.mean((1, 2), keepdim=True)
+        back = logits.transpose(1, 2).softmax(-1) @ values
+        return logits.softmax(-1) @ patches + back
+
+
+def test_logits_that_are_used_in_both_directions() -> None:
+    model = nn.Sequential(nn.Conv2d(3, 12, PATCH, PATCH), BothWays())
+    grid = Tokens(0, ROWS, COLUMNS)
+    back, forth = layouts(model, torch.randn(IMAGES)).values()
+    assert (back.queries, back.keys, back.reason) == (None, None, NO_IMAGE)
+    assert (forth.queries, forth.keys, forth.reason) == (None, grid, NO_IMAGE)
+
+
+@pytest.mark.parametrize("name", ["DeformableDetr", "DabDetr"])
+def test_object_queries_after_deformable_attention(name: str) -> None:
+    """Queries that start as zeros, and those that have gathered samples of the image, get no grid."""
+    torch.manual_seed(0)
+    transformers = pytest.importorskip("transformers")
+    sizes = {"embedding_size": 8, "hidden_sizes": [8] * 4, "depths": [1] * 4}
+    backbone = transformers.ResNetConfig(**sizes, out_features=["stage4"])
+    options: dict[str, Any] = {**DETR, "backbone_config": backbone}
+    if name == "DabDetr":
+        options["hidden_size"] = options.pop("d_model")
+        for option in ("use_timm_backbone", "use_pretrained_backbone", "backbone"):
+            del options[option]
+    else:
+        # A group norm divides them by 32.
+        options |= {"d_model": 32, "num_feature_levels": 1}
+        options |= {"encoder_attention_heads": 2, "decoder_attention_heads": 2}
+    model = transformers_model(f"{name}Model", f"{name}Config", **options)
+    layouts_of_layers = layouts(model, torch.randn(1, 3, 128, 192))
+    reasons = [
+        layout.reason
+        for layer, layout in layouts_of_layers.items()
+        if layer.startswith("decoder") and "self_attn" in layer
+    ]
+    assert reasons == [NO_IMAGE] * 2
+
+
 def test_a_mask_does_not_hide_the_origin_of_queries() -> None:
     model = nn.Sequential(nn.Conv2d(3, 12, PATCH, PATCH), Queries())
     by_layer = layouts(model, torch.randn(IMAGES))
@@ -366,11 +457,11 @@ def test_mask_units_of_a_class_without_a_record(
     encoder = "transformers.models.hiera.modeling_hiera.HieraEncoder"
     monkeypatch.delitem(lookup.RECORDS, encoder)
     # Records are cached by class, and models of other tests have the same class.
-    lookup._record.cache_clear()
+    lookup._combined_record.cache_clear()
     try:
         layouts_of_layers = layouts(model, torch.randn(1, 3, 64, 64))
     finally:
-        lookup._record.cache_clear()
+        lookup._combined_record.cache_clear()
     # 4 x 4 tokens are in units of 2 x 2.
     assert layouts_of_layers["encoder.stages.2.layers.1.attn"] == Layout(
         None, None, NOT_IN_ORDER

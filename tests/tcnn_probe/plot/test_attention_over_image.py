@@ -216,6 +216,7 @@ def test_figures_can_be_pickled(maps: xr.DataTree) -> None:
         ({"query": "cls"}, "'class', got 'cls'"),
         ({"query": 5}, "two integers"),
         ({"layers": "head"}, "no such maps of the layer 'head'"),
+        ({"layers": -1}, r"no such maps of the layer -1; there are of \['blocks"),
         ({"heads": 3}, "heads of the layers, got 3"),
         ({"scale": "each"}, "scale 'own' or 'common' .* got 'each'"),
         ({"col_wrap": 0}, "col_wrap from 1, got 'own' and 0"),
@@ -228,6 +229,9 @@ def test_bad_arguments_are_refused(
         tcnn_probe.plot.attention_maps(maps, **options)  # type: ignore[arg-type]
 
 
-def test_another_tree_is_refused() -> None:
-    with pytest.raises(TypeError, match="maps, got DataTree"):
-        tcnn_probe.plot.attention_maps(xr.DataTree())
+def test_another_tree_is_refused(maps: xr.DataTree) -> None:
+    node = next(iter(maps.children.values()))
+    with pytest.raises(TypeError, match="as a whole, with its input; got a part of it"):
+        tcnn_probe.plot.attention_maps(node)
+    with pytest.raises(TypeError, match="attention_maps, got Dataset"):
+        tcnn_probe.plot.attention_maps(node.to_dataset())  # type: ignore[arg-type]

@@ -287,7 +287,7 @@ def test_values_outputs_and_tokens(name: str) -> None:
 
 
 def test_windows_with_a_mask(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fused attention of Swin has a sink in each window and outputs over all windows of an image together."""
+    """Sinks in Swin's fused attention are per window, but outputs are over all windows of an image."""
     # 4 x 6 patches in windows of 2 x 2.
     windows, keys = 6, 4
     model = SwinTransformer(
@@ -436,7 +436,7 @@ def test_gated_layers_by_their_content_part(
     expected["max_logit"] = logits.max((0, 2, 3))
     ds = recorded(model, *x.split([4, 3]), probes="health").dataset.isel(epoch=0)
     check(ds, name, expected, 1e-9)
-    # If all heads were alike, every pairing of them would give the right similarity.
+    # If all heads were equal, a wrong pairing would not change their similarity.
     assert expected["head_similarity"].min() < 0.95
     assert np.isfinite(ds.token_norm.sel(layer=name))
 

@@ -250,7 +250,7 @@ def test_ratio_equals_that_of_the_block_written_out(family: str) -> None:
     # The initial LayerScale weights are all alike, so a wrong branch or block would have the right ratio.
     model = scattered(make().eval())
     batch = images(3, *size)
-    # The batches have different sizes, one image and two.
+    # Batches have different sizes: one image, then two.
     ds = recorded(model, "layer-scale", batch[:1], batch[1:])
     truth = expected(model, batch, oracle, *classes)
     assert list(ds["layer"].values) == list(truth)

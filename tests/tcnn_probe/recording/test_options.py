@@ -64,7 +64,7 @@ def test_max_images_stops_within_a_batch(max_images: int) -> None:
 
 
 def test_max_images_for_layers_that_see_different_numbers_of_images() -> None:
-    """A layer that is called twice is full while the other is not, even for a whole forward."""
+    """A layer that is called twice reaches the limit earlier than the other one, even by a whole forward."""
     model = vit()
     model.blocks[0].attn = model.blocks[1].attn
     # The third block is called once per forward.

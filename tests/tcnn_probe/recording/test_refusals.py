@@ -35,6 +35,18 @@ RECORD: dict[str, tuple[Callable[[], Any], dict[str, Any], type[Exception], str]
         ValueError,
         "no probe 'softmacks'; did you mean 'softmax'",
     ),
+    "no such probe": (
+        vit,
+        {"probes": "entropy"},
+        ValueError,
+        r"no probe 'entropy'; there are \['gpsa', .*'softmax'",
+    ),
+    "all images": (
+        vit,
+        {"images": "all"},
+        TypeError,
+        "for images, a number of them or a list of their numbers, got 'all'",
+    ),
     "no probe": (
         vit,
         {"probes": [3]},
@@ -100,6 +112,12 @@ RECORD: dict[str, tuple[Callable[[], Any], dict[str, Any], type[Exception], str]
         {"attrs": {"seed": {1}}},
         TypeError,
         r"attrs of plain JSON, got .*: Object of type set is not",
+    ),
+    "an attribute of the recording": (
+        vit,
+        {"attrs": {"seed": 1, "layers": 12, "coords": 1}},
+        ValueError,
+        r"attrs: the recording has attributes \['coords', 'layers'\] of its own",
     ),
     # "layer" is a valid variable name but clashes with the dataset's own dimension.
     "layer as mark": (

@@ -36,7 +36,7 @@ class Tags(HTMLParser):
 def runs() -> list[xr.DataTree]:
     """Return runs of layers of 3 and 9 heads, one named by markup; the second has other epochs and a layer more."""
     first = recording({"a.attn": 3, NAUGHTY: 9}, [0, 5, 7])
-    # Only one head's value is NaN, which must stay in its place and not shift the numbers after it.
+    # Only one head has a NaN, which must stay in its place and not shift the numbers after it.
     first["heads"]["entropy"][0, 1, 4] = np.nan
     peaks = np.random.default_rng(2).random((3, 1, 4))
     # The group next to "heads" has a layer of its own.
@@ -92,7 +92,7 @@ def test_numbers_equal_those_of_the_recordings(
                     for n, dim in enumerate(("epoch", "layer", "head")[: len(at)])
                 }
                 exists = all(value in ds[dim].values for dim, value in place.items())
-                # Values are looked up in xarray by label, independently of the page's order.
+                # Values are compared by label, so that the order on the page does not matter.
                 expected = ds[about["name"]].sel(place).item() if exists else np.nan
                 assert np.array_equal(values[at], expected, equal_nan=True), (
                     about["name"],

@@ -39,7 +39,7 @@ Tell = Callable[[int], object]
 
 
 class Child:
-    """A process that does some work and reports numbers; the process that forks it has not opened a store."""
+    """A forked process that does some work and sends numbers; the parent process has not opened a store."""
 
     def __init__(self, work: Callable[..., None], *arguments: Any) -> None:
         announced, tell = os.pipe()
@@ -63,7 +63,7 @@ class Child:
         self._told = os.fdopen(announced)
 
     def numbers(self, count: int) -> list[int]:
-        """Return the next reported numbers."""
+        """Return the next numbers that the process sends."""
         return [int(self._told.readline()) for _ in range(count)]
 
     def end(self, *, kill: bool = False) -> list[int]:

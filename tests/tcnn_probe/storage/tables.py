@@ -20,7 +20,7 @@ from tcnn_probe.storage.place import run
 MAPS = "maps/5x3x11"
 LAYERS = {
     name: {"kind": "gpsa", "heads": heads}
-    # The names are beyond ASCII, and one has a fragment mark, as in a URL; one layer has fewer heads than the others.
+    # Two names are not ASCII, and one has a "#", which could be taken for a URL's fragment. One layer has fewer heads.
     for name, heads in (("a.conv", 5), ("слой#1", 3), ("層", 5))
 }
 GROUPS = {

@@ -218,7 +218,7 @@ def test_full_disk(tmp_path: Path, on: str) -> None:
 
     store = create(tmp_path / "run.zarr")
     add(store, 0, top1=0.25)
-    # If a refused mark left anything, the second try would fail otherwise.
+    # The second attempt would fail with another error if the first had left anything behind.
     for _ in range(2):
         with steps(0, on, full), pytest.raises(OSError, match="No space left"):
             add(store, 1, 9, top1=9.0, fresh=9.0)

@@ -39,6 +39,17 @@ def test_example_can_be_drawn() -> None:
     assert isinstance(tcnn_probe.plot.attention_grid(maps.center_attention), Figure)
 
 
+@pytest.mark.parametrize("name", ["tcnn", "vit"])
+def test_its_heads_are_checked_without_a_path(name: str) -> None:
+    tree = tcnn_probe.load_example(name)
+    heads = tree["heads"].dataset
+    assert tcnn_probe.health(heads).along == "epoch"
+    entropy = f"entropy/{heads.layer.values[0]}"
+    assert tcnn_probe.scalars(heads)[entropy] > 0
+    with pytest.raises(TypeError, match=r"got DataTree: take tree\['heads'\].dataset"):
+        tcnn_probe.health(tree)
+
+
 def test_the_vision_transformer_is_trained_and_has_content_heads() -> None:
     tree = tcnn_probe.load_example("vit")
     heads = tree["heads"].dataset

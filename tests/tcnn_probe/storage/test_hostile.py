@@ -112,6 +112,7 @@ DEEP = "[" * 100_000 + "]" * 100_000
         attributed("layers", DEEP),
         attributed("missing", DEEP),
         attributed("missing", "[1]"),
+        attributed("missing", '{"gate": "no reason"}'),
         attributed("unsupported", 3),
         attributed("image_hashes", "{"),
         attributed("images", "null"),
@@ -129,6 +130,11 @@ def test_malicious_metadata_is_refused(
     refused(path, "has damaged metadata")
 
 
+def test_the_array_whose_metadata_are_damaged_is_named(path: Path) -> None:
+    change(path, encoded("gate", "gzip"))
+    refused(path, "'gate': its chunks are encoded by ")
+
+
 def test_deep_or_large_roots_are_refused(path: Path) -> None:
     (path / "zarr.json").write_text(DEEP)
     refused(path, "or a damaged one")
@@ -138,26 +144,39 @@ def test_deep_or_large_roots_are_refused(path: Path) -> None:
     refused(path, "of more than 16777216 bytes")
 
 
+def array(data: bytes) -> np.ndarray:
+    return np.frombuffer(data, np.uint8)
+
+
 # A frame gives its length in one byte below 256, and in four beyond 65,791.
 @pytest.mark.parametrize("length", [10, 200, 70_000, 10**6])
 def test_frame_size_equals_the_length_decoded_by_zstd(length: int) -> None:
     for data in (bytes(length), np.random.default_rng(0).bytes(length)):
-        assert frame_size(bytes(numcodecs.zstd.compress(data, 1))[:18]) == length
+        for checksum in (False, True):
+            frame = array(numcodecs.zstd.Zstd(1, checksum).encode(data))
+            assert frame_size(frame) == length
+            assert frame_size(frame[:-1]) is None
+            assert frame_size(np.concatenate([frame, frame])) is None
     # RFC 8878 allows a frame without a length.
-    assert frame_size(b"\x28\xb5\x2f\xfd\x00\x58") is None
-    assert frame_size(b"no frame") is None
+    assert frame_size(array(b"\x28\xb5\x2f\xfd\x00\x58")) is None
+    assert frame_size(array(b"no frame")) is None
+    # This frame has three empty blocks per byte and no last block.
+    assert frame_size(array(b"\x28\xb5\x2f\xfd\x20\x64" + bytes(3 * 300))) is None
 
 
 @pytest.mark.parametrize(
-    ("layer", "length"),
-    [(0, 2**24), (slice(None), 2**28)],
-    ids=["a part of a shard", "a shard"],
+    ("layer", "lengths"),
+    [(0, [2**24]), (slice(None), [2**28]), (0, [132, 2**24])],
+    ids=["a part of a shard", "a shard", "a second frame behind the right one"],
 )
-def test_chunk_that_claims_to_be_large(
-    path: Path, layer: int | slice, length: int
+def test_chunk_that_decodes_to_more_than_allowed(
+    path: Path, layer: int | slice, lengths: list[int]
 ) -> None:
-    """8 kB that decode to 256 MB, with correct checksums, replace every chunk of a shard."""
-    bomb = numcodecs.zstd.compress(np.zeros(length, np.uint8), 1)
+    """Small chunks that decode to far more than a chunk's size, with correct checksums, are refused."""
+    frames = [
+        numcodecs.zstd.compress(np.zeros(length, np.uint8), 1) for length in lengths
+    ]
+    bomb = b"".join(frames)
     checksum = CRC32C(location="end")
     chunk = bytes(checksum.encode(bomb))
     index = np.array([[0, len(chunk)]] * 10, "<u8")
@@ -170,8 +189,11 @@ def test_chunk_that_claims_to_be_large(
     )
 
 
-def test_shard_with_ranges_beyond_it(path: Path) -> None:
-    index = np.array([[0, 2**40]] * 10, "<u8")
+# The end of the second kind is 0 in 64 bits.
+@pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")
+@pytest.mark.parametrize("place", [(0, 2**40), (2**63, 2**63), (2**63, 64)])
+def test_shard_with_ranges_beyond_it(path: Path, place: tuple[int, int]) -> None:
+    index = np.array([place] * 10, "<u8")
     (path / MAP_SHARD).write_bytes(
         b"x" * 99 + bytes(CRC32C(location="end").encode(index.tobytes()))
     )

@@ -297,7 +297,7 @@ def test_impossible_targets_are_refused(
     ):
         with pytest.raises(StoreError, match=message):
             EpochStore(target)
-    # The check passes for the only folder that may be written.
+    # The check must not refuse a folder that can be written.
     assert EpochStore(tmp_path / "c" / "run.zarr").marks == ()
 
 

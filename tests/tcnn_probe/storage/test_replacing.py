@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import xarray as xr
 import zarr
 
 from tcnn_probe.storage import EpochStore, StoreError, open_recording
@@ -27,7 +28,7 @@ from tests.tcnn_probe.storage.tables import (
     values,
 )
 
-# A value of 1 kills at every change, which takes two minutes.
+# Kills happen at every 29th change; TCNN_PROBE_KILL_EVERY=1 tests all changes, in two minutes.
 EVERY = int(os.environ.get("TCNN_PROBE_KILL_EVERY", "29"))
 
 
@@ -39,7 +40,7 @@ def replace(path: Path) -> EpochStore:
 
 
 def changes_until(number: int | None, work: Callable[[], object]) -> list[str]:
-    """Work in a process that ends before the change of this number, as if killed, and return all changes."""
+    """Run ``work`` in a process that exits before change number ``number``, as if killed; return the changes so far."""
     reader, writer = os.pipe()
     if pid := os.fork():
         os.close(writer)
@@ -204,15 +205,18 @@ def test_a_lock_of_the_old_recording_that_cannot_be_deleted(
     assert [entry.name for entry in tmp_path.iterdir()] == ["run.zarr"]
 
 
-@pytest.mark.parametrize("kind", ["array", "folder", "link", "pipe", "file", "chunk"])
+@pytest.mark.parametrize(
+    "kind", ["array", "group", "folder", "link", "pipe", "file", "chunk"]
+)
 def test_recordings_with_files_of_the_user_are_not_replaced(
     tmp_path: Path, kind: str
 ) -> None:
     recording(path := tmp_path / "run.zarr")
+    root = zarr.open_group(path, mode="r+", use_consolidated=False)
     if kind == "array":
-        zarr.open_group(path, mode="r+", use_consolidated=False).create_array(
-            "mine", shape=(2,), dtype="float64"
-        )
+        root.create_array("mine", shape=(2,), dtype="float64")
+    elif kind == "group":
+        root.create_group("mine")
     elif kind == "folder":
         (path / "mine").mkdir()
     elif kind == "link":
@@ -228,6 +232,28 @@ def test_recordings_with_files_of_the_user_are_not_replaced(
         StoreError,
         match=r"run\.zarr holds more than a recording, and is not replaced: '(mine|gate/|c)",
     ):
+        create(path, mode="w")
+    assert contents(path) == before
+
+
+@pytest.mark.filterwarnings("ignore::zarr.errors.ZarrUserWarning")
+@pytest.mark.filterwarnings("ignore::zarr.errors.UnstableSpecificationWarning")
+@pytest.mark.parametrize("kind", ["array", "group", "dataset"])
+def test_recordings_with_a_root_extended_by_the_user_are_not_replaced(
+    tmp_path: Path, kind: str
+) -> None:
+    """xarray's ``to_zarr`` consolidates the metadata, so the root lists what it has written."""
+    recording(path := tmp_path / "run.zarr")
+    attributes = xr.open_zarr(path).attrs
+    summary = xr.Dataset({"extra": ("x", [1.0, 2.0])}, attrs=attributes)
+    if kind == "array":
+        summary.to_zarr(path, mode="a")
+    elif kind == "group":
+        summary.to_zarr(path, mode="a", group="extra")
+    else:
+        summary.to_zarr(path := tmp_path / "summary.zarr")
+    before = contents(path)
+    with pytest.raises(StoreError, match=r"more than a recording.*: '(extra|x)"):
         create(path, mode="w")
     assert contents(path) == before
 

@@ -184,11 +184,9 @@ def test_differences_are_coordinates_and_absences_are_reported(
 
 
 def test_attributes_with_the_name_of_a_group(tmp_path: Path) -> None:
-    """A coordinate and a group cannot have the same name."""
-    about = [
-        {"heads": run, "maps": run, "run": run, "epoch": run, "gate": run}
-        for run in range(2)
-    ]
+    """A coordinate and a group cannot have the same name, and no name can be a path."""
+    names = ("heads", "maps", "run", "epoch", "gate", "optimizer/lr")
+    about = [dict.fromkeys(names, run) for run in range(2)]
     paths = [
         _record(tmp_path / f"{run}.zarr", ["a"], 3, range(2), about[run])
         for run in range(2)
@@ -196,7 +194,7 @@ def test_attributes_with_the_name_of_a_group(tmp_path: Path) -> None:
     tree = open(paths)
     assert {*tree.groups} == {"/", "/heads", "/maps", f"/{MAPS}"}
     for group in (tree, tree["heads"], tree[MAPS]):
-        for name in ("run_heads", "run_maps", "run_run", "run_epoch"):
+        for name in ("run_heads", "run_maps", "run_run", "run_epoch", "optimizer.lr"):
             assert group[name].values.tolist() == [0, 1]
     assert tree["heads"].run_gate.values.tolist() == tree.gate.values.tolist() == [0, 1]
 

@@ -1,0 +1,77 @@
+// The table of all heads at the mark shown.
+
+const tableVariables = variables.filter(variable => variable.of === "head")
+const tableTitles = [...(isSingle ? [] : ["run"]), "layer", "head", ...tableVariables.map(variable => variable.name)]
+
+function tableRows() {
+  const rows = []
+  runs.forEach((run, index) => {
+    if (!run.marked[state.mark]) return
+    layers.forEach((layer, row) => {
+      const headCount = run.heads[layer.name] ?? 0
+      for (const column of columnsOf(row).filter(column => heads[column] < headCount)) {
+        const cells = tableVariables.map(variable => {
+          const value = valueOf(variable, index, state.mark, row, column)
+          return variable.types ? (types[value] ?? "") : value
+        })
+        rows.push([...(isSingle ? [] : [run.name]), layer.name, heads[column], ...cells])
+      }
+    })
+  })
+  if (state.sortColumn !== null) rows.sort(compareRows)
+  return rows
+}
+
+function compareRows(first, second) {
+  const [x, y] = [first[state.sortColumn], second[state.sortColumn]]
+  // What has no value is last in either order.
+  if (Number.isNaN(x)) return 1
+  if (Number.isNaN(y)) return -1
+  const ascending = x < y ? -1 : x > y ? 1 : 0
+  return state.isDescending ? -ascending : ascending
+}
+
+function updateTable() {
+  const body = document.createElement("tbody")
+  for (const cells of tableRows()) {
+    const line = body.insertRow()
+    for (const cell of cells) line.insertCell().textContent = typeof cell === "number" ? shownNumber(cell) : cell
+  }
+  $("heads").tBodies[0].replaceWith(body)
+}
+
+const shownNumber = value => (isKnown(value) ? short(value) : "")
+
+function sortBy(column, title) {
+  state.isDescending = state.sortColumn === column && !state.isDescending
+  state.sortColumn = column
+  for (const other of $("heads").tHead.rows[0].cells) other.ariaSort = null
+  title.ariaSort = state.isDescending ? "descending" : "ascending"
+  updateTable()
+}
+
+function addTitles() {
+  const line = element("tr")
+  tableTitles.forEach((text, column) => {
+    const title = element("th", "", { scope: "col" })
+    title.append(element("button", text))
+    title.onclick = () => sortBy(column, title)
+    line.append(title)
+  })
+  $("heads").tHead.append(line)
+}
+
+// A spreadsheet takes text that begins with one of these characters for a formula.
+function asPlainText(cell) {
+  if (typeof cell !== "string") return cell
+  return cell.replace(/[\t\r\n]/g, " ").replace(/^(?=[=+@-])/, "'")
+}
+
+function copyTable() {
+  const lines = [tableTitles, ...tableRows()].map(cells => cells.map(asPlainText).join("\t"))
+  const area = element("textarea", lines.join("\n"))
+  document.body.append(area)
+  area.select()
+  document.execCommand("copy") // navigator.clipboard is forbidden in the frames of notebooks
+  area.remove()
+}
