@@ -1,4 +1,4 @@
-"""docs/architectures.md is what its script writes from the records."""
+"""docs/architectures.md equals the output of its script."""
 
 import runpy
 from pathlib import Path

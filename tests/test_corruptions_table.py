@@ -1,4 +1,4 @@
-"""docs/corruptions.md and its figure are what their script makes."""
+"""docs/corruptions.md and its figure equal the output of their script."""
 
 import importlib.util
 from pathlib import Path
@@ -22,21 +22,21 @@ def script() -> ModuleType:
     return module
 
 
-def test_the_table_is_that_of_the_code(script: ModuleType) -> None:
+def test_the_table_equals_the_output_of_the_script(script: ModuleType) -> None:
     assert script.table() in (DOCS / "corruptions.md").read_text()
 
 
 def test_the_figure_is_drawn(
     script: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    # The layout does not depend on the size of a picture, and the time does.
+    # The layout does not depend on the size of the pictures, but the time does.
     script.main(["--size", "11", "--out", str(tmp_path / "figure.png")])
     assert script.table() in capsys.readouterr().out
     with Image.open(tmp_path / "figure.png") as figure:
         drawn = figure.size
 
     def size(side: int) -> tuple[int, int]:
-        # Fifteen corruptions side by side, five severities below each other.
+        # Fifteen corruptions are side by side, and five severities below each other.
         cell = side + script.GAP
         return script.LEFT + 15 * cell, script.TOP + 5 * cell
 
@@ -45,6 +45,8 @@ def test_the_figure_is_drawn(
         assert shown.size == size(80)
 
 
-def test_it_times(script: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+def test_script_prints_milliseconds(
+    script: ModuleType, capsys: pytest.CaptureFixture[str]
+) -> None:
     script.main(["--size", "11", "--milliseconds"])
     assert len(capsys.readouterr().out.splitlines()) == 15

@@ -23,7 +23,7 @@ ROOT = Path(__file__).parent.parent
 
 @pytest.fixture(autouse=True)
 def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Examples write where they are; timm's ResNets and ViTs have few channels, and as many layers and heads."""
+    """Run examples in a temporary folder, with timm's ResNets and ViTs narrowed to few channels, at full depth."""
     mpl.use("Agg")
     monkeypatch.chdir(tmp_path)
     create = timm.create_model
@@ -34,14 +34,14 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             if name.startswith("resnet")
             else {"embed_dim": 48}
         )
-        # Others, such as T-ResNets, are made of these or have no such options.
+        # Other models, such as T-ResNets, are made of these or have no such options.
         narrowed = name.startswith(("resnet", "vit_", "deit"))
         return create(name, **(few if narrowed else {}) | options)
 
     monkeypatch.setattr(timm, "create_model", narrow)
 
 
-# The heads of a model that has seen six images of noise need not be of the type that an example removes.
+# A model that has seen six images of noise may lack heads of the type that an example removes.
 @pytest.mark.filterwarnings("ignore:no head is selected")
 def test_readme_examples_run() -> None:
     blocks = python_blocks(ROOT / "README.md")
@@ -50,7 +50,7 @@ def test_readme_examples_run() -> None:
     labels = torch.arange(8) % 3
     loader = DataLoader(TensorDataset(images, labels), batch_size=4)
     names: dict[str, object] = {"train_loader": loader, "val_loader": loader}
-    # A script is run twice.
+    # A script runs twice.
     for block in [*blocks, *(block for block in blocks if '"run.zarr", mode' in block)]:
         exec(
             block.replace(
@@ -64,7 +64,7 @@ def test_readme_examples_run() -> None:
 
 
 def check_mixed_heads(block: str, names: dict[str, Any]) -> None:
-    """Record again, with constants that are not at their initial 0, and compare with the maps."""
+    """Record again with random instead of zero biases and compare with the maps."""
     with torch.no_grad():
         for layer in names["cait"].blocks:
             layer.attn.proj_w.bias.uniform_(-0.1, 0.1)
@@ -74,7 +74,7 @@ def check_mixed_heads(block: str, names: dict[str, Any]) -> None:
     )
     expected = maps["4x14x14"].attention.mean("image").squeeze("query")
     mixed = names["mixed"].squeeze(["epoch", "query"]).transpose("layer", "sum", ...)
-    # In float32, of numbers near 0.1.
+    # Numbers are near 0.1, in float32.
     difference = mixed.values - expected.transpose("layer", "head", ...).values
     assert abs(difference).max() < 1e-6
 
@@ -184,7 +184,7 @@ def test_examples_of_dense_tasks_run(monkeypatch: pytest.MonkeyPatch) -> None:
     blocks = python_blocks(ROOT / "docs" / "dense_tasks.md")
     assert len(blocks) == 3
     for block in blocks:
-        # The blocks of the narrow model, which has four of sixty.
+        # The narrow model has four blocks instead of sixty.
         exec(block.replace("[14, 29, 44, 59]", "[0, 1, 2, 3]"), names)
     gates = xr.open_zarr("segmenter.zarr").gate
     assert gates.notnull().any("head").sum("layer").values.tolist() == [3]
@@ -238,7 +238,7 @@ def test_no_two_documents_use_one_store() -> None:
             re.findall(r'record\(\s*\w+, "([^":]+)"', "".join(python_blocks(page)))
         )
     ]
-    # The expression finds the stores at all.
+    # The expression must find some stores.
     assert len(names) > 5
     assert len({*names}) == len(names), names
 

@@ -1,4 +1,4 @@
-"""An editable install is a path, which type checkers follow, and no finder, which they do not."""
+"""An editable install is a path, which type checkers follow, instead of a finder, which they do not follow."""
 
 import shutil
 import subprocess
@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-# As little as the build reads is copied: in the checkout, it would leave files of its own.
+# Only the files that the build reads are copied, as a build in the checkout would leave files behind.
 FILES = (
     "pyproject.toml",
     "README.md",

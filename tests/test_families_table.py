@@ -1,4 +1,4 @@
-"""docs/families.md: it covers what timm has, what it says was computed, and its script writes it."""
+"""docs/families.md covers timm's families, states computed results, and is the output of its script."""
 
 import re
 import runpy
@@ -10,12 +10,12 @@ import timm
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
-# Our own models, which timm lists under the names of their modules.
+# timm lists our own models under the names of their modules.
 OWN = {"t_resnet", "patchconvnet"}
 
 
 def _rows(text: str) -> dict[str, list[str]]:
-    """Cells of the table by model."""
+    """Return the cells of the table by model."""
     lines = [
         line.strip("| ").split(" | ")
         for line in text.splitlines()
@@ -36,23 +36,23 @@ def test_every_family_of_timm_is_covered() -> None:
     without = re.search(r"no convolution to reparameterize.*\n(.*)\.\n", text)
     assert without
     covered |= {entry.partition(" ")[0] for entry in without.group(1).split(", ")}
-    # Without models that tests register.
+    # Models registered by tests are left out.
     families = {name for name in timm.list_modules() if not name.startswith("test_")}
     assert covered >= families - OWN
 
 
-def test_what_is_shown_is_the_same_function() -> None:
+def test_documented_errors_are_those_of_the_same_function() -> None:
     rows = _rows((DOCS / "families.md").read_text())
     errors = [cells[-1] for cells in rows.values() if re.match(r"\de-\d\d", cells[-1])]
     # A table without numbers would pass.
     assert len(errors) > 50
-    # Differences in float32; a conversion that gets a layer wrong is off by about 1.
+    # Float32 differences are small, while a wrongly converted layer is off by about 1.
     assert all(float(error) < 1e-4 for error in errors)
 
 
 @pytest.fixture
 def write() -> Callable[[list[str]], None]:
-    """The script's command line."""
+    """Return the script's command line."""
     main: Callable[[list[str]], None] = runpy.run_path(str(DOCS / "families.py"))[
         "main"
     ]
@@ -82,7 +82,7 @@ def test_script_writes_the_table(
     assert "\nconvit (convit_tiny).\n" in out.read_text()
 
 
-def test_unknown_family(
+def test_unknown_family_is_refused(
     write: Callable[[list[str]], None], capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit, match="2"):

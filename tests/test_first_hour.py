@@ -1,4 +1,4 @@
-"""The first hour: stumbles of a new user that belong to no one part, tried again as the documents say it."""
+"""Obstacles of a new user's first hour that belong to no single part, tested as documented."""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,7 +16,7 @@ import tcnn_probe
 from tcnn_probe import evaluation
 from tcnn_probe.command_line import main
 
-# An image of bytes, as PIL and imageio give it.
+# PIL and imageio give images of bytes like this one.
 ARRAY = np.random.default_rng(0).integers(0, 255, (40, 56, 3), dtype=np.uint8)
 IMAGES = torch.randn(2, 3, 32, 48, generator=torch.Generator().manual_seed(0))
 
@@ -34,7 +34,7 @@ def vit(**options: Any) -> nn.Module:
 
 
 class Written(nn.Module):
-    """Five tokens and the patches, written into one array: nothing shows which is which."""
+    """Five tokens and the patches written into one array, which does not show where the patches are."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -49,7 +49,7 @@ class Written(nn.Module):
         )
 
 
-def test_what_an_image_processor_gives() -> None:
+def test_output_of_an_image_processor_is_accepted() -> None:
     transformers = pytest.importorskip("transformers")
     config = {
         "hidden_size": 12,
@@ -60,19 +60,19 @@ def test_what_an_image_processor_gives() -> None:
     model = transformers.ViTModel(
         transformers.ViTConfig(image_size=32, patch_size=8, **config)
     )
-    # A dictionary, as image processors return it.
+    # Image processors return a dictionary like this one.
     assert "3x4x4" in tcnn_probe.attention_maps(
         model, {"pixel_values": torch.randn(1, 3, 32, 32)}
     )
 
 
-def test_a_remedy_that_a_warning_names_is_an_option_of_maps_too() -> None:
+def test_option_named_by_a_warning_is_accepted_by_maps() -> None:
     # The warning for this model recommends the option prefix_tokens.
     assert "3x4x6" in tcnn_probe.attention_maps(Written(), IMAGES, prefix_tokens=5)
 
 
-def test_bytes_as_floats_are_refused_everywhere() -> None:
-    # Above any image in [0, 1] or normalised: 200 can only be a byte.
+def test_bytes_as_floats_are_refused() -> None:
+    # An image in [0, 1], normalized or not, is below 200, which can only be a byte.
     images = torch.full((1, 3, 32, 48), 200.0)
     model = vit()
     label = torch.tensor([1])
@@ -86,29 +86,29 @@ def test_bytes_as_floats_are_refused_everywhere() -> None:
             use()
 
 
-def test_saliency_takes_a_picture() -> None:
+def test_saliency_accepts_a_picture() -> None:
     assert tcnn_probe.saliency(vit(), ARRAY, method="rollout").sizes["image"] == 1
 
 
-def test_a_target_of_a_model_without_a_classifier() -> None:
-    # 313 is a class of ImageNet, which users copy from an example.
+def test_a_target_for_a_model_without_a_classifier_is_refused() -> None:
+    # 313 is a class of ImageNet, as users copy it from an example.
     with pytest.raises(ValueError, match="features"):
         tcnn_probe.saliency(vit(num_classes=0), IMAGES, target=313, method="gradcam")
 
 
-def test_what_is_no_store_is_a_sentence(
+def test_a_path_without_a_store_is_answered_in_a_sentence(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "notes.txt").write_text("no store")
-    # 2 as argparse has it for wrong use.
+    # argparse uses 2 for wrong usage.
     assert main(["show", str(tmp_path / "notes.txt")]) == 2
-    # A single line, without a traceback.
+    # The output is a single line, without a traceback.
     assert capsys.readouterr().err.count("\n") == 1
 
 
-def test_epochs_are_whole_on_the_axis() -> None:
+def test_ticks_of_epochs_are_whole_numbers() -> None:
     gates = xr.DataArray(
-        # Three epochs, for which matplotlib would choose ticks at halves.
+        # For three epochs, matplotlib would choose ticks at halves.
         np.ones((3, 2, 2)),
         {"epoch": range(3), "layer": ["a", "b"]},
         ("epoch", "layer", "head"),
@@ -119,7 +119,7 @@ def test_epochs_are_whole_on_the_axis() -> None:
     )
 
 
-def test_a_loop_of_somebody_elses_is_recorded_where_its_validation_ends(
+def test_a_training_loop_is_recorded_at_the_end_of_its_validation(
     tmp_path: Path,
 ) -> None:
     callbacks = pytest.importorskip(
@@ -133,7 +133,7 @@ def test_a_loop_of_somebody_elses_is_recorded_where_its_validation_ends(
         None,
         state,
         None,
-        # Names as other loops have them: a slash and a hyphen, and a value that is no number.
+        # Other loops' names have slashes and hyphens, and values may not be numbers.
         metrics={"eval_loss": 0.25, "eval/top-1": 0.5, "note": "text"},
     )
     callback.on_train_end(None, state, None)

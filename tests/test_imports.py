@@ -1,4 +1,4 @@
-"""Imports that the parts may have of each other, read from the sources; parts without optional dependencies."""
+"""Allowed imports between the parts, read from the sources, and imports without optional dependencies."""
 
 import ast
 import subprocess
@@ -13,7 +13,7 @@ import tcnn_probe
 
 ROOT = Path(__file__).parents[1]
 
-# What each part of tcnn_probe may import of the others. Every part stands below those that import it.
+# The table lists the parts of tcnn_probe that each part may import, in an order of imported before importing parts.
 PARTS: dict[str, set[str]] = {
     "schema": set(),
     "representation": set(),
@@ -60,14 +60,14 @@ PARTS: dict[str, set[str]] = {
     "command_line": {"command_options", "plot", "reporting", "storage"},
 }
 
-# The fine-tuning loop, and what the root of tcnn_model re-exports of it.
+# These are the fine-tuning loop and its names in the root of tcnn_model.
 LOOP = {
     "tcnn_model.training",
     "tcnn_model.finetune",
     "tcnn_model.EpochResult",
     "tcnn_model.parameter_groups",
 }
-# studies/ is a folder of scripts: their modules are imported by their own names as well.
+# studies/ is a folder of scripts, whose modules are also imported by their own names.
 STUDIES = {
     "studies",
     *(p.stem for p in (ROOT / "studies").glob("*") if p.suffix == ".py" or p.is_dir()),
@@ -76,7 +76,7 @@ STUDIES = {
 
 @cache
 def _imports(path: Path) -> tuple[str, ...]:
-    """Dotted names that a file imports: modules, and ``module.name`` for each name taken from one."""
+    """Return the dotted names that a file imports: modules, and ``module.name`` for each name imported from one."""
     return tuple(_names(path))
 
 
@@ -86,7 +86,7 @@ def _names(path: Path) -> Iterator[str]:
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
-            # Each dot of a relative import goes up a folder.
+            # Each dot of a relative import goes up one folder.
             parents = package[: len(package) - node.level + 1] if node.level else ()
             module = ".".join([*parents, *([node.module] if node.module else [])])
             yield module
@@ -107,7 +107,7 @@ def _within(name: str, forbidden: set[str]) -> bool:
 
 def _violations(folder: str, forbidden: set[str]) -> list[str]:
     files = sorted((ROOT / folder).rglob("*.py"))
-    # A folder that was renamed would have no violations.
+    # A renamed folder would have no violations.
     assert files, f"no sources in {folder}"
     return [
         f"{f.relative_to(ROOT)}: {name}"
@@ -118,7 +118,7 @@ def _violations(folder: str, forbidden: set[str]) -> list[str]:
 
 
 def _strays(package: Path) -> list[str]:
-    """Imports of one part by another that the table does not allow."""
+    """Return imports of one part by another that the table does not allow."""
     parts = {
         path.stem
         for path in package.iterdir()
@@ -138,13 +138,15 @@ def _strays(package: Path) -> list[str]:
 def test_parts_import_downwards() -> None:
     assert _strays(ROOT / "tcnn_probe") == []
     below: set[str] = set()
-    # In the order of the table no part imports a later one.
+    # In the order of the table, no part imports a later one.
     for part, allowed in PARTS.items():
         assert allowed <= below, part
         below.add(part)
 
 
-def test_the_table_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_forbidden_imports_are_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(sys.modules[__name__], "ROOT", tmp_path)
     package = tmp_path / "tcnn_probe"
     for part in PARTS:
@@ -207,12 +209,12 @@ def test_studies_use_the_public_surface_only() -> None:
     ] == []
 
 
-def test_the_root_names_the_instrument_alone() -> None:
+def test_the_root_has_names_of_the_instrument_alone() -> None:
     """Functions that evaluate classifiers without their attention are in a folder of their own."""
     assert not set(tcnn_probe.__all__) & set(tcnn_probe.evaluation.__all__)
 
 
-def test_a_misspelt_name_is_answered() -> None:
+def test_a_misspelt_name_is_answered_with_a_suggestion() -> None:
     with pytest.raises(AttributeError, match="did you mean 'attention_maps'"):
         _ = tcnn_probe.atention_maps
     with pytest.raises(AttributeError, match=r"has no 'zzz'$"):
@@ -260,7 +262,7 @@ def test_only_studies_and_their_tests_import_studies() -> None:
         ("from tcnn_model import GPSA", False),
     ],
 )
-def test_the_walk_finds_imports(
+def test_imports_of_all_forms_are_found(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str, expected: bool
 ) -> None:
     monkeypatch.setattr(sys.modules[__name__], "ROOT", tmp_path)
@@ -290,7 +292,7 @@ for package in (tcnn_probe, tcnn_probe.evaluation, tcnn_probe.heads):
 
 
 def test_public_names_need_no_optional_dependency() -> None:
-    """``tcnn_model`` needs torch and timm only; of the probe's names none needs an optional package to be there.
+    """``tcnn_model`` needs only torch and timm, and the probe's public names need no optional package.
 
     None in sys.modules makes an import raise ModuleNotFoundError, and reads as "not installed" to find_spec, which is
     what torch asks about Triton.

@@ -1,4 +1,4 @@
-"""docs/models.py writes what is recorded of vision models, and which layers have no grid."""
+"""docs/models.py writes the table of recordings of vision models, including layers without a grid."""
 
 import re
 import runpy
@@ -29,7 +29,7 @@ def test_script_writes_the_table(tmp_path: Path) -> None:
     right, decided = re.match(r"(\d+) of (\d+)", vit[5]).groups()  # type: ignore[union-attr]
     assert right == decided
     assert int(decided) >= 8
-    # Its class token is zero before training, and attends evenly.
+    # Its class token is zero before training and attends uniformly.
     assert rows["DeiTModel"][5] == "2 of 2"
     assert shuffled[3:6] == ["2", "", ""]
     assert "not in the order of the image's rows (2 times)" in shuffled[6]
@@ -45,10 +45,10 @@ SQUARES_OF_4_BY_6 = [(0, 2), (1, 5), (2, 0), (3, 4)]
         ([(3 - y, 5 - x) for y, x in SQUARES_OF_4_BY_6], 2.0, False),
         ([(y, 5 - x) for y, x in SQUARES_OF_4_BY_6], 2.0, False),
         (SQUARES_OF_4_BY_6, 1.1, None),  # no place stands out
-        ([(0, 2)] * 4, 2.0, None),  # wherever the square is
+        ([(0, 2)] * 4, 2.0, None),  # the peak is in the same place for every square
     ],
 )
-def test_squares_are_found(
+def test_squares_are_found_by_their_peaks(
     peaks: list[tuple[int, int]], height: float, answer: bool | None
 ) -> None:
     script = runpy.run_path(str(DOCS / "models.py"))

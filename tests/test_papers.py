@@ -1,4 +1,4 @@
-"""docs/papers.md has every numbered figure and table of the papers, and what it names exists."""
+"""docs/papers.md has every numbered figure and table of the papers, and the names in it exist."""
 
 import importlib
 import re
@@ -21,7 +21,7 @@ def numbered(kind: str, last: int, chapter: str = "") -> list[str]:
 
 TCNN = [f"Fig. {part}" for part in ("4A", "4B", "4C")]
 TCNN += [item for item in numbered("Fig.", 7) if item != "Fig. 4"]
-# Counted in the papers themselves, by the captions.
+# The items were counted in the papers by their captions.
 ITEMS = {
     "T-CNN, arXiv": [*TCNN, "Fig. 8", *numbered("Table", 5)],
     "T-CNN, ICLR submission": [*TCNN, *numbered("Table", 5)],
@@ -92,7 +92,7 @@ def test_every_numbered_item_has_one_row(section: str) -> None:
 
 
 @pytest.mark.parametrize("section", ["Systems", *ITEMS])
-def test_each_row_says_where_the_item_is_or_why_not(section: str) -> None:
+def test_each_row_gives_the_place_of_the_item_or_a_reason(section: str) -> None:
     assert rows(section)
     for cells in rows(section):
         assert len(cells) == 3, cells
@@ -101,14 +101,14 @@ def test_each_row_says_where_the_item_is_or_why_not(section: str) -> None:
 
 
 def named(pattern: str) -> list[str]:
-    """Return what stands between backquotes and matches."""
+    """Return the texts between backquotes that match a pattern."""
     spans = set(re.findall(r"`([^`]+)`", PAGE))
     return sorted(span for span in spans if re.fullmatch(pattern, span))
 
 
 def test_commands_of_studies_exist() -> None:
     commands = named("python studies/.*")
-    # An expression that matches no command would pass, here and below.
+    # Without this, an expression that matches no command would pass; the same holds below.
     assert len(commands) > 12
     common = [path.read_text() for path in ROOT.glob("studies/common/*.py")]
     for command in commands:
@@ -119,7 +119,7 @@ def test_commands_of_studies_exist() -> None:
 
 
 def test_models_of_studies_have_weights() -> None:
-    """Also those of DINO beside the supervised ones (Table 4.2), which are named by a tag."""
+    """Models of DINO have weights besides the supervised ones (Table 4.2); a tag names them."""
     names = set()
     for command in named("python studies/.*"):
         values = re.search(r"--models? ([^-]+)", command)
@@ -136,7 +136,7 @@ def test_trainings_are_understood_by_the_command() -> None:
         config, _ = parse(shlex.split(command)[1:])
         assert timm.is_model(config.model), command
         assert config.teacher is None or timm.is_model(config.teacher), command
-        # The command's default, on which no paper trains.
+        # No paper trains on the command's default.
         assert config.data != "digits", command
 
 

@@ -15,7 +15,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 
 FOLDERS = ("benchmarks", "studies", "tcnn_model", "tcnn_probe", "tests")
-# Public parameters, which users write: layer_cka(features, others), and the corruptions' shares that are kept.
+# These are public parameters, such as those of layer_cka(features, others), and shares that corruptions keep.
 PUBLIC = {
     "tcnn_probe/attribution": "others",
     "tcnn_probe/recording": "every",
@@ -37,7 +37,7 @@ FRAGMENT = re.compile(
 
 
 def _files() -> list[Path]:
-    # A folder that was renamed would have no files, and no faults.
+    # A renamed folder would have no files and therefore no faults.
     assert all((ROOT / name).is_dir() for name in FOLDERS)
     in_folders = [file for name in FOLDERS for file in (ROOT / name).rglob("*.py")]
     return sorted([ROOT / "tcnn_finetune.py", *in_folders])
@@ -102,7 +102,7 @@ def test_names_are_nouns_and_docstrings_sentences(path: Path) -> None:
         ),
     ],
 )
-def test_faults_are_found(source: str, message: str) -> None:
+def test_faults_of_prose_are_found(source: str, message: str) -> None:
     (complaint,) = _complaints(source)
     assert complaint.startswith(message)
 

@@ -1,6 +1,6 @@
-"""The public names, their parameters and defaults are those of public_surface.txt: none changes by accident.
+"""The public names, their parameters and defaults equal public_surface.txt, so none changes by accident.
 
-``python -m tests.test_public_surface`` rewrites the file after a change that is meant.
+``python -m tests.test_public_surface`` rewrites the file after an intended change.
 """
 
 import importlib
@@ -35,8 +35,8 @@ def _describe_module(name: str) -> Iterator[str]:
 
 
 def _parameters(value: Any) -> str:
-    """Write parameters without annotations, and defaults without addresses, which differ between processes."""
-    # Whether the constructor of an exception, which is Python's, tells its parameters depends on Python's version.
+    """Write parameters without annotations and defaults without addresses, which differ between processes."""
+    # Python's version decides if the constructor of an exception, which is Python's own, reveals its parameters.
     is_error = isinstance(value, type) and issubclass(value, BaseException)
     if is_error or not callable(value):
         return ""
@@ -49,7 +49,7 @@ def _parameters(value: Any) -> str:
     return re.sub(r" at 0x[0-9a-f]+", "", str(bare))
 
 
-def test_public_surface() -> None:
+def test_public_surface_is_unchanged() -> None:
     expected = SURFACE.read_text(encoding="utf-8").splitlines()
     actual = _surface().splitlines()
     removed = sorted(set(expected) - set(actual))

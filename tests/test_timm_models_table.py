@@ -1,4 +1,4 @@
-"""docs/timm_models.py writes what is recorded of timm's models."""
+"""docs/timm_models.py writes the table of recordings of timm's models."""
 
 import runpy
 from pathlib import Path
@@ -7,8 +7,8 @@ import pytest
 import timm
 
 DOCS = Path(__file__).parent.parent / "docs"
-# Two that are recorded; one in part, as it also attends between channels; one that attends between branches only; and
-# one without attention, which gets no row.
+# Two models are recorded; one is recorded in part, as it also attends between channels; one attends only between
+# branches; and one has no attention and gets no row.
 SAMPLE = ["convit_tiny", "levit_128s", "xcit_nano_12_p8_224", "skresnet18", "resnet18"]
 
 
@@ -41,14 +41,14 @@ def test_script_writes_the_table(tmp_path: Path) -> None:
         ["vit_tiny_patch16_224", "vit_base_patch16_224"],
         ["vit_base_patch16_siglip_224"],
     ]
-    # The page in docs/ says the same; differences are of rounding. Another timm has other models.
+    # The table equals that in docs/ up to rounding; another version of timm has other models.
     page = DOCS / "timm_models.md"
     if f"timm {timm.__version__} " in page.read_text():
         rows_of_page = rows_of(page)
         for name, cells in rows.items():
             assert rows_of_page[name][:3] == cells[:3]
             assert rows_of_page[name][4] == cells[4]
-    # A second run reads what is kept.
+    # A second run reads the saved rows.
     lines = rows_file.read_text().splitlines()
     rows_file.write_text("\n".join(line.replace("2 (2)", "7 (5)") for line in lines))
     script["main"](["--models", *SAMPLE, "--out", str(out), "--rows", str(rows_file)])

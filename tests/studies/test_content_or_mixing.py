@@ -45,9 +45,8 @@ def test_the_shortcut_has_no_parameters_and_takes_every_second_pixel(
 ) -> None:
     block = network.layer2[0]
     x = torch.randn(2, 3, 6, 10)
-    nn.init.zeros_(
-        block.bn2.weight
-    )  # the residual branch is zero, so that only the shortcut remains
+    # The residual branch is zero, so that only the shortcut remains.
+    nn.init.zeros_(block.bn2.weight)
     y = block(x)
     assert y.shape == (2, 6, 3, 5)
     # There are 3 new channels: 1 before the old ones, and 2 after them.
@@ -137,10 +136,8 @@ def test_learning_rates_of_an_arm(network: ResNet20, arm: str) -> None:
         # In the arms that learn content, the gates are fixed for the first quarter of the steps.
         assert waits == ([False] * 8 if arm == "B" else [True] * 2 + [False] * 6)
     buffers = dict(model.named_buffers())
-    for (
-        name,
-        buffer,
-    ) in tail.named_buffers():  # the running statistics of batch norms are frozen
+    # The running statistics of batch norms are frozen.
+    for name, buffer in tail.named_buffers():
         torch.testing.assert_close(buffers[name], buffer, rtol=0, atol=0)
     assert not torch.equal(before["linear.weight"], model.linear.weight)
 

@@ -40,9 +40,8 @@ def test_a_users_folder_is_loaded_by_workers(image_folder: Path) -> None:
     read = torch.cat([labels for _, labels in batches[0]])
     assert read.tolist() == [0] * 4 + [1] * 4
     shapes = [(tuple(images.shape), len(labels)) for images, labels in train]
-    assert (
-        shapes == [((3, 3, 32, 32), 3)] * 2
-    )  # two batches of three of the eight images; the last two are dropped
+    # Two batches of three of the eight images; the last two are dropped.
+    assert shapes == [((3, 3, 32, 32), 3)] * 2
 
 
 def test_photographs_are_augmented_as_the_papers_did(image_folder: Path) -> None:

@@ -88,10 +88,8 @@ def test_without_removes_heads_for_one_call() -> None:
         torch.testing.assert_close(
             averaged, model(images).mean(0).expand(3, -1, -1, -1)
         )
-        for mode in (
-            "static",
-            "shuffled",
-        ):  # the mean over one image is its own attention
+        # The mean over one image is its own attention.
+        for mode in ("static", "shuffled"):
             torch.testing.assert_close(
                 without(model, heads, mode, [images[:1]])(images[:1]), model(images[:1])
             )

@@ -318,10 +318,8 @@ def test_saliency_of_a_trained_transformer(
 def test_a_convnet_gets_an_attention_pool(
     tmp_path: Path, image_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for draw in (
-        "draw_faithfulness",
-        "draw_maps",
-    ):  # test_saliency_of_a_trained_transformer draws them
+    # test_saliency_of_a_trained_transformer draws them.
+    for draw in ("draw_faithfulness", "draw_maps"):
         monkeypatch.setattr(class_attention_saliency, draw, lambda *_: Figure())
     small = f"--model test_resnet --data {image_folder} --img-size 64 --epochs 1"
     options = [*small.split(), *QUICK]

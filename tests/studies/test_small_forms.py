@@ -349,9 +349,8 @@ def test_class_attention_scores_every_model_and_method(
             ].dataset,
             8,
         ).masks
-        chance = ds.energy_inside.sel(
-            attribution="chance"
-        )  # for chance, the share of the image that the mask covers
+        # For chance, the share of the image that the mask covers.
+        chance = ds.energy_inside.sel(attribution="chance")
         np.testing.assert_allclose(chance[0], masks.double().mean((1, 2)))
 
 

@@ -10,12 +10,10 @@ from training_health import Training, result
 def test_alarms_count_from_the_start_of_the_illness() -> None:
     """Alarms that have ended count as well, although ``health`` reports only the last spell of a sign."""
     ds = healthy()  # epochs 2, 3, 5, 7, 11
-    make_ill(
-        ds, "large logits", slice(1, 2)
-    )  # two signs: the logits are large, and they jump
-    make_ill(
-        ds, "large logits", slice(3, None)
-    )  # no jump, as earlier logits were as large
+    # Two signs: the logits are large, and they jump.
+    make_ill(ds, "large logits", slice(1, 2))
+    # No jump, as earlier logits were as large.
+    make_ill(ds, "large logits", slice(3, None))
     losses = np.array([1.0, 1.5, 1.0, 1.05, 1.2])
     ds = ds.assign(dict.fromkeys(("val_loss", "train_loss", "top1"), ("epoch", losses)))
     row = result(5, ds)

@@ -1,4 +1,4 @@
-"""The shell commands: what they print is what the recording holds, and what they refuse they refuse in a sentence."""
+"""Shell commands, which print what the recording holds and refuse bad input in a sentence."""
 
 import importlib.metadata
 import json
@@ -26,7 +26,7 @@ LAYERS = ["layer4.0.conv1", "layer4.0.conv2"]
 
 @pytest.fixture(scope="module")
 def stores(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """Two runs of a T-CNN with different gates, one of them an epoch longer."""
+    """Return two runs of a T-CNN with different gates, one of them an epoch longer."""
     folder = tmp_path_factory.mktemp("stores")
     for name, gating, epochs in (("a", 1.0, 2), ("b", 3.0, 3)):
         torch.manual_seed(0)
@@ -44,11 +44,11 @@ def stores(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     return [str(folder / f"{name}.zarr") for name in "ab"]
 
 
-def test_names_are_printed_and_no_commands_for_the_terminal(
+def test_printed_names_contain_no_terminal_commands(
     stores: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     copy = shutil.copytree(stores[0], tmp_path / "a\x1b[2J.zarr")
-    # Zarr writes the names anew, and would refuse a chunk whose checksum is not theirs.
+    # Zarr writes all names anew, as it would refuse a chunk with another checksum.
     (copy / "layer" / "c" / "0").unlink()
     zarr.open_group(copy, mode="r+")["layer"][:] = ["\x1b]0;title\x07", "слой"]
     for arguments in (
@@ -68,7 +68,7 @@ def test_names_are_printed_and_no_commands_for_the_terminal(
 
 
 @pytest.mark.filterwarnings("always:Glyph")
-def test_letters_that_a_figure_lacks_are_no_commands_for_the_terminal(
+def test_characters_that_a_figure_lacks_are_printed_without_terminal_commands(
     stores: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     copy = shutil.copytree(stores[0], tmp_path / "a.zarr")
@@ -80,16 +80,16 @@ def test_letters_that_a_figure_lacks_are_no_commands_for_the_terminal(
     assert "\x1b" not in printed
 
 
-def test_info(
+def test_info_lists_versions_threads_and_devices(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "13")
     monkeypatch.delenv("MKL_NUM_THREADS", raising=False)
-    # A name and a processor that no machine which runs this has.
+    # No machine that runs this test has this name and processor.
     system = platform.uname_result("Linux", "a-host", "6.1-a-host", "#1 a-host", "z80")
     monkeypatch.setattr(platform, "uname", lambda: system)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    # A driver's name is printed too, and could hold commands as well.
+    # The name of a driver is printed too and could also contain terminal commands.
     monkeypatch.setattr(torch.cuda, "get_device_name", "card {}\x1b".format)
     assert main(["info"]) == 0
     printed = capsys.readouterr().out
@@ -109,7 +109,7 @@ def test_info(
     assert "a-host" not in printed
 
 
-def test_scalars(stores: list[str]) -> None:
+def test_scalars_are_flat_numbers(stores: list[str]) -> None:
     ds = tcnn_probe.open(stores[0])
     ds = (
         ds["heads"]
@@ -134,7 +134,9 @@ def test_scalars(stores: list[str]) -> None:
         tcnn_probe.scalars(ds.drop_attrs())
 
 
-def test_show(stores: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_show_prints_the_recording(
+    stores: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["show", stores[0]]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].endswith("ResNet, 2 marks, epoch 0 to 1")
@@ -148,7 +150,9 @@ def test_show(stores: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert any(line.startswith("types of heads: ") for line in lines)
 
 
-def test_compare(stores: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_compare_prints_differences(
+    stores: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["compare", *stores]) == 0
     out = capsys.readouterr().out
     assert out.startswith(f"at epoch 1: {stores[1]} minus {stores[0]}")
@@ -184,7 +188,7 @@ def vit() -> torch.nn.Module:
     return timm.create_model("vit_tiny_patch16_224", **options).eval()
 
 
-def test_plot(stores: list[str], tmp_path: Path) -> None:
+def test_plot_writes_a_figure(stores: list[str], tmp_path: Path) -> None:
     assert (
         main(
             [
@@ -200,7 +204,7 @@ def test_plot(stores: list[str], tmp_path: Path) -> None:
         == 0
     )
     picture = matplotlib.image.imread(tmp_path / "entropy.png")
-    # More colours than those of an empty pair of axes.
+    # An empty pair of axes has fewer colours.
     assert len(np.unique(picture.reshape(-1, picture.shape[-1]), axis=0)) > 10
 
 
@@ -221,7 +225,7 @@ def test_plot(stores: list[str], tmp_path: Path) -> None:
         (["compare", "{store}", "{tmp}"], "{tmp}"),
     ],
 )
-def test_refusals(
+def test_bad_arguments_are_refused_in_a_sentence(
     arguments: list[str],
     message: str,
     stores: list[str],
@@ -244,7 +248,7 @@ def test_maps_of_a_picture(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A figure is drawn from a model's name and a file, with the weights of a checkpoint or none."""
+    """A figure is drawn for a model's name and an image file, with the weights of a checkpoint or none."""
     torch.manual_seed(0)
     picture = tmp_path / "noise.png"
     out = tmp_path / "maps.png"
@@ -254,7 +258,7 @@ def test_maps_of_a_picture(
     layer = ["--layers", "blocks.11.*"]
     assert main([*name, "--random", *layer, *options]) == 0
     drawn = matplotlib.image.imread(out)
-    # A figure of one colour has none.
+    # A figure of a single colour has a standard deviation of zero.
     assert drawn.std() > 0.05
     assert main([*name, "--random", "--layers", "neck"]) == 2
     assert "no such maps of the layer 'neck'" in capsys.readouterr().err
@@ -270,7 +274,7 @@ def test_maps_of_a_picture(
     assert "--weights FILE), or use random ones (--random)" in capsys.readouterr().err
 
 
-def test_maps_to_click_around_in(tmp_path: Path) -> None:
+def test_maps_as_an_interactive_page(tmp_path: Path) -> None:
     picture = tmp_path / "noise.png"
     out = tmp_path / "maps.html"
     noise = np.random.default_rng(0).random((60, 90, 3))
@@ -282,7 +286,7 @@ def test_maps_to_click_around_in(tmp_path: Path) -> None:
     (layer,) = json.loads(about[1])["layers"]
     assert layer["name"] == "blocks.11.attn"
     assert layer["heads"] == [0, 2]
-    # 224 / 16 patches a side.
+    # A side has 224 / 16 patches.
     assert layer["maps"]["attention"]["queries"] == [14, 14]
 
 
@@ -302,7 +306,7 @@ def test_maps_with_weights_of_a_file(
     """The weights are those of the file, and a file that holds more than weights is refused and runs no code."""
     weights = tmp_path / "a.pt"
     ran = tmp_path / "ran"
-    # Of a model that was fine-tuned, with as many classes as its data have.
+    # The weights are those of a fine-tuned model, with as many classes as its data have.
     expected = timm.create_model("test_vit", num_classes=7).state_dict()
     torch.save(expected, weights)
     models: list[nn.Module] = []
@@ -318,7 +322,7 @@ def test_maps_with_weights_of_a_file(
     (model,) = models
     torch.testing.assert_close(model.state_dict(), expected, rtol=0, atol=0)
 
-    # torch's two formats of files, which are read by different code.
+    # torch has two file formats, which are read by different code.
     for legacy in (True, False):
         torch.save(
             {"state_dict": _Crafted(ran)},

@@ -1,4 +1,4 @@
-"""Images as people have them become what the model takes, by timm's own transform, or are refused in clear words."""
+"""Images in common forms become the model's input by timm's own transform, or are refused with a clear message."""
 
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import tcnn_probe
 from tcnn_probe.images import as_images
 
-# A photograph that comes with scikit-learn, and is not square.
+# The photograph comes with scikit-learn and is not square.
 ARRAY = load_sample_image("china.jpg")  # (427, 640, 3), uint8
 
 
@@ -62,7 +62,7 @@ def test_pictures_pass_through_the_models_transform(
     for name, image in as_people_have_them(tmp_path).items():
         torch.testing.assert_close(as_images(image, model), expected, msg=name)
     torch.testing.assert_close(as_images(ARRAY, nn.DataParallel(model)), expected)
-    # Grey, and of another size than the first.
+    # The second picture is grey and has another size.
     assert as_images([ARRAY, ARRAY[:200, :, 0]], model).shape == (2, 3, 64, 64)
     grey = as_images(Image.fromarray(ARRAY).convert("L"), model)
     assert grey.shape == (1, 3, 64, 64)
@@ -73,7 +73,7 @@ def test_tensors_pass_as_they_are(model: nn.Module) -> None:
     assert as_images(images, model) is images
     torch.testing.assert_close(as_images(images[0], model), images[:1])
     torch.testing.assert_close(as_images(list(images), model), images)
-    # A view with a negative stride, which torch.from_numpy refuses.
+    # torch.from_numpy refuses views with a negative stride.
     torch.testing.assert_close(
         as_images(images.numpy()[:, ::-1], model), images.flip(1)
     )
@@ -103,26 +103,26 @@ def test_tensors_pass_as_they_are(model: nn.Module) -> None:
         (np.zeros((5, 6, 7), np.uint8), ValueError, "C of 1, 3 or 4"),
     ],
 )
-def test_refusals(
+def test_unsuitable_images_are_refused(
     model: nn.Module, images: Any, error: type[Exception], message: str
 ) -> None:
     with pytest.raises(error, match=message):
         as_images(images, model)
 
 
-def test_pictures_for_a_model_whose_transform_nobody_knows() -> None:
+def test_pictures_for_a_model_with_an_unknown_transform_are_refused() -> None:
     with pytest.raises(
         TypeError, match="a Sequential is unknown, as it is not a timm model"
     ):
         as_images(ARRAY, nn.Sequential())
 
 
-def test_evaluation_takes_pictures_as_the_model_sees_them(
+def test_evaluation_transforms_pictures_for_the_model(
     model: nn.Module, expected: Tensor, tmp_path: Path
 ) -> None:
     """Pixels are those of the model's transform, without its normalisation."""
     Image.fromarray(ARRAY).save(tmp_path / "china.png")
-    pixels = expected * 0.5 + 0.5  # its mean and std
+    pixels = expected * 0.5 + 0.5  # the model's mean and standard deviation
     labels = model.eval()(expected).argmax(1)
     attacked = tcnn_probe.evaluation.fgsm(model, pixels.clamp(0, 1), labels)
     options = {"corruptions": (), "attacks": ()}
@@ -133,7 +133,7 @@ def test_evaluation_takes_pictures_as_the_model_sees_them(
         torch.testing.assert_close(same, attacked, msg=name)
 
 
-def test_models_that_cut_pictures_differently(model: nn.Module) -> None:
+def test_models_with_different_crops_are_refused(model: nn.Module) -> None:
     cnn = timm.create_model("resnet10t", num_classes=5)
     with pytest.raises(ValueError, match="cut pictures in different ways"):
         tcnn_probe.evaluation.robustness({"vit": model, "cnn": cnn}, ARRAY, [0])
@@ -152,7 +152,7 @@ def test_pictures_for_functions_keep_their_size() -> None:
         tcnn_probe.evaluation.robustness(scores, two, [0, 1], **plain)
 
 
-def test_saliency_is_drawn_over_the_pictures_it_was_given(
+def test_saliency_is_drawn_over_its_own_pictures(
     model: nn.Module, expected: Tensor, tmp_path: Path
 ) -> None:
     drawn = (expected[0] - expected.min()) / (expected.max() - expected.min())
@@ -181,7 +181,7 @@ def test_ablation_takes_arrays(model: nn.Module, expected: Tensor) -> None:
     torch.testing.assert_close(scores[1], scores[2])
 
 
-def test_a_photograph_and_three_lines(model: nn.Module) -> None:
+def test_a_photograph_in_three_lines(model: nn.Module) -> None:
     maps = tcnn_probe.attention_maps(model, Image.fromarray(ARRAY), queries=[(32, 32)])
     figure = tcnn_probe.plot.attention_maps(maps)
     assert len(figure.axes) == 1 + 2

@@ -1,4 +1,4 @@
-"""Loggers get the last mark: the recorded numbers, alarms, and maps over their images."""
+"""Loggers of the last mark: the recorded numbers, alarms, and maps over their images."""
 
 import sys
 from collections.abc import Iterator
@@ -17,7 +17,7 @@ from tests.tcnn_probe.contracts.helpers import images, vit
 
 
 class Writer:
-    """TensorBoard's writer, as far as its interface goes: a call for each value."""
+    """TensorBoard's writer, reduced to the method that is called for each value."""
 
     def __init__(self) -> None:
         self.logged: dict[str, tuple[Any, int]] = {}
@@ -29,7 +29,7 @@ class Writer:
 
 
 class Run:
-    """A run of wandb, likewise."""
+    """A run of wandb, reduced to the methods that are called."""
 
     def __init__(self) -> None:
         self.logged: dict[str, Any] = {}
@@ -50,7 +50,7 @@ class Run:
 
 @pytest.fixture
 def wandb(monkeypatch: pytest.MonkeyPatch) -> Run:
-    """A run, with a fake wandb module whose ``Image`` returns the figure itself."""
+    """Return a run, with a fake wandb module whose ``Image`` returns the figure itself."""
     module = ModuleType("wandb")
     module.Image = lambda figure: figure  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "wandb", module)
@@ -58,7 +58,7 @@ def wandb(monkeypatch: pytest.MonkeyPatch) -> Run:
 
 
 def marks() -> Iterator[tcnn_probe.Recorder]:
-    """Mark a healthy ViT, then one whose first block is ill, and twice one whose second block is."""
+    """Mark a healthy ViT, then one with an ill first block, and twice one with an ill second block."""
     model = vit()
     blocks = [block.attn.qkv.weight for block in model.blocks]
     healthy = [weight.clone() for weight in blocks]
@@ -69,10 +69,10 @@ def marks() -> Iterator[tcnn_probe.Recorder]:
         for epoch, factors in {3: (1, 1), 5: (9, 1), 7: (1, 9), 8: (1, 9)}.items():
             for weight, before, factor in zip(blocks, healthy, factors, strict=True):
                 weight.copy_(before)
-                # Of 36 rows the first 24 are queries and keys: logits grow by 81.
+                # The first 24 of 36 rows are queries and keys, so logits grow by a factor of 81.
                 weight[:24] *= factor
             model(images(3, seed=epoch))
-            # Alarms are warnings too, and these would be errors.
+            # Alarms are also warnings, which would be errors here.
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr("warnings.warn", lambda *_, **__: None)
                 recorder.mark(epoch=epoch, top1=0.5)
@@ -83,7 +83,7 @@ PICTURES = images(3, seed=1)[[0, 2], :1]
 
 
 def check_picture(figure: Figure, recorder: tcnn_probe.Recorder, name: str) -> None:
-    """Draw a figure; compare its maps, and what is below them, with the recording of "NAME/GRID/image N"."""
+    """Draw a figure and compare its maps and image with the recording of the given "NAME/GRID/image N"."""
     figure.savefig(BytesIO())
     *panels, _ = figure.axes
     variable, grid, image = name.split("/")
@@ -94,12 +94,12 @@ def check_picture(figure: Figure, recorder: tcnn_probe.Recorder, name: str) -> N
     picture = (picture - picture.min()) / (picture.max() - picture.min())
     for panel, expected in zip(panels, maps, strict=True):
         below, above = panel.images
-        # The picture is drawn from float32, and scaled here in float64.
+        # The picture is drawn from float32 and scaled here in float64.
         np.testing.assert_allclose(below.get_array(), picture, atol=1e-6)
         np.testing.assert_array_equal(above.get_array(), expected)
 
 
-def test_tensorboard() -> None:
+def test_log_to_tensorboard() -> None:
     writer = Writer()
     *_, recorder = marks()
     tcnn_probe.log_to_tensorboard(writer, recorder, PICTURES)
@@ -110,7 +110,7 @@ def test_tensorboard() -> None:
         assert writer.logged[f"entropy/{layer}"][0] == entropy
     alarms = tcnn_probe.health(recorder.dataset).alarms
     lasting = [alarm for alarm in alarms if alarm.until is None]
-    # The first block's alarm has ended before the last mark.
+    # The alarm of the first block has ended before the last mark.
     assert 0 < len(lasting) < len(alarms)
     assert writer.logged["health/alarms"][0] == len(lasting)
     assert writer.logged["health/findings"][0] == "\n\n".join(map(str, lasting))
@@ -122,14 +122,14 @@ def test_tensorboard() -> None:
         check_picture(writer.logged[f"maps/{name}"][0], recorder, name)
 
 
-def test_wandb(wandb: Run) -> None:
+def test_log_to_wandb(wandb: Run) -> None:
     for recorder in marks():
         alarms = tcnn_probe.health(recorder.dataset).alarms
         begun = [alarm for alarm in alarms if alarm.since == recorder.epochs[-1]]
         wandb.alerts.clear()
         tcnn_probe.log_to_wandb(wandb, recorder, PICTURES, heads=True)
         assert wandb.alerts == [(f"{a.sign}: {a.layer}", str(a)) for a in begun]
-        # At the last mark alarms last that began before.
+        # Alarms of the last mark began before it.
         assert bool(begun) == (recorder.epochs[-1] in (5, 7))
     assert wandb.logged["recording/epoch"] == 8
     assert wandb.axes["recording/epoch"] is None
@@ -164,7 +164,7 @@ def test_wandb_before_anybody_imports_pyplot(
     assert len(pyplots) == 4
 
 
-def test_without_maps_layers_or_images(wandb: Run) -> None:
+def test_logging_without_maps_layers_or_images(wandb: Run) -> None:
     model = vit()
     writer = Writer()
     with tcnn_probe.record(model, probes=[]) as recorder:

@@ -1,4 +1,4 @@
-"""A processor of transformers: all that it gives goes to the model, texts, masks and ids beside the images."""
+"""Outputs of a processor of transformers, all of which reach the model: texts, masks and ids besides the images."""
 
 from typing import Any
 
@@ -18,7 +18,7 @@ SIZES = {
     "intermediate_size": 17,
 }
 IMAGE = {"image_size": 24, "patch_size": 8}
-# More texts than images, so that a batch cut by the wrong one of the two has another shape.
+# There are more texts than images, so a batch divided along the wrong one has another shape.
 TEXTS, WORDS = 5, 7
 FLOAT32 = 1.2e-7
 """Its eps: transformers computes softmaxes in float32, whatever the model is in."""
@@ -40,7 +40,7 @@ class WithTexts(nn.Module):
 @pytest.fixture(scope="module")
 def clip() -> nn.Module:
     torch.manual_seed(3)
-    # With eos_token_id=2, the last word is where the largest id is.
+    # If eos_token_id is 2, the last word is the position of the largest id.
     text = SIZES | {"vocab_size": 19, "max_position_embeddings": 11, "eos_token_id": 2}
     config = transformers.CLIPConfig(
         text_config=text, vision_config=SIZES | IMAGE, projection_dim=13
@@ -51,10 +51,10 @@ def clip() -> nn.Module:
 @pytest.fixture
 def inputs() -> dict[str, Any]:
     generator = torch.Generator().manual_seed(7)
-    # From 3, to keep clear of eos_token_id=2.
+    # Ids start at 3, to avoid eos_token_id=2.
     words = torch.randint(3, 19, (TEXTS, WORDS), generator=generator)
     mask = torch.ones(TEXTS, WORDS, dtype=torch.long)
-    # One text is shorter: a mask that gets lost changes its logits.
+    # One text is shorter, so a lost mask changes its logits.
     mask[1, 4:] = 0
     images = torch.randn(2, 3, 24, 24, generator=generator, dtype=torch.float64)
     return {"input_ids": words, "attention_mask": mask, "pixel_values": images}
@@ -74,14 +74,14 @@ def test_saliency_for_a_text(
     options: dict[str, Any] = {}
     if method == "gradcam":
         options["layer"] = "vision_model.encoder.layers.1.layer_norm1"
-    # Fewer at a time than there are images: which texts go with which images must not depend on it.
+    # Texts must be assigned to the right images although a batch holds fewer than all.
     maps = tcnn_probe.saliency(clip, inputs, 3, method, batch_size=1, **options)
     bound = WithTexts(clip, **without_images(inputs))
     options = {name: f"model.{value}" for name, value in options.items()}
     images = inputs["pixel_values"]
     expected = tcnn_probe.saliency(bound, images, 3, method, **options)
     np.testing.assert_allclose(maps.values, expected.values, rtol=1e-12, atol=0)
-    # Maps of zeros alone would agree too.
+    # Maps of zeros would agree too.
     assert maps.values.std() > 0
     assert not clip._forward_pre_hooks
 
@@ -97,7 +97,8 @@ def test_faithfulness_for_texts(clip: nn.Module, inputs: dict[str, Any]) -> None
         np.testing.assert_allclose(scores[name], expected[name], rtol=1e-9)
 
 
-@pytest.mark.parametrize("words", [WORDS, 10])  # 3 x 3 patches and a class token
+# 10 is the number of 3 x 3 patches and a class token.
+@pytest.mark.parametrize("words", [WORDS, 10])
 @pytest.mark.filterwarnings("ignore:no attention maps for 2 layers")
 def test_maps_of_an_image_and_texts(
     clip: nn.Module, inputs: dict[str, Any], words: int
@@ -127,13 +128,13 @@ def test_ids_of_a_prompt_and_its_image() -> None:
         **SIZES, vocab_size=31, max_position_embeddings=41, pad_token_id=0
     )
     config = transformers.LlavaConfig(
-        # In the prompts, each of the 3 x 3 patches is a token of this id.
+        # Each of the 3 x 3 patches is a token of this id in the prompts.
         vision_config=vision,
         text_config=text,
         image_token_index=30,
     )
     llava = transformers.LlavaForConditionalGeneration(config).eval()
-    # Of the two prompts the second has another word: ids have a row for each image.
+    # The second prompt has another word, so ids have a row for each image.
     ids = torch.tensor([[5, *[30] * 9, 6, 7], [5, *[30] * 9, 8, 7]])
     images = torch.randn(2, 3, 24, 24)
     inputs = {"input_ids": ids, "pixel_values": images, "attention_mask": ids.sign()}
@@ -141,13 +142,13 @@ def test_ids_of_a_prompt_and_its_image() -> None:
         llava, inputs, layers="*vision*", queries="class", batch_size=1
     )
     alone = tcnn_probe.attention_maps(llava.model.vision_tower, images, queries="class")
-    # The language model looks at the features before the last layer, which runs all the same.
+    # The language model uses the features before the last layer, which is computed anyway.
     np.testing.assert_allclose(
         maps[GRID].class_attention, alone[GRID].class_attention, atol=1e-6
     )
 
 
-def test_patches_of_images_of_several_sizes_are_refused(clip: nn.Module) -> None:
+def test_patches_of_images_of_different_sizes_are_refused(clip: nn.Module) -> None:
     inputs = {
         "pixel_values": torch.randn(2, 9, 192),
         "pixel_attention_mask": torch.ones(2, 9),

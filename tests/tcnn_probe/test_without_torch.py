@@ -1,4 +1,4 @@
-"""Recordings and results are read, typed and drawn where nothing but the light core is installed: no torch, no timm."""
+"""Recordings and results are read, typed and drawn with the light core alone, without torch or timm."""
 
 import json
 import subprocess
@@ -17,7 +17,7 @@ import tcnn_probe
 from tcnn_model import GPSA
 from tests.tcnn_probe.networks import scatter
 
-# The program runs from here, so that the package is found without an installation.
+# The program runs in this directory, so that it finds the package without an installation.
 ROOT = Path(tcnn_probe.__file__).parents[1]
 PROGRAM = """
 import json, sys, warnings
@@ -92,7 +92,7 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
 
 def _modules_beyond(requirements: list[str]) -> list[str]:
-    """List the modules of packages that requirements do not bring, with all that these need in turn."""
+    """List modules of packages that are neither requirements nor dependencies of them."""
     waiting = [*requirements]
     packages: set[str] = set()
     while waiting:
@@ -113,7 +113,7 @@ def _modules_beyond(requirements: list[str]) -> list[str]:
 
 
 def test_read_typed_and_drawn_without_torch(tmp_path: Path) -> None:
-    # A name beyond ASCII shows whether names survive as text.
+    # A name beyond ASCII shows that names survive as text.
     layers = OrderedDict(
         {
             "層": scatter(GPSA(2, 5, 3, padding=1)),
@@ -122,20 +122,20 @@ def test_read_typed_and_drawn_without_torch(tmp_path: Path) -> None:
     )
     model = nn.Sequential(layers).eval()
     with torch.no_grad(), tcnn_probe.record(model, tmp_path / "run.zarr") as recorder:
-        # Two epochs, so that there is a line to draw.
+        # Two epochs are needed to draw a line.
         for epoch in range(2):
             model(
-                # Eight images: the fewest from which heads are typed by content.
+                # Heads are typed by content from eight images on.
                 torch.randn(8, 2, 7, 11, generator=torch.Generator().manual_seed(epoch))
             )
             recorder.mark(epoch=epoch)
-            # A gate that moves between the marks, so that the last one is not the first.
+            # The gate changes between the marks, so that the last mark differs from the first.
             model[0].gating += 0.5
     core = PROJECT["dependencies"]
     stats = PROJECT["optional-dependencies"]["stats"]
     absent = {*_modules_beyond(core)}
     statistics = absent - {*_modules_beyond([*core, *stats])}
-    # If a package of these came into the core, the test would say nothing.
+    # If the core required one of these packages, the test would prove nothing.
     assert {"torch", "timm", "captum", "tqdm", "bokeh", "dask"} <= absent - statistics
     assert {"scipy", "sklearn"} <= statistics
     lists = (json.dumps([*names]) for names in (absent, statistics))
@@ -148,7 +148,7 @@ def test_read_typed_and_drawn_without_torch(tmp_path: Path) -> None:
         done.stderr
         == "tcnn-finetune: there is no torch: pip install 'tcnn-probe[torch]'\n"
     )
-    # The last line is JSON; what comes before was printed by `show` and `info`.
+    # The last line is JSON; the output before is that of `show` and `info`.
     shown, _, printed = done.stdout.rstrip().rpartition("\n")
     assert "層" in shown
     assert shown.endswith(
@@ -158,7 +158,7 @@ def test_read_typed_and_drawn_without_torch(tmp_path: Path) -> None:
     ds = recorder.dataset
     assert ticks == ["層", "far"]
     assert gates == ds.gate.sel(layer="層", epoch=1).dropna("head").values.tolist()
-    # Typed with torch present and absent: the same types.
+    # Types are the same with and without torch.
     assert types == {
         method: tcnn_probe.head_types(ds, method).values.tolist() for method in types
     }

@@ -78,9 +78,8 @@ def test_layer_equals_the_convolution_and_leaves_it_unchanged(name: str) -> None
         torch.equal(value, state[key]) for key, value in conv.state_dict().items()
     )
 
-    with torch.device(
-        "meta"
-    ):  # a model may be built under the meta device, without values
+    # A model may be built under the meta device, without values.
+    with torch.device("meta"):
         meta = describe(copy.deepcopy(conv).to("meta"))
         assert describe(conv).weight.device.type == "cpu"
     for field in ("stride", "padding", "dilation", "groups", "kernel_size"):

@@ -110,10 +110,8 @@ def _reductions(model: nn.Module) -> list[int]:
     [
         # These are the reductions of the stem and the four stages; 32 becomes 16.
         (None, [2, 4, 8, 16, 16]),
-        (
-            "layer4.1.conv2",
-            [2, 4, 8, 16, 32],
-        ),  # neither the layer nor its block has a stride
+        # Neither the layer nor its block has a stride.
+        ("layer4.1.conv2", [2, 4, 8, 16, 32]),
         (["layer3", "layer4"], [2, 4, 8, 8, 8]),
     ],
 )

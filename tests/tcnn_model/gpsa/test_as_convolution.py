@@ -52,11 +52,8 @@ def test_one_layer_runs_at_several_resolutions() -> None:
         # With dilation (2, 1) the kernel spans 5 x 5 pixels, which is two on each side.
         ((3, 5), "same", (2, 2)),
         ((3, 5), "valid", (0, 0)),
-        (
-            (2, 2),
-            "same",
-            "same",
-        ),  # one more pixel of padding at the end than at the beginning
+        # One more pixel of padding at the end than at the beginning.
+        ((2, 2), "same", "same"),
         ((6, 2), "same", "same"),
     ],
 )

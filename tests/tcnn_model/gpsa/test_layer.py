@@ -77,9 +77,7 @@ def test_locality_and_gating_per_head() -> None:
         2, 3, (2, 3), locality_strength=alpha, gating=gates, dtype=torch.float64
     )
     # In float16 a gate near 1 would be rounded to 1.
-    assert (
-        GPSA(2, 3, 3, dtype=torch.float16).gate.dtype == torch.float32
-    )  # float32 at least
+    assert GPSA(2, 3, 3, dtype=torch.float16).gate.dtype == torch.float32
     # Strengths are stored through the inverse of softplus and so rounded; gating is stored as it is.
     assert layer.locality_strength.tolist() == pytest.approx(alpha, rel=1e-9)
     assert layer.gating.tolist() == gates

@@ -51,9 +51,8 @@ class Case(NamedTuple):
             mask[:, :, 3] = False  # this query sees no key
             mask[:, :, 5, KEYS.prefix :] = False  # this query sees no patch
             mask[:, :, 7, : KEYS.prefix] = False  # this query sees no class token
-        if (
-            form == "lowered"
-        ):  # many models hide keys so; a row with all keys lowered is uniform
+        # Many models hide keys so; a row with all keys lowered is uniform.
+        if form == "lowered":
             lowest = torch.finfo(dtype).min
             mask = torch.zeros(mask.shape, dtype=dtype).masked_fill(~mask, lowest)
         tensors = [query, key, mask]
@@ -245,9 +244,8 @@ def test_nan_in_a_key_shows_in_the_statistics() -> None:
 def test_fused_attention_equals_loops(dtype: torch.dtype) -> None:
     """Statistics include distances along the axes; the largest error seen was 0.1 of the bound."""
     case = Case.of("plain", dtype)
-    key = (
-        case.key + 3
-    )  # a constant in all keys changes no weight, and would cost digits unless keys are centred
+    # A constant in all keys changes no weight, and would cost digits unless keys are centred.
+    key = case.key + 3
     measured = fused_statistics(case.query, key, SCALE, queries=QUERIES, keys=KEYS)
     case = case._replace(key=key)
     logits, size = case.logits()

@@ -239,9 +239,8 @@ def test_checkpointed_gradients_are_the_same(kind: str) -> None:
         model(x).square().sum().backward()
         gradients.append([p.grad.clone() for p in model.parameters()])
     for plain, checkpointed in zip(*gradients, strict=True):
-        torch.testing.assert_close(
-            checkpointed, plain, rtol=1e-4, atol=1e-4
-        )  # gradients are near 1
+        # Gradients are near 1.
+        torch.testing.assert_close(checkpointed, plain, rtol=1e-4, atol=1e-4)
     runs: list[int] = []
     model.blocks[0].register_forward_pre_hook(lambda *_: runs.append(1))
     model(x).sum().backward()
@@ -337,9 +336,8 @@ def test_parameter_groups_for_training() -> None:
         scales[name]
         for name in ("stem.0.weight", *blocks, "pool.cls_token", "head.weight")
     ]
-    assert order == [
-        0.5**n for n in (4, 3, 2, 1, 1, 0)
-    ]  # the pool is in the group of the last block
+    # The pool is in the group of the last block.
+    assert order == [0.5**n for n in (4, 3, 2, 1, 1, 0)]
 
 
 def test_exports_with_a_dynamic_batch_size() -> None:

@@ -213,9 +213,8 @@ def test_failed_checkpoint_leaves_nothing_behind(
 
 
 def _send(number: int) -> None:
-    signal.raise_signal(
-        number
-    )  # os.kill may reach another thread, and can merge two signals into one
+    # os.kill may reach another thread, and can merge two signals into one.
+    signal.raise_signal(number)
 
 
 @pytest.mark.parametrize(

@@ -32,9 +32,8 @@ def make(geometry: str, qk_dim: int | None = None) -> tuple[GPSA, Tensor]:
     return layer, torch.randn(3, 5, 7, 11)
 
 
-@pytest.mark.parametrize(
-    "elements", [250, 10**6]
-)  # a few queries, or all heads at a time
+# A few queries, or all heads at a time.
+@pytest.mark.parametrize("elements", [250, 10**6])
 @pytest.mark.parametrize("geometry", GEOMETRIES)
 def test_statistics_equal_brute_force(
     geometry: str, elements: int, monkeypatch: pytest.MonkeyPatch

@@ -278,12 +278,8 @@ SAM2 = small(
     "sam2_hiera_tiny",
     embed_dim=8,
     stages=(1, 2, 1, 1),
-    window_spec=(
-        2,
-        3,
-        3,
-        3,
-    ),  # the first one must divide its grid because of the positions
+    # The first one must divide its grid because of the positions.
+    window_spec=(2, 3, 3, 3),
     global_att_blocks=(),
     q_pool=0,
 )
@@ -584,9 +580,8 @@ def test_mask_units_of_hiera_are_put_in_their_places(make: Any) -> None:
     maps = tcnn_probe.attention_maps(model, images)
     compared = 0
     for reference in attention_of(model, images):
-        weights = (
-            reference.weights
-        )  # (B, heads, windows, N, N), or the same without windows
+        # (B, heads, windows, N, N), or the same without windows.
+        weights = reference.weights
         weights = weights if weights.ndim == 5 else weights[:, :, None]
         _, heads, windows, *counts = weights.shape
         cells, grids = [], []

@@ -91,9 +91,8 @@ def test_integrated_gradients_are_the_sum_over_few_points(steps: int) -> None:
     maps = tcnn_probe.saliency(
         model, x, 1, ["IntegratedGradients"], IntegratedGradients=options
     ).IntegratedGradients
-    np.testing.assert_allclose(
-        maps, by_hand, atol=1e-6
-    )  # captum's weights are in float32
+    # Captum's weights are in float32.
+    np.testing.assert_allclose(maps, by_hand, atol=1e-6)
 
 
 def windows(side: int, window: int, stride: int) -> list[range]:

@@ -176,9 +176,8 @@ class Soak:
                 marks = present
             else:
                 assert not announced
-        Child(
-            run_to_the_end, settings
-        ).end()  # completes what the last kill left undone
+        # Completes what the last kill left undone.
+        Child(run_to_the_end, settings).end()
         Child(assert_complete, settings, uninterrupted).end()
 
     def replace(self, store: Path) -> None:

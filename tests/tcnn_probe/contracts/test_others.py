@@ -307,9 +307,8 @@ def test_forward_mode_differentiation() -> None:
                 model(forward_ad.make_dual(x, tangent))
             ).tangent
 
-    modes = (
-        put_on()
-    )  # after a compilation, torch rounds tangents differently under any dispatch mode
+    # After a compilation, torch rounds tangents differently under any dispatch mode.
+    modes = put_on()
     alone = derivative()
     take_off(modes)
     with tcnn_probe.record(model, images=[0]) as recorder:

@@ -100,9 +100,8 @@ def test_other_threads_and_models_in_the_middle_of_a_forward() -> None:
     def hook(*_: Any) -> None:
         if threading.current_thread() is threading.main_thread():
             assert not in_thread(elsewhere)
-            second(
-                images(2)
-            )  # this thread also runs another model in the middle of the forward
+            # This thread also runs another model in the middle of the forward.
+            second(images(2))
 
     model.blocks[0].register_forward_hook(hook)
     with tcnn_probe.record(model) as recorder:

@@ -152,9 +152,8 @@ def test_the_next_plot_has_its_own_figure(maps: xr.DataTree) -> None:
     ax = tcnn_probe.plot.evolution(curves)
     assert ax.figure is not figure
     assert [len(axes.lines) for axes in figure.axes] == panels
-    assert (
-        tcnn_probe.plot.evolution(curves) is ax
-    )  # on the current axes, as without maps
+    # On the current axes, as without maps.
+    assert tcnn_probe.plot.evolution(curves) is ax
 
 
 # This prints, for each cell, the number of pictures among its outputs.

@@ -241,9 +241,8 @@ def test_scores_of_runs_form_a_band() -> None:
     assert len(ax.lines) == len(ax.collections) == 1
     assert ": mean over runs (line)" in ax.get_title()
     ax = tcnn_probe.plot.evolution(scores.isel(epoch=[0]), plt.figure().subplots())
-    assert (
-        ax.collections[0].get_linewidth() > 0
-    )  # the band of a single mark has no area
+    # The band of a single mark has no area.
+    assert ax.collections[0].get_linewidth() > 0
 
 
 def test_recordings_opened_together_are_drawn(tmp_path: Path) -> None:

@@ -215,9 +215,8 @@ class Silence:
 
 
 def multiscale() -> nn.Module:
-    about = {
-        "residual_pooling": False
-    }  # a residual would use the queries of zeroed heads
+    # A residual would use the queries of zeroed heads.
+    about = {"residual_pooling": False}
     cfg = MultiScaleVitCfg(
         depths=(1, 1),
         embed_dim=(9, 18),

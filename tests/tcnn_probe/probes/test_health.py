@@ -1,7 +1,8 @@
-"""Signs of health against slow computations in float64, of models of three libraries and of gated layers.
+"""Health probes compared with slow computations in float64, for models of three libraries and gated layers.
 
 Shares of sinks, diversity of queries, similarity of heads, histograms of entropies and largest logits are compared for
-every family of models in tests/tcnn_probe/attention, with the other numbers of heads. Here: values, outputs, tokens.
+every family of models in tests/tcnn_probe/attention, with the other numbers of heads. Values, outputs and tokens are
+compared here.
 """
 
 import copy
@@ -33,7 +34,7 @@ from tests.tcnn_probe.networks import scatter
 
 pytestmark = pytest.mark.numerical
 
-# Five images in batches of 2 and 3: means of batches are not the mean over images.
+# Five images in batches of 2 and 3: the mean of the batch means is not the mean over images.
 IMAGES = 5
 HEALTH = [*tcnn_probe.DEFAULT, "health"]
 
@@ -49,7 +50,7 @@ class Call:
 
 
 def projected(layer: nn.Module, x: Tensor, heads: int) -> tuple[Tensor, ...]:
-    # Libraries without a projection of their own for each: (B, N, 3, heads, d), as timm and torchvision lay it out.
+    # Libraries with a joint projection lay it out as (B, N, 3, heads, d), as timm and torchvision do.
     qkv = layer(x).unflatten(-1, (3, heads, -1))
     return tuple(qkv.permute(2, 0, 3, 1, 4))
 
@@ -61,7 +62,7 @@ def of_timm(block: nn.Module, x: Tensor) -> Call:
 
 
 def of_torchvision(block: nn.Module, x: Tensor) -> Call:
-    # torchvision normalises inside the block, so that tokens are those before it.
+    # torchvision normalizes inside the block, so the tokens are those before the norm.
     attention = block.self_attention
     normalised = block.ln_1(x)
     projection = nn.functional.linear(
@@ -86,11 +87,11 @@ class Case:
     """A small model on 3 x 5 patches.
 
     Args:
-        make: makes it.
-        blocks: names of its blocks, without their number.
-        layer: name of the attention in a block.
-        call: A block's computation, written out.
-        prefix: kinds of the tokens before the patches.
+        make: Function that makes the model.
+        blocks: Name of the model's blocks, without their number.
+        layer: Name of the attention in a block.
+        call: Function that computes a block's queries, keys and values.
+        prefix: Kinds of the tokens before the patches.
     """
 
     make: Callable[[], nn.Module]
@@ -105,7 +106,7 @@ def dinov2() -> nn.Module:
         hidden_size=21,
         num_hidden_layers=2,
         num_attention_heads=3,
-        image_size=20,  # whose positions are resized to the images' grid
+        image_size=20,  # the positions are resized to the images' grid
         patch_size=4,
         num_register_tokens=2,
         attn_implementation="sdpa",
@@ -114,7 +115,7 @@ def dinov2() -> nn.Module:
 
 
 class SquareImages(VisionTransformer):
-    """torchvision's, which knows square images only, on 9 patches and a class token."""
+    """torchvision's ViT on 9 patches and a class token, as it accepts only square images."""
 
 
 CASES = {
@@ -123,7 +124,7 @@ CASES = {
             "vit_tiny_patch16_224",
             img_size=(12, 20),
             patch_size=4,
-            # Heads of seven channels: no power of two, which alone could hide a wrong scale or stride.
+            # Heads have seven channels, as a power of two could hide a wrong scale or stride.
             embed_dim=21,
             depth=2,
             num_heads=3,
@@ -152,21 +153,21 @@ CASES = {
 
 
 def median(values: np.ndarray) -> float:
-    """The lower one."""
-    # Of an even number the lower one, as torch.median has it.
+    """Return the median, for an even number of values the lower of the two in the middle."""
+    # torch.median also returns the lower one.
     return float(np.sort(values)[(len(values) - 1) // 2])
 
 
 def softmax_rows(logits: np.ndarray) -> np.ndarray:
-    # The maximum is taken off first, so that sharpened logits do not overflow.
+    # Subtracting the maximum keeps sharpened logits from overflowing.
     weights = np.exp(logits - logits.max(-1, keepdims=True))
     return weights / weights.sum(-1, keepdims=True)
 
 
 def relative_length(values: np.ndarray, sink: int) -> float:
-    """Return the length of a sink's value, (N, d), beside that of the others."""
+    """Return the ratio of the length of a sink's value, (N, d), to the median length of the other values."""
     lengths = np.linalg.norm(values, axis=-1)
-    # Without the sink itself, whose length is what is compared.
+    # The sink itself is left out of the median.
     rest = np.delete(lengths, sink)
     return lengths[sink] / median(rest)
 
@@ -183,7 +184,7 @@ def rank(outputs: np.ndarray) -> np.ndarray:
 
 
 def of_values_and_tokens(call: Call, kinds: tuple[str, ...]) -> dict[str, np.ndarray]:
-    """Each image and head for itself, then the mean over images."""
+    """Compute the numbers of each image and head separately and average them over images."""
     images, heads = call.query.shape[:2]
     arrays = (call.query, call.key, call.value, call.tokens)
     query, key, value, tokens = (x.detach().double().numpy() for x in arrays)
@@ -203,7 +204,7 @@ def of_values_and_tokens(call: Call, kinds: tuple[str, ...]) -> dict[str, np.nda
             }
             for name, number in numbers.items():
                 of_image.setdefault(name, []).append(number)
-        # The tokens that enter the block, patches apart from the others.
+        # Tokens are those that enter the block; patches are separated from the other tokens.
         lengths = np.linalg.norm(tokens[b], axis=-1)
         is_patch = np.array([kind in ("border", "inner") for kind in kinds])
         patches = lengths[is_patch]
@@ -212,7 +213,7 @@ def of_values_and_tokens(call: Call, kinds: tuple[str, ...]) -> dict[str, np.nda
         of_image |= {
             "token_norm": median(patches),
             "token_norm_max": patches.max(),
-            # A token's own norm is part of the median, as the probe has it.
+            # The median includes the token's own norm, as in the probe.
             "token_outliers": np.mean(patches > OUTLIER * median(patches)),
             "token_cosine": np.mean(pairs),
         }
@@ -222,7 +223,7 @@ def of_values_and_tokens(call: Call, kinds: tuple[str, ...]) -> dict[str, np.nda
                 of_image[f"{name}_norm"] = of_kind.mean()
         for name, number in of_image.items():
             by_name.setdefault(name, []).append(number)
-    # The largest is over all images, where everything else is a mean.
+    # The largest norm is over all images; everything else is a mean.
     largest = by_name.pop("token_norm_max")
     means = {name: np.mean(np.array(x, float), 0) for name, x in by_name.items()}
     return means | {"token_norm_max": np.max(largest)}
@@ -256,29 +257,29 @@ def check(
 ) -> None:
     for name, value in expected.items():
         got = ds[name].sel(layer=layer)
-        # Relative and absolute alike: shares may be 0, and norms may be large.
+        # The tolerance is both relative and absolute, as shares may be 0 and norms may be large.
         np.testing.assert_allclose(got, value, rtol=rtol, atol=rtol, err_msg=name)
 
 
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.filterwarnings("ignore:no attention_distance")
 def test_values_outputs_and_tokens(name: str) -> None:
-    """Numbers of uneven batches in float64; outlier tokens among them, whose norms tell whether they are apart."""
+    """Numbers from uneven batches equal those in float64, with outlier tokens among the patches."""
     case = CASES[name]
-    # 2.5 times as sharp, so that sinks exist.
+    # Attention is 2.5 times as sharp, so that sinks exist.
     model = sharpen(case.make(), 2.5).double()
     height, width = (3, 3) if name == "torchvision" else (3, 5)
     x = torch.randn(IMAGES, 3, 4 * height, 4 * width).double()
-    # One patch of one image, so that there is an outlier among tokens.
+    # A patch of one image is scaled so that it is an outlier among the tokens.
     x[1, :, :4, :4] *= 40
     ds = recorded(model, *x.split([2, 3]), probes=HEALTH).dataset.isel(epoch=0)
     kinds = case.prefix + grid_kinds(height, width)
     for number, tokens in block_inputs(model, case, x).items():
         block = model.get_submodule(f"{case.blocks}{number}")
         expected = of_values_and_tokens(case.call(block, tokens), kinds)
-        # The model is in float64, whose rounding is far below a billionth.
+        # The rounding of the float64 model is far below 1e-9.
         check(ds, f"{case.blocks}{number}.{case.layer}", expected, 1e-9)
-        # Not all heads alike, else heads that were mixed up would not show.
+        # If all heads were alike, heads that are mixed up would go unnoticed.
         assert np.ptp(ds.output_rank.values) > 0.1
     assert ds.token_outliers.max() > 0
     if "register" not in kinds:
@@ -312,8 +313,8 @@ def test_windows_with_a_mask(monkeypatch: pytest.MonkeyPatch) -> None:
         patch.setattr(nn.functional, "scaled_dot_product_attention", keep)
         model(x)
     ds = recorded(model, *x.split([2, 3]), probes="health").dataset.isel(epoch=0)
-    # Only the second block's windows are shifted over the border.
-    # timm hides by -100; a learned bias of positions does not reach -50.
+    # Only the windows of the second block are shifted over the border. timm hides keys by adding -100; a learned
+    # position bias does not reach -50.
     assert [bool((mask < -50).any()) for *_, mask in calls] == [False, True]
     for number, arrays in enumerate(calls):
         query, key, value, mask = (x.detach().numpy() for x in arrays)
@@ -324,13 +325,13 @@ def test_windows_with_a_mask(monkeypatch: pytest.MonkeyPatch) -> None:
             for h in range(3):
                 ratios, outputs = [], []
                 for w in range(windows * b, windows * (b + 1)):
-                    # 21 channels in 3 heads are 7.
+                    # A head has 21 / 3 = 7 channels.
                     logits = query[w, h] @ key[w, h].T / math.sqrt(7)
                     weights = softmax_rows(logits + mask[w, h])
                     sink = int(weights.mean(0).argmax())
                     ratios.append(relative_length(value[w, h], sink))
                     outputs.append(weights @ value[w, h])
-                # Ranks are of all outputs of an image, sinks of each window.
+                # Ranks are of all outputs of an image; sinks are of a single window.
                 stacked = np.concatenate(outputs)
                 numbers = {
                     "sink_value_norm": float(np.mean(ratios)),
@@ -346,13 +347,13 @@ def test_windows_with_a_mask(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_class_token_behind_the_patches() -> None:
-    """Its number is not among those of patches, and it is known when it is the sink."""
+    """A class token behind the patches is no patch, and it is recognized when it is the sink."""
 
     class Last(nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.patches = nn.Conv2d(3, 21, 4, stride=4)
-            # Far longer than the patches, so that one taken for the other would show.
+            # The class token is far longer than the patches, so that mistaking one for the other changes the numbers.
             self.cls_token = nn.Parameter(50 * torch.randn(1, 1, 21))
             self.blocks = nn.ModuleList(
                 timm.models.vision_transformer.Block(21, 3, qkv_bias=True)
@@ -382,12 +383,12 @@ def test_class_token_behind_the_patches() -> None:
 def test_gated_layers_by_their_content_part(
     kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A GPSA layer with padding, and ConViT: rows of C over the real pixels; outputs of the whole attention."""
-    # More than any layer has, so that no query is left out.
+    """Sinks of a padded GPSA layer and of ConViT come from the content part, outputs from the whole attention."""
+    # The limit is more than any layer has, so that no query is left out.
     monkeypatch.setattr("tcnn_probe.attention.patterns.QUERIES", 1 << 20)
     monkeypatch.setattr(Attention, "BLOCK", 1 << 12)  # few images at a time
     if kind == "gpsa":
-        # 5 x 7 with a padding of one: keys are 7 x 9.
+        # With a padding of one, a 5 x 7 grid has 7 x 9 keys.
         layer = scatter(GPSA(3, 4, 3, padding=1)).double()
         model = nn.Sequential(layer).eval()
         x = torch.randn(7, 3, 5, 7)
@@ -418,7 +419,7 @@ def test_gated_layers_by_their_content_part(
     attention = parts.dense()
     if kind == "gpsa":
         values = module.values(inputs).expand(-1, attention.shape[1], -1, -1)
-        # Values of padding are zero.
+        # Values in the padding are zero.
         padded = values.unflatten(2, (5, 7))
         padded = nn.functional.pad(padded, (0, 0, 1, 1, 1, 1)).flatten(2, 3)
     else:
@@ -441,7 +442,7 @@ def test_gated_layers_by_their_content_part(
 
 
 def test_half_precision() -> None:
-    """Sums of a bfloat16 model are in float32: close to the float64 sums of its queries and keys."""
+    """Numbers of a bfloat16 model, summed in float32, are close to float64 sums of the same queries and keys."""
     case = CASES["timm"]
     model = sharpen(case.make()).bfloat16()
     x = torch.randn(IMAGES, 3, 12, 20).bfloat16()
@@ -451,15 +452,15 @@ def test_half_precision() -> None:
     call = case.call(model.blocks[0], tokens)
     expected = of_values_and_tokens(call, kinds)
     outputs = {name: expected.pop(name) for name in ("output_norm", "output_rank")}
-    # Sums of at most 21 terms, each to an eps; a median or a count does not move.
+    # Sums of at most 21 terms are off by an eps per term; medians and counts are exact.
     eps = torch.finfo(torch.float32).eps
     check(ds, "blocks.0.attn", expected, 4 * 21 * eps)
-    # The model itself rounds its outputs, by 2^-9 each; singular values move by no more than the matrix.
+    # The model rounds each output by 2^-9; singular values change by at most as much as the matrix.
     check(ds, "blocks.0.attn", outputs, 8 * 2**-9)
 
 
 def test_one_pass_for_both_probes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both probes share a pass, in any order, and with a number of images that ends within a batch."""
+    """The two probes share a pass in either order, also when max_images ends within a batch."""
     passes = []
     measure = softmax.measure_softmax
     monkeypatch.setattr(
@@ -474,28 +475,28 @@ def test_one_pass_for_both_probes(monkeypatch: pytest.MonkeyPatch) -> None:
         recorded(model, *x.split([2, 3]), probes=probes, max_images=4)
         for probes in (HEALTH, HEALTH[::-1])
     )
-    # Each pass forms a softmax again, which is most of the probe's time.
+    # Each pass computes the softmax again, which takes most of the probe's time.
     assert len(passes) == 2 * 2 * 2  # recordings, batches, layers
     xr.testing.assert_equal(
         first.dataset[sorted(first.dataset.data_vars)],
         second.dataset[sorted(second.dataset.data_vars)],
     )
-    # max_images ends within the second batch: 2 of 3 images count.
+    # max_images ends within the second batch: 2 of its 3 images count.
     only = recorded(model, x[:4], probes="health").dataset
     for name, values in only.data_vars.items():
         np.testing.assert_allclose(values, first.dataset[name], rtol=1e-5, err_msg=name)
     assert "sink" not in recorded(model, x).dataset
 
 
-def test_a_softmax_that_is_a_call_of_its_own_shows_no_values() -> None:
-    """Other numbers are recorded; and a silent head has outputs of norm and rank 0, which is no missing number."""
+def test_separate_softmax_records_no_values() -> None:
+    """A softmax called on its own records all numbers but those of values; a silent head's norm and rank are 0."""
     case = CASES["timm"]
     x = torch.randn(IMAGES, 3, 12, 20)
     model = sharpen(case.make())
     with torch.no_grad():
         attention = model.blocks[0].attn
         for parameter in (attention.qkv.weight, attention.qkv.bias):
-            # Values of the first head: 7 of 21 channels behind those of queries and keys.
+            # The values of the first head are 7 of 21 channels, after the channels of queries and keys.
             parameter[2 * 21 : 2 * 21 + 7] = 0
     fused = recorded(model, x, probes="health").dataset.isel(epoch=0)
     for block in model.blocks:
@@ -504,7 +505,7 @@ def test_a_softmax_that_is_a_call_of_its_own_shows_no_values() -> None:
     hidden = {"sink_value_norm", "output_norm", "output_rank"}
     assert all(np.isnan(apart[name]).all() for name in hidden)
     for name, values in apart.drop_vars(hidden).data_vars.items():
-        # Fused attention rounds in other places than logits, softmax and product one by one.
+        # Fused attention rounds at other places than separate logits, softmax and product.
         np.testing.assert_allclose(values, fused[name], rtol=1e-4, err_msg=name)
     for name in hidden:
         assert fused[name][0, 0] == 0
@@ -512,8 +513,8 @@ def test_a_softmax_that_is_a_call_of_its_own_shows_no_values() -> None:
     assert (fused.nonfinite_images == 0).all()
 
 
-def test_nan_is_seen() -> None:
-    """An image of NaN makes the histogram NaN, and is counted."""
+def test_nan_gives_nan_and_is_counted() -> None:
+    """An image of NaN makes the histogram and the largest logit NaN and is counted."""
     case = CASES["timm"]
     x = torch.randn(IMAGES, 3, 12, 20)
     x[3] = torch.nan
@@ -525,11 +526,11 @@ def test_nan_is_seen() -> None:
 
 
 def test_largest_value_over_ranks() -> None:
-    """The largest value is that of any rank; a rank without images has none, NaN stays, and none at all is NaN."""
+    """The largest value over ranks keeps NaN and ignores ranks without images; no value at all is NaN."""
     from tcnn_probe.recording.accumulator import EpochSums
 
     ranks = [
-        # NaN of one rank must win over a number of another, and -inf stands for no value yet.
+        # NaN on one rank takes precedence over a number on another; -inf stands for no value yet.
         EpochSums(largest={"max_logit": np.array([3.0, -2.0, np.nan, -np.inf])}),
         EpochSums(),
         EpochSums(largest={"max_logit": np.array([1.0, 5.0, 7.0, -np.inf])}),

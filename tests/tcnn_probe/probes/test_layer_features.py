@@ -1,4 +1,4 @@
-"""Features of chosen images beside the layers' own outputs in float64."""
+"""Layer features of chosen images compared with the layers' own outputs in float64."""
 
 from pathlib import Path
 
@@ -13,13 +13,13 @@ from tcnn_model import reparameterize
 from tests.tcnn_probe.attention.sharpen import sharpen
 from tests.tcnn_probe.probes.scattered_models import images, scattered
 
-FLOAT16 = 2.0**-11  # of a number, or
-SMALL = 2.0**-25  # where it is below the smallest normal one
+FLOAT16 = 2.0**-11  # the relative rounding error
+SMALL = 2.0**-25  # the absolute error below the smallest normal number
 
 
 def tcnn() -> nn.Module:
     torch.manual_seed(0)
-    # A width of its own for every stage.
+    # Every stage has a different width.
     channels = {"channels": (5, 7, 11, 13), "num_classes": 3}
     return reparameterize(
         scattered(timm.create_model("resnet10t", **channels)), layers="layer4.0.conv1"
@@ -27,7 +27,7 @@ def tcnn() -> nn.Module:
 
 
 def outputs(model: nn.Module, x: Tensor, *names: str) -> dict[str, np.ndarray]:
-    """Return outputs of layers, (B, C, N) or (B, N, C) as the layer has it; in float32, as they were recorded."""
+    """Return the layers' outputs in float32, as recorded, in the layer's own layout, (B, C, N) or (B, N, C)."""
     arrays: dict[str, np.ndarray] = {}
     for name in names:
         keep = lambda _, __, out, name=name: arrays.__setitem__(  # noqa: E731
@@ -51,7 +51,7 @@ def recorded(
 
 
 def check(feature: np.ndarray, expected: np.ndarray, terms: np.ndarray) -> None:
-    """Rounding to float16, and of the mean in float32."""
+    """Compare features to within the rounding to float16 and of the mean in float32."""
     assert (
         abs(feature - expected)
         <= FLOAT16 * abs(expected) + SMALL + 4 * 2.0**-23 * terms
@@ -65,12 +65,12 @@ def cosines(tokens: np.ndarray) -> float:
     return products[:, ~np.eye(tokens.shape[1], dtype=bool)].mean()
 
 
-def test_of_feature_maps_beside_heads(tmp_path: Path) -> None:
+def test_features_of_feature_maps_next_to_heads(tmp_path: Path) -> None:
     model = tcnn()
     x = images(5, 64, 96)
-    # One in each batch, and one that never comes.
+    # Each batch contains one of the chosen images; the third never comes.
     recorder = recorded(model, x, tmp_path / "run.zarr", images=[1, 4, 9])
-    # The heads are recorded as ever.
+    # The heads are recorded as without features.
     assert recorder.dataset.layer.values.tolist() == ["layer4.0.conv1"]
     features = recorder.tree["features"].dataset.isel(epoch=0)
     assert features.layer.values.tolist() == [f"layer{n}" for n in range(1, 5)]
@@ -85,12 +85,12 @@ def test_of_feature_maps_beside_heads(tmp_path: Path) -> None:
         assert np.isnan(feature[:, channels:]).all()
         tokens = output.reshape(5, channels, -1).swapaxes(1, 2)
         expected = cosines(tokens) if tokens.shape[1] > 1 else 1
-        # A mean of float32 cosines of both signs, which cancel in part.
+        # The mean of float32 cosines of both signs cancels in part.
         np.testing.assert_allclose(row.token_cosine, expected, rtol=1e-4)
         assert row.images == 5
 
 
-def test_of_tokens() -> None:
+def test_features_of_tokens() -> None:
     torch.manual_seed(0)
     options = {"img_size": (32, 48), "depth": 2, "embed_dim": 12, "num_heads": 3}
     model = sharpen(
@@ -109,17 +109,17 @@ def test_of_tokens() -> None:
         np.testing.assert_allclose(
             features.token_cosine.sel(layer=layer), cosines(output[:, 2:]), rtol=1e-4
         )
-        # Class and distillation token.
+        # The first two tokens are the class and the distillation token.
         similarity = tcnn_probe.representation.token_cosine(
             feature[:, 1:].astype(float)
         )
-        # Stored as float16: each of the two tokens is off by up to 2^-11 of its length.
+        # Each of the two tokens, stored as float16, is off by up to 2^-11 of its length.
         np.testing.assert_allclose(
             similarity.mean(), cosines(output[:4, :2]), atol=2e-3
         )
 
 
-def test_of_channels_last() -> None:
+def test_features_of_layers_with_channels_last() -> None:
     x = images(5, 7, 7).movedim(1, -1)
     model = nn.Sequential(nn.Identity()).eval()
     probe = tcnn_probe.features("0", 5)
@@ -133,7 +133,7 @@ def test_of_channels_last() -> None:
         with tcnn_probe.record(model, probes=probe) as recorder:
             model(x)
             recorder.mark(epoch=0)
-        # Features are stored as float16, whose rounding is 2^-11 of a number.
+        # Features are stored as float16, with a relative rounding error of 2^-11.
         np.testing.assert_allclose(
             recorder.tree["features"].feature[0, 0, :, 0],
             expected,
@@ -147,7 +147,7 @@ def test_of_channels_last() -> None:
     assert recorder.tree["features"].sizes["channel"] == 7
 
 
-def test_cka_with_the_cnn_is_1_at_the_same_function() -> None:
+def test_cka_with_the_cnn_is_1_for_the_same_function() -> None:
     torch.manual_seed(0)
     cnn = (
         scattered(
@@ -156,7 +156,7 @@ def test_cka_with_the_cnn_is_1_at_the_same_function() -> None:
         .double()
         .eval()
     )
-    # Gates and localities of 40: position alone, on a single pixel each, which is the convolution.
+    # Gates and localities of 40 leave attention by position, on a single pixel per head: the convolution.
     same = reparameterize(cnn, stride="keep", locality_strength=40, gating=40)
     blurred = reparameterize(cnn)
     x = images(7, 64, 96).double()
@@ -179,8 +179,8 @@ def test_cka_with_the_cnn_is_1_at_the_same_function() -> None:
         assert (abs(far - 1) < 1e-6) == (layer == "layer3")
 
 
-def test_the_store_grows_by_what_was_said(tmp_path: Path) -> None:
-    """Random features are hardly compressed; what is beside them is a few kilobytes."""
+def test_the_store_grows_by_the_documented_size(tmp_path: Path) -> None:
+    """A store of random features, which hardly compress, exceeds their size by at most a few kilobytes."""
     model = nn.Sequential(nn.Conv2d(3, 97, 1)).eval()
     x = torch.randn(101, 3, 3, 5)
     sizes = []
@@ -198,14 +198,14 @@ def test_the_store_grows_by_what_was_said(tmp_path: Path) -> None:
                 if path.is_file()
             )
         )
-    # Two bytes for each of 97 channels of 89 images.
+    # Features take two bytes for each of 97 channels of 89 images.
     said = 89 * 97 * 2
-    # Random float16 still shrinks a little, as its exponents repeat.
+    # Random float16 numbers shrink a little, as their exponents repeat.
     assert 0.7 * said < sizes[1] - sizes[0] < said + 4000
 
 
-def test_layers_and_images_as_they_may_be_given(tmp_path: Path) -> None:
-    """Names that are globs too, RegNet's stages, and NumPy's integers."""
+def test_accepted_forms_of_layers_and_images(tmp_path: Path) -> None:
+    """Layers may be names, globs or RegNet's stages, and images may be NumPy integers."""
     model = nn.Sequential()
     for name in ("s1", "a[1]"):
         model.add_module(name, nn.Conv2d(3, 3, 1))
@@ -224,7 +224,7 @@ def test_layers_and_images_as_they_may_be_given(tmp_path: Path) -> None:
     assert tcnn_probe.features(images=np.int64(2)).images == (0, 1)
 
 
-def test_refusals(tmp_path: Path) -> None:
+def test_bad_arguments_are_refused(tmp_path: Path) -> None:
     model = tcnn()
     x = images(5, 64, 96)
     with pytest.raises(

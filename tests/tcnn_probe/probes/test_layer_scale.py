@@ -1,4 +1,4 @@
-"""LayerScale's weights and the share of residual branches, against each block written out in float64."""
+"""LayerScale's weights and the share of residual branches, compared with each block written out in float64."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -35,7 +35,7 @@ Pairs = Sequence[tuple[Tensor, Tensor]]
 
 
 def vit(block: Any, x: Tensor, **rest: Any) -> Pairs:
-    # Written out block by block, since timm's own forward is what the probe reads.
+    # The block is written out, as the probe reads timm's own forward.
     first = block.ls1(block.attn(block.norm1(x)))
     then = x + first
     return [(first, x), (block.ls2(block.mlp(block.norm2(then))), then)]
@@ -44,7 +44,7 @@ def vit(block: Any, x: Tensor, **rest: Any) -> Pairs:
 def gammas(block: Any, x: Tensor, **positions: Any) -> Pairs:
     first = block.attn(block.norm1(x), **positions)
     unit = torch.ones(1, dtype=x.dtype)
-    # Without a weight the branch counts as it is.
+    # A branch without a weight counts as it is.
     first = first * (unit if block.gamma_1 is None else block.gamma_1)
     then = x + first
     second = block.mlp(block.norm2(then))
@@ -57,7 +57,7 @@ def gammas(block: Any, x: Tensor, **positions: Any) -> Pairs:
 def cait(block: Any, x: Tensor, x_cls: Tensor | None = None) -> Pairs:
     main = x if x_cls is None else x_cls
     first = block.gamma_1 * block.attn(
-        # In class attention the patches are looked at, and only the class token is added to.
+        # Class attention looks at the patches but adds to the class token only.
         block.norm1(x if x_cls is None else torch.cat((x_cls, x), 1))
     )
     return [
@@ -67,7 +67,7 @@ def cait(block: Any, x: Tensor, x_cls: Tensor | None = None) -> Pairs:
 
 
 def resmlp(block: Any, x: Tensor) -> Pairs:
-    # ResMLP mixes tokens by a matrix, without attention.
+    # ResMLP mixes tokens with a matrix, without attention.
     mixed = torch.einsum("mn,bnc->bmc", block.linear_tokens.weight, block.norm1(x))
     first = block.ls1 * (mixed + block.linear_tokens.bias[:, None])
     return [
@@ -84,7 +84,7 @@ def mixer(block: Any, x: Tensor) -> Pairs:
 def xcit(block: Any, x: Tensor, height: int, width: int) -> Pairs:
     first = block.gamma1 * block.attn(block.norm1(x))
     then = x + first
-    # A third branch between the two, in the order in which XCiT adds them.
+    # XCiT adds a third branch between the other two.
     local = block.gamma3 * block.local_mp(block.norm3(then), height, width)
     last = then + local
     return [
@@ -96,7 +96,7 @@ def xcit(block: Any, x: Tensor, height: int, width: int) -> Pairs:
 
 def convnext(block: Any, x: Tensor) -> Pairs:
     y = block.conv_dw(x)
-    # Linear layers on the last axis, or convolutions on the first.
+    # The layers are linear on the last axis, or convolutions on the first.
     y = (
         block.mlp(block.norm(y))
         if block.use_conv_mlp
@@ -129,7 +129,7 @@ def metaformer(block: Any, x: Tensor) -> Pairs:
 def expected(
     model: nn.Module, batch: Tensor, oracle: Callable[..., Pairs], *classes: str
 ) -> dict[str, np.ndarray]:
-    """For each block the mean over images of each branch's ratio, pixel by pixel in float64."""
+    """Return, for each block, the mean over images of each branch's ratio, computed pixel by pixel in float64."""
     calls = inputs_in_float64(
         model, batch, lambda module: type(module).__name__ in classes
     )
@@ -143,7 +143,7 @@ def expected(
                 ]
                 for added, main in oracle(block, *args, **kwargs)
             ]
-            # The mean of ratios, and not the ratio of means.
+            # This is the mean of ratios, not the ratio of means.
             ratios[name] = np.array(rows).mean(1)
     return ratios
 
@@ -159,7 +159,7 @@ class Windows(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         cfg = MaxxVitTransformerCfg(
-            # One channel a head, so that three channels are three heads.
+            # With one channel per head, three channels are three heads.
             dim_head=1,
             window_size=(3, 5),
             grid_size=(3, 5),
@@ -198,7 +198,7 @@ def timms(name: str, **about: Any) -> Callable[[], nn.Module]:
 
 SMALL = (32, 48)
 SCALED = {"init_values": 0.3}
-# A width of its own for every stage, so that none can be taken for another.
+# Every stage has a different width, so that no stage can be mistaken for another.
 CONVNEXT = partial(
     timm.create_model, "convnext_tiny", depths=(1, 1, 2, 1), dims=(5, 7, 11, 13)
 )
@@ -215,7 +215,7 @@ BLOCKS: dict[
     ),
     "beit": (timms("beit_base_patch16_224", **SCALED), gammas, ["Block"], SMALL),
     "eva": (
-        # Patches of 14 x 14 pixels.
+        # Patches have 14 x 14 pixels.
         timms("eva02_tiny_patch14_224", img_size=(28, 42), embed_dim=24),
         gammas,
         ["EvaBlock"],
@@ -244,10 +244,10 @@ BLOCKS: dict[
 
 
 @pytest.mark.parametrize("family", BLOCKS)
-def test_ratio_is_that_of_the_block_written_out(family: str) -> None:
+def test_ratio_equals_that_of_the_block_written_out(family: str) -> None:
     make, oracle, classes, size = BLOCKS[family]
     torch.manual_seed(0)
-    # As made, weights of LayerScale are all alike, so that a wrong branch or block would have the right ratio.
+    # The initial LayerScale weights are all alike, so a wrong branch or block would have the right ratio.
     model = scattered(make().eval())
     batch = images(3, *size)
     # Batches have different sizes: one image, then two.
@@ -256,12 +256,12 @@ def test_ratio_is_that_of_the_block_written_out(family: str) -> None:
     assert list(ds["layer"].values) == list(truth)
     np.testing.assert_array_equal(ds.images, 3)
     for layer, ratios in truth.items():
-        # float32 models: branches carry a relative error of some 1e-6, norms average it
+        # Branches of a float32 model carry a relative error of about 1e-6, which norms average.
         np.testing.assert_allclose(
             ds.residual_ratio.sel(layer=layer)[: len(ratios)], ratios, rtol=1e-4
         )
         assert np.isnan(ds.residual_ratio.sel(layer=layer)[len(ratios) :]).all()
-    # MLP-Mixer has no LayerScale, nor this EVA without its weights.
+    # MLP-Mixer has no LayerScale, and this EVA has no weights for it.
     assert ("scale" in ds) == (family not in ("mixer", "eva"))
     if family == "resmlp":
         np.testing.assert_allclose(
@@ -269,9 +269,9 @@ def test_ratio_is_that_of_the_block_written_out(family: str) -> None:
             model.blocks[1].ls1.detach().double(),
             rtol=0,
         )
-    if family == "convnext":  # channels beyond a stage are NaN
+    if family == "convnext":  # channels beyond a stage's width are NaN
         assert ds.scale.dims == ("layer", "branch", "channel")
-        # Stages of one, one, two and one block.
+        # The stages have one, one, two and one block.
         assert [int(np.isfinite(row).sum()) for row in ds.scale.values] == [
             5,
             7,
@@ -282,7 +282,7 @@ def test_ratio_is_that_of_the_block_written_out(family: str) -> None:
         assert "channel" in ds.coords
 
 
-def test_scale_is_read_when_marked_and_is_1_without() -> None:
+def test_scale_is_read_at_the_mark_and_is_1_for_branches_without_one() -> None:
     model = small("vit_tiny_patch16_224", **VIT | {"init_values": 0.3})
     batch = images(1)
     # A branch without LayerScale counts as 1.
@@ -290,7 +290,7 @@ def test_scale_is_read_when_marked_and_is_1_without() -> None:
     with tcnn_probe.record(model, probes="layer-scale") as recorder, torch.no_grad():
         for epoch in range(2):
             model(batch)
-            # After the forward and before the mark: the mark decides which value is recorded.
+            # The weight changes between the forward and the mark, and the value at the mark is recorded.
             model.blocks[0].ls1.gamma.mul_(2)
             recorder.mark(epoch=epoch)
     ds = recorder.tree["layer-scale"].to_dataset().load()
@@ -315,22 +315,22 @@ def test_layer_scale_in_place() -> None:
     before = recorded(model, "layer-scale", batch)
     for block in model.blocks:
         block.ls1.inplace = block.ls2.inplace = True
-    # In place, the branch is overwritten before the sum; the ratio must be taken from it in time.
+    # LayerScale in place overwrites the branch before the sum, so the ratio must be computed before that.
     np.testing.assert_array_equal(
         recorded(model, "layer-scale", batch).residual_ratio, before.residual_ratio
     )
 
 
-# Room for ten roundings in a row.
+# The tolerance allows ten roundings in a row.
 @pytest.mark.parametrize(
     ("dtype", "rtol"), [(torch.bfloat16, 2e-2), (torch.float16, 3e-3)], ids=str
 )
 def test_half_precision(dtype: torch.dtype, rtol: float) -> None:
-    """The model's own rounding, of 2^-9 and 2^-12 an operation, is all the error: norms are taken in float32."""
+    """The model's own rounding, 2^-9 or 2^-12 per operation, is the only error, as norms are taken in float32."""
     model = small("vit_tiny_patch16_224", **VIT | {"init_values": 0.3}).to(dtype)
     with torch.no_grad():
         # The sum of squares of such values overflows in float16.
-        model.pos_embed.mul_(80000)  # a norm beyond the range of float16
+        model.pos_embed.mul_(80000)  # a norm of these is beyond the range of float16
     batch = images(3).to(dtype)
     truth = expected(model, batch, vit, "Block")
     np.testing.assert_allclose(
@@ -340,9 +340,9 @@ def test_half_precision(dtype: torch.dtype, rtol: float) -> None:
     )
 
 
-def test_training_is_measured_before_stochastic_depth() -> None:
-    """CaiT calls one DropPath twice; what the second branch is added to depends on what the first one dropped."""
-    # One block, and half of the branches dropped, so that both cases occur among eleven images.
+def test_branches_in_training_are_measured_before_stochastic_depth() -> None:
+    """Branches of CaiT, which calls one DropPath twice, are measured undropped, relative to what they are added to."""
+    # The model has one block and drops half of the branches, so that eleven images contain both cases.
     model = small("cait_xxs24_224", **VIT | {"drop_path_rate": 0.5, "depth": 1}).train()
     block = model.blocks[0]
     calls = {}
@@ -353,9 +353,9 @@ def test_training_is_measured_before_stochastic_depth() -> None:
     torch.manual_seed(3)
     ds = recorded(model, "layer-scale", images(11), when="train")
     first = block.gamma_1 * calls["attn"][1]
-    # A dropped branch leaves what it is added to as it was.
+    # A dropped branch leaves its input as it was.
     dropped = (calls["norm2"][0] == calls["norm1"][0]).flatten(1).all(1)
-    # Both cases are there: else the test would pass with the wrong branch.
+    # Without both cases the test would pass with the wrong branch.
     assert 0 < dropped.sum() < 11
     pairs = (
         (first, calls["norm1"][0]),
@@ -373,7 +373,7 @@ def test_training_is_measured_before_stochastic_depth() -> None:
 def test_block_with_another_forward_is_left_alone() -> None:
     class Other(timm.models.vision_transformer.Block):
         def forward(self, x: Tensor, **rest: Any) -> Tensor:
-            # The class is a Block, and its sum is another: reading it as one would be wrong in silence.
+            # The class is a Block with a different sum, which would silently be read as that of a Block.
             return super().forward(2 * x)
 
     model = small("vit_tiny_patch16_224", **VIT | {"block_fn": Other})
@@ -385,9 +385,9 @@ def test_block_with_another_forward_is_left_alone() -> None:
     assert not model._forward_hooks
 
 
-def test_block_that_is_not_what_it_is_taken_for() -> None:
+def test_block_whose_sum_is_changed_by_a_hook_is_not_recorded() -> None:
     model = small("vit_tiny_patch16_224", **VIT)
-    # A hook of somebody else's changes what is added, so that the sum no longer is that of the branches.
+    # A foreign hook changes the branch that is added, so the sum no longer is that of the branches.
     model.blocks[1].drop_path2.register_forward_hook(lambda m, x, y: 3 * y)
     with (
         tcnn_probe.record(model, probes="layer-scale"),
@@ -400,8 +400,8 @@ def test_block_that_is_not_what_it_is_taken_for() -> None:
 ORDER = ["mixer", "mlp", "local"]
 
 
-def test_labels_and_resuming(tmp_path: Path) -> None:
-    """Branches have as many labels as the layers have branches."""
+def test_labels_of_branches_and_resuming(tmp_path: Path) -> None:
+    """A recording has as many labels of branches as the layers have, also after resuming."""
     for name, labels in (
         ("xcit_nano_12_p16_224", ["mixer", "mlp", "local"]),
         ("vit_tiny_patch16_224", ["mixer", "mlp"]),
@@ -416,7 +416,7 @@ def test_labels_and_resuming(tmp_path: Path) -> None:
                     model(images(2))
                 recorder.mark(epoch=epoch)
         ds = tcnn_probe.open(path)["layer-scale"].to_dataset()
-        # The same model and images: the second run must continue with the same order of branches.
+        # The second run, with the same model and images, must keep the order of branches.
         np.testing.assert_array_equal(ds.residual_ratio[0], ds.residual_ratio[1])
         assert ds.branch.values.tolist() == labels
         assert "Fig. 3.6" in ds.residual_ratio.attrs["description"]

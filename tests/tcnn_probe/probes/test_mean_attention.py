@@ -1,4 +1,4 @@
-"""The mean over images of the attention of chosen queries, beside float64 over all images at once."""
+"""Mean attention of chosen queries over images, compared with float64 over all images at once."""
 
 from typing import Any
 
@@ -13,7 +13,7 @@ from tcnn_model import GPSA
 from tests.tcnn_probe.attention.bruteforce import attention_of
 from tests.tcnn_probe.attention.sharpen import sharpen
 
-# The middle, and a corner: the last column, which begins below 1.
+# The queries are the middle and a corner in the last column, which begins below 1.
 QUERIES = [(0.5, 0.5), (0.0, 0.99)]
 
 
@@ -22,14 +22,14 @@ def recorded(model: nn.Module, x: Tensor) -> tcnn_probe.Recorder:
         tcnn_probe.record(model, probes=tcnn_probe.mean_attention(QUERIES)) as recorder,
         torch.no_grad(),
     ):
-        # Uneven batches, whose plain mean of means would be wrong.
+        # Batches are uneven, so the plain mean of the batch means would be wrong.
         for batch in x.split([3, 2]):
             model(batch)
         recorder.mark(epoch=0)
     return recorder
 
 
-def test_of_a_vit_with_a_class_token() -> None:
+def test_mean_attention_of_a_vit_with_a_class_token() -> None:
     torch.manual_seed(0)
     options = {"img_size": (48, 80), "depth": 2, "embed_dim": 12, "num_heads": 3}
     model = sharpen(timm.create_model("vit_tiny_patch16_224", **options)).eval()
@@ -37,10 +37,10 @@ def test_of_a_vit_with_a_class_token() -> None:
     recording = recorded(model, x).tree["mean-attention"].dataset.isel(epoch=0)
     assert recording["query"].values.tolist() == ["0.5, 0.5", "0, 0.99"]
     assert (recording.images == 5).all()
-    for reference in attention_of(model, x):  # grid of 3 x 5, after a class token
-        # After the class token: row 1 and column 2, the middle; row 0 and column 4, the corner.
+    for reference in attention_of(model, x):  # the grid is 3 x 5, after a class token
+        # After the class token, the middle is row 1 and column 2, the corner row 0 and column 4.
         rows = reference.weights[:, :, [1 + 1 * 5 + 2, 1 + 4], 1:].mean(0).numpy()
-        # Weights of at most 1, stored as float32.
+        # Weights are at most 1 and stored as float32.
         np.testing.assert_allclose(
             recording.mean_attention.sel(layer=reference.layer),
             rows.reshape(3, 2, 3, 5),
@@ -48,9 +48,9 @@ def test_of_a_vit_with_a_class_token() -> None:
         )
 
 
-def test_of_gated_attention() -> None:
+def test_mean_attention_of_gated_layers() -> None:
     torch.manual_seed(0)
-    # A gate of about a quarter and sharp content, so that both halves show.
+    # The gate is about a quarter and the content sharp, so that both parts contribute.
     layer = GPSA(3, 4, 3, padding=1, gating=-1.0, qk_scale=50.0)
     x = torch.randn(5, 3, 7, 5)
     mean = (
@@ -58,11 +58,11 @@ def test_of_gated_attention() -> None:
         .tree["mean-attention"]
         .mean_attention[0, 0]
     )
-    # (B, heads, N_query, padded keys).
+    # The axes are (B, heads, N_query, padded keys).
     padded = layer.double().attention(x.double()).detach()
-    # Without the padding: row 3 and column 2 of 7 x 5, the middle; column 4 of the first row, the corner.
+    # Without the padding, the middle of 7 x 5 is row 3 and column 2, the corner column 4 of the first row.
     rows = padded.unflatten(-1, (9, 7))[:, :, [3 * 5 + 2, 4], 1:-1, 1:-1].mean(0)
-    # Weights of at most 1, stored as float32.
+    # Weights are at most 1 and stored as float32.
     np.testing.assert_allclose(mean, rows, atol=1e-6)
 
 

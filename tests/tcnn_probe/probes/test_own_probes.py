@@ -1,4 +1,4 @@
-"""A user's own probes, of ten lines, and what is said of badly written ones."""
+"""Short probes written by users, and the errors about badly written ones."""
 
 import re
 from collections.abc import Callable, Mapping
@@ -39,7 +39,7 @@ X = torch.randn(7, 2, 11, 13, generator=torch.Generator().manual_seed(0))
 def network() -> nn.Sequential:
     torch.manual_seed(0)
     return nn.Sequential(
-        # The second ReLU overwrites its input, which a probe must have seen before.
+        # The second ReLU overwrites its input, so a probe must read the input before.
         nn.Conv2d(2, 3, 3),
         nn.ReLU(),
         nn.Conv2d(3, 5, 3),
@@ -53,7 +53,7 @@ def test_share_of_zeros_after_relu(tmp_path: Path) -> None:
         tcnn_probe.record(model, tmp_path / "run.zarr", probes=ZEROS) as recorder,
         torch.no_grad(),
     ):
-        # Batches of unequal size: their plain mean is not the mean over images.
+        # Batches are uneven, so the plain mean of the batch means is not the mean over images.
         model(X[:2])
         model(X[2:])
         recorder.mark(epoch=0, top1=0.5)
@@ -61,7 +61,7 @@ def test_share_of_zeros_after_relu(tmp_path: Path) -> None:
     with torch.no_grad():
         outputs = [model[: n + 1](X) for n in (1, 3)]
     truth = [(output == 0).double().mean() for output in outputs]
-    # Counts, averaged in float64.
+    # Shares of counts are averaged in float64.
     np.testing.assert_allclose(ds.share.sel(epoch=0), truth, rtol=1e-12)
     assert list(ds["layer"].values) == ["1", "3"]
     assert ds.share.attrs == {
@@ -71,7 +71,7 @@ def test_share_of_zeros_after_relu(tmp_path: Path) -> None:
     }
 
 
-def test_largest_weight_of_each_head_beside_the_built_in_ones_and_by_name() -> None:
+def test_largest_weight_of_each_head_next_to_built_in_probes_and_by_name() -> None:
     model = small("vit_tiny_patch16_224", **VIT)
     batch = images(5)
     tcnn_probe.register(LARGEST)
@@ -87,11 +87,11 @@ def test_largest_weight_of_each_head_beside_the_built_in_ones_and_by_name() -> N
             model, batch[:2], batch[2:], probes=[*tcnn_probe.DEFAULT, "largest"]
         )
     finally:
-        # The registry is the process's: other tests would find the probe.
+        # The registry belongs to the process, so other tests would find the probe.
         del tcnn_probe.PROBES["largest"]
     weights: list[Tensor] = []
     for block in model.blocks:
-        # The fused kernel never forms the weights.
+        # The fused kernel never computes the weights.
         block.attn.fused_attn = False
         block.attn.attn_drop.register_forward_hook(lambda m, x, y: weights.append(y))
     with torch.no_grad():
@@ -114,7 +114,8 @@ def test_two_probes_may_want_the_same_submodules() -> None:
         }
 
     model = network()
-    model[3].inplace = False  # which would overwrite what the convolution gave
+    # In place, the ReLU would overwrite the convolution's output.
+    model[3].inplace = False
 
     class OfPart(tcnn_probe.Probe):
         def parts(self, module: Any) -> dict[str, nn.Module]:
@@ -134,14 +135,14 @@ def test_two_probes_may_want_the_same_submodules() -> None:
         )
 
 
-def test_variables_that_some_layers_or_epochs_or_forwards_have() -> None:
-    """A mean is over the images that gave it; what no layer had at the first mark is dropped with a warning."""
+def test_variables_that_only_some_layers_epochs_or_forwards_have() -> None:
+    """Means are over the images that gave a variable; one that no layer had at the first mark is dropped, and told."""
     late: list[bool] = []
 
     def measure(call: Any) -> Mapping[str, Tensor]:
         mean = call.output.mean((2, 3))
         last = {"last": mean[:, :2]} if call.name == "2" else {}
-        # Only in the forward of three images, not in that of four.
+        # The variable comes only in the forward of three images, not in that of four.
         at_times = {"at_times": torch.full((len(mean),), 3.0)} if len(mean) == 3 else {}
         return {
             "mean": mean,
@@ -164,11 +165,11 @@ def test_variables_that_some_layers_or_epochs_or_forwards_have() -> None:
         model(X[:3])
         model(X[3:])
         recorder.mark(epoch=0)
-        # Without a dimension, as the recording could not add one anyway.
+        # The variable has no dimension, as the recording could not add one anyway.
         recorder._collector.accumulators["0", "own"].probe.variables["late"] = (
             variable()
         )
-        # From here on measure() gives one variable more.
+        # From here on measure() returns one variable more.
         late.append(True)
         model(X[3:])
         with pytest.warns(
@@ -219,7 +220,7 @@ REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
 ]
 
 
-def test_what_could_not_be_recorded_is_refused_at_once() -> None:
+def test_values_that_cannot_be_recorded_are_refused_at_once() -> None:
     for about, error, message in REFUSED:
         with pytest.raises(error, match=message):
             tcnn_probe.Probe(**OWN | about)
@@ -278,7 +279,9 @@ BAD: dict[str, tuple[tcnn_probe.Probe, type[Exception], str]] = {
 
 
 @pytest.mark.parametrize("case", BAD)
-def test_badly_written_ones_name_the_layer_and_leave_the_model_clean(case: str) -> None:
+def test_errors_of_bad_probes_name_the_layer_and_leave_the_model_clean(
+    case: str,
+) -> None:
     probe, error, message = BAD[case]
     model = small("vit_tiny_patch16_224", **VIT)
     batch = images(2)
@@ -298,7 +301,7 @@ def test_badly_written_ones_name_the_layer_and_leave_the_model_clean(case: str) 
 
 
 def test_after_an_error_the_next_epoch_is_right() -> None:
-    """Nothing of the forward that failed is kept, not even of its first layer."""
+    """Nothing of a failed forward is kept, not even of its first layer."""
     fail: list[bool] = [True]
 
     def measure(call: Any) -> Mapping[str, Tensor]:
@@ -309,7 +312,7 @@ def test_after_an_error_the_next_epoch_is_right() -> None:
     probe = tcnn_probe.Probe("own", ZEROS.variables, nn.ReLU, measure=measure)
     with tcnn_probe.record(model, probes=probe) as recorder, torch.no_grad():
         with pytest.raises(ZeroDivisionError):
-            # Another scale: what the first layer gave before the error would show.
+            # Values from before the error would show, as they have another scale.
             model(9 * X)
         fail.clear()
         model(X[:3])
@@ -342,13 +345,13 @@ def test_after_an_error_the_next_epoch_is_right() -> None:
     ],
     ids=["kinds", "dimensions", "no layer"],
 )
-def test_probes_that_cannot_be_used(probes: Any, message: str) -> None:
+def test_unusable_probes_are_refused(probes: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         tcnn_probe.record(network(), probes=probes)
 
 
-def test_probe_that_finds_no_layer_is_told() -> None:
-    """Once; those of other attention than the model has, which are there by default, are not."""
+def test_probe_without_a_layer_is_warned_about() -> None:
+    """A probe that finds no layer is warned about once; default probes of attention that the model lacks are not."""
     model = network()
     with tcnn_probe.record(
         model, probes=[*tcnn_probe.DEFAULT, "layer-scale", ZEROS]

@@ -1,4 +1,4 @@
-"""Attention between segments of tokens, pair by pair in float64, with the segments written by hand."""
+"""Attention between segments of tokens, compared pair by pair in float64 with segments written out in the tests."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -28,13 +28,13 @@ from tests.tcnn_probe.contracts.helpers import recorded
 SEGMENTS = ["class", "register", "patch", "text", "other"]
 VIT: dict[str, Any] = {"embed_dim": 12, "depth": 2, "num_heads": 3}
 SIDES = (48, 80)
-PATCHES = ["patch"] * 15  # 3 x 5 patches of 16 x 16
+PATCHES = ["patch"] * 15  # 3 x 5 patches of 16 x 16 pixels
 
 
 def brute_force(
     weights: np.ndarray, queries: Sequence[str], keys: Sequence[str]
 ) -> np.ndarray:
-    """(images, heads, N_query, N_key) -> (heads, 5, 5)."""
+    """Return attention between segments: (images, heads, N_query, N_key) -> (heads, 5, 5)."""
     images, heads, *counts = weights.shape
     assert counts == [len(queries), len(keys)]
     shares = np.full((heads, 5, 5), np.nan)
@@ -45,7 +45,7 @@ def brute_force(
             for b in range(images):
                 for i in range(len(queries)):
                     if queries[i] == segment:
-                        # A query that sees nothing has a row of zeros, and is none of those averaged.
+                        # A query that sees nothing has a row of zeros and is left out of the average.
                         seeing += weights[b, h, i].any()
                         for j in range(len(keys)):
                             sums[SEGMENTS.index(keys[j])] += weights[b, h, i, j]
@@ -60,7 +60,7 @@ def check(
     segments: Sequence[tuple[Sequence[str], Sequence[str]]],
     **options: Any,
 ) -> tcnn_probe.Recorder:
-    """Compare a recording of two uneven batches with brute force, for queries and keys of each layer."""
+    """Compare a recording of two uneven batches with brute force; segments are of each layer's queries and keys."""
     recorder = recorded(model, *x.split([3, 2]), probes="segments", **options)
     ds = recorder.tree["segments"].dataset.isel(epoch=0)
     assert ds["query_segment"].values.tolist() == SEGMENTS
@@ -70,7 +70,7 @@ def check(
     references = attention_of(model, x)
     assert ds["layer"].values.tolist() == [ref.layer for ref in references]
     for reference, tokens in zip(references, segments, strict=True):
-        # Rows of several windows follow each other; all windows of an image count as much.
+        # Rows of several windows follow each other; all windows of an image have equal weight.
         expected = brute_force(reference.weights.numpy(), *tokens)
         actual = ds.segment_attention.sel(layer=reference.layer)[: len(expected)]
         np.testing.assert_allclose(actual, expected, atol=1e-5)
@@ -90,7 +90,8 @@ def test_vits(name: str, special: list[str]) -> None:
     model = sharpen(timm.create_model(name, img_size=SIDES, **VIT))
     tokens = special + PATCHES
     layers = [(tokens, tokens)] * 2
-    if not special:  # its pool asks with a single latent, which counts as a class token
+    # The pool's query is a single latent, which counts as a class token.
+    if not special:
         layers.append((["class"], tokens))
     recorder = check(model, torch.randn(5, 3, *SIDES), layers)
     assert recorder.missing == {}
@@ -115,7 +116,7 @@ def test_windows() -> None:
 
 
 class Named(nn.Module):
-    """Attention of patches joined to three learnt tokens, in a parameter of some name."""
+    """Attention of patches joined to three learned tokens, which are a parameter of the given name."""
 
     def __init__(self, name: str) -> None:
         super().__init__()
@@ -133,19 +134,19 @@ class Named(nn.Module):
 @pytest.mark.parametrize(
     ("name", "first"), [("register_tokens", "register"), ("tokens", "class")]
 )
-def test_registers_that_are_called_so(name: str, first: str) -> None:
+def test_registers_are_recognized_by_name(name: str, first: str) -> None:
     torch.manual_seed(0)
     tokens = [first, "register", "register", *PATCHES]
     check(sharpen(Named(name)), torch.randn(5, 3, *SIDES), [(tokens, tokens)])
 
 
 class Joint(nn.Module):
-    """Attention of patches joined to learnt words, or of learnt queries to both."""
+    """Attention of patches joined to learned words, or of learned queries to both."""
 
     def __init__(self, *, cross: bool = False) -> None:
         super().__init__()
         self.patches = nn.Conv2d(3, 12, 16, stride=16)
-        # Neither 15 patches nor one more, so that the lengths tell which is which.
+        # The lengths are neither 15 patches nor one more, so they tell words and patches apart.
         self.words = nn.Parameter(torch.randn(1, 17, 12))
         self.asking = nn.Parameter(torch.randn(1, 11, 12)) if cross else None
         self.attention = nn.MultiheadAttention(12, 3, batch_first=True)
@@ -161,7 +162,7 @@ class Joint(nn.Module):
 
 
 @pytest.mark.parametrize("cross", [False, True])
-def test_tokens_that_are_no_part_of_the_image(cross: bool) -> None:
+def test_tokens_that_do_not_belong_to_the_image(cross: bool) -> None:
     """Words before the patches are neither class tokens nor registers."""
     torch.manual_seed(0)
     keys = PATCHES if cross else ["other"] * 17 + PATCHES
@@ -170,8 +171,8 @@ def test_tokens_that_are_no_part_of_the_image(cross: bool) -> None:
     check(model, torch.randn(5, 3, *SIDES), [(queries, keys)])
 
 
-def test_bfloat16() -> None:
-    """Beside the attention of the same bfloat16 queries and keys, which the stream shows in float32."""
+def test_bfloat16_attention_between_segments() -> None:
+    """Shares in bfloat16 equal those of the same bfloat16 queries and keys, which the stream gives in float32."""
     torch.manual_seed(0)
     model = sharpen(
         timm.create_model("vit_small_patch16_dinov3", img_size=SIDES, **VIT)
@@ -206,16 +207,16 @@ def test_bfloat16() -> None:
         ("hidden", True, 2),
     ],
 )
-def test_masks(
+def test_masked_queries_and_keys(
     form: str, kernel: bool, words: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Queries that see nothing count for nothing; on the kernel's path as on that of the blocks."""
+    """Queries that see nothing are left out, on the path of the kernel and on that of the blocks."""
     if kernel:
         monkeypatch.setattr(ProductLogits, "on_kernel", True)
-        # The path of the blocks fails if it is taken.
+        # The path of the blocks would raise if it were taken.
         monkeypatch.setattr(softmax_statistics, "_rows_by_blocks", None)
     attention, _ = case(form, 5)
-    # Words stand behind the special tokens, before the grid.
+    # Words follow the special tokens and precede the grid.
     attention = replace(attention, layout=replace(attention.layout, words=words))
     logits = attention.logits(slice(None), slice(None)).double()
     weights = torch.softmax(logits, -1).nan_to_num(0).numpy()
@@ -225,12 +226,12 @@ def test_masks(
     tokens = special + ["patch"] * (GRID[0] * GRID[1])
     total = shares.double().sum(0)
     total = total / total.sum(-1, keepdim=True)
-    # The kernel forms the logits anew: they are sums of up to 80 in absolute terms, off by as many eps.
+    # The kernel recomputes the logits, sums of up to 80 in absolute terms, with as many eps of error.
     np.testing.assert_allclose(total, brute_force(weights, tokens, tokens), atol=1e-5)
 
 
 def test_nan_stays_nan() -> None:
-    """Also where patches are the only keys, whose share is 1 otherwise."""
+    """NaN stays NaN, also if patches are the only keys, whose share is 1 otherwise."""
     x = torch.randn(2, 3, *SIDES)
     x[1] = torch.nan
     with pytest.warns(RuntimeWarning, match="NaN or infinite"):
@@ -240,8 +241,8 @@ def test_nan_stays_nan() -> None:
     assert (ds.nonfinite_images == 1).all()
 
 
-def test_ranks_add_up() -> None:
-    """Ranks with several images, one image and none, and a segment whose queries see nothing in one image."""
+def test_sums_of_ranks_add_up() -> None:
+    """Ranks have several images, one or none; the queries of a segment see nothing in one image."""
     shares = torch.rand(5, 3, 5, 5)
     # No image has registers.
     shares[:, :, 1] = 0
@@ -262,15 +263,15 @@ def test_ranks_add_up() -> None:
 
 
 class Blind(nn.Module):
-    """Attention of tokens whose grid nothing shows."""
+    """Attention of tokens whose grid cannot be known."""
 
     def forward(self, x: Tensor) -> Tensor:
-        # 7 keys make no grid of 7 x 5 pixels.
+        # 7 keys do not form a grid of 7 x 5 pixels.
         x = x.flatten(1)[:, None, :35].unflatten(-1, (7, 5))
         return scaled_dot_product_attention(x, x, x)
 
 
-def test_reasons() -> None:
+def test_reasons_for_layers_left_out() -> None:
     from tcnn_model import GPSA
 
     model = nn.ModuleDict({"blind": Blind(), "gated": GPSA(3, 4, 3, padding=1)})

@@ -12,7 +12,7 @@ from tcnn_probe.recording.accumulator import Accumulator
     ("dtype", "itemsize"), [("float16", 2), ("float32", 4), ("float64", 8)]
 )
 def test_maps_keep_nothing_else_alive(dtype: str, itemsize: int) -> None:
-    """Neither the rest of the batch nor its dtype: float32 as stored is that of the batch itself."""
+    """Stored maps keep neither the rest of the batch alive nor its dtype: they are float32 or the batch's own dtype."""
     about = {
         "map": Variable(
             ("layer", "image", "y", "x"), "1", "a map", "Of a test.", dtype=dtype
@@ -27,5 +27,5 @@ def test_maps_keep_nothing_else_alive(dtype: str, itemsize: int) -> None:
     for image, row in zip(sums.maps, (2, 3), strict=True):
         stored = sums.maps[image]["map"]
         assert torch.equal(stored, batch[row].to(stored.dtype))
-        # A view would hold the whole batch for as long as the epoch.
+        # A view would hold the whole batch until the end of the epoch.
         assert stored.untyped_storage().nbytes() == 3 * 5 * itemsize

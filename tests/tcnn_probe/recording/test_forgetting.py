@@ -1,4 +1,4 @@
-"""Warnings about what is forgotten: marks, other images, a second evaluation; what a recorder shows of itself."""
+"""Warnings about forgotten marks, other images and second evaluations, and the representation of a recorder."""
 
 import gc
 import time
@@ -38,7 +38,7 @@ def leave(
             raise error
 
 
-def test_leaving_without_a_mark() -> None:
+def test_leaving_without_a_mark_warns() -> None:
     model = vit()
     with pytest.warns(
         RuntimeWarning,
@@ -58,16 +58,16 @@ def test_leaving_without_a_mark() -> None:
     model.eval()
     leave(model, 0)
     leave(model, 0, marks=True)
-    with pytest.raises(ZeroDivisionError):  # without a warning
+    with pytest.raises(ZeroDivisionError):  # without the warning
         leave(model, 1, error=ZeroDivisionError)
 
 
-def test_pause() -> None:
+def test_forwards_in_a_pause_are_not_measured() -> None:
     model = vit()
 
     def fail(recorder: tcnn_probe.Recorder) -> None:
         with recorder.pause():
-            # Nine times as large and more of them: one measured by mistake changes count and entropies.
+            # A batch nine times as large and with other images would change the count and the entropies if measured.
             model(9 * images(5))
             raise ZeroDivisionError
 
@@ -75,7 +75,7 @@ def test_pause() -> None:
         model(images())
         with pytest.raises(ZeroDivisionError):
             fail(recorder)
-        # The inner one must not end the outer one.
+        # The end of the inner pause must not end the outer one.
         with recorder.pause(), recorder.pause():
             model(images(5))
         recorder.mark(epoch=0)
@@ -101,28 +101,28 @@ def test_gradients_in_a_pause_and_of_saliency_are_not_measured() -> None:
             if interrupted:
                 tcnn_probe.saliency(model, batch, 0, backward)
                 with recorder.pause():
-                    # Gradients far from those of the batch.
+                    # These gradients differ greatly from those of the batch.
                     step(model, 5 * batch)
             recorder.mark(epoch=0)
         norms.append(torch.as_tensor(recorder.tree["gradient"].gradient_norm.values))
-    # To the bit, as the same step is measured in both.
+    # Norms are equal to the bit, as both measure the same step.
     assert torch.equal(*norms)
 
 
-def test_other_images_than_in_the_epochs_before(tmp_path: Path) -> None:
-    """Warn once in a run, and again in a later one; neither the split into batches nor other images matter."""
+def test_other_images_than_in_earlier_epochs_are_warned_about(tmp_path: Path) -> None:
+    """A run warns once, and a later run again; neither the split into batches nor changes of other images matter."""
     model = vit()
     path = tmp_path / "run.zarr"
     x = images(6)
     with torch.no_grad(), tcnn_probe.record(model, path, images=[1, 4]) as recorder:
         for epoch, sizes in enumerate(((6,), (3, 3), (1, 5))):
-            # Image 0, which is not asked for, may change.
+            # Image 0 is not among the chosen images and may change.
             x[0] += 1
             for batch in x.split(sizes):
                 model(batch)
             recorder.mark(epoch=epoch)
     with torch.no_grad(), tcnn_probe.record(model, path, images=[1, 4]) as recorder:
-        # Images 4 and 5 change places.
+        # Images 4 and 5 swap places.
         model(x[[0, 1, 2, 3, 5, 4]])
         with pytest.warns(
             RuntimeWarning,
@@ -130,16 +130,16 @@ def test_other_images_than_in_the_epochs_before(tmp_path: Path) -> None:
         ) as warnings:
             recorder.mark(epoch=3)
         model(x.flip(0))
-        recorder.mark(epoch=4)  # not again
+        recorder.mark(epoch=4)  # the warning is not repeated
     assert warnings[0].filename == __file__
 
 
-def test_what_a_recorder_shows(tmp_path: Path) -> None:
+def test_repr_of_a_recorder(tmp_path: Path) -> None:
     model = timm.create_model(
         "xcit_nano_12_p16_224", depth=1, cls_attn_layers=1, img_size=32
     ).eval()
     with torch.no_grad(), tcnn_probe.record(model, tmp_path / "a.zarr") as recorder:
-        # More than three are abbreviated.
+        # More than three epochs are abbreviated.
         for epoch in range(5):
             model(torch.randn(1, 3, 32, 32))
             recorder.mark(epoch=epoch)
@@ -153,7 +153,7 @@ def test_what_a_recorder_shows(tmp_path: Path) -> None:
         assert part in shown, shown
 
 
-def test_a_probe_that_finds_only_a_part() -> None:
+def test_a_probe_that_finds_only_some_layers() -> None:
     model = vit()
     with torch.no_grad(), tcnn_probe.record(model, probes="layer-scale") as recorder:
         model(images())
@@ -164,7 +164,7 @@ def test_a_probe_that_finds_only_a_part() -> None:
             recorder.mark(epoch=0)
 
 
-def test_a_recorder_that_is_dropped_leaves_no_hooks(tmp_path: Path) -> None:
+def test_a_dropped_recorder_leaves_no_hooks(tmp_path: Path) -> None:
     model = vit()
     before = Trace(model)
     recorder = tcnn_probe.record(model, tmp_path / "run.zarr")
@@ -178,10 +178,10 @@ def test_a_recorder_that_is_dropped_leaves_no_hooks(tmp_path: Path) -> None:
         assert recorder.epochs == (0,)
 
 
-def test_a_recorder_that_is_collected_in_zarrs_thread_frees_its_lock(
+def test_a_recorder_collected_in_zarrs_thread_frees_its_lock(
     tmp_path: Path,
 ) -> None:
-    """The garbage collector runs wherever memory is allocated: also in the thread that does zarr's reading."""
+    """The garbage collector runs in whichever thread allocates memory, which may be the thread in which zarr reads."""
     model = vit()
     place = tmp_path / "run.zarr"
     held = [tcnn_probe.record(model, place)]
@@ -198,6 +198,6 @@ def test_a_recorder_that_is_collected_in_zarrs_thread_frees_its_lock(
             with tcnn_probe.record(model, place) as recorder:
                 assert recorder.epochs == (0,)
             return
-        except tcnn_probe.StoreError:  # locked: the thread that frees it is not done
+        except tcnn_probe.StoreError:  # still locked by the thread that frees it
             time.sleep(0.1)
     raise AssertionError("the lock was never free")

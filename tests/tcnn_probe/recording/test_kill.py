@@ -1,4 +1,4 @@
-"""A recording killed at any moment leaves every epoch that it announced, and the next one goes on from there."""
+"""A recording killed at any moment keeps every epoch that it announced, and the next recording continues from there."""
 
 import time
 from collections.abc import Callable
@@ -19,24 +19,24 @@ def record_until_killed(path: Path, tell: Callable[[int], object]) -> None:
     model = nn.Sequential(GPSA(2, 3, 3, padding=1)).eval()
     with tcnn_probe.record(model, path) as recorder:
         for epoch in count():
-            # Values that tell the epoch they are of.
+            # The values identify their epoch.
             model[0].center.data.fill_(epoch)
             model(torch.randn(1, 2, 5, 7))
             recorder.mark(epoch=epoch, top1=epoch / 7)
             tell(epoch)
 
 
-def test_killed_recording(tmp_path: Path) -> None:
+def test_killed_recording_keeps_announced_epochs(tmp_path: Path) -> None:
     path = tmp_path / "run.zarr"
     writer = Child(record_until_killed, path)
     announced = writer.numbers(3)
-    # A few more marks, so that the kill falls anywhere in one.
+    # A few more marks pass, so that the kill falls anywhere in a mark.
     time.sleep(0.05)
     announced += writer.end(kill=True)
     model = nn.Sequential(GPSA(2, 3, 3, padding=1)).eval()
     with tcnn_probe.record(model, path) as recorder:
         marks = len(recorder.epochs)
-        # An epoch may be stored, and its writer killed before it tells.
+        # An epoch may be stored although its writer was killed before announcing it.
         assert marks - len(announced) in (0, 1)
         model[0].center.data.fill_(marks)
         model(torch.randn(1, 2, 5, 7))

@@ -27,7 +27,7 @@ def mark(recorder: tcnn_probe.Recorder, **values: Any) -> None:
 def test_epochs_of_any_integer_kind_negative_and_far_apart(
     recorder: tcnn_probe.Recorder,
 ) -> None:
-    # True is 1, as Python and NumPy have it.
+    # True is 1, as in Python and NumPy.
     for epoch in (-5, np.int16(-1), np.uint8(0), True, torch.tensor(7), np.array(1000)):
         mark(recorder, epoch=epoch)
     assert recorder.dataset.epoch.values.tolist() == [-5, -1, 0, 1, 7, 1000]
@@ -77,16 +77,16 @@ def test_scalars_come_and_go(recorder: tcnn_probe.Recorder) -> None:
     assert ds.top1.attrs == {"long_name": "top1", "description": "As given to mark()."}
 
 
-def test_skip_drops_what_was_seen_for_a_marked_epoch(
+def test_skip_drops_the_sums_since_a_marked_epoch(
     recorder: tcnn_probe.Recorder,
 ) -> None:
     mark(recorder, epoch=1, top1=0.25, if_marked="skip")
-    # Other images, whose sums would change the next epoch if they were kept.
+    # The sums of other images would change the next epoch if they were kept.
     recorder._model(9 * images())
     mark(recorder, epoch=1, top1=0.5, if_marked="skip")
     mark(recorder, epoch=2, if_marked="skip")
     assert recorder.dataset.top1.values.tolist()[0] == 0.25
-    # To the bit, as both epochs saw the same images.
+    # Values are equal to the bit, as both epochs saw the same images.
     np.testing.assert_array_equal(*recorder.dataset.entropy.values)
     with pytest.raises(ValueError, match="later than"):
         recorder.mark(epoch=0, if_marked="skip")

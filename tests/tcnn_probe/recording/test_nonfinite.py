@@ -1,4 +1,4 @@
-"""NaN and infinities that reach a layer: recorded as NaN, counted, and told; the next epoch is clean."""
+"""NaN and infinities that reach a layer are recorded as NaN, counted and warned about; the next epoch is clean."""
 
 import warnings
 
@@ -13,7 +13,7 @@ from tests.tcnn_probe.oracle import gpsa_statistics, over_images
 
 
 def images(*broken: float) -> Tensor:
-    """Five images, of which the first ones hold the given values somewhere."""
+    """Return five images, the first of which contain the given values."""
     x = torch.randn(5, 2, 5, 7, generator=torch.Generator().manual_seed(0))
     for image, value in enumerate(broken):
         x[image, 1, 3, image] = value
@@ -26,11 +26,13 @@ def images(*broken: float) -> Tensor:
     [(np.nan, torch.float32), (-np.inf, torch.bfloat16)],
     ids=str,
 )
-def test_recorded_as_nan_counted_and_told(value: float, dtype: torch.dtype) -> None:
+def test_nonfinite_images_are_recorded_as_nan_counted_and_warned_about(
+    value: float, dtype: torch.dtype
+) -> None:
     model = Branches().to(dtype)
     fine = images().to(dtype)
     with tcnn_probe.record(model) as recorder:
-        # Images 0 and 2 of five: the count must not be that of the batch.
+        # Images 0 and 2 of five are not finite, so the count differs from that of the batch.
         model(near=fine, far=images(value, 0.0, value).to(dtype))
         model(near=fine, far=fine)
         with pytest.warns(
@@ -47,12 +49,12 @@ def test_recorded_as_nan_counted_and_told(value: float, dtype: torch.dtype) -> N
         ].to_array()
     ).all()
     assert np.isfinite(ds.entropy.sel(layer="near")[0, :9]).all()
-    # The gate is a parameter, whatever the images hold.
+    # The gate is a parameter and does not depend on the images.
     assert np.isfinite(ds.gate.sel(layer="far")).all()
     assert ds.top1 == 0.5
 
 
-def test_next_epoch_is_clean_also_where_warnings_are_errors() -> None:
+def test_next_epoch_is_clean_even_if_warnings_are_errors() -> None:
     model = Branches()
     fine = images()
     with tcnn_probe.record(model) as recorder:
@@ -61,7 +63,7 @@ def test_next_epoch_is_clean_also_where_warnings_are_errors() -> None:
             warnings.simplefilter("error")
             with pytest.raises(RuntimeWarning, match="far"):
                 recorder.mark(epoch=0)
-        # The warning comes when the mark is made, so that raising it loses none.
+        # The warning comes after the mark is made, so raising it loses no mark.
         assert recorder.epochs == (0,)
         model(near=fine, far=fine)
         recorder.mark(epoch=1)

@@ -19,8 +19,8 @@ from tests.tcnn_probe.contracts.helpers import (
 )
 
 
-def test_every() -> None:
-    """The first forward of each epoch, and each one so many after it; those in the other mode are not counted."""
+def test_every_counts_forwards_from_the_start_of_an_epoch() -> None:
+    """Each epoch's first forward and every n-th one after it are measured; forwards in the other mode do not count."""
     model = vit()
     batches = [images(2, seed) for seed in range(5)]
     with tcnn_probe.record(model, every=3) as recorder:
@@ -29,7 +29,7 @@ def test_every() -> None:
                 model.train()(x)
                 model.eval()(x)
             recorder.mark(epoch=epoch)
-    # Forwards 0 and 3 of five; the count begins anew with each epoch, else the second would have 1 and 4.
+    # Forwards 0 and 3 of five are measured; if the count went on, the second epoch would have 1 and 4.
     measured = torch.cat(batches[::3])
     for mark in range(2):
         check_entropies(
@@ -37,9 +37,9 @@ def test_every() -> None:
         )
 
 
-# 5 ends within a batch of two, 100 is more than there are.
+# 5 ends within a batch of two; 100 is more than there are images.
 @pytest.mark.parametrize("max_images", [5, 100])
-def test_max_images(max_images: int) -> None:
+def test_max_images_stops_within_a_batch(max_images: int) -> None:
     model, x = vit(), images(9)
     with tcnn_probe.record(model, max_images=max_images) as recorder:
         for epoch in range(2):
@@ -57,24 +57,24 @@ def test_max_images(max_images: int) -> None:
         "class_content_information",
         "translation_equivariance",
     ):
-        # The same images in other batches: float32 sums in another order.
+        # Other batches of the same images have float32 sums in another order.
         np.testing.assert_allclose(
             ds[name], alone[name].isel(epoch=[0, 0]), atol=1e-5, err_msg=name
         )
 
 
-def test_max_images_where_layers_see_different_numbers_of_them() -> None:
+def test_max_images_for_layers_that_see_different_numbers_of_images() -> None:
     """A layer that is called twice reaches the limit earlier than the other one, even by a whole forward."""
     model = vit()
     model.blocks[0].attn = model.blocks[1].attn
-    # A third block, called once a forward.
+    # The third block is called once per forward.
     model.blocks.append(vit(seed=1).blocks[0])
     recorder = recorded(model, images(3), images(2), max_images=5)
     assert recorder.dataset.images.values.tolist() == [[5, 5]]
 
 
 @pytest.mark.parametrize(("when", "count"), [("eval", 3), ("train", 5), ("always", 8)])
-def test_when(when: Any, count: int) -> None:
+def test_when_selects_the_mode_that_is_measured(when: Any, count: int) -> None:
     model = vit()
     with tcnn_probe.record(model, when=when) as recorder:
         model.eval()(images(3))
@@ -92,7 +92,7 @@ def test_when(when: Any, count: int) -> None:
     ],
     ids=["glob", "several", "predicate"],
 )
-def test_layers(layers: Any, numbers: list[int]) -> None:
+def test_layers_selects_by_name(layers: Any, numbers: list[int]) -> None:
     recorder = recorded(vit(), images(), layers=layers)
     assert list(recorder.layers) == [f"blocks.{number}.attn" for number in numbers]
     check_entropies(recorder, entropies(vit(), images())[numbers])
@@ -105,11 +105,11 @@ def maps_of(recorder: tcnn_probe.Recorder) -> xr.DataArray:
 
 @pytest.mark.parametrize(
     ("selection", "numbers"),
-    # Unsorted, with a number twice.
+    # The selection is unsorted and repeats a number.
     [(2, [0, 1]), (np.array([5, 0, 2, 2]), [0, 2, 5])],
     ids=["count", "numbers"],
 )
-def test_images_are_numbered_in_the_order_in_which_they_pass(
+def test_images_are_numbered_in_the_order_of_the_forwards(
     selection: Any, numbers: list[int]
 ) -> None:
     model, x = vit(), images(6)
@@ -125,14 +125,13 @@ def test_images_are_numbered_in_the_order_in_which_they_pass(
     maps = maps_of(recorder)
     assert maps.image.values.tolist() == numbers
     expected = maps_of(complete).sel(epoch=0, image=numbers)
-    for mark in range(2):  # one batch or three: float32 to the last digits
+    # One batch and three batches agree to the precision of float32.
+    for mark in range(2):
         np.testing.assert_allclose(maps[mark], expected, rtol=1e-5, atol=1e-6)
 
 
-def test_images_that_never_came_are_nan_and_one_must_have_come_by_the_first_mark() -> (
-    None
-):
-    """The first mark fixes the size of the maps: it raises an error if there are none yet, and loses nothing."""
+def test_images_that_never_came_are_nan_and_one_must_come_by_the_first_mark() -> None:
+    """The first mark fixes the size of the maps; it raises an error if there are none yet, and loses nothing."""
     model = vit()
     with tcnn_probe.record(model, images=[4, 7]) as recorder:
         model(images(3))
@@ -151,10 +150,10 @@ def test_images_that_never_came_are_nan_and_one_must_have_come_by_the_first_mark
 
 @pytest.mark.filterwarnings("ignore:the images:RuntimeWarning")
 @pytest.mark.parametrize("resumed", [False, True])
-def test_maps_of_a_size_that_the_first_epoch_had_not(
+def test_maps_of_another_size_than_in_the_first_epoch(
     tmp_path: Path, resumed: bool
 ) -> None:
-    """Are left out with a warning, in the same run and in a later one; the epoch's numbers are kept."""
+    """Maps of another size are left out with a warning, also after resuming; the epoch's numbers are kept."""
     model = timm.create_model(
         "vit_tiny_patch16_224", img_size=32, depth=1, dynamic_img_size=True
     ).eval()
@@ -165,7 +164,7 @@ def test_maps_of_a_size_that_the_first_epoch_had_not(
         if resumed:
             recorder.remove()
             recorder = tcnn_probe.record(model, tmp_path / "run.zarr", images=1)
-        # 2 x 3 patches instead of 2 x 2.
+        # These images have 2 x 3 patches instead of 2 x 2.
         model(torch.randn(1, 3, 32, 48))
         with pytest.warns(
             RuntimeWarning,
@@ -183,11 +182,13 @@ def test_maps_of_a_size_that_the_first_epoch_had_not(
 
 
 @pytest.mark.parametrize(
-    # Far apart, and fractions: marks are values, not positions.
+    # Marks are far apart, or fractions, as they are values and not positions.
     ("along", "marks"),
     [("step", [10, 25, 1000]), ("images_seen", [0.5, 1.25, 3e5])],
 )
-def test_along(along: str, marks: list[float], tmp_path: Path) -> None:
+def test_along_names_the_dimension_of_marks(
+    along: str, marks: list[float], tmp_path: Path
+) -> None:
     model = vit()
     with tcnn_probe.record(model, tmp_path / "run.zarr", along=along) as recorder:
         for mark in marks:

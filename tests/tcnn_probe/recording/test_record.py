@@ -1,4 +1,4 @@
-"""A recording says what it is and where it comes from, and tells no secrets."""
+"""A recording describes itself and its provenance, and reveals no secrets."""
 
 import json
 import re
@@ -17,7 +17,7 @@ from tests.tcnn_probe.networks import Chain
 IMAGES = torch.randn(2, 2, 5, 7, generator=torch.Generator().manual_seed(0))
 
 
-def test_every_variable_says_what_it_is() -> None:
+def test_every_variable_is_described() -> None:
     ds = recorded(Chain(), IMAGES).dataset
     units = {
         "gate": "1",
@@ -45,7 +45,7 @@ def test_every_variable_says_what_it_is() -> None:
     )
     assert {name: array.units for name, array in ds.data_vars.items()} == units
     for array in (*ds.data_vars.values(), *ds.coords.values()):
-        # More than a repetition of the name.
+        # The description must be more than a repetition of the name.
         assert len(array.description) > 15
         assert array.long_name
     for name, array in ds.data_vars.items():
@@ -77,7 +77,7 @@ def test_provenance() -> None:
     }
 
 
-def test_store_tells_neither_paths_nor_host(
+def test_store_reveals_neither_paths_nor_host(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -86,12 +86,12 @@ def test_store_tells_neither_paths_nor_host(
         model(IMAGES)
         recorder.mark(epoch=0, top1=1.0)
     metadata = list(tmp_path.rglob("*.json"))
-    # The search below would find nothing in a store that is empty or packed.
+    # In an empty or packed store the search below would find nothing.
     assert len(metadata) > 10
     for file in metadata:
         text = file.read_text()
         for secret in (tmp_path, "somewhere", Path.home(), Path.cwd()):
             assert str(secret) not in text
         assert not re.search(rf"\b{re.escape(socket.gethostname())}\b", text)
-        # Any absolute path or file address, not only those of this machine.
+        # Any absolute path or file URL is searched for, not only those of this machine.
         assert not re.search(r'"[^"]*file:|"/\w', text)

@@ -1,4 +1,4 @@
-"""Refusals of record() and mark(), with the value expected and the value given; a refusal changes nothing."""
+"""Errors of record() and mark() name the expected and the given value, and a refused call changes nothing."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -15,7 +15,7 @@ from tests.tcnn_probe.networks import Branches
 from tests.tcnn_probe.oracle import gpsa_statistics, over_images
 from tests.tcnn_probe.probes.class_attention_models import network
 
-# A part of each message stands here: the value that was expected or given, which the user needs to mend the call.
+# Each message part is the expected or given value, which a user needs to correct the call.
 RECORD: dict[str, tuple[Callable[[], Any], dict[str, Any], type[Exception], str]] = {
     "unknown name": (
         vit,
@@ -119,7 +119,7 @@ RECORD: dict[str, tuple[Callable[[], Any], dict[str, Any], type[Exception], str]
         ValueError,
         r"attrs: the recording has attributes \['coords', 'layers'\] of its own",
     ),
-    # "layer" would pass as a name of a variable, and clash with the dataset's own dimension.
+    # "layer" is a valid variable name but clashes with the dataset's own dimension.
     "layer as mark": (
         vit,
         {"along": "layer"},
@@ -145,14 +145,14 @@ RECORD: dict[str, tuple[Callable[[], Any], dict[str, Any], type[Exception], str]
         TypeError,
         "from 1 for classes, a number .* got 1.5",
     ),
-    # True is an int to Python, and would record class 1.
+    # True is an int in Python and would record class 1.
     "truth value": (
         network,
         {"classes": [True]},
         TypeError,
         "an integer from 0 for each of classes, got True",
     ),
-    # The network has 11 classes, from 0: the first that is too large.
+    # The network has 11 classes, counted from 0, so 11 is the first class that is too large.
     "class beyond": (
         network,
         {"images": 2, "classes": [2, 11]},
@@ -175,22 +175,22 @@ RECORD: dict[str, tuple[Callable[[], Any], dict[str, Any], type[Exception], str]
 
 
 @pytest.mark.parametrize("case", RECORD)
-def test_record(case: str, tmp_path: Path) -> None:
+def test_bad_arguments_of_record_are_refused(case: str, tmp_path: Path) -> None:
     make, options, error, message = RECORD[case]
     model = make()
     before = Trace(model) if isinstance(model, nn.Module) else None
     with pytest.raises(error, match=message):
         tcnn_probe.record(model, tmp_path / "run.zarr", **options)
-    # Hooks, buffers and attributes are compared, not outputs alone: a refusal must leave no handle behind.
+    # Hooks, buffers and attributes are compared in addition to outputs: a refusal must leave no handle behind.
     assert before is None or before == Trace(model)
     assert clean()
-    # A store that was begun would make the next call, with the right values, a continuation.
+    # A store left behind would turn the next call, with the right values, into a continuation.
     assert not list(tmp_path.iterdir())
 
 
 class NotANumber:
     def __float__(self) -> float:
-        # The error comes from the value's own conversion, not from a check of ours.
+        # The error comes from the value's own conversion, not from a check of the package.
         raise ValueError("no")
 
 
@@ -205,7 +205,7 @@ MARK: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         ValueError,
         "expected epoch to be later than the last one marked, 3, got 2",
     ),
-    # Equal to an integer, and yet refused: an axis of floats could not be selected by 4 after 4.5.
+    # The value equals an integer but is refused: after 4.5 on an axis of floats, 4 could not select it.
     "float epoch": (
         {"epoch": 4.0},
         TypeError,
@@ -221,13 +221,13 @@ MARK: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         TypeError,
         r"needs the epoch: .*; to mark steps, record\(model, along='step'\)",
     ),
-    # zarr keeps epochs in 64 bits; beyond them NumPy would make objects of them.
+    # zarr keeps epochs in 64 bits; NumPy would turn larger ones into objects.
     "epoch beyond int64": (
         {"epoch": 2**70},
         ValueError,
         "an integer of 64 bits for epoch, got 1180591620717411303424",
     ),
-    # float() would take a numeral and bytes; a number that was never parsed is a slip in the caller's log.
+    # float() accepts numerals and bytes, but an unparsed number is a mistake in the caller's log.
     "numeral": ({"epoch": 4, "top1": "0.5"}, TypeError, "number for 'top1', got '0.5'"),
     "bytes": ({"epoch": 4, "top1": b"1.5"}, TypeError, "number for 'top1', got b'1.5'"),
     "vector": (
@@ -235,7 +235,7 @@ MARK: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         TypeError,
         r"number for 'top1', got tensor\(\[1., 1.\]\)",
     ),
-    # "fresh" comes before the value that fails: it must not have been stored by then.
+    # "fresh" comes before the value that fails, and must not be stored by then.
     "failing": (
         {"epoch": 4, "fresh": 1.0, "top1": NotANumber()},
         TypeError,
@@ -277,13 +277,13 @@ def files(path: Path) -> dict[str, bytes]:
     }
 
 
-# Two sets of images that differ, so that sums which are mixed up are wrong.
+# The two sets of images differ, so that mixed-up sums are wrong.
 NEAR, FAR = torch.randn(2, 3, 2, 5, 7, generator=torch.Generator().manual_seed(0))
 
 
 @pytest.mark.parametrize("first", [True, False])
-def test_mark(first: bool, tmp_path: Path) -> None:
-    """A refused mark keeps the sums for another try; if it is the first, it makes no store and fixes no layers."""
+def test_bad_arguments_of_mark_are_refused(first: bool, tmp_path: Path) -> None:
+    """A refused mark keeps the sums for another try; a refused first mark makes no store and fixes no layers."""
     model = Branches()
     with torch.no_grad(), tcnn_probe.record(model, tmp_path / "run.zarr") as recorder:
         if not first:
@@ -292,27 +292,27 @@ def test_mark(first: bool, tmp_path: Path) -> None:
         before = files(tmp_path)
         model(near=2 * NEAR, far=FAR)
         for case, (values, error, message) in MARK.items():
-            # Without a first mark there is no epoch to collide with.
+            # Before the first mark there is no epoch to collide with.
             if not (first and case in ("marked already", "going back")):
                 with pytest.raises(error, match=message):
                     recorder.mark(**values)
-                # Byte by byte: a refusal that writes and takes back is none.
+                # Files are compared byte by byte, which reveals a mark that writes and takes back.
                 assert files(tmp_path) == before
                 assert recorder.epochs == (() if first else (3,))
-        # Another scale for each forward, so that sums show which of them they hold.
+        # Each forward has another scale, so that sums reveal which forwards they hold.
         model(near=3 * NEAR, far=FAR)
         recorder.mark(epoch=4, top1=0.5)
         ds = recorder.dataset.load()
     assert ds.top1.values.tolist() == [0.25, 0.5][first:]
     assert "fresh" not in ds
-    # Both forwards since the refused marks count, so 3 + 3 images.
+    # Both forwards since the refused marks count, so the images are 3 + 3.
     assert ds.images.values.tolist() == [[3, 3], [6, 6]][first:]
     for name, expected in gpsa_statistics(
         model.near, torch.cat([2 * NEAR, 3 * NEAR])
     ).items():
         got = ds[name].sel(layer="near", epoch=4)[:9]
         np.testing.assert_allclose(
-            # Sums over some hundred pixels in float32 leave 1e-5 of logits up to ten.
+            # Float32 sums over some hundred pixels have an error of 1e-5 for logits up to ten.
             got,
             over_images(name, expected),
             rtol=1e-5,
@@ -321,11 +321,11 @@ def test_mark(first: bool, tmp_path: Path) -> None:
         )
 
 
-def test_nothing_to_mark(tmp_path: Path) -> None:
-    """The likeliest mistake is named, on the first epoch too; a layer that no image reached is one."""
+def test_a_mark_without_measurements_is_refused(tmp_path: Path) -> None:
+    """The error names the likeliest mistake, on the first epoch too; a layer that no image reached is also refused."""
     model = vit().train()
     with tcnn_probe.record(model) as recorder:
-        # In training mode on purpose: to forget eval() is the mistake that the message names.
+        # The model is in training mode on purpose: a forgotten eval() is the mistake that the message names.
         model(images())
         with pytest.raises(
             RuntimeError,
@@ -345,7 +345,7 @@ def test_nothing_to_mark(tmp_path: Path) -> None:
         recorder.mark(epoch=1)
     branches = Branches()
     with tcnn_probe.record(branches) as recorder:
-        # Only one of the two layers.
+        # Only one of the two layers is called.
         branches.near(NEAR)
         with pytest.raises(
             RuntimeError, match=r"no image in eval mode reached \['far'\]"
@@ -376,7 +376,7 @@ NO_ATTENTION: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], str]] = {
 
 @pytest.mark.filterwarnings("ignore:.*nothing was marked:RuntimeWarning")
 @pytest.mark.parametrize("case", NO_ATTENTION)
-def test_nothing_found_is_told_by_mark(case: str, tmp_path: Path) -> None:
+def test_mark_explains_that_nothing_was_found(case: str, tmp_path: Path) -> None:
     make, options, message = NO_ATTENTION[case]
     model = make().eval()
     with tcnn_probe.record(model, tmp_path / "run.zarr", **options) as recorder:
@@ -385,7 +385,7 @@ def test_nothing_found_is_told_by_mark(case: str, tmp_path: Path) -> None:
             recorder.mark(epoch=0)
         with pytest.raises(
             RuntimeError,
-            # Without a mark there is no dataset either, and both messages say what to do next.
+            # Without a mark there is no dataset either; both messages name the next step.
             match=r"nothing is recorded yet: run a forward, then mark\(epoch=\.\.\.\)",
         ):
             recorder.dataset  # noqa: B018
@@ -403,11 +403,11 @@ def marked(
 @pytest.mark.parametrize(
     ("images_before", "images_now"), [(None, 1), ([0, 2], [0, 1])], ids=str
 )
-def test_a_store_of_other_images_is_refused_at_the_call(
+def test_a_store_of_other_images_is_refused_by_record(
     images_before: Any, images_now: Any, tmp_path: Path
 ) -> None:
     model = vit()
-    # Also with [0, 2], of which [0, 1] has as many: the numbers must be compared, not their count.
+    # [0, 2] has as many images as [0, 1]: the numbers must be compared, not their count.
     marked(model, tmp_path / "run.zarr", 0, images(), images=images_before)
     before = Trace(model)
     stored = files(tmp_path)
@@ -418,17 +418,17 @@ def test_a_store_of_other_images_is_refused_at_the_call(
         tcnn_probe.record(model, tmp_path / "run.zarr", images=images_now)
     assert before == Trace(model)
     assert files(tmp_path) == stored
-    # After the refusal the store still takes what it was made for.
+    # After the refusal the store still accepts its own images.
     marked(model, tmp_path / "run.zarr", 1, images(), images=images_before)
 
 
-def test_a_store_of_other_layers_or_heads(tmp_path: Path) -> None:
+def test_a_store_of_other_layers_or_heads_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "run.zarr"
     marked(vit(), path, 0, images())
     with pytest.raises(tcnn_probe.StoreError, match="another model"):
         tcnn_probe.record(Branches(), path)
     shallow = vit()
-    # The model of the store, but for a block that is gone: names alone tell.
+    # This is the store's model without one block, so only the names differ.
     del shallow.blocks[1]
     with pytest.raises(
         tcnn_probe.StoreError,
@@ -437,11 +437,11 @@ def test_a_store_of_other_layers_or_heads(tmp_path: Path) -> None:
         tcnn_probe.record(shallow, path)
     two_heads = vit()
     for block in two_heads.blocks:
-        # The same 12 channels, so that the weights of the store's model still fit.
+        # There are still 12 channels, so the weights of the store's model fit.
         block.attn.num_heads, block.attn.head_dim = 2, 6
     with pytest.raises(
         tcnn_probe.StoreError, match=r"something else \(layer 'blocks\.0\.attn'"
     ):
         marked(two_heads, path, 1, images())
-    # The epochs before the refusal are still there, and no more.
+    # The store holds the epochs before the refusal and no more.
     assert tcnn_probe.open(path).epoch.values.tolist() == [0]

@@ -1,4 +1,4 @@
-"""A script that is run again: continued, replaced or refused, alone and with a checkpoint of the training."""
+"""A script that runs again continues, replaces or is refused, alone and with a checkpoint of the training."""
 
 import copy
 import itertools
@@ -29,7 +29,7 @@ def script(store: Any, *epochs: int, **options: Any) -> list[int]:
 
 
 @pytest.mark.parametrize("kind", ["directory", "store"])
-def test_modes(kind: str, tmp_path: Path) -> None:
+def test_modes_continue_replace_or_refuse(kind: str, tmp_path: Path) -> None:
     store = tmp_path / "run.zarr" if kind == "directory" else MemoryStore()
     assert script(store, 0, 1, mode="x") == [0, 1]
     with pytest.raises(
@@ -38,14 +38,14 @@ def test_modes(kind: str, tmp_path: Path) -> None:
     ):
         script(store, 0, mode="x")
     assert script(store, 2) == [0, 1, 2]
-    assert script(store, mode="w") == []  # which marks nothing, and so deletes nothing
+    assert script(store, mode="w") == []  # without a mark nothing is deleted
     assert xr.open_zarr(store).top1.values.tolist() == [0, 0.5, 1]
     assert script(store, 1, 3, mode="w", layers="blocks.1") == [1, 3]
-    # Nothing of the old recording is left, whose layers were two.
+    # Nothing is left of the old recording, which had two layers.
     assert xr.open_zarr(store).entropy.sizes == {"epoch": 2, "layer": 1, "head": 3}
 
 
-def test_near_misses_are_answered() -> None:
+def test_misspelled_arguments_are_answered_with_suggestions() -> None:
     model = vit()
     with (
         tcnn_probe.record(model) as recorder,
@@ -58,7 +58,7 @@ def test_near_misses_are_answered() -> None:
         tcnn_probe.attention_maps(model, images(), layers=-1)
 
 
-def test_logging_says_what_is_silent(
+def test_logging_reports_silent_decisions(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO", "tcnn_probe")
@@ -73,12 +73,12 @@ def test_logging_says_what_is_silent(
     assert caplog.messages[1] == "epoch 0 is marked already: skipped"
 
 
-def test_replacing_what_is_no_recording_or_is_being_written(tmp_path: Path) -> None:
+def test_foreign_or_locked_stores_are_not_replaced(tmp_path: Path) -> None:
     path = tmp_path / "run.zarr"
     zarr.open_group(path, mode="w")
     with pytest.raises(tcnn_probe.StoreError, match="something else than a recording"):
         script(path, 0, mode="w")
-    # A recording of another version.
+    # The recording is of another version.
     (path / "zarr.json").write_text('{"attributes": {"tcnn_probe_schema": "0"}}')
     assert script(path, 0, mode="w") == [0]
     model = vit()
@@ -90,11 +90,11 @@ def test_replacing_what_is_no_recording_or_is_being_written(tmp_path: Path) -> N
     assert xr.open_zarr(path).epoch.values.tolist() == [0, 1]
 
 
-def test_replacing_deletes_nothing_of_the_users(tmp_path: Path) -> None:
+def test_replacing_deletes_no_files_of_the_user(tmp_path: Path) -> None:
     path = tmp_path / "run.zarr"
     assert script(path, 0) == [0]
     (path / "ckpt").mkdir()
-    # Named like a file that this package itself writes and removes.
+    # The name is that of a file that this package itself writes and removes.
     (path / "ckpt" / "model.pt.partial").write_text("mine")
     with pytest.raises(
         tcnn_probe.StoreError,
@@ -133,8 +133,10 @@ def one_epoch(model: nn.Module, recorder: tcnn_probe.Recorder, epoch: int) -> No
 
 
 @pytest.mark.parametrize("part", ["none", "seed", "one bias"])
-def test_a_training_that_goes_on_from_other_weights(part: str, tmp_path: Path) -> None:
-    """Warned of before the first step; weights of the checkpoint, and a model of other shapes, are not."""
+def test_a_training_that_continues_with_other_weights_is_warned_about(
+    part: str, tmp_path: Path
+) -> None:
+    """The warning comes before the first step; weights of the checkpoint and models of other shapes cause none."""
     model = vit()
     store = tmp_path / "run.zarr"
     with tcnn_probe.record(model, store) as recorder:
@@ -144,19 +146,19 @@ def test_a_training_that_goes_on_from_other_weights(part: str, tmp_path: Path) -
     if part != "seed":
         resumed.load_state_dict(model.state_dict())
     if part == "one bias":
-        # Far less than a step of training changes it by.
+        # The change is far smaller than that of a training step.
         resumed.blocks[1].mlp.fc2.bias.data += 1e-6
     caught = pytest.warns(RuntimeWarning, match="continues from weights other")
     with tcnn_probe.record(resumed, store) as recorder:
         with caught if part != "none" else nullcontext():
             resumed.train()(images())
         one_epoch(resumed, recorder, 2)
-    # Heads of the same number, so that the store takes them, but other weights by shape.
+    # The number of heads is the same, so the store accepts the model, but its weights have another shape.
     with tcnn_probe.record(vit(mlp_ratio=3), store) as recorder:
         one_epoch(recorder._model, recorder, 3)
 
 
-def test_weights_that_are_put_in_for_validation_tell_nothing(tmp_path: Path) -> None:
+def test_weights_swapped_in_for_validation_cause_no_warning(tmp_path: Path) -> None:
     model = vit()
     store = tmp_path / "run.zarr"
     trained = {}
@@ -166,7 +168,7 @@ def test_weights_that_are_put_in_for_validation_tell_nothing(tmp_path: Path) -> 
             model.train()(images())
             trained = copy.deepcopy(model.state_dict())
             with torch.no_grad():
-                model.head.bias += 1  # an average of weights
+                model.head.bias += 1  # stands for averaged weights
             model.eval()(images())
             recorder.mark(epoch=epoch)
     model.load_state_dict(trained)
@@ -176,7 +178,7 @@ def test_weights_that_are_put_in_for_validation_tell_nothing(tmp_path: Path) -> 
 
 @pytest.mark.parametrize("lost", ["nothing", "mark", "checkpoint"])
 def test_resuming_with_a_checkpoint(lost: str, tmp_path: Path) -> None:
-    """The recipe of docs/recording.md: stopped after two epochs, in the middle of the second mark, or begun anew."""
+    """The recipe of docs/recording.md works for trainings stopped between marks or in a mark, or begun anew."""
     checkpoint = tmp_path / "run.pth"
     store = tmp_path / "run.zarr"
     data = DataLoader(TensorDataset(images(4), torch.arange(4)), batch_size=4)
@@ -197,7 +199,7 @@ def test_resuming_with_a_checkpoint(lost: str, tmp_path: Path) -> None:
                 progress=False,
             )
             for result in itertools.islice(results, stop):
-                # Its checkpoint is written, its mark is not.
+                # The checkpoint is written and the mark is not.
                 if lost == "mark" and stop == 2 and result.epoch == 1:
                     break
                 recorder.mark(
@@ -208,7 +210,7 @@ def test_resuming_with_a_checkpoint(lost: str, tmp_path: Path) -> None:
                 )
         return xr.open_zarr(store).loss.values.tolist()
 
-    # More than there are epochs.
+    # This is more than there are epochs.
     uninterrupted = train(9)
     for path in (checkpoint, store):
         path.rename(path.with_name(f"whole {path.name}"))

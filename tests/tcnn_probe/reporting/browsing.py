@@ -1,4 +1,4 @@
-"""A browser without a screen that finds no network."""
+"""A headless browser without network access."""
 
 import json
 import shutil
@@ -32,7 +32,7 @@ def open_browser() -> Iterator[Any]:
         "--window-size=1400,1200",
     ):
         options.add_argument(argument)
-    # No name resolves, so that a page which asks for anything fails.
+    # No name resolves, so a page that requests anything fails.
     options.add_argument("--host-resolver-rules=MAP * ~NOTFOUND")
     options.set_capability(
         "goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"}
@@ -53,12 +53,12 @@ def until(driver: Any, condition: str) -> None:
 
 
 def errors(driver: Any) -> list[dict[str, Any]]:
-    """Complaints of scripts since the last call."""
+    """Return the errors that scripts logged since the last call."""
     return [entry for entry in driver.get_log("browser") if entry["level"] == "SEVERE"]
 
 
 def requests(driver: Any) -> list[str]:
-    """Addresses that were asked for since the last call."""
+    """Return the addresses that were requested since the last call."""
     events = [
         json.loads(entry["message"])["message"]
         for entry in driver.get_log("performance")

@@ -1,4 +1,4 @@
-"""Recordings that were not recorded, and what a page holds of them, decoded anew."""
+"""Recordings made of random numbers, and functions that decode the contents of a page."""
 
 import base64
 import gzip
@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import xarray as xr
 
-# Ends a script and begins an image with code, if it is written as it is.
+# If it is not escaped, this text ends a script and begins an image with code.
 NAUGHTY = "</script><img src=x onerror=alert(1)>"
 ABOUT = {
     "units": "nat",
@@ -26,7 +26,7 @@ def recording(
     seed: int = 0,
     grid: tuple[int, int] | None = (3, 5),
 ) -> Any:
-    """A tree as ``tcnn_probe.open`` gives it: random numbers by layer and head, and maps of two images on a grid."""
+    """Return a tree like that of ``tcnn_probe.open``, with random numbers by layer and head and maps of two images."""
     rng = np.random.default_rng(seed)
     heads = max(layers.values())
     coords = {"epoch": epochs, "layer": list(layers), "head": range(heads)}
@@ -67,7 +67,7 @@ def recording(
     )
     groups = {"/": root, "/heads": numbers}
     if grid is not None:
-        # (epoch, layer, image, head, y, x)
+        # The axes are (epoch, layer, image, head, y, x).
         maps = np.moveaxis(of_heads(2, *grid), -1, 3).astype(np.float16)
         groups["/maps"] = xr.Dataset(
             {"class_attention": (("epoch", "layer", "image", "head", "y", "x"), maps)},
@@ -86,7 +86,7 @@ def held(page: str) -> tuple[dict[str, Any], np.ndarray, list[bytes]]:
     args = dict(_program(document)["args"]["entries"])
     numbers = (
         np.frombuffer(_inflated(args["numbers"]), np.uint8)
-        # Bytes are kept by their place in the number, which compresses better.
+        # Bytes are grouped by their position in the number, which compresses better.
         .reshape(8, -1)
         .T.copy()
         .view("<f8")
@@ -104,7 +104,7 @@ def _inflated(about: dict[str, str]) -> bytes:
 
 
 def _program(node: Any) -> Any:
-    """The attributes of the one CustomJS."""
+    """Return the attributes of the one CustomJS."""
     if isinstance(node, dict):
         if node.get("name") == "CustomJS":
             return node["attributes"]

@@ -1,4 +1,4 @@
-"""A report in a browser that finds no network: what is seen, and what a click shows."""
+"""A report in a browser without network access: its first view, and the reactions to clicks and keys."""
 
 import io
 import re
@@ -43,15 +43,15 @@ EVERYWHERE = """(all = (root, kind) => [...root.querySelectorAll("*")].flatMap(
 
 @pytest.fixture(scope="module")
 def runs() -> list[xr.DataTree]:
-    """Twelve layers of 3 to 9 heads; the second run ends earlier, has fewer heads in a layer, and no maps."""
+    """Return runs of twelve layers of 3 to 9 heads; the second ends earlier, lacks some heads and has no maps."""
     first = recording(LAYERS, EPOCHS)
     first["heads"]["entropy"][:, 1, 1] = np.nan
     maps = first["maps/class_attention"]
-    # One bright cell in the corner shows which way up a map is.
+    # The bright cell in the corner shows the orientation of a map.
     maps[:, LAYER, 0, HEAD] = 0.01
     maps[:, LAYER, 0, HEAD, 0, 0] = 0.5
     two = recording(FEWER_HEADS, EPOCHS[:2], seed=1, grid=None)
-    two["heads"]["entropy"] *= 2  # colours must have room for it
+    two["heads"]["entropy"] *= 2  # the range of colours must extend to these values
     return [first, two]
 
 
@@ -59,7 +59,7 @@ def runs() -> list[xr.DataTree]:
 def browser(
     runs: list[xr.DataTree], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Any]:
-    """A browser with the page of both runs in it."""
+    """Return a browser that has loaded the page of both runs."""
     with open_browser() as driver:
         path = tmp_path_factory.mktemp("page") / "report.html"
         tcnn_probe.report(runs, path)
@@ -69,7 +69,7 @@ def browser(
 
 
 def at(driver: Any, grid: int, row: int, column: int) -> tuple[float, float]:
-    """Locate the middle of a cell, in pixels of the window, once everything has its place."""
+    """Locate the middle of a cell, in pixels of the window, after the layout is done."""
     until(driver, "Bokeh.index.roots.every(view => view.has_finished())")
     return tuple(
         driver.execute_script(
@@ -96,9 +96,9 @@ def click(driver: Any, grid: int, row: int, column: int) -> None:
 
 
 def color(driver: Any, row: int, column: int) -> tuple[int, ...]:
-    """The color of a cell, a little off its middle, after everything has been painted."""
+    """Return the color of a cell, slightly off its middle, after everything has been painted."""
     x, y = at(driver, 0, row, column)
-    # What is drawn in one frame is on the screen after the next.
+    # The drawing of one frame is on the screen after the next frame.
     driver.execute_async_script(
         "requestAnimationFrame(() => requestAnimationFrame(() => setTimeout(arguments[0], 100)))"
     )
@@ -110,7 +110,7 @@ def color(driver: Any, row: int, column: int) -> tuple[int, ...]:
 
 
 def to(driver: Any, mark: int, colour: str) -> None:
-    """Move the slider, and choose the variable."""
+    """Move the slider and choose the variable."""
     driver.execute_script(
         """const [mark, colour] = ["marks", "colour"].map(id => document.getElementById(id))
         mark.value = arguments[0]; mark.dispatchEvent(new Event("input"))
@@ -119,7 +119,7 @@ def to(driver: Any, mark: int, colour: str) -> None:
     )  # fmt: skip
 
 
-def test_it_opens_at_the_last_epoch_that_both_runs_have(browser: Any) -> None:
+def test_page_opens_at_the_last_epoch_that_both_runs_have(browser: Any) -> None:
     browser.refresh()
     until(browser, "document.body.dataset.ready")
     assert (
@@ -133,7 +133,7 @@ def test_a_click_shows_the_numbers_of_its_head(
 ) -> None:
     for mark, epoch in enumerate(EPOCHS):
         to(browser, mark, "gate")
-        # In either run's grid, or that of the difference.
+        # The click is in the grid of either run or of the difference.
         click(browser, mark % 3, LAYER, HEAD)
         assert (
             browser.execute_script(
@@ -166,7 +166,7 @@ def test_a_click_shows_the_numbers_of_its_head(
 def test_colours_mean_the_same_at_every_epoch(
     browser: Any, runs: list[xr.DataTree]
 ) -> None:
-    """Colours are ``(value - low) / (high - low)`` of all epochs and both runs; selecting a head dims no others."""
+    """Colours are ``(value - low) / (high - low)`` over all epochs and both runs; selecting a head dims no others."""
     values = [run["heads"].entropy.values for run in runs]
     low, high = (f([f(array) for array in values]) for f in (np.nanmin, np.nanmax))
     for mark, (row, column) in ((0, (2, 4)), (1, (5, 0)), (2, (9, 2))):
@@ -195,7 +195,7 @@ def test_the_first_row_of_a_map_is_at_the_top(browser: Any) -> None:
         Image.open(io.BytesIO(frame.screenshot_as_png)).convert("L"), dtype=int
     )
     height, width = light.shape
-    # The middle of each of 3 x 5 cells.
+    # These are the middles of 3 x 5 cells.
     cells = light[height // 6 :: height // 3, width // 10 :: width // 5][:3, :5]
     assert cells[0, 0] > 200
     assert cells.ravel()[1:].max() < 60
@@ -203,7 +203,7 @@ def test_the_first_row_of_a_map_is_at_the_top(browser: Any) -> None:
 
 def test_the_table_is_sorted_and_copied(browser: Any, runs: list[xr.DataTree]) -> None:
     to(browser, 1, "gate")
-    # A clipboard needs a gesture of the user's, so what would be copied is kept.
+    # A clipboard requires a gesture of the user, so the copied text is intercepted.
     browser.execute_script(
         "document.execCommand = () => { window.copied = document.activeElement.value }"
     )
@@ -239,7 +239,7 @@ def test_the_table_is_sorted_and_copied(browser: Any, runs: list[xr.DataTree]) -
 
 
 def press(driver: Any, key: str) -> str:
-    """Press a key, and return the head that is chosen afterwards."""
+    """Press a key and return the head that is chosen afterwards."""
     for kind in ("keyDown", "keyUp"):
         driver.execute_cdp_cmd("Input.dispatchKeyEvent", {"type": kind, "key": key})
     return driver.execute_script("return document.getElementById('chosen').innerText")
@@ -261,7 +261,8 @@ def test_arrow_keys_choose_heads(browser: Any, runs: list[xr.DataTree]) -> None:
     gates = runs[0]["heads"].gate
     assert float(shown) == gates.sel(epoch=5, layer="blocks.10", head=4).item()
     browser.execute_script("document.getElementById('colour').focus()")
-    assert press(browser, "ArrowLeft") == "blocks.10, head 4"  # the list's key
+    # The list handles this key itself.
+    assert press(browser, "ArrowLeft") == "blocks.10, head 4"
 
 
 def test_charts_have_labels_and_names(browser: Any) -> None:
@@ -329,7 +330,7 @@ def test_a_dark_page_has_light_lines(browser: Any) -> None:
         for scheme in ("dark", "light"):
             emulate(browser, scheme)
             until(browser, f"matchMedia('(prefers-color-scheme: {scheme})').matches")
-            # The page hears of the change at its next frame.
+            # The page is notified of the change at its next frame.
             browser.execute_async_script(
                 "requestAnimationFrame(() => requestAnimationFrame(() => setTimeout(arguments[0], 100)))"
             )
@@ -341,10 +342,10 @@ def test_a_dark_page_has_light_lines(browser: Any) -> None:
         emulate(browser, "")
 
 
-def test_nothing_is_asked_for_and_nothing_fails(
+def test_nothing_is_requested_and_nothing_fails(
     browser: Any, runs: list[xr.DataTree], tmp_path: Path
 ) -> None:
-    """After all that was done above, and in a notebook's frame."""
+    """The actions of all tests above, and a notebook's frame, request nothing and log no errors."""
     browser.execute_script("document.getElementById('play').click()")
     until(browser, "document.getElementById('now').textContent.startsWith('epoch 7')")
     x, y = at(browser, 0, 0, 1)

@@ -1,4 +1,4 @@
-"""Attention maps in a browser: a click on the image, a head and a layer show the map that the arrays hold."""
+"""Attention maps in a browser: a click on the image, a head and a layer show the map of the arrays."""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -20,12 +20,12 @@ from tests.tcnn_probe.reporting.browsing import (
 )
 from tests.tcnn_probe.reporting.made import NAUGHTY
 
-IMAGES, ROWS, COLUMNS, SIDE = 2, 3, 5, 13  # cells of 13 x 13 pixels
+IMAGES, ROWS, COLUMNS, SIDE = 2, 3, 5, 13  # cells have 13 x 13 pixels
 PIXELS = [(2, 60), (30, 20)]
 
 
 def tree(**nodes: xr.Dataset) -> xr.DataTree:
-    """A tree as ``attention_maps`` gives it."""
+    """Return a tree in the form of ``attention_maps``."""
     images = np.random.default_rng(1).normal(
         size=(IMAGES, 3, ROWS * SIDE, COLUMNS * SIDE)
     )
@@ -41,7 +41,7 @@ def tree(**nodes: xr.Dataset) -> xr.DataTree:
 def dataset(
     layers: list[str], heads: int, variables: Mapping[str, tuple[int, ...]]
 ) -> xr.Dataset:
-    """Random maps, by the dimensions of their queries."""
+    """Return random maps, by the dimensions of their queries."""
     rng = np.random.default_rng(len(layers))
     dims = {
         "attention": ("query_y", "query_x"),
@@ -54,8 +54,8 @@ def dataset(
         shape = (IMAGES, len(layers), heads, *sizes, ROWS, COLUMNS)
         arrays[name] = (
             ("image", "layer", "head", *of_queries, "y", "x"),
-            # Cubed: maps with peaks, in which most cells are far from the largest; which is at most a half, so that a
-            # value differs from its share of the largest.
+            # Maps of cubes have peaks, and most cells are far below the largest value, which is at most a half, so that
+            # a value differs from its share of the largest.
             rng.random(shape, dtype=np.float32) ** 3 / 2,
         )
     coords = {"layer": layers, "head": range(heads)}
@@ -66,8 +66,8 @@ def dataset(
 
 @pytest.fixture(scope="module")
 def maps() -> xr.DataTree:
-    """Two layers with maps from anywhere, the first with a class token; a third with four queries off the grid."""
-    # Queries of the second layer are pooled: 1 x 5 of them.
+    """Return two layers with maps of every query, one with a class token, and a third with queries off the grid."""
+    # The queries of the second layer are pooled to 1 x 5.
     first = dataset([NAUGHTY], 2, {"attention": (ROWS, COLUMNS), "class_attention": ()})
     second = dataset(["pooled"], 7, {"attention": (1, COLUMNS)})
     third = dataset(["queries"], 3, {"attention_by_query": (4,)})
@@ -82,7 +82,7 @@ def browser() -> Iterator[Any]:
 
 @pytest.fixture
 def page(browser: Any, maps: xr.DataTree, tmp_path: Path) -> Any:
-    """The page as a notebook shows it."""
+    """Open the page in a notebook's frame."""
     return show(browser, maps, tmp_path)
 
 
@@ -101,7 +101,7 @@ def show(browser: Any, maps: xr.DataTree, folder: Path) -> Any:
 
 
 def choose(driver: Any, **options: str) -> None:
-    """Choose what lists offer, by the text."""
+    """Choose entries of lists by their text."""
     from selenium.webdriver.support.ui import Select
 
     for name, text in options.items():
@@ -121,7 +121,7 @@ def click(driver: Any, y: int, x: int) -> None:
 
 
 def opacity(driver: Any, frame: str = "#map") -> NDArray[Any]:
-    """Opacity of the cells, from 0 to 255."""
+    """Return the opacity of the cells, from 0 to 255."""
     flat = driver.execute_script(
         """const canvas = document.querySelector(`${arguments[0]} canvas`)
         const data = canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height).data
@@ -139,14 +139,14 @@ def expected(values: xr.DataArray, largest: float | None = None) -> NDArray[Any]
 def same(
     drawn: NDArray[Any], values: xr.DataArray, largest: float | None = None
 ) -> bool:
-    # A byte's step of the map, and rounding of the opacity.
+    # The tolerance covers one step of the map's bytes and the rounding of the opacity.
     return bool(abs(drawn - expected(values, largest)).max() < 1)
 
 
 @needs_browser
-def test_a_click_shows_the_map_from_there(page: Any, maps: xr.DataTree) -> None:
+def test_a_click_shows_the_map_of_the_query_there(page: Any, maps: xr.DataTree) -> None:
     choose(page, layer=NAUGHTY, head="1")
-    click(page, 14, 40)  # row 1, column 3
+    click(page, 14, 40)  # row 1 and column 3
     attention = maps["first"].attention[0, 0]
     assert same(opacity(page), attention[1, 1, 3])
     assert not same(opacity(page), attention[1, 3 % ROWS, 1])
@@ -159,7 +159,7 @@ def test_a_click_shows_the_map_from_there(page: Any, maps: xr.DataTree) -> None:
         "const {top, left, width, height} = document.querySelector('#map .query').style;"
         "return [top, left, width, height].map(parseFloat)"
     )
-    # Row 1 of 3 and column 3 of 5, in per cent.
+    # Row 1 of 3 and column 3 of 5 are given in per cent.
     assert box == pytest.approx([100 / 3, 60, 20, 100 / 3], rel=1e-4)
     choose(page, image="1")
     assert same(opacity(page), maps["first"].attention[1, 0, 1, 1, 3])
@@ -168,7 +168,7 @@ def test_a_click_shows_the_map_from_there(page: Any, maps: xr.DataTree) -> None:
 
 
 @needs_browser
-def test_heads_beside_the_image_have_their_own_scale_or_one(
+def test_heads_next_to_the_image_have_separate_scales_or_a_common_one(
     page: Any, maps: xr.DataTree
 ) -> None:
     choose(page, layer="pooled", head="0")
@@ -208,7 +208,7 @@ def test_keys_move_the_query_and_the_pointer_reads_values(
             page.execute_cdp_cmd("Input.dispatchKeyEvent", {"type": kind, "key": key})
     attention = maps["first"].attention[0, 0, 0, 0, 1]
     assert same(opacity(page), attention)
-    click(page, 14, 40)  # the pointer is there now
+    click(page, 14, 40)  # the pointer is over the image now
     attention = maps["first"].attention[0, 0, 0, 1, 3]
     page.execute_script(
         """const {left, top, width, height} = document.getElementById("map").getBoundingClientRect()
@@ -218,7 +218,7 @@ def test_keys_move_the_query_and_the_pointer_reads_values(
     text = page.find_element("id", "under").text
     assert text.startswith("under the pointer: row 2, column 2 of 3 x 5, attention ")
     value = float(text.rsplit(" ", 1)[1])
-    # Maps are kept in bytes, of which 255 is NaN.
+    # Maps are stored as bytes, of which 255 is NaN.
     step = float(attention.max()) / 254
     assert value == pytest.approx(float(attention[2, 2]), abs=step)
 
@@ -232,17 +232,17 @@ def test_maps_of_listed_pixels(browser: Any, tmp_path: Path) -> None:
     )
     page = show(browser, tree(node=node), tmp_path)
     assert "(y, x) = (2, 60)" in page.find_element("id", "chosen").text
-    click(page, 36, 25)  # the second one is nearest
+    click(page, 36, 25)  # the second pixel is the nearest
     assert "(y, x) = (30, 20)" in page.find_element("id", "chosen").text
     assert same(opacity(page), node.attention[0, 0, 0, 1])
 
 
 @needs_browser
-def test_nothing_is_asked_for_and_nothing_fails(page: Any) -> None:
+def test_nothing_is_requested_and_nothing_fails(page: Any) -> None:
     click(page, 14, 40)
     assert errors(page) == []
     page.switch_to.default_content()
-    assert page.execute_script(  # with its border, as wide as the notebook
+    assert page.execute_script(  # the frame with its border is as wide as the notebook
         "const page = document.documentElement; return page.scrollWidth <= page.clientWidth"
     )
     assert [
@@ -252,7 +252,7 @@ def test_nothing_is_asked_for_and_nothing_fails(page: Any) -> None:
     ] == []
 
 
-def test_too_much_is_refused(maps: xr.DataTree) -> None:
+def test_unsuitable_arguments_are_refused(maps: xr.DataTree) -> None:
     with pytest.raises(ValueError, match=r"at most 0\.001 MB \(max_mb\), got 0 MB"):
         tcnn_probe.explore(maps, max_mb=0.001)
     with pytest.raises(TypeError, match=r"DataTree of tcnn_probe\.attention_maps"):

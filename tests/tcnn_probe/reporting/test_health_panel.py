@@ -1,4 +1,4 @@
-"""Panel of health: every finding with its place on the page, and what was looked for where nothing was found."""
+"""Panel of health findings with their places on the page, and the list of checks if nothing was found."""
 
 import html
 import re
@@ -19,7 +19,7 @@ LINK = re.compile(
 
 
 def with_logits(seed: int = 0) -> xr.DataTree:
-    """Return a recording with the largest logits of all heads, all of them healthy."""
+    """Return a recording with the largest logits of all heads, all of which are healthy."""
     tree = recording(LAYERS, EPOCHS, seed=seed, grid=None)
     heads = tree["heads"].to_dataset().drop_vars(["entropy", "uniform_entropy"])
     heads["max_logit"] = xr.full_like(heads.gate, 5.0)
@@ -33,8 +33,8 @@ def rows(page: str) -> list[str]:
 
 def test_findings_lead_to_their_heads_worst_first() -> None:
     tree = with_logits()
-    tree["heads"].max_logit[2:, 1, [4, 6]] = 131.0  # lasts
-    tree["heads"].max_logit[1, 2, 3] = 29.0  # a jump that passes
+    tree["heads"].max_logit[2:, 1, [4, 6]] = 131.0  # this finding lasts
+    tree["heads"].max_logit[1, 2, 3] = 29.0  # a temporary jump
     page = tcnn_probe.report(tree).html
     findings = tcnn_probe.health(tree["heads"].to_dataset().assign_attrs(along="epoch"))
     assert len(findings) == len(rows(page)) == 3
@@ -43,7 +43,7 @@ def test_findings_lead_to_their_heads_worst_first() -> None:
         for words in (finding.sign, finding.layer, finding.usual, finding.leads_to):
             assert words in text
     links = [tuple(map(html.unescape, link)) for link in LINK.findall(rows(page)[0])]
-    # The layer leads to its first ill head; epoch 4 is the third.
+    # The layer's link leads to its first ill head; epoch 4 is the third epoch.
     assert links == [
         ("2", "1", "4", NAUGHTY),
         ("2", "1", "4", "4"),
@@ -52,7 +52,7 @@ def test_findings_lead_to_their_heads_worst_first() -> None:
     assert "Health: 3 alarms, 0 notices" in page
 
 
-def test_runs_and_seeds_are_named() -> None:
+def test_runs_and_seeds_are_named_in_findings() -> None:
     ill = with_logits(1)
     ill["heads"].max_logit[:, 0, 2] = 131.0
     page = tcnn_probe.report({"x": [with_logits(), ill], "y": with_logits(2)}).html
@@ -60,7 +60,7 @@ def test_runs_and_seeds_are_named() -> None:
     assert '<td class="name">x, Net (B)</td>' in row
 
 
-def test_nothing_found_says_what_was_looked_for() -> None:
+def test_panel_without_findings_lists_the_checks() -> None:
     page = html.unescape(tcnn_probe.report(with_logits()).html)
     assert "Nothing was found." in page
     assert "Looked for: large logits, logits jump." in page

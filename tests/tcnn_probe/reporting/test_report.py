@@ -1,4 +1,4 @@
-"""Content of the file of a report: the recording's numbers and maps, words as words, and nothing from elsewhere."""
+"""Content of a report's file: the recording's numbers and maps, names as text, and nothing from other addresses."""
 
 import html
 import re
@@ -21,7 +21,7 @@ from tests.tcnn_probe.reporting.made import NAUGHTY, held, recording
 
 
 class Tags(HTMLParser):
-    """Every tag of a page, with its attributes."""
+    """Parser that collects every tag of a page with its attributes."""
 
     def __init__(self, page: str):
         super().__init__()
@@ -34,12 +34,12 @@ class Tags(HTMLParser):
 
 @pytest.fixture(scope="module")
 def runs() -> list[xr.DataTree]:
-    """Layers of 3 and 9 heads, one with a name that is markup; other epochs, and a layer more, in the second."""
+    """Return runs of layers of 3 and 9 heads, one named by markup; the second has other epochs and a layer more."""
     first = recording({"a.attn": 3, NAUGHTY: 9}, [0, 5, 7])
     # Only one head has a NaN, which must stay in its place and not shift the numbers after it.
     first["heads"]["entropy"][0, 1, 4] = np.nan
     peaks = np.random.default_rng(2).random((3, 1, 4))
-    # A group besides "heads", with a layer of its own.
+    # The group next to "heads" has a layer of its own.
     first["peaks"] = xr.Dataset(
         {"peak": (("epoch", "layer", "head"), peaks)},
         {"layer": ["d"], "head": range(4)},
@@ -55,7 +55,7 @@ def page(runs: list[xr.DataTree]) -> str:
     return tcnn_probe.report(runs).html
 
 
-def test_numbers_are_those_of_the_recordings(
+def test_numbers_equal_those_of_the_recordings(
     runs: list[xr.DataTree], page: str
 ) -> None:
     facts, numbers, _ = held(page)
@@ -99,11 +99,11 @@ def test_numbers_are_those_of_the_recordings(
                     place,
                 )
                 compared[about["name"], exists] = True
-    # Five variables, each at places that exist and at places that do not.
+    # There are five variables, each at places that exist and at places that do not.
     assert len(compared) == 10
 
 
-def test_maps_are_those_of_the_recording(runs: list[xr.DataTree], page: str) -> None:
+def test_maps_equal_those_of_the_recording(runs: list[xr.DataTree], page: str) -> None:
     facts, _, blocks = held(page)
     maps = runs[0]["maps/class_attention"]
     assert [tile["layer"] for tile in facts["tiles"]] == ["a.attn", NAUGHTY]
@@ -112,14 +112,14 @@ def test_maps_are_those_of_the_recording(runs: list[xr.DataTree], page: str) -> 
         shape = 3, 2, 9, 3, 5
         assert tile["shape"] == list(shape) == list(expected.shape)
         largest = np.frombuffer(block, "<f4", 54).reshape(shape[:3])
-        # After 54 largest values of 4 bytes; a byte for each cell, 255 for NaN.
+        # The cells, a byte each with 255 for NaN, follow 54 largest values of 4 bytes.
         cells = np.frombuffer(block, np.uint8, offset=216).reshape(shape)
         assert np.array_equal(largest, np.nan_to_num(expected).max((-2, -1)))
         assert np.array_equal(cells == 255, np.isnan(expected))
         shown = np.where(cells == 255, np.nan, cells / 254 * largest[..., None, None])
         assert (
             np.nanmax(np.abs(shown - expected) / largest.max())
-            # Half a step of 254, and the rounding of two float32 numbers.
+            # The tolerance is half a step of 254 and the rounding of two float32 numbers.
             <= 0.5 / 254 + 4 * np.finfo("f4").eps
         )
 
@@ -136,10 +136,10 @@ def test_names_are_text_and_nothing_is_loaded(page: str) -> None:
         "base",
     }
     assert not [attrs for _, attrs in tags if {"src", "href", "onerror"} & attrs.keys()]
-    assert html.escape(NAUGHTY) in page  # in the list of what is missing
+    assert html.escape(NAUGHTY) in page  # the name appears in the list of missing parts
 
 
-def test_what_is_missing_is_said(page: str) -> None:
+def test_missing_parts_are_listed(page: str) -> None:
     words = html.unescape(page)
     for said in (
         "Net (A): stem is not supported: no softmax",
@@ -170,14 +170,14 @@ def test_variables_without_a_value_are_named() -> None:
     assert "no value at any epoch: gate, top1" in tcnn_probe.report(run).html
 
 
-def test_maps_are_thinned_and_said_to_be() -> None:
+def test_maps_are_thinned_with_a_notice() -> None:
     run = recording({"a": 3, "b": 5}, list(range(40)), grid=(31, 37))
     complete = tcnn_probe.report(run)
-    # The default holds them all, so that what follows is max_mb's doing.
+    # The default holds all maps, so the thinning below is due to max_mb.
     assert "because max_mb" not in complete.html
     assert len(complete.html) <= run["maps/class_attention"].nbytes + 5e6
-    # Room for ten of the forty epochs.
-    # Base64 takes four characters for three bytes; a cell has a byte, and a map four more for its largest value.
+    # There is room for ten of the forty epochs. Base64 takes four characters for three bytes; a cell has a byte, and a
+    # map four more for its largest value.
     room = 1.6 + 4 / 3 * 10.5 * 2 * 2 * 5 * (31 * 37 + 4) / 1e6
     thinned = tcnn_probe.report(run, max_mb=room)
     assert (
@@ -186,7 +186,7 @@ def test_maps_are_thinned_and_said_to_be() -> None:
     )
     marks = held(thinned.html)[0]["runs"][0]["kept"]
     assert len(marks) == 10
-    # 39 epochs in nine steps, each rounded.
+    # Nine rounded steps span 39 epochs.
     assert set(np.diff(marks)) <= {4, 5}
     assert marks[-1] == 39
     assert len(thinned.html) <= room * 1e6
@@ -198,7 +198,7 @@ def test_images_are_left_out_last() -> None:
     size = 4 / 3 * 2 * 5 * (31 * 37 + 4)  # bytes of the maps of one image at one epoch
     assert choose_maps(run, 40 * 2 * size) == Choice(list(range(40)), 2, 2)
     assert choose_maps(run, 2 * size) == Choice([39], 2, 2)
-    # A byte too few for both images.
+    # The limit is a byte too small for both images.
     assert choose_maps(run, 2 * size - 1) == Choice([39], 1, 2)
     assert choose_maps(run, size - 1) == Choice([], 0, 2)
     assert choose_maps(read_run(recording({"a": 3}, [1], grid=None)), 0) == Choice(
@@ -221,7 +221,7 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def test_of_a_store_and_a_dataset(store: Path, tmp_path: Path) -> None:
+def test_report_of_a_store_and_of_a_dataset(store: Path, tmp_path: Path) -> None:
     ds = xr.open_zarr(store)
     shown = tcnn_probe.report(
         store,
@@ -229,7 +229,7 @@ def test_of_a_store_and_a_dataset(store: Path, tmp_path: Path) -> None:
         images=np.random.default_rng(0).random((2, 3, 32, 48)),
     )
     for page, maps in ((shown, 5), (tcnn_probe.report(ds), 0)):
-        # A dataset has no groups, and so no maps.
+        # A dataset has no groups and therefore no maps.
         facts, numbers, blocks = held(page.html)
         assert len(blocks) == maps
         start = next(
@@ -249,7 +249,7 @@ def test_of_a_store_and_a_dataset(store: Path, tmp_path: Path) -> None:
     assert [(tag, attrs["srcdoc"]) for tag, attrs in frame] == [("iframe", shown.html)]
 
 
-def test_command(
+def test_command_writes_a_report(
     store: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     output = tmp_path / "two.html"
@@ -281,7 +281,9 @@ def test_command(
     ]
 
 
-def test_refusals(runs: list[xr.DataTree], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bad_arguments_are_refused(
+    runs: list[xr.DataTree], monkeypatch: pytest.MonkeyPatch
+) -> None:
     steps = recording({"a": 2}, [1]).map_over_datasets(
         lambda ds: ds.rename(epoch="step") if "epoch" in ds.dims else ds
     )
@@ -312,7 +314,7 @@ def test_refusals(runs: list[xr.DataTree], monkeypatch: pytest.MonkeyPatch) -> N
         match=r"expected the images \[0, 3\], whose maps were recorded; got 3",
     ):
         tcnn_probe.report(runs[0], images=np.zeros((3, 1, 5, 7)))
-    # Modules that have imported Bokeh already would not notice that it is gone.
+    # Modules that have already imported Bokeh would not notice its absence.
     for name in [
         name
         for name in sys.modules

@@ -13,20 +13,20 @@ from tcnn_probe.reporting.recordings import TYPE, read_run
 from tcnn_probe.reporting.seeds import pool_seeds
 from tests.tcnn_probe.reporting.made import held, recording
 
-# Epochs that all seeds have, two have, and one has.
+# The epochs include some of all seeds, of two seeds and of one seed.
 EPOCHS = ([0, 2, 3], [0, 2], [0, 3, 5])
 LAYERS = ({"a": 3, "b": 5}, {"a": 3, "b": 5}, {"a": 3, "c": 2})
 
 
 def seeds() -> list[xr.DataTree]:
-    """Three recordings; none has all epochs, and the last has another layer. Only the second has maps."""
+    """Return three recordings: none has all epochs, the last has another layer, and only the second has maps."""
     return [
         recording(layers, epochs, seed=seed, grid=(3, 5) if seed == 1 else None)
         for seed, (layers, epochs) in enumerate(zip(LAYERS, EPOCHS, strict=True))
     ]
 
 
-def test_lines_are_means_and_bands_ranges() -> None:
+def test_lines_are_means_and_bands_are_ranges() -> None:
     trees = seeds()
     facts, numbers, _ = held(tcnn_probe.report({"arm": trees}).html)
     assert facts["marks"] == [0, 2, 3, 5]
@@ -57,11 +57,11 @@ def test_lines_are_means_and_bands_ranges() -> None:
                 continue
             assert low == min(values)
             assert high == max(values)
-            # Three positive numbers at most are added up and divided.
+            # At most three positive numbers are added and divided.
             bound = 4 * np.finfo(float).eps * sum(values) / len(values)
             assert abs(mean - math.fsum(values) / len(values)) <= bound
             compared += len(values) > 1
-    # Numbers that single seeds have are their own mean, and would show nothing.
+    # Numbers of a single seed are their own mean, so comparing only those would prove nothing.
     assert compared > 20
 
 
@@ -70,10 +70,10 @@ def test_maps_are_those_of_the_first_seed_that_has_any() -> None:
     page = tcnn_probe.report({"arm": trees})
     facts, _, blocks = held(page.html)
     assert [tile["layer"] for tile in facts["tiles"]] == ["a", "b"]
-    # After four bytes for the largest value at each of 4 epochs, of 2 images and of 5 heads.
+    # Four bytes for the largest value at each of 4 epochs, 2 images and 5 heads come first.
     cells = np.frombuffer(blocks[1], np.uint8, offset=4 * 4 * 2 * 5)
     missing = cells.reshape(4, 2, 5, 3, 5) == 255
-    assert missing[[2, 3]].all()  # epochs that this seed has not
+    assert missing[[2, 3]].all()  # this seed lacks these epochs
     assert not missing[[0, 1]].any()
     words = html.unescape(page.html)
     assert "maps: those of Net (B) alone are on this page" in words
@@ -81,8 +81,8 @@ def test_maps_are_those_of_the_first_seed_that_has_any() -> None:
     assert "Net (C): others have layers that this one has not: b" in words
 
 
-def test_a_type_is_that_of_most_seeds() -> None:
-    # A majority, another, no label at all, and a tie, of which the first type is taken.
+def test_type_of_a_head_is_that_of_most_seeds() -> None:
+    # The cases are a majority, another majority, no label, and a tie, for which the first type is taken.
     codes = [[0, 2, np.nan, 3], [1, 2, np.nan, 1], [1, 0, np.nan, np.nan]]
     attrs = {"unlabelled": json.dumps({"a": "few images"}), "definitions": "{}"}
     runs = []
@@ -99,7 +99,7 @@ def test_a_type_is_that_of_most_seeds() -> None:
     assert json.loads(pooled.numbers[TYPE].attrs["unlabelled"]) == {"a": "few images"}
 
 
-def test_what_differs_between_seeds_is_listed() -> None:
+def test_differences_between_seeds_are_listed() -> None:
     trees = seeds()
     for seed, tree in enumerate(trees):
         tree.attrs |= {"seed": seed, "missing": json.dumps({"gate": {"b": f"{seed}"}})}

@@ -1,4 +1,4 @@
-"""CKA beside the definition of HSIC, element by element in float64."""
+"""CKA compared with the definition of HSIC, element by element in float64."""
 
 import itertools
 import math
@@ -12,7 +12,7 @@ from tcnn_probe.representation import LinearCKA, layer_cka, linear_cka
 
 
 def hsic(x: np.ndarray, y: np.ndarray) -> float:
-    """The U-statistic itself: the mean of its kernel over all ordered quadruples of different images."""
+    """Compute the U-statistic itself: the mean of its kernel over all ordered quadruples of different images."""
     n = len(x)
     gram_x = x @ x.T
     gram_y = y @ y.T
@@ -23,7 +23,7 @@ def hsic(x: np.ndarray, y: np.ndarray) -> float:
             triples += gram_x[i, j] * gram_y[i, q]
             for r in set(range(n)) - {i, j, q}:
                 quadruples += gram_x[i, j] * gram_y[q, r]
-    # Means over the pairs, triples and quadruples of different images.
+    # The means are over pairs, triples and quadruples of different images.
     pairs /= math.perm(n, 2)
     triples /= math.perm(n, 3)
     quadruples /= math.perm(n, 4)
@@ -37,7 +37,7 @@ def cka_by_hand(x: np.ndarray, y: np.ndarray) -> float:
 
 def make_features(*channels: int, n: int = 11, seed: int = 0) -> list[np.ndarray]:
     rng = np.random.default_rng(seed)
-    # Two directions in common, so that CKA is neither 0 nor 1; a mean of 5, so that centring shows.
+    # Two common directions keep CKA away from 0 and 1; a mean of 5 makes centring matter.
     shared = rng.standard_normal((n, 2))
     features = []
     for c in channels:
@@ -47,26 +47,26 @@ def make_features(*channels: int, n: int = 11, seed: int = 0) -> list[np.ndarray
     return features
 
 
-def test_is_the_u_statistic() -> None:
+def test_cka_equals_the_u_statistic() -> None:
     x, y = make_features(3, 7)
     expected = cka_by_hand(x, y)
     assert 0.05 < abs(expected) < 0.95
     assert linear_cka(x, y) == pytest.approx(expected, rel=1e-10)
 
 
-def test_whole_feature_maps_need_no_matrix_of_their_channels() -> None:
-    # Their matrix of channels would take 8 MB, the features take 56 kB each.
+def test_whole_feature_maps_need_no_matrix_of_channels() -> None:
+    # A matrix of the channels would take 8 MB; the features take 56 kB each.
     x, y = make_features(1009, 1013, n=7)
     tracemalloc.start()
     cka = linear_cka(x, y.reshape(7, -1, 1))
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
-    # Both ignore a shift; without the mean of 5 the sums by hand cancel less.
+    # Both ignore a shift; without the mean of 5 the sums of the definition cancel less.
     assert cka == pytest.approx(cka_by_hand(x - 5, y - 5), rel=1e-10)
     assert peak < 20 * x.nbytes < 1009 * 1013 * 8
 
 
-def test_batches_do_not_matter_nor_do_shift_rotation_and_scale() -> None:
+def test_batch_size_shift_rotation_and_scale_do_not_matter() -> None:
     x, y = make_features(3, 7, n=13)
     streamed = LinearCKA()
     for rows in (slice(0, 5), slice(5, 6), slice(6, 13)):
@@ -85,8 +85,8 @@ def test_batches_do_not_matter_nor_do_shift_rotation_and_scale() -> None:
     assert linear_cka(x, -2 * x + 1e3) == pytest.approx(1, rel=1e-10)
 
 
-def test_of_unrelated_features_it_is_0_on_average() -> None:
-    """The biased estimate of as few images would be above 0.9."""
+def test_cka_of_unrelated_features_is_0_on_average() -> None:
+    """The biased estimate from as few images would be above 0.9."""
     rng = np.random.default_rng(0)
     values = []
     for _ in range(40):
@@ -97,7 +97,7 @@ def test_of_unrelated_features_it_is_0_on_average() -> None:
     assert abs(np.mean(values)) < 3 * standard_error
 
 
-def test_refusals() -> None:
+def test_bad_arguments_are_refused() -> None:
     x, y = make_features(3, 7)
     cka = LinearCKA()
     with pytest.raises(ValueError, match="4 images or more, got 3"):
@@ -115,12 +115,12 @@ def test_refusals() -> None:
     ):
         cka.add({"a": x}, {"b": y[:, :6]})
     assert cka.result().identical(before)
-    # The mean of five of the second number is another number.
+    # The mean of five copies of the second number differs from the number.
     for images, value in ((11, 1.0), (5, 123456.789)):
         assert math.isnan(linear_cka(x[:images], np.full((images, 7), value)))
 
 
-def test_labelled_is_the_same_and_has_nan_where_features_are_missing() -> None:
+def test_labelled_cka_is_the_same_and_nan_for_missing_features() -> None:
     x, y = make_features(5, 3)
     padded = np.full((2, 2, 11, 5), np.nan, dtype=np.float32)
     padded[0, 0] = x
@@ -136,7 +136,8 @@ def test_labelled_is_the_same_and_has_nan_where_features_are_missing() -> None:
     assert cka.sel(epoch=1).isnull().values.tolist() == [[False, True], [True, True]]
     fixed = layer_cka(features, features.sel(epoch=0, drop=True))
     np.testing.assert_allclose(fixed.sel(layer="a", other_layer="a"), 1, rtol=1e-5)
-    features[0, 0, 3, 2] = np.inf  # as of a number that float16 cannot hold
+    # Numbers beyond the range of float16 are stored as infinities.
+    features[0, 0, 3, 2] = np.inf
     missing = layer_cka(features).sel(epoch=0).isnull()
     assert missing.values.tolist() == [[True, True], [True, False]]
     with pytest.raises(ValueError, match="with the dims 'image' and 'channel', got"):

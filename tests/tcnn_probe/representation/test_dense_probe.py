@@ -1,4 +1,4 @@
-"""The dense probe, against a classifier of single pixels and loops over pixels."""
+"""Dense probe compared with a classifier of single pixels and with loops over pixels."""
 
 import math
 
@@ -8,12 +8,12 @@ from sklearn.linear_model import LogisticRegression
 
 from tcnn_probe.representation import dense_probe, layer_dense_probe
 
-# Unequal sides of grid and cell, so that axes that are swapped show.
+# The sides of grid and cell differ, so that swapped axes change the result.
 CHANNELS, GRID, CELL = 3, (2, 5), (3, 2)
 
 
 def make_features(images: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """Feature maps, and masks of three classes; most pixels of a cell have the class that its features show."""
+    """Return feature maps and masks of three classes; most pixels of a cell have the class that the features encode."""
     rng = np.random.default_rng(seed)
     shown = rng.choice([0, 4, 7], (images, *GRID))
     features = np.stack(
@@ -26,7 +26,7 @@ def make_features(images: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def pixels(features: np.ndarray, masks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The features and the class of every pixel."""
+    """Return the features and the class of every pixel."""
     at_pixels = [
         features[n, :, y // CELL[0], x // CELL[1]]
         for n, y, x in np.ndindex(masks.shape)
@@ -34,13 +34,13 @@ def pixels(features: np.ndarray, masks: np.ndarray) -> tuple[np.ndarray, np.ndar
     return np.array(at_pixels), masks.ravel()
 
 
-def test_is_a_classifier_of_pixels() -> None:
+def test_dense_probe_is_a_classifier_of_pixels() -> None:
     features, masks = make_features(7, 0)
     train = make_features(11, 1)
     x, y = pixels(*train)
     mean = x.mean(0)
     deviation = x.std(0)
-    # 5000 steps, so that it converges; its default of 100 may not.
+    # The classifier converges in 5000 steps, and may not in its default of 100.
     classifier = LogisticRegression(C=1 / 500, max_iter=5000).fit(
         (x - mean) / deviation, y
     )
@@ -51,30 +51,30 @@ def test_is_a_classifier_of_pixels() -> None:
         intersection = sum((y == label) & (named == label))
         union = sum((y == label) | (named == label))
         expected.append(intersection / union)
-    # Neither perfect nor at chance, so that the comparison says something.
+    # Scores are neither perfect nor at chance, so the comparison is meaningful.
     assert 0.3 < min(expected) < max(expected) < 1
     np.testing.assert_allclose(
         dense_probe(features, masks, *train, regularization=500), expected, rtol=1e-12
     )
 
 
-def test_masks_that_the_images_do_not_show_are_at_chance() -> None:
-    """At chance a class of the share p, named for the share q of pixels, has the IoU pq / (p + q - pq) <= p."""
+def test_masks_unrelated_to_the_features_are_at_chance() -> None:
+    """At chance, a class of share p predicted for a share q of the pixels has the IoU pq / (p + q - pq) <= p."""
     features, masks = make_features(40, 0)
     train, known = make_features(40, 1)
     share = (masks == 4).mean()
-    # Of the class itself, which the features show, the probe finds most.
+    # The probe finds most pixels of the class that the features encode.
     assert dense_probe(features, masks == 4, train, known == 4)[1] > 0.6
     unrelated = np.random.default_rng(2).random(known.shape) < 0.5
     chance = dense_probe(features, masks == 4, train, unrelated)[1]
-    # Three standard deviations of the class's share of the cells.
+    # The margin is three standard deviations of the class's share of the cells.
     assert chance < share + 3 * math.sqrt(share * (1 - share) / features[:, 0].size)
 
 
-def test_by_image_is_of_each_image_alone() -> None:
+def test_scores_by_image_are_of_each_image_alone() -> None:
     features, masks = make_features(7, 0)
     train = make_features(11, 1)
-    # An image of a single class, in which the two others have no IoU unless they are named.
+    # The image has a single class; the two others have no IoU in it unless they are predicted.
     masks[2] = 4
     iou = dense_probe(features, masks, *train, by_image=True)
     assert iou.shape == (7, 3)
@@ -86,10 +86,10 @@ def test_by_image_is_of_each_image_alone() -> None:
         assert (alone[~present] == 0).all()
 
 
-def test_labelled_judges_grids_by_the_same_pixels() -> None:
+def test_labelled_probe_scores_grids_on_the_same_pixels() -> None:
     features, masks = make_features(7, 0)
     train, known = make_features(11, 1)
-    # One column of five, stretched over the image, has to do worse.
+    # A single column instead of five, stretched over the image, must do worse.
     fine = features.repeat(CELL[0], 2).repeat(CELL[1], 3)
     coarse = features[..., :1]
     iou = layer_dense_probe(
@@ -133,6 +133,8 @@ def test_labelled_judges_grids_by_the_same_pixels() -> None:
         (np.full((7, 2, 3, 4), math.nan), np.ones((7, 3, 4), int), "finite features"),
     ],
 )
-def test_refusals(features: np.ndarray, masks: np.ndarray, message: str) -> None:
+def test_bad_arguments_are_refused(
+    features: np.ndarray, masks: np.ndarray, message: str
+) -> None:
     with pytest.raises(ValueError, match=message):
         dense_probe(features, masks, *make_features(7, 0))

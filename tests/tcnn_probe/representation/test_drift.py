@@ -1,4 +1,4 @@
-"""Drift beside its definition, pair of patches by pair of patches in float64."""
+"""Drift compared with its definition, pair of patches by pair of patches in float64."""
 
 import math
 
@@ -35,24 +35,24 @@ def distances(x: np.ndarray, y: np.ndarray) -> list[float]:
 
 def patches(*shape: int, seed: int = 0) -> np.ndarray:
     rng = np.random.default_rng(seed)
-    # A mean of twice the deviation, so that cosines are not all about 0.
+    # A mean of twice the standard deviation keeps the cosines from all being near 0.
     return rng.standard_normal(shape) + 2 * rng.standard_normal(shape[-1])
 
 
-def test_is_its_definition() -> None:
+def test_drift_equals_its_definition() -> None:
     x = patches(3, 7, 5)
     y = patches(3, 7, 11, seed=1)
     expected = distances(x, y)
     assert min(expected) > 0.05
     actual = gram_distance(x, y)
-    # A cosine of C channels is off by at most about (2 C + 4) eps; so is their root mean square.
+    # A cosine of C channels is off by at most about (2 C + 4) eps, and so is the root mean square.
     bound = 2 * (2 * 11 + 4) * np.finfo(float).eps
     np.testing.assert_allclose(actual, expected, rtol=0, atol=bound)
     assert gram_distance(x[1], y[1]) == pytest.approx(expected[1], abs=bound)
 
 
-def test_its_square_is_the_loss_of_dinov3() -> None:
-    """Its code computes a mean squared difference; by its configuration within images, with negative cosines kept."""
+def test_squared_drift_is_the_loss_of_dinov3() -> None:
+    """DINOv3's code computes a mean squared difference, by its configuration within images with negative cosines."""
     x = torch.from_numpy(patches(2, 13, 5))
     noise = torch.from_numpy(patches(2, 13, 5, seed=2))
     y = x + 0.3 * noise
@@ -63,31 +63,31 @@ def test_its_square_is_the_loss_of_dinov3() -> None:
     assert squared.mean() == pytest.approx(expected, rel=1e-12)
 
 
-def test_rotation_and_lengths_do_not_matter_and_small_distances_stay() -> None:
+def test_rotation_and_lengths_do_not_matter_and_small_distances_are_accurate() -> None:
     x = patches(7, 5)
     rotation = np.linalg.qr(patches(5, 5, seed=3))[0]
     lengths = np.random.default_rng(4).uniform(0.1, 10, (7, 1))
-    # The bound above, at 5 channels.
+    # This is the bound above for 5 channels.
     moved = lengths * x @ rotation
     assert gram_distance(x, moved) < 2 * 14 * np.finfo(float).eps
-    # To first order a change of 1e-9 changes cosines by as much; products of channels would lose it.
+    # To first order a change of 1e-9 changes cosines by as much, which products of channels would lose.
     backwards = x[::-1]
     near = gram_distance(x, x + 1e-8 * backwards)
     nearer = gram_distance(x, x + 1e-9 * backwards)
     assert near / nearer == pytest.approx(10, rel=1e-4)
 
 
-def test_extremes() -> None:
+def test_zero_patches_and_opposite_cosines() -> None:
     filled = patches(3, 2)
     zero = filled.copy()
     zero[1] = 0
-    # The cosines of a patch of zeros are 0, with itself too; those of the others do not change.
+    # All cosines of a zero patch are 0, also with itself; the other cosines do not change.
     first = cosine(filled[1], filled[0])
     last = cosine(filled[1], filled[2])
     squares = 2 * (first**2 + last**2) + 1
     expected = math.sqrt(squares / 9)
     assert gram_distance(filled, zero) == pytest.approx(expected, rel=1e-14)
-    # Cosines of 1 and -1 differ by 2, in half of the pairs.
+    # The cosines 1 and -1 differ by 2, in half of the pairs.
     opposite = gram_distance([[1.0], [1.0]], [[1.0], [-1.0]])
     assert opposite == pytest.approx(math.sqrt(2))
     missing = np.full((3, 2), np.nan)
@@ -99,7 +99,7 @@ def test_extremes() -> None:
 
 
 def recorded(epochs: int = 3) -> tuple[xr.DataArray, list[torch.Tensor]]:
-    """Return features of a small ViT by epoch, as recorded and as its last block returns them."""
+    """Return features of a small ViT by epoch, both as recorded and as its last block returns them."""
     torch.manual_seed(0)
     model = timm.create_model(
         "vit_tiny_patch16_224", img_size=(48, 80), depth=2, embed_dim=33, num_heads=3
@@ -114,7 +114,7 @@ def recorded(epochs: int = 3) -> tuple[xr.DataArray, list[torch.Tensor]]:
         tcnn_probe.record(model, probes=["softmax", probe]) as recorder,
         torch.no_grad(),
     ):
-        # As a training does, but a step of any direction an epoch.
+        # The loop resembles a training, but each epoch is a step in a random direction.
         for epoch in range(epochs):
             model(images)
             recorder.mark(epoch=epoch)
@@ -123,7 +123,7 @@ def recorded(epochs: int = 3) -> tuple[xr.DataArray, list[torch.Tensor]]:
     return recorder.tree["features"].feature, outputs
 
 
-def test_of_a_recording_by_epoch_and_between_all_epochs() -> None:
+def test_drift_of_a_recording_by_epoch_and_between_all_epochs() -> None:
     features, outputs = recorded()
     drift = layer_drift(features, features.sel(epoch=0))
     assert drift.gram_distance.dims == ("epoch", "layer", "image")
@@ -131,9 +131,9 @@ def test_of_a_recording_by_epoch_and_between_all_epochs() -> None:
     x = outputs[2].double().numpy()
     y = outputs[0].double().numpy()
     expected = distances(x, y)
-    # Ten times the tolerance.
+    # This is ten times the tolerance.
     assert min(expected) > 0.05
-    # Stored as float16, each channel is off by 2**-11 of itself: a cosine by 4, a difference by 8 times as much.
+    # As float16 each channel is off by 2**-11 of itself, a cosine by 4 times and a difference by 8 times as much.
     actual = drift.gram_distance.sel(epoch=2, layer="blocks.1")
     np.testing.assert_allclose(actual, expected, rtol=0, atol=8 * 2**-11)
     means = features.sel(token="mean", layer="blocks.1").values.astype(float)
@@ -141,11 +141,11 @@ def test_of_a_recording_by_epoch_and_between_all_epochs() -> None:
     expected = linear_cka(means[2], means[0])
     assert cka[2].item() == pytest.approx(expected, rel=1e-12)
 
-    # The first epoch beside itself.
+    # The first epoch is compared with itself.
     np.testing.assert_array_equal(drift.gram_distance.sel(epoch=0), 0)
     np.testing.assert_allclose(drift.cka.sel(epoch=0), 1, rtol=1e-12)
 
-    # Every epoch beside every other.
+    # Every epoch is compared with every other.
     table = layer_drift(features, features.rename(epoch="teacher")).gram_distance
     assert set(table.dims) == {"epoch", "teacher", "layer", "image"}
     xr.testing.assert_allclose(table.sel(teacher=0, drop=True), drift.gram_distance)
@@ -155,7 +155,7 @@ def test_of_a_recording_by_epoch_and_between_all_epochs() -> None:
     assert of_few.gram_distance.notnull().all()
 
 
-def test_layers_of_other_widths_and_missing_images() -> None:
+def test_layers_of_different_widths_and_missing_images() -> None:
     rng = np.random.default_rng(0)
     values = np.full((2, 5, 4, 7), np.nan)
     values[0, :, :, :3] = rng.standard_normal((5, 4, 3))
@@ -168,7 +168,7 @@ def test_layers_of_other_widths_and_missing_images() -> None:
     second[0, :, :, :3] = rng.standard_normal((5, 4, 3))
     second[1, 2] = np.nan
     drift = layer_drift(features, second)
-    # The patches of the second image, without the mean; the layer has three channels.
+    # These are the patches of the second image, without the mean; the layer has three channels.
     part = np.s_[0, 1, 1:, :3]
     expected = distance(values[part], second.values[part])
     actual = drift.gram_distance.sel(layer="a")[1].item()
@@ -178,7 +178,7 @@ def test_layers_of_other_widths_and_missing_images() -> None:
     assert drift.cka.isnull().values.tolist() == [False, True]
 
 
-def test_refusals() -> None:
+def test_bad_arguments_are_refused() -> None:
     tokens = ["mean", "1", "2"]
     coords = {"image": range(4), "token": tokens}
     values = np.random.default_rng(0).standard_normal((4, 3, 5))

@@ -1,4 +1,4 @@
-"""Nearest neighbours and retrieval beside loops over the thesis' equations in float64."""
+"""Nearest neighbours and retrieval compared with loops over the thesis' equations in float64."""
 
 import math
 
@@ -22,7 +22,7 @@ def cosine(a: np.ndarray, b: np.ndarray) -> float:
 
 
 def make_features(count: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """Features of three classes, which overlap; labels are no 0, 1, 2."""
+    """Return features of three overlapping classes, with labels other than 0, 1 and 2."""
     rng = np.random.default_rng(seed)
     labels = rng.choice([11, 4, 30], count)
     centers = np.stack([labels % 7, labels % 3, labels % 2], 1)
@@ -30,7 +30,7 @@ def make_features(count: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def voted(x: np.ndarray, gallery: np.ndarray, labels: np.ndarray) -> int:
-    """Eq. 2.6."""
+    """Classify by the weighted vote of Eq. 2.6."""
     cosines = [cosine(x, candidate) for candidate in gallery]
     votes = dict.fromkeys(labels.tolist(), 0.0)
     for j in np.argsort(cosines)[-K:]:
@@ -38,16 +38,16 @@ def voted(x: np.ndarray, gallery: np.ndarray, labels: np.ndarray) -> int:
     return max(votes, key=votes.__getitem__)
 
 
-def test_knn_is_that_of_the_thesis() -> None:
+def test_knn_follows_the_thesis() -> None:
     x, y = make_features(Q, 0)
     gallery, known = make_features(G, 1)
     expected = [
         voted(query, gallery, known) == label for query, label in zip(x, y, strict=True)
     ]
-    # Some right and some wrong, or any vote would do.
+    # Some predictions are right and some wrong, as otherwise any vote would pass.
     assert len({*expected}) == 2
     assert knn_correct(x, y, gallery, known, neighbors=K).tolist() == expected
-    # As the temperature goes to 0, the nearest neighbour outvotes all the others.
+    # As the temperature approaches 0, the nearest neighbour outvotes all others.
     nearest = [np.argmax([cosine(query, image) for image in gallery]) for query in x]
     correct = knn_correct(x, y, gallery, known, neighbors=K, temperature=1e-4)
     assert correct.tolist() == (known[nearest] == y).tolist()
@@ -59,7 +59,7 @@ def test_knn_is_that_of_the_thesis() -> None:
 
 
 def precision(scores: list[float], relevant: list[bool]) -> float:
-    """Mean over the relevant ones of the precision at their rank."""
+    """Return the mean, over the relevant images, of the precision at their rank."""
     precisions: list[float] = []
     for rank, j in enumerate(np.argsort(scores)[::-1], 1):
         if relevant[j]:
@@ -67,10 +67,10 @@ def precision(scores: list[float], relevant: list[bool]) -> float:
     return math.fsum(precisions) / len(precisions)
 
 
-def test_retrieval_is_that_of_the_thesis() -> None:
+def test_retrieval_follows_the_thesis() -> None:
     x, y = make_features(Q, 0)
     gallery, known = make_features(G, 1)
-    y[2] = 99  # which the gallery lacks
+    y[2] = 99  # the gallery lacks this class
     coarse = (known == 30).astype(int)
     rng = np.random.default_rng(2)
     p = rng.uniform(0.1, 0.9, Q)
@@ -94,14 +94,14 @@ def test_retrieval_is_that_of_the_thesis() -> None:
     assert not np.allclose(plain, conditioned, equal_nan=True)
 
 
-def test_images_of_one_score_share_a_rank() -> None:
+def test_images_with_equal_scores_share_a_rank() -> None:
     x, y = make_features(G, 1)
-    # All cosines are equal: whichever image comes first, the precision is the share of the class.
+    # All cosines are equal, so the precision is the share of the class, in any order.
     (precision_of_one,) = average_precision(x[:1], y[:1], np.ones((G, 3)), y)
     assert precision_of_one == pytest.approx(np.mean(y == y[0]), rel=1e-12)
 
 
-def test_an_oracle_ranks_its_coarse_class_first_and_by_cosine_in_it() -> None:
+def test_an_oracle_ranks_its_coarse_class_first_and_by_cosine_within_it() -> None:
     x, y = make_features(Q, 0)
     gallery, known = make_features(G, 1)
     coarse = (known == 30).astype(int)
@@ -119,7 +119,7 @@ def test_an_oracle_ranks_its_coarse_class_first_and_by_cosine_in_it() -> None:
 
 def test_shuffled_labels_are_at_chance_and_true_ones_are_not() -> None:
     x, y = load_iris(return_X_y=True)
-    # Iris has positive features, whose cosines would all be near 1.
+    # The features of Iris are positive, so all cosines would be near 1 without centring.
     x = x - x.mean(0)
     shuffled = [np.random.default_rng(seed).permutation(y) for seed in range(4)]
     train = slice(0, None, 2)
@@ -137,7 +137,7 @@ def test_shuffled_labels_are_at_chance_and_true_ones_are_not() -> None:
         scores = [measure(labels) for labels in shuffled]
         # Two of the three classes of Iris overlap a little.
         assert measure(y) > 0.85
-        # Three standard deviations of a share of so many draws.
+        # The margin is three standard deviations of a share of as many draws.
         assert abs(np.mean(scores) - chance) < 3 * math.sqrt(
             chance * (1 - chance) / (75 * len(scores))
         )
@@ -148,13 +148,13 @@ def test_shuffled_labels_are_at_chance_and_true_ones_are_not() -> None:
     )
 
 
-def test_labelled_is_the_same() -> None:
+def test_labelled_scores_are_the_same() -> None:
     x, y = make_features(G, 1)
     features_by_layer = np.full((3, G, 5), np.nan)
     # The second layer lacks an image.
     features_by_layer[0, :, :3] = x
     features_by_layer[1, 1:, :] = 1.0
-    # As float16 has a large number.
+    # This imitates large numbers in float16.
     features_by_layer[2, :, :3] = x
     features_by_layer[2, 5, 1] = np.inf
     features = xr.DataArray(
@@ -193,19 +193,20 @@ def test_labelled_is_the_same() -> None:
         ({"features": np.full((23, 3), np.nan)}, "finite features"),
     ],
 )
-def test_refusals(change: dict[str, object], message: str) -> None:
+def test_bad_arguments_are_refused(change: dict[str, object], message: str) -> None:
     features, labels = make_features(G, 1)
     with pytest.raises(ValueError, match=message):
         knn_correct(**{"features": features, "labels": labels} | change)
 
 
-def test_coarse_labels_come_with_their_probabilities() -> None:
+def test_coarse_labels_require_their_probabilities() -> None:
     features, labels = make_features(G, 1)
     with pytest.raises(
         ValueError, match="coarse_probabilities and gallery_coarse together"
     ):
         average_precision(features, labels, gallery_coarse=labels)
-    for wrong in (labels - 11, labels):  # -7 would be that of the seventh from the end
+    # As an index, -7 would give the seventh class from the end.
+    for wrong in (labels - 11, labels):
         with pytest.raises(
             ValueError, match=r"expected gallery_coarse from 0 to 29, got \["
         ):

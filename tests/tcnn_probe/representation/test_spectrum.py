@@ -1,4 +1,4 @@
-"""Spectra beside NumPy's singular values, and cosines of tokens beside a loop over pairs."""
+"""Spectra compared with NumPy's singular values, and cosines of tokens with a loop over pairs."""
 
 import math
 from itertools import permutations
@@ -11,8 +11,8 @@ from tcnn_probe.representation import participation_ratio, pca_energy, token_cos
 
 
 @pytest.mark.parametrize("shape", [(17, 5), (5, 17)])
-def test_beside_singular_values(shape: tuple[int, int]) -> None:
-    # Variances that differ, and a mean that centring has to remove.
+def test_spectrum_matches_singular_values(shape: tuple[int, int]) -> None:
+    # The variances differ, and centring has to remove a mean.
     x = (
         np.random.default_rng(0).standard_normal(shape) * np.geomspace(1, 0.1, shape[1])
         + 3
@@ -27,13 +27,13 @@ def test_beside_singular_values(shape: tuple[int, int]) -> None:
 
 
 def test_known_spectra() -> None:
-    # Equal variance along each of three axes.
+    # The variance is equal along each of three axes.
     corners = np.concatenate([np.eye(3), -np.eye(3)])
     assert participation_ratio(corners) == pytest.approx(3)
     np.testing.assert_allclose(pca_energy(corners), [1 / 3, 2 / 3, 1])
     line = np.arange(7.0)[:, None] * np.array([1.0, 2, 3])
     assert participation_ratio(line) == pytest.approx(1)
-    # The mean of seven 0.1 is another number.
+    # The mean of seven copies of 0.1 is not 0.1.
     for same in (np.ones((4, 3)), np.full((7, 3), 0.1)):
         assert math.isnan(participation_ratio(same))
         assert np.isnan(pca_energy(same)).all()
@@ -57,7 +57,7 @@ def test_token_cosine_is_the_mean_over_pairs() -> None:
         same.astype(np.int8),
         torch.tensor(same).half(),
     ):
-        # The squares overflow, and their sum.
+        # The squares and their sum overflow.
         np.testing.assert_allclose(token_cosine(narrow), 1, rtol=1e-6)
     with pytest.raises(
         ValueError,

@@ -2,8 +2,8 @@
 
     python -m tests.tcnn_probe.storage.soak --minutes 60
 
-Each round does every operation once, in random order; at least one round is done. What is compared follows from the
-numbers given with the marks. A mark that is tried again after a kill gets other values, so that nothing stale passes.
+Each round does every operation once, in random order; at least one round is done. The expected values follow from the
+numbers given with the marks. A mark that is repeated after a kill gets other values, so stale values are noticed.
 """
 
 import argparse
@@ -34,7 +34,7 @@ from tests.tcnn_probe.storage.tables import (
     values,
 )
 
-MOST = 90  # marks of a recording; numbers begin a second chunk with the 65th
+MOST = 90  # a recording has at most this many marks; the 65th begins a second chunk of numbers
 Tell = Callable[[int], object]
 
 
@@ -44,17 +44,17 @@ class Child:
     def __init__(self, work: Callable[..., None], *arguments: Any) -> None:
         announced, tell = os.pipe()
         with warnings.catch_warnings():
-            # Python 3.12 warns of zarr's thread, where a writer forks.
+            # Python 3.12 warns of zarr's thread if a writer forks.
             warnings.simplefilter("ignore")
-            # A fork copies no threads, so zarr must start its thread again in the child, which is tested, too.
+            # A fork copies no threads, so the child has to restart zarr's, which is part of the test.
             self.pid = os.fork()
         if not self.pid:
-            # Two minutes: an operation takes a fraction of a second.
+            # An operation takes a fraction of a second; the limit is two minutes.
             signal.alarm(120)  # a process that hangs has failed
             warnings.simplefilter("error")
             try:
                 work(*arguments, lambda number: os.write(tell, b"%d\n" % number))
-                # Not sys.exit: pytest's own clean-up must not run a second time in the child.
+                # sys.exit would run pytest's own clean-up a second time in the child.
                 os._exit(0)
             except BaseException:
                 traceback.print_exc()
@@ -63,32 +63,32 @@ class Child:
         self._told = os.fdopen(announced)
 
     def numbers(self, count: int) -> list[int]:
-        """The next numbers that the process sends."""
+        """Return the next numbers that the process sends."""
         return [int(self._told.readline()) for _ in range(count)]
 
     def end(self, *, kill: bool = False) -> list[int]:
-        """Its other numbers, when it has ended, or was killed; it has not failed."""
+        """Return the remaining numbers after the process has ended or been killed; assert that it has not failed."""
         if kill:
             os.kill(self.pid, signal.SIGKILL)
         with self._told:
             rest = [int(line) for line in self._told]
         status = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
-        # Killed or done: the kill may come after the last mark.
+        # A process that is killed may have finished before, as the kill may come after the last mark.
         assert status == 0 or (kill and status == -signal.SIGKILL), status
         return rest
 
 
 def scalars(epoch: int, seed: int) -> dict[str, float]:
-    """One that always comes, and one that comes with five epochs only."""
+    """Return a scalar that every epoch has and one that five epochs have."""
     # A scalar that begins and ends leaves epochs without a value, which must read as NaN.
     return {"top1": seed / 7, f"phase{epoch // 5}": seed}
 
 
 def write(path: Path, first: int, count: int, fork: bool, tell: Tell) -> None:
-    """Add marks, telling each when it is durable, and close."""
+    """Add marks, report each when it is durable, and close."""
     store = create(path)
     for epoch in range(len(store.marks), len(store.marks) + count):
-        # Other numbers for each attempt at an epoch, so that values of a killed attempt do not pass.
+        # Each attempt at an epoch has other numbers, so values of a killed attempt are noticed.
         add(store, epoch, first + epoch, **scalars(epoch, first + epoch))
         tell(epoch)
         if fork:
@@ -97,16 +97,16 @@ def write(path: Path, first: int, count: int, fork: bool, tell: Tell) -> None:
 
 
 def go_on(store: EpochStore, pid: int, tell: Tell) -> None:
-    """Read and leave, as a forked process may, which has no right to write."""
+    """Read and close in a forked process, which is not allowed to write."""
     with pytest.raises(StoreError, match=f"is being written by process {pid} "):
-        # An epoch far beyond the last, which no order of marks could refuse.
+        # The epoch is far beyond the last, so that the order of marks is no reason to refuse it.
         add(store, 10**6, 1)
     store.dataset().load()
     store.close()
 
 
 def check(path: Path, seeds: list[int], tell: Tell) -> None:
-    """Compare everything in a store with the seeds, as plain xarray reads it; looking at it changes nothing."""
+    """Compare everything in a store with the seeds, as plain xarray reads it, without changing the store."""
     before = contents(path)
     expected = {f"phase{epoch // 5}": {} for epoch in range(len(seeds))} | {"top1": {}}
     for epoch, seed in enumerate(seeds):
@@ -116,7 +116,7 @@ def check(path: Path, seeds: list[int], tell: Tell) -> None:
     assert open_recording(path).epoch.values.tolist() == list(range(len(seeds)))
     assert contents(path) == before
     row = sum(value.size for group in values(0).values() for value in group.values())
-    # The number of values compared: it shows that a soak did not compare empty stores.
+    # The number of compared values shows that the soak did not compare empty stores.
     tell((row + 2) * len(seeds))
 
 
@@ -124,7 +124,7 @@ def look(path: Path, first: int, seeds: list[int], count: int, tell: Tell) -> No
     """Open a recording again and again while marks are added."""
     for _ in range(count):
         tree = open_recording(path)
-        # As many as the reader sees: the writer goes on meanwhile.
+        # The reader sees a varying number of marks, as the writer continues meanwhile.
         present = [*seeds, *range(first + len(seeds), first + tree.sizes["epoch"])]
         for name in GROUPS:
             group = tree[name or "heads"].to_dataset()
@@ -136,11 +136,11 @@ def look(path: Path, first: int, seeds: list[int], count: int, tell: Tell) -> No
 
 
 def refused(path: Path, pid: int, tell: Tell) -> None:
-    """A second recorder, and one of something else."""
+    """Assert that a second recorder is refused and that other groups differ from the store's."""
     store = create(path)
     with pytest.raises(
         StoreError,
-        # The writer may have left between the two lines, and then the marks are what refuses.
+        # If the writer closes between the two lines, the refusal is due to its marks.
         match=rf"is being written by process {pid} |: \d+ marks were left in it",
     ):
         add(store, 10**6, 1)
@@ -148,7 +148,7 @@ def refused(path: Path, pid: int, tell: Tell) -> None:
 
 
 def begin_anew(path: Path, seed: int, tell: Tell) -> None:
-    """Replace a recording by one of a single mark."""
+    """Replace a recording by one with a single mark."""
     store = create(path, mode="w")
     tell(0)
     add(store, 0, seed, **scalars(0, seed))
@@ -157,18 +157,18 @@ def begin_anew(path: Path, seed: int, tell: Tell) -> None:
 
 def first_seed(path: Path, tell: Tell) -> None:
     """Read the seed off the scalar that every mark has."""
-    # Sevenths, rounded back to the seed.
+    # The scalar in sevenths is rounded back to the seed.
     tell(round(7 * open_recording(path).top1.values[0].item()))
 
 
 def pack(path: Path, packed: Path, tell: Tell) -> None:
-    """Repack."""
+    """Repack a recording."""
     tell(0)
     repack(path, packed)
 
 
 class Soak:
-    """One recording after the other; ``seeds`` are of its marks, ``counts`` of what was done."""
+    """Operations on one recording after another, with the ``seeds`` of its marks and ``counts`` of the operations."""
 
     def __init__(self, folder: Path, seed: int) -> None:
         self.path = folder / "run.zarr"
@@ -190,7 +190,7 @@ class Soak:
             self.fork,
             self.replace,
         ]
-        # In random order, so that each operation follows each other one.
+        # The order is random, so that each operation eventually follows each other one.
         for operation in self.chance.sample(operations, len(operations)):
             operation()
             self.counts[operation.__name__] += 1
@@ -202,26 +202,26 @@ class Soak:
                 self.counts["recordings"] += 1
 
     def mark(self) -> None:
-        """Some marks, and an orderly end."""
+        """Add some marks and close."""
         self._ended(self._writer(self.chance.randint(1, 4)))
 
     def kill(self) -> None:
-        """Killed at any moment of a mark."""
-        # More marks than it lives to make.
+        """Kill a writer at any moment of a mark."""
+        # The writer is killed before it makes as many marks.
         writer = self._writer(1000)
         self._killed(
             writer,
             writer.numbers(self.chance.randint(1, 6)),
-            # A mark takes some hundredths of a second: a tenth reaches all of its moments.
+            # A mark takes some hundredths of a second, so a tenth covers all of its moments.
             self.chance.uniform(0, 0.1),
         )
 
     def kill_early(self) -> None:
-        """Killed at any moment of opening, or making, the recording and its first mark."""
+        """Kill a writer while it opens or makes the recording, or makes its first mark."""
         self._killed(self._writer(1000), [], self.chance.uniform(0, 0.15))
 
     def read(self) -> None:
-        """Read by another process meanwhile."""
+        """Read in another process while marks are added."""
         writer = self._writer(1000)
         announced = writer.numbers(1)
         counts_seen = Child(
@@ -233,19 +233,19 @@ class Soak:
         self._killed(writer, announced, 0)
 
     def refuse(self) -> None:
-        """Refused to others meanwhile."""
+        """Try to write in another process while marks are added."""
         writer = self._writer(1000)
         announced = writer.numbers(1)
         Child(refused, self.path, writer.pid).end()
         self._killed(writer, announced, 0)
 
     def repack(self) -> None:
-        """A copy, sometimes killed on its way; then there is none, or a whole one."""
+        """Copy a recording and sometimes kill the copy, which is then either absent or complete."""
         if not self.seeds:
             self.mark()
         copy = Child(pack, self.path, self.packed)
         copy.numbers(1)
-        # Up to a little more than a copy takes on a quiet machine.
+        # The limit is slightly more than a copy takes on an idle machine.
         time.sleep(self.chance.uniform(0, 0.2))
         copy.end(kill=self.chance.random() < 0.5)
         if not self.packed.exists():
@@ -259,7 +259,7 @@ class Soak:
         shutil.rmtree(self.packed)
 
     def replace(self) -> None:
-        """Replace it, sometimes killed on the way; then the old one is there, or the first mark of the new."""
+        """Replace the recording and sometimes kill the writer, which leaves the old recording or the new mark."""
         if not self.seeds:
             self.mark()
         self.runs += 1
@@ -267,20 +267,20 @@ class Soak:
         writer = Child(begin_anew, self.path, seed)
         writer.numbers(1)
         time.sleep(self.chance.uniform(0, 0.15))
-        # More often killed than not: what a finished replacement leaves is what any recording has.
+        # Most replacements are killed, as a finished one leaves an ordinary recording.
         writer.end(kill=self.chance.random() < 0.7)
         if Child(first_seed, self.path).end()[0] == seed:
             self.seeds = [seed]
             self.counts["replaced"] += 1
-        self.mark()  # which deletes what a killed process left beside it
+        self.mark()  # the mark deletes leftovers of a killed process
 
     def fork(self) -> None:
-        """Forked after each mark, by a process that goes on."""
+        """Fork a process after each mark, while the writer continues."""
         self._ended(self._writer(self.chance.randint(1, 3), fork=True))
 
     def _writer(self, count: int, *, fork: bool = False) -> Child:
         self.runs += 1
-        # A thousand for each writer, so that its numbers are no other's.
+        # Each writer has a thousand numbers of its own.
         self.first = 1000 * self.runs
         return Child(write, self.path, self.first, count, fork)
 
@@ -290,9 +290,9 @@ class Soak:
     def _killed(self, writer: Child, announced: list[int], after: float) -> None:
         time.sleep(after)
         self._announced([*announced, *writer.end(kill=True)])
-        if self.path.exists():  # one more may be there than was told
+        if self.path.exists():  # there may be one more mark than was reported
             present = Child(marks, self.path).end()[0]
-            # At most one: a mark is durable before it is told, and the next is not begun before that.
+            # There is at most one, as a mark is durable before it is reported, and the next begins after that.
             assert 0 <= present - len(self.seeds) <= 1
             self.counts["not told"] += present - len(self.seeds)
             self.seeds += [self.first + len(self.seeds)] * (present - len(self.seeds))
@@ -311,7 +311,7 @@ def marks(path: Path, tell: Tell) -> None:
 
 
 def main(minutes: float, seed: int) -> None:
-    """Do rounds, and print what was done; after a failure the folder stays."""
+    """Do rounds and print the counts; after a failure the folder is kept."""
     folder = Path(tempfile.mkdtemp())
     end = time.monotonic() + 60 * minutes
     soak = Soak(folder, seed)

@@ -1,4 +1,4 @@
-"""Recordings for the store whose every value follows from a number given with the mark."""
+"""Recordings for tests of the store, in which every value follows from a number given with the mark."""
 
 import asyncio
 import os
@@ -35,7 +35,7 @@ GROUPS = {
     ),
     "layer_scale": Group(
         {"scale": Variable(("layer", "channel"), "1", "scale", "The scale.")},
-        # A model that is itself the layer has an empty name.
+        # The name is empty if the model itself is the layer.
         {"a.ls1": {"kind": "scale"}, "": {"kind": "scale"}},
         {"channel": 7},
         coords={"channel": list("abcdefg")},
@@ -63,22 +63,22 @@ class Crash(BaseException):
 
 
 class Remote(MemoryStore):
-    """Stands for a store that is no directory."""
+    """A store that is not a directory."""
 
 
 def values(seed: int) -> dict[str, dict[str, np.ndarray]]:
-    """Values of each group and variable: distinct for every seed, variable, layer, head, ... and exact in its dtype."""
+    """Return values by group and variable: distinct for every seed, variable, layer, head, ... and exact."""
     arrays: dict[str, dict[str, np.ndarray]] = {}
     for path, group in GROUPS.items():
         arrays[path] = {}
         for number, (name, about) in enumerate(group.variables.items()):
             index = np.arange(np.prod(group.shape(name))).reshape(group.shape(name))
             wide = (
-                # Whole numbers up to 2,048 are exact in float16; both factors are primes, so that seeds give other
-                # values everywhere.
+                # Whole numbers up to 2,048 are exact in float16; both factors are primes, so that different seeds have
+                # different values everywhere.
                 (index + 661 * seed) % 2039
                 if group.maps
-                # Below 2^53, exact in float64 and int64.
+                # Numbers below 2^53 are exact in float64 and int64.
                 else 1e6 * seed + 1e3 * number + index
             )
             arrays[path][name] = wide.astype(about.dtype)
@@ -87,7 +87,7 @@ def values(seed: int) -> dict[str, dict[str, np.ndarray]]:
 
 
 def create(target: Any, **options: Any) -> EpochStore:
-    """A store with the groups, new or resumed."""
+    """Return a store with the groups, new or resumed."""
     store = EpochStore(target, **options)
     if store.groups is None:
         store.create(GROUPS, {"made_by": "a test"})
@@ -99,12 +99,12 @@ def create(target: Any, **options: Any) -> EpochStore:
 def add(
     store: EpochStore, mark: float, seed: int | None = None, **scalars: float
 ) -> None:
-    """A mark with the values of a seed, which is the mark itself unless another is given."""
+    """Add a mark with the values of a seed, by default the mark itself."""
     store.append(mark, values(int(mark) if seed is None else seed), scalars)
 
 
 def recording(path: Path, marks: int = 1, **options: str) -> EpochStore:
-    """A closed recording of some marks."""
+    """Make a recording with some marks and close it."""
     store = create(path, **options)
     for mark in range(marks):
         add(store, mark, top1=mark / 7)
@@ -113,13 +113,13 @@ def recording(path: Path, marks: int = 1, **options: str) -> EpochStore:
 
 
 def dies(store: EpochStore) -> None:
-    """Leave what remains of a writer that was killed: the system frees its lock, the file stays."""
+    """Release a writer's lock and keep its file, as when the writer is killed."""
     if store._lock is not None:
         store._lock.forget()
 
 
 def contents(root: Path) -> dict[str, bytes | None]:
-    """Return all that lies under a directory."""
+    """Return the contents of all files under a directory."""
     return {
         str(p.relative_to(root)): p.read_bytes() if p.is_file() else None
         for p in sorted(root.rglob("*"))
@@ -133,10 +133,10 @@ def assert_holds(
     *,
     along: str = "epoch",
 ) -> None:
-    """A store, or a path or URL, holds these marks with the values of their seeds, no more.
+    """Assert that a store, path or URL holds exactly these marks with the values of their seeds.
 
-    It is read through the root's metadata, as xarray does. Scalars are NaN for marks that are not named; with None,
-    those there are not looked at.
+    It is read through the root's metadata, as xarray does. Scalars are NaN for marks that are not listed; with None,
+    scalars are not checked.
     """
     seeds = seeds if isinstance(seeds, Mapping) else {mark: mark for mark in seeds}
     arrays = run(
@@ -165,7 +165,7 @@ def assert_holds(
 
 
 async def _arrays(store: Any) -> dict[str, tuple[tuple[str, ...], np.ndarray]]:
-    """Dims and values of all arrays, by path."""
+    """Return the dimensions and values of all arrays, by path."""
     group = await zarr.api.asynchronous.open_group(
         store, mode="r", use_consolidated=True
     )
@@ -185,9 +185,9 @@ async def _arrays(store: Any) -> dict[str, tuple[tuple[str, ...], np.ndarray]]:
 def steps(
     crash_at: int | None = None, on: str = "", error: Any = Crash
 ) -> Iterator[list[str]]:
-    """Record the steps of writing that match a pattern, and let one of them, and all after it, fail.
+    """Record the steps of writing that match a pattern, and let one step and all after it fail.
 
-    They are "set KEY" in a remote store; "fsync PATH" and "replace PATH" in directories, PATH being the new name.
+    Steps are "set KEY" in a remote store, and "fsync PATH" and "replace PATH", with the new name, in directories.
     """
     done: list[str] = []
 

@@ -1,4 +1,4 @@
-"""A run that fails at any step of a write leaves the marks before it, and can be continued."""
+"""A run that fails at any step of a write leaves the marks before it and can be continued."""
 
 import errno
 import os
@@ -32,12 +32,12 @@ from tests.tcnn_probe.storage.tables import (
     values,
 )
 
-# What is there changes with these; the last step of a mark is that the root's folder is on the disk.
+# These steps change the store; the last step of a mark brings the root's folder to the disk.
 WRITES = r"^replace|^set|^fsync .*(run.zarr|/b)$"
 
 
 def place(kind: str, folder: Path, copy: Any = None) -> Any:
-    """Nothing, or a copy of what is somewhere."""
+    """Return a new place of a kind, empty or with a copy of another place."""
     if kind == "remote":
         return tables.Remote({} if copy is None else dict(copy._store_dict))
     return (
@@ -49,7 +49,7 @@ def place(kind: str, folder: Path, copy: Any = None) -> Any:
 
 @pytest.mark.parametrize("kind", ["directory", "remote"])
 def test_crash_at_every_write_of_a_mark(tmp_path: Path, kind: str) -> None:
-    """The store that has crashed goes on, and so does another one, as after a kill."""
+    """Both the store that crashed and, as after a kill, another one can continue."""
     recording(source := place(kind, tmp_path))
     for number in count():
         target = place(kind, tmp_path / str(number), source)
@@ -59,7 +59,7 @@ def test_crash_at_every_write_of_a_mark(tmp_path: Path, kind: str) -> None:
                 add(store, 1, 9, top1=9.0, fresh=9.0)
                 break
             except Crash:
-                # There, but not announced.
+                # The mark is there but was not announced.
                 landed = f"replace {target}/zarr.json" in done[:-1]
         assert store.marks == (0,)
         killed = create(place(kind, tmp_path / f"{number} killed", target))
@@ -73,9 +73,9 @@ def test_crash_at_every_write_of_a_mark(tmp_path: Path, kind: str) -> None:
         for writer in (store, *(() if landed else (killed,))):
             add(writer, 1, fresh=0.5)
             assert_holds(writer, [0, 1], {"top1": {0: 0.0}, "fresh": {1: 0.5}})
-    # All steps had their turn; fewer would mean that writes pass by what is counted.
+    # Every step has crashed once; fewer steps would mean that some writes are not counted.
     assert number == len(done) > 10
-    # Only in a directory does something follow the root: its folder is brought to the disk.
+    # Only a directory has a step after the root, which brings its folder to the disk.
     assert landed == (kind == "directory")
     assert_holds(store, {0: 0, 1: 9})
 
@@ -94,7 +94,7 @@ def test_crash_at_every_write_of_the_first_mark(tmp_path: Path, kind: str) -> No
         assert not list(tmp_path.iterdir())
         with pytest.raises(ValueError, match="nothing is there"):
             open_recording(target)
-        # The same writer goes on, and a new one, in turn.
+        # Alternately the same writer and a new one continue.
         store = create(target) if number % 2 else store
     assert number == len(done) > 20
     assert_holds(store, {0: 9}, {"fresh": {0: 0.5}})
@@ -102,14 +102,14 @@ def test_crash_at_every_write_of_the_first_mark(tmp_path: Path, kind: str) -> No
 
 
 def test_crash_at_every_write_of_the_mark_that_brings_layers(tmp_path: Path) -> None:
-    """A recording that began without any: they have no values for the marks before."""
+    """A recording that began without layers has no values of them for the earlier marks."""
     path = tmp_path / "run.zarr"
     store = EpochStore(path)
     store.create({"": Group({}, {})}, {"made_by": "a test"})
     for mark in range(2):
         store.append(mark, {"": {}}, {"top1": mark / 7})
     dies(store)
-    # Every seventh step, a prime: all of them are tried for other marks above.
+    # Only every seventh step, a prime, crashes, as the tests above try all steps of other marks.
     for number in count(step=7):
         store = create_layers(path)
         with steps(number, WRITES) as done:
@@ -147,7 +147,7 @@ def create_layers(path: Path) -> EpochStore:
     return store
 
 
-def test_scalar_that_a_layer_is_recorded_as_later(tmp_path: Path) -> None:
+def test_scalar_with_the_name_of_a_variable_recorded_later(tmp_path: Path) -> None:
     store = EpochStore(tmp_path / "run.zarr")
     store.create({"": Group({}, {})}, {})
     store.append(0, {"": {}}, {"gate": 0.5})
@@ -158,7 +158,7 @@ def test_scalar_that_a_layer_is_recorded_as_later(tmp_path: Path) -> None:
         add(store, 1)
 
 
-def test_first_mark_that_is_refused_fixes_nothing(tmp_path: Path) -> None:
+def test_a_refused_first_mark_fixes_nothing(tmp_path: Path) -> None:
     store = create(tmp_path / "run.zarr")
     with pytest.raises(ValueError, match="could not convert"):
         store.append(1, values(1), {"top1": "high"})  # type: ignore[dict-item]
@@ -183,14 +183,16 @@ def test_crash_at_every_write_of_closing(tmp_path: Path) -> None:
             except Crash:
                 dies(store)
         assert xr.open_zarr(path).epoch.values.tolist() == list(range(number + 1))
-    # Closing replaces eight files, and has died before each of them once.
+    # Closing replaces eight files and has crashed once before each.
     assert number == len(done) == 8
     group = xr.open_zarr(path, group=MAPS, consolidated=False)
     np.testing.assert_array_equal(group.saliency[8], values(8)[MAPS]["saliency"])
 
 
-def test_closing_that_was_killed_is_finished_by_the_next(tmp_path: Path) -> None:
-    """Though it adds no mark."""
+def test_closing_that_was_killed_is_finished_by_the_next_recorder(
+    tmp_path: Path,
+) -> None:
+    """The next recorder finishes closing although it adds no mark."""
     store = create(path := tmp_path / "run.zarr")
     add(store, 0)
     add(store, 1)
@@ -207,7 +209,7 @@ def test_closing_that_was_killed_is_finished_by_the_next(tmp_path: Path) -> None
 
 @pytest.mark.parametrize(
     "on",
-    # The root, a chunk that goes on, a new array, and a chunk of a new mark.
+    # The files are the root, a chunk that is extended, a new array, and a chunk of a new mark.
     ["run.zarr/.zarr.json.partial$", "gate/c/0/0/0$", "fresh/c/0$", "saliency/c/1/.*$"],
 )
 def test_full_disk(tmp_path: Path, on: str) -> None:
@@ -224,7 +226,7 @@ def test_full_disk(tmp_path: Path, on: str) -> None:
         assert_holds(tmp_path / "run.zarr", [0], {"top1": {0: 0.25}})
     add(store, 1, top1=0.5, fresh=1.0)
     with steps(0, "", full) as attempts:
-        store.close()  # what it writes is for those who read without the root: that it cannot harms no mark
+        store.close()  # closing writes for readers without the root, so its failure harms no mark
     assert attempts
     assert not list(tmp_path.rglob(".*"))
     assert_holds(
@@ -232,8 +234,8 @@ def test_full_disk(tmp_path: Path, on: str) -> None:
     )
 
 
-def test_killed_while_it_closes(tmp_path: Path) -> None:
-    """The next recorder writes what readers without the root's metadata need, though it marks nothing."""
+def test_a_writer_killed_while_it_closes(tmp_path: Path) -> None:
+    """The next recorder writes what readers without the root's metadata need, even if it adds no mark."""
     path = tmp_path / "run.zarr"
     store = create(path)
     add(store, 0)
@@ -252,8 +254,8 @@ def test_killed_while_it_closes(tmp_path: Path) -> None:
 def test_leftovers_of_a_crashed_mark_are_written_over(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A scalar that comes again in a later chunk; a map that is all NaN; half a file of a killed process."""
-    # So few marks to a chunk that a second one begins here.
+    """Leftovers are a scalar that recurs in a later chunk, a map that becomes NaN and half a file."""
+    # Chunks have so few marks that a second one begins here.
     monkeypatch.setattr("tcnn_probe.storage.chunks.MARKS_PER_CHUNK", (1, 3))
     path = tmp_path / "run.zarr"
     store = create(path)
@@ -278,13 +280,13 @@ def test_leftovers_of_a_crashed_mark_are_written_over(
     assert not list(path.rglob("*.partial"))
 
 
-def test_unfinished_creation_is_cleared_by_the_next(tmp_path: Path) -> None:
+def test_unfinished_creation_is_cleared_by_the_next_recorder(tmp_path: Path) -> None:
     if not (pid := os.fork()):
         os.replace = lambda *_: os._exit(0)
         add(create(tmp_path / "run.zarr"), 0)
         os._exit(1)
     assert os.waitpid(pid, 0)[1] == 0
-    # Names that resemble the recorder's own leftovers, and are the user's.
+    # These names of the user resemble the recorder's own leftovers.
     users = {".run.zarr.mine.init", ".run2.zarr.x.init", "run.zarr.init"}
     for name in users:
         (tmp_path / name).mkdir()
@@ -299,8 +301,8 @@ def test_unfinished_creation_is_cleared_by_the_next(tmp_path: Path) -> None:
 def test_interrupt_from_the_keyboard(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, slow: str
 ) -> None:
-    """Writes under way end before the interrupt is raised, so that they cannot land on what comes next."""
-    # Ignored in jobs in the background.
+    """Writes in progress end before the interrupt is raised, so they cannot overwrite later ones."""
+    # Background jobs ignore the signal.
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     store = create(tmp_path / "run.zarr")
     add(store, 0)

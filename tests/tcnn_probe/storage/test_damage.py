@@ -1,4 +1,4 @@
-"""Stores that are damaged, or made to do harm: an error that says so, never other values, never a look outside."""
+"""Damaged stores raise an error that says so, give no other values and lead to no files outside."""
 
 import copy
 import json
@@ -32,15 +32,15 @@ def path(tmp_path: Path) -> Path:
 def test_every_flipped_byte_of_every_chunk_is_noticed(
     path: Path, tmp_path: Path
 ) -> None:
-    """Flip bits in each file at eight places: numbers, shards and their index, labels, the marks themselves."""
+    """Flip bits in each file at eight places; files are numbers, shards with their index, labels and the marks."""
     chance = random.Random(0)
     files = [p for p in path.rglob("*") if p.is_file() and p.name != "zarr.json"]
-    # An empty list would pass everything that follows.
+    # With an empty list everything below would pass.
     assert len(files) > 18
     for file in files:
         name = str(file.relative_to(path)).split("/c/")[0]
         intact = file.read_bytes()
-        # The first and last byte, and six more: all bytes of all files would take minutes.
+        # The places are the first and last byte and six more, as all bytes of all files would take minutes.
         places = [
             0,
             len(intact) - 1,
@@ -52,17 +52,17 @@ def test_every_flipped_byte_of_every_chunk_is_noticed(
             + intact[n + 1 :]
             for n in places
         ]
-        # And half a file, as a full disk or a copy leaves it.
-        # A checksum must object to truncated data as well.
+        # Half a file, as left by a full disk or an incomplete copy, is added. The checksum must detect truncated data
+        # as well.
         for data in (*damaged, intact[: len(intact) // 2]):
             file.write_bytes(data)
             with pytest.raises(ValueError, match=r"checksum|bytes"):
                 zarr.open_group(path, mode="r")[name][...]
-        # One of the damaged files, through our own reading.
+        # The package's own reading meets one of the damaged files.
         file.write_bytes(damaged[0])
         with pytest.raises(StoreError, match=f"the chunk '{name}/c/.* is damaged"):
             load(path)
-        # The next mark goes on from their chunks.
+        # The next mark extends the chunks of these.
         if name in (
             "gate",
             "top1",
@@ -75,7 +75,7 @@ def test_every_flipped_byte_of_every_chunk_is_noticed(
                 repack(path, tmp_path / "packed.zarr")
             assert not (tmp_path / "packed.zarr").exists()
         file.write_bytes(intact)
-    # After all this, the store that was put back is as good as before.
+    # After all this, the restored store is as good as before.
     add(create(path), 2)
     assert_holds(path, [0, 1, 2])
 
@@ -93,16 +93,14 @@ def load(path: Path) -> None:
         node.to_dataset().load()
 
 
-def test_every_chunk_that_is_empty_or_not_there_is_noticed(
-    path: Path, tmp_path: Path
-) -> None:
-    """A lacking chunk would be read as NaN, and added to, and copied."""
+def test_every_empty_or_missing_chunk_is_noticed(path: Path, tmp_path: Path) -> None:
+    """A missing chunk would be read as NaN, extended and copied."""
     files = [p for p in path.rglob("*") if p.is_file() and p.name != "zarr.json"]
     assert len(files) > 18
     for file in files:
         name = str(file.relative_to(path)).split("/c/")[0]
         data = file.read_bytes()
-        # zarr itself reads a chunk that is not there as NaN.
+        # zarr itself reads a missing chunk as NaN.
         uses = [load, lambda path: repack(path, tmp_path / "packed.zarr")]
         if name in ("gate", "top1", "layer_scale/scale", "epoch"):
             uses.append(mark)
@@ -117,8 +115,8 @@ def test_every_chunk_that_is_empty_or_not_there_is_noticed(
     assert_holds(path, [0, 1, 2])
 
 
-def test_file_of_a_smaller_array_in_the_place_of_a_shard(path: Path) -> None:
-    """Its own checksum is right."""
+def test_file_of_a_smaller_array_in_place_of_a_shard(path: Path) -> None:
+    """The file's own checksum is right."""
     shard = next((path / MAPS / "saliency").rglob("0"))
     while shard.is_dir():
         shard = shard / "0"
@@ -151,7 +149,7 @@ def places(tree: Any, at: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
 def test_single_flipped_bits_that_zarr_accepts(
     path: Path, at: tuple[str, ...], wrong: object
 ) -> None:
-    """Fill values would be read in the place of numbers, or written for them."""
+    """Fill values would be read instead of numbers, or written instead of them."""
     root = json.loads((path / "zarr.json").read_text())
     inner = root["consolidated_metadata"]["metadata"]["images"]
     for key in at[:-1]:
@@ -164,18 +162,18 @@ def test_single_flipped_bits_that_zarr_accepts(
 
 
 def test_damaged_roots_are_refused_or_read(path: Path) -> None:
-    """A part of the root deleted, or something else in its place: no error but StoreError."""
+    """A root with a part deleted or replaced raises no error other than StoreError."""
     text = (path / "zarr.json").read_text()
     root = json.loads(text)
     chance = random.Random(1)
     refused = 0
-    # Of hundreds of places; all of them take a minute.
+    # These are a sample of hundreds of places, which would take a minute.
     for at in chance.sample(sorted(places(root), key=str), 70):
         damaged = inner = copy.deepcopy(root)
         wrong = chance.choice(
             [None, -1, 2**70, 0.5, "", "x", [], ["x"], {}, {"x": 1}, "delete"]
         )
-        # A place may be deep in the tree: the last key is changed.
+        # The place may be deep in the tree; the last key is changed.
         for key in at[:-1]:
             inner = inner[key]
         inner[at[-1]] = wrong
@@ -189,7 +187,7 @@ def test_damaged_roots_are_refused_or_read(path: Path) -> None:
             assert difference(groups, groups) is None
         except StoreError:
             refused += 1
-    # Half of the changes at least do harm; the others, such as a description, may be read.
+    # At least half of the changes do harm; others, as to a description, may be read.
     assert refused > 35
     for broken in (
         "",
@@ -213,7 +211,7 @@ def test_damaged_roots_are_refused_or_read(path: Path) -> None:
 def test_paths_in_metadata_are_not_followed(
     path: Path, tmp_path: Path, name: str
 ) -> None:
-    # A recording that could be read, if the path were followed.
+    # This recording could be read if the path were followed.
     recording(tmp_path / "victim")
     root = json.loads((path / "zarr.json").read_text())
     documents = root["consolidated_metadata"]["metadata"]
@@ -227,14 +225,16 @@ def test_paths_in_metadata_are_not_followed(
     ):
         with pytest.raises(StoreError, match="is not a path in a recording"):
             use(path)
-    # Neither read nor written outside.
+    # Nothing outside was read or written.
     assert contents(tmp_path) == before
 
 
 @pytest.mark.parametrize(
     ("name", "shape"), [("gate", [3, 3, 5]), (f"{MAPS}/saliency", [2, 2, 2, 5, 3, 12])]
 )
-def test_lengths_that_do_not_fit(path: Path, name: str, shape: list[int]) -> None:
+def test_lengths_of_arrays_that_do_not_fit(
+    path: Path, name: str, shape: list[int]
+) -> None:
     root = json.loads((path / "zarr.json").read_text())
     root["consolidated_metadata"]["metadata"][name]["shape"] = shape
     (path / "zarr.json").write_text(json.dumps(root))

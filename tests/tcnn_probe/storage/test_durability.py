@@ -1,4 +1,4 @@
-"""The order in which files reach the disk before a mark returns: after a loss of power they are all there."""
+"""Order in which files reach the disk before a mark returns, so that all survive a loss of power."""
 
 from collections.abc import Iterable
 from pathlib import Path
@@ -9,7 +9,7 @@ from tests.tcnn_probe.storage.tables import add, contents, create, steps
 
 
 def durable(done: list[str], changed: Iterable[Path], folders: Iterable[Path]) -> int:
-    """When the last of these files and new folders was on the disk: itself before its name, its name before that."""
+    """Return the step at which the last file and new folder was on the disk, a file being synced before it is named."""
     times = []
     for path in changed:
         written = done.index(f"fsync {path.parent}/.{path.name}.partial")
@@ -22,7 +22,9 @@ def durable(done: list[str], changed: Iterable[Path], folders: Iterable[Path]) -
 @pytest.mark.parametrize(
     "fresh", [{}, {"fresh": 0.5}], ids=["same scalars", "new scalar"]
 )
-def test_chunks_then_the_root(tmp_path: Path, fresh: dict[str, float]) -> None:
+def test_chunks_reach_the_disk_before_the_root(
+    tmp_path: Path, fresh: dict[str, float]
+) -> None:
     path = tmp_path / "run.zarr"
     store = create(path)
     add(store, 0, top1=0.25)
@@ -35,7 +37,7 @@ def test_chunks_then_the_root(tmp_path: Path, fresh: dict[str, float]) -> None:
         if before.get(name, 0) != data
     }
     files = [path / name for name, data in new.items() if data is not None]
-    # Root, marks of the groups, variables.
+    # These are the root, the marks of the groups and the variables.
     assert len(files) == 1 + 3 + 5 + 2 * len(fresh)
     files.remove(path / "zarr.json")
     last = durable(
@@ -50,8 +52,8 @@ def test_chunks_then_the_root(tmp_path: Path, fresh: dict[str, float]) -> None:
     assert done[-3:] == root
 
 
-def test_first_mark(tmp_path: Path) -> None:
-    """A folder of another name is filled; the last step is that its own name is on the disk."""
+def test_first_mark_fills_a_folder_and_renames_it(tmp_path: Path) -> None:
+    """A folder of another name is filled; the last step brings its own name to the disk."""
     path = tmp_path / "a" / "b" / "run.zarr"
     with steps() as done:
         add(create(path), 0)

@@ -1,4 +1,4 @@
-"""Marks: which are taken, how they are cut into chunks, and what is refused."""
+"""Marks: accepted and refused ones, and their division into chunks."""
 
 import math
 from pathlib import Path
@@ -23,8 +23,8 @@ from tests.tcnn_probe.storage.tables import (
 )
 
 
-def test_chunks_are_of_a_bounded_size() -> None:
-    # At most 64 marks and 256 KiB of float64 numbers, and no fewer than 16 marks.
+def test_chunks_have_a_bounded_size() -> None:
+    # At most 64 marks and 256 KiB of float64 numbers, but at least 16 marks.
     for shape, marks in {(): 64, (12, 6): 64, (23, 31): 45, (53, 64): 16}.items():
         about = array_document(
             Variable(("layer", "head")[: len(shape)], "", "", ""), shape, "epoch"
@@ -41,7 +41,7 @@ def test_marks_in_several_chunks(
     store = create(path)
     for mark in range(9):
         add(store, mark, **({"late": mark / 7} if mark > 5 else {}))
-        if mark in (2, 3, 4, 7):  # resumed on both sides of a boundary
+        if mark in (2, 3, 4, 7):  # the store is resumed on both sides of a boundary
             dies(store)
             store = create(path)
     assert_holds(
@@ -59,7 +59,7 @@ def test_marks_in_several_chunks(
 def test_hundreds_of_marks_take_few_files(tmp_path: Path) -> None:
     store = EpochStore(tmp_path / "run.zarr")
     store.create({"": GROUPS[""]}, {})
-    # A prime beyond two chunks of 64.
+    # The number of marks is a prime beyond two chunks of 64.
     for mark in range(131):
         store.append(mark, {"": values(mark)[""]}, {})
     ds = xr.open_zarr(tmp_path / "run.zarr")
@@ -72,7 +72,7 @@ def test_hundreds_of_marks_take_few_files(tmp_path: Path) -> None:
 def test_scalars_come_and_go() -> None:
     store = create(None)
     expected = {"a": {}, "b": {}}
-    # One comes late, one goes and comes again, and a mark has none.
+    # One scalar comes late, one ends and returns, and one mark has none.
     for mark, names in enumerate(["", "a", "ab", "b", "", "a"]):
         for name in names:
             expected[name][mark] = mark + 0.25
@@ -81,9 +81,9 @@ def test_scalars_come_and_go() -> None:
 
 
 @pytest.mark.parametrize("resumed", [False, True])
-def test_marks_that_are_no_integers(tmp_path: Path, resumed: bool) -> None:
+def test_marks_that_are_not_integers(tmp_path: Path, resumed: bool) -> None:
     store = create(tmp_path / "run.zarr", along="tokens")
-    # The first mark decides: later integers become floats.
+    # The first mark decides the kind: later integers become floats.
     for mark, seed in {0.5: 1, 1: 2, np.float32(2.25): 3}.items():
         add(store, mark, seed)
         if resumed:
@@ -97,7 +97,7 @@ def test_marks_that_are_no_integers(tmp_path: Path, resumed: bool) -> None:
     assert_holds(tmp_path / "run.zarr", {0.5: 1, 1.0: 2, 2.25: 3}, {}, along="tokens")
 
 
-def test_wrong_marks_and_values() -> None:
+def test_wrong_marks_and_values_are_refused() -> None:
     store = create(None)
     right = values(1)
     for mark in (0, 1):

@@ -8,7 +8,7 @@ from sklearn.datasets import load_digits
 import tcnn_probe
 
 
-def test_it_is_a_whole_recording() -> None:
+def test_example_is_a_whole_recording() -> None:
     tree = tcnn_probe.load_example()
     assert tree.attrs["model"] == "tf_efficientnet_lite0"
     heads = tree["heads"].dataset
@@ -29,11 +29,11 @@ def test_it_is_a_whole_recording() -> None:
         )
 
 
-def test_it_can_be_drawn() -> None:
+def test_example_can_be_drawn() -> None:
     tree = tcnn_probe.load_example()
     assert tcnn_probe.plot.evolution(tree["heads"].gate).lines
     types = tcnn_probe.head_types(tree["heads"].dataset)
-    # Of 109 heads: the recording starts where the papers do.
+    # These are of 109 heads, as the recording starts at the papers' initialization.
     assert (types.isel(epoch=0) == "convolutional").sum() > 50
     maps = tree["maps/25x8x8"].dataset.isel(epoch=-1, image=0)
     assert isinstance(tcnn_probe.plot.attention_grid(maps.center_attention), Figure)
@@ -56,7 +56,7 @@ def test_the_vision_transformer_is_trained_and_has_content_heads() -> None:
     assert heads.sizes == {"epoch": tree.sizes["epoch"], "layer": 4, "head": 4}
     assert set(heads.images.values.ravel().tolist()) == {360}
     first, last = tree.top1.values[[0, -1]]
-    # One digit in ten is right by chance; the page on attention maps says 97 %.
+    # Chance is one digit in ten; the page on attention maps says 97 %.
     assert first < 0.2
     assert last > 0.9
     types = tcnn_probe.head_types(heads)
@@ -64,7 +64,7 @@ def test_the_vision_transformer_is_trained_and_has_content_heads() -> None:
     assert (types.isel(epoch=-1) == "content").sum() >= 4
 
 
-def test_maps_of_the_vision_transformer_are_of_digits_that_can_be_had() -> None:
+def test_maps_of_the_vision_transformer_are_of_available_digits() -> None:
     tree = tcnn_probe.load_example("vit")
     maps = tree["maps/4x4x4"].dataset
     assert maps.sizes["image"] == len(tree.attrs["digits"]) == 3
@@ -74,6 +74,6 @@ def test_maps_of_the_vision_transformer_are_of_digits_that_can_be_had() -> None:
     assert digits.shape == (3, 8, 8)
 
 
-def test_an_unknown_example() -> None:
+def test_an_unknown_example_is_refused() -> None:
     with pytest.raises(ValueError, match=r"expected one of \['tcnn', 'vit'\], got 'x'"):
         tcnn_probe.load_example("x")

@@ -1,4 +1,4 @@
-"""Stores that were made to do harm: refused with StoreError, in little time and memory; nothing outside is touched."""
+"""Malicious stores are refused with StoreError, in little time and memory, and nothing outside is touched."""
 
 import copy
 import json
@@ -40,15 +40,15 @@ def path(tmp_path: Path) -> Path:
 
 
 def refused(path: Path, message: str, *uses: Callable[[Path], object]) -> None:
-    """Each use raises StoreError, within 20 seconds of the processor and 300 MiB."""
+    """Assert that each use raises StoreError, within 20 seconds of processor time and 300 MiB."""
     for use in uses or (open_recording, EpochStore):
-        # The processor's time: on a loaded machine, the clock's would fail.
+        # On a loaded machine wall-clock time would exceed the limit.
         start = time.process_time()
         tracemalloc.start()
         try:
             with pytest.raises(StoreError, match=message):
                 use(path)
-            # A chunk of 256 MiB is allowed, what these stores claim is far above it.
+            # A chunk of 256 MiB is allowed; these stores claim far more.
             assert tracemalloc.get_traced_memory()[1] < 300 * 2**20
             assert time.process_time() - start < 20
         finally:
@@ -94,14 +94,14 @@ def attributed(
     return edit
 
 
-# Python's JSON parser recurses.
+# Python's JSON parser is recursive.
 DEEP = "[" * 100_000 + "]" * 100_000
 
 
 @pytest.mark.parametrize(
     "edit",
     [
-        # Coordinates are read when a store is opened, so their size is bounded before.
+        # Coordinates are read when a store is opened, so their size is limited before.
         cut("head", [10**9], [10**9]),
         cut("head", [10**8], [10**8]),
         cut("head", [3 * 10**7], [1]),
@@ -123,7 +123,7 @@ DEEP = "[" * 100_000 + "]" * 100_000
         attributed("_FillValue", "x", "entropy"),
     ],
 )
-def test_metadata(
+def test_malicious_metadata_is_refused(
     path: Path, edit: Callable[[dict[str, Any], dict[str, Any]], None]
 ) -> None:
     change(path, edit)
@@ -135,11 +135,11 @@ def test_the_array_whose_metadata_are_damaged_is_named(path: Path) -> None:
     refused(path, "'gate': its chunks are encoded by ")
 
 
-def test_roots_that_are_deep_or_large(path: Path) -> None:
+def test_deep_or_large_roots_are_refused(path: Path) -> None:
     (path / "zarr.json").write_text(DEEP)
     refused(path, "or a damaged one")
     with (path / "zarr.json").open("r+b") as file:
-        # Sparse: 1 TiB that takes no room on the disk.
+        # The file is sparse: 1 TiB that takes no space on the disk.
         file.truncate(2**40)
     refused(path, "of more than 16777216 bytes")
 
@@ -148,19 +148,19 @@ def array(data: bytes) -> np.ndarray:
     return np.frombuffer(data, np.uint8)
 
 
-# A frame tells its length in one byte below 256, and in four beyond 65,791.
+# A frame gives its length in one byte below 256, and in four beyond 65,791.
 @pytest.mark.parametrize("length", [10, 200, 70_000, 10**6])
-def test_frame_size_is_what_zstd_decodes_to(length: int) -> None:
+def test_frame_size_equals_the_length_decoded_by_zstd(length: int) -> None:
     for data in (bytes(length), np.random.default_rng(0).bytes(length)):
         for checksum in (False, True):
             frame = array(numcodecs.zstd.Zstd(1, checksum).encode(data))
             assert frame_size(frame) == length
             assert frame_size(frame[:-1]) is None
             assert frame_size(np.concatenate([frame, frame])) is None
-    # RFC 8878: a frame that does not say it.
+    # RFC 8878 allows a frame without a length.
     assert frame_size(array(b"\x28\xb5\x2f\xfd\x00\x58")) is None
     assert frame_size(array(b"no frame")) is None
-    # Three empty blocks for each byte, and no last one.
+    # This frame has three empty blocks per byte and no last block.
     assert frame_size(array(b"\x28\xb5\x2f\xfd\x20\x64" + bytes(3 * 300))) is None
 
 
@@ -169,10 +169,10 @@ def test_frame_size_is_what_zstd_decodes_to(length: int) -> None:
     [(0, [2**24]), (slice(None), [2**28]), (0, [132, 2**24])],
     ids=["a part of a shard", "a shard", "a second frame behind the right one"],
 )
-def test_chunk_that_decodes_to_more_than_it_may(
+def test_chunk_that_decodes_to_more_than_allowed(
     path: Path, layer: int | slice, lengths: list[int]
 ) -> None:
-    """8 kB that decode to 256 MB, with right checksums, in the place of every chunk of a shard."""
+    """Small chunks that decode to far more than a chunk's size, with correct checksums, are refused."""
     frames = [
         numcodecs.zstd.compress(np.zeros(length, np.uint8), 1) for length in lengths
     ]
@@ -201,7 +201,7 @@ def test_shard_with_ranges_beyond_it(path: Path, place: tuple[int, int]) -> None
     refused(path, "too large", lambda _: maps.isel(epoch=0, layer=0, head=0).load())
 
 
-def test_files_that_are_larger_than_they_may_be(path: Path) -> None:
+def test_files_larger_than_allowed(path: Path) -> None:
     heads = open_recording(path)["heads"].gate
     maps = open_recording(path)[MAPS].saliency
     for name in ("gate/c/0/0/0", MAP_SHARD):
@@ -215,10 +215,10 @@ def test_files_that_are_larger_than_they_may_be(path: Path) -> None:
     ("name", "message"),
     [("zarr.json", "of more than 16777216 bytes"), ("gate/c/0/0/0", "bytes, expected")],
 )
-def test_zip_files_that_unpack_to_more_than_they_may(
+def test_zip_files_that_unpack_to_more_than_allowed(
     path: Path, tmp_path: Path, name: str, message: str
 ) -> None:
-    """400 MB of zeros, which take 400 kB in the file."""
+    """The file holds 400 MB of zeros in 400 kB."""
     with zipfile.ZipFile(tmp_path / "run.zip", "w", zipfile.ZIP_DEFLATED) as packed:
         for file in path.rglob("*"):
             if file.is_file() and file != path / name:
@@ -235,7 +235,7 @@ def test_zip_files_that_unpack_to_more_than_they_may(
 @pytest.mark.parametrize(
     "kind", ["pipe", "link", "link to a device", "link to a folder"]
 )
-def test_files_that_are_no_files(
+def test_special_files_are_refused(
     path: Path, tmp_path: Path, name: str, kind: str
 ) -> None:
     (path / name).rename(tmp_path / "outside")
@@ -250,7 +250,7 @@ def test_files_that_are_no_files(
         (path / name).parent.rename(tmp_path / "folder")
         (path / name).parent.symlink_to(tmp_path / "folder")
     if (path / name).parent == path and kind == "link to a folder":
-        # The whole recording is elsewhere, as users keep it.
+        # The whole recording is elsewhere, where users may keep it.
         assert open_recording(path).sizes["epoch"] == 2
         return
     uses = [
@@ -283,7 +283,7 @@ def test_nothing_outside_is_written(
     (tmp_path / "outside" / "file").write_text("precious")
     link(tmp_path / "outside" / ("" if name.endswith("/c/2") else "file"), path / name)
     before = contents(tmp_path / "outside")
-    if "partial" in name:  # deleted, as what a killed run has left
+    if "partial" in name:  # the link is deleted like a leftover of a killed run
         add(create(path), 2)
         assert_holds(path, [0, 1, 2])
     else:
@@ -296,7 +296,7 @@ def test_nothing_outside_is_written(
     assert contents(tmp_path / "outside") == before
 
 
-def test_limits_hold_for_what_is_written(path: Path) -> None:
+def test_limits_of_reading_apply_to_writing(path: Path) -> None:
     """A root that could not be read again is refused when it is to be written."""
     store = create(path)
     for scalars, attributes in (

@@ -1,4 +1,4 @@
-"""One writer at a time; whoever only looks changes nothing."""
+"""One writer at a time, and readers that change nothing."""
 
 import errno
 import fcntl
@@ -23,12 +23,12 @@ from tests.tcnn_probe.storage.tables import (
     recording,
 )
 
-# "20.*" is the century that the time begins with.
+# "20.*" matches the century at the start of the time.
 HELD = "run.zarr is being written by process {} since 20.*: one recorder at a time"
 
 
 def child(work: Callable[[], object]) -> Child:
-    """A forked process that has done something, and lives until it is killed."""
+    """Fork a process that does some work and lives until it is killed."""
 
     def stay(tell: Callable[[int], object]) -> None:
         result = work()
@@ -62,7 +62,7 @@ def test_second_recorder_is_refused(tmp_path: Path) -> None:
     third.hold()
     with pytest.raises(StoreError, match="is being written by"):
         add(create(path), 2)
-    del third  # forgotten, not closed
+    del third  # the recorder is forgotten instead of closed
     assert not (path / LOCK).exists()
 
 
@@ -70,7 +70,7 @@ def refused(*_: object, **__: object) -> None:
     raise OSError(errno.EROFS, "Read-only file system")
 
 
-def test_lock_is_freed_though_its_file_cannot_be_deleted(
+def test_lock_is_freed_even_if_its_file_cannot_be_deleted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = create(tmp_path / "run.zarr")
@@ -83,7 +83,7 @@ def test_lock_is_freed_though_its_file_cannot_be_deleted(
     assert_holds(tmp_path / "run.zarr", [0, 1])
 
 
-def test_forked_process_has_no_right_to_write_and_leaves_the_lock(
+def test_forked_process_may_not_write_and_leaves_the_lock(
     tmp_path: Path,
 ) -> None:
     path = tmp_path / "run.zarr"
@@ -98,24 +98,24 @@ def test_forked_process_has_no_right_to_write_and_leaves_the_lock(
     forked = child(work)
     add(store, 1)
     store.close()
-    add(create(path), 2)  # though the child lives
+    add(create(path), 2)  # the child is still alive
     forked.end(kill=True)
     assert_holds(path, [0, 1, 2])
 
 
 def test_process_forked_after_a_mark_ends(tmp_path: Path) -> None:
-    """Workers of a DataLoader do so, which leave through what they find registered."""
+    """Workers of a DataLoader end like this, by running the registered exit functions."""
     store = create(tmp_path / "run.zarr")
     add(store, 0)
     worker = multiprocessing.get_context("fork").Process(target=store.dataset().load)
     worker.start()
-    # A worker that hangs, as zarr's threads do in forked processes, would never end.
+    # A worker that hangs, like zarr's threads in forked processes, would never end.
     worker.join(10)
     assert worker.exitcode == 0
     assert (tmp_path / "run.zarr" / LOCK).exists()
 
 
-def test_two_that_begin_the_same(tmp_path: Path) -> None:
+def test_two_recorders_that_begin_the_same_store(tmp_path: Path) -> None:
     for target in (tmp_path / "run.zarr", Remote()):
         first, second = create(target), create(target)
         add(first, 0)
@@ -134,7 +134,7 @@ def test_without_locks_the_root_is_compared(
     def unsupported(*_: object) -> None:
         raise OSError(errno.ENOLCK, "No locks available")
 
-    # As some network disks answer.
+    # Some network disks answer like this.
     monkeypatch.setattr(fcntl, "flock", unsupported)
     target = Remote() if remote else tmp_path / "run.zarr"
     first = create(target)
@@ -151,8 +151,8 @@ def test_without_locks_the_root_is_compared(
     assert_holds(first, [0, 1, 2])
 
 
-def test_looking_changes_nothing(tmp_path: Path) -> None:
-    """Also not what looks like a leftover; nor does a mark that is refused, or made, delete any of it."""
+def test_reading_changes_nothing(tmp_path: Path) -> None:
+    """Neither reading nor a refused or successful mark deletes files that resemble leftovers."""
     path = tmp_path / "run.zarr"
     recording(path)
     precious = [
@@ -213,10 +213,10 @@ def test_store_that_vanished(tmp_path: Path, instead: str, resumed: bool) -> Non
 def test_stale_lock_of_another_user(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its file can be read, and deleted in a folder that a group may write; while its process lives it is refused."""
+    """The lock's file can be read, and deleted if a group may write; while its process lives, it is respected."""
     recording(path := tmp_path / "run.zarr")
     (path / LOCK).write_text("process 1 since 2026")
-    # Root may open any file; permissions are played.
+    # Permissions are simulated, as root may open any file.
     inode = (path / LOCK).stat().st_ino
     open_as_owner = os.open
 
@@ -237,7 +237,7 @@ def test_stale_lock_of_another_user(
             StoreError, match=r"run\.zarr is being written by process 1 since 2026"
         ):
             create(path).hold()
-    # Where the file cannot be deleted; the lock is not held afterwards.
+    # Here the file cannot be deleted; the lock is not held afterwards.
     with monkeypatch.context() as patch:
         patch.setattr(Path, "unlink", refused)
         with pytest.raises(OSError, match="Read-only file system"):

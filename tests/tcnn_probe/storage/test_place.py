@@ -1,4 +1,4 @@
-"""Places for a recording, and places that are refused, with nothing changed."""
+"""Places for a recording, and places that are refused without changes."""
 
 import dataclasses
 import json
@@ -34,7 +34,7 @@ from tests.tcnn_probe.storage.tables import (
     "kind",
     ["memory", "path", "text", "file URL", "URL", "zarr directory", "zarr store"],
 )
-def test_everywhere_the_same(tmp_path: Path, kind: str) -> None:
+def test_all_kinds_of_places_hold_the_same(tmp_path: Path, kind: str) -> None:
     path = tmp_path / "run.zarr"
     target = {
         "memory": None,
@@ -43,10 +43,10 @@ def test_everywhere_the_same(tmp_path: Path, kind: str) -> None:
         "file URL": f"file://{path}",
         "URL": f"memory://{path}",
         "zarr directory": LocalStore(path),
-        # A store of another kind than zarr's own directory: nothing may rest on paths.
+        # This store is no directory of zarr, so nothing may depend on paths.
         "zarr store": Remote(),
     }[kind]
-    # Sevenths, which no float holds exactly: equality is to the bit.
+    # No float holds sevenths exactly, so equality is to the bit.
     expected = {"top1": {k: k / 7 for k in (0, 1, 5)}}
     store = recording(target, 2)
     store.close()
@@ -55,18 +55,18 @@ def test_everywhere_the_same(tmp_path: Path, kind: str) -> None:
         add(store, 5)
     if target is not None:
         again = create(target)
-        # 5 follows 1: marks need not be consecutive.
+        # 5 follows 1, as marks need not be consecutive.
         add(again, 5, top1=5 / 7)
         assert_holds(again, [0, 1, 5], expected)
         assert open_recording(target).epoch.values.tolist() == [0, 1, 5]
-    # Nothing is left on the disk for places in memory.
+    # Places in memory leave nothing on the disk.
     assert path.exists() == (kind in ("path", "text", "file URL", "zarr directory"))
 
 
 def with_version(path: Path) -> None:
     recording(path)
     root = json.loads((path / "zarr.json").read_text())
-    # The version before this one.
+    # This is the version before the current one.
     root["attributes"]["tcnn_probe_schema"] = 2
     (path / "zarr.json").write_text(json.dumps(root))
 
@@ -78,7 +78,7 @@ def with_notes(path: Path) -> None:
 
 def repacked(path: Path) -> None:
     recording(path.with_name("source"))
-    # Beside it, so that the recording itself is not what is refused.
+    # The source is next to the copy, so that the refusal concerns the copy and not the recording.
     repack(path.with_name("source"), path)
 
 
@@ -100,7 +100,7 @@ REFUSED: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda path: zarr.open_group(path, mode="w", zarr_format=2),
         "something else than a recording",
     ),
-    # Ours by its attributes, but without the consolidated metadata that every recording is written with.
+    # The attributes are those of a recording, but without the consolidated metadata that every recording has.
     "not consolidated": (
         lambda path: zarr.open_group(path, mode="w", attributes=OURS),
         "has damaged metadata",
@@ -118,14 +118,14 @@ REFUSED: dict[str, tuple[Callable[[Path], object], str]] = {
 
 
 @pytest.mark.parametrize("what", REFUSED)
-def test_refused_and_nothing_changed(tmp_path: Path, what: str) -> None:
+def test_unsuitable_places_are_refused_and_unchanged(tmp_path: Path, what: str) -> None:
     make, message = REFUSED[what]
     make(tmp_path / "run.zarr")
-    # Byte by byte, so that a refusal which repairs or touches something shows.
+    # Contents are compared byte by byte, so that a repair or change by a refusal is noticed.
     before = contents(tmp_path)
     for read in (
         (EpochStore,)
-        # Both can be read; only going on with them is refused.
+        # Both can be read, but not continued.
         if what in ("other marks", "repacked")
         else (EpochStore, open_recording)
     ):
@@ -142,7 +142,7 @@ GATE = GROUPS[""].variables["gate"]
 VARIABLES = GROUPS[""].variables
 
 
-def test_recording_of_something_else() -> None:
+def test_recording_of_something_else_is_refused() -> None:
     stored = recording(None).groups
     for groups, message in (
         (
@@ -156,12 +156,12 @@ def test_recording_of_something_else() -> None:
         (changed(layers={**LAYERS, "d": {}}), "layer 'd': absent there, {} here"),
         (changed(layers=dict(reversed(LAYERS.items()))), "order of layers"),
         (
-            # A name beyond ASCII: layers may have any.
+            # Layers may have any name, also beyond ASCII.
             changed(layers={**LAYERS, "層": {"kind": "gpsa"}}),
             "'層': {'kind': 'gpsa', 'heads': 5} there",
         ),
         (
-            # 13 and 11 are both primes that no other axis has.
+            # 13 and 11 are primes that no other axis has.
             changed(MAPS, sizes={**GROUPS[MAPS].sizes, "x": 13}),
             f"in group '{MAPS}', dimension 'x': 11 there, 13 here",
         ),
@@ -177,17 +177,17 @@ def test_recording_of_something_else() -> None:
             changed(
                 variables={**VARIABLES, "gate": dataclasses.replace(GATE, units="cell")}
             ),
-            # The old and the new definition stand in the message, so that the reader sees what changed.
+            # The message contains the old and the new definition, so that the reader sees the change.
             r"float64 of \(layer, head\), units '1' there, float64 of \(layer, head\), units 'cell' here",
         ),
     ):
         assert re.search(message, difference(stored, groups) or "")
-    # The order within a layer's attributes is JSON's, and says nothing.
+    # The order of a layer's attributes is JSON's and means nothing.
     turned = {name: dict(reversed(about.items())) for name, about in LAYERS.items()}
     assert difference(stored, changed(layers=turned)) is None
 
 
-def test_nothing_is_there(tmp_path: Path) -> None:
+def test_missing_recordings_are_reported(tmp_path: Path) -> None:
     path = tmp_path / "a" / "run.zarr"
     store = EpochStore(path)
     assert store.groups is None
@@ -201,7 +201,7 @@ def test_nothing_is_there(tmp_path: Path) -> None:
             StoreError, match=r"run.zarr holds no recording: nothing is there"
         ):
             read(path)
-    # Reading must not make the directory that it found missing.
+    # Reading must not create the missing directory.
     assert list(tmp_path.iterdir()) == []
     store.create(GROUPS, {})
     add(store, 0)
@@ -210,7 +210,7 @@ def test_nothing_is_there(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    # xarray keeps groups and variables in one space of names: a group would hide a variable, or be hidden by it.
+    # xarray keeps groups and variables in one namespace: one would hide the other.
     ("groups", "message"),
     [
         (
@@ -236,24 +236,26 @@ def test_nothing_is_there(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_names_that_clash(groups: dict[str, Group], message: str) -> None:
+def test_clashing_names_are_refused(groups: dict[str, Group], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         EpochStore(None).create(groups, {})
 
 
-# JSON has no NaN, which Python would write all the same.
+# JSON has no NaN, but Python writes it anyway.
 @pytest.mark.parametrize("value", [np.array(1), float("nan")])
-def test_attributes_that_are_not_json(value: object) -> None:
+def test_attributes_beyond_json_are_refused(value: object) -> None:
     with pytest.raises((TypeError, ValueError), match="JSON"):
         EpochStore(None).create(GROUPS, {"x": value})
 
 
-def test_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An empty directory is taken, and a relative path means the same when the working directory has changed."""
+def test_empty_directories_and_relative_paths(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An empty directory is accepted, and a relative path keeps its meaning after a change of the working directory."""
     for name in ("empty", "elsewhere"):
         (tmp_path / name).mkdir()
     monkeypatch.chdir(tmp_path)
-    # One that is made, and one that was there and empty.
+    # One directory is new and one is there and empty.
     stores = {name: create(name) for name in ("run.zarr", "empty")}
     monkeypatch.chdir(tmp_path / "elsewhere")
     for name, store in stores.items():
@@ -262,7 +264,7 @@ def test_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert list(Path.cwd().iterdir()) == []
 
 
-def test_targets_that_cannot_be(
+def test_impossible_targets_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     recording(tmp_path / "run.zarr")
@@ -272,7 +274,7 @@ def test_targets_that_cannot_be(
     occupied = MemoryStore(
         {"mine/c/0": default_buffer_prototype().buffer.from_bytes(b"precious")}
     )
-    # root, who may run tests, has all rights.
+    # Tests may run as root, who has all rights.
     monkeypatch.setattr(os, "access", lambda path, mode: path == tmp_path)
     # None makes an import fail, as if the package were not installed.
     monkeypatch.setitem(sys.modules, "s3fs", None)
@@ -282,7 +284,7 @@ def test_targets_that_cannot_be(
         (occupied, r"holds something else than a recording \(\['mine'"),
         (tmp_path / "file" / "a" / "run.zarr", "the file .*file stands in its way"),
         (tmp_path / "run.zarr", "no permission to write in .*run.zarr$"),
-        # The parents are missing too: what counts is the first that exists.
+        # The parents are missing too; the first existing one decides.
         ("/a/b/run.zarr", "no permission to write in /$"),
         (
             "nonsense://bucket/run.zarr",
@@ -303,16 +305,16 @@ def test_targets_that_cannot_be(
 def test_mount_points_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, occupied: bool
 ) -> None:
-    """The folder that the first mark has filled cannot take the place of one where a disk is mounted."""
+    """The folder filled by the first mark cannot replace one on which a disk is mounted."""
     path = tmp_path / "run.zarr"
     recording(path) if occupied else path.mkdir()
-    # A mount needs rights that tests do not have.
+    # Mounting needs rights that tests do not have.
     monkeypatch.setattr(os.path, "ismount", lambda folder: Path(folder) == path)
     with pytest.raises(
         StoreError, match="is where a disk is mounted: choose a path inside it"
     ):
         EpochStore(path, mode="w")
-    if occupied:  # it can still be continued
+    if occupied:  # the recording can still be continued
         add(create(path), 1)
         assert_holds(path, [0, 1])
 
@@ -321,7 +323,7 @@ def test_mount_points_are_refused(
 def test_replacing_needs_both_directories(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, folder: str
 ) -> None:
-    """The parent, where the new recording is made, and the old one, which is locked meanwhile."""
+    """Replacing needs the parent, where the new recording is made, and the old directory, which is locked meanwhile."""
     recording(path := tmp_path / "run.zarr")
     monkeypatch.setattr(os, "access", lambda place, mode: place != tmp_path / folder)
     with pytest.raises(
@@ -332,14 +334,14 @@ def test_replacing_needs_both_directories(
         assert EpochStore(path).marks == (0,)
 
 
-def test_zip_files(tmp_path: Path) -> None:
-    """Opened or not; a file that is none."""
+def test_zip_files_opened_or_closed(tmp_path: Path) -> None:
+    """A zip file is read if it is opened or closed, and refused if it is no zip file."""
     recording(tmp_path / "run.zarr")
-    # Packed by our own copy: an archive takes each object once only, and a recording in progress rewrites some.
+    # The package's own copy is used, as an archive takes each object once and a recording in progress rewrites some.
     with ZipStore(tmp_path / "run.zip", mode="w") as packed:
         repack(tmp_path / "run.zarr", packed)
     for store in (ZipStore(tmp_path / "run.zip"), ZipStore(tmp_path / "run.zip")):
-        # The second time the file is open already.
+        # The file is already open the second time.
         for _ in range(2):
             assert open_recording(store)["heads"].gate.sizes["epoch"] == 1
     (tmp_path / "notes.zip").write_text("precious")
@@ -349,17 +351,17 @@ def test_zip_files(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["zarr.json", "gate/c/0/0/0"])
-# A local header has 30 bytes and the name; 200 bytes on is the object itself.
+# A local header has 30 bytes and the name, and the object itself is 200 bytes in.
 @pytest.mark.parametrize("place", [0, 200], ids=["in its header", "in its data"])
 def test_damaged_zip_files(tmp_path: Path, name: str, place: int) -> None:
-    """A bit of an object, or of the header before it."""
+    """A flipped bit of an object, or of the header before it, raises an error."""
     recording(tmp_path / "run.zarr")
     with ZipStore(tmp_path / "run.zip", mode="w") as packed:
         repack(tmp_path / "run.zarr", packed)
     with zipfile.ZipFile(tmp_path / "run.zip") as archive:
         start = archive.getinfo(name).header_offset
     content = bytearray((tmp_path / "run.zip").read_bytes())
-    # The least damage that there is.
+    # This is the smallest possible damage.
     content[start + place] ^= 1
     (tmp_path / "run.zip").write_bytes(content)
     with pytest.raises(StoreError, match=f"'{name}' in .* is damaged"):
@@ -367,10 +369,10 @@ def test_damaged_zip_files(tmp_path: Path, name: str, place: int) -> None:
         open_recording(ZipStore(tmp_path / "run.zip"))["heads"].gate.load()
 
 
-def test_what_the_user_keeps_there_is_left_alone(tmp_path: Path) -> None:
+def test_contents_of_the_user_are_left_alone(tmp_path: Path) -> None:
     path = tmp_path / "run.zarr"
     recording(path)
-    # As a user might, with zarr alone and without our metadata.
+    # A user might do this, with zarr alone and without the package's metadata.
     users = zarr.open_group(path, mode="r+", use_consolidated=False)
     users.create_array("mine", shape=(2,), dtype="float64")[:] = 7
     users.create_group("more")
@@ -381,14 +383,14 @@ def test_what_the_user_keeps_there_is_left_alone(tmp_path: Path) -> None:
     add(store, 1)
     store.close()
     assert_holds(path, [0, 1])
-    # The values as well, not the names alone.
+    # The values are compared in addition to the names.
     assert users["mine"][:].tolist() == [7, 7]
     assert "more" in users
 
 
-def test_a_recording_of_other_shapes(tmp_path: Path) -> None:
-    """Without numbers of heads, maps of few dimensions, along something that is no integer."""
-    # Each lacks dimensions that usual maps have.
+def test_recordings_of_other_shapes(tmp_path: Path) -> None:
+    """Recordings may lack numbers of heads, have maps of few dimensions, and run along fractions."""
+    # Each kind lacks dimensions that usual maps have.
     kinds = {
         "maps/a": (("layer", "y"), {"y": 3}),
         "maps/b": (("image",), {"image": 5}),
@@ -401,12 +403,12 @@ def test_a_recording_of_other_shapes(tmp_path: Path) -> None:
         groups[path] = Group({"m": m}, {"a": {}, "b": {}}, sizes, maps=True)
         shape = (2, *groups[path].shape("m"))
         rows[path] = np.arange(np.prod(shape)).reshape(shape)
-    # Any name of a dimension, not epoch or step alone.
+    # The dimension may have any name besides epoch and step.
     store = EpochStore(tmp_path / "run.zarr", along="tokens")
     store.create(groups, {})
     for mark in (0, 1):
         store.append(
-            # Halves, which an integer coordinate would round.
+            # An integer coordinate would round halves.
             mark + 0.5,
             {path: {"m": row[mark]} for path, row in rows.items()},
             {"top1": 0.5},

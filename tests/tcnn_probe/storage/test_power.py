@@ -1,4 +1,4 @@
-"""Loss of power: the bytes of a mounted disk, as they are when a mark has returned, hold every mark that has."""
+"""Loss of power: the bytes of a mounted disk hold every mark that has returned."""
 
 import os
 import shutil
@@ -43,8 +43,8 @@ def mounted(image: Path, folder: Path) -> Iterator[Path]:
 @pytest.mark.skipif(
     sys.platform != "linux" or os.geteuid() != 0, reason="only root can mount a disk"
 )
-def test_a_disk_copied_after_each_mark(tmp_path: Path) -> None:
-    """The copy is made below the file system, of what has reached the disk; its journal is replayed when mounted."""
+def test_a_disk_copied_after_each_mark_holds_the_mark(tmp_path: Path) -> None:
+    """The copy, taken below the file system, holds the data on the disk; its journal is replayed when it is mounted."""
     image = tmp_path / "disk.img"
     with image.open("wb") as file:
         file.truncate(8 * 2**20)

@@ -1,4 +1,4 @@
-"""Random histories of a store: marks, crashes, kills, resuming, repacking, against a plain dict."""
+"""Random histories of a store: marks, crashes, kills, resuming and repacking, compared with a plain dict."""
 
 import shutil
 import tempfile
@@ -34,7 +34,7 @@ SCALARS = st.dictionaries(
 
 
 class Histories(RuleBasedStateMachine):
-    """The model: for each mark its seed, for each scalar its values by mark."""
+    """State machine with the expected seed of each mark and the expected values of each scalar by mark."""
 
     store: EpochStore | None = None
 
@@ -42,7 +42,7 @@ class Histories(RuleBasedStateMachine):
         super().__init__()
         self.folder = Path(tempfile.mkdtemp())
         self.patch = pytest.MonkeyPatch()
-        # Chunks of three marks, so that a dozen steps fill several.
+        # Chunks have three marks, so that a dozen steps fill several.
         self.patch.setattr("tcnn_probe.storage.chunks.MARKS_PER_CHUNK", (1, 3))
         self.seeds: dict[Any, int] = {}
         self.scalars: dict[str, dict[Any, float]] = {}
@@ -63,7 +63,7 @@ class Histories(RuleBasedStateMachine):
     def mark(
         self, gap: int, scalars: dict[str, float], crash: int | None, killed: bool
     ) -> None:
-        """Mark, or crash at a step; then the same store goes on, or another one where its process was killed."""
+        """Mark, or crash at a step; then the same store continues, or another one after a kill."""
         self.count += 1
         mark = (self.store.marks[-1] if self.seeds else -self.step) + gap * self.step
         with steps(crash) as done:
@@ -75,8 +75,8 @@ class Histories(RuleBasedStateMachine):
                     dies(self.store)
                     self.store = create(self.target)
                 if not (self.seeds and f"replace {self.target}/zarr.json" in done[:-1]):
-                    return  # nothing of it is there
-                if not killed:  # it is there unannounced, and tried again
+                    return  # nothing of the mark is there
+                if not killed:  # the mark is there unannounced and is repeated
                     add(self.store, mark, self.count, **scalars)
         self.seeds[mark] = self.count
         for name, value in scalars.items():
@@ -113,7 +113,7 @@ class Histories(RuleBasedStateMachine):
 
 
 Histories.TestCase.settings = settings(
-    # Few, as each step compares the whole store; the soak goes on for as long as it is told.
+    # There are few examples, as each step compares the whole store; the soak runs for a chosen time.
     max_examples=5,
     stateful_step_count=12,
     deadline=None,

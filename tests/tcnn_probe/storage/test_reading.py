@@ -1,4 +1,4 @@
-"""The store as its reader meets it, with xarray alone or with :func:`tcnn_probe.open`."""
+"""Reading a store with xarray alone or with :func:`tcnn_probe.open`."""
 
 import json
 from pathlib import Path
@@ -11,7 +11,7 @@ from tcnn_probe.storage import open_recording
 from tests.tcnn_probe.storage.tables import GROUPS, LAYERS, MAPS, add, create, values
 
 
-def test_tree(tmp_path: Path) -> None:
+def test_tree_of_groups(tmp_path: Path) -> None:
     store = create(tmp_path / "run.zarr")
     for mark in (2, 3):
         add(store, mark, top1=mark / 7)
@@ -32,10 +32,10 @@ def test_tree(tmp_path: Path) -> None:
         assert tree[MAPS].saliency.sel(
             epoch=3, layer="層", head=4, image=17
         ).values.shape == (3, 11)
-        assert not tree[MAPS].saliency._in_memory  # read when looked at
+        assert not tree[MAPS].saliency._in_memory  # the values are read on access
 
 
-def test_attributes(tmp_path: Path) -> None:
+def test_attributes_of_a_recording(tmp_path: Path) -> None:
     store = create(tmp_path / "run.zarr")
     add(store, 0, top1=0.5)
     ds = xr.open_zarr(tmp_path / "run.zarr")
@@ -54,12 +54,12 @@ def test_attributes(tmp_path: Path) -> None:
     assert store.groups == GROUPS
 
 
-def test_plain_metadata(tmp_path: Path) -> None:
-    """Strict JSON, a fill that no value has, and a checksum on every chunk."""
+def test_metadata_are_strict_json(tmp_path: Path) -> None:
+    """The metadata are strict JSON, with a fill value unequal to any value and a checksum on every chunk."""
     add(create(tmp_path / "run.zarr"), 0, top1=0.5)
     kinds = set()
     for name in tmp_path.rglob("zarr.json"):
-        # Python alone reads NaN and Infinity, which are no JSON.
+        # Python accepts NaN and Infinity, which are not JSON.
         about = json.loads(name.read_text(), parse_constant=pytest.fail)
         if about["node_type"] == "array":
             codecs = about["codecs"]
@@ -87,7 +87,7 @@ def test_plain_metadata(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("in_memory", [True, False])
-def test_dataset_taken_before_further_marks_keeps_its_own(
+def test_a_dataset_keeps_its_marks_when_others_are_added(
     tmp_path: Path, in_memory: bool
 ) -> None:
     store = create(None if in_memory else tmp_path / "run.zarr")

@@ -1,4 +1,4 @@
-"""The store as a user of ``tcnn_probe.record`` meets it: continued, refused, crashed, deleted."""
+"""Stores used through ``tcnn_probe.record``: continued, refused, crashed and deleted."""
 
 from pathlib import Path
 
@@ -21,7 +21,7 @@ def record_epochs(
 ) -> xr.Dataset:
     with tcnn_probe.record(model, path, **options) as recorder:
         for epoch in epochs:
-            # Another scale for each epoch, so that none can stand for another.
+            # Each epoch has another scale, so that epochs cannot be mistaken for each other.
             model((epoch + 1) * IMAGES)
             recorder.mark(epoch=epoch, top1=epoch / 7)
             if path is not None:
@@ -31,14 +31,14 @@ def record_epochs(
     return recorder.dataset
 
 
-def test_memory_and_directory_hold_the_same_also_continued(tmp_path: Path) -> None:
+def test_memory_and_directory_hold_the_same_even_when_continued(tmp_path: Path) -> None:
     path = tmp_path / "run.zarr"
     record_epochs(Chain(), path, range(2))
     with tcnn_probe.record(Chain(), path) as recorder:
         assert recorder.epochs == (0, 1)
     continued = record_epochs(Chain(), path, range(2, 4))
     in_memory = record_epochs(Chain(), None, range(4))
-    # Every recording has its own.
+    # These differ between any two recordings.
     differ = {"created_at": "", "recording_id": ""}
     for ds in (continued, xr.open_zarr(path)):
         xr.testing.assert_identical(
@@ -63,7 +63,7 @@ def test_crash_before_the_commit(tmp_path: Path, again: bool) -> None:
     expected = record_epochs(model, path, range(3)).load()
     recorder = tcnn_probe.record(model, path)
     model(7 * IMAGES)
-    # The root's metadata are replaced last: with them the mark is made.
+    # The mark is made when the root's metadata are replaced, which is the last step.
     with steps(0, "run.zarr/zarr.json$"), pytest.raises(Crash):
         recorder.mark(epoch=3, top1=9.0, fresh=0.5)
     assert recorder.epochs == (0, 1, 2)
@@ -72,12 +72,12 @@ def test_crash_before_the_commit(tmp_path: Path, again: bool) -> None:
         recorder.remove()
         recorder = tcnn_probe.record(model, path)
         model(7 * IMAGES)
-    # What was seen before the crash still counts, once.
+    # The forwards before the crash still count, once.
     recorder.mark(epoch=3, top1=3, fresh=1.5)
     ds = recorder.dataset
     xr.testing.assert_identical(ds.isel(epoch=slice(3)).drop_vars("fresh"), expected)
     np.testing.assert_array_equal(ds.fresh, [np.nan, np.nan, np.nan, 1.5])
-    # Two images, not four.
+    # The images are two, not four.
     np.testing.assert_array_equal(ds.images[3], [2, 2])
     with tcnn_probe.record(model) as second:
         model(7 * IMAGES)
@@ -98,5 +98,5 @@ def test_store_deleted_between_resuming_and_the_next_mark(tmp_path: Path) -> Non
             recorder.mark(epoch=3)
         assert [p.name for p in tmp_path.iterdir()] == ["away.zarr"]
         (tmp_path / "away.zarr").rename(path)
-        recorder.mark(epoch=3)  # what was seen is kept for another try
+        recorder.mark(epoch=3)  # the sums are kept for another try
     assert xr.open_zarr(path).images[3].values.tolist() == [2, 2]

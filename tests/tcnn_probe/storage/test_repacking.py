@@ -27,7 +27,7 @@ from tests.tcnn_probe.storage.tables import (
 def test_a_head_of_many_marks_is_read_from_few_objects(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # More than the 25 marks of a repacked chunk.
+    # A repacked chunk has 25 marks, and there are more.
     recording(tmp_path / "run.zarr", 30)
     before = contents(tmp_path)
     repack(tmp_path / "run.zarr", tmp_path / "packed.zarr")
@@ -64,7 +64,7 @@ def test_a_head_of_many_marks_is_read_from_few_objects(
         np.testing.assert_array_equal(
             head, [values(mark)[MAPS]["saliency"][1, :, 3] for mark in range(30)]
         )
-        # An object for each mark before, a single one after: what repacking is for.
+        # Reading takes an object per mark before repacking and a single object after it.
         assert len(set(read)) == count
         array = zarr.open_group(tmp_path / name, mode="r")[f"{MAPS}/saliency"]
         assert array.shards == shards
@@ -82,10 +82,10 @@ def test_into_and_out_of_other_stores(tmp_path: Path) -> None:
             repack(source, place)
 
 
-def test_killed_on_the_way_there_is_none(tmp_path: Path) -> None:
+def test_killed_repacking_leaves_no_recording(tmp_path: Path) -> None:
     store = create(tmp_path / "run.zarr")
     add(store, 0)
-    # In the middle of the copy.
+    # The copy crashes halfway.
     with steps(20), pytest.raises(Crash):
         repack(tmp_path / "run.zarr", tmp_path / "packed.zarr")
     assert [p.name for p in tmp_path.iterdir()] == ["run.zarr"]

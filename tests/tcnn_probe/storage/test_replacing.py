@@ -1,4 +1,4 @@
-"""``mode="w"``: the old recording is there, whole, until the new one is; nothing of the user's is deleted."""
+"""``mode="w"`` keeps the old recording whole until the new one is there, and deletes nothing of the user."""
 
 import ctypes
 import errno
@@ -33,7 +33,7 @@ EVERY = int(os.environ.get("TCNN_PROBE_KILL_EVERY", "29"))
 
 
 def replace(path: Path) -> EpochStore:
-    """Replace a recording by one of a single mark, with values that the old one does not have."""
+    """Replace a recording by one with a single mark, whose values differ from the old ones."""
     store = create(path, mode="w")
     add(store, 0, 9)
     return store
@@ -73,17 +73,17 @@ def changes_until(number: int | None, work: Callable[[], object]) -> list[str]:
     [True, False],
     ids=["in one step", "where directories cannot be exchanged"],
 )
-def test_killed_at_any_change(
+def test_a_kill_at_any_change_leaves_the_old_or_the_new(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, exchange: bool
 ) -> None:
     if not exchange:
-        # The C library without renameat2, as on systems that cannot exchange names.
+        # This imitates a C library without renameat2, on systems that cannot exchange names.
         monkeypatch.setattr(ctypes, "CDLL", lambda *_, **__: object())
     recording(tmp_path / "whole" / "run.zarr", 2)
     changes = changes_until(None, lambda: replace(tmp_path / "whole" / "run.zarr"))
-    # Every change near the exchange is killed at, of the others a sample.
+    # All changes near the exchange are tried, and a sample of the others.
     swap = changes.index("exchange")
-    # Enough changes on both sides for the sample to mean something.
+    # There are enough changes on both sides for a meaningful sample.
     assert len(changes) > swap + 30 > 60
     for number in {*range(0, len(changes), EVERY), *range(swap - 1, swap + 6)}:
         folder = tmp_path / str(number)
@@ -101,8 +101,8 @@ def test_killed_at_any_change(
 @pytest.mark.parametrize(
     "on", ["fsync .*init/gate/c/", "fsync .*/test_an_error_leaves_the_old.*0$"]
 )
-def test_an_error_leaves_the_old(tmp_path: Path, on: str) -> None:
-    """On the way, and after the exchange; the same mark can then be tried again."""
+def test_an_error_leaves_the_old_recording(tmp_path: Path, on: str) -> None:
+    """Errors occur on the way and after the exchange; the same mark can then be repeated."""
     recording(path := tmp_path / "run.zarr", 2)
     store = create(path, mode="w")
     with (
@@ -112,13 +112,13 @@ def test_an_error_leaves_the_old(tmp_path: Path, on: str) -> None:
         add(store, 0, 9)
     assert_holds(path, [0, 1])
     assert [entry.name for entry in tmp_path.iterdir()] == ["run.zarr"]
-    create(path).hold()  # nobody holds its lock
+    create(path).hold()  # nobody holds the recording's lock
     add(store, 0, 9)
     assert_holds(path, {0: 9})
 
 
 @pytest.mark.parametrize("remote", [False, True], ids=["directory", "remote"])
-def test_a_refused_mark_leaves_the_old(tmp_path: Path, remote: bool) -> None:
+def test_a_refused_mark_leaves_the_old_recording(tmp_path: Path, remote: bool) -> None:
     recording(target := Remote() if remote else tmp_path / "run.zarr", 2)
     store = create(target, mode="w")
     with pytest.raises(ValueError, match="could not convert"):
@@ -126,14 +126,14 @@ def test_a_refused_mark_leaves_the_old(tmp_path: Path, remote: bool) -> None:
     assert_holds(target, [0, 1])
 
 
-def test_killed_where_nothing_can_be_renamed() -> None:
-    """The old recording goes first; what a killed recorder leaves is no recording, and can be recorded to."""
+def test_killed_replacement_in_stores_without_renaming() -> None:
+    """The old recording is deleted first; a killed recorder leaves no recording, and the place can be recorded to."""
     recording(target := Remote(), 2)
     delete = target.delete
     deleted = []
 
     async def once(key: str) -> None:
-        # After some of the objects and before the others.
+        # The crash is after some of the objects and before the others.
         if len(deleted) == 5:
             raise Crash
         deleted.append(key)
@@ -150,7 +150,7 @@ def test_killed_where_nothing_can_be_renamed() -> None:
     assert_holds(target, {0: 9})
 
 
-def test_a_reader_from_before_reads_no_values_of_the_new(tmp_path: Path) -> None:
+def test_a_reader_of_the_old_recording_reads_no_new_values(tmp_path: Path) -> None:
     recording(path := tmp_path / "run.zarr", 2)
     before = open_recording(path)
     np.testing.assert_array_equal(before["heads"].gate[1], values(1)[""]["gate"])
@@ -182,10 +182,10 @@ def test_a_folder_that_cannot_be_deleted(
     assert [entry.name for entry in tmp_path.iterdir()] == ["run.zarr"]
 
 
-def test_a_lock_of_the_old_that_cannot_be_deleted(
+def test_a_lock_of_the_old_recording_that_cannot_be_deleted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The new recording is there by then, so the mark has not failed."""
+    """The mark has not failed, as the new recording is there by then."""
     unlink = Path.unlink
 
     def refused(path: Path, **options: bool) -> None:
@@ -208,7 +208,9 @@ def test_a_lock_of_the_old_that_cannot_be_deleted(
 @pytest.mark.parametrize(
     "kind", ["array", "group", "folder", "link", "pipe", "file", "chunk"]
 )
-def test_what_is_the_users_is_refused_at_the_call(tmp_path: Path, kind: str) -> None:
+def test_recordings_with_files_of_the_user_are_not_replaced(
+    tmp_path: Path, kind: str
+) -> None:
     recording(path := tmp_path / "run.zarr")
     root = zarr.open_group(path, mode="r+", use_consolidated=False)
     if kind == "array":
@@ -237,10 +239,10 @@ def test_what_is_the_users_is_refused_at_the_call(tmp_path: Path, kind: str) -> 
 @pytest.mark.filterwarnings("ignore::zarr.errors.ZarrUserWarning")
 @pytest.mark.filterwarnings("ignore::zarr.errors.UnstableSpecificationWarning")
 @pytest.mark.parametrize("kind", ["array", "group", "dataset"])
-def test_what_a_user_has_added_to_the_root_is_refused_at_the_call(
+def test_recordings_with_a_root_extended_by_the_user_are_not_replaced(
     tmp_path: Path, kind: str
 ) -> None:
-    """xarray's ``to_zarr`` consolidates the metadata, so the root speaks of what it has written."""
+    """xarray's ``to_zarr`` consolidates the metadata, so the root lists what it has written."""
     recording(path := tmp_path / "run.zarr")
     attributes = xr.open_zarr(path).attrs
     summary = xr.Dataset({"extra": ("x", [1.0, 2.0])}, attrs=attributes)
@@ -256,9 +258,11 @@ def test_what_a_user_has_added_to_the_root_is_refused_at_the_call(
     assert contents(path) == before
 
 
-def test_leftovers_of_a_killed_mark_are_the_recordings(tmp_path: Path) -> None:
+def test_leftovers_of_a_killed_mark_are_replaced_with_the_recording(
+    tmp_path: Path,
+) -> None:
     recording(path := tmp_path / "run.zarr")
-    # A variable half made, and one made whose chunk is not.
+    # One variable is half made, and one is made without its chunk.
     for number, on in enumerate(("fresh/zarr.json$", "gate/c/0/0/0$")):
         store = create(path)
         with steps(0, on), pytest.raises(Crash):

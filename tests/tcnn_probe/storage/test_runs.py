@@ -1,4 +1,4 @@
-"""Several recordings opened as one, against xarray's own concatenation of everything in memory."""
+"""Several recordings opened as one, compared with xarray's own concatenation in memory."""
 
 import json
 from collections.abc import Iterator, Sequence
@@ -22,7 +22,7 @@ def _record(
     marks: Sequence[float],
     about: dict[str, Any],
 ) -> Path:
-    """Numbers of every head, maps of the first layer if there are three heads, class indices, and the rate."""
+    """Record numbers of every head, maps of the first layer if there are three heads, class indices, and the rate."""
     groups = {
         "": Group(
             {
@@ -58,7 +58,7 @@ def _record(
 
 @pytest.fixture(scope="module")
 def three(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    """Two that agree, and one with other layers, heads and marks."""
+    """Return two recordings that agree and one with other layers, heads and marks."""
     root = tmp_path_factory.mktemp("runs")
     attributes = {
         "seed": 5,
@@ -86,7 +86,7 @@ def three(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
             root / "seed5/recording.zarr",
             ["c", "b"],
             2,
-            # Two marks that the others have too, and one that they have not.
+            # The other recordings have two of these marks, but not the third.
             [1, 3, 5],
             {**attributes, "lr": 0.2},
         ),
@@ -137,20 +137,22 @@ def test_runs_are_joined(three: list[Path]) -> None:
         {"epoch": [], "head": -1},
     ],
 )
-def test_parts_are_the_same_parts(three: list[Path], key: dict[str, Any]) -> None:
-    # Taken lazily from the stores, against numpy's indexing of what was read whole.
+def test_parts_read_lazily_equal_parts_of_the_whole(
+    three: list[Path], key: dict[str, Any]
+) -> None:
+    # Parts are read lazily from the stores and compared with numpy's indexing of the whole.
     complete = open(three)["heads"].gate
     np.testing.assert_array_equal(complete.isel(key), complete.load().isel(key))
 
 
-def test_what_differs_is_a_coordinate_and_what_is_absent_is_said(
+def test_differences_are_coordinates_and_absences_are_reported(
     three: list[Path],
 ) -> None:
     tree = open(three)
     assert tree.seed.values.tolist() == [0, 1, 5]
     assert tree.recipe.values.tolist() == ["", "", "deit"]
     assert tree.classes.values.tolist() == ["", "", "[1]"]
-    # Beside the scalar of that name.
+    # This coordinate is next to the scalar of that name.
     assert tree.run_lr.values.tolist() == [
         0.1,
         0.1,
@@ -241,13 +243,13 @@ def _cluster() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("_cluster")
-@pytest.mark.filterwarnings("default")  # those of dask's own
-def test_reductions_by_dask_are_numpys(three: list[Path]) -> None:
+@pytest.mark.filterwarnings("default")  # these warnings come from dask
+def test_reductions_by_dask_equal_those_of_numpy(three: list[Path]) -> None:
     maps = open(three)[MAPS].look
     by_dask = maps.chunk(run=1, epoch=2, head=2).astype(float)
     assert by_dask.chunks is not None
     expected = np.nanmean(maps.values.astype(float), axis=(0, 1))
-    # dask adds chunk by chunk: float64 in another order.
+    # dask adds float64 numbers chunk by chunk, in another order.
     np.testing.assert_allclose(
         by_dask.mean(["run", "epoch"]).compute(), expected, rtol=1e-12
     )

@@ -1,4 +1,4 @@
-"""A recording on an S3-compatible server on this machine, through s3fs, as a URL, and through obstore."""
+"""A recording on a local S3-compatible server, through s3fs, as a URL, and through obstore."""
 
 import asyncio
 import errno
@@ -21,11 +21,11 @@ from tests.tcnn_probe.storage.tables import add, assert_holds, create, values
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[str]:
-    """Imports take seconds, and are not for every process that collects tests."""
+    """Start a server; importing it takes seconds, so other processes that collect tests do not."""
     _, _, moto = (
         pytest.importorskip(name) for name in ("s3fs", "obstore", "moto.server")
     )
-    # Port 0: whichever is free, as tests run side by side.
+    # Port 0 selects a free port, as tests run in parallel.
     server = moto.ThreadedMotoServer("127.0.0.1", port=0, verbose=False)
     server.start()
     host, port = server.get_host_and_port()
@@ -50,19 +50,19 @@ def url(server: str, request: pytest.FixtureRequest) -> str:
 
 
 def test_killed_and_resumed(url: str) -> None:
-    """Two writers are killed at any moment; then plain xarray reads what the documents say that it reads."""
+    """Two writers are killed at any moment; then plain xarray reads the recording as documented."""
     chance = random.Random(0)
     seeds = list[int]()
     for first in (100, 200):
         writer = Child(write, url, first, 1000, False)
         announced = writer.numbers(1)
-        # Long enough for the kill to fall anywhere in one of the next marks.
+        # The wait is long enough for the kill to fall anywhere in one of the next marks.
         time.sleep(chance.uniform(0, 0.3))
         announced += writer.end(kill=True)
         assert announced == list(range(len(seeds), len(seeds) + len(announced)))
         present = xr.open_zarr(url).sizes["epoch"]
         assert 0 <= present - announced[-1] - 1 <= 1
-        # Other values for the second writer, so that a stale object would show.
+        # The second writer has other values, so that stale objects are noticed.
         seeds += [first + epoch for epoch in range(len(seeds), present)]
         assert_holds(url, dict(enumerate(seeds)))
     store = create(url)
@@ -75,10 +75,10 @@ def test_killed_and_resumed(url: str) -> None:
 
 @pytest.mark.parametrize("through", ["s3fs", "obstore"])
 @pytest.mark.parametrize("first", [True, False], ids=["first mark", "next mark"])
-def test_another_recorder_in_the_middle_of_a_mark(
+def test_another_recorder_writes_in_the_middle_of_a_mark(
     url: str, monkeypatch: pytest.MonkeyPatch, through: str, first: bool
 ) -> None:
-    """After the root was compared: the server refuses to replace it."""
+    """The server refuses to replace a root that changed after it was compared."""
     import obstore
 
     at = obstore.store.from_url(url, client_options={"allow_http": True})
@@ -91,7 +91,7 @@ def test_another_recorder_in_the_middle_of_a_mark(
     came = []
 
     async def meanwhile(*arguments: Any) -> None:
-        # Only once, as the other recorder comes through here as well.
+        # The other recorder comes through here as well, so it runs only once.
         if not came:
             came.append(True)
             await asyncio.to_thread(add, quick, count, 5)
@@ -112,7 +112,9 @@ def test_another_recorder_in_the_middle_of_a_mark(
 
 
 @pytest.mark.parametrize("what", ["answer lost", "no conditional writes"])
-def test_servers(url: str, monkeypatch: pytest.MonkeyPatch, what: str) -> None:
+def test_servers_with_lost_answers_or_without_conditional_writes(
+    url: str, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
     import s3fs
 
     original = s3fs.S3FileSystem._pipe_file
@@ -120,7 +122,7 @@ def test_servers(url: str, monkeypatch: pytest.MonkeyPatch, what: str) -> None:
     async def pipe_file(self: Any, path: str, data: bytes, **only: Any) -> None:
         if what == "answer lost":
             await original(self, path, data, **only)
-            # Conditional writes alone: the object is there, and the client does not know.
+            # This affects only conditional writes: the object is there, and the client is not told.
             if only:
                 raise OSError(errno.EIO, "connection lost")
         elif only:

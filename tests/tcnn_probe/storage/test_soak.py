@@ -1,4 +1,4 @@
-"""One round of the soak: writers and copies killed at any moment, readers, refused recorders, forks."""
+"""One round of the soak: writers and copies killed at any moment, readers, refused recorders and forks."""
 
 import os
 import re
@@ -12,7 +12,7 @@ def test_one_round(tmp_path: Path) -> None:
         sys.executable,
         "-m",
         "tests.tcnn_probe.storage.soak",
-        # At least one round is done, in no time too; longer ones are run by hand.
+        # At least one round is done, even in no time; longer soaks are started manually.
         "--minutes",
         "0",
         "--seed",

@@ -37,9 +37,8 @@ def frost_folder() -> Path:
 @pytest.fixture
 def reference(frost_folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """Module ``imagecorruptions.corruptions``; NumPy's global generator is restored afterwards."""
-    resources = types.ModuleType(
-        "pkg_resources"
-    )  # setuptools no longer has this module
+    # Setuptools no longer has this module.
+    resources = types.ModuleType("pkg_resources")
     resources.resource_filename = lambda _, name: str(frost_folder.parent / name)  # type: ignore[attr-defined]
     if "pkg_resources" not in sys.modules:
         monkeypatch.setitem(sys.modules, "pkg_resources", resources)

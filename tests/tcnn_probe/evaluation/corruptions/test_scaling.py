@@ -176,7 +176,6 @@ def test_large_images_get_the_published_lengths() -> None:
     point = np.zeros((301, 331, 1))
     point[150, 160] = 1
     disc = run("defocus_blur", point, 3) > 1e-9
-    assert (
-        disc.any(0).sum() == 13 + 2
-    )  # radius 6, and one pixel of smoothing on each side
+    # Radius 6, and one pixel of smoothing on each side.
+    assert disc.any(0).sum() == 13 + 2
     assert disc.any(1).sum() == 13 + 2
