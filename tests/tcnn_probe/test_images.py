@@ -50,6 +50,7 @@ def as_people_have_them(folder: Path) -> dict[str, Any]:
         "list": [picture],
         "path": folder / "china.png",
         "name": [str(folder / "china.png")],
+        "file": [(folder / "china.png").read_bytes()],
         "array": ARRAY,
         "batch": ARRAY[None],
         "torchvision": torch.from_numpy(ARRAY.copy()).permute(2, 0, 1),
@@ -98,7 +99,7 @@ def test_tensors_pass_as_they_are(model: nn.Module) -> None:
         ([torch.rand(3, 8, 8), torch.rand(3, 8, 9)], ValueError, "different shapes"),
         (torch.rand(0, 3, 8, 8), ValueError, r"got shape \(0, 3"),
         ("nowhere.png", FileNotFoundError, "nowhere.png"),
-        ({"a": 1}, TypeError, "got dict"),
+        ({"ids": 1}, TypeError, "got a mapping of ids without pixel_values"),
         (np.zeros((5, 6, 7), np.uint8), ValueError, "C of 1, 3 or 4"),
     ],
 )
