@@ -110,7 +110,7 @@ def as_batch(images: Any, expected: str, *, videos: bool = False) -> Tensor:
         if getattr(images, "ndim", 4) < 4:
             raise ValueError(
                 f"expected images, {expected}; got pixel_values of shape {tuple(images.shape)}, patches of images of "
-                "several sizes, as Siglip2's and Qwen's processors cut them: there are no maps of these; call the model "
+                "several sizes, as processors of Siglip2 and Qwen cut them: there are no maps of these; call the model "
                 "yourself under tcnn_probe.record for the numbers of its heads"
             )
     if (
