@@ -165,8 +165,8 @@ def beside_images(images: Any) -> dict[str, Any]:
     if not isinstance(images, Mapping):
         return {}
     # With labels, which a data set of transformers adds, the model would also compute a loss.
-    others = (_pixels_name(images), "labels")
-    return {name: value for name, value in images.items() if name not in others}
+    left_out = (_pixels_name(images), "labels")
+    return {name: value for name, value in images.items() if name not in left_out}
 
 
 def _pixels_name(inputs: Mapping[str, Any]) -> str:
