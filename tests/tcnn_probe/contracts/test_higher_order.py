@@ -224,6 +224,8 @@ def of_vmap_around(inner: nn.Module, x: Tensor) -> Tensor:
 def test_attention_that_is_hidden_has_a_reason(
     operator: Callable[..., Tensor] | None, layer: str, reason: str
 ) -> None:
+    if OLD and operator is of_cond_around:
+        pytest.skip("torch 2.8 does not show modes the operators that it compiles")
     model = vit()
     block = model.blocks[1]
     if operator is None:
