@@ -177,8 +177,8 @@ class Interception(TorchFunctionMode):
     """Mode that passes every attention, matrix product, scaling and concatenation of tokens to a function.
 
     Args:
-        on_request: Function that is called with a description of each such call, without gradients, autocast or any
-            function mode. It may return an edit of the output, which runs with the model's gradients and autocast.
+        on_request: Function that is called with a description of each such call, without gradients or function modes
+            but under the model's autocast. It may return an edit of the output, which runs with the model's gradients.
     """
 
     def __init__(self, on_request: Callable[[Seen], Answer | None]) -> None:
