@@ -54,12 +54,12 @@ HEADER = """# Convnets of timm
 Written by `python docs/families.py` with timm {version}. The table has the smallest member, in full width, of every
 module of timm that holds models, and members of large families that are built differently.
 
-- *layers*: the convolutions that `reparameterize` chooses by default, those of the last stage.
-- *heads*: how many each of these layers has.
+- *layers*: the convolutions that `reparameterize` selects by default, which are those of the last stage.
+- *heads*: the number of heads of each of these layers.
 - *grid*: rows x columns at the last of these layers, for this image, at `stride="keep"` -> at `stride="unit"`. "keep
-  only": the stride cannot be taken out, with the reason.
-- *error*: the largest difference between the outputs of T-CNN and CNN, divided by the largest output of the CNN. At
-  `stride="keep", locality_strength=20, gating=20`, in float32, with random weights, norms and layer scales.
+  only" means that the stride cannot be removed, and is followed by the reason.
+- *error*: the largest difference between the outputs of T-CNN and CNN, divided by the largest output of the CNN. It is
+  measured at `stride="keep", locality_strength=20, gating=20`, in float32, with random weights, norms and layer scales.
 
 | family | model | image | layers | heads | grid | error |
 |---|---|---|---|---|---|---|"""

@@ -33,16 +33,16 @@ HEADER = """# Vision models
 
 Written by `python docs/models.py` with {versions}, from random weights.
 
-- *layers*: attention layers of which numbers are recorded.
-- *grids*: rows x columns of keys, "+ n" with n class, register or other tokens beside them. In layers with windows the
-  grid is that of a window.
-- *square*: layers whose maps change where the image does. Four images differ from a fifth in a square of a twelfth of
-  their sides, and queries around it look at it. In this experiment attention layers give 0, so that tokens are not
-  mixed. Where one place of a map changes by a quarter more than any other, and another one in each of the four, these
-  should be the places of the squares; other layers are undecided: those whose maps do not change at all, because they
-  hear of the image through attention alone (levit) or their queries are zero before training (GroupViT), and those
-  where no place stands out: all others, most of them late in a trunk of convolutions or pools, where a cell sees much
-  more of the image than a square.
+- *layers*: number of attention layers that are recorded.
+- *grids*: rows x columns of keys; "+ n" stands for n additional class, register or other tokens. In layers with windows
+  the grid is that of a window.
+- *square*: layers whose maps change at the place where the image changes. Each of four images differs from a fifth in a
+  square of a twelfth of the image's sides, and the maps are those of queries around the square. In this experiment
+  attention layers output 0, so that tokens are not mixed. If one place of a map changes by a quarter more than any
+  other, and the place is another one for each of the four images, these should be the places of the squares. Other
+  layers are undecided. The maps of some do not change at all, because the image reaches them through attention only
+  (levit) or their queries are zero before training (GroupViT). In all others no place stands out; most of them are late
+  in a trunk of convolutions or pools, where a cell sees much more of the image than a square.
 - *notes*: layers without a grid of queries or keys, and layers that are not recorded, with the reasons.
 
 | library | model | image | layers | grids | square | notes |

@@ -40,17 +40,17 @@ HEADER = """# Attention in timm
 
 Written by `python docs/timm_models.py` with timm {timm} and torch {torch}, from random weights.
 
-Names are of one kind if timm builds them of the same class with the same switches, and only numbers differ: widths,
-heads, blocks, sizes of images. The smallest model of each kind ran: one forward of one image, with at most two blocks
-in a row if timm can build such a model. The others of its kind, in the last column, did not run.
+Names are of the same kind if timm builds their models from the same class with the same switches, and only numbers
+differ: widths, heads, blocks, sizes of images. The smallest model of each kind ran: one forward of one image, with at
+most two blocks in a row if timm can build such a model. The others of its kind, in the last column, did not run.
 
-- *layers*: attention layers of which numbers are recorded; in brackets those of them whose keys lie on a grid.
-- *difference*: largest difference between what is rebuilt and what the model computed, as a share of the latter's
-  largest value, over these layers, in float32. The recorder refuses what differs by more than {tolerance}.
-- *not recorded*: reasons, and the number of layers where there are several.
+- *layers*: number of attention layers that are recorded; in brackets, the number of those whose keys lie on a grid.
+- *difference*: largest difference between the reconstruction and the model's own result, divided by the largest value
+  of the latter, over these layers, in float32. The recorder refuses a layer if the difference is above {tolerance}.
+- *not recorded*: reasons, with the number of layers if there are several.
 
 {recorded} of the {kinds} kinds below ({names} names) have layers that are recorded. The other {others} names that timm
-registers have no module that computes a softmax or is called attention.
+registers have no module that computes a softmax or is named like attention.
 
 | model | class | image | layers | difference | not recorded | the same kind |
 |---|---|---|---|---|---|---|"""

@@ -131,7 +131,7 @@ COUNTS: dict[str, Variable] = {
         ("layer",),
         "1",
         "images with non-finite measurements",
-        "Of these, how many gave a NaN or infinity; the layer's means are then NaN.",
+        "Images for which a measurement was NaN or infinite; the layer's means are then NaN.",
     ),
 }
 
@@ -144,15 +144,15 @@ COORDINATES: dict[str, dict[str, str]] = {
     },
     "channel": {
         "long_name": "channel",
-        "description": "Index of the channel. NaN beyond a layer's own.",
+        "description": "Index of the channel. NaN beyond a layer's own number of channels.",
     },
     "image": {
         "long_name": "image",
-        "description": "Which image of the epoch, counted from 0 as they pass.",
+        "description": "Number of the image among the measured images of the epoch, counted from 0.",
     },
     "class": {
         "long_name": "class",
-        "description": "Index of the class if classes= names some; else its rank by the model's output, 0 the best.",
+        "description": "Index of the class if classes= names classes; else its rank in the model's output, from 0.",
     },
     "window": {
         "long_name": "window",

@@ -206,7 +206,7 @@ def _why(model: nn.Module) -> str:
     for name, module in model.named_modules():
         kind = type(module).__name__
         if "Att" in kind:
-            return f": it attends already ({name}, {kind}), and this is for convnets"
+            return f": it already has attention ({name}, {kind}), but attention pooling is for convnets"
     pool_types = [getattr(module, "pool_type", None) for module in model.modules()]
     if "" in pool_types:
         return ": it was made without a pool, with global_pool='' or for features only"

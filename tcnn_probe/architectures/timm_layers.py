@@ -175,7 +175,7 @@ _QKV_OF_CONVIT = HeadParameters(
 _CHANNELS = "attention between channels, not between tokens"
 _CROSS_COVARIANCE = "attention between channels (cross-covariance), not between tokens"
 _BRANCHES = "attention between branches, not between tokens"
-_DIFFERENCE = "differential attention: its weights, A1 - lambda A2 of two softmaxes, are no distribution"
+_DIFFERENCE = "differential attention: its weights, A1 - lambda A2 of two softmaxes, are not a distribution"
 _POOLING = "average pooling in place of attention"
 _LATENTS = "the queries are latents, which lie on no grid"
 
@@ -213,7 +213,7 @@ _ATTENTION: Mapping[str, LayerRecord] = {
     # (B, heads, windows, N, N), where the number of windows may equal that of the heads.
     "timm.models.hiera.MaskUnitAttention": LayerRecord(
         heads_axis=1,
-        not_in_raster_order="Hiera's tokens are ordered by mask unit, and where these lie is unknown",
+        not_in_raster_order="Hiera's tokens are ordered by mask unit, and the positions of the units are unknown",
     ),
     # The downsampling takes every second row and column of the queries by slicing.
     "timm.models.levit.AttentionDownsample": LayerRecord(own_grids=_every_second),
@@ -259,7 +259,7 @@ _WITHOUT_ATTENTION_MATRIX: Mapping[str, str] = {
     # Each of the two softmaxes uses half of the channels of a head, and neither alone weights the values.
     "timm.layers.diff_attention.DiffAttention": _DIFFERENCE,
     "timm.layers.global_context.GlobalContext": "one global context vector, no N x N matrix",
-    "timm.layers.lambda_layer.LambdaLayer": "lambda layer: keys are summarised before queries meet them",
+    "timm.layers.lambda_layer.LambdaLayer": "lambda layer: keys are summarised without the queries, no N x N matrix",
     "timm.layers.selective_kernel.SelectiveKernelAttn": _BRANCHES,
     "timm.layers.split_attn.SplitAttn": _BRANCHES,
     "timm.models.coat.FactorAttnConvRelPosEnc": "factorised attention: a softmax of the keys alone, no N x N matrix",

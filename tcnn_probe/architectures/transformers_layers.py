@@ -51,7 +51,7 @@ TRANSFORMERS_LAYERS: Mapping[str, LayerRecord] = {
     # (B, heads, windows, N, N), where the number of windows may equal that of the heads.
     "transformers.models.hiera.modeling_hiera.HieraMaskUnitAttention": LayerRecord(
         heads_axis=1,
-        not_in_raster_order="Hiera's tokens are ordered by mask unit, and where these lie is unknown",
+        not_in_raster_order="Hiera's tokens are ordered by mask unit, and the positions of the units are unknown",
     ),
     # These blocks cut the windows, so their attention sees single windows only.
     "transformers.models.donut.modeling_donut_swin.DonutSwinLayer": LayerRecord(

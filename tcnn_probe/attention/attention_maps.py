@@ -41,14 +41,14 @@ _ATTRS = {
     "attention": {
         "long_name": "attention",
         "units": "1",
-        "description": "A_ij between tokens of the grid; what a row lacks to one goes to class or register tokens, "
-        "or to padding.",
+        "description": "A_ij between tokens of the grid. The rest of each row, up to one, goes to class or register "
+        "tokens, or to padding.",
     },
     "class_attention": {
         "long_name": "class attention",
         "units": "1",
-        "description": "A_0j of the class token over the keys on the grid; what it lacks to one it keeps, or spends on "
-        "other tokens before the grid.",
+        "description": "A_0j of the class token over the keys on the grid. The rest, up to one, goes to the class "
+        "token itself and to other tokens before the grid.",
     },
     "attention_by_class": {
         "long_name": "attention of the class's token",
@@ -64,12 +64,12 @@ _ATTRS = {
     "pixel": {
         "long_name": "centre",
         "units": "pixel",
-        "description": "Centre of what the cell sees in the image.",
+        "description": "Centre of the cell's receptive field in the image.",
     },
     "input": {
         "long_name": "image",
         "units": "1",
-        "description": "What the model was given.",
+        "description": "Images as they were given to the model.",
     },
     "gate": {
         "long_name": "gate",

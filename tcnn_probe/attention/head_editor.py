@@ -196,7 +196,7 @@ class HeadEditor(Calls[LayerCall]):
         """Notify the listeners, and add terms to the output."""
         if call.waiting:
             call.objection = (
-                call.objection or "a softmax that weighs no values in a matrix product"
+                call.objection or "a softmax that is not multiplied with values"
             )
         for listener in call.listeners:
             listener.returned(call, output)

@@ -435,7 +435,7 @@ class ValueProductTracker:
 
     def _objection(self, values: SeenOperand) -> str:
         if values.shared or _contains(self._shared, values):
-            return "a softmax over what is the same for all images, not over tokens"
+            return "a softmax over values that are the same for all images, not over tokens"
         if _contains(self._summaries, values):
             return "a softmax over channels, which weighs products of keys and values (linear attention)"
         return ""

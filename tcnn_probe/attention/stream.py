@@ -178,8 +178,8 @@ class _ShownSoftmax:
         # transformers and torchtitan do this to apply the logit of a sink (s_aux) to the output of flex_attention.
         if self.output is not None and copy.scales_rows_of(self.output):
             self.objection = (
-                "its output is scaled afterwards by a factor for each query, as by the share of a sink: "
-                "the whole softmax is not seen"
+                "its output is scaled afterwards by a factor for each query, as for a sink, so its softmax is seen "
+                "only in part"
             )
 
 
@@ -335,8 +335,7 @@ class AttentionStream:
             # A layer needs to attend in only one forward; others may skip the product with the values.
             elif softmax.layer not in self.layers:
                 self.unsupported[softmax.layer] = (
-                    softmax.objection
-                    or "a softmax that weighs no values in a matrix product"
+                    softmax.objection or "a softmax that is not multiplied with values"
                 )
         self._explain(ran)
         self._listener.ends(confirmed.keys(), output)

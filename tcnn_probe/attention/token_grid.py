@@ -396,7 +396,7 @@ def find_layout(
         return Layout(
             None,
             key_tokens,
-            f"{queries} queries and {keys} keys: which places the queries have is unknown",
+            f"{queries} queries and {keys} keys: the positions of the queries are unknown",
         )
     query_tokens = _find(
         queries, grids, _prefixes(maps, queries) if windows == 1 else (0,)
@@ -407,7 +407,7 @@ def find_layout(
         return Layout(
             None,
             None,
-            f"{queries} queries and {keys} keys: which of them are class tokens is unknown",
+            f"{queries} queries and {keys} keys: it is unknown which of them are class tokens",
         )
     aligned = _aligned(query_tokens, key_tokens, strided=strided)
     return (
@@ -469,7 +469,7 @@ def _no_grid(
     elif not maps.size:
         reason += " (the images' size is unknown)"
     if windows > 1:
-        reason += f"; {windows} windows of each image, or as many heads, if the layer has no num_heads to say so"
+        reason += f"; {windows} windows per image, or as many heads if the layer has no attribute num_heads"
         return Layout(None, None, reason)
     smaller = [
         grid for grid in maps.grids() if 0 < keys - grid[0] * grid[1] <= MOST_SPECIAL
@@ -477,13 +477,11 @@ def _no_grid(
     if queries == keys and smaller:
         height, width = max(smaller, key=lambda grid: grid[0] * grid[1])
         prefix = keys - height * width
-        reason += f"; if they show the image, prefix_tokens={prefix} makes it {height} x {width}"
+        reason += f"; if they are patches of the image, prefix_tokens={prefix} gives a grid of {height} x {width}"
         if prefix == 1:
-            reason += " with a class token before the patches, class_token='last' with one behind them"
+            reason += " with a class token before the patches, class_token='last' with one after them"
     elif not maps.is_deep:
-        reason += (
-            "; if they show the image, grid=(rows, columns) and prefix_tokens= say it"
-        )
+        reason += "; if they are patches of the image, give grid=(rows, columns) and prefix_tokens="
     return Layout(
         None,
         None,

@@ -51,7 +51,7 @@ def rollout(
     without_values = [name for name in flow.layers if name not in stream.layers]
     if without_values:
         raise UnsupportedMethodError(
-            f"rollout followed a softmax that weighs no values: {without_values}"
+            f"rollout followed a softmax that is not multiplied with values: {without_values}"
         )
     return to_pixels(flow.map(), size, interpolation, fields), ""
 

@@ -138,7 +138,7 @@ def entropy_quantile(ds: xr.Dataset, q: float) -> xr.DataArray:
     return quantile.drop_vars("entropy_bin", errors="ignore").assign_attrs(
         units="1",
         long_name=f"{q:g} quantile of entropies / uniform entropy",
-        description="Read off the histogram of entropies, to 0.05.",
+        description="Read from the histogram of entropies, with an error of at most 0.05.",
     )
 
 
@@ -240,7 +240,7 @@ SIGNS: Mapping[str, Sign] = {
             True,
             _nonfinite,
             "none",
-            "the loss is NaN, or will be; look for the first layer, and for large logits before",
+            "the loss is NaN or will become NaN; look for the first layer with this sign, and for large logits before",
             "arXiv 2303.06296; limit: none is usual",
         ),
         Sign(
@@ -289,7 +289,7 @@ SIGNS: Mapping[str, Sign] = {
             True,
             _silent_head,
             "above {silent:g} of the layer's median",
-            "a head that gives nothing to the layer: models can do without many, but a bug or a mask may have cut it",
+            "the head contributes nothing; models can do without many heads, but a bug or a mask may be the cause",
             "arXiv 1905.10650; limit: the layer's other heads",
             (),
             "smallest",
@@ -300,7 +300,7 @@ SIGNS: Mapping[str, Sign] = {
             True,
             _queries_alike,
             "above {diversity_loss:g} of the head's best",
-            "every query gets the same output: attention adds a constant",
+            "every query gets the same output, so attention only adds a constant",
             "arXiv 2103.03404; limit: the head's earlier marks",
             ("uniform_entropy",),
             "smallest",
@@ -311,7 +311,7 @@ SIGNS: Mapping[str, Sign] = {
             True,
             _rank_collapse,
             "above 1 by {diversity_loss:g} of the head's best",
-            "tokens that become alike with depth, as without residual branches",
+            "tokens become alike with depth, as in a model without residual connections",
             "arXiv 2103.03404; limit: the head's earlier marks",
             (),
             "smallest",
@@ -322,7 +322,7 @@ SIGNS: Mapping[str, Sign] = {
             True,
             _heads_alike,
             "below {head_similarity:g} where heads were different",
-            "a layer that has one head in effect",
+            "the layer has only one head in effect",
             "arXiv 1810.10183; limit: ours, and the head's earlier marks",
         ),
         Sign(
@@ -340,7 +340,7 @@ SIGNS: Mapping[str, Sign] = {
             False,
             _sink,
             "below {sink:g}",
-            "maps that show one token; registers can take the sink over",
+            "maps show only one token; registers can take over the sink",
             "arXiv 2309.16588, 2309.17453; limit: 2410.10781",
             ("query_diversity",),
         ),
@@ -350,7 +350,7 @@ SIGNS: Mapping[str, Sign] = {
             False,
             _outlier_tokens,
             "below {token_outliers:g}",
-            "patches that hold global information: maps and dense features with holes; registers",
+            "these patches hold global information, which leaves holes in maps and dense features; registers",
             "arXiv 2309.16588; limit: ours, a quarter of DINOv2's share",
         ),
     )

@@ -56,14 +56,14 @@ def disagreement(results: xr.Dataset, by: str | None = None) -> xr.Dataset:
         rows.append(mean_by(differ.rename(name), by))
     names = predictions.model.rename(model="other").variable
     differ = xr.concat(rows, names).transpose("model", "other", ..., "image")
-    phrase = "two models decide differently"
+    phrase = "two models classify differently"
     differ.attrs = {
         "long_name": phrase,
         "units": "1",
         "definition": "share of conditions (severities, seeds, ...)",
     }
     shares = differ.mean("image")
-    shares.attrs = {"long_name": f"share of images of which {phrase}", "units": "1"}
+    shares.attrs = {"long_name": f"share of images that {phrase}", "units": "1"}
     return xr.Dataset({"disagreement": shares, "differ": differ}, attrs=results.attrs)
 
 

@@ -27,22 +27,22 @@ from tcnn_probe.provenance import versions
 __all__ = ["cost"]
 
 _ABOUT = {
-    "parameters": ("1", "numbers that are trained; buffers are not counted"),
+    "parameters": ("1", "number of parameters, without buffers"),
     "multiply_adds": (
         "1",
-        "products of matrices and convolutions in one forward of one image, half of their FLOPs",
+        "multiply-adds of matrix products and convolutions in a forward pass of one image, half of their FLOPs",
     ),
     "peak_memory": (
         "MiB",
-        "tensors that a forward of a batch holds at its peak, beside parameters and images",
+        "memory that a forward pass of a batch needs at its peak, in addition to parameters, buffers and images",
     ),
     "images_per_second": (
         "s-1",
-        "batch size over the median time of a forward in eval mode, without gradients",
+        "batch size divided by the median time of a forward pass in eval mode, without gradients",
     ),
     "training_images_per_second": (
         "s-1",
-        "batch size over the median time of a forward in training mode and backward",
+        "batch size divided by the median time of a forward and backward pass in training mode",
     ),
 }
 

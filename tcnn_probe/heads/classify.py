@@ -145,7 +145,7 @@ def _attrs(method: str, by: By, thresholds: Thresholds) -> dict[str, Any]:
     } | _OTHER_LABELS
     return {
         "long_name": "type of head",
-        "description": "What kind of attention a head has: see definitions.",
+        "description": "Type of a head by its attention; see the attribute definitions.",
         "method": method,
         "by": by,
         "definitions": json.dumps(definitions),

@@ -22,7 +22,7 @@ NEAR_ZERO = 0.05
 _ABOUT = {
     "weight": (
         "1",
-        "weight of the key patch for the query patch; of MLP-Mixer the product of its two layers",
+        "weight of the key patch for the query patch; in MLP-Mixer the product of the two layers' matrices",
     ),
     "near_zero": (
         "1",
@@ -32,15 +32,15 @@ _ABOUT = {
         "cell",
         "support radius: mean over queries of sum_j |A_ij| ||delta_ij|| / sum_j |A_ij|",
     ),
-    "uniform_distance": ("cell", "the same if all weights were equal"),
+    "uniform_distance": ("cell", "attention_distance if all weights were equal"),
     "entropy": ("nat", "mean over queries of the entropy of |A_ij| / sum_j |A_ij|"),
-    "uniform_entropy": ("nat", "log N, the same if all weights were equal"),
+    "uniform_entropy": ("nat", "log N, the entropy if all weights were equal"),
     "translation_equivariance": (
         "1",
-        "share of the variance of A_ij that depends on the offset from i to j alone",
+        "share of the variance of A_ij that depends only on the offset from i to j",
     ),
-    "content_information": ("nat", "0: no image changes the weights"),
-    "images": ("1", "how many images it is of: all"),
+    "content_information": ("nat", "0, because the weights do not depend on the image"),
+    "images": ("1", "infinite, because the weights are the same for all images"),
 }
 
 

@@ -170,8 +170,8 @@ def _ablated_layers(
         hint = ""
         if not matching:
             hint = (
-                ": none is called attention. One that is not called so has to be named; tcnn_model.reparameterize(cnn) "
-                "gives a CNN attention"
+                ": no layer has a class that is named like attention. Other layers are selected by their own names; "
+                "tcnn_model.reparameterize(cnn) gives a CNN attention"
             )
         scope = "this model" if pattern is None else repr(pattern)
         raise ValueError(f"no layer of {scope} can do mode={mode!r}{reason}{hint}")

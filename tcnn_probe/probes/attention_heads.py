@@ -77,14 +77,14 @@ SOFTMAX = Probe(
             HEAD,
             "1",
             "distance in time",
-            "sum_j A_ij |f_ij| of videos, between tokens of the grid, f_ij counting the frames of tokens from i to j, "
-            f"rows renormalised over these. {MEAN}",
+            "Of videos: sum_j A_ij |f_ij| between tokens of the grid, where f_ij is the number of frames of tokens "
+            f"from i to j and rows are renormalised over these tokens. {MEAN}",
         ),
         "prefix_attention": Variable(
             HEAD,
             "1",
             "attention to class and register tokens",
-            f"What queries on the grid spend on the class and register tokens before it. {MEAN}",
+            f"Attention of queries on the grid to the class and register tokens before it. {MEAN}",
         ),
         "max_logit": LOGIT,
         **CONTENT,
@@ -102,28 +102,31 @@ _GATED_VARIABLES: Mapping[str, Variable] = {
         HEAD,
         "1",
         "gate",
-        "sigma(lambda), share of positional attention (T-CNN Eq. 7), as marked.",
+        "sigma(lambda), share of positional attention (T-CNN Eq. 7), at the time of the mark.",
     ),
     "locality_strength": Variable(
         HEAD,
         "pixel-2",
         "locality strength",
-        "alpha of the positional attention (T-CNN Eq. 4), as marked.",
+        "alpha of the positional attention (T-CNN Eq. 4), at the time of the mark.",
     ),
     "attention_span": Variable(
-        HEAD, "pixel2", "attention span", "1 / alpha (T-CNN Fig. 4B), as marked."
+        HEAD,
+        "pixel2",
+        "attention span",
+        "1 / alpha (T-CNN Fig. 4B), at the time of the mark.",
     ),
     "center_y": Variable(
         HEAD,
         "pixel",
         "centre of attention, y",
-        "Delta_y, relative to the query (T-CNN Eq. 4), as marked.",
+        "Delta_y, relative to the query (T-CNN Eq. 4), at the time of the mark.",
     ),
     "center_x": Variable(
         HEAD,
         "pixel",
         "centre of attention, x",
-        "Delta_x, relative to the query (T-CNN Eq. 4), as marked.",
+        "Delta_x, relative to the query (T-CNN Eq. 4), at the time of the mark.",
     ),
     "entropy": ENTROPY,
     "content_entropy": Variable(
@@ -149,7 +152,7 @@ _GATED_VARIABLES: Mapping[str, Variable] = {
         ("layer",),
         "nat",
         "entropy of uniform content attention",
-        "log N of the layer's N real pixels: what content_entropy would be if every query attended to all alike.",
+        "log N for the layer's N real pixels: the content_entropy of queries that attend to all of them equally.",
     ),
     **MAPS,
 }
@@ -259,13 +262,13 @@ def _probe_of_token(
             HEAD,
             "1",
             f"{token}'s attention to class and register tokens",
-            f"What the {token} spends on itself and the other tokens before the grid. {IMAGE_MEAN}",
+            f"Attention of the {token} to itself and to the other tokens before the grid. {IMAGE_MEAN}",
         ),
         f"{name}attention": Variable(
             MAP_DIMS,
             "1",
             f"{token.removesuffix(' token')} attention",
-            f"A_0j of the {token} over the keys on the grid. With what it keeps to itself and what it spends on "
+            f"A_ij of the {token} i over the keys j on the grid. Together with its attention to itself and to the "
             f"other tokens before the grid ({to_itself}, {to_others}) it sums to one.",
             dtype="float32",
         ),
@@ -273,14 +276,14 @@ def _probe_of_token(
             map_dims,
             "1",
             f"{token}'s attention to itself",
-            "A_00. NaN where it is not among the keys.",
+            f"A_ii of the {token} i. NaN if the {token} is not among the keys.",
             dtype="float32",
         ),
         to_others: Variable(
             map_dims,
             "1",
             f"{token}'s attention to other tokens",
-            "A_0j, summed over the class, distillation and register tokens among the keys, without itself.",
+            f"A_ij of the {token} i, summed over the other class, distillation and register tokens j among the keys.",
             dtype="float32",
         ),
     }
@@ -349,14 +352,14 @@ ATTENTION_BY_CLASS = Probe(
             _CLASS_DIMS,
             "1",
             "class",
-            "Index c of the class; -1 where there is none.",
+            "Index c of the class; -1 if there is no class.",
             dtype="int64",
         ),
         "class_score": Variable(
             _CLASS_DIMS,
             "1",
             "class score",
-            "What the model's output gives for the class.",
+            "Score of the class in the model's output.",
             dtype="float32",
         ),
     },

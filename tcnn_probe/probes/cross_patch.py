@@ -42,7 +42,7 @@ def _variable(layers: str) -> Variable:
         "1",
         f"share of small weights, {layers}",
         f"Share of the weights of {layers} that are smaller than {NEAR_ZERO:.0%} of the largest, in absolute value "
-        "(Touvron's thesis, Fig. 4.3), as marked.",
+        "(Touvron's thesis, Fig. 4.3), at the time of the mark.",
     )
 
 

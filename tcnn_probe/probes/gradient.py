@@ -125,7 +125,7 @@ GRADIENT = GradientProbe(
             "queries, keys and values, its columns of the output projection; of GPSA its tap of the weight in place of "
             "these columns, its locality strength (before the softplus), centre and gate; of ConViT its position "
             "weights and gate. Root mean square over the backward passes since the previous mark, of the gradient that "
-            "each added, of each process by itself, as large as a loss scaler makes it.",
+            "each pass added, in each process separately, and with the factor of a loss scaler if there is one.",
         )
     },
     _is_expected,

@@ -194,7 +194,7 @@ _VARIABLES: dict[str, Any] = {
         "1",
         "cosine between tokens",
         "Mean cosine between different places of the layer's output (Touvron's thesis, Section 3.3, of two tokens); "
-        "1 of a single one. Mean over the images seen since the previous mark.",
+        "1 for a single place. Mean over the images seen since the previous mark.",
     ),
 }
 FEATURES = features()

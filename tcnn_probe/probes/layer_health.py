@@ -168,7 +168,7 @@ _ENTERING = (
     "of the tokens that enter the layer's block, before it normalises them. "
     + IMAGE_MEAN
 )
-_OF_CONTENT = f"Of gated layers: of their content part C. {IMAGE_MEAN}"
+_OF_CONTENT = f"In gated layers: of the content part C. {IMAGE_MEAN}"
 
 HEALTH = Probe(
     "health",
@@ -178,54 +178,54 @@ HEALTH = Probe(
             (*HEAD, "entropy_bin"),
             "1",
             "share of queries by entropy",
-            "Share of the queries whose entropy, divided by the log of the number of keys (of one window), is from "
-            f"k / {ENTROPY_BINS} to (k + 1) / {ENTROPY_BINS} in bin k. Few collapsed queries show here, not in a mean "
-            f"(entropy collapse: Zhai et al. 2023, arXiv 2303.06296). {_OF_CONTENT}",
+            "Share of the queries in bin k, whose entropy divided by the log of the number of keys (of one window) is "
+            f"from k / {ENTROPY_BINS} to (k + 1) / {ENTROPY_BINS}. A few collapsed queries are visible here, but not "
+            f"in a mean (entropy collapse: Zhai et al. 2023, arXiv 2303.06296). {_OF_CONTENT}",
         ),
         "sink": Variable(
             HEAD,
             "1",
             "share of the sink",
-            "max_j of the mean over queries of A_ij: what the key that receives most has of the attention of all "
-            "queries, of windows the mean over these (attention sink: Xiao et al. 2023, arXiv 2309.17453; Gu et al. "
-            f"2024, arXiv 2410.10781, speak of one above 0.3). {_OF_CONTENT}",
+            "max_j of the mean over queries of A_ij: the share of the attention of all queries that the most attended "
+            "key receives; the mean over windows in windowed attention (attention sink: Xiao et al. 2023, arXiv "
+            f"2309.17453; Gu et al. 2024, arXiv 2410.10781, call a share above 0.3 a sink). {_OF_CONTENT}",
         ),
         "sink_kind": Variable(
             (*HEAD, "token_kind"),
             "1",
             "kind of the sink",
-            "Share of images in which the key that receives most is a class (or distillation) token, a register, a "
+            "Share of images in which the most attended key is a class (or distillation) token, a register, a "
             f"patch at the border of the grid (of the window), another patch, or a word. {_OF_CONTENT}",
         ),
         "sink_value_norm": Variable(
             HEAD,
             "1",
             "norm of the sink's value",
-            "||v_j|| of the key that receives most, divided by the median (of an even number the lower one) of the "
-            "other keys' norms; 0 if that is 0. A sink with a vanishing value does nothing (arXiv 2606.08105). NaN of "
-            f"a softmax that is no part of fused attention. {_OF_CONTENT}",
+            "||v_j|| of the most attended key, divided by the median of the other keys' norms (the lower one for an "
+            "even number); 0 if the median is 0. A sink with a vanishing value does nothing (arXiv 2606.08105). NaN "
+            f"for a softmax that is not part of fused attention. {_OF_CONTENT}",
         ),
         "query_diversity": Variable(
             HEAD,
             "nat",
             "diversity of queries",
             "H(mean over queries of A_i) - mean over queries of H(A_i), within each window: the mutual information of "
-            f"query and key. 0 if all queries look alike, at most log of their number. {_OF_CONTENT}",
+            f"query and key. 0 if all queries attend alike, at most the log of their number. {_OF_CONTENT}",
         ),
         "head_similarity": Variable(
             HEAD,
             "1",
             "similarity to other heads",
-            "Mean cosine between a head's rows A_i and those of the layer's other heads, of the same image and query "
-            "(DeepViT, arXiv 2103.11886, there between layers; Li et al. 2018, arXiv 1810.10183, let heads "
-            f"disagree in the same products). Of at most {QUERIES} queries, evenly chosen. {_OF_CONTENT}",
+            "Mean cosine between a head's rows A_i and those of the layer's other heads, for the same image and query "
+            "(DeepViT, arXiv 2103.11886, compares layers in this way; Li et al. 2018, arXiv 1810.10183, regularise the "
+            f"same products). Uses at most {QUERIES} queries, evenly spread. {_OF_CONTENT}",
         ),
         "output_norm": Variable(
             HEAD,
             "1",
             "norm of the head's output",
-            "Root mean square over queries of ||o_i||, o = A v, before the output projection. NaN of a softmax that is "
-            f"no part of fused attention. {IMAGE_MEAN}",
+            "Root mean square over queries of ||o_i||, o = A v, before the output projection. NaN for a softmax that "
+            f"is not part of fused attention. {IMAGE_MEAN}",
         ),
         "output_rank": Variable(
             HEAD,
@@ -233,14 +233,14 @@ HEALTH = Probe(
             "rank of the head's output",
             "(sum_k s_k^2)^2 / sum_k s_k^4 of the singular values s of the outputs o = A v of an image (queries, d): "
             "the participation ratio of Gao et al. 2017, not centred, so that it is 1 if all outputs are alike (rank "
-            "collapse: Dong et al. 2021, arXiv 2103.03404), 0 if all are zero. NaN of a softmax that is no part of "
+            "collapse: Dong et al. 2021, arXiv 2103.03404), 0 if all are zero. NaN for a softmax that is not part of "
             f"fused attention. {IMAGE_MEAN}",
         ),
         "token_norm": Variable(
             _LAYER,
             "1",
             "median norm of patch tokens",
-            f"Median (the lower one) of ||x|| {_ENTERING}",
+            f"Median of ||x|| (the lower one for an even number) {_ENTERING}",
         ),
         "token_norm_max": Variable(
             _LAYER,

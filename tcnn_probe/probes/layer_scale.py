@@ -126,15 +126,16 @@ LAYER_SCALE = LayerScaleProbe(
             ("layer", "branch", "channel"),
             "1",
             "LayerScale weights",
-            "lambda of each channel of a residual branch (Touvron's thesis, Section 3.5.1), as marked; 1 for a branch "
-            f"without LayerScale in a block that has it in another, NaN for a block without. {_ORDER}",
+            "lambda of each channel of a residual branch (Touvron's thesis, Section 3.5.1), at the time of the mark; 1 "
+            "for a branch without LayerScale in a block that has LayerScale in another branch, NaN for a block without "
+            f"LayerScale. {_ORDER}",
         ),
         "residual_ratio": Variable(
             ("layer", "branch"),
             "1",
             "residual branch / main branch",
-            "||lambda g(x)||_2 / ||x||_2 of an image, over all its tokens and channels, x being what the branch g is "
-            "added to (Touvron's thesis, Fig. 3.6); before stochastic depth. Mean over the images seen since the "
+            "||lambda g(x)||_2 / ||x||_2 of an image, over all its tokens and channels, where the branch g is added "
+            "to x (Touvron's thesis, Fig. 3.6); before stochastic depth. Mean over the images seen since the "
             f"previous mark. {_ORDER}",
         ),
     },

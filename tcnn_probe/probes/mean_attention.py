@@ -58,8 +58,8 @@ def mean_attention(queries: Sequence[tuple[float, float]] = ((0.5, 0.5),)) -> Pr
         return {"mean_attention": attention.on_grid(torch.cat(rows, 2))}
 
     meaning = (
-        "Mean over the images seen since the previous mark of A_ij, of chosen queries i "
-        "over the keys on the grid."
+        "Mean over the images seen since the previous mark of A_ij, for selected queries i "
+        "and the keys j on the grid."
     )
     variable = Variable(
         ("layer", "head", "query", "y", "x"),

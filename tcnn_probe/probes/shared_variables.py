@@ -33,10 +33,10 @@ LOGIT = Variable(
     HEAD,
     "1",
     "largest attention logit",
-    "max_ij of the logits as the softmax has them, with scale, bias and mask (of gated layers: q k / sqrt(d), those of "
-    "the content part), over the images seen since the previous mark. Where they "
-    "grew extremely large ViT-22B diverged (Dehghani et al. 2023, arXiv 2302.05442); Kimi K2 (arXiv 2507.20534) "
-    "rescales queries and keys above 100.",
+    "max_ij of the logits that enter the softmax, with scale, bias and mask (in gated layers: q k / sqrt(d), the "
+    "logits of the content part), over the images seen since the previous mark. With extremely large logits the "
+    "training of large ViTs diverged (Dehghani et al. 2023, arXiv 2302.05442); Kimi K2 (arXiv 2507.20534) rescales "
+    "queries and keys above 100.",
     # A single image with huge logits is the warning, and a mean would hide it.
     over_images="largest",
 )
@@ -44,7 +44,7 @@ CLASS_ENTROPY = Variable(
     HEAD,
     "nat",
     "entropy of class attention",
-    "-sum_j A_0j log A_0j of the class token, over all keys; of several, one for each class, the mean. "
+    "-sum_j A_0j log A_0j of the class token, over all keys; if each class has a token, the mean over these tokens. "
     + IMAGE_MEAN,
 )
 DISTANCE = Variable(
@@ -68,10 +68,10 @@ def content_information(attention: str) -> Variable:
         "nat",
         f"content information {attention}",
         f"Mean over queries of H(mean over images of A_i) - mean over images of H(A_i), {attention}, times n / (n - 1) "
-        "of n images: the mutual information of image and key. 0 if the image has no say, at most log of the number of "
-        "keys; of few images it is too low where the image has much say. Of at most "
-        f"{QUERIES} queries of each layer, evenly chosen, always the same ones. NaN of a single image, and if images "
-        "of several sizes were seen since the previous mark.",
+        "for n images: the mutual information of image and key. It is 0 if the attention does not depend on the image, "
+        "and at most the log of the number of keys; if it depends strongly on the image, the estimate from few images "
+        f"is too low. Uses at most {QUERIES} queries of each layer, evenly spread and always the same. NaN for a "
+        "single image, and if images of several sizes were seen since the previous mark.",
     )
 
 
@@ -81,8 +81,9 @@ CONTENT = {
         HEAD,
         "1",
         "translation equivariance",
-        "Of the mean over images of A_ij, over the same queries: the share of its variance that depends on the offset "
-        "from i to j alone, corrected for chance. 1 for a convolution, 0 for a pattern without regard to offsets.",
+        "Share of the variance of the mean over images of A_ij that depends only on the offset from i to j, corrected "
+        "for chance, over the queries of content_information. 1 for a convolution, 0 for a pattern that does not "
+        "depend on offsets.",
     ),
 }
 UNIFORM = {
@@ -90,15 +91,16 @@ UNIFORM = {
         ("layer",),
         "nat",
         "entropy of uniform attention",
-        "log N of the layer's N keys: what entropy would be if every query attended to all keys alike. Padding, class "
-        f"tokens, and keys that a mask hides are among them, of windowed attention those of one window. {IMAGE_MEAN}",
+        "log N for the layer's N keys: the entropy of queries that attend to all keys equally. N includes padding, "
+        "class tokens, and keys that a mask hides; in windowed attention it is the number of keys of one window. "
+        + IMAGE_MEAN,
     ),
     "uniform_distance": Variable(
         ("layer",),
         "pixel",
         "distance of uniform attention",
-        "What attention_distance would be if every query attended to all keys alike: the mean distance between the "
-        f"queries and keys of which that is made, whatever a mask hides. {IMAGE_MEAN}",
+        "The attention_distance of queries that attend to all keys equally: the mean distance between the same queries "
+        f"and keys, including keys that a mask hides. {IMAGE_MEAN}",
     ),
 }
 # Maps take most of a recording's bytes, and colours show fewer than the 11 bits of float16.
@@ -107,14 +109,14 @@ MAPS = {
         MAP_DIMS,
         "1",
         "attention received",
-        "Mean over the queries of A_ij: how much each key on the grid is looked at.",
+        "Mean over the queries of A_ij: the attention that each key on the grid receives.",
         dtype="float16",
     ),
     "center_attention": Variable(
         MAP_DIMS,
         "1",
         "attention of the central query",
-        "A_ij over the keys on the grid, of the query at row h // 2 and column w // 2 of its grid of h x w.",
+        "A_ij over the keys on the grid, for the query at row h // 2 and column w // 2 of its h x w grid.",
         dtype="float16",
     ),
 }

@@ -13,7 +13,7 @@ __all__ = ["layer_cka", "layer_scores", "load_features", "own_channels"]
 _ABOUT = {
     "knn_correct": (
         "kNN accuracy",
-        "Whether the nearest other images name the image's class (thesis, Eq. 2.6).",
+        "Whether a vote of the nearest other images gives the image's class (thesis, Eq. 2.6).",
     ),
     "participation_ratio": (
         "participation ratio",

@@ -26,7 +26,7 @@ def defocus_blur(
     radius: int,
     smoothing: float,
 ) -> NDArray[Any]:
-    """Convolve with a disc, its edge softened by a Gaussian of deviation ``smoothing``; borders are mirrored."""
+    """Convolve with a disc whose edge is softened by a Gaussian of deviation ``smoothing``; borders are mirrored."""
     from scipy.signal import fftconvolve
 
     kernel = _disc(radius, smoothing, scale)
@@ -68,7 +68,7 @@ def glass_blur(
     reach: int,
     rounds: int,
 ) -> NDArray[Any]:
-    """Blur, replace each pixel by one nearby, and blur again.
+    """Blur, replace each pixel by a nearby one, and blur again.
 
     Pixels are replaced in sequence, from the last to the first, so that some values travel far. (The published code
     intends to swap two pixels, but on an image with channels its second assignment does nothing.)
@@ -125,7 +125,7 @@ def motion_blur(
     radius: int,
     deviation: float,
 ) -> NDArray[Any]:
-    """Blur along a line, of random direction within 45 degrees of the x axis."""
+    """Blur along a line of random direction within 45 degrees of the x axis."""
     return along_a_line(image, radius, deviation, random.uniform(-45, 45), scale)
 
 
@@ -160,7 +160,7 @@ def along_a_line(
 def zoom_blur(
     image: NDArray[Any], random: RandomState, scale: float, *, until: float, step: float
 ) -> NDArray[Any]:
-    """Average the image and its middle enlarged by 1, 1 + step, ... below ``until``."""
+    """Average the image with its middle enlarged by the factors 1, 1 + step, ... below ``until``."""
     # Sums are rounded to float32, as in the published code.
     single = image.astype(np.float32)
     total, factors = single.copy(), np.arange(1, until, step)

@@ -20,7 +20,7 @@ __all__ = ["contrast", "elastic_transform", "jpeg_compression", "pixelate"]
 def contrast(
     image: NDArray[Any], random: RandomState, scale: float, *, kept: float
 ) -> NDArray[Any]:
-    """Draw every value towards its channel's mean, to this share of its distance."""
+    """Move every value towards its channel's mean, to the share ``kept`` of its distance."""
     mean = image.mean(axis=(0, 1), keepdims=True)
     return mean + (image - mean) * kept
 
@@ -34,7 +34,7 @@ def elastic_transform(
     deviation: float,
     corners: float,
 ) -> NDArray[Any]:
-    """Apply a random affine map, then displace by two smooth fields; linear interpolation, mirrored borders.
+    """Apply a random affine map, then displace by two smooth fields, with linear interpolation and mirrored borders.
 
     The map moves three points by up to ``corners`` along each axis. A field is uniform noise from -1 to 1, smoothed by
     a Gaussian of this deviation, times the amplitude. The amplitude is multiplied by the square of the scale: once as a
@@ -94,7 +94,7 @@ def _smoothing(size: int, deviation: float) -> NDArray[Any]:
 def pixelate(
     image: NDArray[Any], random: RandomState, scale: float, *, kept: float
 ) -> NDArray[Any]:
-    """Shrink the image to this share of its sides, and enlarge it again by boxes."""
+    """Shrink the image to the share ``kept`` of its sides, and enlarge it again, both with a box filter."""
     height, width, _ = image.shape
     small = max(1, int(width * kept)), max(1, int(height * kept))
     channels = []
@@ -110,7 +110,7 @@ def pixelate(
 def jpeg_compression(
     image: NDArray[Any], random: RandomState, scale: float, *, quality: int
 ) -> NDArray[Any]:
-    """Round the image to 8 bits and compress it by Pillow's JPEG."""
+    """Round the image to 8 bits and compress it with Pillow's JPEG encoder."""
     pixels = np.rint(image * 255).astype(np.uint8)
     with io.BytesIO() as file:
         Image.fromarray(pixels[..., 0] if image.shape[2] == 1 else pixels).save(

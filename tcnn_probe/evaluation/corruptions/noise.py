@@ -21,7 +21,7 @@ __all__ = ["gaussian_noise", "impulse_noise", "shot_noise"]
 def gaussian_noise(
     image: NDArray[Any], random: RandomState, scale: float, *, deviation: float
 ) -> NDArray[Any]:
-    """Add Gaussian noise with this standard deviation."""
+    """Add Gaussian noise of standard deviation ``deviation``."""
     return image + random.normal(scale=deviation, size=image.shape)
 
 
@@ -35,7 +35,7 @@ def shot_noise(
 def impulse_noise(
     image: NDArray[Any], random: RandomState, scale: float, *, amount: float
 ) -> NDArray[Any]:
-    """Set this share of the values to 0 or 1."""
+    """Set the share ``amount`` of the values to 0 or 1."""
     hit = random.random_sample(image.shape) <= amount
     salt = random.random_sample(image.shape) <= 0.5
     return np.where(hit, salt.astype(image.dtype), image)

@@ -37,7 +37,7 @@ def snow(
     streak: float,
     kept: float,
 ) -> NDArray[Any]:
-    """Whiten the image and add flakes, blurred along their fall of 45 to 135 degrees, from two sides.
+    """Whiten the image and add flakes, motion-blurred at 45 to 135 degrees, and a copy of them rotated by 180 degrees.
 
     Flakes are computed at the published size and averaged. They are normal values with this mean and deviation, one per
     pixel, enlarged by ``size``; values below the threshold are set to 0. ``streak`` is the deviation of the motion blur
@@ -63,7 +63,7 @@ def frost(
     added: float,
     photographs: Sequence[NDArray[Any]] = (),
 ) -> NDArray[Any]:
-    """Multiply the image by ``kept`` and add a part of a picture of frost times ``added``.
+    """Multiply the image by ``kept``, and add a random crop of a picture of frost times ``added``.
 
     The picture is one of the photographs, each of shape (H', W', 3) in [0, 1], or our own texture if there are none.
     Its pixels are published pixels.
@@ -131,7 +131,7 @@ def _roughened(
 def brightness(
     image: NDArray[Any], random: RandomState, scale: float, *, added: float
 ) -> NDArray[Any]:
-    """Add to V of HSV, the largest of the channels; hue and saturation stay."""
+    """Add ``added`` to the value in HSV, the largest of the channels; hue and saturation are kept."""
     value = image.max(axis=2, keepdims=True)
     brighter = np.clip(value + added, 0, 1)
     # A black pixel has no hue and becomes grey.

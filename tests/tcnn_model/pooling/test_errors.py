@@ -21,17 +21,17 @@ _refused = partial(assert_refused, add_attention_pool)
         (
             "vit_tiny_patch16_224",
             {"depth": 1},
-            r"VisionTransformer pools .*attends already \(blocks\.0\.attn",
+            r"VisionTransformer pools .*already has attention \(blocks\.0\.attn",
         ),
         (
             "swin_tiny_patch4_window7_224",
             {},
-            "SwinTransformer pools .* and this is for convnets",
+            "SwinTransformer pools .* but attention pooling is for convnets",
         ),
         (
             "resnet50_clip",
             {},
-            r"ByobNet pools .*it attends already \(head, AttentionPool2d\)",
+            r"ByobNet pools .*it already has attention \(head, AttentionPool2d\)",
         ),
         (
             "mambaout_femto",

@@ -248,7 +248,7 @@ def test_declared_prefix_tokens(count: int) -> None:
 def test_reasons_for_missing_statistics() -> None:
     with pytest.warns(
         RuntimeWarning,
-        match=r"no maps of among: 9 keys: no grid found; if they show the image, grid=\(rows, columns\)",
+        match=r"no maps of among: 9 keys: no grid found; if they are patches of the image, give grid=\(rows, columns\)",
     ):
         recorder = recorded(Seeing(latents, extra_tokens=9), square(), images=1)
     assert [*recorder.missing["center_attention"]] == ["attend", "among"]
@@ -273,7 +273,7 @@ def test_layouts_that_the_user_gives(said: dict[str, Any], layout: Layout) -> No
 
 def test_a_token_at_an_unknown_position_is_reported() -> None:
     # The message offers two remedies: a number of tokens before the grid, or the position of the class token.
-    message = "17 keys: no grid found; .*, prefix_tokens=1 makes it 4 x 4 .* class_token='last'"
+    message = "17 keys: no grid found; .*, prefix_tokens=1 gives a grid of 4 x 4 .* class_token='last'"
     with tcnn_probe.record(Seeing(written).eval()) as recorder, torch.no_grad():
         recorder._model(square())
         with pytest.warns(RuntimeWarning, match=message):
@@ -413,7 +413,7 @@ def test_merged_heads_of_unknown_number() -> None:
     with tcnn_probe.record(model) as recorder, torch.no_grad():
         model(square())
         assert (
-            "or as many heads, if the layer has no num_heads"
+            "or as many heads if the layer has no attribute num_heads"
             in recorder.missing["attention_distance"][""]
         )
 

@@ -85,9 +85,7 @@ def test_every_attention_equals_the_models() -> None:
                 maps[layer][:, 0].detach(), weights, rtol=0, atol=1e-10
             )
     assert list(expected) == ["blocks.0", "blocks.0#1"]
-    assert s.unsupported == {
-        "gate": "a softmax that weighs no values in a matrix product"
-    }
+    assert s.unsupported == {"gate": "a softmax that is not multiplied with values"}
 
 
 def test_listeners_see_the_model_output_and_choose_layers() -> None:

@@ -182,7 +182,7 @@ def test_a_softmax_that_weighs_no_values_is_ignored(gate: str) -> None:
         model(torch.randn(2, 3, 24, 40))
         # Only the last one is a weighted sum of values, and therefore attention.
         assert recorder.layers == layers
-        assert layers or "weighs no values" in recorder.unsupported["2"]
+        assert layers or "not multiplied with values" in recorder.unsupported["2"]
 
 
 class Attention(nn.Module):

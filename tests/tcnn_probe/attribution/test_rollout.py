@@ -156,6 +156,7 @@ class Gate(nn.Module):
 
 def test_a_softmax_that_weighs_no_values_is_refused() -> None:
     with pytest.raises(
-        ValueError, match=r"followed a softmax that weighs no values: \[''\]"
+        ValueError,
+        match=r"followed a softmax that is not multiplied with values: \[''\]",
     ):
         tcnn_probe.saliency(Gate().eval(), torch.randn(2, 3, *SIZE), method="rollout")

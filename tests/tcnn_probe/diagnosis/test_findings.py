@@ -175,7 +175,7 @@ def test_table_of_findings() -> None:
     assert title == "1 alarm, 0 notices in 5 epochs"
     assert header.split()[:4] == ["sign", "layer", "heads", "since"]
     assert row.split()[:6] == ["ALARM", "heads", "alike", "far", "1", "5"]
-    assert notes[0].startswith("heads alike: a layer that has one head in effect")
+    assert notes[0].startswith("heads alike: the layer has only one head in effect")
     assert findings.to_dicts()[0]["layer"] == "far"
     # Names come from a file, and a notebook would interpret them as HTML.
     renamed = ds.assign_coords(layer=["<b>", "<i>", "x"])

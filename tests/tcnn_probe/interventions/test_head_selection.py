@@ -114,7 +114,7 @@ def test_an_empty_selection_has_no_effect_and_warns() -> None:
 
 def test_a_cnn_without_attention_is_refused() -> None:
     cnn = nn.Sequential(nn.Conv2d(3, 4, 3))
-    with pytest.raises(ValueError, match=r"none is called attention.*reparameterize"):
+    with pytest.raises(ValueError, match=r"named like attention.*reparameterize"):
         tcnn_probe.ablate(cnn)
 
 
@@ -206,7 +206,9 @@ class Channels(nn.Module):
 def test_a_layer_that_is_not_recognised_has_to_be_named() -> None:
     model = nn.Sequential(nn.Linear(6, 6), Own())
     x = torch.randn(2, 5, 6)
-    with pytest.raises(ValueError, match="One that is not called so has to be named"):
+    with pytest.raises(
+        ValueError, match="Other layers are selected by their own names"
+    ):
         tcnn_probe.ablate(model)
     plain = model(x)
     ablation = tcnn_probe.ablate(model, {"1": slice(1, None)})

@@ -349,7 +349,9 @@ def test_two_attentions_in_one_call() -> None:
         )
     assert inner.heads == {"0#1": (2,)}
     with (
-        pytest.raises(RuntimeError, match="a softmax that weighs no values"),
+        pytest.raises(
+            RuntimeError, match="a softmax that is not multiplied with values"
+        ),
         tcnn_probe.ablate(model, "0#2"),
     ):
         model(x)
