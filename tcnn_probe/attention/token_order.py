@@ -78,10 +78,10 @@ def objection_to_order(places: Places, tokens: Tokens, behind: int) -> str:
     grid, beside = places[first:end], torch.cat([places[:first], places[end:]])
     on_image = grid[grid.isfinite()]  # without padding
     if grid.isnan().all():
-        return "the tokens are made of parameters, not of the image"
+        return "the tokens come from parameters, not from the image"
     # As in SAM's decoder, prompts of unknown origin and learnt tokens can together be as many as the cells of a map.
     if grid.isnan().any() and grid.isinf().any():
-        return "some of the tokens are made of parameters, not of the image"
+        return "some of the tokens come from parameters, not from the image"
     if bool((on_image < 0).any()):
         return "some of the tokens are words, not patches"
     if bool((on_image.diff() < _LEAST_STEP).any()):

@@ -392,12 +392,12 @@ def select_classes(
     elif scores is not None:
         index = scores.topk(min(classes.top, scores.shape[1])).indices
     else:
-        reason = f"its output is none of shape {expected}"
+        reason = f"its output does not have the shape {expected}"
         if output is None:
             reason = "the model was not called as a whole"
         return (
             maps,
-            f"{reason}, so its best classes are unknown: classes=[...] keeps maps of those you name",
+            f"{reason}, so its best classes are unknown: classes=[...] keeps maps of the classes that it names",
         )
     score = (
         torch.full(index.shape, torch.nan).to(all_maps)

@@ -37,7 +37,7 @@ ORDERS = {
     "rolled": np.roll(RASTER.reshape(ROWS, COLUMNS), (2, 3), (0, 1)).ravel(),
 }
 NOT_IN_ORDER = "the tokens are not in the order of the image's rows"
-NO_IMAGE = "the tokens are made of parameters, not of the image"
+NO_IMAGE = "the tokens come from parameters, not from the image"
 
 
 def fused(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -240,7 +240,7 @@ def test_objections_to_positions() -> None:
     assert objection_to_order(unknown.flip(0), tokens, 2) == NOT_IN_ORDER
     prompts = torch.full((8,), torch.nan)
     prompts[4:] = torch.inf
-    assert "some of the tokens are made of parameters" in objection_to_order(
+    assert "some of the tokens come from parameters" in objection_to_order(
         prompts, tokens, 0
     )
     beside_unknown = unknown.masked_fill(unknown.isnan(), torch.inf)
@@ -365,7 +365,7 @@ def test_as_many_prompts_as_cells() -> None:
     (layout,) = layouts_of_layers
     assert layout.queries is None
     assert layout.keys is None
-    assert "some of the tokens are made of parameters" in layout.reason
+    assert "some of the tokens come from parameters" in layout.reason
 
 
 class Queries(nn.Module):
