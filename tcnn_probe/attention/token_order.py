@@ -135,7 +135,7 @@ class PlaceTracker(TorchFunctionMode):
         for image in tensors:
             if image.ndim == 4:
                 pixels = pixel_numbers(image[0, 0].numel())
-                # Places are equal for all images and channels, so they are expanded: unexpanded() recognises the stride 0.
+                # All images and channels have equal places, so these are expanded; unexpanded() finds strides of 0.
                 self._places[image] = pixels.view(image.shape[2:]).expand(image.shape)
             elif image.ndim == 5:
                 pixels = image[:1].narrow(channel_axis(image), 0, 1)
