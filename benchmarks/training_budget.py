@@ -3,10 +3,10 @@
     python benchmarks/training_budget.py
 
 Nothing is trained, and models are on the meta device, so that it takes about a minute. Hours = 6 x multiply-adds x
-images x epochs / (GPUs x peak x utilisation): a multiply-add is 2 FLOPs, and the backward takes twice the time of the
-forward. Peaks are those of dense bfloat16 products in the vendors' data sheets. The utilisation is ASSUMED. Memory = 16
-bytes per parameter (weight, gradient and two moments in float32) + bytes that autograd saves in an image's forward in
-bfloat16 x images per GPU.
+images x epochs / (GPUs x peak x utilisation): a multiply-add is 2 FLOPs, and the backward needs twice the products of
+the forward. Peaks are those of dense bfloat16 products in the vendors' data sheets. The utilisation is ASSUMED. Memory
+= 16 bytes per parameter (weight, gradient and two moments in float32) + bytes that autograd saves in an image's forward
+in bfloat16 x images per GPU.
 """
 
 import argparse

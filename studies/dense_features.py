@@ -85,7 +85,7 @@ def main(arguments: list[str] | None = None) -> int:
     results = study.cnn_epochs("cnn", CNN)
     by_model = {CNN: probe_epochs(study, cnn, results, "cnn", scenes)}
 
-    # Convert it, or set it to stride 1, fine-tune both and probe them; do the same with a PatchConvNet from scratch.
+    # Convert it, or set it to stride 1, fine-tune both and probe them; train and probe a PatchConvNet from scratch.
     torch.manual_seed(args.seed)
     tcnn, unstrided = reparameterize(cnn), unstride(cnn)
     patchconvnet = small_patchconvnet()
@@ -211,7 +211,7 @@ def draw(scores: xr.Dataset) -> Figure:
     a.set(title="ResNet, then fine-tuned", ylabel="IoU of the digit's strokes")
     ends, ceilings = at_end(scores.iou), scores.ceiling.mean("image")
     for number, name in enumerate(scores.model.values):
-        # The four bars are a fifth of the distance of ticks wide, and centred on the stage's tick.
+        # Each of the four bars is a fifth of the distance of ticks wide; the tick is in their middle.
         places = np.arange(STAGES) + (number - 1.5) * 0.2
         values = ends.sel(model=name)
         reach = abs(

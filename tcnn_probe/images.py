@@ -1,5 +1,6 @@
 """Images in any form, such as file names, PIL images or bytes, as a model's input or as pixels."""
 
+import io
 import math
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -20,13 +21,15 @@ _CONVENTION = (
     "a floating-point tensor (B, C, H, W), normalised as the model takes it; or pictures: PIL images, "
     "file names, bytes"
 )
+# What processors of transformers call images and videos; the first that is there is meant.
+_PIXELS = ("pixel_values", "pixel_values_videos")
 # Normalised pixels reach about 3; bytes that were not divided by 255 reach 255.
 _LARGEST = 20
 
 
 def _is_picture(image: Any) -> bool:
-    """Return whether this is a single picture: PIL, a file name, or bytes (H, W), (H, W, C) or (C, H, W)."""
-    if isinstance(image, (str, os.PathLike, Image.Image)):
+    """Return whether this is a picture: PIL, name or bytes of a file, or uint8 (H, W), (H, W, C) or (C, H, W)."""
+    if isinstance(image, (str, bytes, os.PathLike, Image.Image)):
         return True
     return (
         isinstance(image, (np.ndarray, Tensor))
@@ -65,8 +68,8 @@ def as_images(images: Any, model: nn.Module, *, videos: bool = False) -> Tensor:
 
     Args:
         images: A floating-point tensor or array (B, C, H, W) or (C, H, W), normalised as the model takes it, which is
-            not copied; or one or several pictures: PIL images, names of files, uint8 of shape (H, W), (H, W, C) or
-            (C, H, W); or the output of a processor of transformers.
+            not copied; or one or several pictures: PIL images, names or contents of files, uint8 of shape (H, W),
+            (H, W, C) or (C, H, W); or the output of a processor of transformers.
         model: Model that takes the images; pictures need a model of timm.
         videos: Whether to accept videos, which have five axes, too.
 
@@ -99,12 +102,16 @@ def as_batch(images: Any, expected: str, *, videos: bool = False) -> Tensor:
     Raise TypeError or ValueError, with ``expected`` in the message, if they are not images.
     """
     if isinstance(images, Mapping):  # the output of a processor of transformers
-        images = images.get("pixel_values", images)
-        if getattr(images, "ndim", 4) == 3:
+        inputs, images = images, images.get(_pixels_name(images))
+        if images is None:
+            raise TypeError(
+                f"expected images, {expected}; got a mapping of {', '.join(inputs)} without pixel_values"
+            )
+        if getattr(images, "ndim", 4) < 4:
             raise ValueError(
                 f"expected images, {expected}; got pixel_values of shape {tuple(images.shape)}, patches of images of "
-                "several sizes, as Siglip2's processor cuts them: there are no maps of these; call the model yourself "
-                "under tcnn_probe.record for the numbers of its heads"
+                "several sizes, as processors of Siglip2 and Qwen cut them: there are no maps of these; call the model "
+                "yourself under tcnn_probe.record for the numbers of its heads"
             )
     if (
         isinstance(images, Sequence)
@@ -158,11 +165,12 @@ def beside_images(images: Any) -> dict[str, Any]:
     if not isinstance(images, Mapping):
         return {}
     # With labels, which a data set of transformers adds, the model would also compute a loss.
-    return {
-        name: value
-        for name, value in images.items()
-        if name not in ("pixel_values", "labels")
-    }
+    left_out = (_pixels_name(images), "labels")
+    return {name: value for name, value in images.items() if name not in left_out}
+
+
+def _pixels_name(inputs: Mapping[str, Any]) -> str:
+    return next((name for name in _PIXELS if name in inputs), _PIXELS[0])
 
 
 @contextmanager
@@ -191,7 +199,9 @@ def calls_given(model: nn.Module, inputs: Mapping[str, Any]) -> Iterator[None]:
 
 
 def _as_pil(image: Any) -> Image.Image:
-    if isinstance(image, (str, os.PathLike)):
+    if isinstance(image, bytes):
+        image = io.BytesIO(image)
+    if isinstance(image, (str, os.PathLike, io.BytesIO)):
         with Image.open(image) as picture:
             return picture.convert("RGB")
     if isinstance(image, Image.Image):

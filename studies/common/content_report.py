@@ -40,9 +40,6 @@ COLORS = {
 }
 GROUPS = sorted({corruption.group for corruption in evaluation.CORRUPTIONS.values()})
 
-Table = tuple[str, str]
-"""Number of converted blocks, and mode of batch norm."""
-
 
 def tree_of(folder: Path) -> xr.DataTree:
     """Return all finished runs as a tree: a node for each table (blocks, batch norm), with a child for each run."""

@@ -60,7 +60,7 @@ class ClassFolders(ImageFolder):
         # Images of a class that was not trained would always be classified wrongly.
         if unknown := [name for name in names if name not in known]:
             raise InputError(
-                f"--data: {directory} has classes that the training images do not have: {_some(unknown)}"
+                f"--data: {directory} has classes that the training images do not have: {_shortened(unknown)}"
             )
         return names, {name: number for number, name in enumerate(known)}
 
@@ -94,7 +94,7 @@ def open_folder(data: str, limit: int | None) -> tuple[ClassFolders, ClassFolder
         names = sorted(
             f"{path.name}/" if path.is_dir() else path.name for path in root.iterdir()
         )
-        raise _layout(data, _some(names) or "nothing", data)
+        raise _layout(data, _shortened(names) or "nothing", data)
     train = ClassFolders(folders[0], data)
     validation = ClassFolders(folders[1], data, train.classes)
     if limit is not None:
@@ -139,6 +139,6 @@ def _layout(data: str, content: str, folder: str | Path) -> InputError:
     return InputError(f"--data: {expected}:\n{lines}found in {folder}: {content}")
 
 
-def _some(names: Sequence[str]) -> str:
+def _shortened(names: Sequence[str]) -> str:
     """Return the first five names as text."""
     return ", ".join(names[:5]) + (", ..." if len(names) > 5 else "")

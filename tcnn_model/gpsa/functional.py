@@ -186,7 +186,7 @@ def _prepare(
         raise ValueError(
             f"backend='triton' needs Triton and a CUDA device; the tensors are on {values.device}"
         )
-    # Blocks and kernels cannot be launched on an empty batch, but "dense" needs no special case for it.
+    # Blocks and kernels are not launched on an empty batch; "dense" needs no special case for it.
     return attention, values, backend if len(values) else "dense"
 
 

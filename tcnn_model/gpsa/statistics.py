@@ -187,7 +187,7 @@ def _positional_block(
 
 def _entropy(attention: Tensor) -> Tensor:
     """Return -sum A log A over the last dimension, with 0 log 0 = 0."""
-    # This is several times faster than torch.special.entr. Zeros are replaced by the smallest positive number in the
+    # This is several times faster than torch.special.entr. Zeros are replaced by the smallest normal number in the
     # logarithm, which would not be finite otherwise.
     return (
         -attention.clamp_min(torch.finfo(attention.dtype).tiny)

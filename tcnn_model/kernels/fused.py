@@ -115,7 +115,7 @@ def fused_statistics(
 def _attend(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     """Return A v and the log-sum-exp of the rows of A.
 
-    Fused kernels need as many channels in v as in q and k, so v is split into parts of this width.
+    Some fused kernels need as many channels in v as in q and k, so v is split into parts of this width.
     """
     dim = q.shape[-1]
     padding = -dim % _CHANNELS

@@ -195,7 +195,7 @@ class AttentionPool2d(nn.Module):
         self.num_classes = num_classes
 
     def reset_parameters(self) -> None:
-        """Draw tokens and weights from a truncated normal distribution of standard deviation 0.02; set biases to 0."""
+        """Draw tokens and weights from a normal distribution of standard deviation 0.02, cut at 2; set biases to 0."""
         nn.init.trunc_normal_(self.cls_token, std=0.02)
         for module in self.modules():
             if isinstance(module, nn.Linear):

@@ -82,7 +82,7 @@ class Training:
             but the last.
         gathered: Context manager that gathers the parameters of a sharded model for validation.
         over_ranks: Function that sums totals over processes.
-        agree: Function that makes the model's running statistics equal in all processes.
+        agree: Function that gives a model in all processes the running statistics of the first process.
         rank: Rank of this process.
         history: Results so far.
         epoch, step: The epoch that is being trained, and the number of optimizer steps made in it.
@@ -177,8 +177,8 @@ class Training:
         after_batch: Callable[[], None] = lambda: None,
     ) -> tuple[float, float]:
         """Compute the validation loss and accuracy of the model, or of the moving average of its weights."""
-        # Batch norms of each process have seen different images. Their statistics are made equal, so that every process
-        # validates the same model.
+        # Batch norms of each process have seen different images. Checkpoints keep the statistics of the first process,
+        # so every process validates with these.
         self.agree(model)
         with self.gathered(model):
             return evaluate(

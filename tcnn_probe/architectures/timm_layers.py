@@ -319,6 +319,7 @@ _BLOCKS: Mapping[str, LayerRecord] = {
     "timm.models.swin_transformer_v2_cr.SwinTransformerV2CrBlock": LayerRecord(
         windows=_swin
     ),
+    "timm.models.tiny_vit.TinyVitBlock": LayerRecord(windows=_sam),
     # Patches come from unfolded pixels, so no feature map shows their grid, nor that of the pixels inside a patch.
     "timm.models.tnt.Block": LayerRecord(spread_evenly=False),
     "timm.models.vision_transformer.Block": LayerRecord(branches=_layer_scales()),

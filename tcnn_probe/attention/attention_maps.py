@@ -131,9 +131,9 @@ def attention_maps(
         pools with a token for each class; ``attention_by_query``, dims (image, layer, head, query, y, x), in the
         layer's order, for queries that lie on no grid although the keys do, such as DETR's object queries; and
         ``gate``, dims (layer, head), for gated layers. Attention in windows (Swin, MaxViT) is placed in the whole
-        image, with 0 outside the query's window. For chosen queries, ``query_y`` and ``query_x`` are the cell nearest
-        to the query's pixel, ``from_y`` and ``from_x``; ``pixel_y`` and ``pixel_x`` are the centres of the cells'
-        receptive fields. Maps of videos have a dimension ``frame`` before ``y``, the frames of tokens, and
+        image, with 0 outside the query's window. For chosen queries, ``query_y`` and ``query_x`` are the key cell
+        nearest to the query's pixel, ``from_y`` and ``from_x``; ``pixel_y`` and ``pixel_x`` are the centres of the
+        cells' receptive fields. Maps of videos have a dimension ``frame`` before ``y``, the frames of tokens, and
         ``query_frame`` before ``query_y``; ``input`` has ``input_frame``. ``attrs["missing"]`` names layers without
         maps, with the reason.
 

@@ -101,8 +101,8 @@ class HeadEdit:
         return replace(self, heads=heads, attention=self.attention[:, :, places])
 
 
-# Edits that were applied to outputs, for outer streams: an edited output cannot verify a reconstruction, and when an
-# output is computed again to be edited, all edits must be applied again.
+# Edits that were applied to outputs, for streams that get these outputs later: an edited output cannot verify a
+# reconstruction, and when an output is computed again to be edited, all edits must be applied again.
 _EDITS: MutableMapping[Tensor, Sequence[HeadEdit]] = WeakTensorKeyDictionary()
 
 

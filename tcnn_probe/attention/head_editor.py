@@ -307,7 +307,7 @@ class _EditingMode(TorchFunctionMode):
     def _edit(self, attending: AttendingCall) -> Any:
         call, module = self._call, self._call.module
         leading, queries = attending.heads.shape[:-2], attending.heads.shape[-2]
-        # Attention between channels (XCiT) is not edited.
+        # Attention between channels (XCiT) has heads of another kind: listeners are not asked, and nothing is edited.
         heads = heads_axis(leading, module, attending.known_axis)[1]
         if queries == attending.keys and is_between_channels(
             attending.keys, heads, call.inputs

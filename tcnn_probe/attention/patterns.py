@@ -411,5 +411,5 @@ def _places(tokens: Tokens) -> np.ndarray:
     # Frames are placed at distances of twice their height, so that different offsets in space and time stay different.
     places[:, 0] += 2 * tokens.spacing[0] * tokens.rows * frames
     places[: tokens.prefix] = np.nan
-    places.flags.writeable = False  # all attentions with this grid share the cache
+    places.flags.writeable = False  # all attentions with this grid share the array
     return places

@@ -222,7 +222,7 @@ class GivenLogits(Logits):
 
 
 class DeferredLogits(Logits):
-    """Logits that are reconstructed when they are needed, which most edits of heads never do.
+    """Logits that are reconstructed only when they are needed; most edits of heads never need them.
 
     Args:
         shape: Sizes (rows, heads, N_query, N_key).
@@ -264,7 +264,7 @@ class SoftmaxAttention(Attention):
 
     Args:
         logits: Logits of some rows and queries at a time.
-        is_moved: Whether tokens after the grid were moved before it, so that their order differs from the model's.
+        is_moved: Whether tokens were moved before the grid, so that their order differs from the model's.
         class_token: Whether the first token before the grid, if there is one, is a class token, not a register.
         distillation_token: Whether the second token before the grid, if there is one, is a distillation token.
         compare: Function for :meth:`discrepancy`, which compares A with torch's output; None if there is none.
@@ -348,7 +348,7 @@ class SoftmaxAttention(Attention):
         return {**measured.means, **self.uniform_scales(), **information}
 
     def content_rows(self) -> ContentRows:
-        """Return entropies and received attention of A."""
+        """Return entropies, received attention and similarity of heads of A."""
         rows = self._measurements().rows
         assert rows is not None
         return rows

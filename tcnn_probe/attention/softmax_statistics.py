@@ -297,7 +297,7 @@ def _rows_over_grid(
             if prefix_logits is None
             else (z.log() - (prefix_logits[at] - m).logsumexp(-1)).sigmoid_()
         )
-        factor = (grid_share / z).nan_to_num_()  # 0 / 0 if a mask hides all keys
+        factor = (grid_share / z).nan_to_num_()  # z is 0 if a mask hides all keys
         patterns.add(block, weights, factor)
         if received is not None:
             received[rows] += (factor[..., None, :] @ weights)[..., 0, :]

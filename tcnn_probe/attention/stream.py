@@ -162,7 +162,7 @@ class _ShownSoftmax:
         module: Module that called the softmax.
         operand: The softmax, as long as it is unknown whether it is multiplied with values; None afterwards.
         has_heads: Whether the softmax has an axis of heads.
-        objection: Reason why the softmax is not attention between tokens; "" if there is none.
+        objection: Reason why the softmax does not count as attention; "" if there is none.
         output: Output of attention if the model also gets the log-sum-exp, with which it may renormalise the output.
     """
 
@@ -189,7 +189,7 @@ class AttentionStream:
     Attributes:
         layers: Layers with attention, {name: module}, in the order of their calls. The second attention within one call
             of a module is called ``name#1``.
-        unsupported: {name: reason} of layers that look like attention but are not attention between tokens.
+        unsupported: {name: reason} of layers that look like attention but cannot be measured.
         verification: Comparisons of reconstructed attention with the model's own.
 
     Args:
@@ -236,7 +236,7 @@ class AttentionStream:
         # Positions of words among the keys of a layer, and whether its queries are words.
         self._words: dict[tuple[Any, str], tuple[Arrangement | None, bool]] = {}
         self._reset()
-        # Hooks of a stream that may edit come first, so that streams that only read see attention before the edits.
+        # Hooks of a stream that only reads come first, so that it sees attention before the edits of other streams.
         self._forwards = Forwards(model, self, first=not listener.may_edit)
 
     @property
@@ -255,7 +255,7 @@ class AttentionStream:
     # The following methods implement tcnn_probe.hooks.forwards.Listener.
 
     def begins(self, entry: nn.Module, inputs: Sequence[Any]) -> bool:
-        """Ask the listener whether to follow the forward; a forward without images is not followed."""
+        """Ask the listener whether to follow the forward; a forward of an empty batch is not followed."""
         if any(isinstance(x, Tensor) and x.numel() == 0 for x in inputs):
             return False
         if not self._listener.begins(entry, inputs):

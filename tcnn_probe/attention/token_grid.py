@@ -222,7 +222,7 @@ class FeatureMaps:
     ) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
         """Return the lengths of the concatenated parts before and after the grid; None if they are unknown."""
         parts = self._parts(count)
-        # The grid is the longest part that has as many tokens as a feature map has cells; other parts are shorter.
+        # The grid is the longest part with as many tokens as a feature map has cells: registers and masks are fewer.
         cells = {prod(size) for size in (*self.grids(), *self._videos)}
         largest = max((length for length in parts if length in cells), default=0)
         if len(parts) < 2 or not largest:

@@ -22,7 +22,7 @@ __all__ = ["rollout"]
 def rollout(
     model: nn.Module, images: Tensor, target: Tensor, *, interpolation: str = "bilinear"
 ) -> tuple[Tensor, str]:
-    """Compute the class token's row of A_L ... A_1, where A_l = (W_l + I) / 2 and W_l is layer l's mean over heads.
+    """Compute the class token's row of A_L ... A_1; A_l = (W_l + I) / 2, W_l the attention of layer l, mean over heads.
 
     Only one N x N matrix per image is stored, for any depth. A layer of class attention with the token as its only
     query (CaiT, attention pools) leaves the patches unchanged; a class token that joins the patches after some layers

@@ -20,8 +20,14 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from tcnn_model.precision import autocast_dtype
+from tcnn_probe.hooks.hidden_attention import hidden_attention, is_graph_operator
 from tcnn_probe.hooks.kernel_calls import is_kernel, read_kernel
-from tcnn_probe.hooks.modes import is_transformed, never_compiled_alone, unseen
+from tcnn_probe.hooks.modes import (
+    is_function_transformed,
+    is_transformed,
+    never_compiled_alone,
+    unseen,
+)
 from tcnn_probe.hooks.score_modification import ScoreModification
 
 __all__ = [
@@ -171,8 +177,8 @@ class Interception(TorchFunctionMode):
     """Mode that passes every attention, matrix product, scaling and concatenation of tokens to a function.
 
     Args:
-        on_request: Function that is called with a description of each such call, without gradients, autocast or any
-            function mode. It may return an edit of the output, which runs with the model's gradients and autocast.
+        on_request: Function that is called with a description of each such call, without gradients or function modes
+            but under the model's autocast. It may return an edit of the output, which runs with the model's gradients.
     """
 
     def __init__(self, on_request: Callable[[Seen], Answer | None]) -> None:
@@ -207,10 +213,9 @@ class Interception(TorchFunctionMode):
     ) -> Any:
         # Reading a property of a tensor is also a call of a torch function, which outer modes would see.
         with torch._C.DisableTorchFunction():
-            if is_transformed(args):
-                return output
+            look = _describe_transformed if is_transformed(args) else describe
         with unseen():
-            request = describe(func, output, args, kwargs)
+            request = look(func, output, args, kwargs)
             answer = None if request is None else self._on_request(request)
         return output if answer is None else answer(func, args, kwargs, output)
 
@@ -499,7 +504,11 @@ _DESCRIBE: dict[Any, Callable[..., Seen | None]] = {
 
 def _describer(func: Callable[..., Any]) -> Callable[..., Seen | None] | None:
     """Return the function that describes calls of a torch function; None if these are not needed."""
-    return partial(_kernel, func) if is_kernel(func) else _DESCRIBE.get(func)
+    if is_kernel(func):
+        return partial(_kernel, func)
+    if func in _DESCRIBE:
+        return _DESCRIBE[func]
+    return partial(_graph_operator, func) if is_graph_operator(func) else None
 
 
 def _kernel(
@@ -521,4 +530,25 @@ def _kernel(
         not_on_grid=_CAUSAL if call.is_causal else "",
         # The backward pass of the package uses the output that it has saved, not an edited one.
         read_only="the output of a fused kernel that is called directly cannot be edited",
+    )
+
+
+def _graph_operator(
+    func: Callable[..., Any], output: Any, *args: Any, **kwargs: Any
+) -> SeenUnmeasured | None:
+    reason = hidden_attention(func, args)
+    return SeenUnmeasured(reason) if reason else None
+
+
+def _describe_transformed(
+    func: Callable[..., Any], output: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> SeenUnmeasured | None:
+    """Describe attention under torch.vmap or torch.func, which hide the images or wrap them in other tensors."""
+    if not is_function_transformed():
+        return None
+    is_softmax = _DESCRIBE.get(func) is _softmax and args[0].ndim > 2
+    if func not in FUSED and not is_softmax:
+        return None
+    return SeenUnmeasured(
+        "it attends under torch.vmap or another transform of torch.func"
     )

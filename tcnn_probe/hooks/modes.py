@@ -31,6 +31,7 @@ __all__ = [
     "edited",
     "hidden_depth",
     "hidden_from_recorders",
+    "is_function_transformed",
     "is_transformed",
     "may_compile",
     "named_in_errors",
@@ -291,15 +292,16 @@ def only_modes_from_here() -> Iterator[None]:
             _push_mode(mode)
 
 
+def is_function_transformed() -> bool:
+    """Return whether a function runs under torch.vmap, torch.func.grad or another transform of torch.func."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
+
+
 def is_transformed(inputs: Iterable[Any]) -> bool:
     """Return whether a call is a recomputation of checkpointing, or is traced or transformed by torch."""
     if torch._C._current_graph_task_id() != -1:  # in a backward pass
         return True
-    if (
-        # In torch.func.vmap, grad and the like, or in torch.jit.trace.
-        torch._C._functorch.peek_interpreter_stack() is not None
-        or torch._C._is_tracing()
-    ):
+    if is_function_transformed() or torch._C._is_tracing():  # the latter in torch.jit
         return True
     # In torch.compile, or with one of the tracers' modes on.
     if torch.compiler.is_compiling() or any(

@@ -39,7 +39,8 @@ class Ablated(HeadListener):
         number: Index of the attention in a call of the layer; None for all of them.
         heads: Heads that are ablated.
         mode: Mode of the ablation.
-        strict: Whether the user named this layer, so that an error is raised if it computes no attention.
+        strict: Whether the user's name or glob selected only this layer, so that an error is raised if it cannot be
+            ablated.
         count: Number of heads of the layer, if it is known.
         source: Layer whose heads replace these, for mode "replaced".
     """

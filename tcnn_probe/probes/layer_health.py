@@ -113,7 +113,7 @@ def _query_diversity(rows: ContentRows) -> Tensor:
 
 
 def _of_outputs(attention: Attention) -> dict[str, Tensor]:
-    """Measure the norm of the heads' outputs, and the number of directions that they span."""
+    """Measure the norm of the heads' outputs, and the effective number of their directions."""
     outputs = attention.head_outputs()
     if outputs is None:
         return {}

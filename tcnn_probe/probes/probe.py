@@ -243,6 +243,9 @@ class Probe:
 def register(probe: Probe) -> Probe:
     """Register a probe by its kind, so that ``record(model, probes=[..., kind])`` finds it.
 
+    A probe whose functions have the same names and modules replaces the earlier one, as when a cell of a notebook runs
+    again.
+
     Args:
         probe: New probe, whose kind no other probe has.
 
@@ -252,13 +255,22 @@ def register(probe: Probe) -> Probe:
     Raises:
         ValueError: Another probe has this kind.
     """
-    # The same object may be registered again, for example if a cell of a notebook runs twice.
-    if PROBES.get(probe.kind, probe) is not probe:
+    earlier = PROBES.get(probe.kind, probe)
+    if _definitions(earlier) != _definitions(probe):
         raise ValueError(
             f"there is a probe of the kind {probe.kind!r} already: give yours another name"
         )
     PROBES[probe.kind] = probe
     return probe
+
+
+def _definitions(probe: Probe) -> list[tuple[str, str]]:
+    """Return the modules and names of a probe's class and functions, which stay the same if its code runs again."""
+    functions = (probe.facts, probe.state, probe.measure, probe.attention, probe.maps)
+    return [
+        (getattr(x, "__module__", ""), getattr(x, "__qualname__", repr(x)))
+        for x in (type(probe), *functions)
+    ]
 
 
 def find_probes(names_or_probes: Iterable[str | Probe] | str | Probe) -> list[Probe]:

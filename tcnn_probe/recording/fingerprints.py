@@ -96,7 +96,11 @@ class ResumedWeights:
         return self._marked
 
     def check(self) -> None:
-        """Warn if the weights before the first training forward after a mark are not those of the mark."""
+        """Compare the weights before the first training forward after a mark with those of the mark.
+
+        In a resumed recording, a warning is given if they differ. Later, a difference shows that validation uses other
+        weights than training.
+        """
         if not self._marked:
             return
         current = weights_fingerprint(self._model)

@@ -1,4 +1,4 @@
-"""Spectra of features: the number of directions that they span."""
+"""Spectra of features: shares of their variance, and the effective number of their directions."""
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -11,7 +11,7 @@ __all__ = ["participation_ratio", "pca_energy"]
 def pca_energy(features: ArrayLike) -> np.ndarray:
     """Compute the share of the variance in the first 1, 2, ... principal components (Touvron's thesis, Fig. 2.1).
 
-    The lower the curve, the more directions the features span.
+    The lower the curve, the more directions share the variance.
 
     Args:
         features: Features of the images, shape (n, ...), C numbers per image, n >= 2.

@@ -567,7 +567,7 @@ async def _append(
 def documents_beside(
     store: Store, documents: Mapping[str, Document]
 ) -> list[Coroutine[Any, Any, None]]:
-    """Return coroutines that write each array's own ``zarr.json``, for readers without consolidated metadata."""
+    """Return coroutines that write ``zarr.json`` of arrays and groups, for readers without consolidated metadata."""
     return [
         put(store, f"{path}/{ROOT}", json.dumps(about).encode())
         for path, about in documents.items()

@@ -52,10 +52,11 @@ Mode = Literal["a", "w", "x"]
 class EpochStore:
     """Store of one recording, for one writer at a time.
 
-    Creating the object only reads the place; nothing changes before :meth:`hold` or :meth:`append`. The mode "a"
-    continues an existing recording, "w" replaces it with the first mark, and "x" raises an error. StoreError if the
-    path cannot be written, if the place holds something else, or if its recording cannot be continued because it has
-    another schema version or coordinate, is repacked or is damaged.
+    Creating the object only reads the place, and restores a directory that a killed run has renamed; nothing else
+    changes before :meth:`hold` or :meth:`append`. The mode "a" continues an existing recording, "w" replaces it with
+    the first mark, and "x" raises an error. StoreError if the path cannot be written, if the place holds something
+    else, or if its recording cannot be continued because it has another schema version or coordinate, is repacked or is
+    damaged.
     """
 
     def __init__(
@@ -175,7 +176,7 @@ class EpochStore:
 
         StoreError if the mark is not greater than the last one, or not an integer where integers are stored; if another
         recorder writes to the store; if the store was deleted, damaged or closed; or if :meth:`create` was not called.
-        ValueError for values of another shape, and for a scalar whose name is already used. After these errors, and
+        ValueError for values of another shape, and for a scalar with another thing's name. After these errors, and
         after errors of the store itself, earlier marks are unchanged, and the same mark can be tried again.
         """
         if self._closed:

@@ -122,7 +122,7 @@ async def put(store: Store, key: str, data: bytes) -> None:
 async def condition(store: Store, key: str) -> dict[str, Any] | None:
     """Return arguments for a write that fails if the object has changed; None if the store has no conditional writes.
 
-    S3 has them through s3fs (``If-Match``), and so have stores of obstore.
+    S3 has them through s3fs (``If-Match``), and so have the stores of obstore that support them.
     """
     try:
         if isinstance(store, FsspecStore) and "s3" in store.fs.protocol:
@@ -189,7 +189,7 @@ class Place:
     writable: bool = True
 
     def root(self) -> bytes | None:
-        """Read the root ``zarr.json``; None if the place is empty, StoreError if it holds something else."""
+        """Read the root ``zarr.json``; None if the place is empty or unfinished, StoreError if it has other files."""
         if self.directory is not None and not self.directory.is_dir():
             if self.directory.exists():
                 raise self.something_else("a file")

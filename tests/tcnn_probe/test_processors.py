@@ -158,3 +158,7 @@ def test_patches_of_images_of_different_sizes_are_refused(clip: nn.Module) -> No
         ValueError, match=r"\(2, 9, 192\), patches of images of several"
     ):
         tcnn_probe.attention_maps(clip, inputs)
+    # Of Qwen2-VL, the patches of all images behind each other.
+    inputs = {"pixel_values": torch.randn(17, 192), "image_grid_thw": torch.ones(1, 3)}
+    with pytest.raises(ValueError, match=r"\(17, 192\), patches of images of several"):
+        tcnn_probe.attention_maps(clip, inputs)

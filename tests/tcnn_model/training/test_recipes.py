@@ -44,7 +44,7 @@ def resmlp_tiny(pretrained: bool = False, **options: Any) -> MlpMixer:
 # name.
 DEIT = {
     "opt": "adamw",
-    # DeiT states a rate for a batch of 512, to be multiplied by the batch size.
+    # DeiT states a rate for a batch of 512, which is scaled in proportion to the batch size.
     "lr": 5e-4 * 1024 / 512,
     "paper_batch": 1024,
     "weight_decay": 0.05,

@@ -419,6 +419,18 @@ def test_windows_are_put_in_their_places(make, size, cutter, attention, cells) -
     )
 
 
+def test_a_window_larger_than_the_map_is_not_drawn_over_all_of_it() -> None:
+    options = {"embed_dims": (8,) * 4, "depths": (1,) * 4, "num_heads": (1, 2, 2, 2)}
+    make = small("tiny_vit_5m_224", **options, window_sizes=(7,) * 4, num_classes=5)
+    # Eighths of the image: 3 x 5 cells, padded to 7 x 7.
+    model, images = run(make, (24, 40), 2)
+    layer = "stages.1.blocks.0.attn"
+    weights = next(x.weights for x in attention_of(model, images) if x.layer == layer)
+    maps = tcnn_probe.attention_maps(model, images, layers=layer)["2x3x5"].attention
+    of_windows = weights.reshape(2, 2, 7, 7, 7, 7)
+    np.testing.assert_allclose(maps[:, 0], of_windows[:, :, :3, :5, :3, :5], atol=1e-9)
+
+
 class Softmaxes(TorchFunctionMode):
     """Mode that keeps the output of each softmax."""
 

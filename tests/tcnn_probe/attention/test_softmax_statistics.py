@@ -166,7 +166,7 @@ def test_windows_are_averaged_within_an_image() -> None:
 
 
 def test_received_attention() -> None:
-    """Attention is summed over the keys of image 1; a query that sees no key has none."""
+    """A key of image 1 receives the mean over queries; a query that sees no key attends to none."""
     call, _ = case("hidden", 1)
     attention = torch.softmax(
         call.logits(slice(None), slice(None)).double(), -1

@@ -186,6 +186,10 @@ def test_other_orders_of_tokens_have_no_grid() -> None:
     def look(attention: tcnn_probe.Attention) -> None:
         reasons[attention.name] = attention.layout.reason
 
+    # What its processor calls them.
+    inputs = {"pixel_values_videos": torch.randn(1, 4, 3, 32, 32)}
+    maps = tcnn_probe.attention_maps(vjepa, inputs, layers="encoder.*")
+    assert list(maps.children) == ["2x2x4x4"]
     with torch.no_grad():
         with tcnn_probe.attention_stream(model, look):
             model(videos(), bool_masked_pos=hidden)

@@ -105,7 +105,7 @@ def check_entropies(
     mark: int = -1,
     images: int | None = None,
 ) -> None:
-    """Check a mark's number of images and its entropies (layers, heads), up to the rounding of logits in float32."""
+    """Check a mark's images and entropies (layers, heads), up to the rounding of logits of at most 10 in float32."""
     ds = recorder.dataset.isel(epoch=mark)
     torch.testing.assert_close(
         torch.as_tensor(ds.entropy.values), expected, rtol=1e-5, atol=1e-6

@@ -208,6 +208,42 @@ def test_recorded_model_runs_as_it_does_alone(kind: str) -> None:
     assert clean()
 
 
+def of_vmap_around(inner: nn.Module, x: Tensor) -> Tensor:
+    return torch.vmap(inner)(x[:, None])[:, 0]
+
+
+@pytest.mark.filterwarnings("ignore:.*batching rule:UserWarning")
+@pytest.mark.parametrize(
+    ("operator", "layer", "reason"),
+    [
+        (of_cond_around, "blocks.1.attn", "in a function that torch.cond runs"),
+        (of_vmap_around, "blocks.1.attn.inner", "under torch.vmap"),
+        (None, "blocks.1.attn.inner", "in a graph of torch.export"),
+    ],
+)
+def test_attention_that_is_hidden_has_a_reason(
+    operator: Callable[..., Tensor] | None, layer: str, reason: str
+) -> None:
+    if OLD and operator is of_cond_around:
+        pytest.skip("torch 2.8 does not show modes the operators that it compiles")
+    model = vit()
+    block = model.blocks[1]
+    if operator is None:
+        program = torch.export.export(Inner(block.attn), (torch.randn(3, 36, 12),))
+        block.attn = Around(of_nothing, program.module())
+        for module in model.modules():  # exported modules refuse eval()
+            module.training = False
+    else:
+        block.attn = Around(operator, block.attn)
+    with tcnn_probe.record(model) as recorder, torch.no_grad():
+        model(images())
+        recorder.mark(epoch=0)
+    assert layer not in recorder.layers
+    assert reason in recorder.unsupported[layer]
+    # Class scores inside an operator are not attention.
+    assert [*recorder.unsupported] == [layer]
+
+
 def gradients_of(model: nn.Module, output: Tensor) -> list[Tensor | None]:
     output.square().sum().backward()  # torch.autograd.grad does not support reentrant checkpoints
     gradients = [parameter.grad for parameter in model.parameters()]

@@ -136,7 +136,7 @@ def test_a_model_that_is_a_single_layer_is_recorded_as_ablated(inside: bool) -> 
 
 
 class Single(nn.Module):
-    """Attention with one head, which a softmax gives away by the storage of its result."""
+    """Attention with one head, whose softmax is recognised by the storage of its result."""
 
     def forward(self, x: Tensor) -> Tensor:
         return torch.softmax(x @ x.mT, -1) @ x

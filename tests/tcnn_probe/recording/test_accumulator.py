@@ -12,7 +12,7 @@ from tcnn_probe.recording.accumulator import Accumulator
     ("dtype", "itemsize"), [("float16", 2), ("float32", 4), ("float64", 8)]
 )
 def test_maps_keep_nothing_else_alive(dtype: str, itemsize: int) -> None:
-    """Stored maps keep neither the rest of the batch alive nor its dtype: they are float32 or the batch's own dtype."""
+    """Stored maps have the dtype of their variable, and never share memory with the batch."""
     about = {
         "map": Variable(
             ("layer", "image", "y", "x"), "1", "a map", "Of a test.", dtype=dtype

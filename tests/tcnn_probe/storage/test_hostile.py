@@ -160,7 +160,7 @@ def test_frame_size_equals_the_length_decoded_by_zstd(length: int) -> None:
     # RFC 8878 allows a frame without a length.
     assert frame_size(array(b"\x28\xb5\x2f\xfd\x00\x58")) is None
     assert frame_size(array(b"no frame")) is None
-    # This frame has three empty blocks per byte and no last block.
+    # This frame has 300 empty blocks, of three bytes each, and none is marked as the last.
     assert frame_size(array(b"\x28\xb5\x2f\xfd\x20\x64" + bytes(3 * 300))) is None
 
 
