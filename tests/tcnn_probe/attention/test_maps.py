@@ -512,14 +512,15 @@ def test_windows_of_transformers(  # type: ignore[no-untyped-def]
         maps = tcnn_probe.attention_maps(model, images, layers=f"*{layer}")
     # The maps are those of the second layer, which is the shifted one in a Swin. Heads are an axis of their own, or
     # the last part of the batch axis.
-    weights = softmaxes.outputs[1].flatten(0, -3).unflatten(0, (2, len(cells), 2))
+    weights = softmaxes.outputs[1].detach().flatten(0, -3)
+    weights = weights.unflatten(0, (2, len(cells), 2)).numpy()
     attention = next(iter(maps.children.values())).attention[:, 0]
     expected = np.zeros(attention.shape)
     for w, window in enumerate(cells):
         for q, query in enumerate(window):
             for k, key in enumerate(window):
                 if query is not None and key is not None:
-                    expected[:, :, *query, *key] = weights[:, w, :, q, k].detach()
+                    expected[:, :, *query, *key] = weights[:, w, :, q, k]
     # Eager attention may take its softmax in float32.
     np.testing.assert_allclose(attention, expected, atol=1e-6)
 
