@@ -297,7 +297,7 @@ def test_mask_units_that_are_kept_are_unknown() -> None:
     missing = recorder.missing["attention_distance"]
     encoder = [layer for layer in recorder.layers if "encoder" in layer]
     assert len(encoder) == 4
-    assert all("where these lie" in missing[layer] for layer in encoder)
+    assert all("positions of the units" in missing[layer] for layer in encoder)
 
 
 def test_raw_pictures_are_refused_with_the_way_to_prepare_them() -> None:
