@@ -27,7 +27,7 @@ def hidden_attention(func: Callable[..., Any], args: tuple[Any, ...]) -> str:
     """Return why attention inside a call of a graph operator cannot be measured; "" if there is none."""
     if isinstance(func, OpOverload):
         # Attention has an axis of heads or images beside its matrix; class scores do not.
-        is_attention = isinstance(args[0], Tensor) and args[0].ndim > 2
+        is_attention = any(isinstance(x, Tensor) and x.ndim > 2 for x in args)
         return "it attends in a graph of torch.export" if is_attention else ""
     assert isinstance(func, HigherOrderOperator)
     graphs = [x for x in tree_leaves(args) if isinstance(x, GraphModule)]

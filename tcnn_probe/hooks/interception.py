@@ -546,7 +546,9 @@ def _describe_transformed(
     """Describe attention under torch.vmap or torch.func, which hide the images or wrap them in other tensors."""
     if not is_function_transformed():
         return None
-    is_softmax = _DESCRIBE.get(func) is _softmax and args[0].ndim > 2
+    is_softmax = _DESCRIBE.get(func) is _softmax
+    if is_softmax and _softmax(output, *args, **kwargs) is None:
+        return None
     if func not in FUSED and not is_softmax:
         return None
     return SeenUnmeasured(

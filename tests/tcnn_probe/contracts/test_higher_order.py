@@ -212,6 +212,23 @@ def of_vmap_around(inner: nn.Module, x: Tensor) -> Tensor:
     return torch.vmap(inner)(x[:, None])[:, 0]
 
 
+class KeywordSoftmax(nn.Module):
+    """Attention without projections, with a softmax whose input is given by name."""
+
+    def forward(self, x: Tensor, **kwargs: Any) -> Tensor:
+        return torch.softmax(input=x @ x.mT, dim=-1) @ x
+
+
+def test_softmax_with_keywords_under_a_transform() -> None:
+    model = vit()
+    model.blocks[1].attn = Around(of_vmap_around, KeywordSoftmax())
+    expected = model(images())
+    with tcnn_probe.record(model) as recorder:
+        torch.testing.assert_close(model(images()), expected, rtol=0, atol=0)
+        recorder.mark(epoch=0)
+    assert "under torch.vmap" in recorder.unsupported["blocks.1.attn.inner"]
+
+
 @pytest.mark.filterwarnings("ignore:.*batching rule:UserWarning")
 @pytest.mark.parametrize(
     ("operator", "layer", "reason"),
