@@ -21,11 +21,11 @@ import xarray as xr
 from matplotlib.axes import Axes
 from PIL import Image
 from sklearn.datasets import load_sample_image
+from what_heads_see import COLORS, draw_information
 
 import tcnn_probe
 from tcnn_model.training.config import Config, read_toml
 from tcnn_model.training.weights import create_from_weights
-from tcnn_probe.plot import OKABE_ITO
 
 ROOT = Path(__file__).parents[1]
 PHOTOGRAPHS = ("china.jpg", "flower.jpg")
@@ -36,7 +36,6 @@ HEADS = [
     ("blocks.3.attn", 1),
 ]
 """A head of each layer, chosen for what it shows."""
-COLORS = [OKABE_ITO[name] for name in ("blue", "orange", "green", "purple")]
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -67,7 +66,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
         for image, panel in enumerate(panels[:, column]):
             head_map = attention.isel(image=image).sel(layer=layer, head=head)
             draw_attention(panel, maps.input[image], head_map)
-    draw_information(right.subplots(), heads)
+    axes = right.subplots()
+    draw_information(axes, heads, HEADS)
+    axes.xaxis.get_major_locator().set_params(integer=True)
+    # The title and label of the other figure are too long for this one.
+    axes.set(
+        title="dependence on the image, all heads", ylabel="content information (nat)"
+    )
     figure.savefig(options.out, dpi=100)
 
 
@@ -98,20 +103,6 @@ def draw_attention(panel: Axes, image: xr.DataArray, attention: xr.DataArray) ->
     panel.imshow(as_picture(image).mean(-1), cmap="gray", alpha=0.7, extent=extent)
     share = attention.values / attention.values.max()
     panel.imshow(share, cmap="inferno", vmin=0, alpha=0.25 + 0.7 * share, extent=extent)
-
-
-def draw_information(axes: Axes, heads: xr.Dataset) -> None:
-    """Draw the class token's content information in all heads in grey, and in the chosen heads in colour."""
-    information = heads.class_content_information
-    for layer in heads.layer.values:
-        axes.plot(heads.epoch, information.sel(layer=layer), color="0.85", lw=0.8)
-    for (layer, head), color in zip(HEADS, COLORS, strict=True):
-        curve = information.sel(layer=layer, head=head)
-        axes.plot(heads.epoch, curve, color=color, lw=2)
-    axes.xaxis.get_major_locator().set_params(integer=True)
-    axes.set_xlabel("epoch")
-    axes.set_ylabel("content information (nat)")
-    axes.set_title("dependence on the image, all heads")
 
 
 if __name__ == "__main__":

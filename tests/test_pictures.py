@@ -12,6 +12,11 @@ from tcnn_model.training.command import main as finetune
 DOCS = Path(__file__).parent.parent / "docs"
 
 
+@pytest.fixture(autouse=True)
+def _scripts_import_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(DOCS)
+
+
 def draw(name: str, out: Path, *arguments: str) -> np.ndarray:
     script = runpy.run_path(str(DOCS / f"{name}.py"))
     script["main"]([*arguments, "--out", str(out)])

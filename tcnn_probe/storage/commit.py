@@ -443,7 +443,9 @@ def check_replaceable(place: Place) -> None:
     """Raise StoreError if a place holds something that its recording has not written, as replacing would delete it."""
     try:
         documents = json.loads(place.root() or b"")["consolidated_metadata"]["metadata"]
-        arrays = {path for path, about in documents.items() if _is_cut_here(about)}
+        arrays = {
+            path for path, about in documents.items() if _is_recorded_array(about)
+        }
     except (
         UNREADABLE
     ):  # the root is damaged, so only files that every recording has are recognised
@@ -476,7 +478,7 @@ def check_replaceable(place: Place) -> None:
             )
 
 
-def _is_cut_here(about: Document) -> bool:
+def _is_recorded_array(about: Document) -> bool:
     """Return True for an array that is stored as a recording's are.
 
     The root also names the arrays and groups of a user who adds to the store with xarray, or copies of a recording.
