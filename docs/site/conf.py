@@ -54,9 +54,17 @@ PICTURES = {
         "thumbnails/cait_attention.png",
         "Attention of the heads of CaiT",
     ),
+    "docs/comparison": (
+        "what_heads_see.png",
+        "Attention of four heads in three digits, and their content information by epoch",
+    ),
     "docs/dense_tasks": (
         "thumbnails/segmentation_attention.png",
         "Attention of a T-CNN that was trained for segmentation",
+    ),
+    "docs/examples": (
+        "heads_on_photographs.png",
+        "Attention of four heads in two photographs, and content information by epoch",
     ),
     "docs/families": (
         "thumbnails/architectures.png",
@@ -66,9 +74,21 @@ PICTURES = {
         "thumbnails/training_health.png",
         "Findings of health while a training goes wrong",
     ),
+    "docs/first_hour": (
+        "thumbnails/gating_evolution.png",
+        "Accuracy, attention spans and gates of a T-CNN by epoch",
+    ),
     "docs/heads": (
         "thumbnails/head_entropy.png",
         "Heads of each type by epoch, with their entropies and distances",
+    ),
+    "docs/installation": (
+        "thumbnails/gating_evolution.png",
+        "Figure of the README's study: accuracy, attention spans and gates by epoch",
+    ),
+    "docs/models": (
+        "heads_on_photographs.png",
+        "Attention of four heads in two photographs, and content information by epoch",
     ),
     "docs/papers": (
         "thumbnails/tcnn_claims.png",
