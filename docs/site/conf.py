@@ -74,10 +74,6 @@ PICTURES = {
         "thumbnails/training_health.png",
         "Findings of health while a training goes wrong",
     ),
-    "docs/first_hour": (
-        "thumbnails/gating_evolution.png",
-        "Accuracy, attention spans and gates of a T-CNN by epoch",
-    ),
     "docs/heads": (
         "thumbnails/head_entropy.png",
         "Heads of each type by epoch, with their entropies and distances",
