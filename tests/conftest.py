@@ -1,8 +1,9 @@
-"""Settings made before torch and Triton are imported, and time saved on garbage collection and fsync."""
+"""Settings made before torch and Triton are imported, marks, and time saved on garbage collection and fsync."""
 
 import gc
 import os
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -20,8 +21,29 @@ if not torch.cuda.is_available():
 gc.disable()  # during collection: each run would visit half a million objects that stay, and take 0.3 s
 
 
+TESTS = Path(__file__).parent
+
+
+def mark_of(path: Path) -> str | None:
+    """Return the mark of a file whose tests do not belong to the core."""
+    if path.is_relative_to(TESTS / "studies"):
+        return "study"
+    if path.name in ("test_browser.py", "test_explorer.py"):
+        return "browser"
+    # Files beside this one test what all packages share: imports and public names belong to the core.
+    if path.parent == TESTS and path.name not in (
+        "test_imports.py",
+        "test_public_surface.py",
+    ):
+        return "document"
+    return None
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip tests that the installed timm is too old for."""
+    """Mark tests outside the core, and skip tests that the installed timm is too old for."""
+    for item in items:
+        if mark := mark_of(item.path):
+            item.add_marker(mark)
     # This import loads timm and with it Triton, so it comes after the settings above.
     from tests.older_packages import skip_what_cannot_pass
 

@@ -33,7 +33,6 @@ REASONS = {
     "test_windows.py::test_equals_brute_force[gcvit]": "GCViT's global queries depend on what else is in the batch",
     "test_layouts_that_are_not_known_are_left_out_and_named[nest_tiny_jx]": "Nest cannot be built without memory",
     "test_families_table.py::test_script_writes_the_table": "the table is of the newest timm",
-    "test_timm_models_table.py::test_script_writes_the_table": "the table is of the newest timm",
 }
 """Parts of the names of tests, and why they are skipped."""
 
