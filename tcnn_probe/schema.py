@@ -131,7 +131,7 @@ COUNTS: dict[str, Variable] = {
         ("layer",),
         "1",
         "images with non-finite measurements",
-        "Images for which a measurement was NaN or infinite; the layer's means are then NaN.",
+        "Images for which a measurement was NaN or infinite; it is left out of the mean.",
     ),
 }
 

@@ -43,8 +43,9 @@ class Pattern:
 
     Args:
         attention: Sum of A, shape (heads, queries, keys); a tensor in float64 (float32 on MPS), or an array.
-        entropy: Sum over images of the mean over queries of -sum_j A_ij log A_ij, shape (heads,).
-        images: Number of images.
+        entropy: Sum over images of -sum_j A_ij log A_ij, shape (heads, queries).
+        images: Number of images that count for each query, shape (heads, queries): those in which the query is no
+            padding and its attention is not NaN.
         queries, keys: Row and column of each query and key on the layer's grid, shape (n, 2), NaN for class and
             register tokens; None if no grid is known.
         size: Size of the images; only patterns with the same size can be added.
@@ -52,7 +53,7 @@ class Pattern:
 
     attention: Any
     entropy: Any
-    images: int
+    images: Any
     queries: np.ndarray | None = None
     keys: np.ndarray | None = None
     size: object = None
@@ -143,6 +144,7 @@ class PatternSum:
         rows = weights.flatten(0, 2).index_select(0, index)
         # This is in place on a copy that index_select has made.
         rows.mul_(factor.flatten().index_select(0, index)[:, None])
+        rows.nan_to_num_()  # an image with NaN does not count, see pattern()
         by_image = rows.view(images, len(self._sum), -1, rows.shape[1])
         # (images, heads, queries, keys) summed over images; a sum over one image would only copy it.
         self._sum[:, sampled] += by_image[0] if images == 1 else by_image.sum(0)
@@ -161,7 +163,7 @@ class PatternSum:
             logits = attention.logits.select(rows.flatten(), queries)
             # (images * w, heads, n, keys) -> (images, heads, w * n, keys)
             weights = logits.weights().unflatten(0, (-1, windows)).transpose(1, 2)
-            by_image = weights.flatten(2, 3)
+            by_image = weights.flatten(2, 3).nan_to_num()
             self._sum += by_image.sum(0)
             if self._products is not None:
                 self._products[images.to(weights.device)] = row_products(by_image)
@@ -172,26 +174,38 @@ class PatternSum:
         Args:
             prefix: Attention to each of these tokens, shape (rows, heads, N_query, prefix).
         """
+        prefix = prefix.nan_to_num()
         self._sum[..., : prefix.shape[-1]] = self._sum_of_sampled(prefix)
         if self._products is not None:
             by_image = self._of_sampled(prefix).permute(1, 2, 0, 3)
             self._products[: self._images] += row_products(by_image)
 
-    def similarity(self) -> Tensor:
-        """Return the mean cosine between each head's rows and those of the other heads: shape (B, heads)."""
+    def similarity(self, entropy: Tensor) -> Tensor:
+        """Return the mean cosine between each head's rows and those of the other heads: shape (B, heads).
+
+        Args:
+            entropy: Entropy of all queries, shape (rows, heads, N_query), NaN where they do not count.
+        """
         assert self._products is not None
-        return similarity_of_heads(self._products)
+        counted = entropy.isfinite().all(1)[:, None, :, None]
+        # (queries, images, 1, 1) -> (images, queries)
+        sampled = self._of_sampled(counted)[..., 0, 0].mT
+        similarity = self._products.new_zeros(len(self._products), len(self._sum))
+        similarity[: self._images] = similarity_of_heads(
+            self._products[: self._images], sampled
+        )
+        return similarity
 
     def pattern(self, entropy: Tensor) -> Pattern:
         """Return the sums.
 
         Args:
-            entropy: Entropy of all queries, shape (rows, heads, N_query).
+            entropy: Entropy of all queries, shape (rows, heads, N_query), NaN where they do not count.
         """
-        total = (
-            self._sum_of_sampled(entropy[..., None]).sum((1, 2)) / self._queries.numel()
-        )
-        pattern = Pattern(self._sum, total, self._images)
+        counted = entropy.isfinite()
+        entropies = torch.stack([torch.where(counted, entropy, 0), counted], -1)
+        total, images = self._sum_of_sampled(entropies).unbind(-1)
+        pattern = Pattern(self._sum, total, images)
         queries, keys = self._attention.layout.queries, self._attention.layout.keys
         if queries is None or keys is None:
             return pattern
@@ -224,7 +238,7 @@ def row_products(rows: Tensor) -> Tensor:
     return by_query @ by_query.mT
 
 
-def similarity_of_heads(products: Tensor) -> Tensor:
+def similarity_of_heads(products: Tensor, counted: Tensor) -> Tensor:
     """Return the mean cosine between each head's rows and those of the layer's other heads.
 
     DeepViT (Zhou et al. 2021, arXiv 2103.11886) uses this cosine between attention maps, there between layers. The
@@ -232,15 +246,18 @@ def similarity_of_heads(products: Tensor) -> Tensor:
 
     Args:
         products: Dot products of the rows of two heads, shape (images, queries, heads, heads).
+        counted: Whether a query counts, shape (images, queries).
 
     Returns:
-        Shape (images, heads); NaN for a single head.
+        Shape (images, heads); NaN for a single head, and for images without a query that counts.
     """
     lengths = products.diagonal(dim1=-2, dim2=-1).sqrt()
     sizes = lengths[..., :, None] * lengths[..., None, :]
     cosine = torch.where(sizes == 0, 0, products / sizes)
     heads = products.shape[-1]
-    total = (cosine.sum(-1) - cosine.diagonal(dim1=-2, dim2=-1)).mean(1)
+    by_query = cosine.sum(-1) - cosine.diagonal(dim1=-2, dim2=-1)
+    by_query = torch.where(counted[..., None], by_query, 0)
+    total = by_query.sum(1) / counted.sum(1, keepdim=True)
     return total / (heads - 1) if heads > 1 else total * torch.nan
 
 
@@ -294,11 +311,15 @@ def pattern_of_query(
         weights: A of the query, shape (B, windows, heads, N_key).
         entropy: Entropy of these rows, shape (B, windows, heads).
     """
-    counted, dtype = weights[: attention.limit], widest_dtype(weights.device)
-    total_entropy = entropy[: attention.limit].mean(1).sum(0, dtype=dtype)
-    return Pattern(
-        counted.sum(0, dtype=dtype).transpose(0, 1), total_entropy, len(counted)
+    weights, entropy = weights[: attention.limit], entropy[: attention.limit]
+    counted, dtype = entropy.isfinite(), widest_dtype(weights.device)
+    total, entropies, images = (
+        torch.where(counted if x.ndim == 3 else counted[..., None], x, 0)
+        .sum(0, dtype=dtype)
+        .transpose(0, 1)
+        for x in (weights, entropy, torch.ones_like(entropy))
     )
+    return Pattern(total, entropies, images)
 
 
 @torch.no_grad()
@@ -337,8 +358,8 @@ def gated_patterns(
         # A = (1 - g) C + g P (T-CNN Eq. 7) overwrites C, which has been added by now.
         weights.lerp_(positional, attention.gate.to(weights)[:, None, None])
         whole_sum.add(weights, scratch)
-    pattern = replace(whole_sum.pattern(images), queries=query_places, keys=key_places)
-    return pattern, content_sum.pattern(images)
+    pattern = replace(whole_sum.pattern(), queries=query_places, keys=key_places)
+    return pattern, content_sum.pattern()
 
 
 @torch.no_grad()
@@ -367,7 +388,10 @@ def content_similarity(
         batch = slice(start, min(start + step, len(query[:limit])))
         part = replace(attention, query=query[batch], key=key[batch])
         products[batch] = row_products(part.content(sampled))
-    return similarity_of_heads(products)
+    # A row of content attention has a positive length, unless it is NaN.
+    return similarity_of_heads(
+        products, products.diagonal(dim1=2, dim2=3).isfinite().all(-1)
+    )
 
 
 class _AttentionSum:
@@ -382,23 +406,25 @@ class _AttentionSum:
         self._attention = torch.zeros(
             shape, dtype=widest_dtype(like.device), device=like.device
         )
-        self._entropy = self._attention.new_zeros(len(self._attention))
+        self._entropy = self._attention.new_zeros(self._attention.shape[:2])
+        self._images = torch.zeros_like(self._entropy)
 
     def add(self, weights: Tensor, scratch: Tensor) -> None:
         """Add the attention of some images; ``scratch``, with as many elements, is overwritten."""
+        # A logit of NaN makes its whole row NaN, so one key shows which rows count.
+        self._images += weights[..., 0].isfinite().sum(0)
+        weights = weights.nan_to_num()
         self._attention += weights[0] if len(weights) == 1 else weights.sum(0)
         # The clamp gives 0 log 0 = 0, because the logarithm of the smallest normal number is finite.
         smallest = torch.finfo(weights.dtype).tiny
         logarithms = (
             scratch.view(weights.shape).copy_(weights).clamp_(min=smallest).log_()
         )
-        self._entropy -= logarithms.mul_(weights).sum((0, 2, 3))
+        self._entropy -= logarithms.mul_(weights).sum((0, 3))
 
-    def pattern(self, images: int) -> Pattern:
-        """Return the sums as a pattern over this number of images."""
-        return Pattern(
-            self._attention, self._entropy / self._attention.shape[1], images
-        )
+    def pattern(self) -> Pattern:
+        """Return the sums as a pattern."""
+        return Pattern(self._attention, self._entropy, self._images)
 
 
 @lru_cache(maxsize=64)

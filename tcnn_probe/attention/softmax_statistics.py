@@ -109,7 +109,7 @@ def measure_softmax(attention: "SoftmaxAttention") -> SoftmaxMeasurements:
     content = ContentRows(
         entropy=attention.by_image(rows.entropy),
         received=attention.by_image(rows.received / attention.queries),
-        similarity=patterns.similarity(),
+        similarity=patterns.similarity(rows.entropy),
     )
     return SoftmaxMeasurements(means, pattern, rows, content)
 
@@ -334,7 +334,11 @@ def _with_prefix(grid: _GridRows, logits: Tensor) -> tuple[Tensor, Tensor]:
     expected = (grid.expected + lower) * (lse_grid - lse).exp() + (
         finite * attention
     ).sum(-1)
-    return lse - expected, attention if grid.empty is None else attention.nan_to_num(0)
+    if (
+        grid.empty is not None
+    ):  # where all keys are hidden, but not where logits are NaN
+        attention = attention.masked_fill((lse == -torch.inf)[..., None], 0)
+    return lse - expected, attention
 
 
 @lru_cache(maxsize=16)

@@ -11,7 +11,9 @@ from numpy.typing import ArrayLike
 __all__ = ["information", "translation_equivariance"]
 
 
-def information(mean: np.ndarray, entropy: np.ndarray, images: int) -> np.ndarray:
+def information(
+    mean: np.ndarray, entropy: np.ndarray, images: int | np.ndarray
+) -> np.ndarray:
     """Measure how strongly attention depends on the image: content information, in nat.
 
     I = n / (n - 1) times the mean over queries i of [H(mean over images b of A_b(i, .)) - mean over b of
@@ -26,16 +28,22 @@ def information(mean: np.ndarray, entropy: np.ndarray, images: int) -> np.ndarra
     Args:
         mean: Mean over images of A, shape (heads, queries, keys). Keys that receive the same attention in all images,
             such as padding, may be left out of mean and entropy.
-        entropy: Mean over images and queries of H(A_b(i, .)), over the same keys, shape (heads,).
-        images: Number n of images, at least 2.
+        entropy: Mean over images of H(A_b(i, .)), over the same keys, shape (heads, queries), or (heads,) if it is a
+            mean over queries, too.
+        images: Number n of images, or of those that count for each query, shape (heads, queries).
 
     Returns:
-        Content information, shape (heads,).
+        Content information, shape (heads,), over the queries with two images or more; NaN if there are none.
     """
     logarithms = np.maximum(mean, np.finfo(mean.dtype).tiny)  # 0 log 0 is 0
     np.log(logarithms, out=logarithms)
-    divergence = -np.einsum("hij,hij->h", mean, logarithms) / mean.shape[1] - entropy
-    return divergence * images / (images - 1)
+    entropy = entropy if entropy.ndim > 1 else entropy[:, None]
+    divergence = -np.einsum("hij,hij->hi", mean, logarithms) - entropy
+    images = np.broadcast_to(images, divergence.shape)
+    compared = images > 1
+    unbiased = divergence * images / np.where(compared, images - 1, 1)
+    queries = np.where(compared.any(1), compared.sum(1), np.nan)
+    return np.where(compared, unbiased, 0).sum(1) / queries
 
 
 def translation_equivariance(

@@ -71,7 +71,10 @@ def _of_sink(attention: Attention, received: Tensor) -> dict[str, Tensor]:
     kinds = _token_kinds(attention)
     if kinds is not None:
         is_kind = one_hot(kinds[index], len(TOKEN_KINDS))
-        measured["sink_kind"] = is_kind.to(share.dtype).mean(1)
+        # The key of the largest share is meaningless if the shares are NaN.
+        measured["sink_kind"] = (
+            is_kind.to(share.dtype).mean(1) + 0 * share.mean(1)[..., None]
+        )
     values = attention.values()
     if values is None or received.shape[-1] < 2:
         return measured
@@ -152,7 +155,9 @@ def _of_tokens(attention: Attention) -> dict[str, Tensor]:
     measured = {
         "token_norm": median,
         "token_norm_max": patches.amax(1),
-        "token_outliers": (patches > OUTLIER * median[:, None]).to(norms.dtype).mean(1),
+        # A norm of NaN would not count as an outlier, but must not count as another token, either.
+        "token_outliers": (patches > OUTLIER * median[:, None]).to(norms.dtype).mean(1)
+        + 0 * patches.mean(1),
     }
     if patches.shape[1] > 1:
         measured["token_cosine"] = token_cosine(tokens[:, prefix:])

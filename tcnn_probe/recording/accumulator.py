@@ -1,6 +1,5 @@
 """Sums of a layer's measurements between two marks, on the layer's device, and maps of chosen images."""
 
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -28,7 +27,7 @@ __all__ = [
 ]
 
 _Value = TypeVar("_Value", bound=Tensor | Pattern)
-_Sums = dict[str, tuple[np.ndarray, int]]
+_Sums = dict[str, tuple[np.ndarray, Any]]
 MAPS_BY_CLASS = "attention_by_class"
 """Variable with maps of all classes when it is measured, and only of the chosen classes when it is recorded."""
 
@@ -40,7 +39,7 @@ class EpochSums:
     Attributes:
         images: Number of images that the layer saw.
         nonfinite: Number of images with a value that is NaN or infinite.
-        sums: Sums over images, each with the number of images.
+        sums: Sums over images, each with the number of images that count for each of its values.
         largest: Maxima over images.
         squares: Sums of squares over backward passes, each with the number of passes.
         patterns: Sums of attention over images; None if images have several sizes.
@@ -67,7 +66,6 @@ class EpochSums:
             _add_patterns(total.patterns, rank.patterns)
             _add_sums(total.sums, rank.sums)
             for name, value in rank.largest.items():
-                # np.maximum, not fmax, so that a NaN on any rank makes the epoch's value NaN.
                 total.largest[name] = np.maximum(total.largest.get(name, value), value)
             # Passes of all ranks are counted, because hooks see a rank's gradients before they are averaged.
             _add_sums(total.squares, rank.squares)
@@ -75,9 +73,12 @@ class EpochSums:
 
     def means(self) -> dict[str, np.ndarray]:
         """Return means and maxima over images, root mean squares over backward passes, and statistics of patterns."""
-        means = {name: total / number for name, (total, number) in self.sums.items()}
+        means = {
+            name: total / np.where(number == 0, np.nan, number)
+            for name, (total, number) in self.sums.items()
+        }
         for name, value in self.largest.items():
-            # The maximum is minus infinity if a mask hides all keys from all queries.
+            # The maximum is minus infinity if no image counts.
             means[name] = np.where(np.isneginf(value), np.nan, value)
         for name, (total, number) in self.squares.items():
             # Without a backward pass the value is NaN, as 0 would look like a measurement.
@@ -85,15 +86,17 @@ class EpochSums:
         for name, pattern in self.patterns.items():
             if pattern is None:
                 continue
-            mean = pattern.attention / pattern.images
+            images = np.maximum(pattern.images, 1)  # sums over no image are 0
+            mean = pattern.attention / images[..., None]
             # Content information compares images, so it needs more than one.
-            if pattern.images > 1:
+            if (pattern.images > 1).any():
                 means[name] = information(
-                    mean, pattern.entropy / pattern.images, pattern.images
+                    mean, pattern.entropy / images, pattern.images
                 )
             if pattern.queries is not None and pattern.keys is not None:
+                counted = (pattern.images > 0).all(0)
                 equivariance = translation_equivariance(
-                    mean, pattern.queries, pattern.keys
+                    mean[:, counted], pattern.queries[counted], pattern.keys
                 )
                 if not np.isnan(equivariance).all():  # it is NaN on a grid of one cell
                     means["translation_equivariance"] = equivariance
@@ -211,7 +214,7 @@ class Accumulator:
         self._sums: dict[str, Tensor] = {}
         self._largest: dict[str, Tensor] = {}
         self._patterns: dict[str, Pattern | None] = {}
-        self._counts: Counter[str] = Counter()
+        self._counts: dict[str, Tensor] = {}
         self.reset()
 
     def reset(self) -> None:
@@ -236,17 +239,23 @@ class Accumulator:
         rows = torch.cat(
             [widest(tensor.reshape(len(tensor), -1)) for tensor in tensors], 1
         )
-        sums = rows.sum(0).split([tensor[0].numel() for tensor in tensors])
-        for (name, tensor), total in zip(measured.items(), sums, strict=True):
+        finite = rows.isfinite()
+        sizes = [tensor[0].numel() for tensor in tensors]
+        sums = torch.where(finite, rows, 0).sum(0).split(sizes)
+        counts = finite.sum(0).split(sizes)
+        for (name, tensor), total, count in zip(
+            measured.items(), sums, counts, strict=True
+        ):
             if self.probe.variables[name].over_images == "largest":
-                largest = widest(tensor.amax(0))
+                counted = torch.where(tensor.isfinite(), tensor, -torch.inf)
+                largest = widest(counted.amax(0))
                 previous = self._largest.get(name, largest)
                 self._largest[name] = torch.maximum(previous, largest)
                 continue
             _add_tensor(self._sums, name, total.view(tensor.shape[1:]))
-            self._counts[name] += len(rows)
-        # Images with a NaN are counted and still added, so that the mean of the epoch shows a NaN.
-        nonfinite = rows.isfinite().logical_not_().any(1).sum()
+            _add_tensor(self._counts, name, count.view(tensor.shape[1:]))
+        # A value that is not finite is left out of its mean, and its image is counted.
+        nonfinite = finite.logical_not().any(1).sum()
         self._nonfinite = (
             nonfinite if self._nonfinite is None else self._nonfinite + nonfinite
         )
@@ -276,17 +285,18 @@ class Accumulator:
         patterns: dict[str, Pattern | None] = {}
         for name, pattern in self._patterns.items():
             if pattern is not None:
-                attention, entropy = (
-                    _as_array(pattern.attention),
-                    _as_array(pattern.entropy),
+                pattern = replace(
+                    pattern,
+                    attention=_as_array(pattern.attention),
+                    entropy=_as_array(pattern.entropy),
+                    images=_as_array(pattern.images),
                 )
-                pattern = replace(pattern, attention=attention, entropy=entropy)
             patterns[name] = pattern
         return EpochSums(
             images=self.images,
             nonfinite=0 if self._nonfinite is None else int(self._nonfinite),
             sums={
-                name: (_as_array(self._sums[name]), number)
+                name: (_as_array(self._sums[name]), _as_array(number))
                 for name, number in self._counts.items()
             },
             largest={name: _as_array(value) for name, value in self._largest.items()},

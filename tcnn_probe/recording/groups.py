@@ -262,19 +262,27 @@ def drop_unknown_layers(
 
 def warn_of_nonfinite(entries: Iterable[LayerValues]) -> list[str]:
     """Return a warning that names the layers with NaN or infinite numbers; an empty list if there are none."""
-    counts = {}
+    counts: dict[str, int] = {}
+    broken: list[str] = []
     for entry in entries:
+        images = int(entry.values.get("nonfinite_images", 0))
+        if images:
+            counts[entry.layer] = max(images, counts.get(entry.layer, 0))
         # Maps are not checked: they are NaN for images that were not seen.
-        if not entry.maps and not all(
+        elif not entry.maps and not all(
             np.isfinite(value).all() for value in entry.values.values()
         ):
-            counts[entry.layer] = int(entry.values.get("nonfinite_images", 0))
-    if not counts:
-        return []
-    return [
-        f"NaN or infinite values were recorded for these layers; the number of images that gave them (0: they are in "
-        f"the layer's parameters or gradients): {counts}"
-    ]
+            broken.append(entry.layer)
+    warned = []
+    if counts:
+        warned.append(
+            f"images gave NaN or infinite values, which are left out of the means; their number by layer: {counts}"
+        )
+    if broken:
+        warned.append(
+            f"NaN or infinite values were recorded for these layers, from their parameters or gradients: {broken}"
+        )
+    return warned
 
 
 def assemble(

@@ -231,14 +231,14 @@ def test_masked_queries_and_keys(
 
 
 def test_nan_stays_nan() -> None:
-    """NaN stays NaN, also if patches are the only keys, whose share is 1 otherwise."""
+    """An image of NaN has no shares, also if patches are the only keys, whose share is 1 otherwise."""
     x = torch.randn(2, 3, *SIDES)
-    x[1] = torch.nan
+    x[:] = torch.nan
     with pytest.warns(RuntimeWarning, match="NaN or infinite"):
         recorder = recorded(Joint(cross=True).eval(), x, probes="segments")
     ds = recorder.tree["segments"].dataset
     assert np.isnan(ds.segment_attention).all()
-    assert (ds.nonfinite_images == 1).all()
+    assert (ds.nonfinite_images == 2).all()
 
 
 def test_sums_of_ranks_add_up() -> None:
