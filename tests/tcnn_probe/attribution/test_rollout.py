@@ -27,7 +27,13 @@ def product(model: nn.Module, images: Tensor, prefix: int, token: int) -> np.nda
 
     ``prefix`` counts class and register tokens of the trunk; ``token`` is 1 if the class token comes after the trunk.
     """
-    layers = [reference.weights.numpy() for reference in attention_of(model, images)]
+    heads: dict[str, list[Tensor]] = {}
+    for reference in attention_of(model, images):
+        # Parallel layers, such as blocks.0.attns.0.attn and blocks.0.attns.1.attn, are one with the heads of both.
+        heads.setdefault(reference.layer.split(".attns.")[0], []).append(
+            reference.weights
+        )
+    layers = [torch.cat(weights, 1).numpy() for weights in heads.values()]
     maps = []
     for image in range(len(images)):
         count = prefix + 15 + token
@@ -55,6 +61,7 @@ def product(model: nn.Module, images: Tensor, prefix: int, token: int) -> np.nda
         ("deit_tiny_distilled_patch16_224", 2, 0),
         ("cait_xxs24_224", 0, 1),
         ("vit_base_patch16_siglip_224", 0, 1),
+        ("vit_small_patch16_18x2_224", 1, 0),
     ],
 )
 def test_rollout_equals_the_product(name: str, prefix: int, token: int) -> None:
@@ -78,6 +85,99 @@ def test_blocks_of_queries_do_not_matter(monkeypatch: pytest.MonkeyPatch) -> Non
     np.testing.assert_allclose(
         tcnn_probe.saliency(model, images, method="rollout"), at_once, atol=1e-7
     )
+
+
+class Towers(nn.Module):
+    """Two transformers side by side, "a" and "b", with a function from these and images to scores."""
+
+    def __init__(self, scores: Callable[..., Tensor]) -> None:
+        super().__init__()
+        self.a, self.b = (transformer("deit_tiny_patch16_224") for _ in range(2))
+        self.scores = scores
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.scores(self.a, self.b, x)
+
+
+def without_gradients(a: nn.Module, b: nn.Module, x: Tensor) -> Tensor:
+    with torch.no_grad():
+        b(x)
+    return a(x)
+
+
+def from_a_trunk(a: nn.Module, b: nn.Module, x: Tensor) -> Tensor:
+    """Return the scores of ``a``, from whose first block a block of ``b`` branches off, with an unused result."""
+    tokens = a.blocks[0](a._pos_embed(a.patch_embed(x)))
+    b.blocks[1](tokens)
+    return a.forward_head(a.norm(a.blocks[1](tokens)))
+
+
+@pytest.mark.parametrize(
+    "scores",
+    [
+        lambda a, b, x: (b(x), a(x))[1],
+        lambda a, b, x: (a(x), b(x))[0],
+        lambda a, b, x: (a(x.flip(3)), a(x))[1],
+        without_gradients,
+        from_a_trunk,
+    ],
+)
+def test_layers_on_which_the_output_does_not_depend_do_not_count(
+    scores: Callable[..., Tensor],
+) -> None:
+    model, images = Towers(scores), torch.randn(2, 3, *SIZE)
+    alone = product(model.a.eval(), images, 1, 0)
+    assert alone.std() > 0.005
+    maps = tcnn_probe.saliency(model, images, method="rollout").values
+    np.testing.assert_allclose(maps, bilinear(alone, *SIZE), atol=1e-5)
+
+
+def into_a_buffer(a: nn.Module, b: nn.Module, x: Tensor) -> Tensor:
+    scores = torch.zeros(2, len(x), 5)
+    scores[0] = a(x)
+    scores[1].add_(b(x))  # a view
+    return scores.mean(0)
+
+
+@pytest.mark.parametrize(
+    ("scores", "second"),
+    [
+        (lambda a, b, x: a(x) + b(x), "b"),
+        (lambda a, b, x: torch.stack([a(x), a(x.flip(3))]).mean(0), "a"),
+        (into_a_buffer, "b"),
+    ],
+)
+def test_towers_side_by_side_are_refused(
+    scores: Callable[..., Tensor], second: str
+) -> None:
+    message = f"depends on 'a.blocks.1.attn' and '{second}.blocks.0.attn', which run side by side"
+    with pytest.raises(ValueError, match=message):
+        tcnn_probe.saliency(Towers(scores), torch.randn(2, 3, *SIZE), method="rollout")
+
+
+class Untracked(nn.Module):
+    """Layer whose result no function of torch has made, as that of a kernel."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch._C.DisableTorchFunction():
+            return x * 2
+
+
+@pytest.mark.parametrize("has_teacher", [False, True])
+def test_a_path_that_is_lost_is_followed_alone_and_refused_beside_a_teacher(
+    has_teacher: bool,
+) -> None:
+    model = Towers(lambda a, b, x: (b(x) if has_teacher else None, a(x))[1])
+    model.a.norm = nn.Sequential(model.a.norm, Untracked())
+    model.a.blocks[1] = nn.Sequential(model.a.blocks[1], Untracked())
+    images = torch.randn(2, 3, *SIZE)
+    if has_teacher:
+        with pytest.raises(ValueError, match=r"lost them around 'b.blocks.0.attn'"):
+            tcnn_probe.saliency(model, images, method="rollout")
+        return
+    maps = tcnn_probe.saliency(model, images, method="rollout").values
+    alone = product(model.a.eval(), images, 1, 0)
+    np.testing.assert_allclose(maps, bilinear(alone, *SIZE), atol=1e-5)
 
 
 WINDOWS = {
