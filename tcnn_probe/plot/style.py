@@ -1,9 +1,10 @@
 """Shared parts of plots: colours (for the colour-blind as well), checks of arguments, images and maps on axes."""
 
+import math
 import operator
 import re
 import sys
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
@@ -21,9 +22,9 @@ if TYPE_CHECKING:
     AnyFigure = TypeVar("AnyFigure", bound=Figure | SubFigure, default=Figure)
 
 __all__ = [
-    "OKABE_ITO", "RED", "axes_or_current", "axis_label", "check_array", "check_pixel", "draw_box", "draw_image",
-    "draw_map", "empty_figure", "finish_grid", "image_array", "legend_beside", "select_dims", "sequential_colors",
-    "wrap_name",
+    "OKABE_ITO", "RED", "axes_or_current", "axes_without_data", "axis_label", "check_array", "check_pixel", "draw_box",
+    "draw_image", "draw_map", "empty_figure", "finish_grid", "image_array", "label_layers", "legend_above",
+    "legend_beside", "letters_across", "select_dims", "sequential_colors", "short_names", "wrap_name",
 ]  # fmt: skip
 
 OKABE_ITO = {
@@ -59,6 +60,24 @@ def axes_or_current(ax: "Axes | None") -> "Axes":
     if ax is None and (not plt.get_fignums() or plt.gcf() in _GRIDS):
         _new_figure()
     return plt.gca() if ax is None else ax
+
+
+def axes_without_data(ax: "Axes | None", width: float, height: float) -> "Axes":
+    """Return ``ax``, or pyplot's current axes if nothing is drawn on them, else those of a new figure, in inches.
+
+    Bars and images would cover what else is drawn on the same axes.
+    """
+    import matplotlib.pyplot as plt
+
+    if ax is not None:
+        return ax
+    if (
+        not plt.get_fignums()
+        or plt.gcf() in _GRIDS
+        or (plt.gcf().axes and plt.gca().has_data())
+    ):
+        _new_figure(figsize=(width, height))
+    return plt.gca()
 
 
 def empty_figure(width: float, height: float) -> "Figure":
@@ -117,6 +136,49 @@ def legend_beside(axes: "Axes") -> None:
         fontsize="small",
         ncols=columns,
     )
+
+
+def letters_across(axes: "Axes") -> int:
+    """Return the number of small letters that fit beside each other above axes, before a layout makes room."""
+    from matplotlib.font_manager import FontProperties
+
+    letter = 0.55 * FontProperties(size="small").get_size_in_points()
+    return int(72 * axes.get_window_extent().width / axes.figure.dpi / letter)
+
+
+def legend_above(axes: "Axes") -> None:
+    """Draw the legend between the axes and a title at their left, where it covers nothing."""
+    figure = axes.get_figure(root=True)
+    if figure is not None and figure.get_layout_engine() is None:
+        figure.set_layout_engine("constrained")
+    names = axes.get_legend_handles_labels()[1]
+    # Each patch of colour takes the space of seven letters.
+    columns = letters_across(axes) // (max(map(len, names)) + 7)
+    columns = min(max(columns, 1), len(names))
+    axes.legend(
+        loc="lower left",
+        bbox_to_anchor=(0, 1),
+        ncols=columns,
+        frameon=False,
+        fontsize="small",
+        borderaxespad=0.2,
+    )
+    # Points: a line of small text takes 15.
+    axes.set_title(
+        axes.get_title(loc="left"),
+        loc="left",
+        fontsize="small",
+        pad=6 + 15 * math.ceil(len(names) / columns),
+    )
+
+
+def label_layers(axes: "Axes", places: Sequence[float], layers: Sequence[str]) -> None:
+    """Label the horizontal axis with short names of layers, upright if they are many or long."""
+    names = short_names(layers) or [str(number) for number in range(len(places))]
+    crowded = sum(len(name) + 2 for name in names) > letters_across(axes)
+    axes.set_xticks(places, names, fontsize="small", rotation=90 if crowded else 0)
+    axes.tick_params(axis="x", length=0)
+    axes.set_xlabel("layer")
 
 
 def check_array(values: Any, name: str) -> xr.DataArray:
@@ -226,6 +288,19 @@ def wrap_name(name: Any) -> str:
             lines.append("")
         lines[-1] += part
     return "\n".join(lines)
+
+
+def short_names(layers: Sequence[str]) -> list[str]:
+    """Drop the parts that all names begin or end with: "blocks.0.attn" and "blocks.1.attn" become "0" and "1"."""
+    parts = [str(layer).split(".") for layer in layers]
+    for end in (0, -1):
+        while (
+            len(parts) > 1
+            and min(map(len, parts)) > 1
+            and len({part[end] for part in parts}) == 1
+        ):
+            parts = [part[1:] if end == 0 else part[:-1] for part in parts]
+    return [".".join(part) for part in parts]
 
 
 def draw_image(axes: "Axes", image: NDArray[Any]) -> None:

@@ -19,7 +19,7 @@ from bokeh.palettes import PuOr11, Viridis256, interp_palette
 from bokeh.plotting import figure
 from bokeh.transform import transform
 
-from tcnn_probe.plot.style import OKABE_ITO
+from tcnn_probe.plot.style import OKABE_ITO, short_names
 from tcnn_probe.reporting.recordings import Axes
 
 __all__ = [
@@ -227,14 +227,9 @@ def _figure(
 
 
 def _short_names(layers: Sequence[str]) -> list[str]:
-    """Drop the parts that all names begin or end with, if names are long."""
-    parts = [layer.split(".") for layer in layers]
-    if max(map(len, layers)) <= 26 or len(layers) == 1:
+    """Shorten names if they are long."""
+    if max(map(len, layers)) <= 26:
         return list(layers)
-    while len({part[0] for part in parts}) == 1 and min(map(len, parts)) > 1:
-        parts = [part[1:] for part in parts]
-    while len({part[-1] for part in parts}) == 1 and min(map(len, parts)) > 1:
-        parts = [part[:-1] for part in parts]
     return [
-        name if len(name) <= 24 else f"…{name[-23:]}" for name in map(".".join, parts)
+        name if len(name) <= 24 else f"…{name[-23:]}" for name in short_names(layers)
     ]
