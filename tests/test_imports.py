@@ -51,7 +51,7 @@ PARTS: dict[str, set[str]] = {
     },
     "callbacks": {"recording", "schema", "storage"},
     "interventions": {"architectures", "attention", "hooks", "images", "models"},
-    "attribution": {"attention", "images", "models", "provenance"},
+    "attribution": {"attention", "hooks", "images", "models", "provenance"},
     "evaluation": {"hooks", "images", "models", "provenance"},
     "plot": {"diagnosis", "evaluation", "heads", "images", "schema"},
     "loggers": {"diagnosis", "plot", "recording"},

@@ -216,9 +216,9 @@ def _check(forward: _PathListener) -> None:
     for number in on_path:
         layer = forward.layers[number]
         if layer.beside is None and not earlier <= layer.sources:
-            other = forward.layers[max(earlier - layer.sources)].layer
+            tower = forward.layers[max(earlier - layer.sources)].layer
             raise UnsupportedMethodError(
-                f"rollout multiplies layers that follow each other, and the output depends on {other!r} and "
+                f"rollout multiplies layers that follow each other, and the output depends on {tower!r} and "
                 f"{layer.layer!r}, which run side by side, as in ensembles and in models of two views: give one of the "
                 f"towers as the model. {WITHOUT_CLASS_TOKEN}"
             )
