@@ -109,8 +109,10 @@ class AttentionListener:
     may_edit = False
     """True if :meth:`attends` may return edits."""
 
-    def begins(self, entry: nn.Module, inputs: Sequence[Any]) -> bool:
-        """Return whether to follow the forward that begins with a call of ``entry``, the model or a part of it."""
+    def begins(
+        self, entry: nn.Module, inputs: Sequence[Any], *, continues: bool
+    ) -> bool:
+        """Return whether to follow a call of ``entry``, the model or a part of it, which may continue a forward."""
         return True
 
     def attends(self, attention: Attention) -> HeadEdit | None:
@@ -120,15 +122,15 @@ class AttentionListener:
         """Handle the return of a watched module."""
 
     def ends(self, layers: Collection[str], output: Any) -> None:
-        """Handle the end of a forward without an exception.
+        """Handle the end of a call without an exception.
 
         Args:
-            layers: Names of the layers whose attention was multiplied with values in this forward.
+            layers: Names of the layers whose attention was multiplied with values in this call.
             output: Output of the model, or of the part of it that was called.
         """
 
     def fails(self) -> None:
-        """Handle a forward that an exception has ended."""
+        """Handle a call that an exception has ended."""
 
 
 class _Callback(AttentionListener):
@@ -235,9 +237,16 @@ class AttentionStream:
         self._objections: dict[tuple[Any, str], tuple[str, str]] = {}
         # Positions of words among the keys of a layer, and whether its queries are words.
         self._words: dict[tuple[Any, str], tuple[Arrangement | None, bool]] = {}
+        self._attending: set[nn.Module] = set()
         self._reset()
         # Hooks of a stream that only reads come first, so that it sees attention before the edits of other streams.
-        self._forwards = Forwards(model, self, first=not listener.may_edit)
+        self._forwards = Forwards(
+            model,
+            self,
+            self._names,
+            self._attending,
+            first=not listener.may_edit,
+        )
 
     @property
     def attached(self) -> bool:
@@ -254,19 +263,25 @@ class AttentionStream:
 
     # The following methods implement tcnn_probe.hooks.forwards.Listener.
 
-    def begins(self, entry: nn.Module, inputs: Sequence[Any]) -> bool:
-        """Ask the listener whether to follow the forward; a forward of an empty batch is not followed."""
+    def begins(
+        self, entry: nn.Module, inputs: Sequence[Any], *, continues: bool
+    ) -> bool:
+        """Ask the listener whether to follow the call; one with an empty batch is not followed."""
         if any(isinstance(x, Tensor) and x.numel() == 0 for x in inputs):
             return False
-        if not self._listener.begins(entry, inputs):
+        if not self._listener.begins(entry, inputs, continues=continues):
             return False
         self._reset()
         self.verification.begin()
-        self._maps.enter(inputs, whole_model=entry is self._model)
+        # If the images came with an earlier call of this forward, the inputs are tokens, maps or masks.
+        has_images = continues and self._maps.size is not None
+        self._maps.enter(
+            inputs, whole_model=self._names[entry] == "", continues=continues
+        )
         # The number of images is left out, because the order of tokens does not depend on it.
         shapes = [tuple(x.shape[1:]) for x in inputs if isinstance(x, Tensor)]
         self._call = (entry, entry.training, *shapes)
-        if self._call not in self._followed:
+        if self._call not in self._followed and not has_images:
             self._places = PlaceTracker(inputs, self._maps.patches)
         return True
 
@@ -312,8 +327,10 @@ class AttentionStream:
         if module in self._watched:
             with forward.unseen():
                 self._listener.returned(module, inputs, output)
-        if module in self._whole and self._wants(self._names[module]):
-            return self._show_whole(forward, module, inputs, output)
+        if module in self._whole:
+            self._attending.add(module)
+            if self._wants(self._names[module]):
+                return self._show_whole(forward, module, inputs, output)
         return None
 
     def ends(self, output: Any) -> None:
@@ -364,6 +381,7 @@ class AttentionStream:
             return None  # a part of an attention that is described as a whole
         module = running[-1][0]
         name = self._names[module]
+        self._attending.add(module)
         if not self._wants(name):
             return None
         number = self._counts[module]

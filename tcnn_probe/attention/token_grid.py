@@ -62,19 +62,24 @@ class FeatureMaps:
         self._shapes: set[tuple[int, ...]] = set()
         self._numberings: dict[tuple[int, ...], Grid | None] = {}
 
-    def enter(self, inputs: Sequence[Any], *, whole_model: bool) -> None:
-        """Begin a forward of the model, or of a part that may continue with the images of an earlier part."""
+    def enter(
+        self, inputs: Sequence[Any], *, whole_model: bool, continues: bool = False
+    ) -> None:
+        """Begin a call of the model, or of a part that may continue with the images of an earlier part."""
         tensors = [x for x in inputs if isinstance(x, Tensor)]
         x = tensors[0] if tensors else None
         if whole_model and x is not None and x.ndim < 4:
             # Words can come before the images. A tensor with a single channel is a mask.
             x = next((x for x in tensors if x.ndim == 4 and x.shape[1] > 1), x)
-        # An input with the size of an earlier feature map continues the forward, as in a head that is called by itself;
-        # other images start a new one.
+        # An input with the size of an earlier feature map belongs to the images before, as in a head that is called by
+        # itself; other images start a new forward.
         is_map = x is not None and x.ndim == 4
         self.is_deep = x is not None and x.ndim > 4
         if whole_model or (
-            is_map and x is not None and tuple(x.shape[2:]) not in self._maps
+            is_map
+            and x is not None
+            and not continues
+            and tuple(x.shape[2:]) not in self._maps
         ):
             self.size = None
             self._channels = 0

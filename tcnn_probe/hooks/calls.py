@@ -2,7 +2,7 @@
 
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import FrameType
@@ -22,7 +22,8 @@ __all__ = [
     "add_hook",
     "balanced_hooks",
     "innermost_call",
-    "is_under",
+    "is_running",
+    "outermost_call",
 ]
 
 
@@ -45,8 +46,8 @@ class Call:
         return [*self.args, *self.kwargs.values()]
 
     def goes_on(self) -> bool:
-        """Return whether the call's thread is still in it."""
-        return not self.over and thread_is_under(self.thread, self.frame)
+        """Return whether the call is neither over nor interrupted."""
+        return not self.over and is_running(self.frame)
 
 
 C = TypeVar("C", bound=Call)
@@ -116,9 +117,7 @@ class Calls(Generic[C]):
     def current(self) -> C | None:
         """Return the call that is running in this thread."""
         call = self._running.get(threading.get_ident())
-        return (
-            call if call is not None and is_under(sys._getframe(), call.frame) else None
-        )
+        return call if call is not None and is_running(call.frame) else None
 
     def _begin(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
@@ -291,40 +290,32 @@ def balanced_hooks(model: nn.Module) -> Iterator[None]:
         raise
 
 
-# A stack is read while its thread keeps running: if frames vanish meanwhile, reading is repeated, at most this often.
-_LOOKS = 100
+def is_running(frame: FrameType) -> bool:
+    """Return whether a frame is still executed, in any thread."""
+    try:
+        # Only a frame that has ended can be cleared. This is faster than a search for the frame in the thread's stack,
+        # and hooks of all parts ask it. Torch's frame of a call is of no use to a debugger once the call has ended.
+        frame.clear()
+    except RuntimeError:
+        return True
+    return False
+
+
+def outermost_call(
+    modules: Container[nn.Module], frame: FrameType | None
+) -> FrameType | None:
+    """Return the outermost frame, from ``frame`` outwards, in which torch calls one of the modules."""
+    outermost = None
+    while (frame := innermost_call(frame)) is not None:
+        if frame.f_locals.get("self") in modules:
+            outermost = frame
+        frame = frame.f_back
+    return outermost
 
 
 def innermost_call(frame: FrameType | None) -> FrameType | None:
     """Return the innermost frame, from ``frame`` outwards, in which torch calls a module (the frame's ``self``)."""
     while frame is not None and not _calls_a_module(frame):
-        frame = frame.f_back
-    return frame
-
-
-def is_under(frame: FrameType | None, call: FrameType | None) -> bool:
-    """Return whether a frame was called, directly or indirectly, from the frame of a call, which then still runs."""
-    while frame is not None and frame is not call:
-        frame = frame.f_back
-    return frame is call
-
-
-def thread_is_under(thread: int, call: FrameType) -> bool:
-    """Return whether a thread is in a call. The thread keeps running while its stack is read."""
-    for _ in range(_LOOKS):
-        frame = sys._current_frames().get(thread)
-        if frame is None:
-            return False
-        if is_under(frame, call):
-            return True
-        # The stack was read completely, to its outermost frame, and the call is not in it.
-        if _bottom(frame) is _bottom(call):
-            return False
-    return False  # the call has ended
-
-
-def _bottom(frame: FrameType) -> FrameType:
-    while frame.f_back is not None:
         frame = frame.f_back
     return frame
 

@@ -1,16 +1,17 @@
 """Following the forwards of a model: their beginning and end, the modules that run, and the calls of torch in them.
 
-Permanent hooks are only on the model and its direct children (through which a call of ``model.forward_features``
-enters), so that forwards that are not followed are not slowed down. While a forward is followed, torch's global module
-hooks tell which module runs, and :class:`Interception` sees its calls of torch. Both are removed when the forward
-ends, also after an exception.
+A forward is a call of the model, or successive calls of its parts from outside, as in ``model.forward_features(x)``,
+until a part that has run is called again. Permanent hooks are on the model and on all parts that have parts of their
+own. While a call is followed, torch's global module hooks tell which module runs, and :class:`Interception` sees its
+calls of torch. Both are removed when the call ends, also after an exception.
 """
 
 import sys
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from types import FrameType
 from typing import Any, Protocol
 
 import torch
@@ -18,7 +19,7 @@ from torch import nn
 from torch.nn.modules import module as global_hooks
 from torch.overrides import TorchFunctionMode
 
-from tcnn_probe.hooks.calls import Call, Calls, add_hook, is_under
+from tcnn_probe.hooks.calls import Call, Calls, add_hook, is_running, outermost_call
 from tcnn_probe.hooks.interception import Answer, Interception, Seen
 from tcnn_probe.hooks.modes import (
     hidden_depth,
@@ -37,8 +38,16 @@ Running = Sequence[tuple[nn.Module, Sequence[Any]]]
 class Listener(Protocol):
     """Interface of an object that is notified of the forwards of a model, one at a time."""
 
-    def begins(self, entry: nn.Module, inputs: Sequence[Any]) -> bool:
-        """Return whether to follow the forward that begins with a call of ``entry``, the model or a part of it."""
+    def begins(
+        self, entry: nn.Module, inputs: Sequence[Any], *, continues: bool
+    ) -> bool:
+        """Return whether to follow a call of ``entry``, the model or a part of it.
+
+        Args:
+            entry: Module that was called from outside of the model.
+            inputs: Inputs of this call.
+            continues: Whether the call belongs to the forward of the previous call.
+        """
 
     def modes(self) -> Sequence[TorchFunctionMode]:
         """Return function modes to enter during the forward that has begun."""
@@ -52,24 +61,45 @@ class Listener(Protocol):
         """Handle the return of a module; a result other than None replaces its output."""
 
     def ends(self, output: Any) -> None:
-        """Handle the end of the forward, with the output of its entry."""
+        """Handle the end of the call, with its output."""
 
     def fails(self) -> None:
-        """Handle a forward that an exception has ended."""
+        """Handle a call that an exception has ended."""
 
 
 class Forwards(Calls["Forward"]):
-    """Notifies a listener of the forwards of a model that it wants to follow, until :meth:`detach`."""
+    """Notifies a listener of the forwards of a model that it wants to follow, until :meth:`detach`.
+
+    Args:
+        model: Model to follow.
+        listener: Listener to its forwards.
+        names: Names of the modules to follow, "" for the model and its wrappers.
+        attending: Modules in which the listener has seen attention so far.
+        first: Whether the hooks come before those that are there.
+    """
 
     def __init__(
-        self, model: nn.Module, listener: Listener, *, first: bool = True
+        self,
+        model: nn.Module,
+        listener: Listener,
+        names: Mapping[nn.Module, str],
+        attending: Set[nn.Module],
+        *,
+        first: bool = True,
     ) -> None:
         super().__init__(model, Forward)
         self._listener = listener
         self._first = first
-        self._names = {module: name for name, module in model.named_modules()}
-        self._followed: Forward | None = None  # at most one forward at a time
+        self._names = names
+        self._followed: Forward | None = None  # at most one call at a time
         self._depth = hidden_depth()
+        self._sequence = _Sequence()
+        # Forwards in which this object was created are not followed, as their beginning was not.
+        self._begun: dict[int, FrameType] = {}  # by thread
+        for thread, frame in sys._current_frames().items():
+            if (begun := outermost_call(names, frame)) is not None:
+                self._begun[thread] = begun
+        self._attending = attending
         try:
             self.attach()
         except BaseException:
@@ -79,33 +109,66 @@ class Forwards(Calls["Forward"]):
     def attach(self) -> None:
         """Add hooks to the model and its parts."""
         self._attached = True
-        for entry, is_whole in dict(_entries(self.module)).items():
+        for entry in _entries(self.module):
             # torch.compile leaves out hooks of parts, which would break graphs; only the whole model keeps its hook.
+            is_part = self._names[entry] != ""
             self._handles.append(
-                add_hook(entry, self._begin, first=self._first, compiled=not is_whole)
+                add_hook(entry, self._begin, first=self._first, compiled=is_part)
             )
             self._handles.append(
-                add_hook(
-                    entry, self._end, after=True, always=True, compiled=not is_whole
-                )
+                add_hook(entry, self._end, after=True, always=True, compiled=is_part)
             )
 
     def begins(self, call: "Forward") -> None:
-        """Follow the forward if no other one is followed and the listener wants it."""
+        """Follow the call if no other one is followed and the listener wants it."""
         # Reading properties of tensors is a call of a torch function, which the user's modes must not see.
         with self._lock, torch._C.DisableTorchFunction():
-            call.over = self._followed is not None or is_transformed(call.inputs)
+            begun = self._begun.get(call.thread)
+            if begun is not None and not is_running(begun):
+                begun = None
+                del self._begun[call.thread]
+            call.over = (
+                begun is not None
+                or self._followed is not None
+                or is_transformed(call.inputs)
+            )
             if call.over:
                 return
+            continues = self._continues(call)
             with call.unseen():
-                call.over = not self._listener.begins(call.module, call.inputs)
+                call.over = not self._listener.begins(
+                    call.module, call.inputs, continues=continues
+                )
             if call.over:
                 return
             self._followed = call
         call.follow(self._names, self._listener)
 
+    def _continues(self, call: "Forward") -> bool:
+        """Return whether a call belongs to the forward of the previous call, and note it as a part of its forward."""
+        entry, sequence = call.module, self._sequence
+        is_whole = self._names[entry] == ""
+        modules = set() if is_whole else set(entry.modules())
+        continues = (
+            not is_whole
+            and sequence.first not in (None, entry)
+            and sequence.thread == call.thread
+            and sequence.training == self.module.training
+            and (entry not in sequence.ran or entry in sequence.called)
+            # Norms and activations may be called several times in a forward, as on several intermediate outputs.
+            and not sequence.ran & self._attending & modules
+        )
+        if not continues:
+            # Calls after that of the whole model, in which all parts may have run, belong to the next forward.
+            first = None if is_whole else entry
+            sequence = _Sequence(first, call.thread, self.module.training)
+            self._sequence = sequence
+        sequence.called.add(entry)
+        sequence.ran |= modules
+        return continues
+
     def ends(self, call: "Forward", output: Any) -> None:
-        """Notify the listener of the end of a followed forward."""
+        """Notify the listener of the end of a followed call."""
         if call is not self._followed or not self._attached:
             return
         # An exception that was already being handled when the model was called is not a failure of the forward.
@@ -146,9 +209,28 @@ class Forwards(Calls["Forward"]):
                 self._listener.fails()
 
 
+@dataclass
+class _Sequence:
+    """The forward of the latest call.
+
+    Args:
+        first: Part whose call began the forward; None if the model was called as a whole.
+        thread: Thread of the calls.
+        training: Mode of the model.
+        called: Parts that were called.
+        ran: Modules inside the parts that were called.
+    """
+
+    first: nn.Module | None = None
+    thread: int = 0
+    training: bool = False
+    called: set[nn.Module] = field(default_factory=set)
+    ran: set[nn.Module] = field(default_factory=set)
+
+
 @dataclass(eq=False)
 class Forward(Call):
-    """A forward of the model or of a part of it; if it is followed, it has the stack of running modules."""
+    """A call of the model or of a part of it; if it is followed, it has the stack of running modules."""
 
     handled: BaseException | None = field(default_factory=lambda: sys.exc_info()[1])
     """The exception in whose handler the model was called, if any."""
@@ -238,8 +320,7 @@ class Forward(Call):
     def _asked(self, request: Seen) -> Answer | None:
         if self._is_quiet or hidden_depth() > self._depth:
             return None
-        # If the call is outside this forward's frame, the forward was interrupted, and other code runs now.
-        if not is_under(sys._getframe(), self.frame):
+        if not is_running(self.frame):  # it was interrupted, and other code runs now
             return None
         if self.running[-1][0] not in self._names:
             return None
@@ -258,20 +339,14 @@ class Forward(Call):
         return module in self._names or next(module.parameters(), None) is not None
 
 
-def _entries(model: nn.Module) -> Iterator[tuple[nn.Module, bool]]:
-    """Yield the model and its parts that may be called by themselves, each with whether it is the whole model."""
-    yield model, True
-    inner = list(model.children())
-    while inner:
-        part = inner.pop(0)
-        is_whole = _wraps(model, part)
-        if isinstance(part, (nn.ModuleList, nn.ModuleDict)) or is_whole:
-            inner += part.children()
-        if not isinstance(part, (nn.ModuleList, nn.ModuleDict)):
-            yield part, is_whole
-
-
-def _wraps(model: nn.Module, part: nn.Module) -> bool:
-    """Return whether ``model`` is only a wrapper of ``part``, as in torch.nn.parallel."""
-    # DataParallel, DistributedDataParallel and FullyShardedDataParallel all call it "module".
-    return len(list(model.children())) == 1 and getattr(model, "module", None) is part
+def _entries(model: nn.Module) -> list[nn.Module]:
+    """Return the model and its parts that may be called by themselves."""
+    entries = []
+    for name, module in model.named_modules():
+        # Deeper modules without parts of their own, such as projections, contain no attention. Hooks on them would slow
+        # down forwards that are not followed, by a twentieth in a small vision transformer. A patch embedding can be a
+        # single convolution, but lies at the top.
+        is_deep = name.count(".") > 1 and not module._modules
+        if not is_deep and not isinstance(module, (nn.ModuleList, nn.ModuleDict)):
+            entries.append(module)
+    return entries

@@ -130,7 +130,9 @@ class Collector(AttentionListener):
             frozenset(sampling.images).union(*self._map_images.values())
         )
         self.lock = threading.RLock()
-        self._entered: Counter[nn.Module] = Counter()
+        self._forwards = 0
+        self._called_parts: dict[str, None] = {}
+        self._is_chosen = False
         self._measuring: dict[nn.Module, list[Accumulator]] = {}
         self._parts: dict[nn.Module, Mapping[str, nn.Module]] = {}
         self._attach_probes()
@@ -170,7 +172,8 @@ class Collector(AttentionListener):
         """Start the next epoch. A forward that is still running belongs to no epoch."""
         self._epoch += 1
         self.training_forwards = 0
-        self._entered.clear()
+        self._forwards = 0
+        self._called_parts.clear()
         self._image_hashes.reset()
         for accumulator in self._all():
             accumulator.reset()
@@ -179,7 +182,7 @@ class Collector(AttentionListener):
         """Read the sums of this process. If parameters are sharded over ranks, all ranks must call this together."""
         # All ranks use the same order, because reading the parameters of a sharded layer waits for the other ranks.
         sums = {key: self.accumulators[key].read() for key in sorted(self.accumulators)}
-        return RankSums(sums, bool(self._attention_probes) and not self._entered)
+        return RankSums(sums, bool(self._attention_probes) and not self._forwards)
 
     def close_epoch(self, ranks: Sequence[RankSums] = ()) -> EpochReport:
         """Return the report of the epoch.
@@ -226,12 +229,44 @@ class Collector(AttentionListener):
             training_forwards=self.training_forwards,
             missed_attention=all(rank.missed_attention for rank in ranks),
             attention_like=[] if layers or not ranks else self._attention_like(),
+            called_parts=list(self._called_parts),
+            compiled_parts=[
+                name
+                for module, name in self._names.items()
+                # This is set by model.part.compile() (private, torch 2.8 to 2.15).
+                if name and getattr(module, "_compiled_call_impl", None) is not None
+            ],
         )
 
     # The following methods implement tcnn_probe.attention.stream.AttentionListener.
 
-    def begins(self, entry: nn.Module, inputs: Sequence[Any]) -> bool:
-        """Return whether to measure this forward, and prepare for it."""
+    def begins(
+        self, entry: nn.Module, inputs: Sequence[Any], *, continues: bool
+    ) -> bool:
+        """Return whether to measure this call, and prepare for it. Calls of one forward are measured together."""
+        # A forward that goes on after a mark counts as a new one.
+        continues = continues and self._begun_in == self._epoch
+        if not continues:
+            self._is_chosen = self._begins_forward()
+        if self.pauses or not self._is_chosen:
+            return False
+        self._clear()
+        self._image_hashes.begins(inputs, continues=continues)
+        # The name is empty for the model and for a wrapper around it.
+        self._whole_model = self._names[entry] == ""
+        if not self._whole_model:
+            self._called_parts[self._names[entry]] = None
+        shapes = tuple(x.shape[1:] for x in inputs if isinstance(x, Tensor))
+        # Tokens that come without an image are those of the images before.
+        has_images = self._whole_model or any(len(shape) > 2 for shape in shapes)
+        if not continues and (has_images or self._image_size is None):
+            self._image_size = shapes
+        return True
+
+    def _begins_forward(self) -> bool:
+        """Count a forward that begins, and return whether it is measured."""
+        # This is compared when a call ends, as another thread may mark the epoch before.
+        self._begun_in = self._epoch
         if self.pauses:
             return False
         training = self._model.training
@@ -241,19 +276,9 @@ class Collector(AttentionListener):
         self._follow_gradients()
         if not self._measures_forwards() or training not in self._sampling.training:
             return False
-        # If parts of a model are called one by one, the forwards of each part are counted.
-        number = self._entered[entry]
-        self._entered[entry] += 1
-        if number % self._sampling.every or self._is_full():
-            return False
-        self._clear()
-        self._image_hashes.begins(inputs)
-        self._image_size = tuple(x.shape[1:] for x in inputs if isinstance(x, Tensor))
-        # This is compared when the forward ends, as another thread may mark the epoch before.
-        self._begun_in = self._epoch
-        # The name is empty for the model and for a wrapper around it.
-        self._whole_model = self._names[entry] == ""
-        return True
+        number = self._forwards
+        self._forwards += 1
+        return number % self._sampling.every == 0 and not self._is_full()
 
     def attends(self, attention: Attention) -> None:
         """Measure an attention."""

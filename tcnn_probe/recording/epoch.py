@@ -84,6 +84,8 @@ class EpochReport:
         training_forwards: Number of forwards in training mode.
         missed_attention: Whether attention should be measured, but no forward with attention to measure has begun.
         attention_like: Names of layers that look like attention; empty if something was measured.
+        called_parts: Names of the parts that were called from outside of the model.
+        compiled_parts: Names of the parts whose calls from outside are not seen, because they are compiled in place.
     """
 
     layers: Sequence[LayerReport]
@@ -98,6 +100,8 @@ class EpochReport:
     training_forwards: int
     missed_attention: bool
     attention_like: Sequence[str]
+    called_parts: Sequence[str]
+    compiled_parts: Sequence[str]
 
 
 def check_probes(report: EpochReport, *, chose_layers: bool) -> None:
@@ -281,6 +285,10 @@ def _check_forwards(report: EpochReport, groups: Groups | None) -> None:
     advice = "run some before mark()"
     if mode == "eval mode":
         advice = "run the validation, with model.eval(), before mark()"
+    advice += (
+        "; if you evaluate a copy of the model, such as a moving average, record that copy"
+        + _describe_parts(report)
+    )
     layers = report.layers
     idle = dict.fromkeys(
         entry.name for entry in layers if entry.probe.runs and not entry.sums.images
@@ -310,6 +318,19 @@ def _check_forwards(report: EpochReport, groups: Groups | None) -> None:
         )
 
 
+def _describe_parts(report: EpochReport) -> str:
+    """Return the parts that were called, and those that cannot be followed."""
+    text = ""
+    if report.called_parts:
+        text += f"; parts of the model were called: {_shorten(report.called_parts)}"
+    if report.compiled_parts:
+        text += (
+            f"; the parts {_shorten(report.compiled_parts)} are compiled, and are seen only in calls of the model: "
+            f"compile them as model.part = torch.compile(model.part)"
+        )
+    return text
+
+
 def _raise_no_attention(report: EpochReport, layer_filter: LayerFilter | None) -> None:
     unsupported = (
         f"; layers that look like attention: {report.unsupported}"
@@ -318,6 +339,7 @@ def _raise_no_attention(report: EpochReport, layer_filter: LayerFilter | None) -
     )
     if report.missing:
         unsupported += f"; attention that the probes do not measure: {report.missing}"
+    unsupported += _describe_parts(report)
     if layer_filter is not None:
         layers = report.attention_like
         advice = f": such layers of this model are {_shorten(layers)}" if layers else ""

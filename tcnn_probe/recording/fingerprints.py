@@ -35,15 +35,17 @@ class ImageHashes:
     def reset(self) -> None:
         """Start the next epoch."""
         self._passed = 0
+        self._has_images = False
         self._samples: dict[int, Tensor] = {}
         self._pending: tuple[int, dict[int, Tensor]] = (0, {})
 
-    def begins(self, inputs: Sequence[Any]) -> None:
-        """Copy values of the chosen images from the inputs of a measured forward."""
+    def begins(self, inputs: Sequence[Any], *, continues: bool = False) -> None:
+        """Copy values of the chosen images from the inputs of a measured call, unless its forward has shown images."""
+        self._has_images &= continues
         # Images have more than two axes, unlike the masks and labels that come with them.
         batch = next((x for x in inputs if isinstance(x, Tensor) and x.ndim > 2), None)
-        if batch is None:
-            self._pending = (0, {})
+        self._pending = (0, {})
+        if batch is None or self._has_images:
             return
         samples = {}
         step = max(1, batch[0].numel() // self.SAMPLES)
@@ -55,8 +57,9 @@ class ImageHashes:
         self._pending = len(batch), samples
 
     def ends(self) -> None:
-        """Count the images of the forward that has ended, and keep its samples."""
+        """Count the images of the call that has ended, and keep its samples."""
         count, samples = self._pending
+        self._has_images |= count > 0
         self._passed += count
         self._samples |= samples
 

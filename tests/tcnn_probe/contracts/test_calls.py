@@ -1,9 +1,11 @@
 """Ways to call a model: in parts, twice, by itself, with several recorders, under checkpointing."""
 
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
+import xarray as xr
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -76,26 +78,104 @@ def test_attached_and_removed_in_the_middle_of_a_forward() -> None:
     assert clean()
 
 
-@pytest.mark.parametrize("what", ["features", "blocks", "one block"])
-def test_parts_called_instead_of_the_model(what: str) -> None:
+def forward_features(model: nn.Module, x: Tensor) -> None:
+    # A mask makes timm call the blocks one by one.
+    model.forward_features(x, attn_mask=torch.zeros(36, 36))
+
+
+def forward_intermediates(model: nn.Module, x: Tensor) -> None:
+    model.forward_intermediates(x, norm=True)
+
+
+def intermediate_layers(model: nn.Module, x: Tensor) -> None:
+    model.get_intermediate_layers(x, n=2, norm=True)
+
+
+def forward_alone(model: nn.Module, x: Tensor) -> None:
+    """Call ``forward`` itself, as the wrapper of peft does, so that no hook of the model runs."""
+    model.forward(x)
+
+
+def features_and_head(model: nn.Module, x: Tensor) -> None:
+    model.forward_head(model.forward_features(x))
+
+
+def layer_by_layer(model: nn.Module, x: Tensor) -> None:
+    x = model._pos_embed(model.patch_embed(x))
+    for block in model.blocks:
+        # Blocks are taken apart down to their attention.
+        x = x + block.attn(block.norm1(x))
+        x = x + block.mlp(block.norm2(x))
+    model.norm(x)
+
+
+class Around(nn.Module):
+    """A LightningModule, for example, whose model is called through its parts."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.inner = nn.ModuleDict({"trunk": model})
+
+
+BY_PARTS = [
+    forward_features,
+    forward_intermediates,
+    intermediate_layers,
+    forward_alone,
+    features_and_head,
+    layer_by_layer,
+]
+
+
+@pytest.mark.parametrize("inside", [False, True])
+@pytest.mark.parametrize("call", BY_PARTS, ids=lambda call: call.__name__)
+def test_calls_of_parts_are_one_forward(
+    call: Callable[[nn.Module, Tensor], None], inside: bool
+) -> None:
+    """Numbers, maps and hashes of images equal those of calls of the whole model, also with every= and max_images=."""
+    model, batches = vit(), images(11).split(2)
+    options: dict[str, Any] = {"every": 2, "max_images": 5, "images": [0, 4]}
+    recorded_model: nn.Module = Around(model).eval() if inside else model
+    with (
+        torch.no_grad(),
+        tcnn_probe.record(recorded_model, **options) as recorder,
+        tcnn_probe.record(model, **options) as whole,
+    ):
+        for epoch in range(2):
+            for x in batches:
+                with whole.pause():
+                    call(model, x)
+                with recorder.pause():
+                    model(x)
+            recorder.mark(epoch=epoch)
+            whole.mark(epoch=epoch)
+    trees = [part.tree for part in (recorder, whole)]
+    for node in ("heads", "maps/3x5x7"):
+        parts, expected = (tree[node].to_dataset() for tree in trees)
+        parts["layer"] = expected["layer"]
+        xr.testing.assert_allclose(parts, expected, rtol=1e-5, atol=1e-6)
+    assert trees[0].attrs["image_hashes"] == trees[1].attrs["image_hashes"]
+    assert trees[1]["heads"].images.values.tolist() == [[5, 5]] * 2
+    # Forwards 0, 2 and 4 are measured, and of the last one a single image.
+    expected_entropies = entropies(model, torch.cat([*batches[::2]])[:5])
+    for mark in range(2):
+        check_entropies(recorder, expected_entropies, mark)
+
+
+def test_a_part_called_again_begins_a_forward() -> None:
+    """Blocks are called on the same tokens again, without the patch embedding."""
     model, x = vit(), images()
-    expected = entropies(model, x)
     with torch.no_grad():
-        tokens = model.norm_pre(
-            model.patch_drop(model._pos_embed(model.patch_embed(x)))
-        )
-    with tcnn_probe.record(model) as recorder:
-        if what == "features":
-            model.forward_head(model.forward_features(x))
-        elif what == "blocks":
-            model.norm(model.blocks(tokens))
-        else:  # recorders do not watch calls of indirect parts
+        tokens = model._pos_embed(model.patch_embed(x))
+        with tcnn_probe.record(model, every=2) as recorder:
+            model.patch_embed(x)
+            for _ in range(3):
+                model.blocks(tokens)
+            recorder.mark(epoch=0)
+            # The mark has ended the forward.
             model.blocks[1](model.blocks[0](tokens))
-            with pytest.raises(RuntimeError, match="nothing to mark"):
-                recorder.mark(epoch=0)
-            return
-        recorder.mark(epoch=0)
-        check_entropies(recorder, expected, images=3)
+            recorder.mark(epoch=1)
+    assert recorder.dataset.images.values.tolist() == [[6, 6], [3, 3]]
 
 
 @pytest.mark.parametrize("training", [False, True])
@@ -112,10 +192,10 @@ def test_the_mode_of_the_whole_model_decides(training: bool) -> None:
         assert recorder.dataset.images.values.tolist() == [[3, 3]]
 
 
-class Around(nn.Module):
+class Pair(nn.Module):
     """Two attention layers, which each test calls as it needs."""
 
-    def __init__(self, forward: Callable[["Around", Tensor], Tensor]) -> None:
+    def __init__(self, forward: Callable[["Pair", Tensor], Tensor]) -> None:
         super().__init__()
         blocks = vit().blocks
         self.parts = nn.Module()  # this container is never called
@@ -137,7 +217,7 @@ TOKENS = torch.randn(3, 7, 12, generator=torch.Generator().manual_seed(0))
 
 def test_layer_called_twice_in_a_forward_counts_twice() -> None:
     """The mean is over both calls, and ``images`` is twice as many. A shared layer has its first name."""
-    model = Around(lambda parts, x: parts.two(parts.one(x) + parts.one(0.3 * x)))
+    model = Pair(lambda parts, x: parts.two(parts.one(x) + parts.one(0.3 * x)))
     model.parts.again = model.parts.one
     expected = (
         entropy(model.parts.one, TOKENS) + entropy(model.parts.one, 0.3 * TOKENS)
@@ -157,7 +237,7 @@ def test_layer_called_twice_in_a_forward_counts_twice() -> None:
 
 
 def test_model_that_calls_itself() -> None:
-    model = Around(lambda parts, x: parts.two(parts.one(x)))
+    model = Pair(lambda parts, x: parts.two(parts.one(x)))
     # The layer sees the tokens, half of them and a quarter of them.
     by_depth = [entropy(model.parts.one, TOKENS * 0.5**depth) for depth in range(3)]
     expected = torch.stack(by_depth).mean((0, 1))

@@ -1,5 +1,6 @@
 """Errors of record() and mark() name the expected and the given value, and a refused call changes nothing."""
 
+import copy
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -372,6 +373,25 @@ NO_ATTENTION: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], str]] = {
         "nothing was recorded of the layers asked for, 'norm': no attention was seen there",
     ),
 }
+
+
+@pytest.mark.filterwarnings("ignore:.*nothing was marked:RuntimeWarning")
+def test_mark_names_parts_that_were_called_and_copies() -> None:
+    """A copy is another model; a part that is compiled in place shows nothing but the calls of its neighbours."""
+    model = vit()
+    model.blocks.compile(backend="eager")
+    with torch.no_grad(), tcnn_probe.record(model) as recorder:
+        copy.deepcopy(model)(images())
+        with pytest.raises(
+            RuntimeError, match=r"a copy of the model.*record that copy.*'blocks'"
+        ):
+            recorder.mark(epoch=0)
+        model.norm(model.patch_embed(images()))
+        with pytest.raises(
+            RuntimeError,
+            match=r"called: \['patch_embed', 'norm'\]; the parts \['blocks'\] are compiled",
+        ):
+            recorder.mark(epoch=0)
 
 
 @pytest.mark.filterwarnings("ignore:.*nothing was marked:RuntimeWarning")
