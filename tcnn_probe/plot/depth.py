@@ -74,7 +74,9 @@ def depth(
         level = select_dims(check_array(uniform, "uniform"), "uniform", ("layer",))
         level = level.sel(layer=values.layer) if "layer" in values.coords else level
         axes.plot(x, level, ls="--", color="0.5", label="uniform attention")
-    label_layers(axes, x, values.layer.values if "layer" in values.coords else ())
+    label_layers(
+        axes, x.tolist(), values.layer.values if "layer" in values.coords else ()
+    )
     axes.set_ylabel(axis_label(values))
     axes.set_ylim(bottom=min(0, float(values.min())))
     if legend:

@@ -94,7 +94,7 @@ def offset_kernels(
     axes.set_aspect("equal")
     axes.set_yticks(range(len(rows)), [name for name, _ in rows], fontsize="small")
     labels = kernels["head"].values if "head" in kernels.coords else range(heads)
-    axes.set_xticks(range(heads), labels, fontsize="small")
+    axes.set_xticks(range(heads), list(map(str, labels)), fontsize="small")
     axes.tick_params(length=0)
     axes.spines[:].set_visible(False)
     axes.set(xlabel=f"head\n{_CAPTION}", ylabel="layer")
