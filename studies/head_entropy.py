@@ -128,7 +128,7 @@ DISTANCES = tcnn_probe.Probe(
     variables={
         f"{part}_distance": tcnn_probe.Variable(
             ("layer", "head"),
-            "pixel",
+            "cell",
             f"distance of {part} attention",
             f"Mean distance from a query to the keys that the {part} part of its attention (T-CNN Eq. 7) attends to, "
             "over images and queries.",

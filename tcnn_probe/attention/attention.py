@@ -224,6 +224,20 @@ class Attention(ABC):
         """Rows and columns of the maps that :meth:`on_grid` returns; None if no grid is known."""
         return None if self.layout.keys is None else self.layout.keys.size
 
+    @property
+    def cells(self) -> tuple[int, int] | None:
+        """Rows and columns of the finer of the grids of queries and keys in the whole image; None if unknown."""
+        if self.cut is not None:
+            cuts = (self.cut, self.query_cut or self.cut)
+            return max(cut.grid for cut in cuts)
+        if self.windows > 1:
+            return None
+        tokens = (self.layout.queries, self.layout.keys)
+        return max(
+            ((side.rows, side.width) for side in tokens if side is not None),
+            default=None,
+        )
+
     def uniform_scales(self) -> dict[str, Tensor]:
         """Return entropy and distance of uniform attention, for each image: (B,).
 

@@ -20,7 +20,7 @@ from tcnn_model.gpsa.statistics import (
     apply_and_measure,
     measure,
 )
-from tcnn_model.precision import without_autocast
+from tcnn_model.precision import widest_dtype, without_autocast
 from tcnn_probe.attention.attention import (
     Attention,
     ContentRows,
@@ -137,7 +137,13 @@ class GatedAttention(Attention):
             "content_information": attention,
             "content_part_information": content,
         }
-        return {**gated_means(self._measured()), **self.uniform_scales(), **patterns}
+        radius = {
+            "mean_squared_radius": _mean_squared_radius(self.parts).expand(
+                self.images, -1
+            )
+        }
+        means = gated_means(self._measured())
+        return {**means, **radius, **self.uniform_scales(), **patterns}
 
     def content_rows(self) -> ContentRows:
         """Return the statistics of the content part C, over real pixels."""
@@ -192,6 +198,11 @@ class GatedAttention(Attention):
     def map_size(self) -> tuple[int, int]:
         """Rows and columns of the real pixels."""
         return self.parts.y.length, self.parts.x.length
+
+    @property
+    def cells(self) -> tuple[int, int]:
+        """Rows and columns of the real pixels."""
+        return self.map_size
 
     def on_grid(self, rows: Tensor) -> Tensor:
         """Return the values (..., N_key) of the real pixels: shape (..., height, width)."""
@@ -254,6 +265,22 @@ class GatedAttention(Attention):
         return replace(
             self.parts, query=self.parts.query[which], key=self.parts.key[which]
         )
+
+
+@torch.no_grad()
+def _mean_squared_radius(attention: tcnn_model.GatedAttention) -> Tensor:
+    """Return the variance of the offset under P, the sum over both axes and mean over queries: (heads,)."""
+    radius = attention.position.new_zeros(
+        (), dtype=widest_dtype(attention.query.device)
+    )
+    for axis, factor in zip(
+        (attention.y, attention.x), attention.factors(), strict=True
+    ):
+        keys = axis.key_positions(factor)
+        # Centred first, as a difference of large squares would lose precision.
+        offsets = keys - (factor * keys).sum(-1, keepdim=True)
+        radius = radius + (factor * offsets.square()).sum(-1).mean(-1)
+    return radius
 
 
 @torch.no_grad()

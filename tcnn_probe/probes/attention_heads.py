@@ -41,6 +41,7 @@ __all__ = [
     "DISTILLATION_ATTENTION",
     "GPSA",
     "SOFTMAX",
+    "VIDEO",
 ]
 
 
@@ -51,7 +52,9 @@ def _statistics(attention: Attention) -> Mapping[str, Any]:
 def _statistics_of_softmax(attention: Attention) -> Mapping[str, Any]:
     if attention.gate is not None:  # gated layers have their own probes
         return {}
-    return attention.statistics()
+    statistics = dict(attention.statistics())
+    statistics.pop("frame_distance", None)  # videos have a probe of their own
+    return statistics
 
 
 def _maps(attention: Attention, images: Sequence[int]) -> dict[str, Tensor]:
@@ -73,13 +76,6 @@ SOFTMAX = Probe(
     {
         "entropy": ENTROPY,
         "attention_distance": DISTANCE,
-        "frame_distance": Variable(
-            HEAD,
-            "1",
-            "distance in time",
-            "Of videos: sum_j A_ij |f_ij| between tokens of the grid, where f_ij is the number of frames of tokens "
-            f"from i to j and rows are renormalised over these tokens. {MEAN}",
-        ),
         "prefix_attention": Variable(
             HEAD,
             "1",
@@ -97,6 +93,29 @@ SOFTMAX = Probe(
 )
 
 
+def _frame_distance(attention: Attention) -> Mapping[str, Any]:
+    if not attention.layout.is_video or attention.gate is not None:
+        return {}
+    return {"frame_distance": attention.statistics()["frame_distance"]}
+
+
+# A probe of its own, so that recordings of images have no empty variable.
+VIDEO = Probe(
+    "video",
+    {
+        "frame_distance": Variable(
+            HEAD,
+            "1",
+            "distance in time",
+            "sum_j A_ij |f_ij| between tokens of the grid, where f_ij is the number of frames of tokens "
+            f"from i to j and rows are renormalised over these tokens. {MEAN}",
+        ),
+    },
+    group="",
+    attention=_frame_distance,
+)
+
+
 _GATED_VARIABLES: Mapping[str, Variable] = {
     "gate": Variable(
         HEAD,
@@ -106,25 +125,35 @@ _GATED_VARIABLES: Mapping[str, Variable] = {
     ),
     "locality_strength": Variable(
         HEAD,
-        "pixel-2",
+        "cell-2",
         "locality strength",
         "alpha of the positional attention (T-CNN Eq. 4), at the time of the mark.",
     ),
     "attention_span": Variable(
         HEAD,
-        "pixel2",
+        "cell2",
         "attention span",
-        "1 / alpha (T-CNN Fig. 4B), at the time of the mark.",
+        "1 / alpha (T-CNN Fig. 4B), at the time of the mark: the mean squared radius of a Gaussian in the plane, and "
+        "of the attention on the grid only for alpha up to about 1 (see mean_squared_radius). NaN where alpha is not "
+        "positive.",
+        nan_reason="alpha is not positive, so that positional attention grows with the distance from its centre",
+    ),
+    "mean_squared_radius": Variable(
+        HEAD,
+        "cell2",
+        "mean squared radius",
+        "Mean over queries of the variance of the offset under positional attention, along both axes together, over "
+        f"real and padding cells. {IMAGE_MEAN}",
     ),
     "center_y": Variable(
         HEAD,
-        "pixel",
+        "cell",
         "centre of attention, y",
         "Delta_y, relative to the query (T-CNN Eq. 4), at the time of the mark.",
     ),
     "center_x": Variable(
         HEAD,
-        "pixel",
+        "cell",
         "centre of attention, x",
         "Delta_x, relative to the query (T-CNN Eq. 4), at the time of the mark.",
     ),
@@ -133,13 +162,13 @@ _GATED_VARIABLES: Mapping[str, Variable] = {
         HEAD,
         "nat",
         "entropy of content attention",
-        f"Entropy of softmax(q k / sqrt(d)) over real pixels. {MEAN}",
+        f"Entropy of softmax(q k / sqrt(d)) over real cells. {MEAN}",
     ),
     "positional_entropy": Variable(
         HEAD,
         "nat",
         "entropy of positional attention",
-        f"Entropy of softmax(-alpha ||delta - Delta||^2) over real and padding pixels. {MEAN}",
+        f"Entropy of softmax(-alpha ||delta - Delta||^2) over real and padding cells. {MEAN}",
     ),
     "attention_distance": DISTANCE,
     "max_logit": LOGIT,
@@ -152,7 +181,7 @@ _GATED_VARIABLES: Mapping[str, Variable] = {
         ("layer",),
         "nat",
         "entropy of uniform content attention",
-        "log N for the layer's N real pixels: the content_entropy of queries that attend to all of them equally.",
+        "log N for the layer's N real cells: the content_entropy of queries that attend to all of them equally.",
     ),
     **MAPS,
 }
@@ -179,7 +208,8 @@ def _state(gate: Tensor, alpha: Tensor, y: Tensor, x: Tensor) -> dict[str, Tenso
     return {
         "gate": gate,
         "locality_strength": alpha,
-        "attention_span": 1 / alpha,
+        # ConViT learns alpha without a bound.
+        "attention_span": torch.where(alpha > 0, 1 / alpha, torch.nan),
         "center_y": y,
         "center_x": x,
     }

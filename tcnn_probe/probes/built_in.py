@@ -7,6 +7,7 @@ from tcnn_probe.probes.attention_heads import (
     DISTILLATION_ATTENTION,
     GPSA,
     SOFTMAX,
+    VIDEO,
 )
 from tcnn_probe.probes.cross_patch import CROSS_PATCH
 from tcnn_probe.probes.gradient import GRADIENT
@@ -23,6 +24,7 @@ _HEADS = (
     GPSA,
     CONVIT,
     SOFTMAX,
+    VIDEO,
     CLASS_ATTENTION,
     DISTILLATION_ATTENTION,
     ATTENTION_BY_CLASS,

@@ -214,8 +214,10 @@ HEALTH = Probe(
             HEAD,
             "nat",
             "diversity of queries",
-            "H(mean over queries of A_i) - mean over queries of H(A_i), within each window: the mutual information of "
-            f"query and key. 0 if all queries attend alike, at most the log of their number. {_OF_CONTENT}",
+            "H(mean over queries of A_i) - mean over queries of H(A_i), within each window: I(query; key), given the "
+            "image. 0 if all queries attend alike, at most the log of their number. Divided by the root of that log "
+            "times H(mean over queries of A_i), it is the normalised mutual information of Park et al. 2023 (arXiv "
+            f"2305.00729). {_OF_CONTENT}",
         ),
         "head_similarity": Variable(
             HEAD,
@@ -237,7 +239,7 @@ HEALTH = Probe(
             "1",
             "rank of the head's output",
             "(sum_k s_k^2)^2 / sum_k s_k^4 of the singular values s of the outputs o = A v of an image (queries, d): "
-            "the participation ratio of Gao et al. 2017, not centred, so that it is 1 if all outputs are alike (rank "
+            "the participation ratio of Gao et al. 2017, uncentred, so that it is 1 if all outputs are alike (rank "
             "collapse: Dong et al. 2021, arXiv 2103.03404), 0 if all are zero. NaN for a softmax that is not part of "
             f"fused attention. {IMAGE_MEAN}",
         ),
@@ -259,7 +261,7 @@ HEALTH = Probe(
             "1",
             "share of outlier tokens",
             f"Share of patch tokens with more than {OUTLIER:g} times the median norm (registers: Darcet et al. 2023, "
-            f"arXiv 2309.16588), {_ENTERING}",
+            f"arXiv 2309.16588, count those of the model's output tokens, above a fixed norm), {_ENTERING}",
         ),
         "class_token_norm": Variable(
             _LAYER,

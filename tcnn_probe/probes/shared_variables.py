@@ -27,7 +27,8 @@ ENTROPY = Variable(
     HEAD,
     "nat",
     "attention entropy",
-    f"-sum_j A_ij log A_ij over all keys, padding and class tokens included. {MEAN}",
+    "-sum_j A_ij log A_ij over all keys, padding and class tokens included: unlike attention_distance, which leaves "
+    f"class tokens out. {MEAN}",
 )
 LOGIT = Variable(
     HEAD,
@@ -49,11 +50,13 @@ CLASS_ENTROPY = Variable(
 )
 DISTANCE = Variable(
     HEAD,
-    "pixel",
+    "cell",
     "attention distance",
-    "sum_j A_ij ||delta_ij|| (ConViT's non-locality), in pixels of the finer of the grids of queries and keys. GPSA: "
-    "over real and padding pixels. Softmax attention: between tokens of the grid, each at the centre of its cell "
-    f"(at its first pixel where keys or queries are strided), rows renormalised over these. {MEAN}",
+    "sum_j A_ij ||delta_ij|| (ConViT's non-locality), in cells of the finer of the grids of queries and keys: patches "
+    "of a vision transformer, pixels of a feature map. GPSA: over real and padding cells. Softmax attention: between "
+    "tokens of the grid, each at the centre of its cell (at its first cell where keys or queries are strided), rows "
+    "renormalised over these: of a head with 99 % of its attention on the class token, the remaining 1 % alone. "
+    f"{MEAN}",
 )
 
 
@@ -97,10 +100,18 @@ UNIFORM = {
     ),
     "uniform_distance": Variable(
         ("layer",),
-        "pixel",
+        "cell",
         "distance of uniform attention",
         "The attention_distance of queries that attend to all keys equally: the mean distance between the same queries "
         f"and keys, including keys that a mask hides. {IMAGE_MEAN}",
+    ),
+    "cell_pixels": Variable(
+        ("layer",),
+        "pixel",
+        "side of a cell",
+        "Height of the model's input divided by the rows of the finer of the grids of queries and keys: distances "
+        "times it are in pixels. A model that pads its input has larger patches. NaN if the grid does not divide the "
+        f"input into squares. {IMAGE_MEAN}",
     ),
 }
 # Maps take most of a recording's bytes, and colours show fewer than the 11 bits of float16.

@@ -6,6 +6,8 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
+import torch
 from torch import Tensor, nn
 
 from tcnn_model import AttentionPool2d
@@ -24,7 +26,12 @@ from tcnn_probe.recording.accumulator import (
     check_measured,
     select_classes,
 )
-from tcnn_probe.recording.epoch import MIXED_SIZES, EpochReport, LayerReport
+from tcnn_probe.recording.epoch import (
+    MIXED_SIZES,
+    UNKNOWN_CELLS,
+    EpochReport,
+    LayerReport,
+)
 from tcnn_probe.recording.fingerprints import ImageHashes
 from tcnn_probe.recording.options import Sampling
 
@@ -140,7 +147,7 @@ class Collector(AttentionListener):
             part for parts in self._parts.values() for part in parts.values()
         }
         self._epoch = self._begun_in = 0
-        self._image_size: object = None
+        self._image_size: tuple[torch.Size, ...] = ()
         self._whole_model = False
         self._clear()
         self.stream = AttentionStream(
@@ -209,6 +216,10 @@ class Collector(AttentionListener):
                     accumulator.name, {*mixed, "translation_equivariance"}, MIXED_SIZES
                 )
             probe = accumulator.probe
+            for name, value in sums.state.items():
+                reason = probe.variables[name].nan_reason
+                if reason and np.isnan(value).any():
+                    self._note_missing(accumulator.name, [name], reason)
             facts = dict(probe.facts(accumulator.module)) if probe.facts else {}
             images, maps = accumulator.images, accumulator.maps
             layers.append(
@@ -481,6 +492,12 @@ class Collector(AttentionListener):
             else:
                 # Images beyond max_images are numbered, but not added to the sums.
                 values[name], images = value[: call.limit], len(value)
+        if isinstance(call, Attention) and values and "cell_pixels" in probe.variables:
+            side = self._cell_pixels(call)
+            if side is None:
+                self._note_missing(layer, ["cell_pixels"], UNKNOWN_CELLS)
+            else:
+                values["cell_pixels"] = torch.full((images,), side)[: call.limit]
         before = self._images_before(layer, probe)
         self._pending_images[layer, probe.kind] += images
         rows: list[int] = []
@@ -506,6 +523,15 @@ class Collector(AttentionListener):
         return _Measured(
             layer, call.module, probe, values, patterns, images, before, rows, maps
         )
+
+    def _cell_pixels(self, attention: Attention) -> float | None:
+        """Return the side of a cell in pixels of the input; None if it is unknown, or cells are not square."""
+        # Images are (C, H, W), videos (T, C, H, W) or (C, T, H, W), here without the dimension of the batch.
+        size = next((shape for shape in self._image_size if len(shape) > 2), None)
+        if size is None or attention.cells is None:
+            return None
+        (height, width), (rows, columns) = size[-2:], attention.cells
+        return height / rows if height * columns == width * rows else None
 
     def _add(self, measured: _Measured, output: Any) -> None:
         probe, maps = measured.probe, measured.maps

@@ -17,6 +17,7 @@ from tcnn_probe.storage import EpochStore, StoreError
 __all__ = [
     "MAPS_OF_CLASSES",
     "MIXED_SIZES",
+    "UNKNOWN_CELLS",
     "EpochReport",
     "LayerReport",
     "OtherLayersError",
@@ -34,6 +35,7 @@ __all__ = [
 MAPS_OF_CLASSES = "maps/classes/"
 """Prefix of the paths of groups with maps of classes."""
 
+UNKNOWN_CELLS = "no grid is known that divides the model's input into squares"
 MIXED_SIZES = (
     "images of several sizes came between two marks: mark() after those of each size"
 )

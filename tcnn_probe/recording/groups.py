@@ -270,7 +270,8 @@ def warn_of_nonfinite(entries: Iterable[LayerValues]) -> list[str]:
             counts[entry.layer] = max(images, counts.get(entry.layer, 0))
         # Maps are not checked: they are NaN for images that were not seen.
         elif not entry.maps and not all(
-            np.isfinite(value).all() for value in entry.values.values()
+            np.isfinite(value).all() or entry.variables[name].nan_reason
+            for name, value in entry.values.items()
         ):
             broken.append(entry.layer)
     warned = []

@@ -17,15 +17,26 @@ Statistics = dict[str, Tensor]  # variable -> (B, heads), float64
 
 
 def summarise(
-    attention: Tensor, content: Tensor, positional: Tensor, distance: Tensor
+    attention: Tensor,
+    content: Tensor,
+    positional: Tensor,
+    distance: Tensor,
+    positions: Tensor | None = None,
 ) -> Statistics:
     """Return means over queries of attention (B, heads, N_query, N_key), or (heads, N_query, N_key) for any image.
 
     Args:
         attention, content, positional: A, C and P.
         distance: Distance between query and key, shape (N_query, N_key), for the keys of ``attention``.
+        positions: Row and column of each key of P, shape (N_key, 2); None to leave out the mean squared radius.
     """
-    return {
+    radius = {}
+    if positions is not None:
+        # Half of the mean squared distance between two keys that are drawn from P independently.
+        squared = torch.cdist(positions.double(), positions.double()) ** 2
+        spread = torch.einsum("hik,kl,hil->hi", positional, squared, positional) / 2
+        radius["mean_squared_radius"] = spread.mean(-1).expand(attention.shape[:2])
+    return radius | {
         "entropy": _entropy(attention),
         "content_entropy": _entropy(content),
         "positional_entropy": _entropy(positional).expand(attention.shape[:2]),
@@ -62,6 +73,7 @@ def gpsa_statistics(layer: GPSA, x: Tensor) -> Statistics:
         torch.softmax(logits, -1),
         _positional(layer, bases, pixels),
         _distance(bases, pixels),
+        pixels,
     ) | {"max_logit": logits.amax((-2, -1))}
 
 
@@ -77,7 +89,7 @@ def gpsa_statistics_of_qk(
     # In Eq. (7) over the extended grid, the padding gets no content attention.
     attention = (gate * positional).expand(len(x), *positional.shape).clone()
     attention[..., real] += (1 - gate) * content
-    means = summarise(attention, content, positional, _distance(bases, pixels))
+    means = summarise(attention, content, positional, _distance(bases, pixels), pixels)
     return means | {"max_logit": logits.amax((-2, -1))}
 
 

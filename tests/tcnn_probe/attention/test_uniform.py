@@ -1,10 +1,13 @@
 """Statistics of uniform attention against all pairs in float64; families test those of softmax attention."""
 
 import math
+from typing import Any
 
 import numpy as np
 import pytest
+import timm
 import torch
+from torch import nn
 
 import tcnn_probe
 from tcnn_model import GPSA
@@ -79,3 +82,40 @@ def test_mean_over_images_of_different_sizes() -> None:
     assert float(
         recorder.dataset.uniform_entropy.sel(layer="near").item()
     ) == pytest.approx(expected, rel=1e-12)
+
+
+def swin() -> nn.Module:
+    options = {"depths": (2, 1), "num_heads": (2, 2), "embed_dim": 8, "window_size": 3}
+    size = {"img_size": (48, 72), "patch_size": 4}
+    return timm.create_model("swin_tiny_patch4_window7_224", **options, **size)
+
+
+def vit(patch: int) -> nn.Module:
+    options = {"depth": 1, "embed_dim": 12, "num_heads": 3, "patch_size": patch}
+    size = {"img_size": (48, 72), "dynamic_img_size": True, "dynamic_img_pad": True}
+    return timm.create_model("vit_tiny_patch16_224", **options, **size)
+
+
+@pytest.mark.parametrize(
+    ("make", "channels", "sides"),
+    [
+        (lambda: vit(8), 3, [8]),
+        # Patches of 10 pixels are padded: 5 x 8 of them do not divide the image into squares.
+        (lambda: vit(10), 3, [None]),
+        # 12 x 18 patches in windows, and 6 x 9 after they are merged.
+        (swin, 3, [4, 4, 8]),
+        # On the pixels themselves, between 12 x 12 queries further apart.
+        (lambda: nn.Sequential(GPSA(2, 5, 3, padding=1, stride=(4, 6))), 2, [1]),
+    ],
+    ids=["patches", "padded", "windows", "pixels"],
+)
+def test_side_of_a_cell(make: Any, channels: int, sides: list[float | None]) -> None:
+    with tcnn_probe.record(make().eval()) as recorder, torch.no_grad():
+        recorder._model(torch.randn(3, channels, 48, 72))
+        recorder.mark(epoch=0)
+    got = recorder.dataset.cell_pixels.values[0]
+    np.testing.assert_array_equal(got, np.array(sides, dtype=float))
+    missing = [*recorder.missing.get("cell_pixels", {})]
+    assert len(missing) == sides.count(None)
+    # A variable of videos is not recorded of images.
+    assert "frame_distance" not in recorder.dataset

@@ -321,6 +321,31 @@ def test_convit_equals_brute_force_on_each_layers_input(
 
 
 @torch.no_grad()
+def test_span_of_attention_that_grows_with_distance_is_missing() -> None:
+    """ConViT's strengths are free: a head's may become negative; its radius on the grid is still that of its P."""
+    model = convit()
+    layer = model.get_submodule(LAYERS[0])
+    layer.pos_proj.weight[1, 2] = 0.7  # alpha = -0.7
+    recorder = recorded(model, tokens())
+    ds = recorder.dataset.sel(epoch=0)
+    span = ds.attention_span.sel(layer=LAYERS[0])
+    assert np.isnan(span).values.tolist() == [head == 1 for head in ds["head"].values]
+    (reason,) = recorder.missing["attention_span"].values()
+    assert "alpha is not positive" in reason
+    assert [*recorder.missing["attention_span"]] == [LAYERS[0]]
+    # On 5 x 5 tokens, the probabilities of the corners dominate.
+    exact = copy.deepcopy(layer).double()
+    with default_dtype(torch.float64):
+        positional = exact.pos_proj(exact.get_rel_indices(25)).permute(0, 3, 1, 2)
+    places = torch.cartesian_prod(*2 * [torch.arange(5.0)]).double()
+    weights = positional.softmax(-1)[0, 1]
+    squared = torch.cdist(places, places) ** 2
+    expected = (weights * (weights @ squared)).sum(-1).mean() / 2
+    got = ds.mean_squared_radius.sel(layer=LAYERS[0], head=1)
+    np.testing.assert_allclose(got, expected, rtol=1e-6)
+
+
+@torch.no_grad()
 def test_convits_recorded_parameters_give_its_positional_attention() -> None:
     model = convit()
     ds = record_epoch(model, tokens(), (5,))

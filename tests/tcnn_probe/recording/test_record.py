@@ -21,14 +21,16 @@ def test_every_variable_is_described() -> None:
     ds = recorded(Chain(), IMAGES).dataset
     units = {
         "gate": "1",
-        "locality_strength": "pixel-2",
-        "attention_span": "pixel2",
-        "center_y": "pixel",
+        "locality_strength": "cell-2",
+        "attention_span": "cell2",
+        "mean_squared_radius": "cell2",
+        "center_y": "cell",
     }
     units |= {
-        "center_x": "pixel",
-        "attention_distance": "pixel",
-        "uniform_distance": "pixel",
+        "center_x": "cell",
+        "attention_distance": "cell",
+        "uniform_distance": "cell",
+        "cell_pixels": "pixel",
     }
     units |= {
         "max_logit": "1",
@@ -49,7 +51,7 @@ def test_every_variable_is_described() -> None:
         assert len(array.description) > 15
         assert array.long_name
     for name, array in ds.data_vars.items():
-        of_layers = name.endswith("images") or name.startswith("uniform")
+        of_layers = name.endswith("images") or name.startswith(("uniform", "cell"))
         assert array.dims == (
             ("epoch", "layer") if of_layers else ("epoch", "layer", "head")
         )
