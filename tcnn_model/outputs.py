@@ -1,6 +1,6 @@
 """Class scores in the outputs of models of timm, of transformers or of the user."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import Tensor
@@ -20,14 +20,41 @@ def scores_of(output: Any) -> Any:
 
 def class_scores(model: Callable[[Tensor], Any], images: Tensor) -> Tensor:
     """Return the class scores of images, shape (B, K); raise TypeError if the model returns anything else."""
-    scores = scores_of(model(images))
+    output = model(images)
+    scores = scores_of(output)
     if not isinstance(scores, Tensor) or scores.ndim != 2 or len(scores) != len(images):
         got = (
             f"shape {tuple(scores.shape)}"
             if isinstance(scores, Tensor)
             else type(scores).__name__
         )
+        path = ("" if scores is output else ".logits") + _path_to_scores(scores)
         raise TypeError(
-            f"expected the model to give a score for each class, shape ({len(images)}, K), got {got}"
+            f"expected the model to give a score for each class, shape ({len(images)}, K), got {got}; pass "
+            f"Scores(model) instead, a wrapper that chooses the scores:\n{_WRAPPER}{path}"
         )
     return scores
+
+
+_WRAPPER = """
+    class Scores(torch.nn.Module):
+        def __init__(self, model): super().__init__(); self.model = model
+        def forward(self, images): return self.model(images)"""
+
+
+def _path_to_scores(output: Any) -> str:
+    """Return the code that takes scores (B, K) from an output, as far as it can be guessed."""
+    if isinstance(output, Tensor):
+        # Maps of scores (B, K, H, W), and tokens (B, N, K), are averaged over positions.
+        means = {4: ".mean((2, 3))", 3: ".mean(1)", 1: "[:, None]"}
+        return means.get(output.ndim, "")
+    members: Any = ()
+    if isinstance(output, Mapping):
+        members = output.items()
+    elif isinstance(output, list | tuple):
+        members = enumerate(output)
+    tensors = [(key, value) for key, value in members if isinstance(value, Tensor)]
+    if not tensors:
+        return "[...]  # what has the shape (B, K)"
+    key, value = min(tensors, key=lambda member: abs(member[1].ndim - 2))
+    return f"[{key!r}]{_path_to_scores(value)}"

@@ -24,6 +24,7 @@ __all__ = [
     "floating_tensor",
     "image_numbers",
     "layer_names",
+    "missing_head",
     "progress_bar",
     "untouched",
     "unwrap",
@@ -31,6 +32,8 @@ __all__ = [
     "whole_number",
 ]
 
+# Names of the classifier in timm, DINO, torchvision and transformers; for features, an identity is put there.
+_HEADS = ("head", "heads", "fc", "classifier")
 _LOCKS: WeakKeyDictionary[nn.Module, Any] = WeakKeyDictionary()
 # Private names under which torch 2.x keeps the module in FSDP, activation checkpointing and torch.compile.
 _WRAPPERS = ("_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod")
@@ -47,6 +50,22 @@ def unwrap(model: nn.Module) -> nn.Module:
             break
         model = inner
     return model
+
+
+def missing_head(model: nn.Module) -> str:
+    """Return how it is known that the model has no classifier and returns features; "" if it is not."""
+    network = unwrap(model)
+    while True:
+        if getattr(network, "num_classes", None) == 0:
+            return "num_classes=0"
+        for name in _HEADS:
+            if isinstance(getattr(network, name, None), nn.Identity):
+                return f"{name!r} is an identity"
+        inner = [*network.children()]
+        # A wrapper returns what the model inside returns.
+        if len(inner) != 1 or isinstance(network, nn.Sequential):
+            return ""
+        network = inner[0]
 
 
 def layer_names(model: nn.Module) -> dict[nn.Module, str]:

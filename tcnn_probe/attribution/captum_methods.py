@@ -1,6 +1,7 @@
 """Any attribution method of captum as maps of the images."""
 
 import inspect
+import warnings
 from contextlib import ExitStack
 from typing import Any
 
@@ -8,8 +9,12 @@ import torch
 from timm.layers import to_2tuple
 from torch import Tensor, nn
 
-from tcnn_model.outputs import scores_of
-from tcnn_probe.attribution.layer_choice import map_layer
+from tcnn_model.outputs import class_scores, scores_of
+from tcnn_probe.attribution.layer_choice import (
+    WITHOUT_GRADIENTS,
+    UnsupportedMethodError,
+    map_layer,
+)
 from tcnn_probe.attribution.pixels import background, to_pixels
 
 __all__ = ["captum_class", "captum_maps"]
@@ -129,7 +134,12 @@ def captum_maps(
         if "layer" in known:
             layer = map_layer(model, images[:1], options.get("layer"))
             values["layer"] = stack.enter_context(layer.as_feature_map())
-        attributions = _attribute(cls, model, images, values)
+        try:
+            attributions = _attribute(cls, model, images, values)
+        except (RuntimeError, AssertionError) as error:
+            if not _uses_gradients(cls) or _has_gradient(model, images):
+                raise
+            raise UnsupportedMethodError(WITHOUT_GRADIENTS) from error
     name = "" if layer is None else layer.name
     if not isinstance(attributions, Tensor) or attributions.ndim != 4:
         got = (
@@ -141,6 +151,13 @@ def captum_maps(
             f"expected a layer that gives a feature map (B, C, H, W), or tokens on a known grid; {name!r} gives {got}"
         )
     maps = attributions.detach().to(torch.promote_types(images.dtype, torch.float32))
+    if layer is not None and not layer.matters and not maps.any():
+        warnings.warn(
+            f"the score does not depend on the map of {name!r}, so that its maps by {cls.__name__} are zero: in a ViT, "
+            "only the class token counts behind the last attention. layer=None takes the last layer that matters",
+            RuntimeWarning,
+            stacklevel=2,
+        )
     # A window covers all channels, each of which gets the whole effect, so only one channel is used.
     maps = maps[:, 0] if occludes else maps.sum(1)
     if layer is not None:
@@ -155,9 +172,7 @@ def _attribute(
     cls: Any, model: nn.Module, images: Tensor, values: dict[str, Any]
 ) -> Any:
     """Run a captum method, and remove the attributes that DeepLift and LRP leave on modules, also after exceptions."""
-    from captum.attr import PerturbationAttribution
-
-    by_gradient = not issubclass(cls, PerturbationAttribution)
+    by_gradient = _uses_gradients(cls)
     before = [(module, {*vars(module)}) for module in model.modules()]
     # captum accepts no other outputs than tensors, and some of its classes accept only modules, so a hook is needed.
     handle = model.register_forward_hook(
@@ -173,6 +188,25 @@ def _attribute(
         for module, names in before:
             for name in {*vars(module)} - names:
                 delattr(module, name)
+
+
+def _uses_gradients(cls: Any) -> bool:
+    from captum.attr import PerturbationAttribution
+
+    return not issubclass(cls, PerturbationAttribution)
+
+
+def _has_gradient(model: nn.Module, images: Tensor) -> bool:
+    """Return whether the scores have a gradient in the images."""
+    images = images.detach().clone().requires_grad_()
+    try:
+        with torch.enable_grad():
+            scores = class_scores(model, images)
+            return torch.autograd.grad(scores.sum(), images)[0] is not None
+    except (
+        RuntimeError
+    ):  # a part of the forward has no gradient, or no derivative, as sums of integers
+        return False
 
 
 def _accepted(function: Any, values: dict[str, Any]) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from tcnn_model.outputs import class_scores
 from tcnn_probe.attribution.pixels import background
+from tcnn_probe.attribution.scores import Score, as_scores, check_score
 from tcnn_probe.models import batches, whole_number
 
 __all__ = ["area_under", "deletion_curve", "insertion_curve", "pixel_order"]
@@ -21,6 +22,7 @@ def deletion_curve(
     *,
     steps: int = 32,
     baseline: float | Tensor = 0.0,
+    score: Score | None = None,
     batch_size: int = 32,
     seed: int = 0,
 ) -> tuple[Tensor, Tensor]:
@@ -35,15 +37,25 @@ def deletion_curve(
         target: Classes, shape (B,).
         steps: Number of steps S; at step i, round(i H W / S) pixels are replaced; no more steps than pixels.
         baseline: Number that replaces pixels, 0 being the grey of images normalised by their mean; or an image.
+        score: Score that is measured: "softmax", the probability among the classes; "sigmoid", that of the class by
+            itself; or "logit", the output of the model. None for the softmax; a model with one output needs another.
         batch_size: Images in the model at a time.
         seed: Seed of the order of pixels of equal saliency.
 
     Returns:
-        Share of pixels replaced, (S + 1,), and probabilities, (B, S + 1), NaN for a map with a NaN; float64.
+        Share of pixels replaced, (S + 1,), and scores, (B, S + 1), NaN for a map with a NaN; float64.
     """
     end = background(baseline, images)
     return _curve(
-        model, images, end, maps, target, steps=steps, batch_size=batch_size, seed=seed
+        model,
+        images,
+        end,
+        maps,
+        target,
+        steps=steps,
+        score=score,
+        batch_size=batch_size,
+        seed=seed,
     )
 
 
@@ -55,6 +67,7 @@ def insertion_curve(
     *,
     steps: int = 32,
     start: float | Tensor | Literal["blur"] = "blur",
+    score: Score | None = None,
     batch_size: int = 32,
     seed: int = 0,
 ) -> tuple[Tensor, Tensor]:
@@ -64,11 +77,11 @@ def insertion_curve(
     its border, and the kernel is no wider than the image allows. (Petsiuk et al. 2018, RISE, §3.4.)
 
     Args:
-        model, images, maps, target, steps, batch_size, seed: The arguments of :func:`deletion_curve`.
+        model, images, maps, target, steps, score, batch_size, seed: The arguments of :func:`deletion_curve`.
         start: Image to start from: "blur", a number or an image.
 
     Returns:
-        Share of pixels inserted, (S + 1,), and probabilities, (B, S + 1), as in :func:`deletion_curve`.
+        Share of pixels inserted, (S + 1,), and scores, (B, S + 1), as in :func:`deletion_curve`.
     """
     beginning = background(start, images)
     return _curve(
@@ -78,6 +91,7 @@ def insertion_curve(
         maps,
         target,
         steps=steps,
+        score=score,
         batch_size=batch_size,
         seed=seed,
     )
@@ -112,10 +126,11 @@ def _curve(
     target: Tensor,
     *,
     steps: int,
+    score: Score | None,
     batch_size: int,
     seed: int,
 ) -> tuple[Tensor, Tensor]:
-    """Measure probabilities while pixels change from those of ``before`` to those of ``after``."""
+    """Measure scores while pixels change from those of ``before`` to those of ``after``."""
     order, pixels = pixel_order(maps, seed), maps[0].numel()
     steps = min(whole_number(steps, "steps", 1), pixels)
     # Counts are rounded one by one, so that the last step has all pixels even if steps do not divide their number.
@@ -132,10 +147,10 @@ def _curve(
                 [torch.where(place < count, new, old) for count in counts_of_batch]
             )
             classes = target[rows].cpu().repeat(len(counts_of_batch))[:, None]
-            probabilities = (
-                class_scores(model, mixed).cpu().double().softmax(1).gather(1, classes)
-            )
-            curve[rows, first : first + len(counts_of_batch)] = probabilities.view(
+            logits = class_scores(model, mixed).cpu().double()
+            used = check_score(score, logits.shape[1], "softmax")
+            scores = as_scores(logits, used).gather(1, classes)
+            curve[rows, first : first + len(counts_of_batch)] = scores.view(
                 len(counts_of_batch), len(old)
             ).T
     # Sorting accepts a NaN, so that its curve would look valid.

@@ -2,6 +2,7 @@
 
 import inspect
 import json
+import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -19,6 +20,7 @@ from tcnn_probe.attribution.agreement import (
 )
 from tcnn_probe.attribution.deletion import area_under, deletion_curve, insertion_curve
 from tcnn_probe.attribution.perturbation import infidelity, sensitivity
+from tcnn_probe.attribution.pixels import is_constant
 from tcnn_probe.attribution.saliency import (
     Attribution,
     as_json,
@@ -28,6 +30,7 @@ from tcnn_probe.attribution.saliency import (
     maps_of,
     name_of,
 )
+from tcnn_probe.attribution.scores import NoScoreError, Score
 from tcnn_probe.images import as_images, beside_images, calls_given
 from tcnn_probe.models import progress_bar, untouched, whole_number
 from tcnn_probe.provenance import provenance
@@ -140,6 +143,7 @@ def faithfulness(
     steps: int = 32,
     baseline: float | Tensor = 0.0,
     start: float | Tensor | Literal["blur"] = "blur",
+    score: Score | None = None,
     tolerance: float = 0.0,
     samples: int = 16,
     radius: float = 0.02,
@@ -156,8 +160,8 @@ def faithfulness(
 
     The metrics are "deletion_auc", "insertion_auc", "energy_inside", "pointing_game", "infidelity", "sensitivity" and
     "rank_correlation". The functions of these names in :mod:`tcnn_probe.attribution` (``deletion_curve`` and
-    ``insertion_curve`` with ``area_under`` for the first two) take plain tensors. A constant map scores at chance
-    level, and its correlation is NaN. The scores of a map with a NaN are NaN.
+    ``insertion_curve`` with ``area_under`` for the first two) take plain tensors. A constant map shows nothing: its
+    scores are NaN, with a warning. The scores of a map with a NaN are NaN.
 
     Args:
         model: Model that returns a score for each class, shape (B, K), or an object with such ``logits``.
@@ -173,6 +177,10 @@ def faithfulness(
         steps: Number of steps of the deletion and insertion curves.
         baseline: Background that replaces pixels, in deletion and infidelity: a number, or an image (C, H, W).
         start: Image at which insertion starts: "blur", or a number or an image.
+        score: Score that is measured while pixels are deleted or inserted, see
+            :func:`tcnn_probe.attribution.deletion_curve`: "softmax" (None), "sigmoid" for several labels or one output
+            that tells two classes apart, or "logit" for numbers, as in regression. Infidelity is of the logit, which
+            methods that are computed now explain.
         tolerance: Tolerance of the pointing game, in pixels.
         samples: Number of random changes of each image, for infidelity and sensitivity.
         radius: Largest change of an entry of the image, for sensitivity.
@@ -186,7 +194,8 @@ def faithfulness(
 
     Raises:
         ValueError, TypeError: Images, maps, masks, methods, metrics or options have another type or are out of range;
-            or a requested metric lacks masks, or a method that can be computed again.
+            or a requested metric lacks masks, a method that can be computed again, or a score: the model gives
+            features, or one number and no ``score``.
     """
     inputs, images = beside_images(images), as_images(images, model)
     batch_size = whole_number(batch_size, "batch_size", 1)
@@ -202,6 +211,7 @@ def faithfulness(
         "steps": steps,
         "baseline": baseline,
         "start": start,
+        "score": score,
         "tolerance": tolerance,
         "samples": samples,
     }
@@ -214,34 +224,46 @@ def faithfulness(
         calls_given(model, inputs),
         progress_bar(total, "faithfulness", progress) as bar,
     ):
-        targets = find_targets(model, images, target, batch_size)
+        try:
+            targets, settings["score"] = find_targets(
+                model, images, target, batch_size, score, default="softmax"
+            )
+        except NoScoreError as error:
+            _check_without_score(attributions, selected, error)
+            targets = None
+        # Attention is the same for all targets.
+        explained = torch.zeros(len(images)).long() if targets is None else targets
         # Maps are computed once for all metrics.
         maps = [
-            maps_of(x, model, images, targets, batch_size, bar.update)[0]
+            maps_of(x, model, images, explained, batch_size, bar.update)[0]
             for x in attributions
         ]
+        constant = torch.stack([is_constant(judged) for judged in maps])
         for name, metric in selected.items():
             parameters = inspect.signature(metric.function).parameters
             # A metric gets the settings for which its function has a parameter.
             used = {key: settings[key] for key in parameters if key in settings}
             scores = []
-            for attribution, judged in zip(attributions, maps, strict=True):
+            for attribution, judged, flat in zip(
+                attributions, maps, constant, strict=True
+            ):
                 if metric.takes == "masks":
-                    score = metric.function(judged, masks, **used)
+                    result = metric.function(judged, masks, **used)
                 elif metric.takes == "others":
-                    score = torch.stack(
+                    result = torch.stack(
                         [metric.function(judged, reference) for reference in maps]
                     )
                 elif metric.takes == "method" and attribution.explain is None:
-                    score = torch.full((len(images),), torch.nan, dtype=torch.float64)
+                    result = torch.full((len(images),), torch.nan, dtype=torch.float64)
                 else:
                     subject: Any = judged
                     if metric.takes == "method":
                         subject = partial(_explain, attribution, model, batch_size)
-                    score = metric.function(
-                        model, images, subject, targets, batch_size=batch_size, **used
+                    result = metric.function(
+                        model, images, subject, explained, batch_size=batch_size, **used
                     )
-                scores.append(area_under(*score) if isinstance(score, tuple) else score)
+                values = area_under(*result) if isinstance(result, tuple) else result
+                scores.append(values.masked_fill(flat.to(values.device), torch.nan))
                 bar.update(len(images))
             dims = (
                 "attribution",
@@ -249,17 +271,27 @@ def faithfulness(
                 "image",
             )
             attrs = metric.attrs | {"options": as_json(used)}
+            if used.get("score") == "logit":
+                attrs |= {"units": "score of the class", "range": "any number"}
             variables[name] = xr.Variable(dims, torch.stack(scores).numpy(), attrs)
     if "sensitivity" in selected:
         missing = {x.name: _MAPS_ALONE for x in attributions if x.explain is None}
         variables["sensitivity"].attrs["missing"] = json.dumps(missing)
 
-    names = np.array([x.name for x in attributions], dtype=object)
-    coords = {
-        "attribution": names,
-        "image": range(len(images)),
-        "target": ("image", targets.numpy()),
+    flat_maps = {
+        x.name: int(flat.sum()) for x, flat in zip(attributions, constant, strict=True)
     }
+    if any(flat_maps.values()):
+        counts = ", ".join(f"{n} of {name!r}" for name, n in flat_maps.items() if n)
+        warnings.warn(
+            f"constant maps, which show nothing and are not scored: {counts}",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+    names = np.array([x.name for x in attributions], dtype=object)
+    coords: dict[str, Any] = {"attribution": names, "image": range(len(images))}
+    if targets is not None:
+        coords["target"] = "image", targets.numpy()
     if "rank_correlation" in selected:
         coords["other"] = names
     attrs = provenance(model, "captum")
@@ -298,6 +330,21 @@ def _select_metrics(
                 f"{name!r} needs methods, by name or as functions; {maps_only[0]!r} was {_MAPS_ALONE}"
             )
     return {name: METRICS[name] for name in names}
+
+
+def _check_without_score(
+    attributions: Sequence[Attribution],
+    selected: Mapping[str, Metric],
+    error: NoScoreError,
+) -> None:
+    """Raise an error if a metric or a method needs a score, which the model does not give."""
+    free = [name for name, metric in METRICS.items() if metric.takes != "maps"]
+    needing = [name for name in selected if name not in free]
+    needing += [x.name for x in attributions if x.needs_score]
+    if needing:
+        raise ValueError(
+            f"{', '.join(map(repr, needing))}: {error}. Metrics that need no score: {free}"
+        ) from error
 
 
 def _explain(

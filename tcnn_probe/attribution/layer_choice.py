@@ -19,12 +19,17 @@ from tcnn_probe.models import check_model, layer_names
 
 __all__ = [
     "WITHOUT_CLASS_TOKEN",
+    "WITHOUT_GRADIENTS",
     "MapLayer",
     "UnsupportedMethodError",
     "find_layer",
     "map_layer",
 ]
 
+WITHOUT_GRADIENTS = (
+    "no gradient of the score reaches the images, because the model runs under torch.no_grad or computes in integers: "
+    "'class_attention', 'rollout' and 'occlusion' need none"
+)
 WITHOUT_CLASS_TOKEN = "'gradcam', 'integrated_gradients', 'input_x_gradient' and 'occlusion' need no class token"
 
 
@@ -41,12 +46,14 @@ class MapLayer:
         module: The layer.
         fields: Receptive fields of the cells of maps.
         tokens: Grid of its tokens; None if it returns feature maps (B, C, H, W), or something else.
+        matters: Whether the score has a gradient in the cells of the map.
     """
 
     name: str
     module: nn.Module
     fields: ReceptiveFields
     tokens: Tokens | None = None
+    matters: bool = True
 
     @contextmanager
     def as_feature_map(self) -> Iterator[nn.Module]:
@@ -134,14 +141,15 @@ def map_layer(
             stream.close()
         outputs.place_prefixes(stream)
         if name is not None and module is not None:
-            tensors = [
-                output.value
-                for output in outputs.kept
-                if output.module is module and not output.is_map
-            ]
-            return MapLayer(
-                name, module, fields, outputs.tokens(tensors[0]) if tensors else None
+            of_layer = [output for output in outputs.kept if output.module is module]
+            tensors = [output.value for output in of_layer if not output.is_map]
+            tokens = outputs.tokens(tensors[0]) if tensors else None
+            values = [output.value for output in of_layer]
+            matters = any(
+                gradient is not None and bool(_on_map(gradient, tokens).any())
+                for gradient in _gradients(score, values)
             )
+            return MapLayer(name, module, fields, tokens, matters)
         last = outputs.last(score)
     return MapLayer(
         last.name,
@@ -149,6 +157,31 @@ def map_layer(
         fields,
         None if last.is_map else outputs.tokens(last.value),
     )
+
+
+def _gradients(score: Tensor, values: Sequence[Tensor]) -> list[Tensor | None]:
+    """Return the gradients of a score in tensors of its forward, None for those on which it does not depend."""
+    if not score.requires_grad:
+        return [None] * len(values)
+    # Tensors from under torch.no_grad have no gradient, and torch refuses to compute it.
+    places = [place for place, value in enumerate(values) if value.requires_grad]
+    # backward() would add to the gradients of parameters, but grad() does not.
+    gradients = (
+        torch.autograd.grad(
+            score, [values[place] for place in places], allow_unused=True
+        )
+        if places
+        else ()
+    )
+    by_place = dict(zip(places, gradients, strict=True))
+    return [by_place.get(place) for place in range(len(values))]
+
+
+def _on_map(values: Tensor, tokens: Tokens | None) -> Tensor:
+    """Return the part of a feature map or of tokens that lies on the grid."""
+    if tokens is None:
+        return values
+    return values.flatten(1, -2)[:, tokens.prefix : tokens.count]
 
 
 class _Outputs(AttentionListener):
@@ -220,12 +253,9 @@ class _Outputs(AttentionListener):
             default=-1,
         )
         candidates = self.kept[place + 1 :]
-        values = [output.value for output in candidates]
-        gradients = (
-            # backward() would add to the gradients of parameters, but grad() does not. It returns None for an output on
-            # which the score does not depend.
-            torch.autograd.grad(score, values, allow_unused=True) if values else ()
-        )
+        if self.kept and not any(x.value.requires_grad for x in self.kept):
+            raise UnsupportedMethodError(WITHOUT_GRADIENTS)
+        gradients = _gradients(score, [output.value for output in candidates])
         for output, gradient in reversed([*zip(candidates, gradients, strict=True)]):
             if gradient is None or not gradient.any():
                 continue
@@ -236,7 +266,7 @@ class _Outputs(AttentionListener):
                     "feature map (B, C, H, W) with layer=, or use 'integrated_gradients' or 'occlusion'"
                 )
             # After the last block of a ViT only the class token has a gradient, so its patches show nothing.
-            if gradient.flatten(1, -2)[:, tokens.prefix : tokens.count].any():
+            if _on_map(gradient, tokens).any():
                 return output
         if place < 0:
             raise UnsupportedMethodError(

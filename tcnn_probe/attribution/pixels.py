@@ -7,7 +7,7 @@ from torch import Tensor
 
 from tcnn_probe.attention.receptive_fields import ReceptiveFields
 
-__all__ = ["background", "to_pixels"]
+__all__ = ["background", "is_constant", "to_pixels"]
 
 _BLUR = 11, 5.0  # kernel and standard deviation in pixels, as in RISE's published code
 
@@ -43,6 +43,14 @@ def to_pixels(
         high = maps.index_select(dim, after.to(maps.device))
         maps = torch.lerp(low, high, share)
     return maps
+
+
+def is_constant(maps: Tensor) -> Tensor:
+    """Return whether each map (B, H, W) has the same value everywhere, up to rounding: (B,)."""
+    values = maps.flatten(1)
+    spread = values.amax(1) - values.amin(1)
+    # A weighted mean of equal values, as of an interpolation, is off by a few roundings.
+    return spread <= 4 * torch.finfo(maps.dtype).eps * values.abs().amax(1)
 
 
 def background(value: Any, images: Tensor) -> Tensor:

@@ -18,6 +18,13 @@ from tcnn_probe.attribution.captum_methods import captum_class, captum_maps
 from tcnn_probe.attribution.class_attention import class_attention
 from tcnn_probe.attribution.layer_choice import UnsupportedMethodError
 from tcnn_probe.attribution.rollout import rollout
+from tcnn_probe.attribution.scores import (
+    NoScoreError,
+    Score,
+    check_head,
+    check_score,
+    scored,
+)
 from tcnn_probe.images import (
     as_images,
     as_pictures,
@@ -62,6 +69,7 @@ class Method:
         definition: Definition in a sentence; "" for the first paragraph of the docstring.
         units: Units of the maps.
         options: Defaults that differ from captum's.
+        needs_score: Whether the maps depend on the score of a class.
     """
 
     computed_by: Callable[..., Any] | str
@@ -69,6 +77,7 @@ class Method:
     definition: str = ""
     units: str = "score of the class"
     options: Mapping[str, Any] = field(default_factory=dict)
+    needs_score: bool = True
 
 
 METHODS: Mapping[str, Method] = {
@@ -76,11 +85,13 @@ METHODS: Mapping[str, Method] = {
         class_attention,
         "Touvron et al. 2021, Augmenting Convolutional networks with attention-based aggregation, section 3",
         units="1",
+        needs_score=False,
     ),
     "rollout": Method(
         rollout,
         "Abnar & Zuidema 2020, Quantifying Attention Flow in Transformers",
         units="1",
+        needs_score=False,
     ),
     "gradcam": Method(
         "LayerGradCam",
@@ -119,6 +130,7 @@ class Attribution:
         explain: Function from model, images, target and batch size to maps and the layer's name; None for maps.
         maps: The user's maps, shape (B, H, W).
         targets: Classes that the user's maps explain, shape (B,), if they have targets.
+        needs_score: Whether the maps depend on the score of a class.
     """
 
     name: str
@@ -128,6 +140,7 @@ class Attribution:
     )
     maps: Tensor | None = None
     targets: Tensor | None = None
+    needs_score: bool = False
 
 
 def saliency(
@@ -139,6 +152,7 @@ def saliency(
     | OwnMethod
     | Sequence[str | type | OwnMethod] = "class_attention",
     *,
+    score: Score | None = None,
     batch_size: int = 32,
     progress: bool | None = None,
     **options: Any,
@@ -165,6 +179,9 @@ def saliency(
         target: Class to explain, for all images or for each image; None for the model's own prediction.
         method: Name or class, as above; your own function ``(model, images, target) -> maps`` with tensors
             (B, C, H, W), (B,) and (B, H, W); or several of these.
+        score: Score that is explained: "logit", the output of the model; "softmax", the probability of the class among
+            all; or "sigmoid", its probability by itself. None for the logit; a model with one output, which may be
+            either, needs ``target=0`` or a score.
         batch_size: Number of images in the model at a time.
         progress: Whether to show a progress bar; None to show it after three seconds, on a terminal or in a notebook.
         **options: Options of the method, such as ``layer``, the layer whose attention or feature map is shown instead
@@ -174,6 +191,7 @@ def saliency(
         An ``xarray.DataArray`` with the dims (image, y, x) and the coordinate ``target``, whose ``attrs`` describe it
         (method, layer, units, definition, source, options) and give the versions of software. For several methods, an
         ``xarray.Dataset`` of such arrays by name; a method that the model does not support is left out, with a warning.
+        Maps of a model without scores (features, or one output) have no ``target``.
         The dtype is float64 for a float64 model, else float32.
 
     Raises:
@@ -200,11 +218,24 @@ def saliency(
         batch_size = len(images)
     labelled, unsupported = {}, {}
     with untouched(model), calls_given(model, inputs):
-        targets = find_targets(model, images, target, batch_size)
-        coords = {"image": range(len(images)), "target": ("image", targets.numpy())}
-        with progress_bar(len(images) * len(methods), "saliency", progress) as bar:
+        coords: dict[str, Any] = {"image": range(len(images))}
+        no_score: NoScoreError | None = None
+        try:
+            targets, score = find_targets(
+                model, images, target, batch_size, score, default="logit"
+            )
+            coords["target"] = "image", targets.numpy()
+        except NoScoreError as error:
+            # Attention is the same for all targets.
+            targets, score, no_score = torch.zeros(len(images)).long(), "logit", error
+        with (
+            scored(model, score),
+            progress_bar(len(images) * len(methods), "saliency", progress) as bar,
+        ):
             for attribution in methods:
                 try:
+                    if no_score is not None and attribution.needs_score:
+                        raise no_score
                     maps, layer = maps_of(
                         attribution, model, images, targets, batch_size, bar.update
                     )
@@ -218,6 +249,10 @@ def saliency(
                     "layer": layer,
                     **attribution.about,
                 }
+                if attribution.needs_score:
+                    attrs["score"] = score
+                    if score != "logit":
+                        attrs["units"] = attrs["units"].replace("score", score)
                 attrs |= provenance(model, "captum") | drawn
                 labelled[name] = xr.DataArray(
                     maps.numpy(), coords, ("image", "y", "x"), name, attrs
@@ -239,15 +274,26 @@ def find_targets(
     images: Tensor,
     target: int | Sequence[int] | Tensor | None,
     batch_size: int,
-) -> Tensor:
-    """Return classes, shape (B,): the user's, for all images or for each image, or the model's prediction."""
+    score: Score | None,
+    default: Score,
+) -> tuple[Tensor, Score]:
+    """Return classes, shape (B,), the user's or the model's prediction, and the score of these classes.
+
+    Raise NoScoreError if there are none: the model gives features, or one number of unknown meaning.
+    """
+    if target is None or (score or default) != "logit":
+        check_head(model)
     if target is None:
-        predictions = [
-            class_scores(model, batch).argmax(1).cpu()
-            for _, batch in batches(model, images, batch_size)
-        ]
-        return torch.cat(predictions)
+        predictions = []
+        for _, batch in batches(model, images, batch_size):
+            scores = class_scores(model, batch)
+            used = check_score(score, scores.shape[1], default)
+            predictions.append(scores.argmax(1).cpu())
+        return torch.cat(predictions), used
     classes = class_scores(model, next(batches(model, images, batch_size))[1]).shape[1]
+    if default == "logit":  # who names the only output wants to explain it as it is
+        score = score or "logit"
+    used = check_score(score, classes, default)
     features = " (features, as the model has num_classes=0)" * (
         getattr(model, "num_classes", None) == 0
     )
@@ -257,7 +303,7 @@ def find_targets(
             f"expected one target, or {len(images)}, one for each image; got shape {tuple(indices.shape)}"
         )
     # expand() shares one element between all images, but a coordinate needs its own memory.
-    return indices.expand(len(images)).clone()
+    return indices.expand(len(images)).clone(), used
 
 
 def maps_of(
@@ -333,7 +379,10 @@ def _find_method(method: Any, options: Mapping[str, Any]) -> Attribution:
         about = _about(known, options, f"captum's {cls.__name__}")
         maps = partial(captum_maps, cls, **options)
         return Attribution(
-            name, about, lambda m, x, target, n: maps(m, x, target, batch_size=n)
+            name,
+            about,
+            lambda m, x, target, n: maps(m, x, target, batch_size=n),
+            needs_score=True,
         )
     if not callable(function):
         near = difflib.get_close_matches(str(method), METHODS, n=1)
@@ -351,6 +400,7 @@ def _find_method(method: Any, options: Mapping[str, Any]) -> Attribution:
             name,
             _about(Method(method, "", units=""), {}),
             partial(_by_user, method, name),
+            needs_score=True,
         )
     unknown = sorted(options.keys() - inspect.signature(function).parameters.keys())
     if unknown:
@@ -359,6 +409,7 @@ def _find_method(method: Any, options: Mapping[str, Any]) -> Attribution:
         name,
         _about(known, options),
         lambda m, x, target, _: function(m, x, target, **options),
+        needs_score=known.needs_score,
     )
 
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from tcnn_model.outputs import class_scores
 from tcnn_probe.evaluation.checks import check_labels
 from tcnn_probe.hooks.modes import hidden_from_recorders
-from tcnn_probe.models import floating_tensor, untouched, unwrap
+from tcnn_probe.models import floating_tensor, missing_head, untouched, unwrap
 
 __all__ = ["Classifier", "Model", "Normalization", "as_classifier", "restored"]
 
@@ -23,13 +23,18 @@ Normalization = tuple[
 
 @dataclass(frozen=True)
 class Classifier:
-    """A model, the normalization of its images, and the classes among which it predicts (None: all)."""
+    """A model, the normalization of its images, the classes among which it predicts (None: all), and its scores.
+
+    The score is "sigmoid" if each output is the log-odds of its class by itself; a single output is then that of class
+    1 against class 0. Else outputs are logits of a softmax.
+    """
 
     model: Model
     mean: tuple[float, ...]
     std: tuple[float, ...]
     classes: tuple[int, ...] | None = None
     device: torch.device | str | None = None
+    score: str | None = None
 
     def place(self, images: Tensor) -> Tensor:
         """Copy images to the model's device, in float32 at least: the steps of attacks vanish in half precision."""
@@ -45,6 +50,15 @@ class Classifier:
         scores = class_scores(
             self.model, ((images - mean) / std).to(self._reference(images).dtype)
         )
+        if scores.shape[1] == 1:
+            if self.score != "sigmoid":
+                raise ValueError(
+                    "expected scores (B, K) of several classes, got one number for each image, whose softmax is always "
+                    "1: robustness(..., score='sigmoid') takes it for the log-odds of class 1; other functions need a "
+                    "model that returns torch.cat([-scores, scores], 1)"
+                )
+            # The sigmoid of -s is 1 minus that of s.
+            scores = torch.cat([-scores, scores], 1)
         if self.classes is None:
             return scores
         classes = torch.tensor(self.classes)
@@ -52,6 +66,14 @@ class Classifier:
         excluded = torch.isin(torch.arange(scores.shape[1]), classes, invert=True)
         # With -inf a class is never the best and has no share of the softmax, and indices of other classes stay.
         return scores.masked_fill(excluded.to(scores.device), -torch.inf)
+
+    def confidence(self, scores: Tensor) -> Tensor:
+        """Return the probability of the best class of scores (B, K): shape (B,)."""
+        # In half precision confidences near 1 would have steps of up to 0.004.
+        scores = scores.float()
+        if self.score == "sigmoid":
+            return scores.amax(1).sigmoid()
+        return scores.softmax(1).amax(1)
 
     def _reference(self, images: Tensor) -> Tensor:
         """Return a tensor with the dtype and device that the model takes: one of the model's, or else the images."""
@@ -67,8 +89,13 @@ def as_classifier(
     channels: int,
     classes: tuple[int, ...] | None = None,
     device: torch.device | str | None = None,
+    score: str | None = None,
 ) -> Classifier:
     """Combine a model with a normalization, None for that of timm's configuration."""
+    if isinstance(model, nn.Module) and (reason := missing_head(model)):
+        raise ValueError(
+            f"expected a model with a classifier; this one gives features ({reason})"
+        )
     if not callable(model):
         raise TypeError(
             f"expected a module or a function from images to scores, got {type(model).__name__}"
@@ -103,7 +130,9 @@ def as_classifier(
             "expected normalization=(mean, std), finite numbers or one for each of the images' "
             f"{channels} channels, std positive; got {normalization!r}"
         )
-    return Classifier(model, tuple(mean.tolist()), tuple(std.tolist()), classes, device)
+    return Classifier(
+        model, tuple(mean.tolist()), tuple(std.tolist()), classes, device, score
+    )
 
 
 @contextmanager

@@ -6,7 +6,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sized
 from dataclasses import dataclass, field
 from itertools import product
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -59,6 +59,7 @@ def robustness(
     frost: Any = None,
     batch_size: int = 64,
     device: torch.device | str | None = None,
+    score: Literal["softmax", "sigmoid"] = "softmax",
     progress: bool | None = None,
 ) -> xr.Dataset:
     """Classify clean, corrupted and attacked images, and images of other test sets; record each decision.
@@ -68,8 +69,8 @@ def robustness(
         ds = tcnn_probe.evaluation.robustness({"cnn": cnn, "tcnn": tcnn}, images, labels, severities=(1, 3, 5))
         print(ds.accuracy.groupby("group").mean(["corruption", "severity", "seed"]).to_pandas())
 
-    A prediction is the class with the highest score, the first of several equal ones; its confidence is its softmax
-    probability. With a NaN among the scores the prediction is -1, which is wrong, and the confidence NaN; such images
+    A prediction is the class with the highest score, the first of several equal ones; its confidence is its probability
+    (``score``). With a NaN among the scores the prediction is -1, which is wrong, and the confidence NaN; such images
     are counted in ``attrs["nan_scores"]``, with a warning. Each model gets its own attacks, with the true classes, even
     on images that it classified wrongly before.
 
@@ -91,6 +92,8 @@ def robustness(
         frost: Argument of :func:`tcnn_probe.evaluation.corrupt`.
         batch_size: Size of the batches of a tensor or an array.
         device: Device on which images are placed; None for that of each module, and for functions, that of the images.
+        score: Probabilities of classes, for confidences: "softmax" over all classes, or "sigmoid" of each class by
+            itself; a model with one output, the log-odds of class 1 against class 0, needs "sigmoid".
         progress: Whether to show a progress bar; None to show it after three seconds, on a terminal or in a notebook.
 
     Returns:
@@ -107,6 +110,10 @@ def robustness(
     members = dict(models) if isinstance(models, Mapping) else {"model": models}
     if not members:
         raise ValueError("expected at least one model, got none")
+    if score not in ("softmax", "sigmoid"):
+        raise ValueError(
+            f"expected score='softmax' or 'sigmoid', as predictions are classes, got {score!r}"
+        )
     # Variants are classified last, but checked before the first forward.
     test_sets = _as_variants(variants)
     measurement = _Measurement(
@@ -118,6 +125,7 @@ def robustness(
         whole_numbers(seeds, "seeds"),
         None if frost is None else read_photographs(frost),
         device,
+        score,
     )
     batches, count = _as_batches(images, labels, batch_size, members)
     variant_batches = sum(
@@ -171,6 +179,7 @@ class _Measurement:
     seeds: tuple[int, ...]
     frost: list[NDArray[Any]] | None
     device: torch.device | str | None
+    score: str
     update_progress: Callable[[int], Any] = lambda count: None
     nan_scores: Counter[str] = field(default_factory=Counter)
     normalized: dict[str, Any] = field(default_factory=dict)
@@ -240,6 +249,7 @@ class _Measurement:
             },
             "normalization": self.normalized,
             "nan_scores": self.nan_scores,
+            "score": self.score,
             "attacks": {name: vars(ascent) for name, ascent in self.attacks.items()},
         }
         about = versions() | {"frost": "made" if self.frost is None else "given"}
@@ -252,7 +262,12 @@ class _Measurement:
         for name, model in self.models.items():
             normalization = self.normalizations[name]
             classifier = as_classifier(
-                model, normalization, images.shape[1], classes, self.device
+                model,
+                normalization,
+                images.shape[1],
+                classes,
+                self.device,
+                self.score,
             )
             self.normalized[name] = [classifier.mean, classifier.std]
             classifiers[name] = classifier
@@ -302,15 +317,14 @@ class _Measurement:
     def _decide(
         self, classifiers: Classifiers, images: Tensor, labels: Tensor
     ) -> Decisions:
-        """Return each model's best class, (model, B), -1 where a score is NaN; and the softmax of its score."""
+        """Return each model's best class, (model, B), -1 where a score is NaN; and its probability."""
         predictions, confidences = [], []
         for name, classifier in classifiers.items():
             scores = classifier(classifier.place(images))
             check_labels(labels, scores.shape[1], f"the model {name!r}")
             # int32 saves memory, because there is a decision for every image, model and condition.
             prediction = scores.argmax(1).int()
-            # In half precision confidences near 1 would have steps of up to 0.004.
-            confidence = scores.float().softmax(1).amax(1)
+            confidence = classifier.confidence(scores)
             # argmax treats NaN as the largest score, which would count as a decision.
             nan = scores.isnan().any(1)
             if nan.any():

@@ -71,7 +71,7 @@ def as_dataset(
             "confidence": (
                 decisions[f"{prefix}confidence"],
                 f"confidence {subject}",
-                "largest softmax of the scores",
+                "probability of the highest score, by the softmax or sigmoid of attrs['score']",
             ),
             "correct": (correct, f"right {subject}", _RULE),
         }

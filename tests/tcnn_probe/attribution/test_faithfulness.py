@@ -104,6 +104,7 @@ def test_every_variable_is_described() -> None:
     assert json.loads(ds.deletion_auc.attrs["options"]) == {
         "steps": 32,
         "baseline": 0.0,
+        "score": "softmax",
         "seed": 0,
     }
     assert ds.attrs["captum_version"]

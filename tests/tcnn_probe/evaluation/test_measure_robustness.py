@@ -450,6 +450,33 @@ def test_progress_bar(capsys: pytest.CaptureFixture[str]) -> None:
 ONE = pixels(1)
 
 
+def features() -> torch.nn.Module:
+    model = Small()
+    model.head = torch.nn.Identity()
+    return model
+
+
+@pytest.mark.parametrize("classes", [1, 2, 5])
+def test_sigmoid_of_one_output_or_of_each(classes: int) -> None:
+    model, images = Small(classes=classes).eval(), pixels(11)
+    with torch.no_grad():  # predictions would be the same for all images
+        model.head.bias -= model(images).mean(0) / 9
+    logits = model(images).detach().double().numpy()
+    if classes == 1:  # class 0 has the rest of the probability
+        logits = np.concatenate([-logits, logits], 1)
+    assert len({*logits.argmax(1)}) > 1
+    options = CLEAN | {"attacks": {"fgsm": {"epsilon": 0.2}}}
+    ds = evaluation.robustness(
+        model, images, logits.argmax(1), **options, score="sigmoid"
+    )
+    clean = ds.isel(model=0)
+    np.testing.assert_array_equal(clean.clean_prediction, logits.argmax(1))
+    confidence = 1 / (1 + np.exp(-logits.max(1)))
+    np.testing.assert_allclose(clean.clean_confidence, confidence, rtol=1e-5)
+    # All labels are predicted, and an attack finds a direction, also if there is one output.
+    assert float(ds.adversarial_accuracy.mean()) < 1
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -458,6 +485,9 @@ ONE = pixels(1)
             {"models": {"b": Small(classes=4)}, "labels": [0, 1, 4]},
             "to 3, the model 'b' having 4 classes; got 4",
         ),
+        ({"models": Small(classes=1), "labels": [0, 0, 0]}, "always 1: .*'sigmoid'"),
+        ({"score": "logit"}, "expected score='softmax' or 'sigmoid', .* got 'logit'"),
+        ({"models": features()}, "gives features .*'head' is an identity"),
         ({"models": {}}, "expected at least one model, got none"),
         (
             {"models": [Small()]},

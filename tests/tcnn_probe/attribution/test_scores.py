@@ -1,0 +1,183 @@
+"""Scores of models with one output, with several labels, and without a head; maps that show nothing."""
+
+from textwrap import dedent
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+import tcnn_probe
+from tcnn_probe.attribution import deletion_curve
+from tests.tcnn_probe.attribution.models import SIZE, Linear, transformer
+
+GENERATOR = torch.Generator().manual_seed(3)
+IMAGES = torch.randn(3, 2, 7, 11, dtype=torch.float64, generator=GENERATOR)
+MAPS = torch.randn(3, 7, 11, dtype=torch.float64, generator=GENERATOR)
+SCORES = {"logit": lambda x: x, "sigmoid": lambda x: 1 / (1 + np.exp(-x))}
+
+
+@pytest.mark.parametrize("score", SCORES)
+@pytest.mark.parametrize("classes", [1, 3])
+def test_deletion_measures_the_score(score: Any, classes: int) -> None:
+    model, target = Linear(classes), classes - 1
+    weight = model.weight[target].detach().numpy()
+    expected = []
+    for image, saliency in zip(IMAGES.numpy(), MAPS.numpy(), strict=True):
+        order = np.argsort(-saliency.ravel())
+        curve = []
+        for count in (0, 26, 51, 77):  # thirds of 77 pixels, rounded
+            kept = image.reshape(2, -1).copy()
+            kept[:, order[:count]] = 0
+            logit = (kept * weight.reshape(2, -1)).sum() + model.bias[target].item()
+            curve.append(SCORES[score](logit))
+        expected.append(curve)
+    _, curves = deletion_curve(
+        model, IMAGES, MAPS, torch.full((3,), target), steps=3, score=score
+    )
+    np.testing.assert_allclose(curves, expected, rtol=1e-12)
+    ds = tcnn_probe.faithfulness(
+        model, IMAGES, {"mine": MAPS}, target, score=score, steps=3
+    )
+    # The shares of the steps are 26 / 77, 25 / 77 and 26 / 77.
+    np.testing.assert_allclose(
+        ds.deletion_auc.sel(attribution="mine"),
+        np.trapezoid(expected, np.array([0, 26, 51, 77]) / 77, axis=1),
+    )
+    assert ds.deletion_auc.range == ("0 to 1" if score == "sigmoid" else "any number")
+
+
+@pytest.mark.parametrize("score", ["sigmoid", "softmax"])
+def test_saliency_explains_the_probability(score: Any) -> None:
+    model = Linear()
+    logits = model(IMAGES).detach()
+    p = logits.softmax(1) if score == "softmax" else logits.sigmoid()
+    slope = (p * (1 - p))[:, 2]
+    maps = tcnn_probe.saliency(model, IMAGES, 2, method="input_x_gradient", score=score)
+    gradient = slope[:, None, None, None] * model.weight[2]
+    if score == "softmax":  # dp_2 / dz_k = -p_2 p_k
+        for k in (0, 1):
+            factor = -(p[:, 2] * p[:, k])[:, None, None, None]
+            gradient = gradient + factor * model.weight[k]
+    np.testing.assert_allclose(maps, (IMAGES * gradient.detach()).sum(1), atol=1e-12)
+    assert (maps.units, maps.score) == (f"{score} of the class", score)
+
+
+def without_head() -> nn.Module:
+    return transformer("deit_tiny_patch16_224", num_classes=0)
+
+
+def with_an_identity() -> nn.Module:
+    """A user's wrapper of a model whose head was taken away."""
+    wrapper = nn.Module()
+    wrapper.net = transformer("deit_tiny_patch16_224")
+    wrapper.net.head = nn.Identity()
+    wrapper.forward = wrapper.net.forward
+    return wrapper
+
+
+def with_one_output() -> nn.Module:
+    return transformer("deit_tiny_patch16_224", num_classes=1)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (without_head, "gives features"),
+        (with_an_identity, "'head' is an identity"),
+        (with_one_output, "one number for each image.*score='sigmoid'"),
+    ],
+)
+def test_models_without_scores_are_refused_where_a_score_is_needed(
+    make: Any, message: str
+) -> None:
+    model, images = make(), torch.randn(2, 3, *SIZE)
+    for score in (None, "softmax"):
+        with pytest.raises(
+            ValueError, match=f"'deletion_auc'.*{message}.*'pointing_game', 'sens"
+        ):
+            tcnn_probe.faithfulness(model, images, "rollout", score=score)
+        with pytest.raises(ValueError, match=message):
+            tcnn_probe.saliency(model, images, method="gradcam", score=score)
+    with pytest.warns(RuntimeWarning, match="'gradcam' is left out"):
+        maps = tcnn_probe.saliency(model, images, method=["rollout", "gradcam"])
+    assert {*maps} == {"rollout"}
+    assert "target" not in maps.coords
+    masks = torch.zeros(2, *SIZE, dtype=torch.bool)
+    masks[:, 3:11, 5:19] = True
+    scores = tcnn_probe.faithfulness(
+        model, images, maps, masks=masks, metrics="pointing_game"
+    )
+    assert scores.pointing_game.notnull().all()
+    # Who names an output and its meaning wants it explained as it is.
+    chosen = tcnn_probe.saliency(model, images, 0, method="gradcam")
+    assert chosen.score == "logit"
+    tcnn_probe.faithfulness(model, images, {"x": chosen}, score="logit", steps=2)
+
+
+@pytest.mark.parametrize("layer", ["blocks.1", "blocks.1.mlp", "norm"])
+def test_a_layer_that_does_not_matter_is_said(layer: str) -> None:
+    model, images = transformer("deit_tiny_patch16_224"), torch.randn(2, 3, *SIZE)
+    with pytest.warns(RuntimeWarning, match=f"does not depend on the map of '{layer}'"):
+        maps = tcnn_probe.saliency(model, images, method="gradcam", layer=layer)
+    assert not maps.any()
+    before = tcnn_probe.saliency(model, images, method="gradcam", layer="blocks.0")
+    assert before.any()
+    with pytest.warns(RuntimeWarning, match="not scored: 2 of 'late'"):
+        scores = tcnn_probe.faithfulness(
+            model, images, {"late": maps, "early": before}, steps=3
+        )
+    for name, values in scores.data_vars.items():
+        if "other" not in values.dims:
+            assert values.sel(attribution="late").isnull().all(), name
+            assert values.sel(attribution="early").notnull().all(), name
+
+
+@pytest.mark.parametrize(
+    "output",
+    [
+        lambda scores: {"masks": scores[:, :, None, None], "scores": scores},
+        lambda scores: (scores[:, None].expand(-1, 7, -1),),
+        lambda scores: scores[:, :, None, None].expand(-1, -1, 5, 3),
+        lambda scores: SimpleNamespace(logits=scores[:, :, None, None]),
+    ],
+)
+def test_other_outputs_are_refused_with_a_wrapper_that_works(output: Any) -> None:
+    plain, model = Linear(), Linear()
+    model.forward = lambda x: output(plain(x))
+    with pytest.raises(TypeError, match="pass Scores") as refusal:
+        tcnn_probe.saliency(model, IMAGES, method="occlusion")
+    names: dict[str, Any] = {"torch": torch}
+    exec(dedent(str(refusal.value).partition("\n\n")[2]), names)
+    wrapped = tcnn_probe.saliency(names["Scores"](model), IMAGES, method="occlusion")
+    np.testing.assert_allclose(
+        wrapped, tcnn_probe.saliency(plain, IMAGES, method="occlusion"), atol=1e-12
+    )
+
+
+class Frozen(nn.Module):
+    """Head on a trunk that runs without gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = transformer("deit_tiny_patch16_224", num_classes=0)
+        self.head = nn.Linear(24, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            features = self.net(x)
+        return self.head(features)
+
+
+def test_methods_without_gradients_are_not_lost_with_the_others() -> None:
+    model, images = Frozen(), torch.randn(2, 3, *SIZE)
+    methods = ["rollout", "gradcam", "integrated_gradients", "Saliency", "occlusion"]
+    with pytest.warns(RuntimeWarning) as caught:
+        maps = tcnn_probe.saliency(model, images, method=methods)
+    assert {*maps} == {"rollout", "occlusion"}
+    assert len(caught) == 3
+    assert all("under torch.no_grad" in str(warning.message) for warning in caught)
+    with pytest.raises(ValueError, match="'rollout' and 'occlusion' need none"):
+        tcnn_probe.saliency(model, images, method="gradcam", layer="net.blocks.0")
