@@ -13,6 +13,7 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
+from tcnn_model.pictures import as_rgb, read_picture
 from tcnn_probe.models import unwrap
 
 __all__ = ["as_images", "beside_images", "calls_given"]
@@ -39,7 +40,10 @@ def _is_picture(image: Any) -> bool:
 
 
 def as_pictures(images: Any) -> list[Image.Image] | None:
-    """Return pictures as RGB images of PIL, or None for other images. Raise OSError for unreadable files."""
+    """Return pictures as upright RGB images of PIL, or None for other images.
+
+    Raise OSError for unreadable files, and ValueError for values whose range is unknown.
+    """
     if _is_picture(images):
         images = [images]
     elif isinstance(images, (np.ndarray, Tensor)):
@@ -74,11 +78,13 @@ def as_images(images: Any, model: nn.Module, *, videos: bool = False) -> Tensor:
         videos: Whether to accept videos, which have five axes, too.
 
     Returns:
-        Images, shape (B, C, H, W), floating point.
+        Images, shape (B, C, H, W), floating point. Pictures are turned as their EXIF data say, and scaled by their
+        depth.
 
     Raises:
         TypeError: ``images`` are not images, or are pictures for a model without a transform of timm.
-        ValueError: The shape is wrong, or values are not finite or as large as bytes.
+        ValueError: The shape is wrong; values are not finite or as large as bytes; or it is unknown which value of a
+            picture is white.
         OSError: A file does not exist or is not a picture.
     """
     pictures = as_pictures(images)
@@ -199,13 +205,12 @@ def calls_given(model: nn.Module, inputs: Mapping[str, Any]) -> Iterator[None]:
 
 
 def _as_pil(image: Any) -> Image.Image:
+    if isinstance(image, (str, os.PathLike)):
+        return read_picture(image)
     if isinstance(image, bytes):
-        image = io.BytesIO(image)
-    if isinstance(image, (str, os.PathLike, io.BytesIO)):
-        with Image.open(image) as picture:
-            return picture.convert("RGB")
+        image = Image.open(io.BytesIO(image))
     if isinstance(image, Image.Image):
-        return image.convert("RGB")
+        return as_rgb(image)
     array = np.asarray(image)
     if array.ndim == 3 and array.shape[-1] not in (1, 3, 4):
         array = array.transpose(1, 2, 0)  # (C, H, W)

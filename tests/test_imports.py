@@ -189,6 +189,7 @@ def test_studies_use_the_public_surface_only() -> None:
         )
     }
     # docs/training.md names these.
+    public |= {"tcnn_model.class_folders", "tcnn_model.pictures"}
     public |= {
         f"tcnn_model.training.{name}"
         for name in ("checkpoint", "command", "config", "grafit", "sources")

@@ -5,17 +5,18 @@ from pathlib import Path
 
 import timm.data
 from PIL import Image
-from torchvision.datasets import ImageFolder
 
 from common.ending import InputError
+from tcnn_model import class_folders
+from tcnn_model.pictures import read_picture
 
 __all__ = ["ClassFolders", "imagenet_rows", "open_folder", "spread"]
 
 SPLITS = ("train", "training"), ("val", "validation", "valid")
 
 
-class ClassFolders(ImageFolder):
-    """Images in a folder for each class; hidden folders are ignored.
+class ClassFolders(class_folders.ClassFolders):
+    """Images in a folder for each class, as ``tcnn-finetune`` reads them.
 
     Args:
         folder: Folder of the split.
@@ -23,46 +24,18 @@ class ClassFolders(ImageFolder):
         classes: Classes of the training images; None for the training images themselves.
 
     Raises:
-        InputError: There are no images or, for training, fewer than two folders of classes or an empty one; or, for
-            validation, a class that the training images do not have.
+        InputError: The folder has another layout, or a class has no images.
     """
 
     def __init__(
         self, folder: Path, data: str, classes: list[str] | None = None
     ) -> None:
-        self._data = data
-        self._known = classes
         try:
-            # A validation folder may lack images of some classes; classes keep their numbers from training.
-            super().__init__(str(folder), loader=_read, allow_empty=classes is not None)
-        except FileNotFoundError as error:
-            raise InputError(f"--data: {error}") from None
-        self.classes = self.classes if classes is None else classes
-        if not self.samples:
-            raise InputError(f"--data: there are no images in {folder}")
-
-    def find_classes(self, directory: str | Path) -> tuple[list[str], dict[str, int]]:
-        """Return the names of the folders in order, and their numbers."""
-        names = sorted(
-            path.name
-            for path in Path(directory).iterdir()
-            if path.is_dir() and path.name[0] != "."
-        )
-        # With one class there is nothing to learn; validation images may all be of one class.
-        if len(names) < 2 and self._known is None:
-            raise _layout(
-                self._data,
-                f"one class, {names[0]!r}" if names else "no folder of a class",
-                directory,
-            )
-        # Validation images have the numbers of the training classes.
-        known = names if self._known is None else self._known
-        # Images of a class that was not trained would always be classified wrongly.
-        if unknown := [name for name in names if name not in known]:
-            raise InputError(
-                f"--data: {directory} has classes that the training images do not have: {_shortened(unknown)}"
-            )
-        return names, {name: number for number, name in enumerate(known)}
+            super().__init__(folder, classes)
+        except ValueError as error:
+            raise _layout(data, str(error)) from None
+        self.loader = _read
+        print(f"{folder}: {class_folders.describe(self)}")
 
     def keep(self, count: int) -> None:
         """Keep ``count`` of the images, spread evenly over the classes."""
@@ -91,10 +64,7 @@ def open_folder(data: str, limit: int | None) -> tuple[ClassFolders, ClassFolder
         for names in SPLITS
     ]
     if None in folders:
-        names = sorted(
-            f"{path.name}/" if path.is_dir() else path.name for path in root.iterdir()
-        )
-        raise _layout(data, _shortened(names) or "nothing", data)
+        raise _layout(data, f"found in {data}: {class_folders.listing(data)}")
     train = ClassFolders(folders[0], data)
     validation = ClassFolders(folders[1], data, train.classes)
     if limit is not None:
@@ -121,24 +91,18 @@ def spread(length: int, count: int) -> list[int]:
 def _read(path: str) -> Image.Image:
     """Open an image as RGB, or refuse it with a message that names the file."""
     try:
-        with Image.open(path) as image:
-            return image.convert("RGB")
-    except (OSError, SyntaxError) as error:
+        return read_picture(path)
+    except (OSError, SyntaxError, ValueError) as error:
         raise InputError(
             f"--data: {path} cannot be read as an image ({error})"
         ) from None
 
 
-def _layout(data: str, content: str, folder: str | Path) -> InputError:
-    """Return the refusal of a folder, which states the expected layout and what the folder contains."""
+def _layout(data: str, reason: str) -> InputError:
+    """Return the refusal of a folder, which states the expected layout and the reason."""
     lines = "".join(
         f"    {data}/{split}/cat/*.jpg, {data}/{split}/dog/*.jpg, ...\n"
         for split in ("train", "val")
     )
     expected = "expected a folder for each class, two or more, in train/ and in val/"
-    return InputError(f"--data: {expected}:\n{lines}found in {folder}: {content}")
-
-
-def _shortened(names: Sequence[str]) -> str:
-    """Return the first five names as text."""
-    return ", ".join(names[:5]) + (", ..." if len(names) > 5 else "")
+    return InputError(f"--data: {expected}:\n{lines}{reason}")

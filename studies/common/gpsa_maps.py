@@ -1,7 +1,6 @@
 """Attention of every head of a Transformed CNN for the query at one pixel, and loading of the user's images."""
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,6 +11,7 @@ from torch import Tensor, nn
 
 from common.digits import MEAN, STD, ClutteredDigits
 from tcnn_model import GPSA, gpsa_layers
+from tcnn_model.pictures import read_picture
 
 __all__ = ["maps_of", "open_images"]
 
@@ -128,17 +128,13 @@ def open_images(files: Sequence[str], dataset: Any, size: int) -> Tensor:
     Raises:
         OSError: A file is missing, or is not an image.
     """
-    opened = []
-    for file in files:
-        with Image.open(Path(file)) as image:
-            opened.append(
-                image.convert("L" if isinstance(dataset, ClutteredDigits) else "RGB")
-            )
+    opened = [read_picture(file) for file in files]
     if not isinstance(dataset, ClutteredDigits):
         return torch.stack([dataset.transform(image) for image in opened])
     pixels = [
         np.asarray(
-            image.resize((size, size), Image.Resampling.BILINEAR), dtype=np.float32
+            image.convert("L").resize((size, size), Image.Resampling.BILINEAR),
+            dtype=np.float32,
         )
         for image in opened
     ]

@@ -7,9 +7,9 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from PIL import Image
 
 from common.output import saved_options
+from tcnn_model.pictures import read_picture
 from tcnn_probe import evaluation
 
 __all__ = [
@@ -246,10 +246,9 @@ def device(text: str) -> str:
 
 
 def image_file(name: str) -> str:
-    """Parse the name of a file that can be opened as an image."""
+    """Parse the name of a file that can be read as an image."""
     try:
-        with Image.open(name) as image:
-            image.verify()
-    except OSError as error:
+        read_picture(name)
+    except (OSError, SyntaxError, ValueError) as error:
         raise argparse.ArgumentTypeError(f"no image: {error}") from None
     return name

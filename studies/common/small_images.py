@@ -6,7 +6,6 @@ from pathlib import Path
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from PIL import Image
 from torch import Tensor
 
 from common.ending import InputError
@@ -148,10 +147,7 @@ def _moves(seed: int, view: int, count: int) -> NDArray[np.int64]:
 
 
 def _read(images: ClassFolders) -> SmallImages:
-    pixels = []
-    for path, _ in images.samples:
-        with Image.open(path) as image:
-            pixels.append(np.asarray(image.convert("RGB")))
+    pixels = [np.asarray(images.loader(path)) for path, _ in images.samples]
     # All images are stacked in one array.
     if len({picture.shape for picture in pixels}) > 1:
         raise InputError("--data: expected images of one size, got several")

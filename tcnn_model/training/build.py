@@ -2,7 +2,7 @@
 
 import copy
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -42,6 +42,7 @@ def build_model(
     classes: int,
     images: int = 0,
     report: Callable[[str], None] = lambda text: None,
+    names: Sequence[str] | None = None,
 ) -> tuple[nn.Module, dict[str, Any]]:
     """Build the model of a run; return it with timm's data configuration.
 
@@ -50,6 +51,7 @@ def build_model(
         classes: Number of classes in the data.
         images: Number of training images, all of which Grafit remembers.
         report: Function that is called with a line of text for weights of the file that are not used as they are.
+        names: Names of the classes, with which those of the file of weights are compared.
 
     Raises:
         ValueError: timm has no such model, the model would have fewer outputs than the data have classes, or a
@@ -70,6 +72,7 @@ def build_model(
                 outputs,
                 img_size=config.img_size,
                 report=report,
+                names=names,
                 **options,
             )
         else:

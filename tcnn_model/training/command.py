@@ -8,10 +8,14 @@ from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
 
+from torch import nn
+
+from tcnn_model.class_folders import describe
+from tcnn_model.gpsa.layer import gpsa_layers
 from tcnn_model.training.build import build_model, build_training, convert
 from tcnn_model.training.config import Config, parse
 from tcnn_model.training.data import Images, create_transforms
-from tcnn_model.training.distributed import Ranks, joined
+from tcnn_model.training.distributed import joined
 from tcnn_model.training.evaluation import EpochResult, best_result
 from tcnn_model.training.loop import NonFiniteLossError, StopRequested, Training, run
 from tcnn_model.training.session import Folder, Stopping, say
@@ -86,7 +90,7 @@ def train(
         stopping = Stopping(ranks)
         if not resume:
             folder.check_free()  # before images are opened, which may take minutes
-        training, images = _prepare(config, ranks)
+        training, images = _prepare(config, folder)
         stack.enter_context(folder.locked())
         if resume:
             folder.load(training, images.per_epoch // config.accumulate)
@@ -99,32 +103,61 @@ def train(
         _summary(training, images, folder)
 
 
-def _prepare(config: Config, ranks: Ranks) -> tuple[Training, Images]:
+def _prepare(config: Config, folder: Folder) -> tuple[Training, Images]:
+    ranks = folder.ranks
     sources = open_sources(
         config.data,
         config.dataset,
         (config.train_split, config.val_split),
         config.coarse_labels,
     )
+    for use, source in zip(("training", "validation"), sources, strict=True):
+        say(f"{use}: {describe(source)}", ranks)
+    classes = sources[0].classes
+    folder.classes = None if classes is None else [*classes]
     model, data = build_model(
         config,
         _count(sources[0], config),
         len(sources[0]),
         report=lambda text: say(text, ranks),
+        names=folder.classes,
     )
     images = Images(*sources, create_transforms(config, data), config, ranks)
     steps = images.per_epoch // config.accumulate
-    scaled = config.scaled(ranks.count)
-    if config.paper_batch and scaled.lr != config.lr:
-        batch = config.batch_size * config.accumulate * ranks.count
-        accumulate = max(1, round(config.paper_batch / config.batch_size / ranks.count))
-        say(
-            f"{batch} images a step ({config.batch_size} x {config.accumulate} accumulated x {ranks.count} processes), "
-            f"{config.paper_batch} in the paper: rates are scaled, {config.lr:g} to {scaled.lr:g}; --accumulate "
-            f"{accumulate} would keep the paper's batch",
-            ranks,
+    _say_rates(folder, model, len(sources[0]))
+    return build_training(folder.scaled, model, steps, ranks), images
+
+
+def _say_rates(folder: Folder, model: nn.Module, images: int) -> None:
+    """Print all learning rates as they are used, and how to keep those of the paper."""
+    config, processes = folder.config, folder.ranks.count
+    gated = config.reparameterize_at is not None or gpsa_layers(model)
+    rates = [
+        f"{name} {rate:g}"
+        for name, rate in folder.rates.items()
+        if gated or name not in ("qk_lr", "gating_lr", "gating_min_lr")
+    ]
+    say(f"learning rates as used: {', '.join(rates)}", folder.ranks)
+    batch = config.batch_size * config.accumulate * processes
+    if config.paper_batch in (None, batch):
+        return
+    largest = min(config.paper_batch, config.limit or images, images)
+    accumulate = max(largest // (config.batch_size * processes), 1)
+    advice = [f"--paper-batch {batch} keeps the paper's rates"]
+    if accumulate != config.accumulate:
+        step = accumulate * config.batch_size * processes
+        images_allow = (
+            ", the most that the data allow" if step < config.paper_batch else ""
         )
-    return build_training(scaled, model, steps, ranks), images
+        advice.append(
+            f"--accumulate {accumulate} makes steps of {step} images{images_allow}"
+        )
+    say(
+        f"{batch} images a step ({config.batch_size} x {config.accumulate} accumulated x {processes} processes), "
+        f"{config.paper_batch} in the paper: lr and qk_lr are scaled by {batch / config.paper_batch:.3g}, the gates' "
+        f"rate is not; {'; '.join(advice)}",
+        folder.ranks,
+    )
 
 
 def _count(source: Source, config: Config) -> int:

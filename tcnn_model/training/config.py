@@ -160,7 +160,7 @@ class Config:
     )
     paper_batch: int | None = _option(
         "optimization",
-        "batch size that the learning rates are given for; they are scaled to yours",
+        "batch size that the learning rates are given for; all but the gates' are scaled to yours",
     )
     opt: str = _option("optimization", "optimizer, by timm's name", "adamw")
     lr: float = _option("optimization", "peak learning rate", 1e-4)
@@ -371,14 +371,16 @@ class Config:
         return self.mixup > 0 or self.cutmix > 0
 
     def scaled(self, processes: int) -> "Config":
-        """Scale the learning rates linearly with the number of images in a step, as DeiT does (thesis, Sec. 3.3)."""
+        """Scale the learning rates linearly with the number of images in a step, as DeiT does (thesis, Sec. 3.3).
+
+        That of the gates is not scaled: they are few, their rate is in units of lambda, and with a hundredth of it
+        they would not move.
+        """
         if self.paper_batch is None:
             return self
         share = self.batch_size * self.accumulate * processes / self.paper_batch
         qk_lr = None if self.qk_lr is None else self.qk_lr * share
-        return replace(
-            self, lr=self.lr * share, gating_lr=self.gating_lr * share, qk_lr=qk_lr
-        )
+        return replace(self, lr=self.lr * share, qk_lr=qk_lr)
 
     def as_dict(self) -> dict[str, Any]:
         """Return every setting that has a value."""

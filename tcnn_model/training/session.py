@@ -7,9 +7,10 @@ import re
 import signal
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -75,8 +76,8 @@ class Stopping:
 class Folder:
     """The files of a run.
 
-    These are ``config.toml``, ``epochs.csv``, ``best.pt`` (weights of the epoch with the best accuracy),
-    ``checkpoints/``, and the files of watchers.
+    These are ``config.toml``, ``classes.csv``, ``epochs.csv``, ``best.pt`` (weights of the epoch with the best
+    accuracy, and the names of the classes), ``checkpoints/``, and the files of watchers.
 
     Args:
         config: Settings of the run.
@@ -86,6 +87,8 @@ class Folder:
     def __init__(self, config: Config, ranks: Ranks) -> None:
         self.path = Path(config.out)
         self.config = config
+        self.classes: list[str] | None = None
+        """Names of the classes by label; None if they are unknown."""
         self.ranks = ranks
         self.scaled = config.scaled(ranks.count)
         self._checkpoints = self.path / "checkpoints"
@@ -97,6 +100,13 @@ class Folder:
         self._settings["processes"] = ranks.count
         self._steps = 0
         self._best: int | None = None
+
+    @property
+    def rates(self) -> dict[str, float]:
+        """Learning rates as they are used, by their settings."""
+        names = ("lr", "qk_lr", "gating_lr", "warmup_lr", "min_lr", "gating_min_lr")
+        rates = {name: getattr(self.scaled, name) for name in names}
+        return {name: rate for name, rate in rates.items() if rate is not None}
 
     @contextmanager
     def locked(self) -> Iterator[None]:
@@ -135,7 +145,15 @@ class Folder:
         """Write the settings, after all processes have checked the folder."""
         self.ranks.wait()
         if self.ranks.first:
-            _write(self.path / "config.toml", as_toml(self.config.as_dict()))
+            # Comments, because the settings themselves are scaled again when the run is resumed.
+            used = [
+                f"# as used: {name} = {rate:g}" for name, rate in self.rates.items()
+            ]
+            settings = as_toml(self.config.as_dict())
+            _write(self.path / "config.toml", "\n".join([settings.rstrip(), *used, ""]))
+            if self.classes is not None:
+                rows = [("label", "class"), *enumerate(self.classes)]
+                _write(self.path / "classes.csv", _table(rows))
 
     def load(self, training: Training, steps: int) -> None:
         """Restore the latest checkpoint, if there is one.
@@ -148,6 +166,7 @@ class Folder:
         """
         state = self._latest(training.device)
         if state is not None:
+            self._check_classes(state.get("classes"))
             if state["converted"]:
                 convert(training, self.scaled, steps, self.ranks)
             training.load_state_dict(state)
@@ -155,7 +174,7 @@ class Folder:
         if self.ranks.first:
             partials = [
                 self.path / f"{name}.partial"
-                for name in ("config.toml", "epochs.csv", "best.pt")
+                for name in ("config.toml", "classes.csv", "epochs.csv", "best.pt")
             ]
             for partial in [*partials, *self._checkpoints.glob("*.pt.partial")]:
                 partial.unlink(missing_ok=True)
@@ -169,6 +188,21 @@ class Folder:
                         RuntimeWarning,
                         stacklevel=2,
                     )
+
+    def _check_classes(self, before: list[str] | None) -> None:
+        """Refuse to continue with other classes, or with classes in another order.
+
+        Raises:
+            ValueError: A label does not mean what it meant before.
+        """
+        if before == self.classes:
+            return
+        pairs = enumerate(zip_longest(before or [], self.classes or []))
+        label, names = next((label, pair) for label, pair in pairs if len({*pair}) > 1)
+        raise ValueError(
+            f"the run in {self.path} has other classes than the data: label {label} was {names[0]!r} and is "
+            f"{names[1]!r} now; {self.path / 'classes.csv'} lists those of the run"
+        )
 
     def has_best(self, training: Training) -> bool:
         """Return True if ``best.pt`` has the weights of the best epoch; only rank 0 knows."""
@@ -247,16 +281,15 @@ class Folder:
             if state is None:
                 state = load_tensors(checkpoints[best])
             content: dict[str, Any] = {"state_dict": state["model"], "epoch": best}
+            content["classes"] = self.classes
             if state["ema"] is not None:
                 content["state_dict_ema"] = state["ema"]
             write_checkpoint(self.path / "best.pt", content)
             self._best = best
 
-        table = io.StringIO()
-        writer = csv.DictWriter(table, list(asdict(training.history[0])))
-        writer.writeheader()
-        writer.writerows(asdict(result) for result in training.history)
-        _write(self.path / "epochs.csv", table.getvalue())
+        rows = [asdict(result) for result in training.history]
+        table = [[*rows[0]], *([*row.values()] for row in rows)]
+        _write(self.path / "epochs.csv", _table(table))
 
         # In the middle of an epoch, this checkpoint is newer than that of the last epoch and is kept.
         if training.step == 0:
@@ -277,7 +310,13 @@ class Folder:
                 for name, _ in training.model.named_parameters()
             )
             write_checkpoint(
-                path, {**state, "settings": self._settings, "converted": converted}
+                path,
+                {
+                    **state,
+                    "settings": self._settings,
+                    "classes": self.classes,
+                    "converted": converted,
+                },
             )
         return state
 
@@ -337,6 +376,13 @@ def _system_lock(path: Path) -> Iterator[None]:
         except OSError:
             pass  # a file system without locks
         yield
+
+
+def _table(rows: Iterable[Sequence[Any]]) -> str:
+    """Return rows as text with comma-separated values."""
+    table = io.StringIO()
+    csv.writer(table).writerows(rows)
+    return table.getvalue()
 
 
 def _write(path: Path, text: str) -> None:

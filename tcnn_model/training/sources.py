@@ -1,14 +1,19 @@
 """Images and labels by index, from scikit-learn's digits and from the map-style data sets of timm."""
 
 import csv
-import stat
-from collections.abc import Sequence
+import io
+import tarfile
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from contextlib import closing
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any, Protocol
 
 import numpy as np
 from PIL import Image
+
+from tcnn_model.class_folders import ClassFolders, listing, reason_unused, shortened
+from tcnn_model.pictures import as_rgb
 
 __all__ = ["DIGITS", "Source", "open_sources"]
 
@@ -19,6 +24,10 @@ SPLITS = {
     "train": ("train", "training"),
     "validation": ("val", "validation", "valid", "eval", "evaluation"),
 }
+
+_KINDS = ("hfds", "torch", "wds")
+# timm would read both splits from the same folder.
+_FOLDERS = ("torch/folder", "torch/image_folder")
 
 # timm's data sets that are streams of images, without an index.
 _STREAMS = ("tfds", "hfids")
@@ -88,26 +97,90 @@ class _Timm:
         return len(self._dataset)
 
     def read(self, index: int) -> tuple[Image.Image, int]:
-        self._check_regular(index)
         if self._reader is None:
             image, label = self._dataset[index]
-            return image.convert("RGB"), int(label)
+            return as_rgb(image), int(label)
         file, label = self._reader[index][:2]
-        if isinstance(file, Image.Image):  # data sets of Hugging Face decode images
-            with file:
-                return file.convert("RGB"), int(label)
+        # Data sets of Hugging Face decode images, others open files.
         with closing(file):
-            return Image.open(file).convert("RGB"), int(label)
+            image = file if isinstance(file, Image.Image) else Image.open(file)
+            return as_rgb(image), int(label)
 
     def name(self, index: int) -> str:
         return str(index) if self._reader is None else str(self._reader.filename(index))
 
-    def _check_regular(self, index: int) -> None:
-        # Opening a named pipe would block until another process writes to it.
-        samples = getattr(self._reader or self._dataset, "samples", None)
-        path = samples[index][0] if samples else None
-        if isinstance(path, str) and not stat.S_ISREG(Path(path).stat().st_mode):
-            raise OSError("not a regular file")
+
+class _Tar:
+    """Pictures of a tar file, also of tar files in it, labelled by their top folders as those of a folder are.
+
+    A folder that holds all others, such as ``train/``, is no class. A tar file in it counts as a folder.
+
+    Raises:
+        ValueError: It is not a whole, uncompressed tar file, or there are fewer than two classes.
+    """
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+        unused: Counter[str] = Counter()
+        places = []
+        try:
+            # "r:" refuses compressed files, in which an image cannot be read from its offset.
+            with tarfile.open(path, "r:") as tar:
+                for parts, first, size in _files_in(tar):
+                    reason = reason_unused(parts)
+                    if reason is None:
+                        places.append((parts, first, size))
+                    else:
+                        unused[reason] += 1
+        except tarfile.TarError as error:
+            raise ValueError(
+                f"{path} is not a whole, uncompressed tar file: {error}"
+            ) from error
+        self._places = sorted(places)
+        top = 0
+        while len({parts[top] for parts, _, _ in places}) == 1 and all(
+            len(parts) > top + 2 for parts, _, _ in places
+        ):
+            top += 1
+        names = [parts[top] for parts, _, _ in self._places]
+        self.classes = tuple(sorted({*names}))
+        loose = [parts for parts, _, _ in places if len(parts) < top + 2]
+        if len(self.classes) < 2 or loose:
+            raise ValueError(
+                f"expected a folder for each class, two or more, in {path}, found {shortened(self.classes)}"
+            )
+        numbers = {name: number for number, name in enumerate(self.classes)}
+        self._labels = [numbers[name] for name in names]
+        self.unused = unused
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def read(self, index: int) -> tuple[Image.Image, int]:
+        _, first, size = self._places[index]
+        # The file is opened for each image: forked workers would share the position in a file that stays open.
+        with Path(self._path).open("rb") as file:
+            file.seek(first)
+            image = Image.open(io.BytesIO(file.read(size)))
+        return as_rgb(image), self._labels[index]
+
+    def name(self, index: int) -> str:
+        return "/".join(self._places[index][0])
+
+
+def _files_in(
+    tar: tarfile.TarFile, folder: tuple[str, ...] = (), start: int = 0
+) -> Iterator[tuple[tuple[str, ...], int, int]]:
+    """Yield the path, the first byte and the size of each file in a tar file, and in tar files in it."""
+    for member in tar:
+        path = PurePosixPath(member.name)
+        parts = (*folder, *path.parts)
+        first = start + member.offset_data
+        if member.isfile() and path.suffix == ".tar":
+            with tarfile.open(fileobj=tar.extractfile(member), mode="r:") as inner:
+                yield from _files_in(inner, (*parts[:-1], path.stem), first)
+        elif member.isfile():
+            yield parts, first, member.size
 
 
 class _Coarse:
@@ -115,6 +188,7 @@ class _Coarse:
 
     def __init__(self, source: Source, coarse_names: dict[str, str]) -> None:
         self._source = source
+        self.unused = getattr(source, "unused", Counter())
         self.classes = tuple(sorted({*coarse_names.values()}))
         self._labels = [
             self.classes.index(coarse_names[name]) for name in source.classes or ()
@@ -193,6 +267,11 @@ def _open_fine(
         raise ValueError(
             f"{dataset} gives a stream of images, and an exact run needs numbered images: use hfds/"
         )
+    if dataset and (_kind(dataset) not in _KINDS or dataset.lower() in _FOLDERS):
+        raise ValueError(
+            f"dataset: expected {', '.join(f'{kind}/...' for kind in _KINDS)}, or none for a folder or tar files, got "
+            f"{dataset}"
+        )
     train_split, validation_split = splits
     train_root, validation_root = (data, data) if dataset else _roots(data, splits)
     train = _open(train_root, dataset, train_split)
@@ -210,7 +289,7 @@ def _open_fine(
 def _check_same_classes(
     train: Sequence[str] | None, validation: Sequence[str] | None
 ) -> None:
-    if train is None or validation is None or train == validation:
+    if train is None or validation is None or [*train] == [*validation]:
         return
     only_train = sorted({*train} - {*validation})[:5]
     only_validation = sorted({*validation} - {*train})[:5]
@@ -224,7 +303,9 @@ def _kind(dataset: str) -> str:
     return dataset.partition("/")[0].lower()
 
 
-def _open(root: str, dataset: str, split: str) -> _Timm:
+def _open(root: str, dataset: str, split: str) -> Source:
+    if not dataset:
+        return ClassFolders(root) if Path(root).is_dir() else _Tar(root)
     from timm.data import ImageDataset, create_dataset
 
     try:
@@ -232,14 +313,11 @@ def _open(root: str, dataset: str, split: str) -> _Timm:
             from tcnn_model.training.shards import ShardReader
 
             return _Timm(ImageDataset(root, reader=ShardReader(root, _names(split))))
-        # The root is the split's folder already, so timm must not search for a split inside it.
-        return _Timm(
-            create_dataset(dataset, root=root, split=split, search_split=False)
-        )
+        return _Timm(create_dataset(dataset, root=root, split=split))
     # timm checks paths and types of data sets with assert, and hfds/ needs a package that may be missing.
     except (RuntimeError, OSError, AssertionError, ImportError) as error:
         raise ValueError(
-            f"cannot open the split {split!r} of {dataset or 'the folder'} in {root}: {error}"
+            f"cannot open the split {split!r} of {dataset} in {root}: {error}"
         ) from error
 
 
@@ -263,10 +341,7 @@ def _roots(data: str, splits: tuple[str, str]) -> tuple[str, str]:
             if all(_split(folder, split) for split in splits)
         ]
         hint = f"; did you mean {inner[0]}?" if inner else ""
-        raise ValueError(f"expected {names} in {data}, found {_listing(root)}{hint}")
-    for folder in (train, validation):
-        if folder.is_dir():
-            _check_classes(folder)
+        raise ValueError(f"expected {names} in {data}, found {listing(root)}{hint}")
     return str(train), str(validation)
 
 
@@ -285,33 +360,9 @@ def _names(split: str) -> tuple[str, ...]:
     return (split,)
 
 
-def _check_classes(folder: Path) -> None:
-    classes = _folders(folder)
-    if len(classes) < 2:
-        raise ValueError(
-            f"expected a folder for each class, two or more, in {folder}, found {_listing(folder)}"
-        )
-    for images in classes:
-        paths = [path for path in images.iterdir() if not path.name.startswith(".")]
-        if paths and all(path.is_dir() for path in paths):
-            raise ValueError(
-                f"expected images in {images}, found only folders, {_listing(images)}: there is one level too many"
-            )
-
-
 def _folders(root: Path) -> list[Path]:
     return sorted(
         path
         for path in root.iterdir()
         if path.is_dir() and not path.name.startswith(".")
     )
-
-
-def _listing(folder: Path) -> str:
-    """List the first files of a folder for a message."""
-    names = sorted(
-        f"{path.name}/" if path.is_dir() else path.name for path in folder.iterdir()
-    )
-    if len(names) > 5:
-        names[5:] = ["..."]
-    return ", ".join(names) or "nothing"

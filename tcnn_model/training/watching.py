@@ -49,9 +49,11 @@ class Watching:
         """Attach a new watcher to the model, whose modules may have been replaced."""
         self._leave()
         if self._create is not None:
-            self._watcher = self._create(
-                self._training.model, self._folder.path, self._config.as_dict()
-            )
+            # Rates are those that are used, not those that were given for another batch size.
+            facts = {**self._config.as_dict(), **self._folder.rates}
+            if self._folder.classes is not None:
+                facts["classes"] = self._folder.classes
+            self._watcher = self._create(self._training.model, self._folder.path, facts)
 
     def __call__(self, scalars: dict[str, float]) -> None:
         """Report an epoch."""

@@ -1,16 +1,20 @@
 """Models of timm with weights from a file, also of T-CNNs and Grafit networks, other image sizes or other classes."""
 
+import os
 import re
-from collections.abc import Callable, Mapping
+import zipfile
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import timm
+import torch
 from timm.layers import resample_abs_pos_embed
 from timm.models import get_pretrained_cfg, load_state_dict
 from timm.models.cait import Cait
 from torch import Tensor, nn
 
+from tcnn_model.class_folders import shortened
 from tcnn_model.conversion.reparameterize import reparameterize
 from tcnn_model.gpsa.layer import gpsa_layers
 from tcnn_model.models.patchconvnet import PatchConvNet
@@ -20,6 +24,11 @@ from tcnn_model.training.checkpoint import check_sums
 __all__ = ["create_from_weights", "create_of_size"]
 
 State = dict[str, Tensor]
+
+# What torch.compile, FSDP and activation checkpointing put into the names of the modules that they wrap.
+_WRAPPERS = re.compile(
+    r"(?:(?<=^)|(?<=\.))(_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\."
+)
 
 
 def create_of_size(name: str, img_size: int | None, **options: Any) -> Any:
@@ -40,6 +49,7 @@ def create_from_weights(
     *,
     img_size: int | None = None,
     report: Callable[[str], None] = lambda text: None,
+    names: Sequence[str] | None = None,
     **options: Any,
 ) -> Any:
     """Create a model of timm with all weights of a file.
@@ -54,12 +64,13 @@ def create_from_weights(
         num_classes: Number of outputs of the model; None for that of the file.
         img_size: Height and width of the images.
         report: Function that is called with a line of text for weights that are new, resized or left out.
+        names: Names of the classes in the order of labels; None if they are unknown.
         options: Further options of ``timm.create_model``.
 
     Raises:
         ValueError: The file does not exist, holds more than weights, or its weights do not all fit this model.
     """
-    state = _read_weights(path, report)
+    state = _read_weights(path, name, report)
     classes = _count_classes(name, state)
     try:
         model = create_of_size(name, img_size, num_classes=classes, **options)
@@ -113,6 +124,8 @@ def create_from_weights(
         report(
             f"weights: {', '.join(new)} are new: {path} has {classes} classes, not {num_classes}"
         )
+    if names is not None and len(names) == classes and not new:
+        _report_other_classes(path, names, report)
     for key, shape in _shapes(model.state_dict()).items():
         loaded = state.get(key)
         if loaded is not None and loaded.shape != shape and key not in new:
@@ -137,7 +150,21 @@ def _reset_classes(model: Any, num_classes: int) -> list[str]:
     ]
 
 
-def _read_weights(path: str, report: Callable[[str], None]) -> State:
+def _report_other_classes(
+    path: str, names: Sequence[str], report: Callable[[str], None]
+) -> None:
+    """Report that the classifier of a file is kept but is of other classes, or of the same in another order."""
+    if zipfile.is_zipfile(path):  # others, such as safetensors, hold weights only
+        before = torch.load(path, weights_only=True, mmap=True)
+        before = before.get("classes") if isinstance(before, dict) else None
+        if before and [*before] != [*names]:
+            report(
+                f"weights: the classifier in {path} is kept, though its classes are {shortened(before)}, and those of "
+                f"the data {shortened(names)}"
+            )
+
+
+def _read_weights(path: str, name: str, report: Callable[[str], None]) -> State:
     if not Path(path).is_file():
         raise ValueError(f"weights: there is no file {path}")
     try:
@@ -161,13 +188,54 @@ def _read_weights(path: str, report: Callable[[str], None]) -> State:
             for name, value in state.items()
             if name.startswith("trunk.")
         }
-    return state
+    return _unwrapped(state, name, path, report)
+
+
+def _unwrapped(
+    state: State, name: str, path: str, report: Callable[[str], None]
+) -> State:
+    """Return the weights under the names that they have in the model itself, and report what is taken off the names.
+
+    torch.compile, FSDP and checkpointing put a word into names; AveragedModel and modules of Lightning a prefix before
+    them, and further entries beside them.
+    """
+    plain = {_WRAPPERS.sub("", key): value for key, value in state.items()}
+    if plain.keys() != state.keys():
+        report(
+            f"weights: names of wrappers, as of torch.compile, are taken off those in {path}"
+        )
+    # The prefix is that of the classifier or, without one, what all names share.
+    layer = re.escape(_classifier(name))
+    matches = [re.fullmatch(rf"(.+\.)?{layer}(\.\d+)?\.weight", key) for key in plain]
+    prefixes = {match[1] or "" for match in matches if match}
+    if not prefixes:
+        common = os.path.commonprefix([*plain])  # noqa: RUF071 (cut at a dot)
+        prefixes = {common[: common.rfind(".") + 1]}
+    # Two classifiers are those of two models, between which we cannot choose.
+    prefix = prefixes.pop() if len(prefixes) == 1 else ""
+    left_out = [
+        key for key in plain if not key.startswith(prefix) or key == "n_averaged"
+    ]
+    if prefix:
+        report(f"weights: {prefix!r} is taken off the names in {path}")
+    if left_out:
+        report(f"weights: {shortened(left_out)} of {path} left out")
+    return {
+        key.removeprefix(prefix): value
+        for key, value in plain.items()
+        if key not in left_out
+    }
+
+
+def _classifier(name: str) -> str:
+    """Return the name of the classifier's layer."""
+    layer = getattr(get_pretrained_cfg(name), "classifier", None) or "head"
+    return layer if isinstance(layer, str) else str(layer[0])
 
 
 def _count_classes(name: str, state: Mapping[str, Tensor]) -> int:
     """Return the number of outputs of the classifier in the weights, 0 if there is no classifier."""
-    classifier = getattr(get_pretrained_cfg(name), "classifier", None) or "head"
-    layer = classifier if isinstance(classifier, str) else classifier[0]
+    layer = _classifier(name)
     if f"{layer}.weight" in state:
         return len(state[f"{layer}.weight"])
     # The published PatchConvNets with a token per class also have a classifier per class.

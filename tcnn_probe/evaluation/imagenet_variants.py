@@ -13,6 +13,7 @@ from PIL import Image
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
+from tcnn_model.class_folders import ClassFolders, reason_unused
 from tcnn_probe.models import unwrap, whole_number
 
 __all__ = ["Variant", "imagenet_variant"]
@@ -145,6 +146,7 @@ class _Images(Dataset[tuple[Tensor, Any]]):
         path, label = self.samples[index]
         try:
             with Image.open(path) as image:
+                # Published accuracies are of images that are not turned as their EXIF data say.
                 pixels = self.transform(image.convert("RGB"))
         except OSError as error:
             # Pillow does not name a truncated file, which may be one of millions.
@@ -173,41 +175,25 @@ def _classes(name: str) -> dict[str, int]:
     return indices
 
 
-def _list_images(folder: Path, classes: dict[str, int] | None) -> list[tuple[str, int]]:
-    """List all images in the folders, with their classes."""
-    from timm.data.readers import create_reader
-
-    try:
-        # Without classes timm would number the folders that exist.
-        return create_reader("", str(folder), class_map=classes).samples
-    except RuntimeError as error:
-        raise ValueError(
-            f"expected images in the folders of {folder}: {error}"
-        ) from error
-
-
 def _samples_by_class(
     folder: Path, classes: dict[str, int], name: str
 ) -> list[tuple[str, int]]:
     """List images of folders named by class; raise for other folders, and warn of missing ones."""
-    present = sorted(
-        path.name
-        for path in folder.iterdir()
-        if path.is_dir() and not path.name.startswith(".")
-    )
-    unknown = [wnid for wnid in present if wnid not in classes]
-    if unknown or not present:
+    names = list(classes)
+    try:
+        folders = ClassFolders(folder, names)
+    except ValueError as error:
         raise ValueError(
-            f"expected folders such as {next(iter(classes))}, of the {len(classes)} classes of {name}, in {folder}; "
-            f"got {', '.join(unknown[:5]) or 'none'}"
-        )
+            f"expected folders such as {names[0]}, of the {len(names)} classes of {name}, in {folder}: {error}"
+        ) from error
+    present = [name for name in names if (folder / name).is_dir()]
     if len(present) < len(classes):
         warnings.warn(
             f"{folder} has folders of {len(present)} of the {len(classes)} classes of {name}: accuracies on it are not "
             "comparable with published ones",
             stacklevel=3,
         )
-    return _list_images(folder, classes)
+    return [(path, classes[names[label]]) for path, label in folders.samples]
 
 
 def _samples_of_real(folder: Path) -> list[tuple[str, list[int]]]:
@@ -218,16 +204,20 @@ def _samples_of_real(folder: Path) -> list[tuple[str, list[int]]]:
         for number, classes in enumerate(labels_by_number, 1)
     }
     samples = []
-    for path, _ in _list_images(folder, None):
-        # Folders are irrelevant here, because labels are published by the number in the file's name.
-        name = Path(path).stem
+    # Folders are irrelevant here, because labels are published by the number in the file's name.
+    for path in sorted(folder.rglob("*")):
+        if path.is_dir() or reason_unused(path.relative_to(folder).parts):
+            continue
+        name = path.stem
         if name not in labels:
             raise ValueError(
                 f"expected images named ILSVRC2012_val_00000001.JPEG to ILSVRC2012_val_{len(labels):08d}.JPEG, which "
                 f"have labels, in {folder}; got {path}"
             )
         if labels[name]:
-            samples.append((path, labels[name]))
+            samples.append((str(path), labels[name]))
+    if not samples:
+        raise ValueError(f"there are no images with labels in {folder}")
     return samples
 
 

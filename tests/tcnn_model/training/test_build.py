@@ -234,6 +234,7 @@ def test_learning_rates_scale_with_the_images_of_a_step() -> None:
     settings = Config(
         "resnet18",
         lr=1e-4,
+        qk_lr=1e-2,
         gating_lr=0.1,
         paper_batch=1024,
         batch_size=64,
@@ -241,7 +242,8 @@ def test_learning_rates_scale_with_the_images_of_a_step() -> None:
     )
     # 64 x 2 x 4 = 512 images in a step are half of the paper's batch.
     scaled = settings.scaled(processes=4)
-    assert (scaled.lr, scaled.gating_lr) == pytest.approx((0.5e-4, 0.05))
+    assert (scaled.lr, scaled.qk_lr) == pytest.approx((0.5e-4, 0.5e-2))
+    assert scaled.gating_lr == 0.1
     assert Config("resnet18", batch_size=64).scaled(4).lr == 1e-4
 
 

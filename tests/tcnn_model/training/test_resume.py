@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from PIL import Image
 
 from tcnn_model.training import loop, session
 from tcnn_model.training.command import main, train
@@ -200,6 +201,7 @@ def test_files_that_a_run_leaves(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.rglob("*.*")) == [
         ".lock",
         "best.pt",
+        "classes.csv",
         "config.toml",
         "epoch-0003.pt",
         "epoch-0004.pt",
@@ -266,3 +268,46 @@ def test_resume_with_other_settings_is_refused(
     assert message in refusal("resnet18", "--out", tmp_path / "run")
     # Another machine may have another number of cores, which changes no result.
     assert "workers" in session.FREE
+
+
+def _colours(root: Path, names: tuple[str, ...]) -> None:
+    """Write images of one colour for each class, the first of them black."""
+    for split in ("train", "val"):
+        for number, name in enumerate(names):
+            (root / split / name).mkdir(parents=True)
+            for image in range(8):
+                Image.new("RGB", (32, 32), (60 * number,) * 3).save(
+                    root / split / name / f"{image}.png"
+                )
+
+
+@pytest.mark.parametrize(
+    ("renamed", "message"),
+    [
+        ({"dog": "1"}, "label 0 was '10' and is '1' now"),
+        ({"dog": "zebra"}, "label 2 was 'dog' and is 'zebra' now"),
+    ],
+)
+def test_a_run_is_not_continued_with_other_classes(
+    renamed: dict[str, str], message: str, tmp_path: Path
+) -> None:
+    _colours(tmp_path / "data", ("10", "2", "dog"))
+    settings = config(
+        tmp_path / "run",
+        data=str(tmp_path / "data"),
+        epochs=2,
+        limit=None,
+    )
+    training = train(settings, progress=False)
+    next(training)
+    training.close()
+    for name in ("best.pt", "checkpoints/epoch-0000.pt"):
+        saved = torch.load(tmp_path / "run" / name, weights_only=True)
+        assert saved["classes"] == ["10", "2", "dog"]
+    table = (tmp_path / "run" / "classes.csv").read_text()
+    assert table.split() == ["label,class", "0,10", "1,2", "2,dog"]
+    for split in ("train", "val"):
+        for old, new in renamed.items():
+            (tmp_path / "data" / split / old).rename(tmp_path / "data" / split / new)
+    with pytest.raises(ValueError, match=f"other classes than the data: {message}"):
+        finish(settings, resume=True)

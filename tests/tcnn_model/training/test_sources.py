@@ -1,7 +1,9 @@
 """Sources of images: errors name the data and the files that were found, and unreadable images are named."""
 
 import os
+import shutil
 import struct
+import tarfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -9,6 +11,7 @@ import pytest
 import torch
 from PIL import Image
 
+from tcnn_model.class_folders import describe
 from tcnn_model.training.data import Images
 from tcnn_model.training.distributed import Ranks
 from tcnn_model.training.sources import open_sources
@@ -45,10 +48,6 @@ def _one_class(root: Path) -> Path:
     return _folder(root, classes=("cat",))
 
 
-def _deeper(root: Path) -> Path:
-    return _folder(root, classes=("cat/images", "dog/images"))
-
-
 def _others(root: Path) -> Path:
     _folder(root)
     (root / "val" / "dog").rename(root / "val" / "horse")
@@ -77,16 +76,12 @@ def _file(root: Path) -> Path:
             "expected a folder for each class, two or more, in .*train, found cat/",
         ),
         (
-            _deeper,
-            "expected images in .*cat, found only folders, images/: there is one level too many",
-        ),
-        (
             _others,
             r"different classes, 2 and 2: only in training \['dog'\], only in validation \['horse'\]",
         ),
         (
             _empty,
-            "cannot open the split 'train' of the folder|the split 'train' in .* has no images",
+            "no pictures of cat, dog in .*train",
         ),
         (_file, "is one file: give a folder"),
     ],
@@ -108,7 +103,7 @@ def test_images_and_labels_of_a_folder(val: str, tmp_path: Path) -> None:
     train, validate = open_sources(
         str(_folder(tmp_path, val=val)), "", ("train", "validation")
     )
-    assert train.classes == ("cat", "dog")
+    assert train.classes == ["cat", "dog"]
     assert len(train) == 16
     assert len(validate) == 16
     labels = {
@@ -116,6 +111,92 @@ def test_images_and_labels_of_a_folder(val: str, tmp_path: Path) -> None:
     }
     assert labels == {"cat": 0, "dog": 1}
     assert train.read(0)[0].size == (40, 36)
+
+
+FILES = {
+    "endings": ("cat/0.png", "cat/1.webp", "dog/0.tif", "dog/1.BMP", "dog/a.txt"),
+    "a class of one ending": ("cat/0.png", "cow/0.jpeg", "dog/0.webp", "dog/1.gif"),
+    "folders in classes": ("cat/0.png", "cat/day1/0.png", "dog/day1/0.png"),
+    "only folders in classes": ("church/indoor/0.png", "pub/indoor/a/0.png"),
+    "hidden": ("cat/0.png", "cat/.ipynb_checkpoints/0.png", "dog/._0.png", "dog/0.png"),
+    "hidden class": ("cat/0.png", "dog/0.png", ".git/0.png", ".DS_Store"),
+    "numbers": ("0/0.png", "1/0.png", "2/0.png", "10/0.png"),
+}
+
+
+@pytest.mark.parametrize("packed", ["folder", "tar", "tar with the folder", "tars"])
+@pytest.mark.parametrize("case", FILES)
+def test_the_top_folder_is_the_class(case: str, packed: str, tmp_path: Path) -> None:
+    """Each picture that Pillow reads has the label of its top folder, as in torchvision."""
+    expected = {}
+    for number, name in enumerate(FILES[case]):
+        for split in ("train", "val"):
+            path = tmp_path / split / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            if path.suffix.lower() in (
+                ".png",
+                ".webp",
+                ".tif",
+                ".bmp",
+                ".jpeg",
+                ".gif",
+            ):
+                Image.new("RGB", (5, 7), (0, 0, 9 * number)).save(path)
+            else:
+                path.write_text("notes")
+        used = not path.name.endswith((".txt", "_Store")) and "/." not in f"/{name}"
+        if used:
+            expected[name] = name.partition("/")[0]
+    if packed != "folder":
+        for split in ("train", "val"):
+            _pack(tmp_path / split, packed)
+    classes = sorted(set(expected.values()))
+    for source in open_sources(str(tmp_path), "", ("train", "validation")):
+        assert list(source.classes or ()) == classes
+        named = {
+            source.name(index).removeprefix("train/").removeprefix("val/"): classes[
+                source.read(index)[1]
+            ]
+            for index in range(len(source))
+        }
+        assert named == expected
+        # The hidden class of a folder is one of the files that are not used.
+        unused = len(FILES[case]) - len(expected)
+        assert f"{len(expected)} pictures of {len(classes)} classes" in describe(source)
+        assert ("files not used" in describe(source)) == (unused > 0)
+
+
+def _pack(folder: Path, packed: str) -> None:
+    """Replace a folder by a tar file of its contents, of itself, or of a tar file for each class."""
+    with tarfile.open(folder.with_suffix(".tar"), "w") as tar:
+        if packed == "tar with the folder":
+            tar.add(folder, folder.name)
+        for path in sorted(folder.iterdir()) if packed != "tar with the folder" else ():
+            if packed == "tars" and path.is_dir():
+                with tarfile.open(path.with_suffix(".tar"), "w") as inner:
+                    for file in path.iterdir():
+                        inner.add(file, file.name)
+                path = path.with_name(f"{path.name}.tar")
+            tar.add(path, path.name)
+    shutil.rmtree(folder)
+
+
+def test_other_tar_files_are_refused(tmp_path: Path) -> None:
+    _folder(tmp_path, classes=("cat", "cow"))
+    for split in ("train", "val"):
+        shutil.rmtree(tmp_path / split / "cow")
+        _pack(tmp_path / split, "tar")
+    with pytest.raises(ValueError, match=r"two or more, in .*train\.tar, found cat"):
+        open_sources(str(tmp_path), "", ("train", "validation"))
+    (tmp_path / "train.tar").write_bytes(b"nothing")
+    with pytest.raises(ValueError, match=r"train\.tar is not a whole, uncompressed"):
+        open_sources(str(tmp_path), "", ("train", "validation"))
+
+
+@pytest.mark.parametrize("dataset", ["torch/image_folder", "folder", "imagenet/x"])
+def test_kinds_that_would_mix_the_splits_are_refused(dataset: str) -> None:
+    with pytest.raises(ValueError, match=r"dataset: expected hfds/.*, or none for a"):
+        open_sources("somewhere", dataset, ("train", "validation"))
 
 
 def test_data_set_from_torchvision(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import timm
 import torch
 import torch.nn.functional as F
 from safetensors.torch import save_file
@@ -222,6 +223,99 @@ def test_tcnn_starts_with_the_weights_of_its_cnn(tmp_path: Path) -> None:
     # These are the two convolutions of the only block of the last stage.
     assert len(gpsa_layers(model)) == 2
     assert all(torch.equal(state[name], value) for name, value in weights.items())
+
+
+def _lightning(state: dict[str, Tensor]) -> dict[str, Any]:
+    """Return a checkpoint of a LightningModule with the model as ``net``, a weighted loss and a metric."""
+    entries = {f"net.{name}": value for name, value in state.items()}
+    entries |= {"loss.weight": torch.ones(3), "accuracy.correct": torch.tensor(5)}
+    return {"state_dict": entries, "epoch": 3, "pytorch-lightning_version": "2.5"}
+
+
+def _averaged(model: nn.Module) -> dict[str, Tensor]:
+    return torch.optim.swa_utils.AveragedModel(model).state_dict()
+
+
+WRAPPED: dict[str, tuple[Callable[[Any], Any], str]] = {
+    "averaged": (_averaged, "n_averaged of .* left out"),
+    "compiled": (lambda m: torch.compile(m).state_dict(), ""),
+    "a compiled stage": (
+        lambda m: {
+            re.sub(r"^layer1\.", "layer1._orig_mod.", name): value
+            for name, value in m.state_dict().items()
+        },
+        "names of wrappers",
+    ),
+    "an average of compiled": (
+        lambda m: _averaged(torch.compile(m)),
+        "n_averaged of .* left out",
+    ),
+    "lightning": (
+        lambda m: _lightning(m.state_dict()),
+        "'net.' is taken off .*loss.weight, accuracy.correct of .* left out",
+    ),
+    "lightning of compiled": (
+        lambda m: _lightning(torch.compile(m).state_dict()),
+        "names of wrappers.*'net.' is taken off",
+    ),
+    "nested": (
+        lambda m: nn.ModuleDict({"a": nn.ModuleDict({"b": m})}).state_dict(),
+        "'a.b.' is taken off",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", WRAPPED)
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [("resnet18", TINY), ("deit_tiny_patch16_224", {**VIT, "img_size": 32})],
+)
+def test_weights_of_wrapped_models(
+    name: str, options: dict[str, Any], kind: str, tmp_path: Path
+) -> None:
+    model = timm.create_model(name, num_classes=3, **options)
+    wrap, message = WRAPPED[kind]
+    torch.save(wrap(model), tmp_path / "w.pt")
+    reports: list[str] = []
+    size = options.get("img_size")
+    plain = {key: value for key, value in options.items() if key != "img_size"}
+    settings = config(
+        tmp_path,
+        name,
+        weights=str(tmp_path / "w.pt"),
+        img_size=size,
+        model_options=plain,
+    )
+    loaded, _ = build_model(settings, 3, report=reports.append)
+    for key, value in model.state_dict().items():
+        assert torch.equal(loaded.state_dict()[key], value), key
+    if kind == "a compiled stage" and name != "resnet18":
+        message = ""
+    assert re.search(message, " ".join(reports))
+    assert bool(reports) == bool(message)
+
+
+def test_a_file_with_two_models_is_refused(tmp_path: Path) -> None:
+    model = timm.create_model("resnet18", num_classes=3, **TINY)
+    models = nn.ModuleDict({"student": model, "teacher": model})
+    torch.save(models.state_dict(), tmp_path / "w.pt")
+    settings = config(tmp_path, weights=str(tmp_path / "w.pt"), img_size=None)
+    with pytest.raises(ValueError, match=r"weights: those in .* do not fit resnet18"):
+        build_model(settings, 3)
+
+
+def test_a_classifier_of_other_classes_is_reported(tmp_path: Path) -> None:
+    model = timm.create_model("resnet18", num_classes=2, **TINY)
+    content = {"state_dict": model.state_dict(), "classes": ["cat", "dog"]}
+    torch.save(content, tmp_path / "w.pt")
+    settings = config(tmp_path, weights=str(tmp_path / "w.pt"), img_size=None)
+    for names, expected in ((["cat", "dog"], 0), (["dog", "cat"], 1), (None, 0)):
+        reports: list[str] = []
+        build_model(settings, 2, report=reports.append, names=names)
+        assert len(reports) == expected
+    # Of other numbers of classes, the classifier is new.
+    build_model(settings, 3, report=reports.append, names=["a", "b", "c"])
+    assert "is kept, though" not in " ".join(reports)
 
 
 @pytest.mark.parametrize("reparameterize_at", [None, 0])

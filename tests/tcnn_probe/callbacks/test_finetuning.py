@@ -135,3 +135,34 @@ def test_a_missing_watcher_is_reported(
         "nobody watches this run (No module named 'nobody'): epochs.csv"
         in capsys.readouterr().err
     )
+
+
+def test_rates_are_printed_and_recorded_as_used(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Steps of 8 images scale the weights' rate; the gates' is not scaled, and Adam moves them by about it."""
+    rates = {"lr": 1e-3, "qk_lr": 1e-2, "gating_lr": 0.1, "paper_batch": 1024}
+    settings = _config(
+        tmp_path, reparameterize_at=0, warmup_epochs=0, epochs=1, **rates
+    )
+    list(train(settings, progress=False))
+    ds = xr.open_zarr(tmp_path / "recording.zarr")
+    used = {"lr": 1e-3 / 128, "qk_lr": 1e-2 / 128, "gating_lr": 0.1}
+    said = capsys.readouterr().err
+    text = (tmp_path / "config.toml").read_text()
+    for name, rate in used.items():
+        assert ds.attrs[name] == pytest.approx(rate)
+        assert f"{name} {rate:g}" in said
+        assert f"# as used: {name} = {rate:g}\n" in text
+    # Of 1,347 digits 16 are used: the paper's batch of 1,024 cannot be made of them.
+    assert "--paper-batch 8 keeps the paper's rates" in said
+    assert (
+        "--accumulate 2 makes steps of 16 images, the most that the data allow" in said
+    )
+    assert ds.attrs["classes"] == [*"0123456789"]
+    # Scaled, the rates of both steps would sum to less than 0.2 / 128, and Adam moves a weight by no more. The first
+    # step has no gradient here, since the last norm of a ResNet's block starts at zero.
+    path = tmp_path / "checkpoints" / "epoch-0001.pt"
+    weights = torch.load(path, weights_only=True)["model"]
+    gating = torch.cat([v for name, v in weights.items() if name.endswith(".gating")])
+    assert 0.005 < float((gating - 1).abs().mean()) < 0.2
