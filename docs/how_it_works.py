@@ -22,7 +22,7 @@ BOXES: dict[str, tuple[float, float, str, str]] = {
         "HeadEdit\nzero, mean, other attention",
         "attention/head_edit.py",
     ),
-    "epoch": (13.3, 0.7, "mark: an epoch on disk", "storage/commit.py"),
+    "epoch": (13.3, 0.7, "mark: an epoch on disk", "storage/marks.py"),
 }
 # Start, side of the start, end, side of the end, and label. Sides are (right, up) of the centre.
 ARROWS = [

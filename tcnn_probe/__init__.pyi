@@ -36,6 +36,5 @@ from .schema import Variable as Variable
 from .storage import StoreError as StoreError
 from .storage import load_example as load_example
 from .storage import open as open
-from .storage import repack as repack
 
 __version__: str

@@ -153,12 +153,12 @@ def test_forbidden_imports_are_found(
         (package / part).mkdir(parents=True)
         (package / part / "__init__.py").write_text("")
     assert _strays(package) == []
-    (package / "storage" / "commit.py").write_text(
+    (package / "storage" / "marks.py").write_text(
         "from tcnn_probe.recording import recorder"
     )
     module = "tcnn_probe.recording"
     assert _strays(package) == [
-        f"storage/commit.py: {name}" for name in (module, f"{module}.recorder")
+        f"storage/marks.py: {name}" for name in (module, f"{module}.recorder")
     ]
 
 

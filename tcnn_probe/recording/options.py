@@ -188,7 +188,6 @@ _RESERVED_ATTRIBUTES = {
     "layers",
     "missing",
     "recording_id",
-    "repacked",
     "tcnn_probe_schema",
     "unsupported",
     "weights",

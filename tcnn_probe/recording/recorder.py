@@ -3,7 +3,6 @@
 import json
 import logging
 import os
-import threading
 import warnings
 import weakref
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -55,7 +54,6 @@ from tcnn_probe.recording.options import (
 from tcnn_probe.recording.ranks import Ranks, whole_parameters
 from tcnn_probe.schema import Group
 from tcnn_probe.storage import EpochStore, Mode
-from tcnn_probe.storage.place import in_zarr_thread
 
 if TYPE_CHECKING:
     from zarr.abc.store import Store
@@ -498,11 +496,7 @@ class Recorder:
 def _release(collector: Collector, store: EpochStore) -> None:
     """Detach from the model, and close the store."""
     collector.remove()
-    if in_zarr_thread():
-        # The garbage collector runs in any thread. In zarr's own thread, close() would wait for itself.
-        threading.Thread(target=store.close).start()
-    else:
-        store.close()
+    store.close()
 
 
 record = Recorder

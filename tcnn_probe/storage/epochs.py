@@ -1,52 +1,45 @@
 """The store of one recording, which is created or continued, extended mark by mark, read and closed."""
 
-import uuid
-from collections.abc import Mapping
-from contextlib import suppress
+import json
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from typing import Any, Literal
 
 import numpy as np
 import xarray as xr
-import zarr
+from filelock import FileLock
+from zarr.buffer import default_buffer_prototype
 
 from tcnn_probe.schema import Group, StoreError
-from tcnn_probe.storage.commit import (
-    GIVEN,
-    HEADS,
-    REPACKED,
-    UNREADABLE,
-    Root,
-    all_of,
-    check_names,
-    check_replaceable,
-    commit,
-    documents_beside,
-    is_name,
-)
+from tcnn_probe.storage.arrays import GIVEN
+from tcnn_probe.storage.checked import CheckedStore
 from tcnn_probe.storage.directory import (
-    Folder,
-    Lock,
+    LOCK,
     delete_unfinished,
+    lock,
     new_directory,
     restore,
 )
-from tcnn_probe.storage.place import (
-    ROOT,
-    UNFINISHED,
-    Target,
-    condition,
-    find,
-    get,
-    listed,
-    put,
-    run,
-)
+from tcnn_probe.storage.marks import write_mark
+from tcnn_probe.storage.place import ROOT, UNFINISHED, Place, Target, find, keys_of, run
 from tcnn_probe.storage.reading import open_dataset, open_tree
+from tcnn_probe.storage.root import (
+    HEADS,
+    UNREADABLE,
+    Root,
+    join,
+)
 
 __all__ = ["EpochStore", "Mode"]
 
 Mark = int | float
 Mode = Literal["a", "w", "x"]
+
+# Names of the objects of a recording, and of the temporary files of a killed one.
+_WRITTEN = re.compile(
+    r"(?:[^/]+/)*(?:zarr\.json|\.zarr\.json\.partial|c(?:/\d+)*(?:/\.\d+\.partial)?)"
+)
 
 
 class EpochStore:
@@ -55,8 +48,7 @@ class EpochStore:
     Creating the object only reads the place, and restores a directory that a killed run has renamed; nothing else
     changes before :meth:`hold` or :meth:`append`. The mode "a" continues an existing recording, "w" replaces it with
     the first mark, and "x" raises an error. StoreError if the path cannot be written, if the place holds something
-    else, or if its recording cannot be continued because it has another schema version or coordinate, is repacked or is
-    damaged.
+    else, or if its recording cannot be continued because it has another schema version or coordinate, or is damaged.
     """
 
     def __init__(
@@ -75,25 +67,15 @@ class EpochStore:
                     f"{self._place.name} already exists: mode='a' continues it, mode='w' replaces it"
                 )
             # The check is made here and again at the first mark, which comes only after an epoch of training.
-            check_replaceable(self._place)
+            _check_replaceable(self._place)
             self._replaces = True
         self._root = None if self._replaces else Root.read(self._place)
         self._place.check_writable(continued=self._root is not None)
         self._marks = () if self._root is None else self._resumed(self._root)
         self._created: tuple[Mapping[str, Group], Mapping[str, Any]] | None = None
-        self._lock: Lock | None = None
+        self._lock: FileLock | None = None
         self._attempted: bytes | None = None
-        self._store = (
-            self._place.store
-            if directory is None
-            else Folder(directory, read_only=False)
-        )
-        # If two recorders add the same mark to a remote store, their roots must differ, so that each can recognise its
-        # own.
-        self._writer = (
-            {} if target is None or directory else {"writer": uuid.uuid4().hex}
-        )
-        self._outdated = self._closed = False
+        self._closed = False
 
     @property
     def name(self) -> str:
@@ -125,12 +107,13 @@ class EpochStore:
 
         The groups are created with the next mark; until then this may be called again. The path of a group is "" for
         the root, or a name such as "layer_scale" or "maps/6x14x14". StoreError if the recording has layers already;
-        ValueError if a name is used twice.
+        ValueError if a name is used twice, or if attributes are no plain JSON.
         """
         if self._root is not None and self.has_layers:
             raise StoreError(f"{self._place.name} holds a recording already")
-        check_names(groups, self._along)
-        Root.new(groups, attrs, self._along, "int64")
+        _check_names(groups, self._along)
+        # NaN is not valid JSON, and other readers would refuse the whole recording.
+        json.dumps(dict(attrs), allow_nan=False)
         self._created = (dict(groups), dict(attrs))
 
     def hold(self) -> None:
@@ -143,19 +126,17 @@ class EpochStore:
         directory = self._place.directory
         if self._root is None:
             if self._replaces and directory is not None:
-                Lock(directory, self._place.name).release()
+                lock(directory, self._place.name).release()
             return
         self._check_unchanged()  # before a lock file is created
-        if directory is not None and not self._holds:
-            self._lock = Lock(directory, self._place.name)
+        if directory is not None and not (self._lock and self._lock.is_locked):
+            self._lock = lock(directory, self._place.name)
             try:
                 # This is checked again, because the former holder of the lock may have added a mark.
                 self._check_unchanged()
             except BaseException:
                 self._lock.release()
                 raise
-            # The former holder may have been killed before it had updated the arrays' own metadata.
-            self._outdated = True
             delete_unfinished(directory)
 
     def append(
@@ -184,82 +165,81 @@ class EpochStore:
                 f"{self._place.name} was closed: open it again to continue it"
             )
         mark = self._as_stored(mark)
-        directory = self._place.directory
-        # The precondition is read before the root is compared, so that a later change makes the write of the root fail.
-        precondition = (
-            None if directory is not None else run(condition(self._place.store, ROOT))
-        )
         self.hold()
-        root = self._root
-        if root is None:
-            if self._created is None:
-                raise StoreError(
-                    f"{self._place.name} holds nothing yet: create() comes first"
-                )
-            root = Root.new(
-                *self._created,
-                self._along,
-                "int64" if isinstance(mark, int) else "float64",
+        if self._root is None and self._created is None:
+            raise StoreError(
+                f"{self._place.name} holds nothing yet: create() comes first"
             )
-        elif self._created is not None and not self.has_layers:
-            root = root.with_groups(self._created[0])
-        rows = self._rows(root, values, scalars)
-        stored = {} if self._root is None else self._root.documents
-        for path in root.growing:
-            if path.rpartition("/")[2] == self._along:
-                rows[path] = np.array(mark if path in stored else [*self._marks, mark])
-        new = root.with_mark(scalars, {**(attrs or {}), **self._writer})
-        if self._replaces:
-            check_replaceable(self._place)  # again, as an epoch may have passed
-        if self._root is None and directory is not None:
-            with new_directory(directory, replace=self._replaces) as (store, lock):
-                run(commit(store, None, new, rows))
-            self._lock = lock
-            self._committed(mark, new)
-            delete_unfinished(directory)
+        new_groups, _ = self._created or ({}, {})
+        groups = new_groups if not self.has_layers else self._root.groups  # type: ignore[union-attr]
+        rows = self._rows(groups, values, scalars)
+        json.dumps(dict(attrs or {}), allow_nan=False)
+        # A retry of a mark whose failure came after its commit finds this root.
+        with self._place_to_write() as store:
+            self._attempted = write_mark(
+                store,
+                self._root,
+                self._along,
+                [*self._marks, mark],
+                rows,
+                self._created if not self.has_layers else None,
+                attrs or {},
+            )
+            run(store.commit())
+        self._root = Root.parse(self._attempted, self._place)
+        self._marks = (*self._marks, mark)
+
+    @contextmanager
+    def _place_to_write(self) -> Iterator[CheckedStore]:
+        """Give the store to write a mark to: for the first one, an empty one that takes the recording's place."""
+        if self._root is not None:
+            yield self._root.checked(self._place, writes=True)
             return
         if self._replaces:
-            precondition = run(self._deleted())
-        if self._root is None:
-            if self._place.root() not in (None, self._attempted):
-                raise StoreError(
-                    f"another recorder writes to {self._place.name}: it was created in the meantime"
-                )
-            run(put(self._place.store, UNFINISHED, b""))
-        # If a store writes the root but reports a failure, this text is recognised as our own.
-        self._attempted = new.text
-        run(self._write(mark, new, rows, precondition))
-        if len(self._marks) == 1:
-            with suppress(Exception):  # it is harmless if it stays
-                run(self._place.store.delete(UNFINISHED))
+            _check_replaceable(self._place)  # again, as an epoch may have passed
+        if self._place.directory is not None:
+            new = new_directory(self._place.directory, replace=self._replaces)
+            with new as (folder, held):
+                yield CheckedStore(folder, {})
+            self._lock = held
+            self._replaces = False
+            return
+        store = self._place.store
+        if not self._replaces and self._place.root() not in (None, self._attempted):
+            raise StoreError(
+                f"another recorder writes to {self._place.name}: it was created in the meantime"
+            )
+        run(store.set(UNFINISHED, default_buffer_prototype().buffer.from_bytes(b"")))
+        if self._replaces:
+            # The root goes first, so that no reader opens the rest.
+            run(store.delete(ROOT))
+            for key in keys_of(store):
+                if key != UNFINISHED:
+                    run(store.delete(key))
+            self._replaces = False
+        yield CheckedStore(store, {})
+        run(store.delete(UNFINISHED))
 
     def close(self) -> None:
         """Release the lock. The recording can still be read. This may be called more than once."""
-        root = (
-            self._root if self._outdated and not self._closed and self._holds else None
-        )
-        # An error, such as a full disk, is ignored, because only readers without consolidated metadata need these.
-        with suppress(OSError, StoreError):
-            if root is not None:
-                self._check_unchanged()
-                run(all_of(documents_beside(self._store, root.growing)))
         self._closed = True
-        if self._lock is not None:
+        if self._lock is not None and self._lock.is_locked:
+            # Deleted while it is held, because afterwards it could belong to the next holder.
+            with suppress(OSError):
+                (self._place.directory / LOCK).unlink()  # type: ignore[operator]
             self._lock.release()
 
     def dataset(self) -> xr.Dataset:
         """Open the root group with the committed marks; values are read lazily."""
-        return open_dataset(self._existing().checked(self._place.store))
+        return open_dataset(self._existing().checked(self._place))
 
     def tree(self) -> xr.DataTree:
         """Open all groups, as :func:`open_recording` does, with the committed marks; values are read lazily."""
-        return open_tree(self._existing().checked(self._place.store))
+        return open_tree(self._existing().checked(self._place))
 
     @property
-    def _holds(self) -> bool:
-        return self._place.directory is None or (
-            self._lock is not None and self._lock.held
-        )
+    def _known_scalars(self) -> set[str]:
+        return set() if self._root is None else self._root.scalars
 
     def _existing(self) -> Root:
         if self._root is None:
@@ -274,47 +254,16 @@ class EpochStore:
             raise StoreError(
                 f"{self._place.name} has its marks along {root.along!r}, expected {self._along!r}"
             )
-        if REPACKED in root.attributes:
-            raise StoreError(
-                f"{self._place.name} was repacked for reading: continue the recording that it was made of"
-            )
         try:
-            group = zarr.open_group(
-                root.checked(self._place.store), mode="r", use_consolidated=True
+            return tuple(
+                open_dataset(root.checked(self._place))[root.along].values.tolist()
             )
-            return tuple(np.asarray(group[self._along][:]).tolist())  # type: ignore[index]
+        except StoreError:
+            raise
         except UNREADABLE as error:
             raise StoreError(
-                f"{self._place.name} has a damaged {self._along!r}: {error}"
+                f"{self._place.name} has damaged metadata: {error!r}"
             ) from error
-
-    async def _write(
-        self,
-        mark: Mark,
-        new: Root,
-        rows: Mapping[str, np.ndarray],
-        precondition: dict[str, Any] | None,
-    ) -> None:
-        await commit(self._store, self._root, new, rows, precondition)
-        # This is inside the coroutine, because Ctrl-C may come before run() returns.
-        self._committed(mark, new)
-
-    def _committed(self, mark: Mark, new: Root) -> None:
-        self._root = new
-        self._marks = (*self._marks, mark)
-        self._outdated = True
-        self._replaces = False
-
-    async def _deleted(self) -> dict[str, Any] | None:
-        """Delete a recording in a store without renaming; the root goes first, so that no reader opens the rest."""
-        store = self._place.store
-        await put(store, UNFINISHED, b"")
-        await store.delete(ROOT)
-        for key in await listed(store.list):
-            if key != UNFINISHED:
-                await store.delete(key)
-        self._replaces = False
-        return await condition(store, ROOT)
 
     def _check_unchanged(self) -> None:
         """Raise StoreError if the root has changed since this store read or wrote it.
@@ -327,10 +276,10 @@ class EpochStore:
                 f"{self._place.name} was deleted or moved while it was recorded"
             )
         if text not in (root.text, self._attempted):
-            changed = Root.read(self._place)
-            count = 0 if changed is None else changed.length
+            length = Root.parse(text, self._place).length
             raise StoreError(
-                f"another recorder writes to {self._place.name}: {root.length} marks were left in it, {count} are there"
+                f"another recorder writes to {self._place.name}: {root.length} marks were left in it, "
+                f"{length} are there"
             )
 
     def _as_stored(self, mark: Mark) -> Mark:
@@ -348,39 +297,92 @@ class EpochStore:
 
     def _rows(
         self,
-        root: Root,
+        groups: Mapping[str, Group],
         values: Mapping[str, Mapping[str, np.ndarray]],
         scalars: Mapping[str, float],
-    ) -> dict[str, np.ndarray]:
+    ) -> dict[str, Any]:
         """Return the values by path, in the dtypes in which they are stored."""
-        rows: dict[str, np.ndarray] = {}
-        for path, group in root.groups.items():
+        rows: dict[str, Any] = {}
+        for path, group in groups.items():
             for name, variable in group.variables.items():
-                inner = f"{path}/{name}" if path else name
-                rows[inner] = np.asarray(values[path][name], dtype=variable.dtype)
-                if rows[inner].shape != group.shape(name):
+                row = np.asarray(values[path][name], dtype=variable.dtype)
+                rows[join(path, name)] = row
+                if row.shape != group.shape(name):
                     raise ValueError(
-                        f"{inner}: expected shape {group.shape(name)}, got {rows[inner].shape}"
+                        f"{join(path, name)}: expected shape {group.shape(name)}, got {row.shape}"
                     )
-        for name, scalar in scalars.items():
-            is_taken = (
-                name not in root.scalars
-                if name in root.documents
-                else self._is_foreign(name)
+        if clashes := sorted(rows.keys() & self._known_scalars):
+            raise ValueError(
+                f"{clashes[0]!r} was given to mark() before, and is now recorded"
             )
-            if name == HEADS or not is_name(name) or is_taken:
+        names = {HEADS, ROOT, self._along, "layer", *groups[""].sizes}
+        names |= {path.split("/")[0] for path in rows} | {*groups}
+        names |= {path.split("/")[0] for path in groups}
+        if self._root is not None:
+            names |= {path.split("/")[0] for path in self._root.documents}
+        for name, scalar in scalars.items():
+            is_path = not name or name.startswith(".") or bool({*name} & {*"/\\\0"})
+            if is_path or name in names - self._known_scalars:
                 raise ValueError(
                     f"{name!r} is the name of something else there: give the scalar another one"
                 )
-            rows[name] = np.array(float(scalar))
+            rows[name] = float(scalar)
         return rows
 
-    def _is_foreign(self, name: str) -> bool:
-        """Return True if an array or a group of this name in the store was not written by a recorder's mark."""
-        text = (
-            run(get(self._place.store, f"{name}/{ROOT}"))
-            if self._root is not None and is_name(name)
-            else None
+
+def _check_names(groups: Mapping[str, Group], along: str) -> None:
+    """Raise ValueError if a path or name is used twice, or if a group lies inside another one."""
+    nodes = [HEADS, *(path for path in groups if path)]
+    for path, group in groups.items():
+        layer = ["layer"] if group.layers else []
+        names = [along, *layer, *group.sizes, *group.variables]
+        nodes += [join(path, name) for name in names]
+    # In an xarray tree, children and variables of a node share one namespace.
+    duplicates = [path for path in nodes if nodes.count(path) > 1]
+    nested = [
+        path for path in groups if any(path.startswith(f"{node}/") for node in nodes)
+    ]
+    if duplicates or nested:
+        raise ValueError(
+            f"expected distinct names, none of them inside another, got {duplicates + nested}"
         )
-        # A scalar with this description was left by a run that was killed.
-        return text is not None and GIVEN not in text.decode(errors="replace")
+
+
+def _check_replaceable(place: Place) -> None:
+    """Raise StoreError if a place holds something that its recording has not written, as replacing would delete it."""
+    try:
+        names = Root.parse(place.root() or b"", place).names
+    except StoreError:  # a damaged root names nothing
+        names = set()
+    if place.directory is None:
+        objects = dict.fromkeys(keys_of(place.store), True)
+    else:
+        paths = [
+            path
+            for path in place.directory.rglob("*")
+            if path.is_symlink() or not path.is_dir() or not any(path.iterdir())
+        ]
+        objects = {
+            path.relative_to(place.directory).as_posix(): path.is_file()
+            and not path.is_symlink()
+            for path in paths
+        }
+    for key, is_file in objects.items():
+        name = key.split("/")[0]
+        known = name in names or name == key or _is_remainder(place, key)
+        known = key in (ROOT, LOCK, UNFINISHED) or (
+            known and _WRITTEN.fullmatch(key) is not None
+        )
+        if not (is_file and known):
+            raise StoreError(
+                f"{place.name} holds more than a recording, and is not replaced: {key!r}"
+            )
+
+
+def _is_remainder(place: Place, key: str) -> bool:
+    """Return whether a killed mark has left this object of a scalar's array."""
+    name, _, rest = key.partition("/")
+    document = run(place.store.get(f"{name}/{ROOT}", default_buffer_prototype()))
+    if document is None:
+        return rest == f".{ROOT}.partial"
+    return GIVEN.encode() in document.to_bytes()

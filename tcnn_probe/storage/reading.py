@@ -1,9 +1,7 @@
-"""Reading of recordings: opening them with xarray, the examples, and copies that are repacked for reading."""
+"""Reading of recordings: opening them with xarray, and the examples."""
 
 import os
-import uuid
 from importlib.resources import files
-from itertools import product
 from typing import Any, cast
 
 import xarray as xr
@@ -11,18 +9,8 @@ from zarr.abc.store import Store
 from zarr.storage import ZipStore
 
 from tcnn_probe.schema import StoreError
-from tcnn_probe.storage.chunks import is_map, open_array, repacked
-from tcnn_probe.storage.commit import (
-    HEADS,
-    IDENTITY,
-    REPACKED,
-    UNREADABLE,
-    Root,
-    all_of,
-    documents_beside,
-)
-from tcnn_probe.storage.directory import new_directory
-from tcnn_probe.storage.place import ROOT, Place, find, put, run
+from tcnn_probe.storage.place import Place, find
+from tcnn_probe.storage.root import HEADS, UNREADABLE, Root
 
 __all__ = [
     "load_example",
@@ -30,7 +18,6 @@ __all__ = [
     "open_dataset",
     "open_recording",
     "open_tree",
-    "repack",
 ]
 
 _EXAMPLES = {"tcnn": "example.zip", "vit": "example_vit.zip"}
@@ -41,7 +28,7 @@ def open_recording(target: str | os.PathLike[str] | Store) -> xr.DataTree:
     place = find(target, writable=False)
     root = _existing(place)
     try:
-        return open_tree(root.checked(place.store))
+        return open_tree(root.checked(place))
     except StoreError:
         raise  # this error names the damaged chunk of a label
     except UNREADABLE as error:
@@ -115,67 +102,6 @@ def load_example(name: str = "tcnn") -> xr.DataTree:
         raise ValueError(f"expected one of {list(_EXAMPLES)}, got {name!r}")
     path = files("tcnn_probe.storage") / _EXAMPLES[name]
     return open_recording(ZipStore(str(path), mode="r"))
-
-
-def repack(
-    source: str | os.PathLike[str] | Store, target: str | os.PathLike[str] | Store
-) -> None:
-    """Copy a recording so that the maps of one head over all marks can be read quickly.
-
-    A recording stores the maps of each mark in a separate object. In the copy, an object holds 100 marks of a layer, in
-    chunks of 25 marks of one head. The copy has the same values and is opened in the same way; it cannot be continued.
-
-    Args:
-        source: Path, URL or zarr store of a recording.
-        target: Path, URL or zarr store of the copy, which must be empty.
-
-    Raises:
-        StoreError: There is no recording at the source, it is damaged, or the target is not empty.
-    """
-    old, new = find(source, writable=False), find(target)
-    root = _existing(old)
-    if new.root() is not None:
-        raise StoreError(f"{new.name} holds a recording already")
-    new.check_writable(continued=False)
-    documents = dict(root.documents)
-    documents |= {
-        path: repacked(about) for path, about in root.arrays.items() if is_map(about)
-    }
-    # The copy gets a new identity, because its metadata do not fit the chunks of the source.
-    copy = Root.of(
-        {**root.attributes, REPACKED: True, IDENTITY: uuid.uuid4().hex}, documents
-    )
-    if new.directory is None:
-        run(_copy(root, old, copy, new.store))
-        return
-    with new_directory(new.directory) as (store, lock):
-        run(_copy(root, old, copy, store))
-    lock.release()
-
-
-async def _copy(root: Root, source: Place, copy: Root, target: Store) -> None:
-    """Write the arrays of a recording shard by shard, and then the root."""
-    await all_of(documents_beside(target, copy.documents))
-    checked = root.checked(source.store)
-    for path, about in root.arrays.items():
-        old, new = (
-            open_array(checked, path, about),
-            open_array(target, path, copy.documents[path]),
-        )
-        # Whole shards are copied, because writing a part of a shard rewrites all of it.
-        steps = (new.shards or new.chunks)[:2]  # marks and, of maps, layers
-        ranges = [
-            range(0, size, step)
-            for size, step in zip(new.shape[:2], steps, strict=True)
-        ]
-        for starts in product(*ranges):
-            part: Any = tuple(
-                slice(start, start + step)
-                for start, step in zip(starts, steps, strict=True)
-            )
-            await new.setitem(part, await old.getitem(part))
-    # The root is written last, so that an interrupted copy is not a recording.
-    await put(target, ROOT, copy.text)
 
 
 def _existing(place: Place) -> Root:

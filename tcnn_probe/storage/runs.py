@@ -19,8 +19,8 @@ from xarray.core.indexing import (
 from zarr.abc.store import Store
 
 from tcnn_probe.schema import StoreError
-from tcnn_probe.storage.commit import ALONG, COORDS, IDENTITY, LAYERS, VERSION
 from tcnn_probe.storage.reading import open_recording
+from tcnn_probe.storage.root import ALONG, COORDS, IDENTITY, LAYERS, VERSION
 
 __all__ = ["open_recordings"]
 

@@ -24,7 +24,7 @@ import numpy as np
 import pytest
 
 from tcnn_probe.schema import difference
-from tcnn_probe.storage import EpochStore, StoreError, open_recording, repack
+from tcnn_probe.storage import EpochStore, StoreError, open_recording
 from tests.tcnn_probe.storage.tables import (
     GROUPS,
     add,
@@ -92,13 +92,13 @@ def write(path: Path, first: int, count: int, fork: bool, tell: Tell) -> None:
         add(store, epoch, first + epoch, **scalars(epoch, first + epoch))
         tell(epoch)
         if fork:
-            Child(go_on, store, os.getpid()).end()
+            Child(go_on, store).end()
     store.close()
 
 
-def go_on(store: EpochStore, pid: int, tell: Tell) -> None:
+def go_on(store: EpochStore, tell: Tell) -> None:
     """Read and close in a forked process, which is not allowed to write."""
-    with pytest.raises(StoreError, match=f"is being written by process {pid} "):
+    with pytest.raises(StoreError, match="is being written by another recorder"):
         # The epoch is far beyond the last, so that the order of marks is no reason to refuse it.
         add(store, 10**6, 1)
     store.dataset().load()
@@ -135,13 +135,13 @@ def look(path: Path, first: int, seeds: list[int], count: int, tell: Tell) -> No
         tell(len(present))
 
 
-def refused(path: Path, pid: int, tell: Tell) -> None:
+def refused(path: Path, tell: Tell) -> None:
     """Assert that a second recorder is refused and that other groups differ from the store's."""
     store = create(path)
     with pytest.raises(
         StoreError,
         # If the writer closes between the two lines, the refusal is due to its marks.
-        match=rf"is being written by process {pid} |: \d+ marks were left in it",
+        match=r"is being written by another|: \d+ marks were left in it",
     ):
         add(store, 10**6, 1)
     assert difference(EpochStore(path).groups or {}, {"": GROUPS[""]}) is not None
@@ -161,18 +161,11 @@ def first_seed(path: Path, tell: Tell) -> None:
     tell(round(7 * open_recording(path).top1.values[0].item()))
 
 
-def pack(path: Path, packed: Path, tell: Tell) -> None:
-    """Repack a recording."""
-    tell(0)
-    repack(path, packed)
-
-
 class Soak:
     """Operations on one recording after another, with the ``seeds`` of its marks and ``counts`` of the operations."""
 
     def __init__(self, folder: Path, seed: int) -> None:
         self.path = folder / "run.zarr"
-        self.packed = folder / "packed.zarr"
         self.chance = random.Random(seed)
         self.counts = Counter[str]()
         self.seeds = list[int]()
@@ -186,7 +179,6 @@ class Soak:
             self.kill_early,
             self.read,
             self.refuse,
-            self.repack,
             self.fork,
             self.replace,
         ]
@@ -236,27 +228,8 @@ class Soak:
         """Try to write in another process while marks are added."""
         writer = self._writer(1000)
         announced = writer.numbers(1)
-        Child(refused, self.path, writer.pid).end()
+        Child(refused, self.path).end()
         self._killed(writer, announced, 0)
-
-    def repack(self) -> None:
-        """Copy a recording and sometimes kill the copy, which is then either absent or complete."""
-        if not self.seeds:
-            self.mark()
-        copy = Child(pack, self.path, self.packed)
-        copy.numbers(1)
-        # The limit is slightly more than a copy takes on an idle machine.
-        time.sleep(self.chance.uniform(0, 0.2))
-        copy.end(kill=self.chance.random() < 0.5)
-        if not self.packed.exists():
-            self.counts["copies killed"] += 1
-            Child(pack, self.path, self.packed).end()
-        assert {path.name for path in self.path.parent.iterdir()} == {
-            "run.zarr",
-            "packed.zarr",
-        }
-        self.counts["values"] += Child(check, self.packed, self.seeds).end()[0]
-        shutil.rmtree(self.packed)
 
     def replace(self) -> None:
         """Replace the recording and sometimes kill the writer, which leaves the old recording or the new mark."""

@@ -115,7 +115,7 @@ def recording(path: Path, marks: int = 1, **options: str) -> EpochStore:
 def dies(store: EpochStore) -> None:
     """Release a writer's lock and keep its file, as when the writer is killed."""
     if store._lock is not None:
-        store._lock.forget()
+        store._lock.release()
 
 
 def contents(root: Path) -> dict[str, bytes | None]:

@@ -8,9 +8,8 @@ import pytest
 import xarray as xr
 import zarr
 
-from tcnn_probe.schema import Variable
 from tcnn_probe.storage import EpochStore, StoreError
-from tcnn_probe.storage.chunks import array_document
+from tcnn_probe.storage.arrays import chunk_shape
 from tests.tcnn_probe.storage.tables import (
     GROUPS,
     MAPS,
@@ -23,20 +22,31 @@ from tests.tcnn_probe.storage.tables import (
 )
 
 
-def test_chunks_have_a_bounded_size() -> None:
-    # At most 64 marks and 256 KiB of float64 numbers, but at least 16 marks.
-    for shape, marks in {(): 64, (12, 6): 64, (23, 31): 45, (53, 64): 16}.items():
-        about = array_document(
-            Variable(("layer", "head")[: len(shape)], "", "", ""), shape, "epoch"
-        )
-        assert about["chunk_grid"]["configuration"]["chunk_shape"] == [marks, *shape]
+@pytest.mark.parametrize(
+    ("row", "itemsize", "chunk"),
+    [
+        ((), 8, (64,)),  # at most 64 marks
+        (
+            (23, 31),
+            8,
+            (45, 23, 31),
+        ),  # of numbers, at most 256 kB, which each mark rewrites
+        ((24, 4, 16, 14, 14), 2, (1, 24, 4, 16, 14, 14)),  # of maps, a mark
+        ((24, 4, 16, 64, 64), 4, (1, 16, 4, 16, 64, 64)),  # but at most 16 MB
+        ((0, 5), 8, (64, 1, 5)),
+    ],
+)
+def test_chunks_have_a_bounded_size(
+    row: tuple[int, ...], itemsize: int, chunk: tuple[int, ...]
+) -> None:
+    assert chunk_shape(row, itemsize) == chunk
 
 
 @pytest.mark.parametrize("target", ["memory", "directory"])
 def test_marks_in_several_chunks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, target: str
 ) -> None:
-    monkeypatch.setattr("tcnn_probe.storage.chunks.MARKS_PER_CHUNK", (1, 4))
+    monkeypatch.setattr("tcnn_probe.storage.arrays.MOST_MARKS", 4)
     path = Remote() if target == "memory" else tmp_path / "run.zarr"
     store = create(path)
     for mark in range(9):

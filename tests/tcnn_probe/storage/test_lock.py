@@ -1,9 +1,6 @@
 """One writer at a time, and readers that change nothing."""
 
-import errno
-import fcntl
 import multiprocessing
-import os
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -23,8 +20,7 @@ from tests.tcnn_probe.storage.tables import (
     recording,
 )
 
-# "20.*" matches the century at the start of the time.
-HELD = "run.zarr is being written by process {} since 20.*: one recorder at a time"
+HELD = "run.zarr is being written by another recorder: one at a time"
 
 
 def child(work: Callable[[], object]) -> Child:
@@ -47,7 +43,7 @@ def test_second_recorder_is_refused(tmp_path: Path) -> None:
     add(first, 0)
     second = create(path)
     for use in (second.hold, lambda: add(second, 1, 7), create(path, mode="w").hold):
-        with pytest.raises(StoreError, match=HELD.format(os.getpid())):
+        with pytest.raises(StoreError, match=HELD):
             use()
     add(first, 1)
     first.close()
@@ -63,24 +59,7 @@ def test_second_recorder_is_refused(tmp_path: Path) -> None:
     with pytest.raises(StoreError, match="is being written by"):
         add(create(path), 2)
     del third  # the recorder is forgotten instead of closed
-    assert not (path / LOCK).exists()
-
-
-def refused(*_: object, **__: object) -> None:
-    raise OSError(errno.EROFS, "Read-only file system")
-
-
-def test_lock_is_freed_even_if_its_file_cannot_be_deleted(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    store = create(tmp_path / "run.zarr")
-    add(store, 0)
-    with monkeypatch.context() as patch:
-        patch.setattr(Path, "unlink", refused)
-        with pytest.raises(OSError, match="Read-only file system"):
-            store.close()
-    add(create(tmp_path / "run.zarr"), 1)
-    assert_holds(tmp_path / "run.zarr", [0, 1])
+    add(create(path), 2)
 
 
 def test_forked_process_may_not_write_and_leaves_the_lock(
@@ -91,7 +70,7 @@ def test_forked_process_may_not_write_and_leaves_the_lock(
     add(store, 0)
 
     def work() -> None:
-        with pytest.raises(StoreError, match=HELD.format(os.getppid())):
+        with pytest.raises(StoreError, match=HELD):
             add(store, 1, 7)
         store.close()
 
@@ -127,17 +106,8 @@ def test_two_recorders_that_begin_the_same_store(tmp_path: Path) -> None:
     assert [p.name for p in tmp_path.iterdir()] == ["run.zarr"]
 
 
-@pytest.mark.parametrize("remote", [False, True], ids=["no locks", "remote"])
-def test_without_locks_the_root_is_compared(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, remote: bool
-) -> None:
-    def unsupported(*_: object) -> None:
-        raise OSError(errno.ENOLCK, "No locks available")
-
-    # Some network disks answer like this.
-    monkeypatch.setattr(fcntl, "flock", unsupported)
-    target = Remote() if remote else tmp_path / "run.zarr"
-    first = create(target)
+def test_the_root_is_compared_where_there_is_no_lock() -> None:
+    first = create(target := Remote())
     add(first, 0)
     second = create(target)
     add(first, 1)
@@ -146,7 +116,6 @@ def test_without_locks_the_root_is_compared(
         match=r"another recorder writes to .*: 1 marks were left in it, 2 are there",
     ):
         add(second, 1, 7)
-    second.close()
     add(first, 2)
     assert_holds(first, [0, 1, 2])
 
@@ -208,42 +177,3 @@ def test_store_that_vanished(tmp_path: Path, instead: str, resumed: bool) -> Non
     ):
         add(store, 1)
     assert contents(tmp_path) == before
-
-
-def test_stale_lock_of_another_user(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The lock's file can be read, and deleted if a group may write; while its process lives, it is respected."""
-    recording(path := tmp_path / "run.zarr")
-    (path / LOCK).write_text("process 1 since 2026")
-    # Permissions are simulated, as root may open any file.
-    inode = (path / LOCK).stat().st_ino
-    open_as_owner = os.open
-
-    def open_as_other(file: object, flags: int, *mode: int) -> int:
-        if (
-            file == path / LOCK
-            and flags & os.O_RDWR
-            and (path / LOCK).exists()
-            and (path / LOCK).stat().st_ino == inode
-        ):
-            raise PermissionError(errno.EACCES, "Permission denied")
-        return open_as_owner(file, flags, *mode)
-
-    monkeypatch.setattr(os, "open", open_as_other)
-    with (path / LOCK).open() as held:
-        fcntl.flock(held, fcntl.LOCK_EX)
-        with pytest.raises(
-            StoreError, match=r"run\.zarr is being written by process 1 since 2026"
-        ):
-            create(path).hold()
-    # Here the file cannot be deleted; the lock is not held afterwards.
-    with monkeypatch.context() as patch:
-        patch.setattr(Path, "unlink", refused)
-        with pytest.raises(OSError, match="Read-only file system"):
-            create(path).hold()
-    store = create(path)
-    add(store, 1)
-    assert (path / LOCK).read_text().startswith(f"process {os.getpid()} ")
-    store.close()
-    assert_holds(path, [0, 1])

@@ -1,4 +1,4 @@
-"""Random histories of a store: marks, crashes, kills, resuming and repacking, compared with a plain dict."""
+"""Random histories of a store: marks, crashes, kills and resuming, compared with a plain dict."""
 
 import shutil
 import tempfile
@@ -12,11 +12,10 @@ from hypothesis.stateful import (
     RuleBasedStateMachine,
     initialize,
     invariant,
-    precondition,
     rule,
 )
 
-from tcnn_probe.storage import EpochStore, open_recording, repack
+from tcnn_probe.storage import EpochStore, open_recording
 from tests.tcnn_probe.storage.tables import (
     MAPS,
     Crash,
@@ -43,7 +42,7 @@ class Histories(RuleBasedStateMachine):
         self.folder = Path(tempfile.mkdtemp())
         self.patch = pytest.MonkeyPatch()
         # Chunks have three marks, so that a dozen steps fill several.
-        self.patch.setattr("tcnn_probe.storage.chunks.MARKS_PER_CHUNK", (1, 3))
+        self.patch.setattr("tcnn_probe.storage.arrays.MOST_MARKS", 3)
         self.seeds: dict[Any, int] = {}
         self.scalars: dict[str, dict[Any, float]] = {}
         self.count = 0
@@ -91,13 +90,6 @@ class Histories(RuleBasedStateMachine):
         assert not self.seeds or open_recording(self.target)[MAPS].sizes[
             "epoch"
         ] == len(self.seeds)
-
-    @precondition(lambda self: self.seeds)
-    @rule()
-    def repack(self) -> None:
-        self.count += 1
-        repack(self.target, self.folder / f"{self.count}.zarr")
-        assert_holds(self.folder / f"{self.count}.zarr", self.seeds, self.scalars)
 
     @invariant()
     def holds(self) -> None:

@@ -1,20 +1,15 @@
 """A recording on a local S3-compatible server, through s3fs, as a URL, and through obstore."""
 
-import asyncio
-import errno
 import random
 import time
 import urllib.request
 from collections.abc import Iterator
-from typing import Any
 
 import numpy as np
 import pytest
 import xarray as xr
 from zarr.storage import ObjectStore
 
-from tcnn_probe.storage import StoreError
-from tcnn_probe.storage import commit as module
 from tests.tcnn_probe.storage.soak import Child, write
 from tests.tcnn_probe.storage.tables import add, assert_holds, create, values
 
@@ -73,68 +68,10 @@ def test_killed_and_resumed(url: str) -> None:
     np.testing.assert_array_equal(ds.gate[-1], values(7)[""]["gate"])
 
 
-@pytest.mark.parametrize("through", ["s3fs", "obstore"])
-@pytest.mark.parametrize("first", [True, False], ids=["first mark", "next mark"])
-def test_another_recorder_writes_in_the_middle_of_a_mark(
-    url: str, monkeypatch: pytest.MonkeyPatch, through: str, first: bool
-) -> None:
-    """The server refuses to replace a root that changed after it was compared."""
+def test_a_store_of_obstore(url: str) -> None:
     import obstore
 
     at = obstore.store.from_url(url, client_options={"allow_http": True})
-    target = url if through == "s3fs" else ObjectStore(at)
-    count = 0 if first else 2
-    for mark in range(count):
-        add(create(target), mark)
-    slow, quick = create(target), create(target)
-    original = module.put_if
-    came = []
-
-    async def meanwhile(*arguments: Any) -> None:
-        # The other recorder comes through here as well, so it runs only once.
-        if not came:
-            came.append(True)
-            await asyncio.to_thread(add, quick, count, 5)
-        await original(*arguments)
-
-    monkeypatch.setattr(module, "put_if", meanwhile)
-    with pytest.raises(
-        StoreError,
-        match=r"another recorder writes to .*: it was written to in the meantime",
-    ):
-        add(slow, count, 7)
-    assert slow.marks == tuple(range(count))
-    add(quick, count + 1)
-    assert_holds(
-        target,
-        {**{mark: mark for mark in range(count)}, count: 5, count + 1: count + 1},
-    )
-
-
-@pytest.mark.parametrize("what", ["answer lost", "no conditional writes"])
-def test_servers_with_lost_answers_or_without_conditional_writes(
-    url: str, monkeypatch: pytest.MonkeyPatch, what: str
-) -> None:
-    import s3fs
-
-    original = s3fs.S3FileSystem._pipe_file
-
-    async def pipe_file(self: Any, path: str, data: bytes, **only: Any) -> None:
-        if what == "answer lost":
-            await original(self, path, data, **only)
-            # This affects only conditional writes: the object is there, and the client is not told.
-            if only:
-                raise OSError(errno.EIO, "connection lost")
-        elif only:
-            raise OSError(
-                errno.ENOSYS,
-                "A header you provided implies functionality that is not implemented",
-            )
-        else:
-            await original(self, path, data)
-
-    monkeypatch.setattr(s3fs.S3FileSystem, "_pipe_file", pipe_file)
-    store = create(url)
     for mark in range(2):
-        add(store, mark)
+        add(create(ObjectStore(at)), mark)
     assert_holds(url, [0, 1])

@@ -1,0 +1,135 @@
+"""Arrays of a recording: how they are cut into chunks, created, and extended by a mark.
+
+A chunk holds as many marks as fit into 256 kB, up to 64; the last one is rewritten with each mark. Maps, which are
+larger, have a chunk for each mark, with all layers and heads, so that both one epoch and one head over all epochs are
+read in few pieces. Every chunk ends with its crc32c; maps are compressed. Labels, such as names of layers, are text of
+fixed width, which xarray returns as NumPy's text. (zarr's text of variable width is returned as a type that matplotlib
+refuses.)
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from math import prod
+from typing import Any
+
+import numpy as np
+import zarr
+from zarr.abc.store import Store
+from zarr.codecs import Crc32cCodec, ZstdCodec
+
+from tcnn_probe.schema import COORDINATES, Group, Variable
+
+__all__ = ["GIVEN", "chunk_shape", "create_group", "create_variable", "write_rows"]
+
+GIVEN = "As given to mark()."
+"""Description of scalars, which tells them from recorded variables."""
+
+# A chunk of numbers is rewritten with each mark, so it stays small; one of maps is read whole.
+REWRITTEN_BYTES = 256 * 2**10
+MOST_MARKS = 64
+LARGEST_CHUNK = 16 * 2**20
+
+_CHECKED = (Crc32cCodec(),)
+_COMPRESSED = (ZstdCodec(level=1), Crc32cCodec())
+
+
+def chunk_shape(row: Sequence[int], itemsize: int) -> tuple[int, ...]:
+    """Return the chunks of an array whose marks have rows of this shape: (marks, *row), or less of a large row."""
+    # A chunk has at least the size 1, even along a dimension of size 0.
+    sizes = [max(size, 1) for size in row]
+    for axis, size in enumerate(sizes):
+        too_large = prod(sizes) * itemsize / LARGEST_CHUNK
+        if too_large > 1:
+            sizes[axis] = max(1, int(size / too_large))
+    marks = REWRITTEN_BYTES // (prod(sizes) * itemsize)
+    return (min(max(marks, 1), MOST_MARKS), *sizes)
+
+
+def create_variable(
+    group: zarr.Group,
+    name: str,
+    variable: Variable,
+    row: Sequence[int],
+    along: str,
+    *,
+    marks: int = 0,
+    maps: bool = False,
+) -> zarr.Array[Any]:
+    """Create an array over the marks, with fill values for those that are there already."""
+    dtype = np.dtype(variable.dtype)
+    fill_value: Any = np.nan if dtype.kind == "f" else -1
+    array = group.create_array(
+        name,
+        shape=(marks, *row),
+        chunks=chunk_shape(row, dtype.itemsize),
+        dtype=dtype,
+        fill_value=fill_value,
+        dimension_names=(along, *variable.dims),
+        attributes={key: value for key, value in variable.attrs.items() if value},
+        compressors=_COMPRESSED if maps else _CHECKED,
+        overwrite=True,  # of what a killed mark has left
+    )
+    if marks:
+        array[:] = fill_value
+    return array
+
+
+def create_group(
+    store: Store,
+    path: str,
+    group: Group,
+    along: str,
+    attributes: Mapping[str, Any],
+    marks: Sequence[int | float],
+    dtype: str,
+) -> None:
+    """Create the arrays of a group, with fill values for marks that are there already."""
+    parts = path.split("/")
+    for count in range(1, len(parts) + 1):
+        node = zarr.open_group(
+            store, path="/".join(parts[:count]), mode="a", use_consolidated=False
+        )
+    node.update_attributes({**attributes})
+    # Scalars may be there already.
+    if along not in node:
+        text = {"long_name": along, "description": GIVEN, **COORDINATES.get(along, {})}
+        mark = Variable((), "", **text, dtype=dtype)
+        array = create_variable(node, along, mark, (), along, marks=len(marks))
+        array[:] = np.asarray(marks, dtype)
+    for name, variable in group.variables.items():
+        row = group.shape(name)
+        create_variable(
+            node, name, variable, row, along, marks=len(marks), maps=group.maps
+        )
+    layers = {"layer": [*group.layers]} if group.layers else {}
+    ranges = {name: range(size) for name, size in group.sizes.items()}
+    for name, labels in {**layers, **ranges, **group.coords}.items():
+        numbers = all(isinstance(label, int) for label in labels)
+        values = np.array(labels, dtype=np.int64 if numbers else np.str_)
+        node.create_array(
+            name,
+            data=values,
+            chunks=(max(len(values), 1),),
+            fill_value=-1 if numbers else "",
+            dimension_names=(name,),
+            attributes={"long_name": name, **COORDINATES.get(name, {})},
+            compressors=_CHECKED,
+            overwrite=True,
+        )
+
+
+def write_rows(rows: Iterable[tuple[zarr.Array[Any], Any]], length: int) -> None:
+    """Extend arrays to this number of marks, and write the last row of each.
+
+    They are written at the same time, as each waits for the disk. After an error or Ctrl-C all have ended, so that none
+    is written later.
+    """
+
+    def write(array: zarr.Array[Any], row: Any) -> None:
+        array.resize((length, *array.shape[1:]))
+        value: Any = array.metadata.fill_value if row is None else row
+        array[length - 1] = value
+
+    with ThreadPoolExecutor(8) as pool:
+        for written in [pool.submit(write, array, row) for array, row in rows]:
+            written.result()
