@@ -210,6 +210,15 @@ class Attention(ABC):
         return None
 
     @property
+    def first_patch_query(self) -> int | None:
+        """Index of the first query after class and register tokens; None if all queries are such tokens."""
+        queries = self.layout.queries
+        if queries is not None:
+            return queries.prefix
+        only_classes = self.layout.asking == "classes" or self.class_query is not None
+        return None if only_classes else 0
+
+    @property
     def class_tokens(self) -> int:
         """Number of class and distillation tokens among the tokens before the grid; the others are registers."""
         return 0
@@ -255,6 +264,11 @@ class Attention(ABC):
             name: torch.full((self.images,), scale, dtype=dtype, device=device)
             for name, scale in scales.items()
         }
+
+    def visible_keys(self, query: int) -> Tensor:
+        """Return the number of keys that no mask hides from a query, in each window of each image: (B, windows)."""
+        shape = self.images, self.windows
+        return torch.full(shape, self.keys, device=self.device)
 
     def own_key(self, query: int) -> int | None:
         """Return the index among the keys of a class or distillation token that is a query; None if it is not one."""

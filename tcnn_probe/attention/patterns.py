@@ -1,7 +1,7 @@
-"""Sums over images of the attention of each head, from which static pattern and content information are computed."""
+"""Sums over images of the attention of each head, from which its anatomy and content information are computed."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
@@ -34,6 +34,9 @@ __all__ = [
 # for 196 keys.
 QUERIES = 64
 
+# Smallest number of queries that are sampled from a window, if it has as many: their mean is compared between images.
+_LEAST_QUERIES = 8
+
 _GOLDEN_RATIO = (math.sqrt(5) - 1) / 2
 
 
@@ -49,6 +52,18 @@ class Pattern:
         queries, keys: Row and column of each query and key on the layer's grid, shape (n, 2), NaN for class and
             register tokens; None if no grid is known.
         size: Size of the images; only patterns with the same size can be added.
+        batch: Number of images, whether they count or not.
+        mean_entropy: Sum over images of the entropy of the mean of A over the queries of a window that count, shape
+            (heads, windows). None unless the parts of selectivity are measured.
+        visible: Number of images in which a mask leaves each key visible to each query, (queries or 1, keys or 1).
+        windows: Number of windows that the queries are from, with equally many from each, one window after the other.
+        population: Number of queries of each window from which the queries were sampled.
+        shifted: Whether windows were shifted, so that queries in some of them do not see all keys.
+        padding: Number of keys in the padding of gated layers, which come last.
+        reason: Reason why there is no common grid; empty if there is one.
+        odd: Sums over every second image, from which the two halves of the images are compared; without ``visible``.
+        finish: Function of the variable's name and the pattern of an epoch, in arrays, that returns the values of each
+            head by variable, or the reason why there are none. None for content information.
     """
 
     attention: Any
@@ -57,52 +72,100 @@ class Pattern:
     queries: np.ndarray | None = None
     keys: np.ndarray | None = None
     size: object = None
+    batch: int = 0
+    mean_entropy: Any = None
+    visible: Any = None
+    windows: int = 1
+    population: int = 1
+    shifted: bool = False
+    padding: int = 0
+    reason: str = ""
+    odd: "Pattern | None" = None
+    finish: Callable[[str, Any], Mapping[str, np.ndarray | str]] | None = None
 
     def plus(self, pattern: "Pattern") -> "Pattern | None":
         """Return the sums over the images of both patterns; None if these have different sizes."""
         if self.size != pattern.size or self.attention.shape != pattern.attention.shape:
             return None
-        attention, entropy = (
-            self.attention + pattern.attention,
-            self.entropy + pattern.entropy,
-        )
-        return replace(
-            self,
-            attention=attention,
-            entropy=entropy,
-            images=self.images + pattern.images,
-        )
+        odd = pattern.odd
+        if odd is not None and self.odd is not None:
+            # Images alternate between the halves, also across batches.
+            odd = pattern.minus(odd) if self.batch % 2 else odd
+            odd = self.odd._combine(odd, 1, None)
+        return self._combine(pattern, 1, odd)
+
+    def minus(self, pattern: "Pattern") -> "Pattern":
+        """Return the sums over the images that are not in a pattern of some of these images."""
+        return self._combine(pattern, -1, None)
+
+    def arrays(self) -> "Pattern":
+        """Return the sums as arrays on the CPU."""
+        arrays: dict[str, Any] = {
+            name: value.detach().double().cpu().numpy()
+            for name, value in self._sums().items()
+            if isinstance(value, Tensor)
+        }
+        return replace(self, **arrays, odd=self.odd and self.odd.arrays())
+
+    def _combine(
+        self, pattern: "Pattern", sign: int, odd: "Pattern | None"
+    ) -> "Pattern":
+        theirs = pattern._sums()
+        sums = {
+            name: value + sign * theirs[name]
+            for name, value in self._sums().items()
+            if name in theirs
+        }
+        batch = self.batch + sign * pattern.batch
+        return replace(self, **sums, batch=batch, odd=odd)
+
+    def _sums(self) -> dict[str, Any]:
+        names = ("attention", "entropy", "images", "mean_entropy", "visible")
+        values = {name: getattr(self, name) for name in names}
+        return {name: value for name, value in values.items() if value is not None}
 
 
 @lru_cache(maxsize=64)
-def sample_queries(windows: int, queries: int, limit: int) -> tuple[Tensor, Tensor]:
+def sample_queries(
+    windows: int, queries: int, limit: int, first: int = 0
+) -> tuple[Tensor, Tensor]:
     """Sample queries of an image evenly and deterministically.
 
-    Windows are sampled at equal distances, with different queries in each. The sampled queries are the multiples of s
-    modulo N, for an s near 0.618 N that is coprime to N (a golden-ratio sequence), so that all rows and columns are
-    represented.
+    Of each sampled window at least eight queries are sampled, or all if there are fewer, because the mean over the
+    queries of a window is measured, too. Different queries are sampled in each window. The sampled queries are the
+    multiples of s modulo N, for an s near 0.618 N that is coprime to N (a golden-ratio sequence), so that all rows and
+    columns are represented; and so are the sampled windows.
 
     Args:
         windows: Number of windows.
         queries: Number of queries of each window.
         limit: Largest number of queries to sample.
+        first: Index of the first query to sample; class and register tokens come before it.
 
     Returns:
         Indices of windows, shape (w,), and of queries in each of these, shape (w, n).
     """
-    sampled_windows = min(windows, limit)
-    per_window = min(queries, limit // sampled_windows)
-    step = max(1, round(queries * _GOLDEN_RATIO))
-    while math.gcd(step, queries) != 1:
+    count = queries - first
+    sampled_windows = min(windows, max(1, limit // min(count, _LEAST_QUERIES)))
+    per_window = min(count, limit // sampled_windows)
+    index = _golden_sequence(count, sampled_windows * per_window)
+    index = index.view(sampled_windows, per_window).sort(-1).values + first
+    return _golden_sequence(windows, sampled_windows).sort().values, index
+
+
+def _golden_sequence(size: int, count: int) -> Tensor:
+    """Return the first numbers of a sequence that visits 0, ..., size - 1 evenly, again and again: shape (count,)."""
+    step = max(1, round(size * _GOLDEN_RATIO))
+    while math.gcd(step, size) != 1:
         step += 1
-    # As the step and the number of queries have no common divisor, no query comes twice before all have come.
-    index = torch.arange(1, sampled_windows * per_window + 1) * step % queries
-    index = index.view(sampled_windows, per_window).sort(-1).values
-    return torch.arange(sampled_windows) * windows // sampled_windows, index
+    # As the step and the size have no common divisor, no number comes twice before all have come.
+    return torch.arange(1, count + 1) * step % size
 
 
 class PatternSum:
     """Sums over images of the attention of at most 64 queries, which are added block by block.
+
+    They are queries of patches, or, where there are none, all queries, such as class tokens.
 
     Args:
         attention: Attention whose first ``limit`` images are added.
@@ -112,10 +175,18 @@ class PatternSum:
         self._attention, device = attention, attention.device
         limit = attention.images if attention.limit is None else attention.limit
         self._images = min(attention.images, limit)
-        self._sampling = attention.windows, attention.queries, QUERIES
+        first = attention.first_patch_query or 0
+        self._sampling = attention.windows, attention.queries, QUERIES, first
         self._windows, self._queries = sample_queries(*self._sampling)
         shape = attention.heads, self._queries.numel(), attention.keys
-        self._sum = torch.zeros(shape, dtype=widest_dtype(device), device=device)
+        # Images with an even and with an odd number in the batch are summed separately.
+        self._sums = torch.zeros((2, *shape), dtype=widest_dtype(device), device=device)
+        # Sum over the sampled queries of each window.
+        self._window_sums = torch.zeros(
+            (self._images, attention.heads, len(self._windows), attention.keys),
+            dtype=attention.dtype,
+            device=device,
+        )
         # Dot products A_ih . A_ig of the rows of heads h and g, for each image and sampled query i.
         self._products = None
         if attention.detailed:
@@ -136,8 +207,9 @@ class PatternSum:
         """
         images = max(0, min(block.images.stop, self._images) - block.images.start)
         spans = [(part.start, part.stop) for part in (block.windows, block.queries)]
+        heads = self._sums.shape[1]
         sampled, index = _rows_of_block(
-            self._sampling, images, len(self._sum), *spans, weights.device
+            self._sampling, images, heads, *spans, weights.device
         )
         if not index.numel():
             return
@@ -145,28 +217,45 @@ class PatternSum:
         # This is in place on a copy that index_select has made.
         rows.mul_(factor.flatten().index_select(0, index)[:, None])
         rows.nan_to_num_()  # an image with NaN does not count, see pattern()
-        by_image = rows.view(images, len(self._sum), -1, rows.shape[1])
-        # (images, heads, queries, keys) summed over images; a sum over one image would only copy it.
-        self._sum[:, sampled] += by_image[0] if images == 1 else by_image.sum(0)
-        if self._products is not None:
-            of_block = slice(block.images.start, block.images.start + images)
-            self._products[of_block, sampled] = row_products(by_image)
+        by_image = rows.view(images, heads, -1, rows.shape[1])
+        self._add_rows(
+            slice(block.images.start, block.images.start + images), sampled, by_image
+        )
 
     def add_sampled(self) -> None:
         """Add the sampled queries of all images, if the rest of the attention is not computed."""
-        attention, windows = self._attention, len(self._windows)
-        at_once = max(1, attention.block // self._sum.numel())
-        for start in range(0, self._images, at_once):
-            images = torch.arange(start, min(start + at_once, self._images))
-            rows = images[:, None] * attention.windows + self._windows
-            queries = self._queries.repeat(len(images), 1)
-            logits = attention.logits.select(rows.flatten(), queries)
+        for images, rows, queries in self._rows_of_images():
+            weights = self._attention.logits.select(rows, queries).weights()
             # (images * w, heads, n, keys) -> (images, heads, w * n, keys)
-            weights = logits.weights().unflatten(0, (-1, windows)).transpose(1, 2)
-            by_image = weights.flatten(2, 3).nan_to_num()
-            self._sum += by_image.sum(0)
-            if self._products is not None:
-                self._products[images.to(weights.device)] = row_products(by_image)
+            by_window = weights.unflatten(0, (-1, len(self._windows))).transpose(1, 2)
+            by_image = by_window.flatten(2, 3).nan_to_num()
+            self._add_rows(images, slice(None), by_image)
+
+    def _add_rows(self, images: slice, sampled: slice, by_image: Tensor) -> None:
+        """Add the attention of some images and sampled queries, (images, heads, queries, keys)."""
+        for offset in range(min(2, len(by_image))):
+            half = by_image[offset::2]
+            # A sum over one image would only copy it.
+            total = half[0] if len(half) == 1 else half.sum(0)
+            self._sums[(images.start + offset) % 2][:, sampled] += total
+        # A block has whole windows, or a part of one.
+        first, last, _ = sampled.indices(self._queries.numel())
+        per_window = self._queries.shape[1]
+        windows = slice(first // per_window, (last - 1) // per_window + 1)
+        in_windows = by_image.unflatten(2, (windows.stop - windows.start, -1))
+        self._window_sums[images, :, windows] += in_windows.sum(3)
+        if self._products is not None:
+            self._products[images, sampled] = row_products(by_image)
+
+    def _rows_of_images(self) -> Iterator[tuple[slice, Tensor, Tensor]]:
+        """Yield images, as many at a time as fit into a block, with their sampled rows and the queries of each row."""
+        attention = self._attention
+        at_once = max(1, attention.block // self._sums[0].numel())
+        for start in range(0, self._images, at_once):
+            images = slice(start, min(start + at_once, self._images))
+            index = torch.arange(images.start, images.stop)
+            rows = (index[:, None] * attention.windows + self._windows).flatten()
+            yield images, rows, self._queries.repeat(len(index), 1)
 
     def add_prefix(self, prefix: Tensor) -> None:
         """Add the attention to class and register tokens, which blocks leave out. Call this after all blocks.
@@ -174,10 +263,12 @@ class PatternSum:
         Args:
             prefix: Attention to each of these tokens, shape (rows, heads, N_query, prefix).
         """
-        prefix = prefix.nan_to_num()
-        self._sum[..., : prefix.shape[-1]] = self._sum_of_sampled(prefix)
+        by_image = self._of_sampled(prefix.nan_to_num()).permute(1, 2, 0, 3)
+        count = prefix.shape[-1]
+        self._sums[..., :count] = self._halves(by_image)
+        in_windows = by_image.unflatten(2, (len(self._windows), -1))
+        self._window_sums[..., :count] = in_windows.sum(3)
         if self._products is not None:
-            by_image = self._of_sampled(prefix).permute(1, 2, 0, 3)
             self._products[: self._images] += row_products(by_image)
 
     def similarity(self, entropy: Tensor) -> Tensor:
@@ -190,7 +281,7 @@ class PatternSum:
         counted = entropy.isfinite().all(1)[:, None, :, None]
         # (queries, images, 1, 1) -> (images, queries)
         sampled = self._of_sampled(counted)[..., 0, 0].mT
-        similarity = self._products.new_zeros(len(self._products), len(self._sum))
+        similarity = self._products.new_zeros(len(self._products), self._sums.shape[1])
         similarity[: self._images] = similarity_of_heads(
             self._products[: self._images], sampled
         )
@@ -202,23 +293,64 @@ class PatternSum:
         Args:
             entropy: Entropy of all queries, shape (rows, heads, N_query), NaN where they do not count.
         """
-        counted = entropy.isfinite()
-        entropies = torch.stack([torch.where(counted, entropy, 0), counted], -1)
-        total, images = self._sum_of_sampled(entropies).unbind(-1)
-        pattern = Pattern(self._sum, total, images)
-        queries, keys = self._attention.layout.queries, self._attention.layout.keys
-        if queries is None or keys is None:
-            return pattern
+        layout, windows = self._attention.layout, len(self._windows)
+        # (images, heads, queries)
+        by_query = self._of_sampled(entropy[..., None])[..., 0].movedim(0, -1)
+        is_counted = by_query.isfinite()
+        entropies = self._halves(torch.where(is_counted, by_query, 0))
+        images = self._halves(is_counted)
+        counts = is_counted.unflatten(2, (windows, -1)).sum(-1).clamp_min(1)
+        mean_entropies = self._halves(entropy_of(self._window_sums / counts[..., None]))
+        places: dict[str, Any] = {}
+        if layout.queries is not None and layout.keys is not None:
+            queries = _places(layout.queries)[self._queries.flatten().numpy()]
+            places = {"queries": queries, "keys": _places(layout.keys)}
+        cut = self._attention.cut
+        odd = Pattern(
+            self._sums[1],
+            entropies[1],
+            images[1],
+            batch=self._images // 2,
+            mean_entropy=mean_entropies[1],
+            windows=windows,
+            population=self._attention.queries - self._sampling[-1],
+            shifted=cut is not None and any(cut.shift),
+            reason=layout.reason,
+            **places,
+        )
         return replace(
-            pattern,
-            queries=_places(queries)[self._queries.flatten().numpy()],
-            keys=_places(keys),
+            odd,
+            attention=self._sums.sum(0),
+            entropy=entropies.sum(0),
+            images=images.sum(0),
+            batch=self._images,
+            mean_entropy=mean_entropies.sum(0),
+            visible=self._visible(),
+            odd=odd,
         )
 
-    def _sum_of_sampled(self, values: Tensor) -> Tensor:
-        """Sum (rows, heads, N_query, n) over images, for the sampled queries: (heads, queries, n)."""
-        sampled = self._of_sampled(values)
-        return sampled.sum(1, dtype=self._sum.dtype).transpose(0, 1)
+    def _visible(self) -> Tensor:
+        """Return the number of images in which each key is visible to each sampled query, (queries or 1, keys or 1)."""
+        logits = self._attention.logits
+        if not logits.masked:
+            return torch.full((1, 1), float(self._images), device=logits.device)
+        shape = self._sums.shape[2:]
+        total = self._sums.new_zeros(shape)
+        for _, rows, queries in self._rows_of_images():
+            hidden = logits.hidden(rows, queries)
+            total += (
+                hidden.logical_not_()
+                .unflatten(0, (-1, len(self._windows)))
+                .sum(0)
+                .view(shape)
+            )
+        return total
+
+    def _halves(self, by_image: Tensor) -> Tensor:
+        """Sum over images with even and odd numbers: (images, ...) -> (2, ...)."""
+        return torch.stack(
+            [by_image[half::2].sum(0, dtype=self._sums.dtype) for half in range(2)]
+        )
 
     def _of_sampled(self, values: Tensor) -> Tensor:
         """Return (rows, heads, N_query, n) for the sampled queries: (queries, images, heads, n)."""
@@ -230,6 +362,14 @@ class PatternSum:
         # Index tensors that are not adjacent move their axes to the front: (w, q, images, heads, n).
         sampled = by_image[: self._images, windows, :, queries]
         return sampled.flatten(0, 1)
+
+
+def entropy_of(attention: Tensor, scratch: Tensor | None = None) -> Tensor:
+    """Return -sum_j A_j log A_j over the last axis; ``scratch``, of the same shape, is overwritten."""
+    # The clamp gives 0 log 0 = 0, because the logarithm of the smallest normal number is finite.
+    smallest = torch.finfo(attention.dtype).tiny
+    logarithms = torch.clamp(attention, min=smallest, out=scratch).log_()
+    return -logarithms.mul_(attention).sum(-1)
 
 
 def row_products(rows: Tensor) -> Tensor:
@@ -263,7 +403,7 @@ def similarity_of_heads(products: Tensor, counted: Tensor) -> Tensor:
 
 @lru_cache(maxsize=64)
 def _rows_of_block(
-    sampling: tuple[int, int, int],
+    sampling: tuple[int, int, int, int],
     images: int,
     heads: int,
     windows: tuple[int, int],
@@ -328,7 +468,7 @@ def gated_patterns(
 ) -> tuple[Pattern, Pattern]:
     """Return sums over the first ``limit`` images, or all, of gated attention A and of its content part C.
 
-    Only real pixels count: the attention to padding is the same for all images.
+    The keys of A are the real pixels, and after them the padding. Those of C are the real pixels.
 
     Args:
         attention: Attention of a batch.
@@ -341,12 +481,17 @@ def gated_patterns(
     sampled = sample_queries(1, query.shape[2], QUERIES)[1][0]
     query_cells = np.indices((y.queries, x.queries)).reshape(2, -1).T[sampled.numpy()]
     query_places = query_cells * [y.stride, x.stride] + [y.first_query, x.first_query]
-    key_places = np.indices((y.length, x.length)).reshape(2, -1).T
-    sampled = sampled.to(query.device)
-    positional = attention.positional_on_pixels(sampled).to(
-        at_least_float32(query.dtype)
-    )
-    whole_sum, content_sum = (_AttentionSum(positional.shape, query) for _ in range(2))
+    extended = np.indices((y.keys, x.keys)).reshape(2, -1).T - [y.before, x.before]
+    is_real = ((extended >= 0) & (extended < [y.length, x.length])).all(1)
+    key_places = np.concatenate([extended[is_real], extended[~is_real]])
+    sampled, real = (i.to(query.device) for i in (sampled, torch.from_numpy(is_real)))
+    rows, columns = attention.factors()
+    along_y, along_x = rows[:, sampled // x.queries], columns[:, sampled % x.queries]
+    both = (along_y[..., :, None] * along_x[..., None, :]).flatten(2)
+    gate = attention.gate[:, None, None]
+    positional = both[..., real].to(at_least_float32(query.dtype))
+    whole_sum = _AttentionSum(positional.shape, gate.to(both) * both[..., ~real], 2)
+    content_sum = _AttentionSum(positional.shape, both[..., :0], 1)
     step = max(1, block // positional.numel())
     for start in range(0, images, step):
         batch = slice(start, min(start + step, images))
@@ -354,12 +499,24 @@ def gated_patterns(
             attention, query=query[batch], key=attention.key[batch]
         ).content(sampled)
         scratch = torch.empty_like(weights)
-        content_sum.add(weights, scratch)
+        content_sum.add(weights, scratch, start)
         # A = (1 - g) C + g P (T-CNN Eq. 7) overwrites C, which has been added by now.
-        weights.lerp_(positional, attention.gate.to(weights)[:, None, None])
-        whole_sum.add(weights, scratch)
-    pattern = replace(whole_sum.pattern(), queries=query_places, keys=key_places)
-    return pattern, content_sum.pattern()
+        weights.lerp_(positional, gate.to(weights))
+        whole_sum.add(weights, scratch, start)
+    odd, whole = (
+        replace(
+            whole_sum.pattern(half),
+            queries=query_places,
+            keys=key_places,
+            padding=len(extended) - int(is_real.sum()),
+            population=query.shape[2],
+            batch=count,
+        )
+        for count, half in ((images // 2, 1), (images, None))
+    )
+    visible = torch.full((1, 1), float(images), device=query.device)
+    whole = replace(whole, visible=visible, odd=odd)
+    return whole, replace(content_sum.pattern(), mean_entropy=None)
 
 
 @torch.no_grad()
@@ -395,36 +552,58 @@ def content_similarity(
 
 
 class _AttentionSum:
-    """Sum of attention over images in float64, to which (B, heads, queries, keys) are added.
+    """Sums over images of attention in float64, to which (B, heads, queries, keys) are added.
 
     Args:
-        shape: Sizes (heads, queries, keys).
-        like: Tensor on the device of the sums.
+        shape: Sizes (heads, queries, keys) without the padding.
+        padding: Attention to the padding, the same for all images, shape (heads, queries, n).
+        halves: 2 to sum images with even and with odd numbers separately.
     """
 
-    def __init__(self, shape: Sequence[int], like: Tensor) -> None:
-        self._attention = torch.zeros(
-            shape, dtype=widest_dtype(like.device), device=like.device
-        )
-        self._entropy = self._attention.new_zeros(self._attention.shape[:2])
-        self._images = torch.zeros_like(self._entropy)
+    def __init__(self, shape: Sequence[int], padding: Tensor, halves: int) -> None:
+        # An image with NaN does not count, and gates of NaN make all images so.
+        self._padding = padding.to(widest_dtype(padding.device)).nan_to_num()
+        self._sums = self._padding.new_zeros((halves, *shape))
+        self._entropies = self._padding.new_zeros((halves, *shape[:2]))
+        self._images = torch.zeros_like(self._entropies)
+        self._mean_entropies = self._padding.new_zeros((halves, shape[0], 1))
 
-    def add(self, weights: Tensor, scratch: Tensor) -> None:
-        """Add the attention of some images; ``scratch``, with as many elements, is overwritten."""
+    def add(self, weights: Tensor, scratch: Tensor, start: int) -> None:
+        """Add the attention of images from number ``start`` on; ``scratch``, with as many elements, is overwritten."""
         # A logit of NaN makes its whole row NaN, so one key shows which rows count.
-        self._images += weights[..., 0].isfinite().sum(0)
+        is_counted = weights[..., 0].isfinite()
         weights = weights.nan_to_num()
-        self._attention += weights[0] if len(weights) == 1 else weights.sum(0)
-        # The clamp gives 0 log 0 = 0, because the logarithm of the smallest normal number is finite.
-        smallest = torch.finfo(weights.dtype).tiny
-        logarithms = (
-            scratch.view(weights.shape).copy_(weights).clamp_(min=smallest).log_()
-        )
-        self._entropy -= logarithms.mul_(weights).sum((0, 3))
+        entropies = entropy_of(weights, scratch.view(weights.shape))
+        counts = is_counted.sum(2, keepdim=True).clamp_min(1)
+        mean_entropies = entropy_of(weights.sum(2) / counts)[..., None]
+        halves = len(self._sums)
+        for offset in range(min(halves, len(weights))):
+            half, images = (start + offset) % halves, slice(offset, None, halves)
+            part = weights[images]
+            # A sum over one image would only copy it.
+            self._sums[half] += part[0] if len(part) == 1 else part.sum(0)
+            self._images[half] += is_counted[images].sum(0)
+            self._entropies[half] += entropies[images].sum(0)
+            self._mean_entropies[half] += mean_entropies[images].sum(0)
 
-    def pattern(self) -> Pattern:
-        """Return the sums as a pattern."""
-        return Pattern(self._attention, self._entropy, self._images)
+    def pattern(self, half: int | None = None) -> Pattern:
+        """Return the sums over all images, or over a half of them."""
+        sums, images, entropy, mean_entropy = (
+            total.sum(0) if half is None else total[half]
+            for total in (
+                self._sums,
+                self._images,
+                self._entropies,
+                self._mean_entropies,
+            )
+        )
+        padding, most = self._padding, images.amax(-1, keepdim=True)
+        return Pattern(
+            torch.cat([sums, images[..., None] * padding], -1),
+            entropy + images * entropy_of(padding),
+            images,
+            mean_entropy=mean_entropy + most * entropy_of(padding.mean(1))[:, None],
+        )
 
 
 @lru_cache(maxsize=64)

@@ -31,6 +31,11 @@ __all__ = [
 _FEW_ROWS = 32
 _ALL = slice(None)
 
+# A key is hidden by a mask of -100 (Swin) or less; in a fused mask a relative position bias may be added to it.
+_HIDDEN_MASK = -80.0
+# Logits that a model has masked itself: libraries add -10000 or less, or fill with minus infinity.
+_HIDDEN_LOGIT = -5000.0
+
 Part = tuple[slice, slice, slice]
 """Slices of rows, queries and keys."""
 
@@ -88,6 +93,16 @@ class Logits(ABC):
             queries: Indices of the queries of each of these rows, shape (r, n).
         """
         raise NotImplementedError
+
+    def hidden(self, rows: Tensor, queries: Tensor) -> Tensor:
+        """Return whether a mask hides each key from some queries of some rows, in all heads: shape (r, n, N_key).
+
+        Args:
+            rows, queries: Indices as in :meth:`select`.
+        """
+        pairs = zip(rows.tolist(), queries.to(self.device), strict=True)
+        logits = [self(slice(row, row + 1), _ALL)[0, :, index] for row, index in pairs]
+        return _is_hidden(torch.stack(logits), _HIDDEN_LOGIT).all(1)
 
     def weights(self, rows: slice = _ALL, queries: slice = _ALL) -> Tensor:
         """Return the softmax; 0 for queries from which all keys are hidden, as in torch's fused attention."""
@@ -176,6 +191,17 @@ class ProductLogits(Logits):
         assert query is not None
         return ProductLogits(query, self._key[rows], self._scale, mask)
 
+    def hidden(self, rows: Tensor, queries: Tensor) -> Tensor:
+        """Return whether the mask hides keys, see :class:`Logits`."""
+        if self._mask is None:
+            return super().hidden(rows, queries)
+        # A mask that rows or heads share is read once.
+        shared = [slice(1) if self._mask.stride(dim) == 0 else _ALL for dim in (0, 1)]
+        mask = self._mask[shared[0], shared[1]]
+        rows, queries = rows.to(self.device) % len(mask), queries.to(self.device)
+        # Index tensors that are not adjacent move their axes to the front: (r, n, heads, N_key).
+        return _is_hidden(mask[rows[:, None], :, queries], _HIDDEN_MASK).all(2)
+
     def _form(self, part: Part, out: Tensor | None) -> Tensor:
         rows, queries, keys = part
         # Queries and keys are cast block by block, as float32 copies of all could be larger than the model's own.
@@ -204,6 +230,10 @@ class ProductLogits(Logits):
         )
 
 
+def _is_hidden(values: Tensor, limit: float) -> Tensor:
+    return values.logical_not() if values.dtype == torch.bool else values <= limit
+
+
 class GivenLogits(Logits):
     """Logits that a model gave to a softmax.
 
@@ -214,6 +244,12 @@ class GivenLogits(Logits):
     def __init__(self, logits: Tensor) -> None:
         rows, heads, queries, keys = logits.shape
         super().__init__((rows, heads, queries, keys), logits, masked=True)
+
+    def hidden(self, rows: Tensor, queries: Tensor) -> Tensor:
+        """Return whether the model has masked keys, see :class:`Logits`."""
+        rows, queries = rows.to(self.device), queries.to(self.device)
+        logits = self.source[rows[:, None], :, queries]
+        return _is_hidden(logits, _HIDDEN_LOGIT).all(2)
 
     def _form(self, part: Part, out: Tensor | None) -> Tensor:
         rows, queries, keys = part
@@ -340,6 +376,14 @@ class SoftmaxAttention(Attention):
             else slice(image * self.windows, (image + 1) * self.windows)
         )
         return self.logits.weights(rows, queries).unflatten(0, (-1, self.windows))
+
+    def visible_keys(self, query: int) -> Tensor:
+        """Return the number of visible keys, see :class:`Attention`."""
+        if not self.logits.masked:
+            return super().visible_keys(query)
+        queries = torch.full((self.rows, 1), query)
+        hidden = self.logits.hidden(torch.arange(self.rows), queries)
+        return self.by_image(hidden.logical_not()[:, 0].sum(-1))
 
     def statistics(self) -> dict[str, Any]:
         """Return entropies, distances, their values for uniform attention, and sums for content information."""

@@ -8,7 +8,7 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import ArrayLike
 
-__all__ = ["information", "translation_equivariance"]
+__all__ = ["information", "offsets_of_pairs", "translation_equivariance"]
 
 
 def information(
@@ -74,7 +74,10 @@ def translation_equivariance(
             f"expected attention (heads, {len(queries)}, {len(keys)}), "
             f"a row for each query and a column for each key, got {mean.shape}"
         )
-    pairs, group, count = _offsets_of_pairs(queries.tobytes(), keys.tobytes())
+    index, offsets = offsets_of_pairs(queries, keys)
+    pairs = np.flatnonzero(index < len(offsets))
+    group = index.ravel()[pairs]
+    count = np.bincount(group, minlength=len(offsets))
     degrees_of_freedom = group.size - count.size
     if degrees_of_freedom < 1:
         return np.full(len(mean), np.nan)
@@ -96,17 +99,32 @@ def translation_equivariance(
     return shares
 
 
-@lru_cache(maxsize=16)  # most layers of a model have the same grid
-def _offsets_of_pairs(
-    queries: bytes, keys: bytes
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Group pairs of tokens on the grid by offset; return their indices, the group of each, and the group sizes.
+def offsets_of_pairs(
+    queries: ArrayLike, keys: ArrayLike
+) -> tuple[np.ndarray, np.ndarray]:
+    """Group pairs of query and key by the offset between them.
 
-    Positions are passed as the bytes of float64 arrays, which can be keys of the cache.
+    Args:
+        queries, keys: Row and column of each query and key, shape (queries, 2) and (keys, 2); NaN for keys off the
+            grid.
+
+    Returns:
+        The index of the offset of each pair, shape (queries, keys), and the n offsets, rows and columns, shape (n, 2).
+        A pair off the grid has the index n + key: a class token is an offset of its own.
     """
+    queries, keys = (np.asarray(places, dtype=float) for places in (queries, keys))
+    return _offsets_of_pairs(queries.tobytes(), keys.tobytes())
+
+
+@lru_cache(maxsize=16)  # most layers of a model have the same grid
+def _offsets_of_pairs(queries: bytes, keys: bytes) -> tuple[np.ndarray, np.ndarray]:
+    """Group pairs; positions are the bytes of float64 arrays, which can be keys of the cache."""
     rows = np.frombuffer(queries).view(complex)  # a position as a single number, y + ix
     columns = np.frombuffer(keys).view(complex)
-    offsets = (columns - rows[:, None]).ravel()
-    pairs = np.flatnonzero(np.isfinite(offsets))
-    _, group, count = np.unique(offsets[pairs], return_inverse=True, return_counts=True)
-    return pairs, group, count
+    offsets = columns - rows[:, None]
+    on_grid = np.isfinite(offsets)
+    values, group = np.unique(offsets[on_grid], return_inverse=True)
+    index = np.broadcast_to(len(values) + np.arange(len(columns)), offsets.shape).copy()
+    index[on_grid] = group
+    index.flags.writeable = False  # all heads with this grid share the array
+    return index, values.view(float).reshape(-1, 2)

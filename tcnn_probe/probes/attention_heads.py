@@ -17,10 +17,16 @@ from tcnn_model import GPSA as GPSALayer
 from tcnn_probe.architectures.lookup import head_count
 from tcnn_probe.attention.attention import Attention
 from tcnn_probe.attention.patterns import Pattern, pattern_of_query
+from tcnn_probe.probes.anatomy import (
+    ANATOMY,
+    content_information,
+    finish_anatomy,
+    finish_class_queries,
+    selectivity,
+)
 from tcnn_probe.probes.probe import Probe
 from tcnn_probe.probes.shared_variables import (
     CLASS_ENTROPY,
-    CONTENT,
     DISTANCE,
     ENTROPY,
     HEAD,
@@ -30,7 +36,6 @@ from tcnn_probe.probes.shared_variables import (
     MAPS,
     MEAN,
     UNIFORM,
-    content_information,
 )
 from tcnn_probe.schema import Variable
 
@@ -46,13 +51,19 @@ __all__ = [
 
 
 def _statistics(attention: Attention) -> Mapping[str, Any]:
-    return attention.statistics()
+    statistics = dict(attention.statistics())
+    pattern = statistics.get("content_information")
+    if pattern is not None:
+        only_classes = attention.first_patch_query is None
+        finish = finish_class_queries if only_classes else finish_anatomy
+        statistics["content_information"] = replace(pattern, finish=finish)
+    return statistics
 
 
 def _statistics_of_softmax(attention: Attention) -> Mapping[str, Any]:
     if attention.gate is not None:  # gated layers have their own probes
         return {}
-    statistics = dict(attention.statistics())
+    statistics = dict(_statistics(attention))
     statistics.pop("frame_distance", None)  # videos have a probe of their own
     return statistics
 
@@ -83,7 +94,7 @@ SOFTMAX = Probe(
             f"Attention of queries on the grid to the class and register tokens before it. {MEAN}",
         ),
         "max_logit": LOGIT,
-        **CONTENT,
+        **ANATOMY,
         **UNIFORM,
         **MAPS,
     },
@@ -172,7 +183,7 @@ _GATED_VARIABLES: Mapping[str, Variable] = {
     ),
     "attention_distance": DISTANCE,
     "max_logit": LOGIT,
-    **CONTENT,
+    **ANATOMY,
     "content_part_information": content_information(
         "of the content part of attention, C"
     ),
@@ -260,7 +271,11 @@ def _probe_of_token(
         # 0 log 0 is 0, so the logarithm has to be finite where the weight is 0.
         smallest = torch.finfo(weights.dtype).tiny
         row_entropy = -(weights * weights.clamp_min(smallest).log()).sum(-1)
-        measured: dict[str, Tensor | Pattern] = {f"{name}entropy": row_entropy.mean(1)}
+        visible = attention.visible_keys(query).to(row_entropy).log()
+        measured: dict[str, Tensor | Pattern] = {
+            f"{name}entropy": row_entropy.mean(1),
+            f"{name}selectivity": (visible[..., None] - row_entropy).mean(1),
+        }
         measured[f"{name}content_information"] = pattern_of_query(
             attention, weights, row_entropy
         )
@@ -288,6 +303,7 @@ def _probe_of_token(
         f"{name}content_information": content_information(
             f"of the {token}'s attention"
         ),
+        f"{name}selectivity": selectivity(f"of the {token}'s attention"),
         f"{name}prefix_attention": Variable(
             HEAD,
             "1",
@@ -348,6 +364,8 @@ def _numbers_of_classes(attention: Attention) -> Mapping[str, Tensor | Pattern]:
     return {
         "class_entropy": statistics["entropy"],
         "class_content_information": statistics["content_information"],
+        "class_selectivity": statistics["uniform_entropy"][:, None]
+        - statistics["entropy"],
     }
 
 
@@ -371,6 +389,7 @@ ATTENTION_BY_CLASS = Probe(
         "class_content_information": content_information(
             "of the class tokens' attention"
         ),
+        "class_selectivity": selectivity("of the class tokens' attention"),
         "attention_by_class": Variable(
             (*_CLASS_DIMS, "y", "x"),
             "1",

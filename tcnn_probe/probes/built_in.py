@@ -1,5 +1,6 @@
 """Built-in probes, which are registered by name."""
 
+from tcnn_probe.probes.anatomy import OFFSET_KERNEL
 from tcnn_probe.probes.attention_heads import (
     ATTENTION_BY_CLASS,
     CLASS_ATTENTION,
@@ -37,6 +38,7 @@ for _probe in (
     HEALTH,
     SEGMENT_ATTENTION,
     MEAN_ATTENTION,
+    OFFSET_KERNEL,
     FEATURES,
     LAYER_SCALE,
     CROSS_PATCH,

@@ -225,7 +225,7 @@ HEALTH = Probe(
             "similarity to other heads",
             "Mean cosine between a head's rows A_i and those of the layer's other heads, for the same image and query "
             "(DeepViT, arXiv 2103.11886, compares layers in this way; Li et al. 2018, arXiv 1810.10183, regularise the "
-            f"same products). Uses at most {QUERIES} queries, evenly spread. {_OF_CONTENT}",
+            f"same products). Uses at most {QUERIES} queries of patches, evenly spread. {_OF_CONTENT}",
         ),
         "output_norm": Variable(
             HEAD,

@@ -1,11 +1,9 @@
 """Variables that several kinds of attention share, so that their heads can be compared in one dataset."""
 
-from tcnn_probe.attention.patterns import QUERIES
 from tcnn_probe.schema import Variable
 
 __all__ = [
     "CLASS_ENTROPY",
-    "CONTENT",
     "DISTANCE",
     "ENTROPY",
     "HEAD",
@@ -15,7 +13,6 @@ __all__ = [
     "MAP_DIMS",
     "MEAN",
     "UNIFORM",
-    "content_information",
 ]
 
 HEAD = ("layer", "head")
@@ -60,35 +57,6 @@ DISTANCE = Variable(
 )
 
 
-def content_information(attention: str) -> Variable:
-    """Describe the variable that measures how strongly a head's attention depends on the image.
-
-    Args:
-        attention: Phrase that names the attention and begins with "of".
-    """
-    return Variable(
-        HEAD,
-        "nat",
-        f"content information {attention}",
-        f"Mean over queries of H(mean over images of A_i) - mean over images of H(A_i), {attention}, times n / (n - 1) "
-        "for n images: the mutual information of image and key. It is 0 if the attention does not depend on the image, "
-        "and at most the log of the number of keys; if it depends strongly on the image, the estimate from few images "
-        f"is too low. Uses at most {QUERIES} queries of each layer, evenly spread and always the same. NaN for a "
-        "single image, and if images of several sizes were seen since the previous mark.",
-    )
-
-
-CONTENT = {
-    "content_information": content_information("of attention"),
-    "translation_equivariance": Variable(
-        HEAD,
-        "1",
-        "translation equivariance",
-        "Share of the variance of the mean over images of A_ij that depends only on the offset from i to j, corrected "
-        "for chance, over the queries of content_information. 1 for a convolution, 0 for a pattern that does not "
-        "depend on offsets.",
-    ),
-}
 UNIFORM = {
     "uniform_entropy": Variable(
         ("layer",),

@@ -1,8 +1,8 @@
 """Sums of a layer's measurements between two marks, on the layer's device, and maps of chosen images."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from functools import partial
+from dataclasses import dataclass, field
+from functools import cached_property, partial
 from typing import Any, TypeVar
 
 import numpy as np
@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 from tcnn_model.precision import widest, widest_dtype
 from tcnn_probe.attention.patterns import Pattern
-from tcnn_probe.heads.static_pattern import information, translation_equivariance
 from tcnn_probe.hooks.modes import edited, named_in_errors
 from tcnn_probe.probes import Probe
+from tcnn_probe.probes.anatomy import finish_information
 from tcnn_probe.probes.probe import GradientNorms
 from tcnn_probe.recording.options import Classes
 
@@ -83,24 +83,20 @@ class EpochSums:
         for name, (total, number) in self.squares.items():
             # Without a backward pass the value is NaN, as 0 would look like a measurement.
             means[name] = np.sqrt(total / (number or np.nan))
+        statistics = self.statistics.items()
+        return means | {
+            name: value for name, value in statistics if not isinstance(value, str)
+        }
+
+    @cached_property
+    def statistics(self) -> dict[str, np.ndarray | str]:
+        """Statistics of the patterns by variable, or the reasons why there are none."""
+        statistics: dict[str, np.ndarray | str] = {}
         for name, pattern in self.patterns.items():
-            if pattern is None:
-                continue
-            images = np.maximum(pattern.images, 1)  # sums over no image are 0
-            mean = pattern.attention / images[..., None]
-            # Content information compares images, so it needs more than one.
-            if (pattern.images > 1).any():
-                means[name] = information(
-                    mean, pattern.entropy / images, pattern.images
-                )
-            if pattern.queries is not None and pattern.keys is not None:
-                counted = (pattern.images > 0).all(0)
-                equivariance = translation_equivariance(
-                    mean[:, counted], pattern.queries[counted], pattern.keys
-                )
-                if not np.isnan(equivariance).all():  # it is NaN on a grid of one cell
-                    means["translation_equivariance"] = equivariance
-        return means
+            if pattern is not None:
+                finish = pattern.finish or finish_information
+                statistics |= finish(name, pattern)
+        return statistics
 
 
 class GradientSums:
@@ -261,9 +257,11 @@ class Accumulator:
         )
         self.images += len(rows)
 
-    def add_patterns(self, patterns: Mapping[str, Pattern]) -> None:
-        """Add the sums of attention over the images of a forward."""
+    def add_patterns(self, patterns: Mapping[str, Pattern], *, counts: bool) -> None:
+        """Add the sums of attention over the images of a forward, which are counted if :meth:`add` did not."""
         _add_patterns(self._patterns, patterns)
+        if counts and patterns:
+            self.images += max(pattern.batch for pattern in patterns.values())
 
     def add_maps(self, images: Sequence[int], maps: Mapping[str, Tensor]) -> None:
         """Keep copies of maps, in the dtype in which they are stored.
@@ -282,16 +280,6 @@ class Accumulator:
 
     def read(self) -> EpochSums:
         """Return everything but the maps. If parameters are sharded over ranks, all ranks must call this together."""
-        patterns: dict[str, Pattern | None] = {}
-        for name, pattern in self._patterns.items():
-            if pattern is not None:
-                pattern = replace(
-                    pattern,
-                    attention=_as_array(pattern.attention),
-                    entropy=_as_array(pattern.entropy),
-                    images=_as_array(pattern.images),
-                )
-            patterns[name] = pattern
         return EpochSums(
             images=self.images,
             nonfinite=0 if self._nonfinite is None else int(self._nonfinite),
@@ -301,7 +289,10 @@ class Accumulator:
             },
             largest={name: _as_array(value) for name, value in self._largest.items()},
             squares=self.gradients.read(),
-            patterns=patterns,
+            patterns={
+                name: pattern and pattern.arrays()
+                for name, pattern in self._patterns.items()
+            },
             state=self._read_state(),
         )
 

@@ -19,6 +19,7 @@ from tcnn_probe.attention.stream import AttentionListener, AttentionStream
 from tcnn_probe.hooks.modes import edited, hidden_depth, named_in_errors
 from tcnn_probe.models import layer_names, unwrap
 from tcnn_probe.probes import ForwardCall, NotMeasuredError, Probe
+from tcnn_probe.probes.anatomy import ANATOMY
 from tcnn_probe.recording.accumulator import (
     MAPS_BY_CLASS,
     Accumulator,
@@ -211,15 +212,21 @@ class Collector(AttentionListener):
                 for variable, pattern in sums.patterns.items()
                 if pattern is None
             ]
-            if mixed:
-                self._note_missing(
-                    accumulator.name, {*mixed, "translation_equivariance"}, MIXED_SIZES
-                )
             probe = accumulator.probe
+            if "content_information" in mixed:
+                mixed += [name for name in ANATOMY if name in probe.variables]
+            self._note_missing(accumulator.name, mixed, MIXED_SIZES)
+            reasons = {
+                name: reason
+                for name, reason in sums.statistics.items()
+                if isinstance(reason, str)
+            }
             for name, value in sums.state.items():
                 reason = probe.variables[name].nan_reason
                 if reason and np.isnan(value).any():
-                    self._note_missing(accumulator.name, [name], reason)
+                    reasons[name] = reason
+            for name, reason in reasons.items():
+                self._note_missing(accumulator.name, [name], reason)
             facts = dict(probe.facts(accumulator.module)) if probe.facts else {}
             images, maps = accumulator.images, accumulator.maps
             layers.append(
@@ -489,6 +496,7 @@ class Collector(AttentionListener):
         for name, value in measured.items():
             if isinstance(value, Pattern):
                 patterns[name] = replace(value, size=self._image_size)
+                images = images or value.batch
             else:
                 # Images beyond max_images are numbered, but not added to the sums.
                 values[name], images = value[: call.limit], len(value)
@@ -537,7 +545,7 @@ class Collector(AttentionListener):
         probe, maps = measured.probe, measured.maps
         accumulator = self._accumulator(measured.layer, measured.module, probe)
         accumulator.add(measured.values)
-        accumulator.add_patterns(measured.patterns)
+        accumulator.add_patterns(measured.patterns, counts=not measured.values)
         if MAPS_BY_CLASS in maps:
             maps, reason = select_classes(
                 maps, self._sampling.classes, output, measured.rows, measured.images

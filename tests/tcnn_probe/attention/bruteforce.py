@@ -149,8 +149,12 @@ def entropy(weights: np.ndarray) -> np.ndarray:
     return -terms.sum(-1)
 
 
-def health(weights: np.ndarray) -> dict[str, np.ndarray]:
-    """Return the numbers of the probe "health" from (B, windows, heads, N_query, N_key), by image and head."""
+def health(weights: np.ndarray, patches: Sequence[bool]) -> dict[str, np.ndarray]:
+    """Return the numbers of the probe "health" from (B, windows, heads, N_query, N_key).
+
+    Heads are compared over the queries of patches, or over all queries if there are none.
+    """
+    compared = np.array(patches) if any(patches) else np.ones(len(patches), bool)
     images, windows, heads, queries, keys = weights.shape
     names = ("sink", "query_diversity", "head_similarity")
     sums = {name: np.zeros((images, heads)) for name in names}
@@ -169,8 +173,9 @@ def health(weights: np.ndarray) -> dict[str, np.ndarray]:
                     bin_ = min(19, int(20 * value / math.log(keys)))
                     histogram[b, h, bin_] += 1 / (queries * windows)
                 for g in set(range(heads)) - {h}:
-                    norms = [np.linalg.norm(rows[k], axis=-1) for k in (g, h)]
-                    cosines = (rows[g] * rows[h]).sum(-1) / (norms[0] * norms[1])
+                    pair = rows[[g, h]][:, compared]
+                    norms = np.linalg.norm(pair, axis=-1)
+                    cosines = (pair[0] * pair[1]).sum(-1) / (norms[0] * norms[1])
                     sums["head_similarity"][b, h] += (
                         cosines.mean() / windows / (heads - 1)
                     )
@@ -228,6 +233,12 @@ class Layout:
         """Number of class and register tokens among the keys."""
         return 0 if self.keys is None else sum(place is None for place in self.keys)
 
+    def patch_queries(self, queries: int) -> list[bool]:
+        """Return which queries are no class or register tokens."""
+        if self.queries is not None:
+            return [place is not None for place in self.queries]
+        return [not self.class_query] * queries
+
     def weights(self, reference: ReferenceAttention, images: int) -> np.ndarray:
         """Return the weights as (B, windows, heads, N_query, N_key)."""
         if self.arrange is not None:
@@ -243,9 +254,10 @@ class Layout:
             "entropy": entropy(weights).mean((0, 1, 3)),
             "uniform_entropy": np.log(weights.shape[-1]),
         }
-        if len(weights) > 1:  # not recorded for a single image
-            values["content_information"] = information(weights)
-        values |= health(weights)
+        patches = self.patch_queries(weights.shape[-2])
+        if len(weights) > 1 and any(patches):  # not recorded for a single image
+            values["content_information"] = information(weights[..., patches, :])
+        values |= health(weights, patches)
         logits = self.weights(replace(reference, weights=reference.logits), images)
         values["max_logit"] = logits.max((0, 1, 3, 4))
         if self.queries is not None and self.keys is not None:
@@ -264,7 +276,6 @@ class Layout:
                     weights, self.frames, self.frames
                 ).mean((0, 1))
             if self.prefix:
-                patches = [place is not None for place in self.queries]
                 spent = weights[..., patches, : self.prefix].sum(-1)
                 values["prefix_attention"] = spent.mean((0, 1, 3))
         if self.class_query:

@@ -108,8 +108,10 @@ def test_types_of_plain_attention() -> None:
         "cait_xxs24_224", img_size=(80, 112), depth=1, embed_dim=8, num_heads=2
     ).eval()
     types = tcnn_probe.head_types(recorded(cait, 11, 3, 80, 112)).isel(epoch=0)
-    # Class attention has types, too, although it has no distance.
-    assert (types == "averaging").all()
+    assert (types[0] == "averaging").all()
+    # Class tokens do not count as queries: class_content_information has theirs.
+    assert (types[1:] == "").all()
+    assert "class_content_information" in types.attrs["unlabelled"]
 
 
 def test_convit_has_both_kinds_of_layers() -> None:

@@ -15,6 +15,7 @@ import tcnn_probe
 from tcnn_model import AttentionPool2d
 from tcnn_model.pooling.attention_pool import ClassScores
 from tcnn_probe.attention.softmax import SoftmaxAttention
+from tcnn_probe.probes.anatomy import ANATOMY
 from tests.tcnn_probe.attention.bruteforce import entropy
 from tests.tcnn_probe.contracts.helpers import recorded
 from tests.tcnn_probe.probes.class_attention_models import (
@@ -104,12 +105,20 @@ def test_statistics_of_a_layer_with_a_token_per_class() -> None:
         n for n in ds if ds[n].notnull()
     }
     assert set(tree["maps/1x3x5"].data_vars) == {"attention_received"}
-    assert missing.keys() == {
+    assert missing.keys() - ANATOMY.keys() == {
         "attention_distance",
         "uniform_distance",
+        "cell_pixels",
         "center_attention",
     }
     assert "one for each class" in missing["attention_distance"][LAYER]
+    for name in ANATOMY:
+        assert name not in ds or ds[name].isnull().all()
+        assert "class_content_information" in missing[name][LAYER]
+    assert ds.class_content_information > 0
+    assert float(ds.class_selectivity) == pytest.approx(
+        float(ds.uniform_entropy - ds.class_entropy), abs=1e-12
+    )
     recorder = recorded(model, x, images=2, classes=None)
     assert [*recorder.tree["maps"].children] == ["1x3x5"]
     assert "attention_by_class" not in recorder.missing

@@ -52,6 +52,8 @@ def test_nonfinite_images_are_left_out_counted_and_warned_about(
     far = ds.sel(layer="far").drop_vars(["images", "nonfinite_images", "top1"])
     for name, values in far.data_vars.items():
         assert np.isfinite(values).all(), name
+        if name.endswith("_halves"):  # the half of an image depends on those before it
+            continue
         np.testing.assert_allclose(
             values[0], values[1], rtol=1e-5, atol=1e-6, err_msg=name
         )
@@ -96,6 +98,8 @@ def test_every_variable_is_that_of_the_other_images(fused: bool) -> None:
             expected = trees["others"][group].dataset
             got = trees["all"][group].dataset
             for name in expected.data_vars.keys() - {"images", "nonfinite_images"}:
+                if name.endswith("_halves"):  # of other images, as one is left out
+                    continue
                 np.testing.assert_allclose(
                     got[name], expected[name], rtol=1e-9, atol=1e-12, err_msg=name
                 )

@@ -11,6 +11,7 @@ import timm
 import torch
 
 import tcnn_probe
+from tcnn_probe.probes.anatomy import ANATOMY
 from tests.tcnn_probe.contracts.helpers import recorded
 from tests.tcnn_probe.networks import Chain
 
@@ -42,6 +43,7 @@ def test_every_variable_is_described() -> None:
         ("content_information", "content_part_information", "uniform_content_entropy"),
         "nat",
     )
+    units |= dict.fromkeys(ANATOMY, "nat") | {"translation_equivariance": "1"}
     units |= dict.fromkeys(
         ("entropy", "content_entropy", "positional_entropy", "uniform_entropy"), "nat"
     )

@@ -1,0 +1,130 @@
+"""The anatomy of a head: the parts of its attention that follow from offset, position and content, in nat.
+
+The selectivity of a head is its information over uniform attention U, mean log K - mean H(A) for K visible keys. A
+chain of distributions splits it into parts that add up: T, the convolution that is nearest to the mean M of A over
+images, the mean M itself, and A. By Pythagoras' theorem for the Kullback-Leibler divergence (Csiszar 1975),
+KL(M || U) = KL(T || U) + KL(M || T); and as images and queries are drawn independently, the information of image and
+key given the query is I(image; key) + I(image; query given key). The functions take plain arrays, in float64.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+__all__ = ["Convolution", "convolution_inside", "parts_of_selectivity"]
+
+Array = NDArray[np.float64]
+_TINY = np.finfo(np.float64).tiny
+
+
+class Convolution(NamedTuple):
+    """The convolution T inside each head: T_i(j) = kernel(offset from i to j) / normaliser of query i.
+
+    Args:
+        kernel: Shape (heads, offsets), up to a factor of each head; 0 at offsets without attention.
+        entropy: Mean over queries of the cross entropy -sum_j M_i(j) log T_i(j), shape (heads,). For the nearest T it
+            is the entropy of T.
+    """
+
+    kernel: Array
+    entropy: Array
+
+
+def convolution_inside(
+    masses: Array,
+    pairs: Array,
+    weights: Array,
+    *,
+    rounds: int = 200,
+    tolerance: float = 1e-7,
+) -> Convolution:
+    """Fit the convolution T that minimises the mean over queries of KL(M_i || T_i), by iterative scaling.
+
+    At the minimum T has the masses of M. With normalisers Z = kernel @ pairs this says that the kernel is
+    masses / sum_i weights_i pairs_i / Z_i, which is iterated. The cross entropy decreases in each round, and differs
+    from its minimum by the square of what the kernel lacks.
+
+    Args:
+        masses: Sum over queries of M at each offset, shape (heads, offsets). Each token off the grid, such as a class
+            token, is an offset of its own.
+        pairs: Number of visible keys of each query at each offset, shape (offsets, queries).
+        weights: Sum over keys of M of each query, shape (heads, queries): 1, or 0 if all keys are hidden from it.
+        rounds: Largest number of rounds; 5 to 20 suffice.
+        tolerance: Decrease of the cross entropy in nat below which no further round follows.
+    """
+    kernel = masses / np.maximum(pairs.sum(1), 1)
+    entropy = np.full(len(masses), np.inf)
+    for _ in range(rounds):
+        normalisers = np.where(weights > 0, kernel @ pairs, 1)
+        total = (weights * np.log(normalisers)).sum(1) + _cross_entropy(masses, kernel)
+        decrease, entropy = entropy - total / weights.shape[1], total / weights.shape[1]
+        # A head with NaN never decreases.
+        if not (decrease > tolerance).any():
+            break
+        kernel = masses / np.maximum((weights / normalisers) @ pairs.T, _TINY)
+    return Convolution(kernel, entropy)
+
+
+def parts_of_selectivity(
+    mean: Array,
+    entropy: Array,
+    mean_entropy: Array,
+    keys: Array,
+    images: Array,
+    population: int,
+    convolution: Convolution | None = None,
+) -> dict[str, Array]:
+    """Split the selectivity of heads into parts that add up.
+
+    From few images and queries, differences between images look like differences between queries, and the reverse. The
+    corrections are those of a two-way layout: exact to second order in the differences, and without effect on the sum.
+
+    Args:
+        mean: Mean M over images of A, shape (heads, windows, queries, keys), with the same number of sampled queries
+            from each window.
+        entropy: Mean over images of H(A), shape (heads, windows, queries).
+        mean_entropy: Mean over images of H(mean over the window's queries of A), shape (heads, windows).
+        keys: Number K of visible keys of each query, shape (windows, queries).
+        images: Number n of images of each head, shape (heads,). From a single one only selectivity and offset are
+            known, and the other parts are NaN.
+        population: Number Q of queries of a window from which the queries were sampled.
+        convolution: Convolution inside the heads; None if no grid is known, so that offset and position cannot be told.
+
+    Returns:
+        The parts that are known, by the names of the recording, shape (heads,) each, in nat.
+    """
+    unknown = np.where(images > 0, 0, np.nan)
+    attention_entropy = entropy.mean((1, 2)) + unknown
+    of_mean = _entropy(mean).mean((1, 2))
+    of_window_mean = _entropy(mean.mean(2)).mean(1)
+    log_keys = np.log(np.maximum(keys, 1)).mean()
+    correction = images / np.where(images > 1, images - 1, np.nan)
+    content = (of_mean - attention_entropy) * correction
+    # I(key; image) before its correction.
+    salience = of_window_mean - mean_entropy.mean(1)
+    matching = content - salience * correction
+    sampled = mean.shape[2]
+    # A single query has nothing to be compared with.
+    matching *= sampled * (population - 1) / (max(sampled - 1, 1) * population)
+    matching *= sampled > 1
+    parts = {
+        "selectivity": log_keys - attention_entropy,
+        "key_content_information": content - matching,
+        "query_key_content_information": matching,
+    }
+    if convolution is not None:
+        explained = convolution.entropy + unknown
+        parts["offset_information"] = log_keys - explained
+        parts["position_information"] = explained - of_mean - content / images
+    return parts
+
+
+def _entropy(attention: Array) -> Array:
+    return _cross_entropy(attention, attention)
+
+
+def _cross_entropy(weights: Array, attention: Array) -> Array:
+    """Return -sum_j weights_j log attention_j over the last axis, where 0 log 0 = 0."""
+    logarithms = np.log(np.maximum(attention, _TINY))
+    return -np.einsum("...j,...j->...", weights, logarithms)

@@ -1,0 +1,321 @@
+"""The anatomy of heads: its variables, how they follow from sums over images, and the kernels of the convolutions."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from tcnn_probe.attention.attention import Attention
+from tcnn_probe.attention.patterns import QUERIES, Pattern
+from tcnn_probe.heads.anatomy import (
+    Convolution,
+    convolution_inside,
+    parts_of_selectivity,
+)
+from tcnn_probe.heads.static_pattern import (
+    information,
+    offsets_of_pairs,
+    translation_equivariance,
+)
+from tcnn_probe.probes.probe import Probe
+from tcnn_probe.schema import Variable
+
+__all__ = [
+    "ANATOMY",
+    "OFFSET_KERNEL",
+    "content_information",
+    "finish_anatomy",
+    "finish_class_queries",
+    "finish_information",
+    "selectivity",
+]
+
+_HEAD = ("layer", "head")
+_QUERIES = f"Uses at most {QUERIES} queries of patches of each layer, evenly spread and always the same"
+_SEVERAL = "NaN for a single image, and if images of several sizes were seen since the previous mark."
+_GRID = (
+    "NaN without a common grid of queries and keys, and if masks differ between images."
+)
+
+_CLASS_QUERIES = (
+    "the only queries are class tokens: class_content_information has theirs"
+)
+_ONE_IMAGE = "it compares images, and only one was seen since the previous mark"
+_NO_IMAGE = "the attention of all images was NaN"
+_FEW_IMAGES = "it compares halves of the images, and fewer than four were seen since the previous mark"
+_MASKS = "masks hide other keys, or padding replaces other queries, in other images"
+_OTHER_GRIDS = "offsets between queries and keys are no whole numbers of patches"
+# Weights far below those that any network gives: a shifted window hides keys by a mask of -100.
+_HIDDEN_WEIGHT = np.exp(-40)
+_RADIUS = 7  # of kernels, in patches; attention beyond is drawn as nothing on a page of 72 heads
+_PARTS = {
+    "offset_information": (
+        "offset information",
+        "KL(T || U), the information of the convolution T inside the head, exp theta(offset from i to j) / Z_i, over "
+        "uniform attention U: T is nearest to the mean over images M of A, with a free number for each offset and for "
+        f"each class and register token. Part of selectivity. {_GRID}",
+    ),
+    "position_information": (
+        "position information",
+        "KL(M || T), what the mean over images M of A adds to the convolution T that is nearest to it: dependence on "
+        f"the position in the image. Corrected for the number of images. Part of selectivity. {_GRID}",
+    ),
+    "key_content_information": (
+        "key content information",
+        "I(key; image): how much it depends on the image which keys all queries attend to (those of a window, in "
+        f"windowed attention). Corrected for the numbers of images and queries. Part of selectivity. {_SEVERAL}",
+    ),
+    "query_key_content_information": (
+        "query-key content information",
+        "I(image; query given key): how much it depends on the image which queries attend to which keys, beyond the "
+        "keys that stand out for all queries. Corrected for the numbers of images and queries. Part of selectivity. "
+        f"{_SEVERAL}",
+    ),
+}
+
+
+def content_information(attention: str) -> Variable:
+    """Describe the variable that measures how strongly a head's attention depends on the image.
+
+    Args:
+        attention: Phrase that names the attention and begins with "of".
+    """
+    return Variable(
+        _HEAD,
+        "nat",
+        f"content information {attention}",
+        f"Mean over queries of H(mean over images of A_i) - mean over images of H(A_i), {attention}, times n / (n - 1) "
+        "for n images: the mutual information of image and key. It is 0 if the attention does not depend on the image, "
+        "and at most the log of the number of keys; if it depends strongly on the image, the estimate from few images "
+        f"is too low. {_QUERIES}. {_SEVERAL}",
+    )
+
+
+def selectivity(attention: str) -> Variable:
+    """Describe the variable that measures how far a head's attention is from uniform.
+
+    Args:
+        attention: Phrase that names the attention and begins with "of".
+    """
+    return Variable(
+        _HEAD,
+        "nat",
+        f"selectivity {attention}",
+        f"Mean over queries and images of log K_i - H(A_i), {attention}, for the K_i keys that no mask hides from "
+        "query i: the information over uniform attention.",
+    )
+
+
+def _halves_of(part: str) -> str:
+    return f"{part}_halves"
+
+
+ANATOMY: dict[str, Variable] = {
+    "content_information": content_information("of attention"),
+    "translation_equivariance": Variable(
+        _HEAD,
+        "1",
+        "translation equivariance",
+        "Share of the variance of the mean over images of A_ij that depends only on the offset from i to j, corrected "
+        "for chance, over the queries of content_information. 1 for a convolution, 0 for a pattern that does not "
+        "depend on offsets.",
+    ),
+    "selectivity": selectivity(
+        "of the queries of content_information (so not uniform_entropy - entropy); the sum of offset_information, "
+        "position_information, key_content_information and query_key_content_information"
+    ),
+}
+for _name, (_label, _meaning) in _PARTS.items():
+    ANATOMY[_name] = Variable(_HEAD, "nat", _label, f"{_meaning} {_QUERIES}.")
+    ANATOMY[_halves_of(_name)] = Variable(
+        _HEAD,
+        "nat",
+        f"{_label}, difference of halves",
+        f"{_name} of every second image, beginning with the first, minus that of the others: its uncertainty. NaN for "
+        "fewer than four images.",
+    )
+
+Statistics = Mapping[str, np.ndarray | str]
+"""Values of each head by variable, or the reason why there are none."""
+
+
+def finish_information(name: str, pattern: Pattern) -> Statistics:
+    """Return the content information of a pattern."""
+    if not (pattern.images > 1).any():
+        return {name: _ONE_IMAGE}
+    images = np.maximum(pattern.images, 1)  # sums over no image are 0
+    mean, entropy = pattern.attention / images[..., None], pattern.entropy / images
+    return {name: information(mean, entropy, pattern.images)}
+
+
+def finish_class_queries(name: str, pattern: Pattern) -> Statistics:
+    """Return the reason why attention whose only queries are class tokens has no anatomy."""
+    return dict.fromkeys(ANATOMY, _CLASS_QUERIES)
+
+
+def finish_anatomy(name: str, pattern: Pattern) -> Statistics:
+    """Return the parts of selectivity, their differences between halves of the images, and the equivariance."""
+    statistics = dict(finish_information(name, pattern)) | _equivariance(pattern)
+    means = _Means.of(pattern)
+    if isinstance(means, str):
+        parts = ("selectivity", *_PARTS)
+        return statistics | dict.fromkeys([*parts, *map(_halves_of, parts[1:])], means)
+    statistics |= means.parts()
+    if pattern.odd is not None:
+        halves = (pattern.minus(pattern.odd), pattern.odd)
+        even, odd = (replace(means, pattern=half).parts() for half in halves)
+        for part in _PARTS.keys() & even.keys():
+            statistics[_halves_of(part)] = even[part] - odd[part]
+    for part in _PARTS.keys() - statistics.keys():
+        statistics |= dict.fromkeys((part, _halves_of(part)), pattern.reason)
+    return statistics | {
+        part: _ONE_IMAGE if part in _PARTS else _FEW_IMAGES
+        for part, values in statistics.items()
+        if not isinstance(values, str) and np.isnan(values).all()
+    }
+
+
+@dataclass(frozen=True)
+class _Means:
+    """Means over images of the queries that count.
+
+    Args:
+        pattern: Sums over images.
+        counted: Whether each query counts; all that do are in the same images.
+        seen: Whether each of them sees each key, shape (queries, keys).
+    """
+
+    pattern: Pattern
+    counted: np.ndarray
+    seen: np.ndarray
+
+    @classmethod
+    def of(cls, pattern: Pattern) -> "_Means | str":
+        """Return the means, or the reason why images cannot be compared."""
+        counted = pattern.images.max(0) > 0
+        if not counted.any():
+            return _NO_IMAGE
+        by_window = counted.reshape(pattern.windows, -1)
+        images = pattern.images[:, counted]
+        visible = np.broadcast_to(pattern.visible, pattern.attention.shape[1:])
+        visible = visible[counted]
+        differ = ((visible > 0) & (visible < pattern.batch)).any()
+        if differ or np.ptp(images, 1).any() or np.ptp(by_window.sum(1)):
+            return _MASKS
+        seen = visible > 0
+        if pattern.shifted:
+            largest = (pattern.attention[:, counted] / images[..., None]).max(0)
+            seen = seen & (largest > _HIDDEN_WEIGHT)
+        return cls(pattern, counted, seen)
+
+    @property
+    def images(self) -> np.ndarray:
+        """Number of images of each head."""
+        return self.pattern.images[:, self.counted].max(1, initial=0)
+
+    @property
+    def mean(self) -> np.ndarray:
+        """Mean of A, shape (heads, queries, keys)."""
+        images = np.maximum(self.images, 1)[:, None, None]
+        return self.pattern.attention[:, self.counted] / images
+
+    def parts(self) -> dict[str, np.ndarray]:
+        """Return the parts of selectivity."""
+        pattern, images = self.pattern, np.maximum(self.images, 1)[:, None]
+        windows, population = pattern.windows, pattern.population
+        # Of queries some of which are padding, the others are sampled from as large a share of the real ones.
+        population = population * self.counted.sum() // self.counted.size
+        return parts_of_selectivity(
+            self.mean.reshape(len(images), windows, -1, self.seen.shape[1]),
+            (pattern.entropy[:, self.counted] / images).reshape(
+                len(images), windows, -1
+            ),
+            pattern.mean_entropy / images,
+            self.seen.sum(1),
+            self.images,
+            population,
+            None if pattern.queries is None else self.convolution()[0],
+        )
+
+    def convolution(self) -> tuple[Convolution, np.ndarray]:
+        """Return the convolutions inside the heads, and the offsets of their kernels; tokens off the grid come last."""
+        assert self.pattern.queries is not None
+        assert self.pattern.keys is not None
+        places = self.pattern.queries[self.counted], self.pattern.keys
+        index, offsets = offsets_of_pairs(*places)
+        count, queries = int(index.max()) + 1, len(index)
+        mean = self.mean
+        masses = [np.bincount(index.ravel(), head.ravel(), count) for head in mean]
+        # Entry (offset, query) is the number of keys that the query sees at the offset.
+        cells = index * queries + np.arange(queries)[:, None]
+        pairs = np.bincount(cells.ravel(), self.seen.ravel(), count * queries)
+        pairs = pairs.reshape(count, queries).astype(np.float64)
+        return convolution_inside(np.stack(masses), pairs, mean.sum(-1)), offsets
+
+
+def _equivariance(pattern: Pattern) -> dict[str, np.ndarray]:
+    """Return the translation equivariance over the keys on the grid, without padding, unless it is unknown."""
+    if pattern.queries is None or pattern.keys is None:
+        return {}
+    counted = (pattern.images > 0).all(0)
+    real = slice(len(pattern.keys) - pattern.padding)
+    images = np.maximum(pattern.images, 1)[:, counted, None]
+    mean = pattern.attention[:, counted, real] / images
+    equivariance = translation_equivariance(
+        mean, pattern.queries[counted], pattern.keys[real]
+    )
+    # It is NaN on a grid of one cell.
+    is_known = not np.isnan(equivariance).all()
+    return {"translation_equivariance": equivariance} if is_known else {}
+
+
+def _finish_kernel(_: str, pattern: Pattern) -> Statistics:
+    """Return the kernels of the convolutions at offsets of up to seven patches, and at class and register tokens."""
+    means = _Means.of(pattern)
+    if isinstance(means, str) or pattern.queries is None:
+        reason = means if isinstance(means, str) else pattern.reason
+        return dict.fromkeys(_KERNELS, reason)
+    convolution, offsets = means.convolution()
+    if (offsets % 1).any():
+        return dict.fromkeys(_KERNELS, _OTHER_GRIDS)
+    kernel = np.full((len(convolution.kernel), *[2 * _RADIUS + 1] * 2), np.nan)
+    near = np.flatnonzero((abs(offsets) <= _RADIUS).all(1))
+    y, x = offsets[near].astype(int).T + _RADIUS
+    kernel[:, y, x] = convolution.kernel[:, near]
+    prefix = convolution.kernel[:, len(offsets) :]
+    total = np.nansum(kernel, (1, 2)) + prefix.sum(1)
+    kernels = {"offset_kernel": kernel / total[:, None, None]}
+    return kernels | ({"prefix_kernel": prefix / total[:, None]} if prefix.size else {})
+
+
+def _kernel_of(attention: Attention) -> Mapping[str, Pattern]:
+    pattern = attention.statistics().get("content_information")
+    if pattern is None or attention.first_patch_query is None:
+        return {}
+    return {"offset_kernel": replace(pattern, finish=_finish_kernel)}
+
+
+_KERNELS = {
+    "offset_kernel": Variable(
+        (*_HEAD, "offset_y", "offset_x"),
+        "1",
+        "kernel of the convolution inside the head",
+        "exp theta(offset from query to key in patches) of the convolution T of offset_information, over the images "
+        "since the previous mark. Sums to one with prefix_kernel; NaN at offsets that none of the sampled queries has.",
+        dtype="float32",
+    ),
+    "prefix_kernel": Variable(
+        (*_HEAD, "prefix_token"),
+        "1",
+        "weight of tokens off the grid in the kernel",
+        "exp theta of each class and register token, see offset_kernel.",
+        dtype="float32",
+    ),
+}
+_OFFSETS = range(-_RADIUS, _RADIUS + 1)
+OFFSET_KERNEL = Probe(
+    "offset-kernel",
+    _KERNELS,
+    attention=_kernel_of,
+    coords={"offset_y": _OFFSETS, "offset_x": _OFFSETS},
+)
