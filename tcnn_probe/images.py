@@ -249,19 +249,40 @@ def preparation(model: nn.Module) -> dict[str, Any]:
     # create_model(..., img_size=...) does not change the size in pretrained_cfg.
     if size is not None:
         config["input_size"] = (config["input_size"][0], *size)
+    channels = _channels(model)
+    if channels not in (1, 3):
+        raise TypeError(
+            f"expected images of {channels} channels, as this model takes, and pictures have 3: give a floating-point "
+            "tensor (B, C, H, W), normalised as the model takes it"
+        )
+    if channels == 1:
+        config["input_size"] = (1, *config["input_size"][1:])
+        # timm does not change these, either, with in_chans=1; the weights of its colours are added up.
+        for name in ("mean", "std"):
+            config[name] = (sum(config[name]) / len(config[name]),)
     return config
+
+
+def _channels(model: nn.Module) -> int:
+    """Return the number of channels that a model of timm takes: that of its first convolution, or else 3."""
+    first = getattr(model, "pretrained_cfg", {}).get("first_conv")
+    name = first if isinstance(first, str) or not first else first[0]
+    layer = dict(model.named_modules()).get(name) if name else None
+    return getattr(layer, "in_channels", 3)
 
 
 def prepare(pictures: Sequence[Image.Image], config: Mapping[str, Any]) -> Tensor:
     """Return pictures as a model takes them, (B, C, H, W), with the options of :func:`preparation`."""
     transform = timm.data.create_transform(**config, is_training=False)
+    if config["input_size"][0] == 1:
+        pictures = [picture.convert("L") for picture in pictures]
     return torch.stack([transform(picture) for picture in pictures])
 
 
 def prepare_pixels(
     pictures: Sequence[Image.Image], models: Iterable[Any] | Mapping[str, Any]
 ) -> Tensor:
-    """Return pictures as models take them but before normalisation: (B, 3, H, W), in [0, 1].
+    """Return pictures as models take them but before normalisation: (B, 3 or 1, H, W), in [0, 1].
 
     Args:
         pictures: Pictures, RGB.
@@ -272,8 +293,14 @@ def prepare_pixels(
         ValueError: The transforms differ, or pictures that keep their size have several sizes.
     """
     configs = [models] if isinstance(models, Mapping) else _known_preparations(models)
-    unnormalised = {"mean": (0.0,) * 3, "std": (1.0,) * 3}
-    plain = [{**config, **unnormalised} for config in configs]
+    plain = [
+        {
+            **config,
+            "mean": (0.0,) * len(config["mean"]),
+            "std": (1.0,) * len(config["mean"]),
+        }
+        for config in configs
+    ]
     if any(config != plain[0] for config in plain):
         raise ValueError(
             "the models cut pictures in different ways (size, crop or interpolation): give images as a tensor "

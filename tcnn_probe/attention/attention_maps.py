@@ -174,13 +174,17 @@ def attention_maps(
     tokens = GivenTokens(prefix_tokens, class_token, grid)
     names = layer_names(model)
     selected_layers = wanted_layers(model, layers)
-    maps_by_batch: list[list[LayerMaps]] = []
+    maps_by_batch: list[dict[str, LayerMaps]] = []
+    missing: dict[str, str] = {}
     bar = progress_bar(len(images), "attention maps", progress)
     with untouched(model), torch.no_grad(), calls_given(model, inputs), bar:
         for which, batch in batches(model, images, batch_size):
             # The listener gets the number of batches, so that a result that is too large is refused in the first one.
             listener = MapKeeper(
-                selection, copies=-(-len(images) // len(batch)), max_bytes=max_bytes
+                selection,
+                images=len(batch),
+                copies=-(-len(images) // len(batch)),
+                max_bytes=max_bytes,
             )
             stream = AttentionStream(
                 model, listener, layers=selected_layers, tokens=tokens
@@ -189,26 +193,36 @@ def attention_maps(
             with closing(stream), selection.fields:
                 model(batch)
             listener.check()
-            maps_by_batch.append(listener.maps)
+            maps_by_batch.append({maps.layer: maps for maps in listener.maps})
+            missing = listener.missing | missing
             bar.update(which.stop - which.start)
-    # The missing and unsupported layers are the same in every batch, so the last batch suffices.
-    missing = listener.missing | stream.unsupported
-    if not any(maps_by_batch[0]):
-        reasons = "".join(f"\n  {layer}: {reason}" for layer, reason in missing.items())
+    complete = [
+        layer
+        for layer in maps_by_batch[0]
+        if all(layer in by_layer for by_layer in maps_by_batch)
+    ]
+    for layer in set().union(*maps_by_batch).difference(complete):
+        missing.setdefault(layer, "it did not run in every batch")
+    # Unsupported layers are the same in every batch.
+    without_maps = missing | stream.unsupported
+    if not complete:
+        reasons = "".join(
+            f"\n  {layer}: {reason}" for layer, reason in without_maps.items()
+        )
         raise ValueError(
             f"no layer of this {type(model).__name__} has attention maps{reasons or ': no softmax attention was seen'}"
         )
-    if listener.missing:
-        reasons = "; ".join(
-            f"{layer}: {reason}" for layer, reason in listener.missing.items()
-        )
+    if missing:
+        reasons = "; ".join(f"{layer}: {reason}" for layer, reason in missing.items())
         warnings.warn(
-            f"no attention maps for {len(listener.missing)} layers: {reasons}",
+            f"no attention maps for {len(missing)} layers: {reasons}",
             RuntimeWarning,
             stacklevel=2,
         )
     order = {name: place for place, name in enumerate(names.values())}
-    maps_by_layer = [_joined(parts) for parts in zip(*maps_by_batch, strict=True)]
+    maps_by_layer = [
+        _joined([by_layer[layer] for by_layer in maps_by_batch]) for layer in complete
+    ]
     # Layers are sorted in the model's order, not by their first call; a layer's second attention, name#1, follows its
     # first.
     maps_by_layer.sort(key=lambda maps: (order[maps.layer.split("#")[0]], maps.layer))
@@ -221,7 +235,7 @@ def attention_maps(
     root = xr.Dataset({"input": (dims, shown.cpu().numpy(), _ATTRS["input"])}, frames)
     table = {
         "layers": json.dumps([maps.layer for maps in maps_by_layer]),
-        "missing": json.dumps(missing),
+        "missing": json.dumps(without_maps),
     }
     return xr.DataTree.from_dict(
         {"/": root.assign_attrs(provenance(model) | table), **datasets}

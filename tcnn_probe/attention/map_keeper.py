@@ -112,14 +112,18 @@ class MapKeeper(AttentionListener):
 
     Args:
         selection: Queries and heads to keep.
+        images: Number of images of the forward.
         copies: Number of forwards over all batches.
         max_bytes: Largest size of the maps of all these forwards.
     """
 
-    def __init__(self, selection: MapSelection, *, copies: int, max_bytes: int) -> None:
+    def __init__(
+        self, selection: MapSelection, *, images: int, copies: int, max_bytes: int
+    ) -> None:
         self.maps: list[LayerMaps] = []
         self.missing: dict[str, str] = {}
         self._selection = selection
+        self._images = images
         self._copies = copies
         self._max_bytes = max_bytes
         self._shown: list[LayerMaps] = []
@@ -138,6 +142,10 @@ class MapKeeper(AttentionListener):
         keys, queries, reason = _grids(attention)
         rows = self._rows(attention, queries)
         heads = self._selection.heads_of(attention.heads)
+        if attention.images != self._images:
+            # It is not known which images these are, as after an early exit.
+            reason = f"it saw {attention.images} of {self._images} images"
+            rows = {}
         if not heads:
             reason, rows = f"it has {attention.heads} heads", {}
         if keys is None or not rows:

@@ -382,7 +382,9 @@ class AttentionStream:
         module = running[-1][0]
         name = self._names[module]
         self._attending.add(module)
-        if not self._wants(name):
+        source = request.query if request.logits is None else request.logits
+        # A layer may see none of the images, as after an early exit.
+        if not self._wants(name) or source is None or source.numel() == 0:
             return None
         number = self._counts[module]
         self._counts[module] += 1

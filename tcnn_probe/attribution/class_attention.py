@@ -54,7 +54,7 @@ def class_attention(
     # Only class tokens are selected, with all heads.
     selection = MapSelection((), None, ReceptiveFields(size))
     # The maps of this single forward are returned, so no limit of memory applies.
-    keeper = MapKeeper(selection, copies=1, max_bytes=sys.maxsize)
+    keeper = MapKeeper(selection, images=len(images), copies=1, max_bytes=sys.maxsize)
     stream = AttentionStream(model, keeper)
     try:
         with selection.fields:

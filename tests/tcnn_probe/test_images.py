@@ -186,3 +186,17 @@ def test_a_photograph_in_three_lines(model: nn.Module) -> None:
     maps = tcnn_probe.attention_maps(model, Image.fromarray(ARRAY), queries=[(32, 32)])
     figure = tcnn_probe.plot.attention_maps(maps)
     assert len(figure.axes) == 1 + 2
+
+
+def test_a_picture_for_a_model_of_one_channel() -> None:
+    model = timm.create_model("resnet18", in_chans=1, num_classes=3)
+    cfg = model.pretrained_cfg
+    grey = Image.new("RGB", (300, 260), (90, 90, 90))
+    mean, std = np.mean(cfg["mean"]), np.mean(cfg["std"])
+    batch = as_images([grey, grey.convert("L")], model)
+    assert batch.shape == (2, 1, 224, 224)
+    np.testing.assert_allclose(batch, (90 / 255 - mean) / std, rtol=1e-5)
+    maps = tcnn_probe.saliency(model, grey, method="gradcam")
+    tcnn_probe.plot.saliency_overlay(maps, grey)
+    with pytest.raises(TypeError, match=r"images of 5 channels, .* pictures have 3"):
+        as_images(grey, timm.create_model("convnext_atto", in_chans=5))

@@ -1,6 +1,7 @@
 """attention_maps: the attention of a forward on the grid of the image equals brute force in float64."""
 
 import importlib
+import json
 import math
 from collections.abc import Callable
 from functools import partial
@@ -907,3 +908,54 @@ def test_cells_are_placed_at_the_centre_of_their_receptive_fields() -> None:
         # The centre of a patch of 8 pixels is at 3.5.
         3.5 + 8 * np.arange(6),
     )
+
+
+class SeesSome(nn.Module):
+    """Transformer whose second block gets some of the images, and none of few."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = timm.create_model(
+            "vit_tiny_patch16_224", img_size=(48, 80), embed_dim=24, depth=3
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        net = self.net
+        tokens = net.blocks[0](net._pos_embed(net.patch_embed(x)))
+        left = len(x) // 2
+        tokens = torch.cat([net.blocks[1](tokens[:left]), tokens[left:]])
+        return net.forward_head(net.norm(net.blocks[2](tokens)))
+
+
+@pytest.mark.parametrize(
+    ("batch_size", "reason"), [(5, "saw 2 of 5 images"), (4, "saw 2 of 4 images")]
+)
+def test_a_layer_that_sees_fewer_images_has_no_maps(
+    batch_size: int, reason: str
+) -> None:
+    model, images = SeesSome().eval(), torch.randn(5, 3, 48, 80)
+    with pytest.warns(RuntimeWarning, match=reason):
+        maps = tcnn_probe.attention_maps(model, images, batch_size=batch_size)
+    (node,) = maps.children.values()
+    assert node.layer.values.tolist() == ["net.blocks.0.attn", "net.blocks.2.attn"]
+    assert "net.blocks.1.attn" in json.loads(maps.attrs["missing"])
+    # The other layers keep the maps of all images.
+    with tcnn_probe.attention_stream(
+        model,
+        lambda seen: weights.update({seen.name: seen.weights()[:, 0, :, 1:, 1:]}),
+    ):
+        weights: dict[str, Tensor] = {}
+        model(images)
+    kept = node.attention.sel(layer="net.blocks.2.attn").values.reshape(5, 3, 15, 15)
+    np.testing.assert_allclose(kept, weights["net.blocks.2.attn"], atol=1e-6)
+
+
+def test_a_layer_that_runs_in_some_batches_has_no_maps() -> None:
+    model, images = SeesSome().eval(), torch.randn(3, 3, 48, 80)
+    block = model.net.blocks[1]
+    block.forward = lambda x: block.__class__.forward(block, x) if len(x) > 1 else x
+    model.forward = lambda x: model.net(x)
+    with pytest.warns(RuntimeWarning, match="did not run in every batch"):
+        maps = tcnn_probe.attention_maps(model, images, batch_size=2)
+    (node,) = maps.children.values()
+    assert node.layer.values.tolist() == ["net.blocks.0.attn", "net.blocks.2.attn"]
