@@ -4,7 +4,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +12,9 @@ from torch import Tensor, nn
 from tcnn_model.precision import at_least_float32, widest_dtype
 from tcnn_probe.architectures.grids import Windows
 from tcnn_probe.attention.layout import Layout
+
+if TYPE_CHECKING:
+    from tcnn_probe.attention.visibility import Visibility
 
 __all__ = ["Attention", "ContentRows", "WholeLayers", "weigh"]
 
@@ -22,7 +25,7 @@ class ContentRows:
 
     Args:
         entropy: -sum_j A_ij log A_ij of each query, shape (B, windows, heads, N_query).
-        received: Mean over queries of A_ij, shape (B, windows, heads, N_key).
+        received: Mean over queries of A_ij, shape (B, windows, heads, N_key); 0 for windows of padding.
         similarity: Mean cosine between a head's rows A_i and those of the layer's other heads, over a sample of the
             queries, shape (B, heads); zeros for images beyond :attr:`Attention.limit`.
     """
@@ -129,6 +132,11 @@ class Attention(ABC):
 
         None for kinds of attention that do not measure them.
         """
+        return None
+
+    @property
+    def visibility(self) -> "Visibility | None":
+        """Keys that queries see, and which tokens are padding; None without a mask."""
         return None
 
     def values(self) -> Tensor | None:
@@ -248,10 +256,10 @@ class Attention(ABC):
         )
 
     def uniform_scales(self) -> dict[str, Tensor]:
-        """Return entropy and distance of uniform attention, for each image: (B,).
+        """Return entropy and distance of attention that is uniform over the visible keys, for each image: (B,).
 
-        Masked keys and padding count as keys. Without a known grid there is no distance. Gated attention also has
-        ``uniform_content_entropy``, over real pixels.
+        The zero padding of gated attention counts as keys. Without a known grid there is no distance. Gated attention
+        also has ``uniform_content_entropy``, over real pixels.
         """
         scales = {"uniform_entropy": math.log(self.keys)}
         if self.gate is not None:
@@ -260,10 +268,18 @@ class Attention(ABC):
         if distance is not None:
             scales["uniform_distance"] = distance
         dtype, device = widest_dtype(self.device), self.device
-        return {
+        values = {
             name: torch.full((self.images,), scale, dtype=dtype, device=device)
             for name, scale in scales.items()
         }
+        if (visibility := self.visibility) is not None:
+            entropy = visibility.seen.to(dtype).clamp_min(1).log().flatten(0, 1)
+            values["uniform_entropy"] = visibility.mean(entropy[:, None])[:, 0]
+            if visibility.distance is not None and self.layout.queries is not None:
+                first = self.layout.queries.prefix
+                far = visibility.distance[..., first:].flatten(0, 1)
+                values["uniform_distance"] = visibility.mean(far[:, None], first)[:, 0]
+        return values
 
     def visible_keys(self, query: int) -> Tensor:
         """Return the number of keys that no mask hides from a query, in each window of each image: (B, windows)."""
@@ -283,21 +299,37 @@ class Attention(ABC):
         return self.weights().flatten(0, 1)
 
     def row(self, query: int, images: Sequence[int]) -> Tensor:
-        """Return the attention of one query in some images: shape (images, windows, heads, N_key)."""
+        """Return the attention of one query in some images, NaN for padding: (images, windows, heads, N_key)."""
         one_query = slice(query, query + 1)
-        return torch.stack(
+        rows = torch.stack(
             [self.weights(one_query, image)[0, :, :, 0] for image in images]
         )
+        if self.visibility is None:
+            return rows
+        counted = self.visibility.queries[list(images), :, query]
+        return rows.where(counted[..., None, None], torch.nan)
 
     def received(self, images: Sequence[int]) -> Tensor:
-        """Return the attention that keys receive, the mean of A_ij over queries: (images, windows, heads, N_key)."""
+        """Return the attention that keys receive, the mean of A_ij over queries: (images, windows, heads, N_key).
+
+        Padding does not count as a query; the keys of windows of padding receive 0.
+        """
         # The sum is over blocks of queries, because all of A can take gigabytes if an image has many patches.
         step = max(1, self.block // (self.windows * self.heads * self.keys))
         blocks = [slice(start, start + step) for start in range(0, self.queries, step)]
         received = []
         for image in images:
-            sums = [self.weights(block, image)[0].sum(-2) for block in blocks]
-            received.append(torch.stack(sums).sum(0) / self.queries)
+            if self.visibility is None:
+                sums = [self.weights(block, image)[0].sum(-2) for block in blocks]
+                received.append(torch.stack(sums).sum(0) / self.queries)
+                continue
+            counted = self.visibility.queries[image][:, None, :, None]
+            sums = [
+                self.weights(block, image)[0].where(counted[:, :, block], 0).sum(-2)
+                for block in blocks
+            ]
+            count = counted.sum(-2).clamp_min(1)
+            received.append(torch.stack(sums).sum(0) / count)
         return torch.stack(received)
 
     def on_grid(self, rows: Tensor) -> Tensor:

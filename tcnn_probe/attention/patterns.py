@@ -175,8 +175,12 @@ class PatternSum:
         self._attention, device = attention, attention.device
         limit = attention.images if attention.limit is None else attention.limit
         self._images = min(attention.images, limit)
+        limit = QUERIES
+        if attention.is_padded and attention.windows == 1:
+            # Some of these queries are padding, so more are sampled, as long as the sums take 512 kB per head.
+            limit = max(QUERIES, 1024 * QUERIES // attention.keys)
         first = attention.first_patch_query or 0
-        self._sampling = attention.windows, attention.queries, QUERIES, first
+        self._sampling = attention.windows, attention.queries, limit, first
         self._windows, self._queries = sample_queries(*self._sampling)
         shape = attention.heads, self._queries.numel(), attention.keys
         # Images with an even and with an odd number in the batch are summed separately.
@@ -229,6 +233,10 @@ class PatternSum:
             # (images * w, heads, n, keys) -> (images, heads, w * n, keys)
             by_window = weights.unflatten(0, (-1, len(self._windows))).transpose(1, 2)
             by_image = by_window.flatten(2, 3).nan_to_num()
+            if self._attention.visibility is not None:
+                counted = self._attention.visibility.queries.flatten(0, 1)
+                sampled = self._of_sampled(counted[:, None, :, None])[:, images]
+                by_image = by_image.where(sampled.permute(1, 2, 0, 3), 0)
             self._add_rows(images, slice(None), by_image)
 
     def _add_rows(self, images: slice, sampled: slice, by_image: Tensor) -> None:

@@ -146,7 +146,9 @@ def softmax_attention_of(
         distillation_token=maps.special.distillation_token,
         compare=partial(discrepancy, request, module),
         find_values=partial(values_of, in_order, module) if fused else None,
-        find_outputs=partial(_outputs_of, request, module) if fused else None,
+        find_outputs=partial(_outputs_in_order, request, module, maps)
+        if fused
+        else None,
         residual=partial(
             _residual_in_order, list(running), images, queries * windows, maps
         ),
@@ -278,6 +280,13 @@ def _outputs_of(request: SeenAttention, module: nn.Module) -> Tensor:
         )
         return as_rows(output, module, request.heads)
     return as_rows(request.output, module, request.heads)
+
+
+def _outputs_in_order(
+    request: SeenAttention, module: nn.Module, maps: FeatureMaps
+) -> Tensor:
+    """Return the outputs of the heads, with tokens before and after the grid first."""
+    return _put_grid_last(_outputs_of(request, module), -2, maps)
 
 
 def logits_of(request: SeenAttention, module: nn.Module) -> Logits:

@@ -55,10 +55,18 @@ def share_between_segments(
     shares["text"] = (prefix - specials).clamp_(min=0)
     shares["patch"] = (1 - prefix).clamp_(min=0).masked_fill_(blind, 0)
     by_key = torch.stack(list(shares.values()), -1)
-    by_segment = by_key.new_zeros(*by_key.shape[:2], len(SEGMENTS), len(SEGMENTS))
+    counted = attention.by_image(torch.ones_like(blind[:, :1]))
+    if attention.visibility is not None:
+        counted = attention.visibility.queries[:, :, None]
+    by_image = attention.by_image(by_key)  # (B, windows, heads, N_query, segments)
+    shape = attention.images, attention.heads, len(SEGMENTS), len(SEGMENTS)
+    by_segment = by_key.new_zeros(shape)
     for segment, queries in _queries(attention):
-        by_segment[:, :, SEGMENTS.index(segment)] = by_key[:, :, queries].mean(2)
-    return attention.by_image(by_segment).mean(1)
+        real = counted[..., queries, None]
+        total = by_image[:, :, :, queries].where(real, 0).sum((1, 3))
+        share = total / real.sum((1, 3)).clamp_min(1)
+        by_segment[:, :, SEGMENTS.index(segment)] = share
+    return by_segment
 
 
 def _special_tokens(attention: "SoftmaxAttention") -> int:

@@ -16,6 +16,7 @@ from tcnn_model.precision import at_least_float32
 from tcnn_probe.attention.attention import Attention, ContentRows
 from tcnn_probe.attention.segments import share_between_segments
 from tcnn_probe.attention.softmax_statistics import SoftmaxMeasurements, measure_softmax
+from tcnn_probe.attention.visibility import HIDDEN, Visibility, find_visibility
 from tcnn_probe.hooks.score_modification import ScoreModification
 
 __all__ = [
@@ -73,6 +74,14 @@ class Logits(ABC):
     @abstractmethod
     def _form(self, part: Part, out: Tensor | None) -> Tensor:
         """Compute a part of the logits, in ``out`` if given."""
+
+    def visible(self, rows: slice) -> Tensor | None:
+        """Return whether a query may attend to a key in any head; None without a mask.
+
+        Returns:
+            Shape (rows or 1, N_query or 1, N_key).
+        """
+        return None
 
     @property
     def on_kernel(self) -> bool:
@@ -202,6 +211,24 @@ class ProductLogits(Logits):
         # Index tensors that are not adjacent move their axes to the front: (r, n, heads, N_key).
         return _is_hidden(mask[rows[:, None], :, queries], _HIDDEN_MASK).all(2)
 
+    def visible(self, rows: slice) -> Tensor | None:
+        """Return which keys the mask or the modification leaves, see :class:`Logits`."""
+        if self._modification is not None:
+            count, heads, queries, keys = self._query[rows].shape[:3] + self.shape[3:]
+            scores = self.new_empty(count, heads, queries, keys).zero_()
+            return _is_visible(self._modification(scores, rows, _ALL, _ALL))
+        if self._mask is None:
+            return None
+        # Most masks are the same for all heads, and some for all rows or queries: stride 0.
+        varying = [
+            size if stride else 1
+            for size, stride in zip(self.shape, self._mask.stride(), strict=True)
+        ]
+        mask = self._mask[
+            rows if varying[0] > 1 else slice(1), : varying[1], : varying[2]
+        ]
+        return mask.any(1) if mask.dtype == torch.bool else _is_visible(mask)
+
     def _form(self, part: Part, out: Tensor | None) -> Tensor:
         rows, queries, keys = part
         # Queries and keys are cast block by block, as float32 copies of all could be larger than the model's own.
@@ -251,6 +278,10 @@ class GivenLogits(Logits):
         logits = self.source[rows[:, None], :, queries]
         return _is_hidden(logits, _HIDDEN_LOGIT).all(2)
 
+    def visible(self, rows: slice) -> Tensor:
+        """Return which keys a mask among the logits may have left, see :class:`Logits`."""
+        return _is_visible(self.source[rows])
+
     def _form(self, part: Part, out: Tensor | None) -> Tensor:
         rows, queries, keys = part
         logits = self.source[rows, :, queries, keys]
@@ -275,12 +306,21 @@ class DeferredLogits(Logits):
         super().__init__(shape, source, masked=True)
         self._rebuild = rebuild
 
+    def visible(self, rows: slice) -> Tensor | None:
+        """Return which keys are visible, see :class:`Logits`."""
+        return self._rebuilt.visible(rows)
+
     def _form(self, part: Part, out: Tensor | None) -> Tensor:
         return self._rebuilt._form(part, out)
 
     @cached_property
     def _rebuilt(self) -> Logits:
         return self._rebuild()
+
+
+def _is_visible(logits: Tensor) -> Tensor:
+    """Return whether logits (rows, heads, N_query, N_key) show a key in any head; those of NaN do."""
+    return ~(logits.amax(1) <= HIDDEN)
 
 
 @dataclass(frozen=True)
@@ -301,6 +341,7 @@ class SoftmaxAttention(Attention):
     Args:
         logits: Logits of some rows and queries at a time.
         is_moved: Whether tokens were moved before the grid, so that their order differs from the model's.
+        is_padded: Whether there was padding in the first forward with inputs of these sizes.
         class_token: Whether the first token before the grid, if there is one, is a class token, not a register.
         distillation_token: Whether the second token before the grid, if there is one, is a distillation token.
         compare: Function for :meth:`discrepancy`, which compares A with torch's output; None if there is none.
@@ -309,6 +350,7 @@ class SoftmaxAttention(Attention):
 
     logits: Logits
     is_moved: bool = False
+    is_padded: bool = False
     class_token: bool = True
     distillation_token: bool = False
     compare: Callable[[], tuple[Tensor, float] | None] | None = None
@@ -400,6 +442,15 @@ class SoftmaxAttention(Attention):
     def segment_attention(self) -> Tensor | None:
         """Return the attention between segments, see :class:`Attention`; None if the grid of keys is unknown."""
         return share_between_segments(self, self._measurements().by_query)
+
+    @property
+    def visibility(self) -> Visibility | None:
+        """Keys that queries see, and which tokens are padding; None without a mask."""
+        if not self.logits.masked:
+            return None
+        if "visibility" not in self.shared:
+            self.shared["visibility"] = find_visibility(self)
+        return self.shared["visibility"]
 
     def values(self) -> Tensor | None:
         """Return the values, see :class:`Attention`; None if the softmax is not fused with the values."""

@@ -82,13 +82,20 @@ def measure_softmax(attention: "SoftmaxAttention") -> SoftmaxMeasurements:
         attention: Attention of B images.
     """
     layout, patterns = attention.layout, PatternSum(attention)
-    # The kernel does not support frames.
+    visibility = attention.visibility
+    # The kernel supports no frames, and its sums over queries include padding.
     on_kernel = attention.logits.on_kernel and not layout.is_video
+    on_kernel = on_kernel and not (visibility and attention.detailed)
     measure = _rows_by_kernel if on_kernel else _rows_by_blocks
     rows = measure(attention, patterns)
-    by_query = {"entropy": rows.entropy}
-    pattern = patterns.pattern(rows.entropy)
-    largest = attention.by_image(rows.largest.amax(-1)).amax(1)
+    by_query, counted = {"entropy": rows.entropy}, rows.entropy
+    highest = rows.largest
+    if visibility is not None:
+        is_counted = visibility.queries.flatten(0, 1)[:, None]
+        counted = counted.where(is_counted, torch.nan)
+        highest = highest.where(is_counted, -torch.inf)
+    pattern = patterns.pattern(counted)
+    largest = attention.by_image(highest.amax(-1)).amax(1)
     if attention.logits.masked:  # a mask can hide all logits
         largest = largest.masked_fill(largest <= LOWEST, -torch.inf)
     if layout.queries is not None:
@@ -101,15 +108,20 @@ def measure_softmax(attention: "SoftmaxAttention") -> SoftmaxMeasurements:
             by_query["frame_distance"] = rows.frame_distance[..., on_grid]
     means = {
         name: attention.by_image(values.mean(-1)).mean(1)
+        if visibility is None
+        else visibility.mean(values, attention.queries - values.shape[-1])
         for name, values in by_query.items()
     }
     means["max_logit"] = largest
     if rows.received is None:
         return SoftmaxMeasurements(means, pattern, rows, None)
+    count: int | Tensor = attention.queries
+    if visibility is not None:
+        count = visibility.queries.flatten(0, 1).sum(-1).clamp_min(1)[:, None, None]
     content = ContentRows(
         entropy=attention.by_image(rows.entropy),
-        received=attention.by_image(rows.received / attention.queries),
-        similarity=patterns.similarity(rows.entropy),
+        received=attention.by_image(rows.received / count),
+        similarity=patterns.similarity(counted),
     )
     return SoftmaxMeasurements(means, pattern, rows, content)
 
@@ -168,9 +180,13 @@ def _rows_by_blocks(attention: "SoftmaxAttention", patterns: PatternSum) -> Soft
             entropy, grid.top, None, grid.distance, grid.frame_distance, grid.received
         )
     entropy, to_prefix = _with_prefix(grid, prefix_logits)
-    patterns.add_prefix(to_prefix)
+    counted = to_prefix
+    if attention.visibility is not None:
+        is_counted = attention.visibility.queries.flatten(0, 1)[:, None, :, None]
+        counted = to_prefix.where(is_counted, 0)
+    patterns.add_prefix(counted)
     if grid.received is not None:
-        grid.received[..., : to_prefix.shape[-1]] = to_prefix.sum(-2)
+        grid.received[..., : to_prefix.shape[-1]] = counted.sum(-2)
     # The lambda does not refer to the attention, which keeps these rows: a cycle would keep activations alive.
     return SoftmaxRows(
         entropy=grid.zero_if_empty(entropy),
@@ -251,6 +267,8 @@ def _rows_over_grid(
         if distance is not None and is_small
         else None
     )
+    visibility = attention.visibility
+    counted = None if visibility is None else visibility.queries.flatten(0, 1)
     buffers = [
         logits.new_empty(max(attention.block, attention.heads * attention.keys))
         for _ in range(2)
@@ -298,6 +316,8 @@ def _rows_over_grid(
             else (z.log() - (prefix_logits[at] - m).logsumexp(-1)).sigmoid_()
         )
         factor = (grid_share / z).nan_to_num_()  # z is 0 if a mask hides all keys
+        if counted is not None:
+            factor = factor.where(counted[rows, None, queries], 0)
         patterns.add(block, weights, factor)
         if received is not None:
             received[rows] += (factor[..., None, :] @ weights)[..., 0, :]

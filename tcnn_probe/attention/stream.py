@@ -237,6 +237,7 @@ class AttentionStream:
         self._objections: dict[tuple[Any, str], tuple[str, str]] = {}
         # Positions of words among the keys of a layer, and whether its queries are words.
         self._words: dict[tuple[Any, str], tuple[Arrangement | None, bool]] = {}
+        self._padded: dict[tuple[Any, str], bool] = {}
         self._attending: set[nn.Module] = set()
         self._reset()
         # Hooks of a stream that only reads come first, so that it sees attention before the edits of other streams.
@@ -405,6 +406,12 @@ class AttentionStream:
                 self.unsupported[name if known_reason else layer] = str(reason)
                 return None
             with without_autocast(attention.source):
+                call = self._call, layer
+                # Reading this waits for a GPU, so it is done once.
+                if call not in self._padded:
+                    visibility = attention.visibility
+                    self._padded[call] = visibility is not None and visibility.is_padded
+                attention = replace(attention, is_padded=self._padded[call])
                 if self.verification.needed(layer) and not edits_of(request.output):
                     self.verification.add(layer, attention.discrepancy())
                 edit = self._listener.attends(attention)

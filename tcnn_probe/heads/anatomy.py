@@ -53,6 +53,8 @@ def convolution_inside(
         rounds: Largest number of rounds; 5 to 20 suffice.
         tolerance: Decrease of the cross entropy in nat below which no further round follows.
     """
+    # Where a mask lowers all logits of a query alike, its softmax is uniform over keys that it does not see.
+    weights = weights * (pairs.sum(0) > 0)
     kernel = masses / np.maximum(pairs.sum(1), 1)
     entropy = np.full(len(masses), np.inf)
     for _ in range(rounds):

@@ -31,7 +31,10 @@ __all__ = [
 ]
 
 _HEAD = ("layer", "head")
-_QUERIES = f"Uses at most {QUERIES} queries of patches of each layer, evenly spread and always the same"
+_QUERIES = (
+    f"Uses at most {QUERIES} queries of patches of each layer, evenly spread and always the same (with padding up to "
+    f"{1024 * QUERIES} divided by the number of keys), each over the images in which it is real"
+)
 _SEVERAL = "NaN for a single image, and if images of several sizes were seen since the previous mark."
 _GRID = (
     "NaN without a common grid of queries and keys, and if masks differ between images."

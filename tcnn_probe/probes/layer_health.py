@@ -37,43 +37,58 @@ def _measure(attention: Attention) -> Mapping[str, Tensor]:
         raise NotMeasuredError("its rows are not measured one by one")
     measured = {
         "max_logit": means["max_logit"],
-        **_of_entropy(rows, attention.content_keys),
+        **_of_entropy(attention, rows),
         **_of_sink(attention, rows.received),
         **_of_outputs(attention),
         **_of_tokens(attention),
     }
     if attention.queries > 1:
-        measured["query_diversity"] = _query_diversity(rows)
+        measured["query_diversity"] = _query_diversity(attention, rows)
     if attention.heads > 1:
         measured["head_similarity"] = rows.similarity
     return measured
 
 
-def _of_entropy(rows: ContentRows, keys: int) -> dict[str, Tensor]:
-    """Count the queries of each image by their entropy as a share of log keys."""
-    if keys < 2:
+def _of_entropy(attention: Attention, rows: ContentRows) -> dict[str, Tensor]:
+    """Count the queries of each image by their entropy as a share of the log of the number of keys that they see."""
+    if attention.content_keys < 2:
         return {}
-    normalised = rows.entropy.transpose(1, 2).flatten(2) / math.log(keys)
+    largest: float | Tensor = math.log(attention.content_keys)
+    counted = torch.ones_like(rows.entropy)
+    if (visibility := attention.visibility) is not None:
+        # A query that sees a single key has no choice.
+        has_choice = visibility.queries & (visibility.seen > 1)
+        counted *= has_choice[:, :, None]
+        largest = visibility.seen.clamp_min(2).to(counted.dtype).log()[:, :, None]
+    normalised = (rows.entropy / largest).where(counted > 0, 0)
+    normalised, counted = (x.transpose(1, 2).flatten(2) for x in (normalised, counted))
     # Values that exceed 1 by rounding belong to the last bin.
     index = (normalised * ENTROPY_BINS).long().clamp(0, ENTROPY_BINS - 1)
     counts = normalised.new_zeros(*normalised.shape[:2], ENTROPY_BINS)
-    counts.scatter_add_(2, index, torch.ones_like(normalised))
-    shares = counts / normalised.shape[2]
+    counts.scatter_add_(2, index, counted)
+    shares = counts / counted.sum(2, keepdim=True)
     # A NaN belongs to no bin, so it makes the histogram NaN.
     return {"entropy_histogram": shares + 0 * normalised.mean(2, keepdim=True)}
+
+
+def _over_windows(attention: Attention, values: Tensor) -> Tensor:
+    """Average (B, windows, ...) over windows, of which those of padding do not count: (B, ...)."""
+    if attention.visibility is None:
+        return values.mean(1)
+    return attention.visibility.mean_over_windows(values)
 
 
 def _of_sink(attention: Attention, received: Tensor) -> dict[str, Tensor]:
     """Measure the key that receives the most attention: its share, its kind, and the relative norm of its value."""
     # (B, windows, heads): each window has its own sink.
     share, index = received.max(-1)
-    measured = {"sink": share.mean(1)}
+    measured = {"sink": _over_windows(attention, share)}
     kinds = _token_kinds(attention)
     if kinds is not None:
         is_kind = one_hot(kinds[index], len(TOKEN_KINDS))
         # The key of the largest share is meaningless if the shares are NaN.
-        measured["sink_kind"] = (
-            is_kind.to(share.dtype).mean(1) + 0 * share.mean(1)[..., None]
+        measured["sink_kind"] = _over_windows(
+            attention, is_kind.to(share.dtype) + 0 * share[..., None]
         )
     values = attention.values()
     if values is None or received.shape[-1] < 2:
@@ -82,12 +97,16 @@ def _of_sink(attention: Attention, received: Tensor) -> dict[str, Tensor]:
     norms = torch.linalg.vector_norm(values, dim=-1, dtype=dtype)
     norms = norms.unflatten(0, received.shape[:2]).expand_as(received)
     sink_norm = norms.gather(-1, index[..., None])
-    # NaN excludes the sink from the median.
+    # NaN excludes padding and the sink from the median.
+    if attention.visibility is not None:
+        is_real = attention.visibility.keys[:, :, None]
+        norms = norms.where(is_real, torch.nan)
     without_sink = norms.scatter(-1, index[..., None], torch.nan)
     median = without_sink.nanmedian(-1).values
     ratio = sink_norm[..., 0] / median
     # If most values vanish, the ratio has no meaning.
-    measured["sink_value_norm"] = torch.where(median == 0, 0, ratio).mean(1)
+    ratio = torch.where(median == 0, 0, ratio)
+    measured["sink_value_norm"] = _over_windows(attention, ratio)
     return measured
 
 
@@ -107,12 +126,18 @@ def _token_kinds(attention: Attention) -> Tensor | None:
     return kinds.to(attention.device)
 
 
-def _query_diversity(rows: ContentRows) -> Tensor:
+def _query_diversity(attention: Attention, rows: ContentRows) -> Tensor:
     """Return H(mean over queries of A_i) - mean over queries of H(A_i), shape (B, heads)."""
     smallest = torch.finfo(rows.received.dtype).tiny  # 0 log 0 is 0
     logarithms = rows.received.clamp_min(smallest).log()
     entropy_of_mean = -(rows.received * logarithms).sum(-1)
-    return (entropy_of_mean - rows.entropy.mean(-1)).mean(1)
+    if (visibility := attention.visibility) is None:
+        mean_entropy = rows.entropy.mean(-1)
+    else:
+        counted = visibility.queries[:, :, None]
+        total = rows.entropy.where(counted, 0).sum(-1)
+        mean_entropy = total / counted.sum(-1).clamp_min(1)
+    return _over_windows(attention, entropy_of_mean - mean_entropy)
 
 
 def _of_outputs(attention: Attention) -> dict[str, Tensor]:
@@ -124,6 +149,11 @@ def _of_outputs(attention: Attention) -> dict[str, Tensor]:
     by_image = outputs.unflatten(0, (attention.images, -1))
     # All windows of an image together: (B, heads, windows * N_query, d).
     outputs = by_image.transpose(1, 2).flatten(2, 3)
+    queries: int | Tensor = outputs.shape[2]
+    if attention.visibility is not None:
+        counted = attention.visibility.queries.flatten(1)
+        outputs = outputs.where(counted[:, None, :, None], 0)
+        queries = counted.sum(1, keepdim=True)
     squares = outputs.square().sum((2, 3))
     # Outputs are scaled first, so that their fourth powers stay in the range of float32.
     scale = squares.sqrt().clamp_min(torch.finfo(squares.dtype).tiny)
@@ -133,7 +163,7 @@ def _of_outputs(attention: Attention) -> dict[str, Tensor]:
     fourth_powers = products.square().sum((2, 3))
     rank = torch.where(squares == 0, 0, 1 / fourth_powers)
     return {
-        "output_norm": (squares / outputs.shape[2]).sqrt(),
+        "output_norm": (squares / queries).sqrt(),
         "output_rank": rank,
     }
 
@@ -149,18 +179,25 @@ def _of_tokens(attention: Attention) -> dict[str, Tensor]:
     specials = prefix - attention.layout.words
     classes = min(specials, attention.class_tokens)
     norms = torch.linalg.vector_norm(tokens, dim=-1)
-    patches = norms[:, prefix:]
+    patches, real = norms[:, prefix:], torch.ones_like(norms[:, prefix:]) > 0
+    if attention.visibility is not None and attention.windows == 1:
+        real = attention.visibility.queries[:, 0, prefix:]
+    count = real.sum(1)
+    # Medians and maxima below leave NaN out, which is right for padding alone.
+    nothing = 0 * patches.where(real, 0).sum(1)
     # The reference is the median, because a mean would grow with the outliers.
-    median = patches.median(1).values
+    median = patches.where(real, torch.nan).nanmedian(1).values + nothing
+    outliers = ((patches > OUTLIER * median[:, None]) & real).sum(1) / count
     measured = {
         "token_norm": median,
-        "token_norm_max": patches.amax(1),
-        # A norm of NaN would not count as an outlier, but must not count as another token, either.
-        "token_outliers": (patches > OUTLIER * median[:, None]).to(norms.dtype).mean(1)
-        + 0 * patches.mean(1),
+        "token_norm_max": patches.where(real, -torch.inf).amax(1) + nothing,
+        "token_outliers": outliers.to(norms.dtype) + nothing,
     }
     if patches.shape[1] > 1:
-        measured["token_cosine"] = token_cosine(tokens[:, prefix:])
+        # A token of zeros has the cosine 0 with all others, and those of padding are no pairs.
+        cosine = token_cosine(tokens[:, prefix:].where(real[..., None], 0))
+        pairs = patches.shape[1] * (patches.shape[1] - 1)
+        measured["token_cosine"] = cosine * pairs / (count * (count - 1))
     if classes:
         measured["class_token_norm"] = norms[:, :classes].mean(1)
     if specials > classes:
@@ -183,7 +220,7 @@ HEALTH = Probe(
             (*HEAD, "entropy_bin"),
             "1",
             "share of queries by entropy",
-            "Share of the queries in bin k, whose entropy divided by the log of the number of keys (of one window) is "
+            "Share of the queries in bin k, whose entropy divided by the log of the number of keys that they see is "
             f"from k / {ENTROPY_BINS} to (k + 1) / {ENTROPY_BINS}. A few collapsed queries are visible here, but not "
             f"in a mean (entropy collapse: Zhai et al. 2023, arXiv 2303.06296). {_OF_CONTENT}",
         ),

@@ -55,7 +55,12 @@ def mean_attention(queries: Sequence[tuple[float, float]] = ((0.5, 0.5),)) -> Pr
         # Fractions are below 1, so every token is on the grid.
         tokens = [grid.index(row, column) for row, column in places.tolist()]
         rows = [attention.weights(slice(token, token + 1))[:, 0] for token in tokens]
-        return {"mean_attention": attention.on_grid(torch.cat(rows, 2))}
+        maps = attention.on_grid(torch.cat(rows, 2))
+        if attention.visibility is not None:
+            # In an image in which a query is padding, it does not count.
+            counted = attention.visibility.queries[:, 0, tokens]
+            maps = maps.where(counted[:, None, :, None, None], torch.nan)
+        return {"mean_attention": maps}
 
     meaning = (
         "Mean over the images seen since the previous mark of A_ij, for selected queries i "

@@ -17,15 +17,18 @@ __all__ = [
 
 HEAD = ("layer", "head")
 MAP_DIMS = ("layer", "image", "window", "head", "y", "x")
-MEAN = "Mean over the images and queries seen since the previous mark."
+MEAN = (
+    "Mean over the images and queries seen since the previous mark. Tokens that a mask hides from all queries, or that "
+    "only see and are seen by themselves, are padding and do not count as queries."
+)
 IMAGE_MEAN = "Mean over the images seen since the previous mark."
 
 ENTROPY = Variable(
     HEAD,
     "nat",
     "attention entropy",
-    "-sum_j A_ij log A_ij over all keys, padding and class tokens included: unlike attention_distance, which leaves "
-    f"class tokens out. {MEAN}",
+    "-sum_j A_ij log A_ij over all keys, class tokens and GPSA's padding included: unlike attention_distance, which "
+    f"leaves class tokens out. {MEAN}",
 )
 LOGIT = Variable(
     HEAD,
@@ -62,16 +65,16 @@ UNIFORM = {
         ("layer",),
         "nat",
         "entropy of uniform attention",
-        "log N for the layer's N keys: the entropy of queries that attend to all keys equally. N includes padding, "
-        "class tokens, and keys that a mask hides; in windowed attention it is the number of keys of one window. "
-        + IMAGE_MEAN,
+        "log N for the N keys that a query sees: the entropy of queries that attend to all of them equally. N includes "
+        "class tokens and GPSA's padding, but no key that a mask hides; in windowed attention it is the number of keys "
+        f"of one window. {MEAN}",
     ),
     "uniform_distance": Variable(
         ("layer",),
         "cell",
         "distance of uniform attention",
-        "The attention_distance of queries that attend to all keys equally: the mean distance between the same queries "
-        f"and keys, including keys that a mask hides. {IMAGE_MEAN}",
+        "The attention_distance of queries that attend equally to all keys that they see: the mean distance between "
+        f"the same queries and keys. {MEAN}",
     ),
     "cell_pixels": Variable(
         ("layer",),

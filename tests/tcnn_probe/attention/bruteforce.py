@@ -149,64 +149,135 @@ def entropy(weights: np.ndarray) -> np.ndarray:
     return -terms.sum(-1)
 
 
-def health(weights: np.ndarray, patches: Sequence[bool]) -> dict[str, np.ndarray]:
+@dataclass
+class Mask:
+    """What a mask leaves, by loops over its entries.
+
+    Args:
+        queries: Whether a query counts, (B, windows, N_query).
+        visible: Whether a query sees a key, (B, windows, N_query, N_key).
+    """
+
+    queries: np.ndarray
+    visible: np.ndarray
+
+    def mean(self, values: np.ndarray, queries: Any = slice(None)) -> np.ndarray:
+        """Return the mean over images of the means over all queries that count of an image, (B, w, heads, n)."""
+        counted = self.queries[:, :, queries]
+        means = [
+            np.mean(
+                [
+                    values[b, w, :, i]
+                    for w, i in zip(*np.nonzero(counted[b]), strict=True)
+                ],
+                axis=0,
+            )
+            for b in range(len(values))
+        ]
+        return np.mean(means, axis=0)
+
+
+def mask_of(logits: np.ndarray) -> Mask:
+    """Return what the mask in logits, (B, windows, heads, N_query, N_key), leaves, if -5000 or less hides a key."""
+    visible = (logits > -5000).any(2)
+    images, windows, queries, keys = visible.shape
+    counted = np.ones((images, windows, queries), dtype=bool)
+    for b in range(images) if queries == keys else ():
+        alone = np.zeros((windows, queries), dtype=bool)
+        for w in range(windows):
+            for i in range(queries):
+                seers = [j for j in range(queries) if visible[b, w, j, i]]
+                alone[w, i] = seers == [i] and visible[b, w, i].sum() == 1
+                counted[b, w, i] = bool(seers) and not alone[w, i]
+        if not counted[b].any():
+            counted[b] = alone
+    return Mask(counted, visible)
+
+
+def no_mask(weights: np.ndarray) -> Mask:
+    """Return what is left of attention (B, windows, heads, N_query, N_key) without a mask."""
+    return mask_of(np.zeros(weights.shape))
+
+
+def health(
+    weights: np.ndarray, patches: Sequence[bool], mask: Mask | None = None
+) -> dict[str, np.ndarray]:
     """Return the numbers of the probe "health" from (B, windows, heads, N_query, N_key).
 
     Heads are compared over the queries of patches, or over all queries if there are none.
     """
     compared = np.array(patches) if any(patches) else np.ones(len(patches), bool)
-    images, windows, heads, queries, keys = weights.shape
+    images, all_windows, heads, all_queries, keys = weights.shape
+    mask = mask or no_mask(weights)
     names = ("sink", "query_diversity", "head_similarity")
     sums = {name: np.zeros((images, heads)) for name in names}
     histogram = np.zeros((images, heads, 20))
     for b in range(images):
-        for w in range(windows):
-            rows = weights[b, w]  # (heads, N_query, N_key)
+        real_windows = [w for w in range(all_windows) if mask.queries[b, w].any()]
+        windows = len(real_windows)
+        chosen = mask.queries[b] & (mask.visible[b].sum(-1) > 1)
+        for w in real_windows:
+            rows = weights[b, w][:, mask.queries[b, w]]  # (heads, queries, N_key)
+            queries = rows.shape[1]
+            seen = mask.visible[b, w][mask.queries[b, w]].sum(-1)
             for h in range(heads):
                 mean = rows[h].sum(0) / queries
                 entropies = entropy(rows[h])
                 sums["sink"][b, h] += mean.max() / windows
                 diversity = entropy(mean) - entropies.mean()
                 sums["query_diversity"][b, h] += diversity / windows
-                for value in entropies if keys > 1 else ():
+                for value, count in zip(entropies, seen, strict=True):
                     # The entropy of uniform attention is exactly log keys, and belongs to the last bin.
-                    bin_ = min(19, int(20 * value / math.log(keys)))
-                    histogram[b, h, bin_] += 1 / (queries * windows)
+                    if count > 1:
+                        bin_ = min(19, int(20 * value / math.log(count)))
+                        histogram[b, h, bin_] += 1 / chosen.sum()
                 for g in set(range(heads)) - {h}:
-                    pair = rows[[g, h]][:, compared]
+                    pair = rows[[g, h]][:, compared[mask.queries[b, w]]]
                     norms = np.linalg.norm(pair, axis=-1)
                     cosines = (pair[0] * pair[1]).sum(-1) / (norms[0] * norms[1])
                     sums["head_similarity"][b, h] += (
-                        cosines.mean() / windows / (heads - 1)
+                        cosines.sum() / mask.queries[b][:, compared].sum() / (heads - 1)
                     )
     means = {name: values.mean(0) for name, values in sums.items()}
     if keys > 1:
         means["entropy_histogram"] = histogram.mean(0)
-    if queries < 2:
+    if all_queries < 2:
         del means["query_diversity"]
     if heads < 2:
         del means["head_similarity"]
     return means
 
 
-def information(weights: np.ndarray) -> np.ndarray:
+def information(weights: np.ndarray, counted: np.ndarray | None = None) -> np.ndarray:
     """Return content information, (B, windows, heads, N_query, N_key) -> (heads,), with each position as a query."""
-    divergence = (entropy(weights.mean(0)) - entropy(weights).mean(0)).mean((0, 2))
-    # The factor n / (n - 1) corrects for n images.
-    return divergence / (1 - 1 / len(weights))
+    if counted is None:
+        counted = no_mask(weights).queries
+    by_query = []
+    for w in range(weights.shape[1]):
+        for i in range(weights.shape[3]):
+            rows = weights[counted[:, w, i], w, :, i]  # (images, heads, N_key)
+            if len(rows) > 1:
+                divergence = entropy(rows.mean(0)) - entropy(rows).mean(0)
+                # The factor n / (n - 1) corrects for n images.
+                by_query.append(divergence / (1 - 1 / len(rows)))
+    return np.mean(by_query, axis=0)
 
 
-def distance(
+def distances(
     weights: np.ndarray, queries: Sequence[Any], keys: Sequence[Any]
 ) -> np.ndarray:
-    """Return mean distances, (..., N_query, N_key) -> (...), over tokens on the grid, with weights renormalised."""
+    """Return the mean distance of each query on the grid, (..., N_query, N_key) -> (..., queries).
+
+    Weights are renormalised over the keys on the grid.
+    """
     rows, columns = (
         [i for i, place in enumerate(places) if place is not None]
         for places in (queries, keys)
     )
     far = np.array([[math.dist(queries[i], keys[j]) for j in columns] for i in rows])
     on_grid = weights[..., rows, :][..., columns]
-    return ((on_grid * far).sum(-1) / on_grid.sum(-1)).mean(-1)
+    total = on_grid.sum(-1)
+    return (on_grid * far).sum(-1) / np.where(total == 0, 1, total)
 
 
 @dataclass
@@ -250,34 +321,39 @@ class Layout:
     ) -> dict[str, np.ndarray]:
         """Return expected means over images and queries, for each head and for uniform attention."""
         weights = self.weights(reference, images)
+        logits = self.weights(replace(reference, weights=reference.logits), images)
+        mask = mask_of(logits)
+        seen = mask.visible[:, :, None]
         values = {
-            "entropy": entropy(weights).mean((0, 1, 3)),
-            "uniform_entropy": np.log(weights.shape[-1]),
+            "entropy": mask.mean(entropy(weights)),
+            "uniform_entropy": mask.mean(np.log(np.maximum(seen.sum(-1), 1))),
         }
         patches = self.patch_queries(weights.shape[-2])
         if len(weights) > 1 and any(patches):  # not recorded for a single image
-            values["content_information"] = information(weights[..., patches, :])
-        values |= health(weights, patches)
-        logits = self.weights(replace(reference, weights=reference.logits), images)
-        values["max_logit"] = logits.max((0, 1, 3, 4))
+            values["content_information"] = information(
+                weights[..., patches, :], mask.queries[..., patches]
+            )
+        values |= health(weights, patches, mask)
+        real = np.where(mask.queries[:, :, None, :, None], logits, -np.inf)
+        values["max_logit"] = real.max((0, 1, 3, 4))
         if self.queries is not None and self.keys is not None:
             assert weights.shape[-2:] == (len(self.queries), len(self.keys)), (
                 reference.layer,
                 weights.shape,
             )
-            values["attention_distance"] = distance(
-                weights, self.queries, self.keys
-            ).mean((0, 1))
-            values["uniform_distance"] = distance(
-                np.ones(weights.shape[-2:]), self.queries, self.keys
-            )
+            patches = [place is not None for place in self.queries]
+            for name, attention in (
+                ("attention_distance", weights),
+                ("uniform_distance", seen.astype(float)),
+            ):
+                far = distances(attention, self.queries, self.keys)
+                values[name] = mask.mean(far, patches)
             if self.frames is not None:
-                values["frame_distance"] = distance(
-                    weights, self.frames, self.frames
-                ).mean((0, 1))
+                far = distances(weights, self.frames, self.frames)
+                values["frame_distance"] = mask.mean(far, patches)
             if self.prefix:
                 spent = weights[..., patches, : self.prefix].sum(-1)
-                values["prefix_attention"] = spent.mean((0, 1, 3))
+                values["prefix_attention"] = mask.mean(spent, patches)
         if self.class_query:
             values["class_entropy"] = entropy(weights[..., 0, :]).mean((0, 1))
             if len(weights) > 1:

@@ -13,7 +13,13 @@ import tcnn_probe
 from tcnn_probe.attention.attention import Attention
 from tcnn_probe.attention.head_edit import HeadEdit
 from tcnn_probe.probes.layer_health import TOKEN_KINDS
-from tests.tcnn_probe.attention.bruteforce import attention_of, distance, entropy, grid
+from tests.tcnn_probe.attention.bruteforce import (
+    attention_of,
+    distances,
+    entropy,
+    grid,
+    mask_of,
+)
 from tests.tcnn_probe.attention.sharpen import sharpen
 from tests.tcnn_probe.contracts.helpers import recorded
 from tests.tcnn_probe.probes.test_segment_attention import SEGMENTS, brute_force
@@ -163,17 +169,20 @@ def test_joint_blocks_equal_brute_force(
     for reference in references:
         layer = {"layer": reference.layer}
         weights = reference.weights.numpy()
+        mask = mask_of(reference.logits.numpy()[:, None])
+        real = mask.queries[:, 0]
+        patches = [place is not None for place in places]
         # In float64, sums of some twenty shares err by 1e-15, and sharpened logits by 1e-13, far below 1e-9.
         np.testing.assert_allclose(
-            ds.entropy.sel(layer), entropy(weights).mean((0, 2)), atol=1e-9
+            ds.entropy.sel(layer), mask.mean(entropy(weights[:, None])), atol=1e-9
         )
         np.testing.assert_allclose(
             ds.attention_distance.sel(layer),
-            distance(weights, places, places).mean(0),
+            mask.mean(distances(weights[:, None], places, places), patches),
             atol=1e-9,
         )
         np.testing.assert_allclose(
-            shares.sel(layer), brute_force(weights, kinds, kinds), atol=1e-9
+            shares.sel(layer), brute_force(weights, kinds, kinds, real), atol=1e-9
         )
         assert ("class_entropy" in ds) == ("class" in order)
         if "class" in order:
@@ -184,7 +193,7 @@ def test_joint_blocks_equal_brute_force(
         expected = np.zeros((HEADS, len(TOKEN_KINDS)))
         for b in range(2):
             for h in range(HEADS):
-                sink = int(weights[b, h].mean(0).argmax())
+                sink = int(weights[b, h, real[b]].mean(0).argmax())
                 kind = kinds[sink]
                 if kind == "patch":
                     y, x = places[sink]

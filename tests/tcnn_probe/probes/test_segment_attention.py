@@ -32,23 +32,35 @@ PATCHES = ["patch"] * 15  # 3 x 5 patches of 16 x 16 pixels
 
 
 def brute_force(
-    weights: np.ndarray, queries: Sequence[str], keys: Sequence[str]
+    weights: np.ndarray,
+    queries: Sequence[str],
+    keys: Sequence[str],
+    counted: np.ndarray | None = None,
 ) -> np.ndarray:
-    """Return attention between segments: (images, heads, N_query, N_key) -> (heads, 5, 5)."""
+    """Return attention between segments: (images, heads, N_query, N_key) -> (heads, 5, 5).
+
+    Images count alike, however many of their queries are padding, where ``counted``, (images, N_query), is False.
+    """
     images, heads, *counts = weights.shape
+    counted = np.ones((images, len(queries)), bool) if counted is None else counted
     assert counts == [len(queries), len(keys)]
     shares = np.full((heads, 5, 5), np.nan)
     for h in range(heads):
         for row, segment in enumerate(SEGMENTS):
             sums = np.zeros(5)
-            seeing = 0
+            seeing = 0.0
             for b in range(images):
-                for i in range(len(queries)):
-                    if queries[i] == segment:
-                        # A query that sees nothing has a row of zeros and is left out of the average.
-                        seeing += weights[b, h, i].any()
-                        for j in range(len(keys)):
-                            sums[SEGMENTS.index(keys[j])] += weights[b, h, i, j]
+                chosen = [
+                    i
+                    for i, name in enumerate(queries)
+                    if name == segment and counted[b, i]
+                ]
+                for i in chosen:
+                    # A query that sees nothing has a row of zeros and is left out of the average.
+                    seeing += weights[b, h, i].any() / len(chosen)
+                    for j in range(len(keys)):
+                        share = weights[b, h, i, j] / len(chosen)
+                        sums[SEGMENTS.index(keys[j])] += share
             if seeing:
                 shares[h, row] = sums / seeing
     return shares
