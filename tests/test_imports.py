@@ -49,7 +49,7 @@ PARTS: dict[str, set[str]] = {
             "storage",
         )
     },
-    "callbacks": {"recording", "schema", "storage"},
+    "callbacks": {"probes", "recording", "schema", "storage"},
     "interventions": {"architectures", "attention", "hooks", "images", "models"},
     "attribution": {"attention", "hooks", "images", "models", "provenance"},
     "evaluation": {"hooks", "images", "models", "provenance"},

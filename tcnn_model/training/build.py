@@ -27,6 +27,7 @@ from tcnn_model.training.optimization import (
     create_optimizer,
     create_schedules,
     set_drop_path,
+    warn_of_stuck_gates,
 )
 from tcnn_model.training.seeding import seed_everything, seed_of
 from tcnn_model.training.sharding import gathered, shard, without_sync
@@ -293,6 +294,7 @@ def _optimizer(config: Config, model: nn.Module) -> torch.optim.Optimizer:
 
 def _attach(training: Training, config: Config, steps: int, ranks: Ranks) -> None:
     """Set the schedules, the wrapped model and the task of a training, from its current model and optimizer."""
+    warn_of_stuck_gates(training.model)
     training.schedules = create_schedules(
         training.optimizer,
         epochs=config.epochs,

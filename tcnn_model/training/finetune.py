@@ -1,7 +1,7 @@
 """The fine-tuning of the T-CNN paper (Sec. 3, "Training details"), as an iterator over epochs."""
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -21,6 +21,7 @@ from tcnn_model.training.optimization import (
     papers_qk_lr,
     rate_sums,
     set_drop_path,
+    warn_of_stuck_gates,
 )
 from tcnn_model.training.seeding import check_repeatable, seed_everything
 from tcnn_model.training.task import Classification, Criterion
@@ -83,9 +84,11 @@ def finetune(
     loop, also has the papers' recipes, data loading and augmentation.
 
     Args:
-        model: Any classifier, which is trained in place. GPSA layers have gates, which get their own learning rate.
+        model: Any classifier, which is trained in place. GPSA layers have gates, which get their own learning rate. In
+            a model in training mode, modules that you have set to eval mode, such as batch norms, stay in it.
         train_loader, val_loader: Batches of images (B, C, H, W) and class indices (B,). Targets for training may also
-            be class probabilities (B, K), as timm's ``Mixup`` returns them; ``label_smoothing`` does not apply to them.
+            be class probabilities (B, K) that sum to 1, as timm's ``Mixup`` returns them; ``label_smoothing`` does not
+            apply to them.
         epochs: Number of training epochs.
         opt: timm's name of an optimizer. The paper has "momentum", SGD with momentum 0.9, for CNNs (Sec. 5).
         lr, gating_lr: Peak learning rates of the weights and of the gates, reached at the end of the warm-up, where
@@ -113,7 +116,9 @@ def finetune(
         :class:`FinetuningResult`, epochs 0 to ``epochs``.
 
     Raises:
-        ValueError: A setting is out of range; the checkpoint is damaged or belongs to a run with other settings; a
+        TypeError: A batch is not a pair of tensors.
+        ValueError: Targets are neither class indices nor class probabilities, as labels of several classes (multi-hot)
+            are not; a setting is out of range; the checkpoint is damaged or belongs to a run with other settings; a
             loader has no batches; ``seed`` is given and the training loader has persistent workers.
     """
     if epochs < 1 or not 0 <= warmup_epochs < epochs:
@@ -164,6 +169,9 @@ def finetune(
         )
     model.to(target)
     optimizer = create_optimizer(model, **optimizing)
+    warn_of_stuck_gates(model)
+    # In a model in eval mode, it is unknown which modules the user wants to stay in it.
+    frozen = [m for m in model.modules() if model.training and not m.training]
     training = Training(
         model=model,
         task=Classification(model, _criterion(label_smoothing)),
@@ -174,6 +182,7 @@ def finetune(
         device=target,
         amp=torch.bfloat16 if amp else None,
         seed=seed,
+        frozen=frozen,
     )
     marks = [epoch * len(train_loader) for epoch in range(epochs + 1)]
     sums = rate_sums(model, optimizer, training.schedules, marks)
@@ -241,7 +250,62 @@ class _Loaders:
 
     def training(self, first: int) -> Iterable[tuple[Tensor, Tensor]]:
         assert first == 0  # finetune() writes checkpoints only at the end of an epoch
-        return self._train
+        return _Pairs(self._train, soft=True)
 
     def validation(self) -> Iterable[tuple[Tensor, Tensor]]:
-        return self._validate
+        return _Pairs(self._validate, soft=False)
+
+
+@dataclass(frozen=True)
+class _Pairs:
+    """A loader whose batches are checked.
+
+    Args:
+        loader: The user's loader.
+        soft: Whether targets may be class probabilities.
+    """
+
+    loader: Loader
+    soft: bool
+
+    def __len__(self) -> int:
+        return len(self.loader)
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        for batch in self.loader:
+            yield _checked(batch, self.soft)
+
+
+def _checked(batch: Any, soft: bool) -> tuple[Tensor, Tensor]:
+    """Return images and targets of a batch, class indices as int64."""
+    pair = isinstance(batch, (tuple, list)) and len(batch) == 2
+    if not pair or not all(isinstance(part, Tensor) for part in batch):
+        content = type(batch).__name__
+        if isinstance(batch, Mapping):
+            content += f" of {', '.join(map(str, batch))}"
+        elif isinstance(batch, (tuple, list)):
+            content += f" of {', '.join(type(part).__name__ for part in batch)}"
+        raise TypeError(
+            f"expected batches of two tensors, images and labels, got a {content}: let the loader's collate_fn return "
+            f"such pairs"
+        )
+    images, targets = batch
+    if targets.ndim == 1 and not targets.is_floating_point():
+        return images, targets.long()
+    sums = targets.float().sum(1) if targets.ndim == 2 else targets.new_zeros(1)
+    # Mixup in bfloat16 has an error of up to 2^-8 in the sum.
+    is_distribution = bool(((sums - 1).abs() < 0.01).all()) and bool(
+        (targets >= 0).all()
+    )
+    if soft and is_distribution:
+        return images, targets if targets.is_floating_point() else targets.float()
+    expected = "class indices (B,)"
+    if soft:
+        expected += " or class probabilities (B, K) that sum to 1"
+    given = f"{targets.dtype} of shape {tuple(targets.shape)}"
+    if targets.ndim == 2:
+        given += f", whose rows sum to {sums.min():g} to {sums.max():g}"
+    raise ValueError(
+        f"expected targets to be {expected}, got {given}: for labels of several classes (multi-hot), which need a "
+        f"binary cross-entropy, use a loop of your own with tcnn_model.parameter_groups"
+    )

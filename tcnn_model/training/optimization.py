@@ -2,6 +2,7 @@
 
 import math
 import re
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -23,6 +24,7 @@ __all__ = [
     "parameter_groups",
     "rate_sums",
     "set_drop_path",
+    "warn_of_stuck_gates",
 ]
 
 PAPERS_SUM = 3.1
@@ -109,6 +111,27 @@ def parameter_groups(
             }
         )
     return [group for group in groups if group["params"]]
+
+
+def warn_of_stuck_gates(model: nn.Module) -> None:
+    """Warn of GPSA layers with gates that have no gradient, and so can never learn to attend to content.
+
+    The derivative of the sigmoid is gate (1 - gate). In float32 sigma(17) is exactly 1, so that the gradients of lambda
+    and of queries and keys, whose attention has the weight 1 - gate, are exactly 0.
+    """
+    stuck = []
+    for name, layer in gpsa_layers(model).items():
+        gate = layer.gate.detach()
+        heads = int((gate * (1 - gate) == 0).sum())
+        if layer.gating.requires_grad and heads:
+            stuck.append(f"{name or 'the model'} ({heads} of {len(gate)} heads)")
+    if stuck:
+        warnings.warn(
+            f"gates are exactly 0 or 1 and have no gradient, so these heads stay as they are: {', '.join(stuck)}; "
+            "gating=4 is a start near a convolution that can learn (reparameterize(..., gating=4))",
+            RuntimeWarning,
+            stacklevel=3,
+        )
 
 
 def papers_qk_lr(steps: int) -> float:

@@ -5,7 +5,7 @@ from typing import Any
 
 from transformers import TrainerCallback
 
-from tcnn_probe.callbacks.scalars import float_metrics
+from tcnn_probe.callbacks.scalars import mark_validation
 from tcnn_probe.recording.recorder import Recorder
 
 __all__ = ["RecordCallback"]
@@ -13,6 +13,9 @@ __all__ = ["RecordCallback"]
 
 class RecordCallback(TrainerCallback):  # type: ignore[misc]
     """Callback that records each evaluation and marks its step: ``Trainer(callbacks=[RecordCallback(...)])``.
+
+    Several evaluation sets are one mark: it has the metrics of all, and heads are measured on the images of all. A mark
+    that fails is left out with a warning, and the training goes on.
 
     The Trainer does not inform callbacks of exceptions: after an exception or Ctrl-C, the recorder stays attached until
     the next training.
@@ -34,6 +37,11 @@ class RecordCallback(TrainerCallback):  # type: ignore[misc]
         self._options = {"store": store, "along": "step", **options}
         self.recorder: Recorder | None = None
         self._training = False
+        self._step: int | None = None
+        # Numbers of sets: those of an evaluation, and those of this one so far.
+        self._sets: int | None = None
+        self._evaluated = 0
+        self._metrics: dict[str, Any] = {}
 
     def on_train_begin(
         self, args: Any, state: Any, control: Any, *, model: Any, **kwargs: Any
@@ -47,17 +55,32 @@ class RecordCallback(TrainerCallback):  # type: ignore[misc]
     def on_evaluate(
         self, args: Any, state: Any, control: Any, *, metrics: Any = None, **kwargs: Any
     ) -> None:
-        """Mark the step."""
+        """Mark the step once all sets are evaluated; how many there are is known after the first evaluation."""
         # Trainer.evaluate is also called after a training.
         if self.recorder is not None and self._training:
-            self.recorder.mark(
-                if_marked="skip", step=state.global_step, **float_metrics(metrics or {})
-            )
-            if self._on_mark is not None and state.is_world_process_zero:
-                self._on_mark(self.recorder)
+            self._step = state.global_step
+            self._metrics |= metrics or {}
+            self._evaluated += 1
+            if self._evaluated == self._sets:
+                self.on_step_begin(args, state, control)
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Mark the step that was evaluated, before the weights change."""
+        step, metrics = self._step, self._metrics
+        self._step, self._metrics = None, {}
+        if self.recorder is not None and step is not None:
+            self._sets, self._evaluated = self._evaluated, 0
+            on_mark = self._on_mark if state.is_world_process_zero else None
+            along = str(self._options["along"])
+            mark_validation(self.recorder, along, step, metrics, on_mark)
+
+    # Checkpoints are saved after an evaluation. A run that is resumed from one does not evaluate that step again.
+    on_save = on_step_begin
+    on_epoch_begin = on_step_begin
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Detach the recorder."""
+        """Mark the last evaluation, and detach the recorder."""
+        self.on_step_begin(args, state, control)
         self._training = False
         if self.recorder is not None:
             self.recorder.remove()

@@ -1,11 +1,12 @@
 """Recording in Lightning: ``pip install "tcnn-probe[lightning]"``."""
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
 import lightning.pytorch as pl
 
-from tcnn_probe.callbacks.scalars import float_metrics
+from tcnn_probe.callbacks.scalars import mark_validation
 from tcnn_probe.recording.recorder import Recorder
 
 __all__ = ["RecordCallback"]
@@ -14,8 +15,11 @@ __all__ = ["RecordCallback"]
 class RecordCallback(pl.Callback):  # type: ignore[misc]
     """Callback that records each validation and marks its end: ``Trainer(callbacks=[RecordCallback(...)])``.
 
+    A mark that fails is left out with a warning, and the training goes on.
+
     Args:
-        store, options: Arguments of :func:`tcnn_probe.record`. Marks are epochs, or with ``along="step"`` global steps.
+        store, options: Arguments of :func:`tcnn_probe.record`. Marks are epochs, or with ``along="step"`` global steps;
+            the default is "step" if the trainer validates several times in an epoch.
         on_mark: Function of the recorder that is called after each mark, on the first process, such as one that calls
             :func:`tcnn_probe.log_to_wandb`.
     """
@@ -28,14 +32,27 @@ class RecordCallback(pl.Callback):  # type: ignore[misc]
         **options: Any,
     ) -> None:
         self._on_mark = on_mark
-        self._options = {"store": store, "along": "epoch", **options}
+        self._options = {"store": store, **options}
+        self._along = "epoch"
         self.recorder: Recorder | None = None
 
     def on_train_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule
     ) -> None:
         """Attach the recorder, after the sanity check."""
-        self.recorder = Recorder(pl_module, **self._options)
+        # The number of batches between validations is None if they are at times of the clock.
+        batches = getattr(trainer, "val_check_batch", None)
+        several = batches is None or batches < trainer.num_training_batches
+        self._along = self._options.get("along", "step" if several else "epoch")
+        if several and self._along == "epoch":
+            warnings.warn(
+                "the trainer validates several times in an epoch, and an epoch is one mark: only its first validation "
+                "is recorded; leave out along='epoch' to record all, by their steps",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+        options = {**self._options, "along": self._along}
+        self.recorder = Recorder(pl_module, **options)
 
     def on_validation_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule
@@ -46,17 +63,14 @@ class RecordCallback(pl.Callback):  # type: ignore[misc]
             and trainer.state.fn == "fit"
             and not trainer.sanity_checking
         ):
-            number = (
-                trainer.global_step
-                if self._options["along"] == "step"
-                else trainer.current_epoch
+            in_steps = self._along == "step"
+            mark_validation(
+                self.recorder,
+                self._along,
+                trainer.global_step if in_steps else trainer.current_epoch,
+                trainer.callback_metrics,
+                self._on_mark if trainer.is_global_zero else None,
             )
-            values = float_metrics(trainer.callback_metrics) | {
-                self._options["along"]: number
-            }
-            self.recorder.mark(if_marked="skip", **values)
-            if self._on_mark is not None and trainer.is_global_zero:
-                self._on_mark(self.recorder)
 
     def on_train_end(self, *_: Any) -> None:
         """Detach the recorder, also after an exception."""

@@ -312,6 +312,11 @@ class Recorder:
         """
         self._weights.trust()
 
+    def discard(self) -> None:
+        """Forget what was measured since the previous mark, for example in a validation that failed."""
+        with self._collector.lock:
+            self._collector.reset()
+
     @contextmanager
     def pause(self) -> Iterator[None]:
         """Measure nothing inside the ``with``, in any thread, for example during a second evaluation in an epoch."""

@@ -2,20 +2,24 @@
 
 import copy
 import math
+import warnings
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, default_collate
 
-from tcnn_model import finetune, gpsa_layers
+from tcnn_model import finetune, gpsa_layers, reparameterize
 from tcnn_model.training.evaluation import evaluate
 from tcnn_model.training.finetune import FinetuningResult
 from tcnn_model.training.optimization import papers_qk_lr
 from tests.tcnn_model.tiny_models import (
+    CLASSES,
     Logits,
     batches,
+    disturb,
     tiny_cnn,
     tiny_tcnn,
     validation_batches,
@@ -374,3 +378,124 @@ def test_drop_path_is_refused_for_a_model_without_it() -> None:
     model = nn.Sequential(nn.Conv2d(1, 3, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten())
     with pytest.raises(ValueError, match="drop"):
         _run(model, drop_path_rate=0.1)
+
+
+def _with_targets(
+    change: Callable[[torch.Tensor, torch.Tensor], Any],
+) -> DataLoader:
+    """Return a loader whose batches are a function of images and labels."""
+    samples = list(batches(8, 8, shuffle=False).dataset)
+
+    def collate(pairs: list[Any]) -> Any:
+        return change(*default_collate(pairs))
+
+    return DataLoader(samples, 4, collate_fn=collate)
+
+
+def _one_hot(labels: torch.Tensor) -> torch.Tensor:
+    return nn.functional.one_hot(labels, CLASSES)
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        (
+            lambda x, y: {"pixel_values": x, "labels": y},
+            TypeError,
+            "got a dict of pixel_values, labels",
+        ),
+        (lambda x, y: (x, y, y), TypeError, "got a tuple of Tensor, Tensor, Tensor"),
+        (lambda x, y: x, TypeError, "got a Tensor"),
+        (lambda x, y: (x, y.tolist()), TypeError, "got a tuple of Tensor, list"),
+        (
+            lambda x, y: (x, _one_hot(y) + _one_hot((y + 1) % CLASSES)),
+            ValueError,
+            "rows sum to 2 to 2: for labels of several classes",
+        ),
+        (lambda x, y: (x, 0.0 * _one_hot(y)), ValueError, "rows sum to 0 to 0"),
+        (lambda x, y: (x, y.float()), ValueError, r"float32 of shape \(4,\)"),
+        (lambda x, y: (x, y[:, None]), ValueError, r"shape \(4, 1\)"),
+        (
+            lambda x, y: (x, 2 * _one_hot(y) - _one_hot((y + 1) % CLASSES)),
+            ValueError,
+            "rows sum to 1 to 1",
+        ),
+    ],
+)
+@pytest.mark.parametrize("validating", [False, True])
+def test_other_batches_are_refused(
+    change: Any, error: type[Exception], message: str, validating: bool
+) -> None:
+    loaders = [batches(), _with_targets(change)]
+    run = finetune(
+        tiny_cnn(),
+        *(loaders if validating else reversed(loaders)),
+        epochs=1,
+        warmup_epochs=0,
+        progress=False,
+    )
+    if not validating:
+        next(run)
+    with pytest.raises(error, match=message):
+        next(run)
+
+
+@pytest.mark.parametrize(
+    "convert",
+    [torch.Tensor.int, lambda y: y.to(torch.uint8), _one_hot],
+    ids=["int32", "uint8", "one-hot integers"],
+)
+def test_labels_of_other_types_train_alike(convert: Any) -> None:
+    """One-hot targets are probabilities, which no label smoothing applies to."""
+    options: dict[str, Any] = {"epochs": 1, "warmup_epochs": 0, "seed": 0}
+    options |= {"label_smoothing": 0.0, "progress": False}
+    validation = _with_targets(
+        lambda x, y: (x, y if convert is _one_hot else convert(y))
+    )
+    losses = []
+    for change in (convert, lambda y: y):
+        train = _with_targets(lambda x, y, change=change: (x, change(y)))
+        results = list(finetune(tiny_cnn(), train, validation, **options))
+        losses.append([results[1].train_loss, results[1].val_loss, results[1].top1])
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+
+
+@pytest.mark.parametrize("root_in_eval", [False, True])
+def test_norms_that_the_user_put_into_eval_mode_stay(root_in_eval: bool) -> None:
+    """In a model that is in eval mode as a whole, all norms are trained."""
+    model = tiny_cnn().train(not root_in_eval)
+    norms = {n: m for n, m in model.named_modules() if isinstance(m, nn.BatchNorm2d)}
+    frozen, *others = norms
+    norms[frozen].eval()
+    before = {name: norm.running_mean.clone() for name, norm in norms.items()}
+    _run(model)
+    for name, norm in norms.items():
+        kept = name == frozen and not root_in_eval
+        assert torch.equal(norm.running_mean, before[name]) == kept, name
+    assert others
+
+
+def test_gates_without_gradient_are_reported() -> None:
+    """In float32 sigma(20) is 1: gates, queries and keys get no gradient, with sigma(4) they do."""
+    for gating, sticks in ((20.0, True), ([20.0, *[4.0] * 8], True), (4.0, False)):
+        model = reparameterize(tiny_cnn(), input_size=(1, 64, 64), gating=gating)
+        layers = gpsa_layers(model)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            run = finetune(model, batches(), validation_batches(), progress=False)
+        texts = [str(warning.message) for warning in caught]
+        assert any("gates are exactly 0 or 1" in text for text in texts) == sticks
+        for name in layers:
+            heads = 9 if gating == 20 else 1
+            assert not sticks or f"{name} ({heads} of 9 heads)" in texts[0]
+        run.close()
+        disturb(model)
+        for layer in layers.values():
+            layer.gating.data.copy_(torch.as_tensor(gating).expand(9))
+        images, labels = next(iter(batches()))
+        nn.functional.cross_entropy(model(images), labels).backward()
+        for layer in layers.values():
+            gradients = layer.gating.grad
+            assert gradients is not None
+            stuck = torch.as_tensor(gating).expand(9) == 20
+            assert torch.equal(gradients == 0, stuck)

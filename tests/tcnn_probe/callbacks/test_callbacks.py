@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -10,6 +11,8 @@ import xarray as xr
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
+from tcnn_probe.callbacks.scalars import float_metrics
+from tcnn_probe.recording.recorder import Recorder
 from tests.tcnn_probe.contracts.helpers import Trace, entropies, images, vit
 
 # These packages may warn, but our own warnings are errors.
@@ -170,3 +173,153 @@ def test_hugging_face_marks_each_evaluation(tmp_path: Path) -> None:
     assert ds.images.values.tolist() == [[6, 6], [6, 6]]
     assert ds.eval_loss.notnull().all()
     assert ds.entropy.notnull().all()
+
+
+def test_names_of_metrics() -> None:
+    metrics = {
+        "val/acc": 0.5,
+        "val_acc": torch.tensor(0.25),
+        "val acc": np.float32(0.75),
+        "entropy": 1,
+        "images": torch.tensor([3]),
+        "if_marked": True,
+        "top-1": 2,
+        "5": 3.0,
+        "epoch": 7,
+        "per_class": np.array([0.1, 0.2]),
+        "matrix": torch.eye(2),
+        "name": "a",
+        "nothing": None,
+    }
+    with pytest.warns(RuntimeWarning) as warned:
+        numbers = float_metrics(metrics)
+    assert numbers == {
+        "val_acc": 0.25,
+        "val_acc_2": 0.75,
+        "val_acc_3": 0.5,
+        "metric_entropy": 1,
+        "metric_images": 3,
+        "metric_if_marked": 1,
+        "top_1": 2,
+        "metric_5": 3,
+    }
+    texts = [str(warning.message) for warning in warned]
+    assert "'entropy' as 'metric_entropy'" in texts[0]
+    assert "'val/acc' as 'val_acc_3'" in texts[0]
+    assert "left out: matrix, name, nothing, per_class" in texts[1]
+
+
+@pytest.mark.parametrize("options", [{}, {"along": "epoch"}])
+def test_lightning_records_every_validation_of_an_epoch(
+    options: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two validations an epoch are marked by their steps, with the loss of each; a failing mark is left out."""
+    pl = pytest.importorskip("lightning.pytorch")
+    from tcnn_probe.callbacks.lightning import RecordCallback
+
+    class Classifier(pl.LightningModule):  # type: ignore[name-defined, misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.vit = vit()
+            self.losses: list[float] = []
+
+        def training_step(self, batch: Any, number: int) -> Tensor:
+            return F.cross_entropy(self.vit(batch[0]), batch[1])
+
+        def validation_step(self, batch: Any, number: int) -> None:
+            loss = F.cross_entropy(self.vit(batch[0]), batch[1])
+            self.losses.append(float(loss))
+            self.log("entropy", self.losses[-1])
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.vit.parameters(), 0.1)
+
+    model = Classifier()
+    callback = RecordCallback(tmp_path / "run.zarr", **options)
+    trainer = pl.Trainer(
+        max_epochs=2,
+        accelerator="cpu",
+        devices=1,
+        callbacks=[callback],
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        num_sanity_val_steps=0,
+        val_check_interval=0.5,
+    )
+    mark = Recorder.mark
+
+    def fail_once(self: Recorder, **values: Any) -> None:
+        if values.get("step") == 2:
+            raise OSError("disk full")
+        mark(self, **values)
+
+    monkeypatch.setattr(Recorder, "mark", fail_once)
+    with pytest.warns(RuntimeWarning) as warned:
+        trainer.fit(model, DataLoader(data(6), 3), DataLoader(data(7), 7))
+    texts = " ".join(str(warning.message) for warning in warned)
+    assert ("only its first validation is recorded" in texts) == bool(options)
+    assert ("step 2 is not recorded: OSError: disk full" in texts) != bool(options)
+    ds = xr.open_zarr(tmp_path / "run.zarr")
+    assert len(model.losses) == 4
+    if options:
+        # An epoch is one mark: that of its first validation, as a warning says.
+        assert ds.epoch.values.tolist() == [0, 1]
+        numbers = [0, 2]
+    else:
+        assert ds.step.values.tolist() == [1, 3, 4]
+        numbers = [0, 2, 3]
+    losses = [model.losses[number] for number in numbers]
+    np.testing.assert_allclose(ds.metric_entropy, losses, rtol=1e-6)
+    # The images of a mark are those of its own validation.
+    assert (ds.images == 7).all()
+
+
+def test_hugging_face_keeps_all_evaluation_sets(tmp_path: Path) -> None:
+    pytest.importorskip("accelerate")
+    transformers = pytest.importorskip("transformers")
+    from tcnn_probe.callbacks.huggingface import RecordCallback
+
+    config = transformers.ViTConfig(
+        image_size=16,
+        patch_size=4,
+        num_channels=2,
+        num_labels=3,
+        hidden_size=12,
+        num_hidden_layers=2,
+        num_attention_heads=3,
+        intermediate_size=8,
+    )
+    marked: list[tuple[int | float, ...]] = []
+    trainer = transformers.Trainer(
+        transformers.ViTForImageClassification(config),
+        transformers.TrainingArguments(
+            str(tmp_path / "out"),
+            max_steps=3,
+            disable_tqdm=True,
+            report_to="none",
+            eval_strategy="steps",
+            eval_steps=1,
+            save_strategy="no",
+            use_cpu=True,
+        ),
+        train_dataset=Pixels(),
+        eval_dataset={"a": Pixels(), "b": Pixels()},
+        compute_metrics=lambda _: {"per_class": np.array([0.4, 0.6]), "max_logit": 2},
+        callbacks=[
+            RecordCallback(
+                tmp_path / "run.zarr",
+                on_mark=lambda recorder: marked.append(recorder.epochs),
+            )
+        ],
+    )
+    with pytest.warns(RuntimeWarning, match="left out: eval_a_per_class, eval_b_per"):
+        trainer.train()
+    ds = xr.open_zarr(tmp_path / "run.zarr")
+    assert ds.step.values.tolist() == [1, 2, 3]
+    assert marked == [(1,), (1, 2), (1, 2, 3)]
+    # Both sets have the same six images.
+    assert (ds.images == 12).all()
+    np.testing.assert_allclose(ds.eval_a_loss, ds.eval_b_loss, rtol=1e-6)
+    assert (ds.eval_b_max_logit == 2).all()
