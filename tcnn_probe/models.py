@@ -10,6 +10,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 
@@ -26,6 +27,7 @@ __all__ = [
     "layer_names",
     "missing_head",
     "progress_bar",
+    "split_weights",
     "untouched",
     "unwrap",
     "wanted_layers",
@@ -66,6 +68,27 @@ def missing_head(model: nn.Module) -> str:
         if len(inner) != 1 or isinstance(network, nn.Sequential):
             return ""
         network = inner[0]
+
+
+def split_weights(module: nn.Module) -> Iterator[Any]:
+    """Yield the parameters of which this rank has some rows, as of layers that tensor parallelism splits by column.
+
+    Parameters that fully_shard has split are whole in the forward of their module, and are left out.
+    """
+    if not (dist.is_available() and dist.is_initialized()):
+        return
+    from torch.distributed.fsdp import FSDPModule
+    from torch.distributed.tensor import DTensor
+
+    for part in module.modules():
+        if part is not module and isinstance(part, FSDPModule):
+            continue
+        for parameter in part.parameters(recurse=False):
+            if isinstance(parameter, DTensor) and any(
+                placement.is_shard(0) and parameter.device_mesh.size(dim) > 1
+                for dim, placement in enumerate(parameter.placements)
+            ):
+                yield parameter
 
 
 def layer_names(model: nn.Module) -> dict[nn.Module, str]:

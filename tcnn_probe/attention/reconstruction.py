@@ -39,6 +39,7 @@ from tcnn_probe.hooks.interception import (
     SeenOperand,
     SeenProduct,
 )
+from tcnn_probe.models import split_weights
 
 __all__ = [
     "NoTokenAttentionError",
@@ -88,6 +89,12 @@ def softmax_attention_of(
     module, inputs = running[-1]
     if reason := known(module).no_attention_matrix:
         raise NoTokenAttentionError(reason)
+    # The projections belong to this module, or to one around it.
+    around = [x for x, _ in reversed(running) if next(x.parameters(), None) is not None]
+    if around and next(split_weights(around[0]), None) is not None:
+        raise NoTokenAttentionError(
+            "tensor parallelism splits its heads over ranks: record a copy of the model that is not split"
+        )
     logits = logits_of(request, module)
     rows, heads, queries, keys = logits.shape
     in_order, is_moved, fused = request, False, request.value is not None

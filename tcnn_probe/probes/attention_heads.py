@@ -271,7 +271,7 @@ def _probe_of_token(
         # 0 log 0 is 0, so the logarithm has to be finite where the weight is 0.
         smallest = torch.finfo(weights.dtype).tiny
         row_entropy = -(weights * weights.clamp_min(smallest).log()).sum(-1)
-        visible = attention.visible_keys(query).to(row_entropy).log()
+        visible = attention.visible_keys(query).to(row_entropy).clamp_min(1).log()
         measured: dict[str, Tensor | Pattern] = {
             f"{name}entropy": row_entropy.mean(1),
             f"{name}selectivity": (visible[..., None] - row_entropy).mean(1),

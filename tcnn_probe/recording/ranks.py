@@ -8,7 +8,9 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 from torch import nn
 
-__all__ = ["Ranks", "whole_parameters"]
+from tcnn_probe.models import split_weights
+
+__all__ = ["Ranks", "repeats_images", "whole_parameters"]
 
 T = TypeVar("T")
 
@@ -68,6 +70,19 @@ class Ranks:
         for rank, message in enumerate(messages):
             if message is not None:
                 raise RuntimeError(f"rank {rank} failed with {message}")
+
+
+def repeats_images(model: nn.Module) -> bool:
+    """Return whether another rank sees the same images, as under tensor parallelism, and counts them.
+
+    Call this inside :func:`whole_parameters`, where only tensor parallelism splits parameters.
+    """
+    for parameter in split_weights(model):
+        coordinate = parameter.device_mesh.get_coordinate() or ()
+        places = zip(coordinate, parameter.placements, strict=False)
+        if any(index and placement.is_shard() for index, placement in places):
+            return True
+    return False
 
 
 @contextmanager

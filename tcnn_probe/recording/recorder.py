@@ -51,7 +51,7 @@ from tcnn_probe.recording.options import (
     parse_attributes,
     parse_mark,
 )
-from tcnn_probe.recording.ranks import Ranks, whole_parameters
+from tcnn_probe.recording.ranks import Ranks, repeats_images, whole_parameters
 from tcnn_probe.schema import Group
 from tcnn_probe.storage import EpochStore, Mode
 
@@ -276,7 +276,13 @@ class Recorder:
         with self._collector.lock:
             with whole_parameters(self._model), self._ranks.agreed():
                 sums = self._collector.read_sums()
-            sums_of_ranks = self._ranks.gather(sums)
+                repeats = self._ranks.together and repeats_images(self._model)
+            # Ranks that share a model's heads see the same images, which count once.
+            sums_of_ranks = [
+                sums
+                for sums in self._ranks.gather(None if repeats else sums)
+                if sums is not None
+            ]
             with self._ranks.agreed():
                 report = self._collector.close_epoch(sums_of_ranks)
                 if self._ranks.writes and not (

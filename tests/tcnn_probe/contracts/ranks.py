@@ -13,6 +13,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
 from torch.nn.parallel import DistributedDataParallel
 
 import tcnn_probe
@@ -267,7 +272,41 @@ def uneven(rank: int, folder: Path) -> None:
             assert recorder.dataset.images.values.tolist() == [[3, 3]]
 
 
-SCENARIOS = [values, resume, parameters, classes, errors, uneven]
+def tensor_parallel(rank: int, folder: Path) -> None:
+    """Heads that ranks share are refused, with the reason; the images of other layers count once."""
+    x = images(3)
+    expected = entropies(vit(), x)
+    model = vit()
+    split = {"qkv": ColwiseParallel(), "proj": RowwiseParallel()}
+    attention = model.blocks[0].attn
+    # The ranks' halves of this module's queries, keys and values are not those of whole heads, so only its two layers
+    # are split, and it runs as it is.
+    parallelize_module(attention, init_device_mesh("cpu", (2,)), split)
+    attention.qkv.register_forward_hook(_gather)
+    attention.proj.register_forward_pre_hook(_cut)
+    with tcnn_probe.record(model.eval(), folder / "tensor.zarr") as recorder:
+        with torch.no_grad():
+            model(x)
+        recorder.mark(epoch=0)
+        assert recorder.layers == ("blocks.1.attn",)
+        assert "tensor parallelism" in recorder.unsupported["blocks.0.attn"]
+    if rank == 0:
+        ds = recorder.dataset
+        assert (ds.images == len(x)).all()
+        np.testing.assert_allclose(ds.entropy[0, 0], expected[1], 1e-5)
+
+
+def _gather(module: nn.Module, inputs: Any, output: Tensor) -> Tensor:
+    parts = [torch.empty_like(output) for _ in range(2)]
+    dist.all_gather(parts, output.contiguous())
+    return torch.cat(parts, -1)
+
+
+def _cut(module: nn.Module, inputs: tuple[Tensor]) -> Tensor:
+    return inputs[0].chunk(2, -1)[dist.get_rank()]
+
+
+SCENARIOS = [values, resume, parameters, classes, errors, uneven, tensor_parallel]
 
 
 def main(rank: int, folder: Path) -> list[str]:
