@@ -154,8 +154,8 @@ def _say_rates(folder: Folder, model: nn.Module, images: int) -> None:
         )
     say(
         f"{batch} images a step ({config.batch_size} x {config.accumulate} accumulated x {processes} processes), "
-        f"{config.paper_batch} in the paper: lr and qk_lr are scaled by {batch / config.paper_batch:.3g}, the gates' "
-        f"rate is not; {'; '.join(advice)}",
+        f"{config.paper_batch} in the paper: rates are scaled by {batch / config.paper_batch:.3g}, except that of the "
+        f"gates; {'; '.join(advice)}",
         folder.ranks,
     )
 

@@ -287,9 +287,10 @@ class Images:
                 )
         allowed = self.config.max_unreadable * sum(self._sizes)
         if len(self.unreadable) > allowed:
+            last, reason = next(reversed(self.unreadable.items()))
             raise OSError(
-                f"{len(self.unreadable)} images cannot be read, the last one {next(reversed(self.unreadable))}: "
-                f"more than the share of {self.config.max_unreadable:g} that max_unreadable allows"
+                f"{len(self.unreadable)} images cannot be read, the last one {last}: more than the share of "
+                f"{self.config.max_unreadable:g} that max_unreadable allows; {reason}"
             )
 
 
