@@ -7,7 +7,7 @@ KL(M || U) = KL(T || U) + KL(M || T); and as images and queries are drawn indepe
 key given the query is I(image; key) + I(image; query given key). The functions take plain arrays, in float64.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -36,21 +36,22 @@ def convolution_inside(
     pairs: Array,
     weights: Array,
     *,
-    rounds: int = 200,
+    rounds: int = 30,
     tolerance: float = 1e-7,
 ) -> Convolution:
     """Fit the convolution T that minimises the mean over queries of KL(M_i || T_i), by iterative scaling.
 
     At the minimum T has the masses of M. With normalisers Z = kernel @ pairs this says that the kernel is
     masses / sum_i weights_i pairs_i / Z_i, which is iterated. The cross entropy decreases in each round, and differs
-    from its minimum by the square of what the kernel lacks.
+    from its minimum by the square of what the kernel lacks. Heads that need more rounds are those whose kernels have
+    parts that few queries share; they are finished by Newton's method.
 
     Args:
         masses: Sum over queries of M at each offset, shape (heads, offsets). Each token off the grid, such as a class
             token, is an offset of its own.
         pairs: Number of visible keys of each query at each offset, shape (offsets, queries).
         weights: Sum over keys of M of each query, shape (heads, queries): 1, or 0 if all keys are hidden from it.
-        rounds: Largest number of rounds; 5 to 20 suffice.
+        rounds: Largest number of rounds.
         tolerance: Decrease of the cross entropy in nat below which no further round follows.
     """
     # Where a mask lowers all logits of a query alike, its softmax is uniform over keys that it does not see.
@@ -65,7 +66,45 @@ def convolution_inside(
         if not (decrease > tolerance).any():
             break
         kernel = masses / np.maximum((weights / normalisers) @ pairs.T, _TINY)
+    for head in np.flatnonzero(decrease > tolerance):
+        kernel[head], entropy[head] = _newton(
+            masses[head], pairs, weights[head], np.log(normalisers[head]), tolerance
+        )
     return Convolution(kernel, entropy)
+
+
+def _newton(
+    masses: Array, pairs: Array, weights: Array, start: Array, tolerance: float
+) -> tuple[Array, Array]:
+    """Return the kernel and the cross entropy of a head, by Newton's method in the logarithms of the normalisers Z.
+
+    The cross entropy is, for the best kernel given Z, convex in -log Z: the sum over queries of weights log Z plus the
+    sum over offsets of masses log(share / masses), where share = sum_i weights_i pairs_i / Z_i.
+    """
+
+    def shares(logarithms: Array) -> tuple[Array, Array, Any]:
+        share: Array = pairs * (weights * np.exp(-logarithms))
+        total: Array = np.maximum(share.sum(1), _TINY)
+        value = weights @ logarithms - _cross_entropy(masses, total)
+        return share, total, value
+
+    logarithms, (share, total, value) = start, shares(start)
+    for _ in range(50):
+        ratio = share / total[:, None]
+        expected = masses @ ratio
+        curvature = np.diag(expected) - ratio.T @ (masses[:, None] * ratio)
+        # The curvature is 0 along common factors of queries that share no offset, and so is the slope.
+        curvature[np.diag_indices_from(curvature)] += 1e-12
+        step = np.linalg.solve(curvature, expected - weights)
+        length, decrease = 1.0, -1.0
+        while decrease < 0 and length > 1e-6:
+            share, total, new = shares(logarithms + length * step)
+            decrease, length = value - new, length / 2
+        logarithms, value = logarithms + 2 * length * step, new
+        if decrease < tolerance * len(weights):
+            break
+    entropy = value + _cross_entropy(masses, masses)
+    return masses / total, entropy / len(weights)
 
 
 def parts_of_selectivity(

@@ -248,12 +248,15 @@ class _Means:
         index, offsets = offsets_of_pairs(*places)
         count, queries = int(index.max()) + 1, len(index)
         mean = self.mean
-        masses = [np.bincount(index.ravel(), head.ravel(), count) for head in mean]
+        masses = np.array(
+            [np.bincount(index.ravel(), head.ravel(), count) for head in mean],
+            dtype=np.float64,
+        )
         # Entry (offset, query) is the number of keys that the query sees at the offset.
         cells = index * queries + np.arange(queries)[:, None]
         pairs = np.bincount(cells.ravel(), self.seen.ravel(), count * queries)
         pairs = pairs.reshape(count, queries).astype(np.float64)
-        return convolution_inside(np.stack(masses), pairs, mean.sum(-1)), offsets
+        return convolution_inside(masses, pairs, mean.sum(-1)), offsets
 
 
 def _equivariance(pattern: Pattern) -> dict[str, np.ndarray]:
@@ -306,6 +309,7 @@ _KERNELS = {
         "exp theta(offset from query to key in patches) of the convolution T of offset_information, over the images "
         "since the previous mark. Sums to one with prefix_kernel; NaN at offsets that none of the sampled queries has.",
         dtype="float32",
+        nan_reason="none of the sampled queries has a key at this offset",
     ),
     "prefix_kernel": Variable(
         (*_HEAD, "prefix_token"),
