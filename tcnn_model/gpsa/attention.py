@@ -4,12 +4,13 @@
 :func:`~tcnn_model.gpsa` applies it, a probe measures it.
 """
 
+import warnings
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from tcnn_model.gpsa.positional import Axis, positional_factors
+from tcnn_model.gpsa.positional import Axis, positional_factors, traces_sizes
 from tcnn_model.precision import widen, widest_dtype, without_autocast
 
 __all__ = ["GatedAttention"]
@@ -43,6 +44,8 @@ class GatedAttention:
 
     def __post_init__(self) -> None:
         """Raise unless the arguments fit together."""
+        if traces_sizes():
+            return
         y, x = self.y, self.x
         for name, axis in (("y", y), ("x", x)):
             if not isinstance(axis, Axis):
@@ -93,7 +96,12 @@ class GatedAttention:
     @property
     def scale(self) -> float:
         """Factor of the content logits, 1 / sqrt(d)."""
-        return float(self.query.shape[-1] ** -0.5)
+        if not torch._C._is_tracing():
+            return float(self.query.shape[-1] ** -0.5)
+        with warnings.catch_warnings():
+            # torch warns that the number of channels becomes a constant of the traced graph, as it should.
+            warnings.simplefilter("ignore")
+            return float(int(self.query.shape[-1]) ** -0.5)
 
     def factors(self) -> tuple[Tensor, Tensor]:
         """Return positional attention along y, (heads, y.queries, y.keys), and along x, (heads, x.queries, x.keys)."""
@@ -140,7 +148,7 @@ class GatedAttention:
         with without_autocast(self.query):
             # Scaling the queries is cheaper than scaling the logits, of which there are more.
             scaled = widen(query) * self.scale
-            return torch.softmax(scaled @ widen(self.key).mT, dim=-1)
+            return torch.softmax(scaled @ widen(self.key).transpose(2, 3), dim=-1)
 
     def positional_on_pixels(self, queries: Tensor) -> Tensor:
         """Return the positional attention of selected queries, (n,), over the real pixels: (heads, n, H * W)."""
@@ -175,6 +183,8 @@ def product(rows: Tensor, cols: Tensor) -> Tensor:
 
 def check_values(attention: GatedAttention, values: Tensor) -> None:
     """Raise unless values have shape (B, 1 or heads, H * W, C), and the device and dtype of the queries."""
+    if traces_sizes():
+        return
     batch, heads = attention.query.shape[:2]
     y, x = attention.y, attention.x
     pixels = y.length * x.length

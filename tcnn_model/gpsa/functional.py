@@ -10,7 +10,7 @@ from torch import Tensor
 from tcnn_model import kernels
 from tcnn_model.gpsa.attention import GatedAttention, check_values, product
 from tcnn_model.gpsa.blocks import mix_and_apply
-from tcnn_model.gpsa.positional import Axis, apply_separable
+from tcnn_model.gpsa.positional import Axis, apply_separable, traces_sizes
 from tcnn_model.gpsa.statistics import AttentionStatistics, apply_and_measure, measure
 from tcnn_model.precision import at_least_float32, autocast_dtype, without_autocast
 
@@ -187,7 +187,8 @@ def _prepare(
             f"backend='triton' needs Triton and a CUDA device; the tensors are on {values.device}"
         )
     # Blocks and kernels are not launched on an empty batch; "dense" needs no special case for it.
-    return attention, values, backend if len(values) else "dense"
+    is_empty = not traces_sizes() and len(values) == 0
+    return attention, values, "dense" if is_empty else backend
 
 
 def check_backend(backend: Backend) -> Backend:
@@ -200,6 +201,10 @@ def check_backend(backend: Backend) -> Backend:
 
 
 def _choose(attention: GatedAttention, values: Tensor) -> Backend:
+    if traces_sizes():
+        return (
+            "dense"  # torch's own operators, which run in other programs, for any size
+        )
     if _why_not_fused(attention, values) is None:
         return "fused"
     # The kernels accept float64, too, but their tiles are not tuned for it (kernels/launch.py).

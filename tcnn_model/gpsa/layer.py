@@ -2,16 +2,16 @@
 
 import math
 from collections.abc import Sequence
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 from tcnn_model.conversion.convolution import Convolution, describe
 from tcnn_model.gpsa.attention import GatedAttention
 from tcnn_model.gpsa.functional import Backend, attend, attend_weighted, check_backend
-from tcnn_model.gpsa.positional import Axis, axes, gaussian_position
+from tcnn_model.gpsa.positional import Axis, axes, gaussian_position, traces_sizes
 from tcnn_model.precision import widen, widest
 
 __all__ = ["GPSA", "gpsa_layers", "inverse_softplus"]
@@ -252,6 +252,8 @@ class GPSA(nn.Module):
         y, x = axes(
             (height, width), self.kernel_size, self.stride, self.padding, self.dilation
         )
+        if traces_sizes():
+            return y, x
         if y.queries < 1 or x.queries < 1 or height < 1 or width < 1:
             raise ValueError(
                 f"feature map smaller than the kernel: expected at least {y.extent} x {x.extent} pixels after "
@@ -285,6 +287,8 @@ class GPSA(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Apply the layer, Eq. (5): (B, C_in, H, W) -> (B, C_out, H_out, W_out)."""
+        if isinstance(x, fx.Proxy):
+            return self._as_leaf(x)
         query, key = self._queries_and_keys(x)
         query = self.head_queries(query)
         key = self.head_keys(key)
@@ -297,6 +301,17 @@ class GPSA(nn.Module):
             output = self.combine(gathered, attention)
         # A convolution's output has the memory format of its input, and later layers may rely on it (channels_last).
         return output.contiguous(memory_format=_memory_format(x))
+
+    def _as_leaf(self, x: fx.Proxy) -> Any:
+        """Return the layer's output in a symbolic trace, whose graph calls the layer as a whole, like a convolution."""
+        # A proxy has no sizes, on which attention depends.
+        tracer: Any = x.tracer
+        name = tracer.path_of_module(self)
+        if not name:
+            raise ValueError(
+                "torch.fx shows a GPSA layer as a single node: trace a module that contains the layer"
+            )
+        return tracer.create_proxy("call_module", name, (x,), {})
 
     def values(self, x: Tensor) -> Tensor:
         """Return X W_val, shared by the heads: (B, C_in, H, W) -> (B, 1, H * W, C_in)."""
@@ -324,6 +339,8 @@ class GPSA(nn.Module):
         This is done only in a depthwise layer, on a CPU and for large inputs, where it is faster, and only if no hook
         needs the outputs of single heads, which are never formed in this order.
         """
+        if traces_sizes():
+            return False
         seam = self.head_outputs
         hooked = (
             type(seam) is not nn.Identity
@@ -331,7 +348,7 @@ class GPSA(nn.Module):
             or seam._forward_pre_hooks
         )
         on_cpu = x.device.type == "cpu"
-        large = len(x) > 0 and x[0].numel() >= _WEIGHTED_FROM
+        large = x.shape[0] > 0 and x[0].numel() >= _WEIGHTED_FROM
         depthwise = self.groups == self.in_channels
         return depthwise and self.backend == "auto" and on_cpu and large and not hooked
 
@@ -348,7 +365,7 @@ class GPSA(nn.Module):
 
     def _queries_and_keys(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Return queries and keys of all heads, (B, heads, N_query, d) and (B, heads, H * W, d)."""
-        if x.ndim != 4 or x.shape[1] != self.in_channels:
+        if not traces_sizes() and (x.ndim != 4 or x.shape[1] != self.in_channels):
             raise ValueError(
                 f"expected an input of shape (B, {self.in_channels}, H, W), got {tuple(x.shape)}"
             )
@@ -390,13 +407,15 @@ def _project(x: Tensor, weight: Tensor) -> Tensor:
 def _at_queries(x: Tensor, y_axis: Axis, x_axis: Axis) -> Tensor:
     """Return the pixels of (B, C, H, W) at the queries, which are stride apart; queries on the padding are zero."""
     for dim, axis in ((2, y_axis), (3, x_axis)):
-        extent = (axis.queries - 1) * axis.stride + 1
-        missing = axis.first_query + extent - axis.length
-        if missing > 0:
-            # A query can fall on the padding after the last pixel, where features are zero.
-            x = F.pad(x, (0, missing) if dim == 3 else (0, 0, 0, missing))
-        x = x.narrow(dim, axis.first_query, extent)
-    return x[:, :, :: y_axis.stride, :: x_axis.stride]
+        # The number of pixels after the last that may hold a query; negative if the last pixels cannot. It does not
+        # depend on the image's size, so that a traced graph holds for any. "same" padding leaves it at 0.
+        behind = 0 if axis.padding == "same" else 2 * axis.padding + 1 - axis.extent
+        if behind > 0:
+            # Features on the padding are zero.
+            x = F.pad(x, (0, behind) if dim == 3 else (0, 0, 0, behind))
+        pixels = slice(axis.first_query, min(behind, 0) or None, axis.stride)
+        x = x[:, :, :, pixels] if dim == 3 else x[:, :, pixels]
+    return x
 
 
 def _memory_format(x: Tensor) -> torch.memory_format:

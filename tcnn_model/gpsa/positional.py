@@ -8,7 +8,6 @@ a sum over the two axes, so their softmax over a rectangular grid is a product o
 and no ``N x N`` tensor is needed to apply it (T-CNN paper, Eqs. 3-4 and 7, positional part).
 """
 
-import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -24,10 +23,17 @@ __all__ = [
     "axes",
     "gaussian_position",
     "positional_factors",
+    "traces_sizes",
 ]
 
 Pair = tuple[int, int]
 Padding = Pair | Literal["same"]
+
+
+def traces_sizes() -> bool:
+    """Return whether sizes stand for those of any input, because torch.jit.trace or torch.export is running."""
+    # A branch on a size would then hold for the example's size only. Under torch.compile it is a guard.
+    return torch._C._is_tracing() or torch.compiler.is_exporting()
 
 
 @dataclass(frozen=True)
@@ -55,6 +61,8 @@ class Axis:
 
     def __post_init__(self) -> None:
         """Raise unless the numbers describe an axis."""
+        if traces_sizes():
+            return
         padding = 0 if self.padding == "same" else self.padding
         for number, minimum in (
             (self.length, 0),
@@ -62,7 +70,7 @@ class Axis:
             (self.stride, 1),
             (self.extent, 1),
         ):
-            # Sizes are SymInt while torch.export or torch.compile traces with dynamic shapes.
+            # Sizes are SymInt while torch.compile traces with dynamic shapes.
             if not isinstance(number, (int, torch.SymInt)) or number < minimum:
                 raise ValueError(
                     "expected length and padding of at least 0 (or padding 'same'), stride and extent of at least 1, "
@@ -86,8 +94,11 @@ class Axis:
     @property
     def _same(self) -> int:
         """Number of zero pixels that "same" padding adds in total."""
-        queries = math.ceil(self.length / self.stride)
-        return max(0, (queries - 1) * self.stride + self.extent - self.length)
+        # The extent, minus the pixels from the last query on, of which there are 1 to stride. It is negative only if
+        # pixels lie between the kernels of neighbouring queries.
+        total = self.extent - 1 - (self.length - 1) % self.stride
+        # max(0, total) without a branch, which a traced graph would not have.
+        return total if self.extent >= self.stride else (total + abs(total)) // 2
 
     @property
     def queries(self) -> int:
@@ -184,14 +195,16 @@ def positional_factors(
         offset = axis.key_positions(squared) - axis.query_positions(squared)[:, None]
         # w_0 delta^2 + w_i delta of one axis, by Horner's rule.
         attention = normalize((squared * offset + linear) * offset, -1)
-        if not padding and axis.keys > axis.length:
+        if not padding:
             # The padding is cut off after the softmax, because attention to the padding counts in its normalisation.
-            attention = attention.narrow(-1, axis.before, axis.length)
+            # Whether "same" adds padding depends on the size: a view of all keys, or of some, would be a branch on it.
+            pixels = torch.arange(axis.length, device=squared.device) + axis.before
+            attention = attention.index_select(-1, pixels)
         return attention.to(dtype or squared.dtype)
 
     # On equal axes both factors are computed at once: at 14 x 14 tokens the number of operations, not their size, takes
-    # the time. Under torch.compile this branch would give one graph for square images and another for the rest.
-    if not torch.compiler.is_compiling() and y == x:
+    # the time. In a traced graph this branch would give one graph for square images and another for the rest.
+    if not (traces_sizes() or torch.compiler.is_compiling()) and y == x:
         rows, cols = factor(torch.stack([along_y, along_x]), y)
         return rows, cols
     return factor(along_y, y), factor(along_x, x)
