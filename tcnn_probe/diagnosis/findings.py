@@ -148,7 +148,7 @@ class Findings(Sequence[Finding]):
         ]
 
 
-def health(ds: xr.Dataset, **limits: float) -> Findings:
+def health(ds: xr.Dataset | xr.DataTree, **limits: float) -> Findings:
     """Look for signs of illness in a recording: what broke, in which heads, since which epoch.
 
     ::
@@ -164,7 +164,8 @@ def health(ds: xr.Dataset, **limits: float) -> Findings:
     value that the same head had before, see :class:`~tcnn_probe.diagnosis.HealthLimits`.
 
     Args:
-        ds: A recording: ``recorder.dataset``, ``xarray.open_zarr(path)``, or a selection of marks.
+        ds: A recording: ``recorder.dataset``, ``xarray.open_zarr(path)``, ``tcnn_probe.open(path)``, or a selection of
+            marks, or of one of several runs.
         **limits: Limits that replace the defaults, such as ``max_logit=200``; see
             :class:`~tcnn_probe.diagnosis.HealthLimits`.
 
@@ -176,11 +177,13 @@ def health(ds: xr.Dataset, **limits: float) -> Findings:
         TypeError: ``ds`` is not a dataset, or a limit is unknown or not a number.
         ValueError: The dataset is not a recording, or has no layers.
     """
+    selection = "ds.sel(run=...)"
+    if isinstance(ds, xr.DataTree) and "heads" in ds.children:
+        ds, selection = ds["heads"].to_dataset(), "tree.sel(run=...)"
     if not isinstance(ds, xr.Dataset):
-        of_tree = ": take tree['heads'].dataset" if isinstance(ds, xr.DataTree) else ""
         raise TypeError(
-            "expected a recording's dataset, recorder.dataset or xarray.open_zarr(path), "
-            f"got {type(ds).__name__}{of_tree}"
+            "expected a recording's dataset or tree, from xarray.open_zarr(path) or tcnn_probe.open(path), "
+            f"got {type(ds).__name__}"
         )
     checked = HealthLimits(**limits)
     along = ds.attrs.get("along")
@@ -189,7 +192,10 @@ def health(ds: xr.Dataset, **limits: float) -> Findings:
             "expected a recording: recorder.dataset, or xarray.open_zarr(path)"
         )
     if "run" in ds.dims:
-        raise ValueError("expected one recording, got several: ds.sel(run=...)")
+        runs = ds.run.values.tolist()
+        raise ValueError(
+            f"expected one recording, got several: choose one with {selection}, of {runs}"
+        )
     if "layer" not in ds.dims:
         raise ValueError(
             "the recording has no layers: it was made without probes of attention"

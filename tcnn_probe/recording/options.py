@@ -216,7 +216,21 @@ def parse_attributes(attrs: Mapping[str, Any] | None) -> dict[str, Any]:
         raise TypeError(
             f"expected attrs of plain JSON, got {plain!r}: {error}"
         ) from error
-    return plain
+    return {name: _netcdf(value) for name, value in plain.items() if value is not None}
+
+
+def _netcdf(value: Any) -> Any:
+    """Return an attribute in the types of netCDF: True and False as 1 and 0, tables as JSON."""
+    if isinstance(value, bool):
+        return int(value)
+    if isinstance(value, list | tuple) and value:
+        members = [_netcdf(member) for member in value]
+        kinds = {isinstance(member, str) for member in members}
+        if len(kinds) == 1 and not any(
+            isinstance(x, list) or x is None for x in members
+        ):
+            return members
+    return json.dumps(value) if isinstance(value, dict | list | tuple) else value
 
 
 def _parse_number(along: str, value: SupportsFloat | SupportsIndex) -> int | float:

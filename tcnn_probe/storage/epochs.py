@@ -254,6 +254,11 @@ class EpochStore:
             raise StoreError(
                 f"{self._place.name} has its marks along {root.along!r}, expected {self._along!r}"
             )
+        for path, group in root.groups.items():
+            if root.stored_layers(path) != len(group.layers):
+                raise StoreError(
+                    f"{self._place.name} is a selection of the layers of a recording, which cannot be continued"
+                )
         try:
             return tuple(
                 open_dataset(root.checked(self._place))[root.along].values.tolist()

@@ -46,6 +46,11 @@ def open_tree(store: Store) -> xr.DataTree:
     groups = xr.open_groups(
         cast("Any", store), engine="zarr", chunks=None, consolidated=True
     )
+    for group in groups.values():
+        for values in group.variables.values():
+            # netCDF has no float16, so copies of maps are in float32.
+            if values.dtype == "float16":
+                values.encoding["dtype"] = "float32"
     root = groups.pop("/")
     along = root.attrs["along"]
     # In a tree, children must be aligned with their parents, so variables with layers cannot stay at the root.

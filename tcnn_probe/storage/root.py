@@ -79,14 +79,23 @@ class Root:
             )
         try:
             root = cls(attributes, document["consolidated_metadata"]["metadata"], text)
+            if root.documents[root.along]["shape"] == []:
+                raise StoreError(
+                    f"{place.name} holds one mark without its dimension {root.along!r}: a list of marks keeps it, "
+                    f"as in isel({root.along}=[-1])"
+                )
             lengths = {about["shape"][0] for about in root.growing.values()}
             if lengths != {root.length}:
                 raise ValueError(f"its arrays have unequal lengths: {lengths}")
             for path, group in root.groups.items():
-                for name in group.variables:
+                # xarray may have saved a selection, whose table still has all layers.
+                sizes = {"layer": root.stored_layers(path), **group.sizes}
+                for name, variable in group.variables.items():
                     shape = root.documents[join(path, name)]["shape"]
-                    if shape[1:] != [*group.shape(name)]:
+                    if shape[1:] != [sizes[dim] for dim in variable.dims]:
                         raise ValueError(f"{join(path, name)} has the shape {shape}")
+        except StoreError:
+            raise
         except UNREADABLE as error:
             raise StoreError(f"{place.name} has damaged metadata: {error!r}") from error
         return root
@@ -105,6 +114,11 @@ class Root:
     def length(self) -> int:
         """Number of committed marks."""
         return self.documents[self.along]["shape"][0]
+
+    def stored_layers(self, path: str) -> int:
+        """Return the number of layers of the arrays of a group."""
+        labels = self.documents.get(join(path, "layer"))
+        return labels["shape"][0] if labels else len(self.groups[path].layers)
 
     @cached_property
     def growing(self) -> dict[str, Mapping[str, Any]]:

@@ -200,7 +200,8 @@ def _group(
             layer: _shared([table[layer] for table in tables if layer in table])
             for layer in layers
         }
-        group.attrs = {LAYERS: json.dumps(facts)}
+        # Enough for health and plots to take one run of this group.
+        group.attrs = {LAYERS: json.dumps(facts), ALONG: next(iter(marks))}
     return group
 
 

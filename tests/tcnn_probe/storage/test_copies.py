@@ -1,0 +1,109 @@
+"""Copies and selections of recordings, saved by xarray as zarr or netCDF; and one of several runs."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import timm
+import torch
+import xarray as xr
+
+import tcnn_probe
+
+# xarray and zarr warn of what zarr's specification does not have yet.
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:.*Zarr (V3 specification|format 3 specification)"
+)
+ATTRS = {"augment": True, "flips": [True, False], "rates": [0.1, 2], "seed": 3}
+NOT_OF_NETCDF = {"teacher": None, "schedule": {"warmup": [1, 2], "restarts": None}}
+
+
+@pytest.fixture(scope="module", params=["tcnn", "vit", "recorded"])
+def tree(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> xr.DataTree:
+    """A recording of gated heads, of softmax heads with maps, or with attributes like those of tcnn-finetune."""
+    if request.param != "recorded":
+        return tcnn_probe.load_example(request.param)
+    path = tmp_path_factory.mktemp("copies") / "run.zarr"
+    record_run(path)
+    return tcnn_probe.open(path)
+
+
+def record_run(path: Path, scale: float = 1.0) -> None:
+    torch.manual_seed(3)
+    options = {"img_size": (48, 80), "embed_dim": 24, "depth": 2, "num_classes": 5}
+    model = timm.create_model("vit_tiny_patch16_224", **options).eval()
+    attrs = ATTRS | NOT_OF_NETCDF | {"scale": scale}
+    with tcnn_probe.record(model, path, health=True, attrs=attrs) as recorder:
+        for epoch in range(3):
+            model(scale * torch.randn(2, 3, 48, 80))
+            recorder.mark(epoch=epoch, loss=0.5)
+
+
+def test_every_group_goes_through_netcdf_and_back(
+    tree: xr.DataTree, tmp_path: Path
+) -> None:
+    for number, node in enumerate(tree.subtree):
+        group, path = node.to_dataset(), tmp_path / f"{number}.nc"
+        group.to_netcdf(path)
+        copy = xr.load_dataset(path)
+        xr.testing.assert_equal(copy, group)
+        for name, value in group.attrs.items():
+            np.testing.assert_array_equal(copy.attrs[name], value, name)
+
+
+def test_attributes_are_stored_in_types_of_netcdf(tmp_path: Path) -> None:
+    record_run(tmp_path / "run.zarr")
+    attrs = xr.open_zarr(tmp_path / "run.zarr").attrs
+    assert {name: attrs[name] for name in ATTRS} == ATTRS
+    assert type(attrs["augment"]) is int
+    assert "teacher" not in attrs
+    assert json.loads(attrs["schedule"]) == NOT_OF_NETCDF["schedule"]
+
+
+@pytest.mark.parametrize(
+    "selection", [{"epoch": [0]}, {"layer": [1]}, {"head": [0, 2]}]
+)
+def test_a_selection_is_a_recording(
+    selection: dict[str, list[int]], tmp_path: Path
+) -> None:
+    record_run(tmp_path / "run.zarr")
+    whole = xr.open_zarr(tmp_path / "run.zarr")
+    whole.isel(selection).to_zarr(tmp_path / "part.zarr")
+    part = tcnn_probe.open(tmp_path / "part.zarr")
+    heads = tcnn_probe.open(tmp_path / "run.zarr")["heads"].to_dataset()
+    xr.testing.assert_equal(
+        part["heads"].to_dataset(), heads.isel(selection, missing_dims="ignore")
+    )
+    tcnn_probe.health(part)
+    if "layer" in selection:
+        model = timm.create_model("vit_tiny_patch16_224", depth=2, num_classes=5)
+        with pytest.raises(tcnn_probe.StoreError, match="a selection of the layers"):
+            tcnn_probe.record(model, tmp_path / "part.zarr")
+
+
+def test_one_mark_without_its_dimension_is_refused(tmp_path: Path) -> None:
+    record_run(tmp_path / "run.zarr")
+    last = xr.open_zarr(tmp_path / "run.zarr").isel(epoch=-1)
+    last.to_zarr(tmp_path / "last.zarr")
+    with pytest.raises(tcnn_probe.StoreError, match=r"as in isel\(epoch=\[-1\]\)"):
+        tcnn_probe.open(tmp_path / "last.zarr")
+
+
+def test_health_of_one_of_several_runs(tmp_path: Path) -> None:
+    paths = [tmp_path / f"{name}.zarr" for name in ("a", "b")]
+    for path, scale in zip(paths, (1.0, 300.0), strict=True):
+        record_run(path, scale)
+    tree = tcnn_probe.open(paths)
+    message = r"one with {}.sel\(run=...\), of \['a', 'b'\]"
+    with pytest.raises(ValueError, match=message.format("tree")):
+        tcnn_probe.health(tree)
+    with pytest.raises(ValueError, match=message.format("ds")):
+        tcnn_probe.health(tree["heads"].dataset)
+    for number, path in enumerate(paths):
+        alone = tcnn_probe.health(xr.open_zarr(path), max_logit=1e-3)
+        for run in (tree.isel(run=number), tree["heads"].dataset.isel(run=number)):
+            assert tcnn_probe.health(run, max_logit=1e-3) == alone
+        assert len(alone) > 0
