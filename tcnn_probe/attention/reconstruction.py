@@ -51,12 +51,14 @@ __all__ = [
     "logits_of",
     "relative_difference",
     "softmax_attention_of",
+    "tokens_if_channels",
     "tolerance",
     "values_of",
 ]
 
 # Number of queries that are compared with the model's own softmax: a wrong scale, mask or order of axes shows in any.
 _QUERIES_TO_CHECK = 64
+_BETWEEN_CHANNELS = "attention between channels, not between tokens"
 Key = TypeVar("Key")
 
 # In half precision, fused kernels also round the attention before it is multiplied with the values.
@@ -101,7 +103,11 @@ def softmax_attention_of(
     layout = pool_layout(queries, keys, running, maps)
     # Pools are recognised by their class, before shapes are compared, as a pool can have as many classes as patches.
     if layout is None and queries == keys and is_between_channels(keys, heads, inputs):
-        raise NoTokenAttentionError("attention between channels, not between tokens")
+        raise NoTokenAttentionError(_BETWEEN_CHANNELS)
+    if fused and request.value is not None:
+        columns = request.value.shape[-1]
+        if columns in tokens_if_channels(queries, keys, heads, running):
+            raise NoTokenAttentionError(_BETWEEN_CHANNELS)
     # If the rows are not a multiple of the images, for example because a model repeats or selects some, each row counts
     # as an image. So does each row of texts, of which there can be more than images.
     is_of_images = maps.images and rows % maps.images == 0 and not maps.words_ask
@@ -339,6 +345,29 @@ def is_between_channels(keys: int, heads: int, inputs: Sequence[Any]) -> bool:
     return keys * heads in channels and keys not in token_counts(inputs)
 
 
+def tokens_if_channels(
+    queries: int, keys: int, heads: int, running: Running
+) -> frozenset[int]:
+    """Return the numbers of tokens of a layer if its keys may be channels of each head instead; else none.
+
+    They are channels if the values have as many columns as there are tokens (XCiT of vit-pytorch, whose heads together
+    are wider or narrower than the tokens).
+    """
+    module, inputs = running[-1]
+    tokens: set[int] = set()
+    for x in inputs:
+        # (B, N, C), (B, H, W, C) or (B, C, H, W)
+        if isinstance(x, Tensor) and x.ndim in (3, 4):
+            tokens.add(x.shape[1:-1].numel())
+        if isinstance(x, Tensor) and x.ndim == 4:
+            tokens.add(x.shape[2:].numel())
+    widths = {x.shape[0] for x in module.parameters() if x.ndim > 1}
+    # One layer may return queries, keys and values side by side.
+    is_width = any(keys * heads * parts in widths for parts in (1, 2, 3))
+    is_suspect = queries == keys and keys not in tokens and is_width
+    return frozenset(tokens) if is_suspect else frozenset()
+
+
 def tolerance(dtype: torch.dtype) -> float:
     """Return the largest relative difference that rounding explains."""
     # In float32 this is far above rounding, because the comparison looks for a wrong scale, mask or order.
@@ -424,23 +453,29 @@ class ValueProductTracker:
             self._summaries.append(entry)
 
     def weighed_by(
-        self, product: SeenProduct, softmaxes: Mapping[Key, tuple[SeenOperand, bool]]
+        self,
+        product: SeenProduct,
+        softmaxes: Mapping[Key, tuple[SeenOperand, bool, frozenset[int]]],
     ) -> dict[Key, str]:
         """Return the softmaxes that are factors of a product.
 
         Args:
             product: Matrix product.
-            softmaxes: Softmaxes that were not multiplied yet, each with whether it has an axis of heads.
+            softmaxes: Softmaxes that were not multiplied yet, each with whether it has an axis of heads, and with the
+                numbers of tokens of its layer if its keys may be channels.
 
         Returns:
             By the softmax's key: "" if it is multiplied with values of tokens, else the reason why it is not attention
             between tokens.
         """
         reasons = {}
-        for key, (softmax, has_heads) in softmaxes.items():
+        for key, (softmax, has_heads, tokens) in softmaxes.items():
             for operand, values in product.pairs:
                 if softmax.is_in(operand, heads=has_heads):
-                    reasons[key] = self._objection(values)
+                    is_channels = values.shape[-1] in tokens
+                    reasons[key] = (
+                        _BETWEEN_CHANNELS if is_channels else self._objection(values)
+                    )
                     break
         output = product.output()
         is_shared = any(operand.shared for pair in product.pairs for operand in pair)

@@ -31,6 +31,7 @@ from tcnn_probe.attention.reconstruction import (
     ValueProductTracker,
     Verification,
     softmax_attention_of,
+    tokens_if_channels,
 )
 from tcnn_probe.attention.softmax import SoftmaxAttention
 from tcnn_probe.attention.token_grid import FeatureMaps
@@ -165,6 +166,7 @@ class _ShownSoftmax:
         operand: The softmax, as long as it is unknown whether it is multiplied with values; None afterwards.
         has_heads: Whether the softmax has an axis of heads.
         objection: Reason why the softmax does not count as attention; "" if there is none.
+        tokens: Numbers of tokens of the layer if its keys may be channels.
         output: Output of attention if the model also gets the log-sum-exp, with which it may renormalise the output.
     """
 
@@ -174,6 +176,7 @@ class _ShownSoftmax:
     has_heads: bool
     objection: str = ""
     output: Tensor | None = None
+    tokens: frozenset[int] = frozenset()
 
     def note_copy(self, copy: SeenCopy) -> None:
         """Note an objection if the model renormalises the output, because its softmax then includes other logits."""
@@ -304,7 +307,7 @@ class AttentionStream:
                 self.unsupported[name] = request.reason
         elif isinstance(request, SeenProduct):
             waiting = {
-                shown: (shown.operand, shown.has_heads)
+                shown: (shown.operand, shown.has_heads, shown.tokens)
                 for shown in self._shown
                 if shown.operand is not None
             }
@@ -425,6 +428,9 @@ class AttentionStream:
             operand is not None and len(operand.shape) > 3
         )
         shown = _ShownSoftmax(layer, module, operand, has_heads)
+        if operand is not None:
+            _, heads, queries, keys = attention.shape
+            shown.tokens = tokens_if_channels(queries, keys, heads, running)
         if request.gives_lse and request.output is not None:
             # The output is kept until the forward ends, because otherwise its memory could be reused by another tensor.
             shown.output = request.output

@@ -241,3 +241,58 @@ def test_a_layer_that_attends_later_is_recorded() -> None:
     assert json.loads(recorder.dataset.attrs["unsupported"]) == {}
     # The second layer attended in one of two forwards.
     assert recorder.dataset.images.values.tolist() == [[4, 2]]
+
+
+class Channels(nn.Module):
+    """XCiT's attention between the channels of each head, as vit-pytorch writes it; heads are wider than tokens."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+        self.norm = nn.LayerNorm(24)
+        self.to_qkv = nn.Linear(24, 3 * 5 * 7, bias=False)
+        self.temperature = nn.Parameter(torch.ones(5, 1, 1))
+        self.attend = nn.Softmax(-1)
+        self.to_out = nn.Linear(5 * 7, 24)
+
+    def forward(self, x: Tensor) -> Tensor:
+        # (B, N, 3 * heads * d) to (3, B, heads, d, N)
+        qkv = self.to_qkv(self.norm(x)).flatten(1, -2).unflatten(-1, (3, 5, 7))
+        q, k, v = qkv.permute(2, 0, 3, 4, 1)
+        q, k = (F.normalize(t, dim=-1) * self.temperature.exp() for t in (q, k))
+        if self.how == "fused":
+            out = F.scaled_dot_product_attention(q, k, v, scale=1.0)
+        else:
+            attention = self.attend(q @ k.mT)
+            out = attention @ v
+            if self.how == "einsum":
+                out = torch.einsum("bhij,bhjn->bhin", attention, v)
+        return x + self.to_out(out.flatten(1, 2).mT).view(x.shape)
+
+
+class Crossed(nn.Module):
+    """Attention between channels, in two shapes of tokens, and then between tokens."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.patches = nn.Conv2d(3, 24, 4, 4)
+        self.on_grid, self.in_sequence = Channels(how), Channels(how)
+        self.tokens = nn.MultiheadAttention(24, 3, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.on_grid(self.patches(x).movedim(1, -1))
+        x = self.in_sequence(x.flatten(1, 2))
+        return self.tokens(x, x, x)[0]
+
+
+@pytest.mark.parametrize("how", ["product", "einsum", "fused"])
+def test_attention_between_channels_of_wide_heads(how: str) -> None:
+    model = Crossed(how).eval()
+    with tcnn_probe.record(model) as recorder, torch.no_grad():
+        model(torch.randn(2, 3, 12, 44))
+        recorder.mark(epoch=0)
+    assert recorder.layers == ("tokens",)
+    reasons = dict.fromkeys(("on_grid", "in_sequence"), "attention between channels")
+    assert recorder.unsupported.keys() == reasons.keys()
+    for name, reason in reasons.items():
+        assert reason in recorder.unsupported[name]
