@@ -119,6 +119,11 @@ def check_model(model: nn.Module, *, compiled_parts: bool = True) -> None:
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"expected a torch.nn.Module, got {type(model).__name__}")
+    if isinstance(model, torch.jit.ScriptModule):
+        raise TypeError(
+            "the model is TorchScript, which runs outside of Python, where hooks see nothing: give the module that it "
+            "was made from"
+        )
     network = unwrap(model)
     for name, module in [("", network)] if compiled_parts else network.named_modules():
         if (

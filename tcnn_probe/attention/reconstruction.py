@@ -391,6 +391,7 @@ class Verification:
 
     def __init__(self) -> None:
         self._passed: set[str] = set()
+        self._masks: dict[str, str] = {}
         self._open: list[tuple[str, Tensor, float]] = []
 
     def begin(self) -> None:
@@ -401,8 +402,12 @@ class Verification:
         """Return whether the layer's reconstruction was not verified yet."""
         return layer not in self._passed
 
-    def add(self, layer: str, compared: tuple[Tensor, float] | None) -> None:
-        """Add a relative difference and its tolerance; None if nothing could be compared."""
+    def add(
+        self, layer: str, compared: tuple[Tensor, float] | None, mask: str = ""
+    ) -> None:
+        """Add a relative difference and its tolerance, None if nothing could be compared; and the mask's odd dtype."""
+        if mask:
+            self._masks[layer] = mask
         if compared is not None:
             self._open.append((layer, *compared))
 
@@ -421,6 +426,13 @@ class Verification:
             # This is not written with ">", so that NaN counts as a mismatch, too.
             if not shares[layer] <= largest
         }
+        masks = {name: self._masks[name] for name in mismatches if name in self._masks}
+        if masks:
+            raise ReconstructionError(
+                f"a mask has another dtype than the queries ({masks}), for which torch's fused attention can be wrong, "
+                f"and is, by these shares of its largest value: {mismatches}; give the mask the dtype of the queries, "
+                f"mask.to(query.dtype), or record the other layers with layers="
+            )
         if mismatches:
             raise ReconstructionError(
                 f"attention rebuilt from what reached it differs from the model's own output, by these shares of its "

@@ -416,7 +416,10 @@ class AttentionStream:
                     self._padded[call] = visibility is not None and visibility.is_padded
                 attention = replace(attention, is_padded=self._padded[call])
                 if self.verification.needed(layer) and not edits_of(request.output):
-                    self.verification.add(layer, attention.discrepancy())
+                    mask, dtype, odd = request.mask, source.dtype, ""
+                    if mask is not None and mask.is_floating_point():
+                        odd = f"{mask.dtype}, {dtype}" if mask.dtype != dtype else ""
+                    self.verification.add(layer, attention.discrepancy(), odd)
                 edit = self._listener.attends(attention)
         # Fused attention includes the product with values; a plain softmax has to wait for it.
         operand = (

@@ -62,7 +62,7 @@ def class_attention(
     finally:  # not closing(), whose __enter__ can be interrupted
         stream.close()
     maps_by_layer = {maps.layer: maps for maps in keeper.maps}
-    name = _choose(maps_by_layer, layer, keeper.missing)
+    name = _choose(maps_by_layer, layer, stream.unsupported | keeper.missing)
     maps = maps_by_layer[name].arrays.get("class_attention")
     if maps is None:
         maps = maps_by_layer[name].arrays["attention_by_class"][

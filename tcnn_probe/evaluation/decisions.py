@@ -4,6 +4,7 @@ import numpy as np
 import xarray as xr
 from numpy.typing import NDArray
 
+from tcnn_probe.evaluation.intervals import scipy_stats
 from tcnn_probe.evaluation.summary import check_results, mean_by, prefix_of
 
 __all__ = ["calibration_error", "disagreement", "mcnemar"]
@@ -90,8 +91,7 @@ def mcnemar(first: xr.DataArray, second: xr.DataArray) -> xr.Dataset:
         TypeError: An argument is not bool.
         ValueError: There is no dimension "image", or the two have different images.
     """
-    from scipy.stats import binomtest
-
+    binomtest = scipy_stats().binomtest
     _check_right(first)
     _check_right(second)
     first, second = xr.align(first.compute(), second.compute(), join="exact")

@@ -1,17 +1,29 @@
 """Confidence intervals with the stated coverage for means over images, or over trainings and images."""
 
 from collections.abc import Sequence
+from importlib import import_module
+from typing import Any
 
 import numpy as np
 import xarray as xr
 from numpy.typing import NDArray
 
-__all__ = ["mean_interval"]
+__all__ = ["mean_interval", "scipy_stats"]
 
 LEAST_FOR_SKEWNESS = 8
 """Smallest number of values whose skewness is estimated. With fewer values, the estimate only adds noise. From 8 on it
 raised the coverage for every skewed distribution that was simulated, and left that for the normal distribution at 0.945
 to 0.95."""
+
+
+def scipy_stats() -> Any:
+    """Return the module scipy.stats, which takes a while to import; raise ModuleNotFoundError without SciPy."""
+    try:
+        return import_module("scipy.stats")
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(
+            "intervals and tests need SciPy: pip install 'tcnn-probe[stats]'"
+        ) from error
 
 
 def mean_interval(
@@ -76,8 +88,7 @@ def _interval(
     table: NDArray[np.float64], confidence: float, decisions: bool
 ) -> NDArray[np.float64]:
     """Return the low and high bound for a table with an axis for each dimension."""
-    from scipy.stats import beta, t
-
+    stats = scipy_stats()
     # A dimension with a single label is not a sample.
     table = table.squeeze()
     known = table[~np.isnan(table)]
@@ -87,8 +98,8 @@ def _interval(
     if decisions and table.ndim == 1:
         right, wrong = known.sum(), (1 - known).sum()
         # The bounds are quantiles of beta distributions, which do not exist if all or no values are right.
-        low = beta.ppf(1 - quantile, right, wrong + 1) if right else 0
-        high = beta.ppf(quantile, right + 1, wrong) if wrong else 1
+        low = stats.beta.ppf(1 - quantile, right, wrong + 1) if right else 0
+        high = stats.beta.ppf(quantile, right + 1, wrong) if wrong else 1
         return np.array([low, high])
     bounds: tuple[float, float] | None = None
     if decisions:
@@ -96,7 +107,7 @@ def _interval(
     elif np.isin(known, (-1, 0, 1)).all():
         bounds = (-1.0, 1.0)
     if bounds is None and table.ndim == 1 and len(known) >= LEAST_FOR_SKEWNESS:
-        return _corrected_for_skewness(known, t.ppf(quantile, len(known) - 1))
+        return _corrected_for_skewness(known, stats.t.ppf(quantile, len(known) - 1))
     center, variances, freedoms = known.mean(), [], []
     for axis in range(table.ndim):
         means = _means_by_label(table, axis)
@@ -112,7 +123,7 @@ def _interval(
     total = parts.sum()
     # Satterthwaite: the square of the sum over the sum of squares, each divided by its degrees of freedom.
     freedom = total**2 / (parts**2 / freedoms).sum() if total else 1
-    half = t.ppf(quantile, freedom) * np.sqrt(total)
+    half = stats.t.ppf(quantile, freedom) * np.sqrt(total)
     return np.clip([center - half, center + half], *(bounds or (None, None)))
 
 

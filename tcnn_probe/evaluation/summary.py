@@ -7,7 +7,7 @@ import numpy as np
 import xarray as xr
 from numpy.typing import NDArray
 
-from tcnn_probe.evaluation.intervals import mean_interval
+from tcnn_probe.evaluation.intervals import mean_interval, scipy_stats
 
 __all__ = [
     "as_dataset",
@@ -203,8 +203,7 @@ def _ratio_interval(answers: NDArray[Any], baseline: NDArray[Any]) -> NDArray[An
     are right or wrong, two images are added, as in Bonett and Price's interval for the difference: only the model has
     the first right, and only the baseline the second.
     """
-    from scipy.stats import t
-
+    t = scipy_stats().t
     if np.isnan(answers).any() or np.isnan(baseline).any():
         return np.full(2, np.nan)
     pairs = np.stack([answers, baseline])

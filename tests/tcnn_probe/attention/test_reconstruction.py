@@ -167,3 +167,27 @@ def test_training_with_dropout_is_accepted(family: Family) -> None:
     check(model, images, when="train")
     for parameter, gradient in zip(model.parameters(), expected, strict=True):
         assert gradient is None or torch.equal(parameter.grad, gradient)
+
+
+class MaskedInFloat32(nn.Module):
+    """Attention in float64 with a mask in float32, as in EoMT; torch's fused attention is wrong for it."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        tokens = x.flatten(2).mT[:, None].contiguous()
+        generator = torch.Generator().manual_seed(3)
+        hidden = torch.rand(35, 35, generator=generator) > 0.5
+        mask = torch.zeros(35, 35).masked_fill(hidden, -1e9)[None, None]
+        return torch.nn.functional.scaled_dot_product_attention(
+            tokens, tokens, tokens, attn_mask=mask
+        )
+
+
+def test_a_mask_of_another_dtype_is_named() -> None:
+    images = torch.randn(2, 8, 5, 7, dtype=torch.float64)
+    with (
+        pytest.raises(
+            tcnn_probe.ReconstructionError,
+            match=r"a mask has another dtype .*torch.float32, torch.float64.*mask.to",
+        ),
+    ):
+        tcnn_probe.attention_maps(MaskedInFloat32(), images)

@@ -1,6 +1,7 @@
 """Confidence intervals against published formulas, and their coverage in simulations."""
 
 import math
+import sys
 from collections.abc import Callable
 
 import numpy as np
@@ -187,3 +188,9 @@ def test_intervals_have_their_nominal_coverage(
     values = xr.DataArray(samples, dims=("sample", *dims))
     low, high = evaluation.mean_interval(values, dims).values.T
     assert np.mean((low <= truth) & (truth <= high)) >= 0.93
+
+
+def test_scipy_is_named_if_it_is_absent(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "scipy.stats", None)
+    with pytest.raises(ModuleNotFoundError, match=r"pip install 'tcnn-probe\[stats\]'"):
+        evaluation.mean_interval(xr.DataArray([0.5, 0.7, 0.2], dims="image"))
