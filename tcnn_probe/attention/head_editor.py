@@ -36,6 +36,7 @@ from tcnn_probe.attention.reconstruction import (
     discrepancy,
     is_between_channels,
     logits_of,
+    tokens_if_channels,
 )
 from tcnn_probe.attention.softmax import DeferredLogits, SoftmaxAttention
 from tcnn_probe.hooks.calls import Call, Calls, add_hook, innermost_call
@@ -96,8 +97,8 @@ class LayerCall(Call):
         edits: Edits by number of the attention; each head belongs to one edit.
         answered: Listeners that have returned an edit.
         objection: Reason why an edited softmax is not attention between tokens; "" if there is none.
-        waiting: Edited softmaxes that were not multiplied with values yet, by number, and whether each has an axis of
-            heads.
+        waiting: Edited softmaxes that were not multiplied with values yet, by number, as in
+            :meth:`ValueProductTracker.weighed_by`.
         tracker: Products of the call, which show what softmaxes are multiplied with.
     """
 
@@ -106,7 +107,9 @@ class LayerCall(Call):
     edits: dict[int, list[HeadEdit]] = field(default_factory=dict)
     answered: set[HeadListener] = field(default_factory=set)
     objection: str = ""
-    waiting: dict[int, tuple[SeenOperand, bool]] = field(default_factory=dict)
+    waiting: dict[int, tuple[SeenOperand, bool, frozenset[int]]] = field(
+        default_factory=dict
+    )
     tracker: ValueProductTracker = field(default_factory=ValueProductTracker)
 
     def ask(self, attention: Attention) -> list[HeadEdit]:
@@ -331,7 +334,8 @@ class _EditingMode(TorchFunctionMode):
         # A later product with values will show whether this softmax is attention.
         if edits and attending.is_softmax:
             has_heads = heads > 1 or len(leading) > 1
-            call.waiting[attention.number] = SeenOperand.of(output), has_heads
+            tokens = tokens_if_channels(shape, [(module, call.inputs)])
+            call.waiting[attention.number] = SeenOperand.of(output), has_heads, tokens
         return output
 
     def _is_asking(self) -> bool:

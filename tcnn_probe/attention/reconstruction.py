@@ -106,7 +106,7 @@ def softmax_attention_of(
         raise NoTokenAttentionError(_BETWEEN_CHANNELS)
     if fused and request.value is not None:
         columns = request.value.shape[-1]
-        if columns in tokens_if_channels(queries, keys, heads, running):
+        if columns in tokens_if_channels(logits.shape, running):
             raise NoTokenAttentionError(_BETWEEN_CHANNELS)
     # If the rows are not a multiple of the images, for example because a model repeats or selects some, each row counts
     # as an image. So does each row of texts, of which there can be more than images.
@@ -346,14 +346,14 @@ def is_between_channels(keys: int, heads: int, inputs: Sequence[Any]) -> bool:
 
 
 def tokens_if_channels(
-    queries: int, keys: int, heads: int, running: Running
+    shape: tuple[int, int, int, int], running: Running
 ) -> frozenset[int]:
     """Return the numbers of tokens of a layer if its keys may be channels of each head instead; else none.
 
     They are channels if the values have as many columns as there are tokens (XCiT of vit-pytorch, whose heads together
     are wider or narrower than the tokens).
     """
-    module, inputs = running[-1]
+    (_, heads, queries, keys), (module, inputs) = shape, running[-1]
     tokens: set[int] = set()
     for x in inputs:
         # (B, N, C), (B, H, W, C) or (B, C, H, W)

@@ -432,8 +432,7 @@ class AttentionStream:
         )
         shown = _ShownSoftmax(layer, module, operand, has_heads)
         if operand is not None:
-            _, heads, queries, keys = attention.shape
-            shown.tokens = tokens_if_channels(queries, keys, heads, running)
+            shown.tokens = tokens_if_channels(attention.shape, running)
         if request.gives_lse and request.output is not None:
             # The output is kept until the forward ends, because otherwise its memory could be reused by another tensor.
             shown.output = request.output
