@@ -254,8 +254,8 @@ class _Means:
         )
         # Entry (offset, query) is the number of keys that the query sees at the offset.
         cells = index * queries + np.arange(queries)[:, None]
-        pairs = np.bincount(cells.ravel(), self.seen.ravel(), count * queries)
-        pairs = pairs.reshape(count, queries).astype(np.float64)
+        seen = np.bincount(cells.ravel(), self.seen.ravel(), count * queries)
+        pairs = seen.reshape(count, queries).astype(np.float64)
         return convolution_inside(masses, pairs, mean.sum(-1)), offsets
 
 
