@@ -23,6 +23,7 @@ __all__ = [
     "check_model",
     "class_indices",
     "floating_tensor",
+    "for_model",
     "image_numbers",
     "layer_names",
     "missing_head",
@@ -127,9 +128,9 @@ def check_model(model: nn.Module, *, compiled_parts: bool = True) -> None:
     network = unwrap(model)
     for name, module in [("", network)] if compiled_parts else network.named_modules():
         if (
-            # torch.compile(model) wraps it as _orig_mod, model.compile() sets _compiled_call_impl (private, torch 2.8
-            # to 2.15).
-            hasattr(module, "_orig_mod")
+            # torch.compile(model) wraps it as its part _orig_mod, model.compile() sets _compiled_call_impl (private,
+            # torch 2.8 to 2.15). accelerate's compile_regions compiles parts, and sets an attribute _orig_mod.
+            "_orig_mod" in module._modules
             or getattr(module, "_compiled_call_impl", None) is not None
         ):
             raise TypeError(
@@ -245,15 +246,19 @@ def batches(
     model: nn.Module, images: Tensor, batch_size: int
 ) -> Iterator[tuple[slice, Tensor]]:
     """Iterate over batches: the slice of the images, and a copy in the model's dtype and on its device."""
-    tensor = floating_tensor(model)
-    reference = images if tensor is None else tensor
     for start in range(0, len(images), batch_size):
         rows = slice(start, min(start + batch_size, len(images)))
-        yield (
-            rows,
-            # Images are copied even if dtype and device agree, because methods such as PGD change their images.
-            images[rows].detach().to(reference.device, reference.dtype, copy=True),
-        )
+        # Images are copied even if dtype and device agree, because methods such as PGD change their images.
+        yield rows, for_model(images[rows].detach().clone(), model)
+
+
+def for_model(images: Tensor, model: nn.Module) -> Tensor:
+    """Return images in the model's dtype and on its device; an offloaded model moves its images itself."""
+    like = floating_tensor(model)
+    if like is None:
+        return images
+    # Weights that accelerate has offloaded are on the meta device between forwards.
+    return images.to(images.device if like.is_meta else like.device, like.dtype)
 
 
 def progress_bar(

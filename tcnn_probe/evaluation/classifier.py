@@ -80,6 +80,8 @@ class Classifier:
         tensor = (
             floating_tensor(self.model) if isinstance(self.model, nn.Module) else None
         )
+        if tensor is not None and tensor.is_meta:  # it is offloaded between forwards
+            return images[:0].to(tensor.dtype)
         return images if tensor is None else tensor
 
 

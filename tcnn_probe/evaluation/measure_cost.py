@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
 from tcnn_probe.models import (
-    floating_tensor,
+    for_model,
     progress_bar,
     untouched,
     unwrap,
@@ -159,11 +159,7 @@ def _images(
         channels, *sides = sides
     for side in (channels, *sides):
         whole_number(side, "size", 1)
-    weight = floating_tensor(model)
-    options: dict[str, Any] = (
-        {} if weight is None else {"device": weight.device, "dtype": weight.dtype}
-    )
-    return torch.randn(batch_size, channels, *sides, **options)
+    return for_model(torch.randn(batch_size, channels, *sides), model)
 
 
 def _forward(model: nn.Module, images: Tensor) -> float:

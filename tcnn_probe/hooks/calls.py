@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.modules import module as torch_module
 from torch.utils.hooks import RemovableHandle
 
-from tcnn_probe.hooks.modes import Mode, restore_flags, take_off
+from tcnn_probe.hooks.modes import Mode, is_nested, restore_flags, take_off
 
 __all__ = [
     "Call",
@@ -24,6 +24,7 @@ __all__ = [
     "innermost_call",
     "is_running",
     "outermost_call",
+    "without_nested",
 ]
 
 
@@ -43,11 +44,16 @@ class Call:
     @property
     def inputs(self) -> list[Any]:
         """Positional arguments, followed by keyword arguments."""
-        return [*self.args, *self.kwargs.values()]
+        return [without_nested(x) for x in (*self.args, *self.kwargs.values())]
 
     def goes_on(self) -> bool:
         """Return whether the call is neither over nor interrupted."""
         return not self.over and is_running(self.frame)
+
+
+def without_nested(value: Any) -> Any:
+    """Return an input or output of a module; None for a nested tensor, whose shape cannot be read."""
+    return None if is_nested(value) else value
 
 
 C = TypeVar("C", bound=Call)
@@ -193,6 +199,14 @@ class CopySafeHook:
         self._after = after
         self.number = -1
         """Number under which torch keeps the hook."""
+
+    @property
+    def __name__(self) -> str:
+        """No name: torch.jit.script asks for it before it compiles the hooks of a module, which these cannot be."""
+        raise AttributeError(
+            "torch.jit.script compiles the hooks of a model, and tcnn_probe's cannot be compiled: script the model "
+            "while no recorder is attached; a copy of a recorded model drops its hooks in its first forward"
+        )
 
     @torch.compiler.disable
     def __call__(self, module: nn.Module, *call: Any) -> Any:

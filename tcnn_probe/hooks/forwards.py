@@ -19,7 +19,14 @@ from torch import nn
 from torch.nn.modules import module as global_hooks
 from torch.overrides import TorchFunctionMode
 
-from tcnn_probe.hooks.calls import Call, Calls, add_hook, is_running, outermost_call
+from tcnn_probe.hooks.calls import (
+    Call,
+    Calls,
+    add_hook,
+    is_running,
+    outermost_call,
+    without_nested,
+)
 from tcnn_probe.hooks.interception import Answer, Interception, Seen
 from tcnn_probe.hooks.modes import (
     hidden_depth,
@@ -173,6 +180,7 @@ class Forwards(Calls["Forward"]):
             return
         # An exception that was already being handled when the model was called is not a failure of the forward.
         has_failed, is_told = sys.exc_info()[1] is not call.handled, False
+        output = without_nested(output)
         call.leave()
         with call.unseen():
             try:
@@ -292,7 +300,7 @@ class Forward(Call):
     # while compiling.
     def _called(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         if not torch.compiler.is_compiling() and self._is_followed(module):
-            self._stack.append((module, args))
+            self._stack.append((module, [without_nested(x) for x in args]))
 
     def _returned(self, module: nn.Module, args: tuple[Any, ...], *rest: Any) -> Any:
         if torch.compiler.is_compiling():
@@ -313,7 +321,8 @@ class Forward(Call):
         is_wrapper = "_orig_mod" in module._modules
         if len(rest) != 2 or is_wrapper or module not in self._names:
             return None
-        inputs, output = [*args, *rest[0].values()], rest[1]
+        inputs = [without_nested(x) for x in (*args, *rest[0].values())]
+        output = without_nested(rest[1])
         with torch._C.DisableTorchFunction():
             return self._listener.returned(self, module, inputs, output)
 

@@ -18,12 +18,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
 
 from tcnn_model.precision import autocast_dtype
 from tcnn_probe.hooks.hidden_attention import hidden_attention, is_graph_operator
 from tcnn_probe.hooks.kernel_calls import is_kernel, read_kernel
 from tcnn_probe.hooks.modes import (
     is_function_transformed,
+    is_nested,
     is_transformed,
     never_compiled_alone,
     unseen,
@@ -213,9 +215,13 @@ class Interception(TorchFunctionMode):
     ) -> Any:
         # Reading a property of a tensor is also a call of a torch function, which outer modes would see.
         with torch._C.DisableTorchFunction():
-            look = _describe_transformed if is_transformed(args) else describe
+            reason = _why_unreadable(tree_leaves((args, kwargs)))
         with unseen():
-            request = look(func, output, args, kwargs)
+            request = (
+                describe(func, output, args, kwargs)
+                if reason is None
+                else _describe_unreadable(reason, func, output, args, kwargs)
+            )
             answer = None if request is None else self._on_request(request)
         return output if answer is None else answer(func, args, kwargs, output)
 
@@ -540,17 +546,29 @@ def _graph_operator(
     return SeenUnmeasured(reason) if reason else None
 
 
-def _describe_transformed(
-    func: Callable[..., Any], output: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+def _why_unreadable(arguments: Sequence[Any]) -> str | None:
+    """Return why the arguments of a call cannot be read: "" if it is only traced; None if they can."""
+    if (
+        is_function_transformed()
+    ):  # which hides the images, or wraps them in other tensors
+        return "it attends under torch.vmap or another transform of torch.func"
+    if is_transformed(arguments):
+        return ""
+    if any(is_nested(x) for x in arguments):
+        return "it attends in nested tensors, which have no axis of tokens: pad them, and give a mask"
+    return None
+
+
+def _describe_unreadable(
+    reason: str,
+    func: Callable[..., Any],
+    output: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
 ) -> SeenUnmeasured | None:
-    """Describe attention under torch.vmap or torch.func, which hide the images or wrap them in other tensors."""
-    if not is_function_transformed():
-        return None
+    """Describe attention whose arguments cannot be read."""
     is_softmax = _DESCRIBE.get(func) is _softmax
-    if is_softmax and _softmax(output, *args, **kwargs) is None:
-        return None
-    if func not in FUSED and not is_softmax:
-        return None
-    return SeenUnmeasured(
-        "it attends under torch.vmap or another transform of torch.func"
+    attends = func in FUSED or (
+        is_softmax and _softmax(output, *args, **kwargs) is not None
     )
+    return SeenUnmeasured(reason) if reason and attends else None

@@ -4,7 +4,7 @@ import sys
 import threading
 import traceback
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from typing import Any, TypeVar
@@ -23,6 +23,7 @@ from torch.overrides import (
 )
 from torch.utils import _python_dispatch as dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 __all__ = [
     "EDITORS",
@@ -32,6 +33,7 @@ __all__ = [
     "hidden_depth",
     "hidden_from_recorders",
     "is_function_transformed",
+    "is_nested",
     "is_transformed",
     "may_compile",
     "named_in_errors",
@@ -297,7 +299,14 @@ def is_function_transformed() -> bool:
     return torch._C._functorch.peek_interpreter_stack() is not None
 
 
-def is_transformed(inputs: Iterable[Any]) -> bool:
+def is_nested(value: Any) -> bool:
+    """Return whether a value is a nested tensor, whose images have different sizes, so that it has no shape."""
+    # Reading a property of a tensor is a call of a torch function, which the user's modes must not see.
+    with torch._C.DisableTorchFunction():
+        return isinstance(value, Tensor) and value.is_nested
+
+
+def is_transformed(inputs: Any) -> bool:
     """Return whether a call is a recomputation of checkpointing, or is traced or transformed by torch."""
     if torch._C._current_graph_task_id() != -1:  # in a backward pass
         return True
@@ -308,9 +317,10 @@ def is_transformed(inputs: Iterable[Any]) -> bool:
         torch._C._get_dispatch_mode(key) is not None for key in _TRACERS
     ):
         return True
+    # Models and functions such as torch.cat take tensors in tuples and dictionaries, too.
     return any(
         isinstance(x, (Proxy, FakeTensor)) or (isinstance(x, Tensor) and x.is_meta)
-        for x in inputs
+        for x in tree_leaves(inputs)
     )
 
 

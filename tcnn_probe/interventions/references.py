@@ -13,6 +13,7 @@ from tcnn_model import GPSA
 from tcnn_model.precision import at_least_float32
 from tcnn_probe.attention.attention import Attention
 from tcnn_probe.images import as_images, as_pictures
+from tcnn_probe.models import for_model
 
 __all__ = [
     "AttentionReference",
@@ -269,7 +270,7 @@ def as_batches(images: GivenImages, model: nn.Module) -> Iterator[Tensor]:
         not isinstance(images, Tensor) and as_pictures(images) is not None
     ):
         images = as_images(images, model)
-    like, size = next(model.parameters(), None), None
+    size = None
     for item in [images] if isinstance(images, Tensor) else images:
         batch = _as_batch(item, model)
         size = batch.shape[1:] if size is None else size
@@ -277,7 +278,7 @@ def as_batches(images: GivenImages, model: nn.Module) -> Iterator[Tensor]:
             raise ValueError(
                 f"expected images of one size, got {tuple(size)} and {tuple(batch.shape[1:])}"
             )
-        yield batch if like is None else batch.to(like.device, like.dtype)
+        yield for_model(batch, model)
     if size is None:
         raise ValueError("expected images, got none")
 

@@ -128,15 +128,16 @@ class ResumedWeights:
 def weights_fingerprint(model: nn.Module) -> str:
     """Return a hash of the parameters' names and shapes and one of a sample of their values, joined by a dash.
 
-    The result is "" if parameters are sharded over processes, or of a type other than ``nn.Parameter``, such as
-    quantised ones, whose values cannot be sampled.
+    The result is "" if values cannot be sampled: if parameters are sharded over processes, of a type other than
+    ``nn.Parameter``, such as quantised ones, or on the meta device, as between the forwards of an offloaded model.
     """
     # These are the classes of FSDP's wrappers, and of modules that fully_shard has changed.
     names = [type(module).__name__ for module in model.modules()]
     sharded = any(name.startswith(("FSDP", "FullySharded")) for name in names)
     parameters = dict(model.named_parameters())
     types = {type(parameter) for parameter in parameters.values()}
-    if sharded or types != {nn.Parameter}:
+    offloaded = any(parameter.is_meta for parameter in parameters.values())
+    if sharded or offloaded or types != {nn.Parameter}:
         return ""
     shapes = hashlib.sha256()
     values = hashlib.sha256()

@@ -296,3 +296,55 @@ def test_attention_between_channels_of_wide_heads(how: str) -> None:
     assert recorder.unsupported.keys() == reasons.keys()
     for name, reason in reasons.items():
         assert reason in recorder.unsupported[name]
+
+
+class NestedAttention(nn.Module):
+    """Attention between the patches of images of several sizes, in nested tensors."""
+
+    def __init__(self, layout: torch.layout, attend: str) -> None:
+        super().__init__()
+        self.layout, self.attend = layout, attend
+        self.patches = nn.Conv2d(3, 8, 16, 16)
+        self.inner = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+
+    def forward(self, images: list[Tensor]) -> Tensor:
+        patches = [self.patches(x[None])[0].flatten(1).mT for x in images]
+        tokens = torch.nested.nested_tensor(patches, layout=self.layout)
+        if self.attend == "padded":
+            tokens = torch.nested.to_padded_tensor(tokens, 0.0)
+        q, k, v = (layer(tokens) for layer in self.inner)
+        if self.attend == "softmax":
+            return torch.softmax(q @ k.transpose(-1, -2), -1) @ v
+        q, k, v = (x.unsqueeze(1) for x in (q, k, v))
+        return F.scaled_dot_product_attention(q, k, v)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.filterwarnings("ignore:.*nothing was marked:RuntimeWarning")
+@pytest.mark.parametrize(
+    ("layout", "attend"),
+    [
+        (torch.jagged, "fused"),
+        (torch.strided, "fused"),
+        (torch.strided, "softmax"),
+        (torch.strided, "padded"),
+    ],
+)
+@torch.no_grad()
+def test_nested_tensors_have_a_reason(layout: torch.layout, attend: str) -> None:
+    torch.manual_seed(0)
+    model = NestedAttention(layout, attend).eval()
+    images = [torch.randn(3, 48, 80), torch.randn(3, 32, 48)]
+    expected = model(images)
+    with tcnn_probe.record(model, images=[0]) as recorder:
+        output = model(images)
+        if attend == "padded":
+            assert recorder.layers == ("",)
+            assert not recorder.unsupported
+        else:
+            assert list(recorder.unsupported) == [""]
+            assert "nested tensors" in recorder.unsupported[""]
+        with recorder.pause():
+            model(images)
+    for actual, exact in zip(output.unbind(), expected.unbind(), strict=True):
+        assert torch.equal(actual, exact)

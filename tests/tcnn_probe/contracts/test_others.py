@@ -1,11 +1,14 @@
 """Hooks, modes, tracers and transforms of other code treat a recorded model like any other."""
 
 import contextlib
+import copy
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import xarray as xr
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
@@ -249,14 +252,16 @@ def test_functional_call_is_recorded_as_a_forward() -> None:
 
 
 class Traceable(nn.Module):
-    """Attention that torch.fx can trace."""
+    """Attention that torch.fx can trace, in a part of the model that takes a tuple, as parts of PiT and CrossViT do."""
 
     def __init__(self) -> None:
         super().__init__()
+        self.token = nn.Parameter(torch.zeros(1, 1, 4))
         self.qkv = nn.Linear(4, 12)
-        self.inner = nn.Sequential(Attend())
+        self.inner = Attend()
 
     def forward(self, x: Tensor) -> Tensor:
+        x = torch.cat(tensors=(self.token.expand(x.shape[0], -1, -1), x), dim=1)
         q, k, v = self.qkv(x).chunk(3, -1)
         return self.inner((q, k, v))
 
@@ -279,6 +284,20 @@ def test_symbolic_trace() -> None:
         recorder.mark(epoch=0)
         assert recorder.dataset.images.values.tolist() == [[2]]
     assert before == Trace(model)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:FutureWarning")
+def test_jit_script_names_the_recorder() -> None:
+    """torch.jit.script compiles hooks; a copy has hooks without effect until its first forward."""
+    model = nn.Sequential(nn.Linear(4, 4))
+    with tcnn_probe.record(model):
+        twin = copy.deepcopy(model)
+        for scripted in (model, twin):
+            with pytest.raises(AttributeError, match="while no recorder is attached"):
+                torch.jit.script(scripted)
+        twin(torch.randn(2, 4))
+        torch.jit.script(twin)
+    torch.jit.script(model)
 
 
 def test_graphs_traced_while_recording_are_those_without_a_recorder() -> None:
@@ -315,3 +334,60 @@ def test_forward_mode_differentiation() -> None:
         assert torch.equal(derivative(), alone)
         recorder.mark(epoch=0)
         check_entropies(recorder, expected, images=3)
+
+
+@pytest.mark.filterwarnings(
+    "ignore:.*were measured and nothing was marked:RuntimeWarning"
+)
+@pytest.mark.parametrize("place", ["cpu", "disk"])
+def test_offloaded_weights(place: str, tmp_path: Path) -> None:
+    """Between its forwards, the weights of an offloaded model are on the meta device."""
+    accelerate = pytest.importorskip("accelerate")
+    expected = entropies(vit(), images())
+    maps = tcnn_probe.saliency(vit(), images(), method="class_attention")
+    if place == "cpu":
+        model = accelerate.cpu_offload(vit(), execution_device=torch.device("cpu"))
+    else:
+        model = accelerate.disk_offload(
+            vit(), str(tmp_path), execution_device=torch.device("cpu")
+        )
+    assert next(model.parameters()).is_meta
+    with tcnn_probe.record(model) as recorder, torch.no_grad():
+        model(images())
+        recorder.mark(epoch=0)
+        check_entropies(recorder, expected)
+    tcnn_probe.attention_maps(model, images())
+    actual = tcnn_probe.saliency(model, images(), method="class_attention")
+    xr.testing.assert_allclose(actual, maps)
+
+
+class Trunk(nn.Module):
+    """Patches and blocks in a list, of which accelerate compiles each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        model = vit()
+        self.patches = model.patch_embed.proj
+        self.blocks = nn.ModuleList(model.blocks)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.patches(x).flatten(2).mT
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+@pytest.mark.filterwarnings("ignore:Using `torch.compile")
+def test_regions_that_accelerate_compiles() -> None:
+    """compile_regions compiles the blocks of a copy that shares its weights; the copy itself is not compiled."""
+    utils = pytest.importorskip("accelerate.utils")
+    model = Trunk().eval()
+    datasets = []
+    for network in (model, utils.compile_regions(model, backend="eager")):
+        with tcnn_probe.record(network) as recorder, torch.no_grad():
+            network(images())
+            recorder.mark(epoch=0)
+            datasets.append(recorder.dataset.load())
+    plain, compiled = datasets
+    assert compiled.layer.values.tolist() == ["blocks.0.attn", "blocks.1.attn"]
+    xr.testing.assert_allclose(compiled, plain)
