@@ -27,6 +27,8 @@ __all__ = [
     "image_numbers",
     "layer_names",
     "missing_head",
+    "plain_filter",
+    "plain_name",
     "progress_bar",
     "split_weights",
     "untouched",
@@ -38,21 +40,30 @@ __all__ = [
 # Names of the classifier in timm, DINO, torchvision and transformers; for features, an identity is put there.
 _HEADS = ("head", "heads", "fc", "classifier")
 _LOCKS: WeakKeyDictionary[nn.Module, Any] = WeakKeyDictionary()
+# Packages whose wrappers have the model as their only part, "module": DistributedDataParallel and AveragedModel of
+# torch, ModelEmaV3 of timm.
+_PACKAGES = ("torch", "timm", "accelerate", "deepspeed")
 # Private names under which torch 2.x keeps the module in FSDP, activation checkpointing and torch.compile.
 _WRAPPERS = ("_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod")
 
 
 def unwrap(model: nn.Module) -> nn.Module:
-    """Return the model inside wrappers of torch such as DistributedDataParallel."""
-    while (
-        isinstance(inner := getattr(model, "module", None), nn.Module)
-        and len(list(model.children())) == 1
-    ):
+    """Return the model inside wrappers such as DistributedDataParallel, averages of weights, and peft's."""
+    while True:
+        inner: Any = getattr(model, "module", None)
+        base: Any = getattr(model, "get_base_model", None)
+        if _is_of(model, "peft") and base is not None:
+            inner = base()
         # A user's own module may have a single child called "module".
-        if not type(model).__module__.startswith("torch."):
-            break
+        elif len(list(model.children())) != 1 or not _is_of(model, *_PACKAGES):
+            return model
+        if not isinstance(inner, nn.Module):
+            return model
         model = inner
-    return model
+
+
+def _is_of(module: nn.Module, *packages: str) -> bool:
+    return type(module).__module__.partition(".")[0] in packages
 
 
 def missing_head(model: nn.Module) -> str:
@@ -95,11 +106,40 @@ def split_weights(module: nn.Module) -> Iterator[Any]:
 def layer_names(model: nn.Module) -> dict[nn.Module, str]:
     """Map modules to their names, in the model's order, without the parts that wrappers add."""
     names = {}
-    for name, module in unwrap(model).named_modules():
-        names[module] = ".".join(
-            part for part in name.split(".") if part not in _WRAPPERS
-        )
+    modules = dict(unwrap(model).named_modules())
+    for name, module in modules.items():
+        parts = name.split(".")
+        kept = [
+            part
+            for place, part in enumerate(parts)
+            if part not in _WRAPPERS
+            # peft keeps a layer that it adapts inside its own one.
+            and not (
+                part == "base_layer"
+                and _is_of(modules[".".join(parts[:place])], "peft")
+            )
+        ]
+        names[module] = ".".join(kept)
     return names | {module: "" for module in model.modules() if module not in names}
+
+
+def plain_name(model: nn.Module, name: str) -> str:
+    """Return a layer's name without that of wrappers around the model, as in "module.blocks.0"."""
+    inner = unwrap(model)
+    prefix = next(name for name, module in model.named_modules() if module is inner)
+    return name.removeprefix(f"{prefix}.") if prefix else name
+
+
+def plain_filter(model: nn.Module, layers: LayerFilter) -> LayerFilter:
+    """Return names and globs of layers without the names of wrappers; other filters as they are."""
+    if isinstance(layers, str):
+        return plain_name(model, layers)
+    if callable(layers) or not isinstance(layers, Collection):
+        return layers
+    return [
+        plain_name(model, layer) if isinstance(layer, str) else layer
+        for layer in layers
+    ]
 
 
 def wanted_layers(
@@ -109,7 +149,7 @@ def wanted_layers(
     if layers is None:
         return None
     by_name = {name: module for module, name in layer_names(model).items()}
-    return frozenset(select_layers(by_name, layers, noun="layers"))
+    return frozenset(select_layers(by_name, plain_filter(model, layers), noun="layers"))
 
 
 def check_model(model: nn.Module, *, compiled_parts: bool = True) -> None:

@@ -15,7 +15,7 @@ from tcnn_probe.attention.layout import SpecialTokens, Tokens
 from tcnn_probe.attention.receptive_fields import ReceptiveFields
 from tcnn_probe.attention.stream import AttentionListener, AttentionStream
 from tcnn_probe.attention.token_grid import FeatureMaps
-from tcnn_probe.models import check_model, layer_names
+from tcnn_probe.models import check_model, layer_names, plain_name
 
 __all__ = [
     "WITHOUT_CLASS_TOKEN",
@@ -105,6 +105,8 @@ class _Output:
 
 def find_layer(model: nn.Module, layer: str | nn.Module) -> tuple[str, nn.Module]:
     """Return the name and the module of a layer, given one of them."""
+    if isinstance(layer, str):
+        layer = plain_name(model, layer)
     for module, name in layer_names(model).items():
         if module is layer or name == layer:
             return name, module

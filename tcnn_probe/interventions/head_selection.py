@@ -14,7 +14,7 @@ from tcnn_model.conversion.selection import select_layers
 from tcnn_probe.architectures.lookup import head_count, known, looks_like_attention
 from tcnn_probe.attention.gated import GATED_LAYERS
 from tcnn_probe.interventions.ablation_kinds import Ablated, Heads, Mode, kind_of
-from tcnn_probe.models import layer_names, whole_number
+from tcnn_probe.models import layer_names, plain_name, whole_number
 
 __all__ = ["HeadSelection", "select_heads"]
 
@@ -41,6 +41,8 @@ def select_heads(
     kind = kind_of(mode, with_images=with_images)
     selected = []
     for pattern, indices in _by_layer(heads):
+        if pattern is not None:
+            pattern = plain_name(model, pattern)
         for entry in _ablated_layers(
             modules, pattern, _as_heads(indices, pattern), mode, kind
         ):

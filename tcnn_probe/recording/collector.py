@@ -39,6 +39,7 @@ from tcnn_probe.recording.options import Sampling
 __all__ = ["Collector", "RankSums"]
 
 Key = tuple[str, str]  # layer and kind of probe
+UNREACHED = "no image reached it before the mark of"
 
 
 @dataclass(frozen=True)
@@ -446,6 +447,13 @@ class Collector(AttentionListener):
     ) -> None:
         for variable in variables:
             self.missing.setdefault(variable, {})[layer] = reason
+
+    def note_absence(self, layer: str, variables: Collection[str], mark: str) -> None:
+        """Note that no image had reached a layer at a mark, unless another reason is known for a variable."""
+        for variable in variables:
+            reasons = self.missing.setdefault(variable, {})
+            if reasons.get(layer, UNREACHED).startswith(UNREACHED):
+                reasons[layer] = f"{UNREACHED} {mark}"
 
     def _ignores_gradients(self) -> bool:
         return self.pauses > 0 or hidden_depth() > self._depth

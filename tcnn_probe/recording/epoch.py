@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import Tensor
@@ -201,18 +201,48 @@ def _check_same_layer(entry: LayerReport, groups: Groups) -> None:
         raise OtherLayersError(f"the store is a recording of other layers ({reason})")
 
 
-def check_resumed(stored: Groups, current: Groups) -> None:
-    """Raise an error if the store has other layers or numbers. Maps of another size are allowed."""
-    # Sizes of maps follow from sizes of images, which may differ from run to run.
-    numbers = [
-        {path: group for path, group in groups.items() if not group.maps}
-        for groups in (stored, current)
-    ]
-    reason = difference(*numbers)
-    if reason is not None:
-        raise StoreError(
-            f"the store is a recording of something else ({reason}): choose another path"
-        )
+def check_resumed(stored: Groups, current: Groups, probes: Iterable[Probe]) -> None:
+    """Raise an error if the store has other numbers of a layer, or those of a probe that does not measure now.
+
+    Layers that have not run yet may be absent, other layers may join, and maps may have another size.
+    """
+    numbers = {path: group for path, group in stored.items() if not group.maps}
+    kinds = {probe.kind for probe in probes}
+    for group in numbers.values():
+        for layer, table in group.layers.items():
+            if table["kind"] not in kinds:
+                raise _other_recording(
+                    f"{table['kind']} of {layer!r} there, absent here"
+                )
+    known = {layer for group in numbers.values() for layer in group.layers}
+    for path, group in current.items():
+        before = numbers.get(path, Group({}, {}))
+        order = [layer for layer in {**before.layers, **group.layers} if layer in known]
+        # Sizes of maps follow from sizes of images, which may differ from run to run.
+        if group.maps or not group.layers.keys() & known:
+            continue
+        pair = []
+        for side in (before, group):
+            layers = {
+                layer: side.layers[layer]
+                for layer in order
+                if layer in group.layers and layer in side.layers
+            }
+            part = replace(side, layers=layers)
+            if before.layers.keys() != group.layers.keys():
+                # Sizes are those of the largest layer, and variables those of any, which may be absent.
+                common = before.variables.keys() & group.variables.keys()
+                variables = {name: side.variables[name] for name in common}
+                part = replace(part, variables=variables, sizes={}, coords={})
+            pair.append({path: part})
+        if (reason := difference(*pair)) is not None:
+            raise _other_recording(reason)
+
+
+def _other_recording(reason: str) -> StoreError:
+    return StoreError(
+        f"the store is a recording of something else ({reason}): choose another path"
+    )
 
 
 def check_scalars(scalars: Iterable[str], groups: Groups) -> None:
@@ -292,17 +322,16 @@ def _check_forwards(report: EpochReport, groups: Groups | None) -> None:
         + _describe_parts(report)
     )
     layers = report.layers
-    idle = dict.fromkeys(
-        entry.name for entry in layers if entry.probe.runs and not entry.sums.images
-    )
+    running = [entry for entry in layers if entry.probe.runs]
     if groups is not None:
         # Layers that the recording began without are not written, so they may be idle.
         recorded = {layer for group in groups.values() for layer in group.layers}
-        idle = {layer: None for layer in idle if layer in recorded}
-    if idle:
+        running = [entry for entry in running if entry.name in recorded] or running
+    # A model may skip some layers, as in LayerDrop.
+    if running and not any(entry.sums.images for entry in running):
+        names = _shorten(dict.fromkeys(entry.name for entry in running))
         raise RuntimeError(
-            f"nothing to mark: no image in {mode} reached {_shorten(idle)} since the previous mark ({training}); "
-            f"{advice}"
+            f"nothing to mark: no image in {mode} reached {names} since the previous mark ({training}); {advice}"
         )
     # If all probes measure only gradients, there are neither images nor a state, so backward passes are checked.
     if layers and not any(

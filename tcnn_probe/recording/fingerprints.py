@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from tcnn_probe.models import unwrap
+
 __all__ = ["WEIGHTS", "ImageHashes", "ResumedWeights", "weights_fingerprint"]
 
 WEIGHTS = "weights"
@@ -134,7 +136,7 @@ def weights_fingerprint(model: nn.Module) -> str:
     # These are the classes of FSDP's wrappers, and of modules that fully_shard has changed.
     names = [type(module).__name__ for module in model.modules()]
     sharded = any(name.startswith(("FSDP", "FullySharded")) for name in names)
-    parameters = dict(model.named_parameters())
+    parameters = dict(unwrap(model).named_parameters())
     types = {type(parameter) for parameter in parameters.values()}
     offloaded = any(parameter.is_meta for parameter in parameters.values())
     if sharded or offloaded or types != {nn.Parameter}:

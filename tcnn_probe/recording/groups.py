@@ -18,7 +18,9 @@ __all__ = [
     "groups_of",
     "map_values",
     "number_values",
+    "variables_without_run",
     "warn_of_nonfinite",
+    "with_joined",
 ]
 
 Image = tuple[Variable, np.ndarray]
@@ -62,6 +64,11 @@ class LayerValues:
         }
         if "head" in sizes:  # a layer may have fewer heads than its group
             self.table["heads"] = sizes["head"]
+
+    @property
+    def has_run(self) -> bool:
+        """True unless no image has reached the layer; what is read from parameters needs none."""
+        return self.maps or bool(self.values.get("images", True))
 
     def sizes(self) -> dict[str, int]:
         """Return the sizes of dimensions, as far as the values determine them."""
@@ -230,6 +237,69 @@ def groups_of(
     return groups
 
 
+def with_joined(
+    groups: Mapping[str, Group],
+    entries: Iterable[LayerValues],
+    order: Mapping[str, int],
+) -> dict[str, Group]:
+    """Return the groups of a recording with the layers that have run for the first time, after those that are there."""
+    known = {
+        (_kind_of_place(place), layer)
+        for place, group in groups.items()
+        for layer in group.layers
+    }
+    joining = [
+        entry
+        for entry in entries
+        if entry.has_run and (_kind_of_place(entry.place), entry.layer) not in known
+    ]
+    extended = dict(groups)
+    for place, group in groups_of(joining, order).items():
+        stored = groups.get(place)
+        if stored is None:
+            extended[place] = group
+        elif group.layers:
+            sizes = {**group.sizes, **stored.sizes}
+            sizes = {
+                dim: max(size, group.sizes.get(dim, 0)) for dim, size in sizes.items()
+            }
+            extended[place] = Group(
+                {**stored.variables, **group.variables},
+                {**stored.layers, **group.layers},
+                {dim: sizes[dim] for dim in (*stored.sizes, *group.sizes)},
+                stored.maps,
+                # The labels of the layer with more of them begin with those of the others.
+                {
+                    dim: max(
+                        stored.coords.get(dim, ()), group.coords.get(dim, ()), key=len
+                    )
+                    for dim in {**stored.coords, **group.coords}
+                },
+            )
+    return extended
+
+
+def _kind_of_place(place: str) -> str:
+    """Return what groups of maps of different sizes have in common, "maps" or "maps/classes"; else the place."""
+    return place.rpartition("/")[0] or place
+
+
+def variables_without_run(
+    entries: Iterable[LayerValues], groups: Mapping[str, Group], probes: Iterable[Probe]
+) -> dict[str, Collection[str]]:
+    """Return the variables that layers lack because no image has reached them, by layer."""
+    of_kind = {probe.kind: probe.variables for probe in probes}
+    by_layer = {(entry.place, entry.layer): entry for entry in entries}
+    lacking: dict[str, Collection[str]] = {}
+    for place, group in groups.items():
+        for layer, table in group.layers.items() if not group.maps else ():
+            entry = by_layer.get((place, layer))
+            if entry is None or not entry.has_run:
+                values = {} if entry is None else entry.values
+                lacking[layer] = of_kind.get(table["kind"], {}).keys() - values.keys()
+    return lacking
+
+
 def drop_unknown_layers(
     entries: Iterable[LayerValues], groups: Mapping[str, Group]
 ) -> tuple[list[LayerValues], list[str]]:
@@ -237,6 +307,8 @@ def drop_unknown_layers(
     known, unknown, warned = [], [], []
     for entry in entries:
         if entry.place not in groups or entry.layer not in groups[entry.place].layers:
+            if not entry.has_run:
+                continue
             unknown.append(
                 f"{entry.layer} in {entry.place}" if entry.place else entry.layer
             )

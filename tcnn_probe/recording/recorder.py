@@ -16,7 +16,7 @@ from torch import nn
 from tcnn_model.conversion.selection import LayerFilter
 from tcnn_probe.attention.layout import GivenTokens
 from tcnn_probe.diagnosis import health as find_illness
-from tcnn_probe.models import check_model, wanted_layers
+from tcnn_probe.models import check_model, plain_filter, wanted_layers
 from tcnn_probe.probes import DEFAULT, PROBES, Probe, find_probes
 from tcnn_probe.provenance import provenance
 from tcnn_probe.recording.collector import Collector
@@ -34,12 +34,15 @@ from tcnn_probe.recording.epoch import (
 )
 from tcnn_probe.recording.fingerprints import WEIGHTS, ResumedWeights
 from tcnn_probe.recording.groups import (
+    LayerValues,
     assemble,
     drop_unknown_layers,
     groups_of,
     map_values,
     number_values,
+    variables_without_run,
     warn_of_nonfinite,
+    with_joined,
 )
 from tcnn_probe.recording.options import (
     IfMarked,
@@ -149,7 +152,7 @@ class Recorder:
         self._watches_health = health
         self._model = model
         self._along = along
-        self._layer_filter = layers
+        self._layer_filter = None if layers is None else plain_filter(model, layers)
         self._attrs = parse_attributes(attrs)
         self._named_kinds = (
             [] if probes is None else [probe.kind for probe in found_probes]
@@ -399,21 +402,29 @@ class Recorder:
         check_order(self._along, mark.number, self.epochs)
         check_epoch(report, self._layer_filter, self._groups)
         entries = number_values(report.layers) + map_values(report)
-        # The first mark fixes the groups; later marks fill them, even if a layer did not run.
+        # The first mark creates the groups; later marks fill them, even if a layer did not run, and may extend them.
         groups = self._groups or groups_of(entries, report.order)
         stored = self._store.groups
-        if self._groups is None and stored is not None and self._store.has_layers:
-            check_resumed(stored, groups)
-            groups = stored
+        unnamed: list[str] = []
+        if stored is not None and self._store.has_layers:
+            if self._groups is None:
+                check_resumed(stored, groups, report.probes)
+            groups = with_joined(stored, entries, report.order)
+            try:
+                self._store.extend(groups)
+            except ValueError as error:
+                groups = dict(stored)
+                unnamed = [f"layers cannot join the recording: {error}"]
         check_scalars(mark.scalars, groups)
         entries, warned = drop_unknown_layers(entries, groups)
-        warned += warn_of_nonfinite(entries) + warn_of_mixed_sizes(report)
+        warned += unnamed + warn_of_nonfinite(entries) + warn_of_mixed_sizes(report)
         # Each image has the hash of the first epoch that had it, perhaps in an earlier run.
         stored_hashes = json.loads((self._store.attrs or {}).get("image_hashes", "{}"))
         if "images" not in self._warned:
             changed = warn_of_changed_images(report.image_hashes, stored_hashes)
             self._warned |= {"images"} if changed else set()
             warned += changed
+        self._note_absent_layers(mark, entries, groups, report)
         attrs = self._attributes(report)
         # Groups are created now, because numbers of heads and sizes of maps are known only after a forward.
         if not self._store.has_layers:
@@ -428,6 +439,30 @@ class Recorder:
         self._groups = groups
         return warned
 
+    def _note_absent_layers(
+        self,
+        mark: Mark,
+        entries: Iterable[LayerValues],
+        groups: Mapping[str, Group],
+        report: EpochReport,
+    ) -> None:
+        """Note why layers have no values at this mark, or at the marks before they joined."""
+        absent = variables_without_run(entries, groups, report.probes)
+        for layer, variables in absent.items():
+            self._collector.note_absence(
+                layer, variables, f"{self._along} {mark.number}"
+            )
+        recorded = {
+            layer
+            for group in (self._store.groups or {}).values()
+            for layer in group.layers
+        }
+        for entry in entries:
+            if self._store.has_layers and entry.layer not in recorded and entry.has_run:
+                self._collector.note_absence(
+                    entry.layer, entry.values, f"{self._along} {self.epochs[-1]}"
+                )
+
     def _attributes(self, report: EpochReport) -> dict[str, str]:
         """Return the reasons why layers or variables are not recorded, and the hashes of images, of all runs so far."""
         attrs = self._store.attrs or {}
@@ -441,7 +476,7 @@ class Recorder:
             # A layer that an earlier run could not record may be recorded now.
             if layer not in self.layers
         }
-        for variable, layers in report.missing.items():
+        for variable, layers in self.missing.items():
             missing[variable] = missing.get(variable, {}) | layers
         return {
             "unsupported": json.dumps({**unsupported, **report.unsupported}),

@@ -7,7 +7,7 @@ fixed width, which xarray returns as NumPy's text. (zarr's text of variable widt
 refuses.)
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from math import prod
 from typing import Any
@@ -27,6 +27,8 @@ GIVEN = "As given to mark()."
 # A chunk of numbers is rewritten with each mark, so it stays small; one of maps is read whole.
 REWRITTEN_BYTES = 256 * 2**10
 MOST_MARKS = 64
+# Letters by which the name of a layer that joins may be longer than those of the first mark.
+NAME_MARGIN = 16
 LARGEST_CHUNK = 16 * 2**20
 
 _CHECKED = (Crc32cCodec(),)
@@ -82,8 +84,12 @@ def create_group(
     attributes: Mapping[str, Any],
     marks: Sequence[int | float],
     dtype: str,
+    committed: Container[str] = (),
 ) -> None:
-    """Create the arrays of a group, with fill values for marks that are there already."""
+    """Create the arrays of a group, with fill values for marks that are there already.
+
+    Of the ``committed`` paths, labels are extended, and variables are left to :func:`write_rows`.
+    """
     parts = path.split("/")
     for count in range(1, len(parts) + 1):
         node = zarr.open_group(
@@ -98,14 +104,24 @@ def create_group(
         array[:] = np.asarray(marks, dtype)
     for name, variable in group.variables.items():
         row = group.shape(name)
-        create_variable(
-            node, name, variable, row, along, marks=len(marks), maps=group.maps
-        )
+        if f"{path}/{name}".strip("/") not in committed:
+            create_variable(
+                node, name, variable, row, along, marks=len(marks), maps=group.maps
+            )
     layers = {"layer": [*group.layers]} if group.layers else {}
     ranges = {name: range(size) for name, size in group.sizes.items()}
     for name, labels in {**layers, **ranges, **group.coords}.items():
         numbers = all(isinstance(label, int) for label in labels)
         values = np.array(labels, dtype=np.int64 if numbers else np.str_)
+        if f"{path}/{name}".strip("/") in committed:
+            stored: Any = node[name]
+            count = stored.shape[0]
+            stored.resize((len(values),))
+            stored[count:] = values[count:].astype(stored.dtype)
+            continue
+        if name == "layer":
+            # Layers that join later may have longer names, such as blocks.10 after blocks.9.
+            values = values.astype(f"U{values.itemsize // 4 + NAME_MARGIN}")
         node.create_array(
             name,
             data=values,
@@ -126,10 +142,30 @@ def write_rows(rows: Iterable[tuple[zarr.Array[Any], Any]], length: int) -> None
     """
 
     def write(array: zarr.Array[Any], row: Any) -> None:
-        array.resize((length, *array.shape[1:]))
+        shape = array.shape[1:] if row is None else np.shape(row)
+        if shape != array.shape[1:]:
+            _widen(array, shape)
+        array.resize((length, *shape))
         value: Any = array.metadata.fill_value if row is None else row
         array[length - 1] = value
 
     with ThreadPoolExecutor(8) as pool:
         for written in [pool.submit(write, array, row) for array, row in rows]:
             written.result()
+
+
+def _widen(array: zarr.Array[Any], row: Sequence[int]) -> None:
+    """Give an array larger rows, with fill values for the marks that are there already.
+
+    Chunks keep their size, so that what is stored does not change before the root is replaced: layers and heads that
+    are added lie in further chunks, or outside of the array in those at its edge.
+    """
+    marks, *sizes = array.shape
+    fill: Any = array.metadata.fill_value
+    array.resize((marks, *row))
+    for axis, size in enumerate(sizes):
+        # Each block covers whole axes before this one, and the former length of those after it.
+        block = [slice(None), *map(slice, row[:axis]), slice(size, None)]
+        block += map(slice, sizes[axis + 1 :])
+        if size < row[axis] and marks:
+            array[tuple(block)] = fill

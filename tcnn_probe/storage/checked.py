@@ -101,8 +101,12 @@ class CheckedStore(WrapperStore[Store]):
     def _is_committed(self, path: str, cell: str) -> bool:
         """Return whether a chunk has values of a committed mark, so that it must be there."""
         document = self._documents[path]
-        rows = document["chunk_grid"]["configuration"]["chunk_shape"][0]
-        return int(cell.split("/")[0]) * rows < document["shape"][0]
+        steps = document["chunk_grid"]["configuration"]["chunk_shape"]
+        places = map(int, cell.split("/"))
+        return all(
+            place * step < size
+            for place, step, size in zip(places, steps, document["shape"], strict=True)
+        )
 
     def _check(
         self,

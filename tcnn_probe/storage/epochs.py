@@ -116,6 +116,18 @@ class EpochStore:
         json.dumps(dict(attrs), allow_nan=False)
         self._created = (dict(groups), dict(attrs))
 
+    def extend(self, groups: Mapping[str, Group]) -> None:
+        """Let groups with further layers replace those of the recording at the next mark; earlier marks get NaN.
+
+        Layers, variables and groups of the recording come first in ``groups``, in their order. ValueError if a name is
+        used twice, or the name of a layer is too long for the recording.
+        """
+        self._created = None
+        if groups != self.groups:
+            _check_names(groups, self._along)
+            self._existing().check_room(groups)
+            self._created = (dict(groups), {})
+
     def hold(self) -> None:
         """Take the lock of an existing recording; for a new recording, :meth:`append` takes it.
 
@@ -170,8 +182,7 @@ class EpochStore:
             raise StoreError(
                 f"{self._place.name} holds nothing yet: create() comes first"
             )
-        new_groups, _ = self._created or ({}, {})
-        groups = new_groups if not self.has_layers else self._root.groups  # type: ignore[union-attr]
+        groups, _ = self._created or (self._existing().groups, {})
         rows = self._rows(groups, values, scalars)
         json.dumps(dict(attrs or {}), allow_nan=False)
         # A retry of a mark whose failure came after its commit finds this root.
@@ -182,11 +193,12 @@ class EpochStore:
                 self._along,
                 [*self._marks, mark],
                 rows,
-                self._created if not self.has_layers else None,
+                self._created,
                 attrs or {},
             )
             run(store.commit())
         self._root = Root.parse(self._attempted, self._place)
+        self._created = None
         self._marks = (*self._marks, mark)
 
     @contextmanager

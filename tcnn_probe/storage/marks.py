@@ -43,7 +43,7 @@ def write_mark(
         along: Name of the marks' coordinate.
         marks: All marks, with the new one.
         rows: Values of the mark by path; arrays without a value get their fill value.
-        created: Groups to create, and attributes of a new recording.
+        created: Groups to create or to extend, and attributes of a new recording.
         attrs: Attributes of the root to replace.
     """
     before = marks[:-1]
@@ -56,7 +56,7 @@ def write_mark(
         if root is None:
             zarr.create_group(store)
         else:
-            _delete_remains(store, root)
+            _undo_remains(store, root)
         if created is not None:
             groups, attributes = created
             identity = {} if root is None else root.attributes
@@ -69,7 +69,8 @@ def write_mark(
                 # The user's attributes come first, so that they cannot replace the fixed ones.
                 of_root = {} if path else {**attributes, **fixed}
                 table = {**of_root, **tables(about)}
-                create_group(store, path, about, along, table, before, dtype)
+                committed = {} if root is None else root.documents
+                create_group(store, path, about, along, table, before, dtype, committed)
         group = zarr.open_group(store, mode="r+", use_consolidated=False)
         group.update_attributes({**attrs})
         members = dict(group.members(max_depth=None))
@@ -102,13 +103,24 @@ def _grows(array: zarr.Array[Any], along: str) -> bool:
     return is_recorded(document) and document["dimension_names"][0] == along
 
 
-def _delete_remains(store: Store, root: Root) -> None:
-    """Delete arrays and groups that a killed mark has created."""
+def _undo_remains(store: Store, root: Root) -> None:
+    """Delete arrays and groups that a killed mark has created, and layers that it has added to others."""
     group = zarr.open_group(store, mode="r+", use_consolidated=False)
     for path, node in [*group.members(max_depth=None)]:
         is_array = isinstance(node, zarr.Array)
         written = (
             is_recorded(node.metadata.to_dict()) if is_array else LAYERS in node.attrs
         )
-        if path not in root.documents and written and path in group:
+        committed = root.documents.get(path)
+        if committed is None and written and path in group:
             del group[path]
+        elif committed is not None and written:
+            if isinstance(node, zarr.Group):
+                if dict(node.attrs) != committed["attributes"]:
+                    node.update_attributes({**committed["attributes"]})
+                continue
+            # The length along the marks is that of the next mark anyway.
+            length = node.shape[:1] if path in root.growing else ()
+            shape = (*length, *committed["shape"][len(length) :])
+            if node.shape != shape:
+                node.resize(shape)

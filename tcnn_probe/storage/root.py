@@ -153,6 +153,20 @@ class Root:
                 attributes[path] = about["attributes"]
         return {path: self._group(path, about) for path, about in attributes.items()}
 
+    def check_room(self, groups: Mapping[str, Group]) -> None:
+        """Raise ValueError if the name of a layer that joins is too long for the stored text."""
+        for path, group in groups.items():
+            document = self.documents.get(join(path, "layer"))
+            if document is None or not group.layers:
+                continue
+            name = max(group.layers, key=len)
+            # Text is stored as four bytes for each letter.
+            room = document["data_type"]["configuration"]["length_bytes"] // 4
+            if len(name) > room:
+                raise ValueError(
+                    f"the recording has room for names of {room} letters, got {name!r}"
+                )
+
     def _group(self, path: str, attributes: Mapping[str, Any]) -> Group:
         variables, sizes, maps = {}, {}, False
         for full_name, about in self.documents.items():

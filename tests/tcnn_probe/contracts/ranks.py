@@ -25,6 +25,7 @@ from tests.tcnn_probe.contracts.helpers import (
     check_entropies,
     clean,
     entropies,
+    entropy,
     images,
     vit,
 )
@@ -306,7 +307,45 @@ def _cut(module: nn.Module, inputs: tuple[Tensor]) -> Tensor:
     return inputs[0].chunk(2, -1)[dist.get_rank()]
 
 
-SCENARIOS = [values, resume, parameters, classes, errors, uneven, tensor_parallel]
+def layers(rank: int, folder: Path) -> None:
+    """Check layers that ran on one of the ranks only, and one that joins later, on rank 1."""
+    model, x = vit(), images(5)
+    mine = images_of_rank(x, rank)
+    model.blocks.append(vit(seed=1).blocks[0])
+    blocks, norms = model.blocks, [block.norm1 for block in model.blocks]
+    with torch.no_grad():
+        tokens = model._pos_embed(model.patch_embed(x))
+        mine = model._pos_embed(model.patch_embed(mine))
+    with tcnn_probe.record(model, folder / "run.zarr") as recorder:
+        # The blocks that each rank runs, by mark.
+        for epoch, numbers in enumerate([((0,), (0, 1)), ((0, 1), (2,))]):
+            with torch.no_grad():
+                for number in numbers[rank]:
+                    blocks[number](mine)
+            recorder.mark(epoch=epoch)
+        if rank == 0:
+            ds = recorder.dataset
+            assert ds.layer.values.tolist() == [f"blocks.{n}.attn" for n in range(3)]
+            assert ds.images.fillna(0).values.tolist() == [[5, 2, 0], [3, 3, 2]]
+            parts = [slice(0, 5), slice(3, 5)], [slice(0, 3), slice(0, 3), slice(3, 5)]
+            for epoch, slices in enumerate(parts):
+                for number, part in enumerate(slices):
+                    inputs = norms[number](tokens[part])
+                    expected = entropy(blocks[number].attn, inputs).mean(0)
+                    actual = torch.as_tensor(ds.entropy.values[epoch, number])
+                    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-6)
+
+
+SCENARIOS = [
+    values,
+    resume,
+    parameters,
+    classes,
+    errors,
+    uneven,
+    tensor_parallel,
+    layers,
+]
 
 
 def main(rank: int, folder: Path) -> list[str]:

@@ -6,11 +6,12 @@ import io
 import pickle
 import weakref
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from timm.utils import ModelEmaV3
-from torch import nn
+from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
 import tcnn_probe
@@ -93,6 +94,68 @@ def test_a_copy_can_be_recorded() -> None:
         outer.mark(epoch=0)
     assert inner.dataset.images.values.tolist() == [[2, 2]]
     assert outer.dataset.images.values.tolist() == [[3, 3]]
+
+
+def adapted(model: nn.Module) -> nn.Module:
+    """Return a model as peft wraps it: an adapted layer contains the original one."""
+
+    class Adapted(nn.Module):
+        def __init__(self, part: nn.Module) -> None:
+            super().__init__()
+            self.base_layer = part
+
+        def forward(self, x: Tensor, **options: Any) -> Tensor:
+            return self.base_layer(x, **options)
+
+    class PeftModel(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.base_model = nn.ModuleDict({"model": model})
+            self.prompts = nn.Linear(2, 2)
+
+        def get_base_model(self) -> nn.Module:
+            return self.base_model["model"]
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.get_base_model().forward(x)
+
+    for kind in (Adapted, PeftModel):
+        kind.__module__ = "peft.peft_model"
+    for block in model.blocks:
+        block.attn = Adapted(block.attn)
+    return PeftModel()
+
+
+@pytest.mark.parametrize(
+    ("wrap", "prefix"),
+    [
+        (AveragedModel, "module"),
+        (ModelEmaV3, "module"),
+        (lambda model: adapted(AveragedModel(model).module), "base_model.model"),
+    ],
+    ids=["torch", "timm", "peft"],
+)
+def test_wrappers_have_the_names_of_the_plain_model(
+    wrap: Callable[[nn.Module], nn.Module], prefix: str
+) -> None:
+    """Names with the wrapper's prefix select the same layers. peft calls ``forward``, not the model."""
+    plain, x = vit(), images()
+    model = wrap(plain).eval()
+    for layers in ("blocks.1.attn", f"{prefix}.*.1.attn"):
+        with torch.no_grad(), tcnn_probe.record(model, layers=layers) as recorder:
+            model(x)
+            recorder.mark(epoch=0)
+        assert recorder.layers == ("blocks.1.attn",)
+        assert recorder.dataset.attrs["model_class"] == "VisionTransformer"
+        check_entropies(recorder, entropies(plain, x)[1:], images=3)
+    outputs = []
+    for name in ("blocks.1.attn", f"{prefix}.blocks.1.attn"):
+        with torch.no_grad(), tcnn_probe.ablate(model, {name: [0]}):
+            outputs.append(model(x))
+    with torch.no_grad(), tcnn_probe.ablate(plain, {"blocks.1.attn": [0]}):
+        expected = plain(x)
+    for output in outputs:
+        torch.testing.assert_close(output, expected)
 
 
 def tensors() -> tuple[int, int]:

@@ -1,23 +1,30 @@
 """Marks: accepted and refused ones, and their division into chunks."""
 
 import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from itertools import count
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import xarray as xr
 import zarr
 
-from tcnn_probe.storage import EpochStore, StoreError
+from tcnn_probe.schema import Group
+from tcnn_probe.storage import EpochStore, StoreError, open_recording
 from tcnn_probe.storage.arrays import chunk_shape
 from tests.tcnn_probe.storage.tables import (
     GROUPS,
     MAPS,
+    Crash,
     Remote,
     add,
     assert_holds,
     create,
     dies,
+    steps,
     values,
 )
 
@@ -77,6 +84,76 @@ def test_hundreds_of_marks_take_few_files(tmp_path: Path) -> None:
         ds.gate, [values(mark)[""]["gate"] for mark in range(131)]
     )
     assert len([p for p in tmp_path.rglob("*") if p.is_file()]) < 40
+
+
+def with_late_layer(groups: Mapping[str, Group], number: int) -> dict[str, Group]:
+    """Return the groups with one more layer in each, which has more heads, and with a group of maps of its own."""
+    grown = {}
+    for path, group in groups.items():
+        layers = {**group.layers, f"late.{number}": {"kind": "late"}}
+        sizes = {**group.sizes, "head": group.sizes["head"] + 3}
+        grown[path] = replace(group, layers=layers, sizes=sizes)
+    return grown | {f"maps/{number}": groups[MAPS]}
+
+
+def row_of(groups: Mapping[str, Group], mark: int) -> dict[str, dict[str, np.ndarray]]:
+    generator = np.random.default_rng(mark)
+    return {
+        path: {
+            name: generator.integers(0, 2000, group.shape(name)).astype(about.dtype)
+            for name, about in group.variables.items()
+        }
+        for path, group in groups.items()
+    }
+
+
+def assert_rows(place: Any, groups: Sequence[Mapping[str, Group]]) -> None:
+    """Assert that each mark of a recording has the values of its groups, and fill values around them."""
+    tree = open_recording(place)
+    assert tree.epoch.values.tolist() == list(range(len(groups)))
+    for path, group in groups[-1].items():
+        for name in group.variables:
+            array = tree[path or "heads"][name].values
+            expected = np.full_like(array, -1 if array.dtype.kind == "i" else np.nan)
+            for mark, by_path in enumerate(groups):
+                if path in by_path:
+                    row = row_of(by_path, mark)[path][name]
+                    expected[mark][tuple(slice(0, size) for size in row.shape)] = row
+            np.testing.assert_array_equal(array, expected, err_msg=f"{path}/{name}")
+
+
+@pytest.mark.parametrize("kind", ["directory", "memory"])
+def test_layers_join_and_a_crash_meanwhile_changes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    """Layers join before and after a boundary of chunks, also one by one in the same chunk of layers."""
+    monkeypatch.setattr("tcnn_probe.storage.arrays.MOST_MARKS", 4)
+    path = Remote() if kind == "memory" else tmp_path / "run.zarr"
+    groups = {path: GROUPS[path] for path in ("", MAPS)}
+    store = EpochStore(path)
+    store.create(groups, {})
+    stored: list[dict[str, Group]] = []
+    for mark in range(9):
+        crashes = count(step=37) if mark in (2, 6, 7) else [None]
+        groups = groups if crashes == [None] else with_late_layer(groups, mark)
+        for crash_at in crashes:
+            if crash_at is not None:
+                dies(store)
+                store = EpochStore(path)
+                store.extend(groups)
+            with steps(crash_at, r"^replace|^set") as done:
+                try:
+                    store.append(mark, row_of(groups, mark), {})
+                    break
+                except Crash:
+                    assert_rows(path, stored)
+        assert crashes == [None] or len(done) > 20
+        stored.append(groups)
+    assert_rows(path, stored)
+    store.close()
+    assert EpochStore(path).groups == groups
+    unconsolidated = zarr.open_group(path, mode="r", use_consolidated=False)
+    assert unconsolidated["layer"][:].tolist() == [*groups[""].layers]
 
 
 def test_scalars_come_and_go() -> None:
