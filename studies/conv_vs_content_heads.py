@@ -13,8 +13,9 @@ How: a small ResNet learns handwritten digits in cluttered scenes. With several 
 as gated positional self-attention (GPSA) and fine-tuned. The papers' start, all gates at 0.73 and one rate for all
 weights, gives no content heads within so few epochs: where gates fall, heads look everywhere alike. On the digits the
 study therefore departs from it: every second head starts with a gate of 0.05, and queries and keys start five times as
-large and learn five times as fast. Heads are then typed by ``tcnn_probe.head_types``: the content information of a
-"content" head shows that the image decides where it looks. The paper guesses that heads which leave convolution bring
+large and learn five times as fast. Heads are then typed by ``tcnn_probe.head_types``: of a "content" head (here with
+those called "salient") at least half of the selectivity is content information, so that the image decides where it
+looks. The paper guesses that heads which leave convolution bring
 the robustness.
 All heads of a type are ablated at once and, as the control, as many heads drawn at random; and each head by itself.
 Their outputs are zeroed; or their attention is replaced by its mean over training images, so that they look at places
@@ -191,6 +192,8 @@ def record_vit(study: Study) -> xr.Dataset:
 def typed(recording: xr.Dataset) -> xr.Dataset:
     """Return gates and content information by epoch, (epoch, layer, head), with each head's type at the end."""
     types = tcnn_probe.head_types(recording).isel(epoch=-1, drop=True)
+    # Both kinds of content are ablated together: heads of either look where the image decides.
+    types = types.where(types != "salient", "content")
     # A ViT has no gates.
     shown = recording[[name for name in SHOWN if name in recording]]
     return shown.assign(head_type=types)

@@ -25,8 +25,9 @@ if TYPE_CHECKING:
 __all__ = ["main"]
 
 _COLUMNS = (
-    "gate", "locality_strength", "content_information", "entropy", "content_entropy", "positional_entropy",
-    "attention_distance", "prefix_attention", "class_entropy",
+    "gate", "locality_strength", "selectivity", "offset_information", "position_information",
+    "key_content_information", "query_key_content_information", "content_information", "entropy", "content_entropy",
+    "positional_entropy", "attention_distance", "prefix_attention", "class_entropy",
 )  # fmt: skip
 
 # Packages whose versions matter most for errors: those that are measured, that compute and that store.
@@ -168,11 +169,11 @@ def _describe(store: str) -> str:
             for name in sorted(set(types.values.ravel()))
             if name
         }
-        lines += [
-            "",
-            "types of heads: "
-            + ", ".join(f"{count} {name}" for name, count in counts.items()),
-        ]
+        source = f" (from {types.attrs['images']} images)" * ("images" in types.attrs)
+        listed = [f"{count} {name}" for name, count in counts.items()]
+        if "uncertain" in types.coords and types.uncertain.any():
+            listed.append(f"{int(types.uncertain.sum())} of these uncertain")
+        lines += ["", f"types of heads{source}: {', '.join(listed)}"]
     for variable, reasons in json.loads(ds.attrs.get("missing", "{}")).items():
         lines += [
             f"missing: {variable} of {layer}: {reason}"
@@ -312,11 +313,17 @@ def _plot(store: str, variable: str, layers: str, output: str) -> None:
     import matplotlib.pyplot as plt
 
     ds = _open_numbers(store)
-    if variable not in ds.data_vars:
+    kernels = None
+    tree = tcnn_probe.open(store)
+    if variable == "offset_kernel" and "offset-kernel" in tree.children:
+        kernels = tree["offset-kernel"].dataset.offset_kernel
+    if kernels is None and variable not in (*ds.data_vars, "anatomy"):
         raise ValueError(
             f"{store} has no {variable!r}; it has {', '.join(map(str, ds.data_vars))}"
         )
-    values = ds[variable]
+    values: Any = kernels
+    if kernels is None:
+        values = ds if variable == "anatomy" else ds[variable]
     if "layer" in values.dims:
         names = [
             name for name in values.layer.values.tolist() if fnmatchcase(name, layers)
@@ -326,7 +333,18 @@ def _plot(store: str, variable: str, layers: str, output: str) -> None:
                 f"no layer of {store} matches {layers!r}; it has {', '.join(values.layer.values)}"
             )
         values = values.sel(layer=names)
-    figure = plt.figure(layout="constrained")
-    tcnn_probe.plot.evolution(values, figure.subplots())
+    along = ds.attrs["along"]
+    if kernels is not None:
+        axes = tcnn_probe.plot.offset_kernels(values.isel({along: -1}))
+    elif variable == "anatomy":
+        axes = tcnn_probe.plot.anatomy(values)
+    elif ds.sizes[along] == 1 and {"layer", "head"} <= {*values.dims}:
+        # A training of one mark has no curves.
+        axes = tcnn_probe.plot.depth(values)
+    else:
+        axes = tcnn_probe.plot.evolution(
+            values, plt.figure(layout="constrained").subplots()
+        )
+    figure: Any = axes.figure
     figure.savefig(output)
     plt.close(figure)

@@ -47,9 +47,16 @@ def create_parser() -> argparse.ArgumentParser:
     )
     compare.add_argument("stores", nargs=2, metavar="store", help=_RECORDING)
 
-    plot = _add_command(commands, "plot", "draw a variable over the marks")
+    plot = _add_command(
+        commands,
+        "plot",
+        "draw a variable over the marks, or at a single mark against depth",
+    )
     plot.add_argument("store", help=_RECORDING)
-    plot.add_argument("variable", help="name of the variable, such as entropy")
+    plot.add_argument(
+        "variable",
+        help="name of the variable, such as entropy; anatomy for the parts of each head, or offset_kernel",
+    )
     _add_output(plot, "file of the figure, such as entropy.png")
     plot.add_argument(
         "--layers", default="*", metavar="GLOB", help="layers to draw (default: all)"

@@ -33,8 +33,8 @@ class Variable:
         long_name: Short label, for plots.
         description: Meaning, with its source.
         dtype: Type as stored: "float64" or, for maps, "float16" or "float32"; integers are -1 where there is no value.
-        nan_reason: Reason for a NaN of a number that is read from parameters, such as "alpha is not positive"; "" if
-            the number is always defined.
+        nan_reason: Reason why values may be NaN, such as "alpha is not positive", where that is no sign of an error; ""
+            if they are always defined.
         over_images: Summary over the images of an epoch: the "mean", the "largest" value, or "shares": the mean divided
             by its sum along the last dimension, NaN where this sum is 0.
     """

@@ -9,7 +9,9 @@ COLORS = {
     "convolutional": OKABE_ITO["blue"],
     "mixed": OKABE_ITO["green"],
     "averaging": OKABE_ITO["purple"],
+    "positional": OKABE_ITO["sky blue"],
     "content": OKABE_ITO["vermillion"],
+    "salient": OKABE_ITO["orange"],
 }
 
 BY_GATE = {"convolutional": "convolutional", "mixed": "mixed", "content": "low-gate"}

@@ -1,10 +1,11 @@
 from .classify import head_types as head_types
 from .cross_patch_weights import cross_patch as cross_patch
-from .mixture import fit_mixture as fit_mixture
+from .former_types import Thresholds as Thresholds
+from .former_types import fit_mixture as fit_mixture
 from .static_pattern import information as information
 from .static_pattern import translation_equivariance as translation_equivariance
-from .thresholds import GATED as GATED
-from .thresholds import TYPES as TYPES
-from .thresholds import Thresholds as Thresholds
-from .thresholds import content_types as content_types
-from .thresholds import gate_types as gate_types
+from .types import GATED as GATED
+from .types import PARTS as PARTS
+from .types import TYPES as TYPES
+from .types import gate_types as gate_types
+from .types import part_types as part_types

@@ -12,7 +12,11 @@ import xarray as xr
 from timm.models.mlp_mixer import MixerBlock, ResBlock
 from torch import Tensor, nn
 
-from tcnn_probe.heads.static_pattern import translation_equivariance
+from tcnn_probe.heads.anatomy import convolution_inside
+from tcnn_probe.heads.static_pattern import (
+    offsets_of_pairs,
+    translation_equivariance,
+)
 from tcnn_probe.models import layer_names, unwrap
 
 __all__ = ["NEAR_ZERO", "cross_patch"]
@@ -39,7 +43,20 @@ _ABOUT = {
         "1",
         "share of the variance of A_ij that depends only on the offset from i to j",
     ),
-    "content_information": ("nat", "0, because the weights do not depend on the image"),
+    "selectivity": ("nat", "uniform_entropy - entropy: the sum of the four parts"),
+    "offset_information": (
+        "nat",
+        "part of selectivity: information of the convolution that is nearest to |A_ij| / sum_j |A_ij|",
+    ),
+    "position_information": ("nat", "part of selectivity: the rest"),
+    **dict.fromkeys(
+        (
+            "content_information",
+            "key_content_information",
+            "query_key_content_information",
+        ),
+        ("nat", "0, because the weights do not depend on the image"),
+    ),
     "images": ("1", "infinite, because the weights are the same for all images"),
 }
 
@@ -51,7 +68,7 @@ def cross_patch(model: nn.Module, grid: tuple[int, int] | None = None) -> xr.Dat
 
         layers = cross_patch(model)
         layers.weight.sel(layer="blocks.0", query_y=7, query_x=7).plot()  # a row of the matrix (thesis, Fig. 4.2)
-        tcnn_probe.head_types(layers)  # convolutional, averaging or mixed, as for heads of attention
+        tcnn_probe.head_types(layers)  # convolutional, positional, averaging or mixed
 
     Only ``translation_equivariance`` depends on the signs of the weights. MLP-Mixer has a GELU between its two layers;
     the product of their weights ignores it.
@@ -62,8 +79,8 @@ def cross_patch(model: nn.Module, grid: tuple[int, int] | None = None) -> xr.Dat
 
     Returns:
         ``weight`` (layer, query_y, query_x, y, x); ``near_zero``, ``uniform_...`` and ``images`` (layer,);
-        ``attention_distance``, ``entropy``, ``translation_equivariance`` and ``content_information`` (layer, head), for
-        a single head.
+        ``attention_distance``, ``entropy``, ``translation_equivariance``, ``selectivity`` and its parts (layer, head),
+        for a single head.
 
     Raises:
         ValueError: There is no such block, or the grid is not known or does not fit.
@@ -119,10 +136,24 @@ def _measure(matrix: np.ndarray, grid: tuple[int, int]) -> xr.Dataset:
     total = magnitudes.sum(1, keepdims=True)
     # A query whose weights are all 0 has no distribution.
     shares = magnitudes / np.where(total > 0, total, np.nan)
+    # entr(p) = -p log p, 0 at p = 0.
+    entropy = entr(shares).sum(1).mean()
+    log_keys = math.log(len(matrix))
+    index, _ = offsets_of_pairs(places, places)
+    count = index.max() + 1
+    masses = np.bincount(index.ravel(), shares.ravel(), count).astype(np.float64)
+    counts = [np.bincount(row, minlength=count) for row in index]
+    pairs = np.stack(counts, 1).astype(np.float64)
+    convolution = convolution_inside(masses[None], pairs, np.ones((1, len(matrix))))
+    of_convolution = float(convolution.entropy[0])
     by_head = {
         "attention_distance": (shares * distances).sum(1).mean(),
-        # entr(p) = -p log p, 0 at p = 0.
-        "entropy": entr(shares).sum(1).mean(),
+        "entropy": entropy,
+        "selectivity": log_keys - entropy,
+        "offset_information": log_keys - of_convolution,
+        "position_information": of_convolution - entropy,
+        "key_content_information": 0.0,
+        "query_key_content_information": 0.0,
         "translation_equivariance": translation_equivariance(
             matrix[None], places, places
         )[0],
@@ -131,7 +162,7 @@ def _measure(matrix: np.ndarray, grid: tuple[int, int]) -> xr.Dataset:
     by_layer = {
         "near_zero": (magnitudes < NEAR_ZERO * magnitudes.max()).mean(),
         "uniform_distance": distances.mean(),
-        "uniform_entropy": math.log(len(matrix)),
+        "uniform_entropy": log_keys,
         # The measures do not depend on images, so they pass every threshold on the number of images.
         "images": math.inf,
     }

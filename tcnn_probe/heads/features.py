@@ -1,40 +1,41 @@
-"""Features of heads on which types depend: information, entropies and distances, as shares of their bounds."""
+"""Numbers of a recording on which types of heads depend, on common axes, and the reasons why some are missing."""
 
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from operator import or_
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import xarray as xr
 
-__all__ = ["FEATURES", "LEAST_IMAGES", "By", "Features", "features_of"]
+from tcnn_probe.heads.types import PARTS
+
+__all__ = ["LEAST_IMAGES", "By", "Features", "Rule", "read_features", "read_heads"]
 
 By = Literal["content", "gate"]
+Rule = Literal["parts", "gate", "former"]
 
-FEATURES: Mapping[By, Sequence[str]] = {
-    "content": (
-        "content_information / log keys",
-        "entropy / uniform_entropy",
-        "attention_distance / uniform_distance",
-        "translation_equivariance",
-    ),
+_FEATURES: Mapping[Rule, Sequence[str]] = {
+    "parts": (*PARTS, "selectivity"),
     "gate": (
         "gate",
         "positional_entropy / uniform_entropy",
         "attention_distance / uniform_distance",
     ),
+    "former": (
+        "content_information / log keys",
+        "entropy / uniform_entropy",
+        "attention_distance / uniform_distance",
+        "translation_equivariance",
+    ),
 }
-"""Features on which types depend, in the order of the points."""
 LEAST_IMAGES = 8
-"""Number of images from which on types do not depend on the number of images.
+"""Number of images from which on types are given.
 
-In untrained networks and with simulated logits, the estimate of content information from eight images has little
-scatter, and is a quarter too low for strong content; from two images it can be half or twice the true value.
+In a DINOv2 ViT-S/14, 88 % of heads have the type from 8 photographs that they have from 160, and 97 to 99 % from 64.
 """
-_SCALES = ("uniform_entropy", "uniform_distance")
 _RECORD = "tcnn_probe.record(model) records it of GPSA, ConViT and softmax attention"
 
 
@@ -70,84 +71,75 @@ class Features:
         return by_layer
 
 
-def features_of(ds: xr.Dataset, by: By, least_images: int = LEAST_IMAGES) -> Features:
-    """Extract the features of a recording; raise ValueError if a variable or coordinate is missing.
+def read_features(ds: xr.Dataset, rule: Rule, least_images: int) -> Features:
+    """Extract the features of a recording that :func:`read_heads` has read.
 
-    Content information is NaN where it was measured from fewer than ``least_images`` images.
+    Information on content is NaN where it was measured from fewer than ``least_images`` images.
     """
-    names = FEATURES[by]
+    names = _FEATURES[rule]
     variables = [name.split(" ")[0] for name in names]
-    ds = _load(ds, [*variables, *_SCALES, *(["images"] if by == "content" else [])], by)
-    distance = ds.attention_distance
+    enough = xr.ones_like(ds.uniform_entropy, bool)
+    if rule != "gate":  # the gate is a parameter, which is known without images
+        enough = ds.images >= least_images
+    # For GPSA this is the log of the number of real pixels, because its content part does not reach the padding.
+    keys = ds.get("uniform_content_entropy", ds.uniform_entropy)
+    keys = keys.fillna(ds.uniform_entropy)
     scales = {
         "positional_entropy": ds.uniform_entropy,
-        "attention_distance": ds.uniform_distance,
+        "attention_distance": ds.get("uniform_distance"),
+        "entropy": keys,
+        "content_information": keys,
     }
-    if by == "content":
-        # For GPSA this is the log of the number of real pixels, because its content part does not reach the padding.
-        keys = ds.get("uniform_content_entropy", ds.uniform_entropy).fillna(
-            ds.uniform_entropy
-        )
-        scales["entropy"] = keys
-        # log min(images, keys) would be a tighter bound, but types would then depend on the number of images.
-        scales["content_information"] = keys.where(ds.images >= least_images)
+    of_images = {*PARTS, "content_information"}
+    features = []
     with np.errstate(divide="ignore", invalid="ignore"):
-        shares = [
-            ds[name] / scales[name] if name in scales else ds[name]
-            for name in variables
-        ]
+        for name in variables:
+            feature = ds[name] / scales[name] if name in scales else ds[name]
+            features.append(feature.where(enough) if name in of_images else feature)
+    like = ds[variables[-1]]
     # A head exists if any of its numbers is finite at any mark.
-    exists = reduce(or_, (np.isfinite(ds[name]) for name in variables)).any(
-        distance.dims[:-2]
-    )
+    finite: list[Any] = [np.isfinite(ds[name]) for name in variables]
+    exists: xr.DataArray = reduce(or_, finite)
+    exists = exists.any(exists.dims[:-2])
     *features, exists = (
-        array.broadcast_like(distance).transpose(*distance.dims)
-        for array in (*shares, exists)
+        array.broadcast_like(like).transpose(*like.dims)
+        for array in (*features, exists)
     )
     missing = json.loads(ds.attrs.get("missing", "{}"))
-    if by == "content":
-        few = (ds.images < least_images).any(
-            [dim for dim in ds.images.dims if dim != "layer"]
-        )
-        reason = (
-            f"it was measured from fewer than {least_images} images: give more to each "
-            "mark, or a smaller least_images"
-        )
-        reasons = dict.fromkeys(map(str, ds.layer.values[few]), reason)
-        missing["content_information"] = reasons | missing.get(
-            "content_information", {}
-        )
-    return Features(
-        np.stack([feature.values for feature in features], -1), exists, missing, names
+    few = (~enough).any([dim for dim in enough.dims if dim != "layer"])
+    reason = (
+        f"it was measured from fewer than {least_images} images: give more to each "
+        "mark, or a smaller least_images"
     )
+    for name in of_images & {*variables}:
+        reasons = dict.fromkeys(map(str, ds.layer.values[few]), reason)
+        missing[name] = reasons | missing.get(name, {})
+    points = np.stack([feature.values for feature in features], -1)
+    return Features(points, exists, missing, names)
 
 
-def _load(ds: xr.Dataset, required: Sequence[str], by: By) -> xr.Dataset:
-    """Load the required variables, with the dims (marks, "layer", "head")."""
-    if not isinstance(ds, xr.Dataset):
-        hint = (
-            "; of a tree, tree['heads'].dataset" if isinstance(ds, xr.DataTree) else ""
-        )
-        raise TypeError(
-            f"expected an xarray.Dataset that tcnn_probe.record has made{hint}, got {type(ds).__name__}"
-        )
+def read_heads(ds: xr.Dataset, rule: Rule) -> xr.Dataset:
+    """Load the variables that a rule requires, with the dims (marks, "layer", "head"); raise if one is missing."""
+    names = [name.split(" ")[0] for name in _FEATURES[rule]]
+    required = [*names, "uniform_entropy", *(["images"] if rule != "gate" else [])]
+    required += ["uniform_distance"] if rule != "parts" else []
     for name in required:
         if name not in ds:
-            hint = (
-                "; by='gate' does without" if by == "content" and "gate" in ds else ""
-            )
+            hint = "; by='gate' does without" * (rule != "gate" and "gate" in ds)
             got = [str(name) for name in ds.data_vars]
             raise ValueError(
-                f"by={by!r} expects {name!r} in the dataset, got the variables {got}: {_RECORD}{hint}"
+                f"types expect {name!r} in the dataset, got the variables {got}: {_RECORD}{hint}"
             )
     for dim in ("layer", "head"):
         if dim not in ds.coords:
             raise ValueError(
                 f"expected the coordinate {dim!r}, as recorded, got {list(ds.coords)}"
             )
-    ds = ds[
-        [*dict.fromkeys(required), *({"uniform_content_entropy"} & set(ds.data_vars))]
-    ].compute()
+    optional = {
+        "images", "uniform_content_entropy", "class_selectivity", "class_content_information",
+        *(f"{part}_halves" for part in PARTS),
+    } & {*map(str, ds.data_vars)}  # fmt: skip
+    ds = ds[[*dict.fromkeys([*required, *sorted(optional)])]].compute()
     for dim in ("head", "layer"):
         if dim not in ds.dims:  # a single layer or head was selected
             ds = ds.expand_dims(dim)

@@ -1,11 +1,15 @@
-"""Types of heads by the largest part of their attention's information, on plain arrays."""
+"""Types of heads by the largest part of their attention's information, or by their gate, on plain arrays."""
+
+from collections.abc import Sequence
 
 import numpy as np
 
-__all__ = ["AVERAGING", "PARTS", "TYPES", "part_types"]
+__all__ = ["AVERAGING", "GATED", "PARTS", "TYPES", "gate_types", "part_types"]
 
 TYPES = ("convolutional", "positional", "content", "salient", "averaging", "mixed")
 """Types of heads by their attention."""
+GATED = ("convolutional", "content", "mixed")
+"""Types of heads by their gate."""
 PARTS = (
     "offset_information",
     "position_information",
@@ -17,6 +21,12 @@ PARTS = (
 AVERAGING = 0.05
 """Selectivity below which a head averages, as a share of log keys: it attends to at least N^0.95 of N keys."""
 
+CONCENTRATED = 0.75
+"""Largest entropy of a convolutional head's positional part, as a share of that of uniform attention.
+
+On a grid of 81 pixels this is the entropy of uniform attention to 27 pixels.
+"""
+
 
 def part_types(
     offset: np.ndarray,
@@ -24,11 +34,11 @@ def part_types(
     key_content: np.ndarray,
     query_key_content: np.ndarray,
     selectivity: np.ndarray,
-    log_keys: np.ndarray,
+    least_selectivity: np.ndarray,
 ) -> np.ndarray:
     """Classify heads by the parts of their selectivity, in nat; arrays have the same shape.
 
-    An ``averaging`` head has a selectivity below 0.05 log keys. Else the largest of offset, position and content (the
+    A head with less than the least selectivity is ``averaging``. Else the largest of offset, position and content (the
     sum of key content and query-key content) decides, if it is at least half of the selectivity: the head is
     ``convolutional``, ``positional``, or, by the larger part of content, ``salient`` (key content) or ``content``.
     Heads with no such part are ``mixed``. Parts may be slightly negative, so that two may reach half.
@@ -38,23 +48,57 @@ def part_types(
         key_content, query_key_content: Information on which keys stand out in the image, and on which keys match a
             query.
         selectivity: Sum of the four parts, log keys minus entropy.
-        log_keys: Entropy of uniform attention.
+        least_selectivity: Selectivity below which a head averages.
 
     Returns:
         Strings from :data:`TYPES`, dtype object; "" where a number on which the type depends is not finite.
     """
     content = key_content + query_key_content
     by_content = np.where(query_key_content >= key_content, "content", "salient")
-    largest = np.fmax(np.fmax(offset, position), content)
+    on_grid = np.isfinite(offset) & np.isfinite(position)
+    # Without a grid, content that is half of the selectivity decides: offset and position share the rest.
+    static = np.where(on_grid, [offset, position], -np.inf)
+    largest = np.maximum(static.max(0), content)
     types = np.full(np.shape(selectivity), "mixed", dtype=object)
-    types[position == largest] = "positional"
-    types[offset == largest] = "convolutional"
+    types[static[1] == largest] = "positional"
+    types[static[0] == largest] = "convolutional"
     is_content = content == largest
     types[is_content] = by_content[is_content]
-    types[largest < selectivity / 2] = "mixed"
-    known = np.isfinite(offset) & np.isfinite(position) & np.isfinite(content)
-    # Without a grid, content that is half of the selectivity still decides; offset and position share the rest.
-    known |= content >= selectivity / 2
-    types[~(known & np.isfinite(selectivity) & np.isfinite(log_keys))] = ""
-    types[selectivity < AVERAGING * log_keys] = "averaging"
+    decided = largest >= selectivity / 2
+    types[~decided] = "mixed"
+    known = np.isfinite(content) & (on_grid | decided)
+    known &= np.isfinite(selectivity) & np.isfinite(least_selectivity)
+    types[~known] = ""
+    types[selectivity < least_selectivity] = "averaging"
+    return types
+
+
+def gate_types(
+    gate: np.ndarray,
+    spread: np.ndarray,
+    reach: np.ndarray,
+    limits: Sequence[float] = (1 / 3, 2 / 3),
+) -> np.ndarray:
+    """Classify heads by their gate (T-CNN, Eq. 7); arrays have the same shape.
+
+    The gate of a ``content`` head is at or below the first limit, which does not show that attention depends on the
+    image. The gate of a ``convolutional`` head is at or above the second limit; its positional part is concentrated,
+    like that of a kernel tap, and its attention is no farther than uniform attention, which excludes heads whose
+    queries all attend to one corner. All other heads are ``mixed``.
+
+    Args:
+        gate: Gate sigma(lambda).
+        spread: Entropy of the positional attention, as a share of that of uniform attention.
+        reach: Distance of the whole attention, as a share of that of uniform attention.
+        limits: Gates up to which a head is "content", and from which on it can be "convolutional". By default, one
+            part then has at least twice the weight of the other.
+
+    Returns:
+        Strings from :data:`GATED`, dtype object; "" where gate, spread or reach is not finite.
+    """
+    types = np.full(np.shape(gate), "mixed", dtype=object)
+    near = (spread <= CONCENTRATED) & (reach <= 1)
+    types[(gate >= limits[1]) & near] = "convolutional"
+    types[gate <= limits[0]] = "content"
+    types[~(np.isfinite(gate) & np.isfinite(spread) & np.isfinite(reach))] = ""
     return types

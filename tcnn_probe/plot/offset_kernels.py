@@ -7,7 +7,6 @@ import xarray as xr
 from numpy.typing import NDArray
 
 from tcnn_probe.plot.style import (
-    RED,
     axes_without_data,
     check_array,
     select_dims,
@@ -20,7 +19,8 @@ if TYPE_CHECKING:
 __all__ = ["offset_kernels"]
 
 _GAP = 0.12  # between kernels, as a share of their width
-_CAPTION = "from 0 (dark) to the largest of each (light)\nbox: the query's own offset"
+_TICK = 0.06
+_CAPTION = "from 0 (dark) to the largest of each (light)\nticks: the offset 0, the query itself"
 
 
 def offset_kernels(
@@ -39,7 +39,8 @@ def offset_kernels(
 
     The kernel exp(theta) is the convolution nearest to the head's mean attention over images: its weight for each
     offset from query to key, up to normalization at the border. Each image has a scale of its own, from 0 to its
-    largest value. Offsets that no query has are grey. A box marks the offset 0, the query itself.
+    largest value. Offsets that no query has are grey. Ticks above and at the left mark the offset 0, the
+    query itself.
 
     Args:
         kernels: Kernels of one mark with the dims (layer, head, offset_y, offset_x), or without layer.
@@ -116,13 +117,12 @@ def _draw_kernel(
 ) -> None:
     """Draw a kernel in the unit square around its row and column, without offsets that are NaN for all queries."""
     import matplotlib as mpl
-    from matplotlib.patches import Rectangle
 
     finite = np.isfinite(kernel)
     if not finite.any():
         return
-    y, x = finite.any(1).nonzero()[0], finite.any(0).nonzero()[0]
-    kernel = kernel[y[0] : y[-1] + 1, x[0] : x[-1] + 1]
+    rows, columns = finite.any(1).nonzero()[0], finite.any(0).nonzero()[0]
+    kernel = kernel[rows[0] : rows[-1] + 1, columns[0] : columns[-1] + 1]
     # The longer side fills the square.
     half = np.array(kernel.shape) / max(kernel.shape) * (1 - _GAP) / 2
     axes.imshow(
@@ -134,11 +134,13 @@ def _draw_kernel(
         cmap=mpl.colormaps["cividis"].with_extremes(bad="0.6"),
         interpolation="nearest",
     )
-    cell = 2 * half / kernel.shape
-    corner = np.array([row, column]) - half + cell * (query - np.array([y[0], x[0]]))
-    axes.add_patch(
-        Rectangle(corner[::-1], cell[1], cell[0], fill=False, edgecolor=RED, lw=0.6)
+    # Ticks in the gaps above and at the left, since a mark in the image would cover the head's own patch.
+    place = np.array([row, column]) - half
+    y, x = place + 2 * half / kernel.shape * (
+        query - np.array([rows[0], columns[0]]) + 0.5
     )
+    axes.plot([x, x], [place[0] - _TICK, place[0]], color="0.5", lw=0.8)
+    axes.plot([place[1] - _TICK, place[1]], [y, y], color="0.5", lw=0.8)
 
 
 def _learned(layer: xr.DataArray, positional: xr.Dataset) -> NDArray[Any] | None:
@@ -148,9 +150,12 @@ def _learned(layer: xr.DataArray, positional: xr.Dataset) -> NDArray[Any] | None
         return None
     if layer.layer.item() not in positional.layer.values.tolist():
         return None
-    learned = positional[names].sel(layer=layer.layer)
+    # Plain labels: the kernels' own mark is another coordinate.
+    learned = positional[names].sel(layer=layer.layer.item())
     further = [dim for dim in learned.dims if dim != "head"]
-    learned = learned.isel(dict.fromkeys(further, -1)).reindex(head=layer["head"])
+    learned = learned.isel(dict.fromkeys(further, -1)).reindex(
+        head=layer["head"].values
+    )
     if not learned.locality_strength.notnull().any():
         return None
     squared = (layer.offset_y - learned.center_y) ** 2

@@ -29,8 +29,11 @@ __all__ = [
 
 NUMBERS = list(Viridis256)
 DIFFERENCES = list(interp_palette(PuOr11[::-1], 255))
-TYPES = [OKABE_ITO[name] for name in ("blue", "yellow", "vermillion", "sky blue")]
-"""Colours of convolutional, averaging, content and mixed heads."""
+TYPES = [
+    OKABE_ITO[name]
+    for name in ("blue", "sky blue", "vermillion", "orange", "yellow", "green")
+]
+"""Colours of types of heads: blue where attention is the same for all images, red where it depends on the image."""
 
 SAME_TYPE, OTHER_TYPE = "#cfe3d4", OKABE_ITO["purple"]
 """Colours of a head with the same type in both runs, and with different types."""

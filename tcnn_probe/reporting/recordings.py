@@ -2,6 +2,7 @@
 
 import json
 import os
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import PurePath
@@ -237,7 +238,10 @@ def _variables_by_layer(
 def _types(flat: xr.Dataset) -> dict[str, xr.DataArray]:
     """Return the types of heads as numbers, unless variables that they depend on were not recorded."""
     try:
-        types = head_types(flat)
+        with warnings.catch_warnings():
+            # The page says by which rule heads of an earlier version are typed.
+            warnings.simplefilter("ignore", FutureWarning)
+            types = head_types(flat)
     except ValueError:
         return {}
     codes = xr.full_like(types, np.nan, dtype=float)

@@ -48,13 +48,8 @@ from tcnn_probe.evaluation import mean_interval, improvement, mean_corruption_er
 from tcnn_probe.evaluation import calibration_error, disagreement, mcnemar
 assert tcnn_probe.open(sys.argv[1])["heads"].gate.identical(ds.gate)
 tcnn_probe.load_example()
-types = {"thresholds": tcnn_probe.head_types(ds).values.tolist()}
-try:
-    tcnn_probe.head_types(ds, "mixture")
-except ModuleNotFoundError as error:
-    assert str(error) == "a mixture needs scikit-learn: pip install 'tcnn-probe[stats]'", error
-else:
-    raise AssertionError("scikit-learn is not absent")
+types = {by: tcnn_probe.head_types(ds, by=by).values.tolist() for by in ("content", "gate")}
+plot.anatomy(ds.isel(epoch=-1))
 plot.evolution(ds.gate)
 rng = np.random.default_rng(0)
 maps = xr.DataArray(rng.random((2, 3, 5, 7)), {"layer": ["a", "b"], "head": range(3)}, ("layer", "head", "y", "x"))
@@ -62,7 +57,6 @@ plot.attention_grid(maps)
 plot.saliency_overlay(xr.DataArray(rng.random((2, 5, 7)), dims=("image", "y", "x")), rng.random((2, 3, 10, 14)))
 
 absent -= statistics
-types["mixture"] = tcnn_probe.head_types(ds, "mixture").values.tolist()
 answers = {"correct": (("model", "corruption", "severity", "seed", "image"), rng.random((2, 2, 1, 1, 9)) < 0.7)}
 coords = {"model": ["a", "b"], "corruption": ["fog", "snow"], "severity": [1], "group": ("corruption", ["weather"] * 2)}
 results = xr.Dataset(answers | {"clean_correct": (("model", "image"), rng.random((2, 9)) < 0.8)}, coords)
@@ -160,5 +154,5 @@ def test_read_typed_and_drawn_without_torch(tmp_path: Path) -> None:
     assert gates == ds.gate.sel(layer="層", epoch=1).dropna("head").values.tolist()
     # Types are the same with and without torch.
     assert types == {
-        method: tcnn_probe.head_types(ds, method).values.tolist() for method in types
+        by: tcnn_probe.head_types(ds, by=by).values.tolist() for by in types
     }

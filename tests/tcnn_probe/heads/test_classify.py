@@ -1,129 +1,228 @@
-"""Labels and posteriors, and reasons for heads without a label, in recordings made by hand."""
+"""Types of recordings made by hand: labels, uncertainty, reasons for heads without a label, and the former rule."""
 
-import itertools
 import json
 import math
 import re
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import xarray as xr
-from sklearn.mixture import GaussianMixture
 
 import tcnn_probe
+from tcnn_probe.heads import PARTS, Thresholds, fit_mixture, part_types
 
 NAN = math.nan
-BOTH = ("thresholds", "mixture")
-# There are 64 keys, as with 8 x 8 patches; 16 images are more than the 8 that types by content need.
-KEYS, DISTANCE, IMAGES = 64, 8.0, 16  # the same in every layer
-# These numbers are well inside of each type, so that thresholds near the defaults give the same types.
-CONV, AVERAGE, CONTENT = (
-    (0.0, 0.5, 0.25, 0.9),
-    (0.0, 1.0, 1.0, 0.1),
-    (0.5, 0.6, 0.8, 0.2),
-)
-"""Numbers that types depend on, as shares: information, entropy, distance, and equivariance."""
+KEYS, IMAGES = (
+    64,
+    16,
+)  # as with 8 x 8 patches; 16 images are more than the 8 that types need
+DIMS = ("epoch", "layer", "head")
+# Offset, position, key content and query-key content of a head of each type.
+HEADS = {
+    "convolutional": (1.0, 0.1, 0.2, 0.3),
+    "positional": (0.3, 1.5, 0.2, -0.01),
+    "content": (0.3, 0.1, 0.4, 0.6),
+    "salient": (0.3, 0.1, 0.6, 0.4),
+    "averaging": (0.1, 0.02, 0.03, 0.04),
+    "mixed": (0.5, 0.4, 0.2, 0.3),
+}
+TYPED = [*HEADS][:5]
 
 
-def recording(layers: Mapping[str, Mapping[str, Any]], marks: int = 1) -> xr.Dataset:
-    """Return a dataset of layers with variables of shape (marks, heads); heads that a layer lacks are NaN."""
-    names = list(dict.fromkeys(name for about in layers.values() for name in about))
-    heads = max(np.shape(about["attention_distance"])[-1] for about in layers.values())
-    values = {name: np.full((marks, len(layers), heads), NAN) for name in names}
-    for at, about in enumerate(layers.values()):
-        for name, numbers in about.items():
-            values[name][:, at, : np.shape(numbers)[-1]] = numbers
+def recording(parts: Any, halves: Any = 0.0, images: int = IMAGES) -> xr.Dataset:
+    """Return a dataset of parts (marks, layers, heads, 4), and their differences between halves."""
+    parts = np.array(parts, dtype=float)
+    halves = np.broadcast_to(halves, parts.shape)
+    marks, layers, heads, _ = parts.shape
+    by_layer = DIMS[:2], np.ones((marks, layers))
     ds = xr.Dataset(
-        {name: (("epoch", "layer", "head"), value) for name, value in values.items()},
+        {name: (DIMS, parts[..., nth].copy()) for nth, name in enumerate(PARTS)}
+        | {
+            f"{name}_halves": (DIMS, halves[..., nth].copy())
+            for nth, name in enumerate(PARTS)
+        }
+        | {"uniform_entropy": by_layer, "images": by_layer},
         {
             # Epochs start at 2, so that they differ from their positions.
             "epoch": 2 + np.arange(marks),
-            "layer": np.array(list(layers), dtype=object),
+            "layer": np.array(["a", "b", "c"][:layers], dtype=object),
             "head": range(heads),
         },
     )
-    scales = {
-        "uniform_entropy": math.log(KEYS),
-        "uniform_distance": DISTANCE,
-        "images": IMAGES,
-    }
-    shape = marks, len(layers)
     return ds.assign(
-        {
-            name: (("epoch", "layer"), np.full(shape, value))
-            for name, value in scales.items()
-        }
+        selectivity=(DIMS, parts.sum(-1)),
+        uniform_entropy=ds.uniform_entropy * math.log(KEYS),
+        images=ds.images * images,
     )
-
-
-def layer(*heads: Any, gate: Any = NAN) -> dict[str, np.ndarray]:
-    """Return the variables of a layer from shares (heads, 4) or (marks, heads, 4), and from gates."""
-    information, entropy, distance, equivariance = np.moveaxis(
-        np.array(heads, dtype=float), -1, 0
-    )
-    return {
-        "content_information": information * math.log(KEYS),
-        "entropy": entropy * math.log(KEYS),
-        "attention_distance": distance * DISTANCE,
-        "translation_equivariance": equivariance,
-        "gate": np.broadcast_to(gate, information.shape),
-        "positional_entropy": np.where(np.isnan(gate), NAN, 0.5 * math.log(KEYS))
-        # Zero times the information is added, so that a head without information lacks this as well.
-        + 0 * information,
-    }
 
 
 def of_marks() -> xr.Dataset:
-    """Return three marks of five heads, of which the last one changes, and of a head without a position."""
-    # The information is between the two thresholds, and otherwise the head is convolutional.
-    mixed = (0.05, 0.5, 0.25, 0.9)
-    marks = [[CONV, AVERAGE, CONTENT, mixed, last] for last in (CONV, mixed, CONTENT)]
-    about = {
-        name: np.array([layer(*mark)[name] for mark in marks]) for name in layer(CONV)
-    }
-    return recording({"conv": about, "pool": layer((NAN,) * 4)}, 3)
+    """Return three marks of six heads, of which the last one changes, and of a layer that lacks the last head."""
+    marks = [
+        [*list(HEADS.values())[:5], HEADS[last]]
+        for last in ("mixed", "salient", "convolutional")
+    ]
+    lacking = [*list(HEADS.values())[:5], (NAN,) * 4]
+    return recording([[mark, lacking] for mark in marks])
 
 
-@pytest.mark.parametrize("method", BOTH)
-def test_types_and_their_attributes(method: Any, tmp_path: Path) -> None:
+def test_types_and_their_attributes(tmp_path: Path) -> None:
     ds = of_marks()
     before = ds.copy(deep=True)
-    # Limits are given explicitly, so that the mixed head stays between them whatever the defaults are.
-    types = tcnn_probe.head_types(ds, method, information=(0.03, 0.125))
+    types = tcnn_probe.head_types(ds)
     xr.testing.assert_identical(ds, before)
     assert types.name == "head_type"
-    assert types.dims == ds.entropy.dims
-    assert (types.sel(layer="pool") == "").all()
-    assert json.loads(types.attrs["unlabelled"]) == {
-        "pool": "nothing finite is recorded of it"
-    }
-    definitions = json.loads(types.attrs["definitions"])
-    assert definitions["content"] == "content_information >= 0.125 log keys"
-    if method == "thresholds":
-        conv, average, content, mixed = "convolutional", "averaging", "content", "mixed"
-        expected = [
-            [conv, average, content, mixed, last] for last in (conv, mixed, content)
-        ]
-        assert types.sel(layer="conv").values.tolist() == expected
-        # The last mark changes a head, on which types of the first two marks must not depend.
-        first = tcnn_probe.head_types(ds[{"epoch": [0, 1]}], information=(0.03, 0.125))
-        xr.testing.assert_identical(first, types[:2])
+    assert types.dims == DIMS
+    last = ["mixed", "salient", "convolutional"]
+    expected = [[[*TYPED, name], [*TYPED, ""]] for name in last]
+    assert types.values.tolist() == expected
+    assert json.loads(types.attrs["definitions"])["convolutional"] == (
+        "offset_information is the largest part, and at least half of selectivity"
+    )
+    assert json.loads(types.attrs["unlabelled"]) == {}
+    assert types.attrs["images"] == "16"
+    # The last mark changes a head, on which types of the first two marks must not depend.
+    xr.testing.assert_identical(tcnn_probe.head_types(ds[{"epoch": [0, 1]}]), types[:2])
+    # A comparison selects heads, and keeps what is uncertain.
+    assert (types == "salient").sum().item() == 3 * 2 + 1
     # zarr returns strings of variable length unchanged to xarray only if they are objects.
     ds.assign(head_type=types).to_zarr(tmp_path / "typed.zarr", consolidated=False)
     again = xr.open_zarr(tmp_path / "typed.zarr", consolidated=False).head_type.load()
     assert again.values.tolist() == types.values.tolist()
     assert again.attrs == types.attrs
-    assert {*again.coords} == {*types.coords}
+    np.testing.assert_array_equal(again.uncertain, types.uncertain)
+
+
+def test_types_on_which_the_halves_disagree_are_uncertain() -> None:
+    rng = np.random.default_rng(0)
+    parts = rng.gamma(1, 0.5, (3, 2, 97, 4))
+    differences = rng.normal(0, 0.3, parts.shape)
+    differences[:, :, :7] = 0  # halves that are equal have the type of the whole
+    differences[0, 0, 8] = NAN
+    types = tcnn_probe.head_types(recording(parts, differences))
+    halves = [
+        part_types(
+            *np.moveaxis(half, -1, 0),
+            half.sum(-1),
+            np.full(half.shape[:-1], 0.05 * math.log(KEYS)),
+        )
+        for half in (parts + differences / 2, parts - differences / 2)
+    ]
+    agree = (halves[0] == types.values) & (halves[1] == types.values)
+    np.testing.assert_array_equal(types.uncertain, ~agree)
+    assert not types.uncertain[:, :, :7].any()
+    assert types.uncertain[0, 0, 8]
+    assert 0.1 < types.uncertain.mean() < 0.9
+    # Without the differences nothing is known of uncertainty.
+    ds = recording(parts)
+    bare = tcnn_probe.head_types(
+        ds[[*PARTS, "selectivity", "uniform_entropy", "images"]]
+    )
+    assert "uncertain" not in bare.coords
+    np.testing.assert_array_equal(bare, types)
+
+
+def test_few_images() -> None:
+    few = of_marks().assign(images=of_marks().images * 0 + 7)  # one fewer than needed
+    with pytest.warns(RuntimeWarning, match="at least 8 images .* some have 7"):
+        types = tcnn_probe.head_types(few)
+    # An averaging head is known from any number of images.
+    assert set(types.values.ravel()) == {"", "averaging"}
+    assert (
+        "key_content_information is not finite (it was measured from fewer than 8 images"
+        in json.loads(types.attrs["unlabelled"])["a"]
+    )
+    np.testing.assert_array_equal(
+        tcnn_probe.head_types(few, least_images=7), tcnn_probe.head_types(of_marks())
+    )
+    untrained = recording([[[HEADS["averaging"]]]], images=1)
+    for name in PARTS[1:]:  # a single image gives no more than the offset
+        untrained[name].values[:] = NAN
+    assert tcnn_probe.head_types(untrained).values.tolist() == [[["averaging"]]]
+
+
+def test_bound_on_content_is_said_where_it_binds() -> None:
+    # From 8 images content is at most 8 / 7 log 8 = 2.376 nat, half of which lies between the two layers.
+    content = [(0.1, 0.1, 0.6, 0.6)], [(0.1, 0.1, 0.6, 0.58)]
+    types = tcnn_probe.head_types(recording([content], images=8))
+    assert json.loads(types.attrs["bound"]).keys() == {"a"}
+    assert "n / (n - 1) log n = 2.38 nat" in types.attrs["bound"]
+    many = tcnn_probe.head_types(recording([content], images=64))
+    assert "bound" not in many.attrs
+
+
+def test_without_a_grid_content_and_averages_are_known() -> None:
+    ds = recording([[[*HEADS.values()]] * 2])
+    for name in (*PARTS[:2], *(f"{part}_halves" for part in PARTS[:2])):
+        ds[name].values[:, 1] = NAN
+    ds.attrs["missing"] = json.dumps({"offset_information": {"b": "no grid"}})
+    types = tcnn_probe.head_types(ds)
+    assert types.values[0, 1].tolist() == [
+        "",
+        "",
+        "content",
+        "salient",
+        "averaging",
+        "",
+    ]
+    assert json.loads(types.attrs["unlabelled"]) == {
+        "b": "offset_information is not finite (no grid); position_information is not finite"
+    }
+
+
+def test_layers_whose_only_queries_are_class_tokens() -> None:
+    ds = recording([[[*HEADS.values()][:3]] * 2])
+    for name in (*PARTS, "selectivity"):
+        ds[name].values[:, 1] = NAN
+    # Of patches' layers, class tokens do not count.
+    classes = [[[9.0] * 3, [1.0, 0.01, 1.0]]], [[[9.0] * 3, [0.6, 0.0, 0.4]]]
+    names = ("class_selectivity", "class_content_information")
+    ds = ds.assign(
+        {name: (DIMS, value) for name, value in zip(names, classes, strict=True)}
+    )
+    types = tcnn_probe.head_types(ds)
+    assert types.values.tolist() == [[[*HEADS][:3], ["salient", "averaging", ""]]]
+
+
+def test_a_mean_over_the_real_cells_of_gated_attention_averages() -> None:
+    """Leaving out the padding alone gives 0.27 nat of position: 49 of 64 cells are real."""
+    ds = recording([[[(0.1, 0.2, 0.01, 0.02)]]])
+    assert tcnn_probe.head_types(ds).values.tolist() == [[["positional"]]]
+    real = ds.assign(uniform_content_entropy=ds.uniform_entropy * 0 + math.log(49))
+    assert tcnn_probe.head_types(real).values.tolist() == [[["averaging"]]]
+
+
+def test_selections_keep_their_dimensions_and_coordinates() -> None:
+    # The dimension is renamed and heads come first, as nothing may depend on the name or position of a dimension.
+    ds = of_marks().rename(epoch="step").transpose("head", "step", "layer")
+    complete = tcnn_probe.head_types(ds)
+    assert complete.dims == ("head", "step", "layer")
+    for selection in (
+        {"step": 1},
+        {"layer": 0, "head": 4},
+        {"step": 0, "layer": 0, "head": 1},
+        {"layer": [1, 0]},
+    ):
+        part = ds.isel(selection)
+        types = tcnn_probe.head_types(part)
+        assert types.dims == part.selectivity.dims
+        xr.testing.assert_equal(types, complete.isel(selection))
 
 
 def test_types_by_the_gate() -> None:
     """Types depend on the gate alone, as in the papers; plain attention has no type."""
     # The gates include the papers' thirds, which belong to the outer types.
-    gates = [0.9, 0.1, 0.5, 1 / 3, 2 / 3]
-    ds = recording({"gated": layer(*[AVERAGE] * 5, gate=gates), "plain": layer(CONV)})
+    gates = [[[0.9, 0.1, 0.5, 1 / 3, 2 / 3], [NAN] * 5]]
+    ds = recording([[[HEADS["averaging"]] * 5] * 2], images=1)
+    log_keys = math.log(KEYS)
+    ds = ds.assign(
+        gate=(DIMS, gates),
+        positional_entropy=(DIMS, np.array(gates) * 0 + log_keys / 2),
+        attention_distance=(DIMS, np.full((1, 2, 5), 2.0)),
+        uniform_distance=ds.uniform_entropy * 0 + 8,
+    )
     types = tcnn_probe.head_types(ds, by="gate")
     assert types[0, 0].values.tolist() == [
         "convolutional",
@@ -134,233 +233,69 @@ def test_types_by_the_gate() -> None:
     ]
     assert (types[0, 1] == "").all()
     assert json.loads(types.attrs["unlabelled"]) == {
-        "plain": "gate is not finite; positional_entropy / uniform_entropy is not finite"
+        "b": "gate is not finite; positional_entropy / uniform_entropy is not finite"
     }
     assert json.loads(types.attrs["definitions"])["content"] == "gate <= 0.3333"
-    fuzzy = tcnn_probe.head_types(ds, "mixture", by="gate")
-    assert "posterior_averaging" not in fuzzy.coords
-    assert (fuzzy[0, 0] != "").all()
 
 
-def test_entropy_and_information_of_gated_attention_are_relative_to_real_pixels() -> (
-    None
-):
-    ds = recording(
-        {
-            "a": layer(
-                # The entropy is below that of uniform attention to 64 keys, and equals that to 49 real pixels without
-                # the padding: only the right scale makes the head averaging.
-                (0.0, math.log(49) / math.log(64), 0.9, NAN),
-                # The information is above the threshold for content on either scale.
-                (0.15, 0.9, 0.9, NAN),
-            )
-        }
-    )
-    assert tcnn_probe.head_types(ds).values.tolist() == [[["mixed", "content"]]]
-    real = ds.assign(uniform_content_entropy=ds.uniform_entropy * 0 + math.log(49))
-    assert tcnn_probe.head_types(real).values.tolist() == [[["averaging", "content"]]]
-    for images in (8, 10**6):  # the number of images does not change the scale
-        counted = ds.assign(images=ds.images * 0 + images)
-        assert tcnn_probe.head_types(counted).values.tolist() == [
-            [["mixed", "content"]]
+def former() -> xr.Dataset:
+    """Return a recording of an earlier version, of a head of each former type, and of one without a number."""
+    heads = np.array(
+        [
+            # Information, entropy, distance, and equivariance, as shares.
+            (0.0, 0.5, 0.25, 0.9),
+            (0.0, 1.0, 1.0, 0.1),
+            (0.5, 0.6, 0.8, 0.2),
+            (0.05, 0.5, 0.25, 0.9),
+            (0.0, 0.5, NAN, 0.9),
         ]
-        assert tcnn_probe.head_types(
-            # This is just above the head's 0.15, so that the limit alone decides.
-            counted,
-            information=(0.0, 0.1501),
-        ).values.tolist() == [[["mixed", "mixed"]]]
-    # These are one fewer than the 8 images that are needed for types by information.
-    few = ds.assign(images=ds.images * 0 + 7)
-    with pytest.warns(RuntimeWarning, match="at least 8 images .* some have 7"):
-        types = tcnn_probe.head_types(few)
-    assert (types == "").all()
-    assert (
-        "content_information / log keys is not finite (it was measured from fewer than 8 images"
-        in types.attrs["unlabelled"]
+    ).T[:, None, None]
+    ds = recording(np.zeros((1, 1, 5, 4))).drop_vars(
+        [*PARTS, "selectivity", *(f"{part}_halves" for part in PARTS)]
     )
-    assert tcnn_probe.head_types(few, least_images=7).values.tolist() == [
-        [["mixed", "content"]]
-    ]
-    with pytest.raises(ValueError, match="least_images of at least 2, got 1"):
-        tcnn_probe.head_types(few, least_images=1)
-
-
-@pytest.mark.parametrize("method", BOTH)
-def test_selections_keep_their_dimensions_and_coordinates(method: Any) -> None:
-    # The dimension is renamed and heads come first, as nothing may depend on the name or position of a dimension.
-    ds = of_marks().rename(epoch="step").transpose("head", "step", "layer")
-    complete = tcnn_probe.head_types(ds, method)
-    assert complete.dims == ("head", "step", "layer")
-    for selection in (
-        {"step": 1},
-        {"layer": 0, "head": 4},
-        {"step": 0, "layer": 0, "head": 1},
-        {"layer": [1, 0]},
-    ):
-        part = ds.isel(selection)
-        types = tcnn_probe.head_types(part, method)
-        assert types.dims == part.entropy.dims
-        for name in part.entropy.coords:
-            np.testing.assert_array_equal(types[name], part[name])
-        if method == "thresholds":
-            xr.testing.assert_equal(types, complete.isel(selection))
-
-
-def test_numbers_that_are_not_finite_give_no_label() -> None:
-    """Such a number matters only if the type depends on it: the distance does not matter for content."""
-    ds = recording({"a": layer(*[CONV] * 4, CONTENT, AVERAGE), "gone": layer(CONV)})
     names = (
         "content_information",
         "entropy",
         "attention_distance",
         "translation_equivariance",
     )
-    # Each of the first four heads lacks another number.
-    for head, name in enumerate(names):
-        # Infinity and NaN are treated alike.
-        ds[name].values[0, 0, head] = math.inf if head == 2 else NAN
-    for name in names[2:]:
-        ds[name].values[0, 0, 4:] = NAN
-    ds.content_information.values[:, 1] = NAN
-    ds.attrs["missing"] = json.dumps({"content_information": {"gone": "why not"}})
-    types = tcnn_probe.head_types(ds)
-    assert types.values[0, 0].tolist() == ["", "", "", "", "content", "averaging"]
-    assert (types[:, 1] == "").all()
-    reasons = json.loads(types.attrs["unlabelled"])
-    assert reasons["a"] == (
-        "content_information / log keys is not finite; entropy / uniform_entropy is not finite; "
-        "attention_distance / uniform_distance is not finite; translation_equivariance is not finite"
-    )
-    assert reasons["gone"] == "content_information / log keys is not finite (why not)"
-    posterior = tcnn_probe.head_types(ds, "mixture")
-    assert (posterior == "").all()  # no head has all its numbers
-    nothing = tcnn_probe.head_types(ds * NAN, "mixture")
-    assert (nothing == "").all()
+    scales = (math.log(KEYS), math.log(KEYS), 8, 1)
+    numbers = zip(names, heads, scales, strict=True)
+    ds = ds.assign({name: (DIMS, head * scale) for name, head, scale in numbers})
+    return ds.assign(uniform_distance=ds.uniform_entropy * 0 + 8)
+
+
+FORMER = ["convolutional", "averaging", "content", "mixed", ""]
+
+
+def test_recordings_of_earlier_versions_are_typed_by_the_former_rule() -> None:
+    with pytest.warns(FutureWarning, match="has no parts of attention.*record it anew"):
+        types = tcnn_probe.head_types(former())
+    assert types.values.tolist() == [[FORMER]]
+    assert "information is not finite" not in types.attrs["unlabelled"]
     assert (
-        json.loads(nothing.attrs["unlabelled"])["a"]
-        == "nothing finite is recorded of it"
+        "attention_distance / uniform_distance is not finite"
+        in types.attrs["unlabelled"]
     )
 
 
-@pytest.mark.parametrize(
-    ("head", "expected"), [(CONV, "convolutional"), (CONTENT, "content")]
-)
-def test_a_single_head_and_equal_heads(head: Any, expected: str) -> None:
-    for method, heads in itertools.product(BOTH, (1, 5)):
-        types = tcnn_probe.head_types(
-            # There are as many marks as heads, so that exchanged axes would have the right shape.
-            recording({"only": layer(*[head] * heads)}, marks=heads),
-            method,
-        )
-        assert (types == expected).all()
-    np.testing.assert_array_equal(types[f"posterior_{expected}"], 1)
-
-
-def noisy(marks: int = 13) -> xr.Dataset:
-    """Return convolutional, content and averaging heads in turn, with noise."""
-    rng = np.random.default_rng(0)
-    # Means are many of the standard deviations below apart, so that the labels are known.
-    means = np.array([(0.005, 0.5, 0.3, 0.9), CONTENT, (0.005, 1.03, 1.0, 0.1)] * 3)
-    deviations = np.array(
-        [(0.003, 0.04, 0.04, 0.03), (0.06, 0.04, 0.04, 0.1), (0.003, 0.01, 0.02, 0.1)]
-        * 3
-    )
-    about = [layer(*rng.normal(means, deviations)) for _ in range(2 * marks)]
-    layers = {}
-    for at, name in enumerate(("c0", "c1")):
-        layers[name] = {
-            variable: np.array([head[variable] for head in about[at::2]])
-            for variable in about[0]
-        }
-    return recording(layers | {"pool": layer((NAN,) * 4)}, marks)
-
-
-def test_mixture_of_known_clusters() -> None:
-    """Labels are known, posteriors follow Bayes' rule by hand, and the order of heads does not matter."""
-    ds = noisy()
-    types = tcnn_probe.head_types(ds, "mixture")
-    assert (
-        types.sel(layer="c1").values.tolist()
-        == [["convolutional", "content", "averaging"] * 3] * 13
-    )
-    said = json.loads(types.attrs["mixture"])
-    names = ["convolutional", "averaging", "content", "mixed"]
-    posterior = np.stack([types[f"posterior_{name}"].values for name in names])
-    labelled = types.values != ""
-    np.testing.assert_allclose(posterior[:, labelled].sum(0), 1, rtol=1e-12)
-    assert np.isnan(posterior[:, ~labelled]).all()
-    at = {"epoch": 5, "layer": "c0", "head": 2}
-    row = ds.sel(at)
-    scales = (math.log(KEYS), math.log(KEYS), DISTANCE, 1)
-    variables = (
-        "content_information",
-        "entropy",
-        "attention_distance",
-        "translation_equivariance",
-    )
-    point = np.array(
-        [
-            float(row[name]) / scale
-            for name, scale in zip(variables, scales, strict=True)
-        ]
-    )
-    densities = []
-    for weight, mean, covariance in zip(
-        said["weights"], said["means"], said["covariances"], strict=True
-    ):
-        # This uses the inverse and the determinant, where the library has a Cholesky factor.
-        exponent = -0.5 * (point - mean) @ np.linalg.inv(covariance) @ (point - mean)
-        densities.append(
-            weight * math.exp(exponent) / math.sqrt(np.linalg.det(covariance))
-        )
-    for name, density in zip(said["components"], densities, strict=True):
-        probability = float(types[f"posterior_{name}"].sel(at))
-        # Densities of distant components are zero in double precision.
-        assert probability == pytest.approx(
-            density / sum(densities), rel=1e-9, abs=1e-300
-        )
-    # Fits start at random points, but heads are sorted before, so that their order does not matter.
-    order = np.random.default_rng(1).permutation(9)
-    xr.testing.assert_identical(
-        tcnn_probe.head_types(ds.isel(head=order), "mixture"), types.isel(head=order)
-    )
-
-
-def test_two_components_of_one_type() -> None:
-    """The posteriors of two clusters of content heads are added up."""
-    rng = np.random.default_rng(0)
-    # Heads are near and far in turn, and only the distance separates the two clusters.
-    reach = np.resize([0.3, 0.9], 10)
-    marks = [
-        layer(*((*rng.normal((0.3, 0.6, center), 0.03), 0.2) for center in reach))
-        for _ in range(17)
-    ]
-    ds = recording(
-        {"a": {name: np.array([mark[name] for mark in marks]) for name in marks[0]}}, 17
-    )
-    types = tcnn_probe.head_types(ds, "mixture")
-    assert json.loads(types.attrs["mixture"])["components"] == ["content", "content"]
-    np.testing.assert_allclose(types.posterior_content, 1, rtol=1e-12)
-
-
-def test_equally_probable_types_give_mixed(monkeypatch: pytest.MonkeyPatch) -> None:
-    heads = layer(
-        # Three clusters differ only in entropy: one is below, one between and one above the thresholds.
-        *[(0.0, entropy, 0.5, 0.9) for entropy in (0.2, 0.21, 0.9, 0.91, 1.5, 1.51)]
-    )
-    ds = recording({"a": heads}, 20)
-    assert set(tcnn_probe.head_types(ds, "mixture").values.ravel()) == {
-        "convolutional",
-        "mixed",
-        "averaging",
-    }
-    # Real numbers do not give equal posteriors, so the mixture is patched.
-    monkeypatch.setattr(
-        GaussianMixture,
-        "predict_proba",
-        lambda self, x: np.full((len(x), len(self.weights_)), 1 / 3),
-    )
-    assert set(tcnn_probe.head_types(ds, "mixture").values.ravel()) == {"mixed"}
+def test_former_options_are_deprecated() -> None:
+    both = former().assign(recording([[[HEADS["salient"]] * 5]]).data_vars)
+    assert (tcnn_probe.head_types(both) == "salient").all()
+    with pytest.warns(DeprecationWarning, match=r"method= of head_types\(\) will be"):
+        types = tcnn_probe.head_types(both, "thresholds")
+    assert types.values.tolist() == [[FORMER]]
+    with pytest.warns(DeprecationWarning, match="information= of head_types"):
+        types = tcnn_probe.head_types(both, information=(0.01, 0.04))
+    assert types.values.tolist() == [[[*FORMER[:3], "content", ""]]]
+    with pytest.warns(DeprecationWarning, match="method=, seed="):
+        types = tcnn_probe.head_types(both.isel(head=[0, 2]), "mixture", seed=1)
+    assert types.values.tolist() == [[["convolutional", "content"]]]
+    with pytest.warns(DeprecationWarning, match="use sklearn.mixture.GaussianMixture"):
+        mixture, criteria = fit_mixture(np.array([[0.1, 0.2], [0.9, 0.8]]))
+    assert len(mixture.means_) == 1 + np.argmin(criteria)
+    with pytest.warns(DeprecationWarning, match="Thresholds will be removed"):
+        Thresholds()
 
 
 @pytest.mark.parametrize(
@@ -372,20 +307,16 @@ def test_equally_probable_types_give_mixed(monkeypatch: pytest.MonkeyPatch) -> N
             ValueError,
             "expected method='thresholds' or 'mixture', got 'guess'",
         ),
+        (of_marks(), {"by": "name"}, ValueError, "expected by='content' or 'gate'"),
+        (of_marks(), {"gate": (0.6, 0.5)}, ValueError, "two ascending gates between"),
         (
             of_marks(),
-            {"by": "name"},
+            {"least_images": 1},
             ValueError,
-            "expected by='content' or 'gate', got 'name'",
+            "least_images of at least 2, got 1",
         ),
         (
-            of_marks(),
-            {"seed": 0.5},
-            TypeError,
-            "'float' object cannot be interpreted as an integer",
-        ),
-        (
-            of_marks().gate,
+            of_marks().selectivity,
             {},
             TypeError,
             "expected an xarray.Dataset that tcnn_probe.record has made, got DataArray",
@@ -400,16 +331,11 @@ def test_equally_probable_types_give_mixed(monkeypatch: pytest.MonkeyPatch) -> N
             of_marks().drop_vars("uniform_entropy"),
             {},
             ValueError,
-            "expects 'uniform_entropy' in the dataset, got",
+            "expect 'uniform_entropy' in the dataset, got",
         ),
+        (of_marks(), {"by": "gate"}, ValueError, "types expect 'gate' in the dataset"),
         (
-            of_marks().drop_vars("gate"),
-            {"by": "gate"},
-            ValueError,
-            "by='gate' expects 'gate' in the dataset",
-        ),
-        (
-            of_marks().drop_vars("content_information"),
+            of_marks().drop_vars("selectivity").assign(gate=1),
             {},
             ValueError,
             "softmax attention; by='gate' does without",
@@ -420,17 +346,6 @@ def test_equally_probable_types_give_mixed(monkeypatch: pytest.MonkeyPatch) -> N
             ValueError,
             "expected the coordinate 'head', as recorded, got ['epoch', ",
         ),
-    ],
-    ids=[
-        "method",
-        "by",
-        "seed",
-        "array",
-        "tree",
-        "scale",
-        "gate",
-        "information",
-        "heads",
     ],
 )
 def test_bad_arguments_are_refused(

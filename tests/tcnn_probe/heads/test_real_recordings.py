@@ -39,8 +39,8 @@ def test_heads_of_a_tcnn_start_convolutional_and_change(tmp_path: Path) -> None:
         # New queries and keys have products near zero, so that attention is uniform.
         first.query.unflatten(0, (9, -1))[4] *= 1e5
     ds = recorded(model, *size, path=tmp_path / "run.zarr")
-    # A low gate alone does not make a content head.
-    expected = [conv] * 2 + ["averaging"] * 2 + ["content"] + [conv] * 4
+    # A low gate alone does not make a content head. Sharp queries and keys depend on content and on the padding.
+    expected = [conv] * 2 + ["averaging"] * 2 + ["mixed"] + [conv] * 4
     types = tcnn_probe.head_types(ds)
     assert types.values.tolist() == [[expected, [conv] * 9, [conv] * 9]]
     by_gate = [conv] * 2 + ["content"] * 3 + [conv] * 4
@@ -53,9 +53,8 @@ def test_heads_of_a_tcnn_start_convolutional_and_change(tmp_path: Path) -> None:
         third.gating.fill_(20.0)
         third.center[8] = torch.tensor([40.0, 40.0])  # all queries attend to one corner
     types = tcnn_probe.head_types(recorded(model, *size))
-    assert types.values.tolist() == [
-        [["averaging"] * 9, ["mixed"] * 9, [conv] * 8 + ["mixed"]]
-    ]
+    # With gates at 1, all attention follows from the offset, also that of queries that all attend to one corner.
+    assert types.values.tolist() == [[["averaging"] * 9, [conv] * 9, [conv] * 9]]
 
 
 @pytest.mark.parametrize(
@@ -79,7 +78,7 @@ def test_convolutions_are_convolutional(
 
 
 class Four(nn.Module):
-    """Four heads on (B, 4, H, W) that attend to neighbours, uniformly, to the brightest pixels, and to a corner."""
+    """Four heads on (B, 4, H, W) that attend to neighbours, uniformly, to the brightest pixels, and to the middle."""
 
     def forward(self, x: Tensor) -> Tensor:
         height, width = x.shape[2:]
@@ -90,11 +89,12 @@ class Four(nn.Module):
             .to(x)
             .expand(len(x), -1, -1)
         )
-        corner = (-(y**2) - x_**2).to(x).expand_as(squared)
+        middle = -((y - height // 2) ** 2) - (x_ - width // 2) ** 2
+        middle = middle.to(x).expand_as(squared)
         # This depends on the image, in the same way for all queries: content without a convolution.
         bright = 5 * x[:, 0].flatten(1)[:, None].expand_as(squared)
         tokens = torch.stack([x.flatten(2).transpose(1, 2)] * 4, 1)
-        bias = torch.stack([-squared, 0 * squared, bright, corner], 1)
+        bias = torch.stack([-squared, 0 * squared, bright, middle], 1)
         return scaled_dot_product_attention(0 * tokens, tokens, tokens, attn_mask=bias)
 
 
@@ -102,16 +102,15 @@ def test_types_of_plain_attention() -> None:
     four = nn.Sequential(nn.Conv2d(3, 4, 8, stride=8), Four()).eval()
     ds = recorded(four, 11, 3, 40, 56)
     assert tcnn_probe.head_types(ds).values.tolist() == [
-        [["convolutional", "averaging", "content", "mixed"]]
+        [["convolutional", "averaging", "salient", "positional"]]
     ]
     cait = timm.create_model(
         "cait_xxs24_224", img_size=(80, 112), depth=1, embed_dim=8, num_heads=2
     ).eval()
     types = tcnn_probe.head_types(recorded(cait, 11, 3, 80, 112)).isel(epoch=0)
-    assert (types[0] == "averaging").all()
-    # Class tokens do not count as queries: class_content_information has theirs.
-    assert (types[1:] == "").all()
-    assert "class_content_information" in types.attrs["unlabelled"]
+    # Layers whose only queries are class tokens have types, too, although they have no offsets.
+    assert (types == "averaging").all()
+    assert types.sizes["layer"] == 3
 
 
 def test_convit_has_both_kinds_of_layers() -> None:
@@ -126,11 +125,8 @@ def test_convit_has_both_kinds_of_layers() -> None:
     ds = recorded(
         timm.create_model("convit_tiny", img_size=112, **options).eval(), 8, 3, 112, 112
     )
-    for method in ("thresholds", "mixture"):
-        types = tcnn_probe.head_types(ds, method)  # type: ignore[arg-type]
-        assert types.values.tolist() == [
-            [["convolutional"] * 9] * 2 + [["averaging"] * 9]
-        ]
+    types = tcnn_probe.head_types(ds)
+    assert types.values.tolist() == [[["convolutional"] * 9] * 2 + [["averaging"] * 9]]
 
 
 def test_types_from_8_and_from_256_images_agree() -> None:
@@ -150,6 +146,6 @@ def test_types_from_8_and_from_256_images_agree() -> None:
             model(images[:count])
             recorder.mark(epoch=0)
         types.append(tcnn_probe.head_types(recorder.dataset).values)
-    assert {"averaging", "mixed", "content"} <= {*types[0].flat}
+    assert {"averaging", "content"} <= {*types[0].flat}
     # Heads near a threshold may change their type: up to three of 60.
     assert (types[0] == types[1]).mean() >= 0.95

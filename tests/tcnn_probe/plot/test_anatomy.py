@@ -146,12 +146,13 @@ def kernels(heads: tuple[int, ...] = HEADS, size: tuple[int, int] = (7, 11)) -> 
     )
 
 
-def test_each_head_is_an_image_with_its_query_in_a_box() -> None:
+def test_each_head_is_an_image_with_ticks_at_its_query() -> None:
     values = kernels()
     ax = tcnn_probe.plot.offset_kernels(values)
-    assert len(ax.images) == len(ax.patches) == sum(HEADS)
+    assert len(ax.images) == len(ax.lines) / 2 == sum(HEADS)
     heads = [(layer, head) for layer, n in enumerate(HEADS) for head in range(n)]
-    for (layer, head), image, box in zip(heads, ax.images, ax.patches, strict=True):
+    drawn = zip(heads, ax.images, ax.lines[::2], ax.lines[1::2], strict=True)
+    for (layer, head), image, above, left_tick in drawn:
         kernel = values.values[0, layer, head]
         shown = kernel[1:-1] if layer == 1 else kernel
         np.testing.assert_array_equal(image.get_array().filled(np.nan), shown)
@@ -160,10 +161,11 @@ def test_each_head_is_an_image_with_its_query_in_a_box() -> None:
         left, right, low, high = image.get_extent()
         assert ((left + right) / 2, (low + high) / 2) == pytest.approx((head, layer))
         assert (right - left) / 11 == pytest.approx((low - high) / len(shown))
-        # The offset 0 is in the middle.
-        assert np.add(box.get_xy(), [box.get_width() / 2, box.get_height() / 2]) == (
-            pytest.approx((head, layer))
-        )
+        # The offset 0 is in the middle; ticks end at the image.
+        assert above.get_xdata() == pytest.approx([head, head])
+        assert above.get_ydata()[1] == pytest.approx(high)
+        assert left_tick.get_ydata() == pytest.approx([layer, layer])
+        assert left_tick.get_xdata()[1] == pytest.approx(left)
     assert [label.get_text() for label in ax.get_yticklabels()] == ["0", "1", "2"]
 
 

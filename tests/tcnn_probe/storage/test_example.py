@@ -32,7 +32,8 @@ def test_example_is_a_whole_recording() -> None:
 def test_example_can_be_drawn() -> None:
     tree = tcnn_probe.load_example()
     assert tcnn_probe.plot.evolution(tree["heads"].gate).lines
-    types = tcnn_probe.head_types(tree["heads"].dataset)
+    with pytest.warns(FutureWarning, match="record it anew"):
+        types = tcnn_probe.head_types(tree["heads"].dataset)
     # These are of 109 heads, as the recording starts at the papers' initialization.
     assert (types.isel(epoch=0) == "convolutional").sum() > 50
     maps = tree["maps/25x8x8"].dataset.isel(epoch=-1, image=0)
@@ -58,7 +59,8 @@ def test_the_vision_transformer_is_trained_and_has_content_heads() -> None:
     # Chance is one digit in ten; the page on attention maps says 97 %.
     assert first < 0.2
     assert last > 0.9
-    types = tcnn_probe.head_types(heads)
+    with pytest.warns(FutureWarning, match="record it anew"):
+        types = tcnn_probe.head_types(heads)
     assert (types.isel(epoch=0) == "content").sum() == 0
     assert (types.isel(epoch=-1) == "content").sum() >= 4
 
