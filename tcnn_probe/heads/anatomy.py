@@ -35,6 +35,7 @@ def convolution_inside(
     masses: Array,
     pairs: Array,
     weights: Array,
+    start: Array | None = None,
     *,
     rounds: int = 30,
     tolerance: float = 1e-7,
@@ -51,22 +52,29 @@ def convolution_inside(
             token, is an offset of its own.
         pairs: Number of visible keys of each query at each offset, shape (offsets, queries).
         weights: Sum over keys of M of each query, shape (heads, queries): 1, or 0 if all keys are hidden from it.
+        start: Kernels to start from, such as those of similar masses.
         rounds: Largest number of rounds.
         tolerance: Decrease of the cross entropy in nat below which no further round follows.
     """
     # Where a mask lowers all logits of a query alike, its softmax is uniform over keys that it does not see.
     weights = weights * (pairs.sum(0) > 0)
-    kernel = masses / np.maximum(pairs.sum(1), 1)
+    kernel = masses / np.maximum(pairs.sum(1), 1) if start is None else start.copy()
+    queries = weights.shape[1]
     entropy = np.full(len(masses), np.inf)
+    normalisers = np.ones_like(weights)
+    heads = np.arange(len(masses))  # that are not finished
     for _ in range(rounds):
-        normalisers = np.where(weights > 0, kernel @ pairs, 1)
-        total = (weights * np.log(normalisers)).sum(1) + _cross_entropy(masses, kernel)
-        decrease, entropy = entropy - total / weights.shape[1], total / weights.shape[1]
+        normalisers[heads] = np.where(weights[heads] > 0, kernel[heads] @ pairs, 1)
+        total = (weights[heads] * np.log(normalisers[heads])).sum(1)
+        total = (total + _cross_entropy(masses[heads], kernel[heads])) / queries
         # A head with NaN never decreases.
-        if not (decrease > tolerance).any():
+        decreases = entropy[heads] - total > tolerance
+        entropy[heads], heads = total, heads[decreases]
+        if not len(heads):
             break
-        kernel = masses / np.maximum((weights / normalisers) @ pairs.T, _TINY)
-    for head in np.flatnonzero(decrease > tolerance):
+        expected = (weights[heads] / normalisers[heads]) @ pairs.T
+        kernel[heads] = masses[heads] / np.maximum(expected, _TINY)
+    for head in heads:
         kernel[head], entropy[head] = _newton(
             masses[head], pairs, weights[head], np.log(normalisers[head]), tolerance
         )

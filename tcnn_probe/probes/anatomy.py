@@ -163,10 +163,14 @@ def finish_anatomy(name: str, pattern: Pattern) -> Statistics:
     if isinstance(means, str):
         parts = ("selectivity", *_PARTS)
         return statistics | dict.fromkeys([*parts, *map(_halves_of, parts[1:])], means)
-    statistics |= means.parts()
+    convolution = means.convolution()
+    statistics |= means.parts(convolution)
     if pattern.odd is not None:
-        halves = (pattern.minus(pattern.odd), pattern.odd)
-        even, odd = (replace(means, pattern=half).parts() for half in halves)
+        halves = [
+            replace(means, pattern=half)
+            for half in (pattern.minus(pattern.odd), pattern.odd)
+        ]
+        even, odd = (half.parts(half.convolution(convolution)) for half in halves)
         for part in _PARTS.keys() & even.keys():
             statistics[_halves_of(part)] = even[part] - odd[part]
     for part in _PARTS.keys() - statistics.keys():
@@ -222,8 +226,8 @@ class _Means:
         images = np.maximum(self.images, 1)[:, None, None]
         return self.pattern.attention[:, self.counted] / images
 
-    def parts(self) -> dict[str, np.ndarray]:
-        """Return the parts of selectivity."""
+    def parts(self, convolution: Convolution | None) -> dict[str, np.ndarray]:
+        """Return the parts of selectivity, given the convolutions inside the heads."""
         pattern, images = self.pattern, np.maximum(self.images, 1)[:, None]
         windows, population = pattern.windows, pattern.population
         # Of queries some of which are padding, the others are sampled from as large a share of the real ones.
@@ -237,15 +241,14 @@ class _Means:
             self.seen.sum(1),
             self.images,
             population,
-            None if pattern.queries is None else self.convolution()[0],
+            convolution,
         )
 
-    def convolution(self) -> tuple[Convolution, np.ndarray]:
-        """Return the convolutions inside the heads, and the offsets of their kernels; tokens off the grid come last."""
-        assert self.pattern.queries is not None
-        assert self.pattern.keys is not None
-        places = self.pattern.queries[self.counted], self.pattern.keys
-        index, offsets = offsets_of_pairs(*places)
+    def convolution(self, start: Convolution | None = None) -> Convolution | None:
+        """Return the convolutions inside the heads, fitted from those of other images; None without a grid."""
+        if self.pattern.queries is None:
+            return None
+        index, _ = self.offsets()
         count, queries = int(index.max()) + 1, len(index)
         mean = self.mean
         masses = np.array(
@@ -256,7 +259,14 @@ class _Means:
         cells = index * queries + np.arange(queries)[:, None]
         seen = np.bincount(cells.ravel(), self.seen.ravel(), count * queries)
         pairs = seen.reshape(count, queries).astype(np.float64)
-        return convolution_inside(masses, pairs, mean.sum(-1)), offsets
+        kernel = None if start is None else start.kernel
+        return convolution_inside(masses, pairs, mean.sum(-1), kernel)
+
+    def offsets(self) -> tuple[np.ndarray, np.ndarray]:
+        """Return the index of each pair's offset, and the offsets; tokens off the grid come last."""
+        assert self.pattern.queries is not None
+        assert self.pattern.keys is not None
+        return offsets_of_pairs(self.pattern.queries[self.counted], self.pattern.keys)
 
 
 def _equivariance(pattern: Pattern) -> dict[str, np.ndarray]:
@@ -281,7 +291,9 @@ def _finish_kernel(_: str, pattern: Pattern) -> Statistics:
     if isinstance(means, str) or pattern.queries is None:
         reason = means if isinstance(means, str) else pattern.reason
         return dict.fromkeys(_KERNELS, reason)
-    convolution, offsets = means.convolution()
+    convolution = means.convolution()
+    offsets = means.offsets()[1]
+    assert convolution is not None
     if (offsets % 1).any():
         return dict.fromkeys(_KERNELS, _OTHER_GRIDS)
     kernel = np.full((len(convolution.kernel), *[2 * _RADIUS + 1] * 2), np.nan)
