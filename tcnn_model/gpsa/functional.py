@@ -12,6 +12,7 @@ from tcnn_model.gpsa.attention import GatedAttention, check_values, product
 from tcnn_model.gpsa.blocks import mix_and_apply
 from tcnn_model.gpsa.positional import Axis, apply_separable, traces_sizes
 from tcnn_model.gpsa.statistics import AttentionStatistics, apply_and_measure, measure
+from tcnn_model.kernels import trial
 from tcnn_model.precision import at_least_float32, autocast_dtype, without_autocast
 
 __all__ = [
@@ -94,9 +95,11 @@ def gpsa(
               Memory O(heads N C).
             - "fused": Uses torch's fused attention for the content part, and the factors of the positional part. Needs
               separate values for each head, as wide as the queries. Memory O(heads N d).
-            - "triton": Uses CUDA kernels that form attention in registers (tcnn_model/kernels).
-            - "auto": Chooses the fastest applicable algorithm, as measured on a CPU; on CUDA (not measured yet) "fused"
-              where it is applicable, else the kernels.
+            - "triton": Uses CUDA kernels that form attention in registers (tcnn_model/kernels). They have not run on a
+              GPU yet.
+            - "auto": Chooses the fastest applicable algorithm of the others, as measured on a CPU. With the environment
+              variable TCNN_PROBE_TRITON=1 it tries the kernels in place of "dense" and "blocks". Their first output of
+              each shape is compared; if it differs, or does not compile, a warning says so and they are not used.
         statistics: Whether to return :class:`~tcnn_model.AttentionStatistics` as well, without gradients. If no
             gradient is needed, they are computed in the same pass as the output.
 
@@ -119,8 +122,11 @@ def attend(
     attention: GatedAttention, values: Tensor, *, backend: Backend = "auto"
 ) -> Tensor:
     """Apply an attention to values: the output of :func:`gpsa`, shape (B, heads, N_query, C)."""
+    may_try = backend == "auto" and trial.enabled()
     attention, values, backend = _prepare(attention, values, backend)
     with without_autocast(values):
+        if may_try and backend in ("dense", "blocks") and _fits_kernels(values):
+            return _try_kernels(attention, values, backend)
         return _APPLY[backend](attention, values)
 
 
@@ -207,13 +213,6 @@ def _choose(attention: GatedAttention, values: Tensor) -> Backend:
         )
     if _why_not_fused(attention, values) is None:
         return "fused"
-    # The kernels accept float64, too, but their tiles are not tuned for it (kernels/launch.py).
-    if (
-        values.is_cuda
-        and kernels.available(values.device)
-        and values.dtype != torch.float64
-    ):
-        return "triton"
     return "dense" if attention.key.shape[2] <= _DENSE_KEYS else "blocks"
 
 
@@ -269,6 +268,32 @@ def _fused(attention: GatedAttention, values: Tensor) -> Tensor:
     content = F.scaled_dot_product_attention(q, k, v)
     return torch.lerp(
         content, positional, attention.gate[:, None, None].to(values.dtype)
+    )
+
+
+def _fits_kernels(values: Tensor) -> bool:
+    """Return whether the kernels are tried: they are compared in eager mode, and not tuned for float64."""
+    return (
+        kernels.available(values.device)
+        and len(values) > 0
+        and values.dtype != torch.float64
+        and not torch.compiler.is_compiling()
+    )
+
+
+def _try_kernels(attention: GatedAttention, values: Tensor, other: Backend) -> Tensor:
+    """Apply an attention with the kernels if they agree with another backend at the first call with this shape."""
+    shapes = (attention.query.shape, attention.key.shape, values.shape)
+    return trial.tried(
+        "gated attention",
+        (*map(tuple, shapes), attention.y, attention.x, values.dtype, values.device),
+        lambda: _triton(attention, values),
+        lambda: _APPLY[other](attention, values),
+        lambda output: (output,),
+        logits=lambda: trial.logit_bound(
+            attention.query, attention.key, attention.scale
+        ),
+        dtype=values.dtype,
     )
 
 

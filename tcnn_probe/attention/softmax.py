@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from tcnn_model import kernels
-from tcnn_model.kernels import RowStatistics, TokenGrid
+from tcnn_model.kernels import RowStatistics, TokenGrid, trial
 from tcnn_model.precision import at_least_float32
 from tcnn_probe.attention.attention import Attention, ContentRows
 from tcnn_probe.attention.segments import share_between_segments
@@ -87,6 +87,11 @@ class Logits(ABC):
     def on_kernel(self) -> bool:
         """True if :meth:`statistics` and :meth:`select` are available, which need the kernel and a GPU."""
         return False
+
+    @property
+    def bound(self) -> float:
+        """Bound on the sums of the absolute terms of logits that are :attr:`on_kernel`."""
+        raise NotImplementedError
 
     def statistics(
         self, queries: TokenGrid | None, keys: TokenGrid | None, received: bool
@@ -172,9 +177,18 @@ class ProductLogits(Logits):
 
     @property
     def on_kernel(self) -> bool:
-        """True if the kernel supports these queries and keys. It does not support modifications."""
+        """True if the kernel is switched on, and supports these queries and keys. It supports no modifications."""
         is_product = self._modification is None
-        return is_product and kernels.can_measure(self._query, self._key)
+        return (
+            is_product
+            and trial.enabled()
+            and kernels.can_measure(self._query, self._key)
+        )
+
+    @property
+    def bound(self) -> float:
+        """Bound on the sums of the absolute terms of the products."""
+        return trial.logit_bound(self._query, self._key, self._scale)
 
     def statistics(
         self, queries: TokenGrid | None, keys: TokenGrid | None, received: bool

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from tcnn_model.kernels import TokenGrid
+from tcnn_model.kernels import TokenGrid, trial
 from tcnn_probe.attention.attention import ContentRows
 from tcnn_probe.attention.layout import Layout, Tokens
 from tcnn_probe.attention.patterns import Pattern, PatternSum
@@ -76,18 +76,18 @@ class SoftmaxMeasurements:
 
 @torch.no_grad()
 def measure_softmax(attention: "SoftmaxAttention") -> SoftmaxMeasurements:
-    """Measure softmax attention exactly: by the kernel if it supports this attention, else by blocks of queries.
+    """Measure softmax attention exactly: by blocks of queries, or by the kernel if it is switched on and agrees.
 
     Args:
         attention: Attention of B images.
     """
-    layout, patterns = attention.layout, PatternSum(attention)
+    layout = attention.layout
     visibility = attention.visibility
     # The kernel supports no frames, and its sums over queries include padding.
     on_kernel = attention.logits.on_kernel and not layout.is_video
     on_kernel = on_kernel and not (visibility and attention.detailed)
-    measure = _rows_by_kernel if on_kernel else _rows_by_blocks
-    rows = measure(attention, patterns)
+    by_blocks = partial(_measure_rows, _rows_by_blocks, attention)
+    rows, patterns = _tried(attention, by_blocks) if on_kernel else by_blocks()
     by_query, counted = {"entropy": rows.entropy}, rows.entropy
     highest = rows.largest
     if visibility is not None:
@@ -124,6 +124,46 @@ def measure_softmax(attention: "SoftmaxAttention") -> SoftmaxMeasurements:
         similarity=patterns.similarity(counted),
     )
     return SoftmaxMeasurements(means, pattern, rows, content)
+
+
+def _measure_rows(
+    measure: "Callable[[SoftmaxAttention, PatternSum], SoftmaxRows]",
+    attention: "SoftmaxAttention",
+) -> tuple[SoftmaxRows, PatternSum]:
+    patterns = PatternSum(attention)
+    return measure(attention, patterns), patterns
+
+
+def _tried(
+    attention: "SoftmaxAttention",
+    by_blocks: Callable[[], tuple[SoftmaxRows, PatternSum]],
+) -> tuple[SoftmaxRows, PatternSum]:
+    """Measure rows by the kernel, unless it disagreed with the blocks in the first forward of this shape."""
+    logits = attention.logits
+
+    def tensors(measured: tuple[SoftmaxRows, PatternSum]) -> tuple[Tensor | None, ...]:
+        rows, _ = measured
+        largest = rows.largest.clamp(min=LOWEST)  # where all keys are hidden
+        return rows.entropy, largest, rows.prefix, rows.distance, rows.received
+
+    source = logits.source
+    return trial.tried(
+        "softmax statistics",
+        (
+            logits.shape,
+            source.shape[-1],
+            source.dtype,
+            source.device,
+            logits.masked,
+            attention.layout,
+            attention.detailed,
+        ),
+        partial(_measure_rows, _rows_by_kernel, attention),
+        by_blocks,
+        tensors,
+        logits=lambda: logits.bound,
+        dtype=logits.dtype,
+    )
 
 
 def _rows_by_kernel(attention: "SoftmaxAttention", patterns: PatternSum) -> SoftmaxRows:

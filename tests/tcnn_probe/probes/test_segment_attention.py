@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
 import tcnn_probe
+from tcnn_model.kernels import trial
 from tcnn_probe.attention import softmax_statistics
 from tcnn_probe.attention.attention import Attention
 from tcnn_probe.attention.reconstruction import ProductLogits
@@ -22,6 +23,7 @@ from tcnn_probe.recording.groups import assemble, groups_of, number_values
 from tests.tcnn_model.kernels.conftest import interpreter  # noqa: F401
 from tests.tcnn_probe.attention.bruteforce import attention_of
 from tests.tcnn_probe.attention.sharpen import sharpen
+from tests.tcnn_probe.attention.test_kernel_statistics import by_kernel_alone
 from tests.tcnn_probe.attention.test_softmax_statistics import GRID, case
 from tests.tcnn_probe.contracts.helpers import recorded
 
@@ -225,6 +227,7 @@ def test_masked_queries_and_keys(
     """Queries that see nothing are left out, on the path of the kernel and on that of the blocks."""
     if kernel:
         monkeypatch.setattr(ProductLogits, "on_kernel", True)
+        monkeypatch.setattr(trial, "tried", by_kernel_alone)
         # The path of the blocks would raise if it were taken.
         monkeypatch.setattr(softmax_statistics, "_rows_by_blocks", None)
     attention, _ = case(form, 5)
