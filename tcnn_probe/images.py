@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from tcnn_model.pictures import as_rgb, read_picture
 from tcnn_probe.models import unwrap
 
-__all__ = ["as_images", "beside_images", "calls_given"]
+__all__ = ["as_images", "batch_of", "beside_images", "calls_given", "input_tensors"]
 
 _CONVENTION = (
     "a floating-point tensor (B, C, H, W), normalised as the model takes it; or pictures: PIL images, "
@@ -162,8 +162,45 @@ def as_batch(images: Any, expected: str, *, videos: bool = False) -> Tensor:
 
 
 def channel_axis(images: Tensor) -> int:
-    """Return the axis of the channels of images, (B, C, H, W), or of videos: (B, T, C, H, W) or (B, C, T, H, W)."""
-    return 2 if images.ndim == 5 and images.shape[2] in (1, 3) else 1
+    """Return the axis of the channels of images or videos.
+
+    Images are (B, C, H, W) or (B, H, W, C), videos (B, T, C, H, W) or (B, C, T, H, W).
+    """
+    if images.ndim == 5:
+        return 2 if images.shape[2] in (1, 3) else 1
+    is_last = images.shape[-1] in (1, 3, 4) and min(images.shape[1:3]) > 4
+    return 3 if images.ndim == 4 and is_last else 1
+
+
+def input_tensors(inputs: Any, depth: int = 4) -> list[Tensor]:
+    """Return the tensors in the inputs of a model, also in lists, mappings and objects such as dataclasses."""
+    if isinstance(inputs, Tensor):
+        return [inputs]
+    if isinstance(inputs, Mapping):
+        members = list(inputs.values())
+    elif isinstance(inputs, (tuple, list)):
+        members = list(inputs)
+    elif isinstance(inputs, (nn.Module, type)) or not hasattr(inputs, "__dict__"):
+        return []
+    else:
+        members = list(vars(inputs).values())
+    # The depth is bounded because objects can refer to each other.
+    if depth == 0:
+        return []
+    return [x for member in members for x in input_tensors(member, depth - 1)]
+
+
+def batch_of(inputs: Sequence[Any]) -> Tensor | list[Tensor] | None:
+    """Return the images of a batch, (B, ...), or as a list of (C, H, W); None if no input is a batch of images."""
+    # Images have more than two axes, unlike the masks and labels that come with them.
+    tensors = [x for x in input_tensors(inputs) if x.ndim > 2]
+    listed = [x for x in tensors if x.ndim == 3 and x.shape[0] in (1, 3, 4)]
+    is_list = bool(listed) and not any(
+        isinstance(x, Tensor) and x.ndim > 2 for x in inputs
+    )
+    if is_list and len(listed) == len(tensors):
+        return listed
+    return next(iter(tensors), None)
 
 
 def beside_images(images: Any) -> dict[str, Any]:

@@ -42,6 +42,7 @@ PARTS: dict[str, set[str]] = {
             "diagnosis",
             "heads",
             "hooks",
+            "images",
             "models",
             "probes",
             "provenance",

@@ -59,6 +59,9 @@ class Attention(ABC):
         query_cut: Positions of the queries' windows, if these lie on another grid than the keys.
         order: Indices of the model's queries and keys in row-by-row order, shapes (N_query,) and (N_key,); None if the
             model's order is not changed in this way.
+        batch: Number of images in the model's batch; None if unknown.
+        image_numbers: Number in that batch of each of the B images; None if unknown.
+        without_maps: Reason why maps of this attention cannot be assigned to images; "" if they can.
         limit: Number of first images that count in sums over images; None for all.
         detailed: Whether the pass over the logits also computes :meth:`content_rows`.
         residual: Function that returns the tokens that enter the block around the layer, (B, N, C), including class and
@@ -78,6 +81,9 @@ class Attention(ABC):
     cut: Windows | None = None
     query_cut: Windows | None = None
     order: tuple[Tensor, Tensor] | None = None
+    batch: int | None = None
+    image_numbers: Sequence[int] | None = None
+    without_maps: str = ""
     limit: int | None = None
     detailed: bool = False
     residual: Callable[[], Tensor | None] | None = None
@@ -156,6 +162,15 @@ class Attention(ABC):
             unknown.
         """
         return None
+
+    @property
+    def shows_batch(self) -> bool:
+        """True if its images are those of the model's batch, all of them in the same order."""
+        numbers = self.image_numbers
+        is_known = self.batch is None or numbers is not None
+        return is_known and (
+            numbers is None or list(numbers) == list(range(self.batch or 0))
+        )
 
     @property
     def heads(self) -> int:

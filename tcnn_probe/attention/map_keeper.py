@@ -15,7 +15,9 @@ from tcnn_probe.attention.layout import Tokens
 from tcnn_probe.attention.receptive_fields import ReceptiveFields
 from tcnn_probe.attention.stream import AttentionListener
 
-__all__ = ["LayerMaps", "MapKeeper", "MapSelection"]
+__all__ = ["NO_CLASS_TOKEN", "LayerMaps", "MapKeeper", "MapSelection"]
+
+NO_CLASS_TOKEN = "it has no class token"
 
 # A grid has rows and columns, or frames, rows and columns.
 Grid = tuple[int, ...]
@@ -142,14 +144,15 @@ class MapKeeper(AttentionListener):
         keys, queries, reason = _grids(attention)
         rows = self._rows(attention, queries)
         heads = self._selection.heads_of(attention.heads)
-        if attention.images != self._images:
-            # It is not known which images these are, as after an early exit.
+        if attention.without_maps and keys is not None:
+            reason, rows = attention.without_maps, {}
+        elif attention.images != self._images:
             reason = f"it saw {attention.images} of {self._images} images"
             rows = {}
         if not heads:
             reason, rows = f"it has {attention.heads} heads", {}
         if keys is None or not rows:
-            self.missing[attention.name] = reason or "it has no class token"
+            self.missing[attention.name] = reason or NO_CLASS_TOKEN
             return
         values_per_image = len(heads) * sum(map(len, rows.values())) * math.prod(keys)
         # Maps are in float32. Counting continues beyond the limit, so that the error can give the total size.
@@ -157,10 +160,13 @@ class MapKeeper(AttentionListener):
         if self._bytes > self._max_bytes:
             return
         arrays = {}
+        # The model may sort its images.
+        numbers = attention.image_numbers or range(attention.images)
+        in_order = torch.tensor(numbers).argsort()
         maps_of = _maps_in_windows if attention.in_windows else _maps_of_images
         for name, indices in rows.items():
             values = maps_of(attention, indices, self._selection)
-            arrays[name] = values.flatten(-2).unflatten(-1, keys)
+            arrays[name] = values.flatten(-2).unflatten(-1, keys)[in_order]
         # The class token is a single query, whose axis is removed.
         if "class_attention" in arrays:
             arrays["class_attention"] = arrays["class_attention"][:, :, 0]

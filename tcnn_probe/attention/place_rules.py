@@ -16,6 +16,7 @@ __all__ = [
     "ATTENTION_FUNCTIONS",
     "Call",
     "Places",
+    "contracted",
     "function_name",
     "is_transpose",
     "nowhere",
@@ -185,6 +186,34 @@ def _multiply(call: Call) -> Sequence[Places]:
     if _is_nowhere(call.places[0]) and first.ndim < second.ndim:
         return []
     return [_mean_of_channels(call.places[0], call.shape)]
+
+
+def contracted(call: Call) -> Places:
+    """Return the numbers of rows after einsum: those on which all operands with known rows agree; None if unknown."""
+    equation = call.args[0]
+    if not isinstance(equation, str) or "->" not in equation or "." in equation:
+        return None
+    operands, result = equation.replace(" ", "").split("->")
+    rows: Places = None
+    for labels, places in zip(operands.split(","), call.places, strict=True):
+        if places is None:
+            return None
+        if _is_nowhere(places):
+            continue
+        slim = unexpanded(places)
+        # The mean of the numbers of several rows is the number of none.
+        lost = [axis for axis, label in enumerate(labels) if label not in result]
+        slim = slim.nanmean(lost, keepdim=True) if lost else slim
+        kept = [labels.index(label) for label in result if label in labels]
+        slim = slim.permute(*kept, *lost).reshape([slim.shape[axis] for axis in kept])
+        slim = slim[tuple(slice(None) if label in labels else None for label in result)]
+        if rows is None:
+            rows = slim
+            continue
+        # Learnt tokens, such as a class token among the queries, have no row of their own.
+        differ = (rows - slim).abs() > 1e-9
+        rows = torch.where(rows.isnan(), slim, rows).masked_fill(differ, torch.inf)
+    return rows
 
 
 def _attend(call: Call) -> Sequence[Places]:

@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -36,9 +36,12 @@ from tcnn_probe.attention.reconstruction import (
 from tcnn_probe.attention.softmax import SoftmaxAttention
 from tcnn_probe.attention.token_grid import FeatureMaps
 from tcnn_probe.attention.token_order import (
+    LOST_IMAGES,
     PlaceTracker,
+    View,
     are_words,
     arrangement_of,
+    images_of_views,
     objection_to_order,
 )
 from tcnn_probe.hooks.forwards import Forward, Forwards
@@ -53,9 +56,12 @@ from tcnn_probe.hooks.interception import (
     SeenUnmeasured,
 )
 from tcnn_probe.hooks.modes import edited, named_in_errors
+from tcnn_probe.images import batch_of, input_tensors
 from tcnn_probe.models import check_model, layer_names
 
 __all__ = ["WHOLE_LAYERS", "AttentionListener", "AttentionStream", "attention_stream"]
+
+A = TypeVar("A", bound=Attention)
 
 WHOLE_LAYERS: tuple[WholeLayers, ...] = (GATED,)
 """Layers whose attention is described as a whole."""
@@ -237,6 +243,9 @@ class AttentionStream:
         self._call: tuple[Any, ...] = ()
         self._followed: set[tuple[Any, ...]] = set()
         self._places: PlaceTracker | None = None
+        self._batch = 0
+        # Reasons why layers have no maps, "" if each row of the batch is an image of the layer.
+        self._without_maps: dict[tuple[Any, str], str] = {}
         self._objections: dict[tuple[Any, str], tuple[str, str]] = {}
         # Positions of words among the keys of a layer, and whether its queries are words.
         self._words: dict[tuple[Any, str], tuple[Arrangement | None, bool]] = {}
@@ -261,6 +270,11 @@ class AttentionStream:
         """Detach from the model. This may be called more than once, and during a forward."""
         self._forwards.detach()
 
+    @property
+    def image_size(self) -> tuple[int, int] | None:
+        """Height and width of the images that were embedded last; None if unknown."""
+        return None if self._maps.patches else self._maps.size
+
     def around(self, count: int) -> tuple[int, int] | None:
         """Return how many of ``count`` tokens come before and after the grid; None if this is unknown."""
         return self._maps.around(count)
@@ -271,7 +285,8 @@ class AttentionStream:
         self, entry: nn.Module, inputs: Sequence[Any], *, continues: bool
     ) -> bool:
         """Ask the listener whether to follow the call; one with an empty batch is not followed."""
-        if any(isinstance(x, Tensor) and x.numel() == 0 for x in inputs):
+        tensors, batch = input_tensors(inputs), batch_of(inputs)
+        if any(x.numel() == 0 for x in tensors):
             return False
         if not self._listener.begins(entry, inputs, continues=continues):
             return False
@@ -282,16 +297,34 @@ class AttentionStream:
         self._maps.enter(
             inputs, whole_model=self._names[entry] == "", continues=continues
         )
-        # The number of images is left out, because the order of tokens does not depend on it.
-        shapes = [tuple(x.shape[1:]) for x in inputs if isinstance(x, Tensor)]
-        self._call = (entry, entry.training, *shapes)
-        if self._call not in self._followed and not has_images:
-            self._places = PlaceTracker(inputs, self._maps.patches)
+        rows = 0 if batch is None else len(batch)
+        if not continues or not self._batch:
+            self._batch = rows
+        # The number of images is left out, because the order of tokens does not depend on it; but a single image shows
+        # nothing of the order of images, and calls of parts can have other rows than the forward.
+        shapes = [tuple(x.shape[1:]) for x in tensors]
+        self._call = (entry, entry.training, rows == 1, rows == self._batch, *shapes)
+        if self._call not in self._followed:
+            self._places = PlaceTracker(
+                tensors,
+                batch if batch is not None and rows == self._batch else (),
+                self._maps.patches,
+                numbers_pixels=not has_images,
+            )
         return True
 
     def modes(self) -> Sequence[TorchFunctionMode]:
         """Return a mode that tracks the places of tokens, in the first forward of each kind."""
         return [] if self._places is None else [self._places]
+
+    def called(self, module: nn.Module, inputs: Sequence[Any]) -> None:
+        """Note the image that enters the patch embedding."""
+        if not self._maps.seeks(module):
+            return
+        with torch._C.DisableTorchFunction():
+            image = self._maps.called(module, inputs)
+            if image is not None and self._places is not None:
+                self._places.see(image)
 
     def asked(self, forward: Forward, request: Seen) -> Answer | None:
         """Reconstruct a softmax attention, or check whether a softmax is multiplied with values."""
@@ -341,6 +374,8 @@ class AttentionStream:
         """Update ``layers`` and ``unsupported``, and notify the listener."""
         shown, ran = self._shown, self._ran
         self._followed.add(self._call)
+        if self._moves_images:
+            self._followed.discard(self._call)
         self._reset()
         # settle() may raise, so the state of the forward is cleared before.
         self.verification.settle()
@@ -375,6 +410,7 @@ class AttentionStream:
         self._tracker = ValueProductTracker()
         self._formed: dict[nn.Module, dict[str, list[Any]]] = {}
         self._places = None
+        self._moves_images = False
 
     def _wants(self, name: str) -> bool:
         return self._wanted is None or name in self._wanted
@@ -408,6 +444,12 @@ class AttentionStream:
                 known_reason = known(module).no_attention_matrix
                 self.unsupported[name if known_reason else layer] = str(reason)
                 return None
+            views: Sequence[View] = ()
+            if self._places is not None:
+                views = self._places.views_of_rows(
+                    attention.rows, module, request.heads
+                )
+            attention = self._assigned(attention, views)
             with without_autocast(attention.source):
                 call = self._call, layer
                 # Reading this waits for a GPU, so it is done once.
@@ -491,6 +533,33 @@ class AttentionStream:
         )
         return replace(attention, layout=changed)
 
+    def _assigned(self, attention: A, views: Sequence[View]) -> A:
+        """Return an attention with the numbers of its images in the batch, or with the reason why it has no maps."""
+        batch = self._batch
+        if not batch or self._maps.words_ask:
+            return attention
+        call = self._call, attention.name
+        numbers: Sequence[int] | None = range(attention.images)
+        if self._places is not None:
+            numbers, reason = images_of_views(views, attention.images)
+            self._without_maps[call] = reason
+        elif call in self._without_maps:
+            reason = self._without_maps[call]
+        else:
+            reason = LOST_IMAGES
+            self._moves_images = True
+        # Images that move in one forward move elsewhere in the next one, which therefore has to be followed, too.
+        if not reason and list(numbers or ()) != list(range(batch)):
+            self._moves_images = True
+            if self._places is None:
+                reason = LOST_IMAGES
+        return replace(
+            attention,
+            batch=batch,
+            image_numbers=None if reason else numbers,
+            without_maps=reason,
+        )
+
     def _objection(self, places: Tensor | None, tokens: Tokens | None) -> str:
         if tokens is None:
             return ""
@@ -506,6 +575,8 @@ class AttentionStream:
             attention = self._whole[layer].describe(
                 layer, inputs[0], formed, name, forward.running
             )
+            views = [] if self._places is None else self._places.views_of(inputs[0])
+            attention = self._assigned(attention, views)
             if self.verification.needed(name) and not edits_of(output):
                 self.verification.add(name, attention.discrepancy(output))
             edit = self._listener.attends(attention)

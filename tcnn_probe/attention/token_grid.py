@@ -20,6 +20,7 @@ from tcnn_probe.attention.layout import (
     Tokens,
 )
 from tcnn_probe.hooks.forwards import Running
+from tcnn_probe.images import batch_of, channel_axis, input_tensors
 
 __all__ = [
     "MOST_SPECIAL",
@@ -56,6 +57,10 @@ class FeatureMaps:
         self.arrangement: Arrangement | None = None
         self.words_ask = False
         self._joins: dict[int, tuple[int, ...]] = {}
+        # The module that embeds patches: the first one with weights that gets an image.
+        self._embedding: nn.Module | None = None
+        self._seeks = False
+        self._picture_channels: set[int] = set()
         self._channels = 0
         self._maps: dict[tuple[int, int], None] = {}
         self._videos: dict[tuple[int, int, int], None] = {}
@@ -66,7 +71,7 @@ class FeatureMaps:
         self, inputs: Sequence[Any], *, whole_model: bool, continues: bool = False
     ) -> None:
         """Begin a call of the model, or of a part that may continue with the images of an earlier part."""
-        tensors = [x for x in inputs if isinstance(x, Tensor)]
+        tensors = input_tensors(inputs)
         x = tensors[0] if tensors else None
         if whole_model and x is not None and x.ndim < 4:
             # Words can come before the images. A tensor with a single channel is a mask.
@@ -81,13 +86,10 @@ class FeatureMaps:
             and not continues
             and tuple(x.shape[2:]) not in self._maps
         ):
-            self.size = None
-            self._channels = 0
-            self._maps.clear()
-            self._videos.clear()
-            self._shapes.clear()
-            self._joins.clear()
-            self.patches = None
+            self._restart()
+            self._embedding, self._picture_channels = None, _channels_of(inputs)
+            self._seeks = bool(self._picture_channels) and not self.is_deep
+        self._seeks &= not continues
         if is_map and x is not None:
             self.images = len(x)
             if self.size is None:
@@ -104,6 +106,46 @@ class FeatureMaps:
         if self.size is not None and whole_model and not is_map:
             self._maps[self.size] = None
             self.patches = self.size[0] * self.size[1]
+
+    def _restart(self) -> None:
+        """Forget the feature maps of another image."""
+        self.size = self.patches = None
+        self._channels = 0
+        for shapes in (self._maps, self._videos, self._shapes, self._joins):
+            shapes.clear()
+
+    def seeks(self, module: nn.Module) -> bool:
+        """Return whether a module that is called may show the image that enters the patch embedding."""
+        return self._seeks or module is self._embedding
+
+    def called(self, module: nn.Module, inputs: Sequence[Any]) -> Tensor | None:
+        """Note the image (n, C, H, W) that a module gets, and return it, if it is what the model makes patches of.
+
+        The image can stand anywhere among the inputs of the model, which may also crop it or make several views of it.
+        Whatever enters the patch embedding is the image.
+        """
+        x = next((x for x in inputs if isinstance(x, Tensor)), None)
+        if x is None or not x.is_floating_point():
+            return None
+        is_image = x.ndim == 4 and x.shape[1] in self._picture_channels
+        # A stem that unfolds the image has no weights.
+        is_layer = isinstance(module, nn.Unfold) or (
+            not module._modules
+            and any(weight is not None for weight in module._parameters.values())
+        )
+        if self._seeks and is_layer and x.ndim > 2:
+            self._embedding, self._seeks = module, False
+            # A model can add channels to the image, such as coordinates, before it embeds patches.
+            is_image |= x.ndim == 4 and isinstance(module, nn.Conv2d)
+        if not is_image:
+            return None
+        size = (x.shape[2], x.shape[3])
+        if (self.images, self.size) != (len(x), size):
+            self._restart()
+            self.images, self.size = len(x), size
+            self._maps[size] = None
+        self._channels = x.shape[1]
+        return x
 
     def _numbered(self, inputs: Sequence[Tensor]) -> Grid | None:
         """Return the grid of patches if the model gets their rows and columns as an input, as FLUX does."""
@@ -293,6 +335,16 @@ class FeatureMaps:
             if fits and self.size == (rows * side, columns * side)
             else None
         )
+
+
+def _channels_of(inputs: Sequence[Any]) -> set[int]:
+    """Return the numbers of channels of images among the inputs, (B, C, H, W), (B, H, W, C) or lists of (C, H, W)."""
+    batch = batch_of(inputs)
+    channels = {x.shape[0] for x in batch} if isinstance(batch, list) else set()
+    for x in input_tensors(inputs):
+        if x.ndim == 4:
+            channels |= {x.shape[1], x.shape[channel_axis(x)]}
+    return channels
 
 
 def _raster(positions: Tensor) -> Grid | None:

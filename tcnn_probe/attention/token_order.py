@@ -1,4 +1,4 @@
-"""Tracking of pixels through a forward, which shows the order of the tokens of each attention.
+"""Tracking of images and their pixels through a forward, which shows the rows and the order of the tokens of attention.
 
 The number of tokens does not show their order: a masked autoencoder shuffles its tokens, Hiera orders them by mask
 unit, and DETR can have as many object queries as there are cells. So each tensor of a forward gets a tensor of places
@@ -8,60 +8,56 @@ move their places, convolutions average them, and a token keeps its place in att
 are computed from shapes and indices; the model itself runs only once. Words that a model gets beside images have the
 places -1, -2, and so on.
 
+In the same way, each row of a batch has a number, which shows the image of each row of an attention: layers may see
+some images only, or in another order, and models may show their layers several views of an image. What enters the patch
+embedding is a view; its pixels are numbered there, because its tokens can be in order although it was cropped or
+flipped.
+
 A tensor without places is unknown: it comes from elsewhere, or from a function that is not tracked. Unknown places
-never raise an objection. If such a tensor is concatenated with a tensor that has places, its elements get infinity.
+never raise an objection; images in unknown rows have no maps. If such a tensor is concatenated with a tensor that has
+places, its elements get infinity.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
-from itertools import compress
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils.weak import WeakTensorKeyDictionary
 
+from tcnn_probe.architectures.lookup import as_rows
+from tcnn_probe.attention.carried_numbers import CarriedNumbers
 from tcnn_probe.attention.layout import Arrangement, Tokens
 from tcnn_probe.attention.place_rules import (
     ATTENTION_FUNCTIONS,
     Call,
     Places,
     function_name,
-    is_transpose,
-    nowhere,
     pixel_numbers,
-    places_after,
     places_of_tokens,
     tensors_in,
     unexpanded,
-    written_places,
 )
 from tcnn_probe.hooks.kernel_calls import is_kernel
 from tcnn_probe.hooks.modes import is_transformed, never_compiled_alone, unseen
 from tcnn_probe.images import channel_axis
 
-__all__ = ["PlaceTracker", "are_words", "arrangement_of", "objection_to_order"]
+__all__ = [
+    "LOST_IMAGES",
+    "PlaceTracker",
+    "View",
+    "are_words",
+    "arrangement_of",
+    "images_of_views",
+    "objection_to_order",
+]
 
 # A wrong order gives a step of -1 pixel or less; rounding errors of places are far below half a pixel.
 _LEAST_STEP = -0.5
-
-_PRODUCTS = ("matmul", "__matmul__", "bmm", "einsum")
-_FILLED = ("zeros", "ones", "full", "empty", "rand", "randn")
-# The outputs of these functions do not depend on the image, even if a tensor argument gives their shape or device.
-_CONSTANTS = (
-    *("arange", "linspace"),
-    *_FILLED,
-    *(f"{name}_like" for name in _FILLED),
-    *(f"new_{name}" for name in _FILLED),
-)
-# Functions that write into their first argument, or into a copy of it.
-_WRITES = (
-    *("__setitem__", "copy_", "masked_scatter", "masked_scatter_"),
-    *("scatter", "scatter_", "index_copy", "index_copy_", "index_put", "index_put_"),
-)
-_ADDITIONS = ("scatter_add", "scatter_add_", "index_add", "index_add_")
+LOST_IMAGES = "which images of the batch reach this layer could not be followed"
+# Means of equal numbers differ from them by rounding; random numbers of rows are further apart.
+_ROUNDING = 1e-9
 
 
 def objection_to_order(places: Places, tokens: Tokens, behind: int) -> str:
@@ -110,59 +106,187 @@ def are_words(places: Places) -> bool:
     return places is not None and bool((places < 0).all())
 
 
+class View(NamedTuple):
+    """A picture that enters the patch embedding.
+
+    Args:
+        image: Number of the image in the model's batch; -1 if it could not be followed.
+        is_whole: Whether the view shows the image upright and to its borders.
+        size: Height and width of the grid of its numbered pixels; None if they are not those of an image.
+    """
+
+    image: int
+    is_whole: bool = True
+    size: tuple[int, int] | None = None
+
+
+def images_of_views(
+    views: Sequence[View], images: int
+) -> tuple[Sequence[int] | None, str]:
+    """Return the number in the batch of each image of an attention; or None and the reason why it has no maps.
+
+    Args:
+        views: Views of the rows, which are the windows of all images.
+        images: Number of images of the attention.
+    """
+    numbers = [view.image for view in views]
+    windows = len(views) // images
+    by_image = [
+        set(numbers[start : start + windows])
+        for start in range(0, len(numbers), windows)
+    ]
+    if -1 in numbers or any(len(shown) > 1 for shown in by_image):
+        return None, LOST_IMAGES
+    numbers = numbers[::windows]
+    if len(set(numbers)) < images:
+        return None, "the model turns each image into several: views, crops or copies"
+    if not all(view.is_whole for view in views):
+        return None, "the model crops, flips or turns images before it embeds patches"
+    return numbers, ""
+
+
 class PlaceTracker(TorchFunctionMode):
-    """Mode that tracks the pixels of images through torch functions.
+    """Mode that tracks images and their pixels through torch functions.
 
     Attributes:
         queries, keys: Places of the queries and keys of the attention that torch is computing, shapes (N_query,) and
             (N_key,), for the first image and head; None if these are unknown.
 
     Args:
-        inputs: Inputs of the model. Tensors (B, C, H, W) are images, and tensors with five axes videos.
+        inputs: Tensors among the inputs of the model. Tensors (B, C, H, W) are images, and tensors with five axes
+            videos.
+        images: Images of the batch, (B, C, H, W) or a list of (C, H, W).
         patches: Number of patches if the model gets patches, (B, patches, C), in place of an image.
+        numbers_pixels: Whether inputs are images, not maps that were computed from them.
     """
 
-    def __init__(self, inputs: Iterable[Any], patches: int | None = None) -> None:
+    def __init__(
+        self,
+        inputs: Sequence[Tensor],
+        images: Tensor | list[Tensor] | tuple[()] = (),
+        patches: int | None = None,
+        *,
+        numbers_pixels: bool = True,
+    ) -> None:
         super().__init__()
         self.queries: Places = None
         self.keys: Places = None
-        # Tensors are weak keys of this table, so that none lives longer than in the model.
-        self._places: Any = WeakTensorKeyDictionary()
-        # For a product of queries and keys, _places has the places of the queries, and this table those of the keys,
-        # shape (N_key,).
-        self._keys: Any = WeakTensorKeyDictionary()
-        tensors = tensors_in(inputs)
-        for image in tensors:
-            if image.ndim == 4:
-                pixels = pixel_numbers(image[0, 0].numel())
-                # All images and channels have equal places, so these are expanded; unexpanded() finds strides of 0.
-                self._places[image] = pixels.view(image.shape[2:]).expand(image.shape)
-            elif image.ndim == 5:
-                pixels = image[:1].narrow(channel_axis(image), 0, 1)
-                self._places[image] = (
-                    pixel_numbers(pixels.numel()).view(pixels.shape).expand(image.shape)
-                )
-            elif image.ndim == 3 and image.shape[1] == patches:
-                places = pixel_numbers(image.shape[1])[:, None]
-                self._places[image] = places.expand(image.shape)
+        self._rows: Places = None
+        self._pixels = CarriedNumbers()
+        # Each view has a random number here, so that a mean over several views is the number of none.
+        self._views_of = CarriedNumbers(of_rows=True)
+        self._generator = torch.Generator().manual_seed(0)
+        self._numbers = torch.empty(0, dtype=torch.float64)
+        self._views: list[View] = []
+        for number, image in enumerate(images if isinstance(images, list) else ()):
+            view = self._enter([View(number, size=_size_of(image[None]))])
+            self._views_of[image] = view[0].expand(image.shape)
+            self._pixels[image] = _pixels_of(image[None])[0]
+        for tensor in inputs:
+            if tensor in self._views_of:
+                continue
+            if tensor.ndim and len(tensor) == len(images):
+                rows = range(len(tensor))
+                views = [View(row, size=_size_of(tensor)) for row in rows]
+                by_row = self._enter(views).view(-1, *(1 for _ in tensor.shape[1:]))
+                self._views_of[tensor] = by_row.expand(tensor.shape)
+            if not numbers_pixels:
+                continue
+            if tensor.ndim in (4, 5):
+                self._pixels[tensor] = _pixels_of(tensor)
+            elif tensor.ndim == 3 and tensor.shape[1] == patches:
+                places = pixel_numbers(tensor.shape[1])[:, None]
+                self._pixels[tensor] = places.expand(tensor.shape)
         # If there is no image, integers and vectors can represent one, for example as codes of its patches.
-        if len(self._places):
-            self._follow_words(tensors)
+        if len(self._pixels):
+            self._follow_words(inputs)
+
+    def _enter(self, views: Sequence[View]) -> Tensor:
+        """Add views, and return their numbers, shape (views,)."""
+        numbers = torch.rand(
+            len(views), generator=self._generator, dtype=torch.float64, device="cpu"
+        )
+        self._numbers = torch.cat([self._numbers, numbers])
+        self._views += views
+        return numbers
+
+    def see(self, image: Tensor) -> None:
+        """Give numbers to the views (n, C, H, W) that enter the patch embedding, and their pixels.
+
+        Tokens are then in order if they are in that of the view, whatever the model did to the image before.
+        """
+        with unseen(), suppress(Exception):
+            sources = self.views_of(image)
+            pixels = self._pixels.of(image)
+            views = [
+                View(
+                    source.image,
+                    source.is_whole and _is_whole(pixels, row, source.size),
+                    _size_of(image),
+                )
+                for row, source in enumerate(sources)
+            ]
+            numbers = self._enter(views)
+            self._views_of[image] = numbers.view(-1, 1, 1, 1).expand(image.shape)
+            self._pixels[image] = _pixels_of(image)
+
+    def views_of(self, tensor: Tensor) -> Sequence[View]:
+        """Return the views that the rows of a tensor show."""
+        return self._views_with(self._views_of.of(tensor), len(tensor))
+
+    def views_of_rows(
+        self, rows: int, module: nn.Module, heads: int | None
+    ) -> Sequence[View]:
+        """Return the views of the rows of the attention that torch is computing.
+
+        Args:
+            rows: Number of rows.
+            module: Module that attends.
+            heads: Axis of the heads in torch's arguments, if the call shows it.
+        """
+        numbers = self._rows
+        with suppress(Exception):
+            if numbers is not None:
+                numbers = (
+                    numbers[None, ..., :1] if numbers.ndim < 3 else numbers[..., :1]
+                )
+                if numbers.shape[:-2].numel() == rows:
+                    numbers = numbers.flatten(0, -3)
+                else:
+                    numbers = as_rows(numbers, module, heads)[:, 0]
+            return self._views_with(numbers, rows)
+        return [View(-1, False)] * rows
+
+    def _views_with(self, numbers: Places, rows: int) -> Sequence[View]:
+        """Return the view of each row, whose number all of the row has, except for what comes from parameters."""
+        lost = View(-1, False)
+        if numbers is None or not self._views:
+            return [lost] * rows
+        by_row = unexpanded(numbers).expand(rows, *[-1] * (numbers.ndim - 1))
+        by_row = by_row.flatten(1)
+        least = by_row.nan_to_num(torch.inf, posinf=torch.inf).amin(1)
+        most = by_row.nan_to_num(-torch.inf, posinf=torch.inf).amax(1)
+        distances, indices = (least[:, None] - self._numbers).abs().min(1)
+        is_known = (distances < _ROUNDING) & (most - least < _ROUNDING)
+        return [
+            self._views[index] if known else lost
+            for index, known in zip(indices.tolist(), is_known.tolist(), strict=True)
+        ]
 
     def _follow_words(self, inputs: Sequence[Tensor]) -> None:
         """Assign places to words, (B, N), and to vectors of words, (B, N, C)."""
         for tensor in inputs:
-            if tensor in self._places:
+            if tensor in self._pixels:
                 continue
             # Integers that are only 0 and 1 are a mask of words.
             is_ids = tensor.ndim == 2 and tensor.dtype in (torch.int32, torch.int64)
             if is_ids and bool((tensor > 1).any()):
-                self._places[tensor] = (-1 - pixel_numbers(tensor.shape[1])).expand(
+                self._pixels[tensor] = (-1 - pixel_numbers(tensor.shape[1])).expand(
                     tensor.shape
                 )
             elif tensor.ndim == 3 and tensor.is_floating_point():
                 places = -1 - pixel_numbers(tensor.shape[1])
-                self._places[tensor] = places[:, None].expand(tensor.shape)
+                self._pixels[tensor] = places[:, None].expand(tensor.shape)
 
     @never_compiled_alone
     def __torch_function__(
@@ -191,10 +315,19 @@ class PlaceTracker(TorchFunctionMode):
         kwargs: Mapping[str, Any],
     ) -> None:
         """Find the places of queries and keys before torch computes attention."""
-        self.queries = self.keys = None
+        self.queries = self.keys = self._rows = None
+        name = function_name(func)
+        if (
+            name != "softmax"
+            and name not in ATTENTION_FUNCTIONS
+            and not is_kernel(func)
+        ):
+            return
         with unseen(), suppress(Exception):
             inputs = tensors_in((*args, *kwargs.values()))
-            self.queries, self.keys = self._sides(func, inputs)
+            queries, keys = self._pixels.sides(func, inputs)
+            self.queries, self.keys = places_of_tokens(queries), places_of_tokens(keys)
+            self._rows = self._views_of.sides(func, inputs)[0]
 
     @torch.compiler.disable
     def _hear(
@@ -207,113 +340,43 @@ class PlaceTracker(TorchFunctionMode):
         """Track a function that has run."""
         with unseen(), suppress(Exception):
             inputs = tensors_in((*args, *kwargs.values()))
-            if not is_transformed(inputs):
-                places = [self._of(tensor) for tensor in inputs]
-                outputs = tensors_in((output,))
-                self._follow(Call(func, args, kwargs, inputs, places, outputs))
+            if is_transformed(inputs):
+                return
+            outputs = tensors_in((output,))
+            for table in (self._pixels, self._views_of):
+                with suppress(Exception):
+                    places = [table.of(tensor) for tensor in inputs]
+                    table.follow(Call(func, args, kwargs, inputs, places, outputs))
 
-    def _sides(
-        self, func: Callable[..., Any], inputs: Sequence[Tensor]
-    ) -> tuple[Places, Places]:
-        """Return the places of queries and keys if the function computes attention."""
-        name = function_name(func)
-        # Logits have the places of their queries; those of the keys were stored when the product was computed.
-        if name == "softmax":
-            return places_of_tokens(self._of(inputs[0])), self._keys.get(inputs[0])
-        if name not in ATTENTION_FUNCTIONS and not is_kernel(func):
-            return None, None
-        queries, keys = (self._of(tokens) for tokens in inputs[:2])
-        if is_kernel(func) and "scaled_dot_product" not in name:
-            # Tensors are (B, N, heads, d). In packed tensors (N, heads, d), the tokens of each image are unknown.
-            queries, keys = (
-                None if x is None or x.ndim < 4 else x.transpose(1, 2)
-                for x in (queries, keys)
-            )
-        if name == "multi_head_attention_forward":  # tokens first, (N, B, d) or (N, d)
-            queries, keys = (
-                None if x is None else x.movedim(0, -2) for x in (queries, keys)
-            )
-        return places_of_tokens(queries), places_of_tokens(keys)
 
-    def _of(self, tensor: Tensor) -> Places:
-        if isinstance(tensor, nn.Parameter):
-            return nowhere(tensor.shape)
-        return self._places.get(tensor)
+def _pixels_of(image: Tensor) -> Tensor:
+    """Return the numbers of the pixels of images or videos."""
+    # All images and channels have equal places, so these are expanded; unexpanded() finds strides of 0.
+    pixels = image[:1].narrow(channel_axis(image), 0, 1)
+    return pixel_numbers(pixels.numel()).view(pixels.shape).expand(image.shape)
 
-    def _follow(self, call: Call) -> None:
-        """Assign places to the outputs of a function."""
-        name = function_name(call.func)
-        # A list holds constants, such as sizes of maps; an array of NumPy may hold the image itself.
-        is_list = name in ("tensor", "as_tensor") and isinstance(call.args[0], list)
-        if name in _CONSTANTS or (is_list and not call.inputs):
-            for output in call.outputs:
-                self._places[output] = nowhere(output.shape)
-            return
-        if name in _WRITES or name in _ADDITIONS:
-            self._follow_writing(name, call)
-            return
-        logits = [x in self._keys for x in call.inputs]
-        if any(logits[:1]) and is_transpose(call.outputs[0], call.inputs[0]):
-            self._exchange_sides(call.inputs[0], call.outputs[0])
-            return
-        if any(logits) and name not in _PRODUCTS:
-            # A mask that is added to logits does not change the places of queries.
-            call = replace(
-                call,
-                inputs=[*compress(call.inputs, logits)],
-                places=[*compress(call.places, logits)],
-            )
-        for output in call.outputs:
-            self._follow_keys(name, call, output)
-            # An in-place function returns its input, whose places are no longer valid.
-            self._places.pop(output, None)
-        if not call.outputs:
-            return
-        for output, places in zip(call.outputs, places_after(name, call), strict=False):
-            if places is not None and places.shape == output.shape:
-                self._places[output] = places
 
-    def _follow_writing(self, name: str, call: Call) -> None:
-        """Follow tokens that are written into another tensor."""
-        target, places = call.inputs[0], call.places[0]
-        written = [target] if name.endswith("_") else call.outputs
-        # Overwriting parts of a map, as MViT does to add positional biases, moves no tokens. But an empty tensor may be
-        # filled with tokens in any order.
-        if places is not None and not bool(unexpanded(places).isnan().any()):
-            for output in written:
-                self._places[output] = places
-            return
-        for tensor in (*written, *self._sharing(target)):
-            self._places.pop(tensor, None)
-        if places is not None and name in _WRITES:
-            for output in written:
-                self._places[output] = written_places(call)
+def _size_of(images: Tensor) -> tuple[int, int] | None:
+    """Return height and width of images, (B, C, H, W) or (B, H, W, C); None for other tensors."""
+    if images.ndim != 4:
+        return None
+    sides = list(images.shape[1:])
+    del sides[channel_axis(images) - 1]
+    return sides[0], sides[1]
 
-    def _sharing(self, target: Tensor) -> list[Tensor]:
-        """Return the tensors with places that share memory with this one, as views do."""
-        memory = target.untyped_storage().data_ptr()
-        return [x for x in self._places if x.untyped_storage().data_ptr() == memory]
 
-    def _exchange_sides(self, logits: Tensor, transpose: Tensor) -> None:
-        """Follow a transpose of logits, as Grounding DINO uses them in both directions between image and text."""
-        queries = places_of_tokens(self._of(logits))
-        self._places[transpose] = self._keys[logits][:, None].expand(transpose.shape)
-        if queries is not None:
-            self._keys[transpose] = queries
-
-    def _follow_keys(self, name: str, call: Call, output: Tensor) -> None:
-        """Store the places of a product's keys, also after scaling, masking and reshaping."""
-        if name in _PRODUCTS and len(call.inputs) == 2:
-            # The second operand is (..., d, N_key), except in einsum, where it may be (..., N_key, d).
-            operand = call.places[1]
-            if operand is not None and name != "einsum":
-                operand = operand.mT
-            keys = places_of_tokens(operand)
-            if keys is not None and len(keys) == output.shape[-1]:
-                self._keys[output] = keys
-            return
-        for source in call.inputs:
-            keys = self._keys.get(source)
-            # Scaling, masking and merging of leading axes do not move queries and keys.
-            if keys is not None and source.shape[-2:] == output.shape[-2:]:
-                self._keys[output] = keys
+def _is_whole(pixels: Places, row: int, size: tuple[int, int] | None) -> bool:
+    """Return whether a row of (n, C, H, W) shows an image of this size upright and as a whole, as far as is known."""
+    if pixels is None or size is None:
+        return True
+    height, width = size
+    corners = pixels[row, 0][[0, 0, -1], [0, -1, 0]].tolist()
+    across = width, corners[1] - corners[0], pixels.shape[3]
+    down = height, (corners[2] - corners[0]) / width, pixels.shape[2]
+    for side, distance, cells in (across, down):
+        # The centres of the first and the last cell lie half a cell inside. A pixel is lost where a side is no multiple
+        # of the cell's. Padding is NaN, and says nothing.
+        missing = side - distance
+        if missing <= 0 or missing > 1 + 1.5 * max(1, side / cells):
+            return False
+    return True

@@ -1,11 +1,18 @@
 """Class attention as a map: the weights of the class token over the patches."""
 
 import sys
+import warnings
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
 
-from tcnn_probe.attention.map_keeper import LayerMaps, MapKeeper, MapSelection
+from tcnn_probe.attention.map_keeper import (
+    NO_CLASS_TOKEN,
+    LayerMaps,
+    MapKeeper,
+    MapSelection,
+)
 from tcnn_probe.attention.receptive_fields import ReceptiveFields
 from tcnn_probe.attention.stream import AttentionStream
 from tcnn_probe.attribution.layer_choice import (
@@ -62,7 +69,9 @@ def class_attention(
     finally:  # not closing(), whose __enter__ can be interrupted
         stream.close()
     maps_by_layer = {maps.layer: maps for maps in keeper.maps}
-    name = _choose(maps_by_layer, layer, stream.unsupported | keeper.missing)
+    maps_by_layer = {maps.layer: maps for maps in keeper.maps}
+    missing = stream.unsupported | keeper.missing
+    name = _choose(maps_by_layer, layer, missing, list(stream.layers))
     maps = maps_by_layer[name].arrays.get("class_attention")
     if maps is None:
         maps = maps_by_layer[name].arrays["attention_by_class"][
@@ -72,9 +81,12 @@ def class_attention(
 
 
 def _choose(
-    maps_by_layer: dict[str, LayerMaps], layer: str | None, missing: dict[str, str]
+    maps_by_layer: dict[str, LayerMaps],
+    layer: str | None,
+    missing: dict[str, str],
+    order: Sequence[str],
 ) -> str:
-    """Return the name of the layer to show."""
+    """Return the name of the layer to show, with a warning if later layers should be shown but have no maps."""
     if layer is not None:
         if layer not in maps_by_layer:
             reason = f": {missing[layer]}" if layer in missing else ""
@@ -95,4 +107,15 @@ def _choose(
         # Only class tokens are queries, so the layer was designed for such maps.
         if maps.queries is None:
             return name
-    return list(maps_by_layer)[-1]
+    name = list(maps_by_layer)[-1]
+    # In a model whose layers lose their grid, by pruning tokens for example, an early layer is not what is asked for.
+    later = [layer for layer in order[order.index(name) :] if layer in missing]
+    lost = [layer for layer in later if missing[layer] != NO_CLASS_TOKEN]
+    if lost:
+        warnings.warn(
+            f"the class attention shown is that of {name!r}: {len(lost)} later layers, up to {lost[-1]!r}, have no map "
+            f"({missing[lost[-1]]})",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+    return name

@@ -86,9 +86,12 @@ class _TokenFlow:
                 f"rollout follows tokens through attention alone, and around the GPSA layer {name!r} convolutions move "
                 f"them as well. {WITHOUT_CLASS_TOKEN}"
             )
-        if attention.windows == 1 and attention.images != self._images:
+        if attention.windows == 1 and not attention.shows_batch:
+            reason = attention.without_maps or (
+                f"it sees {attention.images} of {self._images}, or in another order"
+            )
             raise UnsupportedMethodError(
-                f"rollout needs all {self._images} images in every layer; {name!r} saw {attention.images}"
+                f"rollout needs all {self._images} images in every layer; {name!r} saw {attention.images}: {reason}"
             )
         if attention.windows > 1:
             raise UnsupportedMethodError(

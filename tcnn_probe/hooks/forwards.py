@@ -59,6 +59,9 @@ class Listener(Protocol):
     def modes(self) -> Sequence[TorchFunctionMode]:
         """Return function modes to enter during the forward that has begun."""
 
+    def called(self, module: nn.Module, inputs: Sequence[Any]) -> None:
+        """Handle the call of a module, before it runs, with its positional inputs."""
+
     def asked(self, forward: "Forward", request: Seen) -> Answer | None:
         """Handle a call of torch in the innermost running module, and return an edit of its output, or None."""
 
@@ -300,7 +303,9 @@ class Forward(Call):
     # while compiling.
     def _called(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         if not torch.compiler.is_compiling() and self._is_followed(module):
-            self._stack.append((module, [without_nested(x) for x in args]))
+            inputs = [without_nested(x) for x in args]
+            self._stack.append((module, inputs))
+            self._listener.called(module, inputs)
 
     def _returned(self, module: nn.Module, args: tuple[Any, ...], *rest: Any) -> Any:
         if torch.compiler.is_compiling():

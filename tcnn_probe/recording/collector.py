@@ -17,6 +17,7 @@ from tcnn_probe.attention.layout import GivenTokens
 from tcnn_probe.attention.patterns import Pattern
 from tcnn_probe.attention.stream import AttentionListener, AttentionStream
 from tcnn_probe.hooks.modes import edited, hidden_depth, named_in_errors
+from tcnn_probe.images import batch_of, input_tensors
 from tcnn_probe.models import layer_names, unwrap
 from tcnn_probe.probes import ForwardCall, NotMeasuredError, Probe
 from tcnn_probe.probes.anatomy import ANATOMY
@@ -65,9 +66,10 @@ class _Measured:
         probe: Probe that measured it.
         values: Values by variable, of the images within ``max_images``.
         patterns: Sums over these images.
-        images: Number of images in the forward.
-        before: Number of images that the layer has seen earlier in the epoch.
-        rows: Indices in the forward of the images whose maps are kept.
+        batch: Number of images in the forward.
+        before: Number of images of the epoch before this forward.
+        rows: Indices in the layer's measurements of the images whose maps are kept.
+        numbers: Numbers in the forward of these images.
         maps: Maps of the images in ``rows``.
     """
 
@@ -76,9 +78,10 @@ class _Measured:
     probe: Probe
     values: Mapping[str, Tensor]
     patterns: Mapping[str, Pattern]
-    images: int
+    batch: int
     before: int
     rows: Sequence[int]
+    numbers: Sequence[int]
     maps: Mapping[str, Tensor]
 
 
@@ -142,6 +145,8 @@ class Collector(AttentionListener):
         self._forwards = 0
         self._called_parts: dict[str, None] = {}
         self._is_chosen = False
+        # Images of the epoch's forwards before this one, and of this one, as far as it has shown any.
+        self._before = self._batch = 0
         self._measuring: dict[nn.Module, list[Accumulator]] = {}
         self._parts: dict[nn.Module, Mapping[str, nn.Module]] = {}
         self._attach_probes()
@@ -270,12 +275,17 @@ class Collector(AttentionListener):
         if self.pauses or not self._is_chosen:
             return False
         self._clear()
+        if not continues:
+            self._before, self._batch = self._image_hashes.passed, 0
+        if not self._batch:
+            batch = batch_of(inputs)
+            self._batch = 0 if batch is None else len(batch)
         self._image_hashes.begins(inputs, continues=continues)
         # The name is empty for the model and for a wrapper around it.
         self._whole_model = self._names[entry] == ""
         if not self._whole_model:
             self._called_parts[self._names[entry]] = None
-        shapes = tuple(x.shape[1:] for x in inputs if isinstance(x, Tensor))
+        shapes = tuple(x.shape[1:] for x in input_tensors(inputs))
         # Tokens that come without an image are those of the images before.
         has_images = self._whole_model or any(len(shape) > 2 for shape in shapes)
         if not continues and (has_images or self._image_size is None):
@@ -514,17 +524,41 @@ class Collector(AttentionListener):
                 self._note_missing(layer, ["cell_pixels"], UNKNOWN_CELLS)
             else:
                 values["cell_pixels"] = torch.full((images,), side)[: call.limit]
-        before = self._images_before(layer, probe)
+        before, batch = self._images_before(layer, probe), images
         self._pending_images[layer, probe.kind] += images
         rows: list[int] = []
+        numbers: Sequence[int] = range(images)
         maps: Mapping[str, Tensor] = {}
+        without_maps = ""
+        if self._batch:
+            before, batch = self._before, self._batch
+            if isinstance(call, Attention):
+                numbers, without_maps = call.image_numbers or (), call.without_maps
+                # A layer without a grid has no maps of any image.
+                if without_maps and call.layout.keys is None:
+                    without_maps = call.layout.reason
+            elif images != batch:
+                numbers, without_maps = (), f"it has {images} rows for {batch} images"
         if probe.maps is not None:
             map_images = self._map_images[probe.kind]
+            # The maps of a layer that is called twice in a forward are those of its first call.
+            taken = {
+                number
+                for measured in self._pending
+                if (measured.layer, measured.probe) == (layer, probe)
+                for number in measured.numbers
+            }
             rows = [
-                row for row in range(images)[: call.limit] if before + row in map_images
+                row
+                for row, number in enumerate(numbers[: call.limit])
+                if before + number in map_images and number not in taken
             ]
             if rows:
                 maps = probe.maps(call, rows)
+            elif without_maps and map_images.intersection(
+                range(before, before + batch)
+            ).difference(before + number for number in taken):
+                self._note_missing(layer, probe.image_variables, without_maps)
         if MAPS_BY_CLASS in maps:
             # The classifier may have been replaced since the first check.
             self._sampling.classes.check(layer, maps[MAPS_BY_CLASS].shape[1])
@@ -537,13 +571,27 @@ class Collector(AttentionListener):
                 call.layout.reason,
             )
         return _Measured(
-            layer, call.module, probe, values, patterns, images, before, rows, maps
+            layer=layer,
+            module=call.module,
+            probe=probe,
+            values=values,
+            patterns=patterns,
+            batch=batch,
+            before=before,
+            rows=rows,
+            numbers=[numbers[row] for row in rows],
+            maps=maps,
         )
 
     def _cell_pixels(self, attention: Attention) -> float | None:
         """Return the side of a cell in pixels of the input; None if it is unknown, or cells are not square."""
         # Images are (C, H, W), videos (T, C, H, W) or (C, T, H, W), here without the dimension of the batch.
-        size = next((shape for shape in self._image_size if len(shape) > 2), None)
+        size: Sequence[int] | None = self.stream.image_size
+        if size is None:
+            size = next((shape for shape in self._image_size if len(shape) > 2), None)
+        # A model that crops, pads or resizes images embeds others than it gets.
+        elif not any(size in (shape[-2:], shape[:2]) for shape in self._image_size):
+            return None
         if size is None or attention.cells is None:
             return None
         (height, width), (rows, columns) = size[-2:], attention.cells
@@ -556,11 +604,12 @@ class Collector(AttentionListener):
         accumulator.add_patterns(measured.patterns, counts=not measured.values)
         if MAPS_BY_CLASS in maps:
             maps, reason = select_classes(
-                maps, self._sampling.classes, output, measured.rows, measured.images
+                maps, self._sampling.classes, output, measured.numbers, measured.batch
             )
             if reason:
                 self._note_missing(measured.layer, probe.class_variables, reason)
-        accumulator.add_maps([measured.before + row for row in measured.rows], maps)
+        numbers = [measured.before + number for number in measured.numbers]
+        accumulator.add_maps(numbers, maps)
 
     def _class_counts(self) -> dict[str, int]:
         """Return the number of classes of each pool with a token per class, if it or a part of it is measured."""

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from tcnn_probe.images import batch_of, channel_axis
 from tcnn_probe.models import unwrap
 
 __all__ = ["WEIGHTS", "ImageHashes", "ResumedWeights", "weights_fingerprint"]
@@ -23,6 +24,9 @@ _SAMPLED = 16
 class ImageHashes:
     """Hashes of the images whose maps are kept, by number in the epoch, from a sample of their values.
 
+    Attributes:
+        passed: Number of images of the forwards that have ended.
+
     Args:
         numbers: Numbers of the images.
     """
@@ -36,7 +40,7 @@ class ImageHashes:
 
     def reset(self) -> None:
         """Start the next epoch."""
-        self._passed = 0
+        self.passed = 0
         self._has_images = False
         self._samples: dict[int, Tensor] = {}
         self._pending: tuple[int, dict[int, Tensor]] = (0, {})
@@ -44,15 +48,17 @@ class ImageHashes:
     def begins(self, inputs: Sequence[Any], *, continues: bool = False) -> None:
         """Copy values of the chosen images from the inputs of a measured call, unless its forward has shown images."""
         self._has_images &= continues
-        # Images have more than two axes, unlike the masks and labels that come with them.
-        batch = next((x for x in inputs if isinstance(x, Tensor) and x.ndim > 2), None)
+        batch = batch_of(inputs)
         self._pending = (0, {})
         if batch is None or self._has_images:
             return
+        if isinstance(batch, Tensor) and batch.ndim == 4:
+            # The hash does not depend on the place of the channels.
+            batch = batch.movedim(channel_axis(batch), 1)
         samples = {}
         step = max(1, batch[0].numel() // self.SAMPLES)
         for number in self._numbers:
-            row = number - self._passed
+            row = number - self.passed
             if 0 <= row < len(batch):
                 # The values are copied, because a view would keep the whole batch in memory.
                 samples[number] = batch[row].detach().flatten()[::step].clone()
@@ -62,7 +68,7 @@ class ImageHashes:
         """Count the images of the call that has ended, and keep its samples."""
         count, samples = self._pending
         self._has_images |= count > 0
-        self._passed += count
+        self.passed += count
         self._samples |= samples
 
     def read(self) -> dict[str, str]:

@@ -615,9 +615,9 @@ def test_pixels_are_followed_once_for_each_size(
     followed: list[torch.Size] = []
 
     class Counted(PlaceTracker):
-        def __init__(self, inputs: Any, patches: int | None) -> None:
+        def __init__(self, inputs: Any, *rest: Any, **options: Any) -> None:
             followed.extend(x.shape for x in inputs)
-            super().__init__(inputs, patches)
+            super().__init__(inputs, *rest, **options)
 
     monkeypatch.setattr(stream_module, "PlaceTracker", Counted)
     model = Ordered(RASTER).eval()

@@ -1,0 +1,341 @@
+"""Each map is that of its image, whichever rows of the batch reach a layer and wherever the image enters the model."""
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import timm
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import tcnn_probe
+
+IMAGES, HEADS, SIZE, PATCH = 5, 3, (28, 44), 4
+GRID = (SIZE[0] // PATCH, SIZE[1] // PATCH)
+# Maps are stored in half precision, rounded once.
+HALF = 2**-10
+MAPS = f"maps/{HEADS}x{GRID[0]}x{GRID[1]}"
+
+
+class Block(nn.Module):
+    num_heads = HEADS
+
+    def __init__(self, *, fused: bool = True) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(12, 36)
+        self.qkv.weight.data.mul_(5)  # so that images differ in their attention
+        self.fused = fused
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).unflatten(-1, (3, HEADS, 4)).permute(2, 0, 3, 1, 4)
+        attended = (
+            F.scaled_dot_product_attention(q, k, v)
+            if self.fused
+            else (q @ k.mT / 2).softmax(-1) @ v
+        )
+        return x + attended.transpose(1, 2).flatten(2)
+
+
+class Selective(nn.Module):
+    """Model whose second block gets some rows of the first one's tokens."""
+
+    def __init__(
+        self, select: Callable[[Tensor], Tensor], *, fused: bool = True
+    ) -> None:
+        super().__init__()
+        self.patches = nn.Conv2d(3, 12, PATCH, PATCH)
+        self.first, self.second = Block(fused=fused), Block(fused=fused)
+        self.select = select
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(self.patches(x).flatten(2).mT)
+        return self.second(self.select(x)).mean(1)
+
+
+def written(order: list[int]) -> Callable[[Tensor], Tensor]:
+    def write(x: Tensor) -> Tensor:
+        rows = torch.zeros_like(x)
+        for place, row in enumerate(order):
+            rows[place] = x[row]
+        return rows
+
+    return write
+
+
+PERMUTATION = [3, 0, 4, 2, 1]
+# Selections of rows, with the images that they show, in order; None if they cannot be followed.
+SELECTIONS: dict[str, tuple[Callable[[Tensor], Tensor], list[int] | None]] = {
+    "all": (lambda x: x, list(range(IMAGES))),
+    "early exit": (
+        lambda x: x[torch.tensor([False, True, False, True, True])],
+        [1, 3, 4],
+    ),
+    "random subset": (lambda x: x[torch.tensor([4, 2])], [4, 2]),
+    "sorted": (lambda x: x[torch.tensor(PERMUTATION)], PERMUTATION),
+    "index_select": (lambda x: x.index_select(0, torch.tensor([2, 0])), [2, 0]),
+    "gather": (
+        lambda x: x.gather(0, torch.tensor(PERMUTATION)[:, None, None].expand_as(x)),
+        PERMUTATION,
+    ),
+    "flip": (lambda x: x.flip(0), [4, 3, 2, 1, 0]),
+    "cat": (lambda x: torch.cat([x[3:], x[:2]]), [3, 4, 0, 1]),
+    "written": (written(PERMUTATION), PERMUTATION),
+    "copied": (lambda x: torch.empty_like(x).copy_(x.flip(0)), [4, 3, 2, 1, 0]),
+    # Each row is a sum over all rows, of which the weights show a single one.
+    "product": (
+        lambda x: (torch.eye(IMAGES)[PERMUTATION] @ x.flatten(1)).view_as(x),
+        None,
+    ),
+    "einsum": (
+        lambda x: torch.einsum("ij,jnc->inc", torch.eye(IMAGES)[PERMUTATION], x),
+        None,
+    ),
+    "numpy": (lambda x: torch.from_numpy(x.numpy()[::-1].copy()), None),
+}
+
+
+def received(recorder: Any, layer: str = "second") -> np.ndarray:
+    """Return the recorded maps of a layer, (images, ...)."""
+    maps = recorder.tree[MAPS].attention_received
+    return maps.sel(layer=layer, epoch=0).transpose("image", ...).values
+
+
+def pictures(count: int = IMAGES) -> Tensor:
+    return torch.randn(count, 3, *SIZE, generator=torch.Generator().manual_seed(1))
+
+
+@pytest.mark.filterwarnings("ignore:no maps")
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("name", SELECTIONS)
+def test_maps_are_those_of_the_images_that_reach_the_layer(
+    name: str, fused: bool
+) -> None:
+    select, shown = SELECTIONS[name]
+    torch.manual_seed(0)
+    model = Selective(lambda x: x, fused=fused).eval()
+    # The second batch shows whether images are numbered by the model's batch, not by what the layer saw.
+    batches = pictures(2 * IMAGES).split(IMAGES)
+    by_batch = []
+    for batch in batches:
+        tokens = model.first(model.patches(batch).flatten(2).mT)
+        q, k, _ = (
+            model.second.qkv(tokens).double().unflatten(-1, (3, HEADS, 4)).unbind(2)
+        )
+        logits = torch.einsum("nqhd,nkhd->nhqk", q, k) / 2
+        by_batch.append(logits.softmax(-1).mean(2).unflatten(-1, GRID))
+    expected = torch.stack(by_batch).detach().numpy()
+    model.select = select
+    with tcnn_probe.record(model, images=2 * IMAGES) as recorder, torch.no_grad():
+        for batch in batches:
+            model(batch)
+        recorder.mark(epoch=0)
+    images = recorder.dataset.images.sel(layer="second").values
+    assert images == 2 * (IMAGES if shown is None else len(shown))
+    if shown is None:
+        reason = recorder.missing["attention_received"]["second"]
+        assert "could not be followed" in reason
+        return
+    assert not recorder.missing
+    got = received(recorder).reshape(2, IMAGES, HEADS, *GRID)
+    for image in range(IMAGES):
+        if image in shown:
+            np.testing.assert_allclose(
+                got[:, image], expected[:, image], rtol=HALF, atol=1e-6
+            )
+        else:
+            assert np.isnan(got[:, image]).all()
+
+
+@pytest.mark.filterwarnings("ignore:no maps")
+def test_images_that_move_only_in_some_forwards_get_no_other_maps() -> None:
+    """The first forward shows nothing of a later selection: that one has no maps, and the next one is followed."""
+    torch.manual_seed(0)
+    model = Selective(lambda x: x).eval()
+    batch = pictures()
+    with tcnn_probe.record(model, images=3 * IMAGES) as recorder, torch.no_grad():
+        model(batch)
+        model.select = lambda x: x[[4, 2]]
+        model(batch)
+        model(batch)
+        recorder.mark(epoch=0)
+    got = received(recorder)
+    seen = [image for image in range(3 * IMAGES) if not np.isnan(got[image]).any()]
+    assert seen == [0, 1, 2, 3, 4, 12, 14]
+    np.testing.assert_allclose(got[[12, 14]], got[[2, 4]], atol=1e-6)
+
+
+def vit() -> nn.Module:
+    torch.manual_seed(0)
+    options = {"embed_dim": 12, "num_heads": HEADS, "depth": 2, "patch_size": PATCH}
+    model = timm.create_model("vit_tiny_patch16_224", img_size=SIZE, **options)
+    return model.eval()
+
+
+@dataclasses.dataclass
+class Batch:
+    label: Tensor
+    image: Tensor
+
+
+class Step(nn.Module):
+    """Wrapper of a vision transformer, as a LightningModule is."""
+
+    def __init__(self, net: nn.Module, forward: Callable[..., Any]) -> None:
+        super().__init__()
+        self.net = net
+        self._forward = forward
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self._forward(self.net, *args, **kwargs)
+
+
+LABELS = torch.arange(3)
+# How a batch of images is passed to a wrapper, and the wrapper's forward.
+CALLS: dict[str, tuple[Callable[[Tensor], tuple[Any, ...]], Callable[..., Any]]] = {
+    "batch and number": (
+        lambda x: ([x, LABELS], 0),
+        lambda net, batch, i: net(batch[0]),
+    ),
+    "labels first": (lambda x: ((LABELS, x),), lambda net, batch: net(batch[1])),
+    "dict": (
+        lambda x: ({"id": ["a"] * 3, "data": {"image": x}},),
+        lambda net, batch: net(batch["data"]["image"]),
+    ),
+    "dataclass": (lambda x: (Batch(LABELS, x),), lambda net, batch: net(batch.image)),
+    "list of images": (
+        lambda x: (list(x),),
+        lambda net, batch: net(torch.stack(batch)),
+    ),
+    "list of dicts": (
+        lambda x: ([{"image": image, "label": 0} for image in x],),
+        lambda net, batch: net(torch.stack([row["image"] for row in batch])),
+    ),
+    "channels last": (
+        lambda x: (x.permute(0, 2, 3, 1),),
+        lambda net, x: net(x.permute(0, 3, 1, 2)),
+    ),
+    "doubled size": (
+        lambda x: (F.interpolate(x, scale_factor=2),),
+        lambda net, x: net(F.interpolate(x, SIZE)),
+    ),
+}
+
+
+@pytest.mark.filterwarnings("ignore:the images")  # of doubled size, they are others
+@pytest.mark.parametrize("name", CALLS)
+def test_the_image_stands_anywhere_among_the_inputs(name: str, tmp_path: Path) -> None:
+    """A recording that was begun with the plain model goes on, with the same maps, in the same variables."""
+    arguments, forward = CALLS[name]
+    model, batch = Step(vit(), forward).eval(), pictures(3)
+    for epoch in range(2):
+        with (
+            tcnn_probe.record(model, tmp_path / "run.zarr", images=3) as recorder,
+            torch.no_grad(),
+        ):
+            model(*arguments(batch)) if epoch else model.net(batch)
+            recorder.mark(epoch=epoch)
+            assert "attention_distance" not in recorder.missing
+    for variables in (recorder.dataset, recorder.tree[MAPS]):
+        for variable, values in variables.data_vars.items():
+            first, second = values.sel(epoch=0), values.sel(epoch=1)
+            if name == "doubled size" and variable == "cell_pixels":
+                # The model gets other pixels than it embeds.
+                first = first * np.nan
+            np.testing.assert_array_equal(first, second, str(variable))
+
+
+def crops(x: Tensor) -> Tensor:
+    """Return five crops of images of twice the size."""
+    height, width = SIZE
+    corners = [(0, 0), (0, width), (height, 0), (height, width), (5, 7)]
+    cut = [x[:, :, y : y + height, z : z + width] for y, z in corners]
+    return torch.cat(cut)
+
+
+# What a wrapper makes of its images, and the number of views of each.
+VIEWS: dict[str, tuple[Callable[[Tensor], Tensor], int, int]] = {
+    "flips": (lambda x: torch.cat([x, x.flip(-1)]), 1, 2),
+    "flip first": (lambda x: torch.cat([x.flip(-1), x]), 1, 2),
+    "stacked": (lambda x: torch.stack([x, x.flip(-2)], 1).flatten(0, 1), 1, 2),
+    "crops": (crops, 2, 5),
+    "windows": (
+        lambda x: (
+            x.unfold(2, SIZE[0], SIZE[0])
+            .unfold(3, SIZE[1], SIZE[1])
+            .permute(0, 2, 3, 1, 4, 5)
+            .flatten(0, 2)
+        ),
+        2,
+        4,
+    ),
+    "one crop": (lambda x: crops(x)[:3], 2, 1),
+    "mirrored": (lambda x: x.flip(-1), 1, 1),
+}
+
+
+@pytest.mark.filterwarnings("ignore:no maps")
+@pytest.mark.parametrize("name", VIEWS)
+def test_what_enters_the_patch_embedding_counts_as_an_image(name: str) -> None:
+    """Its numbers are those of the views themselves; a view is no map of its image."""
+    view, scale, count = VIEWS[name]
+    net, images = vit(), F.interpolate(pictures(3), scale_factor=scale)
+    model = Step(net, lambda net, x: net(view(x))).eval()
+    numbers = []
+    for recorded, batch in ((model, images), (net, view(images))):
+        with tcnn_probe.record(recorded, images=3) as recorder, torch.no_grad():
+            recorded(batch)
+            recorder.mark(epoch=0)
+        numbers.append(recorder.dataset)
+        if recorded is model:
+            assert MAPS not in recorder.tree
+            reasons = set(recorder.missing["class_attention"].values())
+            several = "turns each image into several"
+            part = "crops, flips or turns images"
+            assert (several if count > 1 else part) in reasons.pop()
+            assert not reasons
+    views, expected = numbers
+    assert views.images.values.tolist() == [[3 * count] * 2]
+    for variable in ("entropy", "attention_distance", "class_entropy"):
+        assert np.isfinite(views[variable]).all()
+        np.testing.assert_allclose(views[variable], expected[variable], rtol=1e-6)
+
+
+class Pruned(nn.Module):
+    """Vision transformer that drops half of its patches after the first block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.vit = vit()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.vit.norm_pre(self.vit._pos_embed(self.vit.patch_embed(x)))
+        x = self.vit.blocks[0](x)[:, ::2]
+        return self.vit.forward_head(self.vit.norm(self.vit.blocks[1](x)))
+
+
+def test_class_attention_of_an_early_layer_is_announced() -> None:
+    with pytest.warns(RuntimeWarning, match=r"that of 'vit\.blocks\.0\.attn'.*no grid"):
+        maps = tcnn_probe.saliency(Pruned().eval(), pictures())
+    assert maps.attrs["layer"] == "vit.blocks.0.attn"
+
+
+@pytest.mark.parametrize("selection", ["sorted", "early exit"])
+def test_maps_of_a_layer_that_sees_other_images(selection: str) -> None:
+    """Attention maps are put into the order of the images, and those of a part of the images are left out."""
+    torch.manual_seed(0)
+    model = Selective(lambda x: x).eval()
+    batch = pictures()
+    node = MAPS.removeprefix("maps/")
+    expected = tcnn_probe.attention_maps(model, batch)[node].attention
+    model.select, shown = SELECTIONS[selection]
+    if len(shown or ()) == IMAGES:
+        got = tcnn_probe.attention_maps(model, batch)[node].attention
+        np.testing.assert_allclose(got, expected, atol=1e-6)
+    else:
+        with pytest.warns(RuntimeWarning, match="second: it saw 3 of 5 images"):
+            got = tcnn_probe.attention_maps(model, batch)[node].attention
+        assert got.layer.values.tolist() == ["first"]
