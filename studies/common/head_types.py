@@ -10,8 +10,8 @@ COLORS = {
     "mixed": OKABE_ITO["green"],
     "averaging": OKABE_ITO["purple"],
     "positional": OKABE_ITO["sky blue"],
+    # Of salient heads, too.
     "content": OKABE_ITO["vermillion"],
-    "salient": OKABE_ITO["orange"],
 }
 
 BY_GATE = {"convolutional": "convolutional", "mixed": "mixed", "content": "low-gate"}

@@ -144,7 +144,10 @@ def test_table_and_figure_have_the_means() -> None:
     tree = answers(**SOME)
     right = tree["types"].right.sel(mode="zero")
     lines = study.table(tree).splitlines()
-    assert "  seed 0: convolutional 1, mixed 0, averaging 0, content 1" in lines
+    assert (
+        "  seed 0: convolutional 1, mixed 0, averaging 0, positional 0, content 1"
+        in (lines)
+    )
     lost = float(
         (right.sel(ablation="nothing") - right.sel(ablation="convolutional"))
         .sel(condition="blur")
