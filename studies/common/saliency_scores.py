@@ -11,6 +11,13 @@ from torch import Tensor, nn
 
 import tcnn_probe
 from common.data import Probed
+from tcnn_probe.attribution import (
+    area_under,
+    deletion_curve,
+    energy_inside,
+    insertion_curve,
+    pointing_game,
+)
 
 __all__ = ["logits", "on_object", "score", "usable_methods"]
 
@@ -63,7 +70,7 @@ def score(
         batch_size=args.batch_size,
         **_method_options(methods, images.shape[-1], args),
     )
-    saliency = {name: maps[name] for name in methods} | {"chance": _chance}
+    saliency = {name: maps[name] for name in methods}
     data = {"masks": masks, "batch_size": args.batch_size}
     of_masks = () if masks is None else MASK_MEASURES
     scores = tcnn_probe.faithfulness(
@@ -81,6 +88,7 @@ def score(
             model, images, saliency, labels, metrics="pointing_game", **data
         )
         scores["pointing_game_exact"] = without_tolerance.pointing_game
+    scores = _with_chance(scores, model, probed, args)
     # Single precision is enough to draw maps, which are the largest part of the file.
     stacked = maps.to_dataarray("attribution").astype("float32")
     scores["saliency"] = stacked.reindex(attribution=scores.attribution)
@@ -130,6 +138,26 @@ def _method_options(
     return {method: options[method] for method in methods if method in options}
 
 
-def _chance(model: nn.Module, images: Tensor, target: Tensor) -> Tensor:
-    """Return maps that are the same everywhere, for which every measure has its value at chance."""
-    return torch.zeros(len(images), *images.shape[2:])
+def _with_chance(
+    scores: xr.Dataset, model: nn.Module, probed: Probed, args: argparse.Namespace
+) -> xr.Dataset:
+    """Return the scores with those of a map that is the same everywhere, which has every measure at chance."""
+    images, labels, masks = probed.images, probed.labels, probed.masks
+    # tcnn_probe.faithfulness does not score constant maps, because a method that gives one has failed.
+    flat = torch.zeros(len(images), *images.shape[2:])
+    unrecorded = copy.deepcopy(model).eval()
+    options = {"steps": args.steps, "batch_size": args.batch_size}
+    deletion = deletion_curve(unrecorded, images, flat, labels, **options)
+    insertion = insertion_curve(unrecorded, images, flat, labels, **options)
+    chance = {
+        "deletion_auc": area_under(*deletion),
+        "insertion_auc": area_under(*insertion),
+    }
+    if masks is not None:
+        chance["energy_inside"] = energy_inside(flat, masks)
+        chance["pointing_game"] = pointing_game(flat, masks, args.tolerance)
+        chance["pointing_game_exact"] = pointing_game(flat, masks)
+    scores = scores.reindex(attribution=[*scores.attribution.values, "chance"])
+    for name, values in chance.items():
+        scores[name].loc[{"attribution": "chance"}] = values.cpu().numpy()
+    return scores
