@@ -5,9 +5,9 @@
 Takes about 14 minutes on two CPU cores.
 
 What one should see (conv_vs_content_heads.png): without the convolutional heads accuracy falls, but it stays if these
-look where they look on average ("static"). Only the last sentences that are printed say what the content heads are
-worth, and what content is worth to them: more or less than as many random heads, on which images, and whether other
-trainings would agree.
+look where they look on average ("static"), nearly by definition of the type. Only the last sentences that are printed
+say what the content heads are worth, and what content is worth to them: more or less than as many random heads, on
+which images, and whether other trainings would agree.
 
 How: a small ResNet learns handwritten digits in cluttered scenes. With several seeds its last stage is reparameterized
 as gated positional self-attention (GPSA) and fine-tuned. The papers' start, all gates at 0.73 and one rate for all

@@ -281,7 +281,7 @@ def table(results: xr.Dataset) -> str:
         f"\n{seeds} seeds, {results.sizes['image']} validation images; converted before epoch {converted(results)}"
     ]
     lines.append(
-        f"{'epoch':>6}{'mean':>8}{'std':>8}{'min':>8}{'max':>8}   rank correlation with the end [95 %]"
+        f"{'epoch':>6}{'mean':>8}{'std':>8}{'min':>8}{'max':>8}   rank correlation with the end, same images [95 %]"
     )
     correlations = by_epoch(results)
     for epoch in results.epoch.values:

@@ -10,8 +10,8 @@ covers a smaller part of the image, as a convolution does; the content part cove
 
 How: a small ResNet learns handwritten digits in cluttered scenes. It is fine-tuned for as long in two ways: as it is
 (the control), and with its last stage reparameterized as gated positional self-attention (T-CNN). --unstrided adds a
-control with the T-CNN's finer grid and without its attention, --matched-start a T-CNN that starts as this control, so
-that the two differ in neither grid nor start. The models are shown the same validation images at several resolutions,
+control with the T-CNN's finer grid and without its attention, --matched-start a T-CNN that starts near this control,
+on the same grid. The models are shown the same validation images at several resolutions,
 and every head is recorded along the resolution. Nothing is adapted: the positional encodings are functions of the
 distance between two pixels (Eq. 4).
 

@@ -23,6 +23,9 @@ cut head                 values of a head of the second block are zero from the 
 qk-norm                  as "learning rate", with qk-norm
 shuffled labels          from the start
 
+Scaled and growing queries and keys and the cut head set the variables that signs watch: that they are named shows that
+signs measure what they say. Only the learning rates, with qk-norm and without, and the labels are ills of training.
+
 An alarm counts from the epoch in which the illness begins; an earlier one is a false alarm, as is any alarm of a
 healthy training. Alarms are those of which the recorder warns at their epoch, without knowledge of later epochs.
 

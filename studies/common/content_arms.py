@@ -148,7 +148,9 @@ def converted(
         for layer in gpsa_layers(model).values():
             # The sigmoid of 40 is 1 in float32.
             nn.init.constant_(layer.gating, 40.0)
-            layer.gating.requires_grad_(False)
+            # Content has no weight, so that queries and keys would have no gradient either.
+            for parameter in (layer.gating, layer.query, layer.key):
+                parameter.requires_grad_(False)
     return model
 
 

@@ -296,10 +296,12 @@ def _endpoints(runs: list[xr.Dataset]) -> list[str]:
 
 def _together(answers: list[str]) -> str:
     """Return the verdict on several answers: YES if any is yes, NO if all are no."""
-    # One clear effect answers the question; only all effects together can deny it.
-    if "yes" in answers:
-        return "YES"
-    return "NO" if set(answers) == {"no"} else "UNDECIDED"
+    # One clear effect answers the question; only all effects together can deny it, or bound it.
+    for answer in ("yes", "undecided"):
+        if answer in answers:
+            return answer.upper()
+    small = [answer for answer in answers if answer != "no"]
+    return small[0].upper() if small else "NO"
 
 
 def _families(runs: list[xr.Dataset], start: float) -> list[str]:

@@ -89,7 +89,7 @@ def holm(p_values: Sequence[float]) -> NDArray[np.floating]:
 
 
 def verdict(effect: Effect, margin: float, p_value: float | None = None) -> str:
-    """Return "yes", "no" or "undecided" on whether there is a positive effect that may be of interest.
+    """Return "yes", "yes, by less than the margin", "no" or "undecided" on whether there is a positive effect.
 
     Args:
         effect: Effect with a 95 % interval.
@@ -97,16 +97,14 @@ def verdict(effect: Effect, margin: float, p_value: float | None = None) -> str:
         p_value: P-value adjusted for the number of tests; None for the effect's own.
 
     Returns:
-        "no" if the interval lies below the margin, so that a larger effect is excluded; "yes" if it is significantly
-        above 0 and not excluded; else "undecided".
+        "yes" if the effect is significantly above 0, "yes, by less than ..." if its interval also lies below the
+        margin; "no" if the interval lies below the margin without that; else "undecided".
     """
-    # An interval below the margin decides, whichever way the test goes.
-    if effect.high < margin:
-        return "no"
     adjusted = effect.p_value if p_value is None else p_value
-    return (
-        "yes" if effect.mean > 0 and effect.low > 0 and adjusted < 0.05 else "undecided"
-    )
+    is_positive = effect.low > 0 and adjusted < 0.05
+    if effect.high < margin:
+        return f"yes, by less than {margin:g}" if is_positive else "no"
+    return "yes" if is_positive else "undecided"
 
 
 def seeds_to_decide(effect: Effect, margin: float, max_seeds: int = 1000) -> int | None:

@@ -47,7 +47,8 @@ def reparameterize(
 
     The defaults are the paper's: the k x k convolutions of the last stage, that stage at stride 1, alpha = lambda = 1.
     The result then *starts near* the CNN's function, but does not equal it. With ``stride="keep",
-    locality_strength=20, gating=20`` both are the same function up to float32 rounding.
+    locality_strength=20, gating=20`` both are the same function up to float32 rounding, but gates, queries and keys
+    have no gradient; 5 and 4 start close to the CNN and can learn attention.
 
     The last stage consists of the k x k convolutions, depthwise ones included, that work at the network's final
     resolution or in the block that reduces to it; those inside attention layers are left out. In a network built with
