@@ -7,14 +7,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import timm
 import torch
 import xarray as xr
+from timm.models import _features_fx
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
+from torchvision.models.feature_extraction import get_graph_node_names
 
 import tcnn_probe
 from tcnn_probe.hooks.modes import put_on, take_off
@@ -284,6 +287,42 @@ def test_symbolic_trace() -> None:
         recorder.mark(epoch=0)
         assert recorder.dataset.images.values.tolist() == [[2]]
     assert before == Trace(model)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:FutureWarning")
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("vit_tiny_patch16_224", {"img_size": 32, "depth": 2}),
+        ("pit_ti_224", {"img_size": 64, "depth": (1, 1, 1)}),
+        ("crossvit_tiny_240", {"depth": [(1, 1, 0)]}),
+    ],
+)
+def test_graphs_of_timm_are_those_without_a_recorder(
+    name: str, options: dict[str, Any]
+) -> None:
+    """timm's own tests of torch.fx, forward and backward: models whose parts take lists and tuples, too."""
+    torch.manual_seed(0)
+    model = timm.create_model(name, num_classes=5, **options).eval()
+    leaves = {
+        "leaf_modules": list(_features_fx.get_notrace_modules()),
+        "autowrap_functions": list(_features_fx.get_notrace_functions()),
+    }
+    x = torch.randn(
+        2, 3, *[options.get("img_size", model.default_cfg["input_size"][1])] * 2
+    )
+
+    def results() -> list[Tensor]:
+        _, nodes = get_graph_node_names(model, tracer_kwargs=leaves)
+        graph = _features_fx.create_feature_extractor(model, {nodes[-1]: "scores"})
+        (scores,) = graph(x).values()
+        gradients = torch.autograd.grad(scores.sum(), list(graph.parameters()))
+        return [scores, *gradients]
+
+    alone = results()
+    with tcnn_probe.record(model):
+        recorded = results()
+    assert all(map(torch.equal, recorded, alone))
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:FutureWarning")
