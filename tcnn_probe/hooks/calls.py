@@ -75,6 +75,10 @@ class Calls(Generic[C]):
         self._attached = False
         self._lock = threading.RLock()
 
+    def follows(self, module: nn.Module) -> bool:
+        """Return whether to follow a call of a hooked module that is not within a followed one."""
+        return True
+
     def begins(self, call: C) -> None:
         """Prepare, before the module runs."""
 
@@ -131,6 +135,8 @@ class Calls(Generic[C]):
         if (call := self.current()) is not None:
             call.depth += call.module is module
             return
+        if not self.follows(module):
+            return
         self._leave()  # an earlier call that was interrupted
         if not self._attached:
             self.detach()
@@ -165,10 +171,11 @@ class Calls(Generic[C]):
         kwargs: Mapping[str, Any],
         output: Any = None,
     ) -> None:
-        call = self.current()
-        if call is None or not self._is_of(call, module):
-            if call is not None:
-                call.depth -= call.module is module
+        call = self._running.get(threading.get_ident())
+        if call is None or call.module is not module or self.current() is None:
+            return
+        if not self._is_of(call, module):
+            call.depth -= 1
             return
         try:
             self.ends(call, output)

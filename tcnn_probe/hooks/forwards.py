@@ -129,6 +129,10 @@ class Forwards(Calls["Forward"]):
                 add_hook(entry, self._end, after=True, always=True, compiled=is_part)
             )
 
+    def follows(self, module: nn.Module) -> bool:
+        """Return False in hidden code, and for a shallow copy, which has the hooks but does not belong to the model."""
+        return module in self._names and hidden_depth() == self._depth
+
     def begins(self, call: "Forward") -> None:
         """Follow the call if no other one is followed and the listener wants it."""
         # Reading properties of tensors is a call of a torch function, which the user's modes must not see.
@@ -198,13 +202,6 @@ class Forwards(Calls["Forward"]):
                     self._listener.ends(output)
                 else:
                     self._listener.fails()
-
-    def _begin(
-        self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-    ) -> None:
-        # A shallow copy of a module has the hook, too, but does not belong to the model.
-        if module in self._names and hidden_depth() == self._depth:
-            super()._begin(module, args, kwargs)
 
     def _leave(self) -> None:
         with self._lock:
