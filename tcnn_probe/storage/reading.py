@@ -88,7 +88,7 @@ def load_example(name: str = "tcnn") -> xr.DataTree:
     one whose maps are kept, scikit-learn's ``china.jpg``. ``docs/example.py`` made it.
 
     "vit" is of a small vision transformer with a class token, which learned scikit-learn's handwritten digits, 8 x 8
-    pixels in 4 x 4 patches, from random weights to an accuracy of 0.97. In the end half of its heads are content heads.
+    pixels in 4 x 4 patches, from random weights to an accuracy of 0.96. In the end half of its heads are content heads.
     Numbers of heads are from 360 digits that it was not trained on, and maps from three of these,
     ``load_digits().images[tree.attrs["digits"]]``. ``docs/example_vit.py`` made it.
 
