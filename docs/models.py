@@ -40,9 +40,9 @@ Written by `python docs/models.py` with {versions}, from random weights.
   square of a twelfth of the image's sides, and the maps are those of queries around the square. In this experiment
   attention layers output 0, so that tokens are not mixed. If one place of a map changes by a quarter more than any
   other, and the place is another one for each of the four images, these should be the places of the squares. Other
-  layers are undecided. The maps of some do not change at all, because the image reaches them through attention only
-  (levit) or their queries are zero before training (GroupViT). In all others no place stands out; most of them are late
-  in a trunk of convolutions or pools, where a cell sees much more of the image than a square.
+  layers are undecided, or have no maps because the image reaches them through attention only (levit). The maps of some
+  do not change at all, because their queries are zero before training (GroupViT). In all others no place stands out;
+  most of them are late in a trunk of convolutions or pools, where a cell sees much more of the image than a square.
 - *notes*: layers without a grid of queries or keys, and layers that are not recorded, with the reasons.
 
 | library | model | image | layers | grids | square | notes |

@@ -101,7 +101,7 @@ class CarriedNumbers:
     def follow(self, call: Call) -> None:
         """Assign places to the outputs of a function."""
         name = function_name(call.func)
-        if self._of_rows and name in (*_PRODUCTS, *ATTENTION_FUNCTIONS):
+        if self._of_rows and name in ("linear", *_PRODUCTS, *ATTENTION_FUNCTIONS):
             self._follow_rows_of_product(name, call)
             return
         # A list holds constants, such as sizes of maps; an array of NumPy may hold the image itself.
@@ -156,6 +156,12 @@ class CarriedNumbers:
         places = call.places
         if name == "einsum":
             rows = contracted(call)
+        elif name == "linear":
+            # The layer may mix tokens, as an MLP-Mixer does, but these are of one row.
+            known = places[0]
+            rows = (
+                None if known is None else unexpanded(known).nanmean(-1, keepdim=True)
+            )
         elif name == "multi_head_attention_forward":
             queries, keys = (
                 None if x is None else x.movedim(0, -2) for x in places[:2]
