@@ -13,6 +13,7 @@ from bokeh.resources import INLINE
 
 from tcnn_probe.heads import TYPES
 from tcnn_probe.reporting import figures, health_panel, notes
+from tcnn_probe.reporting.drawings import draw_heads
 from tcnn_probe.reporting.maps import Choice, Maps, choose_maps, pack_maps
 from tcnn_probe.reporting.recordings import Axes, Run, common_axes
 from tcnn_probe.reporting.variables import label, pack_variables
@@ -48,7 +49,9 @@ def page(runs: Sequence[Run], pictures: Sequence[str], max_mb: float) -> str:
     """Make the page of one to four runs, HTML without references; pictures are data URLs of the images, or none."""
     axes = common_axes(runs)
     variables, numbers = pack_variables(axes, runs)
-    room = max_mb * 1e6 - _OVERHEAD - len(numbers) * 4 / 3 - sum(map(len, pictures))
+    drawings = draw_heads(runs)
+    room = max_mb * 1e6 - _OVERHEAD - len(numbers) * 4 / 3
+    room -= sum(map(len, [*pictures, *(drawing["svg"] for drawing in drawings)]))
     choices = [choose_maps(run, room / len(runs)) for run in runs]
     maps = [
         (number, layer_maps)
@@ -85,6 +88,7 @@ def page(runs: Sequence[Run], pictures: Sequence[str], max_mb: float) -> str:
             axes, runs, [layer_maps.name for _, layer_maps in maps]
         ),
         "provenance": notes.provenance(runs),
+        "drawings": drawings,
         "findings": findings,
         "health": health_panel.headline(findings, runs),
         "checks": health_panel.checks(runs),

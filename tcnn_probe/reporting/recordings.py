@@ -18,6 +18,7 @@ from tcnn_probe.storage import numbers, open_recording
 
 __all__ = ["TYPE", "Axes", "Run", "common_axes", "read_run"]
 
+KERNELS = "offset_kernel"
 TYPE = "head_type"
 """Name of the variable of types: indices into ``tcnn_probe.heads.TYPES``."""
 
@@ -37,6 +38,7 @@ class Run:
     attrs: Mapping[Any, Any]
     hidden: list[str]  # variables that have no place on the page
     findings: Findings | None = None  # None if no layer has numbers
+    kernels: xr.DataArray | None = None  # (marks, layer, head, offset_y, offset_x)
     seeds: tuple["Run", ...] = ()  # recordings that were pooled
     smallest: xr.Dataset | None = None  # numbers and scalars over seeds
     largest: xr.Dataset | None = None
@@ -113,9 +115,9 @@ def read_run(recording: Any) -> Run:
         [key for key, values in flat.data_vars.items() if values.dims == (along,)]
     ]
     names = {str(key) for ds in groups for key in ds.data_vars}
-    hidden = sorted(
-        names.difference(by_head, scalars.data_vars, *(ds.data_vars for ds in maps))
-    )
+    kernels = [ds[KERNELS] for ds in groups if KERNELS in ds]
+    names = names.difference(by_head, scalars.data_vars, [KERNELS])
+    hidden = sorted(names.difference(*(ds.data_vars for ds in maps)))
     marks = flat[along].values.tolist()
     images = maps[0]["image"].values.tolist() if maps else []
     return Run(
@@ -130,6 +132,7 @@ def read_run(recording: Any) -> Run:
         tree.attrs,
         hidden,
         health(flat) if "layer" in flat.dims else None,
+        kernels[0] if kernels else None,
     )
 
 
@@ -247,4 +250,11 @@ def _types(flat: xr.Dataset) -> dict[str, xr.DataArray]:
     codes = xr.full_like(types, np.nan, dtype=float)
     for code, name in enumerate(TYPES):
         codes = codes.where(types != name, code)
-    return {TYPE: codes}
+    if "uncertain" not in types.coords:
+        return {TYPE: codes}
+    # As a variable, it is a column of the table and can colour the grid.
+    uncertain = types.uncertain.astype(float).where(types != "")
+    return {
+        name: values.reset_coords("uncertain", drop=True)
+        for name, values in ((TYPE, codes), ("uncertain_type", uncertain))
+    }
