@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import timm
 import torch
+import xarray as xr
 import zarr
 from torch import nn
 
@@ -206,6 +207,96 @@ def test_plot_writes_a_figure(stores: list[str], tmp_path: Path) -> None:
     picture = matplotlib.image.imread(tmp_path / "entropy.png")
     # An empty pair of axes has fewer colours.
     assert len(np.unique(picture.reshape(-1, picture.shape[-1]), axis=0)) > 10
+
+
+@pytest.fixture(scope="module")
+def anatomies(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """Return recordings of the same ViT with the kernels of its heads, of one mark and of two."""
+    folder = tmp_path_factory.mktemp("anatomies")
+    torch.manual_seed(0)
+    model = timm.create_model(
+        "vit_tiny_patch16_224", img_size=(48, 80), depth=2, embed_dim=15
+    ).eval()
+    for marks in (1, 2):
+        probes = [*tcnn_probe.DEFAULT, "offset-kernel"]
+        with (
+            tcnn_probe.record(
+                model, folder / f"{marks}.zarr", probes=probes
+            ) as recorder,
+            torch.no_grad(),
+        ):
+            for epoch in range(marks):
+                model(9 * torch.randn(8, 3, 48, 80))
+                recorder.mark(epoch=epoch)
+    return [str(folder / f"{marks}.zarr") for marks in (1, 2)]
+
+
+@pytest.mark.parametrize(
+    ("variable", "marks", "function"),
+    [
+        ("anatomy", 1, "anatomy"),
+        ("anatomy", 2, "anatomy"),
+        ("offset_kernel", 2, "offset_kernels"),
+        ("attention_distance", 1, "depth"),
+        ("attention_distance", 2, "evolution"),
+    ],
+)
+def test_plot_chooses_the_drawing_and_its_values(
+    variable: str,
+    marks: int,
+    function: str,
+    anatomies: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    drawn = []
+    draw = getattr(tcnn_probe.plot, function)
+
+    def seen(values: xr.Dataset | xr.DataArray, *arguments: object) -> object:
+        drawn.append((values.load(), draw(values, *arguments)))
+        return drawn[0][1]
+
+    monkeypatch.setattr(tcnn_probe.plot, function, seen)
+    store, out = anatomies[marks - 1], tmp_path / "drawn.png"
+    layer = "blocks.1.attn"
+    command = ["plot", store, variable, "-o", str(out), "--layers", "*.1.*"]
+    assert main(command) == 0
+    ((values, axes),) = drawn
+    tree = tcnn_probe.open(store)
+    if variable == "anatomy":
+        expected = tree["heads/selectivity"].sel(layer=[layer])
+        values = values.selectivity
+    elif variable == "offset_kernel":
+        expected = tree["offset-kernel/offset_kernel"].sel(layer=[layer], epoch=1)
+    else:
+        expected = tree["heads/attention_distance"].sel(layer=[layer])
+    xr.testing.assert_equal(values, expected)
+    assert axes.has_data()
+    assert matplotlib.image.imread(out).std() > 0.05
+
+
+def test_show_counts_types_and_names_the_kernels(
+    anatomies: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    copy = shutil.copytree(anatomies[1], tmp_path / "a.zarr")
+    # Halves of the images that differ by more than a part's whole disagree on the type.
+    zarr.open_group(copy, mode="r+")["offset_information_halves"][1, 0] = 90
+    assert main(["show", str(copy)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[1] == "also recorded: offset-kernel"
+    types = tcnn_probe.head_types(tcnn_probe.open(copy)["heads"].dataset)
+    last = types.isel(epoch=-1)
+    counts = [
+        f"{(last == name).sum().item()} {name}" for name in sorted({*last.values.flat})
+    ]
+    uncertain = last.uncertain.sum().item()
+    assert uncertain > 0
+    counts.append(f"{uncertain} of these uncertain")
+    (line,) = (line for line in lines if line.startswith("types of heads"))
+    assert (
+        line
+        == f"types of heads (from {types.attrs['images']} images): " + ", ".join(counts)
+    )
 
 
 @pytest.mark.parametrize(
