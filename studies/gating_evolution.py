@@ -38,6 +38,7 @@ import torch
 import xarray as xr
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from scipy.stats import spearmanr
 
 import tcnn_probe
 from common.controls import (
@@ -92,6 +93,7 @@ def main(arguments: list[str] | None = None) -> int:
     draw(dataset, cnn_results).savefig(output.figure, dpi=200)
     print(head_table(dataset))
     print(type_counts(types))
+    print(offset_report(dataset))
     print(accuracy_report(dataset))
     output.print_files()
     return finish(check(dataset, study.chance), args.data)
@@ -225,6 +227,18 @@ def type_counts(types: xr.DataArray) -> str:
         f"{int((types == kind).sum())} {words}" for kind, words in BY_GATE.items()
     ]
     return f"heads by their gate: {', '.join(counts)}"
+
+
+def offset_report(dataset: xr.Dataset) -> str:
+    """Return a sentence on whether the gate tells how much of a head's selectivity is a convolution."""
+    last = dataset.isel(epoch=-1)
+    share = (last.offset_information / last.selectivity).where(last.selectivity > 0)
+    exists = (share + last.gate).notnull().values
+    rho = spearmanr(last.gate.values[exists], share.values[exists]).statistic
+    return (
+        f"the offset explains {float(share.min()):.2f} to {float(share.max()):.2f} of the heads' selectivity, "
+        f"{float(share.mean()):.2f} on average; rank correlation with the gate {rho:.2f}, over {exists.sum()} heads"
+    )
 
 
 def accuracy_report(dataset: xr.Dataset) -> str:

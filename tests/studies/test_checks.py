@@ -497,3 +497,20 @@ def test_a_check_that_fails_is_an_error_on_the_digits_only(
     assert capsys.readouterr().out == ""
     assert finish(False, "photos") == 0
     assert "findings, not errors" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("swapped", "correlation"), [(False, "1.00"), (True, "0.50")])
+def test_gates_are_compared_with_shares_of_the_offset(
+    swapped: bool, correlation: str
+) -> None:
+    gate = xr.zeros_like(gates(0, 0))
+    gate[-1] = [[0.9, 0.2], [0.5, np.nan]]
+    offset = 3 * gate
+    if swapped:
+        offset[-1, 0, 0], offset[-1, 1, 0] = 1.5, 2.7
+    ds = xr.Dataset(
+        {"gate": gate, "offset_information": offset, "selectivity": 0 * offset + 3}
+    )
+    text = gating_evolution.offset_report(ds)
+    assert "explains 0.20 to 0.90 of the heads' selectivity, 0.53 on average" in text
+    assert text.endswith(f"correlation with the gate {correlation}, over 3 heads")
