@@ -1,6 +1,6 @@
 """Draw docs/anatomy.png: what the attention of a pretrained vision transformer is made of, and of one that learns.
 
-    python docs/anatomy.py imagenette2-160/val --weights vit_small_patch14_saliency.safetensors --run results/photographs
+    python docs/anatomy.py imagenette2-160/val --weights FILE.safetensors --run results/photographs
 
 This takes two minutes on one core. ``--weights`` is a file with the weights of the model, or of a larger one that has
 it as ``backbone``; without it timm loads its own (``pretrained=True``). ``--run`` is the training that
@@ -76,9 +76,7 @@ def pretrained(name: str, weights: Path | None) -> nn.Module:
 
 
 @torch.no_grad()
-def record(
-    model: nn.Module, paths: Sequence[Path], store: Path | None
-) -> xr.DataTree:
+def record(model: nn.Module, paths: Sequence[Path], store: Path | None) -> xr.DataTree:
     """Record the model over photographs, whose longer side becomes that of the model's input."""
     config = timm.data.resolve_model_data_config(model)
     normalize = create_transform(
