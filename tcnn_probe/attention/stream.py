@@ -250,14 +250,15 @@ class AttentionStream:
         # Positions of words among the keys of a layer, and whether its queries are words.
         self._words: dict[tuple[Any, str], tuple[Arrangement | None, bool]] = {}
         self._padded: dict[tuple[Any, str], bool] = {}
-        self._attending: set[nn.Module] = set()
+        # Modules in which attention was seen.
+        self.attending: set[nn.Module] = set()
         self._reset()
         # Hooks of a stream that only reads come first, so that it sees attention before the edits of other streams.
         self._forwards = Forwards(
             model,
             self,
             self._names,
-            self._attending,
+            self.attending,
             first=not listener.may_edit,
         )
 
@@ -365,7 +366,7 @@ class AttentionStream:
             with forward.unseen():
                 self._listener.returned(module, inputs, output)
         if module in self._whole:
-            self._attending.add(module)
+            self.attending.add(module)
             if self._wants(self._names[module]):
                 return self._show_whole(forward, module, inputs, output)
         return None
@@ -421,7 +422,7 @@ class AttentionStream:
             return None  # a part of an attention that is described as a whole
         module = running[-1][0]
         name = self._names[module]
-        self._attending.add(module)
+        self.attending.add(module)
         source = request.query if request.logits is None else request.logits
         # A layer may see none of the images, as after an early exit.
         if not self._wants(name) or source is None or source.numel() == 0:

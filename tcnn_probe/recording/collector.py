@@ -144,7 +144,9 @@ class Collector(AttentionListener):
         self.lock = threading.RLock()
         self._forwards = 0
         self._called_parts: dict[str, None] = {}
-        self._is_chosen = False
+        self._is_chosen = self._has_number = False
+        # Parts that were called in this forward.
+        self._entries: set[nn.Module] = set()
         # Images of the epoch's forwards before this one, and of this one, as far as it has shown any.
         self._before = self._batch = 0
         self._measuring: dict[nn.Module, list[Accumulator]] = {}
@@ -271,7 +273,9 @@ class Collector(AttentionListener):
         # A forward that goes on after a mark counts as a new one.
         continues = continues and self._begun_in == self._epoch
         if not continues:
+            self._drop_idle_forward()
             self._is_chosen = self._begins_forward()
+        self._entries.add(entry)
         if self.pauses or not self._is_chosen:
             return False
         self._clear()
@@ -292,10 +296,25 @@ class Collector(AttentionListener):
             self._image_size = shapes
         return True
 
+    def _drop_idle_forward(self) -> None:
+        """Uncount the previous forward if it was of parts in which nothing is measured, such as an embedding."""
+        entries, self._entries = self._entries, set()
+        measured = self._measuring.keys() | self.stream.attending
+        is_idle = all(
+            self._names[entry] and measured.isdisjoint(entry.modules())
+            for entry in entries
+        )
+        if not is_idle or not self._has_number or self._begun_in != self._epoch:
+            return
+        self._forwards -= 1
+        if self._is_chosen:
+            self._image_hashes.passed = self._before
+
     def _begins_forward(self) -> bool:
         """Count a forward that begins, and return whether it is measured."""
         # This is compared when a call ends, as another thread may mark the epoch before.
         self._begun_in = self._epoch
+        self._has_number = False
         if self.pauses:
             return False
         training = self._model.training
@@ -307,6 +326,7 @@ class Collector(AttentionListener):
             return False
         number = self._forwards
         self._forwards += 1
+        self._has_number = True
         return number % self._sampling.every == 0 and not self._is_full()
 
     def attends(self, attention: Attention) -> None:

@@ -96,6 +96,13 @@ def forward_alone(model: nn.Module, x: Tensor) -> None:
     model.forward(x)
 
 
+def embedding_before(model: nn.Module, x: Tensor) -> None:
+    """Call parts without attention beside the model, as for a target or a head on other features."""
+    model.patch_embed(x)
+    model(x)
+    model.head(x.new_zeros(len(x), model.head.in_features))
+
+
 def features_and_head(model: nn.Module, x: Tensor) -> None:
     model.forward_head(model.forward_features(x))
 
@@ -122,6 +129,7 @@ BY_PARTS = [
     forward_intermediates,
     intermediate_layers,
     forward_alone,
+    embedding_before,
     features_and_head,
     layer_by_layer,
 ]
