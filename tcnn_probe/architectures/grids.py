@@ -54,6 +54,24 @@ class Windows:
         cells = cells.roll((-self.shift[0], -self.shift[1]), (0, 1))
         if not self.padded_first:
             cells = F.pad(cells, padding, value=-1)
+        return self._cut(cells)
+
+    def regions(self) -> Tensor:
+        """Return the region of each token of each window, shape (windows, tokens).
+
+        The shift brings rows and columns from the other side of the image into a window. Swin and its relatives hide
+        these regions from each other.
+        """
+        sides = zip(self.grid, self.window, self.shift, strict=True)
+        down, right = (
+            # The last places of the grid, with its padding.
+            torch.arange(-length % side + length).flip(0) < shift
+            for length, side, shift in sides
+        )
+        return self._cut(2 * down[:, None] + right)
+
+    def _cut(self, cells: Tensor) -> Tensor:
+        high, wide = self.window
         # A row index splits into (place in the window, window) if windows are spread, and into (window, place) if they
         # are compact.
         if self.spread:

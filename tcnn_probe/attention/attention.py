@@ -4,6 +4,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -282,12 +283,15 @@ class Attention(ABC):
         distance = self.layout.uniform_distance
         if distance is not None:
             scales["uniform_distance"] = distance
+        if is_shifted := self.cut is not None and any(self.cut.shift):
+            assert self.cut is not None
+            scales |= _uniform_in_regions(self.cut, self.layout)
         dtype, device = widest_dtype(self.device), self.device
         values = {
             name: torch.full((self.images,), scale, dtype=dtype, device=device)
             for name, scale in scales.items()
         }
-        if (visibility := self.visibility) is not None:
+        if not is_shifted and (visibility := self.visibility) is not None:
             entropy = visibility.seen.to(dtype).clamp_min(1).log().flatten(0, 1)
             values["uniform_entropy"] = visibility.mean(entropy[:, None])[:, 0]
             if visibility.distance is not None and self.layout.queries is not None:
@@ -382,3 +386,23 @@ def weigh(attention: Tensor, values: Tensor) -> Tensor:
     return torch.einsum(
         "bwhqk,bwhkd->bwhqd", attention.to(values.dtype), by_image
     ).flatten(0, 1)
+
+
+@lru_cache(maxsize=256)
+def _uniform_in_regions(cut: Windows, layout: Layout) -> dict[str, float]:
+    """Return the scales of shifted windows, whose regions do not see each other.
+
+    Their mask of -100 is not found in logits to which the model has added it.
+    """
+    windows, counts = cut.regions().unique(dim=0, return_counts=True)
+    seen = (windows[:, :, None] == windows[:, None]).double()
+    distances = layout.distances(slice(None), torch.float64, torch.device("cpu"))
+    by_query = {
+        "uniform_entropy": seen.sum(-1).log(),
+        "uniform_distance": (seen * distances).sum(-1) / seen.sum(-1),
+    }
+    shares = counts.double() / counts.sum()
+    return {
+        name: float((values.mean(-1) * shares).sum())
+        for name, values in by_query.items()
+    }

@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 __all__ = ["HIDDEN", "Visibility", "find_visibility"]
 
 # A mask, or a logit that contains it, hides a key with at most this number. Models hide keys with minus infinity, the
-# smallest number of a dtype, -1e9 or -1e4. The -100 that Swin adds between regions of a window is far above it, and so
-# are biases of positions and logits of trained models.
+# smallest number of a dtype, -1e9 or -1e4. The -100 that Swin adds between regions of a window is far above it
+# (its keys make no padding; see Windows.regions), and so are biases of positions and logits of trained models.
 HIDDEN = -5000.0
 
 

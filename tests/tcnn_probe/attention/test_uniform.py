@@ -90,6 +90,39 @@ def swin() -> nn.Module:
     return timm.create_model("swin_tiny_patch4_window7_224", **options, **size)
 
 
+@pytest.mark.parametrize("sides", [(7, 10), (6, 9)])
+def test_regions_of_shifted_windows_are_those_of_the_mask(
+    sides: tuple[int, int],
+) -> None:
+    """Also with padding: 7 x 10 cells in windows of 3 x 3."""
+    size = [4 * side for side in sides]
+    model = timm.create_model(
+        "swin_tiny_patch4_window7_224",
+        img_size=size,
+        depths=(2,),
+        num_heads=(2,),
+        embed_dim=8,
+        window_size=3,
+    ).eval()
+    seen = model.layers[0].blocks[1].attn_mask.numpy() > -100
+    far = np.array(
+        [[math.dist(a, b) for b in np.ndindex(3, 3)] for a in np.ndindex(3, 3)]
+    )
+    expected = {
+        "uniform_entropy": np.log(seen.sum(-1)).mean(),
+        "uniform_distance": ((far * seen).sum(-1) / seen.sum(-1)).mean(),
+    }
+    for fused in (False, True):
+        for block in model.layers[0].blocks:
+            block.attn.fused_attn = fused
+        with tcnn_probe.record(model) as recorder, torch.no_grad():
+            model(torch.randn(2, 3, *size))
+            recorder.mark(epoch=0)
+        ds = recorder.dataset.sel(layer="layers.0.blocks.1.attn")
+        for name, value in expected.items():
+            assert ds[name].item() == pytest.approx(value, rel=1e-12)
+
+
 def vit(patch: int) -> nn.Module:
     options = {"depth": 1, "embed_dim": 12, "num_heads": 3, "patch_size": patch}
     size = {"img_size": (48, 72), "dynamic_img_size": True, "dynamic_img_pad": True}
