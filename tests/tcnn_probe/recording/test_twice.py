@@ -83,7 +83,7 @@ def test_foreign_or_locked_stores_are_not_replaced(tmp_path: Path) -> None:
     assert script(path, 0, mode="w") == [0]
     model = vit()
     with tcnn_probe.record(model, path) as recorder:
-        with pytest.raises(tcnn_probe.StoreError, match="is being written by process"):
+        with pytest.raises(tcnn_probe.StoreError, match="is being written by another"):
             script(path, 0, mode="w")
         model(images())
         recorder.mark(epoch=1)
