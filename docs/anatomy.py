@@ -4,12 +4,12 @@
 
 This takes two minutes on one core. ``--weights`` is a file with the weights of the model, or of a larger one that has
 it as ``backbone``; without it timm loads its own (``pretrained=True``). ``--run`` is the training that
-``heads_on_photographs.py`` describes. The recording of the pretrained model is kept beside the figure's name, with the
-ending ``.zarr``, if ``--keep`` is given.
+``heads_on_photographs.py`` describes, here with ``--epochs 8 --warmup-epochs 1``: half an hour, to an accuracy of 0.70.
+With ``--keep`` the recording of the pretrained model stays beside the figure, with the ending ``.zarr``.
 
-Above: the kernel of the convolution inside each head, a row for each layer. Below, at the left, the information in the
-attention of each of these heads, in parts that add up; at the right the same of a small vision transformer by epoch, a
-panel for each of its four layers, from random weights.
+Left: the kernel of the convolution inside each head, a row for each layer. Above, the information in the attention of
+each of these heads, in parts that add up; below, the same of a small vision transformer by epoch, a panel for each of
+its four layers, from random weights.
 """
 
 import argparse
@@ -103,16 +103,25 @@ def draw(tree: xr.DataTree, run: Path | None) -> plt.Figure:
     left, right = figure.subfigures(1, 2, width_ratios=(4.2, 7.8))
     tcnn_probe.plot.offset_kernels(kernels, left.subplots())
     above, below = right.subfigures(2, 1, height_ratios=(5, 4.4))
-    tcnn_probe.plot.anatomy(heads, above.subplots())
+    panel = above.subplots()
+    count, images = int(heads.selectivity.count()), int(heads.images.max())
+    panel.set_title(f"{count} pretrained heads, over {images} photographs", loc="left")
+    tcnn_probe.plot.anatomy(heads, panel)
     if run is not None:
         training = tcnn_probe.open(run / "recording.zarr")["heads"].dataset
         panels = below.subplots(1, training.sizes["layer"], sharey=True)
+        highest = float(training.selectivity.mean("head").max())
         for number, panel in enumerate(panels):
             layer = training.isel(layer=[number])
-            panel.set_title(layer.layer.item().removesuffix(".attn"), fontsize="small")
+            title = layer.layer.item().removesuffix(".attn")
+            panel.set_title(title, loc="left", fontsize="small")
             tcnn_probe.plot.anatomy(layer, panel, legend=False)
+            panel.set_ylim(0, 1.05 * highest)
             panel.label_outer()
-        below.suptitle("a small vision transformer, by epoch", fontsize="medium")
+        title = (
+            "a small vision transformer that learns, mean over the heads of each layer"
+        )
+        below.suptitle(title, fontsize="medium")
     return figure
 
 

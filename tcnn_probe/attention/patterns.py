@@ -305,10 +305,17 @@ class PatternSum:
         # (images, heads, queries)
         by_query = self._of_sampled(entropy[..., None])[..., 0].movedim(0, -1)
         is_counted = by_query.isfinite()
-        entropies = self._halves(torch.where(is_counted, by_query, 0))
-        images = self._halves(is_counted)
         counts = is_counted.unflatten(2, (windows, -1)).sum(-1).clamp_min(1)
-        mean_entropies = self._halves(entropy_of(self._window_sums / counts[..., None]))
+        by_image = (
+            torch.where(is_counted, by_query, 0),
+            is_counted.to(by_query),
+            entropy_of(self._window_sums / counts[..., None]),
+        )
+        # Together, because each call of torch takes as long as these sums.
+        halves = self._halves(torch.cat(by_image, -1))
+        sizes = [values.shape[-1] for values in by_image]
+        entropy_sum, image_sum, mean_entropy_sum = halves.sum(0).split(sizes, -1)
+        odd_entropy, odd_images, odd_mean_entropy = halves[1].split(sizes, -1)
         places: dict[str, Any] = {}
         if layout.queries is not None and layout.keys is not None:
             queries = _places(layout.queries)[self._queries.flatten().numpy()]
@@ -316,10 +323,10 @@ class PatternSum:
         cut = self._attention.cut
         odd = Pattern(
             self._sums[1],
-            entropies[1],
-            images[1],
+            odd_entropy,
+            odd_images,
             batch=self._images // 2,
-            mean_entropy=mean_entropies[1],
+            mean_entropy=odd_mean_entropy,
             windows=windows,
             population=self._attention.queries - self._sampling[-1],
             shifted=cut is not None and any(cut.shift),
@@ -329,10 +336,10 @@ class PatternSum:
         return replace(
             odd,
             attention=self._sums.sum(0),
-            entropy=entropies.sum(0),
-            images=images.sum(0),
+            entropy=entropy_sum,
+            images=image_sum,
             batch=self._images,
-            mean_entropy=mean_entropies.sum(0),
+            mean_entropy=mean_entropy_sum,
             visible=self._visible(),
             odd=odd,
         )
