@@ -410,6 +410,8 @@ class AttentionStream:
         self._ran: set[nn.Module] = set()
         self._tracker = ValueProductTracker()
         self._formed: dict[nn.Module, dict[str, list[Any]]] = {}
+        if self._places is not None:
+            self._places.is_over = True
         self._places = None
         self._moves_images = False
 

@@ -288,6 +288,9 @@ class PlaceTracker(TorchFunctionMode):
                 places = -1 - pixel_numbers(tensor.shape[1])
                 self._pixels[tensor] = places[:, None].expand(tensor.shape)
 
+    # After Ctrl-C the mode may stay in its thread: it then does nothing.
+    is_over = False
+
     @never_compiled_alone
     def __torch_function__(
         self,
@@ -297,7 +300,7 @@ class PlaceTracker(TorchFunctionMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
-        if torch.compiler.is_compiling():
+        if self.is_over or torch.compiler.is_compiling():
             return func(*args, **kwargs)
         self._look(func, args, kwargs)
         output = func(*args, **kwargs)
