@@ -354,6 +354,8 @@ def tokens_if_channels(
     are wider or narrower than the tokens).
     """
     (_, heads, queries, keys), (module, inputs) = shape, running[-1]
+    if isinstance(module, nn.MultiheadAttention):  # whose sequence may come first
+        return frozenset()
     tokens: set[int] = set()
     for x in inputs:
         # (B, N, C), (B, H, W, C) or (B, C, H, W)
