@@ -318,6 +318,7 @@ class AttentionStream:
         """Return a mode that tracks the places of tokens, in the first forward of each kind."""
         return [] if self._places is None else [self._places]
 
+    @torch.compiler.disable
     def called(self, module: nn.Module, inputs: Sequence[Any]) -> None:
         """Note the image that enters the patch embedding."""
         if not self._maps.seeks(module):
