@@ -242,6 +242,8 @@ class AttentionStream:
         # tokens are tracked in one forward for each of these.
         self._call: tuple[Any, ...] = ()
         self._followed: set[tuple[Any, ...]] = set()
+        # Entries in whose forwards images were seen to move.
+        self._moved: set[nn.Module] = set()
         self._places: PlaceTracker | None = None
         self._batch = 0
         # Reasons why layers have no maps, "" if each row of the batch is an image of the layer.
@@ -549,12 +551,15 @@ class AttentionStream:
             self._without_maps[call] = reason
         elif call in self._without_maps:
             reason = self._without_maps[call]
-        else:
+        elif attention.images != batch or self._call[0] in self._moved:
             reason = LOST_IMAGES
             self._moves_images = True
+        else:  # a layer that did not run before, in a model in which no image has moved
+            reason = ""
         # Images that move in one forward move elsewhere in the next one, which therefore has to be followed, too.
         if not reason and list(numbers or ()) != list(range(batch)):
             self._moves_images = True
+            self._moved.add(self._call[0])
             if self._places is None:
                 reason = LOST_IMAGES
         return replace(

@@ -415,7 +415,7 @@ def test_gated_layers_by_their_content_part(
     key = parts.key.double()
     logits = (query @ key.mT * parts.scale).detach().numpy()
     weights = softmax_rows(logits)
-    expected = health(weights[:, None])
+    expected = health(weights[:, None], [True] * weights.shape[-2])
     attention = parts.dense()
     if kind == "gpsa":
         values = module.values(inputs).expand(-1, attention.shape[1], -1, -1)
