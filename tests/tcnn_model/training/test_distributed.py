@@ -4,6 +4,7 @@ import os
 import socket
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -137,7 +138,8 @@ def test_reported_saved_and_resumed_statistics_are_the_same(
     settings = config(tmp_path / "whole", **NORMED, distribute=distribute)
     _in_two(settings)
     complete = last_checkpoint(settings)
-    alone, images = command._prepare(settings, Ranks(0, 1, torch.device("cpu")))
+    ranks = Ranks(0, 1, torch.device("cpu"))
+    alone, images = command._prepare(settings, SimpleNamespace(ranks=ranks))  # type: ignore[arg-type]
     for part, loss, accuracy in (
         ("model", "val_loss", "top1"),
         ("ema", "ema_val_loss", "ema_top1"),
