@@ -4,7 +4,6 @@ import os
 import socket
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -19,6 +18,7 @@ from tcnn_model.training.config import Config
 from tcnn_model.training.data import Images
 from tcnn_model.training.distributed import Ranks
 from tcnn_model.training.evaluation import evaluate
+from tcnn_model.training.session import Folder
 from tests.tcnn_model.training.runs import (
     assert_same_weights,
     config,
@@ -139,7 +139,7 @@ def test_reported_saved_and_resumed_statistics_are_the_same(
     _in_two(settings)
     complete = last_checkpoint(settings)
     ranks = Ranks(0, 1, torch.device("cpu"))
-    alone, images = command._prepare(settings, SimpleNamespace(ranks=ranks))  # type: ignore[arg-type]
+    alone, images = command._prepare(settings, Folder(settings, ranks))
     for part, loss, accuracy in (
         ("model", "val_loss", "top1"),
         ("ema", "ema_val_loss", "ema_top1"),
