@@ -251,7 +251,7 @@ class _Means:
         index, _ = self.offsets()
         count, queries = int(index.max()) + 1, len(index)
         # Where a mask lowers all logits of a query alike, its softmax is uniform over keys that it does not see.
-        mean = self.mean * self.seen.any(1)[:, None]
+        mean = self.mean * self.seen.any(1, keepdims=True)
         masses = np.array(
             [np.bincount(index.ravel(), head.ravel(), count) for head in mean],
             dtype=np.float64,
