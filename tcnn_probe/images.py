@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from tcnn_model.pictures import as_rgb, read_picture
 from tcnn_probe.models import unwrap
 
-__all__ = ["as_images", "batch_of", "beside_images", "calls_given", "input_tensors"]
+__all__ = ["as_images", "beside_images", "calls_given"]
 
 _CONVENTION = (
     "a floating-point tensor (B, C, H, W), normalised as the model takes it; or pictures: PIL images, "
