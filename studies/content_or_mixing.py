@@ -40,6 +40,9 @@ Arms, each from lambda = 1 and from lambda = -1 (gates of 0.73 and 0.27), with s
      weights, and with 3 they could not leave [-3, 3].
   E  as C, with all gates at 1: position alone.
   F  as C, with CutMix and mixup, as the papers train.
+  T  (added after all runs, exploratory) as D, but L has one number for each offset from query to key: 225 for each head
+     where D has 4,096. In all, D has 73,728 logits, T 4,050, and queries and keys have 16,128 weights.
+  U  (added after all runs, exploratory) as C, with keys at zero: content attention is uniform over the image.
 Endpoints, for each start: (1) accuracy C - D, clean, and corrupted (mean of the 15); (2) C minus C with static
 attention (tcnn_probe.ablate, the mean over 500 training images), clean and corrupted; and, of single heads of C on
 2,000 clean images, this cost against recorded gate, content information and type; (3) C - A, clean and corrupted.
@@ -59,7 +62,9 @@ alone, as they took as long as all else that is measured of a run with 54 heads.
 Changed after all runs: a difference that is "no" by the margin, and also above zero by its interval and its adjusted
 p-value, is printed as "yes, by less than 0.01", because "no" reads as its absence. An endpoint without a plain "yes" or
 "undecided" is called so if any of its four is. And queries and keys of arm E, which have no gradient, are not given to
-the optimizer, so that it prints no sum of their rates; the function that E computes is the same.
+the optimizer, so that it prints no sum of their rates; the function that E computes is the same. Static attention
+is also flatter than an image's own, so C is measured with the attention of another image ("shuffled") as well.
+The positive control, a task that needs content, is content_control.py.
 Pilot, seen before this was written: 400 steps from the published weights themselves on 16,000 images, a seed that is
 not among these, judged by 2,500 of the held-out images: A 0.892; D from lambda = -1 with rates that sum to 3 0.870, to
 30 0.878, hence 30; C from lambda = -1 0.850. With 1e-4 for all else A had 0.885, D 0.864 and C 0.838, hence 1e-3. No

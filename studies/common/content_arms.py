@@ -14,7 +14,14 @@ from torch import Tensor, nn
 from common.small_trainings import LABEL_SMOOTHING, rate_factor
 from tcnn_model import GPSA, gpsa_layers, parameter_groups, reparameterize
 
-__all__ = ["ARMS", "Arm", "StaticMapGPSA", "converted", "train_tail"]
+__all__ = [
+    "ARMS",
+    "Arm",
+    "OffsetKernelGPSA",
+    "StaticMapGPSA",
+    "converted",
+    "train_tail",
+]
 
 QK_STD = 0.02
 """Initial standard deviation of the weights of queries and keys."""
@@ -30,7 +37,9 @@ class Arm:
         papers_rates: Whether all weights share a learning rate and gates are trained from the first step, as in the
             papers.
         static_map: Whether content attention is a learned map, the same for every image.
+        by_offset: Whether the learned map of ``static_map`` has one number for each offset from query to key.
         gate_at_one: Whether gates are fixed at 1, so that heads attend by position alone.
+        uniform_content: Whether keys are fixed at zero, so that the content part is uniform.
         mixes: Whether images are mixed by CutMix and mixup.
     """
 
@@ -38,8 +47,16 @@ class Arm:
     attends: bool = True
     papers_rates: bool = False
     static_map: bool = False
+    by_offset: bool = False
     gate_at_one: bool = False
+    uniform_content: bool = False
     mixes: bool = False
+
+    @property
+    def has_content(self) -> bool:
+        """Whether attention depends on the image."""
+        is_fixed = self.static_map or self.gate_at_one or self.uniform_content
+        return self.attends and not is_fixed
 
 
 ARMS = {
@@ -49,6 +66,8 @@ ARMS = {
     "D": Arm("a learned static map", static_map=True),
     "E": Arm("position alone (gate at 1)", gate_at_one=True),
     "F": Arm("content, CutMix and mixup", mixes=True),
+    "T": Arm("a learned kernel over offsets", static_map=True, by_offset=True),
+    "U": Arm("uniform content (keys at zero)", uniform_content=True),
 }
 
 
@@ -107,10 +126,44 @@ class StaticMapGPSA(GPSA):
 
     def _queries_and_keys(self, x: Tensor) -> tuple[Tensor, Tensor]:
         # GPSA divides products by the square root of the length of queries and keys, which here is the number of keys.
-        logits = self.query * math.sqrt(self.query.shape[-1])
+        logits = self._map() * math.sqrt(len(self.key))
         return logits.expand(len(x), -1, -1, -1), self.key.expand(
             len(x), self.heads, -1, -1
         )
+
+    def _map(self) -> Tensor:
+        """Return L, (heads, N_query, N_key)."""
+        return self.query
+
+
+class OffsetKernelGPSA(StaticMapGPSA):
+    """:class:`StaticMapGPSA` with ``L_h(i, j) = theta_h(j - i)``: a number for each offset, a convolution of any reach.
+
+    ``query`` holds theta, shape (heads, offsets): 225 numbers a head on a grid of 8 x 8, where a map has 4,096.
+    """
+
+    @classmethod
+    def of(cls, layer: GPSA, size: tuple[int, int]) -> Self:
+        """Return the layer with a uniform kernel in place of its queries and keys.
+
+        Args:
+            layer: Layer of stride 1 with as many queries as pixels, whose other parameters are copied.
+            size: Height and width of the layer's input.
+        """
+        kernel_layer = super().of(layer, size)
+        height, width = size
+        rows, cols = torch.meshgrid(*map(torch.arange, size), indexing="ij")
+        dy = rows.flatten() - rows.flatten()[:, None] + height - 1
+        dx = cols.flatten() - cols.flatten()[:, None] + width - 1
+        # Offsets are numbered row by row, (N_query, N_key).
+        kernel_layer.register_buffer("offsets", dy * (2 * width - 1) + dx)
+        kernel_layer.query = nn.Parameter(
+            torch.zeros(kernel_layer.heads, (2 * height - 1) * (2 * width - 1))
+        )
+        return kernel_layer
+
+    def _map(self) -> Tensor:
+        return self.query[:, self.offsets]
 
 
 def converted(
@@ -141,15 +194,20 @@ def converted(
         for name, layer in gpsa_layers(model).items():
             # torch has no public way to replace a module by its dotted name.
             parent, _, child = name.rpartition(".")
-            setattr(
-                model.get_submodule(parent), child, StaticMapGPSA.of(layer, sizes[name])
-            )
+            static = OffsetKernelGPSA if arm.by_offset else StaticMapGPSA
+            setattr(model.get_submodule(parent), child, static.of(layer, sizes[name]))
     if arm.gate_at_one:
         for layer in gpsa_layers(model).values():
             # The sigmoid of 40 is 1 in float32.
             nn.init.constant_(layer.gating, 40.0)
             # Content has no weight, so that queries and keys would have no gradient either.
             for parameter in (layer.gating, layer.query, layer.key):
+                parameter.requires_grad_(False)
+    if arm.uniform_content:
+        for layer in gpsa_layers(model).values():
+            # With keys at zero, queries have no gradient.
+            nn.init.zeros_(layer.key)
+            for parameter in (layer.query, layer.key):
                 parameter.requires_grad_(False)
     return model
 

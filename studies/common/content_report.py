@@ -37,6 +37,8 @@ COLORS = {
     "D": "tab:blue",
     "E": "tab:green",
     "F": "tab:orange",
+    "T": "tab:cyan",
+    "U": "tab:purple",
 }
 GROUPS = sorted({corruption.group for corruption in evaluation.CORRUPTIONS.values()})
 
@@ -81,7 +83,7 @@ def check(tree: xr.DataTree) -> bool:
     for run in itertools.chain(*map(_runs, tree.children.values())):
         arm = run.attrs["arm"]
         name = f"{arm}, start {run.attrs['start']:+g}, seed {run.attrs['seed']}"
-        if arm == "D":
+        if ARMS[arm].static_map:
             # The maximum over heads is checked: no head at all may depend on the image.
             information = float(np.nanmax(run.content_part_information[-1]))
             changed = float((run.clean != run.clean_static).mean())
@@ -115,7 +117,7 @@ def draw(tree: xr.DataTree) -> Figure:
         for run in runs:
             arm = run.attrs["arm"]
             # Arm A has no gates, and those of E stay at 1.
-            if arm in "BCDF":
+            if arm in "BCDFTU":
                 # Runs from the lower start are dashed here, and triangles in the panel of accuracies.
                 style = "-" if run.attrs["start"] > 0 else "--"
                 panel.plot(
@@ -148,6 +150,7 @@ def _dataset(arrays: Mapping[str, NDArray[Any]]) -> xr.Dataset:
     dims |= {
         "clean": ("image",),
         "clean_static": ("image",),
+        "clean_shuffled": ("image",),
         "clean_positional": ("image",),
         "held_out": ("mark",),
     }
@@ -200,7 +203,7 @@ def _difference(
 def _accuracies(runs: list[xr.Dataset]) -> list[str]:
     """Return lines on the mean accuracy of every arm over its seeds, and on the sums of its learning rates."""
     lines = [
-        "accuracy (mean over seeds)                 seeds  clean   corrupted  C static  C by position"
+        "accuracy (mean over seeds)                 seeds  clean   corrupted  static  shuffled  by position"
     ]
     for arm, start in sorted({(run.attrs["arm"], run.attrs["start"]) for run in runs}):
         of_arm = [
@@ -215,11 +218,9 @@ def _accuracies(runs: list[xr.Dataset]) -> list[str]:
             for name in ("clean", "corrupted")
         ]
         row = f"  {words:42s}{len(of_arm):4d}  {means[0]:.4f}  {means[1]:.4f}"
-        for name in ("clean_static", "clean_positional"):
-            if name in of_arm[0]:
-                row += (
-                    f"     {float(np.mean([run[name].mean() for run in of_arm])):.4f}"
-                )
+        for name in ("clean_static", "clean_shuffled", "clean_positional"):
+            having = [run[name].mean() for run in of_arm if name in run]
+            row += f"     {float(np.mean(having)):.4f}" if having else " " * 11
         lines.append(row)
     lines.append(
         "sum of learning rates, and in units of the initial standard deviation (lambda's own unit for gates)"
@@ -380,7 +381,7 @@ def _draw_accuracies(panel: Any, runs: list[xr.Dataset]) -> None:
             ms=5,
             mfc="none",
         )
-        if "clean_static" in run and arm != "D":
+        if "clean_static" in run and ARMS[arm].has_content:
             panel.plot(
                 places[arm] - shift,
                 float(run.clean_static.mean()),

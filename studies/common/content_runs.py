@@ -24,6 +24,9 @@ RECORDED = (
     "gate",
     "content_information",
     "content_part_information",
+    "selectivity",
+    "key_content_information",
+    "query_key_content_information",
     "entropy",
     "content_entropy",
     "positional_entropy",
@@ -71,9 +74,10 @@ def train_and_measure(
     """Train the run and write its results.
 
     The file tells whether each test image is classified correctly: ``clean`` (N,) and ``corrupted`` (corruptions, n).
-    Arms with content have the same with static attention, ``clean_static`` and ``corrupted_static``, and with the
-    positional part alone, ``clean_positional``; arm D has ``clean_static`` only. Arm C in the first table also has
-    ``heads_static`` (layer, head, m), with static attention in one head, for the m images ``heads_rows``.
+    Arms with content have the same with static attention, ``clean_static`` and ``corrupted_static``, with the attention
+    of another image, ``clean_shuffled``, and with the positional part alone, ``clean_positional``; arms with a static
+    map have ``clean_static`` only. Arm C in the first table also has ``heads_static`` (layer, head, m), with static
+    attention in one head, for the m images ``heads_rows``. Data without corrupted images have none of their variables.
 
     Recorded variables have shape (mark, layer, head); ``marks`` are the steps, and ``held_out`` is the accuracy on
     held-out images at these. ``rate_sums`` are the sums of the learning rates of ``rate_groups``, and ``rate_stds`` the
@@ -129,7 +133,7 @@ def train_and_measure(
         results["layer"] = dataset.layer.values.astype(str)
     results |= _measured(
         model,
-        arm.attends and not arm.gate_at_one and not arm.static_map,
+        arm.has_content,
         run,
         features,
         options,
@@ -152,20 +156,25 @@ def _measured(
 ) -> dict[str, NDArray[Any]]:
     """Return whether each test image is classified correctly, with unchanged and with ablated attention."""
     labels = features.images.test.labels
-    results = {
-        "clean": _right(model, features.test, labels),
-        "corrupted": _right_corrupted(model, features),
-    }
+    is_corrupted = features.corrupted is not None
+    results = {"clean": _right(model, features.test, labels)}
+    if is_corrupted:
+        results["corrupted"] = _right_corrupted(model, features)
     if not has_content:
         return results
     with tcnn_probe.ablate(model, mode="static", images=features.reference):
         results["clean_static"] = _right(model, features.test, labels)
-        results["corrupted_static"] = _right_corrupted(model, features)
+        if is_corrupted:
+            results["corrupted_static"] = _right_corrupted(model, features)
+    # A mean over images is also flatter than any image's attention; another image's is as peaked.
+    with tcnn_probe.ablate(model, mode="shuffled", images=features.reference):
+        results["clean_shuffled"] = _right(model, features.test, labels)
     # The mode sets gates to 1, so that only the positional part of attention remains.
     with tcnn_probe.ablate(model, mode="positional"):
         results["clean_positional"] = _right(model, features.test, labels)
     # Single heads are ablated in the first table only: the 54 of the second would take as long as all its trainings.
-    if run.arm == "C" and run.blocks == 1 and run.batch_norm == "frozen":
+    first_table = run.blocks == 1 and run.batch_norm == "frozen"
+    if run.arm == "C" and first_table and options["head_images"]:
         rows = np.array(spread(len(labels), options["head_images"]))
         features_of_rows = features.test[rows]
         by_layer = []

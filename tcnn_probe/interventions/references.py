@@ -249,10 +249,12 @@ class TermReference(ReferenceStatistics):
 
 
 def fingerprints(images: Tensor) -> list[bytes]:
-    """Return a fingerprint of each image, (B, ...): its values at 64 positions, which no two photographs share."""
+    """Return a fingerprint of each image, (B, ...): its values at 4,096 positions, or all if it has fewer."""
     values = images.detach().flatten(1)
-    # Positions are spread evenly over channels and rows, so that crops and colour changes differ, too.
-    places = torch.linspace(0, values.shape[1] - 1, 64).long().to(values.device)
+    # Positions are spread evenly over channels and rows, so that crops and colour changes differ, too. They are many
+    # because drawings on a plain ground share most of their values.
+    count = min(values.shape[1], 4096)
+    places = torch.linspace(0, values.shape[1] - 1, count).long().to(values.device)
     return [row.numpy().tobytes() for row in values[:, places].float().cpu()]
 
 
