@@ -10,8 +10,15 @@ import torch
 from scipy import stats
 from torch import nn
 
+import content_control
 import content_or_mixing as study
-from common.content_arms import ARMS, StaticMapGPSA, converted, train_tail
+from common.content_arms import (
+    ARMS,
+    OffsetKernelGPSA,
+    StaticMapGPSA,
+    converted,
+    train_tail,
+)
 from common.content_report import _together
 from common.crossed_intervals import (
     Effect,
@@ -92,12 +99,48 @@ def test_a_static_map_is_mixed_as_defined(stride: int) -> None:
     torch.testing.assert_close(layer(x), GPSA.forward(layer, x))
 
 
+def test_a_kernel_over_offsets_has_a_number_for_each_offset() -> None:
+    size = 4, 6
+    torch.manual_seed(2)
+    layer = OffsetKernelGPSA.of(GPSA(5, 7, 3, 1, 1), size)
+    kernel = torch.randn(9, 7, 11)
+    layer.query.data = kernel.flatten(1)
+    static = StaticMapGPSA.of(layer, size)
+    logits = torch.empty(9, 24, 24)
+    for (y, x), (v, u) in itertools.product(np.ndindex(size), np.ndindex(size)):
+        logits[:, 6 * y + x, 6 * v + u] = kernel[:, v - y + 3, u - x + 5]
+    static.query.data = logits
+    x = torch.randn(2, 5, *size)
+    torch.testing.assert_close(layer(x), static(x))
+    torch.testing.assert_close(layer(x), GPSA.forward(layer, x))
+
+
+def test_scenes_tell_the_class_only_as_the_dose_says() -> None:
+    """The class is the value of the item with the cue's code; the cue shows it in the other scenes."""
+    images, labels = content_control.scenes(400, 0.3, seed=5)
+    tokens = images.flatten(2).mT
+    shown = 0
+    for scene, label in zip(tokens, labels, strict=True):
+        cue = scene[scene[:, 0] == 1]
+        items = scene[scene[:, 1] == 1]
+        assert (len(cue), len(items)) == (1, 6)
+        assert len(items[:, 2:9].unique(dim=0)) == 6
+        match = (items[:, 2:9] == cue[:, 2:9]).all(1)
+        assert items[match, 9:13].tolist() == [[float(n == label) for n in range(4)]]
+        if cue[:, 9:13].any():
+            assert cue[0, 9:13].argmax() == label
+            shown += 1
+        assert not scene[(scene[:, :2] == 0).all(1)].any()
+    # Three standard deviations of 400 draws are 0.07.
+    assert abs(shown / 400 - 0.7) < 0.07
+
+
 def steps_of(features: torch.Tensor, count: int):
     for _ in range(count):
         yield features, torch.arange(len(features)) % 7
 
 
-@pytest.mark.parametrize("arm", ["B", "C", "D", "E"])
+@pytest.mark.parametrize("arm", ["B", "C", "D", "E", "T", "U"])
 def test_learning_rates_of_an_arm(network: ResNet20, arm: str) -> None:
     tail = Tail(network, 1)
     features = torch.randn(4, 12, 5, 3)
@@ -126,12 +169,13 @@ def test_learning_rates_of_an_arm(network: ResNet20, arm: str) -> None:
     sums = train_tail(model, steps_of(features, 8), ARMS[arm], options, after)
     factors = [rate_factor(step, 8) for step in range(8)]
     assert factors[0] == 1  # the warm-up is one step
-    expected = {"B": 1e-4 * sum(factors), "C": 3.0, "D": 30.0}
+    expected = {"B": 1e-4 * sum(factors), "C": 3.0, "D": 30.0, "T": 30.0}
     if arm == "E":
         assert not sums.keys() & {"gates", "queries and keys"}
         assert all((layer.gate == 1).all() for layer in gpsa_layers(model).values())
     else:
-        assert sums["queries and keys"] == pytest.approx(expected[arm])
+        # With uniform content, neither queries nor keys are trained.
+        assert sums.get("queries and keys") == pytest.approx(expected.get(arm))
         waits = [bool((now == gates[0]).all()) for now in gates[1:]]
         # In the arms that learn content, the gates are fixed for the first quarter of the steps.
         assert waits == ([False] * 8 if arm == "B" else [True] * 2 + [False] * 6)

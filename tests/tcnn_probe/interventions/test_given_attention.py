@@ -423,3 +423,13 @@ def test_warns_if_an_image_gets_its_own_attention() -> None:
             model(references[:2])
         with tcnn_probe.ablate(model, mode="shuffled", images=references, seed=None):
             model(references)
+
+
+@torch.no_grad()
+def test_drawings_on_a_plain_ground_are_told_apart() -> None:
+    model = vit()
+    strokes = torch.zeros(2, 2, 20, 28)
+    # They differ in a few pixels alone.
+    strokes[0, :, 3, 4:6], strokes[1, :, 11, 5:9] = 1, 1
+    with tcnn_probe.ablate(model, mode="static", images=strokes[:1]):
+        model(strokes[1:])
