@@ -213,9 +213,12 @@ def _variable(
         raise StoreError(
             f"{name!r} has other dimensions in some runs: {sorted({part.dims for part in parts})}"
         )
-    array = _Joined(runs, [len(labels[str(dim)]) for dim in parts[0].dims])
+    first = parts[0]
+    array = _Joined(runs, [len(labels[str(dim)]) for dim in first.dims])
+    # As of a single recording, copies of float16 are in float32, which netCDF has.
+    encoding = {"dtype": "float32"} if array.dtype == "float16" else {}
     return xr.Variable(
-        ("run", *parts[0].dims), LazilyIndexedArray(array), parts[0].attrs
+        ("run", *first.dims), LazilyIndexedArray(array), first.attrs, encoding
     )
 
 

@@ -19,26 +19,28 @@ ATTRS = {"augment": True, "flips": [True, False], "rates": [0.1, 2], "seed": 3}
 NOT_OF_NETCDF = {"teacher": None, "schedule": {"warmup": [1, 2], "restarts": None}}
 
 
-@pytest.fixture(scope="module", params=["tcnn", "vit", "recorded"])
+@pytest.fixture(scope="module", params=["tcnn", "vit", "recorded", "runs"])
 def tree(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> xr.DataTree:
-    """A recording of gated heads, of softmax heads with maps, or with attributes like those of tcnn-finetune."""
-    if request.param != "recorded":
+    """Gated heads, softmax heads with maps, attributes like those of tcnn-finetune, or several runs with maps."""
+    if request.param in ("tcnn", "vit"):
         return tcnn_probe.load_example(request.param)
     path = tmp_path_factory.mktemp("copies") / "run.zarr"
     record_run(path)
-    return tcnn_probe.open(path)
+    return tcnn_probe.open({"a": path, "b": path} if request.param == "runs" else path)
 
 
 def record_run(path: Path, scale: float = 1.0) -> None:
     torch.manual_seed(3)
-    options = {"img_size": (48, 80), "embed_dim": 24, "depth": 2, "num_classes": 5}
-    model = timm.create_model("vit_tiny_patch16_224", **options).eval()
+    sizes = {"img_size": (48, 80), "embed_dim": 24, "depth": 2, "num_classes": 5}
+    model = timm.create_model("vit_tiny_patch16_224", **sizes).eval()
     attrs = ATTRS | NOT_OF_NETCDF | {"scale": scale}
-    with tcnn_probe.record(model, path, health=True, attrs=attrs) as recorder:
+    options = {"health": True, "images": 2, "attrs": attrs}
+    with tcnn_probe.record(model, path, **options) as recorder:
+        images = scale * torch.randn(2, 3, 48, 80)
         for epoch in range(3):
-            model(scale * torch.randn(2, 3, 48, 80))
+            model(images)
             recorder.mark(epoch=epoch, loss=0.5)
 
 
