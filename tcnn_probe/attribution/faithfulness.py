@@ -19,6 +19,7 @@ from tcnn_probe.attribution.agreement import (
     rank_correlation,
 )
 from tcnn_probe.attribution.deletion import area_under, deletion_curve, insertion_curve
+from tcnn_probe.attribution.layer_choice import UnsupportedMethodError
 from tcnn_probe.attribution.perturbation import infidelity, sensitivity
 from tcnn_probe.attribution.pixels import is_constant
 from tcnn_probe.attribution.saliency import (
@@ -161,7 +162,8 @@ def faithfulness(
     The metrics are "deletion_auc", "insertion_auc", "energy_inside", "pointing_game", "infidelity", "sensitivity" and
     "rank_correlation". The functions of these names in :mod:`tcnn_probe.attribution` (``deletion_curve`` and
     ``insertion_curve`` with ``area_under`` for the first two) take plain tensors. A constant map shows nothing: its
-    scores are NaN, with a warning. The scores of a map with a NaN are NaN.
+    scores are NaN, with a warning. The scores of a map with a NaN are NaN. If the model does not support one of several
+    methods, it is left out, with a warning.
 
     Args:
         model: Model that returns a score for each class, shape (B, K), or an object with such ``logits``.
@@ -224,6 +226,7 @@ def faithfulness(
         calls_given(model, inputs),
         progress_bar(total, "faithfulness", progress) as bar,
     ):
+        unsupported: dict[str, UnsupportedMethodError] = {}
         try:
             targets, settings["score"] = find_targets(
                 model, images, target, batch_size, score, default="softmax"
@@ -231,13 +234,26 @@ def faithfulness(
         except NoScoreError as error:
             _check_without_score(attributions, selected, error)
             targets = None
+            unsupported = {x.name: error for x in attributions if x.needs_score}
         # Attention is the same for all targets.
         explained = torch.zeros(len(images)).long() if targets is None else targets
         # Maps are computed once for all metrics.
-        maps = [
-            maps_of(x, model, images, explained, batch_size, bar.update)[0]
-            for x in attributions
-        ]
+        maps = []
+        for attribution in attributions:
+            if attribution.name in unsupported:
+                continue
+            try:
+                maps.append(
+                    maps_of(
+                        attribution, model, images, explained, batch_size, bar.update
+                    )[0]
+                )
+            except UnsupportedMethodError as error:
+                unsupported[attribution.name] = error
+        if not maps:
+            raise next(iter(unsupported.values()))
+        attributions = [x for x in attributions if x.name not in unsupported]
+        selected = _select_metrics(metrics, attributions, masks is not None)
         constant = torch.stack([is_constant(judged) for judged in maps])
         for name, metric in selected.items():
             parameters = inspect.signature(metric.function).parameters
@@ -278,6 +294,8 @@ def faithfulness(
         missing = {x.name: _MAPS_ALONE for x in attributions if x.explain is None}
         variables["sensitivity"].attrs["missing"] = json.dumps(missing)
 
+    for name, reason in unsupported.items():
+        warnings.warn(f"{name!r} is left out: {reason}", RuntimeWarning, stacklevel=2)
     flat_maps = {
         x.name: int(flat.sum()) for x, flat in zip(attributions, constant, strict=True)
     }
@@ -337,10 +355,11 @@ def _check_without_score(
     selected: Mapping[str, Metric],
     error: NoScoreError,
 ) -> None:
-    """Raise an error if a metric or a method needs a score, which the model does not give."""
+    """Raise an error if a metric, or all methods, need a score, which the model does not give."""
     free = [name for name, metric in METRICS.items() if metric.takes != "maps"]
     needing = [name for name in selected if name not in free]
-    needing += [x.name for x in attributions if x.needs_score]
+    if all(x.needs_score for x in attributions):
+        needing += [x.name for x in attributions]
     if needing:
         raise ValueError(
             f"{', '.join(map(repr, needing))}: {error}. Metrics that need no score: {free}"

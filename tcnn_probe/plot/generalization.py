@@ -6,6 +6,7 @@ import numpy as np
 import xarray as xr
 from numpy.typing import NDArray
 
+from tcnn_probe.evaluation.intervals import scipy_stats
 from tcnn_probe.evaluation.summary import check_results
 from tcnn_probe.plot.style import OKABE_ITO, axes_or_current, legend_beside
 
@@ -41,6 +42,7 @@ def generalization(
     Raises:
         TypeError: ``ds`` is no Dataset.
         ValueError: Accuracies are missing, or the variant is; or there are several variants and none is named.
+        ModuleNotFoundError: SciPy is not installed.
     """
     check_results(
         ds, "clean_accuracy", "clean_correct", "variant_accuracy", "variant_images"
@@ -88,8 +90,7 @@ def _wilson(
     accuracy: NDArray[np.floating], images: NDArray[np.integer]
 ) -> NDArray[np.floating]:
     """Return the lengths of the 95 % Wilson interval below and above each accuracy: (2, points)."""
-    from scipy.stats import binomtest
-
+    binomtest = scipy_stats().binomtest
     # The accuracy is a quotient of integers, back to the one that it was made of.
     right = np.rint(accuracy * images).astype(int)
     tests = [binomtest(int(k), int(n)) for k, n in zip(right, images, strict=True)]

@@ -1,10 +1,12 @@
 """Inputs and results of faithfulness(), whose values are those of the functions of plain tensors."""
 
 import json
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import xarray as xr
 from torch import Tensor, nn
 
 import tcnn_probe
@@ -170,6 +172,19 @@ def test_methods_by_name_equal_the_results_of_saliency() -> None:
         np.testing.assert_allclose(now[name], precomputed[name], atol=1e-5)
     assert now.sensitivity.notnull().all()
     assert "energy_inside" not in now
+
+
+@pytest.mark.parametrize("kept", [["first"], ["first", "input_x_gradient"]])
+def test_an_unsupported_method_is_left_out(kept: list[str]) -> None:
+    model = Linear()
+    methods: list[Any] = [first if name == "first" else name for name in kept]
+    alone = tcnn_probe.faithfulness(model, IMAGES, methods, samples=2)
+    methods.insert(1, "rollout")
+    with pytest.warns(RuntimeWarning, match="'rollout' is left out: no attention"):
+        beside = tcnn_probe.faithfulness(model, IMAGES, methods, samples=2)
+    xr.testing.assert_equal(beside, alone)
+    with pytest.raises(ValueError, match="no attention was seen"):
+        tcnn_probe.faithfulness(model, IMAGES, "rollout")
 
 
 LABELLED = tcnn_probe.saliency(Linear(), IMAGES, [0, 1, 2], "input_x_gradient")

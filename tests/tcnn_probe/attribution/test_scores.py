@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import xarray as xr
 from torch import Tensor, nn
 
 import tcnn_probe
@@ -107,10 +108,16 @@ def test_models_without_scores_are_refused_where_a_score_is_needed(
     assert "target" not in maps.coords
     masks = torch.zeros(2, *SIZE, dtype=torch.bool)
     masks[:, 3:11, 5:19] = True
-    scores = tcnn_probe.faithfulness(
-        model, images, maps, masks=masks, metrics="pointing_game"
-    )
+    options: Any = {"masks": masks, "metrics": "pointing_game"}
+    scores = tcnn_probe.faithfulness(model, images, maps, **options)
     assert scores.pointing_game.notnull().all()
+    with pytest.warns(RuntimeWarning, match="'gradcam' is left out"):
+        beside = tcnn_probe.faithfulness(
+            model, images, ["gradcam", "rollout"], **options
+        )
+    xr.testing.assert_equal(beside.pointing_game, scores.pointing_game)
+    with pytest.raises(ValueError, match=f"'gradcam': .*{message}"):
+        tcnn_probe.faithfulness(model, images, "gradcam", **options)
     # Who names an output and its meaning wants it explained as it is.
     chosen = tcnn_probe.saliency(model, images, 0, method="gradcam")
     assert chosen.score == "logit"

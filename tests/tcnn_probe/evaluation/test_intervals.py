@@ -9,6 +9,7 @@ import pytest
 import xarray as xr
 from scipy import optimize, stats
 
+import tcnn_probe
 from tcnn_probe import evaluation
 
 
@@ -194,3 +195,12 @@ def test_scipy_is_named_if_it_is_absent(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setitem(sys.modules, "scipy.stats", None)
     with pytest.raises(ModuleNotFoundError, match=r"pip install 'tcnn-probe\[stats\]'"):
         evaluation.mean_interval(xr.DataArray([0.5, 0.7, 0.2], dims="image"))
+    answers = {"correct": ("image", [True, False]), "accuracy": 0.5, "images": 2}
+    results = {
+        f"{test}_{name}": value
+        for test in ("clean", "variant")
+        for name, value in answers.items()
+    }
+    ds = xr.Dataset(results, {"model": "cnn", "variant": "v2"})
+    with pytest.raises(ModuleNotFoundError, match=r"pip install 'tcnn-probe\[stats\]'"):
+        tcnn_probe.plot.generalization(ds)
