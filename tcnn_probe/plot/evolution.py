@@ -1,7 +1,8 @@
 """Curves of heads while a model trains (T-CNN paper, Fig. 4)."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from textwrap import fill
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import xarray as xr
@@ -10,7 +11,9 @@ from tcnn_probe.plot.style import (
     axes_or_current,
     axis_label,
     check_array,
+    legend_below,
     legend_beside,
+    letters_across,
     sequential_colors,
 )
 
@@ -26,7 +29,7 @@ def evolution(
     *,
     colors: Sequence[Any] | None = None,
     ls: str = "-",
-    legend: bool = True,
+    legend: bool | Literal["beside", "below"] = True,
 ) -> "Axes":
     """Draw the heads of each layer and their mean over the marks of a training (T-CNN paper, Fig. 4).
 
@@ -39,7 +42,8 @@ def evolution(
     Heads are thin lines, means thick ones, with a colour for each layer. Of several runs, lines are means over heads
     and runs, and bands reach from the smallest to the largest mean over heads of a run; single heads are not drawn,
     since heads of the same number need not correspond in different runs. Heads, layers and runs without values (all
-    NaN) are left out, from the legend too. A recording of a single mark is drawn as points.
+    NaN) are left out, from the legend too. A recording of a single mark is drawn as points. Widths of lines follow
+    matplotlib's ``lines.linewidth``, and sizes of text its ``font.size``.
 
     Args:
         values: Recorded variable, with the dimension of the marks ("epoch" unless you named another) and, if any,
@@ -47,7 +51,8 @@ def evolution(
         ax: Axes to draw on; None for the current axes.
         colors: Colour of each layer, as matplotlib takes them; None for viridis, from the first layer to the last.
         ls: Line style.
-        legend: Draw a legend of the layers, beside the axes.
+        legend: Draw a legend of the layers, beside the axes (True), or "below", at the foot of the figure, which
+            suits a narrow one.
 
     Returns:
         The axes, labelled with the variable's name and unit; with a title, if they had none.
@@ -58,6 +63,10 @@ def evolution(
             values are NaN.
     """
     values = check_array(values, "values")
+    if legend not in (True, False, "beside", "below"):
+        raise ValueError(
+            f"expected legend=True, False, 'beside' or 'below', got {legend!r}"
+        )
     if values.dtype.kind not in "biuf":
         raise TypeError(
             f"expected values that are numbers, got {values.dtype}; types of heads are drawn as the share of one, "
@@ -90,7 +99,7 @@ def evolution(
             mean_line.set_label(str(values.layer.values[number]))
     _label(axes, along, values)
     if legend and "layer" in values.dims:
-        legend_beside(axes)
+        (legend_below if legend == "below" else legend_beside)(axes)
     return axes
 
 
@@ -103,9 +112,10 @@ def _label(axes: "Axes", along: xr.DataArray, values: xr.DataArray) -> None:
         lines = " by head (thin), and mean (thick)" if "head" in values.dims else ""
         if "run" in values.dims:
             averaged = "heads and runs" if "head" in values.dims else "runs"
-            # Two lines, as one is wider than an axes of two beside each other.
-            lines = f": mean over {averaged} (line),\nsmallest to largest of {values.sizes['run']} runs (band)"
-        axes.set_title(axis_label(values).split(" (")[0] + lines, fontsize="small")
+            lines = f": mean over {averaged} (line), smallest to largest of {values.sizes['run']} runs (band)"
+        title = axis_label(values).split(" (")[0] + lines
+        # A title that is wider than its axes would run into that of the axes beside it.
+        axes.set_title(fill(title, max(20, letters_across(axes))), fontsize="small")
     locator, formatter = (
         axes.xaxis.get_major_locator(),
         axes.yaxis.get_major_formatter(),
@@ -121,6 +131,9 @@ def _draw_layer(
     axes: "Axes", x: Any, values: xr.DataArray, marks: str, style: dict[str, Any]
 ) -> Any:
     """Draw the lines of a layer's heads, or the band of its runs, and the line of the mean; return the latter."""
+    from matplotlib import rcParams
+
+    width = rcParams["lines.linewidth"]
     if len(x) == 1:
         style["marker"] = "o"
     if "run" in values.dims:
@@ -133,7 +146,12 @@ def _draw_layer(
     elif "head" in values.dims:
         heads = values.transpose(marks, "head").values
         axes.plot(
-            x, heads[:, ~np.isnan(heads).all(0)], lw=0.6, alpha=0.5, ms=3, **style
+            x,
+            heads[:, ~np.isnan(heads).all(0)],
+            lw=0.4 * width,
+            alpha=0.5,
+            ms=3,
+            **style,
         )
         values = values.mean("head")
-    return axes.plot(x, values.values, lw=2.5, **style)[0]
+    return axes.plot(x, values.values, lw=width * 5 / 3, **style)[0]

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 __all__ = [
     "OKABE_ITO", "RED", "axes_or_current", "axes_without_data", "axis_label", "check_array", "check_pixel", "draw_box",
     "draw_image", "draw_map", "empty_figure", "finish_grid", "image_array", "label_layers", "legend_above",
-    "legend_beside", "letters_across", "select_dims", "sequential_colors", "short_names", "wrap_name",
+    "legend_below", "legend_beside", "letters_across", "select_dims", "sequential_colors", "short_names", "wrap_name",
 ]  # fmt: skip
 
 OKABE_ITO = {
@@ -138,12 +138,35 @@ def legend_beside(axes: "Axes") -> None:
     )
 
 
+def legend_below(axes: "Axes") -> None:
+    """Draw the legend at the foot of the figure, in as many columns as fit; a layout engine makes room for it."""
+    figure, root = axes.figure, axes.get_figure(root=True)
+    if root is not None and root.get_layout_engine() is None:
+        root.set_layout_engine("constrained")
+    handles, names = axes.get_legend_handles_labels()
+    # Each line of colour takes the space of seven letters.
+    columns = _letters(figure.bbox.width, root) // (max(map(len, names)) + 7)
+    figure.legend(
+        handles,
+        names,
+        loc="outside lower center",
+        frameon=False,
+        fontsize="small",
+        ncols=min(max(columns, 1), len(names)),
+    )
+
+
 def letters_across(axes: "Axes") -> int:
     """Return the number of small letters that fit beside each other above axes, before a layout makes room."""
+    return _letters(axes.get_window_extent().width, axes.figure)
+
+
+def _letters(width: float, figure: Any) -> int:
+    """Return the number of small letters that fit into a width in pixels of the figure."""
     from matplotlib.font_manager import FontProperties
 
     letter = 0.55 * FontProperties(size="small").get_size_in_points()
-    return int(72 * axes.get_window_extent().width / axes.figure.dpi / letter)
+    return int(72 * width / figure.dpi / letter)
 
 
 def legend_above(axes: "Axes") -> None:

@@ -1,5 +1,6 @@
 """Evolution by head: the lines, their colours, and the labels of the axes."""
 
+import itertools
 from pathlib import Path
 from typing import NamedTuple
 
@@ -223,7 +224,7 @@ def test_runs_form_a_band_from_the_smallest_to_the_largest() -> None:
         assert to_rgba(line.get_color()) == to_rgba("rgb"[layer])
         assert tuple(band.get_facecolor()[0]) == to_rgba("rgb"[layer], 0.2)
     assert ax.get_title() == (
-        "gate: mean over heads and runs (line),\nsmallest to largest of 3 runs (band)"
+        "gate: mean over heads and runs (line), smallest to largest of 3 runs (band)"
     )
     figure, panels = plt.subplots(1, 2, figsize=(11, 4), layout="constrained")
     long_name = values.assign_attrs(long_name="content information of attention")
@@ -261,3 +262,22 @@ def test_recordings_opened_together_are_drawn(tmp_path: Path) -> None:
     (band,) = ax.collections[0].get_paths()
     # The score of the second run was marked as seed / 7.
     assert band.vertices[:, 1].max() == 1 / 7
+
+
+def test_a_narrow_figure_has_its_legend_below_and_thin_lines() -> None:
+    """Nothing overlaps at 3.3 inches, and widths follow matplotlib's own setting."""
+    ds = tcnn_probe.load_example()["heads"].dataset
+    with plt.rc_context({"font.size": 7, "lines.linewidth": 0.6}):
+        figure, panels = plt.subplots(1, 2, figsize=(3.3, 2.4), layout="constrained")
+        tcnn_probe.plot.evolution(ds.gate, panels[0], legend=False)
+        tcnn_probe.plot.evolution(ds.content_entropy, panels[1], legend="below")
+        figure.draw_without_rendering()
+    assert max(line.get_linewidth() for line in panels[0].lines) == pytest.approx(1)
+    (legend,) = figure.legends
+    texts = [axes.title for axes in panels] + [axes.xaxis.label for axes in panels]
+    boxes = [text.get_window_extent() for text in texts] + [legend.get_window_extent()]
+    for first, second in itertools.combinations(boxes, 2):
+        assert not first.overlaps(second)
+    assert all(figure.bbox.x0 <= box.x0 and box.x1 <= figure.bbox.x1 for box in boxes)
+    with pytest.raises(ValueError, match="'beside' or 'below', got 'under'"):
+        tcnn_probe.plot.evolution(ds.gate, legend="under")  # type: ignore[arg-type]
