@@ -74,7 +74,12 @@ class ReconstructionError(RuntimeError):
 
 
 def softmax_attention_of(
-    request: SeenAttention, name: str, number: int, running: Running, maps: FeatureMaps
+    request: SeenAttention,
+    name: str,
+    number: int,
+    running: Running,
+    maps: FeatureMaps,
+    images: int | None,
 ) -> SoftmaxAttention:
     """Describe a call of torch in the innermost running module as an attention between tokens on their grids.
 
@@ -84,6 +89,7 @@ def softmax_attention_of(
         number: Position of this attention among those of the module's call.
         running: Running modules and their inputs.
         maps: Feature maps of the forward so far, which show the grids.
+        images: Number of images whose tokens the layer gets; None if each row counts as an image.
 
     Raises:
         NoTokenAttentionError: The call is not attention between tokens.
@@ -108,10 +114,10 @@ def softmax_attention_of(
         columns = request.value.shape[-1]
         if columns in tokens_if_channels(logits.shape, running):
             raise NoTokenAttentionError(_BETWEEN_CHANNELS)
-    # If the rows are not a multiple of the images, for example because a model repeats or selects some, each row counts
-    # as an image. So does each row of texts, of which there can be more than images.
-    is_of_images = maps.images and rows % maps.images == 0 and not maps.words_ask
-    images = maps.images if maps.images and is_of_images else rows
+    # If the rows are not a multiple of the images, for example because a model selects some, each row is an image.
+    # So is each row of texts, of which there can be more than images.
+    if not images or rows % images:
+        images = rows
     windows = rows // images
     cut = _find_windows(running)
     units = find_unit_order(queries, keys, windows, running)

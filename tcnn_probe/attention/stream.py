@@ -44,7 +44,7 @@ from tcnn_probe.attention.token_order import (
     images_of_views,
     objection_to_order,
 )
-from tcnn_probe.hooks.forwards import Forward, Forwards
+from tcnn_probe.hooks.forwards import Forward, Forwards, Running
 from tcnn_probe.hooks.interception import (
     Answer,
     Seen,
@@ -252,6 +252,8 @@ class AttentionStream:
         # Positions of words among the keys of a layer, and whether its queries are words.
         self._words: dict[tuple[Any, str], tuple[Arrangement | None, bool]] = {}
         self._padded: dict[tuple[Any, str], bool] = {}
+        # Numbers of rows that an image has in a layer, if the model has multiplied its tokens.
+        self._copies: dict[tuple[Any, str], int] = {}
         # Modules in which attention was seen.
         self.attending: set[nn.Module] = set()
         self._reset()
@@ -413,8 +415,6 @@ class AttentionStream:
         self._ran: set[nn.Module] = set()
         self._tracker = ValueProductTracker()
         self._formed: dict[nn.Module, dict[str, list[Any]]] = {}
-        if self._places is not None:
-            self._places.is_over = True
         self._places = None
         self._moves_images = False
 
@@ -440,10 +440,13 @@ class AttentionStream:
             self._words[self._call, layer] = arrangement_of(keys), are_words(queries)
         words = self._words.get((self._call, layer), (None, False))
         self._maps.arrangement, self._maps.words_ask = words
+        images = self._images_of(layer, forward.running)
         with named_in_errors(layer):
             try:
                 attention = self._ordered(
-                    softmax_attention_of(request, layer, number, running, self._maps)
+                    softmax_attention_of(
+                        request, layer, number, running, self._maps, images
+                    )
                 )
             except NoTokenAttentionError as reason:
                 # A reason that is known for the class holds for all attentions of the module.
@@ -505,6 +508,18 @@ class AttentionStream:
                 return edit_function(func, args, kwargs, output, module, edit)
 
         return answer
+
+    def _images_of(self, layer: str, running: Running) -> int | None:
+        """Return the number of images of a layer, of each of which it may get several copies; None if it is unknown."""
+        images, (_, inputs) = self._maps.images, running[-1]
+        rows = next((len(x) for x in inputs if isinstance(x, Tensor) and x.ndim), 0)
+        if not images or self._maps.words_ask:
+            return None
+        call = self._call, layer
+        if self._places is not None:
+            is_copied = rows > images and self._places.shows_whole_images(inputs)
+            self._copies[call] = rows // images if is_copied else 1
+        return images * self._copies.get(call, 1)
 
     def _ordered(self, attention: SoftmaxAttention) -> SoftmaxAttention:
         """Return an attention without the grids that contradict the tracked places of its tokens."""

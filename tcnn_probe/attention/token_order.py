@@ -18,6 +18,7 @@ never raise an objection; images in unknown rows have no maps. If such a tensor 
 places, its elements get infinity.
 """
 
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
@@ -39,6 +40,7 @@ from tcnn_probe.attention.place_rules import (
     tensors_in,
     unexpanded,
 )
+from tcnn_probe.hooks.calls import innermost_call, is_running
 from tcnn_probe.hooks.kernel_calls import is_kernel
 from tcnn_probe.hooks.modes import is_transformed, never_compiled_alone, unseen
 from tcnn_probe.images import channel_axis
@@ -169,6 +171,8 @@ class PlaceTracker(TorchFunctionMode):
         numbers_pixels: bool = True,
     ) -> None:
         super().__init__()
+        # The call of the model, as this is created in one of its hooks.
+        self._frame = innermost_call(sys._getframe())
         self.queries: Places = None
         self.keys: Places = None
         self._rows: Places = None
@@ -234,6 +238,16 @@ class PlaceTracker(TorchFunctionMode):
         """Return the views that the rows of a tensor show."""
         return self._views_with(self._views_of.of(tensor), len(tensor))
 
+    def shows_whole_images(self, inputs: Sequence[Any]) -> bool:
+        """Return whether all rows of a layer's tokens show the same pixels, so that they are no windows."""
+        tokens = next((x for x in inputs if isinstance(x, Tensor)), None)
+        places = None if tokens is None else self._pixels.of(tokens)
+        if places is None:
+            return False
+        rows = unexpanded(places)
+        is_same = rows.isclose(rows[:1], rtol=0, atol=_ROUNDING, equal_nan=True)
+        return bool(rows.isfinite().any()) and bool(is_same.all())
+
     def views_of_rows(
         self, rows: int, module: nn.Module, heads: int | None
     ) -> Sequence[View]:
@@ -288,9 +302,6 @@ class PlaceTracker(TorchFunctionMode):
                 places = -1 - pixel_numbers(tensor.shape[1])
                 self._pixels[tensor] = places[:, None].expand(tensor.shape)
 
-    # After Ctrl-C the mode may stay in its thread: it then does nothing.
-    is_over = False
-
     @never_compiled_alone
     def __torch_function__(
         self,
@@ -300,7 +311,9 @@ class PlaceTracker(TorchFunctionMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
-        if self.is_over or torch.compiler.is_compiling():
+        # After Ctrl-C, other code of the thread may run under this mode.
+        is_over = self._frame is not None and not is_running(self._frame)
+        if is_over or torch.compiler.is_compiling():
             return func(*args, **kwargs)
         self._look(func, args, kwargs)
         output = func(*args, **kwargs)

@@ -304,6 +304,42 @@ def test_what_enters_the_patch_embedding_counts_as_an_image(name: str) -> None:
         np.testing.assert_allclose(views[variable], expected[variable], rtol=1e-6)
 
 
+COPIES: dict[str, Callable[[Tensor], Tensor]] = {
+    "neighbours": lambda x: x.repeat_interleave(2, 0),
+    "repeated": lambda x: x.repeat(2, 1, 1),
+    "joined": lambda x: torch.cat([x, F.dropout(x, 0.0)]),
+    "expanded": lambda x: x[:, None].expand(-1, 2, -1, -1).flatten(0, 1),
+}
+
+
+@pytest.mark.filterwarnings("ignore:no maps")
+@pytest.mark.parametrize("name", COPIES)
+def test_tokens_multiplied_after_the_embedding_count_as_images(name: str) -> None:
+    """Copies of an image's tokens are no windows: they have its numbers."""
+    net = vit()
+
+    def multiplied(net: Any, x: Tensor) -> Tensor:
+        tokens = COPIES[name](net._pos_embed(net.patch_embed(x)))
+        return net.blocks(tokens).mean(1)
+
+    # The second batch is not tracked.
+    batches = pictures().split([3, 2])
+    numbers = []
+    for model in (Step(net, multiplied).eval(), net):
+        with tcnn_probe.record(model, images=2) as recorder, torch.no_grad():
+            for batch in batches:
+                model(batch)
+            recorder.mark(epoch=0)
+        numbers.append(recorder.dataset)
+        if model is not net:
+            reasons = set(recorder.missing["class_attention"].values())
+            assert "turns each image into several" in reasons.pop()
+    copied, expected = numbers
+    assert copied.images.values.tolist() == [[2 * IMAGES] * 2]
+    for variable in ("entropy", "attention_distance", "class_entropy", "max_logit"):
+        np.testing.assert_allclose(copied[variable], expected[variable], rtol=1e-6)
+
+
 class Pruned(nn.Module):
     """Vision transformer that drops half of its patches after the first block."""
 

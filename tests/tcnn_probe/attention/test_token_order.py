@@ -16,6 +16,7 @@ from tcnn_probe.architectures import lookup
 from tcnn_probe.architectures.record import LayerRecord
 from tcnn_probe.attention import stream as stream_module
 from tcnn_probe.attention.attention import Attention
+from tcnn_probe.attention.carried_numbers import CarriedNumbers
 from tcnn_probe.attention.layout import Layout, Tokens
 from tcnn_probe.attention.token_order import PlaceTracker, objection_to_order
 
@@ -648,6 +649,26 @@ def test_a_forward_that_fails_is_followed_again() -> None:
         model(torch.randn(IMAGES))
     # These are the first layer of the forward that failed, and both layers of the next.
     assert call_layouts == [Layout(None, None, NOT_IN_ORDER)] * 3
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit])
+def test_what_runs_after_ctrl_c_is_not_tracked(
+    error: type[BaseException], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Torch runs no hooks then, so that the mode stays until the model is called again."""
+    model = Ordered(ORDERS["shuffled"]).eval()
+
+    def interrupt(*args: Any) -> None:
+        raise error
+
+    model.blocks[1].register_forward_pre_hook(interrupt)
+    calls: list[Any] = []
+    with tcnn_probe.attention_stream(model, lambda a: None), torch.no_grad():
+        with pytest.raises(error):
+            model(torch.randn(IMAGES))
+        monkeypatch.setattr(CarriedNumbers, "follow", lambda *call: calls.append(call))
+        torch.zeros(2)[0] = 1
+    assert not calls
 
 
 def test_maps_of_shuffled_tokens_are_refused_with_a_reason() -> None:
