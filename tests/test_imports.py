@@ -51,7 +51,9 @@ PARTS: dict[str, set[str]] = {
         )
     },
     "callbacks": {"probes", "recording", "schema", "storage"},
-    "interventions": {"architectures", "attention", "hooks", "images", "models"},
+    "interventions": {
+        *("architectures", "attention", "heads", "hooks", "images", "models")
+    },
     "attribution": {"attention", "hooks", "images", "models", "provenance"},
     "evaluation": {"hooks", "images", "models", "provenance"},
     "plot": {"diagnosis", "evaluation", "heads", "images", "schema"},

@@ -58,8 +58,8 @@ class Attention(ABC):
         number: Position of this attention among those of one call of the module, counted from 0.
         cut: Positions of the windows in the image; None if unknown, or if the only window is the image.
         query_cut: Positions of the queries' windows, if these lie on another grid than the keys.
-        order: Indices of the model's queries and keys in row-by-row order, shapes (N_query,) and (N_key,); None if the
-            model's order is not changed in this way.
+        order: Indices of the model's queries and keys in the order of this attention, class tokens first and the grid
+            row by row, shapes (N_query,) and (N_key,); None if this is the model's own order.
         batch: Number of images in the model's batch; None if unknown.
         image_numbers: Number in that batch of each of the B images; None if unknown.
         without_maps: Reason why maps of this attention cannot be assigned to images; "" if they can.

@@ -226,9 +226,7 @@ class GatedAttention(Attention):
         Returns:
             Shape (B, len(heads), N_query, d).
         """
-        parts, values, heads = self.parts, _values(self.module, self.x), list(heads)
-        # The heads of a GPSA layer share their values (W_val of T-CNN Eq. 5); those of ConViT have their own.
-        values = values if values.shape[1] == 1 else values[:, heads]
+        parts, values, heads = self.parts, self._values_of(heads), list(heads)
         with without_autocast(values):
             rows, columns = parts.factors_on_pixels(values.dtype)
             pixels = values.unflatten(2, (parts.y.length, parts.x.length))
@@ -237,6 +235,19 @@ class GatedAttention(Attention):
             )
             gate = parts.gate[heads, None, None].to(values.dtype)
             return torch.lerp(weigh(content[: len(self.x)], values), positional, gate)
+
+    def with_whole(self, heads: Sequence[int], attention: Tensor) -> Tensor:
+        """Return the outputs of some heads, like :meth:`with_content`, for another A with keys in the padding."""
+        # The values of the padding are zero.
+        pixels = self.on_grid(attention[: len(self.x)]).flatten(-2)
+        values = self._values_of(heads)
+        with without_autocast(values):
+            return weigh(pixels, values)
+
+    def _values_of(self, heads: Sequence[int]) -> Tensor:
+        values = _values(self.module, self.x)
+        # The heads of a GPSA layer share their values (W_val of T-CNN Eq. 5); those of ConViT have their own.
+        return values if values.shape[1] == 1 else values[:, list(heads)]
 
     def head_outputs(self) -> Tensor:
         """Return the heads' outputs A v, shape (B, heads, N_query, d), differentiable."""

@@ -47,15 +47,19 @@ class HeadEdit:
         heads: Indices of the heads.
         give: New output of the heads: "zero", or the "mean" over the queries of an image or window.
         attention: Attention that replaces that of the heads, shape (B or 1, windows, len(heads), N_query, N_key); in
-            gated layers it replaces the content part, over H * W real pixels.
+            gated layers it replaces the content part, over H * W real pixels, unless it is ``whole``.
         terms: Function (call, output, heads) -> output that adds other terms to the layer's output in place of the
             heads' terms, which are zero by then. Only for listeners to single layers.
+        queries: Whether each query gets this attention, shape (N_query,); the others keep theirs. None for all.
+        whole: Whether ``attention`` replaces all of a gated layer's attention, over N_key keys with the padding.
     """
 
     heads: Sequence[int]
     give: Literal["zero", "mean"] = "zero"
     attention: Tensor | None = None
     terms: Callable[[Any, Tensor, Sequence[int]], Tensor] | None = None
+    queries: Tensor | None = None
+    whole: bool = False
 
     def check(self, attention: Attention) -> None:
         """Check that this edit can be applied to an attention.
@@ -75,6 +79,10 @@ class HeadEdit:
             )
         if self.give not in ("zero", "mean"):
             raise ValueError(f"expected give='zero' or 'mean', got {self.give!r}")
+        if self.queries is not None and self.queries.shape != (attention.queries,):
+            raise ValueError(
+                f"expected queries of shape ({attention.queries},), got {tuple(self.queries.shape)}"
+            )
         if self.attention is None:
             return
         images = attention.rows // attention.windows
@@ -82,7 +90,7 @@ class HeadEdit:
             attention.windows,
             len(heads),
             attention.queries,
-            attention.content_keys,
+            attention.keys if self.whole else attention.content_keys,
         )
         if (
             self.attention.shape[0] not in (1, images)
@@ -92,6 +100,17 @@ class HeadEdit:
                 f"expected attention of shape (1 or {images}, {', '.join(map(str, shape))}) for {attention.name!r}, "
                 f"got {tuple(self.attention.shape)}"
             )
+
+    def in_order(self, queries: Tensor, keys: Tensor) -> "HeadEdit":
+        """Return the edit for queries and keys in another order, given by their indices."""
+
+        def ordered(x: Tensor | None, dim: int, order: Tensor) -> Tensor | None:
+            return None if x is None else x.index_select(dim, order.to(x.device))
+
+        attention = ordered(ordered(self.attention, -2, queries), -1, keys)
+        return replace(
+            self, attention=attention, queries=ordered(self.queries, 0, queries)
+        )
 
     def only(self, heads: Sequence[int]) -> "HeadEdit":
         """Return the edit restricted to some of its heads."""
@@ -269,7 +288,8 @@ def edit_gated(
 
     def exchange(edit: HeadEdit) -> Tensor:
         assert edit.attention is not None
-        return attention.with_content(edit.heads, edit.attention)
+        exchanged = attention.with_whole if edit.whole else attention.with_content
+        return exchanged(edit.heads, edit.attention)
 
     return _edit_rows(heads, edits, exchange)
 
@@ -303,7 +323,11 @@ def _edit_rows(
         # Nothing is edited in place, because the model's backward pass may need these tensors.
         index = torch.tensor(list(edit.heads), device=heads.device)
         if edit.attention is not None:
-            heads = heads.index_copy(1, index, exchange(edit).to(heads.dtype))
+            outputs = exchange(edit).to(heads.dtype)
+            if edit.queries is not None:
+                is_edited = edit.queries.to(heads.device)[:, None]
+                outputs = torch.where(is_edited, outputs, heads.index_select(1, index))
+            heads = heads.index_copy(1, index, outputs)
         elif edit.give == "mean":
             is_edited = torch.zeros(heads.shape[1], dtype=torch.bool)
             is_edited[list(edit.heads)] = True

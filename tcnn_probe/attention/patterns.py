@@ -25,6 +25,7 @@ __all__ = [
     "content_similarity",
     "gated_patterns",
     "pattern_of_query",
+    "places_on_grid",
     "row_products",
     "sample_queries",
     "similarity_of_heads",
@@ -318,8 +319,8 @@ class PatternSum:
         odd_entropy, odd_images, odd_mean_entropy = halves[1].split(sizes, -1)
         places: dict[str, Any] = {}
         if layout.queries is not None and layout.keys is not None:
-            queries = _places(layout.queries)[self._queries.flatten().numpy()]
-            places = {"queries": queries, "keys": _places(layout.keys)}
+            queries = places_on_grid(layout.queries)[self._queries.flatten().numpy()]
+            places = {"queries": queries, "keys": places_on_grid(layout.keys)}
         cut = self._attention.cut
         odd = Pattern(
             self._sums[1],
@@ -622,7 +623,7 @@ class _AttentionSum:
 
 
 @lru_cache(maxsize=64)
-def _places(tokens: Tokens) -> np.ndarray:
+def places_on_grid(tokens: Tokens) -> np.ndarray:
     """Return row and column of each token, (count, 2); NaN for tokens before the grid."""
     places = torch.stack(
         tokens.positions(torch.float64, torch.device("cpu")), 1

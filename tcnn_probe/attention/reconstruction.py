@@ -105,7 +105,8 @@ def softmax_attention_of(
         )
     logits = logits_of(request, module)
     rows, heads, queries, keys = logits.shape
-    in_order, is_moved, fused = request, False, request.value is not None
+    in_order, fused = request, request.value is not None
+    order = None
     layout = pool_layout(queries, keys, running, maps)
     # Pools are recognised by their class, before shapes are compared, as a pool can have as many classes as patches.
     if layout is None and queries == keys and is_between_channels(keys, heads, inputs):
@@ -123,6 +124,7 @@ def softmax_attention_of(
     units = find_unit_order(queries, keys, windows, running)
     if units is not None:
         layout, cut = units.layout, units.cut
+        order = units.queries, units.keys
         in_order = _units_in_order(request, units)
         logits = logits_of(in_order, module)
     if layout is None and request.not_on_grid:
@@ -136,9 +138,10 @@ def softmax_attention_of(
         ):
             # No feature map has the size of a window, but the block that cuts windows has their rows and columns.
             layout = Layout(Tokens(0, *cut.window), Tokens(0, *cut.window))
-        is_moved = any(maps.order(count) != range(count) for count in (queries, keys))
-        is_moved = is_moved and layout.keys is not None and windows == 1
-        if is_moved:
+        orders = maps.order(queries), maps.order(keys)
+        is_moved = orders != (range(queries), range(keys))
+        if is_moved and layout.keys is not None and windows == 1:
+            order = torch.tensor(orders[0]), torch.tensor(orders[1])
             # Users of an attention expect class and register tokens first, so tokens are reordered here.
             in_order = _grid_last(request, maps)
             logits = logits_of(in_order, module)
@@ -158,9 +161,8 @@ def softmax_attention_of(
         layout=layout,
         cut=cut,
         query_cut=cut if units is None else units.query_cut,
-        order=None if units is None else (units.queries, units.keys),
+        order=order,
         logits=logits,
-        is_moved=is_moved,
         class_token=maps.has_class_token(keys),
         distillation_token=maps.special.distillation_token,
         compare=partial(discrepancy, request, module),

@@ -121,13 +121,14 @@ class Logits(ABC):
     def weights(self, rows: slice = _ALL, queries: slice = _ALL) -> Tensor:
         """Return the softmax; 0 for queries from which all keys are hidden, as in torch's fused attention."""
         logits = self(rows, queries)
-        weights = torch.softmax(logits, -1)
-        return (
-            weights.masked_fill_(logits.amax(-1, keepdim=True) == -torch.inf, 0)
-            # The softmax of a row of minus infinity is NaN.
-            if self.masked
-            else weights
-        )
+        if not self.masked:
+            return torch.softmax(logits, -1)
+        # The softmax of a row of minus infinity is NaN, and so is its derivative.
+        is_hidden = logits.amax(-1, keepdim=True) == -torch.inf
+        if torch.is_grad_enabled():
+            weights = torch.softmax(logits.masked_fill(is_hidden, 0), -1)
+            return weights.masked_fill(is_hidden, 0)
+        return torch.softmax(logits, -1).masked_fill_(is_hidden, 0)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -248,6 +249,9 @@ class ProductLogits(Logits):
         # Queries and keys are cast block by block, as float32 copies of all could be larger than the model's own.
         query = self._query[rows, :, queries].to(self.dtype)
         key = self._key[rows, :, keys].to(self.dtype)
+        if torch.is_grad_enabled() and out is None:
+            # A product that is written into a buffer has no derivative.
+            return self._modified(self._scale * query @ key.mT, part)
         logits = query.new_empty(*query.shape[:3], key.shape[2]) if out is None else out
         by_row = (logits, query, key)
         if query.shape[0] > _FEW_ROWS:
@@ -259,8 +263,14 @@ class ProductLogits(Logits):
         for row, q, k in zip(*by_row, strict=True):
             # With beta=0 the contents of the buffer are ignored, even NaN; alpha scales without another pass.
             torch.baddbmm(row, q, k.transpose(1, 2), beta=0, alpha=self._scale, out=row)
+        return self._modified(logits, part)
+
+    def _modified(self, logits: Tensor, part: Part) -> Tensor:
+        """Return the products, which are overwritten, with the mask or the modification."""
+        rows, queries, keys = part
         if self._modification is not None:
-            return logits.copy_(self._modification(logits, rows, queries, keys))
+            modified = self._modification(logits, rows, queries, keys)
+            return modified if torch.is_grad_enabled() else logits.copy_(modified)
         if self._mask is None:
             return logits
         mask = self._mask[rows, :, queries, keys]
@@ -324,6 +334,10 @@ class DeferredLogits(Logits):
         """Return which keys are visible, see :class:`Logits`."""
         return self._rebuilt.visible(rows)
 
+    def hidden(self, rows: Tensor, queries: Tensor) -> Tensor:
+        """Return whether a mask hides keys, see :class:`Logits`."""
+        return self._rebuilt.hidden(rows, queries)
+
     def _form(self, part: Part, out: Tensor | None) -> Tensor:
         return self._rebuilt._form(part, out)
 
@@ -354,7 +368,6 @@ class SoftmaxAttention(Attention):
 
     Args:
         logits: Logits of some rows and queries at a time.
-        is_moved: Whether tokens were moved before the grid, so that their order differs from the model's.
         is_padded: Whether there was padding in the first forward with inputs of these sizes.
         class_token: Whether the first token before the grid, if there is one, is a class token, not a register.
         distillation_token: Whether the second token before the grid, if there is one, is a distillation token.
@@ -363,7 +376,6 @@ class SoftmaxAttention(Attention):
     """
 
     logits: Logits
-    is_moved: bool = False
     is_padded: bool = False
     class_token: bool = True
     distillation_token: bool = False

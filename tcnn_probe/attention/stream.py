@@ -492,13 +492,8 @@ class AttentionStream:
             return None
         if request.read_only:
             raise RuntimeError(f"{layer!r}: {request.read_only}")
-        if edit.attention is not None and attention.is_moved:
-            by_query = self._maps.in_model_order(edit.attention, -2)
-            edit = replace(edit, attention=self._maps.in_model_order(by_query, -1))
-        elif edit.attention is not None and attention.order is not None:
-            queries, keys = (order.argsort() for order in attention.order)
-            in_units = edit.attention.index_select(-2, queries).index_select(-1, keys)
-            edit = replace(edit, attention=in_units)
+        if attention.order is not None:
+            edit = edit.in_order(*(order.argsort() for order in attention.order))
 
         def answer(
             func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
@@ -527,18 +522,12 @@ class AttentionStream:
         # Windows are not checked, as they are cut by known classes, after a roll.
         if self._places is not None and attention.windows == 1:
             queries, keys = self._places.queries, self._places.keys
-            if attention.order is not None:
-                queries, keys = (
-                    places if places is None else places[order]
-                    for places, order in zip(
-                        (queries, keys), attention.order, strict=True
-                    )
-                )
+            orders = attention.order or (None, None)
             if keys is None and layout.queries == layout.keys:
                 keys = queries  # talking heads (CaiT) mix the logits, which loses the keys' places
             self._objections[call] = (
-                self._objection(queries, layout.queries),
-                self._objection(keys, layout.keys),
+                _objection(queries, layout.queries, orders[0]),
+                _objection(keys, layout.keys, orders[1]),
             )
         to_queries, to_keys = self._objections.get(call, ("", ""))
         if not to_queries and not to_keys:
@@ -584,12 +573,6 @@ class AttentionStream:
             without_maps=reason,
         )
 
-    def _objection(self, places: Tensor | None, tokens: Tokens | None) -> str:
-        if tokens is None:
-            return ""
-        _, behind = self.around(tokens.count) or (0, 0)
-        return objection_to_order(places, tokens, behind)
-
     def _show_whole(
         self, forward: Forward, layer: nn.Module, inputs: Sequence[Any], output: Any
     ) -> Tensor | None:
@@ -633,3 +616,14 @@ class AttentionStream:
                 self.unsupported[name] = (
                     "no softmax between tokens was seen while it ran"
                 )
+
+
+def _objection(
+    places: Tensor | None, tokens: Tokens | None, order: Tensor | None
+) -> str:
+    """Return the reason why tokens are not on a grid in an order of their places; "" if they are."""
+    if tokens is None:
+        return ""
+    if places is not None and order is not None and len(places) == len(order):
+        places = places[order]
+    return objection_to_order(places, tokens)

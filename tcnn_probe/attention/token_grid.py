@@ -248,11 +248,6 @@ class FeatureMaps:
             return [*behind[-1:], *indices[:before], *behind[:-1], *grid]
         return [*indices[:before], *behind, *grid]
 
-    def in_model_order(self, x: Tensor, dim: int) -> Tensor:
-        """Reorder one axis from the order of a layout to the model's order."""
-        order = torch.tensor(self.order(x.shape[dim]), device=x.device)
-        return x.index_select(dim, order.argsort())
-
     def words(self, count: int) -> int:
         """Return how many of ``count`` tokens are known to be words."""
         arrangement = self._arranged(count)

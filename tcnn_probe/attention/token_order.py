@@ -62,18 +62,16 @@ LOST_IMAGES = "which images of the batch reach this layer could not be followed"
 _ROUNDING = 1e-9
 
 
-def objection_to_order(places: Places, tokens: Tokens, behind: int) -> str:
+def objection_to_order(places: Places, tokens: Tokens) -> str:
     """Return the reason why tokens are not in row-by-row order on a grid; "" if they are, or if it is unknown.
 
     Args:
-        places: Places of the tokens, shape (N,), in the model's order; None if these are unknown.
+        places: Places of the tokens, shape (N,), those beside the grid first; None if these are unknown.
         tokens: Grid on which the tokens are assumed to lie.
-        behind: Number of tokens after the grid, which ``tokens`` counts as before it.
     """
     if places is None or len(places) != tokens.count:
         return ""
-    first, end = tokens.prefix - behind, tokens.count - behind
-    grid, beside = places[first:end], torch.cat([places[:first], places[end:]])
+    beside, grid = places[: tokens.prefix], places[tokens.prefix :]
     on_image = grid[grid.isfinite()]  # without padding
     if grid.isnan().all():
         return "the tokens come from parameters, not from the image"

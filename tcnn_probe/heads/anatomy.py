@@ -12,7 +12,12 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["Convolution", "convolution_inside", "parts_of_selectivity"]
+__all__ = [
+    "Convolution",
+    "convolution_inside",
+    "nearest_convolution",
+    "parts_of_selectivity",
+]
 
 Array = NDArray[np.float64]
 _TINY = np.finfo(np.float64).tiny
@@ -29,6 +34,42 @@ class Convolution(NamedTuple):
 
     kernel: Array
     entropy: Array
+
+
+def nearest_convolution(
+    mean: Array,
+    index: NDArray[np.int64],
+    seen: NDArray[np.bool_],
+    start: Array | None = None,
+    *,
+    rounds: int = 30,
+    tolerance: float = 1e-7,
+) -> Convolution:
+    """Fit the convolution T that is nearest to a mean attention M, see :func:`convolution_inside`.
+
+    Args:
+        mean: M, shape (heads, queries, keys).
+        index: Index of the offset of each pair of query and key, shape (queries, keys).
+        seen: Whether each query sees each key, shape (queries, keys).
+        start: Kernels to start from.
+        rounds, tolerance: See :func:`convolution_inside`.
+    """
+    queries = len(index)
+    count = int(index.max()) + 1
+    # Where a mask lowers all logits of a query alike, its softmax is uniform over keys that it does not see.
+    mean = mean * seen.any(1, keepdims=True)
+    masses = np.array(
+        [np.bincount(index.ravel(), head.ravel(), count) for head in mean],
+        dtype=np.float64,
+    )
+    # Entry (offset, query) is the number of keys that the query sees at the offset.
+    cells = index * queries + np.arange(queries)[:, None]
+    counts = np.bincount(cells.ravel(), seen.ravel(), count * queries)
+    pairs = counts.reshape(count, queries).astype(np.float64)
+    weights = mean.sum(-1)
+    return convolution_inside(
+        masses, pairs, weights, start, rounds=rounds, tolerance=tolerance
+    )
 
 
 def convolution_inside(

@@ -14,7 +14,7 @@ from tcnn_probe.architectures.lookup import head_count
 from tcnn_probe.attention.head_editor import HeadEditor
 from tcnn_probe.hooks.calls import Call, Calls
 from tcnn_probe.hooks.modes import is_transformed, put_on
-from tcnn_probe.interventions.ablation_kinds import Ablated, Mode, kind_of
+from tcnn_probe.interventions.ablation_kinds import Ablated, Mode, OnPatches, kind_of
 from tcnn_probe.interventions.head_selection import HeadSelection, select_heads
 from tcnn_probe.interventions.references import (
     GivenImages,
@@ -22,6 +22,7 @@ from tcnn_probe.interventions.references import (
     as_batches,
     fingerprints,
 )
+from tcnn_probe.interventions.token_places import GridFinder
 from tcnn_probe.models import check_model, layer_names, untouched, whole_number
 
 __all__ = ["Ablation", "ablate"]
@@ -29,6 +30,7 @@ __all__ = ["Ablation", "ablate"]
 _MODES_OVER_IMAGES = tuple(
     mode for mode in get_args(Mode) if kind_of(mode, with_images=True).takes_images
 )
+_MODES_WITH_RADIUS = ("local", "distant")
 
 
 def ablate(
@@ -39,6 +41,7 @@ def ablate(
     source: nn.Module | None = None,
     images: GivenImages | None = None,
     seed: int | None = 0,
+    radius: float | None = None,
 ) -> "Ablation":
     """Ablate heads of a model, from this call to the end of a ``with`` statement or to :meth:`Ablation.remove`.
 
@@ -47,25 +50,52 @@ def ablate(
         with tcnn_probe.ablate(model, head_types(ds) == "content"):
             accuracy = validate(model)
 
-    ============ ====================================================================================================
-    mode         effect
-    ============ ====================================================================================================
-    "zero"       The outputs of the heads are zero where they are concatenated, before the layer's projection, whose
-                 bias stays. With talking heads (CaiT) the softmax is set to zero, before heads are mixed.
-    "mean"       Each query gets the mean output of these heads over the queries of the same image (or window), or with
-                 ``images=`` the mean over these images of the term that the heads add to the layer's output at each
-                 position. The running batch is never averaged: the result of an image must not depend on others.
-    "positional" Gates are 1: attention is by position only. For GPSA and timm's ConViT (T-CNN Eq. 7).
-    "content"    Gates are 0: attention is by content only. For GPSA and timm's ConViT.
-    "static"     Attention is replaced by its mean over ``images=``, the same for every image. The loss of accuracy
-                 shows the value of these heads' dependence on content. A head whose attention does not depend on the
-                 image, such as a convolution, does not change.
-    "shuffled"   Attention is that of another image: image i of a batch gets the attention of image o(i) of
-                 ``images=``, where o is a random cycle given by ``seed``, or o(i) = i if ``seed`` is None. In batches
-                 larger than ``images=``, i starts again at 0. Attention is as peaked as before, but for wrong content.
-    "replaced"   The term that the heads add to the layer's output is computed by the same heads of the layer of
-                 ``source`` with the same name, from the same input.
-    ============ ====================================================================================================
+    =============== ==================================================================================================
+    mode            effect
+    =============== ==================================================================================================
+    "zero"          The outputs of the heads are zero where they are concatenated, before the layer's projection, whose
+                    bias stays. With talking heads (CaiT) the softmax is set to zero, before heads are mixed.
+    "mean"          Each query gets the mean output of these heads over the queries of the same image (or window), or
+                    with ``images=`` the mean over these images of the term that the heads add to the layer's output at
+                    each position. The running batch is never averaged: the result of an image must not depend on
+                    others.
+    "uniform"       U: attention is 1 / K to each of the K visible keys. ("mean" over queries is not uniform: it keeps
+                    the keys that stand out in an image.)
+    "convolutional" T: attention is a convolution, exp theta(offset from query to key) / Z_query with one more number
+                    for each class and register token; the one that is nearest to the mean over ``images=``.
+    "static"        M: attention is replaced by its mean over ``images=``, the same for every image. A head whose
+                    attention does not depend on the image, such as a convolution, does not change.
+    "salient"       S: the mean over ``images=`` times a factor of each key, M_i(j) g(j) / Z_i, such that keys receive
+                    what they receive in the evaluated image: which keys stand out for all queries (of a window)
+                    depends on the image, and nothing else does.
+    "local"         Keys farther than ``radius`` patches are hidden from each query; class and register tokens are not.
+    "distant"       Keys within ``radius`` patches are hidden from each query.
+    "shuffled"      Attention is that of another image: image i of a batch gets the attention of image o(i) of
+                    ``images=``, where o is a random cycle given by ``seed``, or o(i) = i if ``seed`` is None. In
+                    batches larger than ``images=``, i starts again at 0. Attention is as peaked as before, but for
+                    wrong content.
+    "positional"    Gates are 1: attention is by position only. For GPSA and timm's ConViT (T-CNN Eq. 7).
+    "content"       Gates are 0: attention is by content only. For GPSA and timm's ConViT.
+    "replaced"      The term that the heads add to the layer's output is computed by the same heads of the layer of
+                    ``source`` with the same name, from the same input.
+    =============== ==================================================================================================
+
+    "uniform", "convolutional", "static" and "salient" form a ladder, whose last rung is the head as it is. Each rung
+    knows more of the image than the one before, by the parts of selectivity that a recording has:
+
+    =============== ================================== =================================
+    mode            attention that knows               adds
+    =============== ================================== =================================
+    "uniform"       nothing
+    "convolutional" the offset from query to key       ``offset_information``
+    "static"        where the query is                 ``position_information``
+    "salient"       which keys stand out in the image  ``key_content_information``
+    (not ablated)   everything                         ``query_key_content_information``
+    =============== ================================== =================================
+
+    "uniform", "convolutional", "salient", "local" and "distant" need a grid, and edit only the queries of patches:
+    class and register tokens keep their own attention. In gated layers the grid includes the padding, whose values are
+    zero. The other modes edit all queries.
 
     The model may run in eval or training mode, under autocast and in several threads at once, and may be recorded,
     explained and trained (with checkpointing, call backward before the ablation ends). Parameters, ``state_dict``,
@@ -82,12 +112,14 @@ def ablate(
         mode: Name of a mode in the table above.
         source: Model with the same layers, for mode "replaced". It runs in eval mode, and its parameters get no
             gradients.
-        images: Images for modes "mean", "static" and "shuffled": a floating-point batch as the model takes it, several
-            batches (the first item of a loader's pairs is used), or pictures as :func:`tcnn_probe.images.as_images`
-            takes them. The model runs on them during this call, in eval mode. They should not be evaluated: a
-            RuntimeWarning is given if an image gets its own attention. For every head "mean" stores one map of the
-            layer's output, "static" one attention (windows x N_query x N_key), and "shuffled" one for each image.
+        images: Images for modes "mean", "convolutional", "static", "salient" and "shuffled": a floating-point batch as
+            the model takes it, several batches (the first item of a loader's pairs is used), or pictures as
+            :func:`tcnn_probe.images.as_images` takes them. The model runs on them during this call, in eval mode. They
+            should not be evaluated: a RuntimeWarning is given if an image gets its own attention. For every head
+            "mean" stores one map of the layer's output, "convolutional", "static" and "salient" one attention (windows
+            x N_query x N_key), and "shuffled" one for each image.
         seed: Seed of mode "shuffled".
+        radius: Distance in patches for modes "local" and "distant" (cells of the finer grid of queries and keys).
 
     Returns:
         :class:`Ablation`, a context manager that returns itself.
@@ -109,6 +141,7 @@ def ablate(
     for name, value, modes in (
         ("source", source, ("replaced",)),
         ("images", images, _MODES_OVER_IMAGES),
+        ("radius", radius, _MODES_WITH_RADIUS),
     ):
         if value is not None and mode not in modes:
             raise ValueError(
@@ -122,6 +155,10 @@ def ablate(
         raise ValueError(
             f"mode={mode!r} needs images=, the images whose attention is used"
         )
+    if mode in _MODES_WITH_RADIUS and (radius is None or not radius >= 0):
+        raise ValueError(
+            f"mode={mode!r} needs radius=, a distance of at least 0 patches; got {radius!r}"
+        )
     seed = None if seed is None else whole_number(seed, "seed")
     batches = None if images is None else as_batches(images, model)
     ablated = select_heads(model, heads, mode, with_images=images is not None)
@@ -130,6 +167,10 @@ def ablate(
         layers = {name: module for module, name in layer_names(source).items()}
         for entry in ablated:
             entry.source = _layer_of_source(entry, source, layers)
+    grids = GridFinder(model)
+    for entry in ablated:
+        entry.radius = radius
+        entry.grids = grids if isinstance(entry, OnPatches) else None
     return Ablation(model, ablated, mode, batches, seed)
 
 
@@ -200,13 +241,12 @@ class Ablation:
             return
         # Patterns are checked instead of layers, because some layers of a glob may not run.
         attended = {entry.pattern for entry in self._ablated if entry.has_attended}
-        missed = [
-            entry.pattern for entry in self._ablated if entry.pattern not in attended
-        ]
+        missed = [entry for entry in self._ablated if entry.pattern not in attended]
         if missed:
+            reason = missed[0].reason
             raise RuntimeError(
-                f"the model ran, and {missed[0]!r} was not ablated: it did not run, or computed no attention that "
-                f"can be edited"
+                f"the model ran, and {missed[0].pattern!r} was not ablated: "
+                f"{reason or 'it did not run, or computed no attention that can be edited'}"
             )
 
     def _begin(self) -> None:
@@ -234,12 +274,15 @@ class _ModelCalls(Calls[Call]):
     def __init__(self, model: nn.Module, ablated: Sequence[Ablated]) -> None:
         super().__init__(model, Call)
         self._reference = ablated[0].reference if ablated else None
+        self._grids = ablated[0].grids if ablated else None
         self._has_warned = False
 
     def begins(self, call: Call) -> None:
         if self._reference is not None:
             self._reference.check(call.inputs)
             self._warn_of_overlap(self._reference, call.inputs)
+        if self._grids is not None:
+            self._grids.look(call)
         # If anything may be compiled, this enters a mode that keeps torch from running compiled code without hooks.
         call.modes = put_on()
 

@@ -4,9 +4,11 @@ import copy
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Literal, Self
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
+from tcnn_model.precision import without_autocast
 from tcnn_probe.attention.attention import Attention
 from tcnn_probe.attention.gated import GATED_LAYERS
 from tcnn_probe.attention.head_edit import HeadEdit
@@ -15,14 +17,28 @@ from tcnn_probe.attention.reconstruction import ReconstructionError
 from tcnn_probe.interventions.contributions import Terms
 from tcnn_probe.interventions.references import (
     AttentionReference,
+    ConvolutionReference,
     ReferenceStatistics,
     TermReference,
 )
+from tcnn_probe.interventions.salience import scale_keys
+from tcnn_probe.interventions.token_places import GridFinder, TokenPlaces
 
-__all__ = ["Ablated", "Heads", "Mode", "kind_of"]
+__all__ = ["Ablated", "Heads", "Mode", "OnPatches", "kind_of"]
 
 Mode = Literal[
-    "positional", "content", "zero", "mean", "static", "shuffled", "replaced"
+    "zero",
+    "mean",
+    "uniform",
+    "convolutional",
+    "static",
+    "salient",
+    "shuffled",
+    "local",
+    "distant",
+    "positional",
+    "content",
+    "replaced",
 ]
 
 Heads = tuple[int, ...] | slice
@@ -51,6 +67,12 @@ class Ablated(HeadListener):
     reference: ReferenceStatistics | None = None
     """Statistics over given images; None for kinds that need none."""
 
+    radius: float | None = None
+    """Distance in patches, for modes "local" and "distant"."""
+
+    grids: GridFinder | None = None
+    """Places of the model's tokens; None for kinds that do not depend on them."""
+
     def __init__(
         self,
         pattern: str,
@@ -74,6 +96,7 @@ class Ablated(HeadListener):
         self.count = count
         self.source = source
         self.has_run = self.has_attended = False
+        self.reason = ""
 
     @classmethod
     def reason_against(cls, module: nn.Module, mode: Mode) -> str | None:
@@ -215,6 +238,152 @@ class GivenAttention(Ablated):
         return HeadEdit(())
 
 
+class OnPatches(Ablated):
+    """Heads in which the queries of patches get another attention; class and register tokens keep theirs."""
+
+    grids: GridFinder
+
+    def edit(self, attention: Attention, heads: Sequence[int]) -> HeadEdit | None:
+        """Return an edit of the queries of patches; raise an error if the user named a layer without a grid."""
+        places = self.grids.places(self.layer, attention)
+        if isinstance(places, str):
+            self.reason = (
+                f"mode={self.mode!r} needs the grid of {self.layer!r}: {places}"
+            )
+            if self.strict:
+                raise ValueError(self.reason)
+            return None
+        # These computations are no part of the model, which recorders watch.
+        with torch._C.DisableTorchFunction(), without_autocast(attention.source):
+            weights = self.weights(attention, heads, places)
+        if weights is None:
+            return HeadEdit(())
+        return HeadEdit(heads, attention=weights, queries=places.is_patch, whole=True)
+
+    def weights(
+        self, attention: Attention, heads: Sequence[int], places: TokenPlaces
+    ) -> Tensor | None:
+        """Return the new attention, (images or 1, windows, heads, N_query, N_key); None to change nothing."""
+        raise NotImplementedError
+
+    def own_weights(
+        self, attention: Attention, heads: Sequence[int], places: TokenPlaces
+    ) -> Tensor:
+        """Return the heads' own attention, (images, windows, heads, N_query, N_key), differentiable."""
+        return places.by_window(attention.weights().flatten(0, 1)[:, list(heads)])
+
+
+class Uniform(OnPatches):
+    """Heads that attend to all visible keys alike."""
+
+    def weights(
+        self, attention: Attention, heads: Sequence[int], places: TokenPlaces
+    ) -> Tensor:
+        """Return attention 1 / K for K visible keys."""
+        seen = places.visible(attention)
+        if seen is None:
+            seen = torch.ones((), device=attention.device)
+            seen = seen.expand(1, places.windows, attention.queries, attention.keys)
+        seen = seen.to(attention.dtype)
+        uniform = seen / seen.sum(-1, keepdim=True).clamp_min(1)
+        return uniform[:, :, None].expand(-1, -1, len(heads), -1, -1)
+
+
+class Local(OnPatches):
+    """Heads that attend only to keys within a radius ("local") or only to those beyond it ("distant")."""
+
+    def weights(
+        self, attention: Attention, heads: Sequence[int], places: TokenPlaces
+    ) -> Tensor:
+        """Return the heads' own attention without the other keys; tokens off the grid stay."""
+        assert self.radius is not None
+        is_near = places.within(self.radius)
+        off_grid = torch.from_numpy(np.isnan(places.keys[:, 0]))
+        kept = is_near | off_grid if self.mode == "local" else ~is_near
+        weights = self.own_weights(attention, heads, places)
+        weights = weights * kept.to(weights)
+        # A query without any other keys gives zero, like one from which all keys are hidden.
+        smallest = torch.finfo(weights.dtype).tiny
+        return weights / weights.sum(-1, keepdim=True).clamp_min(smallest)
+
+
+class StaticOnPatches(OnPatches):
+    """Heads whose attention follows from its mean over given images."""
+
+    takes_images = True
+    reference: AttentionReference
+
+    def new_reference(self, seed: int | None) -> AttentionReference:
+        """Return a reference that keeps the mean attention."""
+        return AttentionReference(shuffled=False, whole=True)
+
+    def weights(
+        self, attention: Attention, heads: Sequence[int], places: TokenPlaces
+    ) -> Tensor | None:
+        """Return the attention that follows from the mean; collect it while the given images pass."""
+        if self.reference.is_finished:
+            static = self.reference.attention_for(attention, heads, self.layer)
+            return self.follow(static, attention, heads, places)
+        # Forwards in other threads are not those of the given images.
+        if self.reference.is_collecting:
+            with torch.no_grad():
+                _check_reconstruction(attention)
+                self.collect(attention, heads, places)
+        return None
+
+    def collect(
+        self, attention: Attention, heads: Sequence[int], places: TokenPlaces
+    ) -> None:
+        """Add the attention of given images."""
+        weights = attention.weights().flatten(0, 1)
+        self.reference.add(attention.number, heads, weights, self.layer)
+
+    def follow(
+        self,
+        static: Tensor,
+        attention: Attention,
+        heads: Sequence[int],
+        places: TokenPlaces,
+    ) -> Tensor:
+        """Return the attention that follows from the reference, (1, windows, heads, N_query, N_key)."""
+        return static
+
+
+class Convolutional(StaticOnPatches):
+    """Heads with the convolution that is nearest to their mean attention over given images."""
+
+    reference: ConvolutionReference
+
+    def new_reference(self, seed: int | None) -> ConvolutionReference:
+        """Return a reference that fits convolutions to the mean attention."""
+        return ConvolutionReference()
+
+    def collect(
+        self, attention: Attention, heads: Sequence[int], places: TokenPlaces
+    ) -> None:
+        """Add the attention of given images, and what their queries see."""
+        self.reference.see(attention, places, self.layer)
+        super().collect(attention, heads, places)
+
+
+class Salient(StaticOnPatches):
+    """Heads with their mean attention times a factor of each key, the same for all queries of an image."""
+
+    def follow(
+        self,
+        static: Tensor,
+        attention: Attention,
+        heads: Sequence[int],
+        places: TokenPlaces,
+    ) -> Tensor:
+        """Return the mean attention with keys that receive as much as in the image."""
+        is_patch = places.is_patch.to(static.device)
+        own = self.own_weights(attention, heads, places)
+        received = own[..., is_patch, :].sum(-2)
+        salient = static * is_patch[:, None]
+        return scale_keys(salient.to(own.dtype), received)
+
+
 class AveragedOverImages(Ablated):
     """Heads replaced by their mean contribution to the layer's output over the given images."""
 
@@ -297,10 +466,15 @@ def kind_of(mode: Mode, *, with_images: bool) -> type[Ablated]:
 
 _KINDS: Mapping[str, type[Ablated]] = {
     "zero": Zeroed,
+    "uniform": Uniform,
+    "convolutional": Convolutional,
+    "static": GivenAttention,
+    "salient": Salient,
+    "shuffled": GivenAttention,
+    "local": Local,
+    "distant": Local,
     "positional": GatesForced,
     "content": GatesForced,
-    "static": GivenAttention,
-    "shuffled": GivenAttention,
     "replaced": Replaced,
 }
 

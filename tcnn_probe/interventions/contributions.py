@@ -21,7 +21,7 @@ from tcnn_probe.attention.reconstruction import tolerance
 from tcnn_probe.hooks.calls import CopySafeHook
 from tcnn_probe.hooks.modes import hidden_from_recorders
 
-__all__ = ["Terms"]
+__all__ = ["Terms", "frozen_copy"]
 
 
 @dataclass
@@ -72,7 +72,7 @@ class Terms:
         self, *, only: Sequence[int] | None = None, without: Sequence[int] = ()
     ) -> Tensor:
         """Return the layer's output with ``only`` some of its heads (None for all), and ``without`` others."""
-        twin = _frozen(self.module, {})
+        twin = frozen_copy(self.module)
         vars(twin).update(
             # Hooks of the layer itself have run on the arguments already; hooks of its submodules are part of its
             # computation.
@@ -122,8 +122,11 @@ class _ZeroOthers(HeadListener):
         )
 
 
-def _frozen(module: nn.Module, copies: dict[nn.Module, nn.Module]) -> nn.Module:
+def frozen_copy(
+    module: nn.Module, copies: dict[nn.Module, nn.Module] | None = None
+) -> nn.Module:
     """Return a copy in eval mode with constants for parameters, which shares their memory, but not its attributes."""
+    copies = {} if copies is None else copies
     # A module that occurs twice has a single copy.
     if module not in copies:
         copies[module] = twin = module.__new__(type(module))
@@ -133,7 +136,7 @@ def _frozen(module: nn.Module, copies: dict[nn.Module, nn.Module]) -> nn.Module:
             for name, p in module._parameters.items()
         }
         children = {
-            name: None if m is None else _frozen(m, copies)
+            name: None if m is None else frozen_copy(m, copies)
             for name, m in module._modules.items()
         }
         vars(twin).update(

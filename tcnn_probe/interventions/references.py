@@ -12,11 +12,14 @@ from torch.utils.data import Dataset, IterableDataset
 from tcnn_model import GPSA
 from tcnn_model.precision import at_least_float32
 from tcnn_probe.attention.attention import Attention
+from tcnn_probe.heads.anatomy import Convolution, nearest_convolution
 from tcnn_probe.images import as_images, as_pictures
+from tcnn_probe.interventions.token_places import TokenPlaces
 from tcnn_probe.models import for_model
 
 __all__ = [
     "AttentionReference",
+    "ConvolutionReference",
     "GivenImages",
     "ReferenceStatistics",
     "TermReference",
@@ -25,6 +28,9 @@ __all__ = [
 ]
 
 GivenImages = Tensor | Iterable[Any]
+
+# An attention differs from its convolution by about the root of the tolerance, in nat.
+_ROUNDS, _TOLERANCE = 100, 1e-13
 
 
 class ReferenceStatistics:
@@ -90,12 +96,16 @@ class AttentionReference(ReferenceStatistics):
         shuffled: Whether the attention of each image is kept, instead of the mean.
         seed: Seed of the order in which images get this attention: a random cycle, in which no image keeps its own;
             None for the order of the given images.
+        whole: Whether the attention of gated layers is all of it, instead of its content part.
     """
 
-    def __init__(self, *, shuffled: bool, seed: int | None = None) -> None:
+    def __init__(
+        self, *, shuffled: bool, seed: int | None = None, whole: bool = False
+    ) -> None:
         super().__init__()
         self._shuffled = shuffled
         self._seed = seed
+        self.whole = whole
         # Keys are indices of the attention in the layer's call. Attention has the shape (images, or 1 for the sum or
         # mean, windows, heads, N_query, N_key).
         self._heads: dict[int, Sequence[int]] = {}
@@ -172,7 +182,7 @@ class AttentionReference(ReferenceStatistics):
             attention.number,
             attention.rows,
             attention.queries,
-            attention.content_keys,
+            attention.keys if self.whole else attention.content_keys,
         )
         if number not in self._attention:
             raise ValueError(
@@ -205,6 +215,65 @@ class AttentionReference(ReferenceStatistics):
             # one.
             order[cycle] = cycle.roll(1)
         return order
+
+
+class ConvolutionReference(AttentionReference):
+    """Convolutions that are nearest to the mean attention of some heads over the given images.
+
+    Attributes:
+        convolutions: Convolution inside the heads of each attention of the layer's call.
+        places: Places of the tokens of each attention.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(shuffled=False, whole=True)
+        self.convolutions: dict[int, Convolution] = {}
+        self.places: dict[int, TokenPlaces] = {}
+        self._visible: dict[int, Tensor] = {}
+
+    def see(self, attention: Attention, places: TokenPlaces, layer: str) -> None:
+        """Note the places of the tokens of the current batch, and which keys its queries see."""
+        number, visible = attention.number, places.visible(attention)
+        if visible is None:
+            shape = places.windows, attention.queries, attention.keys
+            visible = torch.ones((1, *shape), dtype=torch.bool)
+        first = self._visible.setdefault(number, visible[0].cpu())
+        if bool((visible != first.to(visible.device)).any()):
+            raise ValueError(
+                f"masks hide other keys from the queries of {layer!r} in other images, so that their mean attention is "
+                "near no convolution; give images of one size without padding"
+            )
+        self.places[number] = places
+
+    def finish(self, size: torch.Size | None) -> None:
+        """End the collection, and fit the convolutions."""
+        super().finish(size)
+        for number, mean in self._attention.items():
+            self._attention[number] = self._fit(number, mean[0])[None].to(mean)
+
+    def _fit(self, number: int, mean: Tensor) -> Tensor:
+        """Return convolutions, (windows, heads, N_query, N_key), of mean attention of this shape."""
+        places, visible = self.places[number], self._visible[number].numpy()
+        patches = places.is_patch.numpy()
+        index = places.offsets[patches]
+        of_patches = mean[:, :, patches].transpose(0, 1).double().cpu().numpy()
+        seen = visible[:, patches]
+        windows = len(seen)
+        convolution = nearest_convolution(
+            of_patches.reshape(len(of_patches), -1, index.shape[1]),
+            np.tile(index, (windows, 1)),
+            seen.reshape(-1, index.shape[1]),
+            rounds=_ROUNDS,
+            tolerance=_TOLERANCE,
+        )
+        self.convolutions[number] = convolution
+        fitted = torch.zeros(mean.shape, dtype=torch.float64)
+        for window, keys in enumerate(seen):
+            unscaled = convolution.kernel[:, index] * keys
+            total = unscaled.sum(-1, keepdims=True)
+            of_window = unscaled / np.where(total > 0, total, 1)
+            fitted[window][:, patches] = torch.from_numpy(of_window)
+        return fitted
 
 
 class TermReference(ReferenceStatistics):

@@ -9,7 +9,7 @@ from tcnn_probe.attention.attention import Attention
 from tcnn_probe.attention.patterns import QUERIES, Pattern
 from tcnn_probe.heads.anatomy import (
     Convolution,
-    convolution_inside,
+    nearest_convolution,
     parts_of_selectivity,
 )
 from tcnn_probe.heads.static_pattern import (
@@ -248,20 +248,8 @@ class _Means:
         """Return the convolutions inside the heads, fitted from those of other images; None without a grid."""
         if self.pattern.queries is None:
             return None
-        index, _ = self.offsets()
-        count, queries = int(index.max()) + 1, len(index)
-        # Where a mask lowers all logits of a query alike, its softmax is uniform over keys that it does not see.
-        mean = self.mean * self.seen.any(1, keepdims=True)
-        masses = np.array(
-            [np.bincount(index.ravel(), head.ravel(), count) for head in mean],
-            dtype=np.float64,
-        )
-        # Entry (offset, query) is the number of keys that the query sees at the offset.
-        cells = index * queries + np.arange(queries)[:, None]
-        seen = np.bincount(cells.ravel(), self.seen.ravel(), count * queries)
-        pairs = seen.reshape(count, queries).astype(np.float64)
         kernel = None if start is None else start.kernel
-        return convolution_inside(masses, pairs, mean.sum(-1), kernel)
+        return nearest_convolution(self.mean, self.offsets()[0], self.seen, kernel)
 
     def offsets(self) -> tuple[np.ndarray, np.ndarray]:
         """Return the index of each pair's offset, and the offsets; tokens off the grid come last."""

@@ -202,10 +202,10 @@ def test_tokens_written_through_a_view_are_not_taken_for_parameters() -> None:
 
 
 def test_positions_equal_those_of_the_patches(monkeypatch: pytest.MonkeyPatch) -> None:
-    followed: list[tuple[Tensor | None, int]] = []
+    followed: list[Tensor | None] = []
 
-    def spy(places: Tensor | None, tokens: Tokens, behind: int) -> str:
-        followed.append((places, behind))
+    def spy(places: Tensor | None, tokens: Tokens) -> str:
+        followed.append(places)
         return ""
 
     monkeypatch.setattr(stream_module, "objection_to_order", spy)
@@ -215,9 +215,8 @@ def test_positions_equal_those_of_the_patches(monkeypatch: pytest.MonkeyPatch) -
     # A convolution with its kernel as stride puts a token at the mean of its pixels.
     centers = pixels.mean((1, 3)).ravel()[ORDERS["shuffled"]]
     assert len(followed) == 4, "queries and keys of two layers"
-    for places, behind in followed:
+    for places in followed:
         assert places is not None
-        assert behind == 0
         # Positions are means in float64 of numbers up to 560: 1e-12 allows for some thousand roundings.
         np.testing.assert_allclose(places, [np.nan, *centers], rtol=1e-12)
 
@@ -225,31 +224,31 @@ def test_positions_equal_those_of_the_patches(monkeypatch: pytest.MonkeyPatch) -
 def test_objections_to_positions() -> None:
     numbers = torch.arange(8.0)
     tokens = Tokens(2, 2, 3)
-    assert "beside the grid" in objection_to_order(numbers, tokens, 0)
+    assert "beside the grid" in objection_to_order(numbers, tokens)
     places = numbers.masked_fill(numbers < 2, torch.nan)
-    assert objection_to_order(places, tokens, 0) == ""
-    assert objection_to_order(None, tokens, 0) == "", "unknown"
-    assert objection_to_order(places[1:], tokens, 0) == "", "other tokens"
+    assert objection_to_order(places, tokens) == ""
+    assert objection_to_order(None, tokens) == "", "unknown"
+    assert objection_to_order(places[1:], tokens) == "", "other tokens"
     # Tokens without a position, such as padding, are left out of the comparison.
     padded = torch.tensor([torch.nan, torch.nan, 0, 1, torch.nan, 3, 4, torch.nan])
-    assert objection_to_order(padded, tokens, 0) == ""
-    assert objection_to_order(padded.flip(0), tokens, 0) == NOT_IN_ORDER
-    assert objection_to_order(torch.full((8,), torch.nan), tokens, 0) == NO_IMAGE
+    assert objection_to_order(padded, tokens) == ""
+    assert objection_to_order(padded.flip(0), tokens) == NOT_IN_ORDER
+    assert objection_to_order(torch.full((8,), torch.nan), tokens) == NO_IMAGE
     # If some tokens are unknown, the others may be in order, not in order, or not of the image.
     unknown = torch.tensor([torch.nan, torch.nan, 0, torch.inf, 2, 3, torch.inf, 5])
-    assert objection_to_order(unknown, tokens, 0) == ""
-    assert objection_to_order(unknown.flip(0), tokens, 2) == NOT_IN_ORDER
+    assert objection_to_order(unknown, tokens) == ""
+    assert objection_to_order(unknown.flip(0).roll(2), tokens) == NOT_IN_ORDER
     prompts = torch.full((8,), torch.nan)
     prompts[4:] = torch.inf
     assert "some of the tokens come from parameters" in objection_to_order(
-        prompts, tokens, 0
+        prompts, tokens
     )
     beside_unknown = unknown.masked_fill(unknown.isnan(), torch.inf)
-    assert objection_to_order(beside_unknown, tokens, 0) == ""
+    assert objection_to_order(beside_unknown, tokens) == ""
     # One token is of the image without being a patch, such as a class token that is the mean of all patches.
     behind = torch.tensor([torch.nan, 0, 1, 2, 3, 4, 5, 0])
-    assert objection_to_order(behind, tokens, 1) == ""
-    assert objection_to_order(behind, tokens, 0) == NOT_IN_ORDER
+    assert objection_to_order(behind[[0, 7, *range(1, 7)]], tokens) == ""
+    assert objection_to_order(behind, tokens) == NOT_IN_ORDER
 
 
 TINY = {
@@ -496,9 +495,9 @@ def test_grids_of_ordinary_models_are_confirmed(
 ) -> None:
     followed: list[bool] = []
 
-    def spy(places: Tensor | None, tokens: Tokens, behind: int) -> str:
+    def spy(places: Tensor | None, tokens: Tokens) -> str:
         followed.append(places is not None)
-        return objection_to_order(places, tokens, behind)
+        return objection_to_order(places, tokens)
 
     monkeypatch.setattr(stream_module, "objection_to_order", spy)
     torch.manual_seed(0)

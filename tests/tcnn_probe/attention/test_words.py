@@ -406,7 +406,7 @@ def test_given_attention_is_in_the_order_of_the_stream(order: Sequence[str]) -> 
     alone = model(IDS, IMAGES.double())
 
     def repeat(attention: Attention) -> HeadEdit:
-        assert attention.is_moved
+        assert attention.order is not None
         # One head of three is edited, so that exchanged axes would show.
         return HeadEdit([1], attention=attention.weights()[:, :, [1]])
 

@@ -61,6 +61,29 @@ CASES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
         vit_images,
         {"heads": "blocks.1.attn", "mode": "mean", "images": vit_images(5)},
     ),
+    "convolutional": (
+        Chain,
+        chain_images,
+        {
+            "heads": {"near": [1, 3]},
+            "mode": "convolutional",
+            "images": chain_images(5).flip(0),
+        },
+    ),
+    "salient": (
+        Chain,
+        chain_images,
+        {
+            "heads": {"near": [1, 3]},
+            "mode": "salient",
+            "images": chain_images(5).flip(0),
+        },
+    ),
+    "local, vit": (
+        vit,
+        vit_images,
+        {"heads": {"blocks.0.attn": [0, 2]}, "mode": "local", "radius": 1},
+    ),
     "shuffled, vit": (
         vit,
         vit_images,

@@ -380,7 +380,8 @@ def test_bad_arguments_are_refused() -> None:
     with pytest.raises(ValueError, match="mode='static' needs images="):
         tcnn_probe.ablate(model, mode="static")
     with pytest.raises(
-        ValueError, match="images= is for mode='mean' or 'static' or 'shuffled'"
+        ValueError,
+        match="images= is for mode='mean' or 'convolutional' or 'static' or 'salient'",
     ):
         tcnn_probe.ablate(model, images=x)
     with pytest.raises(ValueError, match="expected images, got none"):

@@ -317,7 +317,7 @@ BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
     (
         {"mode": "frozen"},
         ValueError,
-        "expected mode to be one of positional, .*; got 'frozen'",
+        "expected mode to be one of zero, mean, .*; got 'frozen'",
     ),
     ({"mode": "replaced"}, ValueError, "mode='replaced' needs source="),
     (
