@@ -21,6 +21,7 @@ from .interventions.ablation import ablate as ablate
 from .loggers import log_to_tensorboard as log_to_tensorboard
 from .loggers import log_to_wandb as log_to_wandb
 from .loggers import scalars as scalars
+from .looking import look as look
 from .probes import DEFAULT as DEFAULT
 from .probes import PROBES as PROBES
 from .probes import Probe as Probe

@@ -1,7 +1,6 @@
 """``tcnn-probe``: commands for recordings, without torch; and for the attention of a model in a picture, with torch."""
 
 import argparse
-import difflib
 import json
 import os
 import platform
@@ -10,17 +9,13 @@ import warnings
 from collections.abc import Iterator, Sequence
 from fnmatch import fnmatchcase
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import xarray as xr
 
 import tcnn_probe
 from tcnn_probe.command_options import create_parser
 from tcnn_probe.storage import StoreError, numbers
-
-if TYPE_CHECKING:
-    from torch import nn
 
 __all__ = ["main"]
 
@@ -42,7 +37,10 @@ _SETTINGS = (
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command; return 1 if health finds alarms, 2 after an error, such as an unusable recording, and else 0."""
+    """Run a command; return 1 if health finds alarms, 2 after an error, such as an unusable recording, and else 0.
+
+    3 says that the model of ``look`` has no attention, 130 that it was interrupted: the same command then continues.
+    """
     options = create_parser().parse_args(arguments)
     with warnings.catch_warnings():
         warnings.showwarning = _show_warning
@@ -68,6 +66,10 @@ def _run(options: argparse.Namespace) -> int:
             tcnn_probe.report(recordings, options.output, max_mb=options.max_mb)
         elif options.command == "maps":
             _maps(options)
+        elif options.command == "look":
+            from tcnn_probe.looking.command import run_look
+
+            run_look(options)
         else:
             _plot(options.store, options.variable, options.layers, options.output)
     except (
@@ -79,7 +81,11 @@ def _run(options: argparse.Namespace) -> int:
         ImportError,
     ) as error:
         print(_printable(f"tcnn-probe: {error}"), file=sys.stderr)
-        return 2
+        # NoAttentionError cannot be named here: importing it takes torch.
+        return getattr(error, "exit_code", 2)
+    except KeyboardInterrupt:
+        print("tcnn-probe: interrupted", file=sys.stderr)
+        return 130
     return 0
 
 
@@ -233,10 +239,12 @@ def _maps(options: argparse.Namespace) -> None:
     mpl.use("Agg")  # a shell may have no display
     import matplotlib.pyplot as plt
 
+    from tcnn_probe.looking.named_models import create_timm_model, with_weights
+
     if options.weights is None:
-        model = _create_timm_model(options.model, pretrained=not options.random)
+        model = create_timm_model(options.model, pretrained=not options.random)
     else:
-        model = _with_weights(options.model, options.weights)
+        model = with_weights(options.model, options.weights)
     if options.output.endswith(".html"):
         maps = tcnn_probe.attention_maps(
             model, options.image, layers=options.layers, heads=options.heads
@@ -259,51 +267,6 @@ def _maps(options: argparse.Namespace) -> None:
     )
     figure.savefig(options.output, dpi=150)
     plt.close(figure)
-
-
-def _create_timm_model(name: str, *, pretrained: bool) -> "nn.Module":
-    """Create a model of timm; the error for a misspelt name or missing weights says what to do."""
-    import timm
-
-    if not timm.is_model(name):
-        near = difflib.get_close_matches(name, timm.list_models(), n=1)
-        hint = f"; did you mean {near[0]}?" if near else ""
-        raise ValueError(f"timm has no model {name}{hint}")
-    try:
-        model: nn.Module = timm.create_model(name, pretrained=pretrained)
-    except OSError as error:  # there is no network, or no file for this model
-        raise ValueError(
-            f"no weights of {name} could be downloaded: give their file (--weights FILE), or use random ones "
-            f"(--random): {error}"
-        ) from error
-    return model
-
-
-def _with_weights(name: str, path: str) -> "nn.Module":
-    """Return a model of timm with the weights and the classes of a file, without running code from the file."""
-    import timm
-    from timm.models import get_pretrained_cfg, load_state_dict
-
-    if not Path(path).is_file():
-        raise ValueError(f"--weights: there is no file {path}")
-    try:
-        # By default timm 1.0.20, the oldest supported version, runs code that a file contains.
-        state = load_state_dict(path, weights_only=True)
-        classifier = getattr(get_pretrained_cfg(name), "classifier", None) or "head"
-        # timm has one name, or several (DeiT with distillation).
-        first = classifier if isinstance(classifier, str) else classifier[0]
-        bias = state.get(f"{first}.bias")
-        options = {} if bias is None else {"num_classes": len(bias)}
-        model: nn.Module = timm.create_model(name, **options)
-        model.load_state_dict(state)
-    except (
-        Exception
-    ) as error:  # torch and safetensors raise many types for damaged files
-        reason = next(iter(str(error).splitlines()), type(error).__name__)
-        raise ValueError(
-            f"{path} is damaged, or holds more than weights, or those of another model: {reason}"
-        ) from error
-    return model
 
 
 def _plot(store: str, variable: str, layers: str, output: str) -> None:

@@ -18,6 +18,13 @@ def create_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=tcnn_probe.__version__)
     commands = parser.add_subparsers(dest="command", required=True)
 
+    look = _add_command(
+        commands,
+        "look",
+        "look at photographs with a pretrained model, and write what its heads do as one page",
+    )
+    _add_look_options(look)
+
     show = _add_command(
         commands,
         "show",
@@ -90,6 +97,88 @@ def _add_command(commands: Any, name: str, text: str) -> argparse.ArgumentParser
 
 def _add_output(parser: argparse.ArgumentParser, text: str) -> None:
     parser.add_argument("-o", "--output", required=True, metavar="FILE", help=text)
+
+
+def _add_look_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "targets",
+        nargs="+",
+        metavar="MODEL PHOTOGRAPHS",
+        help="a model, or up to four side by side: a name of timm or torchvision, a folder or name of Hugging Face, or "
+        "module:function, which is imported and called; then a folder of photographs, or files",
+    )
+    _add_output(
+        parser,
+        "file of the page; the recording is beside it, with the ending .zarr, and what the page says, with .json",
+    )
+    source = parser.add_mutually_exclusive_group()
+    source.add_argument(
+        "--pretrained",
+        action="store_true",
+        help="take the weights that the library downloads (default)",
+    )
+    source.add_argument(
+        "--weights",
+        action="append",
+        metavar="FILE",
+        help="checkpoint of the model's weights; repeated, one for each model, or several of one model",
+    )
+    source.add_argument("--random", action="store_true", help="use random weights")
+    parser.add_argument(
+        "--models",
+        metavar="FILE",
+        help="file with a model on each line; the output is then a folder with a page for each and a table",
+    )
+    parser.add_argument(
+        "--scheduler",
+        metavar="ADDRESS",
+        help="address of a dask scheduler whose workers share the models of --models",
+    )
+    parser.add_argument(
+        "--limit",
+        type=int,
+        default=256,
+        metavar="N",
+        help="largest number of photographs, spread evenly over folders (default: 256)",
+    )
+    parser.add_argument(
+        "--shown",
+        type=int,
+        default=6,
+        metavar="N",
+        help="number of photographs whose maps the page shows (default: 6)",
+    )
+    parser.add_argument(
+        "--masks",
+        metavar="FOLDER",
+        help="masks of the objects in the photographs, white on black, with the same stems",
+    )
+    parser.add_argument(
+        "--size",
+        type=int,
+        metavar="PIXELS",
+        help="side of the images (default: the model's own)",
+    )
+    parser.add_argument("--device", help="device, such as cuda (default: cpu)")
+    parser.add_argument(
+        "--dtype",
+        choices=["float32", "float16", "bfloat16", "float64"],
+        help="dtype of the model",
+    )
+    parser.add_argument(
+        "--batch-size",
+        type=int,
+        default=16,
+        metavar="N",
+        help="photographs at a time (default: 16)",
+    )
+    parser.add_argument(
+        "--max-mb",
+        type=float,
+        default=5,
+        metavar="MB",
+        help="largest size of the page; maps are left out until it fits (default: 5)",
+    )
 
 
 def _add_report_options(parser: argparse.ArgumentParser) -> None:

@@ -89,6 +89,7 @@ def check_mixed_heads(block: str, names: dict[str, Any]) -> None:
         ("corruptions.md", 4),
         ("health.md", 3),
         ("heads.md", 5),
+        ("look.md", 1),
         ("plots.md", 5),
         ("recipes.md", 4),
         ("recording.md", 8),

@@ -59,8 +59,18 @@ PARTS: dict[str, set[str]] = {
     "plot": {"diagnosis", "evaluation", "heads", "images", "schema"},
     "loggers": {"diagnosis", "plot", "recording"},
     "reporting": {"diagnosis", "heads", "plot", "storage"},
+    "looking": {
+        "attention",
+        "images",
+        "models",
+        "probes",
+        "recording",
+        "reporting",
+        "schema",
+        "storage",
+    },
     "command_options": set(),
-    "command_line": {"command_options", "plot", "reporting", "storage"},
+    "command_line": {"command_options", "looking", "plot", "reporting", "storage"},
 }
 
 # These are the fine-tuning loop and its names in the root of tcnn_model.

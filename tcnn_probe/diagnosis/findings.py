@@ -1,16 +1,17 @@
 """``health()``: the findings in a recording, worst first."""
 
 import html
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, overload
 
 import numpy as np
 import xarray as xr
 
+from tcnn_probe.diagnosis.finished import FINISHED
 from tcnn_probe.diagnosis.signs import SIGNS, HealthLimits, Sign
 
-__all__ = ["Finding", "Findings", "health", "severity"]
+__all__ = ["Finding", "Findings", "health", "severity", "signs_of"]
 
 
 @dataclass(frozen=True)
@@ -160,8 +161,9 @@ def health(ds: xr.Dataset | xr.DataTree, **limits: float) -> Findings:
     Alarms are signs that precede divergence, and dead parts; notices are signs that healthy models can have, but that
     spoil maps or dense features. A sign is reported for each layer with the heads that show it, from the first to the
     last mark of its last spell. Most signs need the probe "health", which ``record(..., health=True)`` adds; signs of
-    logits and entropies are found in any recording. Limits are those of the literature, or are relative to the best
-    value that the same head had before, see :class:`~tcnn_probe.diagnosis.HealthLimits`.
+    logits and entropies are found in any recording. In a recording that :func:`tcnn_probe.look` has made, the signs are
+    those of a finished network, without advice on training. Limits are those of the literature, or are relative to the
+    best value that the same head had before, see :class:`~tcnn_probe.diagnosis.HealthLimits`.
 
     Args:
         ds: A recording: ``recorder.dataset``, ``xarray.open_zarr(path)``, ``tcnn_probe.open(path)``, or a selection of
@@ -179,7 +181,9 @@ def health(ds: xr.Dataset | xr.DataTree, **limits: float) -> Findings:
     """
     selection = "ds.sel(run=...)"
     if isinstance(ds, xr.DataTree) and "heads" in ds.children:
-        ds, selection = ds["heads"].to_dataset(), "tree.sel(run=...)"
+        attrs = ds.attrs | ds["heads"].attrs
+        ds = ds["heads"].to_dataset().assign_attrs(attrs)
+        selection = "tree.sel(run=...)"
     if not isinstance(ds, xr.Dataset):
         raise TypeError(
             "expected a recording's dataset or tree, from xarray.open_zarr(path) or tcnn_probe.open(path), "
@@ -200,7 +204,8 @@ def health(ds: xr.Dataset | xr.DataTree, **limits: float) -> Findings:
         raise ValueError(
             "the recording has no layers: it was made without probes of attention"
         )
-    names = {name for sign in SIGNS.values() for name in (sign.variable, *sign.needs)}
+    signs = signs_of(ds.attrs)
+    names = {name for sign in signs.values() for name in (sign.variable, *sign.needs)}
     # Recordings without gated layers lack these variables, so no sign needs them, but conditions use them if present.
     names |= {"content_entropy", "uniform_content_entropy"}
     # Variables are read once, because several conditions use the same variable.
@@ -211,7 +216,7 @@ def health(ds: xr.Dataset | xr.DataTree, **limits: float) -> Findings:
     marks, layers = ds[along].values.tolist(), ds.layer.values.tolist()
     findings: list[Finding] = []
     unseen = {}
-    for sign in SIGNS.values():
+    for sign in signs.values():
         missing = sign.missing(ds)
         if missing:
             unseen[sign.name] = missing
@@ -221,12 +226,17 @@ def health(ds: xr.Dataset | xr.DataTree, **limits: float) -> Findings:
     return Findings(tuple(findings), str(along), ds.sizes[along], unseen)
 
 
+def signs_of(attrs: Mapping[Any, Any]) -> Mapping[str, Sign]:
+    """Return the signs to look for in a recording with these attributes: of a training, or of a finished network."""
+    return FINISHED if attrs.get("finished") else SIGNS
+
+
 def severity(finding: Finding) -> tuple[bool, bool, int, float]:
     """Return the sort key of a finding: alarms, signs that last, the most serious and the earliest come first."""
     return (
         not finding.is_alarm,
         finding.until is not None,
-        list(SIGNS).index(finding.sign),
+        [*SIGNS, *FINISHED].index(finding.sign),
         finding.since,
     )
 

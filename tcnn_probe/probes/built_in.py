@@ -17,6 +17,7 @@ from tcnn_probe.probes.layer_health import HEALTH
 from tcnn_probe.probes.layer_scale import LAYER_SCALE
 from tcnn_probe.probes.mean_attention import MEAN_ATTENTION
 from tcnn_probe.probes.probe import register
+from tcnn_probe.probes.redundancy import REDUNDANCY
 from tcnn_probe.probes.segment_attention import SEGMENT_ATTENTION
 
 __all__ = ["DEFAULT"]
@@ -43,5 +44,6 @@ for _probe in (
     LAYER_SCALE,
     CROSS_PATCH,
     GRADIENT,
+    REDUNDANCY,
 ):
     register(_probe)

@@ -93,6 +93,7 @@ class Collector(AttentionListener):
         missing: Reasons why layers are recorded without a variable: {variable: {layer: reason}}.
         advice: Arguments that the user can give for layers without a known grid, by layer.
         order: Positions of the layers in the model, by name.
+        image_hashes: Hashes of the images whose maps are kept, and the number of images so far.
         model_class: Name of the model's class.
         training_forwards: Number of forwards that began in training mode since the previous mark.
         on_training: Function that is called before the first of these forwards.
@@ -138,7 +139,7 @@ class Collector(AttentionListener):
             self._map_images[probe.kind] = frozenset(
                 sampling.images if probe.images is None else probe.images
             )
-        self._image_hashes = ImageHashes(
+        self.image_hashes = ImageHashes(
             frozenset(sampling.images).union(*self._map_images.values())
         )
         self.lock = threading.RLock()
@@ -190,7 +191,7 @@ class Collector(AttentionListener):
         self.training_forwards = 0
         self._forwards = 0
         self._called_parts.clear()
-        self._image_hashes.reset()
+        self.image_hashes.reset()
         for accumulator in self._all():
             accumulator.reset()
 
@@ -209,7 +210,7 @@ class Collector(AttentionListener):
         # Every rank reports the layers of all ranks, even if it has seen no image.
         for rank in ranks:
             for layer, kind in rank.sums:
-                self._expect(layer, kind)
+                self.expect(layer, kind)
         layers = []
         for key, accumulator in self.accumulators.items():
             sums = EpochSums.together(
@@ -251,7 +252,7 @@ class Collector(AttentionListener):
             },
             unsupported=dict(self.stream.unsupported),
             class_counts=self._class_counts(),
-            image_hashes=self._image_hashes.read(),
+            image_hashes=self.image_hashes.read(),
             training_forwards=self.training_forwards,
             missed_attention=all(rank.missed_attention for rank in ranks),
             attention_like=[] if layers or not ranks else self._attention_like(),
@@ -280,11 +281,11 @@ class Collector(AttentionListener):
             return False
         self._clear()
         if not continues:
-            self._before, self._batch = self._image_hashes.passed, 0
+            self._before, self._batch = self.image_hashes.passed, 0
         if not self._batch:
             batch = batch_of(inputs)
             self._batch = 0 if batch is None else len(batch)
-        self._image_hashes.begins(inputs, continues=continues)
+        self.image_hashes.begins(inputs, continues=continues)
         # The name is empty for the model and for a wrapper around it.
         self._whole_model = self._names[entry] == ""
         if not self._whole_model:
@@ -308,7 +309,7 @@ class Collector(AttentionListener):
             return
         self._forwards -= 1
         if self._is_chosen:
-            self._image_hashes.passed = self._before
+            self.image_hashes.passed = self._before
 
     def _begins_forward(self) -> bool:
         """Count a forward that begins, and return whether it is measured."""
@@ -405,7 +406,7 @@ class Collector(AttentionListener):
         with self.lock:
             if self._begun_in != self._epoch:
                 return
-            self._image_hashes.ends()
+            self.image_hashes.ends()
             for measured in pending:
                 # A softmax whose result was multiplied with no values is not attention: `layers` lacks it.
                 if measured.probe.attention is None or measured.layer in layers:
@@ -454,8 +455,8 @@ class Collector(AttentionListener):
             self.order.setdefault(layer, self.order[self._names[module]])
         return self.accumulators[key]
 
-    def _expect(self, layer: str, kind: str) -> None:
-        """Create an accumulator for a layer that only another rank has measured."""
+    def expect(self, layer: str, kind: str) -> None:
+        """Create an accumulator for a layer that only another rank or an earlier process has measured."""
         if (layer, kind) not in self.accumulators:
             probe = next(
                 probe for probe in self._attention_probes if probe.kind == kind

@@ -26,6 +26,7 @@ class ImageHashes:
 
     Attributes:
         passed: Number of images of the forwards that have ended.
+        samples: Sampled values of the chosen images seen so far, by number.
 
     Args:
         numbers: Numbers of the images.
@@ -42,7 +43,7 @@ class ImageHashes:
         """Start the next epoch."""
         self.passed = 0
         self._has_images = False
-        self._samples: dict[int, Tensor] = {}
+        self.samples: dict[int, Tensor] = {}
         self._pending: tuple[int, dict[int, Tensor]] = (0, {})
 
     def begins(self, inputs: Sequence[Any], *, continues: bool = False) -> None:
@@ -69,12 +70,12 @@ class ImageHashes:
         count, samples = self._pending
         self._has_images |= count > 0
         self.passed += count
-        self._samples |= samples
+        self.samples |= samples
 
     def read(self) -> dict[str, str]:
         """Return the hashes of the images seen so far, by number."""
         hashes = {}
-        for number, sample in self._samples.items():
+        for number, sample in self.samples.items():
             # Values are hashed in float32, so that equal values have the same hash, whatever their dtype.
             values = sample.cpu().float().numpy()
             hashes[str(number)] = hashlib.sha256(values.tobytes()).hexdigest()[:16]

@@ -19,7 +19,7 @@ from tcnn_probe.diagnosis import health as find_illness
 from tcnn_probe.models import check_model, plain_filter, wanted_layers
 from tcnn_probe.probes import DEFAULT, PROBES, Probe, find_probes
 from tcnn_probe.provenance import provenance
-from tcnn_probe.recording.collector import Collector
+from tcnn_probe.recording.collector import Collector, RankSums
 from tcnn_probe.recording.epoch import (
     EpochReport,
     check_epoch,
@@ -162,6 +162,8 @@ class Recorder:
         self._groups: Mapping[str, Group] | None = None
         self._warned: set[str] = set()
         self._alarms: set[tuple[str, str, int | float]] = set()
+        # Sums since the previous mark of a process that was killed.
+        self._earlier_sums: list[RankSums] = []
         self._ranks = Ranks(distributed)
         # If anything fails here, hooks and locks are removed again.
         with ExitStack() as undo:
@@ -278,14 +280,11 @@ class Recorder:
         # they are reset, and belongs to none.
         with self._collector.lock:
             with whole_parameters(self._model), self._ranks.agreed():
-                sums = self._collector.read_sums()
+                sums = [*self._earlier_sums, self._collector.read_sums()]
                 repeats = self._ranks.together and repeats_images(self._model)
             # Ranks that share a model's heads see the same images, which count once.
-            sums_of_ranks = [
-                sums
-                for sums in self._ranks.gather(None if repeats else sums)
-                if sums is not None
-            ]
+            gathered = self._ranks.gather([] if repeats else sums)
+            sums_of_ranks = [part for parts in gathered for part in parts]
             with self._ranks.agreed():
                 report = self._collector.close_epoch(sums_of_ranks)
                 if self._ranks.writes and not (
@@ -301,6 +300,7 @@ class Recorder:
             # The store is open on the first rank only.
             self._marks = self._ranks.gather(self.epochs)[0]
             self._collector.reset()
+            self._earlier_sums = []
         warned += warn_of_idle_probes(self._named_kinds, report)
         if not self._has_marked:
             _LOG.info(

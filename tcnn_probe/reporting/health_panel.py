@@ -6,12 +6,11 @@ from typing import Any
 import numpy as np
 
 from tcnn_probe.diagnosis import Finding
-from tcnn_probe.diagnosis.findings import severity
-from tcnn_probe.diagnosis.signs import SIGNS
+from tcnn_probe.diagnosis.findings import severity, signs_of
 from tcnn_probe.reporting.recordings import Axes, Run
 from tcnn_probe.reporting.variables import label
 
-__all__ = ["checks", "finding_rows", "headline"]
+__all__ = ["checks", "finding_rows", "headline", "sign_rows"]
 
 
 def finding_rows(axes: Axes, runs: Sequence[Run]) -> list[dict[str, Any]]:
@@ -44,6 +43,32 @@ def _describe(axes: Axes, name: str, finding: Finding) -> dict[str, Any]:
     }
 
 
+def sign_rows(axes: Axes, runs: Sequence[Run]) -> list[dict[str, Any]]:
+    """Describe the signs in recordings of finished networks: one row for all layers of a network that share a sign."""
+    rows = []
+    for name, recording in _recordings(runs):
+        findings = recording.findings or ()
+        for sign in dict.fromkeys(finding.sign for finding in findings):
+            shared = [finding for finding in findings if finding.sign == sign]
+            values = [finding.value for finding in shared]
+            low, high = min(values), max(values)
+            span = f"{low:.3g}" + (f" to {high:.3g}" if high > low else "")
+            everywhere = len(shared) == len(recording.heads)
+            count = (
+                f"{'all ' * everywhere}{len(shared)} layer{'s' * (len(shared) != 1)}"
+            )
+            heads = sum(len(finding.heads) for finding in shared)
+            rows.append(
+                _describe(axes, name, shared[0])
+                | {
+                    "where": f"{heads} heads of {count}" if heads else count,
+                    "places": [_describe(axes, name, finding) for finding in shared],
+                    "seen": f"{label(shared[0].measure)} {span}",
+                }
+            )
+    return rows
+
+
 def headline(rows: Sequence[dict[str, Any]], runs: Sequence[Run]) -> str:
     """Count alarms and notices; say so if no recording could be checked."""
     if all(recording.findings is None for _, recording in _recordings(runs)):
@@ -67,17 +92,18 @@ def _checks_of(run: Run) -> Iterator[str]:
     if run.findings is None:
         yield "Not checked: the recording has no numbers of heads."
         return
+    signs = signs_of(run.attrs)
     empty = [
         name
-        for name, sign in SIGNS.items()
+        for name, sign in signs.items()
         if sign.variable in run.numbers
         and not np.isfinite(run.numbers[sign.variable]).any()
     ]
     unseen = run.findings.unseen
-    looked_for = [name for name in SIGNS if name not in unseen and name not in empty]
+    looked_for = [name for name in signs if name not in unseen and name not in empty]
     yield f"Looked for: {', '.join(looked_for) or 'nothing'}."
     if empty:
-        variables = dict.fromkeys(label(SIGNS[name].variable) for name in empty)
+        variables = dict.fromkeys(label(signs[name].variable) for name in empty)
         yield f"Not looked for, as {', '.join(variables)} had no value: {', '.join(empty)}."
     if unseen:
         lacking = dict.fromkeys(

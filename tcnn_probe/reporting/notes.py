@@ -10,7 +10,23 @@ from tcnn_probe.reporting.maps import Choice
 from tcnn_probe.reporting.recordings import TYPE, Axes, Run, common_axes
 from tcnn_probe.reporting.variables import label, unit
 
-__all__ = ["definitions", "mapped_seed", "missing", "provenance", "summary"]
+__all__ = [
+    "definitions",
+    "mapped_seed",
+    "missing",
+    "provenance",
+    "summary",
+    "types_rest_on",
+]
+
+
+_SHOWN_ELSEWHERE = (
+    "layers",
+    "missing",
+    "unsupported",
+    "photographs",
+    "photographs_unreadable",
+)
 
 
 def summary(axes: Axes, runs: Sequence[Run]) -> str:
@@ -20,6 +36,9 @@ def summary(axes: Axes, runs: Sequence[Run]) -> str:
         f" to {marks[-1]} ({len(marks)} recorded)" if len(marks) > 1 else ""
     )
     models = {str(run.attrs.get("model_class", "")): None for run in runs}
+    chosen = {str(run.attrs.get("photographs_chosen", "")): None for run in runs}
+    if any(chosen):
+        span = "; ".join(filter(None, chosen))
     return " · ".join(
         [*filter(None, models), f"layers: {len(axes.layers)}, heads: {heads}", span]
     )
@@ -47,8 +66,27 @@ def missing(
     ]
 
 
+def types_rest_on(run: Run) -> str:
+    """Say from how many images the types of heads are, and what few images bound."""
+    attrs = run.numbers[TYPE].attrs if TYPE in run.numbers else {}
+    if "images" not in attrs:
+        return ""
+    count = int(attrs["images"].split()[0])
+    text = f"Types rest on {attrs['images']} photographs."
+    if count > 1:
+        bound = count / (count - 1) * np.log(count)
+        text += f" From {count}, content (the sum of its two parts) is at most n / (n - 1) log n = {bound:.2f} nat"
+        layers = [*json.loads(attrs.get("bound", "{}"))]
+        text += f", and too low in {', '.join(layers)}." if layers else "."
+    return text
+
+
 def _missing_variables(run: Run) -> Iterable[str]:
     """Say which layers and variables the recording lacks, and why."""
+    for name, reason in json.loads(
+        run.attrs.get("photographs_unreadable", "{}")
+    ).items():
+        yield f"{name} could not be read: {reason}"
     for layer, reason in json.loads(run.attrs.get("unsupported", "{}")).items():
         yield f"{layer} is not supported: {reason}"
     unlabelled = (
@@ -149,10 +187,7 @@ def definitions(
 def provenance(runs: Sequence[Run]) -> list[tuple[str, list[str]]]:
     """List every attribute that is not shown elsewhere, with a value for each run."""
     keys = dict.fromkeys(
-        key
-        for run in runs
-        for key in run.attrs
-        if key not in ("layers", "missing", "unsupported")
+        key for run in runs for key in run.attrs if key not in _SHOWN_ELSEWHERE
     )
     return [
         ("recording", [run.name for run in runs]),

@@ -1,6 +1,7 @@
 """The page: numbers and maps as bytes, Bokeh's figures, and the text around them."""
 
 import json
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -13,16 +14,17 @@ from bokeh.resources import INLINE
 
 from tcnn_probe.heads import TYPES
 from tcnn_probe.reporting import figures, health_panel, notes
+from tcnn_probe.reporting.answers import answers, type_rows
 from tcnn_probe.reporting.drawings import draw_heads
 from tcnn_probe.reporting.maps import Choice, Maps, choose_maps, pack_maps
-from tcnn_probe.reporting.recordings import Axes, Run, common_axes
+from tcnn_probe.reporting.recordings import TYPE, Axes, Run, common_axes
 from tcnn_probe.reporting.variables import label, pack_variables
 
 __all__ = ["page"]
 
 _BROWSER = Path(__file__).with_name("browser")
 # Parts of one program, in this order: the last one starts the page.
-_PROGRAM = ("values", "grids", "curves", "maps", "table", "controls")
+_PROGRAM = ("values", "grids", "curves", "strips", "maps", "table", "controls")
 _OVERHEAD = 1_600_000  # bytes of Bokeh's own program, 1.4 MB, and of the text
 
 # Numbers that are shown beside a map.
@@ -45,8 +47,13 @@ _PALETTES = {
 }
 
 
-def page(runs: Sequence[Run], pictures: Sequence[str], max_mb: float) -> str:
-    """Make the page of one to four runs, HTML without references; pictures are data URLs of the images, or none."""
+def page(
+    runs: Sequence[Run], pictures: Sequence[str], max_mb: float
+) -> tuple[str, dict[str, Any]]:
+    """Make the page of one to four runs, HTML without references, and say what it says of finished networks, as data.
+
+    Pictures are data URLs of the images, or none.
+    """
     axes = common_axes(runs)
     variables, numbers = pack_variables(axes, runs)
     drawings = draw_heads(runs)
@@ -81,6 +88,9 @@ def page(runs: Sequence[Run], pictures: Sequence[str], max_mb: float) -> str:
         "border": figures.BORDER,
     }
     findings = health_panel.finding_rows(axes, runs)
+    is_finished = all(run.attrs.get("finished") for run in runs)
+    signs = health_panel.sign_rows(axes, runs) if is_finished else []
+    networks = [_describe_network(axes, run) for run in runs] if is_finished else []
     text = {
         "summary": notes.summary(axes, runs),
         "missing": notes.missing(axes, runs, choices, max_mb),
@@ -90,6 +100,11 @@ def page(runs: Sequence[Run], pictures: Sequence[str], max_mb: float) -> str:
         "provenance": notes.provenance(runs),
         "drawings": drawings,
         "findings": findings,
+        "networks": networks,
+        "signs": signs,
+        "is_finished": is_finished,
+        "is_snapshot": len(axes.marks) == 1,
+        "type_colors": figures.TYPES,
         "health": health_panel.headline(findings, runs),
         "checks": health_panel.checks(runs),
         "runs": [{"name": run.name, "seeds": len(run.seeds)} for run in runs],
@@ -102,11 +117,84 @@ def page(runs: Sequence[Run], pictures: Sequence[str], max_mb: float) -> str:
         "numbers": numbers,
         "maps": [layer_maps.data for _, layer_maps in maps],
     }
-    return _html(
+    html = _html(
         _document(axes, runs, variables, args),
         _join([run.name for run in runs]),
         text,
     )
+    return html, _facts(runs, text) if is_finished else {}
+
+
+def _describe_network(axes: Axes, run: Run) -> dict[str, Any]:
+    """Describe a finished network: answers to questions, its types of heads and what they rest on."""
+    rows, columns = [*axes.layers], axes.heads
+    return {
+        "name": run.name,
+        "types": type_rows(run),
+        "rests_on": notes.types_rest_on(run),
+        "photographs": run.attrs.get("photographs", []),
+        "chosen": run.attrs.get("photographs_chosen", ""),
+        "answers": [
+            {
+                "question": answer.question,
+                "text": answer.text,
+                "heads": [
+                    {
+                        "layer": layer,
+                        "head": head,
+                        "why": why,
+                        "row": rows.index(layer),
+                        "column": columns.index(head),
+                    }
+                    for layer, head, why in answer.heads
+                ],
+            }
+            for answer in answers(run)
+        ],
+    }
+
+
+def _facts(runs: Sequence[Run], text: dict[str, Any]) -> dict[str, Any]:
+    """Return what the page of finished networks says, with the numbers of all heads, in plain JSON."""
+    networks = [
+        {
+            **network,
+            "attributes": json.loads(
+                json.dumps({str(k): v for k, v in run.attrs.items()}, default=str)
+            ),
+            "heads": _numbers_of(run, "head"),
+            "layers": _numbers_of(run, "layer"),
+        }
+        for network, run in zip(text["networks"], runs, strict=True)
+    ]
+    return {
+        "networks": networks,
+        "signs": text["signs"],
+        "checks": text["checks"],
+        "missing": text["missing"],
+    }
+
+
+def _numbers_of(run: Run, level: str) -> list[dict[str, Any]]:
+    """List the numbers of each head or layer at the last mark, without those that it lacks."""
+    last = run.numbers.isel({run.along: -1}).load()
+    names = [
+        name
+        for name, values in last.data_vars.items()
+        if ("head" in values.dims) == (level == "head")
+    ]
+    rows = []
+    for layer, count in run.heads.items():
+        for head in last["head"].values[:count].tolist() if level == "head" else [None]:
+            at = {"layer": layer} if head is None else {"layer": layer, "head": head}
+            numbers = {str(name): last[name].sel(at).item() for name in names}
+            known = {
+                name: TYPES[int(value)] if name == TYPE else value
+                for name, value in numbers.items()
+                if math.isfinite(value)
+            }
+            rows.append(at | known)
+    return rows
 
 
 def _join(names: list[str]) -> str:
@@ -166,10 +254,11 @@ def _document(
         for number, heads in enumerate(counts)
     ]
     sources = [ColumnDataSource({axes.along: []}) for _ in runs]
+    # A single mark has no curves: the page draws the place of the head among all others.
     curves = [
         figures.curve(axes, variable, sources)
         for variable in variables
-        if variable["curve"]
+        if variable["curve"] and len(axes.marks) > 1
     ]
     # Unfrozen, Bokeh walks through all models again for each root.
     with document.models.freeze():

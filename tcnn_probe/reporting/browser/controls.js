@@ -80,7 +80,7 @@ $("own").onchange = updateMaps
 $("mapcontrols").hidden = !tiles.length
 $("marks").max = marks.length - 1
 $("marks").oninput = () => showMark(Number($("marks").value))
-$("play").disabled = marks.length < 2
+$("play").hidden = $("marks").parentElement.hidden = isSnapshot
 $("play").onclick = playOrPause
 $("copy").onclick = copyTable
 $("tohealth").onclick = () => goTo("health")
@@ -90,6 +90,7 @@ $("grids").onkeydown = chooseByArrow
 for (const cells of grids) {
   cells.selected.connect(cells.selected.properties.indices.change, () => chooseByClick(cells))
 }
+if (isSnapshot) window.addEventListener("resize", updateStrips)
 for (const plot of plots) plot.properties.inner_width.change.connect(moveMarkers)
 matchMedia("(prefers-color-scheme: dark)").onchange = updateTheme
 // Bokeh makes each figure a stop of the tab key, without a name; the grids have stops of their own.

@@ -51,6 +51,7 @@ function updateCurves() {
   sources.forEach((source, run) => {
     source.data = curveColumns(run)
   })
+  if (isSnapshot) updateStrips()
   for (const box of boxes) box.data = { row: [state.row], column: [state.column] }
 }
 
@@ -64,6 +65,7 @@ function describeCurve(variable) {
     const ends = known.length > 1 ? [known[0], known.at(-1)] : known
     const texts = ends.map(mark => {
       const value = valueOf(variable, index, mark, row, column)
+      if (isSnapshot) return describeValue(variable, value)
       return `${describeValue(variable, value)} at ${along} ${marks[mark]}`
     })
     descriptions.push((isSingle ? "" : `${run.name}: `) + texts.join(" to "))
@@ -71,7 +73,8 @@ function describeCurve(variable) {
   const isOfHead = variable.of === "head"
   const head = isOfHead ? `, ${layers[row].name}, head ${heads[column]}` : ""
   const description = descriptions.join("; ") || "no value"
-  $(`plot ${variable.name}`).ariaLabel = `${variable.label} by ${along}${head}; ${description}`
+  const name = isSnapshot ? variable.label : `${variable.label} by ${along}`
+  $(`plot ${variable.name}`).ariaLabel = `${name}${head}; ${description}`
   $(`value ${variable.name}`).closest("figure").hidden = isOfHead && !descriptions.length
 }
 

@@ -76,6 +76,7 @@ function updateLegend() {
 
 // Bokeh takes the colours of axes and labels from the page's styles, but not those of lines and cells.
 function updateTheme() {
+  if (isSnapshot) updateStrips()
   const styles = getComputedStyle(document.documentElement)
   const colour = name => ({ value: styles.getPropertyValue(name).trim() })
   for (const { renderers } of plots) {

@@ -14,7 +14,8 @@ function tableRows() {
           const value = valueOf(variable, index, state.mark, row, column)
           return variable.types ? (types[value] ?? "") : value
         })
-        rows.push([...(isSingle ? [] : [run.name]), layer.name, heads[column], ...cells])
+        const line = [...(isSingle ? [] : [run.name]), layer.name, heads[column], ...cells]
+        rows.push(Object.assign(line, { row, column }))
       }
     })
   })
@@ -35,9 +36,23 @@ function updateTable() {
   const body = document.createElement("tbody")
   for (const cells of tableRows()) {
     const line = body.insertRow()
-    for (const cell of cells) line.insertCell().textContent = typeof cell === "number" ? shownNumber(cell) : cell
+    const links = isSingle ? 2 : 3 // the cells before the numbers name the head
+    cells.forEach((cell, place) => {
+      const text = typeof cell === "number" ? shownNumber(cell) : cell
+      if (place !== links - 1) line.insertCell().textContent = text
+      else line.insertCell().append(linkTo(cells.row, cells.column, text))
+    })
   }
   $("heads").tBodies[0].replaceWith(body)
+}
+
+function linkTo(row, column, text) {
+  const link = element("button", text, { className: "link" })
+  link.onclick = () => {
+    chooseHead(row, column)
+    goTo("chosen")
+  }
+  return link
 }
 
 const shownNumber = value => (isKnown(value) ? short(value) : "")

@@ -5,6 +5,7 @@ const { along, marks, layers, heads, runs, variables, types, palettes, tiles, im
 
 const isSingle = runs.length === 1
 const hasDifference = runs.length === 2
+const isSnapshot = marks.length === 1 // no curves, and nothing to play
 
 // The numbers are float64, shuffled for compression: the first byte of each comes first, then the second of each, ...
 function unshuffled(buffer) {

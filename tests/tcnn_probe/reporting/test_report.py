@@ -244,7 +244,7 @@ def test_report_of_a_store_and_of_a_dataset(store: Path, tmp_path: Path) -> None
         assert facts["variables"][0]["types"]
     assert (tmp_path / "page.html").read_text(encoding="utf-8") == shown.html
     assert [path.name for path in tmp_path.iterdir()] == ["page.html"]
-    assert held(shown.html)[0]["pictures"][1].startswith("data:image/png;base64,")
+    assert held(shown.html)[0]["pictures"][1].startswith("data:image/jpeg;base64,")
     frame = Tags(shown._repr_html_()).found
     assert [(tag, attrs["srcdoc"]) for tag, attrs in frame] == [("iframe", shown.html)]
 

@@ -1,0 +1,218 @@
+"""What a recording of a finished network says about its heads, in sentences: which are local, which find objects."""
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import xarray as xr
+
+from tcnn_probe.heads import TYPES
+from tcnn_probe.reporting.recordings import TYPE, Run
+
+__all__ = ["Answer", "answers", "type_rows"]
+
+_MEANINGS = {
+    "convolutional": "looks at the same offset from every patch, as a convolution does",
+    "positional": "looks at the same places in every picture",
+    "content": "looks at patches that match the one that asks, other ones in each picture",
+    "salient": "looks at patches that stand out in the picture, the same for all that ask",
+    "averaging": "looks at all patches nearly alike",
+    "mixed": "does several of these, none of them mainly",
+}
+_NEAR = 2.0
+"""Mean distance in patches up to which a convolutional head is local: that of a 5 x 5 kernel's border."""
+_LIFT = 1.5
+"""Attention on objects, as a multiple of their area, from which on a head singles them out. Ours."""
+_NAMED = 8  # heads that a sentence names; the page and the JSON have all of them
+_SILENT = ("silent head", "no-op sink")
+
+
+@dataclass(frozen=True)
+class Answer:
+    """An answer to a question about the heads of a network.
+
+    Args:
+        question: The question.
+        text: The answer, without the names of heads.
+        heads: Layer and index of the heads that the answer is about, the clearest first, each with its numbers.
+    """
+
+    question: str
+    text: str
+    heads: Sequence[tuple[str, int, str]] = ()
+
+    @property
+    def named(self) -> Sequence[tuple[str, int, str]]:
+        """The first heads, for a sentence."""
+        return self.heads[:_NAMED]
+
+
+def type_rows(run: Run) -> list[dict[str, Any]]:
+    """Count the heads of each type, and say what the type means."""
+    counts = Counter(_types(run).values.ravel().tolist())
+    return [
+        {"type": name, "code": code, "count": counts[name], "meaning": _MEANINGS[name]}
+        for code, name in enumerate(TYPES)
+        if counts[name]
+    ]
+
+
+def answers(run: Run) -> list[Answer]:
+    """Answer questions about the heads of a finished network, from the last mark of its recording."""
+    if TYPE not in run.numbers:
+        return []
+    ds = run.numbers.isel({run.along: -1}).load()
+    return [*_overview(run, ds), _objects(run, ds), _local(run, ds), _nothing(run)]
+
+
+def _types(run: Run) -> xr.DataArray:
+    """Return the types at the last mark as names, "" where a head has none."""
+    codes = run.numbers[TYPE].isel({run.along: -1})
+    names = np.array([*TYPES, ""], dtype=object)
+    return codes.copy(data=names[codes.fillna(len(TYPES)).astype(int).values])
+
+
+def _overview(run: Run, ds: xr.Dataset) -> Iterator[Answer]:
+    types = _types(run)
+    kinds = [name for name in types.values.ravel().tolist() if name]
+    if not kinds:
+        return
+    listed = ", ".join(
+        f"{count} {name}" for name, count in Counter(kinds).most_common()
+    )
+    text = f"Of {len(kinds)} heads, {listed.replace(' ', ' are ', 1)}."
+    if "uncertain_type" in ds:
+        uncertain = int((ds.uncertain_type > 0).sum())
+        text += f" {uncertain} of these types are uncertain: the halves of the photographs disagree on them."
+    yield Answer("What are the heads?", text)
+    layers = [
+        layer
+        for layer in types.layer.values.tolist()
+        if (types.sel(layer=layer) != "").any()
+    ]
+    third = len(layers) // 3
+    if third:
+        early, late = layers[:third], layers[-third:]
+        texts = [
+            f"in the {place} {third} layers {_commonest(types.sel(layer=part))}"
+            for place, part in (("first", early), ("last", late))
+        ]
+        text = " and ".join(texts)
+        yield Answer(
+            "What do early and late heads do?", f"{text[0].upper()}{text[1:]}."
+        )
+
+
+def _commonest(types: xr.DataArray) -> str:
+    """Name the most frequent type among heads, and say what it means."""
+    counts = Counter(name for name in types.values.ravel().tolist() if name)
+    name, count = counts.most_common(1)[0]
+    return f"{count} of {counts.total()} heads are {name} (each {_MEANINGS[name]})"
+
+
+def _objects(run: Run, ds: xr.Dataset) -> Answer:
+    """Say which heads single out objects: by masks, or else by their key content."""
+    question = "Which heads single out objects?"
+    content = ds.key_content_information
+    if "object_attention" in ds and bool(ds.object_attention.notnull().any()):
+        meaning = (
+            "masks"
+            if "masks" in run.attrs.get("objects", "")
+            else run.attrs.get("objects", "masks")
+        )
+        best = ds.object_attention
+        if "class_object_attention" in ds:
+            best = xr.where(
+                ds.class_object_attention > best, ds.class_object_attention, best
+            )
+        lift = best / ds.object_area
+        area = float(ds.object_area.mean())
+        heads = _ranked(
+            lift.where(lift >= _LIFT),
+            lambda at: (
+                f"{float(best.sel(at)):.2f}, key content {float(content.sel(at)):.2f} nat"
+            ),
+        )
+        subject = f"{_count(heads)} put at least" if heads else "None puts"
+        text = (
+            f"{subject} {_LIFT:g} times as much attention on the {meaning} as these cover of the photographs "
+            f"({area:.2f})"
+        )
+        return Answer(question, text, heads)
+    salient = content.where(_types(run) == "salient")
+    heads = _ranked(
+        salient,
+        lambda at: (
+            f"key content {float(content.sel(at)):.2f} of {float(ds.selectivity.sel(at)):.2f} nat"
+        ),
+    )
+    text = "No head attends mainly to patches that stand out"
+    if heads:
+        text = f"{_count(heads)} attend mainly to patches that stand out in a photograph (key content)"
+    return Answer(
+        question,
+        f"{text}; whether these are objects, masks would show (--masks FOLDER)",
+        heads,
+    )
+
+
+def _local(run: Run, ds: xr.Dataset) -> Answer:
+    question = "Which heads are local?"
+    if "attention_distance" not in ds or not bool(
+        ds.attention_distance.notnull().any()
+    ):
+        return Answer(question, "Unknown: the grid of patches is not known")
+    distance = ds.attention_distance
+    near = distance.where((_types(run) == "convolutional") & (distance <= _NEAR))
+    heads = _ranked(-near, lambda at: f"{float(distance.sel(at)):.1f} patches")
+    if not heads:
+        return Answer(
+            question,
+            f"None is convolutional with a mean distance of at most {_NEAR:g} patches",
+        )
+    return Answer(
+        question,
+        f"{_count(heads)} are convolutional and look at most {_NEAR:g} patches away on average",
+        heads,
+    )
+
+
+def _nothing(run: Run) -> Answer:
+    """Say which heads do nothing, by the findings of health."""
+    question = "Which heads do nothing?"
+    findings = [finding for finding in run.findings or () if finding.sign in _SILENT]
+    heads = [
+        (finding.layer, head, finding.sign)
+        for finding in findings
+        for head in finding.heads
+    ]
+    unseen = [
+        sign for sign in _SILENT if run.findings is None or sign in run.findings.unseen
+    ]
+    if not heads:
+        rest = f" ({', '.join(unseen)} could not be looked for)" if unseen else ""
+        return Answer(
+            question, f"None is silent, or attends to a sink of small value{rest}"
+        )
+    return Answer(
+        question,
+        f"{_count(heads)} are silent, or attend to a sink whose value is small",
+        heads,
+    )
+
+
+def _ranked(values: xr.DataArray, describe: Any) -> list[tuple[str, int, str]]:
+    """Return the heads with a value, the largest first, each with a description of its numbers."""
+    stacked = values.stack(place=("layer", "head")).dropna("place").sortby("place")
+    order = np.argsort(-stacked.values, kind="stable")
+    places = [stacked.place.values[number] for number in order]
+    return [
+        (str(layer), int(head), describe({"layer": layer, "head": head}))
+        for layer, head in places
+    ]
+
+
+def _count(heads: Sequence[Any]) -> str:
+    return f"{len(heads)} head{'s' * (len(heads) != 1)}"
