@@ -1,5 +1,6 @@
 """Transformed CNNs: convolutions reparameterized as gated positional self-attention, and their fine-tuning."""
 
+from tcnn_model.conversion.convolve import convolve
 from tcnn_model.conversion.reparameterize import reparameterize, unstride
 from tcnn_model.gpsa.attention import GatedAttention
 from tcnn_model.gpsa.convit import Acceleration, accelerate
@@ -25,6 +26,7 @@ __all__ = [
     "GatedAttention",
     "accelerate",
     "add_attention_pool",
+    "convolve",
     "finetune",
     "gaussian_position",
     "gpsa",

@@ -18,6 +18,7 @@ from .diagnosis import health as health
 from .heads import head_types as head_types
 from .interventions.ablation import Ablation as Ablation
 from .interventions.ablation import ablate as ablate
+from .interventions.head_kernels import head_kernels as head_kernels
 from .loggers import log_to_tensorboard as log_to_tensorboard
 from .loggers import log_to_wandb as log_to_wandb
 from .loggers import scalars as scalars

@@ -52,7 +52,8 @@ PARTS: dict[str, set[str]] = {
     },
     "callbacks": {"probes", "recording", "schema", "storage"},
     "interventions": {
-        *("architectures", "attention", "heads", "hooks", "images", "models")
+        *("architectures", "attention", "heads", "hooks", "images", "models"),
+        "provenance",
     },
     "attribution": {"attention", "hooks", "images", "models", "provenance"},
     "evaluation": {"hooks", "images", "models", "provenance"},

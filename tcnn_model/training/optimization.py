@@ -14,6 +14,7 @@ from timm.optim import create_optimizer_v2, param_groups_weight_decay
 from timm.scheduler import create_scheduler_v2
 from torch import Tensor, nn
 
+from tcnn_model.convolved.head_convolution import HeadConvolution
 from tcnn_model.gpsa.layer import gpsa_layers
 from tcnn_model.pooling.attention_pool import AttentionPool2d, PatchAttention
 
@@ -47,8 +48,8 @@ def parameter_groups(
 ) -> list[dict[str, Any]]:
     """Return the optimizer groups of a T-CNN (paper, Sec. 3), with a separate, much larger learning rate for gates.
 
-    Gates, locality strengths, centres of attention, tokens of attention pools, norms, biases and the parameters that
-    the model's ``no_weight_decay()`` names have no weight decay.
+    Gates, locality strengths, centres of attention, kernels of heads (:func:`convolve`), tokens of attention pools,
+    norms, biases and the parameters that the model's ``no_weight_decay()`` names have no weight decay.
 
     Args:
         model: Any module; without GPSA layers there is no group of gates.
@@ -77,6 +78,13 @@ def parameter_groups(
         if isinstance(module, AttentionPool2d)
     )
     undecayed |= {f"{name}.cls_token" if name else "cls_token" for name in pools}
+    # Decay would make convolutions wider.
+    undecayed |= {
+        f"{name}.{p}"
+        for name, module in model.named_modules()
+        if isinstance(module, HeadConvolution)
+        for p in ("theta", "prefix_theta")
+    }
     undecayed |= set(getattr(model, "no_weight_decay", set)())
     groups: list[dict[str, Any]] = [
         {"name": "gates", "params": gates, "weight_decay": 0.0, "lr": gating_lr}

@@ -13,4 +13,15 @@ OWN_LAYERS: Mapping[str, LayerRecord] = {
     "tcnn_model.gpsa.layer.GPSA": LayerRecord(
         head_parameters=HeadParameters(dict.fromkeys(_GPSA_ROWS, 1), taps="weight"),
     ),
+    # Their attention is described as a whole, which records it but edits no heads.
+    **dict.fromkeys(
+        (
+            "tcnn_model.convolved.attention.ConvolvedAttention",
+            "tcnn_model.convolved.gpsa.ConvolvedGPSA",
+            "tcnn_model.convolved.gpsa.AttendingHeads",
+        ),
+        LayerRecord(
+            no_attention_matrix="some of its heads are convolutions: edit heads of the model before tcnn_model.convolve"
+        ),
+    ),
 }

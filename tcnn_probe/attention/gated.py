@@ -14,7 +14,7 @@ import tcnn_model
 from tcnn_model import GPSA as GPSALayer
 from tcnn_model.gpsa.convit import convit_attention
 from tcnn_model.gpsa.functional import attend
-from tcnn_model.gpsa.positional import apply_separable
+from tcnn_model.gpsa.positional import Axis, apply_separable
 from tcnn_model.gpsa.statistics import (
     AttentionStatistics,
     apply_and_measure,
@@ -40,6 +40,7 @@ __all__ = [
     "GatedAttention",
     "gated_attention_of",
     "gated_means",
+    "grids_of_axes",
 ]
 
 GATED_LAYERS = (GPSALayer, ConViTLayer)
@@ -359,19 +360,8 @@ def gated_attention_of(
         return layer.gated_attention(x)
 
     parts = describe()
-    y, across = parts.y, parts.x
-    queries = Tokens(
-        0,
-        y.queries,
-        across.queries,
-        (float(y.stride), float(across.stride)),
-        (float(y.first_query), float(across.first_query)),
-    )
-    keys = Tokens(
-        0, y.keys, across.keys, origin=(-float(y.before), -float(across.before))
-    )
     batch, heads, count, _ = parts.query.shape
-    layout = Layout(queries, keys)
+    layout = Layout(*grids_of_axes(parts.y, parts.x))
     return GatedAttention(
         module=layer,
         name=name,
@@ -387,6 +377,19 @@ def gated_attention_of(
             parts.y.length * parts.x.length,
         ),
     )
+
+
+def grids_of_axes(y: Axis, x: Axis) -> tuple[Tokens, Tokens]:
+    """Return the grids of the queries and of the keys, which include the padding, of a layer like a convolution."""
+    queries = Tokens(
+        0,
+        y.queries,
+        x.queries,
+        (float(y.stride), float(x.stride)),
+        (float(y.first_query), float(x.first_query)),
+    )
+    keys = Tokens(0, y.keys, x.keys, origin=(-float(y.before), -float(x.before)))
+    return queries, keys
 
 
 def _values(layer: Any, x: Tensor) -> Tensor:

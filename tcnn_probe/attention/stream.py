@@ -13,6 +13,7 @@ from torch.overrides import TorchFunctionMode
 from tcnn_model.precision import without_autocast
 from tcnn_probe.architectures.lookup import known, looks_like_attention
 from tcnn_probe.attention.attention import Attention, WholeLayers
+from tcnn_probe.attention.convolved import CONVOLVED
 from tcnn_probe.attention.gated import GATED, GatedAttention
 from tcnn_probe.attention.head_edit import (
     HeadEdit,
@@ -63,7 +64,7 @@ __all__ = ["WHOLE_LAYERS", "AttentionListener", "AttentionStream", "attention_st
 
 A = TypeVar("A", bound=Attention)
 
-WHOLE_LAYERS: tuple[WholeLayers, ...] = (GATED,)
+WHOLE_LAYERS: tuple[WholeLayers, ...] = (GATED, CONVOLVED)
 """Layers whose attention is described as a whole."""
 
 

@@ -201,6 +201,11 @@ class Ablation:
         return self._mode
 
     @property
+    def entries(self) -> Sequence[Ablated]:
+        """Ablated heads of each layer, with the statistics over ``images=``."""
+        return self._ablated
+
+    @property
     def heads(self) -> dict[str, tuple[int, ...]]:
         """Ablated heads by layer; if a layer does not state its number of heads, they are known once it has run."""
         heads: dict[str, set[int]] = {}

@@ -222,12 +222,14 @@ class ConvolutionReference(AttentionReference):
 
     Attributes:
         convolutions: Convolution inside the heads of each attention of the layer's call.
+        masses: Attention at each offset, summed over queries of patches, shape (heads, offsets).
         places: Places of the tokens of each attention.
     """
 
     def __init__(self) -> None:
         super().__init__(shuffled=False, whole=True)
         self.convolutions: dict[int, Convolution] = {}
+        self.masses: dict[int, np.ndarray] = {}
         self.places: dict[int, TokenPlaces] = {}
         self._visible: dict[int, Tensor] = {}
 
@@ -267,6 +269,9 @@ class ConvolutionReference(AttentionReference):
             tolerance=_TOLERANCE,
         )
         self.convolutions[number] = convolution
+        self.masses[number] = np.array(
+            [np.bincount(index.ravel(), head.sum(0).ravel()) for head in of_patches]
+        )
         fitted = torch.zeros(mean.shape, dtype=torch.float64)
         for window, keys in enumerate(seen):
             unscaled = convolution.kernel[:, index] * keys
