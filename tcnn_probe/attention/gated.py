@@ -27,8 +27,8 @@ from tcnn_probe.attention.attention import (
     WholeLayers,
     weigh,
 )
+from tcnn_probe.attention.gated_patterns import content_similarity, gated_patterns
 from tcnn_probe.attention.layout import Layout, Tokens
-from tcnn_probe.attention.patterns import content_similarity, gated_patterns
 from tcnn_probe.attention.reconstruction import relative_difference, tolerance
 from tcnn_probe.attention.residual_stream import residual_tokens
 from tcnn_probe.hooks.forwards import Running

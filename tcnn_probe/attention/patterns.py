@@ -1,44 +1,56 @@
 """Sums over images of the attention of each head, from which its anatomy and content information are computed."""
 
-import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from tcnn_model import GatedAttention
-from tcnn_model.precision import at_least_float32, widest_dtype
+from tcnn_model.precision import widest_dtype
 from tcnn_probe.attention.layout import Tokens
+from tcnn_probe.attention.sampled_queries import (
+    QUERIES,
+    rows_of_block,
+    sample_queries,
+    sampled_index,
+)
 
 if TYPE_CHECKING:
     from tcnn_probe.attention.attention import Attention
     from tcnn_probe.attention.softmax import Block, SoftmaxAttention
 
 __all__ = [
-    "QUERIES",
     "Pattern",
     "PatternSum",
-    "content_similarity",
-    "gated_patterns",
+    "Sums",
+    "entropy_of",
     "pattern_of_query",
     "places_on_grid",
     "row_products",
-    "sample_queries",
     "similarity_of_heads",
 ]
 
-# Largest number of queries whose attention is summed. The sums take QUERIES * N_key numbers per head, in float64 100 kB
-# for 196 keys.
-QUERIES = 64
 
-# Smallest number of queries that are sampled from a window, if it has as many: their mean is compared between images.
-_LEAST_QUERIES = 8
+class Sums(NamedTuple):
+    """Sums over images of a pattern.
 
-_GOLDEN_RATIO = (math.sqrt(5) - 1) / 2
+    Args:
+        attention: Sum of A, shape (heads, queries, keys).
+        entropy: Sum of -sum_j A_ij log A_ij, shape (heads, queries).
+        images: Number of images that count for each query, shape (heads, queries): those in which the query is no
+            padding and its attention is not NaN.
+        mean_entropy: Sum of the entropy of the mean of A over the queries of a window that count, shape (heads,
+            windows); without windows unless the parts of selectivity are measured.
+    """
+
+    attention: Any
+    entropy: Any
+    images: Any
+    mean_entropy: Any
 
 
 @dataclass(frozen=True)
@@ -46,121 +58,77 @@ class Pattern:
     """Sums over images of the attention A of some queries, which content information is computed from.
 
     Args:
-        attention: Sum of A, shape (heads, queries, keys); a tensor in float64 (float32 on MPS), or an array.
-        entropy: Sum over images of -sum_j A_ij log A_ij, shape (heads, queries).
-        images: Number of images that count for each query, shape (heads, queries): those in which the query is no
-            padding and its attention is not NaN.
+        attention: Sum of A over images with even and with odd numbers, from which the two halves are compared, or over
+            all images, shape (2 or 1, heads, queries, keys); a tensor in float64 (float32 on MPS), or an array.
+        rows: Sums of the other fields of :class:`Sums`, one after the other, (2 or 1, heads, 2 queries + windows).
+        batch: Number of images, whether they count or not.
+        visible: Number of images in which a mask leaves each key visible to each query, shape (queries, keys), or a
+            single number.
         queries, keys: Row and column of each query and key on the layer's grid, shape (n, 2), NaN for class and
             register tokens; None if no grid is known.
         size: Size of the images; only patterns with the same size can be added.
-        batch: Number of images, whether they count or not.
-        mean_entropy: Sum over images of the entropy of the mean of A over the queries of a window that count, shape
-            (heads, windows). None unless the parts of selectivity are measured.
-        visible: Number of images in which a mask leaves each key visible to each query, (queries or 1, keys or 1).
-        windows: Number of windows that the queries are from, with equally many from each, one window after the other.
-        population: Number of queries of each window from which the queries were sampled.
+        population: Number of queries of each window from which the queries were sampled: equally many from each, one
+            window after the other.
         shifted: Whether windows were shifted, so that queries in some of them do not see all keys.
         padding: Number of keys in the padding of gated layers, which come last.
         reason: Reason why there is no common grid; empty if there is one.
-        odd: Sums over every second image, from which the two halves of the images are compared; without ``visible``.
         finish: Function of the variable's name and the pattern of an epoch, in arrays, that returns the values of each
             head by variable, or the reason why there are none. None for content information.
     """
 
     attention: Any
-    entropy: Any
-    images: Any
+    rows: Any
+    batch: int
+    visible: Any = 0
     queries: np.ndarray | None = None
     keys: np.ndarray | None = None
     size: object = None
-    batch: int = 0
-    mean_entropy: Any = None
-    visible: Any = None
-    windows: int = 1
     population: int = 1
     shifted: bool = False
     padding: int = 0
     reason: str = ""
-    odd: "Pattern | None" = None
     finish: Callable[[str, Any], Mapping[str, np.ndarray | str]] | None = None
 
-    def plus(self, pattern: "Pattern") -> "Pattern | None":
-        """Return the sums over the images of both patterns; None if these have different sizes."""
-        if self.size != pattern.size or self.attention.shape != pattern.attention.shape:
-            return None
-        odd = pattern.odd
-        if odd is not None and self.odd is not None:
-            # Images alternate between the halves, also across batches.
-            odd = pattern.minus(odd) if self.batch % 2 else odd
-            odd = self.odd._combine(odd, 1, None)
-        return self._combine(pattern, 1, odd)
+    def sums(self, half: int | None = None) -> Sums:
+        """Return the sums over all images, or over those with even (0) or odd (1) numbers."""
+        halves = slice(None) if half is None else slice(half, half + 1)
+        attention, rows = self.attention[halves].sum(0), self.rows[halves].sum(0)
+        queries = attention.shape[1]
+        entropy, images = rows[:, :queries], rows[:, queries : 2 * queries]
+        return Sums(attention, entropy, images, rows[:, 2 * queries :])
 
-    def minus(self, pattern: "Pattern") -> "Pattern":
-        """Return the sums over the images that are not in a pattern of some of these images."""
-        return self._combine(pattern, -1, None)
+    def copy(self) -> "Pattern":
+        """Return a pattern to which others can be added."""
+        return replace(self, attention=self.attention + 0, rows=self.rows + 0)
+
+    def plus(self, pattern: "Pattern") -> "Pattern | None":
+        """Return the sums over the images of both patterns; None if these have different sizes.
+
+        This pattern must not be used any more, because its sums are changed in place.
+        """
+        totals, added = (self.attention, self.rows), (pattern.attention, pattern.rows)
+        shapes, added_shapes = ([x.shape for x in sums] for sums in (totals, added))
+        if self.size != pattern.size or shapes != added_shapes:
+            return None
+        for total, values in zip(totals, added, strict=True):
+            # Images alternate between the halves, also across batches.
+            swaps = self.batch % 2 and len(values) == 2
+            total += values[[1, 0]] if swaps else values
+        return replace(
+            self,
+            batch=self.batch + pattern.batch,
+            visible=self.visible + pattern.visible,
+        )
 
     def arrays(self) -> "Pattern":
         """Return the sums as arrays on the CPU."""
+        sums = {name: getattr(self, name) for name in ("attention", "rows", "visible")}
         arrays: dict[str, Any] = {
-            name: value.detach().double().cpu().numpy()
-            for name, value in self._sums().items()
-            if isinstance(value, Tensor)
+            name: values.detach().double().cpu().numpy()
+            for name, values in sums.items()
+            if isinstance(values, Tensor)
         }
-        return replace(self, **arrays, odd=self.odd and self.odd.arrays())
-
-    def _combine(
-        self, pattern: "Pattern", sign: int, odd: "Pattern | None"
-    ) -> "Pattern":
-        theirs = pattern._sums()
-        sums = {
-            name: value + sign * theirs[name]
-            for name, value in self._sums().items()
-            if name in theirs
-        }
-        batch = self.batch + sign * pattern.batch
-        return replace(self, **sums, batch=batch, odd=odd)
-
-    def _sums(self) -> dict[str, Any]:
-        names = ("attention", "entropy", "images", "mean_entropy", "visible")
-        values = {name: getattr(self, name) for name in names}
-        return {name: value for name, value in values.items() if value is not None}
-
-
-@lru_cache(maxsize=64)
-def sample_queries(
-    windows: int, queries: int, limit: int, first: int = 0
-) -> tuple[Tensor, Tensor]:
-    """Sample queries of an image evenly and deterministically.
-
-    Of each sampled window at least eight queries are sampled, or all if there are fewer, because the mean over the
-    queries of a window is measured, too. Different queries are sampled in each window. The sampled queries are the
-    multiples of s modulo N, for an s near 0.618 N that is coprime to N (a golden-ratio sequence), so that all rows and
-    columns are represented; and so are the sampled windows.
-
-    Args:
-        windows: Number of windows.
-        queries: Number of queries of each window.
-        limit: Largest number of queries to sample.
-        first: Index of the first query to sample; class and register tokens come before it.
-
-    Returns:
-        Indices of windows, shape (w,), and of queries in each of these, shape (w, n).
-    """
-    count = queries - first
-    sampled_windows = min(windows, max(1, limit // min(count, _LEAST_QUERIES)))
-    per_window = min(count, limit // sampled_windows)
-    index = _golden_sequence(count, sampled_windows * per_window)
-    index = index.view(sampled_windows, per_window).sort(-1).values + first
-    return _golden_sequence(windows, sampled_windows).sort().values, index
-
-
-def _golden_sequence(size: int, count: int) -> Tensor:
-    """Return the first numbers of a sequence that visits 0, ..., size - 1 evenly, again and again: shape (count,)."""
-    step = max(1, round(size * _GOLDEN_RATIO))
-    while math.gcd(step, size) != 1:
-        step += 1
-    # As the step and the size have no common divisor, no number comes twice before all have come.
-    return torch.arange(1, count + 1) * step % size
+        return replace(self, **arrays)
 
 
 class PatternSum:
@@ -213,7 +181,7 @@ class PatternSum:
         images = max(0, min(block.images.stop, self._images) - block.images.start)
         spans = [(part.start, part.stop) for part in (block.windows, block.queries)]
         heads = self._sums.shape[1]
-        sampled, index = _rows_of_block(
+        sampled, index = rows_of_block(
             self._sampling, images, heads, *spans, weights.device
         )
         if not index.numel():
@@ -236,17 +204,16 @@ class PatternSum:
             by_image = by_window.flatten(2, 3).nan_to_num()
             if self._attention.visibility is not None:
                 counted = self._attention.visibility.queries.flatten(0, 1)
-                sampled = self._of_sampled(counted[:, None, :, None])[:, images]
-                by_image = by_image.where(sampled.permute(1, 2, 0, 3), 0)
+                sampled = self._of_sampled(counted[:, None])[images]
+                by_image = by_image.where(sampled[..., None], 0)
             self._add_rows(images, slice(None), by_image)
 
     def _add_rows(self, images: slice, sampled: slice, by_image: Tensor) -> None:
         """Add the attention of some images and sampled queries, (images, heads, queries, keys)."""
-        for offset in range(min(2, len(by_image))):
-            half = by_image[offset::2]
-            # A sum over one image would only copy it.
-            total = half[0] if len(half) == 1 else half.sum(0)
-            self._sums[(images.start + offset) % 2][:, sampled] += total
+        if len(by_image) == 1:  # a sum over one image would only copy it
+            self._sums[images.start % 2][:, sampled] += by_image[0]
+        else:
+            self._sums[:, :, sampled] += _halves(by_image, images.start)
         # A block has whole windows, or a part of one.
         first, last, _ = sampled.indices(self._queries.numel())
         per_window = self._queries.shape[1]
@@ -272,9 +239,9 @@ class PatternSum:
         Args:
             prefix: Attention to each of these tokens, shape (rows, heads, N_query, prefix).
         """
-        by_image = self._of_sampled(prefix.nan_to_num()).permute(1, 2, 0, 3)
+        by_image = self._of_sampled(prefix).nan_to_num_()
         count = prefix.shape[-1]
-        self._sums[..., :count] = self._halves(by_image)
+        self._sums[..., :count] = _halves(by_image)
         in_windows = by_image.unflatten(2, (len(self._windows), -1))
         self._window_sums[..., :count] = in_windows.sum(3)
         if self._products is not None:
@@ -287,97 +254,66 @@ class PatternSum:
             entropy: Entropy of all queries, shape (rows, heads, N_query), NaN where they do not count.
         """
         assert self._products is not None
-        counted = entropy.isfinite().all(1)[:, None, :, None]
-        # (queries, images, 1, 1) -> (images, queries)
-        sampled = self._of_sampled(counted)[..., 0, 0].mT
+        counted = entropy.isfinite().all(1, keepdim=True)
         similarity = self._products.new_zeros(len(self._products), self._sums.shape[1])
         similarity[: self._images] = similarity_of_heads(
-            self._products[: self._images], sampled
+            self._products[: self._images], self._of_sampled(counted)[:, 0]
         )
         return similarity
 
     def pattern(self, entropy: Tensor) -> Pattern:
-        """Return the sums.
+        """Return the sums. Call this once.
 
         Args:
             entropy: Entropy of all queries, shape (rows, heads, N_query), NaN where they do not count.
         """
-        layout, windows = self._attention.layout, len(self._windows)
-        # (images, heads, queries)
-        by_query = self._of_sampled(entropy[..., None])[..., 0].movedim(0, -1)
+        attention, layout = self._attention, self._attention.layout
+        by_query = self._of_sampled(entropy)
         is_counted = by_query.isfinite()
-        counts = is_counted.unflatten(2, (windows, -1)).sum(-1).clamp_min(1)
-        by_image = (
-            torch.where(is_counted, by_query, 0),
-            is_counted.to(by_query),
-            entropy_of(self._window_sums / counts[..., None]),
-        )
+        counts = is_counted.unflatten(2, (len(self._windows), -1)).sum(-1, keepdim=True)
+        means = self._window_sums.div_(counts.clamp_min_(1))
         # Together, because each call of torch takes as long as these sums.
-        halves = self._halves(torch.cat(by_image, -1))
-        sizes = [values.shape[-1] for values in by_image]
-        entropy_sum, image_sum, mean_entropy_sum = halves.sum(0).split(sizes, -1)
-        odd_entropy, odd_images, odd_mean_entropy = halves[1].split(sizes, -1)
+        by_image = (by_query.where(is_counted, 0), is_counted, entropy_of(means))
         places: dict[str, Any] = {}
         if layout.queries is not None and layout.keys is not None:
             queries = places_on_grid(layout.queries)[self._queries.flatten().numpy()]
             places = {"queries": queries, "keys": places_on_grid(layout.keys)}
-        cut = self._attention.cut
-        odd = Pattern(
-            self._sums[1],
-            odd_entropy,
-            odd_images,
-            batch=self._images // 2,
-            mean_entropy=odd_mean_entropy,
-            windows=windows,
-            population=self._attention.queries - self._sampling[-1],
-            shifted=cut is not None and any(cut.shift),
+        return Pattern(
+            self._sums,
+            _halves(torch.cat(by_image, -1), dtype=self._sums.dtype),
+            self._images,
+            self._visible(),
+            population=attention.queries - self._sampling[-1],
+            shifted=attention.cut is not None and any(attention.cut.shift),
             reason=layout.reason,
             **places,
         )
-        return replace(
-            odd,
-            attention=self._sums.sum(0),
-            entropy=entropy_sum,
-            images=image_sum,
-            batch=self._images,
-            mean_entropy=mean_entropy_sum,
-            visible=self._visible(),
-            odd=odd,
-        )
 
-    def _visible(self) -> Tensor:
-        """Return the number of images in which each key is visible to each sampled query, (queries or 1, keys or 1)."""
+    def _visible(self) -> Tensor | int:
+        """Return the number of images in which each key is visible to each sampled query: (queries, keys), or all."""
         logits = self._attention.logits
         if not logits.masked:
-            return torch.full((1, 1), float(self._images), device=logits.device)
-        shape = self._sums.shape[2:]
-        total = self._sums.new_zeros(shape)
-        for _, rows, queries in self._rows_of_images():
+            return self._images
+        total = self._sums.new_zeros(self._sums.shape[2:])
+        for images, rows, queries in self._rows_of_images():
             hidden = logits.hidden(rows, queries)
-            total += (
-                hidden.logical_not_()
-                .unflatten(0, (-1, len(self._windows)))
-                .sum(0)
-                .view(shape)
-            )
+            count = images.stop - images.start
+            total += count - hidden.view(count, *total.shape).sum(0)
         return total
 
-    def _halves(self, by_image: Tensor) -> Tensor:
-        """Sum over images with even and odd numbers: (images, ...) -> (2, ...)."""
-        return torch.stack(
-            [by_image[half::2].sum(0, dtype=self._sums.dtype) for half in range(2)]
-        )
-
     def _of_sampled(self, values: Tensor) -> Tensor:
-        """Return (rows, heads, N_query, n) for the sampled queries: (queries, images, heads, n)."""
-        windows, queries = (
-            self._windows[:, None].to(values.device),
-            self._queries.to(values.device),
-        )
-        by_image = self._attention.by_image(values)
-        # Index tensors that are not adjacent move their axes to the front: (w, q, images, heads, n).
-        sampled = by_image[: self._images, windows, :, queries]
-        return sampled.flatten(0, 1)
+        """Return the values (rows, heads, N_query, ...) of the sampled queries: (images, heads, queries, ...)."""
+        by_window = self._attention.by_image(values)[: self._images].transpose(1, 2)
+        index = sampled_index(self._sampling, values.device)
+        return by_window.flatten(2, 3).index_select(2, index)
+
+
+def _halves(by_image: Tensor, first: int = 0, **dtype: torch.dtype) -> Tensor:
+    """Sum over images with even and with odd numbers, ``first`` and the following: (images, ...) -> (2, ...)."""
+    if len(by_image) % 2:
+        by_image = F.pad(by_image, [0] * (2 * by_image.ndim - 1) + [1])
+    halves = by_image.unflatten(0, (-1, 2)).sum(0, **dtype)
+    return halves.flip(0) if first % 2 else halves
 
 
 def entropy_of(attention: Tensor, scratch: Tensor | None = None) -> Tensor:
@@ -417,46 +353,6 @@ def similarity_of_heads(products: Tensor, counted: Tensor) -> Tensor:
     return total / (heads - 1) if heads > 1 else total * torch.nan
 
 
-@lru_cache(maxsize=64)
-def _rows_of_block(
-    sampling: tuple[int, int, int, int],
-    images: int,
-    heads: int,
-    windows: tuple[int, int],
-    queries: tuple[int, int],
-    device: torch.device,
-) -> tuple[slice, Tensor]:
-    """Return the sampled queries in a block, and their rows in its attention, by image and head.
-
-    Args:
-        sampling: Arguments of :func:`sample_queries`.
-        images, heads: Numbers of images and heads of the block.
-        windows, queries: Start and stop of the block's windows and of its queries.
-        device: Device of the rows.
-    """
-    window, query = sample_queries(*sampling)
-    window, query = window[:, None] - windows[0], query - queries[0]
-    block_windows, block_queries = windows[1] - windows[0], queries[1] - queries[0]
-    in_block = (
-        (window >= 0)
-        & (window < block_windows)
-        & (query >= 0)
-        & (query < block_queries)
-    )
-    # The sampled queries of a block are contiguous, as blocks cut windows and queries in order.
-    sampled = in_block.flatten().nonzero()[:, 0].tolist()
-    row = (
-        torch.arange(images)[:, None] * block_windows
-        + window.expand_as(query)[in_block]
-    )
-    index = (
-        row[:, None] * heads + torch.arange(heads)[:, None]
-    ) * block_queries + query[in_block]
-    return slice(sampled[0], sampled[-1] + 1) if sampled else slice(
-        0
-    ), index.flatten().to(device)
-
-
 def pattern_of_query(
     attention: "Attention", weights: Tensor, entropy: Tensor
 ) -> Pattern:
@@ -468,158 +364,13 @@ def pattern_of_query(
         entropy: Entropy of these rows, shape (B, windows, heads).
     """
     weights, entropy = weights[: attention.limit], entropy[: attention.limit]
-    counted, dtype = entropy.isfinite(), widest_dtype(weights.device)
-    total, entropies, images = (
-        torch.where(counted if x.ndim == 3 else counted[..., None], x, 0)
-        .sum(0, dtype=dtype)
-        .transpose(0, 1)
-        for x in (weights, entropy, torch.ones_like(entropy))
-    )
-    return Pattern(total, entropies, images)
-
-
-@torch.no_grad()
-def gated_patterns(
-    attention: GatedAttention, limit: int | None, block: int
-) -> tuple[Pattern, Pattern]:
-    """Return sums over the first ``limit`` images, or all, of gated attention A and of its content part C.
-
-    The keys of A are the real pixels, and after them the padding. Those of C are the real pixels.
-
-    Args:
-        attention: Attention of a batch.
-        limit: Number of images; None for all.
-        block: Number of weights to compute at a time.
-    """
-    query, images = attention.query, len(attention.query[:limit])
-    y, x = attention.y, attention.x
-    # The image is the only window, so its queries are in the first row of indices.
-    sampled = sample_queries(1, query.shape[2], QUERIES)[1][0]
-    query_cells = np.indices((y.queries, x.queries)).reshape(2, -1).T[sampled.numpy()]
-    query_places = query_cells * [y.stride, x.stride] + [y.first_query, x.first_query]
-    extended = np.indices((y.keys, x.keys)).reshape(2, -1).T - [y.before, x.before]
-    is_real = ((extended >= 0) & (extended < [y.length, x.length])).all(1)
-    key_places = np.concatenate([extended[is_real], extended[~is_real]])
-    sampled, real = (i.to(query.device) for i in (sampled, torch.from_numpy(is_real)))
-    rows, columns = attention.factors()
-    along_y, along_x = rows[:, sampled // x.queries], columns[:, sampled % x.queries]
-    both = (along_y[..., :, None] * along_x[..., None, :]).flatten(2)
-    gate = attention.gate[:, None, None]
-    positional = both[..., real].to(at_least_float32(query.dtype))
-    whole_sum = _AttentionSum(positional.shape, gate.to(both) * both[..., ~real], 2)
-    content_sum = _AttentionSum(positional.shape, both[..., :0], 1)
-    step = max(1, block // positional.numel())
-    for start in range(0, images, step):
-        batch = slice(start, min(start + step, images))
-        weights = replace(
-            attention, query=query[batch], key=attention.key[batch]
-        ).content(sampled)
-        scratch = torch.empty_like(weights)
-        content_sum.add(weights, scratch, start)
-        # A = (1 - g) C + g P (T-CNN Eq. 7) overwrites C, which has been added by now.
-        weights.lerp_(positional, gate.to(weights))
-        whole_sum.add(weights, scratch, start)
-    odd, whole = (
-        replace(
-            whole_sum.pattern(half),
-            queries=query_places,
-            keys=key_places,
-            padding=len(extended) - int(is_real.sum()),
-            population=query.shape[2],
-            batch=count,
-        )
-        for count, half in ((images // 2, 1), (images, None))
-    )
-    visible = torch.full((1, 1), float(images), device=query.device)
-    whole = replace(whole, visible=visible, odd=odd)
-    return whole, replace(content_sum.pattern(), mean_entropy=None)
-
-
-@torch.no_grad()
-def content_similarity(
-    attention: GatedAttention, limit: int | None, block: int
-) -> Tensor:
-    """Return the mean cosine between each head's rows of C and those of the other heads, over the sampled queries.
-
-    Args:
-        attention: Attention of a batch of B images.
-        limit: Number of first images to compare; None for all.
-        block: Number of weights to compute at a time.
-
-    Returns:
-        Shape (B, heads), zeros for images beyond the limit.
-    """
-    query, key = attention.query, attention.key
-    sampled = sample_queries(1, query.shape[2], QUERIES)[1][0].to(query.device)
-    images, heads = query.shape[:2]
-    shape = images, len(sampled), heads, heads
-    products = torch.zeros(
-        shape, dtype=at_least_float32(query.dtype), device=query.device
-    )
-    step = max(1, block // (heads * len(sampled) * key.shape[2]))
-    for start in range(0, len(query[:limit]), step):
-        batch = slice(start, min(start + step, len(query[:limit])))
-        part = replace(attention, query=query[batch], key=key[batch])
-        products[batch] = row_products(part.content(sampled))
-    # A row of content attention has a positive length, unless it is NaN.
-    return similarity_of_heads(
-        products, products.diagonal(dim1=2, dim2=3).isfinite().all(-1)
-    )
-
-
-class _AttentionSum:
-    """Sums over images of attention in float64, to which (B, heads, queries, keys) are added.
-
-    Args:
-        shape: Sizes (heads, queries, keys) without the padding.
-        padding: Attention to the padding, the same for all images, shape (heads, queries, n).
-        halves: 2 to sum images with even and with odd numbers separately.
-    """
-
-    def __init__(self, shape: Sequence[int], padding: Tensor, halves: int) -> None:
-        # An image with NaN does not count, and gates of NaN make all images so.
-        self._padding = padding.to(widest_dtype(padding.device)).nan_to_num()
-        self._sums = self._padding.new_zeros((halves, *shape))
-        self._entropies = self._padding.new_zeros((halves, *shape[:2]))
-        self._images = torch.zeros_like(self._entropies)
-        self._mean_entropies = self._padding.new_zeros((halves, shape[0], 1))
-
-    def add(self, weights: Tensor, scratch: Tensor, start: int) -> None:
-        """Add the attention of images from number ``start`` on; ``scratch``, with as many elements, is overwritten."""
-        # A logit of NaN makes its whole row NaN, so one key shows which rows count.
-        is_counted = weights[..., 0].isfinite()
-        weights = weights.nan_to_num()
-        entropies = entropy_of(weights, scratch.view(weights.shape))
-        counts = is_counted.sum(2, keepdim=True).clamp_min(1)
-        mean_entropies = entropy_of(weights.sum(2) / counts)[..., None]
-        halves = len(self._sums)
-        for offset in range(min(halves, len(weights))):
-            half, images = (start + offset) % halves, slice(offset, None, halves)
-            part = weights[images]
-            # A sum over one image would only copy it.
-            self._sums[half] += part[0] if len(part) == 1 else part.sum(0)
-            self._images[half] += is_counted[images].sum(0)
-            self._entropies[half] += entropies[images].sum(0)
-            self._mean_entropies[half] += mean_entropies[images].sum(0)
-
-    def pattern(self, half: int | None = None) -> Pattern:
-        """Return the sums over all images, or over a half of them."""
-        sums, images, entropy, mean_entropy = (
-            total.sum(0) if half is None else total[half]
-            for total in (
-                self._sums,
-                self._images,
-                self._entropies,
-                self._mean_entropies,
-            )
-        )
-        padding, most = self._padding, images.amax(-1, keepdim=True)
-        return Pattern(
-            torch.cat([sums, images[..., None] * padding], -1),
-            entropy + images * entropy_of(padding),
-            images,
-            mean_entropy=mean_entropy + most * entropy_of(padding.mean(1))[:, None],
-        )
+    dtype = widest_dtype(weights.device)
+    is_counted = entropy.isfinite()
+    weights = weights.where(is_counted[..., None], 0)
+    # (B, entropies and images of the windows, heads)
+    rows = torch.cat([entropy.where(is_counted, 0), is_counted], 1)
+    total, rows = (values.sum(0, dtype=dtype) for values in (weights, rows))
+    return Pattern(total.transpose(0, 1)[None], rows.mT[None], len(weights))
 
 
 @lru_cache(maxsize=64)

@@ -107,7 +107,7 @@ def measure_softmax(attention: "SoftmaxAttention") -> SoftmaxMeasurements:
         if rows.frame_distance is not None:
             by_query["frame_distance"] = rows.frame_distance[..., on_grid]
     means = {
-        name: attention.by_image(values.mean(-1)).mean(1)
+        name: attention.by_image(values).mean((1, 3))
         if visibility is None
         else visibility.mean(values, attention.queries - values.shape[-1])
         for name, values in by_query.items()

@@ -323,11 +323,14 @@ class AttentionStream:
         """Return a mode that tracks the places of tokens, in the first forward of each kind."""
         return [] if self._places is None else [self._places]
 
-    @torch.compiler.disable
     def called(self, module: nn.Module, inputs: Sequence[Any]) -> None:
         """Note the image that enters the patch embedding."""
-        if not self._maps.seeks(module):
-            return
+        # Most modules are none, and a call of a function that is not compiled takes 5 us.
+        if self._maps.seeks(module):
+            self._note_image(module, inputs)
+
+    @torch.compiler.disable
+    def _note_image(self, module: nn.Module, inputs: Sequence[Any]) -> None:
         with torch._C.DisableTorchFunction():
             image = self._maps.called(module, inputs)
             if image is not None and self._places is not None:

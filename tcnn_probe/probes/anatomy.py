@@ -6,7 +6,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from tcnn_probe.attention.attention import Attention
-from tcnn_probe.attention.patterns import QUERIES, Pattern
+from tcnn_probe.attention.patterns import Pattern, Sums
+from tcnn_probe.attention.sampled_queries import QUERIES
 from tcnn_probe.heads.anatomy import (
     Convolution,
     nearest_convolution,
@@ -144,11 +145,12 @@ Statistics = Mapping[str, np.ndarray | str]
 
 def finish_information(name: str, pattern: Pattern) -> Statistics:
     """Return the content information of a pattern."""
-    if not (pattern.images > 1).any():
+    sums = pattern.sums()
+    if not (sums.images > 1).any():
         return {name: _ONE_IMAGE}
-    images = np.maximum(pattern.images, 1)  # sums over no image are 0
-    mean, entropy = pattern.attention / images[..., None], pattern.entropy / images
-    return {name: information(mean, entropy, pattern.images)}
+    images = np.maximum(sums.images, 1)  # sums over no image are 0
+    mean, entropy = sums.attention / images[..., None], sums.entropy / images
+    return {name: information(mean, entropy, sums.images)}
 
 
 def finish_class_queries(name: str, pattern: Pattern) -> Statistics:
@@ -165,14 +167,10 @@ def finish_anatomy(name: str, pattern: Pattern) -> Statistics:
         return statistics | dict.fromkeys([*parts, *map(_halves_of, parts[1:])], means)
     convolution = means.convolution()
     statistics |= means.parts(convolution)
-    if pattern.odd is not None:
-        halves = [
-            replace(means, pattern=half)
-            for half in (pattern.minus(pattern.odd), pattern.odd)
-        ]
-        even, odd = (half.parts(half.convolution(convolution)) for half in halves)
-        for part in _PARTS.keys() & even.keys():
-            statistics[_halves_of(part)] = even[part] - odd[part]
+    halves = [replace(means, sums=pattern.sums(half)) for half in range(2)]
+    even, odd = (half.parts(half.convolution(convolution)) for half in halves)
+    for part in _PARTS.keys() & even.keys():
+        statistics[_halves_of(part)] = even[part] - odd[part]
     for part in _PARTS.keys() - statistics.keys():
         statistics |= dict.fromkeys((part, _halves_of(part)), pattern.reason)
     return statistics | {
@@ -187,57 +185,58 @@ class _Means:
     """Means over images of the queries that count.
 
     Args:
-        pattern: Sums over images.
+        pattern: Sums over all images, and their grid.
+        sums: Sums over these images, or a half of them.
         counted: Whether each query counts; all that do are in the same images.
         seen: Whether each of them sees each key, shape (queries, keys).
     """
 
     pattern: Pattern
+    sums: Sums
     counted: np.ndarray
     seen: np.ndarray
 
     @classmethod
     def of(cls, pattern: Pattern) -> "_Means | str":
         """Return the means, or the reason why images cannot be compared."""
-        counted = pattern.images.max(0) > 0
+        sums = pattern.sums()
+        counted = sums.images.max(0) > 0
         if not counted.any():
             return _NO_IMAGE
-        by_window = counted.reshape(pattern.windows, -1)
-        images = pattern.images[:, counted]
-        visible = np.broadcast_to(pattern.visible, pattern.attention.shape[1:])
+        by_window = counted.reshape(sums.mean_entropy.shape[1], -1)
+        images = sums.images[:, counted]
+        visible = np.broadcast_to(pattern.visible, sums.attention.shape[1:])
         visible = visible[counted]
         differ = ((visible > 0) & (visible < pattern.batch)).any()
         if differ or np.ptp(images, 1).any() or np.ptp(by_window.sum(1)):
             return _MASKS
         seen = visible > 0
         if pattern.shifted:
-            largest = (pattern.attention[:, counted] / images[..., None]).max(0)
+            largest = (sums.attention[:, counted] / images[..., None]).max(0)
             seen = seen & (largest > _HIDDEN_WEIGHT)
-        return cls(pattern, counted, seen)
+        return cls(pattern, sums, counted, seen)
 
     @property
     def images(self) -> np.ndarray:
         """Number of images of each head."""
-        return self.pattern.images[:, self.counted].max(1, initial=0)
+        return self.sums.images[:, self.counted].max(1, initial=0)
 
     @property
     def mean(self) -> np.ndarray:
         """Mean of A, shape (heads, queries, keys)."""
         images = np.maximum(self.images, 1)[:, None, None]
-        return self.pattern.attention[:, self.counted] / images
+        return self.sums.attention[:, self.counted] / images
 
     def parts(self, convolution: Convolution | None) -> dict[str, np.ndarray]:
         """Return the parts of selectivity, given the convolutions inside the heads."""
-        pattern, images = self.pattern, np.maximum(self.images, 1)[:, None]
-        windows, population = pattern.windows, pattern.population
+        sums, images = self.sums, np.maximum(self.images, 1)[:, None]
+        by_window = len(images), sums.mean_entropy.shape[1], -1
         # Of queries some of which are padding, the others are sampled from as large a share of the real ones.
-        population = population * self.counted.sum() // self.counted.size
+        population = self.pattern.population * self.counted.sum() // self.counted.size
         return parts_of_selectivity(
-            self.mean.reshape(len(images), windows, -1, self.seen.shape[1]),
-            (pattern.entropy[:, self.counted] / images).reshape(
-                len(images), windows, -1
-            ),
-            pattern.mean_entropy / images,
+            self.mean.reshape(*by_window, self.seen.shape[1]),
+            (sums.entropy[:, self.counted] / images).reshape(by_window),
+            sums.mean_entropy / images,
             self.seen.sum(1),
             self.images,
             population,
@@ -262,10 +261,11 @@ def _equivariance(pattern: Pattern) -> dict[str, np.ndarray]:
     """Return the translation equivariance over the keys on the grid, without padding, unless it is unknown."""
     if pattern.queries is None or pattern.keys is None:
         return {}
-    counted = (pattern.images > 0).all(0)
+    sums = pattern.sums()
+    counted = (sums.images > 0).all(0)
     real = slice(len(pattern.keys) - pattern.padding)
-    images = np.maximum(pattern.images, 1)[:, counted, None]
-    mean = pattern.attention[:, counted, real] / images
+    images = np.maximum(sums.images, 1)[:, counted, None]
+    mean = sums.attention[:, counted, real] / images
     equivariance = translation_equivariance(
         mean, pattern.queries[counted], pattern.keys[real]
     )

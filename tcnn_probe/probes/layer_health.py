@@ -13,7 +13,7 @@ from torch.nn.functional import one_hot
 
 from tcnn_model.precision import at_least_float32
 from tcnn_probe.attention.attention import Attention, ContentRows
-from tcnn_probe.attention.patterns import QUERIES
+from tcnn_probe.attention.sampled_queries import QUERIES
 from tcnn_probe.probes.probe import NotMeasuredError, Probe
 from tcnn_probe.probes.shared_variables import HEAD, IMAGE_MEAN, LOGIT
 from tcnn_probe.representation.token_similarity import token_cosine

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from tcnn_probe.attention.attention import Attention
-from tcnn_probe.attention.patterns import QUERIES
+from tcnn_probe.attention.sampled_queries import QUERIES
 from tcnn_probe.probes.probe import Probe
 from tcnn_probe.probes.shared_variables import HEAD, IMAGE_MEAN
 from tcnn_probe.schema import Variable

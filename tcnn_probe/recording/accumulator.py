@@ -15,6 +15,12 @@ from tcnn_probe.hooks.modes import edited, named_in_errors
 from tcnn_probe.probes import Probe
 from tcnn_probe.probes.anatomy import finish_information
 from tcnn_probe.probes.probe import GradientNorms
+from tcnn_probe.recording.image_sums import (
+    LayerSums,
+    Sums,
+    add_sums,
+    take_largest,
+)
 from tcnn_probe.recording.options import Classes
 
 __all__ = [
@@ -27,7 +33,6 @@ __all__ = [
 ]
 
 _Value = TypeVar("_Value", bound=Tensor | Pattern)
-_Sums = dict[str, tuple[np.ndarray, Any]]
 MAPS_BY_CLASS = "attention_by_class"
 """Variable with maps of all classes when it is measured, and only of the chosen classes when it is recorded."""
 
@@ -48,9 +53,9 @@ class EpochSums:
 
     images: int = 0
     nonfinite: int = 0
-    sums: _Sums = field(default_factory=dict)
+    sums: Sums = field(default_factory=dict)
     largest: dict[str, np.ndarray] = field(default_factory=dict)
-    squares: _Sums = field(default_factory=dict)
+    squares: Sums = field(default_factory=dict)
     patterns: dict[str, Pattern | None] = field(default_factory=dict)
     state: dict[str, np.ndarray] = field(default_factory=dict)
 
@@ -64,11 +69,10 @@ class EpochSums:
             # All ranks have the same parameters, or have gathered them.
             total.state = total.state or rank.state
             _add_patterns(total.patterns, rank.patterns)
-            _add_sums(total.sums, rank.sums)
-            for name, value in rank.largest.items():
-                total.largest[name] = np.maximum(total.largest.get(name, value), value)
+            add_sums(total.sums, rank.sums)
+            take_largest(total.largest, rank.largest)
             # Passes of all ranks are counted, because hooks see a rank's gradients before they are averaged.
-            _add_sums(total.squares, rank.squares)
+            add_sums(total.squares, rank.squares)
         return total
 
     def means(self) -> dict[str, np.ndarray]:
@@ -147,10 +151,9 @@ class GradientSums:
     def reset(self) -> None:
         """Start the next epoch."""
         self._passes.clear()
-        for total in self._sums.values():
-            total.zero_()
+        self._sums.clear()
 
-    def read(self) -> _Sums:
+    def read(self) -> Sums:
         """Return the sums and the numbers of passes."""
         # A pass may reach only some parameters of a variable, so the largest count is the number of passes.
         passes: dict[str, int] = {}
@@ -177,14 +180,16 @@ class GradientSums:
             total = squares(gradient)
             # This stays a tensor, because reading its value would wait for the device.
             finite = total.isfinite().all()
-            _add_tensor(self._sums, variable, widest(torch.where(finite, total, 0)))
+            squared = widest(torch.where(finite, total, 0))
+            previous = self._sums.get(variable)
+            self._sums[variable] = squared if previous is None else previous + squared
             self._passes[variable, parameter] = (
                 self._passes.get((variable, parameter), 0) + finite.long()
             )
 
 
 class Accumulator:
-    """Sums over images, in float64 (float32 on devices without float64), and maps of chosen images.
+    """Sums over images of attention, and maps of chosen images.
 
     Args:
         name: Name of the layer.
@@ -207,61 +212,20 @@ class Accumulator:
         self.module = module
         self.probe = probe
         self.gradients = GradientSums(name, probe.gradients(module), ignores)
-        self._sums: dict[str, Tensor] = {}
-        self._largest: dict[str, Tensor] = {}
         self._patterns: dict[str, Pattern | None] = {}
-        self._counts: dict[str, Tensor] = {}
         self.reset()
 
     def reset(self) -> None:
         """Start the next epoch."""
         self.images = 0
         self.maps: dict[int, dict[str, Tensor]] = {}
-        self._nonfinite: Tensor | None = None
-        self._counts.clear()
-        self._largest.clear()
         self._patterns.clear()
         self.gradients.reset()
-        # Sums are zeroed, not deleted, so that values of another shape are refused in later epochs, too.
-        for total in self._sums.values():
-            total.zero_()
 
-    def add(self, measured: Mapping[str, Tensor]) -> None:
-        """Add the measurements of a forward, of shape (B, *dims) for each variable."""
-        tensors = list(measured.values())
-        if not tensors or not len(tensors[0]):
-            return
-        # The variables are concatenated: one sum and one test for NaN per forward, not two for each variable.
-        rows = torch.cat(
-            [widest(tensor.reshape(len(tensor), -1)) for tensor in tensors], 1
-        )
-        finite = rows.isfinite()
-        sizes = [tensor[0].numel() for tensor in tensors]
-        sums = torch.where(finite, rows, 0).sum(0).split(sizes)
-        counts = finite.sum(0).split(sizes)
-        for (name, tensor), total, count in zip(
-            measured.items(), sums, counts, strict=True
-        ):
-            if self.probe.variables[name].over_images == "largest":
-                counted = torch.where(tensor.isfinite(), tensor, -torch.inf)
-                largest = widest(counted.amax(0))
-                previous = self._largest.get(name, largest)
-                self._largest[name] = torch.maximum(previous, largest)
-                continue
-            _add_tensor(self._sums, name, total.view(tensor.shape[1:]))
-            _add_tensor(self._counts, name, count.view(tensor.shape[1:]))
-        # A value that is not finite is left out of its mean, and its image is counted.
-        nonfinite = finite.logical_not().any(1).sum()
-        self._nonfinite = (
-            nonfinite if self._nonfinite is None else self._nonfinite + nonfinite
-        )
-        self.images += len(rows)
-
-    def add_patterns(self, patterns: Mapping[str, Pattern], *, counts: bool) -> None:
-        """Add the sums of attention over the images of a forward, which are counted if :meth:`add` did not."""
+    def add(self, patterns: Mapping[str, Pattern], images: int) -> None:
+        """Add the sums of attention over the images of a forward."""
         _add_patterns(self._patterns, patterns)
-        if counts and patterns:
-            self.images += max(pattern.batch for pattern in patterns.values())
+        self.images += images
 
     def add_maps(self, images: Sequence[int], maps: Mapping[str, Tensor]) -> None:
         """Keep copies of maps, in the dtype in which they are stored.
@@ -278,16 +242,26 @@ class Accumulator:
                 # Without copy=True, to() would return the model's own tensor if the dtype is the same.
                 self.maps.setdefault(image, {})[name] = value.to(dtype, copy=True)
 
-    def read(self) -> EpochSums:
-        """Return everything but the maps. If parameters are sharded over ranks, all ranks must call this together."""
+    def read(self, numbers: LayerSums) -> EpochSums:
+        """Return everything but the maps. If parameters are sharded over ranks, all ranks must call this together.
+
+        Args:
+            numbers: Sums of the numbers of this layer.
+        """
+        variables = self.probe.variables
         return EpochSums(
             images=self.images,
-            nonfinite=0 if self._nonfinite is None else int(self._nonfinite),
+            nonfinite=numbers.nonfinite,
             sums={
-                name: (_as_array(self._sums[name]), _as_array(number))
-                for name, number in self._counts.items()
+                name: sums
+                for name, sums in numbers.sums.items()
+                if variables[name].over_images != "largest"
             },
-            largest={name: _as_array(value) for name, value in self._largest.items()},
+            largest={
+                name: values
+                for name, values in numbers.largest.items()
+                if variables[name].over_images == "largest"
+            },
             squares=self.gradients.read(),
             patterns={
                 name: pattern and pattern.arrays()
@@ -416,32 +390,14 @@ def select_classes(
     }, ""
 
 
-def _add_sums(totals: _Sums, sums: _Sums) -> None:
-    for name, (value, number) in sums.items():
-        total, count = totals.get(name, (0, 0))
-        totals[name] = total + value, count + number
-
-
 def _add_patterns(
     totals: dict[str, Pattern | None], patterns: Mapping[str, Pattern | None]
 ) -> None:
     for name, pattern in patterns.items():
-        if name in totals:
-            total = totals[name]
-            pattern = None if total is None or pattern is None else total.plus(pattern)
-        totals[name] = pattern
-
-
-def _add_tensor(totals: dict[str, Tensor], name: str, value: Tensor) -> None:
-    if name not in totals:
-        totals[name] = value.clone()
-    elif totals[name].shape != value.shape:
-        raise ValueError(
-            f"expected {name!r} of shape {tuple(totals[name].shape)}, as of earlier images, got {tuple(value.shape)}: "
-            f"give images of one size"
-        )
-    else:
-        totals[name] += value.to(totals[name])
+        if name not in totals:
+            totals[name] = pattern and pattern.copy()
+        elif total := totals[name]:
+            totals[name] = pattern and total.plus(pattern)
 
 
 def _as_array(value: Tensor) -> np.ndarray:

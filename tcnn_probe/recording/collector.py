@@ -35,11 +35,11 @@ from tcnn_probe.recording.epoch import (
     LayerReport,
 )
 from tcnn_probe.recording.fingerprints import ImageHashes
+from tcnn_probe.recording.image_sums import ImageSums, Key, LayerSums
 from tcnn_probe.recording.options import Sampling
 
 __all__ = ["Collector", "RankSums"]
 
-Key = tuple[str, str]  # layer and kind of probe
 UNREACHED = "no image reached it before the mark of"
 
 
@@ -84,6 +84,18 @@ class _Measured:
     numbers: Sequence[int]
     maps: Mapping[str, Tensor]
 
+    @property
+    def key(self) -> Key:
+        """Layer and kind of probe."""
+        return self.layer, self.probe.kind
+
+    @property
+    def images(self) -> int:
+        """Number of images within ``max_images``."""
+        for value in self.values.values():
+            return len(value)
+        return max(pattern.batch for pattern in self.patterns.values())
+
 
 class Collector(AttentionListener):
     """Listener that collects measurements of a model between two marks.
@@ -127,6 +139,7 @@ class Collector(AttentionListener):
         self.model_class = type(unwrap(model)).__name__
         self.order = {name: place for place, name in enumerate(self._names.values())}
         self.accumulators: dict[Key, Accumulator] = {}
+        self._numbers = ImageSums()
         self.missing: dict[str, dict[str, str]] = {}
         self.advice: dict[str, str] = {}
         self.training_forwards = 0
@@ -192,13 +205,17 @@ class Collector(AttentionListener):
         self._forwards = 0
         self._called_parts.clear()
         self.image_hashes.reset()
+        self._numbers.reset()
         for accumulator in self._all():
             accumulator.reset()
 
     def read_sums(self) -> RankSums:
         """Read the sums of this process. If parameters are sharded over ranks, all ranks must call this together."""
+        numbers = self._numbers.read()
+        sums = {}
         # All ranks use the same order, because reading the parameters of a sharded layer waits for the other ranks.
-        sums = {key: self.accumulators[key].read() for key in sorted(self.accumulators)}
+        for key in sorted(self.accumulators):
+            sums[key] = self.accumulators[key].read(numbers.get(key, LayerSums()))
         return RankSums(sums, bool(self._attention_probes) and not self._forwards)
 
     def close_epoch(self, ranks: Sequence[RankSums] = ()) -> EpochReport:
@@ -407,10 +424,15 @@ class Collector(AttentionListener):
             if self._begun_in != self._epoch:
                 return
             self.image_hashes.ends()
+            # A softmax whose result was multiplied with no values is not attention: `layers` lacks it.
+            pending = [
+                measured
+                for measured in pending
+                if measured.probe.attention is None or measured.layer in layers
+            ]
+            self._numbers.add((measured.key, measured.values) for measured in pending)
             for measured in pending:
-                # A softmax whose result was multiplied with no values is not attention: `layers` lacks it.
-                if measured.probe.attention is None or measured.layer in layers:
-                    self._add(measured, output if self._whole_model else None)
+                self._add(measured, output if self._whole_model else None)
 
     def fails(self) -> None:
         """Discard the measurements of the forward."""
@@ -621,8 +643,7 @@ class Collector(AttentionListener):
     def _add(self, measured: _Measured, output: Any) -> None:
         probe, maps = measured.probe, measured.maps
         accumulator = self._accumulator(measured.layer, measured.module, probe)
-        accumulator.add(measured.values)
-        accumulator.add_patterns(measured.patterns, counts=not measured.values)
+        accumulator.add(measured.patterns, measured.images)
         if MAPS_BY_CLASS in maps:
             maps, reason = select_classes(
                 maps, self._sampling.classes, output, measured.numbers, measured.batch

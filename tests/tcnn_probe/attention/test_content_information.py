@@ -13,7 +13,7 @@ from torch.nn.functional import scaled_dot_product_attention
 import tcnn_probe
 from tcnn_model import GPSA
 from tcnn_probe.attention.attention import Attention
-from tcnn_probe.attention.patterns import QUERIES, sample_queries
+from tcnn_probe.attention.sampled_queries import QUERIES, sample_queries
 from tcnn_probe.heads import static_pattern
 from tcnn_probe.heads.static_pattern import translation_equivariance
 from tests.tcnn_probe.attention.bruteforce import attention_of, grid, information

@@ -51,7 +51,7 @@ def test_statistics_of_the_kernel(
     by_kernel = softmax_statistics.measure_softmax(attention)
     # The bounds above apply to both; sums of weights, each at most 1, differ by as little.
     close = {"rtol": 1e3 * EPS, "atol": 1e3 * EPS}
-    assert (by_blocks.pattern.images == 1).all()
+    assert (by_blocks.pattern.sums().images == 1).all()
     assert (by_blocks.rows is None) == (form != "plain")
     for holder in ("pattern", "rows"):
         for name in ("attention", "entropy", "images", "received", "similarity"):

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from tcnn_probe.attention import softmax_statistics
 from tcnn_probe.attention.attention import Attention
 from tcnn_probe.attention.layout import Layout, Tokens
-from tcnn_probe.attention.patterns import QUERIES
+from tcnn_probe.attention.sampled_queries import QUERIES
 from tcnn_probe.attention.softmax import (
     GivenLogits,
     Logits,

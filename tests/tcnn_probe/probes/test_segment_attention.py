@@ -20,6 +20,7 @@ from tcnn_probe.probes.segment_attention import SEGMENT_ATTENTION
 from tcnn_probe.recording.accumulator import Accumulator, EpochSums
 from tcnn_probe.recording.epoch import LayerReport
 from tcnn_probe.recording.groups import assemble, groups_of, number_values
+from tcnn_probe.recording.image_sums import ImageSums
 from tests.tcnn_model.kernels.conftest import interpreter  # noqa: F401
 from tests.tcnn_probe.attention.bruteforce import attention_of
 from tests.tcnn_probe.attention.sharpen import sharpen
@@ -264,9 +265,10 @@ def test_sums_of_ranks_add_up() -> None:
     shares[2, :, 2] = 0
     ranks = []
     for part in shares.split([4, 1]):
+        numbers, key = ImageSums(), ("layer", SEGMENT_ATTENTION.kind)
+        numbers.add([(key, {"segment_attention": part})])
         sums = Accumulator("layer", nn.Identity(), SEGMENT_ATTENTION)
-        sums.add({"segment_attention": part})
-        ranks.append(sums.read())
+        ranks.append(sums.read(numbers.read()[key]))
     together = EpochSums.together([*ranks, EpochSums()])
     report = LayerReport("layer", SEGMENT_ATTENTION, {}, together)
     entries = number_values([report])
