@@ -16,6 +16,7 @@ from tqdm.auto import tqdm
 
 from tcnn_model.conversion.selection import LayerFilter, select_layers
 from tcnn_probe.hooks.calls import balanced_hooks
+from tcnn_probe.hooks.compilation import Eagerness
 from tcnn_probe.hooks.modes import balanced_modes, hidden_from_recorders
 
 __all__ = [
@@ -152,12 +153,8 @@ def wanted_layers(
     return frozenset(select_layers(by_name, plain_filter(model, layers), noun="layers"))
 
 
-def check_model(model: nn.Module, *, compiled_parts: bool = True) -> None:
-    """Raise TypeError for models that hooks cannot follow: objects that are not modules, and compiled modules.
-
-    Compiled parts are allowed if forwards of the whole model are followed, in which everything runs uncompiled; torch's
-    own hooks on modules inside such parts would be ignored.
-    """
+def check_model(model: nn.Module) -> None:
+    """Raise TypeError for objects that hooks cannot follow."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"expected a torch.nn.Module, got {type(model).__name__}")
     if isinstance(model, torch.jit.ScriptModule):
@@ -165,23 +162,11 @@ def check_model(model: nn.Module, *, compiled_parts: bool = True) -> None:
             "the model is TorchScript, which runs outside of Python, where hooks see nothing: give the module that it "
             "was made from"
         )
-    network = unwrap(model)
-    for name, module in [("", network)] if compiled_parts else network.named_modules():
-        if (
-            # torch.compile(model) wraps it as its part _orig_mod, model.compile() sets _compiled_call_impl (private,
-            # torch 2.8 to 2.15). accelerate's compile_regions compiles parts, and sets an attribute _orig_mod.
-            "_orig_mod" in module._modules
-            or getattr(module, "_compiled_call_impl", None) is not None
-        ):
-            raise TypeError(
-                f"{f'the part {name!r} of the model' if name else 'the model'} is compiled, and hooks attached after "
-                f"compilation are ignored: record the original model, or attach before torch.compile"
-            )
 
 
 @contextmanager
 def untouched(model: nn.Module) -> Iterator[None]:
-    """Run a model in eval mode, outside of inference mode; restore every flag and gradient afterwards.
+    """Run a model in eval mode, uncompiled, outside of inference mode; restore every flag and gradient afterwards.
 
     Forwards inside are hidden from recorders that are attached to the model. Threads wait for each other. Raise
     TypeError if the model is not a module.
@@ -193,7 +178,10 @@ def untouched(model: nn.Module) -> Iterator[None]:
         modes = [(module, module.training) for module in model.modules()]
         gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
 
+        eagerness = Eagerness(model)
+
         def restore() -> None:
+            eagerness.close()
             for module, training in modes:
                 module.training = training
             for parameter, gradient in gradients:

@@ -106,7 +106,7 @@ def attention_maps(
     unchanged afterwards.
 
     Args:
-        model: Any module, not compiled.
+        model: Any module.
         images: Images as the model takes them, shape (B, C, H, W); or videos, (B, T, C, H, W) or (B, C, T, H, W); or
             pictures (PIL images, file names, bytes), which pass through timm's evaluation transform for the model; or
             all outputs of a processor of transformers, including text and masks, which are one batch.

@@ -40,6 +40,7 @@ from tcnn_probe.attention.reconstruction import (
 )
 from tcnn_probe.attention.softmax import DeferredLogits, SoftmaxAttention
 from tcnn_probe.hooks.calls import Call, Calls, add_hook, innermost_call
+from tcnn_probe.hooks.compilation import never_compiled_alone
 from tcnn_probe.hooks.interception import (
     FUSED,
     SeenAttention,
@@ -48,7 +49,7 @@ from tcnn_probe.hooks.interception import (
     SeenProduct,
     describe,
 )
-from tcnn_probe.hooks.modes import EDITORS, edited, never_compiled_alone, put_on
+from tcnn_probe.hooks.modes import EDITORS, Scope, edited
 
 __all__ = ["HeadEditor", "HeadListener", "LayerCall", "name_of_gating"]
 
@@ -193,7 +194,7 @@ class HeadEditor(Calls[LayerCall]):
     def begins(self, call: LayerCall) -> None:
         """Start editing in this call."""
         call.listeners = self._listeners
-        call.modes = put_on(_EditingMode(call))
+        call.scope = Scope(self.module, _EditingMode(call))
 
     def returns(self, call: LayerCall, output: Any) -> Any:
         """Notify the listeners, and add terms to the output."""

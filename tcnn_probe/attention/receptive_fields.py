@@ -1,12 +1,14 @@
 """Receptive fields of the cells of feature maps in the image."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
-
-from tcnn_probe.hooks.modes import Uncompiled
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    _get_current_dispatch_mode_stack,
+)
 
 __all__ = ["Places", "ReceptiveFields"]
 
@@ -29,7 +31,7 @@ class _Fields(NamedTuple):
     spacing: float
 
 
-class ReceptiveFields(Uncompiled):
+class ReceptiveFields(TorchDispatchMode):
     """Receptive fields of feature maps, by map size, derived from the convolutions and pools of a forward.
 
     ::
@@ -44,6 +46,27 @@ class ReceptiveFields(Uncompiled):
     Args:
         size: Height and width of the images.
     """
+
+    # Otherwise flex_attention, cond, while_loop and scan would raise NotImplementedError in this mode.
+    supports_higher_order_operators = True
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Let these operators compile their functions, which need a whole graph (torch 2.15)."""
+        return True
+
+    def __enter__(self) -> Any:
+        if not hasattr(TorchDispatchMode, "supports_higher_order_operators"):
+            # In older torch (2.8), each of these operators needs a rule for the mode.
+            for operator in torch._ops._higher_order_ops.values():
+                if type(self) not in operator.python_key_table:
+                    operator.py_impl(type(self))(_without_mode(operator))
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        # After Ctrl-C another mode may be on top of this one, or interrupted code may have hidden this one.
+        if _get_current_dispatch_mode_stack()[-1:] == [self]:
+            super().__exit__(*error)
 
     def __init__(self, size: Grid) -> None:
         super().__init__()
@@ -142,6 +165,11 @@ class ReceptiveFields(Uncompiled):
                 for a, b in pairs
             ]
         self._fields[grid] = fields
+
+
+def _without_mode(operator: Callable[..., Any]) -> Callable[..., Any]:
+    """Return an operator's rule for a dispatch mode: run the operator, as torch has disabled the mode by then."""
+    return lambda mode, *args, **kwargs: operator(*args, **kwargs)
 
 
 _PADS = {aten.constant_pad_nd, aten.reflection_pad2d, aten.replication_pad2d}

@@ -92,7 +92,7 @@ def attention_stream(
     stored: the tensors of an attention belong to the model.
 
     Args:
-        model: Any module that is not compiled.
+        model: Any module.
         on_attention: Function that is called with each attention while the forward runs, without gradients. It is not
             known by then whether a softmax will be multiplied with values: :attr:`AttentionStream.layers` has the
             layers for which it was.
@@ -205,7 +205,7 @@ class AttentionStream:
         verification: Comparisons of reconstructed attention with the model's own.
 
     Args:
-        model: Any module, not compiled.
+        model: Any module.
         listener: Listener to the attentions.
         layers: Names of the layers whose attention is passed to the listener; None for all.
         watched: Modules whose calls are reported to the listener.

@@ -41,8 +41,9 @@ from tcnn_probe.attention.place_rules import (
     unexpanded,
 )
 from tcnn_probe.hooks.calls import innermost_call, is_running
+from tcnn_probe.hooks.compilation import never_compiled_alone
 from tcnn_probe.hooks.kernel_calls import is_kernel
-from tcnn_probe.hooks.modes import is_transformed, never_compiled_alone, unseen
+from tcnn_probe.hooks.modes import is_transformed, unseen
 from tcnn_probe.images import channel_axis
 
 __all__ = [

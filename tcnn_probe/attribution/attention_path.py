@@ -18,7 +18,8 @@ from tcnn_probe.attribution.layer_choice import (
     WITHOUT_CLASS_TOKEN,
     UnsupportedMethodError,
 )
-from tcnn_probe.hooks.modes import never_compiled_alone, unseen
+from tcnn_probe.hooks.compilation import never_compiled_alone
+from tcnn_probe.hooks.modes import unseen
 from tcnn_probe.models import check_model, layer_names
 
 __all__ = ["PathLayer", "attention_path"]

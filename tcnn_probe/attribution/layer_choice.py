@@ -125,7 +125,7 @@ def map_layer(
     last block of most vision transformers the score depends only on the class token, so the block before is chosen. The
     model runs once on the image, shape (1, C, H, W). A ValueError is raised if there is no such layer.
     """
-    check_model(model, compiled_parts=False)  # captum adds its own hooks
+    check_model(model)
     name, module = (None, None) if layer is None else find_layer(model, layer)
     fields = ReceptiveFields((image.shape[2], image.shape[3]))
     outputs = _Outputs(model, module)

@@ -13,7 +13,12 @@ from torch import nn
 from torch.nn.modules import module as torch_module
 from torch.utils.hooks import RemovableHandle
 
-from tcnn_probe.hooks.modes import Mode, is_nested, restore_flags, take_off
+from tcnn_probe.hooks.compilation import (
+    ADVICE_FOR_WHOLE_GRAPHS,
+    never_compiled_alone,
+    run_uncompiled,
+)
+from tcnn_probe.hooks.modes import Scope, is_nested
 
 __all__ = [
     "Call",
@@ -30,14 +35,14 @@ __all__ = [
 
 @dataclass(eq=False)
 class Call:
-    """A call of a module or of its replica, in a frame of torch; ``modes`` are left when the call is over."""
+    """A call of a module or of its replica, in a frame of torch; its ``scope`` ends with it."""
 
     module: nn.Module
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
     frame: FrameType
     thread: int = field(default_factory=threading.get_ident)
-    modes: list[Mode] = field(default_factory=list)
+    scope: Scope | None = None
     over: bool = False
     depth: int = 0  # number of calls within this one, if the module calls itself
 
@@ -116,8 +121,6 @@ class Calls(Generic[C]):
             for call in list(self._running.values()):
                 # If a thread has left a call without running a hook, the hooks would otherwise never be removed.
                 call.over = not call.goes_on()
-                if call.over:
-                    restore_flags()
             # While a call runs in another thread, the hook that ends it is still needed.
             while self._handles and all(
                 call.over for call in list(self._running.values())
@@ -161,7 +164,8 @@ class Calls(Generic[C]):
         call = self.current()
         if call is None or not self._is_of(call, module):
             return None
-        take_off(call.modes)
+        if call.scope is not None:
+            call.scope.leave_modes()
         return self.returns(call, output)
 
     def _end(
@@ -195,7 +199,8 @@ class Calls(Generic[C]):
         call = self._running.pop(threading.get_ident(), None)
         if call is not None:
             call.over = True
-            take_off(call.modes)
+            if call.scope is not None:
+                call.scope.close()
 
 
 class CopySafeHook:
@@ -215,11 +220,14 @@ class CopySafeHook:
             "while no recorder is attached; a copy of a recorded model drops its hooks in its first forward"
         )
 
-    @torch.compiler.disable
+    @never_compiled_alone
     def __call__(self, module: nn.Module, *call: Any) -> Any:
         """Run the hook."""
-        return self._do(module, *call)
+        if torch.compiler.is_compiling():
+            return self._do(module, *call)  # which breaks the graph
+        return run_uncompiled(self._do, module, *call)
 
+    @torch.compiler.disable(reason=ADVICE_FOR_WHOLE_GRAPHS)
     def _do(self, module: nn.Module, *call: Any) -> Any:
         if self._act is not None:
             # Torch leaves out the keyword arguments while another thread adds or removes the hook.
@@ -240,8 +248,11 @@ class CopySafeHook:
 class _CompiledAway(CopySafeHook):
     """Hook that torch.compile leaves out, so that it breaks no graph."""
 
+    @never_compiled_alone
     def __call__(self, module: nn.Module, *call: Any) -> Any:
-        return None if torch.compiler.is_compiling() else self._do(module, *call)
+        if torch.compiler.is_compiling():
+            return None
+        return run_uncompiled(self._do, module, *call)
 
 
 def _without_effect(kind: type[CopySafeHook], number: int) -> CopySafeHook:

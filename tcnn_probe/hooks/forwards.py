@@ -28,13 +28,7 @@ from tcnn_probe.hooks.calls import (
     without_nested,
 )
 from tcnn_probe.hooks.interception import Answer, Interception, Seen
-from tcnn_probe.hooks.modes import (
-    hidden_depth,
-    is_transformed,
-    put_on,
-    take_off,
-    unseen,
-)
+from tcnn_probe.hooks.modes import Scope, hidden_depth, is_transformed, unseen
 
 __all__ = ["Forward", "Forwards", "Listener", "Running"]
 
@@ -120,8 +114,8 @@ class Forwards(Calls["Forward"]):
         """Add hooks to the model and its parts."""
         self._attached = True
         for entry in _entries(self.module):
-            # torch.compile leaves out hooks of parts, which would break graphs; only the whole model keeps its hook.
-            is_part = self._names[entry] != ""
+            # torch.compile leaves out hooks of parts, which would break graphs; only the outermost one keeps its hook.
+            is_part = entry is not self.module
             self._handles.append(
                 add_hook(entry, self._begin, first=self._first, compiled=is_part)
             )
@@ -275,7 +269,7 @@ class Forward(Call):
         )
         # The mode that is entered last sees a call first, so the listener's modes have seen a call before the listener
         # is notified of its attention.
-        self.modes = put_on(Interception(self._asked), *listener.modes())
+        self.scope = Scope(self.module, Interception(self._asked), *listener.modes())
 
     def leave(self) -> None:
         """Stop notifying the listener."""
@@ -284,7 +278,8 @@ class Forward(Call):
             # Removing the handle of a global hook leaves this flag behind (torch 2.8 to 2.15).
             global_hooks._global_forward_hooks_with_kwargs.pop(handle.id, None)
         self._handles = []
-        take_off(self.modes)
+        if self.scope is not None:
+            self.scope.close()
 
     @contextmanager
     def unseen(self) -> Iterator[None]:

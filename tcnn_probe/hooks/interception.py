@@ -21,13 +21,13 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from tcnn_model.precision import autocast_dtype
+from tcnn_probe.hooks.compilation import never_compiled_alone
 from tcnn_probe.hooks.hidden_attention import hidden_attention, is_graph_operator
 from tcnn_probe.hooks.kernel_calls import is_kernel, read_kernel
 from tcnn_probe.hooks.modes import (
     is_function_transformed,
     is_nested,
     is_transformed,
-    never_compiled_alone,
     unseen,
 )
 from tcnn_probe.hooks.score_modification import ScoreModification

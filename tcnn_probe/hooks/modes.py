@@ -1,13 +1,11 @@
-"""Function and dispatch modes: entering and leaving them, and hiding our own computations from other modes."""
+"""Function modes: entering and leaving them, and hiding our own computations from other modes."""
 
-import sys
 import threading
 import traceback
-from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
-from typing import Any, TypeVar
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -22,12 +20,13 @@ from torch.overrides import (
     _push_mode,
 )
 from torch.utils import _python_dispatch as dispatch
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+
+from tcnn_probe.hooks.compilation import Eagerness
 
 __all__ = [
     "EDITORS",
-    "Uncompiled",
+    "Scope",
     "balanced_modes",
     "edited",
     "hidden_depth",
@@ -35,24 +34,15 @@ __all__ = [
     "is_function_transformed",
     "is_nested",
     "is_transformed",
-    "may_compile",
     "named_in_errors",
-    "never_compiled_alone",
     "only_modes_from_here",
-    "put_on",
-    "restore_flags",
     "take_off",
     "unseen",
 ]
 
-Mode = TorchFunctionMode | TorchDispatchMode
-Function = TypeVar("Function", bound=Callable[..., Any])
-
 # Keys of the modes of make_fx and torch.export, of fake tensors and of functionalization (private, torch 2.8 to 2.15).
 _KEY = torch._C._TorchDispatchModeKey
 _TRACERS = (_KEY.PROXY, _KEY.FAKE, _KEY.FUNCTIONAL)
-_FLEX = "torch.nn.attention.flex_attention"
-_OPERATORS = (_FLEX, "torch._higher_order_ops.")
 # This is a context variable, so that each thread and asynchronous task of the user hides its own code.
 _HIDDEN = ContextVar("tcnn_probe_hidden", default=0)
 _DEPTHS: list[int] = []
@@ -80,175 +70,45 @@ def hidden_depth() -> int:
     return _HIDDEN.get()
 
 
-class Uncompiled(TorchDispatchMode):
-    """Dispatch mode without effect, under which torch.compile does not compile Python code."""
+class Scope:
+    """Function modes that are on, and compiled code that runs eagerly, from here to :meth:`close`."""
 
-    # Otherwise flex_attention, cond, while_loop and scan would raise NotImplementedError in this mode.
-    supports_higher_order_operators = True
-    _thread: int | None = None
+    def __init__(self, module: nn.Module, *modes: TorchFunctionMode) -> None:
+        self._modes: list[TorchFunctionMode] = []
+        self._eagerness = Eagerness(module)
+        for mode in modes:
+            mode.__enter__()
+            self._modes.append(mode)
 
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        """Let higher-order operators compile, because they need a full graph even in eager mode (torch 2.15)."""
-        frame: Any = sys._getframe()
-        while frame is not None and not frame.f_globals.get("__name__", "").startswith(
-            _OPERATORS
-        ):
-            frame = frame.f_back
-        return frame is not None
+    def close(self) -> None:
+        """Leave the modes, even if others that were entered later are still on. A second call has no effect."""
+        self.leave_modes()
+        self._eagerness.close()
 
-    def __enter__(self) -> Any:
-        if not hasattr(TorchDispatchMode, "supports_higher_order_operators"):
-            # In older torch (2.8), each of these operators needs a rule for the mode.
-            for operator in torch._ops._higher_order_ops.values():
-                if type(self) not in operator.python_key_table:
-                    operator.py_impl(type(self))(_without_mode(operator))
-        super().__enter__()
-        if dispatch._get_current_dispatch_mode_stack() == [self]:
-            # The flags are shared by all threads, and a mode in another thread may be left before this one.
-            for flags in _flags_to_restore(self):
-                flags[-1] = False
-        return self
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        return func(*args, **(kwargs or {}))
-
-    def __exit__(self, *error: Any) -> None:
-        # After Ctrl-C other modes may be on top of this one, or interrupted code may have hidden this one.
-        if dispatch._get_current_dispatch_mode_stack()[-1:] == [self]:
-            super().__exit__(*error)
-
-    def hold(self) -> None:
-        """Run functions that were compiled with ``fullgraph=True`` eagerly: they would raise in a dispatch mode."""
-        self._thread = threading.get_ident()
-        _run_eagerly(+1)
-
-    def release(self) -> None:
-        """Let this thread compile again; a second call has no effect."""
-        if self._thread == threading.get_ident():
-            self._thread = None
-            _run_eagerly(-1)
+    def leave_modes(self) -> None:
+        """Leave the modes, but still run compiled code eagerly."""
+        while self._modes:
+            take_off(self._modes.pop())
 
 
-def _run_eagerly(step: int) -> None:
-    """Change the number of requests, in this thread, to run compiled functions eagerly."""
-    # torch has this switch for code that it traces (private, torch 2.15).
-    frames = sys.modules.get("torch._dynamo.eval_frame")
-    switch = getattr(frames, "_force_eager_nested_compile", None)
-    if switch is not None:
-        switch.depth = max(0, getattr(switch, "depth", 0) + step)
-
-
-def _without_mode(operator: Callable[..., Any]) -> Callable[..., Any]:
-    """Return an operator's rule for a dispatch mode: run the operator, as torch has disabled the mode by then."""
-    return lambda mode, *args, **kwargs: operator(*args, **kwargs)
-
-
-def never_compiled_alone(function: Function) -> Function:
-    """Mark a mode's ``__torch_function__``, so that torch.compile traces it only as a part of its caller."""
-    # Otherwise torch.compile would compile one version for each kind of call, up to 256 of them. torch.compiler.disable
-    # would break graphs that flex_attention requires to be unbroken.
-    frames = torch._C._dynamo.eval_frame
-    strategy = frames._FrameExecStrategy(
-        frames._FrameAction.SKIP, frames._FrameAction.DEFAULT
-    )
-    frames.set_code_exec_strategy(function.__code__, strategy)
-    return function
-
-
-def may_compile() -> bool:
-    """Return whether torch.compile was called in this process, or a forward may call it, as flex_attention does."""
-    # transformers compiles flex_attention in the first forward, perhaps after the recorder has asked.
-    if _FLEX in sys.modules:
-        return True
-    backends = sys.modules.get("torch._dynamo.eval_frame")
-    frames = sys.modules.get("torch._dynamo.utils")
-    has_compiled = frames is not None and frames.counters["frames"]["total"] > 0
-    # Functions under torch.compiler.disable have None as their backend.
-    return has_compiled or any(
-        backend is not None
-        for backend in getattr(backends, "cached_backends", {}).values()
-    )
-
-
-def put_on(*modes: Mode) -> list[Mode]:
-    """Enter modes, and also :class:`Uncompiled` if code may be compiled; return them for :func:`take_off`."""
-    entered: list[Mode] = []
-    for mode in (*modes, *([Uncompiled()] if may_compile() else [])):
-        mode.__enter__()
-        entered.append(mode)
-        if isinstance(mode, Uncompiled):
-            mode.hold()
-    return entered
-
-
-def take_off(modes: list[Mode]) -> None:
-    """Leave modes, even if modes that were entered later are still on. The list is empty afterwards."""
-    while modes:
-        mode = modes.pop()
-        _take_off(mode)
-        if isinstance(mode, Uncompiled):
-            mode.release()
-
-
-def _take_off(mode: Mode) -> None:
-    above: list[Any] = []
-    functions: tuple[Any, Any, Any] = (
-        _get_current_function_mode_stack,
-        _pop_mode,
-        _push_mode,
-    )
-    if isinstance(mode, TorchDispatchMode):
-        functions = (
-            dispatch._get_current_dispatch_mode_stack,
-            dispatch._pop_mode,
-            dispatch._push_mode,
-        )
-    stack, pop, push = functions
+def take_off(mode: TorchFunctionMode) -> None:
+    """Leave a function mode, wherever it is in the stack."""
     # torch can only leave the mode on top, so modes above are set aside and then put back in their order.
-    while stack() and stack()[-1] is not mode:
-        above.append(pop())
-    if stack():
-        if above and isinstance(mode, TorchDispatchMode):
-            _exchange_flags(mode, above[-1])
-        try:
-            mode.__exit__(None, None, None)
-        except IndexError:  # its __exit__ was interrupted after it had restored the flags: the mode is still on
-            pop()
+    above: list[Any] = []
+    while torch._C._len_torch_function_stack():
+        top = _pop_mode()
+        if top is mode:
+            break
+        above.append(top)
     for mode_above in reversed(above):
-        push(mode_above)
-
-
-def restore_flags() -> None:
-    """Reset torch's flags after a thread ended with a dispatch mode on, unless this thread has one on."""
-    if not dispatch._get_current_dispatch_mode_stack():
-        with Uncompiled():
-            pass
-
-
-def _flags_to_restore(mode: TorchDispatchMode) -> list[deque[bool]]:
-    """Return the queues whose last entries are the values that a dispatch mode restores when it is left, by flag."""
-    # While a flag says that a mode is on, torch.compile does not compile (private, torch 2.8 to 2.15).
-    names = [name for name in vars(mode) if name.endswith("dispatch_mode_flags")]
-    return [vars(mode)[name] for name in sorted(names)]
-
-
-def _exchange_flags(mode: TorchDispatchMode, above: TorchDispatchMode) -> None:
-    """Exchange the flags that two modes restore, so that the lower mode can be left before the one above it."""
-    for flags, flags_above in zip(
-        _flags_to_restore(mode), _flags_to_restore(above), strict=True
-    ):
-        # A queue is empty if the mode's __exit__ was interrupted.
-        if flags and flags_above:
-            flags[-1], flags_above[-1] = flags_above[-1], flags[-1]
+        _push_mode(mode_above)
 
 
 @contextmanager
 def balanced_modes() -> Iterator[None]:
     """Leave all modes that the code inside leaves on, for example when Ctrl-C comes just after a mode was entered."""
-    before = {id(mode) for mode in _modes()}
+    before = _get_current_function_mode_stack()
+    count = torch._C._len_torch_dispatch_stack()
     has_gradients = torch.is_grad_enabled()
     # This guard restores the flag that enables __torch_function__, for which torch has no setter.
     shown = (
@@ -269,15 +129,11 @@ def balanced_modes() -> Iterator[None]:
                 torch.set_grad_enabled(has_gradients)
                 raise
     finally:
-        take_off([mode for mode in _modes() if id(mode) not in before])
-
-
-def _modes() -> list[Any]:
-    """Return the function and dispatch modes that are on in this thread."""
-    return [
-        *_get_current_function_mode_stack(),
-        *dispatch._get_current_dispatch_mode_stack(),
-    ]
+        for mode in _get_current_function_mode_stack():
+            if mode not in before:
+                take_off(mode)
+        while torch._C._len_torch_dispatch_stack() > count:
+            dispatch._pop_mode()
 
 
 @contextmanager

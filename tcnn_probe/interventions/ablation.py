@@ -13,7 +13,7 @@ from tqdm.auto import tqdm
 from tcnn_probe.architectures.lookup import head_count
 from tcnn_probe.attention.head_editor import HeadEditor
 from tcnn_probe.hooks.calls import Call, Calls
-from tcnn_probe.hooks.modes import is_transformed, put_on
+from tcnn_probe.hooks.modes import Scope, is_transformed
 from tcnn_probe.interventions.ablation_kinds import Ablated, Mode, OnPatches, kind_of
 from tcnn_probe.interventions.head_selection import HeadSelection, select_heads
 from tcnn_probe.interventions.references import (
@@ -104,7 +104,7 @@ def ablate(
     as ablated, but attention as it is before heads are zeroed, averaged or replaced.
 
     Args:
-        model: Any module with attention that can be recorded. Neither it nor a part of it may be compiled.
+        model: Any module with attention that can be recorded. If it is compiled, its forwards run uncompiled.
         heads: A layer's name as in recordings, or a glob, for all its heads; several of these; a mapping from names or
             globs to an index, indices, a slice or None for all; a boolean DataArray over layer, head or both, and
             possibly epochs, of which the last is used; None for all heads of all layers that look like attention and
@@ -128,8 +128,8 @@ def ablate(
         ValueError: The model lacks a layer or head, a layer does not support the mode, an option is missing or unused,
             or the source has no such layers. In a forward: a layer turns out to lack a head, heads do not add up, or
             images have another size than ``images``.
-        TypeError: ``model`` is not a module, or is compiled; ``heads`` have a type that is not listed above; or
-            ``images`` are not batches.
+        TypeError: ``model`` is not a module; ``heads`` have a type that is not listed above; or ``images`` are not
+            batches.
         RuntimeError: In a forward, a layer that was named computed no attention; at the end, it did not run although
             the model did.
     """
@@ -288,8 +288,8 @@ class _ModelCalls(Calls[Call]):
             self._warn_of_overlap(self._reference, call.inputs)
         if self._grids is not None:
             self._grids.look(call)
-        # If anything may be compiled, this enters a mode that keeps torch from running compiled code without hooks.
-        call.modes = put_on()
+        # Compiled code would run without the hooks of the layers.
+        call.scope = Scope(self.module)
 
     def _warn_of_overlap(
         self, reference: ReferenceStatistics, inputs: Sequence[Any]

@@ -113,7 +113,7 @@ class Collector(AttentionListener):
         lock: Lock that is held while a forward is added; hold it from :meth:`read_sums` to :meth:`reset`.
 
     Args:
-        model: Any module, not compiled.
+        model: Any module.
         probes: Probes that measure it.
         layers: Names of the layers to measure; None for all.
         sampling: Forwards, images and classes to measure.

@@ -83,8 +83,8 @@ class Recorder:
     hooks are removed at the end of the ``with``, also after an exception, or by :meth:`remove`.
 
     Args:
-        model: Any module that is not compiled (it can be compiled after this call), with or without a wrapper such as
-            DistributedDataParallel.
+        model: Any module, with or without a wrapper such as DistributedDataParallel, compiled or not (recorded forwards
+            run uncompiled).
         store: Place of the recording: a path, a URL or a zarr store object; every marked epoch is stored when ``mark``
             returns. None keeps the recording in memory.
         mode: Treatment of an existing recording: "a" continues a recording of the same layers; "w" replaces any
@@ -115,8 +115,7 @@ class Recorder:
 
     Raises:
         ValueError: A layer, a probe or an option is unknown; the store holds something else (StoreError).
-        TypeError: ``model`` is not a module, or is compiled, so that hooks cannot see it; or an argument that should
-            be a number is not one.
+        TypeError: ``model`` is not a module, or is TorchScript; or an argument that should be a number is not one.
     """
 
     def __init__(

@@ -11,7 +11,6 @@ from timm.models.vision_transformer import Attention, VisionTransformer
 from torch import Tensor, nn
 from torch.nn.modules import module as global_hooks
 from torch.overrides import _get_current_function_mode_stack
-from torch.utils import _python_dispatch
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 import tcnn_probe
@@ -199,14 +198,9 @@ def global_state() -> dict[str, Any]:
         **hooks,
         "function modes": list(_get_current_function_mode_stack()),
         "dispatch modes": list(_get_current_dispatch_mode_stack()),
-        # While one of these flags is True, torch.compile compiles nothing.
-        "flags of modes": [
-            value
-            for name, value in vars(_python_dispatch).items()
-            if name.startswith("_is_in_") and value
-        ],
-        # In torch 2.15, compiled functions run eagerly inside such a mode.
+        # While one of these is set, compiled functions run eagerly.
         "eager modes": getattr(eager, "depth", 0),
+        "stance": frames is not None and frames._stance.stance,
         "grad": torch.is_grad_enabled(),
         "inference": torch.is_inference_mode_enabled(),
         "autocast": torch.is_autocast_enabled("cpu"),

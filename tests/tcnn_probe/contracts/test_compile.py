@@ -1,4 +1,4 @@
-"""torch.compile after attaching: recorded forwards run uncompiled, and all others as if there were no recorder."""
+"""torch.compile, before or after attaching: recorded forwards run eagerly, others as if there were no recorder."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 import xarray as xr
-from torch import nn
+from torch import Tensor, nn
 
 import tcnn_probe
 from tests.tcnn_probe.contracts.helpers import (
@@ -20,10 +20,6 @@ from tests.tcnn_probe.contracts.helpers import (
 
 # torch._dynamo suppresses this warning of its own, but a filter that raises brings it back.
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
-
-
-# torch 2.8 does not compile a forward any more once it has been recorded through the compiled wrapper.
-OLD = torch.__version__ < (2, 9)
 
 
 @pytest.fixture(autouse=True)
@@ -50,153 +46,171 @@ class Counting:
         return run
 
 
-def compiled(what: str, backend: Any = "eager", **options: Any) -> nn.Module:
-    model = vit()
-    if what == "the model":
-        return torch.compile(model, backend=backend)
-    if what == "a part":
-        model.blocks[1] = torch.compile(model.blocks[1], backend=backend, **options)
-    elif what == "a part in place":
-        model.blocks[1].attn.compile(backend=backend, **options)
+def compiled(model: nn.Module, way: str, **options: Any) -> nn.Module:
+    """Compile a model, and return the module to call."""
+    if way == "wrapper":
+        return torch.compile(model, **options)
+    if way == "in place":
+        model.compile(**options)
+    elif way == "forward":
+        model.forward = torch.compile(model.forward, **options)
+    elif way == "part":
+        model.blocks[1] = torch.compile(model.blocks[1], **options)
     else:
-        model.compile(backend=backend)
+        model.blocks[1].attn.compile(**options)
     return model
 
 
-@pytest.mark.parametrize("what", ["the model", "the model in place"])
-def test_a_compiled_model_is_refused(what: str) -> None:
-    model = compiled(what)
-    before = Trace(model)
-    with pytest.raises(
-        TypeError,
-        match=r"compiled.*record the original model, or attach before torch\.compile",
-    ):
-        tcnn_probe.record(model)
-    with (
-        pytest.raises(TypeError, match="compiled"),
-        tcnn_probe.attention_stream(model, print),
-    ):
-        pass
-    assert before == Trace(model)
+WAYS = ("wrapper", "in place", "forward", "part", "part in place")
+HAS_COUNT = hasattr(
+    torch._C._dynamo.eval_frame, "set_fullgraph_compiled_frame_count"
+)  # torch 2.15
+
+
+# The wrapper, or the model itself, may be given to record(), before or after it is compiled.
+GIVEN = [
+    (way, order, fullgraph)
+    for way in WAYS
+    for order in ("compiled first", "attached first", "model of the wrapper")
+    for fullgraph in (False, True)
+    if way == "wrapper" or order != "model of the wrapper"
+]
+HOOKS_INSIDE = [
+    case
+    for case in GIVEN
+    if case[0] == "in place" or (case[0] == "wrapper" and case[1] != "compiled first")
+]
+ACCEPTED = [
+    case for case in GIVEN if not (HAS_COUNT and case[2] and case in HOOKS_INSIDE)
+]
 
 
 @pytest.mark.filterwarnings(
     "ignore:Using `torch.compile.module.` when there are global"
 )
-@pytest.mark.parametrize(
-    "fullgraph",
-    [
-        False,
-        pytest.param(
-            True,
-            marks=pytest.mark.skipif(
-                OLD, reason="torch 2.8 has no switch that lets whole graphs run eagerly"
-            ),
-        ),
-    ],
+@pytest.mark.parametrize(("way", "order", "fullgraph"), ACCEPTED)
+def test_training_with_an_evaluation_after_each_epoch(
+    way: str, order: str, fullgraph: bool
+) -> None:
+    """Recorded forwards run eagerly, and the others in the same graphs as without a recorder."""
+    x = images()
+
+    def graphs_and_runs(*, is_recorded: bool) -> tuple[int, int]:
+        torch._dynamo.reset()
+        original, backend = vit(), Counting()
+        expected = entropies(original, x)
+        model, recorder = original, None
+        if is_recorded and order == "attached first":
+            recorder = tcnn_probe.record(original)
+        model = compiled(original, way, backend=backend, fullgraph=fullgraph)
+        if is_recorded and recorder is None:
+            recorder = tcnn_probe.record(
+                model if order == "compiled first" else original
+            )
+        for epoch in range(3):
+            model.train()
+            for _ in range(2):
+                model(x).sum().backward()
+            if recorder is not None:
+                model.eval()
+                runs = backend.runs
+                with torch.no_grad():
+                    model(x)
+                assert backend.runs == runs
+                recorder.mark(epoch=epoch)
+                check_entropies(recorder, expected, images=3)
+        if recorder is not None:
+            recorder.remove()
+        return backend.graphs, backend.runs
+
+    alone = graphs_and_runs(is_recorded=False)
+    assert alone == (1, 6)
+    assert graphs_and_runs(is_recorded=True) == alone
+    assert clean()
+
+
+@pytest.mark.skipif(not HAS_COUNT, reason="torch does not refuse it")
+@pytest.mark.parametrize("way", ["in place", "wrapper"])
+def test_whole_graphs_with_the_hooks_inside_are_refused(way: str) -> None:
+    original, x, backend = vit(), images(), Counting()
+    expected = original(x)
+    model = compiled(original, way, backend=backend, fullgraph=True)
+    before = Trace(model)
+    with (
+        tcnn_probe.attention_stream(original, print),
+        pytest.raises(RuntimeError, match=r"compiled = torch\.compile\(model, full"),
+    ):
+        model(x)
+    torch.testing.assert_close(model(x), expected)
+    assert backend.runs == 1
+    assert before == Trace(model)
+    assert clean()
+
+
+@pytest.mark.filterwarnings(
+    "ignore:Using `torch.compile.module.` when there are global"
 )
-@pytest.mark.parametrize("what", ["a part", "a part in place"])
-def test_parts_may_be_compiled_before_attaching(what: str, fullgraph: bool) -> None:
+@pytest.mark.parametrize("fullgraph", [False, True])
+@pytest.mark.parametrize("way", WAYS)
+def test_compiled_models_are_mapped_explained_and_ablated(
+    way: str, fullgraph: bool
+) -> None:
     plain, x, backend = vit(), images(), Counting()
-    model = compiled(what, backend, fullgraph=fullgraph)
+    model = compiled(vit(), way, backend=backend, fullgraph=fullgraph)
     before = Trace(model)
     with torch.no_grad():
-        expected = model(x)
-        runs = backend.runs
-        assert runs > 0
-        with tcnn_probe.record(model, probes=["softmax", "features"]) as recorder:
-            torch.testing.assert_close(model(x), expected, rtol=0, atol=0)
-            recorder.mark(epoch=0)
-        check_entropies(recorder, entropies(plain, x), images=3)
-        features = recorder.tree["features"].dataset
-        assert (
-            features["images"] == 3
-        ).all()  # a wrapper is not a second call of the layer
-        maps = tcnn_probe.attention_maps(model, x, queries="class")
-        of_plain = tcnn_probe.attention_maps(plain, x, queries="class")
-        xr.testing.assert_equal(maps["3x5x7"].dataset, of_plain["3x5x7"].dataset)
-        with (
-            tcnn_probe.ablate(model, {"blocks.1.attn": [0]}),
-            tcnn_probe.ablate(plain, {"blocks.1.attn": [0]}),
-        ):
-            torch.testing.assert_close(model(x), plain(x), rtol=0, atol=0)
-        assert backend.runs == runs
-        torch.testing.assert_close(model(x), expected, rtol=0, atol=0)
-        assert backend.runs > runs or OLD
-    with pytest.raises(TypeError, match=r"the part .blocks\.1.* is compiled"):
-        tcnn_probe.saliency(model, x, method="gradcam", target=1)
+        logits = model(x)
+    runs = backend.runs
+    assert runs > 0
+    maps, of_plain = (
+        tcnn_probe.attention_maps(m, x, queries="class")["3x5x7"].dataset
+        for m in (model, plain)
+    )
+    xr.testing.assert_equal(maps, of_plain)
+    for method in ("gradcam", "rollout"):
+        saliency, of_plain = (
+            tcnn_probe.saliency(m, x, method=method, target=1) for m in (model, plain)
+        )
+        xr.testing.assert_equal(saliency, of_plain)
+    if not (way == "in place" and fullgraph and HAS_COUNT):
+        for mode in ("zero", "static"):
+            options = {"images": images(seed=1)} if mode == "static" else {}
+            with (
+                tcnn_probe.ablate(model, {"blocks.1.attn": [0]}, mode, **options),
+                tcnn_probe.ablate(plain, {"blocks.1.attn": [0]}, mode, **options),
+                torch.no_grad(),
+            ):
+                ablated = model(x)
+                torch.testing.assert_close(ablated, plain(x), rtol=0, atol=0)
+            assert not torch.allclose(ablated, logits)
+    assert (backend.graphs, backend.runs) == (runs, runs)
+    with torch.no_grad():
+        torch.testing.assert_close(model(x), logits, rtol=0, atol=0)
+    assert (backend.graphs, backend.runs) == (runs, runs + 1)
     assert before == Trace(model)
 
 
-def through(model: nn.Module, way: str, backend: Any, **options: Any) -> nn.Module:
-    if way == "in place":
-        model.compile(backend=backend, **options)
-        return model
-    if way == "part":
-        model.blocks.compile(backend=backend, **options)
-        return model
-    return torch.compile(model, backend=backend, **options)
+class Attention(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.softmax(x @ x.mT, -1) @ x
 
 
-@pytest.mark.parametrize(
-    ("way", "first"),
-    [
-        ("wrapped", "eval"),
-        ("wrapped", "train"),
-        ("in place", "eval"),
-        ("part", "train"),
-    ],
-)
-def test_model_may_be_compiled_after_attaching(way: str, first: str) -> None:
-    original, x = vit(), images()
-    expected = entropies(original, x)
-    logits = original(x)
-    backend = Counting()
-    with tcnn_probe.record(original) as recorder:
-        model = through(original, way, backend)
-        for epoch in range(2):
-            if first == "train" or epoch:
-                model.train()
-                # The first pass compiles, and the second runs the compiled graph.
-                for _ in range(2):
-                    model(x).sum().backward()
-            model.eval()
-            with torch.no_grad():
-                torch.testing.assert_close(model(x), logits)
-            recorder.mark(epoch=epoch)
-            check_entropies(recorder, expected, images=3)
-    assert backend.runs > 0 or OLD
-
-
-def test_training_forwards_stay_compiled_in_one_graph() -> None:
-    original, x = vit(), images()
-    alone = Counting()
-    torch.compile(vit().train(), backend=alone)(x)
-    assert alone.graphs == 1
-    torch._dynamo.reset()
-    backend = Counting()
-    with tcnn_probe.record(original) as recorder:
-        model = torch.compile(original, backend=backend)
-        model.train()
-        for _ in range(3):
-            model(x)
-        assert backend.graphs == 1
-        assert backend.runs == 3
-        model.eval()
-        model(x)
-        recorder.mark(epoch=0)
-        assert backend.runs == 3  # the recorded forward was not compiled
-        model.train()
-        model(x)
-        assert backend.graphs == 1
-        assert backend.runs == (3 if OLD else 4)
-    model(x)
-    assert backend.runs == (3 if OLD else 5)
+@pytest.mark.parametrize("fullgraph", [False, True])
+def test_wrapper_of_a_class_of_torch_whose_hooks_are_compiled(fullgraph: bool) -> None:
+    """torch.compile traces the call of nn.Sequential with its hooks, which are in no graph of a wrapper."""
+    model = nn.Sequential(Attention(), Attention())
+    wrapper = torch.compile(model, backend=Counting(), fullgraph=fullgraph)
+    names = list[str]()
+    with tcnn_probe.attention_stream(wrapper, lambda x: names.append(x.name)) as stream:
+        wrapper(torch.randn(2, 7, 4))
+        assert names == [*stream.layers] == ["0", "1"]
+        stream.close()
+        wrapper(torch.randn(2, 7, 4))
+    assert names == ["0", "1"]
 
 
 def test_model_compiled_after_a_recorder_and_a_stream_have_ended() -> None:
     original, x = vit(), images()
-    # Once a function has been compiled, recorded forwards stop torch from compiling.
     torch.compile(nn.Linear(2, 2), backend=Counting())(torch.ones(2))
     with (
         tcnn_probe.record(original) as recorder,
@@ -207,28 +221,4 @@ def test_model_compiled_after_a_recorder_and_a_stream_have_ended() -> None:
     backend = Counting()
     torch.compile(original, backend=backend)(x)
     assert backend.graphs == 1
-    # torch 2.8 uses flags to stop compiling, of which torch 2.15 only keeps a count.
     assert clean()
-
-
-def test_fullgraph_with_recorded_forwards() -> None:
-    model, x = vit(), images()
-    expected = entropies(model, x)
-    backend = Counting()
-    with tcnn_probe.record(model) as recorder:
-        compiled = torch.compile(model, backend=backend, fullgraph=True)
-        model.train()
-        compiled(x)
-        compiled(x)
-        assert backend.graphs == 1
-        assert backend.runs == 2
-        model.eval()
-        model(x)  # the original, which shares the weights
-        recorder.mark(epoch=0)
-        # A recorded forward is a graph break, which fullgraph refuses.
-        with torch.compiler.set_stance("force_eager"):
-            compiled(x)
-        recorder.mark(epoch=1)
-    assert backend.runs == 2
-    for mark in range(2):
-        check_entropies(recorder, expected, mark)

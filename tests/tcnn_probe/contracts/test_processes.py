@@ -49,21 +49,3 @@ def test_a_model_saved_while_recording_is_loaded_in_another_process(
         torch.save(model, tmp_path / "model.pt")
     with fresh_processes(1) as pool:
         assert pool.apply(hooks_of, (tmp_path / "model.pt",)) == (True, True, False)
-
-
-def dispatch_modes() -> list[int]:
-    """Return the number of dispatch modes during a recorded forward of a model."""
-    model = vit()
-    modes = list[int]()
-    model.blocks[0].register_forward_hook(
-        lambda *_: modes.append(torch._C._len_torch_dispatch_stack())
-    )
-    with tcnn_probe.record(model):
-        model(images())
-    return modes
-
-
-def test_no_dispatch_mode_is_used_where_nothing_is_compiled() -> None:
-    """A dispatch mode would slow down every operation. This process may have compiled functions, so a new one runs."""
-    with fresh_processes(1) as pool:
-        assert pool.apply(dispatch_modes) == [0]

@@ -1,21 +1,14 @@
 """Modes that are entered and left in any order, and calls that are not on the user's own numbers."""
 
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
-from torch.utils._python_dispatch import (
-    TorchDispatchMode,
-    _get_current_dispatch_mode_stack,
-    is_in_torch_dispatch_mode,
-)
 
 from tcnn_probe.hooks.modes import (
-    Uncompiled,
     balanced_modes,
     hidden_depth,
     hidden_from_recorders,
@@ -42,73 +35,30 @@ class Function(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-class Dispatch(TorchDispatchMode):
-    """Mode that counts the functions it sees below autograd."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.count = 0
-
-    __torch_dispatch__ = Function.__torch_function__
-
-
-def stack_of(kind: type) -> list[Any]:
-    if kind is Function:
-        return _get_current_function_mode_stack()
-    return _get_current_dispatch_mode_stack()
-
-
-KINDS = pytest.mark.parametrize("kind", [Function, Dispatch])
-
-
-@KINDS
-def test_modes_above_stay_on_in_their_order(kind: type) -> None:
-    lower, middle, upper = (kind() for _ in range(3))
+def test_modes_above_stay_on_in_their_order() -> None:
+    lower, middle, upper = (Function() for _ in range(3))
     for mode in (lower, middle, upper):
         mode.__enter__()
     # The mode is below another one that stays on, and that an ordinary exit would remove.
-    modes = [middle]
-    take_off(modes)
-    assert not modes
-    assert stack_of(kind) == [lower, upper]
+    take_off(middle)
+    assert _get_current_function_mode_stack() == [lower, upper]
     # A second removal has no effect.
-    take_off([middle])
-    take_off([lower, upper])
+    take_off(middle)
+    assert _get_current_function_mode_stack() == [lower, upper]
+    take_off(lower)
+    take_off(upper)
     assert clean()
 
 
-def test_modes_that_are_left_in_their_order_leave_no_flag() -> None:
-    # This is the order of a recorder and a stream on one model: the hook that came first also ends first.
-    lower, middle, upper = Dispatch(), Uncompiled(), Uncompiled()
-    for mode in (lower, middle, upper):
-        mode.__enter__()
-    for mode in (middle, lower, upper):
-        assert is_in_torch_dispatch_mode()
-        take_off([mode])
-    assert not is_in_torch_dispatch_mode()
-    assert clean()
-
-
-def test_modes_of_two_threads_leave_no_flag() -> None:
-    first, second = Uncompiled(), Uncompiled()
-    first.__enter__()
-    with ThreadPoolExecutor(1) as thread:
-        thread.submit(second.__enter__).result()
-        take_off([first])
-        thread.submit(take_off, [second]).result()
-    assert clean()
-
-
-@KINDS
 @pytest.mark.parametrize("error", [None, KeyboardInterrupt, ValueError])
 def test_modes_that_are_left_on_are_taken_off(
-    kind: type, error: type[BaseException] | None
+    error: type[BaseException] | None,
 ) -> None:
-    outer = kind()
+    outer = Function()
 
     def leave_on() -> None:
         with balanced_modes():
-            kind().__enter__()
+            Function().__enter__()
             if error is not None:
                 raise error
 
@@ -118,7 +68,7 @@ def test_modes_that_are_left_on_are_taken_off(
         else:
             with pytest.raises(error):
                 leave_on()
-        assert stack_of(kind) == [outer]
+        assert _get_current_function_mode_stack() == [outer]
     assert clean()
 
 

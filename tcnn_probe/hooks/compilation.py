@@ -1,0 +1,129 @@
+"""Running compiled code eagerly while a forward is followed, because hooks and function modes see nothing in graphs."""
+
+import sys
+import threading
+from collections.abc import Callable
+from typing import Any, TypeVar
+from weakref import WeakSet
+
+import torch
+from torch import nn
+
+__all__ = [
+    "ADVICE_FOR_WHOLE_GRAPHS",
+    "Eagerness",
+    "is_compiled",
+    "never_compiled_alone",
+    "run_uncompiled",
+]
+
+ADVICE_FOR_WHOLE_GRAPHS = (
+    "with fullgraph=True hooks inside the compiled call cannot let the model run eagerly, where they would see it: "
+    "write compiled = torch.compile(model, fullgraph=True), give `compiled` to tcnn_probe, and call it"
+)
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+# Private names of torch, 2.8 to 2.15.
+_FRAMES = torch._C._dynamo.eval_frame
+_SKIP = _FRAMES._FrameExecStrategy(
+    _FRAMES._FrameAction.SKIP, _FRAMES._FrameAction.DEFAULT
+)
+_FLEX = "torch.nn.attention.flex_attention"
+_LOCK = threading.RLock()
+_OPEN: "WeakSet[Eagerness]" = WeakSet()
+_THREAD = threading.local()
+_STANCES: list[Any] = []
+
+
+class Eagerness:
+    """Runs functions and modules that torch.compile has compiled eagerly in this thread, until :meth:`close`.
+
+    If Ctrl-C interrupts this, compiled code may run eagerly until the next followed forward ends.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._thread = threading.get_ident()
+        self._model = model
+        with _LOCK:
+            _OPEN.add(self)
+            _apply()
+
+    def close(self) -> None:
+        """Compile again; a second call has no effect."""
+        with _LOCK:
+            _OPEN.discard(self)
+            _apply()
+
+    def needs_stance(self) -> bool:
+        """Return whether attention may run in compiled code, so that it would be missed."""
+        return _FLEX in sys.modules or any(map(is_compiled, self._model.modules()))
+
+    @property
+    def is_of_this_thread(self) -> bool:
+        """Whether it was opened in this thread."""
+        return self._thread == threading.get_ident()
+
+
+def _apply() -> None:
+    """Tell torch whether compiled functions run eagerly. Repeated calls repair what an interrupted one has left."""
+    _THREAD.depth = sum(eagerness.is_of_this_thread for eagerness in _OPEN)
+    switch = getattr(torch._dynamo.eval_frame, "_force_eager_nested_compile", None)
+    if switch is not None:
+        # This private switch of torch 2.15 holds in this thread only, and operators that compile functions work.
+        switch.depth = _THREAD.depth
+        return
+    # The public stance holds in all threads, and `cond` and `map` of torch refuse it.
+    is_needed = any(eagerness.needs_stance() for eagerness in _OPEN)
+    if is_needed and not _STANCES:
+        _STANCES.append(torch.compiler.set_stance("force_eager"))
+    elif not is_needed and _STANCES:
+        _STANCES.pop().__exit__(None, None, None)
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Return whether a module is a wrapper of torch.compile, or was compiled in place, or by its forward."""
+    return (
+        "_orig_mod" in module._modules
+        or getattr(module, "_compiled_call_impl", None) is not None
+        or hasattr(vars(module).get("forward"), "_torchdynamo_orig_callable")
+    )
+
+
+def never_compiled_alone(function: Function) -> Function:
+    """Mark a function that torch.compile does not compile by itself, but traces as a part of its caller."""
+    # Otherwise a mode's __torch_function__ would be compiled for each kind of call, up to 256 times. With
+    # torch.compiler.disable it would break graphs that flex_attention requires to be unbroken.
+    _FRAMES.set_code_exec_strategy(function.__code__, _SKIP)
+    return function
+
+
+@never_compiled_alone
+def run_uncompiled(function: Callable[..., Any], *args: Any) -> Any:
+    """Run a function that compiled code has called; if it opens an :class:`Eagerness`, its caller goes on eagerly."""
+    # torch.compile runs hooks of whole models outside of its graphs, with this callback on, by which it would compile
+    # the model's forward next. The function that torch.compile returns resets the callback, whatever happens.
+    callback = _FRAMES.set_eval_frame(None)
+    try:
+        result = function(*args)
+        if callback is not None and _is_eager():
+            _check_graph_is_optional()
+        return result
+    finally:
+        if not _is_eager():
+            _FRAMES.set_eval_frame(callback)
+
+
+def _is_eager() -> bool:
+    return getattr(_THREAD, "depth", 0) > 0
+
+
+def _check_graph_is_optional() -> None:
+    # torch 2.15 counts compiled frames only with fullgraph=True, and refuses a call without any; else this is -1.
+    count_frames = getattr(_FRAMES, "set_fullgraph_compiled_frame_count", None)
+    if count_frames is None:
+        return
+    count = count_frames(-1)
+    count_frames(count)
+    if count == 0:
+        raise RuntimeError(ADVICE_FOR_WHOLE_GRAPHS)
