@@ -37,6 +37,7 @@ class Variable:
             if they are always defined.
         over_images: Summary over the images of an epoch: the "mean", the "largest" value, or "shares": the mean divided
             by its sum along the last dimension, NaN where this sum is 0.
+        is_coordinate: Whether it is a coordinate of datasets, which their arrays keep.
     """
 
     dims: tuple[str, ...]
@@ -46,6 +47,7 @@ class Variable:
     dtype: str = "float64"
     over_images: str = "mean"
     nan_reason: str = ""
+    is_coordinate: bool = False
 
     @property
     def attrs(self) -> dict[str, str]:

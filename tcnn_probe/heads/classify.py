@@ -2,6 +2,7 @@
 
 import json
 import operator
+import sys
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -185,6 +186,10 @@ _UNCERTAIN = {
 }
 
 
+_WARNED: set[tuple[str, int]] = set()
+"""Lines that have called :func:`head_types` with a recording of an earlier version."""
+
+
 def _choose_rule(ds: xr.Dataset, by: By, former_options: Mapping[str, Any]) -> Rule:
     """Return the rule by which heads are typed, with a warning if it is the former one."""
     used = [name for name, value in former_options.items() if value is not None]
@@ -199,7 +204,11 @@ def _choose_rule(ds: xr.Dataset, by: By, former_options: Mapping[str, Any]) -> R
         return "gate"
     has_parts = {*PARTS, "selectivity"} <= {*ds.data_vars}
     # A recording that cannot be typed by the former rule either lacks more, which is an error.
-    if not has_parts and not used and "entropy" in ds:
+    caller = sys._getframe(2)
+    site = caller.f_code.co_filename, caller.f_lineno
+    if not has_parts and not used and "entropy" in ds and site not in _WARNED:
+        # Python forgets which lines it has warned as soon as any library changes the filters.
+        _WARNED.add(site)
         warnings.warn(
             "this recording is of an earlier version and has no parts of attention, so its heads are typed by the "
             "former rule, which will be removed in the next version: record it anew",

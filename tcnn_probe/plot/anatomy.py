@@ -14,6 +14,7 @@ from tcnn_probe.plot.style import (
     label_layers,
     legend_above,
     letters_across,
+    whole_number_ticks,
 )
 
 if TYPE_CHECKING:
@@ -67,7 +68,6 @@ def anatomy(ds: xr.Dataset, ax: "Axes | None" = None, *, legend: bool = True) ->
         )
     axes = _draw_bands(parts, str(along[0]), ax) if along else _draw_bars(parts, ax)
     axes.set_ylabel("selectivity (nat)")
-    axes.set_ylim(bottom=0)
     if not axes.get_title(loc="left"):
         lines = wrap(_title(ds), letters_across(axes))
         axes.set_title("\n".join(lines), loc="left", fontsize="small")
@@ -141,12 +141,15 @@ def _draw_bands(parts: xr.DataArray, along: str, ax: "Axes | None") -> "Axes":
     """Draw the mean over heads and layers of each part, over the marks."""
     axes, marks = axes_without_data(ax, 6.4, 4), parts[along]
     means = parts.mean(["layer", "head"]).transpose("part", along).values
-    _stack(
-        means,
-        lambda height, bottom, style: axes.fill_between(
-            marks.values, bottom, bottom + height, lw=0, **style
-        ),
-    )
+
+    def draw(height: np.ndarray, bottom: np.ndarray, style: Any) -> None:
+        band = axes.fill_between(marks.values, bottom, bottom + height, lw=0, **style)
+        # As of bars, there is no margin below. Limits that are set would no longer follow other axes that share them.
+        band.sticky_edges.y.append(0)
+
+    _stack(means, draw)
+    axes.autoscale_view(scalex=False)
+    whole_number_ticks(axes, marks)
     axes.set(xlabel=axis_label(marks), xlim=(marks.values[0], marks.values[-1]))
     return axes
 

@@ -33,15 +33,16 @@ def depth(
     ::
 
         ds = xr.open_zarr("run.zarr").isel(epoch=-1)
-        tcnn_probe.plot.depth(ds.attention_distance, uniform=ds.uniform_distance)
+        tcnn_probe.plot.depth(ds.attention_distance)
+        tcnn_probe.plot.depth(ds.entropy, uniform=ds.uniform_entropy)
 
     A line joins the means over heads of the layers. Layers without values (all NaN) are left out.
 
     Args:
         values: Recorded variable of one mark, with the dims (layer, head).
         ax: Axes to draw on; None for the current axes if nothing is drawn on them, else for a new figure.
-        uniform: Value of uniform attention in each layer, drawn as a dashed line: ``ds.uniform_distance`` for
-            distances, ``ds.uniform_entropy`` for entropies.
+        uniform: Value of uniform attention in each layer, drawn as a dashed line, such as ``ds.uniform_entropy`` for
+            entropies. None for that of ``attention_distance``, which has the coordinate ``uniform_distance``.
         legend: Draw a legend, above the axes.
 
     Returns:
@@ -53,13 +54,15 @@ def depth(
     """
     values = select_dims(check_array(values, "values"), "values", ("layer", "head"))
     values = values.transpose("layer", "head").dropna("layer", how="all")
+    if uniform is None and values.name == "attention_distance":
+        uniform = values.coords.get("uniform_distance")
     if not values.size:
         name = "the values" if values.name is None else values.name
         raise ValueError(f"nothing to draw: {name} are all NaN")
     layers = values.sizes["layer"]
     axes = axes_without_data(ax, min(12, max(6.4, 2 + layers / 3)), 4)
     x = np.arange(layers)
-    axes.scatter(
+    points = axes.scatter(
         np.broadcast_to(x[:, None], values.shape),
         values,
         s=14,
@@ -78,7 +81,10 @@ def depth(
         axes, x.tolist(), values.layer.values if "layer" in values.coords else ()
     )
     axes.set_ylabel(axis_label(values))
-    axes.set_ylim(bottom=min(0, float(values.min())))
+    # The axis begins at 0. Limits that are set would no longer follow other axes that share them.
+    axes.update_datalim([(0, 0)])
+    points.sticky_edges.y.append(0)
+    axes.autoscale_view()
     if legend:
         legend_above(axes)
     return axes

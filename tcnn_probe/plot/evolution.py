@@ -15,6 +15,7 @@ from tcnn_probe.plot.style import (
     legend_beside,
     letters_across,
     sequential_colors,
+    whole_number_ticks,
 )
 
 if TYPE_CHECKING:
@@ -105,7 +106,7 @@ def evolution(
 
 def _label(axes: "Axes", along: xr.DataArray, values: xr.DataArray) -> None:
     """Label the axes, add a title if there is none, and choose ticks: whole numbers for marks, no offset for values."""
-    from matplotlib.ticker import MaxNLocator, ScalarFormatter
+    from matplotlib.ticker import ScalarFormatter
 
     axes.set(xlabel=axis_label(along), ylabel=axis_label(values))
     if not axes.get_title():
@@ -116,12 +117,8 @@ def _label(axes: "Axes", along: xr.DataArray, values: xr.DataArray) -> None:
         title = axis_label(values).split(" (")[0] + lines
         # A title that is wider than its axes would run into that of the axes beside it.
         axes.set_title(fill(title, max(20, letters_across(axes))), fontsize="small")
-    locator, formatter = (
-        axes.xaxis.get_major_locator(),
-        axes.yaxis.get_major_formatter(),
-    )
-    if along.dtype.kind in "iu" and isinstance(locator, MaxNLocator):
-        locator.set_params(integer=True, min_n_ticks=1)
+    whole_number_ticks(axes, along)
+    formatter = axes.yaxis.get_major_formatter()
     if isinstance(formatter, ScalarFormatter):
         # Gates near 1 would read as 0.00 to 0.02, with "+9.8e-1" above.
         formatter.set_useOffset(False)

@@ -24,7 +24,8 @@ if TYPE_CHECKING:
 __all__ = [
     "OKABE_ITO", "RED", "axes_or_current", "axes_without_data", "axis_label", "check_array", "check_pixel", "draw_box",
     "draw_image", "draw_map", "empty_figure", "finish_grid", "image_array", "label_layers", "legend_above",
-    "legend_below", "legend_beside", "letters_across", "select_dims", "sequential_colors", "short_names", "wrap_name",
+    "legend_below", "legend_beside", "letters_across", "select_dims", "sequential_colors", "short_names",
+    "whole_number_ticks", "wrap_name",
 ]  # fmt: skip
 
 OKABE_ITO = {
@@ -193,6 +194,15 @@ def legend_above(axes: "Axes") -> None:
         fontsize="small",
         pad=6 + 15 * math.ceil(len(names) / columns),
     )
+
+
+def whole_number_ticks(axes: "Axes", along: xr.DataArray) -> None:
+    """Put ticks of the x axis at whole numbers, if the marks are whole numbers."""
+    from matplotlib.ticker import MaxNLocator
+
+    locator = axes.xaxis.get_major_locator()
+    if along.dtype.kind in "iu" and isinstance(locator, MaxNLocator):
+        locator.set_params(integer=True, min_n_ticks=1)
 
 
 def label_layers(axes: "Axes", places: Sequence[float], layers: Sequence[str]) -> None:

@@ -75,6 +75,7 @@ UNIFORM = {
         "distance of uniform attention",
         "The attention_distance of queries that attend equally to all keys that they see: the mean distance between "
         f"the same queries and keys. {MEAN}",
+        is_coordinate=True,
     ),
     "cell_pixels": Variable(
         ("layer",),
@@ -83,6 +84,7 @@ UNIFORM = {
         "Height of the model's input divided by the rows of the finer of the grids of queries and keys: distances "
         "times it are in pixels. A model that pads its input has larger patches. NaN if the grid does not divide the "
         f"input into squares. {IMAGE_MEAN}",
+        is_coordinate=True,
     ),
 }
 # Maps take most of a recording's bytes, and colours show fewer than the 11 bits of float16.

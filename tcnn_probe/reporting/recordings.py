@@ -14,11 +14,14 @@ from numpy.typing import NDArray
 
 from tcnn_probe.diagnosis import Findings, health
 from tcnn_probe.heads import TYPES, head_types
+from tcnn_probe.heads.types import PARTS
 from tcnn_probe.storage import numbers, open_recording
 
 __all__ = ["TYPE", "Axes", "Run", "common_axes", "read_run"]
 
 KERNELS = "offset_kernel"
+# Differences of halves of the images make types uncertain, and are no curves of their own.
+_HALVES = {f"{part}_halves" for part in PARTS}
 TYPE = "head_type"
 """Name of the variable of types: indices into ``tcnn_probe.heads.TYPES``."""
 
@@ -88,7 +91,8 @@ def read_run(recording: Any) -> Run:
         or tree.attrs.get("model_class")
         or "recording"
     )
-    flat = numbers(tree)
+    # On the page coordinates such as uniform_distance are variables like others.
+    flat = numbers(tree).reset_coords()
     along = str(flat.attrs.get("along"))
     if along not in flat.dims:
         raise ValueError(
@@ -99,7 +103,7 @@ def read_run(recording: Any) -> Run:
             "expected one recording, got several along 'run': give their paths, report([a, b]), or "
             "report({'a name': [a, b]}) for means over seeds"
         )
-    groups = [node.to_dataset() for node in tree.subtree]
+    groups = [node.to_dataset().reset_coords() for node in tree.subtree]
     maps = [ds for ds in groups if {"layer", "image", "y", "x"} <= {*ds.dims}]
     head_groups = [
         flat,
@@ -116,7 +120,7 @@ def read_run(recording: Any) -> Run:
     ]
     names = {str(key) for ds in groups for key in ds.data_vars}
     kernels = [ds[KERNELS] for ds in groups if KERNELS in ds]
-    names = names.difference(by_head, scalars.data_vars, [KERNELS])
+    names = names.difference(by_head, scalars.data_vars, [KERNELS], _HALVES)
     hidden = sorted(names.difference(*(ds.data_vars for ds in maps)))
     marks = flat[along].values.tolist()
     images = maps[0]["image"].values.tolist() if maps else []
@@ -228,7 +232,7 @@ def _variables_by_layer(
                 along,
                 "layer",
                 "head",
-            } and key not in variables:
+            } and key not in {*variables, *_HALVES}:
                 labels = {"layer": layers} | (
                     {"head": heads} if "head" in values.dims else {}
                 )

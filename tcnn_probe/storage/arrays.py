@@ -98,7 +98,8 @@ def create_group(
     node.update_attributes({**attributes})
     # Scalars may be there already.
     if along not in node:
-        text = {"long_name": along, "description": GIVEN, **COORDINATES.get(along, {})}
+        text: dict[str, Any] = {"long_name": along, "description": GIVEN}
+        text |= COORDINATES.get(along, {})
         mark = Variable((), "", **text, dtype=dtype)
         array = create_variable(node, along, mark, (), along, marks=len(marks))
         array[:] = np.asarray(marks, dtype)

@@ -204,11 +204,16 @@ def is_recorded(document: Mapping[str, Any]) -> bool:
 
 
 def tables(group: Group) -> dict[str, str]:
-    """Return the attributes of a group: its layers, and the labels along its dimensions, as JSON."""
+    """Return the attributes of a group: its layers and the labels along its dimensions, as JSON, and coordinates."""
     layers = {name: dict(about) for name, about in group.layers.items()}
     coords = {name: list(labels) for name, labels in group.coords.items()}
     texts = {LAYERS: layers} | ({COORDS: coords} if coords else {})
-    return {name: json.dumps(table, allow_nan=False) for name, table in texts.items()}
+    tables = {name: json.dumps(table, allow_nan=False) for name, table in texts.items()}
+    named = [
+        name for name, variable in group.variables.items() if variable.is_coordinate
+    ]
+    # By this attribute of the CF conventions xarray knows which variables are coordinates.
+    return tables | ({"coordinates": " ".join(named)} if named else {})
 
 
 def join(group: str, name: str) -> str:

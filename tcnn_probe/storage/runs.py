@@ -180,7 +180,10 @@ def _group(
                     indices < 0
                 ].tolist()
     variables = {}
-    for key in dict.fromkeys(key for ds in datasets for key in ds.data_vars):
+    names = dict.fromkeys(
+        key for ds in datasets for key in ds.variables if key not in ds.dims
+    )
+    for key in names:
         parts = {name: ds[key].variable for name, ds in present.items() if key in ds}
         variables[key] = _variable(
             str(key), [(parts.get(name), places[name]) for name in members], labels
@@ -191,6 +194,7 @@ def _group(
         for dim in labels
     }
     group = xr.Dataset(variables, {**coords, "run": [*members]})
+    group = group.set_coords(name for name in names if name in first.coords)
     if tables := [
         json.loads(ds.attrs[LAYERS]) for ds in datasets if LAYERS in ds.attrs
     ]:

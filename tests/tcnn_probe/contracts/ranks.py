@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+import xarray as xr
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
@@ -21,6 +22,7 @@ from torch.distributed.tensor.parallel import (
 from torch.nn.parallel import DistributedDataParallel
 
 import tcnn_probe
+from tcnn_probe.probes.anatomy import ANATOMY
 from tests.tcnn_probe.contracts.helpers import (
     check_entropies,
     clean,
@@ -130,6 +132,15 @@ def resume(rank: int, folder: Path) -> None:
                     recorder, torch.as_tensor(recorder.dataset.entropy.values[0])
                 )
                 assert recorder.dataset.images.values.tolist() == [[5, 5]] * (epoch + 1)
+                parts = recorder.dataset[[*ANATOMY]]
+                assert bool(parts.offset_information.notnull().all())
+                # Images alternate between the halves across ranks as they do in one process.
+                xr.testing.assert_allclose(
+                    parts.isel(epoch=0, drop=True),
+                    parts.isel(epoch=epoch, drop=True),
+                    rtol=1e-5,
+                    atol=1e-5,
+                )
     if rank == 0:
         with tcnn_probe.record(
             vit(), folder / "run.zarr", distributed=False

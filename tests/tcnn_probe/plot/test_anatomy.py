@@ -46,9 +46,8 @@ def recorded(marks: int = 1, heads: tuple[int, ...] = HEADS) -> xr.Dataset:
     return ds.assign(
         selectivity=sum(ds[name] for name in PARTS),
         attention_distance=distance,
-        uniform_distance=(dims[:2], np.full(shape[:2], 8.3)),
         images=(dims[:2], np.full(shape[:2], 64)),
-    )
+    ).assign_coords(uniform_distance=(dims[:2], np.full(shape[:2], 8.3)))
 
 
 def bars(ax: plt.Axes, color: str) -> list[Rectangle]:
@@ -205,7 +204,7 @@ def test_learned_filters_stand_below_the_kernels_of_gated_layers() -> None:
 
 def test_heads_against_depth() -> None:
     ds = recorded()
-    ax = tcnn_probe.plot.depth(ds.attention_distance, uniform=ds.uniform_distance)
+    ax = tcnn_probe.plot.depth(ds.attention_distance)
     (points,) = ax.collections
     drawn = np.ma.filled(points.get_offsets(), np.nan)
     drawn = drawn[np.isfinite(drawn).all(1)]
@@ -225,10 +224,25 @@ def test_heads_against_depth() -> None:
     assert ax.get_ylabel() == "attention distance (cell)"
     # A layer without distances, such as a pool, is left out.
     ds.attention_distance.values[:, 1] = np.nan
+    other = 2 * ds.uniform_distance
     ax = tcnn_probe.plot.depth(
-        ds.attention_distance, plt.figure().subplots(), uniform=ds.uniform_distance
+        ds.attention_distance, plt.figure().subplots(), uniform=other
     )
     assert [label.get_text() for label in ax.get_xticklabels()] == ["0", "2"]
+    assert set(ax.lines[1].get_ydata()) == {16.6}
+
+
+@pytest.mark.parametrize("marks", [1, 3])
+def test_axes_that_are_shared_show_all_parts(marks: int) -> None:
+    """They begin at 0, and end above what is drawn on any of them; epochs are whole numbers."""
+    _, (left, right) = plt.subplots(1, 2, sharey=True)
+    ds = recorded(marks)
+    tcnn_probe.plot.anatomy(ds, left)
+    first = left.get_ylim()
+    tcnn_probe.plot.anatomy(5 * ds, right)
+    assert left.get_ylim() == pytest.approx((0, 5 * first[1]))
+    if marks > 1:
+        assert all(tick == int(tick) for tick in left.get_xticks())
 
 
 @pytest.mark.parametrize("heads", [(6,) * 12, (16,) * 24])

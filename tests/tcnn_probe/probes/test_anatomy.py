@@ -208,26 +208,42 @@ def shifted(windows: int) -> np.ndarray:
     return cut[:, :, None] == cut[:, None]
 
 
+class Grouped(nn.Module):
+    """Attention between 5 x 7 patches, in which three heads share the keys of a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.stem = nn.Conv2d(3, 6 * 4, 8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        query = 3 * self.stem(x).unflatten(1, (6, 4)).flatten(3).mT
+        key = query[:, :2]
+        return scaled_dot_product_attention(query, key, key, enable_gqa=True)
+
+
 @pytest.mark.parametrize("fused", [True, False])
-@pytest.mark.parametrize("name", ["vit", "swin"])
+@pytest.mark.parametrize("name", ["vit", "swin", "grouped"])
 def test_equals_brute_force(name: str, fused: bool) -> None:
-    """Registers, shifted windows that hide keys, and images of which two batches are odd."""
-    model = vit(reg_tokens=2) if name == "vit" else sharpen(swin(), 3)
+    """Registers, shifted windows that hide keys, grouped queries, and images of which two batches are odd."""
+    make = {"vit": lambda: vit(reg_tokens=2), "swin": lambda: sharpen(swin(), 3)}
+    model = make.get(name, Grouped)()
     for module in model.modules():
         if hasattr(module, "fused_attn"):
             module.fused_attn = fused
-    x = IMAGE if name == "vit" else images(5, 3, 32, 60)
+    x = images(5, 3, 32, 60) if name == "swin" else IMAGE
     with mock.patch("tcnn_probe.attention.patterns.QUERIES", 1 << 20):
         ds = numbers(model.double(), *x.double().split([1, 1, 3]))
     for number, reference in enumerate(attention_of(model, x)):
         weights = reference.weights.unflatten(0, (5, -1)).numpy()
         windows, queries = weights.shape[1], weights.shape[3]
-        if name == "vit":
-            keys = grid(5, 7, prefix=3)
-            weights = weights[..., 3:, :]
-            places = keys[3:], keys
-        else:
+        if name == "swin":
             places = grid(2, 3), grid(2, 3)
+        else:
+            prefix = 3 if name == "vit" else 0
+            keys = grid(5, 7, prefix=prefix)
+            weights = weights[..., prefix:, :]
+            places = keys[prefix:], keys
         seen = np.ones((windows, len(places[0]), queries), dtype=bool)
         if name == "swin" and number:
             seen = shifted(windows)

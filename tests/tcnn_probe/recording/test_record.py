@@ -47,6 +47,8 @@ def test_every_variable_is_described() -> None:
     units |= dict.fromkeys(
         ("entropy", "content_entropy", "positional_entropy", "uniform_entropy"), "nat"
     )
+    assert ds.coords.keys() - ds.dims == {"uniform_distance", "cell_pixels"}
+    ds = ds.reset_coords()
     assert {name: array.units for name, array in ds.data_vars.items()} == units
     for array in (*ds.data_vars.values(), *ds.coords.values()):
         # The description must be more than a repetition of the name.

@@ -93,6 +93,7 @@ def test_bars_bands_and_kernels_are_drawn() -> None:
         assert all("fill: var(--ink)" in text.get("style", "") for text in texts)
         assert "fill: #ffffff" not in svg  # no white card on a dark page
     assert "offset_kernel" not in page
+    assert "_halves" not in page
 
 
 def test_uncertain_types_are_a_variable() -> None:
