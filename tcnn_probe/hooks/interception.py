@@ -554,6 +554,9 @@ def _why_unreadable(arguments: Sequence[Any]) -> str | None:
         return "it attends under torch.vmap or another transform of torch.func"
     if is_transformed(arguments):
         return ""
+    # The type is told by its name, because its module takes long to import.
+    if any(type(x).__name__ == "DTensor" for x in arguments):
+        return "it attends in distributed tensors (DTensor): record a copy of the model that is not split"
     if any(is_nested(x) for x in arguments):
         return "it attends in nested tensors, which have no axis of tokens: pad them, and give a mask"
     return None

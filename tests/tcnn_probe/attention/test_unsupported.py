@@ -11,7 +11,10 @@ import timm
 import torch
 import torch.nn.functional as F
 import xarray as xr
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
+from torch.distributed import HashStore
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_module, distribute_tensor
 
 import tcnn_probe
 
@@ -348,3 +351,23 @@ def test_nested_tensors_have_a_reason(layout: torch.layout, attend: str) -> None
             model(images)
     for actual, exact in zip(output.unbind(), expected.unbind(), strict=True):
         assert torch.equal(actual, exact)
+
+
+@pytest.mark.filterwarnings("ignore:.*nothing was marked:RuntimeWarning")
+@torch.no_grad()
+def test_distributed_tensors_have_a_reason() -> None:
+    distributed.init_process_group(store=HashStore(), rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh("cpu", (1,))
+        model = timm.create_model("vit_tiny_patch16_224", **TINY).eval()
+        distribute_module(model, mesh)
+        images = distribute_tensor(torch.randn(2, 3, 32, 48), mesh, [Shard(0)])
+        expected = model(images).full_tensor()
+        with tcnn_probe.record(model) as recorder:
+            assert torch.equal(model(images).full_tensor(), expected)
+        reasons = recorder.unsupported.values()
+        assert [reason[:33] for reason in reasons] == [
+            "it attends in distributed tensors"
+        ] * TINY["depth"]
+    finally:
+        distributed.destroy_process_group()
