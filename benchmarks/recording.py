@@ -22,7 +22,7 @@ from torch import nn
 from tqdm.auto import tqdm
 
 import contest
-import tcnn_model  # noqa: F401  (registers t_resnet50 with timm)
+import tcnn_model.models  # noqa: F401  (registers t_resnet50 with timm)
 import tcnn_probe
 
 

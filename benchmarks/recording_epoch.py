@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from tqdm.auto import tqdm
 
 import contest
-import tcnn_model  # noqa: F401  (registers t_resnet50 with timm)
+import tcnn_model.models  # noqa: F401  (registers t_resnet50 with timm)
 import tcnn_probe
 
 PROPORTION = 1_281_167 / 50_000  # ImageNet's training images for each validation image

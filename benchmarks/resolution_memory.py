@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 import contest
-import tcnn_model  # noqa: F401 (its models, for timm)
+import tcnn_model.models  # noqa: F401 (its models, for timm)
 
 MODELS = {
     "PatchConvNet-S60": "patchconvnet_s60",

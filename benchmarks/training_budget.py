@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 import contest
-import tcnn_model  # noqa: F401  (registers its models with timm)
+import tcnn_model.models  # noqa: F401  (registers its models with timm)
 from tcnn_model.training.config import recipe_settings
 from tcnn_probe import evaluation
 

@@ -1,38 +1,36 @@
-"""Transformed CNNs: convolutions reparameterized as gated positional self-attention, and their fine-tuning."""
+"""Transformed CNNs: convolutions reparameterized as gated positional self-attention, and their fine-tuning.
 
-from tcnn_model.conversion.convolve import convolve
-from tcnn_model.conversion.reparameterize import reparameterize, unstride
-from tcnn_model.gpsa.attention import GatedAttention
-from tcnn_model.gpsa.convit import Acceleration, accelerate
-from tcnn_model.gpsa.functional import gpsa
-from tcnn_model.gpsa.layer import GPSA, gpsa_layers
-from tcnn_model.gpsa.positional import Axis, gaussian_position
-from tcnn_model.gpsa.statistics import AttentionStatistics
-from tcnn_model.models import patchconvnet as _patchconvnet  # noqa: F401 (registers patchconvnet_* with timm)
-from tcnn_model.models import t_resnet as _t_resnet  # noqa: F401 (registers t_resnet* with timm)
-from tcnn_model.pooling.add import add_attention_pool, specialize
-from tcnn_model.pooling.attention_pool import AttentionPool2d
-from tcnn_model.training.evaluation import EpochResult
-from tcnn_model.training.finetune import finetune
-from tcnn_model.training.optimization import parameter_groups
+Every public name is listed in ``__init__.pyi``, beside this file, and imported when it is first used, so that the
+command line answers before torch is imported, and a part that needs no timm works without it.
+"""
 
-__all__ = [
-    "GPSA",
-    "Acceleration",
-    "AttentionPool2d",
-    "AttentionStatistics",
-    "Axis",
-    "EpochResult",
-    "GatedAttention",
-    "accelerate",
-    "add_attention_pool",
-    "convolve",
-    "finetune",
-    "gaussian_position",
-    "gpsa",
-    "gpsa_layers",
-    "parameter_groups",
-    "reparameterize",
-    "specialize",
-    "unstride",
-]
+import sys
+from types import ModuleType
+from typing import Any
+
+import lazy_loader
+
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
+
+
+class _Package(ModuleType):
+    """Package whose attribute ``gpsa`` is the function, although a folder has that name, too."""
+
+    @property
+    def gpsa(self) -> Any:
+        """The function :func:`tcnn_model.gpsa`."""
+        from tcnn_model.gpsa.functional import gpsa
+
+        return gpsa
+
+    @gpsa.setter
+    def gpsa(self, folder: ModuleType) -> None:
+        """Ignore the folder, which Python assigns when it is imported."""
+
+
+sys.modules[__name__].__class__ = _Package
+
+# ``import tcnn_model.models`` registers the models of the papers with timm. Whoever has imported timm before gets them
+# without it.
+if sys.modules.get("timm") is not None:
+    from tcnn_model import models as _models  # noqa: F401

@@ -8,28 +8,23 @@ from typing import Any
 
 import lazy_loader
 
+from tcnn_probe.extras import needed_for
+
 __version__ = "0.1.0"
-_TORCH_EXTRA = ("captum", "timm", "torch", "tqdm")
 
 _get, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
 
 
 def __getattr__(name: str) -> Any:
-    """Import a public name; errors suggest the nearest name, or how to install torch for a name that needs it.
+    """Import a public name; errors suggest the nearest name, or how to install a package that it needs.
 
     Raises:
         AttributeError: There is no such name.
-        ModuleNotFoundError: The name needs the extra ``torch``, and a package of it is not installed.
+        ModuleNotFoundError: The name needs a package, such as torch, that is not installed.
     """
     try:
-        return _get(name)
-    except ModuleNotFoundError as error:
-        if error.name not in _TORCH_EXTRA:
-            raise
-        message = (
-            f"tcnn_probe.{name} needs {error.name}: pip install 'tcnn-probe[torch]'"
-        )
-        raise ModuleNotFoundError(message, name=error.name) from error
+        with needed_for(f"tcnn_probe.{name}"):
+            return _get(name)
     except AttributeError:
         import difflib
 

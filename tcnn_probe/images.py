@@ -8,7 +8,6 @@ from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
-import timm.data
 import torch
 from PIL import Image
 from torch import Tensor, nn
@@ -263,11 +262,12 @@ def _as_pil(image: Any) -> Image.Image:
 
 def _config(model: nn.Module) -> dict[str, Any]:
     """Return input size, mean and std of a model of timm; an empty dictionary for other models."""
-    return (
-        timm.data.resolve_model_data_config(model)
-        if getattr(model, "pretrained_cfg", None)
-        else {}
-    )
+    if not getattr(model, "pretrained_cfg", None):
+        return {}
+    from timm.data import resolve_model_data_config  # recording needs no timm
+
+    config: dict[str, Any] = resolve_model_data_config(model)
+    return config
 
 
 def preparation(model: nn.Module) -> dict[str, Any]:
@@ -310,7 +310,9 @@ def _channels(model: nn.Module) -> int:
 
 def prepare(pictures: Sequence[Image.Image], config: Mapping[str, Any]) -> Tensor:
     """Return pictures as a model takes them, (B, C, H, W), with the options of :func:`preparation`."""
-    transform = timm.data.create_transform(**config, is_training=False)
+    from timm.data import create_transform
+
+    transform = create_transform(**config, is_training=False)
     if config["input_size"][0] == 1:
         pictures = [picture.convert("L") for picture in pictures]
     return torch.stack([transform(picture) for picture in pictures])

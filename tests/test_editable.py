@@ -14,7 +14,6 @@ FILES = (
     "pyproject.toml",
     "README.md",
     "LICENSE",
-    "tcnn_finetune.py",
     "tcnn_model/__init__.py",
     "tcnn_probe/__init__.py",
 )

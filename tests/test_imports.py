@@ -16,7 +16,8 @@ ROOT = Path(__file__).parents[1]
 # The table lists the parts of tcnn_probe that each part may import, in an order of imported before importing parts.
 PARTS: dict[str, set[str]] = {
     "schema": set(),
-    "representation": set(),
+    "extras": set(),
+    "representation": {"extras"},
     "hooks": set(),
     "models": {"hooks"},
     "images": {"models"},
@@ -24,7 +25,7 @@ PARTS: dict[str, set[str]] = {
     "architectures": set(),
     "attention": {"architectures", "hooks", "images", "models", "provenance"},
     "storage": {"schema"},
-    "heads": {"models", "schema"},
+    "heads": {"architectures", "extras", "models", "schema"},
     "diagnosis": set(),
     "probes": {
         "architectures",
@@ -55,11 +56,13 @@ PARTS: dict[str, set[str]] = {
         *("architectures", "attention", "heads", "hooks", "images", "models"),
         "provenance",
     },
-    "attribution": {"attention", "hooks", "images", "models", "provenance"},
-    "evaluation": {"hooks", "images", "models", "provenance"},
+    "attribution": {
+        *("attention", "extras", "hooks", "images", "models", "provenance")
+    },
+    "evaluation": {"extras", "hooks", "images", "models", "provenance"},
     "plot": {"diagnosis", "evaluation", "heads", "images", "schema"},
     "loggers": {"diagnosis", "plot", "recording"},
-    "reporting": {"diagnosis", "heads", "plot", "storage"},
+    "reporting": {"diagnosis", "extras", "heads", "plot", "storage"},
     "looking": {
         "attention",
         "images",

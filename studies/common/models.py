@@ -15,7 +15,7 @@ from timm.models.resnet import BasicBlock, ResNet
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
-import tcnn_model  # noqa: F401 (registers PatchConvNet with timm)
+import tcnn_model.models  # noqa: F401 (registers PatchConvNet with timm)
 from common.ending import InputError
 from common.folder import imagenet_rows
 from tcnn_model.training.checkpoint import check_sums

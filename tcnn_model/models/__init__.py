@@ -1,1 +1,5 @@
-"""Model families of the papers, in timm's registry: T-ResNet and PatchConvNet."""
+"""Model families of the papers, T-ResNet and PatchConvNet, which importing this folder adds to timm's registry."""
+
+from tcnn_model.models import patchconvnet, t_resnet
+
+__all__ = ["patchconvnet", "t_resnet"]

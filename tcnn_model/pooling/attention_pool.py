@@ -5,8 +5,6 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from timm.layers import use_fused_attn
-from timm.models.cait import LayerScaleBlockClassAttn
 from torch import Tensor, nn
 
 __all__ = ["AttentionPool2d", "ClassScores", "PatchAttention"]
@@ -38,6 +36,8 @@ class PatchAttention(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
+        from timm.layers import use_fused_attn
+
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
         self.num_heads = num_heads
         self.tokens = tokens
@@ -118,6 +118,8 @@ class AttentionPool2d(nn.Module):
         attn_drop: float = 0.0,
     ) -> None:
         super().__init__()
+        from timm.models.cait import LayerScaleBlockClassAttn  # recording needs no timm
+
         if channels < 1 or (num_classes is not None and num_classes < 1):
             raise ValueError(
                 f"expected at least one channel and one class, got {channels} and {num_classes}"

@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from math import isqrt
 from typing import Any
 
-from timm.layers import to_2tuple
+from torch.nn.modules.utils import _pair as pair
 
 from tcnn_probe.architectures.grids import MaskUnits, TokenGrid, Windows
 from tcnn_probe.architectures.record import HeadParameters, LayerRecord, ResidualBranch
@@ -76,8 +76,8 @@ def _grid_of_channels_first(inputs: Sequence[Any]) -> tuple[int, int]:
 def _swin(block: Any, inputs: Sequence[Any]) -> Windows:
     return Windows(
         _grid_of_channels_last(inputs),
-        to_2tuple(block.window_size),
-        to_2tuple(block.shift_size),
+        pair(block.window_size),
+        pair(block.shift_size),
     )
 
 
@@ -89,7 +89,7 @@ def _maxvit(
     def windows(block: Any, inputs: Sequence[Any]) -> Windows:
         return Windows(
             grid(inputs),
-            to_2tuple(block.partition_size),
+            pair(block.partition_size),
             spread=not block.partition_block,
         )
 
@@ -98,7 +98,7 @@ def _maxvit(
 
 def _davit(block: Any, inputs: Sequence[Any]) -> Windows:
     # DaViT never shifts its windows.
-    return Windows(_grid_of_channels_first(inputs), to_2tuple(block.window_size))
+    return Windows(_grid_of_channels_first(inputs), pair(block.window_size))
 
 
 def _sam2(block: Any, inputs: Sequence[Any]) -> Windows:
@@ -109,7 +109,7 @@ def _sam2(block: Any, inputs: Sequence[Any]) -> Windows:
 
 def _sam(block: Any, inputs: Sequence[Any]) -> Windows:
     grid = _grid_of_channels_last(inputs)
-    return Windows(grid, to_2tuple(block.window_size) if block.window_size else grid)
+    return Windows(grid, pair(block.window_size) if block.window_size else grid)
 
 
 def _hiera(model: Any) -> Sequence[MaskUnits]:
@@ -119,7 +119,7 @@ def _hiera(model: Any) -> Sequence[MaskUnits]:
 
 def _twins(layer: Any, inputs: Sequence[Any]) -> Windows:
     # The second input is the grid, which the shape of the tokens, (B, N, C), does not show.
-    return Windows(to_2tuple(inputs[1]), to_2tuple(layer.ws))
+    return Windows(pair(inputs[1]), pair(layer.ws))
 
 
 # Residual branches of a block.

@@ -3,8 +3,8 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from timm.layers import to_2tuple
 from torch import nn
+from torch.nn.modules.utils import _pair as pair
 
 from tcnn_probe.architectures.grids import Windows
 from tcnn_probe.architectures.record import LayerRecord
@@ -16,7 +16,7 @@ def _swin(layer: Any, inputs: Sequence[Any]) -> Windows:
     """Return the windows of an input (B, H, W, C), which is padded before it is rolled."""
     grid, window = (
         (inputs[0].shape[1], inputs[0].shape[2]),
-        to_2tuple(layer.window_size),
+        pair(layer.window_size),
     )
     # Windows are not shifted along an axis that a single window covers.
     shifts = [

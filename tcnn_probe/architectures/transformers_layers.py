@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from timm.layers import to_2tuple
+from torch.nn.modules.utils import _pair as pair
 
 from tcnn_probe.architectures.grids import MaskUnits, Windows
 from tcnn_probe.architectures.record import LayerRecord
@@ -17,9 +17,9 @@ def _swin(layer: Any, inputs: Sequence[Any]) -> Windows:
         pair for pair in inputs if isinstance(pair, (tuple, list)) and len(pair) == 2
     )
     return Windows(
-        to_2tuple(size),
-        to_2tuple(layer.window_size),
-        to_2tuple(layer.shift_size),
+        pair(size),
+        pair(layer.window_size),
+        pair(layer.shift_size),
         padded_first=True,
     )
 
@@ -36,7 +36,7 @@ def _vitdet(block: Any, inputs: Sequence[Any]) -> Windows:
 
 def _unshifted(block: Any, size: Sequence[int]) -> Windows:
     grid = size[0], size[1]
-    return Windows(grid, to_2tuple(block.window_size) if block.window_size else grid)
+    return Windows(grid, pair(block.window_size) if block.window_size else grid)
 
 
 def _hiera(encoder: Any) -> Sequence[MaskUnits]:

@@ -7,12 +7,10 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from timm.models.convit import GPSA as ConViTLayer
 from torch import Tensor, nn
 
 import tcnn_model
 from tcnn_model import GPSA as GPSALayer
-from tcnn_model.gpsa.convit import convit_attention
 from tcnn_model.gpsa.functional import attend
 from tcnn_model.gpsa.positional import Axis, apply_separable
 from tcnn_model.gpsa.statistics import (
@@ -21,6 +19,7 @@ from tcnn_model.gpsa.statistics import (
     measure,
 )
 from tcnn_model.precision import widest_dtype, without_autocast
+from tcnn_probe.architectures.timm_classes import ConViTLayer
 from tcnn_probe.attention.attention import (
     Attention,
     ContentRows,
@@ -350,6 +349,8 @@ def gated_attention_of(
 
     def describe() -> tcnn_model.GatedAttention:
         if isinstance(layer, ConViTLayer):
+            from tcnn_model.gpsa.convit import convit_attention  # needs timm
+
             return convit_attention(
                 layer, formed_once["qk"] if "qk" in formed_once else layer.qk.forward(x)
             )

@@ -556,6 +556,8 @@ class AttentionStream:
         numbers: Sequence[int] | None = range(attention.images)
         if self._places is not None:
             numbers, reason = images_of_views(views, attention.images)
+            if reason == LOST_IMAGES and self._places.failure:
+                reason += f" ({self._places.failure})"
             self._without_maps[call] = reason
         elif call in self._without_maps:
             reason = self._without_maps[call]

@@ -19,8 +19,8 @@ places, its elements get infinity.
 """
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -150,6 +150,7 @@ class PlaceTracker(TorchFunctionMode):
     """Mode that tracks images and their pixels through torch functions.
 
     Attributes:
+        failure: The last function of torch that could not be tracked because of an error, and the error; "" if none.
         queries, keys: Places of the queries and keys of the attention that torch is computing, shapes (N_query,) and
             (N_key,), for the first image and head; None if these are unknown.
 
@@ -172,6 +173,7 @@ class PlaceTracker(TorchFunctionMode):
         super().__init__()
         # The call of the model, as this is created in one of its hooks.
         self._frame = innermost_call(sys._getframe())
+        self.failure = ""
         self.queries: Places = None
         self.keys: Places = None
         self._rows: Places = None
@@ -218,7 +220,7 @@ class PlaceTracker(TorchFunctionMode):
 
         Tokens are then in order if they are in that of the view, whatever the model did to the image before.
         """
-        with unseen(), suppress(Exception):
+        with unseen(), self._noted("the patch embedding"):
             sources = self.views_of(image)
             pixels = self._pixels.of(image)
             views = [
@@ -258,7 +260,7 @@ class PlaceTracker(TorchFunctionMode):
             heads: Axis of the heads in torch's arguments, if the call shows it.
         """
         numbers = self._rows
-        with suppress(Exception):
+        with self._noted("attention"):
             if numbers is not None:
                 numbers = (
                     numbers[None, ..., :1] if numbers.ndim < 3 else numbers[..., :1]
@@ -319,8 +321,15 @@ class PlaceTracker(TorchFunctionMode):
         self._hear(func, output, args, kwargs)
         return output
 
-    # The following methods are not compiled, because torch.compile would also compile the functions on places. They
-    # suppress exceptions, because tracking must never end the user's forward.
+    @contextmanager
+    def _noted(self, function: str) -> Iterator[None]:
+        """Note an error of tracking, which must never end the user's forward, as what then is unknown."""
+        try:
+            yield
+        except Exception as error:
+            self.failure = f"{function}: {error!r}"
+
+    # The following methods are not compiled, because torch.compile would also compile the functions on places.
 
     @torch.compiler.disable
     def _look(
@@ -338,7 +347,7 @@ class PlaceTracker(TorchFunctionMode):
             and not is_kernel(func)
         ):
             return
-        with unseen(), suppress(Exception):
+        with unseen(), self._noted(name):
             inputs = tensors_in((*args, *kwargs.values()))
             queries, keys = self._pixels.sides(func, inputs)
             self.queries, self.keys = places_of_tokens(queries), places_of_tokens(keys)
@@ -353,13 +362,14 @@ class PlaceTracker(TorchFunctionMode):
         kwargs: Mapping[str, Any],
     ) -> None:
         """Track a function that has run."""
-        with unseen(), suppress(Exception):
+        name = function_name(func)
+        with unseen(), self._noted(name):
             inputs = tensors_in((*args, *kwargs.values()))
             if is_transformed(inputs):
                 return
             outputs = tensors_in((output,))
             for table in (self._pixels, self._views_of):
-                with suppress(Exception):
+                with self._noted(name):
                     places = [table.of(tensor) for tensor in inputs]
                     table.follow(Call(func, args, kwargs, inputs, places, outputs))
 

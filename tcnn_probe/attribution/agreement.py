@@ -3,6 +3,8 @@
 import torch
 from torch import Tensor
 
+from tcnn_probe.extras import needed_for
+
 __all__ = ["energy_inside", "pointing_game", "rank_correlation"]
 
 
@@ -71,7 +73,8 @@ def rank_correlation(maps: Tensor, others: Tensor) -> Tensor:
     Returns:
         Shape (B,), -1 to 1, float64; NaN if one of the two maps is constant or has a NaN.
     """
-    from scipy.stats import rankdata
+    with needed_for("rank correlation"):
+        from scipy.stats import rankdata
 
     ranks = []
     for tensor in (maps, others):
@@ -86,7 +89,8 @@ def rank_correlation(maps: Tensor, others: Tensor) -> Tensor:
 def _within(mask: Tensor, distance: float) -> Tensor:
     """Return the pixels no further than a distance from the mask, (H, W)."""
     # scipy is imported here because its import takes a quarter of a second.
-    from scipy.ndimage import distance_transform_edt
+    with needed_for("the tolerance"):
+        from scipy.ndimage import distance_transform_edt
 
     return torch.from_numpy(distance_transform_edt(~mask.cpu().numpy()) <= distance).to(
         mask.device

@@ -6,8 +6,8 @@ from contextlib import ExitStack
 from typing import Any
 
 import torch
-from timm.layers import to_2tuple
 from torch import Tensor, nn
+from torch.nn.modules.utils import _pair as pair
 
 from tcnn_model.outputs import class_scores, scores_of
 from tcnn_probe.attribution.layer_choice import (
@@ -16,6 +16,7 @@ from tcnn_probe.attribution.layer_choice import (
     map_layer,
 )
 from tcnn_probe.attribution.pixels import background, to_pixels
+from tcnn_probe.extras import needed_for
 
 __all__ = ["captum_class", "captum_maps"]
 
@@ -52,7 +53,8 @@ def captum_class(method: Any) -> Any:
     """Return an attribution class of captum, given the class or its name; None for anything else."""
     if not isinstance(method, (str, type)):
         return None
-    from captum import attr  # a second to import, as it needs matplotlib's pyplot
+    with needed_for("a method of captum"):
+        from captum import attr  # a second to import, as it needs matplotlib's pyplot
 
     cls = getattr(attr, method, None) if isinstance(method, str) else method
     if not isinstance(cls, type) or not issubclass(cls, attr.Attribution):
@@ -191,7 +193,8 @@ def _attribute(
 
 
 def _uses_gradients(cls: Any) -> bool:
-    from captum.attr import PerturbationAttribution
+    with needed_for("a method of captum"):
+        from captum.attr import PerturbationAttribution
 
     return not issubclass(cls, PerturbationAttribution)
 
@@ -224,10 +227,10 @@ def _windows(images: Tensor, window: Any, stride: Any) -> dict[str, tuple[int, .
     if window is None:
         # This gives about 15 x 15 windows on images of any size, at steps of half a window.
         window = [max(1, round(length / 8)) for length in size]
-    side = to_2tuple(window)
+    side = pair(window)
     if stride is None:
         stride = [max(1, length // 2) for length in side]
-    step = to_2tuple(stride)
+    step = pair(stride)
     if any(not 0 < length <= limit for length, limit in zip(side, size, strict=True)):
         raise ValueError(
             f"expected a window within the image's {tuple(size)} pixels, got {window}"

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from tcnn_model.outputs import class_scores
 from tcnn_probe.attribution.pixels import background
+from tcnn_probe.extras import needed_for
 from tcnn_probe.models import batches, whole_number
 
 __all__ = ["infidelity", "random_squares", "sensitivity"]
@@ -48,7 +49,8 @@ def infidelity(
     Returns:
         Shape (B,), at least 0, in units of the squared score; NaN for a map with a NaN.
     """
-    from captum import metrics  # a second to import
+    with needed_for("infidelity"):
+        from captum import metrics  # a second to import
 
     scores = partial(class_scores, model)
     squares = random_squares(samples, (images.shape[2], images.shape[3]), seed)[:, None]
@@ -97,7 +99,8 @@ def sensitivity(
     Raises:
         ValueError: The radius or the number of samples is not positive.
     """
-    from captum import metrics
+    with needed_for("sensitivity"):
+        from captum import metrics
 
     if not radius > 0:
         raise ValueError(f"expected a positive radius, got {radius!r}")

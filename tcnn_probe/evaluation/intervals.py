@@ -8,6 +8,8 @@ import numpy as np
 import xarray as xr
 from numpy.typing import NDArray
 
+from tcnn_probe.extras import needed_for
+
 __all__ = ["mean_interval", "scipy_stats"]
 
 LEAST_FOR_SKEWNESS = 8
@@ -18,12 +20,8 @@ to 0.95."""
 
 def scipy_stats() -> Any:
     """Return the module scipy.stats, which takes a while to import; raise ModuleNotFoundError without SciPy."""
-    try:
+    with needed_for("an interval or a test"):
         return import_module("scipy.stats")
-    except ModuleNotFoundError as error:
-        raise ModuleNotFoundError(
-            "intervals and tests need SciPy: pip install 'tcnn-probe[stats]'"
-        ) from error
 
 
 def mean_interval(

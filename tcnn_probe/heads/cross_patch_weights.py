@@ -6,12 +6,14 @@ layers with convolutions).
 """
 
 import math
+from typing import Any
 
 import numpy as np
 import xarray as xr
-from timm.models.mlp_mixer import MixerBlock, ResBlock
 from torch import Tensor, nn
 
+from tcnn_probe.architectures.timm_classes import MixerBlock, ResBlock
+from tcnn_probe.extras import needed_for
 from tcnn_probe.heads.anatomy import convolution_inside
 from tcnn_probe.heads.static_pattern import (
     offsets_of_pairs,
@@ -87,7 +89,7 @@ def cross_patch(model: nn.Module, grid: tuple[int, int] | None = None) -> xr.Dat
     """
     matrices = {}
     for module, name in layer_names(model).items():
-        if isinstance(module, ResBlock | MixerBlock):
+        if isinstance(module, (ResBlock, MixerBlock)):
             matrices[name] = _matrix(module)
     if not matrices:
         raise ValueError(
@@ -111,7 +113,7 @@ def cross_patch(model: nn.Module, grid: tuple[int, int] | None = None) -> xr.Dat
     return ds
 
 
-def _matrix(block: ResBlock | MixerBlock) -> np.ndarray:
+def _matrix(block: Any) -> np.ndarray:
     """Return the weights between patches, shape (queries, keys), in float64."""
 
     def weights(layer: nn.Module) -> np.ndarray:
@@ -125,7 +127,8 @@ def _matrix(block: ResBlock | MixerBlock) -> np.ndarray:
 
 
 def _measure(matrix: np.ndarray, grid: tuple[int, int]) -> xr.Dataset:
-    from scipy.special import entr
+    with needed_for("entropy"):
+        from scipy.special import entr
 
     places = np.stack(np.meshgrid(*map(np.arange, grid), indexing="ij"), -1).reshape(
         -1, 2

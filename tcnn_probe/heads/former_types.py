@@ -10,6 +10,8 @@ import numpy as np
 if TYPE_CHECKING:
     from sklearn.mixture import GaussianMixture
 
+from tcnn_probe.extras import needed_for
+
 __all__ = [
     "FORMER_DEFINITIONS",
     "FORMER_TYPES",
@@ -94,7 +96,7 @@ def fit_mixture(
         The :class:`sklearn.mixture.GaussianMixture`, and the criteria of mixtures of 1, 2, ... components.
 
     Raises:
-        ModuleNotFoundError: scikit-learn is not installed; ``pip install "tcnn-probe[stats]"``.
+        ModuleNotFoundError: scikit-learn is not installed.
         ValueError: There are no points, or not all points are finite.
     """
     warnings.warn(
@@ -106,11 +108,8 @@ def fit_mixture(
 
 
 def _fit(points: np.ndarray, seed: int) -> "tuple[GaussianMixture, list[float]]":
-    try:
+    with needed_for("a mixture"):
         from sklearn.mixture import GaussianMixture
-    except ModuleNotFoundError as error:
-        message = "a mixture needs scikit-learn: pip install 'tcnn-probe[stats]'"
-        raise ModuleNotFoundError(message, name=error.name) from error
     if points.ndim != 2 or not len(points) or not np.isfinite(points).all():
         raise ValueError(
             f"expected finite points of shape (n, F), n >= 1, got the shape {points.shape}"

@@ -58,6 +58,8 @@ def find_model(
         return model, find_preparation(model, size)
     import timm
 
+    import tcnn_model.models  # noqa: F401 (which timm then has, too)
+
     if timm.is_model(name) or name.startswith("hf-hub:"):
         options = {} if size is None else {"img_size": size}
         if weights in ("pretrained", "random"):
@@ -94,6 +96,8 @@ def _from_function(name: str) -> nn.Module:
 def create_timm_model(name: str, *, pretrained: bool, **options: Any) -> nn.Module:
     """Create a model of timm; the error for a misspelt name or missing weights says what to do."""
     import timm
+
+    import tcnn_model.models  # noqa: F401 (which timm then has, too)
 
     if not timm.is_model(name) and not name.startswith("hf-hub:"):
         near = difflib.get_close_matches(name, timm.list_models(), n=1)

@@ -10,11 +10,11 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from timm.models.convit import GPSA as ConViTLayer
 from torch import Tensor
 
 from tcnn_model import GPSA as GPSALayer
 from tcnn_probe.architectures.lookup import head_count
+from tcnn_probe.architectures.timm_classes import ConViTLayer
 from tcnn_probe.attention.attention import Attention
 from tcnn_probe.attention.patterns import Pattern, pattern_of_query
 from tcnn_probe.probes.anatomy import (
@@ -203,7 +203,7 @@ def _state_of_gpsa(layer: GPSALayer) -> dict[str, Tensor]:
     return _state(layer.gate, alpha, center[:, 0], center[:, 1])
 
 
-def _state_of_convit(layer: ConViTLayer) -> dict[str, Tensor]:
+def _state_of_convit(layer: Any) -> dict[str, Tensor]:
     weight = layer.pos_proj.weight
     # Rows are (dx, dy, dx^2 + dy^2): w_2 = -alpha and (w_0, w_1) = 2 alpha (Delta_x, Delta_y).
     alpha = -weight[:, 2]

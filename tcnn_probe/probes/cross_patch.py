@@ -1,10 +1,12 @@
 """Sparsity of the layers between patches in ResMLP and MLP-Mixer (Touvron's thesis, Fig. 4.3)."""
 
+from typing import Any
+
 import torch
-from timm.models.mlp_mixer import MixerBlock, ResBlock
 from torch import Tensor, nn
 
 from tcnn_model.precision import at_least_float32
+from tcnn_probe.architectures.timm_classes import MixerBlock, ResBlock
 from tcnn_probe.heads.cross_patch_weights import NEAR_ZERO
 from tcnn_probe.probes.probe import Probe
 from tcnn_probe.schema import Variable
@@ -12,7 +14,7 @@ from tcnn_probe.schema import Variable
 __all__ = ["CROSS_PATCH"]
 
 
-def _state(block: ResBlock | MixerBlock) -> dict[str, Tensor]:
+def _state(block: Any) -> dict[str, Tensor]:
     modules = {
         "cross_patch_sparsity": block.linear_tokens
         if isinstance(block, ResBlock)

@@ -11,6 +11,7 @@ from typing import Any
 
 from numpy.typing import NDArray
 
+from tcnn_probe.extras import needed_for
 from tcnn_probe.plot.style import image_array
 from tcnn_probe.reporting.recordings import Run, read_run
 from tcnn_probe.reporting.seeds import pool_seeds
@@ -55,20 +56,14 @@ def report(
         A :class:`Report`, which a notebook shows.
 
     Raises:
-        ModuleNotFoundError: Bokeh is not installed; ``pip install "tcnn-probe[report]"``.
+        ModuleNotFoundError: Bokeh is not installed.
         TypeError: This is no recording.
         ValueError: A recording has no marks or layers, there are more than four beside each other, runs were marked
             along different dimensions, or the number of images is not that of the maps.
         StoreError: There is no recording at the path.
     """
-    try:
+    with needed_for("a report"):
         from tcnn_probe.reporting.page import page
-    except ModuleNotFoundError as error:
-        if (error.name or "").partition(".")[0] != "bokeh":
-            raise
-        raise ModuleNotFoundError(
-            'a report needs Bokeh: pip install "tcnn-probe[report]"', name="bokeh"
-        ) from None
     names: list[Any] = []
     if isinstance(recordings, dict) and recordings:
         names, recordings = list(recordings), list(recordings.values())

@@ -6,6 +6,7 @@ import numpy as np
 import xarray as xr
 from numpy.typing import ArrayLike
 
+from tcnn_probe.extras import needed_for
 from tcnn_probe.representation.arrays import feature_matrix
 
 __all__ = ["dense_probe", "layer_dense_probe"]
@@ -46,10 +47,11 @@ def dense_probe(
     Raises:
         ValueError: Shapes do not fit, features are not finite, or there is a single class.
     """
-    from sklearn.linear_model import LogisticRegression
-    from sklearn.metrics import jaccard_score
-    from sklearn.pipeline import make_pipeline
-    from sklearn.preprocessing import StandardScaler
+    with needed_for("a dense probe"):
+        from sklearn.linear_model import LogisticRegression
+        from sklearn.metrics import jaccard_score
+        from sklearn.pipeline import make_pipeline
+        from sklearn.preprocessing import StandardScaler
 
     cells, pixels = _cells(features, masks, "")
     train_cells, train_pixels = _cells(train_features, train_masks, "train_")

@@ -3,6 +3,7 @@
 import numpy as np
 from numpy.typing import ArrayLike
 
+from tcnn_probe.extras import needed_for
 from tcnn_probe.representation.arrays import feature_matrix, label_vector
 
 __all__ = ["linear_probe_correct"]
@@ -31,9 +32,10 @@ def linear_probe_correct(
     Raises:
         ValueError: Shapes do not fit, features are not finite, or there is a single class.
     """
-    from sklearn.linear_model import LogisticRegression
-    from sklearn.pipeline import make_pipeline
-    from sklearn.preprocessing import StandardScaler
+    with needed_for("a linear probe"):
+        from sklearn.linear_model import LogisticRegression
+        from sklearn.pipeline import make_pipeline
+        from sklearn.preprocessing import StandardScaler
 
     train, test = (
         feature_matrix(train_features, "train_features"),

@@ -6,6 +6,7 @@ Neighbours are searched in a gallery, or, without one, among the other images of
 import numpy as np
 from numpy.typing import ArrayLike
 
+from tcnn_probe.extras import needed_for
 from tcnn_probe.representation.arrays import feature_matrix, label_vector
 
 __all__ = ["average_precision", "knn_correct"]
@@ -39,7 +40,8 @@ def knn_correct(
         ValueError: Shapes do not fit, features are not finite, there are more neighbours than images, or the
             temperature is not above 0.
     """
-    from sklearn.neighbors import KNeighborsClassifier
+    with needed_for("a search for neighbours"):
+        from sklearn.neighbors import KNeighborsClassifier
 
     if not temperature > 0:
         raise ValueError(f"expected a temperature above 0, got {temperature}")
@@ -95,7 +97,8 @@ def average_precision(
         ValueError: Shapes do not fit, features are not finite, one of the two coarse arguments is missing, or a coarse
             label has no probability.
     """
-    from sklearn.metrics.pairwise import cosine_similarity
+    with needed_for("a search for neighbours"):
+        from sklearn.metrics.pairwise import cosine_similarity
 
     queries, labels, ranked, ranked_labels = _with_gallery(
         features, labels, gallery, gallery_labels
@@ -163,7 +166,8 @@ def _with_gallery(
 
 
 def _log_odds(probabilities: ArrayLike, queries: np.ndarray) -> np.ndarray:
-    from scipy.special import logit
+    with needed_for("a search for neighbours"):
+        from scipy.special import logit
 
     p = np.asarray(probabilities, dtype=np.float64)
     if p.ndim != 2 or len(p) != len(queries) or not ((p >= 0) & (p <= 1)).all():

@@ -3,6 +3,7 @@
 import numpy as np
 from numpy.typing import ArrayLike
 
+from tcnn_probe.extras import needed_for
 from tcnn_probe.representation.arrays import feature_matrix
 
 __all__ = ["participation_ratio", "pca_energy"]
@@ -19,7 +20,8 @@ def pca_energy(features: ArrayLike) -> np.ndarray:
     Returns:
         Shares, shape (min(n, C),), ascending to 1; NaN if all images have the same features.
     """
-    from sklearn.decomposition import PCA
+    with needed_for("a spectrum"):
+        from sklearn.decomposition import PCA
 
     x = feature_matrix(features, images=2)
     if not np.ptp(x, axis=0).any():

@@ -73,13 +73,59 @@ assert main(["info"]) == 0
 try:
     tcnn_probe.record
 except ModuleNotFoundError as error:
-    assert str(error) == "tcnn_probe.record needs torch: pip install 'tcnn-probe[torch]'", error
+    assert str(error) == "tcnn_probe.record needs torch: pip install torch", error
 else:
     raise AssertionError("torch is not absent")
 absent.discard("tcnn_model")  # it is in the wheel
-import tcnn_finetune
-assert tcnn_finetune.main(["resnet18"]) == 2
+from tcnn_model.training.__main__ import main
+assert main(["resnet18"]) == 2
 print(json.dumps([ticks, gates, types]))
+"""
+
+
+# A model of a user's own, recorded, ablated and looked at with torch and the core.
+RECORDING = """
+import json, sys, warnings
+sys.modules.update(dict.fromkeys(json.loads(sys.argv[1])))
+warnings.simplefilter("error")
+import torch
+from torch import nn
+import tcnn_probe
+
+class Classifier(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.stem = nn.Conv2d(3, 12, 8, 8)
+        self.blocks = nn.ModuleList(nn.TransformerEncoderLayer(12, 3, 24, batch_first=True) for _ in range(2))
+        self.head = nn.Linear(12, 5)
+
+    def forward(self, x):
+        x = self.stem(x).flatten(2).mT
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x.mean(1))
+
+model, images = Classifier().eval(), torch.randn(9, 3, 24, 40)
+with torch.no_grad(), tcnn_probe.record(model, images=2, health=True) as recorder:
+    model(images)
+    recorder.mark(epoch=0)
+assert recorder.tree["maps/3x3x5"].attention_received.notnull().all()
+tcnn_probe.health(recorder.tree)
+with torch.no_grad(), tcnn_probe.ablate(model, {recorder.layers[0]: [0]}):
+    model(images)
+assert len(tcnn_probe.attention_maps(model, images[:2]).children) == 1
+entropy = recorder.dataset.entropy.isel(epoch=0, layer=0)
+for use in (
+    lambda: tcnn_probe.saliency(model, images[:2], method="gradcam"),
+    lambda: tcnn_probe.representation.knn_correct(torch.randn(9, 4), range(9)),
+    lambda: tcnn_probe.evaluation.mean_interval(entropy, "head"),
+    lambda: tcnn_probe.report(recorder.tree),
+    lambda: tcnn_probe.attention_maps(model, "no such file"),
+):
+    try:
+        use()
+    except (ModuleNotFoundError, OSError, TypeError) as error:
+        print(error)
 """
 
 
@@ -103,7 +149,7 @@ def _modules_beyond(requirements: list[str]) -> list[str]:
         module
         for module, distributions in metadata.packages_distributions().items()
         if not packages & {canonicalize_name(name) for name in distributions}
-        and module not in ("tcnn_finetune", "tcnn_probe")
+        and module != "tcnn_probe"
     ]
 
 
@@ -131,7 +177,7 @@ def test_read_typed_and_drawn_without_torch(tmp_path: Path) -> None:
     absent = {*_modules_beyond(core)}
     statistics = absent - {*_modules_beyond([*core, *stats])}
     # If the core required one of these packages, the test would prove nothing.
-    assert {"torch", "timm", "captum", "tqdm", "bokeh", "dask"} <= absent - statistics
+    assert {"torch", "timm", "captum", "bokeh", "dask"} <= absent - statistics
     assert {"scipy", "sklearn"} <= statistics
     lists = (json.dumps([*names]) for names in (absent, statistics))
     command = [sys.executable, "-c", PROGRAM, tmp_path / "run.zarr", *lists]
@@ -139,10 +185,7 @@ def test_read_typed_and_drawn_without_torch(tmp_path: Path) -> None:
         command, cwd=ROOT, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr
-    assert (
-        done.stderr
-        == "tcnn-finetune: there is no torch: pip install 'tcnn-probe[torch]'\n"
-    )
+    assert done.stderr == "tcnn-finetune needs torch: pip install torch timm\n"
     # The last line is JSON; the output before is that of `show` and `info`.
     shown, _, printed = done.stdout.rstrip().rpartition("\n")
     assert "層" in shown
@@ -157,3 +200,24 @@ def test_read_typed_and_drawn_without_torch(tmp_path: Path) -> None:
     assert types == {
         by: tcnn_probe.head_types(ds, by=by).values.tolist() for by in types
     }
+
+
+def test_a_model_of_the_users_own_is_recorded_with_torch_alone() -> None:
+    """Packages that the core lacks are named where they are needed, with what to type."""
+    beyond = {*_modules_beyond([*PROJECT["dependencies"], "torch"])}
+    absent = [*(beyond - {"tcnn_model"})]
+    assert {"timm", "captum", "scipy", "sklearn", "bokeh"} <= {*absent}
+    done = subprocess.run(
+        [sys.executable, "-c", RECORDING, json.dumps(absent)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert [line.rpartition(": ")[2] for line in done.stdout.splitlines()][:4] == [
+        "pip install captum",
+        "pip install scikit-learn",
+        "pip install scipy",
+        "pip install bokeh",
+    ]

@@ -14,6 +14,7 @@ from numpy.random import RandomState
 from numpy.typing import NDArray
 
 from tcnn_probe.evaluation.corruptions.resampling import area_weights, zoom
+from tcnn_probe.extras import needed_for
 
 __all__ = ["along_a_line", "defocus_blur", "glass_blur", "motion_blur", "zoom_blur"]
 
@@ -27,7 +28,8 @@ def defocus_blur(
     smoothing: float,
 ) -> NDArray[Any]:
     """Convolve with a disc whose edge is softened by a Gaussian of deviation ``smoothing``; borders are mirrored."""
-    from scipy.signal import fftconvolve
+    with needed_for("a blur"):
+        from scipy.signal import fftconvolve
 
     kernel = _disc(radius, smoothing, scale)
     half = len(kernel) // 2
@@ -38,7 +40,8 @@ def defocus_blur(
 @lru_cache(maxsize=32)
 def _disc(radius: int, smoothing: float, scale: float) -> NDArray[Any]:
     """Create the kernel, shape (k, k), k odd; it sums to 1, except for the smoothing at its border."""
-    from scipy.ndimage import correlate1d
+    with needed_for("a blur"):
+        from scipy.ndimage import correlate1d
 
     # These are the sizes of the published kernels, for which OpenCV uses 3 or 5 taps.
     half = max(8, radius)
@@ -76,7 +79,8 @@ def glass_blur(
     Displacements are from -reach to reach - 1 along each axis, times the scale, rounded up or down at random.
     ``deviation`` is that of the Gaussian, and ``rounds`` the number of times that all pixels are replaced.
     """
-    from scipy.ndimage import gaussian_filter
+    with needed_for("a blur"):
+        from scipy.ndimage import gaussian_filter
 
     sigma = (deviation * scale, deviation * scale, 0)
     values = gaussian_filter(image, sigma, mode="nearest", truncate=4.0).reshape(

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from tcnn_probe.evaluation.corruptions.resampling import reference_shape
+from tcnn_probe.extras import needed_for
 
 __all__ = ["contrast", "elastic_transform", "jpeg_compression", "pixelate"]
 
@@ -40,7 +41,8 @@ def elastic_transform(
     a Gaussian of this deviation, times the amplitude. The amplitude is multiplied by the square of the scale: once as a
     length, and once because white noise is weaker after it is averaged over larger pixels.
     """
-    from scipy.ndimage import map_coordinates
+    with needed_for("an elastic transform"):
+        from scipy.ndimage import map_coordinates
 
     height, width, _ = image.shape
     x, y = np.meshgrid(np.arange(width), np.arange(height))
@@ -82,7 +84,8 @@ def _inverse_affine(
 @lru_cache(maxsize=32)
 def _smoothing(size: int, deviation: float) -> NDArray[Any]:
     """Return the Gaussian filter along an axis as a matrix (size, size); it may be much wider than the image."""
-    from scipy.ndimage import gaussian_filter1d
+    with needed_for("an elastic transform"):
+        from scipy.ndimage import gaussian_filter1d
 
     # The filter is linear, so its matrix is its result for the unit vectors. truncate is that of the published code;
     # SciPy's default is 4.

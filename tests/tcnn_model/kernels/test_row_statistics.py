@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from tcnn_model.kernels import TokenGrid, reference
-from tcnn_model.kernels.fused import fused_statistics
 from tests.tcnn_model.dense import DEVICE
+from tests.tcnn_model.kernels.fused import fused_statistics
 from tests.tcnn_model.numerics import assert_rounding, random
 
 pytestmark = pytest.mark.numerical

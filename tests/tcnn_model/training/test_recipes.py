@@ -530,8 +530,8 @@ def test_options_are_read_before_torch_is_imported() -> None:
         ("--crop=square", 2, "expected one of"),
     ]
     program = (
-        "import sys, tcnn_finetune\n"
-        "try:\n    status = tcnn_finetune.main(['resnet18', sys.argv[1]])\n"
+        "import sys\nfrom tcnn_model.training.__main__ import main\n"
+        "try:\n    status = main(['resnet18', sys.argv[1]])\n"
         "except SystemExit as end:\n    status = end.code\n"
         # torch takes two seconds to import, which should not delay help or the report of a typing error.
         "print(status, 'torch' in sys.modules)"

@@ -5,7 +5,7 @@ import timm
 import torch
 from torch import Tensor, nn
 
-import tcnn_model  # noqa: F401 (registers patchconvnet_* with timm)
+import tcnn_model.models  # noqa: F401 (registers patchconvnet_* with timm)
 from tests.tcnn_probe.attention.sharpen import sharpen
 
 SIZE = (24, 40)  # 3 x 5 patches of 8 x 8

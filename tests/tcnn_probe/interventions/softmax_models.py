@@ -8,7 +8,7 @@ import torch
 from timm.models.convit import GPSA
 from torch import Tensor, nn
 
-import tcnn_model  # noqa: F401 (registers patchconvnet_* with timm)
+import tcnn_model.models  # noqa: F401 (registers patchconvnet_* with timm)
 
 __all__ = ["MODELS", "first", "heads_of", "input_and_output", "wide"]
 
