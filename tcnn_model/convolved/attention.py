@@ -2,14 +2,17 @@
 
 import math
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
-from timm.layers import Attention
 from torch import Tensor, nn
 
 from tcnn_model.convolved.head_convolution import HeadConvolution
 from tcnn_model.gpsa.positional import Axis
+
+if TYPE_CHECKING:
+    from timm.layers import Attention  # recording needs no timm
 
 __all__ = ["ConvolvedAttention"]
 
@@ -47,7 +50,7 @@ class ConvolvedAttention(nn.Module):
 
     def __init__(
         self,
-        attention: Attention,
+        attention: "Attention",
         heads: Sequence[int],
         convolution: HeadConvolution,
         grid: Grid | None = None,
@@ -212,7 +215,7 @@ class ConvolvedAttention(nn.Module):
 
 
 def _of_heads(
-    attention: Attention, blocks: Sequence[tuple[int, Sequence[int]]]
+    attention: "Attention", blocks: Sequence[tuple[int, Sequence[int]]]
 ) -> nn.Linear:
     """Return the rows of a layer's ``qkv`` for some heads of queries (0), keys (1) or values (2)."""
     qkv = attention.qkv
