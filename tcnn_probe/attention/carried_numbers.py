@@ -13,6 +13,7 @@ from tcnn_probe.attention.place_rules import (
     ATTENTION_FUNCTIONS,
     Call,
     Places,
+    agreed,
     contracted,
     function_name,
     is_transpose,
@@ -132,6 +133,8 @@ class CarriedNumbers:
             return
         for output, places in zip(call.outputs, places_after(name, call), strict=False):
             if places is not None and places.shape == output.shape:
+                if self._of_rows:
+                    places = agreed(name, places, call)
                 self._places[output] = places
 
     def _follow_writing(self, name: str, call: Call) -> None:

@@ -16,6 +16,7 @@ __all__ = [
     "ATTENTION_FUNCTIONS",
     "Call",
     "Places",
+    "agreed",
     "contracted",
     "function_name",
     "is_transpose",
@@ -186,6 +187,20 @@ def _multiply(call: Call) -> Sequence[Places]:
     if _is_nowhere(call.places[0]) and first.ndim < second.ndim:
         return []
     return [_mean_of_channels(call.places[0], call.shape)]
+
+
+def agreed(name: str, places: Tensor, call: Call) -> Tensor:
+    """Return the numbers of rows after a function of elements; infinity where it mixes rows, as mixup does."""
+    if name in _RULES or len(call.inputs) < 2:
+        return places
+    for tensor, numbers in zip(call.inputs, call.places, strict=True):
+        # What is broadcast, such as a mean over the batch, leaves each row its image. Learnt tokens have no row.
+        if numbers is None or tensor.shape != places.shape:
+            continue
+        differ = (unexpanded(places) - unexpanded(numbers)).abs() > 1e-9
+        if bool(differ.any()):
+            places = places.masked_fill(differ, torch.inf)
+    return places
 
 
 def contracted(call: Call) -> Places:

@@ -94,6 +94,12 @@ SELECTIONS: dict[str, tuple[Callable[[Tensor], Tensor], list[int] | None]] = {
         lambda x: torch.einsum("ij,jnc->inc", torch.eye(IMAGES)[PERMUTATION], x),
         None,
     ),
+    "where": (
+        lambda x: torch.where(torch.arange(IMAGES)[:, None, None] > 1, x, x.flip(0)),
+        None,
+    ),
+    "mixup": (lambda x: 0.7 * x + 0.3 * x[PERMUTATION], None),
+    "lerp": (lambda x: x.lerp(x.roll(1, 0), 0.2), None),
     "numpy": (lambda x: torch.from_numpy(x.numpy()[::-1].copy()), None),
 }
 
