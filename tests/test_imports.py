@@ -65,6 +65,7 @@ PARTS: dict[str, set[str]] = {
     "reporting": {"diagnosis", "extras", "heads", "plot", "storage"},
     "looking": {
         "attention",
+        "attribution",
         "images",
         "models",
         "probes",

@@ -6,7 +6,7 @@ import os
 import re
 import time
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from tcnn_model.pictures import read_picture
 from tcnn_probe.attention.reconstruction import ReconstructionError
 from tcnn_probe.images import prepare, prepare_pixels
 from tcnn_probe.looking.named_models import Weights, find_model, find_preparation
-from tcnn_probe.looking.objects import Objects
+from tcnn_probe.looking.objects import Objects, has_saliency, salient_quarter
 from tcnn_probe.looking.photographs import (
     Paths,
     find_masks,
@@ -41,6 +41,9 @@ __all__ = ["NoAttentionError", "compare", "file_name", "look"]
 _PROBES = (*DEFAULT, "health", "offset-kernel", "redundancy")
 _SECONDS = 20  # between two writings of what was measured so far, which take about a second for a large model
 _PAGE_MB = 5.0
+_JUDGED = (
+    64  # photographs whose saliency is computed, which takes several forwards of each
+)
 
 
 class NoAttentionError(ValueError):
@@ -252,7 +255,6 @@ class _Subject:
             "photographs_chosen": chosen.describe(),
             "photographs_unreadable": json.dumps(chosen.unreadable),
             "preparation": json.dumps(config),
-            **({"objects": "masks"} if mask_paths else {}),
         }
         return cls(name, network, config, paths, shown, mask_paths, about)
 
@@ -338,7 +340,9 @@ def _measure(
     """Record the model over the photographs; go on where a process that was killed had stopped."""
     model, paths, key = subject.model, subject.of_rank(), subject.key()
     about = {**subject.about, "looked_at": key}
-    objects = Objects("the masks") if subject.masks else None
+    objects, masks_of = _objects_of(subject)
+    if objects is not None:
+        about["objects"] = objects.meaning
     probes: list[str | Probe] = [*_PROBES, *([objects.probe] if objects else [])]
     unfinished = None if store is None else _unfinished(store)
     with (
@@ -355,7 +359,7 @@ def _measure(
         while done < len(paths):
             batch = paths[done : done + batch_size]
             if objects is not None:
-                objects.masks = subject.masks_of(batch)
+                objects.masks = masks_of(batch)
             subject.run(batch)
             done += len(batch)
             if not recorder.layers:
@@ -369,6 +373,25 @@ def _measure(
     if unfinished is not None:
         unfinished.unlink(missing_ok=True)
     return tree
+
+
+def _objects_of(
+    subject: _Subject,
+) -> tuple[Objects | None, Callable[[Sequence[Path]], Tensor | None]]:
+    """Return the probe of attention on objects, and a function of photographs that returns where objects are."""
+    if subject.masks:
+        return Objects("the masks"), subject.masks_of
+    if not has_saliency(subject.model, subject.images(subject.paths[:2])):
+        return None, lambda paths: None
+    judged = frozenset(subject.paths[:_JUDGED])
+
+    def salient(paths: Sequence[Path]) -> Tensor | None:
+        if not judged.issuperset(paths):
+            return None
+        return salient_quarter(subject.model, subject.images(paths))
+
+    meaning = "the quarter of a photograph that decides on the model's class (Grad-CAM)"
+    return Objects(meaning), salient
 
 
 def _unfinished(store: Path) -> Path:

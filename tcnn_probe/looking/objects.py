@@ -1,16 +1,20 @@
-"""How much of each head's attention lies on the objects of photographs, given masks of these."""
+"""How much of each head's attention lies on objects: in masks, or else where the model's own saliency is high."""
 
+import warnings
 from collections.abc import Mapping
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 from torch.nn.functional import adaptive_avg_pool2d
 
 from tcnn_probe.attention.attention import Attention
+from tcnn_probe.attribution import saliency
 from tcnn_probe.probes import NotMeasuredError, Probe
 from tcnn_probe.probes.shared_variables import HEAD
 from tcnn_probe.schema import Variable
 
-__all__ = ["Objects"]
+__all__ = ["Objects", "has_saliency", "salient_quarter"]
+
 
 _MEAN = "Mean over the images with a mask that is not empty."
 
@@ -19,7 +23,9 @@ class Objects:
     """Masks of the photographs of a forward, and the probe that compares attention with them.
 
     Attributes:
-        masks: Masks of the next forward's images, (B, H, W), 0 for images without one; set them before the forward.
+        masks: Masks of the next forward's images, (B, H, W), 0 for images without one, or None for no masks; set them
+            before the forward.
+        meaning: What the masks are.
         probe: The probe, for ``record``.
 
     Args:
@@ -28,6 +34,7 @@ class Objects:
 
     def __init__(self, meaning: str) -> None:
         self.masks: Tensor | None = None
+        self.meaning = meaning
         share = f"sum_j a_j m_j / sum_j a_j over the patches j, for the share m_j of patch j in {meaning}"
         self.probe = Probe(
             "objects",
@@ -61,7 +68,9 @@ class Objects:
             raise NotMeasuredError(
                 "it attends in windows, each of which has a share of its own"
             )
-        if self.masks is None or not attention.shows_batch:
+        if self.masks is None:
+            return {}
+        if not attention.shows_batch:
             raise NotMeasuredError("its images are not those of the batch")
         masks = self.masks.to(attention.device, attention.dtype)
         on_patches = adaptive_avg_pool2d(masks[:, None], attention.map_size)[:, 0]
@@ -93,3 +102,28 @@ def _share(maps: Tensor, masks: Tensor) -> Tensor:
     """Return the share of maps (B, heads, height, width) inside masks (B, height, width): (B, heads)."""
     inside = (maps * masks[:, None]).sum((2, 3))
     return inside / maps.sum((2, 3))
+
+
+def has_saliency(model: nn.Module, images: Tensor) -> bool:
+    """Return whether Grad-CAM can say where a model finds the class that it predicts.
+
+    Attention rollout, which needs no classes, is made of the attention that it would judge.
+    """
+    try:
+        salient_quarter(model, images)
+    # A method refuses a model with many types of errors.
+    except Exception:
+        return False
+    return True
+
+
+@torch.enable_grad()
+def salient_quarter(model: nn.Module, images: Tensor) -> Tensor:
+    """Return the quarter of each image's pixels in which Grad-CAM is highest, (B, H, W); nothing of a constant map."""
+    with warnings.catch_warnings():
+        # Of maps that show nothing; they do not count.
+        warnings.simplefilter("ignore", RuntimeWarning)
+        maps = saliency(model, images, method="gradcam", progress=False).values
+    flat = torch.from_numpy(maps).flatten(1).double()
+    least = flat.quantile(0.75, dim=1, keepdim=True)
+    return (flat > least).view(maps.shape).float()

@@ -83,6 +83,9 @@ def _overview(run: Run, ds: xr.Dataset) -> Iterator[Answer]:
         f"{count} {name}" for name, count in Counter(kinds).most_common()
     )
     text = f"Of {len(kinds)} heads, {listed.replace(' ', ' are ', 1)}."
+    untyped = sum(run.heads.values()) - len(kinds)
+    if untyped:
+        text += f" {untyped} more have no type, for the reasons under What is missing."
     if "uncertain_type" in ds:
         uncertain = int((ds.uncertain_type > 0).sum())
         text += f" {uncertain} of these types are uncertain: the halves of the photographs disagree on them."
@@ -115,13 +118,9 @@ def _commonest(types: xr.DataArray) -> str:
 def _objects(run: Run, ds: xr.Dataset) -> Answer:
     """Say which heads single out objects: by masks, or else by their key content."""
     question = "Which heads single out objects?"
+    types = _types(run)
     content = ds.key_content_information
     if "object_attention" in ds and bool(ds.object_attention.notnull().any()):
-        meaning = (
-            "masks"
-            if "masks" in run.attrs.get("objects", "")
-            else run.attrs.get("objects", "masks")
-        )
         best = ds.object_attention
         if "class_object_attention" in ds:
             best = xr.where(
@@ -136,12 +135,19 @@ def _objects(run: Run, ds: xr.Dataset) -> Answer:
             ),
         )
         subject = f"{_count(heads)} put at least" if heads else "None puts"
+        salient = sum(
+            float(types.sel(layer=layer, head=head) == "salient")
+            for layer, head, _ in heads
+        )
         text = (
-            f"{subject} {_LIFT:g} times as much attention on the {meaning} as these cover of the photographs "
+            f"{subject} {_LIFT:g} times as much attention on {run.attrs['objects']} as there would be by chance "
             f"({area:.2f})"
         )
-        return Answer(question, text, heads)
-    salient = content.where(_types(run) == "salient")
+        if heads:
+            text += f"; {salient:.0f} of them attend mainly to patches that stand out (key content)"
+        if heads or run.attrs["objects"] == "the masks":
+            return Answer(question, text, heads)
+    salient = content.where(types == "salient")
     heads = _ranked(
         salient,
         lambda at: (

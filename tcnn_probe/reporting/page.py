@@ -1,7 +1,6 @@
 """The page: numbers and maps as bytes, Bokeh's figures, and the text around them."""
 
 import json
-import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -14,10 +13,15 @@ from bokeh.resources import INLINE
 
 from tcnn_probe.heads import TYPES
 from tcnn_probe.reporting import figures, health_panel, notes
-from tcnn_probe.reporting.answers import answers, type_rows
 from tcnn_probe.reporting.drawings import draw_heads
 from tcnn_probe.reporting.maps import Choice, Maps, choose_maps, pack_maps
-from tcnn_probe.reporting.recordings import TYPE, Axes, Run, common_axes
+from tcnn_probe.reporting.networks import (
+    describe_network,
+    facts_of,
+    first_head,
+    image_names,
+)
+from tcnn_probe.reporting.recordings import Axes, Run, common_axes
 from tcnn_probe.reporting.variables import label, pack_variables
 
 __all__ = ["page"]
@@ -65,6 +69,10 @@ def page(
         for number, run in enumerate(runs)
         for layer_maps in pack_maps(run, choices[number])
     ]
+    findings = health_panel.finding_rows(axes, runs)
+    is_finished = all(run.attrs.get("finished") for run in runs)
+    signs = health_panel.sign_rows(axes, runs) if is_finished else []
+    networks = [describe_network(axes, run) for run in runs] if is_finished else []
     data = {
         "along": axes.along,
         "marks": axes.marks,
@@ -79,6 +87,8 @@ def page(
         "variables": variables,
         "types": TYPES,
         "images": axes.images,
+        "image_names": image_names(axes, runs),
+        "first": first_head(networks),
         "pictures": pictures,
         "tiles": [
             _describe_tile(place, number, layer_maps)
@@ -87,10 +97,6 @@ def page(
         "palettes": _PALETTES,
         "border": figures.BORDER,
     }
-    findings = health_panel.finding_rows(axes, runs)
-    is_finished = all(run.attrs.get("finished") for run in runs)
-    signs = health_panel.sign_rows(axes, runs) if is_finished else []
-    networks = [_describe_network(axes, run) for run in runs] if is_finished else []
     text = {
         "summary": notes.summary(axes, runs),
         "missing": notes.missing(axes, runs, choices, max_mb),
@@ -122,79 +128,7 @@ def page(
         _join([run.name for run in runs]),
         text,
     )
-    return html, _facts(runs, text) if is_finished else {}
-
-
-def _describe_network(axes: Axes, run: Run) -> dict[str, Any]:
-    """Describe a finished network: answers to questions, its types of heads and what they rest on."""
-    rows, columns = [*axes.layers], axes.heads
-    return {
-        "name": run.name,
-        "types": type_rows(run),
-        "rests_on": notes.types_rest_on(run),
-        "photographs": run.attrs.get("photographs", []),
-        "chosen": run.attrs.get("photographs_chosen", ""),
-        "answers": [
-            {
-                "question": answer.question,
-                "text": answer.text,
-                "heads": [
-                    {
-                        "layer": layer,
-                        "head": head,
-                        "why": why,
-                        "row": rows.index(layer),
-                        "column": columns.index(head),
-                    }
-                    for layer, head, why in answer.heads
-                ],
-            }
-            for answer in answers(run)
-        ],
-    }
-
-
-def _facts(runs: Sequence[Run], text: dict[str, Any]) -> dict[str, Any]:
-    """Return what the page of finished networks says, with the numbers of all heads, in plain JSON."""
-    networks = [
-        {
-            **network,
-            "attributes": json.loads(
-                json.dumps({str(k): v for k, v in run.attrs.items()}, default=str)
-            ),
-            "heads": _numbers_of(run, "head"),
-            "layers": _numbers_of(run, "layer"),
-        }
-        for network, run in zip(text["networks"], runs, strict=True)
-    ]
-    return {
-        "networks": networks,
-        "signs": text["signs"],
-        "checks": text["checks"],
-        "missing": text["missing"],
-    }
-
-
-def _numbers_of(run: Run, level: str) -> list[dict[str, Any]]:
-    """List the numbers of each head or layer at the last mark, without those that it lacks."""
-    last = run.numbers.isel({run.along: -1}).load()
-    names = [
-        name
-        for name, values in last.data_vars.items()
-        if ("head" in values.dims) == (level == "head")
-    ]
-    rows = []
-    for layer, count in run.heads.items():
-        for head in last["head"].values[:count].tolist() if level == "head" else [None]:
-            at = {"layer": layer} if head is None else {"layer": layer, "head": head}
-            numbers = {str(name): last[name].sel(at).item() for name in names}
-            known = {
-                name: TYPES[int(value)] if name == TYPE else value
-                for name, value in numbers.items()
-                if math.isfinite(value)
-            }
-            rows.append(at | known)
-    return rows
+    return html, facts_of(runs, text) if is_finished else {}
 
 
 def _join(names: list[str]) -> str:

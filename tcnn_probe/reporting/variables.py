@@ -7,11 +7,17 @@ import numpy as np
 import xarray as xr
 from numpy.typing import NDArray
 
+from tcnn_probe.heads.types import PARTS
 from tcnn_probe.reporting.recordings import TYPE, Axes, Run
 
 __all__ = ["label", "pack_variables", "unit"]
 
 _LEVELS = {1: "model", 2: "layer", 3: "head"}  # by the number of dimensions
+# Variables of heads in the order in which the page shows them, before all others.
+_LEADING = (
+    TYPE, "uncertain_type", "selectivity", *PARTS, "attention_distance", "object_attention", "class_object_attention",
+    "importance", "sink_images", "sink_value_norm", "output_norm",
+)  # fmt: skip
 _SUPERSCRIPT = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 
 
@@ -65,10 +71,17 @@ def pack_variables(
             f"no variable of {runs[0].name} has a value: there is nothing to show"
         )
     shuffled = np.concatenate(blocks).astype("<f8").view(np.uint8).reshape(-1, 8).T
-    table.sort(
-        key=lambda row: (not row["types"], ("head", "layer", "model").index(row["of"]))
-    )
+    table.sort(key=_place_on_page)
     return table, shuffled.tobytes()
+
+
+def _place_on_page(row: dict[str, Any]) -> tuple[int, int]:
+    """Return the sort key of a variable: types first, then numbers of heads, what they are made of before the rest."""
+    name = row["name"]
+    leads = name in _LEADING
+    place = _LEADING.index(name) if leads else len(_LEADING)
+    # Differences between halves are the uncertainty of other variables.
+    return ("head", "layer", "model").index(row["of"]), place + name.endswith("_halves")
 
 
 def _place(

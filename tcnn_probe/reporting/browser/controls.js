@@ -74,7 +74,7 @@ $("colour").onchange = () => {
   updateLegend()
   updateGrids()
 }
-$("image").append(...images.map(name => element("option", name)))
+$("image").append(...image_names.map(name => element("option", name)))
 $("image").onchange = updateMaps
 $("own").onchange = updateMaps
 $("mapcontrols").hidden = !tiles.length
@@ -102,8 +102,7 @@ addTitles()
 updateTheme()
 updateLegend()
 updateCurves()
-showMark(state.mark)
-updateTable()
+showMark(state.mark) // and then the table, which takes the longest
 // Arrow keys work at once, but in the frame of a notebook the cell keeps the keyboard.
 if (window.top === window) document.querySelector(".cells").focus({ preventScroll: true })
 document.body.dataset.ready = "yes"

@@ -1,6 +1,6 @@
 // The numbers of the page. Bokeh calls the whole program once, when its document is ready, with `page` (JSON), `numbers`
 // and `maps` (bytes), and with its own models: `grids`, `mappers`, `boxes`, `frames`, `sources` and `plots`.
-const { along, marks, layers, heads, runs, variables, types, palettes, tiles, images, pictures, border } =
+const { along, marks, layers, heads, runs, variables, types, palettes, tiles, images, pictures, border, first, image_names } =
   JSON.parse(page)
 
 const isSingle = runs.length === 1
@@ -24,8 +24,8 @@ const lastShared = marks.findLastIndex((_, mark) => runs.every(run => run.marked
 
 const state = {
   mark: lastShared < 0 ? marks.length - 1 : lastShared,
-  row: 0, // of the chosen head: its layer
-  column: 0,
+  row: first[0], // of the chosen head: its layer
+  column: first[1],
   colour: variables[0].name,
   sortColumn: null,
   isDescending: false,
