@@ -53,7 +53,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     print(f"wrote {out}")
 
 
-def take_picture(page: Path, out: Path) -> None:
+def take_picture(
+    page: Path,
+    out: Path,
+    choice: tuple[int, int] = CHOICE,
+    size: tuple[int, int] = SIZE,
+) -> None:
     """Open a page in a headless browser, choose a head with the arrow keys, and save a screenshot."""
     options = webdriver.ChromeOptions()
     options.binary_location = shutil.which("chromium") or ""
@@ -62,7 +67,7 @@ def take_picture(page: Path, out: Path) -> None:
     service = webdriver.ChromeService(shutil.which("chromedriver"))
     driver = webdriver.Chrome(options=options, service=service)
     try:
-        width, height = SIZE
+        width, height = size
         metrics = {"width": width, "height": height}
         driver.execute_cdp_cmd(
             "Emulation.setDeviceMetricsOverride",
@@ -71,7 +76,7 @@ def take_picture(page: Path, out: Path) -> None:
         driver.get(page.as_uri())
         wait = WebDriverWait(driver, 120)
         wait.until(lambda d: d.execute_script("return document.body.dataset.ready"))
-        driver.execute_script(CHOOSE, *CHOICE)
+        driver.execute_script(CHOOSE, *choice)
         finished = "return Bokeh.index.roots.every(view => view.has_finished())"
         wait.until(lambda d: d.execute_script(finished))
         driver.save_screenshot(str(out))

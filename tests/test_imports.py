@@ -69,6 +69,7 @@ PARTS: dict[str, set[str]] = {
         "images",
         "models",
         "probes",
+        "provenance",
         "recording",
         "reporting",
         "schema",

@@ -14,6 +14,8 @@ IN_IMAGES = 0.5
 NO_OP = 0.2
 """Norm of a sink's value, as a share of the other values' median, up to which the sink does nothing. arXiv 2606.08105
 compares projected values with their mean; the values here are those before the output projection."""
+AVERAGING = 0.05
+"""Selectivity below which a head averages, as a share of log keys, as for its type."""
 
 
 def _has_sink(ds: xr.Dataset) -> xr.DataArray:
@@ -42,7 +44,9 @@ def _largest_cosine(ds: xr.Dataset) -> xr.DataArray:
 
 
 def _duplicate(ds: xr.Dataset, limits: HealthLimits) -> xr.DataArray:
-    return _largest_cosine(ds) > limits.head_similarity
+    # Heads that attend nearly evenly are alike without being duplicates.
+    is_even = ds.selectivity < AVERAGING * ds.uniform_entropy
+    return (_largest_cosine(ds) > limits.head_similarity) & ~is_even
 
 
 def _share_of_log_keys(ds: xr.Dataset) -> xr.DataArray:
@@ -123,7 +127,8 @@ FINISHED: Mapping[str, Sign] = {
             _duplicate,
             "below {head_similarity:g}",
             "another head of the layer attends to the same",
-            "arXiv 1810.10183; limit: ours",
+            "arXiv 1810.10183; limit: ours, of heads that do not average",
+            ("selectivity", "uniform_entropy"),
             measure=("cosine with another head", _largest_cosine),
         ),
         Sign(

@@ -28,8 +28,9 @@ from tcnn_probe.looking.photographs import (
     find_photographs,
     prepare_mask,
 )
-from tcnn_probe.models import for_model, progress_bar, untouched, unwrap, whole_number
+from tcnn_probe.models import for_model, progress_bar, untouched, whole_number
 from tcnn_probe.probes import DEFAULT, Probe
+from tcnn_probe.provenance import provenance
 from tcnn_probe.recording.fingerprints import weights_fingerprint
 from tcnn_probe.recording.interrupted import continue_measuring, keep_measurements
 from tcnn_probe.recording.recorder import Recorder, record
@@ -228,7 +229,8 @@ class _Subject:
                 raise TypeError(
                     "device= and dtype= are for models that are given by name: move your model yourself"
                 )
-            name = type(unwrap(model)).__name__
+            facts = provenance(model)
+            name = facts.get("model_architecture", facts["model_class"])
             network, config = model, find_preparation(model, size)
         else:
             raise TypeError(

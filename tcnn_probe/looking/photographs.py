@@ -44,7 +44,8 @@ class Photographs:
         if len(self.available) == 1:
             return text
         counts = [
-            f"{folder.name} {chosen[folder]} of {count}"
+            f"{folder.name} {chosen[folder]}"
+            + f" of {count}" * (chosen[folder] < count)
             for folder, count in self.available.items()
         ]
         rest = f" and {len(counts) - 12} more folders" if len(counts) > 12 else ""

@@ -131,7 +131,7 @@ def _objects(run: Run, ds: xr.Dataset) -> Answer:
         heads = _ranked(
             lift.where(lift >= _LIFT),
             lambda at: (
-                f"{float(best.sel(at)):.2f}, key content {float(content.sel(at)):.2f} nat"
+                f"{float(best.sel(at)):.2f} of its attention, key content {float(content.sel(at)):.2f} nat"
             ),
         )
         subject = f"{_count(heads)} put at least" if heads else "None puts"

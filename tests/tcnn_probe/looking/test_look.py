@@ -1,6 +1,7 @@
 """``look``: the numbers of the page, a process that is killed, masks, and errors of a line each."""
 
 import json
+import os
 import pickle
 import re
 import sys
@@ -102,7 +103,7 @@ def test_page_and_facts_say_what_the_recording_holds(
     assert len(about["pictures"]) == len(about["images"]) == 2
     assert tree.attrs["photographs"][:2] == ["cats/0.png", "dogs/3.png"]
     assert "dogs/broken.jpg could not be read: it is no picture" in facts["missing"]
-    assert network["chosen"] == "11 of 12 photographs: cats 7 of 7, dogs 4 of 5"
+    assert network["chosen"] == "11 of 12 photographs: cats 7, dogs 4 of 5"
 
 
 def test_a_recording_of_the_same_is_not_made_again(
@@ -366,3 +367,63 @@ def test_command_compares_two_models(photographs: Path, tmp_path: Path) -> None:
     facts = json.loads(page.with_suffix(".json").read_text(encoding="utf-8"))
     assert [network["name"] for network in facts["networks"]] == names
     assert len([*tmp_path.glob("two.*.zarr")]) == 2
+
+
+def build_on_a_dying_worker() -> nn.Module:
+    """End this process, a dask worker, when it is called for the first time."""
+    marker = Path(os.environ["LOOK_MARKER"])
+    if not marker.exists():
+        marker.touch()
+        os._exit(1)
+    return vit(2)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_many_models_have_a_table_and_pages(
+    workers: int,
+    photographs: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Here, and on two workers of a cluster, one of which dies; a model that fails leaves the others alone."""
+    monkeypatch.setenv("LOOK_MARKER", str(tmp_path / "marker"))
+    names = [
+        f"{__name__}:{name}" for name in ("build", "build_on_a_dying_worker", "nothing")
+    ]
+    (tmp_path / "list.txt").write_text("\n".join(["# models", *names, ""]))
+    arguments = [
+        "look",
+        "--models",
+        str(tmp_path / "list.txt"),
+        str(photographs),
+        "-o",
+        str(tmp_path / "pages"),
+    ]
+    if not workers:
+        (tmp_path / "marker").touch()
+        assert main(arguments) == 2
+    else:
+        from distributed import LocalCluster
+
+        with LocalCluster(
+            n_workers=workers, threads_per_worker=1, dashboard_address=None
+        ) as cluster:
+            assert main([*arguments, "--scheduler", cluster.scheduler_address]) == 2
+        assert (tmp_path / "marker").exists()
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert error.startswith(f"tcnn-probe: 1 of 3 models failed: {names[2]}: ")
+    rows = json.loads((tmp_path / "pages" / "index.json").read_text())["networks"]
+    assert [row["model"] for row in rows] == names
+    assert [row.get("heads") for row in rows] == [7, 14, None]
+    table = (tmp_path / "pages" / "index.html").read_text()
+    for row in rows[:2]:
+        assert f'<a href="{row["page"]}">' in table
+        page = json.loads(
+            (tmp_path / "pages" / row["page"]).with_suffix(".json").read_text()
+        )
+        (network,) = page["networks"]
+        for kind in TYPES:
+            assert row[kind] == sum(
+                head["head_type"] == kind for head in network["heads"]
+            )
