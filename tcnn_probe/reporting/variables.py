@@ -77,11 +77,9 @@ def pack_variables(
 
 def _place_on_page(row: dict[str, Any]) -> tuple[int, int]:
     """Return the sort key of a variable: types first, then numbers of heads, what they are made of before the rest."""
-    name = row["name"]
-    leads = name in _LEADING
-    place = _LEADING.index(name) if leads else len(_LEADING)
-    # Differences between halves are the uncertainty of other variables.
-    return ("head", "layer", "model").index(row["of"]), place + name.endswith("_halves")
+    leads = row["name"] in _LEADING
+    place = _LEADING.index(row["name"]) if leads else len(_LEADING)
+    return ("head", "layer", "model").index(row["of"]), place
 
 
 def _place(

@@ -78,7 +78,8 @@ def test_page_and_facts_say_what_the_recording_holds(
     names = [
         name
         for name, values in heads.data_vars.items()
-        if values.dims == ("layer", "head")
+        # Differences of halves make types uncertain, and are not shown themselves.
+        if values.dims == ("layer", "head") and not name.endswith("_halves")
     ]
     for row in network["heads"]:
         at = {"layer": row["layer"], "head": row["head"]}
