@@ -49,7 +49,7 @@ from tcnn_probe.hooks.interception import (
     SeenProduct,
     describe,
 )
-from tcnn_probe.hooks.modes import EDITORS, Scope, edited
+from tcnn_probe.hooks.modes import EDITORS, run_edited, run_in_modes
 
 __all__ = ["HeadEditor", "HeadListener", "LayerCall", "name_of_gating"]
 
@@ -194,7 +194,7 @@ class HeadEditor(Calls[LayerCall]):
     def begins(self, call: LayerCall) -> None:
         """Start editing in this call."""
         call.listeners = self._listeners
-        call.scope = Scope(self.module, _EditingMode(call))
+        call.scope.open(self.module, _EditingMode(call))
 
     def returns(self, call: LayerCall, output: Any) -> Any:
         """Notify the listeners, and add terms to the output."""
@@ -220,9 +220,8 @@ class HeadEditor(Calls[LayerCall]):
             edited_output = edit.terms(call, edited_output, edit.heads)
         return with_first_tensor(output, images_first(call.module, edited_output))
 
-    @contextmanager
-    def reading(self) -> Iterator[None]:
-        """Apply the edits of a call to computations with the layer's parameters inside the ``with``."""
+    def read(self, function: Callable[[], Any]) -> Any:
+        """Call a function that computes with the layer's parameters, under the edits of a call."""
         running, frame = self.current(), sys._getframe()
         # If no call is running, one is made up in the outermost frame, which stays on the stack during the reading.
         while frame.f_back is not None:
@@ -232,8 +231,7 @@ class HeadEditor(Calls[LayerCall]):
         )
         try:
             self._running[threading.get_ident()] = call
-            with _EditingMode(call):
-                yield
+            return run_in_modes(function, _EditingMode(call))
         finally:
             if running is None:
                 self._leave()
@@ -355,8 +353,8 @@ def _edit_gated_heads(call: LayerCall, heads: Tensor) -> Tensor:
     x = next((x for x in call.inputs if isinstance(x, Tensor)), heads)[: len(heads)]
 
     def describe() -> Any:
-        with edited(call.module):
-            return gated_attention_of(call.module, x).parts
+        layer = call.module
+        return run_edited(layer, lambda: gated_attention_of(layer, x).parts)
 
     batch, head_count, queries, _ = heads.shape
     sizes = (batch, head_count, queries)

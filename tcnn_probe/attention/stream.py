@@ -56,7 +56,7 @@ from tcnn_probe.hooks.interception import (
     SeenProduct,
     SeenUnmeasured,
 )
-from tcnn_probe.hooks.modes import edited, named_in_errors
+from tcnn_probe.hooks.modes import named_in_errors, run_edited
 from tcnn_probe.images import batch_of, input_tensors
 from tcnn_probe.models import check_model, layer_names
 
@@ -372,8 +372,7 @@ class AttentionStream:
             layer, role = self._seams[module]
             self._formed.setdefault(layer, {}).setdefault(role, []).append(output)
         if module in self._watched:
-            with forward.unseen():
-                self._listener.returned(module, inputs, output)
+            forward.run_unseen(self._listener.returned, module, inputs, output)
         if module in self._whole:
             self.attending.add(module)
             if self._wants(self._names[module]):
@@ -584,7 +583,8 @@ class AttentionStream:
     ) -> Tensor | None:
         """Pass the whole attention of a layer to the listener after its call; return its output if it is edited."""
         name, formed = self._names[layer], self._formed.pop(layer, None)
-        with forward.unseen(), named_in_errors(name), edited(layer):
+
+        def show() -> tuple[Attention, HeadEdit | None]:
             attention = self._whole[layer].describe(
                 layer, inputs[0], formed, name, forward.running
             )
@@ -592,7 +592,10 @@ class AttentionStream:
             attention = self._assigned(attention, views)
             if self.verification.needed(name) and not edits_of(output):
                 self.verification.add(name, attention.discrepancy(output))
-            edit = self._listener.attends(attention)
+            return attention, self._listener.attends(attention)
+
+        with named_in_errors(name):
+            attention, edit = forward.run_unseen(run_edited, layer, show)
         self._shown.append(_ShownSoftmax(name, layer, None, has_heads=True))
         if edit is None:
             return None
@@ -600,8 +603,10 @@ class AttentionStream:
             raise TypeError(
                 f"expected no edit of {name!r}: {type(attention).__name__} cannot be edited"
             )
-        with edited(layer):  # with the ablations of the layer's gates and heads
-            return edit_gated_output(layer, inputs[0], output, edit)
+        # The computation includes the ablations of the layer's gates and heads.
+        return run_edited(
+            layer, lambda: edit_gated_output(layer, inputs[0], output, edit)
+        )
 
     def _explain(self, ran: Collection[nn.Module]) -> None:
         """Note once for each module that looks like attention why none was seen while it ran."""

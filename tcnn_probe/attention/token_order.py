@@ -215,12 +215,13 @@ class PlaceTracker(TorchFunctionMode):
         self._views += views
         return numbers
 
+    @unseen
     def see(self, image: Tensor) -> None:
         """Give numbers to the views (n, C, H, W) that enter the patch embedding, and their pixels.
 
         Tokens are then in order if they are in that of the view, whatever the model did to the image before.
         """
-        with unseen(), self._noted("the patch embedding"):
+        with self._noted("the patch embedding"):
             sources = self.views_of(image)
             pixels = self._pixels.of(image)
             views = [
@@ -312,9 +313,10 @@ class PlaceTracker(TorchFunctionMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
+        if torch.compiler.is_compiling():
+            return func(*args, **kwargs)
         # After Ctrl-C, other code of the thread may run under this mode.
-        is_over = self._frame is not None and not is_running(self._frame)
-        if is_over or torch.compiler.is_compiling():
+        if self._frame is not None and not is_running(self._frame):
             return func(*args, **kwargs)
         self._look(func, args, kwargs)
         output = func(*args, **kwargs)
@@ -332,6 +334,7 @@ class PlaceTracker(TorchFunctionMode):
     # The following methods are not compiled, because torch.compile would also compile the functions on places.
 
     @torch.compiler.disable
+    @unseen
     def _look(
         self,
         func: Callable[..., Any],
@@ -347,13 +350,14 @@ class PlaceTracker(TorchFunctionMode):
             and not is_kernel(func)
         ):
             return
-        with unseen(), self._noted(name):
+        with self._noted(name):
             inputs = tensors_in((*args, *kwargs.values()))
             queries, keys = self._pixels.sides(func, inputs)
             self.queries, self.keys = places_of_tokens(queries), places_of_tokens(keys)
             self._rows = self._views_of.sides(func, inputs)[0]
 
     @torch.compiler.disable
+    @unseen
     def _hear(
         self,
         func: Callable[..., Any],
@@ -363,7 +367,7 @@ class PlaceTracker(TorchFunctionMode):
     ) -> None:
         """Track a function that has run."""
         name = function_name(func)
-        with unseen(), self._noted(name):
+        with self._noted(name):
             inputs = tensors_in((*args, *kwargs.values()))
             if is_transformed(inputs):
                 return

@@ -113,10 +113,10 @@ class _SourceTracker(TorchFunctionMode):
     ) -> Any:
         output = func(*args, **(kwargs or {}))
         if not torch.compiler.is_compiling():
-            with unseen():
-                self._note(function_name(func), (args, kwargs), output)
+            self._note(function_name(func), (args, kwargs), output)
         return output
 
+    @unseen
     def _note(self, name: str, inputs: Any, output: Any) -> None:
         outputs, sources = _tensors(output), self.of(inputs)
         if name == "__setitem__":

@@ -42,7 +42,7 @@ class Call:
     kwargs: Mapping[str, Any]
     frame: FrameType
     thread: int = field(default_factory=threading.get_ident)
-    scope: Scope | None = None
+    scope: Scope = field(default_factory=Scope)
     over: bool = False
     depth: int = 0  # number of calls within this one, if the module calls itself
 
@@ -50,6 +50,11 @@ class Call:
     def inputs(self) -> list[Any]:
         """Positional arguments, followed by keyword arguments."""
         return [without_nested(x) for x in (*self.args, *self.kwargs.values())]
+
+    def close(self) -> None:
+        """End the call, also after Ctrl-C. This may be repeated."""
+        self.over = True
+        self.scope.close()
 
     def goes_on(self) -> bool:
         """Return whether the call is neither over nor interrupted."""
@@ -125,7 +130,8 @@ class Calls(Generic[C]):
             while self._handles and all(
                 call.over for call in list(self._running.values())
             ):
-                self._handles.pop().remove()
+                self._handles[-1].remove()
+                del self._handles[-1:]
 
     def current(self) -> C | None:
         """Return the call that is running in this thread."""
@@ -164,8 +170,7 @@ class Calls(Generic[C]):
         call = self.current()
         if call is None or not self._is_of(call, module):
             return None
-        if call.scope is not None:
-            call.scope.leave_modes()
+        call.scope.leave_modes()
         return self.returns(call, output)
 
     def _end(
@@ -196,11 +201,12 @@ class Calls(Generic[C]):
         )
 
     def _leave(self) -> None:
-        call = self._running.pop(threading.get_ident(), None)
+        thread = threading.get_ident()
+        call = self._running.get(thread)
         if call is not None:
-            call.over = True
-            if call.scope is not None:
-                call.scope.close()
+            call.close()
+            # It is forgotten last, so that this is repeated if Ctrl-C interrupts it.
+            self._running.pop(thread, None)
 
 
 class CopySafeHook:

@@ -8,9 +8,9 @@ calls of torch. Both are removed when the call ends, also after an exception.
 
 import sys
 import threading
-from collections.abc import Iterator, Mapping, Sequence, Set
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
+from functools import partial
 from types import FrameType
 from typing import Any, Protocol
 
@@ -28,7 +28,7 @@ from tcnn_probe.hooks.calls import (
     without_nested,
 )
 from tcnn_probe.hooks.interception import Answer, Interception, Seen
-from tcnn_probe.hooks.modes import Scope, hidden_depth, is_transformed, unseen
+from tcnn_probe.hooks.modes import hidden_depth, is_transformed, unseen
 
 __all__ = ["Forward", "Forwards", "Listener", "Running"]
 
@@ -143,10 +143,8 @@ class Forwards(Calls["Forward"]):
             if call.over:
                 return
             continues = self._continues(call)
-            with call.unseen():
-                call.over = not self._listener.begins(
-                    call.module, call.inputs, continues=continues
-                )
+            begins = partial(self._listener.begins, continues=continues)
+            call.over = not call.run_unseen(begins, call.module, call.inputs)
             if call.over:
                 return
             self._followed = call
@@ -182,20 +180,21 @@ class Forwards(Calls["Forward"]):
         # An exception that was already being handled when the model was called is not a failure of the forward.
         has_failed, is_told = sys.exc_info()[1] is not call.handled, False
         output = without_nested(output)
-        call.leave()
-        with call.unseen():
-            try:
-                if not has_failed:
-                    # The entry is reported here, not by torch's global hook, which runs before the entry's own hooks,
-                    # which may change the output.
-                    self._listener.returned(call, call.module, call.inputs, output)
-                    is_told = True
-            finally:
-                self._followed = None
-                if is_told:
-                    self._listener.ends(output)
-                else:
-                    self._listener.fails()
+        call.close()
+        try:
+            if not has_failed:
+                # The entry is reported here, not by torch's global hook, which runs before the entry's own hooks,
+                # which may change the output.
+                call.run_unseen(
+                    self._listener.returned, call, call.module, call.inputs, output
+                )
+                is_told = True
+        finally:
+            self._followed = None
+            if is_told:
+                call.run_unseen(self._listener.ends, output)
+            else:
+                call.run_unseen(self._listener.fails)
 
     def _leave(self) -> None:
         with self._lock:
@@ -206,8 +205,7 @@ class Forwards(Calls["Forward"]):
                 followed.thread == threading.get_ident() or not followed.goes_on()
             ):
                 self._followed = None
-                followed.over = True
-                followed.leave()
+                followed.close()
                 self._listener.fails()
 
 
@@ -241,7 +239,7 @@ class Forward(Call):
         self._stack: list[tuple[nn.Module, Sequence[Any]]] = [
             (self.module, self.inputs)
         ]
-        self._is_quiet = False
+        self._is_quiet = self._is_closed = False
         self._depth = hidden_depth()
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
 
@@ -269,25 +267,25 @@ class Forward(Call):
         )
         # The mode that is entered last sees a call first, so the listener's modes have seen a call before the listener
         # is notified of its attention.
-        self.scope = Scope(self.module, Interception(self._asked), *listener.modes())
+        self.scope.open(self.module, Interception(self._asked), *listener.modes())
 
-    def leave(self) -> None:
+    def close(self) -> None:
         """Stop notifying the listener."""
-        for handle in self._handles:
-            handle.remove()
+        self._is_closed = True
+        while self._handles:
+            self._handles[-1].remove()
             # Removing the handle of a global hook leaves this flag behind (torch 2.8 to 2.15).
-            global_hooks._global_forward_hooks_with_kwargs.pop(handle.id, None)
-        self._handles = []
-        if self.scope is not None:
-            self.scope.close()
+            global_hooks._global_forward_hooks_with_kwargs.pop(
+                self._handles[-1].id, None
+            )
+            del self._handles[-1:]
+        super().close()
 
-    @contextmanager
-    def unseen(self) -> Iterator[None]:
-        """Hide computations of the listener inside the ``with`` from this forward."""
+    def run_unseen(self, function: Callable[..., Any], *args: Any) -> Any:
+        """Call a function of the listener, hidden from this forward and from all modes."""
         self._is_quiet = True
         try:
-            with unseen():
-                yield
+            return unseen(function)(*args)
         finally:
             self._is_quiet = False
 
@@ -324,19 +322,19 @@ class Forward(Call):
             return self._listener.returned(self, module, inputs, output)
 
     def _asked(self, request: Seen) -> Answer | None:
-        if self._is_quiet or hidden_depth() > self._depth:
+        if self._is_quiet or self._is_closed or hidden_depth() > self._depth:
             return None
         if not is_running(self.frame):  # it was interrupted, and other code runs now
             return None
         if self.running[-1][0] not in self._names:
             return None
-        with self.unseen():
-            return self._listener.asked(self, request)
+        return self.run_unseen(self._listener.asked, self, request)
 
     def _is_followed(self, module: nn.Module) -> bool:
         """Return whether a module belongs to the model, or has weights and runs inside the model's forward."""
         if (
             self._is_quiet
+            or self._is_closed
             or self.thread != threading.get_ident()
             or hidden_depth() > self._depth
         ):

@@ -216,14 +216,24 @@ class Interception(TorchFunctionMode):
         # Reading a property of a tensor is also a call of a torch function, which outer modes would see.
         with torch._C.DisableTorchFunction():
             reason = _why_unreadable(tree_leaves((args, kwargs)))
-        with unseen():
-            request = (
-                describe(func, output, args, kwargs)
-                if reason is None
-                else _describe_unreadable(reason, func, output, args, kwargs)
-            )
-            answer = None if request is None else self._on_request(request)
+        answer = self._ask(reason, func, output, args, kwargs)
         return output if answer is None else answer(func, args, kwargs, output)
+
+    @unseen
+    def _ask(
+        self,
+        reason: str | None,
+        func: Callable[..., Any],
+        output: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Answer | None:
+        request = (
+            describe(func, output, args, kwargs)
+            if reason is None
+            else _describe_unreadable(reason, func, output, args, kwargs)
+        )
+        return None if request is None else self._on_request(request)
 
 
 def describe(

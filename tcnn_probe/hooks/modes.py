@@ -2,16 +2,16 @@
 
 import threading
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
-from typing import Any
+from functools import wraps
+from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.autograd import forward_ad
 from torch.fx import Proxy
 from torch.overrides import (
     TorchFunctionMode,
@@ -28,17 +28,19 @@ __all__ = [
     "EDITORS",
     "Scope",
     "balanced_modes",
-    "edited",
     "hidden_depth",
     "hidden_from_recorders",
     "is_function_transformed",
     "is_nested",
     "is_transformed",
     "named_in_errors",
-    "only_modes_from_here",
+    "run_edited",
+    "run_in_modes",
     "take_off",
     "unseen",
 ]
+
+Result = TypeVar("Result")
 
 # Keys of the modes of make_fx and torch.export, of fake tensors and of functionalization (private, torch 2.8 to 2.15).
 _KEY = torch._C._TorchDispatchModeKey
@@ -71,34 +73,49 @@ def hidden_depth() -> int:
 
 
 class Scope:
-    """Function modes that are on, and compiled code that runs eagerly, from here to :meth:`close`."""
+    """Function modes that are on, and compiled code that runs eagerly, from here to :meth:`close`.
 
-    def __init__(self, module: nn.Module, *modes: TorchFunctionMode) -> None:
+    Torch runs no hooks after Ctrl-C, so a scope can stay open until the next forward of its thread, or the end of the
+    ``with``. Whatever switches something off for the time of a forward, a mode or a gradient, is therefore never in a
+    scope, but in a ``with`` of C++ guards, which no signal can interrupt (:func:`unseen`).
+    """
+
+    def __init__(self) -> None:
         self._modes: list[TorchFunctionMode] = []
+        self._eagerness: Eagerness | None = None
+
+    def open(self, module: nn.Module, *modes: TorchFunctionMode) -> None:
+        """Run compiled parts of a module eagerly, and enter modes."""
         self._eagerness = Eagerness(module)
+        self.enter(*modes)
+
+    def enter(self, *modes: TorchFunctionMode) -> None:
+        """Enter modes, of which the last one sees a call first."""
         for mode in modes:
-            mode.__enter__()
+            # This order closes a mode that Ctrl-C has interrupted while it was entered.
             self._modes.append(mode)
+            mode.__enter__()
 
     def close(self) -> None:
-        """Leave the modes, even if others that were entered later are still on. A second call has no effect."""
+        """Leave the modes, even if others that were entered later are still on. This may be repeated."""
         self.leave_modes()
-        self._eagerness.close()
+        if self._eagerness is not None:
+            self._eagerness.close()
 
     def leave_modes(self) -> None:
         """Leave the modes, but still run compiled code eagerly."""
         while self._modes:
-            take_off(self._modes.pop())
+            take_off(self._modes[-1])
+            del self._modes[-1:]
 
 
 def take_off(mode: TorchFunctionMode) -> None:
-    """Leave a function mode, wherever it is in the stack."""
+    """Leave a function mode, wherever it is in the stack; do nothing if it is not there."""
+    if not any(entered is mode for entered in _get_current_function_mode_stack()):
+        return
     # torch can only leave the mode on top, so modes above are set aside and then put back in their order.
     above: list[Any] = []
-    while torch._C._len_torch_function_stack():
-        top = _pop_mode()
-        if top is mode:
-            break
+    while (top := _pop_mode()) is not mode:
         above.append(top)
     for mode_above in reversed(above):
         _push_mode(mode_above)
@@ -136,18 +153,32 @@ def balanced_modes() -> Iterator[None]:
             dispatch._pop_mode()
 
 
-@contextmanager
-def only_modes_from_here() -> Iterator[None]:
-    """Disable all function modes inside the ``with``, except those that are entered inside it."""
-    outer: list[Any] = []
+class _Curtain(TorchFunctionMode):
+    """Mode that hides calls of torch from the modes below it while it is up."""
+
+    is_up = True
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if not self.is_up:
+            return func(*args, **(kwargs or {}))
+        with torch._C.DisableTorchFunction():
+            return func(*args, **(kwargs or {}))
+
+
+def run_in_modes(function: Callable[[], Result], *modes: TorchFunctionMode) -> Result:
+    """Call a function with these function modes only, even where torch functions are hidden from all modes."""
+    curtain = _Curtain()
+    scope = Scope()
     try:
-        while torch._C._len_torch_function_stack():
-            outer.append(_pop_mode())
         with torch._C._EnableTorchFunction():
-            yield
+            scope.enter(curtain, *modes)
+            return function()
     finally:
-        for mode in reversed(outer):
-            _push_mode(mode)
+        # A curtain that Ctrl-C leaves on hides nothing.
+        curtain.is_up = False
+        scope.leave_modes()
 
 
 def is_function_transformed() -> bool:
@@ -180,23 +211,24 @@ def is_transformed(inputs: Any) -> bool:
     )
 
 
-@contextmanager
-def unseen() -> Iterator[None]:
-    """Run operations without forward- or reverse-mode gradients, hidden from all function and dispatch modes."""
-    with (
-        # In inference mode, sums that are created here could not be changed in place outside. inference_mode(False)
-        # turns gradients on, so no_grad() comes after it.
-        torch._C.DisableTorchFunction(),
-        torch.inference_mode(False),
-        torch.no_grad(),
-        forward_ad._set_fwd_grad_enabled(False),
-    ):
-        # Disabling modes takes 0.1 ms even if none is on, so it is checked first whether one is.
-        if not torch._C._len_torch_dispatch_stack():
-            yield
-            return
-        with dispatch._disable_current_modes():
-            yield
+def unseen(function: Callable[..., Result]) -> Callable[..., Result]:
+    """Decorate a function to run without forward- or reverse-mode gradients, hidden from all modes."""
+
+    @wraps(function)
+    def run(*args: Any, **kwargs: Any) -> Result:
+        # Python runs no handler of signals between the effect of these C++ guards and their ``with``, unlike in no_grad
+        # and other context managers that are written in Python. In inference mode, sums that are created here could not
+        # be changed in place outside. The second guard restores the flags of gradients, too.
+        with torch._C.DisableTorchFunction(), torch._C._InferenceMode(False):
+            torch._C._set_grad_enabled(False)
+            torch._C._set_fwd_grad_enabled(False)
+            # Disabling modes takes 0.1 ms even if none is on, so it is checked first whether one is.
+            if not torch._C._len_torch_dispatch_stack():
+                return function(*args, **kwargs)
+            with dispatch._disable_current_modes():
+                return function(*args, **kwargs)
+
+    return run
 
 
 @contextmanager
@@ -210,18 +242,13 @@ def named_in_errors(layer: str) -> Iterator[None]:
 
 
 EDITORS: WeakKeyDictionary[nn.Module, Any] = WeakKeyDictionary()
-"""Editors of modules. Their method ``reading()`` is a context manager that applies the edits. Copies have no editor."""
+"""Editors of modules. Their method ``read(function)`` calls a function with the edits. Copies have no editor."""
 
 
-@contextmanager
-def edited(module: nn.Module) -> Iterator[None]:
-    """Apply the edits of a layer's parameters, such as ablations, that are active in its forwards.
+def run_edited(module: nn.Module, function: Callable[[], Result]) -> Result:
+    """Call a function under the edits of a layer's parameters, such as ablations, that are active in its forwards.
 
-    Inside, only function modes that the edit enters are active, even if torch functions are hidden from all modes.
+    Only function modes that the edit enters see it, even if torch functions are hidden from all modes.
     """
     editor = EDITORS.get(module)
-    if editor is None:
-        yield
-        return
-    with only_modes_from_here(), editor.reading():
-        yield
+    return function() if editor is None else editor.read(function)

@@ -1,14 +1,13 @@
 """The logits of flex_attention: products of queries and keys that are changed by the user's function and masked."""
 
 from collections.abc import Callable
-from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from tcnn_probe.hooks.modes import only_modes_from_here
+from tcnn_probe.hooks.modes import run_in_modes
 
 __all__ = ["ScoreModification"]
 
@@ -56,10 +55,8 @@ class ScoreModification:
         mapped = self._modify
         for axes in _AXES:
             mapped = torch.vmap(mapped, in_dims=axes)
-        with ExitStack() as modes:
-            modes.enter_context(only_modes_from_here())
-            modes.enter_context(_indexing())
-            return mapped(scores, images, heads, self.queries[queries], self.keys[keys])
+        places = images, heads, self.queries[queries], self.keys[keys]
+        return run_in_modes(lambda: mapped(scores, *places), _indexing())
 
     def _modify(self, score: Tensor, *place: Tensor) -> Tensor:
         modified = self.score_mod(score, *place, *self.score_buffers)

@@ -13,7 +13,7 @@ from tqdm.auto import tqdm
 from tcnn_probe.architectures.lookup import head_count
 from tcnn_probe.attention.head_editor import HeadEditor
 from tcnn_probe.hooks.calls import Call, Calls
-from tcnn_probe.hooks.modes import Scope, is_transformed
+from tcnn_probe.hooks.modes import is_transformed
 from tcnn_probe.interventions.ablation_kinds import Ablated, Mode, OnPatches, kind_of
 from tcnn_probe.interventions.head_selection import HeadSelection, select_heads
 from tcnn_probe.interventions.references import (
@@ -289,7 +289,7 @@ class _ModelCalls(Calls[Call]):
         if self._grids is not None:
             self._grids.look(call)
         # Compiled code would run without the hooks of the layers.
-        call.scope = Scope(self.module)
+        call.scope.open(self.module)
 
     def _warn_of_overlap(
         self, reference: ReferenceStatistics, inputs: Sequence[Any]

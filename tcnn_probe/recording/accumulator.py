@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from tcnn_model.precision import widest, widest_dtype
 from tcnn_probe.attention.patterns import Pattern
-from tcnn_probe.hooks.modes import edited, named_in_errors
+from tcnn_probe.hooks.modes import named_in_errors, run_edited
 from tcnn_probe.probes import Probe
 from tcnn_probe.probes.anatomy import finish_information
 from tcnn_probe.probes.probe import GradientNorms
@@ -276,10 +276,9 @@ class Accumulator:
         if self.probe.state is None:
             return {}
         arrays = {}
-        with named_in_errors(self.name), edited(self.module):
-            state = check_measured(
-                self.probe, self.probe.state(self.module), by_image=False
-            )
+        with named_in_errors(self.name):
+            measured = run_edited(self.module, partial(self.probe.state, self.module))
+            state = check_measured(self.probe, measured, by_image=False)
             for name, value in state.items():
                 # This is a DTensor, which is sharded over ranks.
                 if hasattr(value, "full_tensor"):

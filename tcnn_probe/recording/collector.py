@@ -4,6 +4,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,7 @@ from tcnn_probe.attention.attention import Attention
 from tcnn_probe.attention.layout import GivenTokens
 from tcnn_probe.attention.patterns import Pattern
 from tcnn_probe.attention.stream import AttentionListener, AttentionStream
-from tcnn_probe.hooks.modes import edited, hidden_depth, named_in_errors
+from tcnn_probe.hooks.modes import hidden_depth, named_in_errors, run_edited
 from tcnn_probe.images import batch_of, input_tensors
 from tcnn_probe.models import layer_names, unwrap
 from tcnn_probe.probes import ForwardCall, NotMeasuredError, Probe
@@ -397,7 +398,7 @@ class Collector(AttentionListener):
         for accumulator in accumulators:
             probe, layer = accumulator.probe, accumulator.name
             # The probe sees the parameters that the forward used, including the edits of ablations.
-            with named_in_errors(layer), edited(module):
+            with named_in_errors(layer):
                 limit = self._room(layer, probe)
                 call = ForwardCall(
                     module,
@@ -409,7 +410,8 @@ class Collector(AttentionListener):
                     self.stream.verification,
                 )
                 assert probe.measure is not None
-                values = check_measured(probe, probe.measure(call), by_image=True)
+                measured = run_edited(module, partial(probe.measure, call))
+                values = check_measured(probe, measured, by_image=True)
                 if values:
                     self._pending.append(self._measured(probe, values, call))
         # Calls of the parts are dropped: their tensors may be large, and the next call of the module has new ones.

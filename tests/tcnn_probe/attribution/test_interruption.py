@@ -3,6 +3,7 @@
 import contextlib
 import gc
 import sys
+from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
@@ -15,10 +16,11 @@ from torch.utils import _python_dispatch, hooks
 
 import tcnn_probe
 from tcnn_probe.attention import stream
-from tcnn_probe.hooks import calls
+from tcnn_probe.attention.head_edit import HeadEdit
+from tcnn_probe.hooks import calls, forwards, modes
 from tcnn_probe.models import untouched
 from tests.tcnn_probe.attribution.models import SIZE, transformer
-from tests.tcnn_probe.contracts.helpers import Trace
+from tests.tcnn_probe.contracts.helpers import Trace, vit
 
 # Python delivers a signal at the start of a function, and at the start of these functions a mode or a hook is half
 # entered or left.
@@ -26,6 +28,8 @@ FILES = {
     contextlib.__file__,
     _python_dispatch.__file__,
     calls.__file__,
+    forwards.__file__,
+    modes.__file__,
     grad_mode.__file__,
     hooks.__file__,
     stream.__file__,
@@ -88,6 +92,43 @@ def test_nothing_is_left_by_an_interruption(method: str) -> None:
         assert not _get_current_function_mode_stack(), place
         assert Trace(model) == trace, place
         torch.zeros(1)  # fails if dispatch keys of a mode are left behind
+    gc.unfreeze()
+
+
+@pytest.mark.parametrize(
+    "attach",
+    [
+        tcnn_probe.record,
+        tcnn_probe.ablate,
+        lambda model: tcnn_probe.attention_stream(
+            model, lambda attention: HeadEdit([0])
+        ),
+    ],
+    ids=["record", "ablate", "attention_stream"],
+)
+@pytest.mark.filterwarnings("ignore:.*nothing was marked:RuntimeWarning")
+def test_a_forward_after_an_interrupted_one_is_like_any_other(
+    attach: Callable[[nn.Module], Any],
+) -> None:
+    model, images = vit(), torch.randn(2, 2, 20, 28)
+    trace = Trace(model)
+    with attach(model):
+        expected = model(images)
+        with Interruption() as interruption:
+            model(images)
+    places = [place for place in interruption.places if "tcnn_probe" in place[1]]
+    assert len(places) > 10
+    gc.freeze()
+    for place in places:
+        with attach(model):
+            model(images)
+            with pytest.raises(KeyboardInterrupt), Interruption(place):
+                model(images)
+            # The user goes on without a forward.
+            assert (torch.ones(1, requires_grad=True) * 2).requires_grad, place
+            assert torch._C._is_torch_function_enabled(), place
+            torch.testing.assert_close(model(images), expected)
+        assert Trace(model) == trace, place
     gc.unfreeze()
 
 

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
 from tcnn_probe.hooks.modes import (
@@ -14,7 +15,7 @@ from tcnn_probe.hooks.modes import (
     hidden_from_recorders,
     is_transformed,
     named_in_errors,
-    only_modes_from_here,
+    run_in_modes,
     take_off,
     unseen,
 )
@@ -72,32 +73,41 @@ def test_modes_that_are_left_on_are_taken_off(
     assert clean()
 
 
-@pytest.mark.parametrize("hide", [only_modes_from_here, unseen])
-def test_outer_modes_see_nothing(hide: Callable[[], Any]) -> None:
+@pytest.mark.parametrize("run", [run_in_modes, lambda function: unseen(function)()])
+def test_outer_modes_see_nothing(run: Callable[[Callable[[], Tensor]], Tensor]) -> None:
     x = torch.ones(2)
     with Function() as outer:
         before = outer.count
-        with hide():
-            x.exp()
+        run(x.exp)
         assert outer.count == before
         x.exp()
         assert outer.count > before
+    assert clean()
 
 
-def test_inner_modes_see_what_is_inside() -> None:
-    with Function(), only_modes_from_here(), Function() as inner:
-        torch.ones(2).exp()
-    assert inner.count > 0
+def test_own_modes_see_what_is_hidden_from_others() -> None:
+    inner, x = Function(), torch.ones(2)
+    with Function() as outer:
+        unseen(run_in_modes)(x.exp, inner)
+        assert (inner.count, outer.count) == (1, 0)
 
 
 def test_unseen_disables_gradients_and_restores_the_flags() -> None:
     x = torch.ones(2, requires_grad=True)
-    with torch.inference_mode(), unseen():
+
+    @unseen
+    def check() -> None:
         total = 2 * x
         # A tensor of inference mode could not be changed outside of it.
         assert not total.is_inference()
         assert not total.requires_grad
+        assert not forward_ad._is_fwd_grad_enabled()
+        raise ValueError("inside")
+
+    with torch.inference_mode(), pytest.raises(ValueError, match="inside"):
+        check()
     assert (2 * x).requires_grad
+    assert forward_ad._is_fwd_grad_enabled()
 
 
 def test_hidden_depth_counts_nested_blocks() -> None:
