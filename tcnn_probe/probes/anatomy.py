@@ -49,7 +49,7 @@ _NO_IMAGE = "the attention of all images was NaN"
 _FEW_IMAGES = "it compares halves of the images, and fewer than four were seen since the previous mark"
 _MASKS = "masks hide other keys, or padding replaces other queries, in other images"
 _OTHER_GRIDS = "offsets between queries and keys are no whole numbers of patches"
-# Weights far below those that any network gives: a shifted window hides keys by a mask of -100.
+# Weights far below those that any network gives: a mask of -100, as in shifted windows, hides keys.
 _HIDDEN_WEIGHT = np.exp(-40)
 _RADIUS = 7  # of kernels, in patches; attention beyond is drawn as nothing on a page of 72 heads
 _PARTS = {
@@ -180,6 +180,19 @@ def finish_anatomy(name: str, pattern: Pattern) -> Statistics:
     }
 
 
+def _is_by_mask(hidden: np.ndarray, pattern: Pattern, counted: np.ndarray) -> bool:
+    """Return whether a mask that a model adds to its logits has hidden keys, (heads, queries, keys), in all images.
+
+    Its heads then lack the same keys, and no query its own. Heads that are sharp by themselves lack different ones,
+    unless all look at a single token, which is not the query's own.
+    """
+    if pattern.queries is None or pattern.keys is None or len(hidden) < 2:
+        return False
+    own = (pattern.queries[counted, None] == pattern.keys).all(-1)
+    is_shared = (hidden.all(0) == hidden.any(0)).all()
+    return bool(is_shared and not (hidden & own).any())
+
+
 @dataclass(frozen=True)
 class _Means:
     """Means over images of the queries that count.
@@ -210,10 +223,10 @@ class _Means:
         differ = ((visible > 0) & (visible < pattern.batch)).any()
         if differ or np.ptp(images, 1).any() or np.ptp(by_window.sum(1)):
             return _MASKS
+        hidden = sums.attention[:, counted] / images[..., None] <= _HIDDEN_WEIGHT
         seen = visible > 0
-        if pattern.shifted:
-            largest = (sums.attention[:, counted] / images[..., None]).max(0)
-            seen = seen & (largest > _HIDDEN_WEIGHT)
+        if pattern.shifted or _is_by_mask(hidden, pattern, counted):
+            seen = seen & ~hidden.all(0)
         return cls(pattern, sums, counted, seen)
 
     @property

@@ -294,6 +294,59 @@ def test_masks_that_differ_between_images_are_named() -> None:
     assert recorder.dataset.content_information.item() > 0
 
 
+class Unfused(nn.Module):
+    """Attention of three heads between 5 x 7 patches, with a function of their logits; and an oracle of selectivity."""
+
+    num_heads = 3
+
+    def __init__(self, change: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.stem, self.change = nn.Conv2d(3, 12, 2, 2), change
+
+    def attention(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        tokens = self.stem(x).flatten(2).mT.unflatten(-1, (3, 4)).transpose(1, 2)
+        return self.change(tokens @ tokens.mT).softmax(-1), tokens
+
+    def forward(self, x: Tensor) -> Tensor:
+        attention, tokens = self.attention(x)
+        return attention @ tokens
+
+
+# Each query sees its own key and about two in three of the others.
+SEEN = (
+    torch.rand(35, 35, generator=torch.Generator().manual_seed(0)) > 0.3
+) | torch.eye(35).bool()
+# What is done to the logits, and how many keys each query then sees.
+LOGITS: dict[str, tuple[Callable[[Tensor], Tensor], Tensor]] = {
+    "mask": (lambda x: x + torch.where(SEEN, 0, -100.0), SEEN.sum(-1)),
+    "mask and bias": (
+        lambda x: x + torch.where(SEEN, 0, -100.0) + torch.eye(35).roll(3, 0),
+        SEEN.sum(-1),
+    ),
+    "filled": (lambda x: x.masked_fill(~SEEN, -100.0), SEEN.sum(-1)),
+    # Without a mask, however sharp, all keys are seen.
+    "sink": (lambda x: x + 200 * (torch.arange(35) == 4), torch.full((35,), 35)),
+    "sharp": (lambda x: 300 * x, torch.full((35,), 35)),
+    "offsets": (
+        lambda x: x + 200 * torch.stack([torch.eye(35).roll(i, 0) for i in range(3)]),
+        torch.full((35,), 35),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LOGITS)
+def test_keys_that_a_model_masks_itself_do_not_count(name: str) -> None:
+    change, seen = LOGITS[name]
+    torch.manual_seed(0)
+    model, x = Unfused(change).eval(), images(4, 3, 10, 14)
+    ds = recorded(model, x).dataset.isel(epoch=0, layer=0)
+    with torch.no_grad():
+        weights = model.double().attention(x.double())[0]
+    entropy = -torch.xlogy(weights, weights).sum(-1).mean((0, 2))
+    expected = seen.double().log().mean() - entropy
+    np.testing.assert_allclose(ds.selectivity, expected, atol=1e-5)
+
+
 def test_kernels_are_those_of_the_convolutions() -> None:
     """With relative biases only, the kernel is the exponential of the bias; GPSA has offsets beyond the image."""
     layer = gpsa().eval()
