@@ -15,10 +15,14 @@ from .attribution import faithfulness as faithfulness
 from .attribution import saliency as saliency
 from .diagnosis import entropy_quantile as entropy_quantile
 from .diagnosis import health as health
+from .heads import head_table as head_table
 from .heads import head_types as head_types
+from .heads import random_heads as random_heads
 from .interventions.ablation import Ablation as Ablation
 from .interventions.ablation import ablate as ablate
+from .interventions.costs import head_costs as head_costs
 from .interventions.head_kernels import head_kernels as head_kernels
+from .interventions.importance import head_importance as head_importance
 from .loggers import log_to_tensorboard as log_to_tensorboard
 from .loggers import log_to_wandb as log_to_wandb
 from .loggers import scalars as scalars

@@ -25,6 +25,7 @@ from tcnn_probe.models import whole_number
 __all__ = [
     "AttendingCall",
     "HeadEdit",
+    "HeadWatch",
     "edit_call",
     "edit_function",
     "edit_gated",
@@ -45,12 +46,12 @@ class HeadEdit:
 
     Args:
         heads: Indices of the heads.
-        give: New output of the heads: "zero", or the "mean" over the queries of an image or window.
+        give: New output of the heads: "zero", or the "mean" over the edited queries of an image or window.
         attention: Attention that replaces that of the heads, shape (B or 1, windows, len(heads), N_query, N_key); in
             gated layers it replaces the content part, over H * W real pixels, unless it is ``whole``.
         terms: Function (call, output, heads) -> output that adds other terms to the layer's output in place of the
             heads' terms, which are zero by then. Only for listeners to single layers.
-        queries: Whether each query gets this attention, shape (N_query,); the others keep theirs. None for all.
+        queries: Whether each query is edited, shape (N_query,); None for all.
         whole: Whether ``attention`` replaces all of a gated layer's attention, over N_key keys with the padding.
     """
 
@@ -120,6 +121,18 @@ class HeadEdit:
         return replace(self, heads=heads, attention=self.attention[:, :, places])
 
 
+@dataclass(frozen=True)
+class HeadWatch(HeadEdit):
+    """Function of the outputs of a layer's heads, applied after all edits, for listeners to single layers.
+
+    Args:
+        watch: Function (outputs, edit) -> outputs. ``outputs`` are (rows, heads, N_query, d), or the attention of a
+            softmax that is not fused, and ``edit(head_edit)`` returns them with an edit, without gradients.
+    """
+
+    watch: Callable[[Tensor, Callable[[HeadEdit], Tensor]], Tensor] | None = None
+
+
 # Edits that were applied to outputs, for streams that get these outputs later: an edited output cannot verify a
 # reconstruction, and when an output is computed again to be edited, all edits must be applied again.
 _EDITS: MutableMapping[Tensor, Sequence[HeadEdit]] = WeakTensorKeyDictionary()
@@ -142,7 +155,8 @@ def owned_edits(edits: Sequence[HeadEdit]) -> list[HeadEdit]:
     by_edit = [
         (edit, [head for head in edit.heads if owners[head] is edit]) for edit in edits
     ]
-    return [edit.only(heads) for edit, heads in by_edit if heads]
+    watches = [edit for edit in edits if isinstance(edit, HeadWatch)]
+    return [*(edit.only(heads) for edit, heads in by_edit if heads), *watches]
 
 
 class AttendingCall:
@@ -320,22 +334,29 @@ def _edit_rows(
 ) -> Tensor:
     """Edit outputs of heads (rows, heads, N_query, d); ``exchange`` returns the outputs for an edit's attention."""
     for edit in edits:
+        if isinstance(edit, HeadWatch):
+            assert edit.watch is not None
+            edited = partial(_edited_alone, heads.detach(), exchange=exchange)
+            heads = edit.watch(heads, edited)
+            continue
         # Nothing is edited in place, because the model's backward pass may need these tensors.
         index = torch.tensor(list(edit.heads), device=heads.device)
+        old = heads.index_select(1, index)
+        queries = None if edit.queries is None else edit.queries.to(heads.device)
         if edit.attention is not None:
-            outputs = exchange(edit).to(heads.dtype)
-            if edit.queries is not None:
-                is_edited = edit.queries.to(heads.device)[:, None]
-                outputs = torch.where(is_edited, outputs, heads.index_select(1, index))
-            heads = heads.index_copy(1, index, outputs)
+            new = exchange(edit).to(heads.dtype)
         elif edit.give == "mean":
-            is_edited = torch.zeros(heads.shape[1], dtype=torch.bool)
-            is_edited[list(edit.heads)] = True
-            heads = torch.where(
-                is_edited.to(heads.device)[:, None, None],
-                heads.mean(-2, keepdim=True),
-                heads,
-            )
+            averaged = old if queries is None else old[:, :, queries]
+            new = averaged.mean(-2, keepdim=True).expand_as(old)
         else:
-            heads = heads.index_fill(1, index, 0)
+            new = torch.zeros_like(old)
+        if queries is not None:
+            new = torch.where(queries[:, None], new, old)
+        heads = heads.index_copy(1, index, new)
     return heads
+
+
+def _edited_alone(
+    heads: Tensor, edit: HeadEdit, exchange: Callable[[HeadEdit], Tensor]
+) -> Tensor:
+    return _edit_rows(heads, [edit], exchange)

@@ -4,6 +4,8 @@ from .former_types import Thresholds as Thresholds
 from .former_types import fit_mixture as fit_mixture
 from .static_pattern import information as information
 from .static_pattern import translation_equivariance as translation_equivariance
+from .tables import head_table as head_table
+from .tables import random_heads as random_heads
 from .types import GATED as GATED
 from .types import PARTS as PARTS
 from .types import TYPES as TYPES

@@ -1,29 +1,27 @@
 """``ablate()``: run a model without some of its heads, or with different attention."""
 
-import warnings
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
 from types import TracebackType
-from typing import Any, Self, get_args
+from typing import Literal, Self, get_args
 
-import torch
 from torch import Tensor, nn
-from tqdm.auto import tqdm
 
 from tcnn_probe.architectures.lookup import head_count
-from tcnn_probe.attention.head_editor import HeadEditor
-from tcnn_probe.hooks.calls import Call, Calls
-from tcnn_probe.hooks.modes import is_transformed
-from tcnn_probe.interventions.ablation_kinds import Ablated, Mode, OnPatches, kind_of
-from tcnn_probe.interventions.head_selection import HeadSelection, select_heads
-from tcnn_probe.interventions.references import (
-    GivenImages,
-    ReferenceStatistics,
-    as_batches,
-    fingerprints,
+from tcnn_probe.interventions.ablation_kinds import (
+    Ablated,
+    Mode,
+    kind_of,
+    use_grids,
 )
-from tcnn_probe.interventions.token_places import GridFinder
-from tcnn_probe.models import check_model, layer_names, untouched, whole_number
+from tcnn_probe.interventions.edited_forwards import (
+    ModelCalls,
+    collect_references,
+    edited_model,
+)
+from tcnn_probe.interventions.head_selection import HeadSelection, select_heads
+from tcnn_probe.interventions.references import GivenImages, as_batches
+from tcnn_probe.models import check_model, layer_names, whole_number
 
 __all__ = ["Ablation", "ablate"]
 
@@ -42,6 +40,7 @@ def ablate(
     images: GivenImages | None = None,
     seed: int | None = 0,
     radius: float | None = None,
+    queries: Literal["patches"] | None = None,
 ) -> "Ablation":
     """Ablate heads of a model, from this call to the end of a ``with`` statement or to :meth:`Ablation.remove`.
 
@@ -95,7 +94,7 @@ def ablate(
 
     "uniform", "convolutional", "salient", "local" and "distant" need a grid, and edit only the queries of patches:
     class and register tokens keep their own attention. In gated layers the grid includes the padding, whose values are
-    zero. The other modes edit all queries.
+    zero. The other modes edit all queries, unless ``queries="patches"``, which makes "static" and "zero" comparable.
 
     The model may run in eval or training mode, under autocast and in several threads at once, and may be recorded,
     explained and trained (with checkpointing, call backward before the ablation ends). Parameters, ``state_dict``,
@@ -120,6 +119,8 @@ def ablate(
             x N_query x N_key), and "shuffled" one for each image.
         seed: Seed of mode "shuffled".
         radius: Distance in patches for modes "local" and "distant" (cells of the finer grid of queries and keys).
+        queries: "patches" to leave class and register tokens as queries their own attention in modes "zero", "mean"
+            over queries, "static" and "shuffled", too.
 
     Returns:
         :class:`Ablation`, a context manager that returns itself.
@@ -167,10 +168,9 @@ def ablate(
         layers = {name: module for module, name in layer_names(source).items()}
         for entry in ablated:
             entry.source = _layer_of_source(entry, source, layers)
-    grids = GridFinder(model)
+    use_grids(model, ablated, queries)
     for entry in ablated:
         entry.radius = radius
-        entry.grids = grids if isinstance(entry, OnPatches) else None
     return Ablation(model, ablated, mode, batches, seed)
 
 
@@ -190,7 +190,7 @@ class Ablation:
         self._mode = mode
         self._images = images
         self._seed = seed
-        self._forwards: _ModelCalls | None = None
+        self._forwards: ModelCalls | None = None
         self._exits = ExitStack()
         self._entered = False
         self._begin()
@@ -263,94 +263,12 @@ class Ablation:
             and self._ablated
             and self._ablated[0].reference is None
         ):
-            _collect_references(self._model, self._ablated, self._images, self._seed)
+            collect_references(self._model, self._ablated, self._images, self._seed)
             # A layer that ran for the references need not run in the user's forwards.
             self._ablated = [entry.fresh() for entry in self._ablated]
         self._forwards = self._exits.enter_context(
-            _edited_model(self._model, self._ablated)
+            edited_model(self._model, self._ablated)
         )
-
-
-class _ModelCalls(Calls[Call]):
-    """Forwards of the whole model, in which compiled parts run uncompiled, because compiled code ignores hooks."""
-
-    has_run = False
-
-    def __init__(self, model: nn.Module, ablated: Sequence[Ablated]) -> None:
-        super().__init__(model, Call)
-        self._reference = ablated[0].reference if ablated else None
-        self._grids = ablated[0].grids if ablated else None
-        self._has_warned = False
-
-    def begins(self, call: Call) -> None:
-        if self._reference is not None:
-            self._reference.check(call.inputs)
-            self._warn_of_overlap(self._reference, call.inputs)
-        if self._grids is not None:
-            self._grids.look(call)
-        # Compiled code would run without the hooks of the layers.
-        call.scope.open(self.module)
-
-    def _warn_of_overlap(
-        self, reference: ReferenceStatistics, inputs: Sequence[Any]
-    ) -> None:
-        """Warn once if evaluated images are among those over which attention was collected."""
-        # Inputs with a single axis are labels or lengths.
-        images = next((x for x in inputs if isinstance(x, Tensor) and x.ndim > 1), None)
-        # While statistics are collected, the model runs on the given images themselves.
-        if not reference.is_finished or self._has_warned or images is None:
-            return
-        # Function modes watch the operations of the model, to which reading the images does not belong.
-        with torch._C.DisableTorchFunction():
-            reason = "" if is_transformed(inputs) else reference.overlap(images)
-        if reason:
-            self._has_warned = True
-            warnings.warn(reason, RuntimeWarning, stacklevel=2)
-
-    def returns(self, call: Call, output: Any) -> None:
-        self.has_run = True
-
-
-@contextmanager
-def _edited_model(
-    model: nn.Module, ablated: Sequence[Ablated]
-) -> Iterator[_ModelCalls]:
-    forwards = _ModelCalls(model, ablated)
-    try:
-        for entry in ablated:
-            HeadEditor.add(entry.module, entry)
-        forwards.attach()
-        yield forwards
-    finally:
-        for entry in ablated:
-            HeadEditor.remove(entry.module, entry)
-        forwards.detach()
-
-
-def _collect_references(
-    model: nn.Module,
-    ablated: Sequence[Ablated],
-    images: Iterable[Tensor],
-    seed: int | None,
-) -> None:
-    """Run the model on the given images, and collect the statistics that each mode needs."""
-    references = []
-    for entry in ablated:
-        entry.reference = entry.new_reference(seed)
-        references.append(entry.reference)
-    size = None
-    with _edited_model(model, ablated), untouched(model), torch.no_grad():
-        # disable=None shows no bar if the output is not a terminal, for example in a log.
-        for batch in tqdm(images, "ablate: images", leave=False, delay=3, disable=None):
-            prints = fingerprints(batch)
-            for reference in references:
-                # The reference needs the number of images before the model runs.
-                reference.begin(len(batch))
-                reference.fingerprints += prints
-            model(batch)
-            size = batch.shape[1:]
-    for reference in references:
-        reference.finish(size)
 
 
 def _layer_of_source(

@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, ClassVar, Literal, Self
 
 import numpy as np
@@ -24,7 +25,7 @@ from tcnn_probe.interventions.references import (
 from tcnn_probe.interventions.salience import scale_keys
 from tcnn_probe.interventions.token_places import GridFinder, TokenPlaces
 
-__all__ = ["Ablated", "Heads", "Mode", "OnPatches", "kind_of"]
+__all__ = ["Ablated", "Heads", "Mode", "kind_of", "use_grids"]
 
 Mode = Literal[
     "zero",
@@ -71,7 +72,7 @@ class Ablated(HeadListener):
     """Distance in patches, for modes "local" and "distant"."""
 
     grids: GridFinder | None = None
-    """Places of the model's tokens; None for kinds that do not depend on them."""
+    """Places of the model's tokens, if only the queries of patches are ablated; else None."""
 
     def __init__(
         self,
@@ -144,7 +145,16 @@ class Ablated(HeadListener):
             return None
         # Some layers do not state their number of heads, which is then known from their first attention.
         heads, self.count = self.among(attention.heads), attention.heads
-        return self.edit(attention, heads)
+        if self.grids is None:
+            return self.edit(attention, heads)
+        places = self.grids.places(self.layer, attention)
+        if isinstance(places, TokenPlaces):
+            edit = self.edit(attention, heads)
+            return None if edit is None else replace(edit, queries=places.is_patch)
+        self.reason = f"mode={self.mode!r} needs the grid of {self.layer!r}: {places}"
+        if self.strict:
+            raise ValueError(self.reason)
+        return None
 
     def returned(self, call: LayerCall, output: Any) -> None:
         """Raise an error if the call that ends could not be edited, or computed no attention to edit."""
@@ -243,22 +253,16 @@ class OnPatches(Ablated):
 
     grids: GridFinder
 
-    def edit(self, attention: Attention, heads: Sequence[int]) -> HeadEdit | None:
-        """Return an edit of the queries of patches; raise an error if the user named a layer without a grid."""
+    def edit(self, attention: Attention, heads: Sequence[int]) -> HeadEdit:
+        """Return an edit of the queries of patches."""
         places = self.grids.places(self.layer, attention)
-        if isinstance(places, str):
-            self.reason = (
-                f"mode={self.mode!r} needs the grid of {self.layer!r}: {places}"
-            )
-            if self.strict:
-                raise ValueError(self.reason)
-            return None
+        assert isinstance(places, TokenPlaces)
         # These computations are no part of the model, which recorders watch.
         with torch._C.DisableTorchFunction(), without_autocast(attention.source):
             weights = self.weights(attention, heads, places)
         if weights is None:
             return HeadEdit(())
-        return HeadEdit(heads, attention=weights, queries=places.is_patch, whole=True)
+        return HeadEdit(heads, attention=weights, whole=True)
 
     def weights(
         self, attention: Attention, heads: Sequence[int], places: TokenPlaces
@@ -455,6 +459,26 @@ class Replaced(Ablated):
             return output + terms.of(owned)[0].to(output.dtype)
 
         return HeadEdit(heads, terms=add_terms_of_source)
+
+
+def use_grids(
+    model: nn.Module, ablated: Sequence[Ablated], queries: str | None
+) -> None:
+    """Let kinds that depend on the grid find it, or all kinds if only ``queries="patches"`` are ablated.
+
+    Raises:
+        ValueError: ``queries`` has another value, or a kind edits all queries at once.
+    """
+    if queries not in (None, "patches"):
+        raise ValueError(f"expected queries='patches' or None, got {queries!r}")
+    finder = GridFinder(model)
+    for entry in ablated:
+        if queries and isinstance(entry, GatesForced | AveragedOverImages | Replaced):
+            raise ValueError(
+                f"queries='patches' is not for mode={entry.mode!r}, which edits all queries at once"
+            )
+        is_on_patches = queries is not None or isinstance(entry, OnPatches)
+        entry.grids = finder if is_on_patches else None
 
 
 def kind_of(mode: Mode, *, with_images: bool) -> type[Ablated]:

@@ -9,6 +9,7 @@ from tcnn_probe.plot.attention_over_image import attention_maps
 from tcnn_probe.plot.depth import depth
 from tcnn_probe.plot.evolution import evolution
 from tcnn_probe.plot.generalization import generalization
+from tcnn_probe.plot.head_costs import head_costs
 from tcnn_probe.plot.health import health
 from tcnn_probe.plot.offset_kernels import offset_kernels
 from tcnn_probe.plot.robustness import robustness
@@ -23,6 +24,7 @@ __all__ = [
     "depth",
     "evolution",
     "generalization",
+    "head_costs",
     "health",
     "offset_kernels",
     "robustness",

@@ -46,7 +46,7 @@ TINY: dict[str, dict[str, Any]] = {
 def test_every_benchmark_is_tested() -> None:
     tested_below = {
         *("contest", "kernel_resources", "recorded_forward", "recording_epoch"),
-        "training_budget",
+        *("head_costs", "training_budget"),
     }
     assert {
         p.stem for p in (Path(__file__).parents[2] / "benchmarks").glob("*.py")
@@ -195,6 +195,27 @@ def test_both_models_are_recorded_in_turn(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(benchmark, "forward", seconds)
     measured = benchmark.compare(model, images, rounds=2, repeats=3, health=True)
     assert measured == pytest.approx([1.2] * 3)
+
+
+def test_costs_of_heads_as_plain_forwards(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    benchmark = importlib.import_module("head_costs")
+    create = timm.create_model
+    monkeypatch.setattr(
+        benchmark.timm,
+        "create_model",
+        lambda _, **size: create("vit_tiny_patch16_224", **size, **TINY["vit"]),
+    )
+    # A clock that advances by one at each reading makes all ratios of single runs 1, and differences 0.
+    monkeypatch.setattr(benchmark.time, "process_time", iter(range(10**6)).__next__)
+    options = ["--size", "32", "--images", "2", "--rounds", "1"]
+    monkeypatch.setattr(sys, "argv", ["head_costs.py", *options])
+    benchmark.main()
+    printed = capsys.readouterr().out
+    assert "all heads salient: 1.00 plain forwards" in printed
+    assert "head_importance with a loss, five modes: 0.00 plain forwards" in printed
+    assert printed.count("by head and mode: 0.00") == 2
 
 
 def test_budget_of_a_training_by_hand() -> None:
