@@ -1,15 +1,17 @@
 """Attention rollout: attention traced from layer to layer, back to the input."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import pad
 
 from tcnn_model import GPSA
 from tcnn_model.pooling.attention_pool import PatchAttention
+from tcnn_model.precision import without_autocast
 from tcnn_probe.attention.attention import Attention
 from tcnn_probe.attention.receptive_fields import ReceptiveFields
+from tcnn_probe.attention.softmax import ProductLogits, SoftmaxAttention
 from tcnn_probe.attention.stream import attention_stream
 from tcnn_probe.attribution.attention_path import PathLayer, attention_path
 from tcnn_probe.attribution.layer_choice import (
@@ -32,8 +34,10 @@ def rollout(
     depends on towers side by side, as in an ensemble, there is no such product. A layer of class attention with the
     token as its only query (CaiT, attention pools) leaves the patches unchanged; a class token that joins the patches
     after some layers (ConViT) consists only of itself before. For CaiT's talking heads W is the softmax, before the
-    heads are mixed. The model runs twice, and a few N x N matrices per image are stored, for any depth. (Abnar &
-    Zuidema 2020, Quantifying Attention Flow in Transformers, §3.)
+    heads are mixed. The model runs twice. Then the row is followed from the last layer back to the first, so that no
+    matrices are multiplied: queries and keys of all layers are stored, or, if the model has formed its attention
+    itself, their N x N matrices, means over heads. (Abnar & Zuidema 2020, Quantifying Attention Flow in Transformers,
+    §3.)
 
     Args:
         model: Vision transformer of one resolution with a class token.
@@ -55,22 +59,75 @@ def rollout(
         attention_stream(model, flow.follow),
     ):
         model(images)
-    return to_pixels(flow.map(), size, interpolation, fields), ""
+    # Products of queries and keys are not rounded as the model's layers may be.
+    with without_autocast(images):
+        return to_pixels(flow.map(), size, interpolation, fields), ""
+
+
+@dataclass
+class _Mix:
+    """Attention of one or several parallel layers, which mixes the tokens of each image.
+
+    Args:
+        tokens: Number of tokens.
+        has_joined: Whether the first is a class token that consisted only of itself before, such as that of ConViT.
+        layers: Attention of each layer, or its sum over heads, shape (B or 1, N, N).
+        heads: Number of heads of all layers.
+    """
+
+    tokens: int
+    has_joined: bool
+    layers: list[Attention | Tensor] = field(default_factory=list)
+    heads: int = 0
+
+    def add(self, attention: Attention) -> None:
+        """Add a parallel layer."""
+        self.heads += attention.heads
+        # Queries and keys take less than their products, unless the model has formed these. What other attention is
+        # rebuilt from, such as the input of nn.MultiheadAttention, the model may change later in the forward.
+        is_small = attention.source.numel() < attention.images * self.tokens**2
+        is_kept = not isinstance(attention, SoftmaxAttention) or isinstance(
+            attention.logits, ProductLogits
+        )
+        if is_kept and is_small:
+            self.layers.append(attention)
+            return
+        blocks = [
+            attention.weights(rows)[:, 0].sum(1) for rows in self._blocks(attention)
+        ]
+        self.layers.append(torch.cat(blocks, 1))
+
+    def before(self, row: Tensor) -> Tensor:
+        """Return a row of shares of the tokens, (B, N), as shares of the tokens before these layers."""
+        total = torch.zeros_like(row)
+        for layer in self.layers:
+            if isinstance(layer, Tensor):
+                total += (row[:, None] @ layer)[:, 0]
+                continue
+            for rows in self._blocks(layer):
+                part = row[:, None, None, rows] @ layer.weights(rows)[:, 0]
+                total += part.sum(1)[:, 0]
+        # (W + I) / 2, where I is the residual branch.
+        row = (total / self.heads + row) / 2
+        return row[:, 1:] if self.has_joined else row
+
+    def _blocks(self, attention: Attention) -> list[slice]:
+        """Return blocks of queries, so that (heads, N, N) is never stored."""
+        in_row = attention.images * attention.heads * self.tokens
+        step = max(1, attention.block // in_row)
+        return [slice(start, start + step) for start in range(0, self.tokens, step)]
 
 
 class _TokenFlow:
-    """Shares of the input tokens in the tokens of each image, followed through the layers so far."""
+    """Attention of the layers so far, through which shares of the input tokens in the class token are followed."""
 
     def __init__(self, images: int, path: Sequence[PathLayer]) -> None:
         self._images = images
         self._path = iter(path)
-        # (B, N, N): shares of the first layer's tokens in each token.
-        self._shares: Tensor | None = None
-        # (B, 1 + N): shares of the initial class token and of these tokens in a class token that is not among the N.
-        self._class_row: Tensor | None = None
+        self._mixes: list[_Mix] = []
+        # Attention of a class token that is not among the tokens, (B, keys), of each layer that gathers them for it.
+        self._gathers: list[Tensor] = []
         self._last: Attention | None = None
-        # The tokens before the last layer, the sum of its heads' attention times these, and the number of heads.
-        self._layer: tuple[Tensor, Tensor, int]
 
     def follow(self, attention: Attention) -> None:
         """Follow the tokens through one more layer."""
@@ -97,87 +154,42 @@ class _TokenFlow:
             raise UnsupportedMethodError(
                 f"rollout needs attention over the whole image; {name!r} attends in windows. {WITHOUT_CLASS_TOKEN}"
             )
-        tokens = None if self._shares is None else self._shares.shape[1]
+        tokens = self._mixes[-1].tokens if self._mixes else None
         if tokens is None and (
             attention.queries == 1 or isinstance(attention.module, PatchAttention)
         ):
             raise UnsupportedMethodError(
                 f"rollout follows tokens from layer to layer; here only {name!r} attends: use 'class_attention'"
             )
-        is_square = attention.queries == attention.keys and self._class_row is None
+        is_square = attention.queries == attention.keys and not self._gathers
         # A square layer mixes the tokens, perhaps with a class token that joins them here; a single query gathers them.
-        if (
+        has_joined = (
             is_square
             and tokens is not None
             and attention.keys == tokens + 1
             and attention.layout.prefix == 1
-        ):
-            self._join_class_token()
-            tokens += 1
-        if is_square and tokens in (None, attention.keys):
-            self._mix(attention, joins=layer.beside is not None)
+        )
+        if is_square and (has_joined or tokens in (None, attention.keys)):
+            if layer.beside is None or not self._mixes:
+                self._mixes.append(_Mix(attention.keys, has_joined))
+            self._mixes[-1].add(attention)
+            self._last = attention
         elif (
             attention.queries == 1
             and tokens is not None
             and attention.keys in (tokens, tokens + 1)
         ):
-            self._gather(attention)
+            weights = attention.weights(slice(0, 1))[:, 0].mean(1)[:, 0]
+            self._gathers.append(weights.expand(self._images, -1))
         else:
             raise UnsupportedMethodError(
                 f"rollout needs the same tokens in every layer: {name!r} has {attention.queries} queries and "
                 f"{attention.keys} keys{f' after {tokens} tokens' if tokens else ''}. {WITHOUT_CLASS_TOKEN}"
             )
 
-    def _join_class_token(self) -> None:
-        """Prepend a class token, which consists only of itself, to the tokens; that of ConViT joins them late."""
-        assert self._shares is not None
-        self._shares = pad(self._shares, (1, 0, 1, 0))
-        self._shares[:, 0, 0] = 1
-
-    def _mix(self, attention: Attention, joins: bool) -> None:
-        """Mix the tokens; a layer that joins the last one, in parallel, adds its heads to those of that layer."""
-        if not joins:
-            before = self._shares
-            if before is None:
-                eye = torch.eye(
-                    attention.keys, dtype=attention.dtype, device=attention.device
-                )
-                before = eye.expand(self._images, -1, -1)
-            # The format has to be contiguous because the first "before" is an identity expanded over images.
-            total = torch.zeros_like(before, memory_format=torch.contiguous_format)
-            self._layer = before, total, 0
-        before, total, heads = self._layer
-        step = max(
-            1, attention.block // (attention.images * attention.heads * attention.keys)
-        )
-        for start in range(0, attention.queries, step):
-            rows = slice(start, start + step)
-            # Sums of blocks of queries, so that (heads, N, N) is never stored.
-            total[:, rows] += attention.weights(rows)[:, 0].sum(1) @ before
-        heads += attention.heads
-        self._layer = before, total, heads
-        # (W + I) / 2, where I is the residual branch.
-        self._shares = (total / heads + before) / 2
-        self._last = attention
-
-    def _gather(self, attention: Attention) -> None:
-        """Follow a class token that is the only query; the patches do not change."""
-        assert self._shares is not None
-        before = self._class_row
-        if before is None:
-            # (B, 1 + N): the token initially consists only of itself.
-            before = pad(torch.zeros_like(self._shares[:, 0]), (1, 0), value=1.0)
-        weights = attention.weights(slice(0, 1))[:, 0].mean(1)  # (B, 1, keys)
-        # 1 if the class token attends to itself, too, as in CaiT, and 0 if only to patches, as in attention pools.
-        is_among_keys = attention.keys - self._shares.shape[1]
-        gathered = pad(weights[..., is_among_keys:] @ self._shares, (1, 0))[:, 0]
-        if is_among_keys:
-            gathered = gathered + weights[:, :, 0] * before
-        self._class_row = (gathered + before) / 2
-
     def map(self) -> Tensor:
         """Return the map of the class token, shape (B, h, w)."""
-        if self._last is None or self._shares is None:
+        if self._last is None:
             raise UnsupportedMethodError(
                 f"no attention was seen in this model; {WITHOUT_CLASS_TOKEN}"
             )
@@ -186,13 +198,32 @@ class _TokenFlow:
             raise UnsupportedMethodError(
                 f"the patches of {self._last.name!r} lie on no known grid: {self._last.layout.reason}"
             )
-        if self._class_row is not None:
-            # The share of the initial class token is left out.
-            row = self._class_row[:, 1:]
+        if self._gathers:
+            row = self._row_of_gathers(self._last.keys)
         elif query is None:
             raise UnsupportedMethodError(
                 f"rollout starts from a class token, and this model has none; {WITHOUT_CLASS_TOKEN}"
             )
         else:
-            row = self._shares[:, query]
-        return row[:, patches.prefix :].unflatten(-1, (patches.height, patches.width))
+            row = self._last.source.new_zeros(
+                (self._images, self._last.keys), dtype=self._last.dtype
+            )
+            row[:, query] = 1
+        for mix in reversed(self._mixes):
+            row = mix.before(row)
+        return row[:, -patches.height * patches.width :].unflatten(
+            -1, (patches.height, patches.width)
+        )
+
+    def _row_of_gathers(self, tokens: int) -> Tensor:
+        """Return the shares of the tokens, before they are gathered, in a class token that is the only query."""
+        row: Tensor | float = 0.0
+        # Share of the class token as it was before the gathers that come later.
+        share: Tensor | float = 1.0
+        for weights in reversed(self._gathers):
+            row = row + share * weights[:, -tokens:] / 2
+            # The class token may attend to itself, too, as in CaiT, or only to patches, as in attention pools.
+            itself = weights[:, :-tokens].sum(1, keepdim=True)
+            share = share * (1 + itself) / 2
+        assert isinstance(row, Tensor)
+        return row

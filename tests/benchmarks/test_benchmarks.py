@@ -1,6 +1,7 @@
 """Benchmarks with tiny models: every contestant runs, and tables and figures have the expected form."""
 
 import importlib
+import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -33,6 +34,7 @@ SMALL = {
     ],
     "resolution": ["--sides", "3", "5"],
     "resolution_memory": ["--sizes", "48", "64", "--training"],
+    "rollout": ["--sizes", "32"],
     "tcnn_layer": ["--sides", "3", "--batch", "1", "--channels", "9"],
     "whole_model": ["--size", "64", "--batch", "1"],
 }
@@ -46,7 +48,7 @@ TINY: dict[str, dict[str, Any]] = {
 def test_every_benchmark_is_tested() -> None:
     tested_below = {
         *("contest", "kernel_resources", "recorded_forward", "recording_epoch"),
-        *("head_costs", "training_budget"),
+        *("head_costs", "statistics_floor", "training_budget"),
     }
     assert {
         p.stem for p in (Path(__file__).parents[2] / "benchmarks").glob("*.py")
@@ -83,6 +85,22 @@ def _main(monkeypatch: pytest.MonkeyPatch, *options: str) -> None:
         sys, "argv", ["convit_layer.py", "--sides", "7", "--rounds", "1", *options]
     )
     contest.main(benchmark.parser(), benchmark.contests)
+
+
+def test_statistics_and_their_floor(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    benchmark = importlib.import_module("statistics_floor")
+    options = ["--model", "vit_tiny_patch16_224", "--batch", "1", "--rounds", "2"]
+    monkeypatch.setattr(sys, "argv", ["statistics_floor.py", *options])
+    benchmark.main()
+    assert re.search(r"the cost is \d+\.\d\d times", capsys.readouterr().out)
+    query, key = torch.randn(2, 3, 2, 67, 5)
+    rows, pattern = benchmark.floor(query, key, torch.ones(67, 67))
+    attention = (query @ key.mT).softmax(-1)
+    entropy = rows[:, 1].log() - rows[:, 2] / rows[:, 1]
+    torch.testing.assert_close(entropy, torch.special.entr(attention).sum(-1))
+    torch.testing.assert_close(pattern.sum(0), attention[:, :, 3:].sum(0))
 
 
 def test_table_of_ratios_and_memory(
