@@ -6,7 +6,6 @@ import operator
 import warnings
 from collections.abc import Collection, Sequence
 from contextlib import closing
-from dataclasses import replace
 from typing import Any, Literal
 
 import numpy as np
@@ -20,6 +19,7 @@ from tcnn_probe.attention.layout import GivenTokens
 from tcnn_probe.attention.map_keeper import LayerMaps, MapKeeper, MapSelection
 from tcnn_probe.attention.receptive_fields import ReceptiveFields
 from tcnn_probe.attention.stream import AttentionStream
+from tcnn_probe.free_memory import available_bytes
 from tcnn_probe.images import as_images, beside_images, calls_given, channel_axis
 from tcnn_probe.models import (
     batches,
@@ -120,7 +120,8 @@ def attention_maps(
             talking heads of CaiT). Their rows need not sum to one, and weights may be negative. Other layers are not
             affected.
         batch_size: Number of images at a time.
-        max_bytes: Largest size of the result; a larger result raises an error.
+        max_bytes: Largest size of the result; a larger result raises an error, and so does one that the machine cannot
+            hold: at its peak, the memory is 1.2 times the result.
         progress: Whether to show a progress bar; None to show it after three seconds, on a terminal or in a notebook.
 
     Returns:
@@ -139,7 +140,7 @@ def attention_maps(
 
     Raises:
         ValueError: No layer has attention on a known grid; queries lie outside the images; the result takes more than
-            ``max_bytes``; with ``mixed``, no layer mixes its heads.
+            ``max_bytes``, or more than the machine has; with ``mixed``, no layer mixes its heads.
         TypeError: ``model`` is not a module, ``images`` are not images, or a head is not an integer.
     """
     check_model(model)
@@ -177,6 +178,7 @@ def attention_maps(
     maps_by_batch: list[dict[str, LayerMaps]] = []
     missing: dict[str, str] = {}
     bar = progress_bar(len(images), "attention maps", progress)
+    room = available_bytes()
     with untouched(model), torch.no_grad(), calls_given(model, inputs), bar:
         for which, batch in batches(model, images, batch_size):
             # The listener gets the number of batches, so that a result that is too large is refused in the first one.
@@ -185,6 +187,7 @@ def attention_maps(
                 images=len(batch),
                 copies=-(-len(images) // len(batch)),
                 max_bytes=max_bytes,
+                room=room,
             )
             stream = AttentionStream(
                 model, listener, layers=selected_layers, tokens=tokens
@@ -220,12 +223,12 @@ def attention_maps(
             stacklevel=2,
         )
     order = {name: place for place, name in enumerate(names.values())}
-    maps_by_layer = [
-        _joined([by_layer[layer] for by_layer in maps_by_batch]) for layer in complete
-    ]
     # Layers are sorted in the model's order, not by their first call; a layer's second attention, name#1, follows its
     # first.
-    maps_by_layer.sort(key=lambda maps: (order[maps.layer.split("#")[0]], maps.layer))
+    complete.sort(key=lambda layer: (order[layer.split("#")[0]], layer))
+    maps_by_layer = [
+        [by_layer[layer] for by_layer in maps_by_batch] for layer in complete
+    ]
     datasets = _by_grid(maps_by_layer, selection)
     # NumPy has no bfloat16.
     shown = shown.float() if images.dtype == torch.bfloat16 else shown
@@ -234,7 +237,7 @@ def attention_maps(
     dims = "image", *frames, "channel", "input_y", "input_x"
     root = xr.Dataset({"input": (dims, shown.cpu().numpy(), _ATTRS["input"])}, frames)
     table = {
-        "layers": json.dumps([maps.layer for maps in maps_by_layer]),
+        "layers": json.dumps(complete),
         "missing": json.dumps(without_maps),
     }
     return xr.DataTree.from_dict(
@@ -270,21 +273,16 @@ def _checked_queries(queries: Any, size: tuple[int, ...]) -> Pixels | None:
     return pixels
 
 
-def _joined(parts: Sequence[LayerMaps]) -> LayerMaps:
-    """Concatenate a layer's maps from all batches."""
-    arrays = {
-        name: torch.cat([part.arrays[name] for part in parts])
-        for name in parts[0].arrays
-    }
-    return replace(parts[0], arrays=arrays)
+_Batches = Sequence[LayerMaps]  # maps of a layer
 
 
 def _by_grid(
-    maps_by_layer: Sequence[LayerMaps], selection: MapSelection
+    maps_by_layer: Sequence[_Batches], selection: MapSelection
 ) -> dict[str, xr.Dataset]:
     """Return a dataset for each grid; layers whose queries lie on no grid get datasets of their own."""
-    nodes: dict[tuple[Any, ...], list[LayerMaps]] = {}
-    for maps in maps_by_layer:
+    nodes: dict[tuple[Any, ...], list[_Batches]] = {}
+    for maps_by_batch in maps_by_layer:
+        maps = maps_by_batch[0]
         has_queries, off_grid = (
             name in maps.arrays for name in ("attention", "attention_by_query")
         )
@@ -292,7 +290,7 @@ def _by_grid(
         if off_grid:
             queries = maps.arrays["attention_by_query"].shape[2]
         key = (not has_queries, maps.heads, maps.keys, queries)
-        nodes.setdefault(key, []).append(maps)
+        nodes.setdefault(key, []).append(maps_by_batch)
     tree: dict[str, xr.Dataset] = {}
     # Layers with maps of queries come first, so that they get the plain name.
     for (_, heads, keys, queries), layers in sorted(
@@ -310,8 +308,9 @@ def _by_grid(
     return tree
 
 
-def _dataset(layers: Sequence[LayerMaps], selection: MapSelection) -> xr.Dataset:
-    """Return the layers of one grid as a dataset, with NaN where a layer lacks a variable."""
+def _dataset(maps_by_layer: Sequence[_Batches], selection: MapSelection) -> xr.Dataset:
+    """Return the layers of one grid as a dataset, with NaN where a layer lacks a variable; their arrays are used up."""
+    layers = [maps_by_batch[0] for maps_by_batch in maps_by_layer]
     first = layers[0]
     heads = selection.heads_of(first.heads)
     coords: dict[str, Any] = {"layer": [maps.layer for maps in layers], "head": heads}
@@ -325,13 +324,10 @@ def _dataset(layers: Sequence[LayerMaps], selection: MapSelection) -> xr.Dataset
     query_dims["attention"] = query_cells if selection.queries is None else ("query",)
     variables: dict[str, Any] = {}
     for name, dims in query_dims.items():
-        arrays = [maps.arrays[name] for maps in layers if name in maps.arrays]
-        if arrays:
-            absent = torch.full_like(arrays[0], torch.nan)
-            stacked = torch.stack([maps.arrays.get(name, absent) for maps in layers], 1)
+        if any(name in maps.arrays for maps in layers):
             variables[name] = (
                 ("image", "layer", "head", *dims, *cells),
-                stacked.numpy(),
+                _moved_together(maps_by_layer, name),
                 _ATTRS[name],
             )
     gates = [maps.gate for maps in layers]
@@ -357,3 +353,29 @@ def _dataset(layers: Sequence[LayerMaps], selection: MapSelection) -> xr.Dataset
         for name, values in zip(from_dims[-len(places) :], places, strict=True):
             coords[name] = ("query", values)
     return xr.Dataset(variables, coords)
+
+
+def _moved_together(maps_by_layer: Sequence[_Batches], name: str) -> np.ndarray:
+    """Move a variable of all layers and batches into one array, (image, layer, ...), and free what has been moved."""
+    rows = [
+        [maps.arrays.pop(name, None) for maps in maps_by_batch]
+        for maps_by_batch in maps_by_layer
+    ]
+    known = next(
+        [values for values in row if values is not None]
+        for row in rows
+        if row[0] is not None
+    )
+    counts = [len(values) for values in known]
+    shape, dtype = known[0].shape[1:], known[0].numpy().dtype
+    del known
+    # Memory that is not filled yet takes no place, so that there is never much more than the result.
+    moved = np.empty((sum(counts), len(rows), *shape), dtype)
+    for layer, row in enumerate(rows):
+        start = 0
+        for batch, count in enumerate(counts):
+            values, row[batch] = row[batch], None
+            stop = start + count
+            moved[start:stop, layer] = np.nan if values is None else values.numpy()
+            start = stop
+    return moved

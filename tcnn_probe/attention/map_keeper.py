@@ -27,6 +27,12 @@ Indices = range | list[int]
 # Number of queries whose weights are computed at once if all are kept, so that unselected heads take little memory.
 _QUERIES_AT_ONCE = 64
 
+# Largest memory in use at a time, relative to that of the result.
+_PEAK = 1.2
+_SMALLER = (
+    "give queries=[(y, x), ...] or queries='class', fewer layers, heads or images"
+)
+
 
 @dataclass(frozen=True)
 class MapSelection:
@@ -117,10 +123,17 @@ class MapKeeper(AttentionListener):
         images: Number of images of the forward.
         copies: Number of forwards over all batches.
         max_bytes: Largest size of the maps of all these forwards.
+        room: Number of bytes that the machine has free; None if it is unknown.
     """
 
     def __init__(
-        self, selection: MapSelection, *, images: int, copies: int, max_bytes: int
+        self,
+        selection: MapSelection,
+        *,
+        images: int,
+        copies: int,
+        max_bytes: int,
+        room: float | None = None,
     ) -> None:
         self.maps: list[LayerMaps] = []
         self.missing: dict[str, str] = {}
@@ -128,6 +141,7 @@ class MapKeeper(AttentionListener):
         self._images = images
         self._copies = copies
         self._max_bytes = max_bytes
+        self._room = math.inf if room is None else room / _PEAK
         self._shown: list[LayerMaps] = []
         self._bytes = 0
 
@@ -136,7 +150,12 @@ class MapKeeper(AttentionListener):
         if self._bytes > self._max_bytes:
             raise ValueError(
                 f"expected maps of at most {self._max_bytes / 1e9:.2f} GB (max_bytes), got {self._bytes / 1e9:.2f} GB: "
-                f"give queries=[(y, x), ...] or queries='class', fewer layers, heads or images, or a larger max_bytes"
+                f"{_SMALLER}, or a larger max_bytes"
+            )
+        if self._bytes > self._room:
+            raise ValueError(
+                f"expected maps that fit into the {self._room * _PEAK / 1e9:.2f} GB of memory that are free, got "
+                f"{self._bytes / 1e9:.2f} GB, for which {_PEAK} times as much is needed: {_SMALLER}"
             )
 
     def attends(self, attention: Attention) -> None:
@@ -155,18 +174,21 @@ class MapKeeper(AttentionListener):
             self.missing[attention.name] = reason or NO_CLASS_TOKEN
             return
         values_per_image = len(heads) * sum(map(len, rows.values())) * math.prod(keys)
-        # Maps are in float32. Counting continues beyond the limit, so that the error can give the total size.
-        self._bytes += 4 * self._copies * attention.images * values_per_image
-        if self._bytes > self._max_bytes:
+        values = self._copies * attention.images * values_per_image
+        # Counting continues beyond the limit, so that the error can give the total size.
+        self._bytes += attention.dtype.itemsize * values
+        if self._bytes > min(self._max_bytes, self._room):
             return
         arrays = {}
         # The model may sort its images.
         numbers = attention.image_numbers or range(attention.images)
         in_order = torch.tensor(numbers).argsort()
+        is_sorted = list(numbers) == sorted(numbers)
         maps_of = _maps_in_windows if attention.in_windows else _maps_of_images
         for name, indices in rows.items():
             values = maps_of(attention, indices, self._selection)
-            arrays[name] = values.flatten(-2).unflatten(-1, keys)[in_order]
+            values = values.flatten(-2).unflatten(-1, keys)
+            arrays[name] = values if is_sorted else values[in_order]
         # The class token is a single query, whose axis is removed.
         if "class_attention" in arrays:
             arrays["class_attention"] = arrays["class_attention"][:, :, 0]
@@ -256,12 +278,19 @@ def _maps_of_images(
             slice(start, min(start + _QUERIES_AT_ONCE, queries.stop))
             for start in queries[::_QUERIES_AT_ONCE]
         ]
-    maps = []
+    maps: Tensor | None = None
+    start = 0
     for part in slices:
         weights = selection.mixed(attention.weights(part)[:, 0], attention.name)
         weights = selection.select_heads(weights)
-        maps.append(attention.on_grid(weights).cpu())
-    return torch.cat(maps, 2)
+        rows = attention.on_grid(weights)
+        if maps is None:
+            shape = (*rows.shape[:2], len(queries), *rows.shape[3:])
+            maps = torch.empty(shape, dtype=rows.dtype)
+        maps[:, :, start : start + rows.shape[2]] = rows
+        start += rows.shape[2]
+    assert maps is not None
+    return maps
 
 
 def _maps_in_windows(

@@ -865,6 +865,28 @@ def test_bad_arguments_are_refused(options: dict[str, object], message: str) -> 
         tcnn_probe.attention_maps(model, images, **options)  # type: ignore[arg-type]
 
 
+def test_maps_that_the_machine_cannot_hold_are_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model, images = run(small("deit_tiny_patch16_224", **VIT))
+    tree = tcnn_probe.attention_maps(model, images, batch_size=1)
+    size = sum(
+        values.nbytes
+        for node in tree.children.values()
+        for values in node.data_vars.values()
+    )
+    for room, fits in ((1.21 * size, True), (1.19 * size, False)):
+        monkeypatch.setattr(
+            "tcnn_probe.attention.attention_maps.available_bytes",
+            lambda room=room: room,
+        )
+        if fits:
+            tcnn_probe.attention_maps(model, images, batch_size=1)
+            continue
+        with pytest.raises(ValueError, match=r"GB of memory that are free.*1\.2 times"):
+            tcnn_probe.attention_maps(model, images, batch_size=1)
+
+
 def test_layers_without_maps_are_reported() -> None:
     with pytest.raises(
         ValueError, match="no layer of this Sequential has attention maps: no softmax"
