@@ -94,7 +94,8 @@ def _are_batches(images: Any) -> bool:
 def _classes_of(classes: Tensor, rows: slice) -> Tensor:
     if len(classes) < rows.stop:
         raise ValueError(f"expected a class for each image, got {len(classes)} classes")
-    return classes[rows]
+    # A copy, as classes that were made in inference mode cannot be kept for a backward pass.
+    return classes[rows].clone()
 
 
 def reread(images: Any) -> Any:

@@ -226,6 +226,10 @@ def test_forms_of_images_and_targets() -> None:
         tcnn_probe.head_importance(model, images, measure, modes=["static"])
         for images, measure in ((x, classes), (pairs, loss), (iter(pairs), loss))
     ]
+    with torch.inference_mode():
+        costs.append(
+            tcnn_probe.head_importance(model, x.clone(), classes, modes=["static"])
+        )
     for cost in costs[1:]:
         np.testing.assert_allclose(cost, costs[0], rtol=1e-4, atol=1e-7)
     with pytest.raises(ValueError, match="a class for each image, got 3 classes"):
