@@ -268,7 +268,8 @@ def _last_stage(calls: list[Call]) -> list[str]:
             convolutions.append(call)
         elif _is_spatial(call):
             raise ValueError(
-                f"the image is too small to tell stages apart: {call.name} works on 1 x 1; pass input_size="
+                f"the image is too small to tell stages apart: {call.name} works on 1 x 1; give larger images "
+                "(input_size=, or --img-size)"
             )
         # A 1 x 1 convolution on a 1 x 1 map works on a pooled vector (squeeze-and-excitation), not on the feature map.
     if not convolutions:
