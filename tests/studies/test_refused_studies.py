@@ -28,6 +28,7 @@ NOT_ONE_CNN = (
     "cutmix_locality",
     "dense_features",
     "distillation",
+    "pretrained_heads",
     "segmentation_attention",
     "training_health",
 )

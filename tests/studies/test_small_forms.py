@@ -32,7 +32,12 @@ STUDIES = sorted(
     path.stem for path in (Path(__file__).parents[2] / "studies").glob("*.py")
 )
 SMALL = ["--small", "--device", "cpu"]
-ON_THE_CPU = ("ablations", "distillation", "segmentation_attention")
+ON_THE_CPU = (
+    "ablations",
+    "distillation",
+    "pretrained_heads",
+    "segmentation_attention",
+)
 """Studies of trainings of seconds, which have no option for the device."""
 FURTHER = {"gating_evolution": ["--unstrided", "--matched-start"]}
 """Options that add arms to a small form."""
