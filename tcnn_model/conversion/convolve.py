@@ -91,7 +91,11 @@ def convolve(
     result = copy_in_its_modes(model)
     modules = dict(result.named_modules(remove_duplicate=False))
     if grid is None:
-        grid = getattr(getattr(model, "patch_embed", None), "grid_size", None)
+        grids = (
+            getattr(getattr(module, "patch_embed", None), "grid_size", None)
+            for module in model.modules()
+        )
+        grid = next((cells for cells in grids if cells is not None), None)
     for layer in layers:
         module: Any = modules[layer.name]
         weight = module.weight if isinstance(module, GPSA) else module.qkv.weight
@@ -225,7 +229,8 @@ def _check_layer(model: nn.Module, module: Any, layer: _LayerKernels) -> None:
         )
     if kind not in (Attention, GPSA):
         raise ValueError(
-            f"{layer.name!r} is a {kind.__name__}, whose heads cannot become convolutions: expected {_LAYERS}"
+            f"{layer.name!r} is a {kind.__module__}.{kind.__name__}, whose heads cannot become convolutions: expected "
+            f"{_LAYERS}"
         )
     if layer.name == "":
         raise ValueError("expected a model around its attention layer, got the layer")

@@ -22,6 +22,7 @@ from tcnn_model.training.config import recipe_settings
 SMALL = {
     "backends": ["--batch", "1"],
     "convit_layer": ["--sides", "3", "5"],
+    "convolved_heads": ["--sizes", "56", "70"],
     "depthwise_layer": ["--batch", "1"],
     "recording": [
         "--models",

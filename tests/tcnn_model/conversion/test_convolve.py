@@ -246,6 +246,10 @@ def test_other_sizes_of_images_keep_the_proportions() -> None:
     assert convolved(torch.randn(1, 3, 40, 56, dtype=torch.float64)).shape == (1, 2)
     with pytest.raises(ValueError, match="proportions of 5 x 7, got 36"):
         convolved(torch.randn(1, 3, 24, 24, dtype=torch.float64))
+    within = kernels.assign_coords(layer=["0.blocks.0.attn"])
+    wrapped = tcnn_model.convolve(nn.Sequential(model), within)
+    x = images()
+    torch.testing.assert_close(wrapped(x), convolved(x))
     square = tcnn_model.convolve(model, kernels, grid=(1, 1))
     assert square(torch.randn(1, 3, 24, 24, dtype=torch.float64)).shape == (1, 2)
 
@@ -269,7 +273,10 @@ def _with_a_hole(kernels: xr.Dataset) -> xr.Dataset:
         (lambda ds: ds.drop_vars("prefix_kernel"), "1 class and register tokens"),
         (lambda ds: ds.assign_coords(head=[7, 8, 9]), "3 heads, from 0 to 2.*head 9"),
         (lambda ds: ds.assign_coords(layer=["a", "b"]), "has no layer 'a'"),
-        (lambda ds: ds.assign_coords(layer=["norm", "b"]), "'norm' is a LayerNorm"),
+        (
+            lambda ds: ds.assign_coords(layer=["norm", "b"]),
+            r"'norm' is a .*LayerNorm, whose",
+        ),
     ],
 )
 def test_kernels_that_do_not_fit_are_refused(
@@ -287,6 +294,11 @@ def test_other_arguments_are_refused() -> None:
     for options in ({"mass": 0}, {"size": 4}):
         with pytest.raises(ValueError, match=r"expected (a share|an odd size)"):
             tcnn_model.convolve(model, kernels, **options)
+    beit = timm.create_model(
+        "beit_base_patch16_224", depth=2, embed_dim=12, num_heads=HEADS
+    )
+    with pytest.raises(ValueError, match=r"is a timm\.models\.beit\.Attention, whose"):
+        tcnn_model.convolve(beit, kernels)
     model.blocks[1].attn.register_forward_hook(lambda *_: None)
     with pytest.raises(ValueError, match=r"'blocks.1.attn' has hooks"):
         tcnn_model.convolve(model, kernels)

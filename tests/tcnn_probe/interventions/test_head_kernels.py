@@ -111,7 +111,7 @@ def test_heads_that_are_convolutions_are_kept_exactly() -> None:
             expected = np.where(seen, rows, 0)
             expected /= expected.sum(-1, keepdims=True)
             np.testing.assert_allclose(mean[:, head], expected, atol=1e-6)
-    with pytest.raises(ValueError, match="is a WindowAttention, whose heads cannot"):
+    with pytest.raises(ValueError, match="WindowAttention, whose heads cannot"):
         tcnn_model.convolve(swin, kernels)
 
 
