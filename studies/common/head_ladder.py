@@ -17,6 +17,7 @@ from common.pretrained import Network
 from tcnn_probe import Attention
 
 __all__ = [
+    "BATCH",
     "RUNGS",
     "Correlation",
     "attention_deviation",
@@ -25,6 +26,7 @@ __all__ = [
     "curves",
     "lost_shares",
     "over_all",
+    "relative_change",
     "within_blocks",
 ]
 
@@ -171,9 +173,7 @@ def choose(
     ranks = rankdata(score.values, method="ordinal", nan_policy="omit")
     chosen = score.copy(data=ranks.reshape(score.shape) <= count)
     if order == "same layers":
-        # As many heads of each layer, by their ranks among random numbers.
-        numbers = draw.random(chosen.shape).argsort(1).argsort(1)
-        return chosen.copy(data=numbers < chosen.values.sum(1, keepdims=True))
+        return tcnn_probe.random_heads(chosen, seed)
     return chosen
 
 
@@ -190,9 +190,7 @@ def _changes(
     outputs: Mapping[str, Tensor], whole: Mapping[str, Tensor]
 ) -> dict[str, np.ndarray]:
     """Return the change of each image's features, and the correlation and mean difference of its map."""
-    features = [x["features"].flatten(1) for x in (outputs, whole)]
-    size = features[1].norm(dim=1)
-    changes = {"change": ((features[0] - features[1]).norm(dim=1) / size).numpy()}
+    changes = {"change": relative_change(outputs["features"], whole["features"])}
     if "map" in whole:
         maps = [x["map"].flatten(1).double() for x in (outputs, whole)]
         changes["difference"] = (maps[0] - maps[1]).abs().mean(1).numpy()
@@ -201,6 +199,13 @@ def _changes(
         norms = centred[0].norm(dim=1) * centred[1].norm(dim=1)
         changes["correlation"] = (product / norms).numpy()
     return changes
+
+
+def relative_change(features: Tensor, whole: Tensor) -> Values:
+    """Return the norm of the change of each image's features over the norm of these, (B,)."""
+    size = whole.flatten(1).norm(dim=1)
+    change: Values = ((features - whole).flatten(1).norm(dim=1) / size).numpy()
+    return change
 
 
 @dataclass(frozen=True)

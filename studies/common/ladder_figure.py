@@ -60,7 +60,7 @@ def draw(heads: xr.Dataset, costs: xr.Dataset, curves: xr.Dataset) -> Figure:
     axes["E"].plot(zero.fraction, zero, ":", color="0.2", label="the same heads zero")
     axes["C"].set_ylabel("relative change of the last patch features")
     handles, labels = axes["E"].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=5, frameon=False)
+    figure.legend(handles, labels, loc="outside lower center", ncols=3, frameon=False)
     add_letters(axes[letter] for letter in "ABCDEF")
     return figure
 

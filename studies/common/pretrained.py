@@ -137,25 +137,35 @@ def _padded(pictures: list[Image.Image]) -> Tensor:
     return (pixels - mean) / std
 
 
-def load_photographs(folder: str | None, count: int, network: Network) -> Tensor:
+def load_photographs(
+    folder: str | None, count: int, network: Network, *, besides: int = 0
+) -> Tensor:
     """Return photographs spread over a folder and its subfolders; pieces of scikit-learn's two for None.
+
+    Args:
+        folder: Folder.
+        count: Number of photographs.
+        network: Network that takes them.
+        besides: Number of photographs that another call returns, and that are left out.
 
     Raises:
         InputError: The folder has fewer photographs.
     """
     if folder is None:
-        return network.prepare(_pieces(count))
+        return network.prepare(_pieces(besides + count)[besides:])
     files = sorted(
         path
         for path in Path(folder).rglob("*")
         if path.suffix.lower() in picture_endings()
     )
-    if len(files) < count:
+    if len(files) < besides + count:
         raise InputError(
-            f"--data: expected at least {count} photographs, found {len(files)}"
+            f"--data: expected at least {besides + count} photographs, found {len(files)}"
         )
+    taken = set(spread(len(files), besides))
+    others = [file for place, file in enumerate(files) if place not in taken]
     with refused(OSError, ValueError):
-        pictures = [read_picture(files[place]) for place in spread(len(files), count)]
+        pictures = [read_picture(others[place]) for place in spread(len(others), count)]
     return network.prepare(pictures)
 
 
