@@ -1,4 +1,4 @@
-"""(k) The processor time of ablations and of costs of heads, relative to a plain forward.
+"""(l) The processor time of ablations and of costs of heads, relative to a plain forward.
 
     python benchmarks/head_costs.py      DeiT-S, batch 4 at 224; about 4 minutes on one core
 
