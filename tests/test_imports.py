@@ -67,6 +67,7 @@ PARTS: dict[str, set[str]] = {
         "attention",
         "attribution",
         "images",
+        "interventions",
         "models",
         "probes",
         "provenance",

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from tcnn_model.pictures import read_picture
 from tcnn_probe.attention.reconstruction import ReconstructionError
 from tcnn_probe.images import prepare, prepare_pixels
+from tcnn_probe.looking.costs import class_labels, costs_of_heads
 from tcnn_probe.looking.named_models import Weights, find_model, find_preparation
 from tcnn_probe.looking.objects import Objects, has_saliency, salient_quarter
 from tcnn_probe.looking.photographs import (
@@ -42,6 +43,8 @@ __all__ = ["NoAttentionError", "compare", "file_name", "look"]
 _PROBES = (*DEFAULT, "health", "offset-kernel", "redundancy")
 _SECONDS = 20  # between two writings of what was measured so far, which take about a second for a large model
 _PAGE_MB = 5.0
+# Photographs over which costs are measured, with a backward pass for each of several directions.
+_COSTED = 16
 _JUDGED = (
     64  # photographs whose saliency is computed, which takes several forwards of each
 )
@@ -346,6 +349,8 @@ def _measure(
     if objects is not None:
         about["objects"] = objects.meaning
     probes: list[str | Probe] = [*_PROBES, *([objects.probe] if objects else [])]
+    costs, about["costs"] = _costs_of(subject, batch_size, progress)
+    probes += [] if costs is None else [costs]
     unfinished = None if store is None else _unfinished(store)
     with (
         untouched(model),
@@ -375,6 +380,20 @@ def _measure(
     if unfinished is not None:
         unfinished.unlink(missing_ok=True)
     return tree
+
+
+def _costs_of(
+    subject: _Subject, batch_size: int, progress: bool | None
+) -> tuple[Probe | None, str]:
+    """Measure the costs of heads over some of the photographs, evenly spread."""
+    every = max(1, len(subject.paths) // _COSTED)
+    paths = subject.paths[::every][:_COSTED]
+    batches = [
+        subject.images(paths[start : start + batch_size])
+        for start in range(0, len(paths), batch_size)
+    ]
+    labels = class_labels(subject.model, paths)
+    return costs_of_heads(subject.model, batches, labels, progress)
 
 
 def _objects_of(

@@ -26,6 +26,8 @@ _NEAR = 2.0
 _LIFT = 1.5
 """Attention on objects, as a multiple of their area, from which on a head singles them out. Ours."""
 _NAMED = 8  # heads that a sentence names; the page and the JSON have all of them
+_CHEAP = 0.01
+"""First-order cost of removing a head, as a share of the median head's, below which it does nothing. Ours."""
 _SILENT = ("silent head", "no-op sink")
 
 
@@ -64,7 +66,7 @@ def answers(run: Run) -> list[Answer]:
     if TYPE not in run.numbers:
         return []
     ds = run.numbers.isel({run.along: -1}).load()
-    return [*_overview(run, ds), _objects(run, ds), _local(run, ds), _nothing(run)]
+    return [*_overview(run, ds), _objects(run, ds), _local(run, ds), _nothing(run, ds)]
 
 
 def _types(run: Run) -> xr.DataArray:
@@ -185,8 +187,8 @@ def _local(run: Run, ds: xr.Dataset) -> Answer:
     )
 
 
-def _nothing(run: Run) -> Answer:
-    """Say which heads do nothing, by the findings of health."""
+def _nothing(run: Run, ds: xr.Dataset) -> Answer:
+    """Say which heads do nothing, by the findings of health and their first-order costs."""
     question = "Which heads do nothing?"
     findings = [finding for finding in run.findings or () if finding.sign in _SILENT]
     heads = [
@@ -197,16 +199,21 @@ def _nothing(run: Run) -> Answer:
     unseen = [
         sign for sign in _SILENT if run.findings is None or sign in run.findings.unseen
     ]
+    ways = "silent, or attend to a sink whose value is small"
+    if "cost_zero" in ds and bool(ds.cost_zero.notnull().any()):
+        cost = abs(ds.cost_zero)
+        median = float(cost.median())
+        ways += f", or cost less than {_CHEAP:g} of the median head if they are removed, to first order"
+        known = {head[:2] for head in heads}
+        cheap = _ranked(
+            -cost.where(cost < _CHEAP * median),
+            lambda at: f"cost {float(cost.sel(at)):.2g}, median {median:.2g}",
+        )
+        heads += [head for head in cheap if head[:2] not in known]
     if not heads:
         rest = f" ({', '.join(unseen)} could not be looked for)" if unseen else ""
-        return Answer(
-            question, f"None is silent, or attends to a sink of small value{rest}"
-        )
-    return Answer(
-        question,
-        f"{_count(heads)} are silent, or attend to a sink whose value is small",
-        heads,
-    )
+        return Answer(question, f"None: no heads are {ways}{rest}")
+    return Answer(question, f"{_count(heads)} are {ways}", heads)
 
 
 def _ranked(values: xr.DataArray, describe: Any) -> list[tuple[str, int, str]]:

@@ -20,6 +20,7 @@ from torch import nn
 import tcnn_probe
 from tcnn_probe.command_line import main
 from tcnn_probe.heads import TYPES
+from tcnn_probe.looking.costs import class_labels
 from tcnn_probe.looking.photographs import find_photographs
 from tcnn_probe.recording.interrupted import continue_measuring, keep_measurements
 from tests.tcnn_probe.reporting.made import held
@@ -132,7 +133,10 @@ def test_a_killed_process_is_continued(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     tree, _ = looked
-    monkeypatch.setattr(sys.modules["tcnn_probe.looking.look"], "_SECONDS", -1)
+    module = sys.modules["tcnn_probe.looking.look"]
+    monkeypatch.setattr(module, "_SECONDS", -1)
+    # Costs come first, and are measured again.
+    monkeypatch.setattr(module, "_costs_of", lambda *args: (None, ""))
     seen: list[int] = []
 
     def count(module: nn.Module, args: Any) -> None:
@@ -428,3 +432,36 @@ def test_many_models_have_a_table_and_pages(
             assert row[kind] == sum(
                 head["head_type"] == kind for head in network["heads"]
             )
+
+
+def test_costs_are_those_of_the_function(
+    looked: tuple[xr.DataTree, Path], photographs: Path, tmp_path: Path
+) -> None:
+    """With 11 photographs all of them count; ImageNet's classes are known by the names of their folders."""
+    tree, page = looked
+    model = vit()
+    paths = sorted((photographs / "cats").iterdir()) + sorted(
+        (photographs / "dogs").glob("*.png")
+    )
+    # The order in which look reads them: those with maps first.
+    order = [str(photographs / name) for name in tree.attrs["photographs"]]
+    assert sorted(order) == sorted(map(str, paths))
+    images = tcnn_probe.images.as_images(order, model)
+    expected = tcnn_probe.head_importance(
+        model, list(images.split(3)), queries=None
+    ).mean("image")
+    ds = tree["costs"].dataset.isel(epoch=0)
+    for mode in expected.mode.values:
+        np.testing.assert_allclose(
+            ds[f"cost_{mode}"], expected.sel(mode=mode), rtol=1e-5
+        )
+    row = json.loads(page.with_suffix(".json").read_text())["networks"][0]["heads"][9]
+    assert row["cost_zero"] == ds.cost_zero.values.ravel()[9]
+    classifier = timm.create_model("vit_tiny_patch16_224", depth=1)
+    known = [Path("n01440764/a.png"), Path("n02102040/b.png")]
+    assert class_labels(classifier, known).tolist() == [
+        0,
+        217,
+    ]  # tench, English springer
+    assert class_labels(classifier, [*known, Path("cats/c.png")]) is None
+    assert class_labels(model, known) is None
