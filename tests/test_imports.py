@@ -16,6 +16,7 @@ ROOT = Path(__file__).parents[1]
 # The table lists the parts of tcnn_probe that each part may import, in an order of imported before importing parts.
 PARTS: dict[str, set[str]] = {
     "schema": set(),
+    "free_memory": set(),
     "extras": set(),
     "representation": {"extras"},
     "hooks": set(),
@@ -23,7 +24,14 @@ PARTS: dict[str, set[str]] = {
     "images": {"models"},
     "provenance": {"models"},
     "architectures": set(),
-    "attention": {"architectures", "hooks", "images", "models", "provenance"},
+    "attention": {
+        "architectures",
+        "free_memory",
+        "hooks",
+        "images",
+        "models",
+        "provenance",
+    },
     "storage": {"schema"},
     "heads": {"architectures", "extras", "models", "schema"},
     "diagnosis": set(),
