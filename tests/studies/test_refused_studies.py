@@ -24,6 +24,7 @@ NOT_ONE_CNN = (
     "class_attention_saliency",
     "coarse_labels",
     "ablations",
+    "content_control",
     "content_or_mixing",
     "cutmix_locality",
     "dense_features",
