@@ -24,7 +24,7 @@ def trained_convolutions(
     training: Tensor,
     *,
     steps: int,
-    lr: float = 1e-4,
+    lr: float = 1e-5,
     batch: int = 4,
 ) -> xr.Dataset:
     """Convolve half of the heads, and train the model to give the features that it gave before.
