@@ -173,10 +173,10 @@ class MapKeeper(AttentionListener):
         if keys is None or not rows:
             self.missing[attention.name] = reason or NO_CLASS_TOKEN
             return
-        values_per_image = len(heads) * sum(map(len, rows.values())) * math.prod(keys)
-        values = self._copies * attention.images * values_per_image
+        per_image = len(heads) * sum(map(len, rows.values())) * math.prod(keys)
+        count = self._copies * attention.images * per_image
         # Counting continues beyond the limit, so that the error can give the total size.
-        self._bytes += attention.dtype.itemsize * values
+        self._bytes += attention.dtype.itemsize * count
         if self._bytes > min(self._max_bytes, self._room):
             return
         arrays = {}
