@@ -13,6 +13,7 @@ __all__ = [
     "ADVICE_FOR_WHOLE_GRAPHS",
     "Eagerness",
     "is_compiled",
+    "is_eager",
     "never_compiled_alone",
     "run_uncompiled",
 ]
@@ -106,15 +107,16 @@ def run_uncompiled(function: Callable[..., Any], *args: Any) -> Any:
     callback = _FRAMES.set_eval_frame(None)
     try:
         result = function(*args)
-        if callback is not None and _is_eager():
+        if callback is not None and is_eager():
             _check_graph_is_optional()
         return result
     finally:
-        if not _is_eager():
+        if not is_eager():
             _FRAMES.set_eval_frame(callback)
 
 
-def _is_eager() -> bool:
+def is_eager() -> bool:
+    """Return whether compiled code runs eagerly in this thread."""
     return getattr(_THREAD, "depth", 0) > 0
 
 

@@ -28,7 +28,7 @@ from tcnn_probe.hooks.calls import (
     without_nested,
 )
 from tcnn_probe.hooks.interception import Answer, Interception, Seen
-from tcnn_probe.hooks.modes import hidden_depth, is_transformed, unseen
+from tcnn_probe.hooks.modes import hidden_depth, is_transformed, run_unseen
 
 __all__ = ["Forward", "Forwards", "Listener", "Running"]
 
@@ -180,7 +180,8 @@ class Forwards(Calls["Forward"]):
         # An exception that was already being handled when the model was called is not a failure of the forward.
         has_failed, is_told = sys.exc_info()[1] is not call.handled, False
         output = without_nested(output)
-        call.close()
+        # It is not over yet, lest another thread takes it for an abandoned forward.
+        call.leave()
         try:
             if not has_failed:
                 # The entry is reported here, not by torch's global hook, which runs before the entry's own hooks,
@@ -270,7 +271,12 @@ class Forward(Call):
         self.scope.open(self.module, Interception(self._asked), *listener.modes())
 
     def close(self) -> None:
-        """Stop notifying the listener."""
+        """End the call, and stop notifying the listener."""
+        self.over = True
+        self.leave()
+
+    def leave(self) -> None:
+        """Stop notifying the listener of modules and calls of torch; the call goes on until its end is handled."""
         self._is_closed = True
         while self._handles:
             self._handles[-1].remove()
@@ -279,13 +285,13 @@ class Forward(Call):
                 self._handles[-1].id, None
             )
             del self._handles[-1:]
-        super().close()
+        self.scope.close()
 
     def run_unseen(self, function: Callable[..., Any], *args: Any) -> Any:
         """Call a function of the listener, hidden from this forward and from all modes."""
         self._is_quiet = True
         try:
-            return unseen(function)(*args)
+            return run_unseen(function, *args)
         finally:
             self._is_quiet = False
 

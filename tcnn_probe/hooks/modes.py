@@ -22,7 +22,7 @@ from torch.overrides import (
 from torch.utils import _python_dispatch as dispatch
 from torch.utils._pytree import tree_leaves
 
-from tcnn_probe.hooks.compilation import Eagerness
+from tcnn_probe.hooks.compilation import Eagerness, is_eager
 
 __all__ = [
     "EDITORS",
@@ -36,6 +36,7 @@ __all__ = [
     "named_in_errors",
     "run_edited",
     "run_in_modes",
+    "run_unseen",
     "take_off",
     "unseen",
 ]
@@ -86,7 +87,8 @@ class Scope:
 
     def open(self, module: nn.Module, *modes: TorchFunctionMode) -> None:
         """Run compiled parts of a module eagerly, and enter modes."""
-        self._eagerness = Eagerness(module)
+        if not is_eager():  # as in a layer of a model that is followed itself
+            self._eagerness = Eagerness(module)
         self.enter(*modes)
 
     def enter(self, *modes: TorchFunctionMode) -> None:
@@ -211,22 +213,27 @@ def is_transformed(inputs: Any) -> bool:
     )
 
 
+def run_unseen(function: Callable[..., Result], *args: Any, **kwargs: Any) -> Result:
+    """Call a function without forward- or reverse-mode gradients, hidden from all modes."""
+    # Python runs no handler of signals between the effect of these C++ guards and their ``with``, unlike in no_grad and
+    # other context managers that are written in Python. In inference mode, sums that are created here could not be
+    # changed in place outside. The second guard restores the flags of gradients, too.
+    with torch._C.DisableTorchFunction(), torch._C._InferenceMode(False):
+        torch._C._set_grad_enabled(False)
+        torch._C._set_fwd_grad_enabled(False)
+        # Disabling modes takes 0.1 ms even if none is on, so it is checked first whether one is.
+        if not torch._C._len_torch_dispatch_stack():
+            return function(*args, **kwargs)
+        with dispatch._disable_current_modes():
+            return function(*args, **kwargs)
+
+
 def unseen(function: Callable[..., Result]) -> Callable[..., Result]:
-    """Decorate a function to run without forward- or reverse-mode gradients, hidden from all modes."""
+    """Decorate a function to run as under :func:`run_unseen`."""
 
     @wraps(function)
     def run(*args: Any, **kwargs: Any) -> Result:
-        # Python runs no handler of signals between the effect of these C++ guards and their ``with``, unlike in no_grad
-        # and other context managers that are written in Python. In inference mode, sums that are created here could not
-        # be changed in place outside. The second guard restores the flags of gradients, too.
-        with torch._C.DisableTorchFunction(), torch._C._InferenceMode(False):
-            torch._C._set_grad_enabled(False)
-            torch._C._set_fwd_grad_enabled(False)
-            # Disabling modes takes 0.1 ms even if none is on, so it is checked first whether one is.
-            if not torch._C._len_torch_dispatch_stack():
-                return function(*args, **kwargs)
-            with dispatch._disable_current_modes():
-                return function(*args, **kwargs)
+        return run_unseen(function, *args, **kwargs)
 
     return run
 
