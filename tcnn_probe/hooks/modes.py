@@ -48,6 +48,7 @@ _KEY = torch._C._TorchDispatchModeKey
 _TRACERS = (_KEY.PROXY, _KEY.FAKE, _KEY.FUNCTIONAL)
 # This is a context variable, so that each thread and asynchronous task of the user hides its own code.
 _HIDDEN = ContextVar("tcnn_probe_hidden", default=0)
+_THREAD = threading.local()
 _DEPTHS: list[int] = []
 """Depths of the code that is currently hidden, in all threads."""
 
@@ -87,6 +88,8 @@ class Scope:
 
     def open(self, module: nn.Module, *modes: TorchFunctionMode) -> None:
         """Run compiled parts of a module eagerly, and enter modes."""
+        while aside := _set_aside():
+            take_off(aside.pop())
         if not is_eager():  # as in a layer of a model that is followed itself
             self._eagerness = Eagerness(module)
         self.enter(*modes)
@@ -107,20 +110,30 @@ class Scope:
     def leave_modes(self) -> None:
         """Leave the modes, but still run compiled code eagerly."""
         while self._modes:
-            take_off(self._modes[-1])
+            # While a mode handles a call, torch has set it aside, and puts it back afterwards. A recorder can be
+            # collected as garbage just then; its mode does nothing from now on, and is left by the next scope.
+            if not take_off(self._modes[-1]):
+                _set_aside().append(self._modes[-1])
             del self._modes[-1:]
 
 
-def take_off(mode: TorchFunctionMode) -> None:
-    """Leave a function mode, wherever it is in the stack; do nothing if it is not there."""
+def _set_aside() -> list[TorchFunctionMode]:
+    """Return the modes that were to be left in this thread while they handled a call."""
+    modes: list[TorchFunctionMode] = vars(_THREAD).setdefault("aside", [])
+    return modes
+
+
+def take_off(mode: TorchFunctionMode) -> bool:
+    """Leave a function mode, wherever it is in the stack; return False if it is not there."""
     if not any(entered is mode for entered in _get_current_function_mode_stack()):
-        return
+        return False
     # torch can only leave the mode on top, so modes above are set aside and then put back in their order.
     above: list[Any] = []
     while (top := _pop_mode()) is not mode:
         above.append(top)
     for mode_above in reversed(above):
         _push_mode(mode_above)
+    return True
 
 
 @contextmanager

@@ -323,6 +323,6 @@ def test_bad_arguments_are_refused(
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "bokeh", None)
     with pytest.raises(
-        ModuleNotFoundError, match=r'pip install "tcnn-probe\[report\]"'
+        ModuleNotFoundError, match=r"a report needs bokeh: pip install bokeh"
     ):
         tcnn_probe.report(runs[0])
