@@ -93,8 +93,16 @@ def _forward(model: nn.Module, x: torch.Tensor) -> contest.Step:
 
 def _recorded(model: nn.Module, x: torch.Tensor) -> contest.Step:
     model = copy.deepcopy(model)
-    tcnn_probe.record(model)
-    return _forward(model, x)
+    return _keeping(tcnn_probe.record(model), _forward(model, x))
+
+
+def _keeping(recorder: tcnn_probe.Recorder, step: contest.Step) -> contest.Step:
+    """Return a step that keeps the recorder, as one that nothing refers to is released from its model."""
+
+    def recorded(recorder: tcnn_probe.Recorder = recorder) -> None:
+        step()
+
+    return recorded
 
 
 def _hooked(
@@ -143,9 +151,8 @@ def _extracted(model: nn.Module, x: torch.Tensor) -> contest.Step:
 
 def _training(model: nn.Module, x: torch.Tensor, *, record: bool) -> contest.Step:
     model.train()
-    if record:
-        tcnn_probe.record(model)
-    return contest.training_step(model, x)
+    step = contest.training_step(model, x)
+    return _keeping(tcnn_probe.record(model), step) if record else step
 
 
 def marking(epochs: int) -> None:

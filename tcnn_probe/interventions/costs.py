@@ -88,7 +88,7 @@ def head_costs(
     seed = whole_number(seed, "seed")
     rungs = Rungs.of(model, heads, modes, reference, images, radius, seed, queries)
     batches = list(batches_of(images, model, batch_size, classes))
-    results = _Results(rungs, batches, path, radius, queries)
+    results = _Results(rungs, batches, path, _name_of(metric), radius, queries, seed)
     with (
         untouched(model),
         torch.no_grad(),
@@ -122,6 +122,11 @@ def head_costs(
     )
     table.attrs = {"long_name": what, "units": "1"}
     return table.rename("cost")
+
+
+def _name_of(metric: Any) -> str:
+    """Return a name by which a metric is recognised; that of classes, which belong to the batches, is one for all."""
+    return getattr(metric, "__qualname__", type(metric).__name__)
 
 
 def _ablated_output(
@@ -167,14 +172,7 @@ class _Results:
         self._batches = len(batches)
         self._path = None if path is None else Path(path)
         self._done: set[tuple[int, str]] = set()
-        names = [*self.table.mode.values, *self.layers, *map(str, options)]
-        digest = hashlib.sha256(json.dumps([str(x) for x in names]).encode())
-        for parameter in rungs.model.parameters():
-            digest.update(str(float(parameter.detach().double().abs().sum())).encode())
-        for batch in batches:
-            for fingerprint in fingerprints(batch.images):
-                digest.update(fingerprint)
-        self._digest = digest.hexdigest()
+        self._digest = _digest_of(rungs, batches, options)
         if self._path is not None and self._path.exists():
             self._read(self._path)
 
@@ -220,3 +218,22 @@ class _Results:
         with part.open("wb") as file:
             np.savez(file, values=self.table.values, digest=self._digest, done=done)
         part.replace(self._path)
+
+
+def _digest_of(rungs: Rungs, batches: list[Batch], options: Collection[Any]) -> str:
+    """Return a hash of what costs depend on: model, heads, modes, images and their targets, references and options."""
+    heads = [(entry.mode, entry.layer, *entry.indices) for entry in rungs.all]
+    digest = hashlib.sha256(json.dumps([heads, [*map(str, options)]]).encode())
+    for parameter in rungs.model.parameters():
+        digest.update(str(float(parameter.detach().double().abs().sum())).encode())
+    for batch in batches:
+        digest.update(str(batch.rows).encode())
+        for values in (batch.images, batch.target):
+            if isinstance(values, Tensor):
+                digest.update(b"".join(fingerprints(values)))
+    # All layers have seen the same references.
+    for entry in rungs.all:
+        if entry.reference is not None:
+            digest.update(b"".join(entry.reference.fingerprints))
+            break
+    return digest.hexdigest()

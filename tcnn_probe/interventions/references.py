@@ -323,12 +323,12 @@ class TermReference(ReferenceStatistics):
 
 
 def fingerprints(images: Tensor) -> list[bytes]:
-    """Return a fingerprint of each image, (B, ...): its values at 4,096 positions, or all if it has fewer."""
-    values = images.detach().flatten(1)
+    """Return fingerprints of images or targets (B, ...): their values at 4,096 places, or all if there are fewer."""
+    values = images.detach().reshape(len(images), -1)
     # Positions are spread evenly over channels and rows, so that crops and colour changes differ, too. They are many
     # because drawings on a plain ground share most of their values.
     count = min(values.shape[1], 4096)
-    places = torch.linspace(0, values.shape[1] - 1, count).long().to(values.device)
+    places = torch.arange(count, device=values.device) * values.shape[1] // count
     return [row.numpy().tobytes() for row in values[:, places].float().cpu()]
 
 

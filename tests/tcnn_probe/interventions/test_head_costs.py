@@ -215,6 +215,30 @@ def test_an_interrupted_call_continues(tmp_path: Path) -> None:
         tcnn_probe.head_costs(model, x.flip(0), path=path, **options)
 
 
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"reference": vit_images(5)},
+        {"metric": torch.tensor([1, 0, 2, 0])},
+        {"metric": None},
+        {"heads": {"blocks.0.attn": [0]}},
+        {"batch_size": 2},
+        {"modes": ["static"]},
+        {"modes": ["static", "shuffled"], "seed": 3},
+    ],
+    ids=lambda other: ", ".join(other),
+)
+def test_results_of_other_arguments_are_not_taken_up(
+    other: dict[str, Any], tmp_path: Path
+) -> None:
+    model, x, path = vit(), vit_images(4), tmp_path / "costs.npz"
+    options: dict[str, Any] = {"metric": torch.tensor([1, 0, 2, 1]), "batch_size": 3}
+    options |= {"modes": ["static", "shuffled"], "reference": vit_images(3)}
+    tcnn_probe.head_costs(model, x, path=path, **options)
+    with pytest.raises(ValueError, match="costs of another model, other images"):
+        tcnn_probe.head_costs(model, x, path=path, **options | other)
+
+
 def test_forms_of_images_and_targets() -> None:
     model, x, classes = vit(), vit_images(4), torch.tensor([1, 0, 2, 1])
 
