@@ -57,8 +57,8 @@ class Call:
         self.scope.close()
 
     def goes_on(self) -> bool:
-        """Return whether the call is neither over nor interrupted."""
-        return not self.over and is_running(self.frame)
+        """Return whether the call is neither over nor interrupted, or still has modes to leave at its end."""
+        return (not self.over or self.scope.has_modes) and is_running(self.frame)
 
 
 def without_nested(value: Any) -> Any:
@@ -205,8 +205,10 @@ class Calls(Generic[C]):
         call = self._running.get(thread)
         if call is not None:
             call.close()
-            # It is forgotten last, so that this is repeated if Ctrl-C interrupts it.
-            self._running.pop(thread, None)
+            # It is forgotten last, so that this is repeated if Ctrl-C interrupts it. While a mode handles a call of
+            # torch, the call of the module goes on, and the hook at its end repeats this.
+            if not call.goes_on():
+                self._running.pop(thread, None)
 
 
 class CopySafeHook:

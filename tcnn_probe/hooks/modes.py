@@ -48,7 +48,6 @@ _KEY = torch._C._TorchDispatchModeKey
 _TRACERS = (_KEY.PROXY, _KEY.FAKE, _KEY.FUNCTIONAL)
 # This is a context variable, so that each thread and asynchronous task of the user hides its own code.
 _HIDDEN = ContextVar("tcnn_probe_hidden", default=0)
-_THREAD = threading.local()
 _DEPTHS: list[int] = []
 """Depths of the code that is currently hidden, in all threads."""
 
@@ -88,8 +87,6 @@ class Scope:
 
     def open(self, module: nn.Module, *modes: TorchFunctionMode) -> None:
         """Run compiled parts of a module eagerly, and enter modes."""
-        while aside := _set_aside():
-            take_off(aside.pop())
         if not is_eager():  # as in a layer of a model that is followed itself
             self._eagerness = Eagerness(module)
         self.enter(*modes)
@@ -101,6 +98,11 @@ class Scope:
             self._modes.append(mode)
             mode.__enter__()
 
+    @property
+    def has_modes(self) -> bool:
+        """Whether modes are still to be left."""
+        return bool(self._modes)
+
     def close(self) -> None:
         """Leave the modes, even if others that were entered later are still on. This may be repeated."""
         self.leave_modes()
@@ -109,18 +111,11 @@ class Scope:
 
     def leave_modes(self) -> None:
         """Leave the modes, but still run compiled code eagerly."""
-        while self._modes:
-            # While a mode handles a call, torch has set it aside, and puts it back afterwards. A recorder can be
-            # collected as garbage just then; its mode does nothing from now on, and is left by the next scope.
-            if not take_off(self._modes[-1]):
-                _set_aside().append(self._modes[-1])
-            del self._modes[-1:]
-
-
-def _set_aside() -> list[TorchFunctionMode]:
-    """Return the modes that were to be left in this thread while they handled a call."""
-    modes: list[TorchFunctionMode] = vars(_THREAD).setdefault("aside", [])
-    return modes
+        # While a mode handles a call, torch has set it aside, and puts it back afterwards. A recorder can be removed,
+        # or collected as garbage, just then; its modes are left when this is repeated.
+        for mode in self._modes[::-1]:
+            if take_off(mode):
+                self._modes.remove(mode)
 
 
 def take_off(mode: TorchFunctionMode) -> bool:

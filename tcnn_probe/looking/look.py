@@ -22,7 +22,7 @@ from tcnn_probe.attention.reconstruction import ReconstructionError
 from tcnn_probe.images import prepare, prepare_pixels
 from tcnn_probe.looking.costs import class_labels, costs_of_heads
 from tcnn_probe.looking.named_models import Weights, find_model, find_preparation
-from tcnn_probe.looking.objects import Objects, has_saliency, salient_quarter
+from tcnn_probe.looking.objects import Objects, salient_quarter, why_no_saliency
 from tcnn_probe.looking.photographs import (
     Paths,
     find_masks,
@@ -345,8 +345,10 @@ def _measure(
     """Record the model over the photographs; go on where a process that was killed had stopped."""
     model, paths, key = subject.model, subject.of_rank(), subject.key()
     about = {**subject.about, "looked_at": key}
-    objects, masks_of = _objects_of(subject)
-    if objects is not None:
+    objects, reason, masks_of = _objects_of(subject)
+    if objects is None:
+        about["without_objects"] = reason
+    else:
         about["objects"] = objects.meaning
     probes: list[str | Probe] = [*_PROBES, *([objects.probe] if objects else [])]
     costs, about["costs"] = _costs_of(subject, batch_size, progress)
@@ -398,12 +400,12 @@ def _costs_of(
 
 def _objects_of(
     subject: _Subject,
-) -> tuple[Objects | None, Callable[[Sequence[Path]], Tensor | None]]:
-    """Return the probe of attention on objects, and a function of photographs that returns where objects are."""
+) -> tuple[Objects | None, str, Callable[[Sequence[Path]], Tensor | None]]:
+    """Return the probe of attention on objects, why there is none, and a function that says where objects are."""
     if subject.masks:
-        return Objects("the masks"), subject.masks_of
-    if not has_saliency(subject.model, subject.images(subject.paths[:2])):
-        return None, lambda paths: None
+        return Objects("the masks"), "", subject.masks_of
+    if reason := why_no_saliency(subject.model, subject.images(subject.paths[:2])):
+        return None, reason, lambda paths: None
     judged = frozenset(subject.paths[:_JUDGED])
 
     def salient(paths: Sequence[Path]) -> Tensor | None:
@@ -412,7 +414,7 @@ def _objects_of(
         return salient_quarter(subject.model, subject.images(paths))
 
     meaning = "the quarter of a photograph that decides on the model's class (Grad-CAM)"
-    return Objects(meaning), salient
+    return Objects(meaning), "", salient
 
 
 def _unfinished(store: Path) -> Path:

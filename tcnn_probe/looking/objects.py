@@ -13,7 +13,7 @@ from tcnn_probe.probes import NotMeasuredError, Probe
 from tcnn_probe.probes.shared_variables import HEAD
 from tcnn_probe.schema import Variable
 
-__all__ = ["Objects", "has_saliency", "salient_quarter"]
+__all__ = ["Objects", "salient_quarter", "why_no_saliency"]
 
 
 _MEAN = "Mean over the images with a mask that is not empty."
@@ -104,17 +104,18 @@ def _share(maps: Tensor, masks: Tensor) -> Tensor:
     return inside / maps.sum((2, 3))
 
 
-def has_saliency(model: nn.Module, images: Tensor) -> bool:
-    """Return whether Grad-CAM can say where a model finds the class that it predicts.
+def why_no_saliency(model: nn.Module, images: Tensor) -> str:
+    """Return why Grad-CAM cannot say where a model finds the class that it predicts; "" if it can.
 
     Attention rollout, which needs no classes, is made of the attention that it would judge.
     """
     try:
         salient_quarter(model, images)
-    # A method refuses a model with many types of errors.
-    except Exception:
-        return False
-    return True
+    # A method refuses a model with many types of errors, whose first line says why.
+    except Exception as error:
+        lines = str(error).splitlines() or [type(error).__name__]
+        return f"no masks were given, and Grad-CAM says nothing: {lines[0]}"
+    return ""
 
 
 @torch.enable_grad()

@@ -87,6 +87,8 @@ def _missing_variables(run: Run) -> Iterable[str]:
         run.attrs.get("photographs_unreadable", "{}")
     ).items():
         yield f"{name} could not be read: {reason}"
+    if reason := run.attrs.get("without_objects"):
+        yield f"attention on objects: {reason}"
     for layer, reason in json.loads(run.attrs.get("unsupported", "{}")).items():
         yield f"{layer} is not supported: {reason}"
     unlabelled = (

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils._python_dispatch import TorchDispatchMode
 from torchvision.models.feature_extraction import get_graph_node_names
 
@@ -426,3 +426,31 @@ def test_regions_that_accelerate_compiles() -> None:
     plain, compiled = datasets
     assert compiled.layer.values.tolist() == ["blocks.0.attn", "blocks.1.attn"]
     xr.testing.assert_allclose(compiled, plain)
+
+
+class Removing(TorchFunctionMode):
+    """Mode of the user below a recorder's modes, which removes the recorder in the first linear layer."""
+
+    recorder: tcnn_probe.Recorder | None = None
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if self.recorder is not None and func is nn.functional.linear:
+            self.recorder.remove()
+            self.recorder = None
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.filterwarnings("ignore:.*nothing was marked:RuntimeWarning")
+def test_a_recorder_removed_while_its_modes_handle_a_call_leaves_none() -> None:
+    """As when it is collected as garbage there: torch puts a mode back once it has handled a call."""
+    model, mode = vit(), Removing()
+    trace = Trace(model)
+    recorder = tcnn_probe.record(model)
+    with mode, torch.no_grad():
+        mode.recorder = recorder
+        model(images())
+        assert mode.recorder is None
+        assert _get_current_function_mode_stack() == [mode]
+    assert Trace(model) == trace

@@ -105,6 +105,9 @@ def test_page_and_facts_say_what_the_recording_holds(
     assert len(about["pictures"]) == len(about["images"]) == 2
     assert tree.attrs["photographs"][:2] == ["cats/0.png", "dogs/3.png"]
     assert "dogs/broken.jpg could not be read: it is no picture" in facts["missing"]
+    # The model has no classes, and so no map of Grad-CAM.
+    (reason,) = (x for x in facts["missing"] if x.startswith("attention on objects"))
+    assert "Grad-CAM says nothing: " in reason
     assert network["chosen"] == "11 of 12 photographs: cats 7, dogs 4 of 5"
 
 

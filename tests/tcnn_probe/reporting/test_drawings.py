@@ -58,10 +58,10 @@ def heights(svg: str, color: str) -> list[float]:
 
 
 def test_bars_bands_and_kernels_are_drawn() -> None:
-    tree = anatomical([0, 7])
+    tree, figures = anatomical([0, 7]), plt.get_fignums()
     with plt.style.context("dark_background"):
         page = tcnn_probe.report(tree).html
-    assert not plt.get_fignums()
+    assert plt.get_fignums() == figures
     drawings = draw_heads([read_run(tree)])
     bars, bands, kernels = [drawing["svg"] for drawing in drawings]
     # A user's style changes nothing, and neither does drawing twice.
