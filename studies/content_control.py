@@ -2,7 +2,7 @@
 
     python studies/content_control.py
 
-Takes about an hour and a half on one CPU core; --small takes seconds and shows only that the code works.
+About two hours on one CPU core (not measured whole); --small takes seconds and shows only that the code works.
 
 The verdict of content_or_mixing is "no". A "no" means something only if the same tail, arms, rates and steps say "yes"
 where content is needed, so they are asked here how small a need they can see.

@@ -4,13 +4,32 @@ Every public name is listed in ``__init__.pyi``, beside this file, and imported 
 command line answers before torch is imported, and a part that needs no timm works without it.
 """
 
+import re
 import sys
+from importlib import import_module
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import lazy_loader
+# The package needs nothing but torch and timm, not even lazy_loader, by which tcnn_probe does the same.
+_STUB = Path(__file__).with_suffix(".pyi").read_text(encoding="utf-8")
+_MODULES = {
+    name: module for module, name in re.findall(r"from (\S+) import (\w+)", _STUB)
+}
 
-__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
+__all__ = sorted(_MODULES)
+
+
+def __getattr__(name: str) -> Any:
+    """Import a public name when it is first used."""
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = globals()[name] = getattr(import_module(_MODULES[name], __name__), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return __all__
 
 
 class _Package(ModuleType):

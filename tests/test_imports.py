@@ -307,12 +307,14 @@ heavy = {'torch', 'timm', 'xarray', 'zarr', 'matplotlib', 'bokeh'}
 assert not heavy & {*sys.modules}, "importing the probe imports little"
 
 optional = dict.fromkeys(("bokeh", "captum", "scipy", "triton", "matplotlib", "sklearn", "studies"))
-sys.modules.update(optional | dict.fromkeys(("zarr", "xarray", "tcnn_probe")))
+beside = ("lazy_loader", "zarr", "xarray", "tcnn_probe")
+sys.modules.update(optional | dict.fromkeys(beside))
 import tcnn_model
 for name in tcnn_model.__all__:
     getattr(tcnn_model, name)
 
-del sys.modules["zarr"], sys.modules["xarray"], sys.modules["tcnn_probe"]
+for name in beside:
+    del sys.modules[name]
 import tcnn_probe.heads
 for package in (tcnn_probe, tcnn_probe.evaluation, tcnn_probe.heads):
     for name in package.__all__:
