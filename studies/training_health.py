@@ -3,7 +3,7 @@
     python studies/training_health.py
     python studies/training_health.py --data cifar10-jpeg --limit 8000 --seeds 1 --out results/photos
 
-The first takes six minutes on one CPU core, the second half an hour.
+The first takes five minutes on one CPU core, the second half an hour.
 
 What one should see (training_health.png): queries and keys that are scaled up, a learning rate that jumps, and a head
 whose values are cut, raise alarms at the epoch in which this is done. A learning rate that is ten times too high,
@@ -68,6 +68,7 @@ from torch import nn
 import tcnn_model
 import tcnn_probe
 from common.ending import ended, finish
+from common.figures import whole_ticks
 from common.health_panels import draw_pictures, find_examples
 from common.image_sets import ImageSet, load_image_set
 from common.options import (
@@ -403,7 +404,12 @@ def draw(results: xr.Dataset, epochs: int) -> Figure:
         if illness in LATER:
             panel.axvline(epochs // 2 + 1, color="0.7", lw=0.8, zorder=0)
         panel.set(title=illness, xlabel="epoch", ylabel="validation loss")
+        whole_ticks(panel)
         panel.label_outer()
+    # The last row is not full.
+    for panel in panels[len(ILLNESSES) - 5 : len(ILLNESSES)]:
+        panel.set_xlabel("epoch")
+        panel.tick_params(labelbottom=True)
     figure.supxlabel("triangle: first alarm; line: onset of the illness", fontsize=8)
     return figure
 

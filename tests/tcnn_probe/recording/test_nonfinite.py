@@ -34,20 +34,21 @@ def test_nonfinite_images_are_left_out_counted_and_warned_about(
     model = Branches().to(dtype)
     fine = images().to(dtype)
     with tcnn_probe.record(model) as recorder:
-        # Images 0 and 2 of five are not finite, so the count differs from that of the batch.
+        # Images 0 and 2 of the first five are not finite, and image 1 of the second five.
         model(near=fine, far=images(value, 0.0, value).to(dtype))
-        model(near=fine, far=fine)
+        model(near=fine, far=images(0.0, value, 0.0).to(dtype))
         with pytest.warns(
-            RuntimeWarning, match=r"left out of the means.*\{'far': 2\}"
+            RuntimeWarning, match=r"left out of the means.*\{'far': 3\}"
         ) as caught:
             recorder.mark(epoch=0, top1=0.5)
-        model(near=fine[[1, 3, 4]], far=images(0.0, 0.0, 0.0).to(dtype)[[1, 3, 4]])
-        model(near=fine, far=fine)
+        clean = images(0.0, 0.0, 0.0).to(dtype)
+        for rows in ([1, 3, 4], [0, 2, 3, 4]):
+            model(near=fine[rows], far=clean[rows])
         recorder.mark(epoch=1)
     assert [warning.filename for warning in caught] == [__file__]
     ds = recorder.dataset
-    assert ds.nonfinite_images.values.tolist() == [[0, 2], [0, 0]]
-    assert ds.images.values.tolist() == [[10, 10], [8, 8]]
+    assert ds.nonfinite_images.values.tolist() == [[0, 3], [0, 0]]
+    assert ds.images.values.tolist() == [[10, 10], [7, 7]]
     assert ds.top1[0] == 0.5
     far = ds.sel(layer="far").drop_vars(["images", "nonfinite_images", "top1"])
     for name, values in far.data_vars.items():
