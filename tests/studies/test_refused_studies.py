@@ -29,6 +29,7 @@ NOT_ONE_CNN = (
     "cutmix_locality",
     "dense_features",
     "distillation",
+    "object_heads",
     "pretrained_heads",
     "segmentation_attention",
     "training_health",
@@ -125,6 +126,11 @@ def unwritten(monkeypatch: pytest.MonkeyPatch) -> None:
         ("attention_maps", "--images 0", "--images: expected an integer from 1, got 0"),
         (
             "dense_features",
+            "--data .",
+            "--data, --pretrained: the masks are those of the digits",
+        ),
+        (
+            "object_heads",
             "--data .",
             "--data, --pretrained: the masks are those of the digits",
         ),
