@@ -10,7 +10,9 @@ DOCS = Path(__file__).parent.parent / "docs"
 
 def test_the_page_is_up_to_date(tmp_path: Path) -> None:
     out = tmp_path / "architectures.md"
-    runpy.run_path(str(DOCS / "architectures.py"))["main"](["--out", str(out)])
+    runpy.run_path(str(DOCS / "scripts" / "architectures.py"))["main"](
+        ["--out", str(out)]
+    )
     text = out.read_text()
     assert text == (DOCS / "architectures.md").read_text()
     rows = [

@@ -13,7 +13,7 @@ DOCS = Path(__file__).parent.parent / "docs"
 @pytest.fixture(scope="module")
 def script() -> ModuleType:
     spec = importlib.util.spec_from_file_location(
-        "docs_corruptions", DOCS / "corruptions.py"
+        "docs_corruptions", DOCS / "scripts" / "corruptions.py"
     )
     assert spec is not None
     assert spec.loader is not None

@@ -53,9 +53,9 @@ def test_documented_errors_are_those_of_the_same_function() -> None:
 @pytest.fixture
 def write() -> Callable[[list[str]], None]:
     """Return the script's command line."""
-    main: Callable[[list[str]], None] = runpy.run_path(str(DOCS / "families.py"))[
-        "main"
-    ]
+    main: Callable[[list[str]], None] = runpy.run_path(
+        str(DOCS / "scripts" / "families.py")
+    )["main"]
     return main
 
 

@@ -85,12 +85,12 @@ def load_example(name: str = "tcnn") -> xr.DataTree:
 
     "tcnn" is of a Transformed CNN: EfficientNet-Lite0 with ImageNet's weights was reparameterized and fine-tuned on
     1,200 photographs of Imagenette, at 128 x 128 pixels. Numbers of heads are from 400 other photographs, and from the
-    one whose maps are kept, scikit-learn's ``china.jpg``. ``docs/example.py`` made it.
+    one whose maps are kept, scikit-learn's ``china.jpg``. ``docs/scripts/example.py`` made it.
 
     "vit" is of a small vision transformer with a class token, which learned scikit-learn's handwritten digits, 8 x 8
     pixels in 4 x 4 patches, from random weights to an accuracy of 0.96. In the end half of its heads are content heads.
     Numbers of heads are from 360 digits that it was not trained on, and maps from three of these,
-    ``load_digits().images[tree.attrs["digits"]]``. ``docs/example_vit.py`` made it.
+    ``load_digits().images[tree.attrs["digits"]]``. ``docs/scripts/example_vit.py`` made it.
 
     The attributes of the tree give the options of the training.
 

@@ -1,7 +1,7 @@
 """Draw every corruption at every severity as ``corruptions.png``, and print the table of ``corruptions.md``.
 
-python docs/corruptions.py                  # a few seconds; --size is the image's, --out names another file
-python docs/corruptions.py --milliseconds   # print the time of each corruption instead
+python docs/scripts/corruptions.py                  # a few seconds; --size is the image's, --out names another file
+python docs/scripts/corruptions.py --milliseconds   # print the time of each corruption instead
 """
 
 import argparse
@@ -28,7 +28,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--size", type=int, default=80, help="pixels along each side of the image"
     )
-    parser.add_argument("--out", type=Path, default=Path(__file__).with_suffix(".png"))
+    parser.add_argument(
+        "--out", type=Path, default=Path(__file__).parents[1] / "corruptions.png"
+    )
     parser.add_argument("--milliseconds", action="store_true")
     options = parser.parse_args(arguments)
     if options.milliseconds:

@@ -1,7 +1,7 @@
 """Write ``families.md``, the table of timm's convnets that can be reparameterized, with the errors.
 
-    python docs/families.py                          # every family, about ten minutes on one core
-    python docs/families.py --families vgg resnet    # some of them; --out names another file
+    python docs/scripts/families.py                          # every family, about ten minutes on one core
+    python docs/scripts/families.py --families vgg resnet    # some of them; --out names another file
 
 A family is a module of timm. Its smallest member is tested, in full width and with random weights, norms, layer scales
 and gains: with ``stride="keep"`` and locality strength and gating at 20 the T-CNN must have the outputs of the CNN. The
@@ -51,8 +51,8 @@ FURTHER = (
 )
 HEADER = """# Convnets of timm
 
-Written by `python docs/families.py` with timm {version}. The table has the smallest member, in full width, of every
-module of timm that holds models, and members of large families that are built differently.
+Written by `python docs/scripts/families.py` with timm {version}. The table has the smallest member, in full width, of
+every module of timm that holds models, and members of large families that are built differently.
 
 - *layers*: the convolutions that `reparameterize` selects by default, which are those of the last stage.
 - *heads*: the number of heads of each of these layers.
@@ -234,7 +234,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         nargs="+",
         help="modules of timm, or names of models; default: all",
     )
-    parser.add_argument("--out", type=Path, default=Path(__file__).with_suffix(".md"))
+    parser.add_argument(
+        "--out", type=Path, default=Path(__file__).parents[1] / "families.md"
+    )
     options = parser.parse_args(arguments)
     families = timm_families()
     names = options.families or [*families, *FURTHER]

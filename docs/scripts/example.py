@@ -2,7 +2,7 @@
 
     python studies/attention_maps.py --model tf_efficientnet_lite0 --pretrained --data imagenette2-160 --img-size 128 \
         --limit 1600 --epochs 5 --batch-size 32 --augment light --lr 1e-4 --gating-lr 0.1 --out results/photos
-    python docs/example.py results/photos
+    python docs/scripts/example.py results/photos
 
 At each epoch a photograph whose maps are saved is recorded first, and then the validation photographs of the study.
 The file in the package was made from the weights and scores of ``gating_evolution.py --unstrided`` with these options,
@@ -23,7 +23,7 @@ from sklearn.datasets import load_sample_image
 import tcnn_model
 import tcnn_probe
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "studies"))
 
 from common.output import saved_options  # noqa: E402

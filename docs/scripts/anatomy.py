@@ -1,6 +1,6 @@
 """Draw docs/anatomy.png: what the attention of a pretrained vision transformer is made of, and of one that learns.
 
-    python docs/anatomy.py imagenette2-160/val --weights FILE.safetensors --run results/photographs
+    python docs/scripts/anatomy.py imagenette2-160/val --weights FILE.safetensors --run results/photographs
 
 This takes two minutes on one core. ``--weights`` is a file with the weights of the model, or of a larger one that has
 it as ``backbone``; without it timm loads its own (``pretrained=True``). ``--run`` is the training that
@@ -29,7 +29,7 @@ from torch import nn
 
 import tcnn_probe
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 MODEL = "vit_small_patch14_dinov2"
 SIDE = 224
 BATCH = 16

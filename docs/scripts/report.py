@@ -1,7 +1,7 @@
 """Make report.png, a picture of the report of the recording that comes with the package.
 
     pip install -e ".[report]" selenium
-    python docs/report.py
+    python docs/scripts/report.py
 
 The script needs Chromium and its driver (``apt install chromium chromium-driver``).
 """
@@ -20,7 +20,7 @@ from sklearn.datasets import load_sample_image
 
 import tcnn_probe
 
-HERE = Path(__file__).parent
+DOCS = Path(__file__).parents[1]
 SIZE = 1200, 1000  # pixels
 CHOICE = 0, 4  # row and column of a head whose attention is not at the middle
 CHOOSE = """const heads = document.getElementById("grids")
@@ -34,7 +34,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--out", type=Path, default=HERE / "report.png")
+    parser.add_argument("--out", type=Path, default=DOCS / "report.png")
     out = parser.parse_args(arguments).out
     # As in timm for this model, the smaller side is resized to 146 pixels, and the middle is cropped to 128 x 128.
     photograph = Image.fromarray(load_sample_image("china.jpg"))

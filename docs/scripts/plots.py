@@ -1,6 +1,6 @@
 """Draw docs/plots.png, for the first lines of docs/plots.md.
 
-    python docs/plots.py
+    python docs/scripts/plots.py
 
 Takes ten seconds. Both panels are of the recording that comes with the package: the gates of a Transformed CNN by
 epoch, and where the nine heads of its last layer look in a photograph, scikit-learn's ``china.jpg``, at the last epoch.
@@ -14,7 +14,7 @@ import matplotlib.pyplot as plt
 
 import tcnn_probe
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -1,6 +1,6 @@
 """Draw docs/what_heads_see.png: where heads of a vision transformer look, and how far the image decides it by epoch.
 
-    python docs/what_heads_see.py
+    python docs/scripts/what_heads_see.py
 
 This takes ten seconds. All data are in the recording that ``tcnn_probe.load_example("vit")`` opens, of a vision
 transformer that learned scikit-learn's digits: the attention of the class token in three digits that it was not
@@ -20,7 +20,7 @@ from sklearn.datasets import load_digits
 import tcnn_probe
 from tcnn_probe.plot import OKABE_ITO
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 HEADS = {
     "blocks.0.attn": (1, 3),
     "blocks.2.attn": (0, 2),

@@ -3,7 +3,7 @@
     tcnn-finetune vit_tiny_r_s16_p8_224 --data imagenette2-160 --img-size 96 \
         --model-options patch_size=2 embed_dim=128 depth=4 num_heads=4 --drop-path 0 \
         --epochs 16 --warmup-epochs 2 --batch-size 64 --lr 1e-3 --out results/photographs
-    python docs/heads_on_photographs.py results/photographs
+    python docs/scripts/heads_on_photographs.py results/photographs
 
 The first command trains a small vision transformer on Imagenette (fast.ai's ten classes of ImageNet) from random
 weights, and records its heads at every epoch; it takes an hour on one core. The figure shows the attention of the class
@@ -27,7 +27,7 @@ import tcnn_probe
 from tcnn_model.training.config import Config, read_toml
 from tcnn_model.training.weights import create_from_weights
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 PHOTOGRAPHS = ("china.jpg", "flower.jpg")
 HEADS = [
     ("blocks.0.attn", 0),

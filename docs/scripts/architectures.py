@@ -1,6 +1,6 @@
 """Write ``architectures.md``, the table of layers of other libraries that are known by their class.
 
-python docs/architectures.py  # at once; --out names another file
+python docs/scripts/architectures.py  # at once; --out names another file
 """
 
 import argparse
@@ -13,7 +13,7 @@ from tcnn_probe.architectures.record import LayerRecord
 
 HEADER = """# Layers with a record
 
-Written by `python docs/architectures.py` from [the records](../tcnn_probe/architectures/timm_layers.py), which
+Written by `python docs/scripts/architectures.py` from [the records](../tcnn_probe/architectures/timm_layers.py), which
 also give the reasons.
 
 Most models need no record, because [attention is seen where the model calls torch](recording.md#your-own-model). A
@@ -74,7 +74,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         description="Write the table of layers that are known by their class."
     )
-    parser.add_argument("--out", type=Path, default=Path(__file__).with_suffix(".md"))
+    parser.add_argument(
+        "--out", type=Path, default=Path(__file__).parents[1] / "architectures.md"
+    )
     parser.parse_args(arguments).out.write_text(page())
 
 

@@ -1,7 +1,7 @@
 """Write ``models.md``, the table of the layers that are recorded in vision models.
 
-    python docs/models.py                          # all models, about four minutes on one core
-    python docs/models.py --models vit_tiny swin   # rewrite the rows of models whose names contain a word
+    python docs/scripts/models.py                          # all models, about four minutes on one core
+    python docs/scripts/models.py --models vit_tiny swin   # rewrite the rows of models whose names contain a word
 
 Weights are random and nothing is downloaded. A forward shows which layers attend, and on which grids their tokens lie.
 An experiment that does not know the grids tells whether maps show the image as it is: it changes the pixels of a
@@ -31,7 +31,7 @@ from tcnn_probe.attention.stream import AttentionStream
 
 HEADER = """# Vision models
 
-Written by `python docs/models.py` with {versions}, from random weights.
+Written by `python docs/scripts/models.py` with {versions}, from random weights.
 
 - *layers*: number of attention layers that are recorded.
 - *grids*: rows x columns of keys; "+ n" stands for n additional class, register or other tokens. In layers with windows
@@ -448,7 +448,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         default=[""],
         help="use models whose names contain one of these words; default: all",
     )
-    parser.add_argument("--out", type=Path, default=Path(__file__).with_suffix(".md"))
+    parser.add_argument(
+        "--out", type=Path, default=Path(__file__).parents[1] / "models.md"
+    )
     options = parser.parse_args(arguments)
     chosen = [
         model for model in MODELS if any(word in model.name for word in options.models)
