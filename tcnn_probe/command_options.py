@@ -195,9 +195,9 @@ def _add_report_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--max-mb",
         type=float,
-        default=100,
+        default=3,
         metavar="MB",
-        help="largest size of the page; maps are left out until it fits (default: 100)",
+        help="largest size of the page; maps and epochs are left out until it fits (default: 3)",
     )
 
 

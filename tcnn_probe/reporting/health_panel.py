@@ -1,5 +1,6 @@
 """Panel of health: the findings in all recordings of a page, and what was looked for."""
 
+from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -34,7 +35,8 @@ def _describe(axes: Axes, name: str, finding: Finding) -> dict[str, Any]:
         "row": list(axes.layers).index(finding.layer),
         "heads": columns,
         "column": columns[0][1] if columns else 0,
-        "mark": axes.marks.index(finding.since),
+        # The next mark, if the page leaves this one out.
+        "mark": bisect_left(axes.marks, finding.since),
         "since": finding.since,
         "until": "" if finding.until is None else finding.until,
         "seen": f"{label(finding.measure)} {finding.value:.3g}",

@@ -45,10 +45,19 @@ def summary(axes: Axes, runs: Sequence[Run]) -> str:
 
 
 def missing(
-    axes: Axes, runs: Sequence[Run], choices: Sequence[Choice], max_mb: float
+    axes: Axes,
+    runs: Sequence[Run],
+    choices: Sequence[Choice],
+    max_mb: float,
+    recorded: int,
 ) -> list[str]:
-    """Say what is missing from the page, or that nothing is."""
+    """Say what is missing from the page, which has some of the recorded marks, or that nothing is."""
     lines = []
+    if len(axes.marks) < recorded:
+        lines.append(
+            f"this page has {len(axes.marks)} of {recorded} {axes.along}s, evenly spread, because max_mb={max_mb:g}; "
+            "the recording has all"
+        )
     for run, choice in zip(runs, choices, strict=True):
         run_lines = [*_missing_variables(run), *_missing_maps(run, choice, max_mb)]
         if len(runs) > 1:

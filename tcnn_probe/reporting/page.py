@@ -1,6 +1,7 @@
 """The page: numbers and maps as bytes, Bokeh's figures, and the text around them."""
 
 import json
+import zlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from tcnn_probe.reporting.networks import (
     first_head,
     image_names,
 )
-from tcnn_probe.reporting.recordings import Axes, Run, common_axes
+from tcnn_probe.reporting.recordings import Axes, Run, common_axes, thin_marks
 from tcnn_probe.reporting.variables import label, pack_variables
 
 __all__ = ["page"]
@@ -58,11 +59,19 @@ def page(
 
     Pictures are data URLs of the images, or none.
     """
-    axes = common_axes(runs)
-    variables, numbers = pack_variables(axes, runs)
     drawings = draw_heads(runs)
-    room = max_mb * 1e6 - _OVERHEAD - len(numbers) * 4 / 3
+    room = max_mb * 1e6 - _OVERHEAD
     room -= sum(map(len, [*pictures, *(drawing["svg"] for drawing in drawings)]))
+    axes = common_axes(runs)
+    recorded = len(axes.marks)
+    variables, numbers = pack_variables(axes, runs)
+    # Numbers leave a third of the room to maps, of which a few marks say most.
+    share = room * (2 / 3 if any(run.maps for run in runs) else 1) / _size(numbers)
+    if share < 1:
+        runs = thin_marks(runs, int(recorded * share))
+        axes = common_axes(runs)
+        variables, numbers = pack_variables(axes, runs)
+    room -= _size(numbers)
     choices = [choose_maps(run, room / len(runs)) for run in runs]
     maps = [
         (number, layer_maps)
@@ -99,7 +108,7 @@ def page(
     }
     text = {
         "summary": notes.summary(axes, runs),
-        "missing": notes.missing(axes, runs, choices, max_mb),
+        "missing": notes.missing(axes, runs, choices, max_mb, recorded),
         "meanings": notes.definitions(
             axes, runs, [layer_maps.name for _, layer_maps in maps]
         ),
@@ -129,6 +138,11 @@ def page(
         text,
     )
     return html, facts_of(runs, text) if is_finished else {}
+
+
+def _size(numbers: bytes) -> float:
+    """Return the bytes that numbers take on the page, where Bokeh compresses them; base64 adds a third."""
+    return 4 / 3 * len(zlib.compress(numbers, 1))
 
 
 def _join(names: list[str]) -> str:

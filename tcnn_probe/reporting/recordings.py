@@ -4,7 +4,7 @@ import json
 import os
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import PurePath
 from typing import Any
 
@@ -17,7 +17,7 @@ from tcnn_probe.heads import TYPES, head_types
 from tcnn_probe.heads.types import PARTS
 from tcnn_probe.storage import numbers, open_recording
 
-__all__ = ["TYPE", "Axes", "Run", "common_axes", "read_run"]
+__all__ = ["TYPE", "Axes", "Run", "common_axes", "read_run", "thin_marks"]
 
 KERNELS = "offset_kernel"
 # Differences of halves of the images make types uncertain, and are no curves of their own.
@@ -169,6 +169,24 @@ def common_axes(runs: Sequence[Run]) -> Axes:
         _attrs([run.numbers for run in runs]),
         _attrs([run.scalars for run in runs]),
     )
+
+
+def thin_marks(runs: Sequence[Run], most: int) -> list[Run]:
+    """Leave evenly spread marks, about ``most`` of them, and the last one of each run."""
+    marks = sorted({mark for run in runs for mark in run.marks})
+    places = np.linspace(len(marks) - 1, 0, max(most, 1)).round().astype(int)
+    kept = {marks[place] for place in places} | {run.marks[-1] for run in runs}
+    thinned = []
+    for run in runs:
+        own = {run.along: [mark for mark in run.marks if mark in kept]}
+        changes: dict[str, Any] = {"marks": own[run.along]}
+        for name in ("numbers", "scalars", "smallest", "largest"):
+            ds = getattr(run, name)
+            if ds is not None and run.along in ds.dims:
+                changes[name] = ds.sel(own)
+        changes["maps"] = [ds.sel(own) for ds in run.maps]
+        thinned.append(replace(run, **changes))
+    return thinned
 
 
 def _attrs(datasets: Sequence[xr.Dataset]) -> dict[str, dict[str, str]]:

@@ -27,7 +27,7 @@ def report(
     path: str | os.PathLike[str] | None = None,
     *,
     images: Any = None,
-    max_mb: float = 100,
+    max_mb: float = 3,
 ) -> "Report":
     """Make a page of a recording, which a browser shows without a server or a network.
 
@@ -39,8 +39,8 @@ def report(
 
     The page has a grid of layers x heads at each mark, coloured by type or by any variable; curves and maps of the head
     that is chosen; scalars; the findings of :func:`tcnn_probe.health`; a table of all heads; missing variables, and the
-    definition of each variable. Its numbers are those of the recording, in float64, or means over seeds. Maps have 255
-    steps from 0 to the largest value of each.
+    definition of each variable. Its numbers are those of the recording, rounded to float32, or means over seeds. Maps
+    have 255 steps from 0 to the largest value of each.
 
     Args:
         recordings: A path, URL, dataset or tree of a recording; a list of up to four of these, which stand side by
@@ -49,8 +49,8 @@ def report(
         path: Path of the HTML file, which is replaced in one step; None to write no file.
         images: Images to draw the maps over, (B, C, H, W) with 1 or 3 channels of any range: one for each image whose
             maps were recorded, in the order of the coordinate "image". Recordings hold no images.
-        max_mb: Largest size of the page, in 10⁶ bytes. Maps of marks between others, and then of images, are left out
-            until it fits; the page says which. Numbers and Bokeh, which takes 1.4 MB, are never left out.
+        max_mb: Largest size of the page, in 10⁶ bytes. Maps of marks between others, then of images, and numbers of
+            marks between others are left out until it fits; the page says which. Bokeh takes 1.4 MB of it.
 
     Returns:
         A :class:`Report`, which a notebook shows.

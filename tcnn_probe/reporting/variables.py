@@ -1,4 +1,4 @@
-"""Numbers of a page: every variable of every run in a block of float64, and a table of their places."""
+"""Numbers of a page: every variable of every run in a block of float32, and a table of their places."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -71,7 +71,7 @@ def pack_variables(
         raise ValueError(
             f"no variable of {runs[0].name} has a value: there is nothing to show"
         )
-    shuffled = np.concatenate(blocks).astype("<f8").view(np.uint8).reshape(-1, 8).T
+    shuffled = np.concatenate(blocks).astype("<f4").view(np.uint8).reshape(-1, 4).T
     table.sort(key=_place_on_page)
     return table, shuffled.tobytes()
 

@@ -76,9 +76,9 @@ function addTitles() {
   $("heads").tHead.append(line)
 }
 
-// A spreadsheet takes text that begins with one of these characters for a formula.
+// A spreadsheet takes text that begins with one of these characters for a formula. A float32 has seven digits.
 function asPlainText(cell) {
-  if (typeof cell !== "string") return cell
+  if (typeof cell !== "string") return Number(cell.toPrecision(7))
   return cell.replace(/[\t\r\n]/g, " ").replace(/^(?=[=+@-])/, "'")
 }
 

@@ -7,15 +7,15 @@ const isSingle = runs.length === 1
 const hasDifference = runs.length === 2
 const isSnapshot = marks.length === 1 // no curves, and nothing to play
 
-// The numbers are float64, shuffled for compression: the first byte of each comes first, then the second of each, ...
+// The numbers are float32, shuffled for compression: the first byte of each comes first, then the second of each, ...
 function unshuffled(buffer) {
   const shuffled = new Uint8Array(buffer)
   const bytes = new Uint8Array(shuffled.length)
-  const count = shuffled.length / 8
-  for (let byte = 0; byte < 8; byte++) {
-    for (let i = 0; i < count; i++) bytes[8 * i + byte] = shuffled[byte * count + i]
+  const count = shuffled.length / 4
+  for (let byte = 0; byte < 4; byte++) {
+    for (let i = 0; i < count; i++) bytes[4 * i + byte] = shuffled[byte * count + i]
   }
-  return new Float64Array(bytes.buffer)
+  return new Float32Array(bytes.buffer)
 }
 const values = unshuffled(numbers)
 

@@ -87,9 +87,9 @@ def held(page: str) -> tuple[dict[str, Any], np.ndarray, list[bytes]]:
     numbers = (
         np.frombuffer(_inflated(args["numbers"]), np.uint8)
         # Bytes are grouped by their position in the number, which compresses better.
-        .reshape(8, -1)
+        .reshape(4, -1)
         .T.copy()
-        .view("<f8")
+        .view("<f4")
         .ravel()
     )
     return (

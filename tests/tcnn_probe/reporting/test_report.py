@@ -94,6 +94,7 @@ def test_numbers_equal_those_of_the_recordings(
                 exists = all(value in ds[dim].values for dim, value in place.items())
                 # Values are compared by label, so that the order on the page does not matter.
                 expected = ds[about["name"]].sel(place).item() if exists else np.nan
+                expected = np.float32(expected)
                 assert np.array_equal(values[at], expected, equal_nan=True), (
                     about["name"],
                     place,
@@ -172,8 +173,8 @@ def test_variables_without_a_value_are_named() -> None:
 
 def test_maps_are_thinned_with_a_notice() -> None:
     run = recording({"a": 3, "b": 5}, list(range(40)), grid=(31, 37))
-    complete = tcnn_probe.report(run)
-    # The default holds all maps, so the thinning below is due to max_mb.
+    complete = tcnn_probe.report(run, max_mb=100)
+    # Here is room for all maps, so the thinning below is due to max_mb.
     assert "because max_mb" not in complete.html
     assert len(complete.html) <= run["maps/class_attention"].nbytes + 5e6
     # There is room for ten of the forty epochs. Base64 takes four characters for three bytes; a cell has a byte, and a
@@ -191,6 +192,35 @@ def test_maps_are_thinned_with_a_notice() -> None:
     assert marks[-1] == 39
     assert len(thinned.html) <= room * 1e6
     assert np.array_equal(held(thinned.html)[1], held(complete.html)[1], equal_nan=True)
+
+
+def test_numbers_are_thinned_with_a_notice() -> None:
+    """Evenly spread epochs are left, the last of each run, and a place for each finding."""
+    long = recording({"a": 37}, list(range(211)), grid=None)
+    long["heads"]["max_logit"] = long["heads"].entropy.copy()
+    long["heads"]["max_logit"][57:, 0, 5] = 1e4
+    short = recording({"a": 37}, [0, 3, 101], grid=None, seed=1)
+    complete = tcnn_probe.report([long, short], max_mb=100)
+    assert held(complete.html)[0]["marks"] == list(range(211))
+    thinned = tcnn_probe.report([long, short], max_mb=1.63)
+    assert len(thinned.html) <= 1.63e6
+    facts, numbers, _ = held(thinned.html)
+    marks = facts["marks"]
+    assert (
+        f"this page has {len(marks)} of 211 epochs, evenly spread, because max_mb=1.63"
+        in thinned.html
+    )
+    assert 20 < len(marks) < 200
+    assert {101, 210} <= {*marks}
+    assert max(np.diff(marks)) <= 211 / (len(marks) - 1) + 1
+    entropy = next(row for row in facts["variables"] if row["name"] == "entropy")
+    shown = numbers[entropy["starts"][0] :][: len(marks) * 37].reshape(-1, 37)
+    expected = long["heads"].entropy.sel(epoch=marks, layer="a").values
+    assert np.array_equal(shown, expected.astype("f4"))
+    rows = re.findall(r'data-mark="(\d+)" data-row="0" data-column="5"', thinned.html)
+    assert {marks[int(row)] for row in rows} == {
+        min(mark for mark in marks if mark >= 57)
+    }
 
 
 def test_images_are_left_out_last() -> None:
@@ -239,7 +269,7 @@ def test_report_of_a_store_and_of_a_dataset(store: Path, tmp_path: Path) -> None
         )
         assert (
             numbers[start : start + 3].tolist()
-            == ds.class_entropy.values.ravel().tolist()
+            == ds.class_entropy.values.astype("f4").ravel().tolist()
         )
         assert facts["variables"][0]["types"]
     assert (tmp_path / "page.html").read_text(encoding="utf-8") == shown.html
