@@ -53,14 +53,8 @@ def write(path: Path, arguments: argparse.Namespace) -> list[float]:
     random = np.random.default_rng(0)
     recorded = groups(arguments)
     store = EpochStore(path)
-    store.create(
-        recorded,
-        {
-            "images": str([*range(arguments.images)]),
-            "unsupported": "{}",
-            "missing": "{}",
-        },
-    )
+    images = str([*range(arguments.images)])
+    attrs = {"images": images, "unsupported": "{}", "missing": "{}"}
     seconds = []
     for epoch in range(arguments.epochs):
         values = {
@@ -70,7 +64,8 @@ def write(path: Path, arguments: argparse.Namespace) -> list[float]:
         values[""]["images"][:] = 1000
         values[""]["nonfinite_images"][:] = 0
         start = time.perf_counter()
-        store.append(epoch, values, {"top1": random.random()})
+        scalars = {"top1": random.random()}
+        store.append(epoch, recorded, values, scalars, attrs=attrs)
         seconds.append(time.perf_counter() - start)
     store.close()
     return seconds

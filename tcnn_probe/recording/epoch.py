@@ -26,7 +26,6 @@ __all__ = [
     "check_probes",
     "check_resumed",
     "check_same_recording",
-    "check_scalars",
     "warn_of_changed_images",
     "warn_of_idle_probes",
     "warn_of_mixed_sizes",
@@ -243,24 +242,6 @@ def _other_recording(reason: str) -> StoreError:
     return StoreError(
         f"the store is a recording of something else ({reason}): choose another path"
     )
-
-
-def check_scalars(scalars: Iterable[str], groups: Groups) -> None:
-    """Raise an error if a scalar's name is already used in the recording."""
-    variables = {name for group in groups.values() for name in group.variables}
-    # The root of the tree has groups as children and dimensions as coordinates, and xarray requires distinct names.
-    paths_and_dims = {"heads"}
-    for path, group in groups.items():
-        paths_and_dims |= {path.split("/")[0], *group.sizes}
-    for name in scalars:
-        if name in variables:
-            raise ValueError(
-                f"{name!r} is the name of a recorded variable: give the scalar another one"
-            )
-        if name in paths_and_dims:
-            raise ValueError(
-                f"{name!r} is the name of something else in the recording: give the scalar another one"
-            )
 
 
 def check_order(along: str, number: int | float, marks: Sequence[int | float]) -> None:

@@ -27,7 +27,6 @@ from tcnn_probe.recording.epoch import (
     check_probes,
     check_resumed,
     check_same_recording,
-    check_scalars,
     warn_of_changed_images,
     warn_of_idle_probes,
     warn_of_mixed_sizes,
@@ -404,19 +403,12 @@ class Recorder:
         # The first mark creates the groups; later marks fill them, even if a layer did not run, and may extend them.
         groups = self._groups or groups_of(entries, report.order)
         stored = self._store.groups
-        unnamed: list[str] = []
         if stored is not None and self._store.has_layers:
             if self._groups is None:
                 check_resumed(stored, groups, report.probes)
             groups = with_joined(stored, entries, report.order)
-            try:
-                self._store.extend(groups)
-            except ValueError as error:
-                groups = dict(stored)
-                unnamed = [f"layers cannot join the recording: {error}"]
-        check_scalars(mark.scalars, groups)
         entries, warned = drop_unknown_layers(entries, groups)
-        warned += unnamed + warn_of_nonfinite(entries) + warn_of_mixed_sizes(report)
+        warned += warn_of_nonfinite(entries) + warn_of_mixed_sizes(report)
         # Each image has the hash of the first epoch that had it, perhaps in an earlier run.
         stored_hashes = json.loads((self._store.attrs or {}).get("image_hashes", "{}"))
         if "images" not in self._warned:
@@ -425,15 +417,11 @@ class Recorder:
             warned += changed
         self._note_absent_layers(mark, entries, groups, report)
         attrs = self._attributes(report)
-        # Groups are created now, because numbers of heads and sizes of maps are known only after a forward.
         if not self._store.has_layers:
             maps_of = {"images": json.dumps(report.sampling.images)}
-            self._store.create(
-                groups, self._attrs | provenance(self._model) | maps_of | attrs
-            )
-        self._store.append(
-            mark.number, assemble(entries, groups), mark.scalars, attrs=attrs
-        )
+            attrs = self._attrs | provenance(self._model) | maps_of | attrs
+        values = assemble(entries, groups)
+        self._store.append(mark.number, groups, values, mark.scalars, attrs=attrs)
         # This is set after the write, so that a mark that failed does not fix the groups.
         self._groups = groups
         return warned

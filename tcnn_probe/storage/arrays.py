@@ -7,28 +7,24 @@ fixed width, which xarray returns as NumPy's text. (zarr's text of variable widt
 refuses.)
 """
 
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from math import prod
 from typing import Any
 
 import numpy as np
 import zarr
-from zarr.abc.store import Store
 from zarr.codecs import Crc32cCodec, ZstdCodec
 
-from tcnn_probe.schema import COORDINATES, Group, Variable
+from tcnn_probe.schema import COORDINATES, Variable
 
-__all__ = ["GIVEN", "chunk_shape", "create_group", "create_variable", "write_rows"]
-
-GIVEN = "As given to mark()."
-"""Description of scalars, which tells them from recorded variables."""
+__all__ = ["chunk_shape", "require_labels", "require_variable", "write_rows"]
 
 # A chunk of numbers is rewritten with each mark, so it stays small; one of maps is read whole.
 REWRITTEN_BYTES = 256 * 2**10
 MOST_MARKS = 64
 # Letters by which the name of a layer that joins may be longer than those of the first mark.
-NAME_MARGIN = 16
+NAME_MARGIN = 64
 LARGEST_CHUNK = 16 * 2**20
 
 _CHECKED = (Crc32cCodec(),)
@@ -47,17 +43,21 @@ def chunk_shape(row: Sequence[int], itemsize: int) -> tuple[int, ...]:
     return (min(max(marks, 1), MOST_MARKS), *sizes)
 
 
-def create_variable(
+def require_variable(
     group: zarr.Group,
     name: str,
     variable: Variable,
     row: Sequence[int],
     along: str,
+    marks: int,
     *,
-    marks: int = 0,
     maps: bool = False,
 ) -> zarr.Array[Any]:
-    """Create an array over the marks, with fill values for those that are there already."""
+    """Return an array over the marks; if it is not there, create it with fill values for the marks so far."""
+    stored = group.get(name)
+    if stored is not None:
+        assert isinstance(stored, zarr.Array)
+        return stored
     dtype = np.dtype(variable.dtype)
     fill_value: Any = np.nan if dtype.kind == "f" else -1
     array = group.create_array(
@@ -69,61 +69,24 @@ def create_variable(
         dimension_names=(along, *variable.dims),
         attributes={key: value for key, value in variable.attrs.items() if value},
         compressors=_COMPRESSED if maps else _CHECKED,
-        overwrite=True,  # of what a killed mark has left
     )
     if marks:
         array[:] = fill_value
     return array
 
 
-def create_group(
-    store: Store,
-    path: str,
-    group: Group,
-    along: str,
-    attributes: Mapping[str, Any],
-    marks: Sequence[int | float],
-    dtype: str,
-    committed: Container[str] = (),
+def require_labels(
+    group: zarr.Group, name: str, labels: Sequence[Any], *, changed: bool
 ) -> None:
-    """Create the arrays of a group, with fill values for marks that are there already.
-
-    Of the ``committed`` paths, labels are extended, and variables are left to :func:`write_rows`.
-    """
-    parts = path.split("/")
-    for count in range(1, len(parts) + 1):
-        node = zarr.open_group(
-            store, path="/".join(parts[:count]), mode="a", use_consolidated=False
-        )
-    node.update_attributes({**attributes})
-    # Scalars may be there already.
-    if along not in node:
-        text: dict[str, Any] = {"long_name": along, "description": GIVEN}
-        text |= COORDINATES.get(along, {})
-        mark = Variable((), "", **text, dtype=dtype)
-        array = create_variable(node, along, mark, (), along, marks=len(marks))
-        array[:] = np.asarray(marks, dtype)
-    for name, variable in group.variables.items():
-        row = group.shape(name)
-        if f"{path}/{name}".strip("/") not in committed:
-            create_variable(
-                node, name, variable, row, along, marks=len(marks), maps=group.maps
-            )
-    layers = {"layer": [*group.layers]} if group.layers else {}
-    ranges = {name: range(size) for name, size in group.sizes.items()}
-    for name, labels in {**layers, **ranges, **group.coords}.items():
-        numbers = all(isinstance(label, int) for label in labels)
-        values = np.array(labels, dtype=np.int64 if numbers else np.str_)
-        if f"{path}/{name}".strip("/") in committed:
-            stored: Any = node[name]
-            count = stored.shape[0]
-            stored.resize((len(values),))
-            stored[count:] = values[count:].astype(stored.dtype)
-            continue
+    """Create the labels along a dimension; those that are there are written again if they have changed."""
+    numbers = all(isinstance(label, int) for label in labels)
+    values = np.array(labels, dtype=np.int64 if numbers else np.str_)
+    stored = group.get(name)
+    if stored is None:
         if name == "layer":
             # Layers that join later may have longer names, such as blocks.10 after blocks.9.
             values = values.astype(f"U{values.itemsize // 4 + NAME_MARGIN}")
-        node.create_array(
+        group.create_array(
             name,
             data=values,
             chunks=(max(len(values), 1),),
@@ -131,12 +94,20 @@ def create_group(
             dimension_names=(name,),
             attributes={"long_name": name, **COORDINATES.get(name, {})},
             compressors=_CHECKED,
-            overwrite=True,
         )
+        return
+    assert isinstance(stored, zarr.Array)
+    # A killed mark may have added labels.
+    if stored.shape != values.shape:
+        stored.resize(values.shape)
+    if changed:
+        if values.dtype.itemsize > np.dtype(stored.dtype).itemsize:
+            raise ValueError(f"expected shorter names than {max(labels, key=len)!r}")
+        stored[:] = values.astype(stored.dtype)
 
 
 def write_rows(rows: Iterable[tuple[zarr.Array[Any], Any]], length: int) -> None:
-    """Extend arrays to this number of marks, and write the last row of each.
+    """Extend arrays to this number of marks, and write the last row of each; None stands for fill values.
 
     They are written at the same time, as each waits for the disk. After an error or Ctrl-C all have ended, so that none
     is written later.

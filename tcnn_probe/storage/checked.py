@@ -79,13 +79,9 @@ class CheckedStore(WrapperStore[Store]):
             await self._store.set(key, value)
 
     async def set_if_not_exists(self, key: str, value: Buffer) -> None:
-        """Write an object, unless there is one."""
-        if not await self.exists(key):
+        """Write an object, unless there is one, as zarr does with the groups around an array."""
+        if await self.get(key) is None:
             await self.set(key, value)
-
-    async def exists(self, key: str) -> bool:
-        """Return whether there is an object."""
-        return (key == ROOT and self._root is not None) or await self._store.exists(key)
 
     async def commit(self) -> None:
         """Write the root: until then no reader sees what was written before."""

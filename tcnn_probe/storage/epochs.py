@@ -1,7 +1,7 @@
 """The store of one recording, which is created or continued, extended mark by mark, read and closed."""
 
 import json
-import re
+import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import Any, Literal
@@ -11,8 +11,7 @@ import xarray as xr
 from filelock import FileLock
 from zarr.buffer import default_buffer_prototype
 
-from tcnn_probe.schema import Group, StoreError
-from tcnn_probe.storage.arrays import GIVEN
+from tcnn_probe.schema import SCHEMA_VERSION, Group, StoreError
 from tcnn_probe.storage.checked import CheckedStore
 from tcnn_probe.storage.directory import (
     LOCK,
@@ -21,25 +20,17 @@ from tcnn_probe.storage.directory import (
     new_directory,
     restore,
 )
-from tcnn_probe.storage.marks import write_mark
+from tcnn_probe.storage.marks import Mark, write_mark
 from tcnn_probe.storage.place import ROOT, UNFINISHED, Place, Target, find, keys_of, run
 from tcnn_probe.storage.reading import open_dataset, open_tree
-from tcnn_probe.storage.root import (
-    HEADS,
-    UNREADABLE,
-    Root,
-    join,
-)
+from tcnn_probe.storage.root import ALONG, GIVEN, HEADS, IDENTITY, VERSION, Root, join
 
 __all__ = ["EpochStore", "Mode"]
 
-Mark = int | float
 Mode = Literal["a", "w", "x"]
 
-# Names of the objects of a recording, and of the temporary files of a killed one.
-_WRITTEN = re.compile(
-    r"(?:[^/]+/)*(?:zarr\.json|\.zarr\.json\.partial|c(?:/\d+)*(?:/\.\d+\.partial)?)"
-)
+# A writer that was killed may leave it.
+PARTIAL_ROOT = f".{ROOT}.partial"
 
 
 class EpochStore:
@@ -70,9 +61,8 @@ class EpochStore:
             _check_replaceable(self._place)
             self._replaces = True
         self._root = None if self._replaces else Root.read(self._place)
-        self._place.check_writable(continued=self._root is not None)
+        self._place.check_writable()
         self._marks = () if self._root is None else self._resumed(self._root)
-        self._created: tuple[Mapping[str, Group], Mapping[str, Any]] | None = None
         self._lock: FileLock | None = None
         self._attempted: bytes | None = None
         self._closed = False
@@ -102,32 +92,6 @@ class EpochStore:
         """The committed marks, ascending."""
         return self._marks
 
-    def create(self, groups: Mapping[str, Group], attrs: Mapping[str, Any]) -> None:
-        """Define the groups of a recording that is new or has no layers yet; earlier marks get NaN.
-
-        The groups are created with the next mark; until then this may be called again. The path of a group is "" for
-        the root, or a name such as "layer_scale" or "maps/6x14x14". StoreError if the recording has layers already;
-        ValueError if a name is used twice, or if attributes are no plain JSON.
-        """
-        if self._root is not None and self.has_layers:
-            raise StoreError(f"{self._place.name} holds a recording already")
-        _check_names(groups, self._along)
-        # NaN is not valid JSON, and other readers would refuse the whole recording.
-        json.dumps(dict(attrs), allow_nan=False)
-        self._created = (dict(groups), dict(attrs))
-
-    def extend(self, groups: Mapping[str, Group]) -> None:
-        """Let groups with further layers replace those of the recording at the next mark; earlier marks get NaN.
-
-        Layers, variables and groups of the recording come first in ``groups``, in their order. ValueError if a name is
-        used twice, or the name of a layer is too long for the recording.
-        """
-        self._created = None
-        if groups != self.groups:
-            _check_names(groups, self._along)
-            self._existing().check_room(groups)
-            self._created = (dict(groups), {})
-
     def hold(self) -> None:
         """Take the lock of an existing recording; for a new recording, :meth:`append` takes it.
 
@@ -154,6 +118,7 @@ class EpochStore:
     def append(
         self,
         mark: Mark,
+        groups: Mapping[str, Group],
         values: Mapping[str, Mapping[str, np.ndarray]],
         scalars: Mapping[str, float],
         *,
@@ -163,14 +128,17 @@ class EpochStore:
 
         Args:
             mark: Number greater than all previous marks. If the first mark is an integer, all are stored as integers.
+            groups: Groups by their paths: "" for the root, or a name such as "layer_scale" or "maps/6x14x14". Those of
+                earlier marks come first, with their layers and variables in the same order; others may follow, and
+                have NaN at earlier marks.
             values: Arrays by group and variable, with the shapes that :meth:`Group.shape` returns.
             scalars: Further variables of the root, NaN for marks without them.
             attrs: Attributes of the root, in plain JSON; they replace attributes of the same names.
 
         StoreError if the mark is not greater than the last one, or not an integer where integers are stored; if another
-        recorder writes to the store; if the store was deleted, damaged or closed; or if :meth:`create` was not called.
-        ValueError for values of another shape, and for a scalar with another thing's name. After these errors, and
-        after errors of the store itself, earlier marks are unchanged, and the same mark can be tried again.
+        recorder writes to the store; or if the store was deleted, damaged or closed. ValueError for values of another
+        shape, and for a name that is used twice. After these errors, and after errors of the store itself, earlier
+        marks are unchanged, and the same mark can be tried again.
         """
         if self._closed:
             raise StoreError(
@@ -178,12 +146,8 @@ class EpochStore:
             )
         mark = self._as_stored(mark)
         self.hold()
-        if self._root is None and self._created is None:
-            raise StoreError(
-                f"{self._place.name} holds nothing yet: create() comes first"
-            )
-        groups, _ = self._created or (self._existing().groups, {})
         rows = self._rows(groups, values, scalars)
+        # NaN is not valid JSON, and other readers would refuse the whole recording.
         json.dumps(dict(attrs or {}), allow_nan=False)
         # A retry of a mark whose failure came after its commit finds this root.
         with self._place_to_write() as store:
@@ -192,13 +156,13 @@ class EpochStore:
                 self._root,
                 self._along,
                 [*self._marks, mark],
+                groups,
                 rows,
-                self._created,
-                attrs or {},
+                # The user's attributes come first, so that they cannot replace the fixed ones.
+                {**(attrs or {}), **self._fixed()},
             )
             run(store.commit())
         self._root = Root.parse(self._attempted, self._place)
-        self._created = None
         self._marks = (*self._marks, mark)
 
     @contextmanager
@@ -249,14 +213,20 @@ class EpochStore:
         """Open all groups, as :func:`open_recording` does, with the committed marks; values are read lazily."""
         return open_tree(self._existing().checked(self._place))
 
-    @property
-    def _known_scalars(self) -> set[str]:
-        return set() if self._root is None else self._root.scalars
+    def _fixed(self) -> dict[str, Any]:
+        """Return the attributes of the root that every recording has; none for one that has its own."""
+        if self._root is not None:
+            return {}
+        return {
+            IDENTITY: uuid.uuid4().hex,
+            VERSION: SCHEMA_VERSION,
+            ALONG: self._along,
+        }
 
     def _existing(self) -> Root:
         if self._root is None:
             raise StoreError(
-                f"{self._place.name} holds nothing yet: create() and append() come first"
+                f"{self._place.name} holds nothing yet: append() comes first"
             )
         return self._root
 
@@ -267,20 +237,13 @@ class EpochStore:
                 f"{self._place.name} has its marks along {root.along!r}, expected {self._along!r}"
             )
         for path, group in root.groups.items():
-            if root.stored_layers(path) != len(group.layers):
+            labels = root.documents.get(join(path, "layer"))
+            if labels and labels["shape"] != [len(group.layers)]:
                 raise StoreError(
                     f"{self._place.name} is a selection of the layers of a recording, which cannot be continued"
                 )
-        try:
-            return tuple(
-                open_dataset(root.checked(self._place))[root.along].values.tolist()
-            )
-        except StoreError:
-            raise
-        except UNREADABLE as error:
-            raise StoreError(
-                f"{self._place.name} has damaged metadata: {error!r}"
-            ) from error
+        dataset = open_dataset(root.checked(self._place))
+        return tuple(dataset[root.along].values.tolist())
 
     def _check_unchanged(self) -> None:
         """Raise StoreError if the root has changed since this store read or wrote it.
@@ -319,6 +282,8 @@ class EpochStore:
         scalars: Mapping[str, float],
     ) -> dict[str, Any]:
         """Return the values by path, in the dtypes in which they are stored."""
+        if groups != self.groups:
+            _check_names(groups, self._along)
         rows: dict[str, Any] = {}
         for path, group in groups.items():
             for name, variable in group.variables.items():
@@ -328,78 +293,53 @@ class EpochStore:
                     raise ValueError(
                         f"{join(path, name)}: expected shape {group.shape(name)}, got {row.shape}"
                     )
-        if clashes := sorted(rows.keys() & self._known_scalars):
-            raise ValueError(
-                f"{clashes[0]!r} was given to mark() before, and is now recorded"
-            )
-        names = {HEADS, ROOT, self._along, "layer", *groups[""].sizes}
-        names |= {path.split("/")[0] for path in rows} | {*groups}
-        names |= {path.split("/")[0] for path in groups}
+        taken = {HEADS, ROOT, self._along, "layer", *groups[""].sizes}
+        taken |= {path.split("/")[0] for path in (*rows, *groups)}
         if self._root is not None:
-            names |= {path.split("/")[0] for path in self._root.documents}
+            documents = {path.split("/")[0] for path in self._root.documents}
+            taken |= documents - self._root.scalars
+            # Of these, one that is recorded now cannot go on as a scalar.
+            scalars = {
+                **dict.fromkeys(self._root.scalars & rows.keys(), 0.0),
+                **scalars,
+            }
         for name, scalar in scalars.items():
-            is_path = not name or name.startswith(".") or bool({*name} & {*"/\\\0"})
-            if is_path or name in names - self._known_scalars:
+            is_path = not name or name.startswith(".") or "/" in name
+            if is_path or name in taken:
                 raise ValueError(
-                    f"{name!r} is the name of something else there: give the scalar another one"
+                    f"{name!r} is the name of something else in the recording: give the scalar another one"
                 )
             rows[name] = float(scalar)
         return rows
 
 
 def _check_names(groups: Mapping[str, Group], along: str) -> None:
-    """Raise ValueError if a path or name is used twice, or if a group lies inside another one."""
-    nodes = [HEADS, *(path for path in groups if path)]
+    """Raise ValueError if two things of a recording have the same path."""
+    # In an xarray tree, children and variables of a node share one namespace.
+    paths = [HEADS, *filter(None, groups)]
     for path, group in groups.items():
         layer = ["layer"] if group.layers else []
         names = [along, *layer, *group.sizes, *group.variables]
-        nodes += [join(path, name) for name in names]
-    # In an xarray tree, children and variables of a node share one namespace.
-    duplicates = [path for path in nodes if nodes.count(path) > 1]
-    nested = [
-        path for path in groups if any(path.startswith(f"{node}/") for node in nodes)
-    ]
-    if duplicates or nested:
-        raise ValueError(
-            f"expected distinct names, none of them inside another, got {duplicates + nested}"
-        )
+        paths += [join(path, name) for name in names]
+    duplicates = sorted({path for path in paths if paths.count(path) > 1})
+    if duplicates:
+        raise ValueError(f"expected distinct names, got {duplicates} twice")
 
 
 def _check_replaceable(place: Place) -> None:
-    """Raise StoreError if a place holds something that its recording has not written, as replacing would delete it."""
+    """Raise StoreError if a place holds something that no recording has written, as replacing would delete it."""
     try:
-        names = Root.parse(place.root() or b"", place).names
+        known = Root.parse(place.root() or b"", place).names
     except StoreError:  # a damaged root names nothing
-        names = set()
+        known = set()
     if place.directory is None:
-        objects = dict.fromkeys(keys_of(place.store), True)
+        names = {key.split("/")[0] for key in keys_of(place.store)}
     else:
-        paths = [
-            path
-            for path in place.directory.rglob("*")
-            if path.is_symlink() or not path.is_dir() or not any(path.iterdir())
-        ]
-        objects = {
-            path.relative_to(place.directory).as_posix(): path.is_file()
-            and not path.is_symlink()
-            for path in paths
-        }
-    for key, is_file in objects.items():
-        name = key.split("/")[0]
-        known = name in names or name == key or _is_remainder(place, key)
-        known = key in (ROOT, LOCK, UNFINISHED) or (
-            known and _WRITTEN.fullmatch(key) is not None
-        )
-        if not (is_file and known):
+        names = {path.name for path in place.directory.iterdir()}
+    for name in sorted(names - known - {ROOT, PARTIAL_ROOT, LOCK, UNFINISHED}):
+        # A killed mark may have left the array of a scalar.
+        document = run(place.store.get(f"{name}/{ROOT}", default_buffer_prototype()))
+        if document is None or GIVEN.encode() not in document.to_bytes():
             raise StoreError(
-                f"{place.name} holds more than a recording, and is not replaced: {key!r}"
+                f"{place.name} holds more than a recording, and is not replaced: {name!r}"
             )
-
-
-def _is_remainder(place: Place, key: str) -> bool:
-    """Return whether a killed mark has left this object of a scalar's array."""
-    name, _, rest = key.partition("/")
-    document = run(place.store.get(f"{name}/{ROOT}", default_buffer_prototype()))
-    if document is None:
-        return rest == f".{ROOT}.partial"
-    return GIVEN.encode() in document.to_bytes()

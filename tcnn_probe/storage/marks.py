@@ -1,27 +1,17 @@
 """Writing of a mark: every array is extended, and the root that commits this is prepared."""
 
-import uuid
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import zarr
-from zarr.abc.store import Store
 
-from tcnn_probe.schema import SCHEMA_VERSION, Group, Variable
-from tcnn_probe.storage.arrays import GIVEN, create_group, create_variable, write_rows
+from tcnn_probe.schema import COORDINATES, Group, Variable
+from tcnn_probe.storage.arrays import require_labels, require_variable, write_rows
 from tcnn_probe.storage.checked import CheckedStore
-from tcnn_probe.storage.root import (
-    ALONG,
-    IDENTITY,
-    LAYERS,
-    VERSION,
-    Root,
-    is_recorded,
-    tables,
-)
+from tcnn_probe.storage.root import GIVEN, LAYERS, Root, is_recorded, join, tables
 
-__all__ = ["write_mark"]
+__all__ = ["Mark", "write_mark"]
 
 Mark = int | float
 
@@ -30,9 +20,9 @@ def write_mark(
     store: CheckedStore,
     root: Root | None,
     along: str,
-    marks: list[Mark],
+    marks: Sequence[Mark],
+    groups: Mapping[str, Group],
     rows: Mapping[str, Any],
-    created: tuple[Mapping[str, Group], Mapping[str, Any]] | None,
     attrs: Mapping[str, Any],
 ) -> bytes:
     """Write all arrays of a mark; return the root, which is still to be committed.
@@ -42,85 +32,85 @@ def write_mark(
         root: Committed root; None for the first mark.
         along: Name of the marks' coordinate.
         marks: All marks, with the new one.
-        rows: Values of the mark by path; arrays without a value get their fill value.
-        created: Groups to create or to extend, and attributes of a new recording.
+        groups: Groups of the recording; those that are new, or have new layers, are created or extended.
+        rows: Values of the mark by path; scalars of earlier marks that have none get NaN.
         attrs: Attributes of the root to replace.
     """
-    before = marks[:-1]
-    dtype = "float64" if isinstance(marks[0], float) else "int64"
+    before = len(marks) - 1
+    committed = {} if root is None else root.groups
     # Chunks of fill values are written too, because a missing chunk is an error. zarr warns of text of fixed width and
     # of consolidated metadata, which its specification does not include yet, and of the lock.
     writes_all = zarr.config.set({"array.write_empty_chunks": True})
     with writes_all, warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        if root is None:
-            zarr.create_group(store)
-        else:
-            _undo_remains(store, root)
-        if created is not None:
-            groups, attributes = created
-            identity = {} if root is None else root.attributes
-            fixed = {
-                IDENTITY: identity.get(IDENTITY, uuid.uuid4().hex),
-                VERSION: SCHEMA_VERSION,
-                ALONG: along,
-            }
-            for path, about in groups.items():
-                # The user's attributes come first, so that they cannot replace the fixed ones.
-                of_root = {} if path else {**attributes, **fixed}
-                table = {**of_root, **tables(about)}
-                committed = {} if root is None else root.documents
-                create_group(store, path, about, along, table, before, dtype, committed)
-        group = zarr.open_group(store, mode="r+", use_consolidated=False)
-        group.update_attributes({**attrs})
-        members = dict(group.members(max_depth=None))
-        arrays = {
-            path: array
-            for path, array in members.items()
-            if isinstance(array, zarr.Array) and _grows(array, along)
-        }
-        for name in rows.keys() - arrays.keys():
-            if name in members:
-                raise ValueError(
-                    f"{name!r} is the name of something else there: give the scalar another one"
+        top = zarr.open_group(store, mode="a", use_consolidated=False)
+        _undo_remains(top, root)
+        top.update_attributes({**attrs})
+        written: list[tuple[zarr.Array[Any], Any]] = []
+        for path, group in groups.items():
+            node = _require_group(top, path, tables(group))
+            coordinate = _coordinate(node, along, marks)
+            written.append((coordinate, marks[-1]))
+            for name, variable in group.variables.items():
+                row = group.shape(name)
+                array = require_variable(
+                    node, name, variable, row, along, before, maps=group.maps
                 )
+                written.append((array, rows[join(path, name)]))
+            layers = {"layer": [*group.layers]} if group.layers else {}
+            ranges = {name: range(size) for name, size in group.sizes.items()}
+            for name, labels in {**layers, **ranges, **group.coords}.items():
+                require_labels(node, name, labels, changed=committed.get(path) != group)
+        scalars = [name for name in rows if "/" not in name]
+        scalars += [] if root is None else root.scalars
+        for name in {*scalars} - groups[""].variables.keys():
+            if name in top and (root is None or name not in root.documents):
+                raise ValueError(f"{name!r} is the name of something else there")
             scalar = Variable((), "", name, GIVEN)
-            arrays[name] = create_variable(
-                group, name, scalar, (), along, marks=len(before)
-            )
-        last = {path: marks[-1] for path in arrays if path.split("/")[-1] == along}
-        values = {**rows, **last}
-        write_rows(
-            [(array, values.get(path)) for path, array in arrays.items()], len(marks)
-        )
+            array = require_variable(top, name, scalar, (), along, before)
+            written.append((array, rows.get(name)))
+        write_rows(written, len(marks))
         zarr.consolidate_metadata(store)
     return store.text
 
 
-def _grows(array: zarr.Array[Any], along: str) -> bool:
-    """Return whether this is an array of the recording over the marks."""
-    document: Mapping[str, Any] = array.metadata.to_dict()
-    return is_recorded(document) and document["dimension_names"][0] == along
+def _require_group(
+    top: zarr.Group, path: str, attributes: Mapping[str, Any]
+) -> zarr.Group:
+    """Return a group with these attributes, which is created with the groups around it."""
+    node, parts = top, path.split("/") if path else []
+    for part in parts:
+        node = node.require_group(part)
+    if not attributes.items() <= dict(node.attrs).items():
+        node.update_attributes({**attributes})
+    return node
 
 
-def _undo_remains(store: Store, root: Root) -> None:
+def _coordinate(node: zarr.Group, along: str, marks: Sequence[Mark]) -> zarr.Array[Any]:
+    """Return the array of the marks, with those before this one."""
+    text: dict[str, Any] = {"long_name": along, "description": GIVEN}
+    text |= COORDINATES.get(along, {})
+    dtype = "float64" if isinstance(marks[0], float) else "int64"
+    is_new, before = along not in node, marks[:-1]
+    variable = Variable((), "", **text, dtype=dtype)
+    array = require_variable(node, along, variable, (), along, len(before))
+    if is_new and before:
+        array[:] = before
+    return array
+
+
+def _undo_remains(top: zarr.Group, root: Root | None) -> None:
     """Delete arrays and groups that a killed mark has created, and layers that it has added to others."""
-    group = zarr.open_group(store, mode="r+", use_consolidated=False)
-    for path, node in [*group.members(max_depth=None)]:
+    committed = {} if root is None else root.documents
+    growing = {} if root is None else root.growing
+    for path, node in [*top.members(max_depth=None)]:
         is_array = isinstance(node, zarr.Array)
-        written = (
-            is_recorded(node.metadata.to_dict()) if is_array else LAYERS in node.attrs
-        )
-        committed = root.documents.get(path)
-        if committed is None and written and path in group:
-            del group[path]
-        elif committed is not None and written:
-            if isinstance(node, zarr.Group):
-                if dict(node.attrs) != committed["attributes"]:
-                    node.update_attributes({**committed["attributes"]})
-                continue
-            # The length along the marks is that of the next mark anyway.
-            length = node.shape[:1] if path in root.growing else ()
-            shape = (*length, *committed["shape"][len(length) :])
+        document: Mapping[str, Any] = node.metadata.to_dict()
+        written = is_recorded(document) if is_array else LAYERS in node.attrs
+        if written and path not in committed and path in top:
+            del top[path]
+        elif isinstance(node, zarr.Array) and path in growing:
+            # The length along the marks is that of this mark anyway.
+            shape = (node.shape[0], *growing[path]["shape"][1:])
             if node.shape != shape:
                 node.resize(shape)

@@ -94,13 +94,8 @@ class Place:
             f"{self.name} holds something else than a recording ({content}): {advice}"
         )
 
-    def check_writable(self, *, continued: bool) -> None:
-        """Raise StoreError if a directory evidently cannot be written or created; nothing is written for this check.
-
-        Args:
-            continued: Whether marks are added to an existing recording. Otherwise the first mark is written to a folder
-                beside the directory, which then replaces it.
-        """
+    def check_writable(self) -> None:
+        """Raise StoreError if a directory evidently cannot be written or created; nothing is written for this check."""
         if self.directory is None:
             return
         folders = (self.directory, *self.directory.parents)
@@ -109,8 +104,6 @@ class Place:
             raise StoreError(
                 f"{self.directory} cannot be made: the file {folder} stands in its way"
             )
-        if folder == self.directory and not continued:
-            folder = folder.parent
         if not os.access(folder, os.W_OK | os.X_OK):
             raise StoreError(
                 f"{self.directory} cannot be written: no permission to write in {folder}"

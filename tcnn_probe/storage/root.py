@@ -9,13 +9,13 @@ from typing import Any
 import numpy as np
 
 from tcnn_probe.schema import SCHEMA_VERSION, Group, StoreError, Variable
-from tcnn_probe.storage.arrays import GIVEN
 from tcnn_probe.storage.checked import CheckedStore
 from tcnn_probe.storage.place import ROOT, Place
 
 __all__ = [
     "ALONG",
     "COORDS",
+    "GIVEN",
     "HEADS",
     "IDENTITY",
     "LAYERS",
@@ -29,6 +29,8 @@ __all__ = [
 
 VERSION, ALONG, LAYERS, COORDS = "tcnn_probe_schema", "along", "layers", "coords"
 IDENTITY = "recording_id"
+GIVEN = "As given to mark()."
+"""Description of scalars, which tells them from recorded variables."""
 HEADS = "heads"
 """Name of the node of a tree with the arrays of the root group."""
 
@@ -79,25 +81,15 @@ class Root:
             )
         try:
             root = cls(attributes, document["consolidated_metadata"]["metadata"], text)
-            if root.documents[root.along]["shape"] == []:
-                raise StoreError(
-                    f"{place.name} holds one mark without its dimension {root.along!r}: a list of marks keeps it, "
-                    f"as in isel({root.along}=[-1])"
-                )
-            lengths = {about["shape"][0] for about in root.growing.values()}
-            if lengths != {root.length}:
-                raise ValueError(f"its arrays have unequal lengths: {lengths}")
-            for path, group in root.groups.items():
-                # xarray may have saved a selection, whose table still has all layers.
-                sizes = {"layer": root.stored_layers(path), **group.sizes}
-                for name, variable in group.variables.items():
-                    shape = root.documents[join(path, name)]["shape"]
-                    if shape[1:] != [sizes[dim] for dim in variable.dims]:
-                        raise ValueError(f"{join(path, name)} has the shape {shape}")
-        except StoreError:
-            raise
+            is_scalar = root.documents[root.along]["shape"] == []
+            root.groups  # noqa: B018 (reads all metadata, which may be damaged)
         except UNREADABLE as error:
             raise StoreError(f"{place.name} has damaged metadata: {error!r}") from error
+        if is_scalar:
+            raise StoreError(
+                f"{place.name} holds one mark without its dimension {root.along!r}: a list of marks keeps it, "
+                f"as in isel({root.along}=[-1])"
+            )
         return root
 
     def checked(self, place: Place, *, writes: bool = False) -> CheckedStore:
@@ -114,11 +106,6 @@ class Root:
     def length(self) -> int:
         """Number of committed marks."""
         return self.documents[self.along]["shape"][0]
-
-    def stored_layers(self, path: str) -> int:
-        """Return the number of layers of the arrays of a group."""
-        labels = self.documents.get(join(path, "layer"))
-        return labels["shape"][0] if labels else len(self.groups[path].layers)
 
     @cached_property
     def growing(self) -> dict[str, Mapping[str, Any]]:
@@ -152,20 +139,6 @@ class Root:
             if about["node_type"] == "group" and LAYERS in about["attributes"]:
                 attributes[path] = about["attributes"]
         return {path: self._group(path, about) for path, about in attributes.items()}
-
-    def check_room(self, groups: Mapping[str, Group]) -> None:
-        """Raise ValueError if the name of a layer that joins is too long for the stored text."""
-        for path, group in groups.items():
-            document = self.documents.get(join(path, "layer"))
-            if document is None or not group.layers:
-                continue
-            name = max(group.layers, key=len)
-            # Text is stored as four bytes for each letter.
-            room = document["data_type"]["configuration"]["length_bytes"] // 4
-            if len(name) > room:
-                raise ValueError(
-                    f"the recording has room for names of {room} letters, got {name!r}"
-                )
 
     def _group(self, path: str, attributes: Mapping[str, Any]) -> Group:
         variables, sizes, maps = {}, {}, False

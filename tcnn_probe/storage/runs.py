@@ -25,8 +25,6 @@ from tcnn_probe.storage.root import ALONG, COORDS, IDENTITY, LAYERS, VERSION
 __all__ = ["open_recordings"]
 
 Target = str | os.PathLike[str] | Store
-_RunVariable = tuple[xr.Variable | None, Mapping[str, np.ndarray]]
-"""A variable of a run, or None; and by dimension, for each label of the joined runs, its index in this run or -1."""
 
 # Attributes that are kept separately for each run, in JSON, and attributes whose differences do not matter.
 _BY_RUN = ("missing", "unsupported")
@@ -171,23 +169,19 @@ def _group(
     if any(ds.data_vars for ds in datasets):
         for name in members.keys() - present.keys():
             absent[name].setdefault("groups", []).append(path)
-    places: dict[str, dict[str, np.ndarray]] = {name: {} for name in members}
     for name, ds in present.items():
         for dim in labels.keys() & ds.dims:
-            indices = places[name][dim] = ds.indexes[dim].get_indexer(labels[dim])
-            if (indices < 0).any():
-                absent[name][dim if dim in marks else f"{path}/{dim}"] = labels[dim][
-                    indices < 0
-                ].tolist()
+            lacking = ~np.isin(labels[dim], ds[dim].values)
+            if lacking.any():
+                place = dim if dim in marks else f"{path}/{dim}"
+                absent[name][place] = labels[dim][lacking].tolist()
     variables = {}
     names = dict.fromkeys(
         key for ds in datasets for key in ds.variables if key not in ds.dims
     )
     for key in names:
-        parts = {name: ds[key].variable for name, ds in present.items() if key in ds}
-        variables[key] = _variable(
-            str(key), [(parts.get(name), places[name]) for name in members], labels
-        )
+        parts = [None if ds is None else ds.get(key) for ds in members.values()]
+        variables[key] = _variable(str(key), parts, labels)
     first = datasets[0]
     coords = {
         dim: xr.Variable(dim, labels[dim], first[dim].attrs if dim in first else {})
@@ -210,31 +204,31 @@ def _group(
 
 
 def _variable(
-    name: str, runs: Sequence[_RunVariable], labels: Mapping[str, np.ndarray]
+    name: str, runs: Sequence[xr.DataArray | None], labels: Mapping[str, np.ndarray]
 ) -> xr.Variable:
-    parts = [part for part, _ in runs if part is not None]
+    parts = [part for part in runs if part is not None]
     if len({part.dims for part in parts}) > 1:
         raise StoreError(
             f"{name!r} has other dimensions in some runs: {sorted({part.dims for part in parts})}"
         )
     first = parts[0]
-    array = _Joined(runs, [len(labels[str(dim)]) for dim in first.dims])
+    array = _Joined(runs, {str(dim): labels[str(dim)] for dim in first.dims})
     # As of a single recording, copies of float16 are in float32, which netCDF has.
     encoding = {"dtype": "float32"} if array.dtype == "float16" else {}
-    return xr.Variable(
-        ("run", *first.dims), LazilyIndexedArray(array), first.attrs, encoding
-    )
+    data = LazilyIndexedArray(array)
+    return xr.Variable(("run", *first.dims), data, first.attrs, encoding)
 
 
 class _Joined(BackendArray):
     """A variable of several runs; indexing reads only the runs and parts that are needed."""
 
-    def __init__(self, runs: Sequence[_RunVariable], shape: Sequence[int]) -> None:
+    def __init__(
+        self, runs: Sequence[xr.DataArray | None], labels: Mapping[str, np.ndarray]
+    ) -> None:
         self._runs = runs
-        self.dtype = np.result_type(
-            *(part.dtype for part, _ in runs if part is not None)
-        )
-        self.shape = (len(runs), *shape)
+        self._labels = labels
+        self.dtype = np.result_type(*(run.dtype for run in runs if run is not None))
+        self.shape = (len(runs), *map(len, labels.values()))
 
     def __getitem__(self, key: Any) -> Any:
         return explicit_indexing_adapter(
@@ -242,42 +236,26 @@ class _Joined(BackendArray):
         )
 
     def _read(self, key: tuple[Any, ...]) -> np.ndarray:
-        rows, *indices_by_dim = (
+        # Dimensions that are indexed by an integer are kept with size 1 at first.
+        rows, *indices = (
             np.atleast_1d(np.arange(size)[index])
             for size, index in zip(self.shape, key, strict=True)
         )
+        labels = {
+            dim: values[index]
+            for (dim, values), index in zip(self._labels.items(), indices, strict=True)
+        }
         # Missing values are NaN, as in xarray's joins. Integers have no NaN, and recordings use -1 for a missing value.
         fill = np.nan if self.dtype.kind == "f" else -1
-        values = np.full([len(rows), *map(len, indices_by_dim)], fill, self.dtype)
-        for row, run in enumerate(rows):
-            part, places = self._runs[run]
-            if part is None:
-                continue
-            sources = [
-                places[str(dim)][indices]
-                for dim, indices in zip(part.dims, indices_by_dim, strict=True)
-            ]
-            present = {
-                dim: _as_slice(source[source >= 0])
-                for dim, source in zip(part.dims, sources, strict=True)
-            }
-            values[row][np.ix_(*(source >= 0 for source in sources))] = part.isel(
-                present
-            ).values
-        # Dimensions indexed by an integer were kept with size 1 so far, so that all runs are read in the same way.
+        values = np.full((len(rows), *map(len, indices)), fill, self.dtype)
+        for row, number in enumerate(rows):
+            run = self._runs[number]
+            if run is not None:
+                values[row] = run.reindex(labels, fill_value=fill).values
+        single = (isinstance(index, int | np.integer) for index in key)
         return values.squeeze(
-            tuple(
-                axis
-                for axis, index in enumerate(key)
-                if isinstance(index, int | np.integer)
-            )
+            tuple(axis for axis, is_one in enumerate(single) if is_one)
         )
-
-
-def _as_slice(places: np.ndarray) -> Any:
-    """Return a slice for consecutive indices, which can be read at once; else the indices."""
-    together = len(places) > 0 and (np.diff(places) == 1).all()
-    return slice(int(places[0]), int(places[-1]) + 1) if together else places
 
 
 def _union(labels: Sequence[np.ndarray]) -> np.ndarray:

@@ -237,7 +237,7 @@ def errors(rank: int, folder: Path) -> None:
         )
         raises(
             lambda: recorder.mark(epoch=0, entropy=1.0),
-            "is the name of a recorded variable",
+            "is the name of something else in the recording",
         )
         # The ranks are out of step with each other.
         raises(lambda: recorder.mark(epoch=rank), "epoch 0 on rank 0, 1 on rank 1")

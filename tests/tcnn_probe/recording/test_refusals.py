@@ -245,7 +245,7 @@ MARK: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "variable": (
         {"epoch": 4, "gate": 1.0},
         ValueError,
-        "'gate' is the name of a recorded variable",
+        "'gate' is the name of something else in the recording",
     ),
     "coordinate": (
         {"epoch": 4, "layer": 1.0},

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from tcnn_probe.schema import Group
-from tcnn_probe.storage import EpochStore, StoreError, open_recording
+from tcnn_probe.storage import EpochStore, open_recording
 from tcnn_probe.storage import directory as module
 from tests.tcnn_probe.storage import tables
 from tests.tcnn_probe.storage.tables import (
@@ -100,77 +100,22 @@ def test_crash_at_every_write_of_the_first_mark(tmp_path: Path, kind: str) -> No
     assert kind == "directory" or ".tcnn_probe.init" not in target._store_dict
 
 
-def test_crash_at_every_write_of_the_mark_that_brings_layers(tmp_path: Path) -> None:
-    """A recording that began without layers has no values of them for the earlier marks."""
-    path = tmp_path / "run.zarr"
-    store = EpochStore(path)
-    store.create({"": Group({}, {})}, {"made_by": "a test"})
-    for mark in range(2):
-        store.append(mark, {"": {}}, {"top1": mark / 7})
-    dies(store)
-    # Only every seventh step, a prime, crashes, as the tests above try all steps of other marks.
-    for number in count(step=7):
-        store = create_layers(path)
-        with steps(number, WRITES) as done:
-            try:
-                add(store, 2, top1=2 / 7)
-                break
-            except Crash:
-                dies(store)
-        if f"replace {path}/zarr.json" in done[:-1]:
-            break  # the mark is there but was not announced
-        tree = open_recording(path)
-        assert tree.groups == ("/",)
-        assert tree.top1.values.tolist() == [0, 1 / 7]
-    assert number + 7 >= len(done) > 20
-    store = store if store.marks == (0, 1, 2) else create(path)
-    add(store, 3)
-    with pytest.raises(StoreError, match="holds a recording already"):
-        store.create(tables.GROUPS, {})
-    tree = open_recording(path)
-    np.testing.assert_array_equal(tree.top1, [0, 1 / 7, 2 / 7, np.nan])
-    for group, name in (
-        ("heads", "gate"),
-        ("layer_scale", "scale"),
-        (MAPS, "saliency"),
-    ):
-        array = tree[group][name]
-        assert array[:2].isnull().all()
-        np.testing.assert_array_equal(
-            array[2:],
-            [values(mark)[group.replace("heads", "")][name] for mark in (2, 3)],
-        )
-    assert create(path).marks == (0, 1, 2, 3)
-
-
-def create_layers(path: Path) -> EpochStore:
-    store = EpochStore(path)
-    store.create(tables.GROUPS, {})
-    return store
-
-
 def test_scalar_with_the_name_of_a_variable_recorded_later(tmp_path: Path) -> None:
     store = EpochStore(tmp_path / "run.zarr")
-    store.create({"": Group({}, {})}, {})
-    store.append(0, {"": {}}, {"gate": 0.5})
-    store.create(tables.GROUPS, {})
-    with pytest.raises(
-        ValueError, match=r"'gate' was given to mark\(\) before, and is now recorded"
-    ):
+    store.append(0, {"": Group({}, {})}, {"": {}}, {"gate": 0.5})
+    with pytest.raises(ValueError, match="'gate' is the name of something else"):
         add(store, 1)
 
 
 def test_a_refused_first_mark_fixes_nothing(tmp_path: Path) -> None:
     store = create(tmp_path / "run.zarr")
     with pytest.raises(ValueError, match="could not convert"):
-        store.append(1, values(1), {"top1": "high"})  # type: ignore[dict-item]
+        add(store, 1, top1="high")  # type: ignore[arg-type]
     assert store.groups is None
     assert store.marks == ()
     assert list(tmp_path.iterdir()) == []
-    store.create(tables.GROUPS, {"made_by": "another"})
     add(store, 0.5, 1)
     assert_holds(tmp_path / "run.zarr", {0.5: 1})
-    assert store.attrs["made_by"] == "another"
 
 
 @pytest.mark.parametrize(
@@ -218,7 +163,7 @@ def test_leftovers_of_a_crashed_mark_are_written_over(
     assert contents(path) == before
     empty = values(1)
     empty[MAPS]["saliency"][...] = np.nan
-    store.append(1, empty, {})
+    store.append(1, tables.GROUPS, empty, {})
     for mark in range(2, 5):
         add(store, mark, **({"fresh": 4.0} if mark == 4 else {}))
     store.close()

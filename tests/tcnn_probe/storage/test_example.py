@@ -1,11 +1,17 @@
 """The recording that comes with the package, as documents and users draw it."""
 
+import json
+import zipfile
+from pathlib import Path
+from typing import Any
+
 import numpy as np
 import pytest
+import xarray as xr
 from matplotlib.figure import Figure
-from sklearn.datasets import load_digits
 
 import tcnn_probe
+from tcnn_probe.storage import EpochStore
 
 
 def test_example_is_a_whole_recording() -> None:
@@ -33,27 +39,14 @@ def test_example_can_be_drawn() -> None:
     tree = tcnn_probe.load_example()
     assert tcnn_probe.plot.evolution(tree["heads"].gate).lines
     with pytest.warns(FutureWarning, match="record it anew"):
-        types = tcnn_probe.head_types(tree["heads"].dataset)
-    # These are of 109 heads, as the recording starts at the papers' initialization.
-    assert (types.isel(epoch=0) == "convolutional").sum() > 50
+        tcnn_probe.head_types(tree["heads"].dataset)
     maps = tree["maps/25x8x8"].dataset.isel(epoch=-1, image=0)
     assert isinstance(tcnn_probe.plot.attention_grid(maps.center_attention), Figure)
-
-
-@pytest.mark.parametrize("name", ["tcnn", "vit"])
-def test_its_heads_are_checked_without_a_path(name: str) -> None:
-    tree = tcnn_probe.load_example(name)
-    heads = tree["heads"].dataset
-    assert tcnn_probe.health(heads).along == "epoch"
-    entropy = f"entropy/{heads.layer.values[0]}"
-    assert tcnn_probe.scalars(heads)[entropy] > 0
-    assert tcnn_probe.health(tree) == tcnn_probe.health(heads)
 
 
 def test_the_vision_transformer_is_trained_and_has_content_heads() -> None:
     tree = tcnn_probe.load_example("vit")
     heads = tree["heads"].dataset
-    assert heads.sizes == {"epoch": tree.sizes["epoch"], "layer": 4, "head": 4}
     assert set(heads.images.values.ravel().tolist()) == {360}
     first, last = tree.top1.values[[0, -1]]
     # Chance is one digit in ten; the page on attention maps says 96 %.
@@ -62,16 +55,57 @@ def test_the_vision_transformer_is_trained_and_has_content_heads() -> None:
     types = tcnn_probe.head_types(heads)
     assert (types.isel(epoch=0) == "averaging").all()
     assert (types.isel(epoch=-1) == "content").sum() >= 4
-
-
-def test_maps_of_the_vision_transformer_are_of_available_digits() -> None:
-    tree = tcnn_probe.load_example("vit")
+    assert tcnn_probe.health(tree) == tcnn_probe.health(heads)
+    # The maps are of digits that anyone has.
     maps = tree["maps/4x4x4"].dataset
     assert maps.sizes["image"] == len(tree.attrs["digits"]) == 3
     of_class = maps.class_attention.sum(["y", "x"]) + maps.self_attention
     np.testing.assert_allclose(of_class, 1, atol=1e-5)
-    digits = load_digits().images[tree.attrs["digits"]]
-    assert digits.shape == (3, 8, 8)
+
+
+@pytest.mark.parametrize("name", ["tcnn", "vit"])
+def test_a_recording_of_an_earlier_version_is_continued(
+    tmp_path: Path, name: str
+) -> None:
+    """It keeps its layout, here maps in shards, and its variables."""
+    archive = {"tcnn": "example.zip", "vit": "example_vit.zip"}[name]
+    with zipfile.ZipFile(Path(tcnn_probe.storage.__file__).with_name(archive)) as file:
+        file.extractall(tmp_path / "run.zarr")
+    before = {
+        group.path: group.to_dataset().load()
+        for group in tcnn_probe.open(tmp_path / "run.zarr").subtree
+    }
+    layout = documents(tmp_path / "run.zarr")
+    store = EpochStore(tmp_path / "run.zarr")
+    rows = {}
+    for path, group in store.groups.items():
+        rows[path] = {
+            variable: np.full(group.shape(variable), 0.5, about.dtype)
+            for variable, about in group.variables.items()
+        }
+    store.append(store.marks[-1] + 1, store.groups, rows, {})
+    store.close()
+    assert documents(tmp_path / "run.zarr") == layout
+    after = tcnn_probe.open(tmp_path / "run.zarr")
+    for path, ds in before.items():
+        group = after[path].to_dataset().load()
+        xr.testing.assert_identical(group.isel(epoch=slice(-1)), ds)
+        for values in group.data_vars.values():
+            last = values.isel(epoch=-1).values
+            # No scalar was given.
+            assert (
+                np.isnan(last) if path == "/" else (last == last.dtype.type(0.5)).all()
+            )
+
+
+def documents(path: Path) -> dict[str, Any]:
+    """Return the metadata of all arrays, but their lengths."""
+    root = json.loads((path / "zarr.json").read_text())
+    return {
+        name: about | {"shape": about["shape"][1:]}
+        for name, about in root["consolidated_metadata"]["metadata"].items()
+        if about["node_type"] == "array"
+    }
 
 
 def test_an_unknown_example_is_refused() -> None:

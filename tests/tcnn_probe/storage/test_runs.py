@@ -1,7 +1,7 @@
 """Several recordings opened as one, compared with xarray's own concatenation in memory."""
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +42,6 @@ def _record(
         )
     store = EpochStore(path)
     rng = np.random.default_rng(len(layers) + heads)
-    store.create(groups, about)
     for mark in marks:
         values = {
             place: {
@@ -51,7 +50,7 @@ def _record(
             }
             for place, group in groups.items()
         }
-        store.append(mark, values, {"lr": mark / 7})
+        store.append(mark, groups, values, {"lr": mark / 7}, attrs=about)
     store.close()
     return path
 
@@ -218,8 +217,7 @@ def test_names_of_runs(three: list[Path]) -> None:
 
 def test_marks_of_two_kinds_are_refused(three: list[Path], tmp_path: Path) -> None:
     store = EpochStore(tmp_path / "steps.zarr", along="step")
-    store.create({"": Group({}, {})}, {})
-    store.append(0, {"": {}}, {})
+    store.append(0, {"": Group({}, {})}, {"": {}}, {})
     with pytest.raises(
         StoreError,
         match=r"expected the same marks in all, got marks along \['epoch', 'step'\]",
@@ -227,24 +225,9 @@ def test_marks_of_two_kinds_are_refused(three: list[Path], tmp_path: Path) -> No
         open([three[0], tmp_path / "steps.zarr"])
 
 
-@pytest.fixture
-def _cluster() -> Iterator[None]:
-    distributed = pytest.importorskip(
-        "dask.distributed", reason="dask is an extra: pip install 'tcnn-probe[dask]'"
-    )
-    options = {
-        "n_workers": 2,
-        "threads_per_worker": 1,
-        "processes": False,
-        "dashboard_address": None,
-    }
-    with distributed.LocalCluster(**options) as cluster, distributed.Client(cluster):
-        yield
-
-
-@pytest.mark.usefixtures("_cluster")
 @pytest.mark.filterwarnings("default")  # these warnings come from dask
 def test_reductions_by_dask_equal_those_of_numpy(three: list[Path]) -> None:
+    pytest.importorskip("dask", reason="an extra: pip install 'tcnn-probe[dask]'")
     maps = open(three)[MAPS].look
     by_dask = maps.chunk(run=1, epoch=2, head=2).astype(float)
     assert by_dask.chunks is not None
