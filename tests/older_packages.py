@@ -32,7 +32,6 @@ REASONS = {
     "test_its_own_attention_changes_nothing[levit-True]": "LeViT's layers do not tell their grids",
     "test_windows.py::test_equals_brute_force[gcvit]": "GCViT's global queries depend on what else is in the batch",
     "test_layouts_that_are_not_known_are_left_out_and_named[nest_tiny_jx]": "Nest cannot be built without memory",
-    "test_families_table.py::test_script_writes_the_table": "the table is of the newest timm",
 }
 """Parts of the names of tests, and why they are skipped."""
 

@@ -17,6 +17,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from tcnn_model.models.patchconvnet import PatchConvNet
+from tests.extras import need
 
 ROOT = Path(__file__).parent.parent
 
@@ -179,8 +180,7 @@ def test_examples_of_aggregation_run() -> None:
 
 
 def test_examples_of_dense_tasks_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    reason = "transformers builds UperNet: pip install tcnn-probe[huggingface]"
-    pytest.importorskip("transformers", reason=reason)
+    need("transformers")  # builds UperNet
     create = timm.create_model
     small = {"embed_dim": 16, "depth": 4}
 

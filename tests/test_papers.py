@@ -1,103 +1,16 @@
-"""docs/papers.md has every numbered figure and table of the papers, and the names in it exist."""
+"""The commands, models and functions that docs/papers.md names exist."""
 
 import importlib
 import re
 import shlex
 from pathlib import Path
 
-import pytest
 import timm
 
 from tcnn_model.training.config import parse
 
 ROOT = Path(__file__).parent.parent
 PAGE = (ROOT / "docs" / "papers.md").read_text()
-
-
-def numbered(kind: str, last: int, chapter: str = "") -> list[str]:
-    """Return the names of the items 1 to ``last`` of a paper, or of its chapter: "Fig. 3.1", ..."""
-    return [f"{kind} {chapter}{number}" for number in range(1, last + 1)]
-
-
-TCNN = [f"Fig. {part}" for part in ("4A", "4B", "4C")]
-TCNN += [item for item in numbered("Fig.", 7) if item != "Fig. 4"]
-# The items were counted in the papers by their captions.
-ITEMS = {
-    "T-CNN, arXiv": [*TCNN, "Fig. 8", *numbered("Table", 5)],
-    "T-CNN, ICLR submission": [*TCNN, *numbered("Table", 5)],
-    "PatchConvNet": [
-        *numbered("Fig.", 8),
-        *numbered("Table", 5),
-        *numbered("Table", 3, "B."),
-        *numbered("Table", 1, "C."),
-        *numbered("Table", 2, "D."),
-    ],
-}
-FIGURES_AND_TABLES = {
-    "Chapter 1, introduction": (5, 0),
-    "Chapter 2, Grafit": (9, 16),
-    "Chapter 3, DeiT and CaiT": (10, 22),
-    "Chapter 4, ResMLP": (4, 6),
-    "Chapter 5, PatchConvNet": (8, 8),
-    "Chapter 6, DeiT III": (11, 15),
-    "Chapter 7, outlook": (2, 3),
-}
-for chapter, (title, counts) in enumerate(FIGURES_AND_TABLES.items(), 1):
-    figures, tables = counts
-    ITEMS[title] = [
-        *numbered("Fig.", figures, f"{chapter}."),
-        *numbered("Table", tables, f"{chapter}."),
-    ]
-
-
-def rows(section: str) -> list[list[str]]:
-    """Return the cells of the rows of a section's table."""
-    text = re.split(r"\n##+ ", PAGE.split(f"# {section}\n")[1])[0]
-    lines = [line for line in text.splitlines() if line.startswith("| ")]
-    return [line.strip("| ").split(" | ") for line in lines[1:]]
-
-
-def expand(cell: str) -> list[str]:
-    """Return the items that a cell names: "Figs. 1.1 to 1.3, Table 2" are four."""
-    items = []
-    kind = ""
-    for part in cell.split(", "):
-        match = re.fullmatch(r"(?:(Fig|Table)s?\.? )?(.*)", part)
-        kind = {"Fig": "Fig.", "Table": "Table"}.get(match[1], kind)
-        first, _, last = match[2].partition(" to ")
-        prefix, _, number = first.rpartition(".")
-        prefix = f"{prefix}." if prefix else ""
-        if last:
-            numbers = range(int(number), int(last.removeprefix(prefix)) + 1)
-            items += [f"{kind} {prefix}{number}" for number in numbers]
-        else:
-            items.append(f"{kind} {first}")
-    return items
-
-
-def test_ranges_of_items_are_expanded() -> None:
-    assert expand("Figs. 1.1 to 1.3, Table 2") == [
-        "Fig. 1.1",
-        "Fig. 1.2",
-        "Fig. 1.3",
-        "Table 2",
-    ]
-    assert expand("Tables B.1, B.3") == ["Table B.1", "Table B.3"]
-
-
-@pytest.mark.parametrize("section", ITEMS)
-def test_every_numbered_item_has_one_row(section: str) -> None:
-    items = [item for cells in rows(section) for item in expand(cells[0])]
-    assert sorted(items) == sorted(ITEMS[section])
-
-
-@pytest.mark.parametrize("section", ["Systems", *ITEMS])
-def test_each_row_gives_the_place_of_the_item_or_a_reason(section: str) -> None:
-    assert rows(section)
-    for cells in rows(section):
-        assert len(cells) == 3, cells
-        names = re.search(r"`(python|tcnn)|\]\(", cells[2])
-        assert names or cells[2].startswith("Not here: "), cells
 
 
 def named(pattern: str) -> list[str]:

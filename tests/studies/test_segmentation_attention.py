@@ -8,10 +8,12 @@ import torch
 import xarray as xr
 from torch import Tensor
 
-import segmentation_attention as study
 from common.digits import Scene
 from common.models import small_patchconvnet
 from common.saliency_scores import on_object
+from tests.extras import need
+
+study = need("segmentation_attention")  # needs transformers
 
 
 def scenes(count: int) -> list[Scene]:

@@ -8,8 +8,9 @@ import torch
 from torch import Tensor, nn
 
 import tcnn_probe
+from tests.extras import need
 
-transformers = pytest.importorskip("transformers")
+transformers = need("transformers")
 
 SIZES = {
     "hidden_size": 12,

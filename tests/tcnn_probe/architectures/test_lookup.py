@@ -18,6 +18,7 @@ from tcnn_probe.architectures.lookup import (
     looks_like_attention,
 )
 from tcnn_probe.architectures.record import LayerRecord
+from tests.extras import need
 
 
 class Derived(MaskUnitAttention):
@@ -78,7 +79,7 @@ def test_nothing_is_known_about_other_modules() -> None:
 @pytest.mark.parametrize("name", RECORDS)
 def test_recorded_classes_exist(name: str) -> None:
     module, _, cls = name.rpartition(".")
-    pytest.importorskip(module.split(".")[0])
+    need(module.split(".")[0])
     layer_class = getattr(importlib.import_module(module), cls)
     assert issubclass(layer_class, nn.Module)
     present = f"{layer_class.__module__}.{layer_class.__qualname__}"

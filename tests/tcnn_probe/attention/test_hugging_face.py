@@ -10,6 +10,7 @@ import torchvision
 from torch import Tensor, nn
 
 import tcnn_probe
+from tests.extras import need
 from tests.tcnn_probe.attention.bruteforce import Layout, attention_of, grid
 from tests.tcnn_probe.attention.checking import (
     TOLERANCE,
@@ -43,7 +44,7 @@ WINDOWS = {
 def of(name: str, **options: Any) -> Callable[[], nn.Module]:
     def make() -> nn.Module:
         # The import is not done while tests are collected, as each of pytest's workers would do it.
-        transformers = pytest.importorskip("transformers")
+        transformers = need("transformers")
         return getattr(transformers, f"{name}Model")(
             getattr(transformers, f"{name}Config")(**options)
         )
@@ -134,9 +135,7 @@ def by_einsum(
     "implementation", ["eager", "sdpa", "flex_attention", "by_einsum"]
 )
 def test_attention_interfaces(implementation: str) -> None:
-    pytest.importorskip("transformers").AttentionInterface.register(
-        "by_einsum", by_einsum
-    )
+    need("transformers").AttentionInterface.register("by_einsum", by_einsum)
     make, size, layout = CASES["vit"]
     model = sharpen(make()).double()
     images = torch.randn(2, 3, *size, generator=torch.Generator().manual_seed(2))
@@ -252,9 +251,7 @@ def test_other_tokens_are_not_taken_for_a_class_token(
 def test_queries_before_a_class_token_hide_it() -> None:
     """EoMT puts its queries before all other tokens in its last layers."""
     torch.manual_seed(0)
-    pytest.importorskip("transformers")
-    import transformers
-
+    transformers = need("transformers")
     # Only the last block has queries, so that it differs from those before it.
     options = TINY | {
         "num_hidden_layers": 3,
@@ -276,7 +273,7 @@ def test_queries_before_a_class_token_hide_it() -> None:
 
 @pytest.mark.filterwarnings("ignore:no attention_distance:RuntimeWarning")
 def test_mask_units_that_are_kept_are_unknown() -> None:
-    transformers = pytest.importorskip("transformers")
+    transformers = need("transformers")
     torch.manual_seed(0)
     options = {
         "embed_dim": 8,

@@ -1,6 +1,5 @@
 """attention_maps: the attention of a forward on the grid of the image equals brute force in float64."""
 
-import importlib
 import json
 import math
 from collections.abc import Callable
@@ -12,7 +11,6 @@ import pytest
 import timm
 import torch
 import torch.nn.functional as F
-import transformers
 import xarray as xr
 from timm.models.davit import DaVit, SpatialBlock
 from timm.models.hiera import Unroll
@@ -25,6 +23,7 @@ from torchvision.models.swin_transformer import SwinTransformer
 import tcnn_model
 import tcnn_probe
 from tcnn_model.gpsa.equations import gpsa_attention_reference
+from tests.extras import need
 from tests.tcnn_probe.attention.bruteforce import attention_of
 from tests.tcnn_probe.attention.sharpen import sharpen
 
@@ -505,7 +504,7 @@ def test_windows_of_transformers(  # type: ignore[no-untyped-def]
 ) -> None:
     torch.manual_seed(0)
     kind = name.removesuffix("Model").removesuffix("Backbone")
-    modules = importlib.import_module(f"transformers.models.{MODULES[kind]}")
+    modules = need(f"transformers.models.{MODULES[kind]}")
     config = getattr(modules, f"{kind}Config")(**options, attn_implementation="eager")
     model = sharpen(getattr(modules, name)(config).double().eval(), 1.7)
     images = torch.randn(2, 3, *size, dtype=torch.float64)
@@ -527,7 +526,7 @@ def test_windows_of_transformers(  # type: ignore[no-untyped-def]
 
 
 def test_windows_of_sam2_in_transformers() -> None:
-    transformers = pytest.importorskip("transformers")
+    transformers = need("transformers")
     torch.manual_seed(0)
     config = transformers.Sam2HieraDetConfig(
         hidden_size=8,
@@ -574,7 +573,7 @@ def timm_hiera() -> nn.Module:
 
 
 def transformers_hiera() -> nn.Module:
-    transformers = pytest.importorskip("transformers")
+    transformers = need("transformers")
     config = transformers.HieraConfig(
         # Stages differ in their number of heads, so that the axis of heads is padded.
         embed_dim=8,
@@ -730,6 +729,7 @@ def test_object_queries_of_a_decoder() -> None:
     torch.manual_seed(0)
     stages = {"embedding_size": 8, "hidden_sizes": [8, 8, 8, 16], "depths": [1] * 4}
     sizes = {"d_model": 24, "encoder_ffn_dim": 24, "decoder_ffn_dim": 24}
+    transformers = need("transformers")
     config = transformers.DetrConfig(
         backbone_config=transformers.ResNetConfig(**stages, out_features=["stage4"]),
         encoder_layers=1, decoder_layers=2, num_queries=7,

@@ -9,11 +9,11 @@ import pytest
 import timm
 import torch
 import torch.nn.functional as F
-import transformers
 import xarray as xr
 from torch import Tensor, nn
 
 import tcnn_probe
+from tests.extras import need
 from tests.tcnn_probe.attention.bruteforce import attention_of, information, mask_of
 
 pytestmark = pytest.mark.numerical
@@ -179,6 +179,7 @@ def navit() -> tuple[nn.Module, Callable[..., tuple[Any, ...]]]:
 
 
 def siglip2() -> tuple[nn.Module, Callable[..., tuple[Any, ...]]]:
+    transformers = need("transformers")
     config = transformers.Siglip2VisionConfig(
         hidden_size=WIDTH,
         intermediate_size=24,

@@ -19,6 +19,7 @@ from tcnn_probe.attention.attention import Attention
 from tcnn_probe.attention.carried_numbers import CarriedNumbers
 from tcnn_probe.attention.layout import Layout, Tokens
 from tcnn_probe.attention.token_order import PlaceTracker, objection_to_order
+from tests.extras import need
 
 # The sides are primes, so that exchanged rows and columns would show; patches of 4 are more than a pixel apart.
 ROWS, COLUMNS, PATCH = 5, 7, 4
@@ -275,7 +276,7 @@ DETR = {
 
 
 def transformers_model(name: str, config: str, **options: Any) -> nn.Module:
-    transformers = pytest.importorskip("transformers")
+    transformers = need("transformers")
     return getattr(transformers, name)(getattr(transformers, config)(**options)).eval()
 
 
@@ -320,7 +321,7 @@ def test_shuffled_tokens_of_a_masked_autoencoder() -> None:
 )
 def test_as_many_object_queries_as_cells(name: str, attention: dict[str, str]) -> None:
     torch.manual_seed(0)
-    transformers = pytest.importorskip("transformers")
+    transformers = need("transformers")
     # The last stage has a 32nd of the size: 128 x 192 pixels become 4 x 6 cells.
     sizes = {"embedding_size": 8, "hidden_sizes": [8] * 4, "depths": [1] * 4}
     backbone = transformers.ResNetConfig(**sizes, out_features=["stage4"])
@@ -416,7 +417,7 @@ def test_logits_that_are_used_in_both_directions() -> None:
 def test_object_queries_after_deformable_attention(name: str) -> None:
     """Queries that start as zeros, and those that have gathered samples of the image, get no grid."""
     torch.manual_seed(0)
-    transformers = pytest.importorskip("transformers")
+    transformers = need("transformers")
     sizes = {"embedding_size": 8, "hidden_sizes": [8] * 4, "depths": [1] * 4}
     backbone = transformers.ResNetConfig(**sizes, out_features=["stage4"])
     options: dict[str, Any] = {**DETR, "backbone_config": backbone}

@@ -10,11 +10,12 @@ import torch
 from torch import Tensor, nn
 
 import tcnn_probe
+from tests.extras import need
 from tests.tcnn_probe.attention.bruteforce import Place, attention_of, grid
 from tests.tcnn_probe.attention.checking import check, same
 from tests.tcnn_probe.attention.sharpen import sharpen
 
-transformers = pytest.importorskip("transformers")
+transformers = need("transformers")
 
 FRAMES, ROWS, COLUMNS = 3, 2, 5
 CELLS = FRAMES, ROWS, COLUMNS

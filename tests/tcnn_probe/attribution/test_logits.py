@@ -7,8 +7,9 @@ from torch import Tensor, nn
 
 import tcnn_probe
 from tcnn_model.outputs import class_scores
+from tests.extras import need
 
-transformers = pytest.importorskip("transformers")
+transformers = need("transformers")
 
 
 class LogitsAlone(nn.Module):

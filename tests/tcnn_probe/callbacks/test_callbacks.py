@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from tcnn_probe.callbacks.scalars import float_metrics
 from tcnn_probe.recording.recorder import Recorder
+from tests.extras import need
 from tests.tcnn_probe.contracts.helpers import Trace, entropies, images, vit
 
 # These packages may warn, but our own warnings are errors.
@@ -24,10 +25,7 @@ def data(count: int) -> TensorDataset:
 
 
 def test_lightning_marks_each_validation(tmp_path: Path) -> None:
-    pl = pytest.importorskip(
-        "lightning.pytorch",
-        reason="Lightning is not installed: pip install 'lightning>=2.4'",
-    )
+    pl = need("lightning.pytorch")
     from tcnn_probe.callbacks.lightning import RecordCallback
 
     class Classifier(pl.LightningModule):  # type: ignore[name-defined, misc]
@@ -99,11 +97,8 @@ class Pixels(Dataset[dict[str, Tensor]]):
 
 
 def test_hugging_face_marks_each_evaluation(tmp_path: Path) -> None:
-    pytest.importorskip(
-        "accelerate",
-        reason="accelerate is not installed, which Hugging Face's Trainer needs",
-    )
-    transformers = pytest.importorskip("transformers")
+    need("accelerate")
+    transformers = need("transformers")
     from tcnn_probe.callbacks.huggingface import RecordCallback
 
     class Interruption(transformers.TrainerCallback):  # type: ignore[misc]
@@ -214,7 +209,7 @@ def test_lightning_records_every_validation_of_an_epoch(
     options: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two validations an epoch are marked by their steps, with the loss of each; a failing mark is left out."""
-    pl = pytest.importorskip("lightning.pytorch")
+    pl = need("lightning.pytorch")
     from tcnn_probe.callbacks.lightning import RecordCallback
 
     class Classifier(pl.LightningModule):  # type: ignore[name-defined, misc]
@@ -277,8 +272,8 @@ def test_lightning_records_every_validation_of_an_epoch(
 
 
 def test_hugging_face_keeps_all_evaluation_sets(tmp_path: Path) -> None:
-    pytest.importorskip("accelerate")
-    transformers = pytest.importorskip("transformers")
+    need("accelerate")
+    transformers = need("transformers")
     from tcnn_probe.callbacks.huggingface import RecordCallback
 
     config = transformers.ViTConfig(

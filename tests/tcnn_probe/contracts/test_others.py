@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torchvision.models.feature_extraction import get_graph_node_names
 
 import tcnn_probe
+from tests.extras import need
 from tests.tcnn_probe.contracts.helpers import (
     Trace,
     check_entropies,
@@ -377,7 +378,7 @@ def test_forward_mode_differentiation() -> None:
 @pytest.mark.parametrize("place", ["cpu", "disk"])
 def test_offloaded_weights(place: str, tmp_path: Path) -> None:
     """Between its forwards, the weights of an offloaded model are on the meta device."""
-    accelerate = pytest.importorskip("accelerate")
+    accelerate = need("accelerate")
     expected = entropies(vit(), images())
     maps = tcnn_probe.saliency(vit(), images(), method="class_attention")
     if place == "cpu":
@@ -415,7 +416,7 @@ class Trunk(nn.Module):
 @pytest.mark.filterwarnings("ignore:Using `torch.compile")
 def test_regions_that_accelerate_compiles() -> None:
     """compile_regions compiles the blocks of a copy that shares its weights; the copy itself is not compiled."""
-    utils = pytest.importorskip("accelerate.utils")
+    utils = need("accelerate.utils")
     model = Trunk().eval()
     datasets = []
     for network in (model, utils.compile_regions(model, backend="eager")):

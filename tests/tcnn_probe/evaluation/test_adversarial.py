@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 import tcnn_probe
 from tcnn_probe import evaluation
+from tests.extras import need
 from tests.tcnn_probe.contracts.helpers import Trace, images, vit
 from tests.tcnn_probe.evaluation.classifiers import (
     NONE,
@@ -40,8 +41,8 @@ def foolbox_attack(
     with warnings.catch_warnings():
         # foolbox, inactive since 2024, and eagerpy warn about their imports.
         warnings.simplefilter("ignore")
-        import eagerpy
-        import foolbox
+        foolbox = need("foolbox")
+        eagerpy = need("eagerpy")
     attack: Any = foolbox.attacks.LinfFastGradientAttack()
     if "steps" in options:
         attack = foolbox.attacks.LinfProjectedGradientDescentAttack(

@@ -15,6 +15,7 @@ from tcnn_probe.evaluation import (
     mean_corruption_error,
     mean_interval,
 )
+from tests.extras import need
 
 # Corruptions of one group are not adjacent.
 CORRUPTIONS = {"fog": "weather", "shot_noise": "noise", "snow": "weather"}
@@ -224,9 +225,7 @@ def test_runs_with_several_seeds_join(dim: str) -> None:
 
 
 def test_results_that_are_not_loaded() -> None:
-    pytest.importorskip(
-        "dask", reason="dask is an extra: pip install 'tcnn-probe[dask]'"
-    )
+    need("dask")
     ds = make_results()
     # 5 does not divide 23, so that the last chunk is shorter.
     lazy = ds.chunk(image=5)

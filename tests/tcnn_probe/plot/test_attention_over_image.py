@@ -14,6 +14,7 @@ import torch
 import xarray as xr
 
 import tcnn_probe
+from tests.extras import need
 from tests.tcnn_probe.plot.layout import texts_within_and_apart
 
 SIZE = (32, 48)
@@ -175,6 +176,7 @@ for cell in sys.argv[2:]:
 
 def test_a_notebook_shows_a_figure_once(maps: xr.DataTree, tmp_path: Path) -> None:
     """The inline backend shows figures that a cell leaves open, and IPython also shows the cell's value."""
+    need("IPython")
     file = tmp_path / "maps.pickle"
     file.write_bytes(pickle.dumps(maps))
     pictures = {

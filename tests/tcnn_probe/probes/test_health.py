@@ -16,7 +16,6 @@ import numpy as np
 import pytest
 import timm
 import torch
-import transformers
 import xarray as xr
 from timm.models.swin_transformer import SwinTransformer
 from torch import Tensor, nn
@@ -27,6 +26,7 @@ from tcnn_model import GPSA
 from tcnn_probe.attention import softmax
 from tcnn_probe.attention.attention import Attention
 from tcnn_probe.probes.layer_health import OUTLIER, TOKEN_KINDS
+from tests.extras import need
 from tests.tcnn_probe.attention.bruteforce import health
 from tests.tcnn_probe.attention.sharpen import sharpen
 from tests.tcnn_probe.contracts.helpers import recorded
@@ -102,6 +102,7 @@ class Case:
 
 
 def dinov2() -> nn.Module:
+    transformers = need("transformers")
     config = transformers.Dinov2WithRegistersConfig(
         hidden_size=21,
         num_hidden_layers=2,

@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+from tests.extras import need
+
 __all__ = ["errors", "needs_browser", "open_browser", "requests", "until"]
 
 CHROMIUM = shutil.which("chromium")
@@ -20,7 +22,7 @@ needs_browser = pytest.mark.skipif(
 
 @contextmanager
 def open_browser() -> Iterator[Any]:
-    from selenium import webdriver
+    webdriver = need("selenium.webdriver")
 
     options = webdriver.ChromeOptions()
     options.binary_location = CHROMIUM or ""

@@ -13,6 +13,7 @@ from tcnn_probe.representation import (
     knn_correct,
     linear_probe_correct,
 )
+from tests.extras import need
 
 Q, G, K = 7, 23, 5
 
@@ -168,9 +169,7 @@ def test_labelled_scores_are_the_same() -> None:
         representation.participation_ratio(x)
     )
     assert all(scores[name].sel(layer=["b", "c"]).isnull().all() for name in scores)
-    pytest.importorskip(
-        "dask", reason="dask is an extra: pip install 'tcnn-probe[dask]'"
-    )
+    need("dask")
     assert representation.layer_scores(
         features.chunk(image=7), y, neighbors=K
     ).identical(scores)

@@ -11,6 +11,7 @@ import xarray as xr
 
 from tcnn_probe.schema import Group, Variable
 from tcnn_probe.storage import EpochStore, StoreError, open, open_recording  # noqa: A004 (the public name)
+from tests.extras import need
 
 MAPS = "maps/3x2x5"
 
@@ -227,7 +228,7 @@ def test_marks_of_two_kinds_are_refused(three: list[Path], tmp_path: Path) -> No
 
 @pytest.mark.filterwarnings("default")  # these warnings come from dask
 def test_reductions_by_dask_equal_those_of_numpy(three: list[Path]) -> None:
-    pytest.importorskip("dask", reason="an extra: pip install 'tcnn-probe[dask]'")
+    need("dask")
     maps = open(three)[MAPS].look
     by_dask = maps.chunk(run=1, epoch=2, head=2).astype(float)
     assert by_dask.chunks is not None

@@ -10,6 +10,7 @@ import pytest
 import xarray as xr
 from zarr.storage import ObjectStore
 
+from tests.extras import need
 from tests.tcnn_probe.storage.soak import Child, write
 from tests.tcnn_probe.storage.tables import add, assert_holds, create, values
 
@@ -17,9 +18,9 @@ from tests.tcnn_probe.storage.tables import add, assert_holds, create, values
 @pytest.fixture(scope="module")
 def server() -> Iterator[str]:
     """Start a server; importing it takes seconds, so other processes that collect tests do not."""
-    _, _, moto = (
-        pytest.importorskip(name) for name in ("s3fs", "obstore", "moto.server")
-    )
+    need("s3fs")
+    need("obstore")
+    moto = need("moto.server")
     # Port 0 selects a free port, as tests run in parallel.
     server = moto.ThreadedMotoServer("127.0.0.1", port=0, verbose=False)
     server.start()

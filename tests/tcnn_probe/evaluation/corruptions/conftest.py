@@ -12,6 +12,8 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from tests.extras import need
+
 
 @pytest.fixture
 def image() -> NDArray[Any]:
@@ -28,9 +30,7 @@ def frost_folder() -> Path:
     """Folder in which the reference package keeps the published pictures of frost."""
     spec = importlib.util.find_spec("imagecorruptions")
     if spec is None or spec.origin is None:
-        pytest.skip(
-            "the reference package imagecorruptions is not installed: pip install 'tcnn-probe[test]'"
-        )
+        need("imagecorruptions")
     return Path(spec.origin).parent / "frost"
 
 
