@@ -23,6 +23,7 @@ from tcnn_probe.heads import TYPES
 from tcnn_probe.looking.costs import class_labels
 from tcnn_probe.looking.photographs import find_photographs
 from tcnn_probe.recording.interrupted import continue_measuring, keep_measurements
+from tests.extras import need
 from tests.tcnn_probe.reporting.made import held
 
 SIZE = (48, 80)
@@ -386,15 +387,17 @@ def build_on_a_dying_worker() -> nn.Module:
     return vit(2)
 
 
-@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize(
+    "scheduler", [False, pytest.param(True, marks=pytest.mark.study)]
+)
 def test_many_models_have_a_table_and_pages(
-    workers: int,
+    scheduler: bool,
     photographs: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Here, and on two workers of a cluster, one of which dies; a model that fails leaves the others alone."""
+    """Here, and on a cluster, whose worker dies and is replaced; a model that fails leaves the others alone."""
     monkeypatch.setenv("LOOK_MARKER", str(tmp_path / "marker"))
     names = [
         f"{__name__}:{name}" for name in ("build", "build_on_a_dying_worker", "nothing")
@@ -408,14 +411,12 @@ def test_many_models_have_a_table_and_pages(
         "-o",
         str(tmp_path / "pages"),
     ]
-    if not workers:
+    if not scheduler:
         (tmp_path / "marker").touch()
         assert main(arguments) == 2
     else:
-        from distributed import LocalCluster
-
-        with LocalCluster(
-            n_workers=workers, threads_per_worker=1, dashboard_address=None
+        with need("distributed").LocalCluster(
+            n_workers=1, threads_per_worker=1, dashboard_address=None
         ) as cluster:
             assert main([*arguments, "--scheduler", cluster.scheduler_address]) == 2
         assert (tmp_path / "marker").exists()
