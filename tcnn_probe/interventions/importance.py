@@ -102,7 +102,7 @@ def head_importance(
     parts = []
     with (
         untouched(model),
-        progress_bar(None, "head_importance: images", progress) as bar,
+        progress_bar(None, "head_importance", progress) as bar,
     ):
         for batch in batches_of(images, model, batch_size, classes):
             if measure is None:
