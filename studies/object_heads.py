@@ -8,28 +8,31 @@ The paper sees the shape of the object in attention maps, and supposes that atte
 background. Here the object's place is known: a digit among fragments of other digits and noise. A cell of the attention
 grid belongs to it if strokes of the digit cover a tenth of it.
 
-The contrast of a head is the attention on the object from queries on the object, less that from queries on the
-background. Objects are compact, so a head that looks near its query has contrast as well, whatever is in the image. The
-control is the contrast that the same attention has with the mask of another scene; the isolation of a head is its
-contrast less the control. Over scenes whose masks are exchanged in a circle, any attention that is the same for every
-image, a convolution among them, has an isolation of exactly zero. The largest that can be had is that of attention that
-spreads evenly over the query's own side, measured with it.
+Measured is the attention on the object, from queries on the object and from those on the background. Objects are
+compact, so a head that looks near its query puts much of it there, whatever is in the image. The control is what the
+same attention puts on the mask of another scene, from that mask's queries, and the excess of a head is the first less
+the second. Over scenes whose masks are exchanged in a circle, any attention that is the same for every image, a
+convolution among them, has an excess of exactly zero. A head that isolates objects has an excess from the object, and
+none, or a lack, from the background: its isolation is the difference of the two. The largest that can be had is that of
+attention that spreads evenly over the query's own side.
 
 What one should see (object_heads.png): at epoch 0, when heads are convolutions and their content attention is nearly
-even, isolation is nearly zero. Only heads that use content can then rise above it.
+even, both excesses are nearly zero. Only heads that use content can then leave it.
 
 How: for each of three seeds a small ResNet learns handwritten digits in cluttered scenes. Its last stage is then
 reparameterized as gated positional self-attention (GPSA) and fine-tuned; at each epoch the attention of every head is
 measured on validation scenes.
 
 Writes into results/:
-object_heads.png    A isolation by epoch, a line for each layer and seed (mean of its heads); B isolation of every head
-                    at the end, by its gate; C a scene, its object, and where the most isolating head of the first seed
-                    looks from the object and from the background
-object_heads.zarr   contrast, control and isolation (seed, epoch, layer, head, image), gates, and the largest isolation
+object_heads.png    A isolation by epoch, a line for each layer and seed (mean of its heads); B excess of every head at
+                    the end, from the object and from the background; C a scene, its object, and where the most
+                    isolating head of the first seed looks from either
+object_heads.zarr   attention on the object (seed, epoch, mask, query, layer, head, image), gates, and the largest
+                    isolation
 
-It ends by checking that the T-CNNs learned, and that isolation begins near zero and could have been seen. It is for the
-digits, whose masks are known; `tcnn-probe look --masks` asks the same of your own model, photographs and masks.
+It ends by checking that the T-CNNs learned, and that the excess begins near zero, compared with what could be seen. It
+is for the digits, whose masks are known; `tcnn-probe look --masks` takes your own model, photographs and
+masks.
 """
 
 import argparse
@@ -96,17 +99,23 @@ def measure_epochs(study: Study, model: nn.Module, seed: int) -> xr.Dataset:
         by_epoch.append(
             xr.Dataset(
                 {
-                    "contrast": ((*heads, "image"), arrays["contrast"]),
-                    "control": ((*heads, "image"), arrays["control"]),
+                    "on_object": (
+                        ("mask", "query", *heads, "image"),
+                        arrays["on_object"],
+                    ),
                     "gate": (heads, arrays["gate"]),
                     "largest": float(arrays["largest"]),
                     "top1": result.top1,
                 },
-                {"epoch": result.epoch, "layer": list(gpsa_layers(model))},
+                {
+                    "epoch": result.epoch,
+                    "layer": list(gpsa_layers(model)),
+                    "mask": ["own", "other"],
+                    "query": ["object", "background"],
+                },
             )
         )
-    results = xr.concat(by_epoch, "epoch")
-    return results.assign(isolation=results.contrast - results.control)
+    return xr.concat(by_epoch, "epoch")
 
 
 def save(arrays: dict[str, np.ndarray], file: Path) -> None:
@@ -117,19 +126,18 @@ def save(arrays: dict[str, np.ndarray], file: Path) -> None:
 
 
 def measure(model: nn.Module, scenes: Probed) -> dict[str, np.ndarray]:
-    """Return contrast and control of each head, (layer, head, image), its gate, and the largest isolation."""
+    """Return the attention on the object, (mask, query, layer, head, image), gates, and the largest isolation."""
     attention, gate = attention_of(model, scenes.images)
     objects = on_grid(scenes, attention.shape[-1])
     # Attention that spreads evenly over the query's own side.
     same = objects[:, :, None] == objects[:, None]
     ideal = same / same.sum(-1, keepdims=True)
+    masks = objects, np.roll(objects, 1, 0)
+    own, other = (on_object(ideal, mask).mean(-1) for mask in masks)
     return {
-        "contrast": contrast(attention, objects),
-        "control": contrast(attention, np.roll(objects, 1, 0)),
+        "on_object": np.stack([on_object(attention, mask) for mask in masks]),
         "gate": gate,
-        "largest": np.mean(
-            contrast(ideal, objects) - contrast(ideal, np.roll(objects, 1, 0))
-        ),
+        "largest": np.subtract(*(own - other)),
     }
 
 
@@ -153,49 +161,65 @@ def on_grid(scenes: Probed, cells: int) -> np.ndarray:
     return (strokes > COVERED).flatten(1).numpy()
 
 
-def contrast(attention: np.ndarray, objects: np.ndarray) -> np.ndarray:
-    """Return attention on the object from the object, less that from the background, (..., image).
+def on_object(attention: np.ndarray, objects: np.ndarray) -> np.ndarray:
+    """Return the attention on the object from the object and from the background, (2, ..., image).
 
     Args:
         attention: Attention (..., image, query, key).
         objects: Whether each cell belongs to the object, (image, cell).
     """
-    on_object = (attention * objects[:, None]).sum(-1)
-    inside, outside = (
-        (on_object * side).sum(-1) / side.sum(-1) for side in (objects, ~objects)
-    )
-    return inside - outside
+    shares = (attention * objects[:, None]).sum(-1)
+    means = [(shares * side).sum(-1) / side.sum(-1) for side in (objects, ~objects)]
+    return np.stack(means)
+
+
+def excess(results: xr.Dataset) -> xr.DataArray:
+    """Return the attention on the object less that on the mask of another scene, (..., query, layer, head, image)."""
+    return results.on_object.sel(mask="own") - results.on_object.sel(mask="other")
+
+
+def isolation(results: xr.Dataset) -> xr.DataArray:
+    """Return the excess from the object less that from the background, (..., layer, head, image)."""
+    both = excess(results)
+    return both.sel(query="object") - both.sel(query="background")
 
 
 @mpl.rc_context(STYLE)
 def draw(results: xr.Dataset, model: nn.Module, scenes: Probed) -> Figure:
-    """Draw isolation by epoch and by gate, and the maps of the head with the largest isolation."""
+    """Draw isolation by epoch, the excess of every head, and the maps of the head with the largest isolation."""
     figure = Figure(figsize=(10, 6), layout="constrained")
     above, below = figure.subfigures(2, 1, height_ratios=[1.5, 1])
     a, b = above.subplots(1, 2, width_ratios=[1, 1.2])
-    means = results.isolation.mean("image")
+    means = isolation(results).mean("image")
+    ends = excess(results).isel(epoch=-1).mean("image")
     colors = ordered_colors(results.sizes["layer"])
     for layer, color in zip(results.layer.values, colors, strict=True):
         of_layer = means.sel(layer=layer)
         for number, curve in enumerate(of_layer.mean("head")):
             a.plot(curve.epoch, curve, color=color, label="" if number else str(layer))
-        end = of_layer.isel(epoch=-1)
-        gates = results.gate.sel(layer=layer).isel(epoch=-1)
-        b.scatter(gates, end, color=color, s=12)
-    for panel in (a, b):
-        panel.axhline(0, color="0.7", lw=0.8, zorder=0)
+        end = ends.sel(layer=layer)
+        b.scatter(
+            end.sel(query="background"), end.sel(query="object"), color=color, s=12
+        )
+    a.axhline(0, color="0.7", lw=0.8, zorder=0)
+    # Heads above the diagonal isolate, those below it look away from what they are on.
+    b.axline((0, 0), slope=1, color="0.7", lw=0.8, zorder=0)
+    b.axvline(0, color="0.9", lw=0.8, zorder=0)
+    b.axhline(0, color="0.9", lw=0.8, zorder=0)
     a.set(xlabel="epoch after reparameterization", ylabel="isolation, mean of heads")
     whole_ticks(a)
     a.legend(frameon=False, fontsize=8)
-    b.set(xlabel=r"gate $\sigma(\lambda)$ at the end", ylabel="isolation of a head")
-    largest = float(results.largest.mean())
-    b.set_title(f"largest that can be had: {largest:.2f}", fontsize=9)
+    b.set(
+        xlabel="excess on the object from the background",
+        ylabel="excess from the object",
+        title="heads at the end",
+    )
 
     first = means.isel(seed=0, epoch=-1)
     layer, head = np.unravel_index(np.argmax(first.values), first.shape)
     attention, _ = attention_of(model, scenes.images)
     objects = on_grid(scenes, attention.shape[-1])
-    clearest = results.isolation.isel(seed=0, epoch=-1, layer=layer, head=head)
+    clearest = isolation(results).isel(seed=0, epoch=-1, layer=layer, head=head)
     number = int(np.argmax(clearest.values))
     maps, inside = attention[layer, head, number], objects[number]
     side = round(len(inside) ** 0.5)
@@ -216,25 +240,31 @@ def draw(results: xr.Dataset, model: nn.Module, scenes: Probed) -> Figure:
 
 
 def table(results: xr.Dataset) -> str:
-    """Return contrast, control and isolation by layer at the start and at the end, with intervals over seeds."""
-    means = results[["contrast", "control", "isolation"]].mean(["image", "head"])
+    """Return attention on the object and its excess by layer, at the end, with intervals over seeds."""
+    last = results.isel(epoch=-1)
+    shares = last.on_object.mean(["seed", "head", "image"])
+    excesses, isolated = (
+        measure(last).mean(["head", "image"]) for measure in (excess, isolation)
+    )
     lines = [
-        f"\nmeans of heads, {results.sizes['image']} scenes, {results.sizes['seed']} seeds; "
-        f"largest isolation {float(results.largest.mean()):.3f}",
-        f"{'layer':<16}{'contrast':>10}{'control':>10}   isolation at the end [95 %]   at epoch 0",
+        f"\nat the end; {results.sizes['image']} scenes, {results.sizes['seed']} seeds; "
+        f"largest isolation that can be had {float(results.largest.mean()):.3f}"
     ]
     for layer in results.layer.values:
-        row = means.sel(layer=layer)
-        start, end = row.isel(epoch=0), row.isel(epoch=-1)
-        lines.append(
-            f"{layer!s:<16}{float(end.contrast.mean()):10.3f}{float(end.control.mean()):10.3f}   "
-            f"{with_interval(end.isolation):30}{float(start.isolation.mean()):+.4f}"
-        )
-    per_head = results.isolation.isel(epoch=-1)
-    low = mean_interval(per_head).sel(bound="low")
+        lines.append(f"{layer}")
+        for query in results["query"].values:
+            own, other = shares.sel(layer=layer, query=query).values
+            interval = with_interval(excesses.sel(layer=layer, query=query))
+            words = f"from the {query}"
+            lines.append(
+                f"  {words:24}{own:.3f}, on the mask of another scene {other:.3f}; excess {interval}"
+            )
+        lines.append(f"  {'isolation':24}{with_interval(isolated.sel(layer=layer))}")
+    by_head = isolation(last)
+    low, high = (mean_interval(by_head).sel(bound=bound) for bound in ("low", "high"))
     lines.append(
-        f"heads whose interval over scenes lies above zero: {int((low > 0).sum())} of {low.size}; "
-        f"largest isolation of a head {float(per_head.mean('image').max()):.3f}"
+        f"isolation of a head {float(by_head.mean('image').min()):+.3f} to {float(by_head.mean('image').max()):+.3f}; "
+        f"interval over scenes above zero in {int((low > 0).sum())} of {low.size}, below in {int((high < 0).sum())}"
     )
     return "\n".join(lines)
 
@@ -249,19 +279,19 @@ def with_interval(by_seed: xr.DataArray) -> str:
 
 
 def check(results: xr.Dataset, chance: float) -> bool:
-    """Return whether the T-CNNs learned, and isolation begins near zero and could have been seen."""
+    """Return whether the T-CNNs learned, and the excess begins near zero, compared with what could be seen."""
     last = results.isel(epoch=-1)
     images = int(results.images)
     has_learned = True
     for seed, top1 in zip(results.seed.values, last.top1.values, strict=True):
         # All are judged, so that each that has not learned is named.
         has_learned &= learned(f"the T-CNN of seed {seed}", float(top1), images, chance)
-    start = float(abs(results.isolation.isel(epoch=0).mean("image")).max())
+    start = float(abs(excess(results.isel(epoch=0)).mean("image")).max())
     largest = float(results.largest.min())
     small = start < largest / 20
     print(
-        f"check: isolation of every head at epoch 0 is {'near' if small else 'NOT near'} zero: at most {start:.4f}, "
-        f"where even attention over the query's own side has {largest:.3f}"
+        f"check: the excess of every head at epoch 0 is {'near' if small else 'NOT near'} zero: at most {start:.4f}, "
+        f"where the largest isolation is {largest:.3f}"
     )
     return has_learned and small
 

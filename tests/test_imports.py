@@ -85,7 +85,8 @@ PARTS: dict[str, set[str]] = {
         "storage",
     },
     "command_options": set(),
-    "command_line": {"command_options", "looking", "plot", "reporting", "storage"},
+    "commands": {"looking", "plot", "reporting", "storage"},
+    "command_line": {"command_options", "commands"},
 }
 
 # These are the fine-tuning loop and its names in the root of tcnn_model.

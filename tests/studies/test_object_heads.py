@@ -1,4 +1,4 @@
-"""Contrast and isolation of heads: sums by hand, and the zero of attention that ignores the image."""
+"""Attention on objects and its excess: sums by hand, and the zero of attention that ignores the image."""
 
 import numpy as np
 import pytest
@@ -13,8 +13,8 @@ OBJECTS = RANDOM.permuted(OBJECTS, axis=1)
 
 
 @pytest.mark.numerical
-def test_contrast_is_that_of_sums_by_hand() -> None:
-    expected = np.zeros((3, SCENES))
+def test_attention_on_objects_is_that_of_sums_by_hand() -> None:
+    expected = np.zeros((2, 3, SCENES))
     for head in range(3):
         for scene in range(SCENES):
             by_side: dict[bool, list[float]] = {True: [], False: []}
@@ -22,21 +22,21 @@ def test_contrast_is_that_of_sums_by_hand() -> None:
                 keys = [key for key in range(CELLS) if OBJECTS[scene, key]]
                 share = sum(ATTENTION[head, scene, query, key] for key in keys)
                 by_side[bool(OBJECTS[scene, query])].append(share)
-            expected[head, scene] = np.mean(by_side[True]) - np.mean(by_side[False])
+            expected[:, head, scene] = np.mean(by_side[True]), np.mean(by_side[False])
     np.testing.assert_allclose(
-        object_heads.contrast(ATTENTION, OBJECTS), expected, rtol=1e-12
+        object_heads.on_object(ATTENTION, OBJECTS), expected, rtol=1e-12
     )
 
 
 @pytest.mark.numerical
-def test_isolation_is_zero_for_attention_that_is_the_same_for_every_image() -> None:
-    def isolation(attention: np.ndarray) -> np.ndarray:
+def test_excess_is_zero_for_attention_that_is_the_same_for_every_image() -> None:
+    def excess(attention: np.ndarray) -> np.ndarray:
         own, other = (
-            object_heads.contrast(attention, objects)
+            object_heads.on_object(attention, objects)
             for objects in (OBJECTS, np.roll(OBJECTS, 1, 0))
         )
         return (own - other).mean(-1)
 
     same = np.broadcast_to(ATTENTION[:, :1], ATTENTION.shape)
-    np.testing.assert_allclose(isolation(same), 0, atol=1e-15)
-    assert abs(isolation(ATTENTION)).min() > 1e-3
+    np.testing.assert_allclose(excess(same), 0, atol=1e-15)
+    assert abs(excess(ATTENTION)).min() > 1e-3
