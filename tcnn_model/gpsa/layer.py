@@ -240,7 +240,10 @@ class GPSA(nn.Module):
     @property
     def position(self) -> Tensor:
         """The papers' v_pos = -alpha (1, -2 Delta_1, -2 Delta_2), shape (heads, 3), float64 where supported."""
-        alpha = F.softplus(widest(self.raw_locality), beta=_SOFTPLUS_BETA)
+        if torch.onnx.is_in_onnx_export():  # ONNX Runtime has no softplus in float64
+            alpha = widest(self.locality_strength)
+        else:
+            alpha = F.softplus(widest(self.raw_locality), beta=_SOFTPLUS_BETA)
         return gaussian_position(alpha, widest(self.center))
 
     def axes(self, height: int, width: int) -> tuple[Axis, Axis]:
@@ -320,7 +323,8 @@ class GPSA(nn.Module):
     def combine(self, gathered: Tensor, attention: GatedAttention) -> Tensor:
         """Apply W_out of all heads and the bias: (B, heads, N_query, C_in) -> (B, C_out, H_out, W_out)."""
         grid = (attention.y.queries, attention.x.queries)
-        gathered = self.head_outputs(gathered).unflatten(2, grid)
+        gathered = self.head_outputs(gathered)
+        gathered = gathered.reshape(*gathered.shape[:2], *grid, gathered.shape[3])
         if self.groups == 1:
             # (C_out, C_in, k_h, k_w) to (C_out, heads * C_in).
             taps = self.weight.permute(0, 2, 3, 1).flatten(1)

@@ -1,5 +1,6 @@
 """Graphs of models, by torch.jit.trace, torch.export and torch.fx: one graph holds for any batch and image size."""
 
+import io
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -97,6 +98,24 @@ def test_graph_of_one_image_size_holds_for_others(
     graph = graph_of(model, first, one_size=one_size)
     for x in (first, *others):
         assert_same(graph(x), model(x), str(tuple(x.shape)))
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@torch.no_grad()
+def test_onnx_of_the_exporter_that_torch_2_8_prefers() -> None:
+    """It takes the sizes of some operators for constants, and ONNX Runtime has others in float32 only."""
+    pytest.importorskip("onnx")
+    runtime = pytest.importorskip("onnxruntime")
+    model, file = tiny_tcnn().eval(), io.BytesIO()
+    first, *others = images(one_size=False)
+    axes = {"x": {0: "batch", 2: "height", 3: "width"}}
+    torch.onnx.export(
+        model, (first,), file, dynamo=False, input_names=["x"], dynamic_axes=axes
+    )
+    session = runtime.InferenceSession(file.getvalue())
+    for x in (first, *others):
+        (output,) = session.run(None, {"x": x.numpy()})
+        torch.testing.assert_close(torch.from_numpy(output), model(x))
 
 
 # Geometries in which queries, padding, or the pixels that hold no query depend on the size in some way.
