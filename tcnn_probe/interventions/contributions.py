@@ -3,6 +3,8 @@
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from types import MethodType
 from typing import Any
 
 import torch
@@ -127,20 +129,25 @@ def frozen_copy(
 ) -> nn.Module:
     """Return a copy in eval mode with constants for parameters, which shares their memory, but not its attributes."""
     copies = {} if copies is None else copies
+    # The wrapper of torch.compile calls the module that was compiled, not a copy of it.
+    if "_orig_mod" in module._modules:
+        return frozen_copy(module.get_submodule("_orig_mod"), copies)
     # A module that occurs twice has a single copy.
     if module not in copies:
         copies[module] = twin = module.__new__(type(module))
-        vars(twin).update(vars(module))
         parameters = {
-            name: None if p is None else p.detach()
+            name: None if p is None else nn.Parameter(p.detach(), requires_grad=False)
             for name, p in module._parameters.items()
         }
         children = {
             name: None if m is None else frozen_copy(m, copies)
             for name, m in module._modules.items()
         }
+        for name, value in vars(module).items():
+            vars(twin)[name] = _bound_to_copy(value, copies)
         vars(twin).update(
             training=False,
+            _compiled_call_impl=None,
             _parameters=parameters,
             _buffers={**module._buffers},
             _modules=children,
@@ -156,3 +163,14 @@ def frozen_copy(
                 ]
                 vars(twin)[name] = OrderedDict(foreign)
     return copies[module]
+
+
+def _bound_to_copy(value: Any, copies: Mapping[nn.Module, nn.Module]) -> Any:
+    """Return an attribute of a module for its copy: accelerate and torch.compile set ``forward`` to such methods."""
+    value = getattr(value, "_torchdynamo_orig_callable", value)
+    if isinstance(value, MethodType) and isinstance(value.__self__, nn.Module):
+        return MethodType(value.__func__, copies.get(value.__self__, value.__self__))
+    if isinstance(value, partial):
+        args = [copies.get(x, x) if isinstance(x, nn.Module) else x for x in value.args]
+        return partial(_bound_to_copy(value.func, copies), *args, **value.keywords)
+    return value

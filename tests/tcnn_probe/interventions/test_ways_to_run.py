@@ -1,6 +1,8 @@
 """Ways to run an ablated model: in low precision, in training, checkpointed, compiled, and with repeated calls."""
 
 import copy
+import types
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -139,3 +141,45 @@ def test_fast_path_of_torchs_encoder_is_disabled_by_an_ablation() -> None:
     twin.layers[1].self_attn.out_proj.weight.data.unflatten(1, (6, 2))[:, 1] = 0  # type: ignore[union-attr, operator]
     with tcnn_probe.ablate(model, {"layers.1.self_attn": 1}):
         torch.testing.assert_close(model(x), twin(x), rtol=1e-4, atol=1e-4)
+
+
+def offloaded(model: nn.Module) -> nn.Module:
+    accelerate = pytest.importorskip("accelerate")
+    return accelerate.cpu_offload(model, execution_device=torch.device("cpu"))
+
+
+def compiled_in_parts(model: nn.Module) -> nn.Module:
+    blocks = model.get_submodule("blocks")
+    assert isinstance(blocks, nn.Sequential)
+    blocks[0] = torch.compile(blocks[0], backend="eager")
+    blocks[1].compile(backend="eager")
+    return model
+
+
+def with_compiled_forward(model: nn.Module) -> nn.Module:
+    model.forward = torch.compile(model.forward, backend="eager")  # type: ignore[method-assign]
+    return model
+
+
+def with_patched_forward(model: nn.Module) -> nn.Module:
+    blocks = model.get_submodule("blocks")
+    blocks.forward = types.MethodType(type(blocks).forward, blocks)  # type: ignore[method-assign]
+    return model
+
+
+@pytest.mark.parametrize(
+    "prepare",
+    [offloaded, compiled_in_parts, with_compiled_forward, with_patched_forward],
+)
+@torch.no_grad()
+def test_grids_are_found_if_forwards_were_replaced(
+    prepare: Callable[[nn.Module], nn.Module],
+) -> None:
+    """The copy that shows the grids must not run the forwards of the original."""
+    model, x = vit(), vit_images()
+    with tcnn_probe.ablate(model, **OF_VIT, mode="uniform"):
+        expected = model(x)
+    model = prepare(model)
+    with tcnn_probe.ablate(model, **OF_VIT, mode="uniform"):
+        torch.testing.assert_close(model(x), expected)
+    torch._dynamo.reset()
