@@ -49,7 +49,7 @@ from tcnn_probe.hooks.interception import (
     SeenProduct,
     describe,
 )
-from tcnn_probe.hooks.modes import EDITORS, run_edited, run_in_modes
+from tcnn_probe.hooks.modes import EDITORS, is_nested, run_edited, run_in_modes
 
 __all__ = ["HeadEditor", "HeadListener", "LayerCall", "name_of_gating"]
 
@@ -194,7 +194,9 @@ class HeadEditor(Calls[LayerCall]):
     def begins(self, call: LayerCall) -> None:
         """Start editing in this call."""
         call.listeners = self._listeners
-        call.scope.open(self.module, _EditingMode(call))
+        # Attention in nested tensors cannot be edited, and torch's fast path for it needs that there is no mode.
+        if not any(map(is_nested, call.args)):
+            call.scope.open(self.module, _EditingMode(call))
 
     def returns(self, call: LayerCall, output: Any) -> Any:
         """Notify the listeners, and add terms to the output."""

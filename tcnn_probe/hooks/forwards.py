@@ -27,8 +27,19 @@ from tcnn_probe.hooks.calls import (
     outermost_call,
     without_nested,
 )
-from tcnn_probe.hooks.interception import Answer, Interception, Seen
-from tcnn_probe.hooks.modes import hidden_depth, is_transformed, run_unseen
+from tcnn_probe.hooks.interception import (
+    NESTED,
+    Answer,
+    Interception,
+    Seen,
+    SeenUnmeasured,
+)
+from tcnn_probe.hooks.modes import (
+    hidden_depth,
+    is_nested,
+    is_transformed,
+    run_unseen,
+)
 
 __all__ = ["Forward", "Forwards", "Listener", "Running"]
 
@@ -268,7 +279,8 @@ class Forward(Call):
         )
         # The mode that is entered last sees a call first, so the listener's modes have seen a call before the listener
         # is notified of its attention.
-        self.scope.open(self.module, Interception(self._asked), *listener.modes())
+        self._modes = (Interception(self._asked), *listener.modes())
+        self.scope.open(self.module, *self._modes)
 
     def close(self) -> None:
         """End the call, and stop notifying the listener."""
@@ -302,6 +314,10 @@ class Forward(Call):
             inputs = [without_nested(x) for x in args]
             self._stack.append((module, inputs))
             self._listener.called(module, inputs)
+            # torch runs this layer on nested tensors in its fast path only, which modes turn off.
+            if isinstance(module, nn.MultiheadAttention) and any(map(is_nested, args)):
+                self._asked(SeenUnmeasured(NESTED))
+                self.scope.leave_modes()
 
     def _returned(self, module: nn.Module, args: tuple[Any, ...], *rest: Any) -> Any:
         if torch.compiler.is_compiling():
@@ -318,6 +334,8 @@ class Forward(Call):
         # Modules above this one in the stack have ended by an exception after which torch ran no hooks.
         while self._stack.pop()[0] is not module:
             pass
+        if not self.scope.has_modes:
+            self.scope.enter(*self._modes)
         # The module inside a wrapper of torch.compile has been reported already.
         is_wrapper = "_orig_mod" in module._modules
         if len(rest) != 2 or is_wrapper or module not in self._names:

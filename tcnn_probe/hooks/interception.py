@@ -34,6 +34,7 @@ from tcnn_probe.hooks.score_modification import ScoreModification
 
 __all__ = [
     "FUSED",
+    "NESTED",
     "Answer",
     "Interception",
     "Seen",
@@ -47,6 +48,7 @@ __all__ = [
     "multihead_arguments",
 ]
 
+NESTED = "it attends in nested tensors, which have no axis of tokens: pad them, and give a mask"
 Answer = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any], Any], Any]
 """Edit of a torch function's output: a function (func, args, kwargs, output) -> output."""
 
@@ -568,7 +570,7 @@ def _why_unreadable(arguments: Sequence[Any]) -> str | None:
     if any(type(x).__name__ == "DTensor" for x in arguments):
         return "it attends in distributed tensors (DTensor): record a copy of the model that is not split"
     if any(is_nested(x) for x in arguments):
-        return "it attends in nested tensors, which have no axis of tokens: pad them, and give a mask"
+        return NESTED
     return None
 
 

@@ -354,6 +354,42 @@ def test_nested_tensors_have_a_reason(layout: torch.layout, attend: str) -> None
         assert torch.equal(actual, exact)
 
 
+class NestedEncoder(nn.Module):
+    """torch's encoder on nested tensors, which it can only run in its fast path, before attention that is padded."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+        self.encoder = nn.TransformerEncoder(layer, 1)
+        self.last = nn.MultiheadAttention(8, 2, batch_first=True)
+
+    def forward(self, images: list[Tensor]) -> Tensor:
+        tokens = torch.nested.nested_tensor(images)
+        padded = torch.nested.to_padded_tensor(self.encoder(tokens), 0.0)
+        return self.last(padded, padded, padded)[0]
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@torch.no_grad()
+def test_encoder_on_nested_tensors_runs_in_its_fast_path() -> None:
+    torch.manual_seed(0)
+    model = NestedEncoder().eval()
+    tokens = [torch.randn(7, 8), torch.randn(5, 8)]
+    # Hooks, also of others, turn off the fast path of the encoder, but not that of its attention.
+    model.encoder.layers[0].register_forward_hook(lambda *_: None)
+    expected = model(tokens)
+    with tcnn_probe.record(model) as recorder:
+        assert torch.equal(model(tokens), expected)
+        recorder.mark(epoch=0)
+    assert recorder.layers == ("last",)
+    assert "nested" in recorder.unsupported["encoder.layers.0.self_attn"]
+    with (
+        pytest.raises(RuntimeError, match="computed no attention between tokens"),
+        tcnn_probe.ablate(model, "encoder.layers.0.self_attn"),
+    ):
+        assert torch.equal(model(tokens), expected)
+
+
 @pytest.mark.filterwarnings("ignore:.*nothing was marked:RuntimeWarning")
 @torch.no_grad()
 def test_distributed_tensors_have_a_reason() -> None:
