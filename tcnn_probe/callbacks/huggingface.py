@@ -5,7 +5,7 @@ from typing import Any
 
 from transformers import TrainerCallback
 
-from tcnn_probe.callbacks.scalars import mark_validation
+from tcnn_probe.callbacks.scalars import mark_validation, warn_of_no_validation
 from tcnn_probe.recording.recorder import Recorder
 
 __all__ = ["RecordCallback"]
@@ -81,6 +81,8 @@ class RecordCallback(TrainerCallback):  # type: ignore[misc]
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Mark the last evaluation, and detach the recorder."""
         self.on_step_begin(args, state, control)
+        if self._training and self._sets is None:
+            warn_of_no_validation('give the Trainer eval_strategy="epoch" or "steps"')
         self._training = False
         if self.recorder is not None:
             self.recorder.remove()

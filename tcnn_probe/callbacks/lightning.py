@@ -6,7 +6,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 
-from tcnn_probe.callbacks.scalars import mark_validation
+from tcnn_probe.callbacks.scalars import mark_validation, warn_of_no_validation
 from tcnn_probe.recording.recorder import Recorder
 
 __all__ = ["RecordCallback"]
@@ -34,6 +34,7 @@ class RecordCallback(pl.Callback):  # type: ignore[misc]
         self._on_mark = on_mark
         self._options = {"store": store, **options}
         self._along = "epoch"
+        self._validated = False
         self.recorder: Recorder | None = None
 
     def on_train_start(
@@ -63,6 +64,7 @@ class RecordCallback(pl.Callback):  # type: ignore[misc]
             and trainer.state.fn == "fit"
             and not trainer.sanity_checking
         ):
+            self._validated = True
             in_steps = self._along == "step"
             mark_validation(
                 self.recorder,
@@ -73,8 +75,12 @@ class RecordCallback(pl.Callback):  # type: ignore[misc]
             )
 
     def on_train_end(self, *_: Any) -> None:
-        """Detach the recorder, also after an exception."""
+        """Detach the recorder."""
+        if not self._validated:
+            warn_of_no_validation("give fit() validation data, and a validation_step")
+        self.on_exception()
+
+    def on_exception(self, *_: Any) -> None:
+        """Detach the recorder."""
         if self.recorder is not None:
             self.recorder.remove()
-
-    on_exception = on_train_end

@@ -9,7 +9,7 @@ from tcnn_probe.probes import PROBES
 from tcnn_probe.recording.recorder import Recorder
 from tcnn_probe.schema import COORDINATES, COUNTS
 
-__all__ = ["float_metrics", "mark_validation"]
+__all__ = ["float_metrics", "mark_validation", "warn_of_no_validation"]
 
 
 def mark_validation(
@@ -46,6 +46,11 @@ def mark_validation(
         on_mark(recorder)
 
 
+def warn_of_no_validation(advice: str) -> None:
+    """Warn at the end of a training that has marked nothing."""
+    _warn(f"nothing was recorded, as the training ran no validation: {advice}")
+
+
 def float_metrics(metrics: Mapping[str, Any], along: str = "epoch") -> dict[str, float]:
     """Return the metrics that are numbers, under names that a recording can hold: ``val/acc`` becomes ``val_acc``.
 
@@ -71,7 +76,8 @@ def float_metrics(metrics: Mapping[str, Any], along: str = "epoch") -> dict[str,
             left_out.append(str(name))
             continue
         plain = re.sub(r"\W", "_", str(name))
-        plain = f"metric_{plain}" if plain in reserved or plain[:1].isdigit() else plain
+        if plain in reserved or not plain.isidentifier():
+            plain = f"metric_{plain}"
         free, copies = plain, 1
         while free in numbers:
             copies += 1

@@ -1,5 +1,6 @@
 """The real Trainer of Hugging Face and Lightning, for a few steps: each validation is a mark with the right numbers."""
 
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -180,6 +181,7 @@ def test_names_of_metrics() -> None:
         "if_marked": True,
         "top-1": 2,
         "5": 3.0,
+        "": 8,
         "epoch": 7,
         "per_class": np.array([0.1, 0.2]),
         "matrix": torch.eye(2),
@@ -197,11 +199,26 @@ def test_names_of_metrics() -> None:
         "metric_if_marked": 1,
         "top_1": 2,
         "metric_5": 3,
+        "metric_": 8,
     }
     texts = [str(warning.message) for warning in warned]
     assert "'entropy' as 'metric_entropy'" in texts[0]
     assert "'val/acc' as 'val_acc_3'" in texts[0]
     assert "left out: matrix, name, nothing, per_class" in texts[1]
+
+
+@pytest.mark.parametrize("trainer", ["lightning", "huggingface"])
+def test_training_without_a_validation_is_told(trainer: str) -> None:
+    """Hugging Face's Trainer evaluates only if it is asked to."""
+    pytest.importorskip({"huggingface": "transformers"}.get(trainer, trainer))
+    module = import_module(f"tcnn_probe.callbacks.{trainer}")
+    recording = module.RecordCallback()
+    if trainer == "lightning":
+        recording.on_exception()  # which has ended it before its first validation
+    else:
+        recording.on_train_begin(None, None, None, model=vit())
+    with pytest.warns(RuntimeWarning, match="ran no validation"):
+        recording.on_train_end(None, None, None)
 
 
 @pytest.mark.parametrize("options", [{}, {"along": "epoch"}])
