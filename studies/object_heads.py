@@ -224,7 +224,7 @@ def draw(results: xr.Dataset, model: nn.Module, scenes: Probed) -> Figure:
     maps, inside = attention[layer, head, number], objects[number]
     side = round(len(inside) ** 0.5)
     pictures = {
-        "scene": scenes.images[number, 0],
+        "scene": scenes.images[number, 0].numpy(),
         "object": inside.reshape(side, side),
         "from the object": maps[inside].mean(0).reshape(side, side),
         "from the background": maps[~inside].mean(0).reshape(side, side),
