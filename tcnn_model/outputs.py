@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import Tensor
 
-__all__ = ["class_scores", "scores_of"]
+__all__ = ["check_targets", "class_scores", "scores_of"]
 
 
 def scores_of(output: Any) -> Any:
@@ -34,6 +34,22 @@ def class_scores(model: Callable[[Tensor], Any], images: Tensor) -> Tensor:
             f"Scores(model) instead, a wrapper that chooses the scores:\n{_WRAPPER}{path}"
         )
     return scores
+
+
+def check_targets(targets: Tensor, scores: Tensor) -> None:
+    """Raise ValueError unless targets, (B,) or (B, K), are of the classes of scores (B, K)."""
+    classes = scores.shape[1]
+    if targets.ndim == 2 and targets.shape[1] != classes:
+        raise ValueError(
+            f"expected targets for the {classes} classes of the model, got {targets.shape[1]}"
+        )
+    if targets.ndim == 1 and len(targets):
+        lowest, highest = (int(label) for label in targets.aminmax())
+        if lowest < 0 or highest >= classes:
+            raise ValueError(
+                f"expected labels from 0 to {classes - 1}, as the model has {classes} classes, got "
+                f"{highest if highest >= classes else lowest}"
+            )
 
 
 _WRAPPER = """

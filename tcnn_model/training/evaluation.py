@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 
-from tcnn_model.outputs import class_scores
+from tcnn_model.outputs import check_targets, class_scores
 
 __all__ = [
     "AveragedResult",
@@ -75,7 +75,7 @@ def evaluate(
         after_batch: Function that is called after each batch.
 
     Raises:
-        ValueError: The loader has no images, or none of them can be read.
+        ValueError: The loader has no images, or none of them can be read; or a label is none of the model's classes.
     """
     target = next(model.parameters()).device if device is None else torch.device(device)
     # Modes are saved by module, as model.train() afterwards would also switch frozen norms, which stay in eval mode.
@@ -86,13 +86,15 @@ def evaluate(
         total = torch.zeros(3, dtype=torch.float64, device=target)
         for images, labels in with_bar(loader, "validating", progress):
             images = images.to(target, non_blocking=True)
-            labels = labels.to(target, non_blocking=True)
             with torch.autocast(
                 target.type,
                 torch.bfloat16 if amp is True else amp or None,
                 enabled=bool(amp),
             ):
                 logits = class_scores(model, images)
+            # The labels are still on the CPU, where reading them waits for nothing.
+            check_targets(labels, logits)
+            labels = labels.to(target, non_blocking=True)
             # In bfloat16 the loss would have only 8 significant bits.
             loss = F.cross_entropy(logits.float(), labels)
             # No .item() here: it would make the CPU wait for the GPU in each batch.

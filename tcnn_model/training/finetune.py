@@ -117,9 +117,9 @@ def finetune(
 
     Raises:
         TypeError: A batch is not a pair of tensors.
-        ValueError: Targets are neither class indices nor class probabilities, as labels of several classes (multi-hot)
-            are not; a setting is out of range; the checkpoint is damaged or belongs to a run with other settings; a
-            loader has no batches; ``seed`` is given and the training loader has persistent workers.
+        ValueError: Targets are neither indices of the model's classes nor class probabilities, as labels of several
+            classes (multi-hot) are not; a setting is out of range; the checkpoint is damaged or belongs to a run with
+            other settings; a loader has no batches; ``seed`` is given and the training loader has persistent workers.
     """
     if epochs < 1 or not 0 <= warmup_epochs < epochs:
         raise ValueError(

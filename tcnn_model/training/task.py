@@ -13,7 +13,7 @@ from timm.loss import (
 )
 from torch import Tensor, nn
 
-from tcnn_model.outputs import class_scores
+from tcnn_model.outputs import check_targets, class_scores
 
 __all__ = ["Classification", "Criterion", "create_criterion", "create_task"]
 
@@ -39,6 +39,7 @@ class Classification:
     def __call__(self, images: Tensor, targets: Tensor) -> Mapping[str, Tensor]:
         """Compute the loss, and the scores."""
         scores = class_scores(self.forward, images)
+        check_targets(targets, scores)
         return {"loss": self.criterion(scores.float(), targets), "output": scores}
 
 

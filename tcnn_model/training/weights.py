@@ -178,6 +178,9 @@ def _read_weights(path: str, name: str, report: Callable[[str], None]) -> State:
         raise ValueError(
             f"weights: {path} is damaged, or holds more than weights: {reason}"
         ) from error
+    inner = [str(key) for key, value in state.items() if isinstance(value, Mapping)]
+    if inner:
+        raise _several_models(path, inner)
     if {"memory", "predictor.0.weight"} <= state.keys():
         parts = {name.partition(".")[0] for name in state} - {"trunk"}
         report(
@@ -211,7 +214,9 @@ def _unwrapped(
     if not prefixes:
         common = os.path.commonprefix([*plain])  # noqa: RUF071 (cut at a dot)
         prefixes = {common[: common.rfind(".") + 1]}
-    # Two classifiers are those of two models, between which we cannot choose.
+    # Two classifiers are those of two models, of which one may have the names of the model itself.
+    if len(prefixes) > 1 and "" not in prefixes:
+        raise _several_models(path, sorted(prefix[:-1] for prefix in prefixes))
     prefix = prefixes.pop() if len(prefixes) == 1 else ""
     left_out = [
         key for key in plain if not key.startswith(prefix) or key == "n_averaged"
@@ -225,6 +230,12 @@ def _unwrapped(
         for key, value in plain.items()
         if key not in left_out
     }
+
+
+def _several_models(path: str, names: Sequence[str]) -> ValueError:
+    return ValueError(
+        f"weights: {path} holds several models, {', '.join(names)}: save the weights of one of them"
+    )
 
 
 def _classifier(name: str) -> str:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from tcnn_model import GPSA, accelerate
+from tests.extras import need
 from tests.tcnn_model.numerics import assert_same, disturb, random
 from tests.tcnn_model.tiny_models import pooled_cnn, tiny_cnn, tiny_tcnn
 
@@ -104,8 +105,8 @@ def test_graph_of_one_image_size_holds_for_others(
 @torch.no_grad()
 def test_onnx_of_the_exporter_that_torch_2_8_prefers() -> None:
     """It takes the sizes of some operators for constants, and ONNX Runtime has others in float32 only."""
-    pytest.importorskip("onnx")
-    runtime = pytest.importorskip("onnxruntime")
+    need("onnx")
+    runtime = need("onnxruntime")
     model, file = tiny_tcnn().eval(), io.BytesIO()
     first, *others = images(one_size=False)
     axes = {"x": {0: "batch", 2: "height", 3: "width"}}

@@ -420,6 +420,17 @@ def _one_hot(labels: torch.Tensor) -> torch.Tensor:
             ValueError,
             "rows sum to 1 to 1",
         ),
+        (
+            lambda x, y: (x, y + CLASSES),
+            ValueError,
+            f"labels from 0 to {CLASSES - 1}, as the model has {CLASSES} classes, got",
+        ),
+        (lambda x, y: (x, y - 100), ValueError, r"expected labels from 0 .* got -\d+"),
+        (
+            lambda x, y: (x, nn.functional.one_hot(y, CLASSES + 1)),
+            ValueError,
+            "expected targets (for the|to be class indices)",
+        ),
     ],
 )
 @pytest.mark.parametrize("validating", [False, True])

@@ -295,12 +295,14 @@ def test_weights_of_wrapped_models(
     assert bool(reports) == bool(message)
 
 
-def test_a_file_with_two_models_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize("nested", [False, True])
+def test_a_file_with_two_models_is_refused(nested: bool, tmp_path: Path) -> None:
     model = timm.create_model("resnet18", num_classes=3, **TINY)
     models = nn.ModuleDict({"student": model, "teacher": model})
-    torch.save(models.state_dict(), tmp_path / "w.pt")
+    content = {name: part.state_dict() for name, part in models.items()}
+    torch.save(content if nested else models.state_dict(), tmp_path / "w.pt")
     settings = config(tmp_path, weights=str(tmp_path / "w.pt"), img_size=None)
-    with pytest.raises(ValueError, match=r"weights: those in .* do not fit resnet18"):
+    with pytest.raises(ValueError, match="holds several models, student, teacher: "):
         build_model(settings, 3)
 
 

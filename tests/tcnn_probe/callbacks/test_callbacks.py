@@ -210,7 +210,7 @@ def test_names_of_metrics() -> None:
 @pytest.mark.parametrize("trainer", ["lightning", "huggingface"])
 def test_training_without_a_validation_is_told(trainer: str) -> None:
     """Hugging Face's Trainer evaluates only if it is asked to."""
-    pytest.importorskip({"huggingface": "transformers"}.get(trainer, trainer))
+    need({"huggingface": "transformers"}.get(trainer, trainer))
     module = import_module(f"tcnn_probe.callbacks.{trainer}")
     recording = module.RecordCallback()
     if trainer == "lightning":

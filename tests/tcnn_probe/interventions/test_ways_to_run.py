@@ -11,6 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 import tcnn_probe
 from tcnn_model import GPSA
+from tests.extras import need
 from tests.tcnn_probe.contracts.helpers import images as vit_images
 from tests.tcnn_probe.contracts.helpers import vit
 from tests.tcnn_probe.interventions.ablations import CASES, OF_VIT
@@ -144,7 +145,7 @@ def test_fast_path_of_torchs_encoder_is_disabled_by_an_ablation() -> None:
 
 
 def offloaded(model: nn.Module) -> nn.Module:
-    accelerate = pytest.importorskip("accelerate")
+    accelerate = need("accelerate")
     return accelerate.cpu_offload(model, execution_device=torch.device("cpu"))
 
 
