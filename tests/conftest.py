@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.extras import ABSENT
+
 # pytest runs on all cores, so each of its processes needs one thread: the networks are tiny, and several threads would
 # change the order of sums. Threads that spin while they wait make torch ten times slower on a busy machine.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -24,9 +26,15 @@ gc.disable()  # during collection: each run would visit half a million objects t
 TESTS = Path(__file__).parent
 
 
+# Kills, crashes and power cuts at random or at every step, and a server.
+STORAGE_EXPERIMENTS = ("crash", "power", "properties", "s3", "soak")
+
+
 def mark_of(path: Path) -> str | None:
     """Return the mark of a file whose tests do not belong to the core."""
     if path.is_relative_to(TESTS / "studies"):
+        return "study"
+    if path.parent.name == "storage" and path.stem[5:] in STORAGE_EXPERIMENTS:
         return "study"
     if path.name in ("test_browser.py", "test_explorer.py"):
         return "browser"
@@ -44,10 +52,24 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if mark := mark_of(item.path):
             item.add_marker(mark)
+        # study(but=[...]) names cases that stay in the core.
+        for mark in [*item.iter_markers("study")]:
+            if mark.kwargs and item.callspec.id in mark.kwargs["but"]:
+                item.own_markers.remove(mark)
     # This import loads timm and with it Triton, so it comes after the settings above.
     from tests.older_packages import skip_what_cannot_pass
 
     skip_what_cannot_pass(items)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_logreport(report: pytest.TestReport | pytest.CollectReport) -> None:
+    """Give all skips for absent packages one place, so that the summary counts them in one line."""
+    if report.skipped and ABSENT in str(report.longrepr):
+        report.longrepr = (str(TESTS / "extras.py"), None, ABSENT)
+
+
+pytest_collectreport = pytest_runtest_logreport
 
 
 def pytest_collection_finish() -> None:

@@ -16,5 +16,4 @@ def need(module: str) -> Any:
     except ModuleNotFoundError:
         if os.environ.get("TEST_ALL"):
             raise
-        # All reasons are equal, so that pytest's summary counts them in one line.
         pytest.skip(ABSENT, allow_module_level=True)

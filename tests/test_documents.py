@@ -109,6 +109,8 @@ def check_mixed_heads(block: str, names: dict[str, Any]) -> None:
     ],
 )
 def test_examples_of_the_documents_run(name: str, minimum: int) -> None:
+    if name in ("attention_maps.md", "coming_from.md"):
+        need("transformers")
     names: dict[str, object] = {}
     blocks = python_blocks(ROOT / "docs" / name)
     # A page in which no block is found would pass.
@@ -142,6 +144,7 @@ def test_every_public_name_is_in_the_reference() -> None:
 
 
 def test_each_function_has_an_example_that_runs_alone() -> None:
+    need("lightning")  # for its callback
     names = listed_names(ROOT / "docs/site/api.md")
     functions = {name for name in names if inspect.isfunction(pydoc.locate(name))}
     examples_by_name = examples(ROOT, names)

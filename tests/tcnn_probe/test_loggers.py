@@ -99,6 +99,7 @@ def check_picture(figure: Figure, recorder: tcnn_probe.Recorder, name: str) -> N
         np.testing.assert_array_equal(above.get_array(), expected)
 
 
+@pytest.mark.study
 def test_log_to_tensorboard() -> None:
     writer = Writer()
     *_, recorder = marks()
@@ -122,6 +123,7 @@ def test_log_to_tensorboard() -> None:
         check_picture(writer.logged[f"maps/{name}"][0], recorder, name)
 
 
+@pytest.mark.study
 def test_log_to_wandb(wandb: Run) -> None:
     for recorder in marks():
         alarms = tcnn_probe.health(recorder.dataset).alarms

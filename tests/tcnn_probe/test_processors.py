@@ -65,6 +65,7 @@ def without_images(inputs: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in inputs.items() if name != "pixel_values"}
 
 
+@pytest.mark.study
 @pytest.mark.parametrize(
     "method", ["input_x_gradient", "gradcam", "integrated_gradients", "occlusion"]
 )

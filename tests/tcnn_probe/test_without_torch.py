@@ -8,6 +8,7 @@ from collections import OrderedDict
 from importlib import metadata
 from pathlib import Path
 
+import pytest
 import torch
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
@@ -153,6 +154,7 @@ def _modules_beyond(requirements: list[str]) -> list[str]:
     ]
 
 
+@pytest.mark.study
 def test_read_typed_and_drawn_without_torch(tmp_path: Path) -> None:
     # A name beyond ASCII shows that names survive as text.
     layers = OrderedDict(
@@ -202,6 +204,7 @@ def test_read_typed_and_drawn_without_torch(tmp_path: Path) -> None:
     }
 
 
+@pytest.mark.study
 def test_a_model_of_the_users_own_is_recorded_with_torch_alone() -> None:
     """Packages that the core lacks are named where they are needed, with what to type."""
     beyond = {*_modules_beyond([*PROJECT["dependencies"], "torch"])}

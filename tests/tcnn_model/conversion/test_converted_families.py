@@ -140,6 +140,7 @@ def _assert_unstrided(cnn: Any, strides: Unstrided, x: Tensor, **layers: str) ->
     assert_every_layer_counts(tcnn, x)
 
 
+@pytest.mark.study(but=["resnet18", "resnetv2_50d_gn", "convnext_tiny", "repvgg_b0"])
 @pytest.mark.parametrize("name", BY_HAND)
 @torch.no_grad()
 def test_keep_gives_the_cnn_and_unit_the_unstrided_cnn(name: str) -> None:

@@ -88,6 +88,7 @@ def _in_two(settings: Config, *, resume: bool = False, stop: int | None = None) 
     assert [os.waitpid(process, 0)[1] for process in processes] == [0, 0]
 
 
+@pytest.mark.study
 @pytest.mark.parametrize("distribute", ["ddp", "fsdp"])
 def test_two_processes_train_like_one(
     distribute: str, single: tuple[dict[str, Any], Path], tmp_path: Path
@@ -130,6 +131,7 @@ NORMED: dict[str, Any] = {
 NORMED |= {"watcher": Config.watcher}
 
 
+@pytest.mark.study
 @pytest.mark.parametrize("distribute", ["ddp", "fsdp"])
 def test_reported_saved_and_resumed_statistics_are_the_same(
     distribute: str, tmp_path: Path

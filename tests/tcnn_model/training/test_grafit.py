@@ -169,6 +169,7 @@ def test_views_of_an_image_must_be_adjacent() -> None:
         GrafitTask(grafit(0), grafit(0), 2)(random(4, 7), targets)
 
 
+@pytest.mark.study
 def test_an_interrupted_run_resumes_to_the_same_weights(tmp_path: Path) -> None:
     """The checkpoint holds the memory and the target network; validation uses neighbours, with coarse labels."""
     complete = finish(config(tmp_path / "whole", **GRAFIT))

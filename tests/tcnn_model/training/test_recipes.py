@@ -350,6 +350,7 @@ TRAINED = [
 TRAINED += ["patchconvnet", "patchconvnet_specialise", "grafit"]
 
 
+@pytest.mark.study(but=["deit3", "tcnn_finetune", "patchconvnet"])
 @pytest.mark.parametrize("name", TRAINED)
 def test_recipe_trains_a_small_model_of_its_family(
     name: str,

@@ -85,6 +85,7 @@ def _disturb(number: int) -> None:
     random.seed(number)
 
 
+@pytest.mark.study
 def test_run_that_is_cut_repeatedly(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -106,6 +107,7 @@ def test_run_that_is_cut_repeatedly(
     assert not (Path(settings.out) / "checkpoints" / "within.pt").exists()
 
 
+@pytest.mark.study
 def test_run_that_is_cut_within_an_epoch_repeats_the_epoch(
     complete: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -117,6 +119,7 @@ def test_run_that_is_cut_within_an_epoch_repeats_the_epoch(
     assert_same_weights(finish(settings, resume=True), complete)
 
 
+@pytest.mark.study
 def test_killed_process_with_workers_resumes(
     complete: dict[str, Any], tmp_path: Path
 ) -> None:

@@ -157,6 +157,7 @@ def _options(model: str) -> dict[str, Any]:
     return TINY if model == "resnet18" else CONVNET if "convnet" in model else VIT
 
 
+@pytest.mark.study(but=["CaiT, low to high", "T-CNN, transferred"])
 @pytest.mark.parametrize("chain", CHAINS)
 def test_second_stage_has_all_weights_of_the_first(
     chain: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -107,6 +107,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], tuple[int, int], Layout]] = {
 }
 
 
+@pytest.mark.study(but=["deit", "dinov2 with registers", "swin"])
 @pytest.mark.parametrize(("make", "size", "layout"), CASES.values(), ids=CASES)
 def test_equals_brute_force(
     make: Callable[[], nn.Module], size: tuple[int, int], layout: Layout
@@ -128,6 +129,7 @@ def by_einsum(
     return torch.einsum("bhqk,bhkd->bqhd", logits.softmax(-1), v), None
 
 
+@pytest.mark.study(but=["eager", "sdpa", "by_einsum"])
 @pytest.mark.filterwarnings(
     "ignore:.*flex_attention called without torch.compile", "ignore::DeprecationWarning"
 )

@@ -114,6 +114,15 @@ def pictures(count: int = IMAGES) -> Tensor:
     return torch.randn(count, 3, *SIZE, generator=torch.Generator().manual_seed(1))
 
 
+@pytest.mark.study(
+    but=[
+        "all-True",
+        "random subset-False",
+        "gather-True",
+        "written-False",
+        "mixup-True",
+    ]
+)
 @pytest.mark.filterwarnings("ignore:no maps")
 @pytest.mark.parametrize("fused", [True, False])
 @pytest.mark.parametrize("name", SELECTIONS)
@@ -231,6 +240,7 @@ CALLS: dict[str, tuple[Callable[[Tensor], tuple[Any, ...]], Callable[..., Any]]]
 }
 
 
+@pytest.mark.study(but=["labels first", "list of dicts"])
 @pytest.mark.filterwarnings("ignore:the images")  # of doubled size, they are others
 @pytest.mark.parametrize("name", CALLS)
 def test_the_image_stands_anywhere_among_the_inputs(name: str, tmp_path: Path) -> None:
@@ -283,6 +293,7 @@ VIEWS: dict[str, tuple[Callable[[Tensor], Tensor], int, int]] = {
 }
 
 
+@pytest.mark.study
 @pytest.mark.filterwarnings("ignore:no maps")
 @pytest.mark.parametrize("name", VIEWS)
 def test_what_enters_the_patch_embedding_counts_as_an_image(name: str) -> None:

@@ -25,6 +25,7 @@ def by_kernel_alone(
     return kernel()
 
 
+@pytest.mark.study(but=["hidden-5-1"])
 @pytest.mark.parametrize(
     ("form", "prefix", "windows"),
     [
@@ -81,6 +82,7 @@ def test_cases_that_the_kernel_leaves_to_the_blocks(
     assert not kernels.can_measure(query.expand(1, 2, 3, 8), query.double())
 
 
+@pytest.mark.study
 @pytest.mark.parametrize("form", ["plain", "added"])
 def test_the_kernel_is_compared_once_with_the_blocks(
     form: str, monkeypatch: pytest.MonkeyPatch

@@ -724,6 +724,7 @@ def test_pool_with_a_token_per_class() -> None:
     np.testing.assert_allclose(maps[:, 0], weights.reshape(maps[:, 0].shape), atol=1e-9)
 
 
+@pytest.mark.study
 def test_object_queries_of_a_decoder() -> None:
     """There are seven queries; the reference is the attention that transformers returns."""
     torch.manual_seed(0)

@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,7 @@ pytestmark = pytest.mark.numerical
 
 WIDTH, HEADS = 21, 3
 LENGTHS = (13, 7, 3)
+SIZES = ((3, 5), (5, 2), (2, 3))  # of grids of images
 PROBES = [*tcnn_probe.DEFAULT, "health", "segments"]
 
 
@@ -117,6 +119,23 @@ def check_alone(
         )
 
 
+def images_alone() -> list[Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return [
+        torch.randn(1, 3, 4 * h, 4 * w, generator=generator).double() for h, w in SIZES
+    ]
+
+
+@cache
+def measured_alone(
+    how: Callable[..., Tensor], prefix: int
+) -> list[dict[str, xr.DataArray]]:
+    """Return the variables of each image alone, without a mask, which is what hides nothing."""
+    model = Padded(how, "keys", prefix)
+    return [epoch(model, image) for image in images_alone()]
+
+
+@pytest.mark.study(but=["fused-keys-1", "eager-all-1"])
 @pytest.mark.parametrize("prefix", [0, 1])
 @pytest.mark.parametrize("hides", ["keys", "all", "all but themselves"])
 @pytest.mark.parametrize("how", [fused, lowered, eager])
@@ -124,18 +143,14 @@ def test_padded_images_are_measured_as_if_alone(
     how: Callable[..., Tensor], hides: str, prefix: int
 ) -> None:
     model = Padded(how, hides, prefix)
-    generator = torch.Generator().manual_seed(1)
-    sizes = [(3, 5), (5, 2), (2, 3)]
-    images = [
-        torch.randn(1, 3, 4 * h, 4 * w, generator=generator).double() for h, w in sizes
-    ]
-    alone = [epoch(model, image) for image in images]
+    alone = measured_alone(how, prefix)
     assert "attention_distance" in alone[0]
+    generator = torch.Generator().manual_seed(2)
     measured = []
     for height, width in ((5, 7), (7, 11)):
         batch = torch.randn(3, 3, 4 * height, 4 * width, generator=generator).double()
         is_real = torch.zeros(3, height, width, dtype=torch.bool)
-        for i, (image, (h, w)) in enumerate(zip(images, sizes, strict=True)):
+        for i, (image, (h, w)) in enumerate(zip(images_alone(), SIZES, strict=True)):
             batch[i, :, : 4 * h, : 4 * w] = image
             is_real[i, :h, :w] = True
         padded = epoch(model, batch, is_real)
@@ -197,6 +212,7 @@ def siglip2() -> tuple[nn.Module, Callable[..., tuple[Any, ...]]]:
     return transformers.Siglip2VisionModel(config), inputs
 
 
+@pytest.mark.study(but=["torch"])
 @pytest.mark.parametrize(
     "make",
     [lambda: (Encoder(), lambda *x: x), navit, siglip2],

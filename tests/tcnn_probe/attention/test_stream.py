@@ -131,6 +131,7 @@ def test_an_error_in_the_callback_names_the_layer_and_leaves_nothing_behind() ->
     assert clean()
 
 
+@pytest.mark.study
 def test_nothing_of_a_forward_is_kept() -> None:
     model = vit()
     with torch.no_grad(), tcnn_probe.attention_stream(model, lambda call: call):

@@ -71,6 +71,7 @@ class Interruption:
         sys.settrace(None)
 
 
+@pytest.mark.study
 @pytest.mark.parametrize("method", ["class_attention", "gradcam"])
 def test_nothing_is_left_by_an_interruption(method: str) -> None:
     model = transformer("deit_tiny_patch16_224", depth=1, embed_dim=12)
@@ -95,6 +96,7 @@ def test_nothing_is_left_by_an_interruption(method: str) -> None:
     gc.unfreeze()
 
 
+@pytest.mark.study
 @pytest.mark.parametrize(
     "attach",
     [

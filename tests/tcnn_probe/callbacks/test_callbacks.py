@@ -25,6 +25,7 @@ def data(count: int) -> TensorDataset:
     return TensorDataset(images(count), torch.arange(count) % 5)
 
 
+@pytest.mark.study
 def test_lightning_marks_each_validation(tmp_path: Path) -> None:
     pl = need("lightning.pytorch")
     from tcnn_probe.callbacks.lightning import RecordCallback
@@ -97,6 +98,7 @@ class Pixels(Dataset[dict[str, Tensor]]):
         }
 
 
+@pytest.mark.study
 def test_hugging_face_marks_each_evaluation(tmp_path: Path) -> None:
     need("accelerate")
     transformers = need("transformers")

@@ -37,6 +37,7 @@ def _config(out: Path, **settings: Any) -> Config:
     )
 
 
+@pytest.mark.study
 def test_each_epoch_of_a_resumed_run_is_recorded_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -21,6 +21,7 @@ from tests.tcnn_probe.contracts.helpers import (
 )
 
 
+@pytest.mark.study(but=["0"])
 @pytest.mark.parametrize("first", [0, 1])
 def test_several_recorders_removed_in_any_order(first: int) -> None:
     model = vit()
@@ -135,6 +136,7 @@ BY_PARTS = [
 ]
 
 
+@pytest.mark.study(but=["forward_features-False", "layer_by_layer-True"])
 @pytest.mark.parametrize("inside", [False, True])
 @pytest.mark.parametrize("call", BY_PARTS, ids=lambda call: call.__name__)
 def test_calls_of_parts_are_one_forward(

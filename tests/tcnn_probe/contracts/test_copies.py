@@ -164,6 +164,7 @@ def tensors() -> tuple[int, int]:
     return len(alive), sum(x.numel() for x in alive)
 
 
+@pytest.mark.study
 def test_memory_does_not_grow() -> None:
     model = vit().train()
     with tcnn_probe.record(model, when="train", images=[0]) as recorder:
@@ -179,6 +180,7 @@ def test_memory_does_not_grow() -> None:
         recorder.mark(epoch=0)
 
 
+@pytest.mark.study
 def test_no_reference_cycle_keeps_a_forward_or_the_model_alive() -> None:
     """Activations are freed at the end of a forward without the garbage collector, and recorder and model with it."""
     model, x = vit(), images()

@@ -164,6 +164,7 @@ OLD = torch.__version__ < (2, 9)
 WITHOUT_GRADIENTS = ("cond", "cond around", "while_loop", "scan", "map")
 
 
+@pytest.mark.study(but=["fullgraph flex", "checkpoint", "vmap", "compiled function"])
 @pytest.mark.filterwarnings(
     "ignore:.*flex_attention called without torch.compile",
     "ignore::DeprecationWarning",

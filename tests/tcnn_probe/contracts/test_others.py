@@ -339,6 +339,7 @@ def test_jit_script_names_the_recorder() -> None:
     torch.jit.script(model)
 
 
+@pytest.mark.study
 def test_graphs_traced_while_recording_are_those_without_a_recorder() -> None:
     alone = [str(node.target) for node in make_fx(vit())(images()).graph.nodes]
     model = vit()
@@ -372,6 +373,7 @@ def test_forward_mode_differentiation() -> None:
         check_entropies(recorder, expected, images=3)
 
 
+@pytest.mark.study
 @pytest.mark.filterwarnings(
     "ignore:.*were measured and nothing was marked:RuntimeWarning"
 )

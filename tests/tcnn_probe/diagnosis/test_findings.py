@@ -263,6 +263,7 @@ def record_illness(path: Path) -> None:
         recorder.mark(epoch=2)  # the warning is not repeated
 
 
+@pytest.mark.study
 def test_findings_of_a_training_are_warned_about_printed_and_drawn(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -319,6 +320,7 @@ def test_health_adds_its_probe_once() -> None:
     assert "sink" in recorder.dataset
 
 
+@pytest.mark.study
 @pytest.mark.parametrize(
     "name",
     [

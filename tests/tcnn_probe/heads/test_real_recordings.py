@@ -21,6 +21,7 @@ def recorded(model: nn.Module, *size: int, path: Path | None = None) -> xr.Datas
     return recorder.dataset if path is None else xr.open_zarr(path)
 
 
+@pytest.mark.study
 def test_heads_of_a_tcnn_start_convolutional_and_change(tmp_path: Path) -> None:
     """Three GPSA layers of 9 heads on 5 x 7 pixels have the papers' initial values, and then other parameters."""
     torch.manual_seed(0)

@@ -75,6 +75,7 @@ def run(threads: list[threading.Thread]) -> None:
 
 
 # Terms run their layers again, so there are fewer forwards.
+@pytest.mark.study
 @pytest.mark.parametrize(
     ("terms", "forwards"), [(False, 8), (True, 3)], ids=["gates and heads", "terms too"]
 )
@@ -194,6 +195,7 @@ def tiny_vit(seed: int) -> VisionTransformer:
     return model.eval()
 
 
+@pytest.mark.study
 def test_ablated_recorded_and_attributed_at_once() -> None:
     """Three models run in three threads, for 50 forwards, or as many as TCNN_PROBE_FORWARDS says."""
     forwards = int(os.environ.get("TCNN_PROBE_FORWARDS", 50))

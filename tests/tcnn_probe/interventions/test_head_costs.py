@@ -49,6 +49,7 @@ def total(output: Any, target: Any) -> Tensor:
     return (output * torch.arange(1.0, output.shape[1] + 1)).sum(1)
 
 
+@pytest.mark.study(but=["True-patches"])
 @pytest.mark.parametrize("queries", ["patches", None])
 @pytest.mark.parametrize("fused", [True, False], indirect=True)
 def test_first_order_is_exact_where_the_model_is_linear(
@@ -132,6 +133,7 @@ CASES: dict[str, Any] = {
 }
 
 
+@pytest.mark.study(but=["vit", "swin"])
 @torch.no_grad()
 @pytest.mark.parametrize("name", CASES)
 def test_costs_are_those_of_single_ablations(name: str) -> None:

@@ -144,6 +144,7 @@ def test_only_chosen_heads_have_kernels() -> None:
         tcnn_probe.head_kernels(nn.Sequential(nn.Conv2d(3, 2, 1)), x)
 
 
+@pytest.mark.study
 @pytest.mark.parametrize("options", [{}, {"reg_tokens": 2, "qk_norm": True}])
 def test_convolved_heads_stand_in_a_recording_as_convolutions(
     options: dict[str, Any],

@@ -227,6 +227,7 @@ def test_constant_queries_are_salient_attention() -> None:
     assert errors["static"] > 1e-3
 
 
+@pytest.mark.study
 def test_gradients_are_those_of_the_ablated_model() -> None:
     """The factors of keys depend on the image, and local attention on its queries and keys."""
     torch.manual_seed(0)

@@ -42,6 +42,7 @@ def without(
     return twin
 
 
+@pytest.mark.study(but=["vit-True", "cait-True", "pool-True", "swin-False"])
 @torch.no_grad()
 @pytest.mark.parametrize(("name", "fused"), BUILT, indirect=["fused"])
 @pytest.mark.filterwarnings("ignore:no head is selected")

@@ -114,6 +114,7 @@ def test_layers_called_twice_or_by_themselves() -> None:
     assert torch.equal(model.layer(x), plain)
 
 
+@pytest.mark.study
 @torch.no_grad()
 def test_ablated_model_may_be_compiled() -> None:
     model = vit()

@@ -128,6 +128,7 @@ def test_a_recording_of_the_same_is_not_made_again(
     assert not changed["heads"].dataset.entropy.equals(tree["heads"].dataset.entropy)
 
 
+@pytest.mark.study
 @pytest.mark.parametrize("killed_at", [1, 3])
 def test_a_killed_process_is_continued(
     killed_at: int,
@@ -317,6 +318,7 @@ def errors(capsys: pytest.CaptureFixture[str]) -> Iterator[Any]:
     return run
 
 
+@pytest.mark.study
 def test_errors_are_a_line_each(errors: Any, photographs: Path, tmp_path: Path) -> None:
     folder, page = str(photographs), str(tmp_path / "page.html")
     (tmp_path / "empty").mkdir()
@@ -369,6 +371,7 @@ def build_deeper() -> nn.Module:
     return vit(2, patch_size=8)
 
 
+@pytest.mark.study
 def test_command_compares_two_models(photographs: Path, tmp_path: Path) -> None:
     page = tmp_path / "two.html"
     names = [f"{__name__}:build", f"{__name__}:build_deeper"]

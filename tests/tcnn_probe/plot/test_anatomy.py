@@ -245,6 +245,7 @@ def test_axes_that_are_shared_show_all_parts(marks: int) -> None:
         assert all(tick == int(tick) for tick in left.get_xticks())
 
 
+@pytest.mark.study
 @pytest.mark.parametrize("heads", [(6,) * 12, (16,) * 24])
 def test_pictures_of_many_heads_are_legible(heads: tuple[int, ...]) -> None:
     ds, values = recorded(heads=heads), kernels(heads)

@@ -123,6 +123,7 @@ def test_the_query_of_an_image_is_boxed_on_each_layers_grid(strided: bool) -> No
     assert picture.get_xlabel() == "image"
 
 
+@pytest.mark.study(but=["25-options2"])
 @pytest.mark.parametrize(
     ("heads", "options"),
     [
@@ -146,6 +147,7 @@ def test_texts_lie_within_the_figure_and_do_not_overlap(
     )
 
 
+@pytest.mark.study
 def test_twelve_layers_of_twelve_heads_fit_a_page() -> None:
     names = [f"blocks.{n}.attn" for n in range(12)]
     values = np.random.default_rng(0).random((12, 12, 3, 5))
@@ -201,6 +203,7 @@ def test_many_heads_are_wrapped_into_rows() -> None:
     np.testing.assert_allclose(shown, some_maps().values.reshape(6, *shown[0].shape))
 
 
+@pytest.mark.study
 def test_grid_on_a_part_of_the_users_figure() -> None:
     parent = Figure(figsize=(7, 9), layout="constrained")
     upper, lower = parent.subfigures(2)

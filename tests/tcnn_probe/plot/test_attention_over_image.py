@@ -174,6 +174,7 @@ for cell in sys.argv[2:]:
 """
 
 
+@pytest.mark.study
 def test_a_notebook_shows_a_figure_once(maps: xr.DataTree, tmp_path: Path) -> None:
     """The inline backend shows figures that a cell leaves open, and IPython also shows the cell's value."""
     need("IPython")

@@ -6,6 +6,7 @@ from itertools import count
 from pathlib import Path
 
 import numpy as np
+import pytest
 import torch
 import xarray as xr
 from torch import nn
@@ -26,6 +27,7 @@ def record_until_killed(path: Path, tell: Callable[[int], object]) -> None:
             tell(epoch)
 
 
+@pytest.mark.study
 def test_killed_recording_keeps_announced_epochs(tmp_path: Path) -> None:
     path = tmp_path / "run.zarr"
     writer = Child(record_until_killed, path)

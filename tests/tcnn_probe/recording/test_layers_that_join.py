@@ -51,6 +51,7 @@ def entropies_of(model: Skipping, x: Tensor) -> np.ndarray:
     return values
 
 
+@pytest.mark.study
 @pytest.mark.parametrize("place", ["memory", "directory", "resumed"])
 def test_layers_that_did_not_run_are_nan_with_the_reason(
     place: str, tmp_path: Path

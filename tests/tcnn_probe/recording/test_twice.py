@@ -176,6 +176,7 @@ def test_weights_swapped_in_for_validation_cause_no_warning(tmp_path: Path) -> N
         one_epoch(model, recorder, 2)
 
 
+@pytest.mark.study
 @pytest.mark.parametrize("lost", ["nothing", "mark", "checkpoint"])
 def test_resuming_with_a_checkpoint(lost: str, tmp_path: Path) -> None:
     """The recipe of docs/recording.md works for trainings stopped between marks or in a mark, or begun anew."""

@@ -7,6 +7,7 @@ from xml.etree import ElementTree
 
 import matplotlib.pyplot as plt
 import numpy as np
+import pytest
 import xarray as xr
 from PIL import Image
 
@@ -57,6 +58,7 @@ def heights(svg: str, color: str) -> list[float]:
     return sorted(np.ptp(corners) for corners in paths if len(corners) == 4)
 
 
+@pytest.mark.study
 def test_bars_bands_and_kernels_are_drawn() -> None:
     tree, figures = anatomical([0, 7]), plt.get_fignums()
     with plt.style.context("dark_background"):

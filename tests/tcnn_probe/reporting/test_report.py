@@ -171,6 +171,7 @@ def test_variables_without_a_value_are_named() -> None:
     assert "no value at any epoch: gate, top1" in tcnn_probe.report(run).html
 
 
+@pytest.mark.study
 def test_maps_are_thinned_with_a_notice() -> None:
     run = recording({"a": 3, "b": 5}, list(range(40)), grid=(31, 37))
     complete = tcnn_probe.report(run, max_mb=100)
@@ -251,6 +252,7 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.mark.study
 def test_report_of_a_store_and_of_a_dataset(store: Path, tmp_path: Path) -> None:
     ds = xr.open_zarr(store)
     shown = tcnn_probe.report(
@@ -279,6 +281,7 @@ def test_report_of_a_store_and_of_a_dataset(store: Path, tmp_path: Path) -> None
     assert [(tag, attrs["srcdoc"]) for tag, attrs in frame] == [("iframe", shown.html)]
 
 
+@pytest.mark.study
 def test_command_writes_a_report(
     store: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -44,6 +44,7 @@ def record_run(path: Path, scale: float = 1.0) -> None:
             recorder.mark(epoch=epoch, loss=0.5)
 
 
+@pytest.mark.study(but=["vit"])
 def test_every_group_goes_through_netcdf_and_back(
     tree: xr.DataTree, tmp_path: Path
 ) -> None:
@@ -65,6 +66,7 @@ def test_attributes_are_stored_in_types_of_netcdf(tmp_path: Path) -> None:
     assert json.loads(attrs["schedule"]) == NOT_OF_NETCDF["schedule"]
 
 
+@pytest.mark.study
 @pytest.mark.parametrize(
     "selection", [{"epoch": [0]}, {"layer": [1]}, {"head": [0, 2]}]
 )
@@ -86,6 +88,7 @@ def test_a_selection_is_a_recording(
             tcnn_probe.record(model, tmp_path / "part.zarr")
 
 
+@pytest.mark.study
 def test_one_mark_without_its_dimension_is_refused(tmp_path: Path) -> None:
     record_run(tmp_path / "run.zarr")
     last = xr.open_zarr(tmp_path / "run.zarr").isel(epoch=-1)
@@ -94,6 +97,7 @@ def test_one_mark_without_its_dimension_is_refused(tmp_path: Path) -> None:
         tcnn_probe.open(tmp_path / "last.zarr")
 
 
+@pytest.mark.study
 def test_health_of_one_of_several_runs(tmp_path: Path) -> None:
     paths = [tmp_path / f"{name}.zarr" for name in ("a", "b")]
     for path, scale in zip(paths, (1.0, 300.0), strict=True):

@@ -73,6 +73,7 @@ def test_marks_in_several_chunks(
     ] == [9] * 4
 
 
+@pytest.mark.study
 def test_hundreds_of_marks_take_few_files(tmp_path: Path) -> None:
     store = EpochStore(tmp_path / "run.zarr")
     # The number of marks is a prime beyond two chunks of 64.
@@ -121,6 +122,7 @@ def assert_rows(place: Any, groups: Sequence[Mapping[str, Group]]) -> None:
             np.testing.assert_array_equal(array, expected, err_msg=f"{path}/{name}")
 
 
+@pytest.mark.study
 @pytest.mark.parametrize("kind", ["directory", "memory"])
 def test_layers_join_and_a_crash_meanwhile_changes_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str

@@ -56,6 +56,7 @@ def test_a_recording_of_fewer_layers_is_refused(tmp_path: Path) -> None:
     assert contents(tmp_path) == before
 
 
+@pytest.mark.study
 @pytest.mark.parametrize("again", [True, False], ids=["same recorder", "new recorder"])
 def test_crash_before_the_commit(tmp_path: Path, again: bool) -> None:
     model = Chain()

@@ -64,6 +64,7 @@ def changes_until(number: int | None, work: Callable[[], object]) -> list[str]:
     os._exit(0)
 
 
+@pytest.mark.study
 def test_a_kill_at_any_change_leaves_the_old_or_the_new(tmp_path: Path) -> None:
     recording(tmp_path / "whole" / "run.zarr", 2)
     changes = changes_until(None, lambda: replace(tmp_path / "whole" / "run.zarr"))
