@@ -139,6 +139,7 @@ def test_autocast_lowers_queries_keys_and_values(backend: Backend) -> None:
 
 
 # opcheck itself reads .grad of non-leaf tensors.
+@pytest.mark.study
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 # Taps are an optional argument, with their own gradient.
 @pytest.mark.parametrize("taps", [[], [torch.randn(3, 11, 2, dtype=torch.float64)]])

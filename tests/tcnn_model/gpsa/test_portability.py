@@ -22,6 +22,7 @@ def layer() -> GPSA:
     return disturb(GPSA(5, 7, (3, 2), stride=(2, 1), padding=1))
 
 
+@pytest.mark.study
 def test_compiles_without_graph_breaks(layer: GPSA) -> None:
     # Graphs of earlier tests would count towards the limit of recompilations.
     torch.compiler.reset()
@@ -35,6 +36,7 @@ def test_compiles_without_graph_breaks(layer: GPSA) -> None:
     assert all(parameter.grad is not None for parameter in layer.parameters())
 
 
+@pytest.mark.study
 @pytest.mark.parametrize("values_of", [1, 2], ids=["dense", "fused"])
 def test_functions_compile_without_graph_breaks(values_of: int) -> None:
     """The layer does not choose these backends by itself; "fused" needs values for each head."""

@@ -47,6 +47,7 @@ def resources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, l
     return dict(map(json.loads, done.stdout.splitlines()))
 
 
+@pytest.mark.study
 def test_kernels_do_not_spill_and_fit_the_shared_memory_of_any_gpu(
     resources: dict[str, dict[str, list]],
 ) -> None:

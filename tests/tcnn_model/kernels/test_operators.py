@@ -107,6 +107,7 @@ def test_operator_passes_opcheck() -> None:
     assert set(results.values()) == {"SUCCESS"}
 
 
+@pytest.mark.study
 def test_compiles_without_graph_breaks() -> None:
     def function(**tensors: Tensor) -> tuple[Tensor, AttentionStatistics]:
         return gpsa(**tensors, y=CASE.y, x=CASE.x, backend="triton", statistics=True)

@@ -167,6 +167,7 @@ def of_seeds(random: np.random.Generator, count: int) -> np.ndarray:
     return (draw < up).astype(float) - (draw > 1 - down)
 
 
+@pytest.mark.study
 @pytest.mark.parametrize(
     ("draw", "count", "truth"),
     [

@@ -68,6 +68,7 @@ def test_attention_in_blocks_is_counted() -> None:
     )
 
 
+@pytest.mark.study
 @pytest.mark.parametrize(
     ("name", "multiply_adds", "parameters"),
     [("resnet50", 4.1e9, 25.6e6), ("cait_xxs24_224", 2.5e9, 12.0e6)],

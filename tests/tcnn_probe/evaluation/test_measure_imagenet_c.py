@@ -120,6 +120,7 @@ def test_models_are_compared_image_by_image(root: Path) -> None:
     ]
 
 
+@pytest.mark.study
 def test_mean_corruption_error_with_published_errors(root: Path) -> None:
     """The sums of published errors over severities are five times their means."""
     published = {"fog": 0.7, "shot_noise": 0.9, "clean": 0.4}
