@@ -85,6 +85,7 @@ def images(one_size: bool) -> Iterator[Tensor]:
         yield random(batch, 1, *size, seed=batch, dtype=torch.float32)
 
 
+@pytest.mark.study(but=["t-cnn-traced", "t-cnn-exported", "pooled-per-class-symbolic"])
 @pytest.mark.parametrize("graph_of", [traced, exported, symbolic])
 @pytest.mark.parametrize("name", MODELS)
 @torch.no_grad()
@@ -101,6 +102,7 @@ def test_graph_of_one_image_size_holds_for_others(
         assert_same(graph(x), model(x), str(tuple(x.shape)))
 
 
+@pytest.mark.study
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @torch.no_grad()
 def test_onnx_of_the_exporter_that_torch_2_8_prefers() -> None:
@@ -143,6 +145,7 @@ class SideBySide(nn.Module):
         return tuple(layer(x) for layer in self.layers)
 
 
+@pytest.mark.study
 @pytest.mark.parametrize("graph_of", [traced, exported])
 @torch.no_grad()
 def test_graphs_of_layers_hold_for_every_residue_of_the_stride(

@@ -23,6 +23,7 @@ def _small(name: str = KINDS[0], **options: Any) -> Any:
     return disturb(timm.create_model(name, **SMALL | options), scale=0.2).eval()
 
 
+@pytest.mark.study
 @pytest.mark.parametrize(
     ("name", "millions", "billions"),
     [("s60", 25.2, 4.0), ("b60", 99.4, 15.8), ("s60_multi", 25.6, 5.3)],

@@ -44,6 +44,7 @@ def test_model_is_its_converted_cnn(name: str) -> None:
     assert all(layer.stride == (1, 1) for layer in gpsa_layers(tcnn).values())
 
 
+@pytest.mark.study
 @pytest.mark.parametrize(
     ("name", "millions", "layers"),
     [("t_resnetrs50", 38.0, 3), ("t_resnetrs270", 133.0, 4)],

@@ -1,6 +1,7 @@
 """torch.compile, before or after attaching: recorded forwards run eagerly, others as if there were no recorder."""
 
 from collections.abc import Iterator
+from functools import cache
 from typing import Any
 
 import pytest
@@ -85,6 +86,35 @@ ACCEPTED = [
 ]
 
 
+def graphs_and_runs(way: str, fullgraph: bool, order: str = "") -> tuple[int, int]:
+    """Train and evaluate, with a recorder if there is an order, and return how many graphs ran how often."""
+    torch._dynamo.reset()
+    x, original, backend = images(), vit(), Counting()
+    expected = entropies(original, x)
+    recorder = tcnn_probe.record(original) if order == "attached first" else None
+    model = compiled(original, way, backend=backend, fullgraph=fullgraph)
+    if order and recorder is None:
+        recorder = tcnn_probe.record(model if order == "compiled first" else original)
+    for epoch in range(3):
+        model.train()
+        for _ in range(2):
+            model(x).sum().backward()
+        if recorder is not None:
+            model.eval()
+            runs = backend.runs
+            with torch.no_grad():
+                model(x)
+            assert backend.runs == runs
+            recorder.mark(epoch=epoch)
+            check_entropies(recorder, expected, images=3)
+    if recorder is not None:
+        recorder.remove()
+    return backend.graphs, backend.runs
+
+
+graphs_and_runs_alone = cache(graphs_and_runs)
+
+
 @pytest.mark.study(
     but=["in place-attached first-False", "part in place-attached first-True"]
 )
@@ -96,39 +126,9 @@ def test_training_with_an_evaluation_after_each_epoch(
     way: str, order: str, fullgraph: bool
 ) -> None:
     """Recorded forwards run eagerly, and the others in the same graphs as without a recorder."""
-    x = images()
-
-    def graphs_and_runs(*, is_recorded: bool) -> tuple[int, int]:
-        torch._dynamo.reset()
-        original, backend = vit(), Counting()
-        expected = entropies(original, x)
-        model, recorder = original, None
-        if is_recorded and order == "attached first":
-            recorder = tcnn_probe.record(original)
-        model = compiled(original, way, backend=backend, fullgraph=fullgraph)
-        if is_recorded and recorder is None:
-            recorder = tcnn_probe.record(
-                model if order == "compiled first" else original
-            )
-        for epoch in range(3):
-            model.train()
-            for _ in range(2):
-                model(x).sum().backward()
-            if recorder is not None:
-                model.eval()
-                runs = backend.runs
-                with torch.no_grad():
-                    model(x)
-                assert backend.runs == runs
-                recorder.mark(epoch=epoch)
-                check_entropies(recorder, expected, images=3)
-        if recorder is not None:
-            recorder.remove()
-        return backend.graphs, backend.runs
-
-    alone = graphs_and_runs(is_recorded=False)
+    alone = graphs_and_runs_alone(way, fullgraph)
     assert alone == (1, 6)
-    assert graphs_and_runs(is_recorded=True) == alone
+    assert graphs_and_runs(way, fullgraph, order) == alone
     assert clean()
 
 
