@@ -16,7 +16,7 @@ from tcnn_probe.attention.layout import Layout, Tokens
 from tcnn_probe.attention.reconstruction import relative_difference, tolerance
 from tcnn_probe.attention.residual_stream import residual_tokens
 from tcnn_probe.attention.softmax import GivenLogits, ProductLogits, SoftmaxAttention
-from tcnn_probe.hooks.forwards import Running
+from tcnn_probe.hooks.forwards import ModuleCall, Running
 
 __all__ = ["CONVOLVED", "PartlyConvolved"]
 
@@ -48,7 +48,7 @@ def _describe(
     running: Running = (),
 ) -> PartlyConvolved:
     """Describe the attention of a layer for an input, see :class:`WholeLayers`."""
-    around = [*running, (layer, [x])]
+    around = [*running, ModuleCall(layer, [x])]
     if isinstance(layer, ConvolvedGPSA):
         return _of_gpsa(layer, x, name, around)
     return _of_tokens(layer, x, name, around)

@@ -30,7 +30,7 @@ from tcnn_probe.attention.gated_patterns import content_similarity, gated_patter
 from tcnn_probe.attention.layout import Layout, Tokens
 from tcnn_probe.attention.reconstruction import relative_difference, tolerance
 from tcnn_probe.attention.residual_stream import residual_tokens
-from tcnn_probe.hooks.forwards import Running
+from tcnn_probe.hooks.forwards import ModuleCall, Running
 
 __all__ = [
     "GATED",
@@ -373,7 +373,7 @@ def gated_attention_of(
         x=x,
         residual=partial(
             residual_tokens,
-            [*running, (layer, [x])],
+            [*running, ModuleCall(layer, [x])],
             batch,
             parts.y.length * parts.x.length,
         ),

@@ -1,37 +1,25 @@
 """Edits of heads, applied to the separate outputs of a layer's heads, before the projection adds them up."""
 
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import partial
 from typing import Any, Literal
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from tcnn_probe.architectures.lookup import as_rows, from_rows
 from tcnn_probe.attention.attention import Attention, weigh
-from tcnn_probe.attention.gated import GatedAttention, gated_attention_of
+from tcnn_probe.attention.gated import GatedAttention
 from tcnn_probe.attention.reconstruction import values_of
-from tcnn_probe.hooks.interception import (
-    FUSED,
-    SeenAttention,
-    describe,
-    multihead_arguments,
-)
+from tcnn_probe.hooks.interception import SeenAttention, TorchCall
 from tcnn_probe.models import whole_number
 
 __all__ = [
-    "AttendingCall",
     "HeadEdit",
     "HeadWatch",
     "edit_call",
-    "edit_function",
     "edit_gated",
-    "edit_gated_output",
-    "edits_of",
-    "owned_edits",
 ]
 
 
@@ -49,8 +37,6 @@ class HeadEdit:
         give: New output of the heads: "zero", or the "mean" over the edited queries of an image or window.
         attention: Attention that replaces that of the heads, shape (B or 1, windows, len(heads), N_query, N_key); in
             gated layers it replaces the content part, over H * W real pixels, unless it is ``whole``.
-        terms: Function (call, output, heads) -> output that adds other terms to the layer's output in place of the
-            heads' terms, which are zero by then. Only for listeners to single layers.
         queries: Whether each query is edited, shape (N_query,); None for all.
         whole: Whether ``attention`` replaces all of a gated layer's attention, over N_key keys with the padding.
     """
@@ -58,7 +44,6 @@ class HeadEdit:
     heads: Sequence[int]
     give: Literal["zero", "mean"] = "zero"
     attention: Tensor | None = None
-    terms: Callable[[Any, Tensor, Sequence[int]], Tensor] | None = None
     queries: Tensor | None = None
     whole: bool = False
 
@@ -133,166 +118,25 @@ class HeadWatch(HeadEdit):
     watch: Callable[[Tensor, Callable[[HeadEdit], Tensor]], Tensor] | None = None
 
 
-# Edits that were applied to outputs, for streams that get these outputs later: an edited output cannot verify a
-# reconstruction, and when an output is computed again to be edited, all edits must be applied again.
-_EDITS: MutableMapping[Tensor, Sequence[HeadEdit]] = WeakTensorKeyDictionary()
-
-
-def edits_of(output: Any) -> Sequence[HeadEdit]:
-    """Return the edits that streams have made to an output of a function or layer."""
-    first = _first(output)
-    return () if first is None else _EDITS.get(first, ())
-
-
-def _first(output: Any) -> Any:
-    """Return the output, or the first one of a tuple."""
-    return output[0] if isinstance(output, tuple) else output
-
-
-def owned_edits(edits: Sequence[HeadEdit]) -> list[HeadEdit]:
-    """Restrict edits so that each head belongs only to the last edit that names it."""
-    owners = {head: edit for edit in edits for head in edit.heads}
-    by_edit = [
-        (edit, [head for head in edit.heads if owners[head] is edit]) for edit in edits
-    ]
-    watches = [edit for edit in edits if isinstance(edit, HeadWatch)]
-    return [*(edit.only(heads) for edit, heads in by_edit if heads), *watches]
-
-
-class AttendingCall:
-    """A call of a torch function that computes attention, with outputs of heads that can be edited.
-
-    Args:
-        func, args, kwargs: Call of ``scaled_dot_product_attention``, flex_attention, a softmax, or torch's multi-head
-            attention, which is run with the identity as its projection, so that the heads can be edited before they
-            are mixed.
-        output: Output of the function if it has run already; otherwise it is run here.
-
-    Attributes:
-        heads: Outputs of the heads, (..., N_query, d); for a softmax, the attention itself, (..., N_query, N_key),
-            whose edits carry over to attention times values, as this is linear.
-        keys: Number of keys.
-        known_axis: Axis of the heads, if the function determines it.
-    """
-
-    def __init__(
-        self,
-        func: Any,
-        args: tuple[Any, ...],
-        kwargs: Mapping[str, Any],
-        output: Any = None,
-    ) -> None:
-        self.known_axis: int | None = None
-        self._project: Callable[[Tensor], Any] | None = None
-        if func is F.multi_head_attention_forward:
-            arguments = multihead_arguments(*args, **kwargs)
-            self._run_multihead(func, arguments)
-            return
-        returned = func(*args, **kwargs) if output is None else output
-        self._describe = partial(describe, func, returned, args, dict(kwargs))
-        # flex_attention also returns statistics of its logits' rows, which are not edited.
-        self._output, *self._beside = (
-            returned if isinstance(returned, tuple) else (returned,)
-        )
-        # A single head without images, (N_query, d), gets an axis of heads.
-        self.heads = self._output if self._output.ndim > 2 else self._output[None]
-        self.is_softmax = func not in FUSED
-        if self.is_softmax:
-            self.keys = self._output.shape[-1]
-        else:
-            key = args[1] if len(args) > 1 else kwargs["key"]
-            self.keys = key.shape[-2]
-
-    @cached_property
-    def request(self) -> SeenAttention:
-        """Description of the call, computed when it is needed."""
-        request = self._describe()
-        assert isinstance(request, SeenAttention)
-        return request
-
-    def finish(self, edited: Tensor) -> Any:
-        """Return the function's output for edited heads."""
-        if self._project is not None:
-            return self._project(edited)
-        if edited is self.heads:
-            return self._whole(self._output)
-        edited = edited.view(self._output.shape)
-        if self.is_softmax and not self._output.requires_grad:
-            # The softmax is edited in place, because its memory address identifies it in the product with the values.
-            return self._output.copy_(edited)
-        return self._whole(edited)
-
-    def _whole(self, output: Tensor) -> Any:
-        return (output, *self._beside) if self._beside else output
-
-    def _run_multihead(self, func: Any, arguments: dict[str, Any]) -> None:
-        weight, bias = arguments["out_proj_weight"], arguments["out_proj_bias"]
-        # With the identity, the output is the concatenation of heads; the true projection is applied after the edit.
-        arguments["out_proj_weight"] = torch.eye(
-            weight.shape[1], dtype=weight.dtype, device=weight.device
-        )
-        arguments["out_proj_bias"] = None
-        side_by_side, weights = func(**arguments)  # (N, B, heads * d), or without B
-        heads = side_by_side.unflatten(-1, (arguments["num_heads"], -1)).movedim(0, -2)
-
-        def project(edited: Tensor) -> tuple[Tensor, Any]:
-            merged = edited.reshape(heads.shape).movedim(-2, 0).flatten(-2)
-            return F.linear(merged, weight, bias), weights
-
-        self.heads = heads if heads.ndim == 4 else heads[None]
-        self.known_axis = 1
-        self.is_softmax = False
-        # torch appends a key for each of these options.
-        own_keys = (arguments["bias_k"] is not None) + bool(arguments["add_zero_attn"])
-        self.keys = len(arguments["key"]) + own_keys
-        self._project = project
-        self._describe = partial(describe, func, (side_by_side, weights), (), arguments)
-
-
-def edit_call(call: AttendingCall, module: nn.Module, edits: Sequence[HeadEdit]) -> Any:
-    """Return the edited output of a torch function, which is differentiable if the original is."""
-    rows = as_rows(call.heads, module, call.known_axis)
+def edit_call(call: TorchCall, edits: Sequence[HeadEdit], module: nn.Module) -> Any:
+    """Return the edited output of a torch function in a module, which is differentiable if the original is."""
+    rows = as_rows(call.heads, module, call.heads_axis)
 
     def exchange(edit: HeadEdit) -> Tensor:
         assert edit.attention is not None
-        if call.is_softmax:
+        if not call.is_fused:
             images = len(rows) // edit.attention.shape[1]
             return edit.attention.expand(images, *edit.attention.shape[1:]).flatten(
                 0, 1
             )
-        return weigh(
-            edit.attention, values_of(call.request, module)[:, list(edit.heads)]
-        )
+        request = call.describe()
+        assert isinstance(request, SeenAttention)
+        return weigh(edit.attention, values_of(request, module)[:, list(edit.heads)])
 
     edited = _edit_rows(rows, edits, exchange)
-    heads = (
-        call.heads
-        if edited is rows
-        else from_rows(edited, call.heads.shape[:-2], module, call.known_axis)
+    return call.with_heads(
+        from_rows(edited, call.heads.shape[:-2], module, call.heads_axis)
     )
-    return call.finish(heads)
-
-
-def edit_function(
-    func: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any],
-    output: Any,
-    module: nn.Module,
-    edit: HeadEdit,
-) -> Any:
-    """Return the output of a torch function with this edit after the edits of other streams."""
-    earlier = edits_of(output)
-    if earlier:
-        # The function runs again without the earlier edits, as a mean over a head that was set to zero is meaningless.
-        result = func(*args, **kwargs)
-        is_kept = isinstance(result, Tensor) and not result.requires_grad
-        # The memory address stays the same, because it identifies a softmax in the product with the values.
-        output = output.copy_(result) if is_kept else result
-    edits = owned_edits([*earlier, edit])
-    edited = edit_call(AttendingCall(func, args, kwargs, output), module, edits)
-    _EDITS[_first(edited)] = edits
-    return edited
 
 
 def edit_gated(
@@ -306,27 +150,6 @@ def edit_gated(
         return exchanged(edit.heads, edit.attention)
 
     return _edit_rows(heads, edits, exchange)
-
-
-def edit_gated_output(
-    layer: nn.Module, x: Tensor, output: Tensor, edit: HeadEdit
-) -> Tensor:
-    """Compute the output of a gated layer again, with this edit after those of other streams; differentiable."""
-    # These are names of ConViT; a GPSA layer has no dropout.
-    drops = [
-        getattr(layer, name)
-        for name in ("attn_drop", "proj_drop")
-        if hasattr(layer, name)
-    ]
-    if layer.training and any(drop.p > 0 for drop in drops):
-        raise RuntimeError(
-            "a stream's edit computes the layer again, without its dropout: use tcnn_probe.ablate, or eval mode"
-        )
-    attention = gated_attention_of(layer, x)
-    edits = owned_edits([*edits_of(output), edit])
-    edited = attention.output(edit_gated(attention, edits, attention.head_outputs()))
-    _EDITS[edited] = edits
-    return edited
 
 
 def _edit_rows(

@@ -1,4 +1,4 @@
-"""Editing of a layer's heads while it runs, as listeners decide, without changing any parameter."""
+"""Editing of a layer's heads and gates while it runs, as listeners decide, without changing any parameter."""
 
 import math
 import sys
@@ -6,11 +6,13 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
+from itertools import count
 from types import FrameType
-from typing import Any
+from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
@@ -23,13 +25,7 @@ from tcnn_probe.attention.gated import (
     GatedAttention,
     gated_attention_of,
 )
-from tcnn_probe.attention.head_edit import (
-    AttendingCall,
-    HeadEdit,
-    edit_call,
-    edit_gated,
-    owned_edits,
-)
+from tcnn_probe.attention.head_edit import HeadEdit, edit_call, edit_gated
 from tcnn_probe.attention.layout import Layout
 from tcnn_probe.attention.reconstruction import (
     ValueProductTracker,
@@ -41,17 +37,29 @@ from tcnn_probe.attention.reconstruction import (
 from tcnn_probe.attention.softmax import DeferredLogits, SoftmaxAttention
 from tcnn_probe.hooks.calls import Call, Calls, add_hook, innermost_call
 from tcnn_probe.hooks.compilation import never_compiled_alone
+from tcnn_probe.hooks.forwards import ModuleCall
 from tcnn_probe.hooks.interception import (
-    FUSED,
+    Answer,
     SeenAttention,
     SeenCopy,
     SeenOperand,
     SeenProduct,
-    describe,
+    TorchCall,
+    owned,
 )
-from tcnn_probe.hooks.modes import EDITORS, is_nested, run_edited, run_in_modes
+from tcnn_probe.hooks.modes import is_nested, run_in_modes
 
-__all__ = ["HeadEditor", "HeadListener", "LayerCall", "name_of_gating"]
+__all__ = [
+    "HeadEditor",
+    "HeadListener",
+    "LayerCall",
+    "is_edited",
+    "name_of_gating",
+    "next_order",
+    "run_with_gates",
+]
+
+Result = TypeVar("Result")
 
 # Edits need no grids, so that the grids of queries and keys are not determined.
 _UNKNOWN = Layout(None, None, "edits of heads need no grid")
@@ -66,8 +74,12 @@ _SAME_NUMBERS = {
     Tensor.float,
     Tensor.double,
 }
-# Ablations may begin and end in any thread and share the editor of a layer.
+# Ablations may begin and end in any thread and share the editor of a layer. Copies of a layer have no editor.
 _LOCK = threading.RLock()
+_EDITORS: WeakKeyDictionary[nn.Module, "HeadEditor"] = WeakKeyDictionary()
+
+next_order = count().__next__
+"""Return the position of a new listener that edits among all: the most recent one that names a head edits it."""
 
 
 class HeadListener:
@@ -80,12 +92,20 @@ class HeadListener:
         """Return new gates by head, for the call that begins; other heads keep theirs."""
         return {}
 
+    def expects(self, attention: Attention) -> bool:
+        """Return whether the listener is to be asked about an attention."""
+        return True
+
     def attends(self, attention: Attention) -> HeadEdit | None:
-        """Return an edit of an attention, or None. An edit without heads means that the expected attention was seen."""
+        """Return an edit of an expected attention, or None."""
         return None
 
     def returned(self, call: "LayerCall", output: Any) -> None:
         """Handle the end of a call of the layer."""
+
+    def add_terms(self, call: "LayerCall", output: Tensor) -> Tensor:
+        """Return the layer's output, images first, with terms added in place of heads that are zero."""
+        return output
 
 
 @dataclass(eq=False)
@@ -93,19 +113,19 @@ class LayerCall(Call):
     """A call of a layer, with the edits that listeners have returned in it.
 
     Attributes:
-        listeners: Listeners, in the order in which they began.
+        listeners: Listeners with their positions among all, in the order in which they began.
         attentions: Number of attentions so far.
-        edits: Edits by number of the attention; each head belongs to one edit.
-        answered: Listeners that have returned an edit.
+        answers: Edits by number of the attention; each head belongs to one edit.
+        answered: Listeners that expected an attention of this call.
         objection: Reason why an edited softmax is not attention between tokens; "" if there is none.
         waiting: Edited softmaxes that were not multiplied with values yet, by number, as in
             :meth:`ValueProductTracker.weighed_by`.
         tracker: Products of the call, which show what softmaxes are multiplied with.
     """
 
-    listeners: Sequence[HeadListener] = ()
+    listeners: Sequence[tuple[int, HeadListener]] = ()
     attentions: int = 0
-    edits: dict[int, list[HeadEdit]] = field(default_factory=dict)
+    answers: dict[int, Sequence[Answer]] = field(default_factory=dict)
     answered: set[HeadListener] = field(default_factory=set)
     objection: str = ""
     waiting: dict[int, tuple[SeenOperand, bool, frozenset[int]]] = field(
@@ -113,46 +133,124 @@ class LayerCall(Call):
     )
     tracker: ValueProductTracker = field(default_factory=ValueProductTracker)
 
-    def ask(self, attention: Attention) -> list[HeadEdit]:
-        """Return the edits of an attention, for which each listener is asked once."""
-        if attention.number not in self.edits:
-            answers = [
-                (listener, listener.attends(attention)) for listener in self.listeners
-            ]
-            self.answered |= {
-                listener for listener, edit in answers if edit is not None
-            }
-            self.edits[attention.number] = owned_edits(
-                [edit for _, edit in answers if edit is not None]
-            )
-        return self.edits[attention.number]
+    def ask(self, attention: Attention) -> list[Answer]:
+        """Return the edits of an attention."""
+        answers = []
+        for order, listener in self.listeners:
+            if listener.expects(attention):
+                self.answered.add(listener)
+                edit = listener.attends(attention)
+                if edit is not None:
+                    apply = partial(edit_call, module=self.module)
+                    answers.append(Answer(order, listener, edit, apply))
+        self.attentions += 1
+        return answers
 
-    def gates(self) -> "_GateEditor | None":
-        """Return the editor of the gates; None if they are not changed. The last listener takes precedence."""
-        forced: dict[int, float] = {}
-        for listener in self.listeners:
-            forced |= listener.gates()
-        return (
-            _GateEditor(getattr(self.module, name_of_gating(self.module)), forced)
-            if forced
-            else None
+    def heads_of(self, listener: HeadListener) -> dict[int, Sequence[int]]:
+        """Return the heads that a listener has edited, by number of the attention."""
+        return {
+            number: answer.edit.heads
+            for number, answers in self.answers.items()
+            for answer in answers
+            if answer.listener is listener
+        }
+
+    # The following methods implement tcnn_probe.hooks.interception.Observer.
+
+    def may_edit(self) -> bool:
+        """Return whether the layer itself calls torch, not a layer inside it."""
+        frame: FrameType | None = sys._getframe()
+        while not self.over and (frame := innermost_call(frame)) is not None:
+            module = frame.f_locals.get("self")
+            if not isinstance(module, nn.Softmax | nn.Dropout):
+                return module is self.module
+            frame = frame.f_back
+        return False
+
+    def sees(self, call: TorchCall) -> Sequence[Answer]:
+        """Return edits of an attention, or check whether an edited softmax is multiplied with values."""
+        if self.over:
+            return ()
+        if call.is_fused:
+            return self._edits(call) if self.may_edit() else ()
+        # describe() reads and reshapes tensors, which other function modes would take for operations of the model.
+        with torch._C.DisableTorchFunction():
+            request = call.describe()
+        if isinstance(request, SeenProduct):
+            for number, objection in self.tracker.weighed_by(
+                request, self.waiting
+            ).items():
+                del self.waiting[number]
+                self.objection = self.objection or objection
+        elif isinstance(request, SeenCopy):
+            self.tracker.copied(request)
+        elif isinstance(request, SeenAttention) and not request.read_only:
+            return self._edits(call) if self.may_edit() else ()
+        return ()
+
+    def _edits(self, call: TorchCall) -> Sequence[Answer]:
+        module = self.module
+        leading, queries = call.heads.shape[:-2], call.heads.shape[-2]
+        # Attention between channels (XCiT) has heads of another kind: listeners are not asked, and nothing is edited.
+        heads = heads_axis(leading, module, call.heads_axis)[1]
+        if queries == call.keys and is_between_channels(call.keys, heads, self.inputs):
+            return ()
+        rows = as_rows(call.heads, module, call.heads_axis)
+        shape = (len(rows), heads, queries, call.keys)
+
+        def described() -> SeenAttention:
+            request = call.describe()
+            assert isinstance(request, SeenAttention)
+            return request
+
+        attention = SoftmaxAttention(
+            module=module,
+            images=len(rows),
+            layout=_UNKNOWN,
+            number=self.attentions,
+            logits=DeferredLogits(shape, rows, lambda: logits_of(described(), module)),
+            compare=lambda: discrepancy(described(), module),
         )
+        return self.ask(attention)
+
+    def ran(self, call: TorchCall, output: Any, answers: Sequence[Answer]) -> None:
+        """Note which heads are whose, and wait until an edited softmax is multiplied with values."""
+        own = {listener for _, listener in self.listeners}
+        answers = [answer for answer in answers if answer.listener in own]
+        if not answers:
+            return
+        number = self.attentions - 1
+        self.answers[number] = answers
+        if not call.is_fused:
+            rows, heads, queries, keys = as_rows(call.heads, self.module).shape
+            around = [ModuleCall(self.module, self.inputs)]
+            tokens = tokens_if_channels((rows, heads, queries, keys), around)
+            has_heads = heads > 1 or call.heads.ndim > 3
+            self.waiting[number] = SeenOperand.of(output), has_heads, tokens
 
 
 class HeadEditor(Calls[LayerCall]):
-    """Editor of heads and gates in each call of a layer, shared by all listeners to the layer."""
+    """Editor of heads and gates in each call of a layer, shared by all listeners to the layer.
+
+    Attributes:
+        has_edited: Whether heads of a gated layer have been edited.
+    """
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__(module, LayerCall)
-        self._listeners: tuple[HeadListener, ...] = ()
+        self._listeners: tuple[tuple[int, HeadListener], ...] = ()
+        self.has_edited = False
 
     @classmethod
-    def add(cls, module: nn.Module, listener: HeadListener) -> None:
-        """Add a listener to a layer."""
+    def add(
+        cls, module: nn.Module, listener: HeadListener, order: int | None = None
+    ) -> None:
+        """Add a listener to a layer, the last one unless ``order`` is its position among all."""
+        order = next_order() if order is None else order
         with _LOCK:
-            editor = EDITORS.setdefault(module, cls(module))
+            editor = _EDITORS.setdefault(module, cls(module))
             # The tuple is replaced, so that running calls keep the listeners with which they began.
-            editor._listeners = (*editor._listeners, listener)
+            editor._listeners = (*editor._listeners, (order, listener))
             if len(editor._listeners) == 1:
                 editor.attach()
 
@@ -160,14 +258,15 @@ class HeadEditor(Calls[LayerCall]):
     def remove(cls, module: nn.Module, listener: HeadListener) -> None:
         """Remove a listener. This may be called during a forward, and more than once."""
         with _LOCK:
-            editor = EDITORS.get(module)
-            if editor is not None and listener in editor._listeners:
-                editor._listeners = tuple(
-                    entry for entry in editor._listeners if entry is not listener
-                )
-                if not editor._listeners:
-                    del EDITORS[module]
-                    editor.detach()
+            editor = _EDITORS.get(module)
+            if editor is None:
+                return
+            editor._listeners = tuple(
+                entry for entry in editor._listeners if entry[1] is not listener
+            )
+            if not editor._listeners:
+                del _EDITORS[module]
+                editor.detach()
 
     @classmethod
     @contextmanager
@@ -184,196 +283,154 @@ class HeadEditor(Calls[LayerCall]):
                 cls.remove(module, listener)
 
     def attach(self) -> None:
-        """Add hooks to the layer and, in a GPSA layer, to the submodule that outputs its separate heads."""
+        """Add hooks to the layer and, in a gated layer, to the submodules between which the heads are separate."""
         super().attach()
         if isinstance(self.module, GPSA):
+            # It forms the outputs of single heads only if a hook asks for them, which is not before the first edit.
             self._handles.append(
-                add_hook(self.module.head_outputs, self._edit_head_outputs, after=True)
+                add_hook(self.module.head_keys, self._ask_before_heads, after=True)
             )
+        elif isinstance(self.module, ConViTLayer):
+            self._handles.append(add_hook(self.module.proj, self._edit_projected))
 
     def begins(self, call: LayerCall) -> None:
         """Start editing in this call."""
         call.listeners = self._listeners
+        gates = self.gates(call.listeners)
+        # The softmaxes of gated attention are only parts of it: heads are edited after these are combined.
+        is_gated = isinstance(self.module, GATED_LAYERS)
         # Attention in nested tensors cannot be edited, and torch's fast path for it needs that there is no mode.
         if not any(map(is_nested, call.args)):
-            call.scope.open(self.module, _EditingMode(call))
+            call.scope.open(self.module, None if is_gated else call, gates)
+
+    def gates(
+        self, listeners: Sequence[tuple[int, HeadListener]] | None = None
+    ) -> "list[_GateEditor]":
+        """Return the mode that changes gates, if any are changed. The last listener takes precedence."""
+        forced: dict[int, float] = {}
+        for _, listener in self._listeners if listeners is None else listeners:
+            forced |= listener.gates()
+        if not forced:
+            return []
+        return [_GateEditor(getattr(self.module, name_of_gating(self.module)), forced)]
 
     def returns(self, call: LayerCall, output: Any) -> Any:
-        """Notify the listeners, and add terms to the output."""
+        """Notify the listeners, which may add terms to the output."""
         if call.waiting:
             call.objection = (
                 call.objection or "a softmax that is not multiplied with values"
             )
-        for listener in call.listeners:
+        for _, listener in call.listeners:
             listener.returned(call, output)
-        with_terms = [
-            edit
-            for edits in call.edits.values()
-            for edit in edits
-            if edit.terms is not None
+        adding = [
+            answer.listener
+            for answers in call.answers.values()
+            for answer in answers
+            if type(answer.listener).add_terms is not HeadListener.add_terms
         ]
-        if not with_terms:
+        if not adding:
             return None
-        edited_output = images_first(
-            call.module, first_tensor(output, call.listeners[0].layer)
-        )
-        for edit in with_terms:
-            assert edit.terms is not None
-            edited_output = edit.terms(call, edited_output, edit.heads)
-        return with_first_tensor(output, images_first(call.module, edited_output))
+        edited = images_first(call.module, first_tensor(output, adding[0].layer))
+        for listener in dict.fromkeys(adding):
+            edited = listener.add_terms(call, edited)
+        return with_first_tensor(output, images_first(call.module, edited))
 
-    def read(self, function: Callable[[], Any]) -> Any:
-        """Call a function that computes with the layer's parameters, under the edits of a call."""
-        running, frame = self.current(), sys._getframe()
-        # If no call is running, one is made up in the outermost frame, which stays on the stack during the reading.
-        while frame.f_back is not None:
-            frame = frame.f_back
-        call = running or LayerCall(
-            self.module, (), {}, frame, listeners=self._listeners
-        )
-        try:
-            self._running[threading.get_ident()] = call
-            return run_in_modes(function, _EditingMode(call))
-        finally:
-            if running is None:
-                self._leave()
+    def _ask_before_heads(
+        self, module: nn.Module, args: Any, kwargs: Any, output: Any
+    ) -> None:
+        """Ask the listeners about a GPSA layer's attention, once its keys are known."""
+        call, layer = self.current(), self.module
+        if call is None:
+            return
+        assert isinstance(layer, GPSA)
+        x = _first_input(call)
+        y, x_axis = layer.axes(x.shape[2], x.shape[3])
+        sizes = len(x), layer.heads, y.queries * x_axis.queries
+        call.answers[0] = owned(call.ask(_gated_attention(layer, x, sizes)))
+        seam = layer.head_outputs
+        with self._lock:
+            if call.answers[0] and self._attached and not self.has_edited:
+                self.has_edited = True
+                self._handles.append(
+                    add_hook(seam, self._edit_head_outputs, after=True)
+                )
 
     def _edit_head_outputs(
-        self, module: nn.Module, args: Any, kwargs: Any, output: Tensor
+        self, module: nn.Module, args: Any, kwargs: Any, heads: Tensor
     ) -> Tensor | None:
         call = self.current()
-        return None if call is None else _edit_gated_heads(call, output)
+        if call is None or not call.answers.get(0):
+            return None
+        return _edit_gated_heads(call, heads)
 
-
-class _EditingMode(TorchFunctionMode):
-    """Mode that passes the attentions of a call to its listeners, and returns edited outputs to the module."""
-
-    def __init__(self, call: LayerCall) -> None:
-        super().__init__()
-        self._call = call
-        self._gates = call.gates()
-
-    @never_compiled_alone
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
+    def _edit_projected(
+        self, module: nn.Module, args: tuple[Tensor, ...], kwargs: Any
     ) -> Any:
-        kwargs, call = kwargs or {}, self._call
-        # flex_attention compiles itself under this mode, and is edited when it runs.
-        if call.over or torch.compiler.is_compiling():
-            return func(*args, **kwargs)
-        if self._gates is not None and self._gates.is_given_gates(func, args):
-            return self._gates(func, args, kwargs)
-        if (
-            # ConViT has no module between heads and projection, whose F.linear is recognised by its weight. The heads
-            # are reshaped from (B, N, heads * d) to (B, heads, N, d), and back.
-            isinstance(call.module, ConViTLayer)
-            and func is F.linear
-            and args[1] is call.module.proj.weight
-        ):
-            heads = args[0].unflatten(-1, (call.module.num_heads, -1)).transpose(1, 2)
-            edited_heads = _edit_gated_heads(call, heads)
-            side_by_side = edited_heads.transpose(1, 2).flatten(2)
-            return func(side_by_side, *args[1:], **kwargs)
-        # Softmaxes inside gated attention are only parts of A: its heads are edited after C and P are combined.
-        if isinstance(call.module, GATED_LAYERS):
-            return func(*args, **kwargs)
-        # Fused functions are run by AttendingCall, perhaps with the identity as projection.
-        if func in FUSED:
-            return (
-                self._edit(AttendingCall(func, args, kwargs))
-                if self._is_asking()
-                else func(*args, **kwargs)
+        """Edit heads of ConViT, which are side by side where they are projected: (B, N, heads * d)."""
+        call = self.current()
+        if call is None or not args:
+            return None
+        heads = args[0].unflatten(-1, (self.module.num_heads, -1)).transpose(1, 2)
+        images, head_count, queries, _ = heads.shape
+        if 0 not in call.answers:
+            attention = _gated_attention(
+                self.module, _first_input(call), (images, head_count, queries)
             )
-        output = func(*args, **kwargs)
-        # describe() reads and reshapes tensors, which other function modes would take for operations of the model.
-        with torch._C.DisableTorchFunction():
-            request = describe(func, output, args, kwargs)
-        if isinstance(request, SeenProduct):
-            for number, objection in call.tracker.weighed_by(
-                request, call.waiting
-            ).items():
-                del call.waiting[number]
-                call.objection = call.objection or objection
-        elif isinstance(request, SeenCopy):
-            call.tracker.copied(request)
-        elif (
-            isinstance(request, SeenAttention)
-            and not request.read_only
-            and self._is_asking()
-        ):
-            return self._edit(AttendingCall(func, args, kwargs, output))
-        return output
-
-    def _edit(self, attending: AttendingCall) -> Any:
-        call, module = self._call, self._call.module
-        leading, queries = attending.heads.shape[:-2], attending.heads.shape[-2]
-        # Attention between channels (XCiT) has heads of another kind: listeners are not asked, and nothing is edited.
-        heads = heads_axis(leading, module, attending.known_axis)[1]
-        if queries == attending.keys and is_between_channels(
-            attending.keys, heads, call.inputs
-        ):
-            return attending.finish(attending.heads)
-        rows = as_rows(attending.heads, module, attending.known_axis)
-        shape = (len(rows), heads, queries, attending.keys)
-        attention = SoftmaxAttention(
-            module=module,
-            images=len(rows),
-            layout=_UNKNOWN,
-            number=call.attentions,
-            logits=DeferredLogits(
-                shape, rows, lambda: logits_of(attending.request, module)
-            ),
-            compare=lambda: discrepancy(attending.request, module),
-        )
-        call.attentions += 1
-        edits = call.ask(attention)
-        output = edit_call(attending, module, edits)
-        # A later product with values will show whether this softmax is attention.
-        if edits and attending.is_softmax:
-            has_heads = heads > 1 or len(leading) > 1
-            tokens = tokens_if_channels(shape, [(module, call.inputs)])
-            call.waiting[attention.number] = SeenOperand.of(output), has_heads, tokens
-        return output
-
-    def _is_asking(self) -> bool:
-        """Return whether the layer itself calls torch, not a layer inside it."""
-        frame: FrameType | None = sys._getframe()
-        while (frame := innermost_call(frame)) is not None:
-            module = frame.f_locals.get("self")
-            if not isinstance(module, nn.Softmax | nn.Dropout):
-                return module is self._call.module
-            frame = frame.f_back
-        return False
+            call.answers[0] = owned(call.ask(attention))
+        if not call.answers[0]:
+            return None
+        self.has_edited = True
+        edited = _edit_gated_heads(call, heads)
+        return (edited.transpose(1, 2).flatten(2), *args[1:]), kwargs
 
 
-def _edit_gated_heads(call: LayerCall, heads: Tensor) -> Tensor:
-    """Edit the outputs of a gated layer's heads, (B, heads, N_query, d)."""
-    x = next((x for x in call.inputs if isinstance(x, Tensor)), heads)[: len(heads)]
+def is_edited(layer: nn.Module) -> bool:
+    """Return whether heads of a gated layer have been edited since a listener to it was added."""
+    editor = _EDITORS.get(layer)
+    return editor is not None and editor.has_edited
 
+
+def run_with_gates(layer: nn.Module, function: Callable[[], Result]) -> Result:
+    """Call a function that computes with a layer's parameters, with the gates that listeners force in its calls.
+
+    Only modes that this enters see the function, even where torch functions are hidden from all modes.
+    """
+    editor = _EDITORS.get(layer)
+    gates = [] if editor is None else editor.gates()
+    return run_in_modes(function, *gates) if gates else function()
+
+
+def _first_input(call: LayerCall) -> Tensor:
+    return next(x for x in call.inputs if isinstance(x, Tensor))
+
+
+def _gated_attention(
+    layer: nn.Module, x: Tensor, sizes: tuple[int, int, int]
+) -> GatedAttention:
     def describe() -> Any:
-        layer = call.module
-        return run_edited(layer, lambda: gated_attention_of(layer, x).parts)
+        return run_with_gates(layer, lambda: gated_attention_of(layer, x).parts)
 
-    batch, head_count, queries, _ = heads.shape
-    sizes = (batch, head_count, queries)
-    attention = GatedAttention(
-        module=call.module,
-        images=batch,
+    return GatedAttention(
+        module=layer,
+        images=sizes[0],
         layout=_UNKNOWN,
         describe=describe,
         sizes=sizes,
         x=x,
     )
-    call.attentions = 1
-    return edit_gated(attention, call.ask(attention), heads)
 
 
-class _GateEditor:
-    """Follows the gating parameter of a layer to its sigmoid, and replaces the gates of some heads.
+def _edit_gated_heads(call: LayerCall, heads: Tensor) -> Tensor:
+    """Edit the outputs of a gated layer's heads, (B, heads, N_query, d)."""
+    images, head_count, queries, _ = heads.shape
+    attention = _gated_attention(
+        call.module, _first_input(call)[:images], (images, head_count, queries)
+    )
+    return edit_gated(attention, [answer.edit for answer in call.answers[0]], heads)
+
+
+class _GateEditor(TorchFunctionMode):
+    """Mode that follows the gating parameter of a layer to its sigmoid, and replaces the gates of some heads.
 
     The other gates stay differentiable with respect to the parameter, lambda of shape (heads,), which is not changed.
 
@@ -383,22 +440,26 @@ class _GateEditor:
     """
 
     def __init__(self, gating: Tensor, forced: Mapping[int, float]) -> None:
+        super().__init__()
         self._forms = [gating]
         # NaN marks gates that are not changed.
         self._forced = torch.full((len(gating),), math.nan)
         self._forced[list(forced)] = torch.tensor(list(forced.values()))
 
-    def is_given_gates(self, func: Callable[..., Any], args: tuple[Any, ...]) -> bool:
-        """Return whether a function gets the parameter, or a view or cast of it, on its way to the sigmoid."""
-        if func not in _SIGMOID and func not in _SAME_NUMBERS:
-            return False
-        return bool(args) and any(args[0] is form for form in self._forms)
-
-    def __call__(
-        self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    @never_compiled_alone
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """Run such a function, and replace the gates in the output of a sigmoid."""
-        output = func(*args, **kwargs)
+        output = func(*args, **(kwargs or {}))
+        if func not in _SIGMOID and func not in _SAME_NUMBERS:
+            return output
+        # The parameter, or a view or cast of it, is on its way to the sigmoid.
+        if not args or not any(args[0] is form for form in self._forms):
+            return output
         if func in _SAME_NUMBERS:
             self._forms.append(output)
             return output

@@ -149,7 +149,9 @@ def softmax_attention_of(
             reason = "the queries are words, which lie on no grid"
             reason = reason if layout.keys else layout.reason
             layout = Layout(None, layout.keys, reason, "words")
-        layout = replace(layout, words=maps.words(keys) if layout.keys else 0)
+        words = maps.words(keys) if layout.keys else 0
+        if words != layout.words:
+            layout = replace(layout, words=words)
     if windows == 1 and cut is not None and cut.grid == cut.window:
         cut = None  # the only window is the image
     return SoftmaxAttention(

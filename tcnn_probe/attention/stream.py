@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -14,12 +15,14 @@ from tcnn_model.precision import without_autocast
 from tcnn_probe.architectures.lookup import known, looks_like_attention
 from tcnn_probe.attention.attention import Attention, WholeLayers
 from tcnn_probe.attention.convolved import CONVOLVED
-from tcnn_probe.attention.gated import GATED, GatedAttention
-from tcnn_probe.attention.head_edit import (
-    HeadEdit,
-    edit_function,
-    edit_gated_output,
-    edits_of,
+from tcnn_probe.attention.gated import GATED, GATED_LAYERS, GatedAttention
+from tcnn_probe.attention.head_edit import HeadEdit, edit_call
+from tcnn_probe.attention.head_editor import (
+    HeadEditor,
+    HeadListener,
+    is_edited,
+    next_order,
+    run_with_gates,
 )
 from tcnn_probe.attention.layout import (
     Arrangement,
@@ -31,6 +34,7 @@ from tcnn_probe.attention.reconstruction import (
     NoTokenAttentionError,
     ValueProductTracker,
     Verification,
+    discrepancy,
     softmax_attention_of,
     tokens_if_channels,
 )
@@ -45,7 +49,8 @@ from tcnn_probe.attention.token_order import (
     images_of_views,
     objection_to_order,
 )
-from tcnn_probe.hooks.forwards import Forward, Forwards, Running
+from tcnn_probe.hooks.compilation import never_compiled
+from tcnn_probe.hooks.forwards import Forward, Forwards, ModuleCall, Running
 from tcnn_probe.hooks.interception import (
     Answer,
     Seen,
@@ -55,8 +60,9 @@ from tcnn_probe.hooks.interception import (
     SeenOperand,
     SeenProduct,
     SeenUnmeasured,
+    TorchCall,
 )
-from tcnn_probe.hooks.modes import named_in_errors, run_edited
+from tcnn_probe.hooks.modes import named_in_errors
 from tcnn_probe.images import batch_of, input_tensors
 from tcnn_probe.models import check_model, layer_names
 
@@ -126,7 +132,7 @@ class AttentionListener:
     def attends(self, attention: Attention) -> HeadEdit | None:
         """Handle an attention, and return an edit of its heads, or None."""
 
-    def returned(self, module: nn.Module, inputs: Sequence[Any], output: Any) -> None:
+    def returned(self, call: ModuleCall, output: Any) -> None:
         """Handle the return of a watched module."""
 
     def ends(self, layers: Collection[str], output: Any) -> None:
@@ -155,10 +161,6 @@ class _Callback(AttentionListener):
             )
         if not isinstance(edit, HeadEdit):
             return None
-        if edit.terms is not None:
-            raise ValueError(
-                "terms= of a HeadEdit is for listeners to single layers, not for a stream"
-            )
         edit.check(attention)
         return edit if edit.heads else None
 
@@ -253,19 +255,23 @@ class AttentionStream:
         # Positions of words among the keys of a layer, and whether its queries are words.
         self._words: dict[tuple[Any, str], tuple[Arrangement | None, bool]] = {}
         self._padded: dict[tuple[Any, str], bool] = {}
+        # The attention of the running call of torch, if it was shown.
+        self._last: _ShownSoftmax | None = None
         # Numbers of rows that an image has in a layer, if the model has multiplied its tokens.
         self._copies: dict[tuple[Any, str], int] = {}
         # Modules in which attention was seen.
         self.attending: set[nn.Module] = set()
         self._reset()
-        # Hooks of a stream that only reads come first, so that it sees attention before the edits of other streams.
-        self._forwards = Forwards(
-            model,
-            self,
-            self._names,
-            self.attending,
-            first=not listener.may_edit,
-        )
+        self.may_edit = listener.may_edit
+        self._order = next_order()
+        self._forwards = Forwards(model, self, self._names, self.attending)
+        # Heads of gated layers are separate only inside of the layers, where editors have hooks.
+        self._edited_layers: dict[nn.Module, HeadListener] = {}
+        for layer in self._whole if self.may_edit else ():
+            if isinstance(layer, GATED_LAYERS):
+                self._edited_layers[layer] = _GatedLayer(self)
+        for layer, layer_listener in self._edited_layers.items():
+            HeadEditor.add(layer, layer_listener, self._order)
 
     @property
     def attached(self) -> bool:
@@ -275,6 +281,8 @@ class AttentionStream:
     def close(self) -> None:
         """Detach from the model. This may be called more than once, and during a forward."""
         self._forwards.detach()
+        for layer, listener in self._edited_layers.items():
+            HeadEditor.remove(layer, listener)
 
     @property
     def image_size(self) -> tuple[int, int] | None:
@@ -325,19 +333,19 @@ class AttentionStream:
 
     def called(self, module: nn.Module, inputs: Sequence[Any]) -> None:
         """Note the image that enters the patch embedding."""
-        # Most modules are none, and a call of a function that is not compiled takes 5 us.
         if self._maps.seeks(module):
             self._note_image(module, inputs)
 
-    @torch.compiler.disable
+    @never_compiled
     def _note_image(self, module: nn.Module, inputs: Sequence[Any]) -> None:
         with torch._C.DisableTorchFunction():
             image = self._maps.called(module, inputs)
             if image is not None and self._places is not None:
                 self._places.see(image)
 
-    def asked(self, forward: Forward, request: Seen) -> Answer | None:
+    def asked(self, forward: Forward, request: Seen) -> Sequence[Answer]:
         """Reconstruct a softmax attention, or check whether a softmax is multiplied with values."""
+        self._last = None
         if isinstance(request, SeenJoin):
             self._maps.joins(request.lengths)
         elif isinstance(request, SeenCopy):
@@ -345,7 +353,7 @@ class AttentionStream:
             for shown in self._shown:
                 shown.note_copy(request)
         elif isinstance(request, SeenUnmeasured):
-            name = self._names[forward.running[-1][0]]
+            name = self._names[forward.running[-1].module]
             if self._wants(name):
                 self.unsupported[name] = request.reason
         elif isinstance(request, SeenProduct):
@@ -359,25 +367,49 @@ class AttentionStream:
                 shown.objection = objection
         else:
             return self._show_softmax(forward, request)
-        return None
+        return ()
 
-    def returned(
-        self, forward: Forward, module: nn.Module, inputs: Sequence[Any], output: Any
-    ) -> Any:
+    def ran(self, call: TorchCall, output: Any) -> None:
+        """Verify an attention that was shown before it ran, and note the tensor with which the model goes on."""
+        shown = self._last
+        if shown is None:
+            return
+        if shown.operand is not None:
+            shown.operand = SeenOperand.of(output)
+        if call.is_multihead and self.verification.needed(shown.layer):
+            call.unedited()
+            request = call.describe()
+            assert isinstance(request, SeenAttention)
+            self._verify(shown.layer, request, discrepancy(request, shown.module))
+
+    def _verify(
+        self,
+        layer: str,
+        request: SeenAttention,
+        difference: tuple[Tensor, float] | None,
+    ) -> None:
+        source = request.query if request.logits is None else request.logits
+        mask, odd = request.mask, ""
+        if mask is not None and source is not None and mask.is_floating_point():
+            dtypes = f"{mask.dtype}, {source.dtype}"
+            odd = dtypes if mask.dtype != source.dtype else ""
+        self.verification.add(layer, difference, odd)
+
+    def returned(self, forward: Forward, call: ModuleCall, output: Any) -> None:
         """Note feature maps and outputs of seams, and describe the attention of layers with whole attention."""
+        module = call.module
         self._counts.pop(module, None)
         self._ran.add(module)
-        self._maps.passes([*inputs, output])
+        self._maps.passes([*call.inputs, output])
         if module in self._seams:
             layer, role = self._seams[module]
             self._formed.setdefault(layer, {}).setdefault(role, []).append(output)
         if module in self._watched:
-            forward.run_unseen(self._listener.returned, module, inputs, output)
+            forward.run_unseen(self._listener.returned, call, output)
         if module in self._whole:
             self.attending.add(module)
             if self._wants(self._names[module]):
-                return self._show_whole(forward, module, inputs, output)
-        return None
+                self._verify_whole(forward, call, output)
 
     def ends(self, output: Any) -> None:
         """Update ``layers`` and ``unsupported``, and notify the listener."""
@@ -418,62 +450,64 @@ class AttentionStream:
         self._ran: set[nn.Module] = set()
         self._tracker = ValueProductTracker()
         self._formed: dict[nn.Module, dict[str, list[Any]]] = {}
+        # Whole attentions that were shown before their layers have returned.
+        self._described: dict[nn.Module, Attention] = {}
         self._places = None
+        self._last = None
         self._moves_images = False
 
     def _wants(self, name: str) -> bool:
         return self._wanted is None or name in self._wanted
 
-    def _show_softmax(self, forward: Forward, request: SeenAttention) -> Answer | None:
+    def _show_softmax(
+        self, forward: Forward, request: SeenAttention
+    ) -> Sequence[Answer]:
         running = forward.running
         if any(module in self._whole for module, _ in running):
-            return None  # a part of an attention that is described as a whole
-        module = running[-1][0]
+            return ()  # a part of an attention that is described as a whole
+        module = running[-1].module
         name = self._names[module]
         self.attending.add(module)
         source = request.query if request.logits is None else request.logits
         # A layer may see none of the images, as after an early exit.
         if not self._wants(name) or source is None or source.numel() == 0:
-            return None
+            return ()
         number = self._counts[module]
         self._counts[module] += 1
         layer = f"{name}#{number}" if number else name
         if self._places is not None:
             queries, keys = self._places.queries, self._places.keys
             self._words[self._call, layer] = arrangement_of(keys), are_words(queries)
-        words = self._words.get((self._call, layer), (None, False))
-        self._maps.arrangement, self._maps.words_ask = words
-        images = self._images_of(layer, forward.running)
+        call = self._call, layer
+        arrangement, words_ask = self._words.get(call, (None, False))
+        maps = self._maps.of_attention(arrangement, words_ask=words_ask)
+        images = None if words_ask else self._images_of(layer, running)
         with named_in_errors(layer):
             try:
                 attention = self._ordered(
-                    softmax_attention_of(
-                        request, layer, number, running, self._maps, images
-                    )
+                    softmax_attention_of(request, layer, number, running, maps, images)
                 )
             except NoTokenAttentionError as reason:
                 # A reason that is known for the class holds for all attentions of the module.
                 known_reason = known(module).no_attention_matrix
                 self.unsupported[name if known_reason else layer] = str(reason)
-                return None
+                return ()
             views: Sequence[View] = ()
             if self._places is not None:
                 views = self._places.views_of_rows(
                     attention.rows, module, request.heads
                 )
-            attention = self._assigned(attention, views)
             with without_autocast(attention.source):
-                call = self._call, layer
                 # Reading this waits for a GPU, so it is done once.
                 if call not in self._padded:
                     visibility = attention.visibility
                     self._padded[call] = visibility is not None and visibility.is_padded
-                attention = replace(attention, is_padded=self._padded[call])
-                if self.verification.needed(layer) and not edits_of(request.output):
-                    mask, dtype, odd = request.mask, source.dtype, ""
-                    if mask is not None and mask.is_floating_point():
-                        odd = f"{mask.dtype}, {dtype}" if mask.dtype != dtype else ""
-                    self.verification.add(layer, attention.discrepancy(), odd)
+                known_facts: dict[str, Any] = {"is_padded": self._padded[call]}
+                if not words_ask:
+                    known_facts |= self._numbers_of(attention, views)
+                attention = replace(attention, **known_facts)
+                if self.verification.needed(layer):
+                    self._verify(layer, request, attention.discrepancy())
                 edit = self._listener.attends(attention)
         # Fused attention includes the product with values; a plain softmax has to wait for it.
         operand = (
@@ -491,27 +525,21 @@ class AttentionStream:
             # The output is kept until the forward ends, because otherwise its memory could be reused by another tensor.
             shown.output = request.output
         self._shown.append(shown)
+        self._last = shown
         if edit is None:
-            return None
+            return ()
         if request.read_only:
             raise RuntimeError(f"{layer!r}: {request.read_only}")
         if attention.order is not None:
             edit = edit.in_order(*(order.argsort() for order in attention.order))
-
-        def answer(
-            func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
-        ) -> Any:
-            # Multi-head attention runs a second time here, which no other listener must see.
-            with torch._C.DisableTorchFunction():
-                return edit_function(func, args, kwargs, output, module, edit)
-
-        return answer
+        apply = partial(edit_call, module=module)
+        return [Answer(self._order, self, edit, apply)]
 
     def _images_of(self, layer: str, running: Running) -> int | None:
         """Return the number of images of a layer, of each of which it may get several copies; None if it is unknown."""
         images, (_, inputs) = self._maps.images, running[-1]
         rows = next((len(x) for x in inputs if isinstance(x, Tensor) and x.ndim), 0)
-        if not images or self._maps.words_ask:
+        if not images:
             return None
         call = self._call, layer
         if self._places is not None:
@@ -546,11 +574,13 @@ class AttentionStream:
         )
         return replace(attention, layout=changed)
 
-    def _assigned(self, attention: A, views: Sequence[View]) -> A:
-        """Return an attention with the numbers of its images in the batch, or with the reason why it has no maps."""
+    def _numbers_of(
+        self, attention: Attention, views: Sequence[View]
+    ) -> dict[str, Any]:
+        """Return the numbers of an attention's images in the batch, or the reason why it has no maps, as its fields."""
         batch = self._batch
-        if not batch or self._maps.words_ask:
-            return attention
+        if not batch:
+            return {}
         call = self._call, attention.name
         numbers: Sequence[int] | None = range(attention.images)
         if self._places is not None:
@@ -571,42 +601,70 @@ class AttentionStream:
             self._moved.add(self._call[0])
             if self._places is None:
                 reason = LOST_IMAGES
-        return replace(
-            attention,
-            batch=batch,
-            image_numbers=None if reason else numbers,
-            without_maps=reason,
-        )
+        return {
+            "batch": batch,
+            "image_numbers": None if reason else numbers,
+            "without_maps": reason,
+        }
+
+    def edit_of(self, layer: nn.Module, x: Tensor) -> HeadEdit | None:
+        """Show the attention of a gated layer for an input before its heads are combined, and return an edit."""
+        forward = self._forwards.followed
+        if (
+            forward is None
+            or not forward.is_listening()
+            or not self._wants(self._names[layer])
+        ):
+            return None
+        modules = [module for module, _ in forward.running]
+        if layer not in modules:
+            return None
+        around = forward.running[: modules.index(layer)]
+        return self._show_whole(forward, ModuleCall(layer, [x]), around)
 
     def _show_whole(
-        self, forward: Forward, layer: nn.Module, inputs: Sequence[Any], output: Any
-    ) -> Tensor | None:
-        """Pass the whole attention of a layer to the listener after its call; return its output if it is edited."""
-        name, formed = self._names[layer], self._formed.pop(layer, None)
+        self, forward: Forward, call: ModuleCall, running: Running
+    ) -> HeadEdit | None:
+        """Pass the whole attention of a layer to the listener, and return an edit."""
+        layer, name = call.module, self._names[call.module]
+        formed = self._formed.pop(layer, None)
 
-        def show() -> tuple[Attention, HeadEdit | None]:
+        def show() -> HeadEdit | None:
             attention = self._whole[layer].describe(
-                layer, inputs[0], formed, name, forward.running
+                layer, call.inputs[0], formed, name, running
             )
-            views = [] if self._places is None else self._places.views_of(inputs[0])
-            attention = self._assigned(attention, views)
-            if self.verification.needed(name) and not edits_of(output):
-                self.verification.add(name, attention.discrepancy(output))
-            return attention, self._listener.attends(attention)
+            views = (
+                [] if self._places is None else self._places.views_of(call.inputs[0])
+            )
+            attention = replace(attention, **self._numbers_of(attention, views))
+            self._described[layer] = attention
+            return self._listener.attends(attention)
 
         with named_in_errors(name):
-            attention, edit = forward.run_unseen(run_edited, layer, show)
+            edit = forward.run_unseen(run_with_gates, layer, show)
         self._shown.append(_ShownSoftmax(name, layer, None, has_heads=True))
-        if edit is None:
-            return None
-        if not isinstance(attention, GatedAttention):
-            raise TypeError(
-                f"expected no edit of {name!r}: {type(attention).__name__} cannot be edited"
-            )
-        # The computation includes the ablations of the layer's gates and heads.
-        return run_edited(
-            layer, lambda: edit_gated_output(layer, inputs[0], output, edit)
-        )
+        return edit
+
+    def _verify_whole(self, forward: Forward, call: ModuleCall, output: Any) -> None:
+        """Compare the whole attention of a layer with its output; show it, unless this was done before for edits."""
+        layer, name = call.module, self._names[call.module]
+        if layer not in self._described:
+            edit = self._show_whole(forward, call, forward.running)
+            if edit is not None:
+                kind = type(self._described[layer]).__name__
+                raise TypeError(
+                    f"expected no edit of {name!r}: {kind} cannot be edited"
+                )
+        attention = self._described.pop(layer)
+        # An edited output cannot be compared with the attention before the edit.
+        if not self.verification.needed(name) or is_edited(layer):
+            return
+
+        def verify() -> None:
+            self.verification.add(name, attention.discrepancy(output))
+
+        with named_in_errors(name):
+            forward.run_unseen(run_with_gates, layer, verify)
 
     def _explain(self, ran: Collection[nn.Module]) -> None:
         """Note once for each module that looks like attention why none was seen while it ran."""
@@ -627,6 +685,17 @@ class AttentionStream:
                 self.unsupported[name] = (
                     "no softmax between tokens was seen while it ran"
                 )
+
+
+class _GatedLayer(HeadListener):
+    """Listener to a gated layer, which passes its attention to the listener of a stream."""
+
+    def __init__(self, stream: AttentionStream) -> None:
+        self._stream = stream
+
+    def attends(self, attention: Attention) -> HeadEdit | None:
+        assert isinstance(attention, GatedAttention)
+        return self._stream.edit_of(attention.module, attention.x)
 
 
 def _objection(

@@ -3,6 +3,7 @@
 Feature maps of the forward show grids, and so do attributes and inputs of the layer.
 """
 
+import copy
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from math import isqrt, prod
@@ -44,8 +45,8 @@ class FeatureMaps:
         is_deep: Whether the model was called with videos or volumes, for example of shape (B, T, C, H, W).
         patches: Number of patches if the model was called with patches in place of an image, else None.
         special: Class and register tokens, as far as the model shows them or the user gives them.
-        arrangement: Positions of words and patches among the keys of the current attention, if known.
-        words_ask: Whether the queries of the current attention are known to be words.
+        arrangement: Positions of words and patches among the keys of an attention, if known.
+        words_ask: Whether the queries of this attention are known to be words.
     """
 
     def __init__(self, special: SpecialTokens) -> None:
@@ -66,6 +67,16 @@ class FeatureMaps:
         self._videos: dict[tuple[int, int, int], None] = {}
         self._shapes: set[tuple[int, ...]] = set()
         self._numberings: dict[tuple[int, ...], Grid | None] = {}
+        # Grids in the order of grids(), by the number of maps, which only grows, and the size of the images.
+        self._grids: dict[tuple[int, Grid], list[Grid]] = {}
+
+    def of_attention(
+        self, arrangement: Arrangement | None, *, words_ask: bool
+    ) -> "FeatureMaps":
+        """Return the same maps for an attention of which more is known."""
+        maps = copy.copy(self)
+        maps.arrangement, maps.words_ask = arrangement, words_ask
+        return maps
 
     def enter(
         self, inputs: Sequence[Any], *, whole_model: bool, continues: bool = False
@@ -111,7 +122,13 @@ class FeatureMaps:
         """Forget the feature maps of another image."""
         self.size = self.patches = None
         self._channels = 0
-        for shapes in (self._maps, self._videos, self._shapes, self._joins):
+        for shapes in (
+            self._maps,
+            self._videos,
+            self._shapes,
+            self._joins,
+            self._grids,
+        ):
             shapes.clear()
 
     def seeks(self, module: nn.Module) -> bool:
@@ -264,10 +281,12 @@ class FeatureMaps:
     ) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
         """Return the lengths of the concatenated parts before and after the grid; None if they are unknown."""
         parts = self._parts(count)
+        if len(parts) < 2:
+            return None
         # The grid is the longest part with as many tokens as a feature map has cells: registers and masks are fewer.
         cells = {prod(size) for size in (*self.grids(), *self._videos)}
         largest = max((length for length in parts if length in cells), default=0)
-        if len(parts) < 2 or not largest:
+        if not largest:
             return None
         place = parts.index(largest)
         return parts[:place], parts[place + 1 :]
@@ -284,7 +303,10 @@ class FeatureMaps:
         if self.special.user_facts.grid is not None:
             yield self.special.user_facts.grid
         if self.size is not None:
-            yield from self._sorted(self._maps, self.size)
+            key = len(self._maps), self.size
+            if key not in self._grids:
+                self._grids[key] = self._sorted(self._maps, self.size)
+            yield from self._grids[key]
 
     def frames(self, count: int, prefixes: Sequence[int]) -> Tokens | None:
         """Return the grid of a video's tokens if a map of the video has as many cells; else None."""

@@ -41,7 +41,7 @@ from tcnn_probe.attention.place_rules import (
     unexpanded,
 )
 from tcnn_probe.hooks.calls import innermost_call, is_running
-from tcnn_probe.hooks.compilation import never_compiled_alone
+from tcnn_probe.hooks.compilation import never_compiled, never_compiled_alone
 from tcnn_probe.hooks.kernel_calls import is_kernel
 from tcnn_probe.hooks.modes import is_transformed, unseen
 from tcnn_probe.images import channel_axis
@@ -333,7 +333,7 @@ class PlaceTracker(TorchFunctionMode):
 
     # The following methods are not compiled, because torch.compile would also compile the functions on places.
 
-    @torch.compiler.disable
+    @never_compiled
     @unseen
     def _look(
         self,
@@ -356,7 +356,7 @@ class PlaceTracker(TorchFunctionMode):
             self.queries, self.keys = places_of_tokens(queries), places_of_tokens(keys)
             self._rows = self._views_of.sides(func, inputs)[0]
 
-    @torch.compiler.disable
+    @never_compiled
     @unseen
     def _hear(
         self,

@@ -1,6 +1,6 @@
 """The attentions on the path from the image to a model's output, and which of them run side by side."""
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +19,7 @@ from tcnn_probe.attribution.layer_choice import (
     UnsupportedMethodError,
 )
 from tcnn_probe.hooks.compilation import never_compiled_alone
+from tcnn_probe.hooks.forwards import ModuleCall
 from tcnn_probe.hooks.modes import unseen
 from tcnn_probe.models import check_model, layer_names
 
@@ -163,8 +164,9 @@ class _PathListener(AttentionListener):
             PathLayer(attention.name, attention.module, attention.queries, sources)
         )
 
-    def returned(self, module: nn.Module, inputs: Sequence[Any], output: Any) -> None:
+    def returned(self, call: ModuleCall, output: Any) -> None:
         """Note attentions that a module has run side by side on its input, and sources that were lost in a module."""
+        inputs = call.inputs
         tracker = self._tracker
         lost = [tensor for tensor in _tensors(output) if not tracker.knows(tensor)]
         tracker.add(lost, tracker.of(inputs) | {_UNKNOWN})

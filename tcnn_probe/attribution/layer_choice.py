@@ -15,6 +15,7 @@ from tcnn_probe.attention.layout import SpecialTokens, Tokens
 from tcnn_probe.attention.receptive_fields import ReceptiveFields
 from tcnn_probe.attention.stream import AttentionListener, AttentionStream
 from tcnn_probe.attention.token_grid import FeatureMaps
+from tcnn_probe.hooks.forwards import ModuleCall
 from tcnn_probe.models import check_model, layer_names, plain_name
 
 __all__ = [
@@ -231,8 +232,9 @@ class _Outputs(AttentionListener):
             rows * columns: Tokens(0, rows, columns) for rows, columns in grids
         }
 
-    def returned(self, module: nn.Module, inputs: Sequence[Any], output: Any) -> None:
+    def returned(self, call: ModuleCall, output: Any) -> None:
         """Keep feature maps, tokens that a composite module computes from tokens, and the given layer's output."""
+        module, inputs = call
         self.maps.passes([*inputs, output])
         is_map = self._is_map(output)
         is_kept = is_map or (module is self._layer and isinstance(output, Tensor))

@@ -18,7 +18,8 @@ from tcnn_probe.hooks.compilation import (
     never_compiled_alone,
     run_uncompiled,
 )
-from tcnn_probe.hooks.modes import Scope, is_nested
+from tcnn_probe.hooks.modes import is_nested
+from tcnn_probe.hooks.scope import Scope
 
 __all__ = [
     "Call",

@@ -14,6 +14,7 @@ __all__ = [
     "Eagerness",
     "is_compiled",
     "is_eager",
+    "never_compiled",
     "never_compiled_alone",
     "run_uncompiled",
 ]
@@ -29,6 +30,9 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 _FRAMES = torch._C._dynamo.eval_frame
 _SKIP = _FRAMES._FrameExecStrategy(
     _FRAMES._FrameAction.SKIP, _FRAMES._FrameAction.DEFAULT
+)
+_SKIP_WITH_CALLEES = _FRAMES._FrameExecStrategy(
+    _FRAMES._FrameAction.SKIP, _FRAMES._FrameAction.SKIP
 )
 _FLEX = "torch.nn.attention.flex_attention"
 _LOCK = threading.RLock()
@@ -96,6 +100,13 @@ def never_compiled_alone(function: Function) -> Function:
     # Otherwise a mode's __torch_function__ would be compiled for each kind of call, up to 256 times. With
     # torch.compiler.disable it would break graphs that flex_attention requires to be unbroken.
     _FRAMES.set_code_exec_strategy(function.__code__, _SKIP)
+    return function
+
+
+def never_compiled(function: Function) -> Function:
+    """Mark a function that torch.compile compiles neither by itself nor what it calls, and that it never traces."""
+    # torch.compiler.disable takes 5 us for each call, and hooks of all modules call such functions.
+    _FRAMES.set_code_exec_strategy(function.__code__, _SKIP_WITH_CALLEES)
     return function
 
 

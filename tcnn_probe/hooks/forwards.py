@@ -2,8 +2,8 @@
 
 A forward is a call of the model, or successive calls of its parts from outside, as in ``model.forward_features(x)``,
 until a part that has run is called again. Permanent hooks are on the model and on all parts that have parts of their
-own. While a call is followed, torch's global module hooks tell which module runs, and :class:`Interception` sees its
-calls of torch. Both are removed when the call ends, also after an exception.
+own. While a call is followed, torch's global module hooks tell which module runs, and a function mode sees its calls of
+torch. Both are removed when the call ends, also after an exception.
 """
 
 import sys
@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from functools import partial
 from types import FrameType
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import nn
@@ -27,12 +27,13 @@ from tcnn_probe.hooks.calls import (
     outermost_call,
     without_nested,
 )
+from tcnn_probe.hooks.compilation import never_compiled
 from tcnn_probe.hooks.interception import (
     NESTED,
     Answer,
-    Interception,
     Seen,
     SeenUnmeasured,
+    TorchCall,
 )
 from tcnn_probe.hooks.modes import (
     hidden_depth,
@@ -41,14 +42,25 @@ from tcnn_probe.hooks.modes import (
     run_unseen,
 )
 
-__all__ = ["Forward", "Forwards", "Listener", "Running"]
+__all__ = ["Forward", "Forwards", "Listener", "ModuleCall", "Running"]
 
-Running = Sequence[tuple[nn.Module, Sequence[Any]]]
-"""The modules that are running and their inputs, the outermost first."""
+
+class ModuleCall(NamedTuple):
+    """A module that is called, and its inputs."""
+
+    module: nn.Module
+    inputs: Sequence[Any]
+
+
+Running = Sequence[ModuleCall]
+"""Modules that are running, the outermost first."""
 
 
 class Listener(Protocol):
     """Interface of an object that is notified of the forwards of a model, one at a time."""
+
+    may_edit: bool
+    """Whether :meth:`asked` may return answers."""
 
     def begins(
         self, entry: nn.Module, inputs: Sequence[Any], *, continues: bool
@@ -67,13 +79,14 @@ class Listener(Protocol):
     def called(self, module: nn.Module, inputs: Sequence[Any]) -> None:
         """Handle the call of a module, before it runs, with its positional inputs."""
 
-    def asked(self, forward: "Forward", request: Seen) -> Answer | None:
-        """Handle a call of torch in the innermost running module, and return an edit of its output, or None."""
+    def asked(self, forward: "Forward", request: Seen) -> Sequence[Answer]:
+        """Handle a call of torch in the innermost running module, and return edits of its output."""
 
-    def returned(
-        self, forward: "Forward", module: nn.Module, inputs: Sequence[Any], output: Any
-    ) -> Any:
-        """Handle the return of a module; a result other than None replaces its output."""
+    def ran(self, call: TorchCall, output: Any) -> None:
+        """Handle the output of the call of torch about which :meth:`asked` was called last, and its edited output."""
+
+    def returned(self, forward: "Forward", call: ModuleCall, output: Any) -> None:
+        """Handle the return of a module."""
 
     def ends(self, output: Any) -> None:
         """Handle the end of the call, with its output."""
@@ -90,7 +103,6 @@ class Forwards(Calls["Forward"]):
         listener: Listener to its forwards.
         names: Names of the modules to follow, "" for the model and its wrappers.
         attending: Modules in which the listener has seen attention so far.
-        first: Whether the hooks come before those that are there.
     """
 
     def __init__(
@@ -99,12 +111,9 @@ class Forwards(Calls["Forward"]):
         listener: Listener,
         names: Mapping[nn.Module, str],
         attending: Set[nn.Module],
-        *,
-        first: bool = True,
     ) -> None:
         super().__init__(model, Forward)
         self._listener = listener
-        self._first = first
         self._names = names
         self._followed: Forward | None = None  # at most one call at a time
         self._depth = hidden_depth()
@@ -128,11 +137,16 @@ class Forwards(Calls["Forward"]):
             # torch.compile leaves out hooks of parts, which would break graphs; only the outermost one keeps its hook.
             is_part = entry is not self.module
             self._handles.append(
-                add_hook(entry, self._begin, first=self._first, compiled=is_part)
+                add_hook(entry, self._begin, first=True, compiled=is_part)
             )
             self._handles.append(
                 add_hook(entry, self._end, after=True, always=True, compiled=is_part)
             )
+
+    @property
+    def followed(self) -> "Forward | None":
+        """The forward that is followed, in whichever thread."""
+        return self._followed
 
     def follows(self, module: nn.Module) -> bool:
         """Return False in hidden code, and for a shallow copy, which has the hooks but does not belong to the model."""
@@ -197,9 +211,8 @@ class Forwards(Calls["Forward"]):
             if not has_failed:
                 # The entry is reported here, not by torch's global hook, which runs before the entry's own hooks,
                 # which may change the output.
-                call.run_unseen(
-                    self._listener.returned, call, call.module, call.inputs, output
-                )
+                entry = ModuleCall(call.module, call.inputs)
+                call.run_unseen(self._listener.returned, call, entry, output)
                 is_told = True
         finally:
             self._followed = None
@@ -248,9 +261,7 @@ class Forward(Call):
     """The exception in whose handler the model was called, if any."""
 
     def __post_init__(self) -> None:
-        self._stack: list[tuple[nn.Module, Sequence[Any]]] = [
-            (self.module, self.inputs)
-        ]
+        self._stack = [ModuleCall(self.module, self.inputs)]
         self._is_quiet = self._is_closed = False
         self._depth = hidden_depth()
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
@@ -259,7 +270,9 @@ class Forward(Call):
     def running(self) -> Running:
         """The running modules, without an innermost nn.Softmax or nn.Dropout, which belongs to the module around it."""
         end = len(self._stack)
-        while end > 1 and isinstance(self._stack[end - 1][0], (nn.Softmax, nn.Dropout)):
+        while end > 1 and isinstance(
+            self._stack[end - 1].module, (nn.Softmax, nn.Dropout)
+        ):
             end -= 1
         return self._stack[:end]
 
@@ -277,10 +290,8 @@ class Forward(Call):
                 self._returned, with_kwargs=True, always_call=True
             )
         )
-        # The mode that is entered last sees a call first, so the listener's modes have seen a call before the listener
-        # is notified of its attention.
-        self._modes = (Interception(self._asked), *listener.modes())
-        self.scope.open(self.module, *self._modes)
+        self._modes = listener.modes()
+        self.scope.open(self.module, self, self._modes)
 
     def close(self) -> None:
         """End the call, and stop notifying the listener."""
@@ -312,56 +323,77 @@ class Forward(Call):
     def _called(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         if not torch.compiler.is_compiling() and self._is_followed(module):
             inputs = [without_nested(x) for x in args]
-            self._stack.append((module, inputs))
+            self._stack.append(ModuleCall(module, inputs))
             self._listener.called(module, inputs)
             # torch runs this layer on nested tensors in its fast path only, which modes turn off.
             if isinstance(module, nn.MultiheadAttention) and any(map(is_nested, args)):
-                self._asked(SeenUnmeasured(NESTED))
+                if module in self._names:
+                    reason = SeenUnmeasured(NESTED)
+                    self.run_unseen(self._listener.asked, self, reason)
                 self.scope.leave_modes()
 
-    def _returned(self, module: nn.Module, args: tuple[Any, ...], *rest: Any) -> Any:
-        if torch.compiler.is_compiling():
-            return None
-        return self._hand_on(module, args, *rest)
+    def _returned(self, module: nn.Module, args: tuple[Any, ...], *rest: Any) -> None:
+        if not torch.compiler.is_compiling():
+            self._hand_on(module, args, *rest)
 
-    @torch.compiler.disable
-    def _hand_on(self, module: nn.Module, args: tuple[Any, ...], *rest: Any) -> Any:
+    @never_compiled
+    def _hand_on(self, module: nn.Module, args: tuple[Any, ...], *rest: Any) -> None:
         # After an exception torch passes no keyword arguments, and the output may be None.
-        if not self._is_followed(module) or not any(
-            running is module for running, _ in self._stack[:0:-1]
-        ):
-            return None
+        if not self._is_followed(module):
+            return
+        if module not in [running.module for running in self._stack[1:]]:
+            return
         # Modules above this one in the stack have ended by an exception after which torch ran no hooks.
         while self._stack.pop()[0] is not module:
             pass
         if not self.scope.has_modes:
-            self.scope.enter(*self._modes)
+            self.scope.enter(self, self._modes)
         # The module inside a wrapper of torch.compile has been reported already.
         is_wrapper = "_orig_mod" in module._modules
         if len(rest) != 2 or is_wrapper or module not in self._names:
-            return None
+            return
         inputs = [without_nested(x) for x in (*args, *rest[0].values())]
         output = without_nested(rest[1])
         with torch._C.DisableTorchFunction():
-            return self._listener.returned(self, module, inputs, output)
+            self._listener.returned(self, ModuleCall(module, inputs), output)
 
-    def _asked(self, request: Seen) -> Answer | None:
-        if self._is_quiet or self._is_closed or hidden_depth() > self._depth:
-            return None
+    # The following methods implement tcnn_probe.hooks.interception.Observer.
+
+    def may_edit(self) -> bool:
+        """Return whether the listener may edit the attention that torch is about to compute."""
+        return self._listener.may_edit and self.is_listening()
+
+    def sees(self, call: TorchCall) -> Sequence[Answer]:
+        """Pass a call of torch to the listener."""
+        if not self.is_listening() or self.running[-1].module not in self._names:
+            return ()
         if not is_running(self.frame):  # it was interrupted, and other code runs now
-            return None
-        if self.running[-1][0] not in self._names:
-            return None
-        return self.run_unseen(self._listener.asked, self, request)
+            return ()
+        # This looks for modes of tracers, which are hidden from the listener.
+        objection = call.objection
+        return self.run_unseen(self._ask, call, objection)
 
-    def _is_followed(self, module: nn.Module) -> bool:
-        """Return whether a module belongs to the model, or has weights and runs inside the model's forward."""
-        if (
+    def _ask(self, call: TorchCall, objection: str | None) -> Sequence[Answer]:
+        request = call.describe() if objection is None else call.unread(objection)
+        return () if request is None else self._listener.asked(self, request)
+
+    def ran(self, call: TorchCall, output: Any, answers: Sequence[Answer]) -> None:
+        """Pass the output of an attention to the listener."""
+        if self.is_listening():
+            self.run_unseen(self._listener.ran, call, output)
+
+    def is_listening(self) -> bool:
+        """Return whether the code that runs belongs to this forward."""
+        return not (
             self._is_quiet
             or self._is_closed
             or self.thread != threading.get_ident()
             or hidden_depth() > self._depth
-        ):
+        )
+
+    def _is_followed(self, module: nn.Module) -> bool:
+        """Return whether a module belongs to the model, or has weights and runs inside the model's forward."""
+        if not self.is_listening():
             return False
         # A module without weights that was created in the forward, such as nn.Softmax(-1)(x), belongs to its layer.
         return module in self._names or next(module.parameters(), None) is not None

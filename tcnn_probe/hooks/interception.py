@@ -1,34 +1,35 @@
 """Interception of every attention that a layer computes with torch, fused or not.
 
 A :class:`torch.overrides.TorchFunctionMode` sees each call of a torch function with its actual arguments: scale, mask
-and bias, and queries and keys after rotary embedding and normalisation. The model gets torch's own result, unless the
-observer returns an edit.
+and bias, and queries and keys after rotary embedding and normalisation. There is one such mode in a thread, which tells
+all calls of modules that are followed there. The model gets torch's own result, unless one of them answers.
 """
 
 import inspect
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from itertools import permutations
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
 from tcnn_model.precision import autocast_dtype
-from tcnn_probe.hooks.compilation import never_compiled_alone
+from tcnn_probe.hooks.compilation import never_compiled, never_compiled_alone
 from tcnn_probe.hooks.hidden_attention import hidden_attention, is_graph_operator
 from tcnn_probe.hooks.kernel_calls import is_kernel, read_kernel
 from tcnn_probe.hooks.modes import (
     is_function_transformed,
     is_nested,
     is_transformed,
-    unseen,
+    leaves_of,
+    take_off,
 )
 from tcnn_probe.hooks.score_modification import ScoreModification
 
@@ -37,6 +38,7 @@ __all__ = [
     "NESTED",
     "Answer",
     "Interception",
+    "Observer",
     "Seen",
     "SeenAttention",
     "SeenCopy",
@@ -44,13 +46,12 @@ __all__ = [
     "SeenOperand",
     "SeenProduct",
     "SeenUnmeasured",
+    "TorchCall",
     "describe",
-    "multihead_arguments",
+    "owned",
 ]
 
 NESTED = "it attends in nested tensors, which have no axis of tokens: pad them, and give a mask"
-Answer = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any], Any], Any]
-"""Edit of a torch function's output: a function (func, args, kwargs, output) -> output."""
 
 _MULTIHEAD = inspect.signature(F.multi_head_attention_forward)
 _CAUSAL = "causal: the tokens are a sequence"
@@ -177,17 +178,187 @@ class SeenUnmeasured:
 Seen = SeenAttention | SeenProduct | SeenCopy | SeenJoin | SeenUnmeasured
 
 
-class Interception(TorchFunctionMode):
-    """Mode that passes every attention, matrix product, scaling and concatenation of tokens to a function.
+class TorchCall:
+    """A call of a torch function that may compute attention.
 
-    Args:
-        on_request: Function that is called with a description of each such call, without gradients or function modes
-            but under the model's autocast. It may return an edit of the output, which runs with the model's gradients.
+    Attributes:
+        func, args, kwargs: The call.
+        output: What the function has returned; None if it has not run yet.
     """
 
-    def __init__(self, on_request: Callable[[Seen], Answer | None]) -> None:
+    def __init__(
+        self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        self.func, self.args, self.kwargs = func, args, kwargs
+        self.output: Any = None
+        self._project: Callable[[Tensor], Any] | None = None
+
+    @property
+    def is_fused(self) -> bool:
+        """Whether the function computes attention times values."""
+        return self.func in FUSED
+
+    @property
+    def is_multihead(self) -> bool:
+        """Whether the function is torch's multi-head attention, which also projects the heads."""
+        return self.func is F.multi_head_attention_forward
+
+    @cached_property
+    def heads(self) -> Tensor:
+        """Outputs of the heads of an attention, (..., N_query, d).
+
+        For a softmax, this is the attention itself, (..., N_query, N_key): its edits carry over to attention times
+        values, as this is linear.
+        """
+        heads = self._run_unprojected() if self.is_multihead else self._first_output
+        # A single head without images, (N_query, d), gets an axis of heads.
+        return heads if heads.ndim > 2 else heads[None]
+
+    @property
+    def _first_output(self) -> Tensor:
+        # flex_attention also returns statistics of its logits' rows, which are not edited.
+        return self.output[0] if isinstance(self.output, tuple) else self.output
+
+    def _run_unprojected(self) -> Tensor:
+        """Run multi-head attention without the projection of its heads, and return these, (B, heads, N_query, d)."""
+        arguments = _multihead_arguments(*self.args, **self.kwargs)
+        weight, bias = arguments["out_proj_weight"], arguments["out_proj_bias"]
+        # With the identity as projection, the output is the concatenation of heads.
+        arguments["out_proj_weight"] = torch.eye(
+            weight.shape[1], dtype=weight.dtype, device=weight.device
+        )
+        arguments["out_proj_bias"] = None
+        side_by_side, weights = self.func(**arguments)  # (N, B, heads * d), or no B
+        heads = side_by_side.unflatten(-1, (arguments["num_heads"], -1)).movedim(0, -2)
+
+        def project(edited: Tensor) -> tuple[Tensor, Any]:
+            merged = edited.reshape(heads.shape).movedim(-2, 0).flatten(-2)
+            return F.linear(merged, weight, bias), weights
+
+        self._project = project
+        return heads
+
+    def with_heads(self, edited: Tensor) -> Any:
+        """Return what the function would return with edited outputs of the heads."""
+        if self._project is not None:
+            return self._project(edited)
+        output = self._first_output
+        edited = edited.view(output.shape)
+        if not self.is_fused and not output.requires_grad:
+            # The softmax is edited in place, because its memory address identifies it in the product with the values.
+            return output.copy_(edited)
+        return (edited, *self.output[1:]) if isinstance(self.output, tuple) else edited
+
+    def unedited(self) -> Any:
+        """Return what the function returns without edits, and run it unless it has run."""
+        if self.output is None and self._project is not None:
+            self.output = self._project(self.heads)
+        elif self.output is None:
+            self.output = self.func(*self.args, **self.kwargs)
+        return self.output
+
+    @property
+    def heads_axis(self) -> int | None:
+        """Axis of the heads, if the function determines it."""
+        return 1 if self.is_multihead else None
+
+    @property
+    def keys(self) -> int:
+        """Number of keys of an attention."""
+        if self.is_multihead:
+            arguments = _multihead_arguments(*self.args, **self.kwargs)
+            # torch appends a key for each of these options.
+            has_bias, adds_zero = arguments["bias_k"], arguments["add_zero_attn"]
+            return len(arguments["key"]) + (has_bias is not None) + bool(adds_zero)
+        if not self.is_fused:
+            return self.output.shape[-1]
+        key = self.args[1] if len(self.args) > 1 else self.kwargs["key"]
+        return key.shape[-2]
+
+    @cached_property
+    def objection(self) -> str | None:
+        """Why the arguments cannot be read: "" if the call is only traced; None if they can."""
+        # Reading a property of a tensor is also a call of a torch function, which outer modes would see.
+        with torch._C.DisableTorchFunction():
+            return _why_unreadable(self.args, self.kwargs)
+
+    def describe(self) -> "Seen | None":
+        """Describe the call as attention, product, scaling or concatenation; None if it is none of them."""
+        return describe(self.func, self.output, self.args, self.kwargs)
+
+    def unread(self, objection: str) -> "SeenUnmeasured | None":
+        """Describe an attention whose arguments cannot be read."""
+        is_softmax = _DESCRIBE.get(self.func) is _softmax
+        attends = self.is_fused or (is_softmax and self.describe() is not None)
+        return SeenUnmeasured(objection) if objection and attends else None
+
+
+class Answer(NamedTuple):
+    """Edit of the heads of an attention, which a listener has returned.
+
+    Attributes:
+        order: Position of the listener among all, in the order in which they began.
+        listener: The listener.
+        edit: A ``HeadEdit``.
+        apply: Function (call, edits) -> what torch's function returns with these edits, of all listeners.
+    """
+
+    order: int
+    listener: Any
+    edit: Any
+    apply: Callable[[TorchCall, Sequence[Any]], Any]
+
+
+def owned(answers: Sequence[Answer]) -> list[Answer]:
+    """Restrict edits so that each head belongs only to the most recent listener that names it."""
+    answers = sorted(answers, key=lambda answer: answer.order)
+    owners = {head: answer for answer in answers for head in answer.edit.heads}
+    restricted = []
+    for answer in answers:
+        heads = [head for head in answer.edit.heads if owners[head] is answer]
+        if heads:
+            restricted.append(answer._replace(edit=answer.edit.only(heads)))
+    # A HeadWatch names no heads, and gets the edited ones.
+    return [*restricted, *(answer for answer in answers if not answer.edit.heads)]
+
+
+class Observer(Protocol):
+    """A followed call of a module, which is told of the calls of torch in its thread."""
+
+    def may_edit(self) -> bool:
+        """Return whether this may answer the call of torch that is about to run."""
+
+    def sees(self, call: TorchCall) -> Sequence[Answer]:
+        """Handle a call of torch, and return edits of its heads. Multi-head attention may run only afterwards."""
+
+    def ran(self, call: TorchCall, output: Any, answers: Sequence[Answer]) -> None:
+        """Handle the output, with the edits of all listeners, of a call that is edited or had not run before."""
+
+
+class Interception(TorchFunctionMode):
+    """Mode that passes every attention, matrix product, scaling and concatenation of tokens to observers."""
+
+    def __init__(self) -> None:
         super().__init__()
-        self._on_request = on_request
+        self._observers: list[Observer] = []
+
+    @classmethod
+    def of_this_thread(cls) -> "Interception":
+        """Return the mode that is on in this thread, or a new one."""
+        modes = _get_current_function_mode_stack()
+        return next((mode for mode in modes if isinstance(mode, cls)), None) or cls()
+
+    def join(self, observer: Observer) -> None:
+        """Add an observer, and enter the mode with the first one."""
+        self._observers.append(observer)
+        if self not in _get_current_function_mode_stack():
+            self.__enter__()
+
+    def leave(self, observer: Observer) -> bool:
+        """Remove an observer, and leave the mode with the last one; return False if the mode stays on without any."""
+        with suppress(ValueError):
+            self._observers.remove(observer)
+        return bool(self._observers) or take_off(self)
 
     @never_compiled_alone
     def __torch_function__(
@@ -200,42 +371,27 @@ class Interception(TorchFunctionMode):
         kwargs = kwargs or {}
         # flex_attention compiles itself under this mode, and its compiled call passes here again when it runs. This
         # test comes first, because guards on later values would make torch.compile recompile in each forward.
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() or _describer(func) is None:
             return func(*args, **kwargs)
-        output = func(*args, **kwargs)
-        if _describer(func) is None:
-            return output
-        return self._hand_on(func, output, args, kwargs)
+        call = TorchCall(func, args, kwargs)
+        # Multi-head attention runs once it is known whether its heads have to be kept apart, for edits.
+        if not call.is_multihead or not any(x.may_edit() for x in self._observers):
+            call.output = func(*args, **kwargs)
+        return self._hand_on(call)
 
-    @torch.compiler.disable
-    def _hand_on(
-        self,
-        func: Callable[..., Any],
-        output: Any,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> Any:
-        # Reading a property of a tensor is also a call of a torch function, which outer modes would see.
-        with torch._C.DisableTorchFunction():
-            reason = _why_unreadable(tree_leaves((args, kwargs)))
-        answer = self._ask(reason, func, output, args, kwargs)
-        return output if answer is None else answer(func, args, kwargs, output)
-
-    @unseen
-    def _ask(
-        self,
-        reason: str | None,
-        func: Callable[..., Any],
-        output: Any,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> Answer | None:
-        request = (
-            describe(func, output, args, kwargs)
-            if reason is None
-            else _describe_unreadable(reason, func, output, args, kwargs)
-        )
-        return None if request is None else self._on_request(request)
+    @never_compiled
+    def _hand_on(self, call: TorchCall) -> Any:
+        observers = list(self._observers)
+        answers = owned([answer for x in observers for answer in x.sees(call)])
+        if answers:
+            output = answers[0].apply(call, [answer.edit for answer in answers])
+        elif call.output is None:
+            output = call.unedited()
+        else:
+            return call.output
+        for observer in observers:
+            observer.ran(call, output, answers)
+        return output
 
 
 def describe(
@@ -301,7 +457,7 @@ def _softmax(
     return SeenAttention(logits=input, output=output)
 
 
-def multihead_arguments(*args: Any, **kwargs: Any) -> dict[str, Any]:
+def _multihead_arguments(*args: Any, **kwargs: Any) -> dict[str, Any]:
     """Return the arguments of a call of torch's multi-head attention by name, defaults included."""
     bound = _MULTIHEAD.bind(*args, **kwargs)
     bound.apply_defaults()
@@ -309,10 +465,11 @@ def multihead_arguments(*args: Any, **kwargs: Any) -> dict[str, Any]:
 
 
 def _multihead(
-    output: tuple[Tensor, Tensor | None], *args: Any, **kwargs: Any
+    output: tuple[Tensor, Tensor | None] | None, *args: Any, **kwargs: Any
 ) -> SeenAttention:
     """Describe torch's multi-head attention by repeating its projections; tokens come first, (N, B, d)."""
-    arguments = SimpleNamespace(**multihead_arguments(*args, **kwargs))
+    arguments = SimpleNamespace(**_multihead_arguments(*args, **kwargs))
+    has_dropout = arguments.training and arguments.dropout_p > 0
     tokens, attn_mask = (
         [arguments.query, arguments.key, arguments.value],
         arguments.attn_mask,
@@ -384,9 +541,7 @@ def _multihead(
         value=v,
         scale=q.shape[-1] ** -0.5,
         mask=sum(masks[1:], masks[0]) if masks else None,
-        output=output[0]
-        if arguments.dropout_p == 0 or not arguments.training
-        else None,
+        output=output[0] if output and not has_dropout else None,
         finish=finish,
         heads=1,
         not_on_grid=not_on_grid,
@@ -558,12 +713,13 @@ def _graph_operator(
     return SeenUnmeasured(reason) if reason else None
 
 
-def _why_unreadable(arguments: Sequence[Any]) -> str | None:
+def _why_unreadable(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
     """Return why the arguments of a call cannot be read: "" if it is only traced; None if they can."""
     if (
         is_function_transformed()
     ):  # which hides the images, or wraps them in other tensors
         return "it attends under torch.vmap or another transform of torch.func"
+    arguments = leaves_of((*args, *kwargs.values()))
     if is_transformed(arguments):
         return ""
     # The type is told by its name, because its module takes long to import.
@@ -572,18 +728,3 @@ def _why_unreadable(arguments: Sequence[Any]) -> str | None:
     if any(is_nested(x) for x in arguments):
         return NESTED
     return None
-
-
-def _describe_unreadable(
-    reason: str,
-    func: Callable[..., Any],
-    output: Any,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-) -> SeenUnmeasured | None:
-    """Describe attention whose arguments cannot be read."""
-    is_softmax = _DESCRIBE.get(func) is _softmax
-    attends = func in FUSED or (
-        is_softmax and _softmax(output, *args, **kwargs) is not None
-    )
-    return SeenUnmeasured(reason) if reason and attends else None

@@ -2,15 +2,14 @@
 
 import threading
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from functools import wraps
 from typing import Any, TypeVar
-from weakref import WeakKeyDictionary
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import Proxy
 from torch.overrides import (
@@ -22,19 +21,15 @@ from torch.overrides import (
 from torch.utils import _python_dispatch as dispatch
 from torch.utils._pytree import tree_leaves
 
-from tcnn_probe.hooks.compilation import Eagerness, is_eager
-
 __all__ = [
-    "EDITORS",
-    "Scope",
     "balanced_modes",
     "hidden_depth",
     "hidden_from_recorders",
     "is_function_transformed",
     "is_nested",
     "is_transformed",
+    "leaves_of",
     "named_in_errors",
-    "run_edited",
     "run_in_modes",
     "run_unseen",
     "take_off",
@@ -67,55 +62,14 @@ def hidden_from_recorders() -> Iterator[None]:
 
 def hidden_depth() -> int:
     """Return how many :func:`hidden_from_recorders` are active here; in autograd's threads, the maximum anywhere."""
+    if (
+        not _DEPTHS
+    ):  # nothing is hidden anywhere, which is found out much faster than the rest
+        return 0
     # A thread that torch has started in C++ does not inherit the context variable, and may work for any thread.
     if isinstance(threading.current_thread(), threading._DummyThread):
         return max(_DEPTHS, default=0)
     return _HIDDEN.get()
-
-
-class Scope:
-    """Function modes that are on, and compiled code that runs eagerly, from here to :meth:`close`.
-
-    Torch runs no hooks after Ctrl-C, so a scope can stay open until the next forward of its thread, or the end of the
-    ``with``. Whatever switches something off for the time of a forward, a mode or a gradient, is therefore never in a
-    scope, but in a ``with`` of C++ guards, which no signal can interrupt (:func:`unseen`).
-    """
-
-    def __init__(self) -> None:
-        self._modes: list[TorchFunctionMode] = []
-        self._eagerness: Eagerness | None = None
-
-    def open(self, module: nn.Module, *modes: TorchFunctionMode) -> None:
-        """Run compiled parts of a module eagerly, and enter modes."""
-        if not is_eager():  # as in a layer of a model that is followed itself
-            self._eagerness = Eagerness(module)
-        self.enter(*modes)
-
-    def enter(self, *modes: TorchFunctionMode) -> None:
-        """Enter modes, of which the last one sees a call first."""
-        for mode in modes:
-            # This order closes a mode that Ctrl-C has interrupted while it was entered.
-            self._modes.append(mode)
-            mode.__enter__()
-
-    @property
-    def has_modes(self) -> bool:
-        """Whether modes are still to be left."""
-        return bool(self._modes)
-
-    def close(self) -> None:
-        """Leave the modes, even if others that were entered later are still on. This may be repeated."""
-        self.leave_modes()
-        if self._eagerness is not None:
-            self._eagerness.close()
-
-    def leave_modes(self) -> None:
-        """Leave the modes, but still run compiled code eagerly."""
-        # While a mode handles a call, torch has set it aside, and puts it back afterwards. A recorder can be removed,
-        # or collected as garbage, just then; its modes are left when this is repeated.
-        for mode in self._modes[::-1]:
-            if take_off(mode):
-                self._modes.remove(mode)
 
 
 def take_off(mode: TorchFunctionMode) -> bool:
@@ -179,16 +133,20 @@ class _Curtain(TorchFunctionMode):
 
 def run_in_modes(function: Callable[[], Result], *modes: TorchFunctionMode) -> Result:
     """Call a function with these function modes only, even where torch functions are hidden from all modes."""
+    entered: list[TorchFunctionMode] = []
     curtain = _Curtain()
-    scope = Scope()
     try:
         with torch._C._EnableTorchFunction():
-            scope.enter(curtain, *modes)
+            for mode in (curtain, *modes):
+                # This order leaves a mode that Ctrl-C has interrupted while it was entered.
+                entered.append(mode)
+                mode.__enter__()
             return function()
     finally:
         # A curtain that Ctrl-C leaves on hides nothing.
         curtain.is_up = False
-        scope.leave_modes()
+        for mode in reversed(entered):
+            take_off(mode)
 
 
 def is_function_transformed() -> bool:
@@ -203,7 +161,7 @@ def is_nested(value: Any) -> bool:
         return isinstance(value, Tensor) and value.is_nested
 
 
-def is_transformed(inputs: Any) -> bool:
+def is_transformed(inputs: Sequence[Any]) -> bool:
     """Return whether a call is a recomputation of checkpointing, or is traced or transformed by torch."""
     if torch._C._current_graph_task_id() != -1:  # in a backward pass
         return True
@@ -214,11 +172,18 @@ def is_transformed(inputs: Any) -> bool:
         torch._C._get_dispatch_mode(key) is not None for key in _TRACERS
     ):
         return True
-    # Models and functions such as torch.cat take tensors in tuples and dictionaries, too.
     return any(
         isinstance(x, (Proxy, FakeTensor)) or (isinstance(x, Tensor) and x.is_meta)
-        for x in tree_leaves(inputs)
+        for x in leaves_of(inputs)
     )
+
+
+def leaves_of(values: Sequence[Any]) -> Sequence[Any]:
+    """Return all values inside of values, which may be nested in tuples, dictionaries and other containers."""
+    # torch's function is slow, and few functions and models take containers.
+    if all(isinstance(x, (Tensor, int, float, str, type(None))) for x in values):
+        return values
+    return tree_leaves(values)
 
 
 def run_unseen(function: Callable[..., Result], *args: Any, **kwargs: Any) -> Result:
@@ -254,16 +219,3 @@ def named_in_errors(layer: str) -> Iterator[None]:
     except BaseException as error:
         error.add_note(f"while tcnn_probe measured the layer {layer!r}")
         raise
-
-
-EDITORS: WeakKeyDictionary[nn.Module, Any] = WeakKeyDictionary()
-"""Editors of modules. Their method ``read(function)`` calls a function with the edits. Copies have no editor."""
-
-
-def run_edited(module: nn.Module, function: Callable[[], Result]) -> Result:
-    """Call a function under the edits of a layer's parameters, such as ablations, that are active in its forwards.
-
-    Only function modes that the edit enters see it, even if torch functions are hidden from all modes.
-    """
-    editor = EDITORS.get(module)
-    return function() if editor is None else editor.read(function)

@@ -105,7 +105,7 @@ class Ablated(HeadListener):
         return None
 
     def edit(self, attention: Attention, heads: Sequence[int]) -> HeadEdit | None:
-        """Return the edit of these heads, or None if this attention cannot be ablated in this way."""
+        """Return the edit of these heads, or None to leave them."""
         raise NotImplementedError
 
     def new_reference(self, seed: int | None) -> ReferenceStatistics:
@@ -139,22 +139,31 @@ class Ablated(HeadListener):
         """Indices of the ablated heads; empty while the layer's number of heads is unknown."""
         return () if self.count is None else self.among(self.count)
 
-    def attends(self, attention: Attention) -> HeadEdit | None:
-        """Return this kind's edit of an attention of the layer."""
+    def expects(self, attention: Attention) -> bool:
+        """Return whether an attention of the layer is the one whose heads are ablated, and can be ablated."""
         if self.number not in (None, attention.number):
-            return None
+            return False
         # Some layers do not state their number of heads, which is then known from their first attention.
-        heads, self.count = self.among(attention.heads), attention.heads
+        self.among(attention.heads)
+        self.count = attention.heads
         if self.grids is None:
-            return self.edit(attention, heads)
+            return True
         places = self.grids.places(self.layer, attention)
         if isinstance(places, TokenPlaces):
-            edit = self.edit(attention, heads)
-            return None if edit is None else replace(edit, queries=places.is_patch)
+            return True
         self.reason = f"mode={self.mode!r} needs the grid of {self.layer!r}: {places}"
         if self.strict:
             raise ValueError(self.reason)
-        return None
+        return False
+
+    def attends(self, attention: Attention) -> HeadEdit | None:
+        """Return this kind's edit of an attention."""
+        edit = self.edit(attention, self.indices)
+        if edit is None or self.grids is None:
+            return edit
+        places = self.grids.places(self.layer, attention)
+        assert isinstance(places, TokenPlaces)
+        return replace(edit, queries=places.is_patch)
 
     def returned(self, call: LayerCall, output: Any) -> None:
         """Raise an error if the call that ends could not be edited, or computed no attention to edit."""
@@ -186,15 +195,19 @@ class Zeroed(Ablated):
 class AveragedOverQueries(Ablated):
     """Heads whose output is replaced by its mean over the queries."""
 
-    def edit(self, attention: Attention, heads: Sequence[int]) -> HeadEdit | None:
-        """Return an edit to the mean over queries; raise an error if the user named a layer with a single query."""
-        if attention.queries > 1:
-            return HeadEdit(heads, "mean")
+    def expects(self, attention: Attention) -> bool:
+        """Return whether there are several queries; raise an error if the user named a layer with a single one."""
+        if not super().expects(attention) or attention.queries > 1:
+            return attention.queries > 1
         if self.strict:
             raise ValueError(
                 f"{self.layer!r} has a single query, whose mean is itself; give images= to take means over"
             )
-        return None
+        return False
+
+    def edit(self, attention: Attention, heads: Sequence[int]) -> HeadEdit:
+        """Return an edit to the mean over queries."""
+        return HeadEdit(heads, "mean")
 
 
 class GatesForced(Ablated):
@@ -216,9 +229,8 @@ class GatesForced(Ablated):
         count = len(getattr(self.module, name_of_gating(self.module)))
         return dict.fromkeys(self.among(count), self.GATES[self.mode])
 
-    def edit(self, attention: Attention, heads: Sequence[int]) -> HeadEdit:
-        """Return an edit without heads, because only gates are edited."""
-        return HeadEdit(())
+    def edit(self, attention: Attention, heads: Sequence[int]) -> None:
+        """Return None, because only gates are edited."""
 
 
 class GivenAttention(Ablated):
@@ -231,7 +243,7 @@ class GivenAttention(Ablated):
         """Return a reference that keeps the mean attention, or the attention of each image for another image."""
         return AttentionReference(shuffled=self.mode == "shuffled", seed=seed)
 
-    def edit(self, attention: Attention, heads: Sequence[int]) -> HeadEdit:
+    def edit(self, attention: Attention, heads: Sequence[int]) -> HeadEdit | None:
         """Return an edit with the attention of the given images; collect it while they pass through the model."""
         if self.reference.is_finished:
             return HeadEdit(
@@ -245,7 +257,7 @@ class GivenAttention(Ablated):
                 self.reference.add(
                     attention.number, heads, attention.content(), self.layer
                 )
-        return HeadEdit(())
+        return None
 
 
 class OnPatches(Ablated):
@@ -253,7 +265,7 @@ class OnPatches(Ablated):
 
     grids: GridFinder
 
-    def edit(self, attention: Attention, heads: Sequence[int]) -> HeadEdit:
+    def edit(self, attention: Attention, heads: Sequence[int]) -> HeadEdit | None:
         """Return an edit of the queries of patches."""
         places = self.grids.places(self.layer, attention)
         assert isinstance(places, TokenPlaces)
@@ -261,7 +273,7 @@ class OnPatches(Ablated):
         with torch._C.DisableTorchFunction(), without_autocast(attention.source):
             weights = self.weights(attention, heads, places)
         if weights is None:
-            return HeadEdit(())
+            return None
         return HeadEdit(heads, attention=weights, whole=True)
 
     def weights(
@@ -400,18 +412,16 @@ class AveragedOverImages(Ablated):
         """Return a reference that keeps the mean terms of the heads."""
         return TermReference()
 
-    def edit(self, attention: Attention, heads: Sequence[int]) -> HeadEdit:
-        """Return an edit that sets the heads to zero and adds their means to the layer's output."""
-        if not self.reference.is_finished:
-            return HeadEdit(())
-        number = attention.number
+    def edit(self, attention: Attention, heads: Sequence[int]) -> HeadEdit | None:
+        """Return an edit that sets the heads to zero."""
+        return HeadEdit(heads) if self.reference.is_finished else None
 
-        def add_means(call: LayerCall, output: Tensor, owned: Sequence[int]) -> Tensor:
-            # A later ablation may edit some of these heads instead.
-            places = [self.indices.index(head) for head in owned]
-            return self.reference.add_to(output, number, places, self.layer)
-
-        return HeadEdit(heads, terms=add_means)
+    def add_terms(self, call: LayerCall, output: Tensor) -> Tensor:
+        """Add the mean terms of the heads that are zero; a later ablation may edit some of the heads instead."""
+        for number, heads in call.heads_of(self).items():
+            places = [self.indices.index(head) for head in heads]
+            output = self.reference.add_to(output, number, places, self.layer)
+        return output
 
     def returned(self, call: LayerCall, output: Any) -> None:
         """Collect the terms of the given images."""
@@ -420,7 +430,7 @@ class AveragedOverImages(Ablated):
             return
         numbers = range(call.attentions) if self.number is None else [self.number]
         # Terms are computed with the gates that other ablations force.
-        with_gates = [listener for listener in call.listeners if listener.gates()]
+        with_gates = [listener for _, listener in call.listeners if listener.gates()]
         for number in numbers:
             terms = Terms(
                 call.module, self.layer, number, call.args, call.kwargs, with_gates
@@ -442,23 +452,22 @@ class Replaced(Ablated):
     """Whether the outputs of both layers were verified to be sums over heads."""
 
     def edit(self, attention: Attention, heads: Sequence[int]) -> HeadEdit:
-        """Return an edit that sets the heads to zero and adds the terms of the other layer to the output."""
-        number, source = attention.number, self.source
-        assert source is not None
+        """Return an edit that sets the heads to zero."""
+        return HeadEdit(heads)
 
-        def add_terms_of_source(
-            call: LayerCall, output: Tensor, owned: Sequence[int]
-        ) -> Tensor:
-            terms = Terms(source, self.layer, number, call.args, call.kwargs)
+    def add_terms(self, call: LayerCall, output: Tensor) -> Tensor:
+        """Add the terms of the other layer for the heads that are zero."""
+        assert self.source is not None
+        for number, heads in call.heads_of(self).items():
+            terms = Terms(self.source, self.layer, number, call.args, call.kwargs)
             if not self.is_additive:
                 Terms(call.module, self.layer, number, call.args, call.kwargs).check(
-                    owned
+                    heads
                 )
-                terms.check(owned)
+                terms.check(heads)
                 self.is_additive = True
-            return output + terms.of(owned)[0].to(output.dtype)
-
-        return HeadEdit(heads, terms=add_terms_of_source)
+            output = output + terms.of(heads)[0].to(output.dtype)
+        return output
 
 
 def use_grids(

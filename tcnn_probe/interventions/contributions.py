@@ -115,13 +115,12 @@ class _ZeroOthers(HeadListener):
         if attention.number != self._number:
             return None
         included = range(attention.heads) if self._only is None else self._only
-        return HeadEdit(
-            [
-                head
-                for head in range(attention.heads)
-                if head not in included or head in self._without
-            ]
-        )
+        zeroed = [
+            head
+            for head in range(attention.heads)
+            if head not in included or head in self._without
+        ]
+        return HeadEdit(zeroed) if zeroed else None
 
 
 def frozen_copy(

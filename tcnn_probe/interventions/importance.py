@@ -242,8 +242,10 @@ class _Watch(HeadListener):
                 if key in changes:
                     change = changes[key]
                 else:
+                    if not entry.expects(attention):
+                        continue
                     answer = entry.attends(attention)
-                    if answer is None or not answer.heads:
+                    if answer is None:
                         continue
                     heads = list(answer.heads)
                     change = (edit(answer) - before)[:, heads].to(dtype)

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from tcnn_model.precision import widest, widest_dtype
+from tcnn_probe.attention.head_editor import run_with_gates
 from tcnn_probe.attention.patterns import Pattern
-from tcnn_probe.hooks.modes import named_in_errors, run_edited
+from tcnn_probe.hooks.modes import named_in_errors
 from tcnn_probe.probes import Probe
 from tcnn_probe.probes.anatomy import finish_information
 from tcnn_probe.probes.probe import GradientNorms
@@ -277,7 +278,9 @@ class Accumulator:
             return {}
         arrays = {}
         with named_in_errors(self.name):
-            measured = run_edited(self.module, partial(self.probe.state, self.module))
+            measured = run_with_gates(
+                self.module, partial(self.probe.state, self.module)
+            )
             state = check_measured(self.probe, measured, by_image=False)
             for name, value in state.items():
                 # This is a DTensor, which is sharded over ranks.

@@ -14,10 +14,12 @@ from torch import Tensor, nn
 from tcnn_model import AttentionPool2d
 from tcnn_probe.architectures.lookup import looks_like_attention
 from tcnn_probe.attention.attention import Attention
+from tcnn_probe.attention.head_editor import run_with_gates
 from tcnn_probe.attention.layout import GivenTokens
 from tcnn_probe.attention.patterns import Pattern
 from tcnn_probe.attention.stream import AttentionListener, AttentionStream
-from tcnn_probe.hooks.modes import hidden_depth, named_in_errors, run_edited
+from tcnn_probe.hooks.forwards import ModuleCall
+from tcnn_probe.hooks.modes import hidden_depth, named_in_errors
 from tcnn_probe.images import batch_of, input_tensors
 from tcnn_probe.models import layer_names, unwrap
 from tcnn_probe.probes import ForwardCall, NotMeasuredError, Probe
@@ -380,8 +382,9 @@ class Collector(AttentionListener):
                 layout.reason,
             )
 
-    def returned(self, module: nn.Module, inputs: Sequence[Any], output: Any) -> None:
+    def returned(self, call: ModuleCall, output: Any) -> None:
         """Measure a module that has run, or keep its call if it is a part that probes of its parent need."""
+        module, inputs = call
         if module in self._watched_parts:
             self._calls[module] = ForwardCall(
                 module, self._names[module], inputs, output
@@ -400,7 +403,7 @@ class Collector(AttentionListener):
             # The probe sees the parameters that the forward used, including the edits of ablations.
             with named_in_errors(layer):
                 limit = self._room(layer, probe)
-                call = ForwardCall(
+                measured_call = ForwardCall(
                     module,
                     layer,
                     inputs,
@@ -410,10 +413,11 @@ class Collector(AttentionListener):
                     self.stream.verification,
                 )
                 assert probe.measure is not None
-                measured = run_edited(module, partial(probe.measure, call))
+                measure = partial(probe.measure, measured_call)
+                measured = run_with_gates(module, measure)
                 values = check_measured(probe, measured, by_image=True)
                 if values:
-                    self._pending.append(self._measured(probe, values, call))
+                    self._pending.append(self._measured(probe, values, measured_call))
         # Calls of the parts are dropped: their tensors may be large, and the next call of the module has new ones.
         for part in submodules.values():
             self._calls.pop(part, None)

@@ -433,17 +433,12 @@ def test_an_edited_multihead_attention_is_shown_once() -> None:
     ("edit", "message"),
     [
         (tcnn_probe.HeadEdit([0, 7]), "distinct heads below 3 of 'blocks.0.attn'"),
-        # Each edit is refused for its own reason: head out of range, repeated, wrong mode, wrong shape, or another
-        # listener.
+        # Each edit is refused for its own reason: head out of range, repeated, wrong mode, or wrong shape.
         (tcnn_probe.HeadEdit([1, 1]), "distinct heads"),
         (tcnn_probe.HeadEdit([1], "men"), "give='zero' or 'mean'"),  # type: ignore[arg-type]
         (
             tcnn_probe.HeadEdit([0, 1], attention=torch.ones(1, 1, 1, 36, 36)),
             "expected attention of shape",
-        ),
-        (
-            tcnn_probe.HeadEdit([0], terms=lambda call, output, heads: output),
-            "listeners to single layers",
         ),
     ],
 )

@@ -1,13 +1,15 @@
 """Descriptions of calls of torch functions: a computation from the description gives torch's output."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.overrides import _get_current_function_mode_stack
 
+from tcnn_probe.attention.head_edit import HeadEdit
 from tcnn_probe.hooks.interception import (
     Answer,
     Interception,
@@ -17,6 +19,7 @@ from tcnn_probe.hooks.interception import (
     SeenJoin,
     SeenOperand,
     SeenProduct,
+    TorchCall,
     describe,
 )
 
@@ -28,12 +31,35 @@ def tensor(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(shape, generator=generator, dtype=torch.float64)
 
 
+class Observer:
+    """Observer that keeps descriptions of calls, and gives an answer to each."""
+
+    def __init__(self, *answers: Answer) -> None:
+        self.answers = answers
+        self.shown: list[Seen] = []
+        self.outputs: list[Any] = []
+
+    def may_edit(self) -> bool:
+        return bool(self.answers)
+
+    def sees(self, call: TorchCall) -> Sequence[Answer]:
+        request = call.describe() if call.objection is None else None
+        if request is None:
+            return ()
+        self.shown.append(request)
+        return self.answers
+
+    def ran(self, call: TorchCall, output: Any, answers: Sequence[Answer]) -> None:
+        self.outputs.append(output)
+
+
 def requests(run: Callable[[], object]) -> list[Seen]:
     """Return all calls that are reported while a function runs."""
-    shown: list[Seen] = []
-    with Interception(shown.append):
-        run()
-    return shown
+    observer, interception = Observer(), Interception.of_this_thread()
+    interception.join(observer)
+    run()
+    assert interception.leave(observer)
+    return observer.shown
 
 
 def by_formula(attention: SeenAttention) -> Tensor:
@@ -209,15 +235,67 @@ def test_operands_that_all_images_share() -> None:
     assert not SeenOperand.of(weight.expand(B, -1, -1)[:1]).shared
 
 
-def test_an_answer_replaces_the_output() -> None:
-    def double(request: Seen) -> Answer:
-        return lambda func, args, kwargs, output: 2 * output
+def test_the_last_answers_replace_the_output_for_all_observers() -> None:
+    """One mode serves both; each head belongs to the last edit that names it, whichever observer joined last."""
+    edits: list[list[HeadEdit]] = []
 
-    with Interception(double):
-        doubled = WEIGHTS.softmax(-1)
-        plain = WEIGHTS.exp()
+    def double(call: TorchCall, of_all: Sequence[HeadEdit]) -> Tensor:
+        edits.append([*of_all])
+        return 2 * call.output
+
+    late = Observer(Answer(5, "late", HeadEdit([1, 2]), double))
+    early = Observer(Answer(3, "early", HeadEdit([0, 1]), double))
+    modes = []
+    for observer in (late, early):
+        modes.append(Interception.of_this_thread())
+        modes[-1].join(observer)
+    doubled = WEIGHTS.softmax(-1)
+    plain = WEIGHTS.exp()
+    assert modes[0].leave(early)
+    # The mode stays on for the other observer, and sees one call more.
+    assert torch.equal(WEIGHTS.softmax(-1), doubled)
+    assert modes[1].leave(late)
+    assert not _get_current_function_mode_stack()
+    assert modes[0] is modes[1]
     assert torch.equal(doubled, 2 * WEIGHTS.softmax(-1))
     assert torch.equal(plain, WEIGHTS.exp())
+    assert edits == [[HeadEdit([0]), HeadEdit([1, 2])], [HeadEdit([1, 2])]]
+    assert [x is doubled for x in early.outputs] == [True]
+    assert len(late.outputs) == 2
+
+
+def test_multihead_attention_runs_once_whether_or_not_it_is_edited(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    torch.manual_seed(0)
+    layer = nn.MultiheadAttention(HEADS * SIZE, HEADS, dtype=torch.float64)
+    x = tensor(QUERIES, B, HEADS * SIZE)
+    expected = layer(x, x, x)[0]
+    runs = []
+    # Torch's function calls this one inside, out of sight of the mode.
+    fused = F.scaled_dot_product_attention
+    monkeypatch.setattr(
+        F,
+        "scaled_dot_product_attention",
+        lambda *a, **k: runs.append(1) or fused(*a, **k),
+    )
+
+    def first_head(call: TorchCall, edits: Sequence[HeadEdit]) -> Any:
+        assert call.heads.shape == (B, HEADS, QUERIES, SIZE)
+        return call.with_heads(call.heads * (torch.arange(HEADS) < 1)[:, None, None])
+
+    for answers in ([], [Answer(0, None, HeadEdit([1]), first_head)]):
+        observer, interception = Observer(*answers), Interception.of_this_thread()
+        interception.join(observer)
+        output = layer(x, x, x, need_weights=False)[0]
+        interception.leave(observer)
+        if not answers:
+            torch.testing.assert_close(output, expected)
+            continue
+        # The layer without the weights that project the other heads.
+        layer.out_proj.weight.data[:, SIZE:] = 0
+        torch.testing.assert_close(output, layer(x, x, x)[0])
+    assert len(runs) == 2
 
 
 def test_other_functions_are_not_described() -> None:
