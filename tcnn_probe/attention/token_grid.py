@@ -99,7 +99,9 @@ class FeatureMaps:
         ):
             self._restart()
             self._embedding, self._picture_channels = None, _channels_of(inputs)
-            self._seeks = bool(self._picture_channels) and not self.is_deep
+            # Called with NumPy arrays, photographs or paths, the model makes the image itself.
+            may_be_seen = bool(self._picture_channels) or not tensors
+            self._seeks = may_be_seen and not self.is_deep
         self._seeks &= not continues
         if is_map and x is not None:
             self.images = len(x)
