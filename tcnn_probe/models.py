@@ -114,18 +114,25 @@ def layer_names(model: nn.Module) -> dict[nn.Module, str]:
             part
             for place, part in enumerate(parts)
             if part not in _WRAPPERS
-            # peft keeps a layer that it adapts inside its own one.
-            and not (
-                part == "base_layer"
-                and _is_of(modules[".".join(parts[:place])], "peft")
-            )
+            and not _is_wrapped(modules[".".join(parts[:place])], part)
         ]
         names[module] = ".".join(kept)
     return names | {module: "" for module in model.modules() if module not in names}
 
 
+def _is_wrapped(module: nn.Module, part: str) -> bool:
+    """Return whether a part of a module is what the module wraps, which may itself be a part of the model."""
+    # peft keeps the model as "base_model.model", and a layer that it adapts as "base_layer".
+    if _is_of(module, "peft"):
+        return part in ("base_model", "model", "base_layer")
+    return part == "module" and _is_of(module, *_PACKAGES)
+
+
 def plain_name(model: nn.Module, name: str) -> str:
-    """Return a layer's name without that of wrappers around the model, as in "module.blocks.0"."""
+    """Return a layer's name, or a glob, without the parts that wrappers add, as in "module.blocks.0"."""
+    modules = dict(model.named_modules())
+    if name in modules:
+        return layer_names(model)[modules[name]]
     inner = unwrap(model)
     prefix = next(name for name, module in model.named_modules() if module is inner)
     return name.removeprefix(f"{prefix}.") if prefix else name

@@ -107,19 +107,24 @@ def adapted(model: nn.Module) -> nn.Module:
         def forward(self, x: Tensor, **options: Any) -> Tensor:
             return self.base_layer(x, **options)
 
+    class LoraModel(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = model
+
     class PeftModel(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.base_model = nn.ModuleDict({"model": model})
+            self.base_model = LoraModel()
             self.prompts = nn.Linear(2, 2)
 
         def get_base_model(self) -> nn.Module:
-            return self.base_model["model"]
+            return self.base_model.model
 
         def forward(self, x: Tensor) -> Tensor:
             return self.get_base_model().forward(x)
 
-    for kind in (Adapted, PeftModel):
+    for kind in (Adapted, LoraModel, PeftModel):
         kind.__module__ = "peft.peft_model"
     for block in model.blocks:
         block.attn = Adapted(block.attn)
@@ -156,6 +161,23 @@ def test_wrappers_have_the_names_of_the_plain_model(
         expected = plain(x)
     for output in outputs:
         torch.testing.assert_close(output, expected)
+
+
+@pytest.mark.parametrize(
+    ("wrap", "prefix"), [(AveragedModel, "module"), (adapted, "base_model.model")]
+)
+@torch.no_grad()
+def test_wrappers_inside_a_model_have_no_part_in_names(
+    wrap: Callable[[nn.Module], nn.Module], prefix: str
+) -> None:
+    """As in a LightningModule whose network is adapted by peft."""
+    model = nn.Sequential(wrap(vit())).eval()
+    for layers in (None, f"0.{prefix}.blocks.1.attn"):
+        with tcnn_probe.record(model, layers=layers) as recorder:
+            model(images())
+            recorder.mark(epoch=0)
+        names = ("0.blocks.0.attn", "0.blocks.1.attn")
+        assert recorder.layers == (names if layers is None else names[1:])
 
 
 def tensors() -> tuple[int, int]:
