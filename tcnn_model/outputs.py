@@ -64,13 +64,22 @@ def _path_to_scores(output: Any) -> str:
         # Maps of scores (B, K, H, W), and tokens (B, N, K), are averaged over positions.
         means = {4: ".mean((2, 3))", 3: ".mean(1)", 1: "[:, None]"}
         return means.get(output.ndim, "")
-    members: Any = ()
     if isinstance(output, Mapping):
-        members = output.items()
+        members = {f"[{key!r}]": value for key, value in output.items()}
     elif isinstance(output, list | tuple):
-        members = enumerate(output)
-    tensors = [(key, value) for key, value in members if isinstance(value, Tensor)]
-    if not tensors:
+        members = {f"[{place}]": value for place, value in enumerate(output)}
+    else:
+        attributes = getattr(output, "__dict__", {})
+        members = {f".{name}": value for name, value in attributes.items()}
+    ranks = {
+        code: abs(value.ndim - 2)
+        for code, value in members.items()
+        if isinstance(value, Tensor)
+    }
+    containers = (Mapping, list, tuple)
+    # Without a tensor, the scores may be in the first collection.
+    inner = [code for code, value in members.items() if isinstance(value, containers)]
+    if not ranks and not inner:
         return "[...]  # what has the shape (B, K)"
-    key, value = min(tensors, key=lambda member: abs(member[1].ndim - 2))
-    return f"[{key!r}]{_path_to_scores(value)}"
+    code = min(ranks, key=ranks.__getitem__) if ranks else inner[0]
+    return code + _path_to_scores(members[code])

@@ -79,6 +79,11 @@ class Root:
             raise StoreError(
                 f"{place.name} has schema version {version!r}, expected {SCHEMA_VERSION}"
             )
+        if "consolidated_metadata" not in document:
+            raise StoreError(
+                f"{place.name} lacks consolidated metadata, as after to_zarr(..., consolidated=False): "
+                f"zarr.consolidate_metadata adds them"
+            )
         try:
             root = cls(attributes, document["consolidated_metadata"]["metadata"], text)
             is_scalar = root.documents[root.along]["shape"] == []

@@ -149,6 +149,8 @@ def test_a_layer_that_does_not_matter_is_said(layer: str) -> None:
         lambda scores: (scores[:, None].expand(-1, 7, -1),),
         lambda scores: scores[:, :, None, None].expand(-1, -1, 5, 3),
         lambda scores: SimpleNamespace(logits=scores[:, :, None, None]),
+        lambda scores: SimpleNamespace(loss=None, prediction=scores),
+        lambda scores: {"loss": None, "heads": [{"class": scores}]},
     ],
 )
 def test_other_outputs_are_refused_with_a_wrapper_that_works(output: Any) -> None:
