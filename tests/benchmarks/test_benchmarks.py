@@ -80,14 +80,6 @@ def test_every_contestant_takes_a_step(
             prepare()()
 
 
-def _main(monkeypatch: pytest.MonkeyPatch, *options: str) -> None:
-    benchmark = importlib.import_module("convit_layer")
-    monkeypatch.setattr(
-        sys, "argv", ["convit_layer.py", "--sides", "7", "--rounds", "1", *options]
-    )
-    contest.main(benchmark.parser(), benchmark.contests)
-
-
 def test_statistics_and_their_floor(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -102,68 +94,6 @@ def test_statistics_and_their_floor(
     entropy = rows[:, 1].log() - rows[:, 2] / rows[:, 1]
     torch.testing.assert_close(entropy, torch.special.entr(attention).sum(-1))
     torch.testing.assert_close(pattern.sum(0), attention[:, :, 3:].sum(0))
-
-
-def test_table_of_ratios_and_memory(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    # The benchmark measures memory in one process per contestant; invented numbers give a known ratio.
-    monkeypatch.setattr(
-        contest,
-        "_memory_in_child",
-        lambda name, contestant: 2**20 * (4 if contestant == "timm" else 1),
-    )
-    _main(monkeypatch)
-    printed = capsys.readouterr().out
-    assert "7 x 7: largest difference of outputs" in printed
-    rows = [
-        [cell.strip() for cell in line.split("|")[1:-1]]
-        for line in printed.splitlines()
-        if "tokens" in line
-    ]
-    assert [(row[1], *row[4:]) for row in rows] == [
-        ("timm", "4", "1.0"),
-        ("tcnn_model.accelerate", "1", "4.0"),
-        ("plain attention, fused", "1", "4.0"),
-    ]
-    assert rows[0][2] == "1"
-    assert float(rows[1][2]) > 0
-    _main(monkeypatch, "--child", "7 x 7 tokens", "timm")
-    assert int(capsys.readouterr().out) >= 0
-
-
-def test_memory_against_resolution(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    """Tables and figure report memory that grows with the area of the image, or with its square for one model."""
-    benchmark = importlib.import_module("resolution_memory")
-    arguments = benchmark.parser().parse_args(
-        ["--sizes", "10", "20", "30", "--figure", str(tmp_path / "figure.png")]
-    )
-
-    # Measured memory would depend on the machine, and only the report is under test.
-    def pretend(size: str, label: str) -> int:
-        return 2**20 * (int(size) ** 4 if "not" in label else 3 * int(size) ** 2)
-
-    monkeypatch.setattr(contest, "_memory_in_child", pretend)
-    benchmark.report(arguments, benchmark.contests(arguments))
-    rows = {
-        line.split("|")[1].strip(): line.split("|")[2:-1]
-        for line in capsys.readouterr().out.splitlines()[3:8]
-    }
-    assert [cell.strip() for cell in rows["ResNet-50"]] == [
-        "300",
-        "1200",
-        "2700",
-        "1.00",
-        "1.00 - 1.00",
-        "1.0000",
-    ]
-    assert [cell.strip() for cell in rows["ViT-S, not fused"]][3:5] == [
-        "2.00",
-        "2.00 - 2.00",
-    ]
-    assert (tmp_path / "figure.png").stat().st_size > 10_000
 
 
 def test_recorded_epoch_beside_a_plain_one(tmp_path: Path) -> None:

@@ -17,14 +17,13 @@ import torch
 from PIL import Image
 
 from tcnn_model.training import loop, session
-from tcnn_model.training.command import main, train
+from tcnn_model.training.command import train
 from tcnn_model.training.config import Config
 from tests.tcnn_model.training.runs import (
     assert_same_weights,
     config,
     finish,
     fork,
-    last_checkpoint,
 )
 
 # The settings use the generators of Python (RandAugment, erasing), NumPy (mixup) and torch (drop path), and the state
@@ -103,6 +102,8 @@ def test_run_that_is_cut_repeatedly(
         # Each call loses its second step.
         _cut(monkeypatch, settings, 2, resume=number > 0)
         _disturb(number)
+    # The first epoch has three steps, of which each call has kept one.
+    assert (Path(settings.out) / "checkpoints" / "epoch-0001.pt").exists()
     assert_same_weights(finish(settings, resume=True), expected)
     assert not (Path(settings.out) / "checkpoints" / "within.pt").exists()
 
@@ -146,28 +147,6 @@ def _written(settings: Config) -> set[tuple[str, int]]:
         with contextlib.suppress(FileNotFoundError):
             checkpoints.add((path.name, path.stat().st_mtime_ns))
     return checkpoints
-
-
-def test_sigterm_writes_a_checkpoint_and_exits_cleanly(
-    complete: dict[str, Any],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    settings = config(tmp_path / "stopped", **{**EVERYTHING, "checkpoint_steps": None})
-    make_step = loop.Training.make_step
-
-    def asked_to_stop(self: Any, *arguments: Any) -> None:
-        make_step(self, *arguments)
-        os.kill(os.getpid(), signal.SIGTERM)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(loop.Training, "make_step", asked_to_stop)
-        patch.setattr("tcnn_model.training.command.parse", lambda _: (settings, False))
-        assert main([]) == 0
-    assert main(["--resume", "--out", settings.out]) == 0
-    assert_same_weights(last_checkpoint(settings), complete)
-    assert f"its weights: {tmp_path / 'stopped' / 'best.pt'}" in capsys.readouterr().err
 
 
 def test_nonfinite_loss_stops_the_run(
