@@ -32,7 +32,7 @@ STORAGE_EXPERIMENTS = ("crash", "power", "properties", "s3", "soak")
 
 def mark_of(path: Path) -> str | None:
     """Return the mark of a file whose tests do not belong to the core."""
-    if path.is_relative_to(TESTS / "studies"):
+    if path.is_relative_to(TESTS / "studies") or path.parent.name == "benchmarks":
         return "study"
     if path.parent.name == "storage" and path.stem[5:] in STORAGE_EXPERIMENTS:
         return "study"

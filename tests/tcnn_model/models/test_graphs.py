@@ -85,7 +85,7 @@ def images(one_size: bool) -> Iterator[Tensor]:
         yield random(batch, 1, *size, seed=batch, dtype=torch.float32)
 
 
-@pytest.mark.study(but=["t-cnn-traced", "t-cnn-exported", "pooled-per-class-symbolic"])
+@pytest.mark.study(but=["t-cnn-traced", "pooled-per-class-symbolic"])
 @pytest.mark.parametrize("graph_of", [traced, exported, symbolic])
 @pytest.mark.parametrize("name", MODELS)
 @torch.no_grad()

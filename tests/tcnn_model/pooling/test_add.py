@@ -145,6 +145,7 @@ def test_copies_keep_the_interface(per_class: bool) -> None:
     assert pooled(x).shape == (2, CLASSES)
 
 
+@pytest.mark.study
 @torch.no_grad()
 def test_model_compiles_and_traces_as_one_graph() -> None:
     """The model compiles without a graph break, and torch.fx traces it."""

@@ -134,6 +134,7 @@ CASES: dict[str, tuple[Sequence[str], int | None, tuple[Any, ...]]] = {
 }
 
 
+@pytest.mark.study(but=["words behind", "image first, joined by head"])
 @pytest.mark.parametrize(("order", "inside", "inputs"), CASES.values(), ids=CASES)
 def test_joint_blocks_equal_brute_force(
     order: Sequence[str], inside: int | None, inputs: tuple[Any, ...]

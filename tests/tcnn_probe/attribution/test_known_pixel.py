@@ -66,6 +66,7 @@ METHODS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.study(but=["gradcam", "class_attention"])
 @pytest.mark.parametrize("method", METHODS)
 def test_the_peak_is_at_the_pixel(method: str) -> None:
     for kernel, stride, padding in CASES:

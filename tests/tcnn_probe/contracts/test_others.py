@@ -216,6 +216,7 @@ TRANSFORMS = [
 ]  # fmt: skip
 
 
+@pytest.mark.study(but=["by_vmap", "by_export", "by_jit_trace"])
 @pytest.mark.filterwarnings(
     "ignore:.*:DeprecationWarning", "ignore:Converting a tensor to a Python"
 )
@@ -289,6 +290,7 @@ def test_symbolic_trace() -> None:
     assert before == Trace(model)
 
 
+@pytest.mark.study
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:FutureWarning")
 @pytest.mark.parametrize(
     ("name", "options"),

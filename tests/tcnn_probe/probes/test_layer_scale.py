@@ -243,6 +243,7 @@ BLOCKS: dict[
 }
 
 
+@pytest.mark.study(but=["vit", "convnext", "xcit", "windows"])
 @pytest.mark.parametrize("family", BLOCKS)
 def test_ratio_equals_that_of_the_block_written_out(family: str) -> None:
     make, oracle, classes, size = BLOCKS[family]
