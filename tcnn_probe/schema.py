@@ -50,6 +50,11 @@ class Variable:
     is_coordinate: bool = False
 
     @property
+    def may_be_nan(self) -> bool:
+        """Whether NaN is no sign of an error: with a reason, and as the shares of a total of 0."""
+        return bool(self.nan_reason) or self.over_images == "shares"
+
+    @property
     def attrs(self) -> dict[str, str]:
         """Attributes of the stored array."""
         return {

@@ -82,21 +82,25 @@ def _maps(attention: Attention, images: Sequence[int]) -> dict[str, Tensor]:
     return maps
 
 
+# Numbers of heads in softmax and in gated layers alike.
+_OF_ALL_HEADS: Mapping[str, Variable] = {
+    "entropy": ENTROPY,
+    "attention_distance": DISTANCE,
+    "max_logit": LOGIT,
+    **ANATOMY,
+    **UNIFORM,
+    **MAPS,
+}
 SOFTMAX = Probe(
     "softmax",
     {
-        "entropy": ENTROPY,
-        "attention_distance": DISTANCE,
+        **_OF_ALL_HEADS,
         "prefix_attention": Variable(
             HEAD,
             "1",
             "attention to class and register tokens",
             f"Attention of queries on the grid to the class and register tokens before it. {MEAN}",
         ),
-        "max_logit": LOGIT,
-        **ANATOMY,
-        **UNIFORM,
-        **MAPS,
     },
     group="",
     attention=_statistics_of_softmax,
@@ -128,6 +132,7 @@ VIDEO = Probe(
 
 
 _GATED_VARIABLES: Mapping[str, Variable] = {
+    **_OF_ALL_HEADS,
     "gate": Variable(
         HEAD,
         "1",
@@ -168,7 +173,6 @@ _GATED_VARIABLES: Mapping[str, Variable] = {
         "centre of attention, x",
         "Delta_x, relative to the query (T-CNN Eq. 4), at the time of the mark.",
     ),
-    "entropy": ENTROPY,
     "content_entropy": Variable(
         HEAD,
         "nat",
@@ -181,20 +185,15 @@ _GATED_VARIABLES: Mapping[str, Variable] = {
         "entropy of positional attention",
         f"Entropy of softmax(-alpha ||delta - Delta||^2) over real and padding cells. {MEAN}",
     ),
-    "attention_distance": DISTANCE,
-    "max_logit": LOGIT,
-    **ANATOMY,
     "content_part_information": content_information(
         "of the content part of attention, C"
     ),
-    **UNIFORM,
     "uniform_content_entropy": Variable(
         ("layer",),
         "nat",
         "entropy of uniform content attention",
         "log N for the layer's N real cells: the content_entropy of queries that attend to all of them equally.",
     ),
-    **MAPS,
 }
 
 

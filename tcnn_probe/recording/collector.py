@@ -2,12 +2,11 @@
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -20,26 +19,20 @@ from tcnn_probe.attention.patterns import Pattern
 from tcnn_probe.attention.stream import AttentionListener, AttentionStream
 from tcnn_probe.hooks.forwards import ModuleCall
 from tcnn_probe.hooks.modes import hidden_depth, named_in_errors
-from tcnn_probe.images import batch_of, input_tensors
 from tcnn_probe.models import layer_names, unwrap
 from tcnn_probe.probes import ForwardCall, NotMeasuredError, Probe
-from tcnn_probe.probes.anatomy import ANATOMY
-from tcnn_probe.recording.accumulator import (
+from tcnn_probe.recording.accumulator import Accumulator
+from tcnn_probe.recording.epoch import UNKNOWN_CELLS, EpochReport, LayerReport
+from tcnn_probe.recording.forwards import ForwardCounter
+from tcnn_probe.recording.image_sums import ImageSums, Key
+from tcnn_probe.recording.measured import (
     MAPS_BY_CLASS,
-    Accumulator,
-    EpochSums,
+    Measured,
     check_measured,
     select_classes,
 )
-from tcnn_probe.recording.epoch import (
-    MIXED_SIZES,
-    UNKNOWN_CELLS,
-    EpochReport,
-    LayerReport,
-)
-from tcnn_probe.recording.fingerprints import ImageHashes
-from tcnn_probe.recording.image_sums import ImageSums, Key, LayerSums
 from tcnn_probe.recording.options import Sampling
+from tcnn_probe.recording.sums import EpochSums
 
 __all__ = ["Collector", "RankSums"]
 
@@ -59,47 +52,6 @@ class RankSums:
     missed_attention: bool
 
 
-@dataclass(frozen=True)
-class _Measured:
-    """Measurements of a layer by a probe in a forward that has not ended yet.
-
-    Args:
-        layer: Name of the layer.
-        module: Module that was measured.
-        probe: Probe that measured it.
-        values: Values by variable, of the images within ``max_images``.
-        patterns: Sums over these images.
-        batch: Number of images in the forward.
-        before: Number of images of the epoch before this forward.
-        rows: Indices in the layer's measurements of the images whose maps are kept.
-        numbers: Numbers in the forward of these images.
-        maps: Maps of the images in ``rows``.
-    """
-
-    layer: str
-    module: nn.Module
-    probe: Probe
-    values: Mapping[str, Tensor]
-    patterns: Mapping[str, Pattern]
-    batch: int
-    before: int
-    rows: Sequence[int]
-    numbers: Sequence[int]
-    maps: Mapping[str, Tensor]
-
-    @property
-    def key(self) -> Key:
-        """Layer and kind of probe."""
-        return self.layer, self.probe.kind
-
-    @property
-    def images(self) -> int:
-        """Number of images within ``max_images``."""
-        for value in self.values.values():
-            return len(value)
-        return max(pattern.batch for pattern in self.patterns.values())
-
-
 class Collector(AttentionListener):
     """Listener that collects measurements of a model between two marks.
 
@@ -108,11 +60,8 @@ class Collector(AttentionListener):
         missing: Reasons why layers are recorded without a variable: {variable: {layer: reason}}.
         advice: Arguments that the user can give for layers without a known grid, by layer.
         order: Positions of the layers in the model, by name.
-        image_hashes: Hashes of the images whose maps are kept, and the number of images so far.
         model_class: Name of the model's class.
-        training_forwards: Number of forwards that began in training mode since the previous mark.
-        on_training: Function that is called before the first of these forwards.
-        pauses: Number of active pauses, in which nothing is measured.
+        forwards: Count of the forwards and images since the previous mark.
         lock: Lock that is held while a forward is added; hold it from :meth:`read_sums` to :meth:`reset`.
 
     Args:
@@ -145,9 +94,6 @@ class Collector(AttentionListener):
         self._numbers = ImageSums()
         self.missing: dict[str, dict[str, str]] = {}
         self.advice: dict[str, str] = {}
-        self.training_forwards = 0
-        self.pauses = 0
-        self.on_training: Callable[[], None] = lambda: None
         # Code that is hidden from this recorder runs at a greater depth, and its gradients are ignored.
         self._depth = hidden_depth()
         self._map_images: dict[str, frozenset[int]] = {}
@@ -155,26 +101,21 @@ class Collector(AttentionListener):
             self._map_images[probe.kind] = frozenset(
                 sampling.images if probe.images is None else probe.images
             )
-        self.image_hashes = ImageHashes(
-            frozenset(sampling.images).union(*self._map_images.values())
+        self.forwards = ForwardCounter(
+            model,
+            self._names,
+            sampling,
+            frozenset(sampling.images).union(*self._map_images.values()),
+            self._begins_forward,
+            self._is_full,
         )
         self.lock = threading.RLock()
-        self._forwards = 0
-        self._called_parts: dict[str, None] = {}
-        self._is_chosen = self._has_number = False
-        # Parts that were called in this forward.
-        self._entries: set[nn.Module] = set()
-        # Images of the epoch's forwards before this one, and of this one, as far as it has shown any.
-        self._before = self._batch = 0
         self._measuring: dict[nn.Module, list[Accumulator]] = {}
         self._parts: dict[nn.Module, Mapping[str, nn.Module]] = {}
         self._attach_probes()
         self._watched_parts = {
             part for parts in self._parts.values() for part in parts.values()
         }
-        self._epoch = self._begun_in = 0
-        self._image_size: tuple[torch.Size, ...] = ()
-        self._whole_model = False
         self._clear()
         self.stream = AttentionStream(
             model,
@@ -203,11 +144,7 @@ class Collector(AttentionListener):
 
     def reset(self) -> None:
         """Start the next epoch. A forward that is still running belongs to no epoch."""
-        self._epoch += 1
-        self.training_forwards = 0
-        self._forwards = 0
-        self._called_parts.clear()
-        self.image_hashes.reset()
+        self.forwards.reset()
         self._numbers.reset()
         for accumulator in self._all():
             accumulator.reset()
@@ -218,8 +155,10 @@ class Collector(AttentionListener):
         sums = {}
         # All ranks use the same order, because reading the parameters of a sharded layer waits for the other ranks.
         for key in sorted(self.accumulators):
-            sums[key] = self.accumulators[key].read(numbers.get(key, LayerSums()))
-        return RankSums(sums, bool(self._attention_probes) and not self._forwards)
+            sums[key] = self.accumulators[key].read(numbers.get(key, EpochSums()))
+        return RankSums(
+            sums, bool(self._attention_probes) and not self.forwards.measured
+        )
 
     def close_epoch(self, ranks: Sequence[RankSums] = ()) -> EpochReport:
         """Return the report of the epoch.
@@ -236,25 +175,8 @@ class Collector(AttentionListener):
             sums = EpochSums.together(
                 rank.sums[key] for rank in ranks if key in rank.sums
             )
-            mixed = [
-                variable
-                for variable, pattern in sums.patterns.items()
-                if pattern is None
-            ]
             probe = accumulator.probe
-            if "content_information" in mixed:
-                mixed += [name for name in ANATOMY if name in probe.variables]
-            self._note_missing(accumulator.name, mixed, MIXED_SIZES)
-            reasons = {
-                name: reason
-                for name, reason in sums.statistics.items()
-                if isinstance(reason, str)
-            }
-            for name, value in sums.state.items():
-                reason = probe.variables[name].nan_reason
-                if reason and np.isnan(value).any():
-                    reasons[name] = reason
-            for name, reason in reasons.items():
+            for name, reason in sums.reasons(probe.variables).items():
                 self._note_missing(accumulator.name, [name], reason)
             facts = dict(probe.facts(accumulator.module)) if probe.facts else {}
             images, maps = accumulator.images, accumulator.maps
@@ -272,11 +194,11 @@ class Collector(AttentionListener):
             },
             unsupported=dict(self.stream.unsupported),
             class_counts=self._class_counts(),
-            image_hashes=self.image_hashes.read(),
-            training_forwards=self.training_forwards,
+            image_hashes=self.forwards.image_hashes.read(),
+            training_forwards=self.forwards.training_forwards,
             missed_attention=all(rank.missed_attention for rank in ranks),
             attention_like=[] if layers or not ranks else self._attention_like(),
-            called_parts=list(self._called_parts),
+            called_parts=list(self.forwards.called_parts),
             compiled_parts=[
                 name
                 for module, name in self._names.items()
@@ -291,64 +213,15 @@ class Collector(AttentionListener):
         self, entry: nn.Module, inputs: Sequence[Any], *, continues: bool
     ) -> bool:
         """Return whether to measure this call, and prepare for it. Calls of one forward are measured together."""
-        # A forward that goes on after a mark counts as a new one.
-        continues = continues and self._begun_in == self._epoch
-        if not continues:
-            self._drop_idle_forward()
-            self._is_chosen = self._begins_forward()
-        self._entries.add(entry)
-        if self.pauses or not self._is_chosen:
-            return False
-        self._clear()
-        if not continues:
-            self._before, self._batch = self.image_hashes.passed, 0
-        if not self._batch:
-            batch = batch_of(inputs)
-            self._batch = 0 if batch is None else len(batch)
-        self.image_hashes.begins(inputs, continues=continues)
-        # The name is empty for the model and for a wrapper around it.
-        self._whole_model = self._names[entry] == ""
-        if not self._whole_model:
-            self._called_parts[self._names[entry]] = None
-        shapes = tuple(x.shape[1:] for x in input_tensors(inputs))
-        # Tokens that come without an image are those of the images before.
-        has_images = self._whole_model or any(len(shape) > 2 for shape in shapes)
-        if not continues and (has_images or self._image_size is None):
-            self._image_size = shapes
-        return True
-
-    def _drop_idle_forward(self) -> None:
-        """Uncount the previous forward if it was of parts in which nothing is measured, such as an embedding."""
-        entries, self._entries = self._entries, set()
-        measured = self._measuring.keys() | self.stream.attending
-        is_idle = all(
-            self._names[entry] and measured.isdisjoint(entry.modules())
-            for entry in entries
+        is_measured = self.forwards.begins(
+            entry,
+            inputs,
+            continues=continues,
+            measuring=lambda: self._measuring.keys() | self.stream.attending,
         )
-        if not is_idle or not self._has_number or self._begun_in != self._epoch:
-            return
-        self._forwards -= 1
-        if self._is_chosen:
-            self.image_hashes.passed = self._before
-
-    def _begins_forward(self) -> bool:
-        """Count a forward that begins, and return whether it is measured."""
-        # This is compared when a call ends, as another thread may mark the epoch before.
-        self._begun_in = self._epoch
-        self._has_number = False
-        if self.pauses:
-            return False
-        training = self._model.training
-        if training and not self.training_forwards:
-            self.on_training()
-        self.training_forwards += training
-        self._follow_gradients()
-        if not self._measures_forwards() or training not in self._sampling.training:
-            return False
-        number = self._forwards
-        self._forwards += 1
-        self._has_number = True
-        return number % self._sampling.every == 0 and not self._is_full()
+        if is_measured:
+            self._clear()
+        return is_measured
 
     def attends(self, attention: Attention) -> None:
         """Measure an attention."""
@@ -427,9 +300,9 @@ class Collector(AttentionListener):
         pending = self._pending
         self._clear()
         with self.lock:
-            if self._begun_in != self._epoch:
+            if not self.forwards.belongs_to_epoch:
                 return
-            self.image_hashes.ends()
+            self.forwards.image_hashes.ends()
             # A softmax whose result was multiplied with no values is not attention: `layers` lacks it.
             pending = [
                 measured
@@ -438,7 +311,7 @@ class Collector(AttentionListener):
             ]
             self._numbers.add((measured.key, measured.values) for measured in pending)
             for measured in pending:
-                self._add(measured, output if self._whole_model else None)
+                self._add(measured, output if self.forwards.whole_model else None)
 
     def fails(self) -> None:
         """Discard the measurements of the forward."""
@@ -515,19 +388,20 @@ class Collector(AttentionListener):
                 reasons[layer] = f"{UNREACHED} {mark}"
 
     def _ignores_gradients(self) -> bool:
-        return self.pauses > 0 or hidden_depth() > self._depth
+        return self.forwards.pauses > 0 or hidden_depth() > self._depth
 
     def _follow_gradients(self) -> None:
         for accumulator in self._all():
             accumulator.gradients.follow()
 
-    def _measures_forwards(self) -> bool:
+    def _begins_forward(self) -> bool:
+        self._follow_gradients()
         return bool(self._attention_probes) or any(
             accumulator.probe.runs for accumulator in self._all()
         )
 
     def _clear(self) -> None:
-        self._pending: list[_Measured] = []
+        self._pending: list[Measured] = []
         self._calls: dict[nn.Module, ForwardCall] = {}
         self._pending_images: Counter[Key] = Counter()
 
@@ -557,12 +431,12 @@ class Collector(AttentionListener):
         probe: Probe,
         measured: Mapping[str, Tensor | Pattern],
         call: Attention | ForwardCall,
-    ) -> _Measured:
+    ) -> Measured:
         """Return the measurements of a call with the maps of chosen images."""
         layer, patterns, values, images = call.name, {}, {}, 0
         for name, value in measured.items():
             if isinstance(value, Pattern):
-                patterns[name] = replace(value, size=self._image_size)
+                patterns[name] = replace(value, size=self.forwards.image_size)
                 images = images or value.batch
             else:
                 # Images beyond max_images are numbered, but not added to the sums.
@@ -579,8 +453,8 @@ class Collector(AttentionListener):
         numbers: Sequence[int] = range(images)
         maps: Mapping[str, Tensor] = {}
         without_maps = ""
-        if self._batch:
-            before, batch = self._before, self._batch
+        if self.forwards.batch:
+            before, batch = self.forwards.before, self.forwards.batch
             if isinstance(call, Attention):
                 numbers, without_maps = call.image_numbers or (), call.without_maps
                 # A layer without a grid has no maps of any image.
@@ -619,7 +493,7 @@ class Collector(AttentionListener):
                 lacking - probe.class_variables if maps else lacking,
                 call.layout.reason,
             )
-        return _Measured(
+        return Measured(
             layer=layer,
             module=call.module,
             probe=probe,
@@ -627,7 +501,6 @@ class Collector(AttentionListener):
             patterns=patterns,
             batch=batch,
             before=before,
-            rows=rows,
             numbers=[numbers[row] for row in rows],
             maps=maps,
         )
@@ -637,16 +510,20 @@ class Collector(AttentionListener):
         # Images are (C, H, W), videos (T, C, H, W) or (C, T, H, W), here without the dimension of the batch.
         size: Sequence[int] | None = self.stream.image_size
         if size is None:
-            size = next((shape for shape in self._image_size if len(shape) > 2), None)
+            size = next(
+                (shape for shape in self.forwards.image_size if len(shape) > 2), None
+            )
         # A model that crops, pads or resizes images embeds others than it gets.
-        elif not any(size in (shape[-2:], shape[:2]) for shape in self._image_size):
+        elif not any(
+            size in (shape[-2:], shape[:2]) for shape in self.forwards.image_size
+        ):
             return None
         if size is None or attention.cells is None:
             return None
         (height, width), (rows, columns) = size[-2:], attention.cells
         return height / rows if height * columns == width * rows else None
 
-    def _add(self, measured: _Measured, output: Any) -> None:
+    def _add(self, measured: Measured, output: Any) -> None:
         probe, maps = measured.probe, measured.maps
         accumulator = self._accumulator(measured.layer, measured.module, probe)
         accumulator.add(measured.patterns, measured.images)

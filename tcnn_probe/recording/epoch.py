@@ -9,14 +9,13 @@ from torch import Tensor
 
 from tcnn_model.conversion.selection import LayerFilter, matching
 from tcnn_probe.probes import DEFAULT, Probe
-from tcnn_probe.recording.accumulator import EpochSums
 from tcnn_probe.recording.options import Sampling
+from tcnn_probe.recording.sums import MIXED_SIZES, EpochSums
 from tcnn_probe.schema import Group, difference
 from tcnn_probe.storage import EpochStore, StoreError
 
 __all__ = [
     "MAPS_OF_CLASSES",
-    "MIXED_SIZES",
     "UNKNOWN_CELLS",
     "EpochReport",
     "LayerReport",
@@ -35,11 +34,6 @@ MAPS_OF_CLASSES = "maps/classes/"
 """Prefix of the paths of groups with maps of classes."""
 
 UNKNOWN_CELLS = "no grid is known that divides the model's input into squares"
-MIXED_SIZES = (
-    "images of several sizes came between two marks: mark() after those of each size"
-)
-"""Reason why a layer is recorded without content information."""
-
 Groups = Mapping[str, Group]
 
 
@@ -407,11 +401,7 @@ def warn_of_idle_probes(kinds: Collection[str], report: EpochReport) -> list[str
     warned = [f"no layer was found for the probes {idle}"] if idle else []
     for probe in report.probes:
         entries = [entry for entry in report.layers if entry.probe.kind == probe.kind]
-        measured = {
-            name
-            for entry in entries
-            for name in (*entry.sums.sums, *entry.sums.largest)
-        }
+        measured = {name for entry in entries for name in entry.sums.sums}
         unread = sorted(probe.variables.keys() - probe.image_variables - measured)
         # A probe that has read some of its variables fits the model.
         has_state = any(entry.sums.state for entry in entries)

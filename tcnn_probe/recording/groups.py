@@ -100,8 +100,7 @@ def number_values(layers: Iterable[LayerReport]) -> list[LayerValues]:
         key = probe.place, layer.name
         # Several probes of one group can measure the same layer; they share its entry.
         entry = entries.setdefault(key, LayerValues(*key, maps=False))
-        # State, such as gates, is read at the mark; means are over the images since the previous mark.
-        values = sums.state | sums.means()
+        values = sums.finish(probe.variables)
         variables = {
             name: probe.variables[name]
             for name in probe.variables
@@ -342,7 +341,7 @@ def warn_of_nonfinite(entries: Iterable[LayerValues]) -> list[str]:
             counts[entry.layer] = max(images, counts.get(entry.layer, 0))
         # Maps are not checked: they are NaN for images that were not seen.
         elif not entry.maps and not all(
-            np.isfinite(value).all() or entry.variables[name].nan_reason
+            np.isfinite(value).all() or entry.variables[name].may_be_nan
             for name, value in entry.values.items()
         ):
             broken.append(entry.layer)
@@ -373,10 +372,6 @@ def assemble(
     for entry in entries:
         row = rows[entry.place][entry.layer]
         for name, value in entry.values.items():
-            # Shares are divided after the warning of NaN values, because shares of a total of 0 are NaN on purpose.
-            if entry.variables[name].over_images == "shares":
-                total = value.sum(-1, keepdims=True)
-                value = value / np.where(total == 0, np.nan, total)
             # A layer can have fewer heads or classes than its group: the rest keeps the fill value.
             region: tuple[int | slice, ...] = (
                 row,

@@ -1,39 +1,19 @@
 """Sums over images of the numbers of all layers."""
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
-from itertools import accumulate
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from tcnn_model.precision import widest
+from tcnn_probe.recording.sums import EpochSums
 
-__all__ = ["ImageSums", "Key", "LayerSums", "Sums", "add_sums", "take_largest"]
+__all__ = ["ImageSums", "Key"]
 
 Key = tuple[str, str]  # layer and kind of probe
-Sums = dict[str, tuple[np.ndarray, Any]]
-"""Sums by variable, each with the number of terms of each value."""
-
 # Names and shapes of an image's values of each layer.
 _Columns = tuple[tuple[Key, tuple[tuple[str, torch.Size], ...]], ...]
-
-
-@dataclass
-class LayerSums:
-    """Sums over images of the numbers of a layer.
-
-    Attributes:
-        sums: Sums over the images in which the value is finite.
-        largest: Maxima over these images; minus infinity if there are none.
-        nonfinite: Number of images with a value that is NaN or infinite.
-    """
-
-    sums: Sums = field(default_factory=dict)
-    largest: dict[str, np.ndarray] = field(default_factory=dict)
-    nonfinite: int = 0
 
 
 class ImageSums:
@@ -100,23 +80,22 @@ class ImageSums:
                         f"images of one size"
                     )
 
-    def read(self) -> dict[Key, LayerSums]:
+    def read(self) -> dict[Key, EpochSums]:
         """Return the sums of each layer."""
-        layers: dict[Key, LayerSums] = {}
+        layers: dict[Key, EpochSums] = {}
         for columns, totals in self._totals.items():
             (sums, counts), largest, nonfinite = (
                 values.double().cpu().numpy() for values in totals
             )
-            names = [(key, *pair) for key, shapes in columns for pair in shapes]
-            ends = accumulate(shape.numel() for *_, shape in names)
-            for (key, name, shape), end in zip(names, ends, strict=True):
-                layer = layers.setdefault(key, LayerSums())
-                own = slice(end - shape.numel(), end)
-                total, count = sums[own].reshape(shape), counts[own].reshape(shape)
-                add_sums(layer.sums, {name: (total, count)})
-                take_largest(layer.largest, {name: largest[own].reshape(shape)})
-            for (key, _), count in zip(columns, nonfinite, strict=True):
-                layers[key].nonfinite += int(count)
+            end = 0
+            for (key, shapes), count in zip(columns, nonfinite, strict=True):
+                layer = EpochSums(nonfinite=int(count))
+                for name, shape in shapes:
+                    own = slice(end, end := end + shape.numel())
+                    terms = sums[own].reshape(shape), counts[own].reshape(shape)
+                    layer.sums[name] = terms
+                    layer.largest[name] = largest[own].reshape(shape)
+                layers.setdefault(key, EpochSums()).add(layer)
         return layers
 
 
@@ -128,18 +107,3 @@ def _as_rows(value: Tensor) -> Tensor:
     """Return (B, *dims) as (B, n), in a dtype that holds all values when it is concatenated with others."""
     value = value if value.is_floating_point() else widest(value)
     return value.reshape(len(value), -1)
-
-
-def add_sums(totals: Sums, sums: Sums) -> None:
-    """Add sums and their numbers of terms to others."""
-    for name, (value, number) in sums.items():
-        total, count = totals.get(name, (0, 0))
-        totals[name] = total + value, count + number
-
-
-def take_largest(
-    totals: dict[str, np.ndarray], values: Mapping[str, np.ndarray]
-) -> None:
-    """Replace values by larger ones."""
-    for name, value in values.items():
-        totals[name] = np.maximum(totals.get(name, value), value)

@@ -40,8 +40,8 @@ def keep_measurements(recorder: "Recorder", path: Path, about: Any) -> None:
                 key: accumulator.maps
                 for key, accumulator in collector.accumulators.items()
             },
-            "passed": collector.image_hashes.passed,
-            "samples": collector.image_hashes.samples,
+            "passed": collector.forwards.image_hashes.passed,
+            "samples": collector.forwards.image_hashes.samples,
         }
     partial = path.with_name(f"{path.name}.{os.getpid()}")
     try:
@@ -90,8 +90,8 @@ def continue_measuring(
                 name: torch.from_numpy(values)[None] for name, values in maps.items()
             }
             collector.accumulators[key].add_maps([image], tensors)
-    collector.image_hashes.passed = kept["passed"]
-    collector.image_hashes.samples = {
+    collector.forwards.image_hashes.passed = kept["passed"]
+    collector.forwards.image_hashes.samples = {
         image: torch.from_numpy(values) for image, values in kept["samples"].items()
     }
     return kept["about"]

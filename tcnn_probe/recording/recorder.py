@@ -183,7 +183,7 @@ class Recorder:
                     check_same_recording(self._store, provenance(model), report)
                 self._store.hold()
             self._weights = ResumedWeights(model, self._store.attrs or {})
-            self._collector.on_training = self._weights.check
+            self._collector.forwards.on_training = self._weights.check
             undo.pop_all()
         if self._marks:
             count = _count(len(self._marks), along)
@@ -327,11 +327,11 @@ class Recorder:
     @contextmanager
     def pause(self) -> Iterator[None]:
         """Measure nothing inside the ``with``, in any thread, for example during a second evaluation in an epoch."""
-        self._collector.pauses += 1
+        self._collector.forwards.pauses += 1
         try:
             yield
         finally:
-            self._collector.pauses -= 1
+            self._collector.forwards.pauses -= 1
 
     def remove(self) -> None:
         """Detach from the model, and finish writing. Marked epochs stay available. This may be called repeatedly."""
@@ -521,7 +521,7 @@ class Recorder:
                 f"{_count(images, 'image')} measured {since}: they are not in the recording. To keep them, {advice}; "
                 f"for forwards that do not belong to it there is recorder.pause()"
             )
-        if self._collector.training_forwards and not self._has_marked:
+        if self._collector.forwards.training_forwards and not self._has_marked:
             return f"nothing was recorded, as nothing was marked: {advice}"
         return ""
 

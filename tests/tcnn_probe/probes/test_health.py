@@ -516,13 +516,16 @@ def test_separate_softmax_records_no_values() -> None:
 
 def test_largest_value_over_ranks() -> None:
     """The largest value over ranks ignores ranks without images; no value at all is NaN."""
-    from tcnn_probe.recording.accumulator import EpochSums
+    from tcnn_probe.recording.sums import EpochSums
 
-    ranks = [
-        # Minus infinity stands for no value yet.
-        EpochSums(largest={"max_logit": np.array([3.0, -2.0, -np.inf, -np.inf])}),
-        EpochSums(),
-        EpochSums(largest={"max_logit": np.array([1.0, 5.0, 7.0, -np.inf])}),
-    ]
-    together = EpochSums.together(ranks).means()["max_logit"]
+    def rank(*largest: float) -> EpochSums:
+        # Minus infinity stands for no value yet; the mean is not asked for.
+        terms = np.zeros(len(largest)), np.isfinite(largest).astype(float)
+        return EpochSums(
+            sums={"max_logit": terms}, largest={"max_logit": np.array(largest)}
+        )
+
+    ranks = [rank(3, -2, -np.inf, -np.inf), EpochSums(), rank(1, 5, 7, -np.inf)]
+    variables = tcnn_probe.PROBES["softmax"].variables
+    together = EpochSums.together(ranks).finish(variables)["max_logit"]
     np.testing.assert_array_equal(together, [3, 5, 7, np.nan])

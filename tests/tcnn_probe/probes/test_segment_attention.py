@@ -17,10 +17,11 @@ from tcnn_probe.attention import softmax_statistics
 from tcnn_probe.attention.attention import Attention
 from tcnn_probe.attention.reconstruction import ProductLogits
 from tcnn_probe.probes.segment_attention import SEGMENT_ATTENTION
-from tcnn_probe.recording.accumulator import Accumulator, EpochSums
+from tcnn_probe.recording.accumulator import Accumulator
 from tcnn_probe.recording.epoch import LayerReport
 from tcnn_probe.recording.groups import assemble, groups_of, number_values
 from tcnn_probe.recording.image_sums import ImageSums
+from tcnn_probe.recording.sums import EpochSums
 from tests.tcnn_model.kernels.conftest import interpreter  # noqa: F401
 from tests.tcnn_probe.attention.bruteforce import attention_of
 from tests.tcnn_probe.attention.sharpen import sharpen

@@ -1,0 +1,151 @@
+"""The forwards of an epoch: which of them are measured, and which of its images each one has."""
+
+from collections.abc import Callable, Collection, Mapping, Sequence, Set
+from typing import Any
+
+import torch
+from torch import nn
+
+from tcnn_probe.images import batch_of, input_tensors
+from tcnn_probe.recording.fingerprints import ImageHashes
+from tcnn_probe.recording.options import Sampling
+
+__all__ = ["ForwardCounter"]
+
+
+class ForwardCounter:
+    """Count of the forwards and images since the previous mark.
+
+    Attributes:
+        image_hashes: Hashes of the images whose maps are kept, and the number of images so far.
+        training_forwards: Number of forwards that began in training mode.
+        on_training: Function that is called before the first of these forwards.
+        pauses: Number of active pauses, in which nothing is measured.
+        called_parts: Names of the parts that were called from outside of the model.
+        measured: Number of forwards that could be measured, of which ``every`` chooses some.
+        before: Number of images of the epoch's forwards before this one.
+        batch: Number of images of this forward; 0 as long as it has shown none.
+        image_size: Shapes of this forward's inputs, without the axis of images.
+        whole_model: Whether the model is called as a whole.
+
+    Args:
+        model: The model.
+        names: Names of its modules.
+        sampling: Forwards to measure.
+        map_images: Numbers of the images whose maps are kept.
+        begins_forward: Function that is called when a forward begins, and returns whether there is anything to measure.
+        is_full: Function that returns whether all layers have measured enough images.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        names: Mapping[nn.Module, str],
+        sampling: Sampling,
+        map_images: Collection[int],
+        begins_forward: Callable[[], bool],
+        is_full: Callable[[], bool],
+    ) -> None:
+        self._model = model
+        self._names = names
+        self._sampling = sampling
+        self._begins_forward = begins_forward
+        self._is_full = is_full
+        self.image_hashes = ImageHashes(map_images)
+        self.pauses = 0
+        self.on_training: Callable[[], None] = lambda: None
+        self.called_parts: dict[str, None] = {}
+        self.training_forwards = self.measured = 0
+        self.before = self.batch = 0
+        self.image_size: tuple[torch.Size, ...] = ()
+        self.whole_model = False
+        self._epoch = self._begun_in = 0
+        self._is_chosen = self._has_number = False
+        # Parts that were called in this forward.
+        self._entries: set[nn.Module] = set()
+
+    @property
+    def belongs_to_epoch(self) -> bool:
+        """False for a forward that began before the last mark."""
+        return self._begun_in == self._epoch
+
+    def reset(self) -> None:
+        """Start the next epoch. A forward that is still running belongs to no epoch."""
+        self._epoch += 1
+        self.training_forwards = self.measured = 0
+        self.called_parts.clear()
+        self.image_hashes.reset()
+
+    def begins(
+        self,
+        entry: nn.Module,
+        inputs: Sequence[Any],
+        *,
+        continues: bool,
+        measuring: Callable[[], Set[nn.Module]],
+    ) -> bool:
+        """Return whether to measure a call, which begins a forward or continues one.
+
+        Args:
+            entry: Module that is called from outside of the model.
+            inputs: Its inputs.
+            continues: Whether the call belongs to the forward of the call before.
+            measuring: Function that returns the modules in which something is measured.
+        """
+        # A forward that goes on after a mark counts as a new one.
+        continues = continues and self.belongs_to_epoch
+        if not continues:
+            self._drop_idle_forward(measuring)
+            self._is_chosen = self._count_forward()
+        self._entries.add(entry)
+        if self.pauses or not self._is_chosen:
+            return False
+        if not continues:
+            self.before, self.batch = self.image_hashes.passed, 0
+        if not self.batch:
+            batch = batch_of(inputs)
+            self.batch = 0 if batch is None else len(batch)
+        self.image_hashes.begins(inputs, continues=continues)
+        # The name is empty for the model and for a wrapper around it.
+        self.whole_model = self._names[entry] == ""
+        if not self.whole_model:
+            self.called_parts[self._names[entry]] = None
+        shapes = tuple(x.shape[1:] for x in input_tensors(inputs))
+        # Tokens that come without an image are those of the images before.
+        has_images = self.whole_model or any(len(shape) > 2 for shape in shapes)
+        if not continues and has_images:
+            self.image_size = shapes
+        return True
+
+    def _drop_idle_forward(self, measuring: Callable[[], Set[nn.Module]]) -> None:
+        """Uncount the previous forward if it was of parts in which nothing is measured, such as an embedding."""
+        entries, self._entries = self._entries, set()
+        if not self._has_number or not self.belongs_to_epoch:
+            return
+        modules = measuring()
+        is_idle = all(
+            self._names[entry] and modules.isdisjoint(entry.modules())
+            for entry in entries
+        )
+        if is_idle:
+            self.measured -= 1
+            if self._is_chosen:
+                self.image_hashes.passed = self.before
+
+    def _count_forward(self) -> bool:
+        """Count a forward that begins, and return whether it is measured."""
+        # This is compared when a call ends, as another thread may mark the epoch before.
+        self._begun_in = self._epoch
+        self._has_number = False
+        if self.pauses:
+            return False
+        training = self._model.training
+        if training and not self.training_forwards:
+            self.on_training()
+        self.training_forwards += training
+        if not self._begins_forward() or training not in self._sampling.training:
+            return False
+        number = self.measured
+        self.measured += 1
+        self._has_number = True
+        return number % self._sampling.every == 0 and not self._is_full()
