@@ -1,4 +1,4 @@
-"""(k) Reading of a long recording: the time to open it whole, in part and as a report, and its size on the disk.
+"""(o) Reading of a long recording: the time to open it whole, in part and as a report, and its size on the disk.
 
     python benchmarks/read_recording.py           300 epochs of 24 layers with 16 heads; about 3 minutes
 
@@ -80,6 +80,10 @@ def reads(
     epoch = arguments.epochs // 2
     head = {"layer": arguments.layers // 2, "head": arguments.heads // 2}
     return {
+        # What the times below can be compared with, as the load of a shared machine slows both.
+        "bytes of all files": lambda: [
+            file.read_bytes() for file in path.rglob("*") if file.is_file()
+        ],
         "opened and loaded whole": lambda: tcnn_probe.open(path).load(),
         "maps of one head, all epochs": lambda: maps.isel(head).values,
         "maps of one epoch": lambda: maps.isel(epoch=epoch).values,

@@ -177,7 +177,7 @@ class Collector(AttentionListener):
             )
             probe = accumulator.probe
             for name, reason in sums.reasons(probe.variables).items():
-                self._note_missing(accumulator.name, [name], reason)
+                self.note_missing(accumulator.name, [name], reason)
             facts = dict(probe.facts(accumulator.module)) if probe.facts else {}
             images, maps = accumulator.images, accumulator.maps
             layers.append(
@@ -237,7 +237,7 @@ class Collector(AttentionListener):
             try:
                 measured = probe.attention(limited)
             except NotMeasuredError as reason:
-                self._note_missing(attention.name, probe.variables, str(reason))
+                self.note_missing(attention.name, probe.variables, str(reason))
                 continue
             values = check_measured(probe, measured, by_image=True)
             if values:
@@ -249,7 +249,7 @@ class Collector(AttentionListener):
             known = {
                 name for probe in self._attention_probes for name in probe.variables
             }
-            self._note_missing(
+            self.note_missing(
                 attention.name,
                 known & {"attention_distance", "uniform_distance"},
                 layout.reason,
@@ -340,7 +340,7 @@ class Collector(AttentionListener):
         try:
             accumulator = self._accumulator(name, module, probe)
         except NotMeasuredError as reason:
-            self._note_missing(name, probe.variables, str(reason))
+            self.note_missing(name, probe.variables, str(reason))
             return
         if probe.measure is not None:
             self._measuring.setdefault(module, []).append(accumulator)
@@ -374,9 +374,8 @@ class Collector(AttentionListener):
         # This is a copy, as a forward in another thread may add accumulators during an iteration.
         return list(self.accumulators.values())
 
-    def _note_missing(
-        self, layer: str, variables: Collection[str], reason: str
-    ) -> None:
+    def note_missing(self, layer: str, variables: Collection[str], reason: str) -> None:
+        """Note why a layer is recorded without variables."""
         for variable in variables:
             self.missing.setdefault(variable, {})[layer] = reason
 
@@ -444,7 +443,7 @@ class Collector(AttentionListener):
         if isinstance(call, Attention) and values and "cell_pixels" in probe.variables:
             side = self._cell_pixels(call)
             if side is None:
-                self._note_missing(layer, ["cell_pixels"], UNKNOWN_CELLS)
+                self.note_missing(layer, ["cell_pixels"], UNKNOWN_CELLS)
             else:
                 values["cell_pixels"] = torch.full((images,), side)[: call.limit]
         before, batch = self._images_before(layer, probe), images
@@ -481,14 +480,14 @@ class Collector(AttentionListener):
             elif without_maps and map_images.intersection(
                 range(before, before + batch)
             ).difference(before + number for number in taken):
-                self._note_missing(layer, probe.image_variables, without_maps)
+                self.note_missing(layer, probe.image_variables, without_maps)
         if MAPS_BY_CLASS in maps:
             # The classifier may have been replaced since the first check.
             self._sampling.classes.check(layer, maps[MAPS_BY_CLASS].shape[1])
         # Without a grid there are no maps. If maps of classes are missing, select_classes gives the reason.
         if rows and isinstance(call, Attention) and call.layout.reason:
             lacking = probe.image_variables - maps.keys()
-            self._note_missing(
+            self.note_missing(
                 layer,
                 lacking - probe.class_variables if maps else lacking,
                 call.layout.reason,
@@ -532,7 +531,7 @@ class Collector(AttentionListener):
                 maps, self._sampling.classes, output, measured.numbers, measured.batch
             )
             if reason:
-                self._note_missing(measured.layer, probe.class_variables, reason)
+                self.note_missing(measured.layer, probe.class_variables, reason)
         numbers = [measured.before + number for number in measured.numbers]
         accumulator.add_maps(numbers, maps)
 

@@ -197,7 +197,8 @@ def _check_same_layer(entry: LayerReport, groups: Groups) -> None:
 def check_resumed(stored: Groups, current: Groups, probes: Iterable[Probe]) -> None:
     """Raise an error if the store has other numbers of a layer, or those of a probe that does not measure now.
 
-    Layers that have not run yet may be absent, other layers may join, and maps may have another size.
+    Layers that have not run yet may be absent, other layers may join, and maps may have another size. Variables that
+    the recording began without, in an earlier version, are left out of it.
     """
     numbers = {path: group for path, group in stored.items() if not group.maps}
     kinds = {probe.kind for probe in probes}
@@ -222,11 +223,19 @@ def check_resumed(stored: Groups, current: Groups, probes: Iterable[Probe]) -> N
                 if layer in group.layers and layer in side.layers
             }
             part = replace(side, layers=layers)
-            if before.layers.keys() != group.layers.keys():
-                # Sizes are those of the largest layer, and variables those of any, which may be absent.
-                common = before.variables.keys() & group.variables.keys()
-                variables = {name: side.variables[name] for name in common}
-                part = replace(part, variables=variables, sizes={}, coords={})
+            same_layers = before.layers.keys() == group.layers.keys()
+            # Sizes are those of the largest layer, and variables those of any, which may be absent.
+            if same_layers:
+                named = before.variables.keys() & side.variables.keys()
+                dims = {dim for name in named for dim in side.variables[name].dims}
+            else:
+                named, dims = before.variables.keys() & group.variables.keys(), set()
+            part = replace(
+                part,
+                variables={name: side.variables[name] for name in named},
+                sizes={dim: side.sizes[dim] for dim in dims & side.sizes.keys()},
+                coords={dim: side.coords[dim] for dim in dims & side.coords.keys()},
+            )
             pair.append({path: part})
         if (reason := difference(*pair)) is not None:
             raise _other_recording(reason)

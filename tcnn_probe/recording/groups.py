@@ -19,6 +19,7 @@ __all__ = [
     "map_values",
     "number_values",
     "variables_without_run",
+    "warn_of_dropped",
     "warn_of_nonfinite",
     "with_joined",
 ]
@@ -301,34 +302,40 @@ def variables_without_run(
 
 def drop_unknown_layers(
     entries: Iterable[LayerValues], groups: Mapping[str, Group]
-) -> tuple[list[LayerValues], list[str]]:
-    """Return the entries without layers and variables that the recording began without, and warnings of these."""
-    known, unknown, warned = [], [], []
+) -> tuple[list[LayerValues], dict[str, list[str]]]:
+    """Return the entries without what the recording began without: layers, and names of variables by layer."""
+    known: list[LayerValues] = []
+    dropped: dict[str, list[str]] = {}
     for entry in entries:
-        if entry.place not in groups or entry.layer not in groups[entry.place].layers:
-            if not entry.has_run:
-                continue
-            unknown.append(
-                f"{entry.layer} in {entry.place}" if entry.place else entry.layer
-            )
+        group = groups.get(entry.place, Group({}, {}))
+        if entry.layer not in group.layers:
+            if entry.has_run:
+                place = f" in {entry.place}" if entry.place else ""
+                dropped[f"{entry.layer}{place}"] = []
             continue
-        values = {
-            name: value
-            for name, value in entry.values.items()
-            if name in groups[entry.place].variables
-        }
-        names = sorted(entry.values.keys() - values.keys())
+        names = sorted(entry.values.keys() - group.variables.keys())
         if names:
-            warned.append(
-                f"not recorded, because the recording began without them: {names} of {entry.layer!r}"
-            )
+            dropped[entry.layer] = [*dropped.get(entry.layer, ()), *names]
+        values = {
+            name: value for name, value in entry.values.items() if name not in names
+        }
         known.append(replace(entry, values=values))
-    if unknown:
-        layers = f"{unknown[:3]} (of {len(unknown)})"
-        warned.insert(
-            0, f"not recorded, because the recording began without them: {layers}"
+    return known, dropped
+
+
+def warn_of_dropped(dropped: Mapping[str, Sequence[str]]) -> list[str]:
+    """Return warnings of layers, and of variables, that the recording began without."""
+    layers: dict[tuple[str, ...], list[str]] = {}
+    for layer, names in dropped.items():
+        layers.setdefault((*names,), []).append(layer)
+    warned = []
+    for names, group in layers.items():
+        variables = f"{[*names]} of " if names else ""
+        warned.append(
+            "not recorded, because the recording began without them: "
+            f"{variables}{group[:3]} (of {len(group)})"
         )
-    return known, warned
+    return warned
 
 
 def warn_of_nonfinite(entries: Iterable[LayerValues]) -> list[str]:

@@ -40,6 +40,7 @@ from tcnn_probe.recording.groups import (
     map_values,
     number_values,
     variables_without_run,
+    warn_of_dropped,
     warn_of_nonfinite,
     with_joined,
 )
@@ -407,7 +408,11 @@ class Recorder:
             if self._groups is None:
                 check_resumed(stored, groups, report.probes)
             groups = with_joined(stored, entries, report.order)
-        entries, warned = drop_unknown_layers(entries, groups)
+        entries, dropped = drop_unknown_layers(entries, groups)
+        for layer, names in dropped.items():
+            self._collector.note_missing(layer, names, "the recording began without it")
+        warned = [text for text in warn_of_dropped(dropped) if text not in self._warned]
+        self._warned |= {*warned}
         warned += warn_of_nonfinite(entries) + warn_of_mixed_sizes(report)
         # Each image has the hash of the first epoch that had it, perhaps in an earlier run.
         stored_hashes = json.loads((self._store.attrs or {}).get("image_hashes", "{}"))

@@ -49,7 +49,7 @@ TINY: dict[str, dict[str, Any]] = {
 def test_every_benchmark_is_tested() -> None:
     tested_below = {
         *("contest", "kernel_resources", "recorded_forward", "recording_epoch"),
-        *("head_costs", "statistics_floor", "training_budget"),
+        *("head_costs", "read_recording", "statistics_floor", "training_budget"),
     }
     assert {
         p.stem for p in (Path(__file__).parents[2] / "benchmarks").glob("*.py")
@@ -218,3 +218,15 @@ def test_memory_is_the_peak_of_a_step() -> None:
 
     # The sum would be 192 MiB, and 64 MiB remain allocated; the allocator rounds to pages.
     assert 120 * 2**20 < contest._peak_memory(step, "cpu") < 140 * 2**20
+
+
+@pytest.mark.filterwarnings("ignore:types need at least 8 images")
+def test_a_recording_is_written_and_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sizes = {"epochs": 2, "layers": 3, "heads": 2, "images": 1, "side": 5}
+    options = [f"--{name}={size}" for name, size in sizes.items()]
+    monkeypatch.setattr(sys, "argv", ["x", *options, "--folder", str(tmp_path)])
+    importlib.import_module("read_recording").main()
+    assert capsys.readouterr().out.count(" s |") == 8
+    assert (tmp_path / "report.html").exists()

@@ -199,6 +199,7 @@ def test_interrupt_from_the_keyboard(
     store = create(tmp_path / "run.zarr")
     add(store, 0)
     original: Callable[..., None] = module.Folder._write
+    ended: set[Path] = set()
 
     def slowly(self: module.Folder, path: Path, data: bytes) -> None:
         if path == tmp_path / "run.zarr" / slow:
@@ -210,11 +211,13 @@ def test_interrupt_from_the_keyboard(
             ).start()
             time.sleep(0.4)
         original(self, path, data)
+        ended.add(path)
 
     with monkeypatch.context() as patch:
         patch.setattr(module.Folder, "_write", slowly)
         with pytest.raises(KeyboardInterrupt):
             add(store, 1, 9)
+        assert tmp_path / "run.zarr" / slow in ended
     signal.signal(signal.SIGINT, before)
     # The root may be there by now; the mark is not announced, and can be repeated.
     assert store.marks == (0,)

@@ -1,5 +1,6 @@
 """Stores used through ``tcnn_probe.record``: continued, refused, crashed and deleted."""
 
+from contextlib import nullcontext
 from pathlib import Path
 
 import numpy as np
@@ -84,3 +85,43 @@ def test_crash_before_the_commit(tmp_path: Path, again: bool) -> None:
         model(7 * IMAGES)
         second.mark(epoch=3)
     np.testing.assert_array_equal(ds.entropy[3], second.dataset.entropy[0])
+
+
+def test_a_recording_is_continued_without_the_variables_of_a_later_version(
+    tmp_path: Path,
+) -> None:
+    def probe(**sizes: int) -> tcnn_probe.Probe:
+        """Return a probe of sums over channels, with a variable of each name and size."""
+        variables = {
+            name: tcnn_probe.Variable(("layer", f"of_{name}"), "1", name, "Of a test.")
+            for name in sizes
+        }
+        return tcnn_probe.Probe(
+            "own",
+            variables,
+            nn.Conv2d,
+            measure=lambda call: {
+                name: call.output.mean((2, 3))[:, :size] for name, size in sizes.items()
+            },
+        )
+
+    model, path = nn.Sequential(nn.Conv2d(2, 5, 3)).eval(), tmp_path / "run.zarr"
+    for epoch, sizes in enumerate(({"a": 2}, {"a": 2, "b": 3})):
+        with tcnn_probe.record(model, path, probes=probe(**sizes)) as recorder:
+            for mark in (2 * epoch, 2 * epoch + 1):
+                with torch.no_grad():
+                    output = model((mark + 1) * IMAGES)
+                # The second run warns once, at its first mark.
+                warns = pytest.warns(RuntimeWarning, match=r"without them: \['b'\]")
+                with warns if mark == 2 else nullcontext():
+                    recorder.mark(epoch=mark)
+    assert recorder.missing == {"b": {"0": "the recording began without it"}}
+    ds = recorder.tree["own"].dataset
+    assert {*ds.data_vars} == {"a", "images", "nonfinite_images"}
+    expected = output.double().mean((0, 2, 3))[:2]
+    np.testing.assert_allclose(ds.a[3, 0], expected, rtol=1e-6)
+    with tcnn_probe.record(model, path, probes=probe(b=3)) as recorder:
+        model(IMAGES)
+        with pytest.raises(StoreError, match="'of_a': 2 there, absent here"):
+            recorder.mark(epoch=4)
+        recorder.discard()
