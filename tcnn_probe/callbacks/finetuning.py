@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from tcnn_probe.recording.epoch import OtherLayersError
+from tcnn_probe.recording.checks import OtherLayersError
 from tcnn_probe.recording.recorder import Recorder
 
 __all__ = ["Recording"]

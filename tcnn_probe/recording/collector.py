@@ -10,8 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tcnn_model import AttentionPool2d
-from tcnn_probe.architectures.lookup import looks_like_attention
 from tcnn_probe.attention.attention import Attention
 from tcnn_probe.attention.head_editor import run_with_gates
 from tcnn_probe.attention.layout import GivenTokens
@@ -22,7 +20,6 @@ from tcnn_probe.hooks.modes import hidden_depth, named_in_errors
 from tcnn_probe.models import layer_names, unwrap
 from tcnn_probe.probes import ForwardCall, NotMeasuredError, Probe
 from tcnn_probe.recording.accumulator import Accumulator
-from tcnn_probe.recording.epoch import UNKNOWN_CELLS, EpochReport, LayerReport
 from tcnn_probe.recording.forwards import ForwardCounter
 from tcnn_probe.recording.image_sums import ImageSums, Key
 from tcnn_probe.recording.measured import (
@@ -36,6 +33,7 @@ from tcnn_probe.recording.sums import EpochSums
 
 __all__ = ["Collector", "RankSums"]
 
+UNKNOWN_CELLS = "no grid is known that divides the model's input into squares"
 UNREACHED = "no image reached it before the mark of"
 
 
@@ -56,6 +54,10 @@ class Collector(AttentionListener):
     """Listener that collects measurements of a model between two marks.
 
     Attributes:
+        names: Names of the modules.
+        layers: Names of the layers to measure; None for all.
+        probes: Probes that measure them.
+        sampling: Forwards, images and classes to measure.
         accumulators: Sums by layer and kind of probe.
         missing: Reasons why layers are recorded without a variable: {variable: {layer: reason}}.
         advice: Arguments that the user can give for layers without a known grid, by layer.
@@ -81,15 +83,15 @@ class Collector(AttentionListener):
         tokens: GivenTokens,
     ) -> None:
         self._model = model
-        self._layers = layers
-        self._probes = probes
-        self._sampling = sampling
+        self.layers = layers
+        self.probes = probes
+        self.sampling = sampling
         self._attention_probes = [
             probe for probe in probes if probe.attention is not None
         ]
-        self._names = layer_names(model)
+        self.names = layer_names(model)
         self.model_class = type(unwrap(model)).__name__
-        self.order = {name: place for place, name in enumerate(self._names.values())}
+        self.order = {name: place for place, name in enumerate(self.names.values())}
         self.accumulators: dict[Key, Accumulator] = {}
         self._numbers = ImageSums()
         self.missing: dict[str, dict[str, str]] = {}
@@ -103,7 +105,7 @@ class Collector(AttentionListener):
             )
         self.forwards = ForwardCounter(
             model,
-            self._names,
+            self.names,
             sampling,
             frozenset(sampling.images).union(*self._map_images.values()),
             self._begins_forward,
@@ -160,53 +162,6 @@ class Collector(AttentionListener):
             sums, bool(self._attention_probes) and not self.forwards.measured
         )
 
-    def close_epoch(self, ranks: Sequence[RankSums] = ()) -> EpochReport:
-        """Return the report of the epoch.
-
-        Args:
-            ranks: Sums of all ranks; empty for a report before the first forward, of the layers that are known by then.
-        """
-        # Every rank reports the layers of all ranks, even if it has seen no image.
-        for rank in ranks:
-            for layer, kind in rank.sums:
-                self.expect(layer, kind)
-        layers = []
-        for key, accumulator in self.accumulators.items():
-            sums = EpochSums.together(
-                rank.sums[key] for rank in ranks if key in rank.sums
-            )
-            probe = accumulator.probe
-            for name, reason in sums.reasons(probe.variables).items():
-                self.note_missing(accumulator.name, [name], reason)
-            facts = dict(probe.facts(accumulator.module)) if probe.facts else {}
-            images, maps = accumulator.images, accumulator.maps
-            layers.append(
-                LayerReport(accumulator.name, probe, facts, sums, images, maps)
-            )
-        return EpochReport(
-            layers=layers,
-            probes=self._probes,
-            sampling=self._sampling,
-            model_class=self.model_class,
-            order=self.order,
-            missing={
-                variable: dict(layers) for variable, layers in self.missing.items()
-            },
-            unsupported=dict(self.stream.unsupported),
-            class_counts=self._class_counts(),
-            image_hashes=self.forwards.image_hashes.read(),
-            training_forwards=self.forwards.training_forwards,
-            missed_attention=all(rank.missed_attention for rank in ranks),
-            attention_like=[] if layers or not ranks else self._attention_like(),
-            called_parts=list(self.forwards.called_parts),
-            compiled_parts=[
-                name
-                for module, name in self._names.items()
-                # This is set by model.part.compile() (private, torch 2.8 to 2.15).
-                if name and getattr(module, "_compiled_call_impl", None) is not None
-            ],
-        )
-
     # The following methods implement tcnn_probe.attention.stream.AttentionListener.
 
     def begins(
@@ -260,7 +215,7 @@ class Collector(AttentionListener):
         module, inputs = call
         if module in self._watched_parts:
             self._calls[module] = ForwardCall(
-                module, self._names[module], inputs, output
+                module, self.names[module], inputs, output
             )
         accumulators = self._measuring.get(module, ())
         if not accumulators:
@@ -319,14 +274,14 @@ class Collector(AttentionListener):
 
     def _attach_probes(self) -> None:
         names = {
-            probe.kind: probe.choose_layers(self._names.values())
-            for probe in self._probes
+            probe.kind: probe.choose_layers(self.names.values())
+            for probe in self.probes
         }
-        for module, name in self._names.items():
-            if self._layers is not None and name not in self._layers:
+        for module, name in self.names.items():
+            if self.layers is not None and name not in self.layers:
                 continue
             has_heads = False
-            for probe in self._probes:
+            for probe in self.probes:
                 if name not in names[probe.kind] or not probe.applies_to(module):
                     continue
                 # Of several probes that measure a layer's heads only the first is attached, as heads would count twice.
@@ -353,7 +308,7 @@ class Collector(AttentionListener):
                 layer, module, probe, self._ignores_gradients
             )
             # "name#1" has the position of the module "name".
-            self.order.setdefault(layer, self.order[self._names[module]])
+            self.order.setdefault(layer, self.order[self.names[module]])
         return self.accumulators[key]
 
     def expect(self, layer: str, kind: str) -> None:
@@ -364,7 +319,7 @@ class Collector(AttentionListener):
             )
             module = next(
                 module
-                for module, name in self._names.items()
+                for module, name in self.names.items()
                 # "name#1" is the second attention in a call of the module "name".
                 if name == layer.split("#")[0]
             )
@@ -409,7 +364,7 @@ class Collector(AttentionListener):
         counts = [
             accumulator.images for accumulator in self._all() if accumulator.probe.runs
         ]
-        limit = self._sampling.max_images
+        limit = self.sampling.max_images
         return limit is not None and bool(counts) and min(counts) >= limit
 
     def _images_before(self, layer: str, probe: Probe) -> int:
@@ -420,7 +375,7 @@ class Collector(AttentionListener):
 
     def _room(self, layer: str, probe: Probe) -> int | None:
         """Return how many further images ``max_images`` allows; None for any number."""
-        limit = self._sampling.max_images
+        limit = self.sampling.max_images
         return (
             None if limit is None else max(0, limit - self._images_before(layer, probe))
         )
@@ -483,7 +438,7 @@ class Collector(AttentionListener):
                 self.note_missing(layer, probe.image_variables, without_maps)
         if MAPS_BY_CLASS in maps:
             # The classifier may have been replaced since the first check.
-            self._sampling.classes.check(layer, maps[MAPS_BY_CLASS].shape[1])
+            self.sampling.classes.check(layer, maps[MAPS_BY_CLASS].shape[1])
         # Without a grid there are no maps. If maps of classes are missing, select_classes gives the reason.
         if rows and isinstance(call, Attention) and call.layout.reason:
             lacking = probe.image_variables - maps.keys()
@@ -528,28 +483,9 @@ class Collector(AttentionListener):
         accumulator.add(measured.patterns, measured.images)
         if MAPS_BY_CLASS in maps:
             maps, reason = select_classes(
-                maps, self._sampling.classes, output, measured.numbers, measured.batch
+                maps, self.sampling.classes, output, measured.numbers, measured.batch
             )
             if reason:
                 self.note_missing(measured.layer, probe.class_variables, reason)
         numbers = [measured.before + number for number in measured.numbers]
         accumulator.add_maps(numbers, maps)
-
-    def _class_counts(self) -> dict[str, int]:
-        """Return the number of classes of each pool with a token per class, if it or a part of it is measured."""
-        layers = self.order if self._layers is None else self._layers
-        counts = {}
-        for module, name in self._names.items():
-            if not isinstance(module, AttentionPool2d) or module.num_classes is None:
-                continue
-            # The dots prevent that "pool2" is taken for a part of "pool".
-            if any(f"{layer}.".startswith(f"{name}.") for layer in layers):
-                counts[name] = module.num_classes
-        return counts
-
-    def _attention_like(self) -> list[str]:
-        return [
-            name
-            for module, name in self._names.items()
-            if name and looks_like_attention(module)
-        ]

@@ -19,9 +19,7 @@ from tcnn_probe.diagnosis import health as find_illness
 from tcnn_probe.models import check_model, plain_filter, wanted_layers
 from tcnn_probe.probes import DEFAULT, PROBES, Probe, find_probes
 from tcnn_probe.provenance import provenance
-from tcnn_probe.recording.collector import Collector, RankSums
-from tcnn_probe.recording.epoch import (
-    EpochReport,
+from tcnn_probe.recording.checks import (
     check_epoch,
     check_order,
     check_probes,
@@ -31,6 +29,8 @@ from tcnn_probe.recording.epoch import (
     warn_of_idle_probes,
     warn_of_mixed_sizes,
 )
+from tcnn_probe.recording.collector import Collector, RankSums
+from tcnn_probe.recording.epoch import EpochReport, report_epoch
 from tcnn_probe.recording.fingerprints import WEIGHTS, ResumedWeights
 from tcnn_probe.recording.groups import (
     LayerValues,
@@ -176,7 +176,7 @@ class Recorder:
                 model, found_probes, layer_names, sampling, tokens
             )
             undo.callback(self._collector.remove)
-            report = self._collector.close_epoch()
+            report = report_epoch(self._collector)
             check_probes(report, chose_layers=layers is not None)
             with self._ranks.agreed():
                 if self._store.groups is not None:
@@ -285,7 +285,7 @@ class Recorder:
             gathered = self._ranks.gather([] if repeats else sums)
             sums_of_ranks = [part for parts in gathered for part in parts]
             with self._ranks.agreed():
-                report = self._collector.close_epoch(sums_of_ranks)
+                report = report_epoch(self._collector, sums_of_ranks)
                 if self._ranks.writes and not (
                     mark.skips and mark.number in self.epochs
                 ):

@@ -50,13 +50,12 @@ def require_variable(
     row: Sequence[int],
     along: str,
     marks: int,
+    stored: Any = None,
     *,
     maps: bool = False,
 ) -> zarr.Array[Any]:
-    """Return an array over the marks; if it is not there, create it with fill values for the marks so far."""
-    stored = group.get(name)
+    """Return the stored array over the marks; if there is none, create it with fill values for the marks so far."""
     if stored is not None:
-        assert isinstance(stored, zarr.Array)
         return stored
     dtype = np.dtype(variable.dtype)
     fill_value: Any = np.nan if dtype.kind == "f" else -1
@@ -76,12 +75,11 @@ def require_variable(
 
 
 def require_labels(
-    group: zarr.Group, name: str, labels: Sequence[Any], *, changed: bool
+    group: zarr.Group, name: str, labels: Sequence[Any], stored: Any, *, changed: bool
 ) -> None:
-    """Create the labels along a dimension; those that are there are written again if they have changed."""
+    """Create the labels along a dimension; those that are stored are written again if they have changed."""
     numbers = all(isinstance(label, int) for label in labels)
     values = np.array(labels, dtype=np.int64 if numbers else np.str_)
-    stored = group.get(name)
     if stored is None:
         if name == "layer":
             # Layers that join later may have longer names, such as blocks.10 after blocks.9.
@@ -96,7 +94,6 @@ def require_labels(
             compressors=_CHECKED,
         )
         return
-    assert isinstance(stored, zarr.Array)
     # A killed mark may have added labels.
     if stored.shape != values.shape:
         stored.resize(values.shape)

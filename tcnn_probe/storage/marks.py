@@ -44,30 +44,33 @@ def write_mark(
     with writes_all, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         top = zarr.open_group(store, mode="a", use_consolidated=False)
-        _undo_remains(top, root)
+        nodes = _undo_remains(top, root)
         top.update_attributes({**attrs})
         written: list[tuple[zarr.Array[Any], Any]] = []
         for path, group in groups.items():
             node = _require_group(top, path, tables(group))
-            coordinate = _coordinate(node, along, marks)
-            written.append((coordinate, marks[-1]))
+            stored = nodes.get(join(path, along))
+            written.append((_coordinate(node, along, marks, stored), marks[-1]))
             for name, variable in group.variables.items():
-                row = group.shape(name)
+                row, stored = group.shape(name), nodes.get(join(path, name))
                 array = require_variable(
-                    node, name, variable, row, along, before, maps=group.maps
+                    node, name, variable, row, along, before, stored, maps=group.maps
                 )
                 written.append((array, rows[join(path, name)]))
             layers = {"layer": [*group.layers]} if group.layers else {}
             ranges = {name: range(size) for name, size in group.sizes.items()}
+            changed = committed.get(path) != group
             for name, labels in {**layers, **ranges, **group.coords}.items():
-                require_labels(node, name, labels, changed=committed.get(path) != group)
+                stored = nodes.get(join(path, name))
+                require_labels(node, name, labels, stored, changed=changed)
         scalars = [name for name in rows if "/" not in name]
         scalars += [] if root is None else root.scalars
         for name in {*scalars} - groups[""].variables.keys():
-            if name in top and (root is None or name not in root.documents):
+            if name in nodes and (root is None or name not in root.documents):
                 raise ValueError(f"{name!r} is the name of something else there")
             scalar = Variable((), "", name, GIVEN)
-            array = require_variable(top, name, scalar, (), along, before)
+            stored = nodes.get(name)
+            array = require_variable(top, name, scalar, (), along, before, stored)
             written.append((array, rows.get(name)))
         write_rows(written, len(marks))
         zarr.consolidate_metadata(store)
@@ -86,31 +89,41 @@ def _require_group(
     return node
 
 
-def _coordinate(node: zarr.Group, along: str, marks: Sequence[Mark]) -> zarr.Array[Any]:
+def _coordinate(
+    node: zarr.Group, along: str, marks: Sequence[Mark], stored: Any
+) -> zarr.Array[Any]:
     """Return the array of the marks, with those before this one."""
     text: dict[str, Any] = {"long_name": along, "description": GIVEN}
     text |= COORDINATES.get(along, {})
     dtype = "float64" if isinstance(marks[0], float) else "int64"
-    is_new, before = along not in node, marks[:-1]
+    before = marks[:-1]
     variable = Variable((), "", **text, dtype=dtype)
-    array = require_variable(node, along, variable, (), along, len(before))
-    if is_new and before:
+    array = require_variable(node, along, variable, (), along, len(before), stored)
+    if stored is None and before:
         array[:] = before
     return array
 
 
-def _undo_remains(top: zarr.Group, root: Root | None) -> None:
-    """Delete arrays and groups that a killed mark has created, and layers that it has added to others."""
+def _undo_remains(top: zarr.Group, root: Root | None) -> dict[str, Any]:
+    """Delete arrays and groups that a killed mark has created, and layers that it has added to others.
+
+    Return the arrays and groups that are there, by path.
+    """
+    nodes: dict[str, Any] = {}
     committed = {} if root is None else root.documents
     growing = {} if root is None else root.growing
     for path, node in [*top.members(max_depth=None)]:
         is_array = isinstance(node, zarr.Array)
         document: Mapping[str, Any] = node.metadata.to_dict()
         written = is_recorded(document) if is_array else LAYERS in node.attrs
-        if written and path not in committed and path in top:
-            del top[path]
-        elif isinstance(node, zarr.Array) and path in growing:
+        if written and path not in committed:
+            if path in top:
+                del top[path]
+            continue
+        nodes[path] = node
+        if isinstance(node, zarr.Array) and path in growing:
             # The length along the marks is that of this mark anyway.
             shape = (node.shape[0], *growing[path]["shape"][1:])
             if node.shape != shape:
                 node.resize(shape)
+    return nodes

@@ -228,5 +228,5 @@ def test_a_recording_is_written_and_read(
     options = [f"--{name}={size}" for name, size in sizes.items()]
     monkeypatch.setattr(sys, "argv", ["x", *options, "--folder", str(tmp_path)])
     importlib.import_module("read_recording").main()
-    assert capsys.readouterr().out.count(" s |") == 8
+    assert capsys.readouterr().out.count(" s |") == 14
     assert (tmp_path / "report.html").exists()
