@@ -26,15 +26,15 @@ gc.disable()  # during collection: each run would visit half a million objects t
 TESTS = Path(__file__).parent
 
 
-# Kills, crashes and power cuts at random or at every step, and a server.
-STORAGE_EXPERIMENTS = ("crash", "power", "properties", "s3", "soak")
+# Kills and crashes at random or at every step; a server; dynamo, whose first graph takes seconds.
+EXPERIMENTS = {f"test_{name}.py" for name in ("crash", "s3", "soak", "compile", "flex")}
 
 
 def mark_of(path: Path) -> str | None:
     """Return the mark of a file whose tests do not belong to the core."""
     if path.is_relative_to(TESTS / "studies") or path.parent.name == "benchmarks":
         return "study"
-    if path.parent.name == "storage" and path.stem[5:] in STORAGE_EXPERIMENTS:
+    if path.name in EXPERIMENTS:
         return "study"
     if path.name in ("test_browser.py", "test_explorer.py"):
         return "browser"

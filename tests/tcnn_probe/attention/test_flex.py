@@ -165,7 +165,6 @@ CASES: Mapping[str, tuple[Any, ...]] = {
 }
 
 
-@pytest.mark.study(but=["softcap, groups"])
 @pytest.mark.parametrize("case", CASES)
 def test_statistics_equal_loops(case: str) -> None:
     model, images = make(*CASES[case])

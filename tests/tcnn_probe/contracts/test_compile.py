@@ -150,7 +150,6 @@ def test_whole_graphs_with_the_hooks_inside_are_refused(way: str) -> None:
     assert clean()
 
 
-@pytest.mark.study(but=["in place-False", "part in place-True"])
 @pytest.mark.filterwarnings(
     "ignore:Using `torch.compile.module.` when there are global"
 )
