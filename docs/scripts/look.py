@@ -46,7 +46,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     weights = {key: value.float() for key, value in load_file(options.weights).items()}
     model = backbone(weights)
     with tempfile.TemporaryDirectory() as folder:
-        photographs, masks = Path(folder) / "photographs", Path(folder) / "masks"
+        photographs = Path(folder) / "photographs"
+        # The page says where its masks are from.
+        masks = Path(folder) / "masks that this network predicts itself"
         cut_photographs(photographs)
         predict_masks(model, decoder(weights), photographs, masks)
         page = Path(folder) / "look.html"

@@ -16,6 +16,7 @@ __all__ = [
     "Convolution",
     "convolution_inside",
     "nearest_convolution",
+    "nearest_prefix",
     "parts_of_selectivity",
 ]
 
@@ -70,6 +71,20 @@ def nearest_convolution(
     return convolution_inside(
         masses, pairs, weights, start, rounds=rounds, tolerance=tolerance
     )
+
+
+def nearest_prefix(
+    mean: Array, on_grid: NDArray[np.bool_], seen: NDArray[np.bool_]
+) -> Convolution:
+    """Fit the attention P nearest to a mean M that is even over the grid: a convolution whose offsets are all alike.
+
+    Args:
+        mean: M, shape (heads, queries, keys).
+        on_grid: Whether each key lies on the grid, shape (keys,); each other one has a weight of its own.
+        seen: Whether each query sees each key, shape (queries, keys).
+    """
+    index = np.where(on_grid, 0, np.cumsum(~on_grid))
+    return nearest_convolution(mean, np.broadcast_to(index, seen.shape), seen)
 
 
 def convolution_inside(
@@ -164,6 +179,7 @@ def parts_of_selectivity(
     images: Array,
     population: int,
     convolution: Convolution | None = None,
+    prefix: Convolution | None = None,
 ) -> dict[str, Array]:
     """Split the selectivity of heads into parts that add up.
 
@@ -180,9 +196,11 @@ def parts_of_selectivity(
             known, and the other parts are NaN.
         population: Number Q of queries of a window from which the queries were sampled.
         convolution: Convolution inside the heads; None if no grid is known, so that offset and position cannot be told.
+        prefix: What :func:`nearest_prefix` finds; None if no grid is known.
 
     Returns:
-        The parts that are known, by the names of the recording, shape (heads,) each, in nat.
+        The parts that are known, by the names of the recording, shape (heads,) each, in nat. Prefix information is a
+        part of offset information, by Pythagoras' theorem again.
     """
     unknown = np.where(images > 0, 0, np.nan)
     attention_entropy = entropy.mean((1, 2)) + unknown
@@ -207,6 +225,8 @@ def parts_of_selectivity(
         explained = convolution.entropy + unknown
         parts["offset_information"] = log_keys - explained
         parts["position_information"] = explained - of_mean - content / images
+    if prefix is not None:
+        parts["prefix_information"] = log_keys - prefix.entropy + unknown
     return parts
 
 

@@ -29,6 +29,7 @@ from tcnn_probe.heads.types import (
     AVERAGING,
     CONCENTRATED,
     PARTS,
+    PREFIX,
     gate_types,
     part_types,
 )
@@ -39,10 +40,12 @@ _DEFINITIONS: Mapping[Rule, Mapping[str, str]] = {
     "parts": {
         "averaging": f"selectivity < {AVERAGING:g} uniform_entropy (GPSA, ConViT: uniform_entropy - {1 - AVERAGING:g} "
         "uniform_content_entropy)",
-        "convolutional": "offset_information is the largest part, and at least half of selectivity",
-        "positional": "position_information is the largest part, and at least half of selectivity",
+        "convolutional": "offset_information - prefix_information is the largest part, and at least half of "
+        "selectivity - prefix_information",
+        "positional": "position_information is the largest part, and at least half of selectivity - "
+        "prefix_information, or prefix_information is at least half of selectivity",
         "content": "key_content_information + query_key_content_information is the largest part, at least half of "
-        "selectivity, and query_key_content_information the larger of the two",
+        "selectivity - prefix_information, and query_key_content_information the larger of the two",
         "salient": "the same, and key_content_information the larger of the two",
     },
     "gate": {
@@ -80,12 +83,14 @@ def head_types(
         print((types == "content").where(~types.uncertain).mean())  # of the heads whose type is certain
         ds = recorder.dataset.assign(head_type=types)
 
-    A head is "averaging" if its attention is nearly even. Else the largest part of its selectivity decides, if it is at
-    least half: the head is "convolutional" (the offset from query to key), "positional" (the query's position),
-    "content" (which keys match a query) or "salient" (which keys stand out in the image). All others are "mixed". A
-    type is ``uncertain`` if the halves of the images, of which the recording keeps the differences, disagree on it.
-    With ``by="gate"`` heads of GPSA and ConViT are "convolutional", "content" or "mixed" by their gate, as in the
-    papers; other heads have no type. The attribute ``definitions`` gives the rule.
+    A head is "averaging" if its attention is nearly even. Else the largest part of its selectivity decides, if it
+    is at least half: the head is "convolutional" (the offset from query to key), "positional" (the query's
+    position), "content" (which keys match a query) or "salient" (which keys stand out in the image). All others are
+    "mixed". What class and register tokens receive from all queries alike is set aside before; a head is
+    "positional" if it is half of the selectivity. A type is ``uncertain`` if the halves of the images, of which the
+    recording keeps the differences, disagree on it. With ``by="gate"`` heads of GPSA and ConViT are
+    "convolutional", "content" or "mixed" by their gate, as in the papers; other heads have no type. The attribute
+    ``definitions`` gives the rule.
 
     Types of each mark depend on this mark only, so that later marks do not change labels. Layers whose only queries are
     class tokens are typed by ``class_selectivity`` and ``class_content_information``.
@@ -155,7 +160,8 @@ def head_types(
     elif rule == "gate":
         labels = gate_types(*[*numbers, (low, high)])
     else:
-        labels = part_types(*[*numbers, _least_selectivity(heads)])
+        prefix = _on_prefix(heads, PREFIX)
+        labels = part_types(*[*numbers, _least_selectivity(heads), prefix])
         halves = _types_of_halves(heads, numbers)
     # Definitions contain the numbers, so that saved labels can be understood by themselves.
     definitions = {
@@ -240,6 +246,13 @@ def _least_selectivity(ds: xr.Dataset) -> np.ndarray:
     return limit.broadcast_like(like).transpose(*like.dims).values
 
 
+def _on_prefix(ds: xr.Dataset, name: str) -> Any:
+    """Return numbers of class and register tokens; 0 for recordings that lack them, of an earlier version."""
+    if name not in ds:
+        return 0.0
+    return np.nan_to_num(ds[name].transpose(*ds.selectivity.dims).values)
+
+
 def _types_of_halves(ds: xr.Dataset, numbers: Any) -> list[np.ndarray] | None:
     """Return the types of the two halves of the images; None if their differences were not recorded."""
     names = [f"{part}_halves" for part in PARTS]
@@ -251,8 +264,12 @@ def _types_of_halves(ds: xr.Dataset, numbers: Any) -> list[np.ndarray] | None:
     known = np.isfinite(differences)
     total = np.where(known.any(0), np.where(known, differences, 0).sum(0), np.nan)
     halves: Any = np.concatenate([differences, total[None]]) / 2
+    prefix, of_halves = (_on_prefix(ds, name) for name in (PREFIX, f"{PREFIX}_halves"))
     return [
-        part_types(*[*(numbers + sign * halves), _least_selectivity(ds)])
+        part_types(
+            *[*(numbers + sign * halves), _least_selectivity(ds)],
+            prefix + sign * of_halves / 2,
+        )
         for sign in (1, -1)
     ]
 

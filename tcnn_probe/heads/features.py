@@ -10,7 +10,7 @@ from typing import Any, Literal
 import numpy as np
 import xarray as xr
 
-from tcnn_probe.heads.types import PARTS
+from tcnn_probe.heads.types import PARTS, PREFIX
 
 __all__ = ["LEAST_IMAGES", "By", "Features", "Rule", "read_features", "read_heads"]
 
@@ -137,7 +137,7 @@ def read_heads(ds: xr.Dataset, rule: Rule) -> xr.Dataset:
             )
     optional = {
         "images", "uniform_content_entropy", "class_selectivity", "class_content_information",
-        *(f"{part}_halves" for part in PARTS),
+        PREFIX, *(f"{part}_halves" for part in (*PARTS, PREFIX)),
     } & {*map(str, ds.data_vars)}  # fmt: skip
     ds = ds[[*dict.fromkeys([*required, *sorted(optional)])]].compute()
     for dim in ("head", "layer"):

@@ -257,6 +257,8 @@ class _Subject:
             if isinstance(model, nn.Module)
             else Path(weights).name,
             "photographs": [chosen.names[path] for path in paths],
+            # A page that is sent alone says whose masks they are.
+            **({} if masks is None else {"masks_from": Path(masks).name}),
             "photographs_chosen": chosen.describe(),
             "photographs_unreadable": json.dumps(chosen.unreadable),
             "preparation": json.dumps(config),
@@ -403,7 +405,8 @@ def _objects_of(
 ) -> tuple[Objects | None, str, Callable[[Sequence[Path]], Tensor | None]]:
     """Return the probe of attention on objects, why there is none, and a function that says where objects are."""
     if subject.masks:
-        return Objects("the masks"), "", subject.masks_of
+        meaning = f"the masks in {subject.about['masks_from']!r}"
+        return Objects(meaning), "", subject.masks_of
     if reason := why_no_saliency(subject.model, subject.images(subject.paths[:2])):
         return None, reason, lambda paths: None
     judged = frozenset(subject.paths[:_JUDGED])

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import xarray as xr
 
-from tcnn_probe.heads.types import PARTS
+from tcnn_probe.heads.types import PARTS, PREFIX
 from tcnn_probe.plot.style import (
     OKABE_ITO,
     axes_without_data,
@@ -24,7 +24,8 @@ __all__ = ["anatomy"]
 
 # Blue parts are the same for all images, warm ones depend on the image.
 _STYLES = {
-    "offset_information": ("offset: a convolution", "blue"),
+    "convolution": ("offset: a convolution", "blue"),
+    PREFIX: ("class and register tokens, always alike", "green"),
     "position_information": ("position in the image", "sky blue"),
     "static": ("offset or position (no grid)", "sky blue"),
     "key_content_information": ("key content: salient keys", "orange"),
@@ -41,10 +42,11 @@ def anatomy(ds: xr.Dataset, ax: "Axes | None" = None, *, legend: bool = True) ->
         tcnn_probe.plot.anatomy(ds.isel(epoch=-1))  # bars: the heads of each layer
         tcnn_probe.plot.anatomy(ds.sel(layer="blocks.3.attn"))  # bands: means over heads, by epoch
 
-    Of a single mark, each head is a bar, whose height is the selectivity of its attention, log keys minus entropy: 0 if
-    it is even. Heads of a layer stand in the order of their offset information, the largest first. Of several marks,
-    bands are means over all heads that are selected. Parts that are slightly negative are drawn as 0. Where no grid is
-    known, offset and position are drawn together, hatched. Heads and layers without values are left out.
+    Of a single mark, each head is a bar, whose height is the selectivity of its attention, log keys minus entropy:
+    0 if it is even. Prefix information, a part of offset information, is drawn apart. Heads of a layer stand in the
+    order of the rest of the latter, the largest first. Of several marks, bands are means over all heads that are
+    selected. Parts that are slightly negative are drawn as 0. Where no grid is known, offset and position are drawn
+    together, hatched. Heads and layers without values are left out.
 
     Args:
         ds: A recording: ``recorder.dataset``, ``xarray.open_zarr(path)``, or a selection.
@@ -94,7 +96,14 @@ def _parts(ds: xr.Dataset) -> xr.DataArray:
     content = ds.key_content_information + ds.query_key_content_information
     # Where a grid is known, the rest is split into offset and position.
     static = (ds.selectivity - content).where(ds.offset_information.isnull())
-    arrays = [static if name == "static" else ds[name] for name in _STYLES]
+    # Recordings of earlier versions do not have it.
+    prefix = ds.get(PREFIX, ds.offset_information * np.nan)
+    drawn = {
+        "convolution": ds.offset_information - prefix.fillna(0),
+        PREFIX: prefix.where(prefix > 0),
+        "static": static,
+    }
+    arrays = [drawn.get(name, ds.get(name)) for name in _STYLES]
     parts = xr.concat(
         [array.reset_coords(drop=True) for array in arrays],
         xr.Variable("part", list(_STYLES)),
@@ -110,7 +119,7 @@ def _parts(ds: xr.Dataset) -> xr.DataArray:
 
 def _draw_bars(parts: xr.DataArray, ax: "Axes | None") -> "Axes":
     """Draw a bar for each head, with a space between layers."""
-    offset = parts.sel(part="offset_information").values
+    offset = parts.sel(part="convolution").values
     centers, places, columns = [], [], []
     start = 0.0
     for layer, heads in enumerate(parts.transpose("layer", "head", "part").values):
@@ -132,7 +141,7 @@ def _draw_bars(parts: xr.DataArray, ax: "Axes | None") -> "Axes":
         ),
     )
     label_layers(axes, centers, parts.layer.values if "layer" in parts.coords else ())
-    axes.set_xlabel("layer (its heads by offset information)")
+    axes.set_xlabel("layer (its heads by the convolution's share)")
     axes.set_xlim(x[0] - 1.5, x[-1] + 1.5)
     return axes
 

@@ -11,6 +11,7 @@ from tcnn_probe.attention.sampled_queries import QUERIES
 from tcnn_probe.heads.anatomy import (
     Convolution,
     nearest_convolution,
+    nearest_prefix,
     parts_of_selectivity,
 )
 from tcnn_probe.heads.static_pattern import (
@@ -63,6 +64,12 @@ _PARTS = {
         "position information",
         "KL(M || T), what the mean over images M of A adds to the convolution T that is nearest to it: dependence on "
         f"the position in the image. Corrected for the number of images. Part of selectivity. {_GRID}",
+    ),
+    "prefix_information": (
+        "prefix information",
+        "KL(P || U), the part of offset_information that is no convolution: P is nearest to the mean over images M of "
+        "A, with a free number for each class and register token, and even over the patches. 0 without such tokens. "
+        f"{_GRID}",
     ),
     "key_content_information": (
         "key content information",
@@ -246,14 +253,20 @@ class _Means:
         by_window = len(images), sums.mean_entropy.shape[1], -1
         # Of queries some of which are padding, the others are sampled from as large a share of the real ones.
         population = self.pattern.population * self.counted.sum() // self.counted.size
+        mean, prefix = self.mean, None
+        if convolution is not None:
+            assert self.pattern.keys is not None
+            on_grid = ~np.isnan(self.pattern.keys).any(-1)
+            prefix = nearest_prefix(mean, on_grid, self.seen)
         return parts_of_selectivity(
-            self.mean.reshape(*by_window, self.seen.shape[1]),
+            mean.reshape(*by_window, self.seen.shape[1]),
             (sums.entropy[:, self.counted] / images).reshape(by_window),
             sums.mean_entropy / images,
             self.seen.sum(1),
             self.images,
             population,
             convolution,
+            prefix,
         )
 
     def convolution(self, start: Convolution | None = None) -> Convolution | None:

@@ -1,7 +1,7 @@
 """What a recording of a finished network says about its heads, in sentences: which are local, which find objects."""
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +15,7 @@ __all__ = ["Answer", "answers", "type_rows"]
 
 _MEANINGS = {
     "convolutional": "looks at the same offset from every patch, as a convolution does",
-    "positional": "looks at the same places in every picture",
+    "positional": "looks at the same places in every picture, or at the class token",
     "content": "looks at patches that match the one that asks, other ones in each picture",
     "salient": "looks at patches that stand out in the picture, the same for all that ask",
     "averaging": "looks at all patches nearly alike",
@@ -101,7 +101,7 @@ def _overview(run: Run, ds: xr.Dataset) -> Iterator[Answer]:
     if third:
         early, late = layers[:third], layers[-third:]
         texts = [
-            f"in the {place} {third} layers {_commonest(types.sel(layer=part))}"
+            f"in the {place} {third} layers {_counts(types.sel(layer=part))}"
             for place, part in (("first", early), ("last", late))
         ]
         text = " and ".join(texts)
@@ -110,11 +110,14 @@ def _overview(run: Run, ds: xr.Dataset) -> Iterator[Answer]:
         )
 
 
-def _commonest(types: xr.DataArray) -> str:
-    """Name the most frequent type among heads, and say what it means."""
+def _counts(types: xr.DataArray) -> str:
+    """Count the heads of each type, the most frequent first, and say what the first means."""
     counts = Counter(name for name in types.values.ravel().tolist() if name)
-    name, count = counts.most_common(1)[0]
-    return f"{count} of {counts.total()} heads are {name} (each {_MEANINGS[name]})"
+    (name, count), *others = counts.most_common()
+    rest = "".join(f", {number} {other}" for other, number in others)
+    return (
+        f"{count} of {counts.total()} heads are {name} (each {_MEANINGS[name]}){rest}"
+    )
 
 
 def _objects(run: Run, ds: xr.Dataset) -> Answer:
@@ -123,31 +126,36 @@ def _objects(run: Run, ds: xr.Dataset) -> Answer:
     types = _types(run)
     content = ds.key_content_information
     if "object_attention" in ds and bool(ds.object_attention.notnull().any()):
-        best = ds.object_attention
+        shares = {"patches": ds.object_attention}
         if "class_object_attention" in ds:
-            best = xr.where(
-                ds.class_object_attention > best, ds.class_object_attention, best
-            )
-        lift = best / ds.object_area
-        area = float(ds.object_area.mean())
-        heads = _ranked(
-            lift.where(lift >= _LIFT),
-            lambda at: (
-                f"{float(best.sel(at)):.2f} of its attention, key content {float(content.sel(at)):.2f} nat"
-            ),
+            shares["the class token"] = ds.class_object_attention
+        by_query = xr.concat(
+            list(shares.values()), xr.Variable("query", list(shares)), join="outer"
         )
+        lift = (by_query / ds.object_area).transpose("query", "layer", "head")
+
+        def numbers(at: Mapping[str, Any]) -> str:
+            words = [
+                f"{float(share.sel(at)):.2f} from {query}"
+                for query, share in shares.items()
+                if float(share.sel(at)) == float(share.sel(at))
+            ]
+            kind = str(types.sel(at).item()) or "no type"
+            return f"{', '.join(words)}; {kind}"
+
+        heads = _ranked(lift.max("query").where(lambda ratio: ratio >= _LIFT), numbers)
         subject = f"{_count(heads)} put at least" if heads else "None puts"
-        salient = sum(
-            float(types.sel(layer=layer, head=head) == "salient")
-            for layer, head, _ in heads
-        )
         text = (
             f"{subject} {_LIFT:g} times as much attention on {run.attrs['objects']} as there would be by chance "
-            f"({area:.2f})"
+            f"({float(ds.object_area.mean()):.2f})"
         )
-        if heads:
-            text += f"; {salient:.0f} of them attend mainly to patches that stand out (key content)"
-        if heads or run.attrs["objects"] == "the masks":
+        if heads and len(shares) > 1:
+            counts = (lift >= _LIFT).sum(["layer", "head"]).to_series()
+            listed = ", ".join(
+                f"{count} from {query}" for query, count in counts.items()
+            )
+            text += f": {listed}"
+        if heads or run.attrs["objects"].startswith("the masks"):
             return Answer(question, text, heads)
     salient = content.where(types == "salient")
     heads = _ranked(

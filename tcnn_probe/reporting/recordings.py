@@ -14,14 +14,14 @@ from numpy.typing import NDArray
 
 from tcnn_probe.diagnosis import Findings, health
 from tcnn_probe.heads import TYPES, head_types
-from tcnn_probe.heads.types import PARTS
+from tcnn_probe.heads.types import PARTS, PREFIX
 from tcnn_probe.storage import numbers, open_recording
 
 __all__ = ["TYPE", "Axes", "Run", "common_axes", "read_run", "thin_marks"]
 
 KERNELS = "offset_kernel"
 # Differences of halves of the images make types uncertain, and are no curves of their own.
-_HALVES = {f"{part}_halves" for part in PARTS}
+_HALVES = {f"{part}_halves" for part in (*PARTS, PREFIX)}
 TYPE = "head_type"
 """Name of the variable of types: indices into ``tcnn_probe.heads.TYPES``."""
 

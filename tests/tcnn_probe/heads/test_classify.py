@@ -68,6 +68,24 @@ def of_marks() -> xr.Dataset:
     return recording([[mark, lacking] for mark in marks])
 
 
+def test_attention_to_class_tokens_is_no_convolution() -> None:
+    """Three heads differ in what class tokens receive: little, so much that content is left, and half."""
+    ds = recording([[[(1.0, 0.0, 0.3, 0.4)] * 3]])
+    assert (tcnn_probe.head_types(ds) == "convolutional").all()
+    values = xr.DataArray([[[0.1, 0.4, 0.9]]], dims=DIMS)
+    ds = ds.assign(prefix_information=values, prefix_information_halves=0 * values)
+    types = tcnn_probe.head_types(ds)
+    assert types.values.ravel().tolist() == ["convolutional", "content", "positional"]
+    assert not types.uncertain.any()
+    # In one half of the images the second head is a convolution, and the third attends to content.
+    ds["prefix_information_halves"] += 0.3
+    assert tcnn_probe.head_types(ds).uncertain.values.ravel().tolist() == [
+        False,
+        True,
+        True,
+    ]
+
+
 def test_types_and_their_attributes(tmp_path: Path) -> None:
     ds = of_marks()
     before = ds.copy(deep=True)
@@ -79,7 +97,8 @@ def test_types_and_their_attributes(tmp_path: Path) -> None:
     expected = [[[*TYPED, name], [*TYPED, ""]] for name in last]
     assert types.values.tolist() == expected
     assert json.loads(types.attrs["definitions"])["convolutional"] == (
-        "offset_information is the largest part, and at least half of selectivity"
+        "offset_information - prefix_information is the largest part, and at least half of "
+        "selectivity - prefix_information"
     )
     assert json.loads(types.attrs["unlabelled"]) == {}
     assert types.attrs["images"] == "16"

@@ -19,6 +19,7 @@ def by_parts(
     matching: float,
     selectivity: float,
     limit: float,
+    prefix: float = 0.0,
 ) -> str:
     """Return the type as the table of the documents describes it."""
     if not (math.isfinite(selectivity) and math.isfinite(limit)):
@@ -32,21 +33,30 @@ def by_parts(
     if not (math.isfinite(offset) and math.isfinite(position)):
         # Without a grid, content that is at least half decides.
         return of_content if content >= selectivity / 2 else ""
-    parts = [(offset, "convolutional"), (position, "positional"), (content, of_content)]
+    prefix = 0.0 if math.isnan(prefix) else prefix
+    rest = selectivity - prefix
+    if prefix >= rest:
+        return "positional"
+    parts = [
+        (offset - prefix, "convolutional"),
+        (position, "positional"),
+        (content, of_content),
+    ]
     largest, label = max(parts, key=lambda part: part[0])
     # Of equal parts, which types of content, then offset, precede is a convention.
     for value, name in (parts[2], parts[0], parts[1]):
         if value == largest:
             label = name
             break
-    return label if largest >= selectivity / 2 else "mixed"
+    return label if largest >= rest / 2 else "mixed"
 
 
 def test_types_by_parts_at_and_beside_every_limit() -> None:
     # Eighths are exact in binary, so that sums and halves are.
     values = [-0.125, 0.0, 0.25, 0.5, 0.625, 1.0, NAN]
     rows = [
-        (*parts, total, limit)
+        (*parts, total, limit, prefix)
+        for prefix in (0.0, 0.25, 0.5, NAN)
         for parts in itertools.product(values, repeat=4)
         for limit in (0.125, 0.75, NAN)
         for total in (sum(parts), 1.0, limit, np.nextafter(limit, 0), INF)

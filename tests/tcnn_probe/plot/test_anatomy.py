@@ -87,6 +87,22 @@ def test_bars_are_the_parts_of_each_head() -> None:
     assert ax.get_title(loc="left").endswith("(epoch 0, from 64 images)")
 
 
+def test_what_class_tokens_receive_is_not_drawn_as_a_convolution() -> None:
+    ds = recorded()
+    prefix = ds.offset_information.clip(0) * np.array([0.0, 0.25, 1])[:, None]
+    ax = tcnn_probe.plot.anatomy(ds.assign(prefix_information=prefix))
+    blue, green = (
+        np.array([bar.get_height() for bar in bars(ax, OKABE_ITO[color])])
+        for color in ("blue", "green")
+    )
+    offset = np.sort(ds.offset_information.clip(0).values[0])
+    # The heads of the second layer, of which class tokens have a quarter, and of the third, of which they have all.
+    np.testing.assert_allclose(np.sort(blue[5:8]), 0.75 * offset[1, :3])
+    np.testing.assert_allclose(np.sort(green[5:8]), 0.25 * offset[1, :3])
+    np.testing.assert_allclose(blue[8:], 0, atol=1e-12)
+    np.testing.assert_allclose(np.sort(green[8:]), offset[2])
+
+
 def test_without_a_grid_the_static_part_is_one_bar() -> None:
     ds = recorded()
     for name in ("offset_information", "position_information"):

@@ -78,6 +78,9 @@ def network() -> xr.DataTree:
         0.5,
         0.4,
     )
+    # Of two heads, one finds objects from its class token as well.
+    objects["class_object_attention"] = 0.2 * objects.object_attention
+    objects["class_object_attention"][0, 1, 1] = 0.45
     objects["object_area"] = ("epoch", "layer"), np.full((1, 3), 0.25)
     root = xr.Dataset(coords={"epoch": [0]}, attrs=attrs)
     return xr.DataTree.from_dict({"/": root, "/heads": ds, "/objects": objects})
@@ -96,9 +99,17 @@ def test_answers_name_the_heads_that_the_numbers_show() -> None:
     )
     assert "first 1 layers 3 of 5 heads are convolutional" in depth["text"]
     assert "last 1 layers 2 of 5 heads are salient" in depth["text"]
+    assert (
+        "stand out in the picture, the same for all that ask), 2 content, 1 "
+        in depth["text"]
+    )
     assert named(objects) == [(NAUGHTY, 1), ("blocks.1", 1)]
-    assert "1 of them attend mainly to patches that stand out" in objects["text"]
-    assert objects["heads"][0]["why"] == "0.50 of its attention, key content 0.90 nat"
+    assert objects["text"].endswith(
+        "by chance (0.25): 2 from patches, 1 from the class token"
+    )
+    first, second = (head["why"] for head in objects["heads"])
+    assert first == "0.50 from patches, 0.10 from the class token; salient"
+    assert second.startswith("0.40 from patches, 0.45 from the class token; ")
     assert named(local) == [("blocks.0", 2), ("blocks.0", 0)]
     assert [head["why"] for head in local["heads"]] == ["0.8 patches", "1.2 patches"]
     assert {*named(nothing)} == {("blocks.1", 3), ("blocks.0", 2)}
