@@ -201,7 +201,8 @@ class Images:
         if self._sizes[0] < together:
             raise ValueError(
                 f"a step of {together} images ({config.batch_size} x {config.accumulate} accumulated x {count} "
-                f"processes) is more than the {self._sizes[0]} to train on: give a smaller batch_size"
+                f"processes) is more than the {self._sizes[0]} to train on: give a batch_size of at most "
+                f"{self._sizes[0] // (config.accumulate * count)}"
             )
         # Incomplete steps are dropped: a smaller last batch would have a noisier gradient at the same learning rate.
         self.per_epoch = self._sizes[0] // together * config.accumulate

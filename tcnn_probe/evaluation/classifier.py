@@ -55,7 +55,7 @@ class Classifier:
                 raise ValueError(
                     "expected scores (B, K) of several classes, got one number for each image, whose softmax is always "
                     "1: robustness(..., score='sigmoid') takes it for the log-odds of class 1; other functions need a "
-                    "model that returns torch.cat([-scores, scores], 1)"
+                    "model that returns torch.cat([-scores, scores], 1) / 2"
                 )
             # The sigmoid of -s is 1 minus that of s.
             scores = torch.cat([-scores, scores], 1)

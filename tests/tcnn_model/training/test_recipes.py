@@ -626,7 +626,7 @@ def test_files_may_not_name_weights_of_unknown_kind(
         ),
         (
             ["resnet18", "--batch-size", "2000"],
-            "is more than the 1347 to train on: give a smaller batch_size",
+            "is more than the 1347 to train on: give a batch_size of at most ",
         ),
         (
             ["resnet18", "--crop", "square"],
