@@ -18,6 +18,7 @@ from tcnn_model.conversion.selection import LayerFilter, select_layers
 from tcnn_probe.hooks.calls import balanced_hooks
 from tcnn_probe.hooks.compilation import Eagerness
 from tcnn_probe.hooks.modes import balanced_modes, hidden_from_recorders
+from tcnn_probe.hooks.private_torch import COMPILED_MODULE
 
 __all__ = [
     "batches",
@@ -45,7 +46,7 @@ _LOCKS: WeakKeyDictionary[nn.Module, Any] = WeakKeyDictionary()
 # torch, ModelEmaV3 of timm.
 _PACKAGES = ("torch", "timm", "accelerate", "deepspeed")
 # Private names under which torch 2.x keeps the module in FSDP, activation checkpointing and torch.compile.
-_WRAPPERS = ("_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod")
+_WRAPPERS = ("_fsdp_wrapped_module", "_checkpoint_wrapped_module", COMPILED_MODULE)
 
 
 def unwrap(model: nn.Module) -> nn.Module:

@@ -8,7 +8,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-__all__ = ["MaskUnits", "TokenGrid", "Windows"]
+__all__ = ["MaskUnits", "TokenGrid", "Windows", "pair"]
+
+
+def pair(values: int | Sequence[int]) -> tuple[int, int]:
+    """Return values for rows and columns; layers may have one number for both."""
+    if isinstance(values, int):
+        return values, values
+    rows, columns = tuple(values) * (2 // len(values))
+    return rows, columns
 
 
 class TokenGrid(NamedTuple):

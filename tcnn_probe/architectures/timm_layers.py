@@ -4,9 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from math import isqrt
 from typing import Any
 
-from torch.nn.modules.utils import _pair as pair
-
-from tcnn_probe.architectures.grids import MaskUnits, TokenGrid, Windows
+from tcnn_probe.architectures.grids import MaskUnits, TokenGrid, Windows, pair
 from tcnn_probe.architectures.record import HeadParameters, LayerRecord, ResidualBranch
 
 __all__ = ["TIMM_LAYERS"]

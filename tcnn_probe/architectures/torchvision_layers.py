@@ -4,9 +4,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import nn
-from torch.nn.modules.utils import _pair as pair
 
-from tcnn_probe.architectures.grids import Windows
+from tcnn_probe.architectures.grids import Windows, pair
 from tcnn_probe.architectures.record import LayerRecord
 
 __all__ = ["TORCHVISION_LAYERS"]

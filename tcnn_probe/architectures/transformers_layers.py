@@ -3,9 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from torch.nn.modules.utils import _pair as pair
-
-from tcnn_probe.architectures.grids import MaskUnits, Windows
+from tcnn_probe.architectures.grids import MaskUnits, Windows, pair
 from tcnn_probe.architectures.record import LayerRecord
 
 __all__ = ["TRANSFORMERS_LAYERS"]

@@ -48,6 +48,7 @@ from tcnn_probe.hooks.interception import (
     owned,
 )
 from tcnn_probe.hooks.modes import is_nested, run_in_modes
+from tcnn_probe.hooks.private_torch import DisableTorchFunction
 
 __all__ = [
     "HeadEditor",
@@ -174,7 +175,7 @@ class LayerCall(Call):
         if call.is_fused:
             return self._edits(call) if self.may_edit() else ()
         # describe() reads and reshapes tensors, which other function modes would take for operations of the model.
-        with torch._C.DisableTorchFunction():
+        with DisableTorchFunction():
             request = call.describe()
         if isinstance(request, SeenProduct):
             for number, objection in self.tracker.weighed_by(

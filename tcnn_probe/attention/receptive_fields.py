@@ -1,16 +1,20 @@
 """Receptive fields of the cells of feature maps in the image."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils._python_dispatch import (
+
+from tcnn_probe.architectures.grids import pair
+from tcnn_probe.hooks.private_torch import (
+    OpOverload,
     TorchDispatchMode,
     _get_current_dispatch_mode_stack,
+    higher_order_operators,
 )
 
-__all__ = ["Places", "ReceptiveFields"]
+__all__ = ["Places", "ReceptiveFields", "pair"]
 
 Grid = tuple[int, int]  # rows and columns
 aten = torch.ops.aten
@@ -58,7 +62,7 @@ class ReceptiveFields(TorchDispatchMode):
     def __enter__(self) -> Any:
         if not hasattr(TorchDispatchMode, "supports_higher_order_operators"):
             # In older torch (2.8), each of these operators needs a rule for the mode.
-            for operator in torch._ops._higher_order_ops.values():
+            for operator in higher_order_operators():
                 if type(self) not in operator.python_key_table:
                     operator.py_impl(type(self))(_without_mode(operator))
         return super().__enter__()
@@ -104,7 +108,7 @@ class ReceptiveFields(TorchDispatchMode):
     ) -> Any:
         """Run an operation, and follow convolutions, pools and padding."""
         # Higher-order operators, such as flex_attention, have neither an overload packet nor a decomposition.
-        if not isinstance(func, torch._ops.OpOverload):
+        if not isinstance(func, OpOverload):
             return func(*args, **(kwargs or {}))
         # In inference mode operations arrive without being decomposed.
         with self:
@@ -145,7 +149,7 @@ class ReceptiveFields(TorchDispatchMode):
         by_side = zip(
             input_fields,
             # In torch, the default stride of a pool is its kernel size.
-            *map(_pair, (kernel, stride or kernel, padding, dilation)),
+            *map(pair, (kernel, stride or kernel, padding, dilation)),
             strict=True,
         )
         for (low, high, spacing), size, step, pad, spread in by_side:
@@ -173,12 +177,3 @@ def _without_mode(operator: Callable[..., Any]) -> Callable[..., Any]:
 
 
 _PADS = {aten.constant_pad_nd, aten.reflection_pad2d, aten.replication_pad2d}
-
-
-def _pair(values: int | Sequence[int]) -> Sequence[int]:
-    """Return values for rows and columns; torch accepts one number for both."""
-    return (
-        (values, values)
-        if isinstance(values, int)
-        else tuple(values) * (2 // len(values))
-    )

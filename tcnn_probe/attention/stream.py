@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeVar
 
-import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
@@ -63,6 +62,7 @@ from tcnn_probe.hooks.interception import (
     TorchCall,
 )
 from tcnn_probe.hooks.modes import named_in_errors
+from tcnn_probe.hooks.private_torch import DisableTorchFunction
 from tcnn_probe.images import batch_of, input_tensors
 from tcnn_probe.models import check_model, layer_names
 
@@ -338,7 +338,7 @@ class AttentionStream:
 
     @never_compiled
     def _note_image(self, module: nn.Module, inputs: Sequence[Any]) -> None:
-        with torch._C.DisableTorchFunction():
+        with DisableTorchFunction():
             image = self._maps.called(module, inputs)
             if image is not None and self._places is not None:
                 self._places.see(image)

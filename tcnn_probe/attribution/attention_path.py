@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from tcnn_model.outputs import scores_of
@@ -21,6 +20,7 @@ from tcnn_probe.attribution.layer_choice import (
 from tcnn_probe.hooks.compilation import never_compiled_alone
 from tcnn_probe.hooks.forwards import ModuleCall
 from tcnn_probe.hooks.modes import unseen
+from tcnn_probe.hooks.private_torch import tree_leaves
 from tcnn_probe.models import check_model, layer_names
 
 __all__ = ["PathLayer", "attention_path"]

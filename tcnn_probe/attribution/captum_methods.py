@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.utils import _pair as pair
 
 from tcnn_model.outputs import class_scores, scores_of
+from tcnn_probe.attention.receptive_fields import pair
 from tcnn_probe.attribution.layer_choice import (
     WITHOUT_GRADIENTS,
     UnsupportedMethodError,

@@ -11,10 +11,9 @@ import torch
 import xarray as xr
 from torch import Tensor, nn
 from torch.func import functional_call
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
+from tcnn_probe.hooks.private_torch import TorchDispatchMode, tree_leaves
 from tcnn_probe.models import (
     for_model,
     progress_bar,

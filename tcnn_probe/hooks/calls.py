@@ -19,6 +19,7 @@ from tcnn_probe.hooks.compilation import (
     run_uncompiled,
 )
 from tcnn_probe.hooks.modes import is_nested
+from tcnn_probe.hooks.private_torch import hook_tables
 from tcnn_probe.hooks.scope import Scope
 
 __all__ = [
@@ -243,7 +244,7 @@ class CopySafeHook:
             if len(call) == 1 + self._after:
                 call = (call[0], {}, *call[1:])
             return self._act(module, *call)
-        for hooks in _forward_hooks(module):
+        for hooks in hook_tables(module):
             hooks.pop(self.number, None)
         return None
 
@@ -302,25 +303,13 @@ def add_hook(
     return handle
 
 
-def _forward_hooks(module: nn.Module) -> list[dict[int, Any]]:
-    """Return torch's tables of a module's hooks and of their options, which are keyed by the hooks' numbers."""
-    return [
-        # These are private names of torch 2. RemovableHandle.remove() clears them, but a copied hook has no handle.
-        module._forward_pre_hooks,
-        module._forward_pre_hooks_with_kwargs,
-        module._forward_hooks,
-        module._forward_hooks_with_kwargs,
-        module._forward_hooks_always_called,
-    ]
-
-
 @contextmanager
 def balanced_hooks(model: nn.Module) -> Iterator[None]:
     """Remove hooks that the code inside leaves on a model when Ctrl-C interrupts it, even while it removes hooks."""
     before = [
         (hooks, set(hooks))
         for module in model.modules()
-        for hooks in _forward_hooks(module)
+        for hooks in hook_tables(module)
     ]
     try:
         yield

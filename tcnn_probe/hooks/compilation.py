@@ -9,6 +9,18 @@ from weakref import WeakSet
 import torch
 from torch import nn
 
+from tcnn_probe.hooks.private_torch import (
+    COMPILED_CALL,
+    COMPILED_MODULE,
+    UNCOMPILED_FUNCTION,
+    _FrameAction,
+    _FrameExecStrategy,
+    count_compiled_frames,
+    eager_switch,
+    set_code_exec_strategy,
+    set_eval_frame,
+)
+
 __all__ = [
     "ADVICE_FOR_WHOLE_GRAPHS",
     "Eagerness",
@@ -26,14 +38,8 @@ ADVICE_FOR_WHOLE_GRAPHS = (
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
-# Private names of torch, 2.8 to 2.15.
-_FRAMES = torch._C._dynamo.eval_frame
-_SKIP = _FRAMES._FrameExecStrategy(
-    _FRAMES._FrameAction.SKIP, _FRAMES._FrameAction.DEFAULT
-)
-_SKIP_WITH_CALLEES = _FRAMES._FrameExecStrategy(
-    _FRAMES._FrameAction.SKIP, _FRAMES._FrameAction.SKIP
-)
+_SKIP = _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.DEFAULT)
+_SKIP_WITH_CALLEES = _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP)
 _FLEX = "torch.nn.attention.flex_attention"
 _LOCK = threading.RLock()
 _OPEN: "WeakSet[Eagerness]" = WeakSet()
@@ -73,9 +79,9 @@ class Eagerness:
 def _apply() -> None:
     """Tell torch whether compiled functions run eagerly. Repeated calls repair what an interrupted one has left."""
     _THREAD.depth = sum(eagerness.is_of_this_thread for eagerness in _OPEN)
-    switch = getattr(torch._dynamo.eval_frame, "_force_eager_nested_compile", None)
+    switch = eager_switch()
     if switch is not None:
-        # This private switch of torch 2.15 holds in this thread only, and operators that compile functions work.
+        # This holds in this thread only, and operators that compile functions work.
         switch.depth = _THREAD.depth
         return
     # The public stance holds in all threads, and `cond` and `map` of torch refuse it.
@@ -89,9 +95,9 @@ def _apply() -> None:
 def is_compiled(module: nn.Module) -> bool:
     """Return whether a module is a wrapper of torch.compile, or was compiled in place, or by its forward."""
     return (
-        "_orig_mod" in module._modules
-        or getattr(module, "_compiled_call_impl", None) is not None
-        or hasattr(vars(module).get("forward"), "_torchdynamo_orig_callable")
+        COMPILED_MODULE in module._modules
+        or getattr(module, COMPILED_CALL, None) is not None
+        or hasattr(vars(module).get("forward"), UNCOMPILED_FUNCTION)
     )
 
 
@@ -99,14 +105,14 @@ def never_compiled_alone(function: Function) -> Function:
     """Mark a function that torch.compile does not compile by itself, but traces as a part of its caller."""
     # Otherwise a mode's __torch_function__ would be compiled for each kind of call, up to 256 times. With
     # torch.compiler.disable it would break graphs that flex_attention requires to be unbroken.
-    _FRAMES.set_code_exec_strategy(function.__code__, _SKIP)
+    set_code_exec_strategy(function.__code__, _SKIP)
     return function
 
 
 def never_compiled(function: Function) -> Function:
     """Mark a function that torch.compile compiles neither by itself nor what it calls, and that it never traces."""
     # torch.compiler.disable takes 5 us for each call, and hooks of all modules call such functions.
-    _FRAMES.set_code_exec_strategy(function.__code__, _SKIP_WITH_CALLEES)
+    set_code_exec_strategy(function.__code__, _SKIP_WITH_CALLEES)
     return function
 
 
@@ -115,7 +121,7 @@ def run_uncompiled(function: Callable[..., Any], *args: Any) -> Any:
     """Run a function that compiled code has called; if it opens an :class:`Eagerness`, its caller goes on eagerly."""
     # torch.compile runs hooks of whole models outside of its graphs, with this callback on, by which it would compile
     # the model's forward next. The function that torch.compile returns resets the callback, whatever happens.
-    callback = _FRAMES.set_eval_frame(None)
+    callback = set_eval_frame(None)
     try:
         result = function(*args)
         if callback is not None and is_eager():
@@ -123,7 +129,7 @@ def run_uncompiled(function: Callable[..., Any], *args: Any) -> Any:
         return result
     finally:
         if not is_eager():
-            _FRAMES.set_eval_frame(callback)
+            set_eval_frame(callback)
 
 
 def is_eager() -> bool:
@@ -132,11 +138,6 @@ def is_eager() -> bool:
 
 
 def _check_graph_is_optional() -> None:
-    # torch 2.15 counts compiled frames only with fullgraph=True, and refuses a call without any; else this is -1.
-    count_frames = getattr(_FRAMES, "set_fullgraph_compiled_frame_count", None)
-    if count_frames is None:
-        return
-    count = count_frames(-1)
-    count_frames(count)
-    if count == 0:
+    # torch 2.15 refuses a call with fullgraph=True that compiles no frame.
+    if count_compiled_frames() == 0:
         raise RuntimeError(ADVICE_FOR_WHOLE_GRAPHS)

@@ -41,6 +41,11 @@ from tcnn_probe.hooks.modes import (
     is_transformed,
     run_unseen,
 )
+from tcnn_probe.hooks.private_torch import (
+    COMPILED_MODULE,
+    DisableTorchFunction,
+    forget_global_hook,
+)
 
 __all__ = ["Forward", "Forwards", "Listener", "ModuleCall", "Running"]
 
@@ -155,7 +160,7 @@ class Forwards(Calls["Forward"]):
     def begins(self, call: "Forward") -> None:
         """Follow the call if no other one is followed and the listener wants it."""
         # Reading properties of tensors is a call of a torch function, which the user's modes must not see.
-        with self._lock, torch._C.DisableTorchFunction():
+        with self._lock, DisableTorchFunction():
             begun = self._begun.get(call.thread)
             if begun is not None and not is_running(begun):
                 begun = None
@@ -303,10 +308,7 @@ class Forward(Call):
         self._is_closed = True
         while self._handles:
             self._handles[-1].remove()
-            # Removing the handle of a global hook leaves this flag behind (torch 2.8 to 2.15).
-            global_hooks._global_forward_hooks_with_kwargs.pop(
-                self._handles[-1].id, None
-            )
+            forget_global_hook(self._handles[-1].id)
             del self._handles[-1:]
         self.scope.close()
 
@@ -349,12 +351,12 @@ class Forward(Call):
         if not self.scope.has_modes:
             self.scope.enter(self, self._modes)
         # The module inside a wrapper of torch.compile has been reported already.
-        is_wrapper = "_orig_mod" in module._modules
+        is_wrapper = COMPILED_MODULE in module._modules
         if len(rest) != 2 or is_wrapper or module not in self._names:
             return
         inputs = [without_nested(x) for x in (*args, *rest[0].values())]
         output = without_nested(rest[1])
-        with torch._C.DisableTorchFunction():
+        with DisableTorchFunction():
             self._listener.returned(self, ModuleCall(module, inputs), output)
 
     # The following methods implement tcnn_probe.hooks.interception.Observer.
@@ -407,6 +409,8 @@ def _entries(model: nn.Module) -> list[nn.Module]:
         # down forwards that are not followed, by a twentieth in a small vision transformer. A patch embedding can be a
         # single convolution, but lies at the top.
         is_deep = name.count(".") > 1 and not module._modules
-        if not is_deep and not isinstance(module, (nn.ModuleList, nn.ModuleDict)):
+        # A GPSA layer computes in another order, with other rounding, if there are hooks on the place of its heads.
+        is_no_part = isinstance(module, (nn.ModuleList, nn.ModuleDict, nn.Identity))
+        if not is_deep and not is_no_part:
             entries.append(module)
     return entries

@@ -5,9 +5,9 @@ from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
-from torch._ops import HigherOrderOperator, OpOverload
 from torch.fx import GraphModule
-from torch.utils._pytree import tree_leaves
+
+from tcnn_probe.hooks.private_torch import HigherOrderOperator, OpOverload, tree_leaves
 
 __all__ = ["hidden_attention", "is_graph_operator"]
 

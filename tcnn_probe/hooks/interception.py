@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
+from torch.overrides import TorchFunctionMode
 
 from tcnn_model.precision import autocast_dtype
 from tcnn_probe.hooks.compilation import never_compiled, never_compiled_alone
@@ -30,6 +30,11 @@ from tcnn_probe.hooks.modes import (
     is_transformed,
     leaves_of,
     take_off,
+)
+from tcnn_probe.hooks.private_torch import (
+    DisableTorchFunction,
+    _get_current_function_mode_stack,
+    is_functorch_wrapped_tensor,
 )
 from tcnn_probe.hooks.score_modification import ScoreModification
 
@@ -119,7 +124,7 @@ class SeenOperand:
         # A matrix has no axis of images, and an expanded tensor is the same along that axis.
         shared = tensor.ndim < 3 or (tensor.shape[0] > 1 and tensor.stride(0) == 0)
         # Tensors inside torch.vmap, as in masks of flex_attention, have no address.
-        is_mapped = torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+        is_mapped = is_functorch_wrapped_tensor(tensor)
         place = id(tensor) if is_mapped else tensor.data_ptr()
         return cls(tensor.shape, place, shared)
 
@@ -279,7 +284,7 @@ class TorchCall:
     def objection(self) -> str | None:
         """Why the arguments cannot be read: "" if the call is only traced; None if they can."""
         # Reading a property of a tensor is also a call of a torch function, which outer modes would see.
-        with torch._C.DisableTorchFunction():
+        with DisableTorchFunction():
             return _why_unreadable(self.args, self.kwargs)
 
     def describe(self) -> "Seen | None":

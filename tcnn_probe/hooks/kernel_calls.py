@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tcnn_probe.hooks.private_torch import OpOverload, OpOverloadPacket
+
 __all__ = ["KernelCall", "is_kernel", "read_kernel"]
 
 # Operators of flash-attn 2.7 and later, also under the names of the package "kernels", of xformers and of torch.
@@ -53,7 +55,7 @@ class KernelCall:
 
 def is_kernel(func: Callable[..., Any]) -> bool:
     """Return whether a function is an operator with the name of an attention kernel's forward."""
-    is_operator = isinstance(func, (torch._ops.OpOverload, torch._ops.OpOverloadPacket))
+    is_operator = isinstance(func, (OpOverload, OpOverloadPacket))
     return is_operator and _KERNELS.match(str(func)) is not None
 
 
@@ -71,7 +73,7 @@ def read_kernel(
         output: Tensor that the operator returned, or a sequence of tensors.
         args, kwargs: Arguments of the call.
     """
-    overload = func.default if isinstance(func, torch._ops.OpOverloadPacket) else func
+    overload = func.default if isinstance(func, OpOverloadPacket) else func
     names = [argument.name for argument in overload._schema.arguments]
     values = {
         argument.name: argument.default_value for argument in overload._schema.arguments

@@ -10,16 +10,30 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import Proxy
-from torch.overrides import (
-    TorchFunctionMode,
+from torch.overrides import TorchFunctionMode
+
+from tcnn_probe.hooks.private_torch import (
+    DisableTorchFunction,
+    FakeTensor,
+    _current_graph_task_id,
+    _disable_current_modes,
+    _EnableTorchFunction,
     _get_current_function_mode_stack,
+    _get_dispatch_mode,
+    _InferenceMode,
+    _is_torch_function_enabled,
+    _len_torch_dispatch_stack,
+    _pop_dispatch_mode,
     _pop_mode,
+    _PreserveDispatchKeyGuard,
     _push_mode,
+    _set_fwd_grad_enabled,
+    _set_grad_enabled,
+    _TorchDispatchModeKey,
+    peek_interpreter_stack,
+    tree_leaves,
 )
-from torch.utils import _python_dispatch as dispatch
-from torch.utils._pytree import tree_leaves
 
 __all__ = [
     "balanced_modes",
@@ -38,9 +52,12 @@ __all__ = [
 
 Result = TypeVar("Result")
 
-# Keys of the modes of make_fx and torch.export, of fake tensors and of functionalization (private, torch 2.8 to 2.15).
-_KEY = torch._C._TorchDispatchModeKey
-_TRACERS = (_KEY.PROXY, _KEY.FAKE, _KEY.FUNCTIONAL)
+# Keys of the modes of make_fx and torch.export, of fake tensors and of functionalization.
+_TRACERS = (
+    _TorchDispatchModeKey.PROXY,
+    _TorchDispatchModeKey.FAKE,
+    _TorchDispatchModeKey.FUNCTIONAL,
+)
 # This is a context variable, so that each thread and asynchronous task of the user hides its own code.
 _HIDDEN = ContextVar("tcnn_probe_hidden", default=0)
 _DEPTHS: list[int] = []
@@ -89,17 +106,13 @@ def take_off(mode: TorchFunctionMode) -> bool:
 def balanced_modes() -> Iterator[None]:
     """Leave all modes that the code inside leaves on, for example when Ctrl-C comes just after a mode was entered."""
     before = _get_current_function_mode_stack()
-    count = torch._C._len_torch_dispatch_stack()
+    count = _len_torch_dispatch_stack()
     has_gradients = torch.is_grad_enabled()
     # This guard restores the flag that enables __torch_function__, for which torch has no setter.
-    shown = (
-        torch._C._EnableTorchFunction()
-        if torch._C._is_torch_function_enabled()
-        else nullcontext()
-    )
+    shown = _EnableTorchFunction() if _is_torch_function_enabled() else nullcontext()
     try:
         # The second guard is needed because leaving inference mode late restores dispatch keys of modes that are off.
-        with shown, torch._C._PreserveDispatchKeyGuard():
+        with shown, _PreserveDispatchKeyGuard():
             try:
                 yield
             except KeyboardInterrupt as error:
@@ -113,8 +126,8 @@ def balanced_modes() -> Iterator[None]:
         for mode in _get_current_function_mode_stack():
             if mode not in before:
                 take_off(mode)
-        while torch._C._len_torch_dispatch_stack() > count:
-            dispatch._pop_mode()
+        while _len_torch_dispatch_stack() > count:
+            _pop_dispatch_mode()
 
 
 class _Curtain(TorchFunctionMode):
@@ -127,7 +140,7 @@ class _Curtain(TorchFunctionMode):
     ) -> Any:
         if not self.is_up:
             return func(*args, **(kwargs or {}))
-        with torch._C.DisableTorchFunction():
+        with DisableTorchFunction():
             return func(*args, **(kwargs or {}))
 
 
@@ -136,7 +149,7 @@ def run_in_modes(function: Callable[[], Result], *modes: TorchFunctionMode) -> R
     entered: list[TorchFunctionMode] = []
     curtain = _Curtain()
     try:
-        with torch._C._EnableTorchFunction():
+        with _EnableTorchFunction():
             for mode in (curtain, *modes):
                 # This order leaves a mode that Ctrl-C has interrupted while it was entered.
                 entered.append(mode)
@@ -151,25 +164,25 @@ def run_in_modes(function: Callable[[], Result], *modes: TorchFunctionMode) -> R
 
 def is_function_transformed() -> bool:
     """Return whether a function runs under torch.vmap, torch.func.grad or another transform of torch.func."""
-    return torch._C._functorch.peek_interpreter_stack() is not None
+    return peek_interpreter_stack() is not None
 
 
 def is_nested(value: Any) -> bool:
     """Return whether a value is a nested tensor, whose images have different sizes, so that it has no shape."""
     # Reading a property of a tensor is a call of a torch function, which the user's modes must not see.
-    with torch._C.DisableTorchFunction():
+    with DisableTorchFunction():
         return isinstance(value, Tensor) and value.is_nested
 
 
 def is_transformed(inputs: Sequence[Any]) -> bool:
     """Return whether a call is a recomputation of checkpointing, or is traced or transformed by torch."""
-    if torch._C._current_graph_task_id() != -1:  # in a backward pass
+    if _current_graph_task_id() != -1:  # in a backward pass
         return True
-    if is_function_transformed() or torch._C._is_tracing():  # the latter in torch.jit
+    if is_function_transformed() or torch.jit.is_tracing():  # type: ignore[attr-defined]
         return True
     # In torch.compile, or with one of the tracers' modes on.
     if torch.compiler.is_compiling() or any(
-        torch._C._get_dispatch_mode(key) is not None for key in _TRACERS
+        _get_dispatch_mode(key) is not None for key in _TRACERS
     ):
         return True
     return any(
@@ -191,13 +204,13 @@ def run_unseen(function: Callable[..., Result], *args: Any, **kwargs: Any) -> Re
     # Python runs no handler of signals between the effect of these C++ guards and their ``with``, unlike in no_grad and
     # other context managers that are written in Python. In inference mode, sums that are created here could not be
     # changed in place outside. The second guard restores the flags of gradients, too.
-    with torch._C.DisableTorchFunction(), torch._C._InferenceMode(False):
-        torch._C._set_grad_enabled(False)
-        torch._C._set_fwd_grad_enabled(False)
+    with DisableTorchFunction(), _InferenceMode(False):
+        _set_grad_enabled(False)
+        _set_fwd_grad_enabled(False)
         # Disabling modes takes 0.1 ms even if none is on, so it is checked first whether one is.
-        if not torch._C._len_torch_dispatch_stack():
+        if not _len_torch_dispatch_stack():
             return function(*args, **kwargs)
-        with dispatch._disable_current_modes():
+        with _disable_current_modes():
             return function(*args, **kwargs)
 
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from tcnn_probe.hooks.modes import run_in_modes
+from tcnn_probe.hooks.private_torch import getitem_as_index
 
 __all__ = ["ScoreModification"]
 
@@ -56,17 +57,9 @@ class ScoreModification:
         for axes in _AXES:
             mapped = torch.vmap(mapped, in_dims=axes)
         places = images, heads, self.queries[queries], self.keys[keys]
-        return run_in_modes(lambda: mapped(scores, *places), _indexing())
+        return run_in_modes(lambda: mapped(scores, *places), getitem_as_index())
 
     def _modify(self, score: Tensor, *place: Tensor) -> Tensor:
         modified = self.score_mod(score, *place, *self.score_buffers)
         visible = self.mask_mod(*place, *self.mask_buffers)
         return torch.where(visible, modified, -torch.inf)
-
-
-def _indexing() -> Any:
-    """Return the mode of torch in which vmap can map ``bias[query, key]``, which flex_attention enters, too."""
-    # The import is local, because torch.compile's modules take a second to import unless flex_attention has run.
-    from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
-
-    return TransformGetItemToIndex()

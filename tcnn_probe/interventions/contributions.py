@@ -22,6 +22,11 @@ from tcnn_probe.attention.head_editor import (
 from tcnn_probe.attention.reconstruction import tolerance
 from tcnn_probe.hooks.calls import CopySafeHook
 from tcnn_probe.hooks.modes import hidden_from_recorders
+from tcnn_probe.hooks.private_torch import (
+    COMPILED_CALL,
+    COMPILED_MODULE,
+    UNCOMPILED_FUNCTION,
+)
 
 __all__ = ["Terms", "frozen_copy"]
 
@@ -129,8 +134,8 @@ def frozen_copy(
     """Return a copy in eval mode with constants for parameters, which shares their memory, but not its attributes."""
     copies = {} if copies is None else copies
     # The wrapper of torch.compile calls the module that was compiled, not a copy of it.
-    if "_orig_mod" in module._modules:
-        return frozen_copy(module.get_submodule("_orig_mod"), copies)
+    if COMPILED_MODULE in module._modules:
+        return frozen_copy(module.get_submodule(COMPILED_MODULE), copies)
     # A module that occurs twice has a single copy.
     if module not in copies:
         copies[module] = twin = module.__new__(type(module))
@@ -146,11 +151,11 @@ def frozen_copy(
             vars(twin)[name] = _bound_to_copy(value, copies)
         vars(twin).update(
             training=False,
-            _compiled_call_impl=None,
             _parameters=parameters,
             _buffers={**module._buffers},
             _modules=children,
         )
+        vars(twin)[COMPILED_CALL] = None
         for name, hooks in vars(module).items():
             if name.startswith(("_forward_", "_backward_")):
                 # Forward hooks can be part of the computation (spectral norm, quantisation), but our own are not.
@@ -166,7 +171,7 @@ def frozen_copy(
 
 def _bound_to_copy(value: Any, copies: Mapping[nn.Module, nn.Module]) -> Any:
     """Return an attribute of a module for its copy: accelerate and torch.compile set ``forward`` to such methods."""
-    value = getattr(value, "_torchdynamo_orig_callable", value)
+    value = getattr(value, UNCOMPILED_FUNCTION, value)
     if isinstance(value, MethodType) and isinstance(value.__self__, nn.Module):
         return MethodType(value.__func__, copies.get(value.__self__, value.__self__))
     if isinstance(value, partial):

@@ -12,6 +12,7 @@ from tqdm.auto import tqdm
 from tcnn_probe.attention.head_editor import HeadEditor, HeadListener
 from tcnn_probe.hooks.calls import Call, Calls
 from tcnn_probe.hooks.modes import is_transformed
+from tcnn_probe.hooks.private_torch import DisableTorchFunction
 from tcnn_probe.interventions.ablation_kinds import Ablated
 from tcnn_probe.interventions.references import ReferenceStatistics, fingerprints
 from tcnn_probe.interventions.token_places import GridFinder
@@ -56,7 +57,7 @@ class ModelCalls(Calls[Call]):
         if not reference.is_finished or self._has_warned or images is None:
             return
         # Function modes watch the operations of the model, to which reading the images does not belong.
-        with torch._C.DisableTorchFunction():
+        with DisableTorchFunction():
             reason = "" if is_transformed(inputs) else reference.overlap(images)
         if reason:
             self._has_warned = True

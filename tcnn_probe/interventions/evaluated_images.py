@@ -8,9 +8,9 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from tcnn_model.precision import at_least_float32
+from tcnn_probe.hooks.private_torch import tree_leaves
 from tcnn_probe.interventions.references import GivenImages, as_batches
 from tcnn_probe.models import class_indices
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
 
 from tcnn_probe.hooks.calls import add_hook
+from tcnn_probe.hooks.private_torch import tree_leaves, tree_map
 
 __all__ = ["SharedForward"]
 
@@ -111,4 +111,4 @@ def _equal(output: Any, other: Any) -> bool:
     is_equal = tree_map(
         lambda x, y: not isinstance(x, Tensor) or torch.equal(x, y), output, other
     )
-    return all(torch.utils._pytree.tree_leaves(is_equal))
+    return all(tree_leaves(is_equal))

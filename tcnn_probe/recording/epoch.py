@@ -8,6 +8,7 @@ from torch import Tensor
 
 from tcnn_model import AttentionPool2d
 from tcnn_probe.architectures.lookup import looks_like_attention
+from tcnn_probe.hooks.private_torch import COMPILED_CALL
 from tcnn_probe.probes import Probe
 from tcnn_probe.recording.collector import Collector, RankSums
 from tcnn_probe.recording.options import Sampling
@@ -117,8 +118,7 @@ def report_epoch(collector: Collector, ranks: Sequence[RankSums] = ()) -> EpochR
         compiled_parts=[
             name
             for module, name in names
-            # This is set by model.part.compile() (private, torch 2.8 to 2.15).
-            if name and getattr(module, "_compiled_call_impl", None) is not None
+            if name and getattr(module, COMPILED_CALL, None) is not None
         ],
     )
 

@@ -4,6 +4,7 @@ import copy
 import gc
 import math
 from collections.abc import Collection
+from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
@@ -413,6 +414,62 @@ def test_streams_that_edit_one_layer_nest(case: str) -> None:
     plain, edited = shown
     # An inner stream must be shown the model's attention, not the result of outer edits.
     torch.testing.assert_close(edited, plain, rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize("case", ["64 pixels", "convit", "fused"])
+@pytest.mark.parametrize("ablated_last", [True, False])
+def test_the_last_of_a_stream_and_an_ablation_edits_a_head(
+    case: str, ablated_last: bool
+) -> None:
+    model, x = (vit(), images()) if case == "fused" else gated_models()[case]
+    model, x = model.double(), x.double()
+    layer = "blocks.0.attn" if case == "fused" else layers_of(model)[0]
+
+    def stream() -> Any:
+        return tcnn_probe.attention_stream(
+            model,
+            lambda attention: (
+                tcnn_probe.HeadEdit([0, 1]) if attention.name == layer else None
+            ),
+        )
+
+    def ablation() -> Any:
+        return tcnn_probe.ablate(model, {layer: [1, 2]}, "mean")
+
+    with torch.no_grad():
+        zero, mean = ([0], [1, 2]) if ablated_last else ([0, 1], [2])
+        with (
+            tcnn_probe.ablate(model, {layer: zero}),
+            tcnn_probe.ablate(model, {layer: mean}, "mean"),
+        ):
+            expected = model(x)
+        with ExitStack() as stack:
+            for edit in (stream, ablation) if ablated_last else (ablation, stream):
+                stack.enter_context(edit())
+            torch.testing.assert_close(model(x), expected, rtol=1e-9, atol=1e-12)
+
+
+@torch.no_grad()
+def test_an_edited_gated_layer_runs_once_and_an_unedited_one_unchanged() -> None:
+    """A depthwise layer on a large map forms no outputs of single heads, unless a hook needs them."""
+    torch.manual_seed(0)
+    layer = GPSA(8, 8, 3, padding=1, groups=8)
+    model, x = nn.Sequential(layer), torch.randn(2, 8, 67, 71)
+    assert layer._weights_first(x)
+    plain = model(x)
+    with tcnn_probe.attention_stream(model, lambda attention: None) as stream:
+        assert torch.equal(model(x), plain)
+    assert list(stream.layers) == ["0"]
+    runs: list[int] = []
+    handle = layer.head_queries.register_forward_hook(lambda *call: runs.append(1))
+    with tcnn_probe.attention_stream(
+        model, lambda attention: tcnn_probe.HeadEdit(range(attention.heads))
+    ):
+        assert layer.bias is not None
+        assert torch.equal(model(x), layer.bias[:, None, None].expand_as(plain))
+    handle.remove()
+    assert len(runs) == 1
+    assert torch.equal(model(x), plain)
 
 
 def test_an_edited_multihead_attention_is_shown_once() -> None:

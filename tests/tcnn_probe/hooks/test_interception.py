@@ -274,11 +274,12 @@ def test_multihead_attention_runs_once_whether_or_not_it_is_edited(
     runs = []
     # Torch's function calls this one inside, out of sight of the mode.
     fused = F.scaled_dot_product_attention
-    monkeypatch.setattr(
-        F,
-        "scaled_dot_product_attention",
-        lambda *a, **k: runs.append(1) or fused(*a, **k),
-    )
+
+    def count(*args: Any, **options: Any) -> Tensor:
+        runs.append(1)
+        return fused(*args, **options)
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", count)
 
     def first_head(call: TorchCall, edits: Sequence[HeadEdit]) -> Any:
         assert call.heads.shape == (B, HEADS, QUERIES, SIZE)

@@ -1,0 +1,150 @@
+"""The private names of torch (2.8 to 2.15) that tcnn_probe uses, with the reasons why no public ones will do.
+
+No other file of tcnn_probe uses a private name of torch, so this is the file to read when torch has moved one;
+tests/tcnn_probe/hooks/test_private_torch.py says what each of them does. docs/maintaining.md says what torch would
+have to offer to make them unnecessary.
+"""
+
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import nn
+
+# Guards of C++: Python handles no signal between their effect and their ``with``, unlike those of torch that are
+# written in Python, so that Ctrl-C leaves neither gradients nor torch functions switched off.
+from torch._C import (
+    DisableTorchFunction,
+    _current_graph_task_id,
+    _EnableTorchFunction,
+    _get_dispatch_mode,
+    _InferenceMode,
+    _is_torch_function_enabled,
+    _len_torch_dispatch_stack,
+    _PreserveDispatchKeyGuard,
+    _set_fwd_grad_enabled,
+    _set_grad_enabled,
+    _TorchDispatchModeKey,
+)
+
+# torch.compile: publicly, compiled code can be made to run eagerly in all threads only, and not from inside.
+from torch._C._dynamo.eval_frame import (
+    _FrameAction,
+    _FrameExecStrategy,
+    set_code_exec_strategy,
+    set_eval_frame,
+)
+
+# Transforms of torch.func hide images, or wrap them in tensors without an address.
+from torch._C._functorch import is_functorch_wrapped_tensor, peek_interpreter_stack
+
+# Types of operators: flash-attn's and xformers' kernels are recognised by them, and graphs of torch.cond.
+from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.nn.modules import module as global_hooks
+
+# Publicly, a mode can be left at the top of the stack only, but a recorder may be removed below the user's modes.
+from torch.overrides import _get_current_function_mode_stack, _pop_mode, _push_mode
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    _disable_current_modes,
+    _get_current_dispatch_mode_stack,
+)
+from torch.utils._python_dispatch import _pop_mode as _pop_dispatch_mode
+from torch.utils._pytree import tree_leaves, tree_map
+
+__all__ = [
+    "COMPILED_CALL",
+    "COMPILED_MODULE",
+    "UNCOMPILED_FUNCTION",
+    "DisableTorchFunction",
+    "FakeTensor",
+    "HigherOrderOperator",
+    "OpOverload",
+    "OpOverloadPacket",
+    "TorchDispatchMode",
+    "_EnableTorchFunction",
+    "_FrameAction",
+    "_FrameExecStrategy",
+    "_InferenceMode",
+    "_PreserveDispatchKeyGuard",
+    "_TorchDispatchModeKey",
+    "_current_graph_task_id",
+    "_disable_current_modes",
+    "_get_current_dispatch_mode_stack",
+    "_get_current_function_mode_stack",
+    "_get_dispatch_mode",
+    "_is_torch_function_enabled",
+    "_len_torch_dispatch_stack",
+    "_pop_dispatch_mode",
+    "_pop_mode",
+    "_push_mode",
+    "_set_fwd_grad_enabled",
+    "_set_grad_enabled",
+    "count_compiled_frames",
+    "eager_switch",
+    "forget_global_hook",
+    "getitem_as_index",
+    "higher_order_operators",
+    "hook_tables",
+    "is_functorch_wrapped_tensor",
+    "peek_interpreter_stack",
+    "set_code_exec_strategy",
+    "set_eval_frame",
+    "tree_leaves",
+    "tree_map",
+]
+
+COMPILED_MODULE = "_orig_mod"
+"""Name under which the wrapper of torch.compile has the module that it compiles."""
+
+COMPILED_CALL = "_compiled_call_impl"
+"""Attribute of a module that ``module.compile()`` has compiled in place; None in others."""
+
+UNCOMPILED_FUNCTION = "_torchdynamo_orig_callable"
+"""Attribute of the function that torch.compile returns for another one."""
+
+
+def eager_switch() -> Any:
+    """Return the switch of torch 2.15 whose ``depth`` makes compiled code run eagerly in this thread, or None."""
+    return getattr(torch._dynamo.eval_frame, "_force_eager_nested_compile", None)
+
+
+def count_compiled_frames() -> int:
+    """Return how many frames a call with fullgraph=True has compiled so far; -1 without it, and before torch 2.15."""
+    eval_frame: ModuleType = torch._C._dynamo.eval_frame
+    exchange_count = getattr(eval_frame, "set_fullgraph_compiled_frame_count", None)
+    if exchange_count is None:
+        return -1
+    count = exchange_count(-1)
+    exchange_count(count)
+    return count
+
+
+def getitem_as_index() -> Any:
+    """Return the mode in which vmap can map ``bias[query, key]``, which flex_attention enters for users' functions."""
+    # The import is local, because torch.compile's modules take a second to import unless flex_attention has run.
+    from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
+
+    return TransformGetItemToIndex()
+
+
+def higher_order_operators() -> list[Any]:
+    """Return the operators that take functions, which in torch 2.8 need a rule for each dispatch mode."""
+    return [*torch._ops._higher_order_ops.values()]
+
+
+def hook_tables(module: nn.Module) -> list[dict[int, Any]]:
+    """Return torch's tables of a module's hooks and of their options, by number; a copied hook has no handle."""
+    return [
+        module._forward_pre_hooks,
+        module._forward_pre_hooks_with_kwargs,
+        module._forward_hooks,
+        module._forward_hooks_with_kwargs,
+        module._forward_hooks_always_called,
+    ]
+
+
+def forget_global_hook(number: int) -> None:
+    """Forget an option of a hook of all modules, which removing its handle leaves behind."""
+    global_hooks._global_forward_hooks_with_kwargs.pop(number, None)
