@@ -224,9 +224,14 @@ class TorchCall:
         # flex_attention also returns statistics of its logits' rows, which are not edited.
         return self.output[0] if isinstance(self.output, tuple) else self.output
 
+    @cached_property
+    def _arguments(self) -> dict[str, Any]:
+        """Arguments of multi-head attention by name."""
+        return _multihead_arguments(*self.args, **self.kwargs)
+
     def _run_unprojected(self) -> Tensor:
         """Run multi-head attention without the projection of its heads, and return these, (B, heads, N_query, d)."""
-        arguments = _multihead_arguments(*self.args, **self.kwargs)
+        arguments = {**self._arguments}
         weight, bias = arguments["out_proj_weight"], arguments["out_proj_bias"]
         # With the identity as projection, the output is the concatenation of heads.
         arguments["out_proj_weight"] = torch.eye(
@@ -271,7 +276,7 @@ class TorchCall:
     def keys(self) -> int:
         """Number of keys of an attention."""
         if self.is_multihead:
-            arguments = _multihead_arguments(*self.args, **self.kwargs)
+            arguments = self._arguments
             # torch appends a key for each of these options.
             has_bias, adds_zero = arguments["bias_k"], arguments["add_zero_attn"]
             return len(arguments["key"]) + (has_bias is not None) + bool(adds_zero)
