@@ -1,4 +1,4 @@
-"""(o) What a user waits for first: imports, commands, and the first forward of a recorder.
+"""(p) What a user waits for first: imports, commands, and the first forward of a recorder.
 
     python benchmarks/beginnings.py      about two minutes on one core
 
