@@ -63,7 +63,9 @@ def sign_rows(axes: Axes, runs: Sequence[Run]) -> list[dict[str, Any]]:
             rows.append(
                 _describe(axes, name, shared[0])
                 | {
-                    "where": f"{heads} heads of {count}" if heads else count,
+                    "where": f"{heads} head{'s' * (heads != 1)} of {count}"
+                    if heads
+                    else count,
                     "places": [_describe(axes, name, finding) for finding in shared],
                     "seen": f"{label(shared[0].measure)} {span}",
                 }
