@@ -101,12 +101,7 @@ def test_page_and_facts_say_what_the_recording_holds(
     for variable in about["variables"]:
         if variable["name"] in names:
             start = variable["starts"][0]
-            expected = (
-                heads[variable["name"]]
-                .values.ravel()
-                .astype(np.float32)
-                .astype(np.float32)
-            )
+            expected = heads[variable["name"]].values.ravel().astype(np.float32)
             np.testing.assert_array_equal(numbers[start : start + 14], expected)
     assert len(about["pictures"]) == len(about["images"]) == 2
     assert tree.attrs["photographs"][:2] == ["cats/0.png", "dogs/3.png"]
