@@ -291,6 +291,9 @@ class HeadEditor(Calls[LayerCall]):
             self._handles.append(
                 add_hook(self.module.head_keys, self._ask_before_heads, after=True)
             )
+            # A class with a forward of its own may not let keys pass there.
+            if type(self.module).forward is not GPSA.forward:
+                self._edit_outputs(self.module)
         elif isinstance(self.module, ConViTLayer):
             self._handles.append(add_hook(self.module.proj, self._edit_projected))
 
@@ -348,19 +351,27 @@ class HeadEditor(Calls[LayerCall]):
         y, x_axis = layer.axes(x.shape[2], x.shape[3])
         sizes = len(x), layer.heads, y.queries * x_axis.queries
         call.answers[0] = owned(call.ask(_gated_attention(layer, x, sizes)))
-        seam = layer.head_outputs
         with self._lock:
             if call.answers[0] and self._attached and not self.has_edited:
-                self.has_edited = True
-                self._handles.append(
-                    add_hook(seam, self._edit_head_outputs, after=True)
-                )
+                self._edit_outputs(layer)
+
+    def _edit_outputs(self, layer: GPSA) -> None:
+        self.has_edited = True
+        self._handles.append(
+            add_hook(layer.head_outputs, self._edit_head_outputs, after=True)
+        )
 
     def _edit_head_outputs(
         self, module: nn.Module, args: Any, kwargs: Any, heads: Tensor
     ) -> Tensor | None:
         call = self.current()
-        if call is None or not call.answers.get(0):
+        if call is None:
+            return None
+        if 0 not in call.answers:
+            x = _first_input(call)[: len(heads)]
+            sizes = len(heads), heads.shape[1], heads.shape[2]
+            call.answers[0] = owned(call.ask(_gated_attention(self.module, x, sizes)))
+        if not call.answers[0]:
             return None
         return _edit_gated_heads(call, heads)
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 import tcnn_probe
 from tcnn_model import GPSA, gpsa_layers, reparameterize
 from tcnn_model.gpsa.equations import gpsa_attention_reference, gpsa_reference
+from tcnn_model.gpsa.functional import attend
 from tests.tcnn_model.numerics import assert_rounding
 from tests.tcnn_probe.networks import Chain, scatter
 
@@ -283,3 +284,27 @@ def test_gradients_are_those_of_the_ablated_model() -> None:
     torch.func.functional_call(twin, changed, y).pow(2).sum().backward()
     expected = [y.grad, *(parameter.grad for parameter in twin.parameters())]
     torch.testing.assert_close(gradients, expected, rtol=1e-8, atol=1e-8)
+
+
+class OwnForward(GPSA):
+    """GPSA whose forward lets neither queries nor keys pass where hooks of the class read them."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        attention = self.gated_attention(x)
+        return self.combine(attend(attention, self.values(x)), attention)
+
+
+@pytest.mark.parametrize("mode", ["zero", "positional"])
+def test_a_subclass_with_a_forward_of_its_own_is_ablated(mode: Any) -> None:
+    layer, own = (
+        scatter(kind(3, 4, 3, padding=1)).eval() for kind in (GPSA, OwnForward)
+    )
+    own.load_state_dict(layer.state_dict())
+    x = torch.randn(2, 3, 5, 7, generator=torch.Generator().manual_seed(0))
+    outputs = []
+    for model in (layer, own):
+        with torch.no_grad(), tcnn_probe.ablate(model, {"*": [1, 4]}, mode):
+            outputs.append(model(x))
+    torch.testing.assert_close(outputs[1], outputs[0])
+    with torch.no_grad():
+        assert (outputs[1] - own(x)).abs().max() > 1e-3
