@@ -8,6 +8,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from timm.utils import ModelEmaV3
@@ -198,7 +199,8 @@ def test_memory_does_not_grow() -> None:
             model.zero_grad()
             gc.collect()
             held.append(tensors())
-        assert held[0] == held[1]
+        # What earlier tests have left may go meanwhile.
+        assert all(np.less_equal(held[1], held[0]))
         recorder.mark(epoch=0)
 
 
