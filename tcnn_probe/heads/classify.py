@@ -265,11 +265,9 @@ def _types_of_halves(ds: xr.Dataset, numbers: Any) -> list[np.ndarray] | None:
     total = np.where(known.any(0), np.where(known, differences, 0).sum(0), np.nan)
     halves: Any = np.concatenate([differences, total[None]]) / 2
     prefix, of_halves = (_on_prefix(ds, name) for name in (PREFIX, f"{PREFIX}_halves"))
+    least = _least_selectivity(ds)
     return [
-        part_types(
-            *[*(numbers + sign * halves), _least_selectivity(ds)],
-            prefix + sign * of_halves / 2,
-        )
+        part_types(*[*(numbers + sign * halves), least, prefix + sign * of_halves / 2])
         for sign in (1, -1)
     ]
 

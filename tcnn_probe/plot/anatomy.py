@@ -103,7 +103,7 @@ def _parts(ds: xr.Dataset) -> xr.DataArray:
         PREFIX: prefix.where(prefix > 0),
         "static": static,
     }
-    arrays = [drawn.get(name, ds.get(name)) for name in _STYLES]
+    arrays = [drawn[name] if name in drawn else ds[name] for name in _STYLES]
     parts = xr.concat(
         [array.reset_coords(drop=True) for array in arrays],
         xr.Variable("part", list(_STYLES)),
