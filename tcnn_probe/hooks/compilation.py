@@ -4,7 +4,7 @@ import sys
 import threading
 from collections.abc import Callable
 from typing import Any, TypeVar
-from weakref import WeakSet
+from weakref import WeakSet, finalize
 
 import torch
 from torch import nn
@@ -59,6 +59,8 @@ class Eagerness:
         with _LOCK:
             _OPEN.add(self)
             _apply()
+        # A thread may end within its forward.
+        finalize(self, _apply).atexit = False
 
     def close(self) -> None:
         """Compile again; a second call has no effect."""
