@@ -404,7 +404,10 @@ def test_distributed_tensors_have_a_reason() -> None:
         images = distribute_tensor(torch.randn(2, 3, 32, 48), mesh, [Shard(0)])
         # DTensor takes ten seconds to find how the CPU's flash attention is sharded.
         with sdpa_kernel(SDPBackend.MATH):
-            expected = model(images).full_tensor()
+            try:
+                expected = model(images).full_tensor()
+            except NotImplementedError as error:  # torch 2.8
+                pytest.skip(f"torch cannot run the model on such tensors: {error}")
             with tcnn_probe.record(model) as recorder:
                 assert torch.equal(model(images).full_tensor(), expected)
         reasons = recorder.unsupported.values()
