@@ -37,13 +37,16 @@ def class_scores(model: Callable[[Tensor], Any], images: Tensor) -> Tensor:
 
 
 def check_targets(targets: Tensor, scores: Tensor) -> None:
-    """Raise ValueError unless targets, (B,) or (B, K), are of the classes of scores (B, K)."""
+    """Raise ValueError unless targets, (B,) or (B, K), are of the classes of scores (B, K).
+
+    Labels on another device than the CPU are not read, because each step would have to wait for it.
+    """
     classes = scores.shape[1]
     if targets.ndim == 2 and targets.shape[1] != classes:
         raise ValueError(
             f"expected targets for the {classes} classes of the model, got {targets.shape[1]}"
         )
-    if targets.ndim == 1 and len(targets):
+    if targets.ndim == 1 and len(targets) and targets.device.type == "cpu":
         lowest, highest = (int(label) for label in targets.aminmax())
         if lowest < 0 or highest >= classes:
             raise ValueError(

@@ -65,7 +65,8 @@ PARTS: dict[str, set[str]] = {
         "provenance",
     },
     "attribution": {
-        *("attention", "extras", "hooks", "images", "models", "provenance")
+        *("architectures", "attention", "extras", "hooks", "images", "models"),
+        "provenance",
     },
     "evaluation": {"extras", "hooks", "images", "models", "provenance"},
     "plot": {"diagnosis", "evaluation", "heads", "images", "schema"},

@@ -349,10 +349,9 @@ class HeadEditor(Calls[LayerCall]):
         assert isinstance(layer, GPSA)
         x = _first_input(call)
         y, x_axis = layer.axes(x.shape[2], x.shape[3])
-        sizes = len(x), layer.heads, y.queries * x_axis.queries
-        call.answers[0] = owned(call.ask(_gated_attention(layer, x, sizes)))
+        answers = _ask_once(call, (len(x), layer.heads, y.queries * x_axis.queries))
         with self._lock:
-            if call.answers[0] and self._attached and not self.has_edited:
+            if answers and self._attached and not self.has_edited:
                 self._edit_outputs(layer)
 
     def _edit_outputs(self, layer: GPSA) -> None:
@@ -365,15 +364,7 @@ class HeadEditor(Calls[LayerCall]):
         self, module: nn.Module, args: Any, kwargs: Any, heads: Tensor
     ) -> Tensor | None:
         call = self.current()
-        if call is None:
-            return None
-        if 0 not in call.answers:
-            x = _first_input(call)[: len(heads)]
-            sizes = len(heads), heads.shape[1], heads.shape[2]
-            call.answers[0] = owned(call.ask(_gated_attention(self.module, x, sizes)))
-        if not call.answers[0]:
-            return None
-        return _edit_gated_heads(call, heads)
+        return None if call is None else _edit_gated_heads(call, heads)
 
     def _edit_projected(
         self, module: nn.Module, args: tuple[Tensor, ...], kwargs: Any
@@ -383,16 +374,10 @@ class HeadEditor(Calls[LayerCall]):
         if call is None or not args:
             return None
         heads = args[0].unflatten(-1, (self.module.num_heads, -1)).transpose(1, 2)
-        images, head_count, queries, _ = heads.shape
-        if 0 not in call.answers:
-            attention = _gated_attention(
-                self.module, _first_input(call), (images, head_count, queries)
-            )
-            call.answers[0] = owned(call.ask(attention))
-        if not call.answers[0]:
+        edited = _edit_gated_heads(call, heads)
+        if edited is None:
             return None
         self.has_edited = True
-        edited = _edit_gated_heads(call, heads)
         return (edited.transpose(1, 2).flatten(2), *args[1:]), kwargs
 
 
@@ -432,13 +417,23 @@ def _gated_attention(
     )
 
 
-def _edit_gated_heads(call: LayerCall, heads: Tensor) -> Tensor:
-    """Edit the outputs of a gated layer's heads, (B, heads, N_query, d)."""
+def _ask_once(call: LayerCall, sizes: tuple[int, int, int]) -> Sequence[Answer]:
+    """Return the edits of a gated layer's attention of these sizes (B, heads, N_query), and ask for them at first."""
+    if 0 not in call.answers:
+        x = _first_input(call)[: sizes[0]]
+        call.answers[0] = owned(call.ask(_gated_attention(call.module, x, sizes)))
+    return call.answers[0]
+
+
+def _edit_gated_heads(call: LayerCall, heads: Tensor) -> Tensor | None:
+    """Edit the outputs of a gated layer's heads, (B, heads, N_query, d); None without edits."""
     images, head_count, queries, _ = heads.shape
-    attention = _gated_attention(
-        call.module, _first_input(call)[:images], (images, head_count, queries)
-    )
-    return edit_gated(attention, [answer.edit for answer in call.answers[0]], heads)
+    sizes = (images, head_count, queries)
+    answers = _ask_once(call, sizes)
+    if not answers:
+        return None
+    attention = _gated_attention(call.module, _first_input(call)[:images], sizes)
+    return edit_gated(attention, [answer.edit for answer in answers], heads)
 
 
 class _GateEditor(TorchFunctionMode):

@@ -14,7 +14,7 @@ from tcnn_probe.hooks.private_torch import (
     higher_order_operators,
 )
 
-__all__ = ["Places", "ReceptiveFields", "pair"]
+__all__ = ["Places", "ReceptiveFields"]
 
 Grid = tuple[int, int]  # rows and columns
 aten = torch.ops.aten

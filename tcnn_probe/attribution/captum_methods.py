@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from tcnn_model.outputs import class_scores, scores_of
-from tcnn_probe.attention.receptive_fields import pair
+from tcnn_probe.architectures.grids import pair
 from tcnn_probe.attribution.layer_choice import (
     WITHOUT_GRADIENTS,
     UnsupportedMethodError,

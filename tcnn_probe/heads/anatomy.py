@@ -83,8 +83,12 @@ def nearest_prefix(
         on_grid: Whether each key lies on the grid, shape (keys,); each other one has a weight of its own.
         seen: Whether each query sees each key, shape (queries, keys).
     """
-    index = np.where(on_grid, 0, np.cumsum(~on_grid))
-    return nearest_convolution(mean, np.broadcast_to(index, seen.shape), seen)
+    # The only offset of the patches comes first.
+    masses = np.hstack(
+        [mean[..., on_grid].sum((1, 2))[:, None], mean[..., ~on_grid].sum(1)]
+    )
+    pairs = np.vstack([seen[:, on_grid].sum(1), seen[:, ~on_grid].T])
+    return convolution_inside(masses, pairs.astype(np.float64), mean.sum(-1))
 
 
 def convolution_inside(

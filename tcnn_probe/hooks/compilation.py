@@ -59,8 +59,9 @@ class Eagerness:
         with _LOCK:
             _OPEN.add(self)
             _apply()
-        # A thread may end within its forward.
-        finalize(self, _apply).atexit = False
+        if eager_switch() is None:
+            # The stance holds in all threads, and this one may end within its forward.
+            finalize(self, _apply).atexit = False
 
     def close(self) -> None:
         """Compile again; a second call has no effect."""

@@ -62,8 +62,8 @@ def head_importance(
 
     With a loss, the cost is its change to first order if the heads are ablated, which can be negative. It takes one
     forward and one backward for all heads and modes (Michel et al. 2019, arXiv 1905.10650; attribution patching,
-    Syed et al. 2023, arXiv 2310.10348). Without one, the cost is the norm of the change of the model's output, ``|J
-    d|``, which is estimated from random directions of the output, with one backward for each. Fused attention stays
+    Syed et al. 2023, arXiv 2310.10348). Without one, the cost is the norm ``|J d|`` of the change of the model's
+    output, which is estimated from random directions of the output, with one backward for each. Fused attention stays
     on, and the attention of the images is computed one layer at a time. First order can be far from the exact cost,
     see :func:`head_costs`.
 
