@@ -57,8 +57,7 @@ def nearest_convolution(
     """
     queries = len(index)
     count = int(index.max()) + 1
-    # Where a mask lowers all logits of a query alike, its softmax is uniform over keys that it does not see.
-    mean = mean * seen.any(1, keepdims=True)
+    mean = _of_queries_that_see(mean, seen)
     masses = np.array(
         [np.bincount(index.ravel(), head.ravel(), count) for head in mean],
         dtype=np.float64,
@@ -83,12 +82,19 @@ def nearest_prefix(
         on_grid: Whether each key lies on the grid, shape (keys,); each other one has a weight of its own.
         seen: Whether each query sees each key, shape (queries, keys).
     """
+    mean = _of_queries_that_see(mean, seen)
     # The only offset of the patches comes first.
     masses = np.hstack(
         [mean[..., on_grid].sum((1, 2))[:, None], mean[..., ~on_grid].sum(1)]
     )
     pairs = np.vstack([seen[:, on_grid].sum(1), seen[:, ~on_grid].T])
     return convolution_inside(masses, pairs.astype(np.float64), mean.sum(-1))
+
+
+def _of_queries_that_see(mean: Array, seen: NDArray[np.bool_]) -> Array:
+    """Set the rows of queries that see no key to zero."""
+    # Where a mask lowers all logits of a query alike, its softmax is uniform over keys that it does not see.
+    return mean * seen.any(1, keepdims=True)
 
 
 def convolution_inside(
