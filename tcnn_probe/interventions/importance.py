@@ -99,18 +99,20 @@ def head_importance(
     images = reread(images)
     rungs = Rungs.of(model, heads, modes, reference, images, radius, seed, queries)
     generator = torch.Generator().manual_seed(whole_number(seed, "seed"))
+    batches = list(batches_of(images, model, batch_size, classes))
+    total = len(batches) * (directions if measure is None else 1)
     parts = []
     with (
         untouched(model),
-        progress_bar(None, "head_importance", progress) as bar,
+        progress_bar(total, "head_importance", progress, "backward") as bar,
     ):
-        for batch in batches_of(images, model, batch_size, classes):
+        for batch in batches:
             if measure is None:
-                squares = _squares(rungs, batch, directions, generator)
+                squares = _squares(rungs, batch, directions, generator, bar)
                 parts.append(np.sqrt(squares) / _mean_of_root(directions))
             else:
                 parts.append(_changes(rungs, batch, measure))
-            bar.update(len(batch.images))
+                bar.update()
     table = rungs.table(sum(part.shape[-1] for part in parts))
     table.values[:] = np.concatenate(parts, -1)
     what = "change of the output" if measure is None else "change of the loss"
@@ -126,7 +128,7 @@ def _changes(rungs: Rungs, batch: Batch, measure: Measure) -> np.ndarray:
 
 
 def _squares(
-    rungs: Rungs, batch: Batch, directions: int, generator: torch.Generator
+    rungs: Rungs, batch: Batch, directions: int, generator: torch.Generator, bar: Any
 ) -> np.ndarray:
     """Return the mean over random directions r of the square of <r, J d>, (modes, layers, heads, B)."""
     with _Watches(rungs, batch) as watches:
@@ -137,6 +139,7 @@ def _squares(
             is_last = number == directions - 1
             change = watches.changes((outputs * random).sum(), is_last=is_last)
             squares.append(change**2)
+            bar.update()
         return np.mean(squares, 0)
 
 

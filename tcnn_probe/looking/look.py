@@ -301,7 +301,8 @@ class _Subject:
         except Exception as error:
             reason = next(iter(str(error).splitlines()), type(error).__name__)
             raise ValueError(
-                f"{self.name} does not take images of shape {tuple(images.shape)}: {reason}"
+                f"{self.name} does not take images of shape {tuple(images.shape)} (size=, --size sets another): "
+                f"{reason}"
             ) from error
 
     def masks_of(self, paths: Sequence[Path]) -> Tensor:

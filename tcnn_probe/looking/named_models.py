@@ -345,13 +345,13 @@ def find_preparation(model: nn.Module, size: int | None = None) -> dict[str, Any
         return (
             config if size is None else config | {"input_size": (channels, size, size)}
         )
-    settings = getattr(network, "config", None)
-    own = next(
-        (getattr(settings, key) for key in _SIZES if getattr(settings, key, None)), None
-    )
-    own = own or next(
-        (getattr(network, key) for key in _SIZES if getattr(network, key, None)), 224
-    )
+    places = [
+        getattr(network, "config", None),
+        network,
+        getattr(network, "patch_embed", None),
+    ]
+    sizes = (getattr(place, key, None) for place in places for key in _SIZES)
+    own = next(filter(None, sizes), 224)
     height, width = own if isinstance(own, (list, tuple)) else (own, own)
     if size is not None:
         height = width = size

@@ -90,7 +90,11 @@ def _overview(run: Run, ds: xr.Dataset) -> Iterator[Answer]:
         text += f" {untyped} more have no type, for the reasons under What is missing."
     if "uncertain_type" in ds:
         uncertain = int((ds.uncertain_type > 0).sum())
-        text += f" {uncertain} of these types are uncertain: the halves of the photographs disagree on them."
+        text += (
+            f" {uncertain} of these types are uncertain: the halves of the photographs disagree on them."
+            if uncertain
+            else " The halves of the photographs agree on these types."
+        )
     yield Answer("What are the heads?", text)
     layers = [
         layer
