@@ -134,9 +134,9 @@ class _AttentionSum:
         for offset in range(min(halves, len(weights))):
             half, images = (start + offset) % halves, slice(offset, None, halves)
             part = weights[images]
-            # A sum over one image would only copy it.
-            self._sums[half] += part[0] if len(part) == 1 else part.sum(0)
-            self._rows[half] += by_image[images].sum(0)
+            # A sum over one image would only copy it, and += would copy the sums onto themselves.
+            self._sums[half].add_(part[0] if len(part) == 1 else part.sum(0))
+            self._rows[half].add_(by_image[images].sum(0))
 
     def pattern(self, images: int) -> Pattern:
         """Return the sums over a number of images, with the padding."""

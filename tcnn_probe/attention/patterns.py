@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tcnn_model.precision import widest_dtype
+from tcnn_model.precision import widest, widest_dtype
 from tcnn_probe.attention.layout import Tokens
 from tcnn_probe.attention.sampled_queries import (
     QUERIES,
@@ -59,7 +59,7 @@ class Pattern:
 
     Args:
         attention: Sum of A over images with even and with odd numbers, from which the two halves are compared, or over
-            all images, shape (2 or 1, heads, queries, keys); a tensor in float64 (float32 on MPS), or an array.
+            all images, shape (2 or 1, heads, queries, keys); a tensor, or an array.
         rows: Sums of the other fields of :class:`Sums`, one after the other, (2 or 1, heads, 2 queries + windows).
         batch: Number of images, whether they count or not.
         visible: Number of images in which a mask leaves each key visible to each query, shape (queries, keys), or a
@@ -98,8 +98,12 @@ class Pattern:
         return Sums(attention, entropy, images, rows[:, 2 * queries :])
 
     def copy(self) -> "Pattern":
-        """Return a pattern to which others can be added."""
-        return replace(self, attention=self.attention + 0, rows=self.rows + 0)
+        """Return a pattern to which others can be added, in float64 (float32 on MPS)."""
+        attention, rows = (
+            x + 0 if isinstance(x, np.ndarray) else widest(x).clone()
+            for x in (self.attention, self.rows)
+        )
+        return replace(self, attention=attention, rows=rows)
 
     def plus(self, pattern: "Pattern") -> "Pattern | None":
         """Return the sums over the images of both patterns; None if these have different sizes.
@@ -152,8 +156,9 @@ class PatternSum:
         self._sampling = attention.windows, attention.queries, limit, first
         self._windows, self._queries = sample_queries(*self._sampling)
         shape = attention.heads, self._queries.numel(), attention.keys
-        # Images with an even and with an odd number in the batch are summed separately.
-        self._sums = torch.zeros((2, *shape), dtype=widest_dtype(device), device=device)
+        # Images with an even and with an odd number in the batch are summed separately, in the dtype of the attention:
+        # only sums over many batches need float64.
+        self._sums = torch.zeros((2, *shape), dtype=attention.dtype, device=device)
         # Sum over the sampled queries of each window.
         self._window_sums = torch.zeros(
             (self._images, attention.heads, len(self._windows), attention.keys),
@@ -211,15 +216,15 @@ class PatternSum:
     def _add_rows(self, images: slice, sampled: slice, by_image: Tensor) -> None:
         """Add the attention of some images and sampled queries, (images, heads, queries, keys)."""
         if len(by_image) == 1:  # a sum over one image would only copy it
-            self._sums[images.start % 2][:, sampled] += by_image[0]
-        else:
-            self._sums[:, :, sampled] += _halves(by_image, images.start)
+            self._sums[images.start % 2][:, sampled].add_(by_image[0])
+        else:  # not +=, which would copy the sums onto themselves
+            self._sums[:, :, sampled].add_(_halves(by_image, images.start))
         # A block has whole windows, or a part of one.
         first, last, _ = sampled.indices(self._queries.numel())
         per_window = self._queries.shape[1]
         windows = slice(first // per_window, (last - 1) // per_window + 1)
         in_windows = by_image.unflatten(2, (windows.stop - windows.start, -1))
-        self._window_sums[images, :, windows] += in_windows.sum(3)
+        self._window_sums[images, :, windows].add_(in_windows.sum(3))
         if self._products is not None:
             self._products[images, sampled] = row_products(by_image)
 
@@ -276,11 +281,13 @@ class PatternSum:
         by_image = (by_query.where(is_counted, 0), is_counted, entropy_of(means))
         places: dict[str, Any] = {}
         if layout.queries is not None and layout.keys is not None:
-            queries = places_on_grid(layout.queries)[self._queries.flatten().numpy()]
-            places = {"queries": queries, "keys": places_on_grid(layout.keys)}
+            places = {
+                "queries": _sampled_places(layout.queries, self._sampling),
+                "keys": places_on_grid(layout.keys),
+            }
         return Pattern(
             self._sums,
-            _halves(torch.cat(by_image, -1), dtype=self._sums.dtype),
+            _halves(torch.cat(by_image, -1), dtype=widest_dtype(means.device)),
             self._images,
             self._visible(),
             population=attention.queries - self._sampling[-1],
@@ -294,7 +301,8 @@ class PatternSum:
         logits = self._attention.logits
         if not logits.masked:
             return self._images
-        total = self._sums.new_zeros(self._sums.shape[2:])
+        dtype = widest_dtype(self._sums.device)
+        total = self._sums.new_zeros(self._sums.shape[2:], dtype=dtype)
         for images, rows, queries in self._rows_of_images():
             hidden = logits.hidden(rows, queries)
             count = images.stop - images.start
@@ -385,3 +393,10 @@ def places_on_grid(tokens: Tokens) -> np.ndarray:
     places[: tokens.prefix] = np.nan
     places.flags.writeable = False  # all attentions with this grid share the array
     return places
+
+
+@lru_cache(maxsize=64)
+def _sampled_places(tokens: Tokens, sampling: tuple[int, int, int, int]) -> np.ndarray:
+    """Return row and column of each sampled query, one window after the other: (n, 2)."""
+    _, queries = sample_queries(*sampling)
+    return places_on_grid(tokens)[queries.flatten().numpy()]

@@ -98,8 +98,11 @@ def softmax_attention_of(
     if reason := known(module).no_attention_matrix:
         raise NoTokenAttentionError(reason)
     # The projections belong to this module, or to one around it.
-    around = [x for x, _ in reversed(running) if next(x.parameters(), None) is not None]
-    if around and next(split_weights(around[0]), None) is not None:
+    with_weights = (
+        x for x, _ in reversed(running) if next(x.parameters(), None) is not None
+    )
+    around = next(with_weights, None)
+    if around is not None and next(split_weights(around), None) is not None:
         raise NoTokenAttentionError(
             "tensor parallelism splits its heads over ranks: record a copy of the model that is not split"
         )
@@ -364,7 +367,8 @@ def tokens_if_channels(
     are wider or narrower than the tokens).
     """
     (_, heads, queries, keys), (module, inputs) = shape, running[-1]
-    if isinstance(module, nn.MultiheadAttention):  # whose sequence may come first
+    # The sequence of torch's own layers may come first.
+    if queries != keys or isinstance(module, nn.MultiheadAttention):
         return frozenset()
     tokens: set[int] = set()
     for x in inputs:
@@ -373,11 +377,12 @@ def tokens_if_channels(
             tokens.add(x.shape[1:-1].numel())
         if isinstance(x, Tensor) and x.ndim == 4:
             tokens.add(x.shape[2:].numel())
+    if keys in tokens:
+        return frozenset()
     widths = {x.shape[0] for x in module.parameters() if x.ndim > 1}
     # One layer may return queries, keys and values side by side.
     is_width = any(keys * heads * parts in widths for parts in (1, 2, 3))
-    is_suspect = queries == keys and keys not in tokens and is_width
-    return frozenset(tokens) if is_suspect else frozenset()
+    return frozenset(tokens) if is_width else frozenset()
 
 
 def tolerance(dtype: torch.dtype) -> float:

@@ -309,9 +309,10 @@ def _rows_over_grid(
     )
     visibility = attention.visibility
     counted = None if visibility is None else visibility.queries.flatten(0, 1)
+    largest = max(attention.block, attention.heads * attention.keys)
+    # A buffer of 4 MiB is given back to the system in each layer, which then clears all its pages anew.
     buffers = [
-        logits.new_empty(max(attention.block, attention.heads * attention.keys))
-        for _ in range(2)
+        logits.new_empty(min(largest, math.prod(logits.shape))) for _ in range(2)
     ]
     for block in attention.blocks():
         rows, queries = attention.rows_of(block), block.queries

@@ -9,7 +9,7 @@ from types import FrameType
 from typing import Any, Generic, TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 from torch.utils.hooks import RemovableHandle
 
@@ -18,8 +18,7 @@ from tcnn_probe.hooks.compilation import (
     never_compiled_alone,
     run_uncompiled,
 )
-from tcnn_probe.hooks.modes import is_nested
-from tcnn_probe.hooks.private_torch import hook_tables
+from tcnn_probe.hooks.private_torch import DisableTorchFunction, hook_tables
 from tcnn_probe.hooks.scope import Scope
 
 __all__ = [
@@ -51,7 +50,7 @@ class Call:
     @property
     def inputs(self) -> list[Any]:
         """Positional arguments, followed by keyword arguments."""
-        return [without_nested(x) for x in (*self.args, *self.kwargs.values())]
+        return without_nested(*self.args, *self.kwargs.values())
 
     def close(self) -> None:
         """End the call, also after Ctrl-C. This may be repeated."""
@@ -63,9 +62,14 @@ class Call:
         return (not self.over or self.scope.has_modes) and is_running(self.frame)
 
 
-def without_nested(value: Any) -> Any:
-    """Return an input or output of a module; None for a nested tensor, whose shape cannot be read."""
-    return None if is_nested(value) else value
+def without_nested(*values: Any) -> list[Any]:
+    """Return inputs or outputs of a module, None in place of nested tensors, whose shapes cannot be read."""
+    # One guard for all values, because hooks of all modules call this.
+    with DisableTorchFunction():
+        return [
+            None if isinstance(value, Tensor) and value.is_nested else value
+            for value in values
+        ]
 
 
 C = TypeVar("C", bound=Call)

@@ -209,7 +209,7 @@ class Forwards(Calls["Forward"]):
             return
         # An exception that was already being handled when the model was called is not a failure of the forward.
         has_failed, is_told = sys.exc_info()[1] is not call.handled, False
-        output = without_nested(output)
+        [output] = without_nested(output)
         # It is not over yet, lest another thread takes it for an abandoned forward.
         call.leave()
         try:
@@ -324,7 +324,7 @@ class Forward(Call):
     # while compiling.
     def _called(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         if not torch.compiler.is_compiling() and self._is_followed(module):
-            inputs = [without_nested(x) for x in args]
+            inputs = without_nested(*args)
             self._stack.append(ModuleCall(module, inputs))
             self._listener.called(module, inputs)
             # torch runs this layer on nested tensors in its fast path only, which modes turn off.
@@ -343,19 +343,20 @@ class Forward(Call):
         # After an exception torch passes no keyword arguments, and the output may be None.
         if not self._is_followed(module):
             return
-        if module not in [running.module for running in self._stack[1:]]:
-            return
         # Modules above this one in the stack have ended by an exception after which torch ran no hooks.
-        while self._stack.pop()[0] is not module:
-            pass
+        place = len(self._stack) - 1
+        while place and self._stack[place].module is not module:
+            place -= 1
+        if not place:  # the entry is reported when it ends
+            return
+        del self._stack[place:]
         if not self.scope.has_modes:
             self.scope.enter(self, self._modes)
         # The module inside a wrapper of torch.compile has been reported already.
         is_wrapper = COMPILED_MODULE in module._modules
         if len(rest) != 2 or is_wrapper or module not in self._names:
             return
-        inputs = [without_nested(x) for x in (*args, *rest[0].values())]
-        output = without_nested(rest[1])
+        *inputs, output = without_nested(*args, *rest[0].values(), rest[1])
         with DisableTorchFunction():
             self._listener.returned(self, ModuleCall(module, inputs), output)
 

@@ -687,10 +687,10 @@ _DESCRIBE: dict[Any, Callable[..., Seen | None]] = {
 
 def _describer(func: Callable[..., Any]) -> Callable[..., Seen | None] | None:
     """Return the function that describes calls of a torch function; None if these are not needed."""
+    if (describe_call := _DESCRIBE.get(func)) is not None:
+        return describe_call
     if is_kernel(func):
         return partial(_kernel, func)
-    if func in _DESCRIBE:
-        return _DESCRIBE[func]
     return partial(_graph_operator, func) if is_graph_operator(func) else None
 
 
